@@ -1,0 +1,239 @@
+"""What each operation means: quadratic, plain, in the dtype of its inputs.
+
+Every function here builds the full ``[B, h, N, M]`` weights of its formula and takes the weighted mean of the values.
+Tests and tools compare the fast operations with it; nothing else imports it. It knows nothing of forms, blocks or
+kernels, and it checks no arguments: the public operations do.
+
+A relative position is one of the objects of ``ops.relative``, recognised by its fields: ``rows`` and ``columns``
+(Axial), a table ``[h or 1, 2R+1, 2R+1, d]`` (Joint) or a table ``[h or 1, 2R+1, d]`` (Flat).
+"""
+
+import torch
+from torch import Tensor
+
+from visionattn.layout import TokenLayout
+
+
+def taylorshift_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    temperature: Tensor | None = None,
+    coefficients: tuple[float, float, float] = (0.5, 1.0, 1.0),
+    relative=None,
+    key_mask: Tensor | None = None,
+    output_scale: bool = False,
+) -> Tensor:
+    """Weights ``a x^2 + b x + c`` of ``x = q.k``, divided by their sum.
+
+    Args:
+        q: ``[B, h, N, d]``.
+        k: ``[B, h, M, d]``.
+        v: ``[B, h, M, e]``.
+        temperature: ``[h]``; q and k are brought to unit length and q is multiplied by it. None takes both as they are.
+        coefficients: ``(a, b, c)``.
+        relative: adds the weights of ``relative_weights``.
+        key_mask: ``[B, M]`` bool, True takes part.
+        output_scale: multiply the result by ``sqrt(keys / d)``, keys being those that take part.
+
+    Returns:
+        ``[B, h, N, e]``; 0 where no key takes part.
+
+    Source: TaylorShift (Nauen et al. 2024), eq. 2; the general polynomial and the relative term are of this project.
+    """
+    a, b, c = coefficients
+    present = _present(k, key_mask)
+    queries, keys = q, k
+    if temperature is not None:
+        queries, keys = temperature.to(q.dtype)[:, None, None] * unit_length(q), unit_length(k)
+    x = queries @ keys.mT
+    out = _weighted_mean(a * x * x + b * x + c, v, relative, q, present)
+    if output_scale:
+        keys_seen = present.sum(-1).to(out.dtype)
+        out = out * (keys_seen / q.shape[-1]).sqrt()[:, None, None, None]
+    return out
+
+
+def kernelized_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, feature_map: str = "elu1", relative=None, key_mask: Tensor | None = None
+) -> Tensor:
+    """Weights ``phi(q).phi(k)``, divided by their sum; 0 for a query whose weights are all 0.
+
+    Args:
+        q: ``[B, h, N, d]``.
+        k: ``[B, h, M, d]``.
+        v: ``[B, h, M, e]``.
+        feature_map: "elu1", "relu", or "softmax": over the features for q; for k over the positions that take part,
+            times their number.
+        relative: adds the weights of ``relative_weights``.
+        key_mask: ``[B, M]`` bool, True takes part.
+
+    Returns:
+        ``[B, h, N, e]``.
+
+    Source: Katharopoulos et al. 2020, eq. 4 and 7 ("elu1"); Shen et al. 2021, eq. 7 ("softmax").
+    """
+    present = _present(k, key_mask)
+    if feature_map == "softmax":
+        phi_q, phi_k = q.softmax(-1), _softmax_over_positions(k, present)
+    else:
+        phi = {"elu1": elu1, "relu": torch.relu}[feature_map]
+        phi_q, phi_k = phi(q), phi(k)
+    return _weighted_mean(phi_q @ phi_k.mT, v, relative, q, present)
+
+
+def softmax_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None = None, bias: Tensor | None = None
+) -> Tensor:
+    """``softmax(q.k / sqrt(d) + bias) v`` over the keys that take part; 0 where there are none.
+
+    Args:
+        q: ``[B, h, N, d]``.
+        k: ``[B, h, M, d]``.
+        v: ``[B, h, M, e]``.
+        key_mask: ``[B, M]`` bool, True takes part.
+        bias: what broadcasts to ``[B, h, N, M]``, added to the scaled scores.
+
+    Source: Vaswani et al. 2017, eq. 1.
+    """
+    present = _present(k, key_mask)[:, None, None, :]
+    scores = q @ k.mT / q.shape[-1] ** 0.5
+    if bias is not None:
+        scores = scores + bias
+    scores = scores.masked_fill(~present, float("-inf"))
+    empty = ~present.any(-1, keepdim=True)
+    return scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0) @ v
+
+
+def relative_bias(table: Tensor, q: Tensor, layout: TokenLayout) -> Tensor:
+    """``q_i.r_(j-i) / sqrt(d)`` of a signed joint table, 0 for pairs with a prefix token: the bias of the softmax twin.
+
+    Args:
+        table: ``[h or 1, 2R+1, 2R+1, d]``, any sign.
+        q: ``[B, h, N, d]``, as given.
+        layout: where the N tokens lie.
+
+    Returns:
+        ``[B, h, N, N]``.
+    """
+    horizon = table.shape[1] // 2
+    rows, columns, patch = _places(layout, q)
+    classes = _joint_classes(rows, columns, horizon)
+    pairs = patch[:, :, None] & patch[:, None, :]
+    return torch.where(pairs[:, None], _class_scores(q, table.flatten(1, 2), classes) / q.shape[-1] ** 0.5, 0.0)
+
+
+def relative_weights(relative, q: Tensor, present: Tensor) -> Tensor:
+    """The dense weights ``S_ij = elu1(q_i).r_(j-i)`` of a linear relative position.
+
+    The class of a pair is ``clip(key - query, -R, R) + R``; on a grid the rows give one class and the columns another.
+    A pair with a prefix token or with a key that takes no part has weight 0. Under "mean" the weight is divided by the
+    number of patches that take part and are of that class as seen from the query.
+
+    Args:
+        relative: Flat, Axial or Joint.
+        q: ``[B, h, N, d]`` as the caller of the operation gave it: neither normalised nor scaled.
+        present: ``[B, M]`` bool, the keys that take part.
+
+    Returns:
+        ``[B, h, N, M]``.
+
+    Source: Scaleformer, eq. 6 to 10, with delta = key minus query; both forms on grids are of this project.
+    """
+    phi_q = elu1(q)
+    mean = relative.normalization == "mean"
+    if relative.layout is None:
+        i, j = torch.arange(q.shape[2], device=q.device)[None], torch.arange(present.shape[1], device=q.device)[None]
+        pairs = present[:, None, :].expand(-1, q.shape[2], -1)
+        return _table_weights(phi_q, relative.table, _classes(i, j, relative.table.shape[1] // 2), pairs, mean)
+
+    rows, columns, patch = _places(relative.layout, q)
+    pairs = patch[:, :, None] & (patch & present)[:, None, :]
+    if hasattr(relative, "rows"):
+        row_classes = _classes(rows, rows, relative.rows.shape[1] // 2)
+        column_classes = _classes(columns, columns, relative.columns.shape[1] // 2)
+        row_part = _table_weights(phi_q, relative.rows, row_classes, pairs, mean)
+        return row_part + _table_weights(phi_q, relative.columns, column_classes, pairs, mean)
+    horizon = relative.table.shape[1] // 2
+    if relative.table.ndim == 4:
+        classes = _joint_classes(rows, columns, horizon)
+        return _table_weights(phi_q, relative.table.flatten(1, 2), classes, pairs, mean)
+    index = rows * relative.layout.grid.width + columns
+    return _table_weights(phi_q, relative.table, _classes(index, index, horizon), pairs, mean)
+
+
+def elu1(x: Tensor) -> Tensor:
+    """``elu(x) + 1``: ``x + 1`` above 0 and ``exp(x)`` below, without the rounding of ``exp(x) - 1 + 1``."""
+    return torch.where(x > 0, x + 1, x.clamp(max=0).exp())
+
+
+def unit_length(x: Tensor) -> Tensor:
+    """``x / max(|x|, 1e-6)`` along the last axis, the norm in float32 or wider."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (wide / wide.norm(dim=-1, keepdim=True).clamp(min=1e-6)).to(x.dtype)
+
+
+def _present(k: Tensor, key_mask: Tensor | None) -> Tensor:
+    """``[B, M]`` bool: the keys that take part."""
+    return torch.ones(k.shape[0], k.shape[2], dtype=torch.bool, device=k.device) if key_mask is None else key_mask
+
+
+def _softmax_over_positions(k: Tensor, present: Tensor) -> Tensor:
+    """Softmax along M over the keys that take part, times their number; 0 for the others."""
+    absent = ~present[:, None, :, None]
+    empty = absent.all(dim=2, keepdim=True)
+    weights = k.masked_fill(absent, float("-inf")).masked_fill(empty, 0.0).softmax(2).masked_fill(absent, 0.0)
+    return weights * present.sum(-1).to(k.dtype)[:, None, None, None]
+
+
+def _weighted_mean(content: Tensor, v: Tensor, relative, q: Tensor, present: Tensor) -> Tensor:
+    """Add the relative weights to the content weights ``[B, h, N, M]``, drop absent keys, divide by the mass."""
+    weights = torch.where(present[:, None, None, :], content, 0.0)
+    if relative is not None:
+        if relative.normalization == "mean":
+            weights = weights / present.sum(-1).clamp(min=1)[:, None, None, None]
+        weights = weights + relative_weights(relative, q, present)
+    mass = weights.sum(-1, keepdim=True)
+    empty = mass == 0
+    return torch.where(empty, 0.0, (weights @ v) / torch.where(empty, 1.0, mass))
+
+
+def _places(layout: TokenLayout, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Row and column of every token (0 for prefix tokens) and whether it is a patch, each ``[B, N]`` or ``[1, N]``."""
+    index = layout.kept
+    if index is None:
+        index = torch.arange(layout.grid.height * layout.grid.width)[None]
+    index = index.to(q.device)
+    prefix = torch.zeros(index.shape[0], layout.num_prefix, dtype=torch.int64, device=q.device)
+    rows = torch.cat([prefix, index // layout.grid.width], dim=1)
+    columns = torch.cat([prefix, index % layout.grid.width], dim=1)
+    patch = (torch.arange(rows.shape[1], device=q.device) >= layout.num_prefix).expand_as(rows)
+    return rows, columns, patch
+
+
+def _classes(query_places: Tensor, key_places: Tensor, horizon: int) -> Tensor:
+    """Places ``[B or 1, N]`` and ``[B or 1, M]`` to the class ``clip(key - query, -R, R) + R``, ``[B or 1, N, M]``."""
+    return (key_places[:, None, :] - query_places[:, :, None]).clamp(-horizon, horizon) + horizon
+
+
+def _joint_classes(rows: Tensor, columns: Tensor, horizon: int) -> Tensor:
+    """Row class times 2R+1 plus column class: the index into a joint table with both of its axes flattened."""
+    return _classes(rows, rows, horizon) * (2 * horizon + 1) + _classes(columns, columns, horizon)
+
+
+def _class_scores(features: Tensor, table: Tensor, classes: Tensor) -> Tensor:
+    """``features_i.table_c`` of each pair's class c: ``[B, h, N, d]``, ``[h or 1, C, d]`` to ``[B, h, N, M]``."""
+    scores = features @ table.mT
+    return scores.gather(-1, classes[:, None].expand(scores.shape[0], scores.shape[1], -1, -1))
+
+
+def _table_weights(phi_q: Tensor, table: Tensor, classes: Tensor, pairs: Tensor, mean: bool) -> Tensor:
+    """The weights of one table, 0 outside ``pairs [B or 1, N, M]``; ``mean`` divides by the pairs of each class."""
+    weights = torch.where(pairs[:, None], _class_scores(phi_q, table, classes), 0.0)
+    if not mean:
+        return weights
+    classes, pairs = torch.broadcast_tensors(classes, pairs)
+    counts = torch.zeros(*pairs.shape[:2], table.shape[1], dtype=torch.int64, device=pairs.device)
+    counts.scatter_add_(2, classes, pairs.to(torch.int64))
+    return weights / counts.gather(2, classes).clamp(min=1)[:, None]
