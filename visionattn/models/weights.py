@@ -1,0 +1,197 @@
+"""Weights on disk: a safetensors file that carries what is needed to rebuild its model, and the reading of any weights.
+
+Owns the format of our weight files and ``DataSpec``, the contract between a model and its images. Knows nothing of training.
+"""
+
+import json
+import os
+import pickle
+import struct
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import timm
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+FORMAT = "visionattn"
+FORMAT_VERSION = 1
+UNREADABLE = (RuntimeError, pickle.UnpicklingError, EOFError, KeyError, IndexError, AttributeError, TypeError, struct.error)
+"""What ``torch.load`` raises for files that are cut off, garbled, or no checkpoint at all."""
+
+
+@dataclass(frozen=True)
+class DataSpec:
+    """What a model expects of its images, and what its outputs mean; it travels with the weights."""
+
+    in_chans: int
+    """Channels of the model's input: 1, 3, or 256 for one-hot grey levels."""
+    num_classes: int
+    """Length of the output."""
+    class_names: tuple[str, ...]
+    """Name of each output, in order; empty where the data has none."""
+    mean: tuple[float, ...]
+    """Mean per channel of images scaled to [0, 1]; empty for one-hot input."""
+    std: tuple[float, ...]
+    """Standard deviation per channel of images scaled to [0, 1]; empty for one-hot input."""
+    encoding: Literal["grey_one_hot"] | None
+    """``grey_one_hot``: each of the 256 grey levels is a channel."""
+    img_size: int
+    """Height and width in pixels of the images that the model was trained on."""
+
+    def prepare(self, images: Tensor) -> Tensor:
+        """Turn the integers of an image file into the model's input, on the device where they are.
+
+        Args:
+            images: uint8 ``[B, C, H, W]``; C is ``in_chans``, or 1 for ``grey_one_hot``.
+
+        Returns:
+            float32 ``[B, in_chans, H, W]``: ``(x / 255 - mean) / std``, or one-hot grey levels.
+
+        Raises:
+            ValueError: not uint8, or another number of channels.
+        """
+        channels = 1 if self.encoding == "grey_one_hot" else self.in_chans
+        if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] != channels:
+            raise ValueError(f"wanted uint8 images [B, {channels}, H, W], got {images.dtype} {list(images.shape)}")
+        if self.encoding == "grey_one_hot":
+            levels = torch.arange(256, dtype=torch.uint8, device=images.device).view(1, 256, 1, 1)
+            return (images == levels).to(torch.float32)
+        mean = torch.tensor(self.mean, device=images.device).view(1, -1, 1, 1)
+        std = torch.tensor(self.std, device=images.device).view(1, -1, 1, 1)
+        return images.to(torch.float32).div_(255).sub_(mean).div_(std)
+
+
+def save_model(path: str | Path, model: nn.Module, name: str, args: dict[str, Any], spec: DataSpec) -> None:
+    """Write weights, model name, model arguments and data specification to one safetensors file.
+
+    The file appears whole or not at all: it is written beside its place, flushed to the disk and renamed.
+
+    Args:
+        path: the file; its folder exists.
+        model: the module whose ``state_dict`` is kept.
+        name: the timm name that builds it.
+        args: the keyword arguments that build it, besides ``num_classes`` and ``in_chans``; JSON types.
+        spec: what its images are.
+    """
+    path = Path(path)
+    metadata = {"format": FORMAT, "version": str(FORMAT_VERSION), "model": name}
+    metadata |= {"args": json.dumps(args), "data": json.dumps(asdict(spec))}
+    tensors = {key: value.detach().cpu().contiguous() for key, value in model.state_dict().items()}
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        save_file(tensors, temporary, metadata=metadata)
+        flush_to_disk(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def flush_to_disk(path: str | Path) -> None:
+    """Return once what was written to ``path`` is on the disk, so that a rename after it never uncovers an empty file."""
+    with open(path, "rb+") as file:
+        os.fsync(file.fileno())
+
+
+def load_model(path: str | Path, *, device: str | torch.device = "cpu") -> nn.Module:
+    """Rebuild a model from a file of ``save_model``, in eval mode, with its ``DataSpec`` as ``model.data_spec``.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is cut off, a pickle, of another project, or its tensors are not those of its model.
+    """
+    metadata, tensors = read_safetensors(path)
+    if metadata.get("format") != FORMAT:
+        raise ValueError(f"{path} has no description of its model; weights of other projects go through --init-from")
+    if metadata.get("version") != str(FORMAT_VERSION):
+        raise ValueError(f"{path} has format {metadata.get('version')}, this visionattn reads format {FORMAT_VERSION}")
+    name, args, spec = metadata["model"], json.loads(metadata["args"]), json.loads(metadata["data"])
+    spec = DataSpec(**{key: tuple(value) if isinstance(value, list) else value for key, value in spec.items()})
+    if not timm.is_model(name):
+        raise ValueError(f"{path} holds a model {name!r}, which timm does not know; import the package that registers it")
+    with torch.random.fork_rng(devices=[]):
+        model = timm.create_model(name, num_classes=spec.num_classes, in_chans=spec.in_chans, **args)
+    misfit = describe_misfit(tensors, model.state_dict())
+    if misfit:
+        raise ValueError(f"{path} does not fit the model {name!r} that it names: {misfit}")
+    model.load_state_dict(tensors)
+    model.data_spec = spec
+    return model.to(device).eval()
+
+
+def describe_misfit(given: dict[str, Tensor], wanted: dict[str, Tensor]) -> str:
+    """Say in one line how two state dicts differ in names and shapes; an empty string where they do not."""
+    missing = [key for key in wanted if key not in given]
+    unexpected = [key for key in given if key not in wanted]
+    reshaped = [key for key in wanted if key in given and given[key].shape != wanted[key].shape]
+    parts = [f"{len(keys)} {what} (first: {keys[0]})" for what, keys in
+             (("missing", missing), ("unexpected", unexpected), ("of another shape", reshaped)) if keys]
+    return ", ".join(parts)
+
+
+def read_safetensors(path: str | Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """Metadata and tensors of a safetensors file, on the CPU.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is no safetensors file, or one that is cut off.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"no checkpoint at {path}")
+    with open(path, "rb") as file:
+        start = file.read(2)
+    if start[:1] == b"\x80" or start == b"PK":
+        raise ValueError(f"{path} is a pickle of torch.save, not a safetensors file; give the best.safetensors of a run")
+    try:
+        with safe_open(path, framework="pt") as file:
+            return file.metadata() or {}, {key: file.get_tensor(key) for key in file.keys()}
+    except SafetensorError as error:
+        raise ValueError(f"{path} is no whole safetensors file (cut off or garbled): {first_line(error)}") from error
+
+
+def read_pickle(path: str | Path) -> Any:
+    """What ``torch.save`` wrote, on the CPU, provided that reading it runs no code of the file.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it would run code, or it is cut off, or no checkpoint.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"no checkpoint at {path}")
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except UNREADABLE as error:
+        if isinstance(error, pickle.UnpicklingError) and "Unsupported" in str(error):
+            raise ValueError(f"{path} would run code when unpickled, and is refused: save plain tensors instead") from error
+        raise ValueError(f"{path} is no whole checkpoint (cut off or garbled): {first_line(error)}") from error
+
+
+def read_state_dict(path: str | Path) -> dict[str, Tensor]:
+    """The tensors of any weight file: safetensors, or a pickle with a state dict in it, also nested as timm and others do.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it cannot be read, would run code, or holds no tensors by name.
+    """
+    path = Path(path)
+    if path.is_file() and path.suffix == ".safetensors":
+        return read_safetensors(path)[1]
+    content = read_pickle(path)
+    for key in ("ema", "state_dict_ema", "model_ema", "model", "state_dict", "module"):
+        if isinstance(content, dict) and isinstance(content.get(key), dict):
+            content = content[key]
+    tensors = {key: value for key, value in content.items() if isinstance(value, Tensor)} if isinstance(content, dict) else {}
+    if not tensors:
+        raise ValueError(f"{path} holds no tensors by name")
+    return {key.removeprefix("module.").removeprefix("_orig_mod."): value for key, value in tensors.items()}
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's text, at most 120 characters of it."""
+    lines = str(error).splitlines()
+    return lines[0][:120] if lines else type(error).__name__
