@@ -6,7 +6,10 @@ Owns the format of our weight files and ``DataSpec``, the contract between a mod
 import json
 import os
 import pickle
+import re
 import struct
+import warnings
+from argparse import Namespace
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -148,7 +151,8 @@ def read_safetensors(path: str | Path) -> tuple[dict[str, str], dict[str, Tensor
         raise ValueError(f"{path} is a pickle of torch.save, not a safetensors file; give the best.safetensors of a run")
     try:
         with safe_open(path, framework="pt") as file:
-            return file.metadata() or {}, {key: file.get_tensor(key) for key in file.keys()}
+            names = file.keys()
+            return file.metadata() or {}, {name: file.get_tensor(name) for name in names}
     except SafetensorError as error:
         raise ValueError(f"{path} is no whole safetensors file (cut off or garbled): {first_line(error)}") from error
 
@@ -164,10 +168,16 @@ def read_pickle(path: str | Path) -> Any:
     if not path.is_file():
         raise FileNotFoundError(f"no checkpoint at {path}")
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        with torch.serialization.safe_globals([Namespace]), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Detected pickle protocol")
+            return torch.load(path, map_location="cpu", weights_only=True)
     except UNREADABLE as error:
-        if isinstance(error, pickle.UnpicklingError) and "Unsupported" in str(error):
-            raise ValueError(f"{path} would run code when unpickled, and is refused: save plain tensors instead") from error
+        refused = re.search(r"(?:GLOBAL|global:?|class) ([\w.]+\.[\w.]+)", str(error))
+        if refused:
+            raise ValueError(f"{path} would run code when unpickled ({refused[1]}) and is refused: "
+                             "save plain tensors instead") from error
+        if "Unsupported operand" in str(error):
+            raise ValueError(f"{path} is no file of torch.save and might run code when unpickled: refused") from error
         raise ValueError(f"{path} is no whole checkpoint (cut off or garbled): {first_line(error)}") from error
 
 
