@@ -1,0 +1,94 @@
+"""From a configuration to a model on a device, with every reason why that cannot be as one clear line.
+
+Owns the checks that need a model: its name, its arguments, image sizes against patches.
+"""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import Any
+
+import timm
+import torch
+from torch import nn
+
+import visionattn  # noqa: F401  registers the models
+from visionattn.models.weights import DataSpec, first_line
+
+from .config import ModelConfig
+
+
+def build_model(config: ModelConfig, spec: DataSpec) -> tuple[nn.Module, dict[str, Any]]:
+    """Make the model for the data.
+
+    Models that are built for one image size are built for that of the data, unless ``config.args`` names another.
+
+    Returns:
+        The model, and the arguments besides ``num_classes`` and ``in_chans`` that build it again.
+
+    Raises:
+        ValueError: timm knows no such model, or it does not take its arguments.
+    """
+    if not timm.is_model(config.name):
+        near = get_close_matches(config.name, timm.list_models(), n=1, cutoff=0)
+        raise ValueError(f"model.name: timm knows no model {config.name!r}; the nearest is {near[0]!r}")
+    for key, source in {"num_classes": "the data", "in_chans": "the data", "features_only": "no training"}.items():
+        if key in config.args:
+            raise ValueError(f"model.args.{key} is given by {source}; leave it out")
+    args = dict(config.args)
+    if is_ours(config.name) or timm.get_pretrained_cfg_value(config.name, "fixed_input_size"):
+        args.setdefault("img_size", spec.img_size)
+    try:
+        model = timm.create_model(config.name, num_classes=spec.num_classes, in_chans=spec.in_chans, **args)
+    except (TypeError, AssertionError, RuntimeError) as error:
+        raise ValueError(f"model {config.name} does not take {describe_args(args)}: {first_line(error)}") from error
+    args.pop("pretrained", None)
+    return model, args
+
+
+def is_ours(name: str) -> bool:
+    """Whether this package registers the model."""
+    return timm.model_entrypoint(name).__module__.partition(".")[0] == "visionattn"
+
+
+def describe_args(args: dict[str, Any]) -> str:
+    """Arguments as they are written in a call."""
+    return ", ".join(f"{key}={value!r}" for key, value in args.items()) or "no arguments"
+
+
+def check_img_size(model: nn.Module, sizes: Iterable[int]) -> None:
+    """Check that square images of these sizes in pixels are whole numbers of patches, for a model that has patches.
+
+    Raises:
+        ValueError: a size that is not, or that the model is not built for.
+    """
+    embed = getattr(model, "patch_embed", None)
+    patch = getattr(embed, "patch_size", None)
+    if patch is None or getattr(embed, "dynamic_img_pad", False):
+        return
+    fixed = embed.img_size if getattr(embed, "strict_img_size", False) else None
+    for size in sizes:
+        if fixed is not None and (size, size) != tuple(fixed):
+            raise ValueError(f"image of {size} x {size} pixels, but the model takes {fixed[0]} x {fixed[1]} alone; "
+                             "build it with dynamic_img_size=true")
+        if size % patch[0] or size % patch[1]:
+            step = torch.tensor(patch).unique().prod().item() if patch[0] != patch[1] else patch[0]
+            below, above = size // step * step, (size // step + 1) * step
+            nearest = f"{below} or {above}" if below else f"{above}"
+            raise ValueError(f"image of {size} x {size} pixels is not a whole number of {patch[0]} x {patch[1]} pixel "
+                             f"patches; the nearest that fit: {nearest}")
+
+
+def pick_device(name: str) -> torch.device:
+    """The device by name; ``auto`` takes a GPU where there is one.
+
+    Raises:
+        ValueError: no such device here.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device {name!r} cannot be used here: {first_line(error)}") from error
+    return device

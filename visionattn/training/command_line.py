@@ -1,0 +1,183 @@
+"""From a YAML file and flags to a dataclass, with errors of one line.
+
+Owns spelling: ``--init-from`` and ``--init_from``, ``--resume`` without a value, ``--sizes 96 128``, and the nearest right name
+for a wrong one. jsonargparse does the parsing; it is imported when something is parsed.
+"""
+
+import re
+import types
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
+from difflib import SequenceMatcher
+from pathlib import Path
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+Config = TypeVar("Config")
+
+
+def parse(config_class: type[Config], argv: Sequence[str], *, prog: str, description: str,
+          defaults: dict[str, Any] | None = None) -> Config:
+    """Read a configuration from flags, the file that ``--config`` names, and defaults, in this order of precedence.
+
+    ``--help`` and ``--print_config`` print and leave with ``SystemExit(0)``.
+
+    Args:
+        config_class: the dataclass; its fields become flags, those of nested dataclasses ``--group.field``.
+        argv: the flags, without the program's name.
+        prog: the program's name, for its help.
+        description: what the program does, for its help.
+        defaults: dotted names and values that replace the defaults of the dataclass.
+
+    Raises:
+        ValueError: a name that does not exist (with the nearest that does), or a value of a wrong type; one line.
+        FileNotFoundError: the file of ``--config`` does not exist.
+    """
+    import jsonargparse
+
+    names = field_types(config_class)
+    argv = spell_out(argv, names)
+    for path in config_files(argv):
+        check_file(path, names)
+    jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    parser = jsonargparse.ArgumentParser(prog=prog, description=description, exit_on_error=False)
+    parser.add_argument("--config", action="config", help="YAML file with any of the options below.")
+    parser.add_class_arguments(config_class, as_group=False)
+    parser.set_defaults(defaults or {})
+    try:
+        parsed = parser.parse_args(argv)
+    except jsonargparse.ArgumentError as error:
+        raise ValueError(one_line(str(error), names)) from error
+    values = parsed.as_dict()
+    values.pop("config")
+    return build(config_class, values)
+
+
+def field_types(config_class: type, prefix: str = "") -> dict[str, Any]:
+    """Dotted name of each field of a dataclass, nested ones included, and its type."""
+    found = {}
+    hints = get_type_hints(config_class)
+    for field in fields(config_class):
+        if is_dataclass(hints[field.name]):
+            found |= field_types(hints[field.name], f"{prefix}{field.name}.")
+        else:
+            found[prefix + field.name] = hints[field.name]
+    return found
+
+
+def build(config_class: type[Config], values: dict[str, Any]) -> Config:
+    """The dataclass, and those within it, from nested dicts."""
+    hints = get_type_hints(config_class)
+    return config_class(**{key: build(hints[key], value) if is_dataclass(hints[key]) else value
+                           for key, value in values.items()})
+
+
+def spell_out(argv: Sequence[str], names: dict[str, Any]) -> list[str]:
+    """Rewrite what people type into what the parser takes, and refuse names that do not exist.
+
+    ``--init-from x`` becomes ``--init_from=x``, ``--resume`` becomes ``--resume=true``, ``--sizes 96 128`` becomes ``--sizes=[96, 128]``.
+    """
+    groups = {name.rpartition(".")[0] for name in names} - {""}
+    written, argv = [], list(argv)
+    while argv:
+        word = argv.pop(0)
+        if not word.startswith("--"):
+            written.append(word)
+            continue
+        flag, equals, value = word[2:].partition("=")
+        name = flag.replace("-", "_")
+        values = [value] if equals else []
+        while not equals and argv and not re.match(r"--?[A-Za-z]", argv[0]):
+            values.append(argv.pop(0))
+        if name in ("help", "config", "print_config") or name in groups:
+            written += [f"--{name}{equals}{value}", *([] if equals else values)]
+            continue
+        owner = next((known for known, kind in names.items() if name.startswith(known + ".") and accepts(kind, dict)), name)
+        if owner not in names:
+            raise ValueError(f"unknown option --{flag}; the nearest is --{nearest(name, names)}")
+        if accepts(names[owner], bool) and not values:
+            values = ["true"]
+        if accepts(names[owner], list) and values not in ([], ["null"]) and not values[0].startswith("["):
+            values = [f"[{', '.join(values)}]"]
+        written += [f"--{name}={values[0]}", *values[1:]] if values else [f"--{name}"]
+    return written
+
+
+def accepts(kind: Any, wanted: type) -> bool:
+    """Whether a type annotation is, or in a union contains, ``wanted``."""
+    members = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+    return any((get_origin(member) or member) is wanted for member in members)
+
+
+def nearest(name: str, names: Sequence[str]) -> str:
+    """The known dotted name that looks most like a wrong one: as a whole, by its last part, or by its initials."""
+    leaf = name.rpartition(".")[2]
+    initials = "".join(part[:1] for part in leaf.split("_"))
+
+    def likeness(known: str) -> float:
+        known_leaf = known.rpartition(".")[2]
+        by_initials = 0.9 if len(initials) > 1 and initials == known_leaf else 0.0
+        whole = SequenceMatcher(None, name, known).ratio()
+        return max(whole, 0.95 * SequenceMatcher(None, leaf, known_leaf).ratio(), by_initials) + 0.01 * whole
+
+    return max(names, key=likeness)
+
+
+def config_files(argv: Sequence[str]) -> list[str]:
+    """The values of ``--config``."""
+    after = [argv[i + 1] for i, word in enumerate(argv[:-1]) if word == "--config"]
+    return after + [word.removeprefix("--config=") for word in argv if word.startswith("--config=")]
+
+
+def check_file(path: str, names: dict[str, Any]) -> None:
+    """Check that a YAML file exists, parses, and uses existing names alone.
+
+    Raises:
+        FileNotFoundError: it does not exist.
+        ValueError: it is no YAML mapping, or uses a name that does not exist.
+    """
+    import yaml
+
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"no configuration file at {path}")
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no YAML file: {' '.join(str(error).split())[:160]}") from error
+    if content is not None and not isinstance(content, dict):
+        raise ValueError(f"{path} must hold names and values, got a {type(content).__name__}")
+    groups = {name[:i] for name in names for i, letter in enumerate(name) if letter == "."}
+
+    def walk(mapping: dict, prefix: str) -> None:
+        for key, value in mapping.items():
+            name = f"{prefix}{key}"
+            if name in groups:
+                if not isinstance(value, dict):
+                    raise ValueError(f"{path}: {name} must hold names and values, got {value!r}")
+                walk(value, name + ".")
+            elif name not in names:
+                raise ValueError(f"{path}: unknown key {name}; the nearest is {nearest(name, names)}")
+
+    walk(content or {}, "")
+
+
+def one_line(message: str, names: dict[str, Any]) -> str:
+    """What the parser says in several lines, as one: the key, the type it wants, the value it got."""
+    key = re.search(r'key "([\w.]+)"', message)
+    given = re.search(r"(?:Given value|Got value): (.*)", message)
+    if key and given and key[1] in names:
+        return f"{key[1]} must be {describe(names[key[1]])}, got {given[1]}"
+    return " ".join(message.split())
+
+
+def describe(kind: Any) -> str:
+    """A type in words for people: ``a number``, ``one of none, bf16, fp16``, ``a list of whole numbers or null``."""
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+    if kind in words:
+        return words[kind]
+    if get_origin(kind) in (Union, types.UnionType):
+        return " or ".join(describe(member) for member in get_args(kind))
+    if get_origin(kind) is list:
+        return "a list of " + {int: "whole numbers", float: "numbers"}.get(get_args(kind)[0], "values")
+    if get_origin(kind) is dict:
+        return "names and values"
+    return "one of " + ", ".join(str(value) for value in get_args(kind))

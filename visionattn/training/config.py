@@ -1,0 +1,154 @@
+"""What a run is made of, as dataclasses: the YAML files in ``configs/`` and the flags of ``tools/train.py`` fill them.
+
+Owns names, types, defaults and the checks that need no data and no model. A docstring under each field is its help text.
+The reading of files and flags is in ``command_line.py``.
+"""
+
+from dataclasses import dataclass, field
+from math import isfinite
+from typing import Any, Literal
+
+
+@dataclass
+class ModelConfig:
+    """Which model to build: ``timm.create_model(name, num_classes=..., **args)``."""
+
+    name: str = "scaleformer_vit_t"
+    """A timm name: one of ours or any other model of timm."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the model, e.g. ``{num_heads: 6, patch_size: 8}``."""
+
+
+@dataclass
+class DataConfig:
+    """Which images, at which size, with which augmentation."""
+
+    name: Literal["digits", "canvas", "cifar10", "cifar10_pixel", "folder"] = "digits"
+    """``digits`` and ``canvas`` are embedded; the others read ``root``."""
+    root: str | None = None
+    """Folder with ``train/`` and ``val/`` (and, if there is one, ``test/``) or with class folders; or ``wds/...``, ``hfds/...``, a tar file."""
+    img_size: int = 32
+    """Height and width of training and evaluation images in pixels."""
+    img_size_choices: list[int] | None = None
+    """Train each batch at one of these sizes, drawn at random; evaluation stays at ``img_size``."""
+    augment: Literal["none", "light", "three", "rand"] = "none"
+    """``light``: shift, scale, rotation. ``three``: greyscale, solarise or blur, with colour jitter and flip. ``rand``: crop, flip and random colour."""
+    val_fraction: float = 0.1
+    """Share of the training images that is held out to choose the best weights, in (0, 1), where there is no ``val`` split."""
+    train_images: int = 20_000
+    """``canvas`` alone: images drawn per epoch."""
+    eval_images: int = 2_000
+    """``canvas`` alone: images of the validation split and of the test split, each."""
+    on_error: Literal["fail", "skip"] = "fail"
+    """What an unreadable image does: stop the run with its path, or be left out with a warning."""
+    workers: int = 2
+    """Processes that load data; 0 loads in the main process."""
+
+
+@dataclass
+class OptimConfig:
+    """Optimiser, schedule and regularisation."""
+
+    name: Literal["adamw", "lamb"] = "adamw"
+    """Any of the two, from timm."""
+    lr: float = 1e-3
+    """Peak learning rate."""
+    min_lr: float = 1e-5
+    """Learning rate at the end of the cosine."""
+    warmup_epochs: float = 1.0
+    """Epochs of linear warm-up; fractions are allowed."""
+    warmup_lr: float = 1e-6
+    """Learning rate at the start of the warm-up."""
+    weight_decay: float = 0.05
+    """Decoupled weight decay; biases, norms, positions and temperatures are exempt."""
+    layer_decay: float | None = None
+    """Learning rate factor from each layer to the one below it, in (0, 1]; None: one rate for all."""
+    clip_grad: float | None = 1.0
+    """Largest global norm of the gradient; None: no clipping."""
+    accumulate: int = 1
+    """Batches per optimiser step."""
+    label_smoothing: float = 0.0
+    """In [0, 1)."""
+    mixup: float = 0.0
+    """Alpha of mixup; 0 is off."""
+    cutmix: float = 0.0
+    """Alpha of cutmix; 0 is off."""
+    ema_decay: float | None = None
+    """Decay per step of the averaged weights, which are then evaluated and kept; it rises to this value as
+    ``1 - (1 + step) ** (-2/3)``, so that a short run forgets its start. None: no average."""
+
+
+@dataclass
+class TrainConfig:
+    """A whole run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """The model."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """The data."""
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    """The optimisation."""
+    epochs: int = 10
+    """Passes over the training images."""
+    batch_size: int = 64
+    """Images per batch; an optimiser step sees ``batch_size * optim.accumulate``."""
+    eval_batch_size: int | None = None
+    """Images per batch of evaluation; None: ``batch_size``."""
+    seed: int = 0
+    """Seed of weights, order, augmentation and the embedded data sets' splits."""
+    device: str = "auto"
+    """``auto`` takes a GPU where there is one."""
+    amp: Literal["none", "bf16", "fp16"] = "none"
+    """Automatic mixed precision."""
+    compile: bool = False
+    """Compile the model with ``torch.compile``."""
+    threads: int | None = None
+    """CPU threads of torch; None: torch's own choice."""
+    output: str = "checkpoints"
+    """Folder of run folders."""
+    run: str | None = None
+    """Name of the run folder; None: the config file's name."""
+    resume: bool = False
+    """Go on from the last state of the run folder."""
+    overwrite: bool = False
+    """Delete what an earlier run left in the run folder."""
+    init_from: str | None = None
+    """Weights to start from: a checkpoint of ours or a state dict of a timm ViT."""
+    log_every: int = 50
+    """Optimiser steps between two lines of ``metrics.jsonl``."""
+
+
+def check(config: TrainConfig) -> None:
+    """Check the values that types alone do not: signs, ranges, and options that exclude each other.
+
+    Raises:
+        ValueError: one line with the key, what it may be, and what it is.
+    """
+    data, optim = config.data, config.optim
+    positive = {"epochs": config.epochs, "batch_size": config.batch_size, "eval_batch_size": config.eval_batch_size,
+                "threads": config.threads, "log_every": config.log_every, "data.img_size": data.img_size,
+                "data.train_images": data.train_images, "data.eval_images": data.eval_images,
+                "optim.accumulate": optim.accumulate, "optim.lr": optim.lr, "optim.clip_grad": optim.clip_grad}
+    positive |= {f"data.img_size_choices[{i}]": size for i, size in enumerate(data.img_size_choices or [])}
+    not_negative = {"seed": config.seed, "data.workers": data.workers, "optim.min_lr": optim.min_lr,
+                    "optim.warmup_lr": optim.warmup_lr, "optim.warmup_epochs": optim.warmup_epochs,
+                    "optim.weight_decay": optim.weight_decay, "optim.mixup": optim.mixup, "optim.cutmix": optim.cutmix}
+    for key, value in (positive | not_negative).items():
+        low = "above" if key in positive else "at least"
+        if value is not None and (not isfinite(value) or value < 0 or (value == 0 and key in positive)):
+            raise ValueError(f"{key} must be {low} 0, got {value}")
+    shares = {"data.val_fraction": (data.val_fraction, False, False), "optim.layer_decay": (optim.layer_decay, False, True),
+              "optim.label_smoothing": (optim.label_smoothing, True, False), "optim.ema_decay": (optim.ema_decay, False, False)}
+    for key, (value, zero, one) in shares.items():
+        if value is not None and not (0 < value < 1 or (zero and value == 0) or (one and value == 1)):
+            raise ValueError(f"{key} must be in {'[' if zero else '('}0, 1{']' if one else ')'}, got {value}")
+    if optim.min_lr > optim.lr:
+        raise ValueError(f"optim.min_lr {optim.min_lr} is above optim.lr {optim.lr}, the peak")
+    if optim.warmup_epochs >= config.epochs:
+        raise ValueError(f"optim.warmup_epochs {optim.warmup_epochs} leaves nothing of epochs {config.epochs} for the cosine")
+    if data.img_size_choices is not None and not data.img_size_choices:
+        raise ValueError("data.img_size_choices is empty; name the sizes, or leave it out to train at data.img_size")
+    if config.resume and config.overwrite:
+        raise ValueError("resume goes on with a run and overwrite deletes it: give one of them")
+    if config.resume and config.init_from:
+        raise ValueError("resume takes its weights from the run folder, not from init_from: give one of them")

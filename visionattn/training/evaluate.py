@@ -1,0 +1,74 @@
+"""Accuracy and loss of a model on a set of images, each counted once."""
+
+import time
+from collections.abc import Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from visionattn.models.weights import DataSpec
+
+AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a model does on a set of images."""
+
+    images: int
+    """Images seen."""
+    loss: float
+    """Mean cross-entropy, in nats."""
+    accuracy: float
+    """Share of images whose class has the largest output, in [0, 1]."""
+    top5: float | None
+    """Share of images whose class is among the five largest outputs; None where there are no more than five classes."""
+    images_per_second: float
+    """Images through the model per second, without the loading; the first batch does not count where there are more."""
+
+
+def autocast(device: torch.device, amp: str):
+    """The context of mixed precision: ``amp`` is ``none``, ``bf16`` or ``fp16``."""
+    return nullcontext() if amp == "none" else torch.autocast(device.type, dtype=AMP_DTYPES[amp])
+
+
+@torch.inference_mode()
+def evaluate(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], spec: DataSpec, *, device: torch.device,
+             amp: str = "none") -> Evaluation:
+    """Run the model in eval mode over batches of uint8 images and int64 labels; it is left in the mode it came in.
+
+    Raises:
+        ValueError: there are no images.
+    """
+    training = model.training
+    model.eval()
+    images_seen, seconds, first_seconds, first_images = 0, 0.0, 0.0, 0
+    sums = torch.zeros(3, dtype=torch.float64, device=device)
+    depth = min(5, spec.num_classes)
+    for number, (images, labels) in enumerate(batches):
+        start = time.perf_counter()
+        labels = labels.to(device, non_blocking=True)
+        with autocast(device, amp):
+            logits = model(spec.prepare(images.to(device, non_blocking=True)))
+        logits = logits.float()
+        hits = logits.topk(depth, dim=1).indices == labels[:, None]
+        sums += torch.stack([F.cross_entropy(logits, labels, reduction="sum"), hits[:, 0].sum(), hits.sum()]).double()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        elapsed = time.perf_counter() - start
+        if number == 0:
+            first_seconds, first_images = elapsed, len(labels)
+        images_seen += len(labels)
+        seconds += elapsed
+    model.train(training)
+    if not images_seen:
+        raise ValueError("there are no images to evaluate")
+    loss, correct, among_five = (sums / images_seen).tolist()
+    if images_seen > first_images:
+        seconds, timed = seconds - first_seconds, images_seen - first_images
+    else:
+        timed = images_seen
+    return Evaluation(images_seen, loss, correct, among_five if spec.num_classes > 5 else None, timed / max(seconds, 1e-9))
