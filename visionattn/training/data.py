@@ -5,6 +5,7 @@ Owns the splits, the order and the sizes of batches, and what an unreadable imag
 ``[B, C, H, W]``: the model's input is made of them on the device, by ``DataSpec.prepare``.
 """
 
+import math
 import signal
 import warnings
 from collections.abc import Iterator
@@ -90,7 +91,7 @@ class _BatchKeys:
         self.length, self.batch_size, self.sizes, self.seed, self.epoch = length, batch_size, sizes, seed, 0
 
     def __len__(self):
-        return -(-self.length // self.batch_size)
+        return math.ceil(self.length / self.batch_size)
 
     def __iter__(self) -> Iterator[list[SampleKey]]:
         order = np.arange(self.length)
