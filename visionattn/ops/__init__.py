@@ -1,0 +1,17 @@
+"""Attention as pure functions of ``[B, h, N, d]`` tensors: no images, no models, no timm."""
+
+from visionattn.ops.kernelized import kernelized_attention
+from visionattn.ops.relative import Axial, Flat, Joint, RelativePosition, count_classes
+from visionattn.ops.softmax import softmax_attention
+from visionattn.ops.taylorshift import taylorshift_attention
+
+__all__ = [
+    "Axial",
+    "Flat",
+    "Joint",
+    "RelativePosition",
+    "count_classes",
+    "kernelized_attention",
+    "softmax_attention",
+    "taylorshift_attention",
+]

@@ -1,0 +1,53 @@
+"""Quadratic forms on blocks of queries: scores stay in cache, memory stays linear. Plain tensors in and out, no autograd."""
+
+import torch
+from torch import Tensor
+
+BLOCK_QUERIES = 256
+BLOCK_ELEMENTS = 1 << 20
+
+
+def chunks(length: int, size: int) -> list[slice]:
+    """Slices of at most ``size`` that cover ``0 .. length``."""
+    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
+
+
+def _blocks(q: Tensor, k: Tensor):
+    """Pairs of slices (heads, queries) whose scores are at most ``BLOCK_ELEMENTS``, or one head's 256 rows."""
+    queries = min(BLOCK_QUERIES, q.shape[1])
+    heads = max(1, BLOCK_ELEMENTS // max(1, queries * k.shape[1]))
+    return [(g, t) for g in chunks(q.shape[0], heads) for t in chunks(q.shape[1], queries)]
+
+
+def _scores(q: Tensor, k: Tensor, shift: float) -> Tensor:
+    return torch.baddbmm(q.new_full((1, 1, 1), shift), q, k.transpose(1, 2))
+
+
+def blocked_scores(q: Tensor, k: Tensor, v: Tensor, *, shift: float = 0.0, square: bool = False) -> Tensor:
+    """``sum_j w_ij v_j`` with ``w = q.k + shift``, or its square: ``[G, N, e]``.
+
+    Args:
+        q, k, v: ``[G, N, d]``, ``[G, M, d]``, ``[G, M, e]``.
+    """
+    out = v.new_empty(q.shape[0], q.shape[1], v.shape[2])
+    for g, t in _blocks(q, k):
+        scores = _scores(q[g, t], k[g], shift)
+        out[g, t] = torch.bmm(scores.square_() if square else scores, v[g])
+    return out
+
+
+def blocked_scores_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *, shift: float = 0.0, square: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of ``blocked_scores`` with respect to q, k and v for ``grad [G, N, e]``."""
+    dq, dk, dv = q.new_empty(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
+    for g, t in _blocks(q, k):
+        scores = _scores(q[g, t], k[g], shift)
+        weights = scores.square() if square else scores
+        dv[g].baddbmm_(weights.transpose(1, 2), grad[g, t])
+        d_scores = torch.bmm(grad[g, t], v[g].transpose(1, 2))
+        if square:
+            d_scores.mul_(scores).mul_(2)
+        dq[g, t] = torch.bmm(d_scores, k[g])
+        dk[g].baddbmm_(d_scores.transpose(1, 2), q[g, t])
+    return dq, dk, dv

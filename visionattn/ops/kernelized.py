@@ -1,0 +1,102 @@
+"""Kernelized attention: weights ``phi(q_i) . phi(k_j)``, whose sums need the keys only as one ``d x e`` state."""
+
+import torch
+from torch import Tensor
+
+from visionattn.ops.blocked import blocked_scores, blocked_scores_backward
+from visionattn.ops.checks import check_attention, check_options
+from visionattn.ops.feature_maps import FeatureMap, PositionSoftmax, get_feature_map
+from visionattn.ops.relative import RelativePosition, add_relative, key_counts
+from visionattn.ops.sums import Sums, accumulation_dtype
+
+
+@torch.library.custom_op("visionattn::direct_values", mutates_args=())
+def direct_values(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """``sum_j (q_i . k_j) v_j`` through blocks of scores, O(N M d): ``[G, N, e]``, memory linear in N."""
+    return blocked_scores(q, k, v)
+
+
+@direct_values.register_fake
+def _(q, k, v):
+    return v.new_empty(q.shape[0], q.shape[1], v.shape[2])
+
+
+@torch.library.custom_op("visionattn::direct_values_backward", mutates_args=())
+def direct_values_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of ``direct_values`` with respect to q, k and v for ``grad [G, N, e]``."""
+    return blocked_scores_backward(grad, q, k, v)
+
+
+@direct_values_backward.register_fake
+def _(grad, q, k, v):
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+direct_values.register_autograd(
+    lambda ctx, grad: direct_values_backward(grad.contiguous(), *ctx.saved_tensors),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+
+
+def _content_sums(phi_q: Tensor, phi_k: Tensor, v: Tensor, form: str) -> Sums:
+    """Sums of the content term for features ``[B, h, N, f]`` and ``[B, h, M, f]``, zero where masked."""
+    if form == "direct":
+        values = direct_values(phi_q.flatten(0, 1), phi_k.flatten(0, 1), v.flatten(0, 1)).unflatten(0, v.shape[:2])
+    else:
+        values = torch.matmul(phi_q, torch.matmul(phi_k.mT, v))
+    return Sums(values, torch.matmul(phi_q, phi_k.sum(2).unsqueeze(-1)).squeeze(-1))
+
+
+def _key_features(feature_map: FeatureMap, k: Tensor, key_mask: Tensor | None) -> Tensor:
+    if feature_map is PositionSoftmax:
+        return feature_map.key(k, key_mask)
+    features = feature_map.key(k)
+    return features if key_mask is None else features.masked_fill(~key_mask[:, None, :, None], 0)
+
+
+def kernelized_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    feature_map: str | FeatureMap = "elu1",
+    causal: bool = False,
+    relative: RelativePosition | None = None,
+    key_mask: Tensor | None = None,
+    value_drop: float = 0.0,
+    generator: torch.Generator | None = None,
+    form: str = "auto",
+    impl: str = "auto",
+) -> Tensor:
+    """Weighted mean of the values under ``phi(q) . phi(k)`` plus the relative term.
+
+    Args:
+        q, k, v: ``[B, h, N, d]``, ``[B, h, M, d]``, ``[B, h, M, e]``; sums are float32 (float64 for float64 inputs).
+        feature_map: "elu1", "relu", "softmax" (Shen: over features for q, over positions for k), or an object with
+            ``.query(x)`` and ``.key(x)``.
+        causal: not built yet; True raises NotImplementedError.
+        relative: linear relative position; see ``relative.py``.
+        key_mask: bool ``[B, M]``, True takes part. A query without any key, or whose features meet none, gets 0.
+        value_drop, generator: not built yet; anything but 0 raises NotImplementedError.
+        form: "efficient" is O((N + M) d e), "direct" O(N M d); "auto" is efficient. They agree to rounding.
+        impl: "eager", or "auto", which is the same until there are kernels.
+
+    Returns:
+        ``[B, h, N, e]`` in the dtype of v.
+
+    Raises:
+        ValueError: shapes, dtypes, devices, names or tables that do not fit.
+        NotImplementedError: an option that is not built yet.
+
+    Source: Katharopoulos et al. 2020, eq. 4 to 6; with relative position Scaleformer, eq. 9 and 10.
+    """
+    check_attention(q, k, v, key_mask, relative)
+    check_options(form=form, impl=impl, causal=causal, value_drop=value_drop)
+    feature_map = get_feature_map(feature_map)
+    dtype = accumulation_dtype(q, k, v)
+    with torch.autocast(q.device.type, enabled=False):
+        query, key, value = q.to(dtype), k.to(dtype), v.to(dtype)
+        if key_mask is not None:
+            value = value.masked_fill(~key_mask[:, None, :, None], 0)
+        content = _content_sums(feature_map.query(query), _key_features(feature_map, key, key_mask), value, form)
+        return add_relative(content, relative, query, value, key_counts(key, key_mask), key_mask).divide().to(v.dtype)

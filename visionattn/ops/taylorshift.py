@@ -1,0 +1,96 @@
+"""TaylorShift: attention whose weights are a second-order polynomial of the scores, in either of two forms.
+
+``w_ij = a x_ij^2 + b x_ij + c`` with ``x_ij = q_i . k_j`` needs no exponential and no maximum, and its sums can be formed
+in time linear in the number of tokens. Source: Nauen, Palacio and Dengel 2024, "TaylorShift" (its d^(1/4) and 1/N steps guard
+against overflow only; sums in float32 do not need them).
+"""
+
+import torch
+from torch import Tensor
+
+from visionattn.ops.checks import check_attention, check_options
+from visionattn.ops.relative import RelativePosition, add_relative, key_counts
+from visionattn.ops.sums import Sums, accumulation_dtype
+from visionattn.ops.taylor_values import taylor_values
+
+EPS = 1e-6
+
+
+def _unit(x: Tensor) -> Tensor:
+    """``x / max(|x|, 1e-6)`` over the last axis, with finite gradients at 0."""
+    return x * x.square().sum(-1, keepdim=True).clamp(min=EPS * EPS).rsqrt()
+
+
+def check_coefficients(coefficients: tuple[float, float, float]) -> None:
+    """Raise ValueError unless ``a x^2 + b x + c`` is positive everywhere: ``a > 0`` and ``c > b^2 / (4 a)``."""
+    a, b, c = coefficients
+    if not (a > 0 and c > b * b / (4 * a)):
+        raise ValueError(f"coefficients (a, b, c) = {a, b, c}: wanted a > 0 and c > b^2 / (4 a), so that weights are positive")
+
+
+def _content_sums(q: Tensor, k: Tensor, v: Tensor, count: Tensor, coefficients, form: str) -> Sums:
+    """Sums of the content term. Masked keys are zero in k and v; ``count [B or 1, 1, 1]`` is the number of the others."""
+    a, b, c = coefficients
+    values = taylor_values(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), a, b, c, form).unflatten(0, q.shape[:2])
+    second = (torch.matmul(q, torch.matmul(k.mT, k)) * q).sum(-1)
+    first = torch.matmul(q, k.sum(2).unsqueeze(-1)).squeeze(-1)
+    return Sums(values, a * second + b * first + c * count)
+
+
+def taylorshift_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    temperature: Tensor | None = None,
+    coefficients: tuple[float, float, float] = (0.5, 1.0, 1.0),
+    relative: RelativePosition | None = None,
+    key_mask: Tensor | None = None,
+    output_scale: bool = False,
+    value_drop: float = 0.0,
+    generator: torch.Generator | None = None,
+    form: str = "auto",
+    impl: str = "auto",
+) -> Tensor:
+    """Weighted mean of the values under ``a x^2 + b x + c`` plus the relative term.
+
+    Args:
+        q, k, v: ``[B, h, N, d]``, ``[B, h, M, d]``, ``[B, h, M, e]``; sums are float32 (float64 for float64 inputs).
+        temperature: tau, ``[h]``; q becomes ``tau q / |q|`` and k becomes ``k / |k|``. None takes them as they are.
+        coefficients: (a, b, c) with ``a > 0`` and ``c > b^2 / (4 a)``.
+        relative: linear relative position; see ``relative.py``.
+        key_mask: bool ``[B, M]``, True takes part. A query without any key gets 0.
+        output_scale: multiply the output by ``sqrt(keys / d)``, keys being those that take part.
+        value_drop, generator: not built yet; anything but 0 raises NotImplementedError.
+        form: "direct" is O(N M d), "efficient" O((N + M) d^2 e), "auto" the one expected to be faster. They agree to rounding.
+        impl: "eager", or "auto", which is the same until there are kernels.
+
+    Returns:
+        ``[B, h, N, e]`` in the dtype of v.
+
+    Raises:
+        ValueError: shapes, dtypes, devices, coefficients or tables that do not fit.
+        NotImplementedError: an option that is not built yet.
+
+    Source: TaylorShift, eq. 1 and section 3; normalisation and temperature its section 3.3.
+    """
+    check_attention(q, k, v, key_mask, relative)
+    check_coefficients(coefficients)
+    check_options(form=form, impl=impl, value_drop=value_drop)
+    if temperature is not None and temperature.shape != (q.shape[1],):
+        raise ValueError(f"temperature: wanted [{q.shape[1]}], one per head, got {tuple(temperature.shape)}")
+    dtype = accumulation_dtype(q, k, v)
+    with torch.autocast(q.device.type, enabled=False):
+        query, key, value = q.to(dtype), k.to(dtype), v.to(dtype)
+        given = query
+        if temperature is not None:
+            query, key = temperature.to(dtype)[:, None, None] * _unit(query), _unit(key)
+        if key_mask is not None:
+            absent = ~key_mask[:, None, :, None]
+            key, value = key.masked_fill(absent, 0), value.masked_fill(absent, 0)
+        count = key_counts(key, key_mask)
+        content = _content_sums(query, key, value, count, coefficients, form)
+        out = add_relative(content, relative, given, value, count, key_mask).divide()
+        if output_scale:
+            out = out * (count / q.shape[3]).sqrt().unsqueeze(-1)
+        return out.to(v.dtype)
