@@ -182,7 +182,7 @@ def _class_weights(phi_q: Tensor, table: Tensor) -> Tensor:
 
 def _weigh(weights: Tensor, counts: Tensor, normalization: str) -> tuple[Tensor, Tensor]:
     """Weight per key and the mass of all classes, for ``weights [B, h, C, ...]`` and ``counts [1 or B, C, ...]``."""
-    counts = counts.unsqueeze(1)
+    counts = counts.unsqueeze(1).to(weights.dtype)
     if normalization == "mean":
         weights = weights * torch.where(counts > 0, 1 / counts.clamp(min=1), 0)
     return weights, (weights * counts).sum(2)
