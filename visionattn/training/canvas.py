@@ -12,6 +12,8 @@ import numpy as np
 from sklearn.datasets import load_digits
 from torch.utils.data import Dataset
 
+from visionattn.training.batches import SampleKey
+
 DIGIT_PX = (16, 40)
 """Smallest and largest side of a digit on a canvas, in pixels."""
 DISTRACTORS_PER_PX = 4 / 128**2
@@ -23,14 +25,6 @@ _STREAM = {"train": 0, "validation": 1, "test": 2}
 _CELL_PX = 4
 
 Split = Literal["train", "validation", "test"]
-
-
-class SampleKey(NamedTuple):
-    """What a batch sampler yields and a data set's ``__getitem__`` takes; a sample is a function of it and of the seed."""
-
-    index: int
-    epoch: int
-    img_size: int
 
 
 class Box(NamedTuple):
@@ -98,29 +92,6 @@ def digit_splits(val_fraction: float, seed: int) -> dict[Split, Digits]:
     train, validation = stratified_split(labels[rest], val_fraction, seed)
     parts = {"train": rest[train], "validation": rest[validation], "test": test}
     return {name: Digits(images[index], labels[index]) for name, index in parts.items()}
-
-
-def resize(image: np.ndarray, height: int, width: int) -> np.ndarray:
-    """Resize a grey image: bilinear upwards, averaging over areas downwards."""
-    smaller = height < image.shape[0] or width < image.shape[1]
-    return cv2.resize(image, (width, height), interpolation=cv2.INTER_AREA if smaller else cv2.INTER_LINEAR)
-
-
-class DigitsDataset(Dataset):
-    """The digits alone, resized to the size that the key asks for: ``(uint8 [size, size, 1], label)``."""
-
-    def __init__(self, digits: Digits, seed: int, augment=None):
-        """``augment(image, entropy)`` gets the resized image and a tuple of integers to draw from."""
-        self.digits, self.seed, self.augment = digits, seed, augment
-
-    def __len__(self):
-        return len(self.digits.labels)
-
-    def __getitem__(self, key: SampleKey):
-        image = resize(self.digits.images[key.index], key.img_size, key.img_size)[:, :, None]
-        if self.augment is not None:
-            image = self.augment(image, (self.seed, key.epoch, key.index))
-        return image, int(self.digits.labels[key.index])
 
 
 def _glyph(digit: np.ndarray, size_px: int, warp: tuple[float, float, float]) -> np.ndarray:
@@ -240,6 +211,8 @@ class CanvasDataset(Dataset):
 
     def __init__(self, digits: Digits, split: Split, length: int, seed: int, *, vary: bool = False):
         self.digits, self.split, self.length, self.seed, self.vary = digits, split, length, seed, vary
+
+    smallest_px = SMALLEST_CANVAS_PX
 
     def __len__(self):
         return self.length

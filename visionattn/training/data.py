@@ -1,24 +1,18 @@
-"""Images in batches: which data set a name means, how it is split, and loaders whose randomness does not depend on workers.
+"""Which images a data set's name means, and how they are divided into training, validation and test.
 
-Owns the splits, the order and the sizes of batches, and what an unreadable image does. A sample is a function of
-(seed, epoch, index); the size of a training batch is a function of (seed, epoch, batch number). Images leave as uint8
-``[B, C, H, W]``: the model's input is made of them on the device, by ``DataSpec.prepare``.
+Owns the splits, the checks of what the user asked for, and the interface of the data: the loaders of ``batches.py``
+are made here.
 """
 
-import math
-import signal
-import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-import cv2
-import numpy as np
-import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from visionattn.models.weights import DataSpec
-from visionattn.training.canvas import CanvasDataset, DigitsDataset, SampleKey, digit_splits
+from visionattn.training.batches import EvalBatches, SampleKey, TrainBatches
+from visionattn.training.canvas import SMALLEST_CANVAS_PX, CanvasDataset, digit_splits
 from visionattn.training.config import DataConfig
+from visionattn.training.images import ArrayDataset
 
 __all__ = ["EvalBatches", "SampleKey", "Splits", "TrainBatches", "build_splits", "eval_batches", "train_batches"]
 
@@ -36,16 +30,71 @@ class Splits:
 def build_splits(config: DataConfig, seed: int) -> Splits:
     """Find the images of ``config.name`` and divide them.
 
+    The test split is the same for every seed. Where the data has no validation split of its own, ``config.val_fraction``
+    of the training images is held out, class by class, by ``seed``: who evaluates on it later must give the same seed.
+
     Args:
         config: which images, at which size, with which augmentation.
-        seed: divides train from validation where the data does not say how, and seeds augmentation.
+        seed: divides train from validation, and seeds canvases and augmentation; at least 0.
 
     Raises:
         ValueError, FileNotFoundError: one line that says what is wrong with the data and what to do about it.
     """
+    _check(config, seed)
+    return _BUILDERS[config.name](config, seed)
+
+
+def train_batches(splits: Splits, config: DataConfig, *, batch_size: int, seed: int) -> TrainBatches:
+    """Load ``splits.train``: shuffled, augmented, the last incomplete batch included.
+
+    Each batch has images of one size: ``config.img_size``, or one of ``config.img_size_choices`` drawn by (seed,
+    epoch, batch number). With ``config.workers`` processes, kept from epoch to epoch, or in the main process.
+    """
+    sizes = (config.img_size,) if config.img_size_choices is None else tuple(config.img_size_choices)
+    return TrainBatches(splits.train, config, batch_size=batch_size, sizes=sizes, seed=seed)
+
+
+def eval_batches(dataset: Dataset, config: DataConfig, *, batch_size: int, img_size: int) -> EvalBatches:
+    """Load ``dataset`` (a validation or test split) at ``img_size`` pixels: no augmentation, fixed order.
+
+    Raises:
+        ValueError: ``img_size`` is too small.
+    """
+    _check_size(config, "img_size", img_size)
+    return EvalBatches(dataset, config, batch_size=batch_size, sizes=(img_size,))
+
+
+def _check(config: DataConfig, seed: int) -> None:
+    if seed < 0:
+        raise ValueError(f"seed of {seed}; wanted 0 or more")
     if not 0 < config.val_fraction < 1:
         raise ValueError(f"val_fraction of {config.val_fraction}; wanted a share between 0 and 1")
-    return _BUILDERS[config.name](config, seed)
+    for field, least in (("workers", 0), ("train_images", 1), ("eval_images", 1)):
+        if getattr(config, field) < least:
+            raise ValueError(f"{field} of {getattr(config, field)}; wanted {least} or more")
+    _check_size(config, "img_size", config.img_size)
+    if config.img_size_choices is not None and not config.img_size_choices:
+        raise ValueError("img_size_choices is empty; give at least one size, or leave it out")
+    for size in config.img_size_choices or ():
+        _check_size(config, "img_size_choices", size)
+
+
+def _check_size(config: DataConfig, field: str, size: int) -> None:
+    least = SMALLEST_CANVAS_PX if config.name == "canvas" else 1
+    if size < least:
+        raise ValueError(f"{field} of {size} pixels; wanted {least} or more for {config.name}")
+
+
+def _augment(config: DataConfig, *allowed: str, **options):
+    """The augmentation that ``config`` names, or None."""
+    if config.augment not in ("none", *allowed):
+        names = ", ".join(("none", *allowed))
+        raise ValueError(f"augment {config.augment!r} is not made for {config.name}; choose from {names}")
+    if config.augment == "none":
+        return None
+    from visionattn.training.augment import Augment  # imports albumentations, which takes seconds
+
+    return Augment(config.augment, **options)
 
 
 def _digit_spec(config: DataConfig, mean: float, std: float) -> DataSpec:
@@ -54,19 +103,17 @@ def _digit_spec(config: DataConfig, mean: float, std: float) -> DataSpec:
 
 
 def _build_digits(config: DataConfig, seed: int) -> Splits:
-    _allow_augment(config, "none", "light")
-    augment = None
+    augment = _augment(config, "light", border="black")
     parts = digit_splits(config.val_fraction, seed)
-    return Splits(
-        DigitsDataset(parts["train"], seed, augment),
-        DigitsDataset(parts["validation"], seed),
-        DigitsDataset(parts["test"], seed),
-        _digit_spec(config, 0.305, 0.376),
+    train, validation, test = (
+        ArrayDataset(parts[name].images[..., None], parts[name].labels, seed, augment if name == "train" else None)
+        for name in ("train", "validation", "test")
     )
+    return Splits(train, validation, test, _digit_spec(config, 0.305, 0.376))
 
 
 def _build_canvas(config: DataConfig, seed: int) -> Splits:
-    _allow_augment(config, "none", "light")
+    _allow_for_canvas(config)
     parts = digit_splits(config.val_fraction, seed)
     return Splits(
         CanvasDataset(parts["train"], "train", config.train_images, seed, vary=config.augment == "light"),
@@ -76,120 +123,9 @@ def _build_canvas(config: DataConfig, seed: int) -> Splits:
     )
 
 
-def _allow_augment(config: DataConfig, *allowed: str) -> None:
-    if config.augment not in allowed:
-        raise ValueError(f"augment {config.augment!r} is not for {config.name}; use {' or '.join(map(repr, allowed))}")
+def _allow_for_canvas(config: DataConfig) -> None:
+    if config.augment not in ("none", "light"):
+        raise ValueError(f"augment {config.augment!r} is not made for canvas; choose from none, light")
 
 
 _BUILDERS = {"digits": _build_digits, "canvas": _build_canvas}
-
-
-class _BatchKeys:
-    """The keys of every batch of an epoch, in order; set ``epoch`` before iterating."""
-
-    def __init__(self, length: int, batch_size: int, sizes: tuple[int, ...], seed: int | None):
-        self.length, self.batch_size, self.sizes, self.seed, self.epoch = length, batch_size, sizes, seed, 0
-
-    def __len__(self):
-        return math.ceil(self.length / self.batch_size)
-
-    def __iter__(self) -> Iterator[list[SampleKey]]:
-        order = np.arange(self.length)
-        if self.seed is not None:
-            order = np.random.default_rng((self.seed, self.epoch)).permutation(self.length)
-        for number in range(len(self)):
-            size = self.sizes[0]
-            if len(self.sizes) > 1:
-                size = self.sizes[np.random.default_rng((self.seed, self.epoch, number)).integers(len(self.sizes))]
-            batch = order[number * self.batch_size : (number + 1) * self.batch_size]
-            yield [SampleKey(index, self.epoch, size) for index in batch.tolist()]
-
-
-@dataclass(frozen=True)
-class Unreadable:
-    """What a data set gives instead of an image that cannot be read."""
-
-    path: str
-    reason: str
-
-
-def _collate(samples: list) -> tuple[torch.Tensor, torch.Tensor, list[Unreadable]]:
-    """Stack readable samples into uint8 ``[B, C, H, W]`` and int64 ``[B]``; B may be 0."""
-    unreadable = [sample for sample in samples if isinstance(sample, Unreadable)]
-    readable = [sample for sample in samples if not isinstance(sample, Unreadable)]
-    if not readable:
-        return torch.empty(0), torch.empty(0, dtype=torch.int64), unreadable
-    images = np.stack([image for image, _ in readable])
-    labels = torch.tensor([label for _, label in readable], dtype=torch.int64)
-    return torch.from_numpy(np.ascontiguousarray(images.transpose(0, 3, 1, 2))), labels, unreadable
-
-
-def _start_worker(_: int) -> None:
-    """One thread per worker; Ctrl-C is for the main process to handle."""
-    cv2.setNumThreads(0)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-class _Batches:
-    def __init__(self, dataset: Dataset, config: DataConfig, keys: _BatchKeys):
-        self.left_out: set[str] = set()
-        self._keys, self._on_error = keys, config.on_error
-        self._loader = DataLoader(
-            dataset,
-            batch_sampler=keys,
-            num_workers=config.workers,
-            collate_fn=_collate,
-            worker_init_fn=_start_worker,
-            persistent_workers=config.workers > 0,
-        )
-
-    def __len__(self):
-        """Batches, the last incomplete one included."""
-        return len(self._keys)
-
-    def _iterate(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        for images, labels, unreadable in self._loader:
-            for image in unreadable:
-                self._leave_out(image)
-            if len(labels):
-                yield images, labels
-
-    def _leave_out(self, image: Unreadable) -> None:
-        if self._on_error == "fail":
-            raise ValueError(
-                f"cannot read image {image.path}: {image.reason}; repair or delete it, or leave it out with on_error skip"
-            )
-        if image.path not in self.left_out:
-            self.left_out.add(image.path)
-            warnings.warn(f"left out unreadable image {image.path}: {image.reason}", stacklevel=4)
-
-
-class TrainBatches(_Batches):
-    """Batches of training images in an order that is drawn anew for each epoch; ``len()`` batches per epoch."""
-
-    def epoch(self, number: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Images uint8 ``[B, C, H, W]``, all of one size per batch, and labels int64 ``[B]``, of epoch ``number``."""
-        self._keys.epoch = number
-        return self._iterate()
-
-
-class EvalBatches(_Batches):
-    """Every image once, in the data set's order; ``left_out`` holds the paths of the unreadable ones seen so far."""
-
-    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        return self._iterate()
-
-
-def train_batches(splits: Splits, config: DataConfig, *, batch_size: int, seed: int) -> TrainBatches:
-    """Load ``splits.train``: shuffled, augmented, the last incomplete batch included.
-
-    Each batch has images of one size: ``config.img_size``, or one of ``config.img_size_choices`` drawn by (seed,
-    epoch, batch number). With ``config.workers`` processes, kept from epoch to epoch, or in the main process.
-    """
-    sizes = tuple(config.img_size_choices or (config.img_size,))
-    return TrainBatches(splits.train, config, _BatchKeys(len(splits.train), batch_size, sizes, seed))
-
-
-def eval_batches(dataset: Dataset, config: DataConfig, *, batch_size: int, img_size: int) -> EvalBatches:
-    """Load ``dataset`` (a validation or test split) at ``img_size`` pixels: no augmentation, fixed order."""
-    return EvalBatches(dataset, config, _BatchKeys(len(dataset), batch_size, (img_size,), None))

@@ -1,0 +1,119 @@
+"""Data sets of images in memory and of images in files, tars and Hugging Face tables.
+
+Owns reading and resizing one image. Knows nothing of how images are split or batched.
+"""
+
+import struct
+import zlib
+from collections.abc import Callable, Sequence
+from typing import BinaryIO, Protocol
+
+import cv2
+import numpy as np
+from PIL import Image
+from torch.utils.data import Dataset
+
+from visionattn.training.batches import AUGMENT_STREAM, SampleKey, Unreadable
+
+Augmentation = Callable[[np.ndarray, int, tuple[int, ...]], np.ndarray]
+"""``augment(image [H, W, C], img_size, entropy) -> [img_size, img_size, C]``, uint8, drawing from ``entropy`` alone."""
+
+DAMAGED_IMAGE = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, Image.DecompressionBombError)
+"""What Pillow raises for files that are missing, cut off, garbled, no image at all, or suspiciously large."""
+
+
+def fit(image: np.ndarray, img_size: int) -> np.ndarray:
+    """Resize the shorter side to ``img_size`` and crop the centre: uint8 ``[H, W, C]`` to ``[img_size, img_size, C]``.
+
+    Averages over areas on the way down; bilinear on the way up.
+    """
+    height, width = image.shape[:2]
+    shorter = min(height, width)
+    if shorter != img_size:
+        height, width = round(height * img_size / shorter), round(width * img_size / shorter)
+        interpolation = cv2.INTER_AREA if img_size < shorter else cv2.INTER_LINEAR
+        image = cv2.resize(image, (width, height), interpolation=interpolation).reshape(height, width, -1)
+    top, left = (height - img_size) // 2, (width - img_size) // 2
+    return image[top : top + img_size, left : left + img_size]
+
+
+class ArrayDataset(Dataset):
+    """Images of one size in memory: ``(uint8 [size, size, C], label)`` per key."""
+
+    def __init__(self, images: np.ndarray, labels: np.ndarray, seed: int, augment: Augmentation | None = None):
+        """``images`` uint8 ``[n, H, W, C]``, ``labels [n]``; without ``augment`` an image is resized, nothing else."""
+        self.images, self.labels, self.seed, self.augment = images, labels, seed, augment
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitem__(self, key: SampleKey):
+        return _finish(self.images[key.index], key, self.seed, self.augment), int(self.labels[key.index])
+
+
+class Source(Protocol):
+    """Encoded images by number."""
+
+    def open(self, index: int) -> BinaryIO: ...
+
+    def name(self, index: int) -> str: ...
+
+
+class Files:
+    """Images that are files."""
+
+    def __init__(self, paths: Sequence[str]):
+        self.paths = paths
+
+    def open(self, index: int) -> BinaryIO:
+        return open(self.paths[index], "rb")
+
+    def name(self, index: int) -> str:
+        return self.paths[index]
+
+
+class ReaderSource:
+    """Images of a timm reader with random access (a tar, a Hugging Face table)."""
+
+    def __init__(self, reader, root: str):
+        self.reader, self.root = reader, root
+
+    def open(self, index: int) -> BinaryIO:
+        return self.reader[index][0]
+
+    def name(self, index: int) -> str:
+        return f"{self.root}:{self.reader.filename(index) or index}"
+
+
+class ImageDataset(Dataset):
+    """RGB images decoded when they are asked for: ``(uint8 [size, size, 3], label)`` per key, or ``Unreadable``."""
+
+    def __init__(
+        self,
+        source: Source,
+        indices: np.ndarray,
+        labels: np.ndarray,
+        seed: int,
+        augment: Augmentation | None = None,
+    ):
+        """``indices [n]``: numbers of this data set's images in ``source``; ``labels [n]``: their classes."""
+        self.source, self.indices, self.labels, self.seed, self.augment = source, indices, labels, seed, augment
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitem__(self, key: SampleKey):
+        index = int(self.indices[key.index])
+        try:
+            with self.source.open(index) as file, Image.open(file) as image:
+                pixels = np.asarray(image.convert("RGB"))
+        except DAMAGED_IMAGE as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            return Unreadable(self.source.name(index), reason)
+        return _finish(pixels, key, self.seed, self.augment), int(self.labels[key.index])
+
+
+def _finish(image: np.ndarray, key: SampleKey, seed: int, augment: Augmentation | None) -> np.ndarray:
+    if augment is None:
+        return fit(image, key.img_size)
+    return augment(image, key.img_size, (seed, AUGMENT_STREAM, key.epoch, key.index))
