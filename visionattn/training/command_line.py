@@ -4,15 +4,50 @@ Owns spelling: ``--init-from`` and ``--init_from``, ``--resume`` without a value
 for a wrong one. jsonargparse does the parsing; it is imported when something is parsed.
 """
 
+import os
 import re
+import shutil
+import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from .interrupt import NonFinite, Stopped
+
 Config = TypeVar("Config")
+
+
+def run_tool(work: Callable[[], None]) -> int:
+    """Do a tool's work and turn the ways in which it can end into an exit code and at most one line on standard error.
+
+    Returns:
+        0; 1 for a loss that is not finite; 2 for bad input; 130 for Ctrl-C.
+    """
+    try:
+        work()
+    except (ValueError, FileNotFoundError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except NonFinite as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except Stopped as error:
+        print(error, file=sys.stderr)
+        return 130
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def python_command() -> str:
+    """How to call this Python from the current folder, as short as it works."""
+    if sys.executable.startswith(os.getcwd() + os.sep):
+        return os.path.relpath(sys.executable)
+    return "python" if shutil.which("python") == sys.executable else sys.executable
 
 
 def parse(config_class: type[Config], argv: Sequence[str], *, prog: str, description: str,

@@ -113,7 +113,7 @@ class TrainConfig:
     overwrite: bool = False
     """Delete what an earlier run left in the run folder."""
     init_from: str | None = None
-    """Weights to start from: a checkpoint of ours or a state dict of a timm ViT."""
+    """Weights to start from: a checkpoint of ours or a state dict of a timm ViT. A resumed run has weights of its own."""
     log_every: int = 50
     """Optimiser steps between two lines of ``metrics.jsonl``."""
 
@@ -150,5 +150,3 @@ def check(config: TrainConfig) -> None:
         raise ValueError("data.img_size_choices is empty; name the sizes, or leave it out to train at data.img_size")
     if config.resume and config.overwrite:
         raise ValueError("resume goes on with a run and overwrite deletes it: give one of them")
-    if config.resume and config.init_from:
-        raise ValueError("resume takes its weights from the run folder, not from init_from: give one of them")

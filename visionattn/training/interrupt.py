@@ -1,4 +1,4 @@
-"""Ctrl-C at a moment where the state is whole: between two optimiser steps."""
+"""What ends a run early: Ctrl-C, at a moment where the state is whole, or a loss that is not finite."""
 
 import signal
 import threading
@@ -6,6 +6,14 @@ from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
 Item = TypeVar("Item")
+
+
+class Stopped(Exception):
+    """Ctrl-C ended a run, whose state is saved; the text says where."""
+
+
+class NonFinite(Exception):
+    """The loss was not finite several steps in a row; the text names the first module with such values."""
 
 
 class Interrupted(Exception):

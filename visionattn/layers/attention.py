@@ -1,0 +1,156 @@
+"""Multi-head self-attention with the package's operations, under the names that timm gives its own."""
+
+import torch
+from timm.layers import LayerNorm
+from timm.models import register_notrace_module
+from torch import Tensor, nn
+
+from visionattn.layers.position import RelativeTables
+from visionattn.layout import TokenLayout
+from visionattn.ops import kernelized_attention, softmax_attention, taylorshift_attention
+
+ATTENTIONS = ("kernelized", "taylorshift", "softmax")
+
+
+@register_notrace_module
+class Attention(nn.Module):
+    """Self-attention over tokens ``[B, N, D]``, in place of timm's ``Attention``.
+
+    Args:
+        dim: D.
+        num_heads: h, which divides D.
+        attention: "kernelized", "taylorshift" or "softmax".
+        relative: "joint", "axial", "flat" or "none".
+        horizon: R of the relative position, in patches.
+        normalization: "mean" or "sum"; softmax has none.
+        temperature_init: TaylorShift's tau at the start, for every head.
+        qkv_bias, proj_bias: biases of the two projections.
+        qk_norm: normalise q and k per head with ``norm_layer``.
+        scale_norm: normalise with ``norm_layer`` before the output projection.
+        attn_drop: not built yet; anything but 0 raises NotImplementedError.
+        proj_drop: dropout after the output projection.
+
+    Raises:
+        ValueError: heads that do not divide the width, or unknown names.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int = 8,
+        *,
+        attention: str = "kernelized",
+        relative: str = "joint",
+        horizon: int = 3,
+        normalization: str = "mean",
+        temperature_init: float = 4.0,
+        qkv_bias: bool = False,
+        qk_norm: bool = False,
+        scale_norm: bool = False,
+        proj_bias: bool = True,
+        attn_drop: float = 0.0,
+        proj_drop: float = 0.0,
+        norm_layer: type[nn.Module] = LayerNorm,
+        device=None,
+        dtype=None,
+    ):
+        super().__init__()
+        dd = {"device": device, "dtype": dtype}
+        if num_heads < 1 or dim % num_heads:
+            raise ValueError(f"num_heads {num_heads} does not divide the width {dim}; {_nearest_divisors(dim, num_heads)}")
+        if attention not in ATTENTIONS:
+            raise ValueError(f"attention {attention!r}: wanted one of {', '.join(ATTENTIONS)}")
+        if normalization not in ("mean", "sum"):
+            raise ValueError(f"normalization {normalization!r}: wanted mean or sum")
+        if attn_drop:
+            raise NotImplementedError("attn_drop > 0 is not built yet; proj_drop and drop_path are")
+        self.attention = attention
+        self.num_heads = num_heads
+        self.head_dim = dim // num_heads
+        self.scale = self.head_dim**-0.5
+        self.fused_attn = True
+        self.native_layout: TokenLayout | None = None
+        self.qkv = nn.Linear(dim, dim * 3, bias=qkv_bias, **dd)
+        self.q_norm = norm_layer(self.head_dim, **dd) if qk_norm else nn.Identity()
+        self.k_norm = norm_layer(self.head_dim, **dd) if qk_norm else nn.Identity()
+        if relative == "none":
+            self.relative = None
+        else:
+            signed = attention == "softmax"
+            options = dict(horizon=horizon, normalization="sum" if signed else normalization, signed=signed)
+            self.relative = RelativeTables(relative, num_heads, self.head_dim, **options, **dd)
+        self.temperature_init = temperature_init
+        self.temperature = nn.Parameter(torch.empty(num_heads, **dd)) if attention == "taylorshift" else None
+        self.attn_drop = nn.Dropout(attn_drop)
+        self.norm = norm_layer(dim, **dd) if scale_norm else nn.Identity()
+        self.proj = nn.Linear(dim, dim, bias=proj_bias, **dd)
+        self.proj_drop = nn.Dropout(proj_drop)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Set the temperature to its start; the other parts reset themselves."""
+        if self.temperature is not None:
+            self.temperature.fill_(self.temperature_init)
+
+    def _layout(self, layout: TokenLayout | None, tokens: int) -> TokenLayout:
+        """The layout given, or the native one where the number of tokens fits it."""
+        if layout is not None:
+            return layout
+        native = self.native_layout
+        if native is not None and native.num_tokens == tokens:
+            return native
+        wanted = "none is known" if native is None else f"the native one has {native.num_tokens}"
+        raise ValueError(f"{tokens} tokens without a grid ({wanted}): pass layout=TokenLayout(num_prefix, Grid(height, width))")
+
+    def forward(
+        self, x: Tensor, layout: TokenLayout | None = None, attn_mask: Tensor | None = None, is_causal: bool = False
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            x: ``[B, N, D]``.
+            layout: where the tokens lie; needed for relative position, unless N is that of the native grid.
+            attn_mask: bool ``[B, 1, 1, N]`` or ``[B, N]``, True takes part: a mask of keys. Others cannot be had in linear time.
+            is_causal: True raises NotImplementedError.
+
+        Raises:
+            ValueError: relative position without a known grid, or a mask of pairs.
+        """
+        if is_causal:
+            raise NotImplementedError("causal attention over images is not built")
+        batch, tokens, dim = x.shape
+        qkv = self.qkv(x).reshape(batch, tokens, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
+        q, k, v = qkv.unbind(0)
+        q, k = self.q_norm(q), self.k_norm(k)
+        options = dict(key_mask=_key_mask(attn_mask, x))
+        if self.relative is not None:
+            options["relative"] = self.relative(self._layout(layout, tokens))
+        if self.attention == "kernelized":
+            out = kernelized_attention(q, k, v, **options)
+        elif self.attention == "taylorshift":
+            out = taylorshift_attention(q, k, v, temperature=self.temperature, **options)
+        else:
+            out = softmax_attention(q, k, v, **options)
+        out = self.norm(out.transpose(1, 2).reshape(batch, tokens, dim))
+        return self.proj_drop(self.proj(out))
+
+
+def _nearest_divisors(dim: int, num_heads: int) -> str:
+    """The divisors of ``dim`` on both sides of ``num_heads``, in words."""
+    divisors = [n for n in range(1, dim + 1) if dim % n == 0]
+    near = sorted(divisors, key=lambda n: abs(n - num_heads))[:2]
+    return "the nearest that do are " + " and ".join(str(n) for n in sorted(near))
+
+
+def _key_mask(attn_mask: Tensor | None, x: Tensor) -> Tensor | None:
+    """A mask of keys ``[B, N]`` from timm's ``attn_mask``."""
+    if attn_mask is None:
+        return None
+    batch, tokens = x.shape[:2]
+    if attn_mask.dtype != torch.bool or tuple(attn_mask.shape) not in {(batch, 1, 1, tokens), (batch, tokens)}:
+        raise ValueError(
+            f"attn_mask: wanted a bool mask of keys, [{batch}, 1, 1, {tokens}] or [{batch}, {tokens}], got "
+            f"{attn_mask.dtype} {tuple(attn_mask.shape)}; linear attention has no weights of single pairs to mask"
+        )
+    return attn_mask.reshape(batch, tokens)

@@ -1,0 +1,277 @@
+"""``VisionAttnTransformer``: timm's VisionTransformer over any grid, with our blocks.
+
+The layout of the tokens is read off the patches once per forward and passed to each block as an argument.
+"""
+
+import functools
+
+import torch
+from timm.layers import PatchDropoutWithIndices, PatchEmbed, resample_abs_pos_embed
+from timm.models import VisionTransformer, checkpoint, register_notrace_function, register_notrace_module
+from timm.models._features import feature_take_indices
+from torch import Tensor, nn
+
+from visionattn.layers import Attention, Block
+from visionattn.layout import Grid, TokenLayout
+from visionattn.ops import count_classes
+from visionattn.ops.sums import accumulation_dtype
+
+
+@register_notrace_module
+class DynamicPatchEmbed(PatchEmbed):
+    """timm's PatchEmbed for images of any whole number of patches, ``[B, C, H_px, W_px]`` to ``[B, H, W, D]``.
+
+    Sizes are formatted into messages only after a check has failed: formatting them on the good path, as timm does, makes a
+    compiler build one graph per size.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Embed; raises ValueError for an image that is not a whole number of patches, or (strict) of another size."""
+        height, width = x.shape[-2:]
+        if self.strict_img_size and (height != self.img_size[0] or width != self.img_size[1]):
+            raise ValueError(f"image of {height} x {width} pixels, but dynamic_img_size=False fixes {self.img_size}")
+        if self.dynamic_img_pad:
+            x = nn.functional.pad(x, (0, -width % self.patch_size[1], 0, -height % self.patch_size[0]))
+        elif height % self.patch_size[0] or width % self.patch_size[1]:
+            raise ValueError(_wrong_size(height, width, self.patch_size))
+        return self.norm(self.proj(x).permute(0, 2, 3, 1))
+
+
+def _wrong_size(height: int, width: int, patch_size: tuple[int, int]) -> str:
+    """The error that names the nearest sizes that fit."""
+
+    def nearest(pixels: int, patch: int) -> str:
+        below, above = pixels // patch * patch, -(-pixels // patch) * patch
+        return str(pixels) if below == above else f"{below} or {above}" if below else str(above)
+
+    patch = patch_size[0] if patch_size[0] == patch_size[1] else f"{patch_size[0]} x {patch_size[1]}"
+    fits = f"{nearest(height, patch_size[0])} x {nearest(width, patch_size[1])}"
+    return f"image of {height} x {width} pixels is not a whole number of {patch}-pixel patches; crop or pad it to {fits}"
+
+
+@register_notrace_function
+def _class_counts(layout: TokenLayout, horizon: int, like: Tensor) -> Tensor:
+    return count_classes(layout, (horizon, horizon), dtype=accumulation_dtype(like), device=like.device)
+
+
+class VisionAttnTransformer(VisionTransformer):
+    """A vision transformer whose cost per patch does not depend on the number of patches.
+
+    Images ``[B, C, H_px, W_px]`` may have any height and width that are multiples of the patch, in every call.
+
+    Args:
+        attention: "kernelized", "taylorshift" or "softmax" (the quadratic twin).
+        relative: relative position of the patches: "joint", "axial", "flat" or "none".
+        horizon: R in patches; offsets beyond it share the outermost entries.
+        normalization: "mean" or "sum" over the keys of a class; see ``visionattn.ops.relative``.
+        pos_embed: "none", or "learn" for absolute position, resampled to other grids.
+        temperature_init: TaylorShift's tau at the start.
+        dynamic_img_size: False accepts only ``img_size``.
+        dynamic_img_pad: pad images that are not a whole number of patches at the bottom and the right.
+        attn_drop_rate: not built yet; anything but 0 raises NotImplementedError.
+
+    The other arguments are those of timm's VisionTransformer.
+
+    Source: TaylorShift (Nauen et al. 2024), Scaleformer (Favier and Dal'Maz Silva 2021), Dosovitskiy et al. 2021.
+    """
+
+    def __init__(
+        self,
+        img_size: int | tuple[int, int] = 224,
+        patch_size: int | tuple[int, int] = 16,
+        in_chans: int = 3,
+        num_classes: int = 1000,
+        global_pool: str = "avg",
+        embed_dim: int = 768,
+        depth: int = 12,
+        num_heads: int = 12,
+        mlp_ratio: float = 4.0,
+        *,
+        attention: str = "kernelized",
+        relative: str = "joint",
+        horizon: int = 3,
+        normalization: str = "mean",
+        temperature_init: float = 4.0,
+        pos_embed: str = "none",
+        dynamic_img_size: bool = True,
+        dynamic_img_pad: bool = False,
+        patch_drop_rate: float = 0.0,
+        qkv_bias: bool = True,
+        qk_norm: bool = False,
+        proj_bias: bool = True,
+        init_values: float | None = None,
+        class_token: bool = True,
+        no_embed_class: bool = False,
+        reg_tokens: int = 0,
+        pre_norm: bool = False,
+        final_norm: bool = True,
+        fc_norm: bool | None = None,
+        pool_include_prefix: bool = False,
+        drop_rate: float = 0.0,
+        pos_drop_rate: float = 0.0,
+        proj_drop_rate: float = 0.0,
+        attn_drop_rate: float = 0.0,
+        drop_path_rate: float = 0.0,
+        weight_init: str = "",
+        fix_init: bool = False,
+        norm_layer: str | type[nn.Module] | None = None,
+        act_layer: str | type[nn.Module] | None = None,
+        device=None,
+        dtype=None,
+    ):
+        attn_options = dict(
+            attention=attention,
+            relative=relative,
+            horizon=horizon,
+            normalization=normalization,
+            temperature_init=temperature_init,
+        )
+        super().__init__(
+            img_size=img_size,
+            patch_size=patch_size,
+            in_chans=in_chans,
+            num_classes=num_classes,
+            global_pool=global_pool,
+            embed_dim=embed_dim,
+            depth=depth,
+            num_heads=num_heads,
+            mlp_ratio=mlp_ratio,
+            qkv_bias=qkv_bias,
+            qk_norm=qk_norm,
+            proj_bias=proj_bias,
+            init_values=init_values,
+            class_token=class_token,
+            pos_embed=pos_embed,
+            no_embed_class=no_embed_class,
+            reg_tokens=reg_tokens,
+            pre_norm=pre_norm,
+            final_norm=final_norm,
+            fc_norm=fc_norm,
+            pool_include_prefix=pool_include_prefix,
+            dynamic_img_size=True,
+            dynamic_img_pad=dynamic_img_pad,
+            drop_rate=drop_rate,
+            pos_drop_rate=pos_drop_rate,
+            proj_drop_rate=proj_drop_rate,
+            attn_drop_rate=attn_drop_rate,
+            drop_path_rate=drop_path_rate,
+            weight_init=weight_init,
+            fix_init=fix_init,
+            embed_layer=DynamicPatchEmbed,
+            norm_layer=norm_layer,
+            act_layer=act_layer,
+            block_fn=functools.partial(Block, attn_options=attn_options),
+            attn_layer=Attention,
+            device=device,
+            dtype=dtype,
+        )
+        self.dynamic_img_size = dynamic_img_size
+        self.patch_embed.strict_img_size = not dynamic_img_size
+        if patch_drop_rate > 0:
+            self.patch_drop = PatchDropoutWithIndices(patch_drop_rate, num_prefix_tokens=self.num_prefix_tokens)
+        self._share_native_layout()
+
+    def _share_native_layout(self) -> None:
+        """Tell the attention layers the grid of ``img_size``, which serves where a block is called without a layout."""
+        layout = TokenLayout(self.num_prefix_tokens, Grid(*self.patch_embed.grid_size))
+        for block in self.blocks:
+            block.attn.native_layout = layout
+
+    def set_input_size(self, img_size=None, patch_size=None) -> None:
+        """Change the native size in pixels, and the patch size, resampling patch embedding and absolute position."""
+        super().set_input_size(img_size=img_size, patch_size=patch_size)
+        self._share_native_layout()
+
+    def no_weight_decay(self) -> set[str]:
+        """Patterns of the parameters that are not decayed: positions, prefix tokens, relative tables, temperatures."""
+        return super().no_weight_decay() | {"*.attn.relative.*", "*.attn.temperature"}
+
+    def _pos_embed(self, x: Tensor) -> Tensor:
+        """Prefix tokens in front, absolute position added: ``[B, H, W, D]`` to ``[B, P + H*W, D]``."""
+        grid = (x.shape[1], x.shape[2])
+        x = x.flatten(1, 2)
+        prefix = [token.expand(x.shape[0], -1, -1) for token in (self.cls_token, self.reg_token) if token is not None]
+        if self.pos_embed is None:
+            return self.pos_drop(torch.cat([*prefix, x], dim=1))
+        position = resample_abs_pos_embed(
+            self.pos_embed,
+            new_size=grid,
+            old_size=self.patch_embed.grid_size,
+            num_prefix_tokens=0 if self.no_embed_class else self.num_prefix_tokens,
+        )
+        if self.no_embed_class:
+            return self.pos_drop(torch.cat([*prefix, x + position], dim=1))
+        return self.pos_drop(torch.cat([*prefix, x], dim=1) + position)
+
+    def _embed(self, x: Tensor) -> tuple[Tensor, TokenLayout]:
+        """Images ``[B, C, H_px, W_px]`` to tokens ``[B, P + n, D]`` and where they lie."""
+        x = self.patch_embed(x)
+        grid = Grid(x.shape[1], x.shape[2])
+        x = self._pos_embed(x)
+        kept = None
+        if not isinstance(self.patch_drop, nn.Identity):
+            x, kept = self.patch_drop(x)
+        layout = TokenLayout(self.num_prefix_tokens, grid, kept)
+        tables = self.blocks[0].attn.relative if len(self.blocks) else None
+        if tables is not None and tables.kind == "joint" and not tables.signed:
+            layout = layout._replace(counts=_class_counts(layout, tables.horizon, x))
+        return self.norm_pre(x), layout
+
+    def _run_block(self, block: nn.Module, x: Tensor, layout: TokenLayout, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
+        if self.grad_checkpointing and torch.is_grad_enabled():
+            return checkpoint(block, x, layout, attn_mask, is_causal)
+        return block(x, layout, attn_mask, is_causal)
+
+    def forward_features(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        """Images ``[B, C, H_px, W_px]`` to normalised tokens ``[B, P + n, D]``."""
+        x, layout = self._embed(x)
+        for block in self.blocks:
+            x = self._run_block(block, x, layout, attn_mask, is_causal)
+        return self.norm(x)
+
+    def forward_intermediates(
+        self,
+        x: Tensor,
+        indices: int | list[int] | None = None,
+        return_prefix_tokens: bool = False,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: str = "NCHW",
+        intermediates_only: bool = False,
+        output_dict: bool = False,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ):
+        """The tokens or maps after chosen blocks; arguments and results as in timm.
+
+        Maps are ``[B, D, H, W]``; where patches were dropped, their places are zero.
+        """
+        if output_fmt not in ("NCHW", "NLC"):
+            raise ValueError(f"output_fmt {output_fmt!r}: wanted NCHW or NLC")
+        take, last = feature_take_indices(len(self.blocks), indices)
+        x, layout = self._embed(x)
+        taken = []
+        for i, block in enumerate(self.blocks[: last + 1] if stop_early else self.blocks):
+            x = self._run_block(block, x, layout, attn_mask, is_causal)
+            if i in take:
+                taken.append(self.norm(x) if norm else x)
+        prefix = [y[:, : self.num_prefix_tokens] for y in taken] if self.num_prefix_tokens else None
+        taken = [y[:, self.num_prefix_tokens :] for y in taken]
+        if output_fmt == "NCHW":
+            taken = [_to_map(y, layout) for y in taken]
+        if output_dict:
+            result = {"image_intermediates": taken}
+            if prefix is not None and return_prefix_tokens:
+                result["image_intermediates_prefix"] = prefix
+            return result if intermediates_only else result | {"image_features": self.norm(x)}
+        if return_prefix_tokens and prefix is not None:
+            taken = list(zip(taken, prefix))
+        return taken if intermediates_only else (self.norm(x), taken)
+
+
+def _to_map(patches: Tensor, layout: TokenLayout) -> Tensor:
+    """``[B, n, D]`` to ``[B, D, H, W]``, zero where a patch is absent."""
+    if layout.kept is not None:
+        index = layout.kept.unsqueeze(-1).expand(-1, -1, patches.shape[2])
+        patches = patches.new_zeros(patches.shape[0], layout.grid.num_patches, patches.shape[2]).scatter(1, index, patches)
+    return patches.transpose(1, 2).unflatten(2, tuple(layout.grid)).contiguous()

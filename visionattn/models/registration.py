@@ -1,0 +1,110 @@
+"""How a family of models reaches timm's registry: sizes, default configurations, entry points."""
+
+from collections.abc import Callable
+from typing import Any
+
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from torch import nn
+
+from visionattn.models.backbone import VisionAttnTransformer
+from visionattn.models.convert import checkpoint_filter_fn
+
+SIZES = {
+    "t": ("tiny", dict(embed_dim=192, depth=12, num_heads=3)),
+    "s": ("small", dict(embed_dim=384, depth=12, num_heads=6)),
+    "b": ("base", dict(embed_dim=768, depth=12, num_heads=12)),
+    "l": ("large", dict(embed_dim=1024, depth=24, num_heads=16)),
+}
+PIXEL = dict(img_size=32, patch_size=1, in_chans=256, num_classes=10, embed_dim=256, depth=1, num_heads=4, mlp_ratio=1.0)
+PIXEL |= dict(init_values=1e-4, global_pool="token")
+
+
+def _family_names(family: str) -> dict[str, dict[str, Any]]:
+    """Short and long name of each size, with the arguments of the size."""
+    names = {}
+    for letter, (word, size) in SIZES.items():
+        names[f"{family}_{letter}"] = names[f"{family}_{word}_patch16_224"] = size
+    return names
+
+
+def _cfg(**fields) -> dict[str, Any]:
+    """timm's description of a model without weights."""
+    cfg = dict(
+        input_size=(3, 224, 224),
+        num_classes=1000,
+        fixed_input_size=False,
+        pool_size=None,
+        crop_pct=0.9,
+        interpolation="bicubic",
+        mean=(0.485, 0.456, 0.406),
+        std=(0.229, 0.224, 0.225),
+        first_conv="patch_embed.proj",
+        classifier="head",
+        license="apache-2.0",
+    )
+    return cfg | fields
+
+
+def family_cfgs(family: str, pixel: str | None = None, **fields):
+    """Default configurations of a family: each of its names, untrained, and its pixel model if it has one."""
+    cfgs = {f"{name}.untrained": _cfg(**fields) for name in _family_names(family)}
+    if pixel is not None:
+        size = dict(input_size=(256, 32, 32), num_classes=10, crop_pct=1.0, mean=(0.0,) * 256, std=(1.0,) * 256)
+        cfgs[f"{pixel}.untrained"] = _cfg(**size, **fields)
+    return generate_default_cfgs(cfgs)
+
+
+def register_family(module: str, family: str, **options) -> None:
+    """Register the short and the long name of each size as entry points of ``module``.
+
+    Args:
+        module: ``__name__`` of the module that holds the family's ``default_cfgs``.
+        family: what the names begin with.
+        options: arguments of ``VisionAttnTransformer`` that make the family.
+    """
+    for name, size in _family_names(family).items():
+        register_model(_entry_point(module, name, size | options))
+
+
+def register_pixel(module: str, name: str, **options) -> None:
+    """Register the model of single pixels of grey 32 x 32 images, one-hot ``[B, 256, 32, 32]``: width 256, depth 1, 4 heads.
+
+    Source: TaylorShift, section 5 (class token, LayerScale from 1e-4, MLP ratio 1).
+    """
+    register_model(_entry_point(module, name, PIXEL | options))
+
+
+def _entry_point(module: str, name: str, args: dict[str, Any]) -> Callable[..., nn.Module]:
+    def create(pretrained: bool = False, **kwargs) -> nn.Module:
+        return _build(name, pretrained, args | kwargs)
+
+    create.__name__ = create.__qualname__ = name
+    create.__module__ = module
+    create.__doc__ = f"{name}: " + ", ".join(f"{key} {value}" for key, value in args.items())
+    return create
+
+
+def _build(name: str, pretrained: bool, args: dict[str, Any]) -> nn.Module:
+    """Build through timm, which handles ``features_only``, weights and configurations.
+
+    Raises:
+        ValueError: ``pretrained=True`` where there are no weights.
+    """
+    overlay = args.get("pretrained_cfg_overlay") or {}
+    cfg = args.get("pretrained_cfg")
+    located = {"url", "file", "hf_hub_id", "state_dict"}
+    given = cfg if isinstance(cfg, dict) else vars(cfg) if cfg is not None else {}
+    if pretrained and not any(source.get(key) for source in (overlay, given) for key in located):
+        raise ValueError(
+            f"there are no pretrained weights of {name} yet, nor of any other visionattn model; build it with pretrained=False, "
+            'or name a file of weights with pretrained_cfg_overlay=dict(file="...")'
+        )
+    args.pop("output_stride", None)
+    return build_model_with_cfg(
+        VisionAttnTransformer,
+        name,
+        pretrained,
+        pretrained_filter_fn=checkpoint_filter_fn,
+        feature_cfg=dict(out_indices=args.pop("out_indices", 3), feature_cls="getter"),
+        **args,
+    )

@@ -1,0 +1,17 @@
+"""``taylorshift_vit_*``: TaylorShift with the joint 2-D relative position; ``taylorshift_abs_vit_*`` and the pixel model: as published.
+
+The published models have a learned absolute position, a class token and a temperature that starts at 1.
+Source: Nauen, Palacio and Dengel 2024, "TaylorShift".
+"""
+
+from visionattn.models.registration import family_cfgs, register_family, register_pixel
+
+PAPER = "arXiv:2403.02920"
+PUBLISHED = dict(relative="none", pos_embed="learn", temperature_init=1.0, global_pool="token")
+
+default_cfgs = family_cfgs("taylorshift_vit", pixel="taylorshift_vit_pixel", paper_ids=PAPER)
+default_cfgs |= family_cfgs("taylorshift_abs_vit", paper_ids=PAPER)
+
+register_family(__name__, "taylorshift_vit", attention="taylorshift")
+register_family(__name__, "taylorshift_abs_vit", attention="taylorshift", **PUBLISHED)
+register_pixel(__name__, "taylorshift_vit_pixel", attention="taylorshift", **PUBLISHED)

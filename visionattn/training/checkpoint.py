@@ -1,0 +1,173 @@
+"""The full state of a run on disk, and weights from elsewhere placed into a model.
+
+Owns the format of ``last.pt``: plain tensors and plain types, so that reading it runs no code. Weights alone are the matter
+of ``models/weights.py``.
+"""
+
+import os
+import random
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import timm
+import torch
+from timm.models._manipulate import adapt_input_conv
+from torch import Tensor, nn
+
+from visionattn.models.weights import describe_misfit, first_line, flush_to_disk, read_pickle, read_state_dict
+
+from .build import is_ours
+
+FORMAT = "visionattn.state"
+FORMAT_VERSION = 1
+
+
+def save_state(path: str | Path, state: dict[str, Any]) -> None:
+    """Write a state of plain tensors and plain types; the file appears whole or not at all."""
+    path = Path(path)
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        torch.save({"format": FORMAT, "version": FORMAT_VERSION} | state, temporary)
+        flush_to_disk(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def load_state(path: str | Path, model: nn.Module, name: str) -> dict[str, Any]:
+    """Read a state of ``save_state`` for a model, on the CPU.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it cannot be read, would run code, or is the state of another model.
+    """
+    state = read_pickle(path)
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        raise ValueError(f"{path} is not the state of a run")
+    if state["version"] != FORMAT_VERSION:
+        raise ValueError(f"{path} has format {state['version']}, this visionattn reads format {FORMAT_VERSION}")
+    misfit = describe_misfit(state["model"], model.state_dict())
+    if state["name"] != name or misfit:
+        reason = misfit or "another name"
+        raise ValueError(f"{path} is the state of another model, {state['name']}, not of this {name}: {reason}")
+    return state
+
+
+def random_state() -> dict[str, Any]:
+    """The state of every global generator, as plain tensors and plain types."""
+    kind, keys, position, has_gauss, cached = np.random.get_state()
+    version, internal, gauss = random.getstate()
+    return {"torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+            "numpy": [kind, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached],
+            "python": [version, list(internal), gauss]}
+
+
+def restore_random_state(state: dict[str, Any]) -> None:
+    """Set every global generator to a state of ``random_state``."""
+    torch.set_rng_state(state["torch"])
+    if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(state["cuda"])
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the tensors of a file went in a model."""
+
+    source: str
+    """The file."""
+    placed: list[str]
+    """Names in the model that got their values, resampled ones included."""
+    resampled: list[str]
+    """Names among those, with shapes, whose values were interpolated."""
+    missing: list[str]
+    """Names in the model that keep their initial values."""
+    unused: list[str]
+    """Names in the file that found no place."""
+
+    def lines(self) -> list[str]:
+        """A compact list for people."""
+        head = f"{len(self.placed)} of {len(self.placed) + len(self.missing)} tensors start from {self.source}"
+        parts = (("resampled", self.resampled), ("keep their initial values", self.missing), ("not used", self.unused))
+        return [head, *(f"  {what} ({len(names)}): {shorten(names)}" for what, names in parts if names)]
+
+
+def shorten(names: list[str], most: int = 12) -> str:
+    """Names in a row, those that differ in the block's number alone as one: ``blocks.{0-11}.attn.table``."""
+    groups: dict[str, list[int]] = {}
+    for name in names:
+        parts = name.split(".")
+        number = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+        key = name if number is None else ".".join([*parts[:number], "*", *parts[number + 1:]])
+        groups.setdefault(key, []).append(-1 if number is None else int(parts[number]))
+    written = [key if len(numbers) == 1 and numbers[0] < 0 else
+               key.replace("*", str(numbers[0]) if len(numbers) == 1 else f"{{{min(numbers)}-{max(numbers)}}}", 1)
+               for key, numbers in groups.items()]
+    return ", ".join(written[:most]) + (f" and {len(written) - most} more" if len(written) > most else "")
+
+
+def place_weights(model: nn.Module, name: str, path: str | Path) -> Placement:
+    """Start a model from weights of another head, patch size, image size or number of channels, as far as they fit.
+
+    The model's ``checkpoint_filter_fn`` renames and resamples; what has another shape after it stays as it is in the model.
+
+    Args:
+        model: changed in place.
+        name: its timm name.
+        path: weights of ours, or a state dict of a timm model.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it cannot be read, would run code, or nothing of it fits.
+    """
+    given = read_state_dict(path)
+    filtered = filter_checkpoint(given, model, name)
+    wanted = model.state_dict()
+    for key, value in filtered.items():
+        if key.endswith("patch_embed.proj.weight") and key in wanted and value.ndim == 4:
+            channels = wanted[key].shape[1]
+            if value.shape[1] != channels and value.shape[0] == wanted[key].shape[0] and 3 in (value.shape[1], channels):
+                filtered[key] = adapt_channels(value, channels)
+    fitting = {key: value for key, value in filtered.items() if key in wanted and value.shape == wanted[key].shape}
+    placed = [key for key in wanted if key in fitting]
+    if not any(fitting[key].ndim > 1 for key in placed):
+        raise ValueError(f"nothing of {path} fits the model {name}: {describe_misfit(filtered, wanted)}")
+    origins = {id(value): key for key, value in given.items()}
+    used = {origins.get(id(filtered[key]), key) for key in placed}
+    resampled = [f"{key} {shape(given[key])} -> {shape(fitting[key])}" for key in placed
+                 if key in given and given[key].shape != fitting[key].shape]
+    model.load_state_dict(fitting, strict=False)
+    missing = [key for key in wanted if key not in fitting]
+    return Placement(str(path), placed, resampled, missing, [key for key in given if key not in used])
+
+
+def filter_checkpoint(given: dict[str, Tensor], model: nn.Module, name: str) -> dict[str, Tensor]:
+    """Rename and resample a state dict for a model, by the function that its module has for that."""
+    if is_ours(name):
+        from visionattn.models.convert import checkpoint_filter_fn as adapt
+    else:
+        adapt = getattr(sys.modules[timm.model_entrypoint(name).__module__], "checkpoint_filter_fn", None)
+    if adapt is None:
+        return dict(given)
+    try:
+        return dict(adapt(dict(given), model))
+    except (RuntimeError, KeyError, AssertionError) as error:
+        raise ValueError(f"the weights do not suit the model {name}: {first_line(error)}") from error
+
+
+def adapt_channels(weight: Tensor, channels: int) -> Tensor:
+    """Filters for another number of input channels: summed for one, repeated and rescaled for more than three."""
+    if weight.shape[1] == 1:
+        return weight.repeat(1, channels, 1, 1) / channels
+    return adapt_input_conv(channels, weight)
+
+
+def shape(tensor: Tensor) -> str:
+    """E.g. ``192x3x16x16``."""
+    return "x".join(map(str, tensor.shape))
