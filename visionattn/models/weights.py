@@ -17,12 +17,21 @@ from typing import Any, Literal
 import timm
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 
 FORMAT = "visionattn"
 FORMAT_VERSION = 1
-UNREADABLE = (RuntimeError, pickle.UnpicklingError, EOFError, KeyError, IndexError, AttributeError, TypeError, struct.error)
+UNREADABLE = (
+    RuntimeError,
+    pickle.UnpicklingError,
+    EOFError,
+    KeyError,
+    IndexError,
+    AttributeError,
+    TypeError,
+    struct.error,
+)
 """What ``torch.load`` raises for files that are cut off, garbled, or no checkpoint at all."""
 
 
@@ -86,7 +95,7 @@ def save_model(path: str | Path, model: nn.Module, name: str, args: dict[str, An
     tensors = {key: value.detach().cpu().contiguous() for key, value in model.state_dict().items()}
     temporary = path.with_name(path.name + ".tmp")
     try:
-        save_file(tensors, temporary, metadata=metadata)
+        temporary.write_bytes(save(tensors, metadata=metadata))
         flush_to_disk(temporary)
         os.replace(temporary, path)
     finally:
@@ -114,7 +123,9 @@ def load_model(path: str | Path, *, device: str | torch.device = "cpu") -> nn.Mo
     name, args, spec = metadata["model"], json.loads(metadata["args"]), json.loads(metadata["data"])
     spec = DataSpec(**{key: tuple(value) if isinstance(value, list) else value for key, value in spec.items()})
     if not timm.is_model(name):
-        raise ValueError(f"{path} holds a model {name!r}, which timm does not know; import the package that registers it")
+        raise ValueError(
+            f"{path} holds a model {name!r}, which timm does not know; import the package that registers it"
+        )
     with torch.random.fork_rng(devices=[]):
         model = timm.create_model(name, num_classes=spec.num_classes, in_chans=spec.in_chans, **args)
     misfit = describe_misfit(tensors, model.state_dict())
@@ -130,8 +141,11 @@ def describe_misfit(given: dict[str, Tensor], wanted: dict[str, Tensor]) -> str:
     missing = [key for key in wanted if key not in given]
     unexpected = [key for key in given if key not in wanted]
     reshaped = [key for key in wanted if key in given and given[key].shape != wanted[key].shape]
-    parts = [f"{len(keys)} {what} (first: {keys[0]})" for what, keys in
-             (("missing", missing), ("unexpected", unexpected), ("of another shape", reshaped)) if keys]
+    parts = [
+        f"{len(keys)} {what} (first: {keys[0]})"
+        for what, keys in (("missing", missing), ("unexpected", unexpected), ("of another shape", reshaped))
+        if keys
+    ]
     return ", ".join(parts)
 
 
@@ -148,7 +162,9 @@ def read_safetensors(path: str | Path) -> tuple[dict[str, str], dict[str, Tensor
     with open(path, "rb") as file:
         start = file.read(2)
     if start[:1] == b"\x80" or start == b"PK":
-        raise ValueError(f"{path} is a pickle of torch.save, not a safetensors file; give the best.safetensors of a run")
+        raise ValueError(
+            f"{path} is a pickle of torch.save, not a safetensors file; give the best.safetensors of a run"
+        )
     try:
         with safe_open(path, framework="pt") as file:
             names = file.keys()
@@ -174,8 +190,9 @@ def read_pickle(path: str | Path) -> Any:
     except UNREADABLE as error:
         refused = re.search(r"(?:GLOBAL|global:?|class) ([\w.]+\.[\w.]+)", str(error))
         if refused:
-            raise ValueError(f"{path} would run code when unpickled ({refused[1]}) and is refused: "
-                             "save plain tensors instead") from error
+            raise ValueError(
+                f"{path} would run code when unpickled ({refused[1]}) and is refused: save plain tensors instead"
+            ) from error
         if "Unsupported operand" in str(error):
             raise ValueError(f"{path} is no file of torch.save and might run code when unpickled: refused") from error
         raise ValueError(f"{path} is no whole checkpoint (cut off or garbled): {first_line(error)}") from error
@@ -195,7 +212,9 @@ def read_state_dict(path: str | Path) -> dict[str, Tensor]:
     for key in ("ema", "state_dict_ema", "model_ema", "model", "state_dict", "module"):
         if isinstance(content, dict) and isinstance(content.get(key), dict):
             content = content[key]
-    tensors = {key: value for key, value in content.items() if isinstance(value, Tensor)} if isinstance(content, dict) else {}
+    tensors = (
+        {key: value for key, value in content.items() if isinstance(value, Tensor)} if isinstance(content, dict) else {}
+    )
     if not tensors:
         raise ValueError(f"{path} holds no tensors by name")
     return {key.removeprefix("module.").removeprefix("_orig_mod."): value for key, value in tensors.items()}

@@ -60,9 +60,12 @@ def random_state() -> dict[str, Any]:
     """The state of every global generator, as plain tensors and plain types."""
     kind, keys, position, has_gauss, cached = np.random.get_state()
     version, internal, gauss = random.getstate()
-    return {"torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-            "numpy": [kind, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached],
-            "python": [version, list(internal), gauss]}
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "numpy": [kind, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached],
+        "python": [version, list(internal), gauss],
+    }
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
@@ -104,11 +107,14 @@ def shorten(names: list[str], most: int = 12) -> str:
     for name in names:
         parts = name.split(".")
         number = next((i for i, part in enumerate(parts) if part.isdigit()), None)
-        key = name if number is None else ".".join([*parts[:number], "*", *parts[number + 1:]])
+        key = name if number is None else ".".join([*parts[:number], "*", *parts[number + 1 :]])
         groups.setdefault(key, []).append(-1 if number is None else int(parts[number]))
-    written = [key if len(numbers) == 1 and numbers[0] < 0 else
-               key.replace("*", str(numbers[0]) if len(numbers) == 1 else f"{{{min(numbers)}-{max(numbers)}}}", 1)
-               for key, numbers in groups.items()]
+    written = [
+        key
+        if len(numbers) == 1 and numbers[0] < 0
+        else key.replace("*", str(numbers[0]) if len(numbers) == 1 else f"{{{min(numbers)}-{max(numbers)}}}", 1)
+        for key, numbers in groups.items()
+    ]
     return ", ".join(written[:most]) + (f" and {len(written) - most} more" if len(written) > most else "")
 
 
@@ -132,7 +138,11 @@ def place_weights(model: nn.Module, name: str, path: str | Path) -> Placement:
     for key, value in filtered.items():
         if key.endswith("patch_embed.proj.weight") and key in wanted and value.ndim == 4:
             channels = wanted[key].shape[1]
-            if value.shape[1] != channels and value.shape[0] == wanted[key].shape[0] and 3 in (value.shape[1], channels):
+            if (
+                value.shape[1] != channels
+                and value.shape[0] == wanted[key].shape[0]
+                and 3 in (value.shape[1], channels)
+            ):
                 filtered[key] = adapt_channels(value, channels)
     fitting = {key: value for key, value in filtered.items() if key in wanted and value.shape == wanted[key].shape}
     placed = [key for key in wanted if key in fitting]
@@ -140,8 +150,11 @@ def place_weights(model: nn.Module, name: str, path: str | Path) -> Placement:
         raise ValueError(f"nothing of {path} fits the model {name}: {describe_misfit(filtered, wanted)}")
     origins = {id(value): key for key, value in given.items()}
     used = {origins.get(id(filtered[key]), key) for key in placed}
-    resampled = [f"{key} {shape(given[key])} -> {shape(fitting[key])}" for key in placed
-                 if key in given and given[key].shape != fitting[key].shape]
+    resampled = [
+        f"{key} {shape(given[key])} -> {shape(fitting[key])}"
+        for key in placed
+        if key in given and given[key].shape != fitting[key].shape
+    ]
     model.load_state_dict(fitting, strict=False)
     missing = [key for key in wanted if key not in fitting]
     return Placement(str(path), placed, resampled, missing, [key for key in given if key not in used])

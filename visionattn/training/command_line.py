@@ -45,13 +45,23 @@ def run_tool(work: Callable[[], None]) -> int:
 
 def python_command() -> str:
     """How to call this Python from the current folder, as short as it works."""
-    if sys.executable.startswith(os.getcwd() + os.sep):
-        return os.path.relpath(sys.executable)
-    return "python" if shutil.which("python") == sys.executable else sys.executable
+    return "python" if shutil.which("python") == sys.executable else from_here(sys.executable)
 
 
-def parse(config_class: type[Config], argv: Sequence[str], *, prog: str, description: str,
-          defaults: dict[str, Any] | None = None) -> Config:
+def from_here(path: str | Path) -> str:
+    """A path as one would type it: relative to the current folder where it lies within it."""
+    path = os.path.abspath(path)
+    return os.path.relpath(path) if path.startswith(os.getcwd() + os.sep) else path
+
+
+def parse(
+    config_class: type[Config],
+    argv: Sequence[str],
+    *,
+    prog: str,
+    description: str,
+    defaults: dict[str, Any] | None = None,
+) -> Config:
     """Read a configuration from flags, the file that ``--config`` names, and defaults, in this order of precedence.
 
     ``--help`` and ``--print_config`` print and leave with ``SystemExit(0)``.
@@ -102,8 +112,9 @@ def field_types(config_class: type, prefix: str = "") -> dict[str, Any]:
 def build(config_class: type[Config], values: dict[str, Any]) -> Config:
     """The dataclass, and those within it, from nested dicts."""
     hints = get_type_hints(config_class)
-    return config_class(**{key: build(hints[key], value) if is_dataclass(hints[key]) else value
-                           for key, value in values.items()})
+    return config_class(
+        **{key: build(hints[key], value) if is_dataclass(hints[key]) else value for key, value in values.items()}
+    )
 
 
 def spell_out(argv: Sequence[str], names: dict[str, Any]) -> list[str]:
@@ -126,7 +137,9 @@ def spell_out(argv: Sequence[str], names: dict[str, Any]) -> list[str]:
         if name in ("help", "config", "print_config") or name in groups:
             written += [f"--{name}{equals}{value}", *([] if equals else values)]
             continue
-        owner = next((known for known, kind in names.items() if name.startswith(known + ".") and accepts(kind, dict)), name)
+        owner = next(
+            (known for known, kind in names.items() if name.startswith(known + ".") and accepts(kind, dict)), name
+        )
         if owner not in names:
             raise ValueError(f"unknown option --{flag}; the nearest is --{nearest(name, names)}")
         if accepts(names[owner], bool) and not values:

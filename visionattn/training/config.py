@@ -125,27 +125,49 @@ def check(config: TrainConfig) -> None:
         ValueError: one line with the key, what it may be, and what it is.
     """
     data, optim = config.data, config.optim
-    positive = {"epochs": config.epochs, "batch_size": config.batch_size, "eval_batch_size": config.eval_batch_size,
-                "threads": config.threads, "log_every": config.log_every, "data.img_size": data.img_size,
-                "data.train_images": data.train_images, "data.eval_images": data.eval_images,
-                "optim.accumulate": optim.accumulate, "optim.lr": optim.lr, "optim.clip_grad": optim.clip_grad}
+    positive = {
+        "epochs": config.epochs,
+        "batch_size": config.batch_size,
+        "eval_batch_size": config.eval_batch_size,
+        "threads": config.threads,
+        "log_every": config.log_every,
+        "data.img_size": data.img_size,
+        "data.train_images": data.train_images,
+        "data.eval_images": data.eval_images,
+        "optim.accumulate": optim.accumulate,
+        "optim.lr": optim.lr,
+        "optim.clip_grad": optim.clip_grad,
+    }
     positive |= {f"data.img_size_choices[{i}]": size for i, size in enumerate(data.img_size_choices or [])}
-    not_negative = {"seed": config.seed, "data.workers": data.workers, "optim.min_lr": optim.min_lr,
-                    "optim.warmup_lr": optim.warmup_lr, "optim.warmup_epochs": optim.warmup_epochs,
-                    "optim.weight_decay": optim.weight_decay, "optim.mixup": optim.mixup, "optim.cutmix": optim.cutmix}
+    not_negative = {
+        "seed": config.seed,
+        "data.workers": data.workers,
+        "optim.min_lr": optim.min_lr,
+        "optim.warmup_lr": optim.warmup_lr,
+        "optim.warmup_epochs": optim.warmup_epochs,
+        "optim.weight_decay": optim.weight_decay,
+        "optim.mixup": optim.mixup,
+        "optim.cutmix": optim.cutmix,
+    }
     for key, value in (positive | not_negative).items():
         low = "above" if key in positive else "at least"
         if value is not None and (not isfinite(value) or value < 0 or (value == 0 and key in positive)):
             raise ValueError(f"{key} must be {low} 0, got {value}")
-    shares = {"data.val_fraction": (data.val_fraction, False, False), "optim.layer_decay": (optim.layer_decay, False, True),
-              "optim.label_smoothing": (optim.label_smoothing, True, False), "optim.ema_decay": (optim.ema_decay, False, False)}
+    shares = {
+        "data.val_fraction": (data.val_fraction, False, False),
+        "optim.layer_decay": (optim.layer_decay, False, True),
+        "optim.label_smoothing": (optim.label_smoothing, True, False),
+        "optim.ema_decay": (optim.ema_decay, False, False),
+    }
     for key, (value, zero, one) in shares.items():
         if value is not None and not (0 < value < 1 or (zero and value == 0) or (one and value == 1)):
             raise ValueError(f"{key} must be in {'[' if zero else '('}0, 1{']' if one else ')'}, got {value}")
     if optim.min_lr > optim.lr:
         raise ValueError(f"optim.min_lr {optim.min_lr} is above optim.lr {optim.lr}, the peak")
     if optim.warmup_epochs >= config.epochs:
-        raise ValueError(f"optim.warmup_epochs {optim.warmup_epochs} leaves nothing of epochs {config.epochs} for the cosine")
+        raise ValueError(
+            f"optim.warmup_epochs {optim.warmup_epochs} leaves nothing of epochs {config.epochs} for the cosine"
+        )
     if data.img_size_choices is not None and not data.img_size_choices:
         raise ValueError("data.img_size_choices is empty; name the sizes, or leave it out to train at data.img_size")
     if config.resume and config.overwrite:

@@ -76,7 +76,9 @@ def train(config: TrainConfig, *, stream: TextIO | None = None) -> Result:
     splits = build_splits(config.data, config.seed)
     model, args = build_model(config.model, splits.spec)
     check_img_size(model, [config.data.img_size, *(config.data.img_size_choices or [])])
-    placement = place_weights(model, config.model.name, config.init_from) if config.init_from and not config.resume else None
+    placement = (
+        place_weights(model, config.model.name, config.init_from) if config.init_from and not config.resume else None
+    )
     trainer = Trainer(config, splits, model.to(device), args, device)
     changes = trainer.restore(load_state(folder / LAST, model, config.model.name)) if config.resume else []
     if config.overwrite and folder.is_dir():
@@ -90,8 +92,9 @@ def train(config: TrainConfig, *, stream: TextIO | None = None) -> Result:
             return trainer.finish(record, interruption)
         except Interrupted as error:
             save_state(folder / LAST, trainer.state())
-            raise Stopped(f"stopped in epoch {done.epoch + 1} after step {done.step}; "
-                          f"the state is in {folder / LAST}") from error
+            raise Stopped(
+                f"stopped in epoch {done.epoch + 1} after step {done.step}; the state is in {folder / LAST}"
+            ) from error
 
 
 def seed_everything(seed: int) -> None:
@@ -136,13 +139,16 @@ class Trainer:
         device: where to compute.
     """
 
-    def __init__(self, config: TrainConfig, splits: Splits, model: nn.Module, args: dict[str, Any], device: torch.device):
+    def __init__(
+        self, config: TrainConfig, splits: Splits, model: nn.Module, args: dict[str, Any], device: torch.device
+    ):
         self.config, self.splits, self.model, self.args, self.device = config, splits, model, args, device
         self.spec: DataSpec = splits.spec
         self.batches = train_batches(splits, config.data, batch_size=config.batch_size, seed=config.seed)
         self.eval_batch_size = config.eval_batch_size or config.batch_size
-        self.validation = eval_batches(splits.validation, config.data, batch_size=self.eval_batch_size,
-                                       img_size=config.data.img_size)
+        self.validation = eval_batches(
+            splits.validation, config.data, batch_size=self.eval_batch_size, img_size=config.data.img_size
+        )
         self.steps_per_epoch = math.ceil(len(self.batches) / config.optim.accumulate)
         self.optimizer = make_optimizer(model, config.optim)
         self.scheduler = make_scheduler(self.optimizer, config.optim, config.epochs, self.steps_per_epoch)
@@ -165,8 +171,10 @@ class Trainer:
         """The run in a line or two."""
         count = sum(parameter.numel() for parameter in self.model.parameters())
         images = f"{len(self.splits.train)} training and {len(self.splits.validation)} validation images"
-        return [f"{self.config.model.name}: {count:,} parameters, {images}, {self.config.epochs} epochs of "
-                f"{self.steps_per_epoch} steps on {self.device.type}"]
+        return [
+            f"{self.config.model.name}: {count:,} parameters, {images}, {self.config.epochs} epochs of "
+            f"{self.steps_per_epoch} steps on {self.device.type}"
+        ]
 
     def fit(self, record: Record, interruption: Interruption) -> None:
         """Train the epochs that are left, each followed by validation, the best weights and the state."""
@@ -201,11 +209,18 @@ class Trainer:
             else:
                 self.count_skipped(loss, group, record)
             if window.steps and position.step % self.config.log_every == 0:
-                record.step({"step": position.step, "epoch": position.epoch + 1} | window.means()
-                            | {"lr": self.learning_rate(), "skipped": position.skipped})
+                record.step(
+                    {"step": position.step, "epoch": position.epoch + 1}
+                    | window.means()
+                    | {"lr": self.learning_rate(), "skipped": position.skipped}
+                )
                 window = Window()
-            record.progress(f"epoch {position.epoch + 1}/{self.config.epochs}", position.batch, len(self.batches),
-                            f"loss {loss:.3f}")
+            record.progress(
+                f"epoch {position.epoch + 1}/{self.config.epochs}",
+                position.batch,
+                len(self.batches),
+                f"loss {loss:.3f}",
+            )
             start = time.perf_counter()
 
     def step(self, group: list[Batch]) -> tuple[float, float, bool]:
@@ -259,8 +274,10 @@ class Trainer:
         what = "loss" if not math.isfinite(loss) else "gradient"
         record.say(f"step {self.position.step}: the {what} is not finite; no update")
         if self.non_finite_in_a_row >= NON_FINITE_STEPS:
-            raise NonFinite(f"the {what} was not finite {NON_FINITE_STEPS} steps in a row, last at step "
-                            f"{self.position.step}; first at fault: {self.at_fault(group)}")
+            raise NonFinite(
+                f"the {what} was not finite {NON_FINITE_STEPS} steps in a row, last at step "
+                f"{self.position.step}; first at fault: {self.at_fault(group)}"
+            )
 
     def at_fault(self, group: list[Batch]) -> str:
         """The first module with values that are not finite, when the batches of a step run once more."""
@@ -273,9 +290,14 @@ class Trainer:
 
             if place := first_non_finite(self.model, run):
                 return place
-        names = [name for name, value in self.model.named_parameters()
-                 if value.grad is not None and not torch.isfinite(value.grad).all()]
-        return f"the gradient of {names[-1]}; the forward pass is finite" if names else "nothing that a second pass shows"
+        names = [
+            name
+            for name, value in self.model.named_parameters()
+            if value.grad is not None and not torch.isfinite(value.grad).all()
+        ]
+        return (
+            f"the gradient of {names[-1]}; the forward pass is finite" if names else "nothing that a second pass shows"
+        )
 
     def evaluate(self, model: nn.Module, batches: Iterable[Batch], interruption: Interruption) -> Evaluation:
         """Evaluate in the precision of the training."""
@@ -292,22 +314,43 @@ class Trainer:
         train_loss = position.loss_sum / position.images if position.images else float("nan")
         position.loss_sum, position.images = 0.0, 0
         save_state(record.folder / LAST, self.state())
-        record.epoch({"epoch": position.epoch, "step": position.step, "train_loss": train_loss, "val_loss": result.loss,
-                      "val_accuracy": result.accuracy, "val_top5": result.top5, "lr": self.learning_rate(),
-                      "skipped": position.skipped, "seconds": round(seconds, 3)})
-        record.say(f"epoch {position.epoch:{len(str(self.config.epochs))}}/{self.config.epochs}  loss {train_loss:.4f}  "
-                   f"validation loss {result.loss:.4f}  accuracy {100 * result.accuracy:.1f} %{' *' if better else '  '}  "
-                   f"lr {self.learning_rate():.1e}  {seconds:.1f} s")
+        record.epoch(
+            {
+                "epoch": position.epoch,
+                "step": position.step,
+                "train_loss": train_loss,
+                "val_loss": result.loss,
+                "val_accuracy": result.accuracy,
+                "val_top5": result.top5,
+                "lr": self.learning_rate(),
+                "skipped": position.skipped,
+                "seconds": round(seconds, 3),
+            }
+        )
+        record.say(
+            f"epoch {position.epoch:{len(str(self.config.epochs))}}/{self.config.epochs}  loss {train_loss:.4f}  "
+            f"validation loss {result.loss:.4f}  accuracy {100 * result.accuracy:.1f} %{' *' if better else '  '}  "
+            f"lr {self.learning_rate():.1e}  {seconds:.1f} s"
+        )
 
     def finish(self, record: Record, interruption: Interruption) -> Result:
         """Evaluate the best weights, as they are on the disk, once on the test images."""
         checkpoint, test = record.folder / BEST, None
         if self.splits.test is not None:
-            batches = eval_batches(self.splits.test, self.config.data, batch_size=self.eval_batch_size,
-                                   img_size=self.config.data.img_size)
+            batches = eval_batches(
+                self.splits.test, self.config.data, batch_size=self.eval_batch_size, img_size=self.config.data.img_size
+            )
             test = self.evaluate(load_model(checkpoint, device=self.device), batches, interruption)
-            record.event("test", {"step": self.position.step, "accuracy": test.accuracy, "top5": test.top5, "loss": test.loss,
-                                  "images": test.images})
+            record.event(
+                "test",
+                {
+                    "step": self.position.step,
+                    "accuracy": test.accuracy,
+                    "top5": test.top5,
+                    "loss": test.loss,
+                    "images": test.images,
+                },
+            )
         best = self.position
         return Result(record.folder, checkpoint, best.seconds, best.best_epoch, best.best, test, self.sizes_px())
 
@@ -325,10 +368,18 @@ class Trainer:
 
     def state(self) -> dict[str, Any]:
         """All that the run needs to go on: plain tensors and plain types. The schedule is a function of ``position.step``."""
-        return {"name": self.config.model.name, "args": self.args, "data": asdict(self.spec), "config": asdict(self.config),
-                "model": self.model.state_dict(), "ema": self.ema.module.state_dict() if self.ema else None,
-                "optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict(),
-                "position": asdict(self.position), "random": random_state()}
+        return {
+            "name": self.config.model.name,
+            "args": self.args,
+            "data": asdict(self.spec),
+            "config": asdict(self.config),
+            "model": self.model.state_dict(),
+            "ema": self.ema.module.state_dict() if self.ema else None,
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "position": asdict(self.position),
+            "random": random_state(),
+        }
 
     def restore(self, state: dict[str, Any]) -> list[str]:
         """Go on from a state of ``state()``.
@@ -342,9 +393,13 @@ class Trainer:
         old, new = state["config"], asdict(self.config)
         for key in ("name", "layer_decay"):
             if old["optim"][key] != new["optim"][key]:
-                raise ValueError(f"the run has optim.{key} {old['optim'][key]}, not {new['optim'][key]}; resume with the same")
+                raise ValueError(
+                    f"the run has optim.{key} {old['optim'][key]}, not {new['optim'][key]}; resume with the same"
+                )
         if bool(state["ema"]) != bool(self.ema):
-            raise ValueError(f"the run has optim.ema_decay {old['optim']['ema_decay']}; it cannot be switched on or off halfway")
+            raise ValueError(
+                f"the run has optim.ema_decay {old['optim']['ema_decay']}; it cannot be switched on or off halfway"
+            )
         self.model.load_state_dict(state["model"])
         if self.ema:
             self.ema.module.load_state_dict(state["ema"])
@@ -378,8 +433,12 @@ class Window:
 
     def means(self) -> dict[str, float]:
         """Loss per image, gradient norm per step, images per second, and the share of time spent waiting for data."""
-        return {"loss": self.loss / self.images, "grad_norm": self.norm / self.steps,
-                "images_per_second": round(self.images / self.seconds, 1), "wait_share": round(self.waited / self.seconds, 4)}
+        return {
+            "loss": self.loss / self.images,
+            "grad_norm": self.norm / self.steps,
+            "images_per_second": round(self.images / self.seconds, 1),
+            "wait_share": round(self.waited / self.seconds, 4),
+        }
 
 
 def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:

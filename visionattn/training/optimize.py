@@ -17,16 +17,25 @@ from .config import OptimConfig
 
 def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
     """AdamW or LAMB; one-dimensional parameters and those of ``model.no_weight_decay()`` do not decay."""
-    return create_optimizer_v2(model, opt=config.name, lr=config.lr, weight_decay=config.weight_decay,
-                               layer_decay=config.layer_decay)
+    return create_optimizer_v2(
+        model, opt=config.name, lr=config.lr, weight_decay=config.weight_decay, layer_decay=config.layer_decay
+    )
 
 
-def make_scheduler(optimizer: torch.optim.Optimizer, config: OptimConfig, epochs: int,
-                   steps_per_epoch: int) -> CosineLRScheduler:
+def make_scheduler(
+    optimizer: torch.optim.Optimizer, config: OptimConfig, epochs: int, steps_per_epoch: int
+) -> CosineLRScheduler:
     """Linear warm-up from ``warmup_lr`` to ``lr``, then a cosine to ``min_lr`` at the last step; a function of the step alone."""
     warmup_steps = min(round(config.warmup_epochs * steps_per_epoch), epochs * steps_per_epoch - 1)
-    return CosineLRScheduler(optimizer, t_initial=epochs * steps_per_epoch - warmup_steps, lr_min=config.min_lr,
-                             warmup_t=warmup_steps, warmup_lr_init=config.warmup_lr, warmup_prefix=True, t_in_epochs=False)
+    return CosineLRScheduler(
+        optimizer,
+        t_initial=epochs * steps_per_epoch - warmup_steps,
+        lr_min=config.min_lr,
+        warmup_t=warmup_steps,
+        warmup_lr_init=config.warmup_lr,
+        warmup_prefix=True,
+        t_in_epochs=False,
+    )
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict) -> None:
@@ -37,10 +46,14 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict) -> None:
     """
     own = optimizer.state_dict()["param_groups"]
     if [group["params"] for group in own] != [group["params"] for group in saved["param_groups"]]:
-        raise ValueError("the saved optimiser has other groups of parameters; resume with the optimiser options of the run")
+        raise ValueError(
+            "the saved optimiser has other groups of parameters; resume with the optimiser options of the run"
+        )
     # LAMB counts its steps in the group.
-    groups = [group | {key: old[key] for key in ("step",) if key in old}
-              for group, old in zip(own, saved["param_groups"], strict=True)]
+    groups = [
+        group | {key: old[key] for key in ("step",) if key in old}
+        for group, old in zip(own, saved["param_groups"], strict=True)
+    ]
     optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})
 
 
@@ -55,8 +68,12 @@ def make_mixup(config: OptimConfig, num_classes: int) -> Mixup | None:
     """Mixup, cutmix, or for each batch one of the two; None where both are off."""
     if not (config.mixup or config.cutmix):
         return None
-    return Mixup(mixup_alpha=config.mixup, cutmix_alpha=config.cutmix, label_smoothing=config.label_smoothing,
-                 num_classes=num_classes)
+    return Mixup(
+        mixup_alpha=config.mixup,
+        cutmix_alpha=config.cutmix,
+        label_smoothing=config.label_smoothing,
+        num_classes=num_classes,
+    )
 
 
 def mix_batch(mix: Mixup, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

@@ -59,7 +59,9 @@ class Record:
         stream: where to print.
     """
 
-    def __init__(self, folder: Path, config: TrainConfig, *, since: tuple[int, int] = (0, 0), stream: TextIO | None = None):
+    def __init__(
+        self, folder: Path, config: TrainConfig, *, since: tuple[int, int] = (0, 0), stream: TextIO | None = None
+    ):
         import yaml
         from torch.utils.tensorboard import SummaryWriter
 
@@ -132,8 +134,13 @@ class ProgressBar:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
-                   TextColumn("{task.fields[note]}"))
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[note]}"),
+        )
         self._progress = Progress(*columns, console=Console(file=stream, highlight=False), transient=True)
         self._task = self._progress.add_task("", note="")
         self._progress.start()
@@ -156,8 +163,13 @@ def forget_after(folder: Path, steps: int, epochs: int) -> None:
     metrics, summary = folder / METRICS, folder / SUMMARY
     if metrics.exists():
         lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line).get("step", 0) <= steps
-                and not (json.loads(line)["kind"] == "epoch" and json.loads(line)["epoch"] > epochs)]
+        kept = [
+            line
+            for line in lines
+            if line.endswith("\n")
+            and json.loads(line).get("step", 0) <= steps
+            and not (json.loads(line)["kind"] == "epoch" and json.loads(line)["epoch"] > epochs)
+        ]
         write_text(metrics, "".join(kept))
     if summary.exists():
         header, *rows = summary.read_text(encoding="utf-8").splitlines(keepends=True)

@@ -3,7 +3,7 @@
 import shlex
 from pathlib import Path
 
-from .command_line import python_command
+from .command_line import from_here, python_command
 from .config import TrainConfig
 from .engine import Result
 from .record import CONFIG
@@ -17,8 +17,12 @@ def report(config: TrainConfig, result: Result, tools: Path) -> list[str]:
         result: what it came to.
         tools: the folder of ``train.py`` and ``validate.py``.
     """
-    lines = [f"trained in {result.seconds:.0f} seconds", f"best weights (of epoch {result.best_epoch}): {result.checkpoint}",
-             "try next:", *(f"  {command}" for command in next_commands(config, result, tools))]
+    lines = [
+        f"trained in {result.seconds:.0f} seconds",
+        f"best weights (of epoch {result.best_epoch}): {result.checkpoint}",
+        "try next:",
+        *(f"  {command}" for command in next_commands(config, result, tools)),
+    ]
     if result.test is None:
         return [*lines, f"validation accuracy {100 * result.validation:.1f} % (there is no test split)"]
     return [*lines, f"test accuracy {100 * result.test.accuracy:.1f} %"]
@@ -29,11 +33,27 @@ def next_commands(config: TrainConfig, result: Result, tools: Path) -> list[str]
     size, best, kept = result.sizes_px[len(result.sizes_px) // 2], str(result.checkpoint), str(result.folder / CONFIG)
     lr = max(config.optim.lr / 10, config.optim.min_lr)
     validate = ["validate.py", "--checkpoint", best, "--img-size", *map(str, result.sizes_px)]
-    finetune = ["train.py", "--config", kept, "--init-from", best, "--run", f"{config.run}_{size}px", "--data.img_size", str(size),
-                "--epochs", "2", "--optim.warmup_epochs", "0.5", "--optim.lr", f"{lr:g}", "--overwrite"]
-    return [shlex.join([python_command(), str(tools / words[0]), *words[1:]]) for words in (validate, finetune)]
+    finetune = [
+        "train.py",
+        "--config",
+        kept,
+        "--init-from",
+        best,
+        "--run",
+        f"{config.run}_{size}px",
+        "--data.img_size",
+        str(size),
+        "--epochs",
+        "2",
+        "--optim.warmup_epochs",
+        "0.5",
+        "--optim.lr",
+        f"{lr:g}",
+        "--overwrite",
+    ]
+    return [shlex.join([python_command(), from_here(tools / words[0]), *words[1:]]) for words in (validate, finetune)]
 
 
 def how_to_resume(folder: Path, tools: Path) -> str:
     """The command that goes on with a run."""
-    return shlex.join([python_command(), str(tools / "train.py"), "--config", str(folder / CONFIG), "--resume"])
+    return shlex.join([python_command(), from_here(tools / "train.py"), "--config", str(folder / CONFIG), "--resume"])

@@ -1,0 +1,33 @@
+"""Train a model: ``python tools/train.py --config configs/digits.yaml --optim.lr 3e-4``.
+
+Every key of the YAML file is a flag, ``--help`` lists them, ``--print_config`` shows what would run. What a run writes is in
+``checkpoints/<run>/``. Exit codes: 0; 1 for a loss that is not finite; 2 for bad input; 130 for Ctrl-C, after which
+``--resume`` goes on.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from visionattn.training.command_line import config_files, parse, run_tool
+from visionattn.training.config import TrainConfig
+from visionattn.training.engine import train
+from visionattn.training.report import report
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train as the flags say; returns the exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+
+    def work() -> None:
+        config = parse(TrainConfig, argv, prog="train.py", description="Train a model.")
+        files = config_files(argv)
+        config.run = config.run or (Path(files[-1]).stem if files else f"{config.data.name}_{config.model.name}")
+        result = train(config)
+        print("\n".join(report(config, result, Path(__file__).parent)), flush=True)
+
+    return run_tool(work)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
