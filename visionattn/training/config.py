@@ -39,6 +39,10 @@ class DataConfig:
     """``canvas`` alone: images drawn per epoch."""
     eval_images: int = 2_000
     """``canvas`` alone: images of the validation split and of the test split, each."""
+    num_classes: int | None = None
+    """``wds/...`` alone, and required there: how many classes there are."""
+    download: bool = False
+    """``cifar10`` and ``cifar10_pixel`` alone: fetch the data into ``root`` where it is missing."""
     on_error: Literal["fail", "skip"] = "fail"
     """What an unreadable image does: stop the run with its path, or be left out with a warning."""
     workers: int = 2
