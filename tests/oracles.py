@@ -43,10 +43,13 @@ def draw_kept(batch: int, patches: int, present: int, seed: int = 11) -> Tensor:
 
 
 def run(function: Callable[..., Tensor], tensors: dict[str, Tensor], seed: int = 99) -> dict[str, Tensor]:
-    """The result under "out", and the gradient of every tensor under its name, for one fixed upstream gradient."""
+    """The result under "out", and the gradient of every tensor under its name, for one fixed upstream gradient.
+
+    The upstream gradient is a bfloat16 number, so that runs in different dtypes start from the same one.
+    """
     inputs = {name: tensor.detach().clone().requires_grad_() for name, tensor in tensors.items()}
     out = function(**inputs)
-    upstream = draw(*out.shape, seed=seed).to(out.dtype)
+    upstream = draw(*out.shape, seed=seed, dtype=torch.bfloat16).to(out.dtype)
     return {"out": out.detach(), **dict(zip(inputs, torch.autograd.grad(out, list(inputs.values()), upstream)))}
 
 
