@@ -24,11 +24,11 @@ def _grid_scores(q: Tensor, relative: Joint, layout: TokenLayout) -> Tensor:
     """
     height, width = layout.grid.height, layout.grid.width
     table = relative.table.to(q.dtype)
-    scores = torch.einsum("bhnd,habd->bhnab", q, table.expand(q.shape[1], -1, -1, -1)).unflatten(2, (height, width))
+    scores = torch.einsum("bhnd,hacd->bhnac", q, table.expand(q.shape[1], -1, -1, -1)).unflatten(2, (height, width))
     columns = _one_hot_classes(width, table.shape[2] // 2, q)
     rows = _one_hot_classes(height, table.shape[1] // 2, q)
-    by_column = torch.einsum("bhyxac,xcw->bhyxaw", scores, columns)
-    return torch.einsum("bhyxaw,yau->bhyxuw", by_column, rows).flatten(4, 5).flatten(2, 3)
+    by_column = torch.einsum("bhyxrc,xcw->bhyxrw", scores, columns)
+    return torch.einsum("bhyxrw,yru->bhyxuw", by_column, rows).flatten(4, 5).flatten(2, 3)
 
 
 def relative_bias(q: Tensor, relative: RelativePosition) -> Tensor:
