@@ -6,15 +6,23 @@ are made here.
 
 from dataclasses import dataclass
 
+import cv2
+import numpy as np
 from torch.utils.data import Dataset
+from torchvision.datasets import CIFAR10
 
 from visionattn.models.weights import DataSpec
 from visionattn.training.batches import EvalBatches, SampleKey, TrainBatches
-from visionattn.training.canvas import SMALLEST_CANVAS_PX, CanvasDataset, digit_splits
+from visionattn.training.canvas import SMALLEST_CANVAS_PX, CanvasDataset, digit_splits, stratified_split
 from visionattn.training.config import DataConfig
+from visionattn.training.folder import LAYOUT, open_images
 from visionattn.training.images import ArrayDataset
+from visionattn.training.streams import Shards, StreamEvalBatches, StreamTrainBatches, open_shards
 
 __all__ = ["EvalBatches", "SampleKey", "Splits", "TrainBatches", "build_splits", "eval_batches", "train_batches"]
+
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+CIFAR10_MEAN, CIFAR10_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
 
 @dataclass(frozen=True)
@@ -44,23 +52,35 @@ def build_splits(config: DataConfig, seed: int) -> Splits:
     return _BUILDERS[config.name](config, seed)
 
 
-def train_batches(splits: Splits, config: DataConfig, *, batch_size: int, seed: int) -> TrainBatches:
+def train_batches(
+    splits: Splits, config: DataConfig, *, batch_size: int, seed: int
+) -> TrainBatches | StreamTrainBatches:
     """Load ``splits.train``: shuffled, augmented, the last incomplete batch included.
 
     Each batch has images of one size: ``config.img_size``, or one of ``config.img_size_choices`` drawn by (seed,
     epoch, batch number). With ``config.workers`` processes, kept from epoch to epoch, or in the main process.
     """
+    if batch_size < 1:
+        raise ValueError(f"batch_size of {batch_size}; wanted 1 or more")
     sizes = (config.img_size,) if config.img_size_choices is None else tuple(config.img_size_choices)
+    if isinstance(splits.train, Shards):
+        return StreamTrainBatches(splits.train, config.workers, batch_size=batch_size, sizes=sizes)
     return TrainBatches(splits.train, config, batch_size=batch_size, sizes=sizes, seed=seed)
 
 
-def eval_batches(dataset: Dataset, config: DataConfig, *, batch_size: int, img_size: int) -> EvalBatches:
+def eval_batches(
+    dataset: Dataset, config: DataConfig, *, batch_size: int, img_size: int
+) -> EvalBatches | StreamEvalBatches:
     """Load ``dataset`` (a validation or test split) at ``img_size`` pixels: no augmentation, fixed order.
 
     Raises:
         ValueError: ``img_size`` is too small.
     """
     _check_size(config, "img_size", img_size)
+    if batch_size < 1:
+        raise ValueError(f"batch_size of {batch_size}; wanted 1 or more")
+    if isinstance(dataset, Shards):
+        return StreamEvalBatches(dataset, config.workers, batch_size=batch_size, sizes=(img_size,))
     return EvalBatches(dataset, config, batch_size=batch_size, sizes=(img_size,))
 
 
@@ -75,6 +95,10 @@ def _check(config: DataConfig, seed: int) -> None:
     _check_size(config, "img_size", config.img_size)
     if config.img_size_choices is not None and not config.img_size_choices:
         raise ValueError("img_size_choices is empty; give at least one size, or leave it out")
+    if config.num_classes is not None and not (config.root or "").startswith("wds/"):
+        raise ValueError(f"num_classes is for wds/... alone; {config.name} counts its classes itself")
+    if config.download and not config.name.startswith("cifar10"):
+        raise ValueError(f"{config.name} cannot be downloaded; leave download out")
     for size in config.img_size_choices or ():
         _check_size(config, "img_size_choices", size)
 
@@ -92,7 +116,8 @@ def _augment(config: DataConfig, *allowed: str, **options):
         raise ValueError(f"augment {config.augment!r} is not made for {config.name}; choose from {names}")
     if config.augment == "none":
         return None
-    from visionattn.training.augment import Augment  # imports albumentations, which takes seconds
+    # Importing albumentations takes seconds.
+    from visionattn.training.augment import Augment
 
     return Augment(config.augment, **options)
 
@@ -128,4 +153,58 @@ def _allow_for_canvas(config: DataConfig) -> None:
         raise ValueError(f"augment {config.augment!r} is not made for canvas; choose from none, light")
 
 
-_BUILDERS = {"digits": _build_digits, "canvas": _build_canvas}
+def _build_cifar10(config: DataConfig, seed: int) -> Splits:
+    grey = config.name == "cifar10_pixel"
+    augment = _augment(config, "light") if grey else _augment(config, "light", "three", "rand", smallest_crop=0.4)
+    train, test = _read_cifar10(config, train=True), _read_cifar10(config, train=False)
+    spec = DataSpec(3, 10, tuple(train.classes), CIFAR10_MEAN, CIFAR10_STD, None, config.img_size)
+    if grey:
+        spec = DataSpec(256, 10, tuple(train.classes), (), (), "grey_one_hot", config.img_size)
+
+    def dataset(part: CIFAR10, chosen: np.ndarray | slice, augment=None) -> ArrayDataset:
+        images = part.data[chosen]
+        if grey:
+            images = np.stack([cv2.cvtColor(image, cv2.COLOR_RGB2GRAY) for image in images])[..., None]
+        return ArrayDataset(images, np.array(part.targets)[chosen], seed, augment)
+
+    kept, held_out = stratified_split(np.array(train.targets), config.val_fraction, seed)
+    return Splits(dataset(train, kept, augment), dataset(train, held_out), dataset(test, slice(None)), spec)
+
+
+def _read_cifar10(config: DataConfig, *, train: bool) -> CIFAR10:
+    if config.root is None:
+        raise ValueError(f"{config.name} needs a root: the folder that holds, or is to hold, cifar-10-batches-py")
+    try:
+        return CIFAR10(config.root, train=train, download=config.download)
+    except (RuntimeError, OSError) as error:  # torchvision's missing or damaged; the network's
+        if config.download:
+            raise FileNotFoundError(
+                f"cannot fetch CIFAR-10 into {config.root}: {' '.join(str(error).split())}"
+            ) from error
+        raise FileNotFoundError(
+            f"no CIFAR-10, or a damaged one, in {config.root}; fetch it with --data.download true"
+        ) from error
+
+
+def _build_folder(config: DataConfig, seed: int) -> Splits:
+    if config.root is None:
+        raise ValueError(f"data folder needs a root; {LAYOUT}, a .tar file, wds/... or hfds/...")
+    augment = _augment(config, "light", "three", "rand")
+    if config.root.startswith("wds/"):
+        datasets = open_shards(
+            config.root, num_classes=config.num_classes, on_error=config.on_error, seed=seed, augment=augment
+        )
+        names, num_classes = (), config.num_classes
+    else:
+        datasets, names = open_images(config.root, val_fraction=config.val_fraction, seed=seed, augment=augment)
+        num_classes = len(names)
+    return Splits(*datasets, DataSpec(3, num_classes, names, IMAGENET_MEAN, IMAGENET_STD, None, config.img_size))
+
+
+_BUILDERS = {
+    "digits": _build_digits,
+    "canvas": _build_canvas,
+    "cifar10": _build_cifar10,
+    "cifar10_pixel": _build_cifar10,
+    "folder": _build_folder,
+}
