@@ -1,8 +1,8 @@
 """Train a model: ``python tools/train.py --config configs/digits.yaml --optim.lr 3e-4``.
 
-Every key of the YAML file is a flag, ``--help`` lists them, ``--print_config`` shows what would run. What a run writes is in
-``checkpoints/<run>/``. Exit codes: 0; 1 for a loss that is not finite; 2 for bad input; 130 for Ctrl-C, after which
-``--resume`` goes on.
+Every key of the YAML file is a flag, ``--help`` lists them, ``--print_config`` shows what would run. What a run writes
+is in ``checkpoints/<run>/``. Exit codes: 0; 1 for a loss that is not finite; 2 for bad input; 130 for Ctrl-C, after
+which ``--resume`` goes on.
 """
 
 import sys

@@ -1,6 +1,7 @@
 """Weights on disk: a safetensors file that carries what is needed to rebuild its model, and the reading of any weights.
 
-Owns the format of our weight files and ``DataSpec``, the contract between a model and its images. Knows nothing of training.
+Owns the format of our weight files and ``DataSpec``, the contract between a model and its images. Knows nothing of
+training.
 """
 
 import json
@@ -199,7 +200,8 @@ def read_pickle(path: str | Path) -> Any:
 
 
 def read_state_dict(path: str | Path) -> dict[str, Tensor]:
-    """The tensors of any weight file: safetensors, or a pickle with a state dict in it, also nested as timm and others do.
+    """The tensors of any weight file: safetensors, or a pickle with a state dict in it, also nested as timm and others
+    do.
 
     Raises:
         FileNotFoundError: there is no such file.

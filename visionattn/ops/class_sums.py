@@ -19,7 +19,7 @@ from torch import Tensor
 
 from visionattn.ops.blocked import chunks
 
-BAND_ELEMENTS = 1 << 16
+BAND_ELEMENTS = 1 << 17
 
 
 def axis_classes(x: Tensor, horizon: int, num_queries: int) -> Tensor:

@@ -68,14 +68,18 @@ def check_img_size(model: nn.Module, sizes: Iterable[int]) -> None:
     fixed = embed.img_size if getattr(embed, "strict_img_size", False) else None
     for size in sizes:
         if fixed is not None and (size, size) != tuple(fixed):
-            raise ValueError(f"image of {size} x {size} pixels, but the model takes {fixed[0]} x {fixed[1]} alone; "
-                             "build it with dynamic_img_size=true")
+            raise ValueError(
+                f"image of {size} x {size} pixels, but the model takes {fixed[0]} x {fixed[1]} alone; "
+                "build it with dynamic_img_size=true"
+            )
         if size % patch[0] or size % patch[1]:
             step = torch.tensor(patch).unique().prod().item() if patch[0] != patch[1] else patch[0]
             below, above = size // step * step, (size // step + 1) * step
             nearest = f"{below} or {above}" if below else f"{above}"
-            raise ValueError(f"image of {size} x {size} pixels is not a whole number of {patch[0]} x {patch[1]} pixel "
-                             f"patches; the nearest that fit: {nearest}")
+            raise ValueError(
+                f"image of {size} x {size} pixels is not a whole number of {patch[0]} x {patch[1]} pixel "
+                f"patches; the nearest that fit: {nearest}"
+            )
 
 
 def pick_device(name: str) -> torch.device:

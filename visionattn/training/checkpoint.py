@@ -1,7 +1,7 @@
 """The full state of a run on disk, and weights from elsewhere placed into a model.
 
-Owns the format of ``last.pt``: plain tensors and plain types, so that reading it runs no code. Weights alone are the matter
-of ``models/weights.py``.
+Owns the format of ``last.pt``: plain tensors and plain types, so that reading it runs no code. Weights alone are the
+matter of ``models/weights.py``.
 """
 
 import os
@@ -121,7 +121,8 @@ def shorten(names: list[str], most: int = 12) -> str:
 def place_weights(model: nn.Module, name: str, path: str | Path) -> Placement:
     """Start a model from weights of another head, patch size, image size or number of channels, as far as they fit.
 
-    The model's ``checkpoint_filter_fn`` renames and resamples; what has another shape after it stays as it is in the model.
+    The model's ``checkpoint_filter_fn`` renames and resamples; what has another shape after it stays as it is in the
+    model.
 
     Args:
         model: changed in place.

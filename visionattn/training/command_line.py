@@ -1,7 +1,8 @@
 """From a YAML file and flags to a dataclass, with errors of one line.
 
-Owns spelling: ``--init-from`` and ``--init_from``, ``--resume`` without a value, ``--sizes 96 128``, and the nearest right name
-for a wrong one. jsonargparse does the parsing; it is imported when something is parsed.
+Owns spelling: ``--init-from`` and ``--init_from``, ``--resume`` without a value, ``--sizes 96 128``, and the nearest
+right name for a wrong one; and the exit codes of tools. jsonargparse does the parsing; it is imported when something is
+parsed.
 """
 
 import os
@@ -29,7 +30,10 @@ def run_tool(work: Callable[[], None]) -> int:
     try:
         work()
     except (ValueError, FileNotFoundError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        text = str(error).strip()
+        if "Original Traceback" in text:  # of a loader's process; its last line is what the data set said
+            text = text.splitlines()[-1].partition(": ")[2]
+        print(f"error: {' '.join(text.split())}", file=sys.stderr)
         return 2
     except NonFinite as error:
         print(f"error: {error}", file=sys.stderr)
@@ -120,7 +124,8 @@ def build(config_class: type[Config], values: dict[str, Any]) -> Config:
 def spell_out(argv: Sequence[str], names: dict[str, Any]) -> list[str]:
     """Rewrite what people type into what the parser takes, and refuse names that do not exist.
 
-    ``--init-from x`` becomes ``--init_from=x``, ``--resume`` becomes ``--resume=true``, ``--sizes 96 128`` becomes ``--sizes=[96, 128]``.
+    ``--init-from x`` becomes ``--init_from=x``, ``--resume`` becomes ``--resume=true``, and ``--sizes 96 128`` becomes
+    ``--sizes=[96, 128]``.
     """
     groups = {name.rpartition(".")[0] for name in names} - {""}
     written, argv = [], list(argv)

@@ -1,7 +1,7 @@
 """What a run is made of, as dataclasses: the YAML files in ``configs/`` and the flags of ``tools/train.py`` fill them.
 
-Owns names, types, defaults and the checks that need no data and no model. A docstring under each field is its help text.
-The reading of files and flags is in ``command_line.py``.
+Owns names, types, defaults and the checks that need no data and no model. A docstring under each field is its help
+text. The reading of files and flags is in ``command_line.py``.
 """
 
 from dataclasses import dataclass, field
@@ -26,15 +26,18 @@ class DataConfig:
     name: Literal["digits", "canvas", "cifar10", "cifar10_pixel", "folder"] = "digits"
     """``digits`` and ``canvas`` are embedded; the others read ``root``."""
     root: str | None = None
-    """Folder with ``train/`` and ``val/`` (and, if there is one, ``test/``) or with class folders; or ``wds/...``, ``hfds/...``, a tar file."""
+    """Folder with ``train/`` and ``val/`` (and, if there is one, ``test/``) or with class folders; or ``wds/...``,
+    ``hfds/...``, a tar file."""
     img_size: int = 32
     """Height and width of training and evaluation images in pixels."""
     img_size_choices: list[int] | None = None
     """Train each batch at one of these sizes, drawn at random; evaluation stays at ``img_size``."""
     augment: Literal["none", "light", "three", "rand"] = "none"
-    """``light``: shift, scale, rotation. ``three``: greyscale, solarise or blur, with colour jitter and flip. ``rand``: crop, flip and random colour."""
+    """``light``: shift, scale, rotation. ``three``: greyscale, solarise or blur, with colour jitter and flip. ``rand``:
+    crop, flip and random colour."""
     val_fraction: float = 0.1
-    """Share of the training images that is held out to choose the best weights, in (0, 1), where there is no ``val`` split."""
+    """Share of the training images that is held out to choose the best weights, in (0, 1), where there is no ``val``
+    split."""
     train_images: int = 20_000
     """``canvas`` alone: images drawn per epoch."""
     eval_images: int = 2_000
@@ -117,9 +120,33 @@ class TrainConfig:
     overwrite: bool = False
     """Delete what an earlier run left in the run folder."""
     init_from: str | None = None
-    """Weights to start from: a checkpoint of ours or a state dict of a timm ViT. A resumed run has weights of its own."""
+    """Weights to start from: a checkpoint of ours or a state dict of a timm ViT. A resumed run has its own."""
     log_every: int = 50
     """Optimiser steps between two lines of ``metrics.jsonl``."""
+
+
+@dataclass
+class ValidateConfig:
+    """An evaluation of weights at several image sizes."""
+
+    checkpoint: str | None = None
+    """The ``best.safetensors`` of a run, or another file that ``visionattn.load_model`` reads."""
+    img_size: list[int] | None = None
+    """Heights and widths in pixels, e.g. ``224 448 672``; of the canvas on ``canvas``. None: that of the training."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """The data; its defaults are those of the ``config.yaml`` beside the checkpoint."""
+    seed: int = 0
+    """Seed of the embedded data sets' splits; its default is that of the ``config.yaml`` beside the checkpoint."""
+    batch_size: int = 64
+    """Images per batch."""
+    device: str = "auto"
+    """``auto`` takes a GPU where there is one."""
+    amp: Literal["none", "bf16", "fp16"] = "none"
+    """Automatic mixed precision."""
+    threads: int | None = None
+    """CPU threads of torch; None: torch's own choice."""
+    json: str | None = None
+    """File for the same rows, with device, precision, versions and configuration."""
 
 
 def check(config: TrainConfig) -> None:

@@ -56,7 +56,8 @@ class Result:
 
 
 def train(config: TrainConfig, *, stream: TextIO | None = None) -> Result:
-    """Train as configured; nothing is written before data, model, sizes and weights to start from are known to be right.
+    """Train as configured; nothing is written before data, model, sizes and weights to start from are known to be
+    right.
 
     Args:
         config: the run; ``config.run`` names its folder.
@@ -226,7 +227,8 @@ class Trainer:
     def step(self, group: list[Batch]) -> tuple[float, float, bool]:
         """One optimiser step on the images of some batches.
 
-        Each loss is divided by the images of the whole group, so the gradient is that of their mean, however they are batched.
+        Each loss is divided by the images of the whole group, so the gradient is that of their mean, however they are
+        batched.
 
         Returns:
             The mean loss, the norm of its gradient before clipping, and whether the weights were updated: a loss or a

@@ -36,8 +36,14 @@ def autocast(device: torch.device, amp: str):
 
 
 @torch.inference_mode()
-def evaluate(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], spec: DataSpec, *, device: torch.device,
-             amp: str = "none") -> Evaluation:
+def evaluate(
+    model: nn.Module,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    spec: DataSpec,
+    *,
+    device: torch.device,
+    amp: str = "none",
+) -> Evaluation:
     """Run the model in eval mode over batches of uint8 images and int64 labels; it is left in the mode it came in.
 
     Raises:
@@ -71,4 +77,6 @@ def evaluate(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], spec: D
         seconds, timed = seconds - first_seconds, images_seen - first_images
     else:
         timed = images_seen
-    return Evaluation(images_seen, loss, correct, among_five if spec.num_classes > 5 else None, timed / max(seconds, 1e-9))
+    return Evaluation(
+        images_seen, loss, correct, among_five if spec.num_classes > 5 else None, timed / max(seconds, 1e-9)
+    )

@@ -30,12 +30,14 @@ def first_non_finite(model: nn.Module, run: Callable[[], Any]) -> str | None:
             for key, parameter in module.named_parameters(recurse=False):
                 if not found and not all_finite(parameter):
                     found.append(f"the parameter {name + '.' if name else ''}{key}")
+
         return hook
 
     def after(name: str):
         def hook(module: nn.Module, args: tuple, output: Any) -> None:
             if not found and not all_finite(output):
                 found.append(f"the output of {name or 'the model'} ({type(module).__name__})")
+
         return hook
 
     handles = []

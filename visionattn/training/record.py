@@ -22,7 +22,8 @@ def run_folder(config: TrainConfig) -> Path:
     """The folder of the run, after checking that the run may have it; nothing is written.
 
     Raises:
-        ValueError: no usable name, or the folder is in use and neither ``resume`` nor ``overwrite`` is given, or there is
+        ValueError: no usable name, or the folder is in use and neither ``resume`` nor ``overwrite`` is given, or there
+        is
             nothing to resume.
     """
     if not config.run or Path(config.run).name != config.run or config.run in (".", ".."):
@@ -55,7 +56,8 @@ class Record:
     Args:
         folder: the run's folder; made if need be.
         config: kept as ``config.yaml``.
-        since: on resumption, the optimiser steps done and the epochs done; later lines of an earlier process are dropped.
+        since: on resumption, the optimiser steps done and the epochs done; later lines of an earlier process are
+        dropped.
         stream: where to print.
     """
 
