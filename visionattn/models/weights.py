@@ -104,7 +104,7 @@ def save_model(path: str | Path, model: nn.Module, name: str, args: dict[str, An
 
 
 def flush_to_disk(path: str | Path) -> None:
-    """Return once what was written to ``path`` is on the disk, so that a rename after it never uncovers an empty file."""
+    """Return once what was written is on the disk, so that a rename after it never uncovers an empty file."""
     with open(path, "rb+") as file:
         os.fsync(file.fileno())
 

@@ -259,7 +259,7 @@ class Trainer:
         return loss_value, norm_value, applied
 
     def inputs(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """The model's input on its device, mixed where that is asked for, and the targets: classes, or shares of classes."""
+        """The model's input on its device, mixed if so configured, and the targets: classes or shares of classes."""
         labels = labels.to(self.device, non_blocking=True)
         inputs = self.spec.prepare(images.to(self.device, non_blocking=True))
         return (inputs, labels) if self.mix is None else mix_batch(self.mix, inputs, labels)
@@ -369,7 +369,7 @@ class Trainer:
         return max(group["lr"] for group in self.optimizer.param_groups)
 
     def state(self) -> dict[str, Any]:
-        """All that the run needs to go on: plain tensors and plain types. The schedule is a function of ``position.step``."""
+        """All that the run needs to go on, in plain types; the schedule is a function of ``position.step``."""
         return {
             "name": self.config.model.name,
             "args": self.args,

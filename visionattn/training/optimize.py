@@ -25,7 +25,7 @@ def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimiz
 def make_scheduler(
     optimizer: torch.optim.Optimizer, config: OptimConfig, epochs: int, steps_per_epoch: int
 ) -> CosineLRScheduler:
-    """Linear warm-up from ``warmup_lr`` to ``lr``, then a cosine to ``min_lr`` at the last step; a function of the step alone."""
+    """Linear warm-up from ``warmup_lr`` to ``lr``, then a cosine to ``min_lr`` at the end; a function of the step alone."""
     warmup_steps = min(round(config.warmup_epochs * steps_per_epoch), epochs * steps_per_epoch - 1)
     return CosineLRScheduler(
         optimizer,
@@ -58,7 +58,7 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict) -> None:
 
 
 def make_criterion(config: OptimConfig) -> Callable[[Tensor, Tensor], Tensor]:
-    """Mean cross-entropy of logits ``[B, classes]`` and targets: shares of classes where batches are mixed, else classes."""
+    """Mean cross-entropy of logits ``[B, classes]`` and targets: shares of classes in mixed batches, else classes."""
     if config.mixup or config.cutmix:
         return SoftTargetCrossEntropy()
     return LabelSmoothingCrossEntropy(config.label_smoothing) if config.label_smoothing else nn.CrossEntropyLoss()

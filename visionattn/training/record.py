@@ -161,7 +161,7 @@ class ProgressBar:
 
 
 def forget_after(folder: Path, steps: int, epochs: int) -> None:
-    """Drop the lines of ``metrics.jsonl`` and ``summary.csv`` that lie after a state, so that a resumed run writes each once."""
+    """Drop the lines of metrics and summary that lie after a state, so that a resumed run writes each once."""
     metrics, summary = folder / METRICS, folder / SUMMARY
     if metrics.exists():
         lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)

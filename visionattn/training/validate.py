@@ -1,0 +1,173 @@
+"""Accuracy of kept weights at several image sizes: the work of ``tools/validate.py``."""
+
+import json
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from visionattn.models.weights import DataSpec, load_model
+
+from .build import check_img_size, pick_device
+from .command_line import field_types, parse, spell_out
+from .config import DataConfig, TrainConfig, ValidateConfig
+from .data import build_splits, eval_batches
+from .evaluate import Evaluation, evaluate
+from .record import CONFIG, write_text
+
+COLUMNS = ("size", "images", "accuracy", "top-5", "images/s")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One image size."""
+
+    img_size: int
+    """Height and width in pixels."""
+    result: Evaluation | None
+    """What came of it; None where there was not enough memory."""
+
+    def cells(self) -> tuple[str, ...]:
+        """The row for people, under ``COLUMNS``."""
+        if self.result is None:
+            return (str(self.img_size), "out of memory")
+        top5 = "-" if self.result.top5 is None else f"{100 * self.result.top5:.2f} %"
+        speed = f"{self.result.images_per_second:.4g}"
+        return (str(self.img_size), str(self.result.images), f"{100 * self.result.accuracy:.2f} %", top5, speed)
+
+
+def parse_validate(argv: Sequence[str]) -> ValidateConfig:
+    """Read the flags of ``tools/validate.py``; what they leave open of the data comes from the run's ``config.yaml``.
+
+    Raises:
+        ValueError, FileNotFoundError: a flag is wrong, there is no checkpoint, or nothing says which data; one line.
+    """
+    spelled = spell_out(argv, field_types(ValidateConfig))
+    given = [word.partition("=")[2] for word in spelled if word.startswith("--checkpoint=")]
+    defaults: dict[str, Any] = {}
+    if given:
+        path = Path(given[-1])
+        if not path.is_file():
+            raise FileNotFoundError(f"no checkpoint at {path}")
+        beside = path.with_name(CONFIG)
+        if beside.is_file():
+            run = parse(TrainConfig, ["--config", str(beside)], prog="", description="")
+            defaults = {f"data.{key}": value for key, value in asdict(run.data).items()}
+            defaults |= {"seed": run.seed, "batch_size": run.eval_batch_size or run.batch_size}
+        elif not any(word.startswith("--data.name=") for word in spelled):
+            raise ValueError(f"there is no {beside} that would say which data; name it: --data.name, --data.root")
+    config = parse(
+        ValidateConfig,
+        argv,
+        prog="validate.py",
+        description="Evaluate weights at several image sizes.",
+        defaults=defaults,
+    )
+    if config.checkpoint is None:
+        raise ValueError("--checkpoint is missing: the best.safetensors of a run")
+    return config
+
+
+class Validation:
+    """Weights and the images to evaluate them on, after all checks.
+
+    Args:
+        config: of ``parse_validate``.
+
+    Attributes:
+        split: ``test``, or ``validation`` where the data has no test split.
+
+    Raises:
+        ValueError, FileNotFoundError: checkpoint, data, sizes or device are wrong or do not go together; one line.
+    """
+
+    def __init__(self, config: ValidateConfig):
+        for key, value in {"batch_size": config.batch_size, "threads": config.threads}.items():
+            if value is not None and value < 1:
+                raise ValueError(f"{key} must be above 0, got {value}")
+        if config.json and not Path(config.json).absolute().parent.is_dir():
+            raise FileNotFoundError(f"no folder {Path(config.json).absolute().parent} for the JSON file")
+        if config.threads:
+            torch.set_num_threads(config.threads)
+        self.config, self.device = config, pick_device(config.device)
+        self.model: nn.Module = load_model(config.checkpoint, device=self.device)
+        self.spec: DataSpec = self.model.data_spec
+        self.sizes = config.img_size or [self.spec.img_size]
+        if any(size < 1 for size in self.sizes):
+            raise ValueError(f"img_size must be above 0, got {min(self.sizes)}")
+        check_img_size(self.model, self.sizes)
+        self.split, self.dataset = self._find_images(config.data)
+
+    def _find_images(self, data: DataConfig) -> tuple[str, Dataset]:
+        splits = build_splits(data, self.config.seed)
+        for key in ("num_classes", "class_names", "in_chans", "encoding"):
+            own, other = getattr(self.spec, key), getattr(splits.spec, key)
+            if own != other and not (key == "class_names" and not (own and other)):
+                what = key.replace("_", " ")
+                raise ValueError(
+                    f"the weights are for other data: their {what}: {brief(own)}; the data's: {brief(other)}"
+                )
+        return ("validation", splits.validation) if splits.test is None else ("test", splits.test)
+
+    def rows(self) -> Iterator[Row]:
+        """Evaluate at one size after the other."""
+        for size in self.sizes:
+            batches = eval_batches(self.dataset, self.config.data, batch_size=self.config.batch_size, img_size=size)
+            try:
+                result = evaluate(self.model, batches, self.spec, device=self.device, amp=self.config.amp)
+            except RuntimeError as error:
+                if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
+                    raise
+                result = None
+            yield Row(size, result)
+
+    def save(self, rows: Sequence[Row]) -> None:
+        """Write rows and where they come from to ``config.json``."""
+        table = [
+            {"img_size": row.img_size} | (asdict(row.result) if row.result else {"error": "out of memory"})
+            for row in rows
+        ]
+        content = {
+            "split": self.split,
+            "rows": table,
+            "provenance": provenance(self.device),
+            "config": asdict(self.config),
+        }
+        write_text(Path(self.config.json), json.dumps(content, indent=2) + "\n")
+
+
+def align(cells: Sequence[str]) -> str:
+    """A line of the table."""
+    return "  ".join(f"{cell:>10}" for cell in cells)
+
+
+def brief(value: Any) -> str:
+    """A value in a line, long tuples by their length and their first entries."""
+    if isinstance(value, tuple) and len(value) > 4:
+        return f"{len(value)} ({', '.join(map(str, value[:3]))}, ...)"
+    return str(value)
+
+
+def provenance(device: torch.device) -> dict[str, Any]:
+    """What a number depends on besides the configuration: device, versions, commit (None outside a checkout)."""
+    name = (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"{device.type}, {torch.get_num_threads()} threads"
+    )
+    try:
+        installed = version("visionattn")
+    except PackageNotFoundError:
+        installed = None
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        commit = None
+    return {"device": name, "torch": torch.__version__, "visionattn": installed, "commit": commit}
