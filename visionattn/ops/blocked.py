@@ -14,7 +14,7 @@ def chunks(length: int, size: int) -> list[slice]:
 
 def _blocks(q: Tensor, k: Tensor):
     """Pairs of slices (heads, queries) whose scores are at most ``BLOCK_ELEMENTS``, or one head's 256 rows."""
-    queries = min(BLOCK_QUERIES, q.shape[1])
+    queries = max(1, min(BLOCK_QUERIES, q.shape[1]))
     heads = max(1, BLOCK_ELEMENTS // max(1, queries * k.shape[1]))
     return [(g, t) for g in chunks(q.shape[0], heads) for t in chunks(q.shape[1], queries)]
 

@@ -16,6 +16,7 @@ import itertools
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from visionattn.ops.blocked import chunks
 
@@ -105,73 +106,140 @@ class _Line:
         return chunks(self.length, max(256, BAND_ELEMENTS // e))
 
 
-def _plan(w: Tensor, v: Tensor, horizons: tuple[int, int]) -> tuple[_Line, list[slice]]:
-    """The line, and the slices of heads that are worked on together."""
-    line = _Line(tuple(w.shape[2:]), tuple(v.shape[2:]), horizons)
-    return line, chunks(w.shape[0], max(1, BAND_ELEMENTS // (v.shape[1] * line.length)))
+class _Weights:
+    """Weight per key and mass of the classes, made band by band from the queries and never held whole."""
+
+    def __init__(self, line: _Line, phi_q: Tensor, table: Tensor, counts: Tensor, mean: bool):
+        self.query = line.queries_to_line(phi_q)
+        self.table, self.mean = table, mean
+        self.counts = line.queries_to_line(counts)
+        self.inverse = torch.where(self.counts > 0, 1 / self.counts.clamp(min=1), 0) if mean else None
+
+    def per_mass(self, band: slice) -> Tensor:
+        """What the weight of each class counts in the mass: its keys, or with "mean" 1 if it has any."""
+        counts = self.counts[..., band]
+        return (counts > 0).to(counts.dtype) if self.mean else counts
+
+    def of(self, band: slice) -> Tensor:
+        """``phi(q) . r`` of each class, ``[g, C, band]``."""
+        return torch.bmm(self.table, self.query[..., band])
+
+    def per_key(self, weights: Tensor, band: slice) -> Tensor:
+        """``weights``, in place, as each single key has them; its own transpose."""
+        return weights.mul_(self.inverse[..., band]) if self.mean else weights
+
+
+def _chunks(phi_q: Tensor, table: Tensor, v: Tensor, counts: Tensor, horizons: tuple[int, int], mean: bool):
+    """For slices of heads that are worked on together: the slice, the line, the weights, the index into the tables."""
+    line = _Line(tuple(phi_q.shape[2:]), tuple(v.shape[2:]), horizons)
+    batch = counts.shape[0]
+    for g in chunks(phi_q.shape[0], max(1, BAND_ELEMENTS // (v.shape[1] * line.length))):
+        index = torch.arange(g.start, g.stop, device=v.device)
+        head = index % table.shape[0]
+        own_counts = counts if batch == 1 else counts[index // (phi_q.shape[0] // batch)]
+        yield g, line, _Weights(line, phi_q[g], table[head], own_counts, mean), head
 
 
 @torch.library.custom_op("visionattn::class_sums", mutates_args=())
-def class_sums(w: Tensor, v: Tensor, horizon_y: int, horizon_x: int) -> Tensor:
-    """``sum_ab w_ab(y, x) U_ab(y, x)``: ``[G, e, Hq, Wq]``.
+def class_sums(
+    phi_q: Tensor, table: Tensor, v: Tensor, counts: Tensor, horizon_y: int, horizon_x: int, mean: bool
+) -> tuple[Tensor, Tensor]:
+    """``sum_ab w_ab(y, x) U_ab(y, x)`` with ``w_ab = phi(q) . r_ab``, and the sum of the weights of all keys.
 
     Args:
-        w: weight of each class as seen from each query, ``[G, (2Ry+1) * (2Rx+1), Hq, Wq]``, classes row by row.
-        v: values on the grid of keys, ``[G, e, Hk, Wk]``, zero where a patch is absent; the dtype of w.
+        phi_q: queries after the feature map, ``[G, d, Hq, Wq]`` with ``G = B * h``, float32 or float64.
+        table: ``[h or 1, C, d]``, ``C = (2Ry+1) * (2Rx+1)`` classes row by row; the dtype of phi_q.
+        v: values on the grid of keys, ``[G, e, Hk, Wk]``, zero where a patch is absent; the dtype of phi_q.
+        counts: keys of each class as seen from each query, ``[1 or B, C, Hq, Wq]``; the dtype of phi_q.
         horizon_y, horizon_x: Ry and Rx.
+        mean: divide the weight of a class by the number of its keys.
+
+    Returns:
+        values ``[G, e, Hq, Wq]`` and mass ``[G, Hq, Wq]``.
 
     Source: the linear relative position of Scaleformer (section 3.3) in one dimension; in two it is ours.
     """
-    line, heads = _plan(w, v, (horizon_y, horizon_x))
-    out = v.new_empty(v.shape[0], v.shape[1], *w.shape[2:])
-    for g in heads:
-        sums, weights = line.sums(v[g]), line.queries_to_line(w[g]).unsqueeze(2)
-        total = v.new_zeros(*v[g].shape[:2], line.length)
+    values = v.new_empty(v.shape[0], v.shape[1], *phi_q.shape[2:])
+    mass = v.new_empty(v.shape[0], *phi_q.shape[2:])
+    for g, line, weights, _ in _chunks(phi_q, table, v, counts, (horizon_y, horizon_x), mean):
+        sums = line.sums(v[g])
+        values_line = v.new_zeros(*v[g].shape[:2], line.length)
+        mass_line = v.new_empty(v[g].shape[0], line.length)
         for band in line.bands(v.shape[1]):
+            w = weights.of(band)
+            mass_line[:, band] = torch.linalg.vecdot(w, weights.per_mass(band), dim=1)
+            w = weights.per_key(w, band).unsqueeze(2)
             for c, (kind, offset) in enumerate(line.classes):
-                total[..., band].addcmul_(weights[:, c, :, band], sums[kind][..., offset + band.start : offset + band.stop])
-        out[g] = line.line_to_queries(total)
-    return out
+                values_line[..., band].addcmul_(w[:, c], sums[kind][..., offset + band.start : offset + band.stop])
+        values[g], mass[g] = line.line_to_queries(values_line), line.line_to_queries(mass_line)
+    return values, mass
 
 
 @class_sums.register_fake
-def _(w, v, horizon_y, horizon_x):
-    return v.new_empty(v.shape[0], v.shape[1], w.shape[2], w.shape[3])
+def _(phi_q, table, v, counts, horizon_y, horizon_x, mean):
+    height, width = phi_q.shape[2:]
+    return v.new_empty(v.shape[0], v.shape[1], height, width), v.new_empty(v.shape[0], height, width)
 
 
 @torch.library.custom_op("visionattn::class_sums_backward", mutates_args=())
-def class_sums_backward(grad: Tensor, w: Tensor, v: Tensor, horizon_y: int, horizon_x: int) -> tuple[Tensor, Tensor]:
-    """Gradients of ``class_sums`` with respect to w and v for ``grad [G, e, Hq, Wq]``."""
-    line, heads = _plan(w, v, (horizon_y, horizon_x))
-    dw, dv = w.new_empty(w.shape), v.new_empty(v.shape)
-    for g in heads:
-        sums, weights = line.sums(v[g]), line.queries_to_line(w[g]).unsqueeze(2)
+def class_sums_backward(
+    d_values: Tensor,
+    d_mass: Tensor,
+    phi_q: Tensor,
+    table: Tensor,
+    v: Tensor,
+    counts: Tensor,
+    horizon_y: int,
+    horizon_x: int,
+    mean: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of ``class_sums`` with respect to phi_q, table and v; the weights are made anew, not kept."""
+    dq, dv, d_table = phi_q.new_empty(phi_q.shape), v.new_empty(v.shape), table.new_zeros(table.shape)
+    for g, line, weights, head in _chunks(phi_q, table, v, counts, (horizon_y, horizon_x), mean):
+        sums = line.sums(v[g])
         d_sums = {kind: torch.zeros_like(x) for kind, x in sums.items()}
-        g_line = line.queries_to_line(grad[g])
-        dw_line = w.new_empty(*w[g].shape[:2], line.length)
+        values_line, mass_line = line.queries_to_line(d_values[g]), line.queries_to_line(d_mass[g])
+        dq_line = torch.empty_like(weights.query)
         for band in line.bands(v.shape[1]):
-            g_band = g_line[..., band].contiguous()
+            grad = values_line[..., band].contiguous()
+            w = weights.per_key(weights.of(band), band).unsqueeze(2)
+            dw = torch.empty_like(w[:, :, 0])
             for c, (kind, offset) in enumerate(line.classes):
                 there = slice(offset + band.start, offset + band.stop)
-                d_sums[kind][..., there].addcmul_(weights[:, c, :, band], g_band)
-                dw_line[:, c, band] = torch.linalg.vecdot(g_band, sums[kind][..., there], dim=1)
-        dw[g] = line.line_to_queries(dw_line)
-        dv[g] = line.sums_backward(d_sums)
-    return dw, dv
+                d_sums[kind][..., there].addcmul_(w[:, c], grad)
+                dw[:, c] = torch.linalg.vecdot(grad, sums[kind][..., there], dim=1)
+            dw = weights.per_key(dw, band).addcmul_(mass_line[:, None, band], weights.per_mass(band))
+            dq_line[..., band] = torch.bmm(weights.table.transpose(1, 2), dw)
+            d_table.index_add_(0, head, torch.bmm(dw, weights.query[..., band].transpose(1, 2)))
+        dq[g], dv[g] = line.line_to_queries(dq_line), line.sums_backward(d_sums)
+    return dq, d_table, dv
 
 
 @class_sums_backward.register_fake
-def _(grad, w, v, horizon_y, horizon_x):
-    return w.new_empty(w.shape), v.new_empty(v.shape)
+def _(d_values, d_mass, phi_q, table, v, counts, horizon_y, horizon_x, mean):
+    return phi_q.new_empty(phi_q.shape), table.new_empty(table.shape), v.new_empty(v.shape)
 
 
 def _setup_context(ctx, inputs, output):
-    w, v, *ctx.horizons = inputs
-    ctx.save_for_backward(w, v)
+    phi_q, table, v, counts, *ctx.options = inputs
+    ctx.save_for_backward(phi_q, table, v, counts)
 
 
-def _backward(ctx, grad):
-    return *class_sums_backward(grad, *ctx.saved_tensors, *ctx.horizons), None, None
+def _backward(ctx, d_values, d_mass):
+    dq, d_table, dv = class_sums_backward(d_values, d_mass, *ctx.saved_tensors, *ctx.options)
+    return dq, d_table, dv, None, None, None, None
 
 
 class_sums.register_autograd(_backward, setup_context=_setup_context)
+
+
+@register_flop_formula(torch.ops.visionattn.class_sums)
+def _(phi_q, table, v, *args, out_shape=None, **kwargs) -> int:
+    groups, d, height, width = phi_q
+    return 2 * groups * height * width * table[1] * (d + v[1])
+
+
+@register_flop_formula(torch.ops.visionattn.class_sums_backward)
+def _(d_values, d_mass, phi_q, table, v, *args, out_shape=None, **kwargs) -> int:
+    groups, d, height, width = phi_q
+    return 2 * groups * height * width * table[1] * (3 * d + 2 * v[1])

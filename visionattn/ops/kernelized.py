@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from visionattn.ops.blocked import blocked_scores, blocked_scores_backward
 from visionattn.ops.checks import check_attention, check_options
@@ -32,10 +33,24 @@ def _(grad, q, k, v):
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
+def _backward(ctx, grad):
+    with torch.autocast(grad.device.type, enabled=False):
+        return direct_values_backward(grad.contiguous(), *ctx.saved_tensors)
+
+
 direct_values.register_autograd(
-    lambda ctx, grad: direct_values_backward(grad.contiguous(), *ctx.saved_tensors),
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+    _backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
 )
+
+
+@register_flop_formula(torch.ops.visionattn.direct_values)
+def _(q, k, v, *args, out_shape=None, **kwargs) -> int:
+    return 2 * q[0] * q[1] * k[1] * (q[2] + v[2])
+
+
+@register_flop_formula(torch.ops.visionattn.direct_values_backward)
+def _(grad, q, k, v, *args, out_shape=None, **kwargs) -> int:
+    return 2 * q[0] * q[1] * k[1] * (3 * q[2] + 2 * v[2])
 
 
 def _content_sums(phi_q: Tensor, phi_k: Tensor, v: Tensor, form: str) -> Sums:

@@ -98,6 +98,9 @@ def check_relative(relative: RelativePosition, q: Tensor, k: Tensor, *, signed: 
         if not signed and table.device.type == "cpu" and not torch.compiler.is_compiling() and bool((table < 0).any()):
             raise ValueError(f"{name}: relative position needs non-negative entries, got {table.min().item():.3g}; pass it through elu1")
     if relative.layout is not None:
+        kept = relative.layout.kept
+        if kept is not None and (kept.ndim != 2 or kept.shape[0] != q.shape[0]):
+            raise ValueError(f"layout.kept: wanted [{q.shape[0]}, n], a row for each image, got {tuple(kept.shape)}")
         tokens = relative.layout.num_tokens
         if q.shape[2] != tokens or k.shape[2] != tokens:
             raise ValueError(f"layout has {tokens} tokens, got {q.shape[2]} queries and {k.shape[2]} keys")
@@ -175,29 +178,21 @@ class _Canvas:
         return None if key_mask is None else self.spread(key_mask[:, None, :, None].to(dtype))[:, :, 0]
 
 
-def _class_weights(phi_q: Tensor, table: Tensor) -> Tensor:
-    """``phi(q) . r`` of each class: ``[B, h, C, H, W]`` for ``phi_q [B, h, d, H, W]`` and ``table [h or 1, C, d]``."""
-    return torch.matmul(table.to(phi_q.dtype), phi_q.flatten(3)).unflatten(3, phi_q.shape[3:])
-
-
-def _weigh(weights: Tensor, counts: Tensor, normalization: str) -> tuple[Tensor, Tensor]:
-    """Weight per key and the mass of all classes, for ``weights [B, h, C, ...]`` and ``counts [1 or B, C, ...]``."""
-    counts = counts.unsqueeze(1).to(weights.dtype)
-    if normalization == "mean":
-        weights = weights * torch.where(counts > 0, 1 / counts.clamp(min=1), 0)
-    return weights, (weights * counts).sum(2)
-
-
 def _joint_sums(table: Tensor, phi_q: Tensor, v: Tensor, counts: Tensor, horizons: tuple[int, int], normalization: str):
     """Values ``[B, h, e, Hq, Wq]`` and mass ``[B, h, Hq, Wq]`` for ``phi_q [B, h, d, Hq, Wq]`` and ``v [B, h, e, Hk, Wk]``."""
-    weights, mass = _weigh(_class_weights(phi_q, table), counts, normalization)
-    values = class_sums(weights.flatten(0, 1).contiguous(), v.flatten(0, 1).contiguous(), *horizons)
-    return values.unflatten(0, v.shape[:2]), mass
+    heads = phi_q.shape[:2]
+    operands = (phi_q.flatten(0, 1), table.to(v.dtype), v.flatten(0, 1), counts.to(v.dtype))
+    values, mass = class_sums(*operands, *horizons, normalization == "mean")
+    return values.unflatten(0, heads), mass.unflatten(0, heads)
 
 
 def _axis_sums(table: Tensor, phi_q: Tensor, v: Tensor, counts: Tensor, normalization: str) -> tuple[Tensor, Tensor]:
     """The row part: values ``[B, h, e, H, W]`` and mass ``[B, h, H, W]``; all columns of a row are one key."""
-    weights, mass = _weigh(_class_weights(phi_q, table), counts, normalization)
+    counts = counts.unsqueeze(1)
+    weights = torch.matmul(table.to(v.dtype), phi_q.flatten(3)).unflatten(3, phi_q.shape[3:])
+    mass = (weights * (counts > 0 if normalization == "mean" else counts)).sum(2)
+    if normalization == "mean":
+        weights = weights * torch.where(counts > 0, 1 / counts.clamp(min=1), 0)
     sums = axis_classes(v.sum(-1), table.shape[1] // 2, v.shape[3])
     values = torch.matmul(weights.permute(0, 1, 3, 4, 2), sums.permute(0, 1, 4, 3, 2))
     return values.permute(0, 1, 4, 2, 3), mass
