@@ -16,7 +16,7 @@ from visionattn.training.batches import EvalBatches, SampleKey, TrainBatches
 from visionattn.training.canvas import SMALLEST_CANVAS_PX, CanvasDataset, digit_splits, stratified_split
 from visionattn.training.config import DataConfig
 from visionattn.training.folder import LAYOUT, open_images
-from visionattn.training.images import ArrayDataset
+from visionattn.training.images import ArrayDataset, Augmentation
 from visionattn.training.streams import Shards, StreamEvalBatches, StreamTrainBatches, open_shards
 
 __all__ = ["EvalBatches", "SampleKey", "Splits", "TrainBatches", "build_splits", "eval_batches", "train_batches"]
@@ -48,7 +48,7 @@ def build_splits(config: DataConfig, seed: int) -> Splits:
     Raises:
         ValueError, FileNotFoundError: one line that says what is wrong with the data and what to do about it.
     """
-    _check(config, seed)
+    _check(config)
     return _BUILDERS[config.name](config, seed)
 
 
@@ -60,8 +60,6 @@ def train_batches(
     Each batch has images of one size: ``config.img_size``, or one of ``config.img_size_choices`` drawn by (seed,
     epoch, batch number). With ``config.workers`` processes, kept from epoch to epoch, or in the main process.
     """
-    if batch_size < 1:
-        raise ValueError(f"batch_size of {batch_size}; wanted 1 or more")
     sizes = (config.img_size,) if config.img_size_choices is None else tuple(config.img_size_choices)
     if isinstance(splits.train, Shards):
         return StreamTrainBatches(splits.train, config.workers, batch_size=batch_size, sizes=sizes)
@@ -76,44 +74,37 @@ def eval_batches(
     Raises:
         ValueError: ``img_size`` is too small.
     """
-    _check_size(config, "img_size", img_size)
-    if batch_size < 1:
-        raise ValueError(f"batch_size of {batch_size}; wanted 1 or more")
+    _check_size(config, img_size)
     if isinstance(dataset, Shards):
         return StreamEvalBatches(dataset, config.workers, batch_size=batch_size, sizes=(img_size,))
     return EvalBatches(dataset, config, batch_size=batch_size, sizes=(img_size,))
 
 
-def _check(config: DataConfig, seed: int) -> None:
-    if seed < 0:
-        raise ValueError(f"seed of {seed}; wanted 0 or more")
-    if not 0 < config.val_fraction < 1:
-        raise ValueError(f"val_fraction of {config.val_fraction}; wanted a share between 0 and 1")
-    for field, least in (("workers", 0), ("train_images", 1), ("eval_images", 1)):
-        if getattr(config, field) < least:
-            raise ValueError(f"{field} of {getattr(config, field)}; wanted {least} or more")
-    _check_size(config, "img_size", config.img_size)
-    if config.img_size_choices is not None and not config.img_size_choices:
+def _check(config: DataConfig) -> None:
+    """Check what only the named data set knows; ``config.check`` has the ranges."""
+    for size in (config.img_size, *(config.img_size_choices or ())):
+        _check_size(config, size)
+    if config.img_size_choices == []:
         raise ValueError("img_size_choices is empty; give at least one size, or leave it out")
-    if config.num_classes is not None and not (config.root or "").startswith("wds/"):
-        raise ValueError(f"num_classes is for wds/... alone; {config.name} counts its classes itself")
+    if config.num_classes is not None and not (config.name == "folder" and (config.root or "").startswith("wds/")):
+        raise ValueError("num_classes is for wds/... alone; other data say themselves how many classes they have")
     if config.download and not config.name.startswith("cifar10"):
         raise ValueError(f"{config.name} cannot be downloaded; leave download out")
-    for size in config.img_size_choices or ():
-        _check_size(config, "img_size_choices", size)
 
 
-def _check_size(config: DataConfig, field: str, size: int) -> None:
-    least = SMALLEST_CANVAS_PX if config.name == "canvas" else 1
-    if size < least:
-        raise ValueError(f"{field} of {size} pixels; wanted {least} or more for {config.name}")
+def _check_size(config: DataConfig, size: int) -> None:
+    if config.name == "canvas" and size < SMALLEST_CANVAS_PX:
+        raise ValueError(f"canvas of {size} pixels is too small for its digits; wanted {SMALLEST_CANVAS_PX} or more")
 
 
-def _augment(config: DataConfig, *allowed: str, **options):
-    """The augmentation that ``config`` names, or None."""
+def _allow_augment(config: DataConfig, *allowed: str) -> None:
     if config.augment not in ("none", *allowed):
-        names = ", ".join(("none", *allowed))
-        raise ValueError(f"augment {config.augment!r} is not made for {config.name}; choose from {names}")
+        raise ValueError(f"augment {config.augment} is not made for {config.name}; choose none, {', '.join(allowed)}")
+
+
+def _augment(config: DataConfig, *allowed: str, **options) -> Augmentation | None:
+    """The pipeline that ``config`` names, which must be one of ``allowed``."""
+    _allow_augment(config, *allowed)
     if config.augment == "none":
         return None
     # Importing albumentations takes seconds.
@@ -134,11 +125,11 @@ def _build_digits(config: DataConfig, seed: int) -> Splits:
         ArrayDataset(parts[name].images[..., None], parts[name].labels, seed, augment if name == "train" else None)
         for name in ("train", "validation", "test")
     )
-    return Splits(train, validation, test, _digit_spec(config, 0.305, 0.376))
+    return Splits(train, validation, test, _digit_spec(config, 0.306, 0.324))
 
 
 def _build_canvas(config: DataConfig, seed: int) -> Splits:
-    _allow_for_canvas(config)
+    _allow_augment(config, "light")
     parts = digit_splits(config.val_fraction, seed)
     return Splits(
         CanvasDataset(parts["train"], "train", config.train_images, seed, vary=config.augment == "light"),
@@ -146,11 +137,6 @@ def _build_canvas(config: DataConfig, seed: int) -> Splits:
         CanvasDataset(parts["test"], "test", config.eval_images, seed),
         _digit_spec(config, 0.25, 0.10),
     )
-
-
-def _allow_for_canvas(config: DataConfig) -> None:
-    if config.augment not in ("none", "light"):
-        raise ValueError(f"augment {config.augment!r} is not made for canvas; choose from none, light")
 
 
 def _build_cifar10(config: DataConfig, seed: int) -> Splits:
