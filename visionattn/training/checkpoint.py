@@ -145,6 +145,10 @@ def place_weights(model: nn.Module, name: str, path: str | Path) -> Placement:
                 and 3 in (value.shape[1], channels)
             ):
                 filtered[key] = adapt_channels(value, channels)
+    own = {value.data_ptr() for value in wanted.values()}
+    filtered = {
+        key: value for key, value in filtered.items() if value.data_ptr() not in own
+    }  # fillers, not of the file
     fitting = {key: value for key, value in filtered.items() if key in wanted and value.shape == wanted[key].shape}
     placed = [key for key in wanted if key in fitting]
     if not any(fitting[key].ndim > 1 for key in placed):

@@ -25,7 +25,7 @@ def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimiz
 def make_scheduler(
     optimizer: torch.optim.Optimizer, config: OptimConfig, epochs: int, steps_per_epoch: int
 ) -> CosineLRScheduler:
-    """Linear warm-up from ``warmup_lr`` to ``lr``, then a cosine to ``min_lr`` at the end; a function of the step alone."""
+    """Linear warm-up from ``warmup_lr`` to ``lr``, then a cosine to ``min_lr``; a function of the step alone."""
     warmup_steps = min(round(config.warmup_epochs * steps_per_epoch), epochs * steps_per_epoch - 1)
     return CosineLRScheduler(
         optimizer,

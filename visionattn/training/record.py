@@ -5,6 +5,7 @@ Owns the names of the files in the folder, and what may be deleted there.
 
 import csv
 import json
+import math
 import os
 import sys
 from dataclasses import asdict
@@ -125,6 +126,8 @@ class Record:
         self._line({"kind": kind} | values)
 
     def _line(self, values: dict[str, Any]) -> None:
+        # JSON has no NaN and no infinity.
+        values = {key: None if isinstance(x, float) and not math.isfinite(x) else x for key, x in values.items()}
         self._metrics.write(json.dumps(values) + "\n")
         self._metrics.flush()
 

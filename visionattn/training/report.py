@@ -5,7 +5,7 @@ from pathlib import Path
 
 from .command_line import from_here, python_command
 from .config import TrainConfig
-from .engine import Result
+from .progress import Result
 from .record import CONFIG
 
 
