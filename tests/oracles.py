@@ -50,7 +50,8 @@ def run(function: Callable[..., Tensor], tensors: dict[str, Tensor], seed: int =
     inputs = {name: tensor.detach().clone().requires_grad_() for name, tensor in tensors.items()}
     out = function(**inputs)
     upstream = draw(*out.shape, seed=seed, dtype=torch.bfloat16).to(out.dtype)
-    return {"out": out.detach(), **dict(zip(inputs, torch.autograd.grad(out, list(inputs.values()), upstream)))}
+    gradients = torch.autograd.grad(out, list(inputs.values()), upstream)
+    return {"out": out.detach()} | dict(zip(inputs, gradients, strict=True))
 
 
 def assert_agree(
@@ -99,7 +100,7 @@ def peak_bytes(function: Callable[[], object]) -> int:
 
 
 def dot(a: Tensor, b: Tensor) -> float:
-    return math.fsum(float(x) * float(y) for x, y in zip(a, b))
+    return math.fsum(float(x) * float(y) for x, y in zip(a, b, strict=True))
 
 
 def elu1(x: Tensor) -> Tensor:

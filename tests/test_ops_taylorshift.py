@@ -4,7 +4,6 @@ import pytest
 import torch
 from oracles import (
     assert_agree,
-    draw,
     draw_kept,
     draw_mask,
     draw_qkv,
@@ -118,6 +117,11 @@ def test_the_efficient_form_agrees_beyond_one_chunk(lengths):
     tensors = draw_qkv(batch=1, heads=2, queries=lengths[0], keys=lengths[1], d=11, e=6)
     agree(tensors, "efficient", key_mask=draw_mask(1, lengths[1]))
     agree(tensors | {"temperature": temperature(2)}, "efficient")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_more_heads_than_one_block_holds_agree_with_the_reference(form):
+    agree(draw_qkv(batch=3, heads=5, queries=530, keys=521, d=32, e=2), form)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -1,0 +1,58 @@
+"""Compilation: one graph serves every size, and gives what eager gives."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch._dynamo.testing
+from operations import OPERATIONS, Operation
+from oracles import assert_agree, draw, draw_table, run
+from torch import Tensor
+
+from visionattn.layout import Grid, TokenLayout
+from visionattn.ops import Axial, Flat, Joint, kernelized_attention, reference, taylorshift_attention
+
+
+def compiled_and_eager(function: Callable[..., Tensor], inputs_of_each_call: list[dict[str, Tensor]]) -> int:
+    """Check a function against its compiled self for inputs of several sizes; return the number of graphs."""
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(function, fullgraph=True, backend=counter)
+    for inputs in inputs_of_each_call:
+        assert_agree(run(compiled, inputs), run(function, inputs), tolerance=1e-13)
+    return counter.frame_count
+
+
+@pytest.mark.parametrize(
+    "name", ["taylorshift direct", "taylorshift efficient", "taylorshift auto", "kernelized efficient, elu1"]
+)
+def test_one_graph_serves_every_length(name):
+    if name == "taylorshift auto":  # both of its forms are met: N0 of d = 5 is about 50
+        operation, lengths = Operation(taylorshift_attention, reference.taylorshift_attention, {}), (13, 700, 64, 300)
+    else:
+        operation, lengths = OPERATIONS[name], (77, 300, 64, 513)
+    inputs = [operation.tensors(batch=1, queries=n, d=5, e=3) for n in lengths]
+    assert compiled_and_eager(operation.fast, inputs) <= 2
+
+
+@pytest.mark.parametrize(("kind", "missing"), [(Flat, True), (Axial, False), (Joint, False), (Joint, True)])
+def test_one_graph_serves_every_grid(kind, missing):
+    side = {Flat: (3,), Axial: (3,), Joint: (3, 3)}[kind]
+    names = ("rows", "columns") if kind is Axial else ("table",)
+
+    def attend(image: Tensor, **tables: Tensor) -> Tensor:
+        """A head of width 5 from an image ``[B, 15, H, W]``, as a model makes it, with a prefix token."""
+        layout = TokenLayout(1, Grid(image.shape[2], image.shape[3]))
+        tokens = torch.cat([image.mean((2, 3))[:, None], image.flatten(2).mT], dim=1)
+        if missing:
+            kept = image[:, 0].flatten(1).argsort(1)[:, : layout.grid.num_patches // 2]
+            layout = TokenLayout(1, layout.grid, kept)
+            tokens = torch.cat([tokens[:, :1], tokens[:, 1:].gather(1, kept[:, :, None].expand(-1, -1, 15))], dim=1)
+        q, k, v = tokens.unflatten(2, (3, 1, 5)).permute(2, 0, 3, 1, 4)
+        return kernelized_attention(q, k, v, relative=kind(**tables, layout=layout, normalization="mean"))
+
+    inputs = [
+        {"image": draw(2, 15, height, width, seed=height)} | {n: draw_table(1, *side, 5, seed=3) for n in names}
+        for height, width in ((5, 9), (6, 8), (11, 4), (7, 7))
+    ]
+    assert compiled_and_eager(attend, inputs) <= 2
