@@ -226,7 +226,8 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, d_values, d_mass):
-    dq, d_table, dv = class_sums_backward(d_values, d_mass, *ctx.saved_tensors, *ctx.options)
+    with torch.autocast(d_values.device.type, enabled=False):
+        dq, d_table, dv = class_sums_backward(d_values, d_mass, *ctx.saved_tensors, *ctx.options)
     return dq, d_table, dv, None, None, None, None
 
 
