@@ -4,9 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from visionattn.layout import TokenLayout
 from visionattn.ops.checks import check_attention, check_options
-from visionattn.ops.relative import Axial, Flat, Joint, RelativePosition
+from visionattn.ops.relative import Flat, Joint, RelativePosition
 
 
 def _one_hot_classes(length: int, horizon: int, like: Tensor) -> Tensor:
@@ -16,19 +15,44 @@ def _one_hot_classes(length: int, horizon: int, like: Tensor) -> Tensor:
     return (delta == torch.arange(2 * horizon + 1, device=like.device)[:, None]).to(like.dtype)
 
 
-def _grid_scores(q: Tensor, relative: Joint, layout: TokenLayout) -> Tensor:
-    """``q . r`` of each pair of places on the grid, ``[B, h, H*W, H*W]`` for ``q [B, h, H*W, d]``.
+def _axis_scores(q: Tensor, table: Tensor) -> Tensor:
+    """``q . r`` of each pair of places on one axis, ``[B, h, N, X, M]`` for ``q [B, h, N, X, d]``: X rides along.
 
-    Products with constant one-hot matrices spread the scores of the classes over the keys: exact, and their gradient is
-    a matrix product too, where that of a gather would be a scatter.
+    Products with a constant one-hot matrix spread the scores of the classes over the keys: exact, and their gradient is a
+    matrix product too, where that of a gather would be a scatter.
     """
-    height, width = layout.grid.height, layout.grid.width
-    table = relative.table.to(q.dtype)
-    scores = torch.einsum("bhnd,hacd->bhnac", q, table.expand(q.shape[1], -1, -1, -1)).unflatten(2, (height, width))
-    columns = _one_hot_classes(width, table.shape[2] // 2, q)
-    rows = _one_hot_classes(height, table.shape[1] // 2, q)
-    by_column = torch.einsum("bhyxrc,xcw->bhyxrw", scores, columns)
-    return torch.einsum("bhyxrw,yru->bhyxuw", by_column, rows).flatten(4, 5).flatten(2, 3)
+    scores = torch.einsum("bhnxd,hcd->bhnxc", q, table.to(q.dtype).expand(q.shape[1], -1, -1))
+    return torch.einsum("bhnxc,ncm->bhnxm", scores, _one_hot_classes(q.shape[2], table.shape[1] // 2, q))
+
+
+def _joint_scores(q: Tensor, table: Tensor) -> Tensor:
+    """``q . r`` of each pair of places on the grid, ``[B, h, H, W, H, W]`` for ``q [B, h, H, W, d]``."""
+    scores = torch.einsum("bhyxd,hrcd->bhyxrc", q, table.to(q.dtype).expand(q.shape[1], -1, -1, -1))
+    columns = _one_hot_classes(q.shape[3], table.shape[2] // 2, q)
+    rows = _one_hot_classes(q.shape[2], table.shape[1] // 2, q)
+    return torch.einsum("bhyxrw,yru->bhyxuw", torch.einsum("bhyxrc,xcw->bhyxrw", scores, columns), rows)
+
+
+def _flat_bias(q: Tensor, table: Tensor) -> Tensor:
+    """``q . r`` along the sequence, ``[B, h, N, M]``, M = N."""
+    scores = torch.matmul(q, table.to(q.dtype).mT)
+    i, horizon = torch.arange(q.shape[2], device=q.device), table.shape[1] // 2
+    index = (i - i[:, None]).clamp(-horizon, horizon) + horizon
+    return scores.gather(3, index.expand(*scores.shape[:2], -1, -1))
+
+
+def _patch_bias(q: Tensor, relative: RelativePosition) -> Tensor:
+    """``q . r`` of each pair of patches of the whole grid, ``[B, h, H*W, H*W]`` for ``q [B, h, H*W, d]``."""
+    if isinstance(relative, Flat):
+        return _flat_bias(q, relative.table)
+    q = q.unflatten(2, tuple(relative.layout.grid))
+    if isinstance(relative, Joint):
+        scores = _joint_scores(q, relative.table)
+    else:
+        rows = _axis_scores(q, relative.rows).unsqueeze(5)
+        columns = _axis_scores(q.transpose(2, 3), relative.columns).transpose(2, 3).unsqueeze(4)
+        scores = rows + columns
+    return scores.flatten(4, 5).flatten(2, 3)
 
 
 def relative_bias(q: Tensor, relative: RelativePosition) -> Tensor:
@@ -36,19 +60,21 @@ def relative_bias(q: Tensor, relative: RelativePosition) -> Tensor:
 
     Args:
         q: ``[B, h, N, d]``.
-        relative: ``Joint`` with a signed table.
+        relative: ``Joint``, ``Axial`` or ``Flat`` with signed tables.
 
     Source: Shaw et al. 2018, eq. 5; in two dimensions ours.
     """
     layout = relative.layout
+    if layout is None:
+        return _flat_bias(q * q.shape[3] ** -0.5, relative.table)
     patches = q[:, :, layout.num_prefix :] * q.shape[3] ** -0.5
-    if layout.kept is not None:
+    if layout.kept is None:
+        bias = _patch_bias(patches, relative)
+    else:
         index = layout.kept[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3])
-        patches = patches.new_zeros(*q.shape[:2], layout.grid.num_patches, q.shape[3]).scatter(2, index, patches)
-    bias = _grid_scores(patches, relative, layout)
-    if layout.kept is not None:
-        index = layout.kept[:, None, :, None].expand(-1, q.shape[1], -1, bias.shape[3])
-        bias = bias.gather(2, index)
+        whole = patches.new_zeros(*q.shape[:2], layout.grid.num_patches, q.shape[3]).scatter(2, index, patches)
+        bias = _patch_bias(whole, relative)
+        bias = bias.gather(2, layout.kept[:, None, :, None].expand(-1, q.shape[1], -1, bias.shape[3]))
         bias = bias.gather(3, layout.kept[:, None, None, :].expand(*bias.shape[:3], -1))
     return F.pad(bias, (layout.num_prefix, 0, layout.num_prefix, 0))
 
@@ -69,7 +95,7 @@ def softmax_attention(
     Args:
         q, k, v: ``[B, h, N, d]``, ``[B, h, M, d]``, ``[B, h, M, e]``.
         causal: not built yet; True raises NotImplementedError.
-        relative: ``Joint`` with a signed table, as a dense bias ``[B, h, N, N]``. ``Flat`` and ``Axial`` are not built yet.
+        relative: signed tables, as a dense bias ``[B, h, N, N]``; ``normalization`` has no meaning here. N = M.
         key_mask: bool ``[B, M]``, True takes part. A query without any key gets 0.
         value_drop, generator: not built yet; anything but 0 raises NotImplementedError.
 
@@ -84,8 +110,8 @@ def softmax_attention(
     check_options(causal=causal, value_drop=value_drop)
     if relative is not None and relative.normalization != "sum":
         raise ValueError('normalization="mean" has no meaning under a softmax; leave it at "sum"')
-    if isinstance(relative, (Flat, Axial)):
-        raise NotImplementedError(f"softmax with {type(relative).__name__} is not built yet; use Joint")
+    if relative is not None and q.shape[2] != k.shape[2]:
+        raise NotImplementedError(f"relative position under a softmax wants N = M, got {q.shape[2]} and {k.shape[2]}")
     mask = None if key_mask is None else key_mask[:, None, None, :]
     if relative is not None:
         with torch.autocast(q.device.type, enabled=False):
