@@ -1,5 +1,7 @@
 """Attention as pure functions of ``[B, h, N, d]`` tensors: no images, no models, no timm."""
 
+from importlib.util import find_spec
+
 from visionattn.ops.kernelized import kernelized_attention
 from visionattn.ops.relative import Axial, Flat, Joint, RelativePosition, count_classes
 from visionattn.ops.softmax import softmax_attention
@@ -15,3 +17,6 @@ __all__ = [
     "softmax_attention",
     "taylorshift_attention",
 ]
+
+if find_spec("triton") is not None:
+    import visionattn.ops.flops  # noqa: F401

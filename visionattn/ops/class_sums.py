@@ -16,7 +16,6 @@ import itertools
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from visionattn.ops.blocked import chunks
 
@@ -232,15 +231,3 @@ def _backward(ctx, d_values, d_mass):
 
 
 class_sums.register_autograd(_backward, setup_context=_setup_context)
-
-
-@register_flop_formula(torch.ops.visionattn.class_sums)
-def _(phi_q, table, v, *args, out_shape=None, **kwargs) -> int:
-    groups, d, height, width = phi_q
-    return 2 * groups * height * width * table[1] * (d + v[1])
-
-
-@register_flop_formula(torch.ops.visionattn.class_sums_backward)
-def _(d_values, d_mass, phi_q, table, v, *args, out_shape=None, **kwargs) -> int:
-    groups, d, height, width = phi_q
-    return 2 * groups * height * width * table[1] * (3 * d + 2 * v[1])

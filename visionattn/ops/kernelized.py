@@ -2,7 +2,6 @@
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from visionattn.ops.blocked import blocked_scores, blocked_scores_backward
 from visionattn.ops.checks import check_attention, check_options
@@ -41,16 +40,6 @@ def _backward(ctx, grad):
 direct_values.register_autograd(
     _backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
 )
-
-
-@register_flop_formula(torch.ops.visionattn.direct_values)
-def _(q, k, v, *args, out_shape=None, **kwargs) -> int:
-    return 2 * q[0] * q[1] * k[1] * (q[2] + v[2])
-
-
-@register_flop_formula(torch.ops.visionattn.direct_values_backward)
-def _(grad, q, k, v, *args, out_shape=None, **kwargs) -> int:
-    return 2 * q[0] * q[1] * k[1] * (3 * q[2] + 2 * v[2])
 
 
 def _content_sums(phi_q: Tensor, phi_k: Tensor, v: Tensor, form: str) -> Sums:

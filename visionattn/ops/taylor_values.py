@@ -7,7 +7,6 @@ node whatever N is. Masks, normalisation, the sum of the weights and the divisio
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from visionattn.ops.blocked import blocked_scores, blocked_scores_backward, chunks
 
@@ -163,22 +162,3 @@ def _backward(ctx, grad):
 
 
 taylor_values.register_autograd(_backward, setup_context=_setup_context)
-
-
-def _flops(q, k, v, form: str, backward: bool) -> int:
-    """Multiply-adds of the matrix products, times 2; shapes are ``[G, N, d]``, ``[G, M, d]``, ``[G, M, e]``."""
-    (groups, n, d), m, e = q, k[1], v[2]
-    if form == "direct" or (form == "auto" and not efficient_is_faster(n, m, d)):
-        return 2 * groups * n * m * (d + e) if not backward else 2 * groups * n * m * (3 * d + 2 * e)
-    state = (num_features(d) + d) * e
-    return 2 * groups * (n + m) * state if not backward else 2 * groups * (2 * n + 3 * m) * state
-
-
-@register_flop_formula(torch.ops.visionattn.taylor_values)
-def _(q, k, v, a, b, c, form, *args, out_shape=None, **kwargs) -> int:
-    return _flops(q, k, v, form, backward=False)
-
-
-@register_flop_formula(torch.ops.visionattn.taylor_values_backward)
-def _(grad, q, k, v, a, b, c, form, *args, out_shape=None, **kwargs) -> int:
-    return _flops(q, k, v, form, backward=True)
