@@ -6,6 +6,7 @@ import torch
 from oracles import draw_kept, draw_mask, draw_qkv, draw_table
 
 from visionattn.layout import Grid, TokenLayout
+from visionattn.ops import Axial, Flat, Joint
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,11 @@ class Case:
     batch: int = 2
     d: int = 7
     e: int = 5
+
+    @property
+    def floor(self) -> float:
+        """For ``assert_agree``: with one patch some gradients are nothing but rounding."""
+        return 1.0 if self.grid == (1, 1) or self.present == 1 else 0.0
 
     def layout(self) -> TokenLayout:
         patches = self.grid[0] * self.grid[1]
@@ -66,3 +72,10 @@ CASES = {
     "wide heads": Case((4, 7), 2, prefix=1, d=16, e=24),
     "one image": Case((6, 5), 2, prefix=1, batch=1, present=23),
 }
+
+
+def make_relative(kind: str, inputs: dict, layout: TokenLayout | None, normalization: str):
+    """Take the tables out of ``inputs`` and build the relative position."""
+    if kind == "axial":
+        return Axial(inputs.pop("rows"), inputs.pop("columns"), layout, normalization=normalization)
+    return (Flat if kind == "flat" else Joint)(inputs.pop("table"), layout=layout, normalization=normalization)

@@ -51,7 +51,7 @@ def relative(function: Callable[..., Tensor], kind: type, normalization: str, **
 def twin(**inputs: Tensor) -> Tensor:
     """Softmax with a signed joint table, by its definition."""
     table, mask = inputs.pop("table"), inputs.pop("key_mask", None)
-    bias = reference.relative_bias(table, inputs["q"], layout_of(inputs["q"].shape[2]))
+    bias = reference.relative_bias(Joint(table, layout_of(inputs["q"].shape[2])), inputs["q"])
     return reference.softmax_attention(**inputs, key_mask=mask, bias=bias)
 
 

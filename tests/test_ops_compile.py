@@ -31,7 +31,7 @@ def test_one_graph_serves_every_length(name):
         operation, lengths = Operation(taylorshift_attention, reference.taylorshift_attention, {}), (13, 700, 64, 300)
     else:
         operation, lengths = OPERATIONS[name], (77, 300, 64, 513)
-    inputs = [operation.tensors(batch=1, queries=n, d=5, e=3) for n in lengths]
+    inputs = [operation.tensors(batch=1, queries=n, keys=n // 2 + 7, d=5, e=3) for n in lengths]
     assert compiled_and_eager(operation.fast, inputs) <= 2
 
 

@@ -91,6 +91,22 @@ def test_each_form_agrees_beyond_one_block(form, feature_map, lengths):
     agree(tensors, form, feature_map=feature_map, key_mask=draw_mask(1, lengths[1]))
 
 
+class Square:
+    """A feature map that is an object, another one for queries than for keys."""
+
+    query = staticmethod(torch.square)
+    key = staticmethod(torch.abs)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_feature_map_may_be_an_object_with_query_and_key(form):
+    tensors, mask = draw_qkv(queries=23, keys=31, d=7, e=5), draw_mask(2, 31)
+    actual = kernelized_attention(**tensors, feature_map=Square, key_mask=mask, form=form)
+    mapped = tensors | {"q": tensors["q"].square(), "k": tensors["k"].abs()}
+    expected = reference.kernelized_attention(**mapped, feature_map="relu", key_mask=mask)
+    assert_agree({"out": actual}, {"out": expected})
+
+
 # Properties
 
 

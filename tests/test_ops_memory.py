@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from operations import OPERATIONS, TOKENS, every_linear_operation, every_operation
+from operations import OPERATIONS, TOKENS, every_operation
 from oracles import assert_agree, draw_mask, peak_bytes, run
 from torch._subclasses import FakeTensorMode
 
@@ -80,7 +80,7 @@ def test_masked_keys_may_hold_anything_finite(name):
     assert torch.equal(operation.fast(**tensors | huge, key_mask=mask), out)
 
 
-@every_linear_operation
+@pytest.mark.parametrize("name", [name for name in OPERATIONS if not name.startswith("softmax")])
 def test_no_pair_of_tokens_and_no_features_of_all_tokens_are_in_memory_at_once(name):
     operation = OPERATIONS[name]
 

@@ -5,11 +5,11 @@ from functools import partial
 
 import pytest
 import torch
-from layout_cases import CASES
+from layout_cases import CASES, make_relative
 from oracles import assert_agree, dot, draw, draw_mask, draw_qkv, loop_mean, run
 
 from visionattn.layout import Grid, TokenLayout
-from visionattn.ops import Axial, Flat, Joint, reference, softmax_attention
+from visionattn.ops import Flat, Joint, reference, softmax_attention
 
 LENGTHS = {"N = M": (77, 77), "N < M": (53, 77), "N > M": (77, 53), "one query": (1, 77), "one key": (77, 1)}
 
@@ -25,7 +25,7 @@ def test_the_reference_of_the_bias_puts_rows_first_past_first_and_leaves_out_the
     # A grid of 2 x 2 after a prefix token; entry (dy, dx) of the table is 10 * (dy + 1) + (dx + 1), times q = 2.
     table = (10 * torch.arange(3)[:, None] + torch.arange(3)).to(torch.float64).reshape(1, 3, 3, 1)
     q = torch.full((1, 1, 5, 1), 2.0, dtype=torch.float64)
-    bias = reference.relative_bias(table, q, TokenLayout(1, Grid(2, 2)))[0, 0]
+    bias = reference.relative_bias(Joint(table, TokenLayout(1, Grid(2, 2))), q)[0, 0]
     expected = [[0, 0, 0, 0, 0], [0, 11, 12, 21, 22], [0, 10, 11, 20, 21], [0, 1, 2, 11, 12], [0, 0, 1, 10, 11]]
     assert torch.equal(bias, 2 * torch.tensor(expected, dtype=torch.float64))
 
@@ -54,20 +54,36 @@ def test_softmax_attention_agrees_with_the_reference_for_any_lengths(masked, len
     )  # with one key the gradients of q and k are rounding
 
 
+@pytest.mark.parametrize("kind", ["flat", "axial", "joint"])
 @pytest.mark.parametrize("case", CASES)
-def test_a_signed_joint_table_agrees_with_its_dense_bias(case):
+def test_signed_tables_agree_with_their_dense_bias(kind, case):
     case = CASES[case]
-    layout, mask, tensors = case.layout(), case.mask(), case.tensors("joint")
-    tensors["table"] = draw(*tensors["table"].shape, seed=6)
+    layout, mask, tensors = case.layout(), case.mask(), case.tensors(kind)
+    for seed, name in enumerate(tensors.keys() - set("qkv")):
+        tensors[name] = draw(*tensors[name].shape, seed=seed)
 
-    def fast(table, **inputs):
-        return softmax_attention(**inputs, relative=Joint(table, layout), key_mask=mask)
+    def fast(**inputs):
+        relative = make_relative(kind, inputs, layout, "sum")
+        return softmax_attention(**inputs, relative=relative, key_mask=mask)
 
-    def slow(table, q, **inputs):
-        bias = reference.relative_bias(table, q, layout)
-        return reference.softmax_attention(q=q, **inputs, bias=bias, key_mask=mask)
+    def slow(**inputs):
+        relative = make_relative(kind, inputs, layout, "sum")
+        return reference.softmax_attention(**inputs, bias=reference.relative_bias(relative, inputs["q"]), key_mask=mask)
 
-    assert_agree(run(fast, tensors), run(slow, tensors))
+    assert_agree(
+        run(fast, tensors), run(slow, tensors), floor=1.0
+    )  # a bias that is the same for all keys has no gradient
+
+
+@pytest.mark.parametrize("horizon", [0, 3, 30])
+def test_a_signed_flat_table_needs_no_layout(horizon):
+    tensors = draw_qkv(queries=23, d=5, e=4) | {"table": draw(3, 2 * horizon + 1, 5, seed=1)}
+
+    def slow(table, **inputs):
+        return reference.softmax_attention(**inputs, bias=reference.relative_bias(Flat(table), inputs["q"]))
+
+    actual = run(lambda table, **inputs: softmax_attention(**inputs, relative=Flat(table)), tensors)
+    assert_agree(actual, run(slow, tensors), floor=1.0)
 
 
 def test_what_a_softmax_cannot_use_is_refused():
@@ -75,10 +91,8 @@ def test_what_a_softmax_cannot_use_is_refused():
     table, layout = draw(3, 3, 3, 5, seed=0), TokenLayout(2, Grid(3, 5))
     with pytest.raises(ValueError, match="mean"):
         softmax_attention(q, k, v, relative=Joint(table, layout, normalization="mean"))
-    with pytest.raises(NotImplementedError, match="Flat.*Joint"):
-        softmax_attention(q, k, v, relative=Flat(table[:, 0], layout=layout))
-    with pytest.raises(NotImplementedError, match="Axial.*Joint"):
-        softmax_attention(q, k, v, relative=Axial(table[:, 0], table[:, 1], layout))
+    with pytest.raises(NotImplementedError, match="17.*16"):
+        softmax_attention(q, k[:, :, 1:], v[:, :, 1:], relative=Flat(table[:, 0]))
     for option in ({"causal": True}, {"value_drop": 0.1}):
         with pytest.raises(NotImplementedError, match=next(iter(option))):
             softmax_attention(q, k, v, **option)

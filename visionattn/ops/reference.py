@@ -106,22 +106,21 @@ def softmax_attention(
     return scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0) @ v
 
 
-def relative_bias(table: Tensor, q: Tensor, layout: TokenLayout) -> Tensor:
-    """``q_i.r_(j-i) / sqrt(d)`` of a signed joint table, 0 for pairs with a prefix token: the bias of the softmax twin.
+def relative_bias(relative, q: Tensor) -> Tensor:
+    """``q_i.r_(j-i) / sqrt(d)`` of signed tables, 0 for pairs with a prefix token: the bias of the softmax twin.
 
     Args:
-        table: ``[h or 1, 2R+1, 2R+1, d]``, any sign.
+        relative: Flat, Axial or Joint; the sign of its entries is free.
         q: ``[B, h, N, d]``, as given.
-        layout: where the N tokens lie.
 
     Returns:
         ``[B, h, N, N]``.
+
+    Source: Shaw et al. 2018, eq. 5, in one dimension; in two ours.
     """
-    horizon = table.shape[1] // 2
-    rows, columns, patch = _places(layout, q)
-    classes = _joint_classes(rows, columns, horizon)
-    pairs = patch[:, :, None] & patch[:, None, :]
-    return torch.where(pairs[:, None], _class_scores(q, table.flatten(1, 2), classes) / q.shape[-1] ** 0.5, 0.0)
+    parts, patches = _classes_and_patches(relative, q, q.shape[2])
+    scores = sum(_class_scores(q, table, classes) for table, classes in parts)
+    return torch.where(patches[:, None], scores / q.shape[-1] ** 0.5, 0.0)
 
 
 def relative_weights(relative, q: Tensor, present: Tensor) -> Tensor:
@@ -141,26 +140,9 @@ def relative_weights(relative, q: Tensor, present: Tensor) -> Tensor:
 
     Source: Scaleformer, eq. 6 to 10, with delta = key minus query; both forms on grids are of this project.
     """
-    phi_q = elu1(q)
-    mean = relative.normalization == "mean"
-    if relative.layout is None:
-        i, j = torch.arange(q.shape[2], device=q.device)[None], torch.arange(present.shape[1], device=q.device)[None]
-        pairs = present[:, None, :].expand(-1, q.shape[2], -1)
-        return _table_weights(phi_q, relative.table, _classes(i, j, relative.table.shape[1] // 2), pairs, mean)
-
-    rows, columns, patch = _places(relative.layout, q)
-    pairs = patch[:, :, None] & (patch & present)[:, None, :]
-    if hasattr(relative, "rows"):
-        row_classes = _classes(rows, rows, relative.rows.shape[1] // 2)
-        column_classes = _classes(columns, columns, relative.columns.shape[1] // 2)
-        row_part = _table_weights(phi_q, relative.rows, row_classes, pairs, mean)
-        return row_part + _table_weights(phi_q, relative.columns, column_classes, pairs, mean)
-    horizon = relative.table.shape[1] // 2
-    if relative.table.ndim == 4:
-        classes = _joint_classes(rows, columns, horizon)
-        return _table_weights(phi_q, relative.table.flatten(1, 2), classes, pairs, mean)
-    index = rows * relative.layout.grid.width + columns
-    return _table_weights(phi_q, relative.table, _classes(index, index, horizon), pairs, mean)
+    parts, patches = _classes_and_patches(relative, q, present.shape[1])
+    pairs, mean = patches & present[:, None, :], relative.normalization == "mean"
+    return sum(_table_weights(elu1(q), table, classes, pairs, mean) for table, classes in parts)
 
 
 def elu1(x: Tensor) -> Tensor:
@@ -212,14 +194,30 @@ def _places(layout: TokenLayout, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return rows, columns, patch
 
 
-def _classes(query_places: Tensor, key_places: Tensor, horizon: int) -> Tensor:
-    """Places ``[B or 1, N]`` and ``[B or 1, M]`` to the class ``clip(key - query, -R, R) + R``, ``[B or 1, N, M]``."""
+def _classes_and_patches(relative, q: Tensor, num_keys: int) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
+    """Each table ``[h or 1, C, d]`` with the class of every pair ``[B or 1, N, M]``; which pairs are of patches."""
+    if relative.layout is None:
+        i, j = torch.arange(q.shape[2], device=q.device)[None], torch.arange(num_keys, device=q.device)[None]
+        patches = torch.ones(1, q.shape[2], num_keys, dtype=torch.bool, device=q.device)
+        return [(relative.table, _classes(i, j, relative.table.shape[1]))], patches
+    rows, columns, patch = _places(relative.layout, q)
+    patches = patch[:, :, None] & patch[:, None, :]
+    if hasattr(relative, "rows"):
+        row_classes = _classes(rows, rows, relative.rows.shape[1])
+        column_classes = _classes(columns, columns, relative.columns.shape[1])
+        return [(relative.rows, row_classes), (relative.columns, column_classes)], patches
+    if relative.table.ndim == 4:
+        height, width = relative.table.shape[1:3]
+        classes = _classes(rows, rows, height) * width + _classes(columns, columns, width)
+        return [(relative.table.flatten(1, 2), classes)], patches
+    index = rows * relative.layout.grid.width + columns
+    return [(relative.table, _classes(index, index, relative.table.shape[1]))], patches
+
+
+def _classes(query_places: Tensor, key_places: Tensor, num_classes: int) -> Tensor:
+    """Class ``clip(key - query, -R, R) + R`` of 2R+1, ``[B or 1, N, M]``, for places ``[B or 1, N]`` and ``[B or 1, M]``."""
+    horizon = num_classes // 2
     return (key_places[:, None, :] - query_places[:, :, None]).clamp(-horizon, horizon) + horizon
-
-
-def _joint_classes(rows: Tensor, columns: Tensor, horizon: int) -> Tensor:
-    """Row class times 2R+1 plus column class: the index into a joint table with both of its axes flattened."""
-    return _classes(rows, rows, horizon) * (2 * horizon + 1) + _classes(columns, columns, horizon)
 
 
 def _class_scores(features: Tensor, table: Tensor, classes: Tensor) -> Tensor:
