@@ -74,7 +74,6 @@ class Record:
         write_text(folder / CONFIG, yaml.safe_dump(keep, sort_keys=False))
         steps, epochs = since
         forget_after(folder, steps, epochs)
-        self._metrics = open(folder / METRICS, "a", encoding="utf-8")
         self._events = SummaryWriter(folder, purge_step=steps + 1 if steps else None)
         self._bar = ProgressBar(self.stream) if self.stream.isatty() else None
 
@@ -82,7 +81,6 @@ class Record:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._metrics.close()
         self._events.close()
         if self._bar:
             self._bar.stop()
@@ -128,8 +126,8 @@ class Record:
     def _line(self, values: dict[str, Any]) -> None:
         # JSON has no NaN and no infinity.
         values = {key: None if isinstance(x, float) and not math.isfinite(x) else x for key, x in values.items()}
-        self._metrics.write(json.dumps(values) + "\n")
-        self._metrics.flush()
+        with open(self.folder / METRICS, "a", encoding="utf-8") as file:
+            file.write(json.dumps(values) + "\n")
 
 
 class ProgressBar:
