@@ -1,6 +1,9 @@
 """Digits, and the loaders that all data sets share: order, sizes, keys, workers."""
 
+import gc
+import multiprocessing
 import pickle
+import time
 
 import numpy as np
 import pytest
@@ -174,6 +177,20 @@ def test_loading_does_not_touch_the_random_numbers_of_torch():
         before = torch.get_rng_state()
         next(iter(train_batches(splits, config, batch_size=50, seed=3).epoch(0)))
         assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_workers_end_at_once_when_their_batches_fall_to_the_garbage_collector():
+    config = DataConfig(name="digits", img_size=8, workers=2)
+    batches = train_batches(build_splits(config, 3), config, batch_size=100, seed=3)
+    epoch = batches.epoch(0)
+    next(epoch)
+    cycle = [batches, epoch]
+    cycle.append(cycle)
+    start = time.perf_counter()
+    del batches, epoch, cycle
+    gc.collect()
+    assert not multiprocessing.active_children()
+    assert time.perf_counter() - start < 4
 
 
 @pytest.mark.parametrize("name", ["digits", "canvas"])

@@ -8,6 +8,7 @@ Owns the order and the sizes of batches. Knows data sets only as ``dataset[Sampl
 import math
 import signal
 import warnings
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -24,7 +25,7 @@ ORDER_STREAM, SIZE_STREAM, AUGMENT_STREAM = 10, 11, 12
 
 
 class SampleKey(NamedTuple):
-    """What a batch sampler yields and a data set's ``__getitem__`` takes; a sample is a function of it and of the seed."""
+    """What a batch sampler yields and a data set's ``__getitem__`` takes; it and the seed decide the sample."""
 
     index: int
     epoch: int
@@ -65,7 +66,7 @@ def start_worker(_: int) -> None:
 
 
 class _BatchKeys:
-    """The keys of every batch of an epoch, in order; set ``epoch`` before iterating. No seed: in the data set's order."""
+    """The keys of every batch of an epoch; set ``epoch`` before iterating. Without a seed: in the data set's order."""
 
     def __init__(self, length: int, batch_size: int, sizes: tuple[int, ...], seed: int | None):
         self.length, self.batch_size, self.sizes, self.seed, self.epoch = length, batch_size, sizes, seed, 0
@@ -91,7 +92,7 @@ class _Batches:
     ):
         self._keys, self._on_error = _BatchKeys(len(dataset), batch_size, sizes, seed), config.on_error
         self._left_out: set[str] = set()
-        self._loader = DataLoader(
+        loader = DataLoader(
             dataset,
             batch_sampler=self._keys,
             num_workers=config.workers,
@@ -100,6 +101,10 @@ class _Batches:
             persistent_workers=config.workers > 0,
             generator=torch.Generator(),  # leaves torch's own generator alone, with workers as without
         )
+        # Workers end at once when their loader is freed, but only after 10 s when that falls to the garbage collector:
+        # it takes their queues down first. Held from outside, the loader is never part of a garbage cycle.
+        self._loader = [loader]
+        weakref.finalize(self, self._loader.clear)
 
     def __len__(self):
         """Batches, the last incomplete one included."""
@@ -111,7 +116,7 @@ class _Batches:
         return len(self._left_out)
 
     def _iterate(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        for images, labels, unreadable in self._loader:
+        for images, labels, unreadable in self._loader[0]:
             for image in unreadable:
                 self._leave_out(image)
             if len(labels):
@@ -120,7 +125,8 @@ class _Batches:
     def _leave_out(self, image: Unreadable) -> None:
         if self._on_error == "fail":
             raise ValueError(
-                f"cannot read image {image.path}: {image.reason}; repair or delete it, or use on_error skip to leave it out"
+                f"cannot read image {image.path}: {image.reason}; "
+                "repair or delete it, or use on_error skip to leave it out"
             )
         if image.path not in self._left_out:
             self._left_out.add(image.path)

@@ -95,7 +95,7 @@ def digit_splits(val_fraction: float, seed: int) -> dict[Split, Digits]:
 
 
 def _glyph(digit: np.ndarray, size_px: int, warp: tuple[float, float, float]) -> np.ndarray:
-    """Enlarge a digit, with a blank pixel around it, to ``size_px``; ``warp`` is rotation (degrees), shear and scale."""
+    """Enlarge a digit, with a blank pixel around it, to ``size_px``; ``warp``: rotation in degrees, shear, scale."""
     padded = cv2.copyMakeBorder(digit, 1, 1, 1, 1, cv2.BORDER_CONSTANT, value=0)
     if warp == (0.0, 0.0, 1.0):
         return cv2.resize(padded, (size_px, size_px), interpolation=cv2.INTER_CUBIC)

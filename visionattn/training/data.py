@@ -38,8 +38,9 @@ class Splits:
 def build_splits(config: DataConfig, seed: int) -> Splits:
     """Find the images of ``config.name`` and divide them.
 
-    The test split is the same for every seed. Where the data has no validation split of its own, ``config.val_fraction``
-    of the training images is held out, class by class, by ``seed``: who evaluates on it later must give the same seed.
+    The test split is the same for every seed. Where the data has no validation split of its own,
+    ``config.val_fraction`` of the training images is held out, class by class, by ``seed``: who evaluates on it later
+    must give the same seed.
 
     Args:
         config: which images, at which size, with which augmentation.

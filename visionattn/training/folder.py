@@ -15,7 +15,7 @@ from timm.data.readers.img_extensions import get_img_extensions
 from timm.utils.misc import natural_key
 
 from visionattn.training.canvas import stratified_split
-from visionattn.training.images import Augmentation, Files, ImageDataset, ReaderSource, Source
+from visionattn.training.images import Augmentation, Files, ImageDataset, Source, TableRows, TarMembers
 
 LAYOUT = "wanted train/<class>/* and val/<class>/*, or <class>/*"
 SPLIT_NAMES = {"train": ("train",), "validation": ("val", "validation"), "test": ("test",)}
@@ -128,8 +128,7 @@ def _list_classes(folder: Path) -> dict[str, list[str]]:
 def _open_tar(root: str) -> tuple[dict[str, _Part], list[str]]:
     """timm's reader of tars; a class is the folder that an image lies in, a split the first folder of its path."""
     try:
-        # One handle per image: a shared one would be read by several workers at once.
-        reader = create_reader("", root=root, cache_tarfiles=False)
+        reader = create_reader("", root=root)
     except tarfile.TarError as error:
         raise ValueError(f"cannot read {root} as a tar: {error}") from error
     except ValueError as error:  # timm unpacks an empty list
@@ -137,7 +136,7 @@ def _open_tar(root: str) -> tuple[dict[str, _Part], list[str]]:
     names = [reader.class_idx_to_name[label] for label in range(len(reader.class_idx_to_name))]
     if "" in names:
         raise ValueError(f"{root} has images outside of class folders; {LAYOUT}")
-    source = ReaderSource(reader, root)
+    source = TarMembers(reader, root)
     first = np.array([sample[0].path.removeprefix("./").split("/")[0] for sample in reader.samples])
     parts = {}
     for split, split_names in SPLIT_NAMES.items():
@@ -165,7 +164,7 @@ def _open_table(root: str) -> tuple[dict[str, _Part], list[str]]:
             for name in [name for name in split_names if name in available][:1]:
                 reader = create_reader(root, split=name)
                 labels = np.array(reader.dataset[reader.label_key])
-                parts[split] = _Part(ReaderSource(reader, f"{root}/{name}"), np.arange(len(labels)), labels)
+                parts[split] = _Part(TableRows(reader, f"{root}/{name}"), np.arange(len(labels)), labels)
                 names = names or list(reader.class_to_idx)
     except OSError as error:  # its own errors of a missing data set and of the network are of this kind
         raise FileNotFoundError(f"cannot open {root}: {' '.join(str(error).split())}") from error

@@ -3,6 +3,7 @@
 Owns reading and resizing one image. Knows nothing of how images are split or batched.
 """
 
+import io
 import struct
 import zlib
 from collections.abc import Callable, Sequence
@@ -72,8 +73,24 @@ class Files:
         return self.paths[index]
 
 
-class ReaderSource:
-    """Images of a timm reader with random access (a tar, a Hugging Face table)."""
+class TarMembers:
+    """Images that are members of a tar, as listed by timm's reader; each is read through a handle of its own."""
+
+    def __init__(self, reader, root: str):
+        self.samples, self.root = reader.samples, root
+
+    def open(self, index: int) -> BinaryIO:
+        member, _, tar_within = self.samples[index]
+        with open(self.root, "rb") as file:
+            file.seek(member.offset_data + (tar_within.offset_data if tar_within else 0))
+            return io.BytesIO(file.read(member.size))
+
+    def name(self, index: int) -> str:
+        return f"{self.root}:{self.samples[index][0].path}"
+
+
+class TableRows:
+    """Images that are rows of a Hugging Face table, through timm's reader."""
 
     def __init__(self, reader, root: str):
         self.reader, self.root = reader, root
