@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from visionattn.ops.blocked import chunks
+from visionattn.ops.sums import without_autocast
 
 BAND_ELEMENTS = 1 << 17
 
@@ -225,7 +226,7 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, d_values, d_mass):
-    with torch.autocast(d_values.device.type, enabled=False):
+    with without_autocast(d_values):
         dq, d_table, dv = class_sums_backward(d_values, d_mass, *ctx.saved_tensors, *ctx.options)
     return dq, d_table, dv, None, None, None, None
 

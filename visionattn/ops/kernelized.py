@@ -7,7 +7,7 @@ from visionattn.ops.blocked import blocked_scores, blocked_scores_backward
 from visionattn.ops.checks import check_attention, check_options
 from visionattn.ops.feature_maps import FeatureMap, PositionSoftmax, get_feature_map
 from visionattn.ops.relative import RelativePosition, add_relative, key_counts
-from visionattn.ops.sums import Sums, accumulation_dtype
+from visionattn.ops.sums import Sums, accumulation_dtype, without_autocast
 
 
 @torch.library.custom_op("visionattn::direct_values", mutates_args=())
@@ -33,7 +33,7 @@ def _(grad, q, k, v):
 
 
 def _backward(ctx, grad):
-    with torch.autocast(grad.device.type, enabled=False):
+    with without_autocast(grad):
         return direct_values_backward(grad.contiguous(), *ctx.saved_tensors)
 
 
@@ -98,7 +98,7 @@ def kernelized_attention(
     check_options(form=form, impl=impl, causal=causal, value_drop=value_drop)
     feature_map = get_feature_map(feature_map)
     dtype = accumulation_dtype(q, k, v)
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q):
         query, key, value = q.to(dtype), k.to(dtype), v.to(dtype)
         if key_mask is not None:
             value = value.masked_fill(~key_mask[:, None, :, None], 0)

@@ -215,7 +215,7 @@ def _classes_and_patches(relative, q: Tensor, num_keys: int) -> tuple[list[tuple
 
 
 def _classes(query_places: Tensor, key_places: Tensor, num_classes: int) -> Tensor:
-    """Class ``clip(key - query, -R, R) + R`` of 2R+1, ``[B or 1, N, M]``, for places ``[B or 1, N]`` and ``[B or 1, M]``."""
+    """``clip(key - query, -R, R) + R``, ``[B or 1, N, M]``, for places ``[B or 1, N]`` and ``[B or 1, M]``."""
     horizon = num_classes // 2
     return (key_places[:, None, :] - query_places[:, :, None]).clamp(-horizon, horizon) + horizon
 

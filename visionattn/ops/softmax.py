@@ -6,6 +6,7 @@ from torch import Tensor
 
 from visionattn.ops.checks import check_attention, check_options
 from visionattn.ops.relative import Flat, Joint, RelativePosition
+from visionattn.ops.sums import without_autocast
 
 
 def _one_hot_classes(length: int, horizon: int, like: Tensor) -> Tensor:
@@ -114,7 +115,7 @@ def softmax_attention(
         raise NotImplementedError(f"relative position under a softmax wants N = M, got {q.shape[2]} and {k.shape[2]}")
     mask = None if key_mask is None else key_mask[:, None, None, :]
     if relative is not None:
-        with torch.autocast(q.device.type, enabled=False):
+        with without_autocast(q):
             bias = relative_bias(q, relative)
         mask = bias if mask is None else bias.masked_fill(~mask, float("-inf"))
     out = F.scaled_dot_product_attention(q, k.to(q.dtype), v.to(q.dtype), attn_mask=mask)

@@ -1,5 +1,6 @@
 """The pair that each term of an attention returns. Terms add; one division at the end makes the output."""
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -33,3 +34,10 @@ class Sums:
 def accumulation_dtype(*tensors: Tensor) -> torch.dtype:
     """float64 if any tensor is float64, else float32: what sums and mass are held in."""
     return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager:
+    """A context in which products on the device of ``x`` keep their dtype: sums stay float32 whatever autocast says."""
+    if not torch.amp.is_autocast_available(x.device.type):
+        return nullcontext()
+    return torch.autocast(x.device.type, enabled=False)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from visionattn.ops.blocked import blocked_scores, blocked_scores_backward, chunks
+from visionattn.ops.sums import without_autocast
 
 CHUNK_TOKENS = 512
 BUFFER_ELEMENTS = 1 << 21
@@ -157,7 +158,7 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, grad):
-    with torch.autocast(grad.device.type, enabled=False):
+    with without_autocast(grad):
         return *taylor_values_backward(grad.contiguous(), *ctx.saved_tensors, *ctx.options), None, None, None, None
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from visionattn.ops.checks import check_attention, check_options
 from visionattn.ops.relative import RelativePosition, add_relative, key_counts
-from visionattn.ops.sums import Sums, accumulation_dtype
+from visionattn.ops.sums import Sums, accumulation_dtype, without_autocast
 from visionattn.ops.taylor_values import taylor_values
 
 EPS = 1e-6
@@ -80,7 +80,7 @@ def taylorshift_attention(
     if temperature is not None and temperature.shape != (q.shape[1],):
         raise ValueError(f"temperature: wanted [{q.shape[1]}], one per head, got {tuple(temperature.shape)}")
     dtype = accumulation_dtype(q, k, v)
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q):
         query, key, value = q.to(dtype), k.to(dtype), v.to(dtype)
         given = query
         if temperature is not None:
