@@ -16,6 +16,7 @@ from visionattn.training.trainer import Trainer
 
 SPEC = DataSpec(1, 4, ("ne", "nw", "se", "sw"), (0.3,), (0.2,), None, 16)
 MODEL = {"patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2, "horizon": 1}
+MODEL |= {"global_pool": "token", "class_token": True}
 
 
 class Quadrants(Dataset):

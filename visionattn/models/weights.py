@@ -25,12 +25,14 @@ FORMAT = "visionattn"
 FORMAT_VERSION = 1
 UNREADABLE = (
     RuntimeError,
+    OSError,
     pickle.UnpicklingError,
     EOFError,
     KeyError,
     IndexError,
     AttributeError,
     TypeError,
+    ValueError,
     struct.error,
 )
 """What ``torch.load`` raises for files that are cut off, garbled, or no checkpoint at all."""
