@@ -116,6 +116,12 @@ def test_files_that_are_no_models_are_one_line_each(tmp_path):
     assert "does not fit the model 'scaleformer_vit_t' that it names" in line() and "of another shape" in line()
     save_model(path, model, "scaleformer_vit_t", MODEL | {"depth": 3}, SPEC)
     assert "missing (first: blocks.2." in line()
+    save_model(path, model, "scaleformer_vit_t", MODEL | {"checkpoint_path": "evil.pt"}, SPEC)
+    assert "asks for other weights to be loaded (checkpoint_path): refused" in line()
+    save_model(path, model, "scaleformer_vit_t", MODEL | {"horizn": 3}, SPEC)
+    assert "that cannot be built: " in line() and "horizn" in line()
+    save_file(model.state_dict(), path, metadata={"format": "visionattn", "version": "1", "model": "scaleformer_vit_t"})
+    assert "has a garbled description of its model" in line()
     save_file(model.state_dict(), path, metadata={"format": "visionattn", "version": "2"})
     assert "has format 2, this visionattn reads format 1" in line()
 

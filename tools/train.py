@@ -12,7 +12,10 @@ from pathlib import Path
 from visionattn.training.command_line import config_files, parse, run_tool
 from visionattn.training.config import TrainConfig
 from visionattn.training.engine import train
-from visionattn.training.report import report
+from visionattn.training.interrupt import Stopped
+from visionattn.training.report import how_to_resume, report
+
+TOOLS = Path(__file__).parent
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,8 +26,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = parse(TrainConfig, argv, prog="train.py", description="Train a model.")
         files = config_files(argv)
         config.run = config.run or (Path(files[-1]).stem if files else f"{config.data.name}_{config.model.name}")
-        result = train(config)
-        print("\n".join(report(config, result, Path(__file__).parent)), flush=True)
+        try:
+            result = train(config)
+        except Stopped as stop:
+            raise Stopped(f"{stop}\nto go on: {how_to_resume(config, TOOLS)}") from stop
+        print("\n".join(report(config, result, TOOLS)), flush=True)
 
     return run_tool(work)
 

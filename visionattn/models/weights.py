@@ -23,11 +23,14 @@ from torch import Tensor, nn
 
 FORMAT = "visionattn"
 FORMAT_VERSION = 1
+LOADING_ARGS = frozenset({"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir"})
+"""Arguments of ``timm.create_model`` that fetch weights; a file of weights has no need of them."""
 UNREADABLE = (
     RuntimeError,
     OSError,
     pickle.UnpicklingError,
     EOFError,
+    AssertionError,
     KeyError,
     IndexError,
     AttributeError,
@@ -123,14 +126,20 @@ def load_model(path: str | Path, *, device: str | torch.device = "cpu") -> nn.Mo
         raise ValueError(f"{path} has no description of its model; weights of other projects go through --init-from")
     if metadata.get("version") != str(FORMAT_VERSION):
         raise ValueError(f"{path} has format {metadata.get('version')}, this visionattn reads format {FORMAT_VERSION}")
-    name, args, spec = metadata["model"], json.loads(metadata["args"]), json.loads(metadata["data"])
-    spec = DataSpec(**{key: tuple(value) if isinstance(value, list) else value for key, value in spec.items()})
+    try:
+        name, args, spec = metadata["model"], json.loads(metadata["args"]), json.loads(metadata["data"])
+        spec = DataSpec(**{key: tuple(value) if isinstance(value, list) else value for key, value in spec.items()})
+    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} has a garbled description of its model: {first_line(error)}") from error
     if not timm.is_model(name):
-        raise ValueError(
-            f"{path} holds a model {name!r}, which timm does not know; import the package that registers it"
-        )
-    with torch.random.fork_rng(devices=[]):
-        model = timm.create_model(name, num_classes=spec.num_classes, in_chans=spec.in_chans, **args)
+        raise ValueError(f"{path} holds a model {name!r}, which timm does not know; import the package that registers it")
+    if loading := LOADING_ARGS.intersection(args):
+        raise ValueError(f"{path} asks for other weights to be loaded ({', '.join(sorted(loading))}): refused")
+    try:
+        with torch.random.fork_rng(devices=[]):
+            model = timm.create_model(name, num_classes=spec.num_classes, in_chans=spec.in_chans, **args)
+    except (TypeError, AssertionError, RuntimeError) as error:
+        raise ValueError(f"{path} names a model {name!r} that cannot be built: {first_line(error)}") from error
     misfit = describe_misfit(tensors, model.state_dict())
     if misfit:
         raise ValueError(f"{path} does not fit the model {name!r} that it names: {misfit}")

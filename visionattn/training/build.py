@@ -3,6 +3,7 @@
 Owns the checks that need a model: its name, its arguments, image sizes against patches.
 """
 
+import json
 from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 import visionattn  # noqa: F401  registers the models
-from visionattn.models.weights import DataSpec, first_line
+from visionattn.models.weights import LOADING_ARGS, DataSpec, first_line
 
 from .config import ModelConfig
 
@@ -31,18 +32,20 @@ def build_model(config: ModelConfig, spec: DataSpec) -> tuple[nn.Module, dict[st
     if not timm.is_model(config.name):
         near = get_close_matches(config.name, timm.list_models(), n=1, cutoff=0)
         raise ValueError(f"model.name: timm knows no model {config.name!r}; the nearest is {near[0]!r}")
-    for key, source in {"num_classes": "the data", "in_chans": "the data", "features_only": "no training"}.items():
+    for key, source in {"num_classes": "the data", "in_chans": "the data", "checkpoint_path": "init_from"}.items():
         if key in config.args:
             raise ValueError(f"model.args.{key} is given by {source}; leave it out")
+    if config.args.get("features_only"):
+        raise ValueError("model.args.features_only gives a model without a head, which cannot be trained here")
     args = dict(config.args)
     if is_ours(config.name) or timm.get_pretrained_cfg_value(config.name, "fixed_input_size"):
         args.setdefault("img_size", spec.img_size)
     try:
+        json.dumps(args)  # as they are kept beside the weights
         model = timm.create_model(config.name, num_classes=spec.num_classes, in_chans=spec.in_chans, **args)
     except (TypeError, AssertionError, RuntimeError) as error:
         raise ValueError(f"model {config.name} does not take {describe_args(args)}: {first_line(error)}") from error
-    args.pop("pretrained", None)
-    return model, args
+    return model, {key: value for key, value in args.items() if key not in LOADING_ARGS}
 
 
 def is_ours(name: str) -> bool:

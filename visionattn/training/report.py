@@ -54,6 +54,7 @@ def next_commands(config: TrainConfig, result: Result, tools: Path) -> list[str]
     return [shlex.join([python_command(), from_here(tools / words[0]), *words[1:]]) for words in (validate, finetune)]
 
 
-def how_to_resume(folder: Path, tools: Path) -> str:
+def how_to_resume(config: TrainConfig, tools: Path) -> str:
     """The command that goes on with a run."""
-    return shlex.join([python_command(), from_here(tools / "train.py"), "--config", str(folder / CONFIG), "--resume"])
+    kept = Path(config.output) / config.run / CONFIG
+    return shlex.join([python_command(), from_here(tools / "train.py"), "--config", str(kept), "--resume"])

@@ -3,7 +3,7 @@
 import json
 import subprocess
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -105,7 +105,7 @@ class Validation:
         self.split, self.dataset = self._find_images(config.data)
 
     def _find_images(self, data: DataConfig) -> tuple[str, Dataset]:
-        splits = build_splits(data, self.config.seed)
+        splits = build_splits(replace(data, img_size=self.sizes[0], img_size_choices=None), self.config.seed)
         for key in ("num_classes", "class_names", "in_chans", "encoding"):
             own, other = getattr(self.spec, key), getattr(splits.spec, key)
             if own != other and not (key == "class_names" and not (own and other)):
