@@ -28,7 +28,7 @@ def held_out():
 
 
 @pytest.mark.parametrize("vary", [False, True])
-@pytest.mark.parametrize(("height", "width"), SIZES)
+@pytest.mark.parametrize(("height", "width"), [(48, 48), (56, 64), *SIZES])
 def test_the_whole_digit_lies_inside_the_canvas_and_nothing_overlaps_it(height, width, vary):
     data = CanvasDataset(digit_splits(0.1, 5)["train"], "train", 100, seed=5, vary=vary)
     for index in range(60):
@@ -131,20 +131,27 @@ def test_training_draws_new_canvases_each_epoch_and_evaluation_goes_through_its_
     assert labels == [*test_labels, *test_labels[: 400 - len(test_labels)]]
 
 
-def test_classes_are_balanced_in_training():
-    train = CanvasDataset(digit_splits(0.1, 5)["train"], "train", 3000, seed=5)
-    counts = np.bincount([train[SampleKey(index, 0, 48)][1] for index in range(1500)], minlength=10)
-    assert counts.min() > 100 and counts.max() < 205
+def test_training_draws_every_digit_about_equally_often():
+    digits = Digits(digit_splits(0.1, 5)["train"].images[:40], np.arange(40))
+    train = CanvasDataset(digits, "train", 2000, seed=5)
+    counts = np.bincount([train[SampleKey(index, 0, 48)][1] for index in range(2000)], minlength=40)
+    assert counts.min() > 25 and counts.max() < 80
 
 
-def test_the_splits_of_canvases_are_drawn_from_disjoint_digits_and_streams():
+def test_the_canvases_of_validation_and_test_are_drawn_from_streams_of_their_own():
+    digits = digit_splits(0.1, 5)["train"]
+    images = [CanvasDataset(digits, name, 50, seed=5)[SampleKey(3, 0, 96)][0] for name in ("validation", "test")]
+    assert not np.array_equal(*images)
+    splits = build_splits(DataConfig(name="canvas", img_size=96), seed=5)
+    assert [part.split for part in (splits.train, splits.validation, splits.test)] == ["train", "validation", "test"]
+
+
+def test_the_splits_of_canvases_are_drawn_from_disjoint_digits():
     splits = build_splits(DataConfig(name="canvas", img_size=96, train_images=11, eval_images=7), seed=5)
     parts = (splits.train, splits.validation, splits.test)
     assert [len(part) for part in parts] == [11, 7, 7]
     digits = [{image.tobytes() for image in part.digits.images} for part in parts]
     assert not digits[0] & digits[1] and not digits[0] & digits[2] and not digits[1] & digits[2]
-    noises = [part[SampleKey(0, 0, 96)][0] for part in parts]
-    assert not np.array_equal(noises[0], noises[1]) and not np.array_equal(noises[1], noises[2])
 
 
 def test_the_specification_of_the_canvases_normalises_them():
@@ -169,11 +176,11 @@ def test_small_canvases_are_refused_in_one_line(held_out):
 
 
 def test_a_canvas_of_128_pixels_takes_less_than_two_milliseconds():
-    """0.3 ms on an idle core; the bound leaves room for a busy one."""
+    """0.2 to 0.4 ms of an idle core; the bound leaves room for a busy one."""
     train = CanvasDataset(digit_splits(0.1, 5)["train"], "train", 1000, seed=5, vary=True)
     seconds = []
     for index in range(100):
-        start = time.perf_counter()
+        start = time.process_time()
         train[SampleKey(index, 0, 128)]
-        seconds.append(time.perf_counter() - start)
+        seconds.append(time.process_time() - start)
     assert np.median(seconds) < 2e-3

@@ -184,6 +184,29 @@ def test_a_root_that_is_another_file_is_refused(tmp_path):
     assert line == f"data root {tmp_path / 'data.zip'} is neither a folder nor a .tar file"
 
 
+def test_the_steps_of_a_pipeline_draw_independently(tmp_path):
+    """Brightness shows in the mean of a crop of a slight gradient, the width of the crop in its range."""
+    gradient = np.linspace(80, 110, 200).astype(np.uint8)[None, :, None].repeat(200, 0).repeat(3, 2)
+    for name in ("bird", "cat"):
+        (tmp_path / name).mkdir()
+        for index in range(2):
+            Image.fromarray(gradient).save(tmp_path / name / f"{index}.png")
+    train = build_splits(config_of(tmp_path, augment="three"), 3).train
+    crops = np.array([train[SampleKey(0, epoch, 16)][0].astype(float) for epoch in range(200)])
+    means = crops.mean((1, 2, 3))
+    ranges = np.ptp(crops.mean((1, 3)), axis=1) / means
+    assert means.std() > 10 and ranges.std() > 0.05
+    assert abs(np.corrcoef(means, ranges)[0, 1]) < 0.2
+
+
+def test_images_beyond_the_limit_of_pillow_are_read_and_the_limit_stays(split_root, monkeypatch):
+    """Pillow refuses images of more than twice its limit; those here have 560 pixels."""
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 200)
+    config = config_of(split_root)
+    assert sorted(levels_and_labels(build_splits(config, 3).validation, config)) == expected(VAL_COUNTS)
+    assert Image.MAX_IMAGE_PIXELS == 200
+
+
 BROKEN = {
     "cut off": encoded(120, (200, 200), "jpeg")[:-200],
     "no image": b"not an image at all",

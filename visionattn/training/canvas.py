@@ -23,6 +23,8 @@ _TEST_SPLIT_SEED = 20
 _TEST_SHARE = 0.2
 _STREAM = {"train": 0, "validation": 1, "test": 2}
 _CELL_PX = 4
+# Rotation in degrees, shear, and scale of a digit that is varied.
+_WARP_LOW, _WARP_HIGH = np.array((-12, -0.15, 0.88)), np.array((12, 0.15, 1.06))
 
 Split = Literal["train", "validation", "test"]
 
@@ -110,19 +112,18 @@ def _glyph(digit: np.ndarray, size_px: int, warp: tuple[float, float, float]) ->
 
 def _fragment(glyph: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """Keep 40 to 60 % of the inked part of a glyph, cut straight across; narrow digits are cut across their length."""
-    ink = glyph > 64
-    rows, columns = np.flatnonzero(ink.any(axis=1)), np.flatnonzero(ink.any(axis=0))
-    top, bottom, left, right = rows[0], rows[-1] + 1, columns[0], columns[-1] + 1
+    left, top, width, height = cv2.boundingRect(cv2.inRange(glyph, 65, 255))
+    right, bottom = left + width, top + height
     side, share = rng.integers(4), rng.uniform(0.4, 0.6)
-    if right - left < 0.6 * (bottom - top):
+    if width < 0.6 * height:
         side %= 2
     if side == 0:
-        return glyph[: top + round((bottom - top) * share)]
+        return glyph[: top + round(height * share)]
     if side == 1:
-        return glyph[bottom - round((bottom - top) * share) :]
+        return glyph[bottom - round(height * share) :]
     if side == 2:
-        return glyph[:, : left + round((right - left) * share)]
-    return glyph[:, right - round((right - left) * share) :]
+        return glyph[:, : left + round(width * share)]
+    return glyph[:, right - round(width * share) :]
 
 
 def _place(rng: np.random.Generator, shape: tuple[int, int], part: tuple[int, int], *taken: np.ndarray) -> Box | None:
@@ -178,7 +179,7 @@ def draw_canvas(digits: Digits, index: int, height: int, width: int, rng: np.ran
     def warp():
         if not vary:
             return 0.0, 0.0, 1.0
-        return tuple(rng.uniform((-12, -0.15, 0.88), (12, 0.15, 1.06)).tolist())
+        return tuple((_WARP_LOW + (_WARP_HIGH - _WARP_LOW) * rng.random(3)).tolist())
 
     size_px = int(rng.integers(DIGIT_PX[0], DIGIT_PX[1] + 1))
     contrast, grey = rng.uniform(0.5, 0.7), int(rng.integers(24, 57))

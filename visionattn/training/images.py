@@ -6,7 +6,8 @@ Owns reading and resizing one image. Knows nothing of how images are split or ba
 import io
 import struct
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import BinaryIO, Protocol
 
 import cv2
@@ -21,6 +22,9 @@ Augmentation = Callable[[np.ndarray, int, tuple[int, ...]], np.ndarray]
 
 DAMAGED_IMAGE = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, Image.DecompressionBombError)
 """What Pillow raises for files that are missing, cut off, garbled, no image at all, or suspiciously large."""
+
+LARGEST_IMAGE_PX = 2**30
+"""Larger images count as damaged, and Pillow warns from half as many pixels on."""
 
 
 def fit(image: np.ndarray, img_size: int) -> np.ndarray:
@@ -122,12 +126,22 @@ class ImageDataset(Dataset):
     def __getitem__(self, key: SampleKey):
         index = int(self.indices[key.index])
         try:
-            with self.source.open(index) as file, Image.open(file) as image:
+            with self.source.open(index) as file, _large_images_allowed(), Image.open(file) as image:
                 pixels = np.asarray(image.convert("RGB"))
         except DAMAGED_IMAGE as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             return Unreadable(self.source.name(index), reason)
         return _finish(pixels, key, self.seed, self.augment), int(self.labels[key.index])
+
+
+@contextmanager
+def _large_images_allowed() -> Iterator[None]:
+    """Raise Pillow's limit of 179 million pixels, which slides and satellite images pass, while an image is read."""
+    limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, LARGEST_IMAGE_PX // 2
+    try:
+        yield
+    finally:
+        Image.MAX_IMAGE_PIXELS = limit
 
 
 def _finish(image: np.ndarray, key: SampleKey, seed: int, augment: Augmentation | None) -> np.ndarray:
