@@ -105,3 +105,11 @@ def test_what_an_operation_makes_itself_is_on_the_device_of_its_inputs(name, dty
         inputs = {key: torch.empty(x.shape, dtype=x.dtype, device="cuda") for key, x in inputs.items()}
         out = operation.fast(**inputs, key_mask=torch.ones(2, TOKENS, dtype=torch.bool, device="cuda"))
         assert (out.device.type, out.dtype, out.shape) == ("cuda", dtype, (2, 3, TOKENS, 24))
+
+
+@every_operation
+def test_shapes_can_be_asked_for_without_memory_on_the_meta_device(name):
+    operation = OPERATIONS[name]
+    inputs = {key: x.to("meta") for key, x in operation.tensors(torch.bfloat16).items()}
+    out = operation.fast(**inputs)
+    assert (out.device.type, out.dtype, out.shape) == ("meta", torch.bfloat16, (2, 3, TOKENS, 24))

@@ -9,7 +9,7 @@ from operations import OPERATIONS, every_linear_operation, every_operation
 from oracles import draw_qkv, relative_error, run
 from torch import Tensor
 
-from visionattn.ops import kernelized_attention
+from visionattn.ops import kernelized_attention, taylorshift_attention
 
 LOW = (torch.float16, torch.bfloat16)
 
@@ -119,3 +119,13 @@ def test_65536_tokens_sixteen_times_too_large_stay_within_rounding_in_half_preci
         smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
         floor = smallest * expected[key].numel() ** 0.5 / expected[key].norm().item()  # a gradient of 1e-7 is subnormal
         assert relative_error(x, expected[key]) < torch.finfo(dtype).eps + floor, key
+
+
+@pytest.mark.parametrize("function", [taylorshift_attention, kernelized_attention])
+def test_the_form_that_is_named_is_the_form_that_runs(function):
+    # The forms agree to rounding, and round differently: were one run in place of the other, the digits would be the same.
+    tensors = {key: x.float() for key, x in draw_qkv(queries=300, d=16, e=24).items()}
+    direct, efficient = (run(partial(function, form=form), tensors) for form in ("direct", "efficient"))
+    for key, x in direct.items():
+        assert not torch.equal(x, efficient[key]), key
+        assert relative_error(x, efficient[key]) < 5e-6, key

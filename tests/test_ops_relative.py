@@ -128,6 +128,15 @@ def test_the_form_of_the_content_does_not_matter_to_the_relative_term(normalizat
 
 
 @pytest.mark.parametrize("normalization", NORMALIZATIONS)
+@pytest.mark.parametrize("horizons", [(1, 3), (3, 0), (0, 2)])
+def test_the_axes_of_a_joint_table_may_have_horizons_of_their_own(normalization, horizons):
+    case = Case((5, 9), 1, prefix=1, present=31, masked=True)
+    tensors = case.tensors("joint")
+    tensors["table"] = draw_table(3, 2 * horizons[0] + 1, 2 * horizons[1] + 1, 7, seed=8)
+    agree("joint", tensors, case.layout(), normalization, case.mask(), "efficient")
+
+
+@pytest.mark.parametrize("normalization", NORMALIZATIONS)
 @pytest.mark.parametrize("feature_map", ["relu", "softmax"])
 @pytest.mark.parametrize("masked", [False, True])
 def test_other_feature_maps_keep_their_balance_with_the_relative_term(normalization, feature_map, masked):

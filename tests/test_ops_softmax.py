@@ -49,9 +49,8 @@ def test_softmax_attention_agrees_with_the_reference_for_any_lengths(masked, len
     tensors, mask = draw_qkv(queries=queries, keys=keys), draw_mask(2, keys) if masked else None
     actual = run(partial(softmax_attention, key_mask=mask), tensors)
     expected = run(partial(reference.softmax_attention, key_mask=mask), tensors)
-    assert_agree(
-        actual, expected, floor=1.0 if keys == 1 else 0.0
-    )  # with one key the gradients of q and k are rounding
+    # With one key the gradients of q and k are rounding.
+    assert_agree(actual, expected, floor=1.0 if keys == 1 else 0.0)
 
 
 @pytest.mark.parametrize("kind", ["flat", "axial", "joint"])
@@ -70,9 +69,8 @@ def test_signed_tables_agree_with_their_dense_bias(kind, case):
         relative = make_relative(kind, inputs, layout, "sum")
         return reference.softmax_attention(**inputs, bias=reference.relative_bias(relative, inputs["q"]), key_mask=mask)
 
-    assert_agree(
-        run(fast, tensors), run(slow, tensors), floor=1.0
-    )  # a bias that is the same for all keys has no gradient
+    # A bias that is the same for all keys has no gradient: what remains is rounding.
+    assert_agree(run(fast, tensors), run(slow, tensors), floor=1.0)
 
 
 @pytest.mark.parametrize("horizon", [0, 3, 30])
