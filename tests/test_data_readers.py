@@ -20,6 +20,7 @@ from image_files import (
     write_tar,
 )
 
+from visionattn.training.batches import batch_size_px
 from visionattn.training.data import SampleKey, build_splits, eval_batches, train_batches
 
 
@@ -108,7 +109,9 @@ def test_shards_are_streamed_through_the_reader_of_timm(shard_root, workers):
         levels = torch.cat([part[:, 0, 0, 0] for part in images]).tolist()
         assert set(levels) == set(range(100, 109))
         assert [(level - 100) % 3 for level in levels] == torch.cat(labels).tolist()
-        epochs.append((levels, [part.shape[-1] for part in images]))
+        sizes = [part.shape[-1] for part in images]
+        assert sizes == [batch_size_px((16, 24), 3, epoch, number) for number in range(len(batches))]
+        epochs.append(levels)
     assert epochs[0] == epochs[2] and epochs[0] != epochs[1]
 
     validation = eval_batches(splits.validation, config, batch_size=2, img_size=16)

@@ -15,7 +15,7 @@ import torch
 from timm.data.readers import create_reader
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from visionattn.training.batches import AUGMENT_STREAM, batch_size_px, collate, start_worker
+from visionattn.training.batches import AUGMENT_STREAM, ORDER_STREAM, batch_size_px, collate, start_worker
 from visionattn.training.folder import SPLIT_NAMES, require
 from visionattn.training.images import Augmentation, fit
 
@@ -35,10 +35,19 @@ class Shards:
     def __len__(self):
         return sum(self.shard_lengths)
 
-    def reader(self, batch_size: int):
+    def order_seed(self, epoch: int) -> int:
+        """What timm's reader seeds its shuffling with."""
+        return int(np.random.SeedSequence((self.seed, ORDER_STREAM, epoch)).generate_state(1)[0])
+
+    def reader(self, batch_size: int, epoch: int):
         """timm's reader; in training it shuffles, and repeats images to fill the last batch of each worker."""
         return create_reader(
-            "wds/", root=self.root, split=self.split, is_training=self.training, batch_size=batch_size, seed=self.seed
+            "wds/",
+            root=self.root,
+            split=self.split,
+            is_training=self.training,
+            batch_size=batch_size,
+            seed=self.order_seed(epoch),
         )
 
 
@@ -97,8 +106,7 @@ class _ShardBatches(IterableDataset):
         worker = get_worker_info()
         first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
         shards = self.shards
-        reader = shards.reader(self.batch_size)
-        reader.set_epoch(self.epoch)
+        reader = shards.reader(self.batch_size, self.epoch)
         reader.set_loader_cfg(num_workers=step)
         number, batch = first, []
         for count, (image, label) in enumerate(reader):
@@ -135,7 +143,7 @@ class _StreamBatches:
             num_workers=self.workers,
             collate_fn=_as_is,
             worker_init_fn=start_worker,
-            generator=torch.Generator().manual_seed(self.shards.seed + epoch),
+            generator=torch.Generator().manual_seed(self.shards.order_seed(epoch)),
         )
         for images, labels, _ in loader:
             if labels.max() >= self.shards.num_classes or labels.min() < 0:
