@@ -6,6 +6,7 @@ import json
 import math
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from small_runs import SPEC, Quadrants, quadrants, small_config
 from visionattn.models.weights import load_model
 from visionattn.training import engine, trainer
 from visionattn.training.batches import Unreadable
+from visionattn.training.build import build_model, check_img_size
 from visionattn.training.command_line import parse
 from visionattn.training.config import DataConfig, ModelConfig, OptimConfig, TrainConfig
 from visionattn.training.data import SampleKey, Splits
@@ -271,6 +273,30 @@ def test_bad_input_is_one_line_and_nothing_is_written(tmp_path, options, line):
     with pytest.raises((ValueError, FileNotFoundError), match=line) as error:
         run(small_config(output, **options))
     assert "\n" not in str(error.value) and not output.exists()
+
+
+def test_models_of_one_image_size_are_built_for_that_of_the_data_unless_told_otherwise():
+    small = {"patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2}
+    for name in ("vit_tiny_patch16_224", "taylorshift_abs_vit_t"):
+        model, args = build_model(ModelConfig(name, small), SPEC)
+        assert args["img_size"] == 16 and model.patch_embed.grid_size == (4, 4)
+        model, args = build_model(ModelConfig(name, small | {"img_size": 24}), SPEC)
+        assert args["img_size"] == 24 and model.patch_embed.grid_size == (6, 6)
+    _, args = build_model(ModelConfig("resnet10t", {}), SPEC)
+    assert args == {}
+
+
+def test_a_model_for_one_image_size_alone_is_not_given_another():
+    small = {"patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2}
+    fixed, _ = build_model(ModelConfig("vit_tiny_patch16_224", small), SPEC)
+    with pytest.raises(ValueError, match="image of 24 x 24 pixels, but the model takes 16 x 16 alone; .*dynamic_img_size"):
+        check_img_size(fixed, [16, 24])
+    check_img_size(build_model(ModelConfig("vit_tiny_patch16_224", small | {"dynamic_img_size": True}), SPEC)[0], [16, 24])
+    check_img_size(build_model(ModelConfig("scaleformer_vit_t", small | {"dynamic_img_pad": True}), SPEC)[0], [16, 23])
+    oblong, _ = build_model(ModelConfig("scaleformer_vit_t", small | {"patch_size": [4, 6]}), replace(SPEC, img_size=24))
+    check_img_size(oblong, [12, 24])
+    with pytest.raises(ValueError, match="20 x 20 pixels is not a whole number of 4 x 6 pixel patches; .*: 12 or 24"):
+        check_img_size(oblong, [20])
 
 
 def test_an_unknown_model_is_answered_with_the_nearest_one(tmp_path):

@@ -167,6 +167,7 @@ def test_the_loss_is_the_cross_entropy_with_smoothing_or_with_shares_of_classes(
 def test_mixed_precision_steps_follow_those_of_full_precision(tmp_path, amp):
     full = small_trainer(small_config(tmp_path, optim={"clip_grad": None}))
     low = small_trainer(small_config(tmp_path, optim={"clip_grad": None}, amp=amp))
+    low.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, enabled=low.scaler.is_enabled())
     loss, norm, _ = full.step([batch(8)])
     low_loss, low_norm, applied = low.step([batch(8)])
     assert applied and low_loss == pytest.approx(loss, rel=0.02) and low_norm == pytest.approx(norm, rel=0.05)
@@ -181,7 +182,9 @@ def spoil(trainer, name: str, value: float) -> None:
 
 def test_a_single_step_without_a_finite_loss_changes_nothing_and_is_counted(tmp_path):
     trainer, notes = small_trainer(small_config(tmp_path, optim={"ema_decay": 0.9})), Notes()
-    trainer.step([batch(8)])
+    for _ in range(3):
+        trainer.step([batch(8)])
+        trainer.position.step += 1
     real = trainer.criterion
     before = {key: value.clone() for key, value in trainer.model.state_dict().items()}
     average = {key: value.clone() for key, value in trainer.ema.module.state_dict().items()}
@@ -191,6 +194,7 @@ def test_a_single_step_without_a_finite_loss_changes_nothing_and_is_counted(tmp_
     assert not applied and math.isnan(loss) and trainer.position.skipped == 1
     for key, value in trainer.model.state_dict().items():
         assert torch.equal(value, before[key]) and torch.equal(trainer.ema.module.state_dict()[key], average[key]), key
+    assert any(not torch.equal(before[key], average[key]) for key in before)
     assert notes.events[0][0] == "skipped" and notes.events[0][1]["loss"] == "nan"
     trainer.criterion = real
     assert trainer.step([batch(8)])[2]

@@ -4,6 +4,7 @@ Owns the checks that need a model: its name, its arguments, image sizes against 
 """
 
 import json
+import math
 from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Any
@@ -66,8 +67,9 @@ def check_img_size(model: nn.Module, sizes: Iterable[int]) -> None:
     """
     embed = getattr(model, "patch_embed", None)
     patch = getattr(embed, "patch_size", None)
-    if patch is None or getattr(embed, "dynamic_img_pad", False):
+    if patch is None:
         return
+    padded = getattr(embed, "dynamic_img_pad", False)
     fixed = embed.img_size if getattr(embed, "strict_img_size", False) else None
     for size in sizes:
         if fixed is not None and (size, size) != tuple(fixed):
@@ -75,8 +77,8 @@ def check_img_size(model: nn.Module, sizes: Iterable[int]) -> None:
                 f"image of {size} x {size} pixels, but the model takes {fixed[0]} x {fixed[1]} alone; "
                 "build it with dynamic_img_size=true"
             )
-        if size % patch[0] or size % patch[1]:
-            step = torch.tensor(patch).unique().prod().item() if patch[0] != patch[1] else patch[0]
+        step = math.lcm(*patch)
+        if size % step and not padded:
             below, above = size // step * step, (size // step + 1) * step
             nearest = f"{below} or {above}" if below else f"{above}"
             raise ValueError(
