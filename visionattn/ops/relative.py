@@ -171,7 +171,8 @@ class _Canvas:
         x = x.flatten(3)
         if self.layout.kept is not None:
             x = x.gather(3, self._index(x))
-        return F.pad(x.transpose(2, 3), (0, 0, self.prefix, 0))
+        x = x.transpose(2, 3)
+        return F.pad(x, (0, 0, self.prefix, 0)) if self.prefix else x
 
     def present(self, key_mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
         """``[B, 1, H, W]`` of 0 and 1 under a mask of the tokens; None without one."""
@@ -198,20 +199,19 @@ def _axis_sums(table: Tensor, phi_q: Tensor, v: Tensor, counts: Tensor, normaliz
     return values.permute(0, 1, 4, 2, 3), mass
 
 
-def relative_sums(relative: RelativePosition, q: Tensor, v: Tensor, key_mask: Tensor | None) -> Sums:
-    """The relative term's sums of values and of weights.
+def relative_sums(relative: RelativePosition, phi_q: Tensor, v: Tensor, key_mask: Tensor | None) -> Sums:
+    """The relative term's sums of values and of weights, with "mean" in units of one key.
 
     Args:
-        q: ``[B, h, N, d]`` as given to the attention, in the dtype of the sums.
+        phi_q: ``[B, h, N, d]``, queries after ``elu1``, in the dtype of the sums.
         v: ``[B, h, M, e]``, zero where masked.
         key_mask: bool ``[B, M]``; None: every key takes part.
     """
-    phi_q = elu1(q)
     if isinstance(relative, Flat):
         return _flat_relative_sums(relative, phi_q, v, key_mask)
     canvas = _Canvas(relative.layout)
-    phi_q, v, present = canvas.spread(phi_q), canvas.spread(v), canvas.present(key_mask, q.dtype)
-    options = dict(dtype=q.dtype, device=q.device, present=present)
+    phi_q, v, present = canvas.spread(phi_q), canvas.spread(v), canvas.present(key_mask, v.dtype)
+    options = dict(dtype=v.dtype, device=v.device, present=present)
     if isinstance(relative, Joint):
         horizons = (relative.table.shape[1] // 2, relative.table.shape[2] // 2)
         reusable = present is None and relative.layout.counts is not None
@@ -259,11 +259,13 @@ def add_relative(
     Args:
         content: the sums of the content term.
         relative: None leaves the content alone.
-        q, v, key_mask: see ``relative_sums``.
+        q: ``[B, h, N, d]`` as given to the attention, in the dtype of the sums.
+        v, key_mask: see ``relative_sums``.
         count: keys that take part, ``[B or 1, 1, 1]``.
     """
     if relative is None:
         return content
-    if relative.normalization == "mean":
-        content = content.scaled(1 / count.clamp(min=1))
-    return content + relative_sums(relative, q, v, key_mask)
+    phi_q = elu1(q)
+    if relative.normalization == "mean":  # content / M + S / n, all times M: the same mean, and the content stays as it is
+        phi_q = phi_q * count.unsqueeze(-1)
+    return content + relative_sums(relative, phi_q, v, key_mask)

@@ -22,10 +22,6 @@ class Sums:
     def __add__(self, other: "Sums") -> "Sums":
         return Sums(self.values + other.values, self.mass + other.mass)
 
-    def scaled(self, factor: Tensor) -> "Sums":
-        """Both sums times ``factor [B or 1, 1, 1]``: the same weights in another unit."""
-        return Sums(self.values * factor.unsqueeze(-1), self.mass * factor)
-
     def divide(self) -> Tensor:
         """The weighted mean ``[B, h, N, e]``; 0, with zero gradient, for a query whose weights are all 0."""
         return self.values / self.mass.masked_fill(self.mass == 0, 1).unsqueeze(-1)

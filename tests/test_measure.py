@@ -1,0 +1,70 @@
+"""Measurements: counts against arithmetic by hand, memory against what was allocated, and growth with the image."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from timm.models import create_model
+
+from visionattn.measure import count_flops, model_table, peak_bytes
+
+ROOT = Path(__file__).parent.parent
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory of a CPU is measured under Linux only")
+
+
+def test_flops_of_a_block_are_those_worked_out_by_hand():
+    args = dict(embed_dim=24, num_heads=3, num_classes=5, img_size=64, patch_size=16, class_token=False, relative="none")
+    counted = [count_flops(create_model("scaleformer_vit_t", depth=depth, **args), 64, 96) for depth in (1, 2)]
+    n, width, d, heads = 24, 24, 8, 3
+    linear = n * width * (3 * width + width + 8 * width)
+    attention = heads * (2 * n * d * d + n * d)  # the state, its use, and the mass
+    assert counted[1] - counted[0] == 2 * (linear + attention)
+
+
+def test_relative_position_adds_its_classes_to_the_count():
+    args = dict(embed_dim=24, num_heads=3, depth=1, class_token=False, horizon=2)
+    with_it, without = (
+        count_flops(create_model("taylorshift_vit_t", relative=relative, **args), 64, 96) for relative in ("joint", "none")
+    )
+    assert with_it - without == 2 * 24 * 3 * 25 * (8 + 8)
+
+
+def test_table_has_a_row_per_model_and_grows_linearly():
+    (row,) = model_table(["scaleformer_vit_t"], [1024, 2048])
+    assert row["model"] == "scaleformer_vit_t" and row["parameters (M)"] == pytest.approx(5.8, abs=0.1)
+    assert row["GFLOP at 2048"] / row["GFLOP at 1024"] == pytest.approx(4, rel=0.01)
+
+
+@linux
+def test_peak_is_what_was_allocated_above_the_level_before():
+    kept = torch.ones(1 << 22)
+    peak = peak_bytes(lambda: torch.ones(1 << 24).sum())
+    assert 4 << 24 <= peak < (4 << 24) + (8 << 20) and kept.numel() == 1 << 22
+
+
+GROWTH = """
+import timm, torch, visionattn
+from visionattn.measure import peak_bytes
+torch.set_num_threads(1)
+model = timm.create_model({name!r}, num_heads={heads}, depth=1).eval()
+image = torch.randn(1, 3, {size}, {size})
+with torch.inference_mode():
+    model(image[:, :, :64, :64])
+    print(peak_bytes(lambda: model(image)))
+"""
+
+
+@linux
+@pytest.mark.parametrize("name, heads", [("scaleformer_vit_s", 6), ("taylorshift_vit_s", 12)])
+def test_memory_of_a_forward_grows_with_the_patches(name, heads):
+    """From 1024 to 2048 px, four times the patches; depth 1 has the peak of depth 12, whose blocks come one by one."""
+    env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}  # each tensor its own pages, so that memory freed is seen to be
+    peaks = []
+    for size in (1024, 2048):
+        code = GROWTH.format(name=name, heads=heads, size=size)
+        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=env, check=True)
+        peaks.append(int(result.stdout))
+    assert peaks[1] / peaks[0] <= 4.4
