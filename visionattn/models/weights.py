@@ -132,7 +132,9 @@ def load_model(path: str | Path, *, device: str | torch.device = "cpu") -> nn.Mo
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} has a garbled description of its model: {first_line(error)}") from error
     if not timm.is_model(name):
-        raise ValueError(f"{path} holds a model {name!r}, which timm does not know; import the package that registers it")
+        raise ValueError(
+            f"{path} holds a model {name!r}, which timm does not know; import the package that registers it"
+        )
     if loading := LOADING_ARGS.intersection(args):
         raise ValueError(f"{path} asks for other weights to be loaded ({', '.join(sorted(loading))}): refused")
     try:

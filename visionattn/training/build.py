@@ -15,8 +15,7 @@ from torch import nn
 
 import visionattn  # noqa: F401  registers the models
 from visionattn.models.weights import LOADING_ARGS, DataSpec, first_line
-
-from .config import ModelConfig
+from visionattn.training.config import ModelConfig
 
 
 def build_model(config: ModelConfig, spec: DataSpec) -> tuple[nn.Module, dict[str, Any]]:

@@ -18,8 +18,7 @@ from timm.models._manipulate import adapt_input_conv
 from torch import Tensor, nn
 
 from visionattn.models.weights import describe_misfit, first_line, flush_to_disk, read_pickle, read_state_dict
-
-from .build import is_ours
+from visionattn.training.build import is_ours
 
 FORMAT = "visionattn.state"
 FORMAT_VERSION = 1

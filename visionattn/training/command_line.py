@@ -16,7 +16,7 @@ from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from .interrupt import NonFinite, Stopped
+from visionattn.training.interrupt import NonFinite, Stopped
 
 Config = TypeVar("Config")
 

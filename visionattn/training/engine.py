@@ -9,14 +9,14 @@ from typing import TextIO
 import numpy as np
 import torch
 
-from .build import build_model, check_img_size, pick_device
-from .checkpoint import load_state, place_weights, save_state
-from .config import TrainConfig, check
-from .data import build_splits
-from .interrupt import Interrupted, Interruption, Stopped
-from .progress import Result
-from .record import LAST, Record, clear, run_folder
-from .trainer import Trainer
+from visionattn.training.build import build_model, check_img_size, pick_device
+from visionattn.training.checkpoint import load_state, place_weights, save_state
+from visionattn.training.config import TrainConfig, check
+from visionattn.training.data import build_splits
+from visionattn.training.interrupt import Interrupted, Interruption, Stopped
+from visionattn.training.progress import Result
+from visionattn.training.record import LAST, Record, clear, run_folder
+from visionattn.training.trainer import Trainer
 
 
 def train(config: TrainConfig, *, stream: TextIO | None = None) -> Result:

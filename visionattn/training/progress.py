@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from .evaluate import Evaluation
+from visionattn.training.evaluate import Evaluation
 
 
 @dataclass

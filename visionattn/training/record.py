@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
-from .config import TrainConfig
+from visionattn.training.config import TrainConfig
 
 BEST, LAST, CONFIG, METRICS, SUMMARY = "best.safetensors", "last.pt", "config.yaml", "metrics.jsonl", "summary.csv"
 WRITTEN = (BEST, LAST, CONFIG, METRICS, SUMMARY, "events.out.tfevents.*", "*.tmp")

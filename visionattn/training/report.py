@@ -3,10 +3,10 @@
 import shlex
 from pathlib import Path
 
-from .command_line import from_here, python_command
-from .config import TrainConfig
-from .progress import Result
-from .record import CONFIG
+from visionattn.training.command_line import from_here, python_command
+from visionattn.training.config import TrainConfig
+from visionattn.training.progress import Result
+from visionattn.training.record import CONFIG
 
 
 def report(config: TrainConfig, result: Result, tools: Path) -> list[str]:

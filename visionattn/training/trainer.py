@@ -15,16 +15,22 @@ from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
 from visionattn.models.weights import DataSpec, load_model, save_model
-
-from .checkpoint import random_state, restore_random_state, save_state
-from .config import TrainConfig
-from .data import Splits, eval_batches, train_batches
-from .evaluate import Evaluation, autocast, evaluate
-from .finite import first_non_finite
-from .interrupt import Interruption, NonFinite
-from .optimize import make_criterion, make_mixup, make_optimizer, make_scheduler, mix_batch, restore_optimizer
-from .progress import Position, Result, Window
-from .record import BEST, LAST, Record
+from visionattn.training.checkpoint import random_state, restore_random_state, save_state
+from visionattn.training.config import TrainConfig
+from visionattn.training.data import Splits, eval_batches, train_batches
+from visionattn.training.evaluate import Evaluation, autocast, evaluate
+from visionattn.training.finite import first_non_finite
+from visionattn.training.interrupt import Interruption, NonFinite
+from visionattn.training.optimize import (
+    make_criterion,
+    make_mixup,
+    make_optimizer,
+    make_scheduler,
+    mix_batch,
+    restore_optimizer,
+)
+from visionattn.training.progress import Position, Result, Window
+from visionattn.training.record import BEST, LAST, Record
 
 NON_FINITE_STEPS = 3
 """Steps in a row without a finite loss that end a run."""

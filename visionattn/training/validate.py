@@ -13,13 +13,12 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from visionattn.models.weights import DataSpec, load_model
-
-from .build import check_img_size, pick_device
-from .command_line import field_types, parse, spell_out
-from .config import DataConfig, TrainConfig, ValidateConfig
-from .data import build_splits, eval_batches
-from .evaluate import Evaluation, evaluate
-from .record import CONFIG, write_text
+from visionattn.training.build import check_img_size, pick_device
+from visionattn.training.command_line import field_types, parse, spell_out
+from visionattn.training.config import DataConfig, TrainConfig, ValidateConfig
+from visionattn.training.data import build_splits, eval_batches
+from visionattn.training.evaluate import Evaluation, evaluate
+from visionattn.training.record import CONFIG, write_text
 
 COLUMNS = ("size", "images", "accuracy", "top-5", "images/s")
 
