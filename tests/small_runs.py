@@ -29,9 +29,14 @@ class Quadrants(Dataset):
         return self.length
 
     def __getitem__(self, key: SampleKey) -> tuple[np.ndarray, int]:
-        image = np.random.default_rng((self.seed, key.epoch, key.index)).integers(0, 120, (key.img_size, key.img_size, 1))
+        image = np.random.default_rng((self.seed, key.epoch, key.index)).integers(
+            0, 120, (key.img_size, key.img_size, 1)
+        )
         label, half = key.index % 4, key.img_size // 2
-        rows, columns = slice(half * (label // 2), half * (label // 2 + 1)), slice(half * (label % 2), half * (label % 2 + 1))
+        rows, columns = (
+            slice(half * (label // 2), half * (label // 2 + 1)),
+            slice(half * (label % 2), half * (label % 2 + 1)),
+        )
         image[rows, columns] += 60
         return image.astype(np.uint8), label
 
@@ -41,15 +46,23 @@ def quadrants(train: int = 61, *, test: bool = True) -> Splits:
     return Splits(Quadrants(train, 1), Quadrants(23, 2), Quadrants(29, 3) if test else None, SPEC)
 
 
-def small_config(output: Path, *, optim: dict[str, Any] | None = None, data: dict[str, Any] | None = None,
-                 model: dict[str, Any] | None = None, **options: Any) -> TrainConfig:
+def small_config(
+    output: Path,
+    *,
+    optim: dict[str, Any] | None = None,
+    data: dict[str, Any] | None = None,
+    model: dict[str, Any] | None = None,
+    **options: Any,
+) -> TrainConfig:
     """Two epochs of 8 steps, the last one of 5 images, in the main process."""
     config = TrainConfig(
         model=ModelConfig("scaleformer_vit_t", MODEL | (model or {})),
         data=DataConfig(**{"img_size": 16, "workers": 0} | (data or {})),
         optim=OptimConfig(**{"lr": 3e-3, "warmup_epochs": 0.5} | (optim or {})),
     )
-    return replace(config, **{"epochs": 2, "batch_size": 8, "output": str(output), "run": "small", "log_every": 3} | options)
+    return replace(
+        config, **{"epochs": 2, "batch_size": 8, "output": str(output), "run": "small", "log_every": 3} | options
+    )
 
 
 def small_trainer(config: TrainConfig, splits: Splits | None = None) -> Trainer:

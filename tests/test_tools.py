@@ -17,8 +17,15 @@ import yaml
 from safetensors.torch import save_file
 
 ROOT = Path(__file__).parents[1]
-SMALL = ["--model.args", "{patch_size: 8, embed_dim: 16, depth: 1, num_heads: 2}", "--data.img_size=16", "--data.workers=0",
-         "--batch_size=128", "--epochs=1", "--optim.warmup_epochs=0.5"]
+SMALL = [
+    "--model.args",
+    "{patch_size: 8, embed_dim: 16, depth: 1, num_heads: 2}",
+    "--data.img_size=16",
+    "--data.workers=0",
+    "--batch_size=128",
+    "--epochs=1",
+    "--optim.warmup_epochs=0.5",
+]
 
 
 def load(name: str):
@@ -76,7 +83,9 @@ def test_both_commands_that_are_offered_next_work_as_they_are(finished, capsys):
 def test_validation_prints_a_row_per_size_and_keeps_it_with_its_origin(finished, capsys, tmp_path):
     folder, printed = finished
     kept = tmp_path / "rows.json"
-    assert validate(["--checkpoint", str(folder / "best.safetensors"), "--img-size", "16", "32", "--json", str(kept)]) == 0
+    assert (
+        validate(["--checkpoint", str(folder / "best.safetensors"), "--img-size", "16", "32", "--json", str(kept)]) == 0
+    )
     head, columns, *rows = capsys.readouterr().out.splitlines()
     assert head == f"{folder / 'best.safetensors'} on the test images of digits"
     assert columns.split() == ["size", "images", "accuracy", "top-5", "images/s"]
@@ -113,7 +122,9 @@ BAD_FLAGS = [
 ]
 
 
-@pytest.mark.parametrize(("flags", "part"), BAD_FLAGS, ids=lambda value: " ".join(value) if isinstance(value, list) else "")
+@pytest.mark.parametrize(
+    ("flags", "part"), BAD_FLAGS, ids=lambda value: " ".join(value) if isinstance(value, list) else ""
+)
 def test_bad_input_ends_training_with_one_line_code_2_and_nothing_written(tmp_path, capsys, flags, part):
     given = {flag.partition("=")[0] for flag in flags}
     small = [flag for flag in SMALL if flag.partition("=")[0] not in given]
@@ -152,9 +163,12 @@ def test_a_state_that_cannot_be_used_ends_resumption_with_one_line_and_stays(fin
     run.mkdir()
     flags = [*SMALL, f"--output={tmp_path}", "--run=one", "--resume"]
     state = (folder / "last.pt").read_bytes()
-    for content, more, part in ((state[: len(state) // 2], [], "cut off or garbled"), (b"", [], "cut off or garbled"),
-                                (state, ["--model.args.embed_dim=32"], "another model"),
-                                (state, ["--model.name=taylorshift_vit_t"], "another model")):
+    for content, more, part in (
+        (state[: len(state) // 2], [], "cut off or garbled"),
+        (b"", [], "cut off or garbled"),
+        (state, ["--model.args.embed_dim=32"], "another model"),
+        (state, ["--model.name=taylorshift_vit_t"], "another model"),
+    ):
         (run / "last.pt").write_bytes(content)
         assert train([*flags, *more]) == 2
         printed = capsys.readouterr()
@@ -183,8 +197,10 @@ def test_bad_input_ends_validation_with_one_line_and_code_2(finished, tmp_path, 
         (["--checkpoint", str(folder / "last.pt")], "give the best.safetensors of a run"),
         (["--checkpoint", str(alone)], "name it: --data.name, --data.root"),
         (["--checkpoint", str(cut), "--data.name=digits"], "cut off or garbled"),
-        (["--checkpoint", best, "--img-size", "20"], "image of 20 x 20 pixels is not a whole number of 8 x 8 pixel patches; "
-                                                     "the nearest that fit: 16 or 24"),
+        (
+            ["--checkpoint", best, "--img-size", "20"],
+            "image of 20 x 20 pixels is not a whole number of 8 x 8 pixel patches; the nearest that fit: 16 or 24",
+        ),
         (["--checkpoint", best, "--img-size", "0"], "img_size must be above 0, got 0"),
         (["--checkpoint", best, "--img-sizes", "16"], "unknown option --img-sizes; the nearest is --img_size"),
         (["--checkpoint", best, "--img-size", "big"], "img_size must be a list of whole numbers or null, got big"),
@@ -213,10 +229,24 @@ def test_weights_are_not_evaluated_on_the_classes_of_other_data(finished, tmp_pa
 
 
 def test_ctrl_c_saves_the_state_says_how_to_go_on_and_that_works(tmp_path):
-    command = [sys.executable, str(ROOT / "tools" / "train.py"), *SMALL, "--data.workers=1", f"--output={tmp_path}", "--run=two"]
+    command = [
+        sys.executable,
+        str(ROOT / "tools" / "train.py"),
+        *SMALL,
+        "--data.workers=1",
+        f"--output={tmp_path}",
+        "--run=two",
+    ]
     command += ["--epochs=500", "--optim.warmup_epochs=1"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(), cwd=ROOT,
-                               start_new_session=True)
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+        cwd=ROOT,
+        start_new_session=True,
+    )
     try:
         assert "epochs of 11 steps" in process.stdout.readline()
         assert process.stdout.readline().startswith("epoch   1/500")

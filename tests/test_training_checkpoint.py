@@ -17,7 +17,14 @@ import visionattn
 from visionattn.models import weights
 from visionattn.models.weights import DataSpec, load_model, read_pickle, read_state_dict, save_model
 from visionattn.training import checkpoint
-from visionattn.training.checkpoint import load_state, place_weights, random_state, restore_random_state, save_state, shorten
+from visionattn.training.checkpoint import (
+    load_state,
+    place_weights,
+    random_state,
+    restore_random_state,
+    save_state,
+    shorten,
+)
 
 PLAIN = {"img_size": 16, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2}
 
@@ -134,8 +141,12 @@ def test_a_checkpoint_that_would_run_code_is_refused_and_the_code_does_not_run(t
         torch.save(content, path)
     else:
         path.write_bytes(pickle.dumps({"extra": Harm(harm)}, protocol=protocol))
-    for read in (read_pickle, read_state_dict, lambda path: load_state(path, small_model(), "scaleformer_vit_t"),
-                 lambda path: place_weights(small_model(), "scaleformer_vit_t", path)):
+    for read in (
+        read_pickle,
+        read_state_dict,
+        lambda path: load_state(path, small_model(), "scaleformer_vit_t"),
+        lambda path: place_weights(small_model(), "scaleformer_vit_t", path),
+    ):
         with pytest.raises(ValueError, match="evil.pt .*run code when unpickled") as error:
             read(path)
         assert "\n" not in str(error.value) and not harm.exists()
@@ -145,7 +156,14 @@ def test_a_truncated_or_garbled_checkpoint_is_one_line(tmp_path):
     path = tmp_path / "a.pt"
     torch.save({"model": small_model().state_dict()}, path)
     whole = path.read_bytes()
-    for content in (whole[: len(whole) // 2], whole[:100], b"", b"hello, this is text\n" * 9, b"PK\x03\x04", b"\x80\x02}q\x00("):
+    for content in (
+        whole[: len(whole) // 2],
+        whole[:100],
+        b"",
+        b"hello, this is text\n" * 9,
+        b"PK\x03\x04",
+        b"\x80\x02}q\x00(",
+    ):
         path.write_bytes(content)
         with pytest.raises(ValueError, match="a.pt ") as error:
             read_state_dict(path)
@@ -154,14 +172,21 @@ def test_a_truncated_or_garbled_checkpoint_is_one_line(tmp_path):
         read_state_dict(tmp_path / "b.pt")
 
 
-@pytest.mark.parametrize("nest", [
-    lambda tensors: tensors,
-    lambda tensors: {"model": tensors, "epoch": 3},
-    lambda tensors: {"state_dict": {f"module.{key}": value for key, value in tensors.items()}},
-    lambda tensors: {"model": {f"_orig_mod.{key}": value for key, value in tensors.items()}},
-    lambda tensors: {"model": {key: value * 0 for key, value in tensors.items()}, "ema": tensors, "optimizer": {"a": 1}},
-    lambda tensors: {"model": tensors, "ema": None},
-])
+@pytest.mark.parametrize(
+    "nest",
+    [
+        lambda tensors: tensors,
+        lambda tensors: {"model": tensors, "epoch": 3},
+        lambda tensors: {"state_dict": {f"module.{key}": value for key, value in tensors.items()}},
+        lambda tensors: {"model": {f"_orig_mod.{key}": value for key, value in tensors.items()}},
+        lambda tensors: {
+            "model": {key: value * 0 for key, value in tensors.items()},
+            "ema": tensors,
+            "optimizer": {"a": 1},
+        },
+        lambda tensors: {"model": tensors, "ema": None},
+    ],
+)
 def test_the_tensors_of_a_state_dict_are_found_however_it_is_nested(tmp_path, nest):
     tensors = {"a.weight": torch.arange(3.0), "b": torch.ones(2)}
     torch.save(nest(tensors), tmp_path / "a.pth")

@@ -25,11 +25,14 @@ def test_flags_win_over_the_file_and_the_file_over_the_defaults(tmp_path):
     assert isinstance(config.optim, OptimConfig) and isinstance(config.data, DataConfig)
 
 
-@pytest.mark.parametrize("flags", [
-    ["--init-from", "a/b-c.pt", "--data.img-size-choices", "96", "128", "160", "--resume"],
-    ["--init_from=a/b-c.pt", "--data.img_size_choices=[96, 128, 160]", "--resume=true"],
-    ["--resume", "true", "--data.img_size_choices", "[96,128,160]", "--init_from", "a/b-c.pt"],
-])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--init-from", "a/b-c.pt", "--data.img-size-choices", "96", "128", "160", "--resume"],
+        ["--init_from=a/b-c.pt", "--data.img_size_choices=[96, 128, 160]", "--resume=true"],
+        ["--resume", "true", "--data.img_size_choices", "[96,128,160]", "--init_from", "a/b-c.pt"],
+    ],
+)
 def test_hyphens_lists_and_switches_may_be_written_in_every_usual_way(flags):
     config = read(*flags)
     assert (config.init_from, config.data.img_size_choices, config.resume) == ("a/b-c.pt", [96, 128, 160], True)
@@ -40,10 +43,19 @@ def test_optional_values_can_be_switched_off_and_negative_numbers_are_values():
     assert (config.optim.clip_grad, config.seed, config.data.img_size_choices) == (None, -3, None)
 
 
-@pytest.mark.parametrize(("wrong", "right"), [
-    ("optim.learning_rate", "optim.lr"), ("optim.lrr", "optim.lr"), ("lr", "optim.lr"), ("batchsize", "batch_size"),
-    ("data.image_size", "data.img_size"), ("optim.ema", "optim.ema_decay"), ("epoch", "epochs"), ("dat.name", "data.name"),
-])
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("optim.learning_rate", "optim.lr"),
+        ("optim.lrr", "optim.lr"),
+        ("lr", "optim.lr"),
+        ("batchsize", "batch_size"),
+        ("data.image_size", "data.img_size"),
+        ("optim.ema", "optim.ema_decay"),
+        ("epoch", "epochs"),
+        ("dat.name", "data.name"),
+    ],
+)
 def test_an_unknown_name_is_answered_with_the_nearest_right_one(tmp_path, wrong, right):
     assert nearest(wrong, list(field_types(TrainConfig))) == right
     with pytest.raises(ValueError, match=f"^unknown option --{wrong}; the nearest is --{right}$"):
@@ -56,26 +68,40 @@ def test_an_unknown_name_is_answered_with_the_nearest_right_one(tmp_path, wrong,
             read("--config", str(file))
 
 
-@pytest.mark.parametrize(("argv", "line"), [
-    (["--optim.lr", "fast"], "optim.lr must be a number, got fast"),
-    (["--epochs", "3.5"], "epochs must be a whole number, got 3.5"),
-    (["--compile", "perhaps"], "compile must be true or false, got perhaps"),
-    (["--data.name", "mnist"], "data.name must be one of digits, canvas, cifar10, cifar10_pixel, folder, got mnist"),
-    (["--optim.clip_grad", "x"], "optim.clip_grad must be a number or null, got x"),
-    (["--data.img_size_choices", "96", "big"], "data.img_size_choices must be a list of whole numbers or null, got big"),
-    (["--optim.lr"], "argument --optim.lr: expected one argument"),
-    (["stray"], "unrecognized arguments: stray"),
-])
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (["--optim.lr", "fast"], "optim.lr must be a number, got fast"),
+        (["--epochs", "3.5"], "epochs must be a whole number, got 3.5"),
+        (["--compile", "perhaps"], "compile must be true or false, got perhaps"),
+        (
+            ["--data.name", "mnist"],
+            "data.name must be one of digits, canvas, cifar10, cifar10_pixel, folder, got mnist",
+        ),
+        (["--optim.clip_grad", "x"], "optim.clip_grad must be a number or null, got x"),
+        (
+            ["--data.img_size_choices", "96", "big"],
+            "data.img_size_choices must be a list of whole numbers or null, got big",
+        ),
+        (["--optim.lr"], "argument --optim.lr: expected one argument"),
+        (["stray"], "unrecognized arguments: stray"),
+    ],
+)
 def test_a_value_of_a_wrong_type_is_one_line(argv, line):
     with pytest.raises(ValueError) as error:
         read(*argv)
     assert str(error.value).replace("'", "") == line
 
 
-@pytest.mark.parametrize(("text", "part"), [
-    ("epochs: [", "is no YAML file"), ("- epochs\n", "must hold names and values, got a list"),
-    ("optim: 3\n", "optim must hold names and values, got 3"), ("epochs: ten\n", "epochs must be a whole number, got ten"),
-])
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("epochs: [", "is no YAML file"),
+        ("- epochs\n", "must hold names and values, got a list"),
+        ("optim: 3\n", "optim must hold names and values, got 3"),
+        ("epochs: ten\n", "epochs must be a whole number, got ten"),
+    ],
+)
 def test_a_file_that_is_no_configuration_is_one_line(tmp_path, text, part):
     file = tmp_path / "a.yaml"
     file.write_text(text)
@@ -106,22 +132,25 @@ def test_every_configuration_of_the_repository_is_valid_and_has_a_header(path):
         assert word in header, word
 
 
-@pytest.mark.parametrize(("flags", "line"), [
-    (["--epochs", "0"], "epochs must be above 0, got 0"),
-    (["--optim.lr", "-0.1"], "optim.lr must be above 0, got -0.1"),
-    (["--optim.lr", ".nan"], "optim.lr must be above 0, got nan"),
-    (["--optim.accumulate", "0"], "optim.accumulate must be above 0, got 0"),
-    (["--seed", "-1"], "seed must be at least 0, got -1"),
-    (["--optim.mixup", "-1"], "optim.mixup must be at least 0, got -1.0"),
-    (["--optim.label_smoothing", "1"], "optim.label_smoothing must be in [0, 1), got 1.0"),
-    (["--optim.ema_decay", "0"], "optim.ema_decay must be in (0, 1), got 0.0"),
-    (["--optim.layer_decay", "1.1"], "optim.layer_decay must be in (0, 1], got 1.1"),
-    (["--data.val_fraction", "1"], "data.val_fraction must be in (0, 1), got 1.0"),
-    (["--data.img_size_choices", "96", "0"], "data.img_size_choices[1] must be above 0, got 0"),
-    (["--optim.min_lr", "1"], "optim.min_lr 1.0 is above optim.lr 0.001, the peak"),
-    (["--optim.warmup_epochs", "10"], "optim.warmup_epochs 10.0 leaves nothing of epochs 10 for the cosine"),
-    (["--resume", "--overwrite"], "resume goes on with a run and overwrite deletes it: give one of them"),
-])
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (["--epochs", "0"], "epochs must be above 0, got 0"),
+        (["--optim.lr", "-0.1"], "optim.lr must be above 0, got -0.1"),
+        (["--optim.lr", ".nan"], "optim.lr must be above 0, got nan"),
+        (["--optim.accumulate", "0"], "optim.accumulate must be above 0, got 0"),
+        (["--seed", "-1"], "seed must be at least 0, got -1"),
+        (["--optim.mixup", "-1"], "optim.mixup must be at least 0, got -1.0"),
+        (["--optim.label_smoothing", "1"], "optim.label_smoothing must be in [0, 1), got 1.0"),
+        (["--optim.ema_decay", "0"], "optim.ema_decay must be in (0, 1), got 0.0"),
+        (["--optim.layer_decay", "1.1"], "optim.layer_decay must be in (0, 1], got 1.1"),
+        (["--data.val_fraction", "1"], "data.val_fraction must be in (0, 1), got 1.0"),
+        (["--data.img_size_choices", "96", "0"], "data.img_size_choices[1] must be above 0, got 0"),
+        (["--optim.min_lr", "1"], "optim.min_lr 1.0 is above optim.lr 0.001, the peak"),
+        (["--optim.warmup_epochs", "10"], "optim.warmup_epochs 10.0 leaves nothing of epochs 10 for the cosine"),
+        (["--resume", "--overwrite"], "resume goes on with a run and overwrite deletes it: give one of them"),
+    ],
+)
 def test_values_out_of_range_are_one_line_with_the_key(flags, line):
     with pytest.raises(ValueError) as error:
         check(read(*flags))
@@ -129,17 +158,29 @@ def test_values_out_of_range_are_one_line_with_the_key(flags, line):
 
 
 def test_the_ends_of_the_ranges_are_allowed():
-    config = TrainConfig(optim=OptimConfig(layer_decay=1.0, label_smoothing=0.0, warmup_epochs=0, weight_decay=0, clip_grad=None))
+    config = TrainConfig(
+        optim=OptimConfig(layer_decay=1.0, label_smoothing=0.0, warmup_epochs=0, weight_decay=0, clip_grad=None)
+    )
     check(config)
     assert asdict(config)["optim"]["layer_decay"] == 1.0
 
 
-@pytest.mark.parametrize(("error", "code", "line"), [
-    (ValueError("wanted 3,\n  got 4"), 2, "error: wanted 3, got 4\n"), (FileNotFoundError("no x"), 2, "error: no x\n"),
-    (KeyboardInterrupt(), 130, "interrupted\n"),
-    (ValueError("Caught ValueError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n  File\n"
-                "ValueError: cannot read a.png"), 2, "error: cannot read a.png\n"),
-])
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (ValueError("wanted 3,\n  got 4"), 2, "error: wanted 3, got 4\n"),
+        (FileNotFoundError("no x"), 2, "error: no x\n"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+        (
+            ValueError(
+                "Caught ValueError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n  File\n"
+                "ValueError: cannot read a.png"
+            ),
+            2,
+            "error: cannot read a.png\n",
+        ),
+    ],
+)
 def test_a_tool_ends_with_a_code_and_one_line(capsys, error, code, line):
     def work():
         raise error

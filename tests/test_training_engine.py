@@ -26,7 +26,14 @@ from visionattn.training.evaluate import Evaluation, evaluate
 from visionattn.training.interrupt import NonFinite, Stopped
 from visionattn.training.trainer import Trainer
 
-EVERYTHING = {"mixup": 0.3, "cutmix": 0.5, "ema_decay": 0.9, "accumulate": 2, "label_smoothing": 0.1, "layer_decay": 0.8}
+EVERYTHING = {
+    "mixup": 0.3,
+    "cutmix": 0.5,
+    "ema_decay": 0.9,
+    "accumulate": 2,
+    "label_smoothing": 0.1,
+    "layer_decay": 0.8,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +47,9 @@ def run(config: TrainConfig) -> tuple[engine.Result, str]:
 
 
 def files(folder: Path) -> set[str]:
-    return {"events" if "tfevents" in path.name else path.name for path in folder.iterdir()} if folder.exists() else set()
+    return (
+        {"events" if "tfevents" in path.name else path.name for path in folder.iterdir()} if folder.exists() else set()
+    )
 
 
 def lines(folder: Path) -> list[dict]:
@@ -57,7 +66,10 @@ def test_a_small_model_learns_the_digits(tmp_path, monkeypatch):
         model=ModelConfig("scaleformer_vit_t", {"patch_size": 4, "embed_dim": 32, "depth": 1, "num_heads": 2}),
         data=DataConfig("digits", img_size=16, workers=0),
         optim=OptimConfig(lr=1e-2, warmup_epochs=0.5, clip_grad=1.0),
-        epochs=5, batch_size=32, output=str(tmp_path), run="digits",
+        epochs=5,
+        batch_size=32,
+        output=str(tmp_path),
+        run="digits",
     )
     result, _ = run(config)
     assert result.test.images == 359 and result.test.accuracy > 0.65 and result.validation > 0.65
@@ -73,8 +85,16 @@ def test_a_run_leaves_weights_state_configuration_and_figures(tmp_path):
     assert [row["epoch"] for row in rows(folder)] == ["1", "2"] and [row["step"] for row in rows(folder)] == ["8", "16"]
     assert max(float(row["val_accuracy"]) for row in rows(folder)) == result.validation
     kinds = [(line["kind"], line["step"]) for line in lines(folder)]
-    assert kinds == [("train", 3), ("train", 6), ("epoch", 8), ("train", 9), ("train", 12), ("train", 15), ("epoch", 16),
-                     ("test", 16)]
+    assert kinds == [
+        ("train", 3),
+        ("train", 6),
+        ("epoch", 8),
+        ("train", 9),
+        ("train", 12),
+        ("train", 15),
+        ("epoch", 16),
+        ("test", 16),
+    ]
     assert "epoch 2/2" in printed and printed.count("%") == 2
 
 
@@ -171,9 +191,14 @@ def stop_at(monkeypatch, steps: int, signals: int = 1) -> None:
 
 
 @pytest.mark.parametrize("stopped_at", [2, 4, 6])
-def test_a_stopped_and_resumed_run_ends_in_the_very_state_of_one_that_was_not_stopped(tmp_path, monkeypatch, stopped_at):
-    options = {"optim": EVERYTHING | {"name": "lamb" if stopped_at == 2 else "adamw"}, "epochs": 3,
-               "model": {"drop_path_rate": 0.2}}
+def test_a_stopped_and_resumed_run_ends_in_the_very_state_of_one_that_was_not_stopped(
+    tmp_path, monkeypatch, stopped_at
+):
+    options = {
+        "optim": EVERYTHING | {"name": "lamb" if stopped_at == 2 else "adamw"},
+        "epochs": 3,
+        "model": {"drop_path_rate": 0.2},
+    }
     run(small_config(tmp_path / "whole", **options))
     with monkeypatch.context() as patch:
         stop_at(patch, stopped_at)
@@ -213,7 +238,9 @@ def test_lines_of_a_process_that_died_after_its_last_state_are_not_written_twice
     run(small_config(tmp_path, epochs=1))
     folder = tmp_path / "small"
     with (folder / "metrics.jsonl").open("a") as file:
-        file.write('{"kind": "train", "step": 9, "loss": 1.0}\n{"kind": "epoch", "epoch": 2, "step": 16}\n{"kind": "tra')
+        file.write(
+            '{"kind": "train", "step": 9, "loss": 1.0}\n{"kind": "epoch", "epoch": 2, "step": 16}\n{"kind": "tra'
+        )
     with (folder / "summary.csv").open("a") as file:
         file.write((folder / "summary.csv").read_text().splitlines()[1].replace("1,8", "2,16") + "\n")
     run(small_config(tmp_path, epochs=2, resume=True))
@@ -253,21 +280,27 @@ def test_overwriting_deletes_what_a_run_wrote_and_nothing_else(tmp_path):
     assert len(list(folder.glob("events*"))) == 1
 
 
-@pytest.mark.parametrize(("options", "line"), [
-    ({"resume": True}, "nothing to resume: .*last.pt does not exist; leave out --resume"),
-    ({"run": "../elsewhere"}, "run must be the name of a folder within .*, got '../elsewhere'"),
-    ({"run": ".."}, "run must be the name of a folder"),
-    ({"epochs": 0}, "epochs must be above 0"),
-    ({"device": "abacus"}, "device 'abacus' cannot be used here"),
-    ({"init_from": "nowhere.pt"}, "no checkpoint at nowhere.pt"),
-    ({"model": {"num_heads": 3}}, "3"),
-    ({"model": {"attention": "psychic"}}, "psychic"),
-    ({"model": {"num_headz": 4}}, "num_headz"),
-    ({"model": {"num_classes": 4}}, "model.args.num_classes is given by the data; leave it out"),
-    ({"model": {"pretrained": True}}, "pretrained"),
-    ({"data": {"img_size": 18}}, "image of 18 x 18 pixels is not a whole number of 4 x 4 pixel patches; .* 16 or 20$"),
-    ({"data": {"img_size_choices": [16, 21]}}, "image of 21 x 21 pixels is not a whole number"),
-])
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"resume": True}, "nothing to resume: .*last.pt does not exist; leave out --resume"),
+        ({"run": "../elsewhere"}, "run must be the name of a folder within .*, got '../elsewhere'"),
+        ({"run": ".."}, "run must be the name of a folder"),
+        ({"epochs": 0}, "epochs must be above 0"),
+        ({"device": "abacus"}, "device 'abacus' cannot be used here"),
+        ({"init_from": "nowhere.pt"}, "no checkpoint at nowhere.pt"),
+        ({"model": {"num_heads": 3}}, "3"),
+        ({"model": {"attention": "psychic"}}, "psychic"),
+        ({"model": {"num_headz": 4}}, "num_headz"),
+        ({"model": {"num_classes": 4}}, "model.args.num_classes is given by the data; leave it out"),
+        ({"model": {"pretrained": True}}, "pretrained"),
+        (
+            {"data": {"img_size": 18}},
+            "image of 18 x 18 pixels is not a whole number of 4 x 4 pixel patches; .* 16 or 20$",
+        ),
+        ({"data": {"img_size_choices": [16, 21]}}, "image of 21 x 21 pixels is not a whole number"),
+    ],
+)
 def test_bad_input_is_one_line_and_nothing_is_written(tmp_path, options, line):
     output = tmp_path / "out"
     with pytest.raises((ValueError, FileNotFoundError), match=line) as error:
@@ -289,11 +322,17 @@ def test_models_of_one_image_size_are_built_for_that_of_the_data_unless_told_oth
 def test_a_model_for_one_image_size_alone_is_not_given_another():
     small = {"patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2}
     fixed, _ = build_model(ModelConfig("vit_tiny_patch16_224", small), SPEC)
-    with pytest.raises(ValueError, match="image of 24 x 24 pixels, but the model takes 16 x 16 alone; .*dynamic_img_size"):
+    with pytest.raises(
+        ValueError, match="image of 24 x 24 pixels, but the model takes 16 x 16 alone; .*dynamic_img_size"
+    ):
         check_img_size(fixed, [16, 24])
-    check_img_size(build_model(ModelConfig("vit_tiny_patch16_224", small | {"dynamic_img_size": True}), SPEC)[0], [16, 24])
+    check_img_size(
+        build_model(ModelConfig("vit_tiny_patch16_224", small | {"dynamic_img_size": True}), SPEC)[0], [16, 24]
+    )
     check_img_size(build_model(ModelConfig("scaleformer_vit_t", small | {"dynamic_img_pad": True}), SPEC)[0], [16, 23])
-    oblong, _ = build_model(ModelConfig("scaleformer_vit_t", small | {"patch_size": [4, 6]}), replace(SPEC, img_size=24))
+    oblong, _ = build_model(
+        ModelConfig("scaleformer_vit_t", small | {"patch_size": [4, 6]}), replace(SPEC, img_size=24)
+    )
     check_img_size(oblong, [12, 24])
     with pytest.raises(ValueError, match="20 x 20 pixels is not a whole number of 4 x 6 pixel patches; .*: 12 or 24"):
         check_img_size(oblong, [20])
@@ -358,7 +397,11 @@ def test_a_run_starts_from_the_weights_of_another_with_another_size(tmp_path):
     config = small_config(tmp_path, epochs=1, run="second", init_from=str(first.checkpoint), data={"img_size": 24})
     _, printed = run(config)
     assert f"tensors start from {first.checkpoint}" in printed
-    run(small_config(tmp_path, epochs=2, run="second", init_from=str(first.checkpoint), resume=True, data={"img_size": 24}))
+    run(
+        small_config(
+            tmp_path, epochs=2, run="second", init_from=str(first.checkpoint), resume=True, data={"img_size": 24}
+        )
+    )
 
 
 def test_on_a_terminal_there_is_a_bar_and_elsewhere_plain_lines(tmp_path):

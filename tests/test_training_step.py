@@ -200,12 +200,15 @@ def test_a_single_step_without_a_finite_loss_changes_nothing_and_is_counted(tmp_
     assert trainer.step([batch(8)])[2]
 
 
-@pytest.mark.parametrize(("name", "value", "fault"), [
-    ("patch_embed.proj.bias", math.nan, "the parameter patch_embed.proj.bias"),
-    ("blocks.1.attn.qkv.weight", math.inf, "the parameter blocks.1.attn.qkv.weight"),
-    ("blocks.0.mlp.fc1.weight", 3e38, "the output of blocks.0.mlp.fc1 (Linear)"),
-    ("head.weight", math.nan, "the parameter head.weight"),
-])
+@pytest.mark.parametrize(
+    ("name", "value", "fault"),
+    [
+        ("patch_embed.proj.bias", math.nan, "the parameter patch_embed.proj.bias"),
+        ("blocks.1.attn.qkv.weight", math.inf, "the parameter blocks.1.attn.qkv.weight"),
+        ("blocks.0.mlp.fc1.weight", 3e38, "the output of blocks.0.mlp.fc1 (Linear)"),
+        ("head.weight", math.nan, "the parameter head.weight"),
+    ],
+)
 def test_three_steps_in_a_row_without_a_finite_loss_end_the_run_and_name_the_first_module(tmp_path, name, value, fault):
     trainer, notes = small_trainer(small_config(tmp_path)), Notes()
     spoil(trainer, name, value)
@@ -227,7 +230,9 @@ def test_two_bad_steps_between_good_ones_do_not_end_the_run(tmp_path):
 def test_a_gradient_alone_that_is_not_finite_also_ends_the_run_and_is_named(tmp_path):
     trainer = small_trainer(small_config(tmp_path))
     trainer.model.blocks[1].mlp.fc2.weight.register_hook(lambda gradient: gradient * math.nan)
-    with pytest.raises(NonFinite, match="the gradient was not finite 3 steps .* the gradient of blocks.1.mlp.fc2.weight"):
+    with pytest.raises(
+        NonFinite, match="the gradient was not finite 3 steps .* the gradient of blocks.1.mlp.fc2.weight"
+    ):
         trainer.train_epoch(Notes(), Interruption())
 
 
