@@ -84,7 +84,7 @@ def test_an_unknown_name_is_answered_with_the_nearest_right_one(tmp_path, wrong,
             "data.img_size_choices must be a list of whole numbers or null, got big",
         ),
         (["--optim.lr"], "argument --optim.lr: expected one argument"),
-        (["stray"], "unrecognized arguments: stray"),
+        (["stray"], "stray belongs to no option; options begin with --"),
     ],
 )
 def test_a_value_of_a_wrong_type_is_one_line(argv, line):

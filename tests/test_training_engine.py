@@ -96,6 +96,8 @@ def test_a_run_leaves_weights_state_configuration_and_figures(tmp_path):
         ("test", 16),
     ]
     assert "epoch 2/2" in printed and printed.count("%") == 2
+    events = next(folder.glob("events*")).read_bytes()
+    assert all(tag in events for tag in (b"train/loss", b"train/lr", b"epoch/val_accuracy"))
 
 
 def test_the_kept_configuration_is_that_of_the_run(tmp_path):

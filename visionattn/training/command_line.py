@@ -132,8 +132,7 @@ def spell_out(argv: Sequence[str], names: dict[str, Any]) -> list[str]:
     while argv:
         word = argv.pop(0)
         if not word.startswith("--"):
-            written.append(word)
-            continue
+            raise ValueError(f"{word} belongs to no option; options begin with --")
         flag, equals, value = word[2:].partition("=")
         name = flag.replace("-", "_")
         values = [value] if equals else []
@@ -217,8 +216,8 @@ def one_line(message: str, names: dict[str, Any]) -> str:
     """What the parser says in several lines, as one: the key, the type it wants, the value it got."""
     key = re.search(r'key "([\w.]+)"', message)
     given = re.search(r"(?:Given value|Got value): (.*)", message)
-    if key and given and key[1] in names:
-        return f"{key[1]} must be {describe(names[key[1]])}, got {given[1]}"
+    if key and key[1] in names:
+        return f"{key[1]} must be {describe(names[key[1]])}" + (f", got {given[1]}" if given else "")
     return " ".join(message.split())
 
 
