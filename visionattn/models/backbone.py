@@ -265,7 +265,7 @@ class VisionAttnTransformer(VisionTransformer):
                 result["image_intermediates_prefix"] = prefix
             return result if intermediates_only else result | {"image_features": self.norm(x)}
         if return_prefix_tokens and prefix is not None:
-            taken = list(zip(taken, prefix))
+            taken = list(zip(taken, prefix, strict=True))
         return taken if intermediates_only else (self.norm(x), taken)
 
 

@@ -70,5 +70,6 @@ def get_feature_map(feature_map: str | FeatureMap) -> FeatureMap:
     if not isinstance(feature_map, str):
         return feature_map
     if feature_map not in FEATURE_MAPS:
-        raise ValueError(f"feature_map {feature_map!r}: wanted one of {', '.join(FEATURE_MAPS)}, or an object with .query and .key")
+        names = ", ".join(FEATURE_MAPS)
+        raise ValueError(f"feature_map {feature_map!r}: wanted one of {names}, or an object with .query and .key")
     return FEATURE_MAPS[feature_map]

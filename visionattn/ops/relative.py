@@ -95,8 +95,10 @@ def check_relative(relative: RelativePosition, q: Tensor, k: Tensor, *, signed: 
         if table.ndim != wanted or table.shape[0] not in (1, heads) or table.shape[-1] != d or any(s % 2 == 0 for s in sides):
             shape = ", ".join(["h or 1"] + ["2R+1"] * (wanted - 2) + ["d"])
             raise ValueError(f"{name}: wanted [{shape}] with h = {heads}, d = {d}, got {tuple(table.shape)}")
-        if not signed and table.device.type == "cpu" and not torch.compiler.is_compiling() and bool((table < 0).any()):
-            raise ValueError(f"{name}: relative position needs non-negative entries, got {table.min().item():.3g}; pass it through elu1")
+        readable = table.device.type == "cpu" and not torch.compiler.is_compiling()
+        if readable and not signed and bool((table < 0).any()):
+            lowest = table.min().item()
+            raise ValueError(f"{name}: relative position needs non-negative entries, got {lowest:.3g}; pass it through elu1")
     if relative.layout is not None:
         kept = relative.layout.kept
         if kept is not None and (kept.ndim != 2 or kept.shape[0] != q.shape[0]):
@@ -228,27 +230,21 @@ def relative_sums(relative: RelativePosition, phi_q: Tensor, v: Tensor, key_mask
 
 def _flat_relative_sums(relative: Flat, phi_q: Tensor, v: Tensor, key_mask: Tensor | None) -> Sums:
     """A sequence is a grid of one row, on which the number of queries and of keys may differ."""
-    horizon = relative.table.shape[1] // 2
-    prefix = 0
-    if relative.layout is not None:
-        canvas, prefix = _Canvas(relative.layout), relative.layout.num_prefix
-        phi_q, v = canvas.spread(phi_q).flatten(3).mT, canvas.spread(v).flatten(3).mT
-        mask = key_mask
-        if mask is None and relative.layout.kept is not None:
-            mask = torch.ones(v.shape[0], relative.layout.num_tokens, dtype=torch.bool, device=v.device)
-        present = canvas.present(mask, v.dtype)
-        present = v.new_ones(1, v.shape[2]) if present is None else present.flatten(1)
-    else:
+    horizons, layout = (0, relative.table.shape[1] // 2), relative.layout
+    if layout is None:
         present = v.new_ones(1, v.shape[2]) if key_mask is None else key_mask.to(v.dtype)
-    counts = axis_classes(present, horizon, phi_q.shape[2]).unsqueeze(2)
-    phi_q, v = phi_q.mT.unsqueeze(3), v.mT.unsqueeze(3)
-    values, mass = _joint_sums(relative.table, phi_q, v, counts, (0, horizon), relative.normalization)
-    values, mass = values.squeeze(3), mass
-    if relative.layout is None:
-        return Sums(values.mT, mass.squeeze(2))
-    size = canvas.size
-    values, mass = values.unflatten(3, size), mass.squeeze(2).unflatten(2, size).unsqueeze(2)
-    return Sums(canvas.collect(values), canvas.collect(mass).squeeze(3))
+        phi_q, v = phi_q.mT.unsqueeze(3), v.mT.unsqueeze(3)
+    else:
+        canvas = _Canvas(layout)
+        if key_mask is None:
+            key_mask = torch.ones(v.shape[0], layout.num_tokens, dtype=torch.bool, device=v.device)
+        present = canvas.present(key_mask, v.dtype).flatten(1)
+        phi_q, v = canvas.spread(phi_q).flatten(3).unsqueeze(3), canvas.spread(v).flatten(3).unsqueeze(3)
+    counts = axis_classes(present, horizons[1], phi_q.shape[4]).unsqueeze(2)
+    values, mass = _joint_sums(relative.table, phi_q, v, counts, horizons, relative.normalization)
+    if layout is None:
+        return Sums(values.squeeze(3).mT, mass.squeeze(2))
+    return Sums(canvas.collect(values), canvas.collect(mass.unsqueeze(2)).squeeze(3))
 
 
 def add_relative(

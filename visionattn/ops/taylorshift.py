@@ -77,8 +77,9 @@ def taylorshift_attention(
     check_attention(q, k, v, key_mask, relative)
     check_coefficients(coefficients)
     check_options(form=form, impl=impl, value_drop=value_drop)
-    if temperature is not None and temperature.shape != (q.shape[1],):
-        raise ValueError(f"temperature: wanted [{q.shape[1]}], one per head, got {tuple(temperature.shape)}")
+    if temperature is not None and (not isinstance(temperature, Tensor) or temperature.shape != (q.shape[1],)):
+        given = tuple(temperature.shape) if isinstance(temperature, Tensor) else temperature
+        raise ValueError(f"temperature: wanted a tensor [{q.shape[1]}], one per head, got {given}")
     dtype = accumulation_dtype(q, k, v)
     with without_autocast(q):
         query, key, value = q.to(dtype), k.to(dtype), v.to(dtype)

@@ -1,0 +1,98 @@
+"""Layers: relative tables at their start, weights of other models and other horizons."""
+
+import pytest
+import timm
+import torch
+from timm.models import create_model
+
+from visionattn.layers import Attention, RelativeTables
+from visionattn.layers.position import HEAD_OFFSETS
+from visionattn.layout import Grid, TokenLayout
+from visionattn.models.convert import checkpoint_filter_fn, resample_table
+
+SMALL = dict(embed_dim=24, depth=2, num_heads=3, num_classes=7, img_size=64)
+
+
+def test_each_head_starts_peaked_at_its_own_small_offset():
+    torch.manual_seed(0)
+    table = RelativeTables("joint", 10, 16, horizon=3)(TokenLayout(0, Grid(5, 9))).table
+    assert table.shape == (10, 7, 7, 16) and bool((table > 0).all())
+    for head, entries in enumerate(table.mean(-1)):
+        dy, dx = HEAD_OFFSETS[head % 8]
+        peak = entries[dy + 3, dx + 3].item()
+        assert peak == pytest.approx(3.0, abs=0.5)  # elu(2) + 1
+        assert entries.flatten().sort().values[-2] < 0.12 and entries.argmax() == (dy + 3) * 7 + dx + 3
+
+
+@pytest.mark.parametrize("kind", ["joint", "axial", "flat"])
+def test_the_scale_of_tables_falls_as_heads_grow_wider(kind):
+    """phi(q) . r at the start is the same for any head width when phi(q) is."""
+    layout, balance = TokenLayout(0, Grid(5, 9)), []
+    for d in (16, 64):
+        relative = RelativeTables(kind, 3, d)(layout)
+        table = relative.rows if kind == "axial" else relative.table
+        balance.append(table.sum(-1).mean().item())
+    assert balance[0] == pytest.approx(balance[1], rel=0.05)
+
+
+def test_a_horizon_of_zero_is_one_class():
+    tables = RelativeTables("joint", 3, 8, horizon=0)
+    assert tables.table.shape == (3, 1, 1, 8)
+
+
+def test_tables_of_the_softmax_twin_are_signed():
+    attn = Attention(24, 3, attention="softmax")
+    relative = attn.relative(TokenLayout(0, Grid(2, 3)))
+    assert bool((relative.table < 0).any()) and relative.normalization == "sum"
+
+
+def test_reset_draws_the_start_anew_and_sets_the_temperature():
+    attn = Attention(24, 3, attention="taylorshift", temperature_init=2.5)
+    with torch.no_grad():
+        attn.temperature.zero_()
+        attn.relative.table.zero_()
+    attn.reset_parameters()
+    attn.relative.reset_parameters()
+    assert attn.temperature.tolist() == [2.5] * 3 and attn.relative.table.min() < -2
+
+
+def test_a_table_resampled_to_a_longer_horizon_keeps_centre_and_corners():
+    table = torch.arange(2 * 5 * 5 * 3, dtype=torch.float32).reshape(2, 5, 5, 3)
+    longer = resample_table(table, torch.Size((2, 9, 9, 3)))
+    assert torch.equal(longer[:, ::2, ::2], table)
+    assert torch.allclose(longer[:, 0, 1], (table[:, 0, 0] + table[:, 0, 1]) / 2)
+    assert torch.equal(resample_table(longer, table.shape), table)
+    with pytest.raises(ValueError, match="only the horizon may differ"):
+        resample_table(table, torch.Size((3, 5, 5, 3)))
+
+
+@pytest.mark.parametrize("name", ["scaleformer_vit_t", "taylorshift_vit_t", "taylorshift_abs_vit_t"])
+def test_weights_of_a_plain_vit_are_placed(name):
+    vit = create_model("vit_tiny_patch16_224", **(SMALL | dict(img_size=96)))
+    model = create_model(name, **SMALL)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    model.load_state_dict(checkpoint_filter_fn(vit.state_dict(), model))
+    after = model.state_dict()
+    assert torch.equal(after["blocks.1.attn.qkv.weight"], vit.state_dict()["blocks.1.attn.qkv.weight"])
+    norm = "norm.weight" if name == "taylorshift_abs_vit_t" else "fc_norm.weight"
+    assert torch.equal(after[norm], vit.state_dict()["norm.weight"])
+    ours = [key for key in after if ".relative." in key or "temperature" in key]
+    assert all(torch.equal(after[key], before[key]) for key in ours) and bool(ours)
+    if name == "taylorshift_abs_vit_t":
+        assert after["pos_embed"].shape == (1, 17, 24)
+
+
+def test_weights_of_another_patch_and_horizon_are_resampled():
+    source = create_model("scaleformer_vit_t", **SMALL, patch_size=16, horizon=3)
+    model = create_model("scaleformer_vit_t", **SMALL, patch_size=8, horizon=5)
+    fitted = checkpoint_filter_fn(source.state_dict(), model)
+    model.load_state_dict(fitted)
+    assert model.blocks[0].attn.relative.table.shape == (3, 11, 11, 8)
+    assert torch.allclose(model.blocks[0].attn.relative.table[:, 5, 5], source.blocks[0].attn.relative.table[:, 3, 3])
+    assert fitted["patch_embed.proj.weight"].shape == (24, 3, 8, 8)
+
+
+def test_what_fits_nowhere_is_left_for_the_loader_to_report():
+    model = timm.create_model("scaleformer_vit_t", **SMALL)
+    fitted = checkpoint_filter_fn({"something.else": torch.zeros(1)}, model)
+    assert "something.else" in fitted
