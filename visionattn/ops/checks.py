@@ -21,10 +21,9 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> N
         raise ValueError(f"k: wanted [{q.shape[0]}, {q.shape[1]}, M, {q.shape[3]}] like q, got {tuple(k.shape)}")
     if k.shape[:3] != v.shape[:3]:
         raise ValueError(f"v: wanted [{k.shape[0]}, {k.shape[1]}, {k.shape[2]}, e] like k, got {tuple(v.shape)}")
-    if key_mask is not None:
-        if key_mask.dtype != torch.bool or key_mask.shape != (k.shape[0], k.shape[2]):
-            shape, dtype = tuple(key_mask.shape), key_mask.dtype
-            raise ValueError(f"key_mask: wanted bool [{k.shape[0]}, {k.shape[2]}], got {dtype} {shape}")
+    if key_mask is not None and (key_mask.dtype != torch.bool or key_mask.shape != (k.shape[0], k.shape[2])):
+        shape, dtype = tuple(key_mask.shape), key_mask.dtype
+        raise ValueError(f"key_mask: wanted bool [{k.shape[0]}, {k.shape[2]}], got {dtype} {shape}")
 
 
 def check_options(*, form: str = "auto", impl: str = "eager", causal: bool = False, value_drop: float = 0.0) -> None:

@@ -3,7 +3,8 @@
 Each class (a, b) of the offset ``(clip(dy), clip(dx))`` has, for the query at (y, x), the sum ``U_ab(y, x)`` of the values
 of its keys. Along an axis a class is the one key at ``y + a``, or all keys at and before ``y - R``, or all at and after
 ``y + R``: so U is one of nine arrays (the values themselves or one-sided running sums of them, per axis) read at a shift,
-and the output is a sum of shifted multiply-adds. Running sums are never differenced: nothing is lost in float32.
+and the output is a sum of shifted multiply-adds. Running sums are never differenced: nothing is lost in float32. On small
+grids a weight for each pair of places is cheaper; the operator takes that form there (``_direct_is_faster``).
 
 Order in memory: tokens contiguous. Rows of the grid stand in one line with R zeros after each row and R rows of zeros before and
 after, so that every shift is an offset of a contiguous run:
@@ -107,12 +108,10 @@ class _Line:
 
 
 class _Weights:
-    """Weight per key and mass of the classes, made band by band from the queries and never held whole."""
+    """Weight per key and mass of the classes, made band by band from queries ``[g, d, L]`` and never held whole."""
 
-    def __init__(self, line: _Line, phi_q: Tensor, table: Tensor, counts: Tensor, mean: bool):
-        self.query = line.queries_to_line(phi_q)
-        self.table, self.mean = table, mean
-        self.counts = line.queries_to_line(counts)
+    def __init__(self, query: Tensor, table: Tensor, counts: Tensor, mean: bool):
+        self.query, self.table, self.counts, self.mean = query, table, counts, mean
         self.inverse = torch.where(self.counts > 0, 1 / self.counts.clamp(min=1), 0) if mean else None
 
     def per_mass(self, band: slice) -> Tensor:
@@ -129,15 +128,49 @@ class _Weights:
         return weights.mul_(self.inverse[..., band]) if self.mean else weights
 
 
-def _chunks(phi_q: Tensor, table: Tensor, v: Tensor, counts: Tensor, horizons: tuple[int, int], mean: bool):
-    """For slices of heads that are worked on together: the slice, the line, the weights, the index into the tables."""
-    line = _Line(tuple(phi_q.shape[2:]), tuple(v.shape[2:]), horizons)
+def _chunks(phi_q: Tensor, table: Tensor, counts: Tensor, size: int):
+    """For slices of ``size`` heads that are worked on together: the slice, its head of the tables, its table, its counts."""
     batch = counts.shape[0]
-    for g in chunks(phi_q.shape[0], max(1, BAND_ELEMENTS // (v.shape[1] * line.length))):
-        index = torch.arange(g.start, g.stop, device=v.device)
+    for g in chunks(phi_q.shape[0], max(1, size)):
+        index = torch.arange(g.start, g.stop, device=phi_q.device)
         head = index % table.shape[0]
-        own_counts = counts if batch == 1 else counts[index // (phi_q.shape[0] // batch)]
-        yield g, line, _Weights(line, phi_q[g], table[head], own_counts, mean), head
+        yield g, head, table[head], counts if batch == 1 else counts[index // (phi_q.shape[0] // batch)]
+
+
+def _shifted_chunks(phi_q: Tensor, table: Tensor, v: Tensor, counts: Tensor, horizons: tuple[int, int], mean: bool):
+    """Chunks of heads of the shifted form: the slice, its head of the tables, the line, the weights."""
+    line = _Line(tuple(phi_q.shape[2:]), tuple(v.shape[2:]), horizons)
+    for g, head, own_table, own_counts in _chunks(phi_q, table, counts, BAND_ELEMENTS // (v.shape[1] * line.length)):
+        weights = _Weights(line.queries_to_line(phi_q[g]), own_table, line.queries_to_line(own_counts), mean)
+        yield g, head, line, weights
+
+
+def _direct_chunks(phi_q: Tensor, table: Tensor, v: Tensor, counts: Tensor, horizons: tuple[int, int], mean: bool):
+    """Chunks of heads of the direct form: the slice, its head of the tables, the weights, the class of each key and query."""
+    queries, keys = phi_q[0, 0].numel(), v[0, 0].numel()
+    index = _class_index(tuple(phi_q.shape[2:]), tuple(v.shape[2:]), horizons, v.device)
+    for g, head, own_table, own_counts in _chunks(phi_q, table, counts, BAND_ELEMENTS // (queries * keys)):
+        weights = _Weights(phi_q[g].flatten(2), own_table, own_counts.flatten(2), mean)
+        yield g, head, weights, index.expand(g.stop - g.start, -1, -1)
+
+
+def _class_index(queries: tuple[int, int], keys: tuple[int, int], horizons: tuple[int, int], device) -> Tensor:
+    """The class of each key as seen from each query, ``[Hk * Wk, Hq * Wq]``."""
+    axes = []
+    for n, m, horizon in zip(queries, keys, horizons, strict=True):
+        delta = torch.arange(m, device=device)[:, None] - torch.arange(n, device=device)
+        axes.append(delta.clamp(-horizon, horizon) + horizon)
+    rows, columns = axes
+    return (rows[:, None, :, None] * (2 * horizons[1] + 1) + columns[None, :, None, :]).flatten(2).flatten(0, 1)
+
+
+def _direct_is_faster(table: Tensor, v: Tensor) -> bool:
+    """Whether a weight for each pair costs less than one for each class: few keys against C classes of width e.
+
+    Measured on a CPU at e = 16 and 64, forward and backward: the two meet between ``C e / 3`` and ``C e / 5`` keys. The bound
+    does not depend on the number of queries, so memory stays linear in it.
+    """
+    return v.shape[2] * v.shape[3] * 4 < table.shape[1] * v.shape[1]
 
 
 @torch.library.custom_op("visionattn::class_sums", mutates_args=())
@@ -161,7 +194,15 @@ def class_sums(
     """
     values = v.new_empty(v.shape[0], v.shape[1], *phi_q.shape[2:])
     mass = v.new_empty(v.shape[0], *phi_q.shape[2:])
-    for g, line, weights, _ in _chunks(phi_q, table, v, counts, (horizon_y, horizon_x), mean):
+    operands = (phi_q, table, v, counts, (horizon_y, horizon_x), mean)
+    run = _direct_forward if _direct_is_faster(table, v) else _shifted_forward
+    run(operands, values, mass)
+    return values, mass
+
+
+def _shifted_forward(operands: tuple, values: Tensor, mass: Tensor) -> None:
+    v = operands[2]
+    for g, _, line, weights in _shifted_chunks(*operands):
         sums = line.sums(v[g])
         values_line = v.new_zeros(*v[g].shape[:2], line.length)
         mass_line = v.new_empty(v[g].shape[0], line.length)
@@ -172,7 +213,15 @@ def class_sums(
             for c, (kind, offset) in enumerate(line.classes):
                 values_line[..., band].addcmul_(w[:, c], sums[kind][..., offset + band.start : offset + band.stop])
         values[g], mass[g] = line.line_to_queries(values_line), line.line_to_queries(mass_line)
-    return values, mass
+
+
+def _direct_forward(operands: tuple, values: Tensor, mass: Tensor) -> None:
+    v, everything = operands[2], slice(None)
+    for g, _, weights, index in _direct_chunks(*operands):
+        w = weights.of(everything)
+        mass[g] = torch.linalg.vecdot(w, weights.per_mass(everything), dim=1).view_as(mass[g])
+        pairs = weights.per_key(w, everything).gather(1, index)
+        values[g] = torch.bmm(v[g].flatten(2), pairs).view_as(values[g])
 
 
 @class_sums.register_fake
@@ -194,8 +243,16 @@ def class_sums_backward(
     mean: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of ``class_sums`` with respect to phi_q, table and v; the weights are made anew, not kept."""
-    dq, dv, d_table = phi_q.new_empty(phi_q.shape), v.new_empty(v.shape), table.new_zeros(table.shape)
-    for g, line, weights, head in _chunks(phi_q, table, v, counts, (horizon_y, horizon_x), mean):
+    grads = phi_q.new_empty(phi_q.shape), table.new_zeros(table.shape), v.new_empty(v.shape)
+    operands = (phi_q, table, v, counts, (horizon_y, horizon_x), mean)
+    run = _direct_backward if _direct_is_faster(table, v) else _shifted_backward
+    run(operands, d_values, d_mass, *grads)
+    return grads
+
+
+def _shifted_backward(operands: tuple, d_values: Tensor, d_mass: Tensor, dq: Tensor, d_table: Tensor, dv: Tensor) -> None:
+    v = operands[2]
+    for g, head, line, weights in _shifted_chunks(*operands):
         sums = line.sums(v[g])
         d_sums = {kind: torch.zeros_like(x) for kind, x in sums.items()}
         values_line, mass_line = line.queries_to_line(d_values[g]), line.queries_to_line(d_mass[g])
@@ -203,16 +260,27 @@ def class_sums_backward(
         for band in line.bands(v.shape[1]):
             grad = values_line[..., band].contiguous()
             w = weights.per_key(weights.of(band), band).unsqueeze(2)
-            dw = torch.empty_like(w[:, :, 0])
+            dw, product = torch.empty_like(w[:, :, 0]), torch.empty_like(grad)
             for c, (kind, offset) in enumerate(line.classes):
                 there = slice(offset + band.start, offset + band.stop)
                 d_sums[kind][..., there].addcmul_(w[:, c], grad)
-                dw[:, c] = torch.linalg.vecdot(grad, sums[kind][..., there], dim=1)
+                torch.sum(torch.mul(grad, sums[kind][..., there], out=product), dim=1, out=dw[:, c])
             dw = weights.per_key(dw, band).addcmul_(mass_line[:, None, band], weights.per_mass(band))
             dq_line[..., band] = torch.bmm(weights.table.transpose(1, 2), dw)
             d_table.index_add_(0, head, torch.bmm(dw, weights.query[..., band].transpose(1, 2)))
         dq[g], dv[g] = line.line_to_queries(dq_line), line.sums_backward(d_sums)
-    return dq, d_table, dv
+
+
+def _direct_backward(operands: tuple, d_values: Tensor, d_mass: Tensor, dq: Tensor, d_table: Tensor, dv: Tensor) -> None:
+    v, everything = operands[2], slice(None)
+    for g, head, weights, index in _direct_chunks(*operands):
+        grad, value = d_values[g].flatten(2), v[g].flatten(2)
+        w = weights.per_key(weights.of(everything), everything)
+        dv[g] = torch.bmm(grad, w.gather(1, index).transpose(1, 2)).view_as(dv[g])
+        dw = torch.zeros_like(w).scatter_add_(1, index, torch.bmm(value.transpose(1, 2), grad))
+        dw = weights.per_key(dw, everything).addcmul_(d_mass[g].flatten(1).unsqueeze(1), weights.per_mass(everything))
+        dq[g] = torch.bmm(weights.table.transpose(1, 2), dw).view_as(dq[g])
+        d_table.index_add_(0, head, torch.bmm(dw, weights.query.transpose(1, 2)))
 
 
 @class_sums_backward.register_fake
