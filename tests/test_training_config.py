@@ -83,7 +83,14 @@ def test_an_unknown_name_is_answered_with_the_nearest_right_one(tmp_path, wrong,
             ["--data.img_size_choices", "96", "big"],
             "data.img_size_choices must be a list of whole numbers or null, got big",
         ),
-        (["--optim.lr"], "argument --optim.lr: expected one argument"),
+        (["--optim.lr"], "--optim.lr needs a value: a number"),
+        (["--optim.lr="], "optim.lr must be a number, got "),
+        (["--config", "--epochs=3"], "--config needs a value: text"),
+        (["--data.img_size", "32", "48"], "--data.img_size takes one value, got 32 48"),
+        (["--model", "scaleformer_vit_t"], "unknown option --model; the nearest is --model.name"),
+        (["--model.args", "depth=3"], "model.args must be names and values, got depth=3"),
+        (["-lr", "3"], "-lr belongs to no option; options begin with --"),
+        (["--epochs=3", "4"], "4 belongs to no option; options begin with --"),
         (["stray"], "stray belongs to no option; options begin with --"),
     ],
 )
@@ -173,7 +180,7 @@ def test_the_ends_of_the_ranges_are_allowed():
         (KeyboardInterrupt(), 130, "interrupted\n"),
         (
             ValueError(
-                "Caught ValueError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n  File\n"
+                "Caught ValueError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n"
                 "ValueError: cannot read a.png"
             ),
             2,

@@ -110,7 +110,8 @@ def test_the_kept_configuration_is_that_of_the_run(tmp_path):
 
 
 def test_the_best_weights_are_those_of_the_best_validation_not_the_last_and_not_the_test(tmp_path, monkeypatch):
-    accuracies, weights, tested = iter([0.3, 0.8, 0.8, 0.1]), [], []
+    scores = iter([(0.3, 1.0), (0.8, 0.9), (0.8, 0.7), (0.8, 0.7), (0.1, 0.1)])
+    weights, tested = [], []
 
     def scripted(model, batches, spec, **options):
         images = sum(len(labels) for _, labels in batches)
@@ -118,14 +119,15 @@ def test_the_best_weights_are_those_of_the_best_validation_not_the_last_and_not_
         if images == 29:
             tested.append(model)
             return Evaluation(29, 1.0, 0.95, None, 1.0)
-        return Evaluation(images, 1.0, next(accuracies), None, 1.0)
+        accuracy, loss = next(scores)
+        return Evaluation(images, loss, accuracy, None, 1.0)
 
     monkeypatch.setattr(trainer, "evaluate", scripted)
-    result, _ = run(small_config(tmp_path, epochs=4))
+    result, _ = run(small_config(tmp_path, epochs=5))
     kept = load_model(result.checkpoint).head.weight
-    assert (result.best_epoch, result.validation, result.test.accuracy) == (2, 0.8, 0.95)
-    assert len(tested) == 1 and torch.equal(kept, weights[1]) and torch.equal(weights[4], weights[1])
-    assert not torch.equal(weights[2], weights[1])
+    assert (result.best_epoch, result.validation, result.test.accuracy) == (3, 0.8, 0.95)
+    assert len(tested) == 1 and torch.equal(kept, weights[2]) and torch.equal(weights[5], weights[2])
+    assert not torch.equal(weights[3], weights[2])
 
 
 def test_the_averaged_weights_are_the_ones_kept(tmp_path):
@@ -270,6 +272,15 @@ def test_a_folder_in_use_is_refused_and_left_alone(tmp_path):
     run(small_config(tmp_path, overwrite=True, epochs=1))
     with pytest.raises(ValueError, match="--resume goes on with it"):
         run(small_config(tmp_path))
+
+
+def test_a_place_that_cannot_be_written_to_is_refused_at_once(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ValueError, match="file is a file, so .* cannot be a folder; choose another output or run"):
+        run(small_config(tmp_path / "file"))
+    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)
+    with pytest.raises(ValueError, match=f"no permission to write to {tmp_path}; choose another output"):
+        run(small_config(tmp_path / "a" / "b"))
 
 
 def test_overwriting_deletes_what_a_run_wrote_and_nothing_else(tmp_path):

@@ -20,6 +20,9 @@ from visionattn.training.interrupt import NonFinite, Stopped
 
 Config = TypeVar("Config")
 
+OWN_OPTIONS = ("help", "config", "print_config")
+"""Options that are no fields of a configuration."""
+
 
 def run_tool(work: Callable[[], None]) -> int:
     """Do a tool's work and turn the ways in which it can end into an exit code and at most one line on standard error.
@@ -127,31 +130,43 @@ def spell_out(argv: Sequence[str], names: dict[str, Any]) -> list[str]:
     ``--init-from x`` becomes ``--init_from=x``, ``--resume`` becomes ``--resume=true``, and ``--sizes 96 128`` becomes
     ``--sizes=[96, 128]``.
     """
-    groups = {name.rpartition(".")[0] for name in names} - {""}
-    written, argv = [], list(argv)
-    while argv:
-        word = argv.pop(0)
-        if not word.startswith("--"):
-            raise ValueError(f"{word} belongs to no option; options begin with --")
-        flag, equals, value = word[2:].partition("=")
+    written = []
+    for flag, values in split_options(argv):
         name = flag.replace("-", "_")
-        values = [value] if equals else []
-        while not equals and argv and not re.match(r"--?[A-Za-z]", argv[0]):
-            values.append(argv.pop(0))
-        if name in ("help", "config", "print_config") or name in groups:
-            written += [f"--{name}{equals}{value}", *([] if equals else values)]
-            continue
         owner = next(
             (known for known, kind in names.items() if name.startswith(known + ".") and accepts(kind, dict)), name
         )
-        if owner not in names:
+        if owner not in (*names, *OWN_OPTIONS):
             raise ValueError(f"unknown option --{flag}; the nearest is --{nearest(name, names)}")
-        if accepts(names[owner], bool) and not values:
+        kind = names.get(owner, str)
+        if accepts(kind, bool) and not values:
             values = ["true"]
-        if accepts(names[owner], list) and values not in ([], ["null"]) and not values[0].startswith("["):
+        if accepts(kind, list) and values not in ([], ["null"]) and not values[0].startswith("["):
             values = [f"[{', '.join(values)}]"]
-        written += [f"--{name}={values[0]}", *values[1:]] if values else [f"--{name}"]
+        if not values and name not in ("help", "print_config"):
+            raise ValueError(f"--{flag} needs a value: {describe(kind)}")
+        if len(values) > 1:
+            raise ValueError(f"--{flag} takes one value, got {' '.join(values)}")
+        written.append(f"--{name}={values[0]}" if values else f"--{name}")
     return written
+
+
+def split_options(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Flags without their hyphens, each with the words up to the next one or with what follows its equals sign."""
+    options: list[tuple[str, list[str]]] = []
+    closed = True
+    for word in argv:
+        if re.match(r"--?[A-Za-z]", word):
+            flag, equals, value = word.lstrip("-").partition("=")
+            if not word.startswith("--") and flag != "h":
+                raise ValueError(f"{word} belongs to no option; options begin with --")
+            options.append(("help" if flag == "h" else flag, [value] if equals else []))
+            closed = bool(equals)
+        elif closed:
+            raise ValueError(f"{word} belongs to no option; options begin with --")
+        else:
+            options[-1][1].append(word)
+    return options
 
 
 def accepts(kind: Any, wanted: type) -> bool:
@@ -176,8 +191,7 @@ def nearest(name: str, names: Sequence[str]) -> str:
 
 def config_files(argv: Sequence[str]) -> list[str]:
     """The values of ``--config``."""
-    after = [argv[i + 1] for i, word in enumerate(argv[:-1]) if word == "--config"]
-    return after + [word.removeprefix("--config=") for word in argv if word.startswith("--config=")]
+    return [value for flag, values in split_options(argv) if flag == "config" for value in values]
 
 
 def check_file(path: str, names: dict[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """How far a run has come, and what came of it."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +27,8 @@ class Position:
     """Time of training and validation."""
     best: float = -1.0
     """Best accuracy on the validation images, in [0, 1]."""
+    best_loss: float = math.inf
+    """Validation loss of the same weights; the smaller one counts among equal accuracies."""
     best_epoch: int = 0
     """The epoch of it, counted from 1."""
 

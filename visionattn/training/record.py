@@ -33,6 +33,9 @@ def run_folder(config: TrainConfig) -> Path:
     for place in (folder, *folder.parents):
         if place.exists() and not place.is_dir():
             raise ValueError(f"{place} is a file, so {folder} cannot be a folder; choose another output or run")
+    existing = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.is_dir())
+    if not os.access(existing, os.W_OK):
+        raise ValueError(f"no permission to write to {existing}; choose another output")
     filled = folder.is_dir() and any(folder.iterdir())
     if config.resume and not (folder / LAST).is_file():
         raise ValueError(f"nothing to resume: {folder / LAST} does not exist; leave out --resume")

@@ -221,9 +221,9 @@ class Trainer:
         """Keep the weights if they are the best so far, then the state; write and print the epoch's figures."""
         position = self.position
         position.epoch, position.batch = position.epoch + 1, 0
-        better = result.accuracy > position.best
+        better = (result.accuracy, -result.loss) > (position.best, -position.best_loss)
         if better:
-            position.best, position.best_epoch = result.accuracy, position.epoch
+            position.best, position.best_loss, position.best_epoch = result.accuracy, result.loss, position.epoch
             save_model(record.folder / BEST, self.evaluated, self.config.model.name, self.args, self.spec)
         train_loss = position.loss_sum / position.images if position.images else math.nan
         position.loss_sum, position.images = 0.0, 0
