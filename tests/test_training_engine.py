@@ -194,7 +194,7 @@ def stop_at(monkeypatch, steps: int, signals: int = 1) -> None:
     monkeypatch.setattr(Trainer, "step", step)
 
 
-@pytest.mark.parametrize("stopped_at", [2, 4, 6])
+@pytest.mark.parametrize("stopped_at", [2, 4, 6, 12])
 def test_a_stopped_and_resumed_run_ends_in_the_very_state_of_one_that_was_not_stopped(
     tmp_path, monkeypatch, stopped_at
 ):
@@ -209,7 +209,7 @@ def test_a_stopped_and_resumed_run_ends_in_the_very_state_of_one_that_was_not_st
         with pytest.raises(Stopped, match=f"stopped after step {stopped_at} "):
             run(small_config(tmp_path / "parts", **options))
     _, printed = run(small_config(tmp_path / "parts", resume=True, **options))
-    assert f"goes on after epoch {(stopped_at - 1) // 4}, step {stopped_at}" in printed or stopped_at == 4
+    assert f"goes on after epoch {(stopped_at - 1) // 4}, step {stopped_at}" in printed
     states = [torch.load(tmp_path / part / "small" / "last.pt", weights_only=True) for part in ("whole", "parts")]
     for state in states:
         del state["config"]

@@ -52,7 +52,7 @@ def evaluate(
     training = model.training
     model.eval()
     images_seen, seconds, first_seconds, first_images = 0, 0.0, 0.0, 0
-    sums = torch.zeros(3, dtype=torch.float64, device=device)
+    parts = []
     depth = min(5, spec.num_classes)
     for number, (images, labels) in enumerate(batches):
         start = time.perf_counter()
@@ -61,7 +61,7 @@ def evaluate(
             logits = model(spec.prepare(images.to(device, non_blocking=True)))
         logits = logits.float()
         hits = logits.topk(depth, dim=1).indices == labels[:, None]
-        sums += torch.stack([F.cross_entropy(logits, labels, reduction="sum"), hits[:, 0].sum(), hits.sum()]).double()
+        parts.append(torch.stack([F.cross_entropy(logits, labels, reduction="sum"), hits[:, 0].sum(), hits.sum()]))
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         elapsed = time.perf_counter() - start
@@ -72,7 +72,7 @@ def evaluate(
     model.train(training)
     if not images_seen:
         raise ValueError("there are no images to evaluate")
-    loss, correct, among_five = (sums / images_seen).tolist()
+    loss, correct, among_five = (torch.stack(parts).cpu().double().sum(0) / images_seen).tolist()
     if images_seen > first_images:
         seconds, timed = seconds - first_seconds, images_seen - first_images
     else:

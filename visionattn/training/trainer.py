@@ -69,7 +69,7 @@ class Trainer:
         self.forward = torch.compile(model) if config.compile else model
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.position = Position()
-        self.saved_random_state: dict[str, Any] | None = None
+        self.window = Window()
         self.non_finite_in_a_row = 0
 
     @property
@@ -105,15 +105,12 @@ class Trainer:
 
     def train_epoch(self, record: Record, interruption: Interruption) -> None:
         """Train the batches that are left of the current epoch."""
-        position, window = self.position, Window()
+        position = self.position
         self.model.train()
         batches = interruption.watch(islice(self.batches.epoch(position.epoch), position.batch, None))
         start = time.perf_counter()
         while group := list(islice(batches, self.config.optim.accumulate)):
             waited = time.perf_counter() - start
-            if self.saved_random_state:
-                restore_random_state(self.saved_random_state)
-                self.saved_random_state = None
             loss, norm, applied = self.step(group)
             position.step += 1
             position.batch += len(group)
@@ -121,13 +118,13 @@ class Trainer:
                 images = sum(len(labels) for _, labels in group)
                 position.loss_sum, position.images = position.loss_sum + loss * images, position.images + images
                 self.non_finite_in_a_row = 0
-                window.add(loss, norm, images, waited, time.perf_counter() - start)
+                self.window.add(loss, norm, images, waited, time.perf_counter() - start)
             else:
                 self.count_skipped(loss, group, record)
-            if window.steps and position.step % self.config.log_every == 0:
+            if self.window.steps and position.step % self.config.log_every == 0:
                 place = {"step": position.step, "epoch": position.epoch + 1}
-                record.step(place | window.means() | {"lr": self.learning_rate(), "skipped": position.skipped})
-                window = Window()
+                record.step(place | self.window.means() | {"lr": self.learning_rate(), "skipped": position.skipped})
+                self.window = Window()
             record.progress(
                 f"epoch {position.epoch + 1}/{self.config.epochs}",
                 position.batch,
@@ -322,10 +319,7 @@ class Trainer:
         self.scaler.load_state_dict(state["scaler"])
         self.position = Position(**state["position"])
         self.scheduler.step_update(self.position.step)
-        if self.position.batch:
-            self.saved_random_state = state["random"]  # set once the loader has started, which draws a number itself
-        else:
-            restore_random_state(state["random"])
+        restore_random_state(state["random"])  # the loaders draw from generators of their own
         return [f"goes on after epoch {self.position.epoch}, step {self.position.step}", *differences(old, new)]
 
 
