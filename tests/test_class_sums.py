@@ -23,7 +23,9 @@ def kept_patches(patches, seed=0):
 
 @pytest.mark.parametrize("normalization", ["sum", "mean"])
 @pytest.mark.parametrize("horizon", [0, 1, 3, 12])
-@pytest.mark.parametrize("grid, prefix, missing", [((5, 9), 0, False), ((5, 9), 5, True), ((1, 17), 1, False), ((17, 1), 0, True)])
+@pytest.mark.parametrize(
+    "grid, prefix, missing", [((5, 9), 0, False), ((5, 9), 5, True), ((1, 17), 1, False), ((17, 1), 0, True)]
+)
 def test_each_form_agrees_with_the_definition(form, grid, prefix, missing, horizon, normalization):
     grid = Grid(*grid)
     layout = TokenLayout(prefix, grid, kept_patches(grid.num_patches) if missing else None)

@@ -1,5 +1,8 @@
 """Layers: relative tables at their start, weights of other models and other horizons."""
 
+import contextlib
+import copy
+
 import pytest
 import timm
 import torch
@@ -9,6 +12,7 @@ from visionattn.layers import Attention, RelativeTables
 from visionattn.layers.position import HEAD_OFFSETS
 from visionattn.layout import Grid, TokenLayout
 from visionattn.models.convert import checkpoint_filter_fn, resample_table
+from visionattn.ops import Joint, kernelized_attention, taylorshift_attention
 
 SMALL = dict(embed_dim=24, depth=2, num_heads=3, num_classes=7, img_size=64)
 
@@ -96,3 +100,49 @@ def test_what_fits_nowhere_is_left_for_the_loader_to_report():
     model = timm.create_model("scaleformer_vit_t", **SMALL)
     fitted = checkpoint_filter_fn({"something.else": torch.zeros(1)}, model)
     assert "something.else" in fitted
+
+
+def attend_and_backward(attn, x, layout, autocast=None):
+    """Output and gradients of a layer, in float64, for a fixed gradient of the output."""
+    x = x.clone().requires_grad_()
+    attn.zero_grad()
+    with torch.autocast("cpu", dtype=autocast) if autocast else contextlib.nullcontext():
+        out = attn(x, layout)
+    weight = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).reshape(out.shape).to(out.dtype)
+    out.backward(weight / weight.norm().to(out.dtype) if out.dtype != torch.float16 else weight)
+    scale = 1.0 if out.dtype == torch.float16 else weight.double().norm().item()
+    grads = {name: parameter.grad.double() * scale for name, parameter in attn.named_parameters()}
+    return {"out": out.double(), "x": x.grad.double() * scale} | grads
+
+
+def error(actual, wanted):
+    return ((actual - wanted).norm() / wanted.norm()).item()
+
+
+@pytest.mark.parametrize("how", ["pure", "autocast"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("attention", ["kernelized", "taylorshift"])
+def test_half_precision_survives_65536_tokens_with_activations_sixteen_times_too_large(attention, dtype, how, monkeypatch):
+    """Against float32, with the error of the same layer whose operation alone runs in float64 as the budget."""
+    torch.manual_seed(0)
+    attn = Attention(32, 2, attention=attention, qkv_bias=True)
+    layout, x = TokenLayout(0, Grid(256, 256)), 16 * torch.randn(1, 256 * 256, 32)
+    low = attn
+    if how == "pure":
+        low, x = copy.deepcopy(attn).to(dtype), x.to(dtype)
+        attn.load_state_dict(low.state_dict())
+    wanted = attend_and_backward(attn, x.float(), layout)
+    got = attend_and_backward(low, x, layout, dtype if how == "autocast" else None)
+
+    operation = {"kernelized": kernelized_attention, "taylorshift": taylorshift_attention}[attention]
+
+    def in_float64(q, k, v, **options):
+        relative = options["relative"]
+        options["relative"] = Joint(relative.table.double(), relative.layout, relative.normalization)
+        return operation(q.double(), k.double(), v.double(), **options).to(v.dtype)
+
+    monkeypatch.setattr(f"visionattn.layers.attention.{attention}_attention", in_float64)
+    budget = attend_and_backward(low, x, layout, dtype if how == "autocast" else None)
+    for name, value in got.items():
+        assert bool(value.isfinite().all()), name
+        assert error(value, wanted[name]) <= 2 * error(budget[name], wanted[name]) + torch.finfo(dtype).eps, name
