@@ -96,6 +96,12 @@ def test_weights_of_another_patch_and_horizon_are_resampled():
     assert fitted["patch_embed.proj.weight"].shape == (24, 3, 8, 8)
 
 
+def test_tables_of_another_number_of_heads_are_passed_on_as_they_are():
+    source, model = (create_model("scaleformer_vit_t", **(SMALL | dict(num_heads=heads))) for heads in (2, 3))
+    fitted = checkpoint_filter_fn(source.state_dict(), model)
+    assert fitted["blocks.0.attn.relative.table"].shape == (2, 7, 7, 12)
+
+
 def test_what_fits_nowhere_is_left_for_the_loader_to_report():
     model = timm.create_model("scaleformer_vit_t", **SMALL)
     fitted = checkpoint_filter_fn({"something.else": torch.zeros(1)}, model)

@@ -66,6 +66,8 @@ class VisionAttnTransformer(VisionTransformer):
         normalization: "mean" or "sum" over the keys of a class; see ``visionattn.ops.relative``.
         pos_embed: "none", or "learn" for absolute position, resampled to other grids.
         temperature_init: TaylorShift's tau at the start.
+        global_pool: as in timm; "max" by default, which found small things on large images where "avg" and "token" did not
+            learn (``checkpoints/README.md``).
         dynamic_img_size: False accepts only ``img_size``.
         dynamic_img_pad: pad images that are not a whole number of patches at the bottom and the right.
         attn_drop_rate: not built yet; anything but 0 raises NotImplementedError.
@@ -81,7 +83,7 @@ class VisionAttnTransformer(VisionTransformer):
         patch_size: int | tuple[int, int] = 16,
         in_chans: int = 3,
         num_classes: int = 1000,
-        global_pool: str = "avg",
+        global_pool: str = "max",
         embed_dim: int = 768,
         depth: int = 12,
         num_heads: int = 12,

@@ -9,6 +9,10 @@ MAY_BE_ABSENT = ("pos_embed", "cls_token", "reg_token")
 OURS = (".attn.relative.", ".attn.temperature")
 
 
+def _resamples(table: Tensor, shape: torch.Size) -> bool:
+    return table.ndim == len(shape) and table.shape[0] == shape[0] and table.shape[-1] == shape[-1]
+
+
 def resample_table(table: Tensor, shape: torch.Size) -> Tensor:
     """A relative table ``[h, 2R+1, (2R+1,) d]`` at another horizon, interpolated between its outermost classes.
 
@@ -17,7 +21,7 @@ def resample_table(table: Tensor, shape: torch.Size) -> Tensor:
     Raises:
         ValueError: heads, width or the number of axes differ.
     """
-    if table.shape[0] != shape[0] or table.shape[-1] != shape[-1] or table.ndim != len(shape):
+    if not _resamples(table, shape):
         raise ValueError(f"relative table {tuple(table.shape)} cannot become {tuple(shape)}: only the horizon may differ")
     sides = tuple(shape[1:-1])
     if tuple(table.shape[1:-1]) == sides:
@@ -32,15 +36,15 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dic
 
     Where the architectures differ by meaning, so does the result: a plain ViT's absolute position and prefix tokens are left
     out of a model without them, its final norm moves to where the model has one (before or after pooling), and the relative
-    tables and temperatures that it lacks keep the model's values. Everything else that does not fit is passed on, for the
-    loader to report.
+    tables and temperatures that it lacks keep the model's values. Everything else that does not fit, such as the tables of
+    another number of heads, is passed on as it is, for the loader to report.
     """
     own = model.state_dict()
     fitted = {name: value for name, value in own.items() if any(part in name for part in OURS)}
     for name, value in timm_checkpoint_filter_fn(state_dict, model).items():
         if name in MAY_BE_ABSENT and name not in own:
             continue
-        if ".attn.relative." in name and name in own:
+        if ".attn.relative." in name and name in own and _resamples(value, own[name].shape):
             value = resample_table(value, own[name].shape)
         fitted[_place_norm(name, own)] = value
     return fitted
