@@ -8,6 +8,7 @@ import pytest
 import timm
 import torch
 from timm.models import VisionTransformer, create_model
+from timm.models._features_fx import create_feature_extractor
 from timm.optim import param_groups_layer_decay, param_groups_weight_decay
 
 import visionattn
@@ -346,3 +347,14 @@ def test_wrong_arguments_get_one_line():
 
 def test_version_is_that_of_the_package():
     assert visionattn.__version__.count(".") == 2
+
+
+@pytest.mark.parametrize("name", ["scaleformer_vit_t", "taylorshift_vit_t", "taylorshift_abs_vit_t"])
+def test_fx_traces_a_model_that_still_takes_any_size(name):
+    model = small(name).eval()
+    traced = create_feature_extractor(model, ["blocks.0", "head"])
+    x = image(name, height=96, width=128)
+    with torch.no_grad():
+        out = traced(x)
+        assert torch.equal(out["head"], model(x))
+    assert out["blocks.0"].shape == (2, 1 + 6 * 8, 24)

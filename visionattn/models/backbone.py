@@ -50,7 +50,8 @@ def _wrong_size(height: int, width: int, patch_size: tuple[int, int]) -> str:
 
 
 @register_notrace_function
-def _class_counts(layout: TokenLayout, horizon: int, like: Tensor) -> Tensor:
+def class_counts_like(layout: TokenLayout, horizon: int, like: Tensor) -> Tensor:
+    """Keys of each class for all blocks of a forward, made once. A name without an underscore: FX wraps no others."""
     return count_classes(layout, (horizon, horizon), dtype=accumulation_dtype(like), device=like.device)
 
 
@@ -216,7 +217,7 @@ class VisionAttnTransformer(VisionTransformer):
         layout = TokenLayout(self.num_prefix_tokens, grid, kept)
         tables = self.blocks[0].attn.relative if len(self.blocks) else None
         if tables is not None and tables.kind == "joint" and not tables.signed:
-            layout = layout._replace(counts=_class_counts(layout, tables.horizon, x))
+            layout = layout._replace(counts=class_counts_like(layout, tables.horizon, x))
         return self.norm_pre(x), layout
 
     def _run_block(self, block: nn.Module, x: Tensor, layout: TokenLayout, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
@@ -230,6 +231,13 @@ class VisionAttnTransformer(VisionTransformer):
         for block in self.blocks:
             x = self._run_block(block, x, layout, attn_mask, is_causal)
         return self.norm(x)
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        """Images ``[B, C, H_px, W_px]`` to logits ``[B, num_classes]``.
+
+        As in timm; defined here because FX looks for functions that it must not trace beside the ``forward`` it traces.
+        """
+        return self.forward_head(self.forward_features(x, attn_mask=attn_mask, is_causal=is_causal))
 
     def forward_intermediates(
         self,
