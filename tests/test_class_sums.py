@@ -12,7 +12,7 @@ FORMS = {"direct": True, "shifted": False}
 
 @pytest.fixture(params=FORMS)
 def form(request, monkeypatch):
-    monkeypatch.setattr(class_sums, "_direct_is_faster", lambda table, v: FORMS[request.param])
+    monkeypatch.setattr(class_sums, "direct_is_faster", lambda *sizes: FORMS[request.param])
     return request.param
 
 
@@ -50,9 +50,8 @@ def test_each_form_agrees_with_the_definition_where_queries_and_keys_differ_in_n
 
 
 def test_the_direct_form_is_for_few_keys_alone():
-    table = torch.empty(3, 49, 16)
-    assert class_sums._direct_is_faster(table, torch.empty(6, 16, 12, 16))
-    assert not class_sums._direct_is_faster(table, torch.empty(6, 16, 14, 14))
+    assert class_sums.direct_is_faster(keys=195, classes=49, e=16)
+    assert not class_sums.direct_is_faster(keys=196, classes=49, e=16)
 
 
 def test_bands_and_chunks_of_heads_leave_no_seam(monkeypatch):
@@ -64,7 +63,7 @@ def test_bands_and_chunks_of_heads_leave_no_seam(monkeypatch):
     def attend(q, k, v, table):
         return kernelized_attention(q, k, v, relative=Joint(table, layout, "mean"))
 
-    monkeypatch.setattr(class_sums, "_direct_is_faster", lambda table, v: False)
+    monkeypatch.setattr(class_sums, "direct_is_faster", lambda *sizes: False)
     monkeypatch.setattr(class_sums, "BAND_ELEMENTS", 1 << 30)
     whole = run(attend, tensors)
     monkeypatch.setattr(class_sums, "BAND_ELEMENTS", 1)

@@ -15,6 +15,7 @@ import visionattn
 from visionattn.layout import Grid, TokenLayout
 
 NAMES = sorted(name for name in timm.list_models() if name.startswith(("scaleformer_vit", "taylorshift")))
+UNTRAINED = dict(pretrained_cfg="untrained")
 SMALL = dict(embed_dim=24, depth=2, num_heads=3)
 
 
@@ -288,8 +289,9 @@ def test_pruned_model_keeps_no_unused_parameter():
 
 
 def test_pretrained_weights_that_do_not_exist_are_named_as_such():
-    with pytest.raises(ValueError, match="there are no pretrained weights of scaleformer_vit_t yet"):
-        create_model("scaleformer_vit_t", pretrained=True)
+    for name, args in (("scaleformer_vit_t", {}), ("scaleformer_vit_t.untrained", {}), ("scaleformer_vit_t", UNTRAINED)):
+        with pytest.raises(ValueError, match="there are no pretrained weights of scaleformer_vit_t yet"):
+            create_model(name, pretrained=True, **args)
 
 
 def test_weights_from_a_file_are_loaded(tmp_path):

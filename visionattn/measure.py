@@ -3,6 +3,7 @@
 Nothing here trains or reads data; models are counted on the meta device, without computing anything.
 """
 
+import copy
 import gc
 import re
 import sys
@@ -20,9 +21,9 @@ import visionattn.ops.flops  # noqa: F401  registers what our operators count
 def count_flops(model: nn.Module, height: int, width: int) -> int:
     """Floating point operations (a multiply-add is two) of one forward of one image of ``height`` x ``width`` pixels.
 
-    Counted by ``torch.utils.flop_counter``: matrix products, convolutions and our operators; elementwise work is not.
+    The model stays as it is. Counted by ``torch.utils.flop_counter``: matrix products, convolutions and our operators; elementwise work is not.
     """
-    model = model.to("meta").eval()
+    model = copy.deepcopy(model).to("meta").eval()
     image = torch.empty(1, model.patch_embed.proj.in_channels, height, width, device="meta")
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(image)
@@ -59,12 +60,12 @@ def _resident_bytes(field: str) -> int:
     return 1024 * int(re.search(rf"^{field}:\s+(\d+) kB$", status, re.MULTILINE).group(1))
 
 
-def model_table(names: Sequence[str], sizes: Sequence[int]) -> list[dict[str, str | float]]:
-    """A row per model: name, parameters in millions, and GFLOP at each square size in pixels."""
+def model_table(names: Sequence[str], sizes: Sequence[int], **args) -> list[dict[str, str | float]]:
+    """A row per timm model, built with ``args``: name, parameters in millions, and GFLOP at each square size in pixels."""
     rows = []
     for name in names:
         with torch.device("meta"):
-            model = timm.create_model(name)
+            model = timm.create_model(name, **args)
         row = {"model": name, "parameters (M)": round(sum(p.numel() for p in model.parameters()) / 1e6, 1)}
         rows.append(row | {f"GFLOP at {size}": round(count_flops(model, size, size) / 1e9, 1) for size in sizes})
     return rows
@@ -75,12 +76,8 @@ def main() -> None:
     sizes = (224, 1024, 4096)
     families = ("scaleformer_vit", "taylorshift_vit", "taylorshift_abs_vit")
     rows = model_table([f"{family}_{size}" for family in families for size in "tsbl"], sizes)
-    for name in ("tiny", "small", "base", "large"):
-        with torch.device("meta"):
-            model = timm.create_model(f"vit_{name}_patch16_224", dynamic_img_size=True)
-        counts = {f"GFLOP at {size}": round(count_flops(model, size, size) / 1e9, 1) for size in sizes}
-        parameters = round(sum(p.numel() for p in model.parameters()) / 1e6, 1)
-        rows.append({"model": f"timm vit_{name}_patch16_224", "parameters (M)": parameters} | counts)
+    plain = [f"vit_{word}_patch16_224" for word in ("tiny", "small", "base", "large")]
+    rows += [row | {"model": f"timm {row['model']}"} for row in model_table(plain, sizes, dynamic_img_size=True)]
     print("| " + " | ".join(rows[0]) + " |")
     print("|" + "---|" * len(rows[0]))
     for row in rows:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models import PretrainedCfg, build_model_with_cfg, generate_default_cfgs, register_model
 from torch import nn
 
 from visionattn.models.backbone import VisionAttnTransformer
@@ -15,6 +15,7 @@ SIZES = {
     "b": ("base", dict(embed_dim=768, depth=12, num_heads=12)),
     "l": ("large", dict(embed_dim=1024, depth=24, num_heads=16)),
 }
+WEIGHT_SOURCES = ("url", "file", "hf_hub_id", "state_dict")
 PIXEL = dict(img_size=32, patch_size=1, in_chans=256, num_classes=10, embed_dim=256, depth=1, num_heads=4, mlp_ratio=1.0)
 PIXEL |= dict(init_values=1e-4, global_pool="token")
 
@@ -92,9 +93,10 @@ def _build(name: str, pretrained: bool, args: dict[str, Any]) -> nn.Module:
     """
     overlay = args.get("pretrained_cfg_overlay") or {}
     cfg = args.get("pretrained_cfg")
-    located = {"url", "file", "hf_hub_id", "state_dict"}
-    given = cfg if isinstance(cfg, dict) else vars(cfg) if cfg is not None else {}
-    if pretrained and not any(source.get(key) for source in (overlay, given) for key in located):
+    if isinstance(cfg, PretrainedCfg):
+        cfg = cfg.to_dict()
+    given = cfg if isinstance(cfg, dict) else {}  # a tag, as a string, names one of ours: none has weights
+    if pretrained and not any(source.get(key) for source in (overlay, given) for key in WEIGHT_SOURCES):
         raise ValueError(
             f"there are no pretrained weights of {name} yet, nor of any other visionattn model; build it with pretrained=False, "
             'or name a file of weights with pretrained_cfg_overlay=dict(file="...")'

@@ -26,7 +26,14 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> N
         raise ValueError(f"key_mask: wanted bool [{k.shape[0]}, {k.shape[2]}], got {dtype} {shape}")
 
 
-def check_options(*, form: str = "auto", impl: str = "eager", causal: bool = False, value_drop: float = 0.0) -> None:
+def check_options(
+    *,
+    form: str = "auto",
+    impl: str = "eager",
+    causal: bool = False,
+    value_drop: float = 0.0,
+    generator: torch.Generator | None = None,
+) -> None:
     """Check the options; what is not built yet raises NotImplementedError."""
     if form not in FORMS:
         raise ValueError(f"form {form!r}: wanted one of {', '.join(FORMS)}")
@@ -36,8 +43,8 @@ def check_options(*, form: str = "auto", impl: str = "eager", causal: bool = Fal
         raise NotImplementedError('impl="triton": there are no GPU kernels yet; use "eager" or "auto"')
     if causal:
         raise NotImplementedError("causal=True is not built yet")
-    if value_drop:
-        raise NotImplementedError("value_drop > 0 is not built yet")
+    if value_drop or generator is not None:
+        raise NotImplementedError("value_drop > 0, and the generator of its draws, are not built yet")
 
 
 def check_attention(

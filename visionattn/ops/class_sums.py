@@ -4,7 +4,7 @@ Each class (a, b) of the offset ``(clip(dy), clip(dx))`` has, for the query at (
 of its keys. Along an axis a class is the one key at ``y + a``, or all keys at and before ``y - R``, or all at and after
 ``y + R``: so U is one of nine arrays (the values themselves or one-sided running sums of them, per axis) read at a shift,
 and the output is a sum of shifted multiply-adds. Running sums are never differenced: nothing is lost in float32. On small
-grids a weight for each pair of places is cheaper; the operator takes that form there (``_direct_is_faster``).
+grids a weight for each pair of places is cheaper; the operator takes that form there (``direct_is_faster``).
 
 Order in memory: tokens contiguous. Rows of the grid stand in one line with R zeros after each row and R rows of zeros before and
 after, so that every shift is an offset of a contiguous run:
@@ -164,13 +164,17 @@ def _class_index(queries: tuple[int, int], keys: tuple[int, int], horizons: tupl
     return (rows[:, None, :, None] * (2 * horizons[1] + 1) + columns[None, :, None, :]).flatten(2).flatten(0, 1)
 
 
-def _direct_is_faster(table: Tensor, v: Tensor) -> bool:
+def direct_is_faster(keys: int, classes: int, e: int) -> bool:
     """Whether a weight for each pair costs less than one for each class: few keys against C classes of width e.
 
     Measured on a CPU at e = 16 and 64, forward and backward: the two meet between ``C e / 3`` and ``C e / 5`` keys. The bound
     does not depend on the number of queries, so memory stays linear in it.
     """
-    return v.shape[2] * v.shape[3] * 4 < table.shape[1] * v.shape[1]
+    return 4 * keys < classes * e
+
+
+def _takes_direct(table: Tensor, v: Tensor) -> bool:
+    return direct_is_faster(v.shape[2] * v.shape[3], table.shape[1], v.shape[1])
 
 
 @torch.library.custom_op("visionattn::class_sums", mutates_args=())
@@ -195,7 +199,7 @@ def class_sums(
     values = v.new_empty(v.shape[0], v.shape[1], *phi_q.shape[2:])
     mass = v.new_empty(v.shape[0], *phi_q.shape[2:])
     operands = (phi_q, table, v, counts, (horizon_y, horizon_x), mean)
-    run = _direct_forward if _direct_is_faster(table, v) else _shifted_forward
+    run = _direct_forward if _takes_direct(table, v) else _shifted_forward
     run(operands, values, mass)
     return values, mass
 
@@ -245,7 +249,7 @@ def class_sums_backward(
     """Gradients of ``class_sums`` with respect to phi_q, table and v; the weights are made anew, not kept."""
     grads = phi_q.new_empty(phi_q.shape), table.new_zeros(table.shape), v.new_empty(v.shape)
     operands = (phi_q, table, v, counts, (horizon_y, horizon_x), mean)
-    run = _direct_backward if _direct_is_faster(table, v) else _shifted_backward
+    run = _direct_backward if _takes_direct(table, v) else _shifted_backward
     run(operands, d_values, d_mass, *grads)
     return grads
 

@@ -61,7 +61,7 @@ def taylorshift_attention(
         relative: linear relative position; see ``relative.py``.
         key_mask: bool ``[B, M]``, True takes part. A query without any key gets 0.
         output_scale: multiply the output by ``sqrt(keys / d)``, keys being those that take part.
-        value_drop, generator: not built yet; anything but 0 raises NotImplementedError.
+        value_drop, generator: not built yet; anything but 0 and None raises NotImplementedError.
         form: "direct" is O(N M d), "efficient" O((N + M) d^2 e), "auto" the one expected to be faster. They agree to rounding.
         impl: "eager", or "auto", which is the same until there are kernels.
 
@@ -76,7 +76,7 @@ def taylorshift_attention(
     """
     check_attention(q, k, v, key_mask, relative)
     check_coefficients(coefficients)
-    check_options(form=form, impl=impl, value_drop=value_drop)
+    check_options(form=form, impl=impl, value_drop=value_drop, generator=generator)
     if temperature is not None and (not isinstance(temperature, Tensor) or temperature.shape != (q.shape[1],)):
         given = tuple(temperature.shape) if isinstance(temperature, Tensor) else temperature
         raise ValueError(f"temperature: wanted a tensor [{q.shape[1]}], one per head, got {given}")
