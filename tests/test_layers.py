@@ -102,6 +102,45 @@ def test_tables_of_another_number_of_heads_are_passed_on_as_they_are():
     assert fitted["blocks.0.attn.relative.table"].shape == (2, 7, 7, 12)
 
 
+def checkerless(height, width, prefix=1):
+    """A position whose entries say where they are: row and column in [0, 1], linear and so kept by any resampling."""
+    rows, columns = torch.linspace(0, 1, height), torch.linspace(0, 1, width)
+    grid = torch.stack([rows[:, None].expand(height, width), columns.expand(height, width)], -1).reshape(1, -1, 2)
+    return torch.cat([torch.full((1, prefix, 2), 9.0), grid], 1).repeat(1, 1, 12)
+
+
+@pytest.mark.parametrize("source, known", [((4, 6), True), ((8, 2), True), ((8, 2), False), ((7, 5), False), ((6, 6), False)])
+def test_absolute_position_moves_from_grid_to_grid(source, known):
+    model = create_model("taylorshift_abs_vit_t", **(SMALL | dict(img_size=(32, 128))))  # a grid of 2 x 8
+    given = checkerless(*source)
+    fitted = checkpoint_filter_fn({"pos_embed": given}, model, source if known else None)["pos_embed"]
+    if not known and source != (6, 6):  # 16 tokens like the model's own; 35 tokens, no square
+        assert torch.equal(fitted, given)
+        return
+    assert fitted.shape == model.pos_embed.shape and bool((fitted[:, 0] == 9).all())
+    grid = fitted[0, 1:, :2].reshape(2, 8, 2)
+    assert bool((grid[0, :, 0] < 0.4).all() and (grid[1, :, 0] > 0.6).all())
+    assert bool((grid[:, :, 1].diff(dim=1) > -0.1).all()) and bool((grid[:, -1, 1] > 0.8).all())
+
+
+def test_an_option_that_would_do_nothing_is_refused():
+    for kwargs in (
+        dict(attention="kernelized", temperature_init=1.0),
+        dict(attention="softmax", normalization="mean"),
+        dict(relative="none", horizon=2),
+        dict(relative="none", normalization="sum"),
+    ):
+        with pytest.raises(ValueError, match="would do nothing"):
+            Attention(24, 3, **kwargs)
+
+
+def test_attention_that_forms_no_map_of_pairs_says_so_when_asked_for_one():
+    attn = Attention(24, 3)
+    attn.fused_attn = False
+    with pytest.raises(ValueError, match="weights of all pairs"):
+        attn(torch.zeros(1, 6, 24), TokenLayout(0, Grid(2, 3)))
+
+
 def test_what_fits_nowhere_is_left_for_the_loader_to_report():
     model = timm.create_model("scaleformer_vit_t", **SMALL)
     fitted = checkpoint_filter_fn({"something.else": torch.zeros(1)}, model)

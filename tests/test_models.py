@@ -107,7 +107,8 @@ def test_published_model_differs_from_ours_in_position_pooling_and_temperature()
 @pytest.mark.parametrize("relative", ["joint", "axial", "flat", "none"])
 @pytest.mark.parametrize("attention", ["kernelized", "taylorshift", "softmax"])
 def test_attention_and_relative_position_combine(attention, relative):
-    model = small("scaleformer_vit_t", attention=attention, relative=relative, horizon=2, num_classes=3)
+    horizon = {} if relative == "none" else dict(horizon=2)
+    model = small("scaleformer_vit_t", attention=attention, relative=relative, num_classes=3, **horizon)
     model(image("", height=64, width=32)).sum().backward()
     assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in model.parameters())
 
@@ -277,6 +278,22 @@ def test_layer_decay_gives_relative_tables_the_rate_of_their_block():
         own = {r for n, r in rates.items() if n.startswith(f"blocks.{i}.")}
         assert own == {rate}
     assert rates["head.weight"] == 1.0
+
+
+def test_a_frozen_head_is_replaced_by_a_frozen_head():
+    model = small("scaleformer_vit_t").requires_grad_(False).eval()
+    model.reset_classifier(3)
+    assert not model.head.weight.requires_grad and not model.head.training
+    model = small("scaleformer_vit_t")
+    model.reset_classifier(3, "avg")
+    assert model.head.weight.requires_grad and model.head.training and model.global_pool == "avg"
+
+
+def test_another_patch_size_changes_the_reduction():
+    model = small("scaleformer_vit_t")
+    model.set_input_size(img_size=64, patch_size=8)
+    assert [info["reduction"] for info in model.feature_info] == [8, 8]
+    assert model(image("", height=40, width=24)).shape == (2, 11)
 
 
 def test_pruned_model_keeps_no_unused_parameter():

@@ -21,7 +21,8 @@ import visionattn.ops.flops  # noqa: F401  registers what our operators count
 def count_flops(model: nn.Module, height: int, width: int) -> int:
     """Floating point operations (a multiply-add is two) of one forward of one image of ``height`` x ``width`` pixels.
 
-    The model stays as it is. Counted by ``torch.utils.flop_counter``: matrix products, convolutions and our operators; elementwise work is not.
+    The model stays as it is. ``torch.utils.flop_counter`` counts matrix products, convolutions and our operators, and no
+    elementwise work.
     """
     model = copy.deepcopy(model).to("meta").eval()
     image = torch.empty(1, model.patch_embed.proj.in_channels, height, width, device="meta")

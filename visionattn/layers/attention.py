@@ -21,9 +21,9 @@ class Attention(nn.Module):
         num_heads: h, which divides D.
         attention: "kernelized", "taylorshift" or "softmax".
         relative: "joint", "axial", "flat" or "none".
-        horizon: R of the relative position, in patches.
-        normalization: "mean" or "sum"; softmax has none.
-        temperature_init: TaylorShift's tau at the start, for every head.
+        horizon: R of the relative position, in patches; None: 3.
+        normalization: "mean" or "sum"; None: "mean". Softmax has none.
+        temperature_init: TaylorShift's tau at the start, for every head; None: 4.
         qkv_bias, proj_bias: biases of the two projections.
         qk_norm: normalise q and k per head with ``norm_layer``.
         scale_norm: normalise with ``norm_layer`` before the output projection.
@@ -31,7 +31,7 @@ class Attention(nn.Module):
         proj_drop: dropout after the output projection.
 
     Raises:
-        ValueError: heads that do not divide the width, or unknown names.
+        ValueError: heads that do not divide the width, unknown names, or an option that the others leave nothing to act on.
     """
 
     def __init__(
@@ -41,9 +41,9 @@ class Attention(nn.Module):
         *,
         attention: str = "kernelized",
         relative: str = "joint",
-        horizon: int = 3,
-        normalization: str = "mean",
-        temperature_init: float = 4.0,
+        horizon: int | None = None,
+        normalization: str | None = None,
+        temperature_init: float | None = None,
         qkv_bias: bool = False,
         qk_norm: bool = False,
         scale_norm: bool = False,
@@ -60,8 +60,9 @@ class Attention(nn.Module):
             raise ValueError(f"num_heads {num_heads} does not divide the width {dim}; {_nearest_divisors(dim, num_heads)}")
         if attention not in ATTENTIONS:
             raise ValueError(f"attention {attention!r}: wanted one of {', '.join(ATTENTIONS)}")
-        if normalization not in ("mean", "sum"):
+        if normalization not in (None, "mean", "sum"):
             raise ValueError(f"normalization {normalization!r}: wanted mean or sum")
+        _refuse_idle(attention, relative, horizon=horizon, normalization=normalization, temperature_init=temperature_init)
         if attn_drop:
             raise NotImplementedError("attn_drop > 0 is not built yet; proj_drop and drop_path are")
         self.attention = attention
@@ -77,9 +78,10 @@ class Attention(nn.Module):
             self.relative = None
         else:
             signed = attention == "softmax"
-            options = dict(horizon=horizon, normalization="sum" if signed else normalization, signed=signed)
+            options = dict(horizon=3 if horizon is None else horizon, signed=signed)
+            options["normalization"] = "sum" if signed else normalization or "mean"
             self.relative = RelativeTables(relative, num_heads, self.head_dim, **options, **dd)
-        self.temperature_init = temperature_init
+        self.temperature_init = 4.0 if temperature_init is None else temperature_init
         self.temperature = nn.Parameter(torch.empty(num_heads, **dd)) if attention == "taylorshift" else None
         self.attn_drop = nn.Dropout(attn_drop)
         self.norm = norm_layer(dim, **dd) if scale_norm else nn.Identity()
@@ -115,8 +117,11 @@ class Attention(nn.Module):
             is_causal: True raises NotImplementedError.
 
         Raises:
-            ValueError: relative position without a known grid, or a mask of pairs.
+            ValueError: relative position without a known grid, a mask of pairs, or ``fused_attn`` set to False, by which timm's
+                ``AttentionExtract`` asks for the weights of all pairs.
         """
+        if not self.fused_attn:
+            raise ValueError("fused_attn=False asks for the weights of all pairs of tokens, which this attention never forms")
         if is_causal:
             raise NotImplementedError("causal attention over images is not built")
         batch, tokens, dim = x.shape
@@ -134,6 +139,20 @@ class Attention(nn.Module):
             out = softmax_attention(q, k, v, **options)
         out = self.norm(out.transpose(1, 2).reshape(batch, tokens, dim))
         return self.proj_drop(self.proj(out))
+
+
+def _refuse_idle(attention: str, relative: str, **options) -> None:
+    """Raise ValueError for an option that was given and has nothing to act on."""
+    idle = {
+        "temperature_init": attention != "taylorshift" and f"attention={attention!r} has no temperature",
+        "normalization": relative == "none" and "there is no relative position",
+        "horizon": relative == "none" and "there is no relative position",
+    }
+    if attention == "softmax":
+        idle["normalization"] = "a softmax normalises by itself"
+    for name, value in options.items():
+        if value is not None and idle[name]:
+            raise ValueError(f"{name}={value!r} would do nothing: {idle[name]}")
 
 
 def _nearest_divisors(dim: int, num_heads: int) -> str:

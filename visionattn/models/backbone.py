@@ -63,10 +63,10 @@ class VisionAttnTransformer(VisionTransformer):
     Args:
         attention: "kernelized", "taylorshift" or "softmax" (the quadratic twin).
         relative: relative position of the patches: "joint", "axial", "flat" or "none".
-        horizon: R in patches; offsets beyond it share the outermost entries.
-        normalization: "mean" or "sum" over the keys of a class; see ``visionattn.ops.relative``.
+        horizon: R in patches, 3 unless given; offsets beyond it share the outermost entries.
+        normalization: "mean" (unless given) or "sum" over the keys of a class; see ``visionattn.ops.relative``.
         pos_embed: "none", or "learn" for absolute position, resampled to other grids.
-        temperature_init: TaylorShift's tau at the start.
+        temperature_init: TaylorShift's tau at the start, 4 unless given.
         global_pool: as in timm; "max" by default, which found small things on large images where "avg" and "token" did not
             learn (``checkpoints/README.md``).
         dynamic_img_size: False accepts only ``img_size``.
@@ -92,9 +92,9 @@ class VisionAttnTransformer(VisionTransformer):
         *,
         attention: str = "kernelized",
         relative: str = "joint",
-        horizon: int = 3,
-        normalization: str = "mean",
-        temperature_init: float = 4.0,
+        horizon: int | None = None,
+        normalization: str | None = None,
+        temperature_init: float | None = None,
         pos_embed: str = "none",
         dynamic_img_size: bool = True,
         dynamic_img_pad: bool = False,
@@ -183,7 +183,15 @@ class VisionAttnTransformer(VisionTransformer):
     def set_input_size(self, img_size=None, patch_size=None) -> None:
         """Change the native size in pixels, and the patch size, resampling patch embedding and absolute position."""
         super().set_input_size(img_size=img_size, patch_size=patch_size)
+        for info in self.feature_info:
+            info["reduction"] = self.patch_embed.feat_ratio()
         self._share_native_layout()
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """A new head of ``num_classes`` outputs (0: none), on the old one's device, in its dtype and mode, frozen if it was."""
+        frozen = any(True for _ in self.head.parameters()) and not any(p.requires_grad for p in self.head.parameters())
+        super().reset_classifier(num_classes, global_pool)
+        self.head.requires_grad_(not frozen)
 
     def no_weight_decay(self) -> set[str]:
         """Patterns of the parameters that are not decayed: positions, prefix tokens, relative tables, temperatures."""

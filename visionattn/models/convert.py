@@ -1,11 +1,15 @@
 """Weights from elsewhere into our models: plain ``vit_*`` checkpoints, other patch sizes, grids and horizons."""
 
+import math
+
 import torch
 import torch.nn.functional as F
+from timm.layers import resample_abs_pos_embed_nhwc
+from timm.models._input import get_pretrained_grid_size
 from timm.models.vision_transformer import checkpoint_filter_fn as timm_checkpoint_filter_fn
 from torch import Tensor, nn
 
-MAY_BE_ABSENT = ("pos_embed", "cls_token", "reg_token")
+MAY_BE_ABSENT = ("cls_token", "reg_token")
 OURS = (".attn.relative.", ".attn.temperature")
 
 
@@ -31,15 +35,27 @@ def resample_table(table: Tensor, shape: torch.Size) -> Tensor:
     return F.interpolate(channels_first, size=sides, mode=mode, align_corners=True).movedim(1, -1).to(table.dtype)
 
 
-def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+def checkpoint_filter_fn(
+    state_dict: dict[str, Tensor], model: nn.Module, source_grid: tuple[int, int] | None = None
+) -> dict[str, Tensor]:
     """Fit a state dict of ours or of a timm ``vit_*`` to ``model``: patch embedding, absolute position, relative tables.
 
     Where the architectures differ by meaning, so does the result: a plain ViT's absolute position and prefix tokens are left
     out of a model without them, its final norm moves to where the model has one (before or after pooling), and the relative
     tables and temperatures that it lacks keep the model's values. Everything else that does not fit, such as the tables of
-    another number of heads, is passed on as it is, for the loader to report.
+    another number of heads, is passed on as it is, for the loader to report. The tables of a softmax twin are signed: placed in a
+    linear model, or the other way round, they mean something else.
+
+    Args:
+        state_dict: the weights, possibly under "model" or "state_dict".
+        model: what they shall fit.
+        source_grid: (H, W) in patches that the absolute position was made for; None: what timm knows of the weights, else the
+            model's own if it has as many patches, else a square. A position that no grid explains is passed on as it is.
     """
     own = model.state_dict()
+    state_dict = state_dict.get("model", state_dict)
+    state_dict = dict(state_dict.get("state_dict", state_dict))
+    position = state_dict.pop("pos_embed", None)
     fitted = {name: value for name, value in own.items() if any(part in name for part in OURS)}
     for name, value in timm_checkpoint_filter_fn(state_dict, model).items():
         if name in MAY_BE_ABSENT and name not in own:
@@ -47,7 +63,23 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dic
         if ".attn.relative." in name and name in own and _resamples(value, own[name].shape):
             value = resample_table(value, own[name].shape)
         fitted[_place_norm(name, own)] = value
+    if position is not None and "pos_embed" in own:
+        patch = state_dict.get("patch_embed.proj.weight")
+        fitted["pos_embed"] = _fit_position(position, model, patch, source_grid)
     return fitted
+
+
+def _fit_position(position: Tensor, model: nn.Module, patch: Tensor | None, grid: tuple[int, int] | None) -> Tensor:
+    """Absolute position ``[1, P + H*W, D]`` on the model's grid; as it is where no grid explains its number of tokens."""
+    prefix = 0 if model.no_embed_class else model.num_prefix_tokens
+    patches, own = position.shape[1] - prefix, tuple(model.patch_embed.grid_size)
+    known = get_pretrained_grid_size(model, patch, patches) if getattr(model, "pretrained_model_args", None) else None
+    side = math.isqrt(max(0, patches))
+    old = next((g for g in (grid, known, own, (side, side)) if g is not None and g[0] * g[1] == patches), own)
+    if tuple(old) == own:
+        return position
+    resampled = resample_abs_pos_embed_nhwc(position[:, prefix:].unflatten(1, tuple(old)), list(own))
+    return torch.cat([position[:, :prefix], resampled.flatten(1, 2)], dim=1)
 
 
 def _place_norm(name: str, own: dict[str, Tensor]) -> str:
