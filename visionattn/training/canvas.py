@@ -213,8 +213,6 @@ class CanvasDataset(Dataset):
     def __init__(self, digits: Digits, split: Split, length: int, seed: int, *, vary: bool = False):
         self.digits, self.split, self.length, self.seed, self.vary = digits, split, length, seed, vary
 
-    smallest_px = SMALLEST_CANVAS_PX
-
     def __len__(self):
         return self.length
 

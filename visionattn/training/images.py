@@ -59,21 +59,28 @@ class ArrayDataset(Dataset):
 class Source(Protocol):
     """Encoded images by number."""
 
-    def open(self, index: int) -> BinaryIO: ...
+    def open(self, index: int) -> BinaryIO:
+        """The encoded image, to be closed by the caller; raises one of ``DAMAGED_IMAGE`` where there is none."""
+        ...
 
-    def name(self, index: int) -> str: ...
+    def name(self, index: int) -> str:
+        """What a message calls the image: its path, or its file and the place within it."""
+        ...
 
 
 class Files:
     """Images that are files."""
 
     def __init__(self, paths: Sequence[str]):
+        """``paths``: one per image."""
         self.paths = paths
 
     def open(self, index: int) -> BinaryIO:
+        """The file."""
         return open(self.paths[index], "rb")
 
     def name(self, index: int) -> str:
+        """Its path."""
         return self.paths[index]
 
 
@@ -81,15 +88,18 @@ class TarMembers:
     """Images that are members of a tar, as listed by timm's reader; each is read through a handle of its own."""
 
     def __init__(self, reader, root: str):
+        """``reader``: timm's ``ReaderImageInTar`` of the tar file ``root``."""
         self.samples, self.root = reader.samples, root
 
     def open(self, index: int) -> BinaryIO:
+        """The member's bytes, in memory; a tar within the tar is read through, one level deep."""
         member, _, tar_within = self.samples[index]
         with open(self.root, "rb") as file:
             file.seek(member.offset_data + (tar_within.offset_data if tar_within else 0))
             return io.BytesIO(file.read(member.size))
 
     def name(self, index: int) -> str:
+        """``tar:member``."""
         return f"{self.root}:{self.samples[index][0].path}"
 
 
@@ -97,12 +107,15 @@ class TableRows:
     """Images that are rows of a Hugging Face table, through timm's reader."""
 
     def __init__(self, reader, root: str):
+        """``reader``: timm's ``ReaderHfds`` of the table ``root``."""
         self.reader, self.root = reader, root
 
     def open(self, index: int) -> BinaryIO:
+        """The bytes of the row's image, in memory."""
         return self.reader[index][0]
 
     def name(self, index: int) -> str:
+        """``table:file``, or ``table:number`` where the row names no file."""
         return f"{self.root}:{self.reader.filename(index) or index}"
 
 
