@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import random
+import resource
 
 import numpy as np
 import pytest
@@ -16,7 +17,6 @@ from small_runs import MODEL, SPEC, small_config, small_trainer
 import visionattn
 from visionattn.models import weights
 from visionattn.models.weights import DataSpec, load_model, read_pickle, read_state_dict, save_model
-from visionattn.training import checkpoint
 from visionattn.training.checkpoint import (
     load_state,
     place_weights,
@@ -25,6 +25,8 @@ from visionattn.training.checkpoint import (
     save_state,
     shorten,
 )
+from visionattn.training.command_line import run_tool
+from visionattn.training.record import write_text
 
 PLAIN = {"img_size": 16, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2}
 
@@ -70,12 +72,42 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one_and_no_other(tmp_path,
         raise OSError("no space left")
 
     monkeypatch.setattr(weights, "flush_to_disk", full_disk)
-    monkeypatch.setattr(checkpoint, "flush_to_disk", full_disk)
     with pytest.raises(OSError, match="no space"):
         save_model(path, small_model(), "scaleformer_vit_t", MODEL, SPEC)
     with pytest.raises(OSError, match="no space"):
         save_state(path, {"step": 3})
+    with pytest.raises(OSError, match="no space"):
+        write_text(path, "three")
     assert path.read_bytes() == before and os.listdir(tmp_path) == ["a.safetensors"]
+
+
+def test_a_disk_that_fills_up_while_a_file_is_written_is_reported_with_the_file(tmp_path, capsys):
+    path, (soft, hard) = tmp_path / "a", resource.getrlimit(resource.RLIMIT_FSIZE)
+    writers = {
+        "weights": lambda: save_model(path, small_model(), "scaleformer_vit_t", MODEL, SPEC),
+        "state": lambda: save_state(path, {"tensor": torch.zeros(30_000)}),
+        "text": lambda: write_text(path, 30_000 * "x"),
+    }
+    for name, write in writers.items():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, hard))  # Python ignores the signal, so writing fails
+        try:
+            code = run_tool(write)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert (code, capsys.readouterr().err) == (2, f"error: {path}: File too large\n"), name
+        assert os.listdir(tmp_path) == [], name
+
+
+def test_a_checkpoint_without_permission_to_read_it_is_not_called_garbled(tmp_path, monkeypatch):
+    path = tmp_path / "a.pt"
+    torch.save({}, path)
+
+    def refuse(*args, **options):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(torch, "load", refuse)
+    with pytest.raises(PermissionError, match="Permission denied"):
+        read_pickle(path)
 
 
 def test_a_specification_makes_the_input_of_the_model():
@@ -126,7 +158,15 @@ def test_files_that_are_no_models_are_one_line_each(tmp_path):
     save_model(path, model, "scaleformer_vit_t", MODEL | {"checkpoint_path": "evil.pt"}, SPEC)
     assert "asks for other weights to be loaded (checkpoint_path): refused" in line()
     save_model(path, model, "scaleformer_vit_t", MODEL | {"horizn": 3}, SPEC)
-    assert "that cannot be built: " in line() and "horizn" in line()
+    assert "that cannot be built with these args: patch_size=4, " in line() and "horizn" in line()
+    for args, reason in (
+        ({"patch_size": 0}, "(integer division or modulo by zero)"),
+        ({"norm_layer": "foo"}, "(KeyError: 'foo')"),
+        ({"norm_layer": 5}, "(AssertionError)"),
+        ({"num_heads": 3}, "num_heads 3 does not divide"),
+    ):
+        save_model(path, model, "scaleformer_vit_t", MODEL | args, SPEC)
+        assert "that cannot be built with these args: " in line() and reason in line()
     save_file(model.state_dict(), path, metadata={"format": "visionattn", "version": "1", "model": "scaleformer_vit_t"})
     assert "has a garbled description of its model" in line()
     save_file(model.state_dict(), path, metadata={"format": "visionattn", "version": "2"})

@@ -153,6 +153,10 @@ def test_every_configuration_of_the_repository_is_valid_and_has_a_header(path):
         (["--optim.layer_decay", "1.1"], "optim.layer_decay must be in (0, 1], got 1.1"),
         (["--data.val_fraction", "1"], "data.val_fraction must be in (0, 1), got 1.0"),
         (["--data.img_size_choices", "96", "0"], "data.img_size_choices[1] must be above 0, got 0"),
+        (
+            ["--data.img_size_choices", "[]"],
+            "data.img_size_choices is empty; name the sizes, or leave it out to train at data.img_size",
+        ),
         (["--optim.min_lr", "1"], "optim.min_lr 1.0 is above optim.lr 0.001, the peak"),
         (["--optim.warmup_epochs", "10"], "optim.warmup_epochs 10.0 leaves nothing of epochs 10 for the cosine"),
         (["--resume", "--overwrite"], "resume goes on with a run and overwrite deletes it: give one of them"),
@@ -177,6 +181,8 @@ def test_the_ends_of_the_ranges_are_allowed():
     [
         (ValueError("wanted 3,\n  got 4"), 2, "error: wanted 3, got 4\n"),
         (FileNotFoundError("no x"), 2, "error: no x\n"),
+        (PermissionError(13, "Permission denied", "a/b.yaml"), 2, "error: a/b.yaml: Permission denied\n"),
+        (OSError(28, "No space left on device"), 2, "error: [Errno 28] No space left on device\n"),
         (KeyboardInterrupt(), 130, "interrupted\n"),
         (
             ValueError(

@@ -11,6 +11,7 @@ import re
 import struct
 import warnings
 from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -39,6 +40,8 @@ UNREADABLE = (
     struct.error,
 )
 """What ``torch.load`` raises for files that are cut off, garbled, or no checkpoint at all."""
+UNBUILDABLE = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError)
+"""What a model of timm raises for arguments that it does not take, besides ``ValueError``."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,7 @@ class DataSpec:
 def save_model(path: str | Path, model: nn.Module, name: str, args: dict[str, Any], spec: DataSpec) -> None:
     """Write weights, model name, model arguments and data specification to one safetensors file.
 
-    The file appears whole or not at all: it is written beside its place, flushed to the disk and renamed.
+    The file appears whole or not at all.
 
     Args:
         path: the file; its folder exists.
@@ -95,15 +98,32 @@ def save_model(path: str | Path, model: nn.Module, name: str, args: dict[str, An
         args: the keyword arguments that build it, besides ``num_classes`` and ``in_chans``; JSON types.
         spec: what its images are.
     """
-    path = Path(path)
     metadata = {"format": FORMAT, "version": str(FORMAT_VERSION), "model": name}
     metadata |= {"args": json.dumps(args), "data": json.dumps(asdict(spec))}
     tensors = {key: value.detach().cpu().contiguous() for key, value in model.state_dict().items()}
+    write_whole(path, lambda temporary: temporary.write_bytes(save(tensors, metadata=metadata)))
+
+
+def write_whole(path: str | Path, write: Callable[[Path], object]) -> None:
+    """Write a file so that it is there whole or not at all: beside its place, flushed to the disk and renamed.
+
+    Args:
+        path: the file; its folder exists.
+        write: writes the content to the path that it is given.
+
+    Raises:
+        OSError: it cannot be written; ``filename`` is set, also where the system leaves it open (a full disk).
+    """
+    path = Path(path)
     temporary = path.with_name(path.name + ".tmp")
     try:
-        temporary.write_bytes(save(tensors, metadata=metadata))
+        write(temporary)
         flush_to_disk(temporary)
         os.replace(temporary, path)
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -140,14 +160,22 @@ def load_model(path: str | Path, *, device: str | torch.device = "cpu") -> nn.Mo
     try:
         with torch.random.fork_rng(devices=[]):
             model = timm.create_model(name, num_classes=spec.num_classes, in_chans=spec.in_chans, **args)
-    except (TypeError, AssertionError, RuntimeError) as error:
-        raise ValueError(f"{path} names a model {name!r} that cannot be built: {first_line(error)}") from error
+    except (*UNBUILDABLE, ValueError) as error:
+        raise ValueError(
+            f"{path} names a model {name!r} that cannot be built with these args: {describe_args(args)} "
+            f"({first_line(error)})"
+        ) from error
     misfit = describe_misfit(tensors, model.state_dict())
     if misfit:
         raise ValueError(f"{path} does not fit the model {name!r} that it names: {misfit}")
     model.load_state_dict(tensors)
     model.data_spec = spec
     return model.to(device).eval()
+
+
+def describe_args(args: dict[str, Any]) -> str:
+    """Arguments as they are written in a call."""
+    return ", ".join(f"{key}={value!r}" for key, value in args.items()) or "none"
 
 
 def describe_misfit(given: dict[str, Tensor], wanted: dict[str, Tensor]) -> str:
@@ -201,6 +229,8 @@ def read_pickle(path: str | Path) -> Any:
         with torch.serialization.safe_globals([Namespace]), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Detected pickle protocol")
             return torch.load(path, map_location="cpu", weights_only=True)
+    except PermissionError:
+        raise
     except UNREADABLE as error:
         refused = re.search(r"(?:GLOBAL|global:?|class) ([\w.]+\.[\w.]+)", str(error))
         if refused:
@@ -236,6 +266,8 @@ def read_state_dict(path: str | Path) -> dict[str, Tensor]:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's text, at most 120 characters of it."""
-    lines = str(error).splitlines()
-    return lines[0][:120] if lines else type(error).__name__
+    """The first line of an error's text, at most 120 characters of it; the error's name where the text needs it."""
+    lines, kind = str(error).splitlines(), type(error).__name__
+    if not lines:
+        return kind
+    return f"{kind}: {lines[0][:120]}" if isinstance(error, KeyError) else lines[0][:120]

@@ -5,6 +5,7 @@ Owns the checks that need a model: its name, its arguments, image sizes against 
 
 import json
 import math
+import warnings
 from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 
 import visionattn  # noqa: F401  registers the models
-from visionattn.models.weights import LOADING_ARGS, DataSpec, first_line
+from visionattn.models.weights import LOADING_ARGS, UNBUILDABLE, DataSpec, describe_args, first_line
 from visionattn.training.config import ModelConfig
 
 
@@ -42,20 +43,19 @@ def build_model(config: ModelConfig, spec: DataSpec) -> tuple[nn.Module, dict[st
         args.setdefault("img_size", spec.img_size)
     try:
         json.dumps(args)  # as they are kept beside the weights
-        model = timm.create_model(config.name, num_classes=spec.num_classes, in_chans=spec.in_chans, **args)
-    except (TypeError, AssertionError, RuntimeError) as error:
-        raise ValueError(f"model {config.name} does not take {describe_args(args)}: {first_line(error)}") from error
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Initializing zero-element tensors")  # an error follows
+            model = timm.create_model(config.name, num_classes=spec.num_classes, in_chans=spec.in_chans, **args)
+    except UNBUILDABLE as error:
+        raise ValueError(
+            f"model {config.name} does not take these args: {describe_args(args)} ({first_line(error)})"
+        ) from error
     return model, {key: value for key, value in args.items() if key not in LOADING_ARGS}
 
 
 def is_ours(name: str) -> bool:
     """Whether this package registers the model."""
     return timm.model_entrypoint(name).__module__.partition(".")[0] == "visionattn"
-
-
-def describe_args(args: dict[str, Any]) -> str:
-    """Arguments as they are written in a call."""
-    return ", ".join(f"{key}={value!r}" for key, value in args.items()) or "no arguments"
 
 
 def check_img_size(model: nn.Module, sizes: Iterable[int]) -> None:

@@ -4,7 +4,6 @@ Owns the format of ``last.pt``: plain tensors and plain types, so that reading i
 matter of ``models/weights.py``.
 """
 
-import os
 import random
 import sys
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ import torch
 from timm.models._manipulate import adapt_input_conv
 from torch import Tensor, nn
 
-from visionattn.models.weights import describe_misfit, first_line, flush_to_disk, read_pickle, read_state_dict
+from visionattn.models.weights import describe_misfit, first_line, read_pickle, read_state_dict, write_whole
 from visionattn.training.build import is_ours
 
 FORMAT = "visionattn.state"
@@ -25,15 +24,22 @@ FORMAT_VERSION = 1
 
 
 def save_state(path: str | Path, state: dict[str, Any]) -> None:
-    """Write a state of plain tensors and plain types; the file appears whole or not at all."""
-    path = Path(path)
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        torch.save({"format": FORMAT, "version": FORMAT_VERSION} | state, temporary)
-        flush_to_disk(temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    """Write a state of plain tensors and plain types; the file appears whole or not at all.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+
+    def write(temporary: Path) -> None:
+        with open(temporary, "wb") as file:
+            try:
+                torch.save({"format": FORMAT, "version": FORMAT_VERSION} | state, file)
+            except RuntimeError as error:
+                if isinstance(error.__context__, OSError):  # a full disk; what torch says of it is about positions
+                    raise error.__context__ from None
+                raise
+
+    write_whole(path, write)
 
 
 def load_state(path: str | Path, model: nn.Module, name: str) -> dict[str, Any]:

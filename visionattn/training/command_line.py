@@ -28,12 +28,15 @@ def run_tool(work: Callable[[], None]) -> int:
     """Do a tool's work and turn the ways in which it can end into an exit code and at most one line on standard error.
 
     Returns:
-        0; 1 for a loss that is not finite; 2 for bad input; 130 for Ctrl-C.
+        0; 1 for a loss that is not finite; 2 for bad input, and for files that cannot be read or written; 130 for
+        Ctrl-C.
     """
     try:
         work()
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError) as error:
         text = str(error).strip()
+        if isinstance(error, OSError) and error.filename and error.strerror:
+            text = f"{error.filename}: {error.strerror}"
         if "Original Traceback" in text:  # of a loader's process; its last line is what the data set said
             text = text.splitlines()[-1].partition(": ")[2]
         print(f"error: {' '.join(text.split())}", file=sys.stderr)

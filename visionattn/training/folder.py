@@ -114,15 +114,19 @@ def _list_classes(folder: Path) -> dict[str, list[str]]:
     extensions = get_img_extensions(as_set=True)
     listed = {}
     for name in classes:
-        files = (
-            os.path.join(where, file) for where, _, found in os.walk(folder / name, followlinks=True) for file in found
-        )
+        walk = os.walk(folder / name, followlinks=True, onerror=_reraise)
+        files = (os.path.join(where, file) for where, _, found in walk for file in found)
         listed[name] = sorted(
             (file for file in files if os.path.splitext(file)[1].lower() in extensions), key=natural_key
         )
         if not listed[name]:
             raise ValueError(f"class folder {folder / name} holds no images; add some or delete the folder")
     return listed
+
+
+def _reraise(error: OSError) -> None:
+    """For ``os.walk``, which by itself takes a folder that it cannot read for an empty one."""
+    raise error
 
 
 def _open_tar(root: str) -> tuple[dict[str, _Part], list[str]]:

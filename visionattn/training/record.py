@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
+from visionattn.models.weights import write_whole
 from visionattn.training.config import TrainConfig
 
 BEST, LAST, CONFIG, METRICS, SUMMARY = "best.safetensors", "last.pt", "config.yaml", "metrics.jsonl", "summary.csv"
@@ -24,8 +25,7 @@ def run_folder(config: TrainConfig) -> Path:
 
     Raises:
         ValueError: no usable name, or the folder is in use and neither ``resume`` nor ``overwrite`` is given, or there
-        is
-            nothing to resume.
+            is nothing to resume.
     """
     if not config.run or Path(config.run).name != config.run or config.run in (".", ".."):
         raise ValueError(f"run must be the name of a folder within {config.output}, got {config.run!r}")
@@ -61,7 +61,7 @@ class Record:
         folder: the run's folder; made if need be.
         config: kept as ``config.yaml``.
         since: on resumption, the optimiser steps done and the epochs done; later lines of an earlier process are
-        dropped.
+            dropped.
         stream: where to print.
     """
 
@@ -184,6 +184,4 @@ def forget_after(folder: Path, steps: int, epochs: int) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Write a file so that it is there whole or not at all."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8", newline="")
-    os.replace(temporary, path)
+    write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8", newline=""))
