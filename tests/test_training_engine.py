@@ -221,6 +221,34 @@ def test_a_stopped_and_resumed_run_ends_in_the_very_state_of_one_that_was_not_st
     same(*best)
 
 
+def test_a_compiled_run_is_stopped_and_resumed_and_its_files_are_those_of_any_run(tmp_path, monkeypatch):
+    """``aot_eager`` traces and differentiates as the default backend does, and generates no code, which takes minutes."""
+    real, compiled = torch.compile, []
+
+    def compile_quickly(model):
+        compiled.append(model)
+        return real(model, backend="aot_eager")
+
+    monkeypatch.setattr(torch, "compile", compile_quickly)
+    options = {"optim": {"ema_decay": 0.9}, "data": {"img_size_choices": [12, 20]}, "epochs": 1, "model": {"depth": 1}}
+    monkeypatch.setattr(engine, "build_splits", lambda config, seed: quadrants(40))
+    plain, _ = run(small_config(tmp_path / "plain", **options))
+    assert not compiled
+    with monkeypatch.context() as patch:
+        stop_at(patch, 3)
+        with pytest.raises(Stopped, match="stopped after step 3 "):
+            run(small_config(tmp_path / "compiled", compile=True, **options))
+    result, _ = run(small_config(tmp_path / "compiled", compile=True, resume=True, **options))
+    assert len(compiled) == 2
+    states = [torch.load(each.folder / "last.pt", weights_only=True) for each in (plain, result)]
+    for part in ("model", "ema"):
+        assert states[0][part].keys() == states[1][part].keys()
+        for key, value in states[0][part].items():
+            torch.testing.assert_close(states[1][part][key], value, rtol=1e-3, atol=1e-4)
+    assert load_model(result.checkpoint).state_dict().keys() == states[0]["model"].keys()
+    assert not any("_orig_mod" in key for key in states[1]["model"])
+
+
 def test_a_run_that_has_finished_can_be_given_more_epochs(tmp_path):
     run(small_config(tmp_path, epochs=1))
     _, printed = run(small_config(tmp_path, epochs=2, resume=True, optim={"lr": 1e-3}))
@@ -305,6 +333,11 @@ def test_overwriting_deletes_what_a_run_wrote_and_nothing_else(tmp_path):
         ({"model": {"num_heads": 3}}, "3"),
         ({"model": {"attention": "psychic"}}, "psychic"),
         ({"model": {"num_headz": 4}}, "num_headz"),
+        ({"model": {"patch_size": 0}}, r"take these args: patch_size=0, .* \(integer division or modulo by zero\)$"),
+        ({"model": {"embed_dim": 0}}, r"take these args: .*embed_dim=0, .* \(0.0 cannot be raised .*\)$"),
+        ({"model": {"norm_layer": "foo"}}, r"^model scaleformer_vit_t does not .* \(KeyError: 'foo'\)$"),
+        ({"model": {"act_layer": "foo"}}, r"^model scaleformer_vit_t does not .* \(KeyError: 'foo'\)$"),
+        ({"model": {"norm_layer": 5}}, r"^model scaleformer_vit_t does not take these args: .* \(AssertionError\)$"),
         ({"model": {"num_classes": 4}}, "model.args.num_classes is given by the data; leave it out"),
         ({"model": {"pretrained": True}}, "pretrained"),
         (
@@ -319,6 +352,16 @@ def test_bad_input_is_one_line_and_nothing_is_written(tmp_path, options, line):
     with pytest.raises((ValueError, FileNotFoundError), match=line) as error:
         run(small_config(output, **options))
     assert "\n" not in str(error.value) and not output.exists()
+
+
+def test_training_on_several_processes_is_refused_before_anything_is_written(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError) as error:
+        run(small_config(tmp_path / "out"))
+    assert str(error.value) == "training on several processes is not built yet; start one process"
+    assert not (tmp_path / "out").exists()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    run(small_config(tmp_path / "out", epochs=1))
 
 
 def test_models_of_one_image_size_are_built_for_that_of_the_data_unless_told_otherwise():

@@ -3,6 +3,7 @@
 Owns the order of these, and what is kept of a run that ends early. A step is the matter of ``trainer.py``.
 """
 
+import os
 import random
 from typing import TextIO
 
@@ -29,9 +30,12 @@ def train(config: TrainConfig, *, stream: TextIO | None = None) -> Result:
 
     Raises:
         ValueError, FileNotFoundError: something about the configuration, the data or a checkpoint is wrong; one line.
+        OSError: a file or a folder cannot be read or written.
         NonFinite: the loss was not finite several steps in a row.
         Stopped: Ctrl-C; the state is saved.
     """
+    if os.environ.get("WORLD_SIZE", "1") != "1":  # torchrun and its like set it
+        raise ValueError("training on several processes is not built yet; start one process")
     check(config)
     folder = run_folder(config)
     device = pick_device(config.device)
