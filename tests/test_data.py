@@ -84,7 +84,7 @@ def test_batches_are_the_same_for_any_number_of_workers_and_over_persistent_epoc
             img_size_choices=[size, size + 8],
             augment="light",
             workers=workers,
-            train_images=330,
+            **({"train_images": 330} if name == "canvas" else {}),
         )
         splits = build_splits(config, seed=3)
         batches = train_batches(splits, config, batch_size=100, seed=3)
@@ -195,7 +195,7 @@ def test_workers_end_at_once_when_their_batches_fall_to_the_garbage_collector():
 
 @pytest.mark.parametrize("name", ["digits", "canvas"])
 def test_data_sets_can_be_sent_to_workers_that_are_not_forks(name):
-    config = DataConfig(name=name, img_size=64, augment="light", workers=0, train_images=50)
+    config = DataConfig(name=name, img_size=64, augment="light", workers=0)
     train = build_splits(config, 3).train
     key = SampleKey(11, 1, 64)
     train[key]
@@ -206,7 +206,11 @@ def test_data_sets_can_be_sent_to_workers_that_are_not_forks(name):
     ("changes", "message"),
     [
         ({"augment": "three"}, "augment three is not made for digits; choose none, light"),
-        ({"img_size_choices": []}, "img_size_choices is empty; give at least one size, or leave it out"),
+        ({"train_images": 7}, "train_images is for canvas alone, digits has the images it has; leave it out"),
+        (
+            {"name": "folder", "root": "x", "eval_images": 7},
+            "eval_images is for canvas alone, folder has the images it has; leave it out",
+        ),
         ({"download": True}, "digits cannot be downloaded; leave download out"),
         (
             {"num_classes": 7},

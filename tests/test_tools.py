@@ -190,6 +190,8 @@ def test_bad_input_ends_validation_with_one_line_and_code_2(finished, tmp_path, 
     cut, alone = tmp_path / "cut.safetensors", tmp_path / "alone.safetensors"
     cut.write_bytes(Path(best).read_bytes()[:3000])
     alone.write_bytes(Path(best).read_bytes())
+    sizes = tmp_path / "sizes.yaml"
+    sizes.write_text("data: {img_size: 24}\n")
     before = written(folder)
     for flags, part in (
         ([], "--checkpoint is missing"),
@@ -208,11 +210,67 @@ def test_bad_input_ends_validation_with_one_line_and_code_2(finished, tmp_path, 
         (["--checkpoint", best, "--json", str(tmp_path / "no" / "a.json")], "for the JSON file"),
         (["--checkpoint", best, "--data.name=folder", "--data.root=nowhere"], "nowhere"),
         (["--checkpoint", best, "--img-size", "16", "--data.name=canvas"], "canvas of 16 pixels is too small"),
+        (["--checkpoint", best, "--img-size", "64", "32", "--data.name=canvas"], "canvas of 32 pixels is too small"),
+        (["--checkpoint", best, "--data.img_size=32"], "data.img_size is for training; name the sizes to evaluate at"),
+        (["--checkpoint", best, "--data.img-size", "16"], "data.img_size is for training; name the sizes"),
+        (["--checkpoint", best, "--data.img_size_choices", "16", "24"], "data.img_size_choices is for training"),
+        (["--checkpoint", best, "--config", str(sizes)], "data.img_size is for training"),
+        (["--checkpoint", best, "--data.eval_images=9"], "eval_images is for canvas alone"),
     ):
         assert validate(flags) == 2, flags
         printed = capsys.readouterr()
         assert printed.err.startswith("error: ") and part in printed.err and printed.err.count("\n") == 1, flags
+        assert printed.out == "", flags
     assert written(folder) == before and not (tmp_path / "no").exists()
+
+
+def test_other_data_are_evaluated_without_the_options_that_are_for_those_of_the_run_alone(finished, tmp_path, capsys):
+    folder, _ = finished
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    config["data"] |= {"name": "canvas", "img_size": 64, "img_size_choices": [48, 64], "train_images": 9}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config | {"seed": 7}))
+    (tmp_path / "best.safetensors").write_bytes((folder / "best.safetensors").read_bytes())
+    kept = tmp_path / "rows.json"
+    flags = ["--checkpoint", str(tmp_path / "best.safetensors"), "--data.name=digits", f"--json={kept}"]
+    assert validate(flags) == 0
+    assert capsys.readouterr().out.splitlines()[2].split()[:2] == ["16", "359"]
+    content = json.loads(kept.read_text())["config"]
+    assert content["seed"] == 7 and content["data"]["workers"] == 0 and content["data"]["train_images"] == 20_000
+
+
+def test_files_and_folders_without_permission_end_tools_with_one_line(finished, tmp_path, capsys, monkeypatch):
+    folder, _ = finished
+    config, images = tmp_path / "mine.yaml", tmp_path / "images"
+    config.write_text("epochs: 2\n")
+    for name in ("cat", "dog"):
+        (images / "train" / name).mkdir(parents=True)
+    best = folder / "best.safetensors"
+    for locked, opener, tool, flags in (
+        (config, "io.open", train, [*SMALL, "--config", str(config)]),
+        (images / "train", "os.listdir", train, [*SMALL, "--data.name=folder", f"--data.root={images}"]),
+        (images / "train" / "cat", "os.scandir", train, [*SMALL, "--data.name=folder", f"--data.root={images}"]),
+        (best, "builtins.open", validate, ["--checkpoint", str(best)]),
+        (best, "builtins.open", train, [*SMALL, "--init-from", str(best)]),
+    ):
+        with monkeypatch.context() as patch:
+            lock(patch, opener, locked)
+            assert tool([*flags, f"--output={tmp_path / 'out'}"] if tool is train else flags) == 2
+        printed = capsys.readouterr()
+        assert printed.err == f"error: {locked}: Permission denied\n" and printed.out == ""
+    assert not (tmp_path / "out").exists()
+
+
+def lock(patch: pytest.MonkeyPatch, opener: str, locked: Path) -> None:
+    """Refuse one path to a function that opens it, as the system does for all but root."""
+    module, _, name = opener.rpartition(".")
+    real = getattr(sys.modules[module], name)
+
+    def refuse(path=".", *args, **options):
+        if str(path) == str(locked):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, *args, **options)
+
+    patch.setattr(opener, refuse)
 
 
 def test_weights_are_not_evaluated_on_the_classes_of_other_data(finished, tmp_path, capsys):

@@ -85,12 +85,13 @@ def _check(config: DataConfig) -> None:
     """Check what only the named data set knows; ``config.check`` has the ranges."""
     for size in (config.img_size, *(config.img_size_choices or ())):
         _check_size(config, size)
-    if config.img_size_choices == []:
-        raise ValueError("img_size_choices is empty; give at least one size, or leave it out")
     if config.num_classes is not None and not (config.name == "folder" and (config.root or "").startswith("wds/")):
         raise ValueError("num_classes is for wds/... alone; other data say themselves how many classes they have")
     if config.download and not config.name.startswith("cifar10"):
         raise ValueError(f"{config.name} cannot be downloaded; leave download out")
+    for key in ("train_images", "eval_images"):
+        if config.name != "canvas" and getattr(config, key) != getattr(DataConfig(), key):
+            raise ValueError(f"{key} is for canvas alone, {config.name} has the images it has; leave it out")
 
 
 def _check_size(config: DataConfig, size: int) -> None:

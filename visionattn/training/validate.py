@@ -57,7 +57,9 @@ def parse_validate(argv: Sequence[str]) -> ValidateConfig:
         beside = path.with_name(CONFIG)
         if beside.is_file():
             run = parse(TrainConfig, ["--config", str(beside)], prog="", description="")
-            defaults = {f"data.{key}": value for key, value in asdict(run.data).items()}
+            names = [word.partition("=")[2] for word in spelled if word.startswith("--data.name=")]
+            keep = asdict(run.data) if run.data.name in (names or [run.data.name])[-1:] else of_any_data(run.data)
+            defaults = {f"data.{key}": value for key, value in keep.items()}
             defaults |= {"seed": run.seed, "batch_size": run.eval_batch_size or run.batch_size}
         elif not any(word.startswith("--data.name=") for word in spelled):
             raise ValueError(f"there is no {beside} that would say which data; name it: --data.name, --data.root")
@@ -70,7 +72,16 @@ def parse_validate(argv: Sequence[str]) -> ValidateConfig:
     )
     if config.checkpoint is None:
         raise ValueError("--checkpoint is missing: the best.safetensors of a run")
+    for key in ("img_size", "img_size_choices"):
+        usual = defaults.get(f"data.{key}", getattr(DataConfig(), key))
+        if getattr(config.data, key) != usual or any(word.startswith(f"--data.{key}=") for word in spelled):
+            raise ValueError(f"data.{key} is for training; name the sizes to evaluate at with --img-size")
     return config
+
+
+def of_any_data(data: DataConfig) -> dict[str, Any]:
+    """The options of a run's data that hold for another data set too."""
+    return {key: getattr(data, key) for key in ("root", "val_fraction", "on_error", "workers")}
 
 
 class Validation:
@@ -104,7 +115,8 @@ class Validation:
         self.split, self.dataset = self._find_images(config.data)
 
     def _find_images(self, data: DataConfig) -> tuple[str, Dataset]:
-        splits = build_splits(replace(data, img_size=self.sizes[0], img_size_choices=None), self.config.seed)
+        # As choices of the training, all sizes are checked, here and not when their turn comes.
+        splits = build_splits(replace(data, img_size=self.sizes[0], img_size_choices=self.sizes), self.config.seed)
         for key in ("num_classes", "class_names", "in_chans", "encoding"):
             own, other = getattr(self.spec, key), getattr(splits.spec, key)
             if own != other and not (key == "class_names" and not (own and other)):
