@@ -222,7 +222,7 @@ def test_a_stopped_and_resumed_run_ends_in_the_very_state_of_one_that_was_not_st
 
 
 def test_a_compiled_run_is_stopped_and_resumed_and_its_files_are_those_of_any_run(tmp_path, monkeypatch):
-    """``aot_eager`` traces and differentiates as the default backend does, and generates no code, which takes minutes."""
+    """``aot_eager`` traces and differentiates as the default backend does, but generates no code, so that it takes less time."""
     real, compiled = torch.compile, []
 
     def compile_quickly(model):
