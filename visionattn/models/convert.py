@@ -5,7 +5,6 @@ import math
 import torch
 import torch.nn.functional as F
 from timm.layers import resample_abs_pos_embed_nhwc
-from timm.models._input import get_pretrained_grid_size
 from timm.models.vision_transformer import checkpoint_filter_fn as timm_checkpoint_filter_fn
 from torch import Tensor, nn
 
@@ -49,8 +48,8 @@ def checkpoint_filter_fn(
     Args:
         state_dict: the weights, possibly under "model" or "state_dict".
         model: what they shall fit.
-        source_grid: (H, W) in patches that the absolute position was made for; None: what timm knows of the weights, else the
-            model's own if it has as many patches, else a square. A position that no grid explains is passed on as it is.
+        source_grid: (H, W) in patches that the absolute position was made for; None: the model's own if it has as many
+            patches, else a square. A position that no grid explains is passed on as it is.
     """
     own = model.state_dict()
     state_dict = state_dict.get("model", state_dict)
@@ -64,18 +63,16 @@ def checkpoint_filter_fn(
             value = resample_table(value, own[name].shape)
         fitted[_place_norm(name, own)] = value
     if position is not None and "pos_embed" in own:
-        patch = state_dict.get("patch_embed.proj.weight")
-        fitted["pos_embed"] = _fit_position(position, model, patch, source_grid)
+        fitted["pos_embed"] = _fit_position(position, model, source_grid)
     return fitted
 
 
-def _fit_position(position: Tensor, model: nn.Module, patch: Tensor | None, grid: tuple[int, int] | None) -> Tensor:
+def _fit_position(position: Tensor, model: nn.Module, grid: tuple[int, int] | None) -> Tensor:
     """Absolute position ``[1, P + H*W, D]`` on the model's grid; as it is where no grid explains its number of tokens."""
     prefix = 0 if model.no_embed_class else model.num_prefix_tokens
     patches, own = position.shape[1] - prefix, tuple(model.patch_embed.grid_size)
-    known = get_pretrained_grid_size(model, patch, patches) if getattr(model, "pretrained_model_args", None) else None
     side = math.isqrt(max(0, patches))
-    old = next((g for g in (grid, known, own, (side, side)) if g is not None and g[0] * g[1] == patches), own)
+    old = next((g for g in (grid, own, (side, side)) if g is not None and g[0] * g[1] == patches), own)
     if tuple(old) == own:
         return position
     resampled = resample_abs_pos_embed_nhwc(position[:, prefix:].unflatten(1, tuple(old)), list(own))
