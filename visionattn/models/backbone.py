@@ -68,7 +68,7 @@ class VisionAttnTransformer(VisionTransformer):
         pos_embed: "none", or "learn" for absolute position, resampled to other grids.
         temperature_init: TaylorShift's tau at the start, 4 unless given.
         global_pool: as in timm; "max" by default, which found small things on large images where "avg" and "token" did not
-            learn (``checkpoints/README.md``).
+            learn in a short training (``checkpoints/README.md``).
         dynamic_img_size: False accepts only ``img_size``.
         dynamic_img_pad: pad images that are not a whole number of patches at the bottom and the right.
         attn_drop_rate: not built yet; anything but 0 raises NotImplementedError.
