@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from visionattn.ops.relative import RelativePosition, check_relative
+from visionattn.ops.value_drop import check_value_drop
 
 FORMS = ("auto", "direct", "efficient")
 
@@ -27,24 +28,16 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> N
 
 
 def check_options(
-    *,
-    form: str = "auto",
-    impl: str = "eager",
-    causal: bool = False,
-    value_drop: float = 0.0,
-    generator: torch.Generator | None = None,
+    *, form: str = "auto", impl: str = "eager", value_drop: float = 0.0, generator: torch.Generator | None = None
 ) -> None:
-    """Check the options; what is not built yet raises NotImplementedError."""
+    """Check the options that are not tensors."""
     if form not in FORMS:
         raise ValueError(f"form {form!r}: wanted one of {', '.join(FORMS)}")
     if impl not in ("auto", "eager", "triton"):
         raise ValueError(f"impl {impl!r}: wanted one of auto, eager, triton")
     if impl == "triton":
         raise NotImplementedError('impl="triton": there are no GPU kernels yet; use "eager" or "auto"')
-    if causal:
-        raise NotImplementedError("causal=True is not built yet")
-    if value_drop or generator is not None:
-        raise NotImplementedError("value_drop > 0, and the generator of its draws, are not built yet")
+    check_value_drop(value_drop, generator)
 
 
 def check_attention(

@@ -81,7 +81,8 @@ def kernelized_attention(
         causal: not built yet; True raises NotImplementedError.
         relative: linear relative position; see ``relative.py``.
         key_mask: bool ``[B, M]``, True takes part. A query without any key, or whose features meet none, gets 0.
-        value_drop, generator: not built yet; anything but 0 and None raises NotImplementedError.
+        value_drop: drop whole rows of v with this probability and scale up the others; see ``value_drop.py``.
+        generator: of the draws of value_drop.
         form: "efficient" is O((N + M) d e), "direct" O(N M d); "auto" is efficient. They agree to rounding.
         impl: "eager", or "auto", which is the same until there are kernels.
 
@@ -95,7 +96,7 @@ def kernelized_attention(
     Source: Katharopoulos et al. 2020, eq. 4 to 6; with relative position Scaleformer, eq. 9 and 10.
     """
     check_attention(q, k, v, key_mask, relative)
-    check_options(form=form, impl=impl, causal=causal, value_drop=value_drop, generator=generator)
+    check_options(form=form, impl=impl, value_drop=value_drop, generator=generator)
     feature_map = get_feature_map(feature_map)
     dtype = accumulation_dtype(q, k, v)
     with without_autocast(q):

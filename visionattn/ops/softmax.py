@@ -98,7 +98,8 @@ def softmax_attention(
         causal: not built yet; True raises NotImplementedError.
         relative: signed tables, as a dense bias ``[B, h, N, N]``; ``normalization`` has no meaning here. N = M.
         key_mask: bool ``[B, M]``, True takes part. A query without any key gets 0.
-        value_drop, generator: not built yet; anything but 0 and None raises NotImplementedError.
+        value_drop: drop whole rows of v with this probability and scale up the others; see ``value_drop.py``.
+        generator: of the draws of value_drop.
 
     Returns:
         ``[B, h, N, e]`` in the dtype of v.
@@ -108,7 +109,7 @@ def softmax_attention(
         NotImplementedError: an option that is not built yet.
     """
     check_attention(q, k, v, key_mask, relative, signed=True)
-    check_options(causal=causal, value_drop=value_drop, generator=generator)
+    check_options(value_drop=value_drop, generator=generator)
     if relative is not None and relative.normalization != "sum":
         raise ValueError('normalization="mean" has no meaning under a softmax; leave it at "sum"')
     if relative is not None and q.shape[2] != k.shape[2]:

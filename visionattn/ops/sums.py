@@ -24,7 +24,7 @@ class Sums:
 
     def divide(self) -> Tensor:
         """The weighted mean ``[B, h, N, e]``; 0, with zero gradient, for a query whose weights are all 0."""
-        return self.values / self.mass.masked_fill(self.mass == 0, 1).unsqueeze(-1)
+        return weighted_mean(self.values, self.mass)
 
 
 def accumulation_dtype(*tensors: Tensor) -> torch.dtype:
@@ -37,3 +37,55 @@ def without_autocast(x: Tensor) -> AbstractContextManager:
     if not torch.amp.is_autocast_available(x.device.type):
         return nullcontext()
     return torch.autocast(x.device.type, enabled=False)
+
+
+def no_double_backward(backward: torch.library.CustomOpDef) -> None:
+    """Let the operator of a backward pass say plainly that it has no derivative of its own."""
+
+    def refuse(ctx, *grads):
+        raise NotImplementedError(
+            "attention of visionattn has no second derivative: call backward() without create_graph=True, "
+            "or take the form that visionattn.ops.reference defines"
+        )
+
+    backward.register_autograd(refuse)
+
+
+@torch.library.custom_op("visionattn::weighted_mean", mutates_args=())
+def weighted_mean(values: Tensor, mass: Tensor) -> Tensor:
+    """``values [..., e] / mass [...]``, 0 where the mass is 0. For its gradient it keeps the result and the mass alone."""
+    return values * _inverse(mass)
+
+
+def _inverse(mass: Tensor) -> Tensor:
+    """``1 / mass [..., 1]``, 0 where it is 0."""
+    return torch.where(mass == 0, 0, mass.reciprocal()).unsqueeze(-1)
+
+
+@weighted_mean.register_fake
+def _(values, mass):
+    return values.new_empty(values.shape)
+
+
+@torch.library.custom_op("visionattn::weighted_mean_backward", mutates_args=())
+def weighted_mean_backward(grad: Tensor, out: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of ``weighted_mean``: ``g = grad / mass`` for the values, ``-<g, out>`` for the mass."""
+    d_values = grad * _inverse(mass)
+    return d_values, torch.linalg.vecdot(d_values, out).neg_()
+
+
+@weighted_mean_backward.register_fake
+def _(grad, out, mass):
+    return out.new_empty(out.shape), mass.new_empty(mass.shape)
+
+
+no_double_backward(weighted_mean_backward)
+
+
+def _setup_context(ctx, inputs, output):
+    ctx.save_for_backward(output, inputs[1])
+
+
+weighted_mean.register_autograd(
+    lambda ctx, grad: weighted_mean_backward(grad, *ctx.saved_tensors), setup_context=_setup_context
+)

@@ -12,6 +12,7 @@ from visionattn.ops.checks import check_attention, check_options
 from visionattn.ops.relative import RelativePosition, add_relative, key_counts
 from visionattn.ops.sums import Sums, accumulation_dtype, without_autocast
 from visionattn.ops.taylor_values import taylor_values
+from visionattn.ops.value_drop import drop_values
 
 EPS = 1e-6
 
@@ -61,7 +62,8 @@ def taylorshift_attention(
         relative: linear relative position; see ``relative.py``.
         key_mask: bool ``[B, M]``, True takes part. A query without any key gets 0.
         output_scale: multiply the output by ``sqrt(keys / d)``, keys being those that take part.
-        value_drop, generator: not built yet; anything but 0 and None raises NotImplementedError.
+        value_drop: drop whole rows of v with this probability and scale up the others; see ``value_drop.py``.
+        generator: of the draws of value_drop.
         form: "direct" is O(N M d), "efficient" O((N + M) d^2 e), "auto" the one expected to be faster. They agree to rounding.
         impl: "eager", or "auto", which is the same until there are kernels.
 
@@ -82,7 +84,7 @@ def taylorshift_attention(
         raise ValueError(f"temperature: wanted a tensor [{q.shape[1]}], one per head, got {given}")
     dtype = accumulation_dtype(q, k, v)
     with without_autocast(q):
-        query, key, value = q.to(dtype), k.to(dtype), v.to(dtype)
+        query, key, value = q.to(dtype), k.to(dtype), drop_values(v.to(dtype), value_drop, generator)
         given = query
         if temperature is not None:
             query, key = temperature.to(dtype)[:, None, None] * _unit(query), _unit(key)
