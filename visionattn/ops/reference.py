@@ -84,7 +84,7 @@ def kernelized_attention(
 
 
 def softmax_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None = None, bias: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, key_mask: Tensor | None = None, bias: Tensor | None = None
 ) -> Tensor:
     """``softmax(q.k / sqrt(d) + bias) v`` over the keys that take part; 0 where there are none.
 
@@ -92,12 +92,16 @@ def softmax_attention(
         q: ``[B, h, N, d]``.
         k: ``[B, h, M, d]``.
         v: ``[B, h, M, e]``.
+        causal: query i sees keys 0 to i only.
         key_mask: ``[B, M]`` bool, True takes part.
         bias: what broadcasts to ``[B, h, N, M]``, added to the scaled scores.
 
     Source: Vaswani et al. 2017, eq. 1.
     """
     present = _present(k, key_mask)[:, None, None, :]
+    if causal:
+        i, j = torch.arange(q.shape[2], device=q.device), torch.arange(k.shape[2], device=q.device)
+        present = present & (j <= i[:, None])
     scores = q @ k.mT / q.shape[-1] ** 0.5
     if bias is not None:
         scores = scores + bias
@@ -106,19 +110,20 @@ def softmax_attention(
     return scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0) @ v
 
 
-def relative_bias(relative, q: Tensor) -> Tensor:
+def relative_bias(relative, q: Tensor, num_keys: int | None = None) -> Tensor:
     """``q_i.r_(j-i) / sqrt(d)`` of signed tables, 0 for pairs with a prefix token: the bias of the softmax twin.
 
     Args:
         relative: Flat, Axial or Joint; the sign of its entries is free.
         q: ``[B, h, N, d]``, as given.
+        num_keys: M; None: N.
 
     Returns:
-        ``[B, h, N, N]``.
+        ``[B, h, N, M]``.
 
     Source: Shaw et al. 2018, eq. 5, in one dimension; in two ours.
     """
-    parts, patches = _classes_and_patches(relative, q, q.shape[2])
+    parts, patches = _classes_and_patches(relative, q, q.shape[2] if num_keys is None else num_keys)
     scores = sum(_class_scores(q, table, classes) for table, classes in parts)
     return torch.where(patches[:, None], scores / q.shape[-1] ** 0.5, 0.0)
 
