@@ -1,4 +1,4 @@
-"""What a callable costs: floating point operations and peak memory. ``python -m visionattn.measure`` prints the table of models.
+"""What a callable costs: time, operations, peak memory, bytes kept. ``python -m visionattn.measure`` prints the table of models.
 
 Nothing here trains or reads data; models are counted on the meta device, without computing anything.
 """
@@ -7,6 +7,7 @@ import copy
 import gc
 import re
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -59,6 +60,93 @@ def peak_bytes(work: Callable[[], object], device: torch.device | str = "cpu") -
 def _resident_bytes(field: str) -> int:
     status = Path("/proc/self/status").read_text()
     return 1024 * int(re.search(rf"^{field}:\s+(\d+) kB$", status, re.MULTILINE).group(1))
+
+
+def flops_of(work: Callable[[], object]) -> int:
+    """Floating point operations of ``work()``, counted as ``count_flops`` counts them; works on the meta device too."""
+    with FlopCounterMode(display=False) as counter:
+        work()
+    return counter.get_total_flops()
+
+
+def bytes_kept(work: Callable[[], object], without: Sequence[torch.Tensor] = ()) -> int:
+    """Bytes that autograd saves for the backward pass of what ``work()`` returns, each storage counted once and whole.
+
+    Inputs count where they are saved; storages of ``without`` (say, parameters) do not.
+    """
+    known = {tensor.untyped_storage().data_ptr() for tensor in without}
+    saved: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = work()  # held until the count is made, so that no address is used twice
+    total = sum(saved.values())
+    del out
+    return total
+
+
+def warm_up(work: Callable[[], object], *, device: torch.device | str = "cpu", clock=time.perf_counter) -> float:
+    """Call ``work`` once or, where that took less than half a second, twice; returns the seconds of the last call."""
+    seconds = _seconds(work, 1, device, clock)
+    return seconds if seconds >= 0.5 else _seconds(work, 1, device, clock)
+
+
+def interleaved_seconds(
+    works: Sequence[Callable[[], object]],
+    warm_seconds: Sequence[float],
+    *,
+    rounds: int = 5,
+    max_rounds: int = 30,
+    seconds_per_work: float = 1.0,
+    sample_seconds: float = 0.02,
+    device: torch.device | str = "cpu",
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[list[float]]:
+    """Seconds of one call of each work, measured in turns: ``[works][rounds]``.
+
+    Each round samples every work once, and the order rotates by one from round to round, so that what slows the machine for
+    a while slows all of them alike. A sample is the mean over as many calls as fill ``sample_seconds``.
+
+    Args:
+        works: callables that have been called before; see ``warm_up``.
+        warm_seconds: what ``warm_up`` returned for each.
+        rounds: rounds at least.
+        max_rounds: rounds at most.
+        seconds_per_work: more than ``rounds`` rounds are made while this many seconds for each work last.
+        sample_seconds: length of a sample at least.
+        device: where the works run; on a GPU events measure.
+        clock: seconds; used on other devices.
+    """
+    repeats = [max(1, round(sample_seconds / max(seconds, 1e-7))) for seconds in warm_seconds]
+    per_round = sum(n * seconds for n, seconds in zip(repeats, warm_seconds, strict=True))
+    count = max(rounds, min(max_rounds, int(seconds_per_work * len(works) / max(per_round, 1e-9))))
+    samples: list[list[float]] = [[] for _ in works]
+    for turn in range(count):
+        for index in (*range(turn % len(works), len(works)), *range(turn % len(works))):
+            samples[index].append(_seconds(works[index], repeats[index], device, clock))
+    return samples
+
+
+def _seconds(work: Callable[[], object], repeats: int, device: torch.device | str, clock: Callable[[], float]) -> float:
+    """Mean seconds of ``repeats`` calls."""
+    if torch.device(device).type == "cuda":
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize(device)
+        start.record()
+        for _ in range(repeats):
+            work()
+        end.record()
+        torch.cuda.synchronize(device)
+        return start.elapsed_time(end) / 1000 / repeats
+    before = clock()
+    for _ in range(repeats):
+        work()
+    return (clock() - before) / repeats
 
 
 def model_table(names: Sequence[str], sizes: Sequence[int], **args) -> list[dict[str, str | float]]:

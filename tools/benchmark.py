@@ -1,0 +1,22 @@
+"""Time and memory of operations and models: ``python tools/benchmark.py --operations kernelized sdpa --tokens 1024 4096``.
+
+``--targets`` prints the figures to reach and what they come to here, ``--figure`` redraws a figure of the papers, ``--help``
+lists the rest. Every case is checked against its definition before it is timed, and times that are compared come from one
+interleaved run. Exit codes: 0; 2 for bad input; 130 for Ctrl-C.
+"""
+
+import sys
+from collections.abc import Sequence
+
+from visionattn.benchmark.run import benchmark
+from visionattn.training.command_line import run_tool
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure as the flags say; returns the exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    return run_tool(lambda: benchmark(argv, lambda text: print(text, flush=True)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

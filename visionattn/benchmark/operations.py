@@ -1,0 +1,228 @@
+"""Operations that are compared, with the inputs they run on and the definition each is checked against.
+
+``sdpa`` and ``eager`` are what a user would otherwise take. It knows nothing of models and of time.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import visionattn.ops as ops
+from visionattn.benchmark.cases import Case, Work, disagreement, tolerance
+from visionattn.layout import Grid, TokenLayout
+from visionattn.ops import Axial, Flat, Joint, count_classes, reference
+from visionattn.ops.feature_maps import elu1
+from visionattn.ops.relative import relative_sums
+
+POSITIONS = ("joint", "axial", "flat")
+OPTIONS = {
+    "sdpa": ("causal",),
+    "eager": ("causal",),
+    "softmax": ("causal", *POSITIONS),
+    "taylorshift": ("temperature", *POSITIONS, "sum"),
+    "kernelized": ("relu", "softmax", "favor", "causal", *POSITIONS, "sum"),
+    "relative": ("causal",),
+}
+"""Options of each operation. Relative position has ``normalization="mean"``, as in the models, unless "sum" is named."""
+FORMED = ("taylorshift", "kernelized", "relative")
+"""Operations that have a direct and an efficient form."""
+CHECK_TOKENS = 620
+"""More than the chunks of the operations hold, on a grid that is no square."""
+
+
+def check_name(case: Case) -> None:
+    """Raise ValueError for an operation or an option that does not exist."""
+    if case.base not in OPTIONS:
+        raise ValueError(f"operation {case.base!r}: wanted one of {', '.join(OPTIONS)}")
+    known = OPTIONS[case.base]
+    for option in case.options:
+        if option not in known:
+            raise ValueError(f"{case.base} has no option {option!r}; it has {', '.join(known)}")
+    if len(set(case.options) & set(POSITIONS)) > 1:
+        raise ValueError(f"{case.name}: one relative position at a time")
+
+
+def grid_of(tokens: int) -> Grid:
+    """The grid nearest to a square that has this many patches, height at most the width."""
+    height = next(h for h in range(math.isqrt(tokens), 0, -1) if tokens % h == 0)
+    return Grid(height, tokens // height)
+
+
+def make_tensors(case: Case, tokens: int, device: str) -> dict[str, Tensor]:
+    """Seeded inputs by name, in the dtype of the case: q, k, v ``[B, h, N, d]``, and what the options ask for."""
+    generator = torch.Generator().manual_seed(tokens)
+
+    def draw(*shape: int) -> Tensor:
+        if device == "meta":
+            return torch.empty(*shape, dtype=case.torch_dtype, device=device)
+        return torch.randn(*shape, generator=generator).to(device, case.torch_dtype)
+
+    shape, side = (case.batch, case.heads, tokens, case.width), 2 * case.horizon + 1
+    tensors = {name: draw(*shape) for name in "qkv"}
+    if case.base == "taylorshift" and "temperature" not in case.options:
+        tensors["q"] /= case.width**0.5  # scores of about 1, as with a temperature
+    if "temperature" in case.options:
+        tensors["temperature"] = draw(case.heads).abs() + 1
+    sides = {"joint": {"table": (side, side)}, "axial": {"rows": (side,), "columns": (side,)}, "flat": {"table": (side,)}}
+    kinds = ["flat"] if case.base == "relative" else [word for word in case.options if word in POSITIONS]
+    for kind in kinds:
+        for name, extent in sides[kind].items():
+            tensors[name] = draw(case.heads, *extent, case.width).abs() * 16 / case.width
+    return tensors
+
+
+def position_of(case: Case, tokens: int, device: str) -> Callable[..., object]:
+    """From tables to the relative position; counts per class are made here, once, as a model makes them once per forward."""
+    mode = "sum" if "sum" in case.options or case.base in ("softmax", "relative") else "mean"
+    layout = TokenLayout(0, grid_of(tokens))
+    if "joint" in case.options:
+        wide = torch.float64 if case.dtype == "float64" else torch.float32
+        layout = layout._replace(counts=count_classes(layout, (case.horizon,) * 2, dtype=wide, device=device))
+
+    def position(tables: dict[str, Tensor]):
+        if not tables:
+            return None
+        if "joint" in case.options:
+            return Joint(tables["table"], layout, mode)
+        if "axial" in case.options:
+            return Axial(tables["rows"], tables["columns"], layout, mode)
+        return Flat(tables["table"], None, mode)
+
+    return position
+
+
+def function_of(case: Case, tokens: int, device: str) -> Callable[..., Tensor]:
+    """The operation of the case as a function of its tensors."""
+    position, causal = position_of(case, tokens, device), "causal" in case.options
+    given = {"causal": True} if causal else {}
+
+    def call(q: Tensor, k: Tensor, v: Tensor, temperature: Tensor | None = None, **tables: Tensor) -> Tensor:
+        relative = position(tables)
+        if case.base == "sdpa":
+            return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        if case.base == "eager":
+            return eager_attention(q, k, v, causal)
+        if case.base == "softmax":
+            return ops.softmax_attention(q, k, v, relative=relative, **given)
+        if case.base == "taylorshift":
+            return ops.taylorshift_attention(q, k, v, temperature=temperature, relative=relative, form=case.form)
+        if case.base == "relative":
+            if case.form == "direct":
+                return dense_relative(q, v, relative, causal)
+            return relative_sums(relative, elu1(q), v, None, **given).values
+        return ops.kernelized_attention(q, k, v, feature_map=feature_map, relative=relative, form=case.form, **given)
+
+    feature_map = feature_map_of(case, device) if case.base == "kernelized" else None
+    return call
+
+
+def feature_map_of(case: Case, device: str):
+    """The name of the feature map, or FAVOR+ as an object with seeded features."""
+    if "favor" not in case.options:
+        return next((word for word in case.options if word in ("relu", "softmax")), "elu1")
+    if not hasattr(ops, "RandomFeatures"):
+        raise NotImplementedError("FAVOR+ is not built")
+    return ops.RandomFeatures(case.width, case.width, torch.Generator().manual_seed(1))
+
+
+def eager_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
+    """``softmax(q k^T / sqrt(d)) v`` with all scores in memory: what models write without a fused operator."""
+    scores = torch.matmul(q * q.shape[3] ** -0.5, k.mT)
+    if causal:
+        future = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(future, float("-inf"))
+    return torch.matmul(scores.softmax(-1), v)
+
+
+def dense_relative(q: Tensor, v: Tensor, relative: Flat, causal: bool) -> Tensor:
+    """The relative term with all its weights in memory, ``A_rel`` of Scaleformer by its definition."""
+    present = torch.ones(v.shape[0], v.shape[2], dtype=torch.bool, device=v.device)
+    weights = reference.relative_weights(relative, q, present)
+    return torch.matmul(weights.tril() if causal else weights, v)
+
+
+def build_operation(case: Case, device: str = "cpu") -> Work:
+    """Inputs in memory and the operation on them."""
+    check_name(case)
+    tensors = make_tensors(case, case.size, device)
+    if case.backward:
+        tensors = {name: tensor.requires_grad_() for name, tensor in tensors.items()}
+    return Work(function_of(case, case.size, device), tensors, tuple(tensors.values()), case.backward)
+
+
+def check_operation(case: Case, device: str = "cpu") -> str | None:
+    """Compare the case with its definition in float64 at ``CHECK_TOKENS`` tokens; None, or what is wrong.
+
+    With form "auto" each form is compared, since at the size of the case another one may run than at that of the check.
+    """
+    from dataclasses import replace
+
+    tensors = make_tensors(case, CHECK_TOKENS, device)
+    meaning = definition_of(case, CHECK_TOKENS, device)
+    expected = results(meaning, {name: tensor.double() for name, tensor in tensors.items()}, case.backward)
+    forms = ("auto", "direct", "efficient") if case.form == "auto" and case.base in FORMED else (case.form,)
+    for form in forms:
+        actual = results(function_of(replace(case, form=form), CHECK_TOKENS, device), tensors, case.backward)
+        wrong = disagreement(actual, expected, tolerance(case.torch_dtype))
+        if wrong:
+            return wrong
+    return None
+
+
+def results(function: Callable[..., Tensor], tensors: dict[str, Tensor], backward: bool) -> dict[str, Tensor | None]:
+    """The result under "out" and, with ``backward``, each gradient under "gradient of <name>", for one upstream gradient."""
+    if not backward:
+        with torch.no_grad():
+            return {"out": function(**tensors)}
+    inputs = {name: tensor.detach().requires_grad_() for name, tensor in tensors.items()}
+    out = function(**inputs)
+    upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).bfloat16().to(out)
+    gradients = torch.autograd.grad(out, tuple(inputs.values()), upstream, allow_unused=True)
+    named = {f"gradient of {name}": gradient for name, gradient in zip(inputs, gradients, strict=True)}
+    return {"out": out.detach()} | named
+
+
+def definition_of(case: Case, tokens: int, device: str) -> Callable[..., Tensor]:
+    """What the case means, from ``visionattn.ops.reference``, as a function of its tensors."""
+    position, causal = position_of(case, tokens, device), "causal" in case.options
+
+    def call(q: Tensor, k: Tensor, v: Tensor, temperature: Tensor | None = None, **tables: Tensor) -> Tensor:
+        relative = position(tables)
+        if case.base == "relative":
+            return dense_relative(q, v, relative, causal)
+        if case.base == "taylorshift":
+            return reference.taylorshift_attention(q, k, v, temperature=temperature, relative=relative)
+        if case.base == "kernelized":
+            query, key, name = q, k, feature_map_of(case, device)
+            if not isinstance(name, str):
+                query, key, name = name.query(q), name.key(k), "relu"
+            if causal:
+                return _causal_mean(_features(name)(query) @ _features(name)(key).mT, q, v, relative)
+            return reference.kernelized_attention(query, key, v, feature_map=name, relative=relative)
+        bias = None if relative is None else reference.relative_bias(relative, q)
+        if causal:
+            future = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).triu(1)
+            bias = torch.zeros((), dtype=q.dtype, device=q.device) if bias is None else bias
+            bias = bias.masked_fill(future, float("-inf"))
+        return reference.softmax_attention(q, k, v, bias=bias)
+
+    return call
+
+
+def _features(name: str) -> Callable[[Tensor], Tensor]:
+    return {"elu1": reference.elu1, "relu": torch.relu}[name]
+
+
+def _causal_mean(content: Tensor, q: Tensor, v: Tensor, relative) -> Tensor:
+    """The weighted mean over keys up to the query; under "sum", where the future has no part in other weights."""
+    weights = content
+    if relative is not None:
+        if relative.normalization != "sum":
+            raise ValueError("causal relative position is checked with the option sum")
+        present = torch.ones(v.shape[0], v.shape[2], dtype=torch.bool, device=v.device)
+        weights = weights + reference.relative_weights(relative, q, present)
+    weights = weights.tril()
+    return (weights @ v) / weights.sum(-1, keepdim=True)

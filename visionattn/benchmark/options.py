@@ -1,0 +1,206 @@
+"""The command line of ``tools/benchmark.py``: flags, and what they must be. It measures nothing."""
+
+import argparse
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from visionattn.benchmark.cases import DTYPES, FORMS, Case
+from visionattn.benchmark.compare import Plan
+
+FIGURES = ("crossover", "scaleformer-4", "scaleformer-5", "scaleformer-6", "taylorshift-heads")
+EXAMPLE = "python tools/benchmark.py --operations taylorshift kernelized+joint sdpa --tokens 256 1024 --width 32"
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises ValueError where argparse would print its usage and leave."""
+
+    def error(self, message: str):
+        raise ValueError(f"{message}; --help lists the options")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """All flags."""
+    parser = _Parser(
+        prog="benchmark.py",
+        description="Time and memory of operations and models against what a user would otherwise take.",
+        epilog=f"try:\n  {EXAMPLE}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    what = parser.add_argument_group("what is compared; one of these four")
+    add = what.add_argument
+    text = "taylorshift, kernelized, softmax, relative, sdpa, eager; options behind plus signs: taylorshift+temperature+joint"
+    add("--operations", nargs="+", metavar="NAME", help=text)
+    text = "timm names; options: scaleformer_vit_s+identity, vit_small_patch16_224+eager, taylorshift_vit_s+heads=12"
+    add("--models", nargs="+", metavar="NAME", help=text)
+    add("--targets", action="store_true", help="the figures to reach, and what they come to here")
+    add("--figure", choices=FIGURES, help="redraw a figure of the papers on this machine; writes PNG and CSV")
+    add = parser.add_argument_group("sizes").add_argument
+    add("--tokens", nargs="+", type=_positive, default=[1024, 4096], metavar="N", help="of operations (1024 4096)")
+    add("--img-size", nargs="+", type=_positive, default=[224, 512], metavar="PX", help="of models (224 512)")
+    add("--width", nargs="+", type=_positive, default=[64], metavar="d", help="width of a head of operations (64)")
+    text = "of the operations that have forms, and of our models (efficient for operations, auto for models)"
+    add("--form", nargs="+", choices=FORMS, metavar="FORM", help=text)
+    add("--dtype", nargs="+", choices=DTYPES, default=["float32"], metavar="DTYPE", help=f"one of {', '.join(DTYPES)} (float32)")
+    add("--backward", action="store_true", help="time forward and backward, not the forward alone")
+    add("--batch", type=_positive, default=1, help="(1)")
+    add("--heads", type=_positive, default=6, help="of operations (6); of a model by its option +heads=12")
+    add("--horizon", type=_positive, default=3, metavar="R", help="of the relative position of operations (3)")
+    add = parser.add_argument_group("how it is measured").add_argument
+    text = "the case that ratios are taken to (sdpa, or the first case); as the table names it, form included"
+    add("--baseline", metavar="CASE", help=text)
+    add("--rounds", type=_positive, default=5, help="of the interleaved run at least (5)")
+    add("--seconds", type=float, default=1.0, help="for each case while more rounds are made (1)")
+    add("--no-memory", action="store_true", help="leave out peak memory, which takes a process of some seconds per case")
+    add("--threads", type=_positive, help="of a processor (what torch takes)")
+    add("--device", default="cpu", help="cpu or cuda (cpu)")
+    add("--only", metavar="PATTERN", help="of --targets the rows that this regular expression fits")
+    add("--quick", action="store_true", help="of --figure a short version that shows no more than that it runs")
+    add = parser.add_argument_group("what is written").add_argument
+    add("--csv", metavar="FILE", help="the rows as CSV, with provenance")
+    add("--json", metavar="FILE", help="the rows as JSON, with provenance")
+    add("--plot", metavar="FILE", help="PNG of time (and memory) over size, log-log, with fitted slopes")
+    add("--output", metavar="FOLDER", default=".", help="where --figure writes NAME.png and NAME.csv (the current folder)")
+    add("--overwrite", action="store_true", help="replace files that exist")
+    return parser
+
+
+def _positive(text: str) -> int:
+    """A whole number above 0."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"wanted a whole number above 0, got {text}")
+    return int(text)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Checked flags."""
+
+    flags: argparse.Namespace
+
+    @property
+    def plan(self) -> Plan:
+        """What to measure and how long."""
+        flags = self.flags
+        return Plan(rounds=flags.rounds, seconds=flags.seconds, memory=not flags.no_memory, device=flags.device)
+
+    def cases(self) -> list[list[Case]]:
+        """The cases, those of one place together."""
+        flags, groups = self.flags, []
+        operations, names = flags.operations is not None, flags.operations or flags.models
+        for dtype in flags.dtype:
+            shared = dict(dtype=dtype, backward=flags.backward, batch=flags.batch, heads=flags.heads, horizon=flags.horizon)
+            for width in flags.width if operations else [None]:
+                for size in flags.tokens if operations else flags.img_size:
+                    kind = "operation" if operations else "model"
+                    cases = [
+                        Case(kind, name, size, width, form=form, **shared) for name in names for form in self._forms(name)
+                    ]
+                    groups.append(list(dict.fromkeys(cases)))
+        return groups
+
+    def _forms(self, name: str) -> Sequence[str]:
+        from visionattn.benchmark.operations import FORMED
+
+        base = name.split("+")[0]
+        if self.flags.operations:
+            return (self.flags.form or ["efficient"]) if base in FORMED else ["auto"]
+        ours = base.startswith(("scaleformer_", "taylorshift_")) and "identity" not in name.split("+")
+        return (self.flags.form or ["auto"]) if ours else ["auto"]
+
+    def baseline(self, cases: Sequence[Case]) -> str:
+        """The label of the case that ratios are taken to.
+
+        Raises:
+            ValueError: there is no such case.
+        """
+        labels = [case.label for case in cases]
+        if self.flags.baseline is None:
+            return "sdpa" if "sdpa" in labels else labels[0]
+        if self.flags.baseline not in labels:
+            raise ValueError(f"--baseline {self.flags.baseline!r}: wanted one of the cases: {', '.join(labels)}")
+        return self.flags.baseline
+
+
+def parse_options(argv: Sequence[str]) -> Options:
+    """Read and check the flags; nothing is measured or written.
+
+    Raises:
+        ValueError: a flag is wrong, two contradict each other, or a file is in the way.
+    """
+    flags = make_parser().parse_args(argv)
+    chosen = [name for name in ("operations", "models", "targets", "figure") if getattr(flags, name)]
+    if len(chosen) != 1:
+        raise ValueError(f"wanted one of --operations, --models, --targets, --figure, got {' and '.join(chosen) or 'none'}")
+    given = {word.split("=")[0] for word in argv if word.startswith("--")}
+    for flag, wanted in IDLE.items():
+        if flag in given and chosen[0] not in wanted:
+            raise ValueError(f"{flag} does nothing with --{chosen[0]}; it belongs to {' and '.join(f'--{n}' for n in wanted)}")
+    if not flags.seconds >= 0:
+        raise ValueError(f"--seconds: wanted 0 or more, got {flags.seconds}")
+    options = Options(flags)
+    if chosen[0] in ("operations", "models"):
+        for cases in options.cases():
+            options.baseline(cases)
+            for case in cases:
+                check_name(case)
+    for path in outputs(flags):
+        check_free(path, flags.overwrite)
+    from visionattn.training.build import pick_device
+
+    pick_device(flags.device)
+    return options
+
+
+_SWEEP = ("operations", "models")
+IDLE = {
+    "--tokens": ("operations",),
+    "--width": ("operations",),
+    "--heads": ("operations",),
+    "--horizon": ("operations",),
+    "--img-size": ("models",),
+    "--form": _SWEEP,
+    "--dtype": _SWEEP,
+    "--backward": _SWEEP,
+    "--batch": _SWEEP,
+    "--baseline": _SWEEP,
+    "--no-memory": _SWEEP,
+    "--plot": _SWEEP,
+    "--only": ("targets",),
+    "--quick": ("figure",),
+    "--output": ("figure",),
+    "--csv": (*_SWEEP, "targets"),
+    "--json": (*_SWEEP, "targets"),
+    "--device": _SWEEP,
+}
+"""Flags that act with some of the four alone."""
+
+
+def check_name(case: Case) -> None:
+    """Raise ValueError for a case whose name or options do not exist."""
+    if case.kind == "operation":
+        from visionattn.benchmark.operations import check_name as check
+    else:
+        from visionattn.benchmark.networks import check_name as check
+    check(case)
+
+
+def outputs(flags: argparse.Namespace) -> list[Path]:
+    """The files that will be written."""
+    named = [Path(name) for name in (flags.csv, flags.json, flags.plot) if name]
+    if flags.figure:
+        named += [Path(flags.output) / f"{flags.figure}.{end}" for end in ("png", "csv")]
+    return named
+
+
+def check_free(path: Path, overwrite: bool) -> None:
+    """Raise ValueError where a file cannot be written, or exists and ``overwrite`` is off."""
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise ValueError(f"no folder {folder} for {path.name}")
+    if path.is_dir() or not os.access(folder, os.W_OK):
+        raise ValueError(f"{path} cannot be written")
+    if path.exists() and not overwrite:
+        raise ValueError(f"{path} exists; --overwrite replaces it")

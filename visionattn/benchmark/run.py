@@ -1,0 +1,84 @@
+"""What ``tools/benchmark.py`` does: runs what the flags ask for, prints tables, writes files."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from visionattn.benchmark.compare import Row, measure_together
+from visionattn.benchmark.options import Options, parse_options
+from visionattn.benchmark.table import (
+    COLUMNS,
+    Record,
+    cells_of,
+    csv_text,
+    heading,
+    json_text,
+    line,
+    provenance_of,
+    record_of,
+    summary,
+)
+from visionattn.models.weights import write_whole
+
+Print = Callable[[str], None]
+
+
+def benchmark(argv: Sequence[str], show: Print) -> None:
+    """Do what the flags say; ``show`` gets the table line by line.
+
+    Raises:
+        ValueError, OSError: a flag is wrong, or a file cannot be written; before anything is measured, where it can be known.
+    """
+    options = parse_options(argv)
+    flags, before = options.flags, torch.get_num_threads()
+    try:
+        torch.set_num_threads(flags.threads or before)
+        provenance = provenance_of(flags.device, argv)
+        show(summary(provenance) + "\n")
+        if flags.figure:
+            from visionattn.benchmark.figures import redraw
+
+            redraw(flags.figure, Path(flags.output), flags.quick, provenance, show)
+            return
+        records = run_targets(options, show) if flags.targets else run_sweep(options, provenance, show)
+        save(flags.csv, csv_text(records, provenance))
+        save(flags.json, json_text(records, provenance))
+    finally:
+        torch.set_num_threads(before)
+
+
+def save(path: str | None, text: str) -> None:
+    """Write a file whole or not at all; None: nowhere."""
+    if path is not None:
+        write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8", newline=""))
+
+
+def run_targets(options: Options, show: Print) -> list[Record]:
+    """Measure the figures to reach and print each as it is ready."""
+    from visionattn.benchmark import targets
+
+    chosen = targets.choose(options.flags.only)
+    plan = replace(options.plan, seconds=max(options.plan.seconds, 2.0), device="cpu")
+    show(heading(targets.COLUMNS))
+    records = []
+    for result in targets.measure_targets(chosen, plan):
+        show(line(result.cells()))
+        records.append(result.record())
+    return records
+
+
+def run_sweep(options: Options, provenance: Record, show: Print) -> list[Record]:
+    """Measure cases, those of one size against each other, and print them size by size."""
+    rows: list[Row] = []
+    show(heading(COLUMNS))
+    for cases in options.cases():
+        for row in measure_together(cases, options.plan, options.baseline(cases)):
+            rows.append(row)
+            show(line(list(cells_of(row).values())))
+    if options.flags.plot:
+        from visionattn.benchmark.plot import draw, sweep_panels
+
+        write_whole(options.flags.plot, lambda path: draw(path, sweep_panels(rows), summary(provenance)))
+    return [record_of(row) for row in rows]

@@ -1,0 +1,122 @@
+"""Tables: Markdown for people, the same rows as CSV or JSON with what the numbers depend on. It measures nothing."""
+
+import csv
+import io
+import json
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from visionattn.benchmark.compare import Quartiles, Row
+
+Record = dict[str, Any]
+COLUMNS = ("case", "size", "d", "heads", "batch", "dtype", "pass")
+COLUMNS += ("time", "quartiles", "ratio", "peak", "kept", "GFLOP", "status")
+
+
+def record_of(row: Row) -> Record:
+    """A row as plain values, units in the names; None where nothing was measured."""
+    case, record = row.case, {}
+    record |= {"case": case.label, "size": case.size, "width": case.width, "heads": case.heads, "batch": case.batch}
+    if case.kind == "model":
+        record["heads"] = None
+    record |= {"dtype": case.dtype, "pass": "forward+backward" if case.backward else "forward", "status": row.status}
+    record |= _spread("seconds", row.seconds) | {"rounds": len(row.samples) or None}
+    record |= {"baseline": row.baseline} | _spread("ratio", row.ratio)
+    return record | {"peak_bytes": row.peak_bytes, "kept_bytes": row.kept_bytes, "flops": row.flops}
+
+
+def _spread(name: str, quartiles: Quartiles | None) -> Record:
+    low, median, high = (quartiles.low, quartiles.median, quartiles.high) if quartiles else (None,) * 3
+    return {f"{name}_median": median, f"{name}_low": low, f"{name}_high": high}
+
+
+def cells_of(row: Row) -> Record:
+    """A row for people, under ``COLUMNS``."""
+    record = record_of(row)
+    seconds = row.seconds
+    ratio = row.ratio and f"{row.ratio.median:.3g} ({row.ratio.low:.3g}-{row.ratio.high:.3g})"
+    values = [record[name] for name in ("case", "size", "width", "heads", "batch", "dtype", "pass")]
+    values += [seconds and duration(seconds.median), seconds and f"{duration(seconds.low)} - {duration(seconds.high)}", ratio]
+    values += [mebibytes(row.peak_bytes), mebibytes(row.kept_bytes)]
+    values += [None if row.flops is None else f"{row.flops / 1e9:.3g}", row.status]
+    return dict(zip(COLUMNS, values, strict=True))
+
+
+def duration(seconds: float) -> str:
+    """Three digits with a unit that suits them."""
+    for unit, factor in (("s", 1), ("ms", 1e3)):
+        if seconds * factor >= 1:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"
+
+
+def mebibytes(count: int | None) -> str | None:
+    """A number of bytes in MiB."""
+    return None if count is None else f"{count / 2**20:.3g} MiB"
+
+
+def markdown(cells: Sequence[Record]) -> str:
+    """A Markdown table; columns that are empty in every row are left out."""
+    used = [name for name in cells[0] if any(row[name] is not None for row in cells)]
+    return "\n".join([heading(used), *(line([row[name] for name in used]) for row in cells)])
+
+
+def heading(columns: Sequence[str]) -> str:
+    """The first two lines of a Markdown table."""
+    return line(columns) + "\n|" + "---|" * len(columns)
+
+
+def line(values: Sequence[Any]) -> str:
+    """A line of a Markdown table, an empty cell for None."""
+    return "| " + " | ".join("" if value is None else str(value) for value in values) + " |"
+
+
+def provenance_of(device: str, argv: Sequence[str]) -> Record:
+    """What the numbers depend on: device, processor, threads, load (processes that wanted to run in the last minute), versions, commit,
+    date, command."""
+    from visionattn.training.validate import provenance
+
+    found = provenance(torch.device(device)) | {"processor": processor(), "threads": torch.get_num_threads()}
+    found["load"] = os.getloadavg()[0] if hasattr(os, "getloadavg") else float("nan")
+    command = shlex.join(["python", "tools/benchmark.py", *argv])
+    return found | {"date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"), "command": command}
+
+
+def processor() -> str:
+    """Name of the processor, and how many cores this process may use."""
+    name, listed = platform.processor() or platform.machine(), Path("/proc/cpuinfo")
+    if listed.exists():
+        names = [text.partition(":")[2].strip() for text in listed.read_text().splitlines() if text.startswith("model name")]
+        name = names[0] if names else name
+    cores = len(os.sched_getaffinity(0)) if sys.platform.startswith("linux") else os.cpu_count()
+    return f"{name}, {cores} cores"
+
+
+def summary(provenance: Record) -> str:
+    """One line of provenance for people."""
+    commit = (provenance["commit"] or "unknown")[:9]
+    where = f"{provenance['processor']}; {provenance['device']}; load {provenance['load']:.1f} before"
+    return f"{where}; torch {provenance['torch']}; commit {commit}; {provenance['date']}"
+
+
+def csv_text(records: Sequence[Record], provenance: Record) -> str:
+    """The rows with the provenance behind each, so that a row alone still says where it comes from."""
+    stream = io.StringIO()
+    rows = [record | provenance for record in records]
+    writer = csv.DictWriter(stream, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return stream.getvalue()
+
+
+def json_text(records: Sequence[Record], provenance: Record) -> str:
+    """``{"provenance": ..., "rows": [...]}``."""
+    return json.dumps({"provenance": provenance, "rows": list(records)}, indent=2) + "\n"
