@@ -23,6 +23,7 @@ def taylorshift_attention(
     coefficients: tuple[float, float, float] = (0.5, 1.0, 1.0),
     relative=None,
     key_mask: Tensor | None = None,
+    causal: bool = False,
     output_scale: bool = False,
 ) -> Tensor:
     """Weights ``a x^2 + b x + c`` of ``x = q.k``, divided by their sum.
@@ -35,6 +36,7 @@ def taylorshift_attention(
         coefficients: ``(a, b, c)``.
         relative: adds the weights of ``relative_weights``.
         key_mask: ``[B, M]`` bool, True takes part.
+        causal: query i sees keys 0 to i only.
         output_scale: multiply the result by ``sqrt(keys / d)``, keys being those that take part.
 
     Returns:
@@ -48,7 +50,7 @@ def taylorshift_attention(
     if temperature is not None:
         queries, keys = temperature.to(q.dtype)[:, None, None] * unit_length(q), unit_length(k)
     x = queries @ keys.mT
-    out = _weighted_mean(a * x * x + b * x + c, v, relative, q, present)
+    out = _weighted_mean(a * x * x + b * x + c, v, relative, q, present, causal)
     if output_scale:
         keys_seen = present.sum(-1).to(out.dtype)
         out = out * (keys_seen / q.shape[-1]).sqrt()[:, None, None, None]
@@ -56,7 +58,14 @@ def taylorshift_attention(
 
 
 def kernelized_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, feature_map: str = "elu1", relative=None, key_mask: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    feature_map="elu1",
+    relative=None,
+    key_mask: Tensor | None = None,
+    causal: bool = False,
 ) -> Tensor:
     """Weights ``phi(q).phi(k)``, divided by their sum; 0 for a query whose weights are all 0.
 
@@ -65,9 +74,10 @@ def kernelized_attention(
         k: ``[B, h, M, d]``.
         v: ``[B, h, M, e]``.
         feature_map: "elu1", "relu", or "softmax": over the features for q; for k over the positions that take part,
-            times their number.
+            times their number; or an object with ``.query`` and ``.key``.
         relative: adds the weights of ``relative_weights``.
         key_mask: ``[B, M]`` bool, True takes part.
+        causal: query i sees keys 0 to i only.
 
     Returns:
         ``[B, h, N, e]``.
@@ -77,10 +87,12 @@ def kernelized_attention(
     present = _present(k, key_mask)
     if feature_map == "softmax":
         phi_q, phi_k = q.softmax(-1), _softmax_over_positions(k, present)
-    else:
+    elif isinstance(feature_map, str):
         phi = {"elu1": elu1, "relu": torch.relu}[feature_map]
         phi_q, phi_k = phi(q), phi(k)
-    return _weighted_mean(phi_q @ phi_k.mT, v, relative, q, present)
+    else:
+        phi_q, phi_k = feature_map.query(q), feature_map.key(k)
+    return _weighted_mean(phi_q @ phi_k.mT, v, relative, q, present, causal)
 
 
 def softmax_attention(
@@ -128,17 +140,18 @@ def relative_bias(relative, q: Tensor, num_keys: int | None = None) -> Tensor:
     return torch.where(patches[:, None], scores / q.shape[-1] ** 0.5, 0.0)
 
 
-def relative_weights(relative, q: Tensor, present: Tensor) -> Tensor:
+def relative_weights(relative, q: Tensor, present: Tensor, causal: bool = False) -> Tensor:
     """The dense weights ``S_ij = elu1(q_i).r_(j-i)`` of a linear relative position.
 
     The class of a pair is ``clip(key - query, -R, R) + R``; on a grid the rows give one class and the columns another.
-    A pair with a prefix token or with a key that takes no part has weight 0. Under "mean" the weight is divided by the
-    number of patches that take part and are of that class as seen from the query.
+    A pair with a prefix token or with a key that the query does not see has weight 0. Under "mean" the weight is divided
+    by the number of patches that the query sees and that are of that class as seen from it.
 
     Args:
         relative: Flat, Axial or Joint.
         q: ``[B, h, N, d]`` as the caller of the operation gave it: neither normalised nor scaled.
         present: ``[B, M]`` bool, the keys that take part.
+        causal: query i sees keys 0 to i only.
 
     Returns:
         ``[B, h, N, M]``.
@@ -146,7 +159,7 @@ def relative_weights(relative, q: Tensor, present: Tensor) -> Tensor:
     Source: Scaleformer, eq. 6 to 10, with delta = key minus query; both forms on grids are of this project.
     """
     parts, patches = _classes_and_patches(relative, q, present.shape[1])
-    pairs, mean = patches & present[:, None, :], relative.normalization == "mean"
+    pairs, mean = patches & _visible(present, q, causal), relative.normalization == "mean"
     return sum(_table_weights(elu1(q), table, classes, pairs, mean) for table, classes in parts)
 
 
@@ -166,6 +179,12 @@ def _present(k: Tensor, key_mask: Tensor | None) -> Tensor:
     return torch.ones(k.shape[0], k.shape[2], dtype=torch.bool, device=k.device) if key_mask is None else key_mask
 
 
+def _visible(present: Tensor, q: Tensor, causal: bool) -> Tensor:
+    """``[B, N, M]`` bool: the keys that take part and that each query sees."""
+    visible = present[:, None, :].expand(-1, q.shape[2], -1)
+    return visible.tril() if causal else visible
+
+
 def _softmax_over_positions(k: Tensor, present: Tensor) -> Tensor:
     """Softmax along M over the keys that take part, times their number; 0 for the others."""
     absent = ~present[:, None, :, None]
@@ -174,13 +193,14 @@ def _softmax_over_positions(k: Tensor, present: Tensor) -> Tensor:
     return weights * present.sum(-1).to(k.dtype)[:, None, None, None]
 
 
-def _weighted_mean(content: Tensor, v: Tensor, relative, q: Tensor, present: Tensor) -> Tensor:
-    """Add the relative weights to the content weights ``[B, h, N, M]``, drop absent keys, divide by the mass."""
-    weights = torch.where(present[:, None, None, :], content, 0.0)
+def _weighted_mean(content: Tensor, v: Tensor, relative, q: Tensor, present: Tensor, causal: bool) -> Tensor:
+    """Add the relative weights to the content weights ``[B, h, N, M]``, drop keys not seen, divide by the mass."""
+    visible = _visible(present, q, causal)
+    weights = torch.where(visible[:, None], content, 0.0)
     if relative is not None:
         if relative.normalization == "mean":
-            weights = weights / present.sum(-1).clamp(min=1)[:, None, None, None]
-        weights = weights + relative_weights(relative, q, present)
+            weights = weights / visible.sum(-1).clamp(min=1)[:, None, :, None]
+        weights = weights + relative_weights(relative, q, present, causal)
     mass = weights.sum(-1, keepdim=True)
     empty = mass == 0
     return torch.where(empty, 0.0, (weights @ v) / torch.where(empty, 1.0, mass))
