@@ -3,7 +3,9 @@
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from visionattn.ops.sums import accumulation_dtype
 
 
 class FeatureMap(Protocol):
@@ -58,6 +60,67 @@ class PositionSoftmax:
         return (features * mask) * mask.sum(-2, keepdim=True)
 
 
+class RandomFeatures(nn.Module):
+    """FAVOR+: positive random features whose products are, on average, the weights ``exp(q . k / sqrt(d))`` of softmax.
+
+    ``phi(x)_r = exp(w_r . x' - |x'|^2 / 2) / sqrt(m)`` with ``x' = x / d^(1/4)`` and m rows ``w_r``, normal and orthogonal in
+    groups of d. It is a module whose one buffer ``projection [m, d]`` is saved with a model and moved with it.
+
+    Nothing is subtracted to stabilise the exponent: what depends on other tokens would keep states from adding, leak when
+    causal, and change the balance with relative position. So there is a bound. A feature is at most ``exp(|w_r|^2 / 2)``,
+    reached at ``x' = w_r``, and ``|w_r|^2`` is about d: weights stay finite in float32, whatever the tokens, while
+    ``|w_r|^2 + log M < 88``, that is d up to 32; beyond, for tokens with ``|q'|^2 + |k'|^2 + log M < 88``, because
+    ``w.q' - |q'|^2 / 2 + w.k' - |k'|^2 / 2`` is about ``q'.k'`` where it counts. A token with ``|x'|^2 > 200`` has features
+    of 0 for most draws. Normalise q and k where they may be larger.
+
+    Args:
+        d: width of queries and keys.
+        num_features: m.
+        generator: of the draw; None: torch's own.
+
+    Raises:
+        ValueError: a size that is not positive.
+
+    Source: Choromanski et al. 2021, "Rethinking attention with performers", Lemma 1 and section 2.4.
+    """
+
+    def __init__(self, d: int, num_features: int, generator: torch.Generator | None = None):
+        super().__init__()
+        if d < 1 or num_features < 1:
+            raise ValueError(f"RandomFeatures: wanted d and num_features of 1 or more, got {d} and {num_features}")
+        self.register_buffer("projection", orthogonal_rows(d, num_features, generator).float())
+
+    def redraw(self, generator: torch.Generator | None = None) -> None:
+        """Draw other rows in place of the present ones."""
+        num_features, d = self.projection.shape
+        self.projection.copy_(orthogonal_rows(d, num_features, generator))
+
+    def query(self, x: Tensor) -> Tensor:
+        """Features ``[B, h, N, m]`` of ``x [B, h, N, d]``, float32 (float64 for float64 x).
+
+        Raises:
+            ValueError: x of another width.
+        """
+        num_features, d = self.projection.shape
+        if x.shape[-1] != d:
+            raise ValueError(f"RandomFeatures of width {d}: got queries or keys of width {x.shape[-1]}")
+        x = x.to(accumulation_dtype(x)) * d**-0.25
+        exponent = torch.matmul(x, self.projection.to(x).mT) - x.square().sum(-1, keepdim=True) / 2
+        return exponent.exp() * num_features**-0.5
+
+    key = query
+
+
+def orthogonal_rows(d: int, rows: int, generator: torch.Generator | None = None) -> Tensor:
+    """``[rows, d]`` in float64: each row normal, those of a group of d orthogonal to each other; drawn where the generator is."""
+    options = dict(dtype=torch.float64, generator=generator, device="cpu" if generator is None else generator.device)
+    groups = -(-rows // d)
+    basis, upper = torch.linalg.qr(torch.randn(groups, d, d, **options))
+    basis = basis * upper.diagonal(dim1=1, dim2=2).sign().unsqueeze(1)  # makes the rotation uniform
+    lengths = torch.randn(groups, d, d, **options).norm(dim=2, keepdim=True)
+    return (basis.mT * lengths).flatten(0, 1)[:rows]
+
+
 FEATURE_MAPS = {"elu1": Elu1, "relu": Relu, "softmax": PositionSoftmax}
 
 
@@ -73,3 +136,8 @@ def get_feature_map(feature_map: str | FeatureMap) -> FeatureMap:
         names = ", ".join(FEATURE_MAPS)
         raise ValueError(f"feature_map {feature_map!r}: wanted one of {names}, or an object with .query and .key")
     return FEATURE_MAPS[feature_map]
+
+
+def map_name(feature_map: FeatureMap) -> str:
+    """What ``kernel_sums`` calls the map: "elu1" or "relu", which it applies itself, or "given"."""
+    return {Elu1: "elu1", Relu: "relu"}.get(feature_map, "given")
