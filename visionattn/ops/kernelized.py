@@ -5,9 +5,11 @@ from torch import Tensor
 
 from visionattn.ops.blocked import blocked_scores, blocked_scores_backward
 from visionattn.ops.checks import check_attention, check_options
-from visionattn.ops.feature_maps import FeatureMap, PositionSoftmax, get_feature_map
-from visionattn.ops.relative import RelativePosition, add_relative, key_counts
+from visionattn.ops.feature_maps import FeatureMap, PositionSoftmax, get_feature_map, map_name
+from visionattn.ops.kernel_sums import kernel_sums
+from visionattn.ops.relative import Flat, RelativePosition, add_relative, key_counts
 from visionattn.ops.sums import Sums, accumulation_dtype, without_autocast
+from visionattn.ops.value_drop import drop_values
 
 
 @torch.library.custom_op("visionattn::direct_values", mutates_args=())
@@ -42,20 +44,27 @@ direct_values.register_autograd(
 )
 
 
-def _content_sums(phi_q: Tensor, phi_k: Tensor, v: Tensor, form: str) -> Sums:
-    """Sums of the content term for features ``[B, h, N, f]`` and ``[B, h, M, f]``, zero where masked."""
-    if form == "direct":
-        values = direct_values(phi_q.flatten(0, 1), phi_k.flatten(0, 1), v.flatten(0, 1)).unflatten(0, v.shape[:2])
-    else:
-        values = torch.matmul(phi_q, torch.matmul(phi_k.mT, v))
-    return Sums(values, torch.matmul(phi_q, phi_k.sum(2).unsqueeze(-1)).squeeze(-1))
-
-
-def _key_features(feature_map: FeatureMap, k: Tensor, key_mask: Tensor | None) -> Tensor:
+def _check_causal(feature_map: FeatureMap, relative: RelativePosition | None) -> None:
     if feature_map is PositionSoftmax:
-        return feature_map.key(k, key_mask)
-    features = feature_map.key(k)
-    return features if key_mask is None else features.masked_fill(~key_mask[:, None, :, None], 0)
+        raise ValueError('causal: the keys of feature_map "softmax" depend on those that follow; take "elu1" or "relu"')
+    if relative is not None and not isinstance(relative, Flat):
+        kind = type(relative).__name__
+        raise ValueError(f"causal: wanted relative position along the sequence, Flat, got {kind}, whose order is that of a grid")
+
+
+def _content_sums(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, feature_map: FeatureMap, causal: bool, form: str
+) -> Sums:
+    """Sums of the content term. A map that the operator does not know is applied here, to keys that are 0 where masked."""
+    if map_name(feature_map) == "given":
+        dtype = accumulation_dtype(q, k, v)
+        q, k = feature_map.query(q.to(dtype)), k.to(dtype)
+        if feature_map is PositionSoftmax:
+            k = feature_map.key(k, key_mask)
+        else:
+            k = feature_map.key(k if key_mask is None else k.masked_fill(~key_mask[:, None, :, None], 0))
+    values, mass, _, _ = kernel_sums(q, k, v, key_mask, map_name(feature_map), causal, form)
+    return Sums(values, mass)
 
 
 def kernelized_attention(
@@ -77,8 +86,8 @@ def kernelized_attention(
     Args:
         q, k, v: ``[B, h, N, d]``, ``[B, h, M, d]``, ``[B, h, M, e]``; sums are float32 (float64 for float64 inputs).
         feature_map: "elu1", "relu", "softmax" (Shen: over features for q, over positions for k), or an object with
-            ``.query(x)`` and ``.key(x)``.
-        causal: not built yet; True raises NotImplementedError.
+            ``.query(x)`` and ``.key(x)``, such as ``RandomFeatures``.
+        causal: query i sees the keys ``j <= i``, all of them where ``i >= M``; not for "softmax", nor on a grid.
         relative: linear relative position; see ``relative.py``.
         key_mask: bool ``[B, M]``, True takes part. A query without any key, or whose features meet none, gets 0.
         value_drop: drop whole rows of v with this probability and scale up the others; see ``value_drop.py``.
@@ -90,18 +99,23 @@ def kernelized_attention(
         ``[B, h, N, e]`` in the dtype of v.
 
     Raises:
-        ValueError: shapes, dtypes, devices, names or tables that do not fit.
-        NotImplementedError: an option that is not built yet.
+        ValueError: shapes, dtypes, devices, names or tables that do not fit; causal with what has no such order.
 
-    Source: Katharopoulos et al. 2020, eq. 4 to 6; with relative position Scaleformer, eq. 9 and 10.
+    Source: Katharopoulos et al. 2020, eq. 4 to 6, causal eq. 8 to 12; with relative position Scaleformer, eq. 9 and 10.
     """
     check_attention(q, k, v, key_mask, relative)
     check_options(form=form, impl=impl, value_drop=value_drop, generator=generator)
     feature_map = get_feature_map(feature_map)
+    if causal:
+        _check_causal(feature_map, relative)
     dtype = accumulation_dtype(q, k, v)
     with without_autocast(q):
-        query, key, value = q.to(dtype), k.to(dtype), v.to(dtype)
-        if key_mask is not None:
-            value = value.masked_fill(~key_mask[:, None, :, None], 0)
-        content = _content_sums(feature_map.query(query), _key_features(feature_map, key, key_mask), value, form)
-        return add_relative(content, relative, query, value, key_counts(key, key_mask), key_mask).divide().to(v.dtype)
+        value = drop_values(v.to(dtype), value_drop, generator) if value_drop else v
+        sums = _content_sums(q, k, value, key_mask, feature_map, causal, form)
+        if relative is not None:
+            query, value = q.to(dtype), value.to(dtype)
+            if key_mask is not None:
+                value = value.masked_fill(~key_mask[:, None, :, None], 0)
+            count = key_counts(value, key_mask, causal, q.shape[2])
+            sums = add_relative(sums, relative, query, value, count, key_mask, causal)
+        return sums.divide().to(v.dtype)
