@@ -1,0 +1,240 @@
+"""Keys and values reduced to a state of constant size: summarise, attend, or take one token at a time.
+
+States of disjoint keys add, so a sequence may come in pieces, from several devices, or token by token. Attention with a state
+sees every key in it; the relative term, which needs to know where keys lie, is not for states.
+
+Sources: Katharopoulos et al. 2020, eq. 16 to 20 (the recurrence); TaylorShift (Nauen et al. 2024), section 3.2; adding is ours.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from visionattn.ops.checks import check_tensors
+from visionattn.ops.feature_maps import FeatureMap, PositionSoftmax, get_feature_map, map_name
+from visionattn.ops.kernel_sums import kernel_sums
+from visionattn.ops.relative import key_counts
+from visionattn.ops.sums import Sums, accumulation_dtype, without_autocast
+from visionattn.ops.taylor_state import expand_state, feature_state
+from visionattn.ops.taylor_values import feature_weights
+from visionattn.ops.taylorshift import _unit, check_coefficients
+
+Coefficients = tuple[float, float, float]
+
+
+@dataclass(frozen=True)
+class KernelState:
+    """What kernelized attention needs of its keys and values; float32 (float64 for float64 inputs).
+
+    Args:
+        S: ``sum_j phi(k_j) v_j^T``, ``[B, h, f, e]``.
+        Z: ``sum_j phi(k_j)``, ``[B, h, f]``.
+        count: keys that take part, ``[B or 1, 1, 1]``.
+        feature_map: name or object, as given to ``summarize``.
+    """
+
+    S: Tensor
+    Z: Tensor
+    count: Tensor
+    feature_map: str | FeatureMap
+
+    def __add__(self, other: "KernelState") -> "KernelState":
+        """The state of the keys of both. ValueError where kind or feature map differ."""
+        _check_same(self, other, feature_map=lambda a, b: a is b or a == b)
+        return KernelState(self.S + other.S, self.Z + other.Z, self.count + other.count, self.feature_map)
+
+
+@dataclass(frozen=True)
+class TaylorState:
+    """What TaylorShift needs of its keys and values; float32 (float64 for float64 inputs).
+
+    Args:
+        S2: ``sum_j phi2(k_j) v_j^T``, ``[B, h, F, e]``, phi2 the packed products, without weights.
+        KV: ``sum_j k_j v_j^T``, ``[B, h, d, e]``.
+        KK: ``sum_j k_j k_j^T``, ``[B, h, d, d]``.
+        k_sum, v_sum: ``[B, h, d]`` and ``[B, h, e]``.
+        count: keys that take part, ``[B or 1, 1, 1]``.
+        temperature: ``[h]``, of the queries to come; keys are of unit length then. None: neither.
+        coefficients: (a, b, c).
+    """
+
+    S2: Tensor
+    KV: Tensor
+    KK: Tensor
+    k_sum: Tensor
+    v_sum: Tensor
+    count: Tensor
+    temperature: Tensor | None
+    coefficients: Coefficients
+
+    def __add__(self, other: "TaylorState") -> "TaylorState":
+        """The state of the keys of both. ValueError where kind, temperature or coefficients differ."""
+        _check_same(self, other, temperature=_same_tensor, coefficients=lambda a, b: tuple(a) == tuple(b))
+        names = ("S2", "KV", "KK", "k_sum", "v_sum", "count")
+        sums = (getattr(self, name) + getattr(other, name) for name in names)
+        return TaylorState(*sums, self.temperature, self.coefficients)
+
+
+State = KernelState | TaylorState
+
+
+def _same_tensor(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return a is b or (a.shape == b.shape and (torch.compiler.is_compiling() or torch.equal(a, b)))
+
+
+def _check_same(state: State, other: State, **options) -> None:
+    if type(other) is not type(state):
+        raise ValueError(f"states add to states of their kind: wanted {type(state).__name__}, got {type(other).__name__}")
+    for name, same in options.items():
+        a, b = getattr(state, name), getattr(other, name)
+        if not same(a, b):
+            raise ValueError(f"states add where they have the same {name}: got {a} and {b}")
+
+
+def summarize(
+    k: Tensor,
+    v: Tensor,
+    kind: str = "kernelized",
+    *,
+    feature_map: str | FeatureMap | None = None,
+    temperature: Tensor | None = None,
+    coefficients: Coefficients | None = None,
+    key_mask: Tensor | None = None,
+) -> State:
+    """Reduce keys and values to a state. States of disjoint keys add.
+
+    Args:
+        k, v: ``[B, h, M, d]`` and ``[B, h, M, e]``, as given to the attention: map or normalisation are applied here.
+        kind: "kernelized" or "taylorshift".
+        feature_map: of "kernelized" alone; None is "elu1". Not "softmax": its keys depend on each other.
+        temperature: of "taylorshift" alone, ``[h]``; normalises keys now and queries later. None takes them as they are.
+        coefficients: of "taylorshift" alone; None is (0.5, 1, 1).
+        key_mask: bool ``[B, M]``, True takes part.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or names that do not fit, an option of the other kind.
+    """
+    check_tensors(k, k, v, key_mask)
+    _check_options(k, kind, feature_map, temperature, coefficients)
+    with without_autocast(k):
+        if kind == "kernelized":
+            return _kernel_state(k, v, "elu1" if feature_map is None else feature_map, key_mask)
+        return _taylor_state(k, v, temperature, (0.5, 1.0, 1.0) if coefficients is None else tuple(coefficients), key_mask)
+
+
+def _check_options(k: Tensor, kind: str, feature_map, temperature: Tensor | None, coefficients: Coefficients | None) -> None:
+    if kind not in ("kernelized", "taylorshift"):
+        raise ValueError(f"kind {kind!r}: wanted kernelized or taylorshift")
+    if kind == "kernelized" and not (temperature is None and coefficients is None):
+        raise ValueError('temperature and coefficients belong to kind="taylorshift", got kind="kernelized"')
+    if kind == "taylorshift" and feature_map is not None:
+        raise ValueError('feature_map belongs to kind="kernelized", got kind="taylorshift"')
+    if feature_map is not None and get_feature_map(feature_map) is PositionSoftmax:
+        raise ValueError('feature_map "softmax" has no state: its keys depend on each other; take "elu1" or "relu"')
+    if coefficients is not None:
+        check_coefficients(coefficients)
+    if temperature is not None and temperature.shape != (k.shape[1],):
+        raise ValueError(f"temperature: wanted a tensor [{k.shape[1]}], one per head, got {tuple(temperature.shape)}")
+
+
+def _kernel_state(k: Tensor, v: Tensor, feature_map: str | FeatureMap, key_mask: Tensor | None) -> KernelState:
+    phi, dtype = get_feature_map(feature_map), accumulation_dtype(k, v)
+    if map_name(phi) == "given":
+        k = k.to(dtype)
+        k = phi.key(k if key_mask is None else k.masked_fill(~key_mask[:, None, :, None], 0))
+    _, _, s, z = kernel_sums(k[:, :, :0], k, v, key_mask, map_name(phi), False, "efficient")
+    return KernelState(s, z, key_counts(v.to(dtype), key_mask), feature_map)
+
+
+def _taylor_state(k: Tensor, v: Tensor, temperature, coefficients: Coefficients, key_mask: Tensor | None) -> TaylorState:
+    dtype = accumulation_dtype(k, v)
+    k, v = k.to(dtype), v.to(dtype)
+    if temperature is not None:
+        k = _unit(k)
+    if key_mask is not None:
+        absent = ~key_mask[:, None, :, None]
+        k, v = k.masked_fill(absent, 0), v.masked_fill(absent, 0)
+    s2 = feature_state(k.flatten(0, 1), v.flatten(0, 1)).unflatten(0, k.shape[:2])
+    sums = s2, torch.matmul(k.mT, v), torch.matmul(k.mT, k), k.sum(2), v.sum(2), key_counts(v, key_mask)
+    return TaylorState(*sums, temperature, coefficients)
+
+
+def attend(q: Tensor, state: State) -> Sums:
+    """Sums of the queries over all keys of the state; ``.divide()`` gives the output ``[B, h, N, e]``.
+
+    Args:
+        q: ``[B, h, N, d]``, as given to the attention.
+        state: of ``summarize`` or ``step``.
+
+    Raises:
+        ValueError: q that does not fit the state.
+    """
+    width = state.KV.shape[2] if isinstance(state, TaylorState) else None
+    batch, heads = state.S.shape[:2] if isinstance(state, KernelState) else state.KV.shape[:2]
+    if q.ndim != 4 or q.shape[:2] != (batch, heads) or (width is not None and q.shape[3] != width):
+        raise ValueError(f"q: wanted [{batch}, {heads}, N, {'d' if width is None else width}] of the state, got {tuple(q.shape)}")
+    with without_autocast(q):
+        if isinstance(state, TaylorState):
+            return _taylor_sums(q, state)
+        phi_q = get_feature_map(state.feature_map).query(q.to(state.S.dtype))
+        if phi_q.shape[3] != state.S.shape[2]:
+            raise ValueError(f"q: wanted {state.S.shape[2]} features like the state, got {phi_q.shape[3]}")
+        return Sums(torch.matmul(phi_q, state.S), torch.matmul(phi_q, state.Z.unsqueeze(3)).squeeze(3))
+
+
+def _taylor_sums(q: Tensor, state: TaylorState) -> Sums:
+    a, b, c = state.coefficients
+    q = q.to(state.KV.dtype)
+    if state.temperature is not None:
+        q = state.temperature.to(q.dtype)[:, None, None] * _unit(q)
+    weighted = state.S2 * feature_weights(q.shape[3], a, q)
+    second = expand_state(q.flatten(0, 1), weighted.flatten(0, 1)).unflatten(0, q.shape[:2])
+    values = second + b * torch.matmul(q, state.KV) + c * state.v_sum.unsqueeze(2)
+    mass = a * (torch.matmul(q, state.KK) * q).sum(3) + b * torch.matmul(q, state.k_sum.unsqueeze(3)).squeeze(3)
+    return Sums(values, mass + c * state.count)
+
+
+def step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: State | None = None,
+    *,
+    kind: str | None = None,
+    feature_map: str | FeatureMap | None = None,
+    temperature: Tensor | None = None,
+    coefficients: Coefficients | None = None,
+) -> tuple[Tensor, State]:
+    """One token of causal attention at constant cost: add its key to the state, then attend with its query.
+
+    Args:
+        q, k, v: ``[B, h, 1, d]``, ``[B, h, 1, d]``, ``[B, h, 1, e]``.
+        state: of the tokens before; None starts from nothing.
+        kind, feature_map, temperature, coefficients: as in ``summarize``, for a start from nothing; a state brings its own.
+
+    Returns:
+        out ``[B, h, 1, e]`` in the dtype of v, and the state with this token.
+
+    Raises:
+        ValueError: more than one token, an option beside a state, and what ``summarize`` refuses.
+
+    Source: Katharopoulos et al. 2020, eq. 16 to 20.
+    """
+    check_tensors(q, k, v, None)
+    if q.shape[2] != 1 or k.shape[2] != 1:
+        raise ValueError(f"step takes one token, got {q.shape[2]} queries and {k.shape[2]} keys; see summarize and attend")
+    options = dict(kind=kind, feature_map=feature_map, temperature=temperature, coefficients=coefficients)
+    given = [name for name, option in options.items() if option is not None]
+    if state is None:
+        state = summarize(k, v, **options | {"kind": kind or "kernelized"})
+    elif given:
+        raise ValueError(f"step: a state brings its own options, got {', '.join(given)} beside it")
+    elif isinstance(state, KernelState):
+        state = state + summarize(k, v, feature_map=state.feature_map)
+    else:
+        options = dict(temperature=state.temperature, coefficients=state.coefficients)
+        state = state + summarize(k, v, "taylorshift", **options)
+    return attend(q, state).divide().to(v.dtype), state
