@@ -1,0 +1,219 @@
+"""Which form of an attention to take: the faster by prediction, or the smaller by the bytes it holds.
+
+Predictions are counts of work times seconds measured beforehand, ``calibration.json`` beside this file, which
+``python -m visionattn.calibrate --write`` makes. Everything here is arithmetic on sizes: no tensors, no measuring, and no
+operation is imported before a size of its buffers is asked for, so that operations may import this module.
+"""
+
+import json
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+CALIBRATION = Path(__file__).with_name("calibration.json")
+OPERATIONS = ("taylorshift", "kernelized", "kernelized causal")
+FORMS = ("direct", "efficient")
+LONGEST = 1 << 24
+
+
+def packed_operations(n: int, m: int, d: int, e: int) -> int:
+    """Operations of one head of TaylorShift's efficient form with packed features, a multiply and an add being two.
+
+    ``F = d (d + 1) / 2`` features of each query and key, ``(2 F + 2 d) e`` to sum the values over them and over x itself and
+    as many to use the sums, ``2 d^2`` to sum and to use ``K^T K`` for the mass. Of what does not grow with ``n`` nor ``m``
+    nothing is counted.
+    """
+    features = d * (d + 1) // 2
+    per_token = features + 2 * (features + d) * e + 2 * d * d
+    return (n + m) * per_token + m * (d + e) + n * (4 * d + 3 * e + 4)
+
+
+def direct_operations(n: int, m: int, d: int, e: int) -> int:
+    """Operations of one head of TaylorShift's direct form as published: ``2 n m (d + e) + 6 n m``."""
+    return 2 * n * m * (d + e) + 6 * n * m
+
+
+def work(operation: str, form: str, n: int, m: int, d: int, e: int, *, heads: int = 1, batch: int = 1) -> dict[str, int]:
+    """What a form does, by kind; predicted seconds are linear in it, with one coefficient per kind.
+
+    Returns:
+        multiply_adds of the large products; elements that are squared or multiplied one by one (scores, or features of
+        TaylorShift); values: entries of q, k, v and output, for everything else that passes over tokens; calls: 1; rows:
+        one launch per row of features, efficient TaylorShift only.
+    """
+    groups = batch * heads
+    values = groups * (n + m) * (d + e)
+    if form == "direct":
+        pairs = groups * (_visible_pairs(n, m) if operation == "kernelized causal" else n * m)
+        return {"multiply_adds": pairs * (d + e), "elements": pairs, "values": values, "calls": 1}
+    if operation != "taylorshift":
+        return {"multiply_adds": groups * (n + m) * d * e, "values": values, "calls": 1}
+    elements = groups * (n + m) * (d * (d + 1) // 2)
+    return {"multiply_adds": elements * e, "elements": elements, "values": values, "calls": 1, "rows": d}
+
+
+def _visible_pairs(n: int, m: int) -> int:
+    """Pairs of a query and a key that is not after it."""
+    first = min(n, m)
+    return first * (first + 1) // 2 + (n - first) * m
+
+
+@lru_cache(maxsize=1)
+def _calibration() -> dict:
+    return json.loads(CALIBRATION.read_text())["devices"]
+
+
+def _coefficients(operation: str, dtype: torch.dtype, device: str | torch.device) -> dict | None:
+    """Seconds per unit of work, by form; None where nothing was measured."""
+    name = "float64" if dtype == torch.float64 else "float32"
+    measured = _calibration().get(torch.device(device).type)
+    return None if measured is None else measured["seconds"].get(name, {}).get(operation)
+
+
+def is_calibrated(operation: str, *, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> bool:
+    """Whether ``calibration.json`` holds measurements of the operation on this kind of device."""
+    return _coefficients(operation, dtype, device) is not None
+
+
+def predicted_seconds(
+    operation: str,
+    form: str,
+    n: int,
+    m: int,
+    d: int,
+    e: int,
+    *,
+    heads: int = 1,
+    batch: int = 1,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+) -> float:
+    """Seconds of one forward pass, as the machine of ``calibration.json`` would take.
+
+    Args:
+        operation: "taylorshift", "kernelized" or "kernelized causal".
+        form: "direct" or "efficient".
+        n, m, d, e: queries, keys, width of q and k per head, width of v per head.
+        dtype: of the inputs; sums of half precision are float32, and so are its predictions.
+        device: a device or its type.
+
+    Raises:
+        ValueError: an unknown operation or form, or nothing measured for it on this kind of device.
+    """
+    _check(operation, "speed")
+    if form not in FORMS:
+        raise ValueError(f'form {form!r}: wanted "direct" or "efficient"')
+    seconds = _coefficients(operation, dtype, device)
+    if seconds is None:
+        raise ValueError(f"no measurement of {operation} in {dtype} on {device}: wanted one of {sorted(_calibration())}")
+    return _dot(seconds[form], work(operation, form, n, m, d, e, heads=heads, batch=batch))
+
+
+def _dot(seconds: dict[str, float], counts: dict[str, int]) -> float:
+    return sum(seconds[kind] * count for kind, count in counts.items())
+
+
+def held_elements(operation: str, form: str, n: int, m: int, d: int, e: int, *, heads: int = 1, batch: int = 1) -> int:
+    """Entries of the buffers and states that a form holds above inputs and output.
+
+    Direct: a block of scores and its product with the values. Efficient TaylorShift: sums over features and over x, and a
+    chunk of tokens with its features. Efficient kernelized: the sums alone. What costs both forms the same (the mass) or stays
+    small at any size (chunks of kernelized attention) is left out.
+    """
+    groups = batch * heads
+    if form == "direct":
+        return _held_by_blocks(groups, n, m, e)
+    return _held_by_features(groups, max(n, m), d, e) if operation == "taylorshift" else groups * d * e
+
+
+def _held_by_blocks(groups: int, n: int, m: int, e: int) -> int:
+    from visionattn.ops import blocked
+
+    return _capped(groups, min(n, blocked.BLOCK_QUERIES) * (m + e), blocked.BLOCK_ELEMENTS)
+
+
+def _held_by_features(groups: int, tokens: int, d: int, e: int) -> int:
+    from visionattn.ops import taylor_values
+
+    features = d * (d + 1) // 2
+    chunk = min(tokens, taylor_values.CHUNK_TOKENS)
+    return groups * (features + d) * e + _capped(groups, (features + d) * chunk, taylor_values.BUFFER_ELEMENTS)
+
+
+def _capped(groups: int, per_group: int, most: int) -> int:
+    """Entries of a buffer for as many heads as fit ``most`` entries, one at least; counting parts of heads keeps it monotone."""
+    return min(groups * per_group, max(per_group, most))
+
+
+def _check(operation: str, by: str) -> None:
+    if operation not in OPERATIONS:
+        raise ValueError(f"operation {operation!r}: wanted one of {', '.join(OPERATIONS)}")
+    if by not in ("speed", "memory"):
+        raise ValueError(f'by={by!r}: wanted "speed" or "memory"')
+
+
+@lru_cache(maxsize=4096)
+def choose_form(
+    operation: str,
+    n: int,
+    m: int,
+    d: int,
+    e: int,
+    *,
+    heads: int = 1,
+    batch: int = 1,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    by: str = "speed",
+) -> str:
+    """The form that ``form="auto"`` stands for: "direct" or "efficient". A tie goes to the direct form.
+
+    By speed the one of fewer ``predicted_seconds``. Where the kind of device was not measured (a GPU: its entry is missing
+    from ``calibration.json``), the one of fewer operations, packed features counted. By memory the one of fewer
+    ``held_elements``. Deterministic and remembered, so that asking at each call costs under a microsecond; sizes must be
+    plain ints, never symbolic ones of a compiler.
+
+    Args:
+        operation: "taylorshift", "kernelized" or "kernelized causal".
+        n, m, d, e: queries, keys, width of q and k per head, width of v per head.
+        dtype: of the inputs; half precision is summed in float32 and takes its measurements.
+        device: a device or its type.
+        by: "speed" or "memory".
+
+    Raises:
+        ValueError: an unknown operation or by.
+    """
+    _check(operation, by)
+    if by == "memory":
+        costs = [held_elements(operation, form, n, m, d, e, heads=heads, batch=batch) for form in FORMS]
+    elif (seconds := _coefficients(operation, dtype, device)) is not None:
+        costs = [_dot(seconds[form], work(operation, form, n, m, d, e, heads=heads, batch=batch)) for form in FORMS]
+    elif operation == "taylorshift":
+        costs = [direct_operations(n, m, d, e), packed_operations(n, m, d, e)]
+    else:
+        costs = [work(operation, form, n, m, d, e)["multiply_adds"] for form in FORMS]
+    return "direct" if costs[0] <= costs[1] else "efficient"
+
+
+def crossover(operation: str, d: int, **options) -> int | None:
+    """The smallest number of tokens N = M from which ``choose_form`` takes the efficient form, v being as wide as q.
+
+    Args:
+        options: those of ``choose_form``.
+
+    Returns:
+        None where the direct form is taken up to 2^24 tokens.
+    """
+    low, high = 0, 1
+    while choose_form(operation, high, high, d, d, **options) == "direct":
+        low, high = high, 2 * high
+        if high > LONGEST:
+            return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        if choose_form(operation, middle, middle, d, d, **options) == "direct":
+            low = middle
+        else:
+            high = middle
+    return high
