@@ -5,9 +5,9 @@ import torch
 from oracles import assert_agree, draw, draw_qkv, run
 
 from visionattn.layout import Grid, TokenLayout
-from visionattn.ops import Flat, Joint, class_sums, kernelized_attention, reference
+from visionattn.ops import Flat, Joint, class_sums, class_tiles, kernelized_attention, reference
 
-FORMS = {"direct": True, "shifted": False}
+FORMS = {"direct": True, "tiled": False}
 
 
 @pytest.fixture(params=FORMS)
@@ -55,7 +55,7 @@ def test_the_direct_form_is_for_few_keys_alone():
 
 
 def test_bands_and_chunks_of_heads_leave_no_seam(monkeypatch):
-    """A band as short as can be, so that every shift crosses an edge, against one band for all."""
+    """A band as short as can be, so that every window crosses an edge, against one band for all."""
     layout = TokenLayout(0, Grid(37, 29))
     tensors = draw_qkv(queries=layout.num_tokens, keys=layout.num_tokens, d=5, e=300)
     tensors["table"] = draw(1, 7, 7, 5, seed=5).abs()
@@ -65,6 +65,8 @@ def test_bands_and_chunks_of_heads_leave_no_seam(monkeypatch):
 
     monkeypatch.setattr(class_sums, "direct_is_faster", lambda *sizes: False)
     monkeypatch.setattr(class_sums, "BAND_ELEMENTS", 1 << 30)
+    monkeypatch.setattr(class_tiles, "BAND_ELEMENTS", 1 << 30)
     whole = run(attend, tensors)
     monkeypatch.setattr(class_sums, "BAND_ELEMENTS", 1)
+    monkeypatch.setattr(class_tiles, "BAND_ELEMENTS", 1)
     assert_agree(run(attend, tensors), whole)

@@ -4,8 +4,6 @@ A file of its own because importing torch's counter without Triton prints a warn
 is present, and ``import visionattn.ops.flops`` registers the formulas anywhere.
 """
 
-import math
-
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
@@ -14,22 +12,23 @@ from visionattn.ops.class_sums import direct_is_faster
 from visionattn.ops.taylor_values import efficient_is_faster, num_features
 
 
-def _class_sums_sizes(phi_q, table, v) -> tuple[int, int]:
+def _class_sums_sizes(q, table, v) -> tuple[int, int]:
     """Queries of all heads, and the multiply-adds of one query's sum of values in the form that runs."""
-    (groups, _, height, width), classes, (_, e, *keys) = phi_q, table[1], v
-    terms = math.prod(keys) if direct_is_faster(math.prod(keys), classes, e) else classes
-    return groups * height * width, terms * e
+    batch, heads, height, width, _ = q
+    keys, e = v[2] * v[3], v[4]
+    terms = keys if direct_is_faster(keys, table[1], e) else table[1]
+    return batch * heads * height * width, terms * e
 
 
 @register_flop_formula(torch.ops.visionattn.class_sums)
-def _(phi_q, table, v, *args, out_shape=None, **kwargs) -> int:
-    queries, per_query = _class_sums_sizes(phi_q, table, v)
+def _(q, table, v, *args, out_shape=None, **kwargs) -> int:
+    queries, per_query = _class_sums_sizes(q, table, v)
     return 2 * queries * (table[1] * table[2] + per_query)
 
 
 @register_flop_formula(torch.ops.visionattn.class_sums_backward)
-def _(d_values, d_mass, phi_q, table, v, *args, out_shape=None, **kwargs) -> int:
-    queries, per_query = _class_sums_sizes(phi_q, table, v)
+def _(d_values, d_mass, q, table, v, *args, out_shape=None, **kwargs) -> int:
+    queries, per_query = _class_sums_sizes(q, table, v)
     return 2 * queries * (3 * table[1] * table[2] + 2 * per_query)
 
 

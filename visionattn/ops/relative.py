@@ -108,11 +108,14 @@ def check_relative(relative: RelativePosition, q: Tensor, k: Tensor, *, signed: 
             raise ValueError(f"layout has {tokens} tokens, got {q.shape[2]} queries and {k.shape[2]} keys")
 
 
-def key_counts(k: Tensor, key_mask: Tensor | None) -> Tensor:
-    """Keys that take part, ``[B or 1, 1, 1]`` in the dtype of ``k [B, h, M, d]``."""
+def key_counts(k: Tensor, key_mask: Tensor | None, causal: bool = False, num_queries: int = 0) -> Tensor:
+    """Keys that each query sees, ``[B or 1, 1, 1]``, or causal ``[B or 1, 1, N]``, in the dtype of ``k [B, h, M, d]``."""
+    if not causal:
+        return k.new_full((1, 1, 1), k.shape[2]) if key_mask is None else key_mask.sum(-1, dtype=k.dtype)[:, None, None]
+    last = torch.arange(num_queries, device=k.device).clamp(max=k.shape[2] - 1)
     if key_mask is None:
-        return k.new_full((1, 1, 1), k.shape[2])
-    return key_mask.sum(-1, dtype=k.dtype)[:, None, None]
+        return (last + 1).to(k.dtype)[None, None]
+    return key_mask.cumsum(1, dtype=k.dtype)[:, None, last]
 
 
 def _axis_counts(length: int, horizon: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -133,7 +136,7 @@ def count_classes(
     device: torch.device | str = "cpu",
     present: Tensor | None = None,
 ) -> Tensor:
-    """Keys of each class as seen from each place of the grid: ``[1 or B, (2Ry+1) * (2Rx+1), H, W]``.
+    """Keys of each class as seen from each place of the grid: ``[1 or B, H, W, (2Ry+1) * (2Rx+1)]``.
 
     Args:
         layout: the grid, and which patches are present.
@@ -147,121 +150,141 @@ def count_classes(
     if present is None:
         rows = _axis_counts(height, horizons[0], dtype, device)
         columns = _axis_counts(width, horizons[1], dtype, device)
-        return (rows[:, None, :, None] * columns[None, :, None, :]).flatten(0, 1).unsqueeze(0)
+        return (rows.T[:, None, :, None] * columns.T[None, :, None, :]).flatten(2).unsqueeze(0)
     by_column = axis_classes(present[:, 0], horizons[1], width)
     both = axis_classes(by_column.permute(0, 2, 3, 1), horizons[0], height)
-    return both.permute(0, 3, 1, 4, 2).flatten(1, 2)
+    return both.permute(0, 4, 2, 3, 1).flatten(3)
 
 
 class _Canvas:
-    """Patches on their grid: from tokens ``[B, h, N, c]`` to ``[B, h, c, H, W]`` and back, absent patches being zero."""
+    """Patches on their grid: from tokens ``[B, h, N, c]`` to ``[B, h, H, W, c]`` and back, absent patches being zero."""
 
     def __init__(self, layout: TokenLayout):
         self.layout, self.prefix = layout, layout.num_prefix
         self.size = (layout.grid.height, layout.grid.width)
 
     def _index(self, x: Tensor) -> Tensor:
-        return self.layout.kept[:, None, None, :].expand(x.shape[0], x.shape[1], x.shape[2], -1)
+        return self.layout.kept[:, None, :, None].expand(x.shape[0], x.shape[1], -1, x.shape[3])
 
     def spread(self, x: Tensor) -> Tensor:
-        x = x[:, :, self.prefix :].transpose(2, 3)
+        x = x[:, :, self.prefix :]
         if self.layout.kept is not None:
-            x = x.new_zeros(*x.shape[:3], self.layout.grid.num_patches).scatter(3, self._index(x), x)
-        return x.unflatten(3, self.size)
+            x = x.new_zeros(*x.shape[:2], self.layout.grid.num_patches, x.shape[3]).scatter(2, self._index(x), x)
+        return x.unflatten(2, self.size)
 
     def collect(self, x: Tensor) -> Tensor:
-        x = x.flatten(3)
+        x = x.flatten(2, 3)
         if self.layout.kept is not None:
-            x = x.gather(3, self._index(x))
-        x = x.transpose(2, 3)
+            x = x.gather(2, self._index(x))
         return F.pad(x, (0, 0, self.prefix, 0)) if self.prefix else x
 
     def present(self, key_mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
         """``[B, 1, H, W]`` of 0 and 1 under a mask of the tokens; None without one."""
-        return None if key_mask is None else self.spread(key_mask[:, None, :, None].to(dtype))[:, :, 0]
+        return None if key_mask is None else self.spread(key_mask[:, None, :, None].to(dtype))[..., 0]
 
 
-def _joint_sums(table: Tensor, phi_q: Tensor, v: Tensor, counts: Tensor, horizons: tuple[int, int], normalization: str):
-    """Values ``[B, h, e, Hq, Wq]`` and mass ``[B, h, Hq, Wq]`` for ``phi_q [B, h, d, Hq, Wq]`` and ``v [B, h, e, Hk, Wk]``."""
-    heads = phi_q.shape[:2]
-    operands = (phi_q.flatten(0, 1), table.to(v.dtype), v.flatten(0, 1), counts.to(v.dtype))
-    values, mass = class_sums(*operands, *horizons, normalization == "mean")
-    return values.unflatten(0, heads), mass.unflatten(0, heads)
+def _axis_sums(table: Tensor, phi_q: Tensor, v: Tensor, counts: Tensor, total: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The row part: values ``[B, h, H, W, e]`` and mass ``[B, h, H, W]``; all columns of a row are one key."""
+    weights = torch.matmul(phi_q, table[:, None].mT)
+    if total is not None:
+        weights = weights * torch.where(counts > 0, total / counts.clamp(min=1), 0).unsqueeze(1)
+    mass = (weights * counts.unsqueeze(1)).sum(-1)
+    sums = axis_classes(v.sum(3).mT, table.shape[1] // 2, v.shape[2])
+    return torch.matmul(weights, sums.permute(0, 1, 4, 3, 2)), mass
 
 
-def _axis_sums(table: Tensor, phi_q: Tensor, v: Tensor, counts: Tensor, normalization: str) -> tuple[Tensor, Tensor]:
-    """The row part: values ``[B, h, e, H, W]`` and mass ``[B, h, H, W]``; all columns of a row are one key."""
-    counts = counts.unsqueeze(1)
-    weights = torch.matmul(table.to(v.dtype), phi_q.flatten(3)).unflatten(3, phi_q.shape[3:])
-    mass = (weights * (counts > 0 if normalization == "mean" else counts)).sum(2)
-    if normalization == "mean":
-        weights = weights * torch.where(counts > 0, 1 / counts.clamp(min=1), 0)
-    sums = axis_classes(v.sum(-1), table.shape[1] // 2, v.shape[3])
-    values = torch.matmul(weights.permute(0, 1, 3, 4, 2), sums.permute(0, 1, 4, 3, 2))
-    return values.permute(0, 1, 4, 2, 3), mass
-
-
-def relative_sums(relative: RelativePosition, phi_q: Tensor, v: Tensor, key_mask: Tensor | None) -> Sums:
-    """The relative term's sums of values and of weights, with "mean" in units of one key.
+def relative_sums(
+    relative: RelativePosition, q: Tensor, v: Tensor, key_mask: Tensor | None, total: Tensor, causal: bool = False
+) -> Sums:
+    """The relative term's sums of values and of weights.
 
     Args:
-        phi_q: ``[B, h, N, d]``, queries after ``elu1``, in the dtype of the sums.
+        q: ``[B, h, N, d]`` as given to the attention.
         v: ``[B, h, M, e]``, zero where masked.
         key_mask: bool ``[B, M]``; None: every key takes part.
+        total: keys that each query sees, ``[B or 1, 1, 1 or N]``; with "mean" the sums are in units of the mean of so many keys.
+        causal: with ``Flat``, token i sees tokens j <= i alone.
     """
+    dtype = total.dtype
+    total = total if relative.normalization == "mean" else None
     if isinstance(relative, Flat):
-        return _flat_relative_sums(relative, phi_q, v, key_mask)
+        return _flat_relative_sums(relative, q, v, key_mask, total, dtype, causal)
     canvas = _Canvas(relative.layout)
-    phi_q, v, present = canvas.spread(phi_q), canvas.spread(v), canvas.present(key_mask, v.dtype)
-    options = dict(dtype=v.dtype, device=v.device, present=present)
+    q, v, present = canvas.spread(q), canvas.spread(v), canvas.present(key_mask, dtype)
+    total = None if total is None else total.unsqueeze(3)
+    options = dict(dtype=dtype, device=v.device, present=present)
     if isinstance(relative, Joint):
         horizons = (relative.table.shape[1] // 2, relative.table.shape[2] // 2)
         reusable = present is None and relative.layout.counts is not None
         counts = relative.layout.counts if reusable else count_classes(relative.layout, horizons, **options)
-        values, mass = _joint_sums(relative.table.flatten(1, 2), phi_q, v, counts, horizons, relative.normalization)
+        values, mass = class_sums(q, relative.table.flatten(1, 2).to(dtype), v, counts.to(dtype), total, *horizons)
     else:
+        phi_q, v = elu1(q.to(dtype)), v.to(dtype)
         counts = count_classes(relative.layout, (relative.rows.shape[1] // 2, 0), **options)
-        by_row, row_mass = _axis_sums(relative.rows, phi_q, v, counts, relative.normalization)
-        counts = count_classes(relative.layout, (0, relative.columns.shape[1] // 2), **options).transpose(-1, -2)
-        by_column, column_mass = _axis_sums(relative.columns, phi_q.mT, v.mT, counts, relative.normalization)
-        values, mass = by_row + by_column.mT, row_mass + column_mass.mT
-    return Sums(canvas.collect(values), canvas.collect(mass.unsqueeze(2)).squeeze(3))
+        by_row, row_mass = _axis_sums(relative.rows.to(dtype), phi_q, v, counts, total)
+        counts = count_classes(relative.layout, (0, relative.columns.shape[1] // 2), **options).transpose(1, 2)
+        columns = relative.columns.to(dtype)
+        by_column, column_mass = _axis_sums(columns, phi_q.transpose(2, 3), v.transpose(2, 3), counts, total)
+        values, mass = by_row + by_column.transpose(2, 3), row_mass + column_mass.transpose(2, 3)
+    return Sums(canvas.collect(values), canvas.collect(mass.unsqueeze(4)).squeeze(3))
 
 
-def _flat_relative_sums(relative: Flat, phi_q: Tensor, v: Tensor, key_mask: Tensor | None) -> Sums:
+def _flat_relative_sums(
+    relative: Flat, q: Tensor, v: Tensor, key_mask: Tensor | None, total: Tensor | None, dtype: torch.dtype, causal: bool
+) -> Sums:
     """A sequence is a grid of one row, on which the number of queries and of keys may differ."""
-    horizons, layout = (0, relative.table.shape[1] // 2), relative.layout
+    table, layout = relative.table.to(dtype), relative.layout
     if layout is None:
-        present = v.new_ones(1, v.shape[2]) if key_mask is None else key_mask.to(v.dtype)
-        phi_q, v = phi_q.mT.unsqueeze(3), v.mT.unsqueeze(3)
+        present = torch.ones(1, v.shape[2], dtype=dtype, device=v.device) if key_mask is None else key_mask.to(dtype)
+        q, v = q.unsqueeze(2), v.unsqueeze(2)
     else:
         canvas = _Canvas(layout)
         if key_mask is None:
             key_mask = torch.ones(v.shape[0], layout.num_tokens, dtype=torch.bool, device=v.device)
-        present = canvas.present(key_mask, v.dtype).flatten(1)
-        phi_q, v = canvas.spread(phi_q).flatten(3).unsqueeze(3), canvas.spread(v).flatten(3).unsqueeze(3)
-    counts = axis_classes(present, horizons[1], phi_q.shape[4]).unsqueeze(2)
-    values, mass = _joint_sums(relative.table, phi_q, v, counts, horizons, relative.normalization)
+        present = canvas.present(key_mask, dtype).flatten(1)
+        q, v = canvas.spread(q).flatten(2, 3).unsqueeze(2), canvas.spread(v).flatten(2, 3).unsqueeze(2)
+        if causal and layout.kept is not None:
+            raise ValueError("causal=True wants a layout of all patches in their order; this one has kept")
+        if causal and total is not None:
+            total = total[:, :, layout.num_prefix :]
+    horizon, factor = table.shape[1] // 2, None
+    if causal and horizon == 0:  # one class: what came before and the token itself, which each weigh as the whole class does
+        table, horizon = table.expand(-1, 3, -1), 1
+        total, factor = None, total
+    counts = axis_classes(present, horizon, q.shape[3]).mT
+    if causal:
+        future = torch.arange(2 * horizon + 1, device=table.device) > horizon
+        table, counts = table.masked_fill(future[:, None], 0), counts.masked_fill(future, 0)
+    options = (None if total is None else total.unsqueeze(3), 0, horizon)
+    values, mass = (x.squeeze(2) for x in class_sums(q, table, v, counts.unsqueeze(1), *options))
+    if factor is not None:
+        visible = counts.sum(2).unsqueeze(1)
+        factor = torch.where(visible > 0, factor / visible.clamp(min=1), 0)
+        values, mass = values * factor.unsqueeze(3), mass * factor
     if layout is None:
-        return Sums(values.squeeze(3).mT, mass.squeeze(2))
-    return Sums(canvas.collect(values), canvas.collect(mass.unsqueeze(2)).squeeze(3))
+        return Sums(values, mass)
+    values, mass = values.unflatten(2, canvas.size), mass.unflatten(2, canvas.size)
+    return Sums(canvas.collect(values), canvas.collect(mass.unsqueeze(4)).squeeze(3))
 
 
 def add_relative(
-    content: Sums, relative: RelativePosition | None, q: Tensor, v: Tensor, count: Tensor, key_mask: Tensor | None
+    content: Sums,
+    relative: RelativePosition | None,
+    q: Tensor,
+    v: Tensor,
+    count: Tensor,
+    key_mask: Tensor | None,
+    causal: bool = False,
 ) -> Sums:
     """Content plus relative term, both in the unit that ``relative.normalization`` asks for.
+
+    With "mean" that is ``content / M + S / n``, all times M: the same mean, and the content stays as it is.
 
     Args:
         content: the sums of the content term.
         relative: None leaves the content alone.
-        q: ``[B, h, N, d]`` as given to the attention, in the dtype of the sums.
-        v, key_mask: see ``relative_sums``.
-        count: keys that take part, ``[B or 1, 1, 1]``.
+        q: ``[B, h, N, d]`` as given to the attention.
+        v, key_mask, causal: see ``relative_sums``.
+        count: keys that each query sees, ``[B or 1, 1, 1 or N]``, in the dtype of the sums.
     """
-    if relative is None:
-        return content
-    phi_q = elu1(q)
-    if relative.normalization == "mean":  # content / M + S / n, all times M: the same mean, and the content stays as it is
-        phi_q = phi_q * count.unsqueeze(-1)
-    return content + relative_sums(relative, phi_q, v, key_mask)
+    return content if relative is None else content + relative_sums(relative, q, v, key_mask, count, causal)

@@ -1,0 +1,218 @@
+"""Sums over the classes of relative position in the tiled form: small matrix products on windows of the values' own memory.
+
+A row of the grid is cut into tiles of t queries. From a tile all keys within reach ``r = Rx - 1`` stand in one window of
+``t + 2r`` keys; those left and right of it are two sums. So for one class of rows the tile's output is a product of a
+``t x (t + 2r)`` matrix of weights with the window, which is read where it lies, and one of ``t x 2`` with the two sums.
+
+Order in memory: tokens first, channels contiguous. A row of the line has r zeros, its keys, and zeros up to a whole number of
+tiles; R - 1 rows of zeros stand between the heads of one chunk. With t = 4, r = 1 and five keys:
+
+    0 v v v | v v 0 0 | 0 0 0 0 | 0 v v v ...        windows: 0 v v v v v,  v v 0 0 0 0
+
+The weights of one query to all offsets ``-(r + t - 1) .. r + t - 1`` are those of its 2R+1 classes with the outermost repeated;
+the matrix of a tile is a strided view of them, since each query sees the window one key further to the left.
+
+Sums over rows above and below are running sums, never differences: nothing is lost in float32. This file knows neither
+feature maps nor counts; ``class_sums.py`` does.
+"""
+
+import torch
+from torch import Tensor
+
+TILE_QUERIES, NARROW_TILE_QUERIES, NARROW = 16, 8, 64
+BAND_ELEMENTS = 1 << 19
+
+
+def _running_rows(x: Tensor, lag: int, *, up: bool) -> Tensor:
+    """Sums of ``x [g, H, X]`` over rows at least ``lag >= 1`` above each row (``up``: below each row), ``[g, H, X]``."""
+    out, height = torch.zeros_like(x), x.shape[1]
+    for y in range(lag, height):
+        here, before, source = (height - 1 - y, height - y, height - 1 - y + lag) if up else (y, y - 1, y - lag)
+        torch.add(out[:, before], x[:, source], out=out[:, here])
+    return out
+
+
+class Tiles:
+    """Geometry of one chunk of heads: ``heads`` grids of ``height`` rows of ``width`` places (the wider of queries and keys)."""
+
+    def __init__(self, heads: int, height: int, width: int, horizons: tuple[int, int]):
+        self.heads, self.height, self.width, self.horizons = heads, height, width, horizons
+        self.reach = max(horizons[1] - 1, 0)
+        self.size = max(TILE_QUERIES if width >= NARROW else NARROW_TILE_QUERIES, 2 * self.reach)
+        self.used = -(-width // self.size)
+        self.per_row = self.used + (self.reach > 0)
+        self.pitch = self.per_row * self.size
+        self.gap = max(horizons[0] - 1, 0)
+        self.period = height + self.gap
+        self.window = self.size + 2 * self.reach
+        self.columns = 2 * (self.reach + self.size) - 1 + 2
+        rows = range(-self.gap, self.gap + 1)
+        self.sources = [("above", 0), *(("here", a) for a in rows), ("below", 0)] if horizons[0] else [("all", 0)]
+        self.classes = (len(self.sources), 2 * horizons[1] + 1)
+
+    def rows(self, x: Tensor) -> Tensor:
+        """``x [g, H, W', c]`` with zeros after each row and the gap below each head: ``[g, period * pitch, c]``."""
+        line = x.new_zeros(x.shape[0], self.period, self.pitch, x.shape[3])
+        line[:, : self.height, : x.shape[2]] = x
+        return line.flatten(1, 2)
+
+    def bands(self) -> list[slice]:
+        """Slices of tiles whose weights stay in cache: whole rows where there are several; several heads are one band."""
+        if self.heads > 1:
+            return [slice(0, self.heads * self.period * self.per_row)]
+        unit, count = (self.per_row, self.height * self.per_row) if self.height > 1 else (1, self.used)
+        per_band = unit * max(1, BAND_ELEMENTS // (self.size * self.classes[0] * self.columns * unit))
+        return [slice(start, min(start + per_band, count)) for start in range(0, count, per_band)]
+
+    def queries(self, band: slice) -> slice:
+        """The places of the line, of each head, that the tiles of ``band`` hold."""
+        return slice(band.start * self.size, min(band.stop, self.period * self.per_row) * self.size)
+
+    def _region(self, band: slice, width: int) -> tuple[tuple[int, int], slice, slice]:
+        """Rows and columns in memory of a head's part of ``band``, and which rows and columns of a grid of ``width`` it holds."""
+        if self.heads > 1:
+            return (self.period, self.pitch), slice(0, self.height), slice(0, width)
+        if self.height > 1:
+            rows = slice(band.start // self.per_row, band.stop // self.per_row)
+            return (rows.stop - rows.start, self.pitch), rows, slice(0, width)
+        columns = slice(min(band.start * self.size, width), min(band.stop * self.size, width))
+        return (1, (band.stop - band.start) * self.size), slice(0, 1), columns
+
+    def load(self, x: Tensor, band: slice, like: Tensor) -> Tensor:
+        """The queries of ``band`` of ``x [g, H, W', c]``, ``[g, n, c]`` in the dtype of ``like``; zeros outside the grid."""
+        shape, rows, columns = self._region(band, x.shape[2])
+        out = like.new_zeros(x.shape[0], *shape, x.shape[3])
+        out[:, : rows.stop - rows.start, : columns.stop - columns.start] = x[:, rows, columns]
+        return out.flatten(1, 2)
+
+    def store(self, part: Tensor, band: slice, out: Tensor) -> None:
+        """Write the queries of ``band``, ``part [g, n, c]``, to their places in ``out [g, H, W', c]``."""
+        shape, rows, columns = self._region(band, out.shape[2])
+        out[:, rows, columns] = part.unflatten(1, shape)[:, : rows.stop - rows.start, : columns.stop - columns.start]
+
+    def repeat(self, like: Tensor) -> Tensor:
+        """``[2R+1, columns]`` of 0 and 1: the class of each offset, and last those of the two ends."""
+        offset = torch.arange(self.columns - 2, device=like.device) - (self.columns - 2) // 2
+        horizon = self.horizons[1]
+        index = torch.cat([offset.clamp(-horizon, horizon), offset.new_tensor([-horizon, horizon])]) + horizon
+        return (index == torch.arange(self.classes[1], device=like.device)[:, None]).to(like.dtype)
+
+    def matrices(self, weights: Tensor, source: int) -> tuple[Tensor, Tensor]:
+        """Matrices of the tiles for one class of rows, ``[n, t, window]`` and ``[n, t, 2]``: views of the weights."""
+        step, count, start = weights.shape[1] * self.columns, weights.shape[0] // self.size, source * self.columns
+        window = weights.as_strided((count, self.size, self.window), (self.size * step, step - 1, 1), start + self.size - 1)
+        ends = weights.as_strided((count, self.size, 2), (self.size * step, step, 1), start + self.columns - 2)
+        return window, ends
+
+
+class Lines:
+    """Values, or their gradients, of one chunk of heads as the tiles read them: keys, sums of rows, sums of ends of rows."""
+
+    def __init__(self, tiles: Tiles, e: int, like: Tensor):
+        """All zeros; ``fill`` puts values in."""
+        self.tiles, self.e = tiles, e
+        names = dict.fromkeys(name for name, _ in tiles.sources)
+        self.keys = {name: self._zeros(like, name) for name in names}
+        self.ends = {name: like.new_zeros(self._num_rows(name), tiles.per_row, 2, e) for name in names}
+
+    def _num_rows(self, name: str) -> int:
+        return self.tiles.heads * self.tiles.period + (2 * self.tiles.gap if name == "here" else 0)
+
+    def _zeros(self, like: Tensor, name: str) -> Tensor:
+        return like.new_zeros(self._num_rows(name) * self.tiles.pitch + 2 * self.tiles.reach, self.e)
+
+    def _grid(self, name: str) -> Tensor:
+        """The rows of all heads as ``[g, period, pitch, e]``, without the margins of the line."""
+        tiles = self.tiles
+        start = tiles.gap * tiles.pitch if name == "here" else 0
+        line = self.keys[name][start : start + tiles.heads * tiles.period * tiles.pitch]
+        return line.view(tiles.heads, tiles.period, tiles.pitch, self.e)
+
+    def _blocks(self, name: str) -> tuple[Tensor, Tensor]:
+        """Blocks of t keys ``[rows, used, t, e]``: those that begin where tiles do, and those that begin where windows end."""
+        tiles = self.tiles
+        size = (self._num_rows(name), tiles.used, tiles.size, self.e)
+        stride = (tiles.pitch * self.e, tiles.size * self.e, self.e, 1)
+        return self.keys[name].as_strided(size, stride, 0), self.keys[name].as_strided(size, stride, 2 * tiles.reach * self.e)
+
+    def fill(self, v: Tensor) -> "Lines":
+        """Lay out ``v [g, H, W', e]`` and form its sums."""
+        tiles, inside = self.tiles, slice(self.tiles.reach, self.tiles.reach + v.shape[2])
+        flat = v.flatten(2)
+        for name in self.keys:
+            rows = self._grid(name)[:, : tiles.height, inside]
+            if name == "here":
+                rows.copy_(v)
+            elif name == "all":
+                rows.copy_(v.sum(1, keepdim=True))
+            else:
+                rows.copy_(_running_rows(flat, tiles.horizons[0], up=name == "below").view_as(v))
+            left, right = (blocks.sum(2) for blocks in self._blocks(name))
+            self.ends[name][:, 1 : tiles.used, 0] = left.cumsum(1)[:, :-1]
+            self.ends[name][:, : tiles.used - 1, 1] = right.flip(1).cumsum(1).flip(1)[:, 1:]
+        return self
+
+    def collect(self, width: int) -> Tensor:
+        """The transpose of ``fill``: gradients of keys and sums to the gradient ``[g, H, width, e]`` of the values."""
+        tiles, inside = self.tiles, slice(self.tiles.reach, self.tiles.reach + width)
+        total = 0
+        for name in self.keys:
+            left, right = self._blocks(name)
+            d_left, d_right = self.ends[name][:, : tiles.used].unbind(2)
+            left[:, :-1] += d_left[:, 1:].flip(1).cumsum(1).flip(1).unsqueeze(2)
+            right[:, 1:] += d_right[:, :-1].cumsum(1).unsqueeze(2)
+            rows = self._grid(name)[:, : tiles.height, inside]
+            if name == "all":
+                rows = rows.sum(1, keepdim=True)
+            elif name != "here":
+                rows = _running_rows(rows.flatten(2), tiles.horizons[0], up=name == "above").view_as(rows)
+            total = rows + total
+        return total
+
+    def _first_row(self, source: int) -> int:
+        name, shift = self.tiles.sources[source]
+        return shift + self.tiles.gap if name == "here" else 0
+
+    def windows(self, source: int, band: slice, parity: slice = slice(None)) -> Tensor:
+        """The keys that each tile of ``band`` sees in one class of rows, ``[n, window, e]``, where they lie."""
+        tiles = self.tiles
+        index = range(band.start, band.stop)[parity]
+        start = (self._first_row(source) * tiles.per_row + index.start) * tiles.size
+        stride = (index.step * tiles.size * self.e, self.e, 1)
+        return self.keys[tiles.sources[source][0]].as_strided((len(index), tiles.window, self.e), stride, start * self.e)
+
+    def pairs(self, source: int, band: slice) -> Tensor:
+        """The sums left and right of those windows, ``[n, 2, e]``."""
+        start = self._first_row(source) * self.tiles.per_row
+        return self.ends[self.tiles.sources[source][0]].flatten(0, 1)[start + band.start : start + band.stop]
+
+
+def spread_weights(tiles: Tiles, weights: Tensor) -> Tensor:
+    """Weights of classes ``[q, C]`` as those of offsets and ends, ``[q, rows, columns]``."""
+    return torch.mm(weights.view(-1, tiles.classes[1]), tiles.repeat(weights)).view(-1, tiles.classes[0], tiles.columns)
+
+
+def multiply(tiles: Tiles, lines: Lines, weights: Tensor, band: slice) -> Tensor:
+    """The sums of values ``[n * t, e]`` of the queries of ``band`` for the weights ``[n * t, C]`` of their classes."""
+    spread, out = spread_weights(tiles, weights), None
+    for source in range(tiles.classes[0]):
+        window, ends = tiles.matrices(spread, source)
+        keys = lines.windows(source, band)
+        out = torch.bmm(window, keys) if out is None else out.baddbmm_(window, keys)
+        out.baddbmm_(ends, lines.pairs(source, band))
+    return out.flatten(0, 1)
+
+
+def multiply_backward(tiles: Tiles, lines: Lines, weights: Tensor, band: slice, grad: Tensor, d_lines: Lines) -> Tensor:
+    """The gradient ``[n * t, C]`` of the weights for ``grad [n * t, e]`` of the sums; adds that of the values to ``d_lines``."""
+    spread, grad = spread_weights(tiles, weights), grad.unflatten(0, (-1, tiles.size))
+    d_spread = torch.zeros_like(spread)
+    for source in range(tiles.classes[0]):
+        (window, ends), (d_window, d_ends) = tiles.matrices(spread, source), tiles.matrices(d_spread, source)
+        d_window.copy_(torch.bmm(grad, lines.windows(source, band).mT))
+        d_ends.copy_(torch.bmm(grad, lines.pairs(source, band).mT))
+        d_lines.pairs(source, band).baddbmm_(ends.mT, grad)
+        for parity in (slice(0, None, 2), slice(1, None, 2)):  # windows of every second tile do not overlap
+            if len(grad[parity]):
+                d_lines.windows(source, band, parity).baddbmm_(window[parity].mT, grad[parity])
+    return torch.mm(d_spread.view(-1, tiles.columns), tiles.repeat(weights).T).view_as(weights)
