@@ -196,6 +196,8 @@ def _causal_backward(q: _Features, k: _Features, v: _WithMass, g: _WithMass, d_s
             q.load(b, t)
             q.store(d_queries.view_as(keys), b, t, dq)
         running = d_state(b)
+        for t in segments[-(-m // size) :]:  # queries that see all keys
+            running.baddbmm_(q.load(b, t).mT, g.load(b, t))
         for t in reversed(segments[: -(-m // size)]):
             grad, queries, keys, x = g.load(b, t), q.load(b, t), k.load(b, t), v.load(b, t)
             states = _states_of_blocks(queries, grad, running, reverse=True)
