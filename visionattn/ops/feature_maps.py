@@ -67,11 +67,12 @@ class RandomFeatures(nn.Module):
     groups of d. It is a module whose one buffer ``projection [m, d]`` is saved with a model and moved with it.
 
     Nothing is subtracted to stabilise the exponent: what depends on other tokens would keep states from adding, leak when
-    causal, and change the balance with relative position. So there is a bound. A feature is at most ``exp(|w_r|^2 / 2)``,
-    reached at ``x' = w_r``, and ``|w_r|^2`` is about d: weights stay finite in float32, whatever the tokens, while
-    ``|w_r|^2 + log M < 88``, that is d up to 32; beyond, for tokens with ``|q'|^2 + |k'|^2 + log M < 88``, because
-    ``w.q' - |q'|^2 / 2 + w.k' - |k'|^2 / 2`` is about ``q'.k'`` where it counts. A token with ``|x'|^2 > 200`` has features
-    of 0 for most draws. Normalise q and k where they may be larger.
+    causal, and change the balance with relative position. So there are bounds, in float32. From above: a feature is at most
+    ``exp(|w_r|^2 / 2)``, reached at ``x' = w_r``, so sums stay finite for any tokens while ``|w_r|^2 + log M < 88``;
+    ``|w_r|^2`` is d on average with a deviation of ``sqrt(2 d)``, which leaves room at d = 32, and at d = 64 unless tokens
+    lie on the rows themselves. From below: the weights of one pair shrink as ``exp(-(|q'|^2 + |k'|^2) / 2)`` times chance,
+    and past ``|q'|^2 + |k'|^2`` of about 150 they leave the normal numbers. Normalise q and k where they may be larger; the
+    variance of the estimate grows as ``exp(|q' + k'|^2)`` in any case.
 
     Args:
         d: width of queries and keys.

@@ -14,7 +14,7 @@ from visionattn.ops.taylor_values import expand_features, expand_features_backwa
 @torch.library.custom_op("visionattn::feature_state", mutates_args=())
 def feature_state(k: Tensor, v: Tensor) -> Tensor:
     """``sum_j phi2(k_j) v_j^T``: ``[G, F, e]`` for ``k [G, M, d]`` and ``v [G, M, e]``."""
-    return reduce_features(k, v)
+    return reduce_features(k, v) if k.shape[1] else v.new_zeros(k.shape[0], num_features(k.shape[2]), v.shape[2])
 
 
 @feature_state.register_fake
@@ -26,6 +26,8 @@ def _(k, v):
 def feature_state_backward(grad: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of ``feature_state`` with respect to k and v for ``grad [G, F, e]``."""
     dk, dv = k.new_zeros(k.shape), v.new_zeros(v.shape)
+    if not k.shape[1]:
+        return dk, dv
     return expand_features_backward(k, grad, v, dk), expand_features(k, grad, dv)
 
 
@@ -37,7 +39,8 @@ def _(grad, k, v):
 @torch.library.custom_op("visionattn::expand_state", mutates_args=())
 def expand_state(q: Tensor, state: Tensor) -> Tensor:
     """``phi2(q_i) state``: ``[G, N, e]`` for ``q [G, N, d]`` and ``state [G, F, e]``."""
-    return expand_features(q, state, state.new_zeros(*q.shape[:2], state.shape[2]))
+    out = state.new_zeros(*q.shape[:2], state.shape[2])
+    return expand_features(q, state, out) if q.shape[1] else out
 
 
 @expand_state.register_fake
@@ -48,6 +51,8 @@ def _(q, state):
 @torch.library.custom_op("visionattn::expand_state_backward", mutates_args=())
 def expand_state_backward(grad: Tensor, q: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of ``expand_state`` with respect to q and state for ``grad [G, N, e]``."""
+    if not q.shape[1]:
+        return torch.zeros_like(q), torch.zeros_like(state)
     return expand_features_backward(q, state, grad, q.new_zeros(q.shape)), reduce_features(q, grad)
 
 
