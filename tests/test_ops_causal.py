@@ -10,7 +10,8 @@ from oracles import assert_agree, dot, draw, draw_mask, draw_qkv, draw_table, el
 
 from visionattn.layout import Grid, TokenLayout
 from visionattn.ops import Axial, Flat, Joint, kernelized_attention, reference
-from visionattn.ops import kernel_sums as kernel_sums_module
+from visionattn.ops.kernel_chunks import CHUNK_ELEMENTS
+from visionattn.ops.kernel_sums import kernel_sums
 
 FORMS = ("direct", "efficient")
 LENGTHS = {"N = M": (77, 77), "N < M": (53, 177), "N > M": (177, 53), "one query": (1, 77), "one key": (77, 1)}
@@ -31,7 +32,7 @@ MAPS = {"elu1": "elu1", "relu": "relu", "object": Square}
 @pytest.fixture
 def short_segments(monkeypatch):
     """Segments of two blocks for the sizes of these tests, so that a few hundred tokens cross several."""
-    monkeypatch.setitem(kernel_sums_module.CHUNK_ELEMENTS, "cpu", 128 * 8)
+    monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", 128 * 8)
 
 
 def agree(tensors, form, floor=0.0, **options):
@@ -122,7 +123,7 @@ def test_gradients_of_sums_mass_and_state_add(causal, form, feature_map):
         return weights @ v, weights.sum(3), keys.mT @ v, keys.sum(2)
 
     def operator(q, k, v):
-        return kernel_sums_module.kernel_sums(q, k, v, mask, feature_map, causal, form)
+        return kernel_sums(q, k, v, mask, feature_map, causal, form)
 
     for chosen in ([0], [1], [2], [3], [0, 1, 2, 3]):
 

@@ -4,9 +4,11 @@ import math
 
 import pytest
 import torch
-from oracles import assert_agree, dot, draw_kept, draw_mask, draw_qkv, elu1, loop_mean, run, saved_bytes
+from oracles import assert_agree, dot, draw_kept, draw_mask, draw_qkv, draw_table, elu1, loop_mean, run, saved_bytes
 
-from visionattn.ops import kernelized_attention, reference
+from visionattn.ops import Flat, kernelized_attention, reference
+from visionattn.ops.kernel_chunks import CHUNK_ELEMENTS
+from visionattn.ops.value_drop import drop_values
 
 FORMS = ("direct", "efficient")
 MAPS = ("elu1", "relu", "softmax")
@@ -105,6 +107,33 @@ def test_a_feature_map_may_be_an_object_with_query_and_key(form):
     mapped = tensors | {"q": tensors["q"].square(), "k": tensors["k"].abs()}
     expected = reference.kernelized_attention(**mapped, feature_map="relu", key_mask=mask)
     assert_agree({"out": actual}, {"out": expected})
+    agree(tensors, form, feature_map=Square, key_mask=mask)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("feature_map", MAPS)
+def test_many_small_images_and_few_long_ones_are_cut_into_the_same_result(form, feature_map, monkeypatch):
+    monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", 3 * 6 * 40)  # 40 tokens of 3 heads with e + 1 = 6
+    for batch, queries, keys in ((7, 11, 13), (3, 20, 19), (2, 77, 93)):
+        tensors = draw_qkv(batch=batch, queries=queries, keys=keys, d=5, e=5)
+        agree(tensors, form, feature_map=feature_map, key_mask=draw_mask(batch, keys))
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"relative": Flat(draw_table(1, 5, 7, seed=1))}])
+@pytest.mark.parametrize("form", FORMS)
+def test_value_drop_drops_whole_rows_of_v_and_scales_up_the_others(form, options):
+    tensors = draw_qkv(queries=23, keys=31, d=7, e=5)
+
+    def dropped(q, k, v):
+        return reference.kernelized_attention(q, k, drop_values(v, 0.3, torch.Generator().manual_seed(4)), **options)
+
+    def dropping(q, k, v):
+        generator = torch.Generator().manual_seed(4)
+        return kernelized_attention(q, k, v, value_drop=0.3, generator=generator, form=form, **options)
+
+    actual = run(dropping, tensors)
+    assert_agree(actual, run(dropped, tensors))
+    assert 0.1 < actual["v"].eq(0).all(3).float().mean() < 0.5
 
 
 # Properties

@@ -1,8 +1,8 @@
 """Sums of values and weights of kernelized attention, chunked, as one operator with its gradient.
 
-Tensors come as the caller has them: ``[B, h, tokens, width]`` of any strides and any floating dtype. A chunk at a time is
-cast, mapped to features and laid out in a buffer that stays in cache, in the forward pass and again in the backward pass, so
-that autograd keeps q, k and v themselves. Loops over tokens stand inside the operator: a compiler sees one node whatever N is.
+A chunk of tokens at a time is mapped to features and laid out in a buffer (``kernel_chunks.py``), in the forward pass and
+again in the backward pass, so that autograd keeps q, k and v themselves. Loops over tokens stand inside the operator: a
+compiler sees one node whatever N is.
 
 Values travel with a column of ones behind them, ``v1 = [v, 1]``: then sums of values and mass, and S and Z, are one product.
 Here ``e1 = e + 1``, ``f`` is the number of features and ``g = images * heads`` those of one chunk.
@@ -19,90 +19,11 @@ import torch
 from torch import Tensor
 
 from visionattn.ops.blocked import blocked_scores, blocked_scores_backward, chunks
+from visionattn.ops.choice import choose_form
+from visionattn.ops.kernel_chunks import Features, WithMass, plan_chunks, put
 from visionattn.ops.sums import accumulation_dtype, no_double_backward, without_autocast
 
-CHUNK_ELEMENTS = {"cpu": 1 << 18}
-CHUNK_ELEMENTS_ELSEWHERE = 1 << 23
 BLOCK_TOKENS = 64
-
-
-class _Features:
-    """Features of q or k, zero where ``absent [B, tokens]``, and the way back from their gradient to that of q or k."""
-
-    def __init__(self, x: Tensor, feature_map: str, dtype: torch.dtype, absent: Tensor | None = None):
-        self.x, self.feature_map, self.absent = x, feature_map, absent
-        self.width, self.dtype = x.shape[3], dtype
-        self.buffer = self.spare = x.new_empty(0)
-
-    def load(self, b: slice, t: slice) -> Tensor:
-        """Features of some images and tokens, ``[g, T, f]``; zero for tokens past the end. Valid until the next load."""
-        x, tokens = self.x[b, :, t], t.stop - t.start
-        if self.feature_map == "given" and self.absent is None and x.dtype == self.dtype and x.shape[2] == tokens:
-            return x.flatten(0, 1)
-        size = (*x.shape[:2], tokens, self.width)
-        if self.buffer.shape != size:
-            self.buffer = x.new_empty(size, dtype=self.dtype)
-            self.spare = torch.empty_like(self.buffer) if self.feature_map == "elu1" else self.buffer
-        out, spare = self.buffer[:, :, : x.shape[2]], self.spare[:, :, : x.shape[2]]
-        if x.dtype != self.dtype or self.feature_map == "given":
-            x = out.copy_(x)
-        if self.feature_map == "elu1":  # exp(min(x, 0)) + max(x, 0), as in feature_maps.py
-            torch.clamp(x, min=0, out=spare)
-            torch.clamp(x, max=0, out=out).exp_().add_(spare)
-        elif self.feature_map == "relu":
-            torch.clamp(x, min=0, out=out)
-        if self.absent is not None:
-            out.masked_fill_(self.absent[b, None, t, None], 0)
-        self.buffer[:, :, x.shape[2] :].zero_()
-        return self.buffer.flatten(0, 1)
-
-    def store(self, grad: Tensor, b: slice, t: slice, out: Tensor) -> None:
-        """Write the gradient of q or k into ``out[b, :, t]`` for that of the features loaded last; both are used up."""
-        if self.feature_map == "elu1":  # its derivative is min(phi, 1): phi = exp(x) below 0 and 1 + x above
-            grad.mul_(self.buffer.clamp_(max=1).flatten(0, 1))
-        elif self.feature_map == "relu":
-            grad.mul_(self.buffer.sign_().flatten(0, 1))
-        there = out[b, :, t]
-        grad = grad.unflatten(0, there.shape[:2])[:, :, : there.shape[2]]
-        there.copy_(grad if self.absent is None else grad.masked_fill_(self.absent[b, None, t, None], 0))
-
-
-class _WithMass:
-    """``[x, y]``: what belongs to the values, ``[B, h, tokens, e]``, and to the mass, ``[B, h, tokens]`` or ones."""
-
-    def __init__(self, x: Tensor, dtype: torch.dtype, y: Tensor | None = None):
-        self.x, self.y, self.dtype = x, y, dtype
-        self.width = x.shape[3] + 1
-        self.buffer = x.new_empty(0)
-
-    def load(self, b: slice, t: slice) -> Tensor:
-        """``[g, T, e1]``; zero for tokens past the end. Valid until the next load."""
-        x = self.x[b, :, t]
-        size = (*x.shape[:2], t.stop - t.start, self.width)
-        if self.buffer.shape != size:
-            self.buffer = x.new_empty(size, dtype=self.dtype)
-        there = self.buffer[:, :, : x.shape[2]]
-        there[..., :-1].copy_(x)
-        there[..., -1] = 1 if self.y is None else self.y[b, :, t]
-        self.buffer[:, :, x.shape[2] :].zero_()
-        return self.buffer.flatten(0, 1)
-
-
-def _put(x: Tensor, b: slice, t: slice, values: Tensor, mass: Tensor | None = None) -> None:
-    """Write ``x [g, T, e or e1]`` into ``values[b, :, t]`` and its last column into ``mass[b, :, t]``."""
-    there = values[b, :, t]
-    x = x.unflatten(0, there.shape[:2])[:, :, : there.shape[2]]
-    there.copy_(x[..., : there.shape[3]])
-    if mass is not None:
-        mass[b, :, t] = x[..., -1]
-
-
-def _chunks(x: Tensor, tokens: int, width: int, multiple: int = 1) -> tuple[list[slice], int]:
-    """Slices of the images of ``x [B, h, ...]``, and how many tokens (a multiple of ``multiple``) make a chunk with them."""
-    elements = CHUNK_ELEMENTS.get(x.device.type, CHUNK_ELEMENTS_ELSEWHERE) // max(1, x.shape[1] * width)
-    needed = -(-max(1, tokens) // multiple) * multiple
-    size = max(1, min(elements, needed) // multiple) * multiple
-    return chunks(x.shape[0], max(1, elements // needed)), size
 
 
 def _join(s: Tensor, z: Tensor, b: slice, dtype: torch.dtype) -> Tensor:
@@ -110,27 +31,27 @@ def _join(s: Tensor, z: Tensor, b: slice, dtype: torch.dtype) -> Tensor:
     return torch.cat([s[b], z[b].unsqueeze(3)], dim=3).flatten(0, 1).to(dtype)
 
 
-def _efficient_forward(q: _Features, k: _Features, v: _WithMass, outputs: tuple[Tensor, ...]) -> None:
+def _efficient_forward(q: Features, k: Features, v: WithMass, outputs: tuple[Tensor, ...]) -> None:
     values, mass, s, z = outputs
     n, m = q.x.shape[2], k.x.shape[2]
-    images, size = _chunks(values, max(n, m), max(k.width, v.width))
+    images, size = plan_chunks(values, max(n, m), max(k.width, v.width))
     for b in images:
         state = _zero_state(k, v, b)
         for t in chunks(m, size):
             state.baddbmm_(k.load(b, t).mT, v.load(b, t))
         for t in chunks(n, size):
-            _put(torch.bmm(q.load(b, t), state), b, t, values, mass)
-        _put(state, b, slice(None), s, z)
+            put(torch.bmm(q.load(b, t), state), b, t, values, mass)
+        put(state, b, slice(None), s, z)
 
 
-def _zero_state(k: _Features, v: _WithMass, b: slice) -> Tensor:
+def _zero_state(k: Features, v: WithMass, b: slice) -> Tensor:
     x = k.x[b]
     return x.new_zeros(x.shape[0] * x.shape[1], k.width, v.width, dtype=k.dtype)
 
 
-def _efficient_backward(q: _Features, k: _Features, v: _WithMass, g: _WithMass, state, d_state, grads) -> None:
+def _efficient_backward(q: Features, k: Features, v: WithMass, g: WithMass, state, d_state, grads) -> None:
     (dq, dk, dv), n, m = grads, q.x.shape[2], k.x.shape[2]
-    images, size = _chunks(dq, max(n, m), max(k.width, v.width))
+    images, size = plan_chunks(dq, max(n, m), max(k.width, v.width))
     for b in images:
         ds, s = d_state(b), state(b)
         for t in chunks(n, size):
@@ -138,7 +59,7 @@ def _efficient_backward(q: _Features, k: _Features, v: _WithMass, g: _WithMass, 
             ds.baddbmm_(q.load(b, t).mT, grad)
             q.store(torch.bmm(grad, s.mT), b, t, dq)
         for t in chunks(m, size):
-            _put(torch.bmm(k.load(b, t), ds[..., :-1]), b, t, dv)
+            put(torch.bmm(k.load(b, t), ds[..., :-1]), b, t, dv)
             k.store(torch.bmm(v.load(b, t), ds.mT), b, t, dk)
 
 
@@ -162,10 +83,10 @@ def _states_of_blocks(x: Tensor, y: Tensor, running: Tensor, *, reverse: bool = 
     return states
 
 
-def _causal_forward(q: _Features, k: _Features, v: _WithMass, outputs: tuple[Tensor, ...]) -> None:
+def _causal_forward(q: Features, k: Features, v: WithMass, outputs: tuple[Tensor, ...]) -> None:
     values, mass, s, z = outputs
     n, m = q.x.shape[2], k.x.shape[2]
-    images, size = _chunks(values, max(n, m), k.width + v.width, BLOCK_TOKENS)
+    images, size = plan_chunks(values, max(n, m), k.width + v.width, BLOCK_TOKENS)
     for b in images:
         running = _zero_state(k, v, b)
         for start in range(0, n, size):
@@ -174,17 +95,17 @@ def _causal_forward(q: _Features, k: _Features, v: _WithMass, outputs: tuple[Ten
             states = _states_of_blocks(keys, x, running)
             scores = torch.bmm(_blocks(queries), _blocks(keys).mT).tril_()
             out = torch.bmm(scores, _blocks(x)).baddbmm_(_blocks(queries), states)
-            _put(out.view_as(x), b, t, values, mass)
+            put(out.view_as(x), b, t, values, mass)
         for start in range(-(-n // size) * size, m, size):  # keys that no query sees
             t = slice(start, start + size)
             running.baddbmm_(k.load(b, t).mT, v.load(b, t))
-        _put(running, b, slice(None), s, z)
+        put(running, b, slice(None), s, z)
 
 
-def _causal_backward(q: _Features, k: _Features, v: _WithMass, g: _WithMass, d_state, grads) -> None:
+def _causal_backward(q: Features, k: Features, v: WithMass, g: WithMass, d_state, grads) -> None:
     """A sweep forward gives dq, a sweep back dk and dv. Source: Katharopoulos et al. 2020, eq. 13 to 15; the mass is ours."""
     (dq, dk, dv), n, m = grads, q.x.shape[2], k.x.shape[2]
-    images, size = _chunks(dq, max(n, m), k.width + v.width, BLOCK_TOKENS)
+    images, size = plan_chunks(dq, max(n, m), k.width + v.width, BLOCK_TOKENS)
     segments = [slice(start, start + size) for start in range(0, max(n, m), size)]
     for b in images:
         running = _zero_state(k, v, b)
@@ -203,41 +124,54 @@ def _causal_backward(q: _Features, k: _Features, v: _WithMass, g: _WithMass, d_s
             states = _states_of_blocks(queries, grad, running, reverse=True)
             scores = torch.bmm(_blocks(queries), _blocks(keys).mT).tril_()
             d_values = torch.bmm(scores.mT, _blocks(grad)).baddbmm_(_blocks(keys), states)
-            _put(d_values.view_as(x), b, t, dv)
+            put(d_values.view_as(x), b, t, dv)
             d_scores = torch.bmm(_blocks(grad), _blocks(x).mT).tril_()
             d_keys = torch.bmm(d_scores.mT, _blocks(queries)).baddbmm_(_blocks(x), states.mT)
             k.store(d_keys.view_as(keys), b, t, dk)
 
 
-def _direct_forward(q: _Features, k: _Features, v: _WithMass, outputs: tuple[Tensor, ...], causal: bool) -> None:
+def _direct_forward(q: Features, k: Features, v: WithMass, outputs: tuple[Tensor, ...], causal: bool) -> None:
     values, mass, s, z = outputs
     n, m = q.x.shape[2], k.x.shape[2]
-    for b in _chunks(values, max(n, m), max(k.width, v.width))[0]:
+    for b in plan_chunks(values, max(n, m), max(k.width, v.width))[0]:
         keys, x = k.load(b, slice(0, m)), v.load(b, slice(0, m))
-        _put(blocked_scores(q.load(b, slice(0, n)), keys, x, causal=causal), b, slice(None), values, mass)
-        _put(torch.bmm(keys.mT, x), b, slice(None), s, z)
+        put(blocked_scores(q.load(b, slice(0, n)), keys, x, causal=causal), b, slice(None), values, mass)
+        put(torch.bmm(keys.mT, x), b, slice(None), s, z)
 
 
-def _direct_backward(q: _Features, k: _Features, v: _WithMass, g: _WithMass, d_state, grads, causal: bool) -> None:
+def _direct_backward(q: Features, k: Features, v: WithMass, g: WithMass, d_state, grads, causal: bool) -> None:
     (dq, dk, dv), n, m = grads, q.x.shape[2], k.x.shape[2]
-    for b in _chunks(dq, max(n, m), max(k.width, v.width))[0]:
+    for b in plan_chunks(dq, max(n, m), max(k.width, v.width))[0]:
         queries, keys = slice(0, n), slice(0, m)
         operands = g.load(b, queries), q.load(b, queries), k.load(b, keys), v.load(b, keys)
         d_queries, d_keys, d_values = blocked_scores_backward(*operands, causal=causal)
         ds = d_state(b)
-        _put(d_values.baddbmm_(operands[2], ds), b, keys, dv)
+        put(d_values.baddbmm_(operands[2], ds), b, keys, dv)
         k.store(d_keys.baddbmm_(operands[3], ds.mT), b, keys, dk)
         q.store(d_queries, b, queries, dq)
 
 
-def _takes_direct(form: str) -> bool:
-    return form == "direct"
+def form_taken(
+    form: str,
+    causal: bool,
+    q_shape: tuple[int, ...],
+    v_shape: tuple[int, ...],
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+) -> str:
+    """The form that runs, "direct" or "efficient", for ``q [B, h, N, d]`` and ``v [B, h, M, e]``."""
+    if form != "auto":
+        return form
+    (batch, heads, n, d), (_, _, m, e) = q_shape, v_shape
+    operation = "kernelized causal" if causal else "kernelized"
+    return choose_form(operation, n, m, d, e, heads=heads, batch=batch, dtype=dtype, device=device)
 
 
 def _operands(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, feature_map: str):
     dtype = accumulation_dtype(q, k, v)
     absent = None if key_mask is None else ~key_mask
-    return _Features(q, feature_map, dtype), _Features(k, feature_map, dtype, absent), _WithMass(v, dtype)
+    return Features(q, feature_map, dtype), Features(k, feature_map, dtype, absent), WithMass(v, dtype)
 
 
 @torch.library.custom_op("visionattn::kernel_sums", mutates_args=())
@@ -251,7 +185,8 @@ def kernel_sums(
         key_mask: bool ``[B, M]``; features of the other keys are 0, whatever finite numbers these hold.
         feature_map: "elu1", "relu", or "given": q and k are features already.
         causal: query i sees keys ``j <= i`` alone, all of them where ``i >= M``.
-        form: "direct" works on blocks of scores, O(N M (d + e)); "efficient" is O((N + M) d e).
+        form: "direct" works on blocks of scores, O(N M (d + e)); "efficient" is O((N + M) d e); "auto" is the one expected to
+            be the faster.
 
     Returns:
         values ``[B, h, N, e]``, mass ``[B, h, N]``, S ``[B, h, d, e]`` and Z ``[B, h, d]`` of all keys, also those that no
@@ -263,7 +198,7 @@ def kernel_sums(
     (batch, heads, n, d), e = q.shape, v.shape[3]
     shapes = (batch, heads, n, e), (batch, heads, n), (batch, heads, d, e), (batch, heads, d)
     outputs = tuple(q.new_empty(shape, dtype=x.dtype) for shape in shapes)
-    if _takes_direct(form):
+    if form_taken(form, causal, q.shape, v.shape, dtype=x.dtype, device=q.device.type) == "direct":
         _direct_forward(queries, keys, x, outputs, causal)
     else:
         (_causal_forward if causal else _efficient_forward)(queries, keys, x, outputs)
@@ -295,13 +230,13 @@ def kernel_sums_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of ``kernel_sums`` with respect to q, k and v, in their dtypes; the features are made anew."""
     queries, keys, x = _operands(q, k, v, key_mask, feature_map)
-    grad = _WithMass(d_values, x.dtype, d_mass)
+    grad = WithMass(d_values, x.dtype, d_mass)
     grads = tuple(t.new_empty(t.shape) for t in (q, k, v))
 
     def d_state(b: slice) -> Tensor:
         return _zero_state(keys, x, b) if d_s is None else _join(d_s, d_z, b, x.dtype)
 
-    if _takes_direct(form):
+    if form_taken(form, causal, q.shape, v.shape, dtype=x.dtype, device=q.device.type) == "direct":
         _direct_backward(queries, keys, x, grad, d_state, grads, causal)
     elif causal:
         _causal_backward(queries, keys, x, grad, d_state, grads)
@@ -323,7 +258,7 @@ def _setup_context(ctx, inputs, output):
     (_, mass, s, z), (_, causal, form) = output, ctx.options
     ctx.set_materialize_grads(False)
     ctx.shape = (*mass.shape, v.shape[3])
-    ctx.save_for_backward(q, k, v, key_mask, *((None, None) if causal or _takes_direct(form) else (s, z)))
+    ctx.save_for_backward(q, k, v, key_mask, *((None, None) if causal or form == "direct" else (s, z)))
 
 
 def _backward(ctx, d_values, d_mass, d_s, d_z):

@@ -92,7 +92,8 @@ def kernelized_attention(
         key_mask: bool ``[B, M]``, True takes part. A query without any key, or whose features meet none, gets 0.
         value_drop: drop whole rows of v with this probability and scale up the others; see ``value_drop.py``.
         generator: of the draws of value_drop.
-        form: "efficient" is O((N + M) d e), "direct" O(N M d); "auto" is efficient. They agree to rounding.
+        form: "efficient" is O((N + M) d e), "direct" O(N M d); "auto" is the one expected to be the faster, see
+            ``choice.py``. They agree to rounding.
         impl: "eager", or "auto", which is the same until there are kernels.
 
     Returns:
