@@ -6,9 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from timm.models import create_model
 
-from visionattn.measure import count_flops, model_table
+from visionattn.measure import bytes_kept, count_flops, flops_of, interleaved_seconds, model_table, warm_up
 
 ROOT = Path(__file__).parent.parent
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory of a CPU is measured under Linux only")
@@ -42,6 +43,71 @@ def test_table_has_a_row_per_model_and_grows_linearly():
     (row,) = model_table(["scaleformer_vit_t"], [1024, 2048])
     assert row["model"] == "scaleformer_vit_t" and row["parameters (M)"] == pytest.approx(5.8, abs=0.1)
     assert row["GFLOP at 2048"] / row["GFLOP at 1024"] == pytest.approx(4, rel=0.01)
+
+
+class FakeClock:
+    """A clock that only its works advance; it writes down who ran."""
+
+    def __init__(self):
+        self.now, self.calls = 0.0, []
+
+    def __call__(self):
+        return self.now
+
+    def work(self, name, *seconds):
+        """A callable that takes the first of ``seconds`` the first time, and so on; the last one from then on."""
+        left = list(seconds)
+
+        def run():
+            self.calls.append(name)
+            self.now += left.pop(0) if len(left) > 1 else left[0]
+
+        return run
+
+
+def test_works_take_turns_in_an_order_that_rotates():
+    clock = FakeClock()
+    works = [clock.work(name, seconds) for name, seconds in (("a", 2.0), ("b", 3.0), ("c", 5.0))]
+    samples = interleaved_seconds(works, [2.0, 3.0, 5.0], rounds=4, seconds_per_work=0, clock=clock)
+    assert "".join(clock.calls) == "abc" + "bca" + "cab" + "abc"
+    assert samples == [[2.0] * 4, [3.0] * 4, [5.0] * 4]
+
+
+def test_a_sample_is_the_mean_of_as_many_calls_as_fill_it():
+    clock = FakeClock()
+    works = [clock.work("a", 0.25, 0.25, 0.5, 1.0), clock.work("b", 8.0)]
+    samples = interleaved_seconds(works, [0.25, 8.0], rounds=1, seconds_per_work=0, sample_seconds=1.0, clock=clock)
+    assert "".join(clock.calls) == "aaaab" and samples == [[0.5], [8.0]]
+
+
+@pytest.mark.parametrize("seconds, rounds", [(0.0, 3), (8.0, 4), (1000.0, 7)])
+def test_rounds_fill_the_time_for_each_work_between_the_two_bounds(seconds, rounds):
+    clock = FakeClock()
+    works, options = [clock.work("a", 1.0), clock.work("b", 3.0)], dict(rounds=3, max_rounds=7, clock=clock)
+    samples = interleaved_seconds(works, [1.0, 3.0], seconds_per_work=seconds, **options)
+    assert [len(times) for times in samples] == [rounds, rounds]
+
+
+def test_warming_up_gives_the_second_call_of_a_short_work_and_the_first_of_a_long_one():
+    clock = FakeClock()
+    assert warm_up(clock.work("a", 0.25, 0.125), clock=clock) == 0.125
+    assert warm_up(clock.work("b", 0.5, 0.125), clock=clock) == 0.5
+    assert "".join(clock.calls) == "aab"
+
+
+def test_bytes_kept_count_each_storage_once_and_leave_out_what_is_named():
+    x, weight = torch.randn(7, 11, requires_grad=True), torch.randn(11, 13, requires_grad=True)
+    assert bytes_kept(lambda: x.exp()) == 4 * 7 * 11  # its result alone
+    assert bytes_kept(lambda: x @ weight) == 4 * (7 * 11 + 11 * 13)
+    assert bytes_kept(lambda: x @ weight, without=[weight]) == 4 * 7 * 11
+    assert bytes_kept(lambda: (x @ weight, x * x)) == 4 * (7 * 11 + 11 * 13)
+    assert bytes_kept(lambda: x[:2] @ weight) == 4 * (7 * 11 + 11 * 13)  # a view keeps its whole storage
+    assert bytes_kept(lambda: x + x) == 0
+
+
+def test_flops_of_a_callable_are_those_of_its_products():
+    a, b = torch.empty(7, 11, device="meta"), torch.empty(11, 13, device="meta")
+    assert flops_of(lambda: a @ b + 1) == 2 * 7 * 11 * 13
 
 
 def printed_by(code):

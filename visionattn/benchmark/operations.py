@@ -14,7 +14,6 @@ import visionattn.ops as ops
 from visionattn.benchmark.cases import Case, Work, disagreement, tolerance
 from visionattn.layout import Grid, TokenLayout
 from visionattn.ops import Axial, Flat, Joint, count_classes, reference
-from visionattn.ops.feature_maps import elu1
 from visionattn.ops.relative import relative_sums
 
 POSITIONS = ("joint", "axial", "flat")
@@ -112,7 +111,7 @@ def function_of(case: Case, tokens: int, device: str) -> Callable[..., Tensor]:
         if case.base == "relative":
             if case.form == "direct":
                 return dense_relative(q, v, relative, causal)
-            return relative_sums(relative, elu1(q), v, None, **given).values
+            return relative_sums(relative, q, v, None, q.new_full((1, 1, 1), v.shape[2]), causal).values
         return ops.kernelized_attention(q, k, v, feature_map=feature_map, relative=relative, form=case.form, **given)
 
     feature_map = feature_map_of(case, device) if case.base == "kernelized" else None
@@ -123,9 +122,7 @@ def feature_map_of(case: Case, device: str):
     """The name of the feature map, or FAVOR+ as an object with seeded features."""
     if "favor" not in case.options:
         return next((word for word in case.options if word in ("relu", "softmax")), "elu1")
-    if not hasattr(ops, "RandomFeatures"):
-        raise NotImplementedError("FAVOR+ is not built")
-    return ops.RandomFeatures(case.width, case.width, torch.Generator().manual_seed(1))
+    return ops.RandomFeatures(case.width, case.width, torch.Generator().manual_seed(1)).to(device)
 
 
 def eager_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
@@ -196,33 +193,9 @@ def definition_of(case: Case, tokens: int, device: str) -> Callable[..., Tensor]
         if case.base == "taylorshift":
             return reference.taylorshift_attention(q, k, v, temperature=temperature, relative=relative)
         if case.base == "kernelized":
-            query, key, name = q, k, feature_map_of(case, device)
-            if not isinstance(name, str):
-                query, key, name = name.query(q), name.key(k), "relu"
-            if causal:
-                return _causal_mean(_features(name)(query) @ _features(name)(key).mT, q, v, relative)
-            return reference.kernelized_attention(query, key, v, feature_map=name, relative=relative)
+            given = dict(feature_map=feature_map_of(case, device), relative=relative, causal=causal)
+            return reference.kernelized_attention(q, k, v, **given)
         bias = None if relative is None else reference.relative_bias(relative, q)
-        if causal:
-            future = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).triu(1)
-            bias = torch.zeros((), dtype=q.dtype, device=q.device) if bias is None else bias
-            bias = bias.masked_fill(future, float("-inf"))
-        return reference.softmax_attention(q, k, v, bias=bias)
+        return reference.softmax_attention(q, k, v, bias=bias, causal=causal)
 
     return call
-
-
-def _features(name: str) -> Callable[[Tensor], Tensor]:
-    return {"elu1": reference.elu1, "relu": torch.relu}[name]
-
-
-def _causal_mean(content: Tensor, q: Tensor, v: Tensor, relative) -> Tensor:
-    """The weighted mean over keys up to the query; under "sum", where the future has no part in other weights."""
-    weights = content
-    if relative is not None:
-        if relative.normalization != "sum":
-            raise ValueError("causal relative position is checked with the option sum")
-        present = torch.ones(v.shape[0], v.shape[2], dtype=torch.bool, device=v.device)
-        weights = weights + reference.relative_weights(relative, q, present)
-    weights = weights.tril()
-    return (weights @ v) / weights.sum(-1, keepdim=True)

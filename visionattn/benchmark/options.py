@@ -8,9 +8,9 @@ from pathlib import Path
 
 from visionattn.benchmark.cases import DTYPES, FORMS, Case
 from visionattn.benchmark.compare import Plan
+from visionattn.benchmark.figures import FIGURES
 
-FIGURES = ("crossover", "scaleformer-4", "scaleformer-5", "scaleformer-6", "taylorshift-heads")
-EXAMPLE = "python tools/benchmark.py --operations taylorshift kernelized+joint sdpa --tokens 256 1024 --width 32"
+EXAMPLE = "python tools/benchmark.py --operations taylorshift kernelized+joint sdpa --tokens 256 512 --width 32 --no-memory"
 
 
 class _Parser(argparse.ArgumentParser):

@@ -31,6 +31,8 @@ class Panel:
     """Whether the legend gives the slope of each curve."""
     marks: Sequence[Curve] = ()
     """Single points."""
+    log2: bool = False
+    """Whether the vertical axis counts in powers of 2, as the horizontal one does."""
 
 
 def slope_of(x: Sequence[float], y: Sequence[float]) -> float | None:
@@ -80,10 +82,11 @@ def draw(path: Path, panels: Sequence[Panel], note: str) -> None:
         for mark in panel.marks:
             ax.plot(mark.x, mark.y, label=mark.label or None, linestyle="none", **mark.style)
         ax.set_xscale("log", base=2)
-        ax.set_yscale("log")
+        ax.set_yscale("log", base=2 if panel.log2 else 10)
         ax.set(xlabel=panel.x_name, ylabel=panel.y_name, title=panel.title)
         ax.grid(True, which="major", alpha=0.3)
-        ax.legend(fontsize=8)
+        if panel.curves:
+            ax.legend(fontsize=8)
     figure.supxlabel(note, fontsize=8, color="grey")
     figure.savefig(path, dpi=110, format="png")
     pyplot.close(figure)

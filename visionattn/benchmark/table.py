@@ -80,8 +80,10 @@ def line(values: Sequence[Any]) -> str:
 
 
 def provenance_of(device: str, argv: Sequence[str]) -> Record:
-    """What the numbers depend on: device, processor, threads, load (processes that wanted to run in the last minute), versions, commit,
-    date, command."""
+    """What the numbers depend on: device, processor, threads, versions, commit, date, command.
+
+    ``load`` is the mean number of processes that wanted to run in the minute before: above 0, the machine was shared.
+    """
     from visionattn.training.validate import provenance
 
     found = provenance(torch.device(device)) | {"processor": processor(), "threads": torch.get_num_threads()}
