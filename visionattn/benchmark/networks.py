@@ -99,7 +99,7 @@ def build_model(case: Case, device: str = "cpu") -> nn.Module:
     args = {"num_heads": options["heads"]} if "heads" in options else {}
     if not is_ours(case.base):
         args["dynamic_img_size"] = True
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), torch.device("meta" if device == "meta" else "cpu"):
         torch.manual_seed(0)
         model = timm.create_model(case.base, **args)
     if "identity" in options:

@@ -1,0 +1,146 @@
+"""``tools/benchmark.py`` as it is typed: what it prints and writes, and how it ends."""
+
+import csv
+import importlib.util
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+
+import visionattn.benchmark.compare as compare
+
+ROOT = Path(__file__).parents[1]
+SMALL = ["--operations", "kernelized", "sdpa", "--tokens", "45", "77", "--width", "8", "--heads", "3", "--no-memory"]
+SMALL += ["--rounds", "2", "--seconds", "0"]
+
+
+@pytest.fixture(scope="module")
+def main():
+    spec = importlib.util.spec_from_file_location("tool_benchmark", ROOT / "tools" / "benchmark.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.main
+
+
+@pytest.fixture
+def without_processes(monkeypatch):
+    """Peak memory as some number, without the process that measures it."""
+    monkeypatch.setattr(compare, "case_peak_bytes", lambda case, device: case.size << 14)
+
+
+def read_csv(path):
+    return list(csv.DictReader(path.read_text().splitlines()))
+
+
+def test_a_sweep_prints_the_rows_that_it_writes(main, tmp_path, capsys):
+    files = [tmp_path / name for name in ("rows.csv", "rows.json", "rows.png")]
+    assert main([*SMALL, "--backward", "--csv", str(files[0]), "--json", str(files[1]), "--plot", str(files[2])]) == 0
+    printed = capsys.readouterr()
+    lines = printed.out.splitlines()
+    assert printed.err == "" and "torch " in lines[0] and lines[2].startswith("| case | size | d |")
+    assert [line.split(" | ")[:2] for line in lines[4:]] == [
+        ["| kernelized efficient", "45"],
+        ["| sdpa", "45"],
+        ["| kernelized efficient", "77"],
+        ["| sdpa", "77"],
+    ]
+    content, read = json.loads(files[1].read_text()), read_csv(files[0])
+    assert [row["case"] for row in content["rows"]] == [row["case"] for row in read]
+    assert all(row["status"] == "ok" and row["baseline"] == "sdpa" and row["kept_bytes"] > 0 for row in content["rows"])
+    assert content["provenance"]["command"].startswith("python tools/benchmark.py --operations kernelized sdpa")
+    assert files[2].read_bytes().startswith(b"\x89PNG")
+
+
+def test_models_are_compared_with_twin_and_timm(main, capsys):
+    names = ["scaleformer_vit_t", "scaleformer_vit_t+identity", "vit_tiny_patch16_224+eager"]
+    flags = ["--models", *names, "--img-size", "32", "--no-memory", "--rounds", "2", "--seconds", "0"]
+    assert main([*flags, "--baseline", "vit_tiny_patch16_224+eager"]) == 0
+    lines = capsys.readouterr().out.splitlines()[4:]
+    assert [line.split(" | ")[0] for line in lines] == [f"| {name}" for name in names]
+    assert all(line.endswith(" ok |") for line in lines) and " 1 (1-1) " in lines[2]
+
+
+def test_some_of_the_figures_to_reach_are_printed(main, tmp_path, capsys):
+    kept = tmp_path / "targets.csv"
+    assert main(["--targets", "--only", "kept.*kernelized efficient", "--csv", str(kept)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2].startswith("| what | at | reach | measured |") and len(lines) == 5
+    assert "| 1.8 to 2.1 | 2 |  | yes |" in lines[4]
+    (row,) = read_csv(kept)
+    assert row["met"] == "yes"
+    assert row["command"] == f"python tools/benchmark.py --targets --only 'kept.*kernelized efficient' --csv {kept}"
+
+
+@pytest.mark.parametrize("figure", ["crossover", "scaleformer-4", "scaleformer-5", "scaleformer-6", "taylorshift-heads"])
+def test_figures_are_drawn_and_their_rows_written(main, tmp_path, capsys, figure, without_processes):
+    assert main(["--figure", figure, "--quick", "--output", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"{figure}.csv", f"{figure}.png"]
+    rows = read_csv(tmp_path / f"{figure}.csv")
+    assert len(rows) >= 4 and all(row["status"] == "ok" and row["torch"] == torch.__version__ for row in rows)
+    assert printed.count("\n| ") >= len(rows) and ("published" in printed) == (figure in ("crossover", "taylorshift-heads"))
+
+
+def test_help_ends_with_a_command_that_works_as_pasted(main, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["--help"])
+    command = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    assert end.value.code == 0 and command[:2] == ["python", "tools/benchmark.py"]
+    assert main(command[2:]) == 0
+    assert capsys.readouterr().out.count(" ok |") == 6
+
+
+def test_threads_hold_for_the_run_alone(main, capsys):
+    before = torch.get_num_threads()
+    assert main([*SMALL, "--threads", "3"]) == 0
+    assert "cpu, 3 threads" in capsys.readouterr().out and torch.get_num_threads() == before
+
+
+BAD_FLAGS = [
+    ([], "wanted one of --operations, --models, --targets, --figure, got none"),
+    (["--targets", "--operations", "sdpa"], "got operations and targets"),
+    (["--operations", "sdqa"], "operation 'sdqa': wanted one of sdpa, eager"),
+    (["--operations", "sdpa+joint"], "sdpa has no option 'joint'; it has causal"),
+    (["--operations", "kernelized+joint+axial"], "one relative position at a time"),
+    (["--models", "scaleformer_vit_q"], "timm knows no model 'scaleformer_vit_q'"),
+    (["--models", "vit_tiny_patch16_224+identity"], "an identity twin is made of visionattn's models"),
+    (["--models", "scaleformer_vit_t+eager"], "eager attention is an option of timm's vit_*"),
+    (["--models", "scaleformer_vit_t+heads=none"], "has no option 'heads=none'"),
+    (["--models", "scaleformer_vit_t+heads=5", "--no-memory"], "num_heads 5 does not divide the width 192"),
+    (["--models", "scaleformer_vit_t", "--img-size", "65"], "is not a whole number of 16-pixel patches"),
+    (["--operations", "sdpa", "--baseline", "eager"], "--baseline 'eager': wanted one of the cases: sdpa"),
+    (["--operations", "sdpa", "--tokens", "0"], "wanted a whole number above 0, got 0"),
+    (["--operations", "sdpa", "--dtype", "int8"], "invalid choice: 'int8'"),
+    (["--operations", "sdpa", "--img-size", "64"], "--img-size does nothing with --operations"),
+    (["--operations", "sdpa", "--seconds", "-1"], "--seconds: wanted 0 or more, got -1.0"),
+    (["--operations", "sdpa", "--device", "cuda:99"], "device 'cuda:99' cannot be used here"),
+    (["--operations", "sdpa", "--csv", "nowhere/rows.csv"], "nowhere for rows.csv"),
+    (["--targets", "--only", "nothing of this name"], "fits none of the figures"),
+    (["--figure", "five"], "invalid choice: 'five'"),
+    (["--figure", "crossover", "--output", "nowhere"], "nowhere for crossover.png"),
+    (["--speed", "9"], "unrecognized arguments: --speed 9"),
+]
+
+
+@pytest.mark.parametrize("flags, part", BAD_FLAGS, ids=lambda value: " ".join(value) if isinstance(value, list) else "")
+def test_bad_input_ends_with_one_line_and_code_2(main, tmp_path, capsys, monkeypatch, flags, part):
+    monkeypatch.chdir(tmp_path)
+    assert main(flags) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith("error: ") and part in printed.err and printed.err.count("\n") == 1
+    assert printed.out == "" and list(tmp_path.iterdir()) == []
+
+
+def test_files_that_exist_are_replaced_on_request_alone(main, tmp_path, capsys, without_processes):
+    for flags, name in ((["--csv"], "rows.csv"), (["--json"], "rows.json"), (["--plot"], "rows.png")):
+        path = tmp_path / name
+        path.write_text("mine")
+        assert main([*SMALL, *flags, str(path)]) == 2
+        assert f"{path} exists; --overwrite replaces it" in capsys.readouterr().err and path.read_text() == "mine"
+    (tmp_path / "scaleformer-6.csv").write_text("mine")
+    assert main(["--figure", "scaleformer-6", "--quick", "--output", str(tmp_path)]) == 2
+    assert (tmp_path / "scaleformer-6.csv").read_text() == "mine" and not (tmp_path / "scaleformer-6.png").exists()
+    assert main([*SMALL, "--csv", str(tmp_path / "rows.csv"), "--overwrite"]) == 0
+    assert (tmp_path / "rows.csv").read_text().startswith("case,size,width")
