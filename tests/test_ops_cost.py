@@ -231,8 +231,8 @@ def test_memory_counts_blocks_of_scores_against_sums_and_features():
     held = choice.held_elements("taylorshift", "direct", 700, 900, 16, 24, heads=2)
     assert held == 2 * 256 * (900 + 24)
     assert choice.held_elements("taylorshift", "direct", 700, 900, 16, 24, heads=8, batch=3) == 1 << 20
-    # Efficient: sums over 136 features and 16 inputs, and as many of 77 tokens.
-    assert choice.held_elements("taylorshift", "efficient", 5, 77, 16, 24, heads=2) == 2 * 152 * (24 + 77)
+    # Efficient: sums over 160 products, 16 inputs and a one, and as many of 77 tokens.
+    assert choice.held_elements("taylorshift", "efficient", 5, 77, 16, 24, heads=2) == 2 * 177 * (24 + 77)
     assert choice.held_elements("kernelized", "efficient", 5, 77, 16, 24, heads=2, batch=3) == 6 * 16 * 24
     assert choice.choose_form("kernelized", 5, 77, 16, 24, by="memory") == "efficient"
     assert choice.choose_form("taylorshift", 77, 77, 64, 64, by="memory") == "direct"

@@ -97,7 +97,7 @@ def test_coefficients_that_allow_a_weight_of_zero_are_refused(coefficients):
 
 
 @pytest.mark.parametrize("function", [taylorshift_attention, kernelized_attention])
-def test_names_that_do_not_exist_are_refused_and_what_is_not_built_says_so(function):
+def test_names_that_do_not_exist_are_refused_and_kernels_that_are_not_built_say_so(function):
     q, k, v = draw_qkv(queries=7).values()
     with wrong("form 'linear' auto direct efficient"):
         function(q, k, v, form="linear")
@@ -105,8 +105,6 @@ def test_names_that_do_not_exist_are_refused_and_what_is_not_built_says_so(funct
         function(q, k, v, impl="cuda")
     with wrong("triton", (NotImplementedError, ValueError)):
         function(q, k, v, impl="triton")
-    with wrong("value_drop", NotImplementedError):
-        function(q, k, v, value_drop=0.1)
     assert torch.equal(function(q, k, v, impl="eager"), function(q, k, v))
 
 
@@ -116,8 +114,32 @@ def test_options_of_one_operation_are_checked_too():
         taylorshift_attention(q, k, v, temperature=torch.ones(2))
     with wrong("feature_map 'exp' elu1 relu softmax"):
         kernelized_attention(q, k, v, feature_map="exp")
-    with wrong("causal", NotImplementedError):
-        kernelized_attention(q, k, v, causal=True)
+    with wrong("causal Flat"):
+        kernelized_attention(q, k, v, causal=True, relative=Joint(draw_table(3, 3, 3, 16, seed=0), TokenLayout(0, Grid(1, 7))))
+    with wrong("causal kept"):
+        layout = TokenLayout(0, Grid(2, 5), torch.arange(7).expand(2, 7))
+        kernelized_attention(q, k, v, causal=True, relative=Flat(draw_table(3, 3, 16, seed=0), layout))
+
+
+@pytest.mark.parametrize("function", EVERY_ATTENTION)
+@pytest.mark.parametrize("value_drop", [-0.1, 1.0, float("nan")])
+def test_a_probability_outside_its_range_is_refused(function, value_drop):
+    with wrong(f"value_drop [0, 1) {value_drop}"):
+        function(*draw_qkv(queries=7).values(), value_drop=value_drop)
+
+
+@pytest.mark.parametrize("function", EVERY_ATTENTION)
+def test_a_generator_with_nothing_to_draw_is_refused(function):
+    with wrong("generator value_drop 0"):
+        function(*draw_qkv(queries=7).values(), generator=torch.Generator())
+
+
+@pytest.mark.parametrize("function", [taylorshift_attention, kernelized_attention])
+def test_a_second_derivative_is_refused_in_words(function):
+    inputs = [x.requires_grad_() for x in draw_qkv(queries=7).values()]
+    gradients = torch.autograd.grad(function(*inputs).square().sum(), inputs, create_graph=True)
+    with wrong("second derivative create_graph", NotImplementedError):
+        gradients[0].sum().backward()
 
 
 @pytest.mark.parametrize("function", EVERY_ATTENTION)

@@ -134,11 +134,11 @@ def _held_by_blocks(groups: int, n: int, m: int, e: int) -> int:
 
 
 def _held_by_features(groups: int, tokens: int, d: int, e: int) -> int:
-    from visionattn.ops import taylor_values
+    from visionattn.ops import taylor_features
 
-    features = d * (d + 1) // 2
-    chunk = min(tokens, taylor_values.CHUNK_TOKENS)
-    return groups * (features + d) * e + _capped(groups, (features + d) * chunk, taylor_values.BUFFER_ELEMENTS)
+    rows = taylor_features.num_features(d) + d + 1
+    chunk = min(tokens, taylor_features.chunk_tokens(d))
+    return groups * rows * e + _capped(groups, rows * chunk, taylor_features.BUFFER_ELEMENTS)
 
 
 def _capped(groups: int, per_group: int, most: int) -> int:

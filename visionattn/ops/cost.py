@@ -131,7 +131,8 @@ def entries_efficient_heads(n: int, dim: int, heads: int) -> int:
 def ops_efficient_packed(n: int, d: int) -> int:
     """Operations of our efficient form: ``n (2 d^3 + 11 d^2 + 10 d + 4)``, about half of ``ops_efficient``.
 
-    The features are the ``d (d + 1) / 2`` distinct products, and the mass goes through ``K^T K`` instead of a column of ones.
+    The features are the ``d (d + 1) / 2`` distinct products (the code keeps ``d (d + 4) / 2``, in tiles), and the mass goes
+    through ``K^T K`` instead of a column of ones.
     """
     return packed_operations(n, n, d, d)
 
@@ -143,15 +144,15 @@ def entries_efficient_packed(n: int, d: int, *, chunk_tokens: int | None = None)
         chunk_tokens: tokens whose features are held at once; None takes those of the code.
     """
     features = d * (d + 1) // 2
-    return 3 * d * n + features * d + features * min(n, _chunk_tokens(chunk_tokens))
+    return 3 * d * n + features * d + features * min(n, _chunk_tokens(chunk_tokens, d))
 
 
-def _chunk_tokens(given: int | None) -> int:
+def _chunk_tokens(given: int | None, d: int) -> int:
     if given is not None:
         return given
-    from visionattn.ops.taylor_values import CHUNK_TOKENS
+    from visionattn.ops.taylor_features import chunk_tokens
 
-    return CHUNK_TOKENS
+    return chunk_tokens(d)
 
 
 def N0_packed(d: int) -> int:
@@ -166,7 +167,7 @@ def N1_packed(d: int, *, chunk_tokens: int | None = None) -> int:
     """
     features = d * (d + 1) // 2
     within_a_chunk = _positive_root(2 * d + features, features * d)
-    beyond = _positive_root(2 * d, features * (d + _chunk_tokens(chunk_tokens)))
+    beyond = _positive_root(2 * d, features * (d + _chunk_tokens(chunk_tokens, d)))
     return min(within_a_chunk, beyond)
 
 

@@ -8,8 +8,9 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from visionattn.ops import kernelized  # noqa: F401  the operators exist once their modules are imported
+from visionattn.ops.choice import choose_form
 from visionattn.ops.class_sums import direct_is_faster
-from visionattn.ops.taylor_values import efficient_is_faster, num_features
+from visionattn.ops.taylor_features import num_features
 
 
 def _class_sums_sizes(q, table, v) -> tuple[int, int]:
@@ -32,23 +33,30 @@ def _(d_values, d_mass, q, table, v, *args, out_shape=None, **kwargs) -> int:
     return 2 * queries * (3 * table[1] * table[2] + 2 * per_query)
 
 
-def _taylor_flops(q, k, v, form: str, backward: bool) -> int:
-    """Multiply-adds of the matrix products, times 2; shapes are ``[G, N, d]``, ``[G, M, d]``, ``[G, M, e]``."""
-    (groups, n, d), m, e = q, k[1], v[2]
-    if form == "direct" or (form == "auto" and not efficient_is_faster(n, m, d)):
-        return 2 * groups * n * m * (d + e) if not backward else 2 * groups * n * m * (3 * d + 2 * e)
-    state = (num_features(d) + d) * e
-    return 2 * groups * (n + m) * state if not backward else 2 * groups * (2 * n + 3 * m) * state
+def _taylor_flops(q, k, v, form: str, backward: bool, state_kept: bool = False) -> int:
+    """Multiply-adds of the matrix products, times 2; shapes are ``[B, h, N, d]``, ``[B, h, M, d]``, ``[B, h, M, e]``.
+
+    "auto" counts the form of fewer operations, whatever machine runs it.
+    """
+    (batch, heads, n, d), m, e = q, k[2], v[3]
+    groups = batch * heads
+    if form == "auto":
+        form = choose_form("taylorshift", n, m, d, e, heads=groups, device="meta")
+    mass = groups * (n + m) * d * d * (3 if backward else 1)
+    if form == "direct":
+        return 2 * (groups * n * m * ((3 * d + 2 * e) if backward else (d + e)) + mass)
+    passes = (n + m) if not backward else 2 * (n + m) + (0 if state_kept else m)
+    return 2 * (groups * passes * (num_features(d) + d + 1) * e + mass)
 
 
-@register_flop_formula(torch.ops.visionattn.taylor_values)
-def _(q, k, v, a, b, c, form, *args, out_shape=None, **kwargs) -> int:
+@register_flop_formula(torch.ops.visionattn.taylor_sums)
+def _(q, k, v, temperature, key_mask, a, b, c, form, *args, out_shape=None, **kwargs) -> int:
     return _taylor_flops(q, k, v, form, backward=False)
 
 
-@register_flop_formula(torch.ops.visionattn.taylor_values_backward)
-def _(grad, q, k, v, a, b, c, form, *args, out_shape=None, **kwargs) -> int:
-    return _taylor_flops(q, k, v, form, backward=True)
+@register_flop_formula(torch.ops.visionattn.taylor_sums_backward)
+def _(d_values, d_mass, q, k, v, temperature, key_mask, state, *args, out_shape=None, **kwargs) -> int:
+    return _taylor_flops(q, k, v, args[-1], backward=True, state_kept=state[2] > 0)
 
 
 @register_flop_formula(torch.ops.visionattn.direct_values)

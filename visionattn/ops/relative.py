@@ -108,14 +108,19 @@ def check_relative(relative: RelativePosition, q: Tensor, k: Tensor, *, signed: 
             raise ValueError(f"layout has {tokens} tokens, got {q.shape[2]} queries and {k.shape[2]} keys")
 
 
-def key_counts(k: Tensor, key_mask: Tensor | None, causal: bool = False, num_queries: int = 0) -> Tensor:
-    """Keys that each query sees, ``[B or 1, 1, 1]``, or causal ``[B or 1, 1, N]``, in the dtype of ``k [B, h, M, d]``."""
+def key_counts(
+    k: Tensor, key_mask: Tensor | None, causal: bool = False, num_queries: int = 0, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Keys each query sees, ``[B or 1, 1, 1]``, or causal ``[B or 1, 1, N]``, in ``dtype`` or that of ``k [B, h, M, d]``."""
+    dtype = dtype or k.dtype
     if not causal:
-        return k.new_full((1, 1, 1), k.shape[2]) if key_mask is None else key_mask.sum(-1, dtype=k.dtype)[:, None, None]
+        if key_mask is None:
+            return torch.full((1, 1, 1), k.shape[2], dtype=dtype, device=k.device)
+        return key_mask.sum(-1, dtype=dtype)[:, None, None]
     last = torch.arange(num_queries, device=k.device).clamp(max=k.shape[2] - 1)
     if key_mask is None:
-        return (last + 1).to(k.dtype)[None, None]
-    return key_mask.cumsum(1, dtype=k.dtype)[:, None, last]
+        return (last + 1).to(dtype)[None, None]
+    return key_mask.cumsum(1, dtype=dtype)[:, None, last]
 
 
 def _axis_counts(length: int, horizon: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -16,9 +16,9 @@ from visionattn.ops.feature_maps import FeatureMap, PositionSoftmax, get_feature
 from visionattn.ops.kernel_sums import kernel_sums
 from visionattn.ops.relative import key_counts
 from visionattn.ops.sums import Sums, accumulation_dtype, without_autocast
+from visionattn.ops.taylor_features import feature_weights, unit
 from visionattn.ops.taylor_state import expand_state, feature_state
-from visionattn.ops.taylor_values import feature_weights
-from visionattn.ops.taylorshift import _unit, check_coefficients
+from visionattn.ops.taylorshift import check_coefficients
 
 Coefficients = tuple[float, float, float]
 
@@ -153,7 +153,7 @@ def _taylor_state(k: Tensor, v: Tensor, temperature, coefficients: Coefficients,
     dtype = accumulation_dtype(k, v)
     k, v = k.to(dtype), v.to(dtype)
     if temperature is not None:
-        k = _unit(k)
+        k = unit(k)
     if key_mask is not None:
         absent = ~key_mask[:, None, :, None]
         k, v = k.masked_fill(absent, 0), v.masked_fill(absent, 0)
@@ -189,7 +189,7 @@ def _taylor_sums(q: Tensor, state: TaylorState) -> Sums:
     a, b, c = state.coefficients
     q = q.to(state.KV.dtype)
     if state.temperature is not None:
-        q = state.temperature.to(q.dtype)[:, None, None] * _unit(q)
+        q = state.temperature.to(q.dtype)[:, None, None] * unit(q)
     weighted = state.S2 * feature_weights(q.shape[3], a, q)
     second = expand_state(q.flatten(0, 1), weighted.flatten(0, 1)).unflatten(0, q.shape[:2])
     values = second + b * torch.matmul(q, state.KV) + c * state.v_sum.unsqueeze(2)

@@ -45,7 +45,7 @@ def no_double_backward(backward: torch.library.CustomOpDef) -> None:
     def refuse(ctx, *grads):
         raise NotImplementedError(
             "attention of visionattn has no second derivative: call backward() without create_graph=True, "
-            "or take the form that visionattn.ops.reference defines"
+            "or take the definition in visionattn/ops/reference.py"
         )
 
     backward.register_autograd(refuse)

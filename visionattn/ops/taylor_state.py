@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from visionattn.ops.sums import no_double_backward, without_autocast
-from visionattn.ops.taylor_values import expand_features, expand_features_backward, num_features, reduce_features
+from visionattn.ops.taylor_features import expand_features, expand_features_backward, num_features, reduce_features
 
 
 @torch.library.custom_op("visionattn::feature_state", mutates_args=())

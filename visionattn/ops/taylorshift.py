@@ -10,16 +10,9 @@ from torch import Tensor
 
 from visionattn.ops.checks import check_attention, check_options
 from visionattn.ops.relative import RelativePosition, add_relative, key_counts
-from visionattn.ops.sums import Sums, accumulation_dtype, without_autocast
-from visionattn.ops.taylor_values import taylor_values
+from visionattn.ops.sums import Sums, without_autocast
+from visionattn.ops.taylor_sums import takes_efficient, taylor_sums
 from visionattn.ops.value_drop import drop_values
-
-EPS = 1e-6
-
-
-def _unit(x: Tensor) -> Tensor:
-    """``x / max(|x|, 1e-6)`` over the last axis, with finite gradients at 0."""
-    return x * x.square().sum(-1, keepdim=True).clamp(min=EPS * EPS).rsqrt()
 
 
 def check_coefficients(coefficients: tuple[float, float, float]) -> None:
@@ -27,15 +20,6 @@ def check_coefficients(coefficients: tuple[float, float, float]) -> None:
     a, b, c = coefficients
     if not (a > 0 and c > b * b / (4 * a)):
         raise ValueError(f"coefficients (a, b, c) = {a, b, c}: wanted a > 0 and c > b^2 / (4 a), so that weights are positive")
-
-
-def _content_sums(q: Tensor, k: Tensor, v: Tensor, count: Tensor, coefficients, form: str) -> Sums:
-    """Sums of the content term. Masked keys are zero in k and v; ``count [B or 1, 1, 1]`` is the number of the others."""
-    a, b, c = coefficients
-    values = taylor_values(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), a, b, c, form).unflatten(0, q.shape[:2])
-    second = (torch.matmul(q, torch.matmul(k.mT, k)) * q).sum(-1)
-    first = torch.matmul(q, k.sum(2).unsqueeze(-1)).squeeze(-1)
-    return Sums(values, a * second + b * first + c * count)
 
 
 def taylorshift_attention(
@@ -82,18 +66,15 @@ def taylorshift_attention(
     if temperature is not None and (not isinstance(temperature, Tensor) or temperature.shape != (q.shape[1],)):
         given = tuple(temperature.shape) if isinstance(temperature, Tensor) else temperature
         raise ValueError(f"temperature: wanted a tensor [{q.shape[1]}], one per head, got {given}")
-    dtype = accumulation_dtype(q, k, v)
+    if form == "auto" and not torch.compiler.is_compiling():  # the state of a named form is kept; a compiler sees one operator
+        form = "efficient" if takes_efficient(form, q, k, v) else "direct"
     with without_autocast(q):
-        query, key, value = q.to(dtype), k.to(dtype), drop_values(v.to(dtype), value_drop, generator)
-        given = query
-        if temperature is not None:
-            query, key = temperature.to(dtype)[:, None, None] * _unit(query), _unit(key)
-        if key_mask is not None:
-            absent = ~key_mask[:, None, :, None]
-            key, value = key.masked_fill(absent, 0), value.masked_fill(absent, 0)
-        count = key_counts(key, key_mask)
-        content = _content_sums(query, key, value, count, coefficients, form)
-        out = add_relative(content, relative, given, value, count, key_mask).divide()
+        dropped = drop_values(v, value_drop, generator)
+        values, mass, *_ = taylor_sums(q, k, dropped, temperature, key_mask, *coefficients, form)
+        count = key_counts(k, key_mask, dtype=mass.dtype)
+        if relative is not None and key_mask is not None:
+            dropped = dropped.masked_fill(~key_mask[:, None, :, None], 0)
+        out = add_relative(Sums(values, mass), relative, q, dropped, count, key_mask).divide()
         if output_scale:
             out = out * (count / q.shape[3]).sqrt().unsqueeze(-1)
         return out.to(v.dtype)

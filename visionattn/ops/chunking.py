@@ -1,0 +1,28 @@
+"""Cutting tensors ``[B, h, ...]`` into pieces that stay in cache."""
+
+from torch import Tensor
+
+HeadChunk = tuple[slice, slice]
+
+
+def chunks(length: int, size: int) -> list[slice]:
+    """Slices of at most ``size`` that cover ``0 .. length``."""
+    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
+
+
+def head_chunks(batch: int, heads: int, size: int) -> list[HeadChunk]:
+    """Pairs of slices (images, heads) of about ``size`` heads: heads of one image, or whole images."""
+    if size < heads:
+        return [(slice(b, b + 1), h) for b in range(batch) for h in chunks(heads, max(1, size))]
+    return [(b, slice(0, heads)) for b in chunks(batch, size // heads)]
+
+
+def part_of(x: Tensor, chunk: HeadChunk) -> Tensor:
+    """The part ``[g, ...]`` of ``x [B, h, ...]``: a view of one image, or of contiguous memory; otherwise a copy."""
+    return x[chunk].flatten(0, 1)
+
+
+def part_of_shared(x: Tensor, chunk: HeadChunk) -> Tensor:
+    """The same of what all heads share, ``[1 or B, ...]``: ``[1 or g, ...]``."""
+    images, heads = chunk
+    return x if x.shape[0] == 1 else x[images].repeat_interleave(heads.stop - heads.start, 0)
