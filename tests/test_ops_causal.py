@@ -19,14 +19,14 @@ causal_attention = partial(kernelized_attention, causal=True)
 causal_reference = partial(reference.kernelized_attention, causal=True)
 
 
-class Square:
+class SquareAndExp:
     """A feature map that is an object, another one for queries than for keys."""
 
     query = staticmethod(torch.square)
-    key = staticmethod(torch.abs)
+    key = staticmethod(torch.exp)
 
 
-MAPS = {"elu1": "elu1", "relu": "relu", "object": Square}
+MAPS = {"elu1": "elu1", "relu": "relu", "object": SquareAndExp}
 
 
 @pytest.fixture
@@ -112,8 +112,8 @@ def test_flat_relative_position_may_skip_a_prefix(normalization):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("feature_map", ["elu1", "relu", "given"])
-def test_gradients_of_sums_mass_and_state_add(causal, form, feature_map):
-    tensors, mask = draw_qkv(queries=37, keys=41, d=5, e=4), draw_mask(2, 41)
+def test_gradients_of_sums_mass_and_state_add(causal, form, feature_map, short_segments):
+    tensors, mask = draw_qkv(queries=37, keys=141, d=5, e=4), draw_mask(2, 141)
     phi = {"elu1": reference.elu1, "relu": torch.relu, "given": lambda x: x}[feature_map]
 
     def defined(q, k, v):
@@ -157,6 +157,18 @@ def test_later_tokens_have_a_gradient_of_exactly_zero(form, horizon, short_segme
         for gradient in gradients:
             assert gradient[:, :, i + 1 :].eq(0).all()
         assert gradients[2][:, :, : i + 1].ne(0).all()  # and each earlier value has one
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("horizon", [None, 0, 3])
+def test_later_tokens_change_no_digit_of_what_came_before(form, horizon, short_segments):
+    tensors, options = draw_qkv(batch=1, heads=1, queries=300, d=5, e=3), {}
+    if horizon is not None:
+        options = {"relative": Flat(draw_table(1, 2 * horizon + 1, 5, seed=3), normalization="mean")}
+    out = causal_attention(**tensors, form=form, **options)
+    for i in (0, 1, 62, 63, 64, 127, 128, 255, 256, 298):
+        others = {name: torch.cat([x[:, :, : i + 1], 7 - 3 * x[:, :, i + 1 :]], 2) for name, x in tensors.items()}
+        assert torch.equal(causal_attention(**others, form=form, **options)[:, :, : i + 1], out[:, :, : i + 1])
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -233,6 +245,17 @@ def test_bytes_kept_for_the_backward_pass_are_those_of_inputs_output_mass_and_st
     per_token = (2 * d + e) * size + (e + 1) * 4  # output and mass as they were divided: float32
     assert twice - once == heads * 700 * per_token
     assert twice <= heads * (1400 * per_token + d * (e + 1) * 4)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_queries_keys_and_values_are_kept_themselves_and_no_copies(form, causal, dtype):
+    inputs = [x.to(dtype).requires_grad_() for x in draw_qkv(queries=77, e=16).values()]
+    kept = set()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.add(x.untyped_storage().data_ptr()) or x, lambda x: x):
+        kernelized_attention(*inputs, causal=causal, form=form)
+    assert {x.untyped_storage().data_ptr() for x in inputs} <= kept
 
 
 @pytest.mark.parametrize("form", FORMS)
