@@ -37,8 +37,8 @@ def test_crossings_lie_where_two_power_laws_meet():
     assert crossing(sizes, quadratic, linear) == pytest.approx(100)
     assert crossing(sizes[:2], quadratic[:2], linear[:2]) is None
     assert crossing(sizes[2:], quadratic[2:], linear[2:]) is None
-    noisy = [20.0 * n if n == 32 else y for n, y in zip(sizes, quadratic, strict=True)]
-    assert crossing(sizes, noisy, linear) == pytest.approx(100)  # for good
+    noisy = [0.5 * 16, 20.0 * 32, *quadratic[1:]]  # above at 32 tokens alone, and for good from 100 on
+    assert crossing([16, *sizes], noisy, [16.0, *linear]) == pytest.approx(100)
 
 
 def test_rows_as_cells_values_csv_and_json_say_the_same():
@@ -120,6 +120,19 @@ def test_ratios_of_one_size_come_from_one_run_and_are_judged_by_their_bounds(mon
     results = list(measure_targets(wanted, PLAN))
     assert runs == [["sdpa", "kernelized efficient", "taylorshift efficient"], ["sdpa", "kernelized efficient"]]
     assert [(result.measured, result.met) for result in results] == [(0.25, "yes"), (1.5, "no"), (0.25, "-")]
+
+
+def test_whole_models_at_2048_pixels_take_three_rounds(monkeypatch):
+    rounds = {}
+
+    def measure(cases, plan, baseline=None):
+        rounds[cases[0].kind, cases[0].size] = (plan.rounds, plan.max_rounds, plan.check, plan.memory)
+        return [Row(case, samples=[1.0], seconds=Quartiles(1, 1, 1)) for case in cases]
+
+    monkeypatch.setattr(targets, "measure_together", measure)
+    list(measure_targets(choose("px|N = 16384"), Plan(rounds=5, max_rounds=30)))
+    assert rounds["model", 2048] == (3, 5, True, False) and rounds["model", 1024] == (5, 5, True, False)
+    assert rounds["operation", 16384] == (5, 30, True, False)
 
 
 def test_figures_are_measured_and_what_cannot_be_says_why(monkeypatch):
