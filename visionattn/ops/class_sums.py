@@ -13,10 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from visionattn.ops.blocked import chunks
-from visionattn.ops.class_tiles import BAND_ELEMENTS, Lines, Tiles, multiply, multiply_backward
+from visionattn.ops.chunking import head_chunks, part_of, part_of_shared
+from visionattn.ops.class_tiles import Lines, Tiles, multiply, multiply_backward
 from visionattn.ops.feature_maps import elu1
 from visionattn.ops.sums import no_double_backward, without_autocast
+
+PAIRS = 1 << 19
 
 
 def axis_classes(x: Tensor, horizon: int, num_queries: int) -> Tensor:
@@ -53,14 +55,12 @@ class _Chunk:
         self.table = (table if table.shape[0] == 1 else table[heads]).expand(*shape, -1, -1).flatten(0, 1)
 
     def part(self, x: Tensor) -> Tensor:
-        """The chunk's part ``[g, ...]`` of ``x [B, h, ...]``: a view of one image, or of contiguous memory; otherwise a copy."""
-        return x[self.images, self.heads].flatten(0, 1)
+        """The chunk's part ``[g, ...]`` of ``x [B, h, ...]``."""
+        return part_of(x, (self.images, self.heads))
 
     def part_shared(self, x: Tensor | None) -> Tensor | None:
         """The same of what all heads share, ``[1 or B, ...]``."""
-        if x is None or x.shape[0] == 1:
-            return x
-        return x[self.images].repeat_interleave(self.heads.stop - self.heads.start, 0)
+        return None if x is None else part_of_shared(x, (self.images, self.heads))
 
     def add_to_table(self, d_table: Tensor, grad: Tensor) -> None:
         """Add ``grad [g, C, d]`` to the gradient ``[h or 1, C, d]``."""
@@ -72,18 +72,18 @@ class _Chunk:
 
 
 def _chunks(q: Tensor, table: Tensor, size: int) -> list[_Chunk]:
-    """Chunks of about ``size`` heads: of one image, or whole images."""
-    batch, heads = q.shape[:2]
-    if size < heads:
-        pairs = [(slice(b, b + 1), h) for b in range(batch) for h in chunks(heads, max(1, size))]
-    else:
-        pairs = [(b, slice(0, heads)) for b in chunks(batch, max(1, size // heads))]
-    return [_Chunk(table, *pair) for pair in pairs]
+    """Chunks of about ``size`` heads."""
+    return [_Chunk(table, *chunk) for chunk in head_chunks(*q.shape[:2], max(1, size))]
 
 
 def _scale(counts: Tensor, total: Tensor | None) -> Tensor | None:
     """What the weight of a class is multiplied with to be that of each of its keys, for "mean"; None for "sum"."""
     return None if total is None else torch.where(counts > 0, total / counts.clamp(min=1), 0)
+
+
+def _features(query: Tensor) -> Tensor:
+    """``elu1(query)`` with few passes over memory; uses the query up."""
+    return query.clamp(max=0).exp_().add_(query.clamp_(min=0))
 
 
 def _weights(phi: Tensor, table: Tensor, scale: Tensor | None) -> Tensor:
@@ -133,18 +133,18 @@ def _takes_direct(table: Tensor, v: Tensor) -> bool:
 
 
 def _tiles(heads: int, q: Tensor, v: Tensor, horizons: tuple[int, int]) -> Tiles:
-    return Tiles(heads, q.shape[2], max(q.shape[3], v.shape[3]), horizons)
+    return Tiles(heads, q.shape[2], max(q.shape[3], v.shape[3]), v.shape[4], horizons)
 
 
 def _tiled_chunks(q: Tensor, table: Tensor, v: Tensor, counts: Tensor, scale: Tensor | None, horizons: tuple[int, int]):
     """Chunks of the tiled form: the chunk, its tiles, the lines of its values, its counts and scale as the tiles lie."""
     one, lines = _tiles(1, q, v, horizons), None
     counts, scale = one.rows(counts), None if scale is None else one.rows(scale)
-    size = BAND_ELEMENTS // (one.period * one.pitch * one.classes[0] * one.columns)
+    size = one.band_elements // (one.period * one.pitch * one.classes[0] * one.columns)
     for chunk in _chunks(q, table, size):
         heads = len(chunk.table)
         if lines is None or lines.tiles.heads != heads:
-            lines = Lines(_tiles(heads, q, v, horizons), v.shape[4], table)
+            lines = Lines(_tiles(heads, q, v, horizons), table)
         yield chunk, lines.tiles, lines.fill(chunk.part(v)), chunk.part_shared(counts), chunk.part_shared(scale)
 
 
@@ -153,7 +153,8 @@ def _tiled_forward(q, table, v, counts, scale, horizons, values: Tensor, mass: T
         query, out, out_mass = chunk.part(q), chunk.part(values), chunk.part(mass).unsqueeze(3)
         for band in tiles.bands():
             there = tiles.queries(band)
-            w = _weights(elu1(tiles.load(query, band, table)), chunk.table, None if scale_ is None else scale_[:, there])
+            phi = _features(tiles.load(query, band, table))
+            w = _weights(phi, chunk.table, None if scale_ is None else scale_[:, there])
             tiles.store((w * counts_[:, there]).sum(2, keepdim=True), band, out_mass)
             tiles.store(multiply(tiles, lines, w.flatten(0, 1), band).view(len(w), -1, v.shape[4]), band, out)
 
@@ -162,7 +163,7 @@ def _direct_chunks(q: Tensor, table: Tensor, v: Tensor, counts: Tensor, scale: T
     """Chunks of the direct form: the chunk, its queries, values, counts and scale, and the class of each query and key."""
     index = _class_index(tuple(q.shape[2:4]), tuple(v.shape[2:4]), horizons, v.device)
     counts, scale = counts.flatten(1, 2), None if scale is None else scale.flatten(1, 2)
-    for chunk in _chunks(q, table, BAND_ELEMENTS // index.numel()):
+    for chunk in _chunks(q, table, PAIRS // index.numel()):
         query, value = (chunk.part(x).flatten(1, 2).to(table.dtype) for x in (q, v))
         yield chunk, query, value, chunk.part_shared(counts), chunk.part_shared(scale), index.expand(len(query), -1, -1)
 
@@ -210,7 +211,7 @@ def class_sums_backward(
 
 def _tiled_backward(q, table, v, counts, scale, horizons, d_values, d_mass, dq: Tensor, d_table: Tensor, dv: Tensor) -> None:
     for chunk, tiles, lines, counts_, scale_ in _tiled_chunks(q, table, v, counts, scale, horizons):
-        d_lines, grad, grad_mass = Lines(tiles, v.shape[4], table), chunk.part(d_values), chunk.part(d_mass).unsqueeze(3)
+        d_lines, grad, grad_mass = Lines(tiles, table), chunk.part(d_values), chunk.part(d_mass).unsqueeze(3)
         for band in tiles.bands():
             there = tiles.queries(band)
             band_scale, query = None if scale_ is None else scale_[:, there], tiles.load(chunk.part(q), band, table)

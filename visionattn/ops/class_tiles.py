@@ -19,26 +19,31 @@ feature maps nor counts; ``class_sums.py`` does.
 import torch
 from torch import Tensor
 
-TILE_QUERIES, NARROW_TILE_QUERIES, NARROW = 16, 8, 64
-BAND_ELEMENTS = 1 << 19
+WIDE_VALUES = 32
+TILE_QUERIES, TILE_QUERIES_OF_NARROW_VALUES = 8, 16
+BAND_ELEMENTS = 1 << 15
 
 
-def _running_rows(x: Tensor, lag: int, *, up: bool) -> Tensor:
-    """Sums of ``x [g, H, X]`` over rows at least ``lag >= 1`` above each row (``up``: below each row), ``[g, H, X]``."""
-    out, height = torch.zeros_like(x), x.shape[1]
-    for y in range(lag, height):
-        here, before, source = (height - 1 - y, height - y, height - 1 - y + lag) if up else (y, y - 1, y - lag)
-        torch.add(out[:, before], x[:, source], out=out[:, here])
+def _run_rows(x: Tensor, lag: int, out: Tensor, *, up: bool) -> Tensor:
+    """Write to ``out [g, H, ...]``, which is 0, sums of ``x`` over rows at least ``lag >= 1`` above each row (``up``: below)."""
+    rows, sources = (list(x.unbind(1)) for x in (out, x))
+    if up:
+        rows.reverse(), sources.reverse()
+    for y in range(lag, len(rows)):
+        torch.add(rows[y - 1], sources[y - lag], out=rows[y])
     return out
 
 
 class Tiles:
-    """Geometry of one chunk of heads: ``heads`` grids of ``height`` rows of ``width`` places (the wider of queries and keys)."""
+    """Geometry of one chunk of heads: ``heads`` grids of ``height`` rows of ``width`` places.
 
-    def __init__(self, heads: int, height: int, width: int, horizons: tuple[int, int]):
-        self.heads, self.height, self.width, self.horizons = heads, height, width, horizons
+    ``width`` is that of queries or keys, whichever is more; e is the width of the values.
+    """
+
+    def __init__(self, heads: int, height: int, width: int, e: int, horizons: tuple[int, int]):
+        self.heads, self.height, self.width, self.e, self.horizons = heads, height, width, e, horizons
         self.reach = max(horizons[1] - 1, 0)
-        self.size = max(TILE_QUERIES if width >= NARROW else NARROW_TILE_QUERIES, 2 * self.reach)
+        self.size = max(TILE_QUERIES if e >= WIDE_VALUES else TILE_QUERIES_OF_NARROW_VALUES, 2 * self.reach)
         self.used = -(-width // self.size)
         self.per_row = self.used + (self.reach > 0)
         self.pitch = self.per_row * self.size
@@ -49,6 +54,7 @@ class Tiles:
         rows = range(-self.gap, self.gap + 1)
         self.sources = [("above", 0), *(("here", a) for a in rows), ("below", 0)] if horizons[0] else [("all", 0)]
         self.classes = (len(self.sources), 2 * horizons[1] + 1)
+        self.band_elements = BAND_ELEMENTS * self.size
 
     def rows(self, x: Tensor) -> Tensor:
         """``x [g, H, W', c]`` with zeros after each row and the gap below each head: ``[g, period * pitch, c]``."""
@@ -61,7 +67,7 @@ class Tiles:
         if self.heads > 1:
             return [slice(0, self.heads * self.period * self.per_row)]
         unit, count = (self.per_row, self.height * self.per_row) if self.height > 1 else (1, self.used)
-        per_band = unit * max(1, BAND_ELEMENTS // (self.size * self.classes[0] * self.columns * unit))
+        per_band = unit * max(1, self.band_elements // (self.size * self.classes[0] * self.columns * unit))
         return [slice(start, min(start + per_band, count)) for start in range(0, count, per_band)]
 
     def queries(self, band: slice) -> slice:
@@ -81,8 +87,11 @@ class Tiles:
     def load(self, x: Tensor, band: slice, like: Tensor) -> Tensor:
         """The queries of ``band`` of ``x [g, H, W', c]``, ``[g, n, c]`` in the dtype of ``like``; zeros outside the grid."""
         shape, rows, columns = self._region(band, x.shape[2])
-        out = like.new_zeros(x.shape[0], *shape, x.shape[3])
-        out[:, : rows.stop - rows.start, : columns.stop - columns.start] = x[:, rows, columns]
+        out = like.new_empty(x.shape[0], *shape, x.shape[3])
+        height, width = rows.stop - rows.start, columns.stop - columns.start
+        out[:, :height, :width] = x[:, rows, columns]
+        out[:, height:] = 0
+        out[:, :height, width:] = 0
         return out.flatten(1, 2)
 
     def store(self, part: Tensor, band: slice, out: Tensor) -> None:
@@ -108,12 +117,12 @@ class Tiles:
 class Lines:
     """Values, or their gradients, of one chunk of heads as the tiles read them: keys, sums of rows, sums of ends of rows."""
 
-    def __init__(self, tiles: Tiles, e: int, like: Tensor):
+    def __init__(self, tiles: Tiles, like: Tensor):
         """All zeros; ``fill`` puts values in."""
-        self.tiles, self.e = tiles, e
+        self.tiles, self.e = tiles, tiles.e
         names = dict.fromkeys(name for name, _ in tiles.sources)
         self.keys = {name: self._zeros(like, name) for name in names}
-        self.ends = {name: like.new_zeros(self._num_rows(name), tiles.per_row, 2, e) for name in names}
+        self.ends = {name: like.new_zeros(self._num_rows(name), tiles.per_row, 2, tiles.e) for name in names}
 
     def _num_rows(self, name: str) -> int:
         return self.tiles.heads * self.tiles.period + (2 * self.tiles.gap if name == "here" else 0)
@@ -138,7 +147,7 @@ class Lines:
     def fill(self, v: Tensor) -> "Lines":
         """Lay out ``v [g, H, W', e]`` and form its sums."""
         tiles, inside = self.tiles, slice(self.tiles.reach, self.tiles.reach + v.shape[2])
-        flat = v.flatten(2)
+        v = v.to(self.keys[next(iter(self.keys))].dtype)
         for name in self.keys:
             rows = self._grid(name)[:, : tiles.height, inside]
             if name == "here":
@@ -146,7 +155,7 @@ class Lines:
             elif name == "all":
                 rows.copy_(v.sum(1, keepdim=True))
             else:
-                rows.copy_(_running_rows(flat, tiles.horizons[0], up=name == "below").view_as(v))
+                _run_rows(v, tiles.horizons[0], rows, up=name == "below")
             left, right = (blocks.sum(2) for blocks in self._blocks(name))
             self.ends[name][:, 1 : tiles.used, 0] = left.cumsum(1)[:, :-1]
             self.ends[name][:, : tiles.used - 1, 1] = right.flip(1).cumsum(1).flip(1)[:, 1:]
@@ -165,7 +174,7 @@ class Lines:
             if name == "all":
                 rows = rows.sum(1, keepdim=True)
             elif name != "here":
-                rows = _running_rows(rows.flatten(2), tiles.horizons[0], up=name == "above").view_as(rows)
+                rows = _run_rows(rows, tiles.horizons[0], rows.new_zeros(rows.shape), up=name == "above")
             total = rows + total
         return total
 

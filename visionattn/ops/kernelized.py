@@ -7,7 +7,7 @@ from visionattn.ops.blocked import blocked_scores, blocked_scores_backward
 from visionattn.ops.checks import check_attention, check_options
 from visionattn.ops.feature_maps import FeatureMap, PositionSoftmax, get_feature_map, map_name
 from visionattn.ops.kernel_sums import kernel_sums
-from visionattn.ops.relative import Flat, RelativePosition, add_relative, key_counts
+from visionattn.ops.relative import Flat, RelativePosition, key_counts, mean_with_relative
 from visionattn.ops.sums import Sums, accumulation_dtype, without_autocast
 from visionattn.ops.value_drop import drop_values
 
@@ -113,10 +113,7 @@ def kernelized_attention(
     with without_autocast(q):
         value = drop_values(v.to(dtype), value_drop, generator) if value_drop else v
         sums = _content_sums(q, k, value, key_mask, feature_map, causal, form)
-        if relative is not None:
-            query, value = q.to(dtype), value.to(dtype)
-            if key_mask is not None:
-                value = value.masked_fill(~key_mask[:, None, :, None], 0)
-            count = key_counts(value, key_mask, causal, q.shape[2])
-            sums = add_relative(sums, relative, query, value, count, key_mask, causal)
-        return sums.divide().to(v.dtype)
+        if relative is not None and key_mask is not None:
+            value = value.masked_fill(~key_mask[:, None, :, None], 0)
+        count = key_counts(k, key_mask, causal, q.shape[2], dtype)
+        return mean_with_relative(sums, relative, q, value, count, key_mask, causal).to(v.dtype)

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from visionattn.layout import TokenLayout
@@ -162,7 +161,7 @@ def count_classes(
 
 
 class _Canvas:
-    """Patches on their grid: from tokens ``[B, h, N, c]`` to ``[B, h, H, W, c]`` and back, absent patches being zero."""
+    """Patches on their grid: from tokens ``[B, h, N, c]`` to ``[B, h, H, W, c]``, absent ones 0, and back without prefix."""
 
     def __init__(self, layout: TokenLayout):
         self.layout, self.prefix = layout, layout.num_prefix
@@ -179,9 +178,7 @@ class _Canvas:
 
     def collect(self, x: Tensor) -> Tensor:
         x = x.flatten(2, 3)
-        if self.layout.kept is not None:
-            x = x.gather(2, self._index(x))
-        return F.pad(x, (0, 0, self.prefix, 0)) if self.prefix else x
+        return x if self.layout.kept is None else x.gather(2, self._index(x))
 
     def present(self, key_mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
         """``[B, 1, H, W]`` of 0 and 1 under a mask of the tokens; None without one."""
@@ -201,7 +198,7 @@ def _axis_sums(table: Tensor, phi_q: Tensor, v: Tensor, counts: Tensor, total: T
 def relative_sums(
     relative: RelativePosition, q: Tensor, v: Tensor, key_mask: Tensor | None, total: Tensor, causal: bool = False
 ) -> Sums:
-    """The relative term's sums of values and of weights.
+    """The relative term's sums of values and of weights, for the tokens after the prefix.
 
     Args:
         q: ``[B, h, N, d]`` as given to the attention.
@@ -272,7 +269,7 @@ def _flat_relative_sums(
     return Sums(canvas.collect(values), canvas.collect(mass.unsqueeze(4)).squeeze(3))
 
 
-def add_relative(
+def mean_with_relative(
     content: Sums,
     relative: RelativePosition | None,
     q: Tensor,
@@ -280,8 +277,8 @@ def add_relative(
     count: Tensor,
     key_mask: Tensor | None,
     causal: bool = False,
-) -> Sums:
-    """Content plus relative term, both in the unit that ``relative.normalization`` asks for.
+) -> Tensor:
+    """The weighted mean ``[B, h, N, e]`` under content and relative term, both in the unit that ``normalization`` asks for.
 
     With "mean" that is ``content / M + S / n``, all times M: the same mean, and the content stays as it is.
 
@@ -292,4 +289,7 @@ def add_relative(
         v, key_mask, causal: see ``relative_sums``.
         count: keys that each query sees, ``[B or 1, 1, 1 or N]``, in the dtype of the sums.
     """
-    return content if relative is None else content + relative_sums(relative, q, v, key_mask, count, causal)
+    if relative is None:
+        return content.divide()
+    prefix = 0 if relative.layout is None else relative.layout.num_prefix
+    return content.divide_with(relative_sums(relative, q, v, key_mask, count, causal), prefix)

@@ -6,6 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from visionattn.ops.chunking import chunks, head_chunks, part_of
+
+CHUNK_ELEMENTS = 1 << 18
+
 
 @dataclass(frozen=True)
 class Sums:
@@ -24,7 +28,11 @@ class Sums:
 
     def divide(self) -> Tensor:
         """The weighted mean ``[B, h, N, e]``; 0, with zero gradient, for a query whose weights are all 0."""
-        return weighted_mean(self.values, self.mass)
+        return weighted_mean(self.values, self.mass)[0]
+
+    def divide_with(self, more: "Sums", skip: int) -> Tensor:
+        """The weighted mean under these weights and ``more``, which are for the tokens from ``skip`` on."""
+        return weighted_mean(self.values, self.mass, more.values, more.mass, skip)[0]
 
 
 def accumulation_dtype(*tensors: Tensor) -> torch.dtype:
@@ -52,9 +60,30 @@ def no_double_backward(backward: torch.library.CustomOpDef) -> None:
 
 
 @torch.library.custom_op("visionattn::weighted_mean", mutates_args=())
-def weighted_mean(values: Tensor, mass: Tensor) -> Tensor:
-    """``values [..., e] / mass [...]``, 0 where the mass is 0. For its gradient it keeps the result and the mass alone."""
-    return values * _inverse(mass)
+def weighted_mean(
+    values: Tensor, mass: Tensor, more_values: Tensor | None = None, more_mass: Tensor | None = None, skip: int = 0
+) -> tuple[Tensor, Tensor]:
+    """The mean ``[B, h, N, e]`` under all weights, 0 where there are none, and their sum ``[B, h, N]``.
+
+    Args:
+        values, mass: sums of one term, ``[B, h, N, e]`` and ``[B, h, N]``.
+        more_values, more_mass: those of another term, for the tokens from ``skip`` on.
+
+    For its gradient it keeps its two results alone.
+    """
+    out, total = torch.empty_like(values), mass.clone()
+    if more_mass is not None:
+        total[:, :, skip:] += more_mass
+    size = max(1, CHUNK_ELEMENTS // max(1, values.shape[3]))
+    for chunk in head_chunks(*mass.shape[:2], max(1, size // max(1, mass.shape[2]))):
+        own, source, inverse = part_of(out, chunk), part_of(values, chunk), _inverse(part_of(total, chunk))
+        more = None if more_values is None else part_of(more_values, chunk)
+        for t in chunks(mass.shape[2], size):
+            own[:, t] = source[:, t]
+            if more is not None:
+                own[:, max(t.start, skip) : t.stop] += more[:, max(t.start - skip, 0) : max(t.stop - skip, 0)]
+            own[:, t].mul_(inverse[:, t])
+    return out, total
 
 
 def _inverse(mass: Tensor) -> Tensor:
@@ -63,8 +92,8 @@ def _inverse(mass: Tensor) -> Tensor:
 
 
 @weighted_mean.register_fake
-def _(values, mass):
-    return values.new_empty(values.shape)
+def _(values, mass, more_values=None, more_mass=None, skip=0):
+    return values.new_empty(values.shape), mass.new_empty(mass.shape)
 
 
 @torch.library.custom_op("visionattn::weighted_mean_backward", mutates_args=())
@@ -83,9 +112,18 @@ no_double_backward(weighted_mean_backward)
 
 
 def _setup_context(ctx, inputs, output):
-    ctx.save_for_backward(output, inputs[1])
+    ctx.skip, ctx.terms = inputs[4], 1 if inputs[2] is None else 2
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*output)
 
 
-weighted_mean.register_autograd(
-    lambda ctx, grad: weighted_mean_backward(grad, *ctx.saved_tensors), setup_context=_setup_context
-)
+def _backward(ctx, grad, unused):
+    if grad is None:
+        return (None,) * 5
+    d_values, d_mass = weighted_mean_backward(grad, *ctx.saved_tensors)
+    if ctx.terms == 1:
+        return d_values, d_mass, None, None, None
+    return d_values, d_mass, d_values[:, :, ctx.skip :], d_mass[:, :, ctx.skip :], None
+
+
+weighted_mean.register_autograd(_backward, setup_context=_setup_context)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from visionattn.ops.checks import check_attention, check_options
-from visionattn.ops.relative import RelativePosition, add_relative, key_counts
+from visionattn.ops.relative import RelativePosition, key_counts, mean_with_relative
 from visionattn.ops.sums import Sums, without_autocast
 from visionattn.ops.taylor_sums import takes_efficient, taylor_sums
 from visionattn.ops.value_drop import drop_values
@@ -74,7 +74,7 @@ def taylorshift_attention(
         count = key_counts(k, key_mask, dtype=mass.dtype)
         if relative is not None and key_mask is not None:
             dropped = dropped.masked_fill(~key_mask[:, None, :, None], 0)
-        out = add_relative(Sums(values, mass), relative, q, dropped, count, key_mask).divide()
+        out = mean_with_relative(Sums(values, mass), relative, q, dropped, count, key_mask)
         if output_scale:
             out = out * (count / q.shape[3]).sqrt().unsqueeze(-1)
         return out.to(v.dtype)
