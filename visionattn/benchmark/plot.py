@@ -86,7 +86,8 @@ def draw(path: Path, panels: Sequence[Panel], note: str) -> None:
         ax.set(xlabel=panel.x_name, ylabel=panel.y_name, title=panel.title)
         ax.grid(True, which="major", alpha=0.3)
         if panel.curves:
-            ax.legend(fontsize=8)
+            many = len(panel.curves) + len(panel.marks) > 8
+            ax.legend(fontsize=7 if many else 8, ncols=2 if many else 1)
     figure.supxlabel(note, fontsize=8, color="grey")
     figure.savefig(path, dpi=110, format="png")
     pyplot.close(figure)
