@@ -20,7 +20,7 @@ def test_flops_of_a_block_are_those_worked_out_by_hand():
     counted = [count_flops(create_model("scaleformer_vit_t", depth=depth, **args), 64, 96) for depth in (1, 2)]
     n, width, d, heads = 24, 24, 8, 3
     linear = n * width * (3 * width + width + 8 * width)
-    attention = heads * (2 * n * d * d + n * d)  # the state, its use, and the mass
+    attention = heads * 2 * n * d * (d + 1)  # the state and its use, the mass being a column
     assert counted[1] - counted[0] == 2 * (linear + attention)
 
 

@@ -197,8 +197,19 @@ def test_masks_of_pairs_and_causality_are_refused():
     model = small("scaleformer_vit_t")
     with pytest.raises(ValueError, match="no weights of single pairs to mask"):
         model(image(""), attn_mask=torch.ones(16, 16, dtype=torch.bool))
-    with pytest.raises(NotImplementedError, match="causal"):
-        model(image(""), is_causal=True)
+    for name in ("scaleformer_vit_t", "taylorshift_vit_t"):
+        with pytest.raises(ValueError, match="causal"):
+            small(name)(image(""), is_causal=True)
+
+
+@pytest.mark.parametrize("options", [{"relative": "flat"}, {"relative": "none"}, {"attention": "softmax"}])
+def test_a_causal_model_does_not_look_ahead(options):
+    torch.manual_seed(0)
+    model = small("scaleformer_vit_t", class_token=False, global_pool="avg", **options).double().eval()
+    tokens = model.blocks[0].norm1(torch.randn(1, 15, model.embed_dim, dtype=torch.float64)).requires_grad_()
+    out = model.blocks[0].attn(tokens, TokenLayout(0, Grid(5, 3)), is_causal=True)
+    (gradient,) = torch.autograd.grad(out[0, 6].sum(), tokens)
+    assert gradient[0, 7:].eq(0).all() and gradient[0, :7].ne(0).any(1).all()
 
 
 @pytest.mark.parametrize("name", ["scaleformer_vit_t", "taylorshift_vit_t"])
@@ -360,8 +371,6 @@ def test_wrong_arguments_get_one_line():
         with pytest.raises(ValueError) as error:
             small("scaleformer_vit_t", **kwargs)
         assert str(error.value) == message
-    with pytest.raises(NotImplementedError, match="attn_drop"):
-        small("scaleformer_vit_t", attn_drop_rate=0.1)
 
 
 def test_version_is_that_of_the_package():

@@ -27,7 +27,7 @@ class Attention(nn.Module):
         qkv_bias, proj_bias: biases of the two projections.
         qk_norm: normalise q and k per head with ``norm_layer``.
         scale_norm: normalise with ``norm_layer`` before the output projection.
-        attn_drop: not built yet; anything but 0 raises NotImplementedError.
+        attn_drop: in training, probability with which a token's values are dropped for all queries; see ``ops/value_drop.py``.
         proj_drop: dropout after the output projection.
 
     Raises:
@@ -63,8 +63,6 @@ class Attention(nn.Module):
         if normalization not in (None, "mean", "sum"):
             raise ValueError(f"normalization {normalization!r}: wanted mean or sum")
         _refuse_idle(attention, relative, horizon=horizon, normalization=normalization, temperature_init=temperature_init)
-        if attn_drop:
-            raise NotImplementedError("attn_drop > 0 is not built yet; proj_drop and drop_path are")
         self.attention = attention
         self.num_heads = num_heads
         self.head_dim = dim // num_heads
@@ -114,29 +112,30 @@ class Attention(nn.Module):
             x: ``[B, N, D]``.
             layout: where the tokens lie; needed for relative position, unless N is that of the native grid.
             attn_mask: bool ``[B, 1, 1, N]`` or ``[B, N]``, True takes part: a mask of keys. Others cannot be had in linear time.
-            is_causal: True raises NotImplementedError.
+            is_causal: each token sees those up to itself; of kernelized attention with "flat" or no relative position, and of
+                softmax.
 
         Raises:
-            ValueError: relative position without a known grid, a mask of pairs, or ``fused_attn`` set to False, by which timm's
-                ``AttentionExtract`` asks for the weights of all pairs.
+            ValueError: relative position without a known grid, a mask of pairs, causal where there is no such form, or
+                ``fused_attn`` set to False, by which timm's ``AttentionExtract`` asks for the weights of all pairs.
         """
         if not self.fused_attn:
             raise ValueError("fused_attn=False asks for the weights of all pairs of tokens, which this attention never forms")
-        if is_causal:
-            raise NotImplementedError("causal attention over images is not built")
+        if is_causal and self.attention == "taylorshift":
+            raise ValueError("is_causal=True: TaylorShift has no causal form; kernelized and softmax attention have")
         batch, tokens, dim = x.shape
         qkv = self.qkv(x).reshape(batch, tokens, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
         q, k, v = qkv.unbind(0)
         q, k = self.q_norm(q), self.k_norm(k)
-        options = dict(key_mask=_key_mask(attn_mask, x))
+        options = dict(key_mask=_key_mask(attn_mask, x), value_drop=self.attn_drop.p if self.training else 0.0)
         if self.relative is not None:
             options["relative"] = self.relative(self._layout(layout, tokens))
         if self.attention == "kernelized":
-            out = kernelized_attention(q, k, v, **options)
+            out = kernelized_attention(q, k, v, causal=is_causal, **options)
         elif self.attention == "taylorshift":
             out = taylorshift_attention(q, k, v, temperature=self.temperature, **options)
         else:
-            out = softmax_attention(q, k, v, **options)
+            out = softmax_attention(q, k, v, causal=is_causal, **options)
         out = self.norm(out.transpose(1, 2).reshape(batch, tokens, dim))
         return self.proj_drop(self.proj(out))
 

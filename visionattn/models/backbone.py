@@ -71,7 +71,7 @@ class VisionAttnTransformer(VisionTransformer):
             learn in a short training (``checkpoints/README.md``).
         dynamic_img_size: False accepts only ``img_size``.
         dynamic_img_pad: pad images that are not a whole number of patches at the bottom and the right.
-        attn_drop_rate: not built yet; anything but 0 raises NotImplementedError.
+        attn_drop_rate: in training, probability with which a token's values are dropped in a block's attention.
 
     The other arguments are those of timm's VisionTransformer.
 

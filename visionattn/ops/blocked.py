@@ -3,13 +3,10 @@
 import torch
 from torch import Tensor
 
+from visionattn.ops.chunking import chunks
+
 BLOCK_QUERIES = 256
 BLOCK_ELEMENTS = 1 << 20
-
-
-def chunks(length: int, size: int) -> list[slice]:
-    """Slices of at most ``size`` that cover ``0 .. length``."""
-    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
 
 
 def _blocks(q: Tensor, k: Tensor):

@@ -7,9 +7,10 @@ is present, and ``import visionattn.ops.flops`` registers the formulas anywhere.
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from visionattn.ops import kernelized  # noqa: F401  the operators exist once their modules are imported
+from visionattn.ops import softmax, states  # noqa: F401  operators exist once their modules are imported
 from visionattn.ops.choice import choose_form
 from visionattn.ops.class_sums import direct_is_faster
+from visionattn.ops.kernel_sums import BLOCK_TOKENS, form_taken
 from visionattn.ops.taylor_features import num_features
 
 
@@ -59,11 +60,69 @@ def _(d_values, d_mass, q, k, v, temperature, key_mask, state, *args, out_shape=
     return _taylor_flops(q, k, v, args[-1], backward=True, state_kept=state[2] > 0)
 
 
-@register_flop_formula(torch.ops.visionattn.direct_values)
-def _(q, k, v, *args, out_shape=None, **kwargs) -> int:
-    return 2 * q[0] * q[1] * k[1] * (q[2] + v[2])
+def _kernel_flops(q, v, causal: bool, form: str, backward: bool) -> int:
+    """Multiply-adds of the matrix products, times 2, for ``[B, h, N, f]`` and ``[B, h, M, e]``; the mass is a column."""
+    (batch, heads, n, f), m, e1 = q, v[2], v[3] + 1
+    if form_taken(form, causal, q, v, device="meta") == "direct":
+        first = min(n, m)
+        pairs = first * (first + 1) // 2 + (n - first) * m if causal else n * m
+        total = pairs * (3 * f + 2 * e1 if backward else f + e1) + m * f * e1 * (2 if backward else 1)
+    elif not causal:
+        total = (n + m) * f * e1 * (2 if backward else 1)
+    elif not backward:
+        total = (n + m) * f * e1 + n * BLOCK_TOKENS * (f + e1)
+    else:
+        total = (2 * n + 3 * m) * f * e1 + (n + 2 * m) * BLOCK_TOKENS * (f + e1)
+    return 2 * batch * heads * total
 
 
-@register_flop_formula(torch.ops.visionattn.direct_values_backward)
-def _(grad, q, k, v, *args, out_shape=None, **kwargs) -> int:
-    return 2 * q[0] * q[1] * k[1] * (3 * q[2] + 2 * v[2])
+@register_flop_formula(torch.ops.visionattn.kernel_sums)
+def _(q, k, v, key_mask, feature_map, causal, form, *args, out_shape=None, **kwargs) -> int:
+    return _kernel_flops(q, v, causal, form, backward=False)
+
+
+@register_flop_formula(torch.ops.visionattn.kernel_sums_backward)
+def _(d_values, d_mass, d_s, d_z, q, k, v, key_mask, s, z, feature_map, causal, form, *args, out_shape=None, **kwargs) -> int:
+    return _kernel_flops(q, v, causal, form, backward=True)
+
+
+def _state_flops(x, e: int, backward: bool) -> int:
+    """Products of features with a state, for ``x [G, N, d]``."""
+    return 2 * x[0] * x[1] * num_features(x[2]) * e * (2 if backward else 1)
+
+
+@register_flop_formula(torch.ops.visionattn.feature_state)
+def _(k, v, *args, out_shape=None, **kwargs) -> int:
+    return _state_flops(k, v[2], backward=False)
+
+
+@register_flop_formula(torch.ops.visionattn.feature_state_backward)
+def _(grad, k, v, *args, out_shape=None, **kwargs) -> int:
+    return _state_flops(k, v[2], backward=True)
+
+
+@register_flop_formula(torch.ops.visionattn.expand_state)
+def _(q, state, *args, out_shape=None, **kwargs) -> int:
+    return _state_flops(q, state[2], backward=False)
+
+
+@register_flop_formula(torch.ops.visionattn.expand_state_backward)
+def _(grad, q, state, *args, out_shape=None, **kwargs) -> int:
+    return _state_flops(q, state[2], backward=True)
+
+
+def _relative_scores_flops(q, table, height: int, width: int, backward: bool) -> int:
+    """Products of each query with the entries that its block of queries reaches, counted as if it reached them all."""
+    batch, heads, rows, columns, d = q
+    classes = min(table[1], rows + height - 1) * min(table[2], columns + width - 1)
+    return 2 * batch * heads * rows * columns * classes * d * (2 if backward else 1)
+
+
+@register_flop_formula(torch.ops.visionattn.relative_scores)
+def _(q, table, height, width, *args, out_shape=None, **kwargs) -> int:
+    return _relative_scores_flops(q, table, height, width, backward=False)
+
+
+@register_flop_formula(torch.ops.visionattn.relative_scores_backward)
+def _(grad, q, table, height, width, *args, out_shape=None, **kwargs) -> int:
+    return _relative_scores_flops(q, table, height, width, backward=True)

@@ -7,7 +7,7 @@ with all heads and some tokens, ``[g, T, width]`` with ``g = images * heads``, i
 import torch
 from torch import Tensor
 
-from visionattn.ops.blocked import chunks
+from visionattn.ops.chunking import chunks
 
 CHUNK_ELEMENTS = {"cpu": 1 << 18}
 CHUNK_ELEMENTS_ELSEWHERE = 1 << 23

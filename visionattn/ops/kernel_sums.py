@@ -18,8 +18,9 @@ The relative term and the division belong to ``kernelized.py``.
 import torch
 from torch import Tensor
 
-from visionattn.ops.blocked import blocked_scores, blocked_scores_backward, chunks
+from visionattn.ops.blocked import blocked_scores, blocked_scores_backward
 from visionattn.ops.choice import choose_form
+from visionattn.ops.chunking import chunks
 from visionattn.ops.kernel_chunks import Features, WithMass, plan_chunks, put
 from visionattn.ops.sums import accumulation_dtype, no_double_backward, without_autocast
 

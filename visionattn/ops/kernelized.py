@@ -3,45 +3,12 @@
 import torch
 from torch import Tensor
 
-from visionattn.ops.blocked import blocked_scores, blocked_scores_backward
 from visionattn.ops.checks import check_attention, check_options
 from visionattn.ops.feature_maps import FeatureMap, PositionSoftmax, get_feature_map, map_name
 from visionattn.ops.kernel_sums import kernel_sums
 from visionattn.ops.relative import Flat, RelativePosition, key_counts, mean_with_relative
 from visionattn.ops.sums import Sums, accumulation_dtype, without_autocast
 from visionattn.ops.value_drop import drop_values
-
-
-@torch.library.custom_op("visionattn::direct_values", mutates_args=())
-def direct_values(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """``sum_j (q_i . k_j) v_j`` through blocks of scores, O(N M d): ``[G, N, e]``, memory linear in N."""
-    return blocked_scores(q, k, v)
-
-
-@direct_values.register_fake
-def _(q, k, v):
-    return v.new_empty(q.shape[0], q.shape[1], v.shape[2])
-
-
-@torch.library.custom_op("visionattn::direct_values_backward", mutates_args=())
-def direct_values_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of ``direct_values`` with respect to q, k and v for ``grad [G, N, e]``."""
-    return blocked_scores_backward(grad, q, k, v)
-
-
-@direct_values_backward.register_fake
-def _(grad, q, k, v):
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
-def _backward(ctx, grad):
-    with without_autocast(grad):
-        return direct_values_backward(grad.contiguous(), *ctx.saved_tensors)
-
-
-direct_values.register_autograd(
-    _backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
-)
 
 
 def _check_causal(feature_map: FeatureMap, relative: RelativePosition | None) -> None:
@@ -111,9 +78,10 @@ def kernelized_attention(
         _check_causal(feature_map, relative)
     dtype = accumulation_dtype(q, k, v)
     with without_autocast(q):
-        value = drop_values(v.to(dtype), value_drop, generator) if value_drop else v
-        sums = _content_sums(q, k, value, key_mask, feature_map, causal, form)
+        query, value = (q, v) if relative is None else (q.to(dtype), v.to(dtype))  # gradients of two terms add up in dtype
+        value = drop_values(value.to(dtype), value_drop, generator) if value_drop else value
+        sums = _content_sums(query, k, value, key_mask, feature_map, causal, form)
         if relative is not None and key_mask is not None:
             value = value.masked_fill(~key_mask[:, None, :, None], 0)
         count = key_counts(k, key_mask, causal, q.shape[2], dtype)
-        return mean_with_relative(sums, relative, q, value, count, key_mask, causal).to(v.dtype)
+        return mean_with_relative(sums, relative, query, value, count, key_mask, causal).to(v.dtype)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from visionattn.ops.blocked import chunks
+from visionattn.ops.chunking import chunks
 from visionattn.ops.sums import accumulation_dtype, no_double_backward, without_autocast
 
 BLOCK_QUERIES = 128

@@ -76,19 +76,19 @@ def weighted_mean(
         total[:, :, skip:] += more_mass
     size = max(1, CHUNK_ELEMENTS // max(1, values.shape[3]))
     for chunk in head_chunks(*mass.shape[:2], max(1, size // max(1, mass.shape[2]))):
-        own, source, inverse = part_of(out, chunk), part_of(values, chunk), _inverse(part_of(total, chunk))
+        own, source, divisor = part_of(out, chunk), part_of(values, chunk), _divisor(part_of(total, chunk))
         more = None if more_values is None else part_of(more_values, chunk)
         for t in chunks(mass.shape[2], size):
             own[:, t] = source[:, t]
             if more is not None:
                 own[:, max(t.start, skip) : t.stop] += more[:, max(t.start - skip, 0) : max(t.stop - skip, 0)]
-            own[:, t].mul_(inverse[:, t])
+            own[:, t].div_(divisor[:, t])
     return out, total
 
 
-def _inverse(mass: Tensor) -> Tensor:
-    """``1 / mass [..., 1]``, 0 where it is 0."""
-    return torch.where(mass == 0, 0, mass.reciprocal()).unsqueeze(-1)
+def _divisor(mass: Tensor) -> Tensor:
+    """``mass [..., 1]`` with 1 in place of 0."""
+    return torch.where(mass == 0, 1, mass).unsqueeze(-1)
 
 
 @weighted_mean.register_fake
@@ -99,7 +99,7 @@ def _(values, mass, more_values=None, more_mass=None, skip=0):
 @torch.library.custom_op("visionattn::weighted_mean_backward", mutates_args=())
 def weighted_mean_backward(grad: Tensor, out: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of ``weighted_mean``: ``g = grad / mass`` for the values, ``-<g, out>`` for the mass."""
-    d_values = grad * _inverse(mass)
+    d_values = (grad / _divisor(mass)).masked_fill_((mass == 0).unsqueeze(-1), 0)
     return d_values, torch.linalg.vecdot(d_values, out).neg_()
 
 

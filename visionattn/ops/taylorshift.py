@@ -10,7 +10,7 @@ from torch import Tensor
 
 from visionattn.ops.checks import check_attention, check_options
 from visionattn.ops.relative import RelativePosition, key_counts, mean_with_relative
-from visionattn.ops.sums import Sums, without_autocast
+from visionattn.ops.sums import Sums, accumulation_dtype, without_autocast
 from visionattn.ops.taylor_sums import takes_efficient, taylor_sums
 from visionattn.ops.value_drop import drop_values
 
@@ -66,15 +66,17 @@ def taylorshift_attention(
     if temperature is not None and (not isinstance(temperature, Tensor) or temperature.shape != (q.shape[1],)):
         given = tuple(temperature.shape) if isinstance(temperature, Tensor) else temperature
         raise ValueError(f"temperature: wanted a tensor [{q.shape[1]}], one per head, got {given}")
+    dtype = accumulation_dtype(q, k, v)
     if form == "auto" and not torch.compiler.is_compiling():  # the state of a named form is kept; a compiler sees one operator
         form = "efficient" if takes_efficient(form, q, k, v) else "direct"
     with without_autocast(q):
-        dropped = drop_values(v, value_drop, generator)
-        values, mass, *_ = taylor_sums(q, k, dropped, temperature, key_mask, *coefficients, form)
-        count = key_counts(k, key_mask, dtype=mass.dtype)
+        query, value = (q, v) if relative is None else (q.to(dtype), v.to(dtype))  # gradients of two terms add up in dtype
+        value = drop_values(value.to(dtype), value_drop, generator) if value_drop else value
+        values, mass, *_ = taylor_sums(query, k, value, temperature, key_mask, *coefficients, form)
+        count = key_counts(k, key_mask, dtype=dtype)
         if relative is not None and key_mask is not None:
-            dropped = dropped.masked_fill(~key_mask[:, None, :, None], 0)
-        out = mean_with_relative(Sums(values, mass), relative, q, dropped, count, key_mask)
+            value = value.masked_fill(~key_mask[:, None, :, None], 0)
+        out = mean_with_relative(Sums(values, mass), relative, query, value, count, key_mask)
         if output_scale:
             out = out * (count / q.shape[3]).sqrt().unsqueeze(-1)
         return out.to(v.dtype)
