@@ -11,15 +11,16 @@ classes that grow with the image cannot drown the near ones.
 Source: Scaleformer (Favier and Dal'Maz Silva 2021), section 3.3, for one dimension and "sum"; the rest is ours.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from visionattn.layout import TokenLayout
+from visionattn.ops.axis_sums import axis_sums
 from visionattn.ops.class_sums import axis_classes, class_sums
-from visionattn.ops.feature_maps import elu1
 from visionattn.ops.sums import Sums
 
 Normalization = Literal["sum", "mean"]
@@ -116,10 +117,10 @@ def key_counts(
         if key_mask is None:
             return torch.full((1, 1, 1), k.shape[2], dtype=dtype, device=k.device)
         return key_mask.sum(-1, dtype=dtype)[:, None, None]
-    last = torch.arange(num_queries, device=k.device).clamp(max=k.shape[2] - 1)
+    visible = torch.arange(1, num_queries + 1, device=k.device).clamp(max=k.shape[2])
     if key_mask is None:
-        return (last + 1).to(dtype)[None, None]
-    return key_mask.cumsum(1, dtype=dtype)[:, None, last]
+        return visible.to(dtype)[None, None]
+    return F.pad(key_mask.cumsum(1, dtype=dtype), (1, 0))[:, None, visible]
 
 
 def _axis_counts(length: int, horizon: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -185,14 +186,16 @@ class _Canvas:
         return None if key_mask is None else self.spread(key_mask[:, None, :, None].to(dtype))[..., 0]
 
 
-def _axis_sums(table: Tensor, phi_q: Tensor, v: Tensor, counts: Tensor, total: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The row part: values ``[B, h, H, W, e]`` and mass ``[B, h, H, W]``; all columns of a row are one key."""
-    weights = torch.matmul(phi_q, table[:, None].mT)
-    if total is not None:
-        weights = weights * torch.where(counts > 0, total / counts.clamp(min=1), 0).unsqueeze(1)
-    mass = (weights * counts.unsqueeze(1)).sum(-1)
-    sums = axis_classes(v.sum(3).mT, table.shape[1] // 2, v.shape[2])
-    return torch.matmul(weights, sums.permute(0, 1, 4, 3, 2)), mass
+def _axial_sums(relative: Axial, q: Tensor, v: Tensor, present: Tensor | None, total: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Values ``[B, h, H, W, e]`` and mass ``[B, h, H, W]`` of the rows and, on transposed views, of the columns."""
+    (height, width), options = q.shape[2:4], dict(dtype=relative.rows.dtype, device=q.device)
+    if present is None:
+        in_rows, in_columns = torch.full((1, height), width, **options), torch.full((1, width), height, **options)
+    else:
+        in_rows, in_columns = present[:, 0].sum(2), present[:, 0].sum(1)
+    values, mass = axis_sums(q, relative.rows, v, in_rows, total)
+    by_column, column_mass = axis_sums(q.transpose(2, 3), relative.columns, v.transpose(2, 3), in_columns, total)
+    return values + by_column.transpose(2, 3), mass + column_mass.transpose(2, 3)
 
 
 def relative_sums(
@@ -221,13 +224,11 @@ def relative_sums(
         counts = relative.layout.counts if reusable else count_classes(relative.layout, horizons, **options)
         values, mass = class_sums(q, relative.table.flatten(1, 2).to(dtype), v, counts.to(dtype), total, *horizons)
     else:
-        phi_q, v = elu1(q.to(dtype)), v.to(dtype)
-        counts = count_classes(relative.layout, (relative.rows.shape[1] // 2, 0), **options)
-        by_row, row_mass = _axis_sums(relative.rows.to(dtype), phi_q, v, counts, total)
-        counts = count_classes(relative.layout, (0, relative.columns.shape[1] // 2), **options).transpose(1, 2)
-        columns = relative.columns.to(dtype)
-        by_column, column_mass = _axis_sums(columns, phi_q.transpose(2, 3), v.transpose(2, 3), counts, total)
-        values, mass = by_row + by_column.transpose(2, 3), row_mass + column_mass.transpose(2, 3)
+        if present is None and relative.layout.kept is not None:
+            everyone = torch.ones(v.shape[0], relative.layout.num_tokens, dtype=torch.bool, device=v.device)
+            present = canvas.present(everyone, dtype)
+        relative = replace(relative, rows=relative.rows.to(dtype), columns=relative.columns.to(dtype))
+        values, mass = _axial_sums(relative, q, v, present, total)
     return Sums(canvas.collect(values), canvas.collect(mass.unsqueeze(4)).squeeze(3))
 
 
