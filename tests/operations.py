@@ -10,7 +10,16 @@ from oracles import draw, draw_qkv, draw_table
 from torch import Tensor
 
 from visionattn.layout import Grid, TokenLayout
-from visionattn.ops import Axial, Flat, Joint, kernelized_attention, reference, softmax_attention, taylorshift_attention
+from visionattn.ops import (
+    Axial,
+    Flat,
+    Joint,
+    RandomFeatures,
+    kernelized_attention,
+    reference,
+    softmax_attention,
+    taylorshift_attention,
+)
 
 TOKENS = 47
 
@@ -55,39 +64,72 @@ def twin(**inputs: Tensor) -> Tensor:
     return reference.softmax_attention(**inputs, key_mask=mask, bias=bias)
 
 
-def operations() -> dict[str, Operation]:
-    """Every operation, each form, feature map and kind of relative position once."""
+class InDtype:
+    """A feature map whose features have the dtype of its input, as the definition computes."""
+
+    def __init__(self, feature_map):
+        self.feature_map = feature_map
+
+    def query(self, x: Tensor) -> Tensor:
+        return self.feature_map.query(x).to(x.dtype)
+
+    key = query
+
+
+def content_operations() -> dict[str, Operation]:
+    """Every operation without relative position: each form and feature map, causal or not."""
     tau = {"temperature": torch.tensor([0.7, 1.9, 4.0], dtype=torch.float64)}
-    joint, rows = {"table": draw_table(3, 5, 5, 16, seed=21)}, draw_table(3, 3, 16, seed=22)
-    axial = {"rows": rows, "columns": draw_table(3, 7, 16, seed=23)}
     taylor, kernel = taylorshift_attention, kernelized_attention
     slow_taylor, slow_kernel = reference.taylorshift_attention, reference.kernelized_attention
     named = {}
     for form in ("direct", "efficient"):
         named[f"taylorshift {form}"] = Operation(partial(taylor, form=form), slow_taylor, tau)
         named[f"taylorshift {form}, plain"] = Operation(partial(taylor, form=form), slow_taylor, {})
-        for feature_map in ("elu1", "relu", "softmax"):
-            options = {"feature_map": feature_map}
-            named[f"kernelized {form}, {feature_map}"] = Operation(
-                partial(kernel, form=form, **options), partial(slow_kernel, **options), {}
-            )
-    for normalization in ("sum", "mean"):
-        arguments = (Joint, normalization)
-        named[f"taylorshift, joint {normalization}"] = Operation(
-            relative(taylor, *arguments), relative(slow_taylor, *arguments), tau | joint
+        for causal, maps in ((False, ("elu1", "relu", "softmax")), (True, ("elu1", "relu"))):
+            for feature_map in maps:
+                options = {"feature_map": feature_map, "causal": causal}
+                named[f"kernelized {'causal ' * causal}{form}, {feature_map}"] = Operation(
+                    partial(kernel, form=form, **options), partial(slow_kernel, **options), {}
+                )
+    features = RandomFeatures(16, 20, torch.Generator().manual_seed(25)).double()  # cast to the dtype of what it maps
+    named["kernelized random features"] = Operation(
+        partial(kernel, feature_map=features), partial(slow_kernel, feature_map=InDtype(features)), {}
+    )
+    for causal in (False, True):
+        named[f"softmax{' causal' * causal}"] = Operation(
+            partial(softmax_attention, causal=causal), partial(reference.softmax_attention, causal=causal), {}
         )
+    return named
+
+
+def relative_operations() -> dict[str, Operation]:
+    """Every operation with each kind of relative position."""
+    tau = {"temperature": torch.tensor([0.7, 1.9, 4.0], dtype=torch.float64)}
+    joint, rows = {"table": draw_table(3, 5, 5, 16, seed=21)}, draw_table(3, 3, 16, seed=22)
+    axial = {"rows": rows, "columns": draw_table(3, 7, 16, seed=23)}
+    taylor, kernel = taylorshift_attention, kernelized_attention
+    slow_taylor, slow_kernel = reference.taylorshift_attention, reference.kernelized_attention
+    named = {}
+    for normalization in ("sum", "mean"):
         for kind, tables in ((Flat, {"table": rows}), (Axial, axial), (Joint, joint)):
-            arguments = (kind, normalization)
-            named[f"kernelized, {kind.__name__.lower()} {normalization}"] = Operation(
-                relative(kernel, *arguments), relative(slow_kernel, *arguments), tables
+            arguments, suffix = (kind, normalization), f"{kind.__name__.lower()} {normalization}"
+            named[f"taylorshift, {suffix}"] = Operation(
+                relative(taylor, *arguments), relative(slow_taylor, *arguments), tau | tables
             )
-    named["softmax"] = Operation(softmax_attention, reference.softmax_attention, {})
+            named[f"kernelized, {suffix}"] = Operation(relative(kernel, *arguments), relative(slow_kernel, *arguments), tables)
+        arguments = (Flat, normalization)
+        named[f"kernelized causal, flat {normalization}"] = Operation(
+            relative(kernel, *arguments, causal=True), relative(slow_kernel, *arguments, causal=True), {"table": rows}
+        )
     signed = {"table": draw(3, 5, 5, 16, seed=24)}
     named["softmax twin"] = Operation(relative(softmax_attention, Joint, "sum"), twin, signed)
     return named
 
 
-OPERATIONS = operations()
-LINEAR = [name for name in OPERATIONS if "softmax" not in name.split(",")[0] and "direct" not in name]
+OPERATIONS = content_operations() | relative_operations()
+NOT_SOFTMAX = [name for name in OPERATIONS if not name.startswith("softmax")]
+LINEAR = [name for name in NOT_SOFTMAX if " direct" not in name]
+RELATIVE = [name for name in NOT_SOFTMAX if name.endswith((" sum", " mean"))]
 every_operation = pytest.mark.parametrize("name", OPERATIONS)
 every_linear_operation = pytest.mark.parametrize("name", LINEAR)
+every_relative_operation = pytest.mark.parametrize("name", RELATIVE)
