@@ -14,11 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from visionattn.ops.chunking import head_chunks, part_of, part_of_shared
-from visionattn.ops.class_tiles import Lines, Tiles, multiply, multiply_backward
+from visionattn.ops.class_tiles import Band, Lines, Tiles, multiply, multiply_backward
 from visionattn.ops.feature_maps import elu1
 from visionattn.ops.sums import no_double_backward, without_autocast
 
 PAIRS = 1 << 19
+LINE_ELEMENTS = 1 << 20
 
 
 def axis_classes(x: Tensor, horizon: int, num_queries: int) -> Tensor:
@@ -78,7 +79,7 @@ def _chunks(q: Tensor, table: Tensor, size: int) -> list[_Chunk]:
 
 def _scale(counts: Tensor, total: Tensor | None) -> Tensor | None:
     """What the weight of a class is multiplied with to be that of each of its keys, for "mean"; None for "sum"."""
-    return None if total is None else torch.where(counts > 0, total / counts.clamp(min=1), 0)
+    return None if total is None else total / counts.clamp(min=1)  # a class without keys adds nothing, whatever it weighs
 
 
 def _features(query: Tensor) -> Tensor:
@@ -93,13 +94,13 @@ def _weights(phi: Tensor, table: Tensor, scale: Tensor | None) -> Tensor:
 
 
 def _weights_backward(
-    chunk: _Chunk, d_weights: Tensor, query: Tensor, phi: Tensor, scale: Tensor | None, d_table: Tensor
+    d_weights: Tensor, query: Tensor, phi: Tensor, table: Tensor, scale: Tensor | None, d_table: Tensor
 ) -> Tensor:
     """The gradient ``[g, n, d]`` of the queries for that of the weights, ``[g, n, C]``; adds that of the table to ``d_table``."""
     if scale is not None:
         d_weights = d_weights.mul_(scale)
-    chunk.add_to_table(d_table, torch.bmm(d_weights.mT, phi))
-    return torch.bmm(d_weights, chunk.table).mul_(query.clamp(max=0).exp_())
+    d_table.baddbmm_(d_weights.mT, phi)
+    return torch.bmm(d_weights, table).mul_(query.clamp(max=0).exp_())
 
 
 @torch.library.custom_op("visionattn::class_sums", mutates_args=())
@@ -132,31 +133,34 @@ def _takes_direct(table: Tensor, v: Tensor) -> bool:
     return direct_is_faster(v.shape[2] * v.shape[3], table.shape[1], v.shape[4])
 
 
-def _tiles(heads: int, q: Tensor, v: Tensor, horizons: tuple[int, int]) -> Tiles:
-    return Tiles(heads, q.shape[2], max(q.shape[3], v.shape[3]), v.shape[4], horizons)
+def _tiles(heads: int, q: Tensor, table: Tensor, v: Tensor, horizons: tuple[int, int]) -> Tiles:
+    return Tiles(heads, q.shape[2], max(q.shape[3], v.shape[3]), v.shape[4], horizons, table)
 
 
 def _tiled_chunks(q: Tensor, table: Tensor, v: Tensor, counts: Tensor, scale: Tensor | None, horizons: tuple[int, int]):
     """Chunks of the tiled form: the chunk, its tiles, the lines of its values, its counts and scale as the tiles lie."""
-    one, lines = _tiles(1, q, v, horizons), None
+    one, lines = _tiles(1, q, table, v, horizons), None
     counts, scale = one.rows(counts), None if scale is None else one.rows(scale)
-    size = one.band_elements // (one.period * one.pitch * one.classes[0] * one.columns)
-    for chunk in _chunks(q, table, size):
+    for chunk in _chunks(q, table, LINE_ELEMENTS // (one.period * one.pitch * one.e)):
         heads = len(chunk.table)
         if lines is None or lines.tiles.heads != heads:
-            lines = Lines(_tiles(heads, q, v, horizons), table)
+            lines = Lines(_tiles(heads, q, table, v, horizons))
         yield chunk, lines.tiles, lines.fill(chunk.part(v)), chunk.part_shared(counts), chunk.part_shared(scale)
+
+
+def _of_band(x: Tensor | None, tiles: Tiles, band: Band) -> Tensor | None:
+    """Counts or scale ``[1 or g, ...]`` of the queries of a band."""
+    return None if x is None else x[band.heads if len(x) > 1 else slice(None), tiles.places(band)]
 
 
 def _tiled_forward(q, table, v, counts, scale, horizons, values: Tensor, mass: Tensor) -> None:
     for chunk, tiles, lines, counts_, scale_ in _tiled_chunks(q, table, v, counts, scale, horizons):
         query, out, out_mass = chunk.part(q), chunk.part(values), chunk.part(mass).unsqueeze(3)
         for band in tiles.bands():
-            there = tiles.queries(band)
             phi = _features(tiles.load(query, band, table))
-            w = _weights(phi, chunk.table, None if scale_ is None else scale_[:, there])
-            tiles.store((w * counts_[:, there]).sum(2, keepdim=True), band, out_mass)
-            tiles.store(multiply(tiles, lines, w.flatten(0, 1), band).view(len(w), -1, v.shape[4]), band, out)
+            w = _weights(phi, chunk.table[band.heads], _of_band(scale_, tiles, band))
+            tiles.store((w * _of_band(counts_, tiles, band)).sum(2, keepdim=True), band, out_mass)
+            tiles.store(multiply(tiles, lines, w.flatten(0, 1), band.tiles).view(len(w), -1, v.shape[4]), band, out)
 
 
 def _direct_chunks(q: Tensor, table: Tensor, v: Tensor, counts: Tensor, scale: Tensor | None, horizons: tuple[int, int]):
@@ -211,16 +215,18 @@ def class_sums_backward(
 
 def _tiled_backward(q, table, v, counts, scale, horizons, d_values, d_mass, dq: Tensor, d_table: Tensor, dv: Tensor) -> None:
     for chunk, tiles, lines, counts_, scale_ in _tiled_chunks(q, table, v, counts, scale, horizons):
-        d_lines, grad, grad_mass = Lines(tiles, table), chunk.part(d_values), chunk.part(d_mass).unsqueeze(3)
+        d_lines, grad, grad_mass = Lines(tiles), chunk.part(d_values), chunk.part(d_mass).unsqueeze(3)
+        d_own_table = torch.zeros_like(chunk.table)
         for band in tiles.bands():
-            there = tiles.queries(band)
-            band_scale, query = None if scale_ is None else scale_[:, there], tiles.load(chunk.part(q), band, table)
+            own_table, band_scale = chunk.table[band.heads], _of_band(scale_, tiles, band)
+            query = tiles.load(chunk.part(q), band, table)
             phi = elu1(query)
-            w = _weights(phi, chunk.table, band_scale)
+            w = _weights(phi, own_table, band_scale)
             d_sums = tiles.load(grad, band, table).flatten(0, 1)
-            d_w = multiply_backward(tiles, lines, w.flatten(0, 1), band, d_sums, d_lines).view_as(w)
-            d_w = d_w.addcmul_(tiles.load(grad_mass, band, table), counts_[:, there])
-            tiles.store(_weights_backward(chunk, d_w, query, phi, band_scale, d_table), band, chunk.part(dq))
+            d_w = multiply_backward(tiles, lines, w.flatten(0, 1), band.tiles, d_sums, d_lines).view_as(w)
+            d_w = d_w.addcmul_(tiles.load(grad_mass, band, table), _of_band(counts_, tiles, band))
+            tiles.store(_weights_backward(d_w, query, phi, own_table, band_scale, d_own_table[band.heads]), band, chunk.part(dq))
+        chunk.add_to_table(d_table, d_own_table)
         chunk.part(dv).copy_(d_lines.collect(v.shape[3]))
 
 
@@ -231,7 +237,9 @@ def _direct_backward(q, table, v, counts, scale, horizons, d_values, d_mass, dq:
         w = _weights(phi, chunk.table, scale_)
         chunk.part(dv).flatten(1, 2).copy_(torch.bmm(w.gather(2, index).mT, grad))
         d_w = torch.zeros_like(w).scatter_add_(2, index, torch.bmm(grad, value.mT)).addcmul_(grad_mass.unsqueeze(2), counts_)
-        chunk.part(dq).flatten(1, 2).copy_(_weights_backward(chunk, d_w, query, phi, scale_, d_table))
+        d_own_table = torch.zeros_like(chunk.table)
+        chunk.part(dq).flatten(1, 2).copy_(_weights_backward(d_w, query, phi, chunk.table, scale_, d_own_table))
+        chunk.add_to_table(d_table, d_own_table)
 
 
 @class_sums_backward.register_fake

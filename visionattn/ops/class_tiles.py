@@ -16,8 +16,13 @@ Sums over rows above and below are running sums, never differences: nothing is l
 feature maps nor counts; ``class_sums.py`` does.
 """
 
+from functools import cached_property
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+
+from visionattn.ops.chunking import chunks
 
 WIDE_VALUES = 32
 TILE_QUERIES, TILE_QUERIES_OF_NARROW_VALUES = 8, 16
@@ -34,14 +39,31 @@ def _run_rows(x: Tensor, lag: int, out: Tensor, *, up: bool) -> Tensor:
     return out
 
 
+class Band(NamedTuple):
+    """A run of tiles that is worked on at once.
+
+    Args:
+        tiles: in the line of all heads.
+        heads: the heads it belongs to.
+        rows, columns: the part of each head's grid that it holds.
+        shape: rows and columns of memory that this part takes in each head, zeros included.
+    """
+
+    tiles: slice
+    heads: slice
+    rows: slice
+    columns: slice
+    shape: tuple[int, int]
+
+
 class Tiles:
     """Geometry of one chunk of heads: ``heads`` grids of ``height`` rows of ``width`` places.
 
-    ``width`` is that of queries or keys, whichever is more; e is the width of the values.
+    ``width`` is that of queries or keys, whichever is more; e is the width of the values; dtype and device are those of ``like``.
     """
 
-    def __init__(self, heads: int, height: int, width: int, e: int, horizons: tuple[int, int]):
-        self.heads, self.height, self.width, self.e, self.horizons = heads, height, width, e, horizons
+    def __init__(self, heads: int, height: int, width: int, e: int, horizons: tuple[int, int], like: Tensor):
+        self.heads, self.height, self.width, self.e, self.horizons, self.like = heads, height, width, e, horizons, like
         self.reach = max(horizons[1] - 1, 0)
         self.size = max(TILE_QUERIES if e >= WIDE_VALUES else TILE_QUERIES_OF_NARROW_VALUES, 2 * self.reach)
         self.used = -(-width // self.size)
@@ -53,6 +75,7 @@ class Tiles:
         self.columns = 2 * (self.reach + self.size) - 1 + 2
         rows = range(-self.gap, self.gap + 1)
         self.sources = [("above", 0), *(("here", a) for a in rows), ("below", 0)] if horizons[0] else [("all", 0)]
+        self.own = "here" if horizons[0] else "all"
         self.classes = (len(self.sources), 2 * horizons[1] + 1)
         self.band_elements = BAND_ELEMENTS * self.size
 
@@ -62,49 +85,55 @@ class Tiles:
         line[:, : self.height, : x.shape[2]] = x
         return line.flatten(1, 2)
 
-    def bands(self) -> list[slice]:
-        """Slices of tiles whose weights stay in cache: whole rows where there are several; several heads are one band."""
-        if self.heads > 1:
-            return [slice(0, self.heads * self.period * self.per_row)]
-        unit, count = (self.per_row, self.height * self.per_row) if self.height > 1 else (1, self.used)
-        per_band = unit * max(1, self.band_elements // (self.size * self.classes[0] * self.columns * unit))
-        return [slice(start, min(start + per_band, count)) for start in range(0, count, per_band)]
+    def bands(self) -> list[Band]:
+        """Bands whose weights stay in cache: all heads at once, or whole rows of one head, or tiles of the only row of one."""
+        tiles_of_a_head = self.period * self.per_row
+        per_band = max(1, self.band_elements // (self.size * self.classes[0] * self.columns))
+        everything = slice(0, self.width)
+        if self.heads * tiles_of_a_head <= per_band:
+            shape, rows = (self.period, self.pitch), slice(0, self.height)
+            return [Band(slice(0, self.heads * tiles_of_a_head), slice(0, self.heads), rows, everything, shape)]
+        bands = []
+        for head in range(self.heads):
+            own, first = slice(head, head + 1), head * tiles_of_a_head
+            if self.height > 1:
+                for rows in chunks(self.height, max(1, per_band // self.per_row)):
+                    tiles = slice(first + rows.start * self.per_row, first + rows.stop * self.per_row)
+                    bands.append(Band(tiles, own, rows, everything, (rows.stop - rows.start, self.pitch)))
+            else:
+                for t in chunks(self.used, per_band):
+                    columns = slice(t.start * self.size, t.stop * self.size)
+                    shape = (1, columns.stop - columns.start)
+                    bands.append(Band(slice(first + t.start, first + t.stop), own, slice(0, 1), columns, shape))
+        return bands
 
-    def queries(self, band: slice) -> slice:
-        """The places of the line, of each head, that the tiles of ``band`` hold."""
-        return slice(band.start * self.size, min(band.stop, self.period * self.per_row) * self.size)
+    def places(self, band: Band) -> slice:
+        """Where in the line of a head, as ``rows`` gives it, the queries of the band stand."""
+        start = band.rows.start * self.pitch + band.columns.start
+        return slice(start, start + band.shape[0] * band.shape[1])
 
-    def _region(self, band: slice, width: int) -> tuple[tuple[int, int], slice, slice]:
-        """Rows and columns in memory of a head's part of ``band``, and which rows and columns of a grid of ``width`` it holds."""
-        if self.heads > 1:
-            return (self.period, self.pitch), slice(0, self.height), slice(0, width)
-        if self.height > 1:
-            rows = slice(band.start // self.per_row, band.stop // self.per_row)
-            return (rows.stop - rows.start, self.pitch), rows, slice(0, width)
-        columns = slice(min(band.start * self.size, width), min(band.stop * self.size, width))
-        return (1, (band.stop - band.start) * self.size), slice(0, 1), columns
-
-    def load(self, x: Tensor, band: slice, like: Tensor) -> Tensor:
-        """The queries of ``band`` of ``x [g, H, W', c]``, ``[g, n, c]`` in the dtype of ``like``; zeros outside the grid."""
-        shape, rows, columns = self._region(band, x.shape[2])
-        out = like.new_empty(x.shape[0], *shape, x.shape[3])
-        height, width = rows.stop - rows.start, columns.stop - columns.start
-        out[:, :height, :width] = x[:, rows, columns]
+    def load(self, x: Tensor, band: Band, like: Tensor) -> Tensor:
+        """The queries of the band of ``x [g, H, W', c]``, ``[heads, n, c]`` in the dtype of ``like``; zeros outside the grid."""
+        part = x[band.heads, band.rows, band.columns]
+        out = like.new_empty(part.shape[0], *band.shape, x.shape[3])
+        height, width = part.shape[1:3]
+        out[:, :height, :width] = part
         out[:, height:] = 0
         out[:, :height, width:] = 0
         return out.flatten(1, 2)
 
-    def store(self, part: Tensor, band: slice, out: Tensor) -> None:
-        """Write the queries of ``band``, ``part [g, n, c]``, to their places in ``out [g, H, W', c]``."""
-        shape, rows, columns = self._region(band, out.shape[2])
-        out[:, rows, columns] = part.unflatten(1, shape)[:, : rows.stop - rows.start, : columns.stop - columns.start]
+    def store(self, part: Tensor, band: Band, out: Tensor) -> None:
+        """Write the queries of the band, ``part [heads, n, c]``, to their places in ``out [g, H, W', c]``."""
+        there = out[band.heads, band.rows, band.columns]
+        there.copy_(part.unflatten(1, band.shape)[:, : there.shape[1], : there.shape[2]])
 
-    def repeat(self, like: Tensor) -> Tensor:
+    @cached_property
+    def repeat(self) -> Tensor:
         """``[2R+1, columns]`` of 0 and 1: the class of each offset, and last those of the two ends."""
-        offset = torch.arange(self.columns - 2, device=like.device) - (self.columns - 2) // 2
-        horizon = self.horizons[1]
-        index = torch.cat([offset.clamp(-horizon, horizon), offset.new_tensor([-horizon, horizon])]) + horizon
-        return (index == torch.arange(self.classes[1], device=like.device)[:, None]).to(like.dtype)
+        options, horizon = dict(device=self.like.device), self.horizons[1]
+        offset = torch.arange(self.columns - 2, **options) - (self.columns - 2) // 2
+        index = torch.cat([offset.clamp(-horizon, horizon), torch.tensor([-horizon, horizon], **options)]) + horizon
+        return (index == torch.arange(self.classes[1], **options)[:, None]).to(self.like.dtype)
 
     def matrices(self, weights: Tensor, source: int) -> tuple[Tensor, Tensor]:
         """Matrices of the tiles for one class of rows, ``[n, t, window]`` and ``[n, t, 2]``: views of the weights."""
@@ -117,25 +146,24 @@ class Tiles:
 class Lines:
     """Values, or their gradients, of one chunk of heads as the tiles read them: keys, sums of rows, sums of ends of rows."""
 
-    def __init__(self, tiles: Tiles, like: Tensor):
+    def __init__(self, tiles: Tiles):
         """All zeros; ``fill`` puts values in."""
         self.tiles, self.e = tiles, tiles.e
         names = dict.fromkeys(name for name, _ in tiles.sources)
-        self.keys = {name: self._zeros(like, name) for name in names}
-        self.ends = {name: like.new_zeros(self._num_rows(name), tiles.per_row, 2, tiles.e) for name in names}
+        self.keys = {name: self._zeros(name) for name in names}
+        self.ends = {name: tiles.like.new_zeros(self._num_rows(name), tiles.per_row, 2, tiles.e) for name in names}
 
     def _num_rows(self, name: str) -> int:
         return self.tiles.heads * self.tiles.period + (2 * self.tiles.gap if name == "here" else 0)
 
-    def _zeros(self, like: Tensor, name: str) -> Tensor:
-        return like.new_zeros(self._num_rows(name) * self.tiles.pitch + 2 * self.tiles.reach, self.e)
+    def _zeros(self, name: str) -> Tensor:
+        return self.tiles.like.new_zeros(self._num_rows(name) * self.tiles.pitch + 2 * self.tiles.reach, self.e)
 
-    def _grid(self, name: str) -> Tensor:
-        """The rows of all heads as ``[g, period, pitch, e]``, without the margins of the line."""
-        tiles = self.tiles
-        start = tiles.gap * tiles.pitch if name == "here" else 0
-        line = self.keys[name][start : start + tiles.heads * tiles.period * tiles.pitch]
-        return line.view(tiles.heads, tiles.period, tiles.pitch, self.e)
+    def _grid(self, x: Tensor, name: str) -> Tensor:
+        """The rows of all heads in ``keys`` or ``ends`` as ``[g, H, ...]``, without the margins of the line."""
+        tiles, start = self.tiles, self.tiles.gap if name == "here" else 0
+        x = x[: self._num_rows(name) * tiles.pitch].view(-1, tiles.pitch, self.e) if x.ndim == 2 else x
+        return x[start : start + tiles.heads * tiles.period].unflatten(0, (tiles.heads, tiles.period))[:, : tiles.height]
 
     def _blocks(self, name: str) -> tuple[Tensor, Tensor]:
         """Blocks of t keys ``[rows, used, t, e]``: those that begin where tiles do, and those that begin where windows end."""
@@ -147,36 +175,36 @@ class Lines:
     def fill(self, v: Tensor) -> "Lines":
         """Lay out ``v [g, H, W', e]`` and form its sums."""
         tiles, inside = self.tiles, slice(self.tiles.reach, self.tiles.reach + v.shape[2])
-        v = v.to(self.keys[next(iter(self.keys))].dtype)
-        for name in self.keys:
-            rows = self._grid(name)[:, : tiles.height, inside]
-            if name == "here":
-                rows.copy_(v)
-            elif name == "all":
-                rows.copy_(v.sum(1, keepdim=True))
-            else:
-                _run_rows(v, tiles.horizons[0], rows, up=name == "below")
-            left, right = (blocks.sum(2) for blocks in self._blocks(name))
-            self.ends[name][:, 1 : tiles.used, 0] = left.cumsum(1)[:, :-1]
-            self.ends[name][:, : tiles.used - 1, 1] = right.flip(1).cumsum(1).flip(1)[:, 1:]
+        v, name = v.to(tiles.like.dtype), tiles.own
+        self._grid(self.keys[name], name)[:, :, inside] = v if name == "here" else v.sum(1, keepdim=True)
+        left, right = (blocks.sum(2) for blocks in self._blocks(name))
+        self.ends[name][:, 1 : tiles.used, 0] = left.cumsum(1)[:, :-1]
+        self.ends[name][:, : tiles.used - 1, 1] = right.flip(1).cumsum(1).flip(1)[:, 1:]
+        if name == "here":
+            ends = self._grid(self.ends[name], name)
+            for far, up in (("above", False), ("below", True)):
+                _run_rows(v, tiles.horizons[0], self._grid(self.keys[far], far)[:, :, inside], up=up)
+                _run_rows(ends, tiles.horizons[0], self._grid(self.ends[far], far), up=up)
         return self
 
     def collect(self, width: int) -> Tensor:
-        """The transpose of ``fill``: gradients of keys and sums to the gradient ``[g, H, width, e]`` of the values."""
-        tiles, inside = self.tiles, slice(self.tiles.reach, self.tiles.reach + width)
-        total = 0
-        for name in self.keys:
-            left, right = self._blocks(name)
-            d_left, d_right = self.ends[name][:, : tiles.used].unbind(2)
-            left[:, :-1] += d_left[:, 1:].flip(1).cumsum(1).flip(1).unsqueeze(2)
-            right[:, 1:] += d_right[:, :-1].cumsum(1).unsqueeze(2)
-            rows = self._grid(name)[:, : tiles.height, inside]
-            if name == "all":
-                rows = rows.sum(1, keepdim=True)
-            elif name != "here":
-                rows = _run_rows(rows, tiles.horizons[0], rows.new_zeros(rows.shape), up=name == "above")
-            total = rows + total
-        return total
+        """The transpose of ``fill``: the gradient ``[g, H, width, e]`` of the values for those of keys and sums, which are used up."""
+        tiles, name, inside = self.tiles, self.tiles.own, slice(self.tiles.reach, self.tiles.reach + width)
+        total = None
+        if name == "here":
+            total = torch.zeros_like(self._grid(self.keys["above"], "above")[:, :, inside])
+            own_ends = self._grid(self.ends[name], name)
+            for far, up in (("above", True), ("below", False)):
+                ends = self._grid(self.ends[far], far)
+                own_ends += _run_rows(ends, tiles.horizons[0], torch.zeros_like(ends), up=up)
+                keys = self._grid(self.keys[far], far)[:, :, inside]
+                total += _run_rows(keys, tiles.horizons[0], torch.zeros_like(keys), up=up)
+        left, right = self._blocks(name)
+        d_left, d_right = self.ends[name][:, : tiles.used].unbind(2)
+        left[:, :-1] += d_left[:, 1:].flip(1).cumsum(1).flip(1).unsqueeze(2)
+        right[:, 1:] += d_right[:, :-1].cumsum(1).unsqueeze(2)
+        rows = self._grid(self.keys[name], name)[:, :, inside]
+        return rows.sum(1, keepdim=True).expand_as(rows) if total is None else total.add_(rows)
 
     def _first_row(self, source: int) -> int:
         name, shift = self.tiles.sources[source]
@@ -198,7 +226,7 @@ class Lines:
 
 def spread_weights(tiles: Tiles, weights: Tensor) -> Tensor:
     """Weights of classes ``[q, C]`` as those of offsets and ends, ``[q, rows, columns]``."""
-    return torch.mm(weights.view(-1, tiles.classes[1]), tiles.repeat(weights)).view(-1, tiles.classes[0], tiles.columns)
+    return torch.mm(weights.view(-1, tiles.classes[1]), tiles.repeat).view(-1, tiles.classes[0], tiles.columns)
 
 
 def multiply(tiles: Tiles, lines: Lines, weights: Tensor, band: slice) -> Tensor:
@@ -224,4 +252,4 @@ def multiply_backward(tiles: Tiles, lines: Lines, weights: Tensor, band: slice, 
         for parity in (slice(0, None, 2), slice(1, None, 2)):  # windows of every second tile do not overlap
             if len(grad[parity]):
                 d_lines.windows(source, band, parity).baddbmm_(window[parity].mT, grad[parity])
-    return torch.mm(d_spread.view(-1, tiles.columns), tiles.repeat(weights).T).view_as(weights)
+    return torch.mm(d_spread.view(-1, tiles.columns), tiles.repeat.T).view_as(weights)

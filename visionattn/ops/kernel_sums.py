@@ -4,7 +4,7 @@ A chunk of tokens at a time is mapped to features and laid out in a buffer (``ke
 again in the backward pass, so that autograd keeps q, k and v themselves. Loops over tokens stand inside the operator: a
 compiler sees one node whatever N is.
 
-Values travel with a column of ones behind them, ``v1 = [v, 1]``: then sums of values and mass, and S and Z, are one product.
+In most passes values travel with a column of ones behind them, ``v1 = [v, 1]``: sums of values and mass are one product then.
 Here ``e1 = e + 1``, ``f`` is the number of features and ``g = images * heads`` those of one chunk.
 
 A causal pass goes through segments of several blocks of 64 tokens: the masked products of all blocks of a segment, the state
@@ -33,16 +33,21 @@ def _join(s: Tensor, z: Tensor, b: slice, dtype: torch.dtype) -> Tensor:
 
 
 def _efficient_forward(q: Features, k: Features, v: WithMass, outputs: tuple[Tensor, ...]) -> None:
+    """Values and mass apart: nothing is laid out anew but the features, and the products have whole widths."""
     values, mass, s, z = outputs
     n, m = q.x.shape[2], k.x.shape[2]
     images, size = plan_chunks(values, max(n, m), max(k.width, v.width))
     for b in images:
-        state = _zero_state(k, v, b)
+        own, own_mass, state, keys_sum = (x[b].flatten(0, 1) for x in outputs)
+        state.zero_(), keys_sum.zero_()
         for t in chunks(m, size):
-            state.baddbmm_(k.load(b, t).mT, v.load(b, t))
+            keys = k.load(b, t)
+            state.baddbmm_(keys.mT, v.x[b, :, t].to(v.dtype).flatten(0, 1))
+            keys_sum += keys.sum(1)
         for t in chunks(n, size):
-            put(torch.bmm(q.load(b, t), state), b, t, values, mass)
-        put(state, b, slice(None), s, z)
+            queries = q.load(b, t)
+            torch.bmm(queries, state, out=own[:, t])
+            own_mass[:, t] = torch.bmm(queries, keys_sum.unsqueeze(2)).squeeze(2)
 
 
 def _zero_state(k: Features, v: WithMass, b: slice) -> Tensor:

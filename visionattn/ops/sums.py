@@ -79,9 +79,12 @@ def weighted_mean(
         own, source, divisor = part_of(out, chunk), part_of(values, chunk), _divisor(part_of(total, chunk))
         more = None if more_values is None else part_of(more_values, chunk)
         for t in chunks(mass.shape[2], size):
-            own[:, t] = source[:, t]
-            if more is not None:
-                own[:, max(t.start, skip) : t.stop] += more[:, max(t.start - skip, 0) : max(t.stop - skip, 0)]
+            if more is None:
+                torch.div(source[:, t], divisor[:, t], out=own[:, t])
+                continue
+            both = slice(max(t.start, skip), t.stop)
+            own[:, t.start : both.start] = source[:, t.start : both.start]
+            torch.add(source[:, both], more[:, both.start - skip : max(t.stop - skip, 0)], out=own[:, both])
             own[:, t].div_(divisor[:, t])
     return out, total
 

@@ -16,7 +16,7 @@ from visionattn.ops.chunking import chunks
 
 EPS = 1e-6
 TILE = 4
-BUFFER_ELEMENTS = 1 << 19
+BUFFER_ELEMENTS = 1 << 20
 CHUNK_TOKENS = (128, 1024)
 
 

@@ -115,8 +115,8 @@ class _Pass:
 def _passes(operands: tuple, dtype: torch.dtype):
     q, k = operands[:2]
     tokens = max(1, min(max(q.shape[2], k.shape[2]), chunk_tokens(q.shape[3])))
-    heads = BUFFER_ELEMENTS // ((num_features(q.shape[3]) + q.shape[3] + 1) * tokens)
-    for chunk in head_chunks(*q.shape[:2], max(1, heads)):
+    heads = max(1, BUFFER_ELEMENTS // ((num_features(q.shape[3]) + q.shape[3] + 1) * tokens))
+    for chunk in head_chunks(*q.shape[:2], heads * (torch.get_num_threads() if q.device.type == "cpu" else 1)):
         yield _Pass(chunk, operands, dtype)
 
 
