@@ -188,7 +188,7 @@ class Lines:
         return self
 
     def collect(self, width: int) -> Tensor:
-        """The transpose of ``fill``: the gradient ``[g, H, width, e]`` of the values for those of keys and sums, which are used up."""
+        """The transpose of ``fill``, which uses up keys and sums: the gradient of the values, ``[g, H, width, e]``."""
         tiles, name, inside = self.tiles, self.tiles.own, slice(self.tiles.reach, self.tiles.reach + width)
         total = None
         if name == "here":

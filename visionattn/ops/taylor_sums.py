@@ -1,9 +1,8 @@
 """Sums of values and of weights under TaylorShift's weights: both forms, chunked, as one operator with its gradient.
 
-Tensors come as the caller has them: ``[B, h, tokens, width]`` of any strides and any floating dtype. Chunks are cast,
-normalised and laid out with tokens contiguous, in the forward pass and again in the backward pass, so that autograd keeps q, k
-and v themselves and, of the efficient form, its state. Loops over tokens and the choice of the form by length stand inside the
-operator: a compiler sees one node whatever N is.
+Chunks of q, k and v are prepared by ``taylor_passes.py`` in the forward pass and again in the backward pass, so that autograd
+keeps q, k and v themselves and, of the efficient form, its state. Loops over tokens and the choice of the form by length stand
+inside the operator: a compiler sees one node whatever N is.
 
 The state of the efficient form has one row for each feature of ``f(x) = [phi2(x), x, 1]``, weighted so that
 ``f(q) . state`` are the sums of the values: ``state = W sum_j f(k_j) v_j^T`` with W = a or 2a, b, c. The mass needs no
@@ -15,109 +14,10 @@ from torch import Tensor
 
 from visionattn.ops.blocked import blocked_scores, blocked_scores_backward
 from visionattn.ops.choice import choose_form
-from visionattn.ops.chunking import HeadChunk, chunks, head_chunks, part_of, part_of_shared
+from visionattn.ops.chunking import part_of
 from visionattn.ops.sums import accumulation_dtype, no_double_backward, without_autocast
-from visionattn.ops.taylor_features import (
-    BUFFER_ELEMENTS,
-    EPS,
-    add_features_backward,
-    chunk_tokens,
-    feature_weights,
-    fill_features,
-    num_features,
-)
-
-
-class _Vectors:
-    """Queries or keys of one chunk of heads, token chunk by token chunk as ``[g, d, T]``, and the way back for gradients.
-
-    With ``length [g]`` they are brought to that length (``x / max(|x|, 1e-6)`` times it); those of ``absent [g, tokens]`` are 0.
-    """
-
-    def __init__(self, x: Tensor, dtype: torch.dtype, length: Tensor | None, absent: Tensor | None):
-        self.x, self.dtype, self.absent = x, dtype, absent
-        self.length = None if length is None else length[:, None, None]
-
-    def load(self, t: slice) -> Tensor:
-        """Cast, normalised and masked, ``[g, d, T]``."""
-        x = self.x[:, t].mT.to(self.dtype, copy=True, memory_format=torch.contiguous_format)
-        if self.length is not None:
-            squares = x.square().sum(1, keepdim=True)
-            self.free = squares > EPS * EPS
-            self.inverse = squares.clamp_(min=EPS * EPS).rsqrt_()
-            self.unit = x.mul_(self.inverse)
-            x = self.unit * self.length
-        return x if self.absent is None else x.masked_fill_(self.absent[:, None, t], 0)
-
-    def store(self, grad: Tensor, t: slice, out: Tensor) -> Tensor | None:
-        """Write the gradient to ``out[:, t]``, for that of what was loaded last; returns that of the length, ``[g]``."""
-        if self.absent is not None:
-            grad = grad.masked_fill_(self.absent[:, None, t], 0)
-        if self.length is None:
-            out[:, t] = grad.mT
-            return None
-        along = (grad * self.unit).sum(1, keepdim=True)
-        d_length = along.sum((1, 2))
-        grad = grad.addcmul_(self.unit, along.mul_(self.free), value=-1)
-        out[:, t] = grad.mul_(self.inverse * self.length).mT
-        return d_length
-
-
-class _Values:
-    """Values, or gradients, of one chunk of heads as ``[g, T, e]``; those of ``absent [g, tokens]`` are 0."""
-
-    def __init__(self, x: Tensor, dtype: torch.dtype, absent: Tensor | None = None):
-        self.x, self.dtype, self.absent = x, dtype, absent
-
-    def load(self, t: slice) -> Tensor:
-        x = self.x[:, t].to(self.dtype)
-        return x if self.absent is None else x.masked_fill(self.absent[:, t, None], 0)
-
-
-class _Pass:
-    """What one chunk of heads needs in either direction: its operands, a buffer of features, and the slices of tokens."""
-
-    def __init__(self, chunk: HeadChunk, operands: tuple, dtype: torch.dtype):
-        q, k, v, temperature, key_mask = operands
-        self.chunk, (images, heads) = chunk, chunk
-        absent = None if key_mask is None else part_of_shared(~key_mask, chunk)
-        length = one = None
-        if temperature is not None:
-            length = temperature[heads].to(dtype).repeat(images.stop - images.start)
-            one = torch.ones_like(length)
-        self.q = _Vectors(part_of(q, chunk), dtype, length, None)
-        self.k = _Vectors(part_of(k, chunk), dtype, one, absent)
-        self.v = _Values(part_of(v, chunk), dtype, absent)
-        self.absent, self.d = absent, q.shape[3]
-        self.count = k.shape[2] if absent is None else (~absent).sum(1, dtype=dtype)[:, None]
-        self.buffer = None
-
-    def slices(self, x: Tensor) -> list[slice]:
-        return chunks(x.shape[-2], chunk_tokens(self.d))
-
-    def features(self, x: Tensor, absent: Tensor | None = None) -> Tensor:
-        """``[phi2(x), x, 1]`` of ``x [g, d, T]``, in a buffer that the next call uses again: ``[g, F + d + 1, T]``."""
-        size, f = (x.shape[0], num_features(self.d) + self.d + 1, x.shape[2]), num_features(self.d)
-        if self.buffer is None or self.buffer.shape != size:
-            self.buffer = x.new_empty(size)
-        fill_features(x, self.buffer)
-        self.buffer[:, f:-1] = x
-        self.buffer[:, -1] = 1 if absent is None else ~absent
-        return self.buffer
-
-    def features_backward(self, x: Tensor, grad: Tensor) -> Tensor:
-        """The gradient of ``x [g, d, T]`` for that of its features."""
-        out = grad[:, num_features(self.d) : -1].clone()
-        add_features_backward(x, grad, out)
-        return out
-
-
-def _passes(operands: tuple, dtype: torch.dtype):
-    q, k = operands[:2]
-    tokens = max(1, min(max(q.shape[2], k.shape[2]), chunk_tokens(q.shape[3])))
-    heads = max(1, BUFFER_ELEMENTS // ((num_features(q.shape[3]) + q.shape[3] + 1) * tokens))
-    for chunk in head_chunks(*q.shape[:2], heads * (torch.get_num_threads() if q.device.type == "cpu" else 1)):
-        yield _Pass(chunk, operands, dtype)
+from visionattn.ops.taylor_features import feature_weights, num_features
+from visionattn.ops.taylor_passes import Pass, Values, passes
 
 
 def _weights(d: int, abc: tuple[float, float, float], like: Tensor) -> Tensor:
@@ -126,7 +26,7 @@ def _weights(d: int, abc: tuple[float, float, float], like: Tensor) -> Tensor:
     return torch.cat([feature_weights(d, a, like), like.new_full((d, 1), b), like.new_full((1, 1), c)])
 
 
-def _reduce(step: _Pass, k: Tensor, weights: Tensor, state: Tensor) -> Tensor:
+def _reduce(step: Pass, k: Tensor, weights: Tensor, state: Tensor) -> Tensor:
     """Fill the chunk's ``state [g, F + d + 1, e]``."""
     state.zero_()
     for t in step.slices(k):
@@ -135,14 +35,14 @@ def _reduce(step: _Pass, k: Tensor, weights: Tensor, state: Tensor) -> Tensor:
     return state.mul_(weights)
 
 
-def _efficient_values(step: _Pass, q: Tensor, k: Tensor, weights: Tensor, state: Tensor, out: Tensor) -> None:
+def _efficient_values(step: Pass, q: Tensor, k: Tensor, weights: Tensor, state: Tensor, out: Tensor) -> None:
     """Fill the chunk's state and its sums of values ``out [g, N, e]``."""
     _reduce(step, k, weights, state)
     for t in step.slices(q):
         out[:, t] = torch.bmm(state.mT, step.features(step.q.load(t))).mT
 
 
-def _direct_values(step: _Pass, abc: tuple[float, float, float], out: Tensor) -> None:
+def _direct_values(step: Pass, abc: tuple[float, float, float], out: Tensor) -> None:
     """Fill the chunk's sums of values ``out [g, N, e]`` through blocks of scores: ``a ((x + b/2a)^2 + c/a - (b/2a)^2)``."""
     a, b, c = abc
     everything = slice(None)
@@ -151,7 +51,7 @@ def _direct_values(step: _Pass, abc: tuple[float, float, float], out: Tensor) ->
     torch.add(values.mul_(a), (c - b * b / (4 * a)) * v.sum(1, keepdim=True), out=out)
 
 
-def _mass(step: _Pass, q: Tensor, k: Tensor, abc: tuple[float, float, float], moments: tuple[Tensor, Tensor], out: Tensor):
+def _mass(step: Pass, q: Tensor, k: Tensor, abc: tuple[float, float, float], moments: tuple[Tensor, Tensor], out: Tensor):
     """Fill the chunk's ``K^T K [g, d, d]``, ``sum k [g, d]`` and sums of weights ``out [g, N]``."""
     (a, b, c), (second, first) = abc, moments
     second.zero_(), first.zero_()
@@ -208,7 +108,7 @@ def taylor_sums(
     state = q.new_empty(batch, heads, num_features(d) + d + 1 if form == "efficient" else 0, e, dtype=dtype)
     second, first = q.new_empty(batch, heads, d, d, dtype=dtype), q.new_empty(batch, heads, d, dtype=dtype)
     weights = _weights(d, (a, b, c), values)
-    for step in _passes((q, k, v, temperature, key_mask), dtype):
+    for step in passes((q, k, v, temperature, key_mask), dtype):
         out, out_mass, own_state, *moments = (part_of(x, step.chunk) for x in (values, mass, state, second, first))
         if efficient:
             _efficient_values(step, q, k, weights, _kept_state(own_state, weights), out)
@@ -251,7 +151,7 @@ class _MassGradient:
         return out.baddbmm_(self.d_second, key, alpha=2).add_(self.d_first.unsqueeze(2))
 
 
-def _efficient_backward(step: _Pass, mass: _MassGradient, weights: Tensor, state: Tensor, grads: tuple) -> Tensor | None:
+def _efficient_backward(step: Pass, mass: _MassGradient, weights: Tensor, state: Tensor, grads: tuple) -> Tensor | None:
     """Write the chunk's gradients through the efficient form; returns that of the length of the queries."""
     d_values, dq, dk, dv = grads
     d_state, d_length = torch.zeros_like(state), None
@@ -270,7 +170,7 @@ def _efficient_backward(step: _Pass, mass: _MassGradient, weights: Tensor, state
     return d_length
 
 
-def _direct_backward(step: _Pass, mass: _MassGradient, abc: tuple[float, float, float], grads: tuple) -> Tensor | None:
+def _direct_backward(step: Pass, mass: _MassGradient, abc: tuple[float, float, float], grads: tuple) -> Tensor | None:
     """Write the chunk's gradients through blocks of scores; returns that of the length of the queries."""
     (a, b, c), (d_values, dq, dk, dv), everything = abc, grads, slice(None)
     query, key, value, grad = (x.load(everything) for x in (step.q, step.k, step.v, d_values))
@@ -308,10 +208,10 @@ def taylor_sums_backward(
     grads = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     d_temperature = q.new_zeros(0) if temperature is None else torch.zeros_like(temperature, dtype=dtype)
     weights = _weights(q.shape[3], (a, b, c), second)
-    for step in _passes((q, k, v, temperature, key_mask), dtype):
+    for step in passes((q, k, v, temperature, key_mask), dtype):
         own_state, *moments = (part_of(x, step.chunk) for x in (state, second, first))
         mass = _MassGradient(part_of(d_mass, step.chunk), *moments, a, b)
-        own = (_Values(part_of(d_values, step.chunk), dtype), *(part_of(x, step.chunk) for x in grads))
+        own = (Values(part_of(d_values, step.chunk), dtype), *(part_of(x, step.chunk) for x in grads))
         if efficient:
             if not own_state.shape[1]:
                 own_state = _reduce(step, k, weights, _kept_state(own_state, weights))
