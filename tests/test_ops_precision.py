@@ -118,7 +118,7 @@ def test_sums_over_a_grid_of_512_x_512_lose_nothing_in_float32(kind, normalizati
 
     expected = sums(torch.float64)
     for name, x in sums(torch.float32).items():
-        assert ((x - expected[name]).abs() / expected[name]).max() < 1e-5, name
+        assert ((x - expected[name]).abs() / expected[name]).max() < 4e-6, name
 
 
 @pytest.mark.parametrize("dtype", LOW)
