@@ -93,7 +93,8 @@ def test_no_pair_of_tokens_and_no_features_of_all_tokens_are_in_memory_at_once(n
     first, second = 49 * 40, 49 * 80
     floats = (peak(second) - peak(first)) / (second - first) / 4 / 3
     # A matrix of pairs would add 5,880 floats per token and head, packed features 136, a state per token 384.
-    assert floats < (180 if " efficient" in name else 320)
+    # A joint table lays out values with their sums of rows, for several heads as long as these are few elements.
+    assert floats < (180 if " efficient" in name else 450 if "joint" in name else 320)
 
 
 D, E, HEADS = 16, 24, 3
