@@ -26,7 +26,7 @@ from visionattn.ops.chunking import chunks
 
 WIDE_VALUES = 32
 TILE_QUERIES, TILE_QUERIES_OF_NARROW_VALUES = 8, 16
-BAND_ELEMENTS = 1 << 15
+BAND_ELEMENTS, MOST_THREADS = 1 << 16, 8
 
 
 def _run_rows(x: Tensor, lag: int, out: Tensor, *, up: bool) -> Tensor:
@@ -77,7 +77,8 @@ class Tiles:
         self.sources = [("above", 0), *(("here", a) for a in rows), ("below", 0)] if horizons[0] else [("all", 0)]
         self.own = "here" if horizons[0] else "all"
         self.classes = (len(self.sources), 2 * horizons[1] + 1)
-        self.band_elements = BAND_ELEMENTS * self.size
+        threads = min(torch.get_num_threads(), MOST_THREADS) if like.device.type == "cpu" else MOST_THREADS
+        self.band_elements = BAND_ELEMENTS * self.size * threads
 
     def rows(self, x: Tensor) -> Tensor:
         """``x [g, H, W', c]`` with zeros after each row and the gap below each head: ``[g, period * pitch, c]``."""

@@ -34,6 +34,23 @@ def _(d_values, d_mass, q, table, v, *args, out_shape=None, **kwargs) -> int:
     return 2 * queries * (3 * table[1] * table[2] + 2 * per_query)
 
 
+def _axis_flops(q, table, v, backward: bool) -> int:
+    """Products of each query with the classes of rows that occur, and of those with the sums of rows, the mass being a column."""
+    (batch, heads, height, width, d), e = q, v[4]
+    classes = 2 * min(table[1] // 2, height) + 1
+    return 2 * batch * heads * height * width * classes * (3 * d + 2 * e + 1 if backward else d + e + 1)
+
+
+@register_flop_formula(torch.ops.visionattn.axis_sums)
+def _(q, table, v, *args, out_shape=None, **kwargs) -> int:
+    return _axis_flops(q, table, v, backward=False)
+
+
+@register_flop_formula(torch.ops.visionattn.axis_sums_backward)
+def _(d_values, d_mass, q, table, v, *args, out_shape=None, **kwargs) -> int:
+    return _axis_flops(q, table, v, backward=True)
+
+
 def _taylor_flops(q, k, v, form: str, backward: bool, state_kept: bool = False) -> int:
     """Multiply-adds of the matrix products, times 2; shapes are ``[B, h, N, d]``, ``[B, h, M, d]``, ``[B, h, M, e]``.
 

@@ -123,7 +123,8 @@ def _setup_context(ctx, inputs, output):
 def _backward(ctx, grad, unused):
     if grad is None:
         return (None,) * 5
-    d_values, d_mass = weighted_mean_backward(grad, *ctx.saved_tensors)
+    with without_autocast(grad):
+        d_values, d_mass = weighted_mean_backward(grad, *ctx.saved_tensors)
     if ctx.terms == 1:
         return d_values, d_mass, None, None, None
     return d_values, d_mass, d_values[:, :, ctx.skip :], d_mass[:, :, ctx.skip :], None
