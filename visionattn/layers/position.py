@@ -27,7 +27,7 @@ class RelativeTables(nn.Module):
         normalization: "mean" or "sum"; see ``visionattn.ops.relative``.
         signed: use the parameter as it is, for softmax attention, whose scores may have any sign.
 
-    Source: Scaleformer, section 3.3; two dimensions, local start and scale are ours.
+    Source: Scaleformer, section 4; two dimensions, local start and scale are ours.
     """
 
     def __init__(

@@ -54,6 +54,22 @@ class Features:
         there.copy_(grad if self.absent is None else grad.masked_fill_(self.absent[b, None, t, None], 0))
 
 
+class Rows:
+    """Values as they are, ``[B, h, tokens, e]``."""
+
+    def __init__(self, x: Tensor, dtype: torch.dtype):
+        self.x, self.dtype = x, dtype
+
+    def load(self, b: slice, t: slice) -> Tensor:
+        """``[g, T, e]``; zero for tokens past the end. Not to be written to."""
+        x, tokens = self.x[b, :, t], t.stop - t.start
+        if x.shape[2] == tokens and x.shape[0] == 1 and x.dtype == self.dtype:
+            return x.flatten(0, 1)
+        out = x.new_zeros(*x.shape[:2], tokens, x.shape[3], dtype=self.dtype)
+        out[:, :, : x.shape[2]] = x
+        return out.flatten(0, 1)
+
+
 class WithMass:
     """``[x, y]``: what belongs to the values, ``[B, h, tokens, e]``, and to the mass, ``[B, h, tokens]`` or ones."""
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from visionattn.ops.blocked import blocked_scores, blocked_scores_backward
 from visionattn.ops.choice import choose_form
 from visionattn.ops.chunking import chunks
-from visionattn.ops.kernel_chunks import Features, WithMass, plan_chunks, put
+from visionattn.ops.kernel_chunks import Features, Rows, WithMass, plan_chunks, put
 from visionattn.ops.sums import accumulation_dtype, no_double_backward, without_autocast
 
 BLOCK_TOKENS = 64
@@ -70,8 +70,8 @@ def _efficient_backward(q: Features, k: Features, v: WithMass, g: WithMass, stat
 
 
 def _blocks(x: Tensor) -> Tensor:
-    """``[g, T, c]`` as blocks, ``[g * T / 64, 64, c]``."""
-    return x.view(-1, BLOCK_TOKENS, x.shape[2])
+    """``[g, T, c]`` as blocks, ``[g * T / 64, 64, c]``; a copy where the tokens of a head are part of more."""
+    return x.reshape(-1, BLOCK_TOKENS, x.shape[2])
 
 
 def _states_of_blocks(x: Tensor, y: Tensor, running: Tensor, *, reverse: bool = False) -> Tensor:
@@ -90,22 +90,36 @@ def _states_of_blocks(x: Tensor, y: Tensor, running: Tensor, *, reverse: bool = 
 
 
 def _causal_forward(q: Features, k: Features, v: WithMass, outputs: tuple[Tensor, ...]) -> None:
+    """Values and mass apart, as in ``_efficient_forward``; the state before a block is ``S`` and ``Z`` there."""
     values, mass, s, z = outputs
-    n, m = q.x.shape[2], k.x.shape[2]
+    rows, n, m = Rows(v.x, v.dtype), q.x.shape[2], k.x.shape[2]
     images, size = plan_chunks(values, max(n, m), k.width + v.width, BLOCK_TOKENS)
     for b in images:
-        running = _zero_state(k, v, b)
+        running, running_sum = s[b].flatten(0, 1).zero_(), z[b].flatten(0, 1).unsqueeze(2).zero_()
         for start in range(0, n, size):
             t = slice(start, start + size)
-            queries, keys, x = q.load(b, t), k.load(b, t), v.load(b, t)
-            states = _states_of_blocks(keys, x, running)
-            scores = torch.bmm(_blocks(queries), _blocks(keys).mT).tril_()
-            out = torch.bmm(scores, _blocks(x)).baddbmm_(_blocks(queries), states)
-            put(out.view_as(x), b, t, values, mass)
+            queries, keys, x = (_blocks(part.load(b, t)) for part in (q, k, rows))
+            states = _before_each_block(torch.bmm(keys.mT, x), running)
+            sums = _before_each_block(keys.sum(1).unsqueeze(2), running_sum)
+            scores = torch.bmm(queries, keys.mT).tril_()
+            put(torch.bmm(scores, x).baddbmm_(queries, states).view(len(running), -1, x.shape[2]), b, t, values)
+            own_mass = scores.sum(2).unsqueeze(2).baddbmm_(queries, sums)
+            put(own_mass.view(len(running), -1, 1), b, t, mass.unsqueeze(3))
         for start in range(-(-n // size) * size, m, size):  # keys that no query sees
             t = slice(start, start + size)
-            running.baddbmm_(k.load(b, t).mT, v.load(b, t))
-        put(running, b, slice(None), s, z)
+            keys = k.load(b, t)
+            running.baddbmm_(keys.mT, rows.load(b, t))
+            running_sum += keys.sum(1).unsqueeze(2)
+
+
+def _before_each_block(own: Tensor, running: Tensor) -> Tensor:
+    """``running [g, f, c]`` plus the sums ``own [g * blocks, f, c]`` of the blocks before each; adds them all to ``running``."""
+    own = own.view(running.shape[0], -1, *running.shape[1:])
+    out, state = torch.empty_like(own), running
+    for i in range(own.shape[1]):
+        out[:, i] = state
+        state += own[:, i]
+    return out.flatten(0, 1)
 
 
 def _causal_backward(q: Features, k: Features, v: WithMass, g: WithMass, d_state, grads) -> None:

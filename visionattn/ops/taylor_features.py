@@ -6,7 +6,7 @@ tiles of four and of each pair of tiles ``I <= J`` all products are kept, which 
     tile I   x_i * x_j  for i in I and all j from the start of I on
 
 Products within one tile occur in both orders and weigh a, the others 2a. Tokens are contiguous: ``x [g, d, T]`` gives
-``[g, F, T]``. Everything is in float32 or float64; no autograd, no division, no masks.
+``[g, F, T]``. Everything is in float32 or float64, without masks and, but for ``unit``, without autograd.
 """
 
 import torch

@@ -103,9 +103,14 @@ class Pass:
         return out
 
 
+def heads_at_once(device: str) -> int:
+    """Heads, or groups of them that fit one buffer, that are worked on together: one for each thread of a processor, up to 8."""
+    return min(torch.get_num_threads(), 8) if device == "cpu" else 1
+
+
 def passes(operands: tuple, dtype: torch.dtype):
     q, k = operands[:2]
     tokens = max(1, min(max(q.shape[2], k.shape[2]), chunk_tokens(q.shape[3])))
     heads = max(1, BUFFER_ELEMENTS // ((num_features(q.shape[3]) + q.shape[3] + 1) * tokens))
-    for chunk in head_chunks(*q.shape[:2], heads * (torch.get_num_threads() if q.device.type == "cpu" else 1)):
+    for chunk in head_chunks(*q.shape[:2], heads * heads_at_once(q.device.type)):
         yield Pass(chunk, operands, dtype)
