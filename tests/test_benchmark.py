@@ -2,20 +2,26 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 from timm.models import create_model
 
 import visionattn.benchmark.compare as compare
+import visionattn.benchmark.forms as forms
 import visionattn.benchmark.memory as memory
 import visionattn.layers.attention as attention_layer
 import visionattn.ops as ops
 from visionattn.benchmark.cases import Case, disagreement
 from visionattn.benchmark.compare import Plan, Quartiles, check_case, measure_together, ratio_of
 from visionattn.benchmark.memory import build, case_peak_bytes
-from visionattn.benchmark.networks import IdentityAttention, forced_form, identity_twin
-from visionattn.benchmark.operations import grid_of
+from visionattn.benchmark.networks import CHECK_GRID, IdentityAttention, forced_form, identity_twin
+from visionattn.benchmark.operations import CHECK_TOKENS, grid_of
+from visionattn.layout import Grid
+from visionattn.ops import class_sums, kernel_sums, taylor_sums
+from visionattn.ops.choice import choose_form
+from visionattn.ops.taylor_features import chunk_tokens
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory of a CPU is measured under Linux only")
 PLAN = Plan(rounds=2, max_rounds=2, seconds=0, memory=False)
@@ -119,6 +125,61 @@ def test_every_form_is_checked_where_the_operation_chooses_one(monkeypatch):
     assert forms == ["auto", "direct", "efficient"]
 
 
+@pytest.fixture
+def forms_that_ran(monkeypatch):
+    """The names of the forms that have run so far: of the sums over classes, of TaylorShift and of kernelized attention."""
+    ran = set()
+
+    def spy(module, name, note):
+        right = getattr(module, name)
+
+        def call(*given, **options):
+            result = right(*given, **options)
+            ran.add(note(result))
+            return result
+
+        monkeypatch.setattr(module, name, call)
+
+    spy(class_sums, "direct_is_faster", lambda direct: "pairs" if direct else "tiles")
+    spy(taylor_sums, "takes_efficient", lambda efficient: "efficient" if efficient else "direct")
+    spy(kernel_sums, "form_taken", lambda form: form)
+    return ran
+
+
+CHOOSING = [
+    (operation("kernelized+joint", "efficient"), {"pairs", "efficient"}),  # 49 classes of width 8: tiles from 98 keys on
+    (replace(operation("kernelized+joint", "efficient"), size=128), {"tiles", "efficient"}),
+    (replace(operation("taylorshift+joint", "direct"), size=128), {"tiles", "direct"}),
+    (replace(operation("taylorshift+joint", "efficient", horizon=13), size=1200), {"pairs", "efficient"}),
+    (replace(operation("taylorshift"), size=33), {"direct"}),
+    (replace(operation("taylorshift"), size=3000), {"efficient"}),
+    (Case("model", "taylorshift_vit_t", 64), {"pairs", "direct"}),
+    (Case("model", "scaleformer_vit_t", 512), {"tiles", "efficient"}),
+    (Case("model", "taylorshift_vit_t", 512, form="efficient"), {"tiles", "efficient"}),
+]
+
+
+@pytest.mark.parametrize("case, wanted", CHOOSING, ids=lambda value: getattr(value, "label", None))
+def test_the_forms_that_are_timed_are_those_that_were_checked(forms_that_ran, case, wanted):
+    build(case)()
+    assert forms_that_ran == wanted
+    forms_that_ran.clear()
+    assert check_case(case) is None
+    sums = {"pairs", "tiles"}
+    assert forms_that_ran >= wanted and forms_that_ran & sums == wanted & sums
+    assert case.form == "auto" or forms_that_ran == wanted
+
+
+def test_the_relative_term_is_checked_with_a_total_that_half_precision_cannot_hold():
+    assert check_case(operation("relative", "efficient", dtype="float16", backward=True)) is None
+
+
+def test_operations_are_checked_beyond_a_chunk_and_models_beyond_what_is_direct():
+    assert max(chunk_tokens(d) for d in (8, 16, 32, 64)) < CHECK_TOKENS and grid_of(CHECK_TOKENS) == Grid(33, 41)
+    tokens = CHECK_GRID[0] * CHECK_GRID[1]
+    assert CHECK_GRID[0] != CHECK_GRID[1] and choose_form("kernelized", tokens, tokens, 64, 64, heads=3) == "efficient"
+
+
 @pytest.mark.parametrize(
     "error",
     [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("can't allocate memory: 9 bytes"), MemoryError()],
@@ -154,6 +215,20 @@ def test_a_row_holds_counts_and_bytes_worked_out_by_hand():
     assert row.flops == 2 * 3 * 77 * 77 * (8 + 8) and trained.flops == 3 * row.flops
     scaled_q_k_v_and_weights = 4 * 3 * (3 * 77 * 8 + 77 * 77)
     assert row.kept_bytes is None and trained.kept_bytes == scaled_q_k_v_and_weights
+
+
+@pytest.mark.parametrize("name", ["taylorshift", "kernelized", "kernelized+causal"])
+def test_operations_of_the_form_that_is_chosen_are_those_of_the_form_that_runs(monkeypatch, name):
+    def chosen(operation, n, m, d, e, *, heads, batch, dtype, device):
+        assert (n, m, d, e, heads, batch, device) == (77, 77, 8, 8, 3, 2, "cpu")
+        return "efficient" if dtype == torch.float32 else "direct"
+
+    monkeypatch.setattr(forms, "choose_form", chosen)
+    plan = replace(PLAN, check=False, time=False)
+    of = {form: measure_together([operation(name, form, batch=2)], plan)[0].flops for form in ("auto", "direct", "efficient")}
+    assert of["auto"] == of["efficient"] != of["direct"]
+    (double,) = measure_together([operation(name, batch=2, dtype="float64")], plan)
+    assert double.flops == of["direct"]
 
 
 def test_ratios_are_taken_round_by_round():

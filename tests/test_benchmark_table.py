@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import visionattn.benchmark.targets as targets
 from visionattn.benchmark.cases import Case
 from visionattn.benchmark.compare import Plan, Quartiles, Row
 from visionattn.benchmark.figures import FIGURES, crossings, heads_table
+from visionattn.benchmark.memory import build
 from visionattn.benchmark.plot import crossing, draw, slope_of, sweep_panels
 from visionattn.benchmark.table import cells_of, csv_text, duration, json_text, markdown, provenance_of, record_of
 from visionattn.benchmark.targets import Target, all_targets, choose, measure_targets
@@ -76,7 +78,7 @@ def test_provenance_says_what_a_number_depends_on():
 
 def test_every_figure_to_reach_is_in_the_table_with_its_bound():
     bounds = {f"{target.what}, {target.at}": target.reach for target in all_targets()}
-    assert len(bounds) == len(all_targets()) == 31
+    assert len(bounds) == len(all_targets()) == 36
     shift = "efficient TaylorShift forward"
     for width, short, long, both in ((16, "0.18", "0.05", "0.25"), (32, "0.38", "0.12", "0.4"), (64, "1", "0.28", "1")):
         assert bounds[f"{shift} / SDPA, N = 4096, d = {width}"] == short
@@ -86,7 +88,7 @@ def test_every_figure_to_reach_is_in_the_table_with_its_bound():
         assert bounds[f"scaleformer_vit_s forward / vit_small_patch16_224, {pixels} px"] == ours
         assert bounds[f"scaleformer_vit_s forward / scaleformer_vit_s+identity, {pixels} px"] == "1.3"
         assert bounds[f"taylorshift_vit_s+heads=12 forward / vit_small_patch16_224, {pixels} px"] == shifted
-    assert sum(reach == "1.8 to 2.1" for reach in bounds.values()) == 9
+    assert sum(reach == "1.8 to 2.1" for reach in bounds.values()) == 14
     for case in (target.case for target in all_targets()):
         assert (case.batch, case.dtype, case.heads) == (1, "float32", 6)
 
@@ -133,19 +135,24 @@ def test_whole_models_at_2048_pixels_take_three_rounds(monkeypatch):
     list(measure_targets(choose("px|N = 16384"), Plan(rounds=5, max_rounds=30)))
     assert rounds["model", 2048] == (3, 5, True, False) and rounds["model", 1024] == (5, 5, True, False)
     assert rounds["operation", 16384] == (5, 30, True, False)
+    list(measure_targets(choose("2048 px"), Plan(rounds=7, max_rounds=30), few=False))
+    assert rounds["model", 2048] == (7, 30, True, False)
 
 
 def test_figures_are_measured_and_what_cannot_be_says_why(monkeypatch):
     def fail(case):
         raise torch.OutOfMemoryError("full")
 
+    def exhausted(case):
+        raise MemoryError
+
     def absent(case):
         raise NotImplementedError("later")
 
     wanted = [tiny("kernelized", high=1e9), tiny("taylorshift", measure=targets.growth_of_bytes_kept, low=1.8, high=2.1)]
-    wanted += [tiny("taylorshift", measure=fail), tiny("taylorshift", measure=absent)]
+    wanted += [tiny("taylorshift", measure=way) for way in (fail, exhausted, absent)]
     results = list(measure_targets(wanted, PLAN))
-    assert [result.met for result in results] == ["yes", "yes", "out of memory", "not built: later"]
+    assert [result.met for result in results] == ["yes", "yes", "out of memory", "out of memory", "not built: later"]
     assert len(results[0].row.samples) == 2 and results[0].cells()[-1] == 2
     assert results[1].record()["measured"] == pytest.approx(2, abs=0.2)
 
@@ -200,6 +207,25 @@ def test_plots_are_written_and_hold_the_slopes(tmp_path):
     draw(tmp_path / "a.png", [time, space], "here")
     draw(tmp_path / "b.png", sweep_panels(rows[-1:]), "nothing was measured")
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("a.png", "b.png"))
+
+
+def test_every_linear_form_is_asked_how_its_memory_for_the_backward_pass_grows():
+    kept = [target for target in choose("bytes kept")]
+    named = {target.case.name for target in kept}
+    for case in (target.case for target in kept):
+        build(replace(case, size=77), "meta").forward()  # the name exists, and so does its efficient form
+    positions = {f"{base}+{kind}" for base in ("taylorshift", "kernelized") for kind in ("joint", "axial", "flat")}
+    assert named >= positions | {"kernelized+causal+flat", "kernelized+softmax", "kernelized+favor", "kernelized+relu"}
+
+
+def test_the_chosen_form_is_drawn_beside_the_efficient_one_at_every_length():
+    drawn = {}
+    for case in (case for group in FIGURES["scaleformer-6"][0](False) for case in group):
+        drawn.setdefault(case.label, []).append(case.size)
+    sizes = [2**power for power in range(7, 15)]
+    for name in ("kernelized", "kernelized+flat+sum"):
+        assert drawn[name] == drawn[f"{name} efficient"] == sizes
+    assert drawn["sdpa"] == drawn["eager"] == sizes[:-1]
 
 
 @pytest.mark.parametrize("figure", FIGURES)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import visionattn.benchmark.compare as compare
+import visionattn.benchmark.targets as targets
 
 ROOT = Path(__file__).parents[1]
 SMALL = ["--operations", "kernelized", "sdpa", "--tokens", "45", "77", "--width", "8", "--heads", "3", "--no-memory"]
@@ -83,6 +84,31 @@ def test_figures_are_drawn_and_their_rows_written(main, tmp_path, capsys, figure
     assert printed.count("\n| ") >= len(rows) and ("published" in printed) == (figure in ("crossover", "taylorshift-heads"))
 
 
+def test_a_horizon_may_be_zero(main, tmp_path):
+    kept = tmp_path / "rows.csv"
+    flags = ["--operations", "relative", "kernelized+joint", "kernelized+flat", "--tokens", "45", "--width", "8", "--no-memory"]
+    assert main([*flags, "--horizon", "0", "--rounds", "1", "--seconds", "0", "--csv", str(kept)]) == 0
+    rows = read_csv(kept)
+    assert [row["status"] for row in rows] == ["ok"] * 3
+    assert float(rows[1]["flops"]) < 2 * 6 * 45 * 8 * (3 * 9 + 8 + 8)  # the content term, and one class
+
+
+@pytest.mark.parametrize(
+    "flags, expected",
+    [([], (5, 2.0, True)), (["--rounds", "7"], (7, 2.0, False)), (["--seconds", "0.5"], (5, 0.5, False))],
+)
+def test_rounds_and_seconds_act_on_the_figures_to_reach(main, monkeypatch, flags, expected):
+    asked = []
+
+    def measure(chosen, plan, few):
+        asked.append((plan.rounds, plan.seconds, few))
+        return iter([targets.Result(chosen[0], "ok", 1.0)])
+
+    monkeypatch.setattr(targets, "measure_targets", measure)
+    assert main(["--targets", *flags]) == 0
+    assert asked == [expected]
+
+
 def test_help_ends_with_a_command_that_works_as_pasted(main, capsys):
     with pytest.raises(SystemExit) as end:
         main(["--help"])
@@ -120,6 +146,13 @@ BAD_FLAGS = [
     (["--targets", "--only", "nothing of this name"], "fits none of the figures"),
     (["--figure", "five"], "invalid choice: 'five'"),
     (["--figure", "crossover", "--output", "nowhere"], "nowhere for crossover.png"),
+    (["--figure", "crossover", "--rounds", "9"], "--rounds does nothing with --figure; it belongs to --operations and --models"),
+    (["--figure", "crossover", "--seconds", "9"], "--seconds does nothing with --figure"),
+    (["--targets", "--only", "kept", "--rounds", "9"], "--rounds and --seconds do nothing here"),
+    (["--operations", "sdpa", "eager", "--form", "direct"], "--form does nothing here: sdpa, eager have no forms"),
+    (["--models", "vit_tiny_patch16_224", "--form", "direct"], "--form does nothing here: vit_tiny_patch16_224 have"),
+    (["--operations", "kernelized", "--horizon", "2"], "--horizon does nothing here: kernelized have no relative position"),
+    (["--operations", "relative", "--horizon", "-1"], "wanted a whole number from 0, got -1"),
     (["--speed", "9"], "unrecognized arguments: --speed 9"),
 ]
 

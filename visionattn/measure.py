@@ -23,7 +23,7 @@ def count_flops(model: nn.Module, height: int, width: int) -> int:
     """Floating point operations (a multiply-add is two) of one forward of one image of ``height`` x ``width`` pixels.
 
     The model stays as it is. ``torch.utils.flop_counter`` counts matrix products, convolutions and our operators, and no
-    elementwise work.
+    elementwise work. An attention of form "auto" counts the form of fewer operations, whatever the machine.
     """
     model = copy.deepcopy(model).to("meta").eval()
     image = torch.empty(1, model.patch_embed.proj.in_channels, height, width, device="meta")

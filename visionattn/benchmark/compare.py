@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from visionattn.benchmark.cases import Case
+from visionattn.benchmark.forms import auto_as_on
 from visionattn.benchmark.memory import build, case_peak_bytes, is_out_of_memory
 from visionattn.measure import bytes_kept, flops_of, interleaved_seconds, warm_up
 
@@ -121,7 +122,8 @@ def _measure_alone(row: Row, plan: Plan) -> None:
     if row.status != "ok":
         return
     if plan.flops:
-        row.flops = flops_of(_on_meta(case))
+        with auto_as_on(plan.device, case.torch_dtype):
+            row.flops = flops_of(_on_meta(case))
     if plan.memory:
         row.peak_bytes = case_peak_bytes(case, plan.device)
     if plan.kept and case.backward:

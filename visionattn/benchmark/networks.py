@@ -6,6 +6,7 @@ It knows nothing of single operations and of time.
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from unittest import mock
 
 import timm
@@ -15,11 +16,16 @@ from torch import Tensor, nn
 import visionattn.layers.attention as attention_layer
 import visionattn.models  # noqa: F401  registers ours with timm
 from visionattn.benchmark.cases import Case, Work, disagreement, tolerance
+from visionattn.benchmark.forms import class_sums_as_on, forms_to_check
 from visionattn.benchmark.operations import results
 from visionattn.layers import Attention
 from visionattn.models.backbone import VisionAttnTransformer
 from visionattn.ops import reference
 
+CHECK_GRID = (29, 31)
+"""Patches on which models are checked; no square."""
+CHECK_DEPTH = 2
+"""Blocks that are checked; all are alike."""
 OPERATIONS = ("kernelized_attention", "taylorshift_attention", "softmax_attention")
 """Names under which the attention layer calls the operations."""
 
@@ -156,18 +162,23 @@ def build_network(case: Case, device: str = "cpu") -> Work:
 
 
 def check_network(case: Case, device: str = "cpu") -> str | None:
-    """Compare the model with its definition in float64 on an image of 5 x 6 patches; None, or what is wrong.
+    """Compare the first blocks of the model with their definition in float64 on ``CHECK_GRID``; None, or what is wrong.
 
     The definition is the same model with the operations of ``visionattn.ops.reference`` (for the identity: with v itself),
     or, for timm's, with eager attention. Results and, where the case has a backward pass, the image's gradient are compared.
+    Forms are those of ``check_operation``: each where the model chooses, and sums over classes as at the size of the case.
     """
-    from dataclasses import replace
-
-    model = build_model(replace(case, batch=1), device)
+    case = replace(case, batch=1)
+    model = build_model(case, device)
+    model.blocks = model.blocks[:CHECK_DEPTH]
+    with torch.no_grad():
+        for block in model.blocks:  # as a trained model has them: with those it starts with, attention hardly depends on q
+            block.attn.qkv.weight *= 4
     rows, columns = model.patch_embed.patch_size
-    image = make_image(replace(case, batch=1), model, 5 * rows, 6 * columns, device)
+    image = make_image(case, model, CHECK_GRID[0] * rows, CHECK_GRID[1] * columns, device)
+    ours = isinstance(model, VisionAttnTransformer)
     definition = copy.deepcopy(model).double()
-    if not isinstance(model, VisionAttnTransformer):
+    if not ours:
         for block in definition.blocks:
             block.attn.fused_attn = False
     meaning = DEFINITIONS
@@ -176,16 +187,18 @@ def check_network(case: Case, device: str = "cpu") -> str | None:
             block.attn.__class__ = Attention
         meaning = dict.fromkeys(OPERATIONS, lambda q, k, v, **options: v)
 
-    def run(image: Tensor) -> Tensor:
-        with forced_form(case.form):
-            return model(image)
-
     def run_definition(image: Tensor) -> Tensor:
         with replaced(meaning):
             return definition(image)
 
     expected = results(run_definition, {"image": image.double()}, case.backward)
-    return disagreement(results(run, {"image": image}, case.backward), expected, 10 * tolerance(case.torch_dtype))
+    for form in forms_to_check(case, ours and "identity" not in case.options):
+        with forced_form(form), class_sums_as_on((case.size // rows) * (case.size // columns)):
+            actual = results(lambda image: model(image), {"image": image}, case.backward)
+        wrong = disagreement(actual, expected, 10 * tolerance(case.torch_dtype))
+        if wrong:
+            return wrong
+    return None
 
 
 def _defined(operation: Callable) -> Callable:

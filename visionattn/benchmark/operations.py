@@ -5,6 +5,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -12,9 +13,11 @@ from torch import Tensor
 
 import visionattn.ops as ops
 from visionattn.benchmark.cases import Case, Work, disagreement, tolerance
+from visionattn.benchmark.forms import class_sums_as_on, forms_to_check
 from visionattn.layout import Grid, TokenLayout
 from visionattn.ops import Axial, Flat, Joint, count_classes, reference
 from visionattn.ops.relative import relative_sums
+from visionattn.ops.sums import accumulation_dtype
 
 POSITIONS = ("joint", "axial", "flat")
 OPTIONS = {
@@ -28,8 +31,8 @@ OPTIONS = {
 """Options of each operation. Relative position has ``normalization="mean"``, as in the models, unless "sum" is named."""
 FORMED = ("taylorshift", "kernelized", "relative")
 """Operations that have a direct and an efficient form."""
-CHECK_TOKENS = 620
-"""More than the chunks of the operations hold, on a grid that is no square."""
+CHECK_TOKENS = 33 * 41
+"""More than a chunk of any operation holds, on a grid that is no square."""
 
 
 def check_name(case: Case) -> None:
@@ -42,6 +45,12 @@ def check_name(case: Case) -> None:
             raise ValueError(f"{case.base} has no option {option!r}; it has {', '.join(known)}")
     if len(set(case.options) & set(POSITIONS)) > 1:
         raise ValueError(f"{case.name}: one relative position at a time")
+
+
+def has_position(name: str) -> bool:
+    """Whether the operation of this name has relative position, and so a horizon."""
+    base, *options = name.split("+")
+    return base == "relative" or bool(set(options) & set(POSITIONS))
 
 
 def grid_of(tokens: int) -> Grid:
@@ -111,7 +120,8 @@ def function_of(case: Case, tokens: int, device: str) -> Callable[..., Tensor]:
         if case.base == "relative":
             if case.form == "direct":
                 return dense_relative(q, v, relative, causal)
-            return relative_sums(relative, q, v, None, q.new_full((1, 1, 1), v.shape[2]), causal).values
+            total = q.new_full((1, 1, 1), v.shape[2], dtype=accumulation_dtype(q, v))
+            return relative_sums(relative, q, v, None, total, causal).values
         return ops.kernelized_attention(q, k, v, feature_map=feature_map, relative=relative, form=case.form, **given)
 
     feature_map = feature_map_of(case, device) if case.base == "kernelized" else None
@@ -153,16 +163,16 @@ def build_operation(case: Case, device: str = "cpu") -> Work:
 def check_operation(case: Case, device: str = "cpu") -> str | None:
     """Compare the case with its definition in float64 at ``CHECK_TOKENS`` tokens; None, or what is wrong.
 
-    With form "auto" each form is compared, since at the size of the case another one may run than at that of the check.
+    With form "auto" each form is compared, since at the size of the case another one may run than at that of the check; sums
+    over classes are made in the form of the size of the case. Of a batch two images are compared.
     """
-    from dataclasses import replace
-
+    case = replace(case, batch=min(case.batch, 2))
     tensors = make_tensors(case, CHECK_TOKENS, device)
     meaning = definition_of(case, CHECK_TOKENS, device)
     expected = results(meaning, {name: tensor.double() for name, tensor in tensors.items()}, case.backward)
-    forms = ("auto", "direct", "efficient") if case.form == "auto" and case.base in FORMED else (case.form,)
-    for form in forms:
-        actual = results(function_of(replace(case, form=form), CHECK_TOKENS, device), tensors, case.backward)
+    for form in forms_to_check(case, case.base in FORMED):
+        with class_sums_as_on(case.size):
+            actual = results(function_of(replace(case, form=form), CHECK_TOKENS, device), tensors, case.backward)
         wrong = disagreement(actual, expected, tolerance(case.torch_dtype))
         if wrong:
             return wrong

@@ -14,7 +14,7 @@ from visionattn.benchmark.cases import DTYPES, FORMS, Case
 from visionattn.benchmark.compare import Plan
 from visionattn.benchmark.figures import FIGURES
 from visionattn.benchmark.memory import build
-from visionattn.benchmark.operations import FORMED
+from visionattn.benchmark.operations import FORMED, has_position
 from visionattn.benchmark.targets import choose
 from visionattn.training.build import pick_device
 
@@ -55,12 +55,12 @@ def make_parser() -> argparse.ArgumentParser:
     add("--backward", action="store_true", help="time forward and backward, not the forward alone")
     add("--batch", type=_positive, default=1, help="(1)")
     add("--heads", type=_positive, default=6, help="of operations (6); of a model by its option +heads=12")
-    add("--horizon", type=_positive, default=3, metavar="R", help="of the relative position of operations (3)")
+    add("--horizon", type=_whole, metavar="R", help="of the relative position of operations (3); 0 is one class")
     add = parser.add_argument_group("how it is measured").add_argument
     text = "the case that ratios are taken to (sdpa, or the first case); as the table names it, form included"
     add("--baseline", metavar="CASE", help=text)
-    add("--rounds", type=_positive, default=5, help="of the interleaved run at least (5)")
-    add("--seconds", type=float, default=1.0, help="for each case while more rounds are made (1)")
+    add("--rounds", type=_positive, help="of the interleaved run at least (5; 3 for models above 1024 px of --targets)")
+    add("--seconds", type=float, help="for each case while more rounds are made (1; of --targets 2, and none for models)")
     add("--no-memory", action="store_true", help="leave out peak memory, which takes a process of some seconds per case")
     add("--threads", type=_positive, help="of a processor (what torch takes)")
     add("--device", default="cpu", help="cpu or cuda (cpu)")
@@ -77,8 +77,15 @@ def make_parser() -> argparse.ArgumentParser:
 
 def _positive(text: str) -> int:
     """A whole number above 0."""
-    if not text.isdigit() or int(text) < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"wanted a whole number above 0, got {text}")
+    return int(text)
+
+
+def _whole(text: str) -> int:
+    """A whole number from 0."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"wanted a whole number from 0, got {text}")
     return int(text)
 
 
@@ -92,14 +99,21 @@ class Options:
     def plan(self) -> Plan:
         """What to measure and how long."""
         flags = self.flags
-        return Plan(rounds=flags.rounds, seconds=flags.seconds, memory=not flags.no_memory, device=flags.device)
+        seconds = (2.0 if flags.targets else 1.0) if flags.seconds is None else flags.seconds
+        return Plan(rounds=flags.rounds or 5, seconds=seconds, memory=not flags.no_memory, device=flags.device)
+
+    @property
+    def paced(self) -> bool:
+        """Whether the flags say how long to measure."""
+        return self.flags.rounds is not None or self.flags.seconds is not None
 
     def cases(self) -> list[list[Case]]:
         """The cases, those of one place together."""
         flags, groups = self.flags, []
         operations, names = flags.operations is not None, flags.operations or flags.models
         for dtype in flags.dtype:
-            shared = dict(dtype=dtype, backward=flags.backward, batch=flags.batch, heads=flags.heads, horizon=flags.horizon)
+            shared = dict(dtype=dtype, backward=flags.backward, batch=flags.batch, heads=flags.heads)
+            shared["horizon"] = Case.horizon if flags.horizon is None else flags.horizon
             for width in flags.width if operations else [None]:
                 for size in flags.tokens if operations else flags.img_size:
                     kind = "operation" if operations else "model"
@@ -110,11 +124,27 @@ class Options:
         return groups
 
     def _forms(self, name: str) -> Sequence[str]:
-        base = name.split("+")[0]
+        if not self._has_forms(name):
+            return ["auto"]
+        return self.flags.form or (["efficient"] if self.flags.operations else ["auto"])
+
+    def _has_forms(self, name: str) -> bool:
+        base, *options = name.split("+")
         if self.flags.operations:
-            return (self.flags.form or ["efficient"]) if base in FORMED else ["auto"]
-        ours = base.startswith(("scaleformer_", "taylorshift_")) and "identity" not in name.split("+")
-        return (self.flags.form or ["auto"]) if ours else ["auto"]
+            return base in FORMED
+        return base.startswith(("scaleformer_", "taylorshift_")) and "identity" not in options
+
+    def check_acts(self) -> None:
+        """Raise ValueError for a flag that acts on none of the cases or figures that are named."""
+        flags = self.flags
+        names = flags.operations or flags.models or []
+        if flags.form and not any(self._has_forms(name) for name in names):
+            raise ValueError(f"--form does nothing here: {', '.join(names)} have no forms")
+        if flags.horizon is not None and not any(has_position(name) for name in names):
+            raise ValueError(f"--horizon does nothing here: {', '.join(names)} have no relative position")
+        chosen = choose(flags.only) if flags.targets else []
+        if chosen and self.paced and all(target.baseline is None for target in chosen):
+            raise ValueError("--rounds and --seconds do nothing here: the figures that --only leaves are not timed")
 
     def baseline(self, cases: Sequence[Case]) -> str:
         """The label of the case that ratios are taken to.
@@ -144,17 +174,16 @@ def parse_options(argv: Sequence[str]) -> Options:
     for flag, wanted in IDLE.items():
         if flag in given and chosen[0] not in wanted:
             raise ValueError(f"{flag} does nothing with --{chosen[0]}; it belongs to {' and '.join(f'--{n}' for n in wanted)}")
-    if not 0 <= flags.seconds < math.inf:
+    if flags.seconds is not None and not 0 <= flags.seconds < math.inf:
         raise ValueError(f"--seconds: wanted 0 or more, got {flags.seconds}")
     pick_device(flags.device)
     options = Options(flags)
+    options.check_acts()
     if chosen[0] in ("operations", "models"):
         for cases in options.cases():
             options.baseline(cases)
             for case in cases:
                 check_case_runs(case)
-    if flags.targets:
-        choose(flags.only)
     for path in outputs(flags):
         check_free(path, flags.overwrite)
     return options
@@ -173,6 +202,8 @@ IDLE = {
     "--batch": _SWEEP,
     "--baseline": _SWEEP,
     "--no-memory": _SWEEP,
+    "--rounds": (*_SWEEP, "targets"),
+    "--seconds": (*_SWEEP, "targets"),
     "--plot": _SWEEP,
     "--only": ("targets",),
     "--quick": ("figure",),

@@ -131,6 +131,7 @@ def _model_targets() -> Iterator[Target]:
 def _kept_targets() -> Iterator[Target]:
     names = ["taylorshift", "taylorshift+temperature", "taylorshift+joint", "kernelized", "kernelized+relu", "kernelized+causal"]
     names += ["kernelized+joint", "kernelized+axial", "kernelized+flat"]
+    names += ["taylorshift+axial", "taylorshift+flat", "kernelized+causal+flat", "kernelized+softmax", "kernelized+favor"]
     for name in names:
         what, at = f"bytes kept for backward, N -> 2N, {name} efficient", "N = 4096 -> 8192, d = 64"
         yield Target(what, at, _operation(name, 4096, 64, backward=True), low=1.8, high=2.1, measure=growth_of_bytes_kept)
@@ -164,24 +165,30 @@ def choose(pattern: str | None) -> list[Target]:
     return chosen
 
 
-def measure_targets(targets: Sequence[Target], plan: Plan) -> Iterator[Result]:
-    """Measure; results come as they are ready, those that share an interleaved run one after the other."""
+def measure_targets(targets: Sequence[Target], plan: Plan, *, few: bool = True) -> Iterator[Result]:
+    """Measure; results come as they are ready, those that share an interleaved run one after the other.
+
+    Args:
+        targets: some of ``all_targets()``.
+        plan: how long; memory and counts are left out.
+        few: of models, which take seconds each, no more than 5 rounds are made, 3 above 1024 pixels.
+    """
     plan, done = replace(plan, memory=False, flops=False, kept=False), set()
     for target in targets:
         if target.measure is not None:
             yield _measure_figure(target)
         elif target.case.place not in done:
             done.add(target.case.place)
-            yield from _measure_place([other for other in targets if other.case.place == target.case.place], plan)
+            yield from _measure_place([other for other in targets if other.case.place == target.case.place], plan, few)
 
 
-def _measure_place(targets: Sequence[Target], plan: Plan) -> Iterator[Result]:
+def _measure_place(targets: Sequence[Target], plan: Plan, few: bool) -> Iterator[Result]:
     """Ratios of one size, from one run of all their cases."""
     from visionattn.benchmark.compare import ratio_of
 
     targets = [target for target in targets if target.baseline is not None]
     cases = list(dict.fromkeys(case for target in targets for case in (target.baseline, target.case)))
-    if cases[0].kind == "model":  # seconds each: few rounds
+    if few and cases[0].kind == "model":
         plan = replace(plan, rounds=min(plan.rounds, 3 if cases[0].size > 1024 else 5), max_rounds=plan.rounds)
     rows = {row.case: row for row in measure_together(cases, plan)}
     for target in targets:
@@ -200,7 +207,7 @@ def _measure_figure(target: Target) -> Result:
         return Result(target, wrong) if wrong else Result(target, "ok", target.measure(target.case))
     except NotImplementedError as error:
         return Result(target, f"not built: {error}")
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         return Result(target, "out of memory")

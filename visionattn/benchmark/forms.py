@@ -1,0 +1,43 @@
+"""Which forms a check runs and a count counts, so that both are about the code that is timed: named ones, and those by size.
+
+It knows neither operations nor models, and measures nothing.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from unittest import mock
+
+import torch
+
+from visionattn.benchmark.cases import FORMS, Case
+from visionattn.ops import class_sums, flops, kernel_sums, taylor_sums
+from visionattn.ops.choice import choose_form
+
+
+def forms_to_check(case: Case, has_forms: bool) -> tuple[str, ...]:
+    """The form of the case. Where that is "auto" and there are several, each: the size of the check may take another one."""
+    return FORMS if case.form == "auto" and has_forms else (case.form,)
+
+
+@contextmanager
+def class_sums_as_on(patches: int) -> Iterator[None]:
+    """Within it, Joint position sums over classes in the form, pairs or tiles, that it takes on a grid of so many patches."""
+    direct_is_faster = class_sums.direct_is_faster
+    with mock.patch.object(class_sums, "direct_is_faster", lambda keys, classes, e: direct_is_faster(patches, classes, e)):
+        yield
+
+
+@contextmanager
+def auto_as_on(device: str, dtype: torch.dtype) -> Iterator[None]:
+    """Within it, form "auto" stands for what runs on this device for inputs of this dtype, also where shapes alone are followed.
+
+    Elsewhere tensors on the meta device take the form of fewer operations.
+    """
+
+    def choose(*sizes, **options) -> str:
+        return choose_form(*sizes, **options | {"device": torch.device(device).type, "dtype": dtype})
+
+    with ExitStack() as stack:
+        for module in (flops, kernel_sums, taylor_sums):
+            stack.enter_context(mock.patch.object(module, "choose_form", choose))
+        yield
