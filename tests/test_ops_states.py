@@ -1,6 +1,8 @@
 """States: they add, attend like the parallel forms, and take one token at a time."""
 
+import contextlib
 import itertools
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -19,9 +21,14 @@ from visionattn.ops import (
     summarize,
     taylorshift_attention,
 )
+from visionattn.ops.feature_maps import PositionSoftmax
 
 COEFFICIENTS = (0.7, 0.4, 1.3)
 TAU = {"temperature": torch.tensor([0.7, 1.9, 4.0], dtype=torch.float64)}
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
 
 
 class Square:
@@ -54,6 +61,14 @@ def stepped(q, k, v, **options):
         out, state = step(*(x[:, :, i : i + 1] for x in (q, k, v)), state)
         outs.append(out)
     return torch.cat(outs, 2)
+
+
+@contextlib.contextmanager
+def refused(match: str):
+    """A ValueError of one line."""
+    with pytest.raises(ValueError, match=match) as caught:
+        yield
+    assert "\n" not in str(caught.value)
 
 
 def draw_case(case, **sizes):
@@ -98,7 +113,7 @@ def test_masked_and_unmasked_states_add_and_count_their_keys(case):
     first = summarize(k[:, :, :30], v[:, :, :30], **options, **tensors, key_mask=mask[:, :30])
     both = first + summarize(k[:, :, 30:], v[:, :, 30:], **options, **tensors)
     whole = summarize(k, v, **options, **tensors, key_mask=mask)
-    assert torch.equal(both.count, mask.sum(1).double()[:, None, None])
+    assert torch.equal(both.count, mask.sum(1)[:, None, None])
     torch.testing.assert_close(attend(q, both).divide(), attend(q, whole).divide(), rtol=1e-12, atol=1e-13)
 
 
@@ -141,7 +156,7 @@ def test_attending_to_a_state_is_the_fast_operation_too():
 
 def test_random_features_have_states_that_add():
     q, k, v = draw_qkv(queries=19, keys=31, d=7, e=5).values()
-    features = RandomFeatures(7, 23, torch.Generator().manual_seed(1))
+    features = RandomFeatures(7, 23, generator(1))
     state = summarize(k[:, :, :9], v[:, :, :9], feature_map=features)
     state = state + summarize(k[:, :, 9:], v[:, :, 9:], feature_map=features)
     assert state.S.shape == (2, 3, 23, 5)
@@ -156,7 +171,7 @@ def test_states_are_float32_and_lose_no_more_than_rounding(case, dtype):
     tensors = {name: x.to(dtype if name in "qkv" else torch.float32) for name, x in tensors.items()}
     learned = {name: x for name, x in tensors.items() if name not in "qkv"}
     state = summarize(tensors["k"], tensors["v"], **options, **learned)
-    assert all(x.dtype == torch.float32 for x in vars(state).values() if isinstance(x, torch.Tensor))
+    assert all(x.dtype == torch.float32 for name, x in vars(state).items() if isinstance(x, torch.Tensor) and name != "count")
     with torch.autocast("cpu", dtype=torch.bfloat16):
         again = summarize(tensors["k"], tensors["v"], **options, **learned)
         sums = attend(tensors["q"], again)
@@ -168,6 +183,33 @@ def test_states_are_float32_and_lose_no_more_than_rounding(case, dtype):
     for name, x in actual.items():
         # One rounding, and one for each step that a gradient comes through.
         assert relative_error(x, expected[name]) < max(2e-6, torch.finfo(dtype).eps), name
+
+
+@pytest.mark.parametrize("case", [*CASES, "random features"])
+def test_gradients_of_states_under_autocast_are_those_outside(case):
+    if case == "random features":
+        tensors, options = draw_qkv(queries=29, d=7, e=5), {"feature_map": RandomFeatures(7, 23, generator(1))}
+    else:
+        tensors, options, _ = draw_case(case, queries=29)
+    tensors = {name: x.float() for name, x in tensors.items()}
+
+    def through_state(q, k, v, **learned):
+        return attend(q, summarize(k, v, **options, **learned)).divide()
+
+    expected = run(through_state, tensors)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        actual = run(through_state, tensors)
+    for name, x in actual.items():
+        assert relative_error(x, expected[name]) < 1e-6, name
+
+
+@pytest.mark.parametrize("kind", ["kernelized", "taylorshift"])
+def test_a_count_goes_on_where_float32_would_stand_still(kind):
+    q, k, v = (x.float() for x in draw_qkv(queries=1, d=5, e=4).values())
+    one = summarize(k, v, kind)
+    many = replace(one, count=torch.full((1, 1, 1), 2**24))
+    assert (many + one).count.item() == 2**24 + 1
+    assert step(q, k, v, many)[1].count.item() == 2**24 + 1
 
 
 @pytest.mark.parametrize("kind", ["kernelized", "taylorshift"])
@@ -222,25 +264,71 @@ def test_states_that_differ_in_kind_or_options_do_not_add():
     summarize(k, v, "taylorshift", **TAU) + summarize(k, v, "taylorshift", temperature=TAU["temperature"].clone())
 
 
+def test_states_of_other_sizes_dtypes_or_devices_do_not_add_and_are_not_attended_to():
+    q, k, v = draw_qkv(queries=1, d=5, e=4).values()
+    for kind in ("kernelized", "taylorshift"):
+        state = summarize(k, v, kind)
+        others = {
+            r"\(2, 3, 5, 4\).*\(1, 3, 5, 4\)": (k[:1], v[:1]),
+            r"\(2, 3, 5, 4\).*\(2, 1, 5, 4\)": (k[:, :1], v[:, :1]),
+            r"\(2, 3, 5, 4\).*\(2, 3, 5, 1\)": (k, v[..., :1]),
+            r"\(2, 3, .*, 4\).*\(2, 3, .*, 4\)": (k[..., :1], v),
+            "float64.*float32": (k.float(), v.float()),
+            "cpu.*meta": (k.to("meta"), v.to("meta")),
+        }
+        for match, (keys, values) in others.items():
+            with refused(match):
+                state + summarize(keys, values, kind)
+            with refused(match):
+                step(keys, keys, values, state)
+        with refused(r"q: wanted \[2, 3, N"):
+            attend(q[:1], state)
+        with refused("q is on meta, the state on cpu"):
+            attend(q.to("meta"), state)
+        with refused("q: wanted torch.float32.*got torch.float64"):
+            attend(q, summarize(k.float(), v.float(), kind))
+        with refused("q: wanted a floating point dtype, got torch.int64"):
+            attend(q.long(), state)
+        assert attend(q.to("meta"), summarize(k.to("meta"), v.to("meta"), kind)).values.shape == (2, 3, 1, 4)
+    for call in (lambda: attend(q, (k, v)), lambda: step(q, k, v, (k, v))):
+        with refused("state: wanted a KernelState.*got tuple"):
+            call()
+
+
+def test_tensors_on_two_devices_are_refused_by_name():
+    q, k, v = draw_qkv(queries=1, d=5, e=4).values()
+    with refused("k is on cpu, v on meta"):
+        summarize(k, v.to("meta"))
+    with refused("k is on cpu, key_mask on meta"):
+        summarize(k, v, key_mask=torch.ones(2, 1, dtype=torch.bool, device="meta"))
+    with refused("k is on cpu, temperature on meta"):
+        summarize(k, v, "taylorshift", temperature=torch.ones(3, device="meta"))
+    with refused("q is on cpu, k on meta"):
+        step(q, k.to("meta"), v)
+    with refused("k: wanted width >= 1"):
+        summarize(k[..., :0], v)
+
+
 def test_options_that_do_not_fit_are_refused_in_one_line():
     q, k, v = draw_qkv(queries=2, keys=2, d=5, e=4).values()
     token = q[:, :, :1], k[:, :, :1], v[:, :, :1]
-    refused = {
+    calls = {
         "softmax": lambda: summarize(k, v, feature_map="softmax"),
         "kind 'linear'": lambda: summarize(k, v, "linear"),
         "feature_map belongs": lambda: summarize(k, v, "taylorshift", feature_map="elu1"),
         "temperature and coefficients belong": lambda: summarize(k, v, **TAU),
+        "softmax.*depend": lambda: summarize(k, v, feature_map=PositionSoftmax()),
+        "temperature: wanted a floating tensor .* got float 2.0": lambda: summarize(k, v, "taylorshift", temperature=2.0),
         "a > 0": lambda: summarize(k, v, "taylorshift", coefficients=(0.5, 1.0, 0.5)),
-        r"temperature: wanted a tensor \[3\]": lambda: summarize(k, v, "taylorshift", temperature=torch.ones(2)),
+        r"temperature: wanted a floating tensor \[3\]": lambda: summarize(k, v, "taylorshift", temperature=torch.ones(2)),
         "key_mask": lambda: summarize(k, v, key_mask=torch.ones(2, 3, dtype=torch.bool)),
         "v: wanted": lambda: summarize(k, v[:, :, :1]),
         "one token": lambda: step(q, k, v),
         "its own options, got feature_map": lambda: step(*token, summarize(k, v), feature_map="relu"),
         r"q: wanted \[2, 3, N, 5\]": lambda: attend(q[..., :4], summarize(k, v, "taylorshift")),
         r"q: wanted \[2, 3": lambda: attend(q[:, :2], summarize(k, v)),
-        "q: wanted 5 features": lambda: attend(q[..., :4], summarize(k, v)),
+        "wanted 5 features": lambda: attend(q[..., :4], summarize(k, v)),
     }
-    for match, call in refused.items():
-        with pytest.raises(ValueError, match=match) as caught:
+    for match, call in calls.items():
+        with refused(match):
             call()
-        assert "\n" not in str(caught.value)

@@ -135,7 +135,7 @@ def _row_elements(width: int, d: int, e: int, classes: int) -> int:
 def _chunks(q: Tensor, table: Tensor, v: Tensor, keys: Tensor, total: Tensor | None):
     (batch, heads, height, width, d), e = q.shape, v.shape[4]
     classes = 2 * min(table.shape[1] // 2, height) + 1
-    for chunk in head_chunks(batch, heads, BAND_ELEMENTS // (height * _row_elements(width, d, e, classes))):
+    for chunk in head_chunks(batch, heads, BAND_ELEMENTS // max(1, height * _row_elements(width, d, e, classes))):
         yield _Chunk(chunk, q, table, v, keys, total)
 
 
@@ -154,7 +154,7 @@ def axis_sums(q: Tensor, table: Tensor, v: Tensor, keys: Tensor, total: Tensor |
     Returns:
         values ``[B, h, H, W, e]`` and mass ``[B, h, H, W]``.
 
-    Source: ours, after the linear relative position of Scaleformer (section 3.3).
+    Source: ours, after the linear relative position of Scaleformer (section 4).
     """
     e = v.shape[4]
     values, mass = table.new_empty(*q.shape[:4], e), table.new_empty(q.shape[:4])

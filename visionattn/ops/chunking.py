@@ -12,6 +12,8 @@ def chunks(length: int, size: int) -> list[slice]:
 
 def head_chunks(batch: int, heads: int, size: int) -> list[HeadChunk]:
     """Pairs of slices (images, heads) of about ``size`` heads: heads of one image, or whole images."""
+    if not heads:
+        return []
     if size < heads:
         return [(slice(b, b + 1), h) for b in range(batch) for h in chunks(heads, max(1, size))]
     return [(b, slice(0, heads)) for b in chunks(batch, size // heads)]

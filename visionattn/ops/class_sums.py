@@ -122,11 +122,17 @@ def class_sums(
 
     Source: the linear relative position of Scaleformer (section 4) in one dimension; in two it is ours.
     """
+    e, v = v.shape[4], _with_a_column(v)
     values = table.new_empty(*q.shape[:4], v.shape[4])
     mass = table.new_empty(q.shape[:4])
     run = _direct_forward if _takes_direct(table, v) else _tiled_forward
     run(q, table, v, counts, _scale(counts, total), (horizon_y, horizon_x), values, mass)
-    return values, mass
+    return values[..., :e], mass
+
+
+def _with_a_column(x: Tensor) -> Tensor:
+    """``x [..., e]``, or one column of zeros where e is 0: tiles have a width, and the mass does not depend on it."""
+    return x if x.shape[-1] else x.new_zeros(*x.shape[:-1], 1)
 
 
 def _takes_direct(table: Tensor, v: Tensor) -> bool:
@@ -141,7 +147,7 @@ def _tiled_chunks(q: Tensor, table: Tensor, v: Tensor, counts: Tensor, scale: Te
     """Chunks of the tiled form: the chunk, its tiles, the lines of its values, its counts and scale as the tiles lie."""
     one, lines = _tiles(1, q, table, v, horizons), None
     counts, scale = one.rows(counts), None if scale is None else one.rows(scale)
-    for chunk in _chunks(q, table, LINE_ELEMENTS // (one.period * one.pitch * one.e)):
+    for chunk in _chunks(q, table, LINE_ELEMENTS // max(1, one.period * one.pitch * one.e)):
         heads = len(chunk.table)
         if lines is None or lines.tiles.heads != heads:
             lines = Lines(_tiles(heads, q, table, v, horizons))
@@ -167,7 +173,7 @@ def _direct_chunks(q: Tensor, table: Tensor, v: Tensor, counts: Tensor, scale: T
     """Chunks of the direct form: the chunk, its queries, values, counts and scale, and the class of each query and key."""
     index = _class_index(tuple(q.shape[2:4]), tuple(v.shape[2:4]), horizons, v.device)
     counts, scale = counts.flatten(1, 2), None if scale is None else scale.flatten(1, 2)
-    for chunk in _chunks(q, table, PAIRS // index.numel()):
+    for chunk in _chunks(q, table, PAIRS // max(1, index.numel())):
         query, value = (chunk.part(x).flatten(1, 2).to(table.dtype) for x in (q, v))
         yield chunk, query, value, chunk.part_shared(counts), chunk.part_shared(scale), index.expand(len(query), -1, -1)
 
@@ -207,10 +213,11 @@ def class_sums_backward(
     horizon_x: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of ``class_sums`` with respect to q, table and v; the weights are made anew, not kept."""
-    grads = q.new_empty(q.shape), table.new_zeros(table.shape), v.new_empty(v.shape)
+    e, v, d_values = v.shape[4], _with_a_column(v), _with_a_column(d_values)
+    grads = dq, d_table, dv = q.new_empty(q.shape), table.new_zeros(table.shape), v.new_empty(v.shape)
     run = _direct_backward if _takes_direct(table, v) else _tiled_backward
     run(q, table, v, counts, _scale(counts, total), (horizon_y, horizon_x), d_values, d_mass, *grads)
-    return grads
+    return dq, d_table, dv[..., :e]
 
 
 def _tiled_backward(q, table, v, counts, scale, horizons, d_values, d_mass, dq: Tensor, d_table: Tensor, dv: Tensor) -> None:

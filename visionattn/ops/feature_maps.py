@@ -1,15 +1,20 @@
 """Feature maps of kernelized attention: ``w_ij = phi(q_i) . phi(k_j)``."""
 
+from numbers import Integral
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from visionattn.ops.sums import accumulation_dtype
+from visionattn.ops.sums import accumulation_dtype, product
 
 
 class FeatureMap(Protocol):
-    """A pair of non-negative maps over the last axis of ``[B, h, N, d]`` tensors."""
+    """A pair of non-negative maps over the last axis of ``[B, h, N, d]`` tensors, both to the same width f.
+
+    A map whose keys depend on each other says so with an attribute ``per_token = False``; its ``key`` then takes the key mask
+    ``[B, M]`` or None as a second argument. It has no states, and it cannot be causal.
+    """
 
     def query(self, x: Tensor) -> Tensor:
         """Features of queries, ``[B, h, N, f]``."""
@@ -44,6 +49,8 @@ class PositionSoftmax:
     The keys are multiplied by M, the number of keys present, so that the mass of a query is M like that of other maps.
     A key's feature depends on all other keys: states of this map do not add, and it cannot be causal.
     """
+
+    per_token = False
 
     @staticmethod
     def query(x: Tensor) -> Tensor:
@@ -80,15 +87,15 @@ class RandomFeatures(nn.Module):
         generator: of the draw; None: torch's own.
 
     Raises:
-        ValueError: a size that is not positive.
+        ValueError: a size that is not a positive whole number.
 
     Source: Choromanski et al. 2021, "Rethinking attention with performers", Lemma 1 and section 2.4.
     """
 
     def __init__(self, d: int, num_features: int, generator: torch.Generator | None = None):
         super().__init__()
-        if d < 1 or num_features < 1:
-            raise ValueError(f"RandomFeatures: wanted d and num_features of 1 or more, got {d} and {num_features}")
+        if not all(isinstance(size, Integral) and size >= 1 for size in (d, num_features)):
+            raise ValueError(f"RandomFeatures: wanted whole d and num_features of 1 or more, got {d} and {num_features}")
         self.register_buffer("projection", orthogonal_rows(d, num_features, generator).float())
 
     def redraw(self, generator: torch.Generator | None = None) -> None:
@@ -106,7 +113,7 @@ class RandomFeatures(nn.Module):
         if x.shape[-1] != d:
             raise ValueError(f"RandomFeatures of width {d}: got queries or keys of width {x.shape[-1]}")
         x = x.to(accumulation_dtype(x)) * d**-0.25
-        exponent = torch.matmul(x, self.projection.to(x).mT) - x.square().sum(-1, keepdim=True) / 2
+        exponent = product(x, self.projection.to(x).mT) - x.square().sum(-1, keepdim=True) / 2
         return exponent.exp() * num_features**-0.5
 
     key = query
@@ -129,16 +136,47 @@ def get_feature_map(feature_map: str | FeatureMap) -> FeatureMap:
     """The map of that name, or the object itself.
 
     Raises:
-        ValueError: no map of that name.
+        ValueError: no map of that name, or an object that is none.
     """
-    if not isinstance(feature_map, str):
-        return feature_map
-    if feature_map not in FEATURE_MAPS:
-        names = ", ".join(FEATURE_MAPS)
-        raise ValueError(f"feature_map {feature_map!r}: wanted one of {names}, or an object with .query and .key")
-    return FEATURE_MAPS[feature_map]
+    if isinstance(feature_map, str) and feature_map in FEATURE_MAPS:
+        return FEATURE_MAPS[feature_map]
+    if isinstance(feature_map, str) or not all(callable(getattr(feature_map, name, None)) for name in ("query", "key")):
+        given = repr(feature_map) if isinstance(feature_map, str) else type(feature_map).__name__
+        raise ValueError(f"feature_map {given}: wanted one of {', '.join(FEATURE_MAPS)}, or an object with .query and .key")
+    return feature_map
+
+
+def is_per_token(feature_map: FeatureMap) -> bool:
+    """Whether a key's features depend on that key alone."""
+    return getattr(feature_map, "per_token", True)
 
 
 def map_name(feature_map: FeatureMap) -> str:
     """What ``kernel_sums`` calls the map: "elu1" or "relu", which it applies itself, or "given"."""
-    return {Elu1: "elu1", Relu: "relu"}.get(feature_map, "given")
+    return "elu1" if feature_map is Elu1 else "relu" if feature_map is Relu else "given"
+
+
+def query_features(feature_map: FeatureMap, q: Tensor, width: int | None = None) -> Tensor:
+    """Features ``[B, h, N, f]`` of ``q [B, h, N, d]``. ValueError for another shape, or f other than ``width``."""
+    return _checked(feature_map.query(q), "query", q, width)
+
+
+def key_features(feature_map: FeatureMap, k: Tensor, key_mask: Tensor | None, width: int | None = None) -> Tensor:
+    """Features ``[B, h, M, f]`` of ``k [B, h, M, d]``; what the keys hold that ``key_mask [B, M]`` leaves out plays no part.
+
+    Raises:
+        ValueError: features of another shape, or f other than ``width``.
+    """
+    if not is_per_token(feature_map):
+        return _checked(feature_map.key(k, key_mask), "key", k, width)
+    k = k if key_mask is None else k.masked_fill(~key_mask[:, None, :, None], 0)
+    return _checked(feature_map.key(k), "key", k, width)
+
+
+def _checked(features: Tensor, name: str, x: Tensor, width: int | None) -> Tensor:
+    given = tuple(features.shape) if isinstance(features, Tensor) else type(features).__name__
+    if not isinstance(features, Tensor) or features.ndim != 4 or features.shape[:3] != x.shape[:3]:
+        raise ValueError(f"feature_map.{name}: wanted features [{', '.join(map(str, x.shape[:3]))}, f], got {given}")
+    if width is not None and features.shape[3] != width:
+        raise ValueError(f"feature_map.{name}: wanted {width} features, as many as on the other side, got {features.shape[3]}")
+    return features

@@ -4,7 +4,14 @@ import torch
 from torch import Tensor
 
 from visionattn.ops.checks import check_attention, check_options
-from visionattn.ops.feature_maps import FeatureMap, PositionSoftmax, get_feature_map, map_name
+from visionattn.ops.feature_maps import (
+    FeatureMap,
+    get_feature_map,
+    is_per_token,
+    key_features,
+    map_name,
+    query_features,
+)
 from visionattn.ops.kernel_sums import kernel_sums
 from visionattn.ops.relative import Flat, RelativePosition, key_counts, mean_with_relative
 from visionattn.ops.sums import Sums, accumulation_dtype, without_autocast
@@ -12,11 +19,13 @@ from visionattn.ops.value_drop import drop_values
 
 
 def _check_causal(feature_map: FeatureMap, relative: RelativePosition | None) -> None:
-    if feature_map is PositionSoftmax:
-        raise ValueError('causal: the keys of feature_map "softmax" depend on those that follow; take "elu1" or "relu"')
+    if not is_per_token(feature_map):
+        raise ValueError('causal: keys of a feature_map such as "softmax" depend on those that follow; take "elu1" or "relu"')
     if relative is not None and not isinstance(relative, Flat):
         kind = type(relative).__name__
         raise ValueError(f"causal: wanted relative position along the sequence, Flat, got {kind}, whose order is that of a grid")
+    if relative is not None and relative.layout is not None and relative.layout.kept is not None:
+        raise ValueError("causal: wanted a layout of all patches in their order, got one with kept")
 
 
 def _content_sums(
@@ -25,11 +34,9 @@ def _content_sums(
     """Sums of the content term. A map that the operator does not know is applied here, to keys that are 0 where masked."""
     if map_name(feature_map) == "given":
         dtype = accumulation_dtype(q, k, v)
-        q, k = feature_map.query(q.to(dtype)), k.to(dtype)
-        if feature_map is PositionSoftmax:
-            k = feature_map.key(k, key_mask)
-        else:
-            k = feature_map.key(k if key_mask is None else k.masked_fill(~key_mask[:, None, :, None], 0))
+        q = query_features(feature_map, q.to(dtype))
+        k = key_features(feature_map, k.to(dtype), key_mask, q.shape[3])
+    causal = causal and v.numel() > 0  # nothing has no order
     values, mass, _, _ = kernel_sums(q, k, v, key_mask, map_name(feature_map), causal, form)
     return Sums(values, mass)
 
@@ -72,7 +79,7 @@ def kernelized_attention(
     Source: Katharopoulos et al. 2020, eq. 4 to 6, causal eq. 8 to 12; with relative position Scaleformer, eq. 9 and 10.
     """
     check_attention(q, k, v, key_mask, relative)
-    check_options(form=form, impl=impl, value_drop=value_drop, generator=generator)
+    check_options(form=form, impl=impl, value_drop=value_drop, generator=generator, device=q.device)
     feature_map = get_feature_map(feature_map)
     if causal:
         _check_causal(feature_map, relative)

@@ -8,7 +8,7 @@ With ``normalization="sum"`` the weights are S, as in the papers. With "mean" ea
 divided by the number of keys of the class that the query sees, and the content by the number of all keys it sees, so that
 classes that grow with the image cannot drown the near ones.
 
-Source: Scaleformer (Favier and Dal'Maz Silva 2021), section 3.3, for one dimension and "sum"; the rest is ours.
+Source: Scaleformer (Favier and Dal'Maz Silva 2021), section 4, for one dimension and "sum"; the rest is ours.
 """
 
 from dataclasses import dataclass, replace
@@ -80,32 +80,6 @@ def tables_of(relative: RelativePosition) -> dict[str, Tensor]:
     if isinstance(relative, Axial):
         return {"rows": relative.rows, "columns": relative.columns}
     return {"table": relative.table}
-
-
-def check_relative(relative: RelativePosition, q: Tensor, k: Tensor, *, signed: bool = False) -> None:
-    """Raise the ValueError that says what is wrong with tables or layout for ``q [B, h, N, d]`` and ``k [B, h, M, d]``."""
-    if not isinstance(relative, RelativePosition):
-        raise ValueError(f"relative: wanted Flat, Axial or Joint, got {type(relative).__name__}")
-    if relative.normalization not in ("sum", "mean"):
-        raise ValueError(f'normalization {relative.normalization!r}: wanted "sum" or "mean"')
-    heads, d = q.shape[1], q.shape[3]
-    for name, table in tables_of(relative).items():
-        sides = table.shape[1:-1]
-        wanted = 4 if isinstance(relative, Joint) else 3
-        if table.ndim != wanted or table.shape[0] not in (1, heads) or table.shape[-1] != d or any(s % 2 == 0 for s in sides):
-            shape = ", ".join(["h or 1"] + ["2R+1"] * (wanted - 2) + ["d"])
-            raise ValueError(f"{name}: wanted [{shape}] with h = {heads}, d = {d}, got {tuple(table.shape)}")
-        readable = table.device.type == "cpu" and not torch.compiler.is_compiling()
-        if readable and not signed and bool((table < 0).any()):
-            lowest = table.min().item()
-            raise ValueError(f"{name}: relative position needs non-negative entries, got {lowest:.3g}; pass it through elu1")
-    if relative.layout is not None:
-        kept = relative.layout.kept
-        if kept is not None and (kept.ndim != 2 or kept.shape[0] != q.shape[0]):
-            raise ValueError(f"layout.kept: wanted [{q.shape[0]}, n], a row for each image, got {tuple(kept.shape)}")
-        tokens = relative.layout.num_tokens
-        if q.shape[2] != tokens or k.shape[2] != tokens:
-            raise ValueError(f"layout has {tokens} tokens, got {q.shape[2]} queries and {k.shape[2]} keys")
 
 
 def key_counts(
@@ -246,8 +220,6 @@ def _flat_relative_sums(
             key_mask = torch.ones(v.shape[0], layout.num_tokens, dtype=torch.bool, device=v.device)
         present = canvas.present(key_mask, dtype).flatten(1)
         q, v = canvas.spread(q).flatten(2, 3).unsqueeze(2), canvas.spread(v).flatten(2, 3).unsqueeze(2)
-        if causal and layout.kept is not None:
-            raise ValueError("causal=True wants a layout of all patches in their order; this one has kept")
         if causal and total is not None:
             total = total[:, :, layout.num_prefix :]
     horizon, factor = table.shape[1] // 2, None

@@ -11,14 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from visionattn.ops.checks import check_tensors
-from visionattn.ops.feature_maps import FeatureMap, PositionSoftmax, get_feature_map, map_name
+from visionattn.ops.checks import check_coefficients, check_temperature, check_tensors, check_token_tensor
+from visionattn.ops.feature_maps import FeatureMap, get_feature_map, is_per_token, key_features, map_name, query_features
 from visionattn.ops.kernel_sums import kernel_sums
 from visionattn.ops.relative import key_counts
-from visionattn.ops.sums import Sums, accumulation_dtype, without_autocast
+from visionattn.ops.sums import Sums, accumulation_dtype, product, without_autocast
 from visionattn.ops.taylor_features import feature_weights, unit
 from visionattn.ops.taylor_state import expand_state, feature_state
-from visionattn.ops.taylorshift import check_coefficients
 
 Coefficients = tuple[float, float, float]
 
@@ -30,7 +29,7 @@ class KernelState:
     Args:
         S: ``sum_j phi(k_j) v_j^T``, ``[B, h, f, e]``.
         Z: ``sum_j phi(k_j)``, ``[B, h, f]``.
-        count: keys that take part, ``[B or 1, 1, 1]``.
+        count: keys that take part, int64 ``[B or 1, 1, 1]``: float32 would stand still at 2^24.
         feature_map: name or object, as given to ``summarize``.
     """
 
@@ -40,7 +39,7 @@ class KernelState:
     feature_map: str | FeatureMap
 
     def __add__(self, other: "KernelState") -> "KernelState":
-        """The state of the keys of both. ValueError where kind or feature map differ."""
+        """The state of the keys of both. ValueError where kind, shapes, dtype, device or feature map differ."""
         _check_same(self, other, feature_map=lambda a, b: a is b or a == b)
         return KernelState(self.S + other.S, self.Z + other.Z, self.count + other.count, self.feature_map)
 
@@ -54,7 +53,7 @@ class TaylorState:
         KV: ``sum_j k_j v_j^T``, ``[B, h, d, e]``.
         KK: ``sum_j k_j k_j^T``, ``[B, h, d, d]``.
         k_sum, v_sum: ``[B, h, d]`` and ``[B, h, e]``.
-        count: keys that take part, ``[B or 1, 1, 1]``.
+        count: keys that take part, int64 ``[B or 1, 1, 1]``.
         temperature: ``[h]``, of the queries to come; keys are of unit length then. None: neither.
         coefficients: (a, b, c).
     """
@@ -69,7 +68,7 @@ class TaylorState:
     coefficients: Coefficients
 
     def __add__(self, other: "TaylorState") -> "TaylorState":
-        """The state of the keys of both. ValueError where kind, temperature or coefficients differ."""
+        """The state of the keys of both. ValueError where kind, shapes, dtype, device, temperature or coefficients differ."""
         _check_same(self, other, temperature=_same_tensor, coefficients=lambda a, b: tuple(a) == tuple(b))
         names = ("S2", "KV", "KK", "k_sum", "v_sum", "count")
         sums = (getattr(self, name) + getattr(other, name) for name in names)
@@ -82,16 +81,24 @@ State = KernelState | TaylorState
 def _same_tensor(a: Tensor | None, b: Tensor | None) -> bool:
     if a is None or b is None:
         return a is b
-    return a is b or (a.shape == b.shape and (torch.compiler.is_compiling() or torch.equal(a, b)))
+    if a is b or (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device):
+        return a is b
+    return torch.compiler.is_compiling() or torch.equal(a, b)
 
 
 def _check_same(state: State, other: State, **options) -> None:
     if type(other) is not type(state):
         raise ValueError(f"states add to states of their kind: wanted {type(state).__name__}, got {type(other).__name__}")
+    for name in ("S", "Z") if isinstance(state, KernelState) else ("KV", "S2"):
+        a, b = ((tuple(x.shape), x.dtype, x.device) for x in (getattr(state, name), getattr(other, name)))
+        if a != b:
+            described = (f"{shape} in {dtype} on {device}" for shape, dtype, device in (a, b))
+            raise ValueError(f"states add where {name} has the same shape, dtype and device: got {' and '.join(described)}")
     for name, same in options.items():
         a, b = getattr(state, name), getattr(other, name)
         if not same(a, b):
-            raise ValueError(f"states add where they have the same {name}: got {a} and {b}")
+            described = " and ".join(" ".join(str(x).split()) for x in (a, b))
+            raise ValueError(f"states add where they have the same {name}: got {described}")
 
 
 def summarize(
@@ -117,7 +124,7 @@ def summarize(
     Raises:
         ValueError: shapes, dtypes, devices or names that do not fit, an option of the other kind.
     """
-    check_tensors(k, k, v, key_mask)
+    check_tensors(None, k, v, key_mask)
     _check_options(k, kind, feature_map, temperature, coefficients)
     with without_autocast(k):
         if kind == "kernelized":
@@ -132,21 +139,19 @@ def _check_options(k: Tensor, kind: str, feature_map, temperature: Tensor | None
         raise ValueError('temperature and coefficients belong to kind="taylorshift", got kind="kernelized"')
     if kind == "taylorshift" and feature_map is not None:
         raise ValueError('feature_map belongs to kind="kernelized", got kind="taylorshift"')
-    if feature_map is not None and get_feature_map(feature_map) is PositionSoftmax:
-        raise ValueError('feature_map "softmax" has no state: its keys depend on each other; take "elu1" or "relu"')
+    if feature_map is not None and not is_per_token(get_feature_map(feature_map)):
+        raise ValueError('a feature_map such as "softmax" has no state: its keys depend on each other; take "elu1" or "relu"')
     if coefficients is not None:
         check_coefficients(coefficients)
-    if temperature is not None and temperature.shape != (k.shape[1],):
-        raise ValueError(f"temperature: wanted a tensor [{k.shape[1]}], one per head, got {tuple(temperature.shape)}")
+    check_temperature(temperature, k, "k")
 
 
 def _kernel_state(k: Tensor, v: Tensor, feature_map: str | FeatureMap, key_mask: Tensor | None) -> KernelState:
     phi, dtype = get_feature_map(feature_map), accumulation_dtype(k, v)
     if map_name(phi) == "given":
-        k = k.to(dtype)
-        k = phi.key(k if key_mask is None else k.masked_fill(~key_mask[:, None, :, None], 0))
+        k = key_features(phi, k.to(dtype), key_mask)
     _, _, s, z = kernel_sums(k[:, :, :0], k, v, key_mask, map_name(phi), False, "efficient")
-    return KernelState(s, z, key_counts(v.to(dtype), key_mask), feature_map)
+    return KernelState(s, z, key_counts(k, key_mask, dtype=torch.int64), feature_map)
 
 
 def _taylor_state(k: Tensor, v: Tensor, temperature, coefficients: Coefficients, key_mask: Tensor | None) -> TaylorState:
@@ -158,8 +163,8 @@ def _taylor_state(k: Tensor, v: Tensor, temperature, coefficients: Coefficients,
         absent = ~key_mask[:, None, :, None]
         k, v = k.masked_fill(absent, 0), v.masked_fill(absent, 0)
     s2 = feature_state(k.flatten(0, 1), v.flatten(0, 1)).unflatten(0, k.shape[:2])
-    sums = s2, torch.matmul(k.mT, v), torch.matmul(k.mT, k), k.sum(2), v.sum(2), key_counts(v, key_mask)
-    return TaylorState(*sums, temperature, coefficients)
+    sums = s2, product(k.mT, v), product(k.mT, k), k.sum(2), v.sum(2)
+    return TaylorState(*sums, key_counts(k, key_mask, dtype=torch.int64), temperature, coefficients)
 
 
 def attend(q: Tensor, state: State) -> Sums:
@@ -170,19 +175,28 @@ def attend(q: Tensor, state: State) -> Sums:
         state: of ``summarize`` or ``step``.
 
     Raises:
-        ValueError: q that does not fit the state.
+        ValueError: q that does not fit the state in shape, dtype or device; no state.
     """
-    width = state.KV.shape[2] if isinstance(state, TaylorState) else None
-    batch, heads = state.S.shape[:2] if isinstance(state, KernelState) else state.KV.shape[:2]
-    if q.ndim != 4 or q.shape[:2] != (batch, heads) or (width is not None and q.shape[3] != width):
-        raise ValueError(f"q: wanted [{batch}, {heads}, N, {'d' if width is None else width}] of the state, got {tuple(q.shape)}")
+    _check_query(q, state)
     with without_autocast(q):
         if isinstance(state, TaylorState):
             return _taylor_sums(q, state)
-        phi_q = get_feature_map(state.feature_map).query(q.to(state.S.dtype))
-        if phi_q.shape[3] != state.S.shape[2]:
-            raise ValueError(f"q: wanted {state.S.shape[2]} features like the state, got {phi_q.shape[3]}")
-        return Sums(torch.matmul(phi_q, state.S), torch.matmul(phi_q, state.Z.unsqueeze(3)).squeeze(3))
+        phi_q = query_features(get_feature_map(state.feature_map), q.to(state.S.dtype), state.S.shape[2])
+        return Sums(product(phi_q, state.S), product(phi_q, state.Z.unsqueeze(3)).squeeze(3))
+
+
+def _check_query(q: Tensor, state: State) -> None:
+    if not isinstance(state, State):
+        raise ValueError(f"state: wanted a KernelState or a TaylorState, got {type(state).__name__}")
+    check_token_tensor("q", q)
+    sums, width = (state.KV, state.KV.shape[2]) if isinstance(state, TaylorState) else (state.S, None)
+    if q.shape[:2] != sums.shape[:2] or (width is not None and q.shape[3] != width):
+        wanted = f"[{sums.shape[0]}, {sums.shape[1]}, N, {'d' if width is None else width}]"
+        raise ValueError(f"q: wanted {wanted} of the state, got {tuple(q.shape)}")
+    if q.dtype == torch.float64 and sums.dtype != q.dtype:
+        raise ValueError(f"q: wanted {sums.dtype} like the state, or less, got {q.dtype}")
+    if q.device != sums.device:
+        raise ValueError(f"q is on {q.device}, the state on {sums.device}; move them to one device")
 
 
 def _taylor_sums(q: Tensor, state: TaylorState) -> Sums:
@@ -192,9 +206,9 @@ def _taylor_sums(q: Tensor, state: TaylorState) -> Sums:
         q = state.temperature.to(q.dtype)[:, None, None] * unit(q)
     weighted = state.S2 * feature_weights(q.shape[3], a, q)
     second = expand_state(q.flatten(0, 1), weighted.flatten(0, 1)).unflatten(0, q.shape[:2])
-    values = second + b * torch.matmul(q, state.KV) + c * state.v_sum.unsqueeze(2)
-    mass = a * (torch.matmul(q, state.KK) * q).sum(3) + b * torch.matmul(q, state.k_sum.unsqueeze(3)).squeeze(3)
-    return Sums(values, mass + c * state.count)
+    values = second + b * product(q, state.KV) + c * state.v_sum.unsqueeze(2)
+    mass = a * (product(q, state.KK) * q).sum(3) + b * product(q, state.k_sum.unsqueeze(3)).squeeze(3)
+    return Sums(values, mass + c * state.count.to(mass.dtype))
 
 
 def step(
@@ -219,7 +233,7 @@ def step(
         out ``[B, h, 1, e]`` in the dtype of v, and the state with this token.
 
     Raises:
-        ValueError: more than one token, an option beside a state, and what ``summarize`` refuses.
+        ValueError: more than one token, an option beside a state, and what ``summarize``, ``+`` and ``attend`` refuse.
 
     Source: Katharopoulos et al. 2020, eq. 16 to 20.
     """
@@ -230,6 +244,8 @@ def step(
     given = [name for name, option in options.items() if option is not None]
     if state is None:
         state = summarize(k, v, **options | {"kind": kind or "kernelized"})
+    elif not isinstance(state, State):
+        raise ValueError(f"state: wanted a KernelState, a TaylorState or None, got {type(state).__name__}")
     elif given:
         raise ValueError(f"step: a state brings its own options, got {', '.join(given)} beside it")
     elif isinstance(state, KernelState):

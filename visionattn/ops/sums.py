@@ -59,6 +59,38 @@ def no_double_backward(backward: torch.library.CustomOpDef) -> None:
     backward.register_autograd(refuse)
 
 
+@torch.library.custom_op("visionattn::product", mutates_args=())
+def product(x: Tensor, y: Tensor) -> Tensor:
+    """``x y`` for ``x [..., n, d]`` and ``y [..., d, m]`` or ``[d, m]``, in their own dtype in both directions.
+
+    A plain product leaves autocast in the forward pass alone: its gradient takes the dtype that autocast gives it.
+    """
+    with without_autocast(x):
+        return torch.matmul(x, y)
+
+
+@product.register_fake
+def _(x, y):
+    return x.new_empty(*x.shape[:-1], y.shape[-1])
+
+
+def _keep_factors(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+def _product_backward(ctx, grad):
+    (x, y), dx, dy = ctx.saved_tensors, None, None
+    if ctx.needs_input_grad[0]:
+        dx = product(grad, y.mT)
+    if ctx.needs_input_grad[1]:
+        x, grad = (x.flatten(0, -2), grad.flatten(0, -2)) if y.ndim == 2 else (x, grad)
+        dy = product(x.mT, grad)
+    return dx, dy
+
+
+product.register_autograd(_product_backward, setup_context=_keep_factors)
+
+
 @torch.library.custom_op("visionattn::weighted_mean", mutates_args=())
 def weighted_mean(
     values: Tensor, mass: Tensor, more_values: Tensor | None = None, more_mass: Tensor | None = None, skip: int = 0
@@ -103,7 +135,7 @@ def _(values, mass, more_values=None, more_mass=None, skip=0):
 def weighted_mean_backward(grad: Tensor, out: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of ``weighted_mean``: ``g = grad / mass`` for the values, ``-<g, out>`` for the mass."""
     d_values = (grad / _divisor(mass)).masked_fill_((mass == 0).unsqueeze(-1), 0)
-    return d_values, torch.linalg.vecdot(d_values, out).neg_()
+    return d_values, (d_values * out).sum(-1).neg_()
 
 
 @weighted_mean_backward.register_fake

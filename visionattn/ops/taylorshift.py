@@ -8,18 +8,11 @@ against overflow only; sums in float32 do not need them).
 import torch
 from torch import Tensor
 
-from visionattn.ops.checks import check_attention, check_options
+from visionattn.ops.checks import check_attention, check_coefficients, check_options, check_temperature
 from visionattn.ops.relative import RelativePosition, key_counts, mean_with_relative
 from visionattn.ops.sums import Sums, accumulation_dtype, without_autocast
 from visionattn.ops.taylor_sums import takes_efficient, taylor_sums
 from visionattn.ops.value_drop import drop_values
-
-
-def check_coefficients(coefficients: tuple[float, float, float]) -> None:
-    """Raise ValueError unless ``a x^2 + b x + c`` is positive everywhere: ``a > 0`` and ``c > b^2 / (4 a)``."""
-    a, b, c = coefficients
-    if not (a > 0 and c > b * b / (4 * a)):
-        raise ValueError(f"coefficients (a, b, c) = {a, b, c}: wanted a > 0 and c > b^2 / (4 a), so that weights are positive")
 
 
 def taylorshift_attention(
@@ -62,11 +55,11 @@ def taylorshift_attention(
     """
     check_attention(q, k, v, key_mask, relative)
     check_coefficients(coefficients)
-    check_options(form=form, impl=impl, value_drop=value_drop, generator=generator)
-    if temperature is not None and (not isinstance(temperature, Tensor) or temperature.shape != (q.shape[1],)):
-        given = tuple(temperature.shape) if isinstance(temperature, Tensor) else temperature
-        raise ValueError(f"temperature: wanted a tensor [{q.shape[1]}], one per head, got {given}")
+    check_temperature(temperature, q)
+    check_options(form=form, impl=impl, value_drop=value_drop, generator=generator, device=q.device)
     dtype = accumulation_dtype(q, k, v)
+    if not q.shape[2]:
+        form = "direct"  # no query reads a state
     if form == "auto" and not torch.compiler.is_compiling():  # the state of a named form is kept; a compiler sees one operator
         form = "efficient" if takes_efficient(form, q, k, v) else "direct"
     with without_autocast(q):
