@@ -1,14 +1,16 @@
 """Positive random features: unbiased, better with more of them, the same for the same generator, local to their token."""
 
+import contextlib
 import math
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from oracles import assert_agree, draw, draw_mask, draw_qkv, relative_error, run
 
-from visionattn.ops import RandomFeatures, kernelized_attention, reference
-from visionattn.ops.feature_maps import orthogonal_rows
+from visionattn.ops import RandomFeatures, attend, kernelized_attention, reference, summarize
+from visionattn.ops.feature_maps import Elu1, PositionSoftmax, Relu, orthogonal_rows
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -141,10 +143,68 @@ def test_tokens_on_the_rows_of_the_draw_stay_finite_and_right_in_float32(scale):
     assert relative_error(actual["out"], expected["out"]) < 1e-4  # an exponent of 100 has lost 1e-5
 
 
-def test_sizes_that_make_no_sense_are_refused():
-    with pytest.raises(ValueError, match="1 or more"):
-        RandomFeatures(0, 3)
-    with pytest.raises(ValueError, match="1 or more"):
-        RandomFeatures(3, 0)
-    with pytest.raises(ValueError, match="width 5"):
+@pytest.mark.parametrize("sizes", [(0, 3), (3, 0), (2.5, 3), (3, 2.5), ("3", 3), (-1, 3)])
+def test_sizes_that_make_no_sense_are_refused(sizes):
+    with refused(f"1 or more, got {sizes[0]} and {sizes[1]}"):
+        RandomFeatures(*sizes)
+
+
+def test_a_width_other_than_that_of_the_draw_is_refused():
+    with refused("width 5"):
         kernelized_attention(*draw_qkv(queries=7, d=4).values(), feature_map=RandomFeatures(5, 3))
+
+
+@contextlib.contextmanager
+def refused(match: str):
+    """A ValueError of one line."""
+    with pytest.raises(ValueError, match=match) as caught:
+        yield
+    assert "\n" not in str(caught.value)
+
+
+def two_maps(query, key):
+    """A feature map of two functions."""
+    return SimpleNamespace(query=query, key=key)
+
+
+def test_objects_that_are_no_feature_maps_are_refused():
+    q, k, v = draw_qkv(queries=7, d=5, e=4).values()
+    for wrong in (None, 3, torch.relu, SimpleNamespace(query=torch.relu), two_maps(torch.relu, "relu")):
+        with refused(f"feature_map {type(wrong).__name__}: wanted one of.*query and .key"):
+            kernelized_attention(q, k, v, feature_map=wrong)
+    with refused("feature_map SimpleNamespace: wanted one of"):
+        summarize(k, v, feature_map=SimpleNamespace())
+
+
+def test_features_that_do_not_fit_each_other_or_their_tokens_are_refused():
+    q, k, v = draw_qkv(queries=7, keys=11, d=5, e=4).values()
+    wider, flat = two_maps(torch.relu, lambda x: x.repeat(1, 1, 1, 2)), two_maps(lambda x: x.flatten(2), torch.relu)
+    with refused("feature_map.key: wanted 5 features.*got 10"):
+        kernelized_attention(q, k, v, feature_map=wider)
+    with refused("feature_map.query: wanted 10 features.*got 5"):
+        attend(q, summarize(k, v, feature_map=wider))
+    with refused(r"feature_map.query: wanted features \[2, 3, 7, f\], got \(2, 3, 35\)"):
+        kernelized_attention(q, k, v, feature_map=flat)
+    with refused(r"feature_map.query: wanted features \[2, 3, 7, f\], got \(2, 3, 35\)"):
+        attend(q, summarize(k, v, feature_map=flat))
+    with refused(r"feature_map.key: wanted features \[2, 3, 11, f\], got list"):
+        summarize(k, v, feature_map=two_maps(torch.relu, lambda x: [x]))
+
+
+def test_an_instance_of_the_softmax_map_is_the_softmax_map():
+    q, k, v = draw_qkv(queries=17, d=5, e=4).values()
+    mask = draw_mask(2, 17)
+    by_name = kernelized_attention(q, k, v, feature_map="softmax", key_mask=mask)
+    assert torch.equal(kernelized_attention(q, k, v, feature_map=PositionSoftmax(), key_mask=mask), by_name)
+    with refused("causal.*softmax"):
+        kernelized_attention(q, k, v, feature_map=PositionSoftmax(), causal=True)
+    with refused("softmax.*no state"):
+        summarize(k, v, feature_map=PositionSoftmax())
+
+
+def test_instances_of_maps_per_token_are_those_maps():
+    q, k, v = draw_qkv(queries=17, d=5, e=4).values()
+    for name, instance in (("elu1", Elu1()), ("relu", Relu())):
+        expected = kernelized_attention(q, k, v, feature_map=name, causal=True)
+        actual = kernelized_attention(q, k, v, feature_map=instance, causal=True)
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-13)

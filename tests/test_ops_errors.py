@@ -1,13 +1,23 @@
 """What is wrong with the arguments is said in one line: what was wanted, and what came."""
 
 import contextlib
+from functools import partial
 
 import pytest
 import torch
 from oracles import draw, draw_qkv, draw_table
 
 from visionattn.layout import Grid, TokenLayout
-from visionattn.ops import Axial, Flat, Joint, kernelized_attention, softmax_attention, taylorshift_attention
+from visionattn.ops import (
+    Axial,
+    Flat,
+    Joint,
+    RandomFeatures,
+    count_classes,
+    kernelized_attention,
+    softmax_attention,
+    taylorshift_attention,
+)
 
 
 def wrong(match: str, kind: type[Exception] = ValueError):
@@ -44,6 +54,8 @@ def test_shapes_that_do_not_fit_are_named_with_what_was_wanted(function):
         function(q, k, v, key_mask=torch.ones(2, 11))
     with wrong("q floating int64"):
         function(q.long(), k, v)
+    with wrong("width >= 1 (2, 3, 11, 0)"):
+        function(q[..., :0], k[..., :0], v)
 
 
 @pytest.mark.parametrize("function", EVERY_ATTENTION)
@@ -75,6 +87,58 @@ def test_tables_and_layouts_that_do_not_fit_are_named_with_what_was_wanted(funct
         function(q, k, v, relative=Joint(table, TokenLayout(2, Grid(3, 5), kept)))
 
 
+@pytest.mark.parametrize("function", EVERY_ATTENTION)
+def test_tensors_on_two_devices_are_refused_with_both_named(function):
+    q, k, v = draw_qkv(queries=15, d=5, e=4).values()
+    table, layout, kept = draw_table(3, 3, 3, 5, seed=0), TokenLayout(0, Grid(3, 5)), torch.arange(15).expand(2, 15)
+    for name, arguments in {"k": (q, k.to("meta"), v), "v": (q, k, v.to("meta"))}.items():
+        with wrong(f"q cpu {name} meta"):
+            function(*arguments)
+    with wrong("q cpu key_mask meta"):
+        function(q, k, v, key_mask=torch.ones(2, 15, dtype=torch.bool, device="meta"))
+    with wrong("q cpu table meta"):
+        function(q, k, v, relative=Flat(table[0].to("meta")))
+    with wrong("q cpu columns meta"):
+        function(q, k, v, relative=Axial(table[:, 0], table[:, 1].to("meta"), layout))
+    with wrong("q cpu layout.kept meta"):
+        function(q, k, v, relative=Joint(table, layout._replace(kept=kept.to("meta"))))
+    with wrong("q cpu layout.counts meta"):
+        function(q, k, v, relative=Joint(table, layout._replace(counts=count_classes(layout, (1, 1), device="meta"))))
+
+
+@pytest.mark.parametrize("function", [taylorshift_attention, kernelized_attention])
+def test_a_generator_on_another_device_is_refused(function):
+    with wrong("q meta generator cpu"):
+        function(*(x.to("meta") for x in draw_qkv(queries=7).values()), value_drop=0.5, generator=torch.Generator())
+
+
+@pytest.mark.parametrize("function", EVERY_ATTENTION)
+def test_tables_and_layouts_of_the_wrong_dtype_or_range_are_refused(function):
+    q, k, v = draw_qkv(queries=15, d=5, e=4).values()
+    table, layout, kept = draw_table(3, 3, 3, 5, seed=0), TokenLayout(0, Grid(3, 5)), torch.arange(15).expand(2, 15)
+    for bad, came in ((table.long(), "int64"), (table.to(torch.complex64), "complex64"), (table.tolist(), "list")):
+        with wrong(f"table floating {came}"):
+            function(q, k, v, relative=Joint(bad, layout))
+    with wrong("layout.kept int64 int32"):
+        function(q, k, v, relative=Joint(table, layout._replace(kept=kept.int())))
+    for shift, came in ((1, "1 to 15"), (-1, "-1 to 13")):
+        with wrong(f"layout.kept 0 to 14 {came}"):
+            function(q, k, v, relative=Joint(table, layout._replace(kept=kept + shift)))
+    for other, horizons in ((layout, (1, 2)), (TokenLayout(0, Grid(5, 3)), (1, 1))):
+        counts = count_classes(other, horizons)
+        with wrong(f"layout.counts 3 5 9 {tuple(counts.shape)}"):
+            function(q, k, v, relative=Joint(table, layout._replace(counts=counts)))
+
+
+@pytest.mark.parametrize("function", [taylorshift_attention, kernelized_attention])
+def test_a_table_that_holds_nan_is_refused(function):
+    q, k, v = draw_qkv(queries=7, d=5, e=4).values()
+    table = draw_table(3, 3, 5, seed=0)
+    table[1, 2, 3] = float("nan")
+    with wrong("table non-negative nan"):
+        function(q, k, v, relative=Flat(table))
+
+
 @pytest.mark.parametrize("function", [taylorshift_attention, kernelized_attention])
 def test_a_negative_table_is_refused_where_weights_must_be_positive(function):
     q, k, v = draw_qkv(queries=17, d=5, e=4).values()
@@ -96,6 +160,12 @@ def test_coefficients_that_allow_a_weight_of_zero_are_refused(coefficients):
         taylorshift_attention(*draw_qkv(queries=7).values(), coefficients=coefficients)
 
 
+@pytest.mark.parametrize("coefficients", [(1, 1), None, "abc", (0.5, 1.0, "1"), (0.5, 1.0, float("inf")), (1, 2, 3, 4), 0.5])
+def test_coefficients_that_are_not_three_finite_numbers_are_refused(coefficients):
+    with wrong("coefficients three finite numbers got"):
+        taylorshift_attention(*draw_qkv(queries=7).values(), coefficients=coefficients)
+
+
 @pytest.mark.parametrize("function", [taylorshift_attention, kernelized_attention])
 def test_names_that_do_not_exist_are_refused_and_kernels_that_are_not_built_say_so(function):
     q, k, v = draw_qkv(queries=7).values()
@@ -112,6 +182,12 @@ def test_options_of_one_operation_are_checked_too():
     q, k, v = draw_qkv(queries=7).values()
     with wrong("temperature 3 (2,)"):
         taylorshift_attention(q, k, v, temperature=torch.ones(2))
+    with wrong("temperature floating tensor float 2.0"):
+        taylorshift_attention(q, k, v, temperature=2.0)
+    with wrong("temperature floating int64"):
+        taylorshift_attention(q, k, v, temperature=torch.ones(3, dtype=torch.int64))
+    with wrong("q cpu temperature meta"):
+        taylorshift_attention(q, k, v, temperature=torch.ones(3, device="meta"))
     with wrong("feature_map 'exp' elu1 relu softmax"):
         kernelized_attention(q, k, v, feature_map="exp")
     with wrong("causal Flat"):
@@ -134,17 +210,107 @@ def test_a_generator_with_nothing_to_draw_is_refused(function):
         function(*draw_qkv(queries=7).values(), generator=torch.Generator())
 
 
-@pytest.mark.parametrize("function", [taylorshift_attention, kernelized_attention])
-def test_a_second_derivative_is_refused_in_words(function):
-    inputs = [x.requires_grad_() for x in draw_qkv(queries=7).values()]
-    gradients = torch.autograd.grad(function(*inputs).square().sum(), inputs, create_graph=True)
-    with wrong("second derivative create_graph", NotImplementedError):
-        gradients[0].sum().backward()
+def second_derivatives():
+    """By name: an attention, and the tensors beside q, k and v whose second derivative is asked for."""
+    layout, table, rows = TokenLayout(0, Grid(3, 5)), draw_table(3, 3, 5, 16, seed=0), draw_table(3, 3, 16, seed=1)
+    kinds = {
+        "joint": (lambda table: Joint(table, layout), {"table": table}),
+        "flat": (lambda table: Flat(table), {"table": rows}),
+        "axial": (lambda rows, columns: Axial(rows, columns, layout), {"rows": rows, "columns": rows + 1}),
+    }
+    for name, (kind, tables) in kinds.items():
+        for function in (taylorshift_attention, kernelized_attention):
+            yield f"{function.__name__}, {name}", (lambda *x, f=function, k=kind, **t: f(*x, relative=k(**t)), tables)
+    yield "taylorshift", (taylorshift_attention, {})
+    yield "temperature", (taylorshift_attention, {"temperature": torch.ones(3, dtype=torch.float64)})
+    yield "kernelized", (kernelized_attention, {})
+    features = RandomFeatures(16, 5, torch.Generator().manual_seed(1))
+    yield "random features", (partial(kernelized_attention, feature_map=features), {})
 
 
-@pytest.mark.parametrize("function", EVERY_ATTENTION)
-def test_no_tokens_are_no_error(function):
-    q, k, v = draw_qkv(queries=7, keys=11, d=5, e=4).values()
-    assert function(q[:, :, :0], k, v).shape == (2, 3, 0, 4)
-    assert torch.equal(function(q, k[:, :, :0], v[:, :, :0]), torch.zeros(2, 3, 7, 4, dtype=torch.float64))
-    assert function(q[:0], k[:0], v[:0]).shape == (0, 3, 7, 4)
+SECOND = dict(second_derivatives())
+
+
+@pytest.mark.parametrize("case", SECOND)
+def test_a_second_derivative_is_refused_in_words(case):
+    function, tensors = SECOND[case]
+    inputs = [x.requires_grad_() for x in draw_qkv(queries=15).values()]
+    learned = {name: x.clone().requires_grad_() for name, x in tensors.items()}
+    everything = [*inputs, *learned.values()]
+    gradients = torch.autograd.grad(function(*inputs, **learned).square().sum(), everything, create_graph=True)
+    for gradient in gradients:
+        with wrong("second derivative create_graph", NotImplementedError):
+            torch.autograd.grad(gradient.sum(), everything, retain_graph=True, allow_unused=True)
+
+
+def attentions():
+    """Every operation by name, in each of its forms."""
+    for form in ("auto", "direct", "efficient"):
+        yield f"taylorshift {form}", partial(taylorshift_attention, form=form)
+        yield f"kernelized {form}", partial(kernelized_attention, form=form)
+        yield f"causal {form}", partial(kernelized_attention, form=form, causal=True)
+        yield (
+            f"temperature {form}",
+            lambda *x, form=form, **o: taylorshift_attention(
+                *x, form=form, temperature=torch.ones(x[0].shape[1], dtype=torch.float64), **o
+            ),
+        )
+    yield "position softmax", partial(kernelized_attention, feature_map="softmax")
+    yield "softmax", softmax_attention
+    yield "softmax causal", partial(softmax_attention, causal=True)
+
+
+ATTENTIONS = dict(attentions())
+SIZES = {"q": (2, 3, 0, 11, 4), "k": (2, 3, 7, 0, 4), "B": (0, 3, 7, 11, 4), "h": (2, 0, 7, 11, 4), "e": (2, 3, 7, 11, 0)}
+
+
+def positions(heads: int, layout: TokenLayout | None, normalization: str):
+    """Each kind of relative position that goes with the layout: a table of one head where there is none."""
+    heads = heads or 1
+    yield Flat(draw_table(heads, 5, 5, seed=0), layout, normalization)
+    yield Flat(draw_table(heads, 1, 5, seed=0), layout, normalization)
+    if layout is not None:
+        yield Axial(draw_table(heads, 3, 5, seed=0), draw_table(heads, 5, 5, seed=1), layout, normalization)
+        yield Joint(draw_table(heads, 3, 5, 5, seed=0), layout, normalization)
+
+
+def takes(name: str, position) -> bool:
+    """Whether the operation has such a relative position at all."""
+    if name.startswith("causal") and not isinstance(position, Flat | None):
+        return False
+    return not name.startswith("softmax") or position is None or position.normalization == "sum"
+
+
+def assert_empty(function, sizes: tuple[int, ...], relative) -> None:
+    """Zeros of the right shape, and gradients of the right shapes, with and without a mask."""
+    batch, heads, queries, keys, e = sizes
+    for key_mask in (None, torch.ones(batch, keys, dtype=torch.bool)):
+        inputs = [x.requires_grad_() for x in draw_qkv(batch, heads, queries, keys, 5, e).values()]
+        out = function(*inputs, relative=relative, key_mask=key_mask)
+        assert out.shape == (batch, heads, queries, e)
+        if keys == 0:
+            assert out.eq(0).all()
+        for x, gradient in zip(inputs, torch.autograd.grad(out.sum(), inputs), strict=True):
+            assert gradient.shape == x.shape
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+@pytest.mark.parametrize("empty", SIZES)
+def test_no_tokens_are_no_error(name, empty):
+    assert_empty(ATTENTIONS[name], SIZES[empty], None)
+    for normalization in ("sum", "mean"):
+        for position in positions(SIZES[empty][1], None, normalization):
+            if takes(name, position):
+                assert_empty(ATTENTIONS[name], SIZES[empty], position)
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+@pytest.mark.parametrize("empty", ["B", "h", "e", "grid", "grid and prefix"])
+def test_no_images_heads_widths_or_patches_are_no_error_on_a_grid(name, empty):
+    layouts = {"grid": TokenLayout(2, Grid(0, 0)), "grid and prefix": TokenLayout(0, Grid(0, 5))}
+    for layout in [layouts[empty]] if empty in layouts else [TokenLayout(2, Grid(3, 5)), TokenLayout(2, Grid(17, 19))]:
+        batch, heads, _, _, e = SIZES.get(empty, (2, 3, 0, 0, 4))
+        for normalization in ("sum", "mean"):
+            for position in positions(heads, layout, normalization):
+                if takes(name, position):
+                    assert_empty(ATTENTIONS[name], (batch, heads, layout.num_tokens, layout.num_tokens, e), position)
