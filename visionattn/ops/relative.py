@@ -172,6 +172,18 @@ def _axial_sums(relative: Axial, q: Tensor, v: Tensor, present: Tensor | None, t
     return values + by_column.transpose(2, 3), mass + column_mass.transpose(2, 3)
 
 
+def _joint_operands(relative: Joint, q: Tensor, v: Tensor, key_mask: Tensor | None, total: Tensor) -> tuple:
+    """What ``class_sums`` takes, of the arguments of ``relative_sums``."""
+    canvas, dtype = _Canvas(relative.layout), total.dtype
+    present = canvas.present(key_mask, dtype)
+    horizons = (relative.table.shape[1] // 2, relative.table.shape[2] // 2)
+    counts = relative.layout.counts
+    if counts is None or present is not None:
+        counts = count_classes(relative.layout, horizons, dtype=dtype, device=v.device, present=present)
+    total = total.unsqueeze(3) if relative.normalization == "mean" else None
+    return canvas.spread(q), relative.table.flatten(1, 2).to(dtype), canvas.spread(v), counts.to(dtype), total, *horizons
+
+
 def relative_sums(
     relative: RelativePosition, q: Tensor, v: Tensor, key_mask: Tensor | None, total: Tensor, causal: bool = False
 ) -> Sums:
@@ -185,19 +197,15 @@ def relative_sums(
         causal: with ``Flat``, token i sees tokens j <= i alone.
     """
     dtype = total.dtype
-    total = total if relative.normalization == "mean" else None
     if isinstance(relative, Flat):
+        total = total if relative.normalization == "mean" else None
         return _flat_relative_sums(relative, q, v, key_mask, total, dtype, causal)
     canvas = _Canvas(relative.layout)
-    q, v, present = canvas.spread(q), canvas.spread(v), canvas.present(key_mask, dtype)
-    total = None if total is None else total.unsqueeze(3)
-    options = dict(dtype=dtype, device=v.device, present=present)
     if isinstance(relative, Joint):
-        horizons = (relative.table.shape[1] // 2, relative.table.shape[2] // 2)
-        reusable = present is None and relative.layout.counts is not None
-        counts = relative.layout.counts if reusable else count_classes(relative.layout, horizons, **options)
-        values, mass = class_sums(q, relative.table.flatten(1, 2).to(dtype), v, counts.to(dtype), total, *horizons)
+        values, mass = class_sums(*_joint_operands(relative, q, v, key_mask, total))
     else:
+        total = total.unsqueeze(3) if relative.normalization == "mean" else None
+        q, v, present = canvas.spread(q), canvas.spread(v), canvas.present(key_mask, dtype)
         if present is None and relative.layout.kept is not None:
             everyone = torch.ones(v.shape[0], relative.layout.num_tokens, dtype=torch.bool, device=v.device)
             present = canvas.present(everyone, dtype)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from visionattn.ops.chunking import chunks, head_chunks, part_of
+from visionattn.ops.chunking import chunks
 
 CHUNK_ELEMENTS = 1 << 18
 
@@ -101,24 +101,31 @@ def weighted_mean(
         values, mass: sums of one term, ``[B, h, N, e]`` and ``[B, h, N]``.
         more_values, more_mass: those of another term, for the tokens from ``skip`` on.
 
-    For its gradient it keeps its two results alone.
+    For its gradient it keeps its two results alone. In memory the mean has tokens before heads, as a projection of all heads
+    together wants it.
     """
-    out, total = torch.empty_like(values), mass.clone()
+    out, total = _tokens_first(values), mass.clone()
     if more_mass is not None:
         total[:, :, skip:] += more_mass
-    size = max(1, CHUNK_ELEMENTS // max(1, values.shape[3]))
-    for chunk in head_chunks(*mass.shape[:2], max(1, size // max(1, mass.shape[2]))):
-        own, source, divisor = part_of(out, chunk), part_of(values, chunk), _divisor(part_of(total, chunk))
-        more = None if more_values is None else part_of(more_values, chunk)
-        for t in chunks(mass.shape[2], size):
-            if more is None:
-                torch.div(source[:, t], divisor[:, t], out=own[:, t])
+    (batch, heads, tokens), divisor = mass.shape, _divisor(total)
+    elements = CHUNK_ELEMENTS // max(1, heads * values.shape[3])
+    for b in chunks(batch, max(1, elements // max(1, tokens))):
+        for t in chunks(tokens, max(1, elements)):
+            if more_values is None:
+                torch.div(values[b, :, t], divisor[b, :, t], out=out[b, :, t])
                 continue
             both = slice(max(t.start, skip), t.stop)
-            own[:, t.start : both.start] = source[:, t.start : both.start]
-            torch.add(source[:, both], more[:, both.start - skip : max(t.stop - skip, 0)], out=own[:, both])
-            own[:, t].div_(divisor[:, t])
+            out[b, :, t.start : both.start] = values[b, :, t.start : both.start]
+            more = more_values[b, :, both.start - skip : max(t.stop - skip, 0)]
+            torch.add(values[b, :, both], more, out=out[b, :, both])
+            out[b, :, t].div_(divisor[b, :, t])
     return out, total
+
+
+def _tokens_first(values: Tensor) -> Tensor:
+    """Memory for ``[B, h, N, e]`` that lies as ``[B, N, h, e]``."""
+    batch, heads, tokens, e = values.shape
+    return values.new_empty(batch, tokens, heads, e).transpose(1, 2)
 
 
 def _divisor(mass: Tensor) -> Tensor:
@@ -128,13 +135,13 @@ def _divisor(mass: Tensor) -> Tensor:
 
 @weighted_mean.register_fake
 def _(values, mass, more_values=None, more_mass=None, skip=0):
-    return values.new_empty(values.shape), mass.new_empty(mass.shape)
+    return _tokens_first(values), mass.new_empty(mass.shape)
 
 
 @torch.library.custom_op("visionattn::weighted_mean_backward", mutates_args=())
 def weighted_mean_backward(grad: Tensor, out: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of ``weighted_mean``: ``g = grad / mass`` for the values, ``-<g, out>`` for the mass."""
-    d_values = (grad / _divisor(mass)).masked_fill_((mass == 0).unsqueeze(-1), 0)
+    d_values = torch.div(grad, _divisor(mass), out=out.new_empty(out.shape)).masked_fill_((mass == 0).unsqueeze(-1), 0)
     return d_values, (d_values * out).sum(-1).neg_()
 
 
