@@ -1,15 +1,18 @@
 """Published costs against the papers' tables and independent counts; the choice of form against data it must follow."""
 
 import json
+import re
 import subprocess
 import sys
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from visionattn.ops import choice, cost
+from visionattn.ops.taylor_features import BUFFER_ELEMENTS, chunk_tokens, num_features
 
 ROOT = Path(__file__).parent.parent
 WIDTHS = (8, 16, 32, 64, 128)
@@ -22,7 +25,7 @@ def calibrate_as(tmp_path, monkeypatch):
 
     def forget():
         choice._calibration.cache_clear()
-        choice.choose_form.cache_clear()
+        choice._faster_form.cache_clear()
 
     def put(devices):
         path = tmp_path / "calibration.json"
@@ -72,7 +75,7 @@ def test_published_counts_are_the_sums_of_their_steps(d):
 @pytest.mark.parametrize("d", WIDTHS)
 def test_forms_cost_the_same_at_the_exact_crossover(d):
     exact = Fraction(4 * d**3 + 10 * d**2 + 9 * d + 4, 4 * d + 6)
-    assert cost.ops_direct(exact, d) == cost.ops_efficient(exact, d)
+    assert exact * cost.ops_direct(1, d) == cost.ops_efficient(1, d)  # quadratic and linear in N
     assert exact <= cost.N0(d) < exact + 1
 
 
@@ -237,6 +240,48 @@ def test_memory_counts_blocks_of_scores_against_sums_and_features():
     assert choice.choose_form("kernelized", 5, 77, 16, 24, by="memory") == "efficient"
     assert choice.choose_form("taylorshift", 77, 77, 64, 64, by="memory") == "direct"
     assert choice.choose_form("taylorshift", 77777, 77777, 64, 64, by="memory") == "efficient"
+
+
+def test_each_thread_of_a_processor_holds_features_up_to_eight(monkeypatch):
+    rows = num_features(64) + 65
+    sums, one = rows * 64, rows * chunk_tokens(64)
+    for threads, buffers in ((1, 1), (3, 3), (8, 8), (64, 8)):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        held = choice.held_elements("taylorshift", "efficient", 9999, 9999, 64, 64, heads=12)
+        assert held == 12 * sums + min(12 * one, buffers * max(one, BUFFER_ELEMENTS))
+        on_a_gpu = choice.held_elements("taylorshift", "efficient", 9999, 9999, 64, 64, heads=12, device="cuda")
+        assert on_a_gpu == 12 * sums + BUFFER_ELEMENTS > 12 * sums + one
+        first = choice.crossover("taylorshift", 64, heads=12, by="memory")
+        assert 256 * (first - 1 + 64) <= held < 256 * (first + 64)
+
+
+@pytest.mark.parametrize("size", [0, -3, 2.0, True, "7"], ids=repr)
+def test_sizes_that_are_none_are_refused_in_one_line(size):
+    counts = (cost.ops_direct, cost.ops_efficient, cost.entries_direct, cost.entries_efficient)
+    for count in (*counts, cost.ops_efficient_packed, cost.entries_efficient_packed):
+        with pytest.raises(ValueError, match=re.escape(f"n={size!r}: wanted a whole number from 1") + "$"):
+            count(size, 7)
+        with pytest.raises(ValueError, match=re.escape(f"d={size!r}: wanted a whole number from 1") + "$"):
+            count(7, size)
+    for count in (cost.N0, cost.N1, cost.N1_bound, cost.N0_packed, cost.N1_packed):
+        with pytest.raises(ValueError, match="^d=.*: wanted a whole number from 1$"):
+            count(size)
+    for count in (cost.ops_direct_heads, cost.ops_efficient_heads, cost.entries_direct_heads, cost.entries_efficient_heads):
+        with pytest.raises(ValueError, match="^heads=.*: wanted a whole number from 1$"):
+            count(7, 24, size)
+    for ask in (choice.choose_form, partial(choice.choose_form, by="memory")):
+        with pytest.raises(ValueError, match="^d=.*: wanted a whole number from 1$"):
+            ask("kernelized", 5, 7, size, 4)
+    for bad in ({"n": -3}, {"m": 2.5}, {"heads": "7"}, {"batch": True}):
+        sizes = {"n": 5, "m": 7, "d": 3, "e": 4} | bad
+        for ask in (choice.choose_form, partial(choice.predicted_seconds, form="direct")):
+            with pytest.raises(ValueError, match=f"^{next(iter(bad))}=.*: wanted a whole number from 0$"):
+                ask(operation="taylorshift", **sizes)
+
+
+def test_published_names_are_all_there_is():
+    public = {name for name, thing in vars(cost).items() if callable(thing) and not name.startswith("_")}
+    assert set(cost.__all__) == public - {"main", "isqrt", "Sequence", "check_sizes"}
 
 
 def test_memory_and_speed_are_different_questions(calibrate_as):

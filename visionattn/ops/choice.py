@@ -17,6 +17,13 @@ FORMS = ("direct", "efficient")
 LONGEST = 1 << 24
 
 
+def check_sizes(least: int, **sizes: int) -> None:
+    """Raise ValueError, in one line, for a size that is no whole number from ``least``."""
+    for name, size in sizes.items():
+        if not isinstance(size, int) or isinstance(size, bool) or size < least:
+            raise ValueError(f"{name}={size!r}: wanted a whole number from {least}")
+
+
 def packed_operations(n: int, m: int, d: int, e: int) -> int:
     """Operations of one head of TaylorShift's efficient form with packed features, a multiply and an add being two.
 
@@ -99,9 +106,9 @@ def predicted_seconds(
         device: a device or its type.
 
     Raises:
-        ValueError: an unknown operation or form, or nothing measured for it on this kind of device.
+        ValueError: an unknown operation or form, a size that is none, or nothing measured for it on this kind of device.
     """
-    _check(operation, "speed")
+    _check(operation, "speed", n=n, m=m, d=d, e=e, heads=heads, batch=batch)
     if form not in FORMS:
         raise ValueError(f'form {form!r}: wanted "direct" or "efficient"')
     seconds = _coefficients(operation, dtype, device)
@@ -114,17 +121,30 @@ def _dot(seconds: dict[str, float], counts: dict[str, int]) -> float:
     return sum(seconds[kind] * count for kind, count in counts.items())
 
 
-def held_elements(operation: str, form: str, n: int, m: int, d: int, e: int, *, heads: int = 1, batch: int = 1) -> int:
+def held_elements(
+    operation: str,
+    form: str,
+    n: int,
+    m: int,
+    d: int,
+    e: int,
+    *,
+    heads: int = 1,
+    batch: int = 1,
+    device: str | torch.device = "cpu",
+) -> int:
     """Entries of the buffers and states that a form holds above inputs and output.
 
     Direct: a block of scores and its product with the values. Efficient TaylorShift: sums over features and over x, and a
-    chunk of tokens with its features. Efficient kernelized: the sums alone. What costs both forms the same (the mass) or stays
-    small at any size (chunks of kernelized attention) is left out.
+    chunk of tokens with its features, of as many heads at once as a CPU has threads for. Efficient kernelized: the sums
+    alone. What costs both forms the same (the mass) or stays small at any size (chunks of kernelized attention) is left out.
     """
     groups = batch * heads
     if form == "direct":
         return _held_by_blocks(groups, n, m, e)
-    return _held_by_features(groups, max(n, m), d, e) if operation == "taylorshift" else groups * d * e
+    if operation != "taylorshift":
+        return groups * d * e
+    return _held_by_features(groups, max(n, m), d, e, torch.device(device).type)
 
 
 def _held_by_blocks(groups: int, n: int, m: int, e: int) -> int:
@@ -133,27 +153,29 @@ def _held_by_blocks(groups: int, n: int, m: int, e: int) -> int:
     return _capped(groups, min(n, blocked.BLOCK_QUERIES) * (m + e), blocked.BLOCK_ELEMENTS)
 
 
-def _held_by_features(groups: int, tokens: int, d: int, e: int) -> int:
-    from visionattn.ops import taylor_features
+def _held_by_features(groups: int, tokens: int, d: int, e: int, device: str) -> int:
+    from visionattn.ops import taylor_features, taylor_passes
 
     rows = taylor_features.num_features(d) + d + 1
     chunk = min(tokens, taylor_features.chunk_tokens(d))
-    return groups * rows * e + _capped(groups, rows * chunk, taylor_features.BUFFER_ELEMENTS)
+    at_once = taylor_passes.heads_at_once(device)
+    return groups * rows * e + _capped(groups, rows * chunk, taylor_features.BUFFER_ELEMENTS, at_once)
 
 
-def _capped(groups: int, per_group: int, most: int) -> int:
-    """Entries of a buffer for as many heads as fit ``most`` entries, one at least; counting parts of heads keeps it monotone."""
-    return min(groups * per_group, max(per_group, most))
+def _capped(groups: int, per_group: int, most: int, buffers: int = 1) -> int:
+    """Entries of buffers, each of as many heads as fit ``most`` entries, one at least; counting parts of heads is monotone."""
+    return min(groups * per_group, max(per_group, most) * buffers)
 
 
-def _check(operation: str, by: str) -> None:
+def _check(operation: str, by: str, d: int, **sizes: int) -> None:
     if operation not in OPERATIONS:
         raise ValueError(f"operation {operation!r}: wanted one of {', '.join(OPERATIONS)}")
     if by not in ("speed", "memory"):
         raise ValueError(f'by={by!r}: wanted "speed" or "memory"')
+    check_sizes(1, d=d)
+    check_sizes(0, **sizes)  # an operation may have no tokens, images or heads
 
 
-@lru_cache(maxsize=4096)
 def choose_form(
     operation: str,
     n: int,
@@ -170,9 +192,10 @@ def choose_form(
     """The form that ``form="auto"`` stands for: "direct" or "efficient". A tie goes to the direct form.
 
     By speed the one of fewer ``predicted_seconds``. Where the kind of device was not measured (a GPU: its entry is missing
-    from ``calibration.json``), the one of fewer operations, packed features counted. By memory the one of fewer
-    ``held_elements``. Deterministic and remembered, so that asking at each call costs under a microsecond; sizes must be
-    plain ints, never symbolic ones of a compiler.
+    from ``calibration.json``), the one of fewer operations, packed features counted. By memory the direct one while its
+    ``held_elements`` are no more than those of the efficient one at any length, on as many threads as torch takes now. So an
+    attention that takes the efficient form keeps it as its tokens grow. Deterministic; by speed also remembered, so that asking
+    at each call costs about a microsecond. Sizes must be plain ints, never symbolic ones of a compiler.
 
     Args:
         operation: "taylorshift", "kernelized" or "kernelized causal".
@@ -182,17 +205,27 @@ def choose_form(
         by: "speed" or "memory".
 
     Raises:
-        ValueError: an unknown operation or by.
+        ValueError: an unknown operation or by, or a size that is none.
     """
-    _check(operation, by)
-    if by == "memory":
-        costs = [held_elements(operation, form, n, m, d, e, heads=heads, batch=batch) for form in FORMS]
-    elif (seconds := _coefficients(operation, dtype, device)) is not None:
-        costs = [_dot(seconds[form], work(operation, form, n, m, d, e, heads=heads, batch=batch)) for form in FORMS]
-    elif operation == "taylorshift":
-        costs = [direct_operations(n, m, d, e), packed_operations(n, m, d, e)]
-    else:
-        costs = [work(operation, form, n, m, d, e)["multiply_adds"] for form in FORMS]
+    if by == "speed":
+        return _faster_form(operation, n, m, d, e, heads, batch, dtype, device)
+    _check(operation, by, n=n, m=m, d=d, e=e, heads=heads, batch=batch)
+    sizes = {"direct": (n, m), "efficient": (LONGEST, LONGEST)}
+    options = dict(heads=heads, batch=batch, device=device)
+    return _cheaper([held_elements(operation, form, *sizes[form], d, e, **options) for form in FORMS])
+
+
+@lru_cache(maxsize=4096)
+def _faster_form(operation, n, m, d, e, heads, batch, dtype, device) -> str:
+    _check(operation, "speed", n=n, m=m, d=d, e=e, heads=heads, batch=batch)
+    if (seconds := _coefficients(operation, dtype, device)) is not None:
+        return _cheaper([_dot(seconds[form], work(operation, form, n, m, d, e, heads=heads, batch=batch)) for form in FORMS])
+    if operation == "taylorshift":
+        return _cheaper([direct_operations(n, m, d, e), packed_operations(n, m, d, e)])
+    return _cheaper([work(operation, form, n, m, d, e)["multiply_adds"] for form in FORMS])
+
+
+def _cheaper(costs: list[float]) -> str:
     return "direct" if costs[0] <= costs[1] else "efficient"
 
 

@@ -3,7 +3,8 @@
 Counts are of one image, exact integers. A multiply and an add are two operations; entries are numbers held at once, inputs
 among them. Crossovers are rounded up, to the smallest number of tokens at which the efficient form costs no more than the
 direct one; so does the table of the TaylorShift paper. What ``form="auto"`` takes is the matter of ``choice.py``, whose functions
-can be had from here too; operations import that module and not this one, so that this one can be run.
+can be had from here too; operations import that module and not this one, so that this one can be run. A size that is no whole
+number from 1 is a ValueError in all of them; ``choose_form`` takes 0 for all but d, since an operation may have no tokens.
 
 Sources: Nauen, Palacio and Dengel 2024, "TaylorShift", by the titles of its sections; Favier and Dal'Maz Silva, "Scaleformer".
 """
@@ -16,6 +17,7 @@ from math import isqrt
 import torch
 
 from visionattn.ops.choice import (
+    check_sizes,
     choose_form,
     crossover,
     held_elements,
@@ -24,7 +26,32 @@ from visionattn.ops.choice import (
     predicted_seconds,
 )
 
-__all__ = ["choose_form", "crossover", "held_elements", "is_calibrated", "packed_operations", "predicted_seconds"]
+__all__ = [
+    "N0",
+    "N0_packed",
+    "N1",
+    "N1_bound",
+    "N1_packed",
+    "choose_form",
+    "crossover",
+    "entries_direct",
+    "entries_direct_heads",
+    "entries_efficient",
+    "entries_efficient_heads",
+    "entries_efficient_packed",
+    "held_elements",
+    "is_calibrated",
+    "ops_direct",
+    "ops_direct_heads",
+    "ops_efficient",
+    "ops_efficient_heads",
+    "ops_efficient_packed",
+    "packed_operations",
+    "predicted_seconds",
+    "scaleformer_bidirectional_form",
+    "scaleformer_causal_form",
+    "scaleformer_relative_form",
+]
 
 
 def ops_direct(n: int, d: int) -> int:
@@ -32,11 +59,13 @@ def ops_direct(n: int, d: int) -> int:
 
     Source: TaylorShift, "Floating Point Operations".
     """
+    check_sizes(1, n=n, d=d)
     return 4 * n * n * d + 6 * n * n
 
 
 def ops_efficient(n: int, d: int) -> int:
     """Operations of efficient TaylorShift: ``n (4 d^3 + 10 d^2 + 9 d + 4)``. Source: TaylorShift, "Floating Point Operations"."""
+    check_sizes(1, n=n, d=d)
     return n * (4 * d**3 + 10 * d**2 + 9 * d + 4)
 
 
@@ -45,6 +74,7 @@ def entries_direct(n: int, d: int) -> int:
 
     Source: TaylorShift, "Size of intermediate Results".
     """
+    check_sizes(1, n=n, d=d)
     return d * n + 2 * n * n
 
 
@@ -53,6 +83,7 @@ def entries_efficient(n: int, d: int) -> int:
 
     Source: TaylorShift, "Size of intermediate Results".
     """
+    check_sizes(1, n=n, d=d)
     return d * d * (d + 1) + 2 * d * n + (d + 1) * n + d * d * n
 
 
@@ -62,6 +93,7 @@ def N0(d: int) -> int:
     ``(4 d^3 + 10 d^2 + 9 d + 4) / (4 d + 6)``, rounded up; the nearest whole number gives the same table.
     Source: TaylorShift, "Floating Point Operations".
     """
+    check_sizes(1, d=d)
     return -(-ops_efficient(1, d) // ops_direct(1, d))
 
 
@@ -72,6 +104,7 @@ def N1(d: int) -> int:
     only rounding up gives it. The calculator on the paper's web page shows ``N1_bound`` instead.
     Source: TaylorShift, "Size of intermediate Results".
     """
+    check_sizes(1, d=d)
     return _positive_root((d + 1) ** 2, d**3 + d**2)
 
 
@@ -80,6 +113,7 @@ def N1_bound(d: int) -> int:
 
     Source: TaylorShift, "Size of intermediate Results".
     """
+    check_sizes(1, d=d)
     return (d * d + 4 * d + 2) // 2
 
 
@@ -91,6 +125,7 @@ def _positive_root(p: int, q: int) -> int:
 
 
 def _head_width(dim: int, heads: int) -> int:
+    check_sizes(1, dim=dim, heads=heads)
     if dim % heads:
         raise ValueError(f"width {dim}: wanted a multiple of the number of heads, {heads}")
     return dim // heads
@@ -134,6 +169,7 @@ def ops_efficient_packed(n: int, d: int) -> int:
     The features are the ``d (d + 1) / 2`` distinct products (the code keeps ``d (d + 4) / 2``, in tiles), and the mass goes
     through ``K^T K`` instead of a column of ones.
     """
+    check_sizes(1, n=n, d=d)
     return packed_operations(n, n, d, d)
 
 
@@ -143,12 +179,14 @@ def entries_efficient_packed(n: int, d: int, *, chunk_tokens: int | None = None)
     Args:
         chunk_tokens: tokens whose features are held at once; None takes those of the code.
     """
+    check_sizes(1, n=n, d=d)
     features = d * (d + 1) // 2
     return 3 * d * n + features * d + features * min(n, _chunk_tokens(chunk_tokens, d))
 
 
 def _chunk_tokens(given: int | None, d: int) -> int:
     if given is not None:
+        check_sizes(1, chunk_tokens=given)
         return given
     from visionattn.ops.taylor_features import chunk_tokens
 
@@ -157,6 +195,7 @@ def _chunk_tokens(given: int | None, d: int) -> int:
 
 def N0_packed(d: int) -> int:
     """Tokens from which our efficient form takes no more operations than ``ops_direct``: 160, 576, 2175 for d = 16, 32, 64."""
+    check_sizes(1, d=d)
     return -(-ops_efficient_packed(1, d) // ops_direct(1, d))
 
 
@@ -165,6 +204,7 @@ def N1_packed(d: int, *, chunk_tokens: int | None = None) -> int:
 
     Our own direct form works on blocks and holds less than that: ``choose_form(by="memory")`` compares with it.
     """
+    check_sizes(1, d=d)
     features = d * (d + 1) // 2
     within_a_chunk = _positive_root(2 * d + features, features * d)
     beyond = _positive_root(2 * d, features * (d + _chunk_tokens(chunk_tokens, d)))
@@ -176,16 +216,20 @@ def scaleformer_causal_form(n: int, m: int, d: int) -> str:
 
     Source: Scaleformer, section 5, and as there without batch or heads; a tie goes to the quadratic form in all three rules.
     """
+    check_sizes(1, n=n, m=m, d=d)
     return "direct" if n * m <= d * d * max(n, m) else "efficient"
 
 
 def scaleformer_bidirectional_form(n: int, m: int, d: int) -> str:
     """Form of the content term without a mask: direct holds ``n m``, efficient ``d^2``. Source: Scaleformer, section 5."""
+    check_sizes(1, n=n, m=m, d=d)
     return "direct" if n * m <= d * d else "efficient"
 
 
 def scaleformer_relative_form(n: int, m: int, horizon: int) -> str:
     """Form of the relative term: direct holds ``n m``, efficient ``n (2 horizon + 1 + 4)``. Source: Scaleformer, section 5."""
+    check_sizes(1, n=n, m=m)
+    check_sizes(0, horizon=horizon)
     return "direct" if n * m <= n * (2 * horizon + 1 + 4) else "efficient"
 
 
