@@ -1,12 +1,13 @@
 """Calibration: fits find the seconds that made the times, and what is written is what ``choose_form`` reads."""
 
 import json
+import os
 
 import pytest
 import torch
 
 from visionattn import calibrate
-from visionattn.calibrate import Case, Row, cases, cross_validate, fit, measure, predict
+from visionattn.calibrate import Case, Row, cases, cross_validate, fit, measure, non_negative_fit, predict
 from visionattn.ops import choice
 
 SECONDS = {
@@ -35,6 +36,18 @@ def test_fit_finds_the_seconds_that_made_the_times(operation):
     found = fit(operation, made_of(operation, cases(), SECONDS[operation]))
     for form, seconds in SECONDS[operation].items():
         assert found[form] == pytest.approx(seconds, rel=1e-5)
+
+
+def test_a_non_negative_fit_is_the_best_point_of_the_positive_quadrant():
+    generator = torch.Generator().manual_seed(3)
+    for rows, kinds in ((9, 2), (7, 3), (11, 5)):
+        terms = torch.randn(rows, kinds, dtype=torch.float64, generator=generator)
+        wanted = torch.randn(rows, dtype=torch.float64, generator=generator)
+        found = non_negative_fit(terms, wanted)
+        slope = terms.mT @ (terms @ found - wanted)
+        # What Karush, Kuhn and Tucker ask for: no slope where x > 0, none downwards where x = 0.
+        assert (found >= 0).all() and (slope > -1e-12).all() and (slope * found).abs().max() < 1e-12
+    assert (found == 0).any() and (found > 0).any()
 
 
 def test_fit_is_never_negative_and_calls_the_efficient_form_at_no_less_than_the_direct_one():
@@ -141,3 +154,24 @@ def test_help_ends_with_a_command_that_works_as_pasted_and_writes_nothing(tmp_pa
     monkeypatch.setattr(choice, "CALIBRATION", tmp_path / "absent.json")
     calibrate.main(command[3:])
     assert "taylorshift, float32" in capsys.readouterr().out and not choice.CALIBRATION.exists()
+
+
+def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path, monkeypatch):
+    path = tmp_path / "calibration.json"
+    path.write_text(json.dumps({"devices": {"cpu": "old"}}))
+    before = path.read_text()
+
+    def full(*paths):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="No space left"):
+        calibrate.write({"float32": SECONDS}, {"float32": {}}, path)
+    assert path.read_text() == before and list(tmp_path.iterdir()) == [path]
+
+
+def test_wrong_arguments_end_with_one_line_and_exit_code_2(capsys):
+    with pytest.raises(SystemExit) as end:
+        calibrate.main(["--wrte"])
+    assert end.value.code == 2
+    assert capsys.readouterr().err == "python -m visionattn.calibrate: unrecognized arguments: --wrte\n"

@@ -15,15 +15,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from functools import partial
-from itertools import cycle
+from itertools import combinations, cycle
 from pathlib import Path
 from statistics import mean, median
 from time import perf_counter
 
-import numpy as np
 import torch
-from scipy.optimize import nnls
+from torch import Tensor
 
+from visionattn.models.weights import write_whole
 from visionattn.ops import choice, kernelized_attention, taylorshift_attention
 
 ATTENTIONS = {
@@ -124,14 +124,31 @@ def fit(operation: str, measured: Sequence[tuple[Case, dict[str, float]]]) -> di
     seconds, base = {}, 0.0
     for form in choice.FORMS:
         counts = [case.work(operation, form) for case, _ in measured]
-        taken = np.array([times[form] for _, times in measured])
-        terms = np.array([list(count.values()) for count in counts]) / taken[:, None]
-        scale = np.linalg.norm(terms, axis=0)
-        found = nnls(terms / scale, 1 - base / taken)[0] / scale
+        taken = torch.tensor([times[form] for _, times in measured], dtype=torch.float64)
+        terms = torch.tensor([list(count.values()) for count in counts], dtype=torch.float64) / taken[:, None]
+        scale = terms.norm(dim=0)
+        found = non_negative_fit(terms / scale, 1 - base / taken) / scale
         seconds[form] = dict(zip(counts[0], found.tolist(), strict=True))
         seconds[form]["calls"] += base
         base = seconds[form]["calls"]
     return seconds
+
+
+def non_negative_fit(terms: Tensor, wanted: Tensor) -> Tensor:
+    """The ``x >= 0`` that minimises ``|terms x - wanted|``, for ``terms [rows, kinds]`` of few kinds: each set of kinds is tried.
+
+    Where x is positive the minimum is that of plain least squares of those kinds alone; the best such x is the answer.
+    """
+    kinds = terms.shape[1]
+    best, least = terms.new_zeros(kinds), wanted.norm()
+    for size in range(1, kinds + 1):
+        for chosen in combinations(range(kinds), size):
+            found = torch.linalg.lstsq(terms[:, chosen], wanted[:, None], driver="gelsd").solution[:, 0]
+            error = (terms[:, chosen] @ found - wanted).norm()
+            if (found >= 0).all() and error < least:
+                best, least = terms.new_zeros(kinds), error
+                best[list(chosen)] = found
+    return best
 
 
 def predict(operation: str, case: Case, seconds: dict[str, dict[str, float]]) -> dict[str, float]:
@@ -189,10 +206,11 @@ def cpu_name() -> str:
 
 
 def write(seconds: dict[str, dict], results: dict[str, dict[str, str]], path: Path) -> None:
-    """Replace the CPU's entry in the file by ``seconds`` [dtype][operation][form][kind]; entries of other devices stay."""
+    """Replace the CPU's entry in the file by ``seconds`` [dtype][operation][form][kind], or leave it as it was."""
     content = json.loads(path.read_text())
     content["devices"]["cpu"] = {"provenance": provenance(), "results": results, "seconds": seconds}
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    text = json.dumps(content, indent=1) + "\n"
+    write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
 def calibrate(operation: str, dtype: str, grid: Sequence[Case]) -> tuple[dict, list[Row]]:
@@ -201,9 +219,14 @@ def calibrate(operation: str, dtype: str, grid: Sequence[Case]) -> tuple[dict, l
     return fit(operation, measured), cross_validate(operation, measured)
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, fit and print; with ``--write`` keep the coefficients."""
-    parser = argparse.ArgumentParser(
+    """Measure, fit and print; with ``--write`` keep the coefficients. Wrong arguments end with one line and exit code 2."""
+    parser = _Parser(
         prog="python -m visionattn.calibrate",
         description='Measure both forms of each attention on this CPU, for form="auto". Takes two to three minutes.',
         epilog="example:\n  python -m visionattn.calibrate",
