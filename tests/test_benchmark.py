@@ -35,6 +35,8 @@ OPERATIONS = [
     ("sdpa", "auto"),
     ("sdpa+causal", "auto"),
     ("eager", "auto"),
+    ("eager-kernelized", "auto"),
+    ("eager-kernelized+causal", "auto"),
     ("eager+causal", "auto"),
     ("softmax+joint", "auto"),
     ("taylorshift", "auto"),

@@ -1,6 +1,6 @@
 """Operations that are compared, with the inputs they run on and the definition each is checked against.
 
-``sdpa`` and ``eager`` are what a user would otherwise take. It knows nothing of models and of time.
+``sdpa``, ``eager`` and ``eager-kernelized`` are what a user would otherwise take. It knows nothing of models and of time.
 """
 
 import math
@@ -16,6 +16,7 @@ from visionattn.benchmark.cases import Case, Work, disagreement, tolerance
 from visionattn.benchmark.forms import class_sums_as_on, forms_to_check
 from visionattn.layout import Grid, TokenLayout
 from visionattn.ops import Axial, Flat, Joint, count_classes, reference
+from visionattn.ops.feature_maps import elu1
 from visionattn.ops.relative import relative_sums
 from visionattn.ops.sums import accumulation_dtype
 
@@ -23,6 +24,7 @@ POSITIONS = ("joint", "axial", "flat")
 OPTIONS = {
     "sdpa": ("causal",),
     "eager": ("causal",),
+    "eager-kernelized": ("causal",),
     "softmax": ("causal", *POSITIONS),
     "taylorshift": ("temperature", *POSITIONS, "sum"),
     "kernelized": ("relu", "softmax", "favor", "causal", *POSITIONS, "sum"),
@@ -113,6 +115,8 @@ def function_of(case: Case, tokens: int, device: str) -> Callable[..., Tensor]:
             return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
         if case.base == "eager":
             return eager_attention(q, k, v, causal)
+        if case.base == "eager-kernelized":
+            return eager_kernelized_attention(q, k, v, causal)
         if case.base == "softmax":
             return ops.softmax_attention(q, k, v, relative=relative, **given)
         if case.base == "taylorshift":
@@ -142,6 +146,14 @@ def eager_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Te
         future = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(future, float("-inf"))
     return torch.matmul(scores.softmax(-1), v)
+
+
+def eager_kernelized_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
+    """Kernelized attention in its quadratic form with all scores in memory, masked where causal: the papers' naive one."""
+    weights = torch.matmul(elu1(q), elu1(k).mT)
+    if causal:
+        weights = weights.tril()
+    return torch.matmul(weights, v) / weights.sum(3, keepdim=True)
 
 
 def dense_relative(q: Tensor, v: Tensor, relative: Flat, causal: bool) -> Tensor:
@@ -202,7 +214,7 @@ def definition_of(case: Case, tokens: int, device: str) -> Callable[..., Tensor]
             return dense_relative(q, v, relative, causal)
         if case.base == "taylorshift":
             return reference.taylorshift_attention(q, k, v, temperature=temperature, relative=relative)
-        if case.base == "kernelized":
+        if case.base in ("kernelized", "eager-kernelized"):
             given = dict(feature_map=feature_map_of(case, device), relative=relative, causal=causal)
             return reference.kernelized_attention(q, k, v, **given)
         bias = None if relative is None else reference.relative_bias(relative, q)

@@ -100,8 +100,10 @@ def _operation_targets() -> Iterator[Target]:
     ):
         case, base = _operation(name, tokens, 64, form), _operation("sdpa", tokens, 64, "auto")
         yield Target(f"{what} forward / SDPA", f"N = {tokens}, d = 64", case, base, high=limit)
-    chunked, masked = (_operation("kernelized+causal", 4096, 64, form) for form in ("efficient", "direct"))
+    chunked, blocked = (_operation("kernelized+causal", 4096, 64, form) for form in ("efficient", "direct"))
+    masked = _operation("eager-kernelized+causal", 4096, 64, "auto")
     yield Target("causal kernelized, chunked / quadratic masked", "N = 4096, d = 64", chunked, masked, high=0.1)
+    yield Target("causal kernelized, chunked / our quadratic blocks, which skip the future", "N = 4096, d = 64", chunked, blocked)
 
 
 def _against_sdpa(name: str, tokens: int, width: int) -> tuple[tuple, tuple]:
