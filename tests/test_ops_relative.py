@@ -18,7 +18,7 @@ from oracles import (
 )
 
 from visionattn.layout import Grid, TokenLayout
-from visionattn.ops import Flat, Joint, count_classes, kernelized_attention, reference, taylorshift_attention
+from visionattn.ops import Flat, Joint, class_sums, count_classes, kernelized_attention, reference, taylorshift_attention
 
 KINDS = ("flat", "axial", "joint")
 NORMALIZATIONS = ("sum", "mean")
@@ -157,9 +157,12 @@ def test_a_flat_table_without_layout_agrees_for_any_lengths(normalization, horiz
 
 
 @pytest.mark.parametrize("normalization", NORMALIZATIONS)
+@pytest.mark.parametrize("horizon", [0, 1, 3, 53, 77, 80])
+@pytest.mark.parametrize("pairs", [False, True])
 @pytest.mark.parametrize("lengths", [(53, 77), (77, 53)])
-def test_a_flat_table_without_layout_agrees_under_a_key_mask(normalization, lengths):
-    tensors = draw_qkv(queries=lengths[0], keys=lengths[1], d=5, e=4) | {"table": draw_table(1, 7, 5, seed=4)}
+def test_a_flat_table_without_layout_agrees_under_a_key_mask(normalization, horizon, pairs, lengths, monkeypatch):
+    monkeypatch.setattr(class_sums, "direct_is_faster", lambda *sizes: pairs)
+    tensors = draw_qkv(queries=lengths[0], keys=lengths[1], d=5, e=4) | {"table": draw_table(1, 2 * horizon + 1, 5, seed=4)}
     agree("flat", tensors, None, normalization, draw_mask(2, lengths[1]), "direct")
 
 

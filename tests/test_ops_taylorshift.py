@@ -4,14 +4,12 @@ import pytest
 import torch
 from oracles import (
     assert_agree,
-    draw_kept,
     draw_mask,
     draw_qkv,
     draw_table,
     loop_mean,
     loop_taylor_weight,
     run,
-    saved_bytes,
 )
 
 from visionattn.layout import Grid, TokenLayout
@@ -74,6 +72,8 @@ def test_each_form_agrees_with_the_reference_for_any_lengths(form, lengths, norm
     queries, keys = LENGTHS[lengths]
     tensors = draw_qkv(queries=queries, keys=keys) | ({"temperature": temperature(3)} if normalised else {})
     agree(tensors, form, floor=1.0 if keys == 1 else 0.0)  # with one key the gradients of q, k and tau are rounding
+    if keys > 1:
+        agree(tensors, form, key_mask=draw_mask(2, keys))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -175,34 +175,6 @@ def test_the_query_of_the_relative_term_is_q_as_given(form):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_two_halves_of_a_batch_and_of_the_heads_give_the_whole(form):
-    tensors = draw_qkv(batch=4, heads=2, queries=33, keys=21, d=7, e=5)
-    tau, mask = temperature(2), draw_mask(4, 21)
-    whole = taylorshift_attention(**tensors, temperature=tau, key_mask=mask, form=form)
-    halves = [
-        taylorshift_attention(*(t[half] for t in tensors.values()), temperature=tau, key_mask=mask[half], form=form)
-        for half in (slice(0, 2), slice(2, 4))
-    ]
-    torch.testing.assert_close(torch.cat(halves), whole, rtol=1e-12, atol=1e-13)
-    heads = [
-        taylorshift_attention(*(t[:, head] for t in tensors.values()), temperature=tau[head], key_mask=mask, form=form)
-        for head in (slice(0, 1), slice(1, 2))
-    ]
-    torch.testing.assert_close(torch.cat(heads, dim=1), whole, rtol=1e-12, atol=1e-13)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_permuting_tokens_permutes_the_result_of_the_queries_and_leaves_that_of_the_keys(form):
-    tensors = draw_qkv(queries=33, d=7, e=5) | {"temperature": temperature(3)}
-    out = taylorshift_attention(**tensors, form=form)
-    order = draw_kept(1, 33, 33)[0]
-    shuffled_keys = {"k": tensors["k"][:, :, order], "v": tensors["v"][:, :, order]}
-    torch.testing.assert_close(taylorshift_attention(**tensors | shuffled_keys, form=form), out, rtol=1e-12, atol=1e-13)
-    shuffled_queries = taylorshift_attention(**tensors | {"q": tensors["q"][:, :, order]}, form=form)
-    torch.testing.assert_close(shuffled_queries, out[:, :, order], rtol=1e-12, atol=1e-13)
-
-
-@pytest.mark.parametrize("form", FORMS)
 def test_a_masked_key_is_as_if_it_were_not_there(form):
     tensors = draw_qkv(batch=1, queries=33, keys=41, d=7, e=5) | {"temperature": temperature(3)}
     mask = draw_mask(1, 41)
@@ -223,18 +195,3 @@ def test_gradients_agree_with_finite_differences(form):
         return taylorshift_attention(q, k, v, temperature=tau, key_mask=mask, form=form)
 
     assert torch.autograd.gradcheck(function, inputs)
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("normalised", [False, True])
-def test_bytes_kept_for_the_backward_pass_double_with_the_tokens_and_hold_no_features(form, normalised):
-    extra = {"temperature": temperature(1)} if normalised else {}
-    d, e, tokens = 32, 12, 1500
-
-    def kept_with(tokens: int) -> int:
-        tensors = draw_qkv(batch=1, heads=1, queries=tokens, d=d, e=e) | extra
-        return saved_bytes(lambda **inputs: taylorshift_attention(**inputs, form=form), tensors)
-
-    once, twice, four_times = kept_with(tokens), kept_with(2 * tokens), kept_with(4 * tokens)
-    assert four_times - twice == pytest.approx(2 * (twice - once), rel=0.02)
-    assert (twice - once) / tokens / 8 < d * (d + 1) / 4  # half of the features of one token
