@@ -10,6 +10,9 @@ import torch
 from timm.models import create_model
 
 from visionattn.measure import bytes_kept, count_flops, flops_of, interleaved_seconds, model_table, warm_up
+from visionattn.ops.axis_sums import axis_sums
+from visionattn.ops.relative_scores import relative_scores
+from visionattn.ops.sums import product
 
 ROOT = Path(__file__).parent.parent
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory of a CPU is measured under Linux only")
@@ -108,6 +111,37 @@ def test_bytes_kept_count_each_storage_once_and_leave_out_what_is_named():
 def test_flops_of_a_callable_are_those_of_its_products():
     a, b = torch.empty(7, 11, device="meta"), torch.empty(11, 13, device="meta")
     assert flops_of(lambda: a @ b + 1) == 2 * 7 * 11 * 13
+
+
+def both_ways(function, **shapes):
+    """Operations of ``function`` of tensors of these shapes, which are not computed: of the forward, and of the backward pass."""
+    tensors = {name: torch.empty(shape, device="meta", requires_grad=True) for name, shape in shapes.items()}
+    forward = flops_of(lambda: function(**tensors))
+    return forward, flops_of(lambda: function(**tensors).sum().backward()) - forward
+
+
+def test_flops_of_the_sums_over_rows_are_those_worked_out_by_hand():
+    keys = torch.empty(2, 5, device="meta")
+    for horizon, classes in ((0, 1), (2, 5), (7, 11)):  # of 15 classes 11 occur on 5 rows, one more on each side
+        shapes = {"q": (2, 3, 5, 9, 7), "table": (3, 2 * horizon + 1, 7), "v": (2, 3, 5, 9, 4)}
+        forward, backward = both_ways(lambda q, table, v: axis_sums(q, table, v, keys, None)[0], **shapes)
+        queries = 2 * 3 * 5 * 9
+        assert forward == 2 * queries * classes * (7 + 4 + 1)  # the weight, the values and the mass of each class
+        assert backward == 2 * queries * classes * (3 * 7 + 2 * 4 + 1)
+
+
+def test_flops_of_relative_scores_are_those_of_the_classes_that_can_be_reached():
+    for horizons, classes in (((1, 2), 3 * 5), ((9, 1), 9 * 3), ((2, 40), 5 * 17)):  # on 5 x 9: 9 rows, 17 columns at most
+        shapes = {"q": (2, 3, 5, 9, 7), "table": (3, 2 * horizons[0] + 1, 2 * horizons[1] + 1, 7)}
+        forward, backward = both_ways(lambda q, table: relative_scores(q, table, 5, 9), **shapes)
+        assert forward == 2 * 2 * 3 * 45 * classes * 7
+        assert backward == 2 * forward
+
+
+def test_flops_of_a_product_outside_autocast_are_those_of_the_product():
+    forward, backward = both_ways(product, x=(2, 3, 11, 7), y=(2, 3, 7, 5))
+    assert (forward, backward) == (2 * 6 * 11 * 7 * 5, 4 * 6 * 11 * 7 * 5)
+    assert both_ways(product, x=(2, 3, 11, 7), y=(7, 5)) == (forward, backward)
 
 
 def printed_by(code):

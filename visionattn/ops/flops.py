@@ -4,6 +4,8 @@ A file of its own because importing torch's counter without Triton prints a warn
 is present, and ``import visionattn.ops.flops`` registers the formulas anywhere.
 """
 
+from math import prod
+
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
@@ -32,6 +34,11 @@ def _(q, table, v, *args, out_shape=None, **kwargs) -> int:
 def _(d_values, d_mass, q, table, v, *args, out_shape=None, **kwargs) -> int:
     queries, per_query = _class_sums_sizes(q, table, v)
     return 2 * queries * (3 * table[1] * table[2] + 2 * per_query)
+
+
+@register_flop_formula(torch.ops.visionattn.product)
+def _(x, y, *args, out_shape=None, **kwargs) -> int:
+    return 2 * prod(x) * y[-1]
 
 
 def _axis_flops(q, table, v, backward: bool) -> int:
