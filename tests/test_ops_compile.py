@@ -1,12 +1,13 @@
 """Compilation: one graph serves every size, and gives what eager gives."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 import torch._dynamo.testing
 from operations import OPERATIONS, Operation
-from oracles import assert_agree, draw, draw_table, run
+from oracles import assert_agree, draw, draw_qkv, draw_table, run
 from torch import Tensor
 
 from visionattn.layout import Grid, TokenLayout
@@ -33,6 +34,60 @@ def test_one_graph_serves_every_length(name):
         operation, lengths = OPERATIONS[name], (77, 300, 64, 513)
     inputs = [operation.tensors(batch=1, queries=n, keys=n // 2 + 7, d=5, e=3) for n in lengths]
     assert compiled_and_eager(operation.fast, inputs) <= 2
+
+
+class SquareAndExp:
+    """A feature map that is an object."""
+
+    query = staticmethod(torch.square)
+    key = staticmethod(torch.exp)
+
+
+def masked(function: Callable[..., Tensor], **options) -> Callable[..., Tensor]:
+    """``function`` under a key mask that is drawn from the keys, so that it has their length."""
+    return lambda q, k, v, **inputs: function(q, k, v, key_mask=k.detach()[:, 0, :, 0] > -0.7, **inputs, **options)
+
+
+def flat(function: Callable[..., Tensor], **options) -> Callable[..., Tensor]:
+    """``function`` with the table of a Flat position among its tensors."""
+    return lambda table, **inputs: function(**inputs, relative=Flat(table, normalization="mean"), **options)
+
+
+TABLE = {"table": draw_table(3, 7, 5, seed=3)}
+OPTIONS = {
+    "taylorshift, masked": (masked(taylorshift_attention, form="efficient"), {}),
+    "taylorshift direct, masked and scaled": (masked(taylorshift_attention, form="direct", output_scale=True), {}),
+    "taylorshift, scaled": (partial(taylorshift_attention, output_scale=True), {}),
+    "taylorshift, flat": (flat(taylorshift_attention), TABLE),
+    "kernelized, masked": (masked(kernelized_attention), {}),
+    "kernelized direct": (partial(kernelized_attention, form="direct"), {}),
+    "kernelized, relu": (partial(kernelized_attention, feature_map="relu"), {}),
+    "kernelized, object": (partial(kernelized_attention, feature_map=SquareAndExp), {}),
+    "kernelized, causal": (partial(kernelized_attention, causal=True), {}),
+    "kernelized, causal and masked": (masked(kernelized_attention, causal=True), {}),
+    "kernelized, causal and flat": (flat(kernelized_attention, causal=True), TABLE),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_one_graph_serves_every_length_with_options(name):
+    function, learned = OPTIONS[name]
+    inputs = [draw_qkv(batch=2, queries=n, keys=n // 2 + 7, d=5, e=3) | learned for n in (77, 300, 64)]
+    assert compiled_and_eager(function, inputs) <= 2
+
+
+@pytest.mark.parametrize("function", [taylorshift_attention, kernelized_attention])
+def test_a_compiled_graph_drops_values_as_eager_does(function):
+    torch._dynamo.reset()
+    compiled = torch.compile(partial(function, value_drop=0.3), fullgraph=True, backend="aot_eager", dynamic=False)
+    for n in (77, 300):
+        tensors = draw_qkv(batch=2, queries=n, d=5, e=3)
+        results = []
+        for operation in (compiled, partial(function, value_drop=0.3)):
+            torch.manual_seed(4)
+            results.append(run(operation, tensors))
+        assert_agree(*results, tolerance=1e-13)
+        assert 0.1 < results[0]["v"].eq(0).all(3).double().mean() < 0.5
 
 
 @pytest.mark.parametrize(("kind", "missing"), [(Flat, True), (Axial, False), (Joint, False), (Joint, True)])
