@@ -106,7 +106,7 @@ def test_tensors_on_two_devices_are_refused_with_both_named(function):
         function(q, k, v, relative=Joint(table, layout._replace(counts=count_classes(layout, (1, 1), device="meta"))))
 
 
-@pytest.mark.parametrize("function", [taylorshift_attention, kernelized_attention])
+@pytest.mark.parametrize("function", EVERY_ATTENTION)
 def test_a_generator_on_another_device_is_refused(function):
     with wrong("q meta generator cpu"):
         function(*(x.to("meta") for x in draw_qkv(queries=7).values()), value_drop=0.5, generator=torch.Generator())

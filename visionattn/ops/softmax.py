@@ -113,7 +113,7 @@ def softmax_attention(
     Source: Vaswani et al. 2017, eq. 1; Ukhov, relative attention, eq. 1, where offsets run from future to past.
     """
     check_attention(q, k, v, key_mask, relative, signed=True)
-    check_options(value_drop=value_drop, generator=generator)
+    check_options(value_drop=value_drop, generator=generator, device=q.device)
     if relative is not None and relative.normalization != "sum":
         raise ValueError('normalization="mean" has no meaning under a softmax; leave it at "sum"')
     mask, empty = None, None
