@@ -79,7 +79,7 @@ def test_one_graph_serves_every_length_with_options(name):
 @pytest.mark.parametrize("function", [taylorshift_attention, kernelized_attention])
 def test_a_compiled_graph_drops_values_as_eager_does(function):
     torch._dynamo.reset()
-    compiled = torch.compile(partial(function, value_drop=0.3), fullgraph=True, backend="aot_eager", dynamic=False)
+    compiled = torch.compile(partial(function, value_drop=0.3), fullgraph=True, backend="aot_eager")
     for n in (77, 300):
         tensors = draw_qkv(batch=2, queries=n, d=5, e=3)
         results = []

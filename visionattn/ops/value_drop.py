@@ -20,5 +20,7 @@ def drop_values(v: Tensor, value_drop: float, generator: torch.Generator | None 
     """``v [B, h, M, e]`` with each row dropped with probability ``value_drop``, the others times ``1 / (1 - value_drop)``."""
     if value_drop == 0:
         return v
-    uniform = torch.rand(*v.shape[:3], 1, generator=generator, device=v.device, dtype=torch.float32)
+    shape, options = (*v.shape[:3], 1), dict(device=v.device, dtype=torch.float32)
+    # A compiler of varying sizes cannot take generator=None.
+    uniform = torch.rand(shape, **options) if generator is None else torch.rand(shape, generator=generator, **options)
     return v * (uniform >= value_drop).to(v.dtype).div(1 - value_drop)

@@ -4,7 +4,6 @@ import json
 import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+import visionattn
 from visionattn.models.weights import DataSpec, load_model
 from visionattn.training.build import check_img_size, pick_device
 from visionattn.training.command_line import field_types, parse, spell_out
@@ -172,13 +172,9 @@ def provenance(device: torch.device) -> dict[str, Any]:
         if device.type == "cuda"
         else f"{device.type}, {torch.get_num_threads()} threads"
     )
-    try:
-        installed = version("visionattn")
-    except PackageNotFoundError:
-        installed = None
     git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
     try:
         commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         commit = None
-    return {"device": name, "torch": torch.__version__, "visionattn": installed, "commit": commit}
+    return {"device": name, "torch": torch.__version__, "visionattn": visionattn.__version__, "commit": commit}
