@@ -149,9 +149,9 @@ def forms_that_ran(monkeypatch):
 
 
 CHOOSING = [
-    (operation("kernelized+joint", "efficient"), {"pairs", "efficient"}),  # 49 classes of width 8: tiles from 98 keys on
-    (replace(operation("kernelized+joint", "efficient"), size=128), {"tiles", "efficient"}),
-    (replace(operation("taylorshift+joint", "direct"), size=128), {"tiles", "direct"}),
+    (operation("kernelized+joint", "efficient"), {"pairs", "efficient"}),  # seven classes of rows: tiles from 710 keys on
+    (replace(operation("kernelized+joint", "efficient"), size=720), {"tiles", "efficient"}),
+    (replace(operation("taylorshift+joint", "direct"), size=720), {"tiles", "direct"}),
     (replace(operation("taylorshift+joint", "efficient", horizon=13), size=1200), {"pairs", "efficient"}),
     (replace(operation("taylorshift"), size=33), {"direct"}),
     (replace(operation("taylorshift"), size=3000), {"efficient"}),

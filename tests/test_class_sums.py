@@ -50,8 +50,9 @@ def test_each_form_agrees_with_the_definition_where_queries_and_keys_differ_in_n
 
 
 def test_the_direct_form_is_for_few_keys_alone():
-    assert class_sums.direct_is_faster(keys=195, classes=49, e=16)
-    assert not class_sums.direct_is_faster(keys=196, classes=49, e=16)
+    assert class_sums.direct_is_faster(keys=709, rows=7)
+    assert not class_sums.direct_is_faster(keys=710, rows=7)
+    assert not class_sums.direct_is_faster(keys=230, rows=1)
 
 
 def test_bands_and_chunks_of_heads_leave_no_seam(monkeypatch):

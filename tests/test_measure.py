@@ -31,9 +31,9 @@ def test_relative_position_adds_its_classes_to_the_count():
     args = dict(embed_dim=24, num_heads=3, depth=1, class_token=False)
     without = create_model("taylorshift_vit_t", relative="none", **args)
     with_it = create_model("taylorshift_vit_t", horizon=2, **args)
-    # 24 patches take the weights of pairs, 96 those of the 25 classes.
+    # 24 patches take the weights of pairs, 672 those of the 25 classes.
     assert count_flops(with_it, 64, 96) - count_flops(without, 64, 96) == 2 * 24 * 3 * (25 * 8 + 24 * 8)
-    assert count_flops(with_it, 128, 192) - count_flops(without, 128, 192) == 2 * 96 * 3 * (25 * 8 + 25 * 8)
+    assert count_flops(with_it, 384, 448) - count_flops(without, 384, 448) == 2 * 672 * 3 * (25 * 8 + 25 * 8)
 
 
 def test_counting_leaves_the_model_as_it_is():

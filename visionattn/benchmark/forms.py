@@ -23,7 +23,7 @@ def forms_to_check(case: Case, has_forms: bool) -> tuple[str, ...]:
 def class_sums_as_on(patches: int) -> Iterator[None]:
     """Within it, Joint position sums over classes in the form, pairs or tiles, that it takes on a grid of so many patches."""
     direct_is_faster = class_sums.direct_is_faster
-    with mock.patch.object(class_sums, "direct_is_faster", lambda keys, classes, e: direct_is_faster(patches, classes, e)):
+    with mock.patch.object(class_sums, "direct_is_faster", lambda keys, rows: direct_is_faster(patches, rows)):
         yield
 
 

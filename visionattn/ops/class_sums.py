@@ -38,13 +38,13 @@ def axis_classes(x: Tensor, horizon: int, num_queries: int) -> Tensor:
     return torch.stack([before, *window, after], dim=-2)
 
 
-def direct_is_faster(keys: int, classes: int, e: int) -> bool:
-    """Whether a weight for each pair costs less than the tiled form: few keys against C classes of width e.
+def direct_is_faster(keys: int, rows: int) -> bool:
+    """Whether a weight for each pair costs less than the tiled form: few keys for ``rows = 2Ry+1`` classes of rows.
 
-    Measured on a CPU at e = 16 and 64, forward and backward. The bound does not depend on the number of queries, so memory
-    stays linear in it.
+    Measured on a CPU, forward and backward: the two meet near 220 keys on one row and near 700 at R = 3, for e from 16 to 256.
+    The bound does not depend on the number of queries, so memory stays linear in it.
     """
-    return 4 * keys < classes * e
+    return keys < 150 + 80 * rows
 
 
 class _Chunk:
@@ -125,7 +125,7 @@ def class_sums(
     e, v = v.shape[4], _with_a_column(v)
     values = table.new_empty(*q.shape[:4], v.shape[4])
     mass = table.new_empty(q.shape[:4])
-    run = _direct_forward if _takes_direct(table, v) else _tiled_forward
+    run = _direct_forward if _takes_direct(v, horizon_y) else _tiled_forward
     run(q, table, v, counts, _scale(counts, total), (horizon_y, horizon_x), values, mass)
     return values[..., :e], mass
 
@@ -135,8 +135,8 @@ def _with_a_column(x: Tensor) -> Tensor:
     return x if x.shape[-1] else x.new_zeros(*x.shape[:-1], 1)
 
 
-def _takes_direct(table: Tensor, v: Tensor) -> bool:
-    return direct_is_faster(v.shape[2] * v.shape[3], table.shape[1], v.shape[4])
+def _takes_direct(v: Tensor, horizon_y: int) -> bool:
+    return direct_is_faster(v.shape[2] * v.shape[3], 2 * horizon_y + 1)
 
 
 def _tiles(heads: int, q: Tensor, table: Tensor, v: Tensor, horizons: tuple[int, int]) -> Tiles:
@@ -215,7 +215,7 @@ def class_sums_backward(
     """Gradients of ``class_sums`` with respect to q, table and v; the weights are made anew, not kept."""
     e, v, d_values = v.shape[4], _with_a_column(v), _with_a_column(d_values)
     grads = dq, d_table, dv = q.new_empty(q.shape), table.new_zeros(table.shape), v.new_empty(v.shape)
-    run = _direct_backward if _takes_direct(table, v) else _tiled_backward
+    run = _direct_backward if _takes_direct(v, horizon_y) else _tiled_backward
     run(q, table, v, counts, _scale(counts, total), (horizon_y, horizon_x), d_values, d_mass, *grads)
     return dq, d_table, dv[..., :e]
 

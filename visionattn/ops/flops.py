@@ -16,23 +16,23 @@ from visionattn.ops.kernel_sums import BLOCK_TOKENS, form_taken
 from visionattn.ops.taylor_features import num_features
 
 
-def _class_sums_sizes(q, table, v) -> tuple[int, int]:
+def _class_sums_sizes(q, table, v, horizon_y: int) -> tuple[int, int]:
     """Queries of all heads, and the multiply-adds of one query's sum of values in the form that runs."""
     batch, heads, height, width, _ = q
     keys, e = v[2] * v[3], v[4]
-    terms = keys if direct_is_faster(keys, table[1], e) else table[1]
+    terms = keys if direct_is_faster(keys, 2 * horizon_y + 1) else table[1]
     return batch * heads * height * width, terms * e
 
 
 @register_flop_formula(torch.ops.visionattn.class_sums)
-def _(q, table, v, *args, out_shape=None, **kwargs) -> int:
-    queries, per_query = _class_sums_sizes(q, table, v)
+def _(q, table, v, counts, total, horizon_y, *args, out_shape=None, **kwargs) -> int:
+    queries, per_query = _class_sums_sizes(q, table, v, horizon_y)
     return 2 * queries * (table[1] * table[2] + per_query)
 
 
 @register_flop_formula(torch.ops.visionattn.class_sums_backward)
-def _(d_values, d_mass, q, table, v, *args, out_shape=None, **kwargs) -> int:
-    queries, per_query = _class_sums_sizes(q, table, v)
+def _(d_values, d_mass, q, table, v, counts, total, horizon_y, *args, out_shape=None, **kwargs) -> int:
+    queries, per_query = _class_sums_sizes(q, table, v, horizon_y)
     return 2 * queries * (3 * table[1] * table[2] + 2 * per_query)
 
 
