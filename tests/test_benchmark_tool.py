@@ -86,11 +86,11 @@ def test_figures_are_drawn_and_their_rows_written(main, tmp_path, capsys, figure
 
 def test_a_horizon_may_be_zero(main, tmp_path):
     kept = tmp_path / "rows.csv"
-    flags = ["--operations", "relative", "kernelized+joint", "kernelized+flat", "--tokens", "45", "--width", "8", "--no-memory"]
+    flags = ["--operations", "relative", "kernelized+joint", "kernelized+flat", "--tokens", "245", "--width", "8", "--no-memory"]
     assert main([*flags, "--horizon", "0", "--rounds", "1", "--seconds", "0", "--csv", str(kept)]) == 0
     rows = read_csv(kept)
     assert [row["status"] for row in rows] == ["ok"] * 3
-    assert float(rows[1]["flops"]) < 2 * 6 * 45 * 8 * (3 * 9 + 8 + 8)  # the content term, and one class
+    assert float(rows[1]["flops"]) < 2 * 6 * 245 * 8 * (3 * 9 + 8 + 8)  # the content term, and one class
 
 
 @pytest.mark.parametrize(
