@@ -205,6 +205,21 @@ def test_a_probability_outside_its_range_is_refused(function, value_drop):
 
 
 @pytest.mark.parametrize("function", EVERY_ATTENTION)
+def test_options_and_layouts_of_another_type_are_named(function):
+    q, k, v = draw_qkv(queries=15, d=5, e=4).values()
+    table = draw_table(3, 3, 3, 5, seed=0)
+    with wrong("value_drop [0, 1) 'a'"):
+        function(q, k, v, value_drop="a")
+    with wrong("generator torch.Generator int"):
+        function(q, k, v, value_drop=0.5, generator=3)
+    for layout in (None, (3, 5), TokenLayout(0, (3, 5))):
+        with wrong("layout TokenLayout(num_prefix, Grid(height, width))"):
+            function(q, k, v, relative=Joint(table, layout))
+    with wrong("key_mask bool list [True"):
+        function(q, k, v, key_mask=[[True] * 15] * 2)
+
+
+@pytest.mark.parametrize("function", EVERY_ATTENTION)
 def test_a_generator_with_nothing_to_draw_is_refused(function):
     with wrong("generator value_drop 0"):
         function(*draw_qkv(queries=7).values(), generator=torch.Generator())

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from visionattn.layout import TokenLayout
-from visionattn.ops.relative import Joint, RelativePosition, tables_of
+from visionattn.layout import Grid, TokenLayout
+from visionattn.ops.relative import Flat, Joint, RelativePosition, tables_of
 from visionattn.ops.value_drop import check_value_drop
 
 FORMS = ("auto", "direct", "efficient")
@@ -17,7 +17,9 @@ def _check_device(name: str, x: Tensor, device: torch.device, wanted: str = "q")
 
 def _described(x: object) -> str:
     """Dtype and shape of a tensor, or what it is instead."""
-    return f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else f"{type(x).__name__} {x!r}".split("\n")[0]
+    if isinstance(x, Tensor):
+        return f"{x.dtype} {tuple(x.shape)}"
+    return f"{type(x).__name__} {' '.join(repr(x).split())[:60]}"
 
 
 def _is_readable(x: Tensor) -> bool:
@@ -117,7 +119,7 @@ def check_relative(relative: RelativePosition, q: Tensor, k: Tensor, *, signed: 
         raise ValueError(f'normalization {relative.normalization!r}: wanted "sum" or "mean"')
     for name, table in tables_of(relative).items():
         _check_table(name, table, q, sides=2 if isinstance(relative, Joint) else 1, signed=signed)
-    if relative.layout is not None:
+    if relative.layout is not None or not isinstance(relative, Flat):
         _check_layout(relative.layout, q, k)
         if isinstance(relative, Joint) and relative.layout.counts is not None:
             _check_counts(relative, q)
@@ -138,6 +140,8 @@ def _check_table(name: str, table: Tensor, q: Tensor, *, sides: int, signed: boo
 
 
 def _check_layout(layout: TokenLayout, q: Tensor, k: Tensor) -> None:
+    if not isinstance(layout, TokenLayout) or not isinstance(layout.grid, Grid):
+        raise ValueError(f"layout: wanted TokenLayout(num_prefix, Grid(height, width)), got {_described(layout)}")
     kept, patches = layout.kept, layout.grid.num_patches
     if kept is not None:
         if not isinstance(kept, Tensor) or kept.dtype != torch.int64 or kept.ndim != 2 or kept.shape[0] != q.shape[0]:

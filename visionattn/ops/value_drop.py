@@ -9,9 +9,11 @@ from torch import Tensor
 
 
 def check_value_drop(value_drop: float, generator: torch.Generator | None) -> None:
-    """Raise ValueError unless ``0 <= value_drop < 1``, or for a generator that has nothing to draw."""
-    if not 0 <= value_drop < 1:
-        raise ValueError(f"value_drop: wanted a probability in [0, 1), got {value_drop}")
+    """Raise ValueError unless ``0 <= value_drop < 1``, or for a generator that is none or has nothing to draw."""
+    if not isinstance(value_drop, int | float) or not 0 <= value_drop < 1:
+        raise ValueError(f"value_drop: wanted a probability in [0, 1), got {value_drop!r}")
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise ValueError(f"generator: wanted a torch.Generator, got {type(generator).__name__}")
     if generator is not None and value_drop == 0:
         raise ValueError("generator draws which values to drop, and value_drop is 0: leave it out, or set value_drop")
 
