@@ -69,3 +69,24 @@ def test_bands_and_chunks_of_heads_leave_no_seam(monkeypatch):
     whole = run(attend, tensors)
     monkeypatch.setattr(class_tiles, "BAND_ELEMENTS", 1)
     assert_agree(run(attend, tensors), whole)
+
+
+@pytest.mark.parametrize("grid, horizon", [((1, 61), 30), ((7, 43), 12), ((7, 23), 40)])
+def test_tiles_shorter_than_the_reach_agree_with_the_definition(monkeypatch, grid, horizon):
+    """A window then spans several tiles, and a long horizon does not make tiles, whose weights are held, long too."""
+    monkeypatch.setattr(class_sums, "direct_is_faster", lambda *sizes: False)
+    monkeypatch.setattr(class_tiles, "TILE_QUERIES_OF_NARROW_VALUES", 4)
+    monkeypatch.setattr(class_tiles, "MOST_TILE_QUERIES", 5)
+    layout = TokenLayout(1, Grid(*grid))
+    tensors = draw_qkv(queries=layout.num_tokens, d=5, e=6)
+    tensors["table"] = draw(3, 2 * horizon + 1, 2 * horizon + 1, 5, seed=5).abs()
+
+    def attend(operation):
+        return lambda q, k, v, table: operation(q, k, v, relative=Joint(table, layout, "mean"))
+
+    assert_agree(run(attend(kernelized_attention), tensors), run(attend(reference.kernelized_attention), tensors))
+
+
+def test_a_horizon_as_long_as_the_sequence_does_not_lengthen_the_tiles():
+    tiles = class_tiles.Tiles(1, 1, 2048, 16, (0, 1500), torch.empty(0))
+    assert tiles.size == class_tiles.MOST_TILE_QUERIES < tiles.reach

@@ -25,7 +25,7 @@ from torch import Tensor
 from visionattn.ops.chunking import chunks
 
 WIDE_VALUES = 32
-TILE_QUERIES, TILE_QUERIES_OF_NARROW_VALUES = 8, 16
+TILE_QUERIES, TILE_QUERIES_OF_NARROW_VALUES, MOST_TILE_QUERIES = 8, 16, 64
 BAND_ELEMENTS, MOST_THREADS = 1 << 16, 8
 
 
@@ -65,9 +65,10 @@ class Tiles:
     def __init__(self, heads: int, height: int, width: int, e: int, horizons: tuple[int, int], like: Tensor):
         self.heads, self.height, self.width, self.e, self.horizons, self.like = heads, height, width, e, horizons, like
         self.reach = max(horizons[1] - 1, 0)
-        self.size = max(TILE_QUERIES if e >= WIDE_VALUES else TILE_QUERIES_OF_NARROW_VALUES, 2 * self.reach)
+        fewest = TILE_QUERIES if e >= WIDE_VALUES else TILE_QUERIES_OF_NARROW_VALUES
+        self.size = max(fewest, min(2 * self.reach, MOST_TILE_QUERIES))
         self.used = -(-width // self.size)
-        self.per_row = self.used + (self.reach > 0)
+        self.per_row = self.used + -(-self.reach // self.size)
         self.pitch = self.per_row * self.size
         self.gap = max(horizons[0] - 1, 0)
         self.period = height + self.gap
@@ -211,10 +212,10 @@ class Lines:
         name, shift = self.tiles.sources[source]
         return shift + self.tiles.gap if name == "here" else 0
 
-    def windows(self, source: int, band: slice, parity: slice = slice(None)) -> Tensor:
+    def windows(self, source: int, band: slice, every: slice = slice(None)) -> Tensor:
         """The keys that each tile of ``band`` sees in one class of rows, ``[n, window, e]``, where they lie."""
         tiles = self.tiles
-        index = range(band.start, band.stop)[parity]
+        index = range(band.start, band.stop)[every]
         start = (self._first_row(source) * tiles.per_row + index.start) * tiles.size
         stride = (index.step * tiles.size * self.e, self.e, 1)
         return self.keys[tiles.sources[source][0]].as_strided((len(index), tiles.window, self.e), stride, start * self.e)
@@ -244,13 +245,13 @@ def multiply(tiles: Tiles, lines: Lines, weights: Tensor, band: slice) -> Tensor
 def multiply_backward(tiles: Tiles, lines: Lines, weights: Tensor, band: slice, grad: Tensor, d_lines: Lines) -> Tensor:
     """The gradient ``[n * t, C]`` of the weights for ``grad [n * t, e]`` of the sums; adds that of the values to ``d_lines``."""
     spread, grad = spread_weights(tiles, weights), grad.unflatten(0, (-1, tiles.size))
-    d_spread = torch.zeros_like(spread)
+    d_spread, apart = torch.zeros_like(spread), -(-tiles.window // tiles.size)
     for source in range(tiles.classes[0]):
         (window, ends), (d_window, d_ends) = tiles.matrices(spread, source), tiles.matrices(d_spread, source)
         d_window.copy_(torch.bmm(grad, lines.windows(source, band).mT))
         d_ends.copy_(torch.bmm(grad, lines.pairs(source, band).mT))
         d_lines.pairs(source, band).baddbmm_(ends.mT, grad)
-        for parity in (slice(0, None, 2), slice(1, None, 2)):  # windows of every second tile do not overlap
-            if len(grad[parity]):
-                d_lines.windows(source, band, parity).baddbmm_(window[parity].mT, grad[parity])
+        for first in range(min(apart, len(grad))):  # windows of tiles so far apart do not overlap
+            every = slice(first, None, apart)
+            d_lines.windows(source, band, every).baddbmm_(window[every].mT, grad[every])
     return torch.mm(d_spread.view(-1, tiles.columns), tiles.repeat.T).view_as(weights)

@@ -3,7 +3,8 @@
 States of disjoint keys add, so a sequence may come in pieces, from several devices, or token by token. Attention with a state
 sees every key in it; the relative term, which needs to know where keys lie, is not for states.
 
-Sources: Katharopoulos et al. 2020, eq. 16 to 20 (the recurrence); TaylorShift (Nauen et al. 2024), section 3.2; adding is ours.
+Sources: Katharopoulos et al. 2020, eq. 16 to 20 (the recurrence); TaylorShift (Nauen et al. 2024), "Efficient TaylorShift";
+adding is ours.
 """
 
 from dataclasses import dataclass

@@ -49,9 +49,9 @@ def taylorshift_attention(
 
     Raises:
         ValueError: shapes, dtypes, devices, coefficients or tables that do not fit.
-        NotImplementedError: an option that is not built yet.
+        NotImplementedError: impl="triton", for which there are no kernels yet.
 
-    Source: TaylorShift, eq. 1 and section 3; normalisation and temperature its section 3.3.
+    Source: TaylorShift, "How does TaylorShift work?"; temperature and output factor its "Normalization".
     """
     check_attention(q, k, v, key_mask, relative)
     check_coefficients(coefficients)
