@@ -58,6 +58,12 @@ def peak_bytes(work: Callable[[], object], device: torch.device | str = "cpu") -
     return _resident_bytes("VmHWM") - before
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the error says that an allocation failed, on a GPU or on a processor."""
+    words = ("allocate memory", "not enough memory")
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(word in str(error) for word in words)
+
+
 def _resident_bytes(field: str) -> int:
     status = Path("/proc/self/status").read_text()
     return 1024 * int(re.search(rf"^{field}:\s+(\d+) kB$", status, re.MULTILINE).group(1))

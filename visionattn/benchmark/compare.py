@@ -8,8 +8,8 @@ import torch
 
 from visionattn.benchmark.cases import Case
 from visionattn.benchmark.forms import auto_as_on
-from visionattn.benchmark.memory import build, case_peak_bytes, is_out_of_memory
-from visionattn.measure import bytes_kept, flops_of, interleaved_seconds, warm_up
+from visionattn.benchmark.memory import build, case_peak_bytes
+from visionattn.measure import bytes_kept, flops_of, interleaved_seconds, is_out_of_memory, warm_up
 
 
 @dataclass(frozen=True)

@@ -14,17 +14,11 @@ import torch
 
 import visionattn
 from visionattn.benchmark.cases import Case, Work
-from visionattn.measure import peak_bytes
+from visionattn.measure import is_out_of_memory, peak_bytes
 
 OUT_OF_MEMORY = 3
 """Exit code of the process for a case that does not fit."""
 PACKAGE = Path(visionattn.__file__).parents[1]
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the error says that an allocation failed, on a GPU or on a processor."""
-    words = ("allocate memory", "not enough memory")
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(word in str(error) for word in words)
 
 
 def build(case: Case, device: str = "cpu") -> Work:

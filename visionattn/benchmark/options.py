@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from visionattn.benchmark.memory import build
 from visionattn.benchmark.operations import FORMED, has_position
 from visionattn.benchmark.targets import choose
 from visionattn.training.build import pick_device
+from visionattn.training.command_line import check_free
 
 EXAMPLE = "python tools/benchmark.py --operations taylorshift kernelized+joint sdpa --tokens 256 512 --width 32 --no-memory"
 
@@ -230,14 +230,3 @@ def outputs(flags: argparse.Namespace) -> list[Path]:
     if flags.figure:
         named += [Path(flags.output) / f"{flags.figure}.{end}" for end in ("png", "csv")]
     return named
-
-
-def check_free(path: Path, overwrite: bool) -> None:
-    """Raise ValueError where a file cannot be written, or exists and ``overwrite`` is off."""
-    folder = path.absolute().parent
-    if not folder.is_dir():
-        raise ValueError(f"no folder {folder} for {path.name}")
-    if path.is_dir() or not os.access(folder, os.W_OK):
-        raise ValueError(f"{path} cannot be written")
-    if path.exists() and not overwrite:
-        raise ValueError(f"{path} exists; --overwrite replaces it")

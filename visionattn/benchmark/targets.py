@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 
 from visionattn.benchmark.cases import Case
 from visionattn.benchmark.compare import Plan, Row, case_bytes_kept, check_case, measure_together
-from visionattn.benchmark.memory import build, case_peak_bytes, is_out_of_memory
+from visionattn.benchmark.memory import build, case_peak_bytes
 from visionattn.benchmark.table import Record, duration
+from visionattn.measure import is_out_of_memory
 
 COLUMNS = ("what", "at", "reach", "measured", "spread", "met", "time", "baseline time", "rounds")
 

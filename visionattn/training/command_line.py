@@ -1,10 +1,11 @@
 """From a YAML file and flags to a dataclass, with errors of one line.
 
 Owns spelling: ``--init-from`` and ``--init_from``, ``--resume`` without a value, ``--sizes 96 128``, and the nearest
-right name for a wrong one; and the exit codes of tools. jsonargparse does the parsing; it is imported when something is
+right name for a wrong one; the exit codes of tools, and files that are in the way. jsonargparse does the parsing; it is imported when something is
 parsed.
 """
 
+import argparse
 import os
 import re
 import shutil
@@ -16,9 +17,12 @@ from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from visionattn.training.interrupt import NonFinite, Stopped
+from visionattn.training.interrupt import Failed, NonFinite, OutOfMemory, Stopped
 
 Config = TypeVar("Config")
+
+EXIT_CODES = {NonFinite: 1, OutOfMemory: 3, Failed: 4}
+"""Of the ways in which a run ends that its input is not to blame for."""
 
 OWN_OPTIONS = ("help", "config", "print_config")
 """Options that are no fields of a configuration."""
@@ -28,8 +32,8 @@ def run_tool(work: Callable[[], None]) -> int:
     """Do a tool's work and turn the ways in which it can end into an exit code and at most one line on standard error.
 
     Returns:
-        0; 1 for a loss that is not finite; 2 for bad input, and for files that cannot be read or written; 130 for
-        Ctrl-C.
+        0; 1 for a loss that is not finite; 2 for bad input, and for files that cannot be read or written; 3 for too
+        little memory; 4 where another process of the run ended; 130 for Ctrl-C.
     """
     try:
         work()
@@ -41,9 +45,9 @@ def run_tool(work: Callable[[], None]) -> int:
             text = text.splitlines()[-1].partition(": ")[2]
         print(f"error: {' '.join(text.split())}", file=sys.stderr)
         return 2
-    except NonFinite as error:
+    except tuple(EXIT_CODES) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return EXIT_CODES[type(error)]
     except Stopped as error:
         print(error, file=sys.stderr)
         return 130
@@ -51,6 +55,17 @@ def run_tool(work: Callable[[], None]) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     return 0
+
+
+def check_free(path: Path, overwrite: bool) -> None:
+    """Raise ValueError where a file cannot be written, or exists and ``overwrite`` is off."""
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise ValueError(f"no folder {folder} for {path.name}")
+    if path.is_dir() or not os.access(folder, os.W_OK):
+        raise ValueError(f"{path} cannot be written")
+    if path.exists() and not overwrite:
+        raise ValueError(f"{path} exists; --overwrite replaces it")
 
 
 def python_command() -> str:
@@ -70,6 +85,7 @@ def parse(
     *,
     prog: str,
     description: str,
+    example: str | None = None,
     defaults: dict[str, Any] | None = None,
 ) -> Config:
     """Read a configuration from flags, the file that ``--config`` names, and defaults, in this order of precedence.
@@ -81,6 +97,7 @@ def parse(
         argv: the flags, without the program's name.
         prog: the program's name, for its help.
         description: what the program does, for its help.
+        example: a command that works as pasted, with which the help ends; None: none.
         defaults: dotted names and values that replace the defaults of the dataclass.
 
     Raises:
@@ -89,12 +106,21 @@ def parse(
     """
     import jsonargparse
 
+    class HelpFormatter(jsonargparse.DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):
+        """Leaves the example in a line of its own, as it is to be pasted."""
+
     names = field_types(config_class)
     argv = spell_out(argv, names)
     for path in config_files(argv):
         check_file(path, names)
     jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    parser = jsonargparse.ArgumentParser(prog=prog, description=description, exit_on_error=False)
+    parser = jsonargparse.ArgumentParser(
+        prog=prog,
+        description=description,
+        epilog=example and f"try:\n  {example}",
+        formatter_class=HelpFormatter,
+        exit_on_error=False,
+    )
     parser.add_argument("--config", action="config", help="YAML file with any of the options below.")
     parser.add_class_arguments(config_class, as_group=False)
     parser.set_defaults(defaults or {})

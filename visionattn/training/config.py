@@ -98,7 +98,7 @@ class TrainConfig:
     epochs: int = 10
     """Passes over the training images."""
     batch_size: int = 64
-    """Images per batch; an optimiser step sees ``batch_size * optim.accumulate``."""
+    """Images per batch, of all processes together; an optimiser step sees ``batch_size * optim.accumulate``."""
     eval_batch_size: int | None = None
     """Images per batch of evaluation; None: ``batch_size``."""
     seed: int = 0
@@ -123,6 +123,10 @@ class TrainConfig:
     """Weights to start from: a checkpoint of ours or a state dict of a timm ViT. A resumed run has its own."""
     log_every: int = 50
     """Optimiser steps between two lines of ``metrics.jsonl``."""
+    save_every: int | None = 500
+    """Optimiser steps between two states within an epoch, from which a killed run goes on; None: one after each epoch."""
+    parallel: Literal["ddp", "fsdp"] | None = None
+    """Under ``torchrun`` alone: each process has the whole model (``ddp``), or its share of it (``fsdp``). None: ``ddp``."""
 
 
 @dataclass
@@ -162,6 +166,7 @@ def check(config: TrainConfig) -> None:
         "eval_batch_size": config.eval_batch_size,
         "threads": config.threads,
         "log_every": config.log_every,
+        "save_every": config.save_every,
         "data.img_size": data.img_size,
         "data.train_images": data.train_images,
         "data.eval_images": data.eval_images,

@@ -16,6 +16,14 @@ class NonFinite(Exception):
     """The loss was not finite several steps in a row; the text names the first module with such values."""
 
 
+class OutOfMemory(Exception):
+    """The run does not fit into memory; the text says at what, and what would help."""
+
+
+class Failed(Exception):
+    """The run cannot go on through no fault of its input, say because another process of it ended; the text gives the reason."""
+
+
 class Interrupted(Exception):
     """Ctrl-C was pressed; raised by ``Interruption.watch`` between two items."""
 

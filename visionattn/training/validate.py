@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import visionattn
+from visionattn.measure import is_out_of_memory
 from visionattn.models.weights import DataSpec, load_model
 from visionattn.training.build import check_img_size, pick_device
 from visionattn.training.command_line import field_types, parse, spell_out
@@ -68,6 +69,7 @@ def parse_validate(argv: Sequence[str]) -> ValidateConfig:
         argv,
         prog="validate.py",
         description="Evaluate weights at several image sizes.",
+        example="python tools/validate.py --checkpoint checkpoints/digits/best.safetensors --img-size 32 48 64",
         defaults=defaults,
     )
     if config.checkpoint is None:
@@ -133,7 +135,7 @@ class Validation:
             try:
                 result = evaluate(self.model, batches, self.spec, device=self.device, amp=self.config.amp)
             except RuntimeError as error:
-                if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
+                if not is_out_of_memory(error):
                     raise
                 result = None
             yield Row(size, result)
