@@ -24,6 +24,14 @@ class Failed(Exception):
     """The run cannot go on through no fault of its input, say because another process of it ended; the text gives the reason."""
 
 
+class OutOfMemory(Exception):
+    """A run needs more memory than there is; the text says at which batch and image size, and what helps."""
+
+
+class Failed(Exception):
+    """Another process of the run, one that loads data or one that trains, ended; the text says which."""
+
+
 class Interrupted(Exception):
     """Ctrl-C was pressed; raised by ``Interruption.watch`` between two items."""
 
