@@ -16,7 +16,7 @@ import visionattn.ops as ops
 from visionattn.benchmark.cases import Case, disagreement
 from visionattn.benchmark.compare import Plan, Quartiles, check_case, measure_together, ratio_of
 from visionattn.benchmark.memory import build, case_peak_bytes
-from visionattn.benchmark.networks import CHECK_GRID, IdentityAttention, forced_form, identity_twin
+from visionattn.benchmark.networks import CHECK_GRID, IdentityAttention, identity_twin
 from visionattn.benchmark.operations import CHECK_TOKENS, grid_of
 from visionattn.layout import Grid
 from visionattn.ops import class_sums, kernel_sums, taylor_sums
@@ -271,21 +271,6 @@ def test_identity_twin_has_the_parameters_of_its_model_and_leaves_attention_out(
         twin.blocks[0](torch.randn(2, 5, 192), attn_mask=torch.ones(2, 5, dtype=torch.bool))
     with pytest.raises(ValueError, match="got a VisionTransformer"):
         identity_twin(create_model("vit_tiny_patch16_224", depth=1))
-
-
-def test_a_form_reaches_the_operation_of_a_model_and_nothing_else_stays(monkeypatch):
-    forms, right = [], attention_layer.kernelized_attention
-
-    def record(q, k, v, form="auto", **options):
-        forms.append(form)
-        return right(q, k, v, **options)
-
-    monkeypatch.setattr(attention_layer, "kernelized_attention", record)
-    model = create_model("scaleformer_vit_t", depth=1)
-    for form in ("direct", "auto"):
-        with forced_form(form):
-            model(torch.zeros(1, 3, 32, 48))
-    assert forms == ["direct", "auto"] and attention_layer.kernelized_attention is record
 
 
 def test_eager_models_are_timm_models_without_the_fused_operator():

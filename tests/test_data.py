@@ -64,6 +64,16 @@ def test_the_specification_of_the_digits_normalises_them():
     assert abs(prepared.mean()) < 0.02 and abs(prepared.std() - 1) < 0.02
 
 
+def test_pixels_of_digits_are_the_digits_with_each_grey_level_a_channel():
+    grey, pixel = (build_splits(DataConfig(name=name, img_size=32), seed=3) for name in ("digits", "digits_pixel"))
+    np.testing.assert_array_equal(grey.test.images, pixel.test.images)
+    np.testing.assert_array_equal(grey.train.labels, pixel.train.labels)
+    (image,), _ = next(iter(eval_batches(pixel.test, DataConfig(name="digits_pixel", img_size=32), batch_size=1, img_size=32)))
+    hot = pixel.spec.prepare(image[None])
+    assert hot.shape == (1, 256, 32, 32) and pixel.spec.in_chans == 256
+    assert torch.equal(hot.argmax(1), image.long()) and bool((hot.sum(1) == 1).all())
+
+
 def test_a_digit_enlarged_a_whole_number_of_times_keeps_its_mean():
     splits = build_splits(DIGITS, seed=1)
     small, label = splits.test[SampleKey(5, 0, 8)]

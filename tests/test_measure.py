@@ -9,7 +9,7 @@ import pytest
 import torch
 from timm.models import create_model
 
-from visionattn.measure import bytes_kept, count_flops, flops_of, interleaved_seconds, model_table, warm_up
+from visionattn.measure import attention_backends, bytes_kept, count_flops, flops_of, interleaved_seconds, model_table, warm_up
 from visionattn.ops.axis_sums import axis_sums
 from visionattn.ops.relative_scores import relative_scores
 from visionattn.ops.sums import product
@@ -180,3 +180,37 @@ def test_memory_of_a_forward_grows_with_the_patches(name, heads):
     """From 1024 to 2048 px, four times the patches; depth 1 has the peak of depth 12, whose blocks come one by one."""
     peaks = [printed_by(GROWTH.format(name=name, heads=heads, size=size)) for size in (1024, 2048)]
     assert peaks[1] / peaks[0] <= 4.4
+
+
+@pytest.mark.parametrize("form", ["direct", "efficient"])
+@pytest.mark.parametrize("family", ["scaleformer", "taylorshift"])
+def test_the_backend_that_ran_is_the_form_that_was_named(family, form):
+    """As a profiler sees it, so also where a compiler built the graph."""
+    model = create_model(f"{family}_vit_t", depth=1, form=form).eval()
+    image = torch.zeros(1, 3, 32, 48)
+    name = {"scaleformer": "kernelized", "taylorshift": "taylorshift"}[family]
+    with torch.no_grad():
+        assert attention_backends(lambda: model(image)) == (f"{name} {form}",)
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        compiled(image)
+        assert attention_backends(lambda: compiled(image)) == (f"{name} {form}",)
+
+
+def test_an_automatic_form_is_reported_as_what_it_became():
+    model = create_model("taylorshift_vit_t", depth=1, relative="none").eval()
+    with torch.no_grad():
+        small, large = (attention_backends(lambda size=size: model(torch.zeros(1, 3, size, size))) for size in (32, 1024))
+    assert (small, large) == (("taylorshift direct",), ("taylorshift efficient",))
+
+
+def test_attention_of_pytorch_is_reported_by_its_backend():
+    vit = create_model("vit_tiny_patch16_224", depth=1).eval()
+    image = torch.zeros(1, 3, 224, 224)
+    q = torch.randn(1, 2, 7, 16)
+    with torch.no_grad():
+        assert attention_backends(lambda: vit(image)) == ("sdpa flash",)
+        vit.blocks[0].attn.fused_attn = False
+        assert attention_backends(lambda: vit(image)) == ("eager softmax",)
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            assert attention_backends(lambda: torch.nn.functional.scaled_dot_product_attention(q, q, q)) == ("sdpa math",)
+        assert attention_backends(lambda: q + 1) == ()

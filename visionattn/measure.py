@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import visionattn.ops.flops  # noqa: F401  registers what our operators count
+from visionattn.ops.form_ran import PREFIX
 
 
 def count_flops(model: nn.Module, height: int, width: int) -> int:
@@ -74,6 +75,33 @@ def flops_of(work: Callable[[], object]) -> int:
     with FlopCounterMode(display=False) as counter:
         work()
     return counter.get_total_flops()
+
+
+SDPA_BACKENDS = {
+    "aten::_scaled_dot_product_flash_attention": "sdpa flash",
+    "aten::_scaled_dot_product_flash_attention_for_cpu": "sdpa flash",
+    "aten::_scaled_dot_product_efficient_attention": "sdpa memory-efficient",
+    "aten::_scaled_dot_product_cudnn_attention": "sdpa cudnn",
+    "aten::_scaled_dot_product_fused_attention_overrideable": "sdpa of the device",
+    "aten::_scaled_dot_product_attention_math": "sdpa math",
+}
+"""What ``F.scaled_dot_product_attention`` dispatches to, by the operator that a profiler sees."""
+
+
+def attention_backends(work: Callable[[], object]) -> tuple[str, ...]:
+    """Which implementations of attention really ran within ``work()``, as a profiler saw them; sorted, empty where none did.
+
+    Ours by operation and form ("taylorshift efficient", "kernelized direct", "kernelized causal efficient"); PyTorch's as "sdpa
+    flash", "sdpa memory-efficient", "sdpa cudnn", "sdpa math"; "eager softmax" where a softmax ran outside of all of these.
+    """
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        work()
+    seen = {event.name for event in profiler.events()}
+    found = {name.removeprefix(PREFIX) for name in seen if name.startswith(PREFIX)}
+    found |= {backend for name, backend in SDPA_BACKENDS.items() if name in seen}
+    if not found and "aten::_softmax" in seen:
+        found = {"eager softmax"}
+    return tuple(sorted(found))
 
 
 def bytes_kept(work: Callable[[], object], without: Sequence[torch.Tensor] = ()) -> int:

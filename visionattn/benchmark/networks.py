@@ -128,18 +128,11 @@ def make_image(case: Case, model: nn.Module, height: int, width: int, device: st
     return torch.randn(case.batch, channels, height, width, generator=generator).to(device, case.torch_dtype)
 
 
-@contextmanager
-def forced_form(form: str) -> Iterator[None]:
-    """Within it, attention layers run their operation in this form."""
-    if form == "auto":
-        yield
-        return
-
-    def with_form(operation: Callable) -> Callable:
-        return lambda *tensors, **options: operation(*tensors, **options | {"form": form})
-
-    with replaced({name: with_form(getattr(attention_layer, name)) for name in OPERATIONS[:2]}):
-        yield
+def set_form(model: nn.Module, form: str) -> None:
+    """Let every attention layer of a model of ours run in this form; "auto" is left to models that have none."""
+    if form != "auto":
+        for block in model.blocks:
+            block.attn.form = form
 
 
 @contextmanager
@@ -152,13 +145,10 @@ def replaced(operations: dict[str, Callable]) -> Iterator[None]:
 def build_network(case: Case, device: str = "cpu") -> Work:
     """The model and an image in memory."""
     model = build_model(case, device)
+    set_form(model, case.form)
     leaves = tuple(parameter for parameter in model.parameters() if parameter.requires_grad)
-
-    def call(image: Tensor) -> Tensor:
-        with forced_form(case.form):
-            return model(image)
-
-    return Work(call, {"image": make_image(case, model, case.size, case.size, device)}, leaves, case.backward)
+    inputs = {"image": make_image(case, model, case.size, case.size, device)}
+    return Work(lambda image: model(image), inputs, leaves, case.backward)
 
 
 def check_network(case: Case, device: str = "cpu") -> str | None:
@@ -193,7 +183,8 @@ def check_network(case: Case, device: str = "cpu") -> str | None:
 
     expected = results(run_definition, {"image": image.double()}, case.backward)
     for form in forms_to_check(case, ours and "identity" not in case.options):
-        with forced_form(form), class_sums_as_on((case.size // rows) * (case.size // columns)):
+        set_form(model, form)
+        with class_sums_as_on((case.size // rows) * (case.size // columns)):
             actual = results(lambda image: model(image), {"image": image}, case.backward)
         wrong = disagreement(actual, expected, 10 * tolerance(case.torch_dtype))
         if wrong:
@@ -202,9 +193,9 @@ def check_network(case: Case, device: str = "cpu") -> str | None:
 
 
 def _defined(operation: Callable) -> Callable:
-    """A definition that takes what the layer passes: dropout of values, which has none, must be off."""
+    """A definition that takes what the layer passes: it has no forms, and dropout of values must be off."""
 
-    def call(q: Tensor, k: Tensor, v: Tensor, *, value_drop: float = 0.0, generator=None, **options) -> Tensor:
+    def call(q: Tensor, k: Tensor, v: Tensor, *, value_drop: float = 0.0, form: str = "auto", **options) -> Tensor:
         if value_drop:
             raise ValueError(f"models are compared without dropout, got value_drop={value_drop}")
         return operation(q, k, v, **options)

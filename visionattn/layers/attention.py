@@ -10,6 +10,7 @@ from visionattn.layout import TokenLayout
 from visionattn.ops import kernelized_attention, softmax_attention, taylorshift_attention
 
 ATTENTIONS = ("kernelized", "taylorshift", "softmax")
+FORMS = ("auto", "direct", "efficient")
 
 
 @register_notrace_module
@@ -24,6 +25,7 @@ class Attention(nn.Module):
         horizon: R of the relative position, in patches; None: 3.
         normalization: "mean" or "sum"; None: "mean". Softmax has none.
         temperature_init: TaylorShift's tau at the start, for every head; None: 4.
+        form: "efficient" (linear), "direct" (quadratic), or "auto" for the faster one; they compute the same. Softmax has none.
         qkv_bias, proj_bias: biases of the two projections.
         qk_norm: normalise q and k per head with ``norm_layer``.
         scale_norm: normalise with ``norm_layer`` before the output projection.
@@ -44,6 +46,7 @@ class Attention(nn.Module):
         horizon: int | None = None,
         normalization: str | None = None,
         temperature_init: float | None = None,
+        form: str = "auto",
         qkv_bias: bool = False,
         qk_norm: bool = False,
         scale_norm: bool = False,
@@ -62,8 +65,12 @@ class Attention(nn.Module):
             raise ValueError(f"attention {attention!r}: wanted one of {', '.join(ATTENTIONS)}")
         if normalization not in (None, "mean", "sum"):
             raise ValueError(f"normalization {normalization!r}: wanted mean or sum")
+        if form not in FORMS:
+            raise ValueError(f"form {form!r}: wanted one of {', '.join(FORMS)}")
+        if attention == "softmax" and form != "auto":
+            raise ValueError(f"form={form!r} would do nothing: attention='softmax' has no forms")
         _refuse_idle(attention, relative, horizon=horizon, normalization=normalization, temperature_init=temperature_init)
-        self.attention = attention
+        self.attention, self.form = attention, form
         self.num_heads = num_heads
         self.head_dim = dim // num_heads
         self.scale = self.head_dim**-0.5
@@ -131,9 +138,9 @@ class Attention(nn.Module):
         if self.relative is not None:
             options["relative"] = self.relative(self._layout(layout, tokens))
         if self.attention == "kernelized":
-            out = kernelized_attention(q, k, v, causal=is_causal, **options)
+            out = kernelized_attention(q, k, v, causal=is_causal, form=self.form, **options)
         elif self.attention == "taylorshift":
-            out = taylorshift_attention(q, k, v, temperature=self.temperature, **options)
+            out = taylorshift_attention(q, k, v, temperature=self.temperature, form=self.form, **options)
         else:
             out = softmax_attention(q, k, v, causal=is_causal, **options)
         out = self.norm(out.transpose(1, 2).reshape(batch, tokens, dim))

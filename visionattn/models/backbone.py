@@ -67,6 +67,7 @@ class VisionAttnTransformer(VisionTransformer):
         normalization: "mean" (unless given) or "sum" over the keys of a class; see ``visionattn.ops.relative``.
         pos_embed: "none", or "learn" for absolute position, resampled to other grids.
         temperature_init: TaylorShift's tau at the start, 4 unless given.
+        form: of every attention: "efficient" (linear), "direct" (quadratic), or "auto" for the faster one at each size.
         global_pool: as in timm; "max" by default, which found small things on large images where "avg" and "token" did not
             learn in a short training (``checkpoints/README.md``).
         dynamic_img_size: False accepts only ``img_size``.
@@ -95,6 +96,7 @@ class VisionAttnTransformer(VisionTransformer):
         horizon: int | None = None,
         normalization: str | None = None,
         temperature_init: float | None = None,
+        form: str = "auto",
         pos_embed: str = "none",
         dynamic_img_size: bool = True,
         dynamic_img_pad: bool = False,
@@ -128,6 +130,7 @@ class VisionAttnTransformer(VisionTransformer):
             horizon=horizon,
             normalization=normalization,
             temperature_init=temperature_init,
+            form=form,
         )
         super().__init__(
             img_size=img_size,

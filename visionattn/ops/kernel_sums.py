@@ -21,6 +21,7 @@ from torch import Tensor
 from visionattn.ops.blocked import blocked_scores, blocked_scores_backward
 from visionattn.ops.choice import choose_form
 from visionattn.ops.chunking import chunks
+from visionattn.ops.form_ran import form_ran
 from visionattn.ops.kernel_chunks import Features, Rows, WithMass, plan_chunks, put
 from visionattn.ops.sums import accumulation_dtype, no_double_backward, without_autocast
 
@@ -218,10 +219,12 @@ def kernel_sums(
     (batch, heads, n, d), e = q.shape, v.shape[3]
     shapes = (batch, heads, n, e), (batch, heads, n), (batch, heads, d, e), (batch, heads, d)
     outputs = tuple(q.new_empty(shape, dtype=x.dtype) for shape in shapes)
-    if form_taken(form, causal, q.shape, v.shape, dtype=x.dtype, device=q.device.type) == "direct":
-        _direct_forward(queries, keys, x, outputs, causal)
-    else:
-        (_causal_forward if causal else _efficient_forward)(queries, keys, x, outputs)
+    form = form_taken(form, causal, q.shape, v.shape, dtype=x.dtype, device=q.device.type)
+    with form_ran("kernelized causal" if causal else "kernelized", form):
+        if form == "direct":
+            _direct_forward(queries, keys, x, outputs, causal)
+        else:
+            (_causal_forward if causal else _efficient_forward)(queries, keys, x, outputs)
     return outputs
 
 

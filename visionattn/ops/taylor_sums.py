@@ -15,6 +15,7 @@ from torch import Tensor
 from visionattn.ops.blocked import blocked_scores, blocked_scores_backward
 from visionattn.ops.choice import choose_form
 from visionattn.ops.chunking import part_of
+from visionattn.ops.form_ran import form_ran
 from visionattn.ops.sums import accumulation_dtype, no_double_backward, without_autocast
 from visionattn.ops.taylor_features import feature_weights, num_features
 from visionattn.ops.taylor_passes import Pass, Values, passes
@@ -108,13 +109,14 @@ def taylor_sums(
     state = q.new_empty(batch, heads, num_features(d) + d + 1 if form == "efficient" else 0, e, dtype=dtype)
     second, first = q.new_empty(batch, heads, d, d, dtype=dtype), q.new_empty(batch, heads, d, dtype=dtype)
     weights = _weights(d, (a, b, c), values)
-    for step in passes((q, k, v, temperature, key_mask), dtype):
-        out, out_mass, own_state, *moments = (part_of(x, step.chunk) for x in (values, mass, state, second, first))
-        if efficient:
-            _efficient_values(step, q, k, weights, _kept_state(own_state, weights), out)
-        else:
-            _direct_values(step, (a, b, c), out)
-        _mass(step, q, k, (a, b, c), moments, out_mass)
+    with form_ran("taylorshift", "efficient" if efficient else "direct"):
+        for step in passes((q, k, v, temperature, key_mask), dtype):
+            out, out_mass, own_state, *moments = (part_of(x, step.chunk) for x in (values, mass, state, second, first))
+            if efficient:
+                _efficient_values(step, q, k, weights, _kept_state(own_state, weights), out)
+            else:
+                _direct_values(step, (a, b, c), out)
+            _mass(step, q, k, (a, b, c), moments, out_mass)
     return values, mass, state, second, first
 
 

@@ -1,8 +1,8 @@
 """From a YAML file and flags to a dataclass, with errors of one line.
 
 Owns spelling: ``--init-from`` and ``--init_from``, ``--resume`` without a value, ``--sizes 96 128``, and the nearest
-right name for a wrong one; the exit codes of tools, and files that are in the way. jsonargparse does the parsing; it is imported when something is
-parsed.
+right name for a wrong one; the exit codes of tools, and files that are in the way. jsonargparse does the parsing; it is
+imported when something is parsed.
 """
 
 import argparse

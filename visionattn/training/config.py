@@ -23,8 +23,8 @@ class ModelConfig:
 class DataConfig:
     """Which images, at which size, with which augmentation."""
 
-    name: Literal["digits", "canvas", "cifar10", "cifar10_pixel", "folder"] = "digits"
-    """``digits`` and ``canvas`` are embedded; the others read ``root``."""
+    name: Literal["digits", "digits_pixel", "canvas", "cifar10", "cifar10_pixel", "folder"] = "digits"
+    """``digits`` and ``canvas`` are embedded; the others read ``root``. Grey levels of ``*_pixel`` are one-hot."""
     root: str | None = None
     """Folder with ``train/`` and ``val/`` (and, if there is one, ``test/``) or with class folders; or ``wds/...``,
     ``hfds/...``, a tar file."""

@@ -120,6 +120,10 @@ def _digit_spec(config: DataConfig, mean: float, std: float) -> DataSpec:
     return DataSpec(1, 10, names, (mean,), (std,), None, config.img_size)
 
 
+def _one_hot_spec(config: DataConfig, names: tuple[str, ...]) -> DataSpec:
+    return DataSpec(256, len(names), names, (), (), "grey_one_hot", config.img_size)
+
+
 def _build_digits(config: DataConfig, seed: int) -> Splits:
     augment = _augment(config, "light", border="black")
     parts = digit_splits(config.val_fraction, seed)
@@ -127,7 +131,8 @@ def _build_digits(config: DataConfig, seed: int) -> Splits:
         ArrayDataset(parts[name].images[..., None], parts[name].labels, seed, augment if name == "train" else None)
         for name in ("train", "validation", "test")
     )
-    return Splits(train, validation, test, _digit_spec(config, 0.306, 0.324))
+    spec = _digit_spec(config, 0.306, 0.324)
+    return Splits(train, validation, test, _one_hot_spec(config, spec.class_names) if "pixel" in config.name else spec)
 
 
 def _build_canvas(config: DataConfig, seed: int) -> Splits:
@@ -147,7 +152,7 @@ def _build_cifar10(config: DataConfig, seed: int) -> Splits:
     train, test = _read_cifar10(config, train=True), _read_cifar10(config, train=False)
     spec = DataSpec(3, 10, tuple(train.classes), CIFAR10_MEAN, CIFAR10_STD, None, config.img_size)
     if grey:
-        spec = DataSpec(256, 10, tuple(train.classes), (), (), "grey_one_hot", config.img_size)
+        spec = _one_hot_spec(config, tuple(train.classes))
 
     def dataset(part: CIFAR10, chosen: np.ndarray | slice, augment=None) -> ArrayDataset:
         images = part.data[chosen]
@@ -191,6 +196,7 @@ def _build_folder(config: DataConfig, seed: int) -> Splits:
 
 _BUILDERS = {
     "digits": _build_digits,
+    "digits_pixel": _build_digits,
     "canvas": _build_canvas,
     "cifar10": _build_cifar10,
     "cifar10_pixel": _build_cifar10,

@@ -17,14 +17,6 @@ class NonFinite(Exception):
 
 
 class OutOfMemory(Exception):
-    """The run does not fit into memory; the text says at what, and what would help."""
-
-
-class Failed(Exception):
-    """The run cannot go on through no fault of its input, say because another process of it ended; the text gives the reason."""
-
-
-class OutOfMemory(Exception):
     """A run needs more memory than there is; the text says at which batch and image size, and what helps."""
 
 
