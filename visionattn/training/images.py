@@ -8,7 +8,7 @@ import struct
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import BinaryIO, Protocol
+from typing import BinaryIO, Literal, Protocol
 
 import cv2
 import numpy as np
@@ -139,16 +139,35 @@ class ImageDataset(Dataset):
     def __getitem__(self, key: SampleKey):
         index = int(self.indices[key.index])
         try:
-            with self.source.open(index) as file, _large_images_allowed(), Image.open(file) as image:
-                pixels = np.asarray(image.convert("RGB"))
+            with self.source.open(index) as file:
+                pixels = decode(file, "RGB")
         except DAMAGED_IMAGE as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             return Unreadable(self.source.name(index), reason)
         return _finish(pixels, key, self.seed, self.augment), int(self.labels[key.index])
 
 
+def decode(file: BinaryIO, mode: Literal["L", "RGB"]) -> np.ndarray:
+    """Pixels of an encoded image (its first frame): uint8 ``[H, W, 1]`` for grey ("L"), ``[H, W, 3]`` for "RGB".
+
+    Of 16 bits of grey the upper 8 are kept, as Pillow does with 16 bits of colour; transparency is dropped.
+
+    Raises:
+        One of ``DAMAGED_IMAGE``; ValueError too for floats and other numbers whose range is not known.
+    """
+    with large_images_allowed(), Image.open(file) as image:
+        if image.mode == "F" or (image.mode == "I" and not 0 <= image.getextrema()[0] <= image.getextrema()[1] < 2**16):
+            raise ValueError(f"pixels of Pillow's mode {image.mode} have no known range; save it with 8 or 16 bits")
+        if image.mode.startswith("I"):
+            image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+        if image.mode == "P" and "transparency" in image.info:
+            image = image.convert("RGBA")
+        pixels = np.asarray(image.convert(mode))
+    return pixels.reshape(*pixels.shape[:2], -1)
+
+
 @contextmanager
-def _large_images_allowed() -> Iterator[None]:
+def large_images_allowed() -> Iterator[None]:
     """Raise Pillow's limit of 179 million pixels, which slides and satellite images pass, while an image is read."""
     limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, LARGEST_IMAGE_PX // 2
     try:
