@@ -1,5 +1,7 @@
 """Runs of a second: images of one bright quadrant of four, and a model of a few thousand weights."""
 
+import csv
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,10 @@ from visionattn.training.trainer import Trainer
 SPEC = DataSpec(1, 4, ("ne", "nw", "se", "sw"), (0.3,), (0.2,), None, 16)
 MODEL = {"patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2, "horizon": 1}
 MODEL |= {"global_pool": "token", "class_token": True}
+
+
+TIMES = {"seconds", "epoch_seconds", "waited", "stepped", "stepped_before", "images_per_second", "wait_share"}
+"""What differs between equal runs."""
 
 
 class Quadrants(Dataset):
@@ -79,3 +85,34 @@ def batch(count: int, *, start: int = 0, img_size: int = 16) -> tuple[torch.Tens
     samples = [Quadrants(999, 1)[SampleKey(index, 0, img_size)] for index in range(start, start + count)]
     images = np.stack([image for image, _ in samples]).transpose(0, 3, 1, 2)
     return torch.from_numpy(images.copy()), torch.tensor([label for _, label in samples])
+
+
+def lines(folder: Path) -> list[dict]:
+    """Those of ``metrics.jsonl``."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def rows(folder: Path) -> list[dict]:
+    """Those of ``summary.csv``."""
+    return list(csv.DictReader((folder / "summary.csv").read_text().splitlines()))
+
+
+def timeless(figures: list[dict]) -> list[dict]:
+    """The figures without the times among them."""
+    return [{key: value for key, value in each.items() if key not in TIMES} for each in figures]
+
+
+def same(left: Any, right: Any, path: str = "state") -> None:
+    """Assert that two states of plain types are equal but for times, and say where they are not."""
+    if isinstance(left, torch.Tensor):
+        assert torch.equal(left, right), path
+    elif isinstance(left, dict):
+        assert left.keys() == right.keys(), path
+        for key in left.keys() - TIMES:
+            same(left[key], right[key], f"{path}.{key}")
+    elif isinstance(left, (list, tuple)):
+        assert len(left) == len(right), path
+        for i, (a, b) in enumerate(zip(left, right, strict=True)):
+            same(a, b, f"{path}[{i}]")
+    else:
+        assert left == right, f"{path}: {left} {right}"

@@ -17,10 +17,11 @@ from small_runs import MODEL, SPEC, small_config, small_trainer
 import visionattn
 from visionattn.models import weights
 from visionattn.models.weights import DataSpec, load_model, read_pickle, read_state_dict, save_model
+from visionattn.training import checkpoint
 from visionattn.training.checkpoint import (
-    load_state,
     place_weights,
     random_state,
+    read_state,
     restore_random_state,
     save_state,
     shorten,
@@ -71,7 +72,8 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one_and_no_other(tmp_path,
     def full_disk(path):
         raise OSError("no space left")
 
-    monkeypatch.setattr(weights, "flush_to_disk", full_disk)
+    for module in (weights, checkpoint):
+        monkeypatch.setattr(module, "flush_to_disk", full_disk)
     with pytest.raises(OSError, match="no space"):
         save_model(path, small_model(), "scaleformer_vit_t", MODEL, SPEC)
     with pytest.raises(OSError, match="no space"):
@@ -184,7 +186,7 @@ def test_a_checkpoint_that_would_run_code_is_refused_and_the_code_does_not_run(t
     for read in (
         read_pickle,
         read_state_dict,
-        lambda path: load_state(path, small_model(), "scaleformer_vit_t"),
+        read_state,
         lambda path: place_weights(small_model(), "scaleformer_vit_t", path),
     ):
         with pytest.raises(ValueError, match="evil.pt .*run code when unpickled") as error:
@@ -244,7 +246,7 @@ def test_a_file_without_tensors_is_one_line(tmp_path):
 def test_a_state_of_no_run_is_refused(tmp_path):
     torch.save({"model": {}}, tmp_path / "a.pt")
     with pytest.raises(ValueError, match="a.pt is not the state of a run"):
-        load_state(tmp_path / "a.pt", small_model(), "scaleformer_vit_t")
+        read_state(tmp_path / "a.pt")
 
 
 def test_every_generator_goes_on_where_it_was():

@@ -86,7 +86,15 @@ class DataSpec:
         return images.to(torch.float32).div_(255).sub_(mean).div_(std)
 
 
-def save_model(path: str | Path, model: nn.Module, name: str, args: dict[str, Any], spec: DataSpec) -> None:
+def save_model(
+    path: str | Path,
+    model: nn.Module,
+    name: str,
+    args: dict[str, Any],
+    spec: DataSpec,
+    *,
+    notes: dict[str, str] | None = None,
+) -> None:
     """Write weights, model name, model arguments and data specification to one safetensors file.
 
     The file appears whole or not at all.
@@ -97,9 +105,11 @@ def save_model(path: str | Path, model: nn.Module, name: str, args: dict[str, An
         name: the timm name that builds it.
         args: the keyword arguments that build it, besides ``num_classes`` and ``in_chans``; JSON types.
         spec: what its images are.
+        notes: more metadata of the file.
     """
     metadata = {"format": FORMAT, "version": str(FORMAT_VERSION), "model": name}
     metadata |= {"args": json.dumps(args), "data": json.dumps(asdict(spec))}
+    metadata |= notes or {}
     tensors = {key: value.detach().cpu().contiguous() for key, value in model.state_dict().items()}
     write_whole(path, lambda temporary: temporary.write_bytes(save(tensors, metadata=metadata)))
 

@@ -6,6 +6,8 @@ Owns the order and the sizes of batches. Knows data sets only as ``dataset[Sampl
 """
 
 import math
+import os
+import random
 import signal
 import warnings
 import weakref
@@ -21,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 from visionattn.training.config import DataConfig
 
 # Each use of randomness has a stream of its own, (seed, stream, epoch, number); the canvases own 0, 1 and 2.
-ORDER_STREAM, SIZE_STREAM, AUGMENT_STREAM = 10, 11, 12
+ORDER_STREAM, SIZE_STREAM, AUGMENT_STREAM, STEP_STREAM = 10, 11, 12, 13
 
 
 class SampleKey(NamedTuple):
@@ -48,6 +50,17 @@ def batch_size_px(sizes: tuple[int, ...], seed: int, epoch: int, number: int) ->
     return sizes[np.random.default_rng((seed, SIZE_STREAM, epoch, number)).integers(len(sizes))]
 
 
+def seed_batch(seed: int, epoch: int, number: int, rank: int = 0) -> None:
+    """Seed torch's, numpy's and Python's generators for one batch of one process of the training.
+
+    Dropout, drop path and mixing then draw the same after a kill and a resumption, whatever was drawn before.
+    """
+    states = np.random.SeedSequence((seed, STEP_STREAM, epoch, number, rank)).generate_state(8)
+    torch.manual_seed(int(states[0]) << 32 | int(states[1]))
+    np.random.seed(states[2:6])
+    random.seed(int(states[6]) << 32 | int(states[7]))
+
+
 def collate(samples: list) -> tuple[torch.Tensor, torch.Tensor, list[Unreadable]]:
     """Stack the readable samples into uint8 ``[B, C, H, W]`` and int64 ``[B]``, and list the others; B may be 0."""
     unreadable = [sample for sample in samples if isinstance(sample, Unreadable)]
@@ -60,16 +73,19 @@ def collate(samples: list) -> tuple[torch.Tensor, torch.Tensor, list[Unreadable]
 
 
 def start_worker(_: int) -> None:
-    """One thread per worker; Ctrl-C is for the main process to handle."""
+    """One thread per worker; Ctrl-C is for the main process to handle, and SIGTERM is no failure of the worker's."""
     cv2.setNumThreads(0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
 
 
 class _BatchKeys:
-    """The keys of every batch of an epoch; set ``epoch`` before iterating. Without a seed: in the data set's order."""
+    """The keys of the batches of an epoch; set ``epoch`` and ``start`` before iterating. Without a seed: in the data
+    set's order."""
 
     def __init__(self, length: int, batch_size: int, sizes: tuple[int, ...], seed: int | None):
-        self.length, self.batch_size, self.sizes, self.seed, self.epoch = length, batch_size, sizes, seed, 0
+        self.length, self.batch_size, self.sizes, self.seed = length, batch_size, sizes, seed
+        self.epoch = self.start = 0
 
     def __len__(self):
         return math.ceil(self.length / self.batch_size)
@@ -78,20 +94,20 @@ class _BatchKeys:
         order = np.arange(self.length)
         if self.seed is not None:
             order = np.random.default_rng((self.seed, ORDER_STREAM, self.epoch)).permutation(self.length)
-        for number in range(len(self)):
+        for number in range(self.start, len(self)):
             size = batch_size_px(self.sizes, self.seed, self.epoch, number)
             batch = order[number * self.batch_size : (number + 1) * self.batch_size]
             yield [SampleKey(index, self.epoch, size) for index in batch.tolist()]
 
 
 class _Batches:
-    """What training and evaluation share: the loader, and the images left out."""
+    """What training and evaluation share: the loader, and the images left out, whose paths are ``unreadable``."""
 
     def __init__(
         self, dataset: Dataset, config: DataConfig, *, batch_size: int, sizes: tuple[int, ...], seed: int | None = None
     ):
         self._keys, self._on_error = _BatchKeys(len(dataset), batch_size, sizes, seed), config.on_error
-        self._left_out: set[str] = set()
+        self.unreadable: set[str] = set()
         loader = DataLoader(
             dataset,
             batch_sampler=self._keys,
@@ -113,14 +129,13 @@ class _Batches:
     @property
     def left_out(self) -> int:
         """How many unreadable images have been left out so far."""
-        return len(self._left_out)
+        return len(self.unreadable)
 
     def _iterate(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for images, labels, unreadable in self._loader[0]:
             for image in unreadable:
                 self._leave_out(image)
-            if len(labels):
-                yield images, labels
+            yield images, labels
 
     def _leave_out(self, image: Unreadable) -> None:
         if self._on_error == "fail":
@@ -128,22 +143,26 @@ class _Batches:
                 f"cannot read image {image.path}: {image.reason}; "
                 "repair or delete it, or use on_error skip to leave it out"
             )
-        if image.path not in self._left_out:
-            self._left_out.add(image.path)
+        if image.path not in self.unreadable:
+            self.unreadable.add(image.path)
             warnings.warn(f"left out unreadable image {image.path}: {image.reason}", stacklevel=4)
 
 
 class TrainBatches(_Batches):
     """Batches of training images in an order that is drawn anew for each epoch; ``len()`` batches per epoch."""
 
-    def epoch(self, number: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def epoch(self, number: int, *, start: int = 0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Images uint8 ``[B, C, H, W]``, all of one size per batch, and labels int64 ``[B]``, of epoch ``number``.
+
+        Args:
+            number: of the epoch, from 0.
+            start: the batch to begin with; nothing of those before it is read.
 
         Raises:
             ValueError: an image cannot be read and ``on_error`` is ``fail``; one line with its path. With ``skip`` the
-                batch is smaller and a warning names the image, once.
+                batch is smaller, B may be 0, and a warning names the image, once.
         """
-        self._keys.epoch = number
+        self._keys.epoch, self._keys.start = number, start
         return self._iterate()
 
 
@@ -151,4 +170,4 @@ class EvalBatches(_Batches):
     """Every image once, in the data set's order; raises and warns as ``TrainBatches.epoch`` does."""
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        return self._iterate()
+        return (batch for batch in self._iterate() if len(batch[1]))

@@ -1,11 +1,15 @@
-"""The full state of a run on disk, and weights from elsewhere placed into a model.
+"""The full state of a run in a file, and weights from elsewhere placed into a model.
 
 Owns the format of ``last.pt``: plain tensors and plain types, so that reading it runs no code. Weights alone are the
 matter of ``models/weights.py``.
 """
 
+import errno
+import os
 import random
 import sys
+import zipfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,21 +20,34 @@ import torch
 from timm.models._manipulate import adapt_input_conv
 from torch import Tensor, nn
 
-from visionattn.models.weights import describe_misfit, first_line, read_pickle, read_state_dict, write_whole
+from visionattn.models.weights import (
+    UNREADABLE,
+    describe_misfit,
+    first_line,
+    flush_to_disk,
+    read_pickle,
+    read_state_dict,
+)
 from visionattn.training.build import is_ours
 
 FORMAT = "visionattn.state"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
-def save_state(path: str | Path, state: dict[str, Any]) -> None:
+def save_state(path: str | Path, state: dict[str, Any], *, previous: Path | None = None) -> None:
     """Write a state of plain tensors and plain types; the file appears whole or not at all.
 
-    Raises:
-        OSError: it cannot be written.
-    """
+    Args:
+        path: the file. The state is written beside it, flushed to the disk and read back before it takes this name.
+        state: what ``load_state`` gives back.
+        previous: where the file that has the name until then goes; None: it is replaced.
 
-    def write(temporary: Path) -> None:
+    Raises:
+        OSError: it cannot be written, or does not read back; ``path`` and ``previous`` are as they were.
+    """
+    path = Path(path)
+    temporary = path.with_name(path.name + ".tmp")
+    try:
         with open(temporary, "wb") as file:
             try:
                 torch.save({"format": FORMAT, "version": FORMAT_VERSION} | state, file)
@@ -38,27 +55,73 @@ def save_state(path: str | Path, state: dict[str, Any]) -> None:
                 if isinstance(error.__context__, OSError):  # a full disk; what torch says of it is about positions
                     raise error.__context__ from None
                 raise
+        flush_to_disk(temporary)
+        read_back(temporary)
+        if previous is not None and path.exists():
+            os.replace(path, previous)
+        os.replace(temporary, path)
+        flush_folder(path.parent)
+    except OSError as error:
+        if error.errno is not None:
+            error.filename = str(path)
+        raise
+    finally:
+        temporary.unlink(missing_ok=True)
 
-    write_whole(path, write)
+
+def read_back(path: Path) -> None:
+    """Raise OSError unless each byte that ``torch.save`` wrote is on the disk, and the file loads."""
+    try:
+        check_sums(path)
+        torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except ValueError as error:
+        raise OSError(errno.EIO, "what was written does not read back") from error
 
 
-def load_state(path: str | Path, model: nn.Module, name: str) -> dict[str, Any]:
-    """Read a state of ``save_state`` for a model, on the CPU.
+def check_sums(path: Path) -> None:
+    """Raise ValueError unless the sums that ``torch.save`` keeps of its records are right; ``torch.load`` does not look."""
+    try:
+        with zipfile.ZipFile(path) as file:
+            bad = file.testzip()
+    except PermissionError:
+        raise
+    except (*UNREADABLE, zipfile.BadZipFile, zlib.error) as error:
+        raise ValueError(f"{path} is no whole checkpoint (cut off or garbled): {first_line(error)}") from error
+    if bad:
+        raise ValueError(f"{path} is no whole checkpoint (cut off or garbled): wrong sum of {bad}")
+
+
+def flush_folder(path: Path) -> None:
+    """Return once the names in a folder are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_state(path: str | Path) -> dict[str, Any]:
+    """What ``save_state`` wrote, on the CPU.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it cannot be read, would run code, or is the state of another model.
+        ValueError: it cannot be read, would run code, or is no state.
     """
     state = read_pickle(path)
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise ValueError(f"{path} is not the state of a run")
+    check_sums(Path(path))
+    return state
+
+
+def check_state(state: dict[str, Any], path: str | Path, model: nn.Module, name: str) -> None:
+    """Raise ValueError unless the state, of the file ``path``, is that of this model, in this format."""
     if state["version"] != FORMAT_VERSION:
         raise ValueError(f"{path} has format {state['version']}, this visionattn reads format {FORMAT_VERSION}")
     misfit = describe_misfit(state["model"], model.state_dict())
     if state["name"] != name or misfit:
         reason = misfit or "another name"
         raise ValueError(f"{path} is the state of another model, {state['name']}, not of this {name}: {reason}")
-    return state
 
 
 def random_state() -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Which module of a network is the first to produce values that are not finite."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -50,6 +50,20 @@ def first_non_finite(model: nn.Module, run: Callable[[], Any]) -> str | None:
         for handle in handles:
             handle.remove()
     return found[0] if found else None
+
+
+def name_fault(model: nn.Module, runs: Iterable[Callable[[], Any]]) -> str:
+    """What is at fault for a step without finite values: the first place in a forward pass, or else a gradient.
+
+    Args:
+        model: the module, with the gradients of the step.
+        runs: each calls the model on one batch of the step.
+    """
+    for run in runs:
+        if place := first_non_finite(model, run):
+            return place
+    names = [name for name, value in model.named_parameters() if value.grad is not None and not all_finite(value.grad)]
+    return f"the gradient of {names[-1]}; the forward pass is finite" if names else "nothing that a second pass shows"
 
 
 def all_finite(value: Any) -> bool:

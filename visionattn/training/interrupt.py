@@ -1,4 +1,4 @@
-"""What ends a run early: Ctrl-C, at a moment where the state is whole, or a loss that is not finite."""
+"""What ends a run early: a signal, at a moment where the state is whole; a loss that is not finite; memory; a dead process."""
 
 import signal
 import threading
@@ -9,7 +9,7 @@ Item = TypeVar("Item")
 
 
 class Stopped(Exception):
-    """Ctrl-C ended a run, whose state is saved; the text says where."""
+    """Ctrl-C or SIGTERM ended a run, whose state is saved; the text says where. The exit code is 130 for both."""
 
 
 class NonFinite(Exception):
@@ -25,34 +25,37 @@ class Failed(Exception):
 
 
 class Interrupted(Exception):
-    """Ctrl-C was pressed; raised by ``Interruption.watch`` between two items."""
+    """Ctrl-C or SIGTERM came; raised by ``Interruption.watch`` between two items."""
 
 
 class Interruption:
-    """While active, the first Ctrl-C is noted and a second one raises ``KeyboardInterrupt`` at once."""
+    """While active, the first Ctrl-C is noted and a second one raises ``KeyboardInterrupt`` at once.
+
+    SIGTERM, which clusters, ``timeout`` and ``torchrun`` send, some of them twice, is noted however often it comes.
+    """
 
     def __init__(self) -> None:
         self.requested = False
-        self._previous = None
+        self._previous: dict[int, object] = {}
 
     def __enter__(self) -> "Interruption":
         if threading.current_thread() is threading.main_thread():
-            self._previous = signal.signal(signal.SIGINT, self._note)
+            self._previous = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self._previous is not None:
-            signal.signal(signal.SIGINT, self._previous)
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
 
     def _note(self, signum: int, frame: object) -> None:
-        if self.requested:
+        if self.requested and signum == signal.SIGINT:
             raise KeyboardInterrupt
         self.requested = True
 
     def watch(self, items: Iterable[Item]) -> Iterator[Item]:
-        """Pass items on, and raise ``Interrupted`` before the next one once Ctrl-C was pressed.
+        """Pass items on, and raise ``Interrupted`` before the next one once a signal was noted.
 
-        Ctrl-C reaches the loader's processes too; what the loader then says of their end counts as the interruption.
+        A signal reaches the loader's processes too; what the loader then says of their end counts as the interruption.
         """
         iterator = iter(items)
         while True:

@@ -1,10 +1,18 @@
 """How far a run has come, and what came of it."""
 
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch import nn
+
 from visionattn.training.evaluate import Evaluation
+
+LONG_WAIT = 0.2
+"""Share of time spent waiting for data that a run warns of."""
+WATCH_STEPS, WATCH_SECONDS = 20, 10.0
+"""The least that such a share is measured over."""
 
 
 @dataclass
@@ -19,18 +27,53 @@ class Position:
     """Optimiser steps done, skipped ones included."""
     skipped: int = 0
     """Steps without an update, for want of a finite loss and gradient."""
+    non_finite_in_a_row: int = 0
+    """The last ones of these, as far as they count as a fault."""
     loss_sum: float = 0.0
     """Sum of the losses of the images of this epoch so far."""
     images: int = 0
     """Images of this epoch so far."""
+    waited: float = 0.0
+    """Seconds of the steps of this epoch that went into waiting for data."""
+    stepped: float = 0.0
+    """Seconds of the steps of this epoch."""
+    epoch_seconds: float = 0.0
+    """Time of this epoch so far, validation included."""
     seconds: float = 0.0
     """Time of training and validation."""
+    images_before: int = 0
+    """Images of the epochs before."""
+    stepped_before: float = 0.0
+    """Seconds of the steps of the epochs before."""
     best: float = -1.0
     """Best accuracy on the validation images, in [0, 1]."""
     best_loss: float = math.inf
     """Validation loss of the same weights; the smaller one counts among equal accuracies."""
     best_epoch: int = 0
     """The epoch of it, counted from 1."""
+
+    def add(self, loss: float, images: int, waited: float, seconds: float) -> None:
+        """Count the images of a step, their mean loss, and its time."""
+        self.loss_sum, self.images = self.loss_sum + loss * images, self.images + images
+        self.waited, self.stepped = self.waited + waited, self.stepped + seconds
+
+    def means(self) -> dict[str, float]:
+        """Loss per image, images per second, and the share of time spent waiting for data, of this epoch."""
+        return {
+            "train_loss": self.loss_sum / self.images if self.images else math.nan,
+            "images_per_second": round(self.images / self.stepped, 1) if self.stepped else 0.0,
+            "wait_share": round(self.waited / self.stepped, 4) if self.stepped else 0.0,
+        }
+
+    def images_per_second(self) -> float:
+        """Images per second of all steps."""
+        return (self.images_before + self.images) / max(self.stepped_before + self.stepped, 1e-9)
+
+    def next_epoch(self) -> None:
+        """Count the epoch as finished."""
+        self.epoch, self.batch = self.epoch + 1, 0
+        self.images_before, self.stepped_before = self.images_before + self.images, self.stepped_before + self.stepped
+        self.loss_sum, self.images, self.waited, self.stepped, self.epoch_seconds = 0.0, 0, 0.0, 0.0, 0.0
 
 
 @dataclass
@@ -60,6 +103,52 @@ class Window:
         }
 
 
+@dataclass
+class WaitWatch:
+    """Notices, once, that steps wait for their data; the first steps, while the loader's processes start, do not count."""
+
+    unwatched: int = 10
+    """Steps still to pass over."""
+    steps: int = 0
+    waited: float = 0.0
+    seconds: float = 0.0
+    told: bool = False
+
+    def add(self, waited: float, seconds: float) -> float | None:
+        """Count a step.
+
+        Returns:
+            The share of time spent waiting, the first time that it is above ``LONG_WAIT`` in a stretch of at least
+            ``WATCH_STEPS`` steps and ``WATCH_SECONDS``; otherwise None.
+        """
+        if self.unwatched or self.told:
+            self.unwatched = max(0, self.unwatched - 1)
+            return None
+        self.steps, self.waited, self.seconds = self.steps + 1, self.waited + waited, self.seconds + seconds
+        if self.steps < WATCH_STEPS or self.seconds < WATCH_SECONDS:
+            return None
+        share = self.waited / self.seconds
+        self.steps, self.waited, self.seconds, self.told = 0, 0.0, 0.0, share > LONG_WAIT
+        return share if self.told else None
+
+
+def waiting(share: float, workers: int) -> str:
+    """What to say where a share of the time goes into waiting for data, and what helps."""
+    return (
+        f"{100 * share:.0f} % of the time goes into waiting for data; more processes that load it help: "
+        f"data.workers is {workers}, this machine has {os.cpu_count()} cores"
+    )
+
+
+def sizes_worth_trying(model: nn.Module, img_size: int) -> tuple[int, ...]:
+    """The image size, and about 1.5 and 2 times it in whole patches; it alone where the model takes no other."""
+    embed = getattr(model, "patch_embed", None)
+    if embed is None or getattr(embed, "strict_img_size", False):
+        return (img_size,)
+    patch = math.lcm(*embed.patch_size)
+    return (img_size, math.ceil(1.5 * img_size / patch) * patch, 2 * img_size)
+
+
 @dataclass(frozen=True)
 class Result:
     """What a run came to."""
@@ -70,6 +159,8 @@ class Result:
     """The best weights."""
     seconds: float
     """Time of training and validation, earlier parts of a resumed run included."""
+    images_per_second: float
+    """Training images per second of all steps, waiting for data included."""
     best_epoch: int
     """The epoch, counted from 1, whose weights were best on the validation images."""
     validation: float
@@ -78,3 +169,15 @@ class Result:
     """The same weights on the test images; None where there are none."""
     sizes_px: tuple[int, ...]
     """Image sizes worth evaluating: that of the training, and larger ones where the model takes them."""
+
+    def figures(self) -> dict[str, float | int | None]:
+        """The result for programs, in plain types."""
+        return {
+            "best_epoch": self.best_epoch,
+            "validation_accuracy": self.validation,
+            "test_accuracy": self.test.accuracy if self.test else None,
+            "test_loss": self.test.loss if self.test else None,
+            "test_images": self.test.images if self.test else None,
+            "train_seconds": round(self.seconds, 3),
+            "images_per_second": round(self.images_per_second, 1),
+        }

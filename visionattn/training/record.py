@@ -4,6 +4,7 @@ Owns the names of the files in the folder, and what may be deleted there.
 """
 
 import csv
+import io
 import json
 import math
 import os
@@ -12,11 +13,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
-from visionattn.models.weights import write_whole
+from visionattn.models.weights import flush_to_disk, write_whole
 from visionattn.training.config import TrainConfig
 
-BEST, LAST, CONFIG, METRICS, SUMMARY = "best.safetensors", "last.pt", "config.yaml", "metrics.jsonl", "summary.csv"
-WRITTEN = (BEST, LAST, CONFIG, METRICS, SUMMARY, "events.out.tfevents.*", "*.tmp")
+BEST, LAST, PREVIOUS, STATUS = "best.safetensors", "last.pt", "previous.pt", "status.json"
+CONFIG, METRICS, SUMMARY = "config.yaml", "metrics.jsonl", "summary.csv"
+WRITTEN = (BEST, LAST, PREVIOUS, STATUS, CONFIG, METRICS, SUMMARY, "events.out.tfevents.*", "*.tmp")
 """Patterns of the files that runs write."""
 
 
@@ -37,12 +39,20 @@ def run_folder(config: TrainConfig) -> Path:
     if not os.access(existing, os.W_OK):
         raise ValueError(f"no permission to write to {existing}; choose another output")
     filled = folder.is_dir() and any(folder.iterdir())
-    if config.resume and not (folder / LAST).is_file():
+    if config.resume and not can_go_on(folder):
         raise ValueError(f"nothing to resume: {folder / LAST} does not exist; leave out --resume")
     if filled and not (config.resume or config.overwrite):
-        way_on = "--resume goes on with it, " if (folder / LAST).is_file() else ""
+        way_on = "--resume goes on with it, " if can_go_on(folder) else ""
         raise ValueError(f"{folder} is not empty; {way_on}--overwrite deletes it, --run NAME writes elsewhere")
     return folder
+
+
+def can_go_on(folder: Path) -> bool:
+    """Whether there is a state to go on from, or a run that ended before its first one and can begin anew."""
+    if any((folder / name).is_file() for name in (LAST, PREVIOUS)):
+        return True
+    begun = any(True for pattern in WRITTEN for _ in folder.glob(pattern))
+    return begun and not (folder / BEST).exists()
 
 
 def clear(folder: Path) -> None:
@@ -73,6 +83,8 @@ class Record:
 
         self.folder, self.stream = folder, stream or sys.stdout
         folder.mkdir(parents=True, exist_ok=True)
+        for leftover in folder.glob("*.tmp"):  # of a process that was killed while it wrote
+            leftover.unlink()
         keep = asdict(config) | {"resume": False, "overwrite": False}
         write_text(folder / CONFIG, yaml.safe_dump(keep, sort_keys=False))
         steps, epochs = since
@@ -83,10 +95,14 @@ class Record:
     def __enter__(self) -> "Record":
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self._events.close()
+    def __exit__(self, kind: type | None, *exception: object) -> None:
         if self._bar:
             self._bar.stop()
+        try:
+            self._events.close()
+        except OSError:
+            if kind is None:  # otherwise the error that ends the run is the one to tell
+                raise
 
     def say(self, line: str) -> None:
         """Print a line, above the progress bar where there is one."""
@@ -107,16 +123,19 @@ class Record:
             if key not in ("step", "epoch"):
                 self._events.add_scalar(f"train/{key}", value, values["step"])
 
-    def epoch(self, values: dict[str, Any]) -> None:
-        """Keep an epoch's figures: a line of ``metrics.jsonl``, a row of ``summary.csv``, TensorBoard's ``epoch/``."""
+    def epoch(self, history: list[dict[str, Any]]) -> None:
+        """Keep an epoch's figures: a line of ``metrics.jsonl``, a row of ``summary.csv``, TensorBoard's ``epoch/``.
+
+        Args:
+            history: the figures of all epochs so far; equal keys. The last one's are new.
+        """
+        values = history[-1]
         self._line({"kind": "epoch"} | values)
-        path = self.folder / SUMMARY
-        fresh = not path.exists()
-        with open(path, "a", encoding="utf-8", newline="") as file:
-            writer = csv.DictWriter(file, values)
-            if fresh:
-                writer.writeheader()
-            writer.writerow(values)
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, values)
+        writer.writeheader()
+        writer.writerows(history)
+        write_text(self.folder / SUMMARY, text.getvalue())
         for key, value in values.items():
             if key not in ("step", "epoch") and value is not None:
                 self._events.add_scalar(f"epoch/{key}", value, values["step"])
@@ -125,6 +144,11 @@ class Record:
     def event(self, kind: str, values: dict[str, Any]) -> None:
         """Keep something that happens now and then: a line of ``metrics.jsonl``."""
         self._line({"kind": kind} | values)
+
+    def sync(self) -> None:
+        """Return once the lines so far are on the disk: a state that follows them never outlives them."""
+        if (self.folder / METRICS).exists():
+            flush_to_disk(self.folder / METRICS)
 
     def _line(self, values: dict[str, Any]) -> None:
         # JSON has no NaN and no infinity.
@@ -165,21 +189,27 @@ class ProgressBar:
 
 
 def forget_after(folder: Path, steps: int, epochs: int) -> None:
-    """Drop the lines of metrics and summary that lie after a state, so that a resumed run writes each once."""
+    """Drop the lines of metrics and summary that lie after a state, so that a resumed run writes each once.
+
+    A test lies after everything.
+    """
     metrics, summary = folder / METRICS, folder / SUMMARY
     if metrics.exists():
-        lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
-        kept = [
-            line
-            for line in lines
-            if line.endswith("\n")
-            and json.loads(line).get("step", 0) <= steps
-            and not (json.loads(line)["kind"] == "epoch" and json.loads(line)["epoch"] > epochs)
-        ]
-        write_text(metrics, "".join(kept))
+        lines = metrics.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+        write_text(metrics, "".join(line for line in lines if belongs(line, steps, epochs)))
     if summary.exists():
         header, *rows = summary.read_text(encoding="utf-8").splitlines(keepends=True)
         write_text(summary, "".join([header, *(row for row in rows if int(row.split(",")[0]) <= epochs)]))
+
+
+def belongs(line: str, steps: int, epochs: int) -> bool:
+    """Whether a line of ``metrics.jsonl`` is whole, and was written before a state."""
+    try:
+        values = json.loads(line)
+        kind, step, epoch = values["kind"], values["step"], values.get("epoch", 0)
+    except (ValueError, KeyError, TypeError):
+        return False
+    return line.endswith("\n") and step <= steps and kind != "test" and not (kind == "epoch" and epoch > epochs)
 
 
 def write_text(path: Path, text: str) -> None:

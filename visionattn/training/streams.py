@@ -8,6 +8,7 @@ import math
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -135,6 +136,8 @@ class _StreamBatches:
         self.shards, self.batch_size, self.sizes = shards, batch_size, sizes
         self.workers = min(workers, len(shards.shard_lengths))
         self.left_out = 0
+        self.unreadable: set[str] = set()
+        """Stays empty: timm's reader does not name the images that it leaves out."""
 
     def _iterate(self, epoch: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         loader = DataLoader(
@@ -162,9 +165,12 @@ class StreamTrainBatches(_StreamBatches):
         workers = max(1, self.workers)
         return workers * math.ceil(math.ceil(len(self.shards) / workers) / self.batch_size)
 
-    def epoch(self, number: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Images uint8 ``[B, C, H, W]``, all of one size per batch, and labels int64 ``[B]``, of epoch ``number``."""
-        return self._iterate(number)
+    def epoch(self, number: int, *, start: int = 0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Images uint8 ``[B, C, H, W]``, all of one size per batch, and labels int64 ``[B]``, of epoch ``number``.
+
+        A stream has no other way to batch ``start`` than through those before it, which are read and dropped.
+        """
+        return islice(self._iterate(number), start, None)
 
 
 class StreamEvalBatches(_StreamBatches):

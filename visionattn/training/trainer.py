@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Iterable
 from dataclasses import asdict
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -15,11 +16,12 @@ from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
 from visionattn.models.weights import DataSpec, load_model, save_model
-from visionattn.training.checkpoint import random_state, restore_random_state, save_state
+from visionattn.training.batches import seed_batch
+from visionattn.training.checkpoint import random_state, restore_random_state
 from visionattn.training.config import TrainConfig
 from visionattn.training.data import Splits, eval_batches, train_batches
 from visionattn.training.evaluate import Evaluation, autocast, evaluate
-from visionattn.training.finite import first_non_finite
+from visionattn.training.finite import name_fault
 from visionattn.training.interrupt import Interruption, NonFinite
 from visionattn.training.optimize import (
     make_criterion,
@@ -29,8 +31,9 @@ from visionattn.training.optimize import (
     mix_batch,
     restore_optimizer,
 )
-from visionattn.training.progress import Position, Result, Window
-from visionattn.training.record import BEST, LAST, Record
+from visionattn.training.progress import Position, Result, WaitWatch, Window, sizes_worth_trying, waiting
+from visionattn.training.record import BEST, Record
+from visionattn.training.states import BestFigures, States, check_options, differences
 
 NON_FINITE_STEPS = 3
 """Steps in a row without a finite loss that end a run."""
@@ -47,12 +50,20 @@ class Trainer:
         model: on its device.
         args: the arguments that build it again, for the best weights' file.
         device: where to compute.
+        states: where the states go; None: they are not kept.
     """
 
     def __init__(
-        self, config: TrainConfig, splits: Splits, model: nn.Module, args: dict[str, Any], device: torch.device
+        self,
+        config: TrainConfig,
+        splits: Splits,
+        model: nn.Module,
+        args: dict[str, Any],
+        device: torch.device,
+        states: States | None = None,
     ):
         self.config, self.splits, self.model, self.args, self.device = config, splits, model, args, device
+        self.states = states
         self.spec: DataSpec = splits.spec
         self.batches = train_batches(splits, config.data, batch_size=config.batch_size, seed=config.seed)
         self.eval_batch_size = config.eval_batch_size or config.batch_size
@@ -70,7 +81,13 @@ class Trainer:
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.position = Position()
         self.window = Window()
-        self.non_finite_in_a_row = 0
+        self.waits = WaitWatch()
+        self.history: list[dict[str, Any]] = []
+        size = config.data.img_size
+        self.input_shape: tuple[int, ...] = (config.batch_size, self.spec.in_chans, size, size)
+        """Of the last batch, ``[B, C, H, W]``."""
+        self.clock: float | None = None
+        """When the time was last counted; None while it is not."""
 
     @property
     def evaluated(self) -> nn.Module:
@@ -94,44 +111,70 @@ class Trainer:
 
     def fit(self, record: Record, interruption: Interruption) -> None:
         """Train the epochs that are left, each followed by validation, the best weights and the state."""
+        self.clock = time.perf_counter()
         while self.position.epoch < self.config.epochs:
-            start = time.perf_counter()
-            try:
-                self.train_epoch(record, interruption)
-                result = self.evaluate(self.evaluated, self.validation, interruption)
-            finally:
-                self.position.seconds += time.perf_counter() - start
-            self.close_epoch(result, record, time.perf_counter() - start)
+            self.train_epoch(record, interruption)
+            self.close_epoch(self.evaluate(self.evaluated, self.validation, interruption), record)
+        self.clock = None
+
+    def count_time(self) -> None:
+        """Add what has passed since the last call to the time of the epoch and of the run."""
+        if self.clock is not None:
+            now = time.perf_counter()
+            self.position.seconds += now - self.clock
+            self.position.epoch_seconds += now - self.clock
+            self.clock = now
+
+    def save(self, record: Record) -> None:
+        """Keep the state, and before it the lines that led to it."""
+        self.count_time()
+        record.sync()
+        self.states.save(self.state())
 
     def train_epoch(self, record: Record, interruption: Interruption) -> None:
         """Train the batches that are left of the current epoch."""
-        position = self.position
+        position, every = self.position, self.config.save_every
         self.model.train()
-        batches = interruption.watch(islice(self.batches.epoch(position.epoch), position.batch, None))
+        batches = interruption.watch(self.batches.epoch(position.epoch, start=position.batch))
         start = time.perf_counter()
         while group := list(islice(batches, self.config.optim.accumulate)):
-            waited = time.perf_counter() - start
-            loss, norm, applied = self.step(group)
-            position.step += 1
+            if any(len(labels) for _, labels in group):
+                waited = time.perf_counter() - start
+                outcome = self.step(group)
+                position.step += 1
+                self.count(group, *outcome, waited, time.perf_counter() - start, record)
             position.batch += len(group)
-            if applied:
-                images = sum(len(labels) for _, labels in group)
-                position.loss_sum, position.images = position.loss_sum + loss * images, position.images + images
-                self.non_finite_in_a_row = 0
-                self.window.add(loss, norm, images, waited, time.perf_counter() - start)
-            else:
-                self.count_skipped(loss, group, record)
-            if self.window.steps and position.step % self.config.log_every == 0:
-                place = {"step": position.step, "epoch": position.epoch + 1}
-                record.step(place | self.window.means() | {"lr": self.learning_rate(), "skipped": position.skipped})
-                self.window = Window()
-            record.progress(
-                f"epoch {position.epoch + 1}/{self.config.epochs}",
-                position.batch,
-                len(self.batches),
-                f"loss {loss:.3f}",
-            )
+            if self.states and every and position.step % every == 0:
+                self.save(record)
             start = time.perf_counter()
+
+    def count(
+        self,
+        group: list[Batch],
+        loss: float,
+        norm: float,
+        applied: bool,
+        waited: float,
+        seconds: float,
+        record: Record,
+    ) -> None:
+        """Add what came of a step, ``seconds`` long with ``waited`` for its data, to the sums, and write them when due."""
+        position = self.position
+        if applied:
+            images = sum(len(labels) for _, labels in group)
+            position.add(loss, images, waited, seconds)
+            position.non_finite_in_a_row = 0
+            self.window.add(loss, norm, images, waited, seconds)
+        else:
+            self.count_skipped(loss, group, record)
+        if self.window.steps and position.step % self.config.log_every == 0:
+            place = {"step": position.step, "epoch": position.epoch + 1}
+            record.step(place | self.window.means() | {"lr": self.learning_rate(), "skipped": position.skipped})
+            self.window = Window()
+        if share := self.waits.add(waited, seconds):
+            record.say(waiting(share, self.config.data.workers))
+        epoch, done = f"epoch {position.epoch + 1}/{self.config.epochs}", position.batch + len(group)
+        record.progress(epoch, done, len(self.batches), f"loss {loss:.3f}")
 
     def step(self, group: list[Batch]) -> tuple[float, float, bool]:
         """One optimiser step on the images of some batches.
@@ -146,7 +189,11 @@ class Trainer:
         total = sum(len(labels) for _, labels in group)
         self.optimizer.zero_grad(set_to_none=True)
         losses = []
-        for images, labels in group:
+        for number, (images, labels) in enumerate(group, start=self.position.batch):
+            if not len(labels):
+                continue
+            self.input_shape = tuple(images.shape)
+            seed_batch(self.config.seed, self.position.epoch, number)
             inputs, targets = self.inputs(images, labels)
             with autocast(self.device, self.config.amp):
                 logits = self.forward(inputs)
@@ -179,12 +226,12 @@ class Trainer:
         record.event("skipped", {"step": self.position.step, "epoch": self.position.epoch + 1, "loss": repr(loss)})
         # A scaled fp16 gradient overflows now and then by design: the scaler lowers its factor until it fits.
         if self.scaler.is_enabled() and math.isfinite(loss) and self.scaler.get_scale() >= 1:
-            self.non_finite_in_a_row = 0
+            self.position.non_finite_in_a_row = 0
             return
-        self.non_finite_in_a_row += 1
+        self.position.non_finite_in_a_row += 1
         what = "loss" if not math.isfinite(loss) else "gradient"
         record.say(f"step {self.position.step}: the {what} is not finite; no update")
-        if self.non_finite_in_a_row >= NON_FINITE_STEPS:
+        if self.position.non_finite_in_a_row >= NON_FINITE_STEPS:
             raise NonFinite(
                 f"the {what} was not finite {NON_FINITE_STEPS} steps in a row, last at step "
                 f"{self.position.step}; first at fault: {self.at_fault(group)}"
@@ -192,57 +239,54 @@ class Trainer:
 
     def at_fault(self, group: list[Batch]) -> str:
         """The first module with values that are not finite, when the batches of a step run once more."""
-        for images, labels in group:
-            inputs, _ = self.inputs(images, labels)
 
-            def run(inputs: Tensor = inputs) -> None:
-                with autocast(self.device, self.config.amp):
-                    self.model(inputs)
+        def forward(images: Tensor, labels: Tensor) -> None:
+            with autocast(self.device, self.config.amp):
+                self.model(self.inputs(images, labels)[0])
 
-            if place := first_non_finite(self.model, run):
-                return place
-        names = [
-            name
-            for name, value in self.model.named_parameters()
-            if value.grad is not None and not torch.isfinite(value.grad).all()
-        ]
-        return (
-            f"the gradient of {names[-1]}; the forward pass is finite" if names else "nothing that a second pass shows"
-        )
+        runs = [partial(forward, *batch) for batch in group if len(batch[1])]
+        return name_fault(self.model, runs)
 
     def evaluate(self, model: nn.Module, batches: Iterable[Batch], interruption: Interruption) -> Evaluation:
         """Evaluate in the precision of the training."""
+        size = self.config.data.img_size
+        self.input_shape = (self.eval_batch_size, self.spec.in_chans, size, size)
         return evaluate(model, interruption.watch(batches), self.spec, device=self.device, amp=self.config.amp)
 
-    def close_epoch(self, result: Evaluation, record: Record, seconds: float) -> None:
-        """Keep the weights if they are the best so far, then the state; write and print the epoch's figures."""
+    def close_epoch(self, result: Evaluation, record: Record) -> None:
+        """Keep the weights if they are the best so far; write and print the epoch's figures, then keep the state.
+
+        In this order a kill at any moment leaves the state of an earlier step, and the same epoch follows it again.
+        """
         position = self.position
-        position.epoch, position.batch = position.epoch + 1, 0
         better = (result.accuracy, -result.loss) > (position.best, -position.best_loss)
         if better:
-            position.best, position.best_loss, position.best_epoch = result.accuracy, result.loss, position.epoch
-            save_model(record.folder / BEST, self.evaluated, self.config.model.name, self.args, self.spec)
-        train_loss = position.loss_sum / position.images if position.images else math.nan
-        position.loss_sum, position.images = 0.0, 0
-        save_state(record.folder / LAST, self.state())
-        record.epoch(
-            {
-                "epoch": position.epoch,
-                "step": position.step,
-                "train_loss": train_loss,
-                "val_loss": result.loss,
-                "val_accuracy": result.accuracy,
-                "val_top5": result.top5,
-                "lr": self.learning_rate(),
-                "skipped": position.skipped,
-                "left_out": self.batches.left_out,
-                "seconds": round(seconds, 3),
-            }
-        )
+            figures = BestFigures(position.epoch + 1, result.accuracy, result.loss)
+            position.best, position.best_loss, position.best_epoch = result.accuracy, result.loss, figures.epoch
+            model, name = self.evaluated, self.config.model.name
+            save_model(record.folder / BEST, model, name, self.args, self.spec, notes=figures.notes())
+        self.count_time()
+        values = {
+            "epoch": position.epoch + 1,
+            "step": position.step,
+            **position.means(),
+            "val_loss": result.loss,
+            "val_accuracy": result.accuracy,
+            "val_top5": result.top5,
+            "lr": self.learning_rate(),
+            "skipped": position.skipped,
+            "left_out": self.batches.left_out,
+            "seconds": round(position.epoch_seconds, 3),
+        }
+        position.next_epoch()
+        self.history.append(values)
+        record.epoch(self.history)
+        self.save(record)
         record.say(
-            f"epoch {position.epoch:{len(str(self.config.epochs))}}/{self.config.epochs}  loss {train_loss:.4f}  "
-            f"validation loss {result.loss:.4f}  accuracy {100 * result.accuracy:.1f} %{' *' if better else '  '}  "
-            f"lr {self.learning_rate():.1e}  {seconds:.1f} s"
+            f"epoch {position.epoch:{len(str(self.config.epochs))}}/{self.config.epochs}  "
+            f"loss {values['train_loss']:.4f}  validation loss {result.loss:.4f}  "
+            f"accuracy {100 * result.accuracy:.1f} %{' *' if better else '  '}  "
+            f"lr {self.learning_rate():.1e}  {values['seconds']:.1f} s"
         )
 
     def finish(self, record: Record, interruption: Interruption) -> Result:
@@ -263,16 +307,9 @@ class Trainer:
                     "images": test.images,
                 },
             )
-        best = self.position
-        return Result(record.folder, checkpoint, best.seconds, best.best_epoch, best.best, test, self.sizes_px())
-
-    def sizes_px(self) -> tuple[int, ...]:
-        """The image size, and about 1.5 and 2 times it in whole patches; it alone where the model takes no other."""
-        size, embed = self.config.data.img_size, getattr(self.model, "patch_embed", None)
-        if embed is None or getattr(embed, "strict_img_size", False):
-            return (size,)
-        patch = math.lcm(*embed.patch_size)
-        return (size, math.ceil(1.5 * size / patch) * patch, 2 * size)
+        best, speed = self.position, self.position.images_per_second()
+        sizes = sizes_worth_trying(self.model, self.config.data.img_size)
+        return Result(record.folder, checkpoint, best.seconds, speed, best.best_epoch, best.best, test, sizes)
 
     def learning_rate(self) -> float:
         """The rate of the next step, of the group with the highest one."""
@@ -290,6 +327,9 @@ class Trainer:
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
             "position": asdict(self.position),
+            "window": asdict(self.window),
+            "history": self.history,
+            "unreadable": sorted(self.batches.unreadable),
             "random": random_state(),
         }
 
@@ -303,33 +343,15 @@ class Trainer:
             ValueError: the state is of another optimiser, or has no averaged weights where they are asked for.
         """
         old, new = state["config"], asdict(self.config)
-        for key in ("name", "layer_decay"):
-            if old["optim"][key] != new["optim"][key]:
-                raise ValueError(
-                    f"the run has optim.{key} {old['optim'][key]}, not {new['optim'][key]}; resume with the same"
-                )
-        if bool(state["ema"]) != bool(self.ema):
-            raise ValueError(
-                f"the run has optim.ema_decay {old['optim']['ema_decay']}; it cannot be switched on or off halfway"
-            )
+        check_options(old, new)
         self.model.load_state_dict(state["model"])
         if self.ema:
             self.ema.module.load_state_dict(state["ema"])
         restore_optimizer(self.optimizer, state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
-        self.position = Position(**state["position"])
+        self.position, self.window = Position(**state["position"]), Window(**state["window"])
+        self.history = state["history"]
+        self.batches.unreadable.update(state["unreadable"])
         self.scheduler.step_update(self.position.step)
         restore_random_state(state["random"])  # the loaders draw from generators of their own
         return [f"goes on after epoch {self.position.epoch}, step {self.position.step}", *differences(old, new)]
-
-
-def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
-    """One line per option whose value changed, besides those that say where and how often to write."""
-    quiet = {"resume", "overwrite", "output", "run", "log_every", "init_from"}
-    lines = []
-    for key in new:
-        if isinstance(new[key], dict) and isinstance(old.get(key), dict):
-            lines += differences(old[key], new[key], f"{prefix}{key}.")
-        elif key not in quiet and old.get(key) != new[key]:
-            lines.append(f"  {prefix}{key} is now {new[key]}, was {old.get(key)}")
-    return lines

@@ -1,0 +1,172 @@
+"""The states of a run in its folder: the last one, the one before it, and which of the two a resumed run goes on from.
+
+Owns when a file may be replaced. The format is that of ``checkpoint.py``; what a state means is the trainer's matter.
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from visionattn.models.weights import first_line
+from visionattn.training.checkpoint import check_state, read_state, save_state
+from visionattn.training.progress import Position
+from visionattn.training.record import LAST, PREVIOUS
+
+QUIET = frozenset({"resume", "overwrite", "output", "run", "log_every", "save_every", "init_from"})
+"""Options that say where and how often to write."""
+
+
+class States:
+    """``last.pt`` and ``previous.pt`` of a run folder.
+
+    Attributes:
+        step: of the newest state on the disk; None before the first one.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder, self.step = folder, None
+        self._spoilt = False
+
+    def exist(self) -> bool:
+        """Whether there is a file of a state, readable or not."""
+        return any((self.folder / name).is_file() for name in (LAST, PREVIOUS))
+
+    def save(self, state: dict[str, Any]) -> None:
+        """Make a state the last one, and the last one, unless it could not be read, the previous one.
+
+        Raises:
+            OSError: it cannot be written; both files are as they were.
+        """
+        save_state(self.folder / LAST, state, previous=None if self._spoilt else self.folder / PREVIOUS)
+        self._spoilt, self.step = False, state["position"]["step"]
+
+    def load(self, model: nn.Module, name: str) -> tuple[dict[str, Any], list[str]]:
+        """The newest state that can be read, and a line where that is not the last one; nothing is deleted.
+
+        Raises:
+            ValueError: none of the two can be read, or it is the state of another model; one line.
+        """
+        last, previous = self.folder / LAST, self.folder / PREVIOUS
+        state, reason = attempt(last)
+        lines, path = [], last
+        if state is None:
+            state, other = attempt(previous)
+            if state is None:
+                raise ValueError(f"nothing to resume from: {reason}; {other}; --overwrite starts the run anew")
+            self._spoilt, path = last.exists(), previous
+            lines = [f"{reason}; goes on from {previous}, step {state['position']['step']}"]
+        check_state(state, path, model, name)
+        self.step = state["position"]["step"]
+        return state, lines
+
+    def kept(self) -> str:
+        """What of the run is on the disk, for the end of an error's line."""
+        if self.step is None:
+            return "no state was saved yet"
+        return f"the state of step {self.step} is kept, --resume goes on from it"
+
+    def explain(self, error: OSError) -> OSError:
+        """The same error, with what is kept at its end."""
+        if error.errno is None:
+            return OSError(f"{error}; {self.kept()}")
+        name = error.filename or str(self.folder)
+        return OSError(error.errno, f"{error.strerror}; {self.kept()}", str(name))
+
+
+def attempt(path: Path) -> tuple[dict[str, Any] | None, str]:
+    """The state of a file, or None and why it cannot be read."""
+    try:
+        return read_state(path), ""
+    except FileNotFoundError:
+        return None, f"{path} is missing"
+    except OSError as error:
+        return None, f"{path}: {error.strerror or error}"
+    except ValueError as error:
+        return None, str(error)
+
+
+@dataclass(frozen=True)
+class BestFigures:
+    """What the file of the best weights says of them."""
+
+    epoch: int
+    """Counted from 1."""
+    accuracy: float
+    """On the validation images, in [0, 1]."""
+    loss: float
+    """On the validation images."""
+
+    def notes(self) -> dict[str, str]:
+        """For the metadata of the file."""
+        return {"validation": json.dumps([self.epoch, self.accuracy, self.loss])}
+
+
+def best_figures(path: Path) -> BestFigures | None:
+    """Read them again; None for a file that says nothing.
+
+    Raises:
+        FileNotFoundError, ValueError: there is no such file, or it cannot be read.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            notes = (file.metadata() or {}).get("validation")
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path} is missing") from None
+    except SafetensorError as error:
+        raise ValueError(f"{path} is no whole safetensors file (cut off or garbled): {first_line(error)}") from error
+    return BestFigures(*json.loads(notes)) if notes else None
+
+
+def recall_best(position: Position, path: Path) -> list[str]:
+    """Let the file of the best weights say how good they are: it may be newer than the state of ``position``.
+
+    Returns:
+        A line where the file is missing or garbled; the next epoch's weights then take its place.
+    """
+    if not position.best_epoch and not path.exists():
+        return []
+    try:
+        found = best_figures(path)
+    except (FileNotFoundError, ValueError) as error:
+        position.best, position.best_loss, position.best_epoch = -1.0, math.inf, 0
+        return [f"{error}; the weights of the next epoch take its place"]
+    if found:
+        position.best, position.best_loss, position.best_epoch = found.accuracy, found.loss, found.epoch
+    return []
+
+
+def check_options(old: dict[str, Any], new: dict[str, Any]) -> None:
+    """Check the options that a state binds.
+
+    Args:
+        old: the configuration that the state was saved with, as a dict.
+        new: that of the resumed run.
+
+    Raises:
+        ValueError: one of them is another.
+    """
+    for key in ("name", "layer_decay"):
+        if old["optim"][key] != new["optim"][key]:
+            raise ValueError(
+                f"the run has optim.{key} {old['optim'][key]}, not {new['optim'][key]}; resume with the same"
+            )
+    if bool(old["optim"]["ema_decay"]) != bool(new["optim"]["ema_decay"]):
+        raise ValueError(
+            f"the run has optim.ema_decay {old['optim']['ema_decay']}; it cannot be switched on or off halfway"
+        )
+
+
+def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
+    """One line per option whose value changed, besides those that say where and how often to write."""
+    lines = []
+    for key in new:
+        if isinstance(new[key], dict) and isinstance(old.get(key), dict):
+            lines += differences(old[key], new[key], f"{prefix}{key}.")
+        elif key not in QUIET and old.get(key) != new[key]:
+            lines.append(f"  {prefix}{key} is now {new[key]}, was {old.get(key)}")
+    return lines

@@ -1,0 +1,68 @@
+"""How a run stands, for programs that start runs: ``status.json`` in its folder.
+
+Owns the words for the ends of a run. The exit codes are those of ``command_line.py``.
+"""
+
+import json
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from visionattn.training.command_line import EXIT_CODES
+from visionattn.training.interrupt import NonFinite, OutOfMemory, Stopped
+from visionattn.training.progress import Result
+from visionattn.training.record import STATUS, write_text
+
+ENDS = {NonFinite: "nan", OutOfMemory: "oom", Stopped: "stopped", KeyboardInterrupt: "stopped"}
+
+
+class Status:
+    """Says ``running`` when it is entered, and when it is left how the run ended; the file is always whole.
+
+    The statuses: ``running`` (also after a kill that left no time to say more), ``finished``, ``stopped`` (Ctrl-C or
+    SIGTERM), ``nan``, ``oom``, ``failed``.
+
+    Args:
+        folder: of the run; made if need be.
+        provenance: what the numbers depend on besides the configuration.
+    """
+
+    def __init__(self, folder: Path, provenance: dict[str, Any]):
+        self.folder, self.provenance = folder, provenance
+        self.result: Result | None = None
+        """What the run came to, once it has finished."""
+
+    def __enter__(self) -> "Status":
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._write("running", None, None)
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None:
+            self._write("finished", None, 0)
+            return
+        try:
+            self._write(ENDS.get(kind, "failed"), reason(error), exit_code(error))
+        except OSError:  # the disk that ended the run; what ended it is told anyway
+            return
+
+    def _write(self, status: str, why: str | None, code: int | None) -> None:
+        content = {"status": status, "reason": why, "exit_code": code, "provenance": self.provenance}
+        content["result"] = self.result.figures() if self.result else None
+        write_text(self.folder / STATUS, json.dumps(content, indent=2) + "\n")
+
+
+def exit_code(error: BaseException) -> int:
+    """What ``run_tool`` makes of an error; 1 for one that it does not know."""
+    if isinstance(error, (Stopped, KeyboardInterrupt)):
+        return 130
+    return 2 if isinstance(error, (ValueError, OSError)) else EXIT_CODES.get(type(error), 1)
+
+
+def reason(error: BaseException) -> str:
+    """An error in one line."""
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted twice, without saving the state"
+    return " ".join(str(error).split()) or type(error).__name__
