@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from visionattn.models.weights import DataSpec
+from visionattn.training.distributed import Processes
 
 AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -27,7 +28,8 @@ class Evaluation:
     top5: float | None
     """Share of images whose class is among the five largest outputs; None where there are no more than five classes."""
     images_per_second: float
-    """Images through the model per second, without the loading; the first batch does not count where there are more."""
+    """Images through the model per second, without the loading; the first batch does not count where there are more.
+    On several processes the sum over them."""
 
 
 def autocast(device: torch.device, amp: str):
@@ -35,7 +37,6 @@ def autocast(device: torch.device, amp: str):
     return nullcontext() if amp == "none" else torch.autocast(device.type, dtype=AMP_DTYPES[amp])
 
 
-@torch.inference_mode()
 def evaluate(
     model: nn.Module,
     batches: Iterable[tuple[Tensor, Tensor]],
@@ -43,17 +44,48 @@ def evaluate(
     *,
     device: torch.device,
     amp: str = "none",
+    processes: Processes | None = None,
 ) -> Evaluation:
     """Run the model in eval mode over batches of uint8 images and int64 labels; it is left in the mode it came in.
+
+    Args:
+        model: on ``device``; on several processes each has the whole of it, since nobody waits for others' batches.
+        batches: the images, or the part of them that this process takes.
+        spec: of the images.
+        device: where to compute.
+        amp: precision, as ``autocast`` takes it.
+        processes: those that take the other parts; all get the same result, and the same error.
 
     Raises:
         ValueError: there are no images.
     """
+    processes = processes or Processes()
+    depth = min(5, spec.num_classes)
     training = model.training
     model.eval()
+    try:
+        own = processes.together(lambda: _sums(model, batches, spec, device, amp, depth))
+    finally:
+        model.train(training)
+    images, loss, correct, among_five, images_per_second = processes.sum(*own)
+    if not images:
+        raise ValueError("there are no images to evaluate")
+    top5 = among_five / images if spec.num_classes > depth else None
+    return Evaluation(int(images), loss / images, correct / images, top5, images_per_second)
+
+
+@torch.inference_mode()
+def _sums(
+    model: nn.Module,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    spec: DataSpec,
+    device: torch.device,
+    amp: str,
+    depth: int,
+) -> tuple[float, ...]:
+    """Images, the sums of their losses, hits and hits among the ``depth`` largest outputs, and images per second."""
     images_seen, seconds, first_seconds, first_images = 0, 0.0, 0.0, 0
-    parts = []
-    depth = min(5, spec.num_classes)
+    parts = [torch.zeros(3, device=device)]
     for number, (images, labels) in enumerate(batches):
         start = time.perf_counter()
         labels = labels.to(device, non_blocking=True)
@@ -69,14 +101,9 @@ def evaluate(
             first_seconds, first_images = elapsed, len(labels)
         images_seen += len(labels)
         seconds += elapsed
-    model.train(training)
-    if not images_seen:
-        raise ValueError("there are no images to evaluate")
-    loss, correct, among_five = (torch.stack(parts).cpu().double().sum(0) / images_seen).tolist()
     if images_seen > first_images:
         seconds, timed = seconds - first_seconds, images_seen - first_images
     else:
         timed = images_seen
-    return Evaluation(
-        images_seen, loss, correct, among_five if spec.num_classes > 5 else None, timed / max(seconds, 1e-9)
-    )
+    sums = torch.stack(parts).cpu().double().sum(0).tolist()
+    return images_seen, *sums, timed / max(seconds, 1e-9)

@@ -1,0 +1,248 @@
+"""The processes of a run that ``torchrun`` has started: who they are, what each takes, and how they end together.
+
+Owns the process group, the division of batches, sums over all processes, and agreement on errors. With one process
+there is no group, and everything here returns at once. Knows nothing of models and steps; how a model is spread is the
+matter of ``parallel.py``.
+"""
+
+import atexit
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+from torch import distributed
+
+from visionattn.measure import is_out_of_memory
+from visionattn.training.build import pick_device
+from visionattn.training.interrupt import Failed, Interrupted, NonFinite, OutOfMemory, Stopped
+from visionattn.training.watchdog import Verdict, Watchdog, start_watchdog
+
+Item = TypeVar("Item")
+Outcome = TypeVar("Outcome")
+
+SHARED = (ValueError, OSError, RuntimeError, OutOfMemory, Failed, Interrupted)
+"""Errors of one process that ``together`` and ``on_first`` raise on all."""
+SPOKEN = (ValueError, OSError, NonFinite, OutOfMemory, Failed, Stopped, KeyboardInterrupt)
+"""Errors that a tool tells in a line; one process is enough for that."""
+
+
+class Processes:
+    """The processes of a run, seen from one of them.
+
+    Args:
+        rank: the number of this one.
+        size: how many there are.
+        local_rank: the number of this one on its machine.
+        hosts: the machine of each.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1, local_rank: int = 0, hosts: Sequence[str] = ("",)):
+        self.rank, self.size, self.local_rank, self.hosts = rank, size, local_rank, list(hosts)
+        self.watchdog: Watchdog | None = None
+        self._agreed: BaseException | None = None
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the process that prints and writes."""
+        return self.rank == 0
+
+    @property
+    def name(self) -> str:
+        """This process, for people."""
+        return f"process {self.rank} on {self.hosts[self.rank]}"
+
+    def device(self, name: str) -> torch.device:
+        """The device of this process: ``cpu``, or the GPU of its number.
+
+        Raises:
+            ValueError: there is no such device, or no GPU is left for this process.
+        """
+        if self.size == 1:
+            return pick_device(name)
+        if name.partition(":")[2]:
+            raise ValueError(f"device {name} is one for all processes; say cuda, and each takes the GPU of its number")
+        device = pick_device(name)
+        if device.type != "cuda":
+            return device
+        found = torch.cuda.device_count()
+        if self.local_rank >= found:
+            raise ValueError(
+                f"process {self.local_rank} of this machine has no GPU, there are {found}; "
+                f"start torchrun with --nproc-per-node {found}"
+            )
+        torch.cuda.set_device(self.local_rank)
+        return torch.device("cuda", self.local_rank)
+
+    def sum(self, *values: float) -> list[float]:
+        """The sum of each value over all processes, in float64."""
+        if self.size == 1:
+            return list(values)
+        total = torch.tensor(values, dtype=torch.float64)
+        distributed.all_reduce(total)
+        return total.tolist()
+
+    def gather(self, value: Item) -> list[Item]:
+        """What each process gives, in their order."""
+        if self.size == 1:
+            return [value]
+        values = [value] * self.size
+        distributed.all_gather_object(values, value)
+        return values
+
+    def together(self, work: Callable[[], Outcome]) -> Outcome:
+        """Do work that may fail on one process alone, and that sends no messages; what one raises, all raise.
+
+        Errors go before interruptions, and those of the first processes before others'.
+        """
+        if self.size == 1:
+            return work()
+        outcome, error = None, None
+        try:
+            outcome = work()
+        except SHARED as own:
+            error = own
+        if self.sum(error is not None) == [0]:
+            return outcome
+        errors = [each for each in self.gather(self._portable(error)) if each is not None]
+        chosen = min(errors, key=lambda each: isinstance(each, Interrupted))
+        raise self._agree(chosen) from error
+
+    def on_first(self, work: Callable[[], Outcome]) -> Outcome:
+        """Do work on the first process alone; all get what it returns or raises."""
+        if self.size == 1:
+            return work()
+        outcome, error = None, None
+        if self.first:
+            try:
+                outcome = work()
+            except SHARED as own:
+                error = own
+        message = [outcome, self._portable(error)]
+        distributed.broadcast_object_list(message)
+        if message[1] is not None:
+            raise self._agree(message[1]) from error
+        return message[0]
+
+    def _agree(self, error: BaseException) -> BaseException:
+        self._agreed = error
+        return error
+
+    def _portable(self, error: BaseException | None) -> BaseException | None:
+        """An error that can be sent, with the process that it comes from in its text unless that is the first one."""
+        if error is None:
+            return None
+        place = "" if self.first else f" ({self.name})"
+        if isinstance(error, OSError) and error.filename and error.strerror:
+            return OSError(error.errno, error.strerror + place, error.filename)
+        kind = next(kind for kind in SHARED if isinstance(error, kind))
+        return (OutOfMemory if kind is RuntimeError and is_out_of_memory(error) else kind)(f"{error}{place}")
+
+    @contextmanager
+    def guard(self, keep: Callable[[Verdict], None] = lambda verdict: None) -> Iterator[None]:
+        """While it lasts, an error that one process alone meets ends all of them, for the same reason.
+
+        Args:
+            keep: keeps the reason in the run's folder, on one process, where the others have no way to raise it.
+        """
+        if self.watchdog is None:
+            yield
+            return
+        self.watchdog.keep, before = keep, self.watchdog.keep
+        try:
+            yield
+        except (Stopped, NonFinite, Interrupted, KeyboardInterrupt, SystemExit):  # the same on all
+            raise
+        except BaseException as error:
+            if error is self._agreed:
+                raise
+            verdict, own = self._judge(error)
+            if own:
+                raise
+            raise self._agree(verdict.exception()) from error
+        finally:
+            self.watchdog.keep = before
+
+    def _judge(self, error: BaseException) -> tuple[Verdict, bool]:
+        """Why the run ends, and whether the reason is this error of this process."""
+        self.watchdog.hold()
+        memory = isinstance(error, OutOfMemory) or is_out_of_memory(error)
+        if isinstance(error, RuntimeError) and not memory:  # perhaps of a message whose partner is gone
+            self.watchdog.doubt()
+        kind = "oom" if memory else "input" if isinstance(error, (ValueError, OSError)) else "failed"
+        said = " ".join(str(error).split())
+        reason = f"{said if isinstance(error, SPOKEN) else f'{type(error).__name__}: {said}'} ({self.name})"
+        verdict = self.watchdog.publish(Verdict(kind, reason))
+        return verdict, verdict.reason == reason
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this process tells how the run ended."""
+        verdict = self.watchdog.verdict if self.watchdog else None
+        return self.rank == (verdict.speaker if verdict else 0)
+
+
+@contextmanager
+def joined() -> Iterator[Processes]:
+    """Join the other processes that ``torchrun`` has started, and at the end wait for them.
+
+    One process joins nothing. At the end only the first process leaves its line on standard error, and SIGTERM, which
+    ``torchrun`` sends to the others as soon as one has ended, is ignored, so that each ends with the same exit code.
+
+    Raises:
+        ValueError: the environment says that there are several processes and not which this one is.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield Processes()
+        return
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
+    if missing := [name for name in (*names, "MASTER_ADDR") if name not in os.environ]:
+        raise ValueError(f"WORLD_SIZE is set but not {', '.join(missing)}; start several processes with torchrun")
+    rank, size, local_rank, port = (int(os.environ[name]) for name in names)
+    distributed.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    processes = Processes(rank, size, local_rank, [""] * size)
+    processes.hosts = processes.gather(socket.gethostname())
+    address = (os.environ["MASTER_ADDR"], port)
+    processes.watchdog = start_watchdog(rank, processes.hosts, address, lambda: processes.sum(0))
+    try:
+        with processes.guard():
+            yield processes
+    except SPOKEN:
+        if not processes.speaks:
+            sys.stderr = open(os.devnull, "w")  # noqa: SIM115  open until the process ends, which is now
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        processes.watchdog.leave()
+        if processes.watchdog.verdict is None:
+            distributed.destroy_process_group()
+        else:  # a message that is on its way to a dead process would hold up the usual end
+            atexit.register(_end_at_once, processes.watchdog.verdict.exit_code)
+
+
+def _end_at_once(exit_code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
+
+
+def share(keys: Sequence[Item], rank: int, size: int, *, pairs: bool) -> list[Item]:
+    """The part of a batch that one of several processes takes; the parts are disjoint and together are the batch.
+
+    Args:
+        keys: of the batch, in its order.
+        rank: the number of the process.
+        size: how many there are; where there are more of them than keys, some parts are empty.
+        pairs: keep each key with the one opposite in the batch, so that both are opposite in the part too; the one in
+            the middle of a batch of odd length is then the last, and the last of its part.
+    """
+    if not pairs:
+        return list(keys[rank * len(keys) // size : (rank + 1) * len(keys) // size])
+    half = len(keys) // 2
+    low, high = rank * half // size, (rank + 1) * half // size
+    part = [*keys[low:high], *keys[2 * half - high : 2 * half - low]]
+    return [*part, *keys[2 * half :]] if rank == 0 else part

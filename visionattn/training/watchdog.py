@@ -1,0 +1,194 @@
+"""A thread in each process of a run that notices when another one has died or failed, so that none waits for it forever.
+
+Owns the beats of the processes and the verdict, which are kept in the store that ``torchrun`` or the first process
+serves. Knows nothing of training: who writes and who prints what a verdict says is told by ``distributed.py``.
+"""
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+
+from torch import distributed
+
+from visionattn.training.interrupt import Failed, NonFinite, OutOfMemory
+
+BEAT_SECONDS = 1.0
+"""Between two signs of life."""
+SILENCE_SECONDS = 20.0
+"""A process that gives none for this long is taken for dead; ``torchrun`` leaves the others 30 s to say so."""
+DOUBT_SECONDS = 6.0
+"""The same, once a message between processes has failed."""
+GRACE_SECONDS = 3.0
+"""From a verdict to the end of a process that does not see to it itself, because it waits for another one."""
+STORE_SECONDS = 30.0
+"""Longest answer of the store."""
+
+KINDS = {"nan": (NonFinite, 1), "input": (ValueError, 2), "oom": (OutOfMemory, 3), "failed": (Failed, 4)}
+"""What a verdict can be: the exception that it is raised as, and the exit code."""
+ENDED = "ended"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Why all processes end."""
+
+    kind: str
+    """One of ``KINDS``."""
+    reason: str
+    """One line."""
+    speaker: int = 0
+    """The process that says so, on the screen and in the run's folder: the first one that is alive."""
+
+    @property
+    def exit_code(self) -> int:
+        """Of every process."""
+        return KINDS[self.kind][1]
+
+    def exception(self) -> Exception:
+        """What the processes raise that are able to."""
+        return KINDS[self.kind][0](self.reason)
+
+
+class Watchdog(threading.Thread):
+    """Gives signs of life, looks for those of the others, and ends this process where it cannot end itself.
+
+    Args:
+        rank: of this process.
+        hosts: of each process, for people.
+        store: a client of its own.
+
+    Attributes:
+        verdict: why the run ends; None as long as it does not.
+        keep: called with the verdict before a process that hangs is ended, where this process is the speaker.
+    """
+
+    def __init__(self, rank: int, hosts: list[str], store: distributed.Store):
+        super().__init__(name="watchdog", daemon=True)
+        self.rank, self.hosts, self.store = rank, hosts, store
+        self.verdict: Verdict | None = None
+        self.keep: Callable[[Verdict], None] = lambda verdict: None
+        self._known, self._stopped, self._handled = threading.Event(), threading.Event(), threading.Event()
+        self._silence, self._beats, self._count = SILENCE_SECONDS, [f"beat/{other}" for other in range(len(hosts))], 0
+        self._seen: list[tuple[bytes, float]] = [(b"", time.monotonic()) for _ in hosts]
+        self._lock = threading.Lock()
+
+    def run(self) -> None:
+        """Beat and look, until told to stop or until there is a verdict."""
+        while not self._stopped.wait(BEAT_SECONDS):
+            self._look()
+            if self.verdict:
+                if not self._handled.wait(GRACE_SECONDS) and not self._stopped.is_set():
+                    self._end_process(self.verdict)
+                return
+
+    def hold(self) -> None:
+        """This process sees to its end itself."""
+        self._handled.set()
+
+    def doubt(self) -> None:
+        """A message between processes has failed: wait until it is known why, or that none has died or failed."""
+        self._silence = DOUBT_SECONDS
+        self._known.wait(DOUBT_SECONDS + 3 * BEAT_SECONDS)
+
+    def publish(self, verdict: Verdict) -> Verdict:
+        """Tell all processes why they end; the first verdict counts, and is returned."""
+        try:
+            first = self.verdict or self.store.compare_set("verdict", "", json.dumps(asdict(verdict)))
+            verdict = first if isinstance(first, Verdict) else Verdict(**json.loads(first))
+        except RuntimeError:  # nobody is left to be told
+            pass
+        return self._settle(verdict)
+
+    def leave(self) -> None:
+        """Stop, after all others have ended too, are dead, or, where there is a verdict, have had time to."""
+        self.hold()
+        self._stopped.set()
+        if self.is_alive():
+            self.join()
+        deadline = time.monotonic() + (GRACE_SECONDS + 3 * BEAT_SECONDS if self.verdict else float("inf"))
+        try:
+            self.store.set(self._beats[self.rank], ENDED)
+            while time.monotonic() < deadline:
+                self._read()
+                if all(beat == ENDED.encode() for beat, _ in self._seen) or self._silent():
+                    return
+                time.sleep(BEAT_SECONDS / 10)
+        except RuntimeError:  # the store went with the process or the machine that served it
+            return
+
+    def _look(self) -> None:
+        self._count += 1
+        try:
+            self.store.set(self._beats[self.rank], str(self._count))
+            verdict = self._read()
+            if verdict:
+                self._settle(Verdict(**json.loads(verdict)))
+            elif silent := self._silent():
+                names = " and ".join(f"process {other} on {self.hosts[other]}" for other in silent)
+                have = "have" if len(silent) > 1 else "has"
+                speaker = min(set(range(len(self.hosts))) - set(silent))
+                reason = f"{names} {have} not answered for {self._silence:.0f} s"
+                self.publish(Verdict("failed", reason, speaker))
+        except RuntimeError:
+            speaker = min((other for other in range(len(self.hosts)) if self.hosts[other] != self.hosts[0]), default=1)
+            self._settle(Verdict("failed", f"torchrun or the first process, on {self.hosts[0]}, has ended", speaker))
+
+    def _read(self) -> bytes:
+        """Note the others' beats and return the verdict's text."""
+        *beats, verdict = self.store.multi_get([*self._beats, "verdict"])
+        now = time.monotonic()
+        self._seen = [
+            (beat, now if beat != old else since) for beat, (old, since) in zip(beats, self._seen, strict=True)
+        ]
+        return verdict
+
+    def _silent(self) -> list[int]:
+        now = time.monotonic()
+        return [
+            other
+            for other, (beat, since) in enumerate(self._seen)
+            if other != self.rank and beat != ENDED.encode() and now - since > self._silence
+        ]
+
+    def _settle(self, verdict: Verdict) -> Verdict:
+        with self._lock:
+            self.verdict = self.verdict or verdict
+        self._known.set()
+        return self.verdict
+
+    def _end_process(self, verdict: Verdict) -> None:
+        try:
+            if self.rank == verdict.speaker:
+                self.keep(verdict)
+                print(f"error: {verdict.reason}", file=sys.stderr, flush=True)
+            self.store.set(self._beats[self.rank], ENDED)
+        finally:
+            os._exit(verdict.exit_code)
+
+
+def start_watchdog(rank: int, hosts: list[str], address: tuple[str, int], meet: Callable[[], object]) -> Watchdog:
+    """Start the thread, with a connection of its own to the store.
+
+    Args:
+        rank: of this process.
+        hosts: of each process.
+        address: of the store.
+        meet: returns once all processes have called it.
+    """
+    store = distributed.TCPStore(
+        *address, is_master=False, timeout=timedelta(seconds=STORE_SECONDS), wait_for_workers=False
+    )
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = distributed.PrefixStore(f"visionattn/{attempt}", store)
+    store.set(f"beat/{rank}", "0")
+    if rank == 0:
+        store.set("verdict", "")
+    meet()
+    watchdog = Watchdog(rank, hosts, store)
+    watchdog.start()
+    return watchdog
