@@ -1,0 +1,207 @@
+"""Features of many images in a folder of shards: the work of ``tools/extract_features.py``.
+
+Owns what a run writes, how it goes on after it was killed, and what it says.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from visionattn.inference.listing import Digits, Listing, find_images, printable
+from visionattn.inference.opening import Opened, open_model
+from visionattn.inference.options import NATIVE, NATIVE_BATCH, SIZED_BATCH, InferenceOptions
+from visionattn.inference.probe import Division, divide_digits, divide_folder, fit_probes
+from visionattn.inference.progress import Progress
+from visionattn.inference.reading import ReadImages, Sizing
+from visionattn.inference.running import last_map, pooled, run_images
+from visionattn.inference.shards import Pending, delete_from, read_pooled, rows_of, shard_paths, whole_shards, write_index
+from visionattn.training.interrupt import OutOfMemory, Stopped
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16}
+NAMED_FAILURES = 5
+"""Images without features that the report names; the index names all."""
+MIB = 2**20
+
+
+@dataclass
+class ExtractOptions(InferenceOptions):
+    """Features of images."""
+
+    data: Literal["digits"] | None = None
+    """Instead of ``images``: the digits that scikit-learn ships."""
+    dense: bool = False
+    """The last feature map of each image, ``[C, H, W]``, instead of one vector per image."""
+    dtype: Literal["float32", "float16"] = "float32"
+    """Of the features in the files."""
+    shard_images: int = 4096
+    """Images per file; the last batch of a file may exceed it."""
+    shard_mib: int = 256
+    """MiB of features per file, which are held in memory until it is full; the last batch of a file may exceed it."""
+    probe: bool = False
+    """Fit a linear probe and kNN on the features; ``images`` is then one folder with ``train/`` and ``val/`` (or
+    ``test/``) that hold class folders, or with class folders."""
+    neighbours: int = 5
+    """``probe`` alone: k of kNN."""
+    val_fraction: float = 0.1
+    """``probe`` alone: share of the images held out, class by class, by ``seed``, where there is no ``val/``."""
+
+
+def check(options: ExtractOptions) -> None:
+    """Check what only features know, before anything is opened.
+
+    Raises:
+        ValueError: one line with the option, what it may be, and what it is.
+    """
+    if not options.output:
+        raise ValueError("--output is missing: a folder for the features")
+    if (options.images is None) == (options.data is None):
+        raise ValueError("give either --images or --data digits")
+    for key in ("shard_images", "shard_mib", "neighbours"):
+        if getattr(options, key) < 1:
+            raise ValueError(f"{key} must be above 0, got {getattr(options, key)}")
+    if not 0 < options.val_fraction < 1:
+        raise ValueError(f"val_fraction must be in (0, 1), got {options.val_fraction}")
+    if options.probe and options.dense:
+        raise ValueError("probe is fitted on pooled features: leave --dense out")
+    if options.probe and options.images is not None and (len(options.images) != 1 or not Path(options.images[0]).is_dir()):
+        raise ValueError("probe needs one folder of class folders as --images")
+    for key in ("neighbours", "val_fraction"):
+        if not options.probe and getattr(options, key) != getattr(ExtractOptions(), key):
+            raise ValueError(f"{key} is for --probe alone; leave it out")
+
+
+class Extraction:
+    """Model, images and folder, after all checks; nothing is written before ``run``.
+
+    Args:
+        options: of ``parse_options``.
+
+    Raises:
+        ValueError, FileNotFoundError: something is wrong or in the way; one line.
+    """
+
+    def __init__(self, options: ExtractOptions):
+        check(options)
+        self.options, self.folder = options, Path(options.output)
+        self.listing: Listing = (
+            Digits(options.val_fraction, options.seed) if options.data else find_images(options.images)
+        )
+        self.division = self._divide() if options.probe else None
+        _check_folder(self.folder, options.overwrite)
+        self.opened: Opened = open_model(options, classifies=False)
+        if options.dense and not hasattr(self.opened.model, "forward_intermediates"):
+            raise ValueError(f"{self.opened.name} gives no feature maps; leave --dense out")
+        self.images = ReadImages(
+            self.listing, self.opened.spec, Sizing(self.opened.img_size, self.opened.patch_px, options.fit or "pad")
+        )
+        self.identity = self.opened.identity() | self._own_identity()
+        self.kept = [] if options.overwrite else whole_shards(self.folder, self.identity)
+
+    def _divide(self) -> Division:
+        if isinstance(self.listing, Digits):
+            return divide_digits(self.listing)
+        return divide_folder(self.options.images[0], val_fraction=self.options.val_fraction, seed=self.options.seed)
+
+    def _own_identity(self) -> dict[str, Any]:
+        options = self.options
+        own = {"fit": options.fit or "pad"} if options.img_size == NATIVE else {}
+        own |= {"kind": "dense" if options.dense else "pooled", "images": len(self.listing)}
+        own |= {key: getattr(options, key) for key in ("dtype", "amp", "shard_images", "shard_mib")}
+        return own | {"list_of_images": self.listing.digest()}
+
+    def run(self, say: Callable[[str], None]) -> None:
+        """Write the features that are missing and the index, and say what came of it.
+
+        Raises:
+            Stopped: Ctrl-C; the files that are written stay.
+            ValueError: none of the images gives features.
+            OutOfMemory: none of them fits into memory.
+            Failed: a process that reads images ended.
+        """
+        for note in self.opened.notes:
+            say(note)
+        done, total = sum(len(shard.rows) for shard in self.kept), len(self.listing)
+        if done:
+            say(f"{done} of {total} images are done: going on after {_files(len(self.kept))}")
+        start = time.perf_counter()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        delete_from(self.folder, len(self.kept))
+        try:
+            files = self._write_shards(done)
+        except KeyboardInterrupt as error:
+            raise Stopped(f"stopped; the files that are written stay in {self.folder}, the same command goes on") from error
+        index = write_index(self.folder)
+        seconds = time.perf_counter() - start
+        speed = f" in {seconds:.1f} s, {(total - done) / seconds:.3g} images/s" if done < total else ""
+        say(f"{total} images{speed}: {_files(files)} and {index}")
+        self._report_failures(say)
+        if self.division is not None:
+            for line in fit_probes(read_pooled(self.folder), self.division, self.options.neighbours).lines():
+                say(line)
+
+    def _write_shards(self, done: int) -> int:
+        """Write the shards from image ``done`` on; returns how many there are then."""
+        options, number, total = self.options, len(self.kept), len(self.listing)
+        if done == total:
+            return number
+        outcomes = run_images(
+            self.opened,
+            self.images,
+            last_map if options.dense else pooled,
+            start=done,
+            batch_size=options.batch_size or (NATIVE_BATCH if self.opened.img_size is None else SIZED_BATCH),
+            workers=options.workers,
+            amp=options.amp,
+            dtype=DTYPES[options.dtype],
+        )
+        pending = Pending(self.folder, number, done, self.identity)
+        with Progress(total, done) as progress:
+            for batch in outcomes:
+                pending.add(batch)
+                if len(pending) >= options.shard_images or pending.bytes >= options.shard_mib * MIB:
+                    pending.write()
+                    number += 1
+                    pending = Pending(self.folder, number, pending.first + len(pending), self.identity)
+                progress.advance(len(batch), sum(outcome.value is None for outcome in batch))
+            if len(pending):
+                pending.write()
+                number += 1
+        return number
+
+    def _report_failures(self, say: Callable[[str], None]) -> None:
+        failed, first = 0, []
+        for row in rows_of(self.folder):
+            if row["status"] != "ok":
+                failed += 1
+                if len(first) < NAMED_FAILURES:
+                    first.append(row)
+        if failed == len(self.listing):
+            error = OutOfMemory if first[0]["status"] == "oom" else ValueError
+            raise error(f"none of the {failed} images gives features; the first: {first[0]['path']}: {first[0]['reason']}")
+        if failed:
+            say(f"{failed} without features:")
+            for row in first:
+                say(printable(f"  {row['path']}: {row['reason']}"))
+            if failed > len(first):
+                say(f"  and {failed - len(first)} more, in the index")
+
+
+def _files(count: int) -> str:
+    return f"{count} file{'' if count == 1 else 's'} of features"
+
+
+def _check_folder(folder: Path, overwrite: bool) -> None:
+    """Raise ValueError where features cannot be written, or would come among other things."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise ValueError(f"{folder} cannot be written: {existing} is no folder that takes files")
+    if overwrite or not folder.exists() or shard_paths(folder):
+        return
+    other = next((path.name for path in folder.iterdir() if not path.name.startswith("features-")), None)
+    if other:
+        raise ValueError(f"{folder} holds other things ({other}); choose another --output, or add to it with --overwrite")

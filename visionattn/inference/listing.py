@@ -1,0 +1,158 @@
+"""Which images are meant: folders, single files, lists of paths, and the embedded digits.
+
+Owns the order of the images. A listing is a ``Source``, as in ``training/images.py``, with a length. Opens no image.
+"""
+
+import hashlib
+import io
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+import numpy as np
+from PIL import Image
+from timm.data.readers.img_extensions import get_img_extensions
+from timm.utils.misc import natural_key
+
+from visionattn.training.canvas import digit_splits
+from visionattn.training.images import Files
+
+EXTENSIONS = frozenset(get_img_extensions()) | {".tif", ".tiff", ".webp", ".bmp", ".gif", ".jp2", ".pgm", ".ppm"}
+"""Endings of the files that are taken from a folder."""
+
+
+class Listing(Protocol):
+    """Encoded images by number, in order."""
+
+    def __len__(self) -> int: ...
+
+    def open(self, index: int) -> BinaryIO:
+        """The encoded image, to be closed by the caller; raises OSError where there is none."""
+        ...
+
+    def name(self, index: int) -> str:
+        """Its path."""
+        ...
+
+    def digest(self) -> str:
+        """Differs where the images are others."""
+        ...
+
+
+class ListedFiles(Files):
+    """Images that are files."""
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def digest(self) -> str:
+        """Of names and sizes in bytes; contents are not read."""
+        return digest_of((path, _bytes_of(path)) for path in self.paths)
+
+
+class Digits:
+    """The digits that scikit-learn ships, train, validation and test one after the other: ``digits/train/17``.
+
+    Attributes:
+        labels: the class of each, ``[n]``.
+    """
+
+    def __init__(self, val_fraction: float, seed: int):
+        """``val_fraction`` and ``seed`` divide them as they do for training."""
+        parts = digit_splits(val_fraction, seed)
+        self._names = [f"digits/{split}/{i}" for split, part in parts.items() for i in range(len(part.labels))]
+        self._images = np.concatenate([part.images for part in parts.values()])
+        self.labels = np.concatenate([part.labels for part in parts.values()])
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def open(self, index: int) -> BinaryIO:
+        """A PNG in memory."""
+        stream = io.BytesIO()
+        Image.fromarray(self._images[index]).save(stream, "png")
+        stream.seek(0)
+        return stream
+
+    def name(self, index: int) -> str:
+        """Split and number."""
+        return self._names[index]
+
+    def digest(self) -> str:
+        """Of names and pixels."""
+        return digest_of([*self._names, self._images.tobytes()])
+
+
+def find_images(given: Sequence[str]) -> ListedFiles:
+    """List the images that paths name: what lies in a folder in natural order, the rest in the order given.
+
+    An image that a list names and that is not there is listed too: that it cannot be read is found when its turn comes.
+
+    Raises:
+        ValueError, FileNotFoundError: nothing is given, a path does not exist, or there are no images; one line.
+    """
+    if not given:
+        raise ValueError("--images is missing: a folder, image files, or a .txt file with a path per line")
+    paths: list[str] = []
+    for path in given:
+        if os.path.isdir(path):
+            paths += _in_folder(path)
+        elif not os.path.isfile(path):
+            raise FileNotFoundError(f"no image, folder or list at {path}")
+        elif path.lower().endswith(".txt"):
+            paths += _in_list(path)
+        else:
+            paths.append(path)
+    return ListedFiles(paths)
+
+
+def _in_folder(folder: str) -> list[str]:
+    walk = os.walk(Path(folder), followlinks=True, onerror=_reraise)
+    files = (os.path.join(where, file) for where, _, found in walk for file in found if file[0] != ".")
+    paths = sorted((file for file in files if os.path.splitext(file)[1].lower() in EXTENSIONS), key=_order)
+    if not paths:
+        raise ValueError(f"no images in {folder}; wanted files that end in {', '.join(sorted(EXTENSIONS))}")
+    return paths
+
+
+def _order(path: str) -> tuple[list, str]:
+    return natural_key(path), path
+
+
+def _reraise(error: OSError) -> None:
+    """For ``os.walk``, which by itself takes a folder that it cannot read for an empty one."""
+    raise error
+
+
+def _in_list(path: str) -> list[str]:
+    """Lines that are not empty; paths are relative to the current folder."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text file in UTF-8 with a path per line") from error
+    paths = [line.strip() for line in lines if line.strip()]
+    if not paths:
+        raise ValueError(f"{path} names no images; wanted a path per line")
+    return paths
+
+
+def _bytes_of(path: str) -> int:
+    """Size of a file; -1 where there is none."""
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return -1
+
+
+def digest_of(parts: Sequence[object] | Iterator[object]) -> str:
+    """SHA-256 of what parts are, bytes as they are and other things as ``repr`` writes them."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part if isinstance(part, bytes) else repr(part).encode() + b"\n")
+    return digest.hexdigest()
+
+
+def printable(text: str) -> str:
+    """A text with a path in it, for a stream of UTF-8: bytes of file names that are not are question marks."""
+    return text.encode("utf-8", "replace").decode()

@@ -1,0 +1,183 @@
+"""A model ready to run on images of any size, from a timm name, from weights of ours, or from both.
+
+Owns where weights come from and what a model is told of image sizes. Knows nothing of files of images.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from safetensors import SafetensorError, safe_open
+from timm.models import PretrainedCfg
+from torch import Tensor, nn
+
+from visionattn.inference.listing import digest_of
+from visionattn.inference.options import NATIVE, InferenceOptions
+from visionattn.models.weights import FORMAT, UNBUILDABLE, DataSpec, first_line, load_model, read_state_dict
+from visionattn.training.build import build_model, check_img_size, is_ours, pick_device
+from visionattn.training.checkpoint import place_weights
+from visionattn.training.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model in eval mode, and what it takes."""
+
+    model: nn.Module
+    name: str
+    """Its timm name."""
+    args: dict[str, Any]
+    """What it was built with, besides classes and channels."""
+    spec: DataSpec
+    """What its images are and what its outputs mean."""
+    img_size: int | None
+    """Height and width of its images in pixels; None: each image at its own size."""
+    patch_px: tuple[int, int]
+    """Height and width that images have to be multiples of."""
+    device: torch.device
+    notes: tuple[str, ...]
+    """Where its weights are from, as lines for people."""
+
+    def identity(self) -> dict[str, Any]:
+        """What decides its outputs, as JSON types: name, arguments, encoding and size of images, a digest of its weights."""
+        spec = asdict(self.spec)
+        tensors = sorted(self.model.state_dict().items())
+        return {
+            "model": self.name,
+            "args": json.dumps(self.args, sort_keys=True),
+            "weights": digest_of(part for name, value in tensors for part in (name, value.shape, _bytes_of(value))),
+            "images_as": json.dumps([spec[key] for key in ("in_chans", "encoding", "mean", "std")]),
+            "img_size": self.img_size or NATIVE,
+        }
+
+
+def _bytes_of(tensor: Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def open_model(options: InferenceOptions, *, classifies: bool) -> Opened:
+    """Build the model that the options name and put it on its device.
+
+    Args:
+        options: after ``check``.
+        classifies: its outputs are wanted; weights drawn at random are refused.
+
+    Raises:
+        ValueError, FileNotFoundError: model, weights, size or device are wrong or do not go together; one line.
+    """
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    device = pick_device(options.device)
+    described = _description(options.checkpoint) if options.checkpoint else None
+    if described:
+        if options.model:
+            raise ValueError(f"{options.checkpoint} knows its model, {described['model']}: leave --model out")
+        model, name, args = load_model(options.checkpoint), described["model"], json.loads(described["args"])
+        spec, notes = model.data_spec, [f"{name} of {options.checkpoint}"]
+        img_size = _wanted(options, spec)
+        model = _free_size(model, name, args, spec, img_size)
+    else:
+        if not (options.checkpoint or options.pretrained) and classifies:
+            raise ValueError("predictions need weights: --checkpoint, which a run writes, or --pretrained for timm's own")
+        model, args, spec, notes = _by_name(options, classifies)
+        name, img_size = options.model, _wanted(options, spec)
+    if img_size is not None:
+        check_img_size(model, [img_size])
+    patch_px = tuple(getattr(getattr(model, "patch_embed", None), "patch_size", (1, 1)))
+    return Opened(model.to(device).eval(), name, args, spec, img_size, patch_px, device, tuple(notes))
+
+
+def _wanted(options: InferenceOptions, spec: DataSpec) -> int | None:
+    return None if options.img_size == NATIVE else options.img_size or spec.img_size
+
+
+def _description(path: str) -> dict[str, str] | None:
+    """What a file of ours says of its model; None for weights of other projects.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: a safetensors file is cut off, or a file of ours is garbled.
+    """
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"no checkpoint at {path}")
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+    except SafetensorError as error:
+        if path.endswith(".safetensors"):
+            raise ValueError(f"{path} is no whole safetensors file (cut off or garbled): {first_line(error)}") from error
+        return None
+    return metadata if metadata.get("format") == FORMAT else None
+
+
+def _free_size(model: nn.Module, name: str, args: dict[str, Any], spec: DataSpec, img_size: int | None) -> nn.Module:
+    """Make a model that was built for one image size take another, or any."""
+    embed = getattr(model, "patch_embed", None)
+    fixed = tuple(embed.img_size) if getattr(embed, "strict_img_size", False) else None
+    if fixed is None or fixed == (img_size, img_size):
+        return model
+    try:
+        if img_size is not None and hasattr(model, "set_input_size"):
+            model.set_input_size(img_size=(img_size, img_size))
+            return model
+        free = timm.create_model(
+            name, num_classes=spec.num_classes, in_chans=spec.in_chans, **args | {"dynamic_img_size": True}
+        )
+        free.load_state_dict(model.state_dict())
+        return free
+    except UNBUILDABLE as error:
+        raise ValueError(f"{name} takes images of {fixed[0]} x {fixed[1]} pixels alone ({first_line(error)})") from error
+
+
+def _by_name(
+    options: InferenceOptions, classifies: bool
+) -> tuple[nn.Module, dict[str, Any], DataSpec, Sequence[str]]:
+    """Build by name, with weights from a file, from timm, or at random."""
+    if not options.model:
+        raise ValueError(f"{options.checkpoint} does not say whose weights these are; name the model with --model")
+    name, args = options.model, dict(options.args)
+    cfg = (timm.get_pretrained_cfg(name) if timm.is_model(name) else None) or PretrainedCfg()
+    given = read_state_dict(options.checkpoint) if options.checkpoint else {}
+    spec = _spec_of(cfg, given)
+    built_for = spec
+    if timm.is_model(name) and not is_ours(name) and cfg.fixed_input_size:
+        if options.img_size == NATIVE:
+            args.setdefault("dynamic_img_size", True)
+        built_for = replace(spec, img_size=_wanted(options, spec) or spec.img_size)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(options.seed)
+        model, args = build_model(ModelConfig(name, args | ({"pretrained": True} if options.pretrained else {})), built_for)
+    if options.pretrained:
+        return model, args, spec, [f"{name}, timm's weights"]
+    if not options.checkpoint:
+        return model, args, spec, [f"{name} with random weights (seed {options.seed}): no --checkpoint is given"]
+    placement = place_weights(model, name, options.checkpoint)
+    lost = [key for key in placement.missing if key.startswith(_classifiers(cfg))]
+    if classifies and lost:
+        raise ValueError(f"{options.checkpoint} has no weights for the classes of {name}: {lost[0]} is missing")
+    return model, args, spec, [name, *placement.lines()]
+
+
+def _classifiers(cfg: PretrainedCfg) -> tuple[str, ...]:
+    """Names of a model's last layers."""
+    return (cfg.classifier,) if isinstance(cfg.classifier, str) else tuple(cfg.classifier or ())
+
+
+def _spec_of(cfg: PretrainedCfg, given: dict[str, Tensor]) -> DataSpec:
+    """What timm says of a model's images, with the channels and classes that a state dict has."""
+    channels, height, width = cfg.input_size
+    classes = next((len(given[f"{name}.weight"]) for name in _classifiers(cfg) if f"{name}.weight" in given), cfg.num_classes)
+    first = given.get(f"{cfg.first_conv}.weight") if isinstance(cfg.first_conv, str) else None
+    if first is not None and first.ndim == 4:
+        channels = first.shape[1]
+    if channels == 256:
+        return DataSpec(256, classes, (), (), (), "grey_one_hot", max(height, width))
+    mean, std = cfg.mean, cfg.std
+    if channels != len(mean):
+        mean, std = (math.fsum(mean) / len(mean),) * channels, (math.fsum(std) / len(std),) * channels
+    return DataSpec(channels, classes, (), tuple(mean), tuple(std), None, max(height, width))

@@ -1,0 +1,105 @@
+"""What the tools for images in files have in common: which images, which weights, at which size.
+
+Owns the flags and the checks that need no model and no image. A docstring under each field is its help text.
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+from visionattn.training.command_line import parse, split_options
+
+NATIVE = "native"
+NATIVE_BATCH, SIZED_BATCH = 1, 16
+"""Images per batch where ``batch_size`` is left out: at their own sizes, and at one size."""
+
+
+@dataclass
+class InferenceOptions:
+    """Images, weights and how they meet."""
+
+    images: list[str] | None = None
+    """Folders (searched to any depth), image files, and ``.txt`` files with a path per line."""
+    checkpoint: str | None = None
+    """The ``best.safetensors`` of a run, or with ``model`` weights of another kind, e.g. a state dict of timm."""
+    model: str | None = None
+    """A timm name, ours or any other; not beside a ``best.safetensors``, which knows its model."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of ``model``, e.g. ``{num_heads: 6}``."""
+    pretrained: bool = False
+    """Fetch timm's weights of ``model``."""
+    img_size: int | Literal["native"] | None = None
+    """Pixels: the shorter side is resized to it and the centre cropped, as in validation. ``native``: each image at its
+    own size. None: that of the training."""
+    fit: Literal["pad", "crop"] | None = None
+    """``native`` alone: to whole patches by repeating the last row and column (``pad``, the default), or by cropping the
+    centre (``crop``)."""
+    batch_size: int | None = None
+    """Images per batch; with ``native`` those of one size that follow each other. None: 16, with ``native`` 1."""
+    workers: int = 2
+    """Processes that load images; 0 loads in the main process."""
+    device: str = "auto"
+    """``auto`` takes a GPU where there is one."""
+    amp: Literal["none", "bf16", "fp16"] = "none"
+    """Automatic mixed precision."""
+    threads: int | None = None
+    """CPU threads of torch; None: torch's own choice."""
+    seed: int = 0
+    """Seed of weights that no file gives."""
+    output: str | None = None
+    """Where the results go."""
+    overwrite: bool = False
+    """Replace results that are there."""
+
+
+Options = TypeVar("Options", bound=InferenceOptions)
+
+
+def parse_options(options_class: type[Options], argv: Sequence[str], **about: str) -> Options:
+    """Read and check the flags of a tool.
+
+    Args:
+        options_class: their dataclass.
+        argv: the flags, without the program's name.
+        about: ``prog``, ``description`` and ``example`` of ``parse``.
+
+    Raises:
+        ValueError, FileNotFoundError: a flag is wrong, or two exclude each other; one line.
+    """
+    options = parse(options_class, quote_paths(argv), **about)
+    check(options)
+    return options
+
+
+def quote_paths(argv: Sequence[str]) -> list[str]:
+    """Quote the values of ``--images``: a list in a flag is read as YAML, which commas and colons in paths would break."""
+    quoted = []
+    for flag, values in split_options(argv):
+        if flag == "images" and values and not (values[0].startswith("[") and not os.path.exists(values[0])):
+            values = [json.dumps(values)]
+        quoted += [f"--{flag}={values[0]}", *values[1:]] if len(values) == 1 else [f"--{flag}", *values]
+    return quoted
+
+
+def check(options: InferenceOptions) -> None:
+    """Check what needs neither model nor image.
+
+    Raises:
+        ValueError: one line with the option, what it may be, and what it is.
+    """
+    for key, least in (("batch_size", 1), ("threads", 1), ("workers", 0), ("seed", 0)):
+        value = getattr(options, key)
+        if value is not None and value < least:
+            raise ValueError(f"{key} must be at least {least}, got {value}")
+    if isinstance(options.img_size, int) and options.img_size < 1:
+        raise ValueError(f"img_size must be above 0, or native for each image at its own size, got {options.img_size}")
+    if options.fit and options.img_size != NATIVE:
+        raise ValueError(f"fit {options.fit} is for img_size native; at one size the centre is cropped: leave it out")
+    if options.pretrained and options.checkpoint:
+        raise ValueError("pretrained fetches timm's weights and checkpoint names a file of others: give one of them")
+    if not (options.model or options.checkpoint):
+        raise ValueError("name what to run: --checkpoint with the best.safetensors of a run, or --model with a timm name")
+    if options.args and not options.model:
+        raise ValueError("args are those of model, which is missing; a best.safetensors brings its own")

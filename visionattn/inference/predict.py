@@ -1,0 +1,189 @@
+"""Classes of many images as CSV, JSON or a table: the work of ``tools/predict.py``.
+
+Owns the rows and how they are written as they come. A file of rows appears whole or not at all.
+"""
+
+import csv
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from visionattn.benchmark.table import heading, line
+from visionattn.inference.listing import find_images, printable
+from visionattn.inference.opening import Opened, open_model
+from visionattn.inference.options import NATIVE_BATCH, SIZED_BATCH, InferenceOptions
+from visionattn.inference.progress import Progress
+from visionattn.inference.reading import ReadImages, Sizing
+from visionattn.inference.running import Outcome, logits, run_images
+from visionattn.models.weights import write_whole
+from visionattn.training.command_line import check_free
+from visionattn.training.interrupt import OutOfMemory
+from visionattn.training.validate import provenance
+
+FIELDS = ("path", "status", "reason", "height", "width", "input_height", "input_width")
+SUFFIXES = (".csv", ".json")
+DIGITS = 6
+"""Decimals of a probability."""
+SHOWN = 3
+"""Classes per image in the table on standard output."""
+
+
+@dataclass
+class PredictOptions(InferenceOptions):
+    """Classes of images."""
+
+    top_k: int | None = None
+    """Classes per image, the most probable first. None: 5, or as many as there are."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The classes of one image."""
+
+    outcome: Outcome
+    classes: tuple[str, ...]
+    """The most probable first; numbers where the classes have no names. Empty where there is no result."""
+    probabilities: tuple[float, ...]
+
+    def flat(self, top_k: int) -> dict[str, Any]:
+        """A row of CSV: ``FIELDS``, then ``class_1``, ``probability_1`` and so on; None where there is nothing."""
+        row = {name: getattr(self.outcome, name) for name in FIELDS}
+        for i in range(top_k):
+            found = i < len(self.classes)
+            row[f"class_{i + 1}"] = self.classes[i] if found else None
+            row[f"probability_{i + 1}"] = self.probabilities[i] if found else None
+        return row
+
+    def nested(self) -> dict[str, Any]:
+        """A row of JSON: ``FIELDS`` and ``classes``, a list of ``{"class", "probability"}``."""
+        pairs = zip(self.classes, self.probabilities, strict=True)
+        listed = [{"class": name, "probability": probability} for name, probability in pairs]
+        return {name: getattr(self.outcome, name) for name in FIELDS} | {"classes": listed}
+
+    def cells(self) -> list[str | None]:
+        """A row for people: path, then ``SHOWN`` classes, or the reason."""
+        path = printable(self.outcome.path)
+        if self.outcome.value is None:
+            return [path, printable(f"{self.outcome.status}: {self.outcome.reason}")]
+        pairs = zip(self.classes[:SHOWN], self.probabilities[:SHOWN], strict=True)
+        return [path, *(f"{name} {100 * probability:.1f} %" for name, probability in pairs)]
+
+
+class Predictor:
+    """Model and images, after all checks; nothing is written before ``run``.
+
+    Args:
+        options: of ``parse_options``.
+
+    Raises:
+        ValueError, FileNotFoundError: something is wrong or in the way; one line.
+    """
+
+    def __init__(self, options: PredictOptions):
+        self.options, self.output = options, Path(options.output) if options.output else None
+        if options.top_k is not None and options.top_k < 1:
+            raise ValueError(f"top_k must be above 0, got {options.top_k}")
+        if self.output is None and options.overwrite:
+            raise ValueError("overwrite replaces the file of --output, which is missing: leave it out")
+        if self.output is not None:
+            if self.output.suffix not in SUFFIXES:
+                raise ValueError(f"--output {self.output} must end in {' or '.join(SUFFIXES)}")
+            check_free(self.output, options.overwrite)
+        self.listing = find_images(options.images or [])
+        self.opened: Opened = open_model(options, classifies=True)
+        classes = self.opened.spec.num_classes
+        if classes < 1:
+            raise ValueError(f"{self.opened.name} has no classes to predict")
+        if options.top_k is not None and options.top_k > classes:
+            raise ValueError(f"top_k {options.top_k} of a model of {classes} classes")
+        self.top_k = options.top_k or min(5, classes)
+        self.images = ReadImages(
+            self.listing, self.opened.spec, Sizing(self.opened.img_size, self.opened.patch_px, options.fit or "pad")
+        )
+
+    def run(self, say: Callable[[str], None]) -> None:
+        """Write a row per image to the output, or print a table, and say what came of it.
+
+        Raises:
+            ValueError: none of the images gives a prediction; the rows are there nevertheless.
+            OutOfMemory: none of them fits into memory.
+            Failed: a process that reads images ended.
+        """
+        counts = {"ok": 0, "other": 0}
+        first: list[Outcome] = []
+
+        def counted() -> Iterator[Prediction]:
+            for prediction in self._predictions():
+                failed = prediction.outcome.value is None
+                counts["other" if failed else "ok"] += 1
+                if failed and not first:
+                    first.append(prediction.outcome)
+                yield prediction
+
+        if self.output is None:
+            say(heading(["image", *(str(i + 1) for i in range(min(SHOWN, self.top_k)))]))
+            for prediction in counted():
+                say(line(prediction.cells()))
+        else:
+            for note in self.opened.notes:
+                say(note)
+            write_whole(self.output, lambda temporary: self._write(temporary, counted()))
+            say(f"{counts['ok']} of {len(self.listing)} images have classes: {self.output}")
+        if not counts["ok"]:
+            error = OutOfMemory if first[0].status == "oom" else ValueError
+            raise error(f"none of the {len(self.listing)} images has a result; the first: {first[0].path}: {first[0].reason}")
+
+    def _predictions(self) -> Iterator[Prediction]:
+        options = self.options
+        batches = run_images(
+            self.opened,
+            self.images,
+            logits,
+            batch_size=options.batch_size or (NATIVE_BATCH if self.opened.img_size is None else SIZED_BATCH),
+            workers=options.workers,
+            amp=options.amp,
+        )
+        with Progress(len(self.listing)) as progress:
+            for batch in batches:
+                for outcome in batch:
+                    yield self._prediction(outcome)
+                progress.advance(len(batch), sum(outcome.value is None for outcome in batch))
+
+    def _prediction(self, outcome: Outcome) -> Prediction:
+        if outcome.value is None:
+            return Prediction(outcome, (), ())
+        probabilities, classes = torch.softmax(outcome.value, 0).topk(self.top_k)
+        names = self.opened.spec.class_names
+        chosen = tuple(names[i] if names else str(i) for i in classes.tolist())
+        return Prediction(outcome, chosen, tuple(round(p, DIGITS) for p in probabilities.tolist()))
+
+    def _write(self, path: Path, predictions: Iterator[Prediction]) -> None:
+        with open(path, "w", encoding="utf-8", errors="surrogateescape", newline="") as file:
+            if self.output.suffix == ".json":
+                about = provenance(self.opened.device) | {"model": self.opened.notes, "options": asdict(self.options)}
+                _write_json(file, predictions, about)
+            else:
+                _write_csv(file, predictions, self.top_k)
+
+
+def _write_csv(file: TextIO, predictions: Iterator[Prediction], top_k: int) -> None:
+    """A row per image."""
+    columns = [*FIELDS, *(f"{what}_{i + 1}" for i in range(top_k) for what in ("class", "probability"))]
+    writer = csv.DictWriter(file, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(prediction.flat(top_k) for prediction in predictions)
+
+
+def _write_json(file: TextIO, predictions: Iterator[Prediction], about: dict[str, Any]) -> None:
+    """``{"provenance": ..., "rows": [...]}``, a row per line."""
+    file.write(f'{{"provenance": {json.dumps(about)},\n"rows": [')
+    separator = "\n"
+    for prediction in predictions:
+        file.write(separator + json.dumps(prediction.nested()))
+        separator = ",\n"
+    file.write("\n]}\n")
+

@@ -1,0 +1,120 @@
+"""A linear probe and kNN on pooled features: how much of the classes they hold.
+
+Owns which images are fitted on and which are judged, and the two classifiers. Knows features only by the paths of their
+images.
+"""
+
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from visionattn.inference.listing import Digits
+from visionattn.training.folder import open_images
+
+STEPS = 1000
+"""Of the linear probe's optimiser, at most."""
+
+
+@dataclass(frozen=True)
+class Division:
+    """Which images are fitted on, and which are judged."""
+
+    fitted: dict[str, int]
+    """Path and class of each."""
+    judged: dict[str, int]
+    judged_name: str
+    """``test``, or ``validation`` where there is no test split."""
+    class_names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """Accuracies in [0, 1] on the judged images, and what they rest on."""
+
+    linear: float
+    knn: float
+    neighbours: int
+    fitted: int
+    judged: int
+    judged_name: str
+    classes: int
+    converged: bool
+    """Whether the linear probe's optimiser came to its end."""
+    lost: int
+    """Images of either kind that have no features."""
+
+    def lines(self) -> list[str]:
+        """For people."""
+        note = "" if self.converged else f" (not converged after {STEPS} steps)"
+        lines = [
+            f"linear probe {100 * self.linear:.2f} %{note}, kNN (k = {self.neighbours}) {100 * self.knn:.2f} % of "
+            f"{self.judged} {self.judged_name} images, fitted on {self.fitted} images of {self.classes} classes"
+        ]
+        return lines + ([f"{self.lost} labelled images have no features and count nowhere"] if self.lost else [])
+
+
+def divide_folder(root: str, *, val_fraction: float, seed: int) -> Division:
+    """Divide a folder of class folders, or of ``train/``, ``val/`` and ``test/`` with those, as training does.
+
+    Raises:
+        ValueError, FileNotFoundError: there are no classes, or too few images; one line.
+    """
+    (train, validation, test), names = open_images(root, val_fraction=val_fraction, seed=seed, augment=None)
+    fitted, judged = (
+        {part.source.name(index): int(label) for index, label in zip(part.indices, part.labels, strict=True)}
+        for part in (train, test or validation)
+    )
+    return Division(fitted, judged, "test" if test else "validation", names)
+
+
+def divide_digits(digits: Digits) -> Division:
+    """Fit on the digits that training trains on, judge on its test digits."""
+    labels = {digits.name(i): int(label) for i, label in enumerate(digits.labels)}
+    fitted, judged = (
+        {path: label for path, label in labels.items() if path.startswith(f"digits/{split}/")} for split in ("train", "test")
+    )
+    return Division(fitted, judged, "test", tuple(str(digit) for digit in range(10)))
+
+
+def fit_probes(features: Iterable[tuple[str, Tensor]], division: Division, neighbours: int) -> ProbeResult:
+    """Fit a logistic regression on standardised features, and kNN by cosine, and judge both.
+
+    Args:
+        features: path and features ``[D]`` of images; those that the division does not name are passed over.
+        division: of the images.
+        neighbours: k of kNN.
+
+    Raises:
+        ValueError: too few images, neighbours or classes are left to fit or to judge.
+    """
+    from sklearn.exceptions import ConvergenceWarning
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.neighbors import KNeighborsClassifier
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    parts = {"fitted": ([], []), "judged": ([], [])}
+    for path, vector in features:
+        for name, (vectors, labels) in parts.items():
+            if path in getattr(division, name):
+                vectors.append(vector.float().numpy())
+                labels.append(getattr(division, name)[path])
+    (x, y), (x_judged, y_judged) = ((np.array(vectors), np.array(labels)) for vectors, labels in parts.values())
+    if len(x) < neighbours or len(np.unique(y)) < 2 or not len(x_judged):
+        raise ValueError(
+            f"a probe wants at least {neighbours} images (neighbours) of two classes to fit and one to judge; "
+            f"got features of {len(x)} of {len(np.unique(y))} and of {len(x_judged)}"
+        )
+    linear = make_pipeline(StandardScaler(), LogisticRegression(max_iter=STEPS))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", ConvergenceWarning)
+        linear.fit(x, y)
+    knn = KNeighborsClassifier(neighbours, metric="cosine").fit(x, y)
+    accuracies = [float((classifier.predict(x_judged) == y_judged).mean()) for classifier in (linear, knn)]
+    lost = len(division.fitted) + len(division.judged) - len(x) - len(x_judged)
+    converged = not any(issubclass(entry.category, ConvergenceWarning) for entry in caught)
+    sizes = (neighbours, len(x), len(x_judged), division.judged_name, len(division.class_names))
+    return ProbeResult(*accuracies, *sizes, converged, lost)

@@ -1,0 +1,180 @@
+"""Images through a model in batches of one size: what comes out for each, in order, or why nothing does.
+
+Owns batching, reading ahead within bounds, and what too little memory and numbers that are not finite come to. Knows
+nothing of what becomes of the outputs.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from visionattn.inference.opening import Opened
+from visionattn.inference.reading import ReadImages, Sample
+from visionattn.measure import is_out_of_memory
+from visionattn.models.weights import first_line
+from visionattn.training.batches import start_worker
+from visionattn.training.evaluate import autocast
+from visionattn.training.interrupt import Failed
+
+Compute = Callable[[nn.Module, Tensor], Tensor]
+"""``compute(model, inputs [B, C, H, W]) -> [B, ...]``."""
+Status = Literal["ok", "unreadable", "oom", "nan"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one image."""
+
+    path: str
+    status: Status
+    """``oom``: too little memory for it alone. ``nan``: the output is not finite."""
+    reason: str | None
+    """Why there is no output, in one line; None where there is one."""
+    height: int | None
+    """Of the image in its file, in pixels; None where it cannot be read."""
+    width: int | None
+    input_height: int | None
+    """Of what the model saw."""
+    input_width: int | None
+    value: Tensor | None
+    """The output, on the CPU."""
+
+
+def pooled(model: nn.Module, inputs: Tensor) -> Tensor:
+    """Features before the classifier, ``[B, D]``."""
+    return model.forward_head(model.forward_features(inputs), pre_logits=True)
+
+
+def last_map(model: nn.Module, inputs: Tensor) -> Tensor:
+    """The last feature map, after the final norm where there is one, ``[B, D, H, W]``."""
+    return model.forward_intermediates(inputs, indices=1, norm=True, output_fmt="NCHW", intermediates_only=True)[-1]
+
+
+def logits(model: nn.Module, inputs: Tensor) -> Tensor:
+    """Outputs per class, ``[B, num_classes]``."""
+    return model(inputs)
+
+
+def batch_samples(samples: Iterator[Sample], batch_size: int) -> Iterator[list[Sample]]:
+    """Divide samples, in order, into batches of at most ``batch_size`` whose images have one size."""
+    batch, size = [], None
+    for sample in samples:
+        own = None if sample.pixels is None else sample.pixels.shape
+        if batch and (len(batch) == batch_size or (own and size and own != size)):
+            yield batch
+            batch, size = [], None
+        batch.append(sample)
+        size = size or own
+    if batch:
+        yield batch
+
+
+def read_ahead(images: ReadImages, start: int, *, batch_size: int, workers: int) -> Iterator[Sample]:
+    """Samples from number ``start`` on, in order, read by processes that stay a bounded number of images ahead.
+
+    At one size that is two batches, else one image per process.
+
+    Raises:
+        Failed: a process ended, for want of memory perhaps.
+    """
+    ahead = 1 if images.sizing.img_size is None else math.ceil(2 * batch_size / max(workers, 1))
+    loader = DataLoader(
+        images,
+        batch_size=None,
+        sampler=range(start, len(images)),
+        num_workers=workers,
+        collate_fn=_as_it_is,
+        worker_init_fn=start_worker,
+        prefetch_factor=ahead if workers else None,
+        generator=torch.Generator(),  # leaves torch's own generator alone
+    )
+    try:
+        yield from loader
+    except RuntimeError as error:
+        if not str(error).startswith("DataLoader worker"):
+            raise
+        raise Failed(f"a process that reads images ended ({first_line(error)}); try --workers 0") from error
+
+
+def _as_it_is(sample: Sample) -> Sample:
+    return sample
+
+
+def run_images(
+    opened: Opened,
+    images: ReadImages,
+    compute: Compute,
+    *,
+    start: int = 0,
+    batch_size: int,
+    workers: int,
+    amp: str = "none",
+    dtype: torch.dtype = torch.float32,
+) -> Iterator[list[Outcome]]:
+    """Compute the outputs of images in order, batch after batch, no more than a few batches at a time in memory.
+
+    Args:
+        opened: the model.
+        images: all images.
+        compute: what of the model is wanted.
+        start: the image to begin with.
+        batch_size: images per batch at most; where memory is too small for a batch, halves of it are tried.
+        workers: processes that read.
+        amp: ``none``, ``bf16`` or ``fp16``.
+        dtype: of the outputs.
+
+    Raises:
+        ValueError: the model does not take images of this size.
+        Failed: a process that reads ended.
+    """
+    number = start
+    for batch in batch_samples(read_ahead(images, start, batch_size=batch_size, workers=workers), batch_size):
+        readable = [sample.pixels for sample in batch if sample.pixels is not None]
+        for sample in batch:
+            sample.pixels = None  # once they are stacked, their memory is free
+        values, size = iter(()), (None, None)
+        if readable:
+            size = readable[0].shape[1:]
+            stacked = torch.stack(readable)
+            readable.clear()
+            values = iter(_outputs(opened, stacked, compute, amp, dtype))
+        outcomes = []
+        for sample in batch:
+            outcomes.append(_outcome(images.listing.name(number), sample, size, values, dtype))
+            number += 1
+        yield outcomes
+
+
+def _outcome(path: str, sample: Sample, size, values: Iterator[Tensor | None], dtype: torch.dtype) -> Outcome:
+    if sample.reason is not None:
+        return Outcome(path, "unreadable", sample.reason, sample.height, sample.width, None, None, None)
+    value = next(values)
+    seen = (sample.height, sample.width, *size)
+    if value is None:
+        return Outcome(path, "oom", f"out of memory with one image of {size[0]} x {size[1]} pixels", *seen, None)
+    if not value.isfinite().all():
+        hint = "; float32 may hold them" if dtype == torch.float16 else ""
+        return Outcome(path, "nan", f"outputs are not finite{hint}", *seen, None)
+    return Outcome(path, "ok", None, *seen, value)
+
+
+def _outputs(opened: Opened, images: Tensor, compute: Compute, amp: str, dtype: torch.dtype) -> list[Tensor | None]:
+    """One output per image of uint8 ``[B, C, H, W]``, on the CPU; None where memory is too small for it alone."""
+    try:
+        with torch.inference_mode(), autocast(opened.device, amp):
+            return list(compute(opened.model, opened.spec.prepare(images.to(opened.device))).to("cpu", dtype))
+    except (RuntimeError, AssertionError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            height, width = images.shape[2:]
+            raise ValueError(
+                f"{opened.name} does not take images of {height} x {width} pixels: {first_line(error)}"
+            ) from error
+    if len(images) == 1:
+        return [None]
+    half = len(images) // 2
+    return [value for part in (images[:half], images[half:]) for value in _outputs(opened, part, compute, amp, dtype)]

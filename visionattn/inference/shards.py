@@ -1,0 +1,191 @@
+"""Features on disk: safetensors files of bounded size that know which images they hold, and the index of all of them.
+
+Owns the format and what of an earlier run can stay. Each shard appears whole or not at all and carries its rows, so that a
+folder of shards needs no other record of how far a run has come. Knows nothing of models.
+"""
+
+import csv
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from visionattn.inference.running import Outcome
+from visionattn.models.weights import write_whole
+
+FORMAT = "visionattn.features"
+FORMAT_VERSION = 1
+INDEX = "index.csv"
+POOLED = "features"
+"""The one tensor of a shard of pooled features, ``[n, D]``."""
+FROM_OUTCOME = ("path", "status", "reason", "height", "width", "input_height", "input_width")
+PLACE = ("shard", "key", "row")
+COLUMNS = (*FROM_OUTCOME, *PLACE)
+"""Of the index. A pooled feature is row ``row`` of tensor ``key`` of file ``shard``; a map is the tensor itself."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A whole file of features."""
+
+    path: Path
+    first: int
+    """Number of its first image among all images."""
+    rows: list[dict[str, Any]]
+    """A row of the index per image."""
+
+
+class Pending:
+    """The images of a shard that is not written yet.
+
+    Attributes:
+        bytes: of the features so far.
+    """
+
+    def __init__(self, folder: Path, number: int, first: int, identity: dict[str, Any]):
+        """``identity``: what the features are, as JSON types; ``first``: number of the first image."""
+        self.path, self.first, self.bytes = shard_path(folder, number), first, 0
+        self._identity = identity
+        self._rows: list[dict[str, Any]] = []
+        self._vectors: list[Tensor] = []
+        self._maps: dict[str, Tensor] = {}
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def add(self, outcomes: list[Outcome]) -> None:
+        """Images that follow. Their features are copied: as parts of a batch they would hold all of it."""
+        for outcome in outcomes:
+            row = {name: getattr(outcome, name) for name in FROM_OUTCOME} | dict.fromkeys(PLACE)
+            if outcome.value is not None and outcome.value.ndim == 1:
+                row |= dict(zip(PLACE, (self.path.name, POOLED, len(self._vectors)), strict=True))
+                self._vectors.append(outcome.value.clone())
+            elif outcome.value is not None:
+                key = f"{self.first + len(self):09d}"
+                row |= dict(zip(PLACE, (self.path.name, key, None), strict=True))
+                self._maps[key] = outcome.value.clone()
+            self._rows.append(row)
+            self.bytes += 0 if outcome.value is None else outcome.value.nbytes
+
+    def write(self) -> None:
+        """Write the file, whole or not at all; pooled features as one tensor, maps as one per image."""
+        tensors = self._maps | ({POOLED: torch.stack(self._vectors)} if self._vectors else {})
+        content = {"format": FORMAT, "version": FORMAT_VERSION, "identity": self._identity}
+        # One entry: the order of several in the file is not defined.
+        metadata = {FORMAT: json.dumps(content | {"first": self.first, "rows": self._rows})}
+
+        def write(temporary: Path) -> None:
+            temporary.touch()
+            mode = temporary.stat().st_mode
+            save_file(tensors, temporary, metadata=metadata)  # puts a file that others may not read in its place
+            temporary.chmod(mode)
+
+        write_whole(self.path, write)
+
+
+def shard_path(folder: Path, number: int) -> Path:
+    """Where a shard lies."""
+    return folder / f"features-{number:05d}.safetensors"
+
+
+def shard_paths(folder: Path) -> list[Path]:
+    """Files that are shards by their names, in order."""
+    return sorted(folder.glob("features-[0-9]*.safetensors"))
+
+
+def read_shard(path: Path) -> tuple[Shard, dict[str, Any]] | None:
+    """The rows and the identity of a shard, without its tensors; None where it is missing or cut off.
+
+    Raises:
+        ValueError: a whole safetensors file, but not one of features.
+    """
+    if not path.is_file():
+        return None
+    try:
+        with safe_open(path, framework="pt") as file:
+            text = (file.metadata() or {}).get(FORMAT)
+    except SafetensorError:
+        return None
+    content = json.loads(text) if text else {}
+    if content.get("version") != FORMAT_VERSION:
+        raise ValueError(f"{path} is no file of features of this visionattn; choose another --output")
+    return Shard(path, content["first"], content["rows"]), content["identity"]
+
+
+def whole_shards(folder: Path, identity: dict[str, Any]) -> list[Shard]:
+    """The shards of an earlier run, from the first image on without a gap.
+
+    Raises:
+        ValueError: some are of other features; the line names the first difference.
+    """
+    found, following = [], True
+    for number, path in enumerate(shard_paths(folder)):
+        read = read_shard(path)
+        if read is None:
+            following = False
+            continue
+        shard, other = read
+        for key in identity:
+            if other.get(key) != identity[key]:
+                there, here = (_brief(features.get(key)) for features in (other, identity))
+                raise ValueError(
+                    f"{folder} holds other features: {key} {there} there, {here} here; "
+                    "choose another --output, or replace them with --overwrite"
+                )
+        following = following and path == shard_path(folder, number) and shard.first == sum(len(s.rows) for s in found)
+        if following:
+            found.append(shard)
+    return found
+
+
+def _brief(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 40 else text[:12] + "..."
+
+
+def delete_from(folder: Path, number: int) -> None:
+    """Delete the shards from ``number`` on."""
+    for path in shard_paths(folder):
+        if path >= shard_path(folder, number):
+            path.unlink()
+
+
+def rows_of(folder: Path) -> Iterator[dict[str, Any]]:
+    """The rows of all shards, in order, a shard at a time in memory."""
+    for path in shard_paths(folder):
+        read = read_shard(path)
+        if read is None:
+            raise ValueError(f"{path} is cut off; call the same command again")
+        yield from read[0].rows
+
+
+def write_index(folder: Path) -> Path:
+    """Write the rows of all shards to one CSV file, ``COLUMNS`` at its head; returns its path."""
+
+    def write(temporary: Path) -> None:
+        with open(temporary, "w", encoding="utf-8", errors="surrogateescape", newline="") as file:
+            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows_of(folder))
+
+    write_whole(folder / INDEX, write)
+    return folder / INDEX
+
+
+def read_pooled(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Path and features ``[D]`` of each image that has some, in order, a shard at a time in memory."""
+    for path in shard_paths(folder):
+        read = read_shard(path)
+        if read is None:
+            raise ValueError(f"{path} is cut off; call the same command again")
+        rows = [row for row in read[0].rows if row["status"] == "ok"]
+        if rows:
+            with safe_open(path, framework="pt") as file:
+                stacked = file.get_tensor(POOLED)
+            yield from ((row["path"], stacked[row["row"]]) for row in rows)
