@@ -125,7 +125,7 @@ def test_threads_hold_for_the_run_alone(main, capsys):
 
 
 BAD_FLAGS = [
-    ([], "wanted one of --operations, --models, --targets, --figure, got none"),
+    ([], "wanted one of --operations, --models, --targets, --figure, --loader, got none"),
     (["--targets", "--operations", "sdpa"], "got operations and targets"),
     (["--operations", "sdqa"], "operation 'sdqa': wanted one of sdpa, eager"),
     (["--operations", "sdpa+joint"], "sdpa has no option 'joint'; it has causal"),

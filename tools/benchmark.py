@@ -1,8 +1,8 @@
 """Time and memory of operations and models: ``python tools/benchmark.py --operations kernelized sdpa --tokens 1024 4096``.
 
-``--targets`` prints the figures to reach and what they come to here, ``--figure`` redraws a figure of the papers, ``--help``
-lists the rest. Every case is checked against its definition before it is timed, and times that are compared come from one
-interleaved run. Exit codes: 0; 2 for bad input; 130 for Ctrl-C.
+``--targets`` prints the figures to reach and what they come to here, ``--figure`` redraws a figure of the papers, ``--loader``
+measures the data pipeline alone, ``--help`` lists the rest. Every case is checked against its definition before it is timed,
+and times that are compared come from one interleaved run. Exit codes: 0; 2 for bad input; 130 for Ctrl-C.
 """
 
 import sys

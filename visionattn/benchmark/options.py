@@ -4,7 +4,7 @@ import argparse
 import contextlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -12,11 +12,13 @@ import torch
 from visionattn.benchmark.cases import DTYPES, FORMS, Case
 from visionattn.benchmark.compare import Plan
 from visionattn.benchmark.figures import FIGURES
+from visionattn.benchmark.loader import LoaderCase, Source, open_source
 from visionattn.benchmark.memory import build
 from visionattn.benchmark.operations import FORMED, has_position
 from visionattn.benchmark.targets import choose
 from visionattn.training.build import pick_device
 from visionattn.training.command_line import check_free
+from visionattn.training.streams import Shards
 
 EXAMPLE = "python tools/benchmark.py --operations taylorshift kernelized+joint sdpa --tokens 256 512 --width 32 --no-memory"
 
@@ -37,7 +39,7 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    what = parser.add_argument_group("what is compared; one of these four")
+    what = parser.add_argument_group("what is compared; one of these five")
     add = what.add_argument
     text = "taylorshift, kernelized, softmax, relative, sdpa, eager; options behind plus signs: taylorshift+temperature+joint"
     add("--operations", nargs="+", metavar="NAME", help=text)
@@ -45,22 +47,27 @@ def make_parser() -> argparse.ArgumentParser:
     add("--models", nargs="+", metavar="NAME", help=text)
     add("--targets", action="store_true", help="the figures to reach, and what they come to here; minutes")
     add("--figure", choices=FIGURES, help="redraw a figure of the papers on this machine; writes PNG and CSV")
+    text = "the data pipeline alone: YAML files of trainings or names of data sets; options: configs/canvas.yaml+augment=none"
+    add("--loader", nargs="+", metavar="DATA", help=text + ", folder+root=PATH")
     add = parser.add_argument_group("sizes").add_argument
     add("--tokens", nargs="+", type=_positive, default=[1024, 4096], metavar="N", help="of operations (1024 4096)")
-    add("--img-size", nargs="+", type=_positive, default=[224, 512], metavar="PX", help="of models (224 512)")
+    add("--img-size", nargs="+", type=_positive, metavar="PX", help="of models (224 512); of --loader (as the data say)")
     add("--width", nargs="+", type=_positive, default=[64], metavar="d", help="width of a head of operations (64)")
     text = "of the operations that have forms, and of our models (efficient for operations, auto for models)"
     add("--form", nargs="+", choices=FORMS, metavar="FORM", help=text)
     add("--dtype", nargs="+", choices=DTYPES, default=["float32"], metavar="DTYPE", help=f"one of {', '.join(DTYPES)} (float32)")
     add("--backward", action="store_true", help="time forward and backward, not the forward alone")
-    add("--batch", type=_positive, default=1, help="(1)")
+    add("--batch", type=_positive, help="(1; of --loader that of the training)")
+    text = "processes that load; 0 loads in the main process (0 1 2)"
+    add("--workers", nargs="+", type=_whole, default=[0, 1, 2], metavar="W", help=text)
     add("--heads", type=_positive, default=6, help="of operations (6); of a model by its option +heads=12")
     add("--horizon", type=_whole, metavar="R", help="of the relative position of operations (3); 0 is one class")
     add = parser.add_argument_group("how it is measured").add_argument
     text = "the case that ratios are taken to (sdpa, or the first case); as the table names it, form included"
     add("--baseline", metavar="CASE", help=text)
     add("--rounds", type=_positive, help="of the interleaved run at least (5; 3 for models above 1024 px of --targets)")
-    add("--seconds", type=float, help="for each case while more rounds are made (1; of --targets 2, and none for models)")
+    text = "for each case while more rounds are made (1; of --targets 2, and none for models); of --loader in all its rounds (3)"
+    add("--seconds", type=float, help=text)
     add("--no-memory", action="store_true", help="leave out peak memory, which takes a process of some seconds per case")
     add("--threads", type=_positive, help="of a processor (what torch takes)")
     add("--device", default="cpu", help="cpu or cuda (cpu)")
@@ -94,12 +101,15 @@ class Options:
     """Checked flags."""
 
     flags: argparse.Namespace
+    sources: tuple[Source, ...] = ()
+    """What ``--loader`` names."""
 
     @property
     def plan(self) -> Plan:
         """What to measure and how long."""
         flags = self.flags
-        seconds = (2.0 if flags.targets else 1.0) if flags.seconds is None else flags.seconds
+        usual = 2.0 if flags.targets else 3.0 if flags.loader else 1.0
+        seconds = usual if flags.seconds is None else flags.seconds
         return Plan(rounds=flags.rounds or 5, seconds=seconds, memory=not flags.no_memory, device=flags.device)
 
     @property
@@ -112,16 +122,27 @@ class Options:
         flags, groups = self.flags, []
         operations, names = flags.operations is not None, flags.operations or flags.models
         for dtype in flags.dtype:
-            shared = dict(dtype=dtype, backward=flags.backward, batch=flags.batch, heads=flags.heads)
+            shared = dict(dtype=dtype, backward=flags.backward, batch=flags.batch or 1, heads=flags.heads)
             shared["horizon"] = Case.horizon if flags.horizon is None else flags.horizon
             for width in flags.width if operations else [None]:
-                for size in flags.tokens if operations else flags.img_size:
+                for size in flags.tokens if operations else flags.img_size or [224, 512]:
                     kind = "operation" if operations else "model"
                     cases = [
                         Case(kind, name, size, width, form=form, **shared) for name in names for form in self._forms(name)
                     ]
                     groups.append(list(dict.fromkeys(cases)))
         return groups
+
+    def loader_cases(self) -> list[LoaderCase]:
+        """What ``--loader`` measures, all in one run."""
+        flags = self.flags
+        cases = [
+            LoaderCase(source, workers, flags.batch or source.config.batch_size, size)
+            for source in self.sources
+            for size in flags.img_size or [None]
+            for workers in flags.workers
+        ]
+        return list(dict.fromkeys(cases))
 
     def _forms(self, name: str) -> Sequence[str]:
         if not self._has_forms(name):
@@ -167,9 +188,9 @@ def parse_options(argv: Sequence[str]) -> Options:
         ValueError: a flag is wrong, two contradict each other, or a file is in the way.
     """
     flags = make_parser().parse_args(argv)
-    chosen = [name for name in ("operations", "models", "targets", "figure") if getattr(flags, name)]
+    chosen = [name for name in WHAT if getattr(flags, name)]
     if len(chosen) != 1:
-        raise ValueError(f"wanted one of --operations, --models, --targets, --figure, got {' and '.join(chosen) or 'none'}")
+        raise ValueError(f"wanted one of {', '.join(f'--{name}' for name in WHAT)}, got {' and '.join(chosen) or 'none'}")
     given = {word.split("=")[0] for word in argv if word.startswith("--")}
     for flag, wanted in IDLE.items():
         if flag in given and chosen[0] not in wanted:
@@ -186,33 +207,52 @@ def parse_options(argv: Sequence[str]) -> Options:
                 check_case_runs(case)
     for path in outputs(flags):
         check_free(path, flags.overwrite)
+    if flags.loader:
+        return replace(options, sources=tuple(open_sources(flags)))
     return options
 
 
+def open_sources(flags: argparse.Namespace) -> list[Source]:
+    """The images that ``--loader`` names; a name that is given twice counts once.
+
+    Raises:
+        ValueError, FileNotFoundError: something about them is wrong, or there are more workers than shards.
+    """
+    sources = [open_source(text, flags.img_size) for text in dict.fromkeys(flags.loader)]
+    for source in sources:
+        train = source.splits.train
+        if isinstance(train, Shards) and max(flags.workers) > len(train.shard_lengths):
+            raise ValueError(f"{source.label} has {len(train.shard_lengths)} shards, too few for {max(flags.workers)} workers")
+    return sources
+
+
+WHAT = ("operations", "models", "targets", "figure", "loader")
 _SWEEP = ("operations", "models")
 IDLE = {
     "--tokens": ("operations",),
     "--width": ("operations",),
     "--heads": ("operations",),
     "--horizon": ("operations",),
-    "--img-size": ("models",),
+    "--img-size": ("models", "loader"),
+    "--workers": ("loader",),
     "--form": _SWEEP,
     "--dtype": _SWEEP,
     "--backward": _SWEEP,
-    "--batch": _SWEEP,
+    "--batch": (*_SWEEP, "loader"),
     "--baseline": _SWEEP,
     "--no-memory": _SWEEP,
-    "--rounds": (*_SWEEP, "targets"),
-    "--seconds": (*_SWEEP, "targets"),
+    "--rounds": (*_SWEEP, "targets", "loader"),
+    "--seconds": (*_SWEEP, "targets", "loader"),
     "--plot": _SWEEP,
     "--only": ("targets",),
     "--quick": ("figure",),
     "--output": ("figure",),
-    "--csv": (*_SWEEP, "targets"),
-    "--json": (*_SWEEP, "targets"),
+    "--csv": (*_SWEEP, "targets", "loader"),
+    "--json": (*_SWEEP, "targets", "loader"),
     "--device": _SWEEP,
+    "--threads": (*_SWEEP, "targets", "figure"),
 }
-"""Flags that act with some of the four alone."""
+"""Flags that act with some of the five alone."""
 
 
 def check_case_runs(case: Case) -> None:

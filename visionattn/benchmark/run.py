@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from visionattn.benchmark import loader
 from visionattn.benchmark.compare import Row, measure_together
 from visionattn.benchmark.options import Options, parse_options
 from visionattn.benchmark.table import (
@@ -42,7 +43,10 @@ def benchmark(argv: Sequence[str], show: Print) -> None:
 
             redraw(flags.figure, Path(flags.output), flags.quick, provenance, show)
             return
-        records = run_targets(options, show) if flags.targets else run_sweep(options, provenance, show)
+        if flags.loader:
+            records = run_loader(options, show)
+        else:
+            records = run_targets(options, show) if flags.targets else run_sweep(options, provenance, show)
         save(flags.csv, csv_text(records, provenance))
         save(flags.json, json_text(records, provenance))
     finally:
@@ -67,6 +71,15 @@ def run_targets(options: Options, show: Print) -> list[Record]:
         show(line(result.cells()))
         records.append(result.record())
     return records
+
+
+def run_loader(options: Options, show: Print) -> list[Record]:
+    """Measure how fast images are loaded, and print what is counted and a row for each way."""
+    show(f"{loader.COUNTED}\n\n{heading(loader.COLUMNS)}")
+    rows = loader.measure_loaders(options.loader_cases(), rounds=options.plan.rounds, seconds=options.plan.seconds)
+    for row in rows:
+        show(line(row.cells()))
+    return [row.record() for row in rows]
 
 
 def run_sweep(options: Options, provenance: Record, show: Print) -> list[Record]:
