@@ -1,0 +1,22 @@
+"""Memory of models over image sizes: ``python tools/profile_memory.py --models taylorshift_vit_s vit_small_patch16_224+eager``.
+
+Each cell (model, image size, pass, precision, form, checkpointing) runs in a process of its own. ``--largest`` finds the largest
+image that fits, ``--snapshot`` records one cell for PyTorch's memory viewer, ``--help`` lists the rest. A cell that does not fit
+is a row. Exit codes: 0; 2 for bad input; 4 where a cell failed for another reason than memory; 130 for Ctrl-C.
+"""
+
+import sys
+from collections.abc import Sequence
+
+from visionattn.profiling.run import profile
+from visionattn.training.command_line import run_tool
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Profile as the flags say; returns the exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    return run_tool(lambda: profile(argv, lambda text: print(text, flush=True)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,160 @@
+"""A cell measured in a process of its own, where nothing freed earlier hides an allocation.
+
+``python -m visionattn.profiling.process`` is that process: a job as JSON on standard input, bytes as JSON on standard output.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+import visionattn
+from visionattn.benchmark.memory import is_out_of_memory
+from visionattn.measure import peak_bytes
+from visionattn.profiling.cells import Cell
+from visionattn.profiling.step import Step
+
+OUT_OF_MEMORY = 3
+"""Exit code of the process for a cell that does not fit."""
+PACKAGE = Path(visionattn.__file__).parents[1]
+BUILDING_BYTES, SLACK_BYTES = 2**30, 2**26
+"""What a process may ask for beyond the budget while its model is built, and after that; most of it is never touched."""
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """What a cell takes."""
+
+    peak_bytes: int
+    """Highest level during the pass: on a GPU what PyTorch's allocator handed out, on a CPU the resident memory of the process,
+    interpreter and libraries included."""
+    reserved_bytes: int | None
+    """Highest level of what PyTorch's allocator took from the GPU; None on a CPU."""
+    above_bytes: int
+    """The peak above the level just before the pass, with model, image and optimiser in place."""
+    parameters_bytes: int
+    """Parameters and buffers: their tensors."""
+    gradients_bytes: int
+    """Gradients after the pass: their tensors."""
+    optimizer_bytes: int
+    """State of the optimiser: its tensors."""
+    activations_bytes: int
+    """What autograd saves of the forward for the backward, parameters and image left out; for inference, which saves nothing,
+    ``above_bytes``."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the process is told."""
+
+    cell: Cell
+    device: str = "cpu"
+    threads: int | None = None
+    budget_bytes: int | None = None
+    """A peak of so many bytes (on a GPU: reserved) counts as out of memory; None on a GPU is the card's own memory."""
+    snapshot: str | None = None
+    """File for the allocations of one pass."""
+
+
+def measure(job: Job) -> Bytes:
+    """Measure in a fresh process, the first that ends when the system runs out of memory.
+
+    Raises:
+        torch.OutOfMemoryError: it does not fit into the budget, or the system ended the process.
+        RuntimeError: the process failed in another way; the text is the last line that it wrote.
+    """
+    paths = [str(PACKAGE), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "MALLOC_MMAP_THRESHOLD_": "65536"}
+    command = [sys.executable, "-m", "visionattn.profiling.process"]
+    done = subprocess.run(command, input=json.dumps(asdict(job)), capture_output=True, text=True, env=env)
+    if done.returncode in (OUT_OF_MEMORY, -9) or (done.returncode and "bad_alloc" in done.stderr):
+        raise torch.OutOfMemoryError(f"{job.cell.model} at {job.cell.px} px does not fit")
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"the process ended with code {done.returncode}"]
+        raise RuntimeError(lines[-1])
+    return Bytes(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def measure_here(job: Job) -> Bytes:
+    """Measure in this process.
+
+    Raises:
+        torch.OutOfMemoryError, MemoryError, RuntimeError: it does not fit (``is_out_of_memory``), or another error of the model.
+    """
+    limit_memory(job, BUILDING_BYTES)
+    step = Step(job.cell, job.device)
+    step.warm_up()
+    limit_memory(job, SLACK_BYTES)
+    step.place(job.cell.px)
+    if job.device != "cpu":
+        torch.cuda.empty_cache()
+    above = peak_bytes(step.run, job.device)
+    gpu = job.device != "cpu"
+    peak = torch.cuda.max_memory_allocated(job.device) if gpu else resident_bytes("VmHWM")
+    reserved = torch.cuda.max_memory_reserved(job.device) if gpu else None
+    if job.budget_bytes is not None and (reserved or peak) >= job.budget_bytes:
+        raise torch.OutOfMemoryError(f"a peak of {reserved or peak} bytes reaches the budget of {job.budget_bytes}")
+    parts = {name: getattr(step, name) for name in ("parameters_bytes", "gradients_bytes", "optimizer_bytes")}
+    if job.snapshot:
+        from visionattn.profiling.snapshot import write_snapshot
+
+        write_snapshot(Path(job.snapshot), step)
+    step.model.zero_grad(set_to_none=True)
+    saved = above if job.cell.work == "inference" else step.saved_bytes()
+    return Bytes(peak, reserved, above, **parts, activations_bytes=saved)
+
+
+def limit_memory(job: Job, slack_bytes: int) -> None:
+    """Let this process take no more than the budget: an allocation beyond it fails instead of starving the machine.
+
+    On a CPU Linux counts what is asked for, written or not, so that the limit is a little wider than the budget.
+
+    Raises:
+        torch.OutOfMemoryError: the process, without any image, has reached the budget.
+    """
+    if job.budget_bytes is None:
+        return
+    if job.device != "cpu":
+        total = torch.cuda.get_device_properties(job.device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, job.budget_bytes / total), job.device)
+        return
+    import resource  # Linux has it
+
+    left = job.budget_bytes - resident_bytes("VmRSS")
+    if left <= 0:
+        raise torch.OutOfMemoryError(f"the process alone takes the budget of {job.budget_bytes} bytes")
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    wanted = resident_bytes("VmData") + left + slack_bytes
+    resource.setrlimit(resource.RLIMIT_DATA, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
+
+
+def resident_bytes(field: str) -> int:
+    """A field of ``/proc/self/status``: VmRSS and VmHWM are resident now and at most, VmData is asked for."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(re.search(rf"^{field}:\s+(\d+) kB$", status, re.MULTILINE).group(1))
+
+
+def main() -> int:
+    """Measure the job on standard input."""
+    if Path("/proc/self/oom_score_adj").exists():
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    told = json.load(sys.stdin)
+    job = Job(**told | {"cell": Cell(**told["cell"])})
+    if job.threads:
+        torch.set_num_threads(job.threads)
+    try:
+        print(json.dumps(asdict(measure_here(job))))
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return OUT_OF_MEMORY
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
