@@ -1,0 +1,127 @@
+"""What ``tools/sweep_heads.py`` does: checks, trains, measures, prints tables, writes files.
+
+Owns the order of these and how a sweep ends.
+"""
+
+import shlex
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from visionattn.benchmark.table import csv_text, provenance_of, summary
+from visionattn.sweep.cells import to_train, train_cells
+from visionattn.sweep.config import SweepConfig, folder_of, parse_sweep, read_base
+from visionattn.sweep.folder import HPARAMS, PLOT, ROWS, TABLE, SweepFolder
+from visionattn.sweep.grid import Plan, make_plan
+from visionattn.sweep.hparams import write_hparams
+from visionattn.sweep.measurement import PASSES, conditions_of, measure_networks
+from visionattn.sweep.plot import draw_sweep
+from visionattn.sweep.table import Outcome, backends, records, tables
+from visionattn.training.interrupt import Failed, Stopped
+from visionattn.training.record import write_text
+
+
+def sweep(argv: Sequence[str], say: Callable[[str], None], *, train: Sequence[str]) -> None:
+    """Run a sweep, or what is left of it.
+
+    Args:
+        argv: the flags.
+        say: takes lines for people.
+        train: the command that trains one cell, to which ``--config FILE`` and the like are added.
+
+    Raises:
+        ValueError, FileNotFoundError: something is wrong with the flags, the training, the data or the folder, or every
+            training failed; one line.
+        Failed: some cells failed; the tables are printed and written before.
+        Stopped: Ctrl-C; the trainings' states are saved.
+    """
+    begin, config = time.monotonic(), parse_sweep(argv)
+    base = read_base(config)
+    folder = SweepFolder(folder_of(config, base))
+    folder.check(base, overwrite=config.overwrite)
+    plan = make_plan(config, base)
+    provenance = provenance_of(conditions_of(config, plan)["device"], argv)
+    provenance["command"] = shlex.join(["python", "tools/sweep_heads.py", *argv])
+    provenance["threads"] = base.threads or provenance["threads"]
+    folder.open(base, overwrite=config.overwrite)
+    try:
+        ended = work(config, plan, folder, say, train)
+        seconds = round(time.monotonic() - begin, 1)
+        call = {"command": provenance["command"], "date": provenance["date"], "seconds": seconds}
+        calls = folder.keep_call(call)
+        if ended:
+            report(plan, folder, provenance, calls, say)
+    finally:
+        folder.close()
+    if not ended:
+        raise Stopped("stopped; the same command goes on with the trainings that are left")
+    check_failures(config, plan, folder)
+
+
+def work(
+    config: SweepConfig, plan: Plan, folder: SweepFolder, say: Callable[[str], None], train: Sequence[str]
+) -> bool:
+    """Train and measure what is left; False after Ctrl-C.
+
+    Raises:
+        ValueError: every training failed.
+    """
+    cells = plan.grid.cells()
+    wanted = to_train(cells, folder, retry=config.retry) if config.train else []
+    say(f"{len(cells)} trainings of {len(plan.grid.networks)} networks in {folder.path}; {len(wanted)} to train")
+    if wanted and not train_cells(plan, wanted, folder, jobs=config.jobs, command=train, say=say):
+        return False
+    if config.train:
+        check_any_finished(plan, folder)
+    if config.measure:
+        measure_networks(config, plan, folder, say)
+    return True
+
+
+def check_any_finished(plan: Plan, folder: SweepFolder) -> None:
+    """Raise ValueError with the first reason where no training finished."""
+    endings = [folder.ending(cell) for cell in plan.grid.cells()]
+    if all(ending and ending.status != "finished" for ending in endings):
+        first = endings[0]
+        raise ValueError(
+            f"every one of the {len(endings)} trainings failed, the first with {first.status}: {first.reason}; the logs are in "
+            f"{folder.runs}, --retry repeats them"
+        )
+
+
+def report(
+    plan: Plan, folder: SweepFolder, provenance: dict[str, Any], calls: Sequence[dict[str, Any]], say: Callable[[str], None]
+) -> None:
+    """Print the tables and write table, rows, plot and TensorBoard's hyperparameters."""
+    outcome = Outcome.read(plan, folder)
+    took = sum(call["seconds"] for call in calls)
+    notes = [*backends(outcome), summary(provenance), f"took {took:.0f} s in {len(calls)} call" + "s" * (len(calls) > 1)]
+    text = "\n".join([tables(outcome), *(f"- {note}" for note in notes), f"- `{provenance['command']}`"])
+    say("\n" + text)
+    write_text(folder.path / TABLE, text + "\n")
+    write_text(folder.path / ROWS, csv_text(records(outcome), provenance | {"sweep_seconds": took}))
+    draw_sweep(folder.path / PLOT, outcome, summary(provenance))
+    write_hparams(folder.path / HPARAMS, outcome)
+    say(f"- written: {', '.join(str(folder.path / name) for name in (TABLE, ROWS, PLOT, HPARAMS))}")
+
+
+def check_failures(config: SweepConfig, plan: Plan, folder: SweepFolder) -> None:
+    """Raise ``Failed`` with the first reason where some training or some measurement failed.
+
+    Measurements that do not fit into memory are results, and no failures.
+    """
+    outcome = Outcome.read(plan, folder)
+    failed = [
+        f"{cell.name} ended with {ending.status}: {ending.reason}"
+        for cell, ending in outcome.endings.items()
+        if ending and ending.status != "finished"
+    ]
+    failed += [
+        f"the {name} of {network.name} could not be measured: {outcome.entry(network, name)['reason']}"
+        for network in plan.grid.networks
+        for name in PASSES
+        if (outcome.entry(network, name) or {}).get("status") == "failed"
+    ]
+    if failed:
+        more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
+        raise Failed(f"{failed[0]}{more}; --retry repeats what failed")
