@@ -9,6 +9,8 @@ import json
 import math
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
@@ -147,13 +149,16 @@ class Record:
 
     def sync(self) -> None:
         """Return once the lines so far are on the disk: a state that follows them never outlives them."""
-        if (self.folder / METRICS).exists():
-            flush_to_disk(self.folder / METRICS)
+        path = self.folder / METRICS
+        if path.exists():
+            with named(path):
+                flush_to_disk(path)
 
     def _line(self, values: dict[str, Any]) -> None:
         # JSON has no NaN and no infinity.
         values = {key: None if isinstance(x, float) and not math.isfinite(x) else x for key, x in values.items()}
-        with open(self.folder / METRICS, "a", encoding="utf-8") as file:
+        path = self.folder / METRICS
+        with named(path), open(path, "a", encoding="utf-8") as file:
             file.write(json.dumps(values) + "\n")
 
 
@@ -210,6 +215,17 @@ def belongs(line: str, steps: int, epochs: int) -> bool:
     except (ValueError, KeyError, TypeError):
         return False
     return line.endswith("\n") and step <= steps and kind != "test" and not (kind == "epoch" and epoch > epochs)
+
+
+@contextmanager
+def named(path: Path) -> Iterator[None]:
+    """Give errors of the system that name no file, as those of a full disk, the name of this one."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def write_text(path: Path, text: str) -> None:
