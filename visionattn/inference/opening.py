@@ -13,15 +13,19 @@ from typing import Any
 import timm
 import torch
 from safetensors import SafetensorError, safe_open
+from timm.layers import to_2tuple
 from timm.models import PretrainedCfg
 from torch import Tensor, nn
 
 from visionattn.inference.listing import digest_of
 from visionattn.inference.options import NATIVE, InferenceOptions
 from visionattn.models.weights import FORMAT, UNBUILDABLE, DataSpec, first_line, load_model, read_state_dict
-from visionattn.training.build import build_model, check_img_size, is_ours, pick_device
+from visionattn.training.build import build_model, check_img_size, pick_device
 from visionattn.training.checkpoint import place_weights
 from visionattn.training.config import ModelConfig
+
+ANY_SIZE = ({"dynamic_img_size": True}, {"strict_img_size": False})
+"""Arguments by which models of timm take images of any size: those with an absolute position, and those with windows."""
 
 
 @dataclass(frozen=True)
@@ -79,21 +83,17 @@ def open_model(options: InferenceOptions, *, classifies: bool) -> Opened:
             raise ValueError(f"{options.checkpoint} knows its model, {described['model']}: leave --model out")
         model, name, args = load_model(options.checkpoint), described["model"], json.loads(described["args"])
         spec, notes = model.data_spec, [f"{name} of {options.checkpoint}"]
-        img_size = _wanted(options, spec)
-        model = _free_size(model, name, args, spec, img_size)
     else:
         if not (options.checkpoint or options.pretrained) and classifies:
             raise ValueError("predictions need weights: --checkpoint, which a run writes, or --pretrained for timm's own")
         model, args, spec, notes = _by_name(options, classifies)
-        name, img_size = options.model, _wanted(options, spec)
-    if img_size is not None:
+        name = options.model
+    img_size = None if options.img_size == NATIVE else options.img_size or spec.img_size
+    model = _free_size(model, name, args, spec, img_size)
+    patch_px = getattr(getattr(model, "patch_embed", None), "patch_size", (1, 1))
+    if img_size is not None and isinstance(patch_px, tuple):  # some models of timm keep one number and check by themselves
         check_img_size(model, [img_size])
-    patch_px = tuple(getattr(getattr(model, "patch_embed", None), "patch_size", (1, 1)))
-    return Opened(model.to(device).eval(), name, args, spec, img_size, patch_px, device, tuple(notes))
-
-
-def _wanted(options: InferenceOptions, spec: DataSpec) -> int | None:
-    return None if options.img_size == NATIVE else options.img_size or spec.img_size
+    return Opened(model.to(device).eval(), name, args, spec, img_size, to_2tuple(patch_px), device, tuple(notes))
 
 
 def _description(path: str) -> dict[str, str] | None:
@@ -121,17 +121,21 @@ def _free_size(model: nn.Module, name: str, args: dict[str, Any], spec: DataSpec
     fixed = tuple(embed.img_size) if getattr(embed, "strict_img_size", False) else None
     if fixed is None or fixed == (img_size, img_size):
         return model
+    reason = ""
     try:
         if img_size is not None and hasattr(model, "set_input_size"):
             model.set_input_size(img_size=(img_size, img_size))
             return model
-        free = timm.create_model(
-            name, num_classes=spec.num_classes, in_chans=spec.in_chans, **args | {"dynamic_img_size": True}
-        )
+    except UNBUILDABLE as error:
+        reason = f": {first_line(error)}"
+    for option in ANY_SIZE:
+        try:
+            free = timm.create_model(name, num_classes=spec.num_classes, in_chans=spec.in_chans, **args | option)
+        except TypeError:  # it has no such option
+            continue
         free.load_state_dict(model.state_dict())
         return free
-    except UNBUILDABLE as error:
-        raise ValueError(f"{name} takes images of {fixed[0]} x {fixed[1]} pixels alone ({first_line(error)})") from error
+    raise ValueError(f"{name} takes images of {fixed[0]} x {fixed[1]} pixels alone{reason}")
 
 
 def _by_name(
@@ -144,11 +148,8 @@ def _by_name(
     cfg = (timm.get_pretrained_cfg(name) if timm.is_model(name) else None) or PretrainedCfg()
     given = read_state_dict(options.checkpoint) if options.checkpoint else {}
     spec = _spec_of(cfg, given)
-    built_for = spec
-    if timm.is_model(name) and not is_ours(name) and cfg.fixed_input_size:
-        if options.img_size == NATIVE:
-            args.setdefault("dynamic_img_size", True)
-        built_for = replace(spec, img_size=_wanted(options, spec) or spec.img_size)
+    # Built for the size that is wanted, so that an absolute position is resampled once, from the file's size to it.
+    built_for = replace(spec, img_size=spec.img_size if options.img_size in (None, NATIVE) else options.img_size)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(options.seed)
         model, args = build_model(ModelConfig(name, args | ({"pretrained": True} if options.pretrained else {})), built_for)
