@@ -1,0 +1,120 @@
+"""The page: what ``tools/report.py`` writes. Owns its sections and that nothing in it comes from anywhere else.
+
+Whatever stands in files (names, classes, reasons) reaches the page through Jinja's escaping, and the page forbids scripts and
+any request by itself.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.resources import files
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+import visionattn
+from visionattn.models.weights import write_whole
+from visionattn.report import tables
+from visionattn.report.charts import svg
+from visionattn.report.examples import galleries
+from visionattn.report.figures import Figure, curves_of, heads_of, memory_of
+from visionattn.report.options import Wanted, parse_report
+from visionattn.report.rows import Rows, distinct
+from visionattn.report.runs import Run, read_run
+
+PROVENANCE = ("processor", "device", "threads", "torch", "commit", "date", "sweep_seconds", "command")
+"""Columns behind each row of a sweep or a profile that are the same in all of them."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A sweep or a memory profile, ready for the page."""
+
+    title: str
+    path: str
+    figures: Sequence[Figure]
+    table: tables.Table
+    provenance: Sequence[tuple[str, str]]
+
+
+def report(argv: Sequence[str]) -> str:
+    """Write the page that the flags ask for; returns a line about it.
+
+    Raises:
+        ValueError, OSError: a flag is wrong, there is nothing to show, or the page cannot be written.
+    """
+    wanted = parse_report(argv)
+    now = time.time()
+    runs = [read_run(folder, name, now=now) for name, folder in wanted.runs.items()]
+    text = page(wanted, runs, now=now)
+    write_whole(wanted.output, lambda temporary: temporary.write_text(text, encoding="utf-8", newline=""))
+    kinds = [rows.kind for rows in wanted.tables]
+    parts = {"run": len(runs), "sweep": kinds.count("sweep"), "memory profile": kinds.count("memory")}
+    what = ", ".join(counted(count, words) for words, count in parts.items() if count)
+    return f"{wanted.output}: {what}; {len(text.encode()) / 1e6:.2g} MB"
+
+
+def counted(count: int, what: str) -> str:
+    """So many of something."""
+    return f"{count} {what}{'s' * (count > 1)}"
+
+
+def page(wanted: Wanted, runs: Sequence[Run], *, now: float) -> str:
+    """The page as text.
+
+    Args:
+        wanted: the options.
+        runs: what was read of the runs.
+        now: seconds since 1970.
+    """
+    shown, skipped = galleries(runs, wanted.images) if wanted.images else ([], {})
+    charts = Charts()
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
+    return environment.from_string(resource("page.html")).render(
+        title=wanted.title,
+        written=f"{datetime.fromtimestamp(now, UTC):%Y-%m-%d %H:%M} UTC",
+        version=visionattn.__version__,
+        style=Markup(resource("page.css")),
+        draw=charts.draw,
+        runs=runs,
+        results=tables.results(runs),
+        curves=curves_of(runs),
+        galleries=shown,
+        skipped=skipped,
+        settings=tables.settings(runs) if runs else None,
+        provenance=tables.provenance(runs),
+        sweeps=[measured(rows) for rows in wanted.tables if rows.kind == "sweep"],
+        profiles=[measured(rows) for rows in wanted.tables if rows.kind == "memory"],
+    )
+
+
+def measured(found: Rows) -> Measured:
+    """The figures and the table of a file of rows."""
+    rows = found.rows
+    if found.kind == "sweep":
+        figures = [heads_of(rows, size) for (size,) in distinct(rows, "img_size")]
+        table = tables.sweep(rows)
+    else:
+        figures, table = [memory_of(rows)], tables.memory(rows)
+    same = {key: {row.get(key, "") for row in rows} for key in PROVENANCE}
+    about = [(key.replace("_", " "), values.pop()) for key, values in same.items() if len(values) == 1 and values != {""}]
+    return Measured(found.path.absolute().parent.name, str(found.path), figures, table, about)
+
+
+def resource(name: str) -> str:
+    """A file that lies beside this one."""
+    return files("visionattn.report").joinpath(name).read_text(encoding="utf-8")
+
+
+class Charts:
+    """Draws the charts of one page, each under a name of its own."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def draw(self, chart: Any) -> Markup:
+        """A chart as an element of the page."""
+        self._count += 1
+        return Markup(svg(chart, f"chart{self._count}"))

@@ -1,0 +1,64 @@
+"""The CSV files of sweeps and memory profiles, known by their columns. It reads rows and draws nothing.
+
+A file that a later version writes with more columns is still read; one that lacks a column that is needed is no such file.
+"""
+
+import csv
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+Row = dict[str, str]
+NEEDED = {
+    "sweep": {"attention", "heads", "form", "img_size", "seed", "status", "parameters"},
+    "memory": {"model", "pass", "px", "tokens", "peak_bytes", "above_bytes", "status"},
+}
+"""Columns by which a file is known."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A file of rows."""
+
+    path: Path
+    kind: str
+    """A key of ``NEEDED``."""
+    rows: Sequence[Row]
+
+
+def read_rows(path: Path) -> Rows | None:
+    """Read a file; None where it is no CSV of a sweep or of a memory profile, or has no rows."""
+    try:
+        with open(path, encoding="utf-8", newline="") as file:
+            reader = csv.DictReader(file)
+            rows = [{key: value or "" for key, value in row.items() if key is not None} for row in reader]
+    except (csv.Error, UnicodeDecodeError):
+        return None
+    columns = set(reader.fieldnames or ())
+    kind = next((kind for kind, needed in NEEDED.items() if needed <= columns), None)
+    return Rows(path, kind, rows) if kind and rows else None
+
+
+def tables_in(folder: Path) -> list[Rows]:
+    """The sweeps and memory profiles that lie in a folder."""
+    return [found for path in sorted(folder.glob("*.csv")) if (found := read_rows(path))]
+
+
+def value_of(row: Row, column: str) -> float | None:
+    """A number of a row; None where there is none."""
+    try:
+        value = float(row.get(column) or "")
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
+
+
+def distinct(rows: Sequence[Row], *columns: str) -> list[tuple[str, ...]]:
+    """The values that the columns have together, in order of appearance."""
+    return list(dict.fromkeys(tuple(row.get(column, "") for column in columns) for row in rows))
+
+
+def chosen(rows: Sequence[Row], columns: Sequence[str], values: Sequence[str]) -> list[Row]:
+    """The rows that have these values in these columns."""
+    return [row for row in rows if all(row.get(key, "") == value for key, value in zip(columns, values, strict=True))]
