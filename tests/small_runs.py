@@ -21,7 +21,8 @@ MODEL = {"patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2, "horizon"
 MODEL |= {"global_pool": "token", "class_token": True}
 
 
-TIMES = {"seconds", "epoch_seconds", "waited", "stepped", "stepped_before", "images_per_second", "wait_share"}
+TIMES = {"seconds", "epoch_seconds", "train_seconds", "waited", "stepped", "stepped_before"}
+TIMES |= {"images_per_second", "wait_share"}
 """What differs between equal runs."""
 
 
@@ -35,9 +36,7 @@ class Quadrants(Dataset):
         return self.length
 
     def __getitem__(self, key: SampleKey) -> tuple[np.ndarray, int]:
-        image = np.random.default_rng((self.seed, key.epoch, key.index)).integers(
-            0, 120, (key.img_size, key.img_size, 1)
-        )
+        image = np.random.default_rng((self.seed, key.epoch, key.index)).integers(0, 120, (key.img_size, key.img_size, 1))
         label, half = key.index % 4, key.img_size // 2
         rows, columns = (
             slice(half * (label // 2), half * (label // 2 + 1)),
@@ -66,9 +65,7 @@ def small_config(
         data=DataConfig(**{"img_size": 16, "workers": 0} | (data or {})),
         optim=OptimConfig(**{"lr": 3e-3, "warmup_epochs": 0.5} | (optim or {})),
     )
-    return replace(
-        config, **{"epochs": 2, "batch_size": 8, "output": str(output), "run": "small", "log_every": 3} | options
-    )
+    return replace(config, **{"epochs": 2, "batch_size": 8, "output": str(output), "run": "small", "log_every": 3} | options)
 
 
 def small_trainer(config: TrainConfig, splits: Splits | None = None) -> Trainer:

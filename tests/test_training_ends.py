@@ -1,0 +1,137 @@
+"""The ends of a run: signals, memory, numbers, dead processes; and what a run says of itself."""
+
+import os
+import signal
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from resumed_runs import (
+    FORK,
+    assert_same_end,
+    config_of,
+    end,
+    finished_run,
+    on_small_data,
+    run,
+    start,
+    state_of,
+    states_written,
+    status_of,
+    stop_after,
+)
+from small_runs import Quadrants, lines, quadrants, rows
+
+from visionattn.training import engine, progress, trainer
+from visionattn.training.batches import SampleKey
+from visionattn.training.command_line import run_tool
+from visionattn.training.progress import WaitWatch
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_data():
+    with on_small_data():
+        yield
+
+
+@pytest.fixture(scope="module")
+def whole(small_data, tmp_path_factory):
+    """The folder of a run that nothing happens to."""
+    return finished_run(tmp_path_factory.mktemp("whole"))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_sigterm_to_all_processes_of_a_run_saves_the_state_and_ends_with_code_130(tmp_path, whole, workers):
+    config = config_of(tmp_path, data={"workers": workers}, epochs=3)
+
+    def work() -> None:
+        os.setsid()
+        os._exit(run_tool(lambda: run(config)))
+
+    process = FORK.Process(target=work)
+    process.start()
+    folder = tmp_path / "small"
+    while not states_written(folder):
+        time.sleep(0.002)
+    for _ in range(2):  # as ``timeout`` does: to the process, and to its group
+        os.killpg(process.pid, signal.SIGTERM)
+    assert end(process) == 130
+    status = status_of(folder)
+    assert (status["status"], status["exit_code"]) == ("stopped", 130)
+    step = state_of(folder)["position"]["step"]
+    assert status["reason"].startswith(f"stopped after step {step} ") and step < 12
+    config.resume = True
+    assert end(start(config)) == 0
+    assert_same_end(whole, folder)
+
+
+def test_too_little_memory_is_a_result(tmp_path, whole, capsys):
+    def fail() -> None:
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: can't allocate memory: 9 bytes")
+
+    with pytest.MonkeyPatch.context() as patch:
+        stop_after(patch, 6, fail)
+        code = run_tool(lambda: run(config_of(tmp_path)))
+    error, status = capsys.readouterr().err, status_of(tmp_path / "small")
+    assert code == status["exit_code"] == 3 and status["status"] == "oom" and error == f"error: {status['reason']}\n"
+    assert error.startswith("error: out of memory at batches of 8 images of 16 x 16 pixels; a smaller batch_size with ")
+    assert "optim.accumulate" in error and "gradient checkpointing" in error and "the state of step 4 is kept" in error
+    run(config_of(tmp_path, resume=True))
+    assert_same_end(whole, tmp_path / "small")
+
+
+def test_a_loss_that_is_not_finite_is_a_result(tmp_path):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "make_criterion", lambda config: lambda logits, targets: logits.sum() * torch.nan)
+        assert run_tool(lambda: run(config_of(tmp_path))) == 1
+    status = status_of(tmp_path / "small")
+    assert (status["status"], status["exit_code"], status["result"]) == ("nan", 1, None)
+    assert status["reason"].startswith("the loss was not finite 3 steps in a row")
+
+
+class Deadly(Quadrants):
+    def __getitem__(self, key: SampleKey):
+        if key.index == 40:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(key)
+
+
+def test_a_loading_process_that_dies_ends_the_run_with_code_4(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(engine, "build_splits", lambda *_: replace(quadrants(), train=Deadly(61, 1)))
+    began = time.monotonic()
+    assert run_tool(lambda: run(config_of(tmp_path, data={"workers": 1}))) == 4
+    error, status = capsys.readouterr().err, status_of(tmp_path / "small")
+    assert error.startswith("error: a process that loads data ended: DataLoader worker") and error.count("\n") == 1
+    assert (status["status"], status["exit_code"]) == ("failed", 4) and time.monotonic() - began < 60
+
+
+def test_a_finished_run_says_what_came_of_it(whole):
+    status, test = status_of(whole), lines(whole)[-1]
+    assert (status["status"], status["reason"], status["exit_code"]) == ("finished", None, 0)
+    assert status["provenance"] == {"device": "cpu"}
+    result, best = status["result"], max(rows(whole), key=lambda row: float(row["val_accuracy"]))
+    assert result["best_epoch"] == int(best["epoch"]) and result["validation_accuracy"] == float(best["val_accuracy"])
+    assert (result["test_accuracy"], result["test_loss"]) == (test["accuracy"], test["loss"])
+    assert result["test_images"] == 29 and result["train_seconds"] > 0 and result["images_per_second"] > 0
+
+
+def test_waiting_for_data_is_told_once_and_not_while_the_loaders_start(tmp_path, monkeypatch):
+    watch = WaitWatch()
+    shares = [watch.add(0.9, 1.0) for _ in range(10)]  # the start
+    shares += [watch.add(0.19, 1.0) for _ in range(20)] + [watch.add(0.21, 1.0) for _ in range(60)]
+    assert [share for share in shares if share] == [pytest.approx(0.21)] and shares.index(None) == 0
+    assert shares[49] is not None
+    quick = WaitWatch()
+    assert not any(quick.add(0.125, 0.125) for _ in range(10 + 79)) and quick.add(0.125, 0.125)
+
+    monkeypatch.setattr(progress, "WATCH_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "WATCH_STEPS", 1)
+    monkeypatch.setattr(progress, "LONG_WAIT", 0.0)
+    printed = run(config_of(tmp_path))
+    told = [line for line in printed.splitlines() if "waiting for data" in line]
+    assert len(told) == 1 and "data.workers is 0" in told[0]
+    shares = [float(row["wait_share"]) for row in rows(tmp_path / "small")]
+    assert all(0 < share < 1 for share in shares) and len(shares) == 3

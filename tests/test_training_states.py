@@ -1,0 +1,196 @@
+"""Runs whose states or whose disk fail: what is said, what is kept, and that they can go on."""
+
+import contextlib
+import errno
+import io
+import os
+import resource
+from pathlib import Path
+
+import pytest
+from resumed_runs import (
+    FORK,
+    assert_same_end,
+    best_of,
+    config_of,
+    end,
+    finished_run,
+    interrupt,
+    on_small_data,
+    run,
+    state_of,
+    status_of,
+    stop_after,
+)
+from small_runs import same
+
+from visionattn.models import weights
+from visionattn.training import checkpoint, record, trainer
+from visionattn.training.command_line import run_tool
+from visionattn.training.evaluate import Evaluation
+from visionattn.training.interrupt import Stopped
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_data():
+    with on_small_data():
+        yield
+
+
+@pytest.fixture(scope="module")
+def whole(small_data, tmp_path_factory):
+    """The folder of a run that nothing happens to."""
+    return finished_run(tmp_path_factory.mktemp("whole"))
+
+
+@pytest.fixture
+def stopped(tmp_path):
+    """The folder of a run that was stopped after step 8, in its second epoch; its previous state is that of step 6."""
+    with pytest.MonkeyPatch.context() as patch:
+        stop_after(patch, 8, interrupt)
+        with pytest.raises(Stopped, match="stopped after step 8 "):
+            run(config_of(tmp_path))
+    folder = tmp_path / "small"
+    assert [state_of(folder, name)["position"]["step"] for name in ("last.pt", "previous.pt")] == [8, 6]
+    return folder
+
+
+def flipped(content: bytes) -> bytes:
+    """One bit of a weight is another: the file loads, and only its sums tell."""
+    place = len(content) // 2
+    return content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda content: content[: len(content) // 2], "is no whole checkpoint (cut off or garbled)"),
+        (flipped, "is no whole checkpoint (cut off or garbled): wrong sum of "),
+        (None, "is missing"),
+    ],
+    ids=["truncated", "a bit flipped", "missing"],
+)
+def test_without_its_last_state_a_run_goes_on_from_the_one_before(stopped, whole, spoil, reason):
+    last, previous = stopped / "last.pt", (stopped / "previous.pt").read_bytes()
+    content = last.read_bytes()
+    last.unlink()
+    if spoil:
+        last.write_bytes(spoil(content))
+    printed = run(config_of(stopped.parent, resume=True))
+    line = next(line for line in printed.splitlines() if reason in line)
+    assert line.startswith(f"{last} ") and line.endswith(f"; goes on from {stopped / 'previous.pt'}, step 6")
+    assert "goes on after epoch 1, step 6" in printed and previous != (stopped / "previous.pt").read_bytes()
+    assert_same_end(whole, stopped)
+
+
+def test_a_bad_last_state_never_takes_the_place_of_the_good_one_before(stopped, monkeypatch):
+    last, previous = stopped / "last.pt", (stopped / "previous.pt").read_bytes()
+    last.write_bytes(b"garbled")
+    stop_after(monkeypatch, 1, interrupt)
+    with pytest.raises(Stopped, match="stopped after step 7 "):
+        run(config_of(stopped.parent, resume=True))
+    assert (stopped / "previous.pt").read_bytes() == previous and state_of(stopped)["position"]["step"] == 7
+
+
+def test_without_any_readable_state_a_run_ends_with_one_line_and_nothing_is_touched(stopped, capsys):
+    for name in ("last.pt", "previous.pt"):
+        (stopped / name).write_bytes((stopped / name).read_bytes()[:4000])
+    before = {path.name: path.read_bytes() for path in stopped.iterdir()}
+    assert run_tool(lambda: run(config_of(stopped.parent, resume=True))) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and error.count("cut off or garbled") == 2 and "--overwrite starts the run anew" in error
+    assert str(stopped / "last.pt") in error and str(stopped / "previous.pt") in error
+    assert {path.name: path.read_bytes() for path in stopped.iterdir()} == before
+
+
+def fail_to_flush(patch: pytest.MonkeyPatch, victim: str, time_of_failure: int) -> None:
+    """From the given write of one file on, the disk is full."""
+    real, count = weights.flush_to_disk, iter(range(1, 1000))
+
+    def flush(path) -> None:
+        if Path(path).name.removesuffix(".tmp") == victim and next(count) >= time_of_failure:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(path)
+
+    for module in (weights, checkpoint, record):
+        patch.setattr(module, "flush_to_disk", flush)
+
+
+@pytest.mark.parametrize(
+    ("victim", "write", "kept"),
+    [("last.pt", 3, 4), ("best.safetensors", 2, 6), ("metrics.jsonl", 3, 4), ("summary.csv", 2, 6), ("last.pt", 1, None)],
+)
+def test_a_full_disk_ends_a_run_with_one_line_and_the_run_goes_on_when_there_is_room(
+    tmp_path, whole, capsys, victim, write, kept
+):
+    folder = tmp_path / "small"
+    with pytest.MonkeyPatch.context() as patch:
+        fail_to_flush(patch, victim, write)
+        code = run_tool(lambda: run(config_of(tmp_path)))
+    rest = f"the state of step {kept} is kept, --resume goes on from it" if kept else "no state was saved yet"
+    line = f"{folder / victim}: No space left on device; {rest}"
+    assert (code, capsys.readouterr().err) == (2, f"error: {line}\n")
+    assert status_of(folder)["status"] == "failed" and status_of(folder)["reason"] == line
+    assert not list(folder.glob("*.tmp")) and (folder / "last.pt").exists() == bool(kept)
+    if kept:
+        assert state_of(folder)["position"]["step"] == kept and best_of(folder)
+    run(config_of(tmp_path, resume=True))
+    assert_same_end(whole, folder)
+
+
+def test_a_file_that_may_grow_no_further_is_a_full_disk(tmp_path, whole):
+    def limited() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+    output = tmp_path / "line"
+
+    def work() -> None:
+        limited()
+        stream = io.StringIO()
+        with contextlib.redirect_stderr(stream):
+            code = run_tool(lambda: run(config_of(tmp_path)))
+        output.write_text(stream.getvalue())
+        os._exit(code)
+
+    process = FORK.Process(target=work)
+    process.start()
+    folder = tmp_path / "small"
+    assert end(process) == 2 and (whole / "last.pt").stat().st_size > 150_000
+    assert output.read_text() == f"error: {folder / 'last.pt'}: File too large; no state was saved yet\n"
+    run(config_of(tmp_path, resume=True))
+    assert_same_end(whole, folder)
+
+
+def test_the_best_weights_are_never_replaced_by_worse_ones_when_an_epoch_runs_again(tmp_path, monkeypatch):
+    """As where the arithmetic of a GPU is not the same twice: the epoch that runs again comes out worse."""
+
+    def scripted(*scores: float) -> None:
+        left = iter(scores)
+
+        def evaluate(model, batches, spec, **options):
+            images = sum(len(labels) for _, labels in batches)
+            return Evaluation(images, 1.0, 0.5 if images == 29 else next(left), None, 1.0)
+
+        monkeypatch.setattr(trainer, "evaluate", evaluate)
+
+    scripted(0.3, 0.8)
+    run(config_of(tmp_path, epochs=2))
+    folder = tmp_path / "small"
+    best, result = best_of(folder), status_of(folder)["result"]
+    assert (result["best_epoch"], result["validation_accuracy"]) == (2, 0.8)
+    (folder / "last.pt").unlink()
+    assert state_of(folder, "previous.pt")["position"]["best"] == 0.3
+    scripted(0.6, 0.7)
+    run(config_of(tmp_path, resume=True))
+    same(best_of(folder), best)
+    assert status_of(folder)["result"]["best_epoch"] == 2 and state_of(folder)["position"]["best"] == 0.8
+
+
+def test_best_weights_that_are_garbled_give_way_to_those_of_the_next_epoch(stopped):
+    best = stopped / "best.safetensors"
+    best.write_bytes(best.read_bytes()[:2000])
+    printed = run(config_of(stopped.parent, resume=True))
+    assert f"{best} is no whole safetensors file" in printed and "; the weights of the next epoch take its place" in printed
+    assert status_of(stopped)["result"]["best_epoch"] > 1 and best_of(stopped)
