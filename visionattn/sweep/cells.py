@@ -18,11 +18,13 @@ import visionattn
 from visionattn.sweep.folder import Ending, SweepFolder
 from visionattn.sweep.grid import Cell, Plan
 from visionattn.training.interrupt import Interruption
-from visionattn.training.record import LAST, write_text
+from visionattn.training.record import STATUS, can_go_on, write_text
 
 STATUSES = {0: "finished", 1: "nan", 3: "oom", 130: "stopped"}
-"""What exit codes mean; all others are "failed"."""
+"""What exit codes mean; all others are "failed", and so is 1 without an error line: Python ends so by itself."""
 PACKAGE = Path(visionattn.__file__).parents[1]
+ERROR = "error: "
+"""How tools begin the line that says why they end."""
 POLL_SECONDS = 0.05
 
 
@@ -60,7 +62,8 @@ def train_cells(
 ) -> bool:
     """Train cells, ``jobs`` at a time, each in a process of its own, and keep how each ended.
 
-    Ctrl-C reaches this process alone: the trainings are asked once to stop, and save their states. A second one kills them.
+    Ctrl-C and SIGTERM reach this process alone: the trainings are asked once to stop, and save their states. A second Ctrl-C
+    kills them.
 
     Args:
         plan: the sweep.
@@ -123,10 +126,9 @@ def start(plan: Plan, cell: Cell, folder: SweepFolder, command: Sequence[str]) -
     path = folder.runs / f"{cell.name}.yaml"
     write_text(path, yaml.safe_dump(asdict(config), sort_keys=False))
     words = [*command, "--config", str(path)]
-    if any((run / name).is_file() for name in (LAST, "previous.pt")) and (before is None or before.status != "nan"):
-        words.append("--resume")
-    elif run.is_dir() and any(run.iterdir()):
-        words.append("--overwrite")
+    if run.is_dir() and any(run.iterdir()):
+        nan = before is not None and before.status == "nan"
+        words.append("--resume" if can_go_on(run) and not nan else "--overwrite")
     with open(folder.runs / f"{cell.name}.log", "ab") as log:
         log_from = log.tell()
         process = subprocess.Popen(
@@ -154,9 +156,9 @@ def end(cell: Cell, folder: SweepFolder, attempt: Attempt) -> Ending:
     """
     log, run, before = folder.runs / f"{cell.name}.log", folder.runs / cell.name, folder.ending(cell)
     exit_code, seconds = attempt.process.returncode, time.monotonic() - attempt.begin
-    status, reason = STATUSES.get(exit_code, "failed"), None
+    status, reason, words = STATUSES.get(exit_code, "failed"), None, last_words(log, attempt.log_from)
     said = read_status(run)
-    result = said.get("result") or read_metrics(run)
+    result = said.get("result")
     if status == "finished" and result is None:
         status, reason = "failed", f"the training ended without a result; see {log}"
     elif exit_code == -signal.SIGKILL and memory_kills() > attempt.kills:
@@ -164,45 +166,26 @@ def end(cell: Cell, folder: SweepFolder, attempt: Attempt) -> Ending:
     elif exit_code < 0:
         reason = f"killed by signal {-exit_code}"
     elif status != "finished":
-        reason = last_words(log, attempt.log_from) or f"ended with exit code {exit_code}"
+        reason = words.removeprefix(ERROR) or f"ended with exit code {exit_code}"
+        status = "failed" if status == "nan" and not words.startswith(ERROR) else status
     seconds, attempts = seconds + (before.seconds if before else 0), 1 + (before.attempts if before else 0)
     result = result if status == "finished" else None
     return Ending(status, reason, exit_code, round(seconds, 1), attempts, result, said.get("provenance") or {})
 
 
 def read_status(run: Path) -> dict[str, Any]:
-    """What a run says of itself in ``status.json``; empty where it says nothing that can be read."""
+    """What a run says of itself in its status file; empty where it says nothing that can be read."""
     try:
-        return json.loads((run / "status.json").read_text(encoding="utf-8"))
+        return json.loads((run / STATUS).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-
-
-def read_metrics(run: Path) -> dict[str, Any] | None:
-    """The result of a run by its ``metrics.jsonl``; None where no epoch was finished."""
-    path = run / "metrics.jsonl"
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
-    epochs = [line for line in lines if line["kind"] == "epoch"]
-    if not epochs:
-        return None
-    best = max(epochs, key=lambda line: (line["val_accuracy"], -line["val_loss"]))
-    test = next((line for line in reversed(lines) if line["kind"] == "test"), {})
-    return {
-        "best_epoch": best["epoch"],
-        "validation_accuracy": best["val_accuracy"],
-        "test_accuracy": test.get("accuracy"),
-        "test_loss": test.get("loss"),
-        "test_images": test.get("images"),
-        "train_seconds": sum(line["seconds"] for line in epochs),
-        "images_per_second": None,
-    }
 
 
 def last_words(log: Path, start: int) -> str:
     """The last error in a log from byte ``start`` on, or its last line."""
     text = log.read_bytes()[start:].decode(errors="replace")
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    errors = [line for line in lines if line.startswith(ERROR)]
     return (errors or lines or [""])[-1]
 
 

@@ -151,7 +151,7 @@ def parse_sweep(argv: Sequence[str]) -> SweepConfig:
 
 
 EXAMPLE = (
-    "python tools/sweep_heads.py --base configs/digits.yaml --heads 2 4 --attention taylorshift kernelized --epochs 1"
+    "python tools/sweep_heads.py --base configs/digits.yaml --heads 2 4 --epochs 1"
     " --train_form efficient --set optim.warmup_epochs=0.1 model.args.embed_dim=16 model.args.depth=1 data.workers=0"
     " --output checkpoints/sweeps/try --overwrite"
 )

@@ -79,7 +79,7 @@ class SweepFolder:
             return
         if not (self.path / SWEEP).is_file():
             raise ValueError(f"{self.path} is not empty and holds no sweep; choose another --output")
-        different = differences(self.read(SWEEP)["base"], comparable(base))
+        different = differences(comparable(TrainConfig()), self.read(SWEEP)["base"], comparable(base))
         if different and not overwrite:
             raise ValueError(
                 f"{self.path} holds a sweep of another training: {different[0]}; choose another --output, or --overwrite"
@@ -92,10 +92,11 @@ class SweepFolder:
             ValueError: another sweep, or a training that one left behind, is at work here.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = open(self.path / LOCK, "a")  # noqa: SIM115  held for as long as the process lives
+        self._lock = open(self.path / LOCK, "a")  # noqa: SIM115  held until close(), and by every process that inherits it
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
+            self.close()
             raise ValueError(f"another sweep, or a training of it, is at work in {self.path}; wait for it or end it") from error
         if overwrite:
             self._clear()
@@ -171,12 +172,13 @@ def comparable(base: TrainConfig) -> dict[str, Any]:
     return json.loads(json.dumps(content))
 
 
-def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
-    """A few words per key whose value is another one."""
+def differences(usual: dict[str, Any], old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
+    """A few words per key whose value is another one; a key that the old does not know had its usual value."""
     lines = []
-    for key in old | new:
-        if isinstance(old.get(key), dict) and isinstance(new.get(key), dict):
-            lines += differences(old[key], new[key], f"{prefix}{key}.")
-        elif old.get(key) != new.get(key):
-            lines.append(f"{prefix}{key} is {new.get(key)}, there it is {old.get(key)}")
+    for key in usual | old | new:
+        was, is_now = old.get(key, usual.get(key)), new.get(key)
+        if isinstance(was, dict) and isinstance(is_now, dict):
+            lines += differences(usual.get(key) or {}, was, is_now, f"{prefix}{key}.")
+        elif was != is_now:
+            lines.append(f"{prefix}{key} is {is_now}, there it is {was}")
     return lines

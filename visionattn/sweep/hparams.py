@@ -4,6 +4,7 @@ import math
 import shutil
 from pathlib import Path
 
+from visionattn.sweep.grid import Cell, Network
 from visionattn.sweep.table import Outcome, records
 
 METRICS = ("test_accuracy", "validation_accuracy", "train_seconds", "parameters", "flops")
@@ -22,9 +23,8 @@ def write_hparams(folder: Path, outcome: Outcome) -> None:
         shown = {key: "none" if row[key] is None else row[key] for key in PARAMETERS}
         shown |= {"epochs": base.epochs, "batch_size": base.batch_size, "lr": base.optim.lr}
         metrics = {f"sweep/{key}": math.nan if row[key] is None else float(row[key]) for key in METRICS}
-        form = f"_{row['form']}" if row["form"] else ""
-        name = f"{row['attention']}_h{row['heads']}{form}_{row['img_size']}px_seed{row['seed']}"
-        with SummaryWriter(folder / name) as writer:
+        network = Network(row["attention"], row["heads"], row["form"], row["img_size"])
+        with SummaryWriter(folder / Cell(network, row["seed"]).name) as writer:
             for part in hparams(shown, metrics):
                 writer.file_writer.add_summary(part)
             for key, value in metrics.items():

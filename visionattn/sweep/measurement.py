@@ -8,6 +8,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from itertools import groupby
@@ -57,8 +58,9 @@ class Meter:
         """The answer, with ``status`` "ok", "oom" or "failed" and, for the last one, a ``reason``."""
         told = self.conditions | {"task": task, "pass": name, "spec": asdict(self.plan.spec)}
         told |= {"optim": asdict(self.plan.base.optim), "networks": [self._describe(network) for network in networks]}
-        self._process.stdin.write(json.dumps(told) + "\n")
-        self._process.stdin.flush()
+        with suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(told) + "\n")
+            self._process.stdin.flush()
         line = self._process.stdout.readline()
         if not line:
             raise Failed(f"the process that measures ended: {last_words(self.log, 0)}; see {self.log}")

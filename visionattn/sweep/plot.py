@@ -10,11 +10,12 @@ from visionattn.sweep.table import Outcome
 
 COLOURS = {"taylorshift": "tab:blue", "kernelized": "tab:orange", "softmax": "tab:green"}
 LINES = {"direct": "--", "efficient": "-", "auto": ":", None: "-"}
+COLUMNS = 3
 Value = Callable[[Network], float | None]
 
 
 def draw_sweep(path: Path, outcome: Outcome, note: str) -> None:
-    """Write a PNG: a row of panels per image size, ``note`` below."""
+    """Write a PNG: two rows of panels per image size, inference above training, ``note`` below."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -22,20 +23,19 @@ def draw_sweep(path: Path, outcome: Outcome, note: str) -> None:
 
     sizes = list(dict.fromkeys(network.img_size for network in outcome.plan.grid.networks))
     panels = panels_of(outcome)
-    figure, axes = pyplot.subplots(
-        len(sizes), len(panels), figsize=(4.6 * len(panels), 4.4 * len(sizes)), squeeze=False, layout="constrained"
-    )
-    for size, row in zip(sizes, axes, strict=True):
-        for (name, value, spread), ax in zip(panels, row, strict=True):
-            draw_panel(ax, outcome, size, value, spread)
-            ax.set(xlabel="heads", ylabel=name, title=f"{size} px" if len(sizes) > 1 else "")
+    shown = [(size, *panel) for size in sizes for panel in panels]
+    rows = len(shown) // COLUMNS
+    figure, axes = pyplot.subplots(rows, COLUMNS, figsize=(5 * COLUMNS, 4.2 * rows), squeeze=False, layout="constrained")
+    for (size, name, value, spread), ax in zip(shown, axes.flat, strict=True):
+        draw_panel(ax, outcome, size, value, spread)
+        ax.set(xlabel="heads", ylabel=name, title=f"{size} px" if len(sizes) > 1 else "")
     figure.supxlabel(note, fontsize=8, color="grey")
     figure.savefig(path, dpi=110, format="png")
     pyplot.close(figure)
 
 
 def panels_of(outcome: Outcome) -> list[tuple[str, Value, Value | None]]:
-    """Name, value and spread of each panel; memory and speed are those of inference and of the training step."""
+    """Name, value and spread of each panel, in the order of reading; their number is twice ``COLUMNS``."""
 
     def accuracy(network: Network) -> float | None:
         values = outcome.accuracies(network)
@@ -59,9 +59,13 @@ def panels_of(outcome: Outcome) -> list[tuple[str, Value, Value | None]]:
 
         return value
 
-    panels: list[tuple[str, Value, Value | None]] = [("accuracy in %", accuracy, spread)]
-    for name in ("inference", "training"):
-        panels += [(f"{name}, images/s", speed(name), None), (f"{name}, peak MiB", memory(name), None)]
+    def gflop(network: Network) -> float:
+        return outcome.plan.facts[network].flops / 1e9
+
+    first = {"inference": ("accuracy in %", accuracy, spread), "training": ("GFLOP of a forward", gflop, None)}
+    panels: list[tuple[str, Value, Value | None]] = []
+    for name, panel in first.items():
+        panels += [panel, (f"{name}, images/s", speed(name), None), (f"{name}, peak MiB", memory(name), None)]
     return panels
 
 
@@ -76,7 +80,8 @@ def draw_panel(ax, outcome: Outcome, size: int, value: Value, spread: Value | No
         own = [n for n in chosen if (n.attention, n.form) == (attention, form) and value(n) is not None]
         x, y = [network.heads for network in own], [value(network) for network in own]
         label = " ".join([attention, *([form] if form and not (spread and trained) else [])])
-        style = {"color": COLOURS.get(attention, "grey"), "linestyle": LINES[form], "marker": "o", "markersize": 4}
+        line = "-" if spread and trained else LINES[form]
+        style = {"color": COLOURS.get(attention, "grey"), "linestyle": line, "marker": "o", "markersize": 4}
         if own and spread:
             ax.errorbar(x, y, yerr=[spread(network) for network in own], capsize=3, label=label, **style)
         elif own:

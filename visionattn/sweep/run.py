@@ -45,10 +45,11 @@ def sweep(argv: Sequence[str], say: Callable[[str], None], *, train: Sequence[st
     provenance["threads"] = base.threads or provenance["threads"]
     folder.open(base, overwrite=config.overwrite)
     try:
-        ended = work(config, plan, folder, say, train)
-        seconds = round(time.monotonic() - begin, 1)
-        call = {"command": provenance["command"], "date": provenance["date"], "seconds": seconds}
-        calls = folder.keep_call(call)
+        try:
+            ended = work(config, plan, folder, say, train)
+        finally:
+            call = {key: provenance[key] for key in ("command", "date", "commit")}
+            calls = folder.keep_call(call | {"jobs": config.jobs, "seconds": round(time.monotonic() - begin, 1)})
         if ended:
             report(plan, folder, provenance, calls, say)
     finally:
@@ -95,7 +96,10 @@ def report(
     """Print the tables and write table, rows, plot and TensorBoard's hyperparameters."""
     outcome = Outcome.read(plan, folder)
     took = sum(call["seconds"] for call in calls)
-    notes = [*backends(outcome), summary(provenance), f"took {took:.0f} s in {len(calls)} call" + "s" * (len(calls) > 1)]
+    trained = [ending for ending in outcome.endings.values() if ending]
+    seconds = sum(ending.seconds for ending in trained)
+    notes = [*backends(outcome), summary(provenance)]
+    notes += [f"{len(trained)} trainings of together {seconds:.0f} s; all of it took {took:.0f} s in {len(calls)} call(s)"]
     text = "\n".join([tables(outcome), *(f"- {note}" for note in notes), f"- `{provenance['command']}`"])
     say("\n" + text)
     write_text(folder.path / TABLE, text + "\n")
@@ -106,7 +110,7 @@ def report(
 
 
 def check_failures(config: SweepConfig, plan: Plan, folder: SweepFolder) -> None:
-    """Raise ``Failed`` with the first reason where some training or some measurement failed.
+    """Raise ``Failed`` with the first reason where some training or some measurement failed, ValueError where all did.
 
     Measurements that do not fit into memory are results, and no failures.
     """
@@ -122,6 +126,10 @@ def check_failures(config: SweepConfig, plan: Plan, folder: SweepFolder) -> None
         for name in PASSES
         if (outcome.entry(network, name) or {}).get("status") == "failed"
     ]
+    if not config.train and all(
+        outcome.entry(network, name)["status"] == "failed" for network in plan.grid.networks for name in PASSES
+    ):
+        raise ValueError(f"every measurement failed: {failed[0]}; --retry repeats them")
     if failed:
         more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
         raise Failed(f"{failed[0]}{more}; --retry repeats what failed")
