@@ -40,7 +40,7 @@ class Bytes:
     parameters_bytes: int
     """Parameters and buffers: their tensors."""
     gradients_bytes: int
-    """Gradients after the pass: their tensors."""
+    """Gradients after the pass: their tensors, that of the class token with all tokens (``step.py``)."""
     optimizer_bytes: int
     """State of the optimiser: its tensors."""
     activations_bytes: int

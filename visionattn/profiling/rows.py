@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from visionattn.benchmark.table import Record, line, mebibytes
+from visionattn.benchmark.table import Record, line
 from visionattn.profiling.cells import Cell
 from visionattn.profiling.config import has_forms
 from visionattn.profiling.process import Bytes
@@ -86,8 +86,16 @@ def cells_of(row: Row, exponent: float | None) -> list[str | int | None]:
     names, sizes = names_of(row.cell), row.bytes
     cells = [names["model"], row.cell.px, row.tokens, *(names[key] for key in ("pass", "precision", "form", "checkpointing"))]
     parts = ("peak", "reserved", "above", "parameters", "gradients", "optimizer", "activations")
-    cells += [mebibytes(getattr(sizes, f"{part}_bytes")) if sizes else None for part in parts]
+    cells += [in_mib(getattr(sizes, f"{part}_bytes")) if sizes else None for part in parts]
     return [*cells, "-" if exponent is None else f"{exponent:.2f}", row.status]
+
+
+def in_mib(count: int | None) -> str | None:
+    """Bytes for people, in one unit for all rows."""
+    if count is None:
+        return None
+    size = count / 2**20
+    return f"{size:.3g} MiB" if size < 999.5 else f"{size:,.0f} MiB"
 
 
 def columns_on(device: str) -> list[int]:
@@ -115,4 +123,4 @@ def largest_cells(found: Largest) -> list[str | int | None]:
     """The largest image for people, under ``LARGEST_COLUMNS``."""
     record = largest_record(found)
     names = [record[key] for key in ("model", "pass", "precision", "form", "checkpointing")]
-    return [*names, record["largest_px"], record["tokens"], mebibytes(record["peak_bytes"]), record["too_large_px"], found.status]
+    return [*names, record["largest_px"], record["tokens"], in_mib(record["peak_bytes"]), record["too_large_px"], found.status]

@@ -1,6 +1,7 @@
 """What a cell runs, and the bytes of its parts. It knows nothing of processes and peaks.
 
-Parameters, gradients and optimiser state are the exact bytes of their tensors.
+Parameters, gradients and optimiser state are the exact bytes of what their tensors hold. The gradient of the class token is a
+view of that of all tokens, which it keeps, so that gradients are more than parameters and grow with the image.
 """
 
 from collections.abc import Iterable
@@ -98,5 +99,6 @@ class Step:
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the elements of tensors."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    """Bytes of the storages that tensors hold, each once and whole: a view of some elements keeps all of them."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

@@ -1,0 +1,195 @@
+"""Cells of a memory profile: their parts, their growth, the largest image, and the file for the memory viewer."""
+
+import math
+import pickle
+import pickletools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import timm
+import torch
+from torch.cuda import _memory_viz as viewer
+
+from visionattn.profiling.cells import Cell, Shape
+from visionattn.profiling.largest import find_largest, largest_fit
+from visionattn.profiling.picture import panel_of
+from visionattn.profiling.process import Bytes, Job, measure, measure_here
+from visionattn.profiling.rows import Row, growth, growths, record_of
+from visionattn.profiling.snapshot import PICKLE_PROTOCOL, record, write_snapshot
+from visionattn.profiling.step import Step
+
+TINY = Cell("taylorshift_vit_t", 48, depth=1)
+VIEWER_OPCODES = {"APPEND", "APPENDS", "BINFLOAT", "BINGET", "BININT", "BININT1", "BININT2", "BINPUT", "BINUNICODE", "DICT"}
+VIEWER_OPCODES |= {"EMPTY_DICT", "EMPTY_LIST", "EMPTY_TUPLE", "FRAME", "LIST", "LONG1", "LONG_BINGET", "LONG_BINPUT", "MARK"}
+VIEWER_OPCODES |= {"MEMOIZE", "NEWFALSE", "NEWTRUE", "NONE", "PROTO", "SETITEM", "SETITEMS", "SHORT_BINUNICODE", "STOP"}
+VIEWER_OPCODES |= {"TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"}
+"""What the unpickler of https://pytorch.org/memory_viz reads."""
+
+
+def bytes_at(above: int, **others: int) -> Bytes:
+    return Bytes(
+        **dict(peak_bytes=above, reserved_bytes=None, above_bytes=above, parameters_bytes=3, gradients_bytes=5)
+        | dict(optimizer_bytes=7, activations_bytes=11)
+        | others
+    )
+
+
+def row_at(px: int, tokens: int, above: int | None) -> Row:
+    cell = replace(TINY, px=px)
+    return Row(cell, tokens, bytes_at(above)) if above else Row(cell, tokens, None, "out of memory")
+
+
+def test_growth_is_the_least_squares_slope_over_sizes_that_were_measured_from_the_given_one_up():
+    noise = np.random.default_rng(7)
+    tokens = np.array([1025, 1601, 2305, 4097, 6401])
+    above = (tokens**1.7 * np.exp(noise.normal(0, 0.1, 5))).astype(int)
+    rows = [row_at(512, 1025, 10**9)]
+    rows += [row_at(16 * math.isqrt(n), int(n), int(size)) for n, size in zip(tokens[1:], above[1:], strict=True)]
+    rows.append(row_at(2048, 16385, None))
+    wanted = np.polyfit(np.log(tokens[1:]), np.log(above[1:]), 1)[0]
+    assert growth(rows, 640) == pytest.approx(wanted, rel=1e-9)
+    assert growth(rows[1:2], 640) is None and growth(rows, 1280) is None
+    record = record_of(rows[-1], None)
+    assert record["status"] == "out of memory" and record["peak_bytes"] is None and record["tokens"] == 16385
+
+
+def test_each_series_has_its_own_growth():
+    linear = (row_at(64, 17, 170), row_at(96, 37, 370))
+    other = [Row(replace(row.cell, work="training_step"), row.tokens, row.bytes) for row in linear]
+    found = growths([row_at(64, 17, 17**2), row_at(96, 37, 37**2), *other], 64)
+    assert sorted(found.values()) == [pytest.approx(1.0), pytest.approx(2.0)]
+
+
+@pytest.mark.parametrize(("precision", "size"), [("float32", 4), ("bfloat16", 2), ("amp_bf16", 4)])
+def test_parameters_gradients_and_optimizer_state_are_the_bytes_of_their_tensors(precision, size):
+    own = timm.create_model("vit_tiny_patch16_224", depth=1)
+    tensors = [parameter for parameter in own.parameters()]
+    count = sum(parameter.numel() for parameter in tensors)
+    step = Step(Cell("vit_tiny_patch16_224", 32, "training_step", precision, depth=1))
+    step.warm_up()
+    assert step.gradients_bytes == 0 and step.image.shape == (1, 3, 32, 32)
+    step.place(48)
+    step.run()
+    assert step.parameters_bytes == size * count
+    assert step.gradients_bytes == size * (count + 9 * 192)  # of the class token it is a view of that of all 10 tokens
+    assert step.optimizer_bytes == 2 * size * count + 4 * len(tensors)
+
+
+def test_a_checkpointed_block_keeps_its_input_alone():
+    def saved(depth: int, checkpointing: bool) -> int:
+        step = Step(replace(TINY, work="forward+backward", depth=depth, checkpointing=checkpointing))
+        step.place(80)
+        return step.saved_bytes()
+
+    assert saved(2, True) - saved(1, True) == (25 + 1) * 192 * 4
+    assert saved(2, False) - saved(1, False) > 10 * 26 * 192 * 4
+
+
+def test_what_inference_holds_are_activations_and_a_backward_counts_what_is_saved():
+    for work in ("inference", "forward+backward"):
+        sizes = measure_here(Job(replace(TINY, work=work)))
+        assert sizes.reserved_bytes is None and sizes.peak_bytes > sizes.above_bytes
+        if work == "inference":
+            assert sizes.activations_bytes == sizes.above_bytes and sizes.gradients_bytes == sizes.optimizer_bytes == 0
+        else:
+            assert sizes.activations_bytes > 10 * 192 * 4 * 8 and sizes.gradients_bytes == sizes.parameters_bytes + 9 * 192 * 4
+
+
+def test_a_form_is_the_one_that_runs():
+    for form in ("direct", "efficient"):
+        model = replace(TINY, form=form).build()
+        assert [block.attn.form for block in model.blocks] == [form]
+
+
+def test_tokens_are_patches_and_prefix_and_sizes_in_pixels_lead_back():
+    shape = Shape.of(TINY)
+    assert (shape.patch_px, shape.prefix, shape.taylor_width) == (16, 1, 64)
+    assert shape.tokens(112) == 50 and shape.px(50) == 112
+    assert Shape.of(replace(TINY, model="taylorshift_vit_t+identity")).taylor_width is None
+    assert Shape.of(replace(TINY, model="scaleformer_vit_t")).taylor_width is None
+
+
+@pytest.mark.parametrize("start", [1, 4, 16])
+def test_bisection_finds_what_a_scan_finds_and_asks_no_size_twice(start):
+    for most in range(45):
+        asked = []
+
+        def fits(patches, most=most, asked=asked):
+            asked.append(patches)
+            return patches**2 * 100 <= most**2 * 100 + 50
+
+        scan = next(n for n in range(100) if (n + 1) ** 2 * 100 > most**2 * 100 + 50)
+        assert largest_fit(fits, start) == scan == most
+        assert len(set(asked)) == len(asked) and (scan + 1 in asked)
+
+
+def test_the_largest_image_comes_with_the_next_size_that_does_not_fit():
+    shape = Shape.of(TINY)
+    budget = 37**2 * 1000
+
+    def measured(cell, tokens):
+        above = (tokens - 1) * 1000
+        return row_at(cell.px, tokens, above if above < budget else None)
+
+    found, rows = find_largest(TINY, shape, measured)
+    assert (found.fits.cell.px, found.beyond.cell.px, found.status) == (36 * 16, 37 * 16, "ok")
+    assert [row.cell.px for row in rows] == sorted(row.cell.px for row in rows)
+    nothing, _ = find_largest(TINY, shape, lambda cell, tokens: row_at(cell.px, tokens, None))
+    assert nothing.fits is None and nothing.status == "nothing fits" and nothing.beyond.cell.px == 16
+
+
+def test_the_plot_marks_n1_in_tokens_and_pixels_for_taylorshift_alone():
+    rows = [row_at(64, 17, 1 << 21), row_at(96, 37, 1 << 22)]
+    shapes = {"taylorshift_vit_t": Shape.of(TINY), "scaleformer_vit_t": Shape.of(replace(TINY, model="scaleformer_vit_t"))}
+    curves = panel_of(rows, growths(rows, 64), shapes).curves
+    assert [list(curve.x) for curve in curves] == [[17, 37], [2174, 2174]]  # of the table of the TaylorShift paper, d = 64
+    assert list(curves[0].y) == [2, 4] and "N^0.89" in curves[0].label
+    assert curves[1].label == "N1 of TaylorShift, d = 64: 2,174 tokens, 746 px a side"
+    assert len(panel_of(rows, {}, {"scaleformer_vit_t": shapes["scaleformer_vit_t"]}).curves) == 1
+
+
+def test_a_snapshot_holds_each_allocation_with_where_it_was_made_and_where_it_was_freed():
+    kept = []
+
+    def work():
+        big = torch.ones(1000, 1000)
+        kept.append(big[:1].clone())
+
+    content = record(work)
+    trace = content["device_traces"][0]
+    big = [event for event in trace if event["size"] == 4_000_000]
+    assert [event["action"] for event in big] == ["segment_alloc", "alloc", "free_requested", "free_completed", "segment_free"]
+    assert len({event["addr"] for event in big}) == 1
+    frames = big[0]["frames"]
+    assert frames[0]["name"].startswith("aten::")
+    assert any(frame["name"] == "work" and frame["filename"].endswith("test_profile.py") for frame in frames)
+    assert [(s["address"], s["total_size"]) for s in content["segments"]] == [(kept[0].data_ptr(), 4000)]
+
+
+def test_a_snapshot_of_a_pass_balances_and_pytorchs_own_reader_takes_it(tmp_path):
+    step = Step(replace(TINY, work="forward+backward"))
+    step.warm_up()
+    step.place(48)
+    path = tmp_path / "pass.pickle"
+    write_snapshot(path, step)
+    opcodes = {opcode.name for opcode, _, _ in pickletools.genops(path.read_bytes())}
+    assert opcodes <= VIEWER_OPCODES and PICKLE_PROTOCOL == 4
+    content = pickle.loads(path.read_bytes())
+    sizes = {action: 0 for action in ("alloc", "free_completed")}
+    for event in content["device_traces"][0]:
+        if event["action"] in sizes:
+            sizes[event["action"]] += event["size"]
+    held = step.parameters_bytes + 4 * step.image.numel()
+    living = sum(segment["total_size"] for segment in content["segments"])
+    assert sizes["alloc"] - sizes["free_completed"] == step.gradients_bytes == living - held
+    assert f"segments: {len(content['segments'])}\n" in viewer.segsum(content)
+    assert f"{len(content['device_traces'][0])} entries" in viewer.trace(content)
+    assert "snapshot.pickle" in viewer.trace_plot(content)
+
+
+def test_a_cell_beyond_the_budget_ends_as_out_of_memory_in_a_process_of_its_own():
+    """A matrix of 3 x 16,385 x 16,385 float32 is 3 GiB."""
+    cell = Cell("vit_tiny_patch16_224+eager", 2048, depth=1)
+    with pytest.raises(torch.OutOfMemoryError, match=r"2048 px does not fit"):
+        measure(Job(cell, threads=1, budget_bytes=3 << 29))

@@ -1,0 +1,175 @@
+"""``tools/profile_memory.py`` as it is typed: what it prints and writes, and how it ends."""
+
+import csv
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+import visionattn.profiling.run as run
+from visionattn.profiling.process import Bytes
+
+ROOT = Path(__file__).parents[1]
+REAL = ["--models", "taylorshift_vit_t", "vit_tiny_patch16_224+eager", "--img-size", "512", "736", "--fit-from", "512"]
+REAL += ["--depth", "1", "--threads", "1", "--device", "cpu"]
+FAKE = ["--models", "taylorshift_vit_t", "vit_tiny_patch16_224", "--depth", "1", "--device", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def main():
+    spec = importlib.util.spec_from_file_location("tool_profile_memory", ROOT / "tools" / "profile_memory.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.main
+
+
+@pytest.fixture
+def jobs(monkeypatch):
+    """Jobs that were measured, without the processes: 1000 bytes per patch, and out of memory from the budget on."""
+    seen = []
+
+    def measure(job):
+        seen.append(job)
+        above = 1000 * (job.cell.px // 16) ** 2
+        if above >= job.budget_bytes:
+            raise torch.OutOfMemoryError("too large")
+        return Bytes(above + 5, None, above, 1, 2, 3, 4)
+
+    monkeypatch.setattr(run, "measure", measure)
+    return seen
+
+
+def read_csv(path):
+    return list(csv.DictReader(path.read_text().splitlines()))
+
+
+def table_in(text):
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| ")]
+
+
+def test_twice_the_tokens_take_twice_the_memory_with_our_attention_and_four_times_with_the_eager_one(main, tmp_path, capsys):
+    folder = tmp_path / "new" / "profile"
+    assert main([*REAL, "--output", str(folder)]) == 0
+    printed = capsys.readouterr()
+    rows = read_csv(folder / "memory.csv")
+    assert printed.err == "" and printed.out == (folder / "memory.md").read_text()
+    head, *cells = table_in(printed.out)
+    assert [row["model"] for row in rows] == [line[0] for line in cells] == [REAL[1], REAL[1], REAL[2], REAL[2]]
+    assert [row["tokens"] for row in rows] == ["1025", "2117"] * 2 and {row["status"] for row in rows} == {"ok"}
+    ours, eager = float(rows[0]["growth_exponent"]), float(rows[2]["growth_exponent"])
+    assert 0.9 < ours < 1.1 and 1.75 < eager < 2.1
+    assert [line[head.index("growth")] for line in cells] == [f"{ours:.2f}"] * 2 + [f"{eager:.2f}"] * 2
+    matrix = 3 * 2117**2 * 4
+    assert 2 * matrix < int(rows[3]["above_bytes"]) < 3 * matrix
+    assert all(int(row["peak_bytes"]) - int(row["above_bytes"]) > 10**8 for row in rows)
+    assert rows[0]["torch"] == torch.__version__
+    assert rows[0]["command"].startswith("python tools/profile_memory.py --models taylorshift_vit_t vit_tiny")
+    assert {"device", "commit", "precision", "budget_bytes", "date"} <= set(rows[0]) and rows[0]["device"] == "cpu, 1 threads"
+    assert (folder / "memory.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_rows_that_do_not_fit_the_budget_stay_and_the_others_are_fitted(main, jobs, tmp_path, capsys):
+    files = [tmp_path / "rows.csv", tmp_path / "rows.png"]
+    sizes = ["--img-size", "2048", "1024", "1536", "1024"]
+    assert main([*FAKE, *sizes, "--budget-gib", "0.01", "--csv", str(files[0]), "--plot", str(files[1])]) == 0
+    rows = read_csv(files[0])
+    assert [(row["px"], row["status"]) for row in rows[:3]] == [("1024", "ok"), ("1536", "ok"), ("2048", "out of memory")]
+    assert all(float(row["growth_exponent"]) == pytest.approx(1, abs=1e-3) for row in rows)
+    assert rows[2]["peak_bytes"] == "" and "out of memory" in capsys.readouterr().out
+    assert {job.budget_bytes for job in jobs} == {int(0.01 * 2**30)} and len(jobs) == 6
+    assert files[1].read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_grid_has_a_row_for_each_choice_that_acts(main, jobs, tmp_path):
+    path = tmp_path / "rows.csv"
+    grid = ["--img-size", "64", "--passes", "inference", "training_step", "--precision", "float32", "amp_bf16"]
+    grid += ["--form", "direct", "efficient", "--checkpointing", "both", "--csv", str(path)]
+    assert main([*FAKE, *grid]) == 0
+    rows = [tuple(row[key] for key in ("model", "pass", "precision", "form", "checkpointing")) for row in read_csv(path)]
+    assert len(rows) == len(set(rows)) == 2 * (2 * 1 + 2 * 2) + 2 * (1 + 2)
+    assert {row[3] for row in rows if row[0] == "vit_tiny_patch16_224"} == {""}
+    assert {row[4] for row in rows if row[1] == "inference"} == {"no"}
+    assert {job.cell.form for job in jobs} == {"auto", "direct", "efficient"}
+
+
+def test_the_largest_image_is_a_row_for_each_series(main, jobs, tmp_path, capsys):
+    path = tmp_path / "largest.csv"
+    assert main([*FAKE, "--largest", "--budget-gib", "0.001", "--csv", str(path), "--plot", str(tmp_path / "a.png")]) == 0
+    wanted = max(n for n in range(1, 99) if 1000 * n * n < int(0.001 * 2**30))
+    rows = read_csv(path)
+    assert [row["largest_px"] for row in rows] == [str(16 * wanted)] * 2
+    assert [row["too_large_px"] for row in rows] == [str(16 * (wanted + 1))] * 2
+    assert rows[0]["tokens"] == str(wanted**2 + 1) and rows[0]["above_bytes"] == str(1000 * wanted**2)
+    assert table_in(capsys.readouterr().out)[1][5] == str(16 * wanted)
+
+
+def test_a_cell_that_fails_is_a_row_and_the_others_are_measured(main, monkeypatch, tmp_path, capsys):
+    def measure(job):
+        if job.cell.px == 64:
+            raise RuntimeError("NotImplementedError: no such kernel")
+        return Bytes(9, None, 8, 1, 2, 3, 4)
+
+    monkeypatch.setattr(run, "measure", measure)
+    path = tmp_path / "rows.csv"
+    assert main([*FAKE, "--img-size", "64", "96", "--csv", str(path)]) == 4
+    status = [row["status"] for row in read_csv(path)]
+    assert status == ["failed: NotImplementedError: no such kernel", "ok"] * 2
+    assert capsys.readouterr().err.splitlines() == [
+        "error: 2 of 4 cells failed; taylorshift_vit_t: failed: NotImplementedError: no such kernel"
+    ]
+
+
+BAD = [
+    (["--models", "scaleformer_vit_q"], "timm knows no model 'scaleformer_vit_q'"),
+    (["--models", "resnet18"], "resnet18"),
+    (["--models", "scaleformer_vit_t+eager"], "eager attention is an option of timm's vit_*"),
+    (["--img-size", "1000"], "not a whole number of 16 x 16 pixel patches; the nearest that fit: 992 or 1008"),
+    (["--img-size", "0"], "img_size[0] must be above 0, got 0"),
+    (["--passes", "forward"], "passes: wanted any of inference, forward+backward, training_step, got 'forward'"),
+    (["--precision", "int8"], "precision: wanted any of float32"),
+    (["--models", "vit_tiny_patch16_224", "--form", "direct"], "form does nothing here: vit_tiny_patch16_224 have no forms"),
+    (["--checkpointing", "with"], "checkpointing does nothing in inference"),
+    (["--snapshot", "new.pickle"], "snapshot holds one cell, and these are 2"),
+    (["--snapshot", "new.pickle", "--largest"], "leave out one of them"),
+    (["--largest", "--img-size", "64"], "largest searches for the image size: leave out img_size"),
+    (["--largest", "--fit-from", "64"], "fit_from does nothing with largest"),
+    (["--budget-gib", "-1"], "budget_gib must be above 0, got -1"),
+    (["--budget-gib", "0"], "budget_gib must be above 0, got 0"),
+    (["--depth", "99"], "depth 99: taylorshift_vit_t has 12 blocks"),
+    (["--models"], "--models needs a value"),
+    (["--csv", "kept.csv"], "kept.csv exists; --overwrite replaces it"),
+    (["--output", "kept"], "memory.csv exists; --overwrite replaces it"),
+    (["--output", "kept.csv"], "kept.csv is no folder"),
+    (["--output", "new", "--csv", "new.csv"], "leave out csv and plot, or output"),
+    (["--plot", "nowhere/new.png"], "no folder"),
+    (["--device", "abacus"], "device 'abacus' cannot be used here"),
+]
+
+
+@pytest.mark.parametrize(("flags", "message"), BAD, ids=lambda value: " ".join(value) if isinstance(value, list) else "")
+def test_bad_input_is_one_line_and_nothing_is_measured_or_written(main, jobs, flags, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "kept.csv").write_text("old")
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "memory.csv").write_text("old")
+    before = sorted(tmp_path.rglob("*"))
+    base = [] if "--img-size" in flags or "--largest" in flags else ["--img-size", "64"]
+    assert main([*FAKE, *base, *flags]) == 2
+    printed = capsys.readouterr()
+    assert len(printed.err.splitlines()) == 1 and printed.err.startswith("error: ") and message in printed.err
+    assert printed.out == "" and jobs == [] and sorted(tmp_path.rglob("*")) == before
+    assert (tmp_path / "kept.csv").read_text() == (tmp_path / "kept" / "memory.csv").read_text() == "old"
+
+
+def test_files_that_exist_are_replaced_when_asked(main, jobs, tmp_path):
+    (tmp_path / "memory.csv").write_text("old")
+    assert main([*FAKE, "--img-size", "64", "--output", str(tmp_path), "--overwrite"]) == 0
+    assert len(read_csv(tmp_path / "memory.csv")) == 2
+
+
+def test_help_ends_with_the_command_to_paste(main, capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["--help"])
+    assert left.value.code == 0
+    assert capsys.readouterr().out.splitlines()[-1].strip() == run.EXAMPLE
