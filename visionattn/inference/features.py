@@ -103,9 +103,16 @@ class Extraction:
         self.kept = [] if options.overwrite else whole_shards(self.folder, self.identity)
 
     def _divide(self) -> Division:
+        options = self.options
         if isinstance(self.listing, Digits):
-            return divide_digits(self.listing)
-        return divide_folder(self.options.images[0], val_fraction=self.options.val_fraction, seed=self.options.seed)
+            division = divide_digits(self.listing)
+        else:
+            division = divide_folder(options.images[0], val_fraction=options.val_fraction, seed=options.seed)
+        if len(division.class_names) < 2:
+            raise ValueError(f"probe needs two classes or more; {options.images[0]} has {division.class_names[0]} alone")
+        if options.neighbours > len(division.fitted):
+            raise ValueError(f"neighbours {options.neighbours} of {len(division.fitted)} images to fit on; name fewer")
+        return division
 
     def _own_identity(self) -> dict[str, Any]:
         options = self.options

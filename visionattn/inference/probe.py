@@ -53,7 +53,7 @@ class ProbeResult:
             f"linear probe {100 * self.linear:.2f} %{note}, kNN (k = {self.neighbours}) {100 * self.knn:.2f} % of "
             f"{self.judged} {self.judged_name} images, fitted on {self.fitted} images of {self.classes} classes"
         ]
-        return lines + ([f"{self.lost} labelled images have no features and count nowhere"] if self.lost else [])
+        return lines + ([f"labelled images without features, which count nowhere: {self.lost}"] if self.lost else [])
 
 
 def divide_folder(root: str, *, val_fraction: float, seed: int) -> Division:

@@ -69,7 +69,7 @@ class Pending:
             elif outcome.value is not None:
                 key = f"{self.first + len(self):09d}"
                 row |= dict(zip(PLACE, (self.path.name, key, None), strict=True))
-                self._maps[key] = outcome.value.clone()
+                self._maps[key] = outcome.value.clone(memory_format=torch.contiguous_format)
             self._rows.append(row)
             self.bytes += 0 if outcome.value is None else outcome.value.nbytes
 
