@@ -142,7 +142,9 @@ BAD = [
     (["--output", "kept"], "memory.csv exists; --overwrite replaces it"),
     (["--output", "kept.csv"], "kept.csv is no folder"),
     (["--output", "new", "--csv", "new.csv"], "leave out csv and plot, or output"),
+    (["--csv", "new", "--plot", "new"], "one file for several things: csv new, plot new"),
     (["--plot", "nowhere/new.png"], "no folder"),
+    (["--output", "new", "--models", FAKE[1], "--snapshot", "nowhere/new.pickle"], "no folder"),
     (["--device", "abacus"], "device 'abacus' cannot be used here"),
 ]
 

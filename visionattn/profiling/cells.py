@@ -20,7 +20,6 @@ PASSES = ("inference", "forward+backward", "training_step")
 PRECISIONS = {
     "float32": ("float32", "none"),
     "bfloat16": ("bfloat16", "none"),
-    "float16": ("float16", "none"),
     "amp_bf16": ("float32", "bf16"),
     "amp_fp16": ("float32", "fp16"),
 }

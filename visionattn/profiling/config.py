@@ -37,7 +37,7 @@ class ProfileConfig:
     passes: list[str] = field(default_factory=lambda: ["inference"])
     """Any of inference, forward+backward, training_step (with AdamW, whose state is there before)."""
     precision: list[str] = field(default_factory=lambda: ["float32"])
-    """Any of float32, bfloat16, float16 (weights and image in it), amp_bf16, amp_fp16 (weights in float32, as in training)."""
+    """Any of float32, bfloat16 (weights, moments and image in it), amp_bf16, amp_fp16 (weights in float32, as in training)."""
     form: list[str] = field(default_factory=lambda: ["auto"])
     """Any of auto, direct (quadratic), efficient (linear), of visionattn's models; baselines have none and get one row."""
     checkpointing: Literal["without", "with", "both"] = "without"
@@ -124,8 +124,11 @@ def check(config: ProfileConfig) -> None:
         if config.csv or config.plot:
             raise ValueError("output names a folder for memory.csv and memory.png: leave out csv and plot, or output")
         check_folder(Path(config.output))
-    for path in config.files().values():
-        if path.parent.is_dir() or not config.output:
+    files = config.files()
+    if len(set(files.values())) < len(files):
+        raise ValueError(f"one file for several things: {', '.join(f'{kind} {path}' for kind, path in files.items())}")
+    for path in files.values():
+        if path.parent.is_dir() or config.output is None or path.parent != Path(config.output):
             check_free(path, config.overwrite)
 
 

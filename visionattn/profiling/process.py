@@ -14,8 +14,7 @@ from pathlib import Path
 import torch
 
 import visionattn
-from visionattn.benchmark.memory import is_out_of_memory
-from visionattn.measure import peak_bytes
+from visionattn.measure import is_out_of_memory, peak_bytes
 from visionattn.profiling.cells import Cell
 from visionattn.profiling.step import Step
 
@@ -44,8 +43,8 @@ class Bytes:
     optimizer_bytes: int
     """State of the optimiser: its tensors."""
     activations_bytes: int
-    """What autograd saves of the forward for the backward, parameters and image left out; for inference, which saves nothing,
-    ``above_bytes``."""
+    """What autograd saves of the forward for the backward, parameters and image left out, 16-bit copies of parameters under mixed
+    precision counted; for inference, which saves nothing, ``above_bytes``."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ def measure(job: Job) -> Bytes:
         raise torch.OutOfMemoryError(f"{job.cell.model} at {job.cell.px} px does not fit")
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"the process ended with code {done.returncode}"]
-        raise RuntimeError(lines[-1])
+        raise RuntimeError(lines[-1][:160])
     return Bytes(**json.loads(done.stdout.splitlines()[-1]))
 
 
@@ -121,7 +120,7 @@ def limit_memory(job: Job, slack_bytes: int) -> None:
         return
     if job.device != "cpu":
         total = torch.cuda.get_device_properties(job.device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, job.budget_bytes / total), job.device)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, job.budget_bytes / total), torch.device(job.device).index)
         return
     import resource  # Linux has it
 

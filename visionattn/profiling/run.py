@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from visionattn.benchmark.memory import is_out_of_memory
 from visionattn.benchmark.table import Record, csv_text, heading, line, provenance_of, summary
+from visionattn.measure import is_out_of_memory
 from visionattn.models.weights import write_whole
 from visionattn.profiling.cells import Cell, Shape
 from visionattn.profiling.config import ProfileConfig, check

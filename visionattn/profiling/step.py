@@ -39,7 +39,8 @@ class Step:
         self.config, self.image, self.labels = OptimConfig(), None, None
         self.optimizer = make_optimizer(self.model, self.config) if cell.work == "training_step" else None
         scaled = self.amp == "fp16" and cell.work != "inference"
-        self.scaler = torch.amp.GradScaler(self.device.type, enabled=scaled)
+        # From 1: the usual start overflows, which skips the first steps and with them the optimiser's state.
+        self.scaler = torch.amp.GradScaler(self.device.type, init_scale=1.0, enabled=scaled)
 
     def place(self, px: int) -> None:
         """Put an image of this size, and labels, on the device."""
