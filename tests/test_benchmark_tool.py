@@ -3,7 +3,6 @@
 import csv
 import importlib.util
 import json
-import shlex
 from pathlib import Path
 
 import pytest
@@ -107,15 +106,6 @@ def test_rounds_and_seconds_act_on_the_figures_to_reach(main, monkeypatch, flags
     monkeypatch.setattr(targets, "measure_targets", measure)
     assert main(["--targets", *flags]) == 0
     assert asked == [expected]
-
-
-def test_help_ends_with_a_command_that_works_as_pasted(main, capsys):
-    with pytest.raises(SystemExit) as end:
-        main(["--help"])
-    command = shlex.split(capsys.readouterr().out.splitlines()[-1])
-    assert end.value.code == 0 and command[:2] == ["python", "tools/benchmark.py"]
-    assert main(command[2:]) == 0
-    assert capsys.readouterr().out.count(" ok |") == 6
 
 
 def test_threads_hold_for_the_run_alone(main, capsys):

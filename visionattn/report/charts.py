@@ -19,7 +19,7 @@ INK, GRID, MUTED, PAPER = list(VARIABLES)[:4]
 MOST_POINTS = 300
 """Longer curves are shown by means of neighbours."""
 MOST_MARKED = 40
-"""Curves with at most so many points have each marked."""
+"""Curves with at most so many points have each marked, with its values for the mouse; longer ones have a few."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,10 @@ def _draw(ax, curve: Curve, titles: dict[str, str]) -> None:
     pattern = "-" if dash == "none" else (0, [float(part) / 1.6 for part in dash.split()])
     if curve.spread is not None:
         ax.errorbar(x, heights, yerr=curve.spread, color=colour, linestyle="none", capsize=3, elinewidth=1.2)
-    ax.plot(x, heights, color=colour, linestyle=pattern, linewidth=1.6, gid=_titled(titles, curve.label))
+    line = {"color": colour, "linestyle": pattern, "linewidth": 1.6, "gid": _titled(titles, curve.label)}
+    if len(x) > MOST_MARKED:
+        line |= {"marker": marker, "markersize": 4, "markevery": len(x) // 8}
+    ax.plot(x, heights, **line)
     if len(x) > MOST_MARKED:
         return
     spreads = [None] * len(x) if curve.spread is None else curve.spread

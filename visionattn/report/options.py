@@ -62,7 +62,7 @@ def parse_report(argv: Sequence[str]) -> Wanted:
         raise ValueError("name what to show: folders of runs or sweeps, e.g. checkpoints/digits")
     if not 0 <= config.images <= MOST_IMAGES:
         raise ValueError(f"images must be from 0 to {MOST_IMAGES}, got {config.images}")
-    paths = [Path(text) for text in dict.fromkeys(config.runs)]
+    paths = list(dict.fromkeys(map(Path, config.runs)))
     runs, tables = find(paths)
     place = paths[0] if paths[0].is_dir() else paths[0].absolute().parent
     output = Path(config.output) if config.output else place / "report.html"

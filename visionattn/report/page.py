@@ -17,7 +17,7 @@ from markupsafe import Markup
 import visionattn
 from visionattn.models.weights import write_whole
 from visionattn.report import tables
-from visionattn.report.charts import svg
+from visionattn.report.charts import Style, svg
 from visionattn.report.examples import galleries
 from visionattn.report.figures import Figure, curves_of, heads_of, memory_of
 from visionattn.report.options import Wanted, parse_report
@@ -79,6 +79,7 @@ def page(wanted: Wanted, runs: Sequence[Run], *, now: float) -> str:
         style=Markup(resource("page.css")),
         draw=charts.draw,
         runs=runs,
+        looks={run.name: Style(i) for i, run in enumerate(runs)},
         results=tables.results(runs),
         curves=curves_of(runs),
         galleries=shown,

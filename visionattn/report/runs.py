@@ -214,10 +214,10 @@ def text_or_none(value: Any) -> str | None:
 
 
 def flatten(config: Values, prefix: str = "") -> Values:
-    """Dotted names and values of a nested configuration."""
+    """Dotted names and values of a nested configuration; an empty group has none."""
     flat: Values = {}
     for key, value in config.items():
-        if isinstance(value, dict) and value:
+        if isinstance(value, dict):
             flat |= flatten(value, f"{prefix}{key}.")
         else:
             flat[f"{prefix}{key}"] = value

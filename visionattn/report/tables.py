@@ -90,6 +90,8 @@ def settings(runs: Sequence[Run]) -> Table:
     """The settings in which runs differ, a column per run; of a single run those that are not the defaults."""
     flat = [{key: value for key, value in flatten(run.config).items() if key not in PLACE} for run in runs]
     names = list(dict.fromkeys(key for settings in flat for key in settings))
+    groups = list(dict.fromkeys(key.partition(".")[0] for key in names))
+    names.sort(key=lambda key: groups.index(key.partition(".")[0]))
     if len(runs) == 1:
         usual = flatten(asdict(TrainConfig()))
         differ = [key for key in names if flat[0][key] != usual.get(key)]

@@ -1,0 +1,73 @@
+"""``--help`` of every tool ends with a command, and the command works as it is pasted."""
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+TOOLS = sorted((ROOT / "tools").glob("*.py"))
+SEEN = ("tools", "configs", "docs", "visionattn")
+"""What of the repository the commands are to find in their folder."""
+LONGEST_SECONDS = 240
+"""Some 20 on a processor core of its own."""
+
+
+def paste(command, folder):
+    """Run a line as a shell does, with this Python as ``python`` and one thread."""
+    path = os.pathsep.join([str(folder.parent / "bin"), os.environ["PATH"]])
+    packages = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    env = os.environ | {"PATH": path, "PYTHONPATH": packages, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    return subprocess.run(command, shell=True, cwd=folder, env=env, capture_output=True, text=True, timeout=LONGEST_SECONDS)
+
+
+def example_of(tool, folder):
+    """The last line of its help."""
+    done = paste(f"python tools/{tool.name} --help", folder)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"usage: {tool.name} ")
+    return done.stdout.splitlines()[-1].strip()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder in which the repository's can be read, and nothing written to them."""
+    place = tmp_path_factory.mktemp("pasted") / "work"
+    place.mkdir()
+    for name in SEEN:
+        (place / name).symlink_to(ROOT / name)
+    python = place.parent / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
+    python.chmod(0o755)
+    return place
+
+
+@pytest.fixture(scope="module")
+def trained(folder):
+    """What the training of ``train.py --help`` printed; the commands of the other tools may use its run."""
+    done = paste(example_of(ROOT / "tools" / "train.py", folder), folder)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def tracked_files():
+    """Files below the repository's folders that commands see, which they are to leave alone."""
+    return sorted(path for name in SEEN for path in (ROOT / name).rglob("*") if "__pycache__" not in path.parts)
+
+
+@pytest.mark.parametrize("tool", TOOLS, ids=lambda tool: tool.stem)
+def test_help_ends_with_a_command_that_works_as_pasted(tool, folder, trained):
+    command = example_of(tool, folder)
+    assert command.startswith(f"python tools/{tool.name} ")
+    if tool.stem == "train":
+        assert "test accuracy" in trained
+        return
+    before = tracked_files()
+    done = paste(command, folder)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() and "Traceback" not in done.stderr
+    assert tracked_files() == before
