@@ -36,8 +36,8 @@ def on_small_data():
 
 def config_of(output: Path, **options) -> TrainConfig:
     """Three epochs of 4 steps of 2 batches, with a state after every third step and everything random that there is."""
-    fixed = {"optim": OPTIM, "model": {"drop_path_rate": 0.2, "attn_drop_rate": 0.1}, "epochs": 3, "save_every": 3}
-    return small_config(output, **(fixed | options))
+    fixed = {"optim": OPTIM, "model": {"drop_path_rate": 0.2, "attn_drop_rate": 0.1}, "epochs": 3}
+    return small_config(output, **(fixed | {"save_every": 3, "log_every": 5} | options))
 
 
 def run(config: TrainConfig) -> str:

@@ -180,3 +180,9 @@ def test_what_an_earlier_batch_drew_does_not_change_what_the_next_one_draws():
     assert draws(5) == first
     for other in (draws(6), draws(5, rank=1)):
         assert all(a != b for a, b in zip(first, other, strict=True))
+
+
+def test_what_else_draws_from_the_generators_in_a_run_does_not_change_it(tmp_path, whole, monkeypatch):
+    stop_after(monkeypatch, 5, lambda: (torch.rand(9), np.random.rand(9), random.random()))
+    run(config_of(tmp_path))
+    assert_same_end(whole, tmp_path / "small")
