@@ -1,11 +1,12 @@
 """The flags of ``tools/sweep_heads.py`` as a dataclass, and the checks that need neither data nor a model."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from visionattn.training.command_line import parse
+from visionattn.training.command_line import parse, split_options
 from visionattn.training.config import TrainConfig, check
 
 AttentionName = Literal["taylorshift", "kernelized", "softmax"]
@@ -141,13 +142,23 @@ def parse_sweep(argv: Sequence[str]) -> SweepConfig:
     """
     config = parse(
         SweepConfig,
-        argv,
+        quote_set(argv),
         prog="sweep_heads.py",
         description="Train and measure one configuration at several head counts, attentions, forms, seeds and image sizes.",
         example=EXAMPLE,
     )
     check_options(config)
     return config
+
+
+def quote_set(argv: Sequence[str]) -> list[str]:
+    """The flags with the values of ``--set`` as one YAML list of texts, whatever brackets and braces they have."""
+    words = []
+    for flag, values in split_options(argv):
+        if flag == "set" and values and not values[0].startswith("["):
+            values = [json.dumps(values)]
+        words += [f"--{flag}", *values]
+    return words
 
 
 EXAMPLE = (
