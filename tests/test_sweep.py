@@ -292,7 +292,8 @@ def small_sweep(tmp_path_factory):
 
 def test_a_sweep_runs_from_end_to_end_and_its_tables_have_the_published_shape(small_sweep):
     _, printed, _ = small_sweep
-    inference, training, softmax, _ = markdown_tables(printed)
+    inference, training, size, softmax, *_ = markdown_tables(printed)
+    assert list(size[0]) == ["h", "d", "parameters", "direct GFLOP", "efficient GFLOP"]
     for table in (inference, training):
         assert list(table[0]) == [
             *("h", "d", "accuracy", "direct img/s", "direct MiB", "efficient img/s", "efficient MiB"),

@@ -84,13 +84,16 @@ def conditions_of(config: SweepConfig, plan: Plan) -> Told:
     }
 
 
-def measure_networks(config: SweepConfig, plan: Plan, folder: SweepFolder, say: Callable[[str], None]) -> None:
+def measure_networks(
+    config: SweepConfig, plan: Plan, folder: SweepFolder, provenance: Told, say: Callable[[str], None]
+) -> None:
     """Measure what is not measured yet under the present conditions; all networks of one image size are timed together.
 
     Args:
         config: the options.
         plan: the sweep.
         folder: of the sweep, open; takes what is measured.
+        provenance: of this call; kept with what it measures.
         say: takes a line at each start.
     """
     conditions = conditions_of(config, plan)
@@ -104,11 +107,11 @@ def measure_networks(config: SweepConfig, plan: Plan, folder: SweepFolder, say: 
         if all(known and known["timed"] for known in found.values()):
             continue
         with Meter(plan, conditions, folder) as meter:
-            measure_group(found, meter, folder, say)
+            measure_group(found, meter, folder, provenance, say)
 
 
 def measure_group(
-    found: dict[Network, Told | None], meter: Meter, folder: SweepFolder, say: Callable[[str], None]
+    found: dict[Network, Told | None], meter: Meter, folder: SweepFolder, provenance: Told, say: Callable[[str], None]
 ) -> None:
     """Measure the memory of networks of which nothing is known, then the time of all."""
     for network in [network for network, known in found.items() if known is None]:
@@ -123,7 +126,7 @@ def measure_group(
             keep_time(found, name, meter.ask("time", name, timed))
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     for network, known in found.items():
-        folder.keep_measurement(network, known | {"timed": now})
+        folder.keep_measurement(network, known | {"timed": now, "provenance": provenance})
 
 
 def keep_time(found: dict[Network, Told], name: str, answer: Told) -> None:

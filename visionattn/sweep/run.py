@@ -16,7 +16,7 @@ from visionattn.sweep.grid import Plan, make_plan
 from visionattn.sweep.hparams import write_hparams
 from visionattn.sweep.measurement import PASSES, conditions_of, measure_networks
 from visionattn.sweep.plot import draw_sweep
-from visionattn.sweep.table import Outcome, backends, records, tables
+from visionattn.sweep.table import Outcome, backends, measured_by, records, tables
 from visionattn.training.interrupt import Failed, Stopped
 from visionattn.training.record import write_text
 
@@ -46,7 +46,7 @@ def sweep(argv: Sequence[str], say: Callable[[str], None], *, train: Sequence[st
     folder.open(base, overwrite=config.overwrite)
     try:
         try:
-            ended = work(config, plan, folder, say, train)
+            ended = work(config, plan, folder, provenance, say, train)
         finally:
             call = {key: provenance[key] for key in ("command", "date", "commit")}
             calls = folder.keep_call(call | {"jobs": config.jobs, "seconds": round(time.monotonic() - begin, 1)})
@@ -60,7 +60,12 @@ def sweep(argv: Sequence[str], say: Callable[[str], None], *, train: Sequence[st
 
 
 def work(
-    config: SweepConfig, plan: Plan, folder: SweepFolder, say: Callable[[str], None], train: Sequence[str]
+    config: SweepConfig,
+    plan: Plan,
+    folder: SweepFolder,
+    provenance: dict[str, Any],
+    say: Callable[[str], None],
+    train: Sequence[str],
 ) -> bool:
     """Train and measure what is left; False after Ctrl-C.
 
@@ -75,7 +80,7 @@ def work(
     if config.train:
         check_any_finished(plan, folder)
     if config.measure:
-        measure_networks(config, plan, folder, say)
+        measure_networks(config, plan, folder, provenance, say)
     return True
 
 
@@ -98,13 +103,14 @@ def report(
     took = sum(call["seconds"] for call in calls)
     trained = [ending for ending in outcome.endings.values() if ending]
     seconds = sum(ending.seconds for ending in trained)
-    notes = [*backends(outcome), summary(provenance)]
+    source = measured_by(outcome) or [summary(provenance)]
+    notes = [*backends(outcome), *source]
     notes += [f"{len(trained)} trainings of together {seconds:.0f} s; all of it took {took:.0f} s in {len(calls)} call(s)"]
     text = "\n".join([tables(outcome), *(f"- {note}" for note in notes), f"- `{provenance['command']}`"])
     say("\n" + text)
     write_text(folder.path / TABLE, text + "\n")
     write_text(folder.path / ROWS, csv_text(records(outcome), provenance | {"sweep_seconds": took}))
-    draw_sweep(folder.path / PLOT, outcome, summary(provenance))
+    draw_sweep(folder.path / PLOT, outcome, "\n".join(source))
     write_hparams(folder.path / HPARAMS, outcome)
     say(f"- written: {', '.join(str(folder.path / name) for name in (TABLE, ROWS, PLOT, HPARAMS))}")
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from visionattn.benchmark.table import heading, line
+from visionattn.benchmark.table import heading, line, summary
 from visionattn.sweep.folder import Ending, SweepFolder
 from visionattn.sweep.grid import Network, Plan
 from visionattn.sweep.measurement import PASSES, images_per_second, times_faster
@@ -56,14 +56,15 @@ def accuracy_text(outcome: Outcome, network: Network) -> str | None:
 
 
 def tables(outcome: Outcome) -> str:
-    """Two Markdown tables per attention and image size: inference and training step."""
+    """Three Markdown tables per attention and image size: inference, training step, and how large the networks are."""
     networks = outcome.plan.grid.networks
     groups = dict.fromkeys((network.attention, network.img_size) for network in networks)
     parts = []
     for attention, size in groups:
         chosen = [network for network in networks if (network.attention, network.img_size) == (attention, size)]
-        for name in PASSES:
+        for name in PASSES if any(outcome.measured[network] for network in chosen) else PASSES[:1]:
             parts += [f"{title(outcome, chosen[0], name)}\n", table(outcome, chosen, name), ""]
+        parts += [f"**{attention}, {size} px, operations of the forward of one image**\n", size_table(outcome, chosen), ""]
     return "\n".join(parts)
 
 
@@ -95,6 +96,17 @@ def table(outcome: Outcome, networks: Sequence[Network], name: str) -> str:
         for form in forms:
             row += speed_and_memory(outcome.entry(own[form], name), outcome.measured[own[form]])
         rows.append(row + (ratios(outcome, own, name) if both else []))
+    return "\n".join([heading(columns), *map(line, rows)])
+
+
+def size_table(outcome: Outcome, networks: Sequence[Network]) -> str:
+    """Parameters and operations of one attention and image size."""
+    forms = list(dict.fromkeys(network.form for network in networks))
+    rows = []
+    for heads in dict.fromkeys(network.heads for network in networks):
+        facts = [outcome.plan.facts[network] for network in networks if network.heads == heads]
+        rows.append([heads, facts[0].head_dim, f"{facts[0].parameters:,}", *(f"{fact.flops / 1e9:.3g}" for fact in facts)])
+    columns = ["h", "d", "parameters", *(f"{form} GFLOP" if form else "GFLOP" for form in forms)]
     return "\n".join([heading(columns), *map(line, rows)])
 
 
@@ -132,6 +144,12 @@ def backends(outcome: Outcome) -> list[str]:
     return [text + where[text] for text in lines]
 
 
+def measured_by(outcome: Outcome) -> list[str]:
+    """Where and when the measurements were made, each place once; empty where there are none."""
+    sources = [(known or {}).get("provenance") for known in outcome.measured.values()]
+    return list(dict.fromkeys(summary(source) for source in sources if source))
+
+
 def records(outcome: Outcome) -> list[dict[str, Any]]:
     """A row per network and seed with everything known of it; None where nothing is."""
     return [record_of(outcome, network, seed) for network in outcome.plan.grid.networks for seed in outcome.plan.grid.seeds]
@@ -158,4 +176,6 @@ def record_of(outcome: Outcome, network: Network, seed: int) -> dict[str, Any]:
         row[f"{name}_peak_bytes"] = entry.get("peak_bytes")
         row[f"{name}_backend"] = " + ".join(entry["backends"]) if "backends" in entry else None
     row |= {f"measure_{key}": conditions.get(key) for key in ("device", "amp", "threads", "batch", "rounds")}
+    source = (known or {}).get("provenance") or {}
+    row |= {f"measure_{key}": source.get(key) for key in ("commit", "torch", "processor", "load")}
     return row | {"run": cell.name, "measured": known["timed"] if known else None}
