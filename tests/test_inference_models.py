@@ -1,5 +1,7 @@
 """Models of any origin at any size, and what too little memory and numbers that are not finite come to."""
 
+import os
+
 import numpy as np
 import pytest
 import timm
@@ -7,12 +9,13 @@ import torch
 from inference_files import ARGS, COLOUR, GREY, MODEL, direct, write_folder, write_image, write_weights
 from safetensors.torch import save_file
 
-from visionattn.inference.listing import find_images
+from visionattn.inference.listing import ListedFiles, find_images
 from visionattn.inference.opening import Opened, open_model
 from visionattn.inference.options import InferenceOptions, check
 from visionattn.inference.reading import ReadImages, Sizing
 from visionattn.inference.running import last_map, logits, pooled, run_images
 from visionattn.models.weights import DataSpec
+from visionattn.training.interrupt import Failed
 
 SOFTMAX = "vit_tiny_patch16_224"
 SOFTMAX_ARGS = {"patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3}
@@ -192,6 +195,28 @@ def test_a_model_that_does_not_take_a_size_says_so_in_one_line(two_shapes):
 
     with pytest.raises(ValueError, match=rf"^{MODEL} does not take images of 16 x 24 pixels: Input height \(16\)[^\n]*$"):
         next(run_images(model, images, picky, batch_size=1, workers=0))
+
+
+class Deadly(ListedFiles):
+    """Whoever opens its fourth image ends."""
+
+    def open(self, index: int):
+        if index == 3:
+            os._exit(9)
+        return super().open(index)
+
+
+def test_a_process_that_ends_while_it_reads_ends_the_run_with_the_reason(two_shapes):
+    _, model, images, _ = two_shapes
+    deadly = ReadImages(Deadly(images.listing.paths), COLOUR, Sizing(None, (8, 8)))
+    with pytest.raises(Failed, match=r"^a process that reads images ended \(DataLoader worker .*\); try --workers 0$"):
+        list(run_images(model, deadly, pooled, batch_size=1, workers=1))
+
+    def struck(module, inputs):
+        raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed.")
+
+    with pytest.raises(Failed, match="pid 7"):
+        next(run_images(model, images, struck, batch_size=1, workers=0))
 
 
 def test_mixed_precision_runs_and_is_near(two_shapes):

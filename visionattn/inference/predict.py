@@ -6,6 +6,7 @@ Owns the rows and how they are written as they come. A file of rows appears whol
 import csv
 import json
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -147,11 +148,12 @@ class Predictor:
             workers=options.workers,
             amp=options.amp,
         )
-        with Progress(len(self.listing)) as progress:
+        with Progress(len(self.listing)) if self.output else nullcontext() as progress:  # the table is progress enough
             for batch in batches:
                 for outcome in batch:
                     yield self._prediction(outcome)
-                progress.advance(len(batch), sum(outcome.value is None for outcome in batch))
+                if progress:
+                    progress.advance(len(batch), sum(outcome.value is None for outcome in batch))
 
     def _prediction(self, outcome: Outcome) -> Prediction:
         if outcome.value is None:

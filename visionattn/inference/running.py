@@ -80,7 +80,7 @@ def read_ahead(images: ReadImages, start: int, *, batch_size: int, workers: int)
     At one size that is two batches, else one image per process.
 
     Raises:
-        Failed: a process ended, for want of memory perhaps.
+        RuntimeError: a process ended; ``_is_of_a_dead_worker``.
     """
     ahead = 1 if images.sizing.img_size is None else math.ceil(2 * batch_size / max(workers, 1))
     loader = DataLoader(
@@ -93,12 +93,12 @@ def read_ahead(images: ReadImages, start: int, *, batch_size: int, workers: int)
         prefetch_factor=ahead if workers else None,
         generator=torch.Generator(),  # leaves torch's own generator alone
     )
-    try:
-        yield from loader
-    except RuntimeError as error:
-        if not str(error).startswith("DataLoader worker"):
-            raise
-        raise Failed(f"a process that reads images ended ({first_line(error)}); try --workers 0") from error
+    yield from loader
+
+
+def _is_of_a_dead_worker(error: BaseException) -> bool:
+    """torch raises this from a signal handler, so that it can come up at any place."""
+    return isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker")
 
 
 def _as_it_is(sample: Sample) -> Sample:
@@ -132,22 +132,32 @@ def run_images(
         ValueError: the model does not take images of this size.
         Failed: a process that reads ended.
     """
+    samples = read_ahead(images, start, batch_size=batch_size, workers=workers)
     number = start
-    for batch in batch_samples(read_ahead(images, start, batch_size=batch_size, workers=workers), batch_size):
-        readable = [sample.pixels for sample in batch if sample.pixels is not None]
-        for sample in batch:
-            sample.pixels = None  # once they are stacked, their memory is free
-        values, size = iter(()), (None, None)
-        if readable:
-            size = readable[0].shape[1:]
-            stacked = torch.stack(readable)
-            readable.clear()
-            values = iter(_outputs(opened, stacked, compute, amp, dtype))
-        outcomes = []
-        for sample in batch:
-            outcomes.append(_outcome(images.listing.name(number), sample, size, values, dtype))
-            number += 1
-        yield outcomes
+    try:
+        for batch in batch_samples(samples, batch_size):
+            paths = [images.listing.name(i) for i in range(number, number + len(batch))]
+            number += len(batch)
+            yield _run_batch(opened, batch, paths, compute, amp, dtype)
+    except RuntimeError as error:
+        if not _is_of_a_dead_worker(error):
+            raise
+        raise Failed(f"a process that reads images ended ({first_line(error)}); try --workers 0") from error
+
+
+def _run_batch(
+    opened: Opened, batch: list[Sample], paths: list[str], compute: Compute, amp: str, dtype: torch.dtype
+) -> list[Outcome]:
+    readable = [sample.pixels for sample in batch if sample.pixels is not None]
+    for sample in batch:
+        sample.pixels = None  # once they are stacked, their memory is free
+    values, size = iter(()), (None, None)
+    if readable:
+        size = readable[0].shape[1:]
+        stacked = torch.stack(readable)
+        readable.clear()
+        values = iter(_outputs(opened, stacked, compute, amp, dtype))
+    return [_outcome(path, sample, size, values, dtype) for path, sample in zip(paths, batch, strict=True)]
 
 
 def _outcome(path: str, sample: Sample, size, values: Iterator[Tensor | None], dtype: torch.dtype) -> Outcome:
@@ -169,6 +179,8 @@ def _outputs(opened: Opened, images: Tensor, compute: Compute, amp: str, dtype: 
         with torch.inference_mode(), autocast(opened.device, amp):
             return list(compute(opened.model, opened.spec.prepare(images.to(opened.device))).to("cpu", dtype))
     except (RuntimeError, AssertionError, MemoryError) as error:
+        if _is_of_a_dead_worker(error):
+            raise
         if not is_out_of_memory(error):
             height, width = images.shape[2:]
             raise ValueError(
