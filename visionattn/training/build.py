@@ -50,6 +50,11 @@ def build_model(config: ModelConfig, spec: DataSpec) -> tuple[nn.Module, dict[st
         raise ValueError(
             f"model {config.name} does not take these args: {describe_args(args)} ({first_line(error)})"
         ) from error
+    if config.grad_checkpointing:
+        try:
+            model.set_grad_checkpointing(True)
+        except (AttributeError, AssertionError) as error:
+            raise ValueError(f"model {config.name} has no gradient checkpointing; leave model.grad_checkpointing out") from error
     return model, {key: value for key, value in args.items() if key not in LOADING_ARGS}
 
 

@@ -17,6 +17,8 @@ class ModelConfig:
     """A timm name: one of ours or any other model of timm."""
     args: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the model, e.g. ``{num_heads: 6, patch_size: 8}``."""
+    grad_checkpointing: bool = False
+    """Keep the inputs of blocks alone for the backward pass and compute the rest anew: less memory, a third more time."""
 
 
 @dataclass
