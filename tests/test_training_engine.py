@@ -330,16 +330,6 @@ def test_bad_input_is_one_line_and_nothing_is_written(tmp_path, options, line):
     assert "\n" not in str(error.value) and not output.exists()
 
 
-def test_training_on_several_processes_is_refused_before_anything_is_written(tmp_path, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError) as error:
-        run(small_config(tmp_path / "out"))
-    assert str(error.value) == "training on several processes is not built yet; start one process"
-    assert not (tmp_path / "out").exists()
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    run(small_config(tmp_path / "out", epochs=1))
-
-
 def test_models_of_one_image_size_are_built_for_that_of_the_data_unless_told_otherwise():
     small = {"patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2}
     for name in ("vit_tiny_patch16_224", "taylorshift_abs_vit_t"):

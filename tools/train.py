@@ -1,8 +1,9 @@
 """Train a model: ``python tools/train.py --config configs/digits.yaml --optim.lr 3e-4``.
 
 Every key of the YAML file is a flag, ``--help`` lists them, ``--print_config`` shows what would run. What a run writes
-is in ``checkpoints/<run>/``. Exit codes: 0; 1 for a loss that is not finite; 2 for bad input; 130 for Ctrl-C, after
-which ``--resume`` goes on.
+is in ``checkpoints/<run>/``. On several GPUs or machines: ``torchrun --nproc-per-node 8 tools/train.py ...``. Exit
+codes: 0; 1 for a loss that is not finite; 2 for bad input; 3 for too little memory; 4 where another process of the run
+ended; 130 for Ctrl-C, after which ``--resume`` goes on.
 """
 
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from visionattn.training.command_line import config_files, parse, run_tool
 from visionattn.training.config import TrainConfig
+from visionattn.training.distributed import joined
 from visionattn.training.engine import train
 from visionattn.training.interrupt import Stopped
 from visionattn.training.report import how_to_resume, report
@@ -23,16 +25,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
 
     def work() -> None:
-        config = parse(TrainConfig, argv, prog="train.py", description="Train a model.")
-        files = config_files(argv)
-        config.run = config.run or (Path(files[-1]).stem if files else f"{config.data.name}_{config.model.name}")
-        try:
-            result = train(config)
-        except Stopped as stop:
-            raise Stopped(f"{stop}\nto go on: {how_to_resume(config, TOOLS)}") from stop
-        print("\n".join(report(config, result, TOOLS)), flush=True)
+        with joined() as processes:
+            config = processes.together(lambda: read(argv))
+            try:
+                result = train(config, processes=processes)
+            except Stopped as stop:
+                raise Stopped(f"{stop}\nto go on: {how_to_resume(config, TOOLS)}") from stop
+            if processes.first:
+                print("\n".join(report(config, result, TOOLS)), flush=True)
 
     return run_tool(work)
+
+
+def read(argv: Sequence[str]) -> TrainConfig:
+    """The run that the flags describe."""
+    config = parse(TrainConfig, argv, prog="train.py", description="Train a model.")
+    files = config_files(argv)
+    config.run = config.run or (Path(files[-1]).stem if files else f"{config.data.name}_{config.model.name}")
+    return config
 
 
 if __name__ == "__main__":

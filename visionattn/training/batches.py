@@ -11,8 +11,9 @@ import random
 import signal
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import cv2
@@ -21,6 +22,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from visionattn.training.config import DataConfig
+from visionattn.training.distributed import share
 
 # Each use of randomness has a stream of its own, (seed, stream, epoch, number); the canvases own 0, 1 and 2.
 ORDER_STREAM, SIZE_STREAM, AUGMENT_STREAM, STEP_STREAM = 10, 11, 12, 13
@@ -53,10 +55,13 @@ def batch_size_px(sizes: tuple[int, ...], seed: int, epoch: int, number: int) ->
 def seed_batch(seed: int, epoch: int, number: int, rank: int = 0) -> None:
     """Seed torch's, numpy's and Python's generators for one batch of one process of the training.
 
-    Dropout, drop path and mixing then draw the same after a kill and a resumption, whatever was drawn before.
+    Dropout, drop path and mixing then draw the same after a kill and a resumption, whatever was drawn before. Mixing
+    draws from numpy's, which is the same on all processes; dropout from torch's, which is not.
     """
-    states = np.random.SeedSequence((seed, STEP_STREAM, epoch, number, rank)).generate_state(8)
-    torch.manual_seed(int(states[0]) << 32 | int(states[1]))
+    states, own = (
+        np.random.SeedSequence((seed, STEP_STREAM, epoch, number, each)).generate_state(8) for each in (0, rank)
+    )
+    torch.manual_seed(int(own[0]) << 32 | int(own[1]))
     np.random.seed(states[2:6])
     random.seed(int(states[6]) << 32 | int(states[7]))
 
@@ -86,6 +91,7 @@ class _BatchKeys:
     def __init__(self, length: int, batch_size: int, sizes: tuple[int, ...], seed: int | None):
         self.length, self.batch_size, self.sizes, self.seed = length, batch_size, sizes, seed
         self.epoch = self.start = 0
+        self.part: Callable[[list[int]], list[int]] = list
 
     def __len__(self):
         return math.ceil(self.length / self.batch_size)
@@ -97,7 +103,7 @@ class _BatchKeys:
         for number in range(self.start, len(self)):
             size = batch_size_px(self.sizes, self.seed, self.epoch, number)
             batch = order[number * self.batch_size : (number + 1) * self.batch_size]
-            yield [SampleKey(index, self.epoch, size) for index in batch.tolist()]
+            yield [SampleKey(index, self.epoch, size) for index in self.part(batch.tolist())]
 
 
 class _Batches:
@@ -125,6 +131,10 @@ class _Batches:
     def __len__(self):
         """Batches, the last incomplete one included."""
         return len(self._keys)
+
+    def divide(self, rank: int, size: int, *, pairs: bool = False) -> None:
+        """Give but the part of each batch that one of ``size`` processes takes, as ``distributed.share`` divides it."""
+        self._keys.part = partial(share, rank=rank, size=size, pairs=pairs)
 
     @property
     def left_out(self) -> int:

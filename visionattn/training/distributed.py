@@ -20,7 +20,7 @@ from torch import distributed
 from visionattn.measure import is_out_of_memory
 from visionattn.training.build import pick_device
 from visionattn.training.interrupt import Failed, Interrupted, NonFinite, OutOfMemory, Stopped
-from visionattn.training.watchdog import Verdict, Watchdog, start_watchdog
+from visionattn.training.watchdog import BEAT_SECONDS, Verdict, Watchdog, start_watchdog
 
 Item = TypeVar("Item")
 Outcome = TypeVar("Outcome")
@@ -77,6 +77,13 @@ class Processes:
             )
         torch.cuda.set_device(self.local_rank)
         return torch.device("cuda", self.local_rank)
+
+    def describe(self, device: torch.device, kind: str | None) -> str:
+        """Where the run computes, for people."""
+        if self.size == 1:
+            return device.type
+        machines = len(set(self.hosts))
+        return f"{self.size} processes ({kind}), {device.type}" + (f", {machines} machines" if machines > 1 else "")
 
     def sum(self, *values: float) -> list[float]:
         """The sum of each value over all processes, in float64."""
@@ -175,6 +182,8 @@ class Processes:
             self.watchdog.doubt()
         kind = "oom" if memory else "input" if isinstance(error, (ValueError, OSError)) else "failed"
         said = " ".join(str(error).split())
+        if not self.first:  # what all of them meet is told in the words of the first one
+            self.watchdog.wait(BEAT_SECONDS)
         reason = f"{said if isinstance(error, SPOKEN) else f'{type(error).__name__}: {said}'} ({self.name})"
         verdict = self.watchdog.publish(Verdict(kind, reason))
         return verdict, verdict.reason == reason
@@ -184,6 +193,12 @@ class Processes:
         """Whether this process tells how the run ended."""
         verdict = self.watchdog.verdict if self.watchdog else None
         return self.rank == (verdict.speaker if verdict else 0)
+
+
+    def terminate(self, signum: int, frame: object) -> None:
+        """On SIGTERM: end, unless this process is about to tell why the run ends."""
+        if not (self.watchdog and self.watchdog.verdict):
+            raise SystemExit(128 + signum)
 
 
 @contextmanager
@@ -203,8 +218,10 @@ def joined() -> Iterator[Processes]:
     if missing := [name for name in (*names, "MASTER_ADDR") if name not in os.environ]:
         raise ValueError(f"WORLD_SIZE is set but not {', '.join(missing)}; start several processes with torchrun")
     rank, size, local_rank, port = (int(os.environ[name]) for name in names)
-    distributed.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    on_gpus = torch.cuda.is_available() and distributed.is_nccl_available()
+    distributed.init_process_group("cpu:gloo,cuda:nccl" if on_gpus else "gloo")
     processes = Processes(rank, size, local_rank, [""] * size)
+    signal.signal(signal.SIGTERM, processes.terminate)
     processes.hosts = processes.gather(socket.gethostname())
     address = (os.environ["MASTER_ADDR"], port)
     processes.watchdog = start_watchdog(rank, processes.hosts, address, lambda: processes.sum(0))

@@ -14,85 +14,115 @@ import torch
 
 from visionattn.measure import is_out_of_memory
 from visionattn.models.weights import first_line
-from visionattn.training.build import build_model, check_img_size, pick_device
+from visionattn.training.build import build_model, check_img_size
 from visionattn.training.checkpoint import place_weights
 from visionattn.training.config import TrainConfig, check
 from visionattn.training.data import build_splits
+from visionattn.training.distributed import Processes
 from visionattn.training.interrupt import Failed, Interrupted, Interruption, OutOfMemory, Stopped
+from visionattn.training.parallel import choose_kind
 from visionattn.training.progress import Result
-from visionattn.training.record import BEST, LAST, Record, clear, run_folder
+from visionattn.training.record import BEST, LAST, NoRecord, Record, clear, run_folder
 from visionattn.training.states import States, recall_best
 from visionattn.training.status import Status
 from visionattn.training.trainer import Trainer
 from visionattn.training.validate import provenance
 
 
-def train(config: TrainConfig, *, stream: TextIO | None = None) -> Result:
+def train(config: TrainConfig, *, stream: TextIO | None = None, processes: Processes | None = None) -> Result:
     """Train as configured; nothing is written before data, model, sizes and weights to start from are known to be
     right.
 
     Args:
         config: the run; ``config.run`` names its folder.
         stream: where to print; None: standard output.
+        processes: of ``distributed.joined()``, where ``torchrun`` has started several; the first one prints and writes.
 
     Raises:
         ValueError, FileNotFoundError: something about the configuration, the data or a checkpoint is wrong; one line.
         OSError: a file or a folder cannot be read or written.
         NonFinite: the loss was not finite several steps in a row.
         OutOfMemory: there is too little memory for a step or an evaluation.
-        Failed: a process that loads data ended.
+        Failed: a process that loads data, or another one that trains, ended.
         Stopped: Ctrl-C or SIGTERM; the state is saved.
     """
-    if os.environ.get("WORLD_SIZE", "1") != "1":  # torchrun and its like set it
-        raise ValueError("training on several processes is not built yet; start one process")
-    check(config)
-    folder = run_folder(config)
+    if processes is None and (count := os.environ.get("WORLD_SIZE", "1")) != "1":
+        raise ValueError(
+            f"torchrun has started {count} processes, which are to train together: with distributed.joined() as processes, "
+            "call train(config, processes=processes)"
+        )
+    processes = processes or Processes()
+    processes.together(lambda: (check(config), choose_kind(config, processes.size)))
+    folder = processes.on_first(lambda: run_folder(config))
     states = States(folder)
-    resumed = config.resume and states.exist()
-    device = pick_device(config.device)
-    if config.threads:
-        torch.set_num_threads(config.threads)
-    seed_everything(config.seed)
-    splits = build_splits(config.data, config.seed)
-    model, args = build_model(config.model, splits.spec)
-    check_img_size(model, [config.data.img_size, *(config.data.img_size_choices or [])])
-    first_lines = []
-    if config.init_from and not resumed:
-        first_lines = place_weights(model, config.model.name, config.init_from).lines()
-    trainer = Trainer(config, splits, model.to(device), args, device, states)
+    resumed = processes.on_first(lambda: config.resume and states.exist())
+    if config.data.download:
+        processes.together(lambda: processes.local_rank == 0 and build_splits(config.data, config.seed))
+    trainer, first_lines = build(config, states, resumed, processes)
     if resumed:
         first_lines = go_on(trainer, states)
     elif config.resume:
         first_lines.insert(0, "no state was saved yet: begins anew")
     fresh = not folder.exists()
-    if not (fresh or resumed):
+    if processes.first and not (fresh or resumed):
         clear(folder)
+    where = provenance(trainer.device) | {"processes": processes.size}
     try:
-        with Status(folder, provenance(device)) as status:
-            status.result = run(trainer, states, first_lines, stream)
+        with Status(folder, where, lambda: processes.speaks) as status:
+            status.result = run(trainer, states, status, first_lines, stream)
             return status.result
     except (ValueError, FileNotFoundError):
-        if not states.exist():  # an image that cannot be read, met before the first state
+        if processes.first and not states.exist():  # an image that cannot be read, met before the first state
             clear(folder)
             if fresh:
                 folder.rmdir()
         raise
 
 
+def build(config: TrainConfig, states: States, resumed: bool, processes: Processes) -> tuple[Trainer, list[str]]:
+    """Make the trainer, with all checks of data, model and sizes; returns it and what there is to say of its weights."""
+
+    def prepare() -> tuple:
+        device = processes.device(config.device)
+        if config.threads:
+            torch.set_num_threads(config.threads)
+        seed_everything(config.seed)
+        splits = build_splits(config.data, config.seed)
+        model, args = build_model(config.model, splits.spec)
+        check_img_size(model, [config.data.img_size, *(config.data.img_size_choices or [])])
+        lines = []
+        if config.init_from and not resumed and processes.first:  # the others get their weights from the first one
+            lines = place_weights(model, config.model.name, config.init_from).lines()
+        return device, splits, model.to(device), args, lines
+
+    device, splits, model, args, lines = processes.together(prepare)
+    return Trainer(config, splits, model, args, device, states, processes), lines
+
+
 def go_on(trainer: Trainer, states: States) -> list[str]:
     """Restore the newest state that can be read; returns what there is to say of it."""
-    state, lines = states.load(trainer.model, trainer.config.model.name)
-    return [*lines, *trainer.restore(state), *recall_best(trainer.position, states.folder / BEST)]
+    processes, name = trainer.processes, trainer.config.model.name
+    state, lines = processes.on_first(lambda: states.load(trainer.model, name))
+    lines += trainer.restore(state)
+    recalled, trainer.position = processes.on_first(
+        lambda: (recall_best(trainer.position, states.folder / BEST), trainer.position)
+    )
+    return lines + recalled
 
 
-def run(trainer: Trainer, states: States, first_lines: list[str], stream: TextIO | None) -> Result:
+def run(trainer: Trainer, states: States, status: Status, first_lines: list[str], stream: TextIO | None) -> Result:
     """Train and test, with a record; an end that comes early says what is kept of the run."""
     position = trainer.position
     since = (position.step, position.epoch)
     with (
-        early_ends(trainer, states),
-        Record(states.folder, trainer.config, since=since, stream=stream) as record,
         Interruption() as interruption,
+        trainer.processes.guard(lambda verdict: status.end(verdict.exception())),
+        early_ends(trainer, states),
+        (
+            Record(states.folder, trainer.config, since=since, stream=stream)
+            if trainer.processes.first
+            else NoRecord(states.folder)
+        ) as record,
     ):
         for line in [*trainer.describe(), *first_lines]:
             record.say(line)

@@ -87,7 +87,7 @@ class Record:
         folder.mkdir(parents=True, exist_ok=True)
         for leftover in folder.glob("*.tmp"):  # of a process that was killed while it wrote
             leftover.unlink()
-        keep = asdict(config) | {"resume": False, "overwrite": False}
+        keep = asdict(config) | {"resume": False, "overwrite": False, "parallel": None}
         write_text(folder / CONFIG, yaml.safe_dump(keep, sort_keys=False))
         steps, epochs = since
         forget_after(folder, steps, epochs)
@@ -160,6 +160,37 @@ class Record:
         path = self.folder / METRICS
         with named(path), open(path, "a", encoding="utf-8") as file:
             file.write(json.dumps(values) + "\n")
+
+
+class NoRecord:
+    """Stands in for ``Record`` in the processes of a run that write and print nothing."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def __enter__(self) -> "NoRecord":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+    def say(self, line: str) -> None:
+        """Nothing."""
+
+    def progress(self, what: str, done: int, total: int, note: str = "") -> None:
+        """Nothing."""
+
+    def step(self, values: dict[str, Any]) -> None:
+        """Nothing."""
+
+    def epoch(self, history: list[dict[str, Any]]) -> None:
+        """Nothing."""
+
+    def event(self, kind: str, values: dict[str, Any]) -> None:
+        """Nothing."""
+
+    def sync(self) -> None:
+        """Nothing."""
 
 
 class ProgressBar:

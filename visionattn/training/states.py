@@ -17,7 +17,7 @@ from visionattn.training.checkpoint import check_state, read_state, save_state
 from visionattn.training.progress import Position
 from visionattn.training.record import LAST, PREVIOUS
 
-QUIET = frozenset({"resume", "overwrite", "output", "run", "log_every", "save_every", "init_from"})
+QUIET = frozenset({"resume", "overwrite", "output", "run", "log_every", "save_every", "init_from", "parallel"})
 """Options that say where and how often to write."""
 
 

@@ -4,6 +4,7 @@ Owns the words for the ends of a run. The exit codes are those of ``command_line
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,28 +26,36 @@ class Status:
     Args:
         folder: of the run; made if need be.
         provenance: what the numbers depend on besides the configuration.
+        writes: whether this is the process that writes; asked each time, as it is another one if the first one dies.
     """
 
-    def __init__(self, folder: Path, provenance: dict[str, Any]):
-        self.folder, self.provenance = folder, provenance
+    def __init__(self, folder: Path, provenance: dict[str, Any], writes: Callable[[], bool] = lambda: True):
+        self.folder, self.provenance, self.writes = folder, provenance, writes
         self.result: Result | None = None
         """What the run came to, once it has finished."""
 
     def __enter__(self) -> "Status":
-        self.folder.mkdir(parents=True, exist_ok=True)
+        if self.writes():
+            self.folder.mkdir(parents=True, exist_ok=True)
         self._write("running", None, None)
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is None:
             self._write("finished", None, 0)
-            return
+        else:
+            self.end(error)
+
+    def end(self, error: BaseException) -> None:
+        """Say how a run ended that did not finish."""
         try:
-            self._write(ENDS.get(kind, "failed"), reason(error), exit_code(error))
+            self._write(ENDS.get(type(error), "failed"), reason(error), exit_code(error))
         except OSError:  # the disk that ended the run; what ended it is told anyway
             return
 
     def _write(self, status: str, why: str | None, code: int | None) -> None:
+        if not self.writes():
+            return
         content = {"status": status, "reason": why, "exit_code": code, "provenance": self.provenance}
         content["result"] = self.result.figures() if self.result else None
         write_text(self.folder / STATUS, json.dumps(content, indent=2) + "\n")

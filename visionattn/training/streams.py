@@ -139,6 +139,14 @@ class _StreamBatches:
         self.unreadable: set[str] = set()
         """Stays empty: timm's reader does not name the images that it leaves out."""
 
+    def divide(self, rank: int, size: int, *, pairs: bool = False) -> None:
+        """Refuse, where there are several processes: which image is in which batch depends on who reads the shards."""
+        if size > 1:
+            raise ValueError(
+                f"{self.shards.root} is a stream of shards, which one process trains on; unpack it to a folder of images "
+                "to train on several"
+            )
+
     def _iterate(self, epoch: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         loader = DataLoader(
             _ShardBatches(self.shards, self.batch_size, self.sizes, epoch),

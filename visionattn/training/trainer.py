@@ -1,36 +1,27 @@
-"""A model in training: what a step is, what an epoch is, the best weights, and the state to go on from.
+"""A model in training: what an epoch is, the best weights, and the state to go on from.
 
-Owns the loop. Optimisation, data, evaluation, files and interruption have modules of their own.
+Owns the loop. The step, data, evaluation, files and interruption have modules of their own.
 """
 
 import math
 import time
 from collections.abc import Iterable
 from dataclasses import asdict
-from functools import partial
 from itertools import islice
 from typing import Any
 
 import torch
-from timm.utils import ModelEmaV3
-from torch import Tensor, nn
+from torch import nn
+from torch.utils.data import Dataset
 
-from visionattn.models.weights import DataSpec, load_model, save_model
-from visionattn.training.batches import seed_batch
+from visionattn.models.weights import load_model, save_model
 from visionattn.training.checkpoint import random_state, restore_random_state
 from visionattn.training.config import TrainConfig
 from visionattn.training.data import Splits, eval_batches, train_batches
-from visionattn.training.evaluate import Evaluation, autocast, evaluate
-from visionattn.training.finite import name_fault
+from visionattn.training.distributed import Processes
+from visionattn.training.evaluate import Evaluation, evaluate
 from visionattn.training.interrupt import Interruption, NonFinite
-from visionattn.training.optimize import (
-    make_criterion,
-    make_mixup,
-    make_optimizer,
-    make_scheduler,
-    mix_batch,
-    restore_optimizer,
-)
+from visionattn.training.learner import Batch, Learner
 from visionattn.training.progress import Position, Result, WaitWatch, Window, sizes_worth_trying, waiting
 from visionattn.training.record import BEST, Record
 from visionattn.training.states import BestFigures, States, check_options, differences
@@ -38,11 +29,9 @@ from visionattn.training.states import BestFigures, States, check_options, diffe
 NON_FINITE_STEPS = 3
 """Steps in a row without a finite loss that end a run."""
 
-Batch = tuple[Tensor, Tensor]
 
-
-class Trainer:
-    """A model, its optimiser and how far they have come.
+class Trainer(Learner):
+    """A learner with its images, epoch by epoch.
 
     Args:
         config: the run.
@@ -51,6 +40,7 @@ class Trainer:
         args: the arguments that build it again, for the best weights' file.
         device: where to compute.
         states: where the states go; None: they are not kept.
+        processes: those that train together; each has a trainer, and all call the same methods in the same order.
     """
 
     def __init__(
@@ -61,38 +51,27 @@ class Trainer:
         args: dict[str, Any],
         device: torch.device,
         states: States | None = None,
+        processes: Processes | None = None,
     ):
-        self.config, self.splits, self.model, self.args, self.device = config, splits, model, args, device
-        self.states = states
-        self.spec: DataSpec = splits.spec
+        self.splits, self.args, self.states = splits, args, states
         self.batches = train_batches(splits, config.data, batch_size=config.batch_size, seed=config.seed)
+        steps = math.ceil(len(self.batches) / config.optim.accumulate)
+        super().__init__(config, model, splits.spec, device, steps, processes or Processes())
+        self.batches.divide(self.processes.rank, self.processes.size, pairs=self.mix is not None)
         self.eval_batch_size = config.eval_batch_size or config.batch_size
-        self.validation = eval_batches(
-            splits.validation, config.data, batch_size=self.eval_batch_size, img_size=config.data.img_size
-        )
-        self.steps_per_epoch = math.ceil(len(self.batches) / config.optim.accumulate)
-        self.optimizer = make_optimizer(model, config.optim)
-        self.scheduler = make_scheduler(self.optimizer, config.optim, config.epochs, self.steps_per_epoch)
-        self.scaler = torch.amp.GradScaler(device.type, enabled=config.amp == "fp16")
-        self.ema = ModelEmaV3(model, decay=config.optim.ema_decay, use_warmup=True) if config.optim.ema_decay else None
-        self.mix = make_mixup(config.optim, self.spec.num_classes)
-        self.criterion = make_criterion(config.optim)
-        self.forward = torch.compile(model) if config.compile else model
-        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.position = Position()
+        self.validation = self.batches_of(splits.validation)
         self.window = Window()
         self.waits = WaitWatch()
         self.history: list[dict[str, Any]] = []
-        size = config.data.img_size
-        self.input_shape: tuple[int, ...] = (config.batch_size, self.spec.in_chans, size, size)
-        """Of the last batch, ``[B, C, H, W]``."""
         self.clock: float | None = None
         """When the time was last counted; None while it is not."""
 
-    @property
-    def evaluated(self) -> nn.Module:
-        """The weights that are evaluated and kept: the averaged ones where there is an average."""
-        return self.ema.module if self.ema else self.model
+    def batches_of(self, dataset: Dataset) -> Iterable[Batch]:
+        """Images to evaluate on, as far as this process takes them."""
+        size = self.config.data.img_size
+        batches = eval_batches(dataset, self.config.data, batch_size=self.eval_batch_size, img_size=size)
+        batches.divide(self.processes.rank, self.processes.size)
+        return batches
 
     def describe(self) -> list[str]:
         """The run in a line or two."""
@@ -100,7 +79,7 @@ class Trainer:
         images = f"{len(self.splits.train)} training and {len(self.splits.validation)} validation images"
         return [
             f"{self.config.model.name}: {count:,} parameters, {images}, {self.config.epochs} epochs of "
-            f"{self.steps_per_epoch} steps on {self.device.type}"
+            f"{self.steps_per_epoch} steps on {self.processes.describe(self.device, self.spread.kind)}"
         ]
 
     def where(self) -> str:
@@ -114,7 +93,9 @@ class Trainer:
         self.clock = time.perf_counter()
         while self.position.epoch < self.config.epochs:
             self.train_epoch(record, interruption)
-            self.close_epoch(self.evaluate(self.evaluated, self.validation, interruption), record)
+            model = self.spread.whole(self.evaluated)
+            self.close_epoch(model, self.evaluate(model, self.validation, interruption), record)
+            del model
         self.clock = None
 
     def count_time(self) -> None:
@@ -129,7 +110,8 @@ class Trainer:
         """Keep the state, and before it the lines that led to it."""
         self.count_time()
         record.sync()
-        self.states.save(self.state())
+        state = self.state()
+        self.processes.on_first(lambda: self.states.save(state))
 
     def train_epoch(self, record: Record, interruption: Interruption) -> None:
         """Train the batches that are left of the current epoch."""
@@ -137,12 +119,12 @@ class Trainer:
         self.model.train()
         batches = interruption.watch(self.batches.epoch(position.epoch, start=position.batch))
         start = time.perf_counter()
-        while group := list(islice(batches, self.config.optim.accumulate)):
-            if any(len(labels) for _, labels in group):
+        while group := self.processes.together(lambda: list(islice(batches, self.config.optim.accumulate))):
+            if images := self.images_of(group):
                 waited = time.perf_counter() - start
                 outcome = self.step(group)
                 position.step += 1
-                self.count(group, *outcome, waited, time.perf_counter() - start, record)
+                self.count(group, images, *outcome, waited, time.perf_counter() - start, record)
             position.batch += len(group)
             if self.states and every and position.step % every == 0:
                 self.save(record)
@@ -151,6 +133,7 @@ class Trainer:
     def count(
         self,
         group: list[Batch],
+        images: int,
         loss: float,
         norm: float,
         applied: bool,
@@ -161,7 +144,6 @@ class Trainer:
         """Add what came of a step, ``seconds`` long with ``waited`` for its data, to the sums, and write them when due."""
         position = self.position
         if applied:
-            images = sum(len(labels) for _, labels in group)
             position.add(loss, images, waited, seconds)
             position.non_finite_in_a_row = 0
             self.window.add(loss, norm, images, waited, seconds)
@@ -175,50 +157,6 @@ class Trainer:
             record.say(waiting(share, self.config.data.workers))
         epoch, done = f"epoch {position.epoch + 1}/{self.config.epochs}", position.batch + len(group)
         record.progress(epoch, done, len(self.batches), f"loss {loss:.3f}")
-
-    def step(self, group: list[Batch]) -> tuple[float, float, bool]:
-        """One optimiser step on the images of some batches.
-
-        Each loss is divided by the images of the whole group, so the gradient is that of their mean, however they are
-        batched.
-
-        Returns:
-            The mean loss, the norm of its gradient before clipping, and whether the weights were updated: a loss or a
-            gradient that is not finite leaves them alone.
-        """
-        total = sum(len(labels) for _, labels in group)
-        self.optimizer.zero_grad(set_to_none=True)
-        losses = []
-        for number, (images, labels) in enumerate(group, start=self.position.batch):
-            if not len(labels):
-                continue
-            self.input_shape = tuple(images.shape)
-            seed_batch(self.config.seed, self.position.epoch, number)
-            inputs, targets = self.inputs(images, labels)
-            with autocast(self.device, self.config.amp):
-                logits = self.forward(inputs)
-            loss = self.criterion(logits.float(), targets) * (len(labels) / total)
-            self.scaler.scale(loss).backward()
-            losses.append(loss.detach())
-        self.scaler.unscale_(self.optimizer)
-        norm = nn.utils.get_total_norm([parameter.grad for parameter in self.parameters if parameter.grad is not None])
-        loss_value, norm_value = torch.stack([torch.stack(losses).sum(), norm]).tolist()
-        applied = math.isfinite(loss_value) and math.isfinite(norm_value)
-        if applied:
-            if self.config.optim.clip_grad:
-                nn.utils.clip_grads_with_norm_(self.parameters, self.config.optim.clip_grad, norm)
-            self.scaler.step(self.optimizer)
-            if self.ema:
-                self.ema.update(self.model, step=self.position.step + 1 - self.position.skipped)
-        self.scaler.update()
-        self.scheduler.step_update(self.position.step + 1)
-        return loss_value, norm_value, applied
-
-    def inputs(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """The model's input on its device, mixed if so configured, and the targets: classes or shares of classes."""
-        labels = labels.to(self.device, non_blocking=True)
-        inputs = self.spec.prepare(images.to(self.device, non_blocking=True))
-        return (inputs, labels) if self.mix is None else mix_batch(self.mix, inputs, labels)
 
     def count_skipped(self, loss: float, group: list[Batch], record: Record) -> None:
         """Count a step without an update; at the third in a row without a finite loss raise ``NonFinite``."""
@@ -237,23 +175,14 @@ class Trainer:
                 f"{self.position.step}; first at fault: {self.at_fault(group)}"
             )
 
-    def at_fault(self, group: list[Batch]) -> str:
-        """The first module with values that are not finite, when the batches of a step run once more."""
-
-        def forward(images: Tensor, labels: Tensor) -> None:
-            with autocast(self.device, self.config.amp):
-                self.model(self.inputs(images, labels)[0])
-
-        runs = [partial(forward, *batch) for batch in group if len(batch[1])]
-        return name_fault(self.model, runs)
-
     def evaluate(self, model: nn.Module, batches: Iterable[Batch], interruption: Interruption) -> Evaluation:
         """Evaluate in the precision of the training."""
         size = self.config.data.img_size
         self.input_shape = (self.eval_batch_size, self.spec.in_chans, size, size)
-        return evaluate(model, interruption.watch(batches), self.spec, device=self.device, amp=self.config.amp)
+        batches, amp = interruption.watch(batches), self.config.amp
+        return evaluate(model, batches, self.spec, device=self.device, amp=amp, processes=self.processes)
 
-    def close_epoch(self, result: Evaluation, record: Record) -> None:
+    def close_epoch(self, model: nn.Module, result: Evaluation, record: Record) -> None:
         """Keep the weights if they are the best so far; write and print the epoch's figures, then keep the state.
 
         In this order a kill at any moment leaves the state of an earlier step, and the same epoch follows it again.
@@ -263,9 +192,12 @@ class Trainer:
         if better:
             figures = BestFigures(position.epoch + 1, result.accuracy, result.loss)
             position.best, position.best_loss, position.best_epoch = result.accuracy, result.loss, figures.epoch
-            model, name = self.evaluated, self.config.model.name
-            save_model(record.folder / BEST, model, name, self.args, self.spec, notes=figures.notes())
+            name, notes = self.config.model.name, figures.notes()
+            self.processes.on_first(
+                lambda: save_model(record.folder / BEST, model, name, self.args, self.spec, notes=notes)
+            )
         self.count_time()
+        self.share_unreadable()
         values = {
             "epoch": position.epoch + 1,
             "step": position.step,
@@ -293,10 +225,8 @@ class Trainer:
         """Evaluate the best weights, as they are on the disk, once on the test images."""
         checkpoint, test = record.folder / BEST, None
         if self.splits.test is not None:
-            batches = eval_batches(
-                self.splits.test, self.config.data, batch_size=self.eval_batch_size, img_size=self.config.data.img_size
-            )
-            test = self.evaluate(load_model(checkpoint, device=self.device), batches, interruption)
+            model = self.processes.on_first(lambda: load_model(checkpoint)).to(self.device)
+            test = self.evaluate(model, self.batches_of(self.splits.test), interruption)
             record.event(
                 "test",
                 {
@@ -311,21 +241,20 @@ class Trainer:
         sizes = sizes_worth_trying(self.model, self.config.data.img_size)
         return Result(record.folder, checkpoint, best.seconds, speed, best.best_epoch, best.best, test, sizes)
 
-    def learning_rate(self) -> float:
-        """The rate of the next step, of the group with the highest one."""
-        return max(group["lr"] for group in self.optimizer.param_groups)
+    def share_unreadable(self) -> None:
+        """Let each process know which images the others have left out."""
+        for paths in self.processes.gather(sorted(self.batches.unreadable)):
+            self.batches.unreadable.update(paths)
 
     def state(self) -> dict[str, Any]:
         """All that the run needs to go on, in plain types; the schedule is a function of ``position.step``."""
+        self.share_unreadable()
         return {
             "name": self.config.model.name,
             "args": self.args,
             "data": asdict(self.spec),
             "config": asdict(self.config),
-            "model": self.model.state_dict(),
-            "ema": self.ema.module.state_dict() if self.ema else None,
-            "optimizer": self.optimizer.state_dict(),
-            "scaler": self.scaler.state_dict(),
+            **self.weights(),
             "position": asdict(self.position),
             "window": asdict(self.window),
             "history": self.history,
@@ -344,11 +273,7 @@ class Trainer:
         """
         old, new = state["config"], asdict(self.config)
         check_options(old, new)
-        self.model.load_state_dict(state["model"])
-        if self.ema:
-            self.ema.module.load_state_dict(state["ema"])
-        restore_optimizer(self.optimizer, state["optimizer"])
-        self.scaler.load_state_dict(state["scaler"])
+        self.load_weights(state)
         self.position, self.window = Position(**state["position"]), Window(**state["window"])
         self.history = state["history"]
         self.batches.unreadable.update(state["unreadable"])

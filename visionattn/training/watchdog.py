@@ -93,7 +93,11 @@ class Watchdog(threading.Thread):
     def doubt(self) -> None:
         """A message between processes has failed: wait until it is known why, or that none has died or failed."""
         self._silence = DOUBT_SECONDS
-        self._known.wait(DOUBT_SECONDS + 3 * BEAT_SECONDS)
+        self.wait(DOUBT_SECONDS + 3 * BEAT_SECONDS)
+
+    def wait(self, seconds: float) -> None:
+        """Until there is a verdict, but no longer."""
+        self._known.wait(seconds)
 
     def publish(self, verdict: Verdict) -> Verdict:
         """Tell all processes why they end; the first verdict counts, and is returned."""

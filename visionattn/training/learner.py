@@ -1,0 +1,181 @@
+"""A model and what makes it learn: one optimiser step on the images of some batches.
+
+Owns the step, on one process or on several, and the state of all that it changes. Knows neither epochs nor files.
+"""
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+from timm.utils import ModelEmaV3
+from torch import Tensor, nn
+
+from visionattn.models.weights import DataSpec
+from visionattn.training.batches import seed_batch
+from visionattn.training.config import TrainConfig
+from visionattn.training.distributed import Processes
+from visionattn.training.evaluate import autocast
+from visionattn.training.finite import name_fault
+from visionattn.training.optimize import (
+    make_criterion,
+    make_mixup,
+    make_optimizer,
+    make_scheduler,
+    mix_batch,
+    restore_optimizer,
+)
+from visionattn.training.parallel import (
+    Spread,
+    choose_kind,
+    cut_optimizer_state,
+    load_whole,
+    whole_tensor,
+    whole_tensors,
+)
+from visionattn.training.progress import Position
+
+Batch = tuple[Tensor, Tensor]
+"""Images uint8 ``[B, C, H, W]`` and labels int64 ``[B]``; B may be 0."""
+
+
+class Learner:
+    """A model, its optimiser and how far they have come.
+
+    Args:
+        config: the run.
+        model: on its device.
+        spec: of the images.
+        device: where to compute.
+        steps_per_epoch: for the schedule.
+        processes: those that train together; each has a learner, and all call the same methods in the same order.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        model: nn.Module,
+        spec: DataSpec,
+        device: torch.device,
+        steps_per_epoch: int,
+        processes: Processes,
+    ):
+        self.config, self.model, self.spec, self.device, self.processes = config, model, spec, device, processes
+        self.steps_per_epoch = steps_per_epoch
+        self.ema = ModelEmaV3(model, decay=config.optim.ema_decay, use_warmup=True) if config.optim.ema_decay else None
+        self.spread = Spread(choose_kind(config, processes.size), model, self.ema.module if self.ema else None)
+        self.optimizer = make_optimizer(model, config.optim)
+        self.scheduler = make_scheduler(self.optimizer, config.optim, config.epochs, steps_per_epoch)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=config.amp == "fp16")
+        self.mix = make_mixup(config.optim, spec.num_classes)
+        self.criterion = make_criterion(config.optim)
+        self.forward = torch.compile(self.spread.called) if config.compile else self.spread.called
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.position = Position()
+        size = config.data.img_size
+        self.input_shape: tuple[int, ...] = (config.batch_size, spec.in_chans, size, size)
+        """Of the last batch, ``[B, C, H, W]``."""
+
+    @property
+    def evaluated(self) -> nn.Module:
+        """The weights that are evaluated and kept: the averaged ones where there is an average."""
+        return self.ema.module if self.ema else self.model
+
+    def images_of(self, group: list[Batch]) -> int:
+        """Readable images of some batches, over all processes."""
+        return int(self.processes.sum(sum(len(labels) for _, labels in group))[0])
+
+    def step(self, group: list[Batch]) -> tuple[float, float, bool]:
+        """One optimiser step on the images of some batches.
+
+        Each loss is divided by the images of the whole group, so the gradient is that of their mean, however they are
+        batched and divided over processes.
+
+        Args:
+            group: batches; a process without images of one of them runs the model on an image that does not count, as
+                the others wait for it.
+
+        Returns:
+            The mean loss, the norm of its gradient before clipping, and whether the weights were updated: a loss or a
+            gradient that is not finite leaves them alone.
+        """
+        total, size = self.images_of(group), self.processes.size
+        self.optimizer.zero_grad(set_to_none=True)
+        losses = []
+        for number, (images, labels) in enumerate(group, start=self.position.batch):
+            share = len(labels) / total
+            if not len(labels):
+                if size == 1:
+                    continue
+                images, labels = self.stand_in()
+            self.input_shape = tuple(images.shape)
+            seed_batch(self.config.seed, self.position.epoch, number, self.processes.rank)
+            inputs, targets = self.inputs(images, labels)
+            with self.spread.summing(number == self.position.batch + len(group) - 1):
+                with autocast(self.device, self.config.amp):
+                    logits = self.forward(inputs)
+                loss = self.criterion(logits.float(), targets) * share
+                self.scaler.scale(loss * size).backward()  # the gradients of the processes are averaged
+            losses.append(loss.detach())
+        self.scaler.unscale_(self.optimizer)
+        norm = nn.utils.get_total_norm([parameter.grad for parameter in self.parameters if parameter.grad is not None])
+        loss, norm = self.spread.total(torch.stack(losses).sum()), whole_tensor(norm)
+        loss_value, norm_value = torch.stack([loss, norm]).tolist()
+        applied = math.isfinite(loss_value) and math.isfinite(norm_value)
+        if applied:
+            if self.config.optim.clip_grad:
+                nn.utils.clip_grads_with_norm_(self.parameters, self.config.optim.clip_grad, norm)
+            self.scaler.step(self.optimizer)
+            if self.ema:
+                self.ema.update(self.model, step=self.position.step + 1 - self.position.skipped)
+        self.scaler.update()
+        self.scheduler.step_update(self.position.step + 1)
+        return loss_value, norm_value, applied
+
+    def stand_in(self) -> Batch:
+        """A batch of one image, for a process that has none."""
+        size, channels = self.config.data.img_size, 1 if self.spec.encoding else self.spec.in_chans
+        return torch.zeros(1, channels, size, size, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64)
+
+    def inputs(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """The model's input on its device, mixed if so configured, and the targets: classes or shares of classes."""
+        labels = labels.to(self.device, non_blocking=True)
+        inputs = self.spec.prepare(images.to(self.device, non_blocking=True))
+        return (inputs, labels) if self.mix is None else mix_batch(self.mix, inputs, labels)
+
+    def at_fault(self, group: list[Batch]) -> str:
+        """The first module with values that are not finite, when the batches of a step run once more."""
+        model = self.spread.whole(self.model, gradients=True)
+
+        def forward(images: Tensor, labels: Tensor) -> None:
+            with autocast(self.device, self.config.amp):
+                model(self.inputs(images, labels)[0])
+
+        runs = [partial(forward, *batch) for batch in group if len(batch[1])]
+        faults = self.processes.gather(name_fault(model, runs))
+        return min(faults, key=lambda fault: fault.startswith(("the gradient", "nothing")))
+
+    def learning_rate(self) -> float:
+        """The rate of the next step, of the group with the highest one."""
+        return max(group["lr"] for group in self.optimizer.param_groups)
+
+    def weights(self) -> dict[str, Any]:
+        """What steps change, in plain types and whole tensors, however many processes there are."""
+        return {
+            "model": whole_tensors(self.model.state_dict()),
+            "ema": whole_tensors(self.ema.module.state_dict()) if self.ema else None,
+            "optimizer": whole_tensors(self.optimizer.state_dict()),
+            "scaler": self.scaler.state_dict(),
+        }
+
+    def load_weights(self, state: dict[str, Any]) -> None:
+        """Take those of ``weights()``.
+
+        Raises:
+            ValueError: they are of another optimiser.
+        """
+        load_whole(self.model, state["model"])
+        if self.ema:
+            load_whole(self.ema.module, state["ema"])
+        restore_optimizer(self.optimizer, cut_optimizer_state(self.optimizer, state["optimizer"]))
+        self.scaler.load_state_dict(state["scaler"])

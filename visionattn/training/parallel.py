@@ -1,0 +1,159 @@
+"""A model that several processes train: whole on each of them (DDP) or cut into parts (FSDP2), and whole tensors of both.
+
+Files hold whole tensors, in the format of one process, so that a run goes on with any number of processes and either
+way. Knows nothing of steps.
+"""
+
+import copy
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from visionattn.training.config import TrainConfig
+
+
+def choose_kind(config: TrainConfig, size: int) -> Literal["ddp", "fsdp"] | None:
+    """How the processes of a run hold its model; None for one process.
+
+    Raises:
+        ValueError: there is but one process, not started by ``torchrun``, or there are more than images in a batch.
+    """
+    if size == 1:
+        if config.parallel and "WORLD_SIZE" not in os.environ:
+            raise ValueError(
+                f"parallel {config.parallel} is for several processes: torchrun --nproc-per-node 2 tools/train.py ..."
+            )
+        return None
+    mixes, fewest = config.optim.mixup or config.optim.cutmix, config.batch_size // size
+    if fewest < (2 if mixes else 1):
+        wanted = "two images, which are mixed," if mixes else "an image"
+        raise ValueError(
+            f"batch_size {config.batch_size} is that of all {size} processes together and leaves some without {wanted} "
+            f"of a batch; wanted at least {(2 if mixes else 1) * size}, or fewer processes"
+        )
+    return config.parallel or "ddp"
+
+
+class Spread:
+    """How the processes of a run hold its model. With one process it is the model itself, and nothing here acts.
+
+    Args:
+        kind: ``ddp``, ``fsdp``, or None for one process.
+        model: whole and on its device; takes the values of the first process, and ``fsdp`` cuts it in place.
+        average: a copy of it that is never called; cut in the same way.
+
+    Attributes:
+        called: what to call in training.
+    """
+
+    def __init__(self, kind: Literal["ddp", "fsdp"] | None, model: nn.Module, average: nn.Module | None = None):
+        self.kind, self.called, self._whole = kind, model, None
+        if kind is None:
+            return
+        for module in filter(None, (model, average)):
+            for tensor in module.state_dict().values():
+                distributed.broadcast(tensor, src=0)
+        device = next(model.parameters()).device
+        if kind == "ddp":
+            self.called = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
+            return
+        self._whole = copy.deepcopy(model).to("cpu")
+        mesh = init_device_mesh(device.type, (distributed.get_world_size(),))
+        for module in filter(None, (model, average)):
+            for block in stages(module):
+                fully_shard(block, mesh=mesh)
+            fully_shard(module, mesh=mesh)
+
+    @contextmanager
+    def summing(self, last: bool) -> Iterator[None]:
+        """Forward and backward of one batch of a step; the processes' gradients are averaged after the last one."""
+        if self.kind is None:
+            yield
+            return
+        if self.kind == "fsdp":
+            self.called.set_requires_gradient_sync(last)
+        with warnings.catch_warnings(), self.called.no_sync() if self.kind == "ddp" and not last else nullcontext():
+            # Of convolutions of one channel, whose strides mean nothing.
+            warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
+            yield
+
+    def total(self, value: Tensor) -> Tensor:
+        """The sum of a value over all processes, on its device."""
+        if self.kind:
+            distributed.all_reduce(value)
+        return value
+
+    def whole(self, module: nn.Module, *, gradients: bool = False) -> nn.Module:
+        """The module with whole tensors, to evaluate or to keep: itself, or a copy if it is cut.
+
+        All processes must call it.
+
+        Args:
+            module: the model, or the average.
+            gradients: with its gradients.
+        """
+        if self.kind:  # statistics of batch norm are those of each process's images
+            for buffer in module.buffers():
+                distributed.broadcast(buffer, src=0)
+        if self._whole is None:
+            return module
+        device = next(module.parameters()).device
+        found = copy.deepcopy(self._whole)
+        found.load_state_dict(whole_tensors(module.state_dict()))
+        found = found.to(device).train(module.training)
+        if gradients:
+            for own, part in zip(found.parameters(), module.parameters(), strict=True):
+                own.grad = None if part.grad is None else part.grad.full_tensor()
+        return found
+
+
+def stages(model: nn.Module) -> list[nn.Module]:
+    """The parts of a model whose parameters FSDP gathers in turn: the blocks of a transformer, the stages of others."""
+    found = getattr(model, "blocks", None) or getattr(model, "stages", None) or []
+    return [stage for stage in found if next(stage.parameters(), None) is not None]
+
+
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """The tensor, gathered if it is cut; all processes must call it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def whole_tensors(state: Any) -> Any:
+    """The same state of nested dicts and lists, its cut tensors gathered on the CPU; all processes must call it."""
+    if isinstance(state, DTensor):
+        return whole_tensor(state).cpu()
+    if isinstance(state, dict):
+        return {key: whole_tensors(value) for key, value in state.items()}
+    return [whole_tensors(value) for value in state] if isinstance(state, list) else state
+
+
+def cut_like(value: Any, like: Tensor) -> Any:
+    """A whole tensor cut as another one of its shape is; anything else as it is."""
+    if not isinstance(like, DTensor) or not isinstance(value, Tensor) or value.shape != like.shape:
+        return value
+    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+
+
+def load_whole(module: nn.Module, state: dict[str, Tensor]) -> None:
+    """Load whole tensors, the same on all processes, into a module that may be cut."""
+    own = module.state_dict()
+    module.load_state_dict({key: cut_like(value, own[key]) if key in own else value for key, value in state.items()})
+
+
+def cut_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """The ``state_dict`` of an optimiser of whole parameters, for one of parameters that may be cut."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    moments = {
+        number: {key: value if key == "step" else cut_like(value, parameters[number]) for key, value in values.items()}
+        for number, values in state["state"].items()
+    }
+    return state | {"state": moments}
