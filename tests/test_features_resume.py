@@ -72,7 +72,9 @@ def test_ctrl_c_says_that_the_same_command_goes_on_and_it_does(folder, capsys, m
     with monkeypatch.context() as patch:
         patch.setattr(features, "run_images", interrupted)
         assert extract(flags("--shard_images", "2")) == 130
-    assert capsys.readouterr().err == "stopped; the files that are written stay in out, the same command goes on\n"
+        assert capsys.readouterr().err == "stopped; the files that are written stay in out, the same command goes on\n"
+        assert extract(flags("--shard_images", "2", "--overwrite")) == 130
+        assert "the same command without --overwrite goes on" in capsys.readouterr().err
     assert len(written(folder / "out")) == 2
     assert extract(flags("--shard_images", "2")) == 0
     resumed = written(folder / "out")

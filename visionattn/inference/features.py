@@ -141,7 +141,8 @@ class Extraction:
         try:
             files = self._write_shards(done)
         except KeyboardInterrupt as error:
-            raise Stopped(f"stopped; the files that are written stay in {self.folder}, the same command goes on") from error
+            again = "the same command without --overwrite" if self.options.overwrite else "the same command"
+            raise Stopped(f"stopped; the files that are written stay in {self.folder}, {again} goes on") from error
         index = write_index(self.folder)
         seconds = time.perf_counter() - start
         speed = f" in {seconds:.1f} s, {(total - done) / seconds:.3g} images/s" if done < total else ""
