@@ -8,6 +8,8 @@ from visionattn.ops.cost import N1
 from visionattn.profiling.cells import Shape
 from visionattn.profiling.rows import Row, names_of
 
+LINES = ("-", (0, (6, 4)), "-.", (0, (1, 1.5)))
+"""Of one series after the other, so that lines that coincide are both seen."""
 N1_STYLE = {"linestyle": "--", "color": "black", "linewidth": 1, "marker": ""}
 
 
@@ -28,11 +30,12 @@ def panel_of(rows: Sequence[Row], growths: dict[tuple, float | None], shapes: di
     """Memory above the level just before the pass, over tokens, and the N1 of each width of a head of TaylorShift."""
     measured = [row for row in rows if row.bytes]
     curves = []
-    for key in dict.fromkeys(row.cell.series for row in measured):
+    for i, key in enumerate(dict.fromkeys(row.cell.series for row in measured)):
         series = [row for row in measured if row.cell.series == key]
         exponent = growths.get(key)
         label = label_of(series[0], rows) + ("" if exponent is None else f"  (grows as N^{exponent:.2f})")
-        curves.append(Curve(label, [row.tokens for row in series], [row.bytes.above_bytes / 2**20 for row in series]))
+        x, y = [row.tokens for row in series], [row.bytes.above_bytes / 2**20 for row in series]
+        curves.append(Curve(label, x, y, {"linestyle": LINES[i % len(LINES)], "markersize": 7 - 2 * (i % 3)}))
     heights = [value for curve in curves for value in curve.y] or [1.0]
     title = "peak memory above the level just before the pass"
     return Panel([*curves, *n1_marks(shapes, min(heights), max(heights))], "tokens N", "MiB", title, slopes=False)
