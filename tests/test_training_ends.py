@@ -23,7 +23,7 @@ from resumed_runs import (
 )
 from small_runs import Quadrants, lines, quadrants, rows
 
-from visionattn.training import engine, progress, trainer
+from visionattn.training import engine, learner, progress
 from visionattn.training.batches import SampleKey
 from visionattn.training.command_line import run_tool
 from visionattn.training.progress import WaitWatch
@@ -85,7 +85,7 @@ def test_too_little_memory_is_a_result(tmp_path, whole, capsys):
 
 def test_a_loss_that_is_not_finite_is_a_result(tmp_path):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer, "make_criterion", lambda config: lambda logits, targets: logits.sum() * torch.nan)
+        patch.setattr(learner, "make_criterion", lambda config: lambda logits, targets: logits.sum() * torch.nan)
         assert run_tool(lambda: run(config_of(tmp_path))) == 1
     status = status_of(tmp_path / "small")
     assert (status["status"], status["exit_code"], status["result"]) == ("nan", 1, None)

@@ -194,7 +194,6 @@ class Processes:
         verdict = self.watchdog.verdict if self.watchdog else None
         return self.rank == (verdict.speaker if verdict else 0)
 
-
     def terminate(self, signum: int, frame: object) -> None:
         """On SIGTERM: end, unless this process is about to tell why the run ends."""
         if not (self.watchdog and self.watchdog.verdict):

@@ -103,6 +103,7 @@ def go_on(trainer: Trainer, states: States) -> list[str]:
     """Restore the newest state that can be read; returns what there is to say of it."""
     processes, name = trainer.processes, trainer.config.model.name
     state, lines = processes.on_first(lambda: states.load(trainer.model, name))
+    states.step = state["position"]["step"]
     lines += trainer.restore(state)
     recalled, trainer.position = processes.on_first(
         lambda: (recall_best(trainer.position, states.folder / BEST), trainer.position)
@@ -142,13 +143,13 @@ def early_ends(trainer: Trainer, states: States) -> Iterator[None]:
         yield
     except OSError as error:
         raise states.explain(error) from error
-    except (RuntimeError, MemoryError) as error:
-        if is_out_of_memory(error):
+    except (RuntimeError, MemoryError, OutOfMemory) as error:
+        if isinstance(error, OutOfMemory) or is_out_of_memory(error):
             images, _, height, width = trainer.input_shape
             raise OutOfMemory(
                 f"out of memory at batches of {images} images of {height} x {width} pixels; a smaller batch_size with "
                 "optim.accumulate raised for it does the same steps in less, and so does gradient checkpointing "
-                f"(set_grad_checkpointing of the model); {states.kept()}"
+                f"(model.grad_checkpointing); {states.kept()}"
             ) from error
         if "DataLoader worker" in str(error):
             raise Failed(f"a process that loads data ended: {first_line(error)}; {states.kept()}") from error

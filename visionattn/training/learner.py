@@ -63,13 +63,13 @@ class Learner:
         self.config, self.model, self.spec, self.device, self.processes = config, model, spec, device, processes
         self.steps_per_epoch = steps_per_epoch
         self.ema = ModelEmaV3(model, decay=config.optim.ema_decay, use_warmup=True) if config.optim.ema_decay else None
-        self.spread = Spread(choose_kind(config, processes.size), model, self.ema.module if self.ema else None)
+        kind, average = choose_kind(config, processes.size), self.ema.module if self.ema else None
+        self.spread = Spread(kind, model, average, compiled=config.compile)
         self.optimizer = make_optimizer(model, config.optim)
         self.scheduler = make_scheduler(self.optimizer, config.optim, config.epochs, steps_per_epoch)
         self.scaler = torch.amp.GradScaler(device.type, enabled=config.amp == "fp16")
         self.mix = make_mixup(config.optim, spec.num_classes)
         self.criterion = make_criterion(config.optim)
-        self.forward = torch.compile(self.spread.called) if config.compile else self.spread.called
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.position = Position()
         size = config.data.img_size
@@ -113,7 +113,7 @@ class Learner:
             inputs, targets = self.inputs(images, labels)
             with self.spread.summing(number == self.position.batch + len(group) - 1):
                 with autocast(self.device, self.config.amp):
-                    logits = self.forward(inputs)
+                    logits = self.spread.called(inputs)
                 loss = self.criterion(logits.float(), targets) * share
                 self.scaler.scale(loss * size).backward()  # the gradients of the processes are averaged
             losses.append(loss.detach())

@@ -50,23 +50,37 @@ class Spread:
         kind: ``ddp``, ``fsdp``, or None for one process.
         model: whole and on its device; takes the values of the first process, and ``fsdp`` cuts it in place.
         average: a copy of it that is never called; cut in the same way.
+        compiled: compile what is called; with ``fsdp`` each stage by itself, between which parameters are gathered.
 
     Attributes:
         called: what to call in training.
     """
 
-    def __init__(self, kind: Literal["ddp", "fsdp"] | None, model: nn.Module, average: nn.Module | None = None):
-        self.kind, self.called, self._whole = kind, model, None
-        if kind is None:
-            return
+    def __init__(
+        self,
+        kind: Literal["ddp", "fsdp"] | None,
+        model: nn.Module,
+        average: nn.Module | None = None,
+        *,
+        compiled: bool = False,
+    ):
+        self.kind, self._module, self._whole = kind, model, None
+        if kind:
+            self._spread(model, average, compiled)
+        self.called = torch.compile(self._module) if compiled and kind != "fsdp" else self._module
+
+    def _spread(self, model: nn.Module, average: nn.Module | None, compiled: bool) -> None:
         for module in filter(None, (model, average)):
             for tensor in module.state_dict().values():
                 distributed.broadcast(tensor, src=0)
         device = next(model.parameters()).device
-        if kind == "ddp":
-            self.called = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
+        if self.kind == "ddp":
+            self._module = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
             return
         self._whole = copy.deepcopy(model).to("cpu")
+        if compiled:
+            for stage in stages(model) or [model]:
+                stage.compile()
         mesh = init_device_mesh(device.type, (distributed.get_world_size(),))
         for module in filter(None, (model, average)):
             for block in stages(module):
@@ -80,8 +94,8 @@ class Spread:
             yield
             return
         if self.kind == "fsdp":
-            self.called.set_requires_gradient_sync(last)
-        with warnings.catch_warnings(), self.called.no_sync() if self.kind == "ddp" and not last else nullcontext():
+            self._module.set_requires_gradient_sync(last)
+        with warnings.catch_warnings(), self._module.no_sync() if self.kind == "ddp" and not last else nullcontext():
             # Of convolutions of one channel, whose strides mean nothing.
             warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
             yield

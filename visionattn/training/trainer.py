@@ -112,6 +112,7 @@ class Trainer(Learner):
         record.sync()
         state = self.state()
         self.processes.on_first(lambda: self.states.save(state))
+        self.states.step = self.position.step
 
     def train_epoch(self, record: Record, interruption: Interruption) -> None:
         """Train the batches that are left of the current epoch."""
