@@ -38,7 +38,7 @@ class Largest:
 
     @property
     def status(self) -> str:
-        """"ok", "nothing fits", or how a cell failed."""
+        """The word "ok", "nothing fits", or how a cell failed."""
         if self.beyond.status.startswith("failed"):
             return self.beyond.status
         return "ok" if self.fits else "nothing fits"
