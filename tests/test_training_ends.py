@@ -111,7 +111,7 @@ def test_a_loading_process_that_dies_ends_the_run_with_code_4(tmp_path, monkeypa
 def test_a_finished_run_says_what_came_of_it(whole):
     status, test = status_of(whole), lines(whole)[-1]
     assert (status["status"], status["reason"], status["exit_code"]) == ("finished", None, 0)
-    assert status["provenance"] == {"device": "cpu"}
+    assert status["provenance"] == {"device": "cpu", "processes": 1}
     result, best = status["result"], max(rows(whole), key=lambda row: float(row["val_accuracy"]))
     assert result["best_epoch"] == int(best["epoch"]) and result["validation_accuracy"] == float(best["val_accuracy"])
     assert (result["test_accuracy"], result["test_loss"]) == (test["accuracy"], test["loss"])

@@ -171,15 +171,22 @@ def test_batches_without_a_readable_image_keep_their_place_when_a_run_is_resumed
 
 
 def test_what_an_earlier_batch_drew_does_not_change_what_the_next_one_draws():
-    def draws(number: int, rank: int = 0):
-        seed_batch(7, 2, number, rank)
+    def draws(number: int):
+        seed_batch(7, 2, number)
         return torch.rand(2).tolist(), np.random.rand(2).tolist(), random.random()
 
     first = draws(5)
     torch.rand(9), np.random.rand(9), random.random()
     assert draws(5) == first
-    for other in (draws(6), draws(5, rank=1)):
-        assert all(a != b for a, b in zip(first, other, strict=True))
+    assert all(a != b for a, b in zip(first, draws(6), strict=True))
+
+
+def test_processes_mix_alike_and_drop_out_differently():
+    seed_batch(7, 2, 5, 0)
+    first = torch.rand(2), np.random.rand(2), random.random()
+    seed_batch(7, 2, 5, 1)
+    second = torch.rand(2), np.random.rand(2), random.random()
+    assert not torch.equal(first[0], second[0]) and (first[1] == second[1]).all() and first[2] == second[2]
 
 
 def test_what_else_draws_from_the_generators_in_a_run_does_not_change_it(tmp_path, whole, monkeypatch):
