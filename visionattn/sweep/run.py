@@ -55,7 +55,8 @@ def sweep(argv: Sequence[str], say: Callable[[str], None], *, train: Sequence[st
     finally:
         folder.close()
     if not ended:
-        raise Stopped("stopped; the same command goes on with the trainings that are left")
+        again = "the same command without --overwrite" if config.overwrite else "the same command"
+        raise Stopped(f"stopped; {again} goes on with the trainings that are left")
     check_failures(config, plan, folder)
 
 
