@@ -223,3 +223,45 @@ def test_ends_that_all_processes_know_of_wait_for_the_slowest_and_are_no_deaths(
     ended = run_processes(2, work, tmp_path)
     assert [each.code for each in ended] == [1, 1] and ended[0].err == "error: the loss was not finite\n"
     assert ended[1].err == "" and ended[1].out == "['ended0', 'ended1']\n"
+
+
+def test_an_interruption_of_one_process_alone_ends_the_others(tmp_path, monkeypatch):
+    quick(monkeypatch)
+
+    def work(rank):
+        def tool():
+            with joined() as processes, processes.guard():
+                if rank == 1:
+                    raise KeyboardInterrupt
+                processes.sum(1)
+
+        return run_tool(tool)
+
+    first, second = run_processes(2, work, tmp_path)
+    assert (first.code, second.code) == (4, 130)
+    assert first.err == f"error: interrupted (process 1 on {socket.gethostname()})\n" and second.err == ""
+
+
+def test_a_job_that_is_stopped_for_a_while_and_goes_on_has_no_dead_processes(tmp_path, monkeypatch):
+    quick(monkeypatch)
+
+    def work(rank):
+        with joined() as processes, processes.guard():
+            processes.sum(1)
+            (tmp_path / f"ready{rank}").touch()
+            time.sleep(1.5)
+            processes.sum(1)
+
+    def meanwhile(processes):
+        for rank in range(2):
+            wait_for(tmp_path / f"ready{rank}")
+        os.kill(processes[1].pid, signal.SIGSTOP)
+        time.sleep(0.4)  # the first one notes the last sign of the second one
+        os.kill(processes[0].pid, signal.SIGSTOP)
+        time.sleep(watchdog.SILENCE_SECONDS + 0.5)
+        os.kill(processes[0].pid, signal.SIGCONT)
+        time.sleep(0.5)
+        os.kill(processes[1].pid, signal.SIGCONT)
+
+    ended = run_processes(2, work, tmp_path, meanwhile=meanwhile)
+    assert [(each.code, each.err) for each in ended] == [(0, ""), (0, "")]

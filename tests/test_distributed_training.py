@@ -61,7 +61,8 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def assert_alike(one: Path, several: Path) -> None:
     """Losses to 1e-6, weights, averages and moments closely, best weights and accuracies of the same epoch."""
-    for kind, keys in {"train": ("loss", "lr"), "epoch": ("train_loss", "val_loss", "val_accuracy"), "test": ("loss",)}.items():
+    compared = {"train": ("loss", "lr"), "epoch": ("train_loss", "val_loss", "val_accuracy"), "test": ("loss", "images")}
+    for kind, keys in compared.items():
         assert figures(several, kind, *keys) == pytest.approx(figures(one, kind, *keys), abs=1e-6), kind
     assert figures(several, "train", "grad_norm") == pytest.approx(figures(one, "train", "grad_norm"), rel=1e-4)
     expected = weights(one)

@@ -162,10 +162,10 @@ class Processes:
         self.watchdog.keep, before = keep, self.watchdog.keep
         try:
             yield
-        except (Stopped, NonFinite, Interrupted, KeyboardInterrupt, SystemExit):  # the same on all
+        except (Stopped, NonFinite, Interrupted):  # the same on all
             raise
         except BaseException as error:
-            if error is self._agreed:
+            if error is self._agreed or (isinstance(error, SystemExit) and not error.code):  # the latter after --help
                 raise
             verdict, own = self._judge(error)
             if own:
@@ -181,7 +181,7 @@ class Processes:
         if isinstance(error, RuntimeError) and not memory:  # perhaps of a message whose partner is gone
             self.watchdog.doubt()
         kind = "oom" if memory else "input" if isinstance(error, (ValueError, OSError)) else "failed"
-        said = " ".join(str(error).split())
+        said = " ".join(str(error).split()) or "interrupted"
         if not self.first:  # what all of them meet is told in the words of the first one
             self.watchdog.wait(BEAT_SECONDS)
         reason = f"{said if isinstance(error, SPOKEN) else f'{type(error).__name__}: {said}'} ({self.name})"

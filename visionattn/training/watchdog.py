@@ -74,7 +74,8 @@ class Watchdog(threading.Thread):
         self.keep: Callable[[Verdict], None] = lambda verdict: None
         self._known, self._stopped, self._handled = threading.Event(), threading.Event(), threading.Event()
         self._silence, self._beats, self._count = SILENCE_SECONDS, [f"beat/{other}" for other in range(len(hosts))], 0
-        self._seen: list[tuple[bytes, float]] = [(b"", time.monotonic()) for _ in hosts]
+        self._looked = time.monotonic()
+        self._seen: list[tuple[bytes, float]] = [(b"", self._looked) for _ in hosts]
         self._lock = threading.Lock()
 
     def run(self) -> None:
@@ -145,10 +146,12 @@ class Watchdog(threading.Thread):
     def _read(self) -> bytes:
         """Note the others' beats and return the verdict's text."""
         *beats, verdict = self.store.multi_get([*self._beats, "verdict"])
-        now = time.monotonic()
+        now, before = time.monotonic(), self._looked
+        paused = now - before > SILENCE_SECONDS / 2  # as all are when a scheduler stops a job for a while
         self._seen = [
-            (beat, now if beat != old else since) for beat, (old, since) in zip(beats, self._seen, strict=True)
+            (beat, now if paused or beat != old else since) for beat, (old, since) in zip(beats, self._seen, strict=True)
         ]
+        self._looked = now
         return verdict
 
     def _silent(self) -> list[int]:
