@@ -1,12 +1,15 @@
 """From a configuration to a model: gradient checkpointing acts, or says that it cannot."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from small_runs import MODEL, SPEC
+from torch import nn
 
 from visionattn.measure import bytes_kept
 from visionattn.models.backbone import VisionAttnTransformer
-from visionattn.training.build import build_model
+from visionattn.training.build import build_model, check_img_size
 from visionattn.training.config import ModelConfig
 
 
@@ -31,3 +34,11 @@ def test_a_model_that_cannot_checkpoint_says_so(monkeypatch):
     monkeypatch.setattr(VisionAttnTransformer, "set_grad_checkpointing", refuse)
     with pytest.raises(ValueError, match="scaleformer_vit_t has no gradient checkpointing; leave model.grad_checkpointing out"):
         build_model(ModelConfig("scaleformer_vit_t", MODEL, True), SPEC)
+
+
+def test_a_patch_that_is_one_number_is_a_square():
+    model = nn.Module()
+    model.patch_embed = SimpleNamespace(patch_size=16)
+    check_img_size(model, [32, 48])
+    with pytest.raises(ValueError, match="not a whole number of 16 x 16 pixel patches; the nearest that fit: 32 or 48"):
+        check_img_size(model, [40])

@@ -3,13 +3,11 @@
 Owns the flags and the checks that need no model and no image. A docstring under each field is its help text.
 """
 
-import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-from visionattn.training.command_line import parse, split_options
+from visionattn.training.command_line import parse
 
 NATIVE = "native"
 NATIVE_BATCH, SIZED_BATCH = 1, 16
@@ -68,19 +66,9 @@ def parse_options(options_class: type[Options], argv: Sequence[str], **about: st
     Raises:
         ValueError, FileNotFoundError: a flag is wrong, or two exclude each other; one line.
     """
-    options = parse(options_class, quote_paths(argv), **about)
+    options = parse(options_class, argv, **about)
     check(options)
     return options
-
-
-def quote_paths(argv: Sequence[str]) -> list[str]:
-    """Quote the values of ``--images``: a list in a flag is read as YAML, which commas and colons in paths would break."""
-    quoted = []
-    for flag, values in split_options(argv):
-        if flag == "images" and values and not (values[0].startswith("[") and not os.path.exists(values[0])):
-            values = [json.dumps(values)]
-        quoted += [f"--{flag}={values[0]}", *values[1:]] if len(values) == 1 else [f"--{flag}", *values]
-    return quoted
 
 
 def check(options: InferenceOptions) -> None:

@@ -73,6 +73,7 @@ def check_img_size(model: nn.Module, sizes: Iterable[int]) -> None:
     patch = getattr(embed, "patch_size", None)
     if patch is None:
         return
+    patch = (patch, patch) if isinstance(patch, int) else patch
     padded = getattr(embed, "dynamic_img_pad", False)
     fixed = embed.img_size if getattr(embed, "strict_img_size", False) else None
     for size in sizes:

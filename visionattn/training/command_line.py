@@ -6,6 +6,7 @@ imported when something is parsed.
 """
 
 import argparse
+import json
 import os
 import re
 import shutil
@@ -156,8 +157,8 @@ def build(config_class: type[Config], values: dict[str, Any]) -> Config:
 def spell_out(argv: Sequence[str], names: dict[str, Any]) -> list[str]:
     """Rewrite what people type into what the parser takes, and refuse names that do not exist.
 
-    ``--init-from x`` becomes ``--init_from=x``, ``--resume`` becomes ``--resume=true``, and ``--sizes 96 128`` becomes
-    ``--sizes=[96, 128]``.
+    ``--init-from x`` becomes ``--init_from=x``, ``--resume`` becomes ``--resume=true``, ``--sizes 96 128`` becomes
+    ``--sizes=[96, 128]``, and texts of a list are quoted, whatever commas, colons and brackets they have.
     """
     written = []
     for flag, values in split_options(argv):
@@ -170,7 +171,9 @@ def spell_out(argv: Sequence[str], names: dict[str, Any]) -> list[str]:
         kind = names.get(owner, str)
         if accepts(kind, bool) and not values:
             values = ["true"]
-        if accepts(kind, list) and values not in ([], ["null"]) and not values[0].startswith("["):
+        if values and accepts(kind, list[str]):
+            values = values if is_list(values) and not os.path.exists(values[0]) else [json.dumps(values)]
+        elif accepts(kind, list) and values not in ([], ["null"]) and not is_list(values):
             values = [f"[{', '.join(values)}]"]
         if not values and name not in ("help", "print_config"):
             raise ValueError(f"--{flag} needs a value: {describe(kind)}")
@@ -198,10 +201,15 @@ def split_options(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
     return options
 
 
-def accepts(kind: Any, wanted: type) -> bool:
-    """Whether a type annotation is, or in a union contains, ``wanted``."""
+def is_list(values: list[str]) -> bool:
+    """Whether the words behind a flag are a list written as YAML already, ``[96, 128]``."""
+    return len(values) == 1 and values[0].startswith("[") and values[0].endswith("]")
+
+
+def accepts(kind: Any, wanted: Any) -> bool:
+    """Whether a type annotation is, or in a union contains, ``wanted``, e.g. ``bool``, ``list`` or ``list[str]``."""
     members = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
-    return any((get_origin(member) or member) is wanted for member in members)
+    return any(wanted in (member, get_origin(member)) for member in members)
 
 
 def nearest(name: str, names: Sequence[str]) -> str:
