@@ -42,3 +42,8 @@ def test_a_patch_that_is_one_number_is_a_square():
     check_img_size(model, [32, 48])
     with pytest.raises(ValueError, match="not a whole number of 16 x 16 pixel patches; the nearest that fit: 32 or 48"):
         check_img_size(model, [40])
+
+
+def test_an_argument_that_timm_would_drop_is_refused():
+    with pytest.raises(ValueError, match="model.args.init_values null would do nothing"):
+        build_model(ModelConfig("scaleformer_vit_pixel", {"init_values": None}), SPEC)

@@ -36,6 +36,9 @@ def build_model(config: ModelConfig, spec: DataSpec) -> tuple[nn.Module, dict[st
     for key, source in {"num_classes": "the data", "in_chans": "the data", "checkpoint_path": "init_from"}.items():
         if key in config.args:
             raise ValueError(f"model.args.{key} is given by {source}; leave it out")
+    for key, value in config.args.items():
+        if value is None:  # timm drops it
+            raise ValueError(f"model.args.{key} null would do nothing; leave it out, or give a value (0 for no LayerScale)")
     if config.args.get("features_only"):
         raise ValueError("model.args.features_only gives a model without a head, which cannot be trained here")
     args = dict(config.args)
