@@ -10,6 +10,7 @@ demo: $(INSTALLED)
 	$(RUN) tools/train.py --config configs/digits.yaml --overwrite
 
 test: $(INSTALLED)
+	.ci/chromium
 	$(RUN) -m pytest -q
 
 lint: $(INSTALLED)

@@ -18,6 +18,7 @@ from visionattn.training.interrupt import Stopped
 from visionattn.training.report import how_to_resume, report
 
 TOOLS = Path(__file__).parent
+EXAMPLE = "python tools/train.py --config configs/digits.yaml --epochs 1 --optim.warmup_epochs 0.5 --overwrite"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def read(argv: Sequence[str]) -> TrainConfig:
     """The run that the flags describe."""
-    config = parse(TrainConfig, argv, prog="train.py", description="Train a model.")
+    config = parse(TrainConfig, argv, prog="train.py", description="Train a model.", example=EXAMPLE)
     files = config_files(argv)
     config.run = config.run or (Path(files[-1]).stem if files else f"{config.data.name}_{config.model.name}")
     return config
