@@ -18,7 +18,7 @@ from visionattn.training.interrupt import Stopped
 from visionattn.training.report import how_to_resume, report
 
 TOOLS = Path(__file__).parent
-EXAMPLE = "python tools/train.py --config configs/digits.yaml --epochs 1 --optim.warmup_epochs 0.5 --overwrite"
+EXAMPLE = "python tools/train.py --config configs/digits.yaml --epochs 1 --optim.warmup_epochs 0.5 --run try --overwrite"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
