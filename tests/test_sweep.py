@@ -177,6 +177,18 @@ def test_a_sweep_whose_every_cell_fails_says_the_first_reason_in_one_line(tmp_pa
     assert error.count("\n") == 1
     assert error.startswith("error: every one of the 2 trainings failed, the first with failed: bad at step 7;")
     assert len(fakes.endings()) == 2 and not list((fakes.output / "measurements").iterdir())
+    rows = rows_of(fakes.output / "cells.csv")
+    assert [(row["status"], row["reason"]) for row in rows] == [("failed", "bad at step 7")] * 2
+
+
+def test_a_narrower_call_does_not_replace_the_tables_of_a_wider_one(tmp_path):
+    fakes = Fakes(tmp_path)
+    fakes("--heads", "2", "4", "--train_form", "efficient")
+    before = {path: path.read_bytes() for path in fakes.output.rglob("*") if path.is_file()}
+    for fewer in (("--heads", "2"), ("--heads", "2", "4", "--form", "efficient")):
+        with pytest.raises(ValueError, match=r"has rows that this call does not name, e.g. taylorshift_h\d_\w+_32px_seed0;"):
+            fakes(*fewer, "--train_form", "efficient")
+    assert {path: path.read_bytes() for path in fakes.output.rglob("*") if path.is_file()} == before
 
 
 def test_ctrl_c_stops_the_cells_gently_and_the_next_call_goes_on(tmp_path):
@@ -231,6 +243,7 @@ BAD = {
     "--base {base}": "--heads is missing",
     "--base {base} --heads 2 3 12": "heads: 3, 12 do not divide the width 16 of taylorshift_vit_t; these do: 1, 2, 4, 8, 16",
     "--base {base} --heads 0": "heads must be above 0, got 0",
+    "--base {base} --heads 2 --seeds 0 -1": "seeds must be at least 0, got -1",
     "--base {base} --heads 2 2": "heads names a value twice: 2 2",
     "--base {base} --heads 2 --attention linear": "attention must be a list of values or null",
     "--base {base} --heads 2 --attention softmax --form direct": "--form and --train_form do nothing here: softmax attention",
@@ -302,6 +315,15 @@ def test_a_sweep_runs_from_end_to_end_and_its_tables_have_the_published_shape(sm
         assert [(row["h"], row["d"]) for row in table] == [("2", "8"), ("8", "2")]
         assert all(float(value) > 0 for row in table for value in row.values())
     assert list(softmax[0]) == ["h", "d", "accuracy", "img/s", "MiB"]
+    cells = {(row["heads"], row["form"]): row for row in rows_of(small_sweep[0] / "cells.csv")}
+    for name, table in (("inference", inference), ("training", training)):
+        for row in table:
+            direct, efficient = (cells[row["h"], form] for form in ("direct", "efficient"))
+            mib = [int(cell[f"{name}_peak_bytes"]) / 1024**2 for cell in (direct, efficient)]
+            assert [float(row["direct MiB"]), float(row["efficient MiB"])] == pytest.approx(mib, rel=1e-3)
+            assert float(row["efficient / direct MiB"]) == pytest.approx(mib[1] / mib[0], rel=1e-2)
+            speed = [float(cell[f"{name}_images_per_second"]) for cell in (direct, efficient)]
+            assert [float(row["direct img/s"]), float(row["efficient img/s"])] == pytest.approx(speed, rel=1e-3)
     for line in (
         "- taylorshift direct, inference: taylorshift direct ran",
         "- taylorshift efficient, training: taylorshift efficient ran",

@@ -1,6 +1,7 @@
 """The grid of a sweep: how many trainings and networks, and that networks differ in what is varied alone."""
 
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import timm
@@ -9,7 +10,7 @@ import torch
 from visionattn.models.weights import DataSpec
 from visionattn.sweep.config import SweepConfig
 from visionattn.sweep.grid import Network, make_grid, make_plan, model_of, on_meta
-from visionattn.sweep.measurement import keep_time, times_faster
+from visionattn.sweep.measurement import Meter, keep_time, times_faster
 from visionattn.training.config import DataConfig, ModelConfig, TrainConfig
 
 ATTENTIONS = ("taylorshift", "kernelized", "softmax")
@@ -101,3 +102,27 @@ def test_a_network_in_memory_is_measured_apart_and_one_that_does_not_fit_is_out_
     assert answer(torch.OutOfMemoryError("no"))["status"] == "oom"
     assert answer(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"))["status"] == "oom"
     assert answer(RuntimeError("shapes disagree")) == {"status": "failed", "reason": None}
+
+
+def test_time_is_measured_without_what_memory_is_measured_with(tmp_path, monkeypatch):
+    from visionattn.sweep import measurement
+
+    seen = {}
+
+    class Process:
+        def __init__(self, words, env, **options):
+            seen["env"] = env
+
+    monkeypatch.setattr(measurement.subprocess, "Popen", Process)
+    folder = SimpleNamespace(path=tmp_path, lock_number=lambda: 0)
+    for task, threshold in (("memory", "65536"), ("time", None)):
+        Meter(None, {}, folder, task)
+        assert seen["env"].get("MALLOC_MMAP_THRESHOLD_") == threshold
+
+
+def test_a_second_timing_replaces_the_first():
+    network = Network("taylorshift", 2, "direct", 32)
+    found = {network: {"inference": {"status": "ok", "peak_bytes": 1}}}
+    keep_time(found, "inference", {"status": "ok", "seconds": {network.name: [4.0]}})
+    keep_time(found, "inference", {"status": "oom", "reason": "out of memory"})
+    assert found[network]["inference"] == {"status": "oom", "reason": "out of memory", "peak_bytes": 1}

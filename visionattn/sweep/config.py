@@ -1,12 +1,11 @@
 """The flags of ``tools/sweep_heads.py`` as a dataclass, and the checks that need neither data nor a model."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from visionattn.training.command_line import parse, split_options
+from visionattn.training.command_line import parse
 from visionattn.training.config import TrainConfig, check
 
 AttentionName = Literal["taylorshift", "kernelized", "softmax"]
@@ -92,6 +91,8 @@ def check_options(config: SweepConfig) -> None:
     for name, values in positive.items():
         if min(values, default=1) < 1:
             raise ValueError(f"{name} must be above 0, got {min(values)}")
+    if min(config.seeds, default=0) < 0:
+        raise ValueError(f"seeds must be at least 0, got {min(config.seeds)}")
     usual = SweepConfig()
     pairs = {
         "train false and retry": not config.train and config.retry,
@@ -142,23 +143,13 @@ def parse_sweep(argv: Sequence[str]) -> SweepConfig:
     """
     config = parse(
         SweepConfig,
-        quote_set(argv),
+        argv,
         prog="sweep_heads.py",
         description="Train and measure one configuration at several head counts, attentions, forms, seeds and image sizes.",
         example=EXAMPLE,
     )
     check_options(config)
     return config
-
-
-def quote_set(argv: Sequence[str]) -> list[str]:
-    """The flags with the values of ``--set`` as one YAML list of texts, whatever brackets and braces they have."""
-    words = []
-    for flag, values in split_options(argv):
-        if flag == "set" and values and not values[0].startswith("["):
-            values = [json.dumps(values)]
-        words += [f"--{flag}", *values]
-    return words
 
 
 EXAMPLE = (

@@ -14,6 +14,9 @@ from datetime import UTC, datetime
 from itertools import groupby
 from typing import Any
 
+import torch
+
+from visionattn.benchmark.table import processor
 from visionattn.sweep.cells import environment, last_words
 from visionattn.sweep.config import SweepConfig
 from visionattn.sweep.folder import SweepFolder
@@ -33,10 +36,11 @@ class Meter:
         plan: the sweep.
         conditions: device, precision, threads, batch and rounds; measurements under others are made again.
         folder: of the sweep, open; takes the log.
+        task: "memory" or "time"; what is freed goes back to the system in the first, which costs time.
     """
 
-    def __init__(self, plan: Plan, conditions: Told, folder: SweepFolder):
-        self.plan, self.conditions, self.log = plan, conditions, folder.path / LOG
+    def __init__(self, plan: Plan, conditions: Told, folder: SweepFolder, task: str):
+        self.plan, self.conditions, self.task, self.log = plan, conditions, task, folder.path / LOG
         with open(self.log, "ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "visionattn.sweep.meter"],
@@ -44,7 +48,7 @@ class Meter:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                env=environment() | {"MALLOC_MMAP_THRESHOLD_": "65536"},  # what is freed goes back to the system
+                env=environment() | ({"MALLOC_MMAP_THRESHOLD_": "65536"} if task == "memory" else {}),
                 pass_fds=[folder.lock_number()],
             )
 
@@ -54,18 +58,21 @@ class Meter:
     def __exit__(self, *exception: object) -> None:
         self._process.communicate()
 
-    def ask(self, task: str, name: str, networks: Sequence[Network]) -> Told:
-        """The answer, with ``status`` "ok", "oom" or "failed" and, for the last one, a ``reason``."""
-        told = self.conditions | {"task": task, "pass": name, "spec": asdict(self.plan.spec)}
+    def ask(self, name: str, networks: Sequence[Network]) -> Told:
+        """The answer for a pass, with ``status`` "ok", "oom" or "failed" and, but for the first one, a ``reason``."""
+        begin = self.log.stat().st_size
+        told = self.conditions | {"task": self.task, "pass": name, "spec": asdict(self.plan.spec)}
         told |= {"optim": asdict(self.plan.base.optim), "networks": [self._describe(network) for network in networks]}
         with suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(told) + "\n")
             self._process.stdin.flush()
         line = self._process.stdout.readline()
         if not line:
-            raise Failed(f"the process that measures ended: {last_words(self.log, 0)}; see {self.log}")
+            raise Failed(f"the process that measures ended: {last_words(self.log, begin)}; see {self.log}")
         answer = json.loads(line)
-        return answer | {"reason": last_words(self.log, 0)} if answer["status"] == "failed" else answer
+        if answer["status"] != "failed":
+            return answer
+        return answer | {"reason": answer["reason"] or last_words(self.log, begin)}
 
     def _describe(self, network: Network) -> Told:
         return {"name": network.name, "model": asdict(self.plan.model(network)), "img_size": network.img_size}
@@ -81,6 +88,8 @@ def conditions_of(config: SweepConfig, plan: Plan) -> Told:
         "threads": base.threads,
         "batch": config.measure_batch,
         "rounds": config.measure_rounds,
+        "torch": torch.__version__,
+        "processor": processor(),
     }
 
 
@@ -106,24 +115,35 @@ def measure_networks(
             found[network] = None if stale or config.remeasure or (failed and config.retry) else known
         if all(known and known["timed"] for known in found.values()):
             continue
-        with Meter(plan, conditions, folder) as meter:
-            measure_group(found, meter, folder, provenance, say)
+        if unknown := [network for network, known in found.items() if known is None]:
+            with Meter(plan, conditions, folder, "memory") as meter:
+                found |= measure_memory(unknown, meter, folder, say)
+        with Meter(plan, conditions, folder, "time") as meter:
+            measure_time(found, meter, folder, provenance, say)
 
 
-def measure_group(
-    found: dict[Network, Told | None], meter: Meter, folder: SweepFolder, provenance: Told, say: Callable[[str], None]
-) -> None:
-    """Measure the memory of networks of which nothing is known, then the time of all."""
-    for network in [network for network, known in found.items() if known is None]:
+def measure_memory(
+    networks: Sequence[Network], meter: Meter, folder: SweepFolder, say: Callable[[str], None]
+) -> dict[Network, Told]:
+    """Measure the memory of each network by itself."""
+    found = {}
+    for network in networks:
         say(f"{network.name}: memory")
         found[network] = {"network": asdict(network), "conditions": meter.conditions, "timed": None}
-        found[network] |= {name: meter.ask("memory", name, [network]) for name in PASSES}
+        found[network] |= {name: meter.ask(name, [network]) for name in PASSES}
         folder.keep_measurement(network, found[network])
+    return found
+
+
+def measure_time(
+    found: dict[Network, Told], meter: Meter, folder: SweepFolder, provenance: Told, say: Callable[[str], None]
+) -> None:
+    """Measure the time of all networks that fit into memory, in turns."""
     for name in PASSES:
         timed = [network for network, known in found.items() if known[name]["status"] == "ok"]
         if timed:
             say(f"{timed[0].img_size} px, {name}: time of {len(timed)} networks in turns")
-            keep_time(found, name, meter.ask("time", name, timed))
+            keep_time(found, name, meter.ask(name, timed))
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     for network, known in found.items():
         folder.keep_measurement(network, known | {"timed": now, "provenance": provenance})
@@ -135,10 +155,11 @@ def keep_time(found: dict[Network, Told], name: str, answer: Told) -> None:
         entry = known[name]
         if entry["status"] != "ok":
             continue
+        entry.pop("seconds", None)
         if answer["status"] != "ok":
             entry |= {"status": answer["status"], "reason": answer["reason"]}
         elif (seconds := answer["seconds"][network.name]) is None:
-            entry |= {"status": "oom", "reason": "out of memory beside the other networks"}
+            entry |= {"status": "oom", "reason": "out of memory beside the other networks; fewer heads per call need less"}
         else:
             entry["seconds"] = seconds
 

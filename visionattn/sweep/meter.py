@@ -18,6 +18,7 @@ from torch import nn
 
 from visionattn.measure import attention_backends, interleaved_seconds, is_out_of_memory, peak_bytes, warm_up
 from visionattn.models.weights import DataSpec
+from visionattn.sweep.cells import memory_kills
 from visionattn.training.build import build_model
 from visionattn.training.config import ModelConfig, OptimConfig
 from visionattn.training.evaluate import autocast
@@ -124,11 +125,11 @@ def measure(told: dict[str, Any], answer: Connection) -> None:
 
 
 def measure_apart(told: dict[str, Any]) -> dict[str, Any]:
-    """Measure in a fresh process: ``status`` is "ok", "oom" or "failed", the last with ``reason`` None, as its traceback tells.
+    """Measure in a fresh process: ``status`` is "ok", "oom" or "failed", the last with ``reason`` None where its traceback tells.
 
     The process is a fork of this one, which has imported all and computed nothing: no memory was freed and no thread begun.
     """
-    context = multiprocessing.get_context("fork")
+    context, kills = multiprocessing.get_context("fork"), memory_kills()
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=measure, args=(told, sender))
     process.start()
@@ -138,9 +139,11 @@ def measure_apart(told: dict[str, Any]) -> dict[str, Any]:
     except EOFError:
         answer = None
     process.join()
-    if answer is None:
-        return NO_MEMORY if process.exitcode == -signal.SIGKILL else {"status": "failed", "reason": None}
-    return answer
+    if answer is not None:
+        return answer
+    if process.exitcode == -signal.SIGKILL and memory_kills() > kills:
+        return NO_MEMORY
+    return {"status": "failed", "reason": f"killed by signal {-process.exitcode}" if process.exitcode < 0 else None}
 
 
 def main() -> int:

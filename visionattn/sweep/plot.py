@@ -10,6 +10,7 @@ from visionattn.sweep.table import Outcome
 
 COLOURS = {"taylorshift": "tab:blue", "kernelized": "tab:orange", "softmax": "tab:green"}
 LINES = {"direct": "--", "efficient": "-", "auto": ":", None: "-"}
+MARKERS = {"direct": "s", "efficient": "o", "auto": "^", None: "o"}
 COLUMNS = 3
 Value = Callable[[Network], float | None]
 
@@ -81,8 +82,8 @@ def draw_panel(ax, outcome: Outcome, size: int, value: Value, spread: Value | No
         x, y = [network.heads for network in own], [value(network) for network in own]
         label = " ".join([attention, *([form] if form and not (spread and trained) else [])])
         line = "-" if spread and trained else LINES[form]
-        style = {"color": COLOURS.get(attention, "grey"), "linestyle": line, "marker": "o", "markersize": 4}
-        if own and spread:
+        style = {"color": COLOURS.get(attention, "grey"), "linestyle": line, "marker": MARKERS[form], "markersize": 4}
+        if own and spread and len(outcome.plan.grid.seeds) > 1:
             ax.errorbar(x, y, yerr=[spread(network) for network in own], capsize=3, label=label, **style)
         elif own:
             ax.plot(x, y, label=label, **style)
@@ -92,6 +93,9 @@ def draw_panel(ax, outcome: Outcome, size: int, value: Value, spread: Value | No
     ax.set_xticks(heads, [str(count) for count in heads])
     if not spread and drawn:
         ax.set_yscale("log")
+        ax.yaxis.set_major_formatter("{x:g}")
+        ax.yaxis.set_minor_formatter("{x:g}")
+        ax.yaxis.set_tick_params(which="minor", labelsize=6)
     ax.grid(True, which="major", alpha=0.3)
     if drawn:
         ax.legend(fontsize=8)

@@ -3,6 +3,7 @@
 Owns the order of these and how a sweep ends.
 """
 
+import csv
 import shlex
 import time
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ from visionattn.benchmark.table import csv_text, provenance_of, summary
 from visionattn.sweep.cells import to_train, train_cells
 from visionattn.sweep.config import SweepConfig, folder_of, parse_sweep, read_base
 from visionattn.sweep.folder import HPARAMS, PLOT, ROWS, TABLE, SweepFolder
-from visionattn.sweep.grid import Plan, make_plan
+from visionattn.sweep.grid import Cell, Network, Plan, make_plan
 from visionattn.sweep.hparams import write_hparams
 from visionattn.sweep.measurement import PASSES, conditions_of, measure_networks
 from visionattn.sweep.plot import draw_sweep
@@ -40,6 +41,8 @@ def sweep(argv: Sequence[str], say: Callable[[str], None], *, train: Sequence[st
     folder = SweepFolder(folder_of(config, base))
     folder.check(base, overwrite=config.overwrite)
     plan = make_plan(config, base)
+    if not config.overwrite:
+        check_wider(plan, folder)
     provenance = provenance_of(conditions_of(config, plan)["device"], argv)
     provenance["command"] = shlex.join(["python", "tools/sweep_heads.py", *argv])
     provenance["threads"] = base.threads or provenance["threads"]
@@ -52,6 +55,7 @@ def sweep(argv: Sequence[str], say: Callable[[str], None], *, train: Sequence[st
             calls = folder.keep_call(call | {"jobs": config.jobs, "seconds": round(time.monotonic() - begin, 1)})
         if ended:
             report(plan, folder, provenance, calls, say)
+            check_any_finished(config, plan, folder)
     finally:
         folder.close()
     if not ended:
@@ -68,30 +72,50 @@ def work(
     say: Callable[[str], None],
     train: Sequence[str],
 ) -> bool:
-    """Train and measure what is left; False after Ctrl-C.
-
-    Raises:
-        ValueError: every training failed.
-    """
+    """Train and, where a training finished or none was asked for, measure what is left; False after Ctrl-C."""
     cells = plan.grid.cells()
     wanted = to_train(cells, folder, retry=config.retry) if config.train else []
     say(f"{len(cells)} trainings of {len(plan.grid.networks)} networks in {folder.path}; {len(wanted)} to train")
     if wanted and not train_cells(plan, wanted, folder, jobs=config.jobs, command=train, say=say):
         return False
-    if config.train:
-        check_any_finished(plan, folder)
-    if config.measure:
+    if config.measure and not (config.train and none_finished(plan, folder)):
         measure_networks(config, plan, folder, provenance, say)
     return True
 
 
-def check_any_finished(plan: Plan, folder: SweepFolder) -> None:
-    """Raise ValueError with the first reason where no training finished."""
-    endings = [folder.ending(cell) for cell in plan.grid.cells()]
-    if all(ending and ending.status != "finished" for ending in endings):
-        first = endings[0]
+def check_wider(plan: Plan, folder: SweepFolder) -> None:
+    """Raise ValueError where the folder's table has networks that this call does not name: it would be replaced by less."""
+    written = folder.path / ROWS
+    if not written.is_file():
+        return
+    rows = {Cell(network, seed).name for network in plan.grid.networks for seed in plan.grid.seeds}
+    with open(written, encoding="utf-8", newline="") as file:
+        missing = [name for row in csv.DictReader(file) if (name := row_name(row)) not in rows]
+    if missing:
         raise ValueError(
-            f"every one of the {len(endings)} trainings failed, the first with {first.status}: {first.reason}; the logs are in "
+            f"{written} has rows that this call does not name, e.g. {missing[0]}; name them too, or choose another --output"
+        )
+
+
+def row_name(row: dict[str, str]) -> str:
+    """The name of the network and seed of a row of the table."""
+    network = Network(row["attention"], int(row["heads"]), row["form"] or None, int(row["img_size"]))
+    return Cell(network, int(row["seed"])).name
+
+
+def none_finished(plan: Plan, folder: SweepFolder) -> bool:
+    """Whether every training ended, and none finished."""
+    endings = [folder.ending(cell) for cell in plan.grid.cells()]
+    return all(ending and ending.status != "finished" for ending in endings)
+
+
+def check_any_finished(config: SweepConfig, plan: Plan, folder: SweepFolder) -> None:
+    """Raise ValueError with the first reason where no training finished."""
+    if config.train and none_finished(plan, folder):
+        cells = plan.grid.cells()
+        first = folder.ending(cells[0])
+        raise ValueError(
+            f"every one of the {len(cells)} trainings failed, the first with {first.status}: {first.reason}; the logs are in "
             f"{folder.runs}, --retry repeats them"
         )
 

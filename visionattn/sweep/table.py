@@ -76,7 +76,9 @@ def title(outcome: Outcome, network: Network, name: str) -> str:
     batch = f" at batch {known['conditions']['batch']}" if known else ""
     trained = f", trained in the {plan.grid.train_form} form" if network.form and plan.grid.train_form else ""
     accuracy = "test" if plan.tested else "validation"
-    return f"**{what}{batch}**; {accuracy} accuracy in %, mean ± standard deviation of {seeds}{trained}"
+    spread = "mean ± standard deviation of " if len(plan.grid.seeds) > 1 else ""
+    above = "; MiB above the level with weights, optimiser and images in place" if known else ""
+    return f"**{what}{batch}**; {accuracy} accuracy in %, {spread}{seeds}{trained}{above}"
 
 
 def table(outcome: Outcome, networks: Sequence[Network], name: str) -> str:
