@@ -2,6 +2,7 @@
 
 import errno
 import json
+import multiprocessing
 import os
 import random
 import re
@@ -12,6 +13,7 @@ import time
 import pytest
 import torch
 from several_processes import run_processes
+from torch.distributed import TCPStore
 
 from visionattn.training import watchdog
 from visionattn.training.command_line import run_tool
@@ -137,8 +139,8 @@ def wait_for(path) -> None:
 
 
 @pytest.mark.parametrize(("dead", "signal_number"), [(1, signal.SIGKILL), (0, signal.SIGKILL), (1, signal.SIGSTOP)])
-def test_a_process_that_dies_or_hangs_ends_the_others_with_the_reason(tmp_path, monkeypatch, dead, signal_number):
-    """A stopped process keeps its connections, as one whose GPU hangs does: only the watchdog notices."""
+def test_a_process_that_dies_or_is_stopped_ends_the_others_with_the_reason(tmp_path, monkeypatch, dead, signal_number):
+    """A stopped process keeps its connections, as one whose machine is cut off does: only the watchdog notices."""
     quick(monkeypatch)
 
     def work(rank):
@@ -168,6 +170,75 @@ def test_a_process_that_dies_or_hangs_ends_the_others_with_the_reason(tmp_path, 
     assert re.fullmatch(said, living[0].err) and living[1].err == ""
     if signal_number == signal.SIGSTOP:
         assert living[0].out.startswith(f"kept process {dead} on")
+
+
+def serve(path) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    path.with_suffix(".tmp").write_text(str(store.port))
+    path.with_suffix(".tmp").rename(path)
+    time.sleep(120)
+
+
+@pytest.mark.parametrize(("signal_number", "what"), [(signal.SIGSTOP, "does not answer"), (signal.SIGKILL, "has ended")])
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_store_that_stands_still_or_ends_ends_all_processes(tmp_path, monkeypatch, signal_number, what, raises):
+    """It is served by ``torchrun`` of the first machine; one that is cut off answers as little as one that is stopped."""
+    quick(monkeypatch)
+    server = multiprocessing.get_context("fork").Process(target=serve, args=(tmp_path / "port",))
+    server.start()
+    wait_for(tmp_path / "port")
+
+    def work(rank):
+        os.environ["MASTER_PORT"] = (tmp_path / "port").read_text()
+
+        def tool():
+            with joined() as processes, processes.guard(lambda verdict: print("kept", verdict.reason, flush=True)):
+                processes.sum(1)
+                (tmp_path / f"ready{rank}").touch()
+                if raises:
+                    wait_for(tmp_path / "stopped")
+                    raise OutOfMemory("out of memory")
+                if rank == 1:
+                    time.sleep(60)
+                processes.sum(1)
+
+        return run_tool(tool)
+
+    def meanwhile(processes):
+        for rank in range(2):
+            wait_for(tmp_path / f"ready{rank}")
+        os.kill(server.pid, signal_number)
+        (tmp_path / "stopped").touch()
+        for process in processes:
+            process.join(20)
+
+    try:
+        ended = run_processes(2, work, tmp_path, meanwhile=meanwhile)
+    finally:
+        server.kill()
+        server.join()
+    reason = f"torchrun or the first process, on {socket.gethostname()}, {what}"
+    said = [re.findall("^error: .*", each.err, re.MULTILINE) for each in ended]  # between warnings of the store's client
+    if raises:  # each may have a reason of its own
+        assert {each.code for each in ended} <= {3, 4} and len(said[0]) <= 1 and len(said[1]) <= 1
+    else:
+        assert [each.code for each in ended] == [4, 4] and said == [[], [f"error: {reason}"]]
+        assert ended[1].out == f"kept {reason}\n"
+
+
+def test_at_the_end_processes_that_are_alive_and_stuck_are_waited_for_no_longer_than_a_minute(tmp_path, monkeypatch):
+    quick(monkeypatch)
+    monkeypatch.setattr(watchdog, "LEAVE_SECONDS", 1.0)
+
+    def work(rank):
+        with joined() as processes:
+            processes.sum(1)
+            if rank == 1:
+                wait_for(tmp_path / "ended")
+        (tmp_path / "ended").touch()
+
+    ended = run_processes(2, work, tmp_path, limit_s=20)
+    assert [(each.code, each.err) for each in ended] == [(0, ""), (0, "")]
 
 
 def test_a_process_without_memory_ends_the_others_that_wait_for_it_in_a_message(tmp_path, monkeypatch):

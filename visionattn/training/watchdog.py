@@ -1,10 +1,13 @@
-"""A thread in each process of a run that notices when another one has died or failed, so that none waits for it forever.
+"""A thread in each process of a run that notices when another one has died, stands still or failed.
 
 Owns the beats of the processes and the verdict, which are kept in the store that ``torchrun`` or the first process
-serves. Knows nothing of training: who writes and who prints what a verdict says is told by ``distributed.py``.
+serves, and notices when that no longer answers. A process that is alive and does not get on, as in an endless loop, beats
+and is not noticed. Knows nothing of training: who writes and who prints what a verdict says is told by
+``distributed.py``.
 """
 
 import json
+import math
 import os
 import sys
 import threading
@@ -12,21 +15,28 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 from torch import distributed
 
 from visionattn.training.interrupt import Failed, NonFinite, OutOfMemory
 
+Outcome = TypeVar("Outcome")
+
 BEAT_SECONDS = 1.0
 """Between two signs of life."""
 SILENCE_SECONDS = 20.0
-"""A process that gives none for this long is taken for dead; ``torchrun`` leaves the others 30 s to say so."""
+"""A process that gives none for this long is taken for dead, and so is a store; ``torchrun`` leaves the others 30 s to
+say so."""
 DOUBT_SECONDS = 6.0
 """The same, once a message between processes has failed."""
 GRACE_SECONDS = 3.0
 """From a verdict to the end of a process that does not see to it itself, because it waits for another one."""
 STORE_SECONDS = 30.0
-"""Longest answer of the store."""
+"""Longest answer of the store, as far as its client sees to that: one that has connected waits for a server that stands
+still."""
+LEAVE_SECONDS = 60.0
+"""Longest wait at the end for processes that are alive and do not end."""
 
 KINDS = {"nan": (NonFinite, 1), "input": (ValueError, 2), "oom": (OutOfMemory, 3), "failed": (Failed, 4)}
 """What a verdict can be: the exception that it is raised as, and the exit code."""
@@ -103,23 +113,24 @@ class Watchdog(threading.Thread):
     def publish(self, verdict: Verdict) -> Verdict:
         """Tell all processes why they end; the first verdict counts, and is returned."""
         try:
-            first = self.verdict or self.store.compare_set("verdict", "", json.dumps(asdict(verdict)))
+            text = json.dumps(asdict(verdict))
+            first = self.verdict or within(DOUBT_SECONDS, lambda: self.store.compare_set("verdict", "", text))
             verdict = first if isinstance(first, Verdict) else Verdict(**json.loads(first))
         except RuntimeError:  # nobody is left to be told
             pass
         return self._settle(verdict)
 
     def leave(self) -> None:
-        """Stop, after all others have ended too, are dead, or, where there is a verdict, have had time to."""
+        """Stop, after all others have ended too, are dead, or have had time to, which is less where there is a verdict."""
         self.hold()
         self._stopped.set()
         if self.is_alive():
-            self.join()
-        deadline = time.monotonic() + (GRACE_SECONDS + 3 * BEAT_SECONDS if self.verdict else float("inf"))
+            self.join(DOUBT_SECONDS)
+        deadline = time.monotonic() + (GRACE_SECONDS + 3 * BEAT_SECONDS if self.verdict else LEAVE_SECONDS)
         try:
-            self.store.set(self._beats[self.rank], ENDED)
+            within(DOUBT_SECONDS, lambda: self.store.set(self._beats[self.rank], ENDED))
             while time.monotonic() < deadline:
-                self._read()
+                within(DOUBT_SECONDS, self._read)
                 if all(beat == ENDED.encode() for beat, _ in self._seen) or self._silent():
                     return
                 time.sleep(BEAT_SECONDS / 10)
@@ -127,10 +138,8 @@ class Watchdog(threading.Thread):
             return
 
     def _look(self) -> None:
-        self._count += 1
         try:
-            self.store.set(self._beats[self.rank], str(self._count))
-            verdict = self._read()
+            verdict = within(SILENCE_SECONDS, self._beat)
             if verdict:
                 self._settle(Verdict(**json.loads(verdict)))
             elif silent := self._silent():
@@ -139,9 +148,15 @@ class Watchdog(threading.Thread):
                 speaker = min(set(range(len(self.hosts))) - set(silent))
                 reason = f"{names} {have} not answered for {self._silence:.0f} s"
                 self.publish(Verdict("failed", reason, speaker))
-        except RuntimeError:
+        except RuntimeError as error:
+            what = "does not answer" if isinstance(error, Unanswered) else "has ended"
             speaker = min((other for other in range(len(self.hosts)) if self.hosts[other] != self.hosts[0]), default=1)
-            self._settle(Verdict("failed", f"torchrun or the first process, on {self.hosts[0]}, has ended", speaker))
+            self._settle(Verdict("failed", f"torchrun or the first process, on {self.hosts[0]}, {what}", speaker))
+
+    def _beat(self) -> bytes:
+        self._count += 1
+        self.store.set(self._beats[self.rank], str(self._count))
+        return self._read()
 
     def _read(self) -> bytes:
         """Note the others' beats and return the verdict's text."""
@@ -173,9 +188,43 @@ class Watchdog(threading.Thread):
             if self.rank == verdict.speaker:
                 self.keep(verdict)
                 print(f"error: {verdict.reason}", file=sys.stderr, flush=True)
-            self.store.set(self._beats[self.rank], ENDED)
+            within(GRACE_SECONDS, lambda: self.store.set(self._beats[self.rank], ENDED))
         finally:
             os._exit(verdict.exit_code)
+
+
+class Unanswered(RuntimeError):
+    """The store has not answered in time."""
+
+
+def within(seconds: float, ask: Callable[[], Outcome]) -> Outcome:
+    """What the store answers. The question is left to a thread of its own, as the client may wait without end.
+
+    Args:
+        seconds: to wait, counted in beats: while this process is stopped none pass.
+        ask: the question.
+
+    Raises:
+        Unanswered: there is no answer by then.
+        RuntimeError: the store is gone.
+    """
+    answers: list[tuple[Outcome | None, RuntimeError | None]] = []
+    answered = threading.Event()
+
+    def work() -> None:
+        try:
+            answers.append((ask(), None))
+        except RuntimeError as error:
+            answers.append((None, error))
+        answered.set()
+
+    threading.Thread(target=work, name="store", daemon=True).start()
+    if not any(answered.wait(BEAT_SECONDS) for _ in range(math.ceil(seconds / BEAT_SECONDS))):
+        raise Unanswered
+    answer, error = answers[0]
+    if error:
+        raise error
+    return answer
 
 
 def start_watchdog(rank: int, hosts: list[str], address: tuple[str, int], meet: Callable[[], object]) -> Watchdog:
