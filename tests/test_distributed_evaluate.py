@@ -70,7 +70,7 @@ def test_what_one_process_meets_during_an_evaluation_ends_that_of_all(tmp_path):
             with joined() as processes:
                 evaluate(model, images_of(range(rank, 23, 2)), SPEC, device=CPU, processes=processes)
 
-        return run_tool(tool)
+        return run_tool(tool, several=True)
 
     ended = run_processes(2, work, tmp_path)
     assert [each.code for each in ended] == [3, 3]

@@ -104,7 +104,7 @@ def test_an_error_of_one_process_is_raised_on_all_and_told_once(tmp_path, case, 
                 processes.together(fail)
                 raise AssertionError("goes on alone")
 
-        return run_tool(tool)
+        return run_tool(tool, several=True)
 
     ended = run_processes(3, work, tmp_path)
     assert [each.code for each in ended] == [code] * 3
@@ -122,7 +122,7 @@ def test_what_only_the_first_process_does_fails_on_all(tmp_path):
             with joined() as processes:
                 processes.on_first(fail)
 
-        return run_tool(tool)
+        return run_tool(tool, several=True)
 
     ended = run_processes(2, work, tmp_path)
     assert [(each.code, each.err) for each in ended] == [(2, "error: run: Permission denied\n"), (2, "")]
@@ -152,7 +152,7 @@ def test_a_process_that_dies_or_is_stopped_ends_the_others_with_the_reason(tmp_p
                     time.sleep(60)
                 processes.sum(1)
 
-        return run_tool(tool)
+        return run_tool(tool, several=True)
 
     def meanwhile(processes):
         for rank in range(3):
@@ -202,7 +202,7 @@ def test_a_store_that_stands_still_or_ends_ends_all_processes(tmp_path, monkeypa
                     time.sleep(60)
                 processes.sum(1)
 
-        return run_tool(tool)
+        return run_tool(tool, several=True)
 
     def meanwhile(processes):
         for rank in range(2):
@@ -252,7 +252,7 @@ def test_a_process_without_memory_ends_the_others_that_wait_for_it_in_a_message(
                     raise OutOfMemory("out of memory at batch 7")
                 processes.sum(1)
 
-        return run_tool(tool)
+        return run_tool(tool, several=True)
 
     ended = run_processes(3, work, tmp_path)
     assert [each.code for each in ended] == [3, 3, 3]
@@ -269,7 +269,7 @@ def test_an_unforeseen_error_shows_its_traceback_and_ends_the_others(tmp_path, m
                     raise TypeError("a mistake")
                 processes.sum(1)
 
-        return run_tool(tool)
+        return run_tool(tool, several=True)
 
     first, second = run_processes(2, work, tmp_path)
     assert (first.code, second.code) == (4, 1) and "Traceback" in second.err
@@ -287,7 +287,7 @@ def test_ends_that_all_processes_know_of_wait_for_the_slowest_and_are_no_deaths(
                 (tmp_path / f"ended{rank}").touch()
                 raise NonFinite("the loss was not finite")
 
-        code = run_tool(tool)
+        code = run_tool(tool, several=True)
         print(sorted(path.name for path in tmp_path.glob("ended*")))
         return code
 
@@ -306,7 +306,7 @@ def test_an_interruption_of_one_process_alone_ends_the_others(tmp_path, monkeypa
                     raise KeyboardInterrupt
                 processes.sum(1)
 
-        return run_tool(tool)
+        return run_tool(tool, several=True)
 
     first, second = run_processes(2, work, tmp_path)
     assert (first.code, second.code) == (4, 130)

@@ -40,7 +40,7 @@ def run_on(size: int, output: Path, *, code: int = 0, **options) -> list[Ended]:
             with joined() as processes:
                 train(config, processes=processes)
 
-        return run_tool(tool)
+        return run_tool(tool, several=True)
 
     ended = run_processes(size, work, output / "streams")
     assert [each.code for each in ended] == [code] * size, "".join(each.err for each in ended)

@@ -314,14 +314,26 @@ def test_ctrl_c_saves_the_state_says_how_to_go_on_and_that_works(tmp_path):
     finally:
         process.kill()
     assert process.returncode == 130
-    first, second = errors.splitlines()
-    assert re.match(rf"stopped after step \d+ \(epoch \d+ of 500\); the state is in {tmp_path}/two/last.pt$", first)
+    place, _, command = errors.rstrip("\n").partition("; to go on: ")
+    assert re.fullmatch(rf"stopped after step \d+ \(epoch \d+ of 500\); the state is in {tmp_path}/two/last.pt", place)
     state = torch.load(tmp_path / "two" / "last.pt", weights_only=True)["position"]
-    assert second.startswith("to go on: ")
-    go_on = shlex.split(second.removeprefix("to go on: "))
+    go_on = shlex.split(command)
     assert go_on[1:] == ["tools/train.py", "--config", f"{tmp_path}/two/config.yaml", "--resume"]
     assert train([*go_on[2:], f"--epochs={state['epoch'] + 1}", "--data.workers=0"]) == 0
     assert torch.load(tmp_path / "two" / "last.pt", weights_only=True)["position"]["epoch"] == state["epoch"] + 1
+
+
+ALONE = sorted(path.stem for path in (ROOT / "tools").glob("*.py") if path.stem != "train")
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_tools_that_run_as_one_process_are_not_started_by_torchrun(name, monkeypatch, capsys):
+    tool = load(name).main
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank, line in (("0", "error: this tool runs as one process; start it without torchrun\n"), ("1", "")):
+        monkeypatch.setenv("RANK", rank)
+        assert tool(["--help"]) == 2
+        assert capsys.readouterr() == ("", line)
 
 
 def test_help_lists_every_option_with_its_meaning(capsys):

@@ -1,9 +1,9 @@
 """Train a model: ``python tools/train.py --config configs/digits.yaml --optim.lr 3e-4``.
 
 Every key of the YAML file is a flag, ``--help`` lists them, ``--print_config`` shows what would run. What a run writes
-is in ``checkpoints/<run>/``. On several GPUs or machines: ``torchrun --nproc-per-node 8 tools/train.py ...``. Exit
-codes: 0; 1 for a loss that is not finite; 2 for bad input; 3 for too little memory; 4 where another process of the run
-ended; 130 for Ctrl-C, after which ``--resume`` goes on.
+is in ``checkpoints/<run>/``. Exit codes: 0; 1 for a loss that is not finite; 2 for bad input; 3 for too little memory; 4
+where another process of the run ended; 130 for Ctrl-C, after which ``--resume`` goes on. On several GPUs or machines:
+``torchrun --nproc-per-node 8 tools/train.py ...``, which itself ends with 0 or 1; ``status.json`` has the code.
 """
 
 import sys
@@ -31,11 +31,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             try:
                 result = train(config, processes=processes)
             except Stopped as stop:
-                raise Stopped(f"{stop}\nto go on: {how_to_resume(config, TOOLS)}") from stop
+                raise Stopped(f"{stop}; to go on: {how_to_resume(config, TOOLS)}") from stop
             if processes.first:
                 print("\n".join(report(config, result, TOOLS)), flush=True)
 
-    return run_tool(work)
+    return run_tool(work, several=True)
 
 
 def read(argv: Sequence[str]) -> TrainConfig:

@@ -29,13 +29,21 @@ OWN_OPTIONS = ("help", "config", "print_config")
 """Options that are no fields of a configuration."""
 
 
-def run_tool(work: Callable[[], None]) -> int:
+def run_tool(work: Callable[[], None], *, several: bool = False) -> int:
     """Do a tool's work and turn the ways in which it can end into an exit code and at most one line on standard error.
+
+    Args:
+        work: the tool's.
+        several: the processes that ``torchrun`` has started do it together; other tools refuse to start in several.
 
     Returns:
         0; 1 for a loss that is not finite; 2 for bad input, and for files that cannot be read or written; 3 for too
         little memory; 4 where another process of the run ended; 130 for Ctrl-C.
     """
+    if not several and os.environ.get("WORLD_SIZE", "1") != "1":
+        if os.environ.get("RANK", "0") == "0":
+            print("error: this tool runs as one process; start it without torchrun", file=sys.stderr)
+        return 2
     try:
         work()
     except (ValueError, OSError) as error:
@@ -47,10 +55,10 @@ def run_tool(work: Callable[[], None]) -> int:
         print(f"error: {' '.join(text.split())}", file=sys.stderr)
         return 2
     except tuple(EXIT_CODES) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return EXIT_CODES[type(error)]
     except Stopped as error:
-        print(error, file=sys.stderr)
+        print(" ".join(str(error).split()), file=sys.stderr)
         return 130
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
