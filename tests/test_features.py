@@ -13,6 +13,7 @@ from inference_files import direct, feature_of, load_tool, read_index, write_fol
 from PIL import Image
 
 import visionattn.inference.features as features
+import visionattn.inference.shards as shards
 from visionattn.inference.progress import Progress
 
 extract = load_tool("extract_features")
@@ -184,6 +185,20 @@ def test_files_are_bounded_in_bytes_too(case, monkeypatch):
         if held >= 11:
             held, number = 0, number + 1
     assert [row["shard"] for row in read_index(folder / "out")] == wanted
+
+
+def test_the_head_of_a_file_is_bounded_too(case, monkeypatch):
+    folder, _ = case
+    monkeypatch.setattr(shards, "HEAD_BYTES", 2000)
+    heads = {}
+    for kind, more in (("pooled", []), ("dense", ["--dense"])):
+        assert extract(flags("--batch_size", "1", *more, output=kind)) == 0
+        assert [row["path"] for row in read_index(folder / kind)] == [f"images/{i}.png" for i in range(7)]
+        files = sorted((folder / kind).glob("features-*"))
+        # The first 8 bytes of a safetensors file are the length of its head.
+        heads[kind] = [int.from_bytes(file.read_bytes()[:8], "little") for file in files]
+    for lengths in heads.values():
+        assert len(lengths) > 1 and max(lengths) < 2000 + 2000  # the rows, then what the features are
 
 
 def test_progress_is_a_line_now_and_then_where_there_is_no_terminal(case, capsys, monkeypatch):

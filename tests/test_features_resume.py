@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from inference_files import ROOT, load_tool, read_index, write_folder, write_image, write_weights, written
 
 import visionattn.inference.features as features
@@ -122,6 +123,60 @@ def test_other_features_are_not_mixed_nor_overwritten_unless_that_is_said(folder
     assert extract(flags("--img_size", "24", "--overwrite", "--shard_images", "2")) == 0
     assert len(read_index(folder / "out")) == 7 and written(folder / "out") != before
     assert extract(flags("--overwrite")) == 0 and len(written(folder / "out")) == 2
+
+
+def test_files_of_others_are_neither_deleted_nor_replaced(folder, capsys):
+    assert extract(flags(output="done")) == 0
+    shard = (folder / "done" / "features-00000.safetensors").read_bytes()
+    others = {
+        "index": {"index.csv": b"mine"},
+        "index_beside_ours": {"index.csv": b"mine", "features-00000.safetensors": shard},
+        "year": {"features-2024.safetensors": b"mine"},
+        "no_shard_of_ours": {"features-00000.safetensors": b"mine", "features-20240101.safetensors": b"mine"},
+    }
+    for name, files in others.items():
+        (folder / name).mkdir()
+        for file, content in files.items():
+            (folder / name / file).write_bytes(content)
+        assert extract(flags(output=name)) == 2, name
+        error = capsys.readouterr().err
+        assert error.startswith("error: ") and "choose another --output" in error and error.count("\n") == 1
+        assert written(folder / name) == files
+    (folder / "done" / "features-2024.safetensors").write_bytes(b"mine")
+    assert extract(flags("--overwrite", "--dense", output="done")) == 0
+    assert (folder / "done" / "features-2024.safetensors").read_bytes() == b"mine"
+    assert {row["status"] for row in read_index(folder / "done")} == {"ok"}
+
+
+def test_with_overwrite_old_features_stay_until_there_are_new_ones(folder, capsys, monkeypatch):
+    assert extract(flags("--shard_images", "2")) == 0
+    before = written(folder / "out")
+
+    def scarce(model, inputs):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def broken(model, inputs):
+        raise RuntimeError("sizes of tensors must match")
+
+    def interrupted(model, inputs):
+        raise KeyboardInterrupt
+
+    for compute, code, part in ((scarce, 3, "none of the first 2 images"), (broken, 2, "sizes"), (interrupted, 130, "stay")):
+        with monkeypatch.context() as patch:
+            patch.setattr(features, "pooled", compute)
+            assert extract(flags("--shard_images", "2", "--overwrite")) == code
+        assert part in capsys.readouterr().err and written(folder / "out") == before
+
+
+def test_an_image_that_is_replaced_by_one_of_the_same_size_is_noticed(folder, capsys):
+    image = folder / "images" / "0.bmp"
+    write_image(image, 16, 16, 1)
+    size = image.stat().st_size
+    assert extract(flags()) == 0
+    write_image(image, 16, 16, 2)
+    assert image.stat().st_size == size
+    capsys.readouterr()
+    assert extract(flags()) == 2 and "list_of_images" in capsys.readouterr().err
 
 
 BAD = [

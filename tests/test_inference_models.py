@@ -1,6 +1,7 @@
 """Models of any origin at any size, and what too little memory and numbers that are not finite come to."""
 
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -44,6 +45,12 @@ def test_a_name_alone_gives_random_weights_that_the_seed_decides_and_says_so():
     assert first.identity() != opened(model=MODEL, args=ARGS, seed=7, img_size=32).identity()
     assert torch.equal(torch.get_rng_state(), state)
     assert (first.spec.in_chans, first.img_size, first.spec.mean) == (3, 224, (0.485, 0.456, 0.406))
+
+
+def test_identity_tells_apart_devices():
+    found = opened(model=MODEL, args=ARGS)
+    assert found.identity()["device"] == "cpu"
+    assert replace(found, device=torch.device("cuda", 1)).identity()["device"] == "cuda"
 
 
 def test_identity_tells_apart_arguments_that_no_weight_shows(tmp_path):

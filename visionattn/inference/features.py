@@ -19,7 +19,16 @@ from visionattn.inference.probe import Division, divide_digits, divide_folder, f
 from visionattn.inference.progress import Progress
 from visionattn.inference.reading import ReadImages, Sizing
 from visionattn.inference.running import last_map, pooled, run_images
-from visionattn.inference.shards import Pending, delete_from, read_pooled, rows_of, shard_paths, whole_shards, write_index
+from visionattn.inference.shards import (
+    Pending,
+    check_ours,
+    delete_from,
+    read_pooled,
+    rows_of,
+    shard_paths,
+    whole_shards,
+    write_index,
+)
 from visionattn.training.interrupt import OutOfMemory, Stopped
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16}
@@ -39,7 +48,7 @@ class ExtractOptions(InferenceOptions):
     dtype: Literal["float32", "float16"] = "float32"
     """Of the features in the files."""
     shard_images: int = 4096
-    """Images per file; the last batch of a file may exceed it."""
+    """Images per file; the last batch of a file may exceed it, and rows of 16 MiB fill a file too."""
     shard_mib: int = 256
     """MiB of features per file, which are held in memory until it is full; the last batch of a file may exceed it."""
     probe: bool = False
@@ -101,6 +110,7 @@ class Extraction:
         )
         self.identity = self.opened.identity() | self._own_identity()
         self.kept = [] if options.overwrite else whole_shards(self.folder, self.identity)
+        self.begun = False
 
     def _divide(self) -> Division:
         options = self.options
@@ -124,9 +134,11 @@ class Extraction:
     def run(self, say: Callable[[str], None]) -> None:
         """Write the features that are missing and the index, and say what came of it.
 
+        With ``overwrite`` what is there goes once the first file of new features is written.
+
         Raises:
             Stopped: Ctrl-C; the files that are written stay.
-            ValueError: none of the images gives features.
+            ValueError: none of the images gives features, or with ``overwrite`` none of the first file.
             OutOfMemory: none of them fits into memory.
             Failed: a process that reads images ended.
         """
@@ -137,12 +149,10 @@ class Extraction:
             say(f"{done} of {total} images are done: going on after {_files(len(self.kept))}")
         start = time.perf_counter()
         self.folder.mkdir(parents=True, exist_ok=True)
-        delete_from(self.folder, len(self.kept))
         try:
             files = self._write_shards(done)
         except KeyboardInterrupt as error:
-            again = "the same command without --overwrite" if self.options.overwrite else "the same command"
-            raise Stopped(f"stopped; the files that are written stay in {self.folder}, {again} goes on") from error
+            raise Stopped(self._stopped()) from error
         index = write_index(self.folder)
         seconds = time.perf_counter() - start
         speed = f" in {seconds:.1f} s, {(total - done) / seconds:.3g} images/s" if done < total else ""
@@ -156,6 +166,7 @@ class Extraction:
         """Write the shards from image ``done`` on; returns how many there are then."""
         options, number, total = self.options, len(self.kept), len(self.listing)
         if done == total:
+            delete_from(self.folder, number)
             return number
         outcomes = run_images(
             self.opened,
@@ -171,15 +182,35 @@ class Extraction:
         with Progress(total, done) as progress:
             for batch in outcomes:
                 pending.add(batch)
-                if len(pending) >= options.shard_images or pending.bytes >= options.shard_mib * MIB:
-                    pending.write()
+                if pending.is_full(options.shard_images, options.shard_mib * MIB):
+                    self._write(pending)
                     number += 1
                     pending = Pending(self.folder, number, pending.first + len(pending), self.identity)
                 progress.advance(len(batch), sum(outcome.value is None for outcome in batch))
             if len(pending):
-                pending.write()
+                self._write(pending)
                 number += 1
         return number
+
+    def _write(self, pending: Pending) -> None:
+        """Write a shard; after the first one goes what was there besides those that are kept."""
+        if self._keeps_old() and not pending.bytes:
+            text = f"none of the first {len(pending)} images gives features, so that those in {self.folder} stay"
+            raise _error_of(pending.rows[0], text)
+        pending.write()
+        if not self.begun:
+            delete_from(self.folder, len(self.kept) + 1)
+            self.begun = True
+
+    def _keeps_old(self) -> bool:
+        """Whether old features are still there that new ones are to replace."""
+        return self.options.overwrite and not self.begun and bool(shard_paths(self.folder))
+
+    def _stopped(self) -> str:
+        if self._keeps_old():
+            return f"stopped; the features in {self.folder} stay as they were"
+        again = "the same command without --overwrite" if self.options.overwrite else "the same command"
+        return f"stopped; the files that are written stay in {self.folder}, {again} goes on"
 
     def _report_failures(self, say: Callable[[str], None]) -> None:
         failed, first = 0, []
@@ -189,14 +220,19 @@ class Extraction:
                 if len(first) < NAMED_FAILURES:
                     first.append(row)
         if failed == len(self.listing):
-            error = OutOfMemory if first[0]["status"] == "oom" else ValueError
-            raise error(f"none of the {failed} images gives features; the first: {first[0]['path']}: {first[0]['reason']}")
+            raise _error_of(first[0], f"none of the {failed} images gives features")
         if failed:
             say(f"{failed} without features:")
             for row in first:
                 say(printable(f"  {row['path']}: {row['reason']}"))
             if failed > len(first):
                 say(f"  and {failed - len(first)} more, in the index")
+
+
+def _error_of(row: dict[str, Any], text: str) -> Exception:
+    """The text with what came of an image, as the error of too little memory where that is it."""
+    error = OutOfMemory if row["status"] == "oom" else ValueError
+    return error(f"{text}; the first: {row['path']}: {row['reason']}")
 
 
 def _files(count: int) -> str:
@@ -208,8 +244,5 @@ def _check_folder(folder: Path, overwrite: bool) -> None:
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise ValueError(f"{folder} cannot be written: {existing} is no folder that takes files")
-    if overwrite or not folder.exists() or shard_paths(folder):
-        return
-    other = next((path.name for path in folder.iterdir() if not path.name.startswith("features-")), None)
-    if other:
-        raise ValueError(f"{folder} holds other things ({other}); choose another --output, or add to it with --overwrite")
+    if folder.exists() and not overwrite:
+        check_ours(folder)

@@ -47,8 +47,8 @@ class ListedFiles(Files):
         return len(self.paths)
 
     def digest(self) -> str:
-        """Of names and sizes in bytes; contents are not read."""
-        return digest_of((path, _bytes_of(path)) for path in self.paths)
+        """Of names, sizes in bytes and times of the last change; contents are not read."""
+        return digest_of((path, *_state_of(path)) for path in self.paths)
 
 
 class Digits:
@@ -137,12 +137,13 @@ def _in_list(path: str) -> list[str]:
     return paths
 
 
-def _bytes_of(path: str) -> int:
-    """Size of a file; -1 where there is none."""
+def _state_of(path: str) -> tuple[int, ...]:
+    """Size and time of the last change of a file; nothing where there is none."""
     try:
-        return os.stat(path).st_size
+        state = os.stat(path)
     except OSError:
-        return -1
+        return ()
+    return state.st_size, state.st_mtime_ns
 
 
 def digest_of(parts: Sequence[object] | Iterator[object]) -> str:

@@ -48,7 +48,7 @@ class Opened:
     """Where its weights are from, as lines for people."""
 
     def identity(self) -> dict[str, Any]:
-        """What decides its outputs, as JSON types: name, arguments, encoding and size of images, a digest of its weights."""
+        """What decides its outputs, as JSON types: name, arguments, images, a digest of its weights, the kind of device."""
         spec = asdict(self.spec)
         tensors = sorted(self.model.state_dict().items())
         return {
@@ -57,6 +57,7 @@ class Opened:
             "weights": digest_of(part for name, value in tensors for part in (name, value.shape, _bytes_of(value))),
             "images_as": json.dumps([spec[key] for key in ("in_chans", "encoding", "mean", "std")]),
             "img_size": self.img_size or NATIVE,
+            "device": self.device.type,
         }
 
 

@@ -6,6 +6,7 @@ folder of shards needs no other record of how far a run has come. Knows nothing 
 
 import csv
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,11 @@ from visionattn.models.weights import write_whole
 FORMAT = "visionattn.features"
 FORMAT_VERSION = 1
 INDEX = "index.csv"
+SHARD = re.compile(r"features-(\d{5,})\.safetensors")
+HEAD_BYTES = 2**24
+"""Of the head of a shard, which holds its rows: a shard is full there. safetensors reads no head above 100 MB."""
+KEY_BYTES = 120
+"""What safetensors notes of a map, at most."""
 POOLED = "features"
 """The one tensor of a shard of pooled features, ``[n, D]``."""
 FROM_OUTCOME = ("path", "status", "reason", "height", "width", "input_height", "input_width")
@@ -45,19 +51,21 @@ class Pending:
     """The images of a shard that is not written yet.
 
     Attributes:
+        rows: of the index, one per image.
         bytes: of the features so far.
+        head_bytes: of the head, for rows and maps so far.
     """
 
     def __init__(self, folder: Path, number: int, first: int, identity: dict[str, Any]):
         """``identity``: what the features are, as JSON types; ``first``: number of the first image."""
-        self.path, self.first, self.bytes = shard_path(folder, number), first, 0
+        self.path, self.first, self.bytes, self.head_bytes = shard_path(folder, number), first, 0, 0
         self._identity = identity
-        self._rows: list[dict[str, Any]] = []
+        self.rows: list[dict[str, Any]] = []
         self._vectors: list[Tensor] = []
         self._maps: dict[str, Tensor] = {}
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self.rows)
 
     def add(self, outcomes: list[Outcome]) -> None:
         """Images that follow. Their features are copied: as parts of a batch they would hold all of it."""
@@ -70,15 +78,20 @@ class Pending:
                 key = f"{self.first + len(self):09d}"
                 row |= dict(zip(PLACE, (self.path.name, key, None), strict=True))
                 self._maps[key] = outcome.value.clone(memory_format=torch.contiguous_format)
-            self._rows.append(row)
+            self.rows.append(row)
+            self.head_bytes += len(json.dumps(json.dumps(row))) + KEY_BYTES  # text within text, as the file has it
             self.bytes += 0 if outcome.value is None else outcome.value.nbytes
+
+    def is_full(self, images: int, most_bytes: int) -> bool:
+        """Whether it holds so many images, or features of so many bytes, or all the rows that a head takes."""
+        return len(self) >= images or self.bytes >= most_bytes or self.head_bytes >= HEAD_BYTES
 
     def write(self) -> None:
         """Write the file, whole or not at all; pooled features as one tensor, maps as one per image."""
         tensors = self._maps | ({POOLED: torch.stack(self._vectors)} if self._vectors else {})
         content = {"format": FORMAT, "version": FORMAT_VERSION, "identity": self._identity}
         # One entry: the order of several in the file is not defined.
-        metadata = {FORMAT: json.dumps(content | {"first": self.first, "rows": self._rows})}
+        metadata = {FORMAT: json.dumps(content | {"first": self.first, "rows": self.rows})}
 
         def write(temporary: Path) -> None:
             temporary.touch()
@@ -96,7 +109,12 @@ def shard_path(folder: Path, number: int) -> Path:
 
 def shard_paths(folder: Path) -> list[Path]:
     """Files that are shards by their names, in order."""
-    return sorted(folder.glob("features-[0-9]*.safetensors"))
+    found = (path for path in folder.glob("features-*") if SHARD.fullmatch(path.name))
+    return sorted(found, key=lambda path: (_number(path), path.name))
+
+
+def _number(path: Path) -> int:
+    return int(SHARD.fullmatch(path.name)[1])
 
 
 def read_shard(path: Path) -> tuple[Shard, dict[str, Any]] | None:
@@ -116,6 +134,35 @@ def read_shard(path: Path) -> tuple[Shard, dict[str, Any]] | None:
     if content.get("version") != FORMAT_VERSION:
         raise ValueError(f"{path} is no file of features of this visionattn; choose another --output")
     return Shard(path, content["first"], content["rows"]), content["identity"]
+
+
+def check_ours(folder: Path) -> None:
+    """Check that what a run would replace or delete in a folder is of features, and that it lies among nothing else.
+
+    Raises:
+        ValueError: an index or shards of others, or other things and no shard; one line.
+    """
+    shards, index = shard_paths(folder), folder / INDEX
+    if index.exists() and not _is_index(index):
+        raise ValueError(f"{index} is no index of features; choose another --output, or replace it with --overwrite")
+    if shards and not any(read_shard(path) for path in shards):
+        raise ValueError(f"{shards[0]} is no whole file of features; choose another --output, or replace it with --overwrite")
+    ours = {INDEX, f"{INDEX}.tmp"}  # a run that is killed leaves what it was writing
+    other = next((path.name for path in folder.iterdir() if not (path.name in ours or _is_unfinished(path))), None)
+    if other and not shards:
+        raise ValueError(f"{folder} holds other things ({other}); choose another --output, or add to it with --overwrite")
+
+
+def _is_index(path: Path) -> bool:
+    head = (",".join(COLUMNS) + "\n").encode()
+    if not path.is_file():
+        return False
+    with open(path, "rb") as file:
+        return file.read(len(head)) == head
+
+
+def _is_unfinished(path: Path) -> bool:
+    return path.suffix == ".tmp" and SHARD.fullmatch(path.stem) is not None
 
 
 def whole_shards(folder: Path, identity: dict[str, Any]) -> list[Shard]:
@@ -152,7 +199,7 @@ def _brief(value: Any) -> str:
 def delete_from(folder: Path, number: int) -> None:
     """Delete the shards from ``number`` on."""
     for path in shard_paths(folder):
-        if path >= shard_path(folder, number):
+        if _number(path) >= number:
             path.unlink()
 
 
