@@ -1,9 +1,12 @@
 """The ends of a run: signals, memory, numbers, dead processes; and what a run says of itself."""
 
+import json
+import math
 import os
 import signal
 import time
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -23,7 +26,7 @@ from resumed_runs import (
 )
 from small_runs import Quadrants, lines, quadrants, rows
 
-from visionattn.training import engine, learner, progress
+from visionattn.training import engine, learner, progress, trainer
 from visionattn.training.batches import SampleKey
 from visionattn.training.command_line import run_tool
 from visionattn.training.progress import WaitWatch
@@ -90,6 +93,46 @@ def test_a_loss_that_is_not_finite_is_a_result(tmp_path):
     status = status_of(tmp_path / "small")
     assert (status["status"], status["exit_code"], status["result"]) == ("nan", 1, None)
     assert status["reason"].startswith("the loss was not finite 3 steps in a row")
+
+
+def strict(folder) -> dict:
+    """``status.json``, without the NaN that JSON does not have."""
+    return json.loads((folder / "status.json").read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+
+
+def test_weights_that_are_not_finite_are_neither_kept_nor_a_result(tmp_path, capsys):
+    """Two steps, too few for the count of losses in a row to end the run."""
+    config = config_of(tmp_path, optim={"lr": 1e30, "min_lr": 1.0, "warmup_epochs": 0}, epochs=1, batch_size=32)
+    assert run_tool(lambda: run(config)) == 1
+    status = strict(tmp_path / "small")
+    assert (status["status"], status["exit_code"], status["result"]) == ("nan", 1, None)
+    assert status["reason"].startswith("the loss on the validation images of epoch 1 is nan")
+    assert capsys.readouterr().err == f"error: {status['reason']}\n"
+    assert not (tmp_path / "small" / "best.safetensors").exists()
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_loss_on_the_test_images_that_is_not_finite_is_no_result(tmp_path, monkeypatch, loss):
+    real = trainer.evaluate
+
+    def spoilt(*arguments, **options):
+        result = real(*arguments, **options)
+        return replace(result, loss=loss) if result.images == 29 else result
+
+    monkeypatch.setattr(trainer, "evaluate", spoilt)
+    assert run_tool(lambda: run(config_of(tmp_path, epochs=1))) == 1
+    status = strict(tmp_path / "small")
+    assert (status["status"], status["reason"].split(" is ")[0]) == ("nan", "the loss on the test images")
+    assert lines(tmp_path / "small")[-1]["kind"] == "epoch"
+
+
+def test_a_run_in_which_no_step_changed_the_weights_has_not_finished(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.amp, "GradScaler", partial(torch.amp.GradScaler, init_scale=2.0**100))
+    config = config_of(tmp_path, epochs=1, amp="fp16")
+    for resume in (False, True):
+        assert run_tool(lambda again=resume: run(replace(config, resume=again))) == 1
+        status = strict(tmp_path / "small")
+        assert status["status"] == "nan" and status["reason"].startswith("none of the 4 steps had a finite loss and gradient")
 
 
 class Deadly(Quadrants):

@@ -5,6 +5,7 @@ import random
 import signal
 import time
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ from resumed_runs import (
 )
 from small_runs import Quadrants, quadrants, rows, same
 
-from visionattn.training import engine
+from visionattn.training import engine, trainer
 from visionattn.training.batches import ORDER_STREAM, SampleKey, TrainBatches, Unreadable, seed_batch
 from visionattn.training.config import DataConfig
 from visionattn.training.interrupt import Stopped
@@ -40,16 +41,39 @@ def small_data():
 
 
 @pytest.fixture(scope="module")
-def whole(small_data, tmp_path_factory):
-    """The folder of a run that nothing happens to."""
-    return finished_run(tmp_path_factory.mktemp("whole"))
+def finished(small_data, tmp_path_factory):
+    """The folder of a run with the given options that nothing happens to."""
+
+    @cache
+    def folder_of(**options):
+        return finished_run(tmp_path_factory.mktemp("finished"), **options)
+
+    return lambda **options: folder_of(**({"save_every": 3} | options))
 
 
-@pytest.mark.parametrize(("workers", "kills"), [(0, 8), (1, 2)])
-def test_a_run_killed_at_random_moments_and_resumed_ends_as_one_never_interrupted(tmp_path, whole, workers, kills):
-    draw, folder, killed, finished = random.Random(20 + workers), tmp_path / "small", 0, False
-    options = {"data": {"workers": workers}}
-    while killed < kills or not finished:
+@pytest.fixture
+def whole(finished):
+    """That of a run with a state after every third step."""
+    return finished()
+
+
+@pytest.fixture
+def rare(finished):
+    """That of a run with a state after each epoch alone."""
+    return finished(save_every=None)
+
+
+@pytest.mark.parametrize(
+    ("workers", "kills", "options"),
+    [(0, 8, {}), (1, 2, {}), (0, 4, {"save_every": None}), (0, 4, {"amp": "fp16"})],
+    ids=["", "with a loader", "few states", "scaled gradients"],
+)
+def test_a_run_killed_at_random_moments_and_resumed_ends_as_one_never_interrupted(
+    tmp_path, finished, workers, kills, options
+):
+    draw, folder, killed, done = random.Random(20 + workers), tmp_path / "small", 0, False
+    whole, options = finished(**options), {"data": {"workers": workers}} | options
+    while killed < kills or not done:
         process = start(config_of(tmp_path, resume=folder.exists(), **options))
         if killed < kills:
             for _ in range(draw.randint(0, 2)):  # states to wait for, so that the run gets on whatever the machine does
@@ -60,10 +84,8 @@ def test_a_run_killed_at_random_moments_and_resumed_ends_as_one_never_interrupte
             process.kill()
         code = end(process)
         assert code in (0, -signal.SIGKILL)
-        killed, finished = killed + (code != 0), code == 0
-        if folder.exists() and not any(folder.iterdir()):
-            folder.rmdir()  # killed before anything was written
-        if finished and killed < kills:
+        killed, done = killed + (code != 0), code == 0
+        if done and killed < kills:
             assert_same_end(whole, folder)
             engine.clear(folder)
             folder.rmdir()
@@ -94,14 +116,16 @@ def die_at(call: int, draw: random.Random):
     return prepare
 
 
-def test_a_run_killed_in_the_middle_of_writing_ends_as_one_never_interrupted(tmp_path, whole):
+@pytest.mark.parametrize(("kills", "save_every"), [(8, 3), (4, None)])
+def test_a_run_killed_in_the_middle_of_writing_ends_as_one_never_interrupted(tmp_path, finished, kills, save_every):
     draw, folder, killed, code = random.Random(3), tmp_path / "small", 0, 1
+    whole = finished(save_every=save_every)
     while code:
-        call = draw.randint(1, 40) if killed < 8 else 10_000
-        process = start(config_of(tmp_path, resume=folder.exists()), die_at(call, draw))
+        call = draw.randint(1, 40) if killed < kills else 10_000
+        process = start(config_of(tmp_path, resume=folder.exists(), save_every=save_every), die_at(call, draw))
         code = end(process)
         assert code in (0, -signal.SIGKILL)
-        if code == 0 and killed < 8:
+        if code == 0 and killed < kills:
             assert_same_end(whole, folder)
             engine.clear(folder)
             folder.rmdir()
@@ -111,7 +135,29 @@ def test_a_run_killed_in_the_middle_of_writing_ends_as_one_never_interrupted(tmp
     assert_same_end(whole, folder)
 
 
-def test_a_run_that_ended_before_its_first_state_begins_anew(tmp_path, whole, monkeypatch):
+def test_a_run_killed_with_its_first_best_weights_on_the_disk_goes_on(tmp_path, rare):
+    def prepare() -> None:
+        real = trainer.save_model
+        trainer.save_model = lambda *arguments, **options: (real(*arguments, **options), os.kill(os.getpid(), signal.SIGKILL))
+
+    assert end(start(config_of(tmp_path, save_every=None), prepare)) == -signal.SIGKILL
+    folder = tmp_path / "small"
+    assert (folder / "best.safetensors").exists() and not (folder / "summary.csv").exists()
+    assert "goes on after epoch 0, step 0" in run(config_of(tmp_path, save_every=None, resume=True))
+    assert_same_end(rare, folder)
+
+
+@pytest.mark.parametrize("left", [[], ["config.yaml"], ["config.yaml", "status.json.tmp", "run.lock"]])
+def test_a_run_killed_before_its_first_state_begins_anew(tmp_path, rare, left):
+    folder = tmp_path / "small"
+    folder.mkdir()
+    for name in left:
+        (folder / name).write_text("")
+    assert "no state was saved yet: begins anew" in run(config_of(tmp_path, save_every=None, resume=True))
+    assert_same_end(rare, folder)
+
+
+def test_a_run_that_failed_in_its_first_steps_goes_on_from_its_start(tmp_path, whole, monkeypatch):
     with monkeypatch.context() as patch:
         stop_after(patch, 2, lambda: exec("raise RuntimeError('a fault')"))
         with pytest.raises(RuntimeError, match="a fault"):
@@ -121,7 +167,7 @@ def test_a_run_that_ended_before_its_first_state_begins_anew(tmp_path, whole, mo
     assert (status["status"], status["reason"], status["exit_code"]) == ("failed", "a fault", 1)
     with pytest.raises(ValueError, match="--resume goes on with it"):
         run(config_of(tmp_path))
-    assert "no state was saved yet: begins anew" in run(config_of(tmp_path, resume=True))
+    assert "goes on after epoch 0, step 0" in run(config_of(tmp_path, resume=True))
     assert_same_end(whole, folder)
 
 

@@ -144,14 +144,16 @@ class Learner:
         return (inputs, labels) if self.mix is None else mix_batch(self.mix, inputs, labels)
 
     def at_fault(self, group: list[Batch]) -> str:
-        """The first module with values that are not finite, when the batches of a step run once more."""
+        """The first module with values that are not finite, when the batches of a step run once more, mixed alike."""
         model = self.spread.whole(self.model, gradients=True)
 
-        def forward(images: Tensor, labels: Tensor) -> None:
+        def forward(number: int, images: Tensor, labels: Tensor) -> None:
+            seed_batch(self.config.seed, self.position.epoch, number, self.processes.rank)
             with autocast(self.device, self.config.amp):
                 model(self.inputs(images, labels)[0])
 
-        runs = [partial(forward, *batch) for batch in group if len(batch[1])]
+        numbered = enumerate(group, start=self.position.batch)
+        runs = [partial(forward, number, *batch) for number, batch in numbered if len(batch[1])]
         faults = self.processes.gather(name_fault(model, runs))
         return min(faults, key=lambda fault: fault.startswith(("the gradient", "nothing")))
 
@@ -178,4 +180,5 @@ class Learner:
         if self.ema:
             load_whole(self.ema.module, state["ema"])
         restore_optimizer(self.optimizer, cut_optimizer_state(self.optimizer, state["optimizer"]))
-        self.scaler.load_state_dict(state["scaler"])
+        if self.scaler.is_enabled() and state["scaler"]:  # else the precision is another one now
+            self.scaler.load_state_dict(state["scaler"])

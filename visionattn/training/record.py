@@ -4,6 +4,8 @@ Owns the names of the files in the folder, and what may be deleted there.
 """
 
 import csv
+import errno
+import fcntl
 import io
 import json
 import math
@@ -20,8 +22,12 @@ from visionattn.training.config import TrainConfig
 
 BEST, LAST, PREVIOUS, STATUS = "best.safetensors", "last.pt", "previous.pt", "status.json"
 CONFIG, METRICS, SUMMARY = "config.yaml", "metrics.jsonl", "summary.csv"
-WRITTEN = (BEST, LAST, PREVIOUS, STATUS, CONFIG, METRICS, SUMMARY, "events.out.tfevents.*", "*.tmp")
-"""Patterns of the files that runs write."""
+NAMES = (BEST, LAST, PREVIOUS, STATUS, CONFIG, METRICS, SUMMARY)
+"""Files that runs write, besides TensorBoard's."""
+LOCK = "run.lock"
+"""Is there while a run is at work, and after one that was killed."""
+HELD: set[Path] = set()
+"""The folders in which this process is at work."""
 
 
 def run_folder(config: TrainConfig) -> Path:
@@ -29,7 +35,7 @@ def run_folder(config: TrainConfig) -> Path:
 
     Raises:
         ValueError: no usable name, or the folder is in use and neither ``resume`` nor ``overwrite`` is given, or there
-            is nothing to resume.
+            is nothing to resume, or another run is at work there.
     """
     if not config.run or Path(config.run).name != config.run or config.run in (".", ".."):
         raise ValueError(f"run must be the name of a folder within {config.output}, got {config.run!r}")
@@ -40,6 +46,9 @@ def run_folder(config: TrainConfig) -> Path:
     existing = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.is_dir())
     if not os.access(existing, os.W_OK):
         raise ValueError(f"no permission to write to {existing}; choose another output")
+    if (folder / LOCK).exists():
+        with held(folder):  # or else another run is at work
+            pass
     filled = folder.is_dir() and any(folder.iterdir())
     if config.resume and not can_go_on(folder):
         raise ValueError(f"nothing to resume: {folder / LAST} does not exist; leave out --resume")
@@ -50,18 +59,61 @@ def run_folder(config: TrainConfig) -> Path:
 
 
 def can_go_on(folder: Path) -> bool:
-    """Whether there is a state to go on from, or a run that ended before its first one and can begin anew."""
+    """Whether there is a state to go on from, or a run that ended before its first one and can begin anew.
+
+    Best weights are never without a state, unless somebody has deleted it: these are not for a run to replace.
+    """
     if any((folder / name).is_file() for name in (LAST, PREVIOUS)):
         return True
-    begun = any(True for pattern in WRITTEN for _ in folder.glob(pattern))
+    begun = folder.is_dir() and (bool(written(folder)) or not any(folder.iterdir()))
     return begun and not (folder / BEST).exists()
 
 
 def clear(folder: Path) -> None:
-    """Delete the files that an earlier run wrote to the folder; anything else there stays."""
-    for pattern in WRITTEN:
-        for path in folder.glob(pattern):
-            path.unlink()
+    """Delete the files that an earlier run wrote to the folder; anything else there stays.
+
+    Raises:
+        ValueError: another run is at work there.
+    """
+    with held(folder):
+        for path in written(folder):
+            if path.name != LOCK:
+                path.unlink()
+
+
+def written(folder: Path) -> list[Path]:
+    """The files in a folder that runs write, those of a killed process included."""
+    names = [*NAMES, *(name + ".tmp" for name in NAMES), LOCK]
+    return [*(folder / name for name in names if (folder / name).is_file()), *folder.glob("events.out.tfevents.*")]
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Keep the runs of other processes out of a folder that exists; a killed process keeps nobody out.
+
+    The lock is of this process alone: those that load its data may outlive it for seconds.
+
+    Raises:
+        ValueError: another run is at work there.
+    """
+    if folder in HELD:
+        yield
+        return
+    with open(folder / LOCK, "a") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                raise ValueError(
+                    f"another run is at work in {folder}; wait for it or end it, or --run NAME writes elsewhere"
+                ) from error
+            # Else the file system has no locks, and whoever uses it does without.
+        HELD.add(folder)
+        try:
+            yield
+        finally:
+            HELD.discard(folder)
+            (folder / LOCK).unlink(missing_ok=True)
 
 
 class Record:
@@ -85,8 +137,8 @@ class Record:
 
         self.folder, self.stream = folder, stream or sys.stdout
         folder.mkdir(parents=True, exist_ok=True)
-        for leftover in folder.glob("*.tmp"):  # of a process that was killed while it wrote
-            leftover.unlink()
+        for name in NAMES:  # of a process that was killed while it wrote
+            (folder / f"{name}.tmp").unlink(missing_ok=True)
         keep = asdict(config) | {"resume": False, "overwrite": False, "parallel": None}
         write_text(folder / CONFIG, yaml.safe_dump(keep, sort_keys=False))
         steps, epochs = since

@@ -20,6 +20,12 @@ from visionattn.training.record import LAST, PREVIOUS
 QUIET = frozenset({"resume", "overwrite", "output", "run", "log_every", "save_every", "init_from", "parallel"})
 """Options that say where and how often to write."""
 
+BINDING = ("seed", "optim.name", "optim.layer_decay")
+BINDING += ("data.name", "data.val_fraction", "data.train_images", "data.eval_images")
+"""Options that stay, as they say which images are trained and validated on, and what the optimiser keeps of each weight."""
+COUNTED = ("batch_size", "optim.accumulate")
+"""Options that stay until the epoch is over."""
+
 
 class States:
     """``last.pt`` and ``previous.pt`` of a run folder.
@@ -33,8 +39,8 @@ class States:
         self._spoilt = False
 
     def exist(self) -> bool:
-        """Whether there is a file of a state, readable or not."""
-        return any((self.folder / name).is_file() for name in (LAST, PREVIOUS))
+        """Whether there is a file of a state, readable or not, besides that of a run at its start, which holds nothing yet."""
+        return self.step != 0 and any((self.folder / name).is_file() for name in (LAST, PREVIOUS))
 
     def save(self, state: dict[str, Any]) -> None:
         """Make a state the last one, and the last one, unless it could not be read, the previous one.
@@ -126,7 +132,7 @@ def recall_best(position: Position, path: Path) -> list[str]:
     """Let the file of the best weights say how good they are: it may be newer than the state of ``position``.
 
     Returns:
-        A line where the file is missing or garbled; the next epoch's weights then take its place.
+        A line where the file is missing or garbled; the weights of a further epoch then take its place.
     """
     if not position.best_epoch and not path.exists():
         return []
@@ -134,27 +140,33 @@ def recall_best(position: Position, path: Path) -> list[str]:
         found = best_figures(path)
     except (FileNotFoundError, ValueError) as error:
         position.best, position.best_loss, position.best_epoch = -1.0, math.inf, 0
-        return [f"{error}; the weights of the next epoch take its place"]
+        return [f"{error}; the weights of a further epoch take its place"]
     if found:
         position.best, position.best_loss, position.best_epoch = found.accuracy, found.loss, found.epoch
     return []
 
 
-def check_options(old: dict[str, Any], new: dict[str, Any]) -> None:
+def check_options(old: dict[str, Any], new: dict[str, Any], *, amid_epoch: bool) -> None:
     """Check the options that a state binds.
 
     Args:
         old: the configuration that the state was saved with, as a dict.
         new: that of the resumed run.
+        amid_epoch: the state is counted in batches of an epoch that is not over.
 
     Raises:
         ValueError: one of them is another.
     """
-    for key in ("name", "layer_decay"):
-        if old["optim"][key] != new["optim"][key]:
-            raise ValueError(
-                f"the run has optim.{key} {old['optim'][key]}, not {new['optim'][key]}; resume with the same"
-            )
+    for key in BINDING + (COUNTED if amid_epoch else ()):
+        group, _, name = key.rpartition(".")
+        was, is_now = ((options[group] if group else options)[name] for options in (old, new))
+        if was != is_now:
+            until = " until the epoch is over" if key in COUNTED else ""
+            raise ValueError(f"the run has {key} {was}, not {is_now}; resume with the same{until}")
+    if new["init_from"] not in (None, old["init_from"]):
+        raise ValueError(
+            f"init_from {new['init_from']} is for a run at its start, and this one goes on with its own weights; leave it out"
+        )
     if bool(old["optim"]["ema_decay"]) != bool(new["optim"]["ema_decay"]):
         raise ValueError(
             f"the run has optim.ema_decay {old['optim']['ema_decay']}; it cannot be switched on or off halfway"

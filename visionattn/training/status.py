@@ -4,7 +4,9 @@ Owns the words for the ends of a run. The exit codes are those of ``command_line
 """
 
 import json
+import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -12,13 +14,17 @@ from typing import Any
 from visionattn.training.command_line import EXIT_CODES
 from visionattn.training.interrupt import NonFinite, OutOfMemory, Stopped
 from visionattn.training.progress import Result
-from visionattn.training.record import STATUS, write_text
+from visionattn.training.record import STATUS, held, write_text
 
+ROOM = 4000
+"""Bytes of the file while a run is at work, most of them blanks: its end is written there where the disk is full."""
 ENDS = {NonFinite: "nan", OutOfMemory: "oom", Stopped: "stopped", KeyboardInterrupt: "stopped"}
 
 
 class Status:
-    """Says ``running`` when it is entered, and when it is left how the run ended; the file is always whole.
+    """Says ``running`` when it is entered, and when it is left how the run ended; keeps other runs out of the folder.
+
+    The file is whole at all times, but for a moment on a full disk.
 
     The statuses: ``running`` (also after a kill that left no time to say more), ``finished``, ``stopped`` (Ctrl-C or
     SIGTERM), ``nan``, ``oom``, ``failed``.
@@ -35,16 +41,20 @@ class Status:
         """What the run came to, once it has finished."""
 
     def __enter__(self) -> "Status":
-        if self.writes():
-            self.folder.mkdir(parents=True, exist_ok=True)
-        self._write("running", None, None)
+        with ExitStack() as lock:
+            if self.writes():
+                self.folder.mkdir(parents=True, exist_ok=True)
+                lock.enter_context(held(self.folder))
+            self._write("running", None, None)
+            self._lock = lock.pop_all()
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if error is None:
-            self._write("finished", None, 0)
-        else:
-            self.end(error)
+        with self._lock:
+            if error is None:
+                self._write("finished", None, 0)
+            else:
+                self.end(error)
 
     def end(self, error: BaseException) -> None:
         """Say how a run ended that did not finish."""
@@ -58,7 +68,24 @@ class Status:
             return
         content = {"status": status, "reason": why, "exit_code": code, "provenance": self.provenance}
         content["result"] = self.result.figures() if self.result else None
-        write_text(self.folder / STATUS, json.dumps(content, indent=2) + "\n")
+        text, path = json.dumps(content, indent=2, allow_nan=False) + "\n", self.folder / STATUS
+        try:
+            write_text(path, text.ljust(ROOM) if status == "running" else text)
+        except OSError:
+            if status == "running" or not overwrite(path, text):
+                raise
+
+
+def overwrite(path: Path, text: str) -> bool:
+    """Write a text in the place that a file has already, as on a full disk; returns whether it fits."""
+    content = text.encode()
+    with open(path, "rb+", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
+        if len(content) > size:
+            return False
+        file.seek(0)
+        file.write(content.ljust(size))
+    return True
 
 
 def exit_code(error: BaseException) -> int:

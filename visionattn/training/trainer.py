@@ -76,7 +76,7 @@ class Trainer(Learner):
     def describe(self) -> list[str]:
         """The run in a line or two."""
         count = sum(parameter.numel() for parameter in self.model.parameters())
-        images = f"{len(self.splits.train)} training and {len(self.splits.validation)} validation images"
+        images = "{} training and {} validation images".format(*self.images())
         return [
             f"{self.config.model.name}: {count:,} parameters, {images}, {self.config.epochs} epochs of "
             f"{self.steps_per_epoch} steps on {self.processes.describe(self.device, self.spread.kind)}"
@@ -89,14 +89,30 @@ class Trainer(Learner):
         return f"epoch {self.position.epoch + 1} of {self.config.epochs}"
 
     def fit(self, record: Record, interruption: Interruption) -> None:
-        """Train the epochs that are left, each followed by validation, the best weights and the state."""
+        """Train the epochs that are left, each followed by validation, the best weights and the state.
+
+        A state before the first step lets a run go on that is killed before any other one.
+
+        Raises:
+            NonFinite: the loss of several steps in a row is not finite, that of a validation, or that of every step.
+            ValueError: nothing is left to train, and the best weights are lost.
+        """
+        if self.position.epoch >= self.config.epochs and not self.position.best_epoch:
+            raise ValueError(
+                f"all {self.position.epoch} epochs are done and their best weights are lost; "
+                f"--epochs {self.position.epoch + 1} trains one more and keeps its weights"
+            )
         self.clock = time.perf_counter()
+        if self.states and self.states.step is None:
+            self.save(record)
         while self.position.epoch < self.config.epochs:
             self.train_epoch(record, interruption)
             model = self.spread.whole(self.evaluated)
             self.close_epoch(model, self.evaluate(model, self.validation, interruption), record)
             del model
         self.clock = None
+        if self.position.step and self.position.skipped == self.position.step:
+            raise NonFinite(f"none of the {self.position.step} steps had a finite loss and gradient: nothing was learnt")
 
     def count_time(self) -> None:
         """Add what has passed since the last call to the time of the epoch and of the run."""
@@ -187,8 +203,12 @@ class Trainer(Learner):
         """Keep the weights if they are the best so far; write and print the epoch's figures, then keep the state.
 
         In this order a kill at any moment leaves the state of an earlier step, and the same epoch follows it again.
+
+        Raises:
+            NonFinite: the loss on the validation images is not finite; the best weights stay those of an earlier epoch.
         """
         position = self.position
+        check_finite(result, f"the validation images of epoch {position.epoch + 1}")
         better = (result.accuracy, -result.loss) > (position.best, -position.best_loss)
         if better:
             figures = BestFigures(position.epoch + 1, result.accuracy, result.loss)
@@ -208,7 +228,7 @@ class Trainer(Learner):
             "val_top5": result.top5,
             "lr": self.learning_rate(),
             "skipped": position.skipped,
-            "left_out": self.batches.left_out,
+            "left_out": self.batches.left_out + self.validation.left_out,
             "seconds": round(position.epoch_seconds, 3),
         }
         position.next_epoch()
@@ -223,11 +243,16 @@ class Trainer(Learner):
         )
 
     def finish(self, record: Record, interruption: Interruption) -> Result:
-        """Evaluate the best weights, as they are on the disk, once on the test images."""
+        """Evaluate the best weights, as they are on the disk, once on the test images.
+
+        Raises:
+            NonFinite: their loss on the test images is not finite.
+        """
         checkpoint, test = record.folder / BEST, None
         if self.splits.test is not None:
             model = self.processes.on_first(lambda: load_model(checkpoint)).to(self.device)
             test = self.evaluate(model, self.batches_of(self.splits.test), interruption)
+            check_finite(test, "the test images")
             record.event(
                 "test",
                 {
@@ -244,8 +269,13 @@ class Trainer(Learner):
 
     def share_unreadable(self) -> None:
         """Let each process know which images the others have left out."""
-        for paths in self.processes.gather(sorted(self.batches.unreadable)):
-            self.batches.unreadable.update(paths)
+        for batches in (self.batches, self.validation):
+            for paths in self.processes.gather(sorted(batches.unreadable)):
+                batches.unreadable.update(paths)
+
+    def images(self) -> list[int]:
+        """How many images there are to train and to validate on."""
+        return [len(self.splits.train), len(self.splits.validation)]
 
     def state(self) -> dict[str, Any]:
         """All that the run needs to go on, in plain types; the schedule is a function of ``position.step``."""
@@ -259,6 +289,7 @@ class Trainer(Learner):
             "position": asdict(self.position),
             "window": asdict(self.window),
             "history": self.history,
+            "images": self.images(),
             "unreadable": sorted(self.batches.unreadable),
             "random": random_state(),
         }
@@ -270,10 +301,17 @@ class Trainer(Learner):
             Lines that say from where, and which options differ from those that the state was saved with.
 
         Raises:
-            ValueError: the state is of another optimiser, or has no averaged weights where they are asked for.
+            ValueError: the state is of other images or of another optimiser, has no averaged weights where they are
+                asked for, or is amid an epoch of other batches.
         """
         old, new = state["config"], asdict(self.config)
-        check_options(old, new)
+        check_options(old, new, amid_epoch=state["position"]["batch"] > 0)
+        if (images := state.get("images", self.images())) != self.images():
+            raise ValueError(
+                "the run has {} training and {} validation images, here are {} and {}; resume with the same".format(
+                    *images, *self.images()
+                )
+            )
         self.load_weights(state)
         self.position, self.window = Position(**state["position"]), Window(**state["window"])
         self.history = state["history"]
@@ -281,3 +319,9 @@ class Trainer(Learner):
         self.scheduler.step_update(self.position.step)
         restore_random_state(state["random"])  # the loaders draw from generators of their own
         return [f"goes on after epoch {self.position.epoch}, step {self.position.step}", *differences(old, new)]
+
+
+def check_finite(result: Evaluation, images: str) -> None:
+    """Raise ``NonFinite`` where the loss on these images is not finite: an accuracy beside it means nothing."""
+    if not math.isfinite(result.loss):
+        raise NonFinite(f"the loss on {images} is {result.loss}: the weights give values that are not finite")
