@@ -157,6 +157,8 @@ def test_every_configuration_of_the_repository_is_valid_and_has_a_header(path):
             ["--data.img_size_choices", "[]"],
             "data.img_size_choices is empty; name the sizes, or leave it out to train at data.img_size",
         ),
+        (["--data.img_size_choices", "96", "32", "96"], "data.img_size_choices [96, 32, 96] names a size twice; name each once"),
+        (["--optim.warmup_lr", "1"], "optim.warmup_lr 1.0 is above optim.lr 0.001, to which the warm-up leads"),
         (["--optim.min_lr", "1"], "optim.min_lr 1.0 is above optim.lr 0.001, the peak"),
         (["--optim.warmup_epochs", "10"], "optim.warmup_epochs 10.0 leaves nothing of epochs 10 for the cosine"),
         (["--resume", "--overwrite"], "resume goes on with a run and overwrite deletes it: give one of them"),

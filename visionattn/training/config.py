@@ -202,11 +202,15 @@ def check(config: TrainConfig) -> None:
             raise ValueError(f"{key} must be in {'[' if zero else '('}0, 1{']' if one else ')'}, got {value}")
     if optim.min_lr > optim.lr:
         raise ValueError(f"optim.min_lr {optim.min_lr} is above optim.lr {optim.lr}, the peak")
+    if optim.warmup_epochs and optim.warmup_lr > optim.lr:
+        raise ValueError(f"optim.warmup_lr {optim.warmup_lr} is above optim.lr {optim.lr}, to which the warm-up leads")
     if optim.warmup_epochs >= config.epochs:
         raise ValueError(
             f"optim.warmup_epochs {optim.warmup_epochs} leaves nothing of epochs {config.epochs} for the cosine"
         )
     if data.img_size_choices is not None and not data.img_size_choices:
         raise ValueError("data.img_size_choices is empty; name the sizes, or leave it out to train at data.img_size")
+    if len(set(data.img_size_choices or [])) < len(data.img_size_choices or []):
+        raise ValueError(f"data.img_size_choices {data.img_size_choices} names a size twice; name each once")
     if config.resume and config.overwrite:
         raise ValueError("resume goes on with a run and overwrite deletes it: give one of them")
