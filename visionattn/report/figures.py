@@ -1,11 +1,12 @@
 """Which charts a page has: curves of runs, head counts of sweeps, memory over tokens. It draws nothing itself."""
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from visionattn.report.charts import Chart, Curve, Style
-from visionattn.report.rows import Row, chosen, distinct, value_of
+from visionattn.report.origin import in_words, shared_training, values_of
+from visionattn.report.rows import Row, chosen, distinct, trained_itself, value_of
 from visionattn.report.runs import Run, Values, number
 
 MIB = 2**20
@@ -79,16 +80,19 @@ def heads_of(rows: Sequence[Row], size: str) -> Figure:
     series = {pair: Style(i) for i, pair in enumerate(distinct(rows, "attention", "form"))}
 
     def curves(column: str, factor: float, spread: bool) -> list[Curve]:
+        counted = [row for row in here if trained_itself(row)] if spread else here
         return [
-            over(chosen(here, ("attention", "form"), pair), "heads", column, factor, name_of(pair), style, spread)
+            over(chosen(counted, ("attention", "form"), pair), "heads", column, factor, name_of(pair), style, spread)
             for pair, style in series.items()
         ]
 
-    named = "test" if column == "test_accuracy" else "validation"
-    charts = [Chart(f"Accuracy ({named})", "heads", "%", curves(column, 100, True), 2, x_ticks=ticks)]
+    form, batches = shared_training(rows), values_of(rows, "measure_batch")
+    named = f"Accuracy ({'test' if column == 'test_accuracy' else 'validation'})" + (f", trained {form}" if form else "")
+    per_second = "images per second" + (f", batch {batches[0]}" if len(batches) == 1 else "")
+    charts = [Chart(named, "heads", "%", curves(column, 100, True), 2, x_ticks=ticks)]
     for key, words in (("inference", "Inference"), ("training", "Training step")):
         speed, memory = curves(f"{key}_images_per_second", 1, False), curves(f"{key}_peak_bytes", 1 / MIB, False)
-        charts.append(Chart(f"{words}: speed", "heads", "images per second", speed, 2, 10, x_ticks=ticks))
+        charts.append(Chart(f"{words}: speed", "heads", per_second, speed, 2, 10, x_ticks=ticks))
         charts.append(Chart(f"{words}: peak memory", "heads", "MiB", memory, 2, 10, x_ticks=ticks))
     legend = [(style, name_of(pair)) for pair, style in series.items()]
     return Figure([chart for chart in charts if not chart.empty], legend, f"Images of {size} px")
@@ -145,10 +149,5 @@ def memory_of(rows: Sequence[Row]) -> Figure:
 
 def series_name(keys: Sequence[str], values: Sequence[str], differ: Sequence[int]) -> str:
     """The model, and what of the rest is not the same in all series."""
-    words: dict[str, Callable[[str], str]] = {
-        "checkpointing": lambda value: "checkpointing" if value == "yes" else "",
-        "batch": lambda value: f"batch {value}",
-        "depth": lambda value: f"{value} blocks",
-    }
-    rest = [words.get(keys[i], str)(values[i]) for i in differ if values[i]]
-    return ", ".join([values[0], *filter(None, rest)])
+    rest = [in_words(keys[i], values[i]) for i in differ if values[i] and (keys[i], values[i]) != ("checkpointing", "no")]
+    return ", ".join([values[0], *(text.removeprefix("form ") for text in rest)])

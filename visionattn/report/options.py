@@ -103,10 +103,22 @@ def nothing_in(path: Path) -> str:
     if not path.is_dir():
         return f"{path} has neither the columns of a sweep nor those of a memory profile; name a run folder or such a CSV file"
     if (path / "sweep.json").is_file():
-        return f"the sweep in {path} has written no cells.csv yet; it does so at its end"
-    within = next((folder for folder in sorted(path.glob("*")) if folder.is_dir() and is_run(folder)), None)
+        trained = trainings_in(path)
+        hint = f"; name its trainings meanwhile, e.g. {trained[0]}" if trained else ""
+        return f"the sweep in {path} has written no cells.csv yet; it does so at its end{hint}"
+    within = next(iter(runs_in(path)), None)
     hint = f"; name the runs within it, e.g. {within}" if within else "; a run has config.yaml, a sweep cells.csv"
     return f"{path} holds no run, no sweep and no memory profile{hint}"
+
+
+def trainings_in(sweep: Path) -> list[Path]:
+    """The runs of a sweep's folder."""
+    return runs_in(sweep / "runs")
+
+
+def runs_in(folder: Path) -> list[Path]:
+    """The runs that lie in a folder."""
+    return [path for path in sorted(folder.glob("*")) if path.is_dir() and is_run(path)]
 
 
 def title_of(paths: Sequence[Path]) -> str:

@@ -4,11 +4,13 @@ Whatever stands in files (names, classes, reasons) reaches the page through Jinj
 any request by itself.
 """
 
+import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -16,16 +18,18 @@ from markupsafe import Markup
 
 import visionattn
 from visionattn.models.weights import write_whole
-from visionattn.report import tables
+from visionattn.profiling.config import FILES
+from visionattn.report import origin, tables
 from visionattn.report.charts import Style, svg
 from visionattn.report.examples import galleries
 from visionattn.report.figures import Figure, curves_of, heads_of, memory_of
-from visionattn.report.options import Wanted, parse_report
+from visionattn.report.options import Wanted, parse_report, trainings_in
 from visionattn.report.rows import Rows, distinct
 from visionattn.report.runs import Run, read_run
+from visionattn.sweep.folder import ROWS
 
-PROVENANCE = ("processor", "device", "threads", "torch", "commit", "date", "sweep_seconds", "command")
-"""Columns behind each row of a sweep or a profile that are the same in all of them."""
+KINDS = {"sweep": "Head counts", "memory": "Memory", "largest": "Largest images"}
+"""Headings of the files of rows."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +38,15 @@ class Measured:
 
     title: str
     path: str
+    shared: str
+    """What all rows share."""
     figures: Sequence[Figure]
     table: tables.Table
-    provenance: Sequence[tuple[str, str]]
+    sources: Sequence[tuple[str, str]]
+    trainings: int
+    """Run folders of a sweep that lie beside its file."""
+    command: str
+    """Shows them."""
 
 
 def report(argv: Sequence[str]) -> str:
@@ -52,13 +62,9 @@ def report(argv: Sequence[str]) -> str:
     write_whole(wanted.output, lambda temporary: temporary.write_text(text, encoding="utf-8", newline=""))
     kinds = [rows.kind for rows in wanted.tables]
     parts = {"run": len(runs), "sweep": kinds.count("sweep"), "memory profile": kinds.count("memory")}
-    what = ", ".join(counted(count, words) for words, count in parts.items() if count)
-    return f"{wanted.output}: {what}; {len(text.encode()) / 1e6:.2g} MB"
-
-
-def counted(count: int, what: str) -> str:
-    """So many of something."""
-    return f"{count} {what}{'s' * (count > 1)}"
+    what = [origin.counted(count, words) for words, count in parts.items() if count]
+    what += [f"{origin.counted(count, 'table')} of largest images"] if (count := kinds.count("largest")) else []
+    return f"{wanted.output}: {', '.join(what)}; {len(text.encode()) / 1e6:.2g} MB"
 
 
 def page(wanted: Wanted, runs: Sequence[Run], *, now: float) -> str:
@@ -86,22 +92,28 @@ def page(wanted: Wanted, runs: Sequence[Run], *, now: float) -> str:
         skipped=skipped,
         settings=tables.settings(runs) if runs else None,
         provenance=tables.provenance(runs),
-        sweeps=[measured(rows) for rows in wanted.tables if rows.kind == "sweep"],
-        profiles=[measured(rows) for rows in wanted.tables if rows.kind == "memory"],
+        measured=[measured(rows) for kind in KINDS for rows in wanted.tables if rows.kind == kind],
     )
 
 
 def measured(found: Rows) -> Measured:
     """The figures and the table of a file of rows."""
-    rows = found.rows
-    if found.kind == "sweep":
-        figures = [heads_of(rows, size) for (size,) in distinct(rows, "img_size")]
-        table = tables.sweep(rows)
-    else:
-        figures, table = [memory_of(rows)], tables.memory(rows)
-    same = {key: {row.get(key, "") for row in rows} for key in PROVENANCE}
-    about = [(key.replace("_", " "), values.pop()) for key, values in same.items() if len(values) == 1 and values != {""}]
-    return Measured(found.path.absolute().parent.name, str(found.path), figures, table, about)
+    rows, path = found.rows, found.path
+    figures, table = {
+        "sweep": lambda: ([heads_of(rows, size) for (size,) in distinct(rows, "img_size")], tables.sweep(rows)),
+        "memory": lambda: ([memory_of(rows)], tables.memory(rows)),
+        "largest": lambda: ([], tables.largest(rows)),
+    }[found.kind]()
+    name = path.absolute().parent.name if path.name in (ROWS, FILES["csv"]) else path.stem
+    about, sources = origin.shared(found.kind, rows), origin.sources(found.kind, rows)
+    trainings = len(trainings_in(path.parent)) if found.kind == "sweep" else 0
+    command = f"python tools/report.py {quoted(path.parent / 'runs')}/*/ --output {quoted(path.parent / 'trainings.html')}"
+    return Measured(f"{KINDS[found.kind]}: {name}", str(path), about, figures, table, sources, trainings, command)
+
+
+def quoted(path: Path) -> str:
+    """A path as a shell takes it."""
+    return shlex.quote(str(path))
 
 
 def resource(name: str) -> str:

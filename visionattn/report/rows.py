@@ -4,17 +4,19 @@ A file that a later version writes with more columns is still read; one that lac
 """
 
 import csv
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from visionattn.report.runs import MOST
 
 Row = dict[str, str]
 NEEDED = {
     "sweep": {"attention", "heads", "form", "img_size", "seed", "status", "parameters"},
     "memory": {"model", "pass", "px", "tokens", "peak_bytes", "above_bytes", "status"},
+    "largest": {"model", "pass", "largest_px", "too_large_px", "tokens", "peak_bytes", "status"},
 }
-"""Columns by which a file is known."""
+"""Columns by which a file is known: a sweep, a memory profile, a search for the largest images."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +49,21 @@ def tables_in(folder: Path) -> list[Rows]:
 
 def value_of(row: Row, column: str) -> float | None:
     """A number of a row; None where there is none."""
+    return number_in(row.get(column, ""))
+
+
+def number_in(text: str) -> float | None:
+    """The number that a text says; None for anything else and for what is beyond ``MOST``."""
     try:
-        value = float(row.get(column) or "")
+        value = float(text)
     except ValueError:
         return None
-    return value if math.isfinite(value) else None
+    return value if abs(value) <= MOST else None
+
+
+def trained_itself(row: Row) -> bool:
+    """Whether the accuracy of a sweep's row is of its own form; else the form was measured alone, and another one trained."""
+    return row.get("trained_form", row["form"]) == row["form"]
 
 
 def distinct(rows: Sequence[Row], *columns: str) -> list[tuple[str, ...]]:

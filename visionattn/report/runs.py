@@ -18,6 +18,8 @@ from visionattn.training.record import BEST, CONFIG, METRICS, STATUS
 
 Values = dict[str, Any]
 RUN_FILES = (CONFIG, METRICS, STATUS)
+MOST = 1e38
+"""Larger numbers of a file are none: no measurement gives them (float32 ends there), and sums of them overflow."""
 NO_PARAMETERS = ("running_mean", "running_var", "num_batches_tracked")
 """Last parts of the names of tensors that batch norm keeps and nobody trains."""
 WORDS = {
@@ -86,6 +88,9 @@ def read_run(folder: Path, name: str, *, now: float) -> Run:
     run = Run(folder, name)
     run.config = read_yaml(folder / CONFIG, run.problems)
     lines = read_lines(folder / METRICS, run.problems)
+    beyond = sum(is_beyond(value) for line in lines for value in line.values())
+    if beyond:
+        run.problems.append(f"{beyond} value{'s' * (beyond > 1)} of {METRICS} beyond {MOST:g} left out")
     run.steps = [line for line in lines if line.get("kind") == "train"]
     run.epochs = [line for line in lines if line.get("kind") == "epoch"]
     test = next((line for line in reversed(lines) if line.get("kind") == "test"), None)
@@ -103,7 +108,8 @@ def add_status(run: Run, told: Values | None, *, tested: bool) -> None:
     if told is None:
         run.status = "finished" if tested else "unknown"
         return
-    run.status = told.get("status") if told.get("status") in WORDS else "unknown"
+    status = told.get("status")
+    run.status = status if isinstance(status, str) and status in WORDS else "unknown"
     run.reason = text_or_none(told.get("reason"))
     run.provenance = told["provenance"] if isinstance(told.get("provenance"), dict) else {}
     if isinstance(told.get("result"), dict):
@@ -202,10 +208,15 @@ def last_sign(path: Path, now: float) -> str:
 
 
 def number(value: Any) -> float | None:
-    """A finite number; None for anything else that a file may hold."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    """A number of at most ``MOST`` either way; None for anything else that a file may hold."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
-    return value
+    return value if abs(value) <= MOST else None  # False for NaN
+
+
+def is_beyond(value: Any) -> bool:
+    """Whether a value is a number that is left out for its size."""
+    return isinstance(value, (int, float)) and abs(value) > MOST
 
 
 def text_or_none(value: Any) -> str | None:

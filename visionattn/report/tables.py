@@ -7,7 +7,8 @@ from typing import Any
 
 from visionattn.report.charts import Style
 from visionattn.report.figures import MIB, accuracy_column, deviation, name_of
-from visionattn.report.rows import Row, chosen, distinct, value_of
+from visionattn.report.origin import NAMES, gibibytes, values_of, varied
+from visionattn.report.rows import Row, chosen, distinct, trained_itself, value_of
 from visionattn.report.runs import WORDS, Run, flatten, number
 from visionattn.training.config import TrainConfig
 
@@ -123,29 +124,43 @@ def provenance(runs: Sequence[Run]) -> Table:
 
 
 def sweep(rows: Sequence[Row]) -> Table:
-    """A row per network of a sweep: means over seeds."""
+    """A row per network of a sweep: means over seeds.
+
+    A network whose form was measured alone has no accuracy and no status of its own.
+    """
     keys = ("attention", "form", "img_size", "heads")
     accuracy = accuracy_column(rows)
     columns = ["attention", "px", "heads", "head width", f"{accuracy.replace('_', ' ')} in %", "seeds", "parameters", "GFLOP"]
     passes = {"inference": "inference", "training": "training step"}
+    differ = varied("sweep", rows)
+    columns += [NAMES[key] for key in differ]
     columns += [f"{words}, {unit}" for words in passes.values() for unit in ("images/s", "MiB")]
     table = Table([*columns, "attention that ran", "status"])
     looks = {pair: Style(i) for i, pair in enumerate(distinct(rows, "attention", "form"))}
     for values in distinct(rows, *keys):
         here = chosen(rows, keys, values)
-        scores = [100 * score for row in here if (score := value_of(row, accuracy)) is not None]
-        finished = f"{len(scores)}" if len(scores) == len(here) else f"{len(scores)} of {len(here)}"
-        spread = deviation(scores)
-        score = f"{statistics.mean(scores):.1f}" + (f" ± {spread:.1f}" if spread is not None else "") if scores else ""
+        trained = [row for row in here if trained_itself(row)]
         cells = [Cell(name_of(values[:2]), style=looks[values[:2]]), Cell(values[2], True), Cell(values[3], True)]
-        cells += [Cell(here[0].get("head_dim", ""), True), Cell(score, True), Cell(finished, True)]
+        cells += [Cell(here[0].get("head_dim", ""), True)]
+        another = Cell(numeric=True, note="trained " + here[0].get("trained_form", ""))
+        cells += seeds_cells(trained, accuracy) or [another, Cell(numeric=True)]
         cells += [mean_cell(here, "parameters"), mean_cell(here, "flops", 1e-9)]
+        cells += [Cell(", ".join(values_of(here, key)), True) for key in differ]
         for name in passes:
             cells.append(mean_cell(here, f"{name}_images_per_second", status=f"{name}_status"))
             cells.append(mean_cell(here, f"{name}_peak_bytes", 1 / MIB, status=f"{name}_status"))
         ran = dict.fromkeys(row.get(f"{name}_backend", "") for row in here for name in passes)
-        table.rows.append([*cells, Cell(", ".join(filter(None, ran))), statuses(here)])
+        table.rows.append([*cells, Cell(", ".join(filter(None, ran))), statuses(trained)])
     return table
+
+
+def seeds_cells(rows: Sequence[Row], accuracy: str) -> list[Cell]:
+    """Mean accuracy over the seeds of a network, and their number; nothing where none was trained."""
+    scores = [100 * score for row in rows if (score := value_of(row, accuracy)) is not None]
+    finished = f"{len(scores)}" if len(scores) == len(rows) else f"{len(scores)} of {len(rows)}"
+    spread = deviation(scores)
+    score = f"{statistics.mean(scores):.1f}" + (f" ± {spread:.1f}" if spread is not None else "") if scores else ""
+    return [Cell(score, True), Cell(finished, True)] if rows else []
 
 
 def statuses(rows: Sequence[Row]) -> Cell:
@@ -154,9 +169,9 @@ def statuses(rows: Sequence[Row]) -> Cell:
     for row in rows:
         counts[row["status"] or "not trained"] = counts.get(row["status"] or "not trained", 0) + 1
     text = ", ".join(WORDS.get(status, status) + (f" ({count})" if len(counts) > 1 else "") for status, count in counts.items())
-    worst = next((status for status in counts if status != "finished"), "finished")
+    worst = next((status for status in counts if status != "finished"), "finished" if counts else "")
     reason = next((row["reason"] for row in rows if row["status"] != "finished" and row.get("reason")), "")
-    return Cell(text, status=worst if worst in WORDS else "unknown", note=reason)
+    return Cell(text, status=worst if worst in WORDS else "unknown" if worst else "", note=reason)
 
 
 def mean_cell(rows: Sequence[Row], column: str, factor: float = 1.0, *, status: str | None = None) -> Cell:
@@ -170,17 +185,16 @@ def mean_cell(rows: Sequence[Row], column: str, factor: float = 1.0, *, status: 
 
 
 def memory(rows: Sequence[Row]) -> Table:
-    """A row per cell of a memory profile; what is the same in all of them is left out."""
-    names = {"pass": "pass", "precision": "precision", "form": "form", "checkpointing": "checkpointing", "depth": "blocks"}
-    varied = [key for key in names if len({row.get(key, "") for row in rows}) > 1]
+    """A row per cell of a memory profile; conditions that are the same in all of them are left out."""
+    differ = varied("memory", rows)
     parts = {"peak_bytes": "peak", "reserved_bytes": "reserved", "above_bytes": "above before", "parameters_bytes": "parameters"}
     parts |= {"gradients_bytes": "gradients", "optimizer_bytes": "optimiser", "activations_bytes": "activations"}
     used = [key for key in parts if any(value_of(row, key) is not None for row in rows)]
-    table = Table(["model", "px", "tokens", *(names[key] for key in varied), *(f"{parts[key]}, MiB" for key in used)])
+    table = Table(["model", "px", "tokens", *(NAMES.get(key, key) for key in differ), *(f"{parts[key]}, MiB" for key in used)])
     table.columns = [*table.columns, "growth", "status"]
     for row in rows:
         cells = [Cell(row["model"]), Cell(row["px"], True), Cell(row["tokens"], True)]
-        cells += [Cell(row.get(key, "")) for key in varied]
+        cells += conditions(row, differ)
         cells += [mean_cell([row], key, 1 / MIB) for key in used]
         exponent = value_of(row, "growth_exponent")
         cells.append(Cell("" if exponent is None else f"{exponent:.2f}", True))
@@ -188,6 +202,24 @@ def memory(rows: Sequence[Row]) -> Table:
     return table
 
 
+def largest(rows: Sequence[Row]) -> Table:
+    """A row per series of a search for the largest image that fits; conditions that are the same in all are left out."""
+    differ = varied("largest", rows)
+    columns = ("largest px", "tokens", "peak, MiB", "too large px", "status")
+    table = Table(["model", *(NAMES.get(key, key) for key in differ), *columns])
+    for row in rows:
+        cells = [Cell(row["model"]), *conditions(row, differ), mean_cell([row], "largest_px"), mean_cell([row], "tokens")]
+        cells += [mean_cell([row], "peak_bytes", 1 / MIB), mean_cell([row], "too_large_px")]
+        table.rows.append([*cells, Cell(row["status"], status=status_of(row["status"]))])
+    return table
+
+
+def conditions(row: Row, columns: Sequence[str]) -> list[Cell]:
+    """The cells of conditions in which rows differ."""
+    words = {"depth": lambda value: value or "all", "budget_bytes": gibibytes}
+    return [Cell(words.get(key, str)(row.get(key, "")), numeric=key in ("batch", "depth", "budget_bytes")) for key in columns]
+
+
 def status_of(text: str) -> str:
     """The mark of a memory profile's status."""
-    return {"ok": "finished", "out of memory": "oom"}.get(text, "failed")
+    return {"ok": "finished", "out of memory": "oom", "nothing fits": "oom"}.get(text, "failed")
