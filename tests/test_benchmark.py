@@ -296,7 +296,17 @@ def test_peak_memory_is_that_of_a_fresh_process():
 def test_a_process_that_ran_out_of_memory_is_an_error_of_memory(monkeypatch, code):
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(subprocess, "run", lambda command, **options: subprocess.CompletedProcess(command, code, "", ""))
+    kills = iter([5, 6])
+    monkeypatch.setattr(memory, "memory_kills", lambda: next(kills))
     with pytest.raises(torch.OutOfMemoryError, match="sdpa at 77 does not fit"):
+        case_peak_bytes(operation("sdpa"))
+
+
+def test_a_process_that_was_killed_otherwise_is_no_error_of_memory(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(subprocess, "run", lambda command, **options: subprocess.CompletedProcess(command, -9, "", ""))
+    monkeypatch.setattr(memory, "memory_kills", lambda: 5)
+    with pytest.raises(RuntimeError, match="memory of sdpa failed: killed by signal 9"):
         case_peak_bytes(operation("sdpa"))
 
 

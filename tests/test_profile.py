@@ -3,6 +3,8 @@
 import math
 import pickle
 import pickletools
+import resource
+import subprocess
 from dataclasses import replace
 
 import numpy as np
@@ -11,6 +13,9 @@ import timm
 import torch
 from torch.cuda import _memory_viz as viewer
 
+import visionattn.measure as measure_module
+import visionattn.profiling.process as process
+import visionattn.profiling.snapshot as snapshot
 from visionattn.profiling.cells import Cell, Shape
 from visionattn.profiling.largest import find_largest, largest_fit
 from visionattn.profiling.picture import panel_of
@@ -197,6 +202,46 @@ def test_a_cell_beyond_the_budget_ends_as_out_of_memory_in_a_process_of_its_own(
     cell = Cell("vit_tiny_patch16_224+eager", 2048, depth=1)
     with pytest.raises(torch.OutOfMemoryError, match=r"2048 px does not fit"):
         measure(Job(cell, threads=1, budget_bytes=3 << 29))
+
+
+def test_a_killed_process_ran_out_of_memory_only_where_the_system_says_so(monkeypatch):
+    killed = subprocess.CompletedProcess([], -9, "", "")
+    monkeypatch.setattr(subprocess, "run", lambda command, **options: killed)
+    kills = iter([5, 5, 5, 6])
+    monkeypatch.setattr(process, "memory_kills", lambda: next(kills))
+    with pytest.raises(RuntimeError, match="killed by signal 9") as raised:
+        measure(Job(TINY))
+    assert not isinstance(raised.value, torch.OutOfMemoryError)
+    with pytest.raises(torch.OutOfMemoryError, match="48 px does not fit"):
+        measure(Job(TINY))
+
+
+def test_kills_for_want_of_memory_are_those_of_the_control_group_or_of_the_system(tmp_path, monkeypatch):
+    monkeypatch.setattr(measure_module, "Path", lambda name: tmp_path / name.lstrip("/"))
+    assert measure_module.memory_kills() == 0
+    group = tmp_path / "sys" / "fs" / "cgroup" / "a" / "b"
+    for folder in (tmp_path / "proc" / "self", group):
+        folder.mkdir(parents=True)
+    (tmp_path / "proc" / "vmstat").write_text("nr_free_pages 77\noom_kill 4\n")
+    assert measure_module.memory_kills() == 4
+    (tmp_path / "proc" / "self" / "cgroup").write_text("4:memory:/c\n0::/a/b\n")
+    assert measure_module.memory_kills() == 4
+    (group / "memory.events").write_text("low 0\noom 9\noom_kill 2\noom_group_kill 0\n")
+    assert measure_module.memory_kills() == 2
+
+
+def test_a_snapshot_is_written_without_the_limit_of_the_pass(tmp_path, monkeypatch):
+    seen = []
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    real = snapshot.write_snapshot
+    monkeypatch.setattr(
+        snapshot, "write_snapshot", lambda *given: seen.append(resource.getrlimit(resource.RLIMIT_DATA)[0]) or real(*given)
+    )
+    try:
+        measure_here(Job(TINY, budget_bytes=2**40, snapshot=str(tmp_path / "a.pickle")))
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
+    assert seen == [hard] and (tmp_path / "a.pickle").is_file()
 
 
 @pytest.mark.gpu

@@ -67,6 +67,48 @@ def test_twice_the_tokens_take_twice_the_memory_with_our_attention_and_four_time
     assert rows[0]["command"].startswith("python tools/profile_memory.py --models taylorshift_vit_t vit_tiny")
     assert {"device", "commit", "precision", "budget_bytes", "date"} <= set(rows[0]) and rows[0]["device"] == "cpu, 1 threads"
     assert (folder / "memory.png").read_bytes().startswith(b"\x89PNG")
+    settings, command = printed.out.splitlines()[-2:]
+    assert settings.startswith("depth 1, batch 1, passes inference, precision float32, form auto, checkpointing without")
+    assert command == f"command: {rows[0]['command']}"
+
+
+def test_constant_settings_and_the_command_stand_under_the_table_and_the_plot(main, jobs, tmp_path, capsys, monkeypatch):
+    notes = []
+    monkeypatch.setattr(run, "draw_memory", lambda path, rows, exponents, shapes, note: notes.append(note) or path.touch())
+    sizes = ["--img-size", "1024", "1536", "--batch", "3", "--passes", "training_step", "--precision", "amp_bf16"]
+    assert main(["--models", "taylorshift_vit_t", "--device", "cpu", *sizes, "--output", str(tmp_path / "$a$")]) == 0
+    wanted = "depth all, batch 3, passes training_step, precision amp_bf16, form auto, checkpointing without, growth from 1024 px"
+    text = (tmp_path / "$a$" / "memory.md").read_text()
+    assert text == capsys.readouterr().out and text.splitlines()[-2] == wanted
+    assert text.splitlines()[-1].startswith("command: python tools/profile_memory.py --models taylorshift_vit_t --device cpu")
+    note = notes[-1].replace("\\$", "$")
+    assert wanted in note.replace("\n", " ") and "--batch 3" in note and max(map(len, note.splitlines())) < 140
+    assert main(["--models", "taylorshift_vit_t", "--device", "cpu", "--largest", "--budget-gib", "0.001"]) == 0
+    assert capsys.readouterr().out.splitlines()[-2].endswith("checkpointing without")
+
+
+def test_a_caption_with_dollars_is_drawn_as_text(main, jobs, tmp_path):
+    path = tmp_path / "$a_{$.png"
+    assert main([*FAKE, "--img-size", "64", "--plot", str(path)]) == 0 and path.stat().st_size > 1000
+
+
+def test_growth_that_cannot_be_fitted_is_said(main, jobs, capsys):
+    said = "growth -: fewer than two sizes from 1024 px (--fit-from) were measured"
+    for sizes in (["64"], ["64", "96"]):
+        assert main([*FAKE, "--img-size", *sizes]) == 0
+        assert said in capsys.readouterr().out.splitlines()
+    assert main([*FAKE, "--img-size", "1024", "1536"]) == 0 and "growth -" not in capsys.readouterr().out
+
+
+def test_a_snapshot_is_named_and_where_there_is_none_the_exit_code_says_so(main, jobs, tmp_path, capsys):
+    path = tmp_path / "pass.pickle"
+    one = ["--models", "taylorshift_vit_t", "--device", "cpu", "--img-size", "1024", "--snapshot", str(path)]
+    assert main(one) == 0
+    assert f"snapshot: {path}; https://pytorch.org/memory_viz shows it" in capsys.readouterr().out.splitlines()
+    assert main([*one, "--budget-gib", "0.001"]) == 3
+    printed = capsys.readouterr()
+    assert "out of memory" in printed.out
+    assert printed.err == f"error: no snapshot {path}: the cell does not fit into memory\n"
 
 
 def test_rows_that_do_not_fit_the_budget_stay_and_the_others_are_fitted(main, jobs, tmp_path, capsys):
@@ -134,6 +176,8 @@ BAD = [
     (["--snapshot", "new.pickle", "--largest"], "leave out one of them"),
     (["--largest", "--img-size", "64"], "largest searches for the image size: leave out img_size"),
     (["--largest", "--fit-from", "64"], "fit_from does nothing with largest"),
+    (["--img-size", "64", "96", "--fit-from", "96"], "fit_from 96: growth needs two sizes from there on, and img_size has 1"),
+    (["--fit-from", "64"], "fit_from 64: growth needs two sizes from there on, and img_size has 1"),
     (["--budget-gib", "-1"], "budget_gib must be above 0, got -1"),
     (["--budget-gib", "0"], "budget_gib must be above 0, got 0"),
     (["--depth", "99"], "depth 99: taylorshift_vit_t has 12 blocks"),

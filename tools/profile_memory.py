@@ -2,7 +2,8 @@
 
 Each cell (model, image size, pass, precision, form, checkpointing) runs in a process of its own. ``--largest`` finds the largest
 image that fits, ``--snapshot`` records one cell for PyTorch's memory viewer, ``--help`` lists the rest. A cell that does not fit
-is a row. Exit codes: 0; 2 for bad input; 4 where a cell failed for another reason than memory; 130 for Ctrl-C.
+is a row. Exit codes: 0; 2 for bad input; 3 where the cell of ``--snapshot`` does not fit; 4 where a cell failed for another
+reason than memory; 130 for Ctrl-C.
 """
 
 import sys

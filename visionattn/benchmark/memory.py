@@ -5,6 +5,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,7 +15,7 @@ import torch
 
 import visionattn
 from visionattn.benchmark.cases import Case, Work
-from visionattn.measure import is_out_of_memory, peak_bytes
+from visionattn.measure import is_out_of_memory, memory_kills, peak_bytes
 
 OUT_OF_MEMORY = 3
 """Exit code of the process for a case that does not fit."""
@@ -36,7 +37,7 @@ def case_peak_bytes(case: Case, device: str = "cpu") -> int:
     """Peak memory of one run above the level with its inputs, and for models the weights, in place; the result is part of it.
 
     Raises:
-        torch.OutOfMemoryError: it does not fit, or the system ended the process that tried.
+        torch.OutOfMemoryError: it does not fit, or the system ended the process that tried for want of memory.
         NotImplementedError: a CPU under another system than Linux.
         RuntimeError: the process failed in another way.
     """
@@ -50,9 +51,13 @@ def case_peak_bytes(case: Case, device: str = "cpu") -> int:
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "MALLOC_MMAP_THRESHOLD_": "65536"}
     command = [sys.executable, "-m", "visionattn.benchmark.memory"]
     told = json.dumps({"case": case.as_dict(), "threads": torch.get_num_threads()})
+    kills = memory_kills()
     done = subprocess.run(command, input=told, capture_output=True, text=True, env=env)
-    if done.returncode in (OUT_OF_MEMORY, -9):
+    ended = done.returncode == -signal.SIGKILL and memory_kills() > kills
+    if ended or done.returncode == OUT_OF_MEMORY:
         raise torch.OutOfMemoryError(f"{case.label} at {case.size} does not fit into memory")
+    if done.returncode < 0:
+        raise RuntimeError(f"measuring the memory of {case.label} failed: killed by signal {-done.returncode}")
     if done.returncode:
         raise RuntimeError(f"measuring the memory of {case.label} failed: {done.stderr.strip().splitlines()[-1]}")
     return int(done.stdout)

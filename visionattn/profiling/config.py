@@ -57,7 +57,7 @@ class ProfileConfig:
     """Find the largest square image that fits into the budget, by bisection over whole patches, for each model, pass, precision
     and form."""
     fit_from: int = 1024
-    """Image size in pixels from which the growth exponent is fitted."""
+    """Image size in pixels from which the growth exponent is fitted, to two sizes or more."""
     snapshot: str | None = None
     """File for the allocations of one cell, for https://pytorch.org/memory_viz."""
     csv: str | None = None
@@ -73,6 +73,14 @@ class ProfileConfig:
     def sizes_px(self) -> list[int]:
         """Image sizes, rising; none where they are searched for."""
         return [] if self.largest else sorted(set(self.img_size or DEFAULT_SIZES_PX))
+
+    @property
+    def settings(self) -> str:
+        """What the cells have in common or take in turn, in one line."""
+        several = {name: " ".join(getattr(self, name)) for name in ("passes", "precision", "form")}
+        named = {"depth": self.depth or "all", "batch": self.batch} | several | {"checkpointing": self.checkpointing}
+        named |= {} if self.largest else {"growth from": f"{self.fit_from} px"}
+        return ", ".join(f"{name} {value}" for name, value in named.items())
 
     def cells(self) -> list[Cell]:
         """The cells, those of one series together, sizes rising; with ``largest`` one for each series, whose size is open: 0."""
@@ -142,6 +150,9 @@ def check_acts(config: ProfileConfig) -> None:
         raise ValueError("largest searches for the image size: leave out img_size")
     if config.largest and config.fit_from != ProfileConfig.fit_from:
         raise ValueError("fit_from does nothing with largest, which fits no exponent")
+    fitted = sum(px >= config.fit_from for px in config.sizes_px)
+    if config.fit_from != ProfileConfig.fit_from and fitted < 2:
+        raise ValueError(f"fit_from {config.fit_from}: growth needs two sizes from there on, and img_size has {fitted}")
     if config.snapshot and config.largest:
         raise ValueError("snapshot holds one cell and largest measures many: leave out one of them")
     count = len(config.cells())

@@ -6,6 +6,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
@@ -14,7 +15,7 @@ from pathlib import Path
 import torch
 
 import visionattn
-from visionattn.measure import is_out_of_memory, peak_bytes
+from visionattn.measure import is_out_of_memory, memory_kills, peak_bytes
 from visionattn.profiling.cells import Cell
 from visionattn.profiling.step import Step
 
@@ -57,22 +58,26 @@ class Job:
     budget_bytes: int | None = None
     """A peak of so many bytes (on a GPU: reserved) counts as out of memory; None on a GPU is the card's own memory."""
     snapshot: str | None = None
-    """File for the allocations of one pass."""
+    """File for the allocations of one pass, recorded after the measurement and without the budget."""
 
 
 def measure(job: Job) -> Bytes:
     """Measure in a fresh process, the first that ends when the system runs out of memory.
 
     Raises:
-        torch.OutOfMemoryError: it does not fit into the budget, or the system ended the process.
-        RuntimeError: the process failed in another way; the text is the last line that it wrote.
+        torch.OutOfMemoryError: it does not fit into the budget, or the system ended the process for want of memory.
+        RuntimeError: the process failed in another way; the text is the last line that it wrote, or the signal that ended it.
     """
     paths = [str(PACKAGE), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "MALLOC_MMAP_THRESHOLD_": "65536"}
     command = [sys.executable, "-m", "visionattn.profiling.process"]
+    kills = memory_kills()
     done = subprocess.run(command, input=json.dumps(asdict(job)), capture_output=True, text=True, env=env)
-    if done.returncode in (OUT_OF_MEMORY, -9) or (done.returncode and "bad_alloc" in done.stderr):
+    ended = done.returncode == -signal.SIGKILL and memory_kills() > kills
+    if ended or done.returncode == OUT_OF_MEMORY or (done.returncode and "bad_alloc" in done.stderr):
         raise torch.OutOfMemoryError(f"{job.cell.model} at {job.cell.px} px does not fit")
+    if done.returncode < 0:
+        raise RuntimeError(f"killed by signal {-done.returncode}")
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"the process ended with code {done.returncode}"]
         raise RuntimeError(lines[-1][:160])
@@ -99,12 +104,13 @@ def measure_here(job: Job) -> Bytes:
     if job.budget_bytes is not None and (reserved or peak) >= job.budget_bytes:
         raise torch.OutOfMemoryError(f"a peak of {reserved or peak} bytes reaches the budget of {job.budget_bytes}")
     parts = {name: getattr(step, name) for name in ("parameters_bytes", "gradients_bytes", "optimizer_bytes")}
+    step.model.zero_grad(set_to_none=True)
+    saved = above if job.cell.work == "inference" else step.saved_bytes()
     if job.snapshot:
         from visionattn.profiling.snapshot import write_snapshot
 
+        lift_limit(job)  # the recording takes memory that the pass does not
         write_snapshot(Path(job.snapshot), step)
-    step.model.zero_grad(set_to_none=True)
-    saved = above if job.cell.work == "inference" else step.saved_bytes()
     return Bytes(peak, reserved, above, **parts, activations_bytes=saved)
 
 
@@ -130,6 +136,19 @@ def limit_memory(job: Job, slack_bytes: int) -> None:
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     wanted = resident_bytes("VmData") + left + slack_bytes
     resource.setrlimit(resource.RLIMIT_DATA, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
+
+
+def lift_limit(job: Job) -> None:
+    """Let this process take what the system gives again."""
+    if job.budget_bytes is None:
+        return
+    if job.device != "cpu":
+        torch.cuda.set_per_process_memory_fraction(1.0, torch.device(job.device).index)
+        return
+    import resource
+
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
 
 
 def resident_bytes(field: str) -> int:

@@ -3,6 +3,7 @@
 import re
 import shlex
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -29,7 +30,7 @@ from visionattn.profiling.rows import (
 )
 from visionattn.training.build import pick_device
 from visionattn.training.command_line import parse
-from visionattn.training.interrupt import Failed
+from visionattn.training.interrupt import Failed, OutOfMemory
 
 Print = Callable[[str], None]
 
@@ -37,6 +38,8 @@ EXAMPLE = "python tools/profile_memory.py --models taylorshift_vit_t vit_tiny_pa
 EXAMPLE += " --img-size 256 384 --fit-from 256 --depth 1"
 SHARE_OF_AVAILABLE = 0.8
 """Of a CPU's memory, where no budget is given."""
+NOTE_WIDTH = 130
+"""Characters of a line below the plot."""
 
 
 def profile(argv: Sequence[str], show: Print) -> None:
@@ -45,6 +48,7 @@ def profile(argv: Sequence[str], show: Print) -> None:
     Raises:
         ValueError, OSError: a flag is wrong, or a file cannot be written; before anything is measured, where it can be known.
         Failed: a cell failed for another reason than memory; its row says why, and the others are written.
+        OutOfMemory: there is no snapshot, since its cell does not fit.
     """
     about = "Peak memory of models over image sizes, and what it consists of; each cell in a process of its own."
     config = parse(ProfileConfig, argv, prog="profile_memory.py", description=about, example=EXAMPLE)
@@ -100,9 +104,15 @@ class Profile:
             self.search()
         else:
             self.sweep()
+        for text in self.footer():
+            self.show(text)
         failed = [row for row in self.rows if row.status.startswith("failed")]
         if failed:
             raise Failed(f"{len(failed)} of {len(self.rows)} cells failed; {failed[0].cell.model}: {failed[0].status}")
+        if "snapshot" in self.files:
+            if not self.rows[0].bytes:
+                raise OutOfMemory(f"no snapshot {self.files['snapshot']}: the cell does not fit into memory")
+            self.show(f"snapshot: {self.files['snapshot']}; https://pytorch.org/memory_viz shows it")
 
     def sweep(self) -> None:
         """The cells, series by series."""
@@ -141,17 +151,31 @@ class Profile:
 
     def save(self, records: Sequence[Record], exponents: dict[tuple, float | None]) -> None:
         """Write CSV, table and plot of what there is."""
-        texts = {"csv": lambda: csv_text(records, self.provenance), "table": lambda: "\n".join(self.lines) + "\n"}
+        lines = [*self.lines, *self.footer()]
+        texts = {"csv": lambda: csv_text(records, self.provenance), "table": lambda: "\n".join(lines) + "\n"}
         for kind, text in texts.items():
             if kind in self.files:
                 write_whole(self.files[kind], lambda path, text=text: path.write_text(text(), encoding="utf-8", newline=""))
         if "plot" in self.files:
-            note = summary(self.provenance)
+            note = caption(summary(self.provenance), self.config.settings, self.provenance["command"])
             write_whole(self.files["plot"], lambda path: draw_memory(path, self.rows, exponents, self.shapes, note))
+
+    def footer(self) -> list[str]:
+        """What stands under the table: where a growth is missing why, the settings, the command."""
+        found = {} if self.config.largest else growths(self.rows, self.config.fit_from)
+        said = f"growth -: fewer than two sizes from {self.config.fit_from} px (--fit-from) were measured"
+        missing = [said] if None in found.values() else []
+        return ["", *missing, self.config.settings, f"command: {self.provenance['command']}"]
 
     def budget_text(self) -> str:
         """The budget in words."""
         return "the card's memory" if self.budget_bytes is None else f"{self.budget_bytes / 2**30:.2f} GiB"
+
+
+def caption(*texts: str) -> str:
+    """Texts below one another for a plot: broken where they are long, and without matplotlib's formulas."""
+    lines = [part for text in texts for part in textwrap.wrap(text, NOTE_WIDTH, break_on_hyphens=False)]
+    return "\n".join(lines).replace("$", r"\$")
 
 
 def budget_of(config: ProfileConfig, device: str) -> int | None:
