@@ -73,6 +73,7 @@ def test_class_folders_alone_hold_a_share_out_and_a_test_split_comes_before_the_
     write_classes(folder / "images", 10, seed=1)
     assert extract(flags("--val_fraction", "0.3")) == 0
     assert figures(capsys.readouterr().out)[3:] == (9, "validation", 21, 3)
+    assert extract(flags("--val_fraction", "0.3", "--seed", "1")) == 0  # which divides them anew
     first, other = (divide_folder("images", val_fraction=0.3, seed=seed) for seed in (0, 1))
     assert first.judged != other.judged and not set(first.judged) & set(first.fitted)
     assert first.judged | first.fitted == other.judged | other.fitted and len(first.judged | first.fitted) == 30

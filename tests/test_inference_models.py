@@ -47,6 +47,19 @@ def test_a_name_alone_gives_random_weights_that_the_seed_decides_and_says_so():
     assert (first.spec.in_chans, first.img_size, first.spec.mean) == (3, 224, (0.485, 0.456, 0.406))
 
 
+def test_a_seed_is_for_weights_that_a_file_does_not_give(tmp_path):
+    ours = str(write_weights(tmp_path / "best.safetensors"))
+    model = timm.create_model(SOFTMAX, **SOFTMAX_ARGS)
+    torch.save(model.state_dict(), tmp_path / "whole.pt")
+    torch.save({k: v for k, v in model.state_dict().items() if not k.startswith("head")}, tmp_path / "part.pt")
+    of_timm = {"model": SOFTMAX, "args": SOFTMAX_ARGS}
+    for full in ({"checkpoint": ours}, {"checkpoint": str(tmp_path / "whole.pt")} | of_timm):
+        with pytest.raises(ValueError, match="seed 3 does nothing: .* gives all weights; leave it out"):
+            opened(seed=3, **full)
+    heads = [opened(seed=seed, checkpoint=str(tmp_path / "part.pt"), **of_timm).model.head.weight for seed in (3, 4)]
+    assert not torch.equal(*heads)
+
+
 def test_identity_tells_apart_devices():
     found = opened(model=MODEL, args=ARGS)
     assert found.identity()["device"] == "cpu"

@@ -111,6 +111,29 @@ def test_without_an_output_a_table_is_printed_and_nothing_written(case, capsys):
     assert lines[4].startswith("| images/2.png | unreadable: cannot identify") and written(folder) == before
 
 
+def test_the_table_shows_as_many_classes_as_are_asked_for(case, capsys):
+    folder, pixels = case
+    for top_k in (1, 4):
+        assert predict(flags("--top_k", str(top_k), output=None)) == 0
+        lines = capsys.readouterr().out.splitlines()
+        cells = [f"{name} {100 * p:.1f} %" for name, p in by_hand(folder / "best.safetensors", pixels[0])[:top_k]]
+        assert lines[0] == f"| image | {' | '.join(str(i + 1) for i in range(top_k))} |"
+        assert lines[2] == f"| images/0.png | {' | '.join(cells)} |"
+
+
+def test_file_names_do_not_break_the_table(case, capsys):
+    folder, _ = case
+    (folder / "images" / "0.png").rename(folder / "images" / "a|b\nc\rd.png")
+    assert predict(flags("--images", "images/a|b\nc\rd.png", output=None)) == 0
+    out = capsys.readouterr().out
+    assert out.count("\n") == 3 and "\r" not in out and out.split("\n")[2].startswith(r"| images/a\|b\nc\rd.png | ")
+
+
+def test_a_seed_that_does_nothing_is_refused(case, capsys):
+    assert predict(flags("--seed", "3")) == 2
+    assert capsys.readouterr().err == "error: seed 3 does nothing: best.safetensors gives all weights; leave it out\n"
+
+
 def test_when_no_image_can_be_read_the_rows_stay_and_the_exit_code_says_so(case, capsys):
     folder, _ = case
     for image in (folder / "images").iterdir():

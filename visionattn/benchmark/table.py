@@ -17,6 +17,7 @@ import torch
 from visionattn.benchmark.compare import Quartiles, Row
 
 Record = dict[str, Any]
+ESCAPED = str.maketrans({"|": r"\|", "\n": r"\n", "\r": r"\r"})
 COLUMNS = ("case", "size", "d", "heads", "batch", "dtype", "pass")
 COLUMNS += ("time", "quartiles", "ratio", "peak", "kept", "GFLOP", "status")
 
@@ -75,8 +76,8 @@ def heading(columns: Sequence[str]) -> str:
 
 
 def line(values: Sequence[Any]) -> str:
-    """A line of a Markdown table, an empty cell for None."""
-    return "| " + " | ".join("" if value is None else str(value) for value in values) + " |"
+    """A line of a Markdown table, an empty cell for None; what would end a cell or the line has a backslash."""
+    return "| " + " | ".join("" if value is None else str(value).translate(ESCAPED) for value in values) + " |"
 
 
 def provenance_of(device: str, argv: Sequence[str]) -> Record:

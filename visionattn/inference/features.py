@@ -59,6 +59,11 @@ class ExtractOptions(InferenceOptions):
     val_fraction: float = 0.1
     """``probe`` alone: share of the images held out, class by class, by ``seed``, where there is no ``val/``."""
 
+    @property
+    def seed_divides(self) -> bool:
+        """A probe holds images out, and the digits are divided."""
+        return self.probe or self.data is not None
+
 
 def check(options: ExtractOptions) -> None:
     """Check what only features know, before anything is opened.

@@ -82,6 +82,7 @@ def open_model(options: InferenceOptions, *, classifies: bool) -> Opened:
     if described:
         if options.model:
             raise ValueError(f"{options.checkpoint} knows its model, {described['model']}: leave --model out")
+        _check_seed(options)
         model, name, args = load_model(options.checkpoint), described["model"], json.loads(described["args"])
         spec, notes = model.data_spec, [f"{name} of {options.checkpoint}"]
     else:
@@ -159,10 +160,18 @@ def _by_name(
     if not options.checkpoint:
         return model, args, spec, [f"{name} with random weights (seed {options.seed}): no --checkpoint is given"]
     placement = place_weights(model, name, options.checkpoint)
+    if not placement.missing:
+        _check_seed(options)
     lost = [key for key in placement.missing if key.startswith(_classifiers(cfg))]
     if classifies and lost:
         raise ValueError(f"{options.checkpoint} has no weights for the classes of {name}: {lost[0]} is missing")
     return model, args, spec, [name, *placement.lines()]
+
+
+def _check_seed(options: InferenceOptions) -> None:
+    """Raise ValueError for a seed beside a checkpoint that gives all weights."""
+    if options.seed and not options.seed_divides:
+        raise ValueError(f"seed {options.seed} does nothing: {options.checkpoint} gives all weights; leave it out")
 
 
 def _classifiers(cfg: PretrainedCfg) -> tuple[str, ...]:

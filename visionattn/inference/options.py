@@ -51,6 +51,11 @@ class InferenceOptions:
     overwrite: bool = False
     """Replace results that are there."""
 
+    @property
+    def seed_divides(self) -> bool:
+        """Whether the seed divides images too, and does something where a file gives all weights."""
+        return False
+
 
 Options = TypeVar("Options", bound=InferenceOptions)
 

@@ -30,7 +30,7 @@ SUFFIXES = (".csv", ".json")
 DIGITS = 6
 """Decimals of a probability."""
 SHOWN = 3
-"""Classes per image in the table on standard output."""
+"""Classes per image in the table on standard output, where ``top_k`` is left out."""
 
 
 @dataclass
@@ -38,7 +38,7 @@ class PredictOptions(InferenceOptions):
     """Classes of images."""
 
     top_k: int | None = None
-    """Classes per image, the most probable first. None: 5, or as many as there are."""
+    """Classes per image, the most probable first. None: 5, in a table on standard output 3, or as many as there are."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +66,11 @@ class Prediction:
         return {name: getattr(self.outcome, name) for name in FIELDS} | {"classes": listed}
 
     def cells(self) -> list[str | None]:
-        """A row for people: path, then ``SHOWN`` classes, or the reason."""
+        """A row for people: path, then the classes, or the reason."""
         path = printable(self.outcome.path)
         if self.outcome.value is None:
             return [path, printable(f"{self.outcome.status}: {self.outcome.reason}")]
-        pairs = zip(self.classes[:SHOWN], self.probabilities[:SHOWN], strict=True)
+        pairs = zip(self.classes, self.probabilities, strict=True)
         return [path, *(f"{name} {100 * probability:.1f} %" for name, probability in pairs)]
 
 
@@ -101,7 +101,7 @@ class Predictor:
             raise ValueError(f"{self.opened.name} has no classes to predict")
         if options.top_k is not None and options.top_k > classes:
             raise ValueError(f"top_k {options.top_k} of a model of {classes} classes")
-        self.top_k = options.top_k or min(5, classes)
+        self.top_k = options.top_k or min(SHOWN if self.output is None else 5, classes)
         self.images = ReadImages(
             self.listing, self.opened.spec, Sizing(self.opened.img_size, self.opened.patch_px, options.fit or "pad")
         )
@@ -126,7 +126,7 @@ class Predictor:
                 yield prediction
 
         if self.output is None:
-            say(heading(["image", *(str(i + 1) for i in range(min(SHOWN, self.top_k)))]))
+            say(heading(["image", *(str(i + 1) for i in range(self.top_k))]))
             for prediction in counted():
                 say(line(prediction.cells()))
         else:

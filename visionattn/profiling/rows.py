@@ -87,7 +87,7 @@ def cells_of(row: Row, exponent: float | None) -> list[str | int | None]:
     cells = [names["model"], row.cell.px, row.tokens, *(names[key] for key in ("pass", "precision", "form", "checkpointing"))]
     parts = ("peak", "reserved", "above", "parameters", "gradients", "optimizer", "activations")
     cells += [in_mib(getattr(sizes, f"{part}_bytes")) if sizes else None for part in parts]
-    return [*cells, "-" if exponent is None else f"{exponent:.2f}", row.status.replace("|", "/")]
+    return [*cells, "-" if exponent is None else f"{exponent:.2f}", row.status]
 
 
 def in_mib(count: int | None) -> str | None:
