@@ -84,7 +84,16 @@ class Chart:
     @property
     def empty(self) -> bool:
         """Whether there is no point to draw."""
-        return not any(value is not None for curve in self.curves for value in curve.y)
+        return not any(y is not None for curve in self.curves for _, y, _ in self.points(curve))
+
+    def points(self, curve: Curve) -> list[tuple[float, float | None, float | None]]:
+        """Place, height (None: a gap) and spread of what the axes can show of a curve: on a logarithmic one, what is above 0."""
+        spreads = [None] * len(curve.x) if curve.spread is None else curve.spread
+        found = []
+        for x, y, spread in zip(curve.x, curve.y, spreads, strict=True):
+            if not self.log_x or x > 0:
+                found.append((x, None if y is not None and self.log_y and y <= 0 else y, spread))
+        return found
 
 
 def thin(x: Sequence[float], y: Sequence[float | None]) -> tuple[list[float], list[float | None]]:
@@ -119,29 +128,30 @@ def svg(chart: Chart, name: str) -> str:
         figure = Figure(figsize=(5, 3.2), layout="constrained")
         ax = figure.add_subplot()
         for curve in chart.curves:
-            _draw(ax, curve, titles)
+            _draw(ax, curve, chart.points(curve), titles)
         _set_axes(ax, chart)
         stream = io.StringIO()
         figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None})
     return _for_page(stream.getvalue(), chart.title, name, titles)
 
 
-def _draw(ax, curve: Curve, titles: dict[str, str]) -> None:
-    x, y = thin(curve.x, curve.y)
+def _draw(ax, curve: Curve, points: Sequence[tuple[float, float | None, float | None]], titles: dict[str, str]) -> None:
+    x, y = thin([place for place, _, _ in points], [height for _, height, _ in points])
     colour, marker = f"#1e01{curve.style.colour:02x}", MARKERS[curve.style.shape]
     heights = [math.nan if value is None else value for value in y]
     dash = DASHES[curve.style.shape]
     pattern = "-" if dash == "none" else (0, [float(part) / 1.6 for part in dash.split()])
     if curve.spread is not None:
-        ax.errorbar(x, heights, yerr=curve.spread, color=colour, linestyle="none", capsize=3, elinewidth=1.2)
+        ax.errorbar(
+            x, heights, yerr=[spread for _, _, spread in points], color=colour, linestyle="none", capsize=3, elinewidth=1.2
+        )
     line = {"color": colour, "linestyle": pattern, "linewidth": 1.6, "gid": _titled(titles, curve.label)}
     if len(x) > MOST_MARKED:
         line |= {"marker": marker, "markersize": 4, "markevery": len(x) // 8}
     ax.plot(x, heights, **line)
-    if len(x) > MOST_MARKED:
+    if len(points) > MOST_MARKED:
         return
-    spreads = [None] * len(x) if curve.spread is None else curve.spread
-    for place, height, spread in zip(x, y, spreads, strict=True):
+    for place, height, spread in points:
         if height is not None:
             around = f" ± {short(spread)}" if spread else ""
             title = _titled(titles, f"{curve.label}: {short(height)}{around} at {short(place)}")
@@ -156,7 +166,7 @@ def _titled(titles: dict[str, str], text: str) -> str:
 
 
 def _set_axes(ax, chart: Chart) -> None:
-    from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
+    from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
     ax.set(xlabel=chart.x_name, ylabel=chart.y_name)
     for axis, base, scale in ((ax.xaxis, chart.log_x, ax.set_xscale), (ax.yaxis, chart.log_y, ax.set_yscale)):
@@ -165,19 +175,48 @@ def _set_axes(ax, chart: Chart) -> None:
             low, high = axis.get_view_interval()
             few = math.log(high / low, base) < 2
             axis.set_major_locator(LogLocator(base=base, subs=(1, 2, 5) if base == 10 and few else (1,), numticks=9))
-            axis.set_minor_formatter(NullFormatter())
         else:
-            whole = axis is ax.xaxis
-            axis.set_major_locator(MaxNLocator(6, integer=whole, min_n_ticks=1))
-    for axis in (ax.xaxis, ax.yaxis):
-        axis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
+            axis.set_major_locator(MaxNLocator(6, integer=axis is ax.xaxis, min_n_ticks=1))
+        axis.set_minor_locator(NullLocator())
     if chart.from_zero:
         ax.set_ylim(bottom=0)
     if chart.x_ticks is not None:
         ax.xaxis.set_major_locator(FixedLocator(chart.x_ticks))
-        ax.xaxis.set_minor_locator(NullLocator())
+    elif len(places := {x for curve in chart.curves for x, _, _ in chart.points(curve)}) == 1:
+        ax.xaxis.set_major_locator(FixedLocator(list(places)))
+    elif len(_ticks_in_view(ax.xaxis)) < 2:
+        ax.xaxis.set_major_locator(MaxNLocator(6))
+    if len(_ticks_in_view(ax.yaxis)) < 2:
+        ax.yaxis.set_major_locator(MaxNLocator(6, min_n_ticks=3))
+    for axis in (ax.xaxis, ax.yaxis):
+        shown = [] if isinstance(axis.get_major_locator(), LogLocator) else _ticks_in_view(axis)
+        gap = min((after - before for before, after in zip(shown, shown[1:], strict=False)), default=0.0)
+        axis.set_major_formatter(FuncFormatter(lambda value, _, gap=gap: tick_text(value, gap)))
     ax.grid(True, which="major", linewidth=0.7)
     ax.set_axisbelow(True)
+
+
+def _ticks_in_view(axis) -> list[float]:
+    low, high = sorted(axis.get_view_interval())
+    return sorted(tick for tick in axis.get_majorticklocs() if low <= tick <= high)
+
+
+def tick_text(value: float, gap: float) -> str:
+    """A tick's number with as many digits as tell it from its neighbours.
+
+    Args:
+        value: of the tick.
+        gap: the distance of the closest ticks of the axis; 0 where there is one tick alone, or each is a round number.
+    """
+    if not gap:
+        return short(value)
+    if abs(value) < gap / 2:
+        return "0"
+    decimals = -int(f"{gap:.0e}".partition("e")[2]) + (float(f"{gap:.1e}") != float(f"{gap:.0e}"))
+    if gap >= 1e-5 and abs(value) < 1e7:
+        return f"{value:,.{max(decimals, 0)}f}"
+    digits = math.floor(math.log10(abs(value))) + decimals + 1
+    return f"{value:.{max(digits, 1)}g}"
 
 
 def short(value: float) -> str:

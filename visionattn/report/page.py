@@ -6,6 +6,7 @@ any request by itself.
 
 import shlex
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -128,6 +129,12 @@ class Charts:
         self._count = 0
 
     def draw(self, chart: Any) -> Markup:
-        """A chart as an element of the page."""
+        """A chart as an element of the page; where numbers make that impossible, a line that says so."""
         self._count += 1
-        return Markup(svg(chart, f"chart{self._count}"))
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", RuntimeWarning)  # so matplotlib says that numbers overflow
+                return Markup(svg(chart, f"chart{self._count}"))
+        except (ArithmeticError, ValueError, RuntimeWarning) as error:
+            reason = " ".join(str(error).split())
+            return Markup('<p class="problem">This chart cannot be drawn: {}.</p>').format(reason)
