@@ -39,6 +39,8 @@ class Wanted:
     output: Path
     title: str
     images: int
+    problems: list[str]
+    """What could not be read, a line each."""
 
 
 def parse_report(argv: Sequence[str]) -> Wanted:
@@ -63,11 +65,12 @@ def parse_report(argv: Sequence[str]) -> Wanted:
     if not 0 <= config.images <= MOST_IMAGES:
         raise ValueError(f"images must be from 0 to {MOST_IMAGES}, got {config.images}")
     paths = list(dict.fromkeys(map(Path, config.runs)))
-    runs, tables = find(paths)
+    problems: list[str] = []
+    runs, tables = find(paths, problems)
     place = paths[0] if paths[0].is_dir() else paths[0].absolute().parent
     output = Path(config.output) if config.output else place / "report.html"
     check_free(output, config.overwrite)
-    return Wanted(runs, tables, output, config.title or title_of(paths), config.images)
+    return Wanted(runs, tables, output, config.title or title_of(paths), config.images, problems)
 
 
 def as_words(flag: str, values: Sequence[str]) -> list[str]:
@@ -77,8 +80,8 @@ def as_words(flag: str, values: Sequence[str]) -> list[str]:
     return [f"--{flag}={values[0]}"] if len(values) == 1 else [f"--{flag}", *values]
 
 
-def find(paths: Sequence[Path]) -> tuple[dict[str, Path], list[Rows]]:
-    """Runs by name, and the rows of sweeps and memory profiles.
+def find(paths: Sequence[Path], problems: list[str]) -> tuple[dict[str, Path], list[Rows]]:
+    """Runs by name, and the rows of sweeps and memory profiles; files beside them that cannot be read become problems.
 
     Raises:
         FileNotFoundError, ValueError: a path does not exist, or holds nothing of these.
@@ -87,7 +90,7 @@ def find(paths: Sequence[Path]) -> tuple[dict[str, Path], list[Rows]]:
     for path in paths:
         if not path.exists():
             raise FileNotFoundError(f"no run and no sweep at {path}")
-        found = tables_in(path) if path.is_dir() else list(filter(None, [read_rows(path)]))
+        found = tables_in(path, problems) if path.is_dir() else list(filter(None, [read_rows(path)]))
         if path.is_dir() and is_run(path):
             folders.append(path)
         elif not found:

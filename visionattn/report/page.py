@@ -85,6 +85,7 @@ def page(wanted: Wanted, runs: Sequence[Run], *, now: float) -> str:
         version=visionattn.__version__,
         style=Markup(resource("page.css")),
         draw=charts.draw,
+        problems=wanted.problems,
         runs=runs,
         looks={run.name: Style(i) for i, run in enumerate(runs)},
         results=tables.results(runs),

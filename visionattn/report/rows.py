@@ -30,7 +30,11 @@ class Rows:
 
 
 def read_rows(path: Path) -> Rows | None:
-    """Read a file; None where it is no CSV of a sweep or of a memory profile, or has no rows."""
+    """Read a file; None where it is no CSV of a sweep or of a memory profile, or has no rows.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
     try:
         with open(path, encoding="utf-8", newline="") as file:
             reader = csv.DictReader(file)
@@ -42,9 +46,15 @@ def read_rows(path: Path) -> Rows | None:
     return Rows(path, kind, rows) if kind and rows else None
 
 
-def tables_in(folder: Path) -> list[Rows]:
-    """The sweeps and memory profiles that lie in a folder."""
-    return [found for path in sorted(folder.glob("*.csv")) if (found := read_rows(path))]
+def tables_in(folder: Path, problems: list[str]) -> list[Rows]:
+    """The sweeps and memory profiles that lie in a folder; a problem for each file that cannot be opened."""
+    found = []
+    for path in sorted(folder.glob("*.csv")):
+        try:
+            found.append(None if path.is_dir() else read_rows(path))
+        except OSError as error:
+            problems.append(f"{path} cannot be read: {error.strerror}")
+    return list(filter(None, found))
 
 
 def value_of(row: Row, column: str) -> float | None:

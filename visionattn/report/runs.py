@@ -139,14 +139,18 @@ def read_lines(path: Path, problems: list[str]) -> list[Values]:
         problems.append(f"there is no {path.name}")
         return []
     found = []
-    text = path.read_text(encoding="utf-8", errors="replace")
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        problems.append(f"{path.name} cannot be read: {error.strerror}")
+        return []
     lines = text.split("\n")
     for position, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
             values = json.loads(line)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             values = None
         if isinstance(values, dict):
             found.append(values)
@@ -164,7 +168,7 @@ def read_yaml(path: Path, problems: list[str]) -> Values:
     except FileNotFoundError:
         problems.append(f"there is no {path.name}")
         return {}
-    except (yaml.YAMLError, UnicodeDecodeError, OSError):
+    except (yaml.YAMLError, ValueError, RecursionError, OSError):
         values = None
     if not isinstance(values, dict):
         problems.append(f"{path.name} cannot be read")
@@ -178,7 +182,7 @@ def read_json(path: Path, problems: list[str]) -> Values | None:
         return None
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError, OSError):
+    except (ValueError, RecursionError, OSError):
         values = None
     if not isinstance(values, dict):
         problems.append(f"{path.name} cannot be read")
