@@ -15,6 +15,7 @@ import torch
 from several_processes import run_processes
 from torch.distributed import TCPStore
 
+from visionattn.training import distributed as joining
 from visionattn.training import watchdog
 from visionattn.training.command_line import run_tool
 from visionattn.training.distributed import Processes, joined, share
@@ -126,6 +127,24 @@ def test_what_only_the_first_process_does_fails_on_all(tmp_path):
 
     ended = run_processes(2, work, tmp_path)
     assert [(each.code, each.err) for each in ended] == [(2, "error: run: Permission denied\n"), (2, "")]
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_a_process_that_ends_before_it_has_joined_is_named(tmp_path, monkeypatch, late):
+    monkeypatch.setattr(joining, "START_SECONDS", 1.0)
+
+    def work(rank):
+        def tool():
+            with joined():
+                raise AssertionError("goes on without one")
+
+        return 9 if rank == late else run_tool(tool, several=True)
+
+    ended = run_processes(3, work, tmp_path, limit_s=20)
+    others = [each for rank, each in enumerate(ended) if rank != late]
+    assert [each.code for each in others] == [4, 4]
+    line = f"error: process {late} of 3 did not start within 1 s of the others"
+    assert re.findall("^error: .*", others[0].err, re.MULTILINE) == [line] and "error: " not in others[1].err
 
 
 def quick(monkeypatch) -> None:

@@ -3,7 +3,9 @@
 import json
 import math
 import os
+import re
 import signal
+import socket
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +16,11 @@ from several_processes import Ended, run_processes
 from small_runs import Quadrants, quadrants, small_config
 
 from visionattn.models.weights import load_model
-from visionattn.training import engine
+from visionattn.training import engine, learner, watchdog
+from visionattn.training import evaluate as evaluation
 from visionattn.training.batches import Unreadable
 from visionattn.training.command_line import run_tool
+from visionattn.training.config import ModelConfig
 from visionattn.training.distributed import joined
 from visionattn.training.engine import train
 from visionattn.training.streams import Shards, StreamTrainBatches
@@ -162,6 +166,88 @@ def test_too_little_memory_on_one_process_ends_all_as_that(tmp_path, monkeypatch
     assert ended[0].err.startswith(f"error: {line}") and ended[0].err.count("\n") == 1 and "(process 1 on " in ended[0].err
     assert status(tmp_path)["status"] == "oom" and status(tmp_path)["reason"].startswith(line)
     assert "the state of step 2 is kept, --resume goes on from it" in ended[0].err
+
+
+HOST = f"(process 1 on {socket.gethostname()})"
+
+
+def on_second(real, work):
+    """A function that does other work in the second process."""
+    return lambda *args, **options: (work if os.environ["RANK"] == "1" else real)(*args, **options)
+
+
+def no_memory(*args, **options):
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def test_too_little_memory_before_the_first_step_of_one_process_ends_all_as_that(tmp_path, monkeypatch):
+    monkeypatch.setattr(watchdog, "GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(learner, "Spread", on_second(learner.Spread, no_memory))
+    ended = run_on(2, tmp_path, code=3)
+    assert ended[0].err.startswith("error: out of memory before the first step; ") and ended[0].err.endswith(f" {HOST}\n")
+    assert ended[0].err == f"error: {status(tmp_path)['reason']}\n" and status(tmp_path)["status"] == "oom"
+
+
+def test_too_little_memory_in_an_evaluation_names_the_process_and_its_batches(tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluation, "_sums", on_second(evaluation._sums, no_memory))
+    ended = run_on(2, tmp_path, code=3)
+    line = rf"error: out of memory at batches of \d images of 16 x 16 pixels {re.escape(HOST)}; a smaller batch_size.*\n"
+    assert re.fullmatch(line, ended[0].err) and ended[0].err.count(HOST) == 1
+
+
+class Killed(Quadrants):
+    """Ends the process that loads its images."""
+
+    def __getitem__(self, key):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_killed_loader_of_one_process_is_told_with_its_name(tmp_path, monkeypatch):
+    kinds = on_second(Quadrants, Killed)
+    monkeypatch.setattr(engine, "build_splits", lambda config, seed: replace(quadrants(57), train=kinds(57, 1)))
+    ended = run_on(2, tmp_path, code=4, data={"workers": 1})
+    assert ended[0].err.startswith(f"error: a process that loads data ended {HOST}: DataLoader worker (pid")
+    assert ended[0].err.count("\n") == ended[0].err.count(HOST) == 1
+
+
+def test_an_evaluation_that_is_not_finite_on_one_process_ends_all_as_that(tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluation, "_sums", on_second(evaluation._sums, lambda *args: (11, math.nan, 3.0, 8.0, 1.0)))
+    ended = run_on(2, tmp_path, code=1)
+    assert ended[0].err.startswith("error: the loss on the validation images of epoch 1 is nan") and not ended[1].err
+    assert status(tmp_path)["status"] == "nan" and not (tmp_path / "small" / "best.safetensors").exists()
+
+
+def test_batch_norm_is_for_one_process(tmp_path):
+    config = replace(small_config(tmp_path, epochs=1), model=ModelConfig("resnet10t"))
+
+    def work(rank):
+        def tool():
+            with joined() as processes:
+                train(config, processes=processes)
+
+        return run_tool(tool, several=True)
+
+    ended = run_processes(2, work, tmp_path / "streams")
+    assert [each.code for each in ended] == [2, 2] and ended[1].err == "" and not (tmp_path / "small").exists()
+    assert ended[0].err.startswith("error: model resnet10t has batch norm (") and ended[0].err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("kind", "code"), [("ddp", 2), ("fsdp", 0)])
+def test_a_parameter_that_takes_no_part_in_the_loss_is_told_where_it_would_stop_the_run(tmp_path, monkeypatch, kind, code):
+    real = engine.build_model
+
+    def build(*args):
+        model, rest = real(*args)
+        model.blocks[1].forward = lambda tokens, *more: 1.0 * tokens
+        return model, rest
+
+    monkeypatch.setattr(engine, "build_model", build)
+    ended = run_on(2, tmp_path, code=code, parallel=kind, epochs=1)
+    if code:
+        line = r"error: the parameter blocks\.1\.\S+ of the model takes no part .* use parallel fsdp.*\n"
+        assert re.fullmatch(line, ended[0].err)
+        assert not (tmp_path / "small").exists()
 
 
 class Damaged(Quadrants):

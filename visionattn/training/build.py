@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import visionattn  # noqa: F401  registers the models
+from visionattn.measure import is_out_of_memory
 from visionattn.models.weights import LOADING_ARGS, UNBUILDABLE, DataSpec, describe_args, first_line
 from visionattn.training.config import ModelConfig
 
@@ -29,6 +30,7 @@ def build_model(config: ModelConfig, spec: DataSpec) -> tuple[nn.Module, dict[st
 
     Raises:
         ValueError: timm knows no such model, or it does not take its arguments.
+        RuntimeError, MemoryError: there is too little memory for its weights (``is_out_of_memory``).
     """
     if not timm.is_model(config.name):
         near = get_close_matches(config.name, timm.list_models(), n=1, cutoff=0)
@@ -50,6 +52,8 @@ def build_model(config: ModelConfig, spec: DataSpec) -> tuple[nn.Module, dict[st
             warnings.filterwarnings("ignore", message="Initializing zero-element tensors")  # an error follows
             model = timm.create_model(config.name, num_classes=spec.num_classes, in_chans=spec.in_chans, **args)
     except UNBUILDABLE as error:
+        if is_out_of_memory(error):
+            raise
         raise ValueError(
             f"model {config.name} does not take these args: {describe_args(args)} ({first_line(error)})"
         ) from error

@@ -12,6 +12,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
@@ -25,6 +26,8 @@ from visionattn.training.watchdog import BEAT_SECONDS, Verdict, Watchdog, start_
 Item = TypeVar("Item")
 Outcome = TypeVar("Outcome")
 
+START_SECONDS = 120.0
+"""From the start of the first process to that of the last one."""
 SHARED = (ValueError, OSError, RuntimeError, OutOfMemory, Failed, Interrupted)
 """Errors of one process that ``together`` and ``on_first`` raise on all."""
 SPOKEN = (ValueError, OSError, NonFinite, OutOfMemory, Failed, Stopped, KeyboardInterrupt)
@@ -145,9 +148,12 @@ class Processes:
             return None
         place = "" if self.first else f" ({self.name})"
         if isinstance(error, OSError) and error.filename and error.strerror:
-            return OSError(error.errno, error.strerror + place, error.filename)
-        kind = next(kind for kind in SHARED if isinstance(error, kind))
-        return (OutOfMemory if kind is RuntimeError and is_out_of_memory(error) else kind)(f"{error}{place}")
+            made = OSError(error.errno, error.strerror + place, error.filename)
+        else:
+            kind = next(kind for kind in SHARED if isinstance(error, kind))
+            made = (OutOfMemory if kind is RuntimeError and is_out_of_memory(error) else kind)(f"{error}{place}")
+        made.place = place
+        return made
 
     @contextmanager
     def guard(self, keep: Callable[[Verdict], None] = lambda verdict: None) -> Iterator[None]:
@@ -200,6 +206,28 @@ class Processes:
             raise SystemExit(128 + signum)
 
 
+def meet(rank: int, size: int) -> distributed.Store:
+    """Wait for the other processes; returns the store with which they find each other.
+
+    Raises:
+        Failed: some have not come within ``START_SECONDS``, perhaps as they died before; one of the others tells it.
+    """
+    limit = timedelta(seconds=START_SECONDS)
+    store, _, _ = next(distributed.rendezvous("env://", rank, size, timeout=limit))
+    here = [f"visionattn/here/{other}" for other in range(size)]
+    store.set(here[rank], "")
+    try:
+        store.wait(here, limit)
+    except distributed.DistStoreError as error:
+        missing = [other for other in range(size) if not store.check([here[other]])]
+        if rank != min(set(range(size)) - set(missing)):
+            _be_quiet()
+        names = " and ".join(f"process {other}" for other in missing)
+        raise Failed(f"{names} of {size} did not start within {START_SECONDS:.0f} s of the others") from error
+    store.set_timeout(distributed.default_pg_timeout)
+    return store
+
+
 @contextmanager
 def joined() -> Iterator[Processes]:
     """Join the other processes that ``torchrun`` has started, and at the end wait for them.
@@ -209,6 +237,7 @@ def joined() -> Iterator[Processes]:
 
     Raises:
         ValueError: the environment says that there are several processes and not which this one is.
+        Failed: some of them have not come here within ``START_SECONDS``.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield Processes()
@@ -218,7 +247,8 @@ def joined() -> Iterator[Processes]:
         raise ValueError(f"WORLD_SIZE is set but not {', '.join(missing)}; start several processes with torchrun")
     rank, size, local_rank, port = (int(os.environ[name]) for name in names)
     on_gpus = torch.cuda.is_available() and distributed.is_nccl_available()
-    distributed.init_process_group("cpu:gloo,cuda:nccl" if on_gpus else "gloo")
+    store = meet(rank, size)
+    distributed.init_process_group("cpu:gloo,cuda:nccl" if on_gpus else "gloo", store=store, rank=rank, world_size=size)
     processes = Processes(rank, size, local_rank, [""] * size)
     signal.signal(signal.SIGTERM, processes.terminate)
     processes.hosts = processes.gather(socket.gethostname())
@@ -229,7 +259,7 @@ def joined() -> Iterator[Processes]:
             yield processes
     except SPOKEN:
         if not processes.speaks:
-            sys.stderr = open(os.devnull, "w")  # noqa: SIM115  open until the process ends, which is now
+            _be_quiet()
         raise
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -238,6 +268,18 @@ def joined() -> Iterator[Processes]:
             distributed.destroy_process_group()
         else:  # a message that is on its way to a dead process would hold up the usual end
             atexit.register(_end_at_once, processes.watchdog.verdict.exit_code)
+
+
+def place_of(error: BaseException) -> str:
+    """The process that an error comes from, to put into a line that says it otherwise: `` (process 1 on host)``.
+
+    Empty for errors of the first process, and for those that this process alone has met, whose place ``guard`` adds.
+    """
+    return getattr(error, "place", "")
+
+
+def _be_quiet() -> None:
+    sys.stderr = open(os.devnull, "w")  # noqa: SIM115  open until the process ends, which is now
 
 
 def _end_at_once(exit_code: int) -> None:

@@ -18,9 +18,9 @@ from visionattn.training.build import build_model, check_img_size
 from visionattn.training.checkpoint import place_weights
 from visionattn.training.config import TrainConfig, check
 from visionattn.training.data import build_splits
-from visionattn.training.distributed import Processes
+from visionattn.training.distributed import Processes, place_of
 from visionattn.training.interrupt import Failed, Interrupted, Interruption, OutOfMemory, Stopped
-from visionattn.training.parallel import choose_kind
+from visionattn.training.parallel import check_model, choose_kind
 from visionattn.training.progress import Result
 from visionattn.training.record import BEST, LAST, NoRecord, Record, clear, run_folder
 from visionattn.training.states import States, recall_best
@@ -58,17 +58,19 @@ def train(config: TrainConfig, *, stream: TextIO | None = None, processes: Proce
     resumed = processes.on_first(lambda: config.resume and states.exist())
     if config.data.download:
         processes.together(lambda: processes.local_rank == 0 and build_splits(config.data, config.seed))
-    trainer, first_lines = build(config, states, resumed, processes)
-    if resumed:
-        first_lines = go_on(trainer, states)
-    elif config.resume:
-        first_lines.insert(0, "no state was saved yet: begins anew")
+    device = processes.together(lambda: processes.device(config.device))
+    status = Status(folder, provenance(device) | {"processes": processes.size}, lambda: processes.speaks)
     fresh = not folder.exists()
+    with setting_up(status, processes, replaces=not (fresh or resumed)):
+        trainer, first_lines = build(config, states, resumed, processes, device)
+        if resumed:
+            first_lines = go_on(trainer, states)
+        elif config.resume:
+            first_lines.insert(0, "no state was saved yet: begins anew")
     if processes.first and not (fresh or resumed):
         clear(folder)
-    where = provenance(trainer.device) | {"processes": processes.size}
     try:
-        with Status(folder, where, lambda: processes.speaks) as status:
+        with status:
             status.result = run(trainer, states, status, first_lines, stream)
             return status.result
     except (ValueError, FileNotFoundError):
@@ -79,23 +81,58 @@ def train(config: TrainConfig, *, stream: TextIO | None = None, processes: Proce
         raise
 
 
-def build(config: TrainConfig, states: States, resumed: bool, processes: Processes) -> tuple[Trainer, list[str]]:
+@contextmanager
+def setting_up(status: Status, processes: Processes, *, replaces: bool) -> Iterator[None]:
+    """Let too little memory before the first step be an end of the run as it is later; bad input leaves no trace.
+
+    Args:
+        status: of the run.
+        processes: of the run.
+        replaces: the folder holds an earlier run, which this one overwrites.
+    """
+
+    def keep(error: BaseException) -> None:
+        if isinstance(error, (OutOfMemory, Failed)) and processes.speaks:
+            status.folder.mkdir(parents=True, exist_ok=True)
+            if replaces:
+                clear(status.folder)
+            status.end(error)
+
+    try:
+        with processes.guard(lambda verdict: keep(verdict.exception())):
+            try:
+                yield
+            except (RuntimeError, MemoryError, OutOfMemory) as error:
+                if not (isinstance(error, OutOfMemory) or is_out_of_memory(error)):
+                    raise
+                raise OutOfMemory(
+                    f"out of memory before the first step{place_of(error)}; a smaller model takes less, "
+                    "and so does one without optim.ema_decay"
+                ) from error
+    except (OutOfMemory, Failed) as error:
+        keep(error)
+        raise
+
+
+def build(
+    config: TrainConfig, states: States, resumed: bool, processes: Processes, device: torch.device
+) -> tuple[Trainer, list[str]]:
     """Make the trainer, with all checks of data, model and sizes; returns it and what there is to say of its weights."""
 
     def prepare() -> tuple:
-        device = processes.device(config.device)
         if config.threads:
             torch.set_num_threads(config.threads)
         seed_everything(config.seed)
         splits = build_splits(config.data, config.seed)
         model, args = build_model(config.model, splits.spec)
+        check_model(model, config.model.name, processes.size)
         check_img_size(model, [config.data.img_size, *(config.data.img_size_choices or [])])
         lines = []
         if config.init_from and not resumed and processes.first:  # the others get their weights from the first one
             lines = place_weights(model, config.model.name, config.init_from).lines()
-        return device, splits, model.to(device), args, lines
+        return splits, model.to(device), args, lines
 
-    device, splits, model, args, lines = processes.together(prepare)
+    splits, model, args, lines = processes.together(prepare)
     return Trainer(config, splits, model, args, device, states, processes), lines
 
 
@@ -147,12 +184,13 @@ def early_ends(trainer: Trainer, states: States) -> Iterator[None]:
         if isinstance(error, OutOfMemory) or is_out_of_memory(error):
             images, _, height, width = trainer.input_shape
             raise OutOfMemory(
-                f"out of memory at batches of {images} images of {height} x {width} pixels; a smaller batch_size with "
-                "optim.accumulate raised for it does the same steps in less, and so does gradient checkpointing "
-                f"(model.grad_checkpointing); {states.kept()}"
+                f"out of memory at batches of {images} images of {height} x {width} pixels{place_of(error)}; "
+                "a smaller batch_size with optim.accumulate raised for it does the same steps in less, and so does gradient "
+                f"checkpointing (model.grad_checkpointing); {states.kept()}"
             ) from error
         if "DataLoader worker" in str(error):
-            raise Failed(f"a process that loads data ended: {first_line(error)}; {states.kept()}") from error
+            said = first_line(error).removesuffix(place_of(error))
+            raise Failed(f"a process that loads data ended{place_of(error)}: {said}; {states.kept()}") from error
         raise
 
 

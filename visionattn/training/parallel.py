@@ -43,6 +43,20 @@ def choose_kind(config: TrainConfig, size: int) -> Literal["ddp", "fsdp"] | None
     return config.parallel or "ddp"
 
 
+def check_model(model: nn.Module, name: str, size: int) -> None:
+    """Check that the model trains on several processes as it does on one.
+
+    Raises:
+        ValueError: it has batch norm, whose statistics would be those of each process's part of a batch.
+    """
+    norms = [place for place, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    if norms and size > 1:
+        raise ValueError(
+            f"model {name} has batch norm ({norms[0]}), whose statistics would be those of each process's part of a batch; "
+            "train it on one process, or choose a model with another norm"
+        )
+
+
 class Spread:
     """How the processes of a run hold its model. With one process it is the model itself, and nothing here acts.
 
@@ -99,6 +113,17 @@ class Spread:
             # Of convolutions of one channel, whose strides mean nothing.
             warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
             yield
+        if self.kind == "ddp" and last:
+            self._check_gradients()
+
+    def _check_gradients(self) -> None:
+        """Raise ValueError where a parameter takes no part in the loss: the processes would wait for its gradient."""
+        for name, parameter in self._module.module.named_parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                raise ValueError(
+                    f"the parameter {name} of the model takes no part in the loss, and ddp waits for its gradient; "
+                    "use parallel fsdp, or train on one process"
+                )
 
     def total(self, value: Tensor) -> Tensor:
         """The sum of a value over all processes, on its device."""
@@ -115,7 +140,7 @@ class Spread:
             module: the model, or the average.
             gradients: with its gradients.
         """
-        if self.kind:  # statistics of batch norm are those of each process's images
+        if self.kind:
             for buffer in module.buffers():
                 distributed.broadcast(buffer, src=0)
         if self._whole is None:
