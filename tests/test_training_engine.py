@@ -263,7 +263,7 @@ def test_a_second_ctrl_c_ends_at_once_and_the_handler_is_put_back(tmp_path, monk
     with pytest.raises(KeyboardInterrupt):
         run(small_config(tmp_path))
     assert signal.getsignal(signal.SIGINT) is before
-    assert "last.pt" not in files(tmp_path / "small")
+    assert torch.load(tmp_path / "small" / "last.pt", weights_only=True)["position"]["step"] == 0
 
 
 def test_a_folder_in_use_is_refused_and_left_alone(tmp_path):
@@ -290,11 +290,15 @@ def test_a_place_that_cannot_be_written_to_is_refused_at_once(tmp_path, monkeypa
 def test_overwriting_deletes_what_a_run_wrote_and_nothing_else(tmp_path):
     run(small_config(tmp_path, epochs=2))
     folder = tmp_path / "small"
-    (folder / "notes.txt").write_text("mine")
+    for name in ("notes.txt", "mine.tmp"):
+        (folder / name).write_text("mine")
+    (folder / "last.pt.tmp").write_text("cut off")
     run(small_config(tmp_path, epochs=1, overwrite=True))
-    assert (folder / "notes.txt").read_text() == "mine"
+    run(small_config(tmp_path, epochs=1, resume=True))
+    assert (folder / "notes.txt").read_text() == (folder / "mine.tmp").read_text() == "mine"
+    assert not (folder / "last.pt.tmp").exists()
     assert len(rows(folder)) == 1
-    assert len(list(folder.glob("events*"))) == 1
+    assert len(list(folder.glob("events*"))) == 2
 
 
 @pytest.mark.parametrize(
@@ -412,6 +416,7 @@ def test_an_unreadable_image_ends_the_run_with_its_path_and_leaves_nothing(tmp_p
     assert not (tmp_path / "small").exists()
     with pytest.warns(UserWarning, match="left out unreadable image x/broken.png"):
         run(small_config(tmp_path, data={"on_error": "skip"}, epochs=1))
+    assert rows(tmp_path / "small")[0]["left_out"] == "1"
 
 
 def test_a_run_starts_from_the_weights_of_another_with_another_size(tmp_path):

@@ -12,7 +12,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
@@ -113,7 +113,8 @@ def held(folder: Path) -> Iterator[None]:
             yield
         finally:
             HELD.discard(folder)
-            (folder / LOCK).unlink(missing_ok=True)
+            with suppress(OSError):  # of a folder that is gone or read-only by now
+                (folder / LOCK).unlink()
 
 
 class Record:
