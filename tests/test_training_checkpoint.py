@@ -1,5 +1,6 @@
 """Weights and states on the disk: what is read back, what is refused, and where weights from elsewhere go."""
 
+import io
 import json
 import os
 import pickle
@@ -81,6 +82,36 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one_and_no_other(tmp_path,
     with pytest.raises(OSError, match="no space"):
         write_text(path, "three")
     assert path.read_bytes() == before and os.listdir(tmp_path) == ["a.safetensors"]
+
+
+def test_the_previous_state_stays_until_the_new_one_reads_back(tmp_path, monkeypatch, capsys):
+    """As on a disk that takes what is written and gives something else back."""
+    last, previous, real = tmp_path / "last.pt", tmp_path / "previous.pt", torch.save
+    for step in (1, 2):
+        save_state(last, {"step": step, "weights": torch.arange(500.0)}, previous=previous)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def lossy(state, file):
+        buffer = io.BytesIO()
+        real(state, buffer)
+        content = bytearray(buffer.getvalue())
+        content[content.index(torch.arange(500.0).numpy().tobytes()) + 99] ^= 4
+        file.write(content)
+
+    monkeypatch.setattr(torch, "save", lossy)
+    assert run_tool(lambda: save_state(last, {"step": 3, "weights": torch.arange(500.0)}, previous=previous)) == 2
+    assert capsys.readouterr().err == f"error: {last}: what was written does not read back\n"
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_state_is_on_the_disk_before_it_takes_its_name_and_its_name_when_the_call_returns(tmp_path, monkeypatch):
+    calls, sync, replace = [], os.fsync, os.replace
+    last = tmp_path / "last.pt"
+    save_state(last, {"step": 1})
+    monkeypatch.setattr(os, "fsync", lambda number: (calls.append(os.readlink(f"/proc/self/fd/{number}")), sync(number)))
+    monkeypatch.setattr(os, "replace", lambda old, new: (calls.append(f"-> {new}"), replace(old, new)))
+    save_state(last, {"step": 2}, previous=tmp_path / "previous.pt")
+    assert calls == [f"{last}.tmp", f"-> {tmp_path / 'previous.pt'}", f"-> {last}", str(tmp_path)]
 
 
 def test_a_disk_that_fills_up_while_a_file_is_written_is_reported_with_the_file(tmp_path, capsys):

@@ -218,6 +218,19 @@ def test_three_steps_in_a_row_without_a_finite_loss_end_the_run_and_name_the_fir
     assert trainer.position.skipped == 3 and len(notes.lines) == 3
 
 
+def test_the_search_for_the_fault_sees_the_batches_as_the_step_mixed_them(tmp_path):
+    """Of two batches, the second in an epoch that has done three; what happens in between draws numbers too."""
+    trainer = small_trainer(small_config(tmp_path, optim={"mixup": 0.4}))
+    trainer.position.batch, seen = 3, []
+    trainer.model.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].clone()))
+    group = [batch(8), batch(8, start=8)]
+    trainer.step(group)
+    np.random.rand(5), torch.rand(5)
+    trainer.at_fault(group)
+    assert len(seen) == 4 and torch.equal(seen[0], seen[2]) and torch.equal(seen[1], seen[3])
+    assert not torch.equal(seen[0], trainer.spec.prepare(group[0][0]))
+
+
 def test_two_bad_steps_between_good_ones_do_not_end_the_run(tmp_path):
     trainer, notes = small_trainer(small_config(tmp_path)), Notes()
     real, bad = trainer.criterion, iter([0, 1, 1, 0, 1, 1, 0, 0])
