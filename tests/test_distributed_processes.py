@@ -147,6 +147,25 @@ def test_a_process_that_ends_before_it_has_joined_is_named(tmp_path, monkeypatch
     assert re.findall("^error: .*", others[0].err, re.MULTILINE) == [line] and "error: " not in others[1].err
 
 
+def test_processes_whose_store_nobody_serves_say_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(joining, "START_SECONDS", 1.0)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+
+        def work(rank):
+            def tool():
+                os.environ["MASTER_PORT"] = str(free.getsockname()[1])
+                with joined():
+                    raise AssertionError("goes on alone")
+
+            return run_tool(tool, several=True)
+
+        ended = run_processes(2, work, tmp_path, limit_s=20)
+    assert [each.code for each in ended] == [4, 4] and "error: " not in ended[1].err
+    said = re.findall("^error: .*", ended[0].err, re.MULTILINE)
+    assert len(said) == 1 and said[0].startswith("error: torchrun or the first process does not answer at 127.0.0.1:")
+
+
 def quick(monkeypatch) -> None:
     for name, seconds in {"BEAT": 0.1, "SILENCE": 2.5, "DOUBT": 1.0, "GRACE": 0.3}.items():
         monkeypatch.setattr(watchdog, f"{name}_SECONDS", seconds)

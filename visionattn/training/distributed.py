@@ -19,6 +19,7 @@ import torch
 from torch import distributed
 
 from visionattn.measure import is_out_of_memory
+from visionattn.models.weights import first_line
 from visionattn.training.build import pick_device
 from visionattn.training.interrupt import Failed, Interrupted, NonFinite, OutOfMemory, Stopped
 from visionattn.training.watchdog import BEAT_SECONDS, Verdict, Watchdog, start_watchdog
@@ -206,14 +207,21 @@ class Processes:
             raise SystemExit(128 + signum)
 
 
-def meet(rank: int, size: int) -> distributed.Store:
+def meet(rank: int, size: int, local_rank: int) -> distributed.Store:
     """Wait for the other processes; returns the store with which they find each other.
 
     Raises:
-        Failed: some have not come within ``START_SECONDS``, perhaps as they died before; one of the others tells it.
+        Failed: some have not come within ``START_SECONDS``, perhaps as they died before, which one of the others tells;
+            or the store does not answer, which one process of each machine tells.
     """
     limit = timedelta(seconds=START_SECONDS)
-    store, _, _ = next(distributed.rendezvous("env://", rank, size, timeout=limit))
+    try:
+        store, _, _ = next(distributed.rendezvous("env://", rank, size, timeout=limit))
+    except distributed.DistError as error:
+        if local_rank:
+            _be_quiet()
+        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise Failed(f"torchrun or the first process does not answer at {place}: {first_line(error)}") from error
     here = [f"visionattn/here/{other}" for other in range(size)]
     store.set(here[rank], "")
     try:
@@ -247,7 +255,7 @@ def joined() -> Iterator[Processes]:
         raise ValueError(f"WORLD_SIZE is set but not {', '.join(missing)}; start several processes with torchrun")
     rank, size, local_rank, port = (int(os.environ[name]) for name in names)
     on_gpus = torch.cuda.is_available() and distributed.is_nccl_available()
-    store = meet(rank, size)
+    store = meet(rank, size, local_rank)
     distributed.init_process_group("cpu:gloo,cuda:nccl" if on_gpus else "gloo", store=store, rank=rank, world_size=size)
     processes = Processes(rank, size, local_rank, [""] * size)
     signal.signal(signal.SIGTERM, processes.terminate)
