@@ -46,6 +46,11 @@ def test_ticks_of_powers_are_as_short_as_they_can_be():
     assert shown == ["0", "0.00002", "0.00004", "0.00006", "0.00008", "0.00010"]
 
 
+def test_evenly_spaced_ticks_of_a_logarithmic_axis_have_one_number_of_digits():
+    _, shown = ticks_of(Chart("T", "heads", "MiB", line([2, 4], [1.6, 2.6]), 2, 10, x_ticks=[2, 4]))
+    assert "2.0" in shown and {len(text) for text in shown} == {3}
+
+
 def test_part_of_an_epoch_has_ticks_and_a_single_epoch_has_its_own():
     shown, _ = ticks_of(Chart("T", "epoch", "nats", line([0.05 * i for i in range(1, 20)], [1.0] * 19)))
     assert len(shown) >= 2

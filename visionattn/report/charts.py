@@ -189,8 +189,10 @@ def _set_axes(ax, chart: Chart) -> None:
     if len(_ticks_in_view(ax.yaxis)) < 2:
         ax.yaxis.set_major_locator(MaxNLocator(6, min_n_ticks=3))
     for axis in (ax.xaxis, ax.yaxis):
-        shown = [] if isinstance(axis.get_major_locator(), LogLocator) else _ticks_in_view(axis)
-        gap = min((after - before for before, after in zip(shown, shown[1:], strict=False)), default=0.0)
+        shown = _ticks_in_view(axis)
+        gaps = [after - before for before, after in zip(shown, shown[1:], strict=False)]
+        even = bool(gaps) and max(gaps) < 1.01 * min(gaps) and (len(gaps) > 1 or axis.get_scale() == "linear")
+        gap = min(gaps) if even else 0.0
         axis.set_major_formatter(FuncFormatter(lambda value, _, gap=gap: tick_text(value, gap)))
     ax.grid(True, which="major", linewidth=0.7)
     ax.set_axisbelow(True)
@@ -202,11 +204,11 @@ def _ticks_in_view(axis) -> list[float]:
 
 
 def tick_text(value: float, gap: float) -> str:
-    """A tick's number with as many digits as tell it from its neighbours.
+    """A tick's number with as many digits as tell it from its neighbours, as many behind the point as they have.
 
     Args:
         value: of the tick.
-        gap: the distance of the closest ticks of the axis; 0 where there is one tick alone, or each is a round number.
+        gap: the distance of the ticks of the axis; 0 where they lie as powers do, or there is one alone.
     """
     if not gap:
         return short(value)

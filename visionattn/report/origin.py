@@ -16,10 +16,10 @@ NAMES |= {f"measure_{key}": key for key in ("batch", "device", "threads", "round
 SOURCES = {
     "sweep": {
         "measure_processor": "measured on",
-        "measure_torch": "with torch",
-        "measure_commit": "at commit",
+        "measure_torch": "measured with torch",
+        "measure_commit": "measured at commit",
         "measure_load": "load before",
-        "measured": "at",
+        "measured": "measured at",
         "train_commit": "trained at commit",
         "date": "last call",
         "command": "its command",
