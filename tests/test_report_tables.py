@@ -59,6 +59,16 @@ def test_what_measurements_of_a_sweep_do_not_share_is_a_column(tmp_path):
     assert "images per second" in page.texts and "batch 8" not in page.text
 
 
+def test_a_sweep_that_measured_nothing_says_so_in_place_of_empty_columns(tmp_path):
+    rows = [
+        {key: "" if key.startswith(("inference", "training")) else value for key, value in row.items()} for row in sweep_rows()
+    ]
+    page = page_of(write_rows(tmp_path / "heads" / "cells.csv", rows), tmp_path)
+    columns = ["attention", "px", "heads", "head width", "test accuracy in %", "seeds", "parameters", "GFLOP", "status"]
+    assert page.rows[0] == columns and page.row("taylorshift direct")[3:5] == ["83.0 ± 2.8", "2"]
+    assert "speed and memory not measured" in page.text
+
+
 def test_a_sweep_says_how_to_see_the_curves_and_images_of_its_trainings(tmp_path):
     folder = tmp_path / "my heads"
     write_rows(folder / "cells.csv", sweep_rows())

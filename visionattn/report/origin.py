@@ -45,8 +45,12 @@ def shared(kind: str, rows: Sequence[Row]) -> str:
     """The conditions that all rows share, in a line."""
     alike = [(key, values[0]) for key in CONDITIONS[kind] if len(values := values_of(rows, key)) == 1]
     words = [text for key, value in alike if (text := in_words(key, value))]
-    form = shared_training(rows) if kind == "sweep" else None
-    return ", ".join([*words, *([f"trained in the {form} form"] if form else [])])
+    if kind == "sweep":
+        form = shared_training(rows)
+        words += [f"trained in the {form} form"] if form else []
+        measured = values_of(rows, "inference_status") + values_of(rows, "training_status")
+        words += [] if measured else ["speed and memory not measured"]
+    return ", ".join(words)
 
 
 def shared_training(rows: Sequence[Row]) -> str | None:

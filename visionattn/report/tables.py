@@ -38,6 +38,11 @@ class Table:
     columns: Sequence[str]
     rows: list[list[Cell]] = field(default_factory=list)
 
+    def without_empty_columns(self) -> "Table":
+        """The table without the columns in which no row says anything."""
+        used = [i for i in range(len(self.columns)) if any(row[i].text or row[i].note for row in self.rows)]
+        return Table([self.columns[i] for i in used], [[row[i] for i in used] for row in self.rows])
+
 
 def results(runs: Sequence[Run]) -> Table:
     """What came of each run; the best accuracy of several is strong."""
@@ -151,7 +156,7 @@ def sweep(rows: Sequence[Row]) -> Table:
             cells.append(mean_cell(here, f"{name}_peak_bytes", 1 / MIB, status=f"{name}_status"))
         ran = dict.fromkeys(row.get(f"{name}_backend", "") for row in here for name in passes)
         table.rows.append([*cells, Cell(", ".join(filter(None, ran))), statuses(trained)])
-    return table
+    return table.without_empty_columns()
 
 
 def seeds_cells(rows: Sequence[Row], accuracy: str) -> list[Cell]:
