@@ -108,7 +108,7 @@ def test_a_snapshot_is_named_and_where_there_is_none_the_exit_code_says_so(main,
     assert main([*one, "--budget-gib", "0.001"]) == 3
     printed = capsys.readouterr()
     assert "out of memory" in printed.out
-    assert printed.err == f"error: no snapshot {path}: the cell does not fit into memory\n"
+    assert printed.err == f"error: {path} is not written: the cell does not fit into memory\n"
 
 
 def test_rows_that_do_not_fit_the_budget_stay_and_the_others_are_fitted(main, jobs, tmp_path, capsys):

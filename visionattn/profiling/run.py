@@ -111,7 +111,7 @@ class Profile:
             raise Failed(f"{len(failed)} of {len(self.rows)} cells failed; {failed[0].cell.model}: {failed[0].status}")
         if "snapshot" in self.files:
             if not self.rows[0].bytes:
-                raise OutOfMemory(f"no snapshot {self.files['snapshot']}: the cell does not fit into memory")
+                raise OutOfMemory(f"{self.files['snapshot']} is not written: the cell does not fit into memory")
             self.show(f"snapshot: {self.files['snapshot']}; https://pytorch.org/memory_viz shows it")
 
     def sweep(self) -> None:
