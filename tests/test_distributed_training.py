@@ -191,7 +191,7 @@ def test_too_little_memory_before_the_first_step_of_one_process_ends_all_as_that
 def test_too_little_memory_in_an_evaluation_names_the_process_and_its_batches(tmp_path, monkeypatch):
     monkeypatch.setattr(evaluation, "_sums", on_second(evaluation._sums, no_memory))
     ended = run_on(2, tmp_path, code=3)
-    line = rf"error: out of memory at batches of \d images of 16 x 16 pixels {re.escape(HOST)}; a smaller batch_size.*\n"
+    line = rf"error: out of memory at batches of 4 images of 16 x 16 pixels {re.escape(HOST)}; a smaller batch_size.*\n"
     assert re.fullmatch(line, ended[0].err) and ended[0].err.count(HOST) == 1
 
 

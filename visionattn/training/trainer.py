@@ -195,7 +195,7 @@ class Trainer(Learner):
     def evaluate(self, model: nn.Module, batches: Iterable[Batch], interruption: Interruption) -> Evaluation:
         """Evaluate in the precision of the training."""
         size = self.config.data.img_size
-        self.input_shape = (self.eval_batch_size, self.spec.in_chans, size, size)
+        self.input_shape = (-(-self.eval_batch_size // self.processes.size), self.spec.in_chans, size, size)
         batches, amp = interruption.watch(batches), self.config.amp
         return evaluate(model, batches, self.spec, device=self.device, amp=amp, processes=self.processes)
 
