@@ -22,6 +22,7 @@ from visionattn.layout import Grid
 from visionattn.ops import class_sums, kernel_sums, taylor_sums
 from visionattn.ops.choice import choose_form
 from visionattn.ops.taylor_features import chunk_tokens
+from visionattn.training.interrupt import Failed
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory of a CPU is measured under Linux only")
 PLAN = Plan(rounds=2, max_rounds=2, seconds=0, memory=False)
@@ -306,13 +307,22 @@ def test_a_process_that_was_killed_otherwise_is_no_error_of_memory(monkeypatch):
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(subprocess, "run", lambda command, **options: subprocess.CompletedProcess(command, -9, "", ""))
     monkeypatch.setattr(memory, "memory_kills", lambda: 5)
-    with pytest.raises(RuntimeError, match="memory of sdpa failed: killed by signal 9"):
+    with pytest.raises(Failed, match="memory of sdpa failed: killed by signal 9"):
         case_peak_bytes(operation("sdpa"))
+
+
+def test_a_measurement_that_failed_is_a_row_that_says_so(monkeypatch):
+    def fail(case, device):
+        raise Failed("measuring the memory of sdpa failed: killed by signal 9")
+
+    monkeypatch.setattr("visionattn.benchmark.compare.case_peak_bytes", fail)
+    [row] = measure_together([operation("sdpa")], Plan(rounds=1, seconds=0.0), "sdpa")
+    assert row.status == "failed: measuring the memory of sdpa failed: killed by signal 9"
 
 
 def test_a_process_that_fails_otherwise_says_how(monkeypatch):
     monkeypatch.setattr(sys, "platform", "linux")
     done = subprocess.CompletedProcess([], 1, "", "Traceback\nValueError: no such thing")
     monkeypatch.setattr(subprocess, "run", lambda command, **options: done)
-    with pytest.raises(RuntimeError, match="failed: ValueError: no such thing"):
+    with pytest.raises(Failed, match="failed: ValueError: no such thing"):
         case_peak_bytes(operation("sdpa"))

@@ -10,6 +10,7 @@ from visionattn.benchmark.cases import Case
 from visionattn.benchmark.forms import auto_as_on
 from visionattn.benchmark.memory import build, case_peak_bytes
 from visionattn.measure import bytes_kept, flops_of, interleaved_seconds, is_out_of_memory, warm_up
+from visionattn.training.interrupt import Failed
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,8 @@ def _attempt(row: Row, stage: Callable[[], None]) -> None:
         stage()
     except NotImplementedError as error:
         row.status = f"not built: {error}"
+    except Failed as error:
+        row.status = f"failed: {error}"
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise

@@ -16,6 +16,7 @@ import torch
 import visionattn
 from visionattn.benchmark.cases import Case, Work
 from visionattn.measure import is_out_of_memory, memory_kills, peak_bytes
+from visionattn.training.interrupt import Failed
 
 OUT_OF_MEMORY = 3
 """Exit code of the process for a case that does not fit."""
@@ -39,7 +40,7 @@ def case_peak_bytes(case: Case, device: str = "cpu") -> int:
     Raises:
         torch.OutOfMemoryError: it does not fit, or the system ended the process that tried for want of memory.
         NotImplementedError: a CPU under another system than Linux.
-        RuntimeError: the process failed in another way.
+        Failed: the process failed in another way.
     """
     if device != "cpu":
         work = build(case, device)
@@ -57,9 +58,9 @@ def case_peak_bytes(case: Case, device: str = "cpu") -> int:
     if ended or done.returncode == OUT_OF_MEMORY:
         raise torch.OutOfMemoryError(f"{case.label} at {case.size} does not fit into memory")
     if done.returncode < 0:
-        raise RuntimeError(f"measuring the memory of {case.label} failed: killed by signal {-done.returncode}")
+        raise Failed(f"measuring the memory of {case.label} failed: killed by signal {-done.returncode}")
     if done.returncode:
-        raise RuntimeError(f"measuring the memory of {case.label} failed: {done.stderr.strip().splitlines()[-1]}")
+        raise Failed(f"measuring the memory of {case.label} failed: {done.stderr.strip().splitlines()[-1]}")
     return int(done.stdout)
 
 

@@ -12,6 +12,7 @@ from visionattn.benchmark.compare import Plan, Row, case_bytes_kept, check_case,
 from visionattn.benchmark.memory import build, case_peak_bytes
 from visionattn.benchmark.table import Record, duration
 from visionattn.measure import is_out_of_memory
+from visionattn.training.interrupt import Failed
 
 COLUMNS = ("what", "at", "reach", "measured", "spread", "met", "time", "baseline time", "rounds")
 
@@ -210,6 +211,8 @@ def _measure_figure(target: Target) -> Result:
         return Result(target, wrong) if wrong else Result(target, "ok", target.measure(target.case))
     except NotImplementedError as error:
         return Result(target, f"not built: {error}")
+    except Failed as error:
+        return Result(target, f"failed: {error}")
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import visionattn
+from visionattn.measure import memory_kills
 from visionattn.sweep.folder import Ending, SweepFolder
 from visionattn.sweep.grid import Cell, Plan
 from visionattn.training.interrupt import Interruption
@@ -187,16 +188,6 @@ def last_words(log: Path, start: int) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith(ERROR)]
     return (errors or lines or [""])[-1]
-
-
-def memory_kills() -> int:
-    """How many processes of this control group the system ended for want of memory; 0 where it does not say."""
-    try:
-        group = Path("/proc/self/cgroup").read_text().strip().rpartition(":")[2].lstrip("/")
-        events = (Path("/sys/fs/cgroup") / group / "memory.events").read_text().split()
-        return int(events[events.index("oom_kill") + 1])
-    except (OSError, ValueError):
-        return 0
 
 
 def describe(ending: Ending) -> str:

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from visionattn.measure import attention_backends, interleaved_seconds, is_out_of_memory, peak_bytes, warm_up
+from visionattn.measure import attention_backends, interleaved_seconds, is_out_of_memory, memory_kills, peak_bytes, warm_up
 from visionattn.models.weights import DataSpec
-from visionattn.sweep.cells import memory_kills
 from visionattn.training.build import build_model
 from visionattn.training.config import ModelConfig, OptimConfig
 from visionattn.training.evaluate import autocast
