@@ -27,6 +27,7 @@ from resumed_runs import (
 from small_runs import Quadrants, lines, quadrants, rows
 
 from visionattn.training import engine, learner, progress, trainer
+from visionattn.training import status as status_module
 from visionattn.training.batches import SampleKey
 from visionattn.training.command_line import run_tool
 from visionattn.training.progress import WaitWatch
@@ -149,6 +150,27 @@ def test_a_loading_process_that_dies_ends_the_run_with_code_4(tmp_path, monkeypa
     error, status = capsys.readouterr().err, status_of(tmp_path / "small")
     assert error.startswith("error: a process that loads data ended: DataLoader worker") and error.count("\n") == 1
     assert (status["status"], status["exit_code"]) == ("failed", 4) and time.monotonic() - began < 60
+
+
+def test_a_loading_process_that_dies_while_it_hands_over_a_batch_is_told_alike(tmp_path, monkeypatch, capsys):
+    """Its end of the connection breaks first; torch's handler of the signal then interrupts the writing of the status."""
+    real, calls = status_module.write_text, iter(range(99))
+
+    def interrupted(path, text) -> None:
+        if next(calls) == 1:
+            raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed.")
+        real(path, text)
+
+    def broken(self):
+        raise ConnectionResetError(104, "Connection reset by peer")
+        yield
+
+    monkeypatch.setattr(status_module, "write_text", interrupted)
+    monkeypatch.setattr(torch.utils.data.DataLoader, "__iter__", broken)
+    assert run_tool(lambda: run(config_of(tmp_path))) == 4
+    status = status_of(tmp_path / "small")
+    assert capsys.readouterr().err == f"error: {status['reason']}\n" and (status["status"], status["exit_code"]) == ("failed", 4)
+    assert status["reason"].startswith("a process that loads data ended: DataLoader worker ended amid a batch")
 
 
 def test_a_finished_run_says_what_came_of_it(whole):

@@ -142,10 +142,17 @@ class _Batches:
         return len(self.unreadable)
 
     def _iterate(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        for images, labels, unreadable in self._loader[0]:
+        for images, labels, unreadable in self._loaded():
             for image in unreadable:
                 self._leave_out(image)
             yield images, labels
+
+    def _loaded(self) -> Iterator[tuple]:
+        """What the loader gives; a worker that dies while it hands over a batch is an error as torch tells others."""
+        try:
+            yield from self._loader[0]
+        except ConnectionError as error:
+            raise RuntimeError("DataLoader worker ended amid a batch") from error
 
     def _leave_out(self, image: Unreadable) -> None:
         if self._on_error == "fail":

@@ -58,10 +58,13 @@ class Status:
 
     def end(self, error: BaseException) -> None:
         """Say how a run ended that did not finish."""
-        try:
-            self._write(ENDS.get(type(error), "failed"), reason(error), exit_code(error))
-        except OSError:  # the disk that ended the run; what ended it is told anyway
-            return
+        for _ in range(2):
+            try:
+                return self._write(ENDS.get(type(error), "failed"), reason(error), exit_code(error))
+            except OSError:  # the disk that ended the run; what ended it is told anyway
+                return None
+            except RuntimeError:  # torch's signal handler, which tells of a loader's process in the middle of anything
+                continue
 
     def _write(self, status: str, why: str | None, code: int | None) -> None:
         if not self.writes():
