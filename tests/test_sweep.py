@@ -347,6 +347,7 @@ def test_the_list_of_cells_holds_every_figure_with_its_provenance(small_sweep):
             assert float(row[f"{name}_images_per_second"]) > 0 and int(row[f"{name}_peak_bytes"]) > 0
             assert row[f"{name}_status"] == "ok"
             assert row["attention"] == "softmax" or row[f"{name}_backend"] == f"taylorshift {row['form']}"
+        assert (row["device"], row["threads"], row["measure_threads"]) == ("cpu, 1 threads", "1", "1")
         assert row["measure_batch"] == "3" and "tools/sweep_heads.py --base" in row["command"] and row["torch"]
     assert len({row["test_accuracy"] for row in rows if row["trained_form"] and row["heads"] == "2"}) == 1
 

@@ -45,7 +45,9 @@ def sweep(argv: Sequence[str], say: Callable[[str], None], *, train: Sequence[st
         check_wider(plan, folder)
     provenance = provenance_of(conditions_of(config, plan)["device"], argv)
     provenance["command"] = shlex.join(["python", "tools/sweep_heads.py", *argv])
-    provenance["threads"] = base.threads or provenance["threads"]
+    if base.threads:  # those of trainings and measurements, not of this process
+        device = provenance["device"].replace(f", {provenance['threads']} threads", f", {base.threads} threads")
+        provenance |= {"threads": base.threads, "device": device}
     folder.open(base, overwrite=config.overwrite)
     try:
         try:
