@@ -86,8 +86,8 @@ def draw(path: Path, panels: Sequence[Panel], note: str) -> None:
         ax.set(xlabel=panel.x_name, ylabel=panel.y_name, title=panel.title)
         ax.grid(True, which="major", alpha=0.3)
         if panel.curves:
-            many = len(panel.curves) + len(panel.marks) > 8
-            ax.legend(fontsize=7 if many else 8, ncols=2 if many else 1)
+            below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.13)} if len(panel.curves) + len(panel.marks) > 8 else {}
+            ax.legend(fontsize=8, **below)
     figure.supxlabel(note, fontsize=8, color="grey")
     figure.savefig(path, dpi=110, format="png")
     pyplot.close(figure)
