@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,12 @@ def run_processes(
         meanwhile: called with the processes once they are started.
     """
     context = multiprocessing.get_context("fork")
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    here, there = context.Pipe()
+    server = context.Process(target=_serve, args=(there,), daemon=True)  # its threads must not be those of a process that forks
+    server.start()
+    port = here.recv()
     folder.mkdir(parents=True, exist_ok=True)
-    processes = [context.Process(target=_run, args=(rank, size, store.port, work, folder)) for rank in range(size)]
+    processes = [context.Process(target=_run, args=(rank, size, port, work, folder)) for rank in range(size)]
     for process in processes:
         process.start()
     try:
@@ -58,8 +62,17 @@ def run_processes(
             if process.is_alive():
                 os.kill(process.pid, signal.SIGKILL)
                 process.join()
+        server.kill()
+        server.join()
     read = [[(folder / f"{stream}{rank}").read_text() for stream in ("out", "err")] for rank in range(size)]
     return [Ended(process.exitcode, *texts) for process, texts in zip(processes, read, strict=True)]
+
+
+def _serve(answer: Connection) -> None:
+    """Serve the store, as ``torchrun`` does, until killed."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    answer.send(store.port)
+    signal.pause()
 
 
 def _run(rank: int, size: int, port: int, work: Callable[[int], Any], folder: Path) -> None:

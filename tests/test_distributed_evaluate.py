@@ -37,24 +37,24 @@ def small_model() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("size", [2, 3, 25])
-def test_every_image_counts_once_on_any_number_of_processes(tmp_path, size):
-    """25 processes leave two of them without images."""
+@pytest.mark.parametrize(("size", "count"), [(2, 23), (3, 23), (5, 3)])
+def test_every_image_counts_once_on_any_number_of_processes(tmp_path, size, count):
+    """Five processes leave two of them without one of three images."""
     model = small_model()
-    images, labels = (torch.cat(part) for part in zip(*images_of(range(23)), strict=True))
+    images, labels = (torch.cat(part) for part in zip(*images_of(range(count)), strict=True))
     logits = model.eval()(SPEC.prepare(images)).double()
     loss, hits = nn.functional.cross_entropy(logits, labels).item(), (logits.argmax(1) == labels).sum().item()
     model.train()
 
     def work(rank):
         with joined() as processes:
-            result = evaluate(model, images_of(range(rank, 23, size)), SPEC, device=CPU, processes=processes)
+            result = evaluate(model, images_of(range(rank, count, size)), SPEC, device=CPU, processes=processes)
             assert model.training
             print(json.dumps([result.images, result.accuracy, result.loss, result.images_per_second > 0]))
 
     for each in run_processes(size, work, tmp_path):
         seen, accuracy, mean, fast = json.loads(each.out)
-        assert (seen, accuracy, fast) == (23, hits / 23, True) and 0 < hits < 23
+        assert (seen, accuracy, fast) == (count, hits / count, True)
         assert mean == pytest.approx(loss, abs=1e-6)
 
 
