@@ -406,14 +406,38 @@ class OneUnreadable(Quadrants):
         return Unreadable("x/broken.png", "cut off") if key.index == 5 else super().__getitem__(key)
 
 
-@pytest.mark.parametrize("where", ["train", "validation"])
-def test_an_unreadable_image_ends_the_run_with_its_path_and_leaves_nothing(tmp_path, monkeypatch, where):
+def unreadable_in(where: str, monkeypatch) -> None:
+    """Let the runs that follow read one image less of a split."""
     good = quadrants()
-    parts = {"train": good.train, "validation": good.validation} | {where: OneUnreadable(23, 1)}
+    broken = OneUnreadable(len(getattr(good, where)), {"train": 1, "validation": 2}[where])
+    parts = {"train": good.train, "validation": good.validation} | {where: broken}
     monkeypatch.setattr(engine, "build_splits", lambda config, seed: Splits(**parts, test=good.test, spec=SPEC))
+
+
+@pytest.mark.parametrize("where", ["train", "validation"])
+def test_an_unreadable_image_ends_the_run_with_its_path_and_loses_no_step(tmp_path, monkeypatch, where):
+    with monkeypatch.context() as patch:
+        unreadable_in(where, patch)
+        with pytest.raises(ValueError, match=r"x/broken.png.*; the state of step \d is kept, --resume goes on from it"):
+            run(small_config(tmp_path, save_every=None))
+    state = torch.load(tmp_path / "small" / "last.pt", weights_only=True)
+    assert state["position"]["epoch"] == 0 and 0 < state["position"]["step"] <= 8
+    run(small_config(tmp_path, resume=True))  # the image being repaired
+    run(small_config(tmp_path, run="whole"))
+    repaired, whole = (torch.load(tmp_path / name / "last.pt", weights_only=True)["model"] for name in ("small", "whole"))
+    assert all(torch.equal(repaired[key], whole[key]) for key in whole)
+
+
+def test_an_unreadable_image_before_the_first_step_leaves_nothing(tmp_path, monkeypatch):
+    unreadable_in("train", monkeypatch)
     with pytest.raises(ValueError, match="x/broken.png"):
-        run(small_config(tmp_path))
+        run(small_config(tmp_path, batch_size=61))
     assert not (tmp_path / "small").exists()
+
+
+@pytest.mark.parametrize("where", ["train", "validation"])
+def test_an_unreadable_image_is_left_out_where_that_is_asked_for(tmp_path, monkeypatch, where):
+    unreadable_in(where, monkeypatch)
     with pytest.warns(UserWarning, match="left out unreadable image x/broken.png"):
         run(small_config(tmp_path, data={"on_error": "skip"}, epochs=1))
     assert rows(tmp_path / "small")[0]["left_out"] == "1"

@@ -74,7 +74,7 @@ def train(config: TrainConfig, *, stream: TextIO | None = None, processes: Proce
             status.result = run(trainer, states, status, first_lines, stream)
             return status.result
     except (ValueError, FileNotFoundError):
-        if processes.first and not states.exist():  # an image that cannot be read, met before the first state
+        if processes.first and not trainer.position.step and not states.exist():  # met before anything was learnt
             clear(folder)
             if fresh:
                 folder.rmdir()
@@ -171,6 +171,12 @@ def run(trainer: Trainer, states: States, status: Status, first_lines: list[str]
             trainer.save(record)
             where = f"stopped after step {position.step} ({trainer.where()})"
             raise Stopped(f"{where}; the state is in {states.folder / LAST}") from error
+        except ValueError as error:  # an image that cannot be read, say
+            if not position.step:
+                raise
+            if trainer.processes.size == 1:  # several need not be at the same step here
+                trainer.save(record)
+            raise ValueError(f"{error}; {states.kept()}") from error
 
 
 @contextmanager
