@@ -121,7 +121,7 @@ class Processes:
             return outcome
         errors = [each for each in self.gather(self._portable(error)) if each is not None]
         chosen = min(errors, key=lambda each: isinstance(each, Interrupted))
-        raise self._agree(chosen) from error
+        raise self.agree(chosen) from error
 
     def on_first(self, work: Callable[[], Outcome]) -> Outcome:
         """Do work on the first process alone; all get what it returns or raises."""
@@ -136,12 +136,17 @@ class Processes:
         message = [outcome, self._portable(error)]
         distributed.broadcast_object_list(message)
         if message[1] is not None:
-            raise self._agree(message[1]) from error
+            raise self.agree(message[1]) from error
         return message[0]
 
-    def _agree(self, error: BaseException) -> BaseException:
+    def agree(self, error: Outcome) -> Outcome:
+        """The error, which all processes are about to raise at the same place."""
         self._agreed = error
         return error
+
+    def agreed(self, error: BaseException) -> bool:
+        """Whether all processes raise this error at the same place, and could do something together before."""
+        return self.size == 1 or error is self._agreed
 
     def _portable(self, error: BaseException | None) -> BaseException | None:
         """An error that can be sent, with the process that it comes from in its text unless that is the first one."""
@@ -177,7 +182,7 @@ class Processes:
             verdict, own = self._judge(error)
             if own:
                 raise
-            raise self._agree(verdict.exception()) from error
+            raise self.agree(verdict.exception()) from error
         finally:
             self.watchdog.keep = before
 

@@ -174,9 +174,10 @@ def run(trainer: Trainer, states: States, status: Status, first_lines: list[str]
         except ValueError as error:  # an image that cannot be read, say
             if not position.step:
                 raise
-            if trainer.processes.size == 1:  # several need not be at the same step here
-                trainer.save(record)
-            raise ValueError(f"{error}; {states.kept()}") from error
+            if not trainer.processes.agreed(error):  # the others are elsewhere
+                raise ValueError(f"{error}; {states.kept()}") from error
+            trainer.save(record)
+            raise trainer.processes.agree(ValueError(f"{error}; {states.kept()}")) from error
 
 
 @contextmanager
