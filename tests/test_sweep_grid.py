@@ -9,6 +9,7 @@ import torch
 
 from visionattn.models.weights import DataSpec
 from visionattn.sweep.config import SweepConfig
+from visionattn.sweep.folder import comparable
 from visionattn.sweep.grid import Network, make_grid, make_plan, model_of, on_meta
 from visionattn.sweep.measurement import Meter, keep_time, times_faster
 from visionattn.training.config import DataConfig, ModelConfig, TrainConfig
@@ -126,3 +127,10 @@ def test_a_second_timing_replaces_the_first():
     keep_time(found, "inference", {"status": "ok", "seconds": {network.name: [4.0]}})
     keep_time(found, "inference", {"status": "oom", "reason": "out of memory"})
     assert found[network]["inference"] == {"status": "oom", "reason": "out of memory", "peak_bytes": 1}
+
+
+@pytest.mark.parametrize("attention", ["taylorshift", "kernelized"])
+def test_a_network_keeps_the_checkpointing_of_its_training(attention):
+    base = ModelConfig("taylorshift_vit_pixel", {"depth": 2}, grad_checkpointing=True)
+    assert model_of(base, "taylorshift", Network(attention, 4, "direct", 32)).grad_checkpointing
+    assert comparable(TrainConfig(model=base)) != comparable(TrainConfig(model=ModelConfig(base.name, base.args)))

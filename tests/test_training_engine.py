@@ -225,6 +225,16 @@ def test_a_compiled_run_is_stopped_and_resumed_and_its_files_are_those_of_any_ru
     assert not any("_orig_mod" in key for key in states[1]["model"])
 
 
+def test_options_of_training_are_refused_where_no_epoch_is_left(tmp_path):
+    run(small_config(tmp_path))
+    kept = (tmp_path / "small" / "config.yaml").read_bytes()
+    with pytest.raises(ValueError, match="all 2 epochs are done, so that another optim.lr would change nothing; --epochs 3"):
+        run(small_config(tmp_path, resume=True, optim={"lr": 2e-3}))
+    assert (tmp_path / "small" / "config.yaml").read_bytes() == kept
+    run(small_config(tmp_path, resume=True, eval_batch_size=5))
+    run(small_config(tmp_path, resume=True, epochs=3, optim={"lr": 2e-3}))
+
+
 def test_a_run_that_has_finished_can_be_given_more_epochs(tmp_path):
     run(small_config(tmp_path, epochs=1))
     _, printed = run(small_config(tmp_path, epochs=2, resume=True, optim={"lr": 1e-3}))

@@ -19,7 +19,7 @@ from visionattn.training.record import write_text
 
 SWEEP, TABLE, ROWS, PLOT, LOCK = "sweep.json", "table.md", "cells.csv", "sweep.png", "lock"
 RUNS, CELLS, MEASUREMENTS, HPARAMS = "runs", "cells", "measurements", "hparams"
-QUIET = ("output", "run", "resume", "overwrite", "log_every", "threads", "seed")
+QUIET = ("output", "run", "resume", "overwrite", "log_every", "save_every", "threads", "seed")
 """Keys in which calls of one sweep may differ: those of the place, of the speed, and those that the grid varies."""
 
 
@@ -168,7 +168,7 @@ def comparable(base: TrainConfig) -> dict[str, Any]:
     content = {key: value for key, value in asdict(base).items() if key not in QUIET}
     content["data"] = {key: value for key, value in content["data"].items() if key != "img_size"}
     args = {key: value for key, value in base.model.args.items() if key not in ("num_heads", "form")}
-    content["model"] = {"name": base.model.name, "args": args}
+    content["model"] = asdict(base.model) | {"args": args}
     return json.loads(json.dumps(content))
 
 

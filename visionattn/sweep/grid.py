@@ -124,7 +124,7 @@ def make_plan(config: SweepConfig, base: TrainConfig) -> Plan:
         )
     sizes = config.img_size or [base.data.img_size]
     splits = build_splits(replace(base.data, img_size=sizes[0], img_size_choices=sizes), config.seeds[0])
-    narrow = ModelConfig(base.model.name, base.model.args | {"num_heads": 1})
+    narrow = replace(base.model, args=base.model.args | {"num_heads": 1})
     model = on_meta(narrow, splits.spec)
     check_img_size(model, [*sizes, *(base.data.img_size_choices or [])])
     check_heads(config.heads, model, base.model.name)
@@ -177,15 +177,15 @@ def model_of(base: ModelConfig, own: str | None, network: Network) -> ModelConfi
     """
     args = base.args | {"num_heads": network.heads}
     if own is None:
-        return ModelConfig(base.name, args)
+        return replace(base, args=args)
     args.pop("form", None)
     form = {"form": network.form} if network.form else {}
     if network.attention == own:
-        return ModelConfig(base.name, args | form)
+        return replace(base, args=args | form)
     published = base.name.startswith("taylorshift_abs_vit") or base.name.startswith("taylorshift_vit_pixel")
     args = (PUBLISHED if published else {}) | args | {"attention": network.attention} | form
     kept = {key: value for key, value in args.items() if key not in IDLE[network.attention]}
-    return ModelConfig(re.sub(r"^taylorshift(_abs)?_vit", "scaleformer_vit", base.name), kept)
+    return replace(base, name=re.sub(r"^taylorshift(_abs)?_vit", "scaleformer_vit", base.name), args=kept)
 
 
 def on_meta(config: ModelConfig, spec: DataSpec) -> nn.Module:

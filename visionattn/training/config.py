@@ -18,7 +18,7 @@ class ModelConfig:
     args: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the model, e.g. ``{num_heads: 6, patch_size: 8}``."""
     grad_checkpointing: bool = False
-    """Keep the inputs of blocks alone for the backward pass and compute the rest anew: less memory, a third more time."""
+    """Keep the inputs of blocks alone for the backward pass and compute the rest anew: less memory, more time."""
 
 
 @dataclass

@@ -25,6 +25,8 @@ BINDING += ("data.name", "data.val_fraction", "data.train_images", "data.eval_im
 """Options that stay, as they say which images are trained and validated on, and what the optimiser keeps of each weight."""
 COUNTED = ("batch_size", "optim.accumulate")
 """Options that stay until the epoch is over."""
+TRAINED = ("optim.", "data.augment", "data.img_size_choices", "batch_size")
+"""How options begin that act on training steps alone."""
 
 
 class States:
@@ -146,17 +148,25 @@ def recall_best(position: Position, path: Path) -> list[str]:
     return []
 
 
-def check_options(old: dict[str, Any], new: dict[str, Any], *, amid_epoch: bool) -> None:
+def check_options(old: dict[str, Any], new: dict[str, Any], *, amid_epoch: bool, done: bool) -> None:
     """Check the options that a state binds.
 
     Args:
         old: the configuration that the state was saved with, as a dict.
         new: that of the resumed run.
         amid_epoch: the state is counted in batches of an epoch that is not over.
+        done: there is no epoch left to train.
 
     Raises:
-        ValueError: one of them is another.
+        ValueError: one of them is another, or acts on training where none is left.
     """
+    if done:
+        changed = [line.split()[0] for line in differences(old, new) if line.split()[0].startswith(TRAINED)]
+        if changed:
+            raise ValueError(
+                f"all {new['epochs']} epochs are done, so that another {changed[0]} would change nothing; "
+                f"--epochs {new['epochs'] + 1} trains on, or leave it out"
+            )
     for key in BINDING + (COUNTED if amid_epoch else ()):
         group, _, name = key.rpartition(".")
         was, is_now = ((options[group] if group else options)[name] for options in (old, new))

@@ -305,7 +305,8 @@ class Trainer(Learner):
                 asked for, or is amid an epoch of other batches.
         """
         old, new = state["config"], asdict(self.config)
-        check_options(old, new, amid_epoch=state["position"]["batch"] > 0)
+        done = state["position"]["epoch"] >= self.config.epochs
+        check_options(old, new, amid_epoch=state["position"]["batch"] > 0, done=done)
         if (images := state.get("images", self.images())) != self.images():
             raise ValueError(
                 "the run has {} training and {} validation images, here are {} and {}; resume with the same".format(
