@@ -10,9 +10,9 @@ from timm.models import create_model
 
 import visionattn.benchmark.compare as compare
 import visionattn.benchmark.forms as forms
-import visionattn.benchmark.memory as memory
 import visionattn.layers.attention as attention_layer
 import visionattn.ops as ops
+from visionattn import fresh_process
 from visionattn.benchmark.cases import Case, disagreement
 from visionattn.benchmark.compare import Plan, Quartiles, check_case, measure_together, ratio_of
 from visionattn.benchmark.memory import build, case_peak_bytes
@@ -293,12 +293,12 @@ def test_peak_memory_is_that_of_a_fresh_process():
     assert 1.9 * scores < case_peak_bytes(case) < 2.6 * scores  # the scores and their softmax
 
 
-@pytest.mark.parametrize("code", [memory.OUT_OF_MEMORY, -9])
+@pytest.mark.parametrize("code", [fresh_process.OUT_OF_MEMORY, -9])
 def test_a_process_that_ran_out_of_memory_is_an_error_of_memory(monkeypatch, code):
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(subprocess, "run", lambda command, **options: subprocess.CompletedProcess(command, code, "", ""))
     kills = iter([5, 6])
-    monkeypatch.setattr(memory, "memory_kills", lambda: next(kills))
+    monkeypatch.setattr(fresh_process, "memory_kills", lambda: next(kills))
     with pytest.raises(torch.OutOfMemoryError, match="sdpa at 77 does not fit"):
         case_peak_bytes(operation("sdpa"))
 
@@ -306,7 +306,7 @@ def test_a_process_that_ran_out_of_memory_is_an_error_of_memory(monkeypatch, cod
 def test_a_process_that_was_killed_otherwise_is_no_error_of_memory(monkeypatch):
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(subprocess, "run", lambda command, **options: subprocess.CompletedProcess(command, -9, "", ""))
-    monkeypatch.setattr(memory, "memory_kills", lambda: 5)
+    monkeypatch.setattr(fresh_process, "memory_kills", lambda: 5)
     with pytest.raises(Failed, match="memory of sdpa failed: killed by signal 9"):
         case_peak_bytes(operation("sdpa"))
 

@@ -14,8 +14,8 @@ import torch
 from torch.cuda import _memory_viz as viewer
 
 import visionattn.measure as measure_module
-import visionattn.profiling.process as process
 import visionattn.profiling.snapshot as snapshot
+from visionattn import fresh_process
 from visionattn.profiling.cells import Cell, Shape
 from visionattn.profiling.largest import find_largest, largest_fit
 from visionattn.profiling.picture import panel_of
@@ -23,6 +23,7 @@ from visionattn.profiling.process import Bytes, Job, measure, measure_here
 from visionattn.profiling.rows import Row, growth, growths, record_of
 from visionattn.profiling.snapshot import PICKLE_PROTOCOL, record, write_snapshot
 from visionattn.profiling.step import Step
+from visionattn.training.interrupt import Failed
 
 TINY = Cell("taylorshift_vit_t", 48, depth=1)
 VIEWER_OPCODES = {"APPEND", "APPENDS", "BINFLOAT", "BINGET", "BININT", "BININT1", "BININT2", "BINPUT", "BINUNICODE", "DICT"}
@@ -208,10 +209,9 @@ def test_a_killed_process_ran_out_of_memory_only_where_the_system_says_so(monkey
     killed = subprocess.CompletedProcess([], -9, "", "")
     monkeypatch.setattr(subprocess, "run", lambda command, **options: killed)
     kills = iter([5, 5, 5, 6])
-    monkeypatch.setattr(process, "memory_kills", lambda: next(kills))
-    with pytest.raises(RuntimeError, match="killed by signal 9") as raised:
+    monkeypatch.setattr(fresh_process, "memory_kills", lambda: next(kills))
+    with pytest.raises(Failed, match="killed by signal 9"):
         measure(Job(TINY))
-    assert not isinstance(raised.value, torch.OutOfMemoryError)
     with pytest.raises(torch.OutOfMemoryError, match="48 px does not fit"):
         measure(Job(TINY))
 

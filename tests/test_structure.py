@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 RANKS = {"layout": 0, "ops": 1, "layers": 2, "models": 3}
-RANKS |= {"training": 4, "measure": 4, "calibrate": 4, "visualize": 4, "benchmark": 5}
+RANKS |= {"training": 4, "measure": 4, "calibrate": 4, "fresh_process": 4, "visualize": 4, "benchmark": 5}
 RANKS |= {"sweep": 5, "profiling": 5, "inference": 5, "report": 5}
 FILES = sorted((ROOT / "visionattn").rglob("*.py"))
 

@@ -4,24 +4,18 @@
 """
 
 import json
-import os
 import re
-import signal
-import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
-import visionattn
-from visionattn.measure import is_out_of_memory, memory_kills, peak_bytes
+from visionattn.fresh_process import answer, ask
+from visionattn.measure import peak_bytes
 from visionattn.profiling.cells import Cell
 from visionattn.profiling.step import Step
 
-OUT_OF_MEMORY = 3
-"""Exit code of the process for a cell that does not fit."""
-PACKAGE = Path(visionattn.__file__).parents[1]
 BUILDING_BYTES, SLACK_BYTES = 2**30, 2**26
 """What a process may ask for beyond the budget while its model is built, and after that; most of it is never touched."""
 
@@ -66,22 +60,10 @@ def measure(job: Job) -> Bytes:
 
     Raises:
         torch.OutOfMemoryError: it does not fit into the budget, or the system ended the process for want of memory.
-        RuntimeError: the process failed in another way; the text is the last line that it wrote, or the signal that ended it.
+        Failed: the process failed in another way; the text is the last line that it wrote, or the signal that ended it.
     """
-    paths = [str(PACKAGE), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "MALLOC_MMAP_THRESHOLD_": "65536"}
-    command = [sys.executable, "-m", "visionattn.profiling.process"]
-    kills = memory_kills()
-    done = subprocess.run(command, input=json.dumps(asdict(job)), capture_output=True, text=True, env=env)
-    ended = done.returncode == -signal.SIGKILL and memory_kills() > kills
-    if ended or done.returncode == OUT_OF_MEMORY or (done.returncode and "bad_alloc" in done.stderr):
-        raise torch.OutOfMemoryError(f"{job.cell.model} at {job.cell.px} px does not fit")
-    if done.returncode < 0:
-        raise RuntimeError(f"killed by signal {-done.returncode}")
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or [f"the process ended with code {done.returncode}"]
-        raise RuntimeError(lines[-1][:160])
-    return Bytes(**json.loads(done.stdout.splitlines()[-1]))
+    printed = ask("visionattn.profiling.process", json.dumps(asdict(job)), f"{job.cell.model} at {job.cell.px} px")
+    return Bytes(**json.loads(printed.splitlines()[-1]))
 
 
 def measure_here(job: Job) -> Bytes:
@@ -157,22 +139,14 @@ def resident_bytes(field: str) -> int:
     return 1024 * int(re.search(rf"^{field}:\s+(\d+) kB$", status, re.MULTILINE).group(1))
 
 
-def main() -> int:
-    """Measure the job on standard input."""
-    if Path("/proc/self/oom_score_adj").exists():
-        Path("/proc/self/oom_score_adj").write_text("1000")
-    told = json.load(sys.stdin)
+def measure_told(text: str) -> str:
+    """The bytes of a job, both as JSON, in this process."""
+    told = json.loads(text)
     job = Job(**told | {"cell": Cell(**told["cell"])})
     if job.threads:
         torch.set_num_threads(job.threads)
-    try:
-        print(json.dumps(asdict(measure_here(job))))
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        return OUT_OF_MEMORY
-    return 0
+    return json.dumps(asdict(measure_here(job)))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(answer(measure_told))

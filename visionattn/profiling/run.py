@@ -140,7 +140,7 @@ class Profile:
         job = Job(cell, self.device, torch.get_num_threads(), self.budget_bytes, str(snapshot.absolute()) if snapshot else None)
         try:
             return Row(cell, tokens, measure(job))
-        except (RuntimeError, MemoryError) as error:
+        except (Failed, RuntimeError, MemoryError) as error:
             return Row(cell, tokens, None, "out of memory" if is_out_of_memory(error) else f"failed: {error}")
 
     def tell(self, *lines: str) -> None:

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import visionattn
+from visionattn.fresh_process import environment
 from visionattn.measure import memory_kills
 from visionattn.sweep.folder import Ending, SweepFolder
 from visionattn.sweep.grid import Cell, Plan
@@ -23,7 +23,6 @@ from visionattn.training.record import STATUS, can_go_on, write_text
 
 STATUSES = {0: "finished", 1: "nan", 3: "oom", 130: "stopped"}
 """What exit codes mean; all others are "failed", and so is 1 without an error line: Python ends so by itself."""
-PACKAGE = Path(visionattn.__file__).parents[1]
 ERROR = "error: "
 """How tools begin the line that says why they end."""
 POLL_SECONDS = 0.05
@@ -142,12 +141,6 @@ def start(plan: Plan, cell: Cell, folder: SweepFolder, command: Sequence[str]) -
             process_group=0,  # a terminal's Ctrl-C goes to the sweep, which passes it on once
         )
         return Attempt(process, time.monotonic(), memory_kills(), log_from)
-
-
-def environment() -> dict[str, str]:
-    """That of this process, in which the package is found wherever it was started."""
-    paths = [str(PACKAGE), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def end(cell: Cell, folder: SweepFolder, attempt: Attempt) -> Ending:

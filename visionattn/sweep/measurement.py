@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from visionattn.benchmark.table import processor
-from visionattn.sweep.cells import environment, last_words
+from visionattn.fresh_process import environment
+from visionattn.sweep.cells import last_words
 from visionattn.sweep.config import SweepConfig
 from visionattn.sweep.folder import SweepFolder
 from visionattn.sweep.grid import Network, Plan
@@ -48,7 +49,7 @@ class Meter:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                env=environment() | ({"MALLOC_MMAP_THRESHOLD_": "65536"} if task == "memory" else {}),
+                env=environment(returning=task == "memory"),
                 pass_fds=[folder.lock_number()],
             )
 

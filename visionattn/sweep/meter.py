@@ -10,12 +10,12 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from visionattn.fresh_process import first_to_end
 from visionattn.measure import attention_backends, interleaved_seconds, is_out_of_memory, memory_kills, peak_bytes, warm_up
 from visionattn.models.weights import DataSpec
 from visionattn.training.build import build_model
@@ -110,8 +110,7 @@ def measure_time(told: dict[str, Any]) -> dict[str, Any]:
 
 def measure(told: dict[str, Any], answer: Connection) -> None:
     """Measure in this process, the first to end when the system runs out of memory, and send what came of it."""
-    if Path("/proc/self/oom_score_adj").exists():
-        Path("/proc/self/oom_score_adj").write_text("1000")
+    first_to_end()
     if told["threads"]:
         torch.set_num_threads(told["threads"])
     try:
