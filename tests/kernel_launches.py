@@ -1,0 +1,143 @@
+"""The launches of kernels without a GPU: recorded on tensors without memory, specialised and compiled as a GPU would have it.
+
+Run in a process of its own, in which Triton does not interpret: ``python kernel_launches.py MODULE``, where ``MODULE.CASES`` maps
+names to functions of nothing that launch kernels on the meta device. Prints one JSON object: for each case its launches.
+"""
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import import_module
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from unittest.mock import patch
+
+CAPABILITIES = (80, 90, 100)
+SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch as the host asked for it."""
+
+    kernel: object
+    grid: tuple[int, ...]
+    args: tuple
+    meta: dict
+
+    def specialised(self, capability: int):
+        """Triton's key of the compiled kernel and what it compiles, for a GPU of this compute capability."""
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource, make_backend
+        from triton.runtime.jit import create_function_from_signature
+
+        target = GPUTarget("cuda", capability, 32)
+        backend = make_backend(target)
+        binder = create_function_from_signature(self.kernel.signature, self.kernel.params, backend)
+        meta = self.meta | {"debug": False, "enable_fp_fusion": True}
+        bound, specialization, options = binder(*self.args, **meta)
+        key = f"{self.kernel.__name__} {specialization} {options}"
+        options, signature, constants, attributes = self.kernel._pack_args(backend, meta, bound, specialization, options)
+        return key, ASTSource(self.kernel, signature, constants, attributes), target, options.__dict__
+
+
+@contextlib.contextmanager
+def recorded():
+    """Launches within the context are recorded in the list it gives, and none is made."""
+    from visionattn.ops.triton import launch
+
+    launches = []
+
+    def record(kernel, grid, *args, **meta):
+        launch.check_grid(kernel.__name__, grid)
+        launches.append(Launch(kernel, tuple(grid), args, meta))
+
+    with patch.object(launch, "run", record):
+        yield launches
+
+
+@lru_cache
+def _disassembler() -> str:
+    import triton
+
+    return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump")
+
+
+def compile_launch(launch: Launch, capability: int) -> dict[str, object]:
+    """What the compiler says of the launch: bytes of shared memory and of spilled registers, registers, matrix instructions."""
+    import triton
+
+    _, source, target, options = launch.specialised(capability)
+    compiled = triton.compile(source, target=target, options=options)
+    with NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage = subprocess.run([_disassembler(), "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+    found = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage.stdout)}
+    ptx = compiled.asm["ptx"]
+    return {
+        "kernel": launch.kernel.__name__,
+        "shared_bytes": compiled.metadata.shared,
+        "spilled_bytes": max(found["STACK"], found["LOCAL"]),
+        "registers": found["REG"],
+        "matrix": next((name for name in ("tcgen05.mma", "wgmma", "mma.sync") if name in ptx), ""),
+    }
+
+
+def results(cases) -> dict[str, dict[str, list[dict]]]:
+    """By case and capability, one entry for each different kernel that it launches."""
+    found = {}
+    for name, work in cases.items():
+        with recorded() as launches:
+            work()
+        assert launches, f"{name} launched nothing"
+        found[name] = {}
+        for capability in CAPABILITIES:
+            distinct = {launch.specialised(capability)[0]: launch for launch in launches}
+            found[name][str(capability)] = [compile_launch(launch, capability) for launch in distinct.values()]
+    return found
+
+
+def compiled_in_fresh_process(module: str) -> dict[str, dict[str, list[dict]]]:
+    """``results`` of ``module.CASES``, from a process in which Triton compiles."""
+    return json.loads(_fresh(module, "compile"))
+
+
+def keys_in_fresh_process(module: str) -> dict[str, dict[str, int]]:
+    """By case of ``module.SIZES`` and kernel, the number of different compilations over all its sizes."""
+    return json.loads(_fresh(module, "keys"))
+
+
+def _fresh(module: str, what: str) -> str:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    here = Path(__file__).parent
+    environment["PYTHONPATH"] = os.pathsep.join([str(here), str(here.parent), environment.get("PYTHONPATH", "")])
+    command = [sys.executable, __file__, what, module]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def distinct_keys(cases) -> dict[str, dict[str, int]]:
+    """``cases`` maps names to a function of a number of tokens and the numbers."""
+    found = {}
+    for name, (work, sizes) in cases.items():
+        keys: dict[str, set[str]] = {}
+        for size in sizes:
+            with recorded() as launches:
+                work(size)
+            for launch in launches:
+                keys.setdefault(launch.kernel.__name__, set()).add(launch.specialised(90)[0])
+        found[name] = {kernel: len(different) for kernel, different in keys.items()}
+    return found
+
+
+if __name__ == "__main__":
+    what, module = sys.argv[1:]
+    module = import_module(module)
+    print(json.dumps(results(module.CASES) if what == "compile" else distinct_keys(module.SIZES)))
