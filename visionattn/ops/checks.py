@@ -71,8 +71,6 @@ def check_options(
         raise ValueError(f"form {form!r}: wanted one of {', '.join(FORMS)}")
     if impl not in ("auto", "eager", "triton"):
         raise ValueError(f"impl {impl!r}: wanted one of auto, eager, triton")
-    if impl == "triton":
-        raise NotImplementedError('impl="triton": there are no GPU kernels yet; use "eager" or "auto"')
     check_value_drop(value_drop, generator)
     if generator is not None and device is not None and generator.device.type != device.type:
         raise ValueError(f"q is on {device}, generator on {generator.device}; draw where the tensors are")

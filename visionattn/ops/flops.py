@@ -9,7 +9,7 @@ from math import prod
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from visionattn.ops import softmax, states  # noqa: F401  operators exist once their modules are imported
+from visionattn.ops import kernel_mean, softmax, states  # noqa: F401  operators exist once their modules are imported
 from visionattn.ops.choice import choose_form
 from visionattn.ops.class_sums import direct_is_faster
 from visionattn.ops.kernel_sums import BLOCK_TOKENS, form_taken
@@ -108,6 +108,25 @@ def _(q, k, v, key_mask, feature_map, causal, form, *args, out_shape=None, **kwa
 @register_flop_formula(torch.ops.visionattn.kernel_sums_backward)
 def _(d_values, d_mass, d_s, d_z, q, k, v, key_mask, s, z, feature_map, causal, form, *args, out_shape=None, **kwargs) -> int:
     return _kernel_flops(q, v, causal, form, backward=True)
+
+
+def _position_flops(q, v, table, place, backward: bool) -> int:
+    """Products of joint relative position for each patch: as many as ``class_sums`` counts in its tiled form."""
+    if table is None:
+        return 0
+    (batch, heads, n, d), classes = q, table[1] * table[2]
+    per_query = classes * ((3 * d + 2 * v[3]) if backward else (d + v[3]))
+    return 2 * batch * heads * (n - place[2]) * per_query
+
+
+@register_flop_formula(torch.ops.visionattn.kernel_mean)
+def _(q, k, v, key_mask, table, feature_map, causal, place, *args, out_shape=None, **kwargs) -> int:
+    return _kernel_flops(q, v, causal, "efficient", backward=False) + _position_flops(q, v, table, place, backward=False)
+
+
+@register_flop_formula(torch.ops.visionattn.kernel_mean_backward)
+def _(grad, out, mass, q, k, v, key_mask, table, s, z, feature_map, causal, place, *args, out_shape=None, **kwargs) -> int:
+    return _kernel_flops(q, v, causal, "efficient", backward=True) + _position_flops(q, v, table, place, backward=True)
 
 
 def _state_flops(x, e: int, backward: bool) -> int:

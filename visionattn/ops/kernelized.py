@@ -12,9 +12,12 @@ from visionattn.ops.feature_maps import (
     map_name,
     query_features,
 )
+from visionattn.ops.kernel_mean import kernel_mean
 from visionattn.ops.kernel_sums import kernel_sums
 from visionattn.ops.relative import Flat, RelativePosition, key_counts, mean_with_relative
 from visionattn.ops.sums import Sums, accumulation_dtype, without_autocast
+from visionattn.ops.triton.geometry import place_of
+from visionattn.ops.triton.why_not import takes_kernels
 from visionattn.ops.value_drop import drop_values
 
 
@@ -68,13 +71,15 @@ def kernelized_attention(
         generator: of the draws of value_drop.
         form: "efficient" is O((N + M) d e), "direct" O(N M d); "auto" is the one expected to be the faster, see
             ``choice.py``. They agree to rounding.
-        impl: "eager", or "auto", which is the same until there are kernels.
+        impl: "triton" runs the GPU kernels or raises why not, "eager" PyTorch's own; "auto" takes kernels on a GPU where they
+            exist (``triton/why_not.py``). They agree within the precision of the inputs.
 
     Returns:
         ``[B, h, N, e]`` in the dtype of v.
 
     Raises:
         ValueError: shapes, dtypes, devices, names or tables that do not fit; causal with what has no such order.
+        NotImplementedError: impl="triton" where there is no kernel for these inputs.
 
     Source: Katharopoulos et al. 2020, eq. 4 to 6, causal eq. 8 to 12; with relative position Scaleformer, eq. 9 and 10.
     """
@@ -83,6 +88,11 @@ def kernelized_attention(
     feature_map = get_feature_map(feature_map)
     if causal:
         _check_causal(feature_map, relative)
+    options = dict(key_mask=key_mask, relative=relative, feature_map=map_name(feature_map), causal=causal, form=form)
+    if takes_kernels(impl, "kernelized", q, k, v, **options):
+        v = drop_values(v.float(), value_drop, generator).to(v.dtype) if value_drop else v
+        table = None if relative is None else relative.table
+        return kernel_mean(q, k, v, key_mask, table, options["feature_map"], causal, place_of(relative))[0]
     dtype = accumulation_dtype(q, k, v)
     with without_autocast(q):
         query, value = (q, v) if relative is None else (q.to(dtype), v.to(dtype))  # gradients of two terms add up in dtype

@@ -158,7 +158,7 @@ def _queries_backward(
     p_grad, p_out = head(p_grad, i_batch, i_head, grad_batch, grad_head), head(p_out, i_batch, i_head, out_batch, out_head)
     p_q, p_dq = head(p_q, i_batch, i_head, q_batch, q_head), head(p_dq, i_batch, i_head, dq_batch, dq_head)
     p_s += i_group.to(tl.int64) * D * E
-    b_s = tl.load(p_s + o_d[None, :] * E + o_e[:, None], mask=m_d[None, :] & m_e[:, None], other=0)  # [E, D]
+    b_s = tl.load(p_s + o_d[None, :] * E + o_e[:, None], mask=m_d[None, :] & m_e[:, None], other=0).to(p_q.dtype.element_ty)  # [E, D]
     b_z = tl.load(p_z + i_group.to(tl.int64) * D + o_d, mask=m_d, other=0)
     b_ds = tl.zeros([BLOCK_E, BLOCK_D], tl.float32)
     b_dz = tl.zeros([BLOCK_D], tl.float32)
@@ -175,7 +175,7 @@ def _queries_backward(
         b_phi = tl.where(m_n[:, None] & m_d[None, :], phi(b_q, MAP), 0)
         b_ds += tl.dot(tl.trans(b_g).to(b_q.dtype), b_phi.to(b_q.dtype), input_precision=PRECISION)
         b_dz += tl.sum(b_phi * b_dmass[:, None], 0)
-        b_dq = tl.dot(b_g.to(b_q.dtype), b_s.to(b_q.dtype), input_precision=PRECISION) + b_dmass[:, None] * b_z[None, :]
+        b_dq = tl.dot(b_g.to(b_q.dtype), b_s, input_precision=PRECISION) + b_dmass[:, None] * b_z[None, :]
         b_dq *= phi_slope(b_q, MAP)
         tl.store(rows(p_dq, o_n, dq_token, o_d), b_dq.to(p_dq.dtype.element_ty), mask=m_n[:, None] & m_d[None, :])
     i_part = i_segment.to(tl.int64) * groups + i_group

@@ -1,0 +1,109 @@
+"""Kernels of bidirectional kernelized attention: right in the interpreter (and on a GPU), and fit for three generations of GPUs."""
+
+import pytest
+
+pytest.importorskip("triton", reason="GPU kernels need Triton")
+
+import torch
+from kernel_checks import assert_within_budget, every_place, guarded, poisoned_memory
+from kernel_launches import SHARED_BYTES, compiled_in_fresh_process, keys_in_fresh_process
+from oracles import draw
+from torch import Tensor
+
+from visionattn.ops import reference
+
+poisoned = pytest.fixture(autouse=True)(poisoned_memory)
+
+
+def inputs(device: str, dtype: torch.dtype, batch: int, heads: int, n: int, m: int, d: int, e: int) -> dict[str, Tensor]:
+    """q, k, v and the gradient of the mean, between rows of NaN."""
+    shapes = {"q": (n, d), "k": (m, d), "v": (m, e), "grad": (n, e)}
+    drawn = {name: draw(batch, heads, *shape, seed=i).to(dtype) for i, (name, shape) in enumerate(shapes.items())}
+    return {name: guarded(x.to(device)) for name, x in drawn.items()}
+
+
+def with_kernels(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, key_mask: Tensor | None, feature_map: str) -> dict[str, Tensor]:
+    """The mean and its gradients by the functions of the module, one after the other."""
+    from visionattn.ops.triton import kernelized, launch
+
+    (batch, heads, n, _), e = q.shape, v.shape[3]
+    out, mass = launch.tokens_first(v, batch, heads, n, e), q.new_empty(batch, heads, n, dtype=torch.float32)
+    s, z = kernelized.state_of_keys(k, v, key_mask, feature_map)
+    kernelized.means(q, s, z, feature_map, out, mass, n)
+    dq, ds, dz = kernelized.queries_backward(grad, out, mass, q, s, z, feature_map, k.shape[2])
+    dk, dv = kernelized.keys_backward(k, v, key_mask, ds, dz, feature_map)
+    return {"out": out, "q": dq, "k": dk, "v": dv}
+
+
+def by_definition(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, key_mask: Tensor | None, feature_map: str) -> dict[str, Tensor]:
+    """The same in float64 by the quadratic definition."""
+    leaves = [x.double().cpu().detach().requires_grad_() for x in (q, k, v)]
+    mask = None if key_mask is None else key_mask.cpu()
+    out = reference.kernelized_attention(*leaves, key_mask=mask, feature_map=feature_map)
+    return {"out": out} | dict(zip("qkv", torch.autograd.grad(out, leaves, grad.double().cpu()), strict=True))
+
+
+SIZES = [(1, 1, 1, 17, 8, 8), (2, 3, 17, 63, 16, 24), (1, 2, 64, 65, 24, 16), (1, 1, 130, 300, 32, 40), (1, 2, 65, 17, 64, 8)]
+
+
+@every_place
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_mean_and_every_gradient_are_those_of_the_definition(device, dtype, sizes):
+    tensors = inputs(device, dtype, *sizes)
+    options = dict(key_mask=None, feature_map="elu1")
+    assert_within_budget(with_kernels(**tensors, **options), by_definition(**tensors, **options), dtype)
+
+
+@every_place
+def test_masked_keys_take_no_part_whatever_finite_numbers_they_hold(device, dtype):
+    tensors = inputs(device, dtype, 3, 2, 33, 77, 16, 24)
+    mask = torch.rand(3, 77, generator=torch.Generator().manual_seed(1)) < 0.5
+    mask[2] = False
+    options = dict(key_mask=mask.to(device), feature_map="relu")
+    expected = by_definition(**tensors, **options)
+    for name in "kv":
+        tensors[name].masked_fill_(~mask.to(device)[:, None, :, None], 3e4)
+    assert_within_budget(with_kernels(**tensors, **options), expected, dtype)
+
+
+@every_place
+def test_queries_whose_features_meet_no_key_get_zero_and_pass_nothing_back(device, dtype):
+    tensors = inputs(device, dtype, 1, 2, 20, 30, 8, 8)
+    tensors["q"][:, :, 3:9] = -tensors["q"][:, :, 3:9].abs()
+    results = with_kernels(**tensors, key_mask=None, feature_map="relu")
+    assert not results["out"][:, :, 3:9].any() and not results["q"][:, :, 3:9].any()
+    assert_within_budget(results, by_definition(**tensors, key_mask=None, feature_map="relu"), dtype)
+
+
+@every_place
+def test_many_segments_give_the_sums_of_one(device, dtype, monkeypatch):
+    from visionattn.ops.triton import launch
+
+    tensors = inputs(device, dtype, 1, 1, 201, 263, 16, 16)
+    monkeypatch.setattr(launch, "segments", lambda *args: 7)
+    options = dict(key_mask=None, feature_map="elu1")
+    assert_within_budget(with_kernels(**tensors, **options), by_definition(**tensors, **options), dtype)
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    return compiled_in_fresh_process("kernelized_launches")
+
+
+@pytest.mark.parametrize("capability", SHARED_BYTES)
+def test_compiled_kernels_fit_their_gpu_without_spilling(compiled, capability):
+    for case, by_capability in compiled.items():
+        for found in by_capability[str(capability)]:
+            assert found["spilled_bytes"] == 0, (case, found)
+            assert found["shared_bytes"] <= SHARED_BYTES[capability], (case, found)
+            assert found["matrix"], (case, found)
+
+
+def test_wide_heads_run_on_the_matrix_units_of_a_hopper_gpu(compiled):
+    assert {found["matrix"] for found in compiled["d=64 e=64 bfloat16"]["90"]} <= {"wgmma", "mma.sync"}
+    assert "wgmma" in {found["matrix"] for found in compiled["d=64 e=64 bfloat16"]["90"]}
+
+
+def test_no_length_compiles_anything_anew():
+    for kernels in keys_in_fresh_process("kernelized_launches").values():
+        assert len(kernels) == 4 and set(kernels.values()) == {1}

@@ -1,0 +1,137 @@
+"""Kernelized attention as one operator of GPU kernels: content, joint relative position and division, with its gradient.
+
+What ``kernelized.py`` makes of ``kernel_sums``, ``class_sums`` and ``weighted_mean`` in eager PyTorch, the kernels of
+``ops/triton`` make here without sums in memory. Autograd keeps q, k, v, the mean, its mass and, of bidirectional attention, the
+state. ``triton/why_not.py`` says for which inputs.
+"""
+
+import torch
+from torch import Tensor
+
+from visionattn.ops.form_ran import form_ran
+from visionattn.ops.sums import no_double_backward
+from visionattn.ops.triton.geometry import place_from
+from visionattn.ops.triton.launch import tokens_first
+
+
+@torch.library.custom_op("visionattn::kernel_mean", mutates_args=())
+def kernel_mean(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    table: Tensor | None,
+    feature_map: str,
+    causal: bool,
+    place: list[int],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The weighted mean under ``phi(q_i) . phi(k_j)`` and, with a table, the joint relative position.
+
+    Args:
+        q, k, v: ``[B, h, N, d]``, ``[B, h, M, d]``, ``[B, h, M, e]`` of one dtype and any strides.
+        key_mask: bool ``[B, M]``, True takes part; not with a table.
+        table: ``[h or 1, 2Ry+1, 2Rx+1, d]``; not with causal.
+        feature_map: "elu1" or "relu".
+        causal: query i sees keys ``j <= i`` alone; N = M.
+        place: the numbers of ``triton.geometry.Place`` where there is a table, else empty.
+
+    Returns:
+        the mean ``[B, h, N, e]`` in the dtype of v, tokens before heads in memory; and, float32, for the gradient: the mass
+        ``[B, h, N]`` and the state S ``[B, h, d, e]``, Z ``[B, h, d]``, all divided by M (the state empty where causal).
+    """
+    (batch, heads, n, d), e = q.shape, v.shape[3]
+    if causal:
+        from visionattn.ops.triton.kernelized_causal import causal_means
+
+        with form_ran("kernelized causal", "efficient triton"):
+            out, mass = causal_means(q, k, v, key_mask, feature_map)
+        return out, mass, mass.new_empty(0), mass.new_empty(0)
+    from visionattn.ops.triton import kernelized
+
+    out, mass = tokens_first(v, batch, heads, n, e), q.new_empty(batch, heads, n, dtype=torch.float32)
+    with form_ran("kernelized", "efficient triton"):
+        s, z = kernelized.state_of_keys(k, v, key_mask, feature_map)
+        if table is None:
+            kernelized.means(q, s, z, feature_map, out, mass, n)
+        else:
+            _means_with_position(q, v, table, s, z, feature_map, place, out, mass)
+    return out, mass, s, z
+
+
+def _means_with_position(q, v, table, s, z, feature_map: str, place: list[int], out: Tensor, mass: Tensor) -> None:
+    """Prefix tokens have content alone; of the patches both terms are summed and divided at once."""
+    from visionattn.ops.triton import joint, kernelized
+
+    own = place_from(place)
+    if own.prefix:
+        kernelized.means(q, s, z, feature_map, out, mass, own.prefix)
+    weights, relative_mass = joint.class_weights(q, table, own)
+    joint.joint_means(weights, relative_mass, v, joint.FromState(q, s, z, feature_map), own, out, mass)
+
+
+@kernel_mean.register_fake
+def _(q, k, v, key_mask, table, feature_map, causal, place):
+    (batch, heads, n, d), e = q.shape, v.shape[3]
+    mass = q.new_empty(batch, heads, n, dtype=torch.float32)
+    state = ((0,), (0,)) if causal else ((batch, heads, d, e), (batch, heads, d))
+    return tokens_first(v, batch, heads, n, e), mass, *(mass.new_empty(shape) for shape in state)
+
+
+@torch.library.custom_op("visionattn::kernel_mean_backward", mutates_args=())
+def kernel_mean_backward(
+    grad: Tensor,
+    out: Tensor,
+    mass: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    table: Tensor | None,
+    s: Tensor,
+    z: Tensor,
+    feature_map: str,
+    causal: bool,
+    place: list[int],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of ``kernel_mean`` with respect to q, k, v, in their dtype, and the table (empty without one)."""
+    if causal:
+        from visionattn.ops.triton.kernelized_causal import causal_backward
+
+        return *causal_backward(grad, out, mass, q, k, v, key_mask, feature_map), mass.new_empty(0)
+    from visionattn.ops.triton import kernelized
+
+    dq, ds, dz = kernelized.queries_backward(grad, out, mass, q, s, z, feature_map, k.shape[2])
+    dk, dv = kernelized.keys_backward(k, v, key_mask, ds, dz, feature_map)
+    if table is None:
+        return dq, dk, dv, mass.new_empty(0)
+    from visionattn.ops.triton import joint_backward
+
+    d_table = joint_backward.joint_backward(grad, out, mass, q, table, v, None, place_from(place), dq, dv)
+    return dq, dk, dv, d_table.to(table.dtype)
+
+
+@kernel_mean_backward.register_fake
+def _(grad, out, mass, q, k, v, key_mask, table, s, z, feature_map, causal, place):
+    grads = (tokens_first(x, *x.shape) for x in (q, k, v))
+    return *grads, mass.new_empty(0) if table is None else table.new_empty(table.shape)
+
+
+no_double_backward(kernel_mean_backward)
+
+
+def _setup_context(ctx, inputs, output):
+    *tensors, feature_map, causal, place = inputs
+    ctx.options = feature_map, causal, place
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*output[:2], *tensors, *output[2:])
+
+
+def _backward(ctx, grad, *unused):
+    if grad is None:
+        return (None,) * 8
+    table = ctx.saved_tensors[6]
+    *grads, d_table = kernel_mean_backward(grad, *ctx.saved_tensors, *ctx.options)
+    return *grads, None, None if table is None else d_table, None, None, None
+
+
+kernel_mean.register_autograd(_backward, setup_context=_setup_context)

@@ -1,0 +1,118 @@
+"""For which inputs there are kernels, and the sentence that says why not. No Triton in here, and nothing depends on N."""
+
+import os
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from visionattn.ops.relative import Joint, RelativePosition
+from visionattn.ops.triton.launch import capability
+
+CAPABILITIES = {"8.0": 8, "9.0": 9, "10.0": 10}
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+WIDEST = {"kernelized": {16: (128, 128), 32: (64, 64)}, "taylorshift": {16: (64, 128), 32: (64, 64)}}
+"""The widest d and e that an operation has kernels for, by the bits of an element."""
+
+
+def why_not(
+    operation: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    key_mask: Tensor | None = None,
+    relative: RelativePosition | None = None,
+    feature_map: str = "elu1",
+    causal: bool = False,
+    form: str = "auto",
+) -> str | None:
+    """Why the kernels do not run for these inputs, in one sentence; None where they do.
+
+    Args:
+        operation: "kernelized" or "taylorshift".
+        q, k, v, key_mask, relative: as the operation takes them, checked.
+        feature_map: of "kernelized": "elu1", "relu", or "given" for a map that the kernels do not know.
+        causal: of "kernelized".
+        form: "auto", "direct" or "efficient".
+    """
+    return (
+        _why_not_here(q)
+        or _why_not_tensors(operation, q, k, v)
+        or _why_not_options(operation, q, k, feature_map, causal, form)
+        or (relative is not None and _why_not_relative(relative, key_mask, causal))
+        or None
+    )
+
+
+def takes_kernels(impl: str, operation: str, q: Tensor, k: Tensor, v: Tensor, **options) -> bool:
+    """Whether the kernels run: "eager" never, "auto" on a GPU where nothing is against it, "triton" always.
+
+    Args:
+        impl: "auto", "eager" or "triton".
+        options: those of ``why_not``.
+
+    Raises:
+        NotImplementedError: impl="triton", and the reason why there is no kernel.
+    """
+    if impl == "eager" or (impl == "auto" and q.device.type != "cuda"):
+        return False
+    reason = why_not(operation, q, k, v, **options)
+    if impl == "triton" and reason is not None:
+        raise NotImplementedError(f'impl="triton": {reason}')
+    return reason is None
+
+
+def is_interpreted() -> bool:
+    """Whether Triton runs its kernels on the processor: ``TRITON_INTERPRET=1``, set before Triton is imported."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _why_not_here(q: Tensor) -> str | None:
+    if find_spec("triton") is None:
+        return "Triton is not installed; pip install triton"
+    if q.device.type == "cpu" and is_interpreted():
+        return "Triton's interpreter computes bfloat16 wrongly; take float16 or float32" if q.dtype == torch.bfloat16 else None
+    if q.device.type != "cuda" or torch.version.hip is not None:
+        return f"q is on {q.device.type}; the kernels run on NVIDIA GPUs"
+    found = capability(q.device)
+    if found not in CAPABILITIES:
+        return f"the GPU has compute capability {found}; the kernels are made for {', '.join(CAPABILITIES)}"
+    return None
+
+
+def _why_not_tensors(operation: str, q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    if q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype:
+        return f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; the kernels take one of float16, bfloat16, float32 for all three"
+    widest = WIDEST[operation][8 * q.dtype.itemsize]
+    for name, width, most in (("q", q.shape[3], widest[0]), ("v", v.shape[3], widest[1])):
+        if width % 8 or not 8 <= width <= most:
+            return f"{name} is {width} wide; the kernels of {operation} in {q.dtype} take multiples of 8 up to {most}"
+    return None
+
+
+def _why_not_options(operation: str, q: Tensor, k: Tensor, feature_map: str, causal: bool, form: str) -> str | None:
+    if operation == "taylorshift":
+        return None
+    if form == "direct":
+        return 'form="direct" of kernelized attention has no kernel; "efficient" and "auto" have'
+    if feature_map not in ("elu1", "relu"):
+        return 'the kernels know the feature maps "elu1" and "relu"'
+    if causal and q.shape[2] != k.shape[2]:
+        return f"causal with {q.shape[2]} queries and {k.shape[2]} keys has no kernel; equal numbers have"
+    return None
+
+
+def _why_not_relative(relative: RelativePosition, key_mask: Tensor | None, causal: bool) -> str | None:
+    from visionattn.ops.triton.geometry import MOST_CLASSES
+
+    if not isinstance(relative, Joint):
+        return f"relative position {type(relative).__name__} has no kernel; Joint has"
+    if key_mask is not None:
+        return "Joint with a key_mask has no kernel"
+    if relative.layout.kept is not None:
+        return "Joint with patches left out (layout.kept) has no kernel"
+    _, rows, columns, _ = relative.table.shape
+    if rows < 3 or columns < 3 or rows * columns > MOST_CLASSES:
+        return f"a table of {rows} x {columns} classes has no kernel; 3 x 3 up to {MOST_CLASSES} in all have"
+    return None
