@@ -1,4 +1,4 @@
-"""Kernels of bidirectional kernelized attention: right in the interpreter (and on a GPU), and fit for three generations of GPUs."""
+"""Kernels of bidirectional kernelized attention: right in the interpreter and on a GPU, fit for three generations of GPUs."""
 
 import pytest
 

@@ -9,7 +9,7 @@ from math import prod
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from visionattn.ops import kernel_mean, softmax, states  # noqa: F401  operators exist once their modules are imported
+from visionattn.ops import kernel_mean, softmax, states, taylor_mean  # noqa: F401  operators exist once their modules are imported
 from visionattn.ops.choice import choose_form
 from visionattn.ops.class_sums import direct_is_faster
 from visionattn.ops.kernel_sums import BLOCK_TOKENS, form_taken
@@ -127,6 +127,18 @@ def _(q, k, v, key_mask, table, feature_map, causal, place, *args, out_shape=Non
 @register_flop_formula(torch.ops.visionattn.kernel_mean_backward)
 def _(grad, out, mass, q, k, v, key_mask, table, s, z, feature_map, causal, place, *args, out_shape=None, **kwargs) -> int:
     return _kernel_flops(q, v, causal, "efficient", backward=True) + _position_flops(q, v, table, place, backward=True)
+
+
+@register_flop_formula(torch.ops.visionattn.taylor_mean)
+def _(q, k, v, temperature, key_mask, table, a, b, c, form, place, *args, out_shape=None, **kwargs) -> int:
+    return _taylor_flops(q, k, v, form, backward=False) + _position_flops(q, v, table, place, backward=False)
+
+
+@register_flop_formula(torch.ops.visionattn.taylor_mean_backward)
+def _(grad, out, mass, q, k, v, temperature, key_mask, table, features, *args, out_shape=None, **kwargs) -> int:
+    form, place, kept = args[-2], args[-1], features[0] > 0
+    own = _taylor_flops(q, k, v, form, backward=True, state_kept=kept)
+    return own + _position_flops(q, v, table, place, backward=True)
 
 
 def _state_flops(x, e: int, backward: bool) -> int:

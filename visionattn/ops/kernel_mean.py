@@ -39,7 +39,7 @@ def kernel_mean(
         the mean ``[B, h, N, e]`` in the dtype of v, tokens before heads in memory; and, float32, for the gradient: the mass
         ``[B, h, N]`` and the state S ``[B, h, d, e]``, Z ``[B, h, d]``, all divided by M (the state empty where causal).
     """
-    (batch, heads, n, d), e = q.shape, v.shape[3]
+    (batch, heads, n, _), e = q.shape, v.shape[3]
     if causal:
         from visionattn.ops.triton.kernelized_causal import causal_means
 

@@ -11,7 +11,10 @@ from torch import Tensor
 from visionattn.ops.checks import check_attention, check_coefficients, check_options, check_temperature
 from visionattn.ops.relative import RelativePosition, key_counts, mean_with_relative
 from visionattn.ops.sums import Sums, accumulation_dtype, without_autocast
+from visionattn.ops.taylor_mean import takes_efficient_kernels, taylor_mean
 from visionattn.ops.taylor_sums import takes_efficient, taylor_sums
+from visionattn.ops.triton.geometry import place_of
+from visionattn.ops.triton.why_not import takes_kernels
 from visionattn.ops.value_drop import drop_values
 
 
@@ -42,14 +45,15 @@ def taylorshift_attention(
         value_drop: drop whole rows of v with this probability and scale up the others; see ``value_drop.py``.
         generator: of the draws of value_drop.
         form: "direct" is O(N M d), "efficient" O((N + M) d^2 e), "auto" the one expected to be faster. They agree to rounding.
-        impl: "eager", or "auto", which is the same until there are kernels.
+        impl: "triton" runs the GPU kernels or raises why not, "eager" PyTorch's own; "auto" takes kernels on a GPU where they
+            exist (``triton/why_not.py``). They agree within the precision of the inputs.
 
     Returns:
         ``[B, h, N, e]`` in the dtype of v.
 
     Raises:
         ValueError: shapes, dtypes, devices, coefficients or tables that do not fit.
-        NotImplementedError: impl="triton", for which there are no kernels yet.
+        NotImplementedError: impl="triton" where there is no kernel for these inputs.
 
     Source: TaylorShift, "How does TaylorShift work?"; temperature and output factor its "Normalization".
     """
@@ -57,6 +61,8 @@ def taylorshift_attention(
     check_coefficients(coefficients)
     check_temperature(temperature, q)
     check_options(form=form, impl=impl, value_drop=value_drop, generator=generator, device=q.device)
+    if takes_kernels(impl, "taylorshift", q, k, v, key_mask=key_mask, relative=relative, form=form):
+        return _with_kernels(q, k, v, temperature, coefficients, relative, key_mask, output_scale, value_drop, generator, form)
     dtype = accumulation_dtype(q, k, v)
     if not q.shape[2]:
         form = "direct"  # no query reads a state
@@ -73,3 +79,28 @@ def taylorshift_attention(
         if output_scale:
             out = out * (count / q.shape[3]).sqrt().unsqueeze(-1)
         return out.to(v.dtype)
+
+
+def _with_kernels(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    temperature: Tensor | None,
+    coefficients: tuple[float, float, float],
+    relative: RelativePosition | None,
+    key_mask: Tensor | None,
+    output_scale: bool,
+    value_drop: float,
+    generator: torch.Generator | None,
+    form: str,
+) -> Tensor:
+    """What ``taylorshift_attention`` returns, by one operator of GPU kernels."""
+    if form == "auto" and not torch.compiler.is_compiling():  # the state of a named form is kept; a compiler sees one operator
+        form = "efficient" if takes_efficient_kernels(form, q, k, v) else "direct"
+    value = drop_values(v.float(), value_drop, generator).to(v.dtype) if value_drop else v
+    table = None if relative is None else relative.table
+    out = taylor_mean(q, k, value, temperature, key_mask, table, *coefficients, form, place_of(relative))[0]
+    if not output_scale:
+        return out
+    factor = (key_counts(k, key_mask, dtype=torch.float32) / q.shape[3]).sqrt().unsqueeze(-1)
+    return (out.float() * factor).to(v.dtype)

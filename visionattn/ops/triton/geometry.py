@@ -29,7 +29,9 @@ def place_of(relative: Joint | None) -> list[int]:
     return list(Place(grid.height, grid.width, relative.layout.num_prefix, rows // 2, columns // 2, mean))
 
 
-def place_from(numbers: Sequence[int]) -> Place:
-    """The ``Place`` that such a list stands for."""
+def place_from(numbers: Sequence[int]) -> Place | None:
+    """The ``Place`` that such a list stands for; None for an empty one."""
+    if not numbers:
+        return None
     *sizes, mean = numbers
     return Place(*sizes, bool(mean))

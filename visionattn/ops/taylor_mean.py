@@ -1,0 +1,192 @@
+"""TaylorShift as one operator of GPU kernels: normalisation, either form, joint relative position, division; with its gradient.
+
+What ``taylorshift.py`` makes of ``taylor_sums``, ``class_sums`` and ``weighted_mean`` in eager PyTorch, the kernels of
+``ops/triton`` make here. Autograd keeps q, k, v, the mean, its mass and, of a named efficient form, the state; queries and keys
+of unit length are made anew. ``triton/why_not.py`` says for which inputs.
+"""
+
+import torch
+from torch import Tensor
+
+from visionattn.ops.form_ran import form_ran
+from visionattn.ops.sums import no_double_backward
+from visionattn.ops.triton.geometry import place_from
+from visionattn.ops.triton.launch import tokens_first
+
+EFFICIENT_COSTS_MORE = 4 / 3
+"""How much longer an operation of the efficient kernels takes than one of the direct ones: a guess, to be measured on a GPU."""
+
+
+def tile_features(d: int) -> int:
+    """Products of x with itself that the kernels form: pairs of tiles of 16 columns, 256 products each."""
+    tiles = -(-d // 16)
+    return 128 * tiles * (tiles + 1)
+
+
+def takes_efficient_kernels(form: str, q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether the efficient form runs: named, or by "auto" where its products, counted so much dearer, are the fewer."""
+    if form != "auto":
+        return form == "efficient"
+    n, d, m, e = q.shape[2], q.shape[3], k.shape[2], v.shape[3]
+    direct = n * m * (d + e)
+    efficient = (n + m) * (tile_features(d) * e + d * (d + e))
+    return EFFICIENT_COSTS_MORE * efficient < direct
+
+
+def _of_unit_length(q: Tensor, k: Tensor, temperature: Tensor | None) -> tuple[Tensor, Tensor]:
+    if temperature is None:
+        return q, k
+    from visionattn.ops.triton.unit import unit
+
+    return unit(q, temperature.float()), unit(k, None)
+
+
+@torch.library.custom_op("visionattn::taylor_mean", mutates_args=())
+def taylor_mean(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    temperature: Tensor | None,
+    key_mask: Tensor | None,
+    table: Tensor | None,
+    a: float,
+    b: float,
+    c: float,
+    form: str,
+    place: list[int],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The weighted mean under ``a x^2 + b x + c`` and, with a table, the joint relative position.
+
+    Args:
+        q, k, v: ``[B, h, N, d]``, ``[B, h, M, d]``, ``[B, h, M, e]`` of one dtype and any strides.
+        temperature: ``[h]``: q is brought to this length and k to unit length. None: both as they are.
+        key_mask: bool ``[B, M]``, True takes part; not with a table.
+        table: ``[h or 1, 2Ry+1, 2Rx+1, d]``.
+        a, b, c: coefficients, ``a > 0``.
+        form: "direct", "efficient" or "auto"; "auto" keeps no state, so that what is kept does not depend on N.
+        place: the numbers of ``triton.geometry.Place`` where there is a table, else empty.
+
+    Returns:
+        the mean ``[B, h, N, e]`` in the dtype of v, tokens before heads in memory; for the gradient the mass ``[B, h, N]``,
+        float32 and divided by M, and the two tensors of the state (of "efficient" alone, else empty).
+    """
+    efficient, coefficients, own = takes_efficient_kernels(form, q, k, v), (a, b, c), place_from(place)
+    with form_ran("taylorshift", f"{'efficient' if efficient else 'direct'} triton"):
+        query, key = _of_unit_length(q, k, temperature)
+        if efficient:
+            from visionattn.ops.triton import taylor_efficient
+
+            state = taylor_efficient.state_of_keys(key, v, key_mask, coefficients)
+            out, mass = taylor_efficient.forward(query, state, coefficients, divide=own is None)
+        else:
+            from visionattn.ops.triton import taylor_direct
+
+            out, mass = taylor_direct.forward(query, key, v, key_mask, coefficients, divide=own is None)
+        if own is not None:
+            out, mass = _with_position(q, v, table, own, out, mass)
+    if form != "efficient":
+        state = v.new_empty(0), mass.new_empty(0)
+    return out, mass, *state
+
+
+def _with_position(q: Tensor, v: Tensor, table: Tensor, own, values: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean under both terms, for ``values [B, h, N, e]`` and ``mass [B, h, N]`` of the content, which prefix tokens have alone."""
+    from visionattn.ops.triton import joint
+
+    out, total = tokens_first(v, *values.shape), mass.new_empty(mass.shape)
+    if own.prefix:
+        first = slice(0, own.prefix)
+        total[:, :, first] = mass[:, :, first]
+        out[:, :, first] = values[:, :, first] / mass[:, :, first, None]
+    weights, relative_mass = joint.class_weights(q, table, own)
+    joint.joint_means(weights, relative_mass, v, joint.FromSums(values, mass), own, out, total)
+    return out, total
+
+
+@taylor_mean.register_fake
+def _(q, k, v, temperature, key_mask, table, a, b, c, form, place):
+    (batch, heads, n, d), e = q.shape, v.shape[3]
+    mass = q.new_empty(batch, heads, n, dtype=torch.float32)
+    if form != "efficient":
+        return tokens_first(v, batch, heads, n, e), mass, v.new_empty(0), mass.new_empty(0)
+    from visionattn.ops.triton.taylor_efficient import state_shapes
+
+    state = (v.new_empty(shape, dtype=dtype) for shape, dtype in state_shapes(batch, heads, d, e, v.dtype))
+    return tokens_first(v, batch, heads, n, e), mass, *state
+
+
+@torch.library.custom_op("visionattn::taylor_mean_backward", mutates_args=())
+def taylor_mean_backward(
+    grad: Tensor,
+    out: Tensor,
+    mass: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    temperature: Tensor | None,
+    key_mask: Tensor | None,
+    table: Tensor | None,
+    features: Tensor,
+    moments: Tensor,
+    a: float,
+    b: float,
+    c: float,
+    form: str,
+    place: list[int],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of ``taylor_mean`` with respect to q, k, v, in their dtype, temperature and table (empty without one)."""
+    query, key = _of_unit_length(q, k, temperature)
+    coefficients = (a, b, c)
+    if takes_efficient_kernels(form, q, k, v):
+        from visionattn.ops.triton import taylor_efficient, taylor_efficient_backward
+
+        state = taylor_efficient.State(features, moments)
+        if form == "auto":
+            state = taylor_efficient.state_of_keys(key, v, key_mask, coefficients)
+        grads = taylor_efficient_backward.backward(grad, out, mass, query, key, v, key_mask, state, coefficients)
+    else:
+        from visionattn.ops.triton import taylor_direct
+
+        grads = taylor_direct.backward(grad, out, mass, query, key, v, key_mask, coefficients)
+    dq, dk, dv = grads
+    d_temperature, d_table = mass.new_empty(0), mass.new_empty(0)
+    if temperature is not None:
+        from visionattn.ops.triton.unit import unit_backward
+
+        dq, d_temperature = unit_backward(q, temperature.float(), dq)
+        dk, _ = unit_backward(k, None, dk)
+        d_temperature = d_temperature.to(temperature.dtype)
+    if table is not None:
+        from visionattn.ops.triton import joint_backward
+
+        own = place_from(place)
+        d_table = joint_backward.joint_backward(grad, out, mass, q, table, v, None, own, dq, dv).to(table.dtype)
+    return dq, dk, dv, d_temperature, d_table
+
+
+@taylor_mean_backward.register_fake
+def _(grad, out, mass, q, k, v, temperature, key_mask, table, features, moments, a, b, c, form, place):
+    learned = (mass.new_empty(0) if x is None else x.new_empty(x.shape) for x in (temperature, table))
+    return *(tokens_first(x, *x.shape) for x in (q, k, v)), *learned
+
+
+no_double_backward(taylor_mean_backward)
+
+
+def _setup_context(ctx, inputs, output):
+    *tensors, a, b, c, form, place = inputs
+    ctx.options = a, b, c, form, place
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*output[:2], *tensors, *output[2:])
+
+
+def _backward(ctx, grad, *unused):
+    if grad is None:
+        return (None,) * 11
+    temperature, table = ctx.saved_tensors[5], ctx.saved_tensors[7]
+    *grads, d_temperature, d_table = taylor_mean_backward(grad, *ctx.saved_tensors, *ctx.options)
+    learned = None if temperature is None else d_temperature, None, None if table is None else d_table
+    return *grads, *learned, *([None] * 5)
+
+
+taylor_mean.register_autograd(_backward, setup_context=_setup_context)
