@@ -107,8 +107,9 @@ SDPA_BACKENDS = {
 def attention_backends(work: Callable[[], object]) -> tuple[str, ...]:
     """Which implementations of attention really ran within ``work()``, as a profiler saw them; sorted, empty where none did.
 
-    Ours by operation and form ("taylorshift efficient", "kernelized direct", "kernelized causal efficient"); PyTorch's as "sdpa
-    flash", "sdpa memory-efficient", "sdpa cudnn", "sdpa math"; "eager softmax" where a softmax ran outside of all of these.
+    Ours by operation and form ("taylorshift efficient", "kernelized direct", "kernelized causal efficient"), with "triton" behind
+    where GPU kernels ran; PyTorch's as "sdpa flash", "sdpa memory-efficient", "sdpa cudnn", "sdpa math"; "eager softmax" where a
+    softmax ran outside of all of these.
     """
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         work()

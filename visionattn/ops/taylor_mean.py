@@ -90,7 +90,7 @@ def taylor_mean(
 
 
 def _with_position(q: Tensor, v: Tensor, table: Tensor, own, values: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean under both terms, for ``values [B, h, N, e]`` and ``mass [B, h, N]`` of the content, which prefix tokens have alone."""
+    """The mean under both terms, for ``values [B, h, N, e]`` and ``mass [B, h, N]`` of the content; a prefix has it alone."""
     from visionattn.ops.triton import joint
 
     out, total = tokens_first(v, *values.shape), mass.new_empty(mass.shape)

@@ -37,7 +37,7 @@ def why_not(
         form: "auto", "direct" or "efficient".
     """
     return (
-        _why_not_here(q)
+        _why_not_here(q.device, q.dtype)
         or _why_not_tensors(operation, q, k, v)
         or _why_not_options(operation, q, k, feature_map, causal, form)
         or (relative is not None and _why_not_relative(relative, key_mask, causal))
@@ -68,14 +68,16 @@ def is_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def _why_not_here(q: Tensor) -> str | None:
+@torch.compiler.assume_constant_result
+def _why_not_here(device: torch.device, dtype: torch.dtype) -> str | None:
+    """What this machine has against it. A compiler asks once, as it traces."""
     if find_spec("triton") is None:
         return "Triton is not installed; pip install triton"
-    if q.device.type == "cpu" and is_interpreted():
-        return "Triton's interpreter computes bfloat16 wrongly; take float16 or float32" if q.dtype == torch.bfloat16 else None
-    if q.device.type != "cuda" or torch.version.hip is not None:
-        return f"q is on {q.device.type}; the kernels run on NVIDIA GPUs"
-    found = capability(q.device)
+    if device.type == "cpu" and is_interpreted():
+        return "Triton's interpreter computes bfloat16 wrongly; take float16 or float32" if dtype == torch.bfloat16 else None
+    if device.type != "cuda" or torch.version.hip is not None:
+        return f"q is on {device.type}; the kernels run on NVIDIA GPUs"
+    found = capability(device)
     if found not in CAPABILITIES:
         return f"the GPU has compute capability {found}; the kernels are made for {', '.join(CAPABILITIES)}"
     return None
