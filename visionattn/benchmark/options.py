@@ -6,19 +6,21 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from visionattn.benchmark.cases import DTYPES, FORMS, Case
 from visionattn.benchmark.compare import Plan
 from visionattn.benchmark.figures import FIGURES
-from visionattn.benchmark.loader import LoaderCase, Source, open_source
 from visionattn.benchmark.memory import build
 from visionattn.benchmark.operations import FORMED, has_position
 from visionattn.benchmark.targets import choose
 from visionattn.training.build import pick_device
 from visionattn.training.command_line import check_free
-from visionattn.training.streams import Shards
+
+if TYPE_CHECKING:  # reading images needs libraries that a machine with a GPU may lack
+    from visionattn.benchmark.loader import LoaderCase, Source
 
 EXAMPLE = "python tools/benchmark.py --operations taylorshift kernelized+joint sdpa --tokens 256 512 --width 32 --no-memory"
 
@@ -101,7 +103,7 @@ class Options:
     """Checked flags."""
 
     flags: argparse.Namespace
-    sources: tuple[Source, ...] = ()
+    sources: "tuple[Source, ...]" = ()
     """What ``--loader`` names."""
 
     @property
@@ -133,8 +135,10 @@ class Options:
                     groups.append(list(dict.fromkeys(cases)))
         return groups
 
-    def loader_cases(self) -> list[LoaderCase]:
+    def loader_cases(self) -> "list[LoaderCase]":
         """What ``--loader`` measures, all in one run."""
+        from visionattn.benchmark.loader import LoaderCase
+
         flags = self.flags
         cases = [
             LoaderCase(source, workers, flags.batch or source.config.batch_size, size)
@@ -212,12 +216,15 @@ def parse_options(argv: Sequence[str]) -> Options:
     return options
 
 
-def open_sources(flags: argparse.Namespace) -> list[Source]:
+def open_sources(flags: argparse.Namespace) -> "list[Source]":
     """The images that ``--loader`` names; a name that is given twice counts once.
 
     Raises:
         ValueError, FileNotFoundError: something about them is wrong, or there are more workers than shards.
     """
+    from visionattn.benchmark.loader import open_source
+    from visionattn.training.streams import Shards
+
     sources = [open_source(text, flags.img_size) for text in dict.fromkeys(flags.loader)]
     for source in sources:
         train = source.splits.train

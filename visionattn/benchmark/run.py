@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 
-from visionattn.benchmark import loader
 from visionattn.benchmark.compare import Row, measure_together
 from visionattn.benchmark.options import Options, parse_options
 from visionattn.benchmark.table import (
@@ -75,6 +74,8 @@ def run_targets(options: Options, show: Print) -> list[Record]:
 
 def run_loader(options: Options, show: Print) -> list[Record]:
     """Measure how fast images are loaded, and print what is counted and a row for each way."""
+    from visionattn.benchmark import loader
+
     show(f"{loader.COUNTED}\n\n{heading(loader.COLUMNS)}")
     rows = loader.measure_loaders(options.loader_cases(), rounds=options.plan.rounds, seconds=options.plan.seconds)
     for row in rows:

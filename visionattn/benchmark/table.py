@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from visionattn.benchmark.compare import Quartiles, Row
+from visionattn.training.provenance import provenance
 
 Record = dict[str, Any]
 ESCAPED = str.maketrans({"|": r"\|", "\n": r"\n", "\r": r"\r"})
@@ -85,8 +86,6 @@ def provenance_of(device: str, argv: Sequence[str]) -> Record:
 
     ``load`` is the mean number of processes that wanted to run in the minute before: above 0, the machine was shared.
     """
-    from visionattn.training.validate import provenance
-
     found = provenance(torch.device(device)) | {"processor": processor(), "threads": torch.get_num_threads()}
     found["load"] = os.getloadavg()[0] if hasattr(os, "getloadavg") else float("nan")
     command = shlex.join(["python", "tools/benchmark.py", *argv])

@@ -1,7 +1,6 @@
 """Accuracy of kept weights at several image sizes: the work of ``tools/validate.py``."""
 
 import json
-import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -11,7 +10,6 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-import visionattn
 from visionattn.measure import is_out_of_memory
 from visionattn.models.weights import DataSpec, load_model
 from visionattn.training.build import check_img_size, pick_device
@@ -19,6 +17,7 @@ from visionattn.training.command_line import field_types, parse, spell_out
 from visionattn.training.config import DataConfig, TrainConfig, ValidateConfig
 from visionattn.training.data import build_splits, eval_batches
 from visionattn.training.evaluate import Evaluation, evaluate
+from visionattn.training.provenance import provenance
 from visionattn.training.record import CONFIG, write_text
 
 COLUMNS = ("size", "images", "accuracy", "top-5", "images/s")
@@ -165,18 +164,3 @@ def brief(value: Any) -> str:
     if isinstance(value, tuple) and len(value) > 4:
         return f"{len(value)} ({', '.join(map(str, value[:3]))}, ...)"
     return str(value)
-
-
-def provenance(device: torch.device) -> dict[str, Any]:
-    """What a number depends on besides the configuration: device, versions, commit (None outside a checkout)."""
-    name = (
-        torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else f"{device.type}, {torch.get_num_threads()} threads"
-    )
-    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    try:
-        commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        commit = None
-    return {"device": name, "torch": torch.__version__, "visionattn": visionattn.__version__, "commit": commit}

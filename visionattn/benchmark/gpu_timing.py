@@ -1,0 +1,112 @@
+"""Time on a GPU: works recorded as CUDA graphs, run in turns with what they are compared to, over inputs that the cache forgets.
+
+It knows neither operations nor models. On another device works are called as they are, so that all of it can be tested there.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from visionattn.benchmark.compare import Quartiles
+from visionattn.measure import interleaved_seconds, is_out_of_memory, warm_up
+
+Call = Callable[[], object]
+MOST_SETS = 16
+CACHES = 4
+"""Inputs are rotated over this many times the cache, so that none is in it when its turn comes."""
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Calls that are timed together."""
+
+    run: Call
+    calls: int = 1
+    """Calls in one run."""
+    replayed: bool = False
+    """Whether a run replays a CUDA graph, in which launching costs nothing."""
+
+
+def run_all(calls: Sequence[Call]) -> None:
+    """Each call in turn; what it returns is let go at once."""
+    for call in calls:
+        call()
+
+
+def called(calls: Sequence[Call]) -> Timed:
+    """The calls as they are, each launch included."""
+    return Timed(lambda: run_all(calls), len(calls))
+
+
+def recorded(calls: Sequence[Call], device: torch.device) -> Timed:
+    """The calls one after the other as one CUDA graph; as they are where that cannot be recorded, or where there is no GPU.
+
+    Raises:
+        RuntimeError: the calls themselves do not run.
+    """
+    if device.type != "cuda":
+        return called(calls)
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):  # kernels are compiled and loaded before anything is recorded
+        for _ in range(2):
+            run_all(calls)
+    torch.cuda.current_stream(device).wait_stream(stream)
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.stream(torch.cuda.current_stream(device)), torch.cuda.graph(graph):  # a failed recording leaves its own
+            run_all(calls)
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
+        torch.cuda.synchronize(device)
+        return called(calls)
+    return Timed(graph.replay, len(calls), replayed=True)
+
+
+def seconds_of(
+    entries: Sequence[Timed],
+    device: torch.device,
+    *,
+    seconds: float = 0.25,
+    rounds: int = 5,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[Quartiles]:
+    """Seconds of one call of each entry, over rounds in which each has its turn.
+
+    Args:
+        seconds: for each entry, while which more than ``rounds`` rounds are made, 25 at most.
+    """
+    runs = [entry.run for entry in entries]
+    warm = [warm_up(run, device=device, clock=clock) for run in runs]
+    plan = dict(rounds=rounds, max_rounds=25, seconds_per_work=seconds, sample_seconds=0.005)
+    samples = interleaved_seconds(runs, warm, **plan, device=device, clock=clock)
+    return [Quartiles.of([s / entry.calls for s in times]) for entry, times in zip(entries, samples, strict=True)]
+
+
+def sets_needed(set_bytes: int, device: torch.device) -> int:
+    """How many sets of inputs of this size to rotate, so that none is read from the cache."""
+    if device.type != "cuda":
+        return 1
+    cache = torch.cuda.get_device_properties(device).L2_cache_size
+    return max(1, min(MOST_SETS, -(-CACHES * cache // max(1, set_bytes))))
+
+
+@dataclass
+class Budget:
+    """Time for a table."""
+
+    minutes: float
+    clock: Callable[[], float] = time.monotonic
+    start: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.start = self.clock()
+
+    @property
+    def over(self) -> bool:
+        """Whether no more shall be begun."""
+        return self.clock() - self.start >= 60 * self.minutes
