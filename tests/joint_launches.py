@@ -1,0 +1,32 @@
+"""What ``kernel_launches.py`` records and compiles of ``Joint`` relative position."""
+
+from functools import partial
+
+import torch
+
+
+def both_passes(grid: tuple[int, int], d: int, e: int, dtype: torch.dtype, *, horizons=(3, 3), state=True, mean=True) -> None:
+    """Every launch of one forward and backward pass of 1 image of 6 heads with 5 prefix tokens."""
+    from visionattn.ops.triton import joint
+
+    heads, place = 6, joint.Place(*grid, 5, *horizons, mean)
+    tokens, on = 5 + grid[0] * grid[1], dict(device="meta")
+    q = torch.empty(1, tokens, 3, heads, d, dtype=dtype, **on)[:, :, 0].transpose(1, 2)
+    v, out, grad = (torch.empty(1, tokens, heads, e, dtype=dtype, **on).transpose(1, 2) for _ in range(3))
+    table, mass = torch.empty(heads, 2 * horizons[0] + 1, 2 * horizons[1] + 1, d, **on), torch.empty(1, heads, tokens, **on)
+    if state:
+        content = joint.FromState(q, torch.empty(1, heads, d, e, **on), torch.empty(1, heads, d, **on), "elu1")
+    else:
+        content = joint.FromSums(torch.empty(1, heads, tokens, e, **on), torch.empty(1, heads, tokens, **on))
+    weights, relative_mass = joint.class_weights(q, table, place)
+    joint.joint_means(weights, relative_mass, v, content, place, out, mass)
+
+
+WIDTHS = [(16, 16), (64, 64), (40, 24), (128, 128)]
+CASES = {f"d={d} e={e} bfloat16": partial(both_passes, (64, 64), d, e, torch.bfloat16) for d, e in WIDTHS}
+CASES |= {f"d={d} float32": partial(both_passes, (64, 64), d, d, torch.float32) for d in (32, 64, 128)}
+CASES["float16, sums, horizons 4"] = partial(
+    both_passes, (64, 64), 64, 64, torch.float16, horizons=(4, 4), state=False, mean=False
+)
+GRIDS = [(1, 1), (1, 2), (2, 1), (3, 16), (16, 3), (15, 17), (1, 48), (8, 8), *((20 + 7 * n, 31 + 11 * n) for n in range(12))]
+SIZES = {"bfloat16": (lambda grid: both_passes(grid, 64, 64, torch.bfloat16), GRIDS)}

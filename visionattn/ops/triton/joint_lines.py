@@ -1,0 +1,225 @@
+"""Lines of keys that ``Joint`` relative position reads, for its forward and its backward pass.
+
+For a query in row y of the grid the keys of one row class form one line along x: the row y + dy of the values for |dy| < Ry, the
+mean of all rows up to y - Ry, the mean of all rows from y + Ry on. The means are made here, by one scan of each column in each
+direction, and so are the sums of the parts of a line that a tile of T queries does not read:
+
+    columns      0 ..               x0 - T/2 ..   x0 .. x0 + T   .. x0 + 3T/2              .. W
+    one line     |<-- before: sum -->|<-- keys of the tile, one by one -->|<-- after: sum -->|
+
+Beyond the tile's keys every key is of the outermost column class, as T/2 >= Rx. All sums are one-sided: none is a difference.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from visionattn.ops.triton import launch
+from visionattn.ops.triton.language import head, kernel, rows
+
+MAX_CLASSES = 128
+"""Most classes ``(2Ry+1) * (2Rx+1)`` that the kernels take, after padding to octets."""
+MAX_HORIZON_X = 16
+"""Largest Rx: half of the shortest tile."""
+
+
+class Place(NamedTuple):
+    """Where the patches lie and which of them are one class.
+
+    Args:
+        height, width: H and W of the grid, all of whose patches are present.
+        prefix: P, tokens in front of them, which take no part.
+        horizon_y, horizon_x: Ry and Rx, at least 1 each.
+        mean: normalization "mean"; else "sum".
+    """
+
+    height: int
+    width: int
+    prefix: int
+    horizon_y: int
+    horizon_x: int
+    mean: bool
+
+    @property
+    def classes(self) -> int:
+        """``(2Ry+1) * (2Rx+1)``."""
+        return (2 * self.horizon_y + 1) * (2 * self.horizon_x + 1)
+
+    @property
+    def padded_classes(self) -> int:
+        """Elements from the weights of one query to those of the next: the classes, in whole octets."""
+        return -(-self.classes // launch.OCTET) * launch.OCTET
+
+    @property
+    def unit(self) -> float:
+        """What sums of weighted lines are multiplied with at the end."""
+        return 1.0 if self.mean else 1 / self.width
+
+    @property
+    def sum_scale(self) -> float:
+        """With "sum", the weight of one key in those units: W / M."""
+        return self.width / (self.prefix + self.height * self.width)
+
+    def horizons(self) -> dict[str, int]:
+        """What kernels have to know when they are compiled."""
+        return dict(HORIZON_Y=self.horizon_y, HORIZON_X=self.horizon_x, PADDED=self.padded_classes)
+
+
+@triton.jit
+def axis_keys(o_class, o_place, length, HORIZON: tl.constexpr):
+    """Keys of a class of one axis of ``length`` places as seen from one of them, float32."""
+    o_key = o_place + o_class - HORIZON
+    window = ((o_key >= 0) & (o_key < length)).to(tl.int32)
+    count = tl.where(o_class == 0, tl.maximum(o_key + 1, 0), window)
+    return tl.where(o_class == 2 * HORIZON, tl.maximum(length - o_key, 0), count).to(tl.float32)
+
+
+@triton.jit
+def pair_weights(p_weights, o_i, m_i, o_j, PADDED: tl.constexpr, HORIZON_X: tl.constexpr):
+    """Weights ``[queries, keys]`` of one line for columns ``o_i`` and ``o_j`` of a row; any key column, 0 for masked queries.
+
+    ``p_weights`` is the address of the first class of the line, of the first query of the row.
+    """
+    o_class = tl.minimum(tl.maximum(o_j[None, :] - o_i[:, None], -HORIZON_X), HORIZON_X) + HORIZON_X
+    return tl.load(p_weights + o_i[:, None] * PADDED + o_class, mask=m_i[:, None], other=0)
+
+
+@kernel
+def _column_scans(
+    p_x,
+    p_out,
+    heads,
+    groups,
+    height,
+    width,
+    prefix,
+    horizon,
+    x_side,
+    x_batch,
+    x_head,
+    x_token,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_Y: tl.constexpr,
+    MEANS: tl.constexpr,
+):
+    """One column, from the top (side 0) or from the bottom (side 1): means up to each row, or what ``scan_gradients`` says."""
+    i_side, i_column = tl.program_id(0) % 2, tl.program_id(0) // 2 % width
+    i_group = tl.program_id(0) // 2 // width
+    p_x = head(p_x, i_group // heads, i_group % heads, x_batch, x_head) + i_side.to(tl.int64) * x_side * 8
+    p_out += (i_side.to(tl.int64) * groups + i_group) * height * width * E
+    o_e = tl.arange(0, BLOCK_E)
+    b_carry = tl.zeros([BLOCK_E], tl.float32)
+    for start in range(0, height, BLOCK_Y):
+        o_step = start + tl.arange(0, BLOCK_Y)
+        o_token = tl.where(i_side == 0, o_step, height - 1 - o_step) * width + i_column
+        m_x = (o_step < height)[:, None] & (o_e < E)[None, :]
+        b_x = tl.load(rows(p_x, prefix + o_token, x_token, o_e), mask=m_x, other=0).to(tl.float32)  # [Y, E]
+        if not MEANS:
+            b_count = tl.maximum(height - horizon - o_step, 0).to(tl.float32)
+            b_x = tl.where(b_count == 0, 0.0, 1 / tl.where(b_count == 0, 1.0, b_count))[:, None] * b_x
+        b_sums = tl.cumsum(b_x, 0) + b_carry[None, :]
+        b_carry += tl.sum(b_x, 0)
+        if MEANS:
+            b_sums = b_sums / (o_step + 1).to(tl.float32)[:, None]
+        p_rows = p_out + o_token.to(tl.int64)[:, None] * E + o_e[None, :]
+        tl.store(p_rows, b_sums.to(p_out.dtype.element_ty), mask=m_x)
+
+
+@kernel
+def _row_remainders(
+    p_v,
+    p_sums,
+    heads,
+    height,
+    width,
+    prefix,
+    tiles,
+    v_batch,
+    v_head,
+    v_token,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """For each tile of one row, the sum of the values before the keys that it reads (side 0) or after them (side 1)."""
+    i_side, i_row = tl.program_id(0) % 2, tl.program_id(0) // 2
+    y, i_group = i_row % height, i_row // height
+    p_v = head(p_v, i_group // heads, i_group % heads, v_batch, v_head)
+    p_v += (prefix + y * width).to(tl.int64) * v_token * 8
+    p_sums += (i_row.to(tl.int64) * tiles * 2 + i_side) * E
+    o_e = tl.arange(0, BLOCK_E)
+    b_sum = tl.zeros([BLOCK_E], tl.float32)
+    for step in range(0, tiles):
+        i_tile = tl.where(i_side == 0, step, tiles - 1 - step)
+        tl.store(p_sums + i_tile * 2 * E + o_e, b_sum, mask=o_e < E)
+        o_x = i_tile * BLOCK_T + tl.where(i_side == 0, -BLOCK_T // 2, BLOCK_T // 2) + tl.arange(0, BLOCK_T)
+        m_x = ((o_x >= 0) & (o_x < width))[:, None] & (o_e < E)[None, :]
+        b_sum += tl.sum(tl.load(rows(p_v, o_x, v_token, o_e), mask=m_x, other=0).to(tl.float32), 0)
+
+
+def _scan(x: Tensor, out: Tensor, sizes: tuple[int, ...], strides: tuple[int, ...], means: bool) -> None:
+    """Scan the columns of ``x`` in both directions into ``out [2, B, h, H, W, e]``; ``strides`` in octets, of sides first."""
+    _, batch, heads, height, width, e = out.shape
+    row = launch.launch_row("joint scan", 0, e, x.dtype, x.device)
+    launch.run(
+        _column_scans,
+        (2 * width * batch * heads,),
+        *(x, out, heads, batch * heads, height, width, *sizes, *strides),
+        **row,
+        E=e,
+        BLOCK_E=launch.block(e),
+        MEANS=means,
+    )
+
+
+def scan_gradients(lines: Tensor, place: Place) -> Tensor:
+    """Gradients of rows of values for those of the means of rows, both ``[2, B, h, H, W, e]``.
+
+    Side 0: entry y is what a key in row y + Ry receives as part of the means of the queries in rows 0 to y; ``lines[0, ..., y, :, :]``
+    is the gradient of the mean of the rows from y + Ry on. Side 1: the same from the bottom, for row y - Ry.
+    """
+    out, octets = torch.empty_like(lines), launch.octets(lines)
+    _scan(lines, out, (0, place.horizon_y), (octets[0], octets[1], octets[2], octets[4]), means=False)
+    return out
+
+
+class Lines(NamedTuple):
+    """What tiles read beside the values themselves.
+
+    Args:
+        means: ``[2, B, h, H, W, e]`` in the dtype of v: the mean of rows 0 to y, and of rows y to H - 1.
+        remainders: float32 ``[3, B, h, H, tiles, 2, e]``: of the row y of v, and of both means, the sums before and after the keys
+            that each tile reads one by one; empty where one tile holds the row.
+    """
+
+    means: Tensor
+    remainders: Tensor
+
+
+def lines_of(v: Tensor, place: Place, tile: int) -> Lines:
+    """The lines of ``v [B, h, N, e]``, readable by kernels, for tiles of ``tile`` queries."""
+    batch, heads, _, e = v.shape
+    height, width = place.height, place.width
+    means = v.new_empty(2, batch, heads, height, width, e)
+    _scan(v, means, (place.prefix, 0), (0, *launch.octets(v)), means=True)
+    tiles = triton.cdiv(width, tile)
+    if tiles == 1:
+        return Lines(means, v.new_empty(0, dtype=torch.float32))
+    remainders = v.new_empty(3, batch, heads, height, tiles, 2, e, dtype=torch.float32)
+    launch.run(
+        _row_remainders,
+        (2 * height * batch * heads,),
+        *(v, remainders, heads, height, width, place.prefix, tiles, *launch.octets(v)),
+        **launch.launch_row("joint remainders", 0, e, v.dtype, v.device),
+        E=e,
+        BLOCK_E=launch.block(e),
+        BLOCK_T=tile,
+    )
+    rows_of_v = remainders[0].flatten(3, 4)
+    strides = launch.octets(rows_of_v)
+    _scan(rows_of_v, remainders[1:].flatten(4, 5), (0, 0), (0, strides[0], strides[1], strides[3]), means=True)
+    return Lines(means, remainders)
