@@ -50,8 +50,13 @@ def _wrong_size(height: int, width: int, patch_size: tuple[int, int]) -> str:
 
 
 @register_notrace_function
-def class_counts_like(layout: TokenLayout, horizon: int, like: Tensor) -> Tensor:
-    """Keys of each class for all blocks of a forward, made once. A name without an underscore: FX wraps no others."""
+def class_counts_like(layout: TokenLayout, horizon: int, like: Tensor) -> Tensor | None:
+    """Keys of each class for all blocks of a forward, made once; None on a GPU, whose kernels know those of a full grid.
+
+    A name without an underscore: FX wraps no others.
+    """
+    if like.device.type == "cuda" and layout.kept is None:
+        return None
     return count_classes(layout, (horizon, horizon), dtype=accumulation_dtype(like), device=like.device)
 
 

@@ -145,9 +145,9 @@ def taylor_mean_backward(
             state = taylor_efficient.state_of_keys(key, v, key_mask, coefficients)
         grads = taylor_efficient_backward.backward(grad, out, mass, query, key, v, key_mask, state, coefficients)
     else:
-        from visionattn.ops.triton import taylor_direct
+        from visionattn.ops.triton import taylor_direct_backward
 
-        grads = taylor_direct.backward(grad, out, mass, query, key, v, key_mask, coefficients)
+        grads = taylor_direct_backward.backward(grad, out, mass, query, key, v, key_mask, coefficients)
     dq, dk, dv = grads
     d_temperature, d_table = mass.new_empty(0), mass.new_empty(0)
     if temperature is not None:

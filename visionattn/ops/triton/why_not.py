@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from visionattn.ops.relative import Joint, RelativePosition
+from visionattn.ops.triton.geometry import MAX_CLASSES, MAX_HORIZON_X
 from visionattn.ops.triton.launch import capability
 
 CAPABILITIES = {"8.0": 8, "9.0": 9, "10.0": 10}
@@ -106,8 +107,6 @@ def _why_not_options(operation: str, q: Tensor, k: Tensor, feature_map: str, cau
 
 
 def _why_not_relative(relative: RelativePosition, key_mask: Tensor | None, causal: bool) -> str | None:
-    from visionattn.ops.triton.geometry import MOST_CLASSES
-
     if not isinstance(relative, Joint):
         return f"relative position {type(relative).__name__} has no kernel; Joint has"
     if key_mask is not None:
@@ -115,6 +114,6 @@ def _why_not_relative(relative: RelativePosition, key_mask: Tensor | None, causa
     if relative.layout.kept is not None:
         return "Joint with patches left out (layout.kept) has no kernel"
     _, rows, columns, _ = relative.table.shape
-    if rows < 3 or columns < 3 or rows * columns > MOST_CLASSES:
-        return f"a table of {rows} x {columns} classes has no kernel; 3 x 3 up to {MOST_CLASSES} in all have"
+    if rows < 3 or columns < 3 or columns // 2 > MAX_HORIZON_X or rows * columns > MAX_CLASSES:
+        return f"a table of {rows} x {columns} classes has no kernel; 3 x 3 up to {MAX_CLASSES} in all have"
     return None
