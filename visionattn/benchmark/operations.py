@@ -104,10 +104,11 @@ def position_of(case: Case, tokens: int, device: str) -> Callable[..., object]:
     return position
 
 
-def function_of(case: Case, tokens: int, device: str) -> Callable[..., Tensor]:
-    """The operation of the case as a function of its tensors."""
+def function_of(case: Case, tokens: int, device: str, impl: str | None = None) -> Callable[..., Tensor]:
+    """The operation of the case as a function of its tensors; ``impl`` "eager" or "triton" is passed on to it."""
     position, causal = position_of(case, tokens, device), "causal" in case.options
     given = {"causal": True} if causal else {}
+    named = {} if impl is None else {"impl": impl}
 
     def call(q: Tensor, k: Tensor, v: Tensor, temperature: Tensor | None = None, **tables: Tensor) -> Tensor:
         relative = position(tables)
@@ -120,13 +121,14 @@ def function_of(case: Case, tokens: int, device: str) -> Callable[..., Tensor]:
         if case.base == "softmax":
             return ops.softmax_attention(q, k, v, relative=relative, **given)
         if case.base == "taylorshift":
-            return ops.taylorshift_attention(q, k, v, temperature=temperature, relative=relative, form=case.form)
+            return ops.taylorshift_attention(q, k, v, temperature=temperature, relative=relative, form=case.form, **named)
         if case.base == "relative":
             if case.form == "direct":
                 return dense_relative(q, v, relative, causal)
             total = q.new_full((1, 1, 1), v.shape[2], dtype=accumulation_dtype(q, v))
             return relative_sums(relative, q, v, None, total, causal).values
-        return ops.kernelized_attention(q, k, v, feature_map=feature_map, relative=relative, form=case.form, **given)
+        given_here = dict(feature_map=feature_map, relative=relative, form=case.form)
+        return ops.kernelized_attention(q, k, v, **given_here, **given, **named)
 
     feature_map = feature_map_of(case, device) if case.base == "kernelized" else None
     return call

@@ -41,7 +41,7 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    what = parser.add_argument_group("what is compared; one of these five")
+    what = parser.add_argument_group("what is compared; one of these seven")
     add = what.add_argument
     text = "taylorshift, kernelized, softmax, relative, sdpa, eager; options behind plus signs: taylorshift+temperature+joint"
     add("--operations", nargs="+", metavar="NAME", help=text)
@@ -51,6 +51,10 @@ def make_parser() -> argparse.ArgumentParser:
     add("--figure", choices=FIGURES, help="redraw a figure of the papers on this machine; writes PNG and CSV")
     text = "the data pipeline alone: YAML files of trainings or names of data sets; options: configs/canvas.yaml+augment=none"
     add("--loader", nargs="+", metavar="DATA", help=text + ", folder+root=PATH")
+    text = "on an NVIDIA GPU: kernels and models against floors measured there, SDPA and eager operations; minutes"
+    add("--gpu", action="store_true", help=text)
+    text = "on an NVIDIA GPU: block sizes, warps and stages of the kernels; writes visionattn/ops/triton/launches.json"
+    add("--tune", action="store_true", help=text)
     add = parser.add_argument_group("sizes").add_argument
     add("--tokens", nargs="+", type=_positive, default=[1024, 4096], metavar="N", help="of operations (1024 4096)")
     add("--img-size", nargs="+", type=_positive, metavar="PX", help="of models (224 512); of --loader (as the data say)")
@@ -73,7 +77,9 @@ def make_parser() -> argparse.ArgumentParser:
     add("--no-memory", action="store_true", help="leave out peak memory, which takes a process of some seconds per case")
     add("--threads", type=_positive, help="of a processor (what torch takes)")
     add("--device", default="cpu", help="cpu or cuda (cpu)")
-    add("--only", metavar="PATTERN", help="of --targets the rows that this regular expression fits")
+    text = "of --targets, --gpu and --tune the rows that this regular expression fits"
+    add("--only", metavar="PATTERN", help=text)
+    add("--minutes", type=float, help="after which no row is begun, of --gpu (5) and of --tune (20)")
     add("--quick", action="store_true", help="of --figure a short version that shows no more than that it runs")
     add = parser.add_argument_group("what is written").add_argument
     add("--csv", metavar="FILE", help="the rows as CSV, with provenance")
@@ -113,6 +119,12 @@ class Options:
         usual = 2.0 if flags.targets else 3.0 if flags.loader else 1.0
         seconds = usual if flags.seconds is None else flags.seconds
         return Plan(rounds=flags.rounds or 5, seconds=seconds, memory=not flags.no_memory, device=flags.device)
+
+    @property
+    def minutes(self) -> float:
+        """After which no row of ``--gpu`` or ``--tune`` is begun."""
+        usual = 20.0 if self.flags.tune else 5.0
+        return usual if self.flags.minutes is None else self.flags.minutes
 
     @property
     def paced(self) -> bool:
@@ -199,8 +211,10 @@ def parse_options(argv: Sequence[str]) -> Options:
     for flag, wanted in IDLE.items():
         if flag in given and chosen[0] not in wanted:
             raise ValueError(f"{flag} does nothing with --{chosen[0]}; it belongs to {' and '.join(f'--{n}' for n in wanted)}")
-    if flags.seconds is not None and not 0 <= flags.seconds < math.inf:
-        raise ValueError(f"--seconds: wanted 0 or more, got {flags.seconds}")
+    for name in ("seconds", "minutes"):
+        value = getattr(flags, name)
+        if value is not None and not 0 <= value < math.inf:
+            raise ValueError(f"--{name}: wanted 0 or more, got {value}")
     pick_device(flags.device)
     options = Options(flags)
     options.check_acts()
@@ -213,7 +227,30 @@ def parse_options(argv: Sequence[str]) -> Options:
         check_free(path, flags.overwrite)
     if flags.loader:
         return replace(options, sources=tuple(open_sources(flags)))
+    if flags.gpu or flags.tune:
+        check_gpu(flags)
     return options
+
+
+def check_gpu(flags: argparse.Namespace) -> None:
+    """Raise ValueError for an ``--only`` of ``--gpu`` or ``--tune`` that leaves no row, and where there is no GPU."""
+    if flags.gpu:
+        from visionattn.benchmark.gpu import rows as check_rows
+    else:
+        from visionattn.benchmark.tune import check_rows
+    check_rows(flags.only)
+    pick_gpu()
+
+
+def pick_gpu() -> torch.device:
+    """The GPU at hand.
+
+    Raises:
+        ValueError: there is none that PyTorch can use.
+    """
+    if not torch.cuda.is_available():
+        raise ValueError("no GPU here that PyTorch can use (torch.cuda.is_available() is False)")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def open_sources(flags: argparse.Namespace) -> "list[Source]":
@@ -233,8 +270,9 @@ def open_sources(flags: argparse.Namespace) -> "list[Source]":
     return sources
 
 
-WHAT = ("operations", "models", "targets", "figure", "loader")
+WHAT = ("operations", "models", "targets", "figure", "loader", "gpu", "tune")
 _SWEEP = ("operations", "models")
+_GPU = ("gpu", "tune")
 IDLE = {
     "--tokens": ("operations",),
     "--width": ("operations",),
@@ -251,15 +289,16 @@ IDLE = {
     "--rounds": (*_SWEEP, "targets", "loader"),
     "--seconds": (*_SWEEP, "targets", "loader"),
     "--plot": _SWEEP,
-    "--only": ("targets",),
+    "--only": ("targets", *_GPU),
+    "--minutes": _GPU,
     "--quick": ("figure",),
     "--output": ("figure",),
-    "--csv": (*_SWEEP, "targets", "loader"),
-    "--json": (*_SWEEP, "targets", "loader"),
+    "--csv": (*_SWEEP, "targets", "loader", *_GPU),
+    "--json": (*_SWEEP, "targets", "loader", *_GPU),
     "--device": _SWEEP,
     "--threads": (*_SWEEP, "targets", "figure"),
 }
-"""Flags that act with some of the five alone."""
+"""Flags that act with some of the seven alone."""
 
 
 def check_case_runs(case: Case) -> None:

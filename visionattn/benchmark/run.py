@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 
 from visionattn.benchmark.compare import Row, measure_together
-from visionattn.benchmark.options import Options, parse_options
+from visionattn.benchmark.gpu import run_gpu
+from visionattn.benchmark.options import Options, parse_options, pick_gpu
 from visionattn.benchmark.table import (
     COLUMNS,
     Record,
@@ -21,6 +22,7 @@ from visionattn.benchmark.table import (
     summary,
 )
 from visionattn.models.weights import write_whole
+from visionattn.training.interrupt import Failed
 
 Print = Callable[[str], None]
 
@@ -30,24 +32,33 @@ def benchmark(argv: Sequence[str], show: Print) -> None:
 
     Raises:
         ValueError, OSError: a flag is wrong, or a file cannot be written; before anything is measured, where it can be known.
+        Failed: rows of ``--gpu`` are wrong, or could not be measured.
     """
     options = parse_options(argv)
     flags, before = options.flags, torch.get_num_threads()
     try:
         torch.set_num_threads(flags.threads or before)
-        provenance = provenance_of(flags.device, argv)
+        provenance = provenance_of("cuda" if flags.gpu or flags.tune else flags.device, argv)
         show(summary(provenance) + "\n")
         if flags.figure:
             from visionattn.benchmark.figures import redraw
 
             redraw(flags.figure, Path(flags.output), flags.quick, provenance, show)
             return
-        if flags.loader:
+        broken = 0
+        if flags.gpu:
+            records, broken = run_gpu(pick_gpu(), flags.only, options.minutes, provenance, show)
+        elif flags.tune:
+            records = run_tune(options, show)
+        elif flags.loader:
             records = run_loader(options, show)
         else:
             records = run_targets(options, show) if flags.targets else run_sweep(options, provenance, show)
-        save(flags.csv, csv_text(records, provenance))
-        save(flags.json, json_text(records, provenance))
+        if records:
+            save(flags.csv, csv_text(records, provenance))
+            save(flags.json, json_text(records, provenance))
+        if broken:
+            raise Failed(f"{broken} rows are wrong or failed; the table says how")
     finally:
         torch.set_num_threads(before)
 
@@ -70,6 +81,15 @@ def run_targets(options: Options, show: Print) -> list[Record]:
         show(line(result.cells()))
         records.append(result.record())
     return records
+
+
+def run_tune(options: Options, show: Print) -> list[Record]:
+    """Tune the launches of kernels on the GPU at hand, and write their table."""
+    from visionattn.benchmark import tune
+    from visionattn.ops.triton.launch import capability
+
+    device = pick_gpu()
+    return tune.run_tune(options.flags.only, options.minutes, tune.make_bench(device), capability(device), show)
 
 
 def run_loader(options: Options, show: Print) -> list[Record]:

@@ -1,0 +1,276 @@
+"""Operations on a GPU: checked against their definition in float64, then timed beside SDPA and beside PyTorch's own operations.
+
+Inputs are fresh random numbers that lie as a model's projection leaves them: ``[B, N, 3, h, d]``.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from visionattn.benchmark.cases import Case
+from visionattn.benchmark.gpu_figures import BATCH, HEADS, Figure, Result
+from visionattn.benchmark.gpu_floors import Ceilings, cost_of
+from visionattn.benchmark.gpu_timing import Call, Timed, called, recorded, seconds_of, sets_needed
+from visionattn.benchmark.operations import definition_of, function_of, make_tensors
+from visionattn.measure import is_out_of_memory
+
+LIMITS = {"bfloat16": (4e-3, 1e-2), "float16": (2e-3, 4e-3), "float32": (1e-5, 1e-5), "float64": (1e-12, 1e-12)}
+"""Largest relative error of an output and of a gradient, by dtype."""
+BESIDE_EAGER = 2.0
+"""Errors beyond this many times those of PyTorch's operations in the same dtype are named."""
+CHUNK_ELEMENTS = 2**27
+"""Weights of the definition that are in memory at once."""
+FILLED_TOKENS = 2**20
+"""Tokens of all heads and images that fill a GPU."""
+
+
+@dataclass
+class Bench:
+    """Where and how figures are measured."""
+
+    device: torch.device
+    generator: torch.Generator
+    ceilings: Ceilings | None = None
+    impl: str = "triton"
+    compiled: bool = True
+    """Whether the blocks of models are compiled."""
+    seconds: float = 0.25
+    """For each work, while which more rounds are made than five."""
+
+
+def draw(case: Case, bench: Bench, value_width: int | None = None) -> dict[str, Tensor]:
+    """Inputs by name: q, k, v ``[B, h, N, d]``, what the options ask for, and ``grad``, the gradient of the result.
+
+    Args:
+        value_width: e, of v and the result; None: d.
+    """
+    options = dict(generator=bench.generator, device=bench.device, dtype=case.torch_dtype)
+    shape = (case.batch, case.size, case.heads)
+    qkv = torch.randn(*shape[:2], 3, case.heads, case.width, **options).permute(2, 0, 3, 1, 4)
+    tensors = make_tensors(case, 1, str(bench.device)) | dict(zip("qkv", qkv.unbind(0), strict=True))
+    if value_width not in (None, case.width):
+        tensors["v"] = torch.randn(*shape, value_width, **options).transpose(1, 2)
+    return tensors | {"grad": torch.randn(*shape, value_width or case.width, **options).transpose(1, 2)}
+
+
+def call_of(function: Callable[..., Tensor], tensors: dict[str, Tensor], backward: bool) -> Call:
+    """One run of the forward, or of forward and backward, on these inputs."""
+    grad = tensors["grad"]
+    inputs = {name: tensor.detach() for name, tensor in tensors.items() if name != "grad"}
+    if not backward:
+
+        def forward() -> Tensor:
+            with torch.inference_mode():
+                return function(**inputs)
+
+        return forward
+    leaves = {name: tensor.requires_grad_() for name, tensor in inputs.items()}
+    return lambda: _named(function(**leaves), leaves, grad)
+
+
+def _named(out: Tensor, leaves: dict[str, Tensor], grad: Tensor) -> dict[str, Tensor]:
+    gradients = torch.autograd.grad(out, tuple(leaves.values()), grad)
+    return {"out": out.detach()} | {f"gradient of {name}": x for name, x in zip(leaves, gradients, strict=True)}
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Within it, memory that is not written yet holds NaN: what a kernel leaves out does not look right from an earlier run."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # which operators do not repeat bit by bit
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def outputs(function: Callable[..., Tensor], tensors: dict[str, Tensor], backward: bool) -> dict[str, Tensor]:
+    """Result and gradients by name, written over NaN."""
+    with poisoned_memory():
+        result = call_of(function, tensors, backward)()
+    return result if backward else {"out": result}
+
+
+def definition(case: Case, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What the case means, in float64, some queries at a time; for cases without order or position.
+
+    Source: ``visionattn.ops.reference``.
+    """
+    function = definition_of(case, case.size, str(tensors["q"].device))
+    wide = {name: tensor.double() for name, tensor in tensors.items()}
+    step, found = max(1, CHUNK_ELEMENTS // (case.batch * case.heads * case.size)), {}
+    for start in range(0, case.size, step):
+        part = wide | {name: wide[name][:, :, start : start + step] for name in ("q", "grad")}
+        for name, x in outputs(function, part, case.backward).items():
+            found.setdefault(name, []).append(x)
+    by_query = ("out", "gradient of q")
+    return {name: torch.cat(parts, 2) if name in by_query else sum(parts) for name, parts in found.items()}
+
+
+def errors_of(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+    """``|actual - expected| / |expected|`` of each entry; NaN where there is one."""
+    norms = {name: ((actual[name].double() - x.double()).norm(), x.double().norm()) for name, x in expected.items()}
+    return {name: (apart / whole.clamp(min=1e-30)).item() for name, (apart, whole) in norms.items()}
+
+
+def wrong(errors: dict[str, float], dtype: str) -> str | None:
+    """The entry that is most beyond its limit, in words; None: all are within."""
+    limits = {name: LIMITS[dtype][name != "out"] for name in errors}
+    beyond = [name for name, error in errors.items() if not error <= limits[name]]
+    if not beyond:
+        return None
+    worst = max(beyond, key=lambda name: (errors[name] != errors[name], errors[name] / limits[name]))
+    return f"wrong: error {errors[worst]:.1e} of {worst}, allowed {limits[worst]:.0e}"
+
+
+def check(case: Case, tensors: dict[str, Tensor], bench: Bench) -> tuple[str, float, list[str]]:
+    """Status, largest error, and what to note, of the kernels on these inputs."""
+    where = str(bench.device)
+    expected = definition(case, tensors)
+    errors = errors_of(outputs(function_of(case, case.size, where, bench.impl), tensors, case.backward), expected)
+    status = wrong(errors, case.dtype) or "ok"
+    eager = errors_of(outputs(function_of(case, case.size, where, "eager"), tensors, case.backward), expected)
+    far = {name: errors[name] / eager[name] for name in errors if errors[name] > BESIDE_EAGER * eager[name]}
+    return status, max(errors.values()), [f"error of {name} {ratio:.1f} x eager's" for name, ratio in far.items()]
+
+
+def input_sets(case: Case, bench: Bench) -> list[dict[str, Tensor]]:
+    """As many inputs as the cache does not hold."""
+    first = draw(case, bench)
+    size = sum(first[name].numel() * first[name].element_size() for name in "qkv")
+    return [first, *(draw(case, bench) for _ in range(sets_needed(size, bench.device) - 1))]
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+def measure_operation(figure: Figure, bench: Bench) -> Result:
+    """Check, then time the kernels, SDPA and eager operations in one interleaved run."""
+    case, where = figure.case, str(bench.device)
+    sets = input_sets(case, bench)
+    status, error, notes = check(case, sets[0], bench)
+    if status != "ok":
+        return Result(figure, status, error=error)
+    plain = [{name: tensors[name] for name in ("q", "k", "v", "grad")} for tensors in sets]
+    functions = {name: function_of(case, case.size, where, impl) for name, impl in (("kernel", bench.impl), ("eager", "eager"))}
+    calls = {name: [call_of(function, tensors, case.backward) for tensors in sets] for name, function in functions.items()}
+    calls["SDPA"] = [call_of(_sdpa, tensors, case.backward) for tensors in plain]
+    entries: dict[str, Timed] = {"kernel": recorded(calls["kernel"], bench.device)}
+    others: dict[str, float | str] = {}
+    for name in ("SDPA", "eager"):
+        try:
+            calls[name][0]()
+            entries[name] = recorded(calls[name], bench.device) if name == "SDPA" else called(calls[name])
+        except RuntimeError as failure:
+            if not is_out_of_memory(failure):
+                raise
+            others[name] = "out of memory"
+    times = dict(zip(entries, seconds_of(list(entries.values()), bench.device, seconds=bench.seconds), strict=True))
+    others |= {name: spread.median for name, spread in times.items()}
+    notes += [f"{name} not recorded, launches count" for name in ("kernel", "SDPA") if _launches_count(entries.get(name), bench)]
+    result = Result(figure, "ok", times["kernel"], sdpa=others["SDPA"], eager=others["eager"], error=error, notes=notes)
+    return _related(result, case, bench.ceilings)
+
+
+def _launches_count(entry: Timed | None, bench: Bench) -> bool:
+    return entry is not None and not entry.replayed and bench.device.type == "cuda"
+
+
+def _related(result: Result, case: Case, ceilings: Ceilings) -> Result:
+    """Fill in the floor and the number of the bound."""
+    cost = cost_of(case.base, case.form, case.size, case.width, groups=case.batch * case.heads, backward=case.backward)
+    result.floor_seconds, seconds = ceilings.floor_seconds(cost), result.seconds.median
+    (bound,) = result.figure.bounds
+    if bound.unit == "% of the copy":
+        result.values = (cost.bytes / seconds / ceilings.bytes_per_second,)
+    elif bound.unit == "% of the matmul":
+        result.values = (cost.operations / seconds / ceilings.operations_per_second,)
+    elif not isinstance(result.sdpa, str):
+        result.values = (result.sdpa / seconds,)
+    return result
+
+
+def crossing(ratio: Callable[[int], float], low: int, high: int, within: float = 1.05) -> float:
+    """Tokens at which a ratio that grows with the tokens passes 1, by bisection of their logarithm.
+
+    Returns:
+        ``low`` where it is above 1 there already, infinity where it is not even at ``high``.
+    """
+    if (below := ratio(low)) >= 1:
+        return low
+    if (above := ratio(high)) < 1:
+        return float("inf")
+    while high > within * low and high - low > 1:
+        middle = round((low * high) ** 0.5)
+        if (found := ratio(middle)) < 1:
+            low, below = middle, found
+        else:
+            high, above = middle, found
+    part = torch.tensor([below, above, low, high], dtype=torch.float64).log()
+    return (part[2] - part[0] / (part[1] - part[0]) * (part[3] - part[2])).exp().item()
+
+
+def measure_crossover(figure: Figure, bench: Bench) -> Result:
+    """From how many tokens on the efficient form is the faster one, with heads that fill the GPU, and with 12 in the note."""
+    limit, error = figure.case.size, 0.0
+    for form in ("direct", "efficient"):
+        case = replace(figure.case, form=form)
+        status, found, notes = check(case, draw(case, bench), bench)
+        error = max(error, found)
+        if status != "ok":
+            return Result(figure, f"{status} ({form})", error=found)
+    low, high = max(16, limit // 8), 4 * limit
+    filled = crossing(lambda n: _direct_over_efficient(figure.case, n, FILLED_TOKENS // (HEADS * n), bench), low, high)
+    few = crossing(lambda n: _direct_over_efficient(figure.case, n, BATCH, bench), low, high)
+    words = ["none up to" if value == float("inf") else "below" if value == low else "" for value in (filled, few)]
+    note = f"B*h = 12: {words[1]} {high if few == float('inf') else few:.0f}".replace("  ", " ")
+    return Result(figure, "ok", values=(filled,), error=error, notes=[*([words[0]] if words[0] else []), note])
+
+
+def _direct_over_efficient(case: Case, tokens: int, batch: int, bench: Bench) -> float:
+    """Seconds of the direct form over those of the efficient one."""
+    case = replace(case, size=tokens, batch=max(1, batch))
+    sets, entries = input_sets(case, bench), []
+    for form in ("direct", "efficient"):
+        function = function_of(replace(case, form=form), tokens, str(bench.device), bench.impl)
+        entries.append(recorded([call_of(function, tensors, case.backward) for tensors in sets], bench.device))
+    direct, efficient = seconds_of(entries, bench.device, seconds=bench.seconds / 4)
+    return direct.median / efficient.median
+
+
+def eager_cases() -> Iterator[Case]:
+    """Where kernels are compared with eager operations: each in a small and a large size, at each width."""
+    shift = "taylorshift+temperature"
+    names = [("kernelized", "efficient"), ("kernelized+causal", "efficient"), ("kernelized+joint", "efficient")]
+    for name, form in [*names, (shift, "efficient"), (shift, "direct")]:
+        for width in (16, 32, 64):
+            for tokens in (1024, 16_384):
+                for backward in (False, True):
+                    yield Case("operation", name, tokens, width, form, "bfloat16", backward, BATCH, HEADS)
+
+
+def eager_in_float32(case: Case, tensors: dict[str, Tensor], bench: Bench) -> dict[str, Tensor]:
+    """What PyTorch's operations, which the tests hold to the definition, give for these inputs in float32."""
+    function = function_of(replace(case, dtype="float32"), case.size, str(bench.device), "eager")
+    return outputs(function, {name: x.float() for name, x in tensors.items()}, case.backward)
+
+
+def measure_against_eager(case: Case, bench: Bench) -> dict[str, object]:
+    """Seconds of the kernels and of eager operations, both called as a user calls them, and the error to eager in float32."""
+    tensors, where = draw(case, bench), str(bench.device)
+    kernel, eager = (function_of(case, case.size, where, impl) for impl in (bench.impl, "eager"))
+    errors = errors_of(outputs(kernel, tensors, case.backward), eager_in_float32(case, tensors, bench))
+    found: dict[str, object] = {"status": wrong(errors, case.dtype) or "ok", "error": max(errors.values())}
+    if found["status"] != "ok":
+        return found
+    works = [called([call_of(function, tensors, case.backward)]) for function in (kernel, eager)]
+    mine, other = seconds_of(works, bench.device, seconds=bench.seconds / 4)
+    return found | {"seconds": mine.median, "eager_seconds": other.median, "ratio": other.median / mine.median}

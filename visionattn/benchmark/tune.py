@@ -1,0 +1,309 @@
+"""``tools/benchmark.py --tune``: block sizes, warps and stages of the kernels, timed on the GPU at hand, into ``launches.json``.
+
+A row of the table is tuned by the operation that launches it: another row is put in its place, the result is checked against
+PyTorch's operations in float32, and the operation is timed. Rows of other GPUs and of the default section stay as they are.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+
+from visionattn.benchmark.cases import Case
+from visionattn.benchmark.gpu_figures import BATCH, HEADS, choose
+from visionattn.benchmark.gpu_operations import Bench, call_of, draw, eager_in_float32, errors_of, outputs, wrong
+from visionattn.benchmark.gpu_timing import Budget, Timed, recorded, seconds_of, sets_needed
+from visionattn.benchmark.operations import function_of
+from visionattn.benchmark.table import Record, duration, heading, line
+from visionattn.models.weights import write_whole
+from visionattn.ops.triton import launch
+
+Row = dict[str, int]
+Table = dict[str, dict[str, list[Row]]]
+Key = tuple[str, int, int, int]
+"""Kernel, and the d, e and bits of a row of it."""
+Print = Callable[[str], None]
+
+HELD = ("d", "e", "bits")
+SMALLEST_BLOCK, LARGEST_BLOCK = 16, 256
+"""A product of matrices wants 16 at least; larger blocks than the largest only where the row has one."""
+BLOCK_REACH = 4
+"""A block may become this many times larger or smaller."""
+WARPS = (2, 4, 8, 16)
+STAGES = (1, 2, 3, 4)
+PASSES = 2
+"""How often each size of a row has its turn."""
+GAIN = 0.02
+"""A row is replaced by one that is faster by this part at least."""
+COLUMNS = ("kernel", "d", "e", "bits", "operation", "was", "now", "time was", "time now", "tried")
+OPERATIONS = (
+    ("kernelized", "efficient", 16_384),
+    ("kernelized+causal", "efficient", 16_384),
+    ("kernelized+joint", "efficient", 16_384),
+    ("taylorshift+temperature", "efficient", 16_384),
+    ("taylorshift+temperature", "direct", 4096),
+)
+"""What launches the kernels: name, form and tokens; of each the forward, then forward and backward."""
+
+
+def sizes_of(row: Row) -> list[str]:
+    """What of a row can be changed: blocks, warps, and stages. One stage stays one: its author says so (see ``candidates``)."""
+    return [name for name in row if name.startswith("BLOCK") or name == "num_warps" or (name == "num_stages" and row[name] > 1)]
+
+
+def candidates(row: Row, name: str) -> list[int]:
+    """Values of one size that are worth a try, the present one included.
+
+    A kernel whose loops must not be pipelined has one stage and keeps it: Triton before 3.9 miscompiles products whose left
+    operand is computed in such a loop, which a check need not notice.
+    """
+    value = row[name]
+    if name == "num_stages":
+        return list(STAGES)
+    if name == "num_warps":
+        return [warps for warps in WARPS if value <= 2 * warps and warps <= 2 * value]
+    powers = [1 << power for power in range(3, 16)]
+    low, high = max(SMALLEST_BLOCK, value // BLOCK_REACH), max(value, min(LARGEST_BLOCK, value * BLOCK_REACH))
+    return [power for power in powers if min(low, value) <= power <= high]
+
+
+def descend(row: Row, seconds: Callable[[Row], float | None]) -> tuple[Row, int]:
+    """The fastest row that is found by changing one size at a time, and how many rows were tried.
+
+    Args:
+        seconds: of a row; None: it does not run, or is wrong.
+    """
+    known: dict[tuple, float | None] = {}
+
+    def of(trial: Row) -> float:
+        place = tuple(trial.items())
+        if place not in known:
+            known[place] = seconds(trial)
+        return float("inf") if known[place] is None else known[place]
+
+    best = row
+    for _ in range(PASSES):
+        before = best
+        for name in sizes_of(row):
+            best = min([best, *(best | {name: value} for value in candidates(row, name))], key=of)
+        if best == before:
+            break
+    return best, len(known)
+
+
+def rows_of(table: Table, capability: str, kernel: str) -> list[Row]:
+    """The rows of a kernel that a GPU takes: its own, or those of the default section."""
+    return table.get(capability, {}).get(kernel) or table["default"].get(kernel, [])
+
+
+def key_of(table: Table, capability: str, kernel: str, d: int, e: int, bits: int) -> Key | None:
+    """The row that serves these widths; see ``launch.launch_row``."""
+    fit = [row for row in rows_of(table, capability, kernel) if row["d"] >= d and row["e"] >= e and row["bits"] == bits]
+    return (kernel, *(min(fit, key=lambda row: (row["d"], row["e"]))[name] for name in HELD)) if fit else None
+
+
+def all_keys(table: Table, capability: str) -> list[Key]:
+    """Every row of every kernel."""
+    return [
+        (kernel, *(row[name] for name in HELD)) for kernel in table["default"] for row in rows_of(table, capability, kernel)
+    ]
+
+
+def name_of(key: Key) -> str:
+    """What ``--only`` looks at."""
+    return "{} d = {} e = {} {} bits".format(*key)
+
+
+def put(table: Table, capability: str, key: Key, row: Row) -> None:
+    """Give the section of a GPU this row. The section has all rows of a kernel or none, and none that is all default."""
+    kernel, *held = key
+    section = table.setdefault(capability, {})
+    rows = [dict(old) for old in rows_of(table, capability, kernel)]
+    section[kernel] = [dict(zip(HELD, held, strict=True)) | row if [old[n] for n in HELD] == held else old for old in rows]
+    if section[kernel] == table["default"].get(kernel):
+        del section[kernel]
+    if not section:
+        del table[capability]
+
+
+def text_of(table: Table) -> str:
+    """The table as JSON, one row in a line."""
+
+    def kernel_text(name: str, rows: Sequence[Row]) -> str:
+        lines = ",\n".join(f"      {json.dumps(row)}" for row in rows)
+        return f"    {json.dumps(name)}: [\n{lines}\n    ]"
+
+    sections = []
+    for name, kernels in table.items():
+        inside = ",\n".join(kernel_text(kernel, rows) for kernel, rows in kernels.items())
+        sections.append(f"  {json.dumps(name)}: {{\n{inside}\n  }}")
+    return "{\n" + ",\n".join(sections) + "\n}\n"
+
+
+def save(table: Table) -> None:
+    """Write the table, from which launches are taken at once."""
+    write_whole(launch.TABLE, lambda path: path.write_text(text_of(table), encoding="utf-8"))
+    launch._table.cache_clear()
+
+
+@contextmanager
+def rows_asked(table: Table, capability: str) -> Iterator[list[Key]]:
+    """Within it nothing is launched; the rows that launches would take are appended to the list."""
+    keys, given = [], launch.launch_row
+
+    def ask(kernel, d, e, dtype, device):
+        key = key_of(table, capability, kernel, d, e, 8 * dtype.itemsize)
+        if key not in keys:
+            keys.append(key)
+        return given(kernel, d, e, dtype, device)
+
+    with mock.patch.object(launch, "launch_row", ask), mock.patch.object(launch, "run", lambda *args, **meta: None):
+        yield keys
+
+
+@contextmanager
+def replaced_row(table: Table, capability: str, key: Key, row: Row) -> Iterator[None]:
+    """Within it, launches that take the row of the key take this one."""
+    given = launch.launch_row
+
+    def take(kernel, d, e, dtype, device):
+        asked = key_of(table, capability, kernel, d, e, 8 * dtype.itemsize)
+        return dict(row) if asked == key else given(kernel, d, e, dtype, device)
+
+    with mock.patch.object(launch, "launch_row", take):
+        yield
+
+
+def workloads(table: Table, capability: str) -> Iterator[tuple[Case, int]]:
+    """Operations and widths of values, those of 16 bits and of d = e = 64, 32, 16 first."""
+    widths = {key[1:] for key in all_keys(table, capability) if min(key[1], key[2]) >= SMALLEST_BLOCK}
+    usual = (64, 32, 16)
+    order = sorted(widths, key=lambda w: (w[2] != 16, w[0] != w[1], usual.index(w[0]) if w[0] in usual else len(usual), w))
+    for d, e, bits in order:
+        for name, form, tokens in OPERATIONS:
+            for backward in (False, True):
+                dtype = "bfloat16" if bits == 16 else "float32"
+                yield Case("operation", name, tokens, d, form, dtype, backward, BATCH, HEADS), e
+
+
+class Workload:
+    """An operation on inputs in memory, whose result is known."""
+
+    def __init__(self, case: Case, value_width: int, bench: Bench):
+        self.case, self.bench = case, bench
+        self.function = function_of(case, case.size, str(bench.device), bench.impl)
+        first = draw(case, bench, value_width)
+        size = sum(first[name].numel() * first[name].element_size() for name in "qkv")
+        self.sets = [first, *(draw(case, bench, value_width) for _ in range(sets_needed(size, bench.device) - 1))]
+        self.expected = eager_in_float32(case, first, bench)
+
+    def prepare(self) -> Timed | None:
+        """The operation ready to be timed, with the rows of the moment; None where it does not run, or is wrong."""
+        from triton.errors import TritonError
+
+        try:
+            if wrong(errors_of(outputs(self.function, self.sets[0], self.case.backward), self.expected), self.case.dtype):
+                return None
+            return recorded([call_of(self.function, x, self.case.backward) for x in self.sets], self.bench.device)
+        except (TritonError, RuntimeError, ValueError, AssertionError):  # too large, not compiled, not launched
+            return None
+
+    def seconds(self, *prepared: Timed) -> list[float]:
+        """Medians of one interleaved run."""
+        return [spread.median for spread in seconds_of(prepared, self.bench.device, seconds=self.bench.seconds / 4)]
+
+
+def tune_row(work: Workload, table: Table, capability: str, key: Key) -> tuple[Row, Row, list[float], int]:
+    """The row as it is and as it is best, the seconds of the operation with either, and how many rows were tried."""
+    held = dict(zip(HELD, key[1:], strict=True))
+    old = next(row for row in rows_of(table, capability, key[0]) if row.items() >= held.items())
+    row = {name: value for name, value in old.items() if name not in HELD}
+
+    def prepared(trial: Row) -> Timed | None:
+        with replaced_row(table, capability, key, trial):
+            return work.prepare()
+
+    def seconds(trial: Row) -> float | None:
+        with replaced_row(table, capability, key, trial):  # a work that is not recorded asks for its row as it runs
+            found = work.prepare()
+            return None if found is None else work.seconds(found)[0]
+
+    best, tried = descend(row, seconds)
+    entries = [prepared(row), prepared(best)]
+    if best == row or None in entries or not all(entry.replayed for entry in entries):
+        times = [found for found in (seconds(row), seconds(best)) if found is not None]
+    else:
+        times = work.seconds(*entries)
+    if len(times) == 2 and times[1] > (1 - GAIN) * times[0]:
+        best = row
+    return row, best, times, tried
+
+
+def check_rows(only: str | None) -> None:
+    """Raise ValueError for an ``--only`` that fits no row of the table, and for a table that cannot be written."""
+    table = json.loads(launch.TABLE.read_text())
+    choose(only, [name_of(key) for key in all_keys(table, "default")])
+    if not os.access(launch.TABLE, os.W_OK):
+        raise ValueError(f"{launch.TABLE} cannot be written")
+
+
+def run_tune(only: str | None, minutes: float, bench: Bench, capability: str, show: Print) -> list[Record]:
+    """Tune rows until the time is over, print each, and write the table after each that changes.
+
+    Args:
+        only: regular expression over rows, such as "taylor direct d = 64"; None: all.
+        minutes: after which no row is begun.
+        capability: of the GPU, as "9.0".
+    """
+    table, budget, records = json.loads(launch.TABLE.read_text()), Budget(minutes), []
+    keys = all_keys(table, capability)
+    left = {keys[i] for i in choose(only, [name_of(key) for key in keys])}
+    show(heading(COLUMNS))
+    for case, value_width in workloads(table, capability):
+        asked = keys_of(case, value_width, table, capability, bench) if left and not budget.over else []
+        work = Workload(case, value_width, bench) if left.intersection(asked) else None
+        for key in asked:
+            if key not in left or budget.over:
+                continue
+            left.remove(key)
+            row, best, times, tried = tune_row(work, table, capability, key)
+            if best != row:
+                put(table, capability, key, best)
+                save(table)
+            records.append(_record(key, case, row, best, times, tried))
+            show(line(_cells(records[-1])))
+    show(f"\n{len(records)} rows tuned, {sum(r['now'] != r['was'] for r in records)} changed, {len(left)} not reached")
+    return records
+
+
+def keys_of(case: Case, value_width: int, table: Table, capability: str, bench: Bench) -> list[Key]:
+    """The rows that an operation takes; none where it has no kernels for these widths."""
+    function = function_of(case, case.size, str(bench.device), bench.impl)
+    with rows_asked(table, capability) as keys:
+        try:
+            outputs(function, draw(case, bench, value_width), case.backward)
+        except (NotImplementedError, ValueError):
+            return []
+    return [key for key in keys if key is not None]
+
+
+def _record(key: Key, case: Case, row: Row, best: Row, times: Sequence[float], tried: int) -> Record:
+    way = "forward+backward" if case.backward else "forward"
+    record: Record = dict(zip(("kernel", *HELD), key, strict=True)) | {"operation": f"{case.label} {way}"}
+    record |= {"was": json.dumps(row), "now": json.dumps(best)}
+    padded = [*times, None, None]
+    return record | {"seconds_was": padded[0], "seconds_now": padded[1], "tried": tried}
+
+
+def _cells(record: Record) -> list:
+    now = record["now"] if record["now"] != record["was"] else "unchanged"
+    times = [record[name] and duration(record[name]) for name in ("seconds_was", "seconds_now")]
+    return [*(record[name] for name in ("kernel", *HELD, "operation", "was")), now, *times, record["tried"]]
+
+
+def make_bench(device: torch.device) -> Bench:
+    """The kernels on this GPU, with fresh random data."""
+    return Bench(device, torch.Generator(device).manual_seed(torch.seed() % 2**31))
