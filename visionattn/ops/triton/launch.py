@@ -6,6 +6,7 @@
 
 import json
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import lru_cache
 from pathlib import Path
 
@@ -53,7 +54,10 @@ def run(kernel, grid: Sequence[int], *args: object, **meta: object) -> None:
         ValueError: a grid beyond what CUDA launches.
     """
     check_grid(kernel.__name__, grid)
-    if all(grid):
+    if not all(grid):
+        return
+    device = next(x.device for x in args if isinstance(x, Tensor))
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # Triton launches on the current GPU
         kernel[tuple(grid)](*args, **meta)
 
 
