@@ -8,6 +8,7 @@ import torch
 def both_passes(grid: tuple[int, int], d: int, e: int, dtype: torch.dtype, *, horizons=(3, 3), state=True, mean=True) -> None:
     """Every launch of one forward and backward pass of 1 image of 6 heads with 5 prefix tokens."""
     from visionattn.ops.triton import joint
+    from visionattn.ops.triton.joint_backward import joint_backward
 
     heads, place = 6, joint.Place(*grid, 5, *horizons, mean)
     tokens, on = 5 + grid[0] * grid[1], dict(device="meta")
@@ -20,6 +21,7 @@ def both_passes(grid: tuple[int, int], d: int, e: int, dtype: torch.dtype, *, ho
         content = joint.FromSums(torch.empty(1, heads, tokens, e, **on), torch.empty(1, heads, tokens, **on))
     weights, relative_mass = joint.class_weights(q, table, place)
     joint.joint_means(weights, relative_mass, v, content, place, out, mass)
+    joint_backward(grad, out, mass, q, table, v, weights, place, torch.empty_like(q), torch.empty_like(v))
 
 
 WIDTHS = [(16, 16), (64, 64), (40, 24), (128, 128)]

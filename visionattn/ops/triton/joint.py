@@ -240,7 +240,7 @@ def _means(
 def class_weights(q: Tensor, table: Tensor, place: Place) -> tuple[Tensor, Tensor]:
     """Weights ``[B, h, H*W, C padded]`` in the dtype of q, row by row of the table, and their mass ``[B, h, H*W]``, float32.
 
-    The weights are in the units above, for ``joint_means`` and ``joint_backward`` alone; what stands in the padding means nothing.
+    The weights are in the units above, for ``joint_means`` and ``joint_backward`` alone; the padding holds nothing of meaning.
     The mass is in the unit of the package, that of sums divided by M (with "mean", of means).
 
     Args:

@@ -96,7 +96,6 @@ def _column_scans(
     height,
     width,
     prefix,
-    horizon,
     x_side,
     x_batch,
     x_head,
@@ -106,7 +105,7 @@ def _column_scans(
     BLOCK_Y: tl.constexpr,
     MEANS: tl.constexpr,
 ):
-    """One column, from the top (side 0) or from the bottom (side 1): means up to each row, or what ``scan_gradients`` says."""
+    """One column, from the top (side 0) or from the bottom (side 1): sums up to each row, or their means."""
     i_side, i_column = tl.program_id(0) % 2, tl.program_id(0) // 2 % width
     i_group = tl.program_id(0) // 2 // width
     p_x = head(p_x, i_group // heads, i_group % heads, x_batch, x_head) + i_side.to(tl.int64) * x_side * 8
@@ -118,9 +117,6 @@ def _column_scans(
         o_token = tl.where(i_side == 0, o_step, height - 1 - o_step) * width + i_column
         m_x = (o_step < height)[:, None] & (o_e < E)[None, :]
         b_x = tl.load(rows(p_x, prefix + o_token, x_token, o_e), mask=m_x, other=0).to(tl.float32)  # [Y, E]
-        if not MEANS:
-            b_count = tl.maximum(height - horizon - o_step, 0).to(tl.float32)
-            b_x = tl.where(b_count == 0, 0.0, 1 / tl.where(b_count == 0, 1.0, b_count))[:, None] * b_x
         b_sums = tl.cumsum(b_x, 0) + b_carry[None, :]
         b_carry += tl.sum(b_x, 0)
         if MEANS:
@@ -161,29 +157,24 @@ def _row_remainders(
         b_sum += tl.sum(tl.load(rows(p_v, o_x, v_token, o_e), mask=m_x, other=0).to(tl.float32), 0)
 
 
-def _scan(x: Tensor, out: Tensor, sizes: tuple[int, ...], strides: tuple[int, ...], means: bool) -> None:
-    """Scan the columns of ``x`` in both directions into ``out [2, B, h, H, W, e]``; ``strides`` in octets, of sides first."""
+def _scan(x: Tensor, out: Tensor, prefix: int, strides: tuple[int, ...], means: bool) -> None:
+    """Scan the columns of ``x`` in both directions into ``out [2, B, h, H, W, e]``; ``strides``: octets, sides first."""
     _, batch, heads, height, width, e = out.shape
-    row = launch.launch_row("joint scan", 0, e, x.dtype, x.device)
     launch.run(
         _column_scans,
         (2 * width * batch * heads,),
-        *(x, out, heads, batch * heads, height, width, *sizes, *strides),
-        **row,
+        *(x, out, heads, batch * heads, height, width, prefix, *strides),
+        **launch.launch_row("joint scan", 0, e, x.dtype, x.device),
         E=e,
         BLOCK_E=launch.block(e),
         MEANS=means,
     )
 
 
-def scan_gradients(lines: Tensor, place: Place) -> Tensor:
-    """Gradients of rows of values for those of the means of rows, both ``[2, B, h, H, W, e]``.
-
-    Side 0: entry y is what a key in row y + Ry receives as part of the means of the queries in rows 0 to y; ``lines[0, ..., y, :, :]``
-    is the gradient of the mean of the rows from y + Ry on. Side 1: the same from the bottom, for row y - Ry.
-    """
-    out, octets = torch.empty_like(lines), launch.octets(lines)
-    _scan(lines, out, (0, place.horizon_y), (octets[0], octets[1], octets[2], octets[4]), means=False)
+def sums_of_rows(x: Tensor) -> Tensor:
+    """Of ``x [2, B, h, H, W, e]``, contiguous: the sums of rows 0 to y of the first, and of rows y to H - 1 of the second."""
+    out, octets = torch.empty_like(x), launch.octets(x)
+    _scan(x, out, 0, (octets[0], octets[1], octets[2], octets[4]), means=False)
     return out
 
 
@@ -192,8 +183,8 @@ class Lines(NamedTuple):
 
     Args:
         means: ``[2, B, h, H, W, e]`` in the dtype of v: the mean of rows 0 to y, and of rows y to H - 1.
-        remainders: float32 ``[3, B, h, H, tiles, 2, e]``: of the row y of v, and of both means, the sums before and after the keys
-            that each tile reads one by one; empty where one tile holds the row.
+        remainders: float32 ``[3, B, h, H, tiles, 2, e]``: of row y of v, and of both means, the sums before and after the keys
+            that each tile reads one by one; empty where one tile holds a row.
     """
 
     means: Tensor
@@ -205,7 +196,7 @@ def lines_of(v: Tensor, place: Place, tile: int) -> Lines:
     batch, heads, _, e = v.shape
     height, width = place.height, place.width
     means = v.new_empty(2, batch, heads, height, width, e)
-    _scan(v, means, (place.prefix, 0), (0, *launch.octets(v)), means=True)
+    _scan(v, means, place.prefix, (0, *launch.octets(v)), means=True)
     tiles = triton.cdiv(width, tile)
     if tiles == 1:
         return Lines(means, v.new_empty(0, dtype=torch.float32))
@@ -221,5 +212,5 @@ def lines_of(v: Tensor, place: Place, tile: int) -> Lines:
     )
     rows_of_v = remainders[0].flatten(3, 4)
     strides = launch.octets(rows_of_v)
-    _scan(rows_of_v, remainders[1:].flatten(4, 5), (0, 0), (0, strides[0], strides[1], strides[3]), means=True)
+    _scan(rows_of_v, remainders[1:].flatten(4, 5), 0, (0, strides[0], strides[1], strides[3]), means=True)
     return Lines(means, remainders)
