@@ -101,7 +101,7 @@ def _pass(case) -> str:
 
 def _eager_cells(record: Record) -> list:
     times = [record[name] and duration(record[name]) for name in ("seconds", "eager_seconds")]
-    ratio, error = record["ratio"] and f"{record['ratio']:.3g}", record["error"] and f"{record['error']:.1e}"
+    ratio, error = record["ratio"] and f"{record['ratio']:.3g}", None if record["error"] is None else f"{record['error']:.1e}"
     status = "eager is faster" if record["ratio"] and record["ratio"] < 1 else record["status"]
     return [*(record[name] for name in ("operation", "tokens", "width", "pass")), *times, ratio, error, status]
 

@@ -230,9 +230,15 @@ def measure_crossover(figure: Figure, bench: Bench) -> Result:
     low, high = max(16, limit // 8), 4 * limit
     filled = crossing(lambda n: _direct_over_efficient(figure.case, n, FILLED_TOKENS // (HEADS * n), bench), low, high)
     few = crossing(lambda n: _direct_over_efficient(figure.case, n, BATCH, bench), low, high)
-    words = ["none up to" if value == float("inf") else "below" if value == low else "" for value in (filled, few)]
-    note = f"B*h = 12: {words[1]} {high if few == float('inf') else few:.0f}".replace("  ", " ")
-    return Result(figure, "ok", values=(filled,), error=error, notes=[*([words[0]] if words[0] else []), note])
+    notes = [f"B*h = {BATCH * HEADS}: {_place(few, low, high)}"]
+    if filled in (low, float("inf")):
+        notes.insert(0, _place(filled, low, high))
+    return Result(figure, "ok", values=(filled,), error=error, notes=notes)
+
+
+def _place(tokens: float, low: int, high: int) -> str:
+    """A crossing in words, between the tokens that it was looked for."""
+    return f"none up to {high}" if tokens == float("inf") else f"{low} or below" if tokens == low else f"{tokens:.0f} tokens"
 
 
 def _direct_over_efficient(case: Case, tokens: int, batch: int, bench: Bench) -> float:
