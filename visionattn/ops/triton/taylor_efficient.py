@@ -24,6 +24,7 @@ from visionattn.ops.triton.taylor_efficient_states import (
     num_pairs,
     num_tiles,
     present_rows,
+    tiles_of_pair,
 )
 
 
@@ -80,12 +81,13 @@ def _expand(
     i_batch, i_head = i_group // heads, i_group % heads
     o_n, o_d, o_e = i_block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
     m_n, m_d, m_e = o_n < tokens, o_d < D, o_e < E
+    m_x = present_rows(p_present, i_batch, tokens, o_n, m_n, MASKED)
     p_x = head(p_x, i_batch, i_head, x_batch, x_head)
     p_features += i_group.to(tl.int64) * (TILES * (TILES + 1) // 2 * 256 * E)
     p_moments += i_group.to(tl.int64) * (D * E + E + D * D + D + 8)
     o_f = tl.arange(0, BLOCK_F)
     b_state = tl.load(p_features + o_f[:, None] * E + o_e[None, :], mask=m_e[None, :], other=0)  # [F, E]
-    b_x = columns(p_x, o_n, x_token, 0, m_n, D, BLOCK_D)  # [N, D]
+    b_x = columns(p_x, o_n, x_token, 0, m_x, D, BLOCK_D)  # [N, D]
     b_xy = tl.load(p_moments + o_d[:, None] * E + o_e[None, :], mask=m_d[:, None] & m_e[None, :], other=0)  # [D, E]
     b_values = tl.dot(b_x, b_xy.to(b_x.dtype), input_precision=PRECISION)
     b_values += tl.load(p_moments + D * E + o_e, mask=m_e, other=0)[None, :]
@@ -93,21 +95,22 @@ def _expand(
         b_mass = mass_of_rows(b_x, p_moments + D * E + E, a, b, c, D, BLOCK_D, PRECISION)
         tl.store(p_mass + i_group.to(tl.int64) * tokens + o_n, b_mass, mask=m_n)
     ROWS: tl.constexpr = BLOCK_F // 16
-    for i in tl.static_range(TILES):
-        for j in tl.static_range(i + 1):
-            b_j = columns(p_x, o_n, x_token, 16 * j, m_n, D, 16)
-            for r in tl.static_range(16 // ROWS):
-                b_i = columns(p_x, o_n, x_token, 16 * i + ROWS * r, m_n, D, ROWS)
-                b_features = tl.reshape(b_i[:, :, None] * b_j[:, None, :], [BLOCK_N, BLOCK_F])
-                p_features += BLOCK_F * E
-                b_now = b_state
-                if i + 1 < TILES or j < i or r + 1 < 16 // ROWS:
-                    b_state = tl.load(p_features + o_f[:, None] * E + o_e[None, :], mask=m_e[None, :], other=0)
-                b_values += tl.dot(b_features, b_now, input_precision=PRECISION)
+    PAIRS: tl.constexpr = TILES * (TILES + 1) // 2
+    for pair in tl.range(PAIRS, num_stages=1):
+        i, j = tiles_of_pair(pair)
+        b_j = columns(p_x, o_n, x_token, 16 * j, m_x, D, 16)
+        for r in tl.static_range(16 // ROWS):
+            b_i = columns(p_x, o_n, x_token, 16 * i + ROWS * r, m_x, D, ROWS)
+            b_features = tl.reshape(b_i[:, :, None] * b_j[:, None, :], [BLOCK_N, BLOCK_F])
+            p_features += BLOCK_F * E
+            m_next = m_e & (pair * 16 + ROWS * (r + 1) < PAIRS * 16)
+            b_next = tl.load(p_features + o_f[:, None] * E + o_e[None, :], mask=m_next[None, :], other=0)
+            b_values += tl.dot(b_features, b_state, input_precision=PRECISION)
+            b_state = b_next
     if DIVIDED:
         b_values /= tl.where(b_mass == 0, 1.0, b_mass)[:, None]
     if MASKED:
-        b_values = tl.where(present_rows(p_present, i_batch, tokens, o_n, m_n, MASKED)[:, None], b_values, 0)
+        b_values = tl.where(m_x[:, None], b_values, 0)
     p_out = head(p_out, i_batch, i_head, out_batch, out_head)
     tl.store(rows(p_out, o_n, out_token, o_e), b_values.to(p_out.dtype.element_ty), mask=m_n[:, None] & m_e[None, :])
 

@@ -96,23 +96,30 @@ def _partial_features(
     p_x, p_y = head(p_x, i_batch, i_head, x_batch, x_head), head(p_y, i_batch, i_head, y_batch, y_head)
     o_e = tl.arange(0, BLOCK_E)
     last = tl.minimum(tokens, (i_segment + 1) * segment_tokens)
-    b_sums = ()
-    for _ in tl.static_range(PAIRS):
+    b_sums, b_tiles = (), ()
+    for p in tl.static_range(PAIRS):
         b_sums = b_sums + (tl.zeros([256, BLOCK_E], tl.float32),)
-    for start in range(i_segment * segment_tokens, last, BLOCK_N):
-        o_n = start + tl.arange(0, BLOCK_N)
+        b_tiles = b_tiles + (tl.zeros([BLOCK_N, 16], p_x.dtype.element_ty), tl.zeros([BLOCK_N, 16], p_x.dtype.element_ty))
+    b_y = tl.zeros([BLOCK_N, BLOCK_E], p_y.dtype.element_ty)
+    # Each step multiplies what the step before has loaded, so that memory is read while the matrix unit works.
+    for start in range(i_segment * segment_tokens - BLOCK_N, last, BLOCK_N):
+        o_n = start + BLOCK_N + tl.arange(0, BLOCK_N)
         m_n = present_rows(p_present, i_batch, tokens, o_n, o_n < last, MASKED)
-        b_y = tl.load(rows(p_y, o_n, y_token, o_e), mask=m_n[:, None] & (o_e < E)[None, :], other=0)  # [N, E]
+        b_next_y = columns(p_y, o_n, y_token, 0, m_n, E, BLOCK_E)  # [N, E]
         if DIVIDED:
-            b_y = (b_y.to(tl.float32) * inverse_mass(p_mass, i_group, tokens, o_n, m_n)[:, None]).to(b_y.dtype)
-        b_next = ()
+            b_inverse = inverse_mass(p_mass, i_group, tokens, o_n, m_n)
+        b_next_tiles, b_next_sums = (), ()
         for p in tl.static_range(PAIRS):
             i, j = tiles_of_pair(i_share * PAIRS + p)
-            b_i = tl.trans(columns(p_x, o_n, x_token, 16 * i, m_n, D, 16))  # [16, N]
-            b_j = tl.trans(columns(p_x, o_n, x_token, 16 * j, m_n, D, 16))
+            b_i = columns(p_x, o_n, x_token, 16 * i, m_n, D, 16)  # [N, 16]
+            b_next_tiles = b_next_tiles + (b_i, columns(p_x, o_n, x_token, 16 * j, m_n, D, 16))
+        for p in tl.static_range(PAIRS):
+            b_i, b_j = tl.trans(b_tiles[2 * p]), tl.trans(b_tiles[2 * p + 1])
             b_features = tl.reshape(b_i[:, None, :] * b_j[None, :, :], [256, BLOCK_N])
-            b_next = b_next + (b_sums[p] + tl.dot(b_features, b_y, input_precision=PRECISION),)
-        b_sums = b_next
+            b_next_sums = b_next_sums + (b_sums[p] + tl.dot(b_features, b_y, input_precision=PRECISION),)
+        if DIVIDED:
+            b_next_y = (b_next_y.to(tl.float32) * b_inverse[:, None]).to(b_y.dtype)
+        b_y, b_tiles, b_sums = b_next_y, b_next_tiles, b_next_sums
     i_part = i_segment.to(tl.int64) * groups + i_group
     for p in tl.static_range(PAIRS):
         i_pair = i_share * PAIRS + p
@@ -124,8 +131,8 @@ def _partial_features(
 
 @triton.jit
 def tiles_of_pair(pair):
-    """i and j of a pair of at most four tiles."""
-    i = (pair >= 1).to(tl.int32) + (pair >= 3).to(tl.int32) + (pair >= 6).to(tl.int32)
+    """i and j of a pair of at most four tiles: i grows by one at pairs 1, 3 and 6 of the ten."""
+    i = (pair + 9) // 10 + (pair + 5) // 8 + pair // 6
     return i, pair - i * (i + 1) // 2
 
 

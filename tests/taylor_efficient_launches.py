@@ -1,0 +1,41 @@
+"""What ``kernel_launches.py`` records and compiles of the efficient form of TaylorShift."""
+
+from functools import partial
+
+import torch
+
+COEFFICIENTS = (0.5, 1.0, 1.0)
+
+
+def both_passes(tokens: int, d: int, e: int, dtype: torch.dtype, masked: bool = False, batch: int = 1, heads: int = 6) -> None:
+    """Every launch of one forward and backward pass, of q, k and v that lie in one projection of width ``heads * d``."""
+    from visionattn.ops.triton import taylor_efficient, taylor_efficient_backward
+
+    on = dict(device="meta")
+    q, k = torch.empty(batch, tokens, 2, heads, d, dtype=dtype, **on).permute(2, 0, 3, 1, 4)
+    v, grad = (torch.empty(batch, tokens, heads, e, dtype=dtype, **on).transpose(1, 2) for _ in range(2))
+    mask = torch.empty(batch, tokens, dtype=torch.bool, **on) if masked else None
+    state = taylor_efficient.state_of_keys(k, v, mask, COEFFICIENTS)
+    out, mass = taylor_efficient.forward(q, state, COEFFICIENTS, divide=True)
+    taylor_efficient_backward.backward(grad, out, mass, q, k, v, mask, state, COEFFICIENTS)
+
+
+def undivided(tokens: int, d: int, e: int, dtype: torch.dtype) -> None:
+    """Every launch of the sums of values that another term will be added to."""
+    from visionattn.ops.triton import taylor_efficient
+
+    q, k = torch.empty(1, tokens, 2, 6, d, dtype=dtype, device="meta").permute(2, 0, 3, 1, 4)
+    v = torch.empty(1, tokens, 6, e, dtype=dtype, device="meta").transpose(1, 2)
+    taylor_efficient.forward(q, taylor_efficient.state_of_keys(k, v, None, COEFFICIENTS), COEFFICIENTS, divide=False)
+
+
+WIDTHS = [(16, 16), (32, 32), (40, 24), (64, 64), (64, 128)]
+CASES = {f"d={d} e={e} bfloat16": partial(both_passes, 4096, d, e, torch.bfloat16) for d, e in WIDTHS}
+CASES["d=32 e=32 float32"] = partial(both_passes, 4096, 32, 32, torch.float32)
+CASES["masked float16"] = partial(both_passes, 4096, 32, 32, torch.float16, masked=True)
+CASES["undivided bfloat16"] = partial(undivided, 4096, 32, 32, torch.bfloat16)
+LENGTHS = [1, 2, 15, 16, 17, 48, 64, 100, *range(196, 10_000, 800)]
+SIZES = {
+    "bfloat16": (lambda n: both_passes(n, 64, 64, torch.bfloat16), LENGTHS),
+    "float32": (lambda n: both_passes(n, 32, 16, torch.float32), LENGTHS),
+}

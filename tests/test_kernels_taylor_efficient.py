@@ -1,0 +1,160 @@
+"""Kernels of the efficient form of TaylorShift: right in the interpreter and on a GPU, fit for three generations of GPUs."""
+
+import pytest
+
+pytest.importorskip("triton", reason="GPU kernels need Triton")
+
+import torch
+from kernel_checks import assert_within_budget, every_place, guarded, poisoned_memory, relative_error
+from kernel_launches import SHARED_BYTES, compiled_in_fresh_process, keys_in_fresh_process
+from oracles import draw
+from torch import Tensor
+
+from visionattn.ops import reference
+
+poisoned = pytest.fixture(autouse=True)(poisoned_memory)
+
+DEFAULT = (0.5, 1.0, 1.0)
+UNEQUAL = (0.7, -0.6, 1.3)
+
+
+def inputs(device: str, dtype: torch.dtype, batch: int, heads: int, n: int, m: int, d: int, e: int) -> dict[str, Tensor]:
+    """q of length 2, k of length 1, v and the gradient of the mean, between rows of NaN."""
+    shapes = {"q": (n, d), "k": (m, d), "v": (m, e), "grad": (n, e)}
+    drawn = {name: draw(batch, heads, *shape, seed=i) for i, (name, shape) in enumerate(shapes.items())}
+    drawn["q"], drawn["k"] = 2 * reference.unit_length(drawn["q"]), reference.unit_length(drawn["k"])
+    return {name: guarded(x.to(dtype).to(device)) for name, x in drawn.items()}
+
+
+def with_kernels(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, key_mask: Tensor | None = None, abc=DEFAULT) -> dict[str, Tensor]:
+    """The mean and its gradients by the functions of the modules, one after the other."""
+    from visionattn.ops.triton import taylor_efficient, taylor_efficient_backward
+
+    state = taylor_efficient.state_of_keys(k, v, key_mask, abc)
+    out, mass = taylor_efficient.forward(q, state, abc, divide=True)
+    gradients = taylor_efficient_backward.backward(grad, out, mass, q, k, v, key_mask, state, abc)
+    return {"out": out} | dict(zip("qkv", gradients, strict=True))
+
+
+def by_definition(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, key_mask: Tensor | None = None, abc=DEFAULT) -> dict[str, Tensor]:
+    """The same in float64 by the quadratic definition."""
+    leaves = [x.double().cpu().detach().requires_grad_() for x in (q, k, v)]
+    mask = None if key_mask is None else key_mask.cpu()
+    out = reference.taylorshift_attention(*leaves, key_mask=mask, coefficients=abc)
+    return {"out": out} | dict(zip("qkv", torch.autograd.grad(out, leaves, grad.double().cpu()), strict=True))
+
+
+def weights(q: Tensor, k: Tensor, abc: tuple[float, float, float]) -> Tensor:
+    """``a x^2 + b x + c`` of each pair, float64 ``[B, h, N, M]``."""
+    (a, b, c), x = abc, q.double() @ k.double().mT
+    return a * x * x + b * x + c
+
+
+SIZES = [(1, 1, 1, 17, 8, 8), (2, 3, 17, 63, 16, 24), (1, 2, 64, 65, 24, 16), (1, 1, 130, 300, 32, 40), (1, 2, 65, 17, 64, 8)]
+
+
+@every_place
+@pytest.mark.parametrize("sizes", [*SIZES, (1, 1, 33, 21, 48, 128)], ids=str)
+def test_mean_and_every_gradient_are_those_of_the_definition(device, dtype, sizes):
+    tensors = inputs(device, dtype, *sizes)
+    assert_within_budget(with_kernels(**tensors, abc=UNEQUAL), by_definition(**tensors, abc=UNEQUAL), dtype)
+
+
+@every_place
+def test_masked_keys_take_no_part_whatever_finite_numbers_they_hold(device, dtype):
+    tensors = inputs(device, dtype, 3, 2, 33, 77, 24, 16)
+    mask = torch.rand(3, 77, generator=torch.Generator().manual_seed(1)) < 0.5
+    mask[2] = False
+    expected = by_definition(**tensors, key_mask=mask)
+    for name in "kv":
+        tensors[name].masked_fill_(~mask.to(device)[:, None, :, None], 3e4)
+    results = with_kernels(**tensors, key_mask=mask.to(device))
+    assert_within_budget(results, expected, dtype)
+    assert not any(x[2].any() for x in results.values())
+    assert not any(results[name].masked_select(~mask.to(device)[:, None, :, None]).any() for name in "kv")
+
+
+@every_place
+def test_undivided_sums_and_masses_are_in_units_of_the_number_of_keys(device, dtype):
+    from visionattn.ops.triton import taylor_efficient
+
+    q, k, v, _ = inputs(device, dtype, 2, 1, 19, 45, 40, 24).values()
+    state = taylor_efficient.state_of_keys(k, v, None, UNEQUAL)
+    values, mass = taylor_efficient.forward(q, state, UNEQUAL, divide=False)
+    w = weights(q, k, UNEQUAL).cpu() / 45
+    assert values.dtype == mass.dtype == torch.float32
+    assert relative_error(mass, w.sum(3)) <= 1e-5, "the mass is exact to 16 bits in half precision too"
+    assert_within_budget({"out": values}, {"out": w @ v.double().cpu()}, dtype)
+
+
+@every_place
+def test_the_gradient_is_that_of_a_mean_to_which_another_term_adds(device, dtype):
+    """Another term gives the mass a constant and the sums of values another, as relative position does."""
+    from visionattn.ops.triton import taylor_efficient, taylor_efficient_backward
+
+    tensors = inputs(device, dtype, 1, 2, 37, 29, 16, 24)
+    q, k, v, grad = tensors.values()
+    extra, extra_mass = draw(1, 2, 37, 24, seed=9), 1.5
+    leaves = [x.double().cpu().detach().requires_grad_() for x in (q, k, v)]
+    w = weights(*leaves[:2], DEFAULT) / 29
+    mass = w.sum(3) + extra_mass
+    out = (w @ leaves[2] + extra) / mass[..., None]
+    expected = dict(zip("qkv", torch.autograd.grad(out, leaves, grad.double().cpu()), strict=True))
+    state = taylor_efficient.state_of_keys(k, v, None, DEFAULT)
+    joint = out.detach().to(device, dtype), mass.detach().to(device, torch.float32)
+    gradients = taylor_efficient_backward.backward(grad, *joint, q, k, v, None, state, DEFAULT)
+    assert_within_budget(dict(zip("qkv", gradients, strict=True)), expected, dtype)
+
+
+@every_place
+def test_many_segments_give_the_sums_of_one(device, dtype, monkeypatch):
+    from visionattn.ops.triton import launch
+
+    tensors = inputs(device, dtype, 1, 1, 201, 263, 16, 16)
+    monkeypatch.setattr(launch, "segments", lambda *args: 7)
+    assert_within_budget(with_kernels(**tensors), by_definition(**tensors), dtype)
+
+
+@pytest.mark.parametrize(("d", "e"), [(8, 24), (40, 8), (64, 128)])
+def test_a_state_has_the_shapes_and_dtypes_that_are_declared(d, e):
+    from visionattn.ops.triton import taylor_efficient
+
+    k, v = torch.randn(2, 1, 5, d, dtype=torch.float16), torch.randn(2, 1, 5, e, dtype=torch.float16)
+    with torch.device("meta"):
+        declared = taylor_efficient.state_shapes(2, 1, d, e, torch.float16)
+    state = recorded_state(taylor_efficient, k.to("meta"), v.to("meta"))
+    assert [(tuple(x.shape), x.dtype) for x in state] == [(tuple(shape), dtype) for shape, dtype in declared]
+
+
+def recorded_state(module, k: Tensor, v: Tensor):
+    """The state that the host allocates, without running a kernel."""
+    from kernel_launches import recorded
+
+    with recorded():
+        return module.state_of_keys(k, v, None, DEFAULT)
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    return compiled_in_fresh_process("taylor_efficient_launches")
+
+
+@pytest.mark.parametrize("capability", SHARED_BYTES)
+def test_compiled_kernels_fit_their_gpu_without_spilling(compiled, capability):
+    for case, by_capability in compiled.items():
+        for found in by_capability[str(capability)]:
+            assert found["spilled_bytes"] == 0, (case, found)
+            assert found["shared_bytes"] <= SHARED_BYTES[capability], (case, found)
+            assert found["matrix"] or found["kernel"] == "_add_parts", (case, found)
+
+
+def test_wide_heads_run_on_the_matrix_units_of_a_hopper_gpu(compiled):
+    by_kernel = {found["kernel"]: found["matrix"] for found in compiled["d=64 e=64 bfloat16"]["90"]}
+    assert {by_kernel[name] for name in ("_partial_features", "_expand", "_gradient")} == {"wgmma"}
+
+
+def test_no_length_compiles_anything_anew():
+    expected = {"_partial_features": 2, "_partial_moments": 2, "_add_parts": 2, "_expand": 2, "_gradient": 2}
+    found = keys_in_fresh_process("taylor_efficient_launches")
+    assert found["bfloat16"] == expected
+    assert found["float32"] == expected | {"_add_parts": 1}
