@@ -238,7 +238,7 @@ def tune_row(work: Workload, table: Table, capability: str, key: Key) -> tuple[R
     else:
         times = work.seconds(*entries)
     if len(times) == 2 and times[1] > (1 - GAIN) * times[0]:
-        best = row
+        best, times = row, times[:1]
     return row, best, times, tried
 
 
