@@ -10,6 +10,7 @@ import torch
 
 import visionattn.benchmark.compare as compare
 import visionattn.benchmark.targets as targets
+from visionattn.benchmark import options, run, table, tune
 
 ROOT = Path(__file__).parents[1]
 SMALL = ["--operations", "kernelized", "sdpa", "--tokens", "45", "77", "--width", "8", "--heads", "3", "--no-memory"]
@@ -115,7 +116,7 @@ def test_threads_hold_for_the_run_alone(main, capsys):
 
 
 BAD_FLAGS = [
-    ([], "wanted one of --operations, --models, --targets, --figure, --loader, got none"),
+    ([], "wanted one of --operations, --models, --targets, --figure, --loader, --gpu, --tune, got none"),
     (["--targets", "--operations", "sdpa"], "got operations and targets"),
     (["--operations", "sdqa"], "operation 'sdqa': wanted one of sdpa, eager"),
     (["--operations", "sdpa+joint"], "sdpa has no option 'joint'; it has causal"),
@@ -144,6 +145,15 @@ BAD_FLAGS = [
     (["--operations", "kernelized", "--horizon", "2"], "--horizon does nothing here: kernelized have no relative position"),
     (["--operations", "relative", "--horizon", "-1"], "wanted a whole number from 0, got -1"),
     (["--speed", "9"], "unrecognized arguments: --speed 9"),
+    (["--gpu", "--tune"], "got gpu and tune"),
+    (["--gpu", "--only", "nothing of this name"], "fits none of 77 rows; the first is 'kernelized forward d = 64"),
+    (["--tune", "--only", "nothing of this name"], "fits none of"),
+    (["--tune", "--only", "("], "--only '(' is no regular expression"),
+    (["--gpu", "--minutes", "-1"], "--minutes: wanted 0 or more, got -1.0"),
+    (["--gpu", "--tokens", "64"], "--tokens does nothing with --gpu; it belongs to --operations"),
+    (["--tune", "--device", "cpu"], "--device does nothing with --tune"),
+    (["--targets", "--minutes", "1"], "--minutes does nothing with --targets; it belongs to --gpu and --tune"),
+    (["--gpu", "--json", "nowhere/rows.json"], "nowhere for rows.json"),
 ]
 
 
@@ -154,6 +164,56 @@ def test_bad_input_ends_with_one_line_and_code_2(main, tmp_path, capsys, monkeyp
     printed = capsys.readouterr()
     assert printed.err.startswith("error: ") and part in printed.err and printed.err.count("\n") == 1
     assert printed.out == "" and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("flag", ["--gpu", "--tune"])
+def test_without_a_gpu_there_is_one_line_and_code_2(main, capsys, monkeypatch, flag):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main([flag]) == 2
+    printed = capsys.readouterr()
+    assert printed.err == "error: no GPU here that PyTorch can use (torch.cuda.is_available() is False)\n" and printed.out == ""
+
+
+@pytest.fixture
+def as_if_on_a_gpu(monkeypatch):
+    """The command takes the processor for a GPU."""
+    monkeypatch.setattr(run, "pick_gpu", lambda: torch.device("cpu"))
+    monkeypatch.setattr(options, "pick_gpu", lambda: torch.device("cpu"))
+    monkeypatch.setattr(run, "provenance_of", lambda device, argv: table.provenance_of("cpu", argv) | {"asked": device})
+
+
+def test_the_table_of_a_gpu_is_printed_and_written_and_broken_rows_end_with_code_4(
+    main, tmp_path, capsys, monkeypatch, as_if_on_a_gpu
+):
+    def measure(device, only, minutes, provenance, show):
+        show(f"{device} {only} {minutes}")
+        provenance["seed"] = 7
+        return [{"what": "a", "status": "ok"}, {"what": "b", "status": "wrong: all of it"}], broken
+
+    monkeypatch.setattr(run, "run_gpu", measure)
+    broken = 0
+    flags = ["--gpu", "--only", "kernelized", "--minutes", "3"]
+    assert main([*flags, "--json", str(tmp_path / "a.json"), "--csv", str(tmp_path / "a.csv")]) == 0
+    assert "cpu kernelized 3.0" in capsys.readouterr().out.splitlines()
+    content = json.loads((tmp_path / "a.json").read_text())
+    assert content["provenance"]["seed"] == 7 and content["provenance"]["asked"] == "cuda" and len(content["rows"]) == 2
+    assert [row["seed"] for row in read_csv(tmp_path / "a.csv")] == ["7", "7"]
+    broken = 1
+    assert main([*flags, "--json", str(tmp_path / "b.json")]) == 4
+    assert capsys.readouterr().err == "error: 1 rows are wrong or failed; the table says how\n"
+    assert (tmp_path / "b.json").exists()
+
+
+def test_launches_are_tuned_for_as_long_as_is_said(main, capsys, monkeypatch, as_if_on_a_gpu):
+    asked = []
+
+    def tune_all(only, minutes, bench, capability, show):
+        asked.append((only, minutes, bench.device.type, capability))
+        return []
+
+    monkeypatch.setattr(tune, "run_tune", tune_all)
+    assert main(["--tune"]) == 0 and main(["--tune", "--only", "taylor direct", "--minutes", "2"]) == 0
+    assert asked == [(None, 20.0, "cpu", None), ("taylor direct", 2.0, "cpu", None)]
 
 
 def test_files_that_exist_are_replaced_on_request_alone(main, tmp_path, capsys, without_processes):

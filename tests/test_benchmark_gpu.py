@@ -1,0 +1,324 @@
+"""The table of a GPU without one: floors against numbers worked out by hand, rows, and what stands where something is wrong."""
+
+import contextlib
+import csv
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import visionattn.ops as ops
+from visionattn.benchmark import gpu, gpu_operations, gpu_timing
+from visionattn.benchmark.compare import Quartiles
+from visionattn.benchmark.gpu_figures import Bound, Result, all_figures, choose, operation
+from visionattn.benchmark.gpu_floors import Ceilings, cost_of, tile_features
+from visionattn.benchmark.gpu_operations import Bench, crossing, definition, draw, eager_cases, measure_operation, wrong
+from visionattn.benchmark.gpu_timing import Budget, Timed, called, recorded, seconds_of, sets_needed
+from visionattn.benchmark.table import csv_text, json_text
+from visionattn.ops import reference
+
+CPU = torch.device("cpu")
+H200 = Ceilings(4.3e12, 790e12)
+
+
+def bench(**more):
+    options = dict(impl="eager", compiled=False, seconds=0.0)
+    return Bench(CPU, torch.Generator().manual_seed(3), Ceilings(1e10, 1e11), **options | more)
+
+
+def small(what, dtype="float32"):
+    """A figure at a size that a processor has done at once."""
+    figure = next(figure for figure in all_figures() if figure.what == what)
+    return replace(figure, case=replace(figure.case, size=90, batch=1, heads=2, dtype=dtype))
+
+
+# Microseconds of one head, forward, at 790 TFLOP/s and 4.3 TB/s: direct, efficient with tiles of 16, bytes alone.
+FLOORS = [
+    (16, 16_384, 21.75, 0.382, 0.488),
+    (32, 16_384, 43.5, 2.21, 0.975),
+    (64, 4096, 5.44, 3.57, 0.488),
+    (64, 16_384, 87.0, 14.27, 1.95),
+    (64, 65_536, 1392, 57.1, 7.80),
+]
+
+
+@pytest.mark.parametrize("d, tokens, direct, efficient, transfer", FLOORS)
+def test_floors_of_a_head_are_those_worked_out_by_hand(d, tokens, direct, efficient, transfer):
+    costs = {form: cost_of("taylorshift", form, tokens, d, groups=1, backward=False) for form in ("direct", "efficient")}
+    assert 1e6 * costs["direct"].operations / 790e12 == pytest.approx(direct, rel=0.005)
+    assert 1e6 * costs["efficient"].operations / 790e12 == pytest.approx(efficient, rel=0.005)
+    assert 1e6 * costs["efficient"].bytes / 4.3e12 == pytest.approx(transfer, rel=0.005)
+    assert 1e6 * H200.floor_seconds(costs["efficient"]) == pytest.approx(max(efficient, transfer), rel=0.005)
+    kernelized = cost_of("kernelized", "efficient", tokens, d, groups=12, backward=False)
+    assert 1e6 * H200.floor_seconds(kernelized) == pytest.approx(12 * transfer, rel=0.005)  # bound by memory at every width
+
+
+def test_a_backward_pass_adds_its_operations_and_bytes():
+    both = {form: cost_of("taylorshift", form, 1000, 32, groups=3, backward=True) for form in ("direct", "efficient")}
+    assert both["direct"].operations == 3 * 14 * 1000**2 * 32
+    assert both["efficient"].operations == 3 * (12 * 1000 * 768 * 32 + 28 * 1000 * 32**2)
+    assert both["direct"].bytes == both["efficient"].bytes == 3 * 22 * 1000 * 32
+
+
+def test_features_are_counted_in_whole_pairs_of_tiles():
+    assert [tile_features(d) for d in (8, 16, 24, 32, 64)] == [256, 256, 768, 768, 2560]
+
+
+ROWS = [
+    ("kernelized forward", "d = 64, N = 65,536, B*h = 12", ">= 70 % of the copy"),
+    ("kernelized forward+backward", "d = 64, N = 65,536, B*h = 12", ">= 60 % of the copy"),
+    ("efficient TaylorShift forward", "d = 64, N = 65,536, B*h = 12", ">= 50 % of the matmul"),
+    ("efficient TaylorShift forward", "d = 32, N = 65,536, B*h = 12", ">= 35 % of the matmul"),
+    ("efficient TaylorShift forward+backward", "d = 32, N = 16,384, B*h = 12", ">= 15 x SDPA"),
+    ("direct TaylorShift forward", "d = 64, N = 4,096, B*h = 12", ">= 1 x SDPA"),
+    ("crossover of direct and efficient TaylorShift, forward", "d = 16, GPU filled", "<= 400 tokens"),
+    ("crossover of direct and efficient TaylorShift, forward", "d = 32, GPU filled", "<= 1200 tokens"),
+    ("crossover of direct and efficient TaylorShift, forward", "d = 64, GPU filled", "<= 3700 tokens"),
+    ("scaleformer_vit_s inference / timm's ViT-S with SDPA", "1024 px, batch 16", ">= 1.5 x images/s"),
+    ("scaleformer_vit_s inference / its identity-attention twin", "1024 px, batch 16", ">= 0.8 x images/s"),
+    ("scaleformer_vit_s inference / timm's ViT-S with SDPA", "2048 px, batch 4", ">= 4 x images/s"),
+    ("scaleformer_vit_s inference / its identity-attention twin", "2048 px, batch 4", ">= 0.8 x images/s"),
+    ("scaleformer_vit_s inference / timm's ViT-S with SDPA", "4096 px, batch 1", ">= 14 x images/s"),
+    ("scaleformer_vit_s inference / its identity-attention twin", "4096 px, batch 1", ">= 0.8 x images/s"),
+    ("scaleformer_vit_s, one image, plain forward", "16384 x 16384 px, 1,048,576 tokens", "<= 1 s, <= 24 GiB"),
+    ("scaleformer_vit_s training step / ViT-S with SDPA", "2048 px, batch 4", ">= 3 x steps/s, <= 1 x memory"),
+]
+
+
+def test_the_rows_are_the_figures_to_reach():
+    assert [(figure.what, figure.size, figure.reach) for figure in all_figures()] == ROWS
+    cases = {figure.what: figure.case for figure in all_figures()}
+    assert all(case.dtype == "bfloat16" and case.heads == 6 for case in cases.values())
+    assert cases["kernelized forward+backward"].backward and not cases["kernelized forward"].backward
+    assert cases["direct TaylorShift forward"].form == "direct"
+    assert {(c.width, c.size, c.backward) for c in eager_cases()} == {
+        (d, n, backward) for d in (16, 32, 64) for n in (1024, 16_384) for backward in (False, True)
+    }
+
+
+def test_rows_are_chosen_by_a_pattern():
+    figures, cases = gpu.rows("2048 PX")
+    assert [figure.kind for figure in figures] == ["model", "model", "training"] and cases == []
+    figures, cases = gpu.rows("against eager.*direct.*N = 1024 d = 16")
+    assert figures == [] and [case.backward for case in cases] == [False, True]
+    assert [len(part) for part in gpu.rows(None)] == [17, 60]
+    with pytest.raises(ValueError, match="no regular expression"):
+        choose("(", ["a"])
+
+
+def test_a_bound_is_met_from_its_side_and_never_by_what_is_not_a_number():
+    least, most = Bound(0.7, "% of the copy"), Bound(24, "GiB", most=True)
+    assert least.met(0.7) and not least.met(0.69) and most.met(24) and not most.met(24.1)
+    assert not least.met(float("nan")) and not most.met(float("nan")) and not most.met(float("inf"))
+    assert (str(least), most.text(18.52), most.text(float("inf"))) == (">= 70 % of the copy", "18.5 GiB", "none")
+
+
+def test_a_result_is_shown_with_its_floor_and_whether_the_figure_is_reached():
+    figure = all_figures()[4]
+    good = Result(figure, seconds=Quartiles(0.9e-3, 1e-3, 1.1e-3), floor_seconds=2.5e-4, sdpa=0.016, eager="out of memory")
+    good.values, good.error, good.notes = (16.0,), 2.2e-3, ["a", "b"]
+    assert good.cells()[3:8] == ["1 ms", "0.25 ms", "25 %", "16 ms", "out of memory"]
+    assert good.cells()[8:] == [">= 15 x SDPA", "16 x SDPA", "yes", "2.2e-03", "a; b"]
+    slow = replace(good, values=(14.9,))
+    bad = Result(figure, "wrong: error 1.0e-01 of out, allowed 4e-03", error=0.1)
+    assert slow.reached == "no" and bad.reached == bad.status and bad.broken and not slow.broken
+    assert bad.cells()[3:6] == [None, None, None] and bad.record()["seconds_median"] is None
+    assert Result(figure, "out of memory").broken is False and replace(good, values=()).reached == "not measured"
+    large = Result(all_figures()[-2], values=(0.5, float("nan")))
+    assert large.reached == "no" and large.record()["measured"] == [0.5, None]
+
+
+def test_a_crossing_lies_where_two_power_laws_meet():
+    assert crossing(lambda n: n / 700, 64, 4096) == pytest.approx(700, rel=0.003)
+    assert crossing(lambda n: n / 50, 64, 4096) == 64 and crossing(lambda n: n / 5000, 64, 4096) == float("inf")
+    asked = []
+    assert crossing(lambda n: asked.append(n) or (n / 900) ** 0.8, 64, 16_384) == pytest.approx(900, rel=0.005)
+    assert len(asked) == len(set(asked)) <= 12
+
+
+def test_errors_beyond_their_bound_are_named_and_nan_is_one():
+    assert wrong({"out": 4e-3, "gradient of q": 1e-2}, "bfloat16") is None
+    assert wrong({"out": 5e-3, "gradient of q": 9e-2}, "bfloat16") == "wrong: error 9.0e-02 of gradient of q, allowed 1e-02"
+    assert "error nan of out" in wrong({"out": float("nan"), "gradient of q": 9e-2}, "bfloat16")
+
+
+@pytest.mark.parametrize("name, form", [("kernelized", "efficient"), ("taylorshift+temperature", "direct")])
+def test_the_definition_in_parts_is_the_whole_one_with_its_gradients(monkeypatch, name, form):
+    case = replace(operation(name, 37, 8, form, backward=True), batch=1, heads=3, dtype="float32")
+    tensors = draw(case, bench())
+    assert tensors["q"].stride() == (37 * 3 * 3 * 8, 8, 3 * 3 * 8, 1)  # as the projection leaves it
+    monkeypatch.setattr(gpu_operations, "CHUNK_ELEMENTS", 3 * 37 * 10)
+    found = definition(case, tensors)
+    leaves = {n: x.double().requires_grad_() for n, x in tensors.items() if n != "grad"}
+    out = getattr(reference, f"{name.split('+')[0]}_attention")(**leaves)
+    expected = torch.autograd.grad(out, tuple(leaves.values()), tensors["grad"].double())
+    torch.testing.assert_close(found["out"], out.detach(), rtol=1e-12, atol=1e-12)
+    for n, x in zip(leaves, expected, strict=True):
+        torch.testing.assert_close(found[f"gradient of {n}"], x, rtol=1e-10, atol=1e-12)
+
+
+def test_an_operation_is_checked_and_timed_beside_sdpa_and_eager():
+    result = measure_operation(small("efficient TaylorShift forward+backward"), bench())
+    assert result.status == "ok" and 0 < result.error < 1e-5 and result.notes == []
+    assert result.values == (result.sdpa / result.seconds.median,) and result.eager > 0
+    assert result.floor_seconds == cost_of("taylorshift", "efficient", 90, 32, groups=2, backward=True).operations / 1e11
+    copied = measure_operation(small("kernelized forward"), bench())
+    assert copied.values[0] == pytest.approx(2 * 8 * 90 * 64 / copied.seconds.median / 1e10)
+
+
+def test_a_wrong_operation_has_no_time(monkeypatch):
+    right = ops.kernelized_attention
+
+    def call(q, k, v, impl, **options):
+        return (1.1 if impl == "triton" else 1) * right(q, k, v, impl="eager", **options)
+
+    monkeypatch.setattr(ops, "kernelized_attention", call)
+    result = measure_operation(small("kernelized forward"), bench(impl="triton"))
+    assert result.status == "wrong: error 1.0e-01 of out, allowed 1e-05" and result.seconds is None and result.sdpa is None
+
+
+def test_what_a_kernel_does_not_write_is_found_and_what_is_far_from_eager_is_noted(monkeypatch):
+    right = ops.kernelized_attention
+
+    def unwritten(q, k, v, impl, **options):
+        out = right(q, k, v, impl="eager", **options)
+        return out if impl == "eager" else torch.cat([out[:, :, :-1], torch.empty_like(out[:, :, -1:])], 2)
+
+    monkeypatch.setattr(ops, "kernelized_attention", unwritten)
+    assert "error nan" in measure_operation(small("kernelized forward"), bench(impl="triton")).status
+    assert not torch.are_deterministic_algorithms_enabled()
+    monkeypatch.setattr(
+        ops, "kernelized_attention", lambda q, k, v, impl, **o: (1 + 5e-6 * (impl != "eager")) * right(q, k, v, impl="eager", **o)
+    )
+    (note,) = measure_operation(small("kernelized forward"), bench(impl="triton")).notes
+    assert note.startswith("error of out ") and note.endswith(" x eager's")
+
+
+def test_a_baseline_that_does_not_fit_is_a_cell_and_an_operation_that_does_not_is_a_row(monkeypatch):
+    def full(*tensors, **options):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(gpu_operations, "_sdpa", full)
+    result = measure_operation(small("direct TaylorShift forward"), bench())
+    assert (result.sdpa, result.status, result.reached) == ("out of memory", "ok", "not measured")
+    monkeypatch.setattr(ops, "taylorshift_attention", full)
+    (row,) = gpu.results_of([small("direct TaylorShift forward")], bench(), Budget(1))
+    assert row.status == "out of memory" and not row.broken
+
+
+def test_rows_come_as_they_are_ready_and_none_is_begun_when_the_time_is_over(monkeypatch):
+    now, lines = [0.0], []
+    figures = [small("kernelized forward"), small("kernelized forward+backward"), small("direct TaylorShift forward")]
+
+    def measure(figure, bench):
+        now[0] += 40
+        if figure.case.backward:
+            raise TypeError("a pointer\nis none")
+        return Result(figure, values=(1.0,))
+
+    monkeypatch.setattr(gpu, "measure_operation", measure)
+    cases = list(eager_cases())[:1]
+    records, broken = gpu.run_rows(figures, cases, bench(), Budget(1, lambda: now[0]), lines.append)
+    over = "not measured: 1 minutes were over"
+    assert [record["status"] for record in records] == ["ok", "failed: TypeError: a pointer is none", over, over]
+    assert broken == 1 and len(lines) == 1 + 3 + 1 + 1 and lines[0].startswith("| what | size | dtype | time | floor |")
+    provenance = {"device": "x"}
+    assert len(list(csv.DictReader(csv_text(records, provenance).splitlines()))) == 4
+    assert json.loads(json_text(records, provenance))["rows"][3]["what"] == "kernel against eager"
+
+
+def test_kernels_are_compared_with_eager_operations(monkeypatch):
+    case = replace(next(eager_cases()), size=70, batch=1, heads=2, dtype="float32")
+    lines = []
+    gpu.run_rows([], [case], bench(), Budget(1), lines.append)
+    assert lines[0].startswith("\nkernel against eager") and lines[1].startswith("| kernelized efficient | 70 | 16 | forward | ")
+    assert "eager is faster" in gpu._eager_cells(
+        {"operation": "a", "tokens": 1, "width": 1, "pass": "forward", "seconds": 2.0, "eager_seconds": 1.0, "ratio": 0.5}
+        | {"error": 0.0, "status": "ok"}
+    )
+
+
+def test_seconds_are_those_of_one_call_of_several():
+    now = [0.0]
+
+    def work(seconds):
+        return lambda: now.__setitem__(0, now[0] + seconds)
+
+    entries = [called([work(1.0), work(3.0)]), Timed(work(10.0), calls=5)]
+    slow, fast = seconds_of(entries, CPU, seconds=0, rounds=3, clock=lambda: now[0])
+    assert slow == Quartiles(2.0, 2.0, 2.0) and fast == Quartiles(2.0, 2.0, 2.0)
+    assert recorded([work(1.0)], CPU).replayed is False and sets_needed(1, CPU) == 1
+
+
+@pytest.fixture
+def fake_cuda(monkeypatch):
+    """As much of ``torch.cuda`` as recording asks for; what happens is noted in order."""
+    events = []
+
+    @contextlib.contextmanager
+    def context(*given):
+        yield
+
+    @contextlib.contextmanager
+    def graph(recording):
+        events.append("begin")
+        yield
+        events.append("end")
+
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    fakes = dict(Stream=lambda device: stream, stream=context, current_stream=lambda device: stream, graph=graph)
+    fakes |= dict(synchronize=lambda device: None, CUDAGraph=lambda: SimpleNamespace(replay=lambda: events.append("replay")))
+    fakes["get_device_properties"] = lambda device: SimpleNamespace(L2_cache_size=50 << 20)
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    return events
+
+
+def test_calls_are_recorded_after_they_have_run_and_replayed(fake_cuda):
+    entry = recorded([lambda: fake_cuda.append("a"), lambda: fake_cuda.append("b")], torch.device("cuda"))
+    assert fake_cuda == ["a", "b", "a", "b", "begin", "a", "b", "end"] and (entry.replayed, entry.calls) == (True, 2)
+    entry.run()
+    assert fake_cuda[-1] == "replay"
+
+
+def test_calls_that_cannot_be_recorded_are_called_and_too_little_memory_is_told(fake_cuda):
+    error = RuntimeError("operation not permitted when stream is capturing")
+
+    def call():
+        fake_cuda.append("call")
+        if fake_cuda.count("begin"):
+            raise error
+
+    entry = recorded([call], torch.device("cuda"))
+    assert not entry.replayed and fake_cuda == ["call", "call", "begin", "call"]
+    error = torch.OutOfMemoryError("full")
+    fake_cuda.clear()
+    with pytest.raises(torch.OutOfMemoryError):
+        recorded([call], torch.device("cuda"))
+
+
+def test_inputs_are_rotated_until_the_cache_holds_none_of_them(fake_cuda):
+    sets = [sets_needed(size << 20, torch.device("cuda")) for size in (1, 20, 150, 300)]
+    assert sets == [gpu_timing.MOST_SETS, 10, 2, 1]
+
+
+def test_the_command_needs_no_more_than_torch_timm_and_triton_and_says_that_there_is_no_gpu():
+    code = (
+        "import sys\n"
+        "for name in ('albumentations', 'cv2', 'jsonargparse', 'tensorboard', 'sklearn', 'rich', 'matplotlib', 'jinja2'):\n"
+        "    sys.modules[name] = None\n"
+        "sys.path.insert(0, 'tools')\n"
+        "import benchmark, torch\n"
+        "torch.cuda.is_available = lambda: False\n"
+        "import visionattn.benchmark.gpu_models, visionattn.benchmark.tune, visionattn.benchmark.gpu\n"
+        "sys.exit([benchmark.main(['--gpu']), benchmark.main(['--tune', '--only', 'taylor'])] != [2, 2])\n"
+    )
+    root = Path(__file__).parents[1]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines() == ["error: no GPU here that PyTorch can use (torch.cuda.is_available() is False)"] * 2

@@ -1,0 +1,242 @@
+"""Tuning launches without a GPU: which rows are tried, which is taken, and what is written."""
+
+import json
+from itertools import product
+
+import pytest
+import torch
+
+import visionattn.benchmark.tune as tune
+from visionattn.benchmark.cases import Case
+from visionattn.benchmark.gpu_operations import Bench
+from visionattn.benchmark.gpu_timing import Timed
+from visionattn.benchmark.tune import (
+    all_keys,
+    candidates,
+    descend,
+    key_of,
+    name_of,
+    put,
+    replaced_row,
+    rows_asked,
+    sizes_of,
+    text_of,
+    workloads,
+)
+from visionattn.ops.triton import launch
+
+CPU = torch.device("cpu")
+
+
+def rows_like(**sizes):
+    """Rows of three widths in 16 and in 32 bits."""
+    return [{"d": d, "e": d, "bits": bits} | sizes for bits in (16, 32) for d in (16, 32, 64)]
+
+
+@pytest.fixture
+def table(tmp_path, monkeypatch):
+    """A small launch table, in the place of the package's own."""
+    means = rows_like(BLOCK_N=64, num_warps=4, num_stages=1)
+    content = {"default": {"kernelized state": rows_like(BLOCK_N=32, num_warps=4, num_stages=2), "kernelized means": means}}
+    content["8.0"] = {"kernelized state": rows_like(BLOCK_N=16, num_warps=8, num_stages=1)}
+    monkeypatch.setattr(launch, "TABLE", tmp_path / "launches.json")
+    launch.TABLE.write_text(text_of(content))
+    launch._table.cache_clear()
+    yield content
+    launch._table.cache_clear()
+
+
+def every_row():
+    table = json.loads(launch.TABLE.read_text())
+    return [(kernel, row) for section in table.values() for kernel, rows in section.items() for row in rows]
+
+
+def test_the_table_is_written_one_row_in_a_line_as_it_lies_there():
+    text = launch.TABLE.read_text()
+    assert text_of(json.loads(text)) == text
+
+
+def test_candidates_keep_what_products_and_kernels_demand():
+    for kernel, row in every_row():
+        for name in sizes_of(row):
+            values = candidates(row, name)
+            assert row[name] in values and len(values) > 1, (kernel, row, name)
+            if name.startswith("BLOCK"):
+                assert all(value >= min(16, row[name]) and value & (value - 1) == 0 for value in values)
+                assert max(values) <= max(256, row[name]) and max(values) <= 4 * row[name]
+        assert "num_stages" not in sizes_of(row) or row["num_stages"] > 1
+        assert not set(sizes_of(row)) - {name for name in row if name.startswith(("BLOCK", "num_"))}
+
+
+def test_candidates_of_a_row_are_those_worked_out_by_hand():
+    row = {"BLOCK_N": 64, "BLOCK_F": 16, "PAIRS": 1, "num_warps": 4, "num_stages": 1}
+    assert sizes_of(row) == ["BLOCK_N", "BLOCK_F", "num_warps"]
+    assert candidates(row, "BLOCK_N") == [16, 32, 64, 128, 256] and candidates(row, "BLOCK_F") == [16, 32, 64]
+    assert candidates(row, "num_warps") == [2, 4, 8] and candidates(row | {"num_stages": 3}, "num_stages") == [1, 2, 3, 4]
+    assert candidates({"BLOCK": 1024}, "BLOCK") == [256, 512, 1024]
+
+
+def test_the_fastest_row_is_found_one_size_at_a_time_and_failures_are_left_out():
+    start, asked = {"BLOCK_N": 64, "num_warps": 4, "num_stages": 1}, []
+
+    def seconds(row):
+        asked.append(tuple(row.values()))
+        if row["BLOCK_N"] == 256:
+            return None  # does not fit, though it would be fastest
+        return abs(row["BLOCK_N"] - 128) + abs(row["num_warps"] - 8) + 1
+
+    best, tried = descend(start, seconds)
+    assert best == {"BLOCK_N": 128, "num_warps": 8, "num_stages": 1}
+    assert tried == len(asked) == len(set(asked)) and (64, 4, 1) in asked
+    assert descend(start, lambda row: None)[0] == start
+    assert descend(start, lambda row: None if row == start else 1.0)[0] != start
+
+
+def test_rows_are_those_that_launches_take(table):
+    distinct = [row | {"BLOCK_N": 16 + i} for i, row in enumerate(table["default"]["kernelized means"])]
+    table["default"]["kernelized means"] = distinct
+    launch.TABLE.write_text(text_of(table))
+    for d, e, dtype in product((8, 16, 40, 64), (8, 24, 64), (torch.bfloat16, torch.float32)):
+        with rows_asked(table, "9.0") as keys:
+            row = launch.launch_row("kernelized means", d, e, dtype, CPU)
+        ((name, *held),) = keys
+        assert name == "kernelized means" and dict(zip(tune.HELD, held, strict=True)) | row in distinct
+    assert key_of(table, "9.0", "kernelized means", 4096, 16, 16) is None
+
+
+def test_a_row_is_replaced_for_the_widths_that_it_serves_alone(table):
+    key = key_of(table, "9.0", "kernelized means", 64, 64, 16)
+    before = launch.launch_row("kernelized means", 64, 64, torch.bfloat16, CPU)
+    with replaced_row(table, "9.0", key, {"BLOCK_N": 16, "num_warps": 1}):
+        assert launch.launch_row("kernelized means", 64, 64, torch.bfloat16, CPU) == {"BLOCK_N": 16, "num_warps": 1}
+        assert launch.launch_row("kernelized means", 64, 64, torch.float32, CPU)["num_warps"] > 1
+        assert launch.launch_row("kernelized state", 64, 64, torch.bfloat16, CPU)["num_warps"] > 1
+    assert launch.launch_row("kernelized means", 64, 64, torch.bfloat16, CPU) == before
+
+
+def test_a_section_has_all_rows_of_a_kernel_and_leaves_with_its_last_difference(table):
+    whole = json.loads(json.dumps(table))
+    key = next(key for key in all_keys(table, "9.0") if key[0] == "kernelized means")
+    old = table["default"]["kernelized means"][0]
+    put(table, "9.0", key, {"BLOCK_N": 32, "num_warps": 2, "num_stages": 1})
+    rows = table["9.0"]["kernelized means"]
+    assert rows[0] == old | {"BLOCK_N": 32, "num_warps": 2} and rows[1:] == whole["default"]["kernelized means"][1:]
+    assert table["default"] == whole["default"] and list(table["9.0"]) == ["kernelized means"]
+    put(table, "8.0", key, {"BLOCK_N": 16, "num_warps": 2, "num_stages": 1})
+    assert table["9.0"]["kernelized means"] == rows and list(table["8.0"]) == ["kernelized state", "kernelized means"]
+    for capability in ("9.0", "8.0"):
+        put(table, capability, key, {name: old[name] for name in old if name not in tune.HELD})
+    assert table == whole
+
+
+def test_what_is_written_serves_the_next_launch_and_leaves_the_other_sections(table, monkeypatch):
+    monkeypatch.setattr(launch, "capability", lambda device: "9.0")
+    before = launch.TABLE.read_text()
+    key = key_of(table, "9.0", "kernelized means", 64, 64, 16)
+    put(table, "9.0", key, {"BLOCK_N": 32, "num_warps": 2, "num_stages": 1})
+    tune.save(table)
+    assert launch.launch_row("kernelized means", 64, 64, torch.bfloat16, CPU)["BLOCK_N"] == 32
+    added = launch.TABLE.read_text().removeprefix(before.removesuffix("\n}\n"))
+    assert added.startswith(',\n  "9.0": {\n    "kernelized means": [\n      {"d": 16, ') and added.count("\n") == 12
+
+
+def test_every_row_has_a_workload_of_its_widths_and_the_usual_ones_come_first():
+    table = json.loads(launch.TABLE.read_text())
+    found = list(workloads(table, "9.0"))
+    assert [(case.width, width, case.dtype) for case, width in found[:1] + found[10:11] + found[20:21]] == [
+        (64, 64, "bfloat16"),
+        (32, 32, "bfloat16"),
+        (16, 16, "bfloat16"),
+    ]
+    assert [case.backward for case, _ in found[:4]] == [False, True, False, True]
+    assert len({name_of(key) for key in all_keys(table, "9.0")}) == len(all_keys(table, "9.0"))
+
+
+class FakeWork:
+    """An operation whose time depends on the row of one kernel as it is launched."""
+
+    def __init__(self, case, value_width, bench):
+        self.case, self.width = case, value_width
+
+    def prepare(self):
+        row = launch.launch_row("kernelized means", self.case.width, self.width, self.case.torch_dtype, CPU)
+        return None if row["num_warps"] == 2 else Timed(lambda: None, calls=row["BLOCK_N"], replayed=True)
+
+    def seconds(self, *prepared):
+        return [1 / timed.calls for timed in prepared]
+
+
+@pytest.fixture
+def fake_work(table, monkeypatch):
+    """Every operation launches "kernelized means" of its widths and nothing else."""
+    monkeypatch.setattr(tune, "Workload", FakeWork)
+    monkeypatch.setattr(tune, "keys_of", lambda case, width, table, capability, bench: [
+        key_of(table, capability, "kernelized means", case.width, width, 8 * case.torch_dtype.itemsize)
+    ])  # fmt: skip
+    return table
+
+
+def run(only, minutes=1):
+    lines = []
+    bench = Bench(CPU, torch.Generator().manual_seed(0))
+    return tune.run_tune(only, minutes, bench, "9.0", lines.append), lines
+
+
+def test_tuning_writes_what_is_faster_and_prints_what_changed(fake_work):
+    before = fake_work["default"]
+    records, lines = run("kernelized means d = 64 e = 64 16 bits")
+    (record,) = records
+    was = next(row for row in before["kernelized means"] if (row["d"], row["e"], row["bits"]) == (64, 64, 16))
+    assert json.loads(record["now"])["BLOCK_N"] == 256 and json.loads(record["was"])["BLOCK_N"] == was["BLOCK_N"]
+    assert record["seconds_now"] < record["seconds_was"] and record["operation"] == "kernelized efficient forward"
+    written = json.loads(launch.TABLE.read_text())
+    changed = [row for row in written["9.0"]["kernelized means"] if row not in before["kernelized means"]]
+    assert [row["BLOCK_N"] for row in changed] == [256] and written["default"] == before
+    assert "1 rows tuned, 1 changed, 0 not reached" in lines[-1]
+
+
+def test_a_gain_within_the_noise_changes_nothing(fake_work, monkeypatch):
+    monkeypatch.setattr(FakeWork, "seconds", lambda self, *prepared: [1 + 0.01 / timed.calls for timed in prepared])
+    text = launch.TABLE.read_text()
+    records, lines = run("kernelized means d = 64 e = 64 16")
+    assert records[0]["now"] == records[0]["was"] and "| unchanged |" in lines[1] and launch.TABLE.read_text() == text
+
+
+def test_no_row_is_begun_when_the_time_is_over(fake_work):
+    records, lines = run("kernelized", minutes=0)
+    assert records == [] and lines[-1].startswith("\n0 rows tuned, 0 changed, ")
+
+
+def test_rows_that_no_operation_takes_and_tables_that_are_read_only_are_told(fake_work, monkeypatch):
+    records, lines = run("kernelized state d = 64 e = 64 16")
+    assert records == [] and lines[-1].endswith("1 not reached")
+    with pytest.raises(ValueError, match="fits none of"):
+        tune.check_rows("no such kernel")
+    monkeypatch.setattr(tune.os, "access", lambda path, mode: False)
+    with pytest.raises(ValueError, match="launches.json cannot be written"):
+        tune.check_rows(None)
+
+
+def test_an_operation_that_fails_or_has_a_wrong_result_is_not_timed(monkeypatch):
+    bench = Bench(CPU, torch.Generator().manual_seed(0), impl="eager")
+    work = tune.Workload(Case("operation", "kernelized", 40, 8, "efficient", "float32", True, 1, 2), 16, bench)
+    assert work.prepare().calls == 1 and work.expected["gradient of v"].shape == (1, 2, 40, 16)
+    right = work.expected["gradient of v"]
+    work.expected["gradient of v"] = 1.1 * right
+    assert work.prepare() is None
+    work.expected["gradient of v"] = right
+    assert work.prepare() is not None
+
+    def fail(*given):
+        raise RuntimeError("out of resource: shared memory")
+
+    monkeypatch.setattr(tune, "outputs", fail)
+    assert work.prepare() is None
+
+
+def test_an_operation_without_kernels_takes_no_rows(table):
+    bench = Bench(CPU, torch.Generator().manual_seed(0), impl="triton")
+    case = Case("operation", "kernelized", 40, 8, "efficient", "bfloat16", False, 1, 2)
+    assert tune.keys_of(case, 8, table, "9.0", bench) == []  # neither a GPU nor the interpreter runs bfloat16
+    kernels = {key[0] for key in tune.keys_of(Case(**case.as_dict() | {"dtype": "float32"}), 8, table, "9.0", bench)}
+    assert kernels == {"kernelized state", "kernelized means"}
