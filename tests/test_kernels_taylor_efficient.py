@@ -26,7 +26,7 @@ def inputs(device: str, dtype: torch.dtype, batch: int, heads: int, n: int, m: i
     return {name: guarded(x.to(dtype).to(device)) for name, x in drawn.items()}
 
 
-def with_kernels(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, key_mask: Tensor | None = None, abc=DEFAULT) -> dict[str, Tensor]:
+def with_kernels(q, k, v, grad, key_mask: Tensor | None = None, abc=DEFAULT) -> dict[str, Tensor]:
     """The mean and its gradients by the functions of the modules, one after the other."""
     from visionattn.ops.triton import taylor_efficient, taylor_efficient_backward
 
@@ -36,7 +36,7 @@ def with_kernels(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, key_mask: Tensor
     return {"out": out} | dict(zip("qkv", gradients, strict=True))
 
 
-def by_definition(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, key_mask: Tensor | None = None, abc=DEFAULT) -> dict[str, Tensor]:
+def by_definition(q, k, v, grad, key_mask: Tensor | None = None, abc=DEFAULT) -> dict[str, Tensor]:
     """The same in float64 by the quadratic definition."""
     leaves = [x.double().cpu().detach().requires_grad_() for x in (q, k, v)]
     mask = None if key_mask is None else key_mask.cpu()

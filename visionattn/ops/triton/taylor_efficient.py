@@ -1,7 +1,7 @@
 """The efficient form of TaylorShift, forward: a state of the keys, and what each query reads of it.
 
-``w_ij = a x^2 + b x + c`` with ``x = q_i . k_j`` is linear in the features ``[phi2(q), q, 1]``, so sums over keys are formed once.
-phi2 keeps products of tiles of 16 columns (``taylor_efficient_states.py``). The mass needs no features.
+``w_ij = a x^2 + b x + c`` with ``x = q_i . k_j`` is linear in the features ``[phi2(q), q, 1]``, so sums over keys are formed
+once. phi2 keeps products of tiles of 16 columns (``taylor_efficient_states.py``). The mass needs no features.
 
 In units of the number of keys M (see ``__init__.py``). Source: TaylorShift, "Efficient TaylorShift"; tiles and mass are ours.
 """
@@ -85,28 +85,28 @@ def _expand(
     p_x = head(p_x, i_batch, i_head, x_batch, x_head)
     p_features += i_group.to(tl.int64) * (TILES * (TILES + 1) // 2 * 256 * E)
     p_moments += i_group.to(tl.int64) * (D * E + E + D * D + D + 8)
-    o_f = tl.arange(0, BLOCK_F)
-    b_state = tl.load(p_features + o_f[:, None] * E + o_e[None, :], mask=m_e[None, :], other=0)  # [F, E]
     b_x = columns(p_x, o_n, x_token, 0, m_x, D, BLOCK_D)  # [N, D]
-    b_xy = tl.load(p_moments + o_d[:, None] * E + o_e[None, :], mask=m_d[:, None] & m_e[None, :], other=0)  # [D, E]
-    b_values = tl.dot(b_x, b_xy.to(b_x.dtype), input_precision=PRECISION)
-    b_values += tl.load(p_moments + D * E + o_e, mask=m_e, other=0)[None, :]
     if MASS:
         b_mass = mass_of_rows(b_x, p_moments + D * E + E, a, b, c, D, BLOCK_D, PRECISION)
         tl.store(p_mass + i_group.to(tl.int64) * tokens + o_n, b_mass, mask=m_n)
+    b_xy = tl.load(p_moments + o_d[:, None] * E + o_e[None, :], mask=m_d[:, None] & m_e[None, :], other=0)  # [D, E]
+    b_values = tl.dot(b_x, b_xy.to(b_x.dtype), input_precision=PRECISION)
+    b_values += tl.load(p_moments + D * E + o_e, mask=m_e, other=0)[None, :]
     ROWS: tl.constexpr = BLOCK_F // 16
-    PAIRS: tl.constexpr = TILES * (TILES + 1) // 2
-    for pair in tl.range(PAIRS, num_stages=1):
-        i, j = tiles_of_pair(pair)
+    STEPS: tl.constexpr = TILES * (TILES + 1) // 2 * (16 // ROWS)
+    o_f = tl.arange(0, BLOCK_F)
+    b_state = tl.load(p_features + o_f[:, None] * E + o_e[None, :], mask=m_e[None, :], other=0)  # [F, E]
+    # Each step multiplies what the step before has loaded, so that memory is read while the matrix unit works.
+    for step in tl.range(STEPS, num_stages=1):
+        i, j = tiles_of_pair(step // (16 // ROWS))
+        b_i = columns(p_x, o_n, x_token, 16 * i + ROWS * (step % (16 // ROWS)), m_x, D, ROWS)
         b_j = columns(p_x, o_n, x_token, 16 * j, m_x, D, 16)
-        for r in tl.static_range(16 // ROWS):
-            b_i = columns(p_x, o_n, x_token, 16 * i + ROWS * r, m_x, D, ROWS)
-            b_features = tl.reshape(b_i[:, :, None] * b_j[:, None, :], [BLOCK_N, BLOCK_F])
-            p_features += BLOCK_F * E
-            m_next = m_e & (pair * 16 + ROWS * (r + 1) < PAIRS * 16)
-            b_next = tl.load(p_features + o_f[:, None] * E + o_e[None, :], mask=m_next[None, :], other=0)
-            b_values += tl.dot(b_features, b_state, input_precision=PRECISION)
-            b_state = b_next
+        b_features = tl.reshape(b_i[:, :, None] * b_j[:, None, :], [BLOCK_N, BLOCK_F])
+        p_features += BLOCK_F * E
+        m_next = m_e & (step + 1 < STEPS)
+        b_next = tl.load(p_features + o_f[:, None] * E + o_e[None, :], mask=m_next[None, :], other=0)
+        b_values += tl.dot(b_features, b_state, input_precision=PRECISION)
+        b_state = b_next
     if DIVIDED:
         b_values /= tl.where(b_mass == 0, 1.0, b_mass)[:, None]
     if MASKED:

@@ -8,7 +8,6 @@ pair of tiles at a time and contracted with either tile at once.
 Gradients of the state are divided by the number of keys, as the state is. Source: the forward pass differentiated by hand.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -60,69 +59,75 @@ def _gradient(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    BLOCK_F: tl.constexpr,
     DIVIDED: tl.constexpr,
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Gradient of one block of x through ``<y, [phi2(x), x, 1] state>`` and through the weighted ``x^T (X^T X) x`` and ``x . sum x``.
+    """Gradient of one block of x through ``<y, [phi2(x), x, 1] state>``, ``x^T (X^T X) x`` and ``x . sum x``.
 
-    ``DIVIDED`` takes ``g = y / mass`` for y, and weights the latter two with ``-<g, out>``, else 1.
+    ``DIVIDED`` takes ``g = y / mass`` for y, and weights the latter two with ``-<g, out>``, else 1. Rows are divided after the
+    products of matrices, whose operands then lie in memory as they are.
     """
     i_block, i_group = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     i_batch, i_head = i_group // heads, i_group % heads
     o_n, o_d, o_c = i_block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_D)
-    o_f = tl.arange(0, 256)
+    o_f = tl.arange(0, BLOCK_F)
     m_n = present_rows(p_present, i_batch, tokens, o_n, o_n < tokens, MASKED)
     p_x, p_y = head(p_x, i_batch, i_head, x_batch, x_head), head(p_y, i_batch, i_head, y_batch, y_head)
     p_features += i_group.to(tl.int64) * (TILES * (TILES + 1) // 2 * 256 * E)
     p_moments += i_group.to(tl.int64) * (D * E + E + D * D + D + 8)
     PARTS: tl.constexpr = (E + BLOCK_K - 1) // BLOCK_K
     b_ys = ()
-    b_weight = tl.full([BLOCK_N], 1.0, tl.float32)
-    if DIVIDED:
-        b_inverse = inverse_mass(p_mass, i_group, tokens, o_n, m_n)
-        b_weight = tl.zeros([BLOCK_N], tl.float32)
-    for part in tl.static_range(PARTS):
-        b_y = columns(p_y, o_n, y_token, BLOCK_K * part, m_n, E, BLOCK_K)  # [N, K]
-        if DIVIDED:
-            b_g = b_y.to(tl.float32) * b_inverse[:, None]
-            p_o = head(p_out, i_batch, i_head, out_batch, out_head)
-            b_out = columns(p_o, o_n, out_token, BLOCK_K * part, m_n, E, BLOCK_K)  # [N, K]
-            b_weight -= tl.sum(b_g * b_out.to(tl.float32), 1)
-            b_y = b_g.to(b_y.dtype)
-        b_ys = b_ys + (b_y,)
-    b_x = columns(p_x, o_n, x_token, 0, m_n, D, BLOCK_D)  # [N, D]
-    p_xx = p_moments + D * E + E
-    b_xx = tl.load(p_xx + o_d[:, None] * D + o_c[None, :], mask=(o_d < D)[:, None] & (o_c < D)[None, :], other=0)  # [D, D]
-    b_dx = tl.dot(b_x, b_xx.to(b_x.dtype), input_precision=PRECISION) * xx_weight
-    b_dx += tl.load(p_xx + D * D + o_c, mask=o_c < D, other=0)[None, :] * x_weight
-    b_dx *= b_weight[:, None]
+    b_dx = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     for part in tl.static_range(PARTS):
         o_k = BLOCK_K * part + tl.arange(0, BLOCK_K)
-        m_xy = (o_c < D)[None, :] & (o_k < E)[:, None]
-        b_xy = tl.load(p_moments + o_c[None, :] * E + o_k[:, None], mask=m_xy, other=0)  # [K, D]
-        b_dx += tl.dot(b_ys[part], b_xy.to(b_x.dtype), input_precision=PRECISION)
-    b_dx = tl.reshape(b_dx, [BLOCK_N, BLOCK_D // 16, 16])
-    o_tile = tl.arange(0, BLOCK_D // 16)[None, :, None]
-    for pair in tl.range(TILES * (TILES + 1) // 2, num_stages=1):
-        i, j = tiles_of_pair(pair)
-        b_df = tl.zeros([BLOCK_N, 256], tl.float32)
+        b_y = columns(p_y, o_n, y_token, BLOCK_K * part, m_n, E, BLOCK_K)  # [N, K]
+        m_xy = (o_d < D)[None, :] & (o_k < E)[:, None]
+        b_xy = tl.load(p_moments + o_d[None, :] * E + o_k[:, None], mask=m_xy, other=0)  # [K, D]
+        b_dx += tl.dot(b_y, b_xy.to(b_y.dtype), input_precision=PRECISION)
+        b_ys = b_ys + (b_y,)
+    ROWS: tl.constexpr = BLOCK_F // 16
+    STEPS: tl.constexpr = 16 // ROWS
+    b_dx = tl.reshape(b_dx, [BLOCK_N, BLOCK_D // 16, STEPS, ROWS])
+    o_tile, o_step = tl.arange(0, BLOCK_D // 16)[None, :, None, None], tl.arange(0, STEPS)[None, None, :, None]
+    for step in tl.range(TILES * (TILES + 1) // 2 * STEPS, num_stages=1):
+        i, j = tiles_of_pair(step // STEPS)
+        b_df = tl.zeros([BLOCK_N, BLOCK_F], tl.float32)
         for part in tl.static_range(PARTS):
             o_k = BLOCK_K * part + tl.arange(0, BLOCK_K)
-            b_state = tl.load(p_features + o_f[None, :] * E + o_k[:, None], mask=(o_k < E)[:, None], other=0)  # [K, 256]
+            b_state = tl.load(p_features + o_f[None, :] * E + o_k[:, None], mask=(o_k < E)[:, None], other=0)  # [K, F]
             b_df += tl.dot(b_ys[part], b_state, input_precision=PRECISION)
-        p_features += 256 * E
-        b_df = tl.reshape(b_df, [BLOCK_N, 16, 16])
-        b_i = columns(p_x, o_n, x_token, 16 * i, m_n, D, 16).to(tl.float32)
-        b_j = columns(p_x, o_n, x_token, 16 * j, m_n, D, 16).to(tl.float32)
-        b_dx += tl.where(o_tile == i, tl.sum(b_df * b_j[:, None, :], 2)[:, None, :], 0)
-        b_dx += tl.where(o_tile == j, tl.sum(b_df * b_i[:, :, None], 1)[:, None, :], 0)
+        p_features += BLOCK_F * E
+        b_df = tl.reshape(b_df, [BLOCK_N, ROWS, 16])
+        b_i = columns(p_x, o_n, x_token, 16 * i + ROWS * (step % STEPS), m_n, D, ROWS)
+        b_j = columns(p_x, o_n, x_token, 16 * j, m_n, D, 16)
+        b_di, b_dj = tl.sum(b_df * b_j[:, None, :], 2), tl.sum(b_df * b_i[:, :, None], 1)
+        m_i = (o_tile == i) & (o_step == step % STEPS)
+        b_dx += tl.where(m_i, b_di[:, None, None, :], 0)
+        b_dx += tl.where(o_tile == j, tl.reshape(b_dj, [BLOCK_N, 1, STEPS, ROWS]), 0)
     b_dx = tl.reshape(b_dx, [BLOCK_N, BLOCK_D])
+    p_xx = p_moments + D * E + E
+    b_x = columns(p_x, o_n, x_token, 0, m_n, D, BLOCK_D)  # [N, D]
+    b_xx = tl.load(p_xx + o_c[:, None] * D + o_d[None, :], mask=(o_c < D)[:, None] & (o_d < D)[None, :], other=0)  # [D, D]
+    b_dmass = tl.dot(b_x, b_xx.to(b_x.dtype), input_precision=PRECISION) * xx_weight
+    b_dmass += tl.load(p_xx + D * D + o_d, mask=o_d < D, other=0)[None, :] * x_weight
+    if DIVIDED:
+        p_out = head(p_out, i_batch, i_head, out_batch, out_head)
+        b_z = tl.zeros([BLOCK_N], tl.float32)
+        for part in tl.static_range(PARTS):
+            b_y = columns(p_y, o_n, y_token, BLOCK_K * part, m_n, E, BLOCK_K)  # [N, K], read again to spare registers
+            b_out = columns(p_out, o_n, out_token, BLOCK_K * part, m_n, E, BLOCK_K)
+            b_z -= tl.sum(b_y.to(tl.float32) * b_out.to(tl.float32), 1)
+        b_dmass *= b_z[:, None]
+        b_dx = (b_dx + b_dmass) * inverse_mass(p_mass, i_group, tokens, o_n, m_n)[:, None]
+    else:
+        b_dx += b_dmass
     if MASKED:
         b_dx = tl.where(m_n[:, None], b_dx, 0)
-    m_dx = (o_n < tokens)[:, None] & (o_c < D)[None, :]
+    m_dx = (o_n < tokens)[:, None] & (o_d < D)[None, :]
     p_dx = head(p_dx, i_batch, i_head, dx_batch, dx_head)
-    tl.store(rows(p_dx, o_n, dx_token, o_c), b_dx.to(p_dx.dtype.element_ty), mask=m_dx)
+    tl.store(rows(p_dx, o_n, dx_token, o_d), b_dx.to(p_dx.dtype.element_ty), mask=m_dx)
 
 
 def _gradient_of(

@@ -97,7 +97,7 @@ def _partial_features(
     o_e = tl.arange(0, BLOCK_E)
     last = tl.minimum(tokens, (i_segment + 1) * segment_tokens)
     b_sums, b_tiles = (), ()
-    for p in tl.static_range(PAIRS):
+    for _ in tl.static_range(PAIRS):
         b_sums = b_sums + (tl.zeros([256, BLOCK_E], tl.float32),)
         b_tiles = b_tiles + (tl.zeros([BLOCK_N, 16], p_x.dtype.element_ty), tl.zeros([BLOCK_N, 16], p_x.dtype.element_ty))
     b_y = tl.zeros([BLOCK_N, BLOCK_E], p_y.dtype.element_ty)
@@ -172,7 +172,10 @@ def _partial_moments(
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Moments of one segment of one head, each times its weight. ``DIVIDED`` takes ``g = y / mass`` for y and ``w = -<g, out>``."""
+    """Moments of one segment of one head, each times its weight.
+
+    ``DIVIDED`` takes ``g = y / mass`` for y, and ``-<g, out>`` for the weights w of the tokens, else 1.
+    """
     i_segment, i_group = tl.program_id(0) % segments, tl.program_id(0) // segments
     i_batch, i_head = i_group // heads, i_group % heads
     p_x, p_y = head(p_x, i_batch, i_head, x_batch, x_head), head(p_y, i_batch, i_head, y_batch, y_head)
