@@ -44,6 +44,15 @@ class Place(NamedTuple):
         """What sums of weighted lines are multiplied with at the end."""
         return 1.0 if self.mean else 1 / self.width
 
+    @property
+    def sum_scale(self) -> float:
+        """With "sum", the weight of one key in those units: W / M."""
+        return self.width / (self.prefix + self.height * self.width)
+
+    def horizons(self) -> dict[str, int]:
+        """What kernels have to know when they are compiled."""
+        return dict(HORIZON_Y=self.horizon_y, HORIZON_X=self.horizon_x, PADDED=self.padded_classes)
+
 
 def place_of(relative: Joint | None) -> list[int]:
     """The numbers of a ``Place`` as an operator takes them; empty without relative position."""
