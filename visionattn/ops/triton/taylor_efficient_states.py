@@ -182,7 +182,7 @@ def _partial_moments(
     p_out = head(p_out, i_batch, i_head, out_batch, out_head)
     o_d, o_c, o_e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
     m_e = o_e < E
-    b_xy, b_y_sum = tl.zeros([BLOCK_D, BLOCK_E], tl.float32), tl.zeros([BLOCK_E], tl.float32)
+    b_yx, b_y_sum = tl.zeros([BLOCK_E, BLOCK_D], tl.float32), tl.zeros([BLOCK_E], tl.float32)
     b_xx, b_x_sum = tl.zeros([BLOCK_D, BLOCK_D], tl.float32), tl.zeros([BLOCK_D], tl.float32)
     b_count = tl.zeros([BLOCK_N], tl.float32)
     last = tl.minimum(tokens, (i_segment + 1) * segment_tokens)
@@ -197,14 +197,14 @@ def _partial_moments(
             b_out = columns(p_out, o_n, out_token, 0, m_n, E, BLOCK_E)  # [N, E]
             b_values *= inverse_mass(p_mass, i_group, tokens, o_n, m_n)[:, None]
             b_weighted *= -tl.sum(b_values * b_out.to(tl.float32), 1)[:, None]
-        b_xy += tl.dot(tl.trans(b_x), b_values.to(b_x.dtype), input_precision=PRECISION)
+        b_yx += tl.dot(tl.trans(b_values).to(b_x.dtype), b_x, input_precision=PRECISION)
         b_xx += tl.dot(tl.trans(b_x), b_weighted.to(b_x.dtype), input_precision=PRECISION)
         b_y_sum += tl.sum(b_values, 0)
         b_x_sum += tl.sum(b_weighted, 0)
         b_count += m_n.to(tl.float32)
     p_parts += (i_segment.to(tl.int64) * groups + i_group) * (D * E + E + D * D + D + 8)
     m_d, m_c = o_d < D, o_c < D
-    tl.store(p_parts + o_d[:, None] * E + o_e[None, :], b_xy * xy_weight, mask=m_d[:, None] & m_e[None, :])
+    tl.store(p_parts + o_d[None, :] * E + o_e[:, None], b_yx * xy_weight, mask=m_d[None, :] & m_e[:, None])
     tl.store(p_parts + D * E + o_e, b_y_sum * y_weight, mask=m_e)
     p_parts += D * E + E
     tl.store(p_parts + o_d[:, None] * D + o_c[None, :], b_xx * xx_weight, mask=m_d[:, None] & m_c[None, :])
@@ -245,6 +245,7 @@ def feature_sums(x: Tensor, y: Tensor, mass: Tensor | None, key_mask: Tensor | N
     options = launch.launch_row("taylor efficient features", d, e, x.dtype, x.device)
     shares = num_pairs(d) // options["PAIRS"]
     assert shares * options["PAIRS"] == num_pairs(d), "programs share the pairs evenly"
+    # A partial sum is as large as what it is made of some hundreds of tokens: half as many segments as elsewhere, and longer.
     parts = launch.segments(tokens, 2 * batch * heads * shares, 4 * options["BLOCK_N"], x.device)
     sums = x.new_empty(parts, batch, heads, num_pairs(d) * PAIR, e, dtype=torch.float32)
     x, y = launch.readable(x), launch.readable(y)
