@@ -1,6 +1,5 @@
 """The table of a GPU without one: floors against numbers worked out by hand, rows, and what stands where something is wrong."""
 
-import contextlib
 import csv
 import json
 import subprocess
@@ -13,12 +12,12 @@ import pytest
 import torch
 
 import visionattn.ops as ops
-from visionattn.benchmark import gpu, gpu_operations, gpu_timing
+from visionattn.benchmark import gpu, gpu_floors, gpu_operations
 from visionattn.benchmark.compare import Quartiles
 from visionattn.benchmark.gpu_figures import Bound, Result, all_figures, choose, operation
 from visionattn.benchmark.gpu_floors import Ceilings, cost_of, tile_features
 from visionattn.benchmark.gpu_operations import Bench, crossing, definition, draw, eager_cases, measure_operation, wrong
-from visionattn.benchmark.gpu_timing import Budget, Timed, called, recorded, seconds_of, sets_needed
+from visionattn.benchmark.gpu_timing import Budget
 from visionattn.benchmark.table import csv_text, json_text
 from visionattn.ops import reference
 
@@ -63,6 +62,30 @@ def test_a_backward_pass_adds_its_operations_and_bytes():
     assert both["direct"].operations == 3 * 14 * 1000**2 * 32
     assert both["efficient"].operations == 3 * (12 * 1000 * 768 * 32 + 28 * 1000 * 32**2)
     assert both["direct"].bytes == both["efficient"].bytes == 3 * 22 * 1000 * 32
+
+
+def test_rates_count_bytes_read_and_written_and_two_operations_for_a_multiply_and_add(monkeypatch):
+    monkeypatch.setattr(gpu_floors, "COPY_BYTES", 3000)
+    monkeypatch.setattr(gpu_floors, "MATMUL_SIZE", 20)
+    runs = []
+
+    def seconds(works, device, seconds):
+        runs.extend(work.run() for work in works)
+        return [Quartiles(1, 2, 3), Quartiles(1, 4, 5)]
+
+    monkeypatch.setattr(gpu_floors, "seconds_of", seconds)
+    rates = gpu_floors.measure_ceilings(CPU, torch.Generator().manual_seed(0))
+    assert rates == Ceilings(2 * 3000 / 2, 2 * 20**3 / 4) and len(runs) == 2
+    assert str(H200) == "copy 4.30 TB/s, bf16 matmul 790 TFLOP/s"
+
+
+def test_a_gpu_is_described_by_what_numbers_depend_on(monkeypatch):
+    pytest.importorskip("triton", reason="GPU kernels need Triton")
+    about = dict(major=9, minor=0, multi_processor_count=132, total_memory=140 * 2**30, L2_cache_size=60 << 20)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**about))
+    found = gpu.describe_gpu(torch.device("cuda", 0), 5)
+    assert (found["capability"], found["memory_gib"], found["l2_mib"], found["seed"]) == ("9.0", 140.0, 60, 5)
+    assert {"multiprocessors", "cuda", "triton", "timm"} <= set(found)
 
 
 def test_features_are_counted_in_whole_pairs_of_tiles():
@@ -241,70 +264,6 @@ def test_kernels_are_compared_with_eager_operations(monkeypatch):
         {"operation": "a", "tokens": 1, "width": 1, "pass": "forward", "seconds": 2.0, "eager_seconds": 1.0, "ratio": 0.5}
         | {"error": 0.0, "status": "ok"}
     )
-
-
-def test_seconds_are_those_of_one_call_of_several():
-    now = [0.0]
-
-    def work(seconds):
-        return lambda: now.__setitem__(0, now[0] + seconds)
-
-    entries = [called([work(1.0), work(3.0)]), Timed(work(10.0), calls=5)]
-    slow, fast = seconds_of(entries, CPU, seconds=0, rounds=3, clock=lambda: now[0])
-    assert slow == Quartiles(2.0, 2.0, 2.0) and fast == Quartiles(2.0, 2.0, 2.0)
-    assert recorded([work(1.0)], CPU).replayed is False and sets_needed(1, CPU) == 1
-
-
-@pytest.fixture
-def fake_cuda(monkeypatch):
-    """As much of ``torch.cuda`` as recording asks for; what happens is noted in order."""
-    events = []
-
-    @contextlib.contextmanager
-    def context(*given):
-        yield
-
-    @contextlib.contextmanager
-    def graph(recording):
-        events.append("begin")
-        yield
-        events.append("end")
-
-    stream = SimpleNamespace(wait_stream=lambda other: None)
-    fakes = dict(Stream=lambda device: stream, stream=context, current_stream=lambda device: stream, graph=graph)
-    fakes |= dict(synchronize=lambda device: None, CUDAGraph=lambda: SimpleNamespace(replay=lambda: events.append("replay")))
-    fakes["get_device_properties"] = lambda device: SimpleNamespace(L2_cache_size=50 << 20)
-    for name, fake in fakes.items():
-        monkeypatch.setattr(torch.cuda, name, fake)
-    return events
-
-
-def test_calls_are_recorded_after_they_have_run_and_replayed(fake_cuda):
-    entry = recorded([lambda: fake_cuda.append("a"), lambda: fake_cuda.append("b")], torch.device("cuda"))
-    assert fake_cuda == ["a", "b", "a", "b", "begin", "a", "b", "end"] and (entry.replayed, entry.calls) == (True, 2)
-    entry.run()
-    assert fake_cuda[-1] == "replay"
-
-
-def test_calls_that_cannot_be_recorded_are_called_and_too_little_memory_is_told(fake_cuda):
-    error = RuntimeError("operation not permitted when stream is capturing")
-
-    def call():
-        fake_cuda.append("call")
-        if fake_cuda.count("begin"):
-            raise error
-
-    entry = recorded([call], torch.device("cuda"))
-    assert not entry.replayed and fake_cuda == ["call", "call", "begin", "call"]
-    error = torch.OutOfMemoryError("full")
-    fake_cuda.clear()
-    with pytest.raises(torch.OutOfMemoryError):
-        recorded([call], torch.device("cuda"))
-
-
-def test_inputs_are_rotated_until_the_cache_holds_none_of_them(fake_cuda):
-    sets = [sets_needed(size << 20, torch.device("cuda")) for size in (1, 20, 150, 300)]
-    assert sets == [gpu_timing.MOST_SETS, 10, 2, 1]
 
 
 def test_the_command_needs_no_more_than_torch_timm_and_triton_and_says_that_there_is_no_gpu():
