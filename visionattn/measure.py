@@ -111,7 +111,7 @@ def attention_backends(work: Callable[[], object]) -> tuple[str, ...]:
     where GPU kernels ran; PyTorch's as "sdpa flash", "sdpa memory-efficient", "sdpa cudnn", "sdpa math"; "eager softmax" where a
     softmax ran outside of all of these.
     """
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profiler:
         work()
     seen = {event.name for event in profiler.events()}
     found = {name.removeprefix(PREFIX) for name in seen if name.startswith(PREFIX)}

@@ -158,7 +158,8 @@ def _queries_backward(
     p_grad, p_out = head(p_grad, i_batch, i_head, grad_batch, grad_head), head(p_out, i_batch, i_head, out_batch, out_head)
     p_q, p_dq = head(p_q, i_batch, i_head, q_batch, q_head), head(p_dq, i_batch, i_head, dq_batch, dq_head)
     p_s += i_group.to(tl.int64) * D * E
-    b_s = tl.load(p_s + o_d[None, :] * E + o_e[:, None], mask=m_d[None, :] & m_e[:, None], other=0).to(p_q.dtype.element_ty)  # [E, D]
+    b_s = tl.load(p_s + o_d[None, :] * E + o_e[:, None], mask=m_d[None, :] & m_e[:, None], other=0)  # [E, D]
+    b_s = b_s.to(p_q.dtype.element_ty)
     b_z = tl.load(p_z + i_group.to(tl.int64) * D + o_d, mask=m_d, other=0)
     b_ds = tl.zeros([BLOCK_E, BLOCK_D], tl.float32)
     b_dz = tl.zeros([BLOCK_D], tl.float32)

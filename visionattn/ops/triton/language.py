@@ -1,7 +1,7 @@
 """What the kernels share: the decorator that compiles a kernel once for all sizes, feature maps, and addresses.
 
 Names in kernels: ``p_`` pointers, ``i_`` indices of programs, ``o_`` offsets, ``m_`` masks, ``b_`` values in registers, capitals
-for compile-time sizes. Strides come in octets (``launch.octets``): multiplied by 8 here, so that the compiler knows the alignment.
+for compile-time sizes. Strides come in octets (``launch.octets``), multiplied by 8 here, so that the compiler knows alignment.
 """
 
 import inspect
