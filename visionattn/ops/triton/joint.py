@@ -22,7 +22,8 @@ import triton.language as tl
 from torch import Tensor
 
 from visionattn.ops.triton import launch
-from visionattn.ops.triton.joint_lines import Place, axis_keys, lines_of, pair_weights
+from visionattn.ops.triton.joint_lines import axis_keys, line_at, lines_of, pair_weights
+from visionattn.ops.triton.joint_place import Place
 from visionattn.ops.triton.language import head, kernel, phi, rows
 
 
@@ -53,7 +54,7 @@ def _class_weights(
     width,
     prefix,
     blocks,
-    table_head,
+    table_octets,
     sum_scale,
     unit,
     q_batch,
@@ -78,7 +79,7 @@ def _class_weights(
     m_n, m_d, m_c = o_n < height * width, o_d < D, o_c < CLASSES
     p_q = head(p_q, i_batch, i_head, q_batch, q_head)
     b_q = tl.load(rows(p_q, prefix + o_n, q_token, o_d), mask=m_n[:, None] & m_d[None, :], other=0)  # [N, D]
-    p_table += i_head * table_head
+    p_table += i_head * table_octets * 8
     b_table = tl.load(p_table + o_c[None, :] * D + o_d[:, None], mask=m_c[None, :] & m_d[:, None], other=0)  # [D, C]
     b_phi = tl.where(m_d[None, :], phi(b_q, "elu1"), 0)
     b_w = tl.dot(b_phi.to(b_q.dtype), b_table.to(b_q.dtype), input_precision=PRECISION)
@@ -175,7 +176,6 @@ def _means(
     PRECISION: tl.constexpr,
 ):
     """Mean and mass under content and relative term of one tile of queries; ``MAP`` "" reads sums instead of a state."""
-    COLUMNS: tl.constexpr = 2 * HORIZON_X + 1
     i_tile, i_row = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     y, i_group = i_row % height, i_row // height
     i_batch, i_head = i_group // heads, i_group % heads
@@ -183,31 +183,19 @@ def _means(
     p_v = head(p_v, i_batch, i_head, v_batch, v_head)
     p_means += i_group.to(tl.int64) * height * width * E
     p_remainders += (i_group.to(tl.int64) * height * tiles + i_tile) * 2 * E
-    below, above = groups.to(tl.int64) * height * width * E, groups.to(tl.int64) * height * tiles * 2 * E
+    means_below = groups.to(tl.int64) * height * width * E
+    remainders_of_means = groups.to(tl.int64) * height * tiles * 2 * E
     p_row = p_weights + i_row.to(tl.int64) * width * PADDED
     b_sum = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
-    first, end = tl.maximum(y - HORIZON_Y + 1, 0), tl.minimum(y + HORIZON_Y, height)
+    first, end = tl.maximum(HORIZON_Y - y, 0), tl.minimum(height + HORIZON_Y - y, 2 * HORIZON_Y + 1)
     for step in range(0, end - first):
-        y_keys = first + step
-        p_line = p_v + (prefix + y_keys * width).to(tl.int64) * v_token * 8
-        p_line_weights = p_row + (y_keys - y + HORIZON_Y) * COLUMNS
-        p_line_remainders = p_remainders + y_keys.to(tl.int64) * tiles * 2 * E
-        b_sum = _add_line(
-            b_sum, p_line, v_token, p_line_weights, p_line_remainders, start, width, tiles,
-            E, BLOCK_E, BLOCK_T, HORIZON_X, PADDED, PRECISION,
+        i_class = first + step
+        p_line, line_token, p_line_remainders = line_at(
+            p_v, p_means, p_remainders, i_class, y + i_class - HORIZON_Y, prefix, width, v_token,
+            tiles * 2 * E, means_below, remainders_of_means, E, HORIZON_Y,
         )  # fmt: skip
-    if y >= HORIZON_Y:
-        i_above = (y - HORIZON_Y).to(tl.int64)
-        p_line, p_line_remainders = p_means + i_above * width * E, p_remainders + above + i_above * tiles * 2 * E
         b_sum = _add_line(
-            b_sum, p_line, E // 8, p_row, p_line_remainders, start, width, tiles,
-            E, BLOCK_E, BLOCK_T, HORIZON_X, PADDED, PRECISION,
-        )  # fmt: skip
-    if y + HORIZON_Y < height:
-        i_below = (y + HORIZON_Y).to(tl.int64)
-        p_line, p_line_remainders = p_means + below + i_below * width * E, p_remainders + 2 * above + i_below * tiles * 2 * E
-        b_sum = _add_line(
-            b_sum, p_line, E // 8, p_row + 2 * HORIZON_Y * COLUMNS, p_line_remainders, start, width, tiles,
+            b_sum, p_line, line_token, p_row + i_class * (2 * HORIZON_X + 1), p_line_remainders, start, width, tiles,
             E, BLOCK_E, BLOCK_T, HORIZON_X, PADDED, PRECISION,
         )  # fmt: skip
     o_x, o_e = start + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_E)
@@ -256,7 +244,7 @@ def class_weights(q: Tensor, table: Tensor, place: Place) -> tuple[Tensor, Tenso
         _class_weights,
         (blocks * batch * heads,),
         *(q, table, weights, mass, heads, place.height, place.width, place.prefix, blocks),
-        *(table.stride(0) if table.shape[0] > 1 else 0, place.sum_scale, place.unit, *launch.octets(q)),
+        *(table.stride(0) // launch.OCTET if table.shape[0] > 1 else 0, place.sum_scale, place.unit, *launch.octets(q)),
         **row,
         **place.horizons(),
         D=d,

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from visionattn.ops.triton import launch
 from visionattn.ops.triton.joint import class_weights
-from visionattn.ops.triton.joint_lines import Place, axis_keys, lines_of
+from visionattn.ops.triton.joint_lines import axis_keys, line_at, lines_of
+from visionattn.ops.triton.joint_place import Place
 from visionattn.ops.triton.joint_values_backward import per_mass, values_backward
 from visionattn.ops.triton.language import head, kernel, phi, phi_slope, rows
 
@@ -49,23 +50,23 @@ def _line_backward(
     m_keys = ((o_j >= 0) & (o_j < tl.where(num_rows > 0, width, 0)))[:, None] & (o_e < E)[None, :]
     b_keys = tl.load(rows(p_line, o_j, token_octets, o_e), mask=m_keys, other=0)  # [2T, E]
     b_scores = tl.dot(b_g.to(b_keys.dtype), tl.trans(b_keys), input_precision=PRECISION)  # [T, 2T]
-    o_class = tl.minimum(tl.maximum(o_j[None, :] - o_i[:, None], -HORIZON_X), HORIZON_X) + HORIZON_X
-    b_classes = tl.zeros([BLOCK_T, BLOCK_B], tl.float32)
-    for i_class in tl.static_range(COLUMNS):
-        b_of_class = tl.sum(tl.where(o_class == i_class, b_scores, 0), 1)
-        b_classes = tl.where(o_b == i_class, b_of_class[:, None], b_classes)
+    o_apart = o_j[None, :] - o_i[:, None]
+    b_first = tl.sum(tl.where(o_apart <= -HORIZON_X, b_scores, 0), 1)
+    b_last = tl.sum(tl.where(o_apart >= HORIZON_X, b_scores, 0), 1)
+    o_window = tl.arange(0, BLOCK_T)[:, None] + BLOCK_T // 2 - HORIZON_X + tl.minimum(o_b, 2 * HORIZON_X)
+    b_classes = tl.gather(b_scores, o_window, 1)
+    b_classes = tl.where(o_b == 0, b_first[:, None], tl.where(o_b == 2 * HORIZON_X, b_last[:, None], b_classes))
     if tiles > 1:
         m_far = o_e < tl.where(num_rows > 0, E, 0)
         b_before = tl.sum(b_g * tl.load(p_remainders + o_e, mask=m_far, other=0)[None, :], 1)
         b_after = tl.sum(b_g * tl.load(p_remainders + E + o_e, mask=m_far, other=0)[None, :], 1)
         b_classes += tl.where(o_b == 0, b_before[:, None], 0) + tl.where(o_b == 2 * HORIZON_X, b_after[:, None], 0)
     b_columns = axis_keys(o_b, o_i[:, None], width, HORIZON_X)
-    b_rows = num_rows.to(tl.float32)
     if MEAN:
-        m_some = (b_columns > 0) & (num_rows > 0)
+        m_some = b_columns * num_rows > 0
         b_d = tl.where(m_some, b_classes / tl.where(m_some, b_columns, 1) + b_z[:, None], 0)
     else:
-        b_d = (b_classes + b_z[:, None] * b_columns) * (b_rows * sum_scale)
+        b_d = (b_classes + b_z[:, None] * b_columns) * (num_rows * sum_scale)
     p_d_weights += o_i[:, None] * PADDED + o_b
     tl.store(p_d_weights, b_d.to(p_d_weights.dtype.element_ty), mask=(o_i < width)[:, None] & (o_b < COLUMNS))
 
@@ -107,7 +108,6 @@ def _weights_backward(
     PRECISION: tl.constexpr,
 ):
     """Gradients of the weights of all classes for one tile of queries."""
-    COLUMNS: tl.constexpr = 2 * HORIZON_X + 1
     i_tile, i_row = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     y, i_group = i_row % height, i_row // height
     i_batch, i_head = i_group // heads, i_group % heads
@@ -123,31 +123,21 @@ def _weights_backward(
     p_v = head(p_v, i_batch, i_head, v_batch, v_head)
     p_means += i_group.to(tl.int64) * height * width * E
     p_remainders += (i_group.to(tl.int64) * height * tiles + i_tile) * 2 * E
-    below, above = groups.to(tl.int64) * height * width * E, groups.to(tl.int64) * height * tiles * 2 * E
+    means_below = groups.to(tl.int64) * height * width * E
+    remainders_of_means = groups.to(tl.int64) * height * tiles * 2 * E
     p_row = p_d_weights + i_row.to(tl.int64) * width * PADDED
-    for step in range(0, 2 * HORIZON_Y - 1):
-        y_keys = y - HORIZON_Y + 1 + step
-        p_line = p_v + (prefix + y_keys * width).to(tl.int64) * v_token * 8
-        p_line_remainders = p_remainders + y_keys.to(tl.int64) * tiles * 2 * E
-        present = ((y_keys >= 0) & (y_keys < height)).to(tl.int32)
-        _line_backward(
-            b_g, b_z, p_line, v_token, p_line_remainders, p_row + (step + 1) * COLUMNS, present, start, width, tiles, sum_scale,
-            E, BLOCK_E, BLOCK_T, BLOCK_B, HORIZON_X, PADDED, MEAN, PRECISION,
+    for step in range(0, 2 * HORIZON_Y + 1):
+        y_keys = y + step - HORIZON_Y
+        i_class = y_keys - y + HORIZON_Y
+        p_line, line_token, p_line_remainders = line_at(
+            p_v, p_means, p_remainders, i_class, y_keys, prefix, width, v_token,
+            tiles * 2 * E, means_below, remainders_of_means, E, HORIZON_Y,
         )  # fmt: skip
-    i_above = (y - HORIZON_Y).to(tl.int64)
-    p_line, p_line_remainders = p_means + i_above * width * E, p_remainders + above + i_above * tiles * 2 * E
-    num_rows = tl.maximum(y - HORIZON_Y + 1, 0)
-    _line_backward(
-        b_g, b_z, p_line, E // 8, p_line_remainders, p_row, num_rows, start, width, tiles, sum_scale,
-        E, BLOCK_E, BLOCK_T, BLOCK_B, HORIZON_X, PADDED, MEAN, PRECISION,
-    )  # fmt: skip
-    i_below = (y + HORIZON_Y).to(tl.int64)
-    p_line, p_line_remainders = p_means + below + i_below * width * E, p_remainders + 2 * above + i_below * tiles * 2 * E
-    num_rows = tl.maximum(height - HORIZON_Y - y, 0)
-    _line_backward(
-        b_g, b_z, p_line, E // 8, p_line_remainders, p_row + 2 * HORIZON_Y * COLUMNS, num_rows, start, width, tiles, sum_scale,
-        E, BLOCK_E, BLOCK_T, BLOCK_B, HORIZON_X, PADDED, MEAN, PRECISION,
-    )  # fmt: skip
+        num_rows = axis_keys(i_class, y, height, HORIZON_Y)
+        _line_backward(
+            b_g, b_z, p_line, line_token, p_line_remainders, p_row + i_class * (2 * HORIZON_X + 1), num_rows,
+            start, width, tiles, sum_scale, E, BLOCK_E, BLOCK_T, BLOCK_B, HORIZON_X, PADDED, MEAN, PRECISION,
+        )  # fmt: skip
 
 
 @kernel
@@ -163,7 +153,7 @@ def _queries_and_table_backward(
     prefix,
     segment_patches,
     segments,
-    table_head,
+    table_octets,
     unit,
     q_batch,
     q_head,
@@ -186,7 +176,7 @@ def _queries_and_table_backward(
     i_batch, i_head = i_group // heads, i_group % heads
     o_d, o_c = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_C)
     m_table = (o_c < CLASSES)[:, None] & (o_d < D)[None, :]
-    p_table += i_head * table_head
+    p_table += i_head * table_octets * 8
     b_table = tl.load(p_table + o_c[:, None] * D + o_d[None, :], mask=m_table, other=0).to(p_q.dtype.element_ty)  # [C, D]
     p_q, p_dq = head(p_q, i_batch, i_head, q_batch, q_head), head(p_dq, i_batch, i_head, dq_batch, dq_head)
     p_d_weights += i_group.to(tl.int64) * patches * PADDED
@@ -197,7 +187,8 @@ def _queries_and_table_backward(
         m_n = o_n < last
         m_q = m_n[:, None] & (o_d < D)[None, :]
         p_rows = p_d_weights + o_n.to(tl.int64)[:, None] * PADDED + o_c[None, :]
-        b_d = tl.load(p_rows, mask=m_n[:, None] & (o_c < CLASSES)[None, :], other=0)  # [N, C]
+        b_d = tl.load(p_rows, mask=m_n[:, None] & (o_c < PADDED)[None, :], other=0)  # [N, C]
+        b_d = tl.where((o_c < CLASSES)[None, :], b_d, 0)
         b_q = tl.load(rows(p_q, prefix + o_n, q_token, o_d), mask=m_q, other=0)  # [N, D]
         b_dq = tl.dot(b_d, b_table, input_precision=PRECISION) * (phi_slope(b_q, "elu1") * unit)
         p_to = rows(p_dq, prefix + o_n, dq_token, o_d)
@@ -243,7 +234,7 @@ def _to_queries_and_table(d_weights: Tensor, q: Tensor, table: Tensor, place: Pl
         (parts * batch * heads,),
         *(q, table, d_weights, dq, d_table),
         *(heads, batch * heads, patches, place.prefix, triton.cdiv(patches, parts), parts),
-        *(table.stride(0) if table.shape[0] > 1 else 0, place.unit, *launch.octets(q), *launch.octets(dq)),
+        *(table.stride(0) // launch.OCTET if table.shape[0] > 1 else 0, place.unit, *launch.octets(q), *launch.octets(dq)),
         **row,
         **place.horizons(),
         D=d,

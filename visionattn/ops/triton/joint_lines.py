@@ -18,54 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from visionattn.ops.triton import launch
+from visionattn.ops.triton.joint_place import Place
 from visionattn.ops.triton.language import head, kernel, rows
-
-MAX_CLASSES = 128
-"""Most classes ``(2Ry+1) * (2Rx+1)`` that the kernels take, after padding to octets."""
-MAX_HORIZON_X = 16
-"""Largest Rx: half of the shortest tile."""
-
-
-class Place(NamedTuple):
-    """Where the patches lie and which of them are one class.
-
-    Args:
-        height, width: H and W of the grid, all of whose patches are present.
-        prefix: P, tokens in front of them, which take no part.
-        horizon_y, horizon_x: Ry and Rx, at least 1 each.
-        mean: normalization "mean"; else "sum".
-    """
-
-    height: int
-    width: int
-    prefix: int
-    horizon_y: int
-    horizon_x: int
-    mean: bool
-
-    @property
-    def classes(self) -> int:
-        """``(2Ry+1) * (2Rx+1)``."""
-        return (2 * self.horizon_y + 1) * (2 * self.horizon_x + 1)
-
-    @property
-    def padded_classes(self) -> int:
-        """Elements from the weights of one query to those of the next: the classes, in whole octets."""
-        return -(-self.classes // launch.OCTET) * launch.OCTET
-
-    @property
-    def unit(self) -> float:
-        """What sums of weighted lines are multiplied with at the end."""
-        return 1.0 if self.mean else 1 / self.width
-
-    @property
-    def sum_scale(self) -> float:
-        """With "sum", the weight of one key in those units: W / M."""
-        return self.width / (self.prefix + self.height * self.width)
-
-    def horizons(self) -> dict[str, int]:
-        """What kernels have to know when they are compiled."""
-        return dict(HORIZON_Y=self.horizon_y, HORIZON_X=self.horizon_x, PADDED=self.padded_classes)
 
 
 @triton.jit
@@ -85,6 +39,37 @@ def pair_weights(p_weights, o_i, m_i, o_j, PADDED: tl.constexpr, HORIZON_X: tl.c
     """
     o_class = tl.minimum(tl.maximum(o_j[None, :] - o_i[:, None], -HORIZON_X), HORIZON_X) + HORIZON_X
     return tl.load(p_weights + o_i[:, None] * PADDED + o_class, mask=m_i[:, None], other=0)
+
+
+@triton.jit
+def line_at(
+    p_v,
+    p_means,
+    p_remainders,
+    i_class,
+    y_keys,
+    prefix,
+    width,
+    v_token,
+    remainder_row,
+    means_below,
+    remainders_of_means,
+    E: tl.constexpr,
+    HORIZON_Y: tl.constexpr,
+):
+    """Where the line of row class ``i_class`` begins, the stride of its tokens in octets, and where its remainders are.
+
+    ``y_keys``, the row of the query plus ``i_class - Ry``, is that of the keys, and the last or first one of a mean of rows.
+    The addresses given are those of row 0 of one head; ``means_below`` and ``remainders_of_means`` are the distances to the
+    other half of the means, and from the remainders of v to those of the means above and from these to those below.
+    """
+    is_above, is_below = i_class == 0, i_class == 2 * HORIZON_Y
+    i_row = y_keys.to(tl.int64)
+    p_mean = p_means + tl.where(is_below, means_below, 0) + i_row * width * E
+    p_line = tl.where(is_above | is_below, p_mean, p_v + (prefix + i_row * width) * v_token * 8)
+    i_kind = tl.where(is_above, 1, tl.where(is_below, 2, 0))
+    p_remainders += i_kind * remainders_of_means + i_row * remainder_row
+    return p_line, tl.where(is_above | is_below, E // 8, v_token), p_remainders
 
 
 @kernel

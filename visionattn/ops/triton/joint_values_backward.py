@@ -12,7 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from visionattn.ops.triton import launch
-from visionattn.ops.triton.joint_lines import Place, pair_weights, sums_of_rows
+from visionattn.ops.triton.joint_lines import pair_weights, sums_of_rows
+from visionattn.ops.triton.joint_place import Place
 from visionattn.ops.triton.language import head, kernel, rows
 
 

@@ -1,0 +1,67 @@
+"""The grid and the classes of ``Joint`` relative position as its kernels count them, and what the kernels take. No Triton."""
+
+from typing import NamedTuple
+
+import torch
+
+from visionattn.ops.triton import launch
+
+MAX_HORIZON_X = 16
+"""Largest Rx: half of a tile."""
+MAX_WIDTH = {2: 128, 4: 64}
+"""Largest d and e by the bytes of an element."""
+WIDE = 64
+"""Up to so many classes everywhere; up to twice as many where elements have 2 bytes and d is no larger than this."""
+
+
+def why_not(d: int, e: int, dtype: torch.dtype, horizons: tuple[int, int]) -> str | None:
+    """What these kernels have against widths d and e, a dtype and the horizons Ry and Rx, as a sentence; None if nothing."""
+    size = dtype.itemsize
+    if size not in MAX_WIDTH or d % launch.OCTET or e % launch.OCTET or max(d, e) > MAX_WIDTH[size]:
+        return f"Joint has kernels for widths in multiples of 8 up to 128 (float32: 64), not for {d} and {e} in {dtype}"
+    if min(horizons) < 1 or horizons[1] > MAX_HORIZON_X:
+        return f"Joint has kernels for horizons from 1 on and up to {MAX_HORIZON_X} along rows, not for {horizons}"
+    classes, most = (2 * horizons[0] + 1) * (2 * horizons[1] + 1), 2 * WIDE if size == 2 and d <= WIDE else WIDE
+    return f"Joint has kernels for up to {most} classes at this width, not for {classes}" if classes > most else None
+
+
+class Place(NamedTuple):
+    """Where the patches lie and which of them are one class.
+
+    Args:
+        height, width: H and W of the grid, all of whose patches are present.
+        prefix: P, tokens in front of them, which take no part.
+        horizon_y, horizon_x: Ry and Rx, at least 1 each.
+        mean: normalization "mean"; else "sum".
+    """
+
+    height: int
+    width: int
+    prefix: int
+    horizon_y: int
+    horizon_x: int
+    mean: bool
+
+    @property
+    def classes(self) -> int:
+        """``(2Ry+1) * (2Rx+1)``."""
+        return (2 * self.horizon_y + 1) * (2 * self.horizon_x + 1)
+
+    @property
+    def padded_classes(self) -> int:
+        """Elements from the weights of one query to those of the next: the classes, in whole octets."""
+        return -(-self.classes // launch.OCTET) * launch.OCTET
+
+    @property
+    def unit(self) -> float:
+        """What sums of weighted lines are multiplied with at the end."""
+        return 1.0 if self.mean else 1 / self.width
+
+    @property
+    def sum_scale(self) -> float:
+        """With "sum", the weight of one key in those units: W / M."""
+        return self.width / (self.prefix + self.height * self.width)
+
+    def horizons(self) -> dict[str, int]:
+        """What kernels have to know when they are compiled."""
+        return dict(HORIZON_Y=self.horizon_y, HORIZON_X=self.horizon_x, PADDED=self.padded_classes)
