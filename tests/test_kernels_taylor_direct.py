@@ -61,8 +61,8 @@ def computed(q, k, v, grad, mask):
     ],
 )
 def test_mean_mass_and_gradients_are_those_of_the_definition(batch, heads, queries, keys, d, e, device, dtype):
-    if dtype == torch.float32 and max(d, e) > 32:
-        pytest.skip("in float32 there are kernels up to a width of 32")
+    if dtype == torch.float32 and max(d, e) > 64:
+        pytest.skip("in float32 there are kernels up to a width of 64")
     tensors = drawn(batch, heads, queries, keys, d, e, device, dtype)
     actual, mass = computed(*tensors, None)
     wanted = expected(*tensors, None)
