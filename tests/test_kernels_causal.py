@@ -8,7 +8,7 @@ from kernel_launches import CAPABILITIES, SHARED_BYTES, compiled_in_fresh_proces
 from visionattn.ops import reference
 
 pytest.importorskip("triton", reason="GPU kernels need Triton")
-from visionattn.ops.triton import kernelized_causal, launch  # noqa: E402
+from visionattn.ops.triton import kernelized_causal, kernelized_causal_states, launch  # noqa: E402
 
 poisoned = pytest.fixture(autouse=True)(poisoned_memory)
 KERNELS = ("_partial_states", "_exclusive_sums", "_causal_means", "_causal_queries_backward", "_causal_keys_backward")
@@ -110,7 +110,7 @@ def test_each_token_is_as_precise_as_the_last(in_segments, device, dtype):
 def test_sums_of_states_before_and_after_leave_out_their_own(reverse, device, dtype):
     x = torch.randn(37, 2, 1, 19, 16, generator=torch.Generator().manual_seed(0)).to(device)
     wanted = torch.stack([(x[i + 1 :] if reverse else x[:i]).double().sum(0) for i in range(37)])
-    assert relative_error(kernelized_causal._exclusive(x, reverse), wanted) < 1e-6
+    assert relative_error(kernelized_causal_states.exclusive(x, reverse), wanted) < 1e-6
 
 
 def test_nothing_comes_of_no_tokens():

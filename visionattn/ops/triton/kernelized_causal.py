@@ -14,87 +14,21 @@ Source: Katharopoulos et al. 2020, eq. 8 to 15; segments, chunks and the gradien
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from visionattn.ops.triton import launch
-from visionattn.ops.triton.kernelized import _partial_states
-from visionattn.ops.triton.language import head, kernel, phi, phi_slope, rows
-
-CHUNK = 64
-"""Segments are whole multiples of it; each BLOCK_N of the table divides it."""
-
-
-@kernel
-def _exclusive_sums(
-    p_x,
-    p_y,
-    parts,
-    size,
-    BLOCK_P: tl.constexpr,
-    BLOCK_X: tl.constexpr,
-    REVERSE: tl.constexpr,
-):
-    """``y[i] = sum of x[j]`` over ``j < i``, or over ``j > i`` where REVERSE, for one block of columns of ``[parts, size]``."""
-    o_x = tl.program_id(0).to(tl.int64) * BLOCK_X + tl.arange(0, BLOCK_X)
-    b_before = tl.zeros([BLOCK_X], tl.float32)
-    for start in range(0, parts, BLOCK_P):
-        o_p = start + tl.arange(0, BLOCK_P)
-        i_to = o_p
-        i_from = o_p - 1
-        if REVERSE:
-            i_to, i_from = parts - 1 - o_p, parts - o_p
-        m_from = (o_p < parts) & (o_p > 0)
-        m_x = (o_x < size)[None, :]
-        b_x = tl.load(p_x + i_from.to(tl.int64)[:, None] * size + o_x[None, :], mask=m_from[:, None] & m_x, other=0)
-        b_y = b_before[None, :] + tl.cumsum(b_x, 0)
-        tl.store(p_y + i_to.to(tl.int64)[:, None] * size + o_x[None, :], b_y, mask=(o_p < parts)[:, None] & m_x)
-        b_before += tl.sum(b_x, 0)
-
-
-@triton.jit
-def _read(p, o_n, m_n, token_octets, o_c, WIDTH: tl.constexpr):
-    """Rows of tokens, 0 where there is none: ``[N, width]``."""
-    return tl.load(rows(p, o_n, token_octets, o_c), mask=m_n[:, None] & (o_c < WIDTH)[None, :], other=0)
-
-
-@triton.jit
-def _features(x, m_n, o_d, D: tl.constexpr, MAP: tl.constexpr):
-    """``phi``, 0 outside the tokens of ``m_n`` and the width; float32."""
-    return tl.where(m_n[:, None] & (o_d < D)[None, :], phi(x, MAP), 0)
-
-
-@triton.jit
-def _keys(
-    p_k,
-    p_v,
-    p_present,
-    o_n,
-    m_n,
-    k_token,
-    v_token,
-    o_d,
-    o_e,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    MAP: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """Keys, their features and values of one chunk, 0 for those that take no part."""
-    if MASKED:
-        m_n = m_n & (tl.load(p_present + o_n, mask=m_n, other=0) != 0)
-    b_k, b_v = _read(p_k, o_n, m_n, k_token, o_d, D), _read(p_v, o_n, m_n, v_token, o_e, E)
-    return b_k, _features(b_k, m_n, o_d, D, MAP), b_v
-
-
-@triton.jit
-def _gradients(p_grad, p_out, p_mass, o_n, m_n, grad_token, out_token, o_e, factor, E: tl.constexpr):
-    """``g`` and ``z`` of one chunk times ``factor / mass``, 0 where the mass is 0; float32."""
-    b_grad, b_out = _read(p_grad, o_n, m_n, grad_token, o_e, E), _read(p_out, o_n, m_n, out_token, o_e, E)
-    b_mass = tl.load(p_mass + o_n, mask=m_n, other=0)
-    b_g = tl.where(b_mass == 0, 0.0, factor / tl.where(b_mass == 0, 1.0, b_mass))[:, None] * b_grad.to(tl.float32)
-    return b_g, -tl.sum(b_g * b_out.to(tl.float32), 1)
+from visionattn.ops.triton.kernelized_causal_states import (
+    exclusive,
+    features_of,
+    gradients_of,
+    keys_of,
+    options_of,
+    read,
+    segments_of,
+    states_before,
+)
+from visionattn.ops.triton.language import head, kernel, phi_slope, rows
 
 
 @kernel
@@ -150,9 +84,9 @@ def _causal_means(
         o_n = start + o_chunk
         m_n = o_n < last
         seen = tl.maximum(tl.cast(start, tl.float32), 1.0)
-        b_q = _read(p_q, o_n, m_n, q_token, o_d, D)  # [N, D]
-        b_phi_q = _features(b_q, m_n, o_d, D, MAP)
-        b_k, b_phi, b_v = _keys(p_k, p_v, p_present, o_n, m_n, k_token, v_token, o_d, o_e, D, E, MAP, MASKED)
+        b_q = read(p_q, o_n, m_n, q_token, o_d, D)  # [N, D]
+        b_phi_q = features_of(b_q, m_n, o_d, D, MAP)
+        b_k, b_phi, b_v = keys_of(p_k, p_v, p_present, o_n, m_n, k_token, v_token, o_d, o_e, D, E, MAP, MASKED)
         b_phi_k = b_phi.to(b_v.dtype)
         b_w = tl.dot(b_phi_q.to(b_v.dtype), tl.trans(b_phi_k), input_precision=PRECISION)  # [N, N]
         b_w = tl.where(o_chunk[:, None] >= o_chunk[None, :], b_w, 0)
@@ -232,9 +166,9 @@ def _causal_queries_backward(
         o_n = start + o_chunk
         m_n = o_n < last
         seen, upto = tl.maximum(tl.cast(start, tl.float32), 1.0), tl.cast(start + BLOCK_N, tl.float32)
-        b_q = _read(p_q, o_n, m_n, q_token, o_d, D)  # [N, D]
-        b_k, b_phi, b_v = _keys(p_k, p_v, p_present, o_n, m_n, k_token, v_token, o_d, o_e, D, E, MAP, MASKED)
-        b_g, b_dmass = _gradients(p_grad, p_out, p_mass, o_n, m_n, grad_token, out_token, o_e, upto * scale, E)
+        b_q = read(p_q, o_n, m_n, q_token, o_d, D)  # [N, D]
+        b_k, b_phi, b_v = keys_of(p_k, p_v, p_present, o_n, m_n, k_token, v_token, o_d, o_e, D, E, MAP, MASKED)
+        b_g, b_dmass = gradients_of(p_grad, p_out, p_mass, o_n, m_n, grad_token, out_token, o_e, upto * scale, E)
         b_g_low, b_phi_k = b_g.to(b_v.dtype), b_phi.to(b_v.dtype)
         b_dw = tl.dot(b_g_low, tl.trans(b_v), input_precision=PRECISION) + b_dmass[:, None]  # [N, N]
         b_dw = tl.where(o_chunk[:, None] >= o_chunk[None, :], b_dw, 0)
@@ -244,7 +178,7 @@ def _causal_queries_backward(
         tl.store(rows(p_dq, o_n, dq_token, o_d), b_dq.to(p_dq.dtype.element_ty), mask=m_n[:, None] & (o_d < D)[None, :])
         b_s += tl.dot(tl.trans(b_v), b_phi_k, input_precision=PRECISION)
         b_z += tl.sum(b_phi, 0)
-        b_phi_q = _features(b_q, m_n, o_d, D, MAP)
+        b_phi_q = features_of(b_q, m_n, o_d, D, MAP)
         b_ds += tl.dot(tl.trans(b_g_low), b_phi_q.to(b_v.dtype), input_precision=PRECISION) / upto
         b_dz += tl.sum(b_phi_q * b_dmass[:, None], 0) / upto
     tl.store(p_ds + o_s, b_ds, mask=m_s)
@@ -325,10 +259,10 @@ def _causal_keys_backward(
         m_n = o_n < last
         upto = tl.cast(start + BLOCK_N, tl.float32)
         share = tl.maximum(tl.cast(tokens - start - BLOCK_N, tl.float32), 1.0) * scale  # of the tokens after the chunk
-        b_q = _read(p_q, o_n, m_n, q_token, o_d, D)  # [N, D]
-        b_phi_q = _features(b_q, m_n, o_d, D, MAP)
-        b_k, b_phi, b_v = _keys(p_k, p_v, p_present, o_n, m_n, k_token, v_token, o_d, o_e, D, E, MAP, MASKED)
-        b_g, b_dmass = _gradients(p_grad, p_out, p_mass, o_n, m_n, grad_token, out_token, o_e, upto * scale, E)
+        b_q = read(p_q, o_n, m_n, q_token, o_d, D)  # [N, D]
+        b_phi_q = features_of(b_q, m_n, o_d, D, MAP)
+        b_k, b_phi, b_v = keys_of(p_k, p_v, p_present, o_n, m_n, k_token, v_token, o_d, o_e, D, E, MAP, MASKED)
+        b_g, b_dmass = gradients_of(p_grad, p_out, p_mass, o_n, m_n, grad_token, out_token, o_e, upto * scale, E)
         b_g_low, b_phi_q_low, b_phi_k = b_g.to(b_v.dtype), b_phi_q.to(b_v.dtype), b_phi.to(b_v.dtype)
         b_after = (b_ds / share).to(b_v.dtype)  # [E, D]
         b_ds += tl.dot(tl.trans(b_g_low), b_phi_q_low, input_precision=PRECISION) / upto
@@ -351,49 +285,6 @@ def _causal_keys_backward(
         tl.store(rows(p_dk, o_n, dk_token, o_d), b_dk.to(p_dk.dtype.element_ty), mask=m_n[:, None] & (o_d < D)[None, :])
 
 
-def _options(name: str, q: Tensor, v: Tensor) -> dict[str, object]:
-    """Compile-time values: the row of the table, widths and their blocks, and the precision of products."""
-    d, e = q.shape[3], v.shape[3]
-    row = launch.launch_row(name, d, e, q.dtype, q.device)
-    return row | dict(D=d, E=e, BLOCK_D=launch.block(d), BLOCK_E=launch.block(e), PRECISION=launch.precision(q.dtype))
-
-
-def _segments(q: Tensor) -> tuple[int, int]:
-    """Into how many segments to cut the tokens of ``q [B, h, N, d]``, and how many tokens each has: a multiple of ``CHUNK``."""
-    batch, heads, tokens, _ = q.shape
-    parts = launch.segments(tokens, batch * heads, CHUNK, q.device)
-    segment_tokens = max(1, triton.cdiv(tokens, parts * CHUNK)) * CHUNK
-    return max(1, triton.cdiv(tokens, segment_tokens)), segment_tokens
-
-
-def _exclusive(x: Tensor, reverse: bool) -> Tensor:
-    """Along the first axis, the sum of what comes before, or after, each entry; float32."""
-    parts, size = x.shape[0], x[0].numel()
-    row, y = launch.launch_row("causal sums", 1, 1, x.dtype, x.device), torch.empty_like(x)
-    launch.run(_exclusive_sums, (triton.cdiv(size, row["BLOCK_X"]),), x, y, parts, size, **row, REVERSE=reverse)
-    return y
-
-
-def _states_before(k: Tensor, v: Tensor, key_mask: Tensor | None, feature_map: str) -> tuple[Tensor, Tensor]:
-    """S ``[parts, B, h, d, e]`` and Z ``[parts, B, h, d]`` of all keys before each segment, float32."""
-    (batch, heads, tokens, d), e = k.shape, v.shape[3]
-    parts, segment_tokens = _segments(k)
-    s = k.new_zeros(parts, batch, heads, d, e, dtype=torch.float32)
-    z = k.new_zeros(parts, batch, heads, d, dtype=torch.float32)
-    if parts == 1:
-        return s, z
-    launch.run(
-        _partial_states,
-        (parts * batch * heads,),
-        *(k, v, k if key_mask is None else key_mask, s, z),
-        *(heads, batch * heads, tokens, segment_tokens, parts, 1.0, *launch.octets(k), *launch.octets(v)),
-        **_options("kernelized state", k, v),
-        MAP=feature_map,
-        MASKED=key_mask is not None,
-    )
-    return _exclusive(s, reverse=False), _exclusive(z, reverse=False)
-
-
 def causal_means(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, feature_map: str) -> tuple[Tensor, Tensor]:
     """The mean of the values of keys ``j <= i`` under ``phi(q_i) . phi(k_j)``, and its mass.
 
@@ -410,15 +301,15 @@ def causal_means(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, featu
     mass = q.new_empty(batch, heads, tokens, dtype=torch.float32)
     q, k, v = (launch.readable(x) for x in (q, k, v))
     key_mask = None if key_mask is None else key_mask.contiguous()
-    parts, segment_tokens = _segments(q)
-    s, z = _states_before(k, v, key_mask, feature_map)
+    parts, segment_tokens = segments_of(q)
+    s, z = states_before(k, v, key_mask, feature_map)
     launch.run(
         _causal_means,
         (parts * batch * heads if tokens else 0,),
         *(q, k, v, q if key_mask is None else key_mask, s, z, out, mass),
         *(heads, batch * heads, tokens, segment_tokens, parts, 1 / max(1, tokens)),
         *(octet for x in (q, k, v, out) for octet in launch.octets(x)),
-        **_options("causal means", q, v),
+        **options_of("causal means", q, v),
         MAP=feature_map,
         MASKED=key_mask is not None,
     )
@@ -432,8 +323,8 @@ def causal_backward(
     (batch, heads, tokens, d), e = q.shape, v.shape[3]
     grad, out, q, k, v = (launch.readable(x) for x in (grad, out, q, k, v))
     key_mask = None if key_mask is None else key_mask.contiguous()
-    parts, segment_tokens = _segments(q)
-    s, z = _states_before(k, v, key_mask, feature_map)
+    parts, segment_tokens = segments_of(q)
+    s, z = states_before(k, v, key_mask, feature_map)
     ds, dz = torch.empty_like(s), torch.empty_like(z)
     dq, dk = launch.tokens_first(q, batch, heads, tokens, d), launch.tokens_first(k, batch, heads, tokens, d)
     dv = launch.tokens_first(v, batch, heads, tokens, e)
@@ -443,11 +334,11 @@ def causal_backward(
     meta = dict(MAP=feature_map, MASKED=key_mask is not None)
 
     sizes_of_queries = (*sizes, *strides, *launch.octets(dq))
-    options = _options("causal queries backward", q, v)
+    options = options_of("causal queries backward", q, v)
     launch.run(_causal_queries_backward, grid, *inputs, s, z, dq, ds, dz, *sizes_of_queries, **options, **meta)
 
-    ds, dz = (_exclusive(x, reverse=True) for x in (ds, dz))
+    ds, dz = (exclusive(x, reverse=True) for x in (ds, dz))
     sizes_of_keys = (*sizes, *strides, *launch.octets(dk), *launch.octets(dv))
-    options = _options("causal keys backward", q, v)
+    options = options_of("causal keys backward", q, v)
     launch.run(_causal_keys_backward, grid, *inputs, ds, dz, dk, dv, *sizes_of_keys, **options, **meta)
     return dq, dk, dv

@@ -1,0 +1,131 @@
+"""What the sweeps of causal kernelized attention share: segments, the states they start from, and how chunks are read.
+
+The state of a segment starts from the sum of the segments before it, or after it: partial sums of each segment are made first,
+then summed in order, never as differences.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from visionattn.ops.triton import launch
+from visionattn.ops.triton.kernelized import _partial_states
+from visionattn.ops.triton.language import kernel, phi, rows
+
+CHUNK = 64
+"""Segments are whole multiples of it; each BLOCK_N of the table divides it."""
+
+
+@kernel
+def _exclusive_sums(
+    p_x,
+    p_y,
+    parts,
+    size,
+    BLOCK_P: tl.constexpr,
+    BLOCK_X: tl.constexpr,
+    REVERSE: tl.constexpr,
+):
+    """``y[i] = sum of x[j]`` over ``j < i``, or over ``j > i`` where REVERSE, for one block of columns of ``[parts, size]``."""
+    o_x = tl.program_id(0).to(tl.int64) * BLOCK_X + tl.arange(0, BLOCK_X)
+    b_before = tl.zeros([BLOCK_X], tl.float32)
+    for start in range(0, parts, BLOCK_P):
+        o_p = start + tl.arange(0, BLOCK_P)
+        i_to = o_p
+        i_from = o_p - 1
+        if REVERSE:
+            i_to, i_from = parts - 1 - o_p, parts - o_p
+        m_from = (o_p < parts) & (o_p > 0)
+        m_x = (o_x < size)[None, :]
+        b_x = tl.load(p_x + i_from.to(tl.int64)[:, None] * size + o_x[None, :], mask=m_from[:, None] & m_x, other=0)
+        b_y = b_before[None, :] + tl.cumsum(b_x, 0)
+        tl.store(p_y + i_to.to(tl.int64)[:, None] * size + o_x[None, :], b_y, mask=(o_p < parts)[:, None] & m_x)
+        b_before += tl.sum(b_x, 0)
+
+
+@triton.jit
+def read(p, o_n, m_n, token_octets, o_c, WIDTH: tl.constexpr):
+    """Rows of tokens, 0 where there is none: ``[N, width]``."""
+    return tl.load(rows(p, o_n, token_octets, o_c), mask=m_n[:, None] & (o_c < WIDTH)[None, :], other=0)
+
+
+@triton.jit
+def features_of(x, m_n, o_d, D: tl.constexpr, MAP: tl.constexpr):
+    """``phi``, 0 outside the tokens of ``m_n`` and the width; float32."""
+    return tl.where(m_n[:, None] & (o_d < D)[None, :], phi(x, MAP), 0)
+
+
+@triton.jit
+def keys_of(
+    p_k,
+    p_v,
+    p_present,
+    o_n,
+    m_n,
+    k_token,
+    v_token,
+    o_d,
+    o_e,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    MAP: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Keys, their features and values of one chunk, 0 for those that take no part."""
+    if MASKED:
+        m_n = m_n & (tl.load(p_present + o_n, mask=m_n, other=0) != 0)
+    b_k, b_v = read(p_k, o_n, m_n, k_token, o_d, D), read(p_v, o_n, m_n, v_token, o_e, E)
+    return b_k, features_of(b_k, m_n, o_d, D, MAP), b_v
+
+
+@triton.jit
+def gradients_of(p_grad, p_out, p_mass, o_n, m_n, grad_token, out_token, o_e, factor, E: tl.constexpr):
+    """``g`` and ``z`` of one chunk times ``factor / mass``, 0 where the mass is 0; float32."""
+    b_grad, b_out = read(p_grad, o_n, m_n, grad_token, o_e, E), read(p_out, o_n, m_n, out_token, o_e, E)
+    b_mass = tl.load(p_mass + o_n, mask=m_n, other=0)
+    b_g = tl.where(b_mass == 0, 0.0, factor / tl.where(b_mass == 0, 1.0, b_mass))[:, None] * b_grad.to(tl.float32)
+    return b_g, -tl.sum(b_g * b_out.to(tl.float32), 1)
+
+
+def options_of(name: str, q: Tensor, v: Tensor) -> dict[str, object]:
+    """Compile-time values: the row of the table, widths and their blocks, and the precision of products."""
+    d, e = q.shape[3], v.shape[3]
+    row = launch.launch_row(name, d, e, q.dtype, q.device)
+    return row | dict(D=d, E=e, BLOCK_D=launch.block(d), BLOCK_E=launch.block(e), PRECISION=launch.precision(q.dtype))
+
+
+def segments_of(q: Tensor) -> tuple[int, int]:
+    """Into how many segments to cut the tokens of ``q [B, h, N, d]``, and how many tokens each has: a multiple of ``CHUNK``."""
+    batch, heads, tokens, _ = q.shape
+    parts = launch.segments(tokens, batch * heads, CHUNK, q.device)
+    segment_tokens = max(1, triton.cdiv(tokens, parts * CHUNK)) * CHUNK
+    return max(1, triton.cdiv(tokens, segment_tokens)), segment_tokens
+
+
+def exclusive(x: Tensor, reverse: bool) -> Tensor:
+    """Along the first axis, the sum of what comes before, or after, each entry; float32."""
+    parts, size = x.shape[0], x[0].numel()
+    row, y = launch.launch_row("causal sums", 1, 1, x.dtype, x.device), torch.empty_like(x)
+    launch.run(_exclusive_sums, (triton.cdiv(size, row["BLOCK_X"]),), x, y, parts, size, **row, REVERSE=reverse)
+    return y
+
+
+def states_before(k: Tensor, v: Tensor, key_mask: Tensor | None, feature_map: str) -> tuple[Tensor, Tensor]:
+    """S ``[parts, B, h, d, e]`` and Z ``[parts, B, h, d]`` of all keys before each segment, float32."""
+    (batch, heads, tokens, d), e = k.shape, v.shape[3]
+    parts, segment_tokens = segments_of(k)
+    s = k.new_zeros(parts, batch, heads, d, e, dtype=torch.float32)
+    z = k.new_zeros(parts, batch, heads, d, dtype=torch.float32)
+    if parts == 1:
+        return s, z
+    launch.run(
+        _partial_states,
+        (parts * batch * heads,),
+        *(k, v, k if key_mask is None else key_mask, s, z),
+        *(heads, batch * heads, tokens, segment_tokens, parts, 1.0, *launch.octets(k), *launch.octets(v)),
+        **options_of("kernelized state", k, v),
+        MAP=feature_map,
+        MASKED=key_mask is not None,
+    )
+    return exclusive(s, reverse=False), exclusive(z, reverse=False)
