@@ -209,6 +209,21 @@ def test_no_row_is_begun_when_the_time_is_over(fake_work):
     assert records == [] and lines[-1].startswith("\n0 rows tuned, 0 changed, ")
 
 
+def test_an_operation_that_breaks_leaves_the_others(fake_work, monkeypatch):
+    keys_of = tune.keys_of
+
+    def ask(case, *given):
+        if "joint" in case.name:
+            raise AttributeError("no such\nplace")
+        return keys_of(case, *given)
+
+    monkeypatch.setattr(tune, "keys_of", ask)
+    monkeypatch.setattr(tune, "OPERATIONS", tune.OPERATIONS[2:])  # the one that breaks comes first
+    records, lines = run("kernelized means d = 64 e = 64 16")
+    assert len(records) == 1 and records[0]["operation"] == "taylorshift+temperature efficient forward"
+    assert lines[1].startswith("| kernelized+joint efficient: failed: AttributeError: no such place | ")
+
+
 def test_rows_that_no_operation_takes_and_tables_that_are_read_only_are_told(fake_work, monkeypatch):
     records, lines = run("kernelized state d = 64 e = 64 16")
     assert records == [] and lines[-1].endswith("1 not reached")

@@ -8,9 +8,8 @@ import torch
 from visionattn.benchmark.gpu_figures import COLUMNS, Figure, Result, all_figures, choose
 from visionattn.benchmark.gpu_floors import measure_ceilings
 from visionattn.benchmark.gpu_operations import Bench, eager_cases, measure_against_eager, measure_crossover, measure_operation
-from visionattn.benchmark.gpu_timing import Budget
+from visionattn.benchmark.gpu_timing import Budget, in_words
 from visionattn.benchmark.table import Record, duration, heading, line
-from visionattn.measure import is_out_of_memory
 
 Print = Callable[[str], None]
 EAGER_COLUMNS = ("operation", "N", "d", "pass", "kernel", "eager", "eager / kernel", "error", "status")
@@ -136,7 +135,4 @@ def _attempt(work: Callable, budget: Budget, instead: Callable):
     try:
         return work()
     except Exception as error:  # of compilers, drivers and kernels alike, which share no base class
-        if is_out_of_memory(error):
-            return instead("out of memory")
-        words = " ".join(str(error).split())
-        return instead(f"failed: {type(error).__name__}: {words[:200]}")
+        return instead(in_words(error))

@@ -95,6 +95,14 @@ def sets_needed(set_bytes: int, device: torch.device) -> int:
     return max(1, min(MOST_SETS, -(-CACHES * cache // max(1, set_bytes))))
 
 
+def in_words(error: Exception) -> str:
+    """Why something could not be measured, in one line: "out of memory", or "failed: ..."."""
+    if is_out_of_memory(error):
+        return "out of memory"
+    words = " ".join(str(error).split())
+    return f"failed: {type(error).__name__}: {words[:200]}"
+
+
 @dataclass
 class Budget:
     """Time for a table."""

@@ -15,7 +15,7 @@ import torch
 from visionattn.benchmark.cases import Case
 from visionattn.benchmark.gpu_figures import BATCH, HEADS, choose
 from visionattn.benchmark.gpu_operations import Bench, call_of, draw, eager_in_float32, errors_of, outputs, wrong
-from visionattn.benchmark.gpu_timing import Budget, Timed, recorded, seconds_of, sets_needed
+from visionattn.benchmark.gpu_timing import Budget, Timed, in_words, recorded, seconds_of, sets_needed
 from visionattn.benchmark.operations import function_of
 from visionattn.benchmark.table import Record, duration, heading, line
 from visionattn.models.weights import write_whole
@@ -263,8 +263,14 @@ def run_tune(only: str | None, minutes: float, bench: Bench, capability: str, sh
     left = {keys[i] for i in choose(only, [name_of(key) for key in keys])}
     show(heading(COLUMNS))
     for case, value_width in workloads(table, capability):
-        asked = keys_of(case, value_width, table, capability, bench) if left and not budget.over else []
-        work = Workload(case, value_width, bench) if left.intersection(asked) else None
+        if not left or budget.over:
+            break
+        try:
+            asked = keys_of(case, value_width, table, capability, bench)
+            work = Workload(case, value_width, bench) if left.intersection(asked) else None
+        except Exception as error:  # the other operations are tuned all the same
+            show(line([f"{case.label}: {in_words(error)}", *[None] * (len(COLUMNS) - 1)]))
+            continue
         for key in asked:
             if key not in left or budget.over:
                 continue
