@@ -9,7 +9,7 @@ Weights are kept in units in which half precision holds them on any grid. A line
 key of a line is ``w_c rows(a, y)`` times that of one key of the class:
 
     "mean"    w_c rows / (rows columns) = w_c / columns(b, x)        in units of 1
-    "sum"     w_c rows / M, kept as w_c rows W / M                   in units of 1/W
+    "sum"     w_c rows / M, kept as w_c rows / H                     in units of H/M
 
 Source: Scaleformer (Favier and Dal'Maz Silva 2021), section 4, for one dimension; two dimensions and the means are ours.
 """
@@ -55,7 +55,7 @@ def _class_weights(
     prefix,
     blocks,
     table_octets,
-    sum_scale,
+    row_scale,
     unit,
     q_batch,
     q_head,
@@ -90,7 +90,7 @@ def _class_weights(
         b_mass = tl.sum(tl.where(m_w, b_w, 0), 1)
         b_w = tl.where(m_w, b_w / tl.where(m_w, b_columns, 1), 0)
     else:
-        b_w = tl.where(m_w, b_w * b_rows * sum_scale, 0)
+        b_w = tl.where(m_w, b_w * b_rows * row_scale, 0)
         b_mass = tl.sum(b_w * b_columns, 1) * unit
     i_first = i_group.to(tl.int64) * height * width
     p_weights += i_first * PADDED + o_n.to(tl.int64)[:, None] * PADDED + o_c[None, :]
@@ -244,7 +244,7 @@ def class_weights(q: Tensor, table: Tensor, place: Place) -> tuple[Tensor, Tenso
         _class_weights,
         (blocks * batch * heads,),
         *(q, table, weights, mass, heads, place.height, place.width, place.prefix, blocks),
-        *(table.stride(0) // launch.OCTET if table.shape[0] > 1 else 0, place.sum_scale, place.unit, *launch.octets(q)),
+        *(table.stride(0) // launch.OCTET if table.shape[0] > 1 else 0, place.row_scale, place.unit, *launch.octets(q)),
         **row,
         **place.horizons(),
         D=d,

@@ -32,7 +32,7 @@ def _line_backward(
     start,
     width,
     tiles,
-    sum_scale,
+    row_scale,
     E: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -66,7 +66,7 @@ def _line_backward(
         m_some = b_columns * num_rows > 0
         b_d = tl.where(m_some, b_classes / tl.where(m_some, b_columns, 1) + b_z[:, None], 0)
     else:
-        b_d = (b_classes + b_z[:, None] * b_columns) * (num_rows * sum_scale)
+        b_d = (b_classes + b_z[:, None] * b_columns) * (num_rows * row_scale)
     p_d_weights += o_i[:, None] * PADDED + o_b
     tl.store(p_d_weights, b_d.to(p_d_weights.dtype.element_ty), mask=(o_i < width)[:, None] & (o_b < COLUMNS))
 
@@ -87,7 +87,7 @@ def _weights_backward(
     width,
     prefix,
     tiles,
-    sum_scale,
+    row_scale,
     grad_batch,
     grad_head,
     grad_token,
@@ -136,7 +136,7 @@ def _weights_backward(
         num_rows = axis_keys(i_class, y, height, HORIZON_Y)
         _line_backward(
             b_g, b_z, p_line, line_token, p_line_remainders, p_row + i_class * (2 * HORIZON_X + 1), num_rows,
-            start, width, tiles, sum_scale, E, BLOCK_E, BLOCK_T, BLOCK_B, HORIZON_X, PADDED, MEAN, PRECISION,
+            start, width, tiles, row_scale, E, BLOCK_E, BLOCK_T, BLOCK_B, HORIZON_X, PADDED, MEAN, PRECISION,
         )  # fmt: skip
 
 
@@ -210,7 +210,7 @@ def _weight_gradients(grad: Tensor, out: Tensor, mass: Tensor, v: Tensor, place:
         _weights_backward,
         (tiles * place.height * batch * heads,),
         *(grad, out, mass, v, *lines, d_weights),
-        *(heads, batch * heads, tokens, place.height, place.width, place.prefix, tiles, place.sum_scale),
+        *(heads, batch * heads, tokens, place.height, place.width, place.prefix, tiles, place.row_scale),
         *(octet for x in (grad, out, v) for octet in launch.octets(x)),
         **row,
         **place.horizons(),

@@ -54,13 +54,13 @@ class Place(NamedTuple):
 
     @property
     def unit(self) -> float:
-        """What sums of weighted lines are multiplied with at the end."""
-        return 1.0 if self.mean else 1 / self.width
+        """What sums of weighted lines are multiplied with at the end; with "sum" H / M."""
+        return 1.0 if self.mean else self.height / (self.prefix + self.height * self.width)
 
     @property
-    def sum_scale(self) -> float:
-        """With "sum", the weight of one key in those units: W / M."""
-        return self.width / (self.prefix + self.height * self.width)
+    def row_scale(self) -> float:
+        """With "sum", the weight of one key of a row in those units."""
+        return 1 / self.height
 
     def horizons(self) -> dict[str, int]:
         """What kernels have to know when they are compiled."""
