@@ -50,11 +50,11 @@ def weights(q: Tensor, k: Tensor, abc: tuple[float, float, float]) -> Tensor:
     return a * x * x + b * x + c
 
 
-SIZES = [(1, 1, 1, 17, 8, 8), (2, 3, 17, 63, 16, 24), (1, 2, 64, 65, 24, 16), (1, 1, 130, 300, 32, 40), (1, 2, 65, 17, 64, 8)]
+SIZES = [(1, 1, 1, 17, 8, 8), (2, 3, 17, 63, 16, 24), (1, 1, 64, 130, 32, 40), (1, 1, 35, 17, 64, 8), (1, 2, 17, 21, 48, 64)]
 
 
 @every_place
-@pytest.mark.parametrize("sizes", [*SIZES, (1, 1, 33, 21, 48, 128)], ids=str)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_mean_and_every_gradient_are_those_of_the_definition(device, dtype, sizes):
     tensors = inputs(device, dtype, *sizes)
     assert_within_budget(with_kernels(**tensors, abc=UNEQUAL), by_definition(**tensors, abc=UNEQUAL), dtype)
@@ -83,7 +83,7 @@ def test_undivided_sums_and_masses_are_in_units_of_the_number_of_keys(device, dt
     values, mass = taylor_efficient.forward(q, state, UNEQUAL, divide=False)
     w = weights(q, k, UNEQUAL).cpu() / 45
     assert values.dtype == mass.dtype == torch.float32
-    assert relative_error(mass, w.sum(3)) <= 1e-5, "the mass is exact to 16 bits in half precision too"
+    assert relative_error(mass, w.sum(3)) <= 2e-6, "half precision too keeps 16 bits of the moments of the keys"
     assert_within_budget({"out": values}, {"out": w @ v.double().cpu()}, dtype)
 
 
@@ -149,7 +149,7 @@ def test_compiled_kernels_fit_their_gpu_without_spilling(compiled, capability):
 
 
 def test_wide_heads_run_on_the_matrix_units_of_a_hopper_gpu(compiled):
-    by_kernel = {found["kernel"]: found["matrix"] for found in compiled["d=64 e=64 bfloat16"]["90"]}
+    by_kernel = {found["kernel"]: found["matrix"] for found in compiled["d=64 e=64 masked bfloat16"]["90"]}
     assert {by_kernel[name] for name in ("_partial_features", "_expand", "_gradient")} == {"wgmma"}
 
 

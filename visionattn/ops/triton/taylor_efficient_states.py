@@ -57,6 +57,13 @@ def inverse_mass(p_mass, i_group, tokens, o_n, m_n):
     return tl.where(b_mass == 0, 0.0, 1 / tl.where(b_mass == 0, 1.0, b_mass))
 
 
+@triton.jit
+def tiles_of_pair(pair):
+    """i and j of a pair of at most four tiles: i grows by one at pairs 1, 3 and 6 of the ten."""
+    i = (pair + 9) // 10 + (pair + 5) // 8 + pair // 6
+    return i, pair - i * (i + 1) // 2
+
+
 @kernel
 def _partial_features(
     p_x,
@@ -127,13 +134,6 @@ def _partial_features(
         p_pair = p_parts + (i_part * (PAIRS * SHARES) + i_pair) * (256 * E)
         b_sum = b_sums[p] * tl.where(i == j, weight, 2 * weight)
         tl.store(p_pair + tl.arange(0, 256)[:, None] * E + o_e[None, :], b_sum, mask=(o_e < E)[None, :])
-
-
-@triton.jit
-def tiles_of_pair(pair):
-    """i and j of a pair of at most four tiles: i grows by one at pairs 1, 3 and 6 of the ten."""
-    i = (pair + 9) // 10 + (pair + 5) // 8 + pair // 6
-    return i, pair - i * (i + 1) // 2
 
 
 @kernel
