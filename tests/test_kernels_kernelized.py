@@ -76,6 +76,19 @@ def test_queries_whose_features_meet_no_key_get_zero_and_pass_nothing_back(devic
 
 
 @every_place
+@pytest.mark.parametrize("factor", [64.0, 1e-2])
+def test_gradients_of_any_size_pass_through_weights_of_any_size(device, dtype, factor):
+    tensors = inputs(device, dtype, 1, 2, 130, 256, 16, 16)
+    tensors["q"][:, :, 5] = -12  # a mass of some 1e-4
+    tensors["grad"] = (tensors["grad"].double() * factor).to(dtype)
+    options = dict(key_mask=None, feature_map="elu1")
+    scaled = []
+    for results in (with_kernels(**tensors, **options), by_definition(**tensors, **options)):
+        scaled.append({name: x.double() / (1 if name == "out" else factor) for name, x in results.items()})
+    assert_within_budget(*scaled, dtype)
+
+
+@every_place
 def test_many_segments_give_the_sums_of_one(device, dtype, monkeypatch):
     from visionattn.ops.triton import launch
 

@@ -203,8 +203,8 @@ REASONS = {
     "axial": (dict(relative=Axial(half(2, 3, 16), half(2, 3, 16), GRID)), "Axial"),
     "masked": (dict(relative=Joint(half(2, 3, 3, 16), GRID), key_mask=torch.ones(1, 20, dtype=torch.bool)), "key_mask"),
     "kept": (dict(relative=Joint(half(2, 3, 3, 16), GRID._replace(kept=draw_kept(1, 20, 9)))), "layout.kept"),
-    "one class": (dict(relative=Joint(half(2, 1, 3, 16), GRID)), "1 x 3 classes"),
-    "classes": (dict(relative=Joint(half(2, 13, 13, 16), GRID)), "13 x 13 classes"),
+    "one class": (dict(relative=Joint(half(2, 1, 3, 16), GRID)), "not for (0, 1)"),
+    "classes": (dict(relative=Joint(half(2, 13, 13, 16), GRID)), "not for 169"),
 }
 
 
@@ -243,6 +243,43 @@ def test_the_capability_of_a_gpu_decides(monkeypatch):
         monkeypatch.setattr(module, "capability", lambda device, found=found: found)
         reason = module._why_not_here(device, torch.bfloat16)
         assert reason is None if wanted is None else wanted in reason
+
+
+@interpreted
+def test_float32_on_blackwell_asks_for_a_triton_that_sums_it_rightly(monkeypatch):
+    from visionattn.ops.triton import why_not as module
+
+    monkeypatch.setattr(module, "capability", lambda device: "10.0")
+    cases = ("3.8.1", torch.float32, True), ("3.10.0", torch.float32, False), ("3.8.1", torch.float16, False)
+    for found, dtype, wanted in cases:
+        monkeypatch.setattr(module, "version", lambda name, found=found: found)
+        assert ("newer Triton" in (module._why_not_here(torch.device("cuda"), dtype) or "")) is wanted
+
+
+WIDTHS = (8, 16, 24, 40, 64, 72, 128, 136)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("d", WIDTHS)
+def test_every_kernel_has_a_launch_for_all_that_is_taken(d, dtype, monkeypatch):
+    """Nothing is computed: each launch of both passes asks the table for its row, which raises where there is none."""
+    monkeypatch.setattr("visionattn.ops.triton.launch.run", lambda *args, **meta: None)
+    ways = [(kernelized_attention, "kernelized", {}), (kernelized_attention, "kernelized", {"causal": True})]
+    ways += [(taylorshift_attention, "taylorshift", {"form": form}) for form in ("direct", "efficient")]
+    positions = [None, *(Joint(torch.zeros(1, side, side, d), TokenLayout(1, Grid(2, 3))) for side in (1, 3, 7, 9, 11, 13))]
+    taken = 0
+    for e in WIDTHS:
+        q, k, v = (torch.zeros(1, 1, 7, width, dtype=dtype, requires_grad=True) for width in (d, d, e))
+        for function, name, options in ways:
+            for relative in positions if "causal" not in options else [None]:
+                asked = {key: value for key, value in options.items() if key != "form"}
+                if why_not(name, q, k, v, relative=relative, **asked) is None:
+                    options_of_shift = {"temperature": torch.ones(1)} if name == "taylorshift" else {}
+                    out = function(q, k, v, relative=relative, impl="triton", **options, **options_of_shift)
+                    torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
+                    taken += 1
+    assert (taken > 0) == (d <= (128 if dtype == torch.float16 else 64))
 
 
 @interpreted

@@ -14,7 +14,9 @@ from visionattn.ops.triton.geometry import place_from
 from visionattn.ops.triton.launch import tokens_first
 
 EFFICIENT_COSTS_MORE = 4 / 3
-"""How much longer an operation of the efficient kernels takes than one of the direct ones: a guess, to be measured on a GPU."""
+LAUNCHES_COST = 2e9
+"""How much longer a multiply-add of the efficient kernels takes than one of the direct ones, and what their four launches more
+take, in multiply-adds (some ten microseconds): guesses, to be measured on a GPU."""
 
 
 def tile_features(d: int) -> int:
@@ -24,13 +26,13 @@ def tile_features(d: int) -> int:
 
 
 def takes_efficient_kernels(form: str, q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether the efficient form runs: named, or by "auto" where its products, counted so much dearer, are the fewer."""
+    """Whether the efficient form runs: named, or by "auto" where it costs less by its products and launches."""
     if form != "auto":
         return form == "efficient"
-    n, d, m, e = q.shape[2], q.shape[3], k.shape[2], v.shape[3]
-    direct = n * m * (d + e)
-    efficient = (n + m) * (tile_features(d) * e + d * (d + e))
-    return EFFICIENT_COSTS_MORE * efficient < direct
+    (batch, heads, n, d), m, e = q.shape, k.shape[2], v.shape[3]
+    direct = batch * heads * n * m * (d + e)
+    efficient = batch * heads * (n + m) * (tile_features(d) * e + d * (d + e))
+    return EFFICIENT_COSTS_MORE * efficient + LAUNCHES_COST < direct
 
 
 def _of_unit_length(q: Tensor, k: Tensor, temperature: Tensor | None) -> tuple[Tensor, Tensor]:

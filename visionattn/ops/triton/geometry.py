@@ -1,57 +1,9 @@
-"""Where the patches lie, as the kernels of relative position take it: plain numbers. No Triton in here."""
+"""Relative position as an operator takes it, a list of numbers, and back. No Triton in here."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from visionattn.ops.relative import Joint
-from visionattn.ops.triton.launch import OCTET
-
-MAX_CLASSES = 128
-"""Most classes ``(2Ry+1) * (2Rx+1)`` of a table that the kernels take, after padding to octets."""
-MAX_HORIZON_X = 16
-"""Largest Rx: half of the shortest tile."""
-
-
-class Place(NamedTuple):
-    """Where the patches lie and which of them are one class.
-
-    Args:
-        height, width: H and W of the grid, all of whose patches are present.
-        prefix: P, tokens in front of them, which take no part.
-        horizon_y, horizon_x: Ry and Rx, at least 1 each.
-        mean: normalization "mean"; else "sum".
-    """
-
-    height: int
-    width: int
-    prefix: int
-    horizon_y: int
-    horizon_x: int
-    mean: bool
-
-    @property
-    def classes(self) -> int:
-        """``(2Ry+1) * (2Rx+1)``."""
-        return (2 * self.horizon_y + 1) * (2 * self.horizon_x + 1)
-
-    @property
-    def padded_classes(self) -> int:
-        """Elements from the weights of one query to those of the next: the classes, in whole octets."""
-        return -(-self.classes // OCTET) * OCTET
-
-    @property
-    def unit(self) -> float:
-        """What sums of weighted lines are multiplied with at the end."""
-        return 1.0 if self.mean else 1 / self.width
-
-    @property
-    def sum_scale(self) -> float:
-        """With "sum", the weight of one key in those units: W / M."""
-        return self.width / (self.prefix + self.height * self.width)
-
-    def horizons(self) -> dict[str, int]:
-        """What kernels have to know when they are compiled."""
-        return dict(HORIZON_Y=self.horizon_y, HORIZON_X=self.horizon_x, PADDED=self.padded_classes)
+from visionattn.ops.triton.joint_place import Place
 
 
 def place_of(relative: Joint | None) -> list[int]:

@@ -60,7 +60,6 @@ def _partial_states(
         b_v = tl.load(rows(p_v, o_n, v_token, o_e), mask=m_n[:, None] & (o_e < E)[None, :], other=0)  # [N, E]
         if MASKED:
             m_n = m_n & (tl.load(p_present + i_batch.to(tl.int64) * tokens + o_n, mask=m_n, other=0) != 0)
-            b_v = tl.where(m_n[:, None], b_v, 0)
         b_phi = tl.where(m_n[:, None] & (o_d < D)[None, :], phi(b_k, MAP), 0)
         b_s += tl.dot(tl.trans(b_v), b_phi.to(b_v.dtype), input_precision=PRECISION)
         b_z += tl.sum(b_phi, 0)
@@ -171,12 +170,13 @@ def _queries_backward(
         b_grad = tl.load(rows(p_grad, o_n, grad_token, o_e), mask=m_n[:, None] & m_e[None, :], other=0)  # [N, E]
         b_out = tl.load(rows(p_out, o_n, out_token, o_e), mask=m_n[:, None] & m_e[None, :], other=0)  # [N, E]
         b_mass = tl.load(p_mass + i_group.to(tl.int64) * tokens + o_n, mask=m_n, other=0)
-        b_g = tl.where(b_mass == 0, 0.0, 1 / tl.where(b_mass == 0, 1.0, b_mass))[:, None] * b_grad.to(tl.float32)
-        b_dmass = -tl.sum(b_g * b_out.to(tl.float32), 1)
+        b_inverse = tl.where(b_mass == 0, 0.0, 1 / tl.where(b_mass == 0, 1.0, b_mass))
+        b_dmass = -b_inverse * tl.sum(b_grad.to(tl.float32) * b_out.to(tl.float32), 1)
         b_phi = tl.where(m_n[:, None] & m_d[None, :], phi(b_q, MAP), 0)
-        b_ds += tl.dot(tl.trans(b_g).to(b_q.dtype), b_phi.to(b_q.dtype), input_precision=PRECISION)
         b_dz += tl.sum(b_phi * b_dmass[:, None], 0)
-        b_dq = tl.dot(b_g.to(b_q.dtype), b_s, input_precision=PRECISION) + b_dmass[:, None] * b_z[None, :]
+        b_phi *= b_inverse[:, None]  # not the gradient, which half precision may not hold divided by a small mass
+        b_ds += tl.dot(tl.trans(b_grad), b_phi.to(b_q.dtype), input_precision=PRECISION)
+        b_dq = tl.dot(b_grad, b_s, input_precision=PRECISION) * b_inverse[:, None] + b_dmass[:, None] * b_z[None, :]
         b_dq *= phi_slope(b_q, MAP)
         tl.store(rows(p_dq, o_n, dq_token, o_d), b_dq.to(p_dq.dtype.element_ty), mask=m_n[:, None] & m_d[None, :])
     i_part = i_segment.to(tl.int64) * groups + i_group
@@ -226,11 +226,13 @@ def _keys_backward(
     b_k = tl.load(rows(head(p_k, i_batch, i_head, k_batch, k_head), o_n, k_token, o_d), mask=m_k, other=0)  # [N, D]
     b_v = tl.load(rows(head(p_v, i_batch, i_head, v_batch, v_head), o_n, v_token, o_e), mask=m_v, other=0)  # [N, E]
     p_ds += i_group.to(tl.int64) * D * E
-    b_ds = tl.load(p_ds + o_d[:, None] * E + o_e[None, :], mask=m_d[:, None] & m_e[None, :], other=0).to(b_k.dtype)  # [D, E]
+    b_ds = tl.load(p_ds + o_d[:, None] * E + o_e[None, :], mask=m_d[:, None] & m_e[None, :], other=0)  # [D, E]
+    b_most = tl.max(tl.max(tl.abs(b_ds), 1), 0)  # half precision holds parts of it, however small a gradient is
+    b_ds = (b_ds / tl.where(b_most == 0, 1.0, b_most)).to(b_k.dtype)
     b_dz = tl.load(p_dz + i_group.to(tl.int64) * D + o_d, mask=m_d, other=0)
     b_phi = tl.where(m_d[None, :], phi(b_k, MAP), 0)
-    b_dv = tl.dot(b_phi.to(b_k.dtype), b_ds, input_precision=PRECISION)
-    b_dk = (tl.dot(b_v, tl.trans(b_ds), input_precision=PRECISION) + b_dz[None, :]) * phi_slope(b_k, MAP)
+    b_dv = tl.dot(b_phi.to(b_k.dtype), b_ds, input_precision=PRECISION) * b_most
+    b_dk = (tl.dot(b_v, tl.trans(b_ds), input_precision=PRECISION) * b_most + b_dz[None, :]) * phi_slope(b_k, MAP)
     if MASKED:
         m_n = tl.load(p_present + i_batch.to(tl.int64) * tokens + o_n, mask=o_n < tokens, other=0) != 0
         b_dk, b_dv = tl.where(m_n[:, None], b_dk, 0), tl.where(m_n[:, None], b_dv, 0)

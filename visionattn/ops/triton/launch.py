@@ -96,9 +96,9 @@ def tokens_first(like: Tensor, batch: int, heads: int, tokens: int, width: int, 
 def segments(tokens: int, programs: int, block_tokens: int, device: torch.device) -> int:
     """Into how many parts to cut the tokens, each handled by a program of its own, where ``programs`` run without cutting.
 
-    Enough for four programs on each multiprocessor, and at least two blocks of tokens for each part.
+    As many as give no more than four programs to each multiprocessor, and at least two blocks of tokens to each part.
     """
-    wanted = -(-4 * _multiprocessors(device) // max(1, programs))
+    wanted = 4 * _multiprocessors(device) // max(1, programs)
     return max(1, min(wanted, tokens // (2 * block_tokens)))
 
 

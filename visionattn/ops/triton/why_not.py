@@ -1,16 +1,17 @@
 """For which inputs there are kernels, and the sentence that says why not. No Triton in here, and nothing depends on N."""
 
 import os
+from importlib.metadata import version
 from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 from visionattn.ops.relative import Joint, RelativePosition
-from visionattn.ops.triton.geometry import MAX_CLASSES, MAX_HORIZON_X
+from visionattn.ops.triton import joint_place
 from visionattn.ops.triton.launch import capability
 
-CAPABILITIES = {"8.0": 8, "9.0": 9, "10.0": 10}
+CAPABILITIES = ("8.0", "9.0", "10.0")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 WIDEST = {"kernelized": {16: (128, 128), 32: (64, 64)}, "taylorshift": {16: (64, 128), 32: (64, 64)}}
 """The widest d and e that an operation has kernels for, by the bits of an element."""
@@ -41,7 +42,7 @@ def why_not(
         _why_not_here(q.device, q.dtype)
         or _why_not_tensors(operation, q, k, v)
         or _why_not_options(operation, q, k, feature_map, causal, form)
-        or (relative is not None and _why_not_relative(relative, key_mask, causal))
+        or (relative is not None and _why_not_relative(relative, q, v, key_mask))
         or None
     )
 
@@ -81,7 +82,14 @@ def _why_not_here(device: torch.device, dtype: torch.dtype) -> str | None:
     found = capability(device)
     if found not in CAPABILITIES:
         return f"the GPU has compute capability {found}; the kernels are made for {', '.join(CAPABILITIES)}"
+    if found == "10.0" and dtype == torch.float32 and _triton_version() < (3, 9):
+        return "Triton before 3.9 may sum products of float32 wrongly on compute capability 10.0; take a newer Triton"
     return None
+
+
+def _triton_version() -> tuple[int, ...]:
+    """Major and minor. Its release 3.9 mended products that follow each other on one accumulator (Triton issue 10821)."""
+    return tuple(int(part) for part in version("triton").split(".")[:2])
 
 
 def _why_not_tensors(operation: str, q: Tensor, k: Tensor, v: Tensor) -> str | None:
@@ -106,7 +114,7 @@ def _why_not_options(operation: str, q: Tensor, k: Tensor, feature_map: str, cau
     return None
 
 
-def _why_not_relative(relative: RelativePosition, key_mask: Tensor | None, causal: bool) -> str | None:
+def _why_not_relative(relative: RelativePosition, q: Tensor, v: Tensor, key_mask: Tensor | None) -> str | None:
     if not isinstance(relative, Joint):
         return f"relative position {type(relative).__name__} has no kernel; Joint has"
     if key_mask is not None:
@@ -114,6 +122,4 @@ def _why_not_relative(relative: RelativePosition, key_mask: Tensor | None, causa
     if relative.layout.kept is not None:
         return "Joint with patches left out (layout.kept) has no kernel"
     _, rows, columns, _ = relative.table.shape
-    if rows < 3 or columns < 3 or columns // 2 > MAX_HORIZON_X or rows * columns > MAX_CLASSES:
-        return f"a table of {rows} x {columns} classes has no kernel; 3 x 3 up to {MAX_CLASSES} in all have"
-    return None
+    return joint_place.why_not(q.shape[3], v.shape[3], q.dtype, (rows // 2, columns // 2))
