@@ -283,6 +283,15 @@ def test_every_kernel_has_a_launch_for_all_that_is_taken(d, dtype, monkeypatch):
 
 
 @interpreted
+@pytest.mark.parametrize("form", ["direct", "efficient"])
+def test_scores_of_hundreds_stay_within_half_precision(form):
+    tensors = {name: (6 * x if name in "qk" else x).half() for name, x in draw_qkv(1, 1, 32, 40, 64, 16).items()}
+    actual = run(partial(taylorshift_attention, form=form, impl="triton"), tensors)
+    expected = run(partial(taylorshift_attention, form=form, impl="eager"), {name: x.double() for name, x in tensors.items()})
+    assert_within_budget(actual, expected, torch.float16)
+
+
+@interpreted
 def test_a_second_derivative_is_refused_plainly():
     q, k, v = (x.float().requires_grad_() for x in draw_qkv(batch=1, queries=20, d=8, e=8).values())
     for function in (kernelized_attention, taylorshift_attention):

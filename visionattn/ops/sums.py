@@ -42,9 +42,15 @@ def accumulation_dtype(*tensors: Tensor) -> torch.dtype:
 
 def without_autocast(x: Tensor) -> AbstractContextManager:
     """A context in which products on the device of ``x`` keep their dtype: sums stay float32 whatever autocast says."""
-    if not torch.amp.is_autocast_available(x.device.type):
+    if not _has_autocast(x.device.type):
         return nullcontext()
     return torch.autocast(x.device.type, enabled=False)
+
+
+@torch.compiler.assume_constant_result
+def _has_autocast(device_type: str) -> bool:
+    """A question that torch 2.11 cannot compile."""
+    return torch.amp.is_autocast_available(device_type)
 
 
 def no_double_backward(backward: torch.library.CustomOpDef) -> None:

@@ -19,8 +19,9 @@ OCTET = 8
 
 
 @lru_cache(maxsize=1)
-def _table() -> dict[str, dict[str, list[dict[str, int]]]]:
-    return json.loads(TABLE.read_text())
+def _table() -> tuple[dict[str, dict[str, list[dict[str, int]]]], dict[tuple, dict[str, int]]]:
+    """The table, and the rows that were found in it: each launch asks for its own."""
+    return json.loads(TABLE.read_text()), {}
 
 
 @lru_cache(maxsize=64)
@@ -32,18 +33,22 @@ def capability(device: torch.device) -> str | None:
 
 
 def launch_row(kernel: str, d: int, e: int, dtype: torch.dtype, device: torch.device) -> dict[str, int]:
-    """Block sizes, warps and stages of a kernel: the row of the least widths that hold ``d`` and ``e``, by name.
+    """Block sizes, warps and stages of a kernel: the row of the least widths that hold ``d`` and ``e``; not to be changed.
 
     Raises:
         ValueError: no row holds these widths.
     """
+    (sections, found), asked = _table(), (kernel, d, e, dtype, device)
+    if asked in found:
+        return found[asked]
     bits = 8 * dtype.itemsize
     for section in (capability(device), "default"):
-        rows = _table().get(section, {}).get(kernel, ())
+        rows = sections.get(section, {}).get(kernel, ())
         fit = [row for row in rows if row["d"] >= d and row["e"] >= e and row["bits"] == bits]
         if fit:
             row = min(fit, key=lambda row: (row["d"], row["e"]))
-            return {name: value for name, value in row.items() if name not in ("d", "e", "bits")}
+            found[asked] = {name: value for name, value in row.items() if name not in ("d", "e", "bits")}
+            return found[asked]
     raise ValueError(f"{kernel}: no launch of d = {d}, e = {e} in {bits} bits in {TABLE.name}")
 
 

@@ -68,7 +68,7 @@ def _add_keys(
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Sums of values and weights with those of one block of keys, in units of a."""
+    """Sums of values and weights with those of one block of keys, in units of a; values in float16 of 256 a, for its range."""
     o_m = start + tl.arange(0, BLOCK_M)
     m_m = taking_part(p_present, o_m, keys, MASKED)
     b_k = read(p_k, o_m, k_token, tl.arange(0, BLOCK_D), m_m, D, RAGGED)  # [M, D]
@@ -78,6 +78,8 @@ def _add_keys(
     if RAGGED:
         b_p = tl.where(m_m[None, :], b_p, 0)
     b_mass += tl.sum(b_p, 1)
+    if b_v.dtype == tl.float16:
+        b_p *= 1 / 256
     b_values += tl.dot(b_p.to(b_v.dtype), b_v, input_precision=PRECISION)
     return b_values, b_mass
 
@@ -142,6 +144,8 @@ def _attend(
             *(b_values, b_mass, b_q, p_k, p_v, p_present, start, keys, shift, rest, k_token, v_token),
             *(D, E, BLOCK_D, BLOCK_E, BLOCK_M, True, MASKED, PRECISION),
         )
+    if p_v.dtype.element_ty == tl.float16:
+        b_values *= 256
     if DIVIDE:
         b_values /= tl.where(b_mass == 0, 1.0, b_mass)[:, None]
     else:

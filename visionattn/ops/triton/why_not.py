@@ -13,8 +13,12 @@ from visionattn.ops.triton.launch import capability
 
 CAPABILITIES = ("8.0", "9.0", "10.0")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-WIDEST = {"kernelized": {16: (128, 128), 32: (64, 64)}, "taylorshift": {16: (64, 128), 32: (64, 64)}}
-"""The widest d and e that an operation has kernels for, by the bits of an element."""
+WIDEST = {
+    "kernelized": {16: (128, 128), 32: (64, 64)},
+    "kernelized causal": {16: (64, 64), 32: (16, 16)},
+    "taylorshift": {16: (64, 128), 32: (32, 32)},
+}
+"""The widest d and e of an operation by the bits of an element: as far as its kernels compile without a spilled register."""
 
 
 def why_not(
@@ -40,7 +44,7 @@ def why_not(
     """
     return (
         _why_not_here(q.device, q.dtype)
-        or _why_not_tensors(operation, q, k, v)
+        or _why_not_tensors(f"{operation}{' causal' * causal}", q, k, v)
         or _why_not_options(operation, q, k, feature_map, causal, form)
         or (relative is not None and _why_not_relative(relative, q, v, key_mask))
         or None
