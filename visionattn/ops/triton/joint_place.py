@@ -10,8 +10,10 @@ MAX_HORIZON_X = 16
 """Largest Rx: half of a tile."""
 MAX_WIDTH = {2: 128, 4: 64}
 """Largest d and e by the bytes of an element."""
-WIDE = 64
-"""Up to so many classes everywhere; up to twice as many where elements have 2 bytes and d is no larger than this."""
+MAX_CLASSES = 128
+"""Most classes ``(2Ry+1) * (2Rx+1)`` where elements have 2 bytes and d is at most 64."""
+MAX_CLASSES_ELSEWHERE = 64
+"""Most classes where d is larger or elements have 4 bytes."""
 
 
 def why_not(d: int, e: int, dtype: torch.dtype, horizons: tuple[int, int]) -> str | None:
@@ -21,7 +23,8 @@ def why_not(d: int, e: int, dtype: torch.dtype, horizons: tuple[int, int]) -> st
         return f"Joint has kernels for widths in multiples of 8 up to 128 (float32: 64), not for {d} and {e} in {dtype}"
     if min(horizons) < 1 or horizons[1] > MAX_HORIZON_X:
         return f"Joint has kernels for horizons from 1 on and up to {MAX_HORIZON_X} along rows, not for {horizons}"
-    classes, most = (2 * horizons[0] + 1) * (2 * horizons[1] + 1), 2 * WIDE if size == 2 and d <= WIDE else WIDE
+    classes = (2 * horizons[0] + 1) * (2 * horizons[1] + 1)
+    most = MAX_CLASSES if size == 2 and d <= 64 else MAX_CLASSES_ELSEWHERE
     return f"Joint has kernels for up to {most} classes at this width, not for {classes}" if classes > most else None
 
 
@@ -55,12 +58,12 @@ class Place(NamedTuple):
     @property
     def unit(self) -> float:
         """What sums of weighted lines are multiplied with at the end; with "sum" H / M."""
-        return 1.0 if self.mean else self.height / (self.prefix + self.height * self.width)
+        return 1.0 if self.mean else self.height / max(1, self.prefix + self.height * self.width)
 
     @property
     def row_scale(self) -> float:
         """With "sum", the weight of one key of a row in those units."""
-        return 1 / self.height
+        return 1 / max(1, self.height)
 
     def horizons(self) -> dict[str, int]:
         """What kernels have to know when they are compiled."""
