@@ -4,7 +4,7 @@ Tokens are cut into segments, one program each. A program goes over its segment 
 product, between chunks a running state ``S = sum phi(k) v^T``, ``Z = sum phi(k)`` in registers, which starts from the sum of the
 segments before: one state for each segment is all that passes through memory. Backward: a sweep to the right over queries, whose
 state is that of the keys to the left, and a sweep to the left over keys, whose state is that of the queries to the right,
-``dS = sum phi(q) g^T`` and ``dZ = sum z phi(q)`` with ``g = grad / mass``, ``z = -<g, out>``.
+``dS = sum phi(q) g^T`` and ``dZ = sum z phi(q)`` with ``g = grad / mass``, ``z = -<g, out>``, the mass being put to the features.
 
 The mass is divided by the number of tokens (see ``__init__.py``). Sums grow from left to right, so what enters products in half
 precision is divided by the tokens it is a sum of, and multiplied back in float32. Registers hold widths up to 64 in half
@@ -168,18 +168,21 @@ def _causal_queries_backward(
         seen, upto = tl.maximum(tl.cast(start, tl.float32), 1.0), tl.cast(start + BLOCK_N, tl.float32)
         b_q = read(p_q, o_n, m_n, q_token, o_d, D)  # [N, D]
         b_k, b_phi, b_v = keys_of(p_k, p_v, p_present, o_n, m_n, k_token, v_token, o_d, o_e, D, E, MAP, MASKED)
-        b_g, b_dmass = gradients_of(p_grad, p_out, p_mass, o_n, m_n, grad_token, out_token, o_e, upto * scale, E)
-        b_g_low, b_phi_k = b_g.to(b_v.dtype), b_phi.to(b_v.dtype)
-        b_dw = tl.dot(b_g_low, tl.trans(b_v), input_precision=PRECISION) + b_dmass[:, None]  # [N, N]
+        b_grad, b_inverse, b_dmass = gradients_of(
+            p_grad, p_out, p_mass, o_n, m_n, grad_token, out_token, o_e, upto * scale, E
+        )
+        b_phi_k = b_phi.to(b_v.dtype)
+        b_dw = tl.dot(b_grad, tl.trans(b_v), input_precision=PRECISION) + b_dmass[:, None]  # [N, N]
         b_dw = tl.where(o_chunk[:, None] >= o_chunk[None, :], b_dw, 0)
-        b_before = tl.dot(b_g_low, (b_s / seen).to(b_v.dtype), input_precision=PRECISION)
+        b_before = tl.dot(b_grad, (b_s / seen).to(b_v.dtype), input_precision=PRECISION)
         b_dq = tl.dot(b_dw.to(b_v.dtype), b_phi_k, input_precision=PRECISION) + b_before * seen + b_dmass[:, None] * b_z[None, :]
-        b_dq *= phi_slope(b_q, MAP) / upto
+        b_dq *= phi_slope(b_q, MAP) * (b_inverse / upto)[:, None]
         tl.store(rows(p_dq, o_n, dq_token, o_d), b_dq.to(p_dq.dtype.element_ty), mask=m_n[:, None] & (o_d < D)[None, :])
         b_s += tl.dot(tl.trans(b_v), b_phi_k, input_precision=PRECISION)
         b_z += tl.sum(b_phi, 0)
         b_phi_q = features_of(b_q, m_n, o_d, D, MAP)
-        b_ds += tl.dot(tl.trans(b_g_low), b_phi_q.to(b_v.dtype), input_precision=PRECISION) / upto
+        b_phi_q *= b_inverse[:, None]
+        b_ds += tl.dot(tl.trans(b_grad), b_phi_q.to(b_v.dtype), input_precision=PRECISION) / upto
         b_dz += tl.sum(b_phi_q * b_dmass[:, None], 0) / upto
     tl.store(p_ds + o_s, b_ds, mask=m_s)
     tl.store(p_dz + i_part * D + o_d, b_dz, mask=o_d < D)
@@ -262,21 +265,25 @@ def _causal_keys_backward(
         b_q = read(p_q, o_n, m_n, q_token, o_d, D)  # [N, D]
         b_phi_q = features_of(b_q, m_n, o_d, D, MAP)
         b_k, b_phi, b_v = keys_of(p_k, p_v, p_present, o_n, m_n, k_token, v_token, o_d, o_e, D, E, MAP, MASKED)
-        b_g, b_dmass = gradients_of(p_grad, p_out, p_mass, o_n, m_n, grad_token, out_token, o_e, upto * scale, E)
-        b_g_low, b_phi_q_low, b_phi_k = b_g.to(b_v.dtype), b_phi_q.to(b_v.dtype), b_phi.to(b_v.dtype)
+        b_grad, b_inverse, b_dmass = gradients_of(
+            p_grad, p_out, p_mass, o_n, m_n, grad_token, out_token, o_e, upto * scale, E
+        )
+        b_phi_k = b_phi.to(b_v.dtype)
         b_after = (b_ds / share).to(b_v.dtype)  # [E, D]
-        b_ds += tl.dot(tl.trans(b_g_low), b_phi_q_low, input_precision=PRECISION) / upto
         b_mass_after = b_dz
+        b_phi_q *= b_inverse[:, None]
         b_dz += tl.sum(b_phi_q * b_dmass[:, None], 0) / upto
-        b_w = tl.dot(b_phi_q_low, tl.trans(b_phi_k), input_precision=PRECISION)  # [queries, keys]
+        b_divided = b_phi_q.to(b_v.dtype)
+        b_ds += tl.dot(tl.trans(b_grad), b_divided, input_precision=PRECISION) / upto
+        b_w = tl.dot(b_divided, tl.trans(b_phi_k), input_precision=PRECISION)  # [queries, keys]
         b_w = tl.where(o_chunk[:, None] >= o_chunk[None, :], b_w, 0)
-        b_dv = tl.dot(tl.trans(b_g_low), b_w.to(b_v.dtype), input_precision=PRECISION) / upto  # [E, N]
+        b_dv = tl.dot(tl.trans(b_grad), b_w.to(b_v.dtype), input_precision=PRECISION) / upto  # [E, N]
         b_dv += tl.dot(b_after, tl.trans(b_phi_k), input_precision=PRECISION) * share
         p_columns = p_dv + o_n.to(tl.int64)[None, :] * (dv_token * 8) + o_e[:, None]
         tl.store(p_columns, b_dv.to(p_dv.dtype.element_ty), mask=m_n[None, :] & (o_e < E)[:, None])
-        b_dw = tl.dot(b_v, tl.trans(b_g_low), input_precision=PRECISION) + b_dmass[None, :]  # [keys, queries]
+        b_dw = tl.dot(b_v, tl.trans(b_grad), input_precision=PRECISION) + b_dmass[None, :]  # [keys, queries]
         b_dw = tl.where(o_chunk[:, None] <= o_chunk[None, :], b_dw, 0)
-        b_dk = tl.dot(b_dw.to(b_v.dtype), b_phi_q_low, input_precision=PRECISION) / upto
+        b_dk = tl.dot(b_dw.to(b_v.dtype), b_divided, input_precision=PRECISION) / upto
         b_dk += tl.dot(b_v, b_after, input_precision=PRECISION) * share + b_mass_after[None, :]
         b_dk *= phi_slope(b_k, MAP)
         if MASKED:

@@ -81,11 +81,14 @@ def keys_of(
 
 @triton.jit
 def gradients_of(p_grad, p_out, p_mass, o_n, m_n, grad_token, out_token, o_e, factor, E: tl.constexpr):
-    """``g`` and ``z`` of one chunk times ``factor / mass``, 0 where the mass is 0; float32."""
+    """``grad`` of one chunk, ``factor / mass``, 0 where the mass is 0, and ``-<grad, out>``; the latter two float32.
+
+    Features of queries are multiplied with the second: half precision may not hold a gradient divided by a small mass.
+    """
     b_grad, b_out = read(p_grad, o_n, m_n, grad_token, o_e, E), read(p_out, o_n, m_n, out_token, o_e, E)
     b_mass = tl.load(p_mass + o_n, mask=m_n, other=0)
-    b_g = tl.where(b_mass == 0, 0.0, factor / tl.where(b_mass == 0, 1.0, b_mass))[:, None] * b_grad.to(tl.float32)
-    return b_g, -tl.sum(b_g * b_out.to(tl.float32), 1)
+    b_inverse = tl.where(b_mass == 0, 0.0, factor / tl.where(b_mass == 0, 1.0, b_mass))
+    return b_grad, b_inverse, -tl.sum(b_grad.to(tl.float32) * b_out.to(tl.float32), 1)
 
 
 def options_of(name: str, q: Tensor, v: Tensor) -> dict[str, object]:
