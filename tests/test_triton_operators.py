@@ -294,7 +294,8 @@ def test_a_query_of_small_weights_passes_large_gradients_on_in_half_precision(ca
     tensors["q"][:, :, 70] = -12  # its weights are some 1e-4
 
     def attend(**inputs: Tensor) -> Tensor:
-        return 64 * kernelized_attention(**inputs, causal=causal, impl="eager" if inputs["q"].dtype == torch.float64 else "triton")
+        impl = "eager" if inputs["q"].dtype == torch.float64 else "triton"
+        return 64 * kernelized_attention(**inputs, causal=causal, impl=impl)
 
     assert_within_budget(run(attend, tensors), run(attend, {name: x.double() for name, x in tensors.items()}), torch.float16)
 
