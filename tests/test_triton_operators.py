@@ -17,6 +17,7 @@ from operations import OPERATIONS, TOKENS, layout_of
 from oracles import draw, draw_kept, draw_mask, draw_qkv, draw_table, run
 from torch import Tensor
 from torch.library import opcheck
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import visionattn  # noqa: F401  registers the models
@@ -251,14 +252,13 @@ def test_the_capability_of_a_gpu_decides(monkeypatch):
 
 
 @interpreted
-def test_float32_on_blackwell_asks_for_a_triton_that_sums_it_rightly(monkeypatch):
+def test_blackwell_asks_for_a_triton_that_sums_rightly_there(monkeypatch):
     from visionattn.ops.triton import why_not as module
 
-    monkeypatch.setattr(module, "capability", lambda device: "10.0")
-    cases = ("3.8.1", torch.float32, True), ("3.10.0", torch.float32, False), ("3.8.1", torch.float16, False)
-    for found, dtype, wanted in cases:
-        monkeypatch.setattr(module, "version", lambda name, found=found: found)
-        assert ("newer Triton" in (module._why_not_here(torch.device("cuda"), dtype) or "")) is wanted
+    for found, triton, wanted in (("10.0", "3.8.1", True), ("10.0", "3.10.0", False), ("9.0", "3.6.0", False)):
+        monkeypatch.setattr(module, "capability", lambda device, found=found: found)
+        monkeypatch.setattr(module, "version", lambda name, triton=triton: triton)
+        assert ("3.9 or newer" in (module._why_not_here(torch.device("cuda"), torch.bfloat16) or "")) is wanted
 
 
 WIDTHS = (8, 16, 24, 40, 64, 72, 128, 136)
@@ -285,6 +285,27 @@ def test_every_kernel_has_a_launch_for_all_that_is_taken(d, dtype, monkeypatch):
                     torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
                     taken += 1
     assert (taken > 0) == (d <= (128 if dtype == torch.float16 else 64))
+
+
+@interpreted
+@pytest.mark.parametrize("function", [kernelized_attention, taylorshift_attention])
+def test_checkpointing_gives_the_same_gradients(function):
+    attend = partial(function, impl="triton")
+    tensors = dict(zip("qkv", few_tokens(), strict=True))
+    again = run(lambda **inputs: checkpoint(attend, *inputs.values(), use_reentrant=False), tensors)
+    assert_within_budget(again, run(attend, tensors), torch.float32)
+
+
+@interpreted
+@pytest.mark.parametrize("function", [kernelized_attention, taylorshift_attention])
+@pytest.mark.parametrize("sizes", [(0, 2, 5, 5), (1, 0, 5, 5), (1, 2, 0, 5), (1, 2, 5, 0)], ids=str)
+def test_nothing_to_do_is_done_as_in_eager(function, sizes):
+    batch, heads, n, m = sizes
+    tensors = {name: x.float() for name, x in draw_qkv(batch, heads, n, m, 16, 16).items()} if m else {}
+    tensors = tensors or {"q": torch.ones(batch, heads, n, 16), "k": torch.ones(batch, heads, 0, 16)}
+    tensors.setdefault("v", tensors["k"])
+    for name, want in run(partial(function, impl="eager"), tensors).items():
+        assert torch.equal(run(partial(function, impl="triton"), tensors)[name], want), name
 
 
 @interpreted

@@ -65,8 +65,7 @@ def _means_with_position(q, v, table, s, z, feature_map: str, place: list[int], 
     own = place_from(place)
     if own.prefix:
         kernelized.means(q, s, z, feature_map, out, mass, own.prefix)
-    weights, relative_mass = joint.class_weights(q, table, own)
-    joint.joint_means(weights, relative_mass, v, joint.FromState(q, s, z, feature_map), own, out, mass)
+    joint.joint_means(q, table, v, joint.FromState(s, z, feature_map), own, out, mass)
 
 
 @kernel_mean.register_fake
@@ -129,9 +128,9 @@ def _setup_context(ctx, inputs, output):
 def _backward(ctx, grad, *unused):
     if grad is None:
         return (None,) * 8
-    table = ctx.saved_tensors[6]
-    *grads, d_table = kernel_mean_backward(grad, *ctx.saved_tensors, *ctx.options)
-    return *grads, None, None if table is None else d_table, None, None, None
+    saved = ctx.saved_tensors  # checkpointing lets them be asked for once
+    *grads, d_table = kernel_mean_backward(grad, *saved, *ctx.options)
+    return *grads, None, None if saved[6] is None else d_table, None, None, None
 
 
 kernel_mean.register_autograd(_backward, setup_context=_setup_context)

@@ -100,8 +100,7 @@ def _with_position(q: Tensor, v: Tensor, table: Tensor, own, values: Tensor, mas
         first = slice(0, own.prefix)
         total[:, :, first] = mass[:, :, first]
         out[:, :, first] = values[:, :, first] / mass[:, :, first, None]
-    weights, relative_mass = joint.class_weights(q, table, own)
-    joint.joint_means(weights, relative_mass, v, joint.FromSums(values, mass), own, out, total)
+    joint.joint_means(q, table, v, joint.FromSums(values, mass), own, out, total)
     return out, total
 
 
@@ -185,9 +184,9 @@ def _setup_context(ctx, inputs, output):
 def _backward(ctx, grad, *unused):
     if grad is None:
         return (None,) * 11
-    temperature, table = ctx.saved_tensors[5], ctx.saved_tensors[7]
-    *grads, d_temperature, d_table = taylor_mean_backward(grad, *ctx.saved_tensors, *ctx.options)
-    learned = None if temperature is None else d_temperature, None, None if table is None else d_table
+    saved = ctx.saved_tensors  # checkpointing lets them be asked for once
+    *grads, d_temperature, d_table = taylor_mean_backward(grad, *saved, *ctx.options)
+    learned = None if saved[5] is None else d_temperature, None, None if saved[7] is None else d_table
     return *grads, *learned, *([None] * 5)
 
 

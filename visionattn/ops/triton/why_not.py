@@ -86,13 +86,13 @@ def _why_not_here(device: torch.device, dtype: torch.dtype) -> str | None:
     found = capability(device)
     if found not in CAPABILITIES:
         return f"the GPU has compute capability {found}; the kernels are made for {', '.join(CAPABILITIES)}"
-    if found == "10.0" and dtype == torch.float32 and _triton_version() < (3, 9):
-        return "Triton before 3.9 may sum products of float32 wrongly on compute capability 10.0; take a newer Triton"
+    if found == "10.0" and _triton_version() < (3, 9):
+        return f"Triton {version('triton')} may sum products wrongly on compute capability 10.0; take 3.9 or newer"
     return None
 
 
 def _triton_version() -> tuple[int, ...]:
-    """Major and minor. Its release 3.9 mended products that follow each other on one accumulator (Triton issue 10821)."""
+    """Major and minor. Before 3.9 products that follow each other on one accumulator could be wrong (Triton issue 10821)."""
     return tuple(int(part) for part in version("triton").split(".")[:2])
 
 
