@@ -17,12 +17,11 @@ def both_passes(grid: tuple[int, int], d: int, e: int, dtype: torch.dtype, *, ho
     v, out, grad = (torch.empty(1, tokens, heads, e, dtype=dtype, **on).transpose(1, 2) for _ in range(3))
     table, mass = torch.empty(heads, 2 * horizons[0] + 1, 2 * horizons[1] + 1, d, **on), torch.empty(1, heads, tokens, **on)
     if state:
-        content = joint.FromState(q, torch.empty(1, heads, d, e, **on), torch.empty(1, heads, d, **on), "elu1")
+        content = joint.FromState(torch.empty(1, heads, d, e, **on), torch.empty(1, heads, d, **on), "elu1")
     else:
         content = joint.FromSums(torch.empty(1, heads, tokens, e, **on), torch.empty(1, heads, tokens, **on))
-    weights, relative_mass = joint.class_weights(q, table, place)
-    joint.joint_means(weights, relative_mass, v, content, place, out, mass)
-    joint_backward(grad, out, mass, q, table, v, weights, place, torch.empty_like(q), torch.empty_like(v))
+    joint.joint_means(q, table, v, content, place, out, mass)
+    joint_backward(grad, out, mass, q, table, v, None, place, torch.empty_like(q), torch.empty_like(v))
 
 
 CASES = {

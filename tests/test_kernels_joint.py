@@ -68,7 +68,7 @@ class Case:
 
         q, v, grad = (guarded(x.to(device, dtype)) for x in (self.q, self.v, self.grad))
         if self.state:
-            content = joint.FromState(q, self.s.to(device).float(), self.z.to(device).float(), "elu1")
+            content = joint.FromState(self.s.to(device).float(), self.z.to(device).float(), "elu1")
         else:
             content = joint.FromSums(guarded(self.content[0].to(device).float()), self.content[1].to(device).float())
         return q, self.table.to(device).float(), v, grad, content
@@ -80,7 +80,7 @@ class Case:
         q, table, v, _, content = self.on(device, dtype)
         out = launch.tokens_first(v, *v.shape)
         mass = v.new_empty(v.shape[:3], dtype=torch.float32)
-        joint.joint_means(*joint.class_weights(q, table, self.place), v, content, self.place, out, mass)
+        joint.joint_means(q, table, v, content, self.place, out, mass)
         return {"out": out[:, :, self.place.prefix :], "mass": mass[:, :, self.place.prefix :]}
 
     def gradients_by_definition(self):
@@ -98,7 +98,7 @@ class Case:
 
         q, table, v, grad, _ = self.on(device, dtype)
         dq, dv = guarded(self.dq.to(device, dtype)), guarded(self.dv.to(device, dtype))
-        weights = None if again else joint.class_weights(q, table, self.place)[0]
+        weights = None if again else joint.class_weights(q, table, self.place)
         out, mass = guarded(out.to(device, dtype)), mass.to(device).float().contiguous()
         d_table = joint_backward(grad, out, mass, q, table, v, weights, self.place, dq, dv)
         return {"q": dq, "table": d_table, "v": dv}
@@ -153,7 +153,7 @@ def test_prefix_tokens_are_left_as_they_are(device, dtype):
     case = Case((3, 5))
     q, table, v, _, content = case.on(device, dtype)
     out, mass = torch.full_like(v, 3), torch.full(v.shape[:3], 3.0, device=device)
-    joint.joint_means(*joint.class_weights(q, table, case.place), v, content, case.place, out, mass)
+    joint.joint_means(q, table, v, content, case.place, out, mass)
     assert (out[:, :, :2] == 3).all() and (mass[:, :, :2] == 3).all()
     assert not (out[:, :, 2:] == 3).any() and not (mass[:, :, 2:] == 3).any()
 

@@ -1,7 +1,7 @@
 """Kernels of ``Joint`` relative position on a full grid, forward, fused with the division by the mass of all terms.
 
-A first kernel makes the weight of each class for each query. The second takes a tile of T queries of one row and one line of keys
-(see ``joint_lines.py``) at a time: the weights of its pairs are gathered from those of the classes, window and tails alike, and
+A program takes a tile of T queries of one row, makes the weights of their classes, and reads one line of keys (see
+``joint_lines.py``) after another: the weights of its pairs are gathered from those of the classes, window and tails alike, and
 multiplied with the keys on the matrix units; what lies further away is of the outermost classes and comes as one sum. Nothing of
 size N x C x e exists.
 
@@ -16,7 +16,6 @@ Source: Scaleformer (Favier and Dal'Maz Silva 2021), section 4, for one dimensio
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -28,9 +27,8 @@ from visionattn.ops.triton.language import head, kernel, phi, rows
 
 
 class FromState(NamedTuple):
-    """Content of kernelized attention: S ``[B, h, d, e]`` and Z ``[B, h, d]``, float32, divided by M; q ``[B, h, N, d]``."""
+    """Content of kernelized attention: S ``[B, h, d, e]`` and Z ``[B, h, d]``, float32, divided by M."""
 
-    q: Tensor
     s: Tensor
     z: Tensor
     feature_map: str
@@ -43,12 +41,51 @@ class FromSums(NamedTuple):
     mass: Tensor
 
 
+@triton.jit
+def _weights_of_classes(
+    b_q,
+    p_table,
+    o_y,
+    o_x,
+    height,
+    width,
+    row_scale,
+    unit,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    HORIZON_Y: tl.constexpr,
+    HORIZON_X: tl.constexpr,
+    MEAN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Weights ``[N, C]`` of all classes and their mass ``[N]``, float32, of queries ``b_q [N, D]``.
+
+    ``o_y`` is their row, a number or ``[N, 1]``, and ``o_x [N, 1]`` their column.
+    """
+    COLUMNS: tl.constexpr = 2 * HORIZON_X + 1
+    o_d, o_c = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_C)
+    m_d, m_c = o_d < D, o_c < (2 * HORIZON_Y + 1) * COLUMNS
+    b_table = tl.load(p_table + o_c[None, :] * D + o_d[:, None], mask=m_c[None, :] & m_d[:, None], other=0)  # [D, C]
+    b_phi = tl.where(m_d[None, :], phi(b_q, "elu1"), 0)
+    b_w = tl.dot(b_phi.to(b_q.dtype), b_table.to(b_q.dtype), input_precision=PRECISION)
+    b_rows = axis_keys((o_c // COLUMNS)[None, :], o_y, height, HORIZON_Y)
+    b_columns = axis_keys((o_c % COLUMNS)[None, :], o_x, width, HORIZON_X)
+    m_w = m_c[None, :] & (b_rows * b_columns > 0)
+    if MEAN:
+        b_mass = tl.sum(tl.where(m_w, b_w, 0), 1)
+        b_w = tl.where(m_w, b_w / tl.where(m_w, b_columns, 1), 0)
+    else:
+        b_w = tl.where(m_w, b_w * b_rows * row_scale, 0)
+        b_mass = tl.sum(b_w * b_columns, 1) * unit
+    return b_w, b_mass
+
+
 @kernel
 def _class_weights(
     p_q,
     p_table,
     p_weights,
-    p_mass,
     heads,
     height,
     width,
@@ -56,7 +93,6 @@ def _class_weights(
     blocks,
     table_octets,
     row_scale,
-    unit,
     q_batch,
     q_head,
     q_token,
@@ -70,32 +106,19 @@ def _class_weights(
     MEAN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Weights of all classes and their mass for one block of patches."""
-    COLUMNS: tl.constexpr = 2 * HORIZON_X + 1
-    CLASSES: tl.constexpr = (2 * HORIZON_Y + 1) * COLUMNS
+    """Weights of all classes for one block of patches."""
     i_block, i_group = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     i_batch, i_head = i_group // heads, i_group % heads
     o_n, o_d, o_c = i_block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_C)
-    m_n, m_d, m_c = o_n < height * width, o_d < D, o_c < CLASSES
+    m_n = o_n < height * width
     p_q = head(p_q, i_batch, i_head, q_batch, q_head)
-    b_q = tl.load(rows(p_q, prefix + o_n, q_token, o_d), mask=m_n[:, None] & m_d[None, :], other=0)  # [N, D]
-    p_table += i_head * table_octets * 8
-    b_table = tl.load(p_table + o_c[None, :] * D + o_d[:, None], mask=m_c[None, :] & m_d[:, None], other=0)  # [D, C]
-    b_phi = tl.where(m_d[None, :], phi(b_q, "elu1"), 0)
-    b_w = tl.dot(b_phi.to(b_q.dtype), b_table.to(b_q.dtype), input_precision=PRECISION)
-    b_rows = axis_keys((o_c // COLUMNS)[None, :], (o_n // width)[:, None], height, HORIZON_Y)
-    b_columns = axis_keys((o_c % COLUMNS)[None, :], (o_n % width)[:, None], width, HORIZON_X)
-    m_w = m_c[None, :] & (b_rows * b_columns > 0)
-    if MEAN:
-        b_mass = tl.sum(tl.where(m_w, b_w, 0), 1)
-        b_w = tl.where(m_w, b_w / tl.where(m_w, b_columns, 1), 0)
-    else:
-        b_w = tl.where(m_w, b_w * b_rows * row_scale, 0)
-        b_mass = tl.sum(b_w * b_columns, 1) * unit
-    i_first = i_group.to(tl.int64) * height * width
-    p_weights += i_first * PADDED + o_n.to(tl.int64)[:, None] * PADDED + o_c[None, :]
+    b_q = tl.load(rows(p_q, prefix + o_n, q_token, o_d), mask=m_n[:, None] & (o_d < D)[None, :], other=0)  # [N, D]
+    b_w, _ = _weights_of_classes(
+        b_q, p_table + i_head * table_octets * 8, (o_n // width)[:, None], (o_n % width)[:, None], height, width, row_scale, 1.0,
+        D, BLOCK_D, BLOCK_C, HORIZON_Y, HORIZON_X, MEAN, PRECISION,
+    )  # fmt: skip
+    p_weights += (i_group.to(tl.int64) * height * width + o_n)[:, None] * PADDED + o_c[None, :]
     tl.store(p_weights, b_w.to(p_weights.dtype.element_ty), mask=m_n[:, None] & (o_c < PADDED)[None, :])
-    tl.store(p_mass + i_first + o_n, b_mass, mask=m_n)
 
 
 @triton.jit
@@ -134,12 +157,12 @@ def _add_line(
 
 @kernel
 def _means(
+    p_q,
+    p_table,
     p_weights,
-    p_relative_mass,
     p_v,
     p_means,
     p_remainders,
-    p_q,
     p_content,
     p_content_mass,
     p_out,
@@ -151,13 +174,15 @@ def _means(
     width,
     prefix,
     tiles,
+    table_octets,
+    row_scale,
     unit,
-    v_batch,
-    v_head,
-    v_token,
     q_batch,
     q_head,
     q_token,
+    v_batch,
+    v_head,
+    v_token,
     content_batch,
     content_head,
     content_token,
@@ -166,27 +191,56 @@ def _means(
     out_token,
     D: tl.constexpr,
     E: tl.constexpr,
+    BLOCK_C: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_T: tl.constexpr,
     HORIZON_Y: tl.constexpr,
     HORIZON_X: tl.constexpr,
     PADDED: tl.constexpr,
+    MEAN: tl.constexpr,
     MAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Mean and mass under content and relative term of one tile of queries; ``MAP`` "" reads sums instead of a state."""
+    """Mean and mass under content and relative term of one tile of queries; ``MAP`` "" reads sums instead of a state.
+
+    The weights of the tile's classes go through ``p_weights``: to gather them again from there is to read the first cache.
+    """
     i_tile, i_row = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     y, i_group = i_row % height, i_row // height
     i_batch, i_head = i_group // heads, i_group % heads
     start = i_tile * BLOCK_T
+    o_x, o_d, o_e, o_c = start + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_C)
+    m_x, m_d, m_e = o_x < width, o_d < D, o_e < E
+    o_token = prefix + y * width + o_x
+    p_q = head(p_q, i_batch, i_head, q_batch, q_head)
+    b_q = tl.load(rows(p_q, o_token, q_token, o_d), mask=m_x[:, None] & m_d[None, :], other=0)  # [T, D]
+    b_w, b_mass = _weights_of_classes(
+        b_q, p_table + i_head * table_octets * 8, y, o_x[:, None], height, width, row_scale, unit,
+        D, BLOCK_D, BLOCK_C, HORIZON_Y, HORIZON_X, MEAN, PRECISION,
+    )  # fmt: skip
+    p_row = p_weights + i_row.to(tl.int64) * width * PADDED
+    p_tile = p_row + o_x[:, None] * PADDED + o_c[None, :]
+    tl.store(p_tile, b_w.to(p_weights.dtype.element_ty), mask=m_x[:, None] & (o_c < PADDED)[None, :])
+    tl.debug_barrier()  # the threads read what others have written
+    m_out = m_x[:, None] & m_e[None, :]
+    if MAP == "":
+        p_content = head(p_content, i_batch, i_head, content_batch, content_head)
+        b_sum = tl.load(rows(p_content, o_token, content_token, o_e), mask=m_out, other=0)  # [T, E]
+        b_mass += tl.load(p_content_mass + i_group.to(tl.int64) * tokens + o_token, mask=m_x, other=0)
+    else:
+        p_s = p_content + i_group.to(tl.int64) * D * E + o_d[:, None] * E + o_e[None, :]
+        b_s = tl.load(p_s, mask=m_d[:, None] & m_e[None, :], other=0)  # [D, E]
+        b_z = tl.load(p_content_mass + i_group.to(tl.int64) * D + o_d, mask=m_d, other=0)
+        b_phi = tl.where(m_d[None, :], phi(b_q, MAP), 0)
+        b_sum = tl.dot(b_phi.to(b_q.dtype), b_s.to(b_q.dtype), input_precision=PRECISION)
+        b_mass += tl.sum(b_phi * b_z[None, :], 1)
+    b_sum /= unit
     p_v = head(p_v, i_batch, i_head, v_batch, v_head)
     p_means += i_group.to(tl.int64) * height * width * E
     p_remainders += (i_group.to(tl.int64) * height * tiles + i_tile) * 2 * E
     means_below = groups.to(tl.int64) * height * width * E
     remainders_of_means = groups.to(tl.int64) * height * tiles * 2 * E
-    p_row = p_weights + i_row.to(tl.int64) * width * PADDED
-    b_sum = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
     first, end = tl.maximum(HORIZON_Y - y, 0), tl.minimum(height + HORIZON_Y - y, 2 * HORIZON_Y + 1)
     for step in range(0, end - first):
         i_class = first + step
@@ -198,38 +252,16 @@ def _means(
             b_sum, p_line, line_token, p_row + i_class * (2 * HORIZON_X + 1), p_line_remainders, start, width, tiles,
             E, BLOCK_E, BLOCK_T, HORIZON_X, PADDED, PRECISION,
         )  # fmt: skip
-    o_x, o_e = start + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_E)
-    m_x, m_e = o_x < width, o_e < E
-    o_token = prefix + y * width + o_x
-    m_out = m_x[:, None] & m_e[None, :]
-    b_mass = tl.load(p_relative_mass + i_row.to(tl.int64) * width + o_x, mask=m_x, other=0)
-    b_sum *= unit
-    if MAP == "":
-        p_content = head(p_content, i_batch, i_head, content_batch, content_head)
-        b_sum += tl.load(rows(p_content, o_token, content_token, o_e), mask=m_out, other=0)  # [T, E]
-        b_mass += tl.load(p_content_mass + i_group.to(tl.int64) * tokens + o_token, mask=m_x, other=0)
-    else:
-        o_d = tl.arange(0, BLOCK_D)
-        m_d = o_d < D
-        p_q = head(p_q, i_batch, i_head, q_batch, q_head)
-        b_q = tl.load(rows(p_q, o_token, q_token, o_d), mask=m_x[:, None] & m_d[None, :], other=0)  # [T, D]
-        p_s = p_content + i_group.to(tl.int64) * D * E + o_d[:, None] * E + o_e[None, :]
-        b_s = tl.load(p_s, mask=m_d[:, None] & m_e[None, :], other=0)  # [D, E]
-        b_z = tl.load(p_content_mass + i_group.to(tl.int64) * D + o_d, mask=m_d, other=0)
-        b_phi = tl.where(m_d[None, :], phi(b_q, MAP), 0)
-        b_sum += tl.dot(b_phi.to(b_q.dtype), b_s.to(b_q.dtype), input_precision=PRECISION)
-        b_mass += tl.sum(b_phi * b_z[None, :], 1)
-    b_out = tl.where(b_mass == 0, 0.0, 1 / tl.where(b_mass == 0, 1.0, b_mass))[:, None] * b_sum
+    b_out = tl.where(b_mass == 0, 0.0, unit / tl.where(b_mass == 0, 1.0, b_mass))[:, None] * b_sum
     p_out = head(p_out, i_batch, i_head, out_batch, out_head)
     tl.store(rows(p_out, o_token, out_token, o_e), b_out.to(p_out.dtype.element_ty), mask=m_out)
     tl.store(p_mass + i_group.to(tl.int64) * tokens + o_token, b_mass, mask=m_x)
 
 
-def class_weights(q: Tensor, table: Tensor, place: Place) -> tuple[Tensor, Tensor]:
-    """Weights ``[B, h, H*W, C padded]`` in the dtype of q, row by row of the table, and their mass ``[B, h, H*W]``, float32.
+def class_weights(q: Tensor, table: Tensor, place: Place) -> Tensor:
+    """Weights ``[B, h, H*W, C padded]`` in the dtype of q, row by row of the table.
 
-    The weights are in the units above, for ``joint_means`` and ``joint_backward`` alone; the padding holds nothing of meaning.
-    The mass is in the unit of the package, that of sums divided by M (with "mean", of means).
+    They are in the units above, for ``joint_backward`` alone; the padding holds nothing of meaning.
 
     Args:
         q: ``[B, h, N, d]`` as given to the attention, the prefix in front.
@@ -238,13 +270,12 @@ def class_weights(q: Tensor, table: Tensor, place: Place) -> tuple[Tensor, Tenso
     batch, heads, _, d = q.shape
     patches, row = place.height * place.width, launch.launch_row("joint weights", d, place.padded_classes, q.dtype, q.device)
     weights = q.new_empty(batch, heads, patches, place.padded_classes)
-    mass = q.new_empty(batch, heads, patches, dtype=torch.float32)
     q, table, blocks = launch.readable(q), table.contiguous(), triton.cdiv(patches, row["BLOCK_N"])
     launch.run(
         _class_weights,
         (blocks * batch * heads,),
-        *(q, table, weights, mass, heads, place.height, place.width, place.prefix, blocks),
-        *(table.stride(0) // launch.OCTET if table.shape[0] > 1 else 0, place.row_scale, place.unit, *launch.octets(q)),
+        *(q, table, weights, heads, place.height, place.width, place.prefix, blocks),
+        *(table.stride(0) // launch.OCTET if table.shape[0] > 1 else 0, place.row_scale, *launch.octets(q)),
         **row,
         **place.horizons(),
         D=d,
@@ -253,42 +284,46 @@ def class_weights(q: Tensor, table: Tensor, place: Place) -> tuple[Tensor, Tenso
         MEAN=place.mean,
         PRECISION=launch.precision(q.dtype),
     )
-    return weights, mass
+    return weights
 
 
 def joint_means(
-    weights: Tensor, relative_mass: Tensor, v: Tensor, content: FromState | FromSums, place: Place, out: Tensor, mass: Tensor
+    q: Tensor, table: Tensor, v: Tensor, content: FromState | FromSums, place: Place, out: Tensor, mass: Tensor
 ) -> None:
     """Write the patches' part of ``out [B, h, N, e]`` and of ``mass [B, h, N]``: the mean under content and relative term.
 
     Args:
-        weights, relative_mass: of ``class_weights``.
-        v: ``[B, h, N, e]``, in the dtype of the weights.
+        q: ``[B, h, N, d]`` as given to the attention, the prefix in front.
+        table: ``[h or 1, 2Ry+1, 2Rx+1, d]``, float32, non-negative.
+        v: ``[B, h, N, e]``, in the dtype of q.
         content: the content term's state or sums.
         out, mass: rows of prefix tokens are left as they are; float32 mass, contiguous, in the unit of the package.
     """
-    (batch, heads, tokens, e), v = v.shape, launch.readable(v)
+    (batch, heads, tokens, e), d = v.shape, q.shape[3]
+    q, v, table = launch.readable(q), launch.readable(v), table.contiguous()
     if isinstance(content, FromState):
-        q, sums, content_mass, feature_map = launch.readable(content.q), content.s, content.z, content.feature_map
-        strides = (0, 0, 0)
+        sums, content_mass, feature_map, strides = content.s, content.z, content.feature_map, (0, 0, 0)
     else:
-        q, sums, content_mass, feature_map = v, launch.readable(content.values), content.mass.contiguous(), ""
+        sums, content_mass, feature_map = launch.readable(content.values), content.mass.contiguous(), ""
         strides = launch.octets(sums)
-    d = q.shape[3]
     row = launch.launch_row("joint means", d, e, v.dtype, v.device)
     lines, tiles = lines_of(v, place, row["BLOCK_T"]), triton.cdiv(place.width, row["BLOCK_T"])
+    weights = q.new_empty(batch, heads, place.height * place.width, place.padded_classes)
     launch.run(
         _means,
         (tiles * place.height * batch * heads,),
-        *(weights, relative_mass, v, *lines, q, sums, content_mass, out, mass),
-        *(heads, batch * heads, tokens, place.height, place.width, place.prefix, tiles, place.unit),
-        *(*launch.octets(v), *launch.octets(q), *strides, *launch.octets(out)),
+        *(q, table, weights, v, *lines, sums, content_mass, out, mass),
+        *(heads, batch * heads, tokens, place.height, place.width, place.prefix, tiles),
+        *(table.stride(0) // launch.OCTET if table.shape[0] > 1 else 0, place.row_scale, place.unit),
+        *(*launch.octets(q), *launch.octets(v), *strides, *launch.octets(out)),
         **row,
         **place.horizons(),
         D=d,
         E=e,
         BLOCK_D=launch.block(d),
         BLOCK_E=launch.block(e),
+        BLOCK_C=launch.block(place.padded_classes),
+        MEAN=place.mean,
         MAP=feature_map,
         PRECISION=launch.precision(v.dtype),
     )

@@ -271,6 +271,6 @@ def joint_backward(
     table = table.contiguous()
     d_table = _to_queries_and_table(_weight_gradients(grad, out, mass, v, place), q, table, place, dq)
     if weights is None:
-        weights, _ = class_weights(q, table, place)
+        weights = class_weights(q, table, place)
     values_backward(weights, grad, mass, place, dv)
     return d_table
