@@ -25,13 +25,11 @@ def _place(device: str, dtype: torch.dtype):
     return pytest.param(device, dtype, marks=marks, id=f"{device} {str(dtype).removeprefix('torch.')}")
 
 
-every_place = pytest.mark.parametrize(
-    ("device", "dtype"),
-    [
-        _place("cpu", torch.float32),
-        _place("cpu", torch.float16),
-        *(_place("cuda", dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16)),
-    ],
+_interpreted = [_place("cpu", torch.float32), _place("cpu", torch.float16)]
+every_place = pytest.mark.parametrize(("device", "dtype"), [*_interpreted, _place("cuda", torch.bfloat16)])
+"""For the kernels themselves: on a GPU in the one dtype that cannot be interpreted, since compiling takes its time there."""
+every_dtype_of_every_place = pytest.mark.parametrize(
+    ("device", "dtype"), _interpreted + [_place("cuda", dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32)]
 )
 
 

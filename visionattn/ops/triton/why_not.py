@@ -1,6 +1,7 @@
 """For which inputs there are kernels, and the sentence that says why not. No Triton in here, and nothing depends on N."""
 
 import os
+from functools import lru_cache
 from importlib.metadata import version
 from importlib.util import find_spec
 
@@ -19,6 +20,8 @@ WIDEST = {
     "taylorshift": {16: (64, 128), 32: (32, 32)},
 }
 """The widest d and e of an operation by the bits of an element: as far as its kernels compile without a spilled register."""
+NOT_BY_AUTO: frozenset[tuple[str, torch.dtype]] = frozenset()
+"""Operations and dtypes that ``impl="auto"`` leaves to eager, since kernels were slower somewhere: nothing was measured yet."""
 
 
 def why_not(
@@ -61,12 +64,16 @@ def takes_kernels(impl: str, operation: str, q: Tensor, k: Tensor, v: Tensor, **
     Raises:
         NotImplementedError: impl="triton", and the reason why there is no kernel.
     """
-    if impl == "eager" or (impl == "auto" and q.device.type != "cuda"):
+    if impl == "eager" or (impl == "auto" and (not _on_gpu(q) or (operation, q.dtype) in NOT_BY_AUTO)):
         return False
     reason = why_not(operation, q, k, v, **options)
     if impl == "triton" and reason is not None:
         raise NotImplementedError(f'impl="triton": {reason}')
     return reason is None
+
+
+def _on_gpu(x: Tensor) -> bool:
+    return x.device.type == "cuda"
 
 
 def is_interpreted() -> bool:
@@ -77,7 +84,7 @@ def is_interpreted() -> bool:
 @torch.compiler.assume_constant_result
 def _why_not_here(device: torch.device, dtype: torch.dtype) -> str | None:
     """What this machine has against it. A compiler asks once, as it traces."""
-    if find_spec("triton") is None:
+    if not _has_triton():
         return "Triton is not installed; pip install triton"
     if device.type == "cpu" and is_interpreted():
         return "Triton's interpreter computes bfloat16 wrongly; take float16 or float32" if dtype == torch.bfloat16 else None
@@ -89,6 +96,11 @@ def _why_not_here(device: torch.device, dtype: torch.dtype) -> str | None:
     if found == "10.0" and _triton_version() < (3, 9):
         return f"Triton {version('triton')} may sum products wrongly on compute capability 10.0; take 3.9 or newer"
     return None
+
+
+@lru_cache(maxsize=1)
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
 
 
 def _triton_version() -> tuple[int, ...]:
