@@ -126,20 +126,31 @@ def _row_remainders(
     BLOCK_E: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """For each tile of one row, the sum of the values before the keys that it reads (side 0) or after them (side 1)."""
-    i_side, i_row = tl.program_id(0) % 2, tl.program_id(0) // 2
+    """For each tile of one row, the sums of the values before the keys that it reads and of those after them."""
+    i_row = tl.program_id(0)
     y, i_group = i_row % height, i_row // height
     p_v = head(p_v, i_group // heads, i_group % heads, v_batch, v_head)
     p_v += (prefix + y * width).to(tl.int64) * v_token * 8
-    p_sums += (i_row.to(tl.int64) * tiles * 2 + i_side) * E
     o_e = tl.arange(0, BLOCK_E)
-    b_sum = tl.zeros([BLOCK_E], tl.float32)
+    m_e = o_e < E
+    p_before = p_sums + i_row.to(tl.int64) * tiles * 2 * E + o_e
+    p_after = p_before + E
+    b_sum, b_zero = tl.zeros([BLOCK_E], tl.float32), tl.zeros([BLOCK_E], tl.float32)
+    tl.store(p_after + (tiles - 1) * 2 * E, b_zero, mask=m_e)
+    for step in range(0, tiles + 1):
+        o_x = step * BLOCK_T - BLOCK_T // 2 + tl.arange(0, BLOCK_T)
+        m_x = ((o_x >= 0) & (o_x < width))[:, None] & m_e[None, :]
+        b_part = tl.sum(tl.load(rows(p_v, o_x, v_token, o_e), mask=m_x, other=0).to(tl.float32), 0)
+        tl.store(p_before + step * 2 * E, b_sum, mask=o_e < tl.where(step < tiles, E, 0))
+        tl.store(p_after + (step - 2) * 2 * E, b_part, mask=o_e < tl.where(step >= 2, E, 0))
+        b_sum += b_part
+    tl.debug_barrier()  # threads read what others have written
+    b_sum = b_zero
     for step in range(0, tiles):
-        i_tile = tl.where(i_side == 0, step, tiles - 1 - step)
-        tl.store(p_sums + i_tile * 2 * E + o_e, b_sum, mask=o_e < E)
-        o_x = i_tile * BLOCK_T + tl.where(i_side == 0, -BLOCK_T // 2, BLOCK_T // 2) + tl.arange(0, BLOCK_T)
-        m_x = ((o_x >= 0) & (o_x < width))[:, None] & (o_e < E)[None, :]
-        b_sum += tl.sum(tl.load(rows(p_v, o_x, v_token, o_e), mask=m_x, other=0).to(tl.float32), 0)
+        p_tile = p_after + (tiles - 1 - step) * 2 * E
+        b_sum += tl.load(p_tile, mask=m_e, other=0)
+        tl.debug_barrier()  # and have all read it before one of them overwrites it
+        tl.store(p_tile, b_sum, mask=m_e)
 
 
 def _scan(x: Tensor, out: Tensor, prefix: int, strides: tuple[int, ...], means: bool) -> None:
@@ -188,7 +199,7 @@ def lines_of(v: Tensor, place: Place, tile: int) -> Lines:
     remainders = v.new_empty(3, batch, heads, height, tiles, 2, e, dtype=torch.float32)
     launch.run(
         _row_remainders,
-        (2 * height * batch * heads,),
+        (height * batch * heads,),
         *(v, remainders, heads, height, width, place.prefix, tiles, *launch.octets(v)),
         **launch.launch_row("joint remainders", 0, e, v.dtype, v.device),
         E=e,
