@@ -22,7 +22,7 @@ def both_passes(
 CASES = {
     "bfloat16": partial(both_passes, 4096, 64, 64, torch.bfloat16),
     "masked float16": partial(both_passes, 4096, 64, 128, torch.float16, masked=True, divide=False),
-    "float32": partial(both_passes, 4096, 16, 16, torch.float32),
+    "float32": partial(both_passes, 4096, 32, 32, torch.float32),
 }
 SIZES = {
     "bfloat16": (lambda n: both_passes(n, 64, 64, torch.bfloat16), [1, 2, 15, 16, 17, 48, 64, 100, *range(196, 1072, 73)]),

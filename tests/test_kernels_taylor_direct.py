@@ -61,8 +61,8 @@ def computed(q, k, v, grad, mask):
     ],
 )
 def test_mean_mass_and_gradients_are_those_of_the_definition(batch, heads, queries, keys, d, e, device, dtype):
-    if dtype == torch.float32 and max(d, e) > 64:
-        pytest.skip("in float32 there are kernels up to a width of 64")
+    if dtype == torch.float32 and max(d, e) > 32:
+        pytest.skip("in float32 there are kernels up to a width of 32")
     tensors = drawn(batch, heads, queries, keys, d, e, device, dtype)
     actual, mass = computed(*tensors, None)
     wanted = expected(*tensors, None)
@@ -123,9 +123,10 @@ def test_gradients_divide_by_the_mass_of_all_terms(device, dtype):
     assert_within_budget(dict(zip("qkv", actual, strict=True)), dict(zip("qkv", gradients, strict=True)), dtype)
 
 
+@every_place
 @pytest.mark.parametrize(("queries", "keys"), [(0, 5), (5, 0)])
-def test_nothing_to_see_gives_zero(queries, keys):
-    q, k, v = torch.ones(1, 2, queries, 16), torch.ones(1, 2, keys, 16), torch.ones(1, 2, keys, 8)
+def test_nothing_to_see_gives_zero(queries, keys, device, dtype):
+    q, k, v = (torch.ones(1, 2, n, width, device=device, dtype=dtype) for n, width in ((queries, 16), (keys, 16), (keys, 8)))
     out, mass = taylor_direct.forward(q, k, v, None, COEFFICIENTS, divide=True)
     gradients = taylor_direct_backward.backward(torch.ones_like(out), out, mass, q, k, v, None, COEFFICIENTS)
     assert all((x == 0).all() for x in (out, mass, *gradients))

@@ -31,8 +31,10 @@ def expected(x, length, grad):
 
 @every_place
 @pytest.mark.parametrize("tokens", [1, 17, 63, 64, 65, 130])
-@pytest.mark.parametrize(("batch", "heads", "d"), [(1, 1, 16), (2, 3, 24), (1, 5, 64), (2, 1, 8)])
+@pytest.mark.parametrize(("batch", "heads", "d"), [(1, 1, 16), (2, 3, 24), (1, 5, 32), (1, 5, 64), (2, 1, 8)])
 def test_vectors_are_brought_to_the_length_of_their_head(batch, heads, d, tokens, device, dtype):
+    if dtype == torch.float32 and d > 32:
+        pytest.skip("in float32 there are kernels up to a width of 32")
     x, length, grad = drawn(batch, heads, tokens, d, device, dtype)
     wanted = expected(x, length, grad)
     x, grad = guarded(x), guarded(grad)
@@ -44,7 +46,7 @@ def test_vectors_are_brought_to_the_length_of_their_head(batch, heads, d, tokens
 
 @every_place
 def test_without_lengths_vectors_are_of_length_one_and_gradients_may_be_wider(device, dtype):
-    x, _, grad = drawn(2, 3, 77, 40, device, dtype)
+    x, _, grad = drawn(2, 3, 77, 24, device, dtype)
     grad = torch.randn(grad.shape).to(device)
     wanted = expected(x, torch.ones(3, device=device), grad)
     dx, d_length = unit.unit_backward(guarded(x), None, grad)
@@ -69,16 +71,18 @@ def test_vectors_shorter_than_the_guard_are_multiplied_by_a_constant(device, dty
     torch.testing.assert_close(d_length.double(), wanted, rtol=1e-3, atol=1e-4)
 
 
-def test_nothing_comes_of_no_tokens():
-    x = torch.empty(2, 3, 0, 16)
-    dx, d_length = unit.unit_backward(x, torch.ones(3), x)
-    assert unit.unit(x, torch.ones(3)).shape == dx.shape == x.shape
+@every_place
+def test_nothing_comes_of_no_tokens(device, dtype):
+    x, length = torch.empty(2, 3, 0, 16, device=device, dtype=dtype), torch.ones(3, device=device)
+    dx, d_length = unit.unit_backward(x, length, x)
+    assert unit.unit(x, length).shape == dx.shape == x.shape
     assert (d_length == 0).all()
 
 
-@pytest.mark.parametrize("d", [16, 64])
-def test_results_lie_with_tokens_before_heads(d):
-    y = unit.unit(torch.randn(2, 3, 33, d), None)
+@every_place
+@pytest.mark.parametrize("d", [16, 32])
+def test_results_lie_with_tokens_before_heads(d, device, dtype):
+    y = unit.unit(torch.randn(2, 3, 33, d).to(device, dtype), None)
     assert y.transpose(1, 2).is_contiguous()
 
 
@@ -107,6 +111,7 @@ def test_one_compilation_serves_every_number_of_tokens():
     assert keys_in_fresh_process("unit_launches") == {"bfloat16": {"_unit": 1, "_unit_backward": 1}}
 
 
-def test_widths_beyond_the_table_are_refused():
-    with pytest.raises(ValueError, match="no launch of d = 136"):
-        launch.launch_row("unit", 136, 136, torch.float32, torch.device("cpu"))
+@pytest.mark.parametrize(("dtype", "d"), [(torch.float16, 72), (torch.bfloat16, 72), (torch.float32, 40)])
+def test_widths_beyond_the_table_are_refused(dtype, d):
+    with pytest.raises(ValueError, match=f"no launch of d = {d}"):
+        launch.launch_row("unit", d, d, dtype, torch.device("cpu"))

@@ -18,8 +18,8 @@ def both_passes(
     unit.unit_backward(x, lengths, grad)
 
 
-CASES = {f"d={d} bfloat16": partial(both_passes, 4096, d, torch.bfloat16) for d in (8, 40, 64, 128)}
-CASES |= {f"d={d} float32": partial(both_passes, 4096, d, torch.float32) for d in (16, 128)}
+CASES = {f"d={d} bfloat16": partial(both_passes, 4096, d, torch.bfloat16) for d in (8, 40, 64)}
+CASES |= {f"d={d} float32": partial(both_passes, 4096, d, torch.float32) for d in (16, 32)}
 CASES["gradient in float32"] = partial(both_passes, 4096, 64, torch.float16, torch.float32, length=False)
 SIZES = {
     "bfloat16": (lambda n: both_passes(n, 64, torch.bfloat16), [1, 2, 15, 16, 17, 48, 64, 100, *range(196, 1072, 73)]),

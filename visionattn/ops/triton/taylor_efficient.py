@@ -2,7 +2,7 @@
 
 ``w_ij = a x^2 + b x + c`` with ``x = q_i . k_j`` is linear in the features ``[phi2(q), q, 1]``, so sums over keys are formed
 once. phi2 keeps products of tiles of 16 columns (``taylor_efficient_states.py``). The mass needs no features. There are launches
-for d of 8 to 64 and e of 8 to 128 (64 in float32), both multiples of 8.
+for d of 8 to 64 and e of 8 to 128, in float32 of 8 to 32 for both, in multiples of 8.
 
 In units of the number of keys M (see ``__init__.py``). Source: TaylorShift, "Efficient TaylorShift"; tiles and mass are ours.
 """
