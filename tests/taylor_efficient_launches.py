@@ -29,8 +29,11 @@ def forward_pass(tokens: int, d: int, e: int, dtype: torch.dtype) -> None:
 
 
 CASES = {
-    "d=64 e=64 masked bfloat16": partial(both_passes, 4096, 64, 64, torch.bfloat16, masked=True),
-    "d=40 e=24 float32": partial(forward_pass, 4096, 40, 24, torch.float32),
+    "d=64 e=128 bfloat16": partial(both_passes, 4096, 64, 128, torch.bfloat16),
+    "d=64 e=64 bfloat16": partial(forward_pass, 4096, 64, 64, torch.bfloat16),
+    "d=16 e=128 bfloat16": partial(forward_pass, 4096, 16, 128, torch.bfloat16),
+    "d=32 e=32 float16": partial(forward_pass, 4096, 32, 32, torch.float16),
+    "d=32 e=32 masked float32": partial(both_passes, 4096, 32, 32, torch.float32, masked=True),
 }
 LENGTHS = [1, 2, 15, 16, 17, 48, 64, 100, *range(196, 10_000, 800)]
 SIZES = {

@@ -158,7 +158,7 @@ def test_compiled_kernels_fit_their_gpu_without_spilling(compiled, capability):
 
 
 def test_wide_heads_run_on_the_matrix_units_of_a_hopper_gpu(compiled):
-    by_kernel = {found["kernel"]: found["matrix"] for found in compiled["d=64 e=64 masked bfloat16"]["90"]}
+    by_kernel = {found["kernel"]: found["matrix"] for found in compiled["d=64 e=128 bfloat16"]["90"]}
     assert {by_kernel[name] for name in ("_partial_features", "_expand", "_gradient")} == {"wgmma"}
 
 
