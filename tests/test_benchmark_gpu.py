@@ -4,6 +4,7 @@ import csv
 import json
 import subprocess
 import sys
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,12 +15,14 @@ import torch
 import visionattn.ops as ops
 from visionattn.benchmark import gpu, gpu_floors, gpu_operations
 from visionattn.benchmark.compare import Quartiles
+from visionattn.benchmark.gpu_eager import eager_cases
 from visionattn.benchmark.gpu_figures import Bound, Result, all_figures, choose, operation
 from visionattn.benchmark.gpu_floors import Ceilings, cost_of, tile_features
-from visionattn.benchmark.gpu_operations import Bench, crossing, definition, draw, eager_cases, measure_operation, wrong
+from visionattn.benchmark.gpu_operations import Bench, auto_crossing, crossing, definition, draw, measure_operation, wrong
 from visionattn.benchmark.gpu_timing import Budget
 from visionattn.benchmark.table import csv_text, json_text
 from visionattn.ops import reference
+from visionattn.ops.taylor_mean import takes_efficient_kernels
 
 CPU = torch.device("cpu")
 H200 = Ceilings(4.3e12, 790e12)
@@ -119,17 +122,14 @@ def test_the_rows_are_the_figures_to_reach():
     assert all(case.dtype == "bfloat16" and case.heads == 6 for case in cases.values())
     assert cases["kernelized forward+backward"].backward and not cases["kernelized forward"].backward
     assert cases["direct TaylorShift forward"].form == "direct"
-    assert {(c.width, c.size, c.backward) for c in eager_cases()} == {
-        (d, n, backward) for d in (16, 32, 64) for n in (1024, 16_384) for backward in (False, True)
-    }
 
 
 def test_rows_are_chosen_by_a_pattern():
     figures, cases = gpu.rows("2048 PX")
     assert [figure.kind for figure in figures] == ["model", "model", "training"] and cases == []
-    figures, cases = gpu.rows("against eager.*direct.*N = 1024 d = 16")
+    figures, cases = gpu.rows("against eager.*direct.*bfloat16 N = 1024 d = 16")
     assert figures == [] and [case.backward for case in cases] == [False, True]
-    assert [len(part) for part in gpu.rows(None)] == [17, 60]
+    assert [len(part) for part in gpu.rows(None)] == [17, 144]
     with pytest.raises(ValueError, match="no regular expression"):
         choose("(", ["a"])
 
@@ -245,25 +245,54 @@ def test_rows_come_as_they_are_ready_and_none_is_begun_when_the_time_is_over(mon
         return Result(figure, values=(1.0,))
 
     monkeypatch.setattr(gpu, "measure_operation", measure)
-    cases = list(eager_cases())[:1]
+    cases = eager_cases()[:1]
     records, broken = gpu.run_rows(figures, cases, bench(), Budget(1, lambda: now[0]), lines.append)
     over = "not measured: 1 minutes were over"
     assert [record["status"] for record in records] == ["ok", "failed: TypeError: a pointer is none", over, over]
-    assert broken == 1 and len(lines) == 1 + 3 + 1 + 1 and lines[0].startswith("| what | size | dtype | time | floor |")
+    assert broken == 1 and len(lines) == 1 + 3 + 1 + 1 + 1 and lines[0].startswith("| what | size | dtype | time | floor |")
+    assert lines[-1] == "\neager was faster in none of the 0 rows that were timed (1 in all)"
     provenance = {"device": "x"}
     assert len(list(csv.DictReader(csv_text(records, provenance).splitlines()))) == 4
     assert json.loads(json_text(records, provenance))["rows"][3]["what"] == "kernel against eager"
 
 
-def test_kernels_are_compared_with_eager_operations(monkeypatch):
-    case = replace(next(eager_cases()), size=70, batch=1, heads=2, dtype="float32")
-    lines = []
-    gpu.run_rows([], [case], bench(), Budget(1), lines.append)
-    assert lines[0].startswith("\nkernel against eager") and lines[1].startswith("| kernelized efficient | 70 | 16 | forward | ")
-    assert "eager is faster" in gpu._eager_cells(
-        {"operation": "a", "tokens": 1, "width": 1, "pass": "forward", "seconds": 2.0, "eager_seconds": 1.0, "ratio": 0.5}
-        | {"error": 0.0, "status": "ok"}
-    )
+@pytest.mark.parametrize("batch_of", [lambda n: 2, lambda n: max(1, 2**20 // (6 * n))])
+def test_where_auto_changes_is_the_first_length_at_which_it_takes_the_efficient_form(batch_of):
+    case = operation("taylorshift+temperature", 400, 16)
+    found = auto_crossing(case, batch_of)
+
+    def takes(n):
+        return takes_efficient_kernels("auto", *[torch.empty(batch_of(n), 6, n, 16, device="meta")] * 3)
+
+    assert 16 < found < 2**16 and takes(found) and not takes(found - 1)
+
+
+def test_a_crossover_notes_where_auto_changes(monkeypatch):
+    monkeypatch.setattr(gpu_operations, "check", lambda case, tensors, bench: ("ok", 0.0, []))
+    monkeypatch.setattr(gpu_operations, "draw", lambda case, bench: {})
+    monkeypatch.setattr(gpu_operations, "_direct_over_efficient", lambda case, n, batch, bench: n / (300 if batch > 2 else 500))
+    few, many = (lambda form, q, k, v, first=first: q.shape[2] >= first for first in (601, 351))
+    monkeypatch.setattr(gpu_operations, "takes_efficient_kernels", lambda *x: (many if len(x[1]) > 2 else few)(*x))
+    figure = next(figure for figure in all_figures() if figure.kind == "crossover")
+    result = gpu_operations.measure_crossover(figure, bench())
+    assert result.values[0] == pytest.approx(300, rel=0.01)
+    assert result.notes == ["auto changes at 351", "B*h = 12: 500 tokens, auto changes at 601"]
+
+
+def test_the_definition_keeps_one_gradient_of_all_keys_whatever_the_number_of_parts(monkeypatch):
+    case = replace(operation("kernelized", 40, 8, backward=True), batch=1, heads=2, dtype="float32")
+    monkeypatch.setattr(gpu_operations, "CHUNK_ELEMENTS", 2 * 40 * 4)
+    right, made, alive = gpu_operations.outputs, [], []
+
+    def outputs(*given):
+        alive.append(sum(one() is not None for one in made))
+        found = right(*given)
+        made.extend(weakref.ref(found[f"gradient of {name}"]) for name in "kv")
+        return found
+
+    monkeypatch.setattr(gpu_operations, "outputs", outputs)
+    definition(case, draw(case, bench()))
+    assert len(alive) == 10 and max(alive) <= 2  # at most one of k and one of v
 
 
 def test_the_command_needs_no_more_than_torch_timm_and_triton_and_says_that_there_is_no_gpu():

@@ -25,6 +25,7 @@ from visionattn.benchmark.tune import (
     workloads,
 )
 from visionattn.ops.triton import launch
+from visionattn.training.interrupt import Failed
 
 pytest.importorskip("triton", reason="GPU kernels need Triton")
 CPU = torch.device("cpu")
@@ -61,21 +62,33 @@ def test_the_table_is_written_one_row_in_a_line_as_it_lies_there():
 def test_candidates_keep_what_products_and_kernels_demand():
     for kernel, row in every_row():
         for name in sizes_of(row):
-            values = candidates(row, name)
-            assert row[name] in values and len(values) > 1, (kernel, row, name)
+            values = candidates(row, name, row["d"])
+            assert row[name] in values and (len(values) > 1 or (name, row["d"]) == ("PAIRS", 16)), (kernel, row, name)
             if name.startswith("BLOCK"):
                 assert all(value >= min(16, row[name]) and value & (value - 1) == 0 for value in values)
                 assert max(values) <= max(256, row[name]) and max(values) <= 4 * row[name]
         assert "num_stages" not in sizes_of(row) or row["num_stages"] > 1
-        assert not set(sizes_of(row)) - {name for name in row if name.startswith(("BLOCK", "num_"))}
+        assert not set(sizes_of(row)) - {name for name in row if name.startswith(("BLOCK", "PAIRS", "num_"))}
 
 
 def test_candidates_of_a_row_are_those_worked_out_by_hand():
     row = {"BLOCK_N": 64, "BLOCK_F": 16, "PAIRS": 1, "num_warps": 4, "num_stages": 1}
-    assert sizes_of(row) == ["BLOCK_N", "BLOCK_F", "num_warps"]
-    assert candidates(row, "BLOCK_N") == [16, 32, 64, 128, 256] and candidates(row, "BLOCK_F") == [16, 32, 64]
-    assert candidates(row, "num_warps") == [2, 4, 8] and candidates(row | {"num_stages": 3}, "num_stages") == [1, 2, 3, 4]
-    assert candidates({"BLOCK": 1024}, "BLOCK") == [256, 512, 1024]
+    assert sizes_of(row) == ["BLOCK_N", "BLOCK_F", "PAIRS", "num_warps"]
+    assert candidates(row, "BLOCK_N", 64) == [16, 32, 64, 128, 256] and candidates(row, "BLOCK_F", 64) == [16, 32, 64]
+    assert candidates(row, "num_warps", 64) == [2, 4, 8]
+    assert candidates(row | {"num_stages": 3}, "num_stages", 64) == [1, 2, 3, 4]
+    assert candidates({"BLOCK": 1024}, "BLOCK", 64) == [256, 512, 1024]
+    pairs = {d: candidates(row, "PAIRS", d) for d in (8, 16, 32, 48, 64)}
+    assert pairs == {8: [1], 16: [1], 32: [1, 3], 48: [1, 2, 3, 6], 64: [1, 2, 5, 10]}
+
+
+def test_every_number_of_pairs_that_is_tried_is_one_that_programs_share_evenly():
+    from visionattn.ops.triton.taylor_efficient_states import num_pairs
+
+    for kernel, row in every_row():
+        if "PAIRS" in row:
+            shared = [part for part in range(1, 11) if num_pairs(row["d"]) % part == 0]
+            assert shared == candidates(row, "PAIRS", row["d"]), (kernel, row)
 
 
 def test_the_fastest_row_is_found_one_size_at_a_time_and_failures_are_left_out():
@@ -87,11 +100,11 @@ def test_the_fastest_row_is_found_one_size_at_a_time_and_failures_are_left_out()
             return None  # does not fit, though it would be fastest
         return abs(row["BLOCK_N"] - 128) + abs(row["num_warps"] - 8) + 1
 
-    best, tried = descend(start, seconds)
+    best, tried = descend(start, 64, seconds)
     assert best == {"BLOCK_N": 128, "num_warps": 8, "num_stages": 1}
     assert tried == len(asked) == len(set(asked)) and (64, 4, 1) in asked
-    assert descend(start, lambda row: None)[0] == start
-    assert descend(start, lambda row: None if row == start else 1.0)[0] != start
+    assert descend(start, 64, lambda row: None)[0] == start
+    assert descend(start, 64, lambda row: None if row == start else 1.0)[0] != start
 
 
 def test_rows_are_those_that_launches_take(table):
@@ -224,6 +237,21 @@ def test_an_operation_that_breaks_leaves_the_others(fake_work, monkeypatch):
     assert lines[1].startswith("| kernelized+joint efficient: failed: AttributeError: no such place | ")
 
 
+@pytest.mark.parametrize("place", ["prepare", "seconds"])
+def test_tuning_ends_with_an_error_that_breaks_the_process_and_keeps_what_it_wrote(fake_work, monkeypatch, place):
+    right, text = getattr(FakeWork, place), "Triton Error [CUDA]: an illegal memory access was encountered"
+
+    def measure(self, *prepared):
+        if self.case.width == 32:
+            raise RuntimeError(text)
+        return right(self, *prepared)
+
+    monkeypatch.setattr(FakeWork, place, measure)
+    with pytest.raises(Failed, match="illegal memory access.*rows that were tuned before are written"):
+        run("kernelized means .* 16 bits")
+    assert 256 in [row["BLOCK_N"] for row in json.loads(launch.TABLE.read_text())["9.0"]["kernelized means"]]
+
+
 def test_rows_that_no_operation_takes_and_tables_that_are_read_only_are_told(fake_work, monkeypatch):
     records, lines = run("kernelized state d = 64 e = 64 16")
     assert records == [] and lines[-1].endswith("1 not reached")
@@ -244,11 +272,16 @@ def test_an_operation_that_fails_or_has_a_wrong_result_is_not_timed(monkeypatch)
     work.expected["gradient of v"] = right
     assert work.prepare() is not None
 
+    reason = "out of resource: shared memory"
+
     def fail(*given):
-        raise RuntimeError("out of resource: shared memory")
+        raise RuntimeError(reason)
 
     monkeypatch.setattr(tune, "outputs", fail)
     assert work.prepare() is None
+    reason = "Triton Error [CUDA]: misaligned address"
+    with pytest.raises(RuntimeError, match="misaligned"):
+        work.prepare()
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="kernels of tensors on a processor are interpreted")

@@ -5,15 +5,16 @@ from collections.abc import Callable, Iterator, Sequence
 import timm
 import torch
 
+from visionattn.benchmark import gpu_eager
+from visionattn.benchmark.cases import Case
+from visionattn.benchmark.gpu_eager import measure_against_eager
 from visionattn.benchmark.gpu_figures import COLUMNS, Figure, Result, all_figures, choose
 from visionattn.benchmark.gpu_floors import measure_ceilings
-from visionattn.benchmark.gpu_operations import Bench, eager_cases, measure_against_eager, measure_crossover, measure_operation
-from visionattn.benchmark.gpu_timing import Budget, in_words
-from visionattn.benchmark.table import Record, duration, heading, line
+from visionattn.benchmark.gpu_operations import Bench, measure_crossover, measure_operation
+from visionattn.benchmark.gpu_timing import Budget, in_words, is_fatal
+from visionattn.benchmark.table import Record, heading, line
 
 Print = Callable[[str], None]
-EAGER_COLUMNS = ("operation", "N", "d", "pass", "kernel", "eager", "eager / kernel", "error", "status")
-AGAINST_EAGER = "kernel against eager"
 MEASURED = (
     "Bfloat16, medians of interleaved runs after warm-up, fresh random data (seed {seed}). Operations and inference are "
     "recorded as CUDA graphs, so that launches do not count; eager operations, training and the large image are called as they "
@@ -32,15 +33,15 @@ def describe_gpu(device: torch.device, seed: int) -> Record:
     return record
 
 
-def rows(only: str | None) -> tuple[list[Figure], list]:
+def rows(only: str | None) -> tuple[list[Figure], list[Case]]:
     """The figures, and the cases of kernels against eager operations, that ``--only`` leaves.
 
     Raises:
         ValueError: it leaves none.
     """
-    figures, cases = all_figures(), list(eager_cases())
+    figures, cases = all_figures(), gpu_eager.eager_cases()
     names = [f"{figure.what} {figure.size}" for figure in figures]
-    names += [f"{AGAINST_EAGER} {case.label} {_pass(case)} N = {case.size} d = {case.width}" for case in cases]
+    names += [gpu_eager.name_of(case) for case in cases]
     chosen = choose(only, names)
     return [figures[i] for i in chosen if i < len(figures)], [cases[i - len(figures)] for i in chosen if i >= len(figures)]
 
@@ -72,37 +73,50 @@ def run_gpu(
 
 
 def run_rows(
-    figures: Sequence[Figure], cases: Sequence, bench: Bench, budget: Budget, show: Print
+    figures: Sequence[Figure], cases: Sequence[Case], bench: Bench, budget: Budget, show: Print
 ) -> tuple[list[Record], int]:
-    """Measure the figures and then the kernels against eager operations; see ``run_gpu``."""
-    broken, records = 0, []
-    if figures:
-        show(heading(COLUMNS))
-    for result in results_of(figures, bench, budget):
-        show(line(result.cells()))
-        records.append(result.record())
-        broken += result.broken
-    if cases:
-        show(f"\n{AGAINST_EAGER}, each called as a user calls it:\n\n{heading(EAGER_COLUMNS)}")
-    for case in cases:
-        found = _attempt(lambda case=case: measure_against_eager(case, bench), budget, lambda status: {"status": status})
-        named = {"what": AGAINST_EAGER, "operation": case.label, "tokens": case.size, "width": case.width, "pass": _pass(case)}
-        records.append(named | dict.fromkeys(("seconds", "eager_seconds", "ratio", "error")) | found)
-        broken += found["status"].startswith(("wrong", "failed"))
-        show(line(_eager_cells(records[-1])))
+    """Measure operations, then kernels against eager operations, then what takes longer; see ``run_gpu``.
+
+    What eager operations were faster in is shown at the end, also where Ctrl-C brings it.
+    """
+    first = [figure for figure in figures if figure.kind == "operation"]
+    against: list[Record] = []
+    try:
+        results = _show_figures(first, bench, budget, show)
+        for record in _against_eager(cases, bench, budget, show):
+            against.append(record)
+        if cases and len(first) < len(figures):
+            show("")
+        later = _show_figures([figure for figure in figures if figure.kind != "operation"], bench, budget, show)
+    finally:
+        if cases:
+            show("\n" + gpu_eager.verdict(cases[: len(against)], against))
+    records = [*(result.record() for result in results), *against, *(result.record() for result in later)]
+    broken = sum(result.broken for result in (*results, *later))
+    broken += sum(record["status"].startswith(("wrong", "failed")) for record in against)
     names = dict.fromkeys(name for record in records for name in record)
     return [names | record for record in records], broken
 
 
-def _pass(case) -> str:
-    return "forward+backward" if case.backward else "forward"
+def _show_figures(figures: Sequence[Figure], bench: Bench, budget: Budget, show: Print) -> list[Result]:
+    if figures:
+        show(heading(COLUMNS))
+    results = []
+    for result in results_of(figures, bench, budget):
+        show(line(result.cells()))
+        results.append(result)
+    return results
 
 
-def _eager_cells(record: Record) -> list:
-    times = [record[name] and duration(record[name]) for name in ("seconds", "eager_seconds")]
-    ratio, error = record["ratio"] and f"{record['ratio']:.3g}", None if record["error"] is None else f"{record['error']:.1e}"
-    status = "eager is faster" if record["ratio"] and record["ratio"] < 1 else record["status"]
-    return [*(record[name] for name in ("operation", "tokens", "width", "pass")), *times, ratio, error, status]
+def _against_eager(cases: Sequence[Case], bench: Bench, budget: Budget, show: Print) -> Iterator[Record]:
+    if cases:
+        about = f"{gpu_eager.AGAINST_EAGER}, each called as a user calls it"
+        show(f"\n{about}:\n\n{heading(gpu_eager.COLUMNS)}")
+    for case in cases:
+        found = _attempt(lambda case=case: measure_against_eager(case, bench), budget, lambda status: {"status": status})
+        record = gpu_eager.record_of(case, found)
+        show(line(gpu_eager.cells_of(record)))
+        yield record
 
 
 def results_of(figures: Sequence[Figure], bench: Bench, budget: Budget) -> Iterator[Result]:
@@ -131,8 +145,9 @@ def _measure(figures: Sequence[Figure], bench: Bench) -> list[Result]:
 def _attempt(work: Callable, budget: Budget, instead: Callable):
     """What ``work()`` gives; where it cannot be done, ``instead(why)``, since the other rows are to be measured all the same."""
     if budget.over:
-        return instead(f"not measured: {budget.minutes:g} minutes were over")
+        return instead(f"not measured: {budget.why_over}")
     try:
         return work()
     except Exception as error:  # of compilers, drivers and kernels alike, which share no base class
-        return instead(in_words(error))
+        budget.fatal = is_fatal(error)
+        return instead(in_words(error) + "; later rows of this run would mean nothing" * budget.fatal)

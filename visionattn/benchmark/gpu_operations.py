@@ -4,6 +4,7 @@ Inputs are fresh random numbers that lie as a model's projection leaves them: ``
 """
 
 import warnings
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from visionattn.benchmark.gpu_floors import Ceilings, cost_of
 from visionattn.benchmark.gpu_timing import Call, Timed, called, recorded, seconds_of, sets_needed
 from visionattn.benchmark.operations import definition_of, function_of, make_tensors
 from visionattn.measure import is_out_of_memory
+from visionattn.ops.taylor_mean import takes_efficient_kernels
 
 LIMITS = {"bfloat16": (4e-3, 1e-2), "float16": (2e-3, 4e-3), "float32": (1e-5, 1e-5), "float64": (1e-12, 1e-12)}
 """Largest relative error of an output and of a gradient, by dtype."""
@@ -105,13 +107,20 @@ def definition(case: Case, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """
     function = definition_of(case, case.size, str(tensors["q"].device))
     wide = {name: tensor.double() for name, tensor in tensors.items()}
-    step, found = max(1, CHUNK_ELEMENTS // (case.batch * case.heads * case.size)), {}
-    for start in range(0, case.size, step):
+    step, rows = max(1, CHUNK_ELEMENTS // (case.batch * case.heads * case.size)), {"out": [], "gradient of q": []}
+    sums = {f"gradient of {name}": torch.zeros_like(x) for name, x in wide.items() if case.backward and name not in ("q", "grad")}
+
+    def add(start: int) -> None:
         part = wide | {name: wide[name][:, :, start : start + step] for name in ("q", "grad")}
         for name, x in outputs(function, part, case.backward).items():
-            found.setdefault(name, []).append(x)
-    by_query = ("out", "gradient of q")
-    return {name: torch.cat(parts, 2) if name in by_query else sum(parts) for name, parts in found.items()}
+            if name in rows:
+                rows[name].append(x)
+            else:
+                sums[name] += x  # one tensor of all keys, whatever the number of parts
+
+    for start in range(0, case.size, step):
+        add(start)
+    return {name: torch.cat(parts, 2) for name, parts in rows.items() if parts} | sums
 
 
 def errors_of(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
@@ -219,7 +228,10 @@ def crossing(ratio: Callable[[int], float], low: int, high: int, within: float =
 
 
 def measure_crossover(figure: Figure, bench: Bench) -> Result:
-    """From how many tokens on the efficient form is the faster one, with heads that fill the GPU, and with 12 in the note."""
+    """From how many tokens on the efficient form is the faster one, with heads that fill the GPU, and with 12 in the note.
+
+    What ``form="auto"`` takes is a matter of its estimate; where that changes is noted beside.
+    """
     limit, error = figure.case.size, 0.0
     for form in ("direct", "efficient"):
         case = replace(figure.case, form=form)
@@ -228,12 +240,33 @@ def measure_crossover(figure: Figure, bench: Bench) -> Result:
         if status != "ok":
             return Result(figure, f"{status} ({form})", error=found)
     low, high = max(16, limit // 8), 4 * limit
-    filled = crossing(lambda n: _direct_over_efficient(figure.case, n, FILLED_TOKENS // (HEADS * n), bench), low, high)
+    filled = crossing(lambda n: _direct_over_efficient(figure.case, n, _filling(n), bench), low, high)
     few = crossing(lambda n: _direct_over_efficient(figure.case, n, BATCH, bench), low, high)
-    notes = [f"B*h = {BATCH * HEADS}: {_place(few, low, high)}"]
+    auto = [auto_crossing(figure.case, batch_of) for batch_of in (_filling, lambda n: BATCH)]
+    notes = [f"auto changes at {auto[0]}", f"B*h = {BATCH * HEADS}: {_place(few, low, high)}, auto changes at {auto[1]}"]
     if filled in (low, float("inf")):
         notes.insert(0, _place(filled, low, high))
     return Result(figure, "ok", values=(filled,), error=error, notes=notes)
+
+
+def _filling(tokens: int) -> int:
+    """Images of ``HEADS`` heads that fill the GPU."""
+    return max(1, FILLED_TOKENS // (HEADS * tokens))
+
+
+def auto_crossing(case: Case, batch_of: Callable[[int], int]) -> int:
+    """From how many tokens on ``form="auto"`` takes the efficient kernels; arithmetic alone, nothing is measured.
+
+    Args:
+        batch_of: images, of a number of tokens.
+    """
+
+    def efficient(tokens: int) -> bool:
+        shape = (batch_of(tokens), case.heads, tokens, case.width)
+        q, k, v = torch.empty(3, *shape, dtype=case.torch_dtype, device="meta")
+        return takes_efficient_kernels("auto", q, k, v)
+
+    return bisect_left(range(1, FILLED_TOKENS), True, key=efficient) + 1
 
 
 def _place(tokens: float, low: int, high: int) -> str:
@@ -243,7 +276,7 @@ def _place(tokens: float, low: int, high: int) -> str:
 
 def _direct_over_efficient(case: Case, tokens: int, batch: int, bench: Bench) -> float:
     """Seconds of the direct form over those of the efficient one."""
-    case = replace(case, size=tokens, batch=max(1, batch))
+    case = replace(case, size=tokens, batch=batch)
     sets, entries = input_sets(case, bench), []
     for form in ("direct", "efficient"):
         function = function_of(replace(case, form=form), tokens, str(bench.device), bench.impl)
@@ -252,31 +285,8 @@ def _direct_over_efficient(case: Case, tokens: int, batch: int, bench: Bench) ->
     return direct.median / efficient.median
 
 
-def eager_cases() -> Iterator[Case]:
-    """Where kernels are compared with eager operations: each in a small and a large size, at each width."""
-    shift = "taylorshift+temperature"
-    names = [("kernelized", "efficient"), ("kernelized+causal", "efficient"), ("kernelized+joint", "efficient")]
-    for name, form in [*names, (shift, "efficient"), (shift, "direct")]:
-        for width in (16, 32, 64):
-            for tokens in (1024, 16_384):
-                for backward in (False, True):
-                    yield Case("operation", name, tokens, width, form, "bfloat16", backward, BATCH, HEADS)
-
-
-def eager_in_float32(case: Case, tensors: dict[str, Tensor], bench: Bench) -> dict[str, Tensor]:
-    """What PyTorch's operations, which the tests hold to the definition, give for these inputs in float32."""
-    function = function_of(replace(case, dtype="float32"), case.size, str(bench.device), "eager")
-    return outputs(function, {name: x.float() for name, x in tensors.items()}, case.backward)
-
-
-def measure_against_eager(case: Case, bench: Bench) -> dict[str, object]:
-    """Seconds of the kernels and of eager operations, both called as a user calls them, and the error to eager in float32."""
-    tensors, where = draw(case, bench), str(bench.device)
-    kernel, eager = (function_of(case, case.size, where, impl) for impl in (bench.impl, "eager"))
-    errors = errors_of(outputs(kernel, tensors, case.backward), eager_in_float32(case, tensors, bench))
-    found: dict[str, object] = {"status": wrong(errors, case.dtype) or "ok", "error": max(errors.values())}
-    if found["status"] != "ok":
-        return found
-    works = [called([call_of(function, tensors, case.backward)]) for function in (kernel, eager)]
-    mine, other = seconds_of(works, bench.device, seconds=bench.seconds / 4)
-    return found | {"seconds": mine.median, "eager_seconds": other.median, "ratio": other.median / mine.median}
+def eager_wider(case: Case, tensors: dict[str, Tensor], bench: Bench) -> dict[str, Tensor]:
+    """What PyTorch's operations, held to the definition by the tests, give for these inputs in float32; in float64 for that."""
+    wide = "float64" if case.dtype == "float32" else "float32"
+    function = function_of(replace(case, dtype=wide), case.size, str(bench.device), "eager")
+    return outputs(function, {name: x.to(getattr(torch, wide)) for name, x in tensors.items()}, case.backward)

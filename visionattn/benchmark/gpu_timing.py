@@ -3,6 +3,7 @@
 It knows neither operations nor models. On another device works are called as they are, so that all of it can be tested there.
 """
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,11 @@ from visionattn.measure import interleaved_seconds, is_out_of_memory, warm_up
 
 Call = Callable[[], object]
 MOST_SETS = 16
+FATAL = re.compile(
+    r"illegal (memory access|instruction|address)|misaligned|unspecified launch failure|CUDA error(?!: (out of memory|CUBLAS))",
+    re.IGNORECASE,
+)
+"""What such errors say, of PyTorch and of Triton."""
 CACHES = 4
 """Inputs are rotated over this many times the cache, so that none is in it when its turn comes."""
 
@@ -103,6 +109,11 @@ def in_words(error: Exception) -> str:
     return f"failed: {type(error).__name__}: {words[:200]}"
 
 
+def is_fatal(error: Exception) -> bool:
+    """Whether a GPU computes nothing right in this process after the error: a kernel read or wrote where it must not."""
+    return not is_out_of_memory(error) and FATAL.search(str(error)) is not None
+
+
 @dataclass
 class Budget:
     """Time for a table."""
@@ -110,6 +121,8 @@ class Budget:
     minutes: float
     clock: Callable[[], float] = time.monotonic
     start: float = field(init=False)
+    fatal: bool = False
+    """Whether a row has left the GPU so that later ones would mean nothing."""
 
     def __post_init__(self) -> None:
         self.start = self.clock()
@@ -117,4 +130,11 @@ class Budget:
     @property
     def over(self) -> bool:
         """Whether no more shall be begun."""
-        return self.clock() - self.start >= 60 * self.minutes
+        return self.why_over is not None
+
+    @property
+    def why_over(self) -> str | None:
+        """Why no more shall be begun."""
+        if self.fatal:
+            return "an earlier row broke what this process computes on the GPU"
+        return f"{self.minutes:g} minutes were over" if self.clock() - self.start >= 60 * self.minutes else None

@@ -26,11 +26,12 @@ OPTIONS = {
     "eager": ("causal",),
     "eager-kernelized": ("causal",),
     "softmax": ("causal", *POSITIONS),
-    "taylorshift": ("temperature", *POSITIONS, "sum"),
-    "kernelized": ("relu", "softmax", "favor", "causal", *POSITIONS, "sum"),
+    "taylorshift": ("temperature", *POSITIONS, "sum", "masked"),
+    "kernelized": ("relu", "softmax", "favor", "causal", *POSITIONS, "sum", "masked"),
     "relative": ("causal",),
 }
-"""Options of each operation. Relative position has ``normalization="mean"``, as in the models, unless "sum" is named."""
+"""Options of each operation. Relative position has ``normalization="mean"``, as in the models, unless "sum" is named; with
+"masked" every fourth key takes no part."""
 FORMED = ("taylorshift", "kernelized", "relative")
 """Operations that have a direct and an efficient form."""
 CHECK_TOKENS = 33 * 41
@@ -107,7 +108,7 @@ def position_of(case: Case, tokens: int, device: str) -> Callable[..., object]:
 def function_of(case: Case, tokens: int, device: str, impl: str | None = None) -> Callable[..., Tensor]:
     """The operation of the case as a function of its tensors; ``impl`` "eager" or "triton" is passed on to it."""
     position, causal = position_of(case, tokens, device), "causal" in case.options
-    given = {"causal": True} if causal else {}
+    given, masked = {"causal": True} if causal else {}, mask_of(case, tokens, device)
     named = {} if impl is None else {"impl": impl}
 
     def call(q: Tensor, k: Tensor, v: Tensor, temperature: Tensor | None = None, **tables: Tensor) -> Tensor:
@@ -121,17 +122,26 @@ def function_of(case: Case, tokens: int, device: str, impl: str | None = None) -
         if case.base == "softmax":
             return ops.softmax_attention(q, k, v, relative=relative, **given)
         if case.base == "taylorshift":
-            return ops.taylorshift_attention(q, k, v, temperature=temperature, relative=relative, form=case.form, **named)
+            learned = dict(temperature=temperature, relative=relative)
+            return ops.taylorshift_attention(q, k, v, **learned, form=case.form, **masked, **named)
         if case.base == "relative":
             if case.form == "direct":
                 return dense_relative(q, v, relative, causal)
             total = q.new_full((1, 1, 1), v.shape[2], dtype=accumulation_dtype(q, v))
             return relative_sums(relative, q, v, None, total, causal).values
         given_here = dict(feature_map=feature_map, relative=relative, form=case.form)
-        return ops.kernelized_attention(q, k, v, **given_here, **given, **named)
+        return ops.kernelized_attention(q, k, v, **given_here, **given, **masked, **named)
 
     feature_map = feature_map_of(case, device) if case.base == "kernelized" else None
     return call
+
+
+def mask_of(case: Case, tokens: int, device: str) -> dict[str, Tensor]:
+    """``key_mask`` ``[B, N]`` where the case is masked: every fourth key is left out, others in each image."""
+    if "masked" not in case.options:
+        return {}
+    image, key = torch.arange(case.batch, device=device)[:, None], torch.arange(tokens, device=device)
+    return {"key_mask": (key + image) % 4 != 3}
 
 
 def feature_map_of(case: Case, device: str):
@@ -209,15 +219,16 @@ def results(function: Callable[..., Tensor], tensors: dict[str, Tensor], backwar
 def definition_of(case: Case, tokens: int, device: str) -> Callable[..., Tensor]:
     """What the case means, from ``visionattn.ops.reference``, as a function of its tensors."""
     position, causal = position_of(case, tokens, device), "causal" in case.options
+    masked = mask_of(case, tokens, device)
 
     def call(q: Tensor, k: Tensor, v: Tensor, temperature: Tensor | None = None, **tables: Tensor) -> Tensor:
         relative = position(tables)
         if case.base == "relative":
             return dense_relative(q, v, relative, causal)
         if case.base == "taylorshift":
-            return reference.taylorshift_attention(q, k, v, temperature=temperature, relative=relative)
+            return reference.taylorshift_attention(q, k, v, temperature=temperature, relative=relative, **masked)
         if case.base in ("kernelized", "eager-kernelized"):
-            given = dict(feature_map=feature_map_of(case, device), relative=relative, causal=causal)
+            given = dict(feature_map=feature_map_of(case, device), relative=relative, causal=causal, **masked)
             return reference.kernelized_attention(q, k, v, **given)
         bias = None if relative is None else reference.relative_bias(relative, q)
         return reference.softmax_attention(q, k, v, bias=bias, causal=causal)

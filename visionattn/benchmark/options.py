@@ -53,7 +53,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--loader", nargs="+", metavar="DATA", help=text + ", folder+root=PATH")
     text = "on an NVIDIA GPU: kernels and models against floors measured there, SDPA and eager operations; minutes"
     add("--gpu", action="store_true", help=text)
-    text = "on an NVIDIA GPU: block sizes, warps and stages of the kernels; writes visionattn/ops/triton/launches.json"
+    text = "on an NVIDIA GPU: blocks, pairs, warps, stages of kernels, no segments; writes visionattn/ops/triton/launches.json"
     add("--tune", action="store_true", help=text)
     add = parser.add_argument_group("sizes").add_argument
     add("--tokens", nargs="+", type=_positive, default=[1024, 4096], metavar="N", help="of operations (1024 4096)")

@@ -2,6 +2,11 @@
 
 A row of the table is tuned by the operation that launches it: another row is put in its place, the result is checked against
 PyTorch's operations in float32, and the operation is timed. Rows of other GPUs and of the default section stay as they are.
+
+It varies the blocks, PAIRS, warps and stages of the rows, one at a time. It does not vary: stages of a kernel whose row has one,
+into how many segments the tokens are cut (``launch.segments``), the precision of products, the estimate by which ``form="auto"``
+chooses (``ops/taylor_mean.py``), and what follows from the sizes alone, such as the order of programs. Rows are timed at the
+tokens of ``OPERATIONS``, without key_mask.
 """
 
 import json
@@ -14,12 +19,14 @@ import torch
 
 from visionattn.benchmark.cases import Case
 from visionattn.benchmark.gpu_figures import BATCH, HEADS, choose
-from visionattn.benchmark.gpu_operations import Bench, call_of, draw, eager_in_float32, errors_of, outputs, wrong
-from visionattn.benchmark.gpu_timing import Budget, Timed, in_words, recorded, seconds_of, sets_needed
+from visionattn.benchmark.gpu_floors import TILE, tile_features
+from visionattn.benchmark.gpu_operations import Bench, call_of, draw, eager_wider, errors_of, outputs, wrong
+from visionattn.benchmark.gpu_timing import Budget, Timed, in_words, is_fatal, recorded, seconds_of, sets_needed
 from visionattn.benchmark.operations import function_of
 from visionattn.benchmark.table import Record, duration, heading, line
 from visionattn.models.weights import write_whole
 from visionattn.ops.triton import launch
+from visionattn.training.interrupt import Failed
 
 Row = dict[str, int]
 Table = dict[str, dict[str, list[Row]]]
@@ -50,17 +57,22 @@ OPERATIONS = (
 
 
 def sizes_of(row: Row) -> list[str]:
-    """What of a row can be changed: blocks, warps, and stages. One stage stays one: its author says so (see ``candidates``)."""
-    return [name for name in row if name.startswith("BLOCK") or name == "num_warps" or (name == "num_stages" and row[name] > 1)]
+    """What of a row can be changed: blocks, pairs, warps, stages. One stage stays one, see ``candidates``."""
+    return [name for name in row if name.startswith(("BLOCK", "PAIRS", "num_warps")) or (name == "num_stages" and row[name] > 1)]
 
 
-def candidates(row: Row, name: str) -> list[int]:
+def candidates(row: Row, name: str, d: int) -> list[int]:
     """Values of one size that are worth a try, the present one included.
+
+    Programs share the pairs of tiles of the widest q that the row serves, d, evenly: PAIRS divides 1, 3, 6 or 10.
 
     A kernel whose loops must not be pipelined has one stage and keeps it: Triton before 3.9 miscompiles products whose left
     operand is computed in such a loop, which a check need not notice.
     """
     value = row[name]
+    if name == "PAIRS":
+        pairs = tile_features(d) // TILE**2
+        return [part for part in range(1, pairs + 1) if pairs % part == 0]
     if name == "num_stages":
         return list(STAGES)
     if name == "num_warps":
@@ -70,10 +82,11 @@ def candidates(row: Row, name: str) -> list[int]:
     return [power for power in powers if min(low, value) <= power <= high]
 
 
-def descend(row: Row, seconds: Callable[[Row], float | None]) -> tuple[Row, int]:
+def descend(row: Row, d: int, seconds: Callable[[Row], float | None]) -> tuple[Row, int]:
     """The fastest row that is found by changing one size at a time, and how many rows were tried.
 
     Args:
+        d: the widest q that the row serves.
         seconds: of a row; None: it does not run, or is wrong.
     """
     known: dict[tuple, float | None] = {}
@@ -88,7 +101,7 @@ def descend(row: Row, seconds: Callable[[Row], float | None]) -> tuple[Row, int]
     for _ in range(PASSES):
         before = best
         for name in sizes_of(row):
-            best = min([best, *(best | {name: value} for value in candidates(row, name))], key=of)
+            best = min([best, *(best | {name: value} for value in candidates(row, name, d))], key=of)
         if best == before:
             break
     return best, len(known)
@@ -198,7 +211,7 @@ class Workload:
         first = draw(case, bench, value_width)
         size = sum(first[name].numel() * first[name].element_size() for name in "qkv")
         self.sets = [first, *(draw(case, bench, value_width) for _ in range(sets_needed(size, bench.device) - 1))]
-        self.expected = eager_in_float32(case, first, bench)
+        self.expected = eager_wider(case, first, bench)
 
     def prepare(self) -> Timed | None:
         """The operation ready to be timed, with the rows of the moment; None where it does not run, or is wrong."""
@@ -208,7 +221,9 @@ class Workload:
             if wrong(errors_of(outputs(self.function, self.sets[0], self.case.backward), self.expected), self.case.dtype):
                 return None
             return recorded([call_of(self.function, x, self.case.backward) for x in self.sets], self.bench.device)
-        except (TritonError, RuntimeError, ValueError, AssertionError):  # too large, not compiled, not launched
+        except (TritonError, RuntimeError, ValueError, AssertionError) as error:  # too large, not compiled, not launched
+            if is_fatal(error):
+                raise
             return None
 
     def seconds(self, *prepared: Timed) -> list[float]:
@@ -231,7 +246,7 @@ def tune_row(work: Workload, table: Table, capability: str, key: Key) -> tuple[R
             found = work.prepare()
             return None if found is None else work.seconds(found)[0]
 
-    best, tried = descend(row, seconds)
+    best, tried = descend(row, held["d"], seconds)
     entries = [prepared(row), prepared(best)]
     if best == row or None in entries or not all(entry.replayed for entry in entries):
         times = [found for found in (seconds(row), seconds(best)) if found is not None]
@@ -250,6 +265,18 @@ def check_rows(only: str | None) -> None:
         raise ValueError(f"{launch.TABLE} cannot be written")
 
 
+@contextmanager
+def ended_by_fatal_errors() -> Iterator[None]:
+    """Raise Failed where a kernel has broken what this process computes on the GPU."""
+    try:
+        yield
+    except Exception as error:
+        if is_fatal(error):
+            raise Failed(f"{in_words(error)}; rows that were tuned before are written, others need a new process") from error
+        raise
+
+
+@ended_by_fatal_errors()
 def run_tune(only: str | None, minutes: float, bench: Bench, capability: str, show: Print) -> list[Record]:
     """Tune rows until the time is over, print each, and write the table after each that changes.
 
@@ -257,6 +284,9 @@ def run_tune(only: str | None, minutes: float, bench: Bench, capability: str, sh
         only: regular expression over rows, such as "taylor direct d = 64"; None: all.
         minutes: after which no row is begun.
         capability: of the GPU, as "9.0".
+
+    Raises:
+        Failed: a kernel has broken what this process computes on the GPU.
     """
     table, budget, records = json.loads(launch.TABLE.read_text()), Budget(minutes), []
     keys = all_keys(table, capability)
@@ -269,6 +299,8 @@ def run_tune(only: str | None, minutes: float, bench: Bench, capability: str, sh
             asked = keys_of(case, value_width, table, capability, bench)
             work = Workload(case, value_width, bench) if left.intersection(asked) else None
         except Exception as error:  # the other operations are tuned all the same
+            if is_fatal(error):
+                raise
             show(line([f"{case.label}: {in_words(error)}", *[None] * (len(COLUMNS) - 1)]))
             continue
         for key in asked:

@@ -1,0 +1,175 @@
+"""Rows of kernels against eager operations: which there are, in which order, what is said of them, and what stops a table."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from visionattn.benchmark import gpu, gpu_eager, gpu_operations
+from visionattn.benchmark.gpu_eager import eager_cases
+from visionattn.benchmark.gpu_figures import Result, all_figures, operation
+from visionattn.benchmark.gpu_operations import Bench, definition, draw
+from visionattn.benchmark.gpu_timing import Budget
+from visionattn.benchmark.operations import function_of
+from visionattn.ops.triton import why_not
+
+
+def bench():
+    return Bench(torch.device("cpu"), torch.Generator().manual_seed(3), impl="eager", seconds=0.0)
+
+
+def order_of(monkeypatch, **failing):
+    """What is begun, and what is shown, of one row of each kind; the row named is to fail so."""
+    begun, lines = [], []
+
+    def measure(name):
+        def measured(first, bench):
+            begun.append(name)
+            if name in failing:
+                raise RuntimeError(failing[name])
+            return Result(first) if name != "against" else {"status": "ok", "error": 0.0, "ratio": 2.0}
+
+        return measured
+
+    monkeypatch.setattr(gpu, "measure_operation", measure("operation"))
+    monkeypatch.setattr(gpu, "measure_crossover", measure("crossover"))
+    monkeypatch.setattr(gpu, "measure_against_eager", measure("against"))
+    figures = [next(figure for figure in all_figures() if figure.kind == kind) for kind in ("operation", "crossover")]
+    records, broken = gpu.run_rows(figures, eager_cases()[:2], bench(), Budget(1), lines.append)
+    return begun, lines, records, broken
+
+
+def test_kernels_against_eager_come_after_the_operations_and_before_what_takes_longer(monkeypatch):
+    begun, lines, records, _ = order_of(monkeypatch)
+    assert begun == ["operation", "against", "against", "crossover"]
+    assert [record["what"].split()[0] for record in records] == ["kernelized", "kernel", "kernel", "crossover"]
+    assert [text.startswith("| what |") for text in lines].count(True) == 2
+    assert lines[-1].startswith("\neager was faster in none of the 2 rows")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Triton Error [CUDA]: an illegal memory access was encountered",
+        "Triton Error [CUDA]: misaligned address",
+        "CUDA error: unspecified launch failure",
+        "CUDA error: device-side assert triggered",
+    ],
+)
+def test_no_row_is_begun_after_an_error_that_breaks_the_process(monkeypatch, text):
+    begun, lines, records, broken = order_of(monkeypatch, against=text)
+    assert begun == ["operation", "against"] and broken == 1
+    assert [record["status"] for record in records] == [
+        "ok",
+        f"failed: RuntimeError: {text}; later rows of this run would mean nothing",
+        *["not measured: an earlier row broke what this process computes on the GPU"] * 2,
+    ]
+
+
+@pytest.mark.parametrize("text", ["out of resource: shared memory", "CUDA error: out of memory", "not illegal"])
+def test_rows_go_on_after_errors_that_leave_the_gpu_whole(monkeypatch, text):
+    assert order_of(monkeypatch, operation=text)[0] == ["operation", "against", "against", "crossover"]
+
+
+def test_the_rows_against_eager_cover_each_operation_small_and_16_bits_first():
+    cases = eager_cases()
+    order = [(case.dtype == "float32", case.size) for case in cases]
+    assert order == sorted(order) and len(set(cases)) == len(cases)
+    plain = {(c.label, c.width, c.size, c.backward) for c in cases if c.dtype == "bfloat16" and "masked" not in c.name}
+    labels = {"kernelized efficient", "kernelized+causal efficient", "kernelized+joint efficient"}
+    labels |= {f"taylorshift+temperature{more}" for more in (" efficient", " direct", "+joint efficient")}
+    passes = (False, True)
+    assert plain == {(n, d, t, b) for n in labels for d in (16, 32, 64) for t in (196, 1024, 16_384) for b in passes}
+    assert {c.label for c in cases if c.dtype == "float32"} == labels
+    assert {c.width for c in cases if c.dtype == "float32" or "masked" in c.name} == {16, 32}
+    assert {c.base for c in cases if "masked" in c.name} == {"kernelized", "taylorshift"}
+
+
+def test_the_rows_against_eager_are_within_what_kernels_declare():
+    for case in eager_cases():
+        name = "kernelized causal" if "causal" in case.name else case.base
+        assert case.width <= min(why_not.WIDEST[name][8 * case.torch_dtype.itemsize]), case
+
+
+def test_kernels_are_compared_with_eager_operations(monkeypatch):
+    lines, asked = [], []
+    names = ("kernelized+masked", "kernelized+causal", "taylorshift+temperature+joint")
+    cases = [replace(eager_cases()[0], name=name, size=70, batch=2, heads=2, dtype="float32", backward=True) for name in names]
+    right = gpu_operations.outputs
+    monkeypatch.setattr(gpu_operations, "outputs", lambda f, x, backward: asked.append(x["q"].dtype) or right(f, x, backward))
+    records, broken = gpu.run_rows([], cases, bench(), Budget(1), lines.append)
+    assert lines[0].startswith("\nkernel against eager")
+    assert lines[1].startswith("| kernelized+masked efficient | float32 | 70 | 16 | forward+backward | ")
+    assert [record["status"] for record in records] == ["ok"] * 3 and all(0 < record["error"] < 1e-5 for record in records)
+    assert broken == 0 and asked == [torch.float64] * 3  # what they are held to
+
+
+def test_a_key_mask_leaves_out_every_fourth_key():
+    case = replace(operation("kernelized+masked", 9, 8), heads=1, dtype="float64")
+    tensors = draw(case, bench())
+    q, k, v = (tensors[name] for name in "qkv")
+    out = function_of(case, 9, "cpu")(q, k, v)
+    for image, left_out in ((0, (3, 7)), (1, (2, 6))):
+        kept = [key for key in range(9) if key not in left_out]
+        whole = function_of(replace(case, name="kernelized"), 9, "cpu")
+        expected = whole(q[image : image + 1], k[image : image + 1, :, kept], v[image : image + 1, :, kept])
+        torch.testing.assert_close(out[image : image + 1], expected)
+    torch.testing.assert_close(definition(case, tensors)["out"], out)
+
+
+def test_the_last_line_names_the_rows_in_which_eager_was_faster():
+    cases = eager_cases()[:3]
+    found = [{"status": "ok", "ratio": 0.9}, {"status": "ok", "ratio": 1.2}, {"status": "wrong: error", "error": 0.1}]
+    records = [gpu_eager.record_of(case, more) for case, more in zip(cases, found, strict=True)]
+    text = gpu_eager.verdict(cases, records)
+    row = f"kernelized efficient forward bfloat16 N = 196 d = {cases[0].width}"
+    assert text.startswith(f"eager was faster in 1 of the 2 rows that were timed (3 in all): {row} - ") and text.count(";") == 0
+    assert "NOT_BY_AUTO in visionattn/ops/triton/why_not.py" in text and hasattr(why_not, "NOT_BY_AUTO")
+    assert [gpu_eager.cells_of(record)[-1] for record in records] == ["eager is faster", "ok", "wrong: error"]
+    assert gpu_eager.verdict(cases[1:], records[1:]) == "eager was faster in none of the 1 rows that were timed (2 in all)"
+
+
+def test_rows_are_named_after_an_interruption_too(monkeypatch):
+    lines = []
+    row = {"status": "ok", "ratio": 0.5, "error": 0.0}
+    monkeypatch.setattr(gpu, "measure_against_eager", lambda case, bench: row)
+
+    def interrupt(figure, bench):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gpu, "measure_crossover", interrupt)
+    crossover = [figure for figure in all_figures() if figure.kind == "crossover"]
+    with pytest.raises(KeyboardInterrupt):
+        gpu.run_rows(crossover, eager_cases()[:1], bench(), Budget(1), lines.append)
+    assert lines[-1].startswith("\neager was faster in 1 of the 1 rows")
+
+
+FAKE_PYTHON = """#!/bin/sh
+case "$*" in
+  *"import sys, torch"*) exit 0;;
+  *find_spec*) exit 0;;
+  *"-m pytest"*) echo tests begin; exec sleep "$TESTS_TAKE";;
+  *benchmark.py*) echo "table $*"; exit 0;;
+esac
+exec "$REAL_PYTHON" "$@"
+"""
+
+
+@pytest.mark.skipif(not (shutil.which("make") and shutil.which("timeout")), reason="make gpu needs make and timeout")
+@pytest.mark.parametrize("tests_take, ended, least, most", [("30", True, 1.5, 2), ("0", False, 2.5, 3)])
+def test_make_gpu_ends_the_tests_and_gives_the_table_the_minutes_that_are_left(tmp_path, tests_take, ended, least, most):
+    fake = tmp_path / "python"
+    fake.write_text(FAKE_PYTHON)
+    fake.chmod(0o755)
+    given = os.environ | {"TESTS_TAKE": tests_take, "REAL_PYTHON": sys.executable}
+    command = ["make", "--silent", "gpu", f"PYTHON={fake}", "GPU_SECONDS=60 180 200" if not ended else "GPU_SECONDS=1 120 140"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1], env=given, timeout=60)
+    minutes = float(re.search(r"table tools/benchmark.py --gpu --minutes (\S+)", done.stdout)[1])
+    assert least <= minutes <= most and (done.returncode != 0) == ended
+    assert ("tests were ended after 1 s; what they did not reach is not checked" in done.stdout) == ended
