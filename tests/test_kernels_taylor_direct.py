@@ -72,6 +72,17 @@ def test_mean_mass_and_gradients_are_those_of_the_definition(batch, heads, queri
 
 
 @every_place
+@pytest.mark.parametrize("factor", [64.0, 1e-3])
+def test_gradients_of_any_size_pass(device, dtype, factor):
+    q, k, v, grad = drawn(1, 2, 65, 128, 16, 16, device, dtype)
+    grad = (grad.double() * factor).to(dtype)
+    scaled = []
+    for results in (computed(q, k, v, grad, None)[0], expected(q, k, v, grad, None)):
+        scaled.append({name: x.double() / (1 if name == "out" else factor) for name, x in results.items()})
+    assert_within_budget(*scaled, dtype)
+
+
+@every_place
 def test_masked_keys_take_no_part_whatever_their_rows_hold(device, dtype):
     q, k, v, grad = drawn(2, 3, 65, 77, 16, 24, device, dtype)
     mask = torch.rand(2, 77, generator=torch.Generator().manual_seed(0)).to(device) < 0.6

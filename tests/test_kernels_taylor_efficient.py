@@ -70,6 +70,17 @@ def test_mean_and_every_gradient_are_those_of_the_definition(device, dtype, size
 
 
 @every_place
+@pytest.mark.parametrize("factor", [64.0, 1e-3])
+def test_gradients_of_any_size_pass(device, dtype, factor):
+    tensors = inputs(device, dtype, 1, 2, 33, 257, 16, 16)
+    tensors["grad"] = (tensors["grad"].double() * factor).to(dtype)
+    scaled = []
+    for results in (with_kernels(**tensors), by_definition(**tensors)):
+        scaled.append({name: x.double() / (1 if name == "out" else factor) for name, x in results.items()})
+    assert_within_budget(*scaled, dtype)
+
+
+@every_place
 def test_masked_keys_take_no_part_whatever_finite_numbers_they_hold(device, dtype):
     tensors = inputs(device, dtype, 3, 2, 33, 77, 24, 16)
     mask = torch.rand(3, 77, generator=torch.Generator().manual_seed(1)) < 0.5

@@ -20,12 +20,14 @@ from visionattn.ops.triton.taylor_efficient_states import (
     PAIR,
     columns,
     feature_sums,
+    in_half_range,
     moments,
     num_moments,
     num_pairs,
     num_tiles,
     present_rows,
     tiles_of_pair,
+    unit_of,
 )
 
 
@@ -33,7 +35,8 @@ class State(NamedTuple):
     """What queries need of the keys and values: features ``[B, h, F, e]`` in the dtype of v, and moments, float32.
 
     Features are ``W phi2(K)^T V / M`` with W = a on pairs of equal tiles and 2a on the others; moments ``b K^T V / M``,
-    ``c sum v / M``, ``K^T K / M``, ``sum k / M`` and the share of keys present, in one row (``taylor_efficient_states.py``).
+    ``c sum v / M``, ``K^T K / M``, ``sum k / M`` and the share of keys present, in one row (``taylor_efficient_states.py``). In
+    float16 both are in units of the largest number of each head.
     """
 
     features: Tensor
@@ -89,7 +92,7 @@ def _expand(
     b_x = columns(p_x, o_n, x_token, 0, m_x, D, BLOCK_D)  # [N, D]
     if MASS:
         b_mass = mass_of_rows(b_x, p_moments + D * E + E, a, b, c, D, BLOCK_D, PRECISION)
-        tl.store(p_mass + i_group.to(tl.int64) * tokens + o_n, b_mass, mask=m_n)
+        tl.store(p_mass + i_group.to(tl.int64) * tokens + o_n, b_mass * unit_of(p_features, p_moments, D, E), mask=m_n)
     b_xy = tl.load(p_moments + o_d[:, None] * E + o_e[None, :], mask=m_d[:, None] & m_e[None, :], other=0)  # [D, E]
     b_values = tl.dot(b_x, b_xy.to(b_x.dtype), input_precision=PRECISION)
     b_values += tl.load(p_moments + D * E + o_e, mask=m_e, other=0)[None, :]
@@ -110,6 +113,8 @@ def _expand(
         b_state = b_next
     if DIVIDED:
         b_values /= tl.where(b_mass == 0, 1.0, b_mass)[:, None]
+    else:
+        b_values *= unit_of(p_features, p_moments, D, E)
     if MASKED:
         b_values = tl.where(m_x[:, None], b_values, 0)
     p_out = head(p_out, i_batch, i_head, out_batch, out_head)
@@ -162,7 +167,8 @@ def state_of_keys(k: Tensor, v: Tensor, key_mask: Tensor | None, coefficients: t
     """The state of ``k [B, h, M, d]`` and ``v [B, h, M, e]``; key_mask bool ``[B, M]``, True takes part."""
     (a, b, c), scale = coefficients, 1 / max(1, k.shape[2])
     weights = (b * scale, c * scale, scale, scale, scale)
-    return State(feature_sums(k, v, None, key_mask, a * scale), moments(k, v, None, None, key_mask, weights))
+    features, row = feature_sums(k, v, None, key_mask, a * scale), moments(k, v, None, None, key_mask, weights)
+    return State(in_half_range(features, row) if v.dtype == torch.float16 else features, row)
 
 
 def forward(
@@ -170,7 +176,8 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """What ``q [B, h, N, d]`` read of the state: out ``[B, h, N, e]`` and mass, float32 ``[B, h, N]``.
 
-    Divided, out is the mean in the dtype of v, 0 where the mass is 0; else the sums of weighted values in float32.
+    Divided, out is the mean in the dtype of v, 0 where the mass is 0; else the sums of weighted values in float32. In float16
+    products of two elements of q, or of k, are to be in range: elements up to 255, which those of unit length are.
     """
     (batch, heads, tokens, _), e = q.shape, state.features.shape[3]
     dtype = state.features.dtype if divide else torch.float32

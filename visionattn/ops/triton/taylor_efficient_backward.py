@@ -5,9 +5,11 @@ With ``g = dO / mass`` and ``z = -<g, O>`` per query, the gradient of the featur
 (``expand``). Gradients of q and k go through the products of tiles in ``_gradient``: gradients of the features are made for one
 pair of tiles at a time and contracted with either tile at once.
 
-Gradients of the state are divided by the number of keys, as the state is. Source: the forward pass differentiated by hand.
+Gradients of the state are divided by the number of keys, as the state is, and in float16 by the largest gradient of each head.
+Source: the forward pass differentiated by hand.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -18,11 +20,13 @@ from visionattn.ops.triton.taylor_efficient import State, expand
 from visionattn.ops.triton.taylor_efficient_states import (
     columns,
     feature_sums,
+    in_half_range,
     inverse_mass,
     moments,
     num_tiles,
     present_rows,
     tiles_of_pair,
+    unit_of,
 )
 
 
@@ -123,6 +127,7 @@ def _gradient(
         b_dx = (b_dx + b_dmass) * inverse_mass(p_mass, i_group, tokens, o_n, m_n)[:, None]
     else:
         b_dx += b_dmass
+    b_dx *= unit_of(p_features, p_moments, D, E)
     if MASKED:
         b_dx = tl.where(m_n[:, None], b_dx, 0)
     m_dx = (o_n < tokens)[:, None] & (o_d < D)[None, :]
@@ -163,6 +168,12 @@ def _gradient_of(
     return dx
 
 
+def _largest(grad: Tensor, mass: Tensor) -> Tensor:
+    """The largest of ``|grad| / mass`` of each head, by which it is divided where float16 is to hold it, float32 ``[B, h]``."""
+    shares = torch.where(mass == 0, 0, grad.abs().amax(3).float() / mass)
+    return torch.nn.functional.pad(shares, (0, 1), value=1e-30).amax(2)
+
+
 def backward(
     grad: Tensor,
     out: Tensor,
@@ -180,8 +191,14 @@ def backward(
     """
     (a, b, c), scale = coefficients, 1 / max(1, k.shape[2])
     dq = _gradient_of(q, grad, out, mass, None, *state, (2 * a, b))
+    half = q.dtype == torch.float16
+    if half:
+        unit = _largest(grad, mass)
+        mass = mass * unit[..., None]
     d_features = feature_sums(q, grad, mass, None, a * scale)
     d_moments = moments(q, grad, out, mass, None, (b * scale, c * scale, a * scale, b * scale, 0.0))
+    if half:
+        d_features = in_half_range(d_features, d_moments, unit)
     dk = _gradient_of(k, v, None, None, key_mask, d_features, d_moments, (2.0, 1.0))
     dv = launch.tokens_first(v, *v.shape)
     expand(k, d_features, d_moments, key_mask, dv, None, coefficients, False)

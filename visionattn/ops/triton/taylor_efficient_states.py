@@ -4,7 +4,8 @@ Columns are cut into tiles of 16. Pair ``p = i (i + 1) / 2 + j`` of tiles ``i >=
 row. The same kernels sum over keys (x = k, y = v) and, in the backward pass, over queries (x = q, y = grad / mass).
 
 Moments of one head lie in one row of float32: ``X^T Y [d, e]``, ``sum y [e]``, ``X^T diag(w) X [d, d]``, ``sum w x [d]`` and 8
-times the number of tokens present. Source: TaylorShift, "Efficient TaylorShift"; tiles and mass without features are ours.
+times the number of tokens present; the second of the 8 is the unit of the head in float16. Source: TaylorShift, "Efficient
+TaylorShift"; tiles and mass without features are ours.
 """
 
 import torch
@@ -234,7 +235,8 @@ def _added(parts: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def feature_sums(x: Tensor, y: Tensor, mass: Tensor | None, key_mask: Tensor | None, weight: float) -> Tensor:
-    """``sum_n phi2(x_n) y_n^T`` of ``x [B, h, N, d]`` and ``y [B, h, N, e]``, ``[B, h, F, e]`` in the dtype of y.
+    """``sum_n phi2(x_n) y_n^T`` of ``x [B, h, N, d]`` and ``y [B, h, N, e]``, ``[B, h, F, e]`` in the dtype of y, float32 for
+    float16 (``in_half_range``).
 
     Args:
         mass: float32 ``[B, h, N]``, by which y is divided (0 where it is 0); None leaves y as it is.
@@ -260,7 +262,27 @@ def feature_sums(x: Tensor, y: Tensor, mass: Tensor | None, key_mask: Tensor | N
         DIVIDED=mass is not None,
         MASKED=key_mask is not None,
     )
-    return _added(sums, y.dtype)
+    return _added(sums, torch.float32 if y.dtype == torch.float16 else y.dtype)
+
+
+def in_half_range(features: Tensor, moments: Tensor, unit: Tensor | None = None) -> Tensor:
+    """Features in float16, where both they and the moments, in place, are put in units of the largest of each head.
+
+    That keeps small sums above the end of float16 at 6e-8. The unit, times ``unit [B, h]``, is left in the row of moments.
+    """
+    own = moments[..., : -launch.OCTET].abs().amax(2).maximum(features.abs().amax((2, 3))).clamp(min=1e-30)
+    moments /= own[..., None]
+    moments[..., 1 - launch.OCTET] = own if unit is None else own * unit
+    return (features / own[..., None, None]).half()
+
+
+@triton.jit
+def unit_of(p_features, p_moments, D: tl.constexpr, E: tl.constexpr):
+    """The unit of a state; 1 but in float16."""
+    if p_features.dtype.element_ty == tl.float16:
+        return tl.load(p_moments + D * E + E + D * D + D + 1)
+    else:
+        return 1.0
 
 
 def moments(
