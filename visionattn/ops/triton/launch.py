@@ -26,8 +26,8 @@ def _table() -> tuple[dict[str, dict[str, list[dict[str, int]]]], dict[tuple, di
 
 @lru_cache(maxsize=64)
 def capability(device: torch.device) -> str | None:
-    """Compute capability as "9.0"; None where the device is no GPU."""
-    if device.type != "cuda":
+    """Compute capability as "9.0"; None where the device is no GPU, or one that a fake tensor alone is on."""
+    if device.type != "cuda" or not torch.cuda.is_available():
         return None
     return ".".join(map(str, torch.cuda.get_device_capability(device)))
 

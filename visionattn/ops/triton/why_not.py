@@ -91,6 +91,8 @@ def _why_not_here(device: torch.device, dtype: torch.dtype) -> str | None:
     if device.type != "cuda" or torch.version.hip is not None:
         return f"q is on {device.type}; the kernels run on NVIDIA GPUs"
     found = capability(device)
+    if found is None:
+        return "there is no GPU that PyTorch can use"
     if found not in CAPABILITIES:
         return f"the GPU has compute capability {found}; the kernels are made for {', '.join(CAPABILITIES)}"
     if found == "10.0" and _triton_version() < (3, 9):
