@@ -19,6 +19,7 @@ def both_passes(tokens: int, d: int, e: int, dtype: torch.dtype, masked: bool = 
 
 CASES = {
     "bfloat16": partial(both_passes, 4096, 64, 64, torch.bfloat16),
+    "masked float16": partial(both_passes, 4096, 64, 64, torch.float16, masked=True),
     "masked float32": partial(both_passes, 4096, 16, 16, torch.float32, masked=True),
 }
 SIZES = {

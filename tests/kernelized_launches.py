@@ -23,7 +23,7 @@ def both_passes(tokens: int, d: int, e: int, dtype: torch.dtype, masked: bool = 
 WIDTHS = [(16, 16), (32, 32), (64, 64), (40, 24), (128, 128)]
 CASES = {f"d={d} e={e} bfloat16": partial(both_passes, 4096, d, e, torch.bfloat16) for d, e in WIDTHS}
 CASES |= {f"d={d} e={d} float32": partial(both_passes, 4096, d, d, torch.float32) for d in (16, 32, 64)}
-CASES["masked float16"] = partial(both_passes, 4096, 64, 64, torch.float16, masked=True)
+CASES |= {f"masked d={d} e={d} float16": partial(both_passes, 4096, d, d, torch.float16, masked=True) for d in (64, 128)}
 SIZES = {
     "bfloat16": (lambda n: both_passes(n, 64, 64, torch.bfloat16), [1, 2, 15, 16, 17, 48, 64, 100, *range(196, 1000, 73)]),
     "float32": (lambda n: both_passes(n, 32, 16, torch.float32), [1, 2, 15, 16, 17, 48, 64, 100, *range(196, 1000, 73)]),

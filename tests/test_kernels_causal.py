@@ -113,6 +113,36 @@ def test_sums_of_states_before_and_after_leave_out_their_own(reverse, device, dt
     assert relative_error(kernelized_causal_states.exclusive(x, reverse), wanted) < 1e-6
 
 
+SHIFTS = {"keys -12": ("k", slice(None), -12), "keys -16": ("k", slice(None), -16), "queries -16": ("q", slice(None), -16)}
+SHIFTS |= {"one query -12": ("q", slice(5, 6), -12), "both -12": ("qk", slice(None), -12)}
+
+
+@every_place
+@pytest.mark.parametrize("shift", SHIFTS)
+def test_features_near_the_end_of_float16_leave_each_query_its_digits(device, dtype, shift, in_segments):
+    """elu1(-12) is 6e-6 and elu1(-16) 1e-7: as float16 they have six and one bits. Twice the budget, for single rows.
+
+    But the first query, which sees one key: the gradient of its features is 0, a difference of equal numbers.
+    """
+    in_segments(2)
+    tensors = dict(zip(("q", "k", "v", "grad"), drawn(1, 2, 128, 16, 16, device, dtype), strict=True))
+    names, tokens, by = SHIFTS[shift]
+    for name in names:
+        tensors[name][:, :, tokens] += by
+    actual, wanted = computed(*tensors.values(), None, "elu1")[0], expected(*tensors.values(), None, "elu1")
+    assert_within_budget(actual, wanted, dtype)
+    for name, budget in (("out", BUDGET[dtype][0]), ("q", BUDGET[dtype][1])):
+        for i in range(1, 128):
+            assert relative_error(actual[name][:, :, i], wanted[name][:, :, i]) <= 2 * budget, (name, i)
+
+
+def test_chunks_that_leave_their_segment_are_refused(monkeypatch):
+    q = torch.empty(1, 1, 64, 16)
+    monkeypatch.setattr(launch, "launch_row", lambda *args: {"BLOCK_N": 48})
+    with pytest.raises(AssertionError, match="does not divide 64"):
+        kernelized_causal_states.options_of("causal means", q, q)
+
+
 def test_nothing_comes_of_no_tokens():
     q, v = torch.empty(2, 3, 0, 16), torch.empty(2, 3, 0, 24)
     out, mass = kernelized_causal.causal_means(q, q, v, None, "elu1")

@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("triton", reason="GPU kernels need Triton")
 
 import torch
-from kernel_checks import assert_within_budget, every_place, guarded, poisoned_memory
+from kernel_checks import BUDGET, assert_within_budget, every_place, guarded, poisoned_memory, relative_error
 from kernel_launches import SHARED_BYTES, compiled_in_fresh_process, keys_in_fresh_process
 from oracles import draw
 from torch import Tensor
@@ -86,6 +86,26 @@ def test_gradients_of_any_size_pass_through_weights_of_any_size(device, dtype, f
     for results in (with_kernels(**tensors, **options), by_definition(**tensors, **options)):
         scaled.append({name: x.double() / (1 if name == "out" else factor) for name, x in results.items()})
     assert_within_budget(*scaled, dtype)
+
+
+SHIFTS = {"keys -12": ("k", slice(None), -12), "keys -16": ("k", slice(None), -16), "queries -16": ("q", slice(None), -16)}
+SHIFTS |= {"one query -12": ("q", slice(5, 6), -12), "both -12": ("qk", slice(None), -12)}
+
+
+@every_place
+@pytest.mark.parametrize("shift", SHIFTS)
+def test_features_near_the_end_of_float16_leave_each_query_its_digits(device, dtype, shift):
+    """elu1(-12) is 6e-6 and elu1(-16) 1e-7: as float16 they have six and one bits. Twice the budget, for single rows."""
+    tensors = inputs(device, dtype, 1, 2, 128, 128, 16, 16)
+    names, tokens, by = SHIFTS[shift]
+    for name in names:
+        tensors[name][:, :, tokens] += by
+    options = dict(key_mask=None, feature_map="elu1")
+    actual, expected = with_kernels(**tensors, **options), by_definition(**tensors, **options)
+    assert_within_budget(actual, expected, dtype)
+    for name, budget in (("out", BUDGET[dtype][0]), ("q", BUDGET[dtype][1])):
+        for i in range(128):
+            assert relative_error(actual[name][:, :, i], expected[name][:, :, i]) <= 2 * budget, (name, i)
 
 
 @every_place

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from visionattn.ops.triton import launch
-from visionattn.ops.triton.language import head, kernel, phi, phi_slope, rows
+from visionattn.ops.triton.language import head, in_units, kernel, operand, phi, phi_slope, rows
 
 
 @kernel
@@ -45,7 +45,11 @@ def _partial_states(
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One segment of the keys of one head: ``sum phi(k) v^T`` and ``sum phi(k)``, times ``scale``."""
+    """One segment of the keys of one head: ``sum phi(k) v^T`` and ``sum phi(k)``, times ``scale``.
+
+    The features of masked keys become 0 and their values, which are to be finite, stay: a left operand is best as it was loaded,
+    and to load it by the mask holds up the pipeline.
+    """
     i_segment, i_group = tl.program_id(0) % segments, tl.program_id(0) // segments
     i_batch, i_head = i_group // heads, i_group % heads
     p_k, p_v = head(p_k, i_batch, i_head, k_batch, k_head), head(p_v, i_batch, i_head, v_batch, v_head)
@@ -61,7 +65,9 @@ def _partial_states(
         if MASKED:
             m_n = m_n & (tl.load(p_present + i_batch.to(tl.int64) * tokens + o_n, mask=m_n, other=0) != 0)
         b_phi = tl.where(m_n[:, None] & (o_d < D)[None, :], phi(b_k, MAP), 0)
-        b_s += tl.dot(tl.trans(b_v), b_phi.to(b_v.dtype), input_precision=PRECISION)
+        b_left = tl.trans(b_v)
+        b_right, b_unit = operand(b_phi, b_v.dtype, False)
+        b_s += in_units(tl.dot(b_left, b_right, input_precision=PRECISION), b_unit, b_v.dtype)
         b_z += tl.sum(b_phi, 0)
     i_part = i_segment.to(tl.int64) * groups + i_group
     m_s = (o_d < D)[None, :] & (o_e < E)[:, None]
@@ -105,7 +111,9 @@ def _means(
     b_s = tl.load(p_s + o_d[:, None] * E + o_e[None, :], mask=m_d[:, None] & m_e[None, :], other=0)  # [D, E]
     b_z = tl.load(p_z + i_group.to(tl.int64) * D + o_d, mask=m_d, other=0)
     b_phi = tl.where(m_d[None, :], phi(b_q, MAP), 0)
-    b_values = tl.dot(b_phi.to(b_q.dtype), b_s.to(b_q.dtype), input_precision=PRECISION)
+    b_left, b_unit = operand(b_phi, b_q.dtype, True)
+    b_s, b_unit_s = operand(b_s, b_q.dtype, False)
+    b_values = in_units(tl.dot(b_left, b_s, input_precision=PRECISION), (b_unit * b_unit_s)[:, None], b_q.dtype)
     b_mass = tl.sum(b_phi * b_z[None, :], 1)
     b_out = b_values / tl.where(b_mass == 0, 1.0, b_mass)[:, None]
     tl.store(rows(p_out, o_n, out_token, o_e), b_out.to(p_out.dtype.element_ty), mask=m_n[:, None] & m_e[None, :])
@@ -158,9 +166,9 @@ def _queries_backward(
     p_q, p_dq = head(p_q, i_batch, i_head, q_batch, q_head), head(p_dq, i_batch, i_head, dq_batch, dq_head)
     p_s += i_group.to(tl.int64) * D * E
     b_s = tl.load(p_s + o_d[None, :] * E + o_e[:, None], mask=m_d[None, :] & m_e[:, None], other=0)  # [E, D]
-    b_s = b_s.to(p_q.dtype.element_ty)
+    b_s, b_unit_s = operand(b_s, p_q.dtype.element_ty, False)
     b_z = tl.load(p_z + i_group.to(tl.int64) * D + o_d, mask=m_d, other=0)
-    b_ds = tl.zeros([BLOCK_E, BLOCK_D], tl.float32)
+    b_ds, b_unit = tl.zeros([BLOCK_E, BLOCK_D], tl.float32), tl.cast(1e-30, tl.float32)
     b_dz = tl.zeros([BLOCK_D], tl.float32)
     last = tl.minimum(tokens, (i_segment + 1) * segment_tokens)
     for start in range(i_segment * segment_tokens, last, BLOCK_N):
@@ -175,10 +183,18 @@ def _queries_backward(
         b_phi = tl.where(m_n[:, None] & m_d[None, :], phi(b_q, MAP), 0)
         b_dz += tl.sum(b_phi * b_dmass[:, None], 0)
         b_phi *= b_inverse[:, None]  # not the gradient, which half precision may not hold divided by a small mass
-        b_ds += tl.dot(tl.trans(b_grad), b_phi.to(b_q.dtype), input_precision=PRECISION)
+        b_left = tl.trans(b_grad)
+        if tl.float16 == b_q.dtype:  # the unit of the sum grows, for there are no registers for a product beside the sum
+            b_larger = tl.maximum(b_unit, tl.max(tl.max(tl.abs(b_phi), 1), 0) / 16)
+            b_ds *= b_unit / b_larger
+            b_unit = b_larger
+            b_phi *= 1 / b_larger
+        b_ds += tl.dot(b_left, b_phi.to(b_q.dtype), input_precision=PRECISION)
+        b_inverse = in_units(b_inverse, b_unit_s, b_q.dtype)
         b_dq = tl.dot(b_grad, b_s, input_precision=PRECISION) * b_inverse[:, None] + b_dmass[:, None] * b_z[None, :]
         b_dq *= phi_slope(b_q, MAP)
         tl.store(rows(p_dq, o_n, dq_token, o_d), b_dq.to(p_dq.dtype.element_ty), mask=m_n[:, None] & m_d[None, :])
+    b_ds = in_units(b_ds, b_unit, p_q.dtype.element_ty)
     i_part = i_segment.to(tl.int64) * groups + i_group
     tl.store(p_ds + i_part * D * E + o_d[None, :] * E + o_e[:, None], b_ds * scale, mask=m_d[None, :] & m_e[:, None])
     tl.store(p_dz + i_part * D + o_d, b_dz * scale, mask=m_d)
@@ -231,7 +247,8 @@ def _keys_backward(
     b_ds = (b_ds / tl.where(b_most == 0, 1.0, b_most)).to(b_k.dtype)
     b_dz = tl.load(p_dz + i_group.to(tl.int64) * D + o_d, mask=m_d, other=0)
     b_phi = tl.where(m_d[None, :], phi(b_k, MAP), 0)
-    b_dv = tl.dot(b_phi.to(b_k.dtype), b_ds, input_precision=PRECISION) * b_most
+    b_phi, b_unit = operand(b_phi, b_k.dtype, True)
+    b_dv = in_units(tl.dot(b_phi, b_ds, input_precision=PRECISION) * b_most, b_unit[:, None], b_k.dtype)
     b_dk = (tl.dot(b_v, tl.trans(b_ds), input_precision=PRECISION) * b_most + b_dz[None, :]) * phi_slope(b_k, MAP)
     if MASKED:
         m_n = tl.load(p_present + i_batch.to(tl.int64) * tokens + o_n, mask=o_n < tokens, other=0) != 0
@@ -250,9 +267,18 @@ def _options(name: str, d: int, e: int, like: Tensor) -> dict[str, object]:
 
 def state_of_keys(k: Tensor, v: Tensor, key_mask: Tensor | None, feature_map: str) -> tuple[Tensor, Tensor]:
     """S ``[B, h, d, e]`` and Z ``[B, h, d]`` of ``k [B, h, M, d]`` and ``v [B, h, M, e]``, divided by M; float32."""
+    batch, heads, tokens, d = k.shape
+    block = launch.launch_row("kernelized state", d, v.shape[3], k.dtype, k.device)["BLOCK_N"]
+    parts = launch.segments(tokens, batch * heads, block, k.device)
+    s, z = states_of_segments(k, v, key_mask, feature_map, parts, triton.cdiv(tokens, parts), 1 / max(1, tokens))
+    return (s[0], z[0]) if parts == 1 else (s.sum(0), z.sum(0))
+
+
+def states_of_segments(
+    k: Tensor, v: Tensor, key_mask: Tensor | None, feature_map: str, parts: int, segment_tokens: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """S ``[parts, B, h, d, e]`` and Z ``[parts, B, h, d]`` of segments of ``segment_tokens`` keys, times ``scale``; float32."""
     (batch, heads, tokens, d), e = k.shape, v.shape[3]
-    options = _options("kernelized state", d, e, k)
-    parts = launch.segments(tokens, batch * heads, options["BLOCK_N"], k.device)
     s = k.new_empty(parts, batch, heads, d, e, dtype=torch.float32)
     z = k.new_empty(parts, batch, heads, d, dtype=torch.float32)
     k, v = launch.readable(k), launch.readable(v)
@@ -260,13 +286,13 @@ def state_of_keys(k: Tensor, v: Tensor, key_mask: Tensor | None, feature_map: st
         _partial_states,
         (parts * batch * heads,),
         *(k, v, k if key_mask is None else key_mask.contiguous(), s, z),
-        *(heads, batch * heads, tokens, triton.cdiv(tokens, parts), parts, 1 / max(1, tokens)),
+        *(heads, batch * heads, tokens, segment_tokens, parts, scale),
         *(*launch.octets(k), *launch.octets(v)),
-        **options,
+        **_options("kernelized state", d, e, k),
         MAP=feature_map,
         MASKED=key_mask is not None,
     )
-    return (s[0], z[0]) if parts == 1 else (s.sum(0), z.sum(0))
+    return s, z
 
 
 def means(q: Tensor, s: Tensor, z: Tensor, feature_map: str, out: Tensor, mass: Tensor, queries: int) -> None:

@@ -7,8 +7,8 @@ state is that of the keys to the left, and a sweep to the left over keys, whose 
 ``dS = sum phi(q) g^T`` and ``dZ = sum z phi(q)`` with ``g = grad / mass``, ``z = -<g, out>``, the mass being put to the features.
 
 The mass is divided by the number of tokens (see ``__init__.py``). Sums grow from left to right, so what enters products in half
-precision is divided by the tokens it is a sum of, and multiplied back in float32. Registers hold widths up to 64 in half
-precision and 16 in float32; beyond, they spill.
+precision is divided by the tokens it is a sum of, and multiplied back in float32. Float16, of less range, has units besides
+(``language.operand``). Registers hold widths up to 64 in half precision and 16 in float32; beyond, they spill.
 
 Source: Katharopoulos et al. 2020, eq. 8 to 15; segments, chunks and the gradient of the mass are ours.
 """
@@ -28,7 +28,7 @@ from visionattn.ops.triton.kernelized_causal_states import (
     segments_of,
     states_before,
 )
-from visionattn.ops.triton.language import head, kernel, phi_slope, rows
+from visionattn.ops.triton.language import head, in_units, kernel, operand, phi_slope, rows
 
 
 @kernel
@@ -87,16 +87,19 @@ def _causal_means(
         b_q = read(p_q, o_n, m_n, q_token, o_d, D)  # [N, D]
         b_phi_q = features_of(b_q, m_n, o_d, D, MAP)
         b_k, b_phi, b_v = keys_of(p_k, p_v, p_present, o_n, m_n, k_token, v_token, o_d, o_e, D, E, MAP, MASKED)
-        b_phi_k = b_phi.to(b_v.dtype)
-        b_w = tl.dot(b_phi_q.to(b_v.dtype), tl.trans(b_phi_k), input_precision=PRECISION)  # [N, N]
+        b_left, b_unit_q = operand(b_phi_q, b_v.dtype, True)
+        b_phi_k, b_unit_k = operand(b_phi, b_v.dtype, False)
+        b_w = tl.dot(b_left, tl.trans(b_phi_k), input_precision=PRECISION)  # [N, N]
         b_w = tl.where(o_chunk[:, None] >= o_chunk[None, :], b_w, 0)
-        b_mass = tl.sum(b_w, 1) + tl.sum(b_phi_q * b_z[None, :], 1)
-        b_before = tl.dot(b_phi_q.to(b_v.dtype), (b_s / seen).to(b_v.dtype), input_precision=PRECISION)
-        b_values = tl.dot(b_w.to(b_v.dtype), b_v, input_precision=PRECISION) + b_before * seen
+        b_mass = in_units(tl.sum(b_w, 1), b_unit_q * b_unit_k, b_v.dtype) + tl.sum(b_phi_q * b_z[None, :], 1)
+        b_state, b_unit_s = operand(b_s / seen, b_v.dtype, False)
+        b_before = in_units(tl.dot(b_left, b_state, input_precision=PRECISION), b_unit_s, b_v.dtype)
+        b_within = in_units(tl.dot(b_w.to(b_v.dtype), b_v, input_precision=PRECISION), b_unit_k, b_v.dtype)
+        b_values = in_units(b_within + b_before * seen, b_unit_q[:, None], b_v.dtype)
         b_out = b_values / tl.where(b_mass == 0, 1.0, b_mass)[:, None]
         tl.store(rows(p_out, o_n, out_token, o_e), b_out.to(p_out.dtype.element_ty), mask=m_n[:, None] & (o_e < E)[None, :])
         tl.store(p_mass + o_n, b_mass * scale, mask=m_n)
-        b_s += tl.dot(tl.trans(b_phi_k), b_v, input_precision=PRECISION)
+        b_s += in_units(tl.dot(tl.trans(b_phi_k), b_v, input_precision=PRECISION), b_unit_k, b_v.dtype)
         b_z += tl.sum(b_phi, 0)
 
 
@@ -171,18 +174,22 @@ def _causal_queries_backward(
         b_grad, b_inverse, b_dmass = gradients_of(
             p_grad, p_out, p_mass, o_n, m_n, grad_token, out_token, o_e, upto * scale, E
         )
-        b_phi_k = b_phi.to(b_v.dtype)
+        b_phi_k, b_unit_k = operand(b_phi, b_v.dtype, False)
+        b_mass_before = b_z
+        b_z += tl.sum(b_phi, 0)
         b_dw = tl.dot(b_grad, tl.trans(b_v), input_precision=PRECISION) + b_dmass[:, None]  # [N, N]
         b_dw = tl.where(o_chunk[:, None] >= o_chunk[None, :], b_dw, 0)
-        b_before = tl.dot(b_grad, (b_s / seen).to(b_v.dtype), input_precision=PRECISION)
-        b_dq = tl.dot(b_dw.to(b_v.dtype), b_phi_k, input_precision=PRECISION) + b_before * seen + b_dmass[:, None] * b_z[None, :]
+        b_state, b_unit_s = operand(b_s / seen, b_v.dtype, False)
+        b_before = in_units(tl.dot(b_grad, b_state, input_precision=PRECISION), b_unit_s, b_v.dtype)
+        b_within = in_units(tl.dot(b_dw.to(b_v.dtype), b_phi_k, input_precision=PRECISION), b_unit_k, b_v.dtype)
+        b_dq = b_within + b_before * seen + b_dmass[:, None] * b_mass_before[None, :]
         b_dq *= phi_slope(b_q, MAP) * (b_inverse / upto)[:, None]
         tl.store(rows(p_dq, o_n, dq_token, o_d), b_dq.to(p_dq.dtype.element_ty), mask=m_n[:, None] & (o_d < D)[None, :])
-        b_s += tl.dot(tl.trans(b_v), b_phi_k, input_precision=PRECISION)
-        b_z += tl.sum(b_phi, 0)
+        b_s += in_units(tl.dot(tl.trans(b_v), b_phi_k, input_precision=PRECISION), b_unit_k, b_v.dtype)
         b_phi_q = features_of(b_q, m_n, o_d, D, MAP)
         b_phi_q *= b_inverse[:, None]
-        b_ds += tl.dot(tl.trans(b_grad), b_phi_q.to(b_v.dtype), input_precision=PRECISION) / upto
+        b_right, b_unit = operand(b_phi_q, b_v.dtype, False)
+        b_ds += in_units(tl.dot(tl.trans(b_grad), b_right, input_precision=PRECISION), b_unit, b_v.dtype) / upto
         b_dz += tl.sum(b_phi_q * b_dmass[:, None], 0) / upto
     tl.store(p_ds + o_s, b_ds, mask=m_s)
     tl.store(p_dz + i_part * D + o_d, b_dz, mask=o_d < D)
@@ -268,23 +275,26 @@ def _causal_keys_backward(
         b_grad, b_inverse, b_dmass = gradients_of(
             p_grad, p_out, p_mass, o_n, m_n, grad_token, out_token, o_e, upto * scale, E
         )
-        b_phi_k = b_phi.to(b_v.dtype)
-        b_after = (b_ds / share).to(b_v.dtype)  # [E, D]
+        b_phi_k, b_unit_k = operand(b_phi, b_v.dtype, True)
+        b_after, b_unit_after = operand(b_ds / share, b_v.dtype, False)  # [E, D]
         b_mass_after = b_dz
         b_phi_q *= b_inverse[:, None]
         b_dz += tl.sum(b_phi_q * b_dmass[:, None], 0) / upto
-        b_divided = b_phi_q.to(b_v.dtype)
-        b_ds += tl.dot(tl.trans(b_grad), b_divided, input_precision=PRECISION) / upto
+        b_divided, b_unit = operand(b_phi_q, b_v.dtype, False)
+        b_ds += in_units(tl.dot(tl.trans(b_grad), b_divided, input_precision=PRECISION), b_unit, b_v.dtype) / upto
         b_w = tl.dot(b_divided, tl.trans(b_phi_k), input_precision=PRECISION)  # [queries, keys]
         b_w = tl.where(o_chunk[:, None] >= o_chunk[None, :], b_w, 0)
-        b_dv = tl.dot(tl.trans(b_grad), b_w.to(b_v.dtype), input_precision=PRECISION) / upto  # [E, N]
-        b_dv += tl.dot(b_after, tl.trans(b_phi_k), input_precision=PRECISION) * share
+        b_dv = tl.dot(tl.trans(b_grad), b_w.to(b_v.dtype), input_precision=PRECISION)  # [E, N]
+        b_dv = in_units(b_dv, b_unit, b_v.dtype) / upto
+        b_dv += in_units(tl.dot(b_after, tl.trans(b_phi_k), input_precision=PRECISION), b_unit_after, b_v.dtype) * share
+        b_dv = in_units(b_dv, b_unit_k[None, :], b_v.dtype)
         p_columns = p_dv + o_n.to(tl.int64)[None, :] * (dv_token * 8) + o_e[:, None]
         tl.store(p_columns, b_dv.to(p_dv.dtype.element_ty), mask=m_n[None, :] & (o_e < E)[:, None])
         b_dw = tl.dot(b_v, tl.trans(b_grad), input_precision=PRECISION) + b_dmass[None, :]  # [keys, queries]
         b_dw = tl.where(o_chunk[:, None] <= o_chunk[None, :], b_dw, 0)
-        b_dk = tl.dot(b_dw.to(b_v.dtype), b_divided, input_precision=PRECISION) / upto
-        b_dk += tl.dot(b_v, b_after, input_precision=PRECISION) * share + b_mass_after[None, :]
+        b_dk = in_units(tl.dot(b_dw.to(b_v.dtype), b_divided, input_precision=PRECISION), b_unit, b_v.dtype) / upto
+        b_after_v = in_units(tl.dot(b_v, b_after, input_precision=PRECISION), b_unit_after, b_v.dtype)
+        b_dk += b_after_v * share + b_mass_after[None, :]
         b_dk *= phi_slope(b_k, MAP)
         if MASKED:
             m_k = tl.load(p_present + o_n, mask=m_n, other=0, volatile=True) != 0  # again: there is no register to keep it
@@ -306,15 +316,17 @@ def causal_means(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, featu
     (batch, heads, tokens, _), e = q.shape, v.shape[3]
     out = launch.tokens_first(v, batch, heads, tokens, e)
     mass = q.new_empty(batch, heads, tokens, dtype=torch.float32)
+    if not tokens:
+        return out, mass
     q, k, v = (launch.readable(x) for x in (q, k, v))
     key_mask = None if key_mask is None else key_mask.contiguous()
     parts, segment_tokens = segments_of(q)
     s, z = states_before(k, v, key_mask, feature_map)
     launch.run(
         _causal_means,
-        (parts * batch * heads if tokens else 0,),
+        (parts * batch * heads,),
         *(q, k, v, q if key_mask is None else key_mask, s, z, out, mass),
-        *(heads, batch * heads, tokens, segment_tokens, parts, 1 / max(1, tokens)),
+        *(heads, batch * heads, tokens, segment_tokens, parts, 1 / tokens),
         *(octet for x in (q, k, v, out) for octet in launch.octets(x)),
         **options_of("causal means", q, v),
         MAP=feature_map,
@@ -328,15 +340,17 @@ def causal_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v for ``grad [B, h, N, e]`` of the mean ``out``; ``mass`` as ``causal_means`` gives it."""
     (batch, heads, tokens, d), e = q.shape, v.shape[3]
+    dq, dk = launch.tokens_first(q, batch, heads, tokens, d), launch.tokens_first(k, batch, heads, tokens, d)
+    dv = launch.tokens_first(v, batch, heads, tokens, e)
+    if not tokens:
+        return dq, dk, dv
     grad, out, q, k, v = (launch.readable(x) for x in (grad, out, q, k, v))
     key_mask = None if key_mask is None else key_mask.contiguous()
     parts, segment_tokens = segments_of(q)
     s, z = states_before(k, v, key_mask, feature_map)
     ds, dz = torch.empty_like(s), torch.empty_like(z)
-    dq, dk = launch.tokens_first(q, batch, heads, tokens, d), launch.tokens_first(k, batch, heads, tokens, d)
-    dv = launch.tokens_first(v, batch, heads, tokens, e)
-    inputs, grid = (grad, out, mass, q, k, v, q if key_mask is None else key_mask), (parts * batch * heads if tokens else 0,)
-    sizes = (heads, batch * heads, tokens, segment_tokens, parts, 1 / max(1, tokens))
+    inputs, grid = (grad, out, mass, q, k, v, q if key_mask is None else key_mask), (parts * batch * heads,)
+    sizes = (heads, batch * heads, tokens, segment_tokens, parts, 1 / tokens)
     strides = [octet for x in (grad, out, q, k, v) for octet in launch.octets(x)]
     meta = dict(MAP=feature_map, MASKED=key_mask is not None)
 

@@ -10,11 +10,11 @@ import triton.language as tl
 from torch import Tensor
 
 from visionattn.ops.triton import launch
-from visionattn.ops.triton.kernelized import _partial_states
+from visionattn.ops.triton.kernelized import states_of_segments
 from visionattn.ops.triton.language import kernel, phi, rows
 
 CHUNK = 64
-"""Segments are whole multiples of it; each BLOCK_N of the table divides it."""
+"""Segments are whole multiples of it, and so are they of each BLOCK_N of the causal sweeps, which divides it."""
 
 
 @kernel
@@ -95,6 +95,7 @@ def options_of(name: str, q: Tensor, v: Tensor) -> dict[str, object]:
     """Compile-time values: the row of the table, widths and their blocks, and the precision of products."""
     d, e = q.shape[3], v.shape[3]
     row = launch.launch_row(name, d, e, q.dtype, q.device)
+    assert CHUNK % row["BLOCK_N"] == 0, f"{name}: BLOCK_N = {row['BLOCK_N']} does not divide {CHUNK}"
     return row | dict(D=d, E=e, BLOCK_D=launch.block(d), BLOCK_E=launch.block(e), PRECISION=launch.precision(q.dtype))
 
 
@@ -116,19 +117,10 @@ def exclusive(x: Tensor, reverse: bool) -> Tensor:
 
 def states_before(k: Tensor, v: Tensor, key_mask: Tensor | None, feature_map: str) -> tuple[Tensor, Tensor]:
     """S ``[parts, B, h, d, e]`` and Z ``[parts, B, h, d]`` of all keys before each segment, float32."""
-    (batch, heads, tokens, d), e = k.shape, v.shape[3]
+    (batch, heads, _, d), e = k.shape, v.shape[3]
     parts, segment_tokens = segments_of(k)
-    s = k.new_zeros(parts, batch, heads, d, e, dtype=torch.float32)
-    z = k.new_zeros(parts, batch, heads, d, dtype=torch.float32)
     if parts == 1:
-        return s, z
-    launch.run(
-        _partial_states,
-        (parts * batch * heads,),
-        *(k, v, k if key_mask is None else key_mask, s, z),
-        *(heads, batch * heads, tokens, segment_tokens, parts, 1.0, *launch.octets(k), *launch.octets(v)),
-        **options_of("kernelized state", k, v),
-        MAP=feature_map,
-        MASKED=key_mask is not None,
-    )
+        s = k.new_zeros(parts, batch, heads, d, e, dtype=torch.float32)
+        return s, k.new_zeros(parts, batch, heads, d, dtype=torch.float32)
+    s, z = states_of_segments(k, v, key_mask, feature_map, parts, segment_tokens, 1.0)
     return exclusive(s, reverse=False), exclusive(z, reverse=False)
