@@ -17,12 +17,12 @@ from visionattn.benchmark import gpu, gpu_floors, gpu_operations
 from visionattn.benchmark.compare import Quartiles
 from visionattn.benchmark.gpu_eager import eager_cases
 from visionattn.benchmark.gpu_figures import Bound, Result, all_figures, choose, operation
-from visionattn.benchmark.gpu_floors import Ceilings, cost_of, tile_features
+from visionattn.benchmark.gpu_floors import Ceilings, cost_of
 from visionattn.benchmark.gpu_operations import Bench, auto_crossing, crossing, definition, draw, measure_operation, wrong
 from visionattn.benchmark.gpu_timing import Budget
 from visionattn.benchmark.table import csv_text, json_text
 from visionattn.ops import reference
-from visionattn.ops.taylor_mean import takes_efficient_kernels
+from visionattn.ops.taylor_mean import takes_efficient_kernels, tile_features
 
 CPU = torch.device("cpu")
 H200 = Ceilings(4.3e12, 790e12)

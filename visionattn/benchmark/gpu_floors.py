@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from visionattn.benchmark.gpu_timing import called, seconds_of
+from visionattn.ops.taylor_mean import tile_features
 
-TILE = 16
 COPY_BYTES = 2**31
 MATMUL_SIZE = 8192
 
@@ -40,12 +40,6 @@ class Ceilings:
 
     def __str__(self) -> str:
         return f"copy {self.bytes_per_second / 1e12:.2f} TB/s, bf16 matmul {self.operations_per_second / 1e12:.0f} TFLOP/s"
-
-
-def tile_features(d: int) -> int:
-    """Products of two entries of x in whole pairs of tiles, a tile with itself included: 256, 768, 2560 for d = 16, 32, 64."""
-    tiles = -(-d // TILE)
-    return tiles * (tiles + 1) // 2 * TILE**2
 
 
 def cost_of(operation: str, form: str, tokens: int, d: int, *, groups: int, backward: bool) -> Cost:

@@ -19,12 +19,12 @@ import torch
 
 from visionattn.benchmark.cases import Case
 from visionattn.benchmark.gpu_figures import BATCH, HEADS, choose
-from visionattn.benchmark.gpu_floors import TILE, tile_features
 from visionattn.benchmark.gpu_operations import Bench, call_of, draw, eager_wider, errors_of, outputs, wrong
 from visionattn.benchmark.gpu_timing import Budget, Timed, in_words, is_fatal, recorded, seconds_of, sets_needed
 from visionattn.benchmark.operations import function_of
 from visionattn.benchmark.table import Record, duration, heading, line
 from visionattn.models.weights import write_whole
+from visionattn.ops.taylor_mean import TILE, tile_features
 from visionattn.ops.triton import launch
 from visionattn.training.interrupt import Failed
 

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from visionattn.ops.form_ran import form_ran
-from visionattn.ops.sums import no_double_backward
+from visionattn.ops.sums import no_double_backward, tokens_first
 from visionattn.ops.triton.geometry import place_from
-from visionattn.ops.triton.launch import tokens_first
 
 
 @torch.library.custom_op("visionattn::kernel_mean", mutates_args=())

@@ -110,7 +110,7 @@ def weighted_mean(
     For its gradient it keeps its two results alone. In memory the mean has tokens before heads, as a projection of all heads
     together wants it.
     """
-    out, total = _tokens_first(values), mass.clone()
+    out, total = tokens_first(values, *values.shape), mass.clone()
     if more_mass is not None:
         total[:, :, skip:] += more_mass
     (batch, heads, tokens), divisor = mass.shape, _divisor(total)
@@ -128,10 +128,9 @@ def weighted_mean(
     return out, total
 
 
-def _tokens_first(values: Tensor) -> Tensor:
-    """Memory for ``[B, h, N, e]`` that lies as ``[B, N, h, e]``."""
-    batch, heads, tokens, e = values.shape
-    return values.new_empty(batch, tokens, heads, e).transpose(1, 2)
+def tokens_first(like: Tensor, batch: int, heads: int, tokens: int, width: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Memory for ``[B, h, N, e]`` that lies as ``[B, N, h, e]``, as the projection of all heads together wants it."""
+    return like.new_empty(batch, tokens, heads, width, dtype=dtype).transpose(1, 2)
 
 
 def _divisor(mass: Tensor) -> Tensor:
@@ -141,7 +140,7 @@ def _divisor(mass: Tensor) -> Tensor:
 
 @weighted_mean.register_fake
 def _(values, mass, more_values=None, more_mass=None, skip=0):
-    return _tokens_first(values), mass.new_empty(mass.shape)
+    return tokens_first(values, *values.shape), mass.new_empty(mass.shape)
 
 
 @torch.library.custom_op("visionattn::weighted_mean_backward", mutates_args=())

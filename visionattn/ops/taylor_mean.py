@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from visionattn.ops.form_ran import form_ran
-from visionattn.ops.sums import no_double_backward
+from visionattn.ops.sums import no_double_backward, tokens_first
 from visionattn.ops.triton.geometry import place_from
-from visionattn.ops.triton.launch import tokens_first
 
+TILE = 16
 EFFICIENT_COSTS_MORE = 4 / 3
 LAUNCHES_COST = 2e9
 """How much longer a multiply-add of the efficient kernels takes than one of the direct ones, and what their four launches more
@@ -20,9 +20,9 @@ take, in multiply-adds (some ten microseconds): guesses, to be measured on a GPU
 
 
 def tile_features(d: int) -> int:
-    """Products of x with itself that the kernels form: pairs of tiles of 16 columns, 256 products each."""
-    tiles = -(-d // 16)
-    return 128 * tiles * (tiles + 1)
+    """Products of x with itself that the kernels form, in whole pairs of tiles: 256, 768, 2560 for d = 16, 32, 64."""
+    tiles = -(-d // TILE)
+    return tiles * (tiles + 1) // 2 * TILE**2
 
 
 def takes_efficient_kernels(form: str, q: Tensor, k: Tensor, v: Tensor) -> bool:

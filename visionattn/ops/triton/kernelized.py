@@ -258,13 +258,6 @@ def _keys_backward(
     tl.store(rows(p_dv, o_n, dv_token, o_e), b_dv.to(p_dv.dtype.element_ty), mask=m_v)
 
 
-def _options(name: str, d: int, e: int, like: Tensor) -> dict[str, object]:
-    """Compile-time values of every launch here: the row of the table, widths and their blocks, and the precision of products."""
-    row = launch.launch_row(name, d, e, like.dtype, like.device)
-    sizes = dict(D=d, E=e, BLOCK_D=launch.block(d), BLOCK_E=launch.block(e), PRECISION=launch.precision(like.dtype))
-    return row | sizes
-
-
 def state_of_keys(k: Tensor, v: Tensor, key_mask: Tensor | None, feature_map: str) -> tuple[Tensor, Tensor]:
     """S ``[B, h, d, e]`` and Z ``[B, h, d]`` of ``k [B, h, M, d]`` and ``v [B, h, M, e]``, divided by M; float32."""
     batch, heads, tokens, d = k.shape
@@ -288,7 +281,7 @@ def states_of_segments(
         *(k, v, k if key_mask is None else key_mask.contiguous(), s, z),
         *(heads, batch * heads, tokens, segment_tokens, parts, scale),
         *(*launch.octets(k), *launch.octets(v)),
-        **_options("kernelized state", d, e, k),
+        **launch.options("kernelized state", k, v),
         MAP=feature_map,
         MASKED=key_mask is not None,
     )
@@ -297,8 +290,8 @@ def states_of_segments(
 
 def means(q: Tensor, s: Tensor, z: Tensor, feature_map: str, out: Tensor, mass: Tensor, queries: int) -> None:
     """Write ``out [B, h, N, e]`` and ``mass [B, h, N]`` of the first ``queries`` of ``q [B, h, N, d]``."""
-    (batch, heads, tokens, d), e = q.shape, out.shape[3]
-    options, q = _options("kernelized means", d, e, q), launch.readable(q)
+    batch, heads, tokens, _ = q.shape
+    options, q = launch.options("kernelized means", q, out), launch.readable(q)
     blocks = triton.cdiv(queries, options["BLOCK_N"])
     sizes = (heads, queries, tokens, blocks, *launch.octets(q), *launch.octets(out))
     launch.run(_means, (blocks * batch * heads,), q, s, z, out, mass, *sizes, **options, MAP=feature_map)
@@ -309,7 +302,7 @@ def queries_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, and of S and Z divided by the number of keys, for ``grad [B, h, N, e]`` of the mean."""
     (batch, heads, tokens, d), e = q.shape, out.shape[3]
-    options = _options("kernelized queries backward", d, e, q)
+    options = launch.options("kernelized queries backward", q, out)
     parts = launch.segments(tokens, batch * heads, options["BLOCK_N"], q.device)
     ds = q.new_empty(parts, batch, heads, d, e, dtype=torch.float32)
     dz = q.new_empty(parts, batch, heads, d, dtype=torch.float32)
@@ -332,7 +325,7 @@ def keys_backward(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of k and v for those of S and Z as ``queries_backward`` gives them."""
     (batch, heads, tokens, d), e = k.shape, v.shape[3]
-    options = _options("kernelized keys backward", d, e, k)
+    options = launch.options("kernelized keys backward", k, v)
     blocks = triton.cdiv(tokens, options["BLOCK_N"])
     dk, dv = launch.tokens_first(k, batch, heads, tokens, d), launch.tokens_first(v, batch, heads, tokens, e)
     k, v = launch.readable(k), launch.readable(v)

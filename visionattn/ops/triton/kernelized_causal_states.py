@@ -92,11 +92,10 @@ def gradients_of(p_grad, p_out, p_mass, o_n, m_n, grad_token, out_token, o_e, fa
 
 
 def options_of(name: str, q: Tensor, v: Tensor) -> dict[str, object]:
-    """Compile-time values: the row of the table, widths and their blocks, and the precision of products."""
-    d, e = q.shape[3], v.shape[3]
-    row = launch.launch_row(name, d, e, q.dtype, q.device)
-    assert CHUNK % row["BLOCK_N"] == 0, f"{name}: BLOCK_N = {row['BLOCK_N']} does not divide {CHUNK}"
-    return row | dict(D=d, E=e, BLOCK_D=launch.block(d), BLOCK_E=launch.block(e), PRECISION=launch.precision(q.dtype))
+    """Compile-time values of a kernel whose chunks fit segments."""
+    options = launch.options(name, q, v)
+    assert CHUNK % options["BLOCK_N"] == 0, f"{name}: BLOCK_N = {options['BLOCK_N']} does not divide {CHUNK}"
+    return options
 
 
 def segments_of(q: Tensor) -> tuple[int, int]:

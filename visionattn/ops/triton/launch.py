@@ -13,6 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from visionattn.ops.sums import tokens_first  # noqa: F401  kernels take it from here
+
 TABLE = Path(__file__).with_name("launches.json")
 GRID_LIMITS = (2**31 - 1, 65_535, 65_535)
 OCTET = 8
@@ -82,6 +84,13 @@ def precision(dtype: torch.dtype) -> str:
     return "tf32x3" if dtype == torch.float32 else "ieee"
 
 
+def options(kernel: str, q: Tensor, v: Tensor) -> dict[str, object]:
+    """Compile-time values for ``q [B, h, N, d]`` and ``v [B, h, M, e]``: the row, widths and their blocks, and the precision."""
+    d, e = q.shape[3], v.shape[3]
+    sizes = dict(D=d, E=e, BLOCK_D=block(d), BLOCK_E=block(e), PRECISION=precision(q.dtype))
+    return launch_row(kernel, d, e, q.dtype, q.device) | sizes
+
+
 def octets(x: Tensor) -> tuple[int, ...]:
     """Strides of all axes but the last, in units of 8 elements, so that kernels know how addresses are aligned."""
     return tuple(stride // OCTET for stride in x.stride()[:-1])
@@ -91,11 +100,6 @@ def readable(x: Tensor) -> Tensor:
     """``x`` itself where kernels can read it as it lies: contiguous last axis, other strides in octets; else a copy."""
     apart = (stride for stride, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1)
     return x if (x.stride(-1) == 1 or x.shape[-1] == 1) and not any(s % OCTET for s in apart) else x.contiguous()
-
-
-def tokens_first(like: Tensor, batch: int, heads: int, tokens: int, width: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Memory for ``[B, h, N, e]`` that lies as ``[B, N, h, e]``, as the projection of all heads together wants it."""
-    return like.new_empty(batch, tokens, heads, width, dtype=dtype).transpose(1, 2)
 
 
 def segments(tokens: int, programs: int, block_tokens: int, device: torch.device) -> int:

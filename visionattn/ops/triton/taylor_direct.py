@@ -154,13 +154,6 @@ def _attend(
     tl.store(p_mass + i_group.to(tl.int64) * queries + o_n, b_mass * scale, mask=m_n)
 
 
-def options_of(name: str, q: Tensor, v: Tensor) -> dict[str, object]:
-    """Compile-time values: the row of the table, widths and their blocks, and the precision of products."""
-    d, e = q.shape[3], v.shape[3]
-    row = launch.launch_row(name, d, e, q.dtype, q.device)
-    return row | dict(D=d, E=e, BLOCK_D=launch.block(d), BLOCK_E=launch.block(e), PRECISION=launch.precision(q.dtype))
-
-
 def completed_square(coefficients: tuple[float, float, float]) -> tuple[float, float]:
     """``b / 2a`` and ``c/a - (b/2a)^2`` of ``(a, b, c)``."""
     a, b, c = coefficients
@@ -188,7 +181,7 @@ def forward(
         out ``[B, h, N, e]``, the mean in the dtype of v; mass ``[B, h, N]``, ``sum_j w_ij / M``, float32. 0 without any key.
     """
     (batch, heads, queries, _), (keys, e) = q.shape, v.shape[2:]
-    options = options_of("taylor direct", q, v)
+    options = launch.options("taylor direct", q, v)
     blocks = triton.cdiv(queries, options["BLOCK_N"])
     out = launch.tokens_first(v, batch, heads, queries, e, None if divide else torch.float32)
     mass = q.new_empty(batch, heads, queries, dtype=torch.float32)

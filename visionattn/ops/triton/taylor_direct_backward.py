@@ -15,7 +15,7 @@ from torch import Tensor
 
 from visionattn.ops.triton import launch
 from visionattn.ops.triton.language import head, kernel, rows
-from visionattn.ops.triton.taylor_direct import completed_square, options_of, read, shifted_scores, taking_part
+from visionattn.ops.triton.taylor_direct import completed_square, read, shifted_scores, taking_part
 
 
 @kernel
@@ -318,12 +318,12 @@ def backward(
     inputs = (grad, inverse, z, q, k, v, present)
     strides = [octet for x in (grad, q, k, v) for octet in launch.octets(x)]
 
-    options = options_of("taylor direct queries backward", q, v)
+    options = launch.options("taylor direct queries backward", q, v)
     blocks = triton.cdiv(queries, options["BLOCK_N"])
     sizes = (heads, queries, keys, blocks, shift, 2 * scale, *strides, *launch.octets(dq))
     launch.run(_queries_backward, (blocks * batch * heads,), *inputs, dq, *sizes, **options, MASKED=masked)
 
-    options = options_of("taylor direct keys backward", q, v)
+    options = launch.options("taylor direct keys backward", q, v)
     blocks = triton.cdiv(keys, options["BLOCK_M"])
     sizes = (heads, queries, keys, blocks, shift, rest, scale, *strides, *launch.octets(dk), *launch.octets(dv))
     launch.run(_keys_backward, (blocks * batch * heads,), *inputs, dk, dv, *sizes, **options, MASKED=masked)
