@@ -84,3 +84,24 @@ def head(p, i_batch, i_head, batch_octets, head_octets):
 def rows(p, o_rows, row_octets, o_columns):
     """Addresses ``[rows, columns]``."""
     return p + o_rows.to(tl.int64)[:, None] * (row_octets * 8) + o_columns[None, :]
+
+
+@triton.jit
+def read(p, o_rows, row_octets, o_columns, m_rows, WIDTH: tl.constexpr, SOME: tl.constexpr):
+    """``[rows, columns]`` from ``p`` on, 0 from column ``WIDTH`` on.
+
+    Where SOME, only the rows of ``m_rows`` are read and the others are 0; else all are, without a mask for rows.
+    """
+    if SOME:
+        m_read = m_rows[:, None] & (o_columns < WIDTH)[None, :]
+        return tl.load(rows(p, o_rows, row_octets, o_columns), mask=m_read, other=0)
+    elif o_columns.shape[0] > WIDTH:
+        return tl.load(rows(p, o_rows, row_octets, o_columns), mask=(o_columns < WIDTH)[None, :], other=0)
+    else:
+        return tl.load(rows(p, o_rows, row_octets, o_columns))
+
+
+@triton.jit
+def reciprocal(b_mass):
+    """``1 / mass``, and 0 where the mass is 0: a query that sees no key gets 0."""
+    return tl.where(b_mass == 0, 0.0, 1 / tl.where(b_mass == 0, 1.0, b_mass))

@@ -14,18 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from visionattn.ops.triton import launch
-from visionattn.ops.triton.language import head, kernel, rows
-
-
-@triton.jit
-def read(p, o_rows, row_octets, o_columns, m_rows, WIDTH: tl.constexpr, SOME: tl.constexpr):
-    """``[rows, columns]``, 0 from column ``WIDTH`` on; where SOME, only the rows of ``m_rows`` are read and others are 0."""
-    if SOME:
-        return tl.load(rows(p, o_rows, row_octets, o_columns), mask=m_rows[:, None] & (o_columns < WIDTH)[None, :], other=0)
-    elif o_columns.shape[0] > WIDTH:
-        return tl.load(rows(p, o_rows, row_octets, o_columns), mask=(o_columns < WIDTH)[None, :], other=0)
-    else:
-        return tl.load(rows(p, o_rows, row_octets, o_columns))
+from visionattn.ops.triton.language import head, kernel, read, reciprocal, rows
 
 
 @triton.jit
@@ -146,7 +135,7 @@ def _attend(
     if p_v.dtype.element_ty == tl.float16:
         b_values *= 256
     if DIVIDE:
-        b_values /= tl.where(b_mass == 0, 1.0, b_mass)[:, None]
+        b_values *= reciprocal(b_mass)[:, None]
     else:
         b_values *= scale
     p_out = rows(head(p_out, i_batch, i_head, out_batch, out_head), o_n, out_token, o_e)

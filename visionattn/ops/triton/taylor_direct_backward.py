@@ -14,8 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from visionattn.ops.triton import launch
-from visionattn.ops.triton.language import head, kernel, rows
-from visionattn.ops.triton.taylor_direct import completed_square, read, shifted_scores, taking_part
+from visionattn.ops.triton.language import head, kernel, read, reciprocal, rows
+from visionattn.ops.triton.taylor_direct import completed_square, shifted_scores, taking_part
 
 
 @kernel
@@ -46,7 +46,7 @@ def _query_terms(
     b_grad = read(head(p_grad, i_batch, i_head, grad_batch, grad_head), o_n, grad_token, o_e, m_n, E, True)  # [N, E]
     b_out = read(head(p_out, i_batch, i_head, out_batch, out_head), o_n, out_token, o_e, m_n, E, True)  # [N, E]
     b_mass = tl.load(p_mass + i_first + o_n, mask=m_n, other=0)
-    b_inverse = tl.where(b_mass == 0, 0.0, 1 / tl.where(b_mass == 0, 1.0, b_mass))
+    b_inverse = reciprocal(b_mass)
     tl.store(p_inverse + i_first + o_n, b_inverse, mask=m_n)
     tl.store(p_z + i_first + o_n, -b_inverse * tl.sum(b_grad.to(tl.float32) * b_out.to(tl.float32), 1), mask=m_n)
 
