@@ -42,7 +42,7 @@ def in_segments(monkeypatch):
     """As many segments as tokens allow, or as asked for."""
 
     def cut(parts):
-        monkeypatch.setattr(launch, "segments", lambda tokens, programs, block, device: max(1, min(parts, tokens // block)))
+        monkeypatch.setattr(launch, "segments", lambda tokens, programs, block, resident: max(1, min(parts, tokens // block)))
 
     return cut
 

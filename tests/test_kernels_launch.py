@@ -1,6 +1,7 @@
 """What the host checks of a launch, and the table of launches, without Triton."""
 
 import json
+from contextlib import nullcontext
 from importlib.util import find_spec
 
 import pytest
@@ -85,13 +86,58 @@ def test_views_of_one_projection_are_read_where_they_lie_and_others_are_copied()
         assert launch.readable(x) is not x and launch.readable(x).is_contiguous()
 
 
-@pytest.mark.parametrize("programs", [1, 3, 528, 10_000])
-def test_segments_fill_the_gpu_and_leave_each_two_blocks(programs, monkeypatch):
-    monkeypatch.setattr(launch, "_multiprocessors", lambda device: 132)
+@pytest.mark.parametrize("programs", [1, 3, 264, 300, 528, 10_000])
+def test_segments_fill_whole_rounds_of_the_gpu_and_leave_each_two_blocks(programs):
     for tokens in (1, 100, 4096, 1 << 20):
-        parts = launch.segments(tokens, programs, 64, torch.device("cuda"))
-        assert parts == 1 or (parts * programs <= 4 * 132 and tokens // parts >= 2 * 64)
-    assert launch.segments(1 << 20, 1, 64, torch.device("cuda")) == 528
+        parts = launch.segments(tokens, programs, 64, resident=264)
+        assert parts == 1 or (parts * programs <= 8 * 264 and tokens // parts >= 2 * 64)
+    assert launch.segments(1 << 20, 1, 64, resident=264) == 264  # one round: more would be the same blocks, and more parts
+    assert launch.segments(1 << 20, 264, 64, resident=264) == 1
+    # 300 programs take two rounds, of which the second is nearly empty; 2100 of a seventh take eight of a seventh.
+    assert launch.segments(1 << 20, 300, 64, resident=264) == 7
+
+
+def test_no_number_of_segments_takes_fewer_blocks_in_turn_by_more_than_what_starting_them_costs():
+    """Against all numbers of parts, by counting the blocks that the busiest place of the GPU works on."""
+
+    def blocks(parts: int, tokens: int, programs: int) -> int:
+        rounds = -(-programs * parts // 132)
+        return rounds * (-(-tokens // (64 * parts)) + 2)
+
+    for programs, tokens in ((6, 4096), (12, 65_536), (240, 65_536), (131, 16_384), (133, 16_384), (1, 130)):
+        found = launch.segments(tokens, programs, 64, resident=132)
+        most = max(1, tokens // 128)
+        best = min(blocks(parts, tokens, programs) for parts in range(1, most + 1))
+        assert blocks(found, tokens, programs) <= 1.1 * best
+
+
+def test_a_row_says_how_many_of_its_programs_fit_and_the_kernel_is_not_given_that(tmp_path, monkeypatch):
+    rows = [{"d": 64, "e": 64, "bits": 16, "BLOCK_N": 1, "ctas": 3}, {"d": 128, "e": 64, "bits": 16, "BLOCK_N": 2}]
+    path = tmp_path / "launches.json"
+    path.write_text(json.dumps({"default": {"k": rows}}))
+    monkeypatch.setattr(launch, "TABLE", path)
+    monkeypatch.setattr(launch, "_multiprocessors", lambda device: 100)
+    launch._table.cache_clear()
+    device = torch.device("cpu")
+    assert launch.launch_row("k", 64, 64, torch.float16, device) == {"BLOCK_N": 1}
+    assert [launch.resident_programs("k", d, 64, torch.float16, device) for d in (64, 128)] == [300, 200]
+    monkeypatch.undo()
+    launch._table.cache_clear()
+
+
+def test_a_launch_switches_to_the_gpu_of_its_tensors_where_another_is_current(monkeypatch):
+    switched = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: switched.append(device.index) or nullcontext())
+
+    class OnGpu(torch.Tensor):
+        device = torch.device("cuda", 0)
+
+    x = torch.empty(1).as_subclass(OnGpu)
+    launch.run(Kernel(), (1,), 5, x)
+    OnGpu.device = torch.device("cuda", 1)
+    launch.run(Kernel(), (1,), 5, x)
+    assert switched == [0]
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="GPU kernels need Triton")

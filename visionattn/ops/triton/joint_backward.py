@@ -226,8 +226,9 @@ def _weight_gradients(grad: Tensor, out: Tensor, mass: Tensor, v: Tensor, place:
 def _to_queries_and_table(d_weights: Tensor, q: Tensor, table: Tensor, place: Place, dq: Tensor) -> Tensor:
     """Add to ``dq [B, h, N, d]`` and return the gradient of the table, for those of the weights of classes."""
     (batch, heads, patches), d = d_weights.shape[:3], q.shape[3]
-    row = launch.launch_row("joint queries and table backward", d, place.padded_classes, q.dtype, q.device)
-    parts = launch.segments(patches, batch * heads, row["BLOCK_N"], q.device)
+    asked = "joint queries and table backward", d, place.padded_classes, q.dtype, q.device
+    row = launch.launch_row(*asked)
+    parts = launch.segments(patches, batch * heads, row["BLOCK_N"], launch.resident_programs(*asked))
     d_table = q.new_empty(parts * batch, heads, *table.shape[1:], dtype=torch.float32)
     launch.run(
         _queries_and_table_backward,

@@ -261,8 +261,9 @@ def _keys_backward(
 def state_of_keys(k: Tensor, v: Tensor, key_mask: Tensor | None, feature_map: str) -> tuple[Tensor, Tensor]:
     """S ``[B, h, d, e]`` and Z ``[B, h, d]`` of ``k [B, h, M, d]`` and ``v [B, h, M, e]``, divided by M; float32."""
     batch, heads, tokens, d = k.shape
-    block = launch.launch_row("kernelized state", d, v.shape[3], k.dtype, k.device)["BLOCK_N"]
-    parts = launch.segments(tokens, batch * heads, block, k.device)
+    asked = "kernelized state", d, v.shape[3], k.dtype, k.device
+    block = launch.launch_row(*asked)["BLOCK_N"]
+    parts = launch.segments(tokens, batch * heads, block, launch.resident_programs(*asked))
     s, z = states_of_segments(k, v, key_mask, feature_map, parts, triton.cdiv(tokens, parts), 1 / max(1, tokens))
     return (s[0], z[0]) if parts == 1 else (s.sum(0), z.sum(0))
 
@@ -303,7 +304,8 @@ def queries_backward(
     """Gradients of q, and of S and Z divided by the number of keys, for ``grad [B, h, N, e]`` of the mean."""
     (batch, heads, tokens, d), e = q.shape, out.shape[3]
     options = launch.options("kernelized queries backward", q, out)
-    parts = launch.segments(tokens, batch * heads, options["BLOCK_N"], q.device)
+    resident = launch.resident_programs("kernelized queries backward", d, e, q.dtype, q.device)
+    parts = launch.segments(tokens, batch * heads, options["BLOCK_N"], resident)
     ds = q.new_empty(parts, batch, heads, d, e, dtype=torch.float32)
     dz = q.new_empty(parts, batch, heads, d, dtype=torch.float32)
     dq = launch.tokens_first(q, batch, heads, tokens, d)

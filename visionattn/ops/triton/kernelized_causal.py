@@ -320,7 +320,7 @@ def causal_means(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, featu
         return out, mass
     q, k, v = (launch.readable(x) for x in (q, k, v))
     key_mask = None if key_mask is None else key_mask.contiguous()
-    parts, segment_tokens = segments_of(q)
+    parts, segment_tokens = segments_of(q, v)
     s, z = states_before(k, v, key_mask, feature_map)
     launch.run(
         _causal_means,
@@ -346,7 +346,7 @@ def causal_backward(
         return dq, dk, dv
     grad, out, q, k, v = (launch.readable(x) for x in (grad, out, q, k, v))
     key_mask = None if key_mask is None else key_mask.contiguous()
-    parts, segment_tokens = segments_of(q)
+    parts, segment_tokens = segments_of(q, v)
     s, z = states_before(k, v, key_mask, feature_map)
     ds, dz = torch.empty_like(s), torch.empty_like(z)
     inputs, grid = (grad, out, mass, q, k, v, q if key_mask is None else key_mask), (parts * batch * heads,)

@@ -98,10 +98,11 @@ def options_of(name: str, q: Tensor, v: Tensor) -> dict[str, object]:
     return options
 
 
-def segments_of(q: Tensor) -> tuple[int, int]:
+def segments_of(q: Tensor, v: Tensor) -> tuple[int, int]:
     """Into how many segments to cut the tokens of ``q [B, h, N, d]``, and how many tokens each has: a multiple of ``CHUNK``."""
-    batch, heads, tokens, _ = q.shape
-    parts = launch.segments(tokens, batch * heads, CHUNK, q.device)
+    batch, heads, tokens, d = q.shape
+    resident = launch.resident_programs("causal means", d, v.shape[3], q.dtype, q.device)
+    parts = launch.segments(tokens, batch * heads, CHUNK, resident)
     segment_tokens = max(1, triton.cdiv(tokens, parts * CHUNK)) * CHUNK
     return max(1, triton.cdiv(tokens, segment_tokens)), segment_tokens
 
@@ -117,7 +118,7 @@ def exclusive(x: Tensor, reverse: bool) -> Tensor:
 def states_before(k: Tensor, v: Tensor, key_mask: Tensor | None, feature_map: str) -> tuple[Tensor, Tensor]:
     """S ``[parts, B, h, d, e]`` and Z ``[parts, B, h, d]`` of all keys before each segment, float32."""
     (batch, heads, _, d), e = k.shape, v.shape[3]
-    parts, segment_tokens = segments_of(k)
+    parts, segment_tokens = segments_of(k, v)
     if parts == 1:
         s = k.new_zeros(parts, batch, heads, d, e, dtype=torch.float32)
         return s, k.new_zeros(parts, batch, heads, d, dtype=torch.float32)

@@ -6,7 +6,7 @@
 
 import json
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from pathlib import Path
 
@@ -18,11 +18,15 @@ from visionattn.ops.sums import tokens_first  # noqa: F401  kernels take it from
 TABLE = Path(__file__).with_name("launches.json")
 GRID_LIMITS = (2**31 - 1, 65_535, 65_535)
 OCTET = 8
+NOT_OF_KERNELS = frozenset({"d", "e", "bits", "ctas"})
+"""Entries of a row that say when it is taken and how many of its programs a multiprocessor holds."""
+ROUNDS = 8
+"""In how many rounds at most the programs of a launch shall run."""
 
 
 @lru_cache(maxsize=1)
-def _table() -> tuple[dict[str, dict[str, list[dict[str, int]]]], dict[tuple, dict[str, int]]]:
-    """The table, and the rows that were found in it: each launch asks for its own."""
+def _table() -> tuple[dict[str, dict[str, list[dict[str, int]]]], dict[tuple, tuple[dict[str, int], int]]]:
+    """The table, and what was found in it, since each launch asks for its own."""
     return json.loads(TABLE.read_text()), {}
 
 
@@ -40,6 +44,20 @@ def launch_row(kernel: str, d: int, e: int, dtype: torch.dtype, device: torch.de
     Raises:
         ValueError: no row holds these widths.
     """
+    return _row(kernel, d, e, dtype, device)[0]
+
+
+def resident_programs(kernel: str, d: int, e: int, dtype: torch.dtype, device: torch.device) -> int:
+    """How many programs of a kernel the GPU holds at once, by ``ctas`` of its row: 2 a multiprocessor where it has none.
+
+    Raises:
+        ValueError: no row holds these widths.
+    """
+    return _row(kernel, d, e, dtype, device)[1] * _multiprocessors(device)
+
+
+def _row(kernel: str, d: int, e: int, dtype: torch.dtype, device: torch.device) -> tuple[dict[str, int], int]:
+    """What a kernel is given of its row, and how many of its programs a multiprocessor holds."""
     (sections, found), asked = _table(), (kernel, d, e, dtype, device)
     if asked in found:
         return found[asked]
@@ -49,7 +67,8 @@ def launch_row(kernel: str, d: int, e: int, dtype: torch.dtype, device: torch.de
         fit = [row for row in rows if row["d"] >= d and row["e"] >= e and row["bits"] == bits]
         if fit:
             row = min(fit, key=lambda row: (row["d"], row["e"]))
-            found[asked] = {name: value for name, value in row.items() if name not in ("d", "e", "bits")}
+            given = {name: value for name, value in row.items() if name not in NOT_OF_KERNELS}
+            found[asked] = given, row.get("ctas", 2)
             return found[asked]
     raise ValueError(f"{kernel}: no launch of d = {d}, e = {e} in {bits} bits in {TABLE.name}")
 
@@ -63,9 +82,16 @@ def run(kernel, grid: Sequence[int], *args: object, **meta: object) -> None:
     check_grid(kernel.__name__, grid)
     if not all(grid):
         return
-    device = next(x.device for x in args if isinstance(x, Tensor))
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # Triton launches on the current GPU
+    with _on_device_of(args):
         kernel[tuple(grid)](*args, **meta)
+
+
+def _on_device_of(args: Sequence[object]) -> AbstractContextManager:
+    """Triton launches on the current GPU: switch to that of the tensors where it is another."""
+    device = next(x.device for x in args if isinstance(x, Tensor))
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
 
 
 def check_grid(name: str, grid: Sequence[int]) -> None:
@@ -102,13 +128,28 @@ def readable(x: Tensor) -> Tensor:
     return x if (x.stride(-1) == 1 or x.shape[-1] == 1) and not any(s % OCTET for s in apart) else x.contiguous()
 
 
-def segments(tokens: int, programs: int, block_tokens: int, device: torch.device) -> int:
-    """Into how many parts to cut the tokens, each handled by a program of its own, where ``programs`` run without cutting.
+@lru_cache(maxsize=1024)
+def segments(tokens: int, programs: int, block_tokens: int, resident: int) -> int:
+    """Into how many parts to cut the tokens, each handled by a program of its own.
 
-    As many as give no more than four programs to each multiprocessor, and at least two blocks of tokens to each part.
+    Programs run in rounds of ``resident``, and a last round that is not full takes as long as the others: of the numbers
+    of parts that fill one to eight rounds, the one with the fewest blocks of tokens in all rounds together. A part costs two
+    blocks more than it holds, for what a program does but once, so that no part is cut for next to nothing.
+
+    Args:
+        tokens: of each program, before cutting.
+        programs: how many there would be without cutting.
+        block_tokens: tokens of one step of a program; each part has two at least.
+        resident: how many programs the GPU holds at once (``resident_programs``).
     """
-    wanted = 4 * _multiprocessors(device) // max(1, programs)
-    return max(1, min(wanted, tokens // (2 * block_tokens)))
+    most = max(1, tokens // (2 * block_tokens))
+    full = (rounds * resident // max(1, programs) for rounds in range(1, ROUNDS + 1))
+    candidates = {min(max(1, parts), most) for parts in full}
+
+    def blocks_in_turn(parts: int) -> int:
+        return -(-programs * parts // resident) * (-(-tokens // (parts * block_tokens)) + 2)
+
+    return min(sorted(candidates), key=blocks_in_turn)
 
 
 @lru_cache(maxsize=64)

@@ -244,11 +244,13 @@ def feature_sums(x: Tensor, y: Tensor, mass: Tensor | None, key_mask: Tensor | N
         weight: of pairs of equal tiles; the others get twice that.
     """
     (batch, heads, tokens, d), e = x.shape, y.shape[3]
-    options = launch.launch_row("taylor efficient features", d, e, x.dtype, x.device)
+    asked = "taylor efficient features", d, e, x.dtype, x.device
+    options = launch.launch_row(*asked)
     shares = num_pairs(d) // options["PAIRS"]
     assert shares * options["PAIRS"] == num_pairs(d), "programs share the pairs evenly"
-    # A partial sum is as large as what it is made of some hundreds of tokens: half as many segments as elsewhere, and longer.
-    parts = launch.segments(tokens, 2 * batch * heads * shares, 4 * options["BLOCK_N"], x.device)
+    # A partial sum is as large as what some hundreds of tokens are: segments have eight blocks at least.
+    programs, resident = batch * heads * shares, launch.resident_programs(*asked)
+    parts = launch.segments(tokens, programs, 4 * options["BLOCK_N"], resident)
     sums = x.new_empty(parts, batch, heads, num_pairs(d) * PAIR, e, dtype=torch.float32)
     x, y = launch.readable(x), launch.readable(y)
     launch.run(
@@ -297,8 +299,9 @@ def moments(
         weights: factors of ``X^T Y``, ``sum y``, ``X^T diag(w) X``, ``sum w x`` and the number of tokens.
     """
     (batch, heads, tokens, d), e = x.shape, y.shape[3]
-    options = launch.launch_row("taylor efficient moments", d, e, x.dtype, x.device)
-    parts = launch.segments(tokens, batch * heads, options["BLOCK_N"], x.device)
+    asked = "taylor efficient moments", d, e, x.dtype, x.device
+    options = launch.launch_row(*asked)
+    parts = launch.segments(tokens, batch * heads, options["BLOCK_N"], launch.resident_programs(*asked))
     sums = x.new_empty(parts, batch, heads, num_moments(d, e), dtype=torch.float32)
     x, y = launch.readable(x), launch.readable(y)
     out = y if out is None else launch.readable(out)
