@@ -1,5 +1,7 @@
 """For which inputs there are kernels: the reasons against them, what ``auto`` takes, and a launch for all that is taken."""
 
+import math
+
 import pytest
 
 pytest.importorskip("triton", reason="GPU kernels need Triton")
@@ -53,11 +55,35 @@ def test_inputs_without_a_kernel_are_told_why(name):
 def test_what_is_slower_than_eager_is_left_to_it_by_auto_alone(monkeypatch):
     from visionattn.ops.triton import why_not as module
 
-    q = half(1, 2, 20, 16)
-    monkeypatch.setattr(module, "NOT_BY_AUTO", frozenset({("taylorshift", torch.float16)}))
+    q, longer = half(1, 2, 20, 16), half(3, 2, 20, 16)
+    least = {("taylorshift", torch.float16): math.inf, ("kernelized", torch.float16): 100}
+    monkeypatch.setattr(module, "NOT_BY_AUTO", least)
     monkeypatch.setattr(module, "_on_gpu", lambda x: True)
-    assert [module.takes_kernels("auto", name, q, q, q) for name in ("taylorshift", "kernelized")] == [False, True]
+    assert not any(module.takes_kernels("auto", "taylorshift", x, x, x) for x in (q, longer))
+    assert [module.takes_kernels("auto", "kernelized", x, x, x) for x in (q, longer)] == [False, True]
+    assert module.takes_kernels("auto", "kernelized", q, q, q, causal=True)
+    assert module.takes_kernels("auto", "kernelized", q.float(), q.float(), q.float())
     assert [module.takes_kernels(impl, "taylorshift", q, q, q) for impl in ("triton", "eager")] == [True, False]
+
+
+@interpreted
+def test_one_compiled_graph_serves_sizes_on_both_sides_of_what_auto_leaves_to_eager(monkeypatch):
+    from visionattn.ops.triton import why_not as module
+
+    monkeypatch.setattr(module, "NOT_BY_AUTO", {("kernelized", torch.float32): 100})
+    monkeypatch.setattr(module, "_on_gpu", lambda x: True)
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(kernelized_attention, backend=backend, dynamic=True, fullgraph=True)
+    for n in (20, 90, 23):
+        q, k, v = (x.float() for x in draw_qkv(queries=n, keys=n, d=16, e=16).values())
+        assert torch.allclose(compiled(q, k, v), kernelized_attention(q, k, v, impl="eager"), atol=1e-5)
+    assert len(graphs) == 1 and "kernel_mean" in graphs[0].code
 
 
 @interpreted

@@ -96,5 +96,8 @@ def verdict(cases: Sequence[Case], records: Sequence[Record]) -> str:
     among = f"in {len(slower) or 'none'} of the {measured} rows that were timed ({len(cases)} in all)"
     if not slower:
         return f"eager was faster {among}"
-    hint = 'operation and dtype belong into NOT_BY_AUTO in visionattn/ops/triton/why_not.py, so that impl="auto" takes eager'
+    hint = (
+        "operation and dtype belong into NOT_BY_AUTO in visionattn/ops/triton/why_not.py, with the batch x heads x N from "
+        'which kernels are faster, so that impl="auto" takes eager below it'
+    )
     return f"eager was faster {among}: {'; '.join(slower)} - their {hint}"

@@ -1,9 +1,12 @@
 """For which inputs there are kernels, and the sentence that says why not. No Triton in here, and nothing depends on N."""
 
+import math
 import os
+from collections.abc import Mapping
 from functools import lru_cache
 from importlib.metadata import version
 from importlib.util import find_spec
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -20,8 +23,11 @@ WIDEST = {
     "taylorshift": {16: (64, 128), 32: (32, 32)},
 }
 """The widest d and e of an operation by the bits of an element: as far as its kernels compile without a spilled register."""
-NOT_BY_AUTO: frozenset[tuple[str, torch.dtype]] = frozenset()
-"""Operations and dtypes that ``impl="auto"`` leaves to eager, since kernels were slower somewhere: nothing was measured yet."""
+NOT_BY_AUTO: Mapping[tuple[str, torch.dtype], float] = MappingProxyType({})
+"""Below how many rows of queries (batch x heads x N) ``impl="auto"`` leaves an operation of ``WIDEST`` in a dtype to eager.
+
+Kernels were slower there; infinity leaves all sizes to eager. Nothing was measured yet, so nothing is in it.
+"""
 
 
 def why_not(
@@ -47,7 +53,7 @@ def why_not(
     """
     return (
         _why_not_here(q.device, q.dtype)
-        or _why_not_tensors(f"{operation}{' causal' * causal}", q, k, v)
+        or _why_not_tensors(_with_mode(operation, causal), q, k, v)
         or _why_not_options(operation, q, k, feature_map, causal, form)
         or (relative is not None and _why_not_relative(relative, q, v, key_mask))
         or None
@@ -64,12 +70,25 @@ def takes_kernels(impl: str, operation: str, q: Tensor, k: Tensor, v: Tensor, **
     Raises:
         NotImplementedError: impl="triton", and the reason why there is no kernel.
     """
-    if impl == "eager" or (impl == "auto" and (not _on_gpu(q) or (operation, q.dtype) in NOT_BY_AUTO)):
+    if impl == "eager" or (impl == "auto" and (not _on_gpu(q) or _left_to_eager(operation, q, **options))):
         return False
     reason = why_not(operation, q, k, v, **options)
     if impl == "triton" and reason is not None:
         raise NotImplementedError(f'impl="triton": {reason}')
     return reason is None
+
+
+def _left_to_eager(operation: str, q: Tensor, *, causal: bool = False, **options) -> bool:
+    """Whether eager operations were faster at this size. A compiled graph serves all sizes: there only infinity counts."""
+    least = NOT_BY_AUTO.get((_with_mode(operation, causal), q.dtype), 0)
+    if torch.compiler.is_compiling():
+        return least == math.inf
+    return least > q.shape[0] * q.shape[1] * q.shape[2]
+
+
+def _with_mode(operation: str, causal: bool) -> str:
+    """The operation as ``WIDEST`` and ``NOT_BY_AUTO`` name it."""
+    return f"{operation}{' causal' * causal}"
 
 
 def _on_gpu(x: Tensor) -> bool:
