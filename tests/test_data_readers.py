@@ -1,5 +1,6 @@
 """Images through timm's readers: tars, shards of webdataset, tables of Hugging Face."""
 
+import gzip
 import importlib.util
 import json
 import pickle
@@ -44,6 +45,27 @@ def test_a_tar_with_train_and_val_folders_is_divided_as_they_say(tmp_path):
     splits = build_splits(config, 3)
     assert sorted(levels_and_labels(splits.train, config)) == expected(COUNTS)
     assert sorted(levels_and_labels(splits.validation, config)) == expected(VAL_COUNTS)
+
+
+def test_a_tar_is_known_by_what_it_holds_and_one_of_another_name_comes_with_the_way_out(tmp_path):
+    write_tar(tmp_path / "images.TAR", members_of(COUNTS))
+    config = config_of(tmp_path / "images.TAR", val_fraction=0.3)
+    splits = build_splits(config, 3)
+    found = [levels_and_labels(part, config) for part in (splits.train, splits.validation)]
+    assert sorted(found[0] + found[1]) == expected(COUNTS)
+    plain = (tmp_path / "images.TAR").read_bytes()
+    for name, content, way_out in (
+        ("images", plain, "is a tar whose name does not end in .tar; rename it"),
+        ("images.zip", plain, "is a tar whose name does not end in .tar; rename it"),
+        ("images.tar.gz", gzip.compress(plain), "is a tar that is compressed, in which"),
+        ("images.dat", gzip.compress(plain), "decompress it to a .tar file"),
+        ("images.txt", b"no tar", "is neither a folder nor a .tar file"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        line = refused(ValueError, config_of(tmp_path / name))
+        assert line.startswith(f"data root {tmp_path / name} is ") and way_out in line
+    (tmp_path / "images.tar").write_bytes(gzip.compress(plain))
+    assert refused(ValueError, config_of(tmp_path / "images.tar")).startswith(f"cannot read {tmp_path / 'images.tar'} as a tar")
 
 
 @pytest.mark.parametrize(

@@ -188,7 +188,7 @@ BAD = [
     (["--img_size", "big"], "img_size must be a whole number or one of native or null, got big"),
     (["--img_size", "16", "--fit", "pad"], "fit pad is for img_size native"),
     (["--checkpoint", "nowhere"], "no checkpoint at nowhere"),
-    (["--checkpoint", "images/0.png"], "name the model with --model"),
+    (["--checkpoint", "images/0.png"], "is no whole safetensors file"),
     (["--shard_mib", "0"], "shard_mib must be above 0, got 0"),
     (["--neighbours", "3"], "neighbours is for --probe alone"),
     (["--val_fraction", "1.5"], "val_fraction must be in (0, 1), got 1.5"),

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import islice
 from math import ceil
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 from torch.utils.data import Dataset
@@ -124,7 +125,9 @@ def open_source(text: str, sizes: Sequence[int] | None) -> Source:
     """
     base, *options = re.split(r"\+(?=\w+(?:=|\+|$))", text)
     known = [field.name for field in fields(DataConfig) if field.name not in OWN_FLAGS]
-    argv = ["--config", base] if base.endswith((".yaml", ".yml")) else ["--data.name", base]
+    named = base in get_args(get_type_hints(DataConfig)["name"])
+    configured = base.endswith((".yaml", ".yml")) or (not named and Path(base).is_file())
+    argv = ["--config", base] if configured else ["--data.name", base]
     for option in options:
         name, _, value = option.partition("=")
         if name in OWN_FLAGS:

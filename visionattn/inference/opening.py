@@ -7,19 +7,28 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import timm
 import torch
-from safetensors import SafetensorError, safe_open
 from timm.layers import to_2tuple
 from timm.models import PretrainedCfg
 from torch import Tensor, nn
 
 from visionattn.inference.listing import digest_of
 from visionattn.inference.options import NATIVE, InferenceOptions
-from visionattn.models.weights import FORMAT, UNBUILDABLE, DataSpec, first_line, load_model, read_state_dict
+from visionattn.models.weights import (
+    FORMAT,
+    UNBUILDABLE,
+    DataSpec,
+    existing,
+    first_line,
+    is_pickle,
+    is_safetensors,
+    load_model,
+    read_metadata,
+    read_state_dict,
+)
 from visionattn.training.build import build_model, check_img_size, pick_device
 from visionattn.training.checkpoint import place_weights
 from visionattn.training.config import ModelConfig
@@ -81,7 +90,7 @@ def open_model(options: InferenceOptions, *, classifies: bool) -> Opened:
     described = _description(options.checkpoint) if options.checkpoint else None
     if described:
         if options.model:
-            raise ValueError(f"{options.checkpoint} knows its model, {described['model']}: leave --model out")
+            raise ValueError(f"{options.checkpoint} knows its model, {described.get('model')}: leave --model out")
         _check_seed(options)
         model, name, args = load_model(options.checkpoint), described["model"], json.loads(described["args"])
         spec, notes = model.data_spec, [f"{name} of {options.checkpoint}"]
@@ -103,17 +112,12 @@ def _description(path: str) -> dict[str, str] | None:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: a safetensors file is cut off, or a file of ours is garbled.
+        ValueError: it is no whole file of weights.
     """
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"no checkpoint at {path}")
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-    except SafetensorError as error:
-        if path.endswith(".safetensors"):
-            raise ValueError(f"{path} is no whole safetensors file (cut off or garbled): {first_line(error)}") from error
+    file = existing(path)
+    if not is_safetensors(file) and is_pickle(file):  # of torch.save, which describes nothing
         return None
+    metadata = read_metadata(file)
     return metadata if metadata.get("format") == FORMAT else None
 
 

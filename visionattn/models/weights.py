@@ -7,9 +7,11 @@ training.
 import json
 import os
 import pickle
+import pickletools
 import re
 import struct
 import warnings
+import zipfile
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -208,21 +210,76 @@ def read_safetensors(path: str | Path) -> tuple[dict[str, str], dict[str, Tensor
         FileNotFoundError: there is no such file.
         ValueError: it is no safetensors file, or one that is cut off.
     """
+    path = existing(path)
+    try:
+        return open_safetensors(path)
+    except SafetensorError as error:
+        raise explain_safetensors(path, error) from error
+
+
+def read_metadata(path: str | Path) -> dict[str, str]:
+    """Metadata of a safetensors file, read off its head without the tensors.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is no safetensors file, or one that is cut off.
+    """
+    path = existing(path)
+    try:
+        with safe_open(path, framework="pt") as file:
+            return file.metadata() or {}
+    except SafetensorError as error:
+        raise explain_safetensors(path, error) from error
+
+
+def existing(path: str | Path) -> Path:
+    """The path of a file that is there and may be read.
+
+    Raises:
+        FileNotFoundError, PermissionError: it is not, or may not.
+    """
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"no checkpoint at {path}")
-    with open(path, "rb") as file:
-        start = file.read(2)
-    if start[:1] == b"\x80" or start == b"PK":
-        raise ValueError(
-            f"{path} is a pickle of torch.save, not a safetensors file; give the best.safetensors of a run"
+    with open(path, "rb"):  # safetensors says of a file without permission that it is not there
+        return path
+
+
+def open_safetensors(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """Metadata and tensors; raises ``SafetensorError`` for any other file."""
+    with safe_open(path, framework="pt") as file:
+        names = file.keys()
+        return file.metadata() or {}, {name: file.get_tensor(name) for name in names}
+
+
+def explain_safetensors(path: Path, error: SafetensorError) -> ValueError:
+    """The error of a file that safetensors could not read."""
+    if is_pickle(path):
+        return ValueError(
+            f"{path} is a pickle of torch.save, not a safetensors file; "
+            "give the best.safetensors of a run"
         )
+    return ValueError(
+        f"{path} is no whole safetensors file (cut off or garbled): {first_line(error)}"
+    )
+
+
+def is_pickle(path: Path) -> bool:
+    """Whether a file that safetensors cannot read is a whole pickle, alone or in torch's zip.
+
+    Its first bytes do not tell, since those of a safetensors file are the length of its head, which
+    may be any number. So this follows the pickle to its end, which runs nothing of it.
+    """
     try:
-        with safe_open(path, framework="pt") as file:
-            names = file.keys()
-            return file.metadata() or {}, {name: file.get_tensor(name) for name in names}
-    except SafetensorError as error:
-        raise ValueError(f"{path} is no whole safetensors file (cut off or garbled): {first_line(error)}") from error
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive:
+                return any(name.endswith("/data.pkl") for name in archive.namelist())
+        with open(path, "rb") as file:
+            return [opcode.name for opcode, *_ in pickletools.genops(file)][0] == "PROTO"
+    except PermissionError:
+        raise
+    except (zipfile.BadZipFile, *UNREADABLE):
+        return False
 
 
 def read_pickle(path: str | Path) -> Any:
@@ -230,20 +287,24 @@ def read_pickle(path: str | Path) -> Any:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it would run code, or it is cut off, or no checkpoint.
+        ValueError: it would run code, or it is a safetensors file, cut off, or no checkpoint.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"no checkpoint at {path}")
+    path = existing(path)
     try:
-        with torch.serialization.safe_globals([Namespace]), warnings.catch_warnings():
+        # As a stream: given a path, torch takes all that ends in .safetensors for safetensors.
+        with open(path, "rb") as file, warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Detected pickle protocol")
-            return torch.load(path, map_location="cpu", weights_only=True)
+            with torch.serialization.safe_globals([Namespace]):
+                return torch.load(file, map_location="cpu", weights_only=True)
     except PermissionError:
         raise
     except UNREADABLE as error:
+        if is_safetensors(path):
+            raise ValueError(
+                f"{path} is a safetensors file, which holds weights alone, not a file of torch.save"
+            ) from error
         refused = re.search(r"(?:GLOBAL|global:?|class) ([\w.]+\.[\w.]+)", str(error))
-        if refused:
+        if refused and is_pickle(path):
             raise ValueError(
                 f"{path} would run code when unpickled ({refused[1]}) and is refused: save plain tensors instead"
             ) from error
@@ -252,27 +313,60 @@ def read_pickle(path: str | Path) -> Any:
         raise ValueError(f"{path} is no whole checkpoint (cut off or garbled): {first_line(error)}") from error
 
 
+def is_safetensors(path: Path) -> bool:
+    """Whether the head of a safetensors file can be read."""
+    try:
+        with safe_open(path, framework="pt"):
+            return True
+    except SafetensorError:
+        return False
+
+
 def read_state_dict(path: str | Path) -> dict[str, Tensor]:
-    """The tensors of any weight file: safetensors, or a pickle with a state dict in it, also nested as timm and others
-    do.
+    """The tensors of any weight file, whatever its name.
+
+    It is a safetensors file, or a pickle with a state dict in it, also nested as timm and others
+    do. What data parallelism and ``torch.compile`` put before every name is taken off.
 
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: it cannot be read, would run code, or holds no tensors by name.
     """
-    path = Path(path)
-    if path.is_file() and path.suffix == ".safetensors":
-        return read_safetensors(path)[1]
-    content = read_pickle(path)
-    for key in ("ema", "state_dict_ema", "model_ema", "model", "state_dict", "module"):
-        if isinstance(content, dict) and isinstance(content.get(key), dict):
-            content = content[key]
-    tensors = (
-        {key: value for key, value in content.items() if isinstance(value, Tensor)} if isinstance(content, dict) else {}
-    )
+    path = existing(path)
+    try:
+        tensors = open_safetensors(path)[1]
+    except SafetensorError as error:
+        tensors = _tensors_in(_read_other(path, error))
     if not tensors:
         raise ValueError(f"{path} holds no tensors by name")
-    return {key.removeprefix("module.").removeprefix("_orig_mod."): value for key, value in tensors.items()}
+    for wrapper in ("module.", "_orig_mod.", "module."):
+        # A wrapper names all its model's tensors; a model with a part of that name has others too.
+        if all(key.startswith(wrapper) for key in tensors if "." in key):
+            tensors = {key.removeprefix(wrapper): value for key, value in tensors.items()}
+    return tensors
+
+
+def _read_other(path: Path, error: SafetensorError) -> Any:
+    """What ``torch.save`` wrote; an error that names both formats for a file that is of neither."""
+    try:
+        return read_pickle(path)
+    except ValueError as second:
+        if is_pickle(path):
+            raise
+        raise ValueError(
+            f"{path} is no whole file of weights (cut off or garbled): as safetensors: "
+            f"{first_line(error)}; as a file of torch.save: {first_line(second.__cause__)}"
+        ) from second
+
+
+def _tensors_in(content: Any) -> dict[str, Tensor]:
+    """The tensors by name of a state dict: the one that lies deepest under the usual keys."""
+    if not isinstance(content, dict):
+        return {}
+    for key in ("ema", "state_dict_ema", "model_ema", "model", "state_dict", "module"):
+        if found := _tensors_in(content.get(key)):
+            return found
+    return {key: value for key, value in content.items() if isinstance(value, Tensor)}
 
 
 def first_line(error: Exception) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 from timm.data.readers import create_reader
 from timm.data.readers.img_extensions import get_img_extensions
+from timm.data.readers.reader_image_in_tar import ReaderImageInTar
 from timm.utils.misc import natural_key
 
 from visionattn.training.canvas import stratified_split
@@ -58,8 +59,10 @@ def open_images(
         raise FileNotFoundError(f"data root {root} does not exist; {LAYOUT}, a .tar file, wds/... or hfds/...")
     elif Path(root).is_dir():
         parts, names = _open_folder(Path(root))
-    elif Path(root).suffix == ".tar":
+    elif Path(root).suffix.lower() == ".tar":
         parts, names = _open_tar(root)
+    elif tarfile.is_tarfile(root):
+        raise ValueError(f"data root {root} is a tar {_way_out(root)}")
     else:
         raise ValueError(f"data root {root} is neither a folder nor a .tar file")
     parts = _complete(parts, names, root, val_fraction, seed)
@@ -120,7 +123,10 @@ def _list_classes(folder: Path) -> dict[str, list[str]]:
             (file for file in files if os.path.splitext(file)[1].lower() in extensions), key=natural_key
         )
         if not listed[name]:
-            raise ValueError(f"class folder {folder / name} holds no images; add some or delete the folder")
+            wanted = ", ".join(sorted(extensions))
+            raise ValueError(
+                f"class folder {folder / name} holds no images, which end in {wanted}; add some or delete the folder"
+            )
     return listed
 
 
@@ -129,10 +135,19 @@ def _reraise(error: OSError) -> None:
     raise error
 
 
+def _way_out(root: str) -> str:
+    """What to do with a tar that timm's reader, which goes by the name, would not take."""
+    try:
+        tarfile.open(root, "r:").close()
+    except tarfile.ReadError:
+        return "that is compressed, in which single images cannot be found; decompress it to a .tar file"
+    return "whose name does not end in .tar; rename it"
+
+
 def _open_tar(root: str) -> tuple[dict[str, _Part], list[str]]:
     """timm's reader of tars; a class is the folder that an image lies in, a split the first folder of its path."""
     try:
-        reader = create_reader("", root=root)
+        reader = ReaderImageInTar(root)
     except tarfile.TarError as error:
         raise ValueError(f"cannot read {root} as a tar: {error}") from error
     except ValueError as error:  # timm unpacks an empty list

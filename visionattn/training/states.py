@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from visionattn.models.weights import first_line
+from visionattn.models.weights import read_metadata
 from visionattn.training.checkpoint import check_state, read_state, save_state
 from visionattn.training.progress import Position
 from visionattn.training.record import LAST, PREVIOUS
@@ -120,13 +119,9 @@ def best_figures(path: Path) -> BestFigures | None:
     Raises:
         FileNotFoundError, ValueError: there is no such file, or it cannot be read.
     """
-    try:
-        with safe_open(path, framework="pt") as file:
-            notes = (file.metadata() or {}).get("validation")
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{path} is missing") from None
-    except SafetensorError as error:
-        raise ValueError(f"{path} is no whole safetensors file (cut off or garbled): {first_line(error)}") from error
+    if not path.exists():
+        raise FileNotFoundError(f"{path} is missing")
+    notes = read_metadata(path).get("validation")
     return BestFigures(*json.loads(notes)) if notes else None
 
 
