@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
@@ -18,6 +19,7 @@ from tempfile import NamedTemporaryFile
 from unittest.mock import patch
 
 CAPABILITIES = (80, 90, 100)
+MULTIPROCESSORS = 132
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 
 
@@ -29,6 +31,14 @@ class Launch:
     grid: tuple[int, ...]
     args: tuple
     meta: dict
+    row: tuple = ()
+    """Kernel, d, e and bits that its row of ``launches.json`` was asked for with."""
+
+    @property
+    def arguments(self) -> dict[str, object]:
+        """All that the kernel is given, by the names of its parameters."""
+        names = [name for name in self.kernel.arg_names if name not in self.meta]
+        return dict(zip(names, self.args, strict=True)) | self.meta
 
     def specialised(self, capability: int):
         """Triton's key of the compiled kernel and what it compiles, for a GPU of this compute capability."""
@@ -47,18 +57,35 @@ class Launch:
 
 
 @contextlib.contextmanager
-def recorded():
-    """Launches within the context are recorded in the list it gives, and none is made."""
+def recorded(capability: int = 90, change: Callable[[str, dict], dict] | None = None):
+    """Launches within the context are recorded in the list it gives, and none is made.
+
+    Args:
+        capability: of the GPU whose section of ``launches.json`` rows are taken from, with 132 multiprocessors.
+        change: what becomes of a row, given the kernel's name in the table and the row.
+    """
     from visionattn.ops.triton import launch
 
-    launches = []
+    launches, row_of = [], launch.launch_row
 
-    def record(kernel, grid, *args, **meta):
+    def ask(kernel, d, e, dtype, device):
+        row = row_of(kernel, d, e, dtype, device)
+        row = change(kernel, dict(row)) if change else row
+        return row | {"_row": (kernel, d, e, 8 * dtype.itemsize)}
+
+    def record(kernel, grid, *args, _row=(), **meta):
         launch.check_grid(kernel.__name__, grid)
-        launches.append(Launch(kernel, tuple(grid), args, meta))
+        launches.append(Launch(kernel, tuple(grid), args, meta, _row))
 
-    with patch.object(launch, "run", record):
+    launch._table.cache_clear()
+    with (
+        patch.object(launch, "run", record),
+        patch.object(launch, "launch_row", ask),
+        patch.object(launch, "capability", lambda device: f"{capability / 10:.1f}"),
+        patch.object(launch, "_multiprocessors", lambda device: MULTIPROCESSORS),
+    ):
         yield launches
+    launch._table.cache_clear()
 
 
 @lru_cache
@@ -93,11 +120,11 @@ def results(cases) -> dict[str, dict[str, list[dict]]]:
     """By case and capability, one entry for each different kernel that it launches."""
     found = {}
     for name, work in cases.items():
-        with recorded() as launches:
-            work()
-        assert launches, f"{name} launched nothing"
         found[name] = {}
         for capability in CAPABILITIES:
+            with recorded(capability) as launches:
+                work()
+            assert launches, f"{name} launched nothing"
             distinct = {launch.specialised(capability)[0]: launch for launch in launches}
             found[name][str(capability)] = [compile_launch(launch, capability) for launch in distinct.values()]
     return found

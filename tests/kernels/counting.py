@@ -1,0 +1,181 @@
+"""What one launch costs, counted from its machine code and its sizes without a GPU."""
+
+import re
+import subprocess
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from tempfile import NamedTemporaryFile
+
+import torch
+from kernel_launches import Launch
+from kernels import sass, trips
+from kernels.occupancy import Use, programs_per_multiprocessor
+
+
+@dataclass(frozen=True)
+class Count:
+    """One launch, compiled for one GPU. Instructions are of warps."""
+
+    kernel: str
+    """The function's name."""
+    programs: int
+    warps: int
+    """Of a program."""
+    registers: int
+    spilled_bytes: int
+    shared_bytes: int
+    resident: int
+    """Programs that a multiprocessor holds at once."""
+    looped: float
+    """Instructions in loops, of all programs."""
+    once: float
+    """Instructions outside of loops, of all programs."""
+    matrix: float
+    """Matrix instructions, of all programs."""
+    barriers: float
+    """Barriers, counted for each warp, of all programs."""
+    operations: float
+    """Of products, a multiply and an add being two."""
+    bytes: float
+    """Of the tensors that it reads and writes, each counted once."""
+    unit: str
+    """The matrix unit's instruction: "wgmma", "mma.sync", "tcgen05.mma" or ""."""
+
+    @property
+    def instructions(self) -> float:
+        """All of them."""
+        return self.looped + self.once
+
+    def as_dict(self) -> dict:
+        """The fields, rounded to what is meant."""
+        return {name: round(x) if isinstance(x, float) else x for name, x in asdict(self).items()}
+
+
+def count(launch: Launch, capability: int) -> Count:
+    """Compile the launch with the bundled compiler and count."""
+    import triton
+
+    _, source, target, options = launch.specialised(capability)
+    compiled = triton.compile(source, target=target, options=options)
+    return count_compiled(launch, compiled, capability)
+
+
+def count_compiled(launch: Launch, compiled, capability: int) -> Count:
+    """``count`` of what is compiled already."""
+    cubin, ptx = compiled.asm["cubin"], compiled.asm["ptx"]
+    code = sass.instructions(sass.disassembled(cubin))
+    text = trips.read(compiled.asm["ttir"], launch.grid, launch.arguments)
+    runs = times_run(code, sass.loops(code), text, ptx)
+    usage, warps = usage_of(cubin), compiled.metadata.num_warps
+    programs = 1
+    for size in launch.grid:
+        programs *= size
+    every = programs * warps
+
+    def total(wanted) -> float:
+        return every * sum(runs[x.address] for x in code if wanted(x))
+
+    inside = {x.address for x in code for loop in sass.loops(code) if x in loop}
+    use = Use(warps, usage["REG"], compiled.metadata.shared)
+    return Count(
+        kernel=launch.kernel.__name__,
+        programs=programs,
+        warps=warps,
+        registers=use.registers,
+        spilled_bytes=max(usage["STACK"], usage["LOCAL"]),
+        shared_bytes=use.shared_bytes,
+        resident=programs_per_multiprocessor(use, capability),
+        looped=total(lambda x: x.address in inside),
+        once=total(lambda x: x.address not in inside),
+        matrix=total(lambda x: x.is_matrix),
+        barriers=total(lambda x: x.name == "BAR"),
+        operations=text.operations,
+        bytes=touched_bytes(launch.args),
+        unit=next((name for name in ("tcgen05.mma", "wgmma", "mma.sync") if name in ptx), ""),
+    )
+
+
+def usage_of(cubin: bytes) -> dict[str, int]:
+    """Registers of a thread, and bytes of its stack and local memory."""
+    with NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [sass.tool("cuobjdump"), "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
+
+
+def touched_bytes(arguments: Sequence[object]) -> int:
+    """Bytes of all tensors among the arguments, elements that several of them share counted once."""
+    tensors = {}
+    for x in arguments:
+        if isinstance(x, torch.Tensor) and x.numel():
+            own = [(size, stride) for size, stride in zip(x.shape, x.stride(), strict=True) if stride]
+            elements = 1
+            for size, _ in own:
+                elements *= size
+            place = (x.untyped_storage()._cdata, x.storage_offset(), x.dtype)
+            tensors[place] = max(tensors.get(place, 0), elements * x.element_size())
+    return sum(tensors.values())
+
+
+def times_run(
+    code: Sequence[sass.Instruction], loops: Sequence[sass.Loop], text: trips.Text, ptx: str
+) -> dict[int, float]:
+    """How often each instruction runs in a program, by address, the mean over programs.
+
+    A loop of the machine code is that of the source whose ``for`` its branch back carries. Where ptxas has unrolled one, or made
+    several of one, each takes its share of the trips.
+    """
+    runs = {x.address: 1.0 for x in code}
+    per_line = loop_markers(ptx)
+    for place in dict.fromkeys(loop.place for loop in loops):
+        own = [loop for loop in loops if loop.place == place]
+        meant = [loop for loop in text.loops if loop.place[1] == place[1]]
+        if not meant:
+            raise ValueError(f"a loop of the machine code at {place} is not in the source")
+        for loop, times in shares(code, own, meant, per_line):
+            for x in code:
+                if x in loop:
+                    runs[x.address] *= times
+    return runs
+
+
+def shares(code, own: Sequence[sass.Loop], meant: Sequence[trips.Loop], per_line: dict[int, list[int]]):
+    """Each loop of the machine code and how often it runs, of loops of the source with the same line."""
+    in_ptx = per_line.get(own[0].place[1], [])
+    if len(own) == len(meant):
+        for number, (loop, source) in enumerate(zip(own, meant, strict=True)):
+            found = sum(sass.markers([x for x in code if x in loop]).values())
+            wanted = in_ptx[number] if number < len(in_ptx) else 0
+            unrolled = max(1, round(found / wanted)) if wanted else 1
+            yield loop, float(source.trips.mean()) / unrolled
+        return
+    # Unrolled copies and the remainder of one loop: by the marks that one trip leaves.
+    bodies = [sum(sass.markers([x for x in code if x in loop]).values()) for loop in own]
+    least = (in_ptx[0] if in_ptx else 0) or min(body for body in bodies if body) if any(bodies) else 1
+    left = sum(float(source.trips.mean()) for source in meant)
+    for body, loop in sorted(zip(bodies, own, strict=True), key=lambda pair: -pair[0]):
+        unrolled = max(1, round(body / least))
+        times = left // unrolled if unrolled > 1 else left
+        left -= times * unrolled
+        yield loop, times
+
+
+PTX_MARK = re.compile(r"\b(ld\.global|cp\.async\.c[ag]|st\.global|bar\.sync|barrier\.sync|shfl\.sync|red\.global|atom\.global)")
+
+
+def loop_markers(ptx: str) -> dict[int, list[int]]:
+    """By line of the source's ``for``, the marks in each loop of the PTX that branches back there."""
+    lines, labels, found, line = ptx.splitlines(), {}, {}, 0
+    for number, text in enumerate(lines):
+        text = text.strip()
+        if match := re.match(r"(\$L__BB\w+):", text):
+            labels[match[1]] = number
+        elif match := re.match(r"\.loc\s+\d+ (\d+) ", text):
+            line = int(match[1])
+        elif match := re.search(r"\bbra(?:\.uni)?\s+(\$L__BB\w+);", text):
+            first = labels.get(match[1])
+            if first is not None:
+                found.setdefault(line, []).append(sum(len(PTX_MARK.findall(x)) for x in lines[first:number]))
+    return found

@@ -1,0 +1,112 @@
+"""Machine code of one kernel as NVIDIA's disassembler prints it: instructions, the loops around them, and what they are.
+
+It knows nothing of Triton but where its disassembler lies, and nothing of how often a loop runs.
+"""
+
+import re
+import subprocess
+from collections import Counter
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+
+FILE_LINE = re.compile(r'//## File "(.*)", line (\d+)')
+LABEL = re.compile(r"^(\.L_\w+):")
+INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ )?\s*([A-Z][\w.]*)(.*);")
+BRANCH = re.compile(r"`\((\.L_\w+)\)")
+MATRIX = re.compile(r"(HMMA|HGMMA|QGMMA|IGMMA|DMMA|UTC\w*MMA)\b")
+MARKERS = ("LDG", "LDGSTS", "STG", "BAR", "SHFL", "RED", "ATOMG")
+"""Instructions that ptxas neither makes nor drops: their number tells how often it has unrolled a loop."""
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line of the disassembly."""
+
+    address: int
+    opcode: str
+    """With its suffixes: ``HGMMA.64x64x16.F32.BF16``."""
+    place: tuple[str, int]
+    """File and line of the source, ("", 0) where there is none."""
+    target: int | None = None
+    """The address that a branch jumps to."""
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it is a matrix instruction."""
+        return MATRIX.match(self.opcode) is not None
+
+    @property
+    def name(self) -> str:
+        """The opcode without suffixes."""
+        return self.opcode.split(".")[0]
+
+
+@dataclass(frozen=True)
+class Loop:
+    """Instructions from ``first`` to the branch back at ``last``, both addresses."""
+
+    first: int
+    last: int
+    place: tuple[str, int]
+    """Of the branch back, which carries the line of the source's ``for``."""
+
+    def __contains__(self, instruction: Instruction) -> bool:
+        return self.first <= instruction.address <= self.last
+
+
+@lru_cache
+def tool(name: str) -> str:
+    """The path of a tool of NVIDIA's that Triton brings along."""
+    import triton
+
+    return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name)
+
+
+def disassembled(cubin: bytes) -> str:
+    """The text of ``nvdisasm`` with lines of the source."""
+    with NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [tool("nvdisasm"), "-c", "-g", file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def instructions(text: str) -> list[Instruction]:
+    """Instructions in order, without the padding behind the last EXIT."""
+    found, labels, waiting, place = [], {}, [], ("", 0)
+    for line in text.splitlines():
+        if match := FILE_LINE.search(line):
+            place = match[1], int(match[2])
+        elif match := LABEL.match(line.strip()):
+            waiting.append(match[1])
+        elif match := INSTRUCTION.search(line):
+            address = int(match[1], 16)
+            labels |= dict.fromkeys(waiting, address)
+            waiting = []
+            jump = BRANCH.search(match[3]) if match[2].startswith("BRA") else None
+            found.append((address, match[2], place, jump and jump[1]))
+    resolved = [Instruction(a, opcode, where, labels.get(jump)) for a, opcode, where, jump in found]
+    # Behind the code there is a branch to itself, and padding.
+    end = next((i for i, x in enumerate(resolved) if x.target == x.address), len(resolved))
+    return resolved[:end]
+
+
+def loops(code: list[Instruction]) -> list[Loop]:
+    """Loops by address of their first instruction, outer ones before inner ones.
+
+    Branches back to one place are one loop. A branch back of ``bar.sync``-like waiting (a loop of less than 8 instructions
+    without a line of its own ``for``) is a loop too and is told apart by its place.
+    """
+    last: dict[int, Instruction] = {}
+    for instruction in code:
+        if instruction.target is not None and instruction.target < instruction.address:
+            last[instruction.target] = instruction
+    found = [Loop(first, branch.address, branch.place) for first, branch in last.items()]
+    return sorted(found, key=lambda loop: (loop.first, -loop.last))
+
+
+def markers(code: list[Instruction]) -> Counter:
+    """Numbers of the instructions that tell how often a loop is unrolled."""
+    return Counter(x.name for x in code if x.name in MARKERS)

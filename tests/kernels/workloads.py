@@ -1,0 +1,71 @@
+"""The operations whose launches are counted, and how they are recorded on memory that nobody touches."""
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from unittest.mock import patch
+
+import torch
+from kernel_launches import Launch, recorded
+
+from visionattn.benchmark.cases import Case
+from visionattn.benchmark.gpu_operations import call_of
+from visionattn.benchmark.operations import function_of, make_tensors
+
+BATCH, HEADS, TOKENS, DIRECT_TOKENS = 2, 6, 65_536, 4096
+SHIFT = "taylorshift+temperature"
+OPERATIONS = {
+    "kernelized": ("kernelized", "auto", TOKENS),
+    "kernelized + Joint": ("kernelized+joint", "auto", TOKENS),
+    "kernelized causal": ("kernelized+causal", "auto", TOKENS),
+    "efficient TaylorShift": (SHIFT, "efficient", TOKENS),
+    "efficient TaylorShift + Joint": (f"{SHIFT}+joint", "efficient", TOKENS),
+    "direct TaylorShift": (SHIFT, "direct", DIRECT_TOKENS),
+}
+
+
+def case_of(operation: str, d: int, dtype: str, backward: bool) -> Case:
+    """The benchmark's case."""
+    name, form, tokens = OPERATIONS[operation]
+    return Case("operation", name, tokens, d, form, dtype, backward, BATCH, HEADS)
+
+
+def launches_of(
+    case: Case, capability: int, value_width: int | None = None, change: Callable[[str, dict], dict] | None = None
+) -> list[Launch]:
+    """Every launch of the case on a GPU of this capability, forward and, where it has one, backward.
+
+    The host's code runs as it is, on tensors of the processor that are neither written nor read.
+    """
+    shape = (case.batch, case.size)
+    qkv = torch.empty(*shape, 3, case.heads, case.width, dtype=case.torch_dtype).permute(2, 0, 3, 1, 4)
+    tensors = make_tensors(case, 1, "cpu") | dict(zip("qkv", qkv.unbind(0), strict=True))
+    e = value_width or case.width
+    if e != case.width:
+        tensors["v"] = torch.empty(*shape, case.heads, e, dtype=case.torch_dtype).transpose(1, 2)
+    tensors["grad"] = torch.empty(*shape, case.heads, e, dtype=case.torch_dtype).transpose(1, 2)
+    function = function_of(case, case.size, "cpu", "triton")
+    with kernels_anywhere(), recorded(capability, change) as found:
+        call_of(function, tensors, case.backward)()
+    return found
+
+
+@contextlib.contextmanager
+def kernels_anywhere() -> Iterator[None]:
+    """Within it, no device and no dtype is a reason against kernels."""
+    from visionattn.ops.triton import why_not
+
+    with patch.object(why_not, "_why_not_here", lambda device, dtype: None):
+        yield
+
+
+def widths() -> dict[str, list[tuple[int, int]]]:
+    """Widths d and e of every row of the table of launches, by bits."""
+    from visionattn.ops.triton import launch
+
+    found: dict[str, set] = {"16": set(), "32": set()}
+    for kernels in json.loads(launch.TABLE.read_text()).values():
+        for rows in kernels.values():
+            for row in rows:
+                found[str(row["bits"])].add((row["d"], row["e"]))
+    return {bits: sorted(pairs) for bits, pairs in found.items()}
