@@ -1,17 +1,12 @@
 """Rows of kernels against eager operations: which there are, in which order, what is said of them, and what stops a table."""
 
-import os
-import re
-import shutil
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
 from visionattn.benchmark import gpu, gpu_eager, gpu_operations
+from visionattn.benchmark.gpu_device import rehearsed
 from visionattn.benchmark.gpu_eager import eager_cases
 from visionattn.benchmark.gpu_figures import Result, all_figures, operation
 from visionattn.benchmark.gpu_operations import Bench, definition, draw
@@ -21,7 +16,7 @@ from visionattn.ops.triton import why_not
 
 
 def bench():
-    return Bench(torch.device("cpu"), torch.Generator().manual_seed(3), impl="eager", seconds=0.0)
+    return Bench(rehearsed(), torch.Generator().manual_seed(3), impl="eager", seconds=0.0, rounds=1)
 
 
 def order_of(monkeypatch, **failing):
@@ -45,11 +40,11 @@ def order_of(monkeypatch, **failing):
     return begun, lines, records, broken
 
 
-def test_kernels_against_eager_come_after_the_operations_and_before_what_takes_longer(monkeypatch):
+def test_kernels_against_eager_come_last_with_the_time_that_is_left(monkeypatch):
     begun, lines, records, _ = order_of(monkeypatch)
-    assert begun == ["operation", "against", "against", "crossover"]
-    assert [record["what"].split()[0] for record in records] == ["kernelized", "kernel", "kernel", "crossover"]
-    assert [text.startswith("| what |") for text in lines].count(True) == 2
+    assert begun == ["operation", "crossover", "against", "against"]
+    assert [record["what"].split()[0] for record in records] == ["kernelized", "crossover", "kernel", "kernel"]
+    assert [text.startswith("| what |") for text in lines].count(True) == 1
     assert lines[-1].startswith("\neager was faster in none of the 2 rows")
 
 
@@ -63,8 +58,8 @@ def test_kernels_against_eager_come_after_the_operations_and_before_what_takes_l
     ],
 )
 def test_no_row_is_begun_after_an_error_that_breaks_the_process(monkeypatch, text):
-    begun, lines, records, broken = order_of(monkeypatch, against=text)
-    assert begun == ["operation", "against"] and broken == 1
+    begun, lines, records, broken = order_of(monkeypatch, crossover=text)
+    assert begun == ["operation", "crossover"] and broken == 1
     assert [record["status"] for record in records] == [
         "ok",
         f"failed: RuntimeError: {text}; later rows of this run would mean nothing",
@@ -74,7 +69,7 @@ def test_no_row_is_begun_after_an_error_that_breaks_the_process(monkeypatch, tex
 
 @pytest.mark.parametrize("text", ["out of resource: shared memory", "CUDA error: out of memory", "not illegal"])
 def test_rows_go_on_after_errors_that_leave_the_gpu_whole(monkeypatch, text):
-    assert order_of(monkeypatch, operation=text)[0] == ["operation", "against", "against", "crossover"]
+    assert order_of(monkeypatch, operation=text)[0] == ["operation", "crossover", "against", "against"]
 
 
 def test_the_rows_against_eager_cover_each_operation_small_and_16_bits_first():
@@ -135,41 +130,18 @@ def test_the_last_line_names_the_rows_in_which_eager_was_faster():
     assert gpu_eager.verdict(cases[1:], records[1:]) == "eager was faster in none of the 1 rows that were timed (2 in all)"
 
 
-def test_rows_are_named_after_an_interruption_too(monkeypatch):
-    lines = []
-    row = {"status": "ok", "ratio": 0.5, "error": 0.0}
-    monkeypatch.setattr(gpu, "measure_against_eager", lambda case, bench: row)
+def test_rows_are_named_and_kept_after_an_interruption_too(monkeypatch):
+    lines, kept = [], []
+    found = iter([{"status": "ok", "ratio": 0.5, "error": 0.0}])
 
-    def interrupt(figure, bench):
-        raise KeyboardInterrupt
+    def measure(case, bench):
+        try:
+            return next(found)
+        except StopIteration:
+            raise KeyboardInterrupt from None
 
-    monkeypatch.setattr(gpu, "measure_crossover", interrupt)
-    crossover = [figure for figure in all_figures() if figure.kind == "crossover"]
+    monkeypatch.setattr(gpu, "measure_against_eager", measure)
     with pytest.raises(KeyboardInterrupt):
-        gpu.run_rows(crossover, eager_cases()[:1], bench(), Budget(1), lines.append)
+        gpu.run_rows([], eager_cases()[:2], bench(), Budget(1), lines.append, kept.append)
+    assert [(record["kind"], record["ratio"]) for record in kept] == [("row", 0.5)]
     assert lines[-1].startswith("\neager was faster in 1 of the 1 rows")
-
-
-FAKE_PYTHON = """#!/bin/sh
-case "$*" in
-  *"import sys, torch"*) exit 0;;
-  *find_spec*) exit 0;;
-  *"-m pytest"*) echo tests begin; exec sleep "$TESTS_TAKE";;
-  *benchmark.py*) echo "table $*"; exit 0;;
-esac
-exec "$REAL_PYTHON" "$@"
-"""
-
-
-@pytest.mark.skipif(not (shutil.which("make") and shutil.which("timeout")), reason="make gpu needs make and timeout")
-@pytest.mark.parametrize("tests_take, ended, least, most", [("30", True, 1.5, 2), ("0", False, 2.5, 3)])
-def test_make_gpu_ends_the_tests_and_gives_the_table_the_minutes_that_are_left(tmp_path, tests_take, ended, least, most):
-    fake = tmp_path / "python"
-    fake.write_text(FAKE_PYTHON)
-    fake.chmod(0o755)
-    given = os.environ | {"TESTS_TAKE": tests_take, "REAL_PYTHON": sys.executable}
-    command = ["make", "--silent", "gpu", f"PYTHON={fake}", "GPU_SECONDS=60 180 200" if not ended else "GPU_SECONDS=1 120 140"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1], env=given, timeout=60)
-    minutes = float(re.search(r"table tools/benchmark.py --gpu --minutes (\S+)", done.stdout)[1])
-    assert least <= minutes <= most and (done.returncode != 0) == ended
-    assert ("tests were ended after 1 s; what they did not reach is not checked" in done.stdout) == ended

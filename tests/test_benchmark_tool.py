@@ -10,7 +10,8 @@ import torch
 
 import visionattn.benchmark.compare as compare
 import visionattn.benchmark.targets as targets
-from visionattn.benchmark import options, run, table, tune
+from visionattn.benchmark import options, row_file, run, table, tune
+from visionattn.benchmark.gpu_device import rehearsed
 
 ROOT = Path(__file__).parents[1]
 SMALL = ["--operations", "kernelized", "sdpa", "--tokens", "45", "77", "--width", "8", "--heads", "3", "--no-memory"]
@@ -179,21 +180,25 @@ def as_if_on_a_gpu(monkeypatch):
     """The command takes the processor for a GPU."""
     monkeypatch.setattr(run, "pick_gpu", lambda: torch.device("cpu"))
     monkeypatch.setattr(options, "pick_gpu", lambda: torch.device("cpu"))
+    monkeypatch.setattr(run, "Gpu", lambda device: rehearsed())
     monkeypatch.setattr(run, "provenance_of", lambda device, argv: table.provenance_of("cpu", argv) | {"asked": device})
 
 
 def test_the_table_of_a_gpu_is_printed_and_written_and_broken_rows_end_with_code_4(
     main, tmp_path, capsys, monkeypatch, as_if_on_a_gpu
 ):
-    def measure(device, only, minutes, provenance, show):
-        show(f"{device} {only} {minutes}")
+    def measure(gpu, only, minutes, provenance, show, keep):
+        show(f"{gpu.device} {only} {minutes}")
+        keep({"kind": "row", "what": "a"})
         provenance["seed"] = 7
         return [{"what": "a", "status": "ok"}, {"what": "b", "status": "wrong: all of it"}], broken
 
     monkeypatch.setattr(run, "run_gpu", measure)
     broken = 0
     flags = ["--gpu", "--only", "kernelized", "--minutes", "3"]
-    assert main([*flags, "--json", str(tmp_path / "a.json"), "--csv", str(tmp_path / "a.csv")]) == 0
+    written = ["--json", str(tmp_path / "a.json"), "--csv", str(tmp_path / "a.csv")]
+    assert main([*flags, *written, "--rows", str(tmp_path / "rows.jsonl")]) == 0
+    assert row_file.read(tmp_path / "rows.jsonl") == [{"kind": "row", "what": "a"}]
     assert "cpu kernelized 3.0" in capsys.readouterr().out.splitlines()
     content = json.loads((tmp_path / "a.json").read_text())
     assert content["provenance"]["seed"] == 7 and content["provenance"]["asked"] == "cuda" and len(content["rows"]) == 2
@@ -213,7 +218,7 @@ def test_launches_are_tuned_for_as_long_as_is_said(main, capsys, monkeypatch, as
 
     monkeypatch.setattr(tune, "run_tune", tune_all)
     assert main(["--tune"]) == 0 and main(["--tune", "--only", "taylor direct", "--minutes", "2"]) == 0
-    assert asked == [(None, 20.0, "cpu", None), ("taylor direct", 2.0, "cpu", None)]
+    assert asked == [(None, 20.0, "cpu", "9.0"), ("taylor direct", 2.0, "cpu", "9.0")]
 
 
 def test_files_that_exist_are_replaced_on_request_alone(main, tmp_path, capsys, without_processes):

@@ -9,6 +9,7 @@ import torch
 
 import visionattn.benchmark.tune as tune
 from visionattn.benchmark.cases import Case
+from visionattn.benchmark.gpu_device import rehearsed
 from visionattn.benchmark.gpu_operations import Bench
 from visionattn.benchmark.gpu_timing import Timed
 from visionattn.benchmark.tune import (
@@ -193,7 +194,7 @@ def fake_work(table, monkeypatch):
 
 def run(only, minutes=1):
     lines = []
-    bench = Bench(CPU, torch.Generator().manual_seed(0))
+    bench = Bench(rehearsed(), torch.Generator().manual_seed(0))
     return tune.run_tune(only, minutes, bench, "9.0", lines.append), lines
 
 
@@ -263,9 +264,9 @@ def test_rows_that_no_operation_takes_and_tables_that_are_read_only_are_told(fak
 
 
 def test_an_operation_that_fails_or_has_a_wrong_result_is_not_timed(monkeypatch):
-    bench = Bench(CPU, torch.Generator().manual_seed(0), impl="eager")
+    bench = Bench(rehearsed(), torch.Generator().manual_seed(0), impl="eager")
     work = tune.Workload(Case("operation", "kernelized", 40, 8, "efficient", "float32", True, 1, 2), 16, bench)
-    assert work.prepare().calls == 1 and work.expected["gradient of v"].shape == (1, 2, 40, 16)
+    assert work.prepare().replayed and work.expected["gradient of v"].shape == (1, 2, 40, 16)
     right = work.expected["gradient of v"]
     work.expected["gradient of v"] = 1.1 * right
     assert work.prepare() is None
@@ -286,7 +287,7 @@ def test_an_operation_that_fails_or_has_a_wrong_result_is_not_timed(monkeypatch)
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="kernels of tensors on a processor are interpreted")
 def test_an_operation_without_kernels_takes_no_rows(table):
-    bench = Bench(CPU, torch.Generator().manual_seed(0), impl="triton")
+    bench = Bench(rehearsed(), torch.Generator().manual_seed(0), impl="triton")
     case = Case("operation", "kernelized", 40, 8, "efficient", "bfloat16", False, 1, 2)
     assert tune.keys_of(case, 8, table, "9.0", bench) == []  # neither a GPU nor the interpreter runs bfloat16
     kernels = {key[0] for key in tune.keys_of(Case(**case.as_dict() | {"dtype": "float32"}), 8, table, "9.0", bench)}

@@ -10,6 +10,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import timm
@@ -142,10 +143,21 @@ def bytes_kept(work: Callable[[], object], without: Sequence[torch.Tensor] = ())
     return total
 
 
-def warm_up(work: Callable[[], object], *, device: torch.device | str = "cpu", clock=time.perf_counter) -> float:
+Sample = Callable[[Callable[[], object], int], float]
+"""Mean seconds of a work that is called so many times."""
+
+
+def warm_up(
+    work: Callable[[], object],
+    *,
+    device: torch.device | str = "cpu",
+    clock: Callable[[], float] = time.perf_counter,
+    sample: Sample | None = None,
+) -> float:
     """Call ``work`` once or, where that took less than half a second, twice; returns the seconds of the last call."""
-    seconds = _seconds(work, 1, device, clock)
-    return seconds if seconds >= 0.5 else _seconds(work, 1, device, clock)
+    sample = sample or partial(_seconds, device=device, clock=clock)
+    seconds = sample(work, 1)
+    return seconds if seconds >= 0.5 else sample(work, 1)
 
 
 def interleaved_seconds(
@@ -158,6 +170,7 @@ def interleaved_seconds(
     sample_seconds: float = 0.02,
     device: torch.device | str = "cpu",
     clock: Callable[[], float] = time.perf_counter,
+    sample: Sample | None = None,
 ) -> list[list[float]]:
     """Seconds of one call of each work, measured in turns: ``[works][rounds]``.
 
@@ -173,14 +186,16 @@ def interleaved_seconds(
         sample_seconds: length of a sample at least.
         device: where the works run; on a GPU events measure.
         clock: seconds; used on other devices.
+        sample: measures instead of the events of the device and of the clock.
     """
+    sample = sample or partial(_seconds, device=device, clock=clock)
     repeats = [max(1, round(sample_seconds / max(seconds, 1e-7))) for seconds in warm_seconds]
     per_round = sum(n * seconds for n, seconds in zip(repeats, warm_seconds, strict=True))
     count = max(rounds, min(max_rounds, int(seconds_per_work * len(works) / max(per_round, 1e-9))))
     samples: list[list[float]] = [[] for _ in works]
     for turn in range(count):
         for index in (*range(turn % len(works), len(works)), *range(turn % len(works))):
-            samples[index].append(_seconds(works[index], repeats[index], device, clock))
+            samples[index].append(sample(works[index], repeats[index]))
     return samples
 
 

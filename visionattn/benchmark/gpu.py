@@ -1,4 +1,7 @@
-"""``tools/benchmark.py --gpu``: kernels and models on the GPU at hand, row by row, and kernels against eager operations."""
+"""``tools/benchmark.py --gpu``: kernels and models on the GPU at hand, row by row.
+
+What is wanted most comes first; kernels against eager operations get the time that is left.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -7,6 +10,7 @@ import torch
 
 from visionattn.benchmark import gpu_eager
 from visionattn.benchmark.cases import Case
+from visionattn.benchmark.gpu_device import Gpu
 from visionattn.benchmark.gpu_eager import measure_against_eager
 from visionattn.benchmark.gpu_figures import COLUMNS, Figure, Result, all_figures, choose
 from visionattn.benchmark.gpu_floors import measure_ceilings
@@ -15,22 +19,22 @@ from visionattn.benchmark.gpu_timing import Budget, in_words, is_fatal
 from visionattn.benchmark.table import Record, heading, line
 
 Print = Callable[[str], None]
+Keep = Callable[[Record], None]
 MEASURED = (
-    "Bfloat16, medians of interleaved runs after warm-up, fresh random data (seed {seed}). Operations and inference are "
-    "recorded as CUDA graphs, so that launches do not count; eager operations, training and the large image are called as they "
-    "are. Blocks of models are compiled. Floor: operations or bytes over the rates above. A result that is wrong has no time."
+    "Bfloat16, medians of interleaved runs after warm-up, fresh random data (seed {seed}). "
+    "Operations and inference are recorded as CUDA graphs, so that launches do not count; eager "
+    "operations, training and the large image are called as they are. Blocks of models are "
+    "compiled. Floor: operations or bytes over the rates above. A result that is wrong has no time."
 )
 
 
-def describe_gpu(device: torch.device, seed: int) -> Record:
+def describe_gpu(gpu: Gpu, seed: int) -> Record:
     """What the numbers depend on besides what every benchmark notes."""
     import triton
 
-    found = torch.cuda.get_device_properties(device)
-    record: Record = {"capability": f"{found.major}.{found.minor}", "multiprocessors": found.multi_processor_count}
-    record |= {"memory_gib": round(found.total_memory / 2**30, 1), "l2_mib": round(found.L2_cache_size / 2**20)}
-    record |= {"cuda": torch.version.cuda, "triton": triton.__version__, "timm": timm.__version__, "seed": seed}
-    return record
+    record: Record = gpu.describe()
+    record |= {"cuda": torch.version.cuda, "triton": triton.__version__}
+    return record | {"timm": timm.__version__, "seed": seed}
 
 
 def rows(only: str | None) -> tuple[list[Figure], list[Case]]:
@@ -42,12 +46,12 @@ def rows(only: str | None) -> tuple[list[Figure], list[Case]]:
     figures, cases = all_figures(), gpu_eager.eager_cases()
     names = [f"{figure.what} {figure.size}" for figure in figures]
     names += [gpu_eager.name_of(case) for case in cases]
-    chosen = choose(only, names)
-    return [figures[i] for i in chosen if i < len(figures)], [cases[i - len(figures)] for i in chosen if i >= len(figures)]
+    chosen, first = choose(only, names), len(figures)
+    return [figures[i] for i in chosen if i < first], [cases[i - first] for i in chosen if i >= first]
 
 
 def run_gpu(
-    device: torch.device, only: str | None, minutes: float, provenance: Record, show: Print
+    gpu: Gpu, only: str | None, minutes: float, provenance: Record, show: Print, keep: Keep
 ) -> tuple[list[Record], int]:
     """Measure and print, row by row.
 
@@ -55,6 +59,7 @@ def run_gpu(
         only: regular expression that the rows are to fit; None: all.
         minutes: after which no row is begun.
         provenance: gets what only a GPU has, rates included.
+        keep: gets the provenance, then each row as it is ready.
 
     Returns:
         All rows, and how many of them are wrong or failed.
@@ -62,58 +67,85 @@ def run_gpu(
     budget = Budget(minutes)
     figures, cases = rows(only)
     seed = torch.seed() % 2**31
-    generator = torch.Generator(device).manual_seed(seed)
-    about = describe_gpu(device, seed)
+    bench = Bench(gpu, gpu.generator(seed))
+    return run_table(bench, figures, cases, seed, budget, provenance, show, keep)
+
+
+def run_table(
+    bench: Bench,
+    figures: Sequence[Figure],
+    cases: Sequence[Case],
+    seed: int,
+    budget: Budget,
+    provenance: Record,
+    show: Print,
+    keep: Keep,
+    **rates: int,
+) -> tuple[list[Record], int]:
+    """Say what is measured on, measure its rates, then the rows; see ``run_gpu``.
+
+    Args:
+        rates: sizes that ``measure_ceilings`` takes.
+    """
+    about = describe_gpu(bench.gpu, seed)
     show(", ".join(f"{name} {value}" for name, value in about.items()))
-    ceilings = measure_ceilings(device, generator)
-    show(f"measured: {ceilings}\n\n{MEASURED.format(seed=seed)}\n")
-    provenance |= about | {"copy_bytes_per_second": ceilings.bytes_per_second}
-    provenance |= {"matmul_operations_per_second": ceilings.operations_per_second}
-    return run_rows(figures, cases, Bench(device, generator, ceilings), budget, show)
+    bench.ceilings = measure_ceilings(bench.gpu, bench.generator, rounds=bench.rounds, **rates)
+    show(f"measured: {bench.ceilings}\n\n{MEASURED.format(seed=seed)}\n")
+    provenance |= about | {"copy_bytes_per_second": bench.ceilings.bytes_per_second}
+    provenance |= {"matmul_operations_per_second": bench.ceilings.operations_per_second}
+    keep({"kind": "provenance", **provenance})
+    return run_rows(figures, cases, bench, budget, show, keep)
 
 
 def run_rows(
-    figures: Sequence[Figure], cases: Sequence[Case], bench: Bench, budget: Budget, show: Print
+    figures: Sequence[Figure],
+    cases: Sequence[Case],
+    bench: Bench,
+    budget: Budget,
+    show: Print,
+    keep: Keep = lambda record: None,
 ) -> tuple[list[Record], int]:
-    """Measure operations, then kernels against eager operations, then what takes longer; see ``run_gpu``.
+    """Measure the figures, then kernels against eager operations; see ``run_gpu``.
 
     What eager operations were faster in is shown at the end, also where Ctrl-C brings it.
     """
-    first = [figure for figure in figures if figure.kind == "operation"]
-    against: list[Record] = []
+    records: list[Record] = []
+
+    def take(record: Record) -> None:
+        records.append(record)
+        keep({"kind": "row"} | record)
+
+    broken, against = 0, []
     try:
-        results = _show_figures(first, bench, budget, show)
+        if figures:
+            show(heading(COLUMNS))
+        for result in results_of(figures, bench, budget):
+            show(line(result.cells()))
+            take(result.record())
+            broken += result.broken
         for record in _against_eager(cases, bench, budget, show):
             against.append(record)
-        if cases and len(first) < len(figures):
-            show("")
-        later = _show_figures([figure for figure in figures if figure.kind != "operation"], bench, budget, show)
+            take(record)
+            broken += record["status"].startswith(("wrong", "failed"))
     finally:
         if cases:
             show("\n" + gpu_eager.verdict(cases[: len(against)], against))
-    records = [*(result.record() for result in results), *against, *(result.record() for result in later)]
-    broken = sum(result.broken for result in (*results, *later))
-    broken += sum(record["status"].startswith(("wrong", "failed")) for record in against)
     names = dict.fromkeys(name for record in records for name in record)
     return [names | record for record in records], broken
 
 
-def _show_figures(figures: Sequence[Figure], bench: Bench, budget: Budget, show: Print) -> list[Result]:
-    if figures:
-        show(heading(COLUMNS))
-    results = []
-    for result in results_of(figures, bench, budget):
-        show(line(result.cells()))
-        results.append(result)
-    return results
-
-
-def _against_eager(cases: Sequence[Case], bench: Bench, budget: Budget, show: Print) -> Iterator[Record]:
+def _against_eager(
+    cases: Sequence[Case], bench: Bench, budget: Budget, show: Print
+) -> Iterator[Record]:
     if cases:
         about = f"{gpu_eager.AGAINST_EAGER}, each called as a user calls it"
         show(f"\n{about}:\n\n{heading(gpu_eager.COLUMNS)}")
     for case in cases:
-        found = _attempt(lambda case=case: measure_against_eager(case, bench), budget, lambda status: {"status": status})
+        found = _attempt(
+            lambda case=case: measure_against_eager(case, bench),
+            budget,
+            lambda status: {"status": status},
+        )
         record = gpu_eager.record_of(case, found)
         show(line(gpu_eager.cells_of(record)))
         yield record
@@ -143,7 +175,10 @@ def _measure(figures: Sequence[Figure], bench: Bench) -> list[Result]:
 
 
 def _attempt(work: Callable, budget: Budget, instead: Callable):
-    """What ``work()`` gives; where it cannot be done, ``instead(why)``, since the other rows are to be measured all the same."""
+    """What ``work()`` gives; where it cannot be done, ``instead(why)``.
+
+    The other rows are to be measured all the same.
+    """
     if budget.over:
         return instead(f"not measured: {budget.why_over}")
     try:

@@ -65,7 +65,7 @@ def measure_against_eager(case: Case, bench: Bench) -> Record:
     if found["status"] != "ok":
         return found
     works = [called([call_of(function, tensors, case.backward)]) for function in (kernel, eager)]
-    mine, other = seconds_of(works, bench.device, seconds=min(SECONDS, bench.seconds), rounds=ROUNDS)
+    mine, other = seconds_of(works, bench.gpu, seconds=min(SECONDS, bench.seconds), rounds=min(ROUNDS, bench.rounds))
     return found | {"seconds": mine.median, "eager_seconds": other.median, "ratio": other.median / mine.median}
 
 

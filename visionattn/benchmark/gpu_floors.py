@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
+from visionattn.benchmark.gpu_device import Gpu
 from visionattn.benchmark.gpu_timing import called, seconds_of
 from visionattn.ops.taylor_mean import tile_features
 
-COPY_BYTES = 2**31
-MATMUL_SIZE = 8192
+COPY_BYTES, MATMUL_SIZE = 2**31, 8192
 
 
 @dataclass(frozen=True)
@@ -58,13 +58,21 @@ def cost_of(operation: str, form: str, tokens: int, d: int, *, groups: int, back
     return Cost(groups * operations, groups * (8 + 14 * backward) * tokens * d)
 
 
-def measure_ceilings(device: torch.device, generator: torch.Generator, seconds: float = 0.5) -> Ceilings:
+def measure_ceilings(
+    gpu: Gpu,
+    generator: torch.Generator,
+    *,
+    copy_bytes: int = COPY_BYTES,
+    matmul_size: int = MATMUL_SIZE,
+    seconds: float = 0.5,
+    rounds: int = 5,
+) -> Ceilings:
     """The rates of this GPU, in one interleaved run."""
-    options = dict(device=device, dtype=torch.bfloat16)
-    source = torch.randn(COPY_BYTES // 2, generator=generator, **options)
+    options = dict(device=gpu.device, dtype=torch.bfloat16)
+    source = torch.randn(copy_bytes // 2, generator=generator, **options)
     target = torch.empty_like(source)
-    x, y = (torch.randn(MATMUL_SIZE, MATMUL_SIZE, generator=generator, **options) for _ in range(2))
-    product = torch.empty(MATMUL_SIZE, MATMUL_SIZE, **options)
+    x, y = (torch.randn(matmul_size, matmul_size, generator=generator, **options) for _ in range(2))
+    product = torch.empty(matmul_size, matmul_size, **options)
     works = [called([lambda: target.copy_(source)]), called([lambda: torch.mm(x, y, out=product)])]
-    copy, matmul = seconds_of(works, device, seconds=seconds)
-    return Ceilings(2 * COPY_BYTES / copy.median, 2 * MATMUL_SIZE**3 / matmul.median)
+    copy, matmul = seconds_of(works, gpu, seconds=seconds, rounds=rounds)
+    return Ceilings(2 * copy_bytes / copy.median, 2 * matmul_size**3 / matmul.median)

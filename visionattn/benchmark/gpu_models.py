@@ -5,7 +5,6 @@ against the same model in float32 with PyTorch's own operations: its error may b
 """
 
 import copy
-import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -23,8 +22,8 @@ from visionattn.benchmark.cases import Case
 from visionattn.benchmark.compare import Quartiles
 from visionattn.benchmark.gpu_figures import Figure, Result
 from visionattn.benchmark.gpu_operations import BESIDE_EAGER, Bench, errors_of
-from visionattn.benchmark.gpu_timing import called, recorded, seconds_of
-from visionattn.measure import is_out_of_memory, peak_bytes
+from visionattn.benchmark.gpu_timing import called
+from visionattn.measure import is_out_of_memory
 from visionattn.ops.triton import launch
 
 ALWAYS_ALLOWED = 1e-2
@@ -45,6 +44,7 @@ def make_model(name: str, case: Case, bench: Bench) -> nn.Module:
             torch.manual_seed(0)
             model = timm.create_model(case.base, img_size=case.size)
         model = model.to(bench.device, case.torch_dtype).train(case.backward)
+    model.blocks = model.blocks[: bench.depth]
     with torch.no_grad():
         for block in model.blocks:
             block.attn.qkv.weight *= SHARPER
@@ -60,9 +60,8 @@ def make_images(case: Case, bench: Bench) -> Tensor:
 
 def compile_blocks(model: nn.Module, bench: Bench) -> nn.Module:
     """The model, its blocks compiled for one size."""
-    if bench.compiled:
-        for block in model.blocks:
-            block.compile(dynamic=False)
+    for block in model.blocks:
+        block.compile(dynamic=False, backend=bench.backend)
     return model
 
 
@@ -111,9 +110,7 @@ def compare(work: Callable[[], dict], eager: Callable[[], dict], exact: Callable
 def fresh_memory(bench: Bench) -> None:
     """Let go of what earlier figures held, compiled code included."""
     torch._dynamo.reset()
-    gc.collect()
-    if bench.device.type == "cuda":
-        torch.cuda.empty_cache()
+    bench.gpu.let_go()
 
 
 def measure_inference(figures: Sequence[Figure], bench: Bench) -> list[Result]:
@@ -124,19 +121,19 @@ def measure_inference(figures: Sequence[Figure], bench: Bench) -> list[Result]:
     status, error, notes = _check_inference(mine, images, bench)
     if status != "ok":
         return [Result(figure, status, error=error) for figure in figures]
-    entries, others = {case.name: recorded([partial(_infer, mine, images)], bench.device)}, {}
+    entries, others = {case.name: bench.recorded([partial(infer, mine, images)])}, {}
     for name in (figure.baseline for figure in figures):
         try:
             model = compile_blocks(make_model(name, case, bench), bench)
-            entries[name] = recorded([partial(_infer, model, images)], bench.device)
+            entries[name] = bench.recorded([partial(infer, model, images)])
         except RuntimeError as failure:
             if not is_out_of_memory(failure):
                 raise
             others[name] = "out of memory"
-    times = dict(zip(entries, seconds_of(list(entries.values()), bench.device, seconds=4 * bench.seconds), strict=True))
+    times = dict(zip(entries, bench.seconds_of(list(entries.values()), 4), strict=True))
     own = times[case.name]
     others |= {name: spread.median for name, spread in times.items()}
-    notes += [f"{name} not recorded" for name, entry in entries.items() if bench.device.type == "cuda" and not entry.replayed]
+    notes += [f"{name} not recorded" for name, entry in entries.items() if not entry.replayed]
     notes = [f"{case.batch / own.median:.4g} images/s", *notes]
     return [_against(figure, own, others[figure.baseline], error, notes) for figure in figures]
 
@@ -161,7 +158,8 @@ def _against(figure: Figure, own: Quartiles, other: float | str, error: float, n
     return Result(figure, "ok", own, sdpa=sdpa, values=values, error=error, notes=notes)
 
 
-def _infer(model: nn.Module, images: Tensor) -> Tensor:
+def infer(model: nn.Module, images: Tensor) -> Tensor:
+    """The classes of the images."""
     with torch.inference_mode():
         return model(images)
 
@@ -175,7 +173,7 @@ def measure_image(figure: Figure, bench: Bench) -> Result:
     if status != "ok":
         return Result(figure, status, error=error)
     fresh_memory(bench)
-    (seconds,) = seconds_of([called([partial(_infer, model, image)])], bench.device, rounds=3)
+    (seconds,) = bench.seconds_of([called([partial(infer, model, image)])], rounds=3)
     values = (seconds.median, _most_gib(model, image, bench))
     return Result(figure, "ok", seconds, values=values, error=error, notes=[*notes, f"{CHECK_DEPTH} blocks checked"])
 
@@ -191,9 +189,9 @@ def _check_image(model: nn.Module, image: Tensor) -> tuple[str, float, list[str]
 
 
 def _most_gib(model: nn.Module, image: Tensor, bench: Bench) -> float:
-    """Most memory of a forward in GiB, with all that is there before it; not a number where there is no GPU."""
-    before = torch.cuda.memory_allocated(bench.device) if bench.device.type == "cuda" else 0
-    return (before + _peak(partial(_infer, model, image), bench)) / 2**30
+    """Most memory of a forward in GiB, with all that is there before it."""
+    before = bench.gpu.allocated_bytes()
+    return (before + bench.gpu.peak_bytes(partial(infer, model, image))) / 2**30
 
 
 def measure_training(figure: Figure, bench: Bench) -> Result:
@@ -208,15 +206,11 @@ def measure_training(figure: Figure, bench: Bench) -> Result:
     steps, peaks = [called([make_step(model, images, bench)]) for model in (mine, baseline)], []
     for step in steps:
         step.run()
-        peaks.append(_peak(step.run, bench))
-    own, other = seconds_of(steps, bench.device, seconds=4 * bench.seconds)
+        peaks.append(bench.gpu.peak_bytes(step.run))
+    own, other = bench.seconds_of(steps, 4)
     notes += [f"peak {peaks[0] / 2**30:.3g} GiB", f"ViT-S {peaks[1] / 2**30:.3g} GiB"]
     values = (other.median / own.median, peaks[0] / peaks[1])
     return Result(figure, "ok", own, sdpa=other.median, values=values, error=error, notes=notes)
-
-
-def _peak(work: Callable[[], object], bench: Bench) -> float:
-    return peak_bytes(work, bench.device) if bench.device.type == "cuda" else float("nan")
 
 
 def _check_training(model: nn.Module, images: Tensor, bench: Bench) -> tuple[str, float, list[str]]:
@@ -235,7 +229,7 @@ def _check_training(model: nn.Module, images: Tensor, bench: Bench) -> tuple[str
 
 
 def _autocast(bench: Bench, enabled: bool = True):
-    return torch.autocast(bench.device.type, torch.bfloat16) if enabled else nullcontext()
+    return torch.autocast(bench.device.type, bench.dtype) if enabled else nullcontext()
 
 
 def gradients_of(

@@ -5,18 +5,21 @@ Inputs are fresh random numbers that lie as a model's projection leaves them: ``
 
 import warnings
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from visionattn.benchmark.cases import Case
+from visionattn.benchmark.compare import Quartiles
+from visionattn.benchmark.gpu_device import Call, Gpu
 from visionattn.benchmark.gpu_figures import BATCH, HEADS, Figure, Result
 from visionattn.benchmark.gpu_floors import Ceilings, cost_of
-from visionattn.benchmark.gpu_timing import Call, Timed, called, recorded, seconds_of, sets_needed
+from visionattn.benchmark.gpu_timing import Timed, called, recorded, seconds_of, sets_needed
 from visionattn.benchmark.operations import definition_of, function_of, make_tensors
 from visionattn.measure import is_out_of_memory
 from visionattn.ops.taylor_mean import takes_efficient_kernels
@@ -27,22 +30,43 @@ BESIDE_EAGER = 2.0
 """Errors beyond this many times those of PyTorch's operations in the same dtype are named."""
 CHUNK_ELEMENTS = 2**27
 """Weights of the definition that are in memory at once."""
-FILLED_TOKENS = 2**20
-"""Tokens of all heads and images that fill a GPU."""
+LONGEST = 2**20
+"""Tokens up to which it is looked for where ``form="auto"`` changes."""
 
 
 @dataclass
 class Bench:
     """Where and how figures are measured."""
 
-    device: torch.device
+    gpu: Gpu
     generator: torch.Generator
     ceilings: Ceilings | None = None
     impl: str = "triton"
-    compiled: bool = True
-    """Whether the blocks of models are compiled."""
+    backend: str = "inductor"
+    """Compiles the blocks of models."""
     seconds: float = 0.25
-    """For each work, while which more rounds are made than five."""
+    """For each work, while which more than ``rounds`` rounds are made."""
+    rounds: int = 5
+    dtype: torch.dtype = torch.bfloat16
+    """Of products within training."""
+    depth: int | None = None
+    """Blocks of models; None: all."""
+    filled_tokens: int = 2**20
+    """Tokens of all heads and images that fill the GPU."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors are."""
+        return self.gpu.device
+
+    def seconds_of(self, entries: Sequence[Timed], times: float = 1, rounds: int | None = None) -> list[Quartiles]:
+        """Seconds of one call of each entry, in turns, for ``times`` as long as usual; at least ``rounds`` rounds."""
+        rounds = min(self.rounds, rounds or self.rounds)
+        return seconds_of(entries, self.gpu, seconds=times * self.seconds, rounds=rounds)
+
+    def recorded(self, calls: Sequence[Call]) -> Timed:
+        """The calls as one CUDA graph, where that can be recorded."""
+        return recorded(calls, self.gpu)
 
 
 def draw(case: Case, bench: Bench, value_width: int | None = None) -> dict[str, Tensor]:
@@ -154,7 +178,7 @@ def input_sets(case: Case, bench: Bench) -> list[dict[str, Tensor]]:
     """As many inputs as the cache does not hold."""
     first = draw(case, bench)
     size = sum(first[name].numel() * first[name].element_size() for name in "qkv")
-    return [first, *(draw(case, bench) for _ in range(sets_needed(size, bench.device) - 1))]
+    return [first, *(draw(case, bench) for _ in range(sets_needed(size, bench.gpu) - 1))]
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -172,25 +196,25 @@ def measure_operation(figure: Figure, bench: Bench) -> Result:
     functions = {name: function_of(case, case.size, where, impl) for name, impl in (("kernel", bench.impl), ("eager", "eager"))}
     calls = {name: [call_of(function, tensors, case.backward) for tensors in sets] for name, function in functions.items()}
     calls["SDPA"] = [call_of(_sdpa, tensors, case.backward) for tensors in plain]
-    entries: dict[str, Timed] = {"kernel": recorded(calls["kernel"], bench.device)}
+    entries: dict[str, Timed] = {"kernel": bench.recorded(calls["kernel"])}
     others: dict[str, float | str] = {}
     for name in ("SDPA", "eager"):
         try:
             calls[name][0]()
-            entries[name] = recorded(calls[name], bench.device) if name == "SDPA" else called(calls[name][:1])
+            entries[name] = bench.recorded(calls[name]) if name == "SDPA" else called(calls[name][:1])
         except RuntimeError as failure:
             if not is_out_of_memory(failure):
                 raise
             others[name] = "out of memory"
-    times = dict(zip(entries, seconds_of(list(entries.values()), bench.device, seconds=bench.seconds), strict=True))
+    times = dict(zip(entries, bench.seconds_of(list(entries.values())), strict=True))
     others |= {name: spread.median for name, spread in times.items()}
-    notes += [f"{name} not recorded, launches count" for name in ("kernel", "SDPA") if _launches_count(entries.get(name), bench)]
+    notes += [f"{name} not recorded, launches count" for name in ("kernel", "SDPA") if _launches_count(entries.get(name))]
     result = Result(figure, "ok", times["kernel"], sdpa=others["SDPA"], eager=others["eager"], error=error, notes=notes)
     return _related(result, case, bench.ceilings)
 
 
-def _launches_count(entry: Timed | None, bench: Bench) -> bool:
-    return entry is not None and not entry.replayed and bench.device.type == "cuda"
+def _launches_count(entry: Timed | None) -> bool:
+    return entry is not None and not entry.replayed
 
 
 def _related(result: Result, case: Case, ceilings: Ceilings) -> Result:
@@ -240,18 +264,19 @@ def measure_crossover(figure: Figure, bench: Bench) -> Result:
         if status != "ok":
             return Result(figure, f"{status} ({form})", error=found)
     low, high = max(16, limit // 8), 4 * limit
-    filled = crossing(lambda n: _direct_over_efficient(figure.case, n, _filling(n), bench), low, high)
+    filling = partial(_filling, bench=bench)
+    filled = crossing(lambda n: _direct_over_efficient(figure.case, n, filling(n), bench), low, high)
     few = crossing(lambda n: _direct_over_efficient(figure.case, n, BATCH, bench), low, high)
-    auto = [auto_crossing(figure.case, batch_of) for batch_of in (_filling, lambda n: BATCH)]
+    auto = [auto_crossing(figure.case, batch_of) for batch_of in (filling, lambda n: BATCH)]
     notes = [f"auto changes at {auto[0]}", f"B*h = {BATCH * HEADS}: {_place(few, low, high)}, auto changes at {auto[1]}"]
     if filled in (low, float("inf")):
         notes.insert(0, _place(filled, low, high))
     return Result(figure, "ok", values=(filled,), error=error, notes=notes)
 
 
-def _filling(tokens: int) -> int:
+def _filling(tokens: int, bench: Bench) -> int:
     """Images of ``HEADS`` heads that fill the GPU."""
-    return max(1, FILLED_TOKENS // (HEADS * tokens))
+    return max(1, bench.filled_tokens // (HEADS * tokens))
 
 
 def auto_crossing(case: Case, batch_of: Callable[[int], int]) -> int:
@@ -266,7 +291,7 @@ def auto_crossing(case: Case, batch_of: Callable[[int], int]) -> int:
         q, k, v = torch.empty(3, *shape, dtype=case.torch_dtype, device="meta")
         return takes_efficient_kernels("auto", q, k, v)
 
-    return bisect_left(range(1, FILLED_TOKENS), True, key=efficient) + 1
+    return bisect_left(range(1, LONGEST), True, key=efficient) + 1
 
 
 def _place(tokens: float, low: int, high: int) -> str:
@@ -280,8 +305,8 @@ def _direct_over_efficient(case: Case, tokens: int, batch: int, bench: Bench) ->
     sets, entries = input_sets(case, bench), []
     for form in ("direct", "efficient"):
         function = function_of(replace(case, form=form), tokens, str(bench.device), bench.impl)
-        entries.append(recorded([call_of(function, tensors, case.backward) for tensors in sets], bench.device))
-    direct, efficient = seconds_of(entries, bench.device, seconds=bench.seconds / 4)
+        entries.append(bench.recorded([call_of(function, tensors, case.backward) for tensors in sets]))
+    direct, efficient = bench.seconds_of(entries, 1 / 4)
     return direct.median / efficient.median
 
 

@@ -1,6 +1,6 @@
-"""Time on a GPU: works recorded as CUDA graphs, run in turns with what they are compared to, over inputs that the cache forgets.
+"""Time on a GPU: works recorded as CUDA graphs, run in turns with what they are compared to.
 
-It knows neither operations nor models. On another device works are called as they are, so that all of it can be tested there.
+Inputs rotate, so that the cache forgets them. It knows neither operations nor models.
 """
 
 import re
@@ -8,18 +8,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import torch
-
 from visionattn.benchmark.compare import Quartiles
+from visionattn.benchmark.gpu_device import Call, Gpu, run_all
 from visionattn.measure import interleaved_seconds, is_out_of_memory, warm_up
 
-Call = Callable[[], object]
 MOST_SETS = 16
 FATAL = re.compile(
     r"illegal (memory access|instruction|address)|misaligned|unspecified launch failure|CUDA error(?!: (out of memory|CUBLAS))",
     re.IGNORECASE,
 )
-"""What such errors say, of PyTorch and of Triton."""
+"""What errors of PyTorch and of Triton say after which the process computes nothing right."""
 CACHES = 4
 """Inputs are rotated over this many times the cache, so that none is in it when its turn comes."""
 
@@ -35,51 +33,23 @@ class Timed:
     """Whether a run replays a CUDA graph, in which launching costs nothing."""
 
 
-def run_all(calls: Sequence[Call]) -> None:
-    """Each call in turn; what it returns is let go at once."""
-    for call in calls:
-        call()
-
-
 def called(calls: Sequence[Call]) -> Timed:
     """The calls as they are, each launch included."""
     return Timed(lambda: run_all(calls), len(calls))
 
 
-def recorded(calls: Sequence[Call], device: torch.device) -> Timed:
-    """The calls one after the other as one CUDA graph; as they are where that cannot be recorded, or where there is no GPU.
+def recorded(calls: Sequence[Call], gpu: Gpu) -> Timed:
+    """The calls one after the other as one CUDA graph; as they are where that cannot be recorded.
 
     Raises:
         RuntimeError: the calls themselves do not run.
     """
-    if device.type != "cuda":
-        return called(calls)
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):  # kernels are compiled and loaded before anything is recorded
-        for _ in range(2):
-            run_all(calls)
-    torch.cuda.current_stream(device).wait_stream(stream)
-    torch.cuda.synchronize(device)
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.stream(torch.cuda.current_stream(device)), torch.cuda.graph(graph):  # a failed recording leaves its own
-            run_all(calls)
-    except RuntimeError as error:
-        if is_out_of_memory(error):
-            raise
-        torch.cuda.synchronize(device)
-        return called(calls)
-    return Timed(graph.replay, len(calls), replayed=True)
+    replay = gpu.graph_of(calls)
+    return called(calls) if replay is None else Timed(replay, len(calls), replayed=True)
 
 
 def seconds_of(
-    entries: Sequence[Timed],
-    device: torch.device,
-    *,
-    seconds: float = 0.25,
-    rounds: int = 5,
-    clock: Callable[[], float] = time.perf_counter,
+    entries: Sequence[Timed], gpu: Gpu, *, seconds: float = 0.25, rounds: int = 5
 ) -> list[Quartiles]:
     """Seconds of one call of each entry, over rounds in which each has its turn.
 
@@ -87,18 +57,18 @@ def seconds_of(
         seconds: for each entry, while which more than ``rounds`` rounds are made, 25 at most.
     """
     runs = [entry.run for entry in entries]
-    warm = [warm_up(run, device=device, clock=clock) for run in runs]
+    warm = [warm_up(run, sample=gpu.seconds) for run in runs]
     plan = dict(rounds=rounds, max_rounds=25, seconds_per_work=seconds, sample_seconds=0.005)
-    samples = interleaved_seconds(runs, warm, **plan, device=device, clock=clock)
-    return [Quartiles.of([s / entry.calls for s in times]) for entry, times in zip(entries, samples, strict=True)]
+    samples = interleaved_seconds(runs, warm, **plan, sample=gpu.seconds)
+    return [
+        Quartiles.of([s / entry.calls for s in times])
+        for entry, times in zip(entries, samples, strict=True)
+    ]
 
 
-def sets_needed(set_bytes: int, device: torch.device) -> int:
+def sets_needed(set_bytes: int, gpu: Gpu) -> int:
     """How many sets of inputs of this size to rotate, so that none is read from the cache."""
-    if device.type != "cuda":
-        return 1
-    cache = torch.cuda.get_device_properties(device).L2_cache_size
-    return max(1, min(MOST_SETS, -(-CACHES * cache // max(1, set_bytes))))
+    return max(1, min(MOST_SETS, -(-CACHES * gpu.cache_bytes // max(1, set_bytes))))
 
 
 def in_words(error: Exception) -> str:
@@ -110,7 +80,10 @@ def in_words(error: Exception) -> str:
 
 
 def is_fatal(error: Exception) -> bool:
-    """Whether a GPU computes nothing right in this process after the error: a kernel read or wrote where it must not."""
+    """Whether a GPU computes nothing right in this process after the error.
+
+    A kernel has then read or written where it must not.
+    """
     return not is_out_of_memory(error) and FATAL.search(str(error)) is not None
 
 
@@ -137,4 +110,6 @@ class Budget:
         """Why no more shall be begun."""
         if self.fatal:
             return "an earlier row broke what this process computes on the GPU"
-        return f"{self.minutes:g} minutes were over" if self.clock() - self.start >= 60 * self.minutes else None
+        if self.clock() - self.start < 60 * self.minutes:
+            return None
+        return f"{self.minutes:g} minutes were over"

@@ -55,6 +55,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--gpu", action="store_true", help=text)
     text = "on an NVIDIA GPU: blocks, pairs, warps, stages of kernels, no segments; writes visionattn/ops/triton/launches.json"
     add("--tune", action="store_true", help=text)
+    text = "with --gpu or --tune: the same lines on a processor, at tiny sizes and with made-up times; minutes"
+    add("--rehearse", action="store_true", help=text)
     add = parser.add_argument_group("sizes").add_argument
     add("--tokens", nargs="+", type=_positive, default=[1024, 4096], metavar="N", help="of operations (1024 4096)")
     add("--img-size", nargs="+", type=_positive, metavar="PX", help="of models (224 512); of --loader (as the data say)")
@@ -84,6 +86,7 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("what is written").add_argument
     add("--csv", metavar="FILE", help="the rows as CSV, with provenance")
     add("--json", metavar="FILE", help="the rows as JSON, with provenance")
+    add("--rows", metavar="FILE", help="of --gpu: each row as a line of JSON as it is ready; added to a file that exists")
     add("--plot", metavar="FILE", help="PNG of time (and memory) over size, log-log, with fitted slopes")
     add("--output", metavar="FOLDER", default=".", help="where --figure writes NAME.png and NAME.csv (the current folder)")
     add("--overwrite", action="store_true", help="replace files that exist")
@@ -233,13 +236,21 @@ def parse_options(argv: Sequence[str]) -> Options:
 
 
 def check_gpu(flags: argparse.Namespace) -> None:
-    """Raise ValueError for an ``--only`` of ``--gpu`` or ``--tune`` that leaves no row, and where there is no GPU."""
+    """Raise ValueError for an ``--only`` of ``--gpu`` or ``--tune`` that leaves no row, and where there is no GPU.
+
+    A rehearsal wants Triton's interpreter instead of a GPU.
+    """
+    if flags.rehearse:
+        from visionattn.benchmark.gpu_rehearsal import check_interpreter
+
+        check_interpreter()
     if flags.gpu:
         from visionattn.benchmark.gpu import rows as check_rows
     else:
         from visionattn.benchmark.tune import check_rows
     check_rows(flags.only)
-    pick_gpu()
+    if not flags.rehearse:
+        pick_gpu()
 
 
 def pick_gpu() -> torch.device:
@@ -291,6 +302,8 @@ IDLE = {
     "--plot": _SWEEP,
     "--only": ("targets", *_GPU),
     "--minutes": _GPU,
+    "--rehearse": _GPU,
+    "--rows": ("gpu",),
     "--quick": ("figure",),
     "--output": ("figure",),
     "--csv": (*_SWEEP, "targets", "loader", *_GPU),

@@ -1,13 +1,16 @@
 """What ``tools/benchmark.py`` does: runs what the flags ask for, prints tables, writes files."""
 
+import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from visionattn.benchmark import row_file
 from visionattn.benchmark.compare import Row, measure_together
 from visionattn.benchmark.gpu import run_gpu
+from visionattn.benchmark.gpu_device import Gpu
 from visionattn.benchmark.options import Options, parse_options, pick_gpu
 from visionattn.benchmark.table import (
     COLUMNS,
@@ -38,7 +41,7 @@ def benchmark(argv: Sequence[str], show: Print) -> None:
     flags, before = options.flags, torch.get_num_threads()
     try:
         torch.set_num_threads(flags.threads or before)
-        provenance = provenance_of("cuda" if flags.gpu or flags.tune else flags.device, argv)
+        provenance = provenance_of("cuda" if on_gpu(flags) else flags.device, argv)
         show(summary(provenance) + "\n")
         if flags.figure:
             from visionattn.benchmark.figures import redraw
@@ -47,7 +50,7 @@ def benchmark(argv: Sequence[str], show: Print) -> None:
             return
         broken = 0
         if flags.gpu:
-            records, broken = run_gpu(pick_gpu(), flags.only, options.minutes, provenance, show)
+            records, broken = run_figures(options, provenance, show)
         elif flags.tune:
             records = run_tune(options, show)
         elif flags.loader:
@@ -61,6 +64,26 @@ def benchmark(argv: Sequence[str], show: Print) -> None:
             raise Failed(f"{broken} rows are wrong or failed; the table says how")
     finally:
         torch.set_num_threads(before)
+
+
+def on_gpu(flags: argparse.Namespace) -> bool:
+    """Whether a GPU is measured."""
+    return (flags.gpu or flags.tune) and not flags.rehearse
+
+
+def run_figures(options: Options, provenance: Record, show: Print) -> tuple[list[Record], int]:
+    """Measure the table of a GPU, or rehearse it; the rows, and how many are wrong or failed."""
+    flags = options.flags
+
+    def keep(record: Record) -> None:
+        if flags.rows:
+            row_file.append(flags.rows, record)
+
+    if flags.rehearse:
+        from visionattn.benchmark import gpu_rehearsal
+
+        return gpu_rehearsal.run_gpu(flags.only, options.minutes, provenance, show, keep)
+    return run_gpu(Gpu(pick_gpu()), flags.only, options.minutes, provenance, show, keep)
 
 
 def save(path: str | None, text: str) -> None:
@@ -84,12 +107,16 @@ def run_targets(options: Options, show: Print) -> list[Record]:
 
 
 def run_tune(options: Options, show: Print) -> list[Record]:
-    """Tune the launches of kernels on the GPU at hand, and write their table."""
+    """Tune the launches of kernels on the GPU at hand, and write their table; or rehearse it."""
     from visionattn.benchmark import tune
-    from visionattn.ops.triton.launch import capability
 
-    device = pick_gpu()
-    return tune.run_tune(options.flags.only, options.minutes, tune.make_bench(device), capability(device), show)
+    only, minutes = options.flags.only, options.minutes
+    if options.flags.rehearse:
+        from visionattn.benchmark import gpu_rehearsal
+
+        return gpu_rehearsal.run_tune(only, minutes, show)
+    gpu = Gpu(pick_gpu())
+    return tune.run_tune(only, minutes, tune.make_bench(gpu), gpu.capability, show)
 
 
 def run_loader(options: Options, show: Print) -> list[Record]:

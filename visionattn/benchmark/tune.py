@@ -18,9 +18,10 @@ from unittest import mock
 import torch
 
 from visionattn.benchmark.cases import Case
+from visionattn.benchmark.gpu_device import Gpu
 from visionattn.benchmark.gpu_figures import BATCH, HEADS, choose
 from visionattn.benchmark.gpu_operations import Bench, call_of, draw, eager_wider, errors_of, outputs, wrong
-from visionattn.benchmark.gpu_timing import Budget, Timed, in_words, is_fatal, recorded, seconds_of, sets_needed
+from visionattn.benchmark.gpu_timing import Budget, Timed, in_words, is_fatal, sets_needed
 from visionattn.benchmark.operations import function_of
 from visionattn.benchmark.table import Record, duration, heading, line
 from visionattn.models.weights import write_whole
@@ -210,7 +211,7 @@ class Workload:
         self.function = function_of(case, case.size, str(bench.device), bench.impl)
         first = draw(case, bench, value_width)
         size = sum(first[name].numel() * first[name].element_size() for name in "qkv")
-        self.sets = [first, *(draw(case, bench, value_width) for _ in range(sets_needed(size, bench.device) - 1))]
+        self.sets = [first, *(draw(case, bench, value_width) for _ in range(sets_needed(size, bench.gpu) - 1))]
         self.expected = eager_wider(case, first, bench)
 
     def prepare(self) -> Timed | None:
@@ -220,7 +221,7 @@ class Workload:
         try:
             if wrong(errors_of(outputs(self.function, self.sets[0], self.case.backward), self.expected), self.case.dtype):
                 return None
-            return recorded([call_of(self.function, x, self.case.backward) for x in self.sets], self.bench.device)
+            return self.bench.recorded([call_of(self.function, x, self.case.backward) for x in self.sets])
         except (TritonError, RuntimeError, ValueError, AssertionError) as error:  # too large, not compiled, not launched
             if is_fatal(error):
                 raise
@@ -228,7 +229,7 @@ class Workload:
 
     def seconds(self, *prepared: Timed) -> list[float]:
         """Medians of one interleaved run."""
-        return [spread.median for spread in seconds_of(prepared, self.bench.device, seconds=self.bench.seconds / 4)]
+        return [spread.median for spread in self.bench.seconds_of(prepared, 1 / 4)]
 
 
 def tune_row(work: Workload, table: Table, capability: str, key: Key) -> tuple[Row, Row, list[float], int]:
@@ -342,6 +343,6 @@ def _cells(record: Record) -> list:
     return [*(record[name] for name in ("kernel", *HELD, "operation", "was")), now, *times, record["tried"]]
 
 
-def make_bench(device: torch.device) -> Bench:
+def make_bench(gpu: Gpu) -> Bench:
     """The kernels on this GPU, with fresh random data."""
-    return Bench(device, torch.Generator(device).manual_seed(torch.seed() % 2**31))
+    return Bench(gpu, gpu.generator(torch.seed() % 2**31))

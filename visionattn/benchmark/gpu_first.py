@@ -1,0 +1,41 @@
+"""The first kernel: compiled, run and held to its definition before anything else is begun."""
+
+import sys
+from collections.abc import Sequence
+
+from visionattn.benchmark.cases import Case
+from visionattn.benchmark.gpu_device import Gpu
+from visionattn.benchmark.gpu_figures import operation
+from visionattn.benchmark.gpu_operations import Bench, check, draw
+from visionattn.benchmark.gpu_timing import in_words
+from visionattn.benchmark.options import pick_gpu
+
+FIRST = operation("kernelized", 1000, 64, backward=True)
+
+
+def first_kernel(case: Case, bench: Bench) -> str | None:
+    """What is wrong with the kernels of an operation, in one line; None: nothing."""
+    try:
+        status, error, _ = check(case, draw(case, bench), bench)
+    except Exception as failure:  # of compilers and drivers, which share no base class
+        return f"the first kernel does not run: {in_words(failure)}"
+    return None if status == "ok" else f"the first kernel is {status} (largest error {error:.1e})"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Check the first kernel, with ``--rehearse`` in the interpreter; returns the exit code."""
+    if "--rehearse" in argv:
+        from visionattn.benchmark import gpu_rehearsal
+
+        bench, case = gpu_rehearsal.make_bench(), gpu_rehearsal.shrink(FIRST)
+    else:
+        gpu = Gpu(pick_gpu())
+        bench, case = Bench(gpu, gpu.generator(1)), FIRST
+    found = first_kernel(case, bench)
+    about = ", ".join(f"{name} {value}" for name, value in bench.gpu.describe().items())
+    print(f"{about}\n" + (f"error: {found}" if found else "the first kernel is right"), flush=True)
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
