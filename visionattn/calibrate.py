@@ -8,8 +8,6 @@ the choice follows from it, is the matter of ``ops/choice.py``.
 import argparse
 import json
 import math
-import platform
-import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -25,6 +23,7 @@ from torch import Tensor
 
 from visionattn.models.weights import write_whole
 from visionattn.ops import choice, kernelized_attention, taylorshift_attention
+from visionattn.training.provenance import processor_name
 
 ATTENTIONS = {
     "taylorshift": taylorshift_attention,
@@ -190,19 +189,12 @@ def summary(rows: Sequence[Row]) -> str:
 def provenance() -> dict[str, str | int]:
     """Where and with what the numbers were measured."""
     return {
-        "cpu": cpu_name(),
+        "cpu": processor_name(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "date": date.today().isoformat(),
         "command": "python -m visionattn.calibrate --write",
     }
-
-
-def cpu_name() -> str:
-    """The processor's name as Linux gives it, elsewhere its architecture."""
-    info = Path("/proc/cpuinfo")
-    found = re.search(r"^model name\s*: (.*)$", info.read_text(), re.MULTILINE) if info.exists() else None
-    return found.group(1) if found else platform.machine()
 
 
 def write(seconds: dict[str, dict], results: dict[str, dict[str, str]], path: Path) -> None:

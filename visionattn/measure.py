@@ -39,7 +39,9 @@ def peak_bytes(work: Callable[[], object], device: torch.device | str = "cpu") -
     """Peak memory in bytes while ``work()`` runs, above the level just before it.
 
     On a GPU what PyTorch's allocator handed out. On a CPU the resident memory of the process, which Linux alone can measure
-    anew; call it in a fresh process, since memory freed earlier may be used again without being seen.
+    anew; call it in a fresh process, since memory freed earlier may be used again without being seen,
+    and after one call of ``work()``, since libraries keep buffers and code from their first call at a
+    size (on an AMD EPYC some 2 MiB for each thread), which would count as memory of the work.
 
     Raises:
         NotImplementedError: a CPU under another system than Linux.
@@ -57,7 +59,7 @@ def peak_bytes(work: Callable[[], object], device: torch.device | str = "cpu") -
     Path("/proc/self/clear_refs").write_text("5")
     before = _resident_bytes("VmRSS")
     work()
-    return _resident_bytes("VmHWM") - before
+    return max(0, _resident_bytes("VmHWM") - before)  # the system counts pages in batches
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -4,12 +4,9 @@ import csv
 import io
 import json
 import os
-import platform
 import shlex
-import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -86,20 +83,10 @@ def provenance_of(device: str, argv: Sequence[str]) -> Record:
 
     ``load`` is the mean number of processes that wanted to run in the minute before: above 0, the machine was shared.
     """
-    found = provenance(torch.device(device)) | {"processor": processor(), "threads": torch.get_num_threads()}
+    found = provenance(torch.device(device)) | {"threads": torch.get_num_threads()}
     found["load"] = os.getloadavg()[0] if hasattr(os, "getloadavg") else float("nan")
     command = shlex.join(["python", "tools/benchmark.py", *argv])
     return found | {"date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"), "command": command}
-
-
-def processor() -> str:
-    """Name of the processor, and how many cores this process may use."""
-    name, listed = platform.processor() or platform.machine(), Path("/proc/cpuinfo")
-    if listed.exists():
-        names = [text.partition(":")[2].strip() for text in listed.read_text().splitlines() if text.startswith("model name")]
-        name = names[0] if names else name
-    cores = len(os.sched_getaffinity(0)) if sys.platform.startswith("linux") else os.cpu_count()
-    return f"{name}, {cores} cores"
 
 
 def summary(provenance: Record) -> str:

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from visionattn.benchmark.table import processor
 from visionattn.fresh_process import environment
 from visionattn.sweep.cells import last_words
 from visionattn.sweep.config import SweepConfig
@@ -24,6 +23,7 @@ from visionattn.sweep.folder import SweepFolder
 from visionattn.sweep.grid import Network, Plan
 from visionattn.training.build import pick_device
 from visionattn.training.interrupt import Failed
+from visionattn.training.provenance import processor
 
 PASSES = ("inference", "training")
 LOG = "measurements.log"

@@ -80,10 +80,8 @@ def measure_memory(told: dict[str, Any]) -> dict[str, Any]:
     ``peak_bytes`` is None where the system cannot measure it.
     """
     [network] = told["networks"]
-    make_work(told, network, 1)()  # libraries and threads take their own memory before the measurement
     work = make_work(told, network, told["batch"])
-    if told["pass"] == "training" or told["device"] != "cpu" or told["compile"]:
-        work()  # the state of the optimiser is there from the first step on
+    work()  # from here on the optimiser's state is there, and what libraries keep for this size
     try:
         peak = peak_bytes(work, told["device"])
     except NotImplementedError:
