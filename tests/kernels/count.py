@@ -1,6 +1,9 @@
-"""Registers, programs per multiprocessor, instructions and bytes of every kernel's launches, counted without a GPU.
+"""Registers, programs per multiprocessor, instructions and bytes of every kernel's launches,
+counted without a GPU.
 
-``python -m tests.kernels.count --help`` from the root of the repository.
+From the root of the repository: ``python -m tests.kernels.count`` prints the table, ``--row`` tries
+another row of ``launches.json``, ``--record`` writes what is counted into
+``visionattn/benchmark/gpu_counts.json``, ``--compare`` holds it against that.
 """
 
 import argparse
@@ -8,79 +11,177 @@ import json
 import os
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.pop("TRITON_INTERPRET", None)
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 
-from kernels import workloads  # noqa: E402
-from kernels.counting import Count, count  # noqa: E402
+from kernels import record, workloads  # noqa: E402
+
+from visionattn.benchmark import gpu_counts  # noqa: E402
 
 TARGETS = {"8.0": 80, "9.0": 90, "10.0": 100}
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-COLUMNS = ("kernel", "launch", "regs", "spill", "smem KB", "CTA/SM", "looped", "once", "mma/bar", "bytes", "unit")
+COLUMNS = (
+    "kernel",
+    "row",
+    "regs",
+    "spill",
+    "smem KB",
+    "CTA/SM",
+    "looped",
+    "once",
+    "mma/bar",
+    "bytes",
+    "loads",
+    "us",
+    "unit",
+)
 
 
-def named(launch) -> str:
-    """The kernel's row, its widths, and what else it was compiled for."""
-    kernel, *held = launch.row or (launch.kernel.__name__, 0, 0, 0)
-    flags = [name.lower() for name, value in launch.meta.items() if value is True]
-    return " ".join([kernel, "x".join(map(str, held[:2])), *flags, launch.kernel.__name__])
+def cells(name: str, values: list, tokens: int) -> list[str]:
+    """One line of the table, counts per token and head."""
+    found = dict(zip(gpu_counts.FIELDS, values, strict=True))
+    per = f"{found['matrix'] / found['barriers']:.2f}" if found["barriers"] else ""
+    microseconds = 1e6 * gpu_counts._launch(name, values).seconds(gpu_counts.H100)
+    per_token = [f"{found[field] / tokens:.1f}" for field in ("looped", "once")]
+    counts = [str(found[field]) for field in ("registers", "spilled_bytes")]
+    counts += [f"{found['shared_bytes'] / 1024:.0f}", str(found["resident"]), *per_token, per]
+    counts += [f"{found[field] / tokens:.0f}" for field in ("bytes", "loaded_bytes")]
+    return [name, found["row"], *counts, f"{microseconds:.0f}", found["unit"]]
 
 
-def launched(launch) -> str:
-    """Block sizes, warps and stages in short."""
-    short = {"num_warps": "warps", "num_stages": "stages"}
-    sizes = {k: v for k, v in launch.meta.items() if k.startswith(("BLOCK_N", "BLOCK_M", "BLOCK_T", "BLOCK_Y", "PAIRS", "num_"))}
-    return " ".join(f"{short.get(name, name.removeprefix('BLOCK_'))}{value}" for name, value in sizes.items())
+def show(lines: list) -> None:
+    """Print columns."""
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    for line in lines:
+        print(
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        )
 
 
-def cells(name: str, row: str, found: Count, tokens: int) -> list[str]:
-    """One line of the table, per token and head."""
-    per = found.matrix / found.barriers if found.barriers else found.matrix and float("inf")
-    return [
-        name, row, str(found.registers), str(found.spilled_bytes), f"{found.shared_bytes / 1024:.0f}", str(found.resident),
-        f"{found.looped / tokens:.1f}", f"{found.once / tokens:.1f}", f"{per:.2f}", f"{found.bytes / tokens:.0f}", found.unit,
-    ]  # fmt: skip
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kernel", default="", help="regular expression over rows of launches.json, as 'joint means'")
-    parser.add_argument("--operation", default="", help=f"regular expression over {', '.join(workloads.OPERATIONS)}")
-    parser.add_argument("--target", default="9.0", choices=TARGETS)
-    parser.add_argument("--dtype", default="bf16", choices=DTYPES)
-    parser.add_argument("--width", type=int, nargs="*", default=[64], help="d = e")
-    parser.add_argument("--row", type=json.loads, default={}, help="""JSON put over the rows of --kernel: '{"BLOCK_N": 64}'""")
-    args = parser.parse_args()
-    if args.row and not args.kernel:
-        parser.error("--row changes the rows that --kernel names: give --kernel too")
+def counted(args: argparse.Namespace) -> Iterator[tuple[workloads.Task, str, str, dict]]:
+    """What ``record.counted`` gives of each task of the options, rows changed as they say."""
 
     def change(kernel: str, row: dict) -> dict:
         return row | args.row if re.search(args.kernel, kernel) else row
 
-    seen, lines = set(), [COLUMNS]
-    for operation in workloads.OPERATIONS:
-        if not re.search(args.operation, operation):
+    for task in tasks_of(args):
+        yield task, *record.counted(task, change, lambda name: re.search(args.kernel, name))
+
+
+def print_table(args: argparse.Namespace) -> None:
+    """Count and print what the options name."""
+    seen = set()
+    lines = [COLUMNS]
+    for (_, case, _), group, operation, found in counted(args):
+        tokens = case.batch * case.heads * case.size
+        if not found:
+            print(f"# {group}: no kernels of {operation}")
             continue
-        for d in args.width:
-            case = workloads.case_of(operation, d, DTYPES[args.dtype], True)
-            try:
-                launches = workloads.launches_of(case, TARGETS[args.target], change=change)
-            except (NotImplementedError, ValueError) as error:
-                print(f"# {operation} d = {d}: {error}")
-                continue
-            for launch in launches:
-                name = named(launch)
-                if name in seen or not re.search(args.kernel, name):
-                    continue
-                seen.add(name)
-                found = count(launch, TARGETS[args.target])
-                lines.append(cells(name, launched(launch), found, case.batch * case.heads * case.size))
-    widths = [max(len(line[i]) for line in lines) for i in range(len(COLUMNS))]
-    for line in lines:
-        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+        for name, values in found["launches"].items():
+            if (group, name) not in seen:
+                lines.append(cells(name, values, tokens))
+            seen.add((group, name))
+    show(lines)
+    print("# looped, once: warp instructions per token and head; loads: bytes asked of the caches;")
+    print("# us: microseconds expected on an H100 (visionattn/benchmark/gpu_counts.py)")
+
+
+def compare(args: argparse.Namespace) -> int:
+    """Print what is worse than recorded; the exit status."""
+    import triton
+
+    recorded = gpu_counts.recorded().get(triton.__version__)
+    if recorded is None:
+        print(f"not compared: no counts are recorded with Triton {triton.__version__}; {advice()}")
+        return 0
+    problems = []
+    for _, group, operation, found in counted(args):
+        if found:
+            problems += record.worse(recorded, group, operation, found)
+    print("\n".join(dict.fromkeys(problems)) or "nothing is worse than recorded")
+    if problems:
+        print(f"If that is meant, {advice()}")
+    return bool(problems)
+
+
+def record_all(args: argparse.Namespace) -> None:
+    """Count in two processes and write."""
+    import triton
+
+    table = record.table_of(tasks_of(args) + (workloads.mark_tasks() if args.marks else []))
+    record.save(triton.__version__, table)
+    launches = sum(len(group["launches"]) for group in table.values())
+    print(f"recorded {launches} launches of Triton {triton.__version__}")
+
+
+def advice() -> str:
+    """How what is counted now becomes what is recorded."""
+    options = " ".join(a for a in sys.argv[1:] if a != "--compare")
+    return f"record it: python -m tests.kernels.count --record {options}".rstrip()
+
+
+def tasks_of(args: argparse.Namespace) -> list[workloads.Task]:
+    """What the options name."""
+    targets, dtypes = [TARGETS[x] for x in args.target], [DTYPES[x] for x in args.dtype]
+    operations = [name for name in workloads.OPERATIONS if re.search(args.operation, name)]
+    return workloads.usual_tasks(operations, targets, dtypes, args.width)
+
+
+def parsed() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--kernel",
+        default="",
+        help="regular expression over rows of launches.json, as 'joint means'",
+    )
+    parser.add_argument(
+        "--operation",
+        default="",
+        help=f"regular expression over: {', '.join(workloads.OPERATIONS)}",
+    )
+    parser.add_argument("--target", nargs="*", default=["9.0"], choices=list(TARGETS))
+    parser.add_argument("--dtype", nargs="*", default=["bf16"], choices=list(DTYPES))
+    parser.add_argument("--width", type=int, nargs="*", default=[64], help="d = e")
+    parser.add_argument(
+        "--row",
+        type=json.loads,
+        default={},
+        help="""JSON put over the rows of --kernel: '{"BLOCK_N": 64}'""",
+    )
+    parser.add_argument(
+        "--record", action="store_true", help="write the counts of these options as recorded ones"
+    )
+    parser.add_argument(
+        "--marks", action="store_true", help="with --record: the cases of the GPU table too"
+    )
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="print what is worse than recorded; exit status 1 if anything is",
+    )
+    args = parser.parse_args()
+    if args.row and not args.kernel:
+        parser.error("--row changes the rows that --kernel names: give --kernel too")
+    if args.record and (args.row or args.kernel or args.compare):
+        parser.error("--record takes all kernels of an operation as they are, and compares nothing")
+    return args
+
+
+def main() -> int:
+    """Do what the command line says; the exit status."""
+    args = parsed()
+    if args.compare:
+        return compare(args)
+    if args.record:
+        record_all(args)
+    else:
+        print_table(args)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -38,6 +38,8 @@ class Count:
     """Of products, a multiply and an add being two."""
     bytes: float
     """Of the tensors that it reads and writes, each counted once."""
+    loaded_bytes: float
+    """That its threads ask global memory for, however often and from whichever cache."""
     unit: str
     """The matrix unit's instruction: "wgmma", "mma.sync", "tcgen05.mma" or ""."""
 
@@ -89,10 +91,31 @@ def count_compiled(launch: Launch, compiled, capability: int) -> Count:
         once=total(lambda x: x.address not in inside),
         matrix=total(lambda x: x.is_matrix),
         barriers=total(lambda x: x.name == "BAR"),
-        operations=text.operations,
+        operations=operations_of(code, runs, every, text),
         bytes=touched_bytes(launch.args),
+        loaded_bytes=every * 32 * sum(runs[x.address] * x.loaded_bytes for x in code),
         unit=next((name for name in ("tcgen05.mma", "wgmma", "mma.sync") if name in ptx), ""),
     )
+
+
+def operations_of(
+    code: Sequence[sass.Instruction], runs: dict[int, float], warps: int, text: trips.Text
+) -> float:
+    """Of the matrix instructions, those that several warps repeat included; of the source where
+    opcodes do not tell.
+
+    Raises:
+        ValueError: they are fewer than the source wants, so that a loop was taken to run less often
+        than it does.
+    """
+    each = [(x.operations, runs[x.address]) for x in code if x.is_matrix]
+    if any(operations is None for operations, _ in each):
+        return text.operations
+    found = warps * sum(operations * times for operations, times in each)
+    if not found >= 0.99 * text.operations:
+        wanted = f"where the source has {text.operations:.4g}"
+        raise ValueError(f"matrix instructions of {found:.4g} operations, {wanted}")
+    return found
 
 
 def usage_of(cubin: bytes) -> dict[str, int]:
@@ -106,11 +129,14 @@ def usage_of(cubin: bytes) -> dict[str, int]:
 
 
 def touched_bytes(arguments: Sequence[object]) -> int:
-    """Bytes of all tensors among the arguments, elements that several of them share counted once."""
+    """Bytes of all tensors among the arguments, elements that several of them share counted
+    once."""
     tensors = {}
     for x in arguments:
         if isinstance(x, torch.Tensor) and x.numel():
-            own = [(size, stride) for size, stride in zip(x.shape, x.stride(), strict=True) if stride]
+            own = [
+                (size, stride) for size, stride in zip(x.shape, x.stride(), strict=True) if stride
+            ]
             elements = 1
             for size, _ in own:
                 elements *= size
@@ -124,8 +150,8 @@ def times_run(
 ) -> dict[int, float]:
     """How often each instruction runs in a program, by address, the mean over programs.
 
-    A loop of the machine code is that of the source whose ``for`` its branch back carries. Where ptxas has unrolled one, or made
-    several of one, each takes its share of the trips.
+    A loop of the machine code is that of the source whose ``for`` its branch back carries. Where
+    ptxas has unrolled one, or made several of one, each takes its share of the trips.
     """
     runs = {x.address: 1.0 for x in code}
     per_line = loop_markers(ptx)
@@ -141,8 +167,11 @@ def times_run(
     return runs
 
 
-def shares(code, own: Sequence[sass.Loop], meant: Sequence[trips.Loop], per_line: dict[int, list[int]]):
-    """Each loop of the machine code and how often it runs, of loops of the source with the same line."""
+def shares(
+    code, own: Sequence[sass.Loop], meant: Sequence[trips.Loop], per_line: dict[int, list[int]]
+):
+    """Each loop of the machine code and how often it runs, of loops of the source with the same
+    line."""
     in_ptx = per_line.get(own[0].place[1], [])
     if len(own) == len(meant):
         for number, (loop, source) in enumerate(zip(own, meant, strict=True)):
@@ -153,7 +182,9 @@ def shares(code, own: Sequence[sass.Loop], meant: Sequence[trips.Loop], per_line
         return
     # Unrolled copies and the remainder of one loop: by the marks that one trip leaves.
     bodies = [sum(sass.markers([x for x in code if x in loop]).values()) for loop in own]
-    least = (in_ptx[0] if in_ptx else 0) or min(body for body in bodies if body) if any(bodies) else 1
+    least = (
+        (in_ptx[0] if in_ptx else 0) or min(body for body in bodies if body) if any(bodies) else 1
+    )
     left = sum(float(source.trips.mean()) for source in meant)
     for body, loop in sorted(zip(bodies, own, strict=True), key=lambda pair: -pair[0]):
         unrolled = max(1, round(body / least))
@@ -162,11 +193,14 @@ def shares(code, own: Sequence[sass.Loop], meant: Sequence[trips.Loop], per_line
         yield loop, times
 
 
-PTX_MARK = re.compile(r"\b(ld\.global|cp\.async\.c[ag]|st\.global|bar\.sync|barrier\.sync|shfl\.sync|red\.global|atom\.global)")
+PTX_MARK = re.compile(
+    r"\b(ld\.global|cp\.async\.c[ag]|st\.global|bar\.sync|barrier\.sync|shfl\.sync|red\.global|atom\.global)"
+)
 
 
 def loop_markers(ptx: str) -> dict[int, list[int]]:
-    """By line of the source's ``for``, the marks in each loop of the PTX that branches back there."""
+    """By line of the source's ``for``, the marks in each loop of the PTX that branches back
+    there."""
     lines, labels, found, line = ptx.splitlines(), {}, {}, 0
     for number, text in enumerate(lines):
         text = text.strip()
@@ -177,5 +211,7 @@ def loop_markers(ptx: str) -> dict[int, list[int]]:
         elif match := re.search(r"\bbra(?:\.uni)?\s+(\$L__BB\w+);", text):
             first = labels.get(match[1])
             if first is not None:
-                found.setdefault(line, []).append(sum(len(PTX_MARK.findall(x)) for x in lines[first:number]))
+                found.setdefault(line, []).append(
+                    sum(len(PTX_MARK.findall(x)) for x in lines[first:number])
+                )
     return found

@@ -10,8 +10,9 @@ PROGRAMS = 32
 RESERVED_BYTES = 1024
 """Of shared memory, for each program."""
 SHARED_BYTES = {80: 164 * 1024, 90: 228 * 1024, 100: 228 * 1024}
-"""Of a multiprocessor, by capability. Source: CUDA C++ Programming Guide, "Compute Capabilities", table of technical
-specifications; the steps of allocation are those of the occupancy calculator of Nsight Compute."""
+"""Of a multiprocessor, by capability. Source: CUDA C++ Programming Guide, "Compute Capabilities",
+table of technical specifications; the steps of allocation are those of the occupancy calculator of
+Nsight Compute."""
 
 
 @dataclass(frozen=True)

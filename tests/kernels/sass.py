@@ -1,4 +1,5 @@
-"""Machine code of one kernel as NVIDIA's disassembler prints it: instructions, the loops around them, and what they are.
+"""Machine code of one kernel as NVIDIA's disassembler prints it: instructions, the loops around
+them, and what they are.
 
 It knows nothing of Triton but where its disassembler lies, and nothing of how often a loop runs.
 """
@@ -16,8 +17,10 @@ LABEL = re.compile(r"^(\.L_\w+):")
 INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ )?\s*([A-Z][\w.]*)(.*);")
 BRANCH = re.compile(r"`\((\.L_\w+)\)")
 MATRIX = re.compile(r"(HMMA|HGMMA|QGMMA|IGMMA|DMMA|UTC\w*MMA)\b")
+WIDTHS = {"128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
 MARKERS = ("LDG", "LDGSTS", "STG", "BAR", "SHFL", "RED", "ATOMG")
-"""Instructions that ptxas neither makes nor drops: their number tells how often it has unrolled a loop."""
+"""Instructions that ptxas neither makes nor drops: their number tells how often it has unrolled a
+loop."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,29 @@ class Instruction:
     def is_matrix(self) -> bool:
         """Whether it is a matrix instruction."""
         return MATRIX.match(self.opcode) is not None
+
+    @property
+    def operations(self) -> float | None:
+        """Of a matrix instruction, for one warp, in the time of half precision; None where the
+        opcode does not tell."""
+        if not self.is_matrix:
+            return 0.0
+        times = 2 if "TF32" in self.opcode else 1
+        if match := re.match(
+            r"HGMMA\.(?:SP\.)?(\d+)x(\d+)x(\d+)", self.opcode
+        ):  # of four warps together
+            return times * 2.0 * int(match[1]) * int(match[2]) * int(match[3]) / 4
+        if match := re.match(r"HMMA\.(?:SP\.)?16(8)(4|8|16)\b", self.opcode):
+            return times * 2.0 * 16 * int(match[1]) * int(match[2])
+        return None
+
+    @property
+    def loaded_bytes(self) -> int:
+        """Bytes that each thread asks global memory for."""
+        if self.name not in ("LDG", "LDGSTS"):
+            return 0
+        suffixes = self.opcode.split(".")
+        return next((size for name, size in WIDTHS.items() if name in suffixes), 4)
 
     @property
     def name(self) -> str:
@@ -96,8 +122,9 @@ def instructions(text: str) -> list[Instruction]:
 def loops(code: list[Instruction]) -> list[Loop]:
     """Loops by address of their first instruction, outer ones before inner ones.
 
-    Branches back to one place are one loop. A branch back of ``bar.sync``-like waiting (a loop of less than 8 instructions
-    without a line of its own ``for``) is a loop too and is told apart by its place.
+    Branches back to one place are one loop. A branch back of ``bar.sync``-like waiting (a loop of
+    less than 8 instructions without a line of its own ``for``) is a loop too and is told apart by
+    its place.
     """
     last: dict[int, Instruction] = {}
     for instruction in code:

@@ -1,7 +1,8 @@
-"""How often the loops of a kernel run, and what it multiplies, from Triton's own text of it (TTIR) and the numbers of a launch.
+"""How often the loops of a kernel run, and what it multiplies, from Triton's own text of it (TTIR)
+and the numbers of a launch.
 
-Integers that the text computes from sizes and program ids are computed here for a sample of programs. It knows nothing of the
-machine code.
+Integers that the text computes from sizes and program ids are computed here for a sample of
+programs. It knows nothing of the machine code.
 """
 
 import math
@@ -14,7 +15,9 @@ SAMPLE = 128
 """Programs whose loops are counted, evenly spaced over the grid."""
 LOCATION = re.compile(r"^(#loc\w*) = loc\((.*)\)$")
 RESULT = re.compile(r"^\s*(%[\w.$-]+)(?::\d+)? = (.*?)(?: loc\(.*\))?$")
-FOR = re.compile(r"scf\.for (?:unsigned )?(%[\w.$-]+) = (%[\w.$-]+) to (%[\w.$-]+) step (%[\w.$-]+)")
+FOR = re.compile(
+    r"scf\.for (?:unsigned )?(%[\w.$-]+) = (%[\w.$-]+) to (%[\w.$-]+) step (%[\w.$-]+)"
+)
 DOT = re.compile(r"tt\.dot(?:_scaled)? .*: tensor<(\d+)x(\d+)x(\w+)> \* tensor<(\d+)x(\d+)x\w+>")
 SCALAR = re.compile(r": (?:i1|i8|i16|i32|i64|index)\b")
 
@@ -29,7 +32,8 @@ class Loop:
     """File and line of the ``for``."""
     inside: "Loop | None"
     operations: float = 0.0
-    """Of its products in one trip, a multiply and an add being two, without those of loops within it."""
+    """Of its products in one trip, a multiply and an add being two, without those of loops within
+    it."""
 
     @property
     def total(self) -> np.ndarray:
@@ -43,7 +47,8 @@ class Text:
 
     loops: list[Loop]
     operations: float
-    """Of all products of all programs; float32 in three passes of tf32 counts three times."""
+    """Of all products of all programs, in the time of half precision: float32 in three passes of
+    tf32, each of half the rate, counts six times."""
 
 
 def _locations(text: str) -> dict[str, str]:
@@ -66,8 +71,20 @@ def _truncated(x, y):
 
 
 def _compared(kind: str, x, y):
-    by_kind = {"eq": np.equal, "ne": np.not_equal, "slt": np.less, "sle": np.less_equal, "sgt": np.greater}
-    by_kind |= {"sge": np.greater_equal, "ult": np.less, "ule": np.less_equal, "ugt": np.greater, "uge": np.greater_equal}
+    by_kind = {
+        "eq": np.equal,
+        "ne": np.not_equal,
+        "slt": np.less,
+        "sle": np.less_equal,
+        "sgt": np.greater,
+    }
+    by_kind |= {
+        "sge": np.greater_equal,
+        "ult": np.less,
+        "ule": np.less_equal,
+        "ugt": np.greater,
+        "uge": np.greater_equal,
+    }
     return by_kind[kind](x, y).astype(np.int64)
 
 
@@ -92,10 +109,16 @@ BINARY = {
 }
 
 
-def _value(operation: str, known: dict[str, np.ndarray], ids: tuple[np.ndarray, ...], grid: tuple[int, ...]):
+def _value(
+    operation: str, known: dict[str, np.ndarray], ids: tuple[np.ndarray, ...], grid: tuple[int, ...]
+):
     """The integer that one operation gives, None where it is none or is not known."""
     if match := re.match(r"arith\.constant (true|false|-?\d+)(?: : \w+)?$", operation):
-        return np.int64({"true": 1, "false": 0}.get(match[1], 0) or (match[1].lstrip("-").isdigit() and int(match[1])))
+        return np.int64(
+            {"true": 1, "false": 0}.get(match[1])
+            if match[1] in ("true", "false")
+            else int(match[1])
+        )
     if match := re.match(r"tt\.get_(program_id|num_programs) (\w)", operation):
         axis = "xyz".index(match[2])
         return ids[axis] if match[1] == "program_id" else np.int64(grid[axis])
@@ -143,7 +166,10 @@ def read(text: str, grid: tuple[int, ...], arguments: dict[str, object]) -> Text
             first, last, step = (known.get(match[i]) for i in (2, 3, 4))
             place = _place(ends[number], locations)
             if first is None or last is None or step is None:
-                raise ValueError(f"line {place[1]} of {place[0]}: how often this loop runs is not known before the launch")
+                where = f"line {place[1]} of {place[0]}"
+                raise ValueError(
+                    f"{where}: how often this loop runs is not known before the launch"
+                )
             trips = np.maximum(0, -(-(last - first) // step)) + np.zeros_like(flat)
             inside = next((block for block in reversed(blocks) if block is not None), None)
             loops.append(Loop(trips, place, inside))
@@ -151,7 +177,7 @@ def read(text: str, grid: tuple[int, ...], arguments: dict[str, object]) -> Text
             blocks.append(loops[-1])
             continue
         if match := DOT.search(line):
-            passes = 3 if "tf32x3" in line else 1
+            passes = (2 if match[3] == "f32" else 1) * (3 if "tf32x3" in line else 1)
             own = 2.0 * int(match[1]) * int(match[2]) * int(match[5]) * passes
             around = next((block for block in reversed(blocks) if block is not None), None)
             if around is None:
@@ -169,7 +195,8 @@ def read(text: str, grid: tuple[int, ...], arguments: dict[str, object]) -> Text
 
 
 def _ends(lines: list[str]) -> dict[int, str]:
-    """For the line of each ``scf.for`` the name of its location, which stands at its closing brace."""
+    """For the line of each ``scf.for`` the name of its location, which stands at its closing
+    brace."""
     found, opened = {}, []
     for number, line in enumerate(lines):
         stripped = line.strip()

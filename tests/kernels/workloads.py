@@ -1,8 +1,9 @@
-"""The operations whose launches are counted, and how they are recorded on memory that nobody touches."""
+"""The operations whose launches are counted, and how they are recorded on memory that nobody
+touches."""
 
 import contextlib
-import json
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from unittest.mock import patch
 
 import torch
@@ -12,6 +13,8 @@ from visionattn.benchmark.cases import Case
 from visionattn.benchmark.gpu_operations import call_of
 from visionattn.benchmark.operations import function_of, make_tensors
 
+Task = tuple[int, Case, int]
+"""Compute capability, what runs, and the width of its values."""
 BATCH, HEADS, TOKENS, DIRECT_TOKENS = 2, 6, 65_536, 4096
 SHIFT = "taylorshift+temperature"
 OPERATIONS = {
@@ -31,14 +34,20 @@ def case_of(operation: str, d: int, dtype: str, backward: bool) -> Case:
 
 
 def launches_of(
-    case: Case, capability: int, value_width: int | None = None, change: Callable[[str, dict], dict] | None = None
+    case: Case,
+    capability: int,
+    value_width: int | None = None,
+    change: Callable[[str, dict], dict] | None = None,
 ) -> list[Launch]:
-    """Every launch of the case on a GPU of this capability, forward and, where it has one, backward.
+    """Every launch of the case on a GPU of this capability, forward and, where it has one,
+    backward.
 
     The host's code runs as it is, on tensors of the processor that are neither written nor read.
     """
     shape = (case.batch, case.size)
-    qkv = torch.empty(*shape, 3, case.heads, case.width, dtype=case.torch_dtype).permute(2, 0, 3, 1, 4)
+    qkv = torch.empty(*shape, 3, case.heads, case.width, dtype=case.torch_dtype).permute(
+        2, 0, 3, 1, 4
+    )
     tensors = make_tensors(case, 1, "cpu") | dict(zip("qkv", qkv.unbind(0), strict=True))
     e = value_width or case.width
     if e != case.width:
@@ -59,13 +68,21 @@ def kernels_anywhere() -> Iterator[None]:
         yield
 
 
-def widths() -> dict[str, list[tuple[int, int]]]:
-    """Widths d and e of every row of the table of launches, by bits."""
-    from visionattn.ops.triton import launch
+def usual_tasks(
+    operations: Iterable[str], targets: Iterable[int], dtypes: Iterable[str], widths: Iterable[int]
+) -> list[Task]:
+    """Operations forward and backward, values as wide as keys."""
+    every = itertools.product(targets, dtypes, widths, operations)
+    return [(target, case_of(name, d, dtype, True), d) for target, dtype, d, name in every]
 
-    found: dict[str, set] = {"16": set(), "32": set()}
-    for kernels in json.loads(launch.TABLE.read_text()).values():
-        for rows in kernels.values():
-            for row in rows:
-                found[str(row["bits"])].add((row["d"], row["e"]))
-    return {bits: sorted(pairs) for bits, pairs in found.items()}
+
+def mark_tasks() -> list[Task]:
+    """Operations of the marks of the GPU table, on capability 9.0: those of its models, and both
+    forms at each crossover."""
+    from visionattn.benchmark.gpu_counts import operations_of
+    from visionattn.benchmark.gpu_figures import all_figures
+
+    cases = dict.fromkeys(
+        case for figure in all_figures() for case in operations_of(figure.case, figure.kind)
+    )
+    return [(90, case, case.width) for case in cases]

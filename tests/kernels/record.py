@@ -1,0 +1,191 @@
+"""The recorded table of counts: made, written, and held against what is counted now.
+
+One file for all, ``visionattn/benchmark/gpu_counts.json``, which the model of time reads too: by
+version of Triton, since ptxas differs, then by GPU, dtype and sizes, then launches by name and
+which of them each operation makes.
+"""
+
+import json
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import astuple
+from multiprocessing import get_context
+
+from kernel_launches import Launch
+from kernels import workloads
+from kernels.counting import Count, count
+from kernels.workloads import Task
+
+from visionattn.benchmark import gpu_counts
+from visionattn.benchmark.cases import Case
+
+PROCESSES = 2
+HIGHER = 1.03
+"""Instructions beyond this many times the recorded ones are worse; ptxas is the same, so that
+nothing else moves them."""
+MORE_REGISTERS = 1.05
+Table = dict[str, dict]
+
+
+def named(launch: Launch) -> str:
+    """The kernel's row, its widths, its switches and its function."""
+    kernel, *held = launch.row or (launch.kernel.__name__, 0, 0, 0)
+    flags = [name.lower() for name, value in launch.meta.items() if value is True]
+    bits = ["f32"] if held[2] == 32 else []
+    return " ".join([kernel, "x".join(map(str, held[:2])), *bits, *flags, launch.kernel.__name__])
+
+
+def told_apart(launches: Sequence[Launch], known: dict[tuple, str]) -> list[str]:
+    """A name for each launch, with a number where one kernel is launched on other sizes; ``known``
+    grows."""
+    names = []
+    for launch in launches:
+        shapes = tuple(tuple(x.shape) if hasattr(x, "shape") else x for x in launch.args)
+        place = named(launch), launch.grid, shapes
+        if place not in known:
+            same = sum(name == place[0] for name, *_ in known)
+            known[place] = place[0] + (f" #{same + 1}" if same else "")
+        names.append(known[place])
+    return names
+
+
+def row_of(launch: Launch) -> str:
+    """Block sizes, warps and stages in short."""
+    short = {"num_warps": "warps", "num_stages": "stages"}
+    wanted = ("BLOCK_N", "BLOCK_M", "BLOCK_T", "BLOCK_Y", "BLOCK_F", "BLOCK_K", "PAIRS", "num_")
+    sizes = {name: value for name, value in launch.meta.items() if name.startswith(wanted)}
+    return " ".join(
+        f"{short.get(name, name.removeprefix('BLOCK_'))}{value}" for name, value in sizes.items()
+    )
+
+
+def counted(task: Task, change=None, wanted=None) -> tuple[str, str, dict]:
+    """Group and operation of a task, and what goes under them; ``({},)`` where there are no kernels
+    for it."""
+    capability, case, e = task
+    group = gpu_counts.group_of(case, e, f"{capability / 10:.1f}")
+    launches: dict[str, list] = {}
+    names: dict[str, list[str]] = {}
+    known: dict[tuple, str] = {}
+    for way, backward in (("forward", False), ("both", True)):
+        if backward and not case.backward:
+            continue
+        try:
+            own = Case(**case.as_dict() | {"backward": backward})
+            found = workloads.launches_of(own, capability, e, change)
+        except (NotImplementedError, ValueError):
+            return group, case.label, {}
+        names[way] = told_apart(found, known)
+        for launch, name in zip(found, names[way], strict=True):
+            if name not in launches and (wanted is None or wanted(name)):
+                launches[name] = values_of(count(launch, capability), row_of(launch))
+    return group, case.label, {"launches": launches, "operations": {case.label: names}}
+
+
+def values_of(found: Count, row: str) -> list:
+    """A launch in the table: ``gpu_counts.FIELDS`` in their order."""
+    _, *values = astuple(found)
+    return [round(x) if isinstance(x, float) else x for x in (*values, row)]
+
+
+def table_of(tasks: Sequence[Task], processes: int = PROCESSES) -> Table:
+    """Everything counted, by group."""
+    table: Table = {}
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        for group, operation, found in pool.map(counted, tasks):
+            if found:
+                _merge(table, group, operation, found)
+    return table
+
+
+def _merge(table: Table, group: str, operation: str, found: dict) -> None:
+    """Add an operation; a launch that another one makes on other sizes gets a name of its own."""
+    own = table.setdefault(group, {"launches": {}, "operations": {}})
+    launches = own["launches"]
+    other = {
+        name for name, values in found["launches"].items() if launches.get(name, values) != values
+    }
+    renamed = {
+        name: f"{name} in {operation}" if name in other else name for name in found["launches"]
+    }
+    launches |= {renamed[name]: values for name, values in found["launches"].items()}
+    ways = found["operations"][operation].items()
+    own["operations"][operation] = {way: [renamed[name] for name in names] for way, names in ways}
+
+
+def save(version: str, table: Table) -> None:
+    """Put groups into the section of a version of Triton; groups that were not counted stay."""
+    whole = gpu_counts.recorded() if gpu_counts.TABLE.exists() else {}
+    whole = whole | {version: whole.get(version, {}) | table}
+    gpu_counts.TABLE.write_text(text_of(whole), encoding="utf-8")
+    gpu_counts.recorded.cache_clear()
+
+
+def text_of(whole: dict[str, Table]) -> str:
+    """The table as JSON, one launch in a line, the newest Triton that GPUs were met with first."""
+    sections = []
+    for version, table in sorted(whole.items()):
+        groups = []
+        for group, found in sorted(table.items()):
+            launches = ",\n".join(
+                f"      {json.dumps(n)}: {json.dumps(v)}"
+                for n, v in sorted(found["launches"].items())
+            )
+            names = ",\n".join(
+                f"      {json.dumps(n)}: {json.dumps(v)}"
+                for n, v in sorted(found["operations"].items())
+            )
+            inside = f'     "launches": {{\n{launches}}},\n     "operations": {{\n{names}}}'
+            groups.append(f"    {json.dumps(group)}: {{\n{inside}}}")
+        sections.append(f"  {json.dumps(version)}: {{\n" + ",\n".join(groups) + "}")
+    return "{\n" + ",\n".join(sections) + "}\n"
+
+
+def worse(recorded: Table, group: str, operation: str, found: dict) -> list[str]:
+    """What of an operation's launches is worse than recorded, one sentence each.
+
+    Launches are told apart by their place in the operation, since names of recorded ones depend on
+    what else was recorded.
+    """
+    old = recorded.get(group, {"launches": {}, "operations": {}})
+    problems: dict[str, None] = {}
+    for way, names in found["operations"][operation].items():
+        before = old["operations"].get(operation, {}).get(way, [])
+        if [_plain(name) for name in names] != [_plain(name) for name in before]:
+            what = ", ".join(dict.fromkeys(x for x in names if x not in before)) or "the order"
+            problems[f"{group}: {operation}: other launches than recorded: {what}"] = None
+            continue
+        for name, was in zip(names, before, strict=True):
+            if name in found["launches"]:
+                reasons = _reasons(*_fields(old["launches"][was], found["launches"][name]))
+                problems |= dict.fromkeys(f"{group}: {name}: {reason}" for reason in reasons)
+    return list(problems)
+
+
+def _plain(name: str) -> str:
+    """The name without what tells it apart from others of the kernel."""
+    return name.split(" in ")[0].split(" #")[0]
+
+
+def _fields(*values: list) -> list[dict]:
+    return [dict(zip(gpu_counts.FIELDS, x, strict=True)) for x in values]
+
+
+def _reasons(was: dict, now: dict) -> list[str]:
+    """In what a launch is worse."""
+    instructions = [x["looped"] + x["once"] for x in (was, now)]
+    reasons = []
+    if now["spilled_bytes"] > was["spilled_bytes"]:
+        reasons.append(f"spills {now['spilled_bytes']} bytes, recorded {was['spilled_bytes']}")
+    if (
+        now["resident"] * now["warps"] < was["resident"] * was["warps"]
+        and now["resident"] < was["resident"]
+    ):
+        reasons.append(
+            f"{now['resident']} programs on a multiprocessor, recorded {was['resident']}"
+        )
+    if instructions[1] > HIGHER * instructions[0]:
+        reasons.append(f"{instructions[1] / instructions[0]:.2f} times the recorded instructions")
+    if now["registers"] > MORE_REGISTERS * was["registers"]:
+        reasons.append(f"{now['registers']} registers, recorded {was['registers']}")
+    return reasons

@@ -1,0 +1,126 @@
+"""The counts of launches: how machine code and loops are read."""
+
+from collections import Counter
+
+import pytest
+from kernels import sass, trips
+from kernels.occupancy import Use, programs_per_multiprocessor
+
+
+@pytest.mark.parametrize(
+    ("use", "capability", "programs"),
+    [
+        (Use(warps=8, registers=32, shared_bytes=0), 90, 8),  # 64 warps
+        (
+            Use(warps=8, registers=33, shared_bytes=0),
+            90,
+            6,
+        ),  # a warp gets 1280 registers, 12 of a quarter
+        (Use(warps=4, registers=168, shared_bytes=0), 90, 3),  # 5376, 3 of a quarter
+        (Use(warps=8, registers=168, shared_bytes=0), 90, 1),
+        (Use(warps=2, registers=255, shared_bytes=0), 90, 4),
+        (Use(warps=1, registers=16, shared_bytes=0), 90, 32),
+        (
+            Use(warps=4, registers=64, shared_bytes=113 * 1024),
+            90,
+            2,
+        ),  # with 1 KiB each, all 228 KiB
+        (Use(warps=4, registers=64, shared_bytes=113 * 1024 + 1), 90, 1),
+        (Use(warps=4, registers=64, shared_bytes=113 * 1024), 80, 1),
+        (Use(warps=4, registers=64, shared_bytes=228 * 1024), 90, 0),
+    ],
+)
+def test_programs_that_fit_are_limited_by_warps_registers_and_shared_memory(
+    use, capability, programs
+):
+    assert programs_per_multiprocessor(use, capability) == programs
+
+
+CODE = """
+	//## File "/a/kernel.py", line 7
+        /*0000*/                   S2R R0, SR_CTAID.X ;
+        /*0010*/              @!P0 BRA `(.L_x_3) ;
+.L_x_0:
+	//## File "/a/kernel.py", line 8
+        /*0020*/                   LDG.E.128 R4, desc[UR4][R2.64] ;
+.L_x_1:
+        /*0030*/                   HGMMA.64x32x16.F32.BF16 R8, R4, gdesc[UR4], R8 ;
+        /*0040*/                   BAR.SYNC.DEFER_BLOCKING 0x0 ;
+	//## File "/a/kernel.py", line 9
+        /*0050*/               @P1 BRA `(.L_x_1) ;
+	//## File "/a/kernel.py", line 7
+        /*0060*/              @!P0 BRA `(.L_x_0) ;
+.L_x_3:
+        /*0070*/                   STG.E desc[UR4][R2.64], R8 ;
+        /*0080*/                   EXIT ;
+.L_x_4:
+        /*0090*/                   BRA `(.L_x_4);
+        /*00a0*/                   NOP;
+"""
+
+
+def test_machine_code_is_read_with_its_loops_their_lines_and_what_instructions_do():
+    code = sass.instructions(CODE)
+    assert [x.name for x in code] == ["S2R", "BRA", "LDG", "HGMMA", "BAR", "BRA", "BRA", "STG", "EXIT"]
+    outer, inner = sass.loops(code)
+    assert (outer.first, outer.last, outer.place) == (0x20, 0x60, ("/a/kernel.py", 7))
+    assert (inner.first, inner.last, inner.place) == (0x30, 0x50, ("/a/kernel.py", 9))
+    assert [x.loaded_bytes for x in code if x.loaded_bytes] == [16]
+    assert sum(x.operations for x in code) == 2 * 64 * 32 * 16 / 4  # of a quarter of four warps
+    assert sass.markers(code) == Counter(LDG=1, BAR=1, STG=1)
+
+
+TEXT = """
+#loc1 = loc("/a/kernel.py":7:4)
+#loc2 = loc("/a/kernel.py":9:8)
+module {
+  tt.func public @_kernel(%p_x: !tt.ptr<bf16>, %tokens: i32, %segment: i32) {
+    %c1_i32 = arith.constant 1 : i32 loc(#loc1)
+    %c16_i32 = arith.constant 16 : i32 loc(#loc1)
+    %c0_i32 = arith.constant 0 : i32 loc(#loc1)
+    %c3_i32 = arith.constant 3 : i32 loc(#loc1)
+    %0 = tt.get_program_id x : i32 loc(#loc1)
+    %1 = arith.muli %0, %segment : i32 loc(#loc1)
+    %2 = arith.addi %1, %segment : i32 loc(#loc1)
+    %last = arith.minsi %tokens, %2 : i32 loc(#loc1)
+    %sum = scf.for %start = %1 to %last step %c16_i32 iter_args(%s = %c) -> (tensor<16x16xf32>)  : i32 {
+      %inner = scf.for %i = %c0_i32 to %c3_i32 step %c1_i32 iter_args(%t = %s) -> (tensor<16x16xf32>)  : i32 {
+        %d = tt.dot %a, %b, %t, inputPrecision = tf32x3 : tensor<16x8xf32> * tensor<8x32xf32> -> tensor<16x32xf32> loc(#loc2)
+        scf.yield %d : tensor<16x16xf32> loc(#loc2)
+      } loc(#loc2)
+      scf.yield %inner : tensor<16x16xf32> loc(#loc1)
+    } loc(#loc1)
+    tt.return loc(#loc1)
+  } loc(#loc1)
+} loc(#loc1)
+"""
+
+
+def test_trips_of_loops_and_products_follow_from_the_text_and_the_numbers_of_a_launch():
+    found = trips.read(TEXT, (3,), {"tokens": 100, "segment": 40})
+    outer, inner = found.loops
+    assert outer.trips.tolist() == [3, 3, 2] and outer.place == ("/a/kernel.py", 7)
+    assert inner.total.tolist() == [9, 9, 6] and inner.place == ("/a/kernel.py", 9)
+    # Three passes of tf32 in twice the time of half precision.
+    assert found.operations == pytest.approx(24 * 2 * 16 * 8 * 32 * 3 * 2)
+
+
+def test_a_loop_whose_end_is_not_known_before_the_launch_is_an_error():
+    with pytest.raises(ValueError, match="line 7 of /a/kernel.py: how often this loop runs"):
+        trips.read(TEXT, (3,), {"tokens": 100})
+
+
+def test_a_loop_that_ptxas_has_unrolled_runs_less_often():
+    from kernels.counting import times_run
+
+    place = ("/a/kernel.py", 7)
+    stores = [sass.Instruction(16 * i, "STG.E", place) for i in range(5)]
+    branches = [sass.Instruction(0x48, "BRA", place, 0), sass.Instruction(0x58, "BRA", place, 0x50)]
+    code = [*stores[:4], branches[0], sass.Instruction(0x50, "STG.E", place), branches[1]]
+    ptx = "$L__BB0_1:\n.loc 1 8 0\nst.global.b32 [%rd1], %r1;\n.loc 1 7 0\n@%p1 bra $L__BB0_1;"
+    text = trips.read(
+        TEXT.replace("step %c16_i32", "step %c3_i32"), (1,), {"tokens": 32, "segment": 40}
+    )
+    runs = times_run(code, sass.loops(code), trips.Text(text.loops[:1], 0.0), ptx)
+    # 11 trips: two of four copies, and three that remain.
+    assert [runs[x.address] for x in code] == [2, 2, 2, 2, 2, 3, 3]
