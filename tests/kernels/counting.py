@@ -1,5 +1,6 @@
 """What one launch costs, counted from its machine code and its sizes without a GPU."""
 
+import math
 import re
 import subprocess
 from collections.abc import Sequence
@@ -53,36 +54,63 @@ class Count:
         return {name: round(x) if isinstance(x, float) else x for name, x in asdict(self).items()}
 
 
-def count(launch: Launch, capability: int) -> Count:
-    """Compile the launch with the bundled compiler and count."""
+@dataclass(frozen=True)
+class Compiled:
+    """What one compilation gives, whatever sizes it is launched with."""
+
+    code: list[sass.Instruction]
+    loops: list[sass.Loop]
+    ttir: str
+    ptx: str
+    usage: dict[str, int]
+    warps: int
+    shared_bytes: int
+
+
+_compiled: dict[tuple[str, int], Compiled] = {}
+
+
+def compiled(launch: Launch, capability: int) -> Compiled:
+    """Compile the launch with the bundled compiler, once in a process."""
     import triton
 
-    _, source, target, options = launch.specialised(capability)
-    compiled = triton.compile(source, target=target, options=options)
-    return count_compiled(launch, compiled, capability)
+    key, source, target, options = launch.specialised(capability)
+    place = f"{launch.kernel.fn.__module__} {key}", capability
+    if place not in _compiled:
+        found = triton.compile(source, target=target, options=options)
+        cubin = found.asm["cubin"]
+        code = sass.instructions(sass.disassembled(cubin))
+        _compiled[place] = Compiled(
+            code,
+            sass.loops(code),
+            found.asm["ttir"],
+            found.asm["ptx"],
+            usage_of(cubin),
+            found.metadata.num_warps,
+            found.metadata.shared,
+        )
+    return _compiled[place]
 
 
-def count_compiled(launch: Launch, compiled, capability: int) -> Count:
-    """``count`` of what is compiled already."""
-    cubin, ptx = compiled.asm["cubin"], compiled.asm["ptx"]
-    code = sass.instructions(sass.disassembled(cubin))
-    text = trips.read(compiled.asm["ttir"], launch.grid, launch.arguments)
-    runs = times_run(code, sass.loops(code), text, ptx)
-    usage, warps = usage_of(cubin), compiled.metadata.num_warps
-    programs = 1
-    for size in launch.grid:
-        programs *= size
-    every = programs * warps
+def count(launch: Launch, capability: int) -> Count:
+    """Count one launch as compiled for a GPU of this capability."""
+    found = compiled(launch, capability)
+    code, usage = found.code, found.usage
+    text = trips.read(found.ttir, launch.grid, launch.arguments)
+    runs = times_run(code, found.loops, text, found.ptx)
+    programs = math.prod(launch.grid)
+    every = programs * found.warps
 
     def total(wanted) -> float:
         return every * sum(runs[x.address] for x in code if wanted(x))
 
-    inside = {x.address for x in code for loop in sass.loops(code) if x in loop}
-    use = Use(warps, usage["REG"], compiled.metadata.shared)
+    inside = {x.address for x in code for loop in found.loops if x in loop}
+    use = Use(found.warps, usage["REG"], found.shared_bytes)
+    units = ("tcgen05.mma", "wgmma", "mma.sync")
     return Count(
         kernel=launch.kernel.__name__,
         programs=programs,
-        warps=warps,
+        warps=found.warps,
         registers=use.registers,
         spilled_bytes=max(usage["STACK"], usage["LOCAL"]),
         shared_bytes=use.shared_bytes,
@@ -94,7 +122,7 @@ def count_compiled(launch: Launch, compiled, capability: int) -> Count:
         operations=operations_of(code, runs, every, text),
         bytes=touched_bytes(launch.args),
         loaded_bytes=every * 32 * sum(runs[x.address] * x.loaded_bytes for x in code),
-        unit=next((name for name in ("tcgen05.mma", "wgmma", "mma.sync") if name in ptx), ""),
+        unit=next((name for name in units if name in found.ptx), ""),
     )
 
 

@@ -89,16 +89,25 @@ def values_of(found: Count, row: str) -> list:
 
 
 def table_of(tasks: Sequence[Task], processes: int = PROCESSES) -> Table:
-    """Everything counted, by group."""
+    """Everything counted, by group. What compiles the same kernels is counted in one process."""
+    together: dict[tuple, list[Task]] = {}
+    for capability, case, e in tasks:
+        place = capability, case.dtype, case.width, e
+        together.setdefault(place, []).append((capability, case, e))
     table: Table = {}
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        for group, operation, found in pool.map(counted, tasks):
-            if found:
-                _merge(table, group, operation, found)
+        for results in pool.map(_all_counted, together.values()):
+            for group, operation, found in results:
+                if found:
+                    merge(table, group, operation, found)
     return table
 
 
-def _merge(table: Table, group: str, operation: str, found: dict) -> None:
+def _all_counted(tasks: Sequence[Task]) -> list[tuple[str, str, dict]]:
+    return [counted(task) for task in tasks]
+
+
+def merge(table: Table, group: str, operation: str, found: dict) -> None:
     """Add an operation; a launch that another one makes on other sizes gets a name of its own."""
     own = table.setdefault(group, {"launches": {}, "operations": {}})
     launches = own["launches"]
