@@ -2,10 +2,9 @@
 
 import math
 import re
-import subprocess
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from tempfile import NamedTemporaryFile
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from kernel_launches import Launch
@@ -44,27 +43,42 @@ class Count:
     unit: str
     """The matrix unit's instruction: "wgmma", "mma.sync", "tcgen05.mma" or ""."""
 
-    @property
-    def instructions(self) -> float:
-        """All of them."""
-        return self.looped + self.once
-
-    def as_dict(self) -> dict:
-        """The fields, rounded to what is meant."""
-        return {name: round(x) if isinstance(x, float) else x for name, x in asdict(self).items()}
-
 
 @dataclass(frozen=True)
 class Compiled:
     """What one compilation gives, whatever sizes it is launched with."""
 
-    code: list[sass.Instruction]
-    loops: list[sass.Loop]
+    cubin: bytes
     ttir: str
     ptx: str
-    usage: dict[str, int]
     warps: int
     shared_bytes: int
+
+    @cached_property
+    def code(self) -> list[sass.Instruction]:
+        """The machine code."""
+        return sass.instructions(sass.disassembled(self.cubin))
+
+    @cached_property
+    def loops(self) -> list[sass.Loop]:
+        """Of the machine code."""
+        return sass.loops(self.code)
+
+    @cached_property
+    def usage(self) -> dict[str, int]:
+        """Registers of a thread ("REG"), and bytes of its stack and local memory."""
+        return sass.usage(self.cubin)
+
+    @property
+    def spilled_bytes(self) -> int:
+        """Of registers of a thread that did not fit."""
+        return max(self.usage["STACK"], self.usage["LOCAL"])
+
+    @property
+    def unit(self) -> str:
+        """The matrix unit's instruction; "" where there is none."""
+        units = ("tcgen05.mma", "wgmma", "mma.sync")
+        return next((name for name in units if name in self.ptx), "")
 
 
 _compiled: dict[tuple[str, int], Compiled] = {}
@@ -78,24 +92,15 @@ def compiled(launch: Launch, capability: int) -> Compiled:
     place = f"{launch.kernel.fn.__module__} {key}", capability
     if place not in _compiled:
         found = triton.compile(source, target=target, options=options)
-        cubin = found.asm["cubin"]
-        code = sass.instructions(sass.disassembled(cubin))
-        _compiled[place] = Compiled(
-            code,
-            sass.loops(code),
-            found.asm["ttir"],
-            found.asm["ptx"],
-            usage_of(cubin),
-            found.metadata.num_warps,
-            found.metadata.shared,
-        )
+        texts = (found.asm[name] for name in ("cubin", "ttir", "ptx"))
+        _compiled[place] = Compiled(*texts, found.metadata.num_warps, found.metadata.shared)
     return _compiled[place]
 
 
 def count(launch: Launch, capability: int) -> Count:
     """Count one launch as compiled for a GPU of this capability."""
     found = compiled(launch, capability)
-    code, usage = found.code, found.usage
+    code = found.code
     text = trips.read(found.ttir, launch.grid, launch.arguments)
     runs = times_run(code, found.loops, text, found.ptx)
     programs = math.prod(launch.grid)
@@ -105,14 +110,13 @@ def count(launch: Launch, capability: int) -> Count:
         return every * sum(runs[x.address] for x in code if wanted(x))
 
     inside = {x.address for x in code for loop in found.loops if x in loop}
-    use = Use(found.warps, usage["REG"], found.shared_bytes)
-    units = ("tcgen05.mma", "wgmma", "mma.sync")
+    use = Use(found.warps, found.usage["REG"], found.shared_bytes)
     return Count(
         kernel=launch.kernel.__name__,
         programs=programs,
         warps=found.warps,
         registers=use.registers,
-        spilled_bytes=max(usage["STACK"], usage["LOCAL"]),
+        spilled_bytes=found.spilled_bytes,
         shared_bytes=use.shared_bytes,
         resident=programs_per_multiprocessor(use, capability),
         looped=total(lambda x: x.address in inside),
@@ -122,7 +126,7 @@ def count(launch: Launch, capability: int) -> Count:
         operations=operations_of(code, runs, every, text),
         bytes=touched_bytes(launch.args),
         loaded_bytes=every * 32 * sum(runs[x.address] * x.loaded_bytes for x in code),
-        unit=next((name for name in units if name in found.ptx), ""),
+        unit=found.unit,
     )
 
 
@@ -144,16 +148,6 @@ def operations_of(
         wanted = f"where the source has {text.operations:.4g}"
         raise ValueError(f"matrix instructions of {found:.4g} operations, {wanted}")
     return found
-
-
-def usage_of(cubin: bytes) -> dict[str, int]:
-    """Registers of a thread, and bytes of its stack and local memory."""
-    with NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [sass.tool("cuobjdump"), "--dump-resource-usage", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
 
 
 def touched_bytes(arguments: Sequence[object]) -> int:
