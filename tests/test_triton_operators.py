@@ -159,7 +159,7 @@ def test_twenty_sizes_make_one_graph_of_one_node(function):
         for n in LENGTHS:
             shapes = ((1, 3, n, 8), (1, 3, n, 8), (1, 3, n, 16))
             compiled(*(torch.empty(shape, device="meta") for shape in shapes), table)
-    assert len(graphs) <= 2
+    assert 1 <= len(graphs) <= 2
     operator = "kernel_mean" if function is kernelized_attention else "taylor_mean"
     assert all(len(nodes) == 1 and operator in nodes[0] for nodes in graphs), graphs
 
@@ -303,34 +303,6 @@ def test_a_model_gives_with_kernels_what_it_gives_without(name, monkeypatch):
     assert_within_budget(outputs(), expected, torch.float32)
 
 
-ANY_LENGTH = [1, 17, 63, 64, 65, 1000, 70_001]
-LENGTHS_ON_A_GPU = [
-    *((name, n) for name in ("kernelized efficient, elu1", "taylorshift efficient") for n in ANY_LENGTH),
-    *(("kernelized causal efficient, elu1", n) for n in ANY_LENGTH),
-    *(("taylorshift direct", n) for n in ANY_LENGTH[:-1]),
-    *((name, n) for name in ("kernelized, joint mean", "taylorshift, joint mean") for n in (47, 98, 4900)),
-]
-
-
-@pytest.mark.gpu
-@on_gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("name", "n"), LENGTHS_ON_A_GPU)
-def test_on_a_gpu_the_error_is_within_budget_and_at_most_twice_that_of_eager(name, n, dtype):
-    operation = OPERATIONS[name]
-    width = 16 if "joint" in name else 32
-    tensors = {key: x.cuda() for key, x in operation.tensors(dtype, batch=1, queries=n, keys=n, d=width, e=32).items()}
-    if n > 10_000:
-        expected = run(partial(operation.fast, impl="eager"), {key: x.double() for key, x in tensors.items()})
-    else:
-        expected = run(operation.slow, {key: x.double() for key, x in tensors.items()})
-    eager, kernels = (run(partial(operation.fast, impl=impl), tensors) for impl in ("eager", "triton"))
-    errors = {key: (relative_error(kernels[key], x), relative_error(eager[key], x)) for key, x in expected.items()}
-    rounding = torch.finfo(dtype).eps / 4  # what no result of this dtype goes below
-    wrong = {key: e for key, e in errors.items() if not e[0] <= min(2 * max(e[1], rounding), BUDGET[dtype][key != "out"])}
-    assert not wrong, f"errors of the kernels and of eager: {wrong}"
-
-
 @pytest.mark.gpu
 @on_gpu
 @pytest.mark.parametrize("name", ["scaleformer_vit_t", "taylorshift_vit_t"])
@@ -339,7 +311,8 @@ def test_on_a_gpu_models_take_the_kernels_compiled_or_not(name):
     model = timm.create_model(name, depth=2, num_classes=5).cuda().eval()
     image = torch.randn(2, 3, 224, 320, device="cuda")
     with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
-        assert all("triton" in backend for backend in attention_backends(lambda: model(image)))
+        backends = attention_backends(lambda: model(image))
+        assert backends and all("triton" in backend for backend in backends)
         plain = model(image)
         compiled = torch.compile(model, fullgraph=True, dynamic=True)
         assert relative_error(compiled(image), plain) < 3e-2
