@@ -7,15 +7,12 @@ names to functions of nothing that launch kernels on the meta device. Prints one
 import contextlib
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from unittest.mock import patch
 
 CAPABILITIES = (80, 90, 100)
@@ -88,31 +85,17 @@ def recorded(capability: int = 90, change: Callable[[str, dict], dict] | None = 
     launch._table.cache_clear()
 
 
-@lru_cache
-def _disassembler() -> str:
-    import triton
-
-    return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump")
-
-
 def compile_launch(launch: Launch, capability: int) -> dict[str, object]:
-    """What the compiler says of the launch: bytes of shared memory and of spilled registers, registers, matrix instructions."""
-    import triton
+    """What the compiler says: bytes of shared memory and of spilled registers, registers, matrix unit."""
+    from kernels.counting import compiled
 
-    _, source, target, options = launch.specialised(capability)
-    compiled = triton.compile(source, target=target, options=options)
-    with NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        usage = subprocess.run([_disassembler(), "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
-    found = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage.stdout)}
-    ptx = compiled.asm["ptx"]
+    found = compiled(launch, capability)
     return {
         "kernel": launch.kernel.__name__,
-        "shared_bytes": compiled.metadata.shared,
-        "spilled_bytes": max(found["STACK"], found["LOCAL"]),
-        "registers": found["REG"],
-        "matrix": next((name for name in ("tcgen05.mma", "wgmma", "mma.sync") if name in ptx), ""),
+        "shared_bytes": found.shared_bytes,
+        "spilled_bytes": found.spilled_bytes,
+        "registers": found.usage["REG"],
+        "matrix": found.unit,
     }
 
 

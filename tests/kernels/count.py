@@ -44,7 +44,7 @@ def cells(name: str, values: list, tokens: int) -> list[str]:
     """One line of the table, counts per token and head."""
     found = dict(zip(gpu_counts.FIELDS, values, strict=True))
     per = f"{found['matrix'] / found['barriers']:.2f}" if found["barriers"] else ""
-    microseconds = 1e6 * gpu_counts._launch(name, values).seconds(gpu_counts.H100)
+    microseconds = 1e6 * gpu_counts.launch_from(name, values).seconds(gpu_counts.H100)
     per_token = [f"{found[field] / tokens:.1f}" for field in ("looped", "once")]
     counts = [str(found[field]) for field in ("registers", "spilled_bytes")]
     counts += [f"{found['shared_bytes'] / 1024:.0f}", str(found["resident"]), *per_token, per]
@@ -73,18 +73,20 @@ def counted(args: argparse.Namespace) -> Iterator[tuple[workloads.Task, str, str
 
 def print_table(args: argparse.Namespace) -> None:
     """Count and print what the options name."""
-    seen = set()
     lines = [COLUMNS]
+    table: record.Table = {}
     for (_, case, _), group, operation, found in counted(args):
         tokens = case.batch * case.heads * case.size
         if not found:
             print(f"# {group}: no kernels of {operation}")
             continue
-        for name, values in found["launches"].items():
-            if (group, name) not in seen:
-                lines.append(cells(name, values, tokens))
-            seen.add((group, name))
+        known = table.get(group, {"launches": {}})["launches"]
+        new = {name: x for name, x in found["launches"].items() if known.get(name) != x}
+        lines += [cells(name, values, tokens) for name, values in new.items()]
+        table.setdefault(group, {"launches": {}})["launches"] |= new
     show(lines)
+    if args.csv:
+        record.write_csv(args.csv, table)
     print("# looped, once: warp instructions per token and head; loads: bytes asked of the caches;")
     print("# us: microseconds expected on an H100 (visionattn/benchmark/gpu_counts.py)")
 
@@ -113,6 +115,8 @@ def record_all(args: argparse.Namespace) -> None:
 
     table = record.table_of(tasks_of(args) + (workloads.mark_tasks() if args.marks else []))
     record.save(triton.__version__, table)
+    if args.csv:
+        record.write_csv(args.csv, table)
     launches = sum(len(group["launches"]) for group in table.values())
     print(f"recorded {launches} launches of Triton {triton.__version__}")
 
@@ -127,7 +131,19 @@ def tasks_of(args: argparse.Namespace) -> list[workloads.Task]:
     """What the options name."""
     targets, dtypes = [TARGETS[x] for x in args.target], [DTYPES[x] for x in args.dtype]
     operations = [name for name in workloads.OPERATIONS if re.search(args.operation, name)]
-    return workloads.usual_tasks(operations, targets, dtypes, args.width)
+    return [
+        task
+        for dtype in dtypes
+        for task in workloads.usual_tasks(
+            operations, targets, dtype, workloads.widths(dtype) if args.every_row else args.width
+        )
+    ]
+
+
+def widths(text: str) -> tuple[int, int]:
+    """d and e from "64" or "16x128"."""
+    d, _, e = text.partition("x")
+    return int(d), int(e or d)
 
 
 def parsed() -> argparse.Namespace:
@@ -145,7 +161,12 @@ def parsed() -> argparse.Namespace:
     )
     parser.add_argument("--target", nargs="*", default=["9.0"], choices=list(TARGETS))
     parser.add_argument("--dtype", nargs="*", default=["bf16"], choices=list(DTYPES))
-    parser.add_argument("--width", type=int, nargs="*", default=[64], help="d = e")
+    parser.add_argument(
+        "--width", type=widths, nargs="*", default=[(64, 64)], help="d and e, as 64 or 16x128"
+    )
+    parser.add_argument(
+        "--every-row", action="store_true", help="all widths of launches.json instead of --width"
+    )
     parser.add_argument(
         "--row",
         type=json.loads,
@@ -163,6 +184,7 @@ def parsed() -> argparse.Namespace:
         action="store_true",
         help="print what is worse than recorded; exit status 1 if anything is",
     )
+    parser.add_argument("--csv", metavar="FILE", help="write what is counted there too")
     args = parser.parse_args()
     if args.row and not args.kernel:
         parser.error("--row changes the rows that --kernel names: give --kernel too")

@@ -1,10 +1,10 @@
 """What one launch costs, counted from its machine code and its sizes without a GPU."""
 
+import math
 import re
-import subprocess
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from tempfile import NamedTemporaryFile
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from kernel_launches import Launch
@@ -43,48 +43,80 @@ class Count:
     unit: str
     """The matrix unit's instruction: "wgmma", "mma.sync", "tcgen05.mma" or ""."""
 
-    @property
-    def instructions(self) -> float:
-        """All of them."""
-        return self.looped + self.once
 
-    def as_dict(self) -> dict:
-        """The fields, rounded to what is meant."""
-        return {name: round(x) if isinstance(x, float) else x for name, x in asdict(self).items()}
+@dataclass(frozen=True)
+class Compiled:
+    """What one compilation gives, whatever sizes it is launched with."""
+
+    cubin: bytes
+    ttir: str
+    ptx: str
+    warps: int
+    shared_bytes: int
+
+    @cached_property
+    def code(self) -> list[sass.Instruction]:
+        """The machine code."""
+        return sass.instructions(sass.disassembled(self.cubin))
+
+    @cached_property
+    def loops(self) -> list[sass.Loop]:
+        """Of the machine code."""
+        return sass.loops(self.code)
+
+    @cached_property
+    def usage(self) -> dict[str, int]:
+        """Registers of a thread ("REG"), and bytes of its stack and local memory."""
+        return sass.usage(self.cubin)
+
+    @property
+    def spilled_bytes(self) -> int:
+        """Of registers of a thread that did not fit."""
+        return max(self.usage["STACK"], self.usage["LOCAL"])
+
+    @property
+    def unit(self) -> str:
+        """The matrix unit's instruction; "" where there is none."""
+        units = ("tcgen05.mma", "wgmma", "mma.sync")
+        return next((name for name in units if name in self.ptx), "")
+
+
+_compiled: dict[tuple[str, int], Compiled] = {}
+
+
+def compiled(launch: Launch, capability: int) -> Compiled:
+    """Compile the launch with the bundled compiler, once in a process."""
+    import triton
+
+    key, source, target, options = launch.specialised(capability)
+    place = f"{launch.kernel.fn.__module__} {key}", capability
+    if place not in _compiled:
+        found = triton.compile(source, target=target, options=options)
+        texts = (found.asm[name] for name in ("cubin", "ttir", "ptx"))
+        _compiled[place] = Compiled(*texts, found.metadata.num_warps, found.metadata.shared)
+    return _compiled[place]
 
 
 def count(launch: Launch, capability: int) -> Count:
-    """Compile the launch with the bundled compiler and count."""
-    import triton
-
-    _, source, target, options = launch.specialised(capability)
-    compiled = triton.compile(source, target=target, options=options)
-    return count_compiled(launch, compiled, capability)
-
-
-def count_compiled(launch: Launch, compiled, capability: int) -> Count:
-    """``count`` of what is compiled already."""
-    cubin, ptx = compiled.asm["cubin"], compiled.asm["ptx"]
-    code = sass.instructions(sass.disassembled(cubin))
-    text = trips.read(compiled.asm["ttir"], launch.grid, launch.arguments)
-    runs = times_run(code, sass.loops(code), text, ptx)
-    usage, warps = usage_of(cubin), compiled.metadata.num_warps
-    programs = 1
-    for size in launch.grid:
-        programs *= size
-    every = programs * warps
+    """Count one launch as compiled for a GPU of this capability."""
+    found = compiled(launch, capability)
+    code = found.code
+    text = trips.read(found.ttir, launch.grid, launch.arguments)
+    runs = times_run(code, found.loops, text, found.ptx)
+    programs = math.prod(launch.grid)
+    every = programs * found.warps
 
     def total(wanted) -> float:
         return every * sum(runs[x.address] for x in code if wanted(x))
 
-    inside = {x.address for x in code for loop in sass.loops(code) if x in loop}
-    use = Use(warps, usage["REG"], compiled.metadata.shared)
+    inside = {x.address for x in code for loop in found.loops if x in loop}
+    use = Use(found.warps, found.usage["REG"], found.shared_bytes)
     return Count(
         kernel=launch.kernel.__name__,
         programs=programs,
-        warps=warps,
+        warps=found.warps,
         registers=use.registers,
-        spilled_bytes=max(usage["STACK"], usage["LOCAL"]),
+        spilled_bytes=found.spilled_bytes,
         shared_bytes=use.shared_bytes,
         resident=programs_per_multiprocessor(use, capability),
         looped=total(lambda x: x.address in inside),
@@ -94,7 +126,7 @@ def count_compiled(launch: Launch, compiled, capability: int) -> Count:
         operations=operations_of(code, runs, every, text),
         bytes=touched_bytes(launch.args),
         loaded_bytes=every * 32 * sum(runs[x.address] * x.loaded_bytes for x in code),
-        unit=next((name for name in ("tcgen05.mma", "wgmma", "mma.sync") if name in ptx), ""),
+        unit=found.unit,
     )
 
 
@@ -116,16 +148,6 @@ def operations_of(
         wanted = f"where the source has {text.operations:.4g}"
         raise ValueError(f"matrix instructions of {found:.4g} operations, {wanted}")
     return found
-
-
-def usage_of(cubin: bytes) -> dict[str, int]:
-    """Registers of a thread, and bytes of its stack and local memory."""
-    with NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [sass.tool("cuobjdump"), "--dump-resource-usage", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
 
 
 def touched_bytes(arguments: Sequence[object]) -> int:

@@ -5,7 +5,9 @@ version of Triton, since ptxas differs, then by GPU, dtype and sizes, then launc
 which of them each operation makes.
 """
 
+import csv
 import json
+import math
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import astuple
@@ -89,16 +91,25 @@ def values_of(found: Count, row: str) -> list:
 
 
 def table_of(tasks: Sequence[Task], processes: int = PROCESSES) -> Table:
-    """Everything counted, by group."""
+    """Everything counted, by group. What compiles the same kernels is counted in one process."""
+    together: dict[tuple, list[Task]] = {}
+    for capability, case, e in tasks:
+        place = capability, case.dtype, case.width, e
+        together.setdefault(place, []).append((capability, case, e))
     table: Table = {}
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        for group, operation, found in pool.map(counted, tasks):
-            if found:
-                _merge(table, group, operation, found)
+        for results in pool.map(_all_counted, together.values()):
+            for group, operation, found in results:
+                if found:
+                    merge(table, group, operation, found)
     return table
 
 
-def _merge(table: Table, group: str, operation: str, found: dict) -> None:
+def _all_counted(tasks: Sequence[Task]) -> list[tuple[str, str, dict]]:
+    return [counted(task) for task in tasks]
+
+
+def merge(table: Table, group: str, operation: str, found: dict) -> None:
     """Add an operation; a launch that another one makes on other sizes gets a name of its own."""
     own = table.setdefault(group, {"launches": {}, "operations": {}})
     launches = own["launches"]
@@ -114,11 +125,35 @@ def _merge(table: Table, group: str, operation: str, found: dict) -> None:
 
 
 def save(version: str, table: Table) -> None:
-    """Put groups into the section of a version of Triton; groups that were not counted stay."""
+    """Put operations into the section of a version of Triton; those that were not counted stay."""
+    gpu_counts.recorded.cache_clear()
     whole = gpu_counts.recorded() if gpu_counts.TABLE.exists() else {}
-    whole = whole | {version: whole.get(version, {}) | table}
+    section = whole.setdefault(version, {})
+    for group, own in table.items():
+        for operation, ways in section.get(group, {"operations": {}})["operations"].items():
+            if operation not in own["operations"]:
+                names = {name for way in ways.values() for name in way}
+                kept = {name: section[group]["launches"][name] for name in names}
+                merge(table, group, operation, {"launches": kept, "operations": {operation: ways}})
+    section |= table
     gpu_counts.TABLE.write_text(text_of(whole), encoding="utf-8")
     gpu_counts.recorded.cache_clear()
+
+
+def write_csv(path: str, table: Table) -> None:
+    """One row for each launch of a table."""
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        derived = ("instructions_per_token_and_head", "expected_h100_seconds")
+        writer.writerow(["capability", "dtype", "sizes", "launch", *gpu_counts.FIELDS, *derived])
+        for group, own in sorted(table.items()):
+            capability, dtype, sizes = group.split(" ", 2)
+            tokens = math.prod(int(x.split("=")[1]) for x in sizes.split(" ")[:3])
+            for name, values in sorted(own["launches"].items()):
+                launch = gpu_counts.launch_from(name, values)
+                per_token = f"{launch.instructions / tokens:.1f}"
+                seconds = f"{launch.seconds(gpu_counts.H100):.3g}"
+                writer.writerow([capability, dtype, sizes, name, *values, per_token, seconds])
 
 
 def text_of(whole: dict[str, Table]) -> str:

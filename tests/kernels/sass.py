@@ -92,10 +92,20 @@ def tool(name: str) -> str:
 
 def disassembled(cubin: bytes) -> str:
     """The text of ``nvdisasm`` with lines of the source."""
+    return _of_file("nvdisasm", ("-c", "-g"), cubin)
+
+
+def usage(cubin: bytes) -> dict[str, int]:
+    """Registers of a thread ("REG"), and bytes of its stack and local memory."""
+    text = _of_file("cuobjdump", ("--dump-resource-usage",), cubin)
+    return {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
+
+
+def _of_file(name: str, options: tuple[str, ...], cubin: bytes) -> str:
     with NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [tool("nvdisasm"), "-c", "-g", file.name]
+        command = [tool(name), *options, file.name]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 

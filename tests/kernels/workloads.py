@@ -3,6 +3,7 @@ touches."""
 
 import contextlib
 import itertools
+import json
 from collections.abc import Callable, Iterable, Iterator
 from unittest.mock import patch
 
@@ -69,11 +70,22 @@ def kernels_anywhere() -> Iterator[None]:
 
 
 def usual_tasks(
-    operations: Iterable[str], targets: Iterable[int], dtypes: Iterable[str], widths: Iterable[int]
+    operations: Iterable[str], targets: Iterable[int], dtype: str, widths: Iterable[tuple[int, int]]
 ) -> list[Task]:
-    """Operations forward and backward, values as wide as keys."""
-    every = itertools.product(targets, dtypes, widths, operations)
-    return [(target, case_of(name, d, dtype, True), d) for target, dtype, d, name in every]
+    """Operations forward and backward, of widths d and e."""
+    every = itertools.product(targets, widths, operations)
+    return [(target, case_of(name, d, dtype, True), e) for target, (d, e), name in every]
+
+
+def widths(dtype: str) -> list[tuple[int, int]]:
+    """Widths d and e of the rows of the table of launches."""
+    from visionattn.ops.triton import launch
+
+    bits = 8 * getattr(torch, dtype).itemsize
+    sections = json.loads(launch.TABLE.read_text()).values()
+    rows = [row for section in sections for kernel in section.values() for row in kernel]
+    found = {(row["d"], row["e"]) for row in rows if row["bits"] == bits}
+    return sorted((d, e) for d, e in found if min(d, e) >= 16)
 
 
 def mark_tasks() -> list[Task]:

@@ -128,10 +128,11 @@ def launches_of(case: Case, triton: str | None = None) -> list[Launch] | None:
     names = (
         group.get("operations", {}).get(case.label, {}).get("both" if case.backward else "forward")
     )
-    return None if names is None else [_launch(name, group["launches"][name]) for name in names]
+    return None if names is None else [launch_from(name, group["launches"][name]) for name in names]
 
 
-def _launch(name: str, values: Sequence) -> Launch:
+def launch_from(name: str, values: Sequence) -> Launch:
+    """A launch of the table."""
     found = dict(zip(FIELDS, values, strict=True))
     own = {
         field: found[field]
