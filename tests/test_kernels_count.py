@@ -1,10 +1,13 @@
-"""The counts of launches: how machine code and loops are read."""
+"""The counts of launches: how machine code and loops are read, and that no launch gets worse unseen."""
 
 from collections import Counter
 
 import pytest
 from kernels import sass, trips
 from kernels.occupancy import Use, programs_per_multiprocessor
+from kernels.record import worse
+
+from visionattn.benchmark import gpu_counts
 
 
 @pytest.mark.parametrize(
@@ -61,7 +64,17 @@ CODE = """
 
 def test_machine_code_is_read_with_its_loops_their_lines_and_what_instructions_do():
     code = sass.instructions(CODE)
-    assert [x.name for x in code] == ["S2R", "BRA", "LDG", "HGMMA", "BAR", "BRA", "BRA", "STG", "EXIT"]
+    assert [x.name for x in code] == [
+        "S2R",
+        "BRA",
+        "LDG",
+        "HGMMA",
+        "BAR",
+        "BRA",
+        "BRA",
+        "STG",
+        "EXIT",
+    ]
     outer, inner = sass.loops(code)
     assert (outer.first, outer.last, outer.place) == (0x20, 0x60, ("/a/kernel.py", 7))
     assert (inner.first, inner.last, inner.place) == (0x30, 0x50, ("/a/kernel.py", 9))
@@ -110,6 +123,21 @@ def test_a_loop_whose_end_is_not_known_before_the_launch_is_an_error():
         trips.read(TEXT, (3,), {"tokens": 100})
 
 
+def test_waiting_is_no_loop_of_the_source_and_any_other_is_an_error():
+    from kernels.counting import loops_of_source
+
+    text = trips.read(TEXT, (3,), {"tokens": 100, "segment": 40})
+    code = sass.instructions(CODE)
+    assert loops_of_source(code, sass.loops(code), text) == sass.loops(code)
+    with pytest.raises(ValueError, match="a loop of the machine code at .* is not in the source"):
+        loops_of_source(code, sass.loops(code), trips.Text(text.loops[:1], 0.0))
+    waiting = CODE.replace(
+        "BAR.SYNC.DEFER_BLOCKING 0x0", "SYNCS.PHASECHK.TRANS64.TRYWAIT P1, [UR4], R0"
+    )
+    code = sass.instructions(waiting)
+    assert len(loops_of_source(code, sass.loops(code), trips.Text(text.loops[:1], 0.0))) == 1
+
+
 def test_a_loop_that_ptxas_has_unrolled_runs_less_often():
     from kernels.counting import times_run
 
@@ -124,3 +152,38 @@ def test_a_loop_that_ptxas_has_unrolled_runs_less_often():
     runs = times_run(code, sass.loops(code), trips.Text(text.loops[:1], 0.0), ptx)
     # 11 trips: two of four copies, and three that remain.
     assert [runs[x.address] for x in code] == [2, 2, 2, 2, 2, 3, 3]
+
+
+def recorded(**values: object) -> dict:
+    """A table of one launch, all of whose other counts are 100."""
+    fields = dict.fromkeys(gpu_counts.FIELDS, 100) | {"unit": "wgmma", "row": "N64"} | values
+    launches = {"k 64x64 _k": list(fields.values())}
+    return {"launches": launches, "operations": {"op": {"both": ["k 64x64 _k"]}}}
+
+
+@pytest.mark.parametrize(
+    ("now", "said"),
+    [
+        ({}, None),
+        ({"once": 105}, None),
+        ({"once": 107}, "1.03 times the recorded instructions"),
+        ({"spilled_bytes": 104}, "spills 104 bytes, recorded 100"),
+        ({"registers": 105}, None),
+        ({"registers": 106}, "106 registers, recorded 100"),
+        ({"resident": 99}, "99 programs on a multiprocessor, recorded 100"),
+        ({"resident": 99, "warps": 200}, None),
+    ],
+)
+def test_what_is_worse_is_said(now, said):
+    found = worse({"g": recorded()}, "g", "op", recorded(**now))
+    assert found == ([] if said is None else [f"g: k 64x64 _k: {said}"])
+
+
+def test_launches_that_are_not_recorded_are_named():
+    other = recorded()
+    other["operations"]["op"]["both"] = ["k 64x64 _k", "k 64x64 _k"]
+    assert worse({"g": recorded()}, "g", "op", other) == [
+        "g: op: other launches than recorded: the order"
+    ]
+    (only,) = worse({}, "g", "op", recorded())
+    assert only == "g: op: other launches than recorded: k 64x64 _k"

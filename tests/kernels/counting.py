@@ -102,14 +102,15 @@ def count(launch: Launch, capability: int) -> Count:
     found = compiled(launch, capability)
     code = found.code
     text = trips.read(found.ttir, launch.grid, launch.arguments)
-    runs = times_run(code, found.loops, text, found.ptx)
+    loops = loops_of_source(code, found.loops, text)
+    runs = times_run(code, loops, text, found.ptx)
     programs = math.prod(launch.grid)
     every = programs * found.warps
 
     def total(wanted) -> float:
         return every * sum(runs[x.address] for x in code if wanted(x))
 
-    inside = {x.address for x in code for loop in found.loops if x in loop}
+    inside = {x.address for x in code for loop in loops if x in loop}
     use = Use(found.warps, found.usage["REG"], found.shared_bytes)
     return Count(
         kernel=launch.kernel.__name__,
@@ -167,6 +168,22 @@ def touched_bytes(arguments: Sequence[object]) -> int:
     return sum(tensors.values())
 
 
+def loops_of_source(
+    code: Sequence[sass.Instruction], loops: Sequence[sass.Loop], text: trips.Text
+) -> list[sass.Loop]:
+    """Loops whose branch back carries the line of a ``for``.
+
+    Raises:
+        ValueError: another one is no waiting for memory or for the matrix unit.
+    """
+    lines = {loop.place[1] for loop in text.loops}
+    others = [loop for loop in loops if loop.place[1] not in lines]
+    for loop in others:
+        if not loop.waits(code):
+            raise ValueError(f"a loop of the machine code at {loop.place} is not in the source")
+    return [loop for loop in loops if loop not in others]
+
+
 def times_run(
     code: Sequence[sass.Instruction], loops: Sequence[sass.Loop], text: trips.Text, ptx: str
 ) -> dict[int, float]:
@@ -180,8 +197,6 @@ def times_run(
     for place in dict.fromkeys(loop.place for loop in loops):
         own = [loop for loop in loops if loop.place == place]
         meant = [loop for loop in text.loops if loop.place[1] == place[1]]
-        if not meant:
-            raise ValueError(f"a loop of the machine code at {place} is not in the source")
         for loop, times in shares(code, own, meant, per_line):
             for x in code:
                 if x in loop:

@@ -17,6 +17,8 @@ LABEL = re.compile(r"^(\.L_\w+):")
 INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ )?\s*([A-Z][\w.]*)(.*);")
 BRANCH = re.compile(r"`\((\.L_\w+)\)")
 MATRIX = re.compile(r"(HMMA|HGMMA|QGMMA|IGMMA|DMMA|UTC\w*MMA)\b")
+ASKED_BEFORE = 6
+"""Instructions up to a branch back among which a waiting loop asks."""
 WIDTHS = {"128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
 MARKERS = ("LDG", "LDGSTS", "STG", "BAR", "SHFL", "RED", "ATOMG")
 """Instructions that ptxas neither makes nor drops: their number tells how often it has unrolled a
@@ -81,6 +83,11 @@ class Loop:
     def __contains__(self, instruction: Instruction) -> bool:
         return self.first <= instruction.address <= self.last
 
+    def waits(self, code: list[Instruction]) -> bool:
+        """Whether the branch only asks again whether something is done, or returns from asking."""
+        before = [x for x in code if x.address <= self.last][-ASKED_BEFORE:]
+        return any(x.opcode.endswith("TRYWAIT") or x.name == "NANOSLEEP" for x in before)
+
 
 @lru_cache
 def tool(name: str) -> str:
@@ -132,9 +139,7 @@ def instructions(text: str) -> list[Instruction]:
 def loops(code: list[Instruction]) -> list[Loop]:
     """Loops by address of their first instruction, outer ones before inner ones.
 
-    Branches back to one place are one loop. A branch back of ``bar.sync``-like waiting (a loop of
-    less than 8 instructions without a line of its own ``for``) is a loop too and is told apart by
-    its place.
+    Branches back to one place are one loop. Loops that only wait are among them.
     """
     last: dict[int, Instruction] = {}
     for instruction in code:
