@@ -68,6 +68,25 @@ def test_a_baseline_that_does_not_fit_leaves_the_others(bench, monkeypatch):
     assert (timm.sdpa, timm.reached) == ("out of memory", "not measured") and twin.values[0] > 0
 
 
+def test_one_image_is_timed_with_and_without_a_graph(bench, monkeypatch):
+    figure = small("latency")[0]
+    (result,) = gpu.results_of([figure], bench, Budget(1))
+    assert result.status == "ok" and result.values == (1.0, 1.0) and result.notes[-1].startswith("without a graph ")
+    monkeypatch.setattr(bench.gpu, "graph_of", lambda calls: None)
+    (result,) = gpu.results_of([figure], bench, Budget(1))
+    assert result.status == "failed: a model cannot be recorded as a CUDA graph" and result.broken
+
+
+def test_an_image_may_be_wider_than_high(bench):
+    figures = [f for f in all_figures() if f.case.name == "scaleformer_vit_b" and f.case.batch == 1]
+    assert {f.case.image_size for f in figures} == {(1024, 2048)}
+    case = replace(figures[0].case, name="scaleformer_vit_t", size=32, image_width=64, dtype="float32")
+    figures = [replace(f, case=case, baseline=baseline) for f, baseline in zip(figures, BASELINES.values(), strict=False)]
+    timm, twin = gpu.results_of(figures, bench, Budget(1))
+    assert make_images(case, bench).shape == (1, 3, 32, 64)
+    assert timm.values == (1e3 * timm.seconds.median, 1.0) and twin.values == (1.0,)
+
+
 def test_a_large_image_counts_all_memory_that_is_allocated(bench, monkeypatch):
     monkeypatch.setattr(gpu_models, "_most_gib", lambda model, image, bench: 23.0)
     (result,) = gpu.results_of(small("image"), bench, Budget(1))
@@ -113,6 +132,17 @@ def test_a_model_may_err_twice_as_much_as_eager_operations_and_its_launches_are_
     assert compare(work, off(0.02), lambda: exact)[0] == "wrong: error 5.0e-02 of y, eager's is 2.0e-02"
     assert compare(off(0.009), off(0.0), lambda: exact)[0] == "ok"
     assert compare(off(float("nan")), off(1.0), lambda: exact)[0].startswith("wrong: error nan of y")
+
+
+def test_a_model_that_runs_no_kernel_where_it_should_has_no_time(bench, monkeypatch):
+    figures = [*small("model"), *small("image"), *small("training", "bfloat16"), small("latency")[0]]
+    bench.impl = "triton"  # while on a processor "auto" takes eager operations
+    results = list(gpu.results_of(figures, bench, Budget(1)))
+    assert len(results) == 5
+    for result in results:
+        assert result.status == "failed: no kernel ran, these are eager operations" and result.seconds is None
+    monkeypatch.setattr(gpu_models.why_not, "NOT_BY_AUTO", {("kernelized", torch.float32): 1e9})
+    assert next(gpu.results_of(small("image"), bench, Budget(1))).status == "ok"
 
 
 def test_eager_operations_stand_in_for_those_of_a_model_while_it_is_checked(bench, monkeypatch):

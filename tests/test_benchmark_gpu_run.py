@@ -203,12 +203,11 @@ class Blocked(PathFinder):
 sys.meta_path[sys.meta_path.index(PathFinder)] = Blocked
 """
 """As where these packages are not installed."""
-FEW = r"kernelized forward d = 64|inference / timm.* 1024 px|plain forward|training step|crossover.* d = 16"
-FEW += r"|eager kernelized efficient .* float16"
+FEW = "kernelized forward d = 64|vit_s inference / timm.* 1024 px|eager kernelized efficient .* float16"
 
 
 def test_a_rehearsal_runs_where_little_is_installed_and_writes_everything(tmp_path):
-    """All phases, and a row of each kind."""
+    """All phases, with few rows; ``make gpu-rehearsal`` runs all."""
     pytest.importorskip("triton", reason="GPU kernels need Triton")
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(BLOCKER)
@@ -219,9 +218,9 @@ def test_a_rehearsal_runs_where_little_is_installed_and_writes_everything(tmp_pa
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr
     assert done.stdout.startswith("python ") and "torch " in done.stdout.splitlines()[0]
     assert sorted(path.name for path in out.iterdir()) == ["log.txt", "rows.jsonl", "summary.txt", "tests.jsonl"]
-    found = [record["what"] for record in row_file.read(out / "rows.jsonl") if record["kind"] == "row"]
-    kinds = ("kernelized forward", "scaleformer_vit_s inference", "scaleformer_vit_s, one image", "scaleformer_vit_s training")
-    assert all(any(what.startswith(kind) for what in found) for kind in (*kinds, "crossover", "kernel against eager"))
+    records = row_file.read(out / "rows.jsonl")
+    found = [record["what"].split(" /")[0] for record in records if record["kind"] == "row"]
+    assert found == ["kernelized forward", "scaleformer_vit_s inference", "kernel against eager"]
     lines = (out / "summary.txt").read_text().splitlines()
     assert done.stdout.splitlines()[-len(lines) :] == lines
     assert [line.split(":")[0] for line in lines[2:7]] == ["first kernel", "compile ahead", "tests", "table", "tune"]

@@ -123,8 +123,10 @@ def test_rows_are_those_that_launches_take(table):
 def test_a_row_is_replaced_for_the_widths_that_it_serves_alone(table):
     key = key_of(table, "9.0", "kernelized means", 64, 64, 16)
     before = launch.launch_row("kernelized means", 64, 64, torch.bfloat16, CPU)
-    with replaced_row(table, "9.0", key, {"BLOCK_N": 16, "num_warps": 1}):
-        assert launch.launch_row("kernelized means", 64, 64, torch.bfloat16, CPU) == {"BLOCK_N": 16, "num_warps": 1}
+    row = {"BLOCK_N": 16, "num_warps": 1}
+    with replaced_row(table, "9.0", key, row):
+        taken = launch.launch_row("kernelized means", 64, 64, torch.bfloat16, CPU)
+        assert taken == row | {tune.MARK: True}
         assert launch.launch_row("kernelized means", 64, 64, torch.float32, CPU)["num_warps"] > 1
         assert launch.launch_row("kernelized state", 64, 64, torch.bfloat16, CPU)["num_warps"] > 1
     assert launch.launch_row("kernelized means", 64, 64, torch.bfloat16, CPU) == before
@@ -174,7 +176,7 @@ class FakeWork:
     def __init__(self, case, value_width, bench):
         self.case, self.width = case, value_width
 
-    def prepare(self):
+    def prepare(self, launches):
         row = launch.launch_row("kernelized means", self.case.width, self.width, self.case.torch_dtype, CPU)
         return None if row["num_warps"] == 2 else Timed(lambda: None, calls=row["BLOCK_N"], replayed=True)
 
@@ -265,13 +267,25 @@ def test_rows_that_no_operation_takes_and_tables_that_are_read_only_are_told(fak
 
 def test_an_operation_that_fails_or_has_a_wrong_result_is_not_timed(monkeypatch):
     bench = Bench(rehearsed(), torch.Generator().manual_seed(0), impl="eager")
-    work = tune.Workload(Case("operation", "kernelized", 40, 8, "efficient", "float32", True, 1, 2), 16, bench)
-    assert work.prepare().replayed and work.expected["gradient of v"].shape == (1, 2, 40, 16)
+    case = Case("operation", "kernelized", 40, 8, "efficient", "float32", True, 1, 2)
+    work = tune.Workload(case, 16, bench)
+    call, launches = tune.call_of, []
+
+    def call_and_launch(*given):
+        """As if a kernel took the row."""
+        launches.append(lambda: None)
+        return call(*given)
+
+    monkeypatch.setattr(tune, "call_of", call_and_launch)
+    assert work.prepare(launches).calls == len(work.sets)
+    assert work.expected["gradient of v"].shape == (1, 2, 40, 16)
     right = work.expected["gradient of v"]
     work.expected["gradient of v"] = 1.1 * right
-    assert work.prepare() is None
+    assert work.prepare(launches) is None
     work.expected["gradient of v"] = right
-    assert work.prepare() is not None
+    assert work.prepare(launches) is not None
+    monkeypatch.setattr(tune, "call_of", call)
+    assert work.prepare(launches) is None  # nothing takes the row
 
     reason = "out of resource: shared memory"
 
@@ -279,13 +293,63 @@ def test_an_operation_that_fails_or_has_a_wrong_result_is_not_timed(monkeypatch)
         raise RuntimeError(reason)
 
     monkeypatch.setattr(tune, "outputs", fail)
-    assert work.prepare() is None
+    assert work.prepare(launches) is None
     reason = "Triton Error [CUDA]: misaligned address"
     with pytest.raises(RuntimeError, match="misaligned"):
-        work.prepare()
+        work.prepare(launches)
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="kernels of tensors on a processor are interpreted")
+interpreted = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="kernels of tensors on a processor are interpreted"
+)
+
+
+@interpreted
+def test_the_launch_that_takes_the_row_is_timed_and_no_other(monkeypatch):
+    bench = Bench(rehearsed(), torch.Generator().manual_seed(0))
+    monkeypatch.setattr(bench.gpu, "graph_of", lambda calls: None)  # so that launches are made as they are timed
+    table = json.loads(launch.TABLE.read_text())
+    case = Case("operation", "kernelized", 40, 16, "efficient", "float32", True, 1, 1)
+    key = key_of(table, "9.0", "kernelized means", 16, 16, 32)
+    row = {"BLOCK_N": 16, "num_warps": 1, "num_stages": 1}
+    work = tune.Workload(case, 16, bench)
+    with replaced_row(table, "9.0", key, row) as launches:
+        timed = work.prepare(launches)
+    made = []
+    monkeypatch.setattr(launch, "run", None)  # what is timed was kept
+    for launched in launches:
+        kernel, grid, *_ = launched.args
+        made.append((kernel.__name__, grid))
+        assert launched.keywords.items() >= row.items() and tune.MARK not in launched.keywords
+    assert [grid for _, grid in made] == [(3,)] * len(work.sets) and len({name for name, _ in made}) == 1
+    assert timed.calls == len(work.sets)
+    out = launches[0].args[5].detach()  # of the means
+    expected = out.clone()
+    out.fill_(torch.nan)
+    timed.run()
+    assert torch.equal(out, expected)
+
+
+@interpreted
+def test_whatever_row_an_operation_asks_for_some_launch_takes(monkeypatch):
+    monkeypatch.setattr(launch, "run", lambda *args, **meta: None)
+    bench = Bench(rehearsed(), torch.Generator().manual_seed(0))
+    table = json.loads(launch.TABLE.read_text())
+    for name, form, _ in tune.OPERATIONS:
+        case = Case("operation", name, 40, 16, form, "float32", True, 1, 1)
+        for key in tune.keys_of(case, 16, table, "9.0", bench):
+            with replaced_row(table, "9.0", key, dict(row_of(table, key))) as launches:
+                tune.call_of(tune.function_of(case, 40, "cpu", "triton"), tune.draw(case, bench), True)()
+            assert launches, key
+
+
+def row_of(table, key):
+    """The row of a key, without what it is found by."""
+    found = next(row for row in tune.rows_of(table, "9.0", key[0]) if tuple(row[name] for name in tune.HELD) == key[1:])
+    return {name: value for name, value in found.items() if name not in tune.HELD}
+
+
+@interpreted
 def test_an_operation_without_kernels_takes_no_rows(table):
     bench = Bench(rehearsed(), torch.Generator().manual_seed(0), impl="triton")
     case = Case("operation", "kernelized", 40, 8, "efficient", "bfloat16", False, 1, 2)

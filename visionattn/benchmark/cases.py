@@ -35,6 +35,13 @@ class Case:
     """Heads of an operation; a model has its own, or those of its option ``heads=12``."""
     horizon: int = 3
     """R of the relative position of an operation."""
+    image_width: int | None = None
+    """Width in pixels of a model's image; None: as wide as high."""
+
+    @property
+    def image_size(self) -> tuple[int, int]:
+        """Height and width in pixels of a model's image."""
+        return self.size, self.image_width or self.size
 
     @property
     def base(self) -> str:
@@ -54,7 +61,8 @@ class Case:
     @property
     def place(self) -> tuple:
         """What two cases share that may be compared."""
-        return (self.kind, self.size, self.width, self.dtype, self.backward, self.batch, self.kind == "model" or self.heads)
+        sizes = (self.size, self.image_width, self.width, self.batch, self.kind == "model" or self.heads)
+        return (self.kind, *sizes, self.dtype, self.backward)
 
     @property
     def torch_dtype(self) -> torch.dtype:

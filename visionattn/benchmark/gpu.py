@@ -120,6 +120,7 @@ def run_rows(
         if figures:
             show(heading(COLUMNS))
         for result in results_of(figures, bench, budget):
+            result.gpu = bench.gpu.name
             show(line(result.cells()))
             take(result.record())
             broken += result.broken
@@ -171,6 +172,7 @@ def _measure(figures: Sequence[Figure], bench: Bench) -> list[Result]:
         return gpu_models.measure_inference(figures, bench)
     by_kind = {"operation": measure_operation, "crossover": measure_crossover}
     by_kind |= {"image": gpu_models.measure_image, "training": gpu_models.measure_training}
+    by_kind |= {"latency": gpu_models.measure_latency}
     return [by_kind[kind](figure, bench) for figure in figures]
 
 

@@ -25,7 +25,7 @@ from visionattn.benchmark.cases import Case
 from visionattn.benchmark.gpu import rows
 from visionattn.benchmark.gpu_device import Gpu
 from visionattn.benchmark.gpu_figures import Figure
-from visionattn.benchmark.gpu_operations import Bench, call_of, draw
+from visionattn.benchmark.gpu_operations import FLEX_TOKENS, Bench, call_of, draw, flex_of
 from visionattn.benchmark.gpu_timing import in_words
 from visionattn.benchmark.operations import function_of
 from visionattn.benchmark.options import pick_gpu
@@ -89,17 +89,22 @@ def works(bench: Bench, figures: Sequence[Figure], cases: Sequence[Case]) -> lis
     models = [
         (name, figure.case)
         for figure in figures
-        if figure.kind in ("model", "training")
+        if figure.kind in ("model", "training", "latency")
         for name in (figure.case.name, figure.baseline)
     ]
     operations = [figure.case for figure in figures if figure.kind == "operation"]
+    softmax = [case for case in operations if case.size <= FLEX_TOKENS]
     for figure in figures:
         if figure.kind == "crossover":
             operations += [replace(figure.case, form=form) for form in ("direct", "efficient")]
     return [
         *(
-            Work(f"{name} at {case.size} px", partial(_run_model, name, case, bench))
+            Work("{} at {} x {} px".format(name, *case.image_size), partial(_run_model, name, case, bench))
             for name, case in dict.fromkeys(models)
+        ),
+        *(
+            Work(f"flex_attention of {case.size} tokens", partial(_run_flex, case, bench))
+            for case in dict.fromkeys(softmax)
         ),
         *(
             Work(f"{case.label} of {case.size} tokens", partial(_run_operation, case, bench))
@@ -111,6 +116,11 @@ def works(bench: Bench, figures: Sequence[Figure], cases: Sequence[Case]) -> lis
 def _run_operation(case: Case, bench: Bench) -> None:
     function = function_of(case, case.size, str(bench.device), bench.impl)
     call_of(function, draw(case, bench), case.backward)()
+
+
+def _run_flex(case: Case, bench: Bench) -> None:
+    tensors = {name: x for name, x in draw(case, bench).items() if name in ("q", "k", "v", "grad")}
+    call_of(flex_of(bench), tensors, case.backward)()
 
 
 def _run_model(name: str, case: Case, bench: Bench) -> None:

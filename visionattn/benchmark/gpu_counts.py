@@ -155,7 +155,7 @@ def operations_of(case: Case, kind: str) -> list[Case]:
         filled = max(1, FILLED_TOKENS // (case.size * case.heads))
         return [replace(case, form=form, batch=filled) for form in ("direct", "efficient")]
     heads = HEADS_OF[case.base[-1]]
-    tokens = (case.size // PATCH) ** 2
+    tokens = math.prod(side // PATCH for side in case.image_size)
     return [
         Case(
             "operation",

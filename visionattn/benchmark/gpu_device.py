@@ -156,8 +156,16 @@ WAITS_FOR_THE_GPU = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked
 class _Recording(TorchDispatchMode):
     """Refuses what a CUDA graph cannot hold."""
 
+    supports_higher_order_operators = True
+    """Such as flex_attention's."""
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """So that compiled functions run compiled within it."""
+        return True
+
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function._schema.name in WAITS_FOR_THE_GPU:
+        if isinstance(function, torch._ops.OpOverload) and function._schema.name in WAITS_FOR_THE_GPU:
             raise RuntimeError("operation not permitted when stream is capturing (rehearsed)")
         return function(*args, **(kwargs or {}))
 

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from visionattn.benchmark.cases import Case
-from visionattn.benchmark.gpu_counts import H100, Gpu, expected_seconds, operations_of
-from visionattn.benchmark.gpu_figures import Figure
+from visionattn.benchmark.gpu_counts import H100, H200, Gpu, expected_seconds, operations_of
+from visionattn.benchmark.gpu_figures import WITH_GRAPH, Figure
 from visionattn.benchmark.gpu_floors import cost_of
 
 DEPTH, WIDTH = 12, 64
@@ -60,6 +60,12 @@ def expected(figure: Figure, gpu: Gpu = H100, triton: str | None = None) -> Expe
     return Expected(seconds, tuple(by_unit.get(bound.unit) for bound in figure.bounds))
 
 
+def expected_on(name: str | None, figure: Figure) -> Expected | None:
+    """What a figure is expected to come to on the GPU of this name: the rates of an H200 for one
+    that is called so, and those of an H100 for all others."""
+    return expected(figure, H200 if name and H200.name in name else H100)
+
+
 def sdpa_seconds(case: Case, gpu: Gpu) -> float:
     """FlashAttention-2 on the inputs of an operation."""
     pairs = case.batch * case.heads * case.size**2
@@ -98,6 +104,8 @@ def _operation(figure: Figure, seconds: list[float], gpu: Gpu) -> tuple[float, d
         "% of the copy": cost.bytes / gpu.bytes_per_second / own,
         "% of the matmul": cost.operations / gpu.operations_per_second / own,
         "x SDPA": sdpa_seconds(case, gpu) / own,
+        "TFLOP/s": cost.operations / own / 1e12,
+        "TFLOP/s of SDPA": cost.operations / sdpa_seconds(case, gpu) / 1e12,
     }
 
 
@@ -113,8 +121,9 @@ def _model(figure: Figure, seconds: list[float], gpu: Gpu) -> tuple[float, dict[
     own = rest + DEPTH * seconds[0]
     other = rest if "identity" in figure.baseline else rest + DEPTH * sdpa_seconds(attention, gpu)
     ratio = other / own
-    return own, {"x images/s": ratio, "x steps/s": ratio, "s": own, "ms": 1e3 * own}
+    by_unit = {"x images/s": ratio, "x steps/s": ratio, WITH_GRAPH: ratio}
+    return own, by_unit | {"s": own, "ms": 1e3 * own}
 
 
 BY_KIND: dict[str, Callable] = {"operation": _operation, "crossover": _crossover}
-BY_KIND |= dict.fromkeys(("model", "image", "training"), _model)
+BY_KIND |= dict.fromkeys(("model", "image", "training", "latency"), _model)

@@ -1,4 +1,4 @@
-"""The figures that kernels and models are to reach on an NVIDIA H200 in bfloat16, and the table of what they come to.
+"""The figures that kernels and models are to reach on an NVIDIA H100 or H200 in bfloat16, and what they come to.
 
 It measures nothing.
 """
@@ -6,17 +6,27 @@ It measures nothing.
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from visionattn.benchmark.cases import Case
 from visionattn.benchmark.compare import Quartiles
 from visionattn.benchmark.table import Record
 
-COLUMNS = ("what", "size", "dtype", "time", "floor", "of floor", "SDPA", "eager", "reach", "measured", "reached", "error", "note")
+if TYPE_CHECKING:
+    from visionattn.benchmark.gpu_expected import Expected
+
+COLUMNS = ("what", "size", "dtype", "time", "floor", "of floor", "SDPA", "Flash", "flex", "eager")
+COLUMNS += ("reach", "expected", "measured", "reached", "error", "note")
+HOPPER = ("H100", "H200")
+WITH_GRAPH, WITHOUT_GRAPH = "x ViT-S's with a graph", "x ViT-S's without"
+"""Units of speed at batch 1."""
 BATCH, HEADS = 2, 6
+NO_SLOWER_FROM = 512
+"""Pixels from which on one image is to take no longer than through timm's ViT-S."""
 TOKENS_PER_RUN = 65_536
 """Patches of all images of a batch that a model is timed with."""
-KINDS = ("operation", "model", "image", "training", "crossover")
+KINDS = ("operation", "model", "image", "training", "latency", "crossover")
 """In the order in which they are measured: what is wanted most comes first."""
 
 
@@ -24,14 +34,23 @@ KINDS = ("operation", "model", "image", "training", "crossover")
 class Bound:
     """A number to reach."""
 
-    limit: float
+    limit: float | None
+    """None: the number is there for comparison."""
     unit: str
     """What stands behind the number."""
     most: bool = False
     """Whether the number may be at most the limit; else it is to be at least that."""
+    gpus: tuple[str, ...] = HOPPER
+    """Of which the names of GPUs have one, for which the limit is meant."""
+
+    def is_for(self, gpu: str | None) -> bool:
+        """Whether there is a limit for the GPU of this name; None: any."""
+        return self.limit is not None and (gpu is None or any(name in gpu for name in self.gpus))
 
     def met(self, value: float) -> bool:
         """Whether the number is reached; one that is not a number is not."""
+        if self.limit is None:
+            return True
         return value <= self.limit if self.most else value >= self.limit
 
     def text(self, value: float) -> str:
@@ -42,7 +61,10 @@ class Bound:
         return f"{number} {self.unit}"
 
     def __str__(self) -> str:
-        return f"{'<=' if self.most else '>='} {self.text(self.limit)}"
+        if self.limit is None:
+            return f"({self.unit})"
+        where = "" if self.gpus == HOPPER else f" on {' or '.join(self.gpus)}"
+        return f"{'<=' if self.most else '>='} {self.text(self.limit)}{where}"
 
 
 @dataclass(frozen=True)
@@ -64,6 +86,11 @@ class Figure:
         """The bounds in words."""
         return ", ".join(map(str, self.bounds))
 
+    def values_of(self, by_unit: dict[str, float]) -> tuple[float, ...]:
+        """The numbers of the bounds by their units; none where one is missing."""
+        units = [bound.unit for bound in self.bounds]
+        return tuple(by_unit[unit] for unit in units) if by_unit.keys() >= set(units) else ()
+
     @property
     def place(self) -> tuple:
         """What figures share that are measured in one run."""
@@ -81,6 +108,10 @@ class Result:
     floor_seconds: float | None = None
     sdpa: float | str | None = None
     """Seconds of ``scaled_dot_product_attention``, or of the model with it; or why there are none."""
+    flash: float | str | None = None
+    """Seconds of FlashAttention, as ``scaled_dot_product_attention`` has it; or why there are none."""
+    flex: float | str | None = None
+    """Seconds of ``flex_attention``, compiled; or why there are none."""
     eager: float | str | None = None
     """Seconds of the same form in PyTorch's own operations; or why there are none."""
     values: tuple[float, ...] = ()
@@ -88,6 +119,8 @@ class Result:
     error: float | None = None
     """Largest relative error of an output or a gradient."""
     notes: list[str] = field(default_factory=list)
+    gpu: str | None = None
+    """Name of the GPU; None: one for which the marks are meant."""
 
     @property
     def broken(self) -> bool:
@@ -96,12 +129,21 @@ class Result:
 
     @property
     def reached(self) -> str:
-        """"yes" or "no"; without numbers the status."""
+        """"yes" or "no"; without numbers the status, and "no mark" where none is meant for this GPU."""
         if self.status != "ok":
             return self.status
         if not self.values:
             return "not measured"
-        return "yes" if all(bound.met(value) for bound, value in zip(self.figure.bounds, self.values, strict=True)) else "no"
+        pairs = zip(self.figure.bounds, self.values, strict=True)
+        met = [bound.met(value) for bound, value in pairs if bound.is_for(self.gpu)]
+        return "no mark" if not met else "yes" if all(met) else "no"
+
+    @property
+    def expected(self) -> "Expected | None":
+        """What counts of machine code say that it comes to; None where they say nothing."""
+        from visionattn.benchmark.gpu_expected import expected_on
+
+        return expected_on(self.gpu, self.figure)
 
     def record(self) -> Record:
         """The result as plain values."""
@@ -110,8 +152,11 @@ class Result:
         record |= {f"seconds_{name}": getattr(seconds, name, None) for name in ("median", "low", "high")}
         fraction = self.floor_seconds / seconds.median if seconds and self.floor_seconds else None
         record |= {"floor_seconds": self.floor_seconds, "of_floor": fraction, "sdpa_seconds": self.sdpa}
-        numbers = [value if math.isfinite(value) else None for value in self.values]
-        record |= {"eager_seconds": self.eager, "reach": figure.reach, "measured": numbers or None}
+        record |= {"flash_seconds": self.flash, "flex_seconds": self.flex, "eager_seconds": self.eager}
+        expected = self.expected
+        record |= {"expected_seconds": expected and expected.seconds}
+        record |= {"reach": figure.reach, "expected": expected and expected.text(figure)}
+        record["measured"] = [value if math.isfinite(value) else None for value in self.values] or None
         record |= {"shown": self.shown, "reached": self.reached, "error": self.error}
         return record | {"note": "; ".join(self.notes) or None}
 
@@ -123,11 +168,15 @@ class Result:
     def cells(self) -> list[str | None]:
         """The result for people, under ``COLUMNS``."""
         record = self.record()
-        times = [milliseconds(record[name]) for name in ("seconds_median", "floor_seconds", "sdpa_seconds", "eager_seconds")]
+        times = [milliseconds(record[name]) for name in COLUMNS_OF_TIME]
         fraction = None if record["of_floor"] is None else f"{100 * record['of_floor']:.0f} %"
         error = None if self.error is None else f"{self.error:.1e}"
         named = [record[name] for name in ("what", "size", "dtype")]
-        return [*named, *times[:2], fraction, *times[2:], record["reach"], self.shown, self.reached, error, record["note"]]
+        marks = [record[name] for name in ("reach", "expected", "shown", "reached")]
+        return [*named, *times[:2], fraction, *times[2:], *marks, error, record["note"]]
+
+
+COLUMNS_OF_TIME = ("seconds_median", "floor_seconds", "sdpa_seconds", "flash_seconds", "flex_seconds", "eager_seconds")
 
 
 def milliseconds(seconds: float | str | None) -> str | None:
@@ -140,6 +189,13 @@ def operation(name: str, tokens: int, width: int, form: str = "efficient", *, ba
     return Case("operation", name, tokens, width, form, "bfloat16", backward, batch, HEADS)
 
 
+def published(batch: int) -> Case:
+    """A ViT-B of 8,192 tokens: 12.86 ms with softmax, 8.27 with the best hybrid, 7.37 with linear
+    attention alone are published for an H100, in eager PyTorch."""
+    case = Case("model", "scaleformer_vit_b", 1024, None, "auto", "bfloat16", False, batch)
+    return replace(case, image_width=2048)
+
+
 def model(pixels: int, backward: bool = False) -> Case:
     """A batch of images that are ``TOKENS_PER_RUN`` patches together, or one image that is larger."""
     batch = max(1, TOKENS_PER_RUN // (pixels // 16) ** 2)
@@ -148,7 +204,11 @@ def model(pixels: int, backward: bool = False) -> Case:
 
 def all_figures() -> list[Figure]:
     """The whole table, in order."""
-    return [*_operation_figures(), *_model_figures(), *_large_figures(), *_crossover_figures()]
+    return [*_operation_figures(), *_model_figures(), *_large_figures(), *_latency_figures(), *_crossover_figures()]
+
+
+RATES = (Bound(None, "TFLOP/s"), Bound(None, "TFLOP/s of SDPA"))
+"""Of two products each, over the time."""
 
 
 def _operation_figures() -> list[Figure]:
@@ -160,10 +220,13 @@ def _operation_figures() -> list[Figure]:
         ("efficient TaylorShift forward", operation(shift, 65_536, 64), Bound(0.50, matmul)),
         ("efficient TaylorShift forward", operation(shift, 65_536, 32), Bound(0.35, matmul)),
         ("efficient TaylorShift forward+backward", operation(shift, 16_384, 32, backward=True), Bound(15, faster)),
-        ("direct TaylorShift forward", operation(shift, 4096, 64, "direct"), Bound(1, faster)),
+        ("direct TaylorShift forward", operation(shift, 4096, 64, "direct"), Bound(1, faster), *RATES),
     ]
     size = "d = {0.width}, N = {0.size:,}, B*h = {1}"
-    return [Figure(what, size.format(case, case.batch * HEADS), "operation", case, (bound,)) for what, case, bound in rows]
+    return [
+        Figure(what, size.format(case, case.batch * HEADS), "operation", case, tuple(bounds))
+        for what, case, *bounds in rows
+    ]
 
 
 def _crossover_figures() -> list[Figure]:
@@ -183,6 +246,26 @@ def _model_figures() -> list[Figure]:
             ("scaleformer_vit_s+identity", Bound(0.8, "x images/s"), "its identity-attention twin"),
         ):
             figures.append(Figure(f"scaleformer_vit_s inference / {words}", size, "model", case, (bound,), other))
+    for batch in (1, 8):
+        case = published(batch)
+        size = f"1024 x 2048 px, batch {batch}"
+        time = Bound(6.0 * batch, "ms", most=True, gpus=("H100",))
+        for other, bounds, words in (
+            ("vit_base_patch16_224", (time, Bound(None, "x images/s")), "timm's ViT-B with SDPA"),
+            ("scaleformer_vit_b+identity", (Bound(None, "x images/s"),), "its identity-attention twin"),
+        ):
+            figures.append(Figure(f"scaleformer_vit_b inference / {words}", size, "model", case, bounds, other))
+    return figures
+
+
+def _latency_figures() -> list[Figure]:
+    figures = []
+    for pixels in (224, 384, 512, 768, 1024):
+        limit = 1 if pixels >= NO_SLOWER_FROM else None
+        bounds = (Bound(limit, WITH_GRAPH), Bound(limit, WITHOUT_GRAPH))
+        case = replace(model(pixels), batch=1)
+        what = "scaleformer_vit_s latency / timm's ViT-S with SDPA"
+        figures.append(Figure(what, f"{pixels} px, batch 1", "latency", case, bounds, "vit_small_patch16_224"))
     return figures
 
 

@@ -20,11 +20,11 @@ import visionattn.ops as ops
 from visionattn.benchmark import networks
 from visionattn.benchmark.cases import Case
 from visionattn.benchmark.compare import Quartiles
-from visionattn.benchmark.gpu_figures import Figure, Result
+from visionattn.benchmark.gpu_figures import WITH_GRAPH, WITHOUT_GRAPH, Figure, Result
 from visionattn.benchmark.gpu_operations import BESIDE_EAGER, Bench, errors_of
-from visionattn.benchmark.gpu_timing import called
+from visionattn.benchmark.gpu_timing import Timed, called
 from visionattn.measure import is_out_of_memory
-from visionattn.ops.triton import launch
+from visionattn.ops.triton import launch, why_not
 
 ALWAYS_ALLOWED = 1e-2
 """Relative error of a whole model that is never wrong."""
@@ -42,7 +42,7 @@ def make_model(name: str, case: Case, bench: Bench) -> nn.Module:
     else:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            model = timm.create_model(case.base, img_size=case.size)
+            model = timm.create_model(case.base, img_size=case.image_size)
         model = model.to(bench.device, case.torch_dtype).train(case.backward)
     model.blocks = model.blocks[: bench.depth]
     with torch.no_grad():
@@ -52,9 +52,9 @@ def make_model(name: str, case: Case, bench: Bench) -> nn.Module:
 
 
 def make_images(case: Case, bench: Bench) -> Tensor:
-    """Random images ``[B, 3, size, size]``."""
+    """Random images ``[B, 3, height, width]``."""
     dtype = torch.float32 if case.backward else case.torch_dtype
-    shape = (case.batch, 3, case.size, case.size)
+    shape = (case.batch, 3, *case.image_size)
     return torch.randn(shape, generator=bench.generator, device=bench.device, dtype=dtype)
 
 
@@ -92,8 +92,19 @@ def features_of(model: nn.Module, images: Tensor) -> dict[str, Tensor]:
         return {"features": model.forward_features(images)}
 
 
-def compare(work: Callable[[], dict], eager: Callable[[], dict], exact: Callable[[], dict]) -> tuple[str, float, list[str]]:
-    """Status, largest error and notes of results by name, against those of eager operations in the same dtype and in float32."""
+def wants_kernels(bench: Bench) -> bool:
+    """Whether models are to run kernels: the bench asks for them, and nothing is left to eager."""
+    return bench.impl == "triton" and not why_not.NOT_BY_AUTO
+
+
+def compare(
+    work: Callable[[], dict], eager: Callable[[], dict], exact: Callable[[], dict], *, kernels: bool = False
+) -> tuple[str, float, list[str]]:
+    """Status, largest error and notes of results by name, against eager operations in the same dtype and in float32.
+
+    Args:
+        kernels: it fails where none is launched.
+    """
     with launches_counted() as names:
         actual = work()
     with eager_operations():
@@ -103,6 +114,8 @@ def compare(work: Callable[[], dict], eager: Callable[[], dict], exact: Callable
     limits = {name: max(ALWAYS_ALLOWED, BESIDE_EAGER * beside[name]) for name in errors}
     beyond = [name for name in errors if not errors[name] <= limits[name]]
     notes = [f"{len(names)} kernels launched" if names else "no kernel ran: these are eager operations"]
+    if kernels and not names:
+        return "failed: no kernel ran, these are eager operations", max(errors.values()), notes
     status = f"wrong: error {errors[beyond[0]]:.1e} of {beyond[0]}, eager's is {beside[beyond[0]]:.1e}" if beyond else "ok"
     return status, max(errors.values()), notes
 
@@ -121,7 +134,8 @@ def measure_inference(figures: Sequence[Figure], bench: Bench) -> list[Result]:
     status, error, notes = _check_inference(mine, images, bench)
     if status != "ok":
         return [Result(figure, status, error=error) for figure in figures]
-    entries, others = {case.name: bench.recorded([partial(infer, mine, images)])}, {}
+    entries: dict[str, Timed] = {case.name: bench.recorded([partial(infer, mine, images)])}
+    others: dict[str, float | str] = {}
     for name in (figure.baseline for figure in figures):
         try:
             model = compile_blocks(make_model(name, case, bench), bench)
@@ -146,13 +160,16 @@ def _check_inference(model: nn.Module, images: Tensor, bench: Bench) -> tuple[st
         lambda: {"features": features_of(model, images)["features"][:1]},
         lambda: features_of(plain, images[:1]),
         lambda: features_of(exact, images[:1].float()),
+        kernels=wants_kernels(bench),
     )
 
 
 def _against(figure: Figure, own: Quartiles, other: float | str, error: float, notes: Sequence[str]) -> Result:
     """The result of a figure for the seconds of a batch and those of the baseline, or why there are none."""
     words = other if isinstance(other, str) else f"{figure.case.batch / other:.4g} images/s"
-    values = () if isinstance(other, str) else (other / own.median,)
+    by_unit = {"ms": 1e3 * own.median}
+    by_unit |= {} if isinstance(other, str) else {"x images/s": other / own.median}
+    values = figure.values_of(by_unit)
     sdpa = None if "identity" in figure.baseline else other
     notes = [*notes, f"{figure.baseline} {words}"]
     return Result(figure, "ok", own, sdpa=sdpa, values=values, error=error, notes=notes)
@@ -164,12 +181,32 @@ def infer(model: nn.Module, images: Tensor) -> Tensor:
         return model(images)
 
 
+def measure_latency(figure: Figure, bench: Bench) -> Result:
+    """Seconds of one image with and without a CUDA graph, against the baseline, in one run."""
+    case = figure.case
+    fresh_memory(bench)
+    mine, image = make_model(case.name, case, bench), make_images(case, bench)
+    status, error, notes = _check_inference(mine, image, bench)
+    if status != "ok":
+        return Result(figure, status, error=error)
+    other = compile_blocks(make_model(figure.baseline, case, bench), bench)
+    calls = [[partial(infer, model, image)] for model in (mine, other)]
+    graphs = [bench.recorded(call) for call in calls]
+    if not all(graph.replayed for graph in graphs):
+        return Result(figure, "failed: a model cannot be recorded as a CUDA graph", error=error)
+    found = bench.seconds_of([*graphs, *(called(call) for call in calls)])
+    own, baseline, launched, launched_baseline = found
+    notes += [f"without a graph {1e3 * launched.median:.3g} ms, {figure.baseline} {1e3 * launched_baseline.median:.3g} ms"]
+    ratios = {WITH_GRAPH: baseline.median / own.median, WITHOUT_GRAPH: launched_baseline.median / launched.median}
+    return Result(figure, "ok", own, sdpa=baseline.median, values=figure.values_of(ratios), error=error, notes=notes)
+
+
 def measure_image(figure: Figure, bench: Bench) -> Result:
     """Seconds of a plain forward of one large image, and the most memory that was allocated, weights and image included."""
     case = figure.case
     fresh_memory(bench)
     model, image = make_model(case.name, case, bench), make_images(case, bench)
-    status, error, notes = _check_image(model, image)
+    status, error, notes = _check_image(model, image, bench)
     if status != "ok":
         return Result(figure, status, error=error)
     fresh_memory(bench)
@@ -178,13 +215,16 @@ def measure_image(figure: Figure, bench: Bench) -> Result:
     return Result(figure, "ok", seconds, values=values, error=error, notes=[*notes, f"{CHECK_DEPTH} blocks checked"])
 
 
-def _check_image(model: nn.Module, image: Tensor) -> tuple[str, float, list[str]]:
+def _check_image(model: nn.Module, image: Tensor, bench: Bench) -> tuple[str, float, list[str]]:
     """Compare the first blocks; see ``compare``."""
     short = copy.deepcopy(model)
     short.blocks = short.blocks[:CHECK_DEPTH]
     exact = copy.deepcopy(short).float()
     return compare(
-        lambda: features_of(short, image), lambda: features_of(short, image), lambda: features_of(exact, image.float())
+        lambda: features_of(short, image),
+        lambda: features_of(short, image),
+        lambda: features_of(exact, image.float()),
+        kernels=wants_kernels(bench),
     )
 
 
@@ -225,6 +265,7 @@ def _check_training(model: nn.Module, images: Tensor, bench: Bench) -> tuple[str
         lambda: gradients(model, autocast=True),
         lambda: gradients(plain, autocast=True, one_by_one=True),
         lambda: gradients(plain, one_by_one=True),
+        kernels=wants_kernels(bench),
     )
 
 

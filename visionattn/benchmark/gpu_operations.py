@@ -13,13 +13,15 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import flex_attention
 
 from visionattn.benchmark.cases import Case
 from visionattn.benchmark.compare import Quartiles
 from visionattn.benchmark.gpu_device import Call, Gpu
 from visionattn.benchmark.gpu_figures import BATCH, HEADS, Figure, Result
 from visionattn.benchmark.gpu_floors import Ceilings, cost_of
-from visionattn.benchmark.gpu_timing import Timed, called, recorded, seconds_of, sets_needed
+from visionattn.benchmark.gpu_timing import Timed, called, in_words, is_fatal, recorded, seconds_of, sets_needed
 from visionattn.benchmark.operations import definition_of, function_of, make_tensors
 from visionattn.measure import is_out_of_memory
 from visionattn.ops.taylor_mean import takes_efficient_kernels
@@ -28,6 +30,10 @@ LIMITS = {"bfloat16": (4e-3, 1e-2), "float16": (2e-3, 4e-3), "float32": (1e-5, 1
 """Largest relative error of an output and of a gradient, by dtype."""
 BESIDE_EAGER = 2.0
 """Errors beyond this many times those of PyTorch's operations in the same dtype are named."""
+BASELINE_ERROR = 3e-2
+"""Relative error to SDPA of what else computes softmax attention, both in 16 bits."""
+FLEX_TOKENS = 16_384
+"""Up to which ``flex_attention`` is compiled and timed: beyond it takes longer, and says the same."""
 CHUNK_ELEMENTS = 2**27
 """Weights of the definition that are in memory at once."""
 LONGEST = 2**20
@@ -185,49 +191,91 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v)
 
 
+def _flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+def flex_of(bench: Bench) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """``flex_attention`` without a modification, compiled."""
+    compiled = torch.compile(flex_attention, dynamic=False, backend=bench.backend)
+    return lambda q, k, v: compiled(q, k, v)
+
+
+def softmax_baselines(case: Case, bench: Bench) -> dict[str, Callable[..., Tensor]]:
+    """Softmax attention as PyTorch has it, by the column of the table; flex up to ``FLEX_TOKENS``."""
+    found = {"SDPA": _sdpa, "Flash": _flash}
+    return found | ({"flex": flex_of(bench)} if case.size <= FLEX_TOKENS else {})
+
+
 def measure_operation(figure: Figure, bench: Bench) -> Result:
-    """Check, then time the kernels, SDPA and eager operations in one interleaved run."""
+    """Check, then time the kernels, softmax attention and eager operations in one interleaved run."""
     case, where = figure.case, str(bench.device)
     sets = input_sets(case, bench)
     status, error, notes = check(case, sets[0], bench)
     if status != "ok":
         return Result(figure, status, error=error)
+    kernel, eager = (function_of(case, case.size, where, impl) for impl in (bench.impl, "eager"))
+    entries = {"kernel": bench.recorded([call_of(kernel, tensors, case.backward) for tensors in sets])}
     plain = [{name: tensors[name] for name in ("q", "k", "v", "grad")} for tensors in sets]
-    functions = {name: function_of(case, case.size, where, impl) for name, impl in (("kernel", bench.impl), ("eager", "eager"))}
-    calls = {name: [call_of(function, tensors, case.backward) for tensors in sets] for name, function in functions.items()}
-    calls["SDPA"] = [call_of(_sdpa, tensors, case.backward) for tensors in plain]
-    entries: dict[str, Timed] = {"kernel": bench.recorded(calls["kernel"])}
     others: dict[str, float | str] = {}
-    for name in ("SDPA", "eager"):
-        try:
-            calls[name][0]()
-            entries[name] = bench.recorded(calls[name]) if name == "SDPA" else called(calls[name][:1])
-        except RuntimeError as failure:
-            if not is_out_of_memory(failure):
-                raise
-            others[name] = "out of memory"
+    for name, function in softmax_baselines(case, bench).items():
+        found = baseline(function, plain, case, bench)
+        (others if isinstance(found, str) else entries)[name] = found
+    try:
+        call = call_of(eager, sets[0], case.backward)
+        call()
+        entries["eager"] = called([call])
+    except RuntimeError as failure:
+        if not is_out_of_memory(failure):
+            raise
+        others["eager"] = "out of memory"
     times = dict(zip(entries, bench.seconds_of(list(entries.values())), strict=True))
     others |= {name: spread.median for name, spread in times.items()}
-    notes += [f"{name} not recorded, launches count" for name in ("kernel", "SDPA") if _launches_count(entries.get(name))]
-    result = Result(figure, "ok", times["kernel"], sdpa=others["SDPA"], eager=others["eager"], error=error, notes=notes)
+    notes += [
+        f"{name} not recorded, launches count"
+        for name, entry in entries.items()
+        if name != "eager" and not entry.replayed
+    ]
+    columns = {name.lower(): others.get(name) for name in ("SDPA", "Flash", "flex", "eager")}
+    result = Result(figure, "ok", times["kernel"], **columns, error=error, notes=notes)
     return _related(result, case, bench.ceilings)
 
 
-def _launches_count(entry: Timed | None) -> bool:
-    return entry is not None and not entry.replayed
+def baseline(
+    function: Callable[..., Tensor], sets: Sequence[dict[str, Tensor]], case: Case, bench: Bench
+) -> Timed | str:
+    """Softmax attention checked and ready to be timed; or why it is not.
+
+    What cannot run here, as a form that PyTorch has for other GPUs, leaves the row as it is.
+    """
+    try:
+        expected, found = (call_of(one, sets[0], case.backward)() for one in (_sdpa, function))
+        if not case.backward:
+            expected, found = {"out": expected}, {"out": found}
+        errors = errors_of(found, expected)
+        beyond = [name for name, error in errors.items() if not error <= BASELINE_ERROR]
+        if beyond:
+            return f"wrong: error {errors[beyond[0]]:.1e} of {beyond[0]}"
+        del found, expected
+        return bench.recorded([call_of(function, tensors, case.backward) for tensors in sets])
+    except Exception as failure:  # of a compiler too, which shares no base class with the others
+        if is_fatal(failure):
+            raise
+        return in_words(failure)
 
 
 def _related(result: Result, case: Case, ceilings: Ceilings) -> Result:
-    """Fill in the floor and the number of the bound."""
+    """Fill in the floor and the numbers of the bounds."""
     cost = cost_of(case.base, case.form, case.size, case.width, groups=case.batch * case.heads, backward=case.backward)
     result.floor_seconds, seconds = ceilings.floor_seconds(cost), result.seconds.median
-    (bound,) = result.figure.bounds
-    if bound.unit == "% of the copy":
-        result.values = (cost.bytes / seconds / ceilings.bytes_per_second,)
-    elif bound.unit == "% of the matmul":
-        result.values = (cost.operations / seconds / ceilings.operations_per_second,)
-    elif not isinstance(result.sdpa, str):
-        result.values = (result.sdpa / seconds,)
+    by_unit = {"% of the copy": cost.bytes / seconds / ceilings.bytes_per_second}
+    by_unit["% of the matmul"] = cost.operations / seconds / ceilings.operations_per_second
+    by_unit["TFLOP/s"] = cost.operations / seconds / 1e12
+    if not isinstance(result.sdpa, str):
+        by_unit["x SDPA"] = result.sdpa / seconds
+        by_unit["TFLOP/s of SDPA"] = cost.operations / result.sdpa / 1e12
+    result.values = result.figure.values_of(by_unit)
     return result
 
 

@@ -185,7 +185,7 @@ def phases(
     flags = ("--rehearse",) if rehearse else ()
     rows = ("--only", only) if only else ()
     tests = _tests(rehearse)
-    compilers, testers = (2, 2) if rehearse else (cores, max(1, cores // 2))
+    compilers, testers = (1 if only else 2,) * 2 if rehearse else (cores, max(1, cores // 2))
     compiling = tuple(
         (*module, "visionattn.benchmark.gpu_compile", *flags, *rows, f"--share={i}/{compilers}")
         + (f"--claims={claims}", "--", *PYTEST, *tests)
@@ -276,3 +276,7 @@ def main(argv: Sequence[str]) -> int:
     (run.out / "summary.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
     run.say("\n" + "\n".join(lines))
     return 0 if good and len(ended) == len(todo) and all(one.ok for one in ended) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -84,8 +84,9 @@ def table_lines(records: Sequence[Record]) -> tuple[list[str], bool]:
 def _figure(row: Record) -> str:
     mark = {"yes": "REACHED", "no": "MISSED"}.get(row["reached"], row["reached"])
     time = "" if row["seconds_median"] is None else f" {duration(row['seconds_median'])}"
+    expected = "" if row.get("expected") is None else f", expected {row['expected']}"
     floor = "" if row["of_floor"] is None else f" ({100 * row['of_floor']:.0f} % of the floor)"
-    return f"{mark}: {row['what']}, {row['size']}:{time}{floor}; {row['shown']} of {row['reach']}"
+    return f"{mark}: {row['what']}, {row['size']}:{time}{floor}; {row['shown']} of {row['reach']}{expected}"
 
 
 def _against(rows: Sequence[Record]) -> list[str]:

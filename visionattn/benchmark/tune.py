@@ -1,7 +1,8 @@
 """``tools/benchmark.py --tune``: block sizes, warps and stages of the kernels, timed on the GPU at hand, into ``launches.json``.
 
-A row of the table is tuned by the operation that launches it: another row is put in its place, the result is checked against
-PyTorch's operations in float32, and the operation is timed. Rows of other GPUs and of the default section stay as they are.
+A row of the table is tuned within the operation that launches it: another row is put in its place and the result is checked
+against PyTorch's operations in float32. Then the launches that take the row are replayed alone and timed, so that a kernel
+of a small part of the operation gains what it gains. Rows of other GPUs and of the default section stay as they are.
 
 It varies the blocks, PAIRS, warps and stages of the rows, one at a time. It does not vary: stages of a kernel whose row has one,
 into how many segments the tokens are cut (``launch.segments``), the precision of products, the estimate by which ``form="auto"``
@@ -13,12 +14,13 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from unittest import mock
 
 import torch
 
 from visionattn.benchmark.cases import Case
-from visionattn.benchmark.gpu_device import Gpu
+from visionattn.benchmark.gpu_device import Call, Gpu
 from visionattn.benchmark.gpu_figures import BATCH, HEADS, choose
 from visionattn.benchmark.gpu_operations import Bench, call_of, draw, eager_wider, errors_of, outputs, wrong
 from visionattn.benchmark.gpu_timing import Budget, Timed, in_words, is_fatal, sets_needed
@@ -178,17 +180,40 @@ def rows_asked(table: Table, capability: str) -> Iterator[list[Key]]:
         yield keys
 
 
+MARK = "of_the_row"
+"""Among the compile-time values of a launch while a row is replaced: the launch took them from it."""
+
+
 @contextmanager
-def replaced_row(table: Table, capability: str, key: Key, row: Row) -> Iterator[None]:
-    """Within it, launches that take the row of the key take this one."""
-    given = launch.launch_row
+def replaced_row(table: Table, capability: str, key: Key, row: Row) -> Iterator[list[Call]]:
+    """Within it, launches that take the row of the key take this one.
+
+    Yields:
+        A list that gets each of these launches as it is made, to be made again.
+    """
+    given, run, launches = launch.launch_row, launch.run, []
 
     def take(kernel, d, e, dtype, device):
         asked = key_of(table, capability, kernel, d, e, 8 * dtype.itemsize)
-        return dict(row) if asked == key else given(kernel, d, e, dtype, device)
+        return row | {MARK: True} if asked == key else given(kernel, d, e, dtype, device)
 
-    with mock.patch.object(launch, "launch_row", take):
-        yield
+    def note(kernel, grid, *args, **meta):
+        if meta.pop(MARK, False):
+            launches.append(partial(run, kernel, grid, *args, **meta))
+        run(kernel, grid, *args, **meta)
+
+    with mock.patch.object(launch, "launch_row", take), mock.patch.object(launch, "run", note):
+        yield launches
+
+
+def again(launched: Call) -> Call:
+    """A launch made again; what it writes to may have been made for inference alone."""
+
+    def call() -> None:
+        with torch.inference_mode():
+            launched()
+
+    return call
 
 
 def workloads(table: Table, capability: str) -> Iterator[tuple[Case, int]]:
@@ -214,14 +239,21 @@ class Workload:
         self.sets = [first, *(draw(case, bench, value_width) for _ in range(sets_needed(size, bench.gpu) - 1))]
         self.expected = eager_wider(case, first, bench)
 
-    def prepare(self) -> Timed | None:
-        """The operation ready to be timed, with the rows of the moment; None where it does not run, or is wrong."""
+    def prepare(self, launches: list[Call]) -> Timed | None:
+        """The launches of a row, of each set of inputs, ready to be timed; None where one does not run, or is wrong.
+
+        Args:
+            launches: gets them as the operation makes them; see ``replaced_row``.
+        """
         from triton.errors import TritonError
 
         try:
             if wrong(errors_of(outputs(self.function, self.sets[0], self.case.backward), self.expected), self.case.dtype):
                 return None
-            return self.bench.recorded([call_of(self.function, x, self.case.backward) for x in self.sets])
+            launches.clear()
+            for tensors in self.sets:
+                call_of(self.function, tensors, self.case.backward)()
+            return self.bench.recorded([again(launched) for launched in launches]) if launches else None
         except (TritonError, RuntimeError, ValueError, AssertionError) as error:  # too large, not compiled, not launched
             if is_fatal(error):
                 raise
@@ -233,26 +265,22 @@ class Workload:
 
 
 def tune_row(work: Workload, table: Table, capability: str, key: Key) -> tuple[Row, Row, list[float], int]:
-    """The row as it is and as it is best, the seconds of the operation with either, and how many rows were tried."""
+    """The row as it is and as it is best, the seconds of a launch with either, and how many rows were tried."""
     held = dict(zip(HELD, key[1:], strict=True))
     old = next(row for row in rows_of(table, capability, key[0]) if row.items() >= held.items())
     row = {name: value for name, value in old.items() if name not in HELD}
 
     def prepared(trial: Row) -> Timed | None:
-        with replaced_row(table, capability, key, trial):
-            return work.prepare()
+        with replaced_row(table, capability, key, trial) as launches:
+            return work.prepare(launches)
 
     def seconds(trial: Row) -> float | None:
-        with replaced_row(table, capability, key, trial):  # a work that is not recorded asks for its row as it runs
-            found = work.prepare()
-            return None if found is None else work.seconds(found)[0]
+        found = prepared(trial)
+        return None if found is None else work.seconds(found)[0]
 
     best, tried = descend(row, held["d"], seconds)
-    entries = [prepared(row), prepared(best)]
-    if best == row or None in entries or not all(entry.replayed for entry in entries):
-        times = [found for found in (seconds(row), seconds(best)) if found is not None]
-    else:
-        times = work.seconds(*entries)
+    entries = [found for found in map(prepared, (row, best)) if found is not None]
+    times = work.seconds(*entries) if entries else []
     if len(times) == 2 and times[1] > (1 - GAIN) * times[0]:
         best, times = row, times[:1]
     return row, best, times, tried
