@@ -123,19 +123,20 @@ def test_a_loop_whose_end_is_not_known_before_the_launch_is_an_error():
         trips.read(TEXT, (3,), {"tokens": 100})
 
 
-def test_waiting_is_no_loop_of_the_source_and_any_other_is_an_error():
+def test_loops_are_those_of_the_source_by_line_or_by_order_and_waiting_is_none():
     from kernels.counting import loops_of_source
 
     text = trips.read(TEXT, (3,), {"tokens": 100, "segment": 40})
     code = sass.instructions(CODE)
     assert loops_of_source(code, sass.loops(code), text) == sass.loops(code)
+    moved = sass.instructions(CODE.replace("line 9", "line 11"))
+    assert loops_of_source(moved, sass.loops(moved), text) == sass.loops(code)
+    only_outer = trips.Text(text.loops[:1], 0.0)
     with pytest.raises(ValueError, match="a loop of the machine code at .* is not in the source"):
-        loops_of_source(code, sass.loops(code), trips.Text(text.loops[:1], 0.0))
-    waiting = CODE.replace(
-        "BAR.SYNC.DEFER_BLOCKING 0x0", "SYNCS.PHASECHK.TRANS64.TRYWAIT P1, [UR4], R0"
-    )
-    code = sass.instructions(waiting)
-    assert len(loops_of_source(code, sass.loops(code), trips.Text(text.loops[:1], 0.0))) == 1
+        loops_of_source(code, sass.loops(code), only_outer)
+    asking = "SYNCS.PHASECHK.TRANS64.TRYWAIT P1, [UR4], R0"
+    waiting = sass.instructions(CODE.replace("BAR.SYNC.DEFER_BLOCKING 0x0", asking))
+    assert loops_of_source(waiting, sass.loops(waiting), only_outer) == sass.loops(waiting)[:1]
 
 
 def test_a_loop_that_ptxas_has_unrolled_runs_less_often():

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -171,17 +171,24 @@ def touched_bytes(arguments: Sequence[object]) -> int:
 def loops_of_source(
     code: Sequence[sass.Instruction], loops: Sequence[sass.Loop], text: trips.Text
 ) -> list[sass.Loop]:
-    """Loops whose branch back carries the line of a ``for``.
+    """Loops with the place of the ``for`` that they are of; those that only wait are left out.
+
+    The branch back carries the line of its ``for``, or where ptxas has scheduled it among others,
+    theirs: such loops are, in order, those of the source that are not met otherwise.
 
     Raises:
-        ValueError: another one is no waiting for memory or for the matrix unit.
+        ValueError: there are more or less of them.
     """
     lines = {loop.place[1] for loop in text.loops}
-    others = [loop for loop in loops if loop.place[1] not in lines]
-    for loop in others:
-        if not loop.waits(code):
-            raise ValueError(f"a loop of the machine code at {loop.place} is not in the source")
-    return [loop for loop in loops if loop not in others]
+    known = [loop for loop in loops if loop.place[1] in lines]
+    others = [loop for loop in loops if loop not in known and not loop.waits(code)]
+    met = {loop.place[1] for loop in known}
+    missing = [loop for loop in text.loops if loop.place[1] not in met]
+    if others and len(others) != len(missing):
+        where = others[0].place
+        raise ValueError(f"a loop of the machine code at {where} is not in the source")
+    named = [replace(x, place=meant.place) for x, meant in zip(others, missing, strict=False)]
+    return sorted((*known, *named), key=lambda loop: (loop.first, -loop.last))
 
 
 def times_run(
