@@ -31,7 +31,7 @@ def run_processes(
     work: Callable[[int], Any],
     folder: Path,
     *,
-    limit_s: float = 60,
+    limit_s: float = 300,
     meanwhile: Callable[[list[Any]], None] = lambda processes: None,
 ) -> list[Ended]:
     """Run ``work(rank)`` in each of ``size`` processes; what it returns is the exit code.

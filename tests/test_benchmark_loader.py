@@ -4,7 +4,8 @@ import csv
 import importlib.util
 import json
 import multiprocessing
-import time
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -23,16 +24,22 @@ QUICK = ["--rounds", "2", "--seconds", "0.02"]
 
 
 class Slow(Dataset):
-    """``length`` images that take ``seconds`` each, and the first one ``first`` more; it keeps what it was asked for."""
+    """``length`` images that take ``seconds`` each of its own clock, and the first one ``first`` more.
 
-    def __init__(self, length, seconds=0.0, first=0.0):
+    It keeps what it was asked for. With a barrier, each image waits until all workers are at one.
+    """
+
+    def __init__(self, length, seconds=0.0, first=0.0, barrier=None):
         self.length, self.seconds, self.first, self.asked = length, seconds, first, []
+        self.now, self.barrier = 0.0, barrier
 
     def __len__(self):
         return self.length
 
     def __getitem__(self, key):
-        time.sleep(self.seconds + (0 if self.asked else self.first))
+        if self.barrier is not None:
+            self.barrier.wait(300)
+        self.now += self.seconds + (0 if self.asked else self.first)
         self.asked.append(key.index)
         return np.zeros((key.img_size, key.img_size, 1), np.uint8), 0
 
@@ -49,23 +56,36 @@ def main():
     return module.main
 
 
-def test_two_workers_load_slow_images_twice_as_fast_as_one_and_none_stays():
-    source = source_of(Slow(997, seconds=0.03))
-    rows = measure_loaders([LoaderCase(source, workers, 4, None) for workers in (0, 1, 2)], rounds=3, seconds=0.6)
-    # The best round of each: a busy machine slows single rounds, and none beyond what the images allow.
-    best = [max(reading.images / reading.seconds for reading in row.readings) for row in rows]
-    assert all(rate < 1.4 * max(1, workers) / 0.03 for rate, workers in zip(best, (0, 1, 2), strict=True))
-    assert best[0] > 8 and best[2] > 1.3 * best[0]
-    record = rows[0].record()
-    assert record["megabytes_per_second_median"] == pytest.approx(record["images_per_second_median"] * 36e-6)
-    assert rows[2].baseline == 0 and multiprocessing.active_children() == []
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_workers_load_at_the_same_time_and_none_stays(workers):
+    """Each image waits for one of every other worker: with fewer at work than were asked for, none would come."""
+    barrier, ticks = multiprocessing.get_context("fork").Barrier(workers), count()
+    case = LoaderCase(source_of(Slow(997, barrier=barrier)), workers, 4, None)
+    reading = read_batches(case, 2, 0, clock=lambda: next(ticks))
+    assert (reading.images, reading.seconds) == (2 * workers * 4, 2 * workers)  # a tick for each batch that counts
+    assert multiprocessing.active_children() == []
+
+
+def test_speed_is_images_over_the_seconds_of_the_batches_that_count():
+    """A clock of a tick for each batch, so that a second gives as many images as a batch has, whatever the workers."""
+    ticks = count()
+    cases = [LoaderCase(source_of(Slow(997)), workers, batch, None) for workers, batch in ((0, 4), (2, 4), (0, 12))]
+    cases = [replace(case, source=cases[0].source) for case in cases]
+    rows = measure_loaders(cases, rounds=3, seconds=6.0, clock=lambda: next(ticks))
+    assert [len(row.readings) for row in rows] == [3, 3, 3]
+    record = rows[1].record()
+    assert record["images_per_second_median"] == 4 and record["ratio_median"] == 1
+    assert record["megabytes_per_second_median"] == pytest.approx(4 * 36e-6)
+    assert rows[2].record()["ratio_median"] == 3
+    assert [row.baseline for row in rows] == [0, 0, 0] and multiprocessing.active_children() == []
 
 
 def test_the_first_batch_does_not_count_and_each_turn_takes_other_images():
     dataset = Slow(61, seconds=0.001, first=2.0)
     case = LoaderCase(source_of(dataset), 0, 7, None)
-    reading = read_batches(case, 3, 0)
-    assert reading.images == 3 * 7 and reading.seconds < 1.5 and reading.megabytes == 3 * 7 * 36 / 1e6
+    reading = read_batches(case, 3, 0, clock=lambda: dataset.now)
+    assert reading.images == 3 * 7 and reading.seconds == pytest.approx(3 * 7 * 0.001)
+    assert reading.megabytes == 3 * 7 * 36 / 1e6
     first = list(dataset.asked)
     read_batches(case, 3, 28)
     assert len(first) == 28 and len(set(dataset.asked)) == 56

@@ -140,7 +140,7 @@ def test_a_process_that_ends_before_it_has_joined_is_named(tmp_path, monkeypatch
 
         return 9 if rank == late else run_tool(tool, several=True)
 
-    ended = run_processes(3, work, tmp_path, limit_s=20)
+    ended = run_processes(3, work, tmp_path)
     others = [each for rank, each in enumerate(ended) if rank != late]
     assert [each.code for each in others] == [4, 4]
     line = f"error: process {late} of 3 did not start within 1 s of the others"
@@ -160,7 +160,7 @@ def test_processes_whose_store_nobody_serves_say_so(tmp_path, monkeypatch):
 
             return run_tool(tool, several=True)
 
-        ended = run_processes(2, work, tmp_path, limit_s=20)
+        ended = run_processes(2, work, tmp_path)
     assert [each.code for each in ended] == [4, 4] and "error: " not in ended[1].err
     said = re.findall("^error: .*", ended[0].err, re.MULTILINE)
     assert len(said) == 1 and said[0].startswith("error: torchrun or the first process does not answer at 127.0.0.1:")
@@ -198,13 +198,13 @@ def test_a_process_that_dies_or_is_stopped_ends_the_others_with_the_reason(tmp_p
         os.kill(processes[dead].pid, signal_number)
         living = [process for rank, process in enumerate(processes) if rank != dead]
         for process in living:
-            process.join(20)
+            process.join(300)
         os.kill(processes[dead].pid, signal.SIGKILL)
 
     ended = run_processes(3, work, tmp_path, meanwhile=meanwhile)
     living = [each for rank, each in enumerate(ended) if rank != dead]
     assert [each.code for each in living] == [4, 4]
-    said = re.escape(f"error: process {dead} on {socket.gethostname()} has not answered for ") + r"\d s\n"
+    said = re.escape(f"error: process {dead} on {socket.gethostname()} has not answered for ") + r"\d+ s\n"
     assert re.fullmatch(said, living[0].err) and living[1].err == ""
     if signal_number == signal.SIGSTOP:
         assert living[0].out.startswith(f"kept process {dead} on")
@@ -248,7 +248,7 @@ def test_a_store_that_stands_still_or_ends_ends_all_processes(tmp_path, monkeypa
         os.kill(server.pid, signal_number)
         (tmp_path / "stopped").touch()
         for process in processes:
-            process.join(20)
+            process.join(300)
 
     try:
         ended = run_processes(2, work, tmp_path, meanwhile=meanwhile)
@@ -275,7 +275,7 @@ def test_at_the_end_processes_that_are_alive_and_stuck_are_waited_for_no_longer_
                 wait_for(tmp_path / "ended")
         (tmp_path / "ended").touch()
 
-    ended = run_processes(2, work, tmp_path, limit_s=20)
+    ended = run_processes(2, work, tmp_path)
     assert [(each.code, each.err) for each in ended] == [(0, ""), (0, "")]
 
 
@@ -353,6 +353,7 @@ def test_an_interruption_of_one_process_alone_ends_the_others(tmp_path, monkeypa
 
 def test_a_job_that_is_stopped_for_a_while_and_goes_on_has_no_dead_processes(tmp_path, monkeypatch):
     quick(monkeypatch)
+    monkeypatch.setattr(watchdog, "DOUBT_SECONDS", 60.0)  # however late a busy machine lets the second one go on
 
     def work(rank):
         with joined() as processes, processes.guard():

@@ -310,7 +310,7 @@ def test_ctrl_c_saves_the_state_says_how_to_go_on_and_that_works(tmp_path):
         assert process.stdout.readline().startswith("epoch   1/500")
         time.sleep(0.2)
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the loader's processes too
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=600)
     finally:
         process.kill()
     assert process.returncode == 130

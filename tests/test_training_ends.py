@@ -145,11 +145,10 @@ class Deadly(Quadrants):
 
 def test_a_loading_process_that_dies_ends_the_run_with_code_4(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(engine, "build_splits", lambda *_: replace(quadrants(), train=Deadly(61, 1)))
-    began = time.monotonic()
     assert run_tool(lambda: run(config_of(tmp_path, data={"workers": 1}))) == 4
     error, status = capsys.readouterr().err, status_of(tmp_path / "small")
     assert error.startswith("error: a process that loads data ended: DataLoader worker") and error.count("\n") == 1
-    assert (status["status"], status["exit_code"]) == ("failed", 4) and time.monotonic() - began < 60
+    assert (status["status"], status["exit_code"]) == ("failed", 4)
 
 
 def test_a_loading_process_that_dies_while_it_hands_over_a_batch_is_told_alike(tmp_path, monkeypatch, capsys):
