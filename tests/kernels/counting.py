@@ -174,21 +174,25 @@ def loops_of_source(
     """Loops with the place of the ``for`` that they are of; those that only wait are left out.
 
     The branch back carries the line of its ``for``, or where ptxas has scheduled it among others,
-    theirs: such loops are, in order, those of the source that are not met otherwise.
+    theirs: such a loop is of the one ``for`` whose own is not met, of several the last above it.
 
     Raises:
-        ValueError: there are more or less of them.
+        ValueError: there is none.
     """
     lines = {loop.place[1] for loop in text.loops}
     known = [loop for loop in loops if loop.place[1] in lines]
-    others = [loop for loop in loops if loop not in known and not loop.waits(code)]
     met = {loop.place[1] for loop in known}
-    missing = [loop for loop in text.loops if loop.place[1] not in met]
-    if others and len(others) != len(missing):
-        where = others[0].place
-        raise ValueError(f"a loop of the machine code at {where} is not in the source")
-    named = [replace(x, place=meant.place) for x, meant in zip(others, missing, strict=False)]
-    return sorted((*known, *named), key=lambda loop: (loop.first, -loop.last))
+    missing = [loop.place for loop in text.loops if loop.place[1] not in met]
+    for loop in loops:
+        if loop in known or loop.waits(code):
+            continue
+        file, line = loop.place
+        above = [place for place in missing if place[0] == file and place[1] < line]
+        above = missing if len(missing) == 1 else above
+        if not above:
+            raise ValueError(f"a loop of the machine code at {loop.place} is not in the source")
+        known.append(replace(loop, place=max(above, key=lambda place: place[1])))
+    return sorted(known, key=lambda loop: (loop.first, -loop.last))
 
 
 def times_run(
