@@ -16,11 +16,13 @@ def both_passes(
     v, grad, out = (torch.empty(batch, tokens, heads, e, dtype=dtype, **on).transpose(1, 2) for _ in range(3))
     mask = torch.empty(batch, tokens, dtype=torch.bool, **on) if masked else None
     _, mass = taylor_direct.forward(q, k, v, mask, (0.5, 1.0, 1.0), divide=divide)
-    taylor_direct_backward.backward(grad, out, mass, q, k, v, mask, (0.5, 1.0, 1.0))
+    taylor_direct_backward.backward(grad, out, mass, q, k, v, mask, (0.5, 1.0, 1.0), wide=divide)
 
 
 CASES = {
     "bfloat16": partial(both_passes, 4096, 64, 64, torch.bfloat16),
+    "d=32 e=32 bfloat16": partial(both_passes, 4096, 32, 32, torch.bfloat16),
+    "d=64 e=32 masked float16": partial(both_passes, 4096, 64, 32, torch.float16, masked=True),
     "masked float16": partial(both_passes, 4096, 64, 128, torch.float16, masked=True, divide=False),
     "float32": partial(both_passes, 4096, 32, 32, torch.float32),
 }

@@ -12,6 +12,12 @@ from visionattn.ops.triton import taylor_direct, taylor_direct_backward  # noqa:
 
 poisoned = pytest.fixture(autouse=True)(poisoned_memory)
 COEFFICIENTS = (0.7, 1.1, 0.9)
+KERNELS = (
+    "_taylor_direct_means",
+    "_taylor_direct_terms",
+    "_taylor_direct_queries_backward",
+    "_taylor_direct_keys_backward",
+)
 
 
 def drawn(batch, heads, queries, keys, d, e, device, dtype):
@@ -135,6 +141,17 @@ def test_gradients_divide_by_the_mass_of_all_terms(device, dtype):
 
 
 @every_place
+def test_wide_gradients_of_queries_and_keys_are_those_that_are_rounded_otherwise(device, dtype):
+    q, k, v, grad = drawn(1, 2, 40, 50, 16, 24, device, dtype)
+    out, mass = taylor_direct.forward(q, k, v, None, COEFFICIENTS, divide=True)
+    given = (grad, out, mass, q, k, v, None, COEFFICIENTS)
+    *wide, dv = taylor_direct_backward.backward(*given, wide=True)
+    assert {x.dtype for x in wide} == {torch.float32} and dv.dtype == dtype
+    for x, rounded in zip((*wide, dv), taylor_direct_backward.backward(*given), strict=True):
+        assert torch.equal(x.to(dtype), rounded)
+
+
+@every_place
 @pytest.mark.parametrize(("queries", "keys"), [(0, 5), (5, 0)])
 def test_nothing_to_see_gives_zero(queries, keys, device, dtype):
     q, k, v = (torch.ones(1, 2, n, width, device=device, dtype=dtype) for n, width in ((queries, 16), (keys, 16), (keys, 8)))
@@ -152,7 +169,7 @@ def test_nothing_spills_and_shared_memory_is_in_bounds(compiled):
     for case, capabilities in compiled.items():
         for capability in CAPABILITIES:
             entries = capabilities[str(capability)]
-            assert {entry["kernel"] for entry in entries} == {"_attend", "_query_terms", "_queries_backward", "_keys_backward"}
+            assert {entry["kernel"] for entry in entries} == set(KERNELS)
             for entry in entries:
                 assert entry["spilled_bytes"] == 0, (case, capability, entry)
                 assert entry["shared_bytes"] <= SHARED_BYTES[capability], (case, capability, entry)
@@ -161,10 +178,10 @@ def test_nothing_spills_and_shared_memory_is_in_bounds(compiled):
 def test_products_run_on_matrix_units(compiled):
     for case, capabilities in compiled.items():
         if case != "float32":
-            found = {entry["matrix"] for entry in capabilities["90"] if entry["kernel"] != "_query_terms"}
+            found = {entry["matrix"] for entry in capabilities["90"] if entry["kernel"] != "_taylor_direct_terms"}
             assert found == {"wgmma"}, case
 
 
 def test_one_compilation_serves_every_number_of_tokens():
-    names = ("_attend", "_query_terms", "_queries_backward", "_keys_backward")
-    assert keys_in_fresh_process("taylor_direct_launches") == {"bfloat16": dict.fromkeys(names, 1)}
+    found = keys_in_fresh_process("taylor_direct_launches")
+    assert found == {"bfloat16": dict.fromkeys(KERNELS, 1)}

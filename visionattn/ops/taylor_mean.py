@@ -148,7 +148,8 @@ def taylor_mean_backward(
     else:
         from visionattn.ops.triton import taylor_direct_backward
 
-        grads = taylor_direct_backward.backward(grad, out, mass, query, key, v, key_mask, coefficients)
+        wide = temperature is not None  # rounded once, after the gradient of the normalisation
+        grads = taylor_direct_backward.backward(grad, out, mass, query, key, v, key_mask, coefficients, wide=wide)
     dq, dk, dv = grads
     d_temperature, d_table = mass.new_empty(0), mass.new_empty(0)
     if temperature is not None:

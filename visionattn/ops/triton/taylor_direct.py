@@ -73,7 +73,7 @@ def _add_keys(
 
 
 @kernel
-def _attend(
+def _taylor_direct_means(
     p_q,
     p_k,
     p_v,
@@ -176,7 +176,7 @@ def forward(
     mass = q.new_empty(batch, heads, queries, dtype=torch.float32)
     q, k, v = launch.readable(q), launch.readable(k), launch.readable(v)
     launch.run(
-        _attend,
+        _taylor_direct_means,
         (blocks * batch * heads,),
         *(q, k, v, q if key_mask is None else key_mask.contiguous(), out, mass),
         *(heads, queries, keys, blocks, *completed_square(coefficients), coefficients[0] / max(1, keys)),

@@ -19,7 +19,7 @@ from visionattn.ops.triton.taylor_direct import completed_square, shifted_scores
 
 
 @kernel
-def _query_terms(
+def _taylor_direct_terms(
     p_grad,
     p_out,
     p_mass,
@@ -88,7 +88,7 @@ def _add_keys(
 
 
 @kernel
-def _queries_backward(
+def _taylor_direct_queries_backward(
     p_grad,
     p_inverse,
     p_z,
@@ -199,7 +199,7 @@ def _add_queries(
 
 
 @kernel
-def _keys_backward(
+def _taylor_direct_keys_backward(
     p_grad,
     p_inverse,
     p_z,
@@ -283,7 +283,7 @@ def _terms_of_queries(grad: Tensor, out: Tensor, mass: Tensor) -> tuple[Tensor, 
     row = launch.launch_row("taylor direct terms", e, e, grad.dtype, grad.device)
     blocks, inverse, z = triton.cdiv(queries, row["BLOCK_N"]), torch.empty_like(mass), torch.empty_like(mass)
     launch.run(
-        _query_terms,
+        _taylor_direct_terms,
         (blocks * batch * heads,),
         *(grad, out, mass, inverse, z),
         *(heads, queries, blocks, *launch.octets(grad), *launch.octets(out)),
@@ -303,15 +303,25 @@ def backward(
     v: Tensor,
     key_mask: Tensor | None,
     coefficients: tuple[float, float, float],
+    *,
+    wide: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v for ``grad [B, h, N, e]`` of the mean ``out`` under all terms, whose weights sum to ``mass``.
+    """Gradients of q, k and v for ``grad [B, h, N, e]`` of the mean under all terms.
 
-    ``mass`` is float32 ``[B, h, N]``, contiguous, in units of M; the other arguments are those of ``taylor_direct.forward``.
+    Args:
+        out, mass: the mean and the sum of all weights, the latter float32 ``[B, h, N]``, contiguous,
+            in units of M.
+        wide: whether to give the gradients of q and k in float32, where they are to be brought
+            through a normalisation and rounded after it; else in their dtype.
+
+    The other arguments are those of ``taylor_direct.forward``.
     """
     (batch, heads, queries, d), (keys, e) = q.shape, v.shape[2:]
     grad, out, q, k, v = (launch.readable(x) for x in (grad, out, q, k, v))
     inverse, z = _terms_of_queries(grad, out, mass)
-    dq, dk = launch.tokens_first(q, batch, heads, queries, d), launch.tokens_first(k, batch, heads, keys, d)
+    dtype = torch.float32 if wide else None
+    dq = launch.tokens_first(q, batch, heads, queries, d, dtype)
+    dk = launch.tokens_first(k, batch, heads, keys, d, dtype)
     dv, scale = launch.tokens_first(v, batch, heads, keys, e), coefficients[0] / max(1, keys)
     present, masked = q if key_mask is None else key_mask.contiguous(), key_mask is not None
     shift, rest = completed_square(coefficients)
@@ -321,10 +331,10 @@ def backward(
     options = launch.options("taylor direct queries backward", q, v)
     blocks = triton.cdiv(queries, options["BLOCK_N"])
     sizes = (heads, queries, keys, blocks, shift, 2 * scale, *strides, *launch.octets(dq))
-    launch.run(_queries_backward, (blocks * batch * heads,), *inputs, dq, *sizes, **options, MASKED=masked)
+    launch.run(_taylor_direct_queries_backward, (blocks * batch * heads,), *inputs, dq, *sizes, **options, MASKED=masked)
 
     options = launch.options("taylor direct keys backward", q, v)
     blocks = triton.cdiv(keys, options["BLOCK_M"])
     sizes = (heads, queries, keys, blocks, shift, rest, scale, *strides, *launch.octets(dk), *launch.octets(dv))
-    launch.run(_keys_backward, (blocks * batch * heads,), *inputs, dk, dv, *sizes, **options, MASKED=masked)
+    launch.run(_taylor_direct_keys_backward, (blocks * batch * heads,), *inputs, dk, dv, *sizes, **options, MASKED=masked)
     return dq, dk, dv
