@@ -100,7 +100,7 @@ def test_works_are_every_row_once_models_first():
     assert "scaleformer_vit_s+identity at" in names[2] and names[0].startswith("scaleformer_vit_s at")
     for kind in ("scaleformer_vit_b at", "vit_base_patch16_224 at", "flex_attention of", "direct of", "+joint efficient of"):
         assert any(kind in name for name in names), kind
-    assert len(names) > 30
+    assert len(names) > 20
 
 
 def test_a_work_that_fails_is_shown_and_the_others_are_done():

@@ -1,7 +1,7 @@
 """The table of a GPU rehearsed on a processor: the same lines, tiny sizes, Triton's interpreter.
 
 What a clock would say is made up (``gpu_device.RehearsedCuda``), so nothing here is a measurement;
-that each row runs, is right and is written is what a rehearsal shows. float16 stands for bfloat16,
+that each kind of row runs, is right and is written is what a rehearsal shows. float16 stands for bfloat16,
 which the interpreter computes wrongly.
 """
 
@@ -54,15 +54,19 @@ def shrink(case: Case) -> Case:
     """The case in float16 at a size that the interpreter has done at once; other sizes stay others."""
     dtype = "float16" if case.dtype == "bfloat16" else case.dtype
     if case.kind == "model":
-        size = min(LARGEST_IMAGE, max(16, case.size // 64 // 16 * 16))
+        size = min(LARGEST_IMAGE, max(32, case.size // 64 // 16 * 16))
         wide = case.image_width and size + 16
         return replace(case, size=size, image_width=wide, batch=min(case.batch, 2), dtype=dtype)
     return replace(case, size=8 + 2 * case.size.bit_length(), batch=1, heads=1, dtype=dtype)
 
 
 def all_rows() -> tuple[list[Figure], list[Case]]:
-    """Every figure, and each operation once against eager ones, forward and backward."""
-    figures = [replace(figure, case=shrink(figure.case)) for figure in all_figures()]
+    """Figures, and operations against eager ones, that differ in more than their size."""
+    kinds: dict[tuple, Figure] = {}
+    for figure in all_figures():
+        units = tuple(bound.unit for bound in figure.bounds)
+        kinds.setdefault((figure.kind, figure.what, units, figure.case.width), figure)
+    figures = [replace(figure, case=shrink(figure.case)) for figure in kinds.values()]
     first: dict[tuple, Case] = {}
     for case in gpu_eager.eager_cases():
         if case.backward:

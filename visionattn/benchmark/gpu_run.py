@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -30,9 +30,14 @@ REHEARSAL_SECONDS = 1800
 """Of a rehearsal, which takes as long as the interpreter does on that machine."""
 GRACE = 10
 """Seconds that an interrupted process has to end by itself."""
+KILLED = 5
+"""Seconds until the system has ended what was killed."""
 SUMMARY = 5
 THREADS = 2
 """Of a process: references in float64 of several processes would fight for the cores."""
+ALONE = (("TORCHINDUCTOR_COMPILE_THREADS", "1"),)
+"""Where each core has a process that compiles, none of these starts more."""
+WRITTEN = ("log.txt", "tests.jsonl", "rows.jsonl", "summary.txt")
 TEST_FILES = ("tests/test_kernels_*.py", "tests/test_triton_*.py")
 PYTEST = ("-q", "-p", "no:benchmark", "-p", "no:cacheprovider", "-W", "default")
 """A run on hardware is not to die of a warning, or of a plugin, of others."""
@@ -59,6 +64,8 @@ class Phase:
     """Seconds after the start of the run, at which they are ended."""
     needed: bool = False
     """Whether nothing follows where this phase fails."""
+    variables: tuple[tuple[str, str], ...] = ()
+    """Of the environment, for these processes alone."""
 
 
 @dataclass
@@ -113,7 +120,8 @@ def run_phase(phase: Phase, run: Run, environment: dict[str, str]) -> Ended:
     """Run the processes of a phase side by side, and end what is left at its limit."""
     began = run.seconds
     run.say(f"\n== {phase.name}: at {began:.0f} s, until {phase.until:.0f} s")
-    processes = [_start(command, environment) for command in phase.commands]
+    given = environment | dict(phase.variables)
+    processes = [_start(command, given) for command in phase.commands]
     width = len(processes)
     readers = [
         threading.Thread(target=_copy, args=(process, f"[{i}] " if width > 1 else "", run), daemon=True)
@@ -163,7 +171,7 @@ def _end(processes: Sequence[subprocess.Popen]) -> None:
     if not _wait(left, GRACE):
         for process in left:
             _signal(process, signal.SIGKILL)
-        _wait(left, GRACE)
+        _wait(left, KILLED)
 
 
 def _signal(process: subprocess.Popen, number: int) -> None:
@@ -196,12 +204,12 @@ def phases(
         + (f"--results={out / 'tests.jsonl'}", *tests)
         for i in range(testers)
     )
-    last = seconds - SUMMARY - GRACE
+    last = seconds - SUMMARY - GRACE - KILLED
     table = (sys.executable, "-u", "tools/benchmark.py", "--gpu", *flags, *rows)
     table += ("--rows", str(out / "rows.jsonl"), "--minutes")
     found = [
         Phase("first kernel", ((*module, "visionattn.benchmark.gpu_first", *flags),), 0.16 * seconds, True),
-        Phase("compile ahead", compiling, 0.36 * seconds),
+        Phase("compile ahead", compiling, 0.36 * seconds, variables=ALONE),
         Phase("tests", testing, 0.5 * seconds),
         Phase("table", (table,), last),
     ]
@@ -225,7 +233,7 @@ def with_minutes(phase: Phase, now: float) -> Phase:
     if phase.commands[0][-1] != "--minutes":
         return phase
     minutes = max(0.0, phase.until - 40 - now) / 60
-    return Phase(phase.name, ((*phase.commands[0], f"{minutes:.2f}"),), phase.until, phase.needed)
+    return replace(phase, commands=((*phase.commands[0], f"{minutes:.2f}"),))
 
 
 def environment_of(rehearse: bool) -> dict[str, str]:
@@ -254,14 +262,16 @@ def run_all(todo: Sequence[Phase], run: Run, environment: dict[str, str]) -> lis
 def main(argv: Sequence[str]) -> int:
     """Run all phases; 0 where everything ran and is right, 1 otherwise, 2 for a folder in the way."""
     parser = argparse.ArgumentParser("python -m visionattn.benchmark.gpu_run", description=__doc__.partition("\n")[0])
-    parser.add_argument("out", type=Path, help="folder for log.txt, tests.jsonl, rows.jsonl, summary.txt")
+    parser.add_argument("out", type=Path, help=f"folder for {', '.join(WRITTEN)}")
     parser.add_argument("--rehearse", action="store_true", help="without a GPU, in the interpreter")
     parser.add_argument("--seconds", type=float, help=f"of the whole run ({SECONDS}; rehearsed {REHEARSAL_SECONDS})")
     parser.add_argument("--only", metavar="PATTERN", help="rows of the table that this fits")
     flags = parser.parse_args(argv)
     flags.out.mkdir(parents=True, exist_ok=True)
-    if any(flags.out.iterdir()):
-        print(f"error: {flags.out} is not empty; take another folder with OUT=folder", file=sys.stderr)
+    there = [name for name in WRITTEN if (flags.out / name).exists()]
+    if there:
+        what = f"{flags.out} has {there[0]} of an earlier run"
+        print(f"error: {what}; take another folder with OUT=folder", file=sys.stderr)
         return 2
     signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))
     run = Run(flags.out.resolve(), lambda text: print(text, flush=True))

@@ -86,6 +86,8 @@ def _figure(row: Record) -> str:
     time = "" if row["seconds_median"] is None else f" {duration(row['seconds_median'])}"
     expected = "" if row.get("expected") is None else f", expected {row['expected']}"
     floor = "" if row["of_floor"] is None else f" ({100 * row['of_floor']:.0f} % of the floor)"
+    if row["shown"] is None:
+        return f"{mark}: {row['what']}, {row['size']}: {row['reach']}{expected}"
     return f"{mark}: {row['what']}, {row['size']}:{time}{floor}; {row['shown']} of {row['reach']}{expected}"
 
 
