@@ -193,7 +193,7 @@ IN_POSITION = {
         t["table"], lambda x: x.copy_(x.roll(1, 2))
     ),
     "weights of eight queries are stale": lambda t, _: with_change(
-        t["q"], lambda q: put(q, slice(35, 43), slice(0, 8)), beside=t["table"]
+        t["q"], lambda q: put(q, slice(84, 92), slice(49, 57)), beside=t["table"]
     ),
 }
 IN_SUMS_OVER_QUERIES = {
