@@ -23,6 +23,7 @@ CASES = {
     "one table for all heads": dict(grid=(3, 5), horizons=(1, 1), prefix=0, shared=True, heads=2, batch=2, e=32),
     "horizons 4 x 3 and content as sums": dict(grid=(9, 5), horizons=(4, 3), state=False, d=24, e=8),
     "horizon 10 along rows": dict(grid=(1, 65), horizons=(1, 10)),
+    "a block of tiles and a part of one": dict(grid=(3, 75), d=8, e=8),
 }
 
 
@@ -199,14 +200,14 @@ def test_no_kernel_spills_and_shared_memory_is_enough(compiled, capability):
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_products_run_on_the_matrix_units(compiled, capability):
-    without = {"_column_scans", "_row_remainders"}
+    without = {"_joint_means_of_rows", "_joint_sums_of_rows"}
     for case, kernels in compiled.items():
         for kernel in kernels[str(capability)]:
             assert bool(kernel["matrix"]) == (kernel["kernel"] not in without), (case, kernel)
 
 
 def test_no_grid_compiles_anything_again():
-    kernels = ["_class_weights", "_means", "_weights_backward", "_queries_and_table_backward", "_row_remainders"]
-    kernels += ["_query_remainders", "_row_means_backward", "_values_backward"]
-    # Columns are scanned of values, of remainders and of gradients.
-    assert keys_in_fresh_process("joint_launches") == {"bfloat16": dict.fromkeys(kernels, 1) | {"_column_scans": 3}}
+    kernels = ["_class_weights", "_joint_means", "_joint_means_of_rows", "_joint_sums_of_rows", "_weights_backward"]
+    kernels += ["_queries_and_table_backward", "_query_remainders", "_row_means_backward", "_values_backward"]
+    # Remainders are those of the tiles of the forward pass and of the larger ones of the backward pass.
+    assert keys_in_fresh_process("joint_launches") == {"bfloat16": dict.fromkeys(kernels, 1) | {"_joint_row_remainders": 2}}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from visionattn.ops.triton import launch
 from visionattn.ops.triton.joint import class_weights
-from visionattn.ops.triton.joint_lines import axis_keys, line_at, lines_of
+from visionattn.ops.triton.joint_lines import axis_keys, far_keys, line_and_remainders_at, lines_of, power_of_two
 from visionattn.ops.triton.joint_place import Place
 from visionattn.ops.triton.joint_values_backward import per_mass, values_backward
 from visionattn.ops.triton.language import head, kernel, phi, phi_slope, rows
@@ -58,8 +58,10 @@ def _line_backward(
     b_classes = tl.where(o_b == 0, b_first[:, None], tl.where(o_b == 2 * HORIZON_X, b_last[:, None], b_classes))
     if tiles > 1:
         m_far = o_e < tl.where(num_rows > 0, E, 0)
-        b_before = tl.sum(b_g * tl.load(p_remainders + o_e, mask=m_far, other=0)[None, :], 1)
-        b_after = tl.sum(b_g * tl.load(p_remainders + E + o_e, mask=m_far, other=0)[None, :], 1)
+        num_before = power_of_two(far_keys(start // BLOCK_T, 0, width, BLOCK_T, BLOCK_T // 2))
+        num_after = power_of_two(far_keys(start // BLOCK_T, 1, width, BLOCK_T, BLOCK_T // 2))
+        b_before = tl.sum(b_g * tl.load(p_remainders + o_e, mask=m_far, other=0)[None, :], 1) * num_before
+        b_after = tl.sum(b_g * tl.load(p_remainders + E + o_e, mask=m_far, other=0)[None, :], 1) * num_after
         b_classes += tl.where(o_b == 0, b_before[:, None], 0) + tl.where(o_b == 2 * HORIZON_X, b_after[:, None], 0)
     b_columns = axis_keys(o_b, o_i[:, None], width, HORIZON_X)
     if MEAN:
@@ -129,7 +131,7 @@ def _weights_backward(
     for step in range(0, 2 * HORIZON_Y + 1):
         y_keys = y + step - HORIZON_Y
         i_class = y_keys - y + HORIZON_Y
-        p_line, line_token, p_line_remainders = line_at(
+        p_line, line_token, p_line_remainders = line_and_remainders_at(
             p_v, p_means, p_remainders, i_class, y_keys, prefix, width, v_token,
             tiles * 2 * E, means_below, remainders_of_means, E, HORIZON_Y,
         )  # fmt: skip
@@ -204,7 +206,7 @@ def _weight_gradients(grad: Tensor, out: Tensor, mass: Tensor, v: Tensor, place:
     """Gradients of the weights of classes, ``[B, h, H*W, C padded]`` in the dtype of v."""
     batch, heads, tokens, e = v.shape
     row = launch.launch_row("joint weights backward", 0, e, v.dtype, v.device)
-    lines, tiles = lines_of(v, place, row["BLOCK_T"]), triton.cdiv(place.width, row["BLOCK_T"])
+    lines, tiles = lines_of(v, place, row["BLOCK_T"], row["BLOCK_T"] // 2), triton.cdiv(place.width, row["BLOCK_T"])
     d_weights = v.new_empty(batch, heads, place.height * place.width, place.padded_classes)
     launch.run(
         _weights_backward,

@@ -2,12 +2,12 @@
 
 For a query in row y of the grid the keys of one row class form one line along x: the row y + dy of the values for |dy| < Ry, the
 mean of all rows up to y - Ry, the mean of all rows from y + Ry on. The means are made here, by one scan of each column in each
-direction, and so are the sums of the parts of a line that a tile of T queries does not read:
+direction, and so are the sums of the parts of a line that a tile of T queries, with the keys beside it, does not read:
 
-    columns      0 ..               x0 - T/2 ..   x0 .. x0 + T   .. x0 + 3T/2              .. W
+    columns      0 ..             x0 - beside ..  x0 .. x0 + T  .. x0 + T + beside         .. W
     one line     |<-- before: sum -->|<-- keys of the tile, one by one -->|<-- after: sum -->|
 
-Beyond the tile's keys every key is of the outermost column class, as T/2 >= Rx. All sums are one-sided: none is a difference.
+Beyond the tile's keys every key is of the outermost column class, as beside >= Rx. All sums are one-sided: none is a difference.
 """
 
 from typing import NamedTuple
@@ -43,6 +43,22 @@ def pair_weights(p_weights, o_i, m_i, o_j, PADDED: tl.constexpr, HORIZON_X: tl.c
 
 @triton.jit
 def line_at(
+    p_v, p_means, i_class, y_keys, prefix, width, v_token, means_below, E: tl.constexpr, HORIZON_Y: tl.constexpr
+):
+    """Where the line of row class ``i_class`` begins, and the stride of its tokens in octets.
+
+    ``y_keys``, the row of the query plus ``i_class - Ry``, is that of the keys, and the last or first one of a mean of rows.
+    The addresses given are those of row 0 of one head; ``means_below`` is the distance to the other half of the means.
+    """
+    is_above, is_below = i_class == 0, i_class == 2 * HORIZON_Y
+    i_row = y_keys.to(tl.int64)
+    p_mean = p_means + tl.where(is_below, means_below, 0) + i_row * width * E
+    p_line = tl.where(is_above | is_below, p_mean, p_v + (prefix + i_row * width) * v_token * 8)
+    return p_line, tl.where(is_above | is_below, E // 8, v_token)
+
+
+@triton.jit
+def line_and_remainders_at(
     p_v,
     p_means,
     p_remainders,
@@ -72,48 +88,128 @@ def line_at(
     return p_line, tl.where(is_above | is_below, E // 8, v_token), p_remainders
 
 
-@kernel
-def _column_scans(
+@triton.jit
+def _scan_of_columns(
     p_x,
     p_out,
+    i_side,
+    height,
+    first,
+    columns,
+    x_row,
+    x_column,
+    out_row,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    MEANS: tl.constexpr,
+):
+    """Scan ``COLUMNS`` columns from ``first`` on, from the top (side 0) or from the bottom (side 1), into ``p_out``.
+
+    Strides are in elements. A thread adds up its own columns, so that no sum leaves its registers.
+    """
+    o_x, o_e = first + tl.arange(0, COLUMNS), tl.arange(0, BLOCK_E)
+    m_columns = (o_x < columns)[:, None] & (o_e < E)[None, :]
+    p_x += o_x.to(tl.int64)[:, None] * x_column + o_e[None, :]
+    p_out += o_x.to(tl.int64)[:, None] * E + o_e[None, :]
+    b_sum = tl.zeros([COLUMNS, BLOCK_E], tl.float32)
+    for start in range(0, height, ROWS):
+        # All rows of a step are asked for before the first is added: a store between them would hold back the next load.
+        b_rows = ()
+        for step in tl.static_range(ROWS):
+            y = tl.where(i_side == 0, start + step, height - 1 - start - step).to(tl.int64)
+            m_row = m_columns & (o_e < tl.where(start + step < height, E, 0))[None, :]
+            b_rows += (tl.load(p_x + y * x_row, mask=m_row, other=0),)  # [X, E]
+        for step in tl.static_range(ROWS):
+            y = tl.where(i_side == 0, start + step, height - 1 - start - step).to(tl.int64)
+            m_row = m_columns & (o_e < tl.where(start + step < height, E, 0))[None, :]
+            b_sum += b_rows[step].to(tl.float32)
+            b_out = b_sum * (1.0 / (start + step + 1)) if MEANS else b_sum
+            tl.store(p_out + y * out_row, b_out.to(p_out.dtype.element_ty), mask=m_row)
+
+
+@kernel
+def _joint_means_of_rows(
+    p_v,
+    p_remainders,
+    p_means,
     heads,
     groups,
     height,
     width,
     prefix,
-    x_side,
-    x_batch,
-    x_head,
-    x_token,
+    tiles,
+    blocks,
+    blocks_of_remainders,
+    v_batch,
+    v_head,
+    v_token,
     E: tl.constexpr,
     BLOCK_E: tl.constexpr,
-    BLOCK_Y: tl.constexpr,
-    MEANS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
-    """One column, from the top (side 0) or from the bottom (side 1): sums up to each row, or their means."""
-    i_side, i_column = tl.program_id(0) % 2, tl.program_id(0) // 2 % width
-    i_group = tl.program_id(0) // 2 // width
-    p_x = head(p_x, i_group // heads, i_group % heads, x_batch, x_head) + i_side.to(tl.int64) * x_side * 8
-    p_out += (i_side.to(tl.int64) * groups + i_group) * height * width * E
-    o_e = tl.arange(0, BLOCK_E)
-    b_carry = tl.zeros([BLOCK_E], tl.float32)
-    for start in range(0, height, BLOCK_Y):
-        o_step = start + tl.arange(0, BLOCK_Y)
-        o_token = tl.where(i_side == 0, o_step, height - 1 - o_step) * width + i_column
-        m_x = (o_step < height)[:, None] & (o_e < E)[None, :]
-        b_x = tl.load(rows(p_x, prefix + o_token, x_token, o_e), mask=m_x, other=0).to(tl.float32)  # [Y, E]
-        b_sums = tl.cumsum(b_x, 0) + b_carry[None, :]
-        b_carry += tl.sum(b_x, 0)
-        if MEANS:
-            b_sums = b_sums / (o_step + 1).to(tl.float32)[:, None]
-        p_rows = p_out + o_token.to(tl.int64)[:, None] * E + o_e[None, :]
-        tl.store(p_rows, b_sums.to(p_out.dtype.element_ty), mask=m_x)
+    """Means of rows from the top (side 0) or from the bottom (side 1) of a block of columns: of v, then of its remainders."""
+    i_side, i_block = tl.program_id(0) % 2, tl.program_id(0) // 2 % (blocks + blocks_of_remainders)
+    i_group = tl.program_id(0) // 2 // (blocks + blocks_of_remainders)
+    if i_block < blocks:
+        p_v = head(p_v, i_group // heads, i_group % heads, v_batch, v_head) + prefix.to(tl.int64) * v_token * 8
+        p_means += (i_side.to(tl.int64) * groups + i_group) * height * width * E
+        _scan_of_columns(
+            p_v, p_means, i_side, height, i_block * COLUMNS, width, width.to(tl.int64) * v_token * 8, v_token * 8, width * E,
+            E, BLOCK_E, COLUMNS, ROWS, True,
+        )  # fmt: skip
+    else:
+        columns = 2 * tiles
+        p_remainders += i_group.to(tl.int64) * height * columns * E
+        p_out = p_remainders + (1 + i_side.to(tl.int64)) * groups * height * columns * E
+        _scan_of_columns(
+            p_remainders, p_out, i_side, height, (i_block - blocks) * COLUMNS, columns, columns * E, E, columns * E,
+            E, BLOCK_E, COLUMNS, ROWS, True,
+        )  # fmt: skip
 
 
 @kernel
-def _row_remainders(
+def _joint_sums_of_rows(
+    p_x,
+    p_out,
+    groups,
+    height,
+    width,
+    blocks,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Sums of rows from the top of the first half of ``x`` (side 0), or from the bottom of the second (side 1)."""
+    i_side, i_block = tl.program_id(0) % 2, tl.program_id(0) // 2 % blocks
+    i_group = tl.program_id(0) // 2 // blocks
+    o_head = (i_side.to(tl.int64) * groups + i_group) * height * width * E
+    _scan_of_columns(
+        p_x + o_head, p_out + o_head, i_side, height, i_block * COLUMNS, width, width * E, E, width * E,
+        E, BLOCK_E, COLUMNS, ROWS, False,
+    )  # fmt: skip
+
+
+@triton.jit
+def far_keys(i_tile, i_side, width, BLOCK_T: tl.constexpr, BESIDE: tl.constexpr):
+    """How many keys of a row lie before those that a tile reads one by one (side 0), or after them (side 1)."""
+    first = i_tile * BLOCK_T
+    return tl.maximum(tl.where(i_side == 0, first - BESIDE, width - first - BLOCK_T - BESIDE), 0)
+
+
+@triton.jit
+def power_of_two(number):
+    """The largest power of two that is not above ``number``, and 0 for 0: the exponent of a float32."""
+    return (number.to(tl.float32).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+
+
+@kernel
+def _joint_row_remainders(
     p_v,
-    p_sums,
+    p_remainders,
     heads,
     height,
     width,
@@ -125,52 +221,49 @@ def _row_remainders(
     E: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    BESIDE: tl.constexpr,
+    BLOCK_X: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
-    """For each tile of one row, the sums of the values before the keys that it reads and of those after them."""
-    i_row = tl.program_id(0)
+    """For each tile of one row, what lies before the keys that it reads (side 0), or after them (side 1)."""
+    TILES: tl.constexpr = BLOCK_X // BLOCK_T
+    i_side, i_row = tl.program_id(0) % 2, tl.program_id(0) // 2
     y, i_group = i_row % height, i_row // height
     p_v = head(p_v, i_group // heads, i_group % heads, v_batch, v_head)
     p_v += (prefix + y * width).to(tl.int64) * v_token * 8
     o_e = tl.arange(0, BLOCK_E)
-    m_e = o_e < E
-    p_before = p_sums + i_row.to(tl.int64) * tiles * 2 * E + o_e
-    p_after = p_before + E
-    b_sum, b_zero = tl.zeros([BLOCK_E], tl.float32), tl.zeros([BLOCK_E], tl.float32)
-    tl.store(p_after + (tiles - 1) * 2 * E, b_zero, mask=m_e)
-    for step in range(0, tiles + 1):
-        o_x = step * BLOCK_T - BLOCK_T // 2 + tl.arange(0, BLOCK_T)
-        m_x = ((o_x >= 0) & (o_x < width))[:, None] & m_e[None, :]
-        b_part = tl.sum(tl.load(rows(p_v, o_x, v_token, o_e), mask=m_x, other=0).to(tl.float32), 0)
-        tl.store(p_before + step * 2 * E, b_sum, mask=o_e < tl.where(step < tiles, E, 0))
-        tl.store(p_after + (step - 2) * 2 * E, b_part, mask=o_e < tl.where(step >= 2, E, 0))
-        b_sum += b_part
-    tl.debug_barrier()  # threads read what others have written
-    b_sum = b_zero
-    for step in range(0, tiles):
-        p_tile = p_after + (tiles - 1 - step) * 2 * E
-        b_sum += tl.load(p_tile, mask=m_e, other=0)
-        tl.debug_barrier()  # and have all read it before one of them overwrites it
-        tl.store(p_tile, b_sum, mask=m_e)
-
-
-def _scan(x: Tensor, out: Tensor, prefix: int, strides: tuple[int, ...], means: bool) -> None:
-    """Scan the columns of ``x`` in both directions into ``out [2, B, h, H, W, e]``; ``strides``: octets, sides first."""
-    _, batch, heads, height, width, e = out.shape
-    launch.run(
-        _column_scans,
-        (2 * width * batch * heads,),
-        *(x, out, heads, batch * heads, height, width, prefix, *strides),
-        **launch.launch_row("joint scan", 0, e, x.dtype, x.device),
-        E=e,
-        BLOCK_E=launch.block(e),
-        MEANS=means,
-    )
+    p_remainders += (i_row.to(tl.int64) * tiles * 2 + i_side) * E
+    # A product adds up: of BLOCK_X columns, counted from this side, row i of the left operand takes those of the first i tiles.
+    o_i, o_j = tl.arange(0, 16), tl.arange(0, BLOCK_X)
+    b_ones = tl.where(o_j[None, :] < o_i[:, None] * BLOCK_T, 1.0, 0.0).to(p_v.dtype.element_ty)
+    b_carry = tl.zeros([BLOCK_E], tl.float32)
+    for start in range(0, tiles, TILES):
+        o_column = start * BLOCK_T + o_j
+        o_x = tl.where(i_side == 0, o_column - BESIDE, tiles * BLOCK_T + BESIDE - 1 - o_column)
+        m_x = ((o_x >= 0) & (o_x < width))[:, None] & (o_e < E)[None, :]
+        b_v = tl.load(rows(p_v, o_x, v_token, o_e), mask=m_x, other=0)  # [X, E]
+        b_sums = tl.dot(b_ones, b_v, input_precision=PRECISION) + b_carry[None, :]
+        b_carry = tl.sum(tl.where((o_i == TILES)[:, None], b_sums, 0), 0)
+        o_tile = tl.where(i_side == 0, start + o_i, tiles - 1 - start - o_i)
+        b_sums *= 1 / tl.maximum(power_of_two(far_keys(o_tile, i_side, width, BLOCK_T, BESIDE)), 1.0)[:, None]
+        m_out = ((o_i < TILES) & (start + o_i < tiles))[:, None] & (o_e < E)[None, :]
+        p_out = p_remainders + o_tile[:, None] * 2 * E + o_e[None, :]
+        tl.store(p_out, b_sums.to(p_remainders.dtype.element_ty), mask=m_out)
 
 
 def sums_of_rows(x: Tensor) -> Tensor:
     """Of ``x [2, B, h, H, W, e]``, contiguous: the sums of rows 0 to y of the first, and of rows y to H - 1 of the second."""
-    out, octets = torch.empty_like(x), launch.octets(x)
-    _scan(x, out, 0, (octets[0], octets[1], octets[2], octets[4]), means=False)
+    _, batch, heads, height, width, e = x.shape
+    out, row = torch.empty_like(x), launch.launch_row("joint scan", 0, e, x.dtype, x.device)
+    blocks = triton.cdiv(width, row["COLUMNS"])
+    launch.run(
+        _joint_sums_of_rows,
+        (2 * blocks * batch * heads,),
+        *(x, out, batch * heads, height, width, blocks),
+        **row,
+        E=e,
+        BLOCK_E=launch.block(e),
+    )
     return out
 
 
@@ -179,34 +272,36 @@ class Lines(NamedTuple):
 
     Args:
         means: ``[2, B, h, H, W, e]`` in the dtype of v: the mean of rows 0 to y, and of rows y to H - 1.
-        remainders: float32 ``[3, B, h, H, tiles, 2, e]``: of row y of v, and of both means, the sums before and after the keys
-            that each tile reads one by one; empty where one tile holds a row.
+        remainders: ``[3, B, h, H, tiles, 2, e]`` in the dtype of v: of row y of v, and of both means, what lies before and after
+            the keys that each tile reads one by one; empty where one tile holds a row. It is the sum of these keys divided by
+            the power of two below their number, so that half precision holds it and the weight times that power.
     """
 
     means: Tensor
     remainders: Tensor
 
 
-def lines_of(v: Tensor, place: Place, tile: int) -> Lines:
-    """The lines of ``v [B, h, N, e]``, readable by kernels, for tiles of ``tile`` queries."""
+def lines_of(v: Tensor, place: Place, tile: int, beside: int) -> Lines:
+    """The lines of ``v [B, h, N, e]``, readable by kernels: tiles of ``tile`` queries read ``beside`` keys on either side."""
     batch, heads, _, e = v.shape
-    height, width = place.height, place.width
-    means = v.new_empty(2, batch, heads, height, width, e)
-    _scan(v, means, place.prefix, (0, *launch.octets(v)), means=True)
-    tiles = triton.cdiv(width, tile)
-    if tiles == 1:
-        return Lines(means, v.new_empty(0, dtype=torch.float32))
-    remainders = v.new_empty(3, batch, heads, height, tiles, 2, e, dtype=torch.float32)
+    height, width, tiles = place.height, place.width, triton.cdiv(place.width, tile)
+    means, widths = v.new_empty(2, batch, heads, height, width, e), dict(E=e, BLOCK_E=launch.block(e))
+    remainders = v.new_empty(3, batch, heads, height, tiles if tiles > 1 else 0, 2, e)
+    sizes = heads, height, width, place.prefix, tiles
+    if tiles > 1:
+        row = launch.launch_row("joint remainders", 0, e, v.dtype, v.device)
+        arguments = v, remainders, *sizes, *launch.octets(v)
+        more = dict(BLOCK_T=tile, BESIDE=beside, PRECISION=launch.precision(v.dtype))
+        launch.run(_joint_row_remainders, (2 * height * batch * heads,), *arguments, **row, **widths, **more)
+    row = launch.launch_row("joint scan", 0, e, v.dtype, v.device)
+    blocks = triton.cdiv(width, row["COLUMNS"])
+    blocks_of_remainders = triton.cdiv(2 * tiles, row["COLUMNS"]) if tiles > 1 else 0
     launch.run(
-        _row_remainders,
-        (height * batch * heads,),
-        *(v, remainders, heads, height, width, place.prefix, tiles, *launch.octets(v)),
-        **launch.launch_row("joint remainders", 0, e, v.dtype, v.device),
-        E=e,
-        BLOCK_E=launch.block(e),
-        BLOCK_T=tile,
+        _joint_means_of_rows,
+        (2 * (blocks + blocks_of_remainders) * batch * heads,),
+        *(v, remainders, means, heads, batch * heads, height, width, place.prefix, tiles, blocks, blocks_of_remainders),
+        *launch.octets(v),
+        **row,
+        **widths,
     )
-    rows_of_v = remainders[0].flatten(3, 4)
-    strides = launch.octets(rows_of_v)
-    _scan(rows_of_v, remainders[1:].flatten(4, 5), 0, (0, strides[0], strides[1], strides[3]), means=True)
     return Lines(means, remainders)

@@ -6,8 +6,10 @@ import torch
 
 from visionattn.ops.triton import launch
 
+TILE = 16
+"""Queries of a tile."""
 MAX_HORIZON_X = 16
-"""Largest Rx: half of a tile."""
+"""Largest Rx."""
 MAX_WIDTH = {2: 128, 4: 64}
 """Largest d and e by the bytes of an element."""
 MAX_CLASSES = 128
@@ -64,6 +66,26 @@ class Place(NamedTuple):
     def row_scale(self) -> float:
         """With "sum", the weight of one key of a row in those units."""
         return 1 / max(1, self.height)
+
+    @property
+    def far_unit(self) -> float:
+        """With "sum", what weights of all keys of a row that a tile does not read are multiplied with at the end."""
+        return 1.0 if self.mean else float(1 << max(0, self.width - 1).bit_length())
+
+    @property
+    def beside(self) -> int:
+        """Keys that a tile of queries reads one by one on either side: no less than the horizon along rows."""
+        return 8 if self.horizon_x <= 8 else 24
+
+    @property
+    def slots(self) -> int:
+        """Places for the classes of columns of one class of rows, one of which at least is free."""
+        return max(8, 1 << (2 * self.horizon_x + 1).bit_length())
+
+    @property
+    def lines_at_once(self) -> int:
+        """Classes of rows whose weights are made in one product, of some 64 columns."""
+        return min(1 << (2 * self.horizon_y).bit_length(), max(1, (64 if self.slots == 8 else 32) // self.slots))
 
     def horizons(self) -> dict[str, int]:
         """What kernels have to know when they are compiled."""

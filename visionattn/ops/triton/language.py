@@ -66,6 +66,22 @@ def operand(x, DTYPE: tl.constexpr, PER_ROW: tl.constexpr):
 
 
 @triton.jit
+def unit_of(x, DTYPE: tl.constexpr):
+    """What ``x [rows, columns]`` is divided by for a product in ``DTYPE``, as ``operand`` says."""
+    if tl.float16 == DTYPE:
+        return tl.maximum(tl.max(tl.max(tl.abs(x), 1), 0) / 16, 1e-30)
+    else:
+        return 1.0
+
+
+@triton.jit
+def parts(x, DTYPE: tl.constexpr):
+    """``x`` in ``DTYPE``, and what rounding took from it, in ``DTYPE`` too."""
+    b_high = x.to(DTYPE)
+    return b_high, (x - b_high.to(tl.float32)).to(DTYPE)
+
+
+@triton.jit
 def in_units(product, unit, DTYPE: tl.constexpr):
     """``product`` times the units of its operands, which only float16 has: no other dtype is to multiply by 1."""
     if tl.float16 == DTYPE:
