@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from visionattn.benchmark import gpu_compile, gpu_rehearsal
+from visionattn.benchmark import gpu_compile, gpu_first, gpu_rehearsal
 from visionattn.benchmark.gpu_compile import CompileOnly, compiling_alone, run_share, works
 from visionattn.benchmark.gpu_figures import KINDS, operation
 from visionattn.ops.triton import launch
@@ -25,7 +25,7 @@ import torch
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
-from visionattn.benchmark import gpu_compile, gpu_rehearsal
+from visionattn.benchmark import gpu_compile, gpu_first, gpu_rehearsal
 from visionattn.benchmark.gpu_figures import operation
 from visionattn.ops.triton import launch, why_not
 
@@ -74,6 +74,29 @@ def test_what_is_compiled_ahead_is_what_launches_ask_for_and_compiled_once(tmp_p
     assert second["names"] == [] and after == cached  # what is claimed is left alone
     launched, after = compiled(tmp_path, "launch")
     assert len(set(launched["compiled"])) == len(cached) and after == cached  # all from the cache
+
+
+def test_the_first_kernel_is_right_or_one_line_says_what_is_wrong(monkeypatch, capsys):
+    eager = replace(gpu_rehearsal.make_bench(), impl="eager")
+    monkeypatch.setattr(gpu_rehearsal, "make_bench", lambda: eager)
+    assert gpu_first.main(["--rehearse"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "the first kernel is right"
+    monkeypatch.setattr(gpu_first, "check", lambda *given: ("wrong: error 1.0e-01 of out, allowed 4e-03", 0.1, []))
+    assert gpu_first.main(["--rehearse"]) == 1
+    told = capsys.readouterr().out.splitlines()[-1]
+    assert told == "error: the first kernel is wrong: error 1.0e-01 of out, allowed 4e-03 (largest error 1.0e-01)"
+
+    def fail(*given):
+        raise RuntimeError("no kernel\nimage is available")
+
+    monkeypatch.setattr(gpu_first, "check", fail)
+    assert gpu_first.main(["--rehearse"]) == 1
+    told = capsys.readouterr().out.splitlines()[-1]
+    assert told == "error: the first kernel does not run: failed: RuntimeError: no kernel image is available"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gpu_first.main([]) == 1
+    (told,) = capsys.readouterr().out.splitlines()
+    assert told == "error: no GPU here that PyTorch can use (torch.cuda.is_available() is False)"
 
 
 def test_launches_within_compile_and_launch_nothing(tmp_path):

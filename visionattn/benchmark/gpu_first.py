@@ -29,7 +29,11 @@ def main(argv: Sequence[str]) -> int:
 
         bench, case = gpu_rehearsal.make_bench(), gpu_rehearsal.shrink(FIRST)
     else:
-        gpu = Gpu(pick_gpu())
+        try:
+            gpu = Gpu(pick_gpu())
+        except ValueError as error:
+            print(f"error: {error}", flush=True)
+            return 1
         bench, case = Bench(gpu, gpu.generator(1)), FIRST
     found = first_kernel(case, bench)
     about = ", ".join(f"{name} {value}" for name, value in bench.gpu.describe().items())
