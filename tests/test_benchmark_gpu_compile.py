@@ -53,26 +53,26 @@ print(json.dumps({"names": names, "shown": shown, "compiled": compiled}))
 """
 
 
-def compiled(tmp_path, what):
+def compiled(what, cache):
     """What a fresh process that compiles for capability 9.0 says, and the kernels in the cache then."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
+    environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", OF_NO_GPU, str(what)], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["shown"] == []
-    return found, {path.parent.name for path in (tmp_path / "cache").rglob("*.cubin")}
+    return found, {path.parent.name for path in cache.rglob("*.cubin")}
 
 
 def test_what_is_compiled_ahead_is_what_launches_ask_for_and_compiled_once(tmp_path):
-    claims = tmp_path / "claims"
+    claims, cache = tmp_path / "claims", tmp_path / "cache"
     claims.mkdir()
-    first, cached = compiled(tmp_path, claims)
+    first, cached = compiled(claims, cache)
     assert len(first["names"]) == len(cached) == len(list(claims.iterdir())) >= 4
     assert any(name.startswith("visionattn.ops.triton.kernelized.") for name in first["names"])
-    second, after = compiled(tmp_path, claims)
-    assert second["names"] == [] and after == cached  # what is claimed is left alone
-    launched, after = compiled(tmp_path, "launch")
+    second, nothing = compiled(claims, tmp_path / "another")
+    assert second["names"] == [] and nothing == set()  # what is claimed is left alone
+    launched, after = compiled("launch", cache)
     assert len(set(launched["compiled"])) == len(cached) and after == cached  # all from the cache
 
 
