@@ -1,6 +1,10 @@
 """The counts of launches: how machine code and loops are read, and that no launch gets worse unseen."""
 
+import subprocess
+import sys
 from collections import Counter
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 from kernels import sass, trips
@@ -8,6 +12,9 @@ from kernels.occupancy import Use, programs_per_multiprocessor
 from kernels.record import worse
 
 from visionattn.benchmark import gpu_counts
+
+ROOT = Path(__file__).parent.parent
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="kernels are compiled")
 
 
 @pytest.mark.parametrize(
@@ -153,6 +160,38 @@ def test_a_loop_that_ptxas_has_unrolled_runs_less_often():
     runs = times_run(code, sass.loops(code), trips.Text(text.loops[:1], 0.0), ptx)
     # 11 trips: two of four copies, and three that remain.
     assert [runs[x.address] for x in code] == [2, 2, 2, 2, 2, 3, 3]
+
+
+def compared(*options: str) -> subprocess.CompletedProcess:
+    """What is worse than recorded, from a process in which Triton compiles; skips where nothing is."""
+    command = [sys.executable, "-m", "tests.kernels.count", "--compare", *options]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert result.returncode in (0, 1) and not result.stderr, result.stderr
+    if result.stdout.startswith("not compared"):
+        pytest.skip(result.stdout)
+    return result
+
+
+@needs_triton
+def test_no_launch_on_a_hopper_gpu_is_worse_than_recorded():
+    """Of width 64 in bfloat16, which the tests of each kernel compile too."""
+    result = compared("--target", "9.0")
+    assert result.returncode == 0, result.stdout
+
+
+@needs_triton
+def test_no_launch_takes_more_registers_elsewhere_than_recorded():
+    result = compared("--target", "8.0", "10.0", "--registers")
+    assert result.returncode == 0, result.stdout
+
+
+@needs_triton
+def test_a_row_with_smaller_blocks_is_seen_to_be_worse_and_how_to_record_it_is_said():
+    only = ("--operation", "^kernelized$", "--kernel", "kernelized state")
+    result = compared(*only, "--row", '{"BLOCK_N": 16}')
+    assert result.returncode == 1
+    assert "kernelized state 64x64" in result.stdout and "times the recorded" in result.stdout
+    assert "record it: python -m tests.kernels.count --record" in result.stdout
 
 
 def recorded(**values: object) -> dict:

@@ -12,6 +12,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 os.environ.pop("TRITON_INTERPRET", None)
@@ -68,7 +69,8 @@ def counted(args: argparse.Namespace) -> Iterator[tuple[workloads.Task, str, str
         return row | args.row if re.search(args.kernel, kernel) else row
 
     for task in tasks_of(args):
-        yield task, *record.counted(task, change, lambda name: re.search(args.kernel, name))
+        wanted = partial(re.search, args.kernel)
+        yield task, *record.counted(task, change, wanted, disassemble=not args.registers)
 
 
 def print_table(args: argparse.Namespace) -> None:
@@ -101,6 +103,9 @@ def compare(args: argparse.Namespace) -> int:
         return 0
     problems = []
     for _, group, operation, found in counted(args):
+        if group not in recorded:
+            print(f"not compared: {group} is not recorded; {advice()}")
+            return 0
         if found:
             problems += record.worse(recorded, group, operation, found)
     print("\n".join(dict.fromkeys(problems)) or "nothing is worse than recorded")
@@ -123,7 +128,7 @@ def record_all(args: argparse.Namespace) -> None:
 
 def advice() -> str:
     """How what is counted now becomes what is recorded."""
-    options = " ".join(a for a in sys.argv[1:] if a != "--compare")
+    options = " ".join(a for a in sys.argv[1:] if a not in ("--compare", "--registers"))
     return f"record it: python -m tests.kernels.count --record {options}".rstrip()
 
 
@@ -184,12 +189,17 @@ def parsed() -> argparse.Namespace:
         action="store_true",
         help="print what is worse than recorded; exit status 1 if anything is",
     )
+    parser.add_argument(
+        "--registers",
+        action="store_true",
+        help="registers, spills and programs per multiprocessor alone, which is ten times as fast",
+    )
     parser.add_argument("--csv", metavar="FILE", help="write what is counted there too")
     args = parser.parse_args()
     if args.row and not args.kernel:
         parser.error("--row changes the rows that --kernel names: give --kernel too")
-    if args.record and (args.row or args.kernel or args.compare):
-        parser.error("--record takes all kernels of an operation as they are, and compares nothing")
+    if args.record and (args.registers or args.row or args.kernel or args.compare):
+        parser.error("--record takes all kernels of an operation as they are, with all counts")
     return args
 
 

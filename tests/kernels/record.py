@@ -15,7 +15,7 @@ from multiprocessing import get_context
 
 from kernel_launches import Launch
 from kernels import workloads
-from kernels.counting import Count, count
+from kernels.counting import count
 from kernels.workloads import Task
 
 from visionattn.benchmark import gpu_counts
@@ -61,7 +61,7 @@ def row_of(launch: Launch) -> str:
     )
 
 
-def counted(task: Task, change=None, wanted=None) -> tuple[str, str, dict]:
+def counted(task: Task, change=None, wanted=None, disassemble=True) -> tuple[str, str, dict]:
     """Group and operation of a task, and what goes under them; ``({},)`` where there are no kernels
     for it."""
     capability, case, e = task
@@ -80,14 +80,14 @@ def counted(task: Task, change=None, wanted=None) -> tuple[str, str, dict]:
         names[way] = told_apart(found, known)
         for launch, name in zip(found, names[way], strict=True):
             if name not in launches and (wanted is None or wanted(name)):
-                launches[name] = values_of(count(launch, capability), row_of(launch))
+                launches[name] = _values(launch, capability, disassemble)
     return group, case.label, {"launches": launches, "operations": {case.label: names}}
 
 
-def values_of(found: Count, row: str) -> list:
+def _values(launch: Launch, capability: int, disassemble: bool) -> list:
     """A launch in the table: ``gpu_counts.FIELDS`` in their order."""
-    _, *values = astuple(found)
-    return [round(x) if isinstance(x, float) else x for x in (*values, row)]
+    _, *values = astuple(count(launch, capability, disassemble=disassemble))
+    return [round(x) if isinstance(x, float) else x for x in (*values, row_of(launch))]
 
 
 def table_of(tasks: Sequence[Task], processes: int = PROCESSES) -> Table:
