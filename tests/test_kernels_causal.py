@@ -8,10 +8,10 @@ from kernel_launches import CAPABILITIES, SHARED_BYTES, compiled_in_fresh_proces
 from visionattn.ops import reference
 
 pytest.importorskip("triton", reason="GPU kernels need Triton")
-from visionattn.ops.triton import kernelized_causal, kernelized_causal_states, launch  # noqa: E402
+from visionattn.ops.triton import kernelized_causal, kernelized_causal_states, launch, sums  # noqa: E402
 
 poisoned = pytest.fixture(autouse=True)(poisoned_memory)
-KERNELS = ("_partial_states", "_exclusive_sums", "_causal_means", "_causal_queries_backward", "_causal_keys_backward")
+KERNELS = ("_kernelized_state", "_sums_of_parts", "_causal_means", "_causal_queries_backward", "_causal_keys_backward")
 
 
 def drawn(batch, heads, tokens, d, e, device, dtype):
@@ -106,11 +106,13 @@ def test_each_token_is_as_precise_as_the_last(in_segments, device, dtype):
 
 
 @every_place
-@pytest.mark.parametrize("reverse", [False, True])
-def test_sums_of_states_before_and_after_leave_out_their_own(reverse, device, dtype):
-    x = torch.randn(37, 2, 1, 19, 16, generator=torch.Generator().manual_seed(0)).to(device)
-    wanted = torch.stack([(x[i + 1 :] if reverse else x[:i]).double().sum(0) for i in range(37)])
-    assert relative_error(kernelized_causal_states.exclusive(x, reverse), wanted) < 1e-6
+@pytest.mark.parametrize("which", ["before", "after", "all"])
+def test_sums_of_states_before_and_after_leave_out_their_own(which, device, dtype):
+    x = torch.randn(37, 611, generator=torch.Generator().manual_seed(0)).to(device)
+    wanted = x.double().sum(0, keepdim=True)
+    if which != "all":
+        wanted = torch.stack([(x[:i] if which == "before" else x[i + 1 :]).double().sum(0) for i in range(37)])
+    assert relative_error(sums.sums_of_parts(x, which), wanted) < 1e-6
 
 
 SHIFTS = {"keys -12": ("k", slice(None), -12), "keys -16": ("k", slice(None), -16), "queries -16": ("q", slice(None), -16)}
@@ -138,7 +140,7 @@ def test_features_near_the_end_of_float16_leave_each_query_its_digits(device, dt
 
 def test_chunks_that_leave_their_segment_are_refused(monkeypatch):
     q = torch.empty(1, 1, 64, 16)
-    monkeypatch.setattr(launch, "launch_row", lambda *args: {"BLOCK_N": 48})
+    monkeypatch.setattr(launch, "options", lambda *args: {"BLOCK_N": 48})
     with pytest.raises(AssertionError, match="does not divide 64"):
         kernelized_causal_states.options_of("causal means", q, q)
 
@@ -173,6 +175,6 @@ def test_products_run_on_matrix_units(compiled):
 
 
 def test_one_compilation_serves_every_number_of_tokens():
-    """Sums run over as many states as there are segments, of S and of Z, and to either side."""
-    counts = dict.fromkeys(KERNELS, 1) | {"_exclusive_sums": 2}
+    """Sums run to either side."""
+    counts = dict.fromkeys(KERNELS, 1) | {"_sums_of_parts": 2}
     assert keys_in_fresh_process("causal_launches") == {"bfloat16": counts}

@@ -10,8 +10,18 @@ from kernel_launches import SHARED_BYTES, compiled_in_fresh_process, keys_in_fre
 from oracles import draw
 from torch import Tensor
 
+from visionattn.layout import Grid, TokenLayout
 from visionattn.ops import reference
 
+KERNELS = (
+    "_kernelized_state",
+    "_sums_of_parts",
+    "_kernelized_sum_and_prefix",
+    "_kernelized_means",
+    "_kernelized_queries_backward",
+    "_kernelized_keys_backward",
+)
+WITHOUT_PRODUCTS = KERNELS[1:3]
 poisoned = pytest.fixture(autouse=True)(poisoned_memory)
 
 
@@ -22,16 +32,17 @@ def inputs(device: str, dtype: torch.dtype, batch: int, heads: int, n: int, m: i
     return {name: guarded(x.to(device)) for name, x in drawn.items()}
 
 
-def with_kernels(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, key_mask: Tensor | None, feature_map: str) -> dict[str, Tensor]:
-    """The mean and its gradients by the functions of the module, one after the other."""
+def with_kernels(q, k, v, grad, key_mask: Tensor | None, feature_map: str, alone: bool = True) -> dict[str, Tensor]:
+    """The mean and its gradients by the functions of the modules, one after the other."""
     from visionattn.ops.triton import kernelized, launch
+    from visionattn.ops.triton.kernelized_state import state_of_keys
 
     (batch, heads, n, _), e = q.shape, v.shape[3]
     out, mass = launch.tokens_first(v, batch, heads, n, e), q.new_empty(batch, heads, n, dtype=torch.float32)
-    s, z = kernelized.state_of_keys(k, v, key_mask, feature_map)
-    kernelized.means(q, s, z, feature_map, out, mass, n)
-    dq, ds, dz = kernelized.queries_backward(grad, out, mass, q, s, z, feature_map, k.shape[2])
-    dk, dv = kernelized.keys_backward(k, v, key_mask, ds, dz, feature_map)
+    state = state_of_keys(k, v, key_mask, feature_map)
+    kernelized.means(q, state, feature_map, out, mass)
+    dq, d_state = kernelized.queries_backward(grad, out, mass, q, state, feature_map, k.shape[2], alone)
+    dk, dv = kernelized.keys_backward(k, v, key_mask, d_state, feature_map)
     return {"out": out, "q": dq, "k": dk, "v": dv}
 
 
@@ -109,6 +120,34 @@ def test_features_near_the_end_of_float16_leave_each_query_its_digits(device, dt
 
 
 @every_place
+def test_gradients_of_queries_are_the_same_from_the_mean_that_was_kept(device, dtype):
+    """As with relative position, where the mean is of more than the state."""
+    tensors = inputs(device, dtype, 1, 2, 130, 100, 16, 24)
+    options = dict(key_mask=None, feature_map="elu1")
+    actual = with_kernels(**tensors, **options, alone=False)
+    assert_within_budget(actual, by_definition(**tensors, **options), dtype)
+
+
+@every_place
+@pytest.mark.parametrize("parts", [1, 19])
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_the_prefix_has_its_means_from_the_launch_that_adds_the_parts(device, dtype, tokens, parts, monkeypatch):
+    from visionattn.ops.triton import launch
+    from visionattn.ops.triton.kernelized_state import Prefix, state_of_keys
+
+    q, k, v, _ = inputs(device, dtype, 2, 3, 20, 77, 24, 40).values()
+    monkeypatch.setattr(launch, "segments", lambda *args: parts)
+    out, mass = launch.tokens_first(v, 2, 3, 20, 40).fill_(7), q.new_full((2, 3, 20), 7, dtype=torch.float32)
+    state = state_of_keys(k, v, None, "elu1", Prefix(q, out, mass, tokens))
+    wanted = reference.kernelized_attention(*(x.double().cpu() for x in (q, k, v)))[:, :, :tokens]
+    assert_within_budget({"out": out[:, :, :tokens]}, {"out": wanted}, dtype)
+    phi_q, phi_k = (reference.elu1(x.double().cpu()) for x in (q[:, :, :tokens], k))
+    assert relative_error(mass[:, :, :tokens], (phi_q @ phi_k.mT).mean(3)) < 1e-6
+    assert relative_error(state, state_of_keys(k, v, None, "elu1")) < 1e-6
+    assert (out[:, :, tokens:] == 7).all() and (mass[:, :, tokens:] == 7).all()
+
+
+@every_place
 def test_many_segments_give_the_sums_of_one(device, dtype, monkeypatch):
     from visionattn.ops.triton import launch
 
@@ -116,6 +155,23 @@ def test_many_segments_give_the_sums_of_one(device, dtype, monkeypatch):
     monkeypatch.setattr(launch, "segments", lambda *args: 7)
     options = dict(key_mask=None, feature_map="elu1")
     assert_within_budget(with_kernels(**tensors, **options), by_definition(**tensors, **options), dtype)
+
+
+@pytest.mark.parametrize("position", [False, True])
+def test_a_layer_launches_its_state_the_sum_and_the_means_once_each(position, monkeypatch):
+    """With relative position the sum has the prefix too, and no launch of content follows."""
+    from visionattn.ops import Joint, kernelized_attention
+    from visionattn.ops.triton import launch
+
+    names = []
+    monkeypatch.setattr(launch, "segments", lambda *args: 4)
+    monkeypatch.setattr(launch, "run", lambda kernel, *args, **meta: names.append(kernel.__name__))
+    q, k, v = (torch.empty(1, 2, 46, 16) for _ in range(3))
+    relative = Joint(torch.ones(2, 3, 3, 16), TokenLayout(1, Grid(5, 9))) if position else None
+    kernelized_attention(q, k, v, relative=relative, impl="triton")
+    wanted = ["_kernelized_state", "_kernelized_sum_and_prefix" if position else "_sums_of_parts"]
+    wanted += [] if position else ["_kernelized_means"]
+    assert [name for name in names if name in KERNELS] == wanted
 
 
 @pytest.fixture(scope="module")
@@ -129,14 +185,15 @@ def test_compiled_kernels_fit_their_gpu_without_spilling(compiled, capability):
         for found in by_capability[str(capability)]:
             assert found["spilled_bytes"] == 0, (case, found)
             assert found["shared_bytes"] <= SHARED_BYTES[capability], (case, found)
-            assert found["matrix"], (case, found)
+            assert found["matrix"] or found["kernel"] in WITHOUT_PRODUCTS, (case, found)
 
 
 def test_wide_heads_run_on_the_matrix_units_of_a_hopper_gpu(compiled):
-    assert {found["matrix"] for found in compiled["d=64 e=64 bfloat16"]["90"]} <= {"wgmma", "mma.sync"}
-    assert "wgmma" in {found["matrix"] for found in compiled["d=64 e=64 bfloat16"]["90"]}
+    units = {found["kernel"]: found["matrix"] for found in compiled["d=64 e=64 bfloat16"]["90"]}
+    assert {units[name] for name in KERNELS if name not in WITHOUT_PRODUCTS} == {"wgmma"}
 
 
 def test_no_length_compiles_anything_anew():
-    for kernels in keys_in_fresh_process("kernelized_launches").values():
-        assert len(kernels) == 4 and set(kernels.values()) == {1}
+    """The backward pass over queries is compiled for content alone and for content with position."""
+    wanted = dict.fromkeys(KERNELS, 1) | {"_kernelized_queries_backward": 2}
+    assert all(kernels == wanted for kernels in keys_in_fresh_process("kernelized_launches").values())

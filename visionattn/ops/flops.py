@@ -125,7 +125,7 @@ def _(q, k, v, key_mask, table, feature_map, causal, place, *args, out_shape=Non
 
 
 @register_flop_formula(torch.ops.visionattn.kernel_mean_backward)
-def _(grad, out, mass, q, k, v, key_mask, table, s, z, feature_map, causal, place, *args, out_shape=None, **kwargs) -> int:
+def _(grad, out, mass, q, k, v, key_mask, table, state, feature_map, causal, place, *args, out_shape=None, **kwargs) -> int:
     return _kernel_flops(q, v, causal, "efficient", backward=True) + _position_flops(q, v, table, place, backward=True)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from visionattn.ops.form_ran import form_ran
 from visionattn.ops.sums import no_double_backward, tokens_first
 from visionattn.ops.triton.geometry import place_from
+from visionattn.ops.triton.joint_place import Place
 
 
 @torch.library.custom_op("visionattn::kernel_mean", mutates_args=())
@@ -23,7 +24,7 @@ def kernel_mean(
     feature_map: str,
     causal: bool,
     place: list[int],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """The weighted mean under ``phi(q_i) . phi(k_j)`` and, with a table, the joint relative position.
 
     Args:
@@ -36,7 +37,8 @@ def kernel_mean(
 
     Returns:
         the mean ``[B, h, N, e]`` in the dtype of v, tokens before heads in memory; and, float32, for the gradient: the mass
-        ``[B, h, N]`` and the state S ``[B, h, d, e]``, Z ``[B, h, d]``, all divided by M (the state empty where causal).
+        ``[B, h, N]`` and the state, S ``[B, h, d, e]`` and behind it Z ``[B, h, d]`` in one axis, all divided by M (the state is
+        empty where causal).
     """
     (batch, heads, n, _), e = q.shape, v.shape[3]
     if causal:
@@ -44,35 +46,33 @@ def kernel_mean(
 
         with form_ran("kernelized causal", "efficient triton"):
             out, mass = causal_means(q, k, v, key_mask, feature_map)
-        return out, mass, mass.new_empty(0), mass.new_empty(0)
-    from visionattn.ops.triton import kernelized
-
+        return out, mass, mass.new_empty(0)
     out, mass = tokens_first(v, batch, heads, n, e), q.new_empty(batch, heads, n, dtype=torch.float32)
     with form_ran("kernelized", "efficient triton"):
-        s, z = kernelized.state_of_keys(k, v, key_mask, feature_map)
-        if table is None:
-            kernelized.means(q, s, z, feature_map, out, mass, n)
-        else:
-            _means_with_position(q, v, table, s, z, feature_map, place, out, mass)
-    return out, mass, s, z
+        state = _content_and_position(q, k, v, key_mask, table, feature_map, place_from(place), out, mass)
+    return out, mass, state
 
 
-def _means_with_position(q, v, table, s, z, feature_map: str, place: list[int], out: Tensor, mass: Tensor) -> None:
-    """Prefix tokens have content alone; of the patches both terms are summed and divided at once."""
+def _content_and_position(q, k, v, key_mask, table, feature_map: str, place: Place | None, out: Tensor, mass: Tensor) -> Tensor:
+    """Write mean and mass and return the state. Prefix tokens have content alone; of patches both terms are divided at once."""
     from visionattn.ops.triton import joint, kernelized
+    from visionattn.ops.triton.kernelized_state import Prefix, s_and_z, state_of_keys
 
-    own = place_from(place)
-    if own.prefix:
-        kernelized.means(q, s, z, feature_map, out, mass, own.prefix)
-    joint.joint_means(q, table, v, joint.FromState(s, z, feature_map), own, out, mass)
+    if place is None:
+        state = state_of_keys(k, v, key_mask, feature_map)
+        kernelized.means(q, state, feature_map, out, mass)
+    else:
+        state = state_of_keys(k, v, key_mask, feature_map, Prefix(q, out, mass, place.prefix))
+        s, z = s_and_z(state, *k.shape[:2], k.shape[3], v.shape[3])
+        joint.joint_means(q, table, v, joint.FromState(s, z, feature_map), place, out, mass)
+    return state
 
 
 @kernel_mean.register_fake
 def _(q, k, v, key_mask, table, feature_map, causal, place):
     (batch, heads, n, d), e = q.shape, v.shape[3]
     mass = q.new_empty(batch, heads, n, dtype=torch.float32)
-    state = ((0,), (0,)) if causal else ((batch, heads, d, e), (batch, heads, d))
-    return tokens_first(v, batch, heads, n, e), mass, *(mass.new_empty(shape) for shape in state)
+    return tokens_first(v, batch, heads, n, e), mass, mass.new_empty(0 if causal else batch * heads * d * (e + 1))
 
 
 @torch.library.custom_op("visionattn::kernel_mean_backward", mutates_args=())
@@ -85,8 +85,7 @@ def kernel_mean_backward(
     v: Tensor,
     key_mask: Tensor | None,
     table: Tensor | None,
-    s: Tensor,
-    z: Tensor,
+    state: Tensor,
     feature_map: str,
     causal: bool,
     place: list[int],
@@ -98,8 +97,8 @@ def kernel_mean_backward(
         return *causal_backward(grad, out, mass, q, k, v, key_mask, feature_map), mass.new_empty(0)
     from visionattn.ops.triton import kernelized
 
-    dq, ds, dz = kernelized.queries_backward(grad, out, mass, q, s, z, feature_map, k.shape[2])
-    dk, dv = kernelized.keys_backward(k, v, key_mask, ds, dz, feature_map)
+    dq, d_state = kernelized.queries_backward(grad, out, mass, q, state, feature_map, k.shape[2], alone=table is None)
+    dk, dv = kernelized.keys_backward(k, v, key_mask, d_state, feature_map)
     if table is None:
         return dq, dk, dv, mass.new_empty(0)
     from visionattn.ops.triton import joint_backward
@@ -109,7 +108,7 @@ def kernel_mean_backward(
 
 
 @kernel_mean_backward.register_fake
-def _(grad, out, mass, q, k, v, key_mask, table, s, z, feature_map, causal, place):
+def _(grad, out, mass, q, k, v, key_mask, table, state, feature_map, causal, place):
     grads = (tokens_first(x, *x.shape) for x in (q, k, v))
     return *grads, mass.new_empty(0) if table is None else table.new_empty(table.shape)
 
