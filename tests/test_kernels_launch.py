@@ -51,7 +51,7 @@ WITHOUT_PRODUCTS = (
     "joint scan",
     "kernelized sum and prefix",
     "sums of parts",
-    "taylor efficient sum of parts",
+    "taylor efficient state",
     "unit",
     "unit backward",
 )

@@ -74,15 +74,17 @@ def taylor_mean(
     """
     efficient, coefficients, own = takes_efficient_kernels(form, q, k, v), (a, b, c), place_from(place)
     with form_ran("taylorshift", f"{'efficient' if efficient else 'direct'} triton"):
-        query, key = _of_unit_length(q, k, temperature)
         if efficient:
             from visionattn.ops.triton import taylor_efficient
 
-            state = taylor_efficient.state_of_keys(key, v, key_mask, coefficients)
-            out, mass = taylor_efficient.forward(query, state, coefficients, divide=own is None)
+            normalised = temperature is not None
+            state = taylor_efficient.state_of_keys(k, v, key_mask, coefficients, normalised=normalised)
+            length = temperature.float() if normalised else None
+            out, mass = taylor_efficient.forward(q, length, state, coefficients, divide=own is None)
         else:
             from visionattn.ops.triton import taylor_direct
 
+            query, key = _of_unit_length(q, k, temperature)
             out, mass = taylor_direct.forward(query, key, v, key_mask, coefficients, divide=own is None)
         if own is not None:
             out, mass = _with_position(q, v, table, own, out, mass)
@@ -136,28 +138,31 @@ def taylor_mean_backward(
     place: list[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of ``taylor_mean`` with respect to q, k, v, in their dtype, temperature and table (empty without one)."""
-    query, key = _of_unit_length(q, k, temperature)
-    coefficients = (a, b, c)
+    coefficients, normalised = (a, b, c), temperature is not None
+    length = temperature.float() if normalised else None
     if takes_efficient_kernels(form, q, k, v):
         from visionattn.ops.triton import taylor_efficient, taylor_efficient_backward
 
         state = taylor_efficient.State(features, moments)
         if form == "auto":
-            state = taylor_efficient.state_of_keys(key, v, key_mask, coefficients)
-        grads = taylor_efficient_backward.backward(grad, out, mass, query, key, v, key_mask, state, coefficients)
+            state = taylor_efficient.state_of_keys(k, v, key_mask, coefficients, normalised=normalised)
+        grads = taylor_efficient_backward.backward(grad, out, mass, q, k, v, length, key_mask, state, coefficients)
+        dq, dk, dv, d_temperature = grads
     else:
         from visionattn.ops.triton import taylor_direct_backward
 
-        wide = temperature is not None  # rounded once, after the gradient of the normalisation
-        grads = taylor_direct_backward.backward(grad, out, mass, query, key, v, key_mask, coefficients, wide=wide)
-    dq, dk, dv = grads
-    d_temperature, d_table = mass.new_empty(0), mass.new_empty(0)
-    if temperature is not None:
-        from visionattn.ops.triton.unit import unit_backward
+        query, key = _of_unit_length(q, k, temperature)
+        grads = taylor_direct_backward.backward(
+            grad, out, mass, query, key, v, key_mask, coefficients, wide=normalised
+        )  # wide: rounded once, after the gradient of the normalisation
+        dq, dk, dv = grads
+        if normalised:
+            from visionattn.ops.triton.unit import unit_backward
 
-        dq, d_temperature = unit_backward(q, temperature.float(), dq)
-        dk, _ = unit_backward(k, None, dk)
-        d_temperature = d_temperature.to(temperature.dtype)
+            dq, d_temperature = unit_backward(q, length, dq)
+            dk, _ = unit_backward(k, None, dk)
+    d_temperature = d_temperature.to(temperature.dtype) if normalised else mass.new_empty(0)
+    d_table = mass.new_empty(0)
     if table is not None:
         from visionattn.ops.triton import joint_backward
 
