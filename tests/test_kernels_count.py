@@ -130,6 +130,18 @@ def test_a_loop_whose_end_is_not_known_before_the_launch_is_an_error():
         trips.read(TEXT, (3,), {"tokens": 100})
 
 
+def test_a_loop_in_a_branch_runs_in_the_programs_that_take_it():
+    first, after = "    %sum = scf.for", "    tt.return"
+    begin, end = TEXT.index(first), TEXT.index(after)
+    condition = "    %own = arith.cmpi eq, %0, %c3_i32 : i32 loc(#loc1)\n    scf.if %own {\n"
+    loop = TEXT[begin:end]
+    text = f"{TEXT[:begin]}{condition}{loop}    }} else {{\n{loop}    }} loc(#loc1)\n{TEXT[end:]}"
+    taken, other, *_ = [
+        x.total.tolist() for x in trips.read(text, (5,), {"tokens": 100, "segment": 20}).loops[::2]
+    ]
+    assert (taken, other) == ([0, 0, 0, 2, 0], [2, 2, 2, 0, 2])
+
+
 def test_loops_are_those_of_the_source_by_line_or_by_order_and_waiting_is_none():
     from kernels.counting import loops_of_source
 

@@ -18,6 +18,7 @@ RESULT = re.compile(r"^\s*(%[\w.$-]+)(?::\d+)? = (.*?)(?: loc\(.*\))?$")
 FOR = re.compile(
     r"scf\.for (?:unsigned )?(%[\w.$-]+) = (%[\w.$-]+) to (%[\w.$-]+) step (%[\w.$-]+)"
 )
+IF = re.compile(r"scf\.if (%[\w.$-]+)")
 DOT = re.compile(r"tt\.dot(?:_scaled)? .*: tensor<(\d+)x(\d+)x(\w+)> \* tensor<(\d+)x(\d+)x\w+>")
 SCALAR = re.compile(r": (?:i1|i8|i16|i32|i64|index)\b")
 
@@ -154,14 +155,15 @@ def read(text: str, grid: tuple[int, ...], arguments: dict[str, object]) -> Text
     ids = flat % sizes[0], flat // sizes[0] % sizes[1], flat // (sizes[0] * sizes[1])
     known = {f"%{name}": np.int64(x) for name, x in arguments.items() if isinstance(x, int)}
     locations, loops, operations = _locations(text), [], 0.0
-    blocks: list[Loop | None] = []
+    blocks: list[Loop | np.ndarray | None] = []  # of a branch: whether each program takes it
     lines = text.splitlines()
     ends = _ends(lines)
     for number, line in enumerate(lines):
         stripped = line.strip()
+        closed = None
         if stripped.startswith("}"):
             # "} else {" closes one block and opens another
-            blocks.pop() if blocks else None
+            closed = blocks.pop() if blocks else None
         if match := FOR.search(line):
             first, last, step = (known.get(match[i]) for i in (2, 3, 4))
             place = _place(ends[number], locations)
@@ -171,7 +173,9 @@ def read(text: str, grid: tuple[int, ...], arguments: dict[str, object]) -> Text
                     f"{where}: how often this loop runs is not known before the launch"
                 )
             trips = np.maximum(0, -(-(last - first) // step)) + np.zeros_like(flat)
-            inside = next((block for block in reversed(blocks) if block is not None), None)
+            for taken in blocks:
+                trips = trips * taken if isinstance(taken, np.ndarray) else trips
+            inside = next((block for block in reversed(blocks) if isinstance(block, Loop)), None)
             loops.append(Loop(trips, place, inside))
             known[match[1]] = first + step * (trips // 2)
             blocks.append(loops[-1])
@@ -179,7 +183,7 @@ def read(text: str, grid: tuple[int, ...], arguments: dict[str, object]) -> Text
         if match := DOT.search(line):
             passes = (2 if match[3] == "f32" else 1) * (3 if "tf32x3" in line else 1)
             own = 2.0 * int(match[1]) * int(match[2]) * int(match[5]) * passes
-            around = next((block for block in reversed(blocks) if block is not None), None)
+            around = next((block for block in reversed(blocks) if isinstance(block, Loop)), None)
             if around is None:
                 operations += own * programs
             else:
@@ -189,7 +193,11 @@ def read(text: str, grid: tuple[int, ...], arguments: dict[str, object]) -> Text
             if value is not None:
                 known[match[1]] = value
         if re.search(r"\{\s*(loc\(.*\))?$", stripped) and not stripped.startswith("module"):
-            blocks.append(None)
+            condition = known.get(match[1]) if (match := IF.search(line)) else None
+            if condition is not None:
+                blocks.append(condition + np.zeros_like(flat) != 0)
+            else:
+                blocks.append(~closed if isinstance(closed, np.ndarray) else None)
     operations += sum(loop.operations * loop.total.mean() * programs for loop in loops)
     return Text(loops, operations)
 
