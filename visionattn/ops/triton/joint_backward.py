@@ -16,14 +16,15 @@ from visionattn.ops.triton import launch
 from visionattn.ops.triton.joint import class_weights
 from visionattn.ops.triton.joint_lines import axis_keys, far_keys, line_and_remainders_at, lines_of, power_of_two
 from visionattn.ops.triton.joint_place import Place
-from visionattn.ops.triton.joint_values_backward import per_mass, values_backward
-from visionattn.ops.triton.language import head, kernel, phi, phi_slope, rows
+from visionattn.ops.triton.joint_values_backward import values_backward
+from visionattn.ops.triton.language import head, kernel, phi, phi_slope, reciprocal, rows
 
 
 @triton.jit
 def _line_backward(
-    b_g,
+    b_grad,
     b_z,
+    b_inverse,
     p_line,
     token_octets,
     p_remainders,
@@ -42,14 +43,18 @@ def _line_backward(
     MEAN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Write the gradients of the weights of one line of ``num_rows`` rows (0: absent) for g ``[T, E]`` and z ``[T]``."""
+    """Write the gradients of the weights of one line of ``num_rows`` rows (0: absent).
+
+    ``b_grad [T, E]`` is the gradient of the mean as it was given, so that no product rounds it, ``b_z
+    [T]`` less its product with the mean, and ``b_inverse [T]`` what both are multiplied with at last.
+    """
     COLUMNS: tl.constexpr = 2 * HORIZON_X + 1
     o_i = start + tl.arange(0, BLOCK_T)
     o_j = start - BLOCK_T // 2 + tl.arange(0, 2 * BLOCK_T)
     o_e, o_b = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_B)[None, :]
     m_keys = ((o_j >= 0) & (o_j < tl.where(num_rows > 0, width, 0)))[:, None] & (o_e < E)[None, :]
     b_keys = tl.load(rows(p_line, o_j, token_octets, o_e), mask=m_keys, other=0)  # [2T, E]
-    b_scores = tl.dot(b_g.to(b_keys.dtype), tl.trans(b_keys), input_precision=PRECISION)  # [T, 2T]
+    b_scores = tl.dot(b_grad, tl.trans(b_keys), input_precision=PRECISION)  # [T, 2T]
     o_apart = o_j[None, :] - o_i[:, None]
     b_first = tl.sum(tl.where(o_apart <= -HORIZON_X, b_scores, 0), 1)
     b_last = tl.sum(tl.where(o_apart >= HORIZON_X, b_scores, 0), 1)
@@ -57,11 +62,11 @@ def _line_backward(
     b_classes = tl.gather(b_scores, o_window, 1)
     b_classes = tl.where(o_b == 0, b_first[:, None], tl.where(o_b == 2 * HORIZON_X, b_last[:, None], b_classes))
     if tiles > 1:
-        m_far = o_e < tl.where(num_rows > 0, E, 0)
+        m_far, b_wide = o_e < tl.where(num_rows > 0, E, 0), b_grad.to(tl.float32)
         num_before = power_of_two(far_keys(start // BLOCK_T, 0, width, BLOCK_T, BLOCK_T // 2))
         num_after = power_of_two(far_keys(start // BLOCK_T, 1, width, BLOCK_T, BLOCK_T // 2))
-        b_before = tl.sum(b_g * tl.load(p_remainders + o_e, mask=m_far, other=0)[None, :], 1) * num_before
-        b_after = tl.sum(b_g * tl.load(p_remainders + E + o_e, mask=m_far, other=0)[None, :], 1) * num_after
+        b_before = tl.sum(b_wide * tl.load(p_remainders + o_e, mask=m_far, other=0)[None, :], 1) * num_before
+        b_after = tl.sum(b_wide * tl.load(p_remainders + E + o_e, mask=m_far, other=0)[None, :], 1) * num_after
         b_classes += tl.where(o_b == 0, b_before[:, None], 0) + tl.where(o_b == 2 * HORIZON_X, b_after[:, None], 0)
     b_columns = axis_keys(o_b, o_i[:, None], width, HORIZON_X)
     if MEAN:
@@ -69,6 +74,7 @@ def _line_backward(
         b_d = tl.where(m_some, b_classes / tl.where(m_some, b_columns, 1) + b_z[:, None], 0)
     else:
         b_d = (b_classes + b_z[:, None] * b_columns) * (num_rows * row_scale)
+    b_d *= b_inverse[:, None]
     p_d_weights += o_i[:, None] * PADDED + o_b
     tl.store(p_d_weights, b_d.to(p_d_weights.dtype.element_ty), mask=(o_i < width)[:, None] & (o_b < COLUMNS))
 
@@ -119,9 +125,12 @@ def _weights_backward(
     i_first = (prefix + y * width).to(tl.int64)
     p_grad = head(p_grad, i_batch, i_head, grad_batch, grad_head) + i_first * grad_token * 8
     p_out = head(p_out, i_batch, i_head, out_batch, out_head) + i_first * out_token * 8
-    b_g = per_mass(p_grad, p_mass + i_group.to(tl.int64) * tokens + i_first, o_x, m_x, grad_token, o_e, m_e)  # [T, E]
-    b_out = tl.load(rows(p_out, o_x, out_token, o_e), mask=m_x[:, None] & m_e[None, :], other=0)  # [T, E]
-    b_z = -tl.sum(b_g * b_out.to(tl.float32), 1)
+    m_rows = m_x[:, None] & m_e[None, :]
+    b_grad = tl.load(rows(p_grad, o_x, grad_token, o_e), mask=m_rows, other=0)  # [T, E]
+    b_out = tl.load(rows(p_out, o_x, out_token, o_e), mask=m_rows, other=0)  # [T, E]
+    b_z = -tl.sum(b_grad.to(tl.float32) * b_out.to(tl.float32), 1)
+    p_mass += i_group.to(tl.int64) * tokens + i_first
+    b_inverse = reciprocal(tl.load(p_mass + o_x, mask=m_x, other=0))
     p_v = head(p_v, i_batch, i_head, v_batch, v_head)
     p_means += i_group.to(tl.int64) * height * width * E
     p_remainders += (i_group.to(tl.int64) * height * tiles + i_tile) * 2 * E
@@ -137,7 +146,7 @@ def _weights_backward(
         )  # fmt: skip
         num_rows = axis_keys(i_class, y, height, HORIZON_Y)
         _line_backward(
-            b_g, b_z, p_line, line_token, p_line_remainders, p_row + i_class * (2 * HORIZON_X + 1), num_rows,
+            b_grad, b_z, b_inverse, p_line, line_token, p_line_remainders, p_row + i_class * (2 * HORIZON_X + 1), num_rows,
             start, width, tiles, row_scale, E, BLOCK_E, BLOCK_T, BLOCK_B, HORIZON_X, PADDED, MEAN, PRECISION,
         )  # fmt: skip
 
