@@ -5,7 +5,17 @@ from functools import partial
 import torch
 
 
-def both_passes(grid: tuple[int, int], d: int, e: int, dtype: torch.dtype, *, horizons=(3, 3), state=True, mean=True) -> None:
+def both_passes(
+    grid: tuple[int, int],
+    d: int,
+    e: int,
+    dtype: torch.dtype,
+    *,
+    horizons=(3, 3),
+    state=True,
+    mean=True,
+    backward=True,
+) -> None:
     """Every launch of one forward and backward pass of 1 image of 6 heads with 5 prefix tokens."""
     from visionattn.ops.triton import joint
     from visionattn.ops.triton.joint_backward import joint_backward
@@ -21,12 +31,21 @@ def both_passes(grid: tuple[int, int], d: int, e: int, dtype: torch.dtype, *, ho
     else:
         content = joint.FromSums(torch.empty(1, heads, tokens, e, **on), torch.empty(1, heads, tokens, **on))
     joint.joint_means(q, table, v, content, place, out, mass)
-    joint_backward(grad, out, mass, q, table, v, None, place, torch.empty_like(q), torch.empty_like(v))
+    if backward:
+        joint_backward(grad, out, mass, q, table, v, None, place, torch.empty_like(q), torch.empty_like(v))
 
 
 CASES = {
     "d=64 bfloat16": partial(both_passes, (64, 64), 64, 64, torch.bfloat16),
     "d=40 e=24 float16, content as sums": partial(both_passes, (64, 64), 40, 24, torch.float16, horizons=(4, 4), state=False),
 }
+for name, width, dtype, horizons in (
+    ("horizon 16 along rows", 64, torch.bfloat16, (1, 16)),
+    ("d=128, horizon 10 along rows", 128, torch.bfloat16, (1, 10)),
+    ("d=64 float32, horizons 3 x 4", 64, torch.float32, (3, 4)),
+):
+    CASES[f"means alone, {name}"] = partial(
+        both_passes, (64, 64), width, width, dtype, horizons=horizons, mean=False, backward=False
+    )
 GRIDS = [(1, 1), (1, 2), (2, 1), (3, 16), (16, 3), (15, 17), (1, 48), (8, 8), *((20 + 7 * n, 31 + 11 * n) for n in range(12))]
 SIZES = {"bfloat16": (lambda grid: both_passes(grid, 64, 64, torch.bfloat16), GRIDS)}

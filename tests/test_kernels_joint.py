@@ -174,11 +174,13 @@ def test_what_there_is_no_kernel_for_is_said():
 
     half, single = torch.float16, torch.float32
     assert why_not(64, 64, half, (5, 5)) is None and why_not(128, 128, half, (3, 3)) is None
-    assert why_not(64, 64, single, (3, 3)) is None and why_not(8, 16, single, (1, 10)) is None
+    assert why_not(64, 64, single, (3, 3)) is None and why_not(8, 16, single, (1, 7)) is None
+    assert why_not(64, 64, half, (1, 16)) is None
     assert "multiples of 8 up to 128 (float32: 64), not for 64 and 72" in why_not(64, 72, single, (3, 3))
     assert "not for 20 and 16" in why_not(20, 16, half, (3, 3))
     assert "not for 16 and 16 in torch.float64" in why_not(16, 16, torch.float64, (3, 3))
-    assert "up to 16 along rows, not for (1, 17)" in why_not(16, 16, half, (1, 17))
+    assert "up to 16 (float32: 7) along rows, not for (1, 17)" in why_not(16, 16, half, (1, 17))
+    assert "along rows, not for (1, 8) in torch.float32" in why_not(16, 16, single, (1, 8))
     assert "not for (0, 3)" in why_not(16, 16, half, (0, 3))
     assert "up to 64 classes at this width, not for 81" in why_not(64, 64, single, (4, 4))
     assert "up to 64 classes at this width, not for 81" in why_not(72, 64, half, (4, 4))

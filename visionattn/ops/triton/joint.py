@@ -17,6 +17,7 @@ Source: Scaleformer (Favier and Dal'Maz Silva 2021), section 4, for one dimensio
 
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -434,6 +435,19 @@ def class_weights(q: Tensor, table: Tensor, place: Place) -> Tensor:
     return weights
 
 
+def _row_of_means(d: int, e: int, dtype: torch.dtype, device: torch.device, place: Place) -> dict[str, int]:
+    """The row of ``launches.json``, with what wider horizons leave registers for.
+
+    More weights of classes and addresses of pairs are held then: a program takes fewer queries.
+    """
+    row = dict(BLOCK_E=launch.block(e)) | launch.launch_row("joint means", d, e, dtype, device)
+    if place.slots > 8:
+        row |= dict(BLOCK_E=min(row["BLOCK_E"], 32), BLOCK_Q=32, num_stages=1)
+    if place.beside > 8:
+        row |= dict(num_warps=8)
+    return row
+
+
 def joint_means(
     q: Tensor, table: Tensor, v: Tensor, content: FromState | FromSums, place: Place, out: Tensor, mass: Tensor
 ) -> None:
@@ -453,10 +467,7 @@ def joint_means(
     else:
         sums, content_mass, feature_map = launch.readable(content.values), content.mass.contiguous(), ""
         strides = launch.octets(sums)
-    row = launch.launch_row("joint means", d, e, v.dtype, v.device)
-    row = dict(BLOCK_E=launch.block(e)) | row
-    if place.slots > 8:  # wider horizons leave fewer registers
-        row |= dict(BLOCK_E=min(row["BLOCK_E"], 32), num_stages=1)
+    row = _row_of_means(d, e, v.dtype, v.device, place)
     blocks, shares = triton.cdiv(place.width, row["BLOCK_Q"]), triton.cdiv(e, row["BLOCK_E"])
     lines, tiles = lines_of(v, place, TILE, place.beside), triton.cdiv(place.width, TILE)
     resident = launch.resident_programs("joint means", d, e, v.dtype, v.device)

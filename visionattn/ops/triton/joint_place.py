@@ -1,4 +1,7 @@
-"""The grid and the classes of ``Joint`` relative position as its kernels count them, and what the kernels take. No Triton."""
+"""The grid and the classes of ``Joint`` relative position as its kernels count them.
+
+And what these kernels take. No Triton.
+"""
 
 from typing import NamedTuple
 
@@ -8,8 +11,8 @@ from visionattn.ops.triton import launch
 
 TILE = 16
 """Queries of a tile."""
-MAX_HORIZON_X = 16
-"""Largest Rx."""
+MAX_HORIZON_X = {2: 16, 4: 7}
+"""Largest Rx by the bytes of an element: as far as kernels compile without a spilled register."""
 MAX_WIDTH = {2: 128, 4: 64}
 """Largest d and e by the bytes of an element."""
 MAX_CLASSES = 128
@@ -19,15 +22,27 @@ MAX_CLASSES_ELSEWHERE = 64
 
 
 def why_not(d: int, e: int, dtype: torch.dtype, horizons: tuple[int, int]) -> str | None:
-    """What these kernels have against widths d and e, a dtype and the horizons Ry and Rx, as a sentence; None if nothing."""
+    """What these kernels have against widths d and e, a dtype and the horizons Ry and Rx.
+
+    A sentence; None if nothing.
+    """
     size = dtype.itemsize
-    if size not in MAX_WIDTH or d % launch.OCTET or e % launch.OCTET or max(d, e) > MAX_WIDTH[size]:
-        return f"Joint has kernels for widths in multiples of 8 up to 128 (float32: 64), not for {d} and {e} in {dtype}"
-    if min(horizons) < 1 or horizons[1] > MAX_HORIZON_X:
-        return f"Joint has kernels for horizons from 1 on and up to {MAX_HORIZON_X} along rows, not for {horizons}"
+    odd = d % launch.OCTET or e % launch.OCTET
+    if size not in MAX_WIDTH or odd or max(d, e) > MAX_WIDTH[size]:
+        return (
+            "Joint has kernels for widths in multiples of 8 up to 128 (float32: 64), "
+            f"not for {d} and {e} in {dtype}"
+        )
+    if min(horizons) < 1 or horizons[1] > MAX_HORIZON_X[size]:
+        return (
+            "Joint has kernels for horizons from 1 on and up to 16 (float32: 7) along rows, "
+            f"not for {horizons} in {dtype}"
+        )
     classes = (2 * horizons[0] + 1) * (2 * horizons[1] + 1)
     most = MAX_CLASSES if size == 2 and d <= 64 else MAX_CLASSES_ELSEWHERE
-    return f"Joint has kernels for up to {most} classes at this width, not for {classes}" if classes > most else None
+    if classes > most:
+        return f"Joint has kernels for up to {most} classes at this width, not for {classes}"
+    return None
 
 
 class Place(NamedTuple):
