@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from kernels import sass, trips
 from kernels.occupancy import Use, programs_per_multiprocessor
-from kernels.record import worse
+from kernels.record import merge, worse
 
 from visionattn.benchmark import gpu_counts
 
@@ -229,6 +229,14 @@ def recorded(**values: object) -> dict:
 def test_what_is_worse_is_said(now, said):
     found = worse({"g": recorded()}, "g", "op", recorded(**now))
     assert found == ([] if said is None else [f"g: k 64x64 _k: {said}"])
+
+
+def test_a_forward_pass_alone_leaves_what_is_recorded_of_both_passes():
+    table = {}
+    merge(table, "g", "op", recorded())
+    forward = recorded() | {"operations": {"op": {"forward": ["k 64x64 _k"]}}}
+    merge(table, "g", "op", forward)
+    assert set(table["g"]["operations"]["op"]) == {"forward", "both"}
 
 
 def test_launches_that_are_not_recorded_are_named():

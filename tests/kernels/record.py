@@ -121,7 +121,8 @@ def merge(table: Table, group: str, operation: str, found: dict) -> None:
     }
     launches |= {renamed[name]: values for name, values in found["launches"].items()}
     ways = found["operations"][operation].items()
-    own["operations"][operation] = {way: [renamed[name] for name in names] for way, names in ways}
+    known = own["operations"].setdefault(operation, {})
+    known |= {way: [renamed[name] for name in names] for way, names in ways}
 
 
 def save(version: str, table: Table) -> None:

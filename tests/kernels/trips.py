@@ -18,7 +18,6 @@ RESULT = re.compile(r"^\s*(%[\w.$-]+)(?::\d+)? = (.*?)(?: loc\(.*\))?$")
 FOR = re.compile(
     r"scf\.for (?:unsigned )?(%[\w.$-]+) = (%[\w.$-]+) to (%[\w.$-]+) step (%[\w.$-]+)"
 )
-IF = re.compile(r"scf\.if (%[\w.$-]+)")
 DOT = re.compile(r"tt\.dot(?:_scaled)? .*: tensor<(\d+)x(\d+)x(\w+)> \* tensor<(\d+)x(\d+)x\w+>")
 SCALAR = re.compile(r": (?:i1|i8|i16|i32|i64|index)\b")
 
@@ -155,15 +154,17 @@ def read(text: str, grid: tuple[int, ...], arguments: dict[str, object]) -> Text
     ids = flat % sizes[0], flat // sizes[0] % sizes[1], flat // (sizes[0] * sizes[1])
     known = {f"%{name}": np.int64(x) for name, x in arguments.items() if isinstance(x, int)}
     locations, loops, operations = _locations(text), [], 0.0
-    blocks: list[Loop | np.ndarray | None] = []  # of a branch: whether each program takes it
+    every = np.ones_like(flat)
+    # Around the line: loops, and of other blocks which programs of the sample run them.
+    blocks: list[Loop | np.ndarray] = []
+    left = every
     lines = text.splitlines()
     ends = _ends(lines)
     for number, line in enumerate(lines):
         stripped = line.strip()
-        closed = None
         if stripped.startswith("}"):
-            # "} else {" closes one block and opens another
-            closed = blocks.pop() if blocks else None
+            # "} else {" closes one block and opens another.
+            left = blocks.pop() if blocks else every
         if match := FOR.search(line):
             first, last, step = (known.get(match[i]) for i in (2, 3, 4))
             place = _place(ends[number], locations)
@@ -172,10 +173,8 @@ def read(text: str, grid: tuple[int, ...], arguments: dict[str, object]) -> Text
                 raise ValueError(
                     f"{where}: how often this loop runs is not known before the launch"
                 )
-            trips = np.maximum(0, -(-(last - first) // step)) + np.zeros_like(flat)
-            for taken in blocks:
-                trips = trips * taken if isinstance(taken, np.ndarray) else trips
-            inside = next((block for block in reversed(blocks) if isinstance(block, Loop)), None)
+            inside, taken = _around(blocks, every)
+            trips = np.maximum(0, -(-(last - first) // step)) * taken
             loops.append(Loop(trips, place, inside))
             known[match[1]] = first + step * (trips // 2)
             blocks.append(loops[-1])
@@ -183,23 +182,38 @@ def read(text: str, grid: tuple[int, ...], arguments: dict[str, object]) -> Text
         if match := DOT.search(line):
             passes = (2 if match[3] == "f32" else 1) * (3 if "tf32x3" in line else 1)
             own = 2.0 * int(match[1]) * int(match[2]) * int(match[5]) * passes
-            around = next((block for block in reversed(blocks) if isinstance(block, Loop)), None)
+            around, taken = _around(blocks, every)
             if around is None:
-                operations += own * programs
+                operations += own * programs * taken.mean()
             else:
-                around.operations += own
+                around.operations += own * taken.mean()
         elif match := RESULT.match(line):
             value = _value(match[2], known, ids, sizes)
             if value is not None:
                 known[match[1]] = value
         if re.search(r"\{\s*(loc\(.*\))?$", stripped) and not stripped.startswith("module"):
-            condition = known.get(match[1]) if (match := IF.search(line)) else None
-            if condition is not None:
-                blocks.append(condition + np.zeros_like(flat) != 0)
-            else:
-                blocks.append(~closed if isinstance(closed, np.ndarray) else None)
+            blocks.append(_taken(stripped, known, left, every))
     operations += sum(loop.operations * loop.total.mean() * programs for loop in loops)
     return Text(loops, operations)
+
+
+def _around(blocks: list, every: np.ndarray) -> tuple[Loop | None, np.ndarray]:
+    """The innermost loop, and which programs of the sample run what is in it here."""
+    taken = every
+    for block in reversed(blocks):
+        if isinstance(block, Loop):
+            return block, taken
+        taken = taken * block
+    return None, taken
+
+
+def _taken(line: str, known: dict, left: Loop | np.ndarray, every: np.ndarray) -> np.ndarray:
+    """Which programs of the sample run the block that the line opens; all where that is not known."""
+    if line.startswith("} else"):
+        return every if left is every else 1 - left
+    match = re.search(r"scf\.if (%[\w.$-]+)", line)
+    condition = known.get(match[1]) if match else None
+    return every if condition is None else (condition != 0).astype(np.int64) * every
 
 
 def _ends(lines: list[str]) -> dict[int, str]:
