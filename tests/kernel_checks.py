@@ -15,6 +15,12 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 GUARD_ROWS = 3
 BUDGET = {torch.float32: (1e-5, 1e-5), torch.float16: (2e-3, 2e-3), torch.bfloat16: (4e-3, 1e-2)}
 """Largest relative error of an output and of a gradient."""
+ROW_BUDGET = {torch.float32: (2e-5, 2e-5)}
+ROW_BUDGET |= {
+    dtype: (torch.finfo(dtype).eps, 2.5 * torch.finfo(dtype).eps) for dtype in (torch.float16, torch.bfloat16)
+}
+"""The same of each row for itself: a row of an output errs by half an eps at most when it is rounded, and as much before; of a
+gradient, a difference, by five such roundings. In units of eps, since float16 and bfloat16 have the same ones."""
 
 _on_processor = pytest.mark.skipif(not INTERPRETED, reason="Triton compiles for the GPU at hand, where the same test runs")
 _on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]

@@ -38,9 +38,6 @@ IN_THE_INTERPRETER += [(name, 98) for name in POSITION]
 
 
 BEING_MENDED = {
-    "kernelized efficient, elu1": 1.6,
-    "kernelized causal efficient, elu1": 4,
-    "taylorshift efficient": 1.2,
     "kernelized, joint mean": 5,
     "kernelized, joint sum": 3,
     "taylorshift, joint mean": 2,
