@@ -80,7 +80,7 @@ def candidates(row: Row, name: str, d: int) -> list[int]:
         return list(STAGES)
     if name == "num_warps":
         return [warps for warps in WARPS if value <= 2 * warps and warps <= 2 * value]
-    powers = [1 << power for power in range(3, 16)]
+    powers = [1 << power for power in range(16)]
     low, high = max(SMALLEST_BLOCK, value // BLOCK_REACH), max(value, min(LARGEST_BLOCK, value * BLOCK_REACH))
     return [power for power in powers if min(low, value) <= power <= high]
 
@@ -111,14 +111,25 @@ def descend(row: Row, d: int, seconds: Callable[[Row], float | None]) -> tuple[R
 
 
 def rows_of(table: Table, capability: str, kernel: str) -> list[Row]:
-    """The rows of a kernel that a GPU takes: its own, or those of the default section."""
-    return table.get(capability, {}).get(kernel) or table["default"].get(kernel, [])
+    """The rows of a kernel that a GPU takes: its own, and of the default section those wider than all of its own."""
+    own = table.get(capability, {}).get(kernel, [])
+
+    def is_held(row: Row) -> bool:
+        return any(
+            x["d"] >= row["d"] and x["e"] >= row["e"] and x["bits"] == row["bits"] for x in own
+        )
+
+    return own + [row for row in table["default"].get(kernel, []) if not is_held(row)]
 
 
 def key_of(table: Table, capability: str, kernel: str, d: int, e: int, bits: int) -> Key | None:
     """The row that serves these widths; see ``launch.launch_row``."""
-    fit = [row for row in rows_of(table, capability, kernel) if row["d"] >= d and row["e"] >= e and row["bits"] == bits]
-    return (kernel, *(min(fit, key=lambda row: (row["d"], row["e"]))[name] for name in HELD)) if fit else None
+    for rows in (table.get(capability, {}).get(kernel, []), table["default"].get(kernel, [])):
+        fit = [row for row in rows if row["d"] >= d and row["e"] >= e and row["bits"] == bits]
+        if fit:
+            least = min(fit, key=lambda row: (row["d"], row["e"]))
+            return (kernel, *(least[name] for name in HELD))
+    return None
 
 
 def all_keys(table: Table, capability: str) -> list[Key]:
@@ -177,6 +188,7 @@ def rows_asked(table: Table, capability: str) -> Iterator[list[Key]]:
         return given(kernel, d, e, dtype, device)
 
     with mock.patch.object(launch, "launch_row", ask), mock.patch.object(launch, "run", lambda *args, **meta: None):
+        launch.forget()
         yield keys
 
 
@@ -203,7 +215,11 @@ def replaced_row(table: Table, capability: str, key: Key, row: Row) -> Iterator[
         run(kernel, grid, *args, **meta)
 
     with mock.patch.object(launch, "launch_row", take), mock.patch.object(launch, "run", note):
-        yield launches
+        launch.forget()
+        try:
+            yield launches
+        finally:
+            launch.forget()
 
 
 def again(launched: Call) -> Call:

@@ -31,6 +31,11 @@ def _table() -> tuple[dict[str, dict[str, list[dict[str, int]]]], dict[tuple, tu
     return json.loads(TABLE.read_text()), {}, {}
 
 
+def forget() -> None:
+    """Read the table anew at the next launch: it was rewritten, or ``launch_row`` gives other rows."""
+    _table.cache_clear()
+
+
 @lru_cache(maxsize=64)
 def capability(device: torch.device) -> str | None:
     """Compute capability as "9.0"; None where the device is no GPU, or one that a fake tensor alone is on."""
