@@ -24,8 +24,8 @@ gpu-rehearsal: OUT ?= $(shell mktemp -d)
 gpu gpu-rehearsal: export PYTHONPATH := .$(if $(PYTHONPATH),:$(PYTHONPATH))
 gpu:
 	@$(PYTHON) -u -m visionattn.benchmark.gpu_run $(OUT) $(if $(ONLY),--only "$(ONLY)")
-gpu-rehearsal:
-	@$(PYTHON) -u -m visionattn.benchmark.gpu_run $(OUT) --rehearse $(if $(ONLY),--only "$(ONLY)")
+gpu-rehearsal: $(INSTALLED)
+	@$(RUN) -u -m visionattn.benchmark.gpu_run $(OUT) --rehearse $(if $(ONLY),--only "$(ONLY)")
 
 $(INSTALLED): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "visionattn needs Python 3.11 or newer; try make PYTHON=python3.12")'
