@@ -25,7 +25,7 @@ from visionattn.benchmark.cases import Case
 from visionattn.benchmark.gpu import rows
 from visionattn.benchmark.gpu_device import Gpu
 from visionattn.benchmark.gpu_figures import Figure
-from visionattn.benchmark.gpu_operations import FLEX_TOKENS, Bench, call_of, draw, flex_of
+from visionattn.benchmark.gpu_operations import Bench, call_of, draw, flex_of, takes_flex
 from visionattn.benchmark.gpu_timing import in_words
 from visionattn.benchmark.operations import function_of
 from visionattn.benchmark.options import pick_gpu
@@ -93,7 +93,7 @@ def works(bench: Bench, figures: Sequence[Figure], cases: Sequence[Case]) -> lis
         for name in (figure.case.name, figure.baseline)
     ]
     operations = [figure.case for figure in figures if figure.kind == "operation"]
-    softmax = [case for case in operations if case.size <= FLEX_TOKENS]
+    softmax = [case for case in operations if takes_flex(case, bench)]
     for figure in figures:
         if figure.kind == "crossover":
             operations += [replace(figure.case, form=form) for form in ("direct", "efficient")]

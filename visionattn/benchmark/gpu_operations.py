@@ -205,7 +205,12 @@ def flex_of(bench: Bench) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
 def softmax_baselines(case: Case, bench: Bench) -> dict[str, Callable[..., Tensor]]:
     """Softmax attention as PyTorch has it, by the column of the table; flex up to ``FLEX_TOKENS``."""
     found = {"SDPA": _sdpa, "Flash": _flash}
-    return found | ({"flex": flex_of(bench)} if case.size <= FLEX_TOKENS else {})
+    return found | ({"flex": flex_of(bench)} if takes_flex(case, bench) else {})
+
+
+def takes_flex(case: Case, bench: Bench) -> bool:
+    """Whether ``flex_attention`` is timed; on a processor, where a rehearsal runs, it has no gradient."""
+    return case.size <= FLEX_TOKENS and not (case.backward and bench.device.type == "cpu")
 
 
 def measure_operation(figure: Figure, bench: Bench) -> Result:
