@@ -325,7 +325,7 @@ def test_a_crossover_notes_where_auto_changes(monkeypatch):
     monkeypatch.setattr(gpu_operations, "check", lambda case, tensors, bench: ("ok", 0.0, []))
     monkeypatch.setattr(gpu_operations, "draw", lambda case, bench: {})
     monkeypatch.setattr(gpu_operations, "_direct_over_efficient", lambda case, n, batch, bench: n / (300 if batch > 2 else 500))
-    few, many = (lambda form, q, k, v, first=first: q.shape[2] >= first for first in (601, 351))
+    few, many = (lambda form, q, k, v, both, first=first: q.shape[2] >= first for first in (601, 351))
     monkeypatch.setattr(gpu_operations, "takes_efficient_kernels", lambda *x: (many if len(x[1]) > 2 else few)(*x))
     figure = next(figure for figure in all_figures() if figure.kind == "crossover")
     result = gpu_operations.measure_crossover(figure, bench())

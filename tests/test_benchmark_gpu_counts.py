@@ -9,6 +9,7 @@ from visionattn.benchmark import gpu_counts, gpu_expected
 from visionattn.benchmark.cases import Case
 from visionattn.benchmark.gpu_counts import H100, H200, Gpu, Launch
 from visionattn.benchmark.gpu_figures import WITHOUT_GRAPH, Bound, Figure, all_figures
+from visionattn.benchmark.gpu_operations import auto_crossing
 
 GPU = Gpu(
     "small", multiprocessors=10, clock_hertz=1e9, bytes_per_second=1e12, operations_per_second=1e13
@@ -83,6 +84,23 @@ def test_every_mark_of_the_table_is_expected_to_come_to_something():
         ]
         assert set(known) <= {"GiB", "x memory", WITHOUT_GRAPH}, figure
         assert 1e-5 < found.seconds < 1, figure
+
+
+@pytest.mark.parametrize(
+    "figure", [x for x in all_figures() if x.kind == "crossover"], ids=lambda x: x.size
+)
+def test_auto_changes_its_form_where_counts_expect_it(figure):
+    (expected,) = gpu_expected.expected(figure).values
+    heads = figure.case.heads
+    changes = auto_crossing(figure.case, lambda n: max(1, gpu_counts.FILLED_TOKENS // (n * heads)))
+    assert changes == pytest.approx(expected, rel=0.3)
+
+
+@pytest.mark.parametrize(("width", "heads"), [(16, 6), (32, 6), (64, 6), (64, 384)])
+def test_with_gradients_auto_changes_earlier(width, heads):
+    case = Case("operation", "taylorshift", 1, width, heads=heads)
+    forward = auto_crossing(case, lambda n: 1)
+    assert auto_crossing(replace(case, backward=True), lambda n: 1) < forward
 
 
 def test_more_bytes_in_a_second_make_nothing_slower():

@@ -342,7 +342,7 @@ def auto_crossing(case: Case, batch_of: Callable[[int], int]) -> int:
     def efficient(tokens: int) -> bool:
         shape = (batch_of(tokens), case.heads, tokens, case.width)
         q, k, v = torch.empty(3, *shape, dtype=case.torch_dtype, device="meta")
-        return takes_efficient_kernels("auto", q, k, v)
+        return takes_efficient_kernels("auto", q, k, v, case.backward)
 
     return bisect_left(range(1, LONGEST), True, key=efficient) + 1
 

@@ -13,10 +13,12 @@ from visionattn.ops.sums import no_double_backward, tokens_first
 from visionattn.ops.triton.geometry import place_from
 
 TILE = 16
-EFFICIENT_COSTS_MORE = 4 / 3
-LAUNCHES_COST = 2e9
-"""How much longer a multiply-add of the efficient kernels takes than one of the direct ones, and what their four launches more
-take, in multiply-adds (some ten microseconds): guesses, to be measured on a GPU."""
+FORWARD_COSTS = 1.25, 1e8
+BOTH_COST = 1.05, 0.0
+"""Of the efficient kernels forward, and forward and backward: how much longer a multiply-add takes
+than one of the direct ones, and what few heads, which do not fill a GPU, lose beside that, in
+multiply-adds. They are fitted to counted times (docs/kernels-count.md, "Which form"); no GPU has
+measured them."""
 
 
 def tile_features(d: int) -> int:
@@ -25,14 +27,21 @@ def tile_features(d: int) -> int:
     return tiles * (tiles + 1) // 2 * TILE**2
 
 
-def takes_efficient_kernels(form: str, q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether the efficient form runs: named, or by "auto" where it costs less by its products and launches."""
+def takes_efficient_kernels(
+    form: str, q: Tensor, k: Tensor, v: Tensor, gradients: bool = False
+) -> bool:
+    """Whether the efficient form runs: named, or by "auto" where it is expected to take less time.
+
+    Args:
+        gradients: a backward pass follows, or this is one.
+    """
     if form != "auto":
         return form == "efficient"
     (batch, heads, n, d), m, e = q.shape, k.shape[2], v.shape[3]
     direct = batch * heads * n * m * (d + e)
     efficient = batch * heads * (n + m) * (tile_features(d) * e + d * (d + e))
-    return EFFICIENT_COSTS_MORE * efficient + LAUNCHES_COST < direct
+    more, fixed = BOTH_COST if gradients else FORWARD_COSTS
+    return more * efficient + fixed < direct
 
 
 def _of_unit_length(q: Tensor, k: Tensor, temperature: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -140,7 +149,7 @@ def taylor_mean_backward(
     """Gradients of ``taylor_mean`` with respect to q, k, v, in their dtype, temperature and table (empty without one)."""
     coefficients, normalised = (a, b, c), temperature is not None
     length = temperature.float() if normalised else None
-    if takes_efficient_kernels(form, q, k, v):
+    if takes_efficient_kernels(form, q, k, v, gradients=True):
         from visionattn.ops.triton import taylor_efficient, taylor_efficient_backward
 
         state = taylor_efficient.State(features, moments)

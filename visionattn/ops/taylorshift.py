@@ -96,7 +96,8 @@ def _with_kernels(
 ) -> Tensor:
     """What ``taylorshift_attention`` returns, by one operator of GPU kernels."""
     if form == "auto" and not torch.compiler.is_compiling():  # the state of a named form is kept; a compiler sees one operator
-        form = "efficient" if takes_efficient_kernels(form, q, k, v) else "direct"
+        gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        form = "efficient" if takes_efficient_kernels(form, q, k, v, gradients) else "direct"
     value = drop_values(v.float(), value_drop, generator).to(v.dtype) if value_drop else v
     table = None if relative is None else relative.table
     out = taylor_mean(q, k, value, temperature, key_mask, table, *coefficients, form, place_of(relative))[0]
