@@ -159,6 +159,11 @@ def taylor_efficient_gradient(
         p_next = p_state + following * (D * E)
         b_next = state_of(p_next, following + o_fc, o_fe, o_d, D, E, BLOCK_D, BLOCK_E, BLOCK_F)
         b_dx += tl.dot(left_features(b_column, b_y), b_state, input_precision=PRECISION)
+        if LENGTH == 0 and b_y.dtype != tl.float32:
+            # What rounding takes from the products: with a length, less of their error stays.
+            b_low = left_features(b_column.to(tl.float32), b_y.to(tl.float32))
+            b_low -= left_features(b_column, b_y).to(tl.float32)
+            b_dx += tl.dot(b_low.to(b_y.dtype), b_state)
         b_column, b_state = b_next_column, b_next
     # Rows and their factors again, and addresses from the first row of the block on: then the loop
     # keeps registers for neither.
@@ -242,13 +247,14 @@ def _gradient_of(
     """
     (batch, heads, tokens, d), e = x.shape, y.shape[3]
     options = launch.launch_row("taylor efficient gradient", d, e, x.dtype, x.device)
-    dx, blocks = (
-        launch.tokens_first(x, batch, heads, tokens, d),
-        triton.cdiv(tokens, options["BLOCK_N"]),
-    )
+    kind = length_kind(length)
+    if kind == 0 and x.dtype != torch.float32:  # the second product of low parts takes registers
+        smaller = dict(BLOCK_N=min(64, options["BLOCK_N"])) if e > 64 else dict(BLOCK_F=64)
+        options = options | smaller
     x, y = launch.readable(x), launch.readable(y)
     out, mass = (y, state.moments) if divided is None else (launch.readable(divided[0]), divided[1])
-    kind = length_kind(length)
+    dx = launch.tokens_first(x, batch, heads, tokens, d)
+    blocks = triton.cdiv(tokens, options["BLOCK_N"])
     z = mass.new_empty(0 if divided is None else mass.shape)
     d_length = mass.new_empty(batch, heads, tokens if kind == 2 else 0)
     launch.run(
