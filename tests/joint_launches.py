@@ -32,7 +32,7 @@ def both_passes(
         content = joint.FromSums(torch.empty(1, heads, tokens, e, **on), torch.empty(1, heads, tokens, **on))
     joint.joint_means(q, table, v, content, place, out, mass)
     if backward:
-        joint_backward(grad, out, mass, q, table, v, None, place, torch.empty_like(q), torch.empty_like(v))
+        joint_backward(grad, out, mass, q, table, v, place, torch.empty_like(q), torch.empty_like(v))
 
 
 CASES = {

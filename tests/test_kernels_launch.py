@@ -48,6 +48,7 @@ ROWS = [
 
 
 WITHOUT_PRODUCTS = (
+    "joint far sums",
     "joint scan",
     "kernelized sum and prefix",
     "sums of parts",

@@ -103,7 +103,7 @@ def kernel_mean_backward(
         return dq, dk, dv, mass.new_empty(0)
     from visionattn.ops.triton import joint_backward
 
-    d_table = joint_backward.joint_backward(grad, out, mass, q, table, v, None, place_from(place), dq, dv)
+    d_table = joint_backward.joint_backward(grad, out, mass, q, table, v, place_from(place), dq, dv)
     return dq, dk, dv, d_table.to(table.dtype)
 
 

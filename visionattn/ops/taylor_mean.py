@@ -176,7 +176,7 @@ def taylor_mean_backward(
         from visionattn.ops.triton import joint_backward
 
         own = place_from(place)
-        d_table = joint_backward.joint_backward(grad, out, mass, q, table, v, None, own, dq, dv).to(table.dtype)
+        d_table = joint_backward.joint_backward(grad, out, mass, q, table, v, own, dq, dv).to(table.dtype)
     return dq, dk, dv, d_temperature, d_table
 
 

@@ -45,86 +45,6 @@ class FromSums(NamedTuple):
 
 
 @triton.jit
-def _weights_of_classes(
-    b_q,
-    p_table,
-    o_y,
-    o_x,
-    height,
-    width,
-    row_scale,
-    unit,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    HORIZON_Y: tl.constexpr,
-    HORIZON_X: tl.constexpr,
-    MEAN: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Weights ``[N, C]`` of all classes and their mass ``[N]``, float32, of queries ``b_q [N, D]``.
-
-    ``o_y`` is their row, a number or ``[N, 1]``, and ``o_x [N, 1]`` their column.
-    """
-    COLUMNS: tl.constexpr = 2 * HORIZON_X + 1
-    o_d, o_c = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_C)
-    m_d, m_c = o_d < D, o_c < (2 * HORIZON_Y + 1) * COLUMNS
-    b_table = tl.load(p_table + o_c[None, :] * D + o_d[:, None], mask=m_c[None, :] & m_d[:, None], other=0)  # [D, C]
-    b_phi = tl.where(m_d[None, :], phi(b_q, "elu1"), 0)
-    b_w = tl.dot(b_phi.to(b_q.dtype), b_table.to(b_q.dtype), input_precision=PRECISION)
-    b_rows = axis_keys((o_c // COLUMNS)[None, :], o_y, height, HORIZON_Y)
-    b_columns = axis_keys((o_c % COLUMNS)[None, :], o_x, width, HORIZON_X)
-    m_w = m_c[None, :] & (b_rows * b_columns > 0)
-    if MEAN:
-        b_mass = tl.sum(tl.where(m_w, b_w, 0), 1)
-        b_w = tl.where(m_w, b_w / tl.where(m_w, b_columns, 1), 0)
-    else:
-        b_w = tl.where(m_w, b_w * b_rows * row_scale, 0)
-        b_mass = tl.sum(b_w * b_columns, 1) * unit
-    return b_w, b_mass
-
-
-@kernel
-def _class_weights(
-    p_q,
-    p_table,
-    p_weights,
-    heads,
-    height,
-    width,
-    prefix,
-    blocks,
-    table_octets,
-    row_scale,
-    q_batch,
-    q_head,
-    q_token,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    HORIZON_Y: tl.constexpr,
-    HORIZON_X: tl.constexpr,
-    PADDED: tl.constexpr,
-    MEAN: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Weights of all classes for one block of patches."""
-    i_block, i_group = tl.program_id(0) % blocks, tl.program_id(0) // blocks
-    i_batch, i_head = i_group // heads, i_group % heads
-    o_n, o_d, o_c = i_block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_C)
-    m_n = o_n < height * width
-    p_q = head(p_q, i_batch, i_head, q_batch, q_head)
-    b_q = tl.load(rows(p_q, prefix + o_n, q_token, o_d), mask=m_n[:, None] & (o_d < D)[None, :], other=0)  # [N, D]
-    b_w, _ = _weights_of_classes(
-        b_q, p_table + i_head * table_octets * 8, (o_n // width)[:, None], (o_n % width)[:, None], height, width, row_scale, 1.0,
-        D, BLOCK_D, BLOCK_C, HORIZON_Y, HORIZON_X, MEAN, PRECISION,
-    )  # fmt: skip
-    p_weights += (i_group.to(tl.int64) * height * width + o_n)[:, None] * PADDED + o_c[None, :]
-    tl.store(p_weights, b_w.to(p_weights.dtype.element_ty), mask=m_n[:, None] & (o_c < PADDED)[None, :])
-
-
-@triton.jit
 def _elu1(x):
     """``phi(x, "elu1")`` that is 0 below some -87: to hold what is smaller ``exp`` takes three more instructions."""
     x = x.to(tl.float32)
@@ -404,35 +324,6 @@ def _joint_means(
         b_out = tl.reshape(b_sum, [BLOCK_Q, BLOCK_E]) * b_inverse[:, None]
         tl.store(rows(p_out, o_token, out_token, o_e), b_out.to(p_out.dtype.element_ty), mask=m_out)
         tl.store(p_mass + o_token, b_mass, mask=o_x < tl.where(i_share == 0, width, 0))
-
-
-def class_weights(q: Tensor, table: Tensor, place: Place) -> Tensor:
-    """Weights ``[B, h, H*W, C padded]`` in the dtype of q, row by row of the table.
-
-    They are in the units above, for ``joint_backward`` alone; the padding holds nothing of meaning.
-
-    Args:
-        q: ``[B, h, N, d]`` as given to the attention, the prefix in front.
-        table: ``[h or 1, 2Ry+1, 2Rx+1, d]``, float32, non-negative.
-    """
-    batch, heads, _, d = q.shape
-    patches, row = place.height * place.width, launch.launch_row("joint weights", d, place.padded_classes, q.dtype, q.device)
-    weights = q.new_empty(batch, heads, patches, place.padded_classes)
-    q, table, blocks = launch.readable(q), table.contiguous(), triton.cdiv(patches, row["BLOCK_N"])
-    launch.run(
-        _class_weights,
-        (blocks * batch * heads,),
-        *(q, table, weights, heads, place.height, place.width, place.prefix, blocks),
-        *(table.stride(0) // launch.OCTET if table.shape[0] > 1 else 0, place.row_scale, *launch.octets(q)),
-        **row,
-        **place.horizons(),
-        D=d,
-        BLOCK_D=launch.block(d),
-        BLOCK_C=launch.block(place.padded_classes),
-        MEAN=place.mean,
-        PRECISION=launch.precision(q.dtype),
-    )
-    return weights
 
 
 def _row_of_means(d: int, e: int, dtype: torch.dtype, device: torch.device, place: Place) -> dict[str, int]:

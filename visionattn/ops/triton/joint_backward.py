@@ -13,7 +13,6 @@ import triton.language as tl
 from torch import Tensor
 
 from visionattn.ops.triton import launch
-from visionattn.ops.triton.joint import class_weights
 from visionattn.ops.triton.joint_lines import axis_keys, far_keys, line_and_remainders_at, lines_of, power_of_two
 from visionattn.ops.triton.joint_place import Place
 from visionattn.ops.triton.joint_values_backward import values_backward
@@ -264,7 +263,6 @@ def joint_backward(
     q: Tensor,
     table: Tensor,
     v: Tensor,
-    weights: Tensor | None,
     place: Place,
     dq: Tensor,
     dv: Tensor,
@@ -276,13 +274,10 @@ def joint_backward(
         mass: ``[B, h, N]``, float32, contiguous, as ``joint_means`` writes it.
         q, v: ``[B, h, N, d]`` and ``[B, h, N, e]`` as given to the attention.
         table: ``[h or 1, 2Ry+1, 2Rx+1, d]``, float32.
-        weights: of ``class_weights``; None makes them again.
         dq, dv: like q and v, readable by kernels, filled by the content's backward pass.
     """
     grad, out, q, v = (launch.readable(x) for x in (grad, out, q, v))
     table = table.contiguous()
     d_table = _to_queries_and_table(_weight_gradients(grad, out, mass, v, place), q, table, place, dq)
-    if weights is None:
-        weights = class_weights(q, table, place)
-    values_backward(weights, grad, mass, place, dv)
+    values_backward(q, table, grad, mass, place, dv)
     return d_table

@@ -12,7 +12,6 @@ Beyond the tile's keys every key is of the outermost column class, as beside >= 
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -29,16 +28,6 @@ def axis_keys(o_class, o_place, length, HORIZON: tl.constexpr):
     window = ((o_key >= 0) & (o_key < length)).to(tl.int32)
     count = tl.where(o_class == 0, tl.maximum(o_key + 1, 0), window)
     return tl.where(o_class == 2 * HORIZON, tl.maximum(length - o_key, 0), count).to(tl.float32)
-
-
-@triton.jit
-def pair_weights(p_weights, o_i, m_i, o_j, PADDED: tl.constexpr, HORIZON_X: tl.constexpr):
-    """Weights ``[queries, keys]`` of one line for columns ``o_i`` and ``o_j`` of a row; any key column, 0 for masked queries.
-
-    ``p_weights`` is the address of the first class of the line, of the first query of the row.
-    """
-    o_class = tl.minimum(tl.maximum(o_j[None, :] - o_i[:, None], -HORIZON_X), HORIZON_X) + HORIZON_X
-    return tl.load(p_weights + o_i[:, None] * PADDED + o_class, mask=m_i[:, None], other=0)
 
 
 @triton.jit
@@ -103,9 +92,8 @@ def _scan_of_columns(
     BLOCK_E: tl.constexpr,
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
-    MEANS: tl.constexpr,
 ):
-    """Scan ``COLUMNS`` columns from ``first`` on, from the top (side 0) or from the bottom (side 1), into ``p_out``.
+    """Means of rows of ``COLUMNS`` columns from ``first`` on, from the top (side 0) or from the bottom (side 1), into ``p_out``.
 
     Strides are in elements. A thread adds up its own columns, so that no sum leaves its registers.
     """
@@ -125,8 +113,7 @@ def _scan_of_columns(
             y = tl.where(i_side == 0, start + step, height - 1 - start - step).to(tl.int64)
             m_row = m_columns & (o_e < tl.where(start + step < height, E, 0))[None, :]
             b_sum += b_rows[step].to(tl.float32)
-            b_out = b_sum * (1.0 / (start + step + 1)) if MEANS else b_sum
-            tl.store(p_out + y * out_row, b_out.to(p_out.dtype.element_ty), mask=m_row)
+            tl.store(p_out + y * out_row, (b_sum * (1.0 / (start + step + 1))).to(p_out.dtype.element_ty), mask=m_row)
 
 
 @kernel
@@ -158,7 +145,7 @@ def _joint_means_of_rows(
         p_means += (i_side.to(tl.int64) * groups + i_group) * height * width * E
         _scan_of_columns(
             p_v, p_means, i_side, height, i_block * COLUMNS, width, width.to(tl.int64) * v_token * 8, v_token * 8, width * E,
-            E, BLOCK_E, COLUMNS, ROWS, True,
+            E, BLOCK_E, COLUMNS, ROWS,
         )  # fmt: skip
     else:
         columns = 2 * tiles
@@ -166,31 +153,8 @@ def _joint_means_of_rows(
         p_out = p_remainders + (1 + i_side.to(tl.int64)) * groups * height * columns * E
         _scan_of_columns(
             p_remainders, p_out, i_side, height, (i_block - blocks) * COLUMNS, columns, columns * E, E, columns * E,
-            E, BLOCK_E, COLUMNS, ROWS, True,
+            E, BLOCK_E, COLUMNS, ROWS,
         )  # fmt: skip
-
-
-@kernel
-def _joint_sums_of_rows(
-    p_x,
-    p_out,
-    groups,
-    height,
-    width,
-    blocks,
-    E: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """Sums of rows from the top of the first half of ``x`` (side 0), or from the bottom of the second (side 1)."""
-    i_side, i_block = tl.program_id(0) % 2, tl.program_id(0) // 2 % blocks
-    i_group = tl.program_id(0) // 2 // blocks
-    o_head = (i_side.to(tl.int64) * groups + i_group) * height * width * E
-    _scan_of_columns(
-        p_x + o_head, p_out + o_head, i_side, height, i_block * COLUMNS, width, width * E, E, width * E,
-        E, BLOCK_E, COLUMNS, ROWS, False,
-    )  # fmt: skip
 
 
 @triton.jit
@@ -249,22 +213,6 @@ def _joint_row_remainders(
         m_out = ((o_i < TILES) & (start + o_i < tiles))[:, None] & (o_e < E)[None, :]
         p_out = p_remainders + o_tile[:, None] * 2 * E + o_e[None, :]
         tl.store(p_out, b_sums.to(p_remainders.dtype.element_ty), mask=m_out)
-
-
-def sums_of_rows(x: Tensor) -> Tensor:
-    """Of ``x [2, B, h, H, W, e]``, contiguous: the sums of rows 0 to y of the first, and of rows y to H - 1 of the second."""
-    _, batch, heads, height, width, e = x.shape
-    out, row = torch.empty_like(x), launch.launch_row("joint scan", 0, e, x.dtype, x.device)
-    blocks = triton.cdiv(width, row["COLUMNS"])
-    launch.run(
-        _joint_sums_of_rows,
-        (2 * blocks * batch * heads,),
-        *(x, out, batch * heads, height, width, blocks),
-        **row,
-        E=e,
-        BLOCK_E=launch.block(e),
-    )
-    return out
 
 
 class Lines(NamedTuple):
