@@ -8,15 +8,14 @@ import torch
 def both_passes(tokens: int, d: int, e: int, dtype: torch.dtype, masked: bool = False, batch: int = 1, heads: int = 6) -> None:
     """Every launch of one forward and backward pass, of q, k and v that lie in one projection of width ``heads * d``."""
     from visionattn.ops.triton import kernelized
-    from visionattn.ops.triton.kernelized_state import Prefix, state_of_keys
+    from visionattn.ops.triton.kernelized_state import state_of_keys
 
     on = dict(device="meta")
     q, k = torch.empty(batch, tokens, 2, heads, d, dtype=dtype, **on).permute(2, 0, 3, 1, 4)
     v, grad, out = (torch.empty(batch, tokens, heads, e, dtype=dtype, **on).transpose(1, 2) for _ in range(3))
     mask = torch.empty(batch, tokens, dtype=torch.bool, **on) if masked else None
     mass = torch.empty(batch, heads, tokens, **on)
-    state_of_keys(k, v, mask, "elu1")
-    state = state_of_keys(k, v, mask, "elu1", Prefix(q, out, mass, min(tokens, 5)))
+    state = state_of_keys(k, v, mask, "elu1")
     kernelized.means(q, state, "elu1", out, mass)
     for alone in (True, False):
         _, d_state = kernelized.queries_backward(grad, out, mass, q, state, "elu1", tokens, alone)

@@ -6,8 +6,10 @@ from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
 from kernels import sass, trips
+from kernels.branches import shares_of_programs
 from kernels.occupancy import Use, programs_per_multiprocessor
 from kernels.record import merge, worse
 
@@ -140,6 +142,42 @@ def test_a_loop_in_a_branch_runs_in_the_programs_that_take_it():
         x.total.tolist() for x in trips.read(text, (5,), {"tokens": 100, "segment": 20}).loops[::2]
     ]
     assert (taken, other) == ([0, 0, 0, 2, 0], [2, 2, 2, 0, 2])
+
+
+BRANCHES = """
+	//## File "/a/kernel.py", line 6
+        /*0000*/                   S2R R0, SR_CTAID.X ;
+        /*0010*/               @P0 BRA `(.L_x_2) ;
+        /*0020*/                   LDG.E R4, desc[UR4][R2.64] ;
+        /*0030*/              @!P2 BRA `(.L_x_1) ;
+.L_x_0:
+        /*0040*/                   STG.E desc[UR4][R2.64], R8 ;
+	//## File "/a/kernel.py", line 7
+        /*0050*/               @P1 BRA `(.L_x_0) ;
+.L_x_1:
+        /*0060*/                   STG.E desc[UR4][R2.64], R8 ;
+        /*0070*/                   BRA `(.L_x_4) ;
+.L_x_2:
+        /*0080*/                   LDG.E R4, desc[UR4][R2.64] ;
+.L_x_3:
+        /*0090*/                   STG.E desc[UR4][R2.64], R8 ;
+	//## File "/a/kernel.py", line 9
+        /*00a0*/                   BRA.U UP1, `(.L_x_3) ;
+.L_x_4:
+        /*00b0*/                   EXIT ;
+.L_x_5:
+        /*00c0*/                   BRA `(.L_x_5);
+"""
+
+
+def test_code_that_a_branch_alone_leads_to_runs_in_the_programs_of_its_loop():
+    code = sass.instructions(BRANCHES)
+    taken = np.array([1, 0, 0, 0])
+    meant = [
+        trips.Loop(7 * x, ("/a/kernel.py", line), None, x) for x, line in ((taken, 7), (1 - taken, 9))
+    ]
+    shares = shares_of_programs(code, sass.loops(code), meant)
+    assert [shares[x.address] for x in code] == [1, 1, *[0.25] * 6, *[0.75] * 3, 1]
 
 
 def test_loops_are_those_of_the_source_by_line_or_by_order_and_waiting_is_none():

@@ -25,6 +25,8 @@ CASES = {
     "horizon 10 along rows": dict(grid=(1, 65), horizons=(1, 10)),
     "a block of tiles and a part of one": dict(grid=(3, 75), d=8, e=8),
     "more rows than a chunk, and far queries on both sides": dict(grid=(16, 26), horizons=(2, 1), mean=False, d=8, e=8),
+    "blocks of rows and a part of one": dict(grid=(131, 3), prefix=1, d=8, e=8),
+    "rows of several tiles in blocks": dict(grid=(66, 33), prefix=0, d=8, e=16),
 }
 
 
@@ -196,15 +198,15 @@ def test_no_kernel_spills_and_shared_memory_is_enough(compiled, capability):
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_products_run_on_the_matrix_units(compiled, capability):
-    without = {"_joint_means_of_rows", "_joint_far_sums"}
+    without = {"_joint_far_sums"}
     for case, kernels in compiled.items():
         for kernel in kernels[str(capability)]:
             assert bool(kernel["matrix"]) == (kernel["kernel"] not in without), (case, kernel)
 
 
 def test_no_grid_compiles_anything_again():
-    kernels = ["_joint_shares", "_joint_means", "_joint_means_of_rows", "_weights_backward"]
+    kernels = ["_joint_shares", "_joint_means", "_joint_means_of_remainders", "_weights_backward"]
     kernels += ["_queries_and_table_backward", "_joint_far_queries", "_joint_far_sums"]
     kernels += ["_joint_rows_below_backward", "_joint_values_backward"]
     # Remainders are those of the tiles of the forward pass and of the larger ones of the backward pass.
-    assert keys_in_fresh_process("joint_launches") == {"bfloat16": dict.fromkeys(kernels, 1) | {"_joint_row_remainders": 2}}
+    assert keys_in_fresh_process("joint_launches") == {"bfloat16": dict.fromkeys(kernels, 1) | {"_joint_lines": 2}}

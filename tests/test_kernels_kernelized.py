@@ -10,18 +10,16 @@ from kernel_launches import SHARED_BYTES, compiled_in_fresh_process, keys_in_fre
 from oracles import draw
 from torch import Tensor
 
-from visionattn.layout import Grid, TokenLayout
 from visionattn.ops import reference
 
 KERNELS = (
     "_kernelized_state",
     "_sums_of_parts",
-    "_kernelized_sum_and_prefix",
     "_kernelized_means",
     "_kernelized_queries_backward",
     "_kernelized_keys_backward",
 )
-WITHOUT_PRODUCTS = KERNELS[1:3]
+WITHOUT_PRODUCTS = ("_sums_of_parts",)
 poisoned = pytest.fixture(autouse=True)(poisoned_memory)
 
 
@@ -129,25 +127,6 @@ def test_gradients_of_queries_are_the_same_from_the_mean_that_was_kept(device, d
 
 
 @every_place
-@pytest.mark.parametrize("parts", [1, 19])
-@pytest.mark.parametrize("tokens", [1, 5])
-def test_the_prefix_has_its_means_from_the_launch_that_adds_the_parts(device, dtype, tokens, parts, monkeypatch):
-    from visionattn.ops.triton import launch
-    from visionattn.ops.triton.kernelized_state import Prefix, state_of_keys
-
-    q, k, v, _ = inputs(device, dtype, 2, 3, 20, 77, 24, 40).values()
-    monkeypatch.setattr(launch, "segments", lambda *args: parts)
-    out, mass = launch.tokens_first(v, 2, 3, 20, 40).fill_(7), q.new_full((2, 3, 20), 7, dtype=torch.float32)
-    state = state_of_keys(k, v, None, "elu1", Prefix(q, out, mass, tokens))
-    wanted = reference.kernelized_attention(*(x.double().cpu() for x in (q, k, v)))[:, :, :tokens]
-    assert_within_budget({"out": out[:, :, :tokens]}, {"out": wanted}, dtype)
-    phi_q, phi_k = (reference.elu1(x.double().cpu()) for x in (q[:, :, :tokens], k))
-    assert relative_error(mass[:, :, :tokens], (phi_q @ phi_k.mT).mean(3)) < 1e-6
-    assert relative_error(state, state_of_keys(k, v, None, "elu1")) < 1e-6
-    assert (out[:, :, tokens:] == 7).all() and (mass[:, :, tokens:] == 7).all()
-
-
-@every_place
 def test_many_segments_give_the_sums_of_one(device, dtype, monkeypatch):
     from visionattn.ops.triton import launch
 
@@ -157,21 +136,15 @@ def test_many_segments_give_the_sums_of_one(device, dtype, monkeypatch):
     assert_within_budget(with_kernels(**tensors, **options), by_definition(**tensors, **options), dtype)
 
 
-@pytest.mark.parametrize("position", [False, True])
-def test_a_layer_launches_its_state_the_sum_and_the_means_once_each(position, monkeypatch):
-    """With relative position the sum has the prefix too, and no launch of content follows."""
-    from visionattn.ops import Joint, kernelized_attention
+def test_a_layer_launches_its_state_the_sum_and_the_means_once_each(monkeypatch):
+    from visionattn.ops import kernelized_attention
     from visionattn.ops.triton import launch
 
     names = []
     monkeypatch.setattr(launch, "segments", lambda *args: 4)
     monkeypatch.setattr(launch, "run", lambda kernel, *args, **meta: names.append(kernel.__name__))
-    q, k, v = (torch.empty(1, 2, 46, 16) for _ in range(3))
-    relative = Joint(torch.ones(2, 3, 3, 16), TokenLayout(1, Grid(5, 9))) if position else None
-    kernelized_attention(q, k, v, relative=relative, impl="triton")
-    wanted = ["_kernelized_state", "_kernelized_sum_and_prefix" if position else "_sums_of_parts"]
-    wanted += [] if position else ["_kernelized_means"]
-    assert [name for name in names if name in KERNELS] == wanted
+    kernelized_attention(*(torch.empty(1, 2, 46, 16) for _ in range(3)), impl="triton")
+    assert names == ["_kernelized_state", "_sums_of_parts", "_kernelized_means"]
 
 
 @pytest.fixture(scope="module")

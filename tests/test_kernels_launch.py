@@ -49,8 +49,6 @@ ROWS = [
 
 WITHOUT_PRODUCTS = (
     "joint far sums",
-    "joint scan",
-    "kernelized sum and prefix",
     "sums of parts",
     "taylor efficient state",
     "unit",
@@ -63,6 +61,8 @@ def test_rows_hold_what_a_gpu_can_run(kernel, row):
     assert row["bits"] in (16, 32) and row["num_warps"] in (1, 2, 4, 8, 16) and 1 <= row.get("num_stages", 1) <= 4
     blocks = {name: size for name, size in row.items() if name.startswith("BLOCK")}
     assert all(size & (size - 1) == 0 for size in blocks.values()), f"{kernel}: {blocks} are no powers of two"
+    if kernel == "kernelized sum and remainders":  # its sums and the few tokens of a prefix take no product
+        blocks = {name: size for name, size in blocks.items() if name not in ("BLOCK_P", "BLOCK_E", "BLOCK_N")}
     products = kernel not in WITHOUT_PRODUCTS
     assert not products or (blocks and min(blocks.values()) >= 16), f"{kernel}: a product wants 16 at least, got {blocks}"
 

@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 from kernel_launches import Launch
 from kernels import sass, trips
+from kernels.branches import shares_of_programs
 from kernels.occupancy import Use, programs_per_multiprocessor
 
 
@@ -206,9 +207,12 @@ def times_run(
     """How often each instruction runs in a program, by address, the mean over programs.
 
     A loop of the machine code is that of the source whose ``for`` its branch back carries. Where
-    ptxas has unrolled one, or made several of one, each takes its share of the trips.
+    ptxas has unrolled one, or made several of one, each takes its share of the trips. Code outside
+    of loops runs in the programs that come to it.
     """
-    runs = {x.address: 1.0 for x in code}
+    shares_of_code = shares_of_programs(code, loops, text.loops)
+    looped = {x.address for x in code if any(x in loop for loop in loops)}
+    runs = {x.address: 1.0 if x.address in looped else shares_of_code[x.address] for x in code}
     per_line = loop_markers(ptx)
     for place in dict.fromkeys(loop.place for loop in loops):
         own = [loop for loop in loops if loop.place == place]

@@ -14,7 +14,7 @@ from tempfile import NamedTemporaryFile
 
 FILE_LINE = re.compile(r'//## File "(.*)", line (\d+)')
 LABEL = re.compile(r"^(\.L_\w+):")
-INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ )?\s*([A-Z][\w.]*)(.*);")
+INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+ )?\s*([A-Z][\w.]*)(.*);")
 BRANCH = re.compile(r"`\((\.L_\w+)\)")
 MATRIX = re.compile(r"(HMMA|HGMMA|QGMMA|IGMMA|DMMA|UTC\w*MMA)\b")
 ASKED_BEFORE = 6
@@ -36,6 +36,8 @@ class Instruction:
     """File and line of the source, ("", 0) where there is none."""
     target: int | None = None
     """The address that a branch jumps to."""
+    conditional: bool = False
+    """Whether a thread may leave it out: it has a predicate."""
 
     @property
     def is_matrix(self) -> bool:
@@ -128,9 +130,11 @@ def instructions(text: str) -> list[Instruction]:
             address = int(match[1], 16)
             labels |= dict.fromkeys(waiting, address)
             waiting = []
-            jump = BRANCH.search(match[3]) if match[2].startswith("BRA") else None
-            found.append((address, match[2], place, jump and jump[1]))
-    resolved = [Instruction(a, opcode, where, labels.get(jump)) for a, opcode, where, jump in found]
+            jump = BRANCH.search(match[4]) if match[3].startswith("BRA") else None
+            # A uniform branch has its predicate behind its name.
+            conditional = bool(match[2] or (jump and re.match(r"\s*!?U?P\w", match[4])))
+            found.append((address, match[3], place, jump and jump[1], conditional))
+    resolved = [Instruction(*first, labels.get(jump), may) for *first, jump, may in found]
     # Behind the code there is a branch to itself, and padding.
     end = next((i for i, x in enumerate(resolved) if x.target == x.address), len(resolved))
     return resolved[:end]

@@ -31,6 +31,8 @@ class Loop:
     place: tuple[str, int]
     """File and line of the ``for``."""
     inside: "Loop | None"
+    taken: np.ndarray
+    """For each program of the sample, 1 where it comes to the loop at all, else 0."""
     operations: float = 0.0
     """Of its products in one trip, a multiply and an add being two, without those of loops within
     it."""
@@ -175,7 +177,8 @@ def read(text: str, grid: tuple[int, ...], arguments: dict[str, object]) -> Text
                 )
             inside, taken = _around(blocks, every)
             trips = np.maximum(0, -(-(last - first) // step)) * taken
-            loops.append(Loop(trips, place, inside))
+            everywhere = taken if inside is None else taken * inside.taken
+            loops.append(Loop(trips, place, inside, everywhere))
             known[match[1]] = first + step * (trips // 2)
             blocks.append(loops[-1])
             continue

@@ -132,8 +132,7 @@ def _check_table(name: str, table: Tensor, q: Tensor, *, sides: int, signed: boo
         shape = ", ".join(["h or 1"] + ["2R+1"] * sides + ["d"])
         raise ValueError(f"{name}: wanted [{shape}] with h = {heads}, d = {d}, got {tuple(table.shape)}")
     _check_device(name, table, q.device)
-    if not signed and _is_readable(table) and bool((~(table >= 0)).any()):
-        lowest = table.min().item()
+    if not signed and table.numel() and _is_readable(table) and not (lowest := table.min().item()) >= 0:
         raise ValueError(f"{name}: relative position needs non-negative entries, got {lowest:.3g}; pass it through elu1")
 
 

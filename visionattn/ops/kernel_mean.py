@@ -56,15 +56,16 @@ def kernel_mean(
 def _content_and_position(q, k, v, key_mask, table, feature_map: str, place: Place | None, out: Tensor, mass: Tensor) -> Tensor:
     """Write mean and mass and return the state. Prefix tokens have content alone; of patches both terms are divided at once."""
     from visionattn.ops.triton import joint, kernelized
-    from visionattn.ops.triton.kernelized_state import Prefix, s_and_z, state_of_keys
+    from visionattn.ops.triton.kernelized_joint import state_and_lines
+    from visionattn.ops.triton.kernelized_state import state_of_keys
 
     if place is None:
         state = state_of_keys(k, v, key_mask, feature_map)
         kernelized.means(q, state, feature_map, out, mass)
     else:
-        state = state_of_keys(k, v, key_mask, feature_map, Prefix(q, out, mass, place.prefix))
-        s, z = s_and_z(state, *k.shape[:2], k.shape[3], v.shape[3])
-        joint.joint_means(q, table, v, joint.FromState(s, z, feature_map), place, out, mass)
+        state, lines = state_and_lines(q, k, v, feature_map, place, out, mass)
+        z = state[q.shape[0] * q.shape[1] * q.shape[3] * v.shape[3] :]
+        joint.joint_means(q, table, v, joint.FromState(state, z, feature_map), place, out, mass, lines)
     return state
 
 

@@ -23,14 +23,14 @@ import triton.language as tl
 from torch import Tensor
 
 from visionattn.ops.triton import launch
-from visionattn.ops.triton.joint_lines import axis_keys, far_keys, line_at, lines_of, power_of_two
+from visionattn.ops.triton.joint_lines import Lines, axis_keys, far_keys, line_at, lines_of, power_of_two
 from visionattn.ops.triton.joint_pairs import as_operand, class_of, pairs
 from visionattn.ops.triton.joint_place import TILE, Place
 from visionattn.ops.triton.language import head, kernel, parts, phi, reciprocal, rows, unit_of
 
 
 class FromState(NamedTuple):
-    """Content of kernelized attention: S ``[B, h, d, e]`` and Z ``[B, h, d]``, float32, divided by M."""
+    """Content of kernelized attention: S ``[B, h, d, e]`` and Z ``[B, h, d]``, float32, divided by M, as they lie in memory."""
 
     s: Tensor
     z: Tensor
@@ -326,8 +326,10 @@ def _joint_means(
         tl.store(p_mass + o_token, b_mass, mask=o_x < tl.where(i_share == 0, width, 0))
 
 
-def _row_of_means(d: int, e: int, dtype: torch.dtype, device: torch.device, place: Place) -> dict[str, int]:
-    """The row of ``launches.json``, with what wider horizons leave registers for.
+def _options_of_means(
+    d: int, e: int, dtype: torch.dtype, device: torch.device, place: Place, feature_map: str
+) -> dict[str, object]:
+    """The row of ``launches.json``, with what wider horizons leave registers for, and all else that is compiled in.
 
     More weights of classes and addresses of pairs are held then: a program takes fewer queries.
     """
@@ -336,11 +338,31 @@ def _row_of_means(d: int, e: int, dtype: torch.dtype, device: torch.device, plac
         row |= dict(BLOCK_E=min(row["BLOCK_E"], 32), BLOCK_Q=32, num_stages=1)
     if place.beside > 8:
         row |= dict(num_warps=8)
-    return row
+    return row | dict(
+        HORIZON_Y=place.horizon_y,
+        HORIZON_X=place.horizon_x,
+        D=d,
+        E=e,
+        BLOCK_D=launch.block(d),
+        BLOCK_T=TILE,
+        KEYS=TILE + 2 * place.beside,
+        LINES=place.lines_at_once,
+        SLOTS=place.slots,
+        MEAN=place.mean,
+        MAP=feature_map,
+        PRECISION=launch.precision(dtype),
+    )
 
 
 def joint_means(
-    q: Tensor, table: Tensor, v: Tensor, content: FromState | FromSums, place: Place, out: Tensor, mass: Tensor
+    q: Tensor,
+    table: Tensor,
+    v: Tensor,
+    content: FromState | FromSums,
+    place: Place,
+    out: Tensor,
+    mass: Tensor,
+    lines: Lines | None = None,
 ) -> None:
     """Write the patches' part of ``out [B, h, N, e]`` and of ``mass [B, h, N]``: the mean under content and relative term.
 
@@ -350,6 +372,7 @@ def joint_means(
         v: ``[B, h, N, e]``, in the dtype of q.
         content: the content term's state or sums.
         out, mass: rows of prefix tokens are left as they are; float32 mass, contiguous, in the unit of the package.
+        lines: of v, where they were made with the state; None makes them.
     """
     (batch, heads, tokens, e), d = v.shape, q.shape[3]
     q, v, table = launch.readable(q), launch.readable(v), table.contiguous()
@@ -358,33 +381,24 @@ def joint_means(
     else:
         sums, content_mass, feature_map = launch.readable(content.values), content.mass.contiguous(), ""
         strides = launch.octets(sums)
-    row = _row_of_means(d, e, v.dtype, v.device, place)
-    blocks, shares = triton.cdiv(place.width, row["BLOCK_Q"]), triton.cdiv(e, row["BLOCK_E"])
-    lines, tiles = lines_of(v, place, TILE, place.beside), triton.cdiv(place.width, TILE)
+    options = launch.remembered(_options_of_means, d, e, v.dtype, v.device, place, feature_map)
+    blocks, shares = launch.cdiv(place.width, options["BLOCK_Q"]), launch.cdiv(e, options["BLOCK_E"])
+    lines = lines or lines_of(v, place, TILE, place.beside)
+    tiles = launch.cdiv(place.width, TILE)
     resident = launch.resident_programs("joint means", d, e, v.dtype, v.device)
-    strips = launch.segments(place.height, blocks * shares * batch * heads, 1, resident)
-    programs, num_lines, slots = shares * blocks * strips * batch * heads, place.lines_at_once, place.slots
-    chunks = triton.cdiv(2 * place.horizon_y + 1, num_lines)
-    weights = q.new_empty(programs, chunks * num_lines, row["BLOCK_Q"], slots)
+    strips = launch.segments(place.height, blocks * shares * batch * heads, 1, resident, 1)
+    strip_rows = max(1, launch.cdiv(place.height, strips))
+    strips = launch.cdiv(place.height, strip_rows)  # none without rows
+    programs, num_lines = shares * blocks * strips * batch * heads, options["LINES"]
+    chunks = launch.cdiv(2 * place.horizon_y + 1, num_lines)
+    weights = q.new_empty(programs, chunks * num_lines, options["BLOCK_Q"], options["SLOTS"])
     launch.run(
         _joint_means,
         (programs,),
         *(q, table, weights, v, *lines, sums, content_mass, out, mass),
         *(heads, batch * heads, tokens, place.height, place.width, place.prefix, blocks, tiles),
-        *(strips, triton.cdiv(place.height, strips), table.stride(0) // launch.OCTET if table.shape[0] > 1 else 0),
+        *(strips, strip_rows, table.stride(0) // launch.OCTET if table.shape[0] > 1 else 0),
         *(place.row_scale, place.unit, place.far_unit),
         *(*launch.octets(q), *launch.octets(v), *strides, *launch.octets(out)),
-        **row,
-        HORIZON_Y=place.horizon_y,
-        HORIZON_X=place.horizon_x,
-        D=d,
-        E=e,
-        BLOCK_D=launch.block(d),
-        BLOCK_T=TILE,
-        KEYS=TILE + 2 * place.beside,
-        LINES=num_lines,
-        SLOTS=slots,
-        MEAN=place.mean,
-        MAP=feature_map,
-        PRECISION=launch.precision(v.dtype),
+        **options,
     )

@@ -1,8 +1,8 @@
 """Lines of keys that ``Joint`` relative position reads, for its forward and its backward pass.
 
 For a query in row y of the grid the keys of one row class form one line along x: the row y + dy of the values for |dy| < Ry, the
-mean of all rows up to y - Ry, the mean of all rows from y + Ry on. The means are made here, by one scan of each column in each
-direction, and so are the sums of the parts of a line that a tile of T queries, with the keys beside it, does not read:
+mean of all rows up to y - Ry, the mean of all rows from y + Ry on. The means are made here, by products with ones
+in each direction, and so are the sums of the parts of a line that a tile of T queries, with the keys beside it, does not read:
 
     columns      0 ..             x0 - beside ..  x0 .. x0 + T  .. x0 + T + beside         .. W
     one line     |<-- before: sum -->|<-- keys of the tile, one by one -->|<-- after: sum -->|
@@ -78,83 +78,92 @@ def line_and_remainders_at(
 
 
 @triton.jit
-def _scan_of_columns(
+def _means_of_rows(
     p_x,
     p_out,
+    m_n,
     i_side,
     height,
-    first,
-    columns,
     x_row,
-    x_column,
     out_row,
-    E: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr,
+    BLOCK_Y: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
-    """Means of rows of ``COLUMNS`` columns from ``first`` on, from the top (side 0) or from the bottom (side 1), into ``p_out``.
+    """Means of rows 0 to y (side 0), or of rows y to the last (side 1), for the columns at ``p_x [C]``, into ``p_out [C]``.
 
-    Strides are in elements. A thread adds up its own columns, so that no sum leaves its registers.
+    Addresses are those of row 0, strides are in elements.
     """
-    o_x, o_e = first + tl.arange(0, COLUMNS), tl.arange(0, BLOCK_E)
-    m_columns = (o_x < columns)[:, None] & (o_e < E)[None, :]
-    p_x += o_x.to(tl.int64)[:, None] * x_column + o_e[None, :]
-    p_out += o_x.to(tl.int64)[:, None] * E + o_e[None, :]
-    b_sum = tl.zeros([COLUMNS, BLOCK_E], tl.float32)
-    for start in range(0, height, ROWS):
-        # All rows of a step are asked for before the first is added: a store between them would hold back the next load.
-        b_rows = ()
-        for step in tl.static_range(ROWS):
-            y = tl.where(i_side == 0, start + step, height - 1 - start - step).to(tl.int64)
-            m_row = m_columns & (o_e < tl.where(start + step < height, E, 0))[None, :]
-            b_rows += (tl.load(p_x + y * x_row, mask=m_row, other=0),)  # [X, E]
-        for step in tl.static_range(ROWS):
-            y = tl.where(i_side == 0, start + step, height - 1 - start - step).to(tl.int64)
-            m_row = m_columns & (o_e < tl.where(start + step < height, E, 0))[None, :]
-            b_sum += b_rows[step].to(tl.float32)
-            tl.store(p_out + y * out_row, (b_sum * (1.0 / (start + step + 1))).to(p_out.dtype.element_ty), mask=m_row)
+    # A product adds up: row i takes of a block of rows, counted from this side, the first i + 1, and the others when it is done.
+    o_i = tl.arange(0, BLOCK_Y)
+    b_ones = tl.where(o_i[None, :] <= o_i[:, None], 1.0, 0.0).to(p_x.dtype.element_ty)
+    b_others = tl.where(o_i[None, :] > o_i[:, None], 1.0, 0.0).to(p_x.dtype.element_ty)
+    b_sums = tl.zeros([BLOCK_Y, BLOCK_C], tl.float32)
+    for start in tl.range(0, height, BLOCK_Y, num_stages=1):
+        o_step = start + o_i
+        y = tl.where(i_side == 0, o_step, height - 1 - o_step).to(tl.int64)
+        m_x = (o_step < height)[:, None] & m_n[None, :]
+        b_x = tl.load(p_x[None, :] + y[:, None] * x_row, mask=m_x, other=0)  # [Y, C]
+        b_sums = tl.dot(b_ones, b_x, acc=b_sums, input_precision=PRECISION)
+        b_means = b_sums * (1.0 / (o_step + 1))[:, None]
+        tl.store(p_out[None, :] + y[:, None] * out_row, b_means.to(p_out.dtype.element_ty), mask=m_x)
+        b_sums = tl.dot(b_others, b_x, acc=b_sums, input_precision=PRECISION)
 
 
-@kernel
-def _joint_means_of_rows(
+@triton.jit
+def means_of_values(
+    i_program,
     p_v,
-    p_remainders,
     p_means,
     heads,
     groups,
     height,
     width,
     prefix,
-    tiles,
     blocks,
-    blocks_of_remainders,
     v_batch,
     v_head,
     v_token,
     E: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr,
+    BLOCK_Y: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
-    """Means of rows from the top (side 0) or from the bottom (side 1) of a block of columns: of v, then of its remainders."""
-    i_side, i_block = tl.program_id(0) % 2, tl.program_id(0) // 2 % (blocks + blocks_of_remainders)
-    i_group = tl.program_id(0) // 2 // (blocks + blocks_of_remainders)
-    if i_block < blocks:
-        p_v = head(p_v, i_group // heads, i_group % heads, v_batch, v_head) + prefix.to(tl.int64) * v_token * 8
-        p_means += (i_side.to(tl.int64) * groups + i_group) * height * width * E
-        _scan_of_columns(
-            p_v, p_means, i_side, height, i_block * COLUMNS, width, width.to(tl.int64) * v_token * 8, v_token * 8, width * E,
-            E, BLOCK_E, COLUMNS, ROWS,
-        )  # fmt: skip
-    else:
-        columns = 2 * tiles
-        p_remainders += i_group.to(tl.int64) * height * columns * E
-        p_out = p_remainders + (1 + i_side.to(tl.int64)) * groups * height * columns * E
-        _scan_of_columns(
-            p_remainders, p_out, i_side, height, (i_block - blocks) * COLUMNS, columns, columns * E, E, columns * E,
-            E, BLOCK_E, COLUMNS, ROWS,
-        )  # fmt: skip
+    """One of ``2 * blocks * groups`` programs: the means of rows of v, of ``BLOCK_C`` of its ``width * E`` columns."""
+    i_side, i_block, i_group = i_program % 2, i_program // 2 % blocks, i_program // 2 // blocks
+    o_n = i_block * BLOCK_C + tl.arange(0, BLOCK_C)
+    p_v = head(p_v, i_group // heads, i_group % heads, v_batch, v_head)
+    p_v += (prefix + o_n // E).to(tl.int64) * (v_token * 8) + o_n % E
+    p_means += (i_side.to(tl.int64) * groups + i_group) * height * width * E + o_n
+    _means_of_rows(
+        p_v, p_means, o_n < width * E, i_side, height, width.to(tl.int64) * (v_token * 8), width * E,
+        BLOCK_Y, BLOCK_C, PRECISION,
+    )  # fmt: skip
+
+
+@triton.jit
+def means_of_remainders(
+    i_program,
+    p_remainders,
+    groups,
+    height,
+    tiles,
+    blocks,
+    E: tl.constexpr,
+    BLOCK_Y: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One of ``2 * blocks * groups`` programs: the means of rows of the remainders of v, of ``BLOCK_C`` columns."""
+    i_side, i_block, i_group = i_program % 2, i_program // 2 % blocks, i_program // 2 // blocks
+    columns = 2 * tiles * E
+    o_n = i_block * BLOCK_C + tl.arange(0, BLOCK_C)
+    p_remainders += i_group.to(tl.int64) * height * columns + o_n
+    p_out = p_remainders + (1 + i_side.to(tl.int64)) * groups * height * columns
+    _means_of_rows(
+        p_remainders, p_out, o_n < columns, i_side, height, columns, columns,
+        BLOCK_Y, BLOCK_C, PRECISION,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -170,8 +179,9 @@ def power_of_two(number):
     return (number.to(tl.float32).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
 
 
-@kernel
-def _joint_row_remainders(
+@triton.jit
+def remainders_of_values(
+    i_program,
     p_v,
     p_remainders,
     heads,
@@ -189,9 +199,9 @@ def _joint_row_remainders(
     BLOCK_X: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """For each tile of one row, what lies before the keys that it reads (side 0), or after them (side 1)."""
+    """One of ``2 * height * groups`` programs: for each tile of a row, what lies before the keys that it reads, or after them."""
     TILES: tl.constexpr = BLOCK_X // BLOCK_T
-    i_side, i_row = tl.program_id(0) % 2, tl.program_id(0) // 2
+    i_side, i_row = i_program % 2, i_program // 2
     y, i_group = i_row % height, i_row // height
     p_v = head(p_v, i_group // heads, i_group % heads, v_batch, v_head)
     p_v += (prefix + y * width).to(tl.int64) * v_token * 8
@@ -201,7 +211,7 @@ def _joint_row_remainders(
     o_i, o_j = tl.arange(0, 16), tl.arange(0, BLOCK_X)
     b_ones = tl.where(o_j[None, :] < o_i[:, None] * BLOCK_T, 1.0, 0.0).to(p_v.dtype.element_ty)
     b_carry = tl.zeros([BLOCK_E], tl.float32)
-    for start in range(0, tiles, TILES):
+    for start in tl.range(0, tiles, TILES, num_stages=1):
         o_column = start * BLOCK_T + o_j
         o_x = tl.where(i_side == 0, o_column - BESIDE, tiles * BLOCK_T + BESIDE - 1 - o_column)
         m_x = ((o_x >= 0) & (o_x < width))[:, None] & (o_e < E)[None, :]
@@ -213,6 +223,60 @@ def _joint_row_remainders(
         m_out = ((o_i < TILES) & (start + o_i < tiles))[:, None] & (o_e < E)[None, :]
         p_out = p_remainders + o_tile[:, None] * 2 * E + o_e[None, :]
         tl.store(p_out, b_sums.to(p_remainders.dtype.element_ty), mask=m_out)
+
+
+@kernel
+def _joint_lines(
+    p_v,
+    p_means,
+    p_remainders,
+    heads,
+    groups,
+    height,
+    width,
+    prefix,
+    tiles,
+    blocks,
+    v_batch,
+    v_head,
+    v_token,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BESIDE: tl.constexpr,
+    BLOCK_Y: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_X: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Means of rows of v, and where there are several tiles the remainders of its rows."""
+    i_program, of_means = tl.program_id(0), 2 * blocks * groups
+    if i_program < of_means:
+        means_of_values(
+            i_program, p_v, p_means, heads, groups, height, width, prefix, blocks, v_batch, v_head, v_token,
+            E, BLOCK_Y, BLOCK_C, PRECISION,
+        )  # fmt: skip
+    else:
+        remainders_of_values(
+            i_program - of_means, p_v, p_remainders, heads, height, width, prefix, tiles, v_batch, v_head, v_token,
+            E, BLOCK_E, BLOCK_T, BESIDE, BLOCK_X, PRECISION,
+        )  # fmt: skip
+
+
+@kernel
+def _joint_means_of_remainders(
+    p_remainders,
+    groups,
+    height,
+    tiles,
+    blocks,
+    E: tl.constexpr,
+    BLOCK_Y: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Means of rows of the remainders of v: those of the means, as both are sums."""
+    means_of_remainders(tl.program_id(0), p_remainders, groups, height, tiles, blocks, E, BLOCK_Y, BLOCK_C, PRECISION)
 
 
 class Lines(NamedTuple):
@@ -229,27 +293,35 @@ class Lines(NamedTuple):
     remainders: Tensor
 
 
+def empty_lines(v: Tensor, place: Place, tile: int) -> Lines:
+    """Memory for the lines of ``v [B, h, N, e]``."""
+    batch, heads, _, e = v.shape
+    height, width, tiles = place.height, place.width, launch.cdiv(place.width, tile)
+    return Lines(
+        v.new_empty(2, batch, heads, height, width, e),
+        v.new_empty(3, batch, heads, height, tiles if tiles > 1 else 0, 2, e),
+    )
+
+
 def lines_of(v: Tensor, place: Place, tile: int, beside: int) -> Lines:
     """The lines of ``v [B, h, N, e]``, readable by kernels: tiles of ``tile`` queries read ``beside`` keys on either side."""
     batch, heads, _, e = v.shape
-    height, width, tiles = place.height, place.width, triton.cdiv(place.width, tile)
-    means, widths = v.new_empty(2, batch, heads, height, width, e), dict(E=e, BLOCK_E=launch.block(e))
-    remainders = v.new_empty(3, batch, heads, height, tiles if tiles > 1 else 0, 2, e)
-    sizes = heads, height, width, place.prefix, tiles
-    if tiles > 1:
-        row = launch.launch_row("joint remainders", 0, e, v.dtype, v.device)
-        arguments = v, remainders, *sizes, *launch.octets(v)
-        more = dict(BLOCK_T=tile, BESIDE=beside, PRECISION=launch.precision(v.dtype))
-        launch.run(_joint_row_remainders, (2 * height * batch * heads,), *arguments, **row, **widths, **more)
-    row = launch.launch_row("joint scan", 0, e, v.dtype, v.device)
-    blocks = triton.cdiv(width, row["COLUMNS"])
-    blocks_of_remainders = triton.cdiv(2 * tiles, row["COLUMNS"]) if tiles > 1 else 0
+    height, width, tiles, groups = place.height, place.width, launch.cdiv(place.width, tile), batch * heads
+    lines, row = empty_lines(v, place, tile), launch.launch_row("joint lines", 0, e, v.dtype, v.device)
+    blocks, own = launch.cdiv(width * e, row["BLOCK_C"]), dict(E=e, PRECISION=launch.precision(v.dtype))
     launch.run(
-        _joint_means_of_rows,
-        (2 * (blocks + blocks_of_remainders) * batch * heads,),
-        *(v, remainders, means, heads, batch * heads, height, width, place.prefix, tiles, blocks, blocks_of_remainders),
-        *launch.octets(v),
+        _joint_lines,
+        (2 * groups * (blocks + (height if tiles > 1 else 0)),),
+        *(v, *lines, heads, groups, height, width, place.prefix, tiles, blocks, *launch.octets(v)),
         **row,
-        **widths,
+        **own,
+        BLOCK_E=launch.block(e),
+        BLOCK_T=tile,
+        BESIDE=beside,
     )
-    return Lines(means, remainders)
+    if tiles > 1:
+        row = launch.launch_row("joint means of remainders", 0, e, v.dtype, v.device)
+        blocks = launch.cdiv(2 * tiles * e, row["BLOCK_C"])
+        sizes = groups, height, tiles, blocks
+        launch.run(_joint_means_of_remainders, (2 * blocks * groups,), lines.remainders, *sizes, **row, **own)
+    return lines

@@ -13,7 +13,6 @@ high and a low part, and so does the gradient of S where the keys meet it.
 Source: Katharopoulos et al. 2020, eq. 4 to 6; the gradient of the mass is ours.
 """
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -220,7 +219,7 @@ def means(q: Tensor, state: Tensor, feature_map: str, out: Tensor, mass: Tensor)
     """Write ``out [B, h, N, e]`` and ``mass [B, h, N]`` of ``q [B, h, N, d]``, for a state of ``state_of_keys``."""
     batch, heads, tokens, _ = q.shape
     options, q = launch.options("kernelized means", q, out), launch.readable(q)
-    blocks = triton.cdiv(tokens, options["BLOCK_N"])
+    blocks = launch.cdiv(tokens, options["BLOCK_N"])
     sizes = (heads, batch * heads, tokens, blocks, *launch.octets(q), *launch.octets(out))
     launch.run(_kernelized_means, (blocks * batch * heads,), q, state, out, mass, *sizes, **options, MAP=feature_map)
 
@@ -241,7 +240,7 @@ def queries_backward(
         _kernelized_queries_backward,
         (parts * batch * heads,),
         *(grad, grad if alone else out, mass, q, state, dq, d_states),
-        *(heads, batch * heads, tokens, triton.cdiv(tokens, parts), parts, 1 / max(1, keys)),
+        *(heads, batch * heads, tokens, launch.cdiv(tokens, parts), parts, 1 / max(1, keys)),
         *(octet for x in (grad, out, q, dq) for octet in launch.octets(x)),
         **launch.options("kernelized queries backward", q, out),
         MAP=feature_map,
@@ -256,7 +255,7 @@ def keys_backward(
     """Gradients of k and v for that of the state as ``queries_backward`` gives it."""
     (batch, heads, tokens, d), e = k.shape, v.shape[3]
     options = launch.options("kernelized keys backward", k, v)
-    blocks = triton.cdiv(tokens, options["BLOCK_N"])
+    blocks = launch.cdiv(tokens, options["BLOCK_N"])
     dk, dv = launch.tokens_first(k, batch, heads, tokens, d), launch.tokens_first(v, batch, heads, tokens, e)
     k, v = launch.readable(k), launch.readable(v)
     launch.run(

@@ -68,8 +68,8 @@ def segments_of(q: Tensor, v: Tensor) -> tuple[int, int]:
     batch, heads, tokens, d = q.shape
     resident = launch.resident_programs("causal means", d, v.shape[3], q.dtype, q.device)
     parts = launch.segments(tokens, batch * heads, CHUNK, resident)
-    segment_tokens = max(1, triton.cdiv(tokens, parts * CHUNK)) * CHUNK
-    return max(1, triton.cdiv(tokens, segment_tokens)), segment_tokens
+    segment_tokens = max(1, launch.cdiv(tokens, parts * CHUNK)) * CHUNK
+    return max(1, launch.cdiv(tokens, segment_tokens)), segment_tokens
 
 
 def states_before(k: Tensor, v: Tensor, key_mask: Tensor | None, feature_map: str) -> Tensor:

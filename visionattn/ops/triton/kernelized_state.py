@@ -2,10 +2,8 @@
 
 In units of the number of keys M (see ``__init__.py``) it is ``S = sum_j phi(k_j) v_j^T / M`` and ``Z = sum_j phi(k_j) / M``. One
 stretch of float32 holds both: S ``[B, h, d, e]``, and Z ``[B, h, d]`` behind it. Each segment of the keys has such a stretch,
-one after the other. The launch that adds them up also has the means of the tokens in front of a grid, which Joint leaves to it.
+one after the other. With ``Joint`` the launches of ``kernelized_joint.py`` make it.
 """
-
-from typing import NamedTuple
 
 import torch
 import triton
@@ -13,17 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from visionattn.ops.triton import launch
-from visionattn.ops.triton.language import head, in_units, kernel, operand, phi, phi_slope, read, reciprocal, rows
+from visionattn.ops.triton.language import head, in_units, kernel, operand, phi, phi_slope, read
 from visionattn.ops.triton.sums import sums_of_parts
-
-
-class Prefix(NamedTuple):
-    """Tokens in front of a grid, whose means are of content alone, and where their means and masses are written."""
-
-    q: Tensor
-    out: Tensor
-    mass: Tensor
-    tokens: int
 
 
 @triton.jit
@@ -40,8 +29,9 @@ def state_at(p_state, i_part, i_group, groups, D: tl.constexpr, E: tl.constexpr)
     return p_part + i_group.to(tl.int64) * (D * E), p_part + groups.to(tl.int64) * (D * E) + i_group.to(tl.int64) * D
 
 
-@kernel
-def _kernelized_state(
+@triton.jit
+def state_of_segment(
+    i_program,
     p_k,
     p_v,
     p_present,
@@ -72,7 +62,8 @@ def _kernelized_state(
     The features of masked keys become 0 and their values, which are to be finite, stay: a left operand is best as it was loaded,
     and to load it by the mask holds up the pipeline.
     """
-    i_segment, i_group, i_batch, i_head = program_of(segments, heads)
+    i_segment, i_group = i_program % segments, i_program // segments
+    i_batch, i_head = i_group // heads, i_group % heads
     p_k, p_v = head(p_k, i_batch, i_head, k_batch, k_head), head(p_v, i_batch, i_head, v_batch, v_head)
     o_d, o_e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
     last = tl.minimum(tokens, (i_segment + 1) * segment_tokens)
@@ -107,96 +98,45 @@ def _kernelized_state(
 
 
 @kernel
-def _kernelized_sum_and_prefix(
-    p_parts,
+def _kernelized_state(
+    p_k,
+    p_v,
+    p_present,
     p_state,
-    p_q,
-    p_out,
-    p_mass,
     heads,
     groups,
     tokens,
-    parts,
-    prefix,
-    q_batch,
-    q_head,
-    q_token,
-    out_batch,
-    out_head,
-    out_token,
+    segment_tokens,
+    segments,
+    scale,
+    k_batch,
+    k_head,
+    k_token,
+    v_batch,
+    v_head,
+    v_token,
     D: tl.constexpr,
     E: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
-    BLOCK_P: tl.constexpr,
     BLOCK_N: tl.constexpr,
     MAP: tl.constexpr,
+    MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
-    """The sum of all parts for ``BLOCK_E`` columns of S of one head, and these columns of the means of the prefix."""
-    i_slice, i_group, i_batch, i_head = program_of(tl.cdiv(E, BLOCK_E), heads)
-    o_p, o_d, o_e = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_D), i_slice * BLOCK_E + tl.arange(0, BLOCK_E)
-    m_d, m_e = o_d < D, o_e < E
-    b_s = tl.zeros([BLOCK_P, BLOCK_D, BLOCK_E], tl.float32)
-    b_z = tl.zeros([BLOCK_P, BLOCK_D], tl.float32)
-    o_s, m_s = o_d[:, None] * E + o_e[None, :], m_d[:, None] & m_e[None, :]
-    for start in range(0, parts, BLOCK_P):
-        m_p = start + o_p < parts
-        p_s, p_z = state_at(p_parts, (start + o_p).to(tl.int64), i_group, groups, D, E)
-        b_s += tl.load(p_s[:, None, None] + o_s[None, :, :], mask=m_p[:, None, None] & m_s[None, :, :], other=0)
-        b_z += tl.load(p_z[:, None] + o_d[None, :], mask=m_p[:, None] & m_d[None, :], other=0)
-    b_s, b_z = tl.sum(b_s, 0), tl.sum(b_z, 0)
-    p_s, p_z = state_at(p_state, 0, i_group, groups, D, E)
-    tl.store(p_s + o_s, b_s, mask=m_s)
-    tl.store(p_z + o_d, b_z, mask=o_d < tl.where(i_slice == 0, D, 0))  # each slice has the whole of Z
-
-    p_q, p_out = head(p_q, i_batch, i_head, q_batch, q_head), head(p_out, i_batch, i_head, out_batch, out_head)
-    for start in range(0, prefix, BLOCK_N):
-        o_n = start + tl.arange(0, BLOCK_N)
-        m_n = o_n < prefix
-        b_q = read(p_q, o_n, q_token, o_d, m_n, D, True)  # [N, D]
-        b_phi = phi(b_q, MAP)  # what it is beyond D meets sums of 0
-        b_mass = tl.sum(b_phi * b_z[None, :], 1)
-        b_out = tl.sum(b_phi[:, :, None] * b_s[None, :, :], 1) * reciprocal(b_mass)[:, None]
-        tl.store(rows(p_out, o_n, out_token, o_e), b_out.to(p_out.dtype.element_ty), mask=m_n[:, None] & m_e[None, :])
-        tl.store(p_mass + i_group.to(tl.int64) * tokens + o_n, b_mass, mask=o_n < tl.where(i_slice == 0, prefix, 0))
+    """One segment of the keys of one head in each program."""
+    state_of_segment(
+        tl.program_id(0), p_k, p_v, p_present, p_state, heads, groups, tokens, segment_tokens, segments, scale,
+        k_batch, k_head, k_token, v_batch, v_head, v_token,
+        D, E, BLOCK_D, BLOCK_E, BLOCK_N, MAP, MASKED, PRECISION,
+    )  # fmt: skip
 
 
-def s_and_z(state: Tensor, batch: int, heads: int, d: int, e: int) -> tuple[Tensor, Tensor]:
-    """S ``[B, h, d, e]`` and Z ``[B, h, d]`` of a state, as views."""
-    s, z = state.split((batch * heads * d * e, batch * heads * d))
-    return s.view(batch, heads, d, e), z.view(batch, heads, d)
-
-
-def state_of_keys(k: Tensor, v: Tensor, key_mask: Tensor | None, feature_map: str, prefix: Prefix | None = None) -> Tensor:
-    """The state of ``k [B, h, M, d]`` and ``v [B, h, M, e]``: float32, S and behind it Z, see ``s_and_z``.
-
-    Args:
-        prefix: tokens whose means and masses are wanted beside it.
-    """
+def state_of_keys(k: Tensor, v: Tensor, key_mask: Tensor | None, feature_map: str) -> Tensor:
+    """The state of ``k [B, h, M, d]`` and ``v [B, h, M, e]``: float32, S ``[B, h, d, e]`` and behind it Z, in one axis."""
     tokens, parts = k.shape[2], parts_of("kernelized state", k, v)
-    states = states_of_segments(k, v, key_mask, feature_map, parts, triton.cdiv(tokens, parts), 1 / max(1, tokens))
-    if prefix is None or not prefix.tokens:
-        return sums_of_parts(states, "all")[0]
-    return _sum_and_prefix(states, prefix, feature_map)
-
-
-def _sum_and_prefix(states: Tensor, prefix: Prefix, feature_map: str) -> Tensor:
-    """The sum of ``states [parts, length of a state]``; writes means and masses of the prefix."""
-    (batch, heads, tokens, d), e = prefix.q.shape, prefix.out.shape[3]
-    q, state = launch.readable(prefix.q), states.new_empty(states.shape[1])
-    row = launch.launch_row("kernelized sum and prefix", d, e, q.dtype, q.device)
-    launch.run(
-        _kernelized_sum_and_prefix,
-        (triton.cdiv(e, row["BLOCK_E"]) * batch * heads,),
-        *(states, state, q, prefix.out, prefix.mass),
-        *(heads, batch * heads, tokens, states.shape[0], prefix.tokens, *launch.octets(q), *launch.octets(prefix.out)),
-        **row,
-        D=d,
-        E=e,
-        BLOCK_D=launch.block(d),
-        MAP=feature_map,
-    )
-    return state
+    states = states_of_segments(k, v, key_mask, feature_map, parts, launch.cdiv(tokens, parts), 1 / max(1, tokens))
+    return sums_of_parts(states, "all")[0]
 
 
 def parts_of(kernel_name: str, q: Tensor, v: Tensor) -> int:

@@ -5,7 +5,7 @@
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from math import gcd
@@ -106,6 +106,11 @@ def check_grid(name: str, grid: Sequence[int]) -> None:
         raise ValueError(f"{name}: a grid of {tuple(grid)} programs is beyond {GRID_LIMITS[: len(grid)]}")
 
 
+def cdiv(size: int, block: int) -> int:
+    """How many blocks hold ``size``. Triton's own is a function of kernels too, which takes four microseconds."""
+    return -(-size // block)
+
+
 def block(width: int) -> int:
     """The block that holds a width: a power of two, 16 at least, as products of matrices want."""
     return max(16, 1 << (width - 1).bit_length())
@@ -116,23 +121,31 @@ def precision(dtype: torch.dtype) -> str:
     return "tf32x3" if dtype == torch.float32 else "ieee"
 
 
+def remembered(make: Callable[..., object], *asked: Hashable) -> object:
+    """``make(*asked)``, made anew only after the table was read anew: for what rows and sizes alone decide."""
+    known = _table()[2]
+    place = make, asked
+    if place not in known:
+        known[place] = make(*asked)
+    return known[place]
+
+
 def options(kernel: str, q: Tensor, v: Tensor) -> dict[str, object]:
     """Compile-time values for ``q [B, h, N, d]`` and ``v [B, h, M, e]``; not to be changed.
 
     The row of the table, widths and their blocks, and the precision.
     """
-    known = _table()[2]
-    asked = kernel, q.shape[3], v.shape[3], q.dtype, q.device
-    if asked not in known:
-        _, d, e, dtype, _ = asked
-        sizes = dict(D=d, E=e, BLOCK_D=block(d), BLOCK_E=block(e), PRECISION=precision(dtype))
-        known[asked] = launch_row(*asked) | sizes
-    return known[asked]
+    return remembered(_options, kernel, q.shape[3], v.shape[3], q.dtype, q.device)
+
+
+def _options(kernel: str, d: int, e: int, dtype: torch.dtype, device: torch.device) -> dict[str, object]:
+    sizes = dict(D=d, E=e, BLOCK_D=block(d), BLOCK_E=block(e), PRECISION=precision(dtype))
+    return launch_row(kernel, d, e, dtype, device) | sizes
 
 
 def octets(x: Tensor) -> tuple[int, ...]:
     """Strides of all axes but the last, in units of 8 elements, so that kernels know how addresses are aligned."""
-    return tuple(stride // OCTET for stride in x.stride()[:-1])
+    return tuple([stride // OCTET for stride in x.stride()[:-1]])  # noqa: C409  half the time of a generator
 
 
 def readable(x: Tensor) -> Tensor:
@@ -149,7 +162,7 @@ def readable(x: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=1024)
-def segments(tokens: int, programs: int, block_tokens: int, resident: int) -> int:
+def segments(tokens: int, programs: int, block_tokens: int, resident: int, least: int = 2) -> int:
     """Into how many parts to cut the tokens, each handled by a program of its own.
 
     Programs run in rounds of ``resident``, and a last round that is not full takes as long as the others: of the numbers
@@ -159,10 +172,11 @@ def segments(tokens: int, programs: int, block_tokens: int, resident: int) -> in
     Args:
         tokens: of each program, before cutting.
         programs: how many there would be without cutting.
-        block_tokens: tokens of one step of a program; each part has two at least.
+        block_tokens: tokens of one step of a program.
         resident: how many programs the GPU holds at once (``resident_programs``).
+        least: steps of each part at least.
     """
-    most = max(1, tokens // (2 * block_tokens))
+    most = max(1, tokens // (least * block_tokens))
     full = (rounds * resident // max(1, programs) for rounds in range(1, ROUNDS + 1))
     candidates = {min(max(1, parts), most) for parts in full}
 

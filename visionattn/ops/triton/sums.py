@@ -3,7 +3,6 @@
 They are added in their order, never subtracted from a total, so that a result does not depend on which program ended first.
 """
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -60,5 +59,5 @@ def sums_of_parts(x: Tensor, which: str) -> Tensor:
     if which == "all" and parts == 1:
         return x
     y, row = x.new_empty(1 if which == "all" else parts, size), launch.launch_row("sums of parts", 0, 0, x.dtype, x.device)
-    launch.run(_sums_of_parts, (triton.cdiv(size, row["BLOCK_X"]),), x, y, parts, size, **row, WHICH=which)
+    launch.run(_sums_of_parts, (launch.cdiv(size, row["BLOCK_X"]),), x, y, parts, size, **row, WHICH=which)
     return y

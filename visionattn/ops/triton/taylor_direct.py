@@ -171,7 +171,7 @@ def forward(
     """
     (batch, heads, queries, _), (keys, e) = q.shape, v.shape[2:]
     options = launch.options("taylor direct", q, v)
-    blocks = triton.cdiv(queries, options["BLOCK_N"])
+    blocks = launch.cdiv(queries, options["BLOCK_N"])
     out = launch.tokens_first(v, batch, heads, queries, e, None if divide else torch.float32)
     mass = q.new_empty(batch, heads, queries, dtype=torch.float32)
     q, k, v = launch.readable(q), launch.readable(k), launch.readable(v)

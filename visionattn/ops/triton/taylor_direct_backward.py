@@ -281,7 +281,7 @@ def _terms_of_queries(grad: Tensor, out: Tensor, mass: Tensor) -> tuple[Tensor, 
     """``1 / mass`` and ``z``, float32 ``[B, h, N]``."""
     batch, heads, queries, e = grad.shape
     row = launch.launch_row("taylor direct terms", e, e, grad.dtype, grad.device)
-    blocks, inverse, z = triton.cdiv(queries, row["BLOCK_N"]), torch.empty_like(mass), torch.empty_like(mass)
+    blocks, inverse, z = launch.cdiv(queries, row["BLOCK_N"]), torch.empty_like(mass), torch.empty_like(mass)
     launch.run(
         _taylor_direct_terms,
         (blocks * batch * heads,),
@@ -329,12 +329,12 @@ def backward(
     strides = [octet for x in (grad, q, k, v) for octet in launch.octets(x)]
 
     options = launch.options("taylor direct queries backward", q, v)
-    blocks = triton.cdiv(queries, options["BLOCK_N"])
+    blocks = launch.cdiv(queries, options["BLOCK_N"])
     sizes = (heads, queries, keys, blocks, shift, 2 * scale, *strides, *launch.octets(dq))
     launch.run(_taylor_direct_queries_backward, (blocks * batch * heads,), *inputs, dq, *sizes, **options, MASKED=masked)
 
     options = launch.options("taylor direct keys backward", q, v)
-    blocks = triton.cdiv(keys, options["BLOCK_M"])
+    blocks = launch.cdiv(keys, options["BLOCK_M"])
     sizes = (heads, queries, keys, blocks, shift, rest, scale, *strides, *launch.octets(dk), *launch.octets(dv))
     launch.run(_taylor_direct_keys_backward, (blocks * batch * heads,), *inputs, dk, dv, *sizes, **options, MASKED=masked)
     return dq, dk, dv

@@ -268,7 +268,7 @@ def expand(
         launch.launch_row("taylor efficient expand", d, e, x.dtype, x.device),
         launch.readable(x),
     )
-    blocks = triton.cdiv(tokens, options["BLOCK_N"])
+    blocks = launch.cdiv(tokens, options["BLOCK_N"])
     launch.run(
         taylor_efficient_expand,
         (blocks * batch * heads,),

@@ -487,7 +487,7 @@ def sums(
             heads,
             groups,
             tokens,
-            triton.cdiv(tokens, parts),
+            launch.cdiv(tokens, parts),
             parts,
             *launch.octets(x),
             *launch.octets(y),
@@ -512,7 +512,7 @@ def sums(
     )
     moments = partial.new_empty(batch, heads, num_moments(d, e))
     row = launch.launch_row("taylor efficient state", 0, 0, torch.float32, x.device)
-    blocks = triton.cdiv(partial.shape[2], row["BLOCK"])
+    blocks = launch.cdiv(partial.shape[2], row["BLOCK"])
     sizes = partial, features, moments, groups, blocks, parts
     launch.run(
         taylor_efficient_state,

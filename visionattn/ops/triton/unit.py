@@ -108,7 +108,7 @@ def unit(x: Tensor, length: Tensor | None) -> Tensor:
     """``x [B, h, N, d]`` brought to ``length [h]``, or to 1 where it is None; in the dtype of x."""
     batch, heads, tokens, d = x.shape
     options, y = _options("unit", x, length), launch.tokens_first(x, batch, heads, tokens, d)
-    blocks, x = triton.cdiv(tokens, options["BLOCK_N"]), launch.readable(x)
+    blocks, x = launch.cdiv(tokens, options["BLOCK_N"]), launch.readable(x)
     pointers = (x, x if length is None else length.contiguous(), y)
     launch.run(
         _unit, (batch * blocks * heads,), *pointers, heads, tokens, blocks, *launch.octets(x), *launch.octets(y), **options
@@ -120,7 +120,7 @@ def unit_backward(x: Tensor, length: Tensor | None, grad: Tensor) -> tuple[Tenso
     """Gradients of x, in its dtype, and of the length, float32 ``[h]``, for ``grad [B, h, N, d]`` of any dtype."""
     batch, heads, tokens, d = x.shape
     options, dx = _options("unit backward", x, length), launch.tokens_first(x, batch, heads, tokens, d)
-    blocks = triton.cdiv(tokens, options["BLOCK_N"])
+    blocks = launch.cdiv(tokens, options["BLOCK_N"])
     x, grad = launch.readable(x), launch.readable(grad)
     parts = x.new_empty(0 if length is None else batch * blocks, heads, dtype=torch.float32)
     launch.run(
