@@ -43,6 +43,7 @@ for name, width, dtype, horizons in (
     ("horizon 16 along rows", 64, torch.bfloat16, (1, 16)),
     ("d=128, horizon 10 along rows", 128, torch.bfloat16, (1, 10)),
     ("d=64 float32, horizons 3 x 4", 64, torch.float32, (3, 4)),
+    ("d=64 float32, horizon 8 along rows", 64, torch.float32, (1, 8)),
 ):
     CASES[f"means alone, {name}"] = partial(
         both_passes, (64, 64), width, width, dtype, horizons=horizons, mean=False, backward=False

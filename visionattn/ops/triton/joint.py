@@ -338,6 +338,8 @@ def _options_of_means(
         row |= dict(BLOCK_E=min(row["BLOCK_E"], 32), BLOCK_Q=32, num_stages=1)
     if place.beside > 8:
         row |= dict(num_warps=8)
+    if place.slots > 16 and dtype == torch.float32:
+        row |= dict(BLOCK_E=16, BLOCK_Q=16)
     return row | dict(
         HORIZON_Y=place.horizon_y,
         HORIZON_X=place.horizon_x,
