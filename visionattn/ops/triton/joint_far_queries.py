@@ -66,11 +66,13 @@ def _joint_far_queries(
     o_k, o_i = pairs(ROWS, BLOCK_T, TILES)
     o_x = (i_block * TILES + o_k // ROWS) * BLOCK_T + shift + o_i
     o_k = o_k % ROWS
-    o_share = tl.minimum(tl.maximum(o_x, 0), width - 1) * SLOTS + tl.where(i_side == 0, 2 * HORIZON_X, 0)
+    # A query beside the grid is given the nearest one that is in it, and a share that is 0.
+    o_class = tl.where((o_x >= 0) & (o_x < width), tl.where(i_side == 0, 2 * HORIZON_X, 0), 2 * HORIZON_X + 1)
+    o_share = tl.minimum(tl.maximum(o_x, 0), width - 1) * SLOTS + o_class
     o_tile = i_block * TILES + tl.arange(0, TILES)
     o_e, o_row = tl.arange(0, BLOCK_E), tl.arange(0, ROWS)
     o_query = o_tile[:, None] * BLOCK_T + shift + tl.arange(0, BLOCK_T)[None, :]  # [TILES, T]
-    m_query = ((o_query >= 0) & (o_query < width))[:, :, None] & (o_e < E)[None, None, :]
+    o_query = tl.minimum(tl.maximum(o_query, 0), width - 1)
     o_query = o_query[:, :, None] * (grad_token * 8) + o_e[None, None, :]
     b_sum = tl.zeros([TILES, ROWS, BLOCK_E], tl.float32)
     first, end = tl.maximum(top - HORIZON_Y + 1, 0), tl.minimum(top + CHUNK + HORIZON_Y - 1, height)
@@ -82,7 +84,8 @@ def _joint_far_queries(
         m_a = m_a & ((o_k != CHUNK + 1) | (o_k < tl.where(y >= top + HORIZON_Y - 1, ROWS, 0)))
         p_row = p_shares + y.to(tl.int64) * (A * SLOTS) * width
         b_pairs = tl.load(p_row + (o_share + o_a * (width * SLOTS)), mask=m_a, other=0)
-        b_grad = tl.load(p_grad + y.to(tl.int64) * width * grad_token * 8 + o_query, mask=m_query, other=0)  # [TILES, T, E]
+        p_queries = p_grad + y.to(tl.int64) * width * grad_token * 8 + o_query
+        b_grad = tl.load(p_queries) if E == BLOCK_E else tl.load(p_queries, mask=(o_e < E)[None, None, :], other=0)
         b_sum = tl.dot(as_operand(b_pairs, ROWS, BLOCK_T, TILES), b_grad, b_sum, input_precision=PRECISION)
     p_parts += ((i_side.to(tl.int64) * groups + i_group) * chunks + i_chunk) * tiles * ROWS * E
     p_parts = p_parts + (o_tile[:, None] * ROWS + o_row[None, :])[:, :, None] * E + o_e[None, None, :]

@@ -57,7 +57,6 @@ def _pairs_and_queries(
 def _add_line(
     b_sum,
     p_shares,
-    o_line,
     o_pairs,
     p_grad,
     o_queries,
@@ -69,13 +68,9 @@ def _add_line(
     TILES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Add to ``b_sum [TILES, T, E]`` of keys what one row of queries gives in one class of rows.
-
-    ``p_shares`` is where the shares of the row begin, ``o_line`` the distance to the line: added to each offset before it
-    becomes an address, since addresses that are kept take two registers.
-    """
+    """Add to ``b_sum [TILES, T, E]`` of keys what one row of queries gives in one class of rows, whose line has ``p_shares``."""
     BYTE: tl.constexpr = tl.pointer_type(tl.uint8)
-    p_pairs = ((p_shares + o_line).to(BYTE, bitcast=True) + o_pairs).to(p_shares.dtype, bitcast=True)
+    p_pairs = (p_shares.to(BYTE, bitcast=True) + o_pairs).to(p_shares.dtype, bitcast=True)
     b_pairs = as_operand(tl.load(p_pairs), BLOCK_T, QUERIES, TILES)
     if E % BLOCK_E == 0:
         b_grad = tl.load(p_grad + o_queries)  # [TILES, QUERIES, E]
@@ -134,22 +129,22 @@ def _joint_rows_below_backward(
     b_from_below = tl.zeros([TILES, BLOCK_T, BLOCK_E], tl.float32)
     first_row = i_strip * strip_rows
     num_rows = tl.minimum(strip_rows, height - first_row)
+    shares_row, grad_row = width.to(tl.int64) * A * SLOTS, width.to(tl.int64) * grad_token * 8
     for step in range(0, num_rows):
         y = first_row + num_rows - 1 - step
         if y + HORIZON_Y < height:
-            i_query = (y + HORIZON_Y).to(tl.int64)
             b_from_below = _add_line(
-                b_from_below, p_shares + i_query * A * width * SLOTS, 0, o_pairs, p_grad + i_query * width * grad_token * 8,
+                b_from_below, p_shares + (y + HORIZON_Y) * shares_row, o_pairs, p_grad + (y + HORIZON_Y) * grad_row,
                 o_queries, o_e, E, BLOCK_E, BLOCK_T, QUERIES, TILES, PRECISION,
             )  # fmt: skip
         b_out = tl.reshape(b_from_below, [BLOCK_K, BLOCK_E]) * inverse_unit
         p_out = p_below + (y * width + o_x).to(tl.int64)[:, None] * E + o_e[None, :]
         tl.store(p_out, b_out.to(p_below.dtype.element_ty), mask=m_out)
         if y >= HORIZON_Y:
-            i_query = (y - HORIZON_Y).to(tl.int64)
+            p_line = p_shares + (y - HORIZON_Y) * shares_row + 2 * HORIZON_Y * width * SLOTS
             b_from_above = _add_line(
-                b_from_above, p_shares + i_query * A * width * SLOTS, 2 * HORIZON_Y * width * SLOTS, o_pairs,
-                p_grad + i_query * width * grad_token * 8, o_queries, o_e, E, BLOCK_E, BLOCK_T, QUERIES, TILES, PRECISION,
+                b_from_above, p_line, o_pairs, p_grad + (y - HORIZON_Y) * grad_row, o_queries, o_e, E, BLOCK_E, BLOCK_T,
+                QUERIES, TILES, PRECISION,
             )  # fmt: skip
     p_totals += (i_group.to(tl.int64) * strips + i_strip) * width * E + o_x[:, None] * E + o_e[None, :]
     tl.store(p_totals, tl.reshape(b_from_above, [BLOCK_K, BLOCK_E]), mask=m_out)
@@ -230,14 +225,16 @@ def _joint_values_backward(
     m_keys = (o_keys < width)[:, :, None] & m_e[None, None, :]
     b_unit = tl.where(o_t[:, None] == o_t[None, :], 1 / inverse_unit, 0.0).to(p_dv.dtype.element_ty)
     b_unit = tl.broadcast_to(b_unit[None, :, :], [TILES, BLOCK_T, BLOCK_T])
+    # From one row of queries to the next, the line of their shares for one row of keys is that of the class before.
+    line_step, grad_row = width.to(tl.int64) * (A - 1) * SLOTS, width.to(tl.int64) * grad_token * 8
     first_row = i_strip * strip_rows
     for step in range(0, tl.minimum(strip_rows, height - first_row)):
         y = first_row + step
         if y >= HORIZON_Y:
-            i_query = (y - HORIZON_Y).to(tl.int64)
+            p_line = p_shares + (y - HORIZON_Y) * line_step + (y + HORIZON_Y) * width * SLOTS
             b_beyond = _add_line(
-                b_beyond, p_shares + i_query * A * width * SLOTS, 2 * HORIZON_Y * width * SLOTS, o_pairs,
-                p_grad + i_query * width * grad_token * 8, o_queries, o_e, E, BLOCK_E, BLOCK_T, QUERIES, TILES, PRECISION,
+                b_beyond, p_line, o_pairs, p_grad + (y - HORIZON_Y) * grad_row, o_queries, o_e, E, BLOCK_E, BLOCK_T, QUERIES,
+                TILES, PRECISION,
             )  # fmt: skip
         o_place = y * width + o_keys
         p_keys = p_content + (prefix + o_place).to(tl.int64)[:, :, None] * (content_token * 8) + o_e[None, None, :]
@@ -250,13 +247,13 @@ def _joint_values_backward(
             b_sum = tl.dot(b_unit, b_content, b_beyond, input_precision=PRECISION)
             b_sum = tl.dot(b_unit, b_below, b_sum, input_precision=PRECISION)
         first, end = tl.maximum(y - HORIZON_Y + 1, 0), tl.minimum(y + HORIZON_Y, height)
-        for line in range(0, end - first):
-            i_query = (first + line).to(tl.int64)
-            i_class = y - first - line + HORIZON_Y
+        p_line, p_row = p_shares + first * line_step + (y + HORIZON_Y) * width * SLOTS, p_grad + first * grad_row
+        for _ in range(0, end - first):
             b_sum = _add_line(
-                b_sum, p_shares + i_query * A * width * SLOTS, i_class * width * SLOTS, o_pairs,
-                p_grad + i_query * width * grad_token * 8, o_queries, o_e, E, BLOCK_E, BLOCK_T, QUERIES, TILES, PRECISION,
+                b_sum, p_line, o_pairs, p_row, o_queries, o_e, E, BLOCK_E, BLOCK_T, QUERIES, TILES, PRECISION
             )  # fmt: skip
+            p_line += line_step
+            p_row += grad_row
         p_vectors = p_far + y.to(tl.int64) * tiles * E
         b_far = tl.load(p_vectors, mask=m_far, other=0) + tl.load(p_vectors + far_after, mask=m_far, other=0)
         b_dv = b_sum * inverse_unit + b_far[:, None, :]
@@ -283,14 +280,16 @@ def values_backward(q: Tensor, table: Tensor, grad: Tensor, mass: Tensor, place:
     row = _row_of_values(e, grad.dtype, grad.device, place)
     blocks, e_shares = triton.cdiv(width, row["BLOCK_K"]), triton.cdiv(e, row["BLOCK_E"])
     resident = launch.resident_programs("joint values backward", 0, e, grad.dtype, grad.device)
-    strips = launch.segments(height, blocks * e_shares * groups, 1, resident)
+    strips = launch.segments(height, blocks * e_shares * groups, 1, resident, 1)
+    strip_rows = max(1, triton.cdiv(height, strips))
+    strips = triton.cdiv(height, strip_rows)  # none without rows
     options = row | dict(E=e, BLOCK_T=TILE, QUERIES=TILE + 2 * place.beside, SLOTS=place.slots)
     options |= dict(HORIZON_Y=place.horizon_y, HORIZON_X=place.horizon_x, PRECISION=launch.precision(grad.dtype))
     shares = shares_of_classes(q, table, mass, place)
     far = far_queries(shares, grad, place, 1 / UNIT)
     below = grad.new_empty(batch, heads, height, width, e)
     totals = grad.new_empty(2, batch, heads, strips, width, e, dtype=torch.float32)
-    strip = blocks, strips, triton.cdiv(height, strips), 1 / UNIT
+    strip = blocks, strips, strip_rows, 1 / UNIT
     programs = (e_shares * blocks * strips * groups,)
     launch.run(
         _joint_rows_below_backward,
