@@ -117,6 +117,11 @@ def relative_operations() -> dict[str, Operation]:
                 relative(taylor, *arguments), relative(slow_taylor, *arguments), tau | tables
             )
             named[f"kernelized, {suffix}"] = Operation(relative(kernel, *arguments), relative(slow_kernel, *arguments), tables)
+            for form in ("direct", "efficient") if kind is Joint else ():  # few tokens take the direct form by themselves
+                fast = relative(taylor, *arguments, form=form), relative(kernel, *arguments, form=form)
+                slow = relative(slow_taylor, *arguments), relative(slow_kernel, *arguments)
+                named[f"taylorshift {form}, {suffix}"] = Operation(fast[0], slow[0], tau | tables)
+                named[f"kernelized {form}, {suffix}"] = Operation(fast[1], slow[1], tables)
         arguments = (Flat, normalization)
         named[f"kernelized causal, flat {normalization}"] = Operation(
             relative(kernel, *arguments, causal=True), relative(slow_kernel, *arguments, causal=True), {"table": rows}

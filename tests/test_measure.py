@@ -31,8 +31,8 @@ def test_relative_position_adds_its_classes_to_the_count():
     args = dict(embed_dim=24, num_heads=3, depth=1, class_token=False)
     without = create_model("taylorshift_vit_t", relative="none", **args)
     with_it = create_model("taylorshift_vit_t", horizon=2, **args)
-    # 24 patches take the weights of pairs, 672 those of the 25 classes.
-    assert count_flops(with_it, 64, 96) - count_flops(without, 64, 96) == 2 * 24 * 3 * (25 * 8 + 24 * 8)
+    # 24 patches add their weights to those of the pairs, 672 sum values over the 25 classes.
+    assert count_flops(with_it, 64, 96) - count_flops(without, 64, 96) == 2 * 24 * 3 * 25 * 8
     assert count_flops(with_it, 384, 448) - count_flops(without, 384, 448) == 2 * 672 * 3 * (25 * 8 + 25 * 8)
 
 

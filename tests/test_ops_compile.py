@@ -90,8 +90,9 @@ def test_a_compiled_graph_drops_values_as_eager_does(function):
         assert 0.1 < results[0]["v"].eq(0).all(3).double().mean() < 0.5
 
 
+@pytest.mark.parametrize("form", ["auto", "direct"])
 @pytest.mark.parametrize(("kind", "missing"), [(Flat, True), (Axial, False), (Joint, False), (Joint, True)])
-def test_one_graph_serves_every_grid(kind, missing):
+def test_one_graph_serves_every_grid(kind, missing, form):
     side = {Flat: (3,), Axial: (3,), Joint: (3, 3)}[kind]
     names = ("rows", "columns") if kind is Axial else ("table",)
 
@@ -104,7 +105,7 @@ def test_one_graph_serves_every_grid(kind, missing):
             layout = TokenLayout(1, layout.grid, kept)
             tokens = torch.cat([tokens[:, :1], tokens[:, 1:].gather(1, kept[:, :, None].expand(-1, -1, 15))], dim=1)
         q, k, v = tokens.unflatten(2, (3, 1, 5)).permute(2, 0, 3, 1, 4)
-        return kernelized_attention(q, k, v, relative=kind(**tables, layout=layout, normalization="mean"))
+        return kernelized_attention(q, k, v, relative=kind(**tables, layout=layout, normalization="mean"), form=form)
 
     inputs = [
         {"image": draw(2, 15, height, width, seed=height)} | {n: draw_table(1, *side, 5, seed=3) for n in names}

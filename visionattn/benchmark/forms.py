@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 
 from visionattn.benchmark.cases import FORMS, Case
-from visionattn.ops import class_sums, flops, kernel_sums, taylor_sums
+from visionattn.ops import class_sums, flops, kernel_sums, pair_mean, taylor_sums
 from visionattn.ops.choice import choose_form
 
 
@@ -21,9 +21,17 @@ def forms_to_check(case: Case, has_forms: bool) -> tuple[str, ...]:
 
 @contextmanager
 def class_sums_as_on(patches: int) -> Iterator[None]:
-    """Within it, Joint position sums over classes in the form, pairs or tiles, that it takes on a grid of so many patches."""
-    direct_is_faster = class_sums.direct_is_faster
-    with mock.patch.object(class_sums, "direct_is_faster", lambda keys, rows: direct_is_faster(patches, rows)):
+    """Within it, Joint position sums over classes in the form, pairs or tiles, that it takes on a grid of so many patches.
+
+    Likewise "direct" makes all weights of a pair together where it does so for so many tokens.
+    """
+    direct_is_faster, few_pairs = class_sums.direct_is_faster, pair_mean.few_pairs
+    with ExitStack() as stack:
+        for module, name, fixed in (
+            (class_sums, "direct_is_faster", lambda keys, rows: direct_is_faster(patches, rows)),
+            (pair_mean, "few_pairs", lambda n, m: few_pairs(patches, patches)),
+        ):
+            stack.enter_context(mock.patch.object(module, name, fixed))
         yield
 
 
@@ -38,6 +46,6 @@ def auto_as_on(device: str, dtype: torch.dtype) -> Iterator[None]:
         return choose_form(*sizes, **options | {"device": torch.device(device).type, "dtype": dtype})
 
     with ExitStack() as stack:
-        for module in (flops, kernel_sums, taylor_sums):
+        for module in (flops, kernel_sums, pair_mean, taylor_sums):
             stack.enter_context(mock.patch.object(module, "choose_form", choose))
         yield

@@ -110,6 +110,25 @@ def _(d_values, d_mass, d_s, d_z, q, k, v, key_mask, s, z, feature_map, causal, 
     return _kernel_flops(q, v, causal, form, backward=True)
 
 
+def _pair_flops(q, k, v, table, backward: bool) -> int:
+    """Products of each query with keys and values, and of each with the classes of joint relative position."""
+    (batch, heads, n, d), m, e = q, k[2], v[3]
+    per_query = m * (3 * d + 2 * e if backward else d + e)
+    if table is not None:
+        per_query += table[1] * table[2] * (3 * d if backward else d)
+    return 2 * batch * heads * n * per_query
+
+
+@register_flop_formula(torch.ops.visionattn.pair_mean)
+def _(q, k, v, temperature, key_mask, table, *args, out_shape=None, **kwargs) -> int:
+    return _pair_flops(q, k, v, table, backward=False)
+
+
+@register_flop_formula(torch.ops.visionattn.pair_mean_backward)
+def _(grad, out, mass, q, k, v, temperature, key_mask, table, *args, out_shape=None, **kwargs) -> int:
+    return _pair_flops(q, k, v, table, backward=True)
+
+
 def _position_flops(q, v, table, place, backward: bool) -> int:
     """Products of joint relative position for each patch: as many as ``class_sums`` counts in its tiled form."""
     if table is None:

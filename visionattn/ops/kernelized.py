@@ -14,6 +14,7 @@ from visionattn.ops.feature_maps import (
 )
 from visionattn.ops.kernel_mean import kernel_mean
 from visionattn.ops.kernel_sums import kernel_sums
+from visionattn.ops.pair_mean import mean_of_pairs, takes_pairs
 from visionattn.ops.relative import Flat, RelativePosition, key_counts, mean_with_relative
 from visionattn.ops.sums import Sums, accumulation_dtype, without_autocast
 from visionattn.ops.triton.geometry import place_of
@@ -93,12 +94,14 @@ def kernelized_attention(
         v = drop_values(v.float(), value_drop, generator).to(v.dtype) if value_drop else v
         table = None if relative is None else relative.table
         return kernel_mean(q, k, v, key_mask, table, options["feature_map"], causal, place_of(relative))[0]
-    dtype = accumulation_dtype(q, k, v)
+    dtype, name = accumulation_dtype(q, k, v), options["feature_map"]
     with without_autocast(q):
-        query, value = (q, v) if relative is None else (q.to(dtype), v.to(dtype))  # gradients of two terms add up in dtype
-        value = drop_values(value.to(dtype), value_drop, generator) if value_drop else value
+        value = drop_values(v.to(dtype), value_drop, generator) if value_drop else v
+        count = key_counts(k, key_mask, causal, q.shape[2], dtype)
+        if not causal and name != "given" and takes_pairs("kernelized", form, q, v, relative):
+            return mean_of_pairs(q, k, value, key_mask, relative, count, feature_map=name).to(v.dtype)
+        query, value = (q, value) if relative is None else (q.to(dtype), value.to(dtype))  # gradients of two terms add in dtype
         sums = _content_sums(query, k, value, key_mask, feature_map, causal, form)
         if relative is not None and key_mask is not None:
             value = value.masked_fill(~key_mask[:, None, :, None], 0)
-        count = key_counts(k, key_mask, causal, q.shape[2], dtype)
         return mean_with_relative(sums, relative, query, value, count, key_mask, causal).to(v.dtype)

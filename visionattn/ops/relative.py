@@ -172,16 +172,23 @@ def _axial_sums(relative: Axial, q: Tensor, v: Tensor, present: Tensor | None, t
     return values + by_column.transpose(2, 3), mass + column_mass.transpose(2, 3)
 
 
-def _joint_operands(relative: Joint, q: Tensor, v: Tensor, key_mask: Tensor | None, total: Tensor) -> tuple:
-    """What ``class_sums`` takes, of the arguments of ``relative_sums``."""
-    canvas, dtype = _Canvas(relative.layout), total.dtype
-    present = canvas.present(key_mask, dtype)
-    horizons = (relative.table.shape[1] // 2, relative.table.shape[2] // 2)
-    counts = relative.layout.counts
+def joint_classes(relative: Joint, key_mask: Tensor | None, total: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The table, the keys of each class ``[1 or B, H, W, C]`` and, for "mean", all keys ``[1 or B, 1, 1, 1]``.
+
+    All are in the dtype of ``total``, which is that of ``relative_sums``.
+    """
+    dtype, counts = total.dtype, relative.layout.counts
+    present = _Canvas(relative.layout).present(key_mask, dtype)
     if counts is None or present is not None:
-        counts = count_classes(relative.layout, horizons, dtype=dtype, device=v.device, present=present)
-    total = total.unsqueeze(3) if relative.normalization == "mean" else None
-    return canvas.spread(q), relative.table.flatten(1, 2).to(dtype), canvas.spread(v), counts.to(dtype), total, *horizons
+        horizons = (relative.table.shape[1] // 2, relative.table.shape[2] // 2)
+        counts = count_classes(relative.layout, horizons, dtype=dtype, device=total.device, present=present)
+    return relative.table.to(dtype), counts.to(dtype), total.unsqueeze(3) if relative.normalization == "mean" else None
+
+
+def _joint_sums(relative: Joint, q: Tensor, v: Tensor, key_mask: Tensor | None, total: Tensor) -> tuple[Tensor, Tensor]:
+    canvas, (table, counts, total) = _Canvas(relative.layout), joint_classes(relative, key_mask, total)
+    horizons = (table.shape[1] // 2, table.shape[2] // 2)
+    return class_sums(canvas.spread(q), table.flatten(1, 2), canvas.spread(v), counts, total, *horizons)
 
 
 def relative_sums(
@@ -202,7 +209,7 @@ def relative_sums(
         return _flat_relative_sums(relative, q, v, key_mask, total, dtype, causal)
     canvas = _Canvas(relative.layout)
     if isinstance(relative, Joint):
-        values, mass = class_sums(*_joint_operands(relative, q, v, key_mask, total))
+        values, mass = _joint_sums(relative, q, v, key_mask, total)
     else:
         total = total.unsqueeze(3) if relative.normalization == "mean" else None
         q, v, present = canvas.spread(q), canvas.spread(v), canvas.present(key_mask, dtype)

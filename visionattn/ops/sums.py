@@ -113,7 +113,7 @@ def weighted_mean(
     out, total = tokens_first(values, *values.shape), mass.clone()
     if more_mass is not None:
         total[:, :, skip:] += more_mass
-    (batch, heads, tokens), divisor = mass.shape, _divisor(total)
+    (batch, heads, tokens), divisor = mass.shape, divisor_of(total)
     elements = CHUNK_ELEMENTS // max(1, heads * values.shape[3])
     for b in chunks(batch, max(1, elements // max(1, tokens))):
         for t in chunks(tokens, max(1, elements)):
@@ -133,7 +133,7 @@ def tokens_first(like: Tensor, batch: int, heads: int, tokens: int, width: int, 
     return like.new_empty(batch, tokens, heads, width, dtype=dtype).transpose(1, 2)
 
 
-def _divisor(mass: Tensor) -> Tensor:
+def divisor_of(mass: Tensor) -> Tensor:
     """``mass [..., 1]`` with 1 in place of 0."""
     return torch.where(mass == 0, 1, mass).unsqueeze(-1)
 
@@ -146,7 +146,7 @@ def _(values, mass, more_values=None, more_mass=None, skip=0):
 @torch.library.custom_op("visionattn::weighted_mean_backward", mutates_args=())
 def weighted_mean_backward(grad: Tensor, out: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of ``weighted_mean``: ``g = grad / mass`` for the values, ``-<g, out>`` for the mass."""
-    d_values = torch.div(grad, _divisor(mass), out=out.new_empty(out.shape)).masked_fill_((mass == 0).unsqueeze(-1), 0)
+    d_values = torch.div(grad, divisor_of(mass), out=out.new_empty(out.shape)).masked_fill_((mass == 0).unsqueeze(-1), 0)
     return d_values, (d_values * out).sum(-1).neg_()
 
 

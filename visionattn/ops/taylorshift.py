@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from visionattn.ops.checks import check_attention, check_coefficients, check_options, check_temperature
+from visionattn.ops.pair_mean import mean_of_pairs, takes_pairs
 from visionattn.ops.relative import RelativePosition, key_counts, mean_with_relative
 from visionattn.ops.sums import Sums, accumulation_dtype, without_autocast
 from visionattn.ops.taylor_mean import takes_efficient_kernels, taylor_mean
@@ -66,16 +67,22 @@ def taylorshift_attention(
     dtype = accumulation_dtype(q, k, v)
     if not q.shape[2]:
         form = "direct"  # no query reads a state
+    pairs = takes_pairs("taylorshift", form, q, v, relative)
     if form == "auto" and not torch.compiler.is_compiling():  # the state of a named form is kept; a compiler sees one operator
         form = "efficient" if takes_efficient(form, q, k, v) else "direct"
     with without_autocast(q):
-        query, value = (q, v) if relative is None else (q.to(dtype), v.to(dtype))  # gradients of two terms add up in dtype
-        value = drop_values(value.to(dtype), value_drop, generator) if value_drop else value
-        values, mass, *_ = taylor_sums(query, k, value, temperature, key_mask, *coefficients, form)
+        value = drop_values(v.to(dtype), value_drop, generator) if value_drop else v
         count = key_counts(k, key_mask, dtype=dtype)
-        if relative is not None and key_mask is not None:
-            value = value.masked_fill(~key_mask[:, None, :, None], 0)
-        out = mean_with_relative(Sums(values, mass), relative, query, value, count, key_mask)
+        if pairs:
+            options = dict(temperature=temperature, coefficients=coefficients)
+            out = mean_of_pairs(q, k, value, key_mask, relative, count, **options)
+        else:
+            # Gradients of two terms add up in dtype.
+            query, value = (q, value) if relative is None else (q.to(dtype), value.to(dtype))
+            values, mass, *_ = taylor_sums(query, k, value, temperature, key_mask, *coefficients, form)
+            if relative is not None and key_mask is not None:
+                value = value.masked_fill(~key_mask[:, None, :, None], 0)
+            out = mean_with_relative(Sums(values, mass), relative, query, value, count, key_mask)
         if output_scale:
             out = out * (count / q.shape[3]).sqrt().unsqueeze(-1)
         return out.to(v.dtype)
