@@ -18,7 +18,7 @@ def both_passes(
 ) -> None:
     """Every launch of one forward and backward pass of 1 image of 6 heads with 5 prefix tokens."""
     from visionattn.ops.triton import joint
-    from visionattn.ops.triton.joint_backward import joint_backward
+    from visionattn.ops.triton.joint_backward import OfContent, joint_backward
     from visionattn.ops.triton.joint_place import Place
 
     heads, place = 6, Place(*grid, 5, *horizons, mean)
@@ -32,7 +32,9 @@ def both_passes(
         content = joint.FromSums(torch.empty(1, heads, tokens, e, **on), torch.empty(1, heads, tokens, **on))
     joint.joint_means(q, table, v, content, place, out, mass)
     if backward:
-        joint_backward(grad, out, mass, q, table, v, place, torch.empty_like(q), torch.empty_like(v))
+        dq, dv = torch.empty(1, tokens, heads, d, **on).transpose(1, 2), torch.empty_like(v)
+        content = OfContent(dq, mass, content.z, "elu1") if state else OfContent(dq)
+        joint_backward(grad, out, mass, q, table, v, place, content, dv)
 
 
 CASES = {

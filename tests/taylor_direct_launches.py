@@ -16,7 +16,8 @@ def both_passes(
     v, grad, out = (torch.empty(batch, tokens, heads, e, dtype=dtype, **on).transpose(1, 2) for _ in range(3))
     mask = torch.empty(batch, tokens, dtype=torch.bool, **on) if masked else None
     _, mass = taylor_direct.forward(q, k, v, mask, (0.5, 1.0, 1.0), divide=divide)
-    taylor_direct_backward.backward(grad, out, mass, q, k, v, mask, (0.5, 1.0, 1.0), wide=divide)
+    wide = torch.float32 if divide else None
+    taylor_direct_backward.backward(grad, out, mass, q, k, v, mask, (0.5, 1.0, 1.0), wide, wide)
 
 
 CASES = {

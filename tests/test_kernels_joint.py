@@ -60,8 +60,8 @@ class Case:
         present = torch.ones(q.shape[0], tokens, dtype=torch.bool)
         weights = reference.relative_weights(relative, q, present) / (1 if place.mean else tokens)
         if self.state:
-            phi = reference.elu1(self.q.double())
-            values, mass = phi @ self.s.double(), (phi * self.z.double()[:, :, None]).sum(3)
+            values = reference.elu1(self.q.double()) @ self.s.double()  # what S gives dq is the content's part
+            mass = (reference.elu1(q.double()) * self.z.double()[:, :, None]).sum(3)
         else:
             values, mass = (x.double() for x in self.content)
         mass = mass + weights.sum(3)
@@ -88,11 +88,22 @@ class Case:
         joint.joint_means(q, table, v, content, self.place, out, mass)
         return {"out": out[:, :, self.place.prefix :], "mass": mass[:, :, self.place.prefix :]}
 
+    def of_content(self, device, mass):
+        """dq, of a state that of features, in place of the content's part, and a state's part of ``<grad, out>``."""
+        from visionattn.ops.triton.joint_backward import OfContent
+
+        if not self.state:
+            return OfContent(guarded(self.dq.to(device).float()))
+        dq = guarded((self.dq.double() / self.q.double().clamp(max=0).exp()).to(device).float())
+        values = reference.elu1(self.q.double()) @ self.s.double()
+        along = (values * self.grad.double()).sum(3) / mass.double().cpu()
+        return OfContent(dq, along.to(device).float(), self.z.to(device).float(), "elu1")
+
     def gradients_by_definition(self):
         """The mean, its mass, and the gradients by name, with dq and dv in place of the content's part."""
         leaves = {name: getattr(self, name).double().clone().requires_grad_() for name in ("q", "table", "v")}
         out, mass = self.mean_by_definition(**leaves)
-        grads = torch.autograd.grad(out[:, :, self.place.prefix :], list(leaves.values()), self.grad[:, :, self.place.prefix :])
+        grads = torch.autograd.grad(out, list(leaves.values()), self.grad.double())
         grads = dict(zip(leaves, grads, strict=True))
         return out.detach(), mass.detach(), grads | {"q": grads["q"] + self.dq, "v": grads["v"] + self.dv}
 
@@ -101,9 +112,10 @@ class Case:
         from visionattn.ops.triton.joint_backward import joint_backward
 
         q, table, v, grad, _ = self.on(device, dtype)
-        dq, dv = guarded(self.dq.to(device, dtype)), guarded(self.dv.to(device, dtype))
+        dv = guarded(self.dv.to(device, dtype))
         out, mass = guarded(out.to(device, dtype)), mass.to(device).float().contiguous()
-        d_table = joint_backward(grad, out, mass, q, table, v, self.place, dq, dv)
+        content = self.of_content(device, mass)
+        dq, d_table = joint_backward(grad, out, mass, q, table, v, self.place, content, dv)
         return {"q": dq, "table": d_table, "v": dv}
 
 
@@ -206,8 +218,7 @@ def test_products_run_on_the_matrix_units(compiled, capability):
 
 
 def test_no_grid_compiles_anything_again():
-    kernels = ["_joint_shares", "_joint_means", "_joint_means_of_remainders", "_weights_backward"]
-    kernels += ["_queries_and_table_backward", "_joint_far_queries", "_joint_far_sums"]
+    kernels = ["_joint_shares", "_joint_means", "_joint_lines", "_joint_means_of_remainders", "_joint_scores"]
+    kernels += ["_joint_queries_backward", "_joint_table_backward", "_joint_far_queries", "_joint_far_sums"]
     kernels += ["_joint_rows_below_backward", "_joint_values_backward"]
-    # Remainders are those of the tiles of the forward pass and of the larger ones of the backward pass.
-    assert keys_in_fresh_process("joint_launches") == {"bfloat16": dict.fromkeys(kernels, 1) | {"_joint_lines": 2}}
+    assert keys_in_fresh_process("joint_launches") == {"bfloat16": dict.fromkeys(kernels, 1)}

@@ -39,7 +39,11 @@ def with_kernels(q, k, v, grad, key_mask: Tensor | None, feature_map: str, alone
     out, mass = launch.tokens_first(v, batch, heads, n, e), q.new_empty(batch, heads, n, dtype=torch.float32)
     state = state_of_keys(k, v, key_mask, feature_map)
     kernelized.means(q, state, feature_map, out, mass)
-    dq, d_state = kernelized.queries_backward(grad, out, mass, q, state, feature_map, k.shape[2], alone)
+    dq, along, d_state = kernelized.queries_backward(grad, out, mass, q, state, feature_map, k.shape[2], alone)
+    if not alone:
+        assert dq.dtype == torch.float32
+        z = state[batch * heads * q.shape[3] * e :].view(batch, heads, q.shape[3])
+        dq = (dq - (along / mass)[..., None] * z[:, :, None]) * q.float().clamp(max=0).exp()
     dk, dv = kernelized.keys_backward(k, v, key_mask, d_state, feature_map)
     return {"out": out, "q": dq, "k": dk, "v": dv}
 

@@ -145,7 +145,7 @@ def test_wide_gradients_of_queries_and_keys_are_those_that_are_rounded_otherwise
     q, k, v, grad = drawn(1, 2, 40, 50, 16, 24, device, dtype)
     out, mass = taylor_direct.forward(q, k, v, None, COEFFICIENTS, divide=True)
     given = (grad, out, mass, q, k, v, None, COEFFICIENTS)
-    *wide, dv = taylor_direct_backward.backward(*given, wide=True)
+    *wide, dv = taylor_direct_backward.backward(*given, torch.float32, torch.float32)
     assert {x.dtype for x in wide} == {torch.float32} and dv.dtype == dtype
     for x, rounded in zip((*wide, dv), taylor_direct_backward.backward(*given), strict=True):
         assert torch.equal(x.to(dtype), rounded)

@@ -98,13 +98,16 @@ def kernel_mean_backward(
         return *causal_backward(grad, out, mass, q, k, v, key_mask, feature_map), mass.new_empty(0)
     from visionattn.ops.triton import kernelized
 
-    dq, d_state = kernelized.queries_backward(grad, out, mass, q, state, feature_map, k.shape[2], alone=table is None)
+    own = place_from(place)
+    dq, along, d_state = kernelized.queries_backward(grad, out, mass, q, state, feature_map, k.shape[2], alone=own is None)
     dk, dv = kernelized.keys_backward(k, v, key_mask, d_state, feature_map)
-    if table is None:
+    if own is None:
         return dq, dk, dv, mass.new_empty(0)
     from visionattn.ops.triton import joint_backward
 
-    d_table = joint_backward.joint_backward(grad, out, mass, q, table, v, place_from(place), dq, dv)
+    z = state[q.shape[0] * q.shape[1] * q.shape[3] * v.shape[3] :]
+    content = joint_backward.OfContent(dq, along, z, feature_map)
+    dq, d_table = joint_backward.joint_backward(grad, out, mass, q, table, v, own, content, dv)
     return dq, dk, dv, d_table.to(table.dtype)
 
 

@@ -149,26 +149,30 @@ def taylor_mean_backward(
     """Gradients of ``taylor_mean`` with respect to q, k, v, in their dtype, temperature and table (empty without one)."""
     coefficients, normalised = (a, b, c), temperature is not None
     length = temperature.float() if normalised else None
+    dtype = None if table is None else torch.float32  # of dq, to which the relative term adds its part before it is rounded
     if takes_efficient_kernels(form, q, k, v, gradients=True):
         from visionattn.ops.triton import taylor_efficient, taylor_efficient_backward
 
         state = taylor_efficient.State(features, moments)
         if form == "auto":
             state = taylor_efficient.state_of_keys(k, v, key_mask, coefficients, normalised=normalised)
-        grads = taylor_efficient_backward.backward(grad, out, mass, q, k, v, length, key_mask, state, coefficients)
+        grads = taylor_efficient_backward.backward(
+            grad, out, mass, q, k, v, length, key_mask, state, coefficients, dtype
+        )
         dq, dk, dv, d_temperature = grads
     else:
         from visionattn.ops.triton import taylor_direct_backward
 
         query, key = _of_unit_length(q, k, temperature)
+        wide = torch.float32 if normalised else None  # rounded once, after the gradient of the normalisation
         grads = taylor_direct_backward.backward(
-            grad, out, mass, query, key, v, key_mask, coefficients, wide=normalised
-        )  # wide: rounded once, after the gradient of the normalisation
+            grad, out, mass, query, key, v, key_mask, coefficients, wide or dtype, wide
+        )
         dq, dk, dv = grads
         if normalised:
             from visionattn.ops.triton.unit import unit_backward
 
-            dq, d_temperature = unit_backward(q, length, dq)
+            dq, d_temperature = unit_backward(q, length, dq, dtype)
             dk, _ = unit_backward(k, None, dk)
     d_temperature = d_temperature.to(temperature.dtype) if normalised else mass.new_empty(0)
     d_table = mass.new_empty(0)
@@ -176,7 +180,9 @@ def taylor_mean_backward(
         from visionattn.ops.triton import joint_backward
 
         own = place_from(place)
-        d_table = joint_backward.joint_backward(grad, out, mass, q, table, v, own, dq, dv).to(table.dtype)
+        content = joint_backward.OfContent(dq)
+        dq, d_table = joint_backward.joint_backward(grad, out, mass, q, table, v, own, content, dv)
+        d_table = d_table.to(table.dtype)
     return dq, dk, dv, d_temperature, d_table
 
 

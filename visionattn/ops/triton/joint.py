@@ -124,7 +124,7 @@ def _put_weights(
 
 
 @triton.jit
-def _far_means(
+def far_means(
     p_remainders,
     o_f,
     o_tile,
@@ -314,7 +314,7 @@ def _joint_means(
                 m_far = o_f < FAR - first
                 b_pairs = tl.load(p_weights + first // 2 * (BLOCK_Q * SLOTS) + o_far, mask=m_far, other=0).to(tl.float32)
                 b_pairs = as_operand((b_pairs * b_far_scale).to(DTYPE), BLOCK_T, 16, TILES)
-                b_keys = _far_means(
+                b_keys = far_means(
                     p_remainders, first + tl.arange(0, 16)[None, :], o_tile, y, i_group, groups, height, width, tiles, o_e,
                     E, HORIZON_Y,
                 )  # fmt: skip  [TILES, 16, E]

@@ -8,11 +8,13 @@ written but results.
 The gradient of the features of a query is ``(A - <g, out> Z) / mass`` with ``A = S g``, g being that
 of the mean: where keys are many, a small difference of large numbers. Of content alone both come
 from one product, ``<g, out> = phi(q) . A / mass``, which saves reading the mean. S enters it as a
-high and a low part, and so does the gradient of S where the keys meet it.
+high and a low part, and so does the gradient of S where the keys meet it. Beside Joint relative
+position ``A / mass`` and ``phi(q) . A / mass`` are left to ``joint_backward.py``, which adds its own.
 
 Source: Katharopoulos et al. 2020, eq. 4 to 6; the gradient of the mass is ours.
 """
 
+import torch
 import triton.language as tl
 from torch import Tensor
 
@@ -85,6 +87,7 @@ def _kernelized_queries_backward(
     p_q,
     p_state,
     p_dq,
+    p_along,
     p_d_state,
     heads,
     groups,
@@ -115,7 +118,8 @@ def _kernelized_queries_backward(
 ):
     """Gradients of one segment of the queries of one head, and its part of that of the state, times ``scale``.
 
-    Where content is ALONE the mean is not read; else it and the mass are of more than the state.
+    Where content is ALONE the mean is not read; else it and the mass are of more than the state, and
+    ``phi(q) . A / mass`` is written to ``p_along`` instead of being taken off.
     """
     i_segment, i_group, i_batch, i_head = program_of(segments, heads)
     o_d, o_e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
@@ -148,10 +152,13 @@ def _kernelized_queries_backward(
         if ALONE:
             b_along = tl.sum(b_phi * b_a, 1)
         else:
+            tl.store(p_along + i_group.to(tl.int64) * tokens + o_n, tl.sum(b_phi * b_a, 1), mask=m_n)
             b_out = read(p_out, o_n, out_token, o_e, m_n, E, True)  # [N, E]
             b_along = tl.sum(b_grad.to(tl.float32) * b_out.to(tl.float32), 1)
         b_dz -= b_phi * b_along[:, None]  # added up once, as in the state
-        b_dq = (b_a - b_along[:, None] * b_z[None, :]) * b_inverse[:, None] * phi_slope(b_q, MAP)
+        b_dq = b_a * b_inverse[:, None]
+        if ALONE:
+            b_dq = (b_a - b_along[:, None] * b_z[None, :]) * b_inverse[:, None] * phi_slope(b_q, MAP)
         tl.store(rows(p_dq, o_n, dq_token, o_d), b_dq.to(p_dq.dtype.element_ty), mask=m_n[:, None] & m_d[None, :])
     b_ds = in_units(b_ds, b_unit, p_q.dtype.element_ty)
     p_ds, p_dz = state_at(p_d_state, i_segment, i_group, groups, D, E)
@@ -225,28 +232,41 @@ def means(q: Tensor, state: Tensor, feature_map: str, out: Tensor, mass: Tensor)
 
 
 def queries_backward(
-    grad: Tensor, out: Tensor, mass: Tensor, q: Tensor, state: Tensor, feature_map: str, keys: int, alone: bool
-) -> tuple[Tensor, Tensor]:
+    grad: Tensor,
+    out: Tensor,
+    mass: Tensor,
+    q: Tensor,
+    state: Tensor,
+    feature_map: str,
+    keys: int,
+    alone: bool,
+) -> tuple[Tensor, Tensor | None, Tensor]:
     """Gradients of q, and of the state divided by the number of keys, for ``grad [B, h, N, e]`` of the mean.
 
     Args:
         alone: ``out`` and ``mass`` are of the state and nothing else.
+
+    Returns:
+        the gradient of q, and None; or, of a state that is not alone, that of its features in float32, without
+        what the mass receives, and what the state gives of ``<grad, out>``, float32 ``[B, h, N]``. Then that of the state.
     """
     batch, heads, tokens, d = q.shape
     parts = parts_of("kernelized queries backward", q, out)
-    d_states, dq = state.new_empty(parts, state.shape[0]), launch.tokens_first(q, batch, heads, tokens, d)
+    d_states = state.new_empty(parts, state.shape[0])
+    dq = launch.tokens_first(q, batch, heads, tokens, d, None if alone else torch.float32)
+    along = mass if alone else torch.empty_like(mass)
     grad, out, q = launch.readable(grad), launch.readable(out), launch.readable(q)
     launch.run(
         _kernelized_queries_backward,
         (parts * batch * heads,),
-        *(grad, grad if alone else out, mass, q, state, dq, d_states),
+        *(grad, grad if alone else out, mass, q, state, dq, along, d_states),
         *(heads, batch * heads, tokens, launch.cdiv(tokens, parts), parts, 1 / max(1, keys)),
         *(octet for x in (grad, out, q, dq) for octet in launch.octets(x)),
         **launch.options("kernelized queries backward", q, out),
         MAP=feature_map,
         ALONE=alone,
     )
-    return dq, sums_of_parts(d_states, "all")[0]
+    return dq, None if alone else along, sums_of_parts(d_states, "all")[0]
 
 
 def keys_backward(

@@ -303,25 +303,24 @@ def backward(
     v: Tensor,
     key_mask: Tensor | None,
     coefficients: tuple[float, float, float],
-    *,
-    wide: bool = False,
+    dq_dtype: torch.dtype | None = None,
+    dk_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v for ``grad [B, h, N, e]`` of the mean under all terms.
 
     Args:
         out, mass: the mean and the sum of all weights, the latter float32 ``[B, h, N]``, contiguous,
             in units of M.
-        wide: whether to give the gradients of q and k in float32, where they are to be brought
-            through a normalisation and rounded after it; else in their dtype.
+        dq_dtype, dk_dtype: of the gradients of q and k, float32 where they are to be rounded after
+            what is still to be done to them; None: those of q and k.
 
     The other arguments are those of ``taylor_direct.forward``.
     """
     (batch, heads, queries, d), (keys, e) = q.shape, v.shape[2:]
     grad, out, q, k, v = (launch.readable(x) for x in (grad, out, q, k, v))
     inverse, z = _terms_of_queries(grad, out, mass)
-    dtype = torch.float32 if wide else None
-    dq = launch.tokens_first(q, batch, heads, queries, d, dtype)
-    dk = launch.tokens_first(k, batch, heads, keys, d, dtype)
+    dq = launch.tokens_first(q, batch, heads, queries, d, dq_dtype)
+    dk = launch.tokens_first(k, batch, heads, keys, d, dk_dtype)
     dv, scale = launch.tokens_first(v, batch, heads, keys, e), coefficients[0] / max(1, keys)
     present, masked = q if key_mask is None else key_mask.contiguous(), key_mask is not None
     shift, rest = completed_square(coefficients)

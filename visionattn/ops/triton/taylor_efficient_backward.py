@@ -232,6 +232,7 @@ def _gradient_of(
     key_mask: Tensor | None,
     state: State,
     weights: tuple[float, float],
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradient of ``x [B, h, N, d]`` for ``y [B, h, N, e]``; rows outside ``key_mask [B, N]`` get
     0.
@@ -240,6 +241,7 @@ def _gradient_of(
         length: float32 ``[h]``, or 1, to which x is brought, or 0: x as it is.
         divided: ``out [B, h, N, e]`` and ``mass [B, h, N]``; None: y as it is.
         weights: of ``(X^T X) x`` and of ``sum x`` in the gradient.
+        dtype: of the gradient; None: that of x.
 
     Returns:
         the gradient; ``z [B, h, N]`` where divided; the gradient of the length, ``[h]``, where it
@@ -253,7 +255,7 @@ def _gradient_of(
         options = options | smaller
     x, y = launch.readable(x), launch.readable(y)
     out, mass = (y, state.moments) if divided is None else (launch.readable(divided[0]), divided[1])
-    dx = launch.tokens_first(x, batch, heads, tokens, d)
+    dx = launch.tokens_first(x, batch, heads, tokens, d, dtype)
     blocks = triton.cdiv(tokens, options["BLOCK_N"])
     z = mass.new_empty(0 if divided is None else mass.shape)
     d_length = mass.new_empty(batch, heads, tokens if kind == 2 else 0)
@@ -307,6 +309,7 @@ def backward(
     key_mask: Tensor | None,
     state: State,
     coefficients: tuple[float, float, float],
+    dq_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of q, k, v and of the temperature for ``grad [B, h, N, e]`` of the mean under
     weights that add up to ``mass``.
@@ -314,11 +317,13 @@ def backward(
     Args:
         mass: float32 ``[B, h, N]`` in units of the number of keys; out ``[B, h, N, e]`` and mass
             may hold other terms than this one.
+        dq_dtype: of the gradient of q; None: that of q.
         temperature: float32 ``[h]``; None takes q and k as they are.
     """
     (a, b, c), scale = coefficients, 1 / max(1, k.shape[2])
     length, one = (0, 0) if temperature is None else (temperature, 1)
-    dq, z, d_temperature = _gradient_of(q, length, grad, (out, mass), None, state, (2 * a, b))
+    divided = out, mass
+    dq, z, d_temperature = _gradient_of(q, length, grad, divided, None, state, (2 * a, b), dq_dtype)
     half = q.dtype == torch.float16
     if half:
         unit = _largest(grad, mass)

@@ -116,10 +116,12 @@ def unit(x: Tensor, length: Tensor | None) -> Tensor:
     return y
 
 
-def unit_backward(x: Tensor, length: Tensor | None, grad: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Gradients of x, in its dtype, and of the length, float32 ``[h]``, for ``grad [B, h, N, d]`` of any dtype."""
+def unit_backward(
+    x: Tensor, length: Tensor | None, grad: Tensor, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of x, in its dtype or another, and of the length, float32 ``[h]``, for ``grad [B, h, N, d]`` of any dtype."""
     batch, heads, tokens, d = x.shape
-    options, dx = _options("unit backward", x, length), launch.tokens_first(x, batch, heads, tokens, d)
+    options, dx = _options("unit backward", x, length), launch.tokens_first(x, batch, heads, tokens, d, dtype)
     blocks = launch.cdiv(tokens, options["BLOCK_N"])
     x, grad = launch.readable(x), launch.readable(grad)
     parts = x.new_empty(0 if length is None else batch * blocks, heads, dtype=torch.float32)
