@@ -93,7 +93,7 @@ def test_auto_changes_its_form_where_counts_expect_it(figure):
     (expected,) = gpu_expected.expected(figure).values
     heads = figure.case.heads
     changes = auto_crossing(figure.case, lambda n: max(1, gpu_counts.FILLED_TOKENS // (n * heads)))
-    assert changes == pytest.approx(expected, rel=0.3)
+    assert changes == pytest.approx(expected, rel=0.1)
 
 
 @pytest.mark.parametrize(("width", "heads"), [(16, 6), (32, 6), (64, 6), (64, 384)])

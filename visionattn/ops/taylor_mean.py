@@ -13,12 +13,13 @@ from visionattn.ops.sums import no_double_backward, tokens_first
 from visionattn.ops.triton.geometry import place_from
 
 TILE = 16
-FORWARD_COSTS = 1.25, 1e8
-BOTH_COST = 1.05, 0.0
-"""Of the efficient kernels forward, and forward and backward: how much longer a multiply-add takes
-than one of the direct ones, and what few heads, which do not fill a GPU, lose beside that, in
-multiply-adds. They are fitted to counted times (docs/kernels-count.md, "Which form"); no GPU has
-measured them."""
+WITH_EACH_PAIR = 16
+FORWARD_COSTS = 1.45, 2e8
+BOTH_COST = 1.15, 2e7
+"""What decides between the forms, in multiply-adds of the direct kernels: what these do with each
+pair beside its products; then of the efficient kernels, forward, and forward and backward, how much
+longer a multiply-add takes, and what few heads, which do not fill a GPU, lose. They are fitted to
+counted times (docs/kernels-count.md, "Which form"); no GPU has measured them."""
 
 
 def tile_features(d: int) -> int:
@@ -38,7 +39,7 @@ def takes_efficient_kernels(
     if form != "auto":
         return form == "efficient"
     (batch, heads, n, d), m, e = q.shape, k.shape[2], v.shape[3]
-    direct = batch * heads * n * m * (d + e)
+    direct = batch * heads * n * m * (d + e + WITH_EACH_PAIR)
     efficient = batch * heads * (n + m) * (tile_features(d) * e + d * (d + e))
     more, fixed = BOTH_COST if gradients else FORWARD_COSTS
     return more * efficient + fixed < direct
