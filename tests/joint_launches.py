@@ -18,8 +18,9 @@ def both_passes(
 ) -> None:
     """Every launch of one forward and backward pass of 1 image of 6 heads with 5 prefix tokens."""
     from visionattn.ops.triton import joint
-    from visionattn.ops.triton.joint_backward import OfContent, joint_backward
+    from visionattn.ops.triton.joint_backward import joint_backward
     from visionattn.ops.triton.joint_place import Place
+    from visionattn.ops.triton.joint_queries_backward import OfContent
 
     heads, place = 6, Place(*grid, 5, *horizons, mean)
     tokens, on = 5 + grid[0] * grid[1], dict(device="meta")

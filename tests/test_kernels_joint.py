@@ -90,7 +90,7 @@ class Case:
 
     def of_content(self, device, mass):
         """dq, of a state that of features, in place of the content's part, and a state's part of ``<grad, out>``."""
-        from visionattn.ops.triton.joint_backward import OfContent
+        from visionattn.ops.triton.joint_queries_backward import OfContent
 
         if not self.state:
             return OfContent(guarded(self.dq.to(device).float()))

@@ -104,9 +104,10 @@ def kernel_mean_backward(
     if own is None:
         return dq, dk, dv, mass.new_empty(0)
     from visionattn.ops.triton import joint_backward
+    from visionattn.ops.triton.joint_queries_backward import OfContent
 
     z = state[q.shape[0] * q.shape[1] * q.shape[3] * v.shape[3] :]
-    content = joint_backward.OfContent(dq, along, z, feature_map)
+    content = OfContent(dq, along, z, feature_map)
     dq, d_table = joint_backward.joint_backward(grad, out, mass, q, table, v, own, content, dv)
     return dq, dk, dv, d_table.to(table.dtype)
 

@@ -179,9 +179,10 @@ def taylor_mean_backward(
     d_table = mass.new_empty(0)
     if table is not None:
         from visionattn.ops.triton import joint_backward
+        from visionattn.ops.triton.joint_queries_backward import OfContent
 
         own = place_from(place)
-        content = joint_backward.OfContent(dq)
+        content = OfContent(dq)
         dq, d_table = joint_backward.joint_backward(grad, out, mass, q, table, v, own, content, dv)
         d_table = d_table.to(table.dtype)
     return dq, dk, dv, d_temperature, d_table

@@ -47,37 +47,6 @@ def line_at(
 
 
 @triton.jit
-def line_and_remainders_at(
-    p_v,
-    p_means,
-    p_remainders,
-    i_class,
-    y_keys,
-    prefix,
-    width,
-    v_token,
-    remainder_row,
-    means_below,
-    remainders_of_means,
-    E: tl.constexpr,
-    HORIZON_Y: tl.constexpr,
-):
-    """Where the line of row class ``i_class`` begins, the stride of its tokens in octets, and where its remainders are.
-
-    ``y_keys``, the row of the query plus ``i_class - Ry``, is that of the keys, and the last or first one of a mean of rows.
-    The addresses given are those of row 0 of one head; ``means_below`` and ``remainders_of_means`` are the distances to the
-    other half of the means, and from the remainders of v to those of the means above and from these to those below.
-    """
-    is_above, is_below = i_class == 0, i_class == 2 * HORIZON_Y
-    i_row = y_keys.to(tl.int64)
-    p_mean = p_means + tl.where(is_below, means_below, 0) + i_row * width * E
-    p_line = tl.where(is_above | is_below, p_mean, p_v + (prefix + i_row * width) * v_token * 8)
-    i_kind = tl.where(is_above, 1, tl.where(is_below, 2, 0))
-    p_remainders += i_kind * remainders_of_means + i_row * remainder_row
-    return p_line, tl.where(is_above | is_below, E // 8, v_token), p_remainders
-
-
-@triton.jit
 def _means_of_rows(
     p_x,
     p_out,
