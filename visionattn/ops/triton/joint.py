@@ -339,7 +339,7 @@ def _options_of_means(
     if place.beside > 8:
         row |= dict(num_warps=8)
     if place.slots > 16 and dtype == torch.float32:
-        row |= dict(BLOCK_E=16, BLOCK_Q=16)
+        row |= dict(BLOCK_E=16, BLOCK_Q=16, num_warps=8)
     return row | dict(
         HORIZON_Y=place.horizon_y,
         HORIZON_X=place.horizon_x,
