@@ -78,7 +78,7 @@ def _blocks(code: Sequence[sass.Instruction]) -> tuple[list[int], dict[int, list
 
 
 def _dominators(follow: dict[int, list[int]], first: int = 0) -> dict[int, set[int]]:
-    """Of each block that can be reached, all through which every way to it leads, itself included."""
+    """Of each block that can be reached, all through which every way to it leads, with itself."""
     before: dict[int, list[int]] = {block: [] for block in follow}
     for block, after in follow.items():
         for other in after:

@@ -66,7 +66,7 @@ def cells(width: int, batch: int, backward: bool, times: list[tuple[float, float
 
 def main() -> None:
     """Count and print."""
-    print("| d | heads x images | pass | faster from | auto changes at | it loses at worst | mean |")
+    print("| d | heads x images | pass | faster from | auto changes at | loses at worst | mean |")
     print("|---|---|---|---|---|---|---|")
     for width, batch in itertools.product((16, 32, 64), BATCHES):
         times = [[seconds(n, width, batch, form) for form in FORMS] for n in TOKENS]

@@ -211,7 +211,7 @@ def _around(blocks: list, every: np.ndarray) -> tuple[Loop | None, np.ndarray]:
 
 
 def _taken(line: str, known: dict, left: Loop | np.ndarray, every: np.ndarray) -> np.ndarray:
-    """Which programs of the sample run the block that the line opens; all where that is not known."""
+    """Which programs of the sample run the block that the line opens; all where it is unknown."""
     if line.startswith("} else"):
         return every if left is every else 1 - left
     match = re.search(r"scf\.if (%[\w.$-]+)", line)

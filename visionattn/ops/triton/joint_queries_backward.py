@@ -196,43 +196,21 @@ def _joint_queries_backward(
         b_most = tl.zeros([BLOCK_N], tl.float32)
         for first in range(0, CLASSES, BLOCK_C):
             b_s, _, _ = _scores_and_keys(
-                p_scores,
-                o_n,
-                first + o_c,
-                m_n,
-                height,
-                width,
-                row_scale,
-                HORIZON_Y,
-                HORIZON_X,
-                PADDED,
-                MEAN,
-                False,
-            )
+                p_scores, o_n, first + o_c, m_n, height, width, row_scale, HORIZON_Y, HORIZON_X, PADDED,
+                MEAN, False,
+            )  # fmt: skip
             b_most = tl.maximum(b_most, tl.max(tl.abs(b_s), 1))
         b_unit = tl.maximum(b_most / 16, 1e-30)
     # What phi receives for the sum of weighted values and for the mass, and what rounding of
     # weights took from both.
-    b_to_values, b_to_mass = (
-        tl.zeros([BLOCK_N, BLOCK_D], tl.float32),
-        tl.zeros([BLOCK_N, BLOCK_D], tl.float32),
-    )
+    b_to_values = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    b_to_mass = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     b_values, b_masses = tl.zeros([BLOCK_N], tl.float32), tl.zeros([BLOCK_N], tl.float32)
     for first in range(0, CLASSES, BLOCK_C):
         b_s, b_keys, b_share = _scores_and_keys(
-            p_scores,
-            o_n,
-            first + o_c,
-            m_n,
-            height,
-            width,
-            row_scale,
-            HORIZON_Y,
-            HORIZON_X,
-            PADDED,
-            MEAN,
-            MAP == "",
-        )
+            p_scores, o_n, first + o_c, m_n, height, width, row_scale, HORIZON_Y, HORIZON_X, PADDED,
+            MEAN, MAP == "",
+        )  # fmt: skip
         m_table = (first + o_c < CLASSES)[:, None] & m_d[None, :]
         b_table = tl.load(
             p_table + (first + o_c)[:, None] * D + o_d[None, :], mask=m_table, other=0
@@ -288,19 +266,9 @@ def _joint_queries_backward(
         b_inverse /= b_unit
     for first in range(0, CLASSES, BLOCK_C):
         b_s, b_keys, _ = _scores_and_keys(
-            p_scores,
-            o_n,
-            first + o_c,
-            m_n,
-            height,
-            width,
-            row_scale,
-            HORIZON_Y,
-            HORIZON_X,
-            PADDED,
-            MEAN,
-            False,
-        )
+            p_scores, o_n, first + o_c, m_n, height, width, row_scale, HORIZON_Y, HORIZON_X, PADDED,
+            MEAN, False,
+        )  # fmt: skip
         b_d = (b_s - b_keys * b_along[:, None]) * b_inverse[:, None]
         p_rows = p_d_weights + (i_first + o_n)[:, None] * PADDED + (first + o_c)[None, :]
         tl.store(p_rows, b_d.to(DTYPE), mask=m_n[:, None] & (first + o_c < PADDED)[None, :])
@@ -325,21 +293,15 @@ def queries_backward(
         row = row | dict(BLOCK_N=row["BLOCK_N"] // 2)
     d_weights = torch.empty_like(scores, dtype=q.dtype)
     units = scores.new_empty(scores.shape[:3] if q.dtype == torch.float16 else 0)
-    dq, blocks = (
-        launch.tokens_first(q, batch, heads, tokens, d),
-        launch.cdiv(place.height * place.width, row["BLOCK_N"]),
-    )
+    dq = launch.tokens_first(q, batch, heads, tokens, d)
+    blocks = launch.cdiv(place.height * place.width, row["BLOCK_N"])
     along, z = (mass, mass) if content.along is None else (content.along, content.z)
     launch.run(
         _joint_queries_backward,
         (blocks * batch * heads,),
         *(q, table, scores, grad, out, mass, content.dq, along, z, dq, d_weights, units),
         *(heads, tokens, place.height, place.width, place.prefix, blocks),
-        *(
-            table.stride(0) // launch.OCTET if table.shape[0] > 1 else 0,
-            place.row_scale,
-            place.unit,
-        ),
+        *(table.stride(0) // launch.OCTET if table.shape[0] > 1 else 0, place.row_scale, place.unit),
         *(octet for x in (q, grad, out, content.dq, dq) for octet in launch.octets(x)),
         **row,
         **place.horizons(),
