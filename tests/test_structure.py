@@ -7,9 +7,16 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[1]
 RANKS = {"layout": 0, "ops": 1, "layers": 2, "models": 3}
-RANKS |= {"training": 4, "measure": 4, "calibrate": 4, "fresh_process": 4, "visualize": 4, "benchmark": 5}
+RANKS |= {
+    "training": 4,
+    "measure": 4,
+    "calibrate": 4,
+    "fresh_process": 4,
+    "visualize": 4,
+    "benchmark": 5,
+}
 RANKS |= {"sweep": 5, "profiling": 5, "inference": 5, "report": 5}
 FILES = sorted((ROOT / "visionattn").rglob("*.py"))
 
@@ -46,10 +53,13 @@ def test_operations_know_neither_timm_nor_the_reference():
 
 
 def test_package_imports_without_what_only_training_and_kernels_need():
-    """A machine for inference has torch, timm and safetensors; nothing there fetches anything or prints."""
+    """A machine for inference has torch, timm and safetensors; nothing there fetches anything or
+    prints.
+    """
     code = (
         "import sys\n"
-        "for name in ('albumentations', 'cv2', 'jsonargparse', 'tensorboard', 'sklearn', 'rich', 'matplotlib'):\n"
+        "for name in ('albumentations', 'cv2', 'jsonargparse', 'tensorboard', 'sklearn', 'rich', "
+        "'matplotlib'):\n"
         "    sys.modules[name] = None\n"
         "import visionattn, visionattn.ops, visionattn.layers, visionattn.models, timm\n"
         "timm.create_model('scaleformer_vit_t', depth=1)\n"

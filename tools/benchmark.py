@@ -1,17 +1,19 @@
-"""Time and memory of operations and models: ``python tools/benchmark.py --operations kernelized sdpa --tokens 1024 4096``.
+"""Time and memory of operations and models: ``python tools/benchmark.py --operations kernelized
+sdpa --tokens 1024 4096``.
 
-``--targets`` prints the figures to reach and what they come to here, ``--figure`` redraws a figure of the papers, ``--loader``
-measures the data pipeline alone, ``--gpu`` prints kernels and models on a GPU beside their floors, ``--tune`` measures the
-launches of kernels anew, ``--help`` lists the rest. Every case is checked against its definition before it is timed, and times
-that are compared come from one interleaved run. Exit codes: 0; 2 for bad input, and for ``--gpu`` and ``--tune`` without a GPU;
-4 where rows of ``--gpu`` are wrong or failed; 130 for Ctrl-C.
+``--targets`` prints the figures to reach and what they come to here, ``--figure`` redraws a figure
+of the papers, ``--loader`` measures the data pipeline alone, ``--gpu`` prints kernels and models on
+a GPU beside their floors, ``--tune`` measures the launches of kernels anew, ``--help`` lists the
+rest. Every case is checked against its definition before it is timed, and times that are compared
+come from one interleaved run. Exit codes: 0; 2 for bad input, and for ``--gpu`` and ``--tune``
+without a GPU; 4 where rows of ``--gpu`` are wrong or failed; 130 for Ctrl-C.
 """
 
 import sys
 from collections.abc import Sequence
 
-from visionattn.benchmark.run import benchmark
-from visionattn.training.command_line import run_tool
+from visionattn.cli.parsing import run_tool
+from visionattn.lab.benchmark import benchmark
 
 
 def main(argv: Sequence[str] | None = None) -> int:

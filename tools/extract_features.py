@@ -1,19 +1,22 @@
-"""Features of images by any model: ``python tools/extract_features.py --checkpoint PATH --images FOLDER --output FOLDER``.
+"""Features of images by any model: ``python tools/extract_features.py --checkpoint PATH --images
+FOLDER --output FOLDER``.
 
-One vector per image, or with ``--dense`` one map, as safetensors with an index of paths; ``--probe`` fits a linear probe
-and kNN on a labelled folder. A run that was killed goes on where it is called again. Exit codes: 0; 2 for bad input; 3 where
-no image fits into memory; 4 where a process that reads images ended; 130 for Ctrl-C.
+One vector per image, or with ``--dense`` one map, as safetensors with an index of paths;
+``--probe`` fits a linear probe and kNN on a labelled folder. A run that was killed goes on where it
+is called again. Exit codes: 0; 2 for bad input; 3 where no image fits into memory; 4 where a
+process that reads images ended; 130 for Ctrl-C.
 """
 
 import sys
 from collections.abc import Sequence
 
+from visionattn.cli.parsing import run_tool
 from visionattn.inference.features import Extraction, ExtractOptions
 from visionattn.inference.options import parse_options
-from visionattn.training.command_line import run_tool
 
 EXAMPLE = (
-    "python tools/extract_features.py --model scaleformer_vit_t --images docs/figures --img_size 224 "
+    "python tools/extract_features.py --model scaleformer_vit_t --images docs/figures "
+    "--img_size 224 "
     "--output checkpoints/features/figures"
 )
 

@@ -1,18 +1,22 @@
-"""Classes of images: ``python tools/predict.py --checkpoint PATH --images FOLDER --output predictions.csv``.
+"""Classes of images: ``python tools/predict.py --checkpoint PATH --images FOLDER --output
+predictions.csv``.
 
-A row per image with the most probable classes, as CSV or JSON by the file's ending, or without ``--output`` as a table.
-Images that cannot be read are rows with the reason. Exit codes: 0; 2 for bad input; 3 where no image fits into memory; 4
-where a process that reads images ended; 130 for Ctrl-C.
+A row per image with the most probable classes, as CSV or JSON by the file's ending, or without
+``--output`` as a table. Images that cannot be read are rows with the reason. Exit codes: 0; 2 for
+bad input; 3 where no image fits into memory; 4 where a process that reads images ended; 130 for
+Ctrl-C.
 """
 
 import sys
 from collections.abc import Sequence
 
+from visionattn.cli.parsing import run_tool
 from visionattn.inference.options import parse_options
 from visionattn.inference.predict import PredictOptions, Predictor
-from visionattn.training.command_line import run_tool
 
-EXAMPLE = "python tools/predict.py --checkpoint checkpoints/digits/best.safetensors --images docs/figures"
+EXAMPLE = (
+    "python tools/predict.py --checkpoint checkpoints/digits/best.safetensors --images docs/figures"
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

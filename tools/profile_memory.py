@@ -1,16 +1,18 @@
-"""Memory of models over image sizes: ``python tools/profile_memory.py --models taylorshift_vit_s vit_small_patch16_224+eager``.
+"""Memory of models over image sizes: ``python tools/profile_memory.py --models taylorshift_vit_s
+vit_small_patch16_224+eager``.
 
-Each cell (model, image size, pass, precision, form, checkpointing) runs in a process of its own. ``--largest`` finds the largest
-image that fits, ``--snapshot`` records one cell for PyTorch's memory viewer, ``--help`` lists the rest. A cell that does not fit
-is a row. Exit codes: 0; 2 for bad input; 3 where the cell of ``--snapshot`` does not fit; 4 where a cell failed for another
-reason than memory; 130 for Ctrl-C.
+Each cell (model, image size, pass, precision, form, checkpointing) runs in a process of its own.
+``--largest`` finds the largest image that fits, ``--snapshot`` records one cell for PyTorch's
+memory viewer, ``--help`` lists the rest. A cell that does not fit is a row. Exit codes: 0; 2 for
+bad input; 3 where the cell of ``--snapshot`` does not fit; 4 where a cell failed for another reason
+than memory; 130 for Ctrl-C.
 """
 
 import sys
 from collections.abc import Sequence
 
-from visionattn.profiling.run import profile
-from visionattn.training.command_line import run_tool
+from visionattn.cli.parsing import run_tool
+from visionattn.lab.profile.run import profile
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,14 +1,16 @@
-"""A page about runs, sweeps and memory profiles: ``python tools/report.py checkpoints/digits checkpoints/sweeps/try``.
+"""A page about runs, sweeps and memory profiles: ``python tools/report.py checkpoints/digits
+checkpoints/sweeps/try``.
 
-One file of HTML that needs no network: results, curves, images with predictions, settings that differ, head counts, memory.
-It is ``report.html`` in the first folder unless ``--output`` says otherwise. Exit codes: 0; 2 for bad input.
+One file of HTML that needs no network: results, curves, images with predictions, settings that
+differ, head counts, memory. It is ``report.html`` in the first folder unless ``--output`` says
+otherwise. Exit codes: 0; 2 for bad input.
 """
 
 import sys
 from collections.abc import Sequence
 
-from visionattn.report.page import report
-from visionattn.training.command_line import run_tool
+from visionattn.cli.parsing import run_tool
+from visionattn.lab.report.page import report
 
 
 def main(argv: Sequence[str] | None = None) -> int:

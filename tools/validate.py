@@ -1,13 +1,15 @@
-"""Accuracy at several image sizes: ``python tools/validate.py --checkpoint PATH --img-size 128 256``.
+"""Accuracy at several image sizes: ``python tools/validate.py --checkpoint PATH --img-size 128
+256``.
 
-The data are those of the ``config.yaml`` beside the checkpoint, unless flags say otherwise (``--data.name``,
-``--data.root``); ``images/s`` counts the model alone, without the loading. Exit codes: 0; 2 for bad input.
+The data are those of the ``config.yaml`` beside the checkpoint, unless flags say otherwise
+(``--data.name``, ``--data.root``); ``images/s`` counts the model alone, without the loading. Exit
+codes: 0; 2 for bad input.
 """
 
 import sys
 from collections.abc import Sequence
 
-from visionattn.training.command_line import run_tool
+from visionattn.cli.parsing import run_tool
 from visionattn.training.validate import COLUMNS, Validation, align, parse_validate
 
 
@@ -18,7 +20,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = parse_validate(sys.argv[1:] if argv is None else argv)
         validation = Validation(config)
         print(
-            f"{config.checkpoint} on the {validation.split} images of {config.data.name}\n{align(COLUMNS)}", flush=True
+            f"{config.checkpoint} on the {validation.split} images of "
+            f"{config.data.name}\n{align(COLUMNS)}",
+            flush=True,
         )
         rows = []
         for row in validation.rows():

@@ -1,11 +1,12 @@
 """Which token lies where: the one value that tells attention of the image's geometry.
 
-The alphabet of the whole package, stated once:
-``B`` images, ``h`` heads, ``N`` queries, ``M`` keys, ``d`` width of queries and keys per head, ``e`` width of values per
-head, ``D = h * d`` model width, ``(H, W)`` grid of patches, ``P`` prefix tokens, ``R`` horizon of relative position.
-Height before width, rows before columns.
+The alphabet of the whole package, stated once: ``B`` images, ``h`` heads, ``N`` queries, ``M``
+keys, ``d`` width of queries and keys per head, ``e`` width of values per head, ``D = h * d`` model
+width, ``(H, W)`` grid of patches, ``P`` prefix tokens, ``R`` horizon of relative position. Height
+before width, rows before columns.
 
-The values are named tuples: immutable, and taken apart by checkpointing, FX, export and wrappers like any tuple.
+The values are named tuples: immutable, and taken apart by checkpointing, FX, export and wrappers
+like any tuple.
 """
 
 from typing import NamedTuple
@@ -26,15 +27,17 @@ class Grid(NamedTuple):
 
 
 class TokenLayout(NamedTuple):
-    """A sequence of ``num_prefix`` prefix tokens (class, registers) followed by patches of ``grid``.
+    """A sequence of ``num_prefix`` prefix tokens (class, registers) followed by patches of
+    ``grid``.
 
     Args:
         num_prefix: P, tokens in front that have no place on the grid.
         grid: the whole grid, present patches or not.
-        kept: int64 ``[B, n]``, row-major indices in ``0..H*W-1`` of the patches that are present, in the order of the
-            tokens; None: all of them, row by row from the top left.
-        counts: keys per class of relative position as seen from each patch, which ``ops.relative.count_classes``
-            makes once per forward; None: each call counts for itself.
+        kept: int64 ``[B, n]``, row-major indices in ``0..H*W-1`` of the patches that are present,
+            in the order of the tokens; None: all of them, row by row from the top left.
+        counts: keys per class of relative position as seen from each patch, which
+            ``ops.relative.count_classes`` makes once per forward; None: each call counts for
+            itself.
     """
 
     num_prefix: int

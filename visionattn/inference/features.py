@@ -12,11 +12,12 @@ from typing import Any, Literal
 
 import torch
 
+from visionattn.cli.ends import OutOfMemory, Stopped
+from visionattn.cli.progress import Progress
 from visionattn.inference.listing import Digits, Listing, find_images, printable
 from visionattn.inference.opening import Opened, open_model
 from visionattn.inference.options import NATIVE, NATIVE_BATCH, SIZED_BATCH, InferenceOptions
 from visionattn.inference.probe import Division, divide_digits, divide_folder, fit_probes
-from visionattn.inference.progress import Progress
 from visionattn.inference.reading import ReadImages, Sizing
 from visionattn.inference.running import last_map, pooled, run_images
 from visionattn.inference.shards import (
@@ -29,7 +30,6 @@ from visionattn.inference.shards import (
     whole_shards,
     write_index,
 )
-from visionattn.training.interrupt import OutOfMemory, Stopped
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16}
 NAMED_FAILURES = 5
@@ -48,16 +48,22 @@ class ExtractOptions(InferenceOptions):
     dtype: Literal["float32", "float16"] = "float32"
     """Of the features in the files."""
     shard_images: int = 4096
-    """Images per file; the last batch of a file may exceed it, and rows of 16 MiB fill a file too."""
+    """Images per file; the last batch of a file may exceed it, and rows of 16 MiB fill a file too.
+    """
     shard_mib: int = 256
-    """MiB of features per file, which are held in memory until it is full; the last batch of a file may exceed it."""
+    """MiB of features per file, which are held in memory until it is full; the last batch of a file
+    may exceed it.
+    """
     probe: bool = False
-    """Fit a linear probe and kNN on the features; ``images`` is then one folder with ``train/`` and ``val/`` (or
-    ``test/``) that hold class folders, or with class folders."""
+    """Fit a linear probe and kNN on the features; ``images`` is then one folder with ``train/`` and
+    ``val/`` (or ``test/``) that hold class folders, or with class folders.
+    """
     neighbours: int = 5
     """``probe`` alone: k of kNN."""
     val_fraction: float = 0.1
-    """``probe`` alone: share of the images held out, class by class, by ``seed``, where there is no ``val/``."""
+    """``probe`` alone: share of the images held out, class by class, by ``seed``, where there is no
+    ``val/``.
+    """
 
     @property
     def seed_divides(self) -> bool:
@@ -82,7 +88,11 @@ def check(options: ExtractOptions) -> None:
         raise ValueError(f"val_fraction must be in (0, 1), got {options.val_fraction}")
     if options.probe and options.dense:
         raise ValueError("probe is fitted on pooled features: leave --dense out")
-    if options.probe and options.images is not None and (len(options.images) != 1 or not Path(options.images[0]).is_dir()):
+    if (
+        options.probe
+        and options.images is not None
+        and (len(options.images) != 1 or not Path(options.images[0]).is_dir())
+    ):
         raise ValueError("probe needs one folder of class folders as --images")
     for key in ("neighbours", "val_fraction"):
         if not options.probe and getattr(options, key) != getattr(ExtractOptions(), key):
@@ -103,7 +113,9 @@ class Extraction:
         check(options)
         self.options, self.folder = options, Path(options.output)
         self.listing: Listing = (
-            Digits(options.val_fraction, options.seed) if options.data else find_images(options.images)
+            Digits(options.val_fraction, options.seed)
+            if options.data
+            else find_images(options.images)
         )
         self.division = self._divide() if options.probe else None
         _check_folder(self.folder, options.overwrite)
@@ -111,7 +123,9 @@ class Extraction:
         if options.dense and not hasattr(self.opened.model, "forward_intermediates"):
             raise ValueError(f"{self.opened.name} gives no feature maps; leave --dense out")
         self.images = ReadImages(
-            self.listing, self.opened.spec, Sizing(self.opened.img_size, self.opened.patch_px, options.fit or "pad")
+            self.listing,
+            self.opened.spec,
+            Sizing(self.opened.img_size, self.opened.patch_px, options.fit or "pad"),
         )
         self.identity = self.opened.identity() | self._own_identity()
         self.kept = [] if options.overwrite else whole_shards(self.folder, self.identity)
@@ -122,11 +136,19 @@ class Extraction:
         if isinstance(self.listing, Digits):
             division = divide_digits(self.listing)
         else:
-            division = divide_folder(options.images[0], val_fraction=options.val_fraction, seed=options.seed)
+            division = divide_folder(
+                options.images[0], val_fraction=options.val_fraction, seed=options.seed
+            )
         if len(division.class_names) < 2:
-            raise ValueError(f"probe needs two classes or more; {options.images[0]} has {division.class_names[0]} alone")
+            raise ValueError(
+                f"probe needs two classes or more; {options.images[0]} has "
+                f"{division.class_names[0]} alone"
+            )
         if options.neighbours > len(division.fitted):
-            raise ValueError(f"neighbours {options.neighbours} of {len(division.fitted)} images to fit on; name fewer")
+            raise ValueError(
+                f"neighbours {options.neighbours} of {len(division.fitted)} images to fit on; "
+                f"name fewer"
+            )
         return division
 
     def _own_identity(self) -> dict[str, Any]:
@@ -143,7 +165,8 @@ class Extraction:
 
         Raises:
             Stopped: Ctrl-C; the files that are written stay.
-            ValueError: none of the images gives features, or with ``overwrite`` none of the first file.
+            ValueError: none of the images gives features, or with ``overwrite`` none of the first
+                file.
             OutOfMemory: none of them fits into memory.
             Failed: a process that reads images ended.
         """
@@ -160,11 +183,15 @@ class Extraction:
             raise Stopped(self._stopped()) from error
         index = write_index(self.folder)
         seconds = time.perf_counter() - start
-        speed = f" in {seconds:.1f} s, {(total - done) / seconds:.3g} images/s" if done < total else ""
+        speed = (
+            f" in {seconds:.1f} s, {(total - done) / seconds:.3g} images/s" if done < total else ""
+        )
         say(f"{total} images{speed}: {_files(files)} and {index}")
         self._report_failures(say)
         if self.division is not None:
-            for line in fit_probes(read_pooled(self.folder), self.division, self.options.neighbours).lines():
+            for line in fit_probes(
+                read_pooled(self.folder), self.division, self.options.neighbours
+            ).lines():
                 say(line)
 
     def _write_shards(self, done: int) -> int:
@@ -178,7 +205,8 @@ class Extraction:
             self.images,
             last_map if options.dense else pooled,
             start=done,
-            batch_size=options.batch_size or (NATIVE_BATCH if self.opened.img_size is None else SIZED_BATCH),
+            batch_size=options.batch_size
+            or (NATIVE_BATCH if self.opened.img_size is None else SIZED_BATCH),
             workers=options.workers,
             amp=options.amp,
             dtype=DTYPES[options.dtype],
@@ -190,7 +218,9 @@ class Extraction:
                 if pending.is_full(options.shard_images, options.shard_mib * MIB):
                     self._write(pending)
                     number += 1
-                    pending = Pending(self.folder, number, pending.first + len(pending), self.identity)
+                    pending = Pending(
+                        self.folder, number, pending.first + len(pending), self.identity
+                    )
                 progress.advance(len(batch), sum(outcome.value is None for outcome in batch))
             if len(pending):
                 self._write(pending)
@@ -200,7 +230,10 @@ class Extraction:
     def _write(self, pending: Pending) -> None:
         """Write a shard; after the first one goes what was there besides those that are kept."""
         if self._keeps_old() and not pending.bytes:
-            text = f"none of the first {len(pending)} images gives features, so that those in {self.folder} stay"
+            text = (
+                f"none of the first {len(pending)} images gives features, so that those in "
+                f"{self.folder} stay"
+            )
             raise _error_of(pending.rows[0], text)
         pending.write()
         if not self.begun:
@@ -214,7 +247,9 @@ class Extraction:
     def _stopped(self) -> str:
         if self._keeps_old():
             return f"stopped; the features in {self.folder} stay as they were"
-        again = "the same command without --overwrite" if self.options.overwrite else "the same command"
+        again = (
+            "the same command without --overwrite" if self.options.overwrite else "the same command"
+        )
         return f"stopped; the files that are written stay in {self.folder}, {again} goes on"
 
     def _report_failures(self, say: Callable[[str], None]) -> None:

@@ -1,6 +1,7 @@
 """Which images are meant: folders, single files, lists of paths, and the embedded digits.
 
-Owns the order of the images. A listing is a ``Source``, as in ``training/images.py``, with a length. Opens no image.
+Owns the order of the images. A listing is a ``Source``, as in ``training/images.py``, with a
+length. Opens no image.
 """
 
 import hashlib
@@ -15,10 +16,19 @@ from PIL import Image
 from timm.data.readers.img_extensions import get_img_extensions
 from timm.utils.misc import natural_key
 
-from visionattn.training.canvas import digit_splits
-from visionattn.training.images import Files
+from visionattn.data.embedded import digit_splits
+from visionattn.data.images import Files
 
-EXTENSIONS = frozenset(get_img_extensions()) | {".tif", ".tiff", ".webp", ".bmp", ".gif", ".jp2", ".pgm", ".ppm"}
+EXTENSIONS = frozenset(get_img_extensions()) | {
+    ".tif",
+    ".tiff",
+    ".webp",
+    ".bmp",
+    ".gif",
+    ".jp2",
+    ".pgm",
+    ".ppm",
+}
 """Endings of the files that are taken from a folder."""
 
 
@@ -52,7 +62,8 @@ class ListedFiles(Files):
 
 
 class Digits:
-    """The digits that scikit-learn ships, train, validation and test one after the other: ``digits/train/17``.
+    """The digits that scikit-learn ships, train, validation and test one after the other:
+    ``digits/train/17``.
 
     Attributes:
         labels: the class of each, ``[n]``.
@@ -61,7 +72,9 @@ class Digits:
     def __init__(self, val_fraction: float, seed: int):
         """``val_fraction`` and ``seed`` divide them as they do for training."""
         parts = digit_splits(val_fraction, seed)
-        self._names = [f"digits/{split}/{i}" for split, part in parts.items() for i in range(len(part.labels))]
+        self._names = [
+            f"digits/{split}/{i}" for split, part in parts.items() for i in range(len(part.labels))
+        ]
         self._images = np.concatenate([part.images for part in parts.values()])
         self.labels = np.concatenate([part.labels for part in parts.values()])
 
@@ -85,15 +98,20 @@ class Digits:
 
 
 def find_images(given: Sequence[str]) -> ListedFiles:
-    """List the images that paths name: what lies in a folder in natural order, the rest in the order given.
+    """List the images that paths name: what lies in a folder in natural order, the rest in the
+    order given.
 
-    An image that a list names and that is not there is listed too: that it cannot be read is found when its turn comes.
+    An image that a list names and that is not there is listed too: that it cannot be read is found
+    when its turn comes.
 
     Raises:
-        ValueError, FileNotFoundError: nothing is given, a path does not exist, or there are no images; one line.
+        ValueError, FileNotFoundError: nothing is given, a path does not exist, or there are no
+            images; one line.
     """
     if not given:
-        raise ValueError("--images is missing: a folder, image files, or a .txt file with a path per line")
+        raise ValueError(
+            "--images is missing: a folder, image files, or a .txt file with a path per line"
+        )
     paths: list[str] = []
     for path in given:
         if os.path.isdir(path):
@@ -109,10 +127,16 @@ def find_images(given: Sequence[str]) -> ListedFiles:
 
 def _in_folder(folder: str) -> list[str]:
     walk = os.walk(Path(folder), followlinks=True, onerror=_reraise)
-    files = (os.path.join(where, file) for where, _, found in walk for file in found if file[0] != ".")
-    paths = sorted((file for file in files if os.path.splitext(file)[1].lower() in EXTENSIONS), key=_order)
+    files = (
+        os.path.join(where, file) for where, _, found in walk for file in found if file[0] != "."
+    )
+    paths = sorted(
+        (file for file in files if os.path.splitext(file)[1].lower() in EXTENSIONS), key=_order
+    )
     if not paths:
-        raise ValueError(f"no images in {folder}; wanted files that end in {', '.join(sorted(EXTENSIONS))}")
+        raise ValueError(
+            f"no images in {folder}; wanted files that end in {', '.join(sorted(EXTENSIONS))}"
+        )
     return paths
 
 
@@ -155,5 +179,7 @@ def digest_of(parts: Sequence[object] | Iterator[object]) -> str:
 
 
 def printable(text: str) -> str:
-    """A text with a path in it, for a stream of UTF-8: bytes of file names that are not are question marks."""
+    """A text with a path in it, for a stream of UTF-8: bytes of file names that are not are
+    question marks.
+    """
     return text.encode("utf-8", "replace").decode()

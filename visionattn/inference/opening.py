@@ -1,6 +1,7 @@
 """A model ready to run on images of any size, from a timm name, from weights of ours, or from both.
 
-Owns where weights come from and what a model is told of image sizes. Knows nothing of files of images.
+Owns where weights come from and what a model is told of image sizes. Knows nothing of files of
+images.
 """
 
 import json
@@ -34,7 +35,9 @@ from visionattn.training.checkpoint import place_weights
 from visionattn.training.config import ModelConfig
 
 ANY_SIZE = ({"dynamic_img_size": True}, {"strict_img_size": False})
-"""Arguments by which models of timm take images of any size: those with an absolute position, and those with windows."""
+"""Arguments by which models of timm take images of any size: those with an absolute position, and
+those with windows.
+"""
 
 
 @dataclass(frozen=True)
@@ -57,13 +60,17 @@ class Opened:
     """Where its weights are from, as lines for people."""
 
     def identity(self) -> dict[str, Any]:
-        """What decides its outputs, as JSON types: name, arguments, images, a digest of its weights, the kind of device."""
+        """What decides its outputs, as JSON types: name, arguments, images, a digest of its
+        weights, the kind of device.
+        """
         spec = asdict(self.spec)
         tensors = sorted(self.model.state_dict().items())
         return {
             "model": self.name,
             "args": json.dumps(self.args, sort_keys=True),
-            "weights": digest_of(part for name, value in tensors for part in (name, value.shape, _bytes_of(value))),
+            "weights": digest_of(
+                part for name, value in tensors for part in (name, value.shape, _bytes_of(value))
+            ),
             "images_as": json.dumps([spec[key] for key in ("in_chans", "encoding", "mean", "std")]),
             "img_size": self.img_size or NATIVE,
             "device": self.device.type,
@@ -82,7 +89,8 @@ def open_model(options: InferenceOptions, *, classifies: bool) -> Opened:
         classifies: its outputs are wanted; weights drawn at random are refused.
 
     Raises:
-        ValueError, FileNotFoundError: model, weights, size or device are wrong or do not go together; one line.
+        ValueError, FileNotFoundError: model, weights, size or device are wrong or do not go
+            together; one line.
     """
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -90,21 +98,41 @@ def open_model(options: InferenceOptions, *, classifies: bool) -> Opened:
     described = _description(options.checkpoint) if options.checkpoint else None
     if described:
         if options.model:
-            raise ValueError(f"{options.checkpoint} knows its model, {described.get('model')}: leave --model out")
+            raise ValueError(
+                f"{options.checkpoint} knows its model, {described.get('model')}: leave --model out"
+            )
         _check_seed(options)
-        model, name, args = load_model(options.checkpoint), described["model"], json.loads(described["args"])
+        model, name, args = (
+            load_model(options.checkpoint),
+            described["model"],
+            json.loads(described["args"]),
+        )
         spec, notes = model.data_spec, [f"{name} of {options.checkpoint}"]
     else:
         if not (options.checkpoint or options.pretrained) and classifies:
-            raise ValueError("predictions need weights: --checkpoint, which a run writes, or --pretrained for timm's own")
+            raise ValueError(
+                "predictions need weights: --checkpoint, which a run writes, or --pretrained for "
+                "timm's own"
+            )
         model, args, spec, notes = _by_name(options, classifies)
         name = options.model
     img_size = None if options.img_size == NATIVE else options.img_size or spec.img_size
     model = _free_size(model, name, args, spec, img_size)
     patch_px = getattr(getattr(model, "patch_embed", None), "patch_size", (1, 1))
-    if img_size is not None and isinstance(patch_px, tuple):  # some models of timm keep one number and check by themselves
+    if img_size is not None and isinstance(
+        patch_px, tuple
+    ):  # some models of timm keep one number and check by themselves
         check_img_size(model, [img_size])
-    return Opened(model.to(device).eval(), name, args, spec, img_size, to_2tuple(patch_px), device, tuple(notes))
+    return Opened(
+        model.to(device).eval(),
+        name,
+        args,
+        spec,
+        img_size,
+        to_2tuple(patch_px),
+        device,
+        tuple(notes),
+    )
 
 
 def _description(path: str) -> dict[str, str] | None:
@@ -121,7 +149,9 @@ def _description(path: str) -> dict[str, str] | None:
     return metadata if metadata.get("format") == FORMAT else None
 
 
-def _free_size(model: nn.Module, name: str, args: dict[str, Any], spec: DataSpec, img_size: int | None) -> nn.Module:
+def _free_size(
+    model: nn.Module, name: str, args: dict[str, Any], spec: DataSpec, img_size: int | None
+) -> nn.Module:
     """Make a model that was built for one image size take another, or any."""
     embed = getattr(model, "patch_embed", None)
     fixed = tuple(embed.img_size) if getattr(embed, "strict_img_size", False) else None
@@ -136,7 +166,9 @@ def _free_size(model: nn.Module, name: str, args: dict[str, Any], spec: DataSpec
         reason = f": {first_line(error)}"
     for option in ANY_SIZE:
         try:
-            free = timm.create_model(name, num_classes=spec.num_classes, in_chans=spec.in_chans, **args | option)
+            free = timm.create_model(
+                name, num_classes=spec.num_classes, in_chans=spec.in_chans, **args | option
+            )
         except TypeError:  # it has no such option
             continue
         free.load_state_dict(model.state_dict())
@@ -149,33 +181,52 @@ def _by_name(
 ) -> tuple[nn.Module, dict[str, Any], DataSpec, Sequence[str]]:
     """Build by name, with weights from a file, from timm, or at random."""
     if not options.model:
-        raise ValueError(f"{options.checkpoint} does not say whose weights these are; name the model with --model")
+        raise ValueError(
+            f"{options.checkpoint} does not say whose weights these are; name the model with "
+            f"--model"
+        )
     name, args = options.model, dict(options.args)
     cfg = (timm.get_pretrained_cfg(name) if timm.is_model(name) else None) or PretrainedCfg()
     given = read_state_dict(options.checkpoint) if options.checkpoint else {}
     spec = _spec_of(cfg, given)
-    # Built for the size that is wanted, so that an absolute position is resampled once, from the file's size to it.
-    built_for = replace(spec, img_size=spec.img_size if options.img_size in (None, NATIVE) else options.img_size)
+    # Built for the size that is wanted, so that an absolute position is resampled once, from the
+    # file's size to it.
+    built_for = replace(
+        spec, img_size=spec.img_size if options.img_size in (None, NATIVE) else options.img_size
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(options.seed)
-        model, args = build_model(ModelConfig(name, args | ({"pretrained": True} if options.pretrained else {})), built_for)
+        model, args = build_model(
+            ModelConfig(name, args | ({"pretrained": True} if options.pretrained else {})),
+            built_for,
+        )
     if options.pretrained:
         return model, args, spec, [f"{name}, timm's weights"]
     if not options.checkpoint:
-        return model, args, spec, [f"{name} with random weights (seed {options.seed}): no --checkpoint is given"]
+        return (
+            model,
+            args,
+            spec,
+            [f"{name} with random weights (seed {options.seed}): no --checkpoint is given"],
+        )
     placement = place_weights(model, name, options.checkpoint)
     if not placement.missing:
         _check_seed(options)
     lost = [key for key in placement.missing if key.startswith(_classifiers(cfg))]
     if classifies and lost:
-        raise ValueError(f"{options.checkpoint} has no weights for the classes of {name}: {lost[0]} is missing")
+        raise ValueError(
+            f"{options.checkpoint} has no weights for the classes of {name}: {lost[0]} is missing"
+        )
     return model, args, spec, [name, *placement.lines()]
 
 
 def _check_seed(options: InferenceOptions) -> None:
     """Raise ValueError for a seed beside a checkpoint that gives all weights."""
     if options.seed and not options.seed_divides:
-        raise ValueError(f"seed {options.seed} does nothing: {options.checkpoint} gives all weights; leave it out")
+        raise ValueError(
+            f"seed {options.seed} does nothing: {options.checkpoint} gives all weights; leave it "
+            f"out"
+        )
 
 
 def _classifiers(cfg: PretrainedCfg) -> tuple[str, ...]:
@@ -186,7 +237,10 @@ def _classifiers(cfg: PretrainedCfg) -> tuple[str, ...]:
 def _spec_of(cfg: PretrainedCfg, given: dict[str, Tensor]) -> DataSpec:
     """What timm says of a model's images, with the channels and classes that a state dict has."""
     channels, height, width = cfg.input_size
-    classes = next((len(given[f"{name}.weight"]) for name in _classifiers(cfg) if f"{name}.weight" in given), cfg.num_classes)
+    classes = next(
+        (len(given[f"{name}.weight"]) for name in _classifiers(cfg) if f"{name}.weight" in given),
+        cfg.num_classes,
+    )
     first = given.get(f"{cfg.first_conv}.weight") if isinstance(cfg.first_conv, str) else None
     if first is not None and first.ndim == 4:
         channels = first.shape[1]
@@ -194,5 +248,8 @@ def _spec_of(cfg: PretrainedCfg, given: dict[str, Tensor]) -> DataSpec:
         return DataSpec(256, classes, (), (), (), "grey_one_hot", max(height, width))
     mean, std = cfg.mean, cfg.std
     if channels != len(mean):
-        mean, std = (math.fsum(mean) / len(mean),) * channels, (math.fsum(std) / len(std),) * channels
+        mean, std = (
+            (math.fsum(mean) / len(mean),) * channels,
+            (math.fsum(std) / len(std),) * channels,
+        )
     return DataSpec(channels, classes, (), tuple(mean), tuple(std), None, max(height, width))

@@ -1,13 +1,14 @@
 """What the tools for images in files have in common: which images, which weights, at which size.
 
-Owns the flags and the checks that need no model and no image. A docstring under each field is its help text.
+Owns the flags and the checks that need no model and no image. A docstring under each field is its
+help text.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-from visionattn.training.command_line import parse
+from visionattn.cli.parsing import parse
 
 NATIVE = "native"
 NATIVE_BATCH, SIZED_BATCH = 1, 16
@@ -21,7 +22,9 @@ class InferenceOptions:
     images: list[str] | None = None
     """Folders (searched to any depth), image files, and ``.txt`` files with a path per line."""
     checkpoint: str | None = None
-    """The ``best.safetensors`` of a run, or with ``model`` weights of another kind, e.g. a state dict of timm."""
+    """The ``best.safetensors`` of a run, or with ``model`` weights of another kind, e.g. a state
+    dict of timm.
+    """
     model: str | None = None
     """A timm name, ours or any other; not beside a ``best.safetensors``, which knows its model."""
     args: dict[str, Any] = field(default_factory=dict)
@@ -29,13 +32,17 @@ class InferenceOptions:
     pretrained: bool = False
     """Fetch timm's weights of ``model``."""
     img_size: int | Literal["native"] | None = None
-    """Pixels: the shorter side is resized to it and the centre cropped, as in validation. ``native``: each image at its
-    own size. None: that of the training."""
+    """Pixels: the shorter side is resized to it and the centre cropped, as in validation.
+    ``native``: each image at its own size. None: that of the training.
+    """
     fit: Literal["pad", "crop"] | None = None
-    """``native`` alone: to whole patches by repeating the last row and column (``pad``, the default), or by cropping the
-    centre (``crop``)."""
+    """``native`` alone: to whole patches by repeating the last row and column (``pad``, the
+    default), or by cropping the centre (``crop``).
+    """
     batch_size: int | None = None
-    """Images per batch; with ``native`` those of one size that follow each other. None: 16, with ``native`` 1."""
+    """Images per batch; with ``native`` those of one size that follow each other. None: 16, with
+    ``native`` 1.
+    """
     workers: int = 2
     """Processes that load images; 0 loads in the main process."""
     device: str = "auto"
@@ -53,7 +60,9 @@ class InferenceOptions:
 
     @property
     def seed_divides(self) -> bool:
-        """Whether the seed divides images too, and does something where a file gives all weights."""
+        """Whether the seed divides images too, and does something where a file gives all
+        weights.
+        """
         return False
 
 
@@ -87,12 +96,26 @@ def check(options: InferenceOptions) -> None:
         if value is not None and value < least:
             raise ValueError(f"{key} must be at least {least}, got {value}")
     if isinstance(options.img_size, int) and options.img_size < 1:
-        raise ValueError(f"img_size must be above 0, or native for each image at its own size, got {options.img_size}")
+        raise ValueError(
+            f"img_size must be above 0, or native for each image at its own size, got "
+            f"{options.img_size}"
+        )
     if options.fit and options.img_size != NATIVE:
-        raise ValueError(f"fit {options.fit} is for img_size native; at one size the centre is cropped: leave it out")
+        raise ValueError(
+            f"fit {options.fit} is for img_size native; at one size the centre is cropped: leave "
+            f"it out"
+        )
     if options.pretrained and options.checkpoint:
-        raise ValueError("pretrained fetches timm's weights and checkpoint names a file of others: give one of them")
+        raise ValueError(
+            "pretrained fetches timm's weights and checkpoint names a file of others: give one of "
+            "them"
+        )
     if not (options.model or options.checkpoint):
-        raise ValueError("name what to run: --checkpoint with the best.safetensors of a run, or --model with a timm name")
+        raise ValueError(
+            "name what to run: --checkpoint with the best.safetensors of a run, or --model with a "
+            "timm name"
+        )
     if options.args and not options.model:
-        raise ValueError("args are those of model, which is missing; a best.safetensors brings its own")
+        raise ValueError(
+            "args are those of model, which is missing; a best.safetensors brings its own"
+        )

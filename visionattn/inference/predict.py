@@ -13,16 +13,16 @@ from typing import Any, TextIO
 
 import torch
 
-from visionattn.benchmark.table import heading, line
+from visionattn.cli.ends import OutOfMemory
+from visionattn.cli.parsing import check_free
+from visionattn.cli.progress import Progress
+from visionattn.cli.tables import heading, line
 from visionattn.inference.listing import find_images, printable
 from visionattn.inference.opening import Opened, open_model
 from visionattn.inference.options import NATIVE_BATCH, SIZED_BATCH, InferenceOptions
-from visionattn.inference.progress import Progress
 from visionattn.inference.reading import ReadImages, Sizing
 from visionattn.inference.running import Outcome, logits, run_images
 from visionattn.models.weights import write_whole
-from visionattn.training.command_line import check_free
-from visionattn.training.interrupt import OutOfMemory
 from visionattn.training.validate import provenance
 
 FIELDS = ("path", "status", "reason", "height", "width", "input_height", "input_width")
@@ -38,7 +38,9 @@ class PredictOptions(InferenceOptions):
     """Classes of images."""
 
     top_k: int | None = None
-    """Classes per image, the most probable first. None: 5, in a table on standard output 3, or as many as there are."""
+    """Classes per image, the most probable first. None: 5, in a table on standard output 3, or as
+    many as there are.
+    """
 
 
 @dataclass(frozen=True)
@@ -47,11 +49,15 @@ class Prediction:
 
     outcome: Outcome
     classes: tuple[str, ...]
-    """The most probable first; numbers where the classes have no names. Empty where there is no result."""
+    """The most probable first; numbers where the classes have no names. Empty where there is no
+    result.
+    """
     probabilities: tuple[float, ...]
 
     def flat(self, top_k: int) -> dict[str, Any]:
-        """A row of CSV: ``FIELDS``, then ``class_1``, ``probability_1`` and so on; None where there is nothing."""
+        """A row of CSV: ``FIELDS``, then ``class_1``, ``probability_1`` and so on; None where there
+        is nothing.
+        """
         row = {name: getattr(self.outcome, name) for name in FIELDS}
         for i in range(top_k):
             found = i < len(self.classes)
@@ -89,7 +95,9 @@ class Predictor:
         if options.top_k is not None and options.top_k < 1:
             raise ValueError(f"top_k must be above 0, got {options.top_k}")
         if self.output is None and options.overwrite:
-            raise ValueError("overwrite replaces the file of --output, which is missing: leave it out")
+            raise ValueError(
+                "overwrite replaces the file of --output, which is missing: leave it out"
+            )
         if self.output is not None:
             if self.output.suffix not in SUFFIXES:
                 raise ValueError(f"--output {self.output} must end in {' or '.join(SUFFIXES)}")
@@ -103,7 +111,9 @@ class Predictor:
             raise ValueError(f"top_k {options.top_k} of a model of {classes} classes")
         self.top_k = options.top_k or min(SHOWN if self.output is None else 5, classes)
         self.images = ReadImages(
-            self.listing, self.opened.spec, Sizing(self.opened.img_size, self.opened.patch_px, options.fit or "pad")
+            self.listing,
+            self.opened.spec,
+            Sizing(self.opened.img_size, self.opened.patch_px, options.fit or "pad"),
         )
 
     def run(self, say: Callable[[str], None]) -> None:
@@ -136,7 +146,10 @@ class Predictor:
             say(f"{counts['ok']} of {len(self.listing)} images have classes: {self.output}")
         if not counts["ok"]:
             error = OutOfMemory if first[0].status == "oom" else ValueError
-            raise error(f"none of the {len(self.listing)} images has a result; the first: {first[0].path}: {first[0].reason}")
+            raise error(
+                f"none of the {len(self.listing)} images has a result; the first: "
+                f"{first[0].path}: {first[0].reason}"
+            )
 
     def _predictions(self) -> Iterator[Prediction]:
         options = self.options
@@ -144,11 +157,14 @@ class Predictor:
             self.opened,
             self.images,
             logits,
-            batch_size=options.batch_size or (NATIVE_BATCH if self.opened.img_size is None else SIZED_BATCH),
+            batch_size=options.batch_size
+            or (NATIVE_BATCH if self.opened.img_size is None else SIZED_BATCH),
             workers=options.workers,
             amp=options.amp,
         )
-        with Progress(len(self.listing)) if self.output else nullcontext() as progress:  # the table is progress enough
+        with (
+            Progress(len(self.listing)) if self.output else nullcontext() as progress
+        ):  # the table is progress enough
             for batch in batches:
                 for outcome in batch:
                     yield self._prediction(outcome)
@@ -166,7 +182,10 @@ class Predictor:
     def _write(self, path: Path, predictions: Iterator[Prediction]) -> None:
         with open(path, "w", encoding="utf-8", errors="surrogateescape", newline="") as file:
             if self.output.suffix == ".json":
-                about = provenance(self.opened.device) | {"model": self.opened.notes, "options": asdict(self.options)}
+                about = provenance(self.opened.device) | {
+                    "model": self.opened.notes,
+                    "options": asdict(self.options),
+                }
                 _write_json(file, predictions, about)
             else:
                 _write_csv(file, predictions, self.top_k)
@@ -174,7 +193,10 @@ class Predictor:
 
 def _write_csv(file: TextIO, predictions: Iterator[Prediction], top_k: int) -> None:
     """A row per image."""
-    columns = [*FIELDS, *(f"{what}_{i + 1}" for i in range(top_k) for what in ("class", "probability"))]
+    columns = [
+        *FIELDS,
+        *(f"{what}_{i + 1}" for i in range(top_k) for what in ("class", "probability")),
+    ]
     writer = csv.DictWriter(file, columns, lineterminator="\n")
     writer.writeheader()
     writer.writerows(prediction.flat(top_k) for prediction in predictions)
@@ -188,4 +210,3 @@ def _write_json(file: TextIO, predictions: Iterator[Prediction], about: dict[str
         file.write(separator + json.dumps(prediction.nested()))
         separator = ",\n"
     file.write("\n]}\n")
-

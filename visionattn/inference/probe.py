@@ -1,7 +1,7 @@
 """A linear probe and kNN on pooled features: how much of the classes they hold.
 
-Owns which images are fitted on and which are judged, and the two classifiers. Knows features only by the paths of their
-images.
+Owns which images are fitted on and which are judged, and the two classifiers. Knows features only
+by the paths of their images.
 """
 
 import warnings
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
+from visionattn.data.folder import open_images
 from visionattn.inference.listing import Digits
-from visionattn.training.folder import open_images
 
 STEPS = 1000
 """Of the linear probe's optimiser, at most."""
@@ -50,21 +50,33 @@ class ProbeResult:
         """For people."""
         note = "" if self.converged else f" (not converged after {STEPS} steps)"
         lines = [
-            f"linear probe {100 * self.linear:.2f} %{note}, kNN (k = {self.neighbours}) {100 * self.knn:.2f} % of "
-            f"{self.judged} {self.judged_name} images, fitted on {self.fitted} images of {self.classes} classes"
+            f"linear probe {100 * self.linear:.2f} %{note}, kNN (k = {self.neighbours}) "
+            f"{100 * self.knn:.2f} % of "
+            f"{self.judged} {self.judged_name} images, fitted on {self.fitted} images of "
+            f"{self.classes} classes"
         ]
-        return lines + ([f"labelled images without features, which count nowhere: {self.lost}"] if self.lost else [])
+        return lines + (
+            [f"labelled images without features, which count nowhere: {self.lost}"]
+            if self.lost
+            else []
+        )
 
 
 def divide_folder(root: str, *, val_fraction: float, seed: int) -> Division:
-    """Divide a folder of class folders, or of ``train/``, ``val/`` and ``test/`` with those, as training does.
+    """Divide a folder of class folders, or of ``train/``, ``val/`` and ``test/`` with those, as
+    training does.
 
     Raises:
         ValueError, FileNotFoundError: there are no classes, or too few images; one line.
     """
-    (train, validation, test), names = open_images(root, val_fraction=val_fraction, seed=seed, augment=None)
+    (train, validation, test), names = open_images(
+        root, val_fraction=val_fraction, seed=seed, augment=None
+    )
     fitted, judged = (
-        {part.source.name(index): int(label) for index, label in zip(part.indices, part.labels, strict=True)}
+        {
+            part.source.name(index): int(label)
+            for index, label in zip(part.indices, part.labels, strict=True)
+        }
         for part in (train, test or validation)
     )
     return Division(fitted, judged, "test" if test else "validation", names)
@@ -74,16 +86,20 @@ def divide_digits(digits: Digits) -> Division:
     """Fit on the digits that training trains on, judge on its test digits."""
     labels = {digits.name(i): int(label) for i, label in enumerate(digits.labels)}
     fitted, judged = (
-        {path: label for path, label in labels.items() if path.startswith(f"digits/{split}/")} for split in ("train", "test")
+        {path: label for path, label in labels.items() if path.startswith(f"digits/{split}/")}
+        for split in ("train", "test")
     )
     return Division(fitted, judged, "test", tuple(str(digit) for digit in range(10)))
 
 
-def fit_probes(features: Iterable[tuple[str, Tensor]], division: Division, neighbours: int) -> ProbeResult:
+def fit_probes(
+    features: Iterable[tuple[str, Tensor]], division: Division, neighbours: int
+) -> ProbeResult:
     """Fit a logistic regression on standardised features, and kNN by cosine, and judge both.
 
     Args:
-        features: path and features ``[D]`` of images; those that the division does not name are passed over.
+        features: path and features ``[D]`` of images; those that the division does not name are
+            passed over.
         division: of the images.
         neighbours: k of kNN.
 
@@ -102,10 +118,13 @@ def fit_probes(features: Iterable[tuple[str, Tensor]], division: Division, neigh
             if path in getattr(division, name):
                 vectors.append(vector.float().numpy())
                 labels.append(getattr(division, name)[path])
-    (x, y), (x_judged, y_judged) = ((np.array(vectors), np.array(labels)) for vectors, labels in parts.values())
+    (x, y), (x_judged, y_judged) = (
+        (np.array(vectors), np.array(labels)) for vectors, labels in parts.values()
+    )
     if len(x) < neighbours or len(np.unique(y)) < 2 or not len(x_judged):
         raise ValueError(
-            f"a probe wants at least {neighbours} images (neighbours) of two classes to fit and one to judge; "
+            f"a probe wants at least {neighbours} images (neighbours) of two classes to fit and "
+            f"one to judge; "
             f"got features of {len(x)} of {len(np.unique(y))} and of {len(x_judged)}"
         )
     linear = make_pipeline(StandardScaler(), LogisticRegression(max_iter=STEPS))
@@ -113,7 +132,9 @@ def fit_probes(features: Iterable[tuple[str, Tensor]], division: Division, neigh
         warnings.simplefilter("always", ConvergenceWarning)
         linear.fit(x, y)
     knn = KNeighborsClassifier(neighbours, metric="cosine").fit(x, y)
-    accuracies = [float((classifier.predict(x_judged) == y_judged).mean()) for classifier in (linear, knn)]
+    accuracies = [
+        float((classifier.predict(x_judged) == y_judged).mean()) for classifier in (linear, knn)
+    ]
     lost = len(division.fitted) + len(division.judged) - len(x) - len(x_judged)
     converged = not any(issubclass(entry.category, ConvergenceWarning) for entry in caught)
     sizes = (neighbours, len(x), len(x_judged), division.judged_name, len(division.class_names))

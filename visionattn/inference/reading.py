@@ -1,7 +1,7 @@
 """One image from its file to the pixels that a model takes: channels, size, whole patches.
 
-Owns what "at its own size" means, and that an image that cannot be read is a sample with a reason. Resizing to one size is
-that of validation.
+Owns what "at its own size" means, and that an image that cannot be read is a sample with a reason.
+Resizing to one size is that of validation.
 """
 
 from dataclasses import dataclass
@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from visionattn.data.images import DAMAGED_IMAGE, decode, fit
 from visionattn.inference.listing import Listing
 from visionattn.models.weights import DataSpec
-from visionattn.training.images import DAMAGED_IMAGE, decode, fit
 
 
 @dataclass
@@ -36,7 +36,9 @@ class Sizing:
     """What becomes of an image of any size."""
 
     img_size: int | None
-    """Height and width in pixels: resized and cropped as in validation. None: the image's own size, in whole patches."""
+    """Height and width in pixels: resized and cropped as in validation. None: the image's own size,
+    in whole patches.
+    """
     patch_px: tuple[int, int]
     """Height and width of a patch."""
     fit: Literal["pad", "crop"] = "pad"
@@ -53,11 +55,16 @@ class Sizing:
         (height, width), patch = image.shape[:2], self.patch_px
         if self.fit == "pad":
             missing = (-height % patch[0], -width % patch[1])
-            return np.pad(image, ((0, missing[0]), (0, missing[1]), (0, 0)), mode="edge") if any(missing) else image
+            return (
+                np.pad(image, ((0, missing[0]), (0, missing[1]), (0, 0)), mode="edge")
+                if any(missing)
+                else image
+            )
         rows, columns = height // patch[0] * patch[0], width // patch[1] * patch[1]
         if not (rows and columns):
             raise ValueError(
-                f"image of {height} x {width} pixels is smaller than a patch of {patch[0]} x {patch[1]}; fit pad takes it"
+                f"image of {height} x {width} pixels is smaller than a patch of {patch[0]} x "
+                f"{patch[1]}; fit pad takes it"
             )
         top, left = (height - rows) // 2, (width - columns) // 2
         return image[top : top + rows, left : left + columns]
@@ -74,7 +81,9 @@ class ReadImages(Dataset):
         """
         channels = 1 if spec.encoding == "grey_one_hot" else spec.in_chans
         if channels not in (1, 3):
-            raise ValueError(f"the model takes {channels} channels; images in files are read with 1 or 3")
+            raise ValueError(
+                f"the model takes {channels} channels; images in files are read with 1 or 3"
+            )
         self.listing, self.sizing, self.mode = listing, sizing, "L" if channels == 1 else "RGB"
 
     def __len__(self) -> int:

@@ -1,7 +1,8 @@
-"""Images through a model in batches of one size: what comes out for each, in order, or why nothing does.
+"""Images through a model in batches of one size: what comes out for each, in order, or why nothing
+does.
 
-Owns batching, reading ahead within bounds, and what too little memory and numbers that are not finite come to. Knows
-nothing of what becomes of the outputs.
+Owns batching, reading ahead within bounds, and what too little memory and numbers that are not
+finite come to. Knows nothing of what becomes of the outputs.
 """
 
 import math
@@ -13,13 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from visionattn.cli.ends import Failed
+from visionattn.data.batches import start_worker
 from visionattn.inference.opening import Opened
 from visionattn.inference.reading import ReadImages, Sample
-from visionattn.measure import is_out_of_memory
+from visionattn.lab.measure import is_out_of_memory
 from visionattn.models.weights import first_line
-from visionattn.training.batches import start_worker
 from visionattn.training.evaluate import autocast
-from visionattn.training.interrupt import Failed
 
 Compute = Callable[[nn.Module, Tensor], Tensor]
 """``compute(model, inputs [B, C, H, W]) -> [B, ...]``."""
@@ -52,7 +53,9 @@ def pooled(model: nn.Module, inputs: Tensor) -> Tensor:
 
 def last_map(model: nn.Module, inputs: Tensor) -> Tensor:
     """The last feature map, after the final norm where there is one, ``[B, D, H, W]``."""
-    return model.forward_intermediates(inputs, indices=1, norm=True, output_fmt="NCHW", intermediates_only=True)[-1]
+    return model.forward_intermediates(
+        inputs, indices=1, norm=True, output_fmt="NCHW", intermediates_only=True
+    )[-1]
 
 
 def logits(model: nn.Module, inputs: Tensor) -> Tensor:
@@ -61,7 +64,9 @@ def logits(model: nn.Module, inputs: Tensor) -> Tensor:
 
 
 def batch_samples(samples: Iterator[Sample], batch_size: int) -> Iterator[list[Sample]]:
-    """Divide samples, in order, into batches of at most ``batch_size`` whose images have one size."""
+    """Divide samples, in order, into batches of at most ``batch_size`` whose images have one
+    size.
+    """
     batch, size = [], None
     for sample in samples:
         own = None if sample.pixels is None else sample.pixels.shape
@@ -74,8 +79,11 @@ def batch_samples(samples: Iterator[Sample], batch_size: int) -> Iterator[list[S
         yield batch
 
 
-def read_ahead(images: ReadImages, start: int, *, batch_size: int, workers: int) -> Iterator[Sample]:
-    """Samples from number ``start`` on, in order, read by processes that stay a bounded number of images ahead.
+def read_ahead(
+    images: ReadImages, start: int, *, batch_size: int, workers: int
+) -> Iterator[Sample]:
+    """Samples from number ``start`` on, in order, read by processes that stay a bounded number of
+    images ahead.
 
     At one size that is two batches, else one image per process.
 
@@ -116,14 +124,16 @@ def run_images(
     amp: str = "none",
     dtype: torch.dtype = torch.float32,
 ) -> Iterator[list[Outcome]]:
-    """Compute the outputs of images in order, batch after batch, no more than a few batches at a time in memory.
+    """Compute the outputs of images in order, batch after batch, no more than a few batches at a
+    time in memory.
 
     Args:
         opened: the model.
         images: all images.
         compute: what of the model is wanted.
         start: the image to begin with.
-        batch_size: images per batch at most; where memory is too small for a batch, halves of it are tried.
+        batch_size: images per batch at most; where memory is too small for a batch, halves of it
+            are tried.
         workers: processes that read.
         amp: ``none``, ``bf16`` or ``fp16``.
         dtype: of the outputs.
@@ -142,11 +152,18 @@ def run_images(
     except RuntimeError as error:
         if not _is_of_a_dead_worker(error):
             raise
-        raise Failed(f"a process that reads images ended ({first_line(error)}); try --workers 0") from error
+        raise Failed(
+            f"a process that reads images ended ({first_line(error)}); try --workers 0"
+        ) from error
 
 
 def _run_batch(
-    opened: Opened, batch: list[Sample], paths: list[str], compute: Compute, amp: str, dtype: torch.dtype
+    opened: Opened,
+    batch: list[Sample],
+    paths: list[str],
+    compute: Compute,
+    amp: str,
+    dtype: torch.dtype,
 ) -> list[Outcome]:
     readable = [sample.pixels for sample in batch if sample.pixels is not None]
     for sample in batch:
@@ -157,36 +174,62 @@ def _run_batch(
         stacked = torch.stack(readable)
         readable.clear()
         values = iter(_outputs(opened, stacked, compute, amp, dtype))
-    return [_outcome(path, sample, size, values, dtype) for path, sample in zip(paths, batch, strict=True)]
+    return [
+        _outcome(path, sample, size, values, dtype)
+        for path, sample in zip(paths, batch, strict=True)
+    ]
 
 
-def _outcome(path: str, sample: Sample, size, values: Iterator[Tensor | None], dtype: torch.dtype) -> Outcome:
+def _outcome(
+    path: str, sample: Sample, size, values: Iterator[Tensor | None], dtype: torch.dtype
+) -> Outcome:
     if sample.reason is not None:
-        return Outcome(path, "unreadable", sample.reason, sample.height, sample.width, None, None, None)
+        return Outcome(
+            path, "unreadable", sample.reason, sample.height, sample.width, None, None, None
+        )
     value = next(values)
     seen = (sample.height, sample.width, *size)
     if value is None:
-        return Outcome(path, "oom", f"out of memory with one image of {size[0]} x {size[1]} pixels", *seen, None)
+        return Outcome(
+            path,
+            "oom",
+            f"out of memory with one image of {size[0]} x {size[1]} pixels",
+            *seen,
+            None,
+        )
     if not value.isfinite().all():
         hint = "; float32 may hold them" if dtype == torch.float16 else ""
         return Outcome(path, "nan", f"outputs are not finite{hint}", *seen, None)
     return Outcome(path, "ok", None, *seen, value)
 
 
-def _outputs(opened: Opened, images: Tensor, compute: Compute, amp: str, dtype: torch.dtype) -> list[Tensor | None]:
-    """One output per image of uint8 ``[B, C, H, W]``, on the CPU; None where memory is too small for it alone."""
+def _outputs(
+    opened: Opened, images: Tensor, compute: Compute, amp: str, dtype: torch.dtype
+) -> list[Tensor | None]:
+    """One output per image of uint8 ``[B, C, H, W]``, on the CPU; None where memory is too small
+    for it alone.
+    """
     try:
         with torch.inference_mode(), autocast(opened.device, amp):
-            return list(compute(opened.model, opened.spec.prepare(images.to(opened.device))).to("cpu", dtype))
+            return list(
+                compute(opened.model, opened.spec.prepare(images.to(opened.device))).to(
+                    "cpu", dtype
+                )
+            )
     except (RuntimeError, AssertionError, MemoryError) as error:
         if _is_of_a_dead_worker(error):
             raise
         if not is_out_of_memory(error):
             height, width = images.shape[2:]
             raise ValueError(
-                f"{opened.name} does not take images of {height} x {width} pixels: {first_line(error)}"
+                f"{opened.name} does not take images of {height} x {width} pixels: "
+                f"{first_line(error)}"
             ) from error
     if len(images) == 1:
         return [None]
     half = len(images) // 2
-    return [value for part in (images[:half], images[half:]) for value in _outputs(opened, part, compute, amp, dtype)]
+    return [
+        value
+        for part in (images[:half], images[half:])
+        for value in _outputs(opened, part, compute, amp, dtype)
+    ]

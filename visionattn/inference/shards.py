@@ -1,7 +1,9 @@
-"""Features on disk: safetensors files of bounded size that know which images they hold, and the index of all of them.
+"""Features on disk: safetensors files of bounded size that know which images they hold, and the
+index of all of them.
 
-Owns the format and what of an earlier run can stay. Each shard appears whole or not at all and carries its rows, so that a
-folder of shards needs no other record of how far a run has come. Knows nothing of models.
+Owns the format and what of an earlier run can stay. Each shard appears whole or not at all and
+carries its rows, so that a folder of shards needs no other record of how far a run has come. Knows
+nothing of models.
 """
 
 import csv
@@ -25,7 +27,9 @@ FORMAT_VERSION = 1
 INDEX = "index.csv"
 SHARD = re.compile(r"features-(\d{5,})\.safetensors")
 HEAD_BYTES = 2**24
-"""Of the head of a shard, which holds its rows: a shard is full there. safetensors reads no head above 100 MB."""
+"""Of the head of a shard, which holds its rows: a shard is full there. safetensors reads no head
+above 100 MB.
+"""
 KEY_BYTES = 120
 """What safetensors notes of a map, at most."""
 POOLED = "features"
@@ -33,7 +37,9 @@ POOLED = "features"
 FROM_OUTCOME = ("path", "status", "reason", "height", "width", "input_height", "input_width")
 PLACE = ("shard", "key", "row")
 COLUMNS = (*FROM_OUTCOME, *PLACE)
-"""Of the index. A pooled feature is row ``row`` of tensor ``key`` of file ``shard``; a map is the tensor itself."""
+"""Of the index. A pooled feature is row ``row`` of tensor ``key`` of file ``shard``; a map is the
+tensor itself.
+"""
 
 
 @dataclass(frozen=True)
@@ -57,7 +63,9 @@ class Pending:
     """
 
     def __init__(self, folder: Path, number: int, first: int, identity: dict[str, Any]):
-        """``identity``: what the features are, as JSON types; ``first``: number of the first image."""
+        """``identity``: what the features are, as JSON types; ``first``: number of the first
+        image.
+        """
         self.path, self.first, self.bytes, self.head_bytes = shard_path(folder, number), first, 0, 0
         self._identity = identity
         self.rows: list[dict[str, Any]] = []
@@ -68,7 +76,9 @@ class Pending:
         return len(self.rows)
 
     def add(self, outcomes: list[Outcome]) -> None:
-        """Images that follow. Their features are copied: as parts of a batch they would hold all of it."""
+        """Images that follow. Their features are copied: as parts of a batch they would hold all of
+        it.
+        """
         for outcome in outcomes:
             row = {name: getattr(outcome, name) for name in FROM_OUTCOME} | dict.fromkeys(PLACE)
             if outcome.value is not None and outcome.value.ndim == 1:
@@ -79,15 +89,21 @@ class Pending:
                 row |= dict(zip(PLACE, (self.path.name, key, None), strict=True))
                 self._maps[key] = outcome.value.clone(memory_format=torch.contiguous_format)
             self.rows.append(row)
-            self.head_bytes += len(json.dumps(json.dumps(row))) + KEY_BYTES  # text within text, as the file has it
+            self.head_bytes += (
+                len(json.dumps(json.dumps(row))) + KEY_BYTES
+            )  # text within text, as the file has it
             self.bytes += 0 if outcome.value is None else outcome.value.nbytes
 
     def is_full(self, images: int, most_bytes: int) -> bool:
-        """Whether it holds so many images, or features of so many bytes, or all the rows that a head takes."""
+        """Whether it holds so many images, or features of so many bytes, or all the rows that a
+        head takes.
+        """
         return len(self) >= images or self.bytes >= most_bytes or self.head_bytes >= HEAD_BYTES
 
     def write(self) -> None:
-        """Write the file, whole or not at all; pooled features as one tensor, maps as one per image."""
+        """Write the file, whole or not at all; pooled features as one tensor, maps as one per
+        image.
+        """
         tensors = self._maps | ({POOLED: torch.stack(self._vectors)} if self._vectors else {})
         content = {"format": FORMAT, "version": FORMAT_VERSION, "identity": self._identity}
         # One entry: the order of several in the file is not defined.
@@ -96,7 +112,9 @@ class Pending:
         def write(temporary: Path) -> None:
             temporary.touch()
             mode = temporary.stat().st_mode
-            save_file(tensors, temporary, metadata=metadata)  # puts a file that others may not read in its place
+            save_file(
+                tensors, temporary, metadata=metadata
+            )  # puts a file that others may not read in its place
             temporary.chmod(mode)
 
         write_whole(self.path, write)
@@ -118,7 +136,8 @@ def _number(path: Path) -> int:
 
 
 def read_shard(path: Path) -> tuple[Shard, dict[str, Any]] | None:
-    """The rows and the identity of a shard, without its tensors; None where it is missing or cut off.
+    """The rows and the identity of a shard, without its tensors; None where it is missing or cut
+    off.
 
     Raises:
         ValueError: a whole safetensors file, but not one of features.
@@ -132,25 +151,40 @@ def read_shard(path: Path) -> tuple[Shard, dict[str, Any]] | None:
         return None
     content = json.loads(text) if text else {}
     if content.get("version") != FORMAT_VERSION:
-        raise ValueError(f"{path} is no file of features of this visionattn; choose another --output")
+        raise ValueError(
+            f"{path} is no file of features of this visionattn; choose another --output"
+        )
     return Shard(path, content["first"], content["rows"]), content["identity"]
 
 
 def check_ours(folder: Path) -> None:
-    """Check that what a run would replace or delete in a folder is of features, and that it lies among nothing else.
+    """Check that what a run would replace or delete in a folder is of features, and that it lies
+    among nothing else.
 
     Raises:
         ValueError: an index or shards of others, or other things and no shard; one line.
     """
     shards, index = shard_paths(folder), folder / INDEX
     if index.exists() and not _is_index(index):
-        raise ValueError(f"{index} is no index of features; choose another --output, or replace it with --overwrite")
+        raise ValueError(
+            f"{index} is no index of features; choose another --output, or replace it with "
+            f"--overwrite"
+        )
     if shards and not any(read_shard(path) for path in shards):
-        raise ValueError(f"{shards[0]} is no whole file of features; choose another --output, or replace it with --overwrite")
+        raise ValueError(
+            f"{shards[0]} is no whole file of features; choose another --output, or replace it "
+            f"with --overwrite"
+        )
     ours = {INDEX, f"{INDEX}.tmp"}  # a run that is killed leaves what it was writing
-    other = next((path.name for path in folder.iterdir() if not (path.name in ours or _is_unfinished(path))), None)
+    other = next(
+        (path.name for path in folder.iterdir() if not (path.name in ours or _is_unfinished(path))),
+        None,
+    )
     if other and not shards:
-        raise ValueError(f"{folder} holds other things ({other}); choose another --output, or add to it with --overwrite")
+        raise ValueError(
+            f"{folder} holds other things ({other}); choose another --output, or add to it with "
+            f"--overwrite"
+        )
 
 
 def _is_index(path: Path) -> bool:
@@ -185,7 +219,11 @@ def whole_shards(folder: Path, identity: dict[str, Any]) -> list[Shard]:
                     f"{folder} holds other features: {key} {there} there, {here} here; "
                     "choose another --output, or replace them with --overwrite"
                 )
-        following = following and path == shard_path(folder, number) and shard.first == sum(len(s.rows) for s in found)
+        following = (
+            following
+            and path == shard_path(folder, number)
+            and shard.first == sum(len(s.rows) for s in found)
+        )
         if following:
             found.append(shard)
     return found
@@ -226,7 +264,9 @@ def write_index(folder: Path) -> Path:
 
 
 def read_pooled(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Path and features ``[D]`` of each image that has some, in order, a shard at a time in memory."""
+    """Path and features ``[D]`` of each image that has some, in order, a shard at a time in
+    memory.
+    """
     for path in shard_paths(folder):
         read = read_shard(path)
         if read is None:

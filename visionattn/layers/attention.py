@@ -1,4 +1,6 @@
-"""Multi-head self-attention with the package's operations, under the names that timm gives its own."""
+"""Multi-head self-attention with the package's operations, under the names that timm gives its
+own.
+"""
 
 import torch
 from timm.layers import LayerNorm
@@ -25,15 +27,18 @@ class Attention(nn.Module):
         horizon: R of the relative position, in patches; None: 3.
         normalization: "mean" or "sum"; None: "mean". Softmax has none.
         temperature_init: TaylorShift's tau at the start, for every head; None: 4.
-        form: "efficient" (linear), "direct" (quadratic), or "auto" for the faster one; they compute the same. Softmax has none.
+        form: "efficient" (linear), "direct" (quadratic), or "auto" for the faster one; they compute
+            the same. Softmax has none.
         qkv_bias, proj_bias: biases of the two projections.
         qk_norm: normalise q and k per head with ``norm_layer``.
         scale_norm: normalise with ``norm_layer`` before the output projection.
-        attn_drop: in training, probability with which a token's values are dropped for all queries; see ``ops/value_drop.py``.
+        attn_drop: in training, probability with which a token's values are dropped for all queries;
+            see ``ops/value_drop.py``.
         proj_drop: dropout after the output projection.
 
     Raises:
-        ValueError: heads that do not divide the width, unknown names, or an option that the others leave nothing to act on.
+        ValueError: heads that do not divide the width, unknown names, or an option that the others
+            leave nothing to act on.
     """
 
     def __init__(
@@ -60,7 +65,10 @@ class Attention(nn.Module):
         super().__init__()
         dd = {"device": device, "dtype": dtype}
         if num_heads < 1 or dim % num_heads:
-            raise ValueError(f"num_heads {num_heads} does not divide the width {dim}; {_nearest_divisors(dim, num_heads)}")
+            raise ValueError(
+                f"num_heads {num_heads} does not divide the width {dim}; "
+                f"{_nearest_divisors(dim, num_heads)}"
+            )
         if attention not in ATTENTIONS:
             raise ValueError(f"attention {attention!r}: wanted one of {', '.join(ATTENTIONS)}")
         if normalization not in (None, "mean", "sum"):
@@ -69,7 +77,13 @@ class Attention(nn.Module):
             raise ValueError(f"form {form!r}: wanted one of {', '.join(FORMS)}")
         if attention == "softmax" and form != "auto":
             raise ValueError(f"form={form!r} would do nothing: attention='softmax' has no forms")
-        _refuse_idle(attention, relative, horizon=horizon, normalization=normalization, temperature_init=temperature_init)
+        _refuse_idle(
+            attention,
+            relative,
+            horizon=horizon,
+            normalization=normalization,
+            temperature_init=temperature_init,
+        )
         self.attention, self.form = attention, form
         self.num_heads = num_heads
         self.head_dim = dim // num_heads
@@ -87,7 +101,9 @@ class Attention(nn.Module):
             options["normalization"] = "sum" if signed else normalization or "mean"
             self.relative = RelativeTables(relative, num_heads, self.head_dim, **options, **dd)
         self.temperature_init = 4.0 if temperature_init is None else temperature_init
-        self.temperature = nn.Parameter(torch.empty(num_heads, **dd)) if attention == "taylorshift" else None
+        self.temperature = (
+            nn.Parameter(torch.empty(num_heads, **dd)) if attention == "taylorshift" else None
+        )
         self.attn_drop = nn.Dropout(attn_drop)
         self.norm = norm_layer(dim, **dd) if scale_norm else nn.Identity()
         self.proj = nn.Linear(dim, dim, bias=proj_bias, **dd)
@@ -108,39 +124,63 @@ class Attention(nn.Module):
         if native is not None and native.num_tokens == tokens:
             return native
         wanted = "none is known" if native is None else f"the native one has {native.num_tokens}"
-        raise ValueError(f"{tokens} tokens without a grid ({wanted}): pass layout=TokenLayout(num_prefix, Grid(height, width))")
+        raise ValueError(
+            f"{tokens} tokens without a grid ({wanted}): pass layout=TokenLayout(num_prefix, "
+            f"Grid(height, width))"
+        )
 
     def forward(
-        self, x: Tensor, layout: TokenLayout | None = None, attn_mask: Tensor | None = None, is_causal: bool = False
+        self,
+        x: Tensor,
+        layout: TokenLayout | None = None,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
     ) -> Tensor:
         """Attend.
 
         Args:
             x: ``[B, N, D]``.
-            layout: where the tokens lie; needed for relative position, unless N is that of the native grid.
-            attn_mask: bool ``[B, 1, 1, N]`` or ``[B, N]``, True takes part: a mask of keys. Others cannot be had in linear time.
-            is_causal: each token sees those up to itself; of kernelized attention with "flat" or no relative position, and of
-                softmax.
+            layout: where the tokens lie; needed for relative position, unless N is that of the
+                native grid.
+            attn_mask: bool ``[B, 1, 1, N]`` or ``[B, N]``, True takes part: a mask of keys. Others
+                cannot be had in linear time.
+            is_causal: each token sees those up to itself; of kernelized attention with "flat" or no
+                relative position, and of softmax.
 
         Raises:
-            ValueError: relative position without a known grid, a mask of pairs, causal where there is no such form, or
-                ``fused_attn`` set to False, by which timm's ``AttentionExtract`` asks for the weights of all pairs.
+            ValueError: relative position without a known grid, a mask of pairs, causal where there
+                is no such form, or ``fused_attn`` set to False, by which timm's
+                ``AttentionExtract`` asks for the weights of all pairs.
         """
         if not self.fused_attn:
-            raise ValueError("fused_attn=False asks for the weights of all pairs of tokens, which this attention never forms")
+            raise ValueError(
+                "fused_attn=False asks for the weights of all pairs of tokens, which this "
+                "attention never forms"
+            )
         if is_causal and self.attention == "taylorshift":
-            raise ValueError("is_causal=True: TaylorShift has no causal form; kernelized and softmax attention have")
+            raise ValueError(
+                "is_causal=True: TaylorShift has no causal form; kernelized and softmax attention "
+                "have"
+            )
         batch, tokens, dim = x.shape
-        qkv = self.qkv(x).reshape(batch, tokens, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
+        qkv = (
+            self.qkv(x)
+            .reshape(batch, tokens, 3, self.num_heads, self.head_dim)
+            .permute(2, 0, 3, 1, 4)
+        )
         q, k, v = qkv.unbind(0)
         q, k = self.q_norm(q), self.k_norm(k)
-        options = dict(key_mask=_key_mask(attn_mask, x), value_drop=self.attn_drop.p if self.training else 0.0)
+        options = dict(
+            key_mask=_key_mask(attn_mask, x), value_drop=self.attn_drop.p if self.training else 0.0
+        )
         if self.relative is not None:
             options["relative"] = self.relative(self._layout(layout, tokens))
         if self.attention == "kernelized":
             out = kernelized_attention(q, k, v, causal=is_causal, form=self.form, **options)
         elif self.attention == "taylorshift":
-            out = taylorshift_attention(q, k, v, temperature=self.temperature, form=self.form, **options)
+            out = taylorshift_attention(
+                q, k, v, temperature=self.temperature, form=self.form, **options
+            )
         else:
             out = softmax_attention(q, k, v, causal=is_causal, **options)
         out = self.norm(out.transpose(1, 2).reshape(batch, tokens, dim))
@@ -150,7 +190,8 @@ class Attention(nn.Module):
 def _refuse_idle(attention: str, relative: str, **options) -> None:
     """Raise ValueError for an option that was given and has nothing to act on."""
     idle = {
-        "temperature_init": attention != "taylorshift" and f"attention={attention!r} has no temperature",
+        "temperature_init": attention != "taylorshift"
+        and f"attention={attention!r} has no temperature",
         "normalization": relative == "none" and "there is no relative position",
         "horizon": relative == "none" and "there is no relative position",
     }
@@ -173,9 +214,14 @@ def _key_mask(attn_mask: Tensor | None, x: Tensor) -> Tensor | None:
     if attn_mask is None:
         return None
     batch, tokens = x.shape[:2]
-    if attn_mask.dtype != torch.bool or tuple(attn_mask.shape) not in {(batch, 1, 1, tokens), (batch, tokens)}:
+    if attn_mask.dtype != torch.bool or tuple(attn_mask.shape) not in {
+        (batch, 1, 1, tokens),
+        (batch, tokens),
+    }:
         raise ValueError(
-            f"attn_mask: wanted a bool mask of keys, [{batch}, 1, 1, {tokens}] or [{batch}, {tokens}], got "
-            f"{attn_mask.dtype} {tuple(attn_mask.shape)}; linear attention has no weights of single pairs to mask"
+            f"attn_mask: wanted a bool mask of keys, [{batch}, 1, 1, {tokens}] or [{batch}, "
+            f"{tokens}], got "
+            f"{attn_mask.dtype} {tuple(attn_mask.shape)}; linear attention has no weights of "
+            f"single pairs to mask"
         )
     return attn_mask.reshape(batch, tokens)

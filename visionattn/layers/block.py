@@ -20,7 +20,8 @@ class Block(nn.Module):
         drop_path: probability of dropping each residual branch.
         attn_layer: class of the attention; takes ``attn_options`` too.
         attn_options: further keyword arguments of the attention.
-        depth: index of the block, from 0; accepted because timm passes it to every block, and not used.
+        depth: index of the block, from 0; accepted because timm passes it to every block, and not
+            used.
     """
 
     def __init__(
@@ -79,7 +80,11 @@ class Block(nn.Module):
         self.drop_path2 = DropPath(drop_path) if drop_path > 0 else nn.Identity()
 
     def forward(
-        self, x: Tensor, layout: TokenLayout | None = None, attn_mask: Tensor | None = None, is_causal: bool = False
+        self,
+        x: Tensor,
+        layout: TokenLayout | None = None,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
     ) -> Tensor:
         """``[B, N, D]`` to the same; see ``Attention.forward`` for the arguments."""
         attended = self.attn(self.norm1(x), layout, attn_mask=attn_mask, is_causal=is_causal)

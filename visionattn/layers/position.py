@@ -1,11 +1,13 @@
-"""Relative position tables as parameters: positive by construction for the linear forms, with a local start."""
+"""Relative position tables as parameters: positive by construction for the linear forms, with a
+local start.
+"""
 
 import torch
 from torch import Tensor, nn
 
 from visionattn.layout import TokenLayout
 from visionattn.ops.feature_maps import elu1
-from visionattn.ops.relative import Axial, Flat, Joint, RelativePosition
+from visionattn.ops.position.kinds import Axial, Flat, Joint, RelativePosition
 
 HEAD_OFFSETS = ((0, -1), (0, 1), (-1, 0), (1, 0), (-1, -1), (1, 1), (-1, 1), (1, -1))
 START_PEAK, START_FLOOR, START_NOISE = 2.0, -3.0, 0.3
@@ -15,16 +17,17 @@ REFERENCE_HEAD_DIM = 16
 class RelativeTables(nn.Module):
     """The tables of one attention layer.
 
-    Each head starts peaked at one small offset (head i at ``HEAD_OFFSETS[i % 8]``), as a convolution would: tables near zero
-    average over everything and carry no signal early in training. Entries pass through ``elu1`` and are scaled by
-    ``16 / d``, so that other head widths start from the balance of content and position that was measured at 16.
+    Each head starts peaked at one small offset (head i at ``HEAD_OFFSETS[i % 8]``), as a
+    convolution would: tables near zero average over everything and carry no signal early in
+    training. Entries pass through ``elu1`` and are scaled by ``16 / d``, so that other head widths
+    start from the balance of content and position that was measured at 16.
 
     Args:
         kind: "joint", "axial" or "flat".
         num_heads: h; every head has its own table.
         head_dim: d.
         horizon: R, in patches, at least 0.
-        normalization: "mean" or "sum"; see ``visionattn.ops.relative``.
+        normalization: "mean" or "sum"; see ``visionattn.ops.position.kinds``.
         signed: use the parameter as it is, for softmax attention, whose scores may have any sign.
 
     Source: Scaleformer, section 4; two dimensions, local start and scale are ours.
@@ -47,7 +50,12 @@ class RelativeTables(nn.Module):
             raise ValueError(f"relative {kind!r}: wanted one of joint, axial, flat, none")
         if horizon < 0:
             raise ValueError(f"horizon: wanted 0 or more patches, got {horizon}")
-        self.kind, self.horizon, self.normalization, self.signed = kind, horizon, normalization, signed
+        self.kind, self.horizon, self.normalization, self.signed = (
+            kind,
+            horizon,
+            normalization,
+            signed,
+        )
         side = 2 * horizon + 1
         dd = {"device": device, "dtype": dtype}
         if kind == "axial":
@@ -66,7 +74,9 @@ class RelativeTables(nn.Module):
         peak = START_PEAK - START_FLOOR
         reach = min(1, self.horizon)
         for head in range(next(self.parameters()).shape[0]):
-            dy, dx = (reach * offset + self.horizon for offset in HEAD_OFFSETS[head % len(HEAD_OFFSETS)])
+            dy, dx = (
+                reach * offset + self.horizon for offset in HEAD_OFFSETS[head % len(HEAD_OFFSETS)]
+            )
             if self.kind == "joint":
                 self.table[head, dy, dx] += peak
             elif self.kind == "axial":
@@ -83,5 +93,7 @@ class RelativeTables(nn.Module):
         if self.kind == "joint":
             return Joint(self._entries(self.table), layout, self.normalization)
         if self.kind == "axial":
-            return Axial(self._entries(self.rows), self._entries(self.columns), layout, self.normalization)
+            return Axial(
+                self._entries(self.rows), self._entries(self.columns), layout, self.normalization
+            )
         return Flat(self._entries(self.table), layout, self.normalization)

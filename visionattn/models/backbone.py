@@ -1,13 +1,19 @@
 """``VisionAttnTransformer``: timm's VisionTransformer over any grid, with our blocks.
 
-The layout of the tokens is read off the patches once per forward and passed to each block as an argument.
+The layout of the tokens is read off the patches once per forward and passed to each block as an
+argument.
 """
 
 import functools
 
 import torch
 from timm.layers import PatchDropoutWithIndices, PatchEmbed, resample_abs_pos_embed
-from timm.models import VisionTransformer, checkpoint, register_notrace_function, register_notrace_module
+from timm.models import (
+    VisionTransformer,
+    checkpoint,
+    register_notrace_function,
+    register_notrace_module,
+)
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
@@ -19,19 +25,27 @@ from visionattn.ops.sums import accumulation_dtype
 
 @register_notrace_module
 class DynamicPatchEmbed(PatchEmbed):
-    """timm's PatchEmbed for images of any whole number of patches, ``[B, C, H_px, W_px]`` to ``[B, H, W, D]``.
+    """timm's PatchEmbed for images of any whole number of patches, ``[B, C, H_px, W_px]`` to
+    ``[B, H, W, D]``.
 
-    Sizes are formatted into messages only after a check has failed: formatting them on the good path, as timm does, makes a
-    compiler build one graph per size.
+    Sizes are formatted into messages only after a check has failed: formatting them on the good
+    path, as timm does, makes a compiler build one graph per size.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Embed; raises ValueError for an image that is not a whole number of patches, or (strict) of another size."""
+        """Embed; raises ValueError for an image that is not a whole number of patches, or (strict)
+        of another size.
+        """
         height, width = x.shape[-2:]
         if self.strict_img_size and (height != self.img_size[0] or width != self.img_size[1]):
-            raise ValueError(f"image of {height} x {width} pixels, but dynamic_img_size=False fixes {self.img_size}")
+            raise ValueError(
+                f"image of {height} x {width} pixels, but dynamic_img_size=False fixes "
+                f"{self.img_size}"
+            )
         if self.dynamic_img_pad:
-            x = nn.functional.pad(x, (0, -width % self.patch_size[1], 0, -height % self.patch_size[0]))
+            x = nn.functional.pad(
+                x, (0, -width % self.patch_size[1], 0, -height % self.patch_size[0])
+            )
         elif height % self.patch_size[0] or width % self.patch_size[1]:
             raise ValueError(_wrong_size(height, width, self.patch_size))
         return self.norm(self.proj(x).permute(0, 2, 3, 1))
@@ -44,44 +58,58 @@ def _wrong_size(height: int, width: int, patch_size: tuple[int, int]) -> str:
         below, above = pixels // patch * patch, -(-pixels // patch) * patch
         return str(pixels) if below == above else f"{below} or {above}" if below else str(above)
 
-    patch = patch_size[0] if patch_size[0] == patch_size[1] else f"{patch_size[0]} x {patch_size[1]}"
+    patch = (
+        patch_size[0] if patch_size[0] == patch_size[1] else f"{patch_size[0]} x {patch_size[1]}"
+    )
     fits = f"{nearest(height, patch_size[0])} x {nearest(width, patch_size[1])}"
-    return f"image of {height} x {width} pixels is not a whole number of {patch}-pixel patches; crop or pad it to {fits}"
+    return (
+        f"image of {height} x {width} pixels is not a whole number of {patch}-pixel patches; "
+        f"crop or pad it to {fits}"
+    )
 
 
 @register_notrace_function
 def class_counts_like(layout: TokenLayout, horizon: int, like: Tensor) -> Tensor | None:
-    """Keys of each class for all blocks of a forward, made once; None on a GPU, whose kernels know those of a full grid.
+    """Keys of each class for all blocks of a forward, made once; None on a GPU, whose kernels know
+    those of a full grid.
 
     A name without an underscore: FX wraps no others.
     """
     if like.device.type == "cuda" and layout.kept is None:
         return None
-    return count_classes(layout, (horizon, horizon), dtype=accumulation_dtype(like), device=like.device)
+    return count_classes(
+        layout, (horizon, horizon), dtype=accumulation_dtype(like), device=like.device
+    )
 
 
 class VisionAttnTransformer(VisionTransformer):
     """A vision transformer whose cost per patch does not depend on the number of patches.
 
-    Images ``[B, C, H_px, W_px]`` may have any height and width that are multiples of the patch, in every call.
+    Images ``[B, C, H_px, W_px]`` may have any height and width that are multiples of the patch, in
+    every call.
 
     Args:
         attention: "kernelized", "taylorshift" or "softmax" (the quadratic twin).
         relative: relative position of the patches: "joint", "axial", "flat" or "none".
         horizon: R in patches, 3 unless given; offsets beyond it share the outermost entries.
-        normalization: "mean" (unless given) or "sum" over the keys of a class; see ``visionattn.ops.relative``.
+        normalization: "mean" (unless given) or "sum" over the keys of a class; see
+            ``visionattn.ops.position.kinds``.
         pos_embed: "none", or "learn" for absolute position, resampled to other grids.
         temperature_init: TaylorShift's tau at the start, 4 unless given.
-        form: of every attention: "efficient" (linear), "direct" (quadratic), or "auto" for the faster one at each size.
-        global_pool: as in timm; "max" by default, which found small things on large images where "avg" and "token" did not
-            learn in a short training (``checkpoints/README.md``).
+        form: of every attention: "efficient" (linear), "direct" (quadratic), or "auto" for the
+            faster one at each size.
+        global_pool: as in timm; "max" by default, which found small things on large images where
+            "avg" and "token" did not learn in a short training (``checkpoints/README.md``).
         dynamic_img_size: False accepts only ``img_size``.
-        dynamic_img_pad: pad images that are not a whole number of patches at the bottom and the right.
-        attn_drop_rate: in training, probability with which a token's values are dropped in a block's attention.
+        dynamic_img_pad: pad images that are not a whole number of patches at the bottom and the
+            right.
+        attn_drop_rate: in training, probability with which a token's values are dropped in a
+            block's attention.
 
     The other arguments are those of timm's VisionTransformer.
 
-    Source: TaylorShift (Nauen et al. 2024), Scaleformer (Favier and Dal'Maz Silva 2021), Dosovitskiy et al. 2021.
+    Source: TaylorShift (Nauen et al. 2024), Scaleformer (Favier and Dal'Maz Silva 2021),
+    Dosovitskiy et al. 2021.
     """
 
     def __init__(
@@ -179,37 +207,55 @@ class VisionAttnTransformer(VisionTransformer):
         self.dynamic_img_size = dynamic_img_size
         self.patch_embed.strict_img_size = not dynamic_img_size
         if patch_drop_rate > 0:
-            self.patch_drop = PatchDropoutWithIndices(patch_drop_rate, num_prefix_tokens=self.num_prefix_tokens)
+            self.patch_drop = PatchDropoutWithIndices(
+                patch_drop_rate, num_prefix_tokens=self.num_prefix_tokens
+            )
         self._share_native_layout()
 
     def _share_native_layout(self) -> None:
-        """Tell the attention layers the grid of ``img_size``, which serves where a block is called without a layout."""
+        """Tell the attention layers the grid of ``img_size``, which serves where a block is called
+        without a layout.
+        """
         layout = TokenLayout(self.num_prefix_tokens, Grid(*self.patch_embed.grid_size))
         for block in self.blocks:
             block.attn.native_layout = layout
 
     def set_input_size(self, img_size=None, patch_size=None) -> None:
-        """Change the native size in pixels, and the patch size, resampling patch embedding and absolute position."""
+        """Change the native size in pixels, and the patch size, resampling patch embedding and
+        absolute position.
+        """
         super().set_input_size(img_size=img_size, patch_size=patch_size)
         for info in self.feature_info:
             info["reduction"] = self.patch_embed.feat_ratio()
         self._share_native_layout()
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """A new head of ``num_classes`` outputs (0: none), on the old one's device, in its dtype and mode, frozen if it was."""
-        frozen = any(True for _ in self.head.parameters()) and not any(p.requires_grad for p in self.head.parameters())
+        """A new head of ``num_classes`` outputs (0: none), on the old one's device, in its dtype
+        and mode, frozen if it was.
+        """
+        frozen = any(True for _ in self.head.parameters()) and not any(
+            p.requires_grad for p in self.head.parameters()
+        )
         super().reset_classifier(num_classes, global_pool)
         self.head.requires_grad_(not frozen)
 
     def no_weight_decay(self) -> set[str]:
-        """Patterns of the parameters that are not decayed: positions, prefix tokens, relative tables, temperatures."""
+        """Patterns of the parameters that are not decayed: positions, prefix tokens, relative
+        tables, temperatures.
+        """
         return super().no_weight_decay() | {"*.attn.relative.*", "*.attn.temperature"}
 
     def _pos_embed(self, x: Tensor) -> Tensor:
-        """Prefix tokens in front, absolute position added: ``[B, H, W, D]`` to ``[B, P + H*W, D]``."""
+        """Prefix tokens in front, absolute position added: ``[B, H, W, D]`` to
+        ``[B, P + H*W, D]``.
+        """
         grid = (x.shape[1], x.shape[2])
         x = x.flatten(1, 2)
-        prefix = [token.expand(x.shape[0], -1, -1) for token in (self.cls_token, self.reg_token) if token is not None]
+        prefix = [
+            token.expand(x.shape[0], -1, -1)
+            for token in (self.cls_token, self.reg_token)
+            if token is not None
+        ]
         if self.pos_embed is None:
             return self.pos_drop(torch.cat([*prefix, x], dim=1))
         position = resample_abs_pos_embed(
@@ -236,22 +282,34 @@ class VisionAttnTransformer(VisionTransformer):
             layout = layout._replace(counts=class_counts_like(layout, tables.horizon, x))
         return self.norm_pre(x), layout
 
-    def _run_block(self, block: nn.Module, x: Tensor, layout: TokenLayout, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
+    def _run_block(
+        self,
+        block: nn.Module,
+        x: Tensor,
+        layout: TokenLayout,
+        attn_mask: Tensor | None,
+        is_causal: bool,
+    ) -> Tensor:
         if self.grad_checkpointing and torch.is_grad_enabled():
             return checkpoint(block, x, layout, attn_mask, is_causal)
         return block(x, layout, attn_mask, is_causal)
 
-    def forward_features(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+    def forward_features(
+        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
+    ) -> Tensor:
         """Images ``[B, C, H_px, W_px]`` to normalised tokens ``[B, P + n, D]``."""
         x, layout = self._embed(x)
         for block in self.blocks:
             x = self._run_block(block, x, layout, attn_mask, is_causal)
         return self.norm(x)
 
-    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+    def forward(
+        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
+    ) -> Tensor:
         """Images ``[B, C, H_px, W_px]`` to logits ``[B, num_classes]``.
 
-        As in timm; defined here because FX looks for functions that it must not trace beside the ``forward`` it traces.
+        As in timm; defined here because FX looks for functions that it must not trace beside the
+        ``forward`` it traces.
         """
         return self.forward_head(self.forward_features(x, attn_mask=attn_mask, is_causal=is_causal))
 
@@ -299,5 +357,7 @@ def _to_map(patches: Tensor, layout: TokenLayout) -> Tensor:
     """``[B, n, D]`` to ``[B, D, H, W]``, zero where a patch is absent."""
     if layout.kept is not None:
         index = layout.kept.unsqueeze(-1).expand(-1, -1, patches.shape[2])
-        patches = patches.new_zeros(patches.shape[0], layout.grid.num_patches, patches.shape[2]).scatter(1, index, patches)
+        patches = patches.new_zeros(
+            patches.shape[0], layout.grid.num_patches, patches.shape[2]
+        ).scatter(1, index, patches)
     return patches.transpose(1, 2).unflatten(2, tuple(layout.grid)).contiguous()

@@ -1,4 +1,6 @@
-"""Weights from elsewhere into our models: plain ``vit_*`` checkpoints, other patch sizes, grids and horizons."""
+"""Weights from elsewhere into our models: plain ``vit_*`` checkpoints, other patch sizes, grids and
+horizons.
+"""
 
 import math
 
@@ -17,39 +19,51 @@ def _resamples(table: Tensor, shape: torch.Size) -> bool:
 
 
 def resample_table(table: Tensor, shape: torch.Size) -> Tensor:
-    """A relative table ``[h, 2R+1, (2R+1,) d]`` at another horizon, interpolated between its outermost classes.
+    """A relative table ``[h, 2R+1, (2R+1,) d]`` at another horizon, interpolated between its
+    outermost classes.
 
-    The centre stays the centre; a table of another number of heads or another width cannot be resampled.
+    The centre stays the centre; a table of another number of heads or another width cannot be
+    resampled.
 
     Raises:
         ValueError: heads, width or the number of axes differ.
     """
     if not _resamples(table, shape):
-        raise ValueError(f"relative table {tuple(table.shape)} cannot become {tuple(shape)}: only the horizon may differ")
+        raise ValueError(
+            f"relative table {tuple(table.shape)} cannot become {tuple(shape)}: only the horizon "
+            f"may differ"
+        )
     sides = tuple(shape[1:-1])
     if tuple(table.shape[1:-1]) == sides:
         return table
     mode = "bilinear" if len(sides) == 2 else "linear"
     channels_first = table.movedim(-1, 1).float()
-    return F.interpolate(channels_first, size=sides, mode=mode, align_corners=True).movedim(1, -1).to(table.dtype)
+    return (
+        F.interpolate(channels_first, size=sides, mode=mode, align_corners=True)
+        .movedim(1, -1)
+        .to(table.dtype)
+    )
 
 
 def checkpoint_filter_fn(
     state_dict: dict[str, Tensor], model: nn.Module, source_grid: tuple[int, int] | None = None
 ) -> dict[str, Tensor]:
-    """Fit a state dict of ours or of a timm ``vit_*`` to ``model``: patch embedding, absolute position, relative tables.
+    """Fit a state dict of ours or of a timm ``vit_*`` to ``model``: patch embedding, absolute
+    position, relative tables.
 
-    Where the architectures differ by meaning, so does the result: a plain ViT's absolute position and prefix tokens are left
-    out of a model without them, its final norm moves to where the model has one (before or after pooling), and the relative
-    tables and temperatures that it lacks keep the model's values. Everything else that does not fit, such as the tables of
-    another number of heads, is passed on as it is, for the loader to report. The tables of a softmax twin are signed: placed in a
-    linear model, or the other way round, they mean something else.
+    Where the architectures differ by meaning, so does the result: a plain ViT's absolute position
+    and prefix tokens are left out of a model without them, its final norm moves to where the model
+    has one (before or after pooling), and the relative tables and temperatures that it lacks keep
+    the model's values. Everything else that does not fit, such as the tables of another number of
+    heads, is passed on as it is, for the loader to report. The tables of a softmax twin are signed:
+    placed in a linear model, or the other way round, they mean something else.
 
     Args:
         state_dict: the weights, possibly under "model" or "state_dict".
         model: what they shall fit.
-        source_grid: (H, W) in patches that the absolute position was made for; None: the model's own if it has as many
-            patches, else a square. A position that no grid explains is passed on as it is.
+        source_grid: (H, W) in patches that the absolute position was made for; None: the model's
+            own if it has as many patches, else a square. A position that no grid explains is passed
+            on as it is.
     """
     own = model.state_dict()
     state_dict = state_dict.get("model", state_dict)
@@ -68,14 +82,20 @@ def checkpoint_filter_fn(
 
 
 def _fit_position(position: Tensor, model: nn.Module, grid: tuple[int, int] | None) -> Tensor:
-    """Absolute position ``[1, P + H*W, D]`` on the model's grid; as it is where no grid explains its number of tokens."""
+    """Absolute position ``[1, P + H*W, D]`` on the model's grid; as it is where no grid explains
+    its number of tokens.
+    """
     prefix = 0 if model.no_embed_class else model.num_prefix_tokens
     patches, own = position.shape[1] - prefix, tuple(model.patch_embed.grid_size)
     side = math.isqrt(max(0, patches))
-    old = next((g for g in (grid, own, (side, side)) if g is not None and g[0] * g[1] == patches), own)
+    old = next(
+        (g for g in (grid, own, (side, side)) if g is not None and g[0] * g[1] == patches), own
+    )
     if tuple(old) == own:
         return position
-    resampled = resample_abs_pos_embed_nhwc(position[:, prefix:].unflatten(1, tuple(old)), list(own))
+    resampled = resample_abs_pos_embed_nhwc(
+        position[:, prefix:].unflatten(1, tuple(old)), list(own)
+    )
     return torch.cat([position[:, :prefix], resampled.flatten(1, 2)], dim=1)
 
 

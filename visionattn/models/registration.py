@@ -16,7 +16,16 @@ SIZES = {
     "l": ("large", dict(embed_dim=1024, depth=24, num_heads=16)),
 }
 WEIGHT_SOURCES = ("url", "file", "hf_hub_id", "state_dict")
-PIXEL = dict(img_size=32, patch_size=1, in_chans=256, num_classes=10, embed_dim=256, depth=1, num_heads=4, mlp_ratio=1.0)
+PIXEL = dict(
+    img_size=32,
+    patch_size=1,
+    in_chans=256,
+    num_classes=10,
+    embed_dim=256,
+    depth=1,
+    num_heads=4,
+    mlp_ratio=1.0,
+)
 PIXEL |= dict(init_values=1e-4, global_pool="token")
 
 
@@ -47,10 +56,18 @@ def _cfg(**fields) -> dict[str, Any]:
 
 
 def family_cfgs(family: str, pixel: str | None = None, **fields):
-    """Default configurations of a family: each of its names, untrained, and its pixel model if it has one."""
+    """Default configurations of a family: each of its names, untrained, and its pixel model if it
+    has one.
+    """
     cfgs = {f"{name}.untrained": _cfg(**fields) for name in _family_names(family)}
     if pixel is not None:
-        size = dict(input_size=(256, 32, 32), num_classes=10, crop_pct=1.0, mean=(0.0,) * 256, std=(1.0,) * 256)
+        size = dict(
+            input_size=(256, 32, 32),
+            num_classes=10,
+            crop_pct=1.0,
+            mean=(0.0,) * 256,
+            std=(1.0,) * 256,
+        )
         cfgs[f"{pixel}.untrained"] = _cfg(**size, **fields)
     return generate_default_cfgs(cfgs)
 
@@ -68,7 +85,8 @@ def register_family(module: str, family: str, **options) -> None:
 
 
 def register_pixel(module: str, name: str, **options) -> None:
-    """Register the model of single pixels of grey 32 x 32 images, one-hot ``[B, 256, 32, 32]``: width 256, depth 1, 4 heads.
+    """Register the model of single pixels of grey 32 x 32 images, one-hot ``[B, 256, 32, 32]``:
+    width 256, depth 1, 4 heads.
 
     Source: TaylorShift, section 5 (class token, LayerScale from 1e-4, MLP ratio 1).
     """
@@ -95,10 +113,15 @@ def _build(name: str, pretrained: bool, args: dict[str, Any]) -> nn.Module:
     cfg = args.get("pretrained_cfg")
     if isinstance(cfg, PretrainedCfg):
         cfg = cfg.to_dict()
-    given = cfg if isinstance(cfg, dict) else {}  # a tag, as a string, names one of ours: none has weights
-    if pretrained and not any(source.get(key) for source in (overlay, given) for key in WEIGHT_SOURCES):
+    given = (
+        cfg if isinstance(cfg, dict) else {}
+    )  # a tag, as a string, names one of ours: none has weights
+    if pretrained and not any(
+        source.get(key) for source in (overlay, given) for key in WEIGHT_SOURCES
+    ):
         raise ValueError(
-            f"there are no pretrained weights of {name} yet, nor of any other visionattn model; build it with pretrained=False, "
+            f"there are no pretrained weights of {name} yet, nor of any other visionattn model; "
+            f"build it with pretrained=False, "
             'or name a file of weights with pretrained_cfg_overlay=dict(file="...")'
         )
     args.pop("output_stride", None)

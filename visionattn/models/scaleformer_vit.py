@@ -1,7 +1,11 @@
-"""``scaleformer_vit_*``: kernelized attention with the joint 2-D relative position. Source: Scaleformer, on a grid."""
+"""``scaleformer_vit_*``: kernelized attention with the joint 2-D relative position. Source:
+Scaleformer, on a grid.
+"""
 
 from visionattn.models.registration import family_cfgs, register_family, register_pixel
 
-default_cfgs = family_cfgs("scaleformer_vit", pixel="scaleformer_vit_pixel", paper_ids="arXiv:2006.16236")
+default_cfgs = family_cfgs(
+    "scaleformer_vit", pixel="scaleformer_vit_pixel", paper_ids="arXiv:2006.16236"
+)
 register_family(__name__, "scaleformer_vit", attention="kernelized")
 register_pixel(__name__, "scaleformer_vit_pixel", attention="kernelized")

@@ -1,7 +1,8 @@
-"""Weights on disk: a safetensors file that carries what is needed to rebuild its model, and the reading of any weights.
+"""Weights on disk: a safetensors file that carries what is needed to rebuild its model, and the
+reading of any weights.
 
-Owns the format of our weight files and ``DataSpec``, the contract between a model and its images. Knows nothing of
-training.
+Owns the format of our weight files and ``DataSpec``, the contract between a model and its images.
+Knows nothing of training.
 """
 
 import json
@@ -26,7 +27,9 @@ from torch import Tensor, nn
 
 FORMAT = "visionattn"
 FORMAT_VERSION = 1
-LOADING_ARGS = frozenset({"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir"})
+LOADING_ARGS = frozenset(
+    {"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir"}
+)
 """Arguments of ``timm.create_model`` that fetch weights; a file of weights has no need of them."""
 UNREADABLE = (
     RuntimeError,
@@ -42,13 +45,22 @@ UNREADABLE = (
     struct.error,
 )
 """What ``torch.load`` raises for files that are cut off, garbled, or no checkpoint at all."""
-UNBUILDABLE = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError)
+UNBUILDABLE = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+)
 """What a model of timm raises for arguments that it does not take, besides ``ValueError``."""
 
 
 @dataclass(frozen=True)
 class DataSpec:
-    """What a model expects of its images, and what its outputs mean; it travels with the weights."""
+    """What a model expects of its images, and what its outputs mean; it travels with the
+    weights.
+    """
 
     in_chans: int
     """Channels of the model's input: 1, 3, or 256 for one-hot grey levels."""
@@ -79,7 +91,10 @@ class DataSpec:
         """
         channels = 1 if self.encoding == "grey_one_hot" else self.in_chans
         if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] != channels:
-            raise ValueError(f"wanted uint8 images [B, {channels}, H, W], got {images.dtype} {list(images.shape)}")
+            raise ValueError(
+                f"wanted uint8 images [B, {channels}, H, W], got {images.dtype} "
+                f"{list(images.shape)}"
+            )
         if self.encoding == "grey_one_hot":
             levels = torch.arange(256, dtype=torch.uint8, device=images.device).view(1, 256, 1, 1)
             return (images == levels).to(torch.float32)
@@ -105,7 +120,8 @@ def save_model(
         path: the file; its folder exists.
         model: the module whose ``state_dict`` is kept.
         name: the timm name that builds it.
-        args: the keyword arguments that build it, besides ``num_classes`` and ``in_chans``; JSON types.
+        args: the keyword arguments that build it, besides ``num_classes`` and ``in_chans``; JSON
+            types.
         spec: what its images are.
         notes: more metadata of the file.
     """
@@ -117,14 +133,16 @@ def save_model(
 
 
 def write_whole(path: str | Path, write: Callable[[Path], object]) -> None:
-    """Write a file so that it is there whole or not at all: beside its place, flushed to the disk and renamed.
+    """Write a file so that it is there whole or not at all: beside its place, flushed to the disk
+    and renamed.
 
     Args:
         path: the file; its folder exists.
         write: writes the content to the path that it is given.
 
     Raises:
-        OSError: it cannot be written; ``filename`` is set, also where the system leaves it open (a full disk).
+        OSError: it cannot be written; ``filename`` is set, also where the system leaves it open (a
+            full disk).
     """
     path = Path(path)
     temporary = path.with_name(path.name + ".tmp")
@@ -141,40 +159,67 @@ def write_whole(path: str | Path, write: Callable[[Path], object]) -> None:
 
 
 def flush_to_disk(path: str | Path) -> None:
-    """Return once what was written is on the disk, so that a rename after it never uncovers an empty file."""
+    """Return once what was written is on the disk, so that a rename after it never uncovers an
+    empty file.
+    """
     with open(path, "rb+") as file:
         os.fsync(file.fileno())
 
 
 def load_model(path: str | Path, *, device: str | torch.device = "cpu") -> nn.Module:
-    """Rebuild a model from a file of ``save_model``, in eval mode, with its ``DataSpec`` as ``model.data_spec``.
+    """Rebuild a model from a file of ``save_model``, in eval mode, with its ``DataSpec`` as
+    ``model.data_spec``.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file is cut off, a pickle, of another project, or its tensors are not those of its model.
+        ValueError: the file is cut off, a pickle, of another project, or its tensors are not those
+            of its model.
     """
     metadata, tensors = read_safetensors(path)
     if metadata.get("format") != FORMAT:
-        raise ValueError(f"{path} has no description of its model; weights of other projects go through --init-from")
+        raise ValueError(
+            f"{path} has no description of its model; weights of other projects go through "
+            f"--init-from"
+        )
     if metadata.get("version") != str(FORMAT_VERSION):
-        raise ValueError(f"{path} has format {metadata.get('version')}, this visionattn reads format {FORMAT_VERSION}")
+        raise ValueError(
+            f"{path} has format {metadata.get('version')}, this visionattn reads format "
+            f"{FORMAT_VERSION}"
+        )
     try:
-        name, args, spec = metadata["model"], json.loads(metadata["args"]), json.loads(metadata["data"])
-        spec = DataSpec(**{key: tuple(value) if isinstance(value, list) else value for key, value in spec.items()})
+        name, args, spec = (
+            metadata["model"],
+            json.loads(metadata["args"]),
+            json.loads(metadata["data"]),
+        )
+        spec = DataSpec(
+            **{
+                key: tuple(value) if isinstance(value, list) else value
+                for key, value in spec.items()
+            }
+        )
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} has a garbled description of its model: {first_line(error)}") from error
+        raise ValueError(
+            f"{path} has a garbled description of its model: {first_line(error)}"
+        ) from error
     if not timm.is_model(name):
         raise ValueError(
-            f"{path} holds a model {name!r}, which timm does not know; import the package that registers it"
+            f"{path} holds a model {name!r}, which timm does not know; import the package that "
+            f"registers it"
         )
     if loading := LOADING_ARGS.intersection(args):
-        raise ValueError(f"{path} asks for other weights to be loaded ({', '.join(sorted(loading))}): refused")
+        raise ValueError(
+            f"{path} asks for other weights to be loaded ({', '.join(sorted(loading))}): refused"
+        )
     try:
         with torch.random.fork_rng(devices=[]):
-            model = timm.create_model(name, num_classes=spec.num_classes, in_chans=spec.in_chans, **args)
+            model = timm.create_model(
+                name, num_classes=spec.num_classes, in_chans=spec.in_chans, **args
+            )
     except (*UNBUILDABLE, ValueError) as error:
         raise ValueError(
-            f"{path} names a model {name!r} that cannot be built with these args: {describe_args(args)} "
+            f"{path} names a model {name!r} that cannot be built with these args: "
+            f"{describe_args(args)} "
             f"({first_line(error)})"
         ) from error
     misfit = describe_misfit(tensors, model.state_dict())
@@ -191,13 +236,19 @@ def describe_args(args: dict[str, Any]) -> str:
 
 
 def describe_misfit(given: dict[str, Tensor], wanted: dict[str, Tensor]) -> str:
-    """Say in one line how two state dicts differ in names and shapes; an empty string where they do not."""
+    """Say in one line how two state dicts differ in names and shapes; an empty string where they do
+    not.
+    """
     missing = [key for key in wanted if key not in given]
     unexpected = [key for key in given if key not in wanted]
     reshaped = [key for key in wanted if key in given and given[key].shape != wanted[key].shape]
     parts = [
         f"{len(keys)} {what} (first: {keys[0]})"
-        for what, keys in (("missing", missing), ("unexpected", unexpected), ("of another shape", reshaped))
+        for what, keys in (
+            ("missing", missing),
+            ("unexpected", unexpected),
+            ("of another shape", reshaped),
+        )
         if keys
     ]
     return ", ".join(parts)
@@ -306,11 +357,16 @@ def read_pickle(path: str | Path) -> Any:
         refused = re.search(r"(?:GLOBAL|global:?|class) ([\w.]+\.[\w.]+)", str(error))
         if refused and is_pickle(path):
             raise ValueError(
-                f"{path} would run code when unpickled ({refused[1]}) and is refused: save plain tensors instead"
+                f"{path} would run code when unpickled ({refused[1]}) and is refused: save plain "
+                f"tensors instead"
             ) from error
         if "Unsupported operand" in str(error):
-            raise ValueError(f"{path} is no file of torch.save and might run code when unpickled: refused") from error
-        raise ValueError(f"{path} is no whole checkpoint (cut off or garbled): {first_line(error)}") from error
+            raise ValueError(
+                f"{path} is no file of torch.save and might run code when unpickled: refused"
+            ) from error
+        raise ValueError(
+            f"{path} is no whole checkpoint (cut off or garbled): {first_line(error)}"
+        ) from error
 
 
 def is_safetensors(path: Path) -> bool:
@@ -370,7 +426,9 @@ def _tensors_in(content: Any) -> dict[str, Tensor]:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's text, at most 120 characters of it; the error's name where the text needs it."""
+    """The first line of an error's text, at most 120 characters of it; the error's name where the
+    text needs it.
+    """
     lines, kind = str(error).splitlines(), type(error).__name__
     if not lines:
         return kind

@@ -3,12 +3,12 @@
 from importlib.util import find_spec
 
 from visionattn.ops.feature_maps import RandomFeatures
-from visionattn.ops.kernelized import kernelized_attention
-from visionattn.ops.relative import Axial, Flat, Joint, RelativePosition, count_classes
+from visionattn.ops.kernelized.attention import kernelized_attention
+from visionattn.ops.position.kinds import Axial, Flat, Joint, RelativePosition, count_classes
 from visionattn.ops.softmax import softmax_attention
 from visionattn.ops.states import KernelState, TaylorState, attend, step, summarize
 from visionattn.ops.sums import Sums
-from visionattn.ops.taylorshift import taylorshift_attention
+from visionattn.ops.taylorshift.attention import taylorshift_attention
 
 __all__ = [
     "Axial",

@@ -1,10 +1,12 @@
-"""What every attention demands of its arguments; one ValueError that says what was wanted and what came."""
+"""What every attention demands of its arguments; one ValueError that says what was wanted and what
+came.
+"""
 
 import torch
 from torch import Tensor
 
 from visionattn.layout import Grid, TokenLayout
-from visionattn.ops.relative import Flat, Joint, RelativePosition, tables_of
+from visionattn.ops.position.kinds import Flat, Joint, RelativePosition, tables_of
 from visionattn.ops.value_drop import check_value_drop
 
 FORMS = ("auto", "direct", "efficient")
@@ -23,7 +25,9 @@ def _described(x: object) -> str:
 
 
 def _is_readable(x: Tensor) -> bool:
-    """Whether looking at the entries costs little: not on an accelerator, not while a compiler traces."""
+    """Whether looking at the entries costs little: not on an accelerator, not while a compiler
+    traces.
+    """
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
@@ -36,7 +40,8 @@ def check_token_tensor(name: str, x: Tensor) -> None:
 
 
 def check_tensors(q: Tensor | None, k: Tensor, v: Tensor, key_mask: Tensor | None) -> None:
-    """Check shapes, dtypes and devices of ``q [B, h, N, d]``, ``k [B, h, M, d]``, ``v [B, h, M, e]``, ``key_mask [B, M]``.
+    """Check shapes, dtypes and devices of ``q [B, h, N, d]``, ``k [B, h, M, d]``,
+    ``v [B, h, M, e]``, ``key_mask [B, M]``.
 
     Without q, keys and values alone.
     """
@@ -48,13 +53,23 @@ def check_tensors(q: Tensor | None, k: Tensor, v: Tensor, key_mask: Tensor | Non
     if k.shape[3] < 1:
         raise ValueError(f"k: wanted width >= 1, got {tuple(k.shape)}")
     if q is not None and (q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]):
-        raise ValueError(f"k: wanted [{q.shape[0]}, {q.shape[1]}, M, {q.shape[3]}] like q, got {tuple(k.shape)}")
+        raise ValueError(
+            f"k: wanted [{q.shape[0]}, {q.shape[1]}, M, {q.shape[3]}] like q, got {tuple(k.shape)}"
+        )
     if k.shape[:3] != v.shape[:3]:
-        raise ValueError(f"v: wanted [{k.shape[0]}, {k.shape[1]}, {k.shape[2]}, e] like k, got {tuple(v.shape)}")
+        raise ValueError(
+            f"v: wanted [{k.shape[0]}, {k.shape[1]}, {k.shape[2]}, e] like k, got {tuple(v.shape)}"
+        )
     if key_mask is None:
         return
-    if not isinstance(key_mask, Tensor) or key_mask.dtype != torch.bool or key_mask.shape != (k.shape[0], k.shape[2]):
-        raise ValueError(f"key_mask: wanted bool [{k.shape[0]}, {k.shape[2]}], got {_described(key_mask)}")
+    if (
+        not isinstance(key_mask, Tensor)
+        or key_mask.dtype != torch.bool
+        or key_mask.shape != (k.shape[0], k.shape[2])
+    ):
+        raise ValueError(
+            f"key_mask: wanted bool [{k.shape[0]}, {k.shape[2]}], got {_described(key_mask)}"
+        )
     _check_device("key_mask", key_mask, k.device, first)
 
 
@@ -66,39 +81,67 @@ def check_options(
     generator: torch.Generator | None = None,
     device: torch.device | None = None,
 ) -> None:
-    """Check the options that are not tensors; ``device`` is that of the tensors, where a generator must be too."""
+    """Check the options that are not tensors; ``device`` is that of the tensors, where a generator
+    must be too.
+    """
     if form not in FORMS:
         raise ValueError(f"form {form!r}: wanted one of {', '.join(FORMS)}")
     if impl not in ("auto", "eager", "triton"):
         raise ValueError(f"impl {impl!r}: wanted one of auto, eager, triton")
     check_value_drop(value_drop, generator)
     if generator is not None and device is not None and generator.device.type != device.type:
-        raise ValueError(f"q is on {device}, generator on {generator.device}; draw where the tensors are")
+        raise ValueError(
+            f"q is on {device}, generator on {generator.device}; draw where the tensors are"
+        )
 
 
 def check_coefficients(coefficients: tuple[float, float, float]) -> None:
-    """Raise ValueError unless ``a x^2 + b x + c`` is positive everywhere: finite, ``a > 0`` and ``c > b^2 / (4 a)``."""
+    """Raise ValueError unless ``a x^2 + b x + c`` is positive everywhere: finite, ``a > 0`` and
+    ``c > b^2 / (4 a)``.
+    """
     if isinstance(coefficients, tuple | list) and len(coefficients) == 3:
-        finite = all(isinstance(x, int | float) and -float("inf") < x < float("inf") for x in coefficients)
-        if finite and coefficients[0] > 0 and coefficients[2] > coefficients[1] * coefficients[1] / (4 * coefficients[0]):
+        finite = all(
+            isinstance(x, int | float) and -float("inf") < x < float("inf") for x in coefficients
+        )
+        if (
+            finite
+            and coefficients[0] > 0
+            and coefficients[2] > coefficients[1] * coefficients[1] / (4 * coefficients[0])
+        ):
             return
     raise ValueError(
-        "coefficients (a, b, c): wanted three finite numbers with a > 0 and c > b^2 / (4 a), so that weights are positive, "
+        "coefficients (a, b, c): wanted three finite numbers with a > 0 and c > b^2 / (4 a), so "
+        "that weights are positive, "
         f"got {_described(coefficients)}"
     )
 
 
 def check_temperature(temperature: Tensor | None, x: Tensor, name: str = "q") -> None:
-    """Check that the temperature is a floating tensor ``[h]``, one number per head of ``x [B, h, tokens, d]`` of that name."""
+    """Check that the temperature is a floating tensor ``[h]``, one number per head of
+    ``x [B, h, tokens, d]`` of that name.
+    """
     if temperature is None:
         return
-    if not isinstance(temperature, Tensor) or temperature.shape != (x.shape[1],) or not temperature.dtype.is_floating_point:
-        raise ValueError(f"temperature: wanted a floating tensor [{x.shape[1]}], one per head, got {_described(temperature)}")
+    if (
+        not isinstance(temperature, Tensor)
+        or temperature.shape != (x.shape[1],)
+        or not temperature.dtype.is_floating_point
+    ):
+        raise ValueError(
+            f"temperature: wanted a floating tensor [{x.shape[1]}], one per head, got "
+            f"{_described(temperature)}"
+        )
     _check_device("temperature", temperature, x.device, name)
 
 
 def check_attention(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, relative: RelativePosition | None, *, signed: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    relative: RelativePosition | None,
+    *,
+    signed: bool = False,
 ) -> None:
     """All checks on tensors, including those of the relative position."""
     check_tensors(q, k, v, key_mask)
@@ -106,10 +149,14 @@ def check_attention(
         check_relative(relative, q, k, signed=signed)
 
 
-def check_relative(relative: RelativePosition, q: Tensor, k: Tensor, *, signed: bool = False) -> None:
-    """Raise the ValueError that says what is wrong with tables or layout for ``q [B, h, N, d]`` and ``k [B, h, M, d]``.
+def check_relative(
+    relative: RelativePosition, q: Tensor, k: Tensor, *, signed: bool = False
+) -> None:
+    """Raise the ValueError that says what is wrong with tables or layout for ``q [B, h, N, d]`` and
+    ``k [B, h, M, d]``.
 
-    Entries are looked at where that costs little (``_is_readable``): those of unsigned tables must be 0 or more, and not NaN.
+    Entries are looked at where that costs little (``_is_readable``): those of unsigned tables must
+    be 0 or more, and not NaN.
     """
     if not isinstance(relative, RelativePosition):
         raise ValueError(f"relative: wanted Flat, Axial or Joint, got {type(relative).__name__}")
@@ -126,35 +173,70 @@ def check_relative(relative: RelativePosition, q: Tensor, k: Tensor, *, signed: 
 def _check_table(name: str, table: Tensor, q: Tensor, *, sides: int, signed: bool) -> None:
     heads, d = q.shape[1], q.shape[3]
     if not isinstance(table, Tensor) or not table.dtype.is_floating_point:
-        raise ValueError(f"{name}: wanted a tensor of a real floating point dtype, got {_described(table)}")
+        raise ValueError(
+            f"{name}: wanted a tensor of a real floating point dtype, got {_described(table)}"
+        )
     fits = table.ndim == sides + 2 and table.shape[0] in (1, heads) and table.shape[-1] == d
     if not fits or any(side % 2 == 0 for side in table.shape[1:-1]):
         shape = ", ".join(["h or 1"] + ["2R+1"] * sides + ["d"])
-        raise ValueError(f"{name}: wanted [{shape}] with h = {heads}, d = {d}, got {tuple(table.shape)}")
+        raise ValueError(
+            f"{name}: wanted [{shape}] with h = {heads}, d = {d}, got {tuple(table.shape)}"
+        )
     _check_device(name, table, q.device)
-    if not signed and table.numel() and _is_readable(table) and not (lowest := table.min().item()) >= 0:
-        raise ValueError(f"{name}: relative position needs non-negative entries, got {lowest:.3g}; pass it through elu1")
+    if (
+        not signed
+        and table.numel()
+        and _is_readable(table)
+        and not (lowest := table.min().item()) >= 0
+    ):
+        raise ValueError(
+            f"{name}: relative position needs non-negative entries, got {lowest:.3g}; pass it "
+            f"through elu1"
+        )
 
 
 def _check_layout(layout: TokenLayout, q: Tensor, k: Tensor) -> None:
     if not isinstance(layout, TokenLayout) or not isinstance(layout.grid, Grid):
-        raise ValueError(f"layout: wanted TokenLayout(num_prefix, Grid(height, width)), got {_described(layout)}")
+        raise ValueError(
+            f"layout: wanted TokenLayout(num_prefix, Grid(height, width)), got {_described(layout)}"
+        )
     kept, patches = layout.kept, layout.grid.num_patches
     if kept is not None:
-        if not isinstance(kept, Tensor) or kept.dtype != torch.int64 or kept.ndim != 2 or kept.shape[0] != q.shape[0]:
-            raise ValueError(f"layout.kept: wanted int64 [{q.shape[0]}, n], a row for each image, got {_described(kept)}")
+        if (
+            not isinstance(kept, Tensor)
+            or kept.dtype != torch.int64
+            or kept.ndim != 2
+            or kept.shape[0] != q.shape[0]
+        ):
+            raise ValueError(
+                f"layout.kept: wanted int64 [{q.shape[0]}, n], a row for each image, got "
+                f"{_described(kept)}"
+            )
         _check_device("layout.kept", kept, q.device)
         if _is_readable(kept) and bool(((kept < 0) | (kept >= patches)).any()):
-            raise ValueError(f"layout.kept: wanted 0 to {patches - 1}, got {kept.min().item()} to {kept.max().item()}")
+            raise ValueError(
+                f"layout.kept: wanted 0 to {patches - 1}, got {kept.min().item()} to "
+                f"{kept.max().item()}"
+            )
     tokens = layout.num_tokens
     if q.shape[2] != tokens or k.shape[2] != tokens:
-        raise ValueError(f"layout has {tokens} tokens, got {q.shape[2]} queries and {k.shape[2]} keys")
+        raise ValueError(
+            f"layout has {tokens} tokens, got {q.shape[2]} queries and {k.shape[2]} keys"
+        )
 
 
 def _check_counts(relative: Joint, q: Tensor) -> None:
     counts, grid = relative.layout.counts, relative.layout.grid
     wanted = grid.height, grid.width, relative.table.shape[1] * relative.table.shape[2]
-    if not isinstance(counts, Tensor) or counts.ndim != 4 or counts.shape[0] not in (1, q.shape[0]) or counts.shape[1:] != wanted:
+    if (
+        not isinstance(counts, Tensor)
+        or counts.ndim != 4
+        or counts.shape[0] not in (1, q.shape[0])
+        or counts.shape[1:] != wanted
+    ):
         shape = ", ".join(map(str, ("1 or B", *wanted)))
-        raise ValueError(f"layout.counts: wanted [{shape}] for this grid and table, got {_described(counts)}; see count_classes")
+        raise ValueError(
+            f"layout.counts: wanted [{shape}] for this grid and table, got {_described(counts)}; "
+            f"see count_classes"
+        )
     _check_device("layout.counts", counts, q.device)

@@ -1,8 +1,10 @@
-"""Which form of an attention to take: the faster by prediction, or the smaller by the bytes it holds.
+"""Which form of an attention to take: the faster by prediction, or the smaller by the bytes it
+holds.
 
-Predictions are counts of work times seconds measured beforehand, ``calibration.json`` beside this file, which
-``python -m visionattn.calibrate --write`` makes. Everything here is arithmetic on sizes: no tensors, no measuring, and no
-operation is imported before a size of its buffers is asked for, so that operations may import this module.
+Predictions are counts of work times seconds measured beforehand, ``calibration.json`` beside this
+file, which ``python -m visionattn.lab.calibrate --write`` makes. Everything here is arithmetic on
+sizes: no tensors, no measuring, and no operation is imported before a size of its buffers is asked
+for, so that operations may import this module.
 """
 
 import json
@@ -25,11 +27,12 @@ def check_sizes(least: int, **sizes: int) -> None:
 
 
 def packed_operations(n: int, m: int, d: int, e: int) -> int:
-    """Operations of one head of TaylorShift's efficient form with packed features, a multiply and an add being two.
+    """Operations of one head of TaylorShift's efficient form with packed features, a multiply and
+    an add being two.
 
-    ``F = d (d + 1) / 2`` features of each query and key, ``(2 F + 2 d) e`` to sum the values over them and over x itself and
-    as many to use the sums, ``2 d^2`` to sum and to use ``K^T K`` for the mass. Of what does not grow with ``n`` nor ``m``
-    nothing is counted.
+    ``F = d (d + 1) / 2`` features of each query and key, ``(2 F + 2 d) e`` to sum the values over
+    them and over x itself and as many to use the sums, ``2 d^2`` to sum and to use ``K^T K`` for
+    the mass. Of what does not grow with ``n`` nor ``m`` nothing is counted.
     """
     features = d * (d + 1) // 2
     per_token = features + 2 * (features + d) * e + 2 * d * d
@@ -37,17 +40,22 @@ def packed_operations(n: int, m: int, d: int, e: int) -> int:
 
 
 def direct_operations(n: int, m: int, d: int, e: int) -> int:
-    """Operations of one head of TaylorShift's direct form as published: ``2 n m (d + e) + 6 n m``."""
+    """Operations of one head of TaylorShift's direct form as published:
+    ``2 n m (d + e) + 6 n m``.
+    """
     return 2 * n * m * (d + e) + 6 * n * m
 
 
-def work(operation: str, form: str, n: int, m: int, d: int, e: int, *, heads: int = 1, batch: int = 1) -> dict[str, int]:
+def work(
+    operation: str, form: str, n: int, m: int, d: int, e: int, *, heads: int = 1, batch: int = 1
+) -> dict[str, int]:
     """What a form does, by kind; predicted seconds are linear in it, with one coefficient per kind.
 
     Returns:
-        multiply_adds of the large products; elements that are squared or multiplied one by one (scores, or features of
-        TaylorShift); values: entries of q, k, v and output, for everything else that passes over tokens; calls: 1; rows:
-        one launch per row of features, efficient TaylorShift only.
+        multiply_adds of the large products; elements that are squared or multiplied one by one
+        (scores, or features of TaylorShift); values: entries of q, k, v and output, for everything
+        else that passes over tokens; calls: 1; rows: one launch per row of features, efficient
+        TaylorShift only.
     """
     groups = batch * heads
     values = groups * (n + m) * (d + e)
@@ -57,7 +65,13 @@ def work(operation: str, form: str, n: int, m: int, d: int, e: int, *, heads: in
     if operation != "taylorshift":
         return {"multiply_adds": groups * (n + m) * d * e, "values": values, "calls": 1}
     elements = groups * (n + m) * (d * (d + 1) // 2)
-    return {"multiply_adds": elements * e, "elements": elements, "values": values, "calls": 1, "rows": d}
+    return {
+        "multiply_adds": elements * e,
+        "elements": elements,
+        "values": values,
+        "calls": 1,
+        "rows": d,
+    }
 
 
 def _visible_pairs(n: int, m: int) -> int:
@@ -78,7 +92,9 @@ def _coefficients(operation: str, dtype: torch.dtype, device: str | torch.device
     return None if measured is None else measured["seconds"].get(name, {}).get(operation)
 
 
-def is_calibrated(operation: str, *, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> bool:
+def is_calibrated(
+    operation: str, *, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
+) -> bool:
     """Whether ``calibration.json`` holds measurements of the operation on this kind of device."""
     return _coefficients(operation, dtype, device) is not None
 
@@ -106,14 +122,18 @@ def predicted_seconds(
         device: a device or its type.
 
     Raises:
-        ValueError: an unknown operation or form, a size that is none, or nothing measured for it on this kind of device.
+        ValueError: an unknown operation or form, a size that is none, or nothing measured for it on
+            this kind of device.
     """
     _check(operation, "speed", n=n, m=m, d=d, e=e, heads=heads, batch=batch)
     if form not in FORMS:
         raise ValueError(f'form {form!r}: wanted "direct" or "efficient"')
     seconds = _coefficients(operation, dtype, device)
     if seconds is None:
-        raise ValueError(f"no measurement of {operation} in {dtype} on {device}: wanted one of {sorted(_calibration())}")
+        raise ValueError(
+            f"no measurement of {operation} in {dtype} on {device}: wanted one of "
+            f"{sorted(_calibration())}"
+        )
     return _dot(seconds[form], work(operation, form, n, m, d, e, heads=heads, batch=batch))
 
 
@@ -135,9 +155,10 @@ def held_elements(
 ) -> int:
     """Entries of the buffers and states that a form holds above inputs and output.
 
-    Direct: a block of scores and its product with the values. Efficient TaylorShift: sums over features and over x, and a
-    chunk of tokens with its features, of as many heads at once as a CPU has threads for. Efficient kernelized: the sums
-    alone. What costs both forms the same (the mass) or stays small at any size (chunks of kernelized attention) is left out.
+    Direct: a block of scores and its product with the values. Efficient TaylorShift: sums over
+    features and over x, and a chunk of tokens with its features, of as many heads at once as a CPU
+    has threads for. Efficient kernelized: the sums alone. What costs both forms the same (the mass)
+    or stays small at any size (chunks of kernelized attention) is left out.
     """
     groups = batch * heads
     if form == "direct":
@@ -148,22 +169,27 @@ def held_elements(
 
 
 def _held_by_blocks(groups: int, n: int, m: int, e: int) -> int:
-    from visionattn.ops import blocked
+    from visionattn.ops import quadratic
 
-    return _capped(groups, min(n, blocked.BLOCK_QUERIES) * (m + e), blocked.BLOCK_ELEMENTS)
+    return _capped(groups, min(n, quadratic.BLOCK_QUERIES) * (m + e), quadratic.BLOCK_ELEMENTS)
 
 
 def _held_by_features(groups: int, tokens: int, d: int, e: int, device: str) -> int:
-    from visionattn.ops import taylor_features, taylor_passes
+    from visionattn.ops.taylorshift import features as taylor_features
+    from visionattn.ops.taylorshift import passes as taylor_passes
 
     rows = taylor_features.num_features(d) + d + 1
     chunk = min(tokens, taylor_features.chunk_tokens(d))
     at_once = taylor_passes.heads_at_once(device)
-    return groups * rows * e + _capped(groups, rows * chunk, taylor_features.BUFFER_ELEMENTS, at_once)
+    return groups * rows * e + _capped(
+        groups, rows * chunk, taylor_features.BUFFER_ELEMENTS, at_once
+    )
 
 
 def _capped(groups: int, per_group: int, most: int, buffers: int = 1) -> int:
-    """Entries of buffers, each of as many heads as fit ``most`` entries, one at least; counting parts of heads is monotone."""
+    """Entries of buffers, each of as many heads as fit ``most`` entries, one at least; counting
+    parts of heads is monotone.
+    """
     return min(groups * per_group, max(per_group, most) * buffers)
 
 
@@ -189,13 +215,16 @@ def choose_form(
     device: str | torch.device = "cpu",
     by: str = "speed",
 ) -> str:
-    """The form that ``form="auto"`` stands for: "direct" or "efficient". A tie goes to the direct form.
+    """The form that ``form="auto"`` stands for: "direct" or "efficient". A tie goes to the direct
+    form.
 
-    By speed the one of fewer ``predicted_seconds``. Where the kind of device was not measured (a GPU: its entry is missing
-    from ``calibration.json``), the one of fewer operations, packed features counted. By memory the direct one while its
-    ``held_elements`` are no more than those of the efficient one at any length, on as many threads as torch takes now. So an
-    attention that takes the efficient form keeps it as its tokens grow. Deterministic; by speed also remembered, so that asking
-    at each call costs about a microsecond. Sizes must be plain ints, never symbolic ones of a compiler.
+    By speed the one of fewer ``predicted_seconds``. Where the kind of device was not measured (a
+    GPU: its entry is missing from ``calibration.json``), the one of fewer operations, packed
+    features counted. By memory the direct one while its ``held_elements`` are no more than those of
+    the efficient one at any length, on as many threads as torch takes now. So an attention that
+    takes the efficient form keeps it as its tokens grow. Deterministic; by speed also remembered,
+    so that asking at each call costs about a microsecond. Sizes must be plain ints, never symbolic
+    ones of a compiler.
 
     Args:
         operation: "taylorshift", "kernelized" or "kernelized causal".
@@ -212,14 +241,21 @@ def choose_form(
     _check(operation, by, n=n, m=m, d=d, e=e, heads=heads, batch=batch)
     sizes = {"direct": (n, m), "efficient": (LONGEST, LONGEST)}
     options = dict(heads=heads, batch=batch, device=device)
-    return _cheaper([held_elements(operation, form, *sizes[form], d, e, **options) for form in FORMS])
+    return _cheaper(
+        [held_elements(operation, form, *sizes[form], d, e, **options) for form in FORMS]
+    )
 
 
 @lru_cache(maxsize=4096)
 def _faster_form(operation, n, m, d, e, heads, batch, dtype, device) -> str:
     _check(operation, "speed", n=n, m=m, d=d, e=e, heads=heads, batch=batch)
     if (seconds := _coefficients(operation, dtype, device)) is not None:
-        return _cheaper([_dot(seconds[form], work(operation, form, n, m, d, e, heads=heads, batch=batch)) for form in FORMS])
+        return _cheaper(
+            [
+                _dot(seconds[form], work(operation, form, n, m, d, e, heads=heads, batch=batch))
+                for form in FORMS
+            ]
+        )
     if operation == "taylorshift":
         return _cheaper([direct_operations(n, m, d, e), packed_operations(n, m, d, e)])
     return _cheaper([work(operation, form, n, m, d, e)["multiply_adds"] for form in FORMS])
@@ -230,7 +266,8 @@ def _cheaper(costs: list[float]) -> str:
 
 
 def crossover(operation: str, d: int, **options) -> int | None:
-    """The smallest number of tokens N = M from which ``choose_form`` takes the efficient form, v being as wide as q.
+    """The smallest number of tokens N = M from which ``choose_form`` takes the efficient form, v
+    being as wide as q.
 
     Args:
         options: those of ``choose_form``.

@@ -11,7 +11,9 @@ def chunks(length: int, size: int) -> list[slice]:
 
 
 def head_chunks(batch: int, heads: int, size: int) -> list[HeadChunk]:
-    """Pairs of slices (images, heads) of about ``size`` heads: heads of one image, or whole images."""
+    """Pairs of slices (images, heads) of about ``size`` heads: heads of one image, or whole
+    images.
+    """
     if not heads:
         return []
     if size < heads:
@@ -20,7 +22,9 @@ def head_chunks(batch: int, heads: int, size: int) -> list[HeadChunk]:
 
 
 def part_of(x: Tensor, chunk: HeadChunk) -> Tensor:
-    """The part ``[g, ...]`` of ``x [B, h, ...]``: a view of one image, or of contiguous memory; otherwise a copy."""
+    """The part ``[g, ...]`` of ``x [B, h, ...]``: a view of one image, or of contiguous memory;
+    otherwise a copy.
+    """
     return x[chunk].flatten(0, 1)
 
 

@@ -10,10 +10,12 @@ from visionattn.ops.sums import accumulation_dtype, product
 
 
 class FeatureMap(Protocol):
-    """A pair of non-negative maps over the last axis of ``[B, h, N, d]`` tensors, both to the same width f.
+    """A pair of non-negative maps over the last axis of ``[B, h, N, d]`` tensors, both to the same
+    width f.
 
-    A map whose keys depend on each other says so with an attribute ``per_token = False``; its ``key`` then takes the key mask
-    ``[B, M]`` or None as a second argument. It has no states, and it cannot be causal.
+    A map whose keys depend on each other says so with an attribute ``per_token = False``; its
+    ``key`` then takes the key mask ``[B, M]`` or None as a second argument. It has no states, and
+    it cannot be causal.
     """
 
     def query(self, x: Tensor) -> Tensor:
@@ -26,7 +28,8 @@ class FeatureMap(Protocol):
 def elu1(x: Tensor) -> Tensor:
     """``elu(x) + 1``, positive everywhere. Source: Katharopoulos et al. 2020, eq. 7.
 
-    Written as ``exp(min(x, 0)) + max(x, 0)``: adding 1 to ``elu`` rounds to zero below -17 in float32.
+    Written as ``exp(min(x, 0)) + max(x, 0)``: adding 1 to ``elu`` rounds to zero below -17 in
+    float32.
     """
     return x.clamp(max=0).exp() + x.relu()
 
@@ -44,10 +47,12 @@ class Relu:
 
 
 class PositionSoftmax:
-    """Softmax over features for queries, over positions for keys. Source: Shen et al. 2021, "Efficient attention".
+    """Softmax over features for queries, over positions for keys. Source: Shen et al. 2021,
+    "Efficient attention".
 
-    The keys are multiplied by M, the number of keys present, so that the mass of a query is M like that of other maps.
-    A key's feature depends on all other keys: states of this map do not add, and it cannot be causal.
+    The keys are multiplied by M, the number of keys present, so that the mass of a query is M like
+    that of other maps. A key's feature depends on all other keys: states of this map do not add,
+    and it cannot be causal.
     """
 
     per_token = False
@@ -59,7 +64,9 @@ class PositionSoftmax:
 
     @staticmethod
     def key(x: Tensor, key_mask: Tensor | None = None) -> Tensor:
-        """Softmax over the positions that ``key_mask [B, M]`` keeps, times their number; 0 elsewhere."""
+        """Softmax over the positions that ``key_mask [B, M]`` keeps, times their number; 0
+        elsewhere.
+        """
         if key_mask is None:
             return x.softmax(-2) * x.shape[-2]
         mask = key_mask[:, None, :, None]
@@ -68,18 +75,22 @@ class PositionSoftmax:
 
 
 class RandomFeatures(nn.Module):
-    """FAVOR+: positive random features whose products are, on average, the weights ``exp(q . k / sqrt(d))`` of softmax.
+    """FAVOR+: positive random features whose products are, on average, the weights
+    ``exp(q . k / sqrt(d))`` of softmax.
 
-    ``phi(x)_r = exp(w_r . x' - |x'|^2 / 2) / sqrt(m)`` with ``x' = x / d^(1/4)`` and m rows ``w_r``, normal and orthogonal in
-    groups of d. It is a module whose one buffer ``projection [m, d]`` is saved with a model and moved with it.
+    ``phi(x)_r = exp(w_r . x' - |x'|^2 / 2) / sqrt(m)`` with ``x' = x / d^(1/4)`` and m rows
+    ``w_r``, normal and orthogonal in groups of d. It is a module whose one buffer
+    ``projection [m, d]`` is saved with a model and moved with it.
 
-    Nothing is subtracted to stabilise the exponent: what depends on other tokens would keep states from adding, leak when
-    causal, and change the balance with relative position. So there are bounds, in float32. From above: a feature is at most
-    ``exp(|w_r|^2 / 2)``, reached at ``x' = w_r``, so sums stay finite for any tokens while ``|w_r|^2 + log M < 88``;
-    ``|w_r|^2`` is d on average with a deviation of ``sqrt(2 d)``, which leaves room at d = 32, and at d = 64 unless tokens
-    lie on the rows themselves. From below: the weights of one pair shrink as ``exp(-(|q'|^2 + |k'|^2) / 2)`` times chance,
-    and past ``|q'|^2 + |k'|^2`` of about 150 they leave the normal numbers. Normalise q and k where they may be larger; the
-    variance of the estimate grows as ``exp(|q' + k'|^2)`` in any case.
+    Nothing is subtracted to stabilise the exponent: what depends on other tokens would keep states
+    from adding, leak when causal, and change the balance with relative position. So there are
+    bounds, in float32. From above: a feature is at most ``exp(|w_r|^2 / 2)``, reached at
+    ``x' = w_r``, so sums stay finite for any tokens while ``|w_r|^2 + log M < 88``; ``|w_r|^2`` is
+    d on average with a deviation of ``sqrt(2 d)``, which leaves room at d = 32, and at d = 64
+    unless tokens lie on the rows themselves. From below: the weights of one pair shrink as
+    ``exp(-(|q'|^2 + |k'|^2) / 2)`` times chance, and past ``|q'|^2 + |k'|^2`` of about 150 they
+    leave the normal numbers. Normalise q and k where they may be larger; the variance of the
+    estimate grows as ``exp(|q' + k'|^2)`` in any case.
 
     Args:
         d: width of queries and keys.
@@ -89,13 +100,17 @@ class RandomFeatures(nn.Module):
     Raises:
         ValueError: a size that is not a positive whole number.
 
-    Source: Choromanski et al. 2021, "Rethinking attention with performers", Lemma 1 and section 2.4.
+    Source: Choromanski et al. 2021, "Rethinking attention with performers", Lemma 1 and section
+    2.4.
     """
 
     def __init__(self, d: int, num_features: int, generator: torch.Generator | None = None):
         super().__init__()
         if not all(isinstance(size, Integral) and size >= 1 for size in (d, num_features)):
-            raise ValueError(f"RandomFeatures: wanted whole d and num_features of 1 or more, got {d} and {num_features}")
+            raise ValueError(
+                f"RandomFeatures: wanted whole d and num_features of 1 or more, got {d} and "
+                f"{num_features}"
+            )
         self.register_buffer("projection", orthogonal_rows(d, num_features, generator).float())
 
     def redraw(self, generator: torch.Generator | None = None) -> None:
@@ -111,7 +126,9 @@ class RandomFeatures(nn.Module):
         """
         num_features, d = self.projection.shape
         if x.shape[-1] != d:
-            raise ValueError(f"RandomFeatures of width {d}: got queries or keys of width {x.shape[-1]}")
+            raise ValueError(
+                f"RandomFeatures of width {d}: got queries or keys of width {x.shape[-1]}"
+            )
         x = x.to(accumulation_dtype(x)) * d**-0.25
         exponent = product(x, self.projection.to(x).mT) - x.square().sum(-1, keepdim=True) / 2
         return exponent.exp() * num_features**-0.5
@@ -120,8 +137,14 @@ class RandomFeatures(nn.Module):
 
 
 def orthogonal_rows(d: int, rows: int, generator: torch.Generator | None = None) -> Tensor:
-    """``[rows, d]`` in float64: each row normal, those of a group of d orthogonal to each other; drawn where the generator is."""
-    options = dict(dtype=torch.float64, generator=generator, device="cpu" if generator is None else generator.device)
+    """``[rows, d]`` in float64: each row normal, those of a group of d orthogonal to each other;
+    drawn where the generator is.
+    """
+    options = dict(
+        dtype=torch.float64,
+        generator=generator,
+        device="cpu" if generator is None else generator.device,
+    )
     groups = -(-rows // d)
     basis, upper = torch.linalg.qr(torch.randn(groups, d, d, **options))
     basis = basis * upper.diagonal(dim1=1, dim2=2).sign().unsqueeze(1)  # makes the rotation uniform
@@ -140,9 +163,14 @@ def get_feature_map(feature_map: str | FeatureMap) -> FeatureMap:
     """
     if isinstance(feature_map, str) and feature_map in FEATURE_MAPS:
         return FEATURE_MAPS[feature_map]
-    if isinstance(feature_map, str) or not all(callable(getattr(feature_map, name, None)) for name in ("query", "key")):
+    if isinstance(feature_map, str) or not all(
+        callable(getattr(feature_map, name, None)) for name in ("query", "key")
+    ):
         given = repr(feature_map) if isinstance(feature_map, str) else type(feature_map).__name__
-        raise ValueError(f"feature_map {given}: wanted one of {', '.join(FEATURE_MAPS)}, or an object with .query and .key")
+        raise ValueError(
+            f"feature_map {given}: wanted one of {', '.join(FEATURE_MAPS)}, or an object with "
+            f".query and .key"
+        )
     return feature_map
 
 
@@ -157,12 +185,17 @@ def map_name(feature_map: FeatureMap) -> str:
 
 
 def query_features(feature_map: FeatureMap, q: Tensor, width: int | None = None) -> Tensor:
-    """Features ``[B, h, N, f]`` of ``q [B, h, N, d]``. ValueError for another shape, or f other than ``width``."""
+    """Features ``[B, h, N, f]`` of ``q [B, h, N, d]``. ValueError for another shape, or f other
+    than ``width``.
+    """
     return _checked(feature_map.query(q), "query", q, width)
 
 
-def key_features(feature_map: FeatureMap, k: Tensor, key_mask: Tensor | None, width: int | None = None) -> Tensor:
-    """Features ``[B, h, M, f]`` of ``k [B, h, M, d]``; what the keys hold that ``key_mask [B, M]`` leaves out plays no part.
+def key_features(
+    feature_map: FeatureMap, k: Tensor, key_mask: Tensor | None, width: int | None = None
+) -> Tensor:
+    """Features ``[B, h, M, f]`` of ``k [B, h, M, d]``; what the keys hold that ``key_mask [B, M]``
+    leaves out plays no part.
 
     Raises:
         ValueError: features of another shape, or f other than ``width``.
@@ -176,7 +209,13 @@ def key_features(feature_map: FeatureMap, k: Tensor, key_mask: Tensor | None, wi
 def _checked(features: Tensor, name: str, x: Tensor, width: int | None) -> Tensor:
     given = tuple(features.shape) if isinstance(features, Tensor) else type(features).__name__
     if not isinstance(features, Tensor) or features.ndim != 4 or features.shape[:3] != x.shape[:3]:
-        raise ValueError(f"feature_map.{name}: wanted features [{', '.join(map(str, x.shape[:3]))}, f], got {given}")
+        raise ValueError(
+            f"feature_map.{name}: wanted features [{', '.join(map(str, x.shape[:3]))}, f], got "
+            f"{given}"
+        )
     if width is not None and features.shape[3] != width:
-        raise ValueError(f"feature_map.{name}: wanted {width} features, as many as on the other side, got {features.shape[3]}")
+        raise ValueError(
+            f"feature_map.{name}: wanted {width} features, as many as on the other side, got "
+            f"{features.shape[3]}"
+        )
     return features

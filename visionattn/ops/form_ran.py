@@ -1,4 +1,6 @@
-"""The name under which a profiler sees which form of an operation runs, also within a compiled graph."""
+"""The name under which a profiler sees which form of an operation runs, also within a compiled
+graph.
+"""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -10,7 +12,8 @@ NOBODY_LOOKS = nullcontext()
 
 
 def form_ran(operation: str, form: str) -> AbstractContextManager:
-    """A context for the work of one call, say ``form_ran("taylorshift", "efficient")``; nothing without a profiler.
+    """A context for the work of one call, say ``form_ran("taylorshift", "efficient")``; nothing
+    without a profiler.
 
     Operators alone enter it, whose bodies no compiler traces.
     """

@@ -1,11 +1,12 @@
 """What each operation means: quadratic, plain, in the dtype of its inputs.
 
-Every function here builds the full ``[B, h, N, M]`` weights of its formula and takes the weighted mean of the values.
-Tests and tools compare the fast operations with it; nothing else imports it. It knows nothing of forms, blocks or
-kernels, and it checks no arguments: the public operations do.
+Every function here builds the full ``[B, h, N, M]`` weights of its formula and takes the weighted
+mean of the values. Tests and tools compare the fast operations with it; nothing else imports it. It
+knows nothing of forms, blocks or kernels, and it checks no arguments: the public operations do.
 
-A relative position is one of the objects of ``ops.relative``, recognised by its fields: ``rows`` and ``columns``
-(Axial), a table ``[h or 1, 2R+1, 2R+1, d]`` (Joint) or a table ``[h or 1, 2R+1, d]`` (Flat).
+A relative position is one of the objects of ``ops.relative``, recognised by its fields: ``rows``
+and ``columns`` (Axial), a table ``[h or 1, 2R+1, 2R+1, d]`` (Joint) or a table
+``[h or 1, 2R+1, d]`` (Flat).
 """
 
 import torch
@@ -32,7 +33,8 @@ def taylorshift_attention(
         q: ``[B, h, N, d]``.
         k: ``[B, h, M, d]``.
         v: ``[B, h, M, e]``.
-        temperature: ``[h]``; q and k are brought to unit length and q is multiplied by it. None takes both as they are.
+        temperature: ``[h]``; q and k are brought to unit length and q is multiplied by it. None
+            takes both as they are.
         coefficients: ``(a, b, c)``.
         relative: adds the weights of ``relative_weights``.
         key_mask: ``[B, M]`` bool, True takes part.
@@ -42,7 +44,8 @@ def taylorshift_attention(
     Returns:
         ``[B, h, N, e]``; 0 where no key takes part.
 
-    Source: TaylorShift (Nauen et al. 2024), eq. 2; the general polynomial and the relative term are of this project.
+    Source: TaylorShift (Nauen et al. 2024), eq. 2; the general polynomial and the relative term are
+    of this project.
     """
     a, b, c = coefficients
     present = _present(k, key_mask)
@@ -73,8 +76,8 @@ def kernelized_attention(
         q: ``[B, h, N, d]``.
         k: ``[B, h, M, d]``.
         v: ``[B, h, M, e]``.
-        feature_map: "elu1", "relu", or "softmax": over the features for q; for k over the positions that take part,
-            times their number; or an object with ``.query`` and ``.key``.
+        feature_map: "elu1", "relu", or "softmax": over the features for q; for k over the positions
+            that take part, times their number; or an object with ``.query`` and ``.key``.
         relative: adds the weights of ``relative_weights``.
         key_mask: ``[B, M]`` bool, True takes part.
         causal: query i sees keys 0 to i only.
@@ -96,7 +99,13 @@ def kernelized_attention(
 
 
 def softmax_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, key_mask: Tensor | None = None, bias: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    key_mask: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """``softmax(q.k / sqrt(d) + bias) v`` over the keys that take part; 0 where there are none.
 
@@ -123,7 +132,8 @@ def softmax_attention(
 
 
 def relative_bias(relative, q: Tensor, num_keys: int | None = None) -> Tensor:
-    """``q_i.r_(j-i) / sqrt(d)`` of signed tables, 0 for pairs with a prefix token: the bias of the softmax twin.
+    """``q_i.r_(j-i) / sqrt(d)`` of signed tables, 0 for pairs with a prefix token: the bias of the
+    softmax twin.
 
     Args:
         relative: Flat, Axial or Joint; the sign of its entries is free.
@@ -143,9 +153,10 @@ def relative_bias(relative, q: Tensor, num_keys: int | None = None) -> Tensor:
 def relative_weights(relative, q: Tensor, present: Tensor, causal: bool = False) -> Tensor:
     """The dense weights ``S_ij = elu1(q_i).r_(j-i)`` of a linear relative position.
 
-    The class of a pair is ``clip(key - query, -R, R) + R``; on a grid the rows give one class and the columns another.
-    A pair with a prefix token or with a key that the query does not see has weight 0. Under "mean" the weight is divided
-    by the number of patches that the query sees and that are of that class as seen from it.
+    The class of a pair is ``clip(key - query, -R, R) + R``; on a grid the rows give one class and
+    the columns another. A pair with a prefix token or with a key that the query does not see has
+    weight 0. Under "mean" the weight is divided by the number of patches that the query sees and
+    that are of that class as seen from it.
 
     Args:
         relative: Flat, Axial or Joint.
@@ -156,7 +167,8 @@ def relative_weights(relative, q: Tensor, present: Tensor, causal: bool = False)
     Returns:
         ``[B, h, N, M]``.
 
-    Source: Scaleformer, eq. 6 to 10, with delta = key minus query; both forms on grids are of this project.
+    Source: Scaleformer, eq. 6 to 10, with delta = key minus query; both forms on grids are of this
+    project.
     """
     parts, patches = _classes_and_patches(relative, q, present.shape[1])
     pairs, mean = patches & _visible(present, q, causal), relative.normalization == "mean"
@@ -164,7 +176,9 @@ def relative_weights(relative, q: Tensor, present: Tensor, causal: bool = False)
 
 
 def elu1(x: Tensor) -> Tensor:
-    """``elu(x) + 1``: ``x + 1`` above 0 and ``exp(x)`` below, without the rounding of ``exp(x) - 1 + 1``."""
+    """``elu(x) + 1``: ``x + 1`` above 0 and ``exp(x)`` below, without the rounding of
+    ``exp(x) - 1 + 1``.
+    """
     return torch.where(x > 0, x + 1, x.clamp(max=0).exp())
 
 
@@ -176,7 +190,11 @@ def unit_length(x: Tensor) -> Tensor:
 
 def _present(k: Tensor, key_mask: Tensor | None) -> Tensor:
     """``[B, M]`` bool: the keys that take part."""
-    return torch.ones(k.shape[0], k.shape[2], dtype=torch.bool, device=k.device) if key_mask is None else key_mask
+    return (
+        torch.ones(k.shape[0], k.shape[2], dtype=torch.bool, device=k.device)
+        if key_mask is None
+        else key_mask
+    )
 
 
 def _visible(present: Tensor, q: Tensor, causal: bool) -> Tensor:
@@ -189,12 +207,21 @@ def _softmax_over_positions(k: Tensor, present: Tensor) -> Tensor:
     """Softmax along M over the keys that take part, times their number; 0 for the others."""
     absent = ~present[:, None, :, None]
     empty = absent.all(dim=2, keepdim=True)
-    weights = k.masked_fill(absent, float("-inf")).masked_fill(empty, 0.0).softmax(2).masked_fill(absent, 0.0)
+    weights = (
+        k.masked_fill(absent, float("-inf"))
+        .masked_fill(empty, 0.0)
+        .softmax(2)
+        .masked_fill(absent, 0.0)
+    )
     return weights * present.sum(-1).to(k.dtype)[:, None, None, None]
 
 
-def _weighted_mean(content: Tensor, v: Tensor, relative, q: Tensor, present: Tensor, causal: bool) -> Tensor:
-    """Add the relative weights to the content weights ``[B, h, N, M]``, drop keys not seen, divide by the mass."""
+def _weighted_mean(
+    content: Tensor, v: Tensor, relative, q: Tensor, present: Tensor, causal: bool
+) -> Tensor:
+    """Add the relative weights to the content weights ``[B, h, N, M]``, drop keys not seen, divide
+    by the mass.
+    """
     visible = _visible(present, q, causal)
     weights = torch.where(visible[:, None], content, 0.0)
     if relative is not None:
@@ -207,7 +234,9 @@ def _weighted_mean(content: Tensor, v: Tensor, relative, q: Tensor, present: Ten
 
 
 def _places(layout: TokenLayout, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Row and column of every token (0 for prefix tokens) and whether it is a patch, each ``[B, N]`` or ``[1, N]``."""
+    """Row and column of every token (0 for prefix tokens) and whether it is a patch, each
+    ``[B, N]`` or ``[1, N]``.
+    """
     index = layout.kept
     if index is None:
         index = torch.arange(layout.grid.height * layout.grid.width)[None]
@@ -219,10 +248,17 @@ def _places(layout: TokenLayout, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return rows, columns, patch
 
 
-def _classes_and_patches(relative, q: Tensor, num_keys: int) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
-    """Each table ``[h or 1, C, d]`` with the class of every pair ``[B or 1, N, M]``; which pairs are of patches."""
+def _classes_and_patches(
+    relative, q: Tensor, num_keys: int
+) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
+    """Each table ``[h or 1, C, d]`` with the class of every pair ``[B or 1, N, M]``; which pairs
+    are of patches.
+    """
     if relative.layout is None:
-        i, j = torch.arange(q.shape[2], device=q.device)[None], torch.arange(num_keys, device=q.device)[None]
+        i, j = (
+            torch.arange(q.shape[2], device=q.device)[None],
+            torch.arange(num_keys, device=q.device)[None],
+        )
         patches = torch.ones(1, q.shape[2], num_keys, dtype=torch.bool, device=q.device)
         return [(relative.table, _classes(i, j, relative.table.shape[1]))], patches
     rows, columns, patch = _places(relative.layout, q)
@@ -240,19 +276,27 @@ def _classes_and_patches(relative, q: Tensor, num_keys: int) -> tuple[list[tuple
 
 
 def _classes(query_places: Tensor, key_places: Tensor, num_classes: int) -> Tensor:
-    """``clip(key - query, -R, R) + R``, ``[B or 1, N, M]``, for places ``[B or 1, N]`` and ``[B or 1, M]``."""
+    """``clip(key - query, -R, R) + R``, ``[B or 1, N, M]``, for places ``[B or 1, N]`` and
+    ``[B or 1, M]``.
+    """
     horizon = num_classes // 2
     return (key_places[:, None, :] - query_places[:, :, None]).clamp(-horizon, horizon) + horizon
 
 
 def _class_scores(features: Tensor, table: Tensor, classes: Tensor) -> Tensor:
-    """``features_i.table_c`` of each pair's class c: ``[B, h, N, d]``, ``[h or 1, C, d]`` to ``[B, h, N, M]``."""
+    """``features_i.table_c`` of each pair's class c: ``[B, h, N, d]``, ``[h or 1, C, d]`` to
+    ``[B, h, N, M]``.
+    """
     scores = features @ table.mT
     return scores.gather(-1, classes[:, None].expand(scores.shape[0], scores.shape[1], -1, -1))
 
 
-def _table_weights(phi_q: Tensor, table: Tensor, classes: Tensor, pairs: Tensor, mean: bool) -> Tensor:
-    """The weights of one table, 0 outside ``pairs [B or 1, N, M]``; ``mean`` divides by the pairs of each class."""
+def _table_weights(
+    phi_q: Tensor, table: Tensor, classes: Tensor, pairs: Tensor, mean: bool
+) -> Tensor:
+    """The weights of one table, 0 outside ``pairs [B or 1, N, M]``; ``mean`` divides by the pairs
+    of each class.
+    """
     weights = torch.where(pairs[:, None], _class_scores(phi_q, table, classes), 0.0)
     if not mean:
         return weights

@@ -1,7 +1,8 @@
 """Softmax attention, exact and quadratic: the baseline against which the linear forms are judged.
 
-It owns which pairs take part and where the tokens of a layout stand in the bias; the scores of relative position by classes are
-those of ``relative_scores``, and softmax and products are PyTorch's.
+It owns which pairs take part and where the tokens of a layout stand in the bias; the scores of
+relative position by classes are those of ``relative_scores``, and softmax and products are
+PyTorch's.
 """
 
 import torch
@@ -9,25 +10,35 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from visionattn.ops.checks import check_attention, check_options
-from visionattn.ops.relative import Flat, Joint, RelativePosition
-from visionattn.ops.relative_scores import relative_scores
+from visionattn.ops.position.kinds import Flat, Joint, RelativePosition
+from visionattn.ops.position.scores import relative_scores
 from visionattn.ops.sums import without_autocast
 from visionattn.ops.value_drop import drop_values
 
 
 def _flat_bias(q: Tensor, table: Tensor, num_keys: int, prefix: int = 0) -> Tensor:
-    """``q . r`` along the sequence, ``[B, h, P + N, P + M]`` for ``q [B, h, N, d]``: a grid of one row."""
+    """``q . r`` along the sequence, ``[B, h, P + N, P + M]`` for ``q [B, h, N, d]``: a grid of one
+    row.
+    """
     return relative_scores(q.unsqueeze(2), table.unsqueeze(1), 1, num_keys, prefix)
 
 
 def _axis_bias(q: Tensor, table: Tensor) -> Tensor:
-    """``q . r`` of each pair of places on the last axis, ``[B, h, X, N, N]`` for ``q [B, h, X, N, d]``: X rides along."""
+    """``q . r`` of each pair of places on the last axis, ``[B, h, X, N, N]`` for
+    ``q [B, h, X, N, d]``: X rides along.
+    """
     batch, lines = q.shape[0], q.shape[2]
-    return _flat_bias(q.transpose(1, 2).flatten(0, 1), table, q.shape[3]).unflatten(0, (batch, lines)).transpose(1, 2)
+    return (
+        _flat_bias(q.transpose(1, 2).flatten(0, 1), table, q.shape[3])
+        .unflatten(0, (batch, lines))
+        .transpose(1, 2)
+    )
 
 
 def _patch_bias(q: Tensor, relative: RelativePosition, prefix: int) -> Tensor:
-    """``q . r / sqrt(d)`` of each pair of patches of the whole grid, ``[B, h, P + H*W, P + H*W]`` for ``q [B, h, H*W, d]``."""
+    """``q . r / sqrt(d)`` of each pair of patches of the whole grid, ``[B, h, P + H*W, P + H*W]``
+    for ``q [B, h, H*W, d]``.
+    """
     scale, (height, width) = q.shape[3] ** -0.5, relative.layout.grid
     if isinstance(relative, Flat):
         return _flat_bias(q, relative.table * scale, height * width, prefix)
@@ -63,7 +74,9 @@ def relative_bias(q: Tensor, relative: RelativePosition, num_keys: int) -> Tenso
     if layout.kept is None:
         return _patch_bias(patches, relative, layout.num_prefix)
     index = layout.kept[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3])
-    whole = patches.new_zeros(*q.shape[:2], layout.grid.num_patches, q.shape[3]).scatter(2, index, patches)
+    whole = patches.new_zeros(*q.shape[:2], layout.grid.num_patches, q.shape[3]).scatter(
+        2, index, patches
+    )
     bias = _patch_bias(whole, relative, prefix=0)
     bias = bias.gather(2, layout.kept[:, None, :, None].expand(-1, q.shape[1], -1, bias.shape[3]))
     bias = bias.gather(3, layout.kept[:, None, None, :].expand(*bias.shape[:3], -1))
@@ -96,21 +109,26 @@ def softmax_attention(
 
     Args:
         q, k, v: ``[B, h, N, d]``, ``[B, h, M, d]``, ``[B, h, M, e]``.
-        causal: query i sees keys 0 to i, in the order of the tokens (also with a layout); from query M on, all keys.
-        relative: signed tables; ``normalization`` has no meaning here. ``Flat`` without a layout allows any N and M: with
-            ``R >= max(N, M) - 1`` each offset has an entry of its own, and what lies beyond a shorter R takes the outermost ones.
-        key_mask: bool ``[B, M]``, True takes part. A query that sees no key gets 0, with zero gradient.
-        value_drop: drop whole rows of v with this probability and scale up the others; see ``value_drop.py``.
+        causal: query i sees keys 0 to i, in the order of the tokens (also with a layout); from
+            query M on, all keys.
+        relative: signed tables; ``normalization`` has no meaning here. ``Flat`` without a layout
+            allows any N and M: with ``R >= max(N, M) - 1`` each offset has an entry of its own, and
+            what lies beyond a shorter R takes the outermost ones.
+        key_mask: bool ``[B, M]``, True takes part. A query that sees no key gets 0, with zero
+            gradient.
+        value_drop: drop whole rows of v with this probability and scale up the others; see
+            ``value_drop.py``.
         generator: of the draws of value_drop.
 
     Returns:
         ``[B, h, N, e]`` in the dtype of v.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit, a layout of another number of tokens than N or M, or a
-            normalization other than the default.
+        ValueError: shapes, dtypes or devices that do not fit, a layout of another number of tokens
+            than N or M, or a normalization other than the default.
 
-    Source: Vaswani et al. 2017, eq. 1; Ukhov, relative attention, eq. 1, where offsets run from future to past.
+    Source: Vaswani et al. 2017, eq. 1; Ukhov, relative attention, eq. 1, where offsets run from
+    future to past.
     """
     check_attention(q, k, v, key_mask, relative, signed=True)
     check_options(value_drop=value_drop, generator=generator, device=q.device)
@@ -120,7 +138,8 @@ def softmax_attention(
     if key_mask is not None or (causal and relative is not None):
         mask = _visible(q, k, causal, key_mask)
         if key_mask is not None:
-            # A query without keys sees all of them instead, and its output is dropped: no 0/0 in either direction.
+            # A query without keys sees all of them instead, and its output is dropped: no 0/0 in
+            # either direction.
             empty = ~mask.any(-1, keepdim=True)
             mask = mask | empty
     if relative is not None:
@@ -128,5 +147,7 @@ def softmax_attention(
             bias = relative_bias(q, relative, k.shape[2])
         mask = bias if mask is None else bias.masked_fill_(~mask, float("-inf"))
     v_kept = drop_values(v, value_drop, generator).to(q.dtype)
-    out = F.scaled_dot_product_attention(q, k.to(q.dtype), v_kept, attn_mask=mask, is_causal=causal and mask is None)
+    out = F.scaled_dot_product_attention(
+        q, k.to(q.dtype), v_kept, attn_mask=mask, is_causal=causal and mask is None
+    )
     return (out if empty is None else out.masked_fill(empty, 0)).to(v.dtype)

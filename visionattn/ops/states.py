@@ -1,10 +1,12 @@
-"""Keys and values reduced to a state of constant size: summarise, attend, or take one token at a time.
+"""Keys and values reduced to a state of constant size: summarise, attend, or take one token at a
+time.
 
-States of disjoint keys add, so a sequence may come in pieces, from several devices, or token by token. Attention with a state
-sees every key in it; the relative term, which needs to know where keys lie, is not for states.
+States of disjoint keys add, so a sequence may come in pieces, from several devices, or token by
+token. Attention with a state sees every key in it; the relative term, which needs to know where
+keys lie, is not for states.
 
-Sources: Katharopoulos et al. 2020, eq. 16 to 20 (the recurrence); TaylorShift (Nauen et al. 2024), "Efficient TaylorShift";
-adding is ours.
+Sources: Katharopoulos et al. 2020, eq. 16 to 20 (the recurrence); TaylorShift (Nauen et al. 2024),
+"Efficient TaylorShift"; adding is ours.
 """
 
 from dataclasses import dataclass
@@ -12,13 +14,25 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from visionattn.ops.checks import check_coefficients, check_temperature, check_tensors, check_token_tensor
-from visionattn.ops.feature_maps import FeatureMap, get_feature_map, is_per_token, key_features, map_name, query_features
-from visionattn.ops.kernel_sums import kernel_sums
-from visionattn.ops.relative import key_counts
+from visionattn.ops.checks import (
+    check_coefficients,
+    check_temperature,
+    check_tensors,
+    check_token_tensor,
+)
+from visionattn.ops.feature_maps import (
+    FeatureMap,
+    get_feature_map,
+    is_per_token,
+    key_features,
+    map_name,
+    query_features,
+)
+from visionattn.ops.kernelized.eager import kernel_sums
+from visionattn.ops.position.kinds import key_counts
 from visionattn.ops.sums import Sums, accumulation_dtype, product, without_autocast
-from visionattn.ops.taylor_features import feature_weights, unit
-from visionattn.ops.taylor_state import expand_state, feature_state
+from visionattn.ops.taylorshift.features import feature_weights, unit
+from visionattn.ops.taylorshift.state import expand_state, feature_state
 
 Coefficients = tuple[float, float, float]
 
@@ -40,9 +54,13 @@ class KernelState:
     feature_map: str | FeatureMap
 
     def __add__(self, other: "KernelState") -> "KernelState":
-        """The state of the keys of both. ValueError where kind, shapes, dtype, device or feature map differ."""
+        """The state of the keys of both. ValueError where kind, shapes, dtype, device or feature
+        map differ.
+        """
         _check_same(self, other, feature_map=lambda a, b: a is b or a == b)
-        return KernelState(self.S + other.S, self.Z + other.Z, self.count + other.count, self.feature_map)
+        return KernelState(
+            self.S + other.S, self.Z + other.Z, self.count + other.count, self.feature_map
+        )
 
 
 @dataclass(frozen=True)
@@ -69,8 +87,12 @@ class TaylorState:
     coefficients: Coefficients
 
     def __add__(self, other: "TaylorState") -> "TaylorState":
-        """The state of the keys of both. ValueError where kind, shapes, dtype, device, temperature or coefficients differ."""
-        _check_same(self, other, temperature=_same_tensor, coefficients=lambda a, b: tuple(a) == tuple(b))
+        """The state of the keys of both. ValueError where kind, shapes, dtype, device, temperature
+        or coefficients differ.
+        """
+        _check_same(
+            self, other, temperature=_same_tensor, coefficients=lambda a, b: tuple(a) == tuple(b)
+        )
         names = ("S2", "KV", "KK", "k_sum", "v_sum", "count")
         sums = (getattr(self, name) + getattr(other, name) for name in names)
         return TaylorState(*sums, self.temperature, self.coefficients)
@@ -89,12 +111,21 @@ def _same_tensor(a: Tensor | None, b: Tensor | None) -> bool:
 
 def _check_same(state: State, other: State, **options) -> None:
     if type(other) is not type(state):
-        raise ValueError(f"states add to states of their kind: wanted {type(state).__name__}, got {type(other).__name__}")
+        raise ValueError(
+            f"states add to states of their kind: wanted {type(state).__name__}, got "
+            f"{type(other).__name__}"
+        )
     for name in ("S", "Z") if isinstance(state, KernelState) else ("KV", "S2"):
-        a, b = ((tuple(x.shape), x.dtype, x.device) for x in (getattr(state, name), getattr(other, name)))
+        a, b = (
+            (tuple(x.shape), x.dtype, x.device)
+            for x in (getattr(state, name), getattr(other, name))
+        )
         if a != b:
             described = (f"{shape} in {dtype} on {device}" for shape, dtype, device in (a, b))
-            raise ValueError(f"states add where {name} has the same shape, dtype and device: got {' and '.join(described)}")
+            raise ValueError(
+                f"states add where {name} has the same shape, dtype and device: got "
+                f"{' and '.join(described)}"
+            )
     for name, same in options.items():
         a, b = getattr(state, name), getattr(other, name)
         if not same(a, b):
@@ -115,10 +146,13 @@ def summarize(
     """Reduce keys and values to a state. States of disjoint keys add.
 
     Args:
-        k, v: ``[B, h, M, d]`` and ``[B, h, M, e]``, as given to the attention: map or normalisation are applied here.
+        k, v: ``[B, h, M, d]`` and ``[B, h, M, e]``, as given to the attention: map or normalisation
+            are applied here.
         kind: "kernelized" or "taylorshift".
-        feature_map: of "kernelized" alone; None is "elu1". Not "softmax": its keys depend on each other.
-        temperature: of "taylorshift" alone, ``[h]``; normalises keys now and queries later. None takes them as they are.
+        feature_map: of "kernelized" alone; None is "elu1". Not "softmax": its keys depend on each
+            other.
+        temperature: of "taylorshift" alone, ``[h]``; normalises keys now and queries later. None
+            takes them as they are.
         coefficients: of "taylorshift" alone; None is (0.5, 1, 1).
         key_mask: bool ``[B, M]``, True takes part.
 
@@ -130,24 +164,39 @@ def summarize(
     with without_autocast(k):
         if kind == "kernelized":
             return _kernel_state(k, v, "elu1" if feature_map is None else feature_map, key_mask)
-        return _taylor_state(k, v, temperature, (0.5, 1.0, 1.0) if coefficients is None else tuple(coefficients), key_mask)
+        return _taylor_state(
+            k,
+            v,
+            temperature,
+            (0.5, 1.0, 1.0) if coefficients is None else tuple(coefficients),
+            key_mask,
+        )
 
 
-def _check_options(k: Tensor, kind: str, feature_map, temperature: Tensor | None, coefficients: Coefficients | None) -> None:
+def _check_options(
+    k: Tensor, kind: str, feature_map, temperature: Tensor | None, coefficients: Coefficients | None
+) -> None:
     if kind not in ("kernelized", "taylorshift"):
         raise ValueError(f"kind {kind!r}: wanted kernelized or taylorshift")
     if kind == "kernelized" and not (temperature is None and coefficients is None):
-        raise ValueError('temperature and coefficients belong to kind="taylorshift", got kind="kernelized"')
+        raise ValueError(
+            'temperature and coefficients belong to kind="taylorshift", got kind="kernelized"'
+        )
     if kind == "taylorshift" and feature_map is not None:
         raise ValueError('feature_map belongs to kind="kernelized", got kind="taylorshift"')
     if feature_map is not None and not is_per_token(get_feature_map(feature_map)):
-        raise ValueError('a feature_map such as "softmax" has no state: its keys depend on each other; take "elu1" or "relu"')
+        raise ValueError(
+            'a feature_map such as "softmax" has no state: its keys depend on each other; take '
+            '"elu1" or "relu"'
+        )
     if coefficients is not None:
         check_coefficients(coefficients)
     check_temperature(temperature, k, "k")
 
 
-def _kernel_state(k: Tensor, v: Tensor, feature_map: str | FeatureMap, key_mask: Tensor | None) -> KernelState:
+def _kernel_state(
+    k: Tensor, v: Tensor, feature_map: str | FeatureMap, key_mask: Tensor | None
+) -> KernelState:
     phi, dtype = get_feature_map(feature_map), accumulation_dtype(k, v)
     if map_name(phi) == "given":
         k = key_features(phi, k.to(dtype), key_mask)
@@ -155,7 +204,9 @@ def _kernel_state(k: Tensor, v: Tensor, feature_map: str | FeatureMap, key_mask:
     return KernelState(s, z, key_counts(k, key_mask, dtype=torch.int64), feature_map)
 
 
-def _taylor_state(k: Tensor, v: Tensor, temperature, coefficients: Coefficients, key_mask: Tensor | None) -> TaylorState:
+def _taylor_state(
+    k: Tensor, v: Tensor, temperature, coefficients: Coefficients, key_mask: Tensor | None
+) -> TaylorState:
     dtype = accumulation_dtype(k, v)
     k, v = k.to(dtype), v.to(dtype)
     if temperature is not None:
@@ -169,7 +220,8 @@ def _taylor_state(k: Tensor, v: Tensor, temperature, coefficients: Coefficients,
 
 
 def attend(q: Tensor, state: State) -> Sums:
-    """Sums of the queries over all keys of the state; ``.divide()`` gives the output ``[B, h, N, e]``.
+    """Sums of the queries over all keys of the state; ``.divide()`` gives the output
+    ``[B, h, N, e]``.
 
     Args:
         q: ``[B, h, N, d]``, as given to the attention.
@@ -182,15 +234,21 @@ def attend(q: Tensor, state: State) -> Sums:
     with without_autocast(q):
         if isinstance(state, TaylorState):
             return _taylor_sums(q, state)
-        phi_q = query_features(get_feature_map(state.feature_map), q.to(state.S.dtype), state.S.shape[2])
+        phi_q = query_features(
+            get_feature_map(state.feature_map), q.to(state.S.dtype), state.S.shape[2]
+        )
         return Sums(product(phi_q, state.S), product(phi_q, state.Z.unsqueeze(3)).squeeze(3))
 
 
 def _check_query(q: Tensor, state: State) -> None:
     if not isinstance(state, State):
-        raise ValueError(f"state: wanted a KernelState or a TaylorState, got {type(state).__name__}")
+        raise ValueError(
+            f"state: wanted a KernelState or a TaylorState, got {type(state).__name__}"
+        )
     check_token_tensor("q", q)
-    sums, width = (state.KV, state.KV.shape[2]) if isinstance(state, TaylorState) else (state.S, None)
+    sums, width = (
+        (state.KV, state.KV.shape[2]) if isinstance(state, TaylorState) else (state.S, None)
+    )
     if q.shape[:2] != sums.shape[:2] or (width is not None and q.shape[3] != width):
         wanted = f"[{sums.shape[0]}, {sums.shape[1]}, N, {'d' if width is None else width}]"
         raise ValueError(f"q: wanted {wanted} of the state, got {tuple(q.shape)}")
@@ -208,7 +266,9 @@ def _taylor_sums(q: Tensor, state: TaylorState) -> Sums:
     weighted = state.S2 * feature_weights(q.shape[3], a, q)
     second = expand_state(q.flatten(0, 1), weighted.flatten(0, 1)).unflatten(0, q.shape[:2])
     values = second + b * product(q, state.KV) + c * state.v_sum.unsqueeze(2)
-    mass = a * (product(q, state.KK) * q).sum(3) + b * product(q, state.k_sum.unsqueeze(3)).squeeze(3)
+    mass = a * (product(q, state.KK) * q).sum(3) + b * product(q, state.k_sum.unsqueeze(3)).squeeze(
+        3
+    )
     return Sums(values, mass + c * state.count.to(mass.dtype))
 
 
@@ -223,30 +283,40 @@ def step(
     temperature: Tensor | None = None,
     coefficients: Coefficients | None = None,
 ) -> tuple[Tensor, State]:
-    """One token of causal attention at constant cost: add its key to the state, then attend with its query.
+    """One token of causal attention at constant cost: add its key to the state, then attend with
+    its query.
 
     Args:
         q, k, v: ``[B, h, 1, d]``, ``[B, h, 1, d]``, ``[B, h, 1, e]``.
         state: of the tokens before; None starts from nothing.
-        kind, feature_map, temperature, coefficients: as in ``summarize``, for a start from nothing; a state brings its own.
+        kind, feature_map, temperature, coefficients: as in ``summarize``, for a start from nothing;
+            a state brings its own.
 
     Returns:
         out ``[B, h, 1, e]`` in the dtype of v, and the state with this token.
 
     Raises:
-        ValueError: more than one token, an option beside a state, and what ``summarize``, ``+`` and ``attend`` refuse.
+        ValueError: more than one token, an option beside a state, and what ``summarize``, ``+`` and
+            ``attend`` refuse.
 
     Source: Katharopoulos et al. 2020, eq. 16 to 20.
     """
     check_tensors(q, k, v, None)
     if q.shape[2] != 1 or k.shape[2] != 1:
-        raise ValueError(f"step takes one token, got {q.shape[2]} queries and {k.shape[2]} keys; see summarize and attend")
-    options = dict(kind=kind, feature_map=feature_map, temperature=temperature, coefficients=coefficients)
+        raise ValueError(
+            f"step takes one token, got {q.shape[2]} queries and {k.shape[2]} keys; see summarize "
+            f"and attend"
+        )
+    options = dict(
+        kind=kind, feature_map=feature_map, temperature=temperature, coefficients=coefficients
+    )
     given = [name for name, option in options.items() if option is not None]
     if state is None:
         state = summarize(k, v, **options | {"kind": kind or "kernelized"})
     elif not isinstance(state, State):
-        raise ValueError(f"state: wanted a KernelState, a TaylorState or None, got {type(state).__name__}")
+        raise ValueError(
+            f"state: wanted a KernelState, a TaylorState or None, got {type(state).__name__}"
+        )
     elif given:
         raise ValueError(f"step: a state brings its own options, got {', '.join(given)} beside it")
     elif isinstance(state, KernelState):

@@ -1,4 +1,6 @@
-"""The pair that each term of an attention returns. Terms add; one division at the end makes the output."""
+"""The pair that each term of an attention returns. Terms add; one division at the end makes the
+output.
+"""
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -27,11 +29,15 @@ class Sums:
         return Sums(self.values + other.values, self.mass + other.mass)
 
     def divide(self) -> Tensor:
-        """The weighted mean ``[B, h, N, e]``; 0, with zero gradient, for a query whose weights are all 0."""
+        """The weighted mean ``[B, h, N, e]``; 0, with zero gradient, for a query whose weights are
+        all 0.
+        """
         return weighted_mean(self.values, self.mass)[0]
 
     def divide_with(self, more: "Sums", skip: int) -> Tensor:
-        """The weighted mean under these weights and ``more``, which are for the tokens from ``skip`` on."""
+        """The weighted mean under these weights and ``more``, which are for the tokens from
+        ``skip`` on.
+        """
         return weighted_mean(self.values, self.mass, more.values, more.mass, skip)[0]
 
 
@@ -41,7 +47,9 @@ def accumulation_dtype(*tensors: Tensor) -> torch.dtype:
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager:
-    """A context in which products on the device of ``x`` keep their dtype: sums stay float32 whatever autocast says."""
+    """A context in which products on the device of ``x`` keep their dtype: sums stay float32
+    whatever autocast says.
+    """
     if not _has_autocast(x.device.type):
         return nullcontext()
     return torch.autocast(x.device.type, enabled=False)
@@ -58,7 +66,8 @@ def no_double_backward(backward: torch.library.CustomOpDef) -> None:
 
     def refuse(ctx, *grads):
         raise NotImplementedError(
-            "attention of visionattn has no second derivative: call backward() without create_graph=True, "
+            "attention of visionattn has no second derivative: call backward() without "
+            "create_graph=True, "
             "or take the definition in visionattn/ops/reference.py"
         )
 
@@ -67,9 +76,11 @@ def no_double_backward(backward: torch.library.CustomOpDef) -> None:
 
 @torch.library.custom_op("visionattn::product", mutates_args=())
 def product(x: Tensor, y: Tensor) -> Tensor:
-    """``x y`` for ``x [..., n, d]`` and ``y [..., d, m]`` or ``[d, m]``, in their own dtype in both directions.
+    """``x y`` for ``x [..., n, d]`` and ``y [..., d, m]`` or ``[d, m]``, in their own dtype in both
+    directions.
 
-    A plain product leaves autocast in the forward pass alone: its gradient takes the dtype that autocast gives it.
+    A plain product leaves autocast in the forward pass alone: its gradient takes the dtype that
+    autocast gives it.
     """
     with without_autocast(x):
         return torch.matmul(x, y)
@@ -99,16 +110,21 @@ product.register_autograd(_product_backward, setup_context=_keep_factors)
 
 @torch.library.custom_op("visionattn::weighted_mean", mutates_args=())
 def weighted_mean(
-    values: Tensor, mass: Tensor, more_values: Tensor | None = None, more_mass: Tensor | None = None, skip: int = 0
+    values: Tensor,
+    mass: Tensor,
+    more_values: Tensor | None = None,
+    more_mass: Tensor | None = None,
+    skip: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """The mean ``[B, h, N, e]`` under all weights, 0 where there are none, and their sum ``[B, h, N]``.
+    """The mean ``[B, h, N, e]`` under all weights, 0 where there are none, and their sum
+    ``[B, h, N]``.
 
     Args:
         values, mass: sums of one term, ``[B, h, N, e]`` and ``[B, h, N]``.
         more_values, more_mass: those of another term, for the tokens from ``skip`` on.
 
-    For its gradient it keeps its two results alone. In memory the mean has tokens before heads, as a projection of all heads
-    together wants it.
+    For its gradient it keeps its two results alone. In memory the mean has tokens before heads, as
+    a projection of all heads together wants it.
     """
     out, total = tokens_first(values, *values.shape), mass.clone()
     if more_mass is not None:
@@ -128,8 +144,12 @@ def weighted_mean(
     return out, total
 
 
-def tokens_first(like: Tensor, batch: int, heads: int, tokens: int, width: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Memory for ``[B, h, N, e]`` that lies as ``[B, N, h, e]``, as the projection of all heads together wants it."""
+def tokens_first(
+    like: Tensor, batch: int, heads: int, tokens: int, width: int, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Memory for ``[B, h, N, e]`` that lies as ``[B, N, h, e]``, as the projection of all heads
+    together wants it.
+    """
     return like.new_empty(batch, tokens, heads, width, dtype=dtype).transpose(1, 2)
 
 
@@ -145,8 +165,12 @@ def _(values, mass, more_values=None, more_mass=None, skip=0):
 
 @torch.library.custom_op("visionattn::weighted_mean_backward", mutates_args=())
 def weighted_mean_backward(grad: Tensor, out: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of ``weighted_mean``: ``g = grad / mass`` for the values, ``-<g, out>`` for the mass."""
-    d_values = torch.div(grad, divisor_of(mass), out=out.new_empty(out.shape)).masked_fill_((mass == 0).unsqueeze(-1), 0)
+    """Gradients of ``weighted_mean``: ``g = grad / mass`` for the values, ``-<g, out>`` for the
+    mass.
+    """
+    d_values = torch.div(grad, divisor_of(mass), out=out.new_empty(out.shape)).masked_fill_(
+        (mass == 0).unsqueeze(-1), 0
+    )
     return d_values, (d_values * out).sum(-1).neg_()
 
 

@@ -1,4 +1,5 @@
-"""From a configuration to a model on a device, with every reason why that cannot be as one clear line.
+"""From a configuration to a model on a device, with every reason why that cannot be as one clear
+line.
 
 Owns the checks that need a model: its name, its arguments, image sizes against patches.
 """
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 
 import visionattn  # noqa: F401  registers the models
-from visionattn.measure import is_out_of_memory
+from visionattn.lab.measure import is_out_of_memory
 from visionattn.models.weights import LOADING_ARGS, UNBUILDABLE, DataSpec, describe_args, first_line
 from visionattn.training.config import ModelConfig
 
@@ -23,45 +24,66 @@ from visionattn.training.config import ModelConfig
 def build_model(config: ModelConfig, spec: DataSpec) -> tuple[nn.Module, dict[str, Any]]:
     """Make the model for the data.
 
-    Models that are built for one image size are built for that of the data, unless ``config.args`` names another.
+    Models that are built for one image size are built for that of the data, unless ``config.args``
+    names another.
 
     Returns:
         The model, and the arguments besides ``num_classes`` and ``in_chans`` that build it again.
 
     Raises:
         ValueError: timm knows no such model, or it does not take its arguments.
-        RuntimeError, MemoryError: there is too little memory for its weights (``is_out_of_memory``).
+        RuntimeError, MemoryError: there is too little memory for its weights
+            (``is_out_of_memory``).
     """
     if not timm.is_model(config.name):
         near = get_close_matches(config.name, timm.list_models(), n=1, cutoff=0)
-        raise ValueError(f"model.name: timm knows no model {config.name!r}; the nearest is {near[0]!r}")
-    for key, source in {"num_classes": "the data", "in_chans": "the data", "checkpoint_path": "init_from"}.items():
+        raise ValueError(
+            f"model.name: timm knows no model {config.name!r}; the nearest is {near[0]!r}"
+        )
+    for key, source in {
+        "num_classes": "the data",
+        "in_chans": "the data",
+        "checkpoint_path": "init_from",
+    }.items():
         if key in config.args:
             raise ValueError(f"model.args.{key} is given by {source}; leave it out")
     for key, value in config.args.items():
         if value is None:  # timm drops it
-            raise ValueError(f"model.args.{key} null would do nothing; leave it out, or give a value (0 for no LayerScale)")
+            raise ValueError(
+                f"model.args.{key} null would do nothing; leave it out, or give a value (0 for no "
+                f"LayerScale)"
+            )
     if config.args.get("features_only"):
-        raise ValueError("model.args.features_only gives a model without a head, which cannot be trained here")
+        raise ValueError(
+            "model.args.features_only gives a model without a head, which cannot be trained here"
+        )
     args = dict(config.args)
     if is_ours(config.name) or timm.get_pretrained_cfg_value(config.name, "fixed_input_size"):
         args.setdefault("img_size", spec.img_size)
     try:
         json.dumps(args)  # as they are kept beside the weights
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Initializing zero-element tensors")  # an error follows
-            model = timm.create_model(config.name, num_classes=spec.num_classes, in_chans=spec.in_chans, **args)
+            warnings.filterwarnings(
+                "ignore", message="Initializing zero-element tensors"
+            )  # an error follows
+            model = timm.create_model(
+                config.name, num_classes=spec.num_classes, in_chans=spec.in_chans, **args
+            )
     except UNBUILDABLE as error:
         if is_out_of_memory(error):
             raise
         raise ValueError(
-            f"model {config.name} does not take these args: {describe_args(args)} ({first_line(error)})"
+            f"model {config.name} does not take these args: {describe_args(args)} "
+            f"({first_line(error)})"
         ) from error
     if config.grad_checkpointing:
         try:
             model.set_grad_checkpointing(True)
         except (AttributeError, AssertionError) as error:
-            raise ValueError(f"model {config.name} has no gradient checkpointing; leave model.grad_checkpointing out") from error
+            raise ValueError(
+                f"model {config.name} has no gradient checkpointing; leave "
+                f"model.grad_checkpointing out"
+            ) from error
     return model, {key: value for key, value in args.items() if key not in LOADING_ARGS}
 
 
@@ -71,7 +93,8 @@ def is_ours(name: str) -> bool:
 
 
 def check_img_size(model: nn.Module, sizes: Iterable[int]) -> None:
-    """Check that square images of these sizes in pixels are whole numbers of patches, for a model that has patches.
+    """Check that square images of these sizes in pixels are whole numbers of patches, for a model
+    that has patches.
 
     Raises:
         ValueError: a size that is not, or that the model is not built for.
@@ -86,7 +109,8 @@ def check_img_size(model: nn.Module, sizes: Iterable[int]) -> None:
     for size in sizes:
         if fixed is not None and (size, size) != tuple(fixed):
             raise ValueError(
-                f"image of {size} x {size} pixels, but the model takes {fixed[0]} x {fixed[1]} alone; "
+                f"image of {size} x {size} pixels, but the model takes {fixed[0]} x {fixed[1]} "
+                f"alone; "
                 "build it with dynamic_img_size=true"
             )
         step = math.lcm(*patch)
@@ -94,7 +118,8 @@ def check_img_size(model: nn.Module, sizes: Iterable[int]) -> None:
             below, above = size // step * step, (size // step + 1) * step
             nearest = f"{below} or {above}" if below else f"{above}"
             raise ValueError(
-                f"image of {size} x {size} pixels is not a whole number of {patch[0]} x {patch[1]} pixel "
+                f"image of {size} x {size} pixels is not a whole number of {patch[0]} x "
+                f"{patch[1]} pixel "
                 f"patches; the nearest that fit: {nearest}"
             )
 

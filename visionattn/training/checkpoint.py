@@ -1,7 +1,7 @@
 """The full state of a run in a file, and weights from elsewhere placed into a model.
 
-Owns the format of ``last.pt``: plain tensors and plain types, so that reading it runs no code. Weights alone are the
-matter of ``models/weights.py``.
+Owns the format of ``last.pt``: plain tensors and plain types, so that reading it runs no code.
+Weights alone are the matter of ``models/weights.py``.
 """
 
 import errno
@@ -38,12 +38,14 @@ def save_state(path: str | Path, state: dict[str, Any], *, previous: Path | None
     """Write a state of plain tensors and plain types; the file appears whole or not at all.
 
     Args:
-        path: the file. The state is written beside it, flushed to the disk and read back before it takes this name.
+        path: the file. The state is written beside it, flushed to the disk and read back before it
+            takes this name.
         state: what ``load_state`` gives back.
         previous: where the file that has the name until then goes; None: it is replaced.
 
     Raises:
-        OSError: it cannot be written, or does not read back; ``path`` and ``previous`` are as they were.
+        OSError: it cannot be written, or does not read back; ``path`` and ``previous`` are as they
+            were.
     """
     path = Path(path)
     temporary = path.with_name(path.name + ".tmp")
@@ -52,7 +54,9 @@ def save_state(path: str | Path, state: dict[str, Any], *, previous: Path | None
             try:
                 torch.save({"format": FORMAT, "version": FORMAT_VERSION} | state, file)
             except RuntimeError as error:
-                if isinstance(error.__context__, OSError):  # a full disk; what torch says of it is about positions
+                if isinstance(
+                    error.__context__, OSError
+                ):  # a full disk; what torch says of it is about positions
                     raise error.__context__ from None
                 raise
         flush_to_disk(temporary)
@@ -70,7 +74,9 @@ def save_state(path: str | Path, state: dict[str, Any], *, previous: Path | None
 
 
 def read_back(path: Path) -> None:
-    """Raise OSError unless each byte that ``torch.save`` wrote is on the disk, and the file loads."""
+    """Raise OSError unless each byte that ``torch.save`` wrote is on the disk, and the file
+    loads.
+    """
     try:
         check_sums(path)
         torch.load(path, map_location="cpu", mmap=True, weights_only=True)
@@ -79,14 +85,18 @@ def read_back(path: Path) -> None:
 
 
 def check_sums(path: Path) -> None:
-    """Raise ValueError unless the sums that ``torch.save`` keeps of its records are right; ``torch.load`` does not look."""
+    """Raise ValueError unless the sums that ``torch.save`` keeps of its records are right;
+    ``torch.load`` does not look.
+    """
     try:
         with zipfile.ZipFile(path) as file:
             bad = file.testzip()
     except PermissionError:
         raise
     except (*UNREADABLE, zipfile.BadZipFile, zlib.error) as error:
-        raise ValueError(f"{path} is no whole checkpoint (cut off or garbled): {first_line(error)}") from error
+        raise ValueError(
+            f"{path} is no whole checkpoint (cut off or garbled): {first_line(error)}"
+        ) from error
     if bad:
         raise ValueError(f"{path} is no whole checkpoint (cut off or garbled): wrong sum of {bad}")
 
@@ -115,13 +125,19 @@ def read_state(path: str | Path) -> dict[str, Any]:
 
 
 def check_state(state: dict[str, Any], path: str | Path, model: nn.Module, name: str) -> None:
-    """Raise ValueError unless the state, of the file ``path``, is that of this model, in this format."""
+    """Raise ValueError unless the state, of the file ``path``, is that of this model, in this
+    format.
+    """
     if state["version"] != FORMAT_VERSION:
-        raise ValueError(f"{path} has format {state['version']}, this visionattn reads format {FORMAT_VERSION}")
+        raise ValueError(
+            f"{path} has format {state['version']}, this visionattn reads format {FORMAT_VERSION}"
+        )
     misfit = describe_misfit(state["model"], model.state_dict())
     if state["name"] != name or misfit:
         reason = misfit or "another name"
-        raise ValueError(f"{path} is the state of another model, {state['name']}, not of this {name}: {reason}")
+        raise ValueError(
+            f"{path} is the state of another model, {state['name']}, not of this {name}: {reason}"
+        )
 
 
 def random_state() -> dict[str, Any]:
@@ -164,13 +180,25 @@ class Placement:
 
     def lines(self) -> list[str]:
         """A compact list for people."""
-        head = f"{len(self.placed)} of {len(self.placed) + len(self.missing)} tensors start from {self.source}"
-        parts = (("resampled", self.resampled), ("keep their initial values", self.missing), ("not used", self.unused))
-        return [head, *(f"  {what} ({len(names)}): {shorten(names)}" for what, names in parts if names)]
+        head = (
+            f"{len(self.placed)} of {len(self.placed) + len(self.missing)} tensors start from "
+            f"{self.source}"
+        )
+        parts = (
+            ("resampled", self.resampled),
+            ("keep their initial values", self.missing),
+            ("not used", self.unused),
+        )
+        return [
+            head,
+            *(f"  {what} ({len(names)}): {shorten(names)}" for what, names in parts if names),
+        ]
 
 
 def shorten(names: list[str], most: int = 12) -> str:
-    """Names in a row, those that differ in the block's number alone as one: ``blocks.{0-11}.attn.table``."""
+    """Names in a row, those that differ in the block's number alone as one:
+    ``blocks.{0-11}.attn.table``.
+    """
     groups: dict[str, list[int]] = {}
     for name in names:
         parts = name.split(".")
@@ -180,17 +208,22 @@ def shorten(names: list[str], most: int = 12) -> str:
     written = [
         key
         if len(numbers) == 1 and numbers[0] < 0
-        else key.replace("*", str(numbers[0]) if len(numbers) == 1 else f"{{{min(numbers)}-{max(numbers)}}}", 1)
+        else key.replace(
+            "*", str(numbers[0]) if len(numbers) == 1 else f"{{{min(numbers)}-{max(numbers)}}}", 1
+        )
         for key, numbers in groups.items()
     ]
-    return ", ".join(written[:most]) + (f" and {len(written) - most} more" if len(written) > most else "")
+    return ", ".join(written[:most]) + (
+        f" and {len(written) - most} more" if len(written) > most else ""
+    )
 
 
 def place_weights(model: nn.Module, name: str, path: str | Path) -> Placement:
-    """Start a model from weights of another head, patch size, image size or number of channels, as far as they fit.
+    """Start a model from weights of another head, patch size, image size or number of channels, as
+    far as they fit.
 
-    The model's ``checkpoint_filter_fn`` renames and resamples; what has another shape after it stays as it is in the
-    model.
+    The model's ``checkpoint_filter_fn`` renames and resamples; what has another shape after it
+    stays as it is in the model.
 
     Args:
         model: changed in place.
@@ -217,10 +250,16 @@ def place_weights(model: nn.Module, name: str, path: str | Path) -> Placement:
     filtered = {
         key: value for key, value in filtered.items() if value.data_ptr() not in own
     }  # fillers, not of the file
-    fitting = {key: value for key, value in filtered.items() if key in wanted and value.shape == wanted[key].shape}
+    fitting = {
+        key: value
+        for key, value in filtered.items()
+        if key in wanted and value.shape == wanted[key].shape
+    }
     placed = [key for key in wanted if key in fitting]
     if not any(fitting[key].ndim > 1 for key in placed):
-        raise ValueError(f"nothing of {path} fits the model {name}: {describe_misfit(filtered, wanted)}")
+        raise ValueError(
+            f"nothing of {path} fits the model {name}: {describe_misfit(filtered, wanted)}"
+        )
     origins = {id(value): key for key, value in given.items()}
     used = {origins.get(id(filtered[key]), key) for key in placed}
     resampled = [
@@ -230,25 +269,35 @@ def place_weights(model: nn.Module, name: str, path: str | Path) -> Placement:
     ]
     model.load_state_dict(fitting, strict=False)
     missing = [key for key in wanted if key not in fitting]
-    return Placement(str(path), placed, resampled, missing, [key for key in given if key not in used])
+    return Placement(
+        str(path), placed, resampled, missing, [key for key in given if key not in used]
+    )
 
 
 def filter_checkpoint(given: dict[str, Tensor], model: nn.Module, name: str) -> dict[str, Tensor]:
-    """Rename and resample a state dict for a model, by the function that its module has for that."""
+    """Rename and resample a state dict for a model, by the function that its module has for
+    that.
+    """
     if is_ours(name):
         from visionattn.models.convert import checkpoint_filter_fn as adapt
     else:
-        adapt = getattr(sys.modules[timm.model_entrypoint(name).__module__], "checkpoint_filter_fn", None)
+        adapt = getattr(
+            sys.modules[timm.model_entrypoint(name).__module__], "checkpoint_filter_fn", None
+        )
     if adapt is None:
         return dict(given)
     try:
         return dict(adapt(dict(given), model))
     except (RuntimeError, KeyError, AssertionError) as error:
-        raise ValueError(f"the weights do not suit the model {name}: {first_line(error)}") from error
+        raise ValueError(
+            f"the weights do not suit the model {name}: {first_line(error)}"
+        ) from error
 
 
 def adapt_channels(weight: Tensor, channels: int) -> Tensor:
-    """Filters for another number of input channels: summed for one, repeated and rescaled for more than three."""
+    """Filters for another number of input channels: summed for one, repeated and rescaled for more
+    than three.
+    """
     if weight.shape[1] == 1:
         return weight.repeat(1, channels, 1, 1) / channels
     return adapt_input_conv(channels, weight)

@@ -1,7 +1,8 @@
-"""What a run is made of, as dataclasses: the YAML files in ``configs/`` and the flags of ``tools/train.py`` fill them.
+"""What a run is made of, as dataclasses: the YAML files in ``configs/`` and the flags of
+``tools/train.py`` fill them.
 
-Owns names, types, defaults and the checks that need no data and no model. A docstring under each field is its help
-text. The reading of files and flags is in ``command_line.py``.
+Owns names, types, defaults and the checks that need no data and no model. A docstring under each
+field is its help text. The reading of files and flags is in ``command_line.py``.
 """
 
 from dataclasses import dataclass, field
@@ -18,28 +19,37 @@ class ModelConfig:
     args: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the model, e.g. ``{num_heads: 6, patch_size: 8}``."""
     grad_checkpointing: bool = False
-    """Keep the inputs of blocks alone for the backward pass and compute the rest anew: less memory, more time."""
+    """Keep the inputs of blocks alone for the backward pass and compute the rest anew: less memory,
+    more time.
+    """
 
 
 @dataclass
 class DataConfig:
     """Which images, at which size, with which augmentation."""
 
-    name: Literal["digits", "digits_pixel", "canvas", "cifar10", "cifar10_pixel", "folder"] = "digits"
-    """``digits`` and ``canvas`` are embedded; the others read ``root``. Grey levels of ``*_pixel`` are one-hot."""
+    name: Literal["digits", "digits_pixel", "canvas", "cifar10", "cifar10_pixel", "folder"] = (
+        "digits"
+    )
+    """``digits`` and ``canvas`` are embedded; the others read ``root``. Grey levels of ``*_pixel``
+    are one-hot.
+    """
     root: str | None = None
-    """Folder with ``train/`` and ``val/`` (and, if there is one, ``test/``) or with class folders; or ``wds/...``,
-    ``hfds/...``, a tar file."""
+    """Folder with ``train/`` and ``val/`` (and, if there is one, ``test/``) or with class folders;
+    or ``wds/...``, ``hfds/...``, a tar file.
+    """
     img_size: int = 32
     """Height and width of training and evaluation images in pixels."""
     img_size_choices: list[int] | None = None
     """Train each batch at one of these sizes, drawn at random; evaluation stays at ``img_size``."""
     augment: Literal["none", "light", "three", "rand"] = "none"
-    """``light``: shift, scale, rotation. ``three``: greyscale, solarise or blur, with colour jitter and flip. ``rand``:
-    crop, flip and random colour."""
+    """``light``: shift, scale, rotation. ``three``: greyscale, solarise or blur, with colour jitter
+    and flip. ``rand``: crop, flip and random colour.
+    """
     val_fraction: float = 0.1
-    """Share of the training images that is held out to choose the best weights, in (0, 1), where there is no ``val``
-    split."""
+    """Share of the training images that is held out to choose the best weights, in (0, 1), where
+    there is no ``val`` split.
+    """
     train_images: int = 20_000
     """``canvas`` alone: images drawn per epoch."""
     eval_images: int = 2_000
@@ -71,7 +81,8 @@ class OptimConfig:
     weight_decay: float = 0.05
     """Decoupled weight decay; biases, norms, positions and temperatures are exempt."""
     layer_decay: float | None = None
-    """Learning rate factor from each layer to the one below it, in (0, 1]; None: one rate for all."""
+    """Learning rate factor from each layer to the one below it, in (0, 1]; None: one rate for all.
+    """
     clip_grad: float | None = 1.0
     """Largest global norm of the gradient; None: no clipping."""
     accumulate: int = 1
@@ -83,8 +94,9 @@ class OptimConfig:
     cutmix: float = 0.0
     """Alpha of cutmix; 0 is off."""
     ema_decay: float | None = None
-    """Decay per step of the averaged weights, which are then evaluated and kept; it rises to this value as
-    ``1 - (1 + step) ** (-2/3)``, so that a short run forgets its start. None: no average."""
+    """Decay per step of the averaged weights, which are then evaluated and kept; it rises to this
+    value as ``1 - (1 + step) ** (-2/3)``, so that a short run forgets its start. None: no average.
+    """
 
 
 @dataclass
@@ -100,7 +112,9 @@ class TrainConfig:
     epochs: int = 10
     """Passes over the training images."""
     batch_size: int = 64
-    """Images per batch, of all processes together; an optimiser step sees ``batch_size * optim.accumulate``."""
+    """Images per batch, of all processes together; an optimiser step sees
+    ``batch_size * optim.accumulate``.
+    """
     eval_batch_size: int | None = None
     """Images per batch of evaluation; None: ``batch_size``."""
     seed: int = 0
@@ -122,13 +136,19 @@ class TrainConfig:
     overwrite: bool = False
     """Delete what an earlier run left in the run folder."""
     init_from: str | None = None
-    """Weights to start from: a checkpoint of ours or a state dict of a timm ViT. A resumed run has its own."""
+    """Weights to start from: a checkpoint of ours or a state dict of a timm ViT. A resumed run has
+    its own.
+    """
     log_every: int = 50
     """Optimiser steps between two lines of ``metrics.jsonl``."""
     save_every: int | None = 500
-    """Optimiser steps between two states within an epoch, from which a killed run goes on; None: one after each epoch."""
+    """Optimiser steps between two states within an epoch, from which a killed run goes on; None:
+    one after each epoch.
+    """
     parallel: Literal["ddp", "fsdp"] | None = None
-    """Under ``torchrun`` alone: each process has the whole model (``ddp``), or its share of it (``fsdp``). None: ``ddp``."""
+    """Under ``torchrun`` alone: each process has the whole model (``ddp``), or its share of it
+    (``fsdp``). None: ``ddp``.
+    """
 
 
 @dataclass
@@ -138,11 +158,15 @@ class ValidateConfig:
     checkpoint: str | None = None
     """The ``best.safetensors`` of a run, or another file that ``visionattn.load_model`` reads."""
     img_size: list[int] | None = None
-    """Heights and widths in pixels, e.g. ``224 448 672``; of the canvas on ``canvas``. None: that of the training."""
+    """Heights and widths in pixels, e.g. ``224 448 672``; of the canvas on ``canvas``. None: that
+    of the training.
+    """
     data: DataConfig = field(default_factory=DataConfig)
     """The data; its defaults are those of the ``config.yaml`` beside the checkpoint."""
     seed: int = 0
-    """Seed of the embedded data sets' splits; its default is that of the ``config.yaml`` beside the checkpoint."""
+    """Seed of the embedded data sets' splits; its default is that of the ``config.yaml`` beside the
+    checkpoint.
+    """
     batch_size: int = 64
     """Images per batch."""
     device: str = "auto"
@@ -176,7 +200,9 @@ def check(config: TrainConfig) -> None:
         "optim.lr": optim.lr,
         "optim.clip_grad": optim.clip_grad,
     }
-    positive |= {f"data.img_size_choices[{i}]": size for i, size in enumerate(data.img_size_choices or [])}
+    positive |= {
+        f"data.img_size_choices[{i}]": size for i, size in enumerate(data.img_size_choices or [])
+    }
     not_negative = {
         "seed": config.seed,
         "data.workers": data.workers,
@@ -189,7 +215,9 @@ def check(config: TrainConfig) -> None:
     }
     for key, value in (positive | not_negative).items():
         low = "above" if key in positive else "at least"
-        if value is not None and (not isfinite(value) or value < 0 or (value == 0 and key in positive)):
+        if value is not None and (
+            not isfinite(value) or value < 0 or (value == 0 and key in positive)
+        ):
             raise ValueError(f"{key} must be {low} 0, got {value}")
     shares = {
         "data.val_fraction": (data.val_fraction, False, False),
@@ -198,19 +226,32 @@ def check(config: TrainConfig) -> None:
         "optim.ema_decay": (optim.ema_decay, False, False),
     }
     for key, (value, zero, one) in shares.items():
-        if value is not None and not (0 < value < 1 or (zero and value == 0) or (one and value == 1)):
-            raise ValueError(f"{key} must be in {'[' if zero else '('}0, 1{']' if one else ')'}, got {value}")
+        if value is not None and not (
+            0 < value < 1 or (zero and value == 0) or (one and value == 1)
+        ):
+            raise ValueError(
+                f"{key} must be in {'[' if zero else '('}0, 1{']' if one else ')'}, got {value}"
+            )
     if optim.min_lr > optim.lr:
         raise ValueError(f"optim.min_lr {optim.min_lr} is above optim.lr {optim.lr}, the peak")
     if optim.warmup_epochs and optim.warmup_lr > optim.lr:
-        raise ValueError(f"optim.warmup_lr {optim.warmup_lr} is above optim.lr {optim.lr}, to which the warm-up leads")
+        raise ValueError(
+            f"optim.warmup_lr {optim.warmup_lr} is above optim.lr {optim.lr}, to which the "
+            f"warm-up leads"
+        )
     if optim.warmup_epochs >= config.epochs:
         raise ValueError(
-            f"optim.warmup_epochs {optim.warmup_epochs} leaves nothing of epochs {config.epochs} for the cosine"
+            f"optim.warmup_epochs {optim.warmup_epochs} leaves nothing of epochs {config.epochs} "
+            f"for the cosine"
         )
     if data.img_size_choices is not None and not data.img_size_choices:
-        raise ValueError("data.img_size_choices is empty; name the sizes, or leave it out to train at data.img_size")
+        raise ValueError(
+            "data.img_size_choices is empty; name the sizes, or leave it out to train at "
+            "data.img_size"
+        )
     if len(set(data.img_size_choices or [])) < len(data.img_size_choices or []):
-        raise ValueError(f"data.img_size_choices {data.img_size_choices} names a size twice; name each once")
+        raise ValueError(
+            f"data.img_size_choices {data.img_size_choices} names a size twice; name each once"
+        )
     if config.resume and config.overwrite:
         raise ValueError("resume goes on with a run and overwrite deletes it: give one of them")

@@ -1,8 +1,9 @@
-"""The processes of a run that ``torchrun`` has started: who they are, what each takes, and how they end together.
+"""The processes of a run that ``torchrun`` has started: who they are, what each takes, and how they
+end together.
 
-Owns the process group, the division of batches, sums over all processes, and agreement on errors. With one process
-there is no group, and everything here returns at once. Knows nothing of models and steps; how a model is spread is the
-matter of ``parallel.py``.
+Owns the process group, the division of batches, sums over all processes, and agreement on errors.
+With one process there is no group, and everything here returns at once. Knows nothing of models and
+steps; how a model is spread is the matter of ``parallel.py``.
 """
 
 import atexit
@@ -18,10 +19,10 @@ from typing import TypeVar
 import torch
 from torch import distributed
 
-from visionattn.measure import is_out_of_memory
+from visionattn.cli.ends import Failed, Interrupted, NonFinite, OutOfMemory, Stopped
+from visionattn.lab.measure import is_out_of_memory
 from visionattn.models.weights import first_line
 from visionattn.training.build import pick_device
-from visionattn.training.interrupt import Failed, Interrupted, NonFinite, OutOfMemory, Stopped
 from visionattn.training.watchdog import BEAT_SECONDS, Verdict, Watchdog, start_watchdog
 
 Item = TypeVar("Item")
@@ -45,7 +46,9 @@ class Processes:
         hosts: the machine of each.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1, local_rank: int = 0, hosts: Sequence[str] = ("",)):
+    def __init__(
+        self, rank: int = 0, size: int = 1, local_rank: int = 0, hosts: Sequence[str] = ("",)
+    ):
         self.rank, self.size, self.local_rank, self.hosts = rank, size, local_rank, list(hosts)
         self.watchdog: Watchdog | None = None
         self._agreed: BaseException | None = None
@@ -69,7 +72,10 @@ class Processes:
         if self.size == 1:
             return pick_device(name)
         if name.partition(":")[2]:
-            raise ValueError(f"device {name} is one for all processes; say cuda, and each takes the GPU of its number")
+            raise ValueError(
+                f"device {name} is one for all processes; say cuda, and each takes the GPU of its "
+                f"number"
+            )
         device = pick_device(name)
         if device.type != "cuda":
             return device
@@ -87,7 +93,9 @@ class Processes:
         if self.size == 1:
             return device.type
         machines = len(set(self.hosts))
-        return f"{self.size} processes ({kind}), {device.type}" + (f", {machines} machines" if machines > 1 else "")
+        return f"{self.size} processes ({kind}), {device.type}" + (
+            f", {machines} machines" if machines > 1 else ""
+        )
 
     def sum(self, *values: float) -> list[float]:
         """The sum of each value over all processes, in float64."""
@@ -106,7 +114,8 @@ class Processes:
         return values
 
     def together(self, work: Callable[[], Outcome]) -> Outcome:
-        """Do work that may fail on one process alone, and that sends no messages; what one raises, all raise.
+        """Do work that may fail on one process alone, and that sends no messages; what one raises,
+        all raise.
 
         Errors go before interruptions, and those of the first processes before others'.
         """
@@ -145,11 +154,15 @@ class Processes:
         return error
 
     def agreed(self, error: BaseException) -> bool:
-        """Whether all processes raise this error at the same place, and could do something together before."""
+        """Whether all processes raise this error at the same place, and could do something together
+        before.
+        """
         return self.size == 1 or error is self._agreed
 
     def _portable(self, error: BaseException | None) -> BaseException | None:
-        """An error that can be sent, with the process that it comes from in its text unless that is the first one."""
+        """An error that can be sent, with the process that it comes from in its text unless that is
+        the first one.
+        """
         if error is None:
             return None
         place = "" if self.first else f" ({self.name})"
@@ -157,16 +170,20 @@ class Processes:
             made = OSError(error.errno, error.strerror + place, error.filename)
         else:
             kind = next(kind for kind in SHARED if isinstance(error, kind))
-            made = (OutOfMemory if kind is RuntimeError and is_out_of_memory(error) else kind)(f"{error}{place}")
+            made = (OutOfMemory if kind is RuntimeError and is_out_of_memory(error) else kind)(
+                f"{error}{place}"
+            )
         made.place = place
         return made
 
     @contextmanager
     def guard(self, keep: Callable[[Verdict], None] = lambda verdict: None) -> Iterator[None]:
-        """While it lasts, an error that one process alone meets ends all of them, for the same reason.
+        """While it lasts, an error that one process alone meets ends all of them, for the same
+        reason.
 
         Args:
-            keep: keeps the reason in the run's folder, on one process, where the others have no way to raise it.
+            keep: keeps the reason in the run's folder, on one process, where the others have no way
+                to raise it.
         """
         if self.watchdog is None:
             yield
@@ -177,7 +194,9 @@ class Processes:
         except (Stopped, NonFinite, Interrupted):  # the same on all
             raise
         except BaseException as error:
-            if error is self._agreed or (isinstance(error, SystemExit) and not error.code):  # the latter after --help
+            if error is self._agreed or (
+                isinstance(error, SystemExit) and not error.code
+            ):  # the latter after --help
                 raise
             verdict, own = self._judge(error)
             if own:
@@ -190,13 +209,20 @@ class Processes:
         """Why the run ends, and whether the reason is this error of this process."""
         self.watchdog.hold()
         memory = isinstance(error, OutOfMemory) or is_out_of_memory(error)
-        if isinstance(error, RuntimeError) and not memory:  # perhaps of a message whose partner is gone
+        if (
+            isinstance(error, RuntimeError) and not memory
+        ):  # perhaps of a message whose partner is gone
             self.watchdog.doubt()
-        kind = "oom" if memory else "input" if isinstance(error, (ValueError, OSError)) else "failed"
+        kind = (
+            "oom" if memory else "input" if isinstance(error, (ValueError, OSError)) else "failed"
+        )
         said = " ".join(str(error).split()) or "interrupted"
         if not self.first:  # what all of them meet is told in the words of the first one
             self.watchdog.wait(BEAT_SECONDS)
-        reason = f"{said if isinstance(error, SPOKEN) else f'{type(error).__name__}: {said}'} ({self.name})"
+        reason = (
+            f"{said if isinstance(error, SPOKEN) else f'{type(error).__name__}: {said}'} "
+            f"({self.name})"
+        )
         verdict = self.watchdog.publish(Verdict(kind, reason))
         return verdict, verdict.reason == reason
 
@@ -216,8 +242,9 @@ def meet(rank: int, size: int, local_rank: int) -> distributed.Store:
     """Wait for the other processes; returns the store with which they find each other.
 
     Raises:
-        Failed: some have not come within ``START_SECONDS``, perhaps as they died before, which one of the others tells;
-            or the store does not answer, which one process of each machine tells.
+        Failed: some have not come within ``START_SECONDS``, perhaps as they died before, which one
+            of the others tells; or the store does not answer, which one process of each machine
+            tells.
     """
     limit = timedelta(seconds=START_SECONDS)
     try:
@@ -226,7 +253,9 @@ def meet(rank: int, size: int, local_rank: int) -> distributed.Store:
         if local_rank:
             _be_quiet()
         place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        raise Failed(f"torchrun or the first process does not answer at {place}: {first_line(error)}") from error
+        raise Failed(
+            f"torchrun or the first process does not answer at {place}: {first_line(error)}"
+        ) from error
     here = [f"visionattn/here/{other}" for other in range(size)]
     store.set(here[rank], "")
     try:
@@ -236,7 +265,9 @@ def meet(rank: int, size: int, local_rank: int) -> distributed.Store:
         if rank != min(set(range(size)) - set(missing)):
             _be_quiet()
         names = " and ".join(f"process {other}" for other in missing)
-        raise Failed(f"{names} of {size} did not start within {START_SECONDS:.0f} s of the others") from error
+        raise Failed(
+            f"{names} of {size} did not start within {START_SECONDS:.0f} s of the others"
+        ) from error
     store.set_timeout(distributed.default_pg_timeout)
     return store
 
@@ -245,8 +276,9 @@ def meet(rank: int, size: int, local_rank: int) -> distributed.Store:
 def joined() -> Iterator[Processes]:
     """Join the other processes that ``torchrun`` has started, and at the end wait for them.
 
-    One process joins nothing. At the end only the first process leaves its line on standard error, and SIGTERM, which
-    ``torchrun`` sends to the others as soon as one has ended, is ignored, so that each ends with the same exit code.
+    One process joins nothing. At the end only the first process leaves its line on standard error,
+    and SIGTERM, which ``torchrun`` sends to the others as soon as one has ended, is ignored, so
+    that each ends with the same exit code.
 
     Raises:
         ValueError: the environment says that there are several processes and not which this one is.
@@ -257,11 +289,15 @@ def joined() -> Iterator[Processes]:
         return
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
     if missing := [name for name in (*names, "MASTER_ADDR") if name not in os.environ]:
-        raise ValueError(f"WORLD_SIZE is set but not {', '.join(missing)}; start several processes with torchrun")
+        raise ValueError(
+            f"WORLD_SIZE is set but not {', '.join(missing)}; start several processes with torchrun"
+        )
     rank, size, local_rank, port = (int(os.environ[name]) for name in names)
     on_gpus = torch.cuda.is_available() and distributed.is_nccl_available()
     store = meet(rank, size, local_rank)
-    distributed.init_process_group("cpu:gloo,cuda:nccl" if on_gpus else "gloo", store=store, rank=rank, world_size=size)
+    distributed.init_process_group(
+        "cpu:gloo,cuda:nccl" if on_gpus else "gloo", store=store, rank=rank, world_size=size
+    )
     processes = Processes(rank, size, local_rank, [""] * size)
     signal.signal(signal.SIGTERM, processes.terminate)
     processes.hosts = processes.gather(socket.gethostname())
@@ -284,9 +320,11 @@ def joined() -> Iterator[Processes]:
 
 
 def place_of(error: BaseException) -> str:
-    """The process that an error comes from, to put into a line that says it otherwise: `` (process 1 on host)``.
+    """The process that an error comes from, to put into a line that says it otherwise:
+    `` (process 1 on host)``.
 
-    Empty for errors of the first process, and for those that this process alone has met, whose place ``guard`` adds.
+    Empty for errors of the first process, and for those that this process alone has met, whose
+    place ``guard`` adds.
     """
     return getattr(error, "place", "")
 
@@ -302,14 +340,16 @@ def _end_at_once(exit_code: int) -> None:
 
 
 def share(keys: Sequence[Item], rank: int, size: int, *, pairs: bool) -> list[Item]:
-    """The part of a batch that one of several processes takes; the parts are disjoint and together are the batch.
+    """The part of a batch that one of several processes takes; the parts are disjoint and together
+    are the batch.
 
     Args:
         keys: of the batch, in its order.
         rank: the number of the process.
         size: how many there are; where there are more of them than keys, some parts are empty.
-        pairs: keep each key with the one opposite in the batch, so that both are opposite in the part too; the one in
-            the middle of a batch of odd length is then the last, and the last of its part.
+        pairs: keep each key with the one opposite in the batch, so that both are opposite in the
+            part too; the one in the middle of a batch of odd length is then the last, and the last
+            of its part.
     """
     if not pairs:
         return list(keys[rank * len(keys) // size : (rank + 1) * len(keys) // size])

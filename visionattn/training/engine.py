@@ -1,6 +1,8 @@
-"""A whole run: every check first, then training, validation after each epoch, and the test of the best weights.
+"""A whole run: every check first, then training, validation after each epoch, and the test of the
+best weights.
 
-Owns the order of these, and what is kept of a run that ends early. A step is the matter of ``trainer.py``.
+Owns the order of these, and what is kept of a run that ends early. A step is the matter of
+``trainer.py``.
 """
 
 import os
@@ -12,14 +14,14 @@ from typing import TextIO
 import numpy as np
 import torch
 
-from visionattn.measure import is_out_of_memory
+from visionattn.cli.ends import Failed, Interrupted, Interruption, OutOfMemory, Stopped
+from visionattn.data.splits import build_splits
+from visionattn.lab.measure import is_out_of_memory
 from visionattn.models.weights import first_line
 from visionattn.training.build import build_model, check_img_size
 from visionattn.training.checkpoint import place_weights
 from visionattn.training.config import TrainConfig, check
-from visionattn.training.data import build_splits
 from visionattn.training.distributed import Processes, place_of
-from visionattn.training.interrupt import Failed, Interrupted, Interruption, OutOfMemory, Stopped
 from visionattn.training.parallel import check_model, choose_kind
 from visionattn.training.progress import Result
 from visionattn.training.record import BEST, LAST, NoRecord, Record, clear, run_folder
@@ -29,17 +31,21 @@ from visionattn.training.trainer import Trainer
 from visionattn.training.validate import provenance
 
 
-def train(config: TrainConfig, *, stream: TextIO | None = None, processes: Processes | None = None) -> Result:
-    """Train as configured; nothing is written before data, model, sizes and weights to start from are known to be
-    right.
+def train(
+    config: TrainConfig, *, stream: TextIO | None = None, processes: Processes | None = None
+) -> Result:
+    """Train as configured; nothing is written before data, model, sizes and weights to start from
+    are known to be right.
 
     Args:
         config: the run; ``config.run`` names its folder.
         stream: where to print; None: standard output.
-        processes: of ``distributed.joined()``, where ``torchrun`` has started several; the first one prints and writes.
+        processes: of ``distributed.joined()``, where ``torchrun`` has started several; the first
+            one prints and writes.
 
     Raises:
-        ValueError, FileNotFoundError: something about the configuration, the data or a checkpoint is wrong; one line.
+        ValueError, FileNotFoundError: something about the configuration, the data or a checkpoint
+            is wrong; one line.
         OSError: a file or a folder cannot be read or written.
         NonFinite: the loss was not finite several steps in a row.
         OutOfMemory: there is too little memory for a step or an evaluation.
@@ -48,7 +54,8 @@ def train(config: TrainConfig, *, stream: TextIO | None = None, processes: Proce
     """
     if processes is None and (count := os.environ.get("WORLD_SIZE", "1")) != "1":
         raise ValueError(
-            f"torchrun has started {count} processes, which are to train together: with distributed.joined() as processes, "
+            f"torchrun has started {count} processes, which are to train together: with "
+            f"distributed.joined() as processes, "
             "call train(config, processes=processes)"
         )
     processes = processes or Processes()
@@ -57,9 +64,13 @@ def train(config: TrainConfig, *, stream: TextIO | None = None, processes: Proce
     states = States(folder)
     resumed = processes.on_first(lambda: config.resume and states.exist())
     if config.data.download:
-        processes.together(lambda: processes.local_rank == 0 and build_splits(config.data, config.seed))
+        processes.together(
+            lambda: processes.local_rank == 0 and build_splits(config.data, config.seed)
+        )
     device = processes.together(lambda: processes.device(config.device))
-    status = Status(folder, provenance(device) | {"processes": processes.size}, lambda: processes.speaks)
+    status = Status(
+        folder, provenance(device) | {"processes": processes.size}, lambda: processes.speaks
+    )
     fresh = not folder.exists()
     with setting_up(status, processes, replaces=not (fresh or resumed)):
         trainer, first_lines = build(config, states, resumed, processes, device)
@@ -74,7 +85,9 @@ def train(config: TrainConfig, *, stream: TextIO | None = None, processes: Proce
             status.result = run(trainer, states, status, first_lines, stream)
             return status.result
     except (ValueError, FileNotFoundError):
-        if processes.first and not trainer.position.step and not states.exist():  # met before anything was learnt
+        if (
+            processes.first and not trainer.position.step and not states.exist()
+        ):  # met before anything was learnt
             clear(folder)
             if fresh:
                 folder.rmdir()
@@ -83,7 +96,8 @@ def train(config: TrainConfig, *, stream: TextIO | None = None, processes: Proce
 
 @contextmanager
 def setting_up(status: Status, processes: Processes, *, replaces: bool) -> Iterator[None]:
-    """Let too little memory before the first step be an end of the run as it is later; bad input leaves no trace.
+    """Let too little memory before the first step be an end of the run as it is later; bad input
+    leaves no trace.
 
     Args:
         status: of the run.
@@ -106,7 +120,8 @@ def setting_up(status: Status, processes: Processes, *, replaces: bool) -> Itera
                 if not (isinstance(error, OutOfMemory) or is_out_of_memory(error)):
                     raise
                 raise OutOfMemory(
-                    f"out of memory before the first step{place_of(error)}; a smaller model takes less, "
+                    f"out of memory before the first step{place_of(error)}; a smaller model takes "
+                    f"less, "
                     "and so does one without optim.ema_decay"
                 ) from error
     except (OutOfMemory, Failed) as error:
@@ -117,7 +132,9 @@ def setting_up(status: Status, processes: Processes, *, replaces: bool) -> Itera
 def build(
     config: TrainConfig, states: States, resumed: bool, processes: Processes, device: torch.device
 ) -> tuple[Trainer, list[str]]:
-    """Make the trainer, with all checks of data, model and sizes; returns it and what there is to say of its weights."""
+    """Make the trainer, with all checks of data, model and sizes; returns it and what there is to
+    say of its weights.
+    """
 
     def prepare() -> tuple:
         if config.threads:
@@ -128,7 +145,9 @@ def build(
         check_model(model, config.model.name, processes.size)
         check_img_size(model, [config.data.img_size, *(config.data.img_size_choices or [])])
         lines = []
-        if config.init_from and not resumed and processes.first:  # the others get their weights from the first one
+        if (
+            config.init_from and not resumed and processes.first
+        ):  # the others get their weights from the first one
             lines = place_weights(model, config.model.name, config.init_from).lines()
         return splits, model.to(device), args, lines
 
@@ -148,7 +167,9 @@ def go_on(trainer: Trainer, states: States) -> list[str]:
     return lines + recalled
 
 
-def run(trainer: Trainer, states: States, status: Status, first_lines: list[str], stream: TextIO | None) -> Result:
+def run(
+    trainer: Trainer, states: States, status: Status, first_lines: list[str], stream: TextIO | None
+) -> Result:
     """Train and test, with a record; an end that comes early says what is kept of the run."""
     position = trainer.position
     since = (position.step, position.epoch)
@@ -182,7 +203,9 @@ def run(trainer: Trainer, states: States, status: Status, first_lines: list[str]
 
 @contextmanager
 def early_ends(trainer: Trainer, states: States) -> Iterator[None]:
-    """Say of a full disk, of too little memory and of a loader's process that ended what is kept and what helps."""
+    """Say of a full disk, of too little memory and of a loader's process that ended what is kept
+    and what helps.
+    """
     try:
         yield
     except OSError as error:
@@ -191,13 +214,17 @@ def early_ends(trainer: Trainer, states: States) -> Iterator[None]:
         if isinstance(error, OutOfMemory) or is_out_of_memory(error):
             images, _, height, width = trainer.input_shape
             raise OutOfMemory(
-                f"out of memory at batches of {images} images of {height} x {width} pixels{place_of(error)}; "
-                "a smaller batch_size with optim.accumulate raised for it does the same steps in less, and so does gradient "
+                f"out of memory at batches of {images} images of {height} x {width} "
+                f"pixels{place_of(error)}; "
+                "a smaller batch_size with optim.accumulate raised for it does the same steps in "
+                "less, and so does gradient "
                 f"checkpointing (model.grad_checkpointing); {states.kept()}"
             ) from error
         if "DataLoader worker" in str(error):
             said = first_line(error).removesuffix(place_of(error))
-            raise Failed(f"a process that loads data ended{place_of(error)}: {said}; {states.kept()}") from error
+            raise Failed(
+                f"a process that loads data ended{place_of(error)}: {said}; {states.kept()}"
+            ) from error
         raise
 
 

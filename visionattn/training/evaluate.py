@@ -26,10 +26,13 @@ class Evaluation:
     accuracy: float
     """Share of images whose class has the largest output, in [0, 1]."""
     top5: float | None
-    """Share of images whose class is among the five largest outputs; None where there are no more than five classes."""
+    """Share of images whose class is among the five largest outputs; None where there are no more
+    than five classes.
+    """
     images_per_second: float
-    """Images through the model per second, without the loading; the first batch does not count where there are more.
-    On several processes the sum over them."""
+    """Images through the model per second, without the loading; the first batch does not count
+    where there are more. On several processes the sum over them.
+    """
 
 
 def autocast(device: torch.device, amp: str):
@@ -46,10 +49,12 @@ def evaluate(
     amp: str = "none",
     processes: Processes | None = None,
 ) -> Evaluation:
-    """Run the model in eval mode over batches of uint8 images and int64 labels; it is left in the mode it came in.
+    """Run the model in eval mode over batches of uint8 images and int64 labels; it is left in the
+    mode it came in.
 
     Args:
-        model: on ``device``; on several processes each has the whole of it, since nobody waits for others' batches.
+        model: on ``device``; on several processes each has the whole of it, since nobody waits for
+            others' batches.
         batches: the images, or the part of them that this process takes.
         spec: of the images.
         device: where to compute.
@@ -83,7 +88,9 @@ def _sums(
     amp: str,
     depth: int,
 ) -> tuple[float, ...]:
-    """Images, the sums of their losses, hits and hits among the ``depth`` largest outputs, and images per second."""
+    """Images, the sums of their losses, hits and hits among the ``depth`` largest outputs, and
+    images per second.
+    """
     images_seen, seconds, first_seconds, first_images = 0, 0.0, 0.0, 0
     parts = [torch.zeros(3, device=device)]
     for number, (images, labels) in enumerate(batches):
@@ -93,7 +100,11 @@ def _sums(
             logits = model(spec.prepare(images.to(device, non_blocking=True)))
         logits = logits.float()
         hits = logits.topk(depth, dim=1).indices == labels[:, None]
-        parts.append(torch.stack([F.cross_entropy(logits, labels, reduction="sum"), hits[:, 0].sum(), hits.sum()]))
+        parts.append(
+            torch.stack(
+                [F.cross_entropy(logits, labels, reduction="sum"), hits[:, 0].sum(), hits.sum()]
+            )
+        )
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         elapsed = time.perf_counter() - start

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 
 def first_non_finite(model: nn.Module, run: Callable[[], Any]) -> str | None:
-    """Run the model once and name the first place, in the order of the forward pass, with a NaN or an infinity.
+    """Run the model once and name the first place, in the order of the forward pass, with a NaN or
+    an infinity.
 
     A module's own parameters are looked at when it starts, its outputs when it ends.
 
@@ -17,7 +18,8 @@ def first_non_finite(model: nn.Module, run: Callable[[], Any]) -> str | None:
         run: calls the model on the inputs in question.
 
     Returns:
-        E.g. ``the output of blocks.1.attn.proj (Linear)`` or ``the parameter norm.weight``; None where all is finite.
+        E.g. ``the output of blocks.1.attn.proj (Linear)`` or ``the parameter norm.weight``; None
+        where all is finite.
     """
     found: list[str] = []
 
@@ -43,7 +45,10 @@ def first_non_finite(model: nn.Module, run: Callable[[], Any]) -> str | None:
     handles = []
     try:
         for name, module in model.named_modules():
-            handles += [module.register_forward_pre_hook(before(name)), module.register_forward_hook(after(name))]
+            handles += [
+                module.register_forward_pre_hook(before(name)),
+                module.register_forward_hook(after(name)),
+            ]
         with torch.no_grad():
             run()
     finally:
@@ -53,7 +58,8 @@ def first_non_finite(model: nn.Module, run: Callable[[], Any]) -> str | None:
 
 
 def name_fault(model: nn.Module, runs: Iterable[Callable[[], Any]]) -> str:
-    """What is at fault for a step without finite values: the first place in a forward pass, or else a gradient.
+    """What is at fault for a step without finite values: the first place in a forward pass, or else
+    a gradient.
 
     Args:
         model: the module, with the gradients of the step.
@@ -62,12 +68,22 @@ def name_fault(model: nn.Module, runs: Iterable[Callable[[], Any]]) -> str:
     for run in runs:
         if place := first_non_finite(model, run):
             return place
-    names = [name for name, value in model.named_parameters() if value.grad is not None and not all_finite(value.grad)]
-    return f"the gradient of {names[-1]}; the forward pass is finite" if names else "nothing that a second pass shows"
+    names = [
+        name
+        for name, value in model.named_parameters()
+        if value.grad is not None and not all_finite(value.grad)
+    ]
+    return (
+        f"the gradient of {names[-1]}; the forward pass is finite"
+        if names
+        else "nothing that a second pass shows"
+    )
 
 
 def all_finite(value: Any) -> bool:
-    """Whether all floating-point tensors in a value, also within tuples, lists and dicts, are finite."""
+    """Whether all floating-point tensors in a value, also within tuples, lists and dicts, are
+    finite.
+    """
     if isinstance(value, Tensor):
         return not value.is_floating_point() or bool(torch.isfinite(value).all())
     if isinstance(value, dict):

@@ -1,6 +1,7 @@
 """A model and what makes it learn: one optimiser step on the images of some batches.
 
-Owns the step, on one process or on several, and the state of all that it changes. Knows neither epochs nor files.
+Owns the step, on one process or on several, and the state of all that it changes. Knows neither
+epochs nor files.
 """
 
 import math
@@ -11,8 +12,8 @@ import torch
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
+from visionattn.data.batches import seed_batch
 from visionattn.models.weights import DataSpec
-from visionattn.training.batches import seed_batch
 from visionattn.training.config import TrainConfig
 from visionattn.training.distributed import Processes
 from visionattn.training.evaluate import autocast
@@ -48,7 +49,8 @@ class Learner:
         spec: of the images.
         device: where to compute.
         steps_per_epoch: for the schedule.
-        processes: those that train together; each has a learner, and all call the same methods in the same order.
+        processes: those that train together; each has a learner, and all call the same methods in
+            the same order.
     """
 
     def __init__(
@@ -60,13 +62,25 @@ class Learner:
         steps_per_epoch: int,
         processes: Processes,
     ):
-        self.config, self.model, self.spec, self.device, self.processes = config, model, spec, device, processes
+        self.config, self.model, self.spec, self.device, self.processes = (
+            config,
+            model,
+            spec,
+            device,
+            processes,
+        )
         self.steps_per_epoch = steps_per_epoch
-        self.ema = ModelEmaV3(model, decay=config.optim.ema_decay, use_warmup=True) if config.optim.ema_decay else None
+        self.ema = (
+            ModelEmaV3(model, decay=config.optim.ema_decay, use_warmup=True)
+            if config.optim.ema_decay
+            else None
+        )
         kind, average = choose_kind(config, processes.size), self.ema.module if self.ema else None
         self.spread = Spread(kind, model, average, compiled=config.compile)
         self.optimizer = make_optimizer(model, config.optim)
-        self.scheduler = make_scheduler(self.optimizer, config.optim, config.epochs, steps_per_epoch)
+        self.scheduler = make_scheduler(
+            self.optimizer, config.optim, config.epochs, steps_per_epoch
+        )
         self.scaler = torch.amp.GradScaler(device.type, enabled=config.amp == "fp16")
         self.mix = make_mixup(config.optim, spec.num_classes)
         self.criterion = make_criterion(config.optim)
@@ -88,15 +102,16 @@ class Learner:
     def step(self, group: list[Batch]) -> tuple[float, float, bool]:
         """One optimiser step on the images of some batches.
 
-        Each loss is divided by the images of the whole group, so the gradient is that of their mean, however they are
-        batched and divided over processes.
+        Each loss is divided by the images of the whole group, so the gradient is that of their
+        mean, however they are batched and divided over processes.
 
         Args:
-            group: batches; a process without images of one of them runs the model on an image that does not count, as
-                the others wait for it.
+            group: batches; a process without images of one of them runs the model on an image that
+                does not count, as the others wait for it.
 
         Returns:
-            The mean loss, the norm of its gradient before clipping, and whether the weights were updated: a loss or a
+            The mean loss, the norm of its gradient before clipping, and whether the weights were
+                updated: a loss or a
             gradient that is not finite leaves them alone.
         """
         total, size = self.images_of(group), self.processes.size
@@ -115,10 +130,14 @@ class Learner:
                 with autocast(self.device, self.config.amp):
                     logits = self.spread.called(inputs)
                 loss = self.criterion(logits.float(), targets) * share
-                self.scaler.scale(loss * size).backward()  # the gradients of the processes are averaged
+                self.scaler.scale(
+                    loss * size
+                ).backward()  # the gradients of the processes are averaged
             losses.append(loss.detach())
         self.scaler.unscale_(self.optimizer)
-        norm = nn.utils.get_total_norm([parameter.grad for parameter in self.parameters if parameter.grad is not None])
+        norm = nn.utils.get_total_norm(
+            [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        )
         loss, norm = self.spread.total(torch.stack(losses).sum()), whole_tensor(norm)
         loss_value, norm_value = torch.stack([loss, norm]).tolist()
         applied = math.isfinite(loss_value) and math.isfinite(norm_value)
@@ -135,16 +154,22 @@ class Learner:
     def stand_in(self) -> Batch:
         """A batch of one image, for a process that has none."""
         size, channels = self.config.data.img_size, 1 if self.spec.encoding else self.spec.in_chans
-        return torch.zeros(1, channels, size, size, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64)
+        return torch.zeros(1, channels, size, size, dtype=torch.uint8), torch.zeros(
+            1, dtype=torch.int64
+        )
 
     def inputs(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """The model's input on its device, mixed if so configured, and the targets: classes or shares of classes."""
+        """The model's input on its device, mixed if so configured, and the targets: classes or
+        shares of classes.
+        """
         labels = labels.to(self.device, non_blocking=True)
         inputs = self.spec.prepare(images.to(self.device, non_blocking=True))
         return (inputs, labels) if self.mix is None else mix_batch(self.mix, inputs, labels)
 
     def at_fault(self, group: list[Batch]) -> str:
-        """The first module with values that are not finite, when the batches of a step run once more, mixed alike."""
+        """The first module with values that are not finite, when the batches of a step run once
+        more, mixed alike.
+        """
         model = self.spread.whole(self.model, gradients=True)
 
         def forward(number: int, images: Tensor, labels: Tensor) -> None:

@@ -1,6 +1,7 @@
 """Optimiser, schedule, mixing and loss of a configuration, all of them timm's.
 
-Owns how a configuration's words map to timm's, and images without a partner in a batch that is mixed.
+Owns how a configuration's words map to timm's, and images without a partner in a batch that is
+mixed.
 """
 
 from collections.abc import Callable
@@ -16,16 +17,24 @@ from visionattn.training.config import OptimConfig
 
 
 def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
-    """AdamW or LAMB; one-dimensional parameters and those of ``model.no_weight_decay()`` do not decay."""
+    """AdamW or LAMB; one-dimensional parameters and those of ``model.no_weight_decay()`` do not
+    decay.
+    """
     return create_optimizer_v2(
-        model, opt=config.name, lr=config.lr, weight_decay=config.weight_decay, layer_decay=config.layer_decay
+        model,
+        opt=config.name,
+        lr=config.lr,
+        weight_decay=config.weight_decay,
+        layer_decay=config.layer_decay,
     )
 
 
 def make_scheduler(
     optimizer: torch.optim.Optimizer, config: OptimConfig, epochs: int, steps_per_epoch: int
 ) -> CosineLRScheduler:
-    """Linear warm-up from ``warmup_lr`` to ``lr``, then a cosine to ``min_lr``; a function of the step alone."""
+    """Linear warm-up from ``warmup_lr`` to ``lr``, then a cosine to ``min_lr``; a function of the
+    step alone.
+    """
     warmup_steps = min(round(config.warmup_epochs * steps_per_epoch), epochs * steps_per_epoch - 1)
     return CosineLRScheduler(
         optimizer,
@@ -47,7 +56,8 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict) -> None:
     own = optimizer.state_dict()["param_groups"]
     if [group["params"] for group in own] != [group["params"] for group in saved["param_groups"]]:
         raise ValueError(
-            "the saved optimiser has other groups of parameters; resume with the optimiser options of the run"
+            "the saved optimiser has other groups of parameters; resume with the optimiser "
+            "options of the run"
         )
     # LAMB counts its steps in the group.
     groups = [
@@ -58,10 +68,16 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict) -> None:
 
 
 def make_criterion(config: OptimConfig) -> Callable[[Tensor, Tensor], Tensor]:
-    """Mean cross-entropy of logits ``[B, classes]`` and targets: shares of classes in mixed batches, else classes."""
+    """Mean cross-entropy of logits ``[B, classes]`` and targets: shares of classes in mixed
+    batches, else classes.
+    """
     if config.mixup or config.cutmix:
         return SoftTargetCrossEntropy()
-    return LabelSmoothingCrossEntropy(config.label_smoothing) if config.label_smoothing else nn.CrossEntropyLoss()
+    return (
+        LabelSmoothingCrossEntropy(config.label_smoothing)
+        if config.label_smoothing
+        else nn.CrossEntropyLoss()
+    )
 
 
 def make_mixup(config: OptimConfig, num_classes: int) -> Mixup | None:
@@ -77,7 +93,8 @@ def make_mixup(config: OptimConfig, num_classes: int) -> Mixup | None:
 
 
 def mix_batch(mix: Mixup, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Mix each image with the one opposite in the batch; in a batch of odd length the last one stays as it is.
+    """Mix each image with the one opposite in the batch; in a batch of odd length the last one
+    stays as it is.
 
     Args:
         mix: of ``make_mixup``; draws from numpy's global generator.

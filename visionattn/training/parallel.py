@@ -1,7 +1,8 @@
-"""A model that several processes train: whole on each of them (DDP) or cut into parts (FSDP2), and whole tensors of both.
+"""A model that several processes train: whole on each of them (DDP) or cut into parts (FSDP2), and
+whole tensors of both.
 
-Files hold whole tensors, in the format of one process, so that a run goes on with any number of processes and either
-way. Knows nothing of steps.
+Files hold whole tensors, in the format of one process, so that a run goes on with any number of
+processes and either way. Knows nothing of steps.
 """
 
 import copy
@@ -25,19 +26,22 @@ def choose_kind(config: TrainConfig, size: int) -> Literal["ddp", "fsdp"] | None
     """How the processes of a run hold its model; None for one process.
 
     Raises:
-        ValueError: there is but one process, not started by ``torchrun``, or there are more than images in a batch.
+        ValueError: there is but one process, not started by ``torchrun``, or there are more than
+            images in a batch.
     """
     if size == 1:
         if config.parallel and "WORLD_SIZE" not in os.environ:
             raise ValueError(
-                f"parallel {config.parallel} is for several processes: torchrun --nproc-per-node 2 tools/train.py ..."
+                f"parallel {config.parallel} is for several processes: torchrun --nproc-per-node "
+                f"2 tools/train.py ..."
             )
         return None
     mixes, fewest = config.optim.mixup or config.optim.cutmix, config.batch_size // size
     if fewest < (2 if mixes else 1):
         wanted = "two images, which are mixed," if mixes else "an image"
         raise ValueError(
-            f"batch_size {config.batch_size} is that of all {size} processes together and leaves some without {wanted} "
+            f"batch_size {config.batch_size} is that of all {size} processes together and leaves "
+            f"some without {wanted} "
             f"of a batch; wanted at least {(2 if mixes else 1) * size}, or fewer processes"
         )
     return config.parallel or "ddp"
@@ -47,24 +51,33 @@ def check_model(model: nn.Module, name: str, size: int) -> None:
     """Check that the model trains on several processes as it does on one.
 
     Raises:
-        ValueError: it has batch norm, whose statistics would be those of each process's part of a batch.
+        ValueError: it has batch norm, whose statistics would be those of each process's part of a
+            batch.
     """
-    norms = [place for place, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    norms = [
+        place
+        for place, module in model.named_modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm)
+    ]
     if norms and size > 1:
         raise ValueError(
-            f"model {name} has batch norm ({norms[0]}), whose statistics would be those of each process's part of a batch; "
+            f"model {name} has batch norm ({norms[0]}), whose statistics would be those of each "
+            f"process's part of a batch; "
             "train it on one process, or choose a model with another norm"
         )
 
 
 class Spread:
-    """How the processes of a run hold its model. With one process it is the model itself, and nothing here acts.
+    """How the processes of a run hold its model. With one process it is the model itself, and
+    nothing here acts.
 
     Args:
         kind: ``ddp``, ``fsdp``, or None for one process.
-        model: whole and on its device; takes the values of the first process, and ``fsdp`` cuts it in place.
+        model: whole and on its device; takes the values of the first process, and ``fsdp`` cuts it
+            in place.
         average: a copy of it that is never called; cut in the same way.
-        compiled: compile what is called; with ``fsdp`` each stage by itself, between which parameters are gathered.
+        compiled: compile what is called; with ``fsdp`` each stage by itself, between which
+            parameters are gathered.
 
     Attributes:
         called: what to call in training.
@@ -89,7 +102,9 @@ class Spread:
                 distributed.broadcast(tensor, src=0)
         device = next(model.parameters()).device
         if self.kind == "ddp":
-            self._module = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
+            self._module = DistributedDataParallel(
+                model, device_ids=[device] if device.type == "cuda" else None
+            )
             return
         self._whole = copy.deepcopy(model).to("cpu")
         if compiled:
@@ -103,25 +118,35 @@ class Spread:
 
     @contextmanager
     def summing(self, last: bool) -> Iterator[None]:
-        """Forward and backward of one batch of a step; the processes' gradients are averaged after the last one."""
+        """Forward and backward of one batch of a step; the processes' gradients are averaged after
+        the last one.
+        """
         if self.kind is None:
             yield
             return
         if self.kind == "fsdp":
             self._module.set_requires_gradient_sync(last)
-        with warnings.catch_warnings(), self._module.no_sync() if self.kind == "ddp" and not last else nullcontext():
+        with (
+            warnings.catch_warnings(),
+            self._module.no_sync() if self.kind == "ddp" and not last else nullcontext(),
+        ):
             # Of convolutions of one channel, whose strides mean nothing.
-            warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
+            warnings.filterwarnings(
+                "ignore", message="Grad strides do not match bucket view strides"
+            )
             yield
         if self.kind == "ddp" and last:
             self._check_gradients()
 
     def _check_gradients(self) -> None:
-        """Raise ValueError where a parameter takes no part in the loss: the processes would wait for its gradient."""
+        """Raise ValueError where a parameter takes no part in the loss: the processes would wait
+        for its gradient.
+        """
         for name, parameter in self._module.module.named_parameters():
             if parameter.requires_grad and parameter.grad is None:
                 raise ValueError(
-                    f"the parameter {name} of the model takes no part in the loss, and ddp waits for its gradient; "
+                    f"the parameter {name} of the model takes no part in the loss, and ddp waits "
+                    f"for its gradient; "
                     "use parallel fsdp, or train on one process"
                 )
 
@@ -156,7 +181,9 @@ class Spread:
 
 
 def stages(model: nn.Module) -> list[nn.Module]:
-    """The parts of a model whose parameters FSDP gathers in turn: the blocks of a transformer, the stages of others."""
+    """The parts of a model whose parameters FSDP gathers in turn: the blocks of a transformer, the
+    stages of others.
+    """
     found = getattr(model, "blocks", None) or getattr(model, "stages", None) or []
     return [stage for stage in found if next(stage.parameters(), None) is not None]
 
@@ -167,7 +194,9 @@ def whole_tensor(tensor: Tensor) -> Tensor:
 
 
 def whole_tensors(state: Any) -> Any:
-    """The same state of nested dicts and lists, its cut tensors gathered on the CPU; all processes must call it."""
+    """The same state of nested dicts and lists, its cut tensors gathered on the CPU; all processes
+    must call it.
+    """
     if isinstance(state, DTensor):
         return whole_tensor(state).cpu()
     if isinstance(state, dict):
@@ -179,20 +208,29 @@ def cut_like(value: Any, like: Tensor) -> Any:
     """A whole tensor cut as another one of its shape is; anything else as it is."""
     if not isinstance(like, DTensor) or not isinstance(value, Tensor) or value.shape != like.shape:
         return value
-    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+    return distribute_tensor(
+        value.to(like.device), like.device_mesh, like.placements, src_data_rank=None
+    )
 
 
 def load_whole(module: nn.Module, state: dict[str, Tensor]) -> None:
     """Load whole tensors, the same on all processes, into a module that may be cut."""
     own = module.state_dict()
-    module.load_state_dict({key: cut_like(value, own[key]) if key in own else value for key, value in state.items()})
+    module.load_state_dict(
+        {key: cut_like(value, own[key]) if key in own else value for key, value in state.items()}
+    )
 
 
 def cut_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """The ``state_dict`` of an optimiser of whole parameters, for one of parameters that may be cut."""
+    """The ``state_dict`` of an optimiser of whole parameters, for one of parameters that may be
+    cut.
+    """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     moments = {
-        number: {key: value if key == "step" else cut_like(value, parameters[number]) for key, value in values.items()}
+        number: {
+            key: value if key == "step" else cut_like(value, parameters[number])
+            for key, value in values.items()
+        }
         for number, values in state["state"].items()
     }
     return state | {"state": moments}

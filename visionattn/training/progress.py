@@ -58,7 +58,9 @@ class Position:
         self.waited, self.stepped = self.waited + waited, self.stepped + seconds
 
     def means(self) -> dict[str, float]:
-        """Loss per image, images per second, and the share of time spent waiting for data, of this epoch."""
+        """Loss per image, images per second, and the share of time spent waiting for data, of this
+        epoch.
+        """
         return {
             "train_loss": self.loss_sum / self.images if self.images else math.nan,
             "images_per_second": round(self.images / self.stepped, 1) if self.stepped else 0.0,
@@ -72,8 +74,17 @@ class Position:
     def next_epoch(self) -> None:
         """Count the epoch as finished."""
         self.epoch, self.batch = self.epoch + 1, 0
-        self.images_before, self.stepped_before = self.images_before + self.images, self.stepped_before + self.stepped
-        self.loss_sum, self.images, self.waited, self.stepped, self.epoch_seconds = 0.0, 0, 0.0, 0.0, 0.0
+        self.images_before, self.stepped_before = (
+            self.images_before + self.images,
+            self.stepped_before + self.stepped,
+        )
+        self.loss_sum, self.images, self.waited, self.stepped, self.epoch_seconds = (
+            0.0,
+            0,
+            0.0,
+            0.0,
+            0.0,
+        )
 
 
 @dataclass
@@ -94,7 +105,9 @@ class Window:
         self.waited, self.seconds = self.waited + waited, self.seconds + seconds
 
     def means(self) -> dict[str, float]:
-        """Loss per image, gradient norm per step, images per second, and the share of time spent waiting for data."""
+        """Loss per image, gradient norm per step, images per second, and the share of time spent
+        waiting for data.
+        """
         return {
             "loss": self.loss / self.images,
             "grad_norm": self.norm / self.steps,
@@ -105,7 +118,9 @@ class Window:
 
 @dataclass
 class WaitWatch:
-    """Notices, once, that steps wait for their data; the first steps, while the loader's processes start, do not count."""
+    """Notices, once, that steps wait for their data; the first steps, while the loader's processes
+    start, do not count.
+    """
 
     unwatched: int = 10
     """Steps still to pass over."""
@@ -118,13 +133,17 @@ class WaitWatch:
         """Count a step.
 
         Returns:
-            The share of time spent waiting, the first time that it is above ``LONG_WAIT`` in a stretch of at least
-            ``WATCH_STEPS`` steps and ``WATCH_SECONDS``; otherwise None.
+            The share of time spent waiting, the first time that it is above ``LONG_WAIT`` in a
+            stretch of at least ``WATCH_STEPS`` steps and ``WATCH_SECONDS``; otherwise None.
         """
         if self.unwatched or self.told:
             self.unwatched = max(0, self.unwatched - 1)
             return None
-        self.steps, self.waited, self.seconds = self.steps + 1, self.waited + waited, self.seconds + seconds
+        self.steps, self.waited, self.seconds = (
+            self.steps + 1,
+            self.waited + waited,
+            self.seconds + seconds,
+        )
         if self.steps < WATCH_STEPS or self.seconds < WATCH_SECONDS:
             return None
         share = self.waited / self.seconds
@@ -135,13 +154,16 @@ class WaitWatch:
 def waiting(share: float, workers: int) -> str:
     """What to say where a share of the time goes into waiting for data, and what helps."""
     return (
-        f"{100 * share:.0f} % of the time goes into waiting for data; more processes that load it help: "
+        f"{100 * share:.0f} % of the time goes into waiting for data; more processes that load it "
+        f"help: "
         f"data.workers is {workers}, this machine has {os.cpu_count()} cores"
     )
 
 
 def sizes_worth_trying(model: nn.Module, img_size: int) -> tuple[int, ...]:
-    """The image size, and about 1.5 and 2 times it in whole patches; it alone where the model takes no other."""
+    """The image size, and about 1.5 and 2 times it in whole patches; it alone where the model takes
+    no other.
+    """
     embed = getattr(model, "patch_embed", None)
     if embed is None or getattr(embed, "strict_img_size", False):
         return (img_size,)
@@ -168,7 +190,9 @@ class Result:
     test: Evaluation | None
     """The same weights on the test images; None where there are none."""
     sizes_px: tuple[int, ...]
-    """Image sizes worth evaluating: that of the training, and larger ones where the model takes them."""
+    """Image sizes worth evaluating: that of the training, and larger ones where the model takes
+    them.
+    """
 
     def figures(self) -> dict[str, float | int | None]:
         """The result for programs, in plain types."""

@@ -34,16 +34,22 @@ def run_folder(config: TrainConfig) -> Path:
     """The folder of the run, after checking that the run may have it; nothing is written.
 
     Raises:
-        ValueError: no usable name, or the folder is in use and neither ``resume`` nor ``overwrite`` is given, or there
-            is nothing to resume, or another run is at work there.
+        ValueError: no usable name, or the folder is in use and neither ``resume`` nor ``overwrite``
+            is given, or there is nothing to resume, or another run is at work there.
     """
     if not config.run or Path(config.run).name != config.run or config.run in (".", ".."):
-        raise ValueError(f"run must be the name of a folder within {config.output}, got {config.run!r}")
+        raise ValueError(
+            f"run must be the name of a folder within {config.output}, got {config.run!r}"
+        )
     folder = Path(config.output) / config.run
     for place in (folder, *folder.parents):
         if place.exists() and not place.is_dir():
-            raise ValueError(f"{place} is a file, so {folder} cannot be a folder; choose another output or run")
-    existing = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.is_dir())
+            raise ValueError(
+                f"{place} is a file, so {folder} cannot be a folder; choose another output or run"
+            )
+    existing = next(
+        place for place in (folder.absolute(), *folder.absolute().parents) if place.is_dir()
+    )
     if not os.access(existing, os.W_OK):
         raise ValueError(f"no permission to write to {existing}; choose another output")
     if (folder / LOCK).exists():
@@ -54,14 +60,18 @@ def run_folder(config: TrainConfig) -> Path:
         raise ValueError(f"nothing to resume: {folder / LAST} does not exist; leave out --resume")
     if filled and not (config.resume or config.overwrite):
         way_on = "--resume goes on with it, " if can_go_on(folder) else ""
-        raise ValueError(f"{folder} is not empty; {way_on}--overwrite deletes it, --run NAME writes elsewhere")
+        raise ValueError(
+            f"{folder} is not empty; {way_on}--overwrite deletes it, --run NAME writes elsewhere"
+        )
     return folder
 
 
 def can_go_on(folder: Path) -> bool:
-    """Whether there is a state to go on from, or a run that ended before its first one and can begin anew.
+    """Whether there is a state to go on from, or a run that ended before its first one and can
+    begin anew.
 
-    Best weights are never without a state, unless somebody has deleted it: these are not for a run to replace.
+    Best weights are never without a state, unless somebody has deleted it: these are not for a run
+    to replace.
     """
     if any((folder / name).is_file() for name in (LAST, PREVIOUS)):
         return True
@@ -84,12 +94,16 @@ def clear(folder: Path) -> None:
 def written(folder: Path) -> list[Path]:
     """The files in a folder that runs write, those of a killed process included."""
     names = [*NAMES, *(name + ".tmp" for name in NAMES), LOCK]
-    return [*(folder / name for name in names if (folder / name).is_file()), *folder.glob("events.out.tfevents.*")]
+    return [
+        *(folder / name for name in names if (folder / name).is_file()),
+        *folder.glob("events.out.tfevents.*"),
+    ]
 
 
 @contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """Keep the runs of other processes out of a folder that exists; a killed process keeps nobody out.
+    """Keep the runs of other processes out of a folder that exists; a killed process keeps nobody
+    out.
 
     The lock is of this process alone: those that load its data may outlive it for seconds.
 
@@ -105,7 +119,8 @@ def held(folder: Path) -> Iterator[None]:
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EAGAIN):
                 raise ValueError(
-                    f"another run is at work in {folder}; wait for it or end it, or --run NAME writes elsewhere"
+                    f"another run is at work in {folder}; wait for it or end it, or --run NAME "
+                    f"writes elsewhere"
                 ) from error
             # Else the file system has no locks, and whoever uses it does without.
         HELD.add(folder)
@@ -120,18 +135,24 @@ def held(folder: Path) -> Iterator[None]:
 class Record:
     """Writes a run's config, metrics, summary and TensorBoard events, and prints its progress.
 
-    On a terminal a rich progress bar shows the current epoch; elsewhere plain lines are all there is.
+    On a terminal a rich progress bar shows the current epoch; elsewhere plain lines are all there
+    is.
 
     Args:
         folder: the run's folder; made if need be.
         config: kept as ``config.yaml``.
-        since: on resumption, the optimiser steps done and the epochs done; later lines of an earlier process are
-            dropped.
+        since: on resumption, the optimiser steps done and the epochs done; later lines of an
+            earlier process are dropped.
         stream: where to print.
     """
 
     def __init__(
-        self, folder: Path, config: TrainConfig, *, since: tuple[int, int] = (0, 0), stream: TextIO | None = None
+        self,
+        folder: Path,
+        config: TrainConfig,
+        *,
+        since: tuple[int, int] = (0, 0),
+        stream: TextIO | None = None,
     ):
         import yaml
         from torch.utils.tensorboard import SummaryWriter
@@ -172,14 +193,17 @@ class Record:
             self._bar.show(what, done, total, note)
 
     def step(self, values: dict[str, Any]) -> None:
-        """Keep the means since the last such line: a line of ``metrics.jsonl`` and TensorBoard's ``train/``."""
+        """Keep the means since the last such line: a line of ``metrics.jsonl`` and TensorBoard's
+        ``train/``.
+        """
         self._line({"kind": "train"} | values)
         for key, value in values.items():
             if key not in ("step", "epoch"):
                 self._events.add_scalar(f"train/{key}", value, values["step"])
 
     def epoch(self, history: list[dict[str, Any]]) -> None:
-        """Keep an epoch's figures: a line of ``metrics.jsonl``, a row of ``summary.csv``, TensorBoard's ``epoch/``.
+        """Keep an epoch's figures: a line of ``metrics.jsonl``, a row of ``summary.csv``,
+        TensorBoard's ``epoch/``.
 
         Args:
             history: the figures of all epochs so far; equal keys. The last one's are new.
@@ -201,7 +225,9 @@ class Record:
         self._line({"kind": kind} | values)
 
     def sync(self) -> None:
-        """Return once the lines so far are on the disk: a state that follows them never outlives them."""
+        """Return once the lines so far are on the disk: a state that follows them never outlives
+        them.
+        """
         path = self.folder / METRICS
         if path.exists():
             with named(path):
@@ -209,7 +235,10 @@ class Record:
 
     def _line(self, values: dict[str, Any]) -> None:
         # JSON has no NaN and no infinity.
-        values = {key: None if isinstance(x, float) and not math.isfinite(x) else x for key, x in values.items()}
+        values = {
+            key: None if isinstance(x, float) and not math.isfinite(x) else x
+            for key, x in values.items()
+        }
         path = self.folder / METRICS
         with named(path), open(path, "a", encoding="utf-8") as file:
             file.write(json.dumps(values) + "\n")
@@ -247,11 +276,19 @@ class NoRecord:
 
 
 class ProgressBar:
-    """One line of a terminal that moves; without a percentage, so that those printed are results."""
+    """One line of a terminal that moves; without a percentage, so that those printed are
+    results.
+    """
 
     def __init__(self, stream: TextIO):
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+        )
 
         columns = (
             TextColumn("{task.description}"),
@@ -260,7 +297,9 @@ class ProgressBar:
             TimeRemainingColumn(),
             TextColumn("{task.fields[note]}"),
         )
-        self._progress = Progress(*columns, console=Console(file=stream, highlight=False), transient=True)
+        self._progress = Progress(
+            *columns, console=Console(file=stream, highlight=False), transient=True
+        )
         self._task = self._progress.add_task("", note="")
         self._progress.start()
 
@@ -278,7 +317,8 @@ class ProgressBar:
 
 
 def forget_after(folder: Path, steps: int, epochs: int) -> None:
-    """Drop the lines of metrics and summary that lie after a state, so that a resumed run writes each once.
+    """Drop the lines of metrics and summary that lie after a state, so that a resumed run writes
+    each once.
 
     A test lies after everything.
     """
@@ -288,7 +328,9 @@ def forget_after(folder: Path, steps: int, epochs: int) -> None:
         write_text(metrics, "".join(line for line in lines if belongs(line, steps, epochs)))
     if summary.exists():
         header, *rows = summary.read_text(encoding="utf-8").splitlines(keepends=True)
-        write_text(summary, "".join([header, *(row for row in rows if int(row.split(",")[0]) <= epochs)]))
+        write_text(
+            summary, "".join([header, *(row for row in rows if int(row.split(",")[0]) <= epochs)])
+        )
 
 
 def belongs(line: str, steps: int, epochs: int) -> bool:
@@ -298,12 +340,19 @@ def belongs(line: str, steps: int, epochs: int) -> bool:
         kind, step, epoch = values["kind"], values["step"], values.get("epoch", 0)
     except (ValueError, KeyError, TypeError):
         return False
-    return line.endswith("\n") and step <= steps and kind != "test" and not (kind == "epoch" and epoch > epochs)
+    return (
+        line.endswith("\n")
+        and step <= steps
+        and kind != "test"
+        and not (kind == "epoch" and epoch > epochs)
+    )
 
 
 @contextmanager
 def named(path: Path) -> Iterator[None]:
-    """Give errors of the system that name no file, as those of a full disk, the name of this one."""
+    """Give errors of the system that name no file, as those of a full disk, the name of this
+    one.
+    """
     try:
         yield
     except OSError as error:

@@ -3,14 +3,15 @@
 import shlex
 from pathlib import Path
 
-from visionattn.training.command_line import from_here, python_command
+from visionattn.cli.parsing import from_here, python_command
 from visionattn.training.config import TrainConfig
 from visionattn.training.progress import Result
 from visionattn.training.record import CONFIG
 
 
 def report(config: TrainConfig, result: Result, tools: Path) -> list[str]:
-    """What a finished run says; the accuracy on the test images is the last line, and its only percentage.
+    """What a finished run says; the accuracy on the test images is the last line, and its only
+    percentage.
 
     Args:
         config: the run.
@@ -24,13 +25,22 @@ def report(config: TrainConfig, result: Result, tools: Path) -> list[str]:
         *(f"  {command}" for command in next_commands(config, result, tools)),
     ]
     if result.test is None:
-        return [*lines, f"validation accuracy {100 * result.validation:.1f} % (there is no test split)"]
+        return [
+            *lines,
+            f"validation accuracy {100 * result.validation:.1f} % (there is no test split)",
+        ]
     return [*lines, f"test accuracy {100 * result.test.accuracy:.1f} %"]
 
 
 def next_commands(config: TrainConfig, result: Result, tools: Path) -> list[str]:
-    """Two commands that work as they are: the weights at other image sizes, and a fine-tuning that starts from them."""
-    size, best, kept = result.sizes_px[len(result.sizes_px) // 2], str(result.checkpoint), str(result.folder / CONFIG)
+    """Two commands that work as they are: the weights at other image sizes, and a fine-tuning that
+    starts from them.
+    """
+    size, best, kept = (
+        result.sizes_px[len(result.sizes_px) // 2],
+        str(result.checkpoint),
+        str(result.folder / CONFIG),
+    )
     lr = max(config.optim.lr / 10, config.optim.min_lr)
     validate = ["validate.py", "--checkpoint", best, "--img-size", *map(str, result.sizes_px)]
     finetune = [
@@ -51,10 +61,15 @@ def next_commands(config: TrainConfig, result: Result, tools: Path) -> list[str]
         f"{lr:g}",
         "--overwrite",
     ]
-    return [shlex.join([python_command(), from_here(tools / words[0]), *words[1:]]) for words in (validate, finetune)]
+    return [
+        shlex.join([python_command(), from_here(tools / words[0]), *words[1:]])
+        for words in (validate, finetune)
+    ]
 
 
 def how_to_resume(config: TrainConfig, tools: Path) -> str:
     """The command that goes on with a run."""
     kept = Path(config.output) / config.run / CONFIG
-    return shlex.join([python_command(), from_here(tools / "train.py"), "--config", str(kept), "--resume"])
+    return shlex.join(
+        [python_command(), from_here(tools / "train.py"), "--config", str(kept), "--resume"]
+    )

@@ -1,6 +1,8 @@
-"""The states of a run in its folder: the last one, the one before it, and which of the two a resumed run goes on from.
+"""The states of a run in its folder: the last one, the one before it, and which of the two a
+resumed run goes on from.
 
-Owns when a file may be replaced. The format is that of ``checkpoint.py``; what a state means is the trainer's matter.
+Owns when a file may be replaced. The format is that of ``checkpoint.py``; what a state means is the
+trainer's matter.
 """
 
 import json
@@ -16,12 +18,16 @@ from visionattn.training.checkpoint import check_state, read_state, save_state
 from visionattn.training.progress import Position
 from visionattn.training.record import LAST, PREVIOUS
 
-QUIET = frozenset({"resume", "overwrite", "output", "run", "log_every", "save_every", "init_from", "parallel"})
+QUIET = frozenset(
+    {"resume", "overwrite", "output", "run", "log_every", "save_every", "init_from", "parallel"}
+)
 """Options that say where and how often to write."""
 
 BINDING = ("seed", "optim.name", "optim.layer_decay")
 BINDING += ("data.name", "data.val_fraction", "data.train_images", "data.eval_images")
-"""Options that stay, as they say which images are trained and validated on, and what the optimiser keeps of each weight."""
+"""Options that stay, as they say which images are trained and validated on, and what the optimiser
+keeps of each weight.
+"""
 COUNTED = ("batch_size", "optim.accumulate")
 """Options that stay until the epoch is over."""
 TRAINED = ("optim.", "data.augment", "data.img_size_choices", "batch_size")
@@ -40,20 +46,26 @@ class States:
         self._spoilt = False
 
     def exist(self) -> bool:
-        """Whether there is a file of a state, readable or not, besides that of a run at its start, which holds nothing yet."""
+        """Whether there is a file of a state, readable or not, besides that of a run at its start,
+        which holds nothing yet.
+        """
         return self.step != 0 and any((self.folder / name).is_file() for name in (LAST, PREVIOUS))
 
     def save(self, state: dict[str, Any]) -> None:
-        """Make a state the last one, and the last one, unless it could not be read, the previous one.
+        """Make a state the last one, and the last one, unless it could not be read, the previous
+        one.
 
         Raises:
             OSError: it cannot be written; both files are as they were.
         """
-        save_state(self.folder / LAST, state, previous=None if self._spoilt else self.folder / PREVIOUS)
+        save_state(
+            self.folder / LAST, state, previous=None if self._spoilt else self.folder / PREVIOUS
+        )
         self._spoilt, self.step = False, state["position"]["step"]
 
     def load(self, model: nn.Module, name: str) -> tuple[dict[str, Any], list[str]]:
-        """The newest state that can be read, and a line where that is not the last one; nothing is deleted.
+        """The newest state that can be read, and a line where that is not the last one; nothing is
+        deleted.
 
         Raises:
             ValueError: none of the two can be read, or it is the state of another model; one line.
@@ -64,7 +76,9 @@ class States:
         if state is None:
             state, other = attempt(previous)
             if state is None:
-                raise ValueError(f"nothing to resume from: {reason}; {other}; --overwrite starts the run anew")
+                raise ValueError(
+                    f"nothing to resume from: {reason}; {other}; --overwrite starts the run anew"
+                )
             self._spoilt, path = last.exists(), previous
             lines = [f"{reason}; goes on from {previous}, step {state['position']['step']}"]
         check_state(state, path, model, name)
@@ -126,10 +140,12 @@ def best_figures(path: Path) -> BestFigures | None:
 
 
 def recall_best(position: Position, path: Path) -> list[str]:
-    """Let the file of the best weights say how good they are: it may be newer than the state of ``position``.
+    """Let the file of the best weights say how good they are: it may be newer than the state of
+    ``position``.
 
     Returns:
-        A line where the file is missing or garbled; the weights of a further epoch then take its place.
+        A line where the file is missing or garbled; the weights of a further epoch then take its
+        place.
     """
     if not position.best_epoch and not path.exists():
         return []
@@ -139,11 +155,17 @@ def recall_best(position: Position, path: Path) -> list[str]:
         position.best, position.best_loss, position.best_epoch = -1.0, math.inf, 0
         return [f"{error}; the weights of a further epoch take its place"]
     if found:
-        position.best, position.best_loss, position.best_epoch = found.accuracy, found.loss, found.epoch
+        position.best, position.best_loss, position.best_epoch = (
+            found.accuracy,
+            found.loss,
+            found.epoch,
+        )
     return []
 
 
-def check_options(old: dict[str, Any], new: dict[str, Any], *, amid_epoch: bool, done: bool) -> None:
+def check_options(
+    old: dict[str, Any], new: dict[str, Any], *, amid_epoch: bool, done: bool
+) -> None:
     """Check the options that a state binds.
 
     Args:
@@ -156,10 +178,13 @@ def check_options(old: dict[str, Any], new: dict[str, Any], *, amid_epoch: bool,
         ValueError: one of them is another, or acts on training where none is left.
     """
     if done:
-        changed = [line.split()[0] for line in differences(old, new) if line.split()[0].startswith(TRAINED)]
+        changed = [
+            line.split()[0] for line in differences(old, new) if line.split()[0].startswith(TRAINED)
+        ]
         if changed:
             raise ValueError(
-                f"all {new['epochs']} epochs are done, so that another {changed[0]} would change nothing; "
+                f"all {new['epochs']} epochs are done, so that another {changed[0]} would change "
+                f"nothing; "
                 f"--epochs {new['epochs'] + 1} trains on, or leave it out"
             )
     for key in BINDING + (COUNTED if amid_epoch else ()):
@@ -170,16 +195,20 @@ def check_options(old: dict[str, Any], new: dict[str, Any], *, amid_epoch: bool,
             raise ValueError(f"the run has {key} {was}, not {is_now}; resume with the same{until}")
     if new["init_from"] not in (None, old["init_from"]):
         raise ValueError(
-            f"init_from {new['init_from']} is for a run at its start, and this one goes on with its own weights; leave it out"
+            f"init_from {new['init_from']} is for a run at its start, and this one goes on with "
+            f"its own weights; leave it out"
         )
     if bool(old["optim"]["ema_decay"]) != bool(new["optim"]["ema_decay"]):
         raise ValueError(
-            f"the run has optim.ema_decay {old['optim']['ema_decay']}; it cannot be switched on or off halfway"
+            f"the run has optim.ema_decay {old['optim']['ema_decay']}; it cannot be switched on "
+            f"or off halfway"
         )
 
 
 def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
-    """One line per option whose value changed, besides those that say where and how often to write."""
+    """One line per option whose value changed, besides those that say where and how often to
+    write.
+    """
     lines = []
     for key in new:
         if isinstance(new[key], dict) and isinstance(old.get(key), dict):

@@ -11,31 +11,37 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from visionattn.training.command_line import EXIT_CODES
-from visionattn.training.interrupt import NonFinite, OutOfMemory, Stopped
+from visionattn.cli.ends import NonFinite, OutOfMemory, Stopped
+from visionattn.cli.parsing import EXIT_CODES
 from visionattn.training.progress import Result
 from visionattn.training.record import STATUS, held, write_text
 
 ROOM = 4000
-"""Bytes of the file while a run is at work, most of them blanks: its end is written there where the disk is full."""
+"""Bytes of the file while a run is at work, most of them blanks: its end is written there where the
+disk is full.
+"""
 ENDS = {NonFinite: "nan", OutOfMemory: "oom", Stopped: "stopped", KeyboardInterrupt: "stopped"}
 
 
 class Status:
-    """Says ``running`` when it is entered, and when it is left how the run ended; keeps other runs out of the folder.
+    """Says ``running`` when it is entered, and when it is left how the run ended; keeps other runs
+    out of the folder.
 
     The file is whole at all times, but for a moment on a full disk.
 
-    The statuses: ``running`` (also after a kill that left no time to say more), ``finished``, ``stopped`` (Ctrl-C or
-    SIGTERM), ``nan``, ``oom``, ``failed``.
+    The statuses: ``running`` (also after a kill that left no time to say more), ``finished``,
+    ``stopped`` (Ctrl-C or SIGTERM), ``nan``, ``oom``, ``failed``.
 
     Args:
         folder: of the run; made if need be.
         provenance: what the numbers depend on besides the configuration.
-        writes: whether this is the process that writes; asked each time, as it is another one if the first one dies.
+        writes: whether this is the process that writes; asked each time, as it is another one if
+            the first one dies.
     """
 
-    def __init__(self, folder: Path, provenance: dict[str, Any], writes: Callable[[], bool] = lambda: True):
+    def __init__(
+        self, folder: Path, provenance: dict[str, Any], writes: Callable[[], bool] = lambda: True
+    ):
         self.folder, self.provenance, self.writes = folder, provenance, writes
         self.result: Result | None = None
         """What the run came to, once it has finished."""
@@ -49,7 +55,9 @@ class Status:
             self._lock = lock.pop_all()
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         with self._lock:
             if error is None:
                 self._write("finished", None, 0)
@@ -63,13 +71,19 @@ class Status:
                 return self._write(ENDS.get(type(error), "failed"), reason(error), exit_code(error))
             except OSError:  # the disk that ended the run; what ended it is told anyway
                 return None
-            except RuntimeError:  # torch's signal handler, which tells of a loader's process in the middle of anything
+            # torch's signal handler tells of a loader's process in the middle of anything
+            except RuntimeError:
                 continue
 
     def _write(self, status: str, why: str | None, code: int | None) -> None:
         if not self.writes():
             return
-        content = {"status": status, "reason": why, "exit_code": code, "provenance": self.provenance}
+        content = {
+            "status": status,
+            "reason": why,
+            "exit_code": code,
+            "provenance": self.provenance,
+        }
         content["result"] = self.result.figures() if self.result else None
         text, path = json.dumps(content, indent=2, allow_nan=False) + "\n", self.folder / STATUS
         try:
@@ -80,7 +94,9 @@ class Status:
 
 
 def overwrite(path: Path, text: str) -> bool:
-    """Write a text in the place that a file has already, as on a full disk; returns whether it fits."""
+    """Write a text in the place that a file has already, as on a full disk; returns whether it
+    fits.
+    """
     content = text.encode()
     with open(path, "rb+", buffering=0) as file:
         size = file.seek(0, os.SEEK_END)

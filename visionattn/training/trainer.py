@@ -14,15 +14,22 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from visionattn.cli.ends import Interruption, NonFinite
+from visionattn.data.splits import Splits, eval_batches, train_batches
 from visionattn.models.weights import load_model, save_model
 from visionattn.training.checkpoint import random_state, restore_random_state
 from visionattn.training.config import TrainConfig
-from visionattn.training.data import Splits, eval_batches, train_batches
 from visionattn.training.distributed import Processes
 from visionattn.training.evaluate import Evaluation, evaluate
-from visionattn.training.interrupt import Interruption, NonFinite
 from visionattn.training.learner import Batch, Learner
-from visionattn.training.progress import Position, Result, WaitWatch, Window, sizes_worth_trying, waiting
+from visionattn.training.progress import (
+    Position,
+    Result,
+    WaitWatch,
+    Window,
+    sizes_worth_trying,
+    waiting,
+)
 from visionattn.training.record import BEST, Record
 from visionattn.training.states import BestFigures, States, check_options, differences
 
@@ -40,7 +47,8 @@ class Trainer(Learner):
         args: the arguments that build it again, for the best weights' file.
         device: where to compute.
         states: where the states go; None: they are not kept.
-        processes: those that train together; each has a trainer, and all call the same methods in the same order.
+        processes: those that train together; each has a trainer, and all call the same methods in
+            the same order.
     """
 
     def __init__(
@@ -54,7 +62,9 @@ class Trainer(Learner):
         processes: Processes | None = None,
     ):
         self.splits, self.args, self.states = splits, args, states
-        self.batches = train_batches(splits, config.data, batch_size=config.batch_size, seed=config.seed)
+        self.batches = train_batches(
+            splits, config.data, batch_size=config.batch_size, seed=config.seed
+        )
         steps = math.ceil(len(self.batches) / config.optim.accumulate)
         super().__init__(config, model, splits.spec, device, steps, processes or Processes())
         self.batches.divide(self.processes.rank, self.processes.size, pairs=self.mix is not None)
@@ -69,7 +79,9 @@ class Trainer(Learner):
     def batches_of(self, dataset: Dataset) -> Iterable[Batch]:
         """Images to evaluate on, as far as this process takes them."""
         size = self.config.data.img_size
-        batches = eval_batches(dataset, self.config.data, batch_size=self.eval_batch_size, img_size=size)
+        batches = eval_batches(
+            dataset, self.config.data, batch_size=self.eval_batch_size, img_size=size
+        )
         batches.divide(self.processes.rank, self.processes.size)
         return batches
 
@@ -78,8 +90,10 @@ class Trainer(Learner):
         count = sum(parameter.numel() for parameter in self.model.parameters())
         images = "{} training and {} validation images".format(*self.images())
         return [
-            f"{self.config.model.name}: {count:,} parameters, {images}, {self.config.epochs} epochs of "
-            f"{self.steps_per_epoch} steps on {self.processes.describe(self.device, self.spread.kind)}"
+            f"{self.config.model.name}: {count:,} parameters, {images}, {self.config.epochs} "
+            f"epochs of "
+            f"{self.steps_per_epoch} steps on "
+            f"{self.processes.describe(self.device, self.spread.kind)}"
         ]
 
     def where(self) -> str:
@@ -89,12 +103,14 @@ class Trainer(Learner):
         return f"epoch {self.position.epoch + 1} of {self.config.epochs}"
 
     def fit(self, record: Record, interruption: Interruption) -> None:
-        """Train the epochs that are left, each followed by validation, the best weights and the state.
+        """Train the epochs that are left, each followed by validation, the best weights and the
+        state.
 
         A state before the first step lets a run go on that is killed before any other one.
 
         Raises:
-            NonFinite: the loss of several steps in a row is not finite, that of a validation, or that of every step.
+            NonFinite: the loss of several steps in a row is not finite, that of a validation, or
+                that of every step.
             ValueError: nothing is left to train, and the best weights are lost.
         """
         if self.position.epoch >= self.config.epochs and not self.position.best_epoch:
@@ -112,7 +128,10 @@ class Trainer(Learner):
             del model
         self.clock = None
         if self.position.step and self.position.skipped == self.position.step:
-            raise NonFinite(f"none of the {self.position.step} steps had a finite loss and gradient: nothing was learnt")
+            raise NonFinite(
+                f"none of the {self.position.step} steps had a finite loss and gradient: nothing "
+                f"was learnt"
+            )
 
     def count_time(self) -> None:
         """Add what has passed since the last call to the time of the epoch and of the run."""
@@ -136,7 +155,9 @@ class Trainer(Learner):
         self.model.train()
         batches = interruption.watch(self.batches.epoch(position.epoch, start=position.batch))
         start = time.perf_counter()
-        while group := self.processes.together(lambda: list(islice(batches, self.config.optim.accumulate))):
+        while group := self.processes.together(
+            lambda: list(islice(batches, self.config.optim.accumulate))
+        ):
             if images := self.images_of(group):
                 waited = time.perf_counter() - start
                 outcome = self.step(group)
@@ -158,7 +179,9 @@ class Trainer(Learner):
         seconds: float,
         record: Record,
     ) -> None:
-        """Add what came of a step, ``seconds`` long with ``waited`` for its data, to the sums, and write them when due."""
+        """Add what came of a step, ``seconds`` long with ``waited`` for its data, to the sums, and
+        write them when due.
+        """
         position = self.position
         if applied:
             position.add(loss, images, waited, seconds)
@@ -168,18 +191,31 @@ class Trainer(Learner):
             self.count_skipped(loss, group, record)
         if self.window.steps and position.step % self.config.log_every == 0:
             place = {"step": position.step, "epoch": position.epoch + 1}
-            record.step(place | self.window.means() | {"lr": self.learning_rate(), "skipped": position.skipped})
+            record.step(
+                place
+                | self.window.means()
+                | {"lr": self.learning_rate(), "skipped": position.skipped}
+            )
             self.window = Window()
         if share := self.waits.add(waited, seconds):
             record.say(waiting(share, self.config.data.workers))
-        epoch, done = f"epoch {position.epoch + 1}/{self.config.epochs}", position.batch + len(group)
+        epoch, done = (
+            f"epoch {position.epoch + 1}/{self.config.epochs}",
+            position.batch + len(group),
+        )
         record.progress(epoch, done, len(self.batches), f"loss {loss:.3f}")
 
     def count_skipped(self, loss: float, group: list[Batch], record: Record) -> None:
-        """Count a step without an update; at the third in a row without a finite loss raise ``NonFinite``."""
+        """Count a step without an update; at the third in a row without a finite loss raise
+        ``NonFinite``.
+        """
         self.position.skipped += 1
-        record.event("skipped", {"step": self.position.step, "epoch": self.position.epoch + 1, "loss": repr(loss)})
-        # A scaled fp16 gradient overflows now and then by design: the scaler lowers its factor until it fits.
+        record.event(
+            "skipped",
+            {"step": self.position.step, "epoch": self.position.epoch + 1, "loss": repr(loss)},
+        )
+        # A scaled fp16 gradient overflows now and then by design: the scaler lowers its factor
+        # until it fits.
         if self.scaler.is_enabled() and math.isfinite(loss) and self.scaler.get_scale() >= 1:
             self.position.non_finite_in_a_row = 0
             return
@@ -192,30 +228,48 @@ class Trainer(Learner):
                 f"{self.position.step}; first at fault: {self.at_fault(group)}"
             )
 
-    def evaluate(self, model: nn.Module, batches: Iterable[Batch], interruption: Interruption) -> Evaluation:
+    def evaluate(
+        self, model: nn.Module, batches: Iterable[Batch], interruption: Interruption
+    ) -> Evaluation:
         """Evaluate in the precision of the training."""
         size = self.config.data.img_size
-        self.input_shape = (-(-self.eval_batch_size // self.processes.size), self.spec.in_chans, size, size)
+        self.input_shape = (
+            -(-self.eval_batch_size // self.processes.size),
+            self.spec.in_chans,
+            size,
+            size,
+        )
         batches, amp = interruption.watch(batches), self.config.amp
-        return evaluate(model, batches, self.spec, device=self.device, amp=amp, processes=self.processes)
+        return evaluate(
+            model, batches, self.spec, device=self.device, amp=amp, processes=self.processes
+        )
 
     def close_epoch(self, model: nn.Module, result: Evaluation, record: Record) -> None:
-        """Keep the weights if they are the best so far; write and print the epoch's figures, then keep the state.
+        """Keep the weights if they are the best so far; write and print the epoch's figures, then
+        keep the state.
 
-        In this order a kill at any moment leaves the state of an earlier step, and the same epoch follows it again.
+        In this order a kill at any moment leaves the state of an earlier step, and the same epoch
+        follows it again.
 
         Raises:
-            NonFinite: the loss on the validation images is not finite; the best weights stay those of an earlier epoch.
+            NonFinite: the loss on the validation images is not finite; the best weights stay those
+                of an earlier epoch.
         """
         position = self.position
         check_finite(result, f"the validation images of epoch {position.epoch + 1}")
         better = (result.accuracy, -result.loss) > (position.best, -position.best_loss)
         if better:
             figures = BestFigures(position.epoch + 1, result.accuracy, result.loss)
-            position.best, position.best_loss, position.best_epoch = result.accuracy, result.loss, figures.epoch
+            position.best, position.best_loss, position.best_epoch = (
+                result.accuracy,
+                result.loss,
+                figures.epoch,
+            )
             name, notes = self.config.model.name, figures.notes()
             self.processes.on_first(
-                lambda: save_model(record.folder / BEST, model, name, self.args, self.spec, notes=notes)
+                lambda: save_model(
+                    record.folder / BEST, model, name, self.args, self.spec, notes=notes
+                )
             )
         self.count_time()
         self.share_unreadable()
@@ -265,7 +319,9 @@ class Trainer(Learner):
             )
         best, speed = self.position, self.position.images_per_second()
         sizes = sizes_worth_trying(self.model, self.config.data.img_size)
-        return Result(record.folder, checkpoint, best.seconds, speed, best.best_epoch, best.best, test, sizes)
+        return Result(
+            record.folder, checkpoint, best.seconds, speed, best.best_epoch, best.best, test, sizes
+        )
 
     def share_unreadable(self) -> None:
         """Let each process know which images the others have left out."""
@@ -278,7 +334,9 @@ class Trainer(Learner):
         return [len(self.splits.train), len(self.splits.validation)]
 
     def state(self) -> dict[str, Any]:
-        """All that the run needs to go on, in plain types; the schedule is a function of ``position.step``."""
+        """All that the run needs to go on, in plain types; the schedule is a function of
+        ``position.step``.
+        """
         self.share_unreadable()
         return {
             "name": self.config.model.name,
@@ -298,20 +356,20 @@ class Trainer(Learner):
         """Go on from a state of ``state()``.
 
         Returns:
-            Lines that say from where, and which options differ from those that the state was saved with.
+            Lines that say from where, and which options differ from those that the state was saved
+            with.
 
         Raises:
-            ValueError: the state is of other images or of another optimiser, has no averaged weights where they are
-                asked for, or is amid an epoch of other batches.
+            ValueError: the state is of other images or of another optimiser, has no averaged
+                weights where they are asked for, or is amid an epoch of other batches.
         """
         old, new = state["config"], asdict(self.config)
         done = state["position"]["epoch"] >= self.config.epochs
         check_options(old, new, amid_epoch=state["position"]["batch"] > 0, done=done)
         if (images := state.get("images", self.images())) != self.images():
             raise ValueError(
-                "the run has {} training and {} validation images, here are {} and {}; resume with the same".format(
-                    *images, *self.images()
-                )
+                "the run has {} training and {} validation images, here are {} and {}; resume "
+                "with the same".format(*images, *self.images())
             )
         self.load_weights(state)
         self.position, self.window = Position(**state["position"]), Window(**state["window"])
@@ -319,10 +377,17 @@ class Trainer(Learner):
         self.batches.unreadable.update(state["unreadable"])
         self.scheduler.step_update(self.position.step)
         restore_random_state(state["random"])  # the loaders draw from generators of their own
-        return [f"goes on after epoch {self.position.epoch}, step {self.position.step}", *differences(old, new)]
+        return [
+            f"goes on after epoch {self.position.epoch}, step {self.position.step}",
+            *differences(old, new),
+        ]
 
 
 def check_finite(result: Evaluation, images: str) -> None:
-    """Raise ``NonFinite`` where the loss on these images is not finite: an accuracy beside it means nothing."""
+    """Raise ``NonFinite`` where the loss on these images is not finite: an accuracy beside it means
+    nothing.
+    """
     if not math.isfinite(result.loss):
-        raise NonFinite(f"the loss on {images} is {result.loss}: the weights give values that are not finite")
+        raise NonFinite(
+            f"the loss on {images} is {result.loss}: the weights give values that are not finite"
+        )

@@ -10,14 +10,14 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from visionattn.measure import is_out_of_memory
+from visionattn.cli.parsing import field_types, parse, spell_out
+from visionattn.cli.provenance import provenance
+from visionattn.data.splits import build_splits, eval_batches
+from visionattn.lab.measure import is_out_of_memory
 from visionattn.models.weights import DataSpec, load_model
 from visionattn.training.build import check_img_size, pick_device
-from visionattn.training.command_line import field_types, parse, spell_out
 from visionattn.training.config import DataConfig, TrainConfig, ValidateConfig
-from visionattn.training.data import build_splits, eval_batches
 from visionattn.training.evaluate import Evaluation, evaluate
-from visionattn.training.provenance import provenance
 from visionattn.training.record import CONFIG, write_text
 
 COLUMNS = ("size", "images", "accuracy", "top-5", "images/s")
@@ -38,14 +38,22 @@ class Row:
             return (str(self.img_size), "out of memory")
         top5 = "-" if self.result.top5 is None else f"{100 * self.result.top5:.2f} %"
         speed = f"{self.result.images_per_second:.4g}"
-        return (str(self.img_size), str(self.result.images), f"{100 * self.result.accuracy:.2f} %", top5, speed)
+        return (
+            str(self.img_size),
+            str(self.result.images),
+            f"{100 * self.result.accuracy:.2f} %",
+            top5,
+            speed,
+        )
 
 
 def parse_validate(argv: Sequence[str]) -> ValidateConfig:
-    """Read the flags of ``tools/validate.py``; what they leave open of the data comes from the run's ``config.yaml``.
+    """Read the flags of ``tools/validate.py``; what they leave open of the data comes from the
+    run's ``config.yaml``.
 
     Raises:
-        ValueError, FileNotFoundError: a flag is wrong, there is no checkpoint, or nothing says which data; one line.
+        ValueError, FileNotFoundError: a flag is wrong, there is no checkpoint, or nothing says
+            which data; one line.
     """
     spelled = spell_out(argv, field_types(ValidateConfig))
     given = [word.partition("=")[2] for word in spelled if word.startswith("--checkpoint=")]
@@ -58,25 +66,36 @@ def parse_validate(argv: Sequence[str]) -> ValidateConfig:
         if beside.is_file():
             run = parse(TrainConfig, ["--config", str(beside)], prog="", description="")
             names = [word.partition("=")[2] for word in spelled if word.startswith("--data.name=")]
-            keep = asdict(run.data) if run.data.name in (names or [run.data.name])[-1:] else of_any_data(run.data)
+            keep = (
+                asdict(run.data)
+                if run.data.name in (names or [run.data.name])[-1:]
+                else of_any_data(run.data)
+            )
             defaults = {f"data.{key}": value for key, value in keep.items()}
             defaults |= {"seed": run.seed, "batch_size": run.eval_batch_size or run.batch_size}
         elif not any(word.startswith("--data.name=") for word in spelled):
-            raise ValueError(f"there is no {beside} that would say which data; name it: --data.name, --data.root")
+            raise ValueError(
+                f"there is no {beside} that would say which data; name it: --data.name, --data.root"
+            )
     config = parse(
         ValidateConfig,
         argv,
         prog="validate.py",
         description="Evaluate weights at several image sizes.",
-        example="python tools/validate.py --checkpoint checkpoints/digits/best.safetensors --img-size 32 48 64",
+        example="python tools/validate.py --checkpoint checkpoints/digits/best.safetensors "
+        "--img-size 32 48 64",
         defaults=defaults,
     )
     if config.checkpoint is None:
         raise ValueError("--checkpoint is missing: the best.safetensors of a run")
     for key in ("img_size", "img_size_choices"):
         usual = defaults.get(f"data.{key}", getattr(DataConfig(), key))
-        if getattr(config.data, key) != usual or any(word.startswith(f"--data.{key}=") for word in spelled):
-            raise ValueError(f"data.{key} is for training; name the sizes to evaluate at with --img-size")
+        if getattr(config.data, key) != usual or any(
+            word.startswith(f"--data.{key}=") for word in spelled
+        ):
+            raise ValueError(
+                f"data.{key} is for training; name the sizes to evaluate at with --img-size"
+            )
     return config
 
 
@@ -95,7 +114,8 @@ class Validation:
         split: ``test``, or ``validation`` where the data has no test split.
 
     Raises:
-        ValueError, FileNotFoundError: checkpoint, data, sizes or device are wrong or do not go together; one line.
+        ValueError, FileNotFoundError: checkpoint, data, sizes or device are wrong or do not go
+            together; one line.
     """
 
     def __init__(self, config: ValidateConfig):
@@ -103,7 +123,9 @@ class Validation:
             if value is not None and value < 1:
                 raise ValueError(f"{key} must be above 0, got {value}")
         if config.json and not Path(config.json).absolute().parent.is_dir():
-            raise FileNotFoundError(f"no folder {Path(config.json).absolute().parent} for the JSON file")
+            raise FileNotFoundError(
+                f"no folder {Path(config.json).absolute().parent} for the JSON file"
+            )
         if config.threads:
             torch.set_num_threads(config.threads)
         self.config, self.device = config, pick_device(config.device)
@@ -117,22 +139,29 @@ class Validation:
 
     def _find_images(self, data: DataConfig) -> tuple[str, Dataset]:
         # As choices of the training, all sizes are checked, here and not when their turn comes.
-        splits = build_splits(replace(data, img_size=self.sizes[0], img_size_choices=self.sizes), self.config.seed)
+        splits = build_splits(
+            replace(data, img_size=self.sizes[0], img_size_choices=self.sizes), self.config.seed
+        )
         for key in ("num_classes", "class_names", "in_chans", "encoding"):
             own, other = getattr(self.spec, key), getattr(splits.spec, key)
             if own != other and not (key == "class_names" and not (own and other)):
                 what = key.replace("_", " ")
                 raise ValueError(
-                    f"the weights are for other data: their {what}: {brief(own)}; the data's: {brief(other)}"
+                    f"the weights are for other data: their {what}: {brief(own)}; the data's: "
+                    f"{brief(other)}"
                 )
         return ("validation", splits.validation) if splits.test is None else ("test", splits.test)
 
     def rows(self) -> Iterator[Row]:
         """Evaluate at one size after the other."""
         for size in self.sizes:
-            batches = eval_batches(self.dataset, self.config.data, batch_size=self.config.batch_size, img_size=size)
+            batches = eval_batches(
+                self.dataset, self.config.data, batch_size=self.config.batch_size, img_size=size
+            )
             try:
-                result = evaluate(self.model, batches, self.spec, device=self.device, amp=self.config.amp)
+                result = evaluate(
+                    self.model, batches, self.spec, device=self.device, amp=self.config.amp
+                )
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
@@ -142,7 +171,8 @@ class Validation:
     def save(self, rows: Sequence[Row]) -> None:
         """Write rows and where they come from to ``config.json``."""
         table = [
-            {"img_size": row.img_size} | (asdict(row.result) if row.result else {"error": "out of memory"})
+            {"img_size": row.img_size}
+            | (asdict(row.result) if row.result else {"error": "out of memory"})
             for row in rows
         ]
         content = {

@@ -1,9 +1,9 @@
 """A thread in each process of a run that notices when another one has died, stands still or failed.
 
-Owns the beats of the processes and the verdict, which are kept in the store that ``torchrun`` or the first process
-serves, and notices when that no longer answers. A process that is alive and does not get on, as in an endless loop, beats
-and is not noticed. Knows nothing of training: who writes and who prints what a verdict says is told by
-``distributed.py``.
+Owns the beats of the processes and the verdict, which are kept in the store that ``torchrun`` or
+the first process serves, and notices when that no longer answers. A process that is alive and does
+not get on, as in an endless loop, beats and is not noticed. Knows nothing of training: who writes
+and who prints what a verdict says is told by ``distributed.py``.
 """
 
 import json
@@ -19,26 +19,35 @@ from typing import TypeVar
 
 from torch import distributed
 
-from visionattn.training.interrupt import Failed, NonFinite, OutOfMemory
+from visionattn.cli.ends import Failed, NonFinite, OutOfMemory
 
 Outcome = TypeVar("Outcome")
 
 BEAT_SECONDS = 1.0
 """Between two signs of life."""
 SILENCE_SECONDS = 20.0
-"""A process that gives none for this long is taken for dead, and so is a store; ``torchrun`` leaves the others 30 s to
-say so."""
+"""A process that gives none for this long is taken for dead, and so is a store; ``torchrun`` leaves
+the others 30 s to say so.
+"""
 DOUBT_SECONDS = 6.0
 """The same, once a message between processes has failed."""
 GRACE_SECONDS = 3.0
-"""From a verdict to the end of a process that does not see to it itself, because it waits for another one."""
+"""From a verdict to the end of a process that does not see to it itself, because it waits for
+another one.
+"""
 STORE_SECONDS = 30.0
-"""Longest answer of the store, as far as its client sees to that: one that has connected waits for a server that stands
-still."""
+"""Longest answer of the store, as far as its client sees to that: one that has connected waits for
+a server that stands still.
+"""
 LEAVE_SECONDS = 60.0
 """Longest wait at the end for processes that are alive and do not end."""
 
-KINDS = {"nan": (NonFinite, 1), "input": (ValueError, 2), "oom": (OutOfMemory, 3), "failed": (Failed, 4)}
+KINDS = {
+    "nan": (NonFinite, 1),
+    "input": (ValueError, 2),
+    "oom": (OutOfMemory, 3),
+    "failed": (Failed, 4),
+}
 """What a verdict can be: the exception that it is raised as, and the exit code."""
 ENDED = "ended"
 
@@ -52,7 +61,8 @@ class Verdict:
     reason: str
     """One line."""
     speaker: int = 0
-    """The process that says so, on the screen and in the run's folder: the first one that is alive."""
+    """The process that says so, on the screen and in the run's folder: the first one that is alive.
+    """
 
     @property
     def exit_code(self) -> int:
@@ -65,7 +75,8 @@ class Verdict:
 
 
 class Watchdog(threading.Thread):
-    """Gives signs of life, looks for those of the others, and ends this process where it cannot end itself.
+    """Gives signs of life, looks for those of the others, and ends this process where it cannot end
+    itself.
 
     Args:
         rank: of this process.
@@ -74,7 +85,8 @@ class Watchdog(threading.Thread):
 
     Attributes:
         verdict: why the run ends; None as long as it does not.
-        keep: called with the verdict before a process that hangs is ended, where this process is the speaker.
+        keep: called with the verdict before a process that hangs is ended, where this process is
+            the speaker.
     """
 
     def __init__(self, rank: int, hosts: list[str], store: distributed.Store):
@@ -82,8 +94,16 @@ class Watchdog(threading.Thread):
         self.rank, self.hosts, self.store = rank, hosts, store
         self.verdict: Verdict | None = None
         self.keep: Callable[[Verdict], None] = lambda verdict: None
-        self._known, self._stopped, self._handled = threading.Event(), threading.Event(), threading.Event()
-        self._silence, self._beats, self._count = SILENCE_SECONDS, [f"beat/{other}" for other in range(len(hosts))], 0
+        self._known, self._stopped, self._handled = (
+            threading.Event(),
+            threading.Event(),
+            threading.Event(),
+        )
+        self._silence, self._beats, self._count = (
+            SILENCE_SECONDS,
+            [f"beat/{other}" for other in range(len(hosts))],
+            0,
+        )
         self._looked = time.monotonic()
         self._seen: list[tuple[bytes, float]] = [(b"", self._looked) for _ in hosts]
         self._lock = threading.Lock()
@@ -102,7 +122,9 @@ class Watchdog(threading.Thread):
         self._handled.set()
 
     def doubt(self) -> None:
-        """A message between processes has failed: wait until it is known why, or that none has died or failed."""
+        """A message between processes has failed: wait until it is known why, or that none has died
+        or failed.
+        """
         self._silence = DOUBT_SECONDS
         self.wait(DOUBT_SECONDS + 3 * BEAT_SECONDS)
 
@@ -114,19 +136,25 @@ class Watchdog(threading.Thread):
         """Tell all processes why they end; the first verdict counts, and is returned."""
         try:
             text = json.dumps(asdict(verdict))
-            first = self.verdict or within(DOUBT_SECONDS, lambda: self.store.compare_set("verdict", "", text))
+            first = self.verdict or within(
+                DOUBT_SECONDS, lambda: self.store.compare_set("verdict", "", text)
+            )
             verdict = first if isinstance(first, Verdict) else Verdict(**json.loads(first))
         except RuntimeError:  # nobody is left to be told
             pass
         return self._settle(verdict)
 
     def leave(self) -> None:
-        """Stop, after all others have ended too, are dead, or have had time to, which is less where there is a verdict."""
+        """Stop, after all others have ended too, are dead, or have had time to, which is less where
+        there is a verdict.
+        """
         self.hold()
         self._stopped.set()
         if self.is_alive():
             self.join(DOUBT_SECONDS)
-        deadline = time.monotonic() + (GRACE_SECONDS + 3 * BEAT_SECONDS if self.verdict else LEAVE_SECONDS)
+        deadline = time.monotonic() + (
+            GRACE_SECONDS + 3 * BEAT_SECONDS if self.verdict else LEAVE_SECONDS
+        )
         try:
             within(DOUBT_SECONDS, lambda: self.store.set(self._beats[self.rank], ENDED))
             while time.monotonic() < deadline:
@@ -150,8 +178,15 @@ class Watchdog(threading.Thread):
                 self.publish(Verdict("failed", reason, speaker))
         except RuntimeError as error:
             what = "does not answer" if isinstance(error, Unanswered) else "has ended"
-            speaker = min((other for other in range(len(self.hosts)) if self.hosts[other] != self.hosts[0]), default=1)
-            self._settle(Verdict("failed", f"torchrun or the first process, on {self.hosts[0]}, {what}", speaker))
+            speaker = min(
+                (other for other in range(len(self.hosts)) if self.hosts[other] != self.hosts[0]),
+                default=1,
+            )
+            self._settle(
+                Verdict(
+                    "failed", f"torchrun or the first process, on {self.hosts[0]}, {what}", speaker
+                )
+            )
 
     def _beat(self) -> bytes:
         self._count += 1
@@ -162,9 +197,12 @@ class Watchdog(threading.Thread):
         """Note the others' beats and return the verdict's text."""
         *beats, verdict = self.store.multi_get([*self._beats, "verdict"])
         now, before = time.monotonic(), self._looked
-        paused = now - before > SILENCE_SECONDS / 2  # as all are when a scheduler stops a job for a while
+        paused = (
+            now - before > SILENCE_SECONDS / 2
+        )  # as all are when a scheduler stops a job for a while
         self._seen = [
-            (beat, now if paused or beat != old else since) for beat, (old, since) in zip(beats, self._seen, strict=True)
+            (beat, now if paused or beat != old else since)
+            for beat, (old, since) in zip(beats, self._seen, strict=True)
         ]
         self._looked = now
         return verdict
@@ -198,7 +236,8 @@ class Unanswered(RuntimeError):
 
 
 def within(seconds: float, ask: Callable[[], Outcome]) -> Outcome:
-    """What the store answers. The question is left to a thread of its own, as the client may wait without end.
+    """What the store answers. The question is left to a thread of its own, as the client may wait
+    without end.
 
     Args:
         seconds: to wait, counted in beats: while this process is stopped none pass.
@@ -227,7 +266,9 @@ def within(seconds: float, ask: Callable[[], Outcome]) -> Outcome:
     return answer
 
 
-def start_watchdog(rank: int, hosts: list[str], address: tuple[str, int], meet: Callable[[], object]) -> Watchdog:
+def start_watchdog(
+    rank: int, hosts: list[str], address: tuple[str, int], meet: Callable[[], object]
+) -> Watchdog:
     """Start the thread, with a connection of its own to the store.
 
     Args:

@@ -1,0 +1,60 @@
+"""What a number says of where it comes from: above all, of which processor it is."""
+
+import pytest
+import torch
+
+from visionattn.cli import provenance as module
+from visionattn.cli.provenance import processor_name, provenance
+from visionattn.cli.tables import csv_text, provenance_of, summary
+from visionattn.lab import calibrate
+
+CPUINFO = (
+    "processor\t: 0\nvendor_id\t: X\nmodel name\t: Xeon: 6 @ 2 GHz\nflags\t: a\n\nmodel "
+    "name\t: another\n"
+)
+
+
+class FakePath:
+    """``/proc/cpuinfo`` of another machine; None where it has none."""
+
+    def __init__(self, content: str | None):
+        self.content = content
+
+    def __call__(self, path):
+        assert path == "/proc/cpuinfo"
+        return self
+
+    def exists(self):
+        return self.content is not None
+
+    def read_text(self):
+        return self.content
+
+
+@pytest.mark.parametrize(
+    ("content", "known", "wanted"),
+    [
+        (CPUINFO, "ignored", "Xeon: 6 @ 2 GHz"),
+        ("processor : 0\nCPU part : 0xd4f\n", "", "aarch64"),
+        ("model name :\n", "arm", "arm"),
+        (None, "i386 Family 6", "i386 Family 6"),
+        (None, "", "aarch64"),
+    ],
+)
+def test_the_processor_is_called_as_linux_calls_it_and_elsewhere_as_python_does(
+    monkeypatch, content, known, wanted
+):
+    monkeypatch.setattr(module, "Path", FakePath(content))
+    monkeypatch.setattr(module.platform, "processor", lambda: known)
+    monkeypatch.setattr(module.platform, "machine", lambda: "aarch64")
+    assert processor_name() == wanted
+
+
+def test_every_kind_of_provenance_names_the_processor(monkeypatch):
+    monkeypatch.setattr(module, "processor_name", lambda: "Abacus 7")
+    monkeypatch.setattr(calibrate, "processor_name", lambda: "Abacus 7")
+    assert provenance(torch.device("cpu"))["processor"].startswith("Abacus 7, ")
+    found = provenance_of("cpu", ["--targets"])
+    assert summary(found).startswith("Abacus 7, ")
+    assert "Abacus 7, " in csv_text([{"seconds": 1}], found).splitlines()[1]
+    assert calibrate.provenance()["cpu"] == "Abacus 7"

@@ -1,0 +1,330 @@
+"""Tables, targets and plots: arithmetic on known numbers, and small runs. No test looks at a
+time.
+"""
+
+import csv
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+import visionattn.lab.targets as targets
+from visionattn.cli.tables import (
+    cells_of,
+    csv_text,
+    duration,
+    json_text,
+    markdown,
+    provenance_of,
+    record_of,
+)
+from visionattn.lab.cases import Case
+from visionattn.lab.compare import Plan, Quartiles, Row
+from visionattn.lab.memory import build
+from visionattn.lab.papers import FIGURES, crossings, heads_table
+from visionattn.lab.plot import crossing, draw, slope_of, sweep_panels
+from visionattn.lab.targets import Target, all_targets, choose, measure_targets
+
+PLAN = Plan(rounds=2, max_rounds=2, seconds=0)
+
+
+def row_of(name="sdpa", tokens=77, seconds=0.002, form="auto", width=8, **more):
+    case = Case("operation", name, tokens, width, form=form, heads=3)
+    return Row(
+        case,
+        seconds=seconds and Quartiles(seconds / 2, seconds, seconds * 2),
+        samples=[seconds] * 3,
+        **more,
+    )
+
+
+def test_slopes_are_those_of_the_larger_half_of_the_sizes():
+    sizes = [32, 64, 128, 256, 512]
+    assert slope_of(sizes, [7.0, 7.0, *(1e-6 * n**2 for n in sizes[2:])]) == pytest.approx(2)
+    assert slope_of(sizes[::-1], [3e-6 * n for n in sizes[::-1]]) == pytest.approx(1)
+    assert slope_of([32, 64], [1.0, math.sqrt(2)]) == pytest.approx(0.5)
+    assert slope_of([32], [1.0]) is None and slope_of([32, 32], [1.0, 2.0]) is None
+
+
+def test_crossings_lie_where_two_power_laws_meet():
+    sizes = [32, 64, 128, 256, 512]
+    quadratic, linear = [n**2 / 100 for n in sizes], [float(n) for n in sizes]
+    assert crossing(sizes, quadratic, linear) == pytest.approx(100)
+    assert crossing(sizes[:2], quadratic[:2], linear[:2]) is None
+    assert crossing(sizes[2:], quadratic[2:], linear[2:]) is None
+    noisy = [
+        0.5 * 16,
+        20.0 * 32,
+        *quadratic[1:],
+    ]  # above at 32 tokens alone, and for good from 100 on
+    assert crossing([16, *sizes], noisy, [16.0, *linear]) == pytest.approx(100)
+
+
+def test_rows_as_cells_values_csv_and_json_say_the_same():
+    ready = row_of(
+        peak_bytes=3 << 20, flops=1_500_000, ratio=Quartiles(0.5, 0.75, 1.0), baseline="eager"
+    )
+    full = Row(Case("model", "scaleformer_vit_t", 64), status="out of memory")
+    records, provenance = [record_of(ready), record_of(full)], {"device": "cpu", "commit": None}
+    assert cells_of(ready)["time"] == "2 ms" and cells_of(ready)["ratio"] == "0.75 (0.5-1)"
+    assert cells_of(ready)["peak"] == "3 MiB" and cells_of(ready)["GFLOP"] == "0.0015"
+    assert (cells_of(full)["status"], cells_of(full)["time"], cells_of(full)["heads"]) == (
+        "out of memory",
+        None,
+        None,
+    )
+    read = list(csv.DictReader(csv_text(records, provenance).splitlines()))
+    assert [line["status"] for line in read] == ["ok", "out of memory"] and read[1][
+        "seconds_median"
+    ] == ""
+    assert (
+        float(read[0]["seconds_high"]) == 0.004 and read[0]["device"] == read[1]["device"] == "cpu"
+    )
+    assert json.loads(json_text(records, provenance)) == {"provenance": provenance, "rows": records}
+
+
+def test_durations_have_a_unit_that_suits_them():
+    assert [duration(s) for s in (2.5, 0.0025, 0.00025)] == ["2.5 s", "2.5 ms", "250 us"]
+
+
+def test_columns_without_values_are_left_out():
+    assert markdown([{"a": 1, "b": None, "c": 0}, {"a": 2, "b": None, "c": None}]).splitlines() == [
+        "| a | c |",
+        "|---|---|",
+        "| 1 | 0 |",
+        "| 2 |  |",
+    ]
+
+
+def test_provenance_says_what_a_number_depends_on():
+    found = provenance_of("cpu", ["--operations", "sdpa", "--csv", "my file"])
+    assert found["command"] == "python tools/benchmark.py --operations sdpa --csv 'my file'"
+    assert found["threads"] == torch.get_num_threads() and found["torch"] == torch.__version__
+    assert {"device", "processor", "commit", "date", "load"} <= set(found)
+
+
+def test_every_figure_to_reach_is_in_the_table_with_its_bound():
+    bounds = {f"{target.what}, {target.at}": target.reach for target in all_targets()}
+    assert len(bounds) == len(all_targets()) == 37
+    shift = "efficient TaylorShift forward"
+    for width, short, long, both in (
+        (16, "0.18", "0.05", "0.25"),
+        (32, "0.38", "0.12", "0.4"),
+        (64, "1", "0.28", "1"),
+    ):
+        assert bounds[f"{shift} / SDPA, N = 4096, d = {width}"] == short
+        assert bounds[f"{shift} / SDPA, N = 16384, d = {width}"] == long
+        assert bounds[f"{shift}+backward / SDPA's, N = 4096, d = {width}"] == both
+    for pixels, ours, shifted in ((1024, "0.47", "0.7"), (2048, "0.16", "0.24")):
+        assert bounds[f"scaleformer_vit_s forward / vit_small_patch16_224, {pixels} px"] == ours
+        assert (
+            bounds[f"scaleformer_vit_s forward / scaleformer_vit_s+identity, {pixels} px"] == "1.3"
+        )
+        assert (
+            bounds[f"taylorshift_vit_s+heads=12 forward / vit_small_patch16_224, {pixels} px"]
+            == shifted
+        )
+    assert sum(reach == "1.8 to 2.1" for reach in bounds.values()) == 14
+    for case in (target.case for target in all_targets()):
+        assert (case.batch, case.dtype, case.heads) == (1, "float32", 6)
+
+
+def test_figures_are_chosen_by_a_pattern():
+    assert {target.at for target in choose("identity.*2048 px")} == {"2048 px"}
+    assert [target.case.form for target in choose("DIRECT")] == ["direct"]
+    assert len(choose(None)) == len(all_targets())
+    with pytest.raises(ValueError, match="fits none"):
+        choose("nothing of this name")
+    with pytest.raises(ValueError, match="no regular expression"):
+        choose("(")
+
+
+def tiny(name, *, base="sdpa", tokens=77, high=1.0, low=0.0, measure=None, form="efficient"):
+    case = Case("operation", name, tokens, 8, form=form, heads=3, backward=measure is not None)
+    baseline = None if measure else Case("operation", base, tokens, 8, heads=3)
+    return Target(name, f"N = {tokens}", case, baseline, low, high, measure)
+
+
+def test_ratios_of_one_size_come_from_one_run_and_are_judged_by_their_bounds(monkeypatch):
+    runs = []
+
+    def measure(cases, plan, baseline=None):
+        runs.append([case.label for case in cases])
+        seconds = {"sdpa": 4.0, "kernelized efficient": 1.0, "taylorshift efficient": 6.0}
+        return [
+            Row(case, samples=[seconds[case.label]] * 2, seconds=Quartiles(1, 1, 1))
+            for case in cases
+        ]
+
+    monkeypatch.setattr(targets, "measure_together", measure)
+    wanted = [
+        tiny("kernelized"),
+        tiny("kernelized", tokens=45, high=None),
+        tiny("taylorshift", high=1.4),
+    ]
+    results = list(measure_targets(wanted, PLAN))
+    assert runs == [
+        ["sdpa", "kernelized efficient", "taylorshift efficient"],
+        ["sdpa", "kernelized efficient"],
+    ]
+    assert [(result.measured, result.met) for result in results] == [
+        (0.25, "yes"),
+        (1.5, "no"),
+        (0.25, "-"),
+    ]
+
+
+def test_whole_models_at_2048_pixels_take_three_rounds(monkeypatch):
+    rounds = {}
+
+    def measure(cases, plan, baseline=None):
+        rounds[cases[0].kind, cases[0].size] = (
+            plan.rounds,
+            plan.max_rounds,
+            plan.check,
+            plan.memory,
+        )
+        return [Row(case, samples=[1.0], seconds=Quartiles(1, 1, 1)) for case in cases]
+
+    monkeypatch.setattr(targets, "measure_together", measure)
+    list(measure_targets(choose("px|N = 16384"), Plan(rounds=5, max_rounds=30)))
+    assert rounds["model", 2048] == (3, 5, True, False) and rounds["model", 1024] == (
+        5,
+        5,
+        True,
+        False,
+    )
+    assert rounds["operation", 16384] == (5, 30, True, False)
+    list(measure_targets(choose("2048 px"), Plan(rounds=7, max_rounds=30), few=False))
+    assert rounds["model", 2048] == (7, 30, True, False)
+
+
+def test_figures_are_measured_and_what_cannot_be_says_why(monkeypatch):
+    def fail(case):
+        raise torch.OutOfMemoryError("full")
+
+    def exhausted(case):
+        raise MemoryError
+
+    def absent(case):
+        raise NotImplementedError("later")
+
+    wanted = [
+        tiny("kernelized", high=1e9),
+        tiny("taylorshift", measure=targets.growth_of_bytes_kept, low=1.8, high=2.1),
+    ]
+    wanted += [tiny("taylorshift", measure=way) for way in (fail, exhausted, absent)]
+    results = list(measure_targets(wanted, PLAN))
+    assert [result.met for result in results] == [
+        "yes",
+        "yes",
+        "out of memory",
+        "out of memory",
+        "not built: later",
+    ]
+    assert len(results[0].row.samples) == 2 and results[0].cells()[-1] == 2
+    assert results[1].record()["measured"] == pytest.approx(2, abs=0.2)
+
+
+def test_a_target_whose_operation_is_wrong_says_so(monkeypatch):
+    import visionattn.ops as ops
+
+    monkeypatch.setattr(ops, "kernelized_attention", lambda q, k, v, **options: v)
+    (ratio,) = measure_targets([tiny("kernelized")], PLAN)
+    (figure,) = measure_targets([tiny("kernelized", measure=targets.growth_of_bytes_kept)], PLAN)
+    assert ratio.met.startswith("wrong: out differs") and figure.met.startswith("wrong: ")
+    assert ratio.record()["measured"] is None and ratio.cells()[3] is None
+
+
+def test_memory_is_related_to_the_inputs_after_the_output_is_taken_off(monkeypatch):
+    case = Case("operation", "taylorshift", 77, 8, form="efficient", heads=3)
+    one = 4 * 3 * 77 * 8
+    monkeypatch.setattr(targets, "case_peak_bytes", lambda case: one + 6 * one)
+    assert targets.memory_over_inputs(case) == 2.0
+
+
+def test_crossings_stand_beside_the_published_ones():
+    rows = []
+    for n in (64, 128, 256, 512):
+        rows.append(row_of("taylorshift", n, n**2 * 1e-6, form="direct", peak_bytes=n << 14))
+        rows.append(row_of("taylorshift", n, 100 * n * 1e-6, form="efficient", peak_bytes=n << 15))
+    rows.append(row_of("taylorshift", 1024, None, form="direct"))
+    (record,) = crossings(rows)
+    assert record == {
+        "d": 8,
+        "N0 published": 73,
+        "N0 measured (time)": "100",
+        "N1 published": 47,
+        "N1 measured (memory)": "none up to 512",
+    }
+
+
+def test_head_counts_stand_beside_the_published_ones():
+    cases = [
+        Case("model", "taylorshift_vit_pixel+heads=16", 32, form=form, batch=16)
+        for form in ("direct", "efficient")
+    ]
+    rows = [
+        Row(cases[0], seconds=Quartiles(1, 2, 3), peak_bytes=5 << 20),
+        Row(cases[1], status="out of memory"),
+    ]
+    (record,) = heads_table(rows)
+    assert record["d"] == 16 and record["direct images/s"] == "8" and record["direct MiB"] == "5"
+    assert record["efficient images/s"] is None and record["published efficient images/s"] == 9713
+
+
+def test_plots_are_written_and_hold_the_slopes(tmp_path):
+    rows = [
+        row_of(name, n, n**2 * 1e-6, peak_bytes=n << 12)
+        for name in ("sdpa", "eager")
+        for n in (64, 128, 256)
+    ]
+    rows.append(Row(rows[0].case, status="out of memory"))
+    time, space = sweep_panels(rows)
+    assert [curve.label for curve in time.curves] == ["sdpa", "eager"] and list(
+        time.curves[0].x
+    ) == [64, 128, 256]
+    assert slope_of(space.curves[1].x, space.curves[1].y) == pytest.approx(1)
+    draw(tmp_path / "a.png", [time, space], "here")
+    draw(tmp_path / "b.png", sweep_panels(rows[-1:]), "nothing was measured")
+    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("a.png", "b.png"))
+
+
+def test_every_linear_form_is_asked_how_its_memory_for_the_backward_pass_grows():
+    kept = [target for target in choose("bytes kept")]
+    named = {target.case.name for target in kept}
+    for case in (target.case for target in kept):
+        build(
+            replace(case, size=77), "meta"
+        ).forward()  # the name exists, and so does its efficient form
+    positions = {
+        f"{base}+{kind}"
+        for base in ("taylorshift", "kernelized")
+        for kind in ("joint", "axial", "flat")
+    }
+    assert named >= positions | {
+        "kernelized+causal+flat",
+        "kernelized+softmax",
+        "kernelized+favor",
+        "kernelized+relu",
+    }
+
+
+def test_the_chosen_form_is_drawn_beside_the_efficient_one_at_every_length():
+    drawn = {}
+    for case in (case for group in FIGURES["scaleformer-6"][0](False) for case in group):
+        drawn.setdefault(case.label, []).append(case.size)
+    sizes = [2**power for power in range(7, 15)]
+    for name in ("kernelized", "kernelized+flat+sum"):
+        assert drawn[name] == drawn[f"{name} efficient"] == sizes
+    assert drawn["sdpa"] == drawn["eager"] == sizes[:-1]
+
+
+@pytest.mark.parametrize("figure", FIGURES)
+def test_cases_of_a_figure_can_be_compared(figure):
+    for quick in (False, True):
+        groups = list(FIGURES[figure][0](quick))
+        assert all(len({case.place for case in group}) == 1 and len(group) > 1 for group in groups)
+        assert len({case.label for group in groups for case in group}) < 13

@@ -1,0 +1,466 @@
+"""The commands as they are typed: what they print, and how they end."""
+
+import importlib.util
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import save_file
+
+ROOT = Path(__file__).parents[2]
+SMALL = [
+    "--model.args",
+    "{patch_size: 8, embed_dim: 16, depth: 1, num_heads: 2}",
+    "--data.img_size=16",
+    "--data.workers=0",
+    "--batch_size=128",
+    "--epochs=1",
+    "--optim.warmup_epochs=0.5",
+]
+
+
+def load(name: str):
+    spec = importlib.util.spec_from_file_location(f"tool_{name}", ROOT / "tools" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+train, validate = load("train").main, load("validate").main
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A finished run on the digits, its output, and its folder."""
+    output = tmp_path_factory.mktemp("runs")
+    command = [
+        sys.executable,
+        str(ROOT / "tools" / "train.py"),
+        *SMALL,
+        f"--output={output}",
+        "--run=one",
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True, env=environment(), cwd=ROOT
+    )
+    assert done.stderr == ""
+    return output / "one", done.stdout
+
+
+def environment() -> dict[str, str]:
+    paths = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
+
+
+def written(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def test_training_ends_with_time_checkpoint_two_commands_and_the_test_accuracy_as_the_last_line(
+    finished,
+):
+    folder, printed = finished
+    lines = printed.splitlines()
+    assert re.fullmatch(r"test accuracy \d+\.\d %", lines[-1])
+    assert re.fullmatch(r"trained in \d+ seconds", lines[-6])
+    assert (
+        lines[-5] == f"best weights (of epoch 1): {folder / 'best.safetensors'}"
+        and lines[-4] == "try next:"
+    )
+    assert not any("%" in line for line in lines[-6:-1])
+    assert [shlex.split(line)[1] for line in lines[-3:-1]] == [
+        "tools/validate.py",
+        "tools/train.py",
+    ]
+
+
+def test_both_commands_that_are_offered_next_work_as_they_are(finished, capsys):
+    folder, printed = finished
+    first, second = (shlex.split(line) for line in printed.splitlines()[-3:-1])
+    assert validate(first[2:]) == 0
+    table = capsys.readouterr().out
+    assert [line.split()[0] for line in table.splitlines()[2:]] == ["16", "24", "32"]
+    assert train([*second[2:], "--batch_size=256"]) == 0
+    printed = capsys.readouterr().out
+    assert "tensors start from" in printed and "one_24px/best.safetensors" in printed
+    assert printed.splitlines()[-1].startswith("test accuracy ")
+    assert (
+        yaml.safe_load((folder.parent / "one_24px" / "config.yaml").read_text())["data"]["img_size"]
+        == 24
+    )
+
+
+def test_validation_prints_a_row_per_size_and_keeps_it_with_its_origin(finished, capsys, tmp_path):
+    folder, printed = finished
+    kept = tmp_path / "rows.json"
+    assert (
+        validate(
+            [
+                "--checkpoint",
+                str(folder / "best.safetensors"),
+                "--img-size",
+                "16",
+                "32",
+                "--json",
+                str(kept),
+            ]
+        )
+        == 0
+    )
+    head, columns, *rows = capsys.readouterr().out.splitlines()
+    assert head == f"{folder / 'best.safetensors'} on the test images of digits"
+    assert columns.split() == ["size", "images", "accuracy", "top-5", "images/s"]
+    accuracy = printed.splitlines()[-1].split()[2]
+    assert rows[0].split()[:2] == ["16", "359"] and f"{float(rows[0].split()[2]):.1f}" == accuracy
+    content = json.loads(kept.read_text())
+    assert [row["img_size"] for row in content["rows"]] == [16, 32] and content["split"] == "test"
+    assert content["provenance"]["torch"] == torch.__version__ and content["config"]["seed"] == 0
+    assert {"device", "commit", "visionattn"} < set(content["provenance"])
+
+
+def test_canvases_are_evaluated_at_their_own_sizes(finished, capsys):
+    folder, _ = finished
+    flags = ["--data.name=canvas", "--data.eval_images=6", "--img_size", "72", "104"]
+    assert validate(["--checkpoint", str(folder / "best.safetensors"), *flags]) == 0
+    assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()[2:]] == [
+        ["72", "6"],
+        ["104", "6"],
+    ]
+
+
+BAD_FLAGS = [
+    (
+        ["--optim.learning_rate", "1"],
+        "unknown option --optim.learning_rate; the nearest is --optim.lr",
+    ),
+    (["--optim.lr", "fast"], "optim.lr must be a number, got fast"),
+    (["--config", "nowhere.yaml"], "no configuration file at nowhere.yaml"),
+    (["--data.name", "folder"], "root"),
+    (["--data.name", "folder", "--data.root", "nowhere"], "nowhere"),
+    (["--data.name", "cifar10", "--data.root", "nowhere"], "nowhere"),
+    (
+        ["--model.name", "scaleformer_vit_q"],
+        "timm knows no model 'scaleformer_vit_q'; the nearest is",
+    ),
+    (["--model.args.num_heads", "3"], "3"),
+    (["--model.args.pretrained", "true"], "pretrained"),
+    (
+        ["--data.img_size", "30"],
+        "is not a whole number of 8 x 8 pixel patches; the nearest that fit: 24 or 32",
+    ),
+    (["--init-from", "nowhere.pt"], "no checkpoint at nowhere.pt"),
+    (["--resume"], "nothing to resume"),
+    (["--resume", "--overwrite"], "give one of them"),
+    (["--device", "cuda:99"], "device 'cuda:99' cannot be used here"),
+]
+
+
+@pytest.mark.parametrize(
+    ("flags", "part"),
+    BAD_FLAGS,
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_input_ends_training_with_one_line_code_2_and_nothing_written(
+    tmp_path, capsys, flags, part
+):
+    given = {flag.partition("=")[0] for flag in flags}
+    small = [flag for flag in SMALL if flag.partition("=")[0] not in given]
+    assert train([*small, "--output", str(tmp_path / "out"), *flags]) == 2
+    printed = capsys.readouterr()
+    assert (
+        printed.err.startswith("error: ") and part in printed.err and printed.err.count("\n") == 1
+    )
+    assert printed.out == "" and not (tmp_path / "out").exists()
+
+
+def test_weights_that_cannot_be_used_end_training_with_one_line(finished, tmp_path, capsys):
+    folder, _ = finished
+    cut, evil, other = tmp_path / "cut.pt", tmp_path / "evil.pt", tmp_path / "other.safetensors"
+    cut.write_bytes((folder / "last.pt").read_bytes()[:5000])
+    torch.save({"model": Harm(tmp_path / "harm")}, evil)
+    save_file({"conv.weight": torch.zeros(3, 3)}, other)
+    for path, part in ((cut, "cut off or garbled"), (evil, "run code"), (other, "nothing of")):
+        assert train([*SMALL, f"--output={tmp_path / 'out'}", "--init-from", str(path)]) == 2
+        printed = capsys.readouterr()
+        assert printed.err.count("\n") == 1 and part in printed.err and str(path) in printed.err
+    assert not (tmp_path / "harm").exists() and not (tmp_path / "out").exists()
+
+
+class Harm:
+    """Unpickling it makes a folder."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_a_state_that_cannot_be_used_ends_resumption_with_one_line_and_stays(
+    finished, tmp_path, capsys
+):
+    folder, _ = finished
+    run = tmp_path / "one"
+    run.mkdir()
+    flags = [*SMALL, f"--output={tmp_path}", "--run=one", "--resume"]
+    state = (folder / "last.pt").read_bytes()
+    for content, more, part in (
+        (state[: len(state) // 2], [], "cut off or garbled"),
+        (b"", [], "cut off or garbled"),
+        (state, ["--model.args.embed_dim=32"], "another model"),
+        (state, ["--model.name=taylorshift_vit_t"], "another model"),
+    ):
+        (run / "last.pt").write_bytes(content)
+        assert train([*flags, *more]) == 2
+        printed = capsys.readouterr()
+        assert printed.err.count("\n") == 1 and part in printed.err
+        assert written(run) == {"last.pt": content}
+
+
+def test_a_folder_in_use_is_left_as_it_is(finished, capsys):
+    folder, _ = finished
+    before = written(folder)
+    assert train([*SMALL, f"--output={folder.parent}", "--run=one"]) == 2
+    assert (
+        "is not empty; --resume goes on with it, --overwrite deletes it" in capsys.readouterr().err
+    )
+    assert written(folder) == before
+
+
+def test_bad_input_ends_validation_with_one_line_and_code_2(finished, tmp_path, capsys):
+    folder, _ = finished
+    best = str(folder / "best.safetensors")
+    cut, alone = tmp_path / "cut.safetensors", tmp_path / "alone.safetensors"
+    cut.write_bytes(Path(best).read_bytes()[:3000])
+    alone.write_bytes(Path(best).read_bytes())
+    sizes = tmp_path / "sizes.yaml"
+    sizes.write_text("data: {img_size: 24}\n")
+    before = written(folder)
+    for flags, part in (
+        ([], "--checkpoint is missing"),
+        (["--checkpoint", "nowhere.safetensors"], "no checkpoint at nowhere.safetensors"),
+        (["--checkpoint", str(folder / "last.pt")], "give the best.safetensors of a run"),
+        (["--checkpoint", str(alone)], "name it: --data.name, --data.root"),
+        (["--checkpoint", str(cut), "--data.name=digits"], "cut off or garbled"),
+        (
+            ["--checkpoint", best, "--img-size", "20"],
+            "image of 20 x 20 pixels is not a whole number of 8 x 8 pixel patches; the nearest "
+            "that fit: 16 or 24",
+        ),
+        (["--checkpoint", best, "--img-size", "0"], "img_size must be above 0, got 0"),
+        (
+            ["--checkpoint", best, "--img-sizes", "16"],
+            "unknown option --img-sizes; the nearest is --img_size",
+        ),
+        (
+            ["--checkpoint", best, "--img-size", "big"],
+            "img_size must be a list of whole numbers or null, got big",
+        ),
+        (["--checkpoint", best, "--batch_size", "0"], "batch_size must be above 0, got 0"),
+        (["--checkpoint", best, "--json", str(tmp_path / "no" / "a.json")], "for the JSON file"),
+        (["--checkpoint", best, "--data.name=folder", "--data.root=nowhere"], "nowhere"),
+        (
+            ["--checkpoint", best, "--img-size", "16", "--data.name=canvas"],
+            "canvas of 16 pixels is too small",
+        ),
+        (
+            ["--checkpoint", best, "--img-size", "64", "32", "--data.name=canvas"],
+            "canvas of 32 pixels is too small",
+        ),
+        (
+            ["--checkpoint", best, "--data.img_size=32"],
+            "data.img_size is for training; name the sizes to evaluate at",
+        ),
+        (
+            ["--checkpoint", best, "--data.img-size", "16"],
+            "data.img_size is for training; name the sizes",
+        ),
+        (
+            ["--checkpoint", best, "--data.img_size_choices", "16", "24"],
+            "data.img_size_choices is for training",
+        ),
+        (["--checkpoint", best, "--config", str(sizes)], "data.img_size is for training"),
+        (["--checkpoint", best, "--data.eval_images=9"], "eval_images is for canvas alone"),
+    ):
+        assert validate(flags) == 2, flags
+        printed = capsys.readouterr()
+        assert (
+            printed.err.startswith("error: ")
+            and part in printed.err
+            and printed.err.count("\n") == 1
+        ), flags
+        assert printed.out == "", flags
+    assert written(folder) == before and not (tmp_path / "no").exists()
+
+
+def test_other_data_are_evaluated_without_the_options_that_are_for_those_of_the_run_alone(
+    finished, tmp_path, capsys
+):
+    folder, _ = finished
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    config["data"] |= {
+        "name": "canvas",
+        "img_size": 64,
+        "img_size_choices": [48, 64],
+        "train_images": 9,
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config | {"seed": 7}))
+    (tmp_path / "best.safetensors").write_bytes((folder / "best.safetensors").read_bytes())
+    kept = tmp_path / "rows.json"
+    flags = [
+        "--checkpoint",
+        str(tmp_path / "best.safetensors"),
+        "--data.name=digits",
+        f"--json={kept}",
+    ]
+    assert validate(flags) == 0
+    assert capsys.readouterr().out.splitlines()[2].split()[:2] == ["16", "359"]
+    content = json.loads(kept.read_text())["config"]
+    assert (
+        content["seed"] == 7
+        and content["data"]["workers"] == 0
+        and content["data"]["train_images"] == 20_000
+    )
+
+
+def test_files_and_folders_without_permission_end_tools_with_one_line(
+    finished, tmp_path, capsys, monkeypatch
+):
+    folder, _ = finished
+    config, images = tmp_path / "mine.yaml", tmp_path / "images"
+    config.write_text("epochs: 2\n")
+    for name in ("cat", "dog"):
+        (images / "train" / name).mkdir(parents=True)
+    best = folder / "best.safetensors"
+    for locked, opener, tool, flags in (
+        (config, "io.open", train, [*SMALL, "--config", str(config)]),
+        (
+            images / "train",
+            "os.listdir",
+            train,
+            [*SMALL, "--data.name=folder", f"--data.root={images}"],
+        ),
+        (
+            images / "train" / "cat",
+            "os.scandir",
+            train,
+            [*SMALL, "--data.name=folder", f"--data.root={images}"],
+        ),
+        (best, "builtins.open", validate, ["--checkpoint", str(best)]),
+        (best, "builtins.open", train, [*SMALL, "--init-from", str(best)]),
+    ):
+        with monkeypatch.context() as patch:
+            lock(patch, opener, locked)
+            assert tool([*flags, f"--output={tmp_path / 'out'}"] if tool is train else flags) == 2
+        printed = capsys.readouterr()
+        assert printed.err == f"error: {locked}: Permission denied\n" and printed.out == ""
+    assert not (tmp_path / "out").exists()
+
+
+def lock(patch: pytest.MonkeyPatch, opener: str, locked: Path) -> None:
+    """Refuse one path to a function that opens it, as the system does for all but root."""
+    module, _, name = opener.rpartition(".")
+    real = getattr(sys.modules[module], name)
+
+    def refuse(path=".", *args, **options):
+        if str(path) == str(locked):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, *args, **options)
+
+    patch.setattr(opener, refuse)
+
+
+def test_weights_are_not_evaluated_on_the_classes_of_other_data(finished, tmp_path, capsys):
+    folder, _ = finished
+    for name in ("cat", "dog"):
+        for split in ("train", "val"):
+            (tmp_path / "images" / split / name).mkdir(parents=True)
+            from PIL import Image
+
+            Image.new("RGB", (16, 16)).save(tmp_path / "images" / split / name / "a.png")
+    flags = ["--data.name=folder", f"--data.root={tmp_path / 'images'}"]
+    assert validate(["--checkpoint", str(folder / "best.safetensors"), *flags]) == 2
+    assert (
+        "the weights are for other data: their num classes: 10; the data's: 2"
+        in capsys.readouterr().err
+    )
+
+
+def test_ctrl_c_saves_the_state_says_how_to_go_on_and_that_works(tmp_path):
+    command = [
+        sys.executable,
+        str(ROOT / "tools" / "train.py"),
+        *SMALL,
+        "--data.workers=1",
+        f"--output={tmp_path}",
+        "--run=two",
+    ]
+    command += ["--epochs=500", "--optim.warmup_epochs=1"]
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+        cwd=ROOT,
+        start_new_session=True,
+    )
+    try:
+        assert "epochs of 11 steps" in process.stdout.readline()
+        assert process.stdout.readline().startswith("epoch   1/500")
+        time.sleep(0.2)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the loader's processes too
+        _, errors = process.communicate(timeout=600)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    place, _, command = errors.rstrip("\n").partition("; to go on: ")
+    assert re.fullmatch(
+        rf"stopped after step \d+ \(epoch \d+ of 500\); the state is in {tmp_path}/two/last.pt",
+        place,
+    )
+    state = torch.load(tmp_path / "two" / "last.pt", weights_only=True)["position"]
+    go_on = shlex.split(command)
+    assert go_on[1:] == ["tools/train.py", "--config", f"{tmp_path}/two/config.yaml", "--resume"]
+    assert train([*go_on[2:], f"--epochs={state['epoch'] + 1}", "--data.workers=0"]) == 0
+    assert (
+        torch.load(tmp_path / "two" / "last.pt", weights_only=True)["position"]["epoch"]
+        == state["epoch"] + 1
+    )
+
+
+ALONE = sorted(path.stem for path in (ROOT / "tools").glob("*.py") if path.stem != "train")
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_tools_that_run_as_one_process_are_not_started_by_torchrun(name, monkeypatch, capsys):
+    tool = load(name).main
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank, line in (
+        ("0", "error: this tool runs as one process; start it without torchrun\n"),
+        ("1", ""),
+    ):
+        monkeypatch.setenv("RANK", rank)
+        assert tool(["--help"]) == 2
+        assert capsys.readouterr() == ("", line)
+
+
+def test_help_lists_every_option_with_its_meaning(capsys):
+    for tool, option in ((train, "--optim.layer_decay"), (validate, "--img_size")):
+        with pytest.raises(SystemExit) as end:
+            tool(["--help"])
+        printed = capsys.readouterr().out
+        assert end.value.code == 0 and option in printed and "Processes that load data" in printed

@@ -1,0 +1,149 @@
+"""CIFAR-10 through torchvision, on a tiny one made here: 5 training files of 8 images and a test
+file of 6.
+"""
+
+import hashlib
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from torchvision.datasets import CIFAR10
+
+from visionattn.data.splits import SampleKey, build_splits, eval_batches, train_batches
+from visionattn.training.config import DataConfig
+
+CLASSES = ["plane", "car", "fowl", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
+
+
+@pytest.fixture
+def root(tmp_path, monkeypatch):
+    """A CIFAR-10 folder whose checksums are told to torchvision; images of a file are of classes 0,
+    1, 2, 3 in turn.
+    """
+    folder = tmp_path / "cifar-10-batches-py"
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+
+    def write(name, content):
+        (folder / name).write_bytes(pickle.dumps(content))
+        return name, hashlib.md5((folder / name).read_bytes()).hexdigest()
+
+    def batch(count):
+        return {
+            "data": rng.integers(0, 256, (count, 3072), dtype=np.uint8),
+            "labels": [index % 4 for index in range(count)],
+        }
+
+    train = [write(f"data_batch_{number}", batch(8)) for number in range(1, 6)]
+    test = [write("test_batch", batch(6))]
+    name, checksum = write("batches.meta", {"label_names": CLASSES})
+    monkeypatch.setattr(CIFAR10, "train_list", train)
+    monkeypatch.setattr(CIFAR10, "test_list", test)
+    monkeypatch.setattr(CIFAR10, "meta", {"filename": name, "key": "label_names", "md5": checksum})
+    return tmp_path
+
+
+def config_of(root, name="cifar10", **changes):
+    return DataConfig(
+        **(
+            {"name": name, "root": str(root), "img_size": 32, "workers": 0, "val_fraction": 0.3}
+            | changes
+        )
+    )
+
+
+def all_of(split, config):
+    images, labels = zip(*eval_batches(split, config, batch_size=7, img_size=32), strict=True)
+    return torch.cat(images), torch.cat(labels)
+
+
+def test_validation_is_held_out_of_train_and_test_is_that_of_cifar(root):
+    config = config_of(root)
+    splits = build_splits(config, 3)
+    assert [len(splits.train), len(splits.validation), len(splits.test)] == [28, 12, 6]
+    original = CIFAR10(root, train=True)
+    known = {
+        image.tobytes(): label for image, label in zip(original.data, original.targets, strict=True)
+    }
+    seen = []
+    for split in (splits.train, splits.validation):
+        images, labels = all_of(split, config)
+        assert images.shape[1:] == (3, 32, 32) and images.dtype == torch.uint8
+        for image, label in zip(images, labels.tolist(), strict=True):
+            seen.append(image.permute(1, 2, 0).contiguous().numpy().tobytes())
+            assert known[seen[-1]] == label
+    assert sorted(seen) == sorted(known)
+    assert np.bincount(all_of(splits.validation, config)[1]).tolist() == [3, 3, 3, 3]
+    images, labels = all_of(splits.test, config)
+    np.testing.assert_array_equal(images.permute(0, 2, 3, 1), CIFAR10(root, train=False).data)
+    assert labels.tolist() == [0, 1, 2, 3, 0, 1]
+    assert (
+        splits.spec.class_names == tuple(CLASSES)
+        and splits.spec.in_chans == 3
+        and splits.spec.encoding is None
+    )
+
+
+def test_the_held_out_images_depend_on_the_seed(root):
+    config = config_of(root)
+    first, again, other = (build_splits(config, seed).validation for seed in (3, 3, 4))
+    np.testing.assert_array_equal(first.images, again.images)
+    assert not np.array_equal(first.images, other.images)
+
+
+def test_pixel_images_are_grey_and_become_one_hot(root):
+    config = config_of(root, "cifar10_pixel")
+    splits = build_splits(config, 3)
+    images, labels = all_of(splits.test, config)
+    assert images.shape == (6, 1, 32, 32) and labels.tolist() == [0, 1, 2, 3, 0, 1]
+    colours = CIFAR10(root, train=False).data.astype(np.float64)
+    luma = colours @ np.array([0.299, 0.587, 0.114])
+    assert np.abs(images[:, 0].numpy() - luma).max() < 0.51
+    assert splits.spec.in_chans == 256 and splits.spec.encoding == "grey_one_hot"
+    prepared = splits.spec.prepare(images)
+    assert prepared.shape == (6, 256, 32, 32)
+    torch.testing.assert_close(prepared.argmax(1), images[:, 0].long())
+    torch.testing.assert_close(prepared.sum(1), torch.ones(6, 32, 32))
+
+
+def test_augmentation_takes_training_images_alone_and_keeps_the_key(root):
+    config = config_of(root, augment="three")
+    splits = build_splits(config, 3)
+    first = next(iter(train_batches(splits, config, batch_size=9, seed=3).epoch(1)))[0]
+    again = next(
+        iter(train_batches(build_splits(config, 3), config, batch_size=9, seed=3).epoch(1))
+    )[0]
+    assert torch.equal(first, again)
+    stored = {image.tobytes() for image in splits.train.images}
+    assert not any(
+        image.permute(1, 2, 0).contiguous().numpy().tobytes() in stored for image in first
+    )
+    np.testing.assert_array_equal(splits.test[SampleKey(2, 1, 32)][0], splits.test.images[2])
+
+
+def test_colour_augmentation_of_grey_pixels_is_refused(root):
+    with pytest.raises(
+        ValueError, match="^augment three is not made for cifar10_pixel; choose none, light$"
+    ):
+        build_splits(config_of(root, "cifar10_pixel", augment="three"), 3)
+
+
+@pytest.mark.parametrize("damage", ["missing", "changed"])
+def test_missing_or_damaged_files_say_how_to_fetch_them(root, damage):
+    file = root / "cifar-10-batches-py" / "data_batch_3"
+    file.unlink() if damage == "missing" else file.write_bytes(b"else")
+    with pytest.raises(FileNotFoundError) as caught:
+        build_splits(config_of(root), 3)
+    assert (
+        str(caught.value)
+        == f"no CIFAR-10, or a damaged one, in {root}; fetch it with --data.download true"
+    )
+
+
+def test_a_fetch_that_fails_is_said_in_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(CIFAR10, "url", f"file://{tmp_path}/nowhere/cifar.tar.gz")
+    with pytest.raises(FileNotFoundError) as caught:
+        build_splits(config_of(tmp_path / "data", download=True), 3)
+    assert str(caught.value).startswith(f"cannot fetch CIFAR-10 into {tmp_path / 'data'}: ")
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,271 @@
+"""Digits, and the loaders that all data sets share: order, sizes, keys, workers."""
+
+import gc
+import multiprocessing
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+from visionattn.data.splits import SampleKey, build_splits, eval_batches, train_batches
+from visionattn.training.config import DataConfig
+
+DIGITS = DataConfig(name="digits", img_size=24, augment="light", workers=0)
+
+
+def epoch_of(config, epoch, batch_size=100, seed=3):
+    splits = build_splits(config, seed)
+    return list(train_batches(splits, config, batch_size=batch_size, seed=seed).epoch(epoch))
+
+
+def assert_same_batches(first, second):
+    assert len(first) == len(second)
+    for (images, labels), (other_images, other_labels) in zip(first, second, strict=True):
+        assert images.dtype == torch.uint8 and labels.dtype == torch.int64
+        torch.testing.assert_close(images, other_images, rtol=0, atol=0)
+        torch.testing.assert_close(labels, other_labels, rtol=0, atol=0)
+
+
+def test_no_digit_is_in_two_splits_and_all_are_in_one():
+    splits = build_splits(DataConfig(name="digits", val_fraction=0.125), seed=1)
+    sizes = [len(splits.train), len(splits.validation), len(splits.test)]
+    assert sum(sizes) == 1797
+    np.testing.assert_allclose(sizes, [0.7 * 1797, 0.1 * 1797, 0.2 * 1797], rtol=0.03)
+    train, validation, test = (
+        {image.tobytes() for image in part.images}
+        for part in (splits.train, splits.validation, splits.test)
+    )
+    # scikit-learn's digits are all different as images, so bytes identify them
+    assert len(train) + len(validation) + len(test) == 1797
+    assert not train & validation and not train & test and not validation & test
+
+
+def test_test_digits_do_not_depend_on_the_seed_but_validation_digits_do():
+    first, second = build_splits(DIGITS, seed=1), build_splits(DIGITS, seed=2)
+    np.testing.assert_array_equal(first.test.images, second.test.images)
+    assert not np.array_equal(first.validation.images, second.validation.images)
+
+
+def test_every_split_of_the_digits_holds_every_class_in_the_same_share():
+    splits = build_splits(DIGITS, seed=1)
+    for part, share in ((splits.train, 0.72), (splits.validation, 0.08), (splits.test, 0.2)):
+        counts = np.bincount(part.labels, minlength=10)
+        whole = np.array([178, 182, 177, 183, 181, 182, 181, 179, 174, 180])
+        assert np.abs(counts - share * whole).max() < 1.5
+
+
+def test_the_specification_of_the_digits_normalises_them():
+    splits = build_splits(DIGITS, seed=1)
+    assert splits.spec.class_names == tuple("0123456789") and splits.spec.num_classes == 10
+    images, _ = next(iter(eval_batches(splits.validation, DIGITS, batch_size=2000, img_size=32)))
+    prepared = splits.spec.prepare(images)
+    assert prepared.shape == (len(splits.validation), 1, 32, 32)
+    assert abs(prepared.mean()) < 0.02 and abs(prepared.std() - 1) < 0.02
+
+
+def test_pixels_of_digits_are_the_digits_with_each_grey_level_a_channel():
+    grey, pixel = (
+        build_splits(DataConfig(name=name, img_size=32), seed=3)
+        for name in ("digits", "digits_pixel")
+    )
+    np.testing.assert_array_equal(grey.test.images, pixel.test.images)
+    np.testing.assert_array_equal(grey.train.labels, pixel.train.labels)
+    (image,), _ = next(
+        iter(
+            eval_batches(
+                pixel.test, DataConfig(name="digits_pixel", img_size=32), batch_size=1, img_size=32
+            )
+        )
+    )
+    hot = pixel.spec.prepare(image[None])
+    assert hot.shape == (1, 256, 32, 32) and pixel.spec.in_chans == 256
+    assert torch.equal(hot.argmax(1), image.long()) and bool((hot.sum(1) == 1).all())
+
+
+def test_a_digit_enlarged_a_whole_number_of_times_keeps_its_mean():
+    splits = build_splits(DIGITS, seed=1)
+    small, label = splits.test[SampleKey(5, 0, 8)]
+    large, _ = splits.test[SampleKey(5, 0, 40)]
+    assert small.shape == (8, 8, 1) and large.shape == (40, 40, 1) and large.dtype == np.uint8
+    assert abs(small.mean() - large.mean()) < 3
+    assert label == splits.test.labels[5]
+
+
+@pytest.mark.parametrize("name", ["digits", "canvas"])
+def test_batches_are_the_same_for_any_number_of_workers_and_over_persistent_epochs(name):
+    size = 24 if name == "digits" else 64
+    runs = []
+    for workers in (0, 1, 2):
+        config = DataConfig(
+            name=name,
+            img_size=size,
+            img_size_choices=[size, size + 8],
+            augment="light",
+            workers=workers,
+            **({"train_images": 330} if name == "canvas" else {}),
+        )
+        splits = build_splits(config, seed=3)
+        batches = train_batches(splits, config, batch_size=100, seed=3)
+        runs.append([batch for epoch in (0, 1) for batch in batches.epoch(epoch)])
+        assert len(runs[-1]) == 2 * len(batches)
+    assert_same_batches(runs[0], runs[1])
+    assert_same_batches(runs[0], runs[2])
+
+
+def test_an_epoch_given_up_half_way_leaves_the_next_one_whole():
+    config = DataConfig(name="digits", img_size=8, workers=2)
+    batches = train_batches(build_splits(config, 3), config, batch_size=100, seed=3)
+    iterator = batches.epoch(0)
+    next(iterator)
+    assert_same_batches(
+        list(batches.epoch(1)), epoch_of(DataConfig(name="digits", img_size=8, workers=0), 1)
+    )
+
+
+def test_a_sample_does_not_depend_on_what_was_drawn_before_it():
+    train = build_splits(DIGITS, seed=3).train
+    alone = build_splits(DIGITS, seed=3).train[SampleKey(41, 2, 24)][0]
+    for index in (40, 41, 7):
+        train[SampleKey(index, 2, 24)]
+    np.testing.assert_array_equal(train[SampleKey(41, 2, 24)][0], alone)
+
+
+@pytest.mark.parametrize("changed", ["seed", "epoch", "index"])
+def test_augmentation_differs_when_any_part_of_the_key_differs(changed):
+    splits = build_splits(DIGITS, seed=3)
+    splits.train.images[42] = splits.train.images[41]
+    image, _ = splits.train[SampleKey(41, 2, 24)]
+    if changed == "seed":
+        splits.train.seed = 4
+    other, _ = splits.train[
+        SampleKey(42 if changed == "index" else 41, 3 if changed == "epoch" else 2, 24)
+    ]
+    assert np.mean(image != other) > 0.1
+
+
+def test_evaluation_is_not_augmented():
+    splits = build_splits(DIGITS, seed=3)
+    for part in (splits.validation, splits.test):
+        image, _ = part[SampleKey(5, 0, 8)]
+        np.testing.assert_array_equal(image[..., 0], part.images[5, ..., 0])
+
+
+def test_each_epoch_has_every_training_image_once_in_another_order():
+    config = DataConfig(name="digits", img_size=8, workers=0)
+    splits = build_splits(config, 3)
+    batches = train_batches(splits, config, batch_size=77, seed=3)
+    orders = []
+    for epoch in (0, 1):
+        images, labels = (torch.cat(parts) for parts in zip(*batches.epoch(epoch), strict=True))
+        orders.append([image.numpy().tobytes() for image in images])
+        assert sorted(orders[-1]) == sorted(image.tobytes() for image in splits.train.images)
+        by_bytes = {
+            image.tobytes(): label
+            for image, label in zip(splits.train.images, splits.train.labels, strict=True)
+        }
+        assert [by_bytes[image] for image in orders[-1]] == labels.tolist()
+    assert orders[0] != orders[1]
+    sizes = [len(labels) for _, labels in batches.epoch(0)]
+    assert len(sizes) == len(batches) and sizes[:-1] == [77] * (len(batches) - 1)
+    assert sizes[-1] == len(splits.train) - 77 * (len(batches) - 1)
+
+
+def test_evaluation_gives_every_image_once_in_the_order_of_the_data():
+    splits = build_splits(DIGITS, 3)
+    for workers in (0, 2):
+        config = DataConfig(name="digits", workers=workers)
+        batches = eval_batches(splits.test, config, batch_size=50, img_size=8)
+        images, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
+        np.testing.assert_array_equal(images[:, 0].numpy(), splits.test.images[..., 0])
+        np.testing.assert_array_equal(labels.numpy(), splits.test.labels)
+        assert len(batches) == 8 and batches.left_out == 0
+
+
+def test_a_training_batch_has_one_size_and_all_sizes_are_drawn_about_equally():
+    config = DataConfig(name="digits", img_size=8, img_size_choices=[8, 11, 17], workers=0)
+    splits = build_splits(config, 3)
+    batches = train_batches(splits, config, batch_size=10, seed=3)
+    drawn = [[images.shape[-2:] for images, _ in batches.epoch(epoch)] for epoch in (0, 1)]
+    assert drawn[0] != drawn[1]
+    counts = [
+        sum(size == (side, side) for epoch in drawn for size in epoch) for side in (8, 11, 17)
+    ]
+    assert sum(counts) == 2 * len(batches)
+    assert min(counts) > 2 * len(batches) / 5
+
+
+def test_loading_does_not_touch_the_random_numbers_of_torch():
+    for workers in (0, 2):
+        config = DataConfig(name="digits", img_size=8, workers=workers)
+        splits = build_splits(config, 3)
+        torch.manual_seed(7)
+        before = torch.get_rng_state()
+        next(iter(train_batches(splits, config, batch_size=50, seed=3).epoch(0)))
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_workers_end_by_themselves_when_their_batches_fall_to_the_garbage_collector(monkeypatch):
+    """Those that do not are ended by torch after some seconds; here after a minute, so that a busy
+    machine is no reason.
+    """
+    ended = []
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 60.0)
+    monkeypatch.setattr(
+        multiprocessing.process.BaseProcess,
+        "terminate",
+        lambda process: ended.append(process) or process.kill(),
+    )
+    config = DataConfig(name="digits", img_size=8, workers=2)
+    batches = train_batches(build_splits(config, 3), config, batch_size=100, seed=3)
+    epoch = batches.epoch(0)
+    next(epoch)
+    cycle = [batches, epoch]
+    cycle.append(cycle)
+    assert len(multiprocessing.active_children()) == 2
+    del batches, epoch, cycle
+    gc.collect()
+    assert not multiprocessing.active_children() and not ended
+
+
+@pytest.mark.parametrize("name", ["digits", "canvas"])
+def test_data_sets_can_be_sent_to_workers_that_are_not_forks(name):
+    config = DataConfig(name=name, img_size=64, augment="light", workers=0)
+    train = build_splits(config, 3).train
+    key = SampleKey(11, 1, 64)
+    train[key]
+    np.testing.assert_array_equal(pickle.loads(pickle.dumps(train))[key][0], train[key][0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"augment": "three"}, "augment three is not made for digits; choose none, light"),
+        (
+            {"train_images": 7},
+            "train_images is for canvas alone, digits has the images it has; leave it out",
+        ),
+        (
+            {"name": "folder", "root": "x", "eval_images": 7},
+            "eval_images is for canvas alone, folder has the images it has; leave it out",
+        ),
+        ({"download": True}, "digits cannot be downloaded; leave download out"),
+        (
+            {"num_classes": 7},
+            "num_classes is for wds/... alone; other data say themselves how many classes they "
+            "have",
+        ),
+        (
+            {"name": "folder"},
+            "data folder needs a root; wanted train/<class>/* and val/<class>/*, or <class>/*",
+        ),
+        (
+            {"name": "cifar10"},
+            "cifar10 needs a root: the folder that holds, or is to hold, cifar-10-batches-py",
+        ),
+    ],
+)
+def test_what_a_data_set_cannot_do_is_refused_in_one_line(changes, message):
+    with pytest.raises(ValueError) as caught:
+        build_splits(DataConfig(**({"name": "digits"} | changes)), seed=3)
+    assert str(caught.value).startswith(message) and "\n" not in str(caught.value)

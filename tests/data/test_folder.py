@@ -1,0 +1,310 @@
+"""The user's own images in folders, and what is said when something is wrong with them."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.helpers.image_files import (
+    COUNTS,
+    LEVELS,
+    VAL_COUNTS,
+    config_of,
+    encoded,
+    expected,
+    levels_and_labels,
+    refused,
+    write_classes,
+)
+from visionattn.data.splits import SampleKey, build_splits, eval_batches, train_batches
+
+
+@pytest.fixture
+def split_root(tmp_path):
+    write_classes(tmp_path / "train", COUNTS)
+    write_classes(tmp_path / "val", VAL_COUNTS)
+    return tmp_path
+
+
+def test_train_and_val_folders_are_the_splits(split_root):
+    config = config_of(split_root)
+    splits = build_splits(config, 3)
+    assert splits.spec.class_names == tuple(LEVELS) and splits.spec.num_classes == 4
+    assert splits.test is None
+    assert sorted(levels_and_labels(splits.train, config)) == expected(COUNTS)
+    assert sorted(levels_and_labels(splits.validation, config)) == expected(VAL_COUNTS)
+
+
+def test_a_test_folder_is_the_test_split(split_root):
+    write_classes(split_root / "test", {"cat": 2, "bird": 1})
+    config = config_of(split_root)
+    assert sorted(levels_and_labels(build_splits(config, 3).test, config)) == expected(
+        {"cat": 2, "bird": 1}
+    )
+
+
+@pytest.mark.parametrize("layout", ["train alone", "classes alone"])
+def test_without_a_validation_folder_a_share_of_each_class_is_held_out_by_the_seed(
+    tmp_path, layout
+):
+    write_classes(tmp_path / "train" if layout == "train alone" else tmp_path, COUNTS)
+    config = config_of(tmp_path, val_fraction=0.3)
+    splits = build_splits(config, 3)
+    train, validation = (
+        levels_and_labels(splits.train, config),
+        levels_and_labels(splits.validation, config),
+    )
+    assert sorted(train + validation) == expected(COUNTS)
+    assert np.bincount([label for _, label in validation]).tolist() == [2, 1, 3, 1]
+    assert splits.test is None
+    assert levels_and_labels(build_splits(config, 3).validation, config) == validation
+    assert levels_and_labels(build_splits(config, 4).validation, config) != validation
+
+
+def test_images_are_found_at_any_depth_below_a_class_folder_and_by_their_extension(tmp_path):
+    write_classes(tmp_path, {"bird": 2, "cat": 2})
+    deep = tmp_path / "cat" / "kittens" / "grey"
+    deep.mkdir(parents=True)
+    (deep / "9.JPG").write_bytes(encoded(129, image_format="jpeg"))
+    (tmp_path / "cat" / "notes.txt").write_text("not an image")
+    splits = build_splits(config_of(tmp_path, val_fraction=0.5), 3)
+    assert len(splits.train) + len(splits.validation) == 5
+
+
+def test_evaluation_resizes_the_shorter_side_and_crops_the_centre(tmp_path):
+    """Three stripes of 40 columns: of 120 x 40 pixels, the middle square is the middle stripe, at
+    any size.
+    """
+    stripes = (
+        np.repeat(np.array([10, 120, 240], np.uint8), 40)[None, :, None].repeat(40, 0).repeat(3, 2)
+    )
+    for name in ("bird", "cat"):
+        (tmp_path / name).mkdir()
+        for index in range(2):
+            Image.fromarray(stripes).save(tmp_path / name / f"{index}.png")
+    config = config_of(tmp_path)
+    validation = build_splits(config, 3).validation
+    for size in (13, 40, 90):
+        image, _ = validation[SampleKey(0, 0, size)]
+        assert image.shape == (size, size, 3)
+        assert np.all(image[:, 2:-2] == 120)
+
+
+def test_grey_and_transparent_images_become_rgb(tmp_path):
+    for name in ("bird", "cat"):
+        (tmp_path / name).mkdir()
+        Image.fromarray(np.full((20, 20), 77, np.uint8)).save(tmp_path / name / "0.png")
+        Image.fromarray(np.full((20, 20, 4), 77, np.uint8)).save(tmp_path / name / "1.png")
+    config = config_of(tmp_path, val_fraction=0.5)
+    splits = build_splits(config, 3)
+    pairs = levels_and_labels(splits.train, config) + levels_and_labels(splits.validation, config)
+    assert [level for level, _ in pairs] == [77] * 4
+
+
+@pytest.mark.parametrize("augment", ["light", "three", "rand"])
+def test_augmented_batches_are_a_function_of_seed_epoch_and_index_alone(tmp_path, augment):
+    rng = np.random.default_rng(0)
+    for name in ("bird", "cat"):
+        (tmp_path / name).mkdir()
+        for index in range(8):
+            picture = Image.fromarray(rng.integers(0, 256, (9, 7, 3), dtype=np.uint8)).resize(
+                (70, 90), Image.BILINEAR
+            )
+            picture.save(tmp_path / name / f"{index}.png")
+    runs = []
+    for workers in (0, 2):
+        config = config_of(
+            tmp_path, augment=augment, workers=workers, img_size=24, img_size_choices=[24, 40]
+        )
+        batches = train_batches(build_splits(config, 3), config, batch_size=3, seed=3)
+        runs.append([batches.epoch(epoch) for epoch in (0, 1)])
+        runs[-1] = [list(epoch) for epoch in runs[-1]]
+    for first, second in zip(*runs, strict=True):
+        for (images, labels), (other_images, other_labels) in zip(first, second, strict=True):
+            assert torch.equal(images, other_images) and torch.equal(labels, other_labels)
+
+    config = config_of(tmp_path, augment=augment)
+    splits = build_splits(config, 3)
+    keys = [SampleKey(2, epoch, 32) for epoch in range(6)]
+    images = [splits.train[key][0] for key in keys]
+    assert len({image.tobytes() for image in images}) == 6
+    for key, image in zip(reversed(keys), reversed(images), strict=True):
+        np.testing.assert_array_equal(splits.train[key][0], image)
+    # evaluation is left as it is
+    held_out = splits.validation[SampleKey(0, 0, 32)][0]
+    np.testing.assert_array_equal(splits.validation[SampleKey(0, 5, 32)][0], held_out)
+
+
+def test_three_augment_makes_greyscale_solarised_and_blurred_images_about_equally_often(tmp_path):
+    """On a plain bright red, greyscale makes the channels equal and solarise turns red to its
+    complement.
+    """
+    for name in ("bird", "cat"):
+        (tmp_path / name).mkdir()
+        for index in range(2):
+            Image.fromarray(np.full((32, 32, 3), (230, 20, 20), np.uint8)).save(
+                tmp_path / name / f"{index}.png"
+            )
+    train = build_splits(config_of(tmp_path, augment="three"), 3).train
+    kinds = []
+    for epoch in range(300):
+        red, green, blue = train[SampleKey(0, epoch, 16)][0][8, 8].astype(int)
+        kinds.append("grey" if red == green == blue else "red" if red > 90 else "solarised")
+    assert all(70 < kinds.count(kind) < 130 for kind in ("grey", "red", "solarised"))
+
+
+def test_a_missing_root_is_named(tmp_path):
+    assert refused(FileNotFoundError, config_of(tmp_path / "gone")).startswith(
+        f"data root {tmp_path / 'gone'} does not exist; wanted train/<class>/* and val/<class>/*, "
+        f"or <class>/*"
+    )
+
+
+def test_an_empty_root_is_named(tmp_path):
+    assert refused(ValueError, config_of(tmp_path)).startswith(
+        f"data folder {tmp_path} has no class folders; wanted"
+    )
+
+
+def test_an_empty_train_folder_is_named(tmp_path):
+    (tmp_path / "train").mkdir()
+    line = refused(ValueError, config_of(tmp_path))
+    assert line.startswith(f"data folder {tmp_path / 'train'} has no class folders; wanted")
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_a_class_folder_without_images_is_named(split_root, split):
+    empty = split_root / split / "yak"
+    empty.mkdir()
+    (empty / "notes.txt").write_text("not an image")
+    line = refused(ValueError, config_of(split_root))
+    assert line == (
+        f"class folder {empty} holds no images, which end in .jpeg, .jpg, .png; add some or "
+        f"delete the folder"
+    )
+
+
+def test_classes_to_validate_on_that_training_lacks_are_named(split_root):
+    write_classes(split_root / "val", {"yak": 1, "wolf": 1})
+    line = refused(ValueError, config_of(split_root))
+    assert line == f"classes of {split_root} that are in validation but not in train: wolf, yak"
+
+
+def test_a_root_without_training_images_is_refused(tmp_path):
+    write_classes(tmp_path / "val", VAL_COUNTS)
+    assert refused(ValueError, config_of(tmp_path)).startswith(
+        f"data root {tmp_path} has validation images but none to train on; wanted train/<class>/*"
+    )
+
+
+def test_a_single_image_per_class_is_too_few_to_hold_one_out(tmp_path):
+    write_classes(tmp_path, {"bird": 1, "cat": 1})
+    line = refused(ValueError, config_of(tmp_path))
+    assert (
+        line
+        == f"too few images in {tmp_path} to hold some out for validation; wanted two of some class"
+    )
+
+
+def test_a_root_that_is_another_file_is_refused(tmp_path):
+    (tmp_path / "data.zip").write_bytes(b"PK")
+    line = refused(ValueError, config_of(tmp_path / "data.zip"))
+    assert line == f"data root {tmp_path / 'data.zip'} is neither a folder nor a .tar file"
+
+
+def test_the_steps_of_a_pipeline_draw_independently(tmp_path):
+    """Brightness shows in the mean of a crop of a slight gradient, the width of the crop in its
+    range.
+    """
+    gradient = np.linspace(80, 110, 200).astype(np.uint8)[None, :, None].repeat(200, 0).repeat(3, 2)
+    for name in ("bird", "cat"):
+        (tmp_path / name).mkdir()
+        for index in range(2):
+            Image.fromarray(gradient).save(tmp_path / name / f"{index}.png")
+    train = build_splits(config_of(tmp_path, augment="three"), 3).train
+    crops = np.array([train[SampleKey(0, epoch, 16)][0].astype(float) for epoch in range(200)])
+    means = crops.mean((1, 2, 3))
+    ranges = np.ptp(crops.mean((1, 3)), axis=1) / means
+    assert means.std() > 10 and ranges.std() > 0.05
+    assert abs(np.corrcoef(means, ranges)[0, 1]) < 0.2
+
+
+def test_images_beyond_the_limit_of_pillow_are_read_and_the_limit_stays(split_root, monkeypatch):
+    """Pillow refuses images of more than twice its limit; those here have 560 pixels."""
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 200)
+    config = config_of(split_root)
+    assert sorted(levels_and_labels(build_splits(config, 3).validation, config)) == expected(
+        VAL_COUNTS
+    )
+    assert Image.MAX_IMAGE_PIXELS == 200
+
+
+BROKEN = {
+    "cut off": encoded(120, (200, 200), "jpeg")[:-200],
+    "no image": b"not an image at all",
+    "empty": b"",
+}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", BROKEN)
+def test_an_unreadable_image_stops_with_its_path_in_one_line(split_root, workers, kind):
+    path = split_root / "train" / "cat" / "2.png"
+    path.write_bytes(BROKEN[kind])
+    config = config_of(split_root, workers=workers)
+    batches = train_batches(build_splits(config, 3), config, batch_size=4, seed=3)
+    with pytest.raises(ValueError) as caught:
+        list(batches.epoch(0))
+    assert str(caught.value).startswith(f"cannot read image {path}: ") and "\n" not in str(
+        caught.value
+    )
+    assert str(caught.value).endswith("; repair or delete it, or use on_error skip to leave it out")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_unreadable_image_is_left_out_with_one_warning_and_evaluation_counts_it(
+    split_root, workers
+):
+    path = split_root / "train" / "cat" / "2.png"
+    path.write_bytes(BROKEN["no image"])
+    (split_root / "val" / "bird" / "1.png").write_bytes(BROKEN["cut off"])
+    config = config_of(split_root, workers=workers, on_error="skip")
+    splits = build_splits(config, 3)
+    batches = train_batches(splits, config, batch_size=4, seed=3)
+    with pytest.warns(UserWarning, match="left out unreadable image") as caught:
+        counts = [sum(len(labels) for _, labels in batches.epoch(epoch)) for epoch in (0, 1)]
+    assert counts == [sum(COUNTS.values()) - 1] * 2
+    assert [str(warning.message) for warning in caught] == [str(caught[0].message)]
+    assert str(caught[0].message).startswith(f"left out unreadable image {path}: ")
+    assert batches.left_out == 1
+
+    validation = eval_batches(splits.validation, config, batch_size=3, img_size=16)
+    with pytest.warns(UserWarning, match="val/bird/1.png"):
+        assert sum(len(labels) for _, labels in validation) == sum(VAL_COUNTS.values()) - 1
+    assert validation.left_out == 1
+
+
+def test_a_batch_of_unreadable_images_alone_is_left_out_as_a_whole(tmp_path):
+    write_classes(tmp_path, {"bird": 4, "cat": 4})
+    config = config_of(tmp_path, on_error="skip", val_fraction=0.5)
+    splits = build_splits(config, 3)
+    for index in (0, 1):
+        (
+            tmp_path
+            / "bird"
+            / splits.validation.source.name(splits.validation.indices[index]).split("/")[-1]
+        ).write_bytes(b"")
+    with pytest.warns(UserWarning, match="left out"):
+        labels = [
+            labels.tolist()
+            for _, labels in eval_batches(splits.validation, config, batch_size=2, img_size=16)
+        ]
+    assert labels == [[1, 1]]
+
+
+def test_an_image_that_disappears_is_unreadable(split_root):
+    config = config_of(split_root)
+    splits = build_splits(config, 3)
+    (split_root / "val" / "cat" / "0.png").unlink()
+    with pytest.raises(ValueError, match="cannot read image .*val/cat/0.png: .*No such file"):
+        levels_and_labels(splits.validation, config)

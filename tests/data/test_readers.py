@@ -1,0 +1,243 @@
+"""Images through timm's readers: tars, shards of webdataset, tables of Hugging Face."""
+
+import gzip
+import importlib.util
+import json
+import pickle
+
+import pytest
+import torch
+
+from tests.helpers.image_files import (
+    COUNTS,
+    LEVELS,
+    VAL_COUNTS,
+    config_of,
+    encoded,
+    expected,
+    levels_and_labels,
+    members_of,
+    refused,
+    write_classes,
+    write_tar,
+)
+from visionattn.data.batches import batch_size_px
+from visionattn.data.splits import SampleKey, build_splits, eval_batches, train_batches
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_tar_of_class_folders_is_read_by_several_workers(tmp_path, workers):
+    root = tmp_path / "images.tar"
+    write_tar(root, members_of(COUNTS))
+    config = config_of(root, workers=workers, val_fraction=0.3)
+    splits = build_splits(config, 3)
+    splits.train[SampleKey(0, 0, 16)]
+    assert splits.spec.class_names == tuple(LEVELS)
+    train, validation = (
+        levels_and_labels(splits.train, config, 2),
+        levels_and_labels(splits.validation, config, 2),
+    )
+    assert sorted(train + validation) == expected(COUNTS) and len(validation) == 7
+    assert pickle.loads(pickle.dumps(splits.train))[SampleKey(1, 0, 16)][0][0, 0, 0] == train[1][0]
+
+
+def test_a_tar_with_train_and_val_folders_is_divided_as_they_say(tmp_path):
+    root = tmp_path / "images.tar"
+    write_tar(root, members_of(COUNTS, "./train/") + members_of(VAL_COUNTS, "./val/"))
+    config = config_of(root)
+    splits = build_splits(config, 3)
+    assert sorted(levels_and_labels(splits.train, config)) == expected(COUNTS)
+    assert sorted(levels_and_labels(splits.validation, config)) == expected(VAL_COUNTS)
+
+
+def test_a_tar_is_known_by_what_it_holds_and_one_of_another_name_comes_with_the_way_out(tmp_path):
+    write_tar(tmp_path / "images.TAR", members_of(COUNTS))
+    config = config_of(tmp_path / "images.TAR", val_fraction=0.3)
+    splits = build_splits(config, 3)
+    found = [levels_and_labels(part, config) for part in (splits.train, splits.validation)]
+    assert sorted(found[0] + found[1]) == expected(COUNTS)
+    plain = (tmp_path / "images.TAR").read_bytes()
+    for name, content, way_out in (
+        ("images", plain, "is a tar whose name does not end in .tar; rename it"),
+        ("images.zip", plain, "is a tar whose name does not end in .tar; rename it"),
+        ("images.tar.gz", gzip.compress(plain), "is a tar that is compressed, in which"),
+        ("images.dat", gzip.compress(plain), "decompress it to a .tar file"),
+        ("images.txt", b"no tar", "is neither a folder nor a .tar file"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        line = refused(ValueError, config_of(tmp_path / name))
+        assert line.startswith(f"data root {tmp_path / name} is ") and way_out in line
+    (tmp_path / "images.tar").write_bytes(gzip.compress(plain))
+    assert refused(ValueError, config_of(tmp_path / "images.tar")).startswith(
+        f"cannot read {tmp_path / 'images.tar'} as a tar"
+    )
+
+
+@pytest.mark.parametrize(
+    ("members", "start"),
+    [
+        (None, "cannot read {} as a tar: "),
+        ([("readme.txt", b"none")], "no images in {}; wanted train/<class>/*"),
+        (
+            [("0.png", encoded(3)), ("cat/1.png", encoded(3))],
+            "{} has images outside of class folders; wanted",
+        ),
+    ],
+)
+def test_a_tar_that_is_none_or_empty_or_without_classes_is_named(tmp_path, members, start):
+    root = tmp_path / "images.tar"
+    root.write_bytes(b"this is no tar") if members is None else write_tar(root, members)
+    assert refused(ValueError, config_of(root)).startswith(start.format(root))
+
+
+# webdataset leaves the tars that it reads to the garbage collector to close
+unclosed = pytest.mark.filterwarnings(
+    "ignore:unclosed file:ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
+)
+
+
+@pytest.fixture
+def shard_root(tmp_path):
+    """Two shards to train on, of 5 and 4 images, and one of 3 to validate on; classes 0, 1, 2 in
+    turn.
+    """
+    splits = {}
+    for split, lengths, level in (("train", (5, 4), 100), ("validation", (3,), 50)):
+        names = [f"{split}-{number}.tar" for number in range(len(lengths))]
+        done = 0
+        for name, length in zip(names, lengths, strict=True):
+            members = []
+            for index in range(done, done + length):
+                members += [
+                    (f"{index:04d}.png", encoded(level + index)),
+                    (f"{index:04d}.cls", str(index % 3).encode()),
+                ]
+            write_tar(tmp_path / name, members)
+            done += length
+        splits[split] = {
+            "name": split,
+            "num_samples": done,
+            "filenames": names,
+            "shard_lengths": lengths,
+        }
+    (tmp_path / "_info.json").write_text(json.dumps({"splits": splits}))
+    return tmp_path
+
+
+def test_shards_without_their_package_say_what_to_install(shard_root, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name: None if name in ("webdataset", "datasets") else find(name),
+    )
+    for kind, package in (("wds", "webdataset"), ("hfds", "datasets")):
+        line = refused(ValueError, config_of(f"{kind}/{shard_root}"))
+        assert (
+            line
+            == f"data root {kind}/{shard_root} needs the package {package}: pip install {package}"
+        )
+
+
+@unclosed
+@pytest.mark.parametrize("workers", [0, 2])
+def test_shards_are_streamed_through_the_reader_of_timm(shard_root, workers):
+    pytest.importorskip("webdataset")
+    config = config_of(
+        f"wds/{shard_root}",
+        num_classes=3,
+        on_error="skip",
+        workers=workers,
+        img_size_choices=[16, 24],
+    )
+    splits = build_splits(config, 3)
+    assert splits.spec.num_classes == 3 and splits.test is None
+    batches = train_batches(splits, config, batch_size=2, seed=3)
+    epochs = []
+    for epoch in (0, 1, 0):
+        images, labels = zip(*batches.epoch(epoch), strict=True)
+        assert len(labels) == len(batches) and all(len(part) == 2 for part in labels)
+        levels = torch.cat([part[:, 0, 0, 0] for part in images]).tolist()
+        assert set(levels) == set(range(100, 109))
+        assert [(level - 100) % 3 for level in levels] == torch.cat(labels).tolist()
+        sizes = [part.shape[-1] for part in images]
+        assert sizes == [
+            batch_size_px((16, 24), 3, epoch, number) for number in range(len(batches))
+        ]
+        epochs.append(levels)
+    assert epochs[0] == epochs[2] and epochs[0] != epochs[1]
+
+    validation = eval_batches(splits.validation, config, batch_size=2, img_size=16)
+    levels = torch.cat([images[:, 0, 0, 0] for images, _ in validation]).tolist()
+    assert levels == [50, 51, 52] and len(validation) == 2 and validation.left_out == 0
+
+
+@unclosed
+def test_evaluation_on_shards_says_how_many_images_were_left_out(shard_root):
+    pytest.importorskip("webdataset")
+    write_tar(
+        shard_root / "validation-0.tar",
+        [
+            ("0.png", encoded(50)),
+            ("0.cls", b"0"),
+            ("1.png", b"broken"),
+            ("1.cls", b"1"),
+            ("2.png", encoded(52)),
+            ("2.cls", b"2"),
+        ],
+    )
+    config = config_of(f"wds/{shard_root}", num_classes=3, on_error="skip")
+    validation = eval_batches(build_splits(config, 3).validation, config, batch_size=2, img_size=16)
+    with pytest.warns(UserWarning, match="left out 1 unreadable images of"):
+        assert [labels.tolist() for _, labels in validation] == [[0, 2]]
+    assert validation.left_out == 1
+
+
+def test_what_shards_lack_is_said_in_one_line(shard_root, tmp_path_factory):
+    pytest.importorskip("webdataset")
+    root = f"wds/{shard_root}"
+    assert refused(ValueError, config_of(root, on_error="skip")) == (
+        f"data root {root} does not say how many classes there are; give num_classes"
+    )
+    assert refused(ValueError, config_of(root, num_classes=3)) == (
+        f"timm's reader of {root} leaves unreadable images out; say so with on_error skip"
+    )
+    empty = tmp_path_factory.mktemp("empty")
+    assert refused(
+        FileNotFoundError, config_of(f"wds/{empty}", num_classes=3, on_error="skip")
+    ).startswith(f"no _info.json in {empty}; wanted one")
+    info = json.loads((shard_root / "_info.json").read_text())
+    del info["splits"]["validation"]
+    (shard_root / "_info.json").write_text(json.dumps(info))
+    assert refused(ValueError, config_of(root, num_classes=3, on_error="skip")) == (
+        f"_info.json of {shard_root} has no split named val or validation"
+    )
+
+
+@unclosed
+def test_a_label_beyond_the_number_of_classes_is_refused_in_one_line(shard_root):
+    pytest.importorskip("webdataset")
+    config = config_of(f"wds/{shard_root}", num_classes=2, on_error="skip")
+    batches = train_batches(build_splits(config, 3), config, batch_size=8, seed=3)
+    with pytest.raises(
+        ValueError, match="an image of .* has label 2; with num_classes 2 wanted 0 to 1"
+    ):
+        list(batches.epoch(0))
+
+
+def test_a_hugging_face_table_is_read_by_the_reader_of_timm(tmp_path, monkeypatch):
+    pytest.importorskip("datasets")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    write_classes(tmp_path / "train", COUNTS)
+    write_classes(tmp_path / "val", VAL_COUNTS)
+    config = config_of(f"hfds/{tmp_path}", workers=2)
+    splits = build_splits(config, 3)
+    assert set(splits.spec.class_names) == set(LEVELS)
+    names = splits.spec.class_names
+    assert sorted(
+        (level, names[label]) for level, label in levels_and_labels(splits.train, config)
+    ) == sorted((level, list(LEVELS)[label]) for level, label in expected(COUNTS))
+    assert len(splits.validation) == sum(VAL_COUNTS.values())
+    assert refused(FileNotFoundError, config_of(f"hfds/{tmp_path}/gone")).startswith(
+        "cannot open hfds/"
+    )

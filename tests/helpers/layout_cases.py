@@ -1,0 +1,94 @@
+"""Grids, prefixes, missing patches and masks on which operations with relative position are
+compared.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from tests.helpers.oracles import draw_kept, draw_mask, draw_qkv, draw_table
+from visionattn.layout import Grid, TokenLayout
+from visionattn.ops import Axial, Flat, Joint
+
+
+@dataclass(frozen=True)
+class Case:
+    """One comparison: grid, horizon, prefix tokens, patches present (None: all), whether keys are
+    masked, sizes.
+    """
+
+    grid: tuple[int, int]
+    horizon: int
+    prefix: int = 0
+    present: int | None = None
+    masked: bool = False
+    shared: bool = False
+    batch: int = 2
+    d: int = 7
+    e: int = 5
+
+    @property
+    def floor(self) -> float:
+        """For ``assert_agree``: with one patch some gradients are nothing but rounding."""
+        return 1.0 if self.grid == (1, 1) or self.present == 1 else 0.0
+
+    def layout(self) -> TokenLayout:
+        patches = self.grid[0] * self.grid[1]
+        kept = None if self.present is None else draw_kept(self.batch, patches, self.present)
+        return TokenLayout(self.prefix, Grid(*self.grid), kept)
+
+    def mask(self) -> torch.Tensor | None:
+        return draw_mask(self.batch, self.layout().num_tokens) if self.masked else None
+
+    def tensors(self, kind: str, heads: int = 3) -> dict[str, torch.Tensor]:
+        """q, k, v, and the tables of the kind under their names."""
+        side, tables = 2 * self.horizon + 1, 1 if self.shared else heads
+        shapes = {
+            "flat": {"table": (side,)},
+            "axial": {"rows": (side,), "columns": (side + 2,)},  # each axis has its own horizon
+            "joint": {"table": (side, side)},
+        }[kind]
+        named = {
+            name: draw_table(tables, *s, self.d, seed=40 + i)
+            for i, (name, s) in enumerate(shapes.items())
+        }
+        return draw_qkv(self.batch, heads, self.layout().num_tokens, d=self.d, e=self.e) | named
+
+
+CASES = {
+    "whole grid": Case((5, 9), 3),
+    "horizon 0": Case((5, 9), 0, prefix=1),
+    "horizon 1 and five prefix tokens": Case((5, 9), 1, prefix=5),
+    "horizon of the height": Case((5, 9), 5, prefix=1),
+    "horizon one short of the width": Case((5, 9), 8),
+    "horizon beyond the grid": Case((5, 9), 12, prefix=1),
+    "missing patches": Case((5, 9), 1, prefix=5, present=31),
+    "missing patches, horizon 3": Case((5, 9), 3, present=17),
+    "all patches in another order": Case((5, 9), 3, prefix=1, present=45),
+    "masked keys": Case((5, 9), 3, prefix=1, masked=True),
+    "missing patches and masked keys": Case((5, 9), 3, prefix=1, present=31, masked=True),
+    "missing patches and masked keys, horizon 0": Case(
+        (5, 9), 0, prefix=5, present=31, masked=True
+    ),
+    "missing and masked, horizon beyond the grid": Case(
+        (5, 9), 9, prefix=1, present=31, masked=True
+    ),
+    "one row": Case((1, 7), 3, prefix=1),
+    "one column": Case((7, 1), 1, prefix=5, masked=True),
+    "one column, long horizon": Case((7, 1), 6, present=4),
+    "one patch": Case((1, 1), 2, prefix=1),
+    "one patch present": Case((3, 4), 1, prefix=1, present=1),
+    "two by three, shared table": Case((2, 3), 3, prefix=5, shared=True),
+    "tall grid, shared table": Case((11, 4), 2, prefix=1, shared=True, present=30),
+    "wide heads": Case((4, 7), 2, prefix=1, d=16, e=24),
+    "one image": Case((6, 5), 2, prefix=1, batch=1, present=23),
+}
+
+
+def make_relative(kind: str, inputs: dict, layout: TokenLayout | None, normalization: str):
+    """Take the tables out of ``inputs`` and build the relative position."""
+    if kind == "axial":
+        return Axial(inputs.pop("rows"), inputs.pop("columns"), layout, normalization=normalization)
+    return (Flat if kind == "flat" else Joint)(
+        inputs.pop("table"), layout=layout, normalization=normalization
+    )

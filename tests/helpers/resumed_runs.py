@@ -1,0 +1,139 @@
+"""Runs that are killed or stopped, in forks of this process, so that none of them has to import
+torch; and their ends.
+"""
+
+import contextlib
+import io
+import json
+import multiprocessing
+import os
+import signal
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from tests.helpers.small_runs import lines, quadrants, rows, same, small_config, timeless
+from visionattn.training import engine
+from visionattn.training.config import TrainConfig
+from visionattn.training.engine import train
+from visionattn.training.trainer import Trainer
+
+FORK = multiprocessing.get_context("fork")
+OPTIM = {"mixup": 0.4, "cutmix": 0.5, "ema_decay": 0.9, "accumulate": 2, "clip_grad": 0.5}
+
+
+@contextlib.contextmanager
+def on_small_data():
+    """Small images for every run, one thread, a lively factor of scaled gradients, and no call of
+    git.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "build_splits", lambda config, seed: quadrants())
+        patch.setattr(engine, "provenance", lambda device: {"device": str(device)})
+        # For fp16: the first steps overflow, and the factor rises again within a run.
+        patch.setattr(
+            torch.amp,
+            "GradScaler",
+            partial(torch.amp.GradScaler, init_scale=2.0**17, growth_interval=3),
+        )
+        yield
+    torch.set_num_threads(threads)
+
+
+def config_of(output: Path, **options) -> TrainConfig:
+    """Three epochs of 4 steps of 2 batches, with a state after every third step and everything
+    random that there is.
+    """
+    fixed = {"optim": OPTIM, "model": {"drop_path_rate": 0.2, "attn_drop_rate": 0.1}, "epochs": 3}
+    return small_config(output, **(fixed | {"save_every": 3, "log_every": 5} | options))
+
+
+def run(config: TrainConfig) -> str:
+    stream = io.StringIO()
+    train(config, stream=stream)
+    return stream.getvalue()
+
+
+def state_of(folder: Path, name: str = "last.pt") -> dict:
+    return torch.load(folder / name, weights_only=True)
+
+
+def best_of(folder: Path) -> tuple[dict, dict]:
+    with safe_open(folder / "best.safetensors", "pt") as file:
+        return file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+
+def status_of(folder: Path) -> dict:
+    return json.loads((folder / "status.json").read_text())
+
+
+def assert_same_end(left: Path, right: Path) -> None:
+    """States, best weights and figures of two runs are equal bit for bit, but for times."""
+    for name in ("last.pt", "previous.pt"):
+        states = [state_of(folder, name) | {"config": None} for folder in (left, right)]
+        same(*states)
+    same(best_of(left), best_of(right))
+    assert timeless(lines(left)) == timeless(lines(right)) and timeless(rows(left)) == timeless(
+        rows(right)
+    )
+    ends = [status_of(folder) for folder in (left, right)]
+    same(ends[0]["result"], ends[1]["result"])
+    assert (
+        not list(right.glob("*.tmp"))
+        and ends[1]["status"] == "finished"
+        and ends[1]["exit_code"] == 0
+    )
+
+
+def start(config: TrainConfig, prepare=lambda: None):
+    """Start a run in a process of its own that says nothing."""
+
+    def work() -> None:
+        prepare()
+        run(config)
+        os._exit(0)  # without what this process would do at its end
+
+    process = FORK.Process(target=work)
+    process.start()
+    return process
+
+
+def end(process) -> int:
+    process.join(60)
+    assert process.exitcode is not None, "the run hangs"
+    return process.exitcode
+
+
+def states_written(folder: Path) -> int:
+    """A number that changes with each state."""
+    try:
+        return (folder / "last.pt").stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0
+
+
+def stop_after(patch: pytest.MonkeyPatch, steps: int, what) -> None:
+    """Do something in the given step, counted over all trainers."""
+    real, done = Trainer.step, iter(range(1, 1000))
+
+    def step(self, group):
+        if next(done) == steps:
+            what()
+        return real(self, group)
+
+    patch.setattr(Trainer, "step", step)
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def finished_run(output: Path, **options) -> Path:
+    """The folder of a run that nothing happens to."""
+    run(config_of(output, **options))
+    return output / "small"

@@ -1,0 +1,262 @@
+"""Images from files to the pixels of a model: which are meant, how they are read, sized and
+batched.
+"""
+
+import io
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.helpers.inference_files import COLOUR, GREY, write_image
+from visionattn.data.embedded import digit_splits
+from visionattn.data.images import decode
+from visionattn.inference.listing import Digits, ListedFiles, find_images, printable
+from visionattn.inference.options import InferenceOptions, parse_options
+from visionattn.inference.reading import ReadImages, Sample, Sizing
+from visionattn.inference.running import batch_samples, read_ahead
+from visionattn.models.weights import DataSpec
+
+ONE_HOT = DataSpec(256, 4, (), (), (), "grey_one_hot", 16)
+
+
+def test_a_folder_is_searched_to_any_depth_in_natural_order(tmp_path):
+    for name in ("10.png", "9.JPG", "deep/er/2.tif", ".hidden.png", "notes.md", "deep/1.webp"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"")
+    listing = find_images([str(tmp_path) + "/"])
+    assert listing.paths == [
+        str(tmp_path / name) for name in ("9.JPG", "10.png", "deep/1.webp", "deep/er/2.tif")
+    ]
+
+
+def test_files_and_lists_keep_the_order_given_and_lists_name_images_that_are_not_there(tmp_path):
+    (tmp_path / "b.png").write_bytes(b"")
+    (tmp_path / "odd.bin").write_bytes(b"")
+    (tmp_path / "list.txt").write_text(f"  {tmp_path}/b.png \n\nnowhere/a, b.png\n")
+    given = [str(tmp_path / name) for name in ("odd.bin", "list.txt", "b.png")]
+    assert find_images(given).paths == [given[0], given[2], "nowhere/a, b.png", given[2]]
+
+
+def test_what_holds_no_images_is_refused_in_one_line(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty.txt").write_text("\n \n")
+    (tmp_path / "latin.txt").write_bytes(b"\xe9.png\n")
+    for given, error, part in (
+        ([], ValueError, "--images is missing"),
+        ([str(tmp_path / "empty")], ValueError, "no images in"),
+        ([str(tmp_path / "empty.txt")], ValueError, "names no images"),
+        ([str(tmp_path / "latin.txt")], ValueError, "no text file in UTF-8"),
+        (["nowhere/x.png"], FileNotFoundError, "no image, folder or list at nowhere/x.png"),
+    ):
+        with pytest.raises(error) as caught:
+            find_images(given)
+        assert part in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_digest_tells_other_images_and_files_of_another_size(tmp_path):
+    write_image(tmp_path / "a.png", 8, 8, 0)
+    first = find_images([str(tmp_path)]).digest()
+    assert first == find_images([str(tmp_path)]).digest()
+    (tmp_path / "a.png").write_bytes(b"other")
+    second = find_images([str(tmp_path)]).digest()
+    (tmp_path / "a.png").rename(tmp_path / "b.png")
+    assert len({first, second, find_images([str(tmp_path)]).digest()}) == 3
+    assert ListedFiles(["nowhere.png"]).digest() != ListedFiles([]).digest()
+
+
+def test_digits_are_those_of_training_pixel_by_pixel():
+    digits, parts = Digits(0.2, 3), digit_splits(0.2, 3)
+    assert len(digits) == 1797 and digits.labels.tolist() == [
+        x for part in parts.values() for x in part.labels
+    ]
+    number = len(parts["train"].labels) + len(parts["validation"].labels) + 5
+    assert digits.name(number) == "digits/test/5"
+    with digits.open(number) as file:
+        assert (decode(file, "L")[..., 0] == parts["test"].images[5]).all()
+
+
+@pytest.mark.parametrize("path", ["a, b: c #1", "[2024]", "2024", "null", 'it\'s \\ "q"'])
+def test_paths_on_the_command_line_mean_themselves(tmp_path, monkeypatch, path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / path).mkdir()
+    about = {"prog": "x", "description": "x"}
+    for argv in (["--images", path, "y"], [f"--images={path}"]):
+        options = parse_options(
+            InferenceOptions, [*argv, "--model", "m", "--img-size", "native"], **about
+        )
+        assert options.images[0] == path and options.img_size == "native"
+
+
+def test_names_that_are_not_utf_8_can_be_printed():
+    assert printable("b\udcff\N{LATIN SMALL LETTER E WITH ACUTE}.png").encode() == b"b?\xc3\xa9.png"
+
+
+def encoded(image: Image.Image, **options) -> io.BytesIO:
+    stream = io.BytesIO()
+    image.save(stream, **{"format": "png"} | options)
+    stream.seek(0)
+    return stream
+
+
+@pytest.mark.parametrize("dtype", ["<u2", ">u2"])
+def test_16_bits_of_grey_keep_their_upper_byte(dtype):
+    pixels = np.array([[0, 255, 256], [32768, 65279, 65535]], dtype)
+    for options in ({"format": "tiff"}, {}):
+        assert decode(encoded(Image.fromarray(pixels), **options), "L")[..., 0].tolist() == [
+            [0, 0, 1],
+            [128, 254, 255],
+        ]
+        assert decode(encoded(Image.fromarray(pixels), **options), "RGB")[1, 0].tolist() == [
+            128,
+            128,
+            128,
+        ]
+
+
+def test_transparency_is_dropped():
+    pixels = np.zeros((2, 3, 4), np.uint8)
+    pixels[..., :3] = (200, 100, 50)
+    assert decode(encoded(Image.fromarray(pixels)), "RGB")[1, 2].tolist() == [200, 100, 50]
+    palette = Image.fromarray(pixels[..., :3]).quantize(4)
+    file = encoded(
+        palette, transparency=bytes([0, 255])
+    )  # Pillow warns when this becomes RGB at once
+    assert decode(file, "RGB").shape == (2, 3, 3)
+    assert decode(encoded(Image.new("1", (3, 2), 1)), "L").tolist() == [[[255]] * 3] * 2
+
+
+def test_numbers_of_unknown_range_are_no_pixels():
+    for pixels in (
+        np.ones((2, 3), np.float32),
+        np.full((2, 3), 70000, np.int32),
+        np.full((2, 3), -1, np.int32),
+    ):
+        with pytest.raises(ValueError, match="no known range; save it with 8 or 16 bits"):
+            decode(encoded(Image.fromarray(pixels), format="tiff"), "RGB")
+
+
+def test_an_image_at_its_own_size_gets_whole_patches_by_its_last_row_and_column_or_loses_the_rest():
+    image = np.arange(11 * 21 * 3).reshape(11, 21, 3).astype(np.uint8)
+    padded = Sizing(None, (4, 8), "pad").apply(image)
+    assert padded.shape == (12, 24, 3) and (padded[:11, :21] == image).all()
+    assert (padded[11, :21] == image[10]).all() and (padded[:11, 23] == image[:, 20]).all()
+    assert (Sizing(None, (4, 8), "crop").apply(image) == image[1:9, 2:18]).all()
+    assert Sizing(None, (11, 7), "pad").apply(image) is image
+    with pytest.raises(
+        ValueError,
+        match="image of 11 x 21 pixels is smaller than a patch of 12 x 8; fit pad takes it",
+    ):
+        Sizing(None, (12, 8), "crop").apply(image)
+
+
+def test_an_image_at_one_size_has_its_shorter_side_resized_and_its_centre_cropped():
+    small = np.random.default_rng(0).integers(0, 256, (16, 24, 3)).astype(np.uint8)
+    large = small.repeat(3, axis=0).repeat(
+        3, axis=1
+    )  # its areas have one colour each, so that averages are exact
+    assert (Sizing(16, (8, 8)).apply(large) == small[:, 4:20]).all()
+
+
+def test_files_become_grey_or_coloured_as_the_model_has_it(tmp_path):
+    colour = write_image(tmp_path / "colour.png", 16, 24, 1)
+    Image.fromarray(colour[..., 0]).save(tmp_path / "grey.png")
+    listing, native = find_images([str(tmp_path)]), Sizing(None, (8, 8))
+    images = ReadImages(listing, COLOUR, native)
+    assert (images[0].pixels.numpy() == colour.transpose(2, 0, 1)).all()
+    assert (images[1].pixels.numpy() == colour[None, ..., 0]).all() and images[1].pixels.shape == (
+        3,
+        16,
+        24,
+    )
+    luma = colour @ np.array([0.299, 0.587, 0.114])
+    for spec in (GREY, ONE_HOT):
+        images = ReadImages(listing, spec, native)
+        assert (
+            images[0].pixels.shape == (1, 16, 24)
+            and np.abs(images[0].pixels[0].numpy() - luma).max() <= 1
+        )
+        assert (images[1].pixels[0].numpy() == colour[..., 0]).all()
+    with pytest.raises(ValueError, match="the model takes 4 channels"):
+        ReadImages(listing, DataSpec(4, 2, (), (0.5,) * 4, (0.5,) * 4, None, 16), native)
+
+
+def test_what_cannot_be_read_is_a_sample_with_a_reason_in_one_line(tmp_path):
+    write_image(tmp_path / "whole.png", 40, 40, 0)
+    (tmp_path / "cut.png").write_bytes((tmp_path / "whole.png").read_bytes()[:900])
+    (tmp_path / "text.png").write_text("no image")
+    Image.new("RGB", (1, 60000)).save(tmp_path / "thin.png")
+    names = ["cut.png", "text.png", "missing.png", "thin.png"]
+    images = ReadImages(
+        ListedFiles([str(tmp_path / name) for name in names]), COLOUR, Sizing(512, (8, 8))
+    )
+    for number, part in enumerate(("truncated", "cannot identify", "No such file", "")):
+        sample = images[number]
+        assert (
+            sample.pixels is None
+            and sample.reason
+            and part in sample.reason
+            and "\n" not in sample.reason
+        )
+    cropped = ReadImages(
+        ListedFiles([str(tmp_path / "thin.png")]), COLOUR, Sizing(None, (8, 8), "crop")
+    )[0]
+    assert "60000 x 1 pixels is smaller" in cropped.reason and (cropped.height, cropped.width) == (
+        60000,
+        1,
+    )
+
+
+def sample_of(shape: tuple[int, int] | None) -> Sample:
+    return (
+        Sample(reason="damaged")
+        if shape is None
+        else Sample(*shape, torch.zeros(3, *shape, dtype=torch.uint8))
+    )
+
+
+def test_batches_hold_images_of_one_size_that_follow_each_other():
+    wide, tall = (8, 16), (16, 8)
+    shapes = [wide, None, wide, wide, tall, None, None, None, wide, wide]
+    batches = batch_samples(map(sample_of, shapes), 3)
+    got = [[None if s.reason else (s.height, s.width) for s in batch] for batch in batches]
+    assert got == [[wide, None, wide], [wide], [tall, None, None], [None, wide, wide]]
+    assert list(batch_samples(iter(()), 3)) == []
+
+
+class Counted(ReadImages):
+    """Counts the images that are in memory."""
+
+    alive = most = 0
+
+    def __getitem__(self, index: int) -> Sample:
+        sample = super().__getitem__(index)
+        self.alive += 1
+        self.most = max(self.most, self.alive)
+        weakref.finalize(sample.pixels, self.forget)
+        return sample
+
+    def forget(self) -> None:
+        self.alive -= 1
+
+
+def test_no_more_than_a_batch_of_images_is_in_memory(tmp_path):
+    path = tmp_path / "a.png"
+    write_image(path, 8, 16, 0)
+    images = Counted(ListedFiles([str(path)] * 41), COLOUR, Sizing(None, (8, 8)))
+    seen = 0
+    for batch in batch_samples(read_ahead(images, 0, batch_size=5, workers=0), 5):
+        seen += len(batch)
+        for sample in batch:
+            sample.pixels = None
+    assert seen == 41 and images.most <= 6
+
+
+def test_processes_read_ahead_within_bounds_and_keep_the_order(tmp_path):
+    for number in range(9):
+        write_image(tmp_path / f"{number}.png", 8, 8 + 8 * number, number)
+    images = ReadImages(find_images([str(tmp_path)]), COLOUR, Sizing(None, (8, 8)))
+    widths = [sample.width for sample in read_ahead(images, 2, batch_size=4, workers=2)]
+    assert widths == [8 + 8 * number for number in range(2, 9)]

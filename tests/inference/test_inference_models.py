@@ -1,0 +1,359 @@
+"""Models of any origin at any size, and what too little memory and numbers that are not finite come
+to.
+"""
+
+import os
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+
+from tests.helpers.inference_files import (
+    ARGS,
+    COLOUR,
+    GREY,
+    MODEL,
+    direct,
+    write_folder,
+    write_image,
+    write_weights,
+)
+from visionattn.cli.ends import Failed
+from visionattn.inference.listing import ListedFiles, find_images
+from visionattn.inference.opening import Opened, open_model
+from visionattn.inference.options import InferenceOptions, check
+from visionattn.inference.reading import ReadImages, Sizing
+from visionattn.inference.running import last_map, logits, pooled, run_images
+from visionattn.models.weights import DataSpec
+
+SOFTMAX = "vit_tiny_patch16_224"
+SOFTMAX_ARGS = {"patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3}
+
+
+def opened(**options) -> Opened:
+    options = InferenceOptions(**{"threads": None, "device": "cpu"} | options)
+    check(options)
+    return open_model(options, classifies=False)
+
+
+def test_weights_of_ours_bring_model_classes_and_size(tmp_path):
+    path = str(write_weights(tmp_path / "best.safetensors"))
+    found = opened(checkpoint=path)
+    assert (found.name, found.args, found.spec, found.img_size, found.patch_px) == (
+        MODEL,
+        ARGS,
+        COLOUR,
+        16,
+        (8, 8),
+    )
+    assert found.notes == (f"{MODEL} of {path}",) and not found.model.training
+    assert (
+        opened(checkpoint=path, img_size=40).img_size == 40
+        and opened(checkpoint=path, img_size="native").img_size is None
+    )
+
+
+def test_a_name_alone_gives_random_weights_that_the_seed_decides_and_says_so():
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    first, again, other = (opened(model=MODEL, args=ARGS, seed=seed) for seed in (7, 7, 8))
+    assert first.notes == (f"{MODEL} with random weights (seed 7): no --checkpoint is given",)
+    assert first.identity() == again.identity() != other.identity()
+    assert first.identity() != opened(model=MODEL, args=ARGS, seed=7, img_size=32).identity()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert (first.spec.in_chans, first.img_size, first.spec.mean) == (3, 224, (0.485, 0.456, 0.406))
+
+
+def test_a_seed_is_for_weights_that_a_file_does_not_give(tmp_path):
+    ours = str(write_weights(tmp_path / "best.safetensors"))
+    model = timm.create_model(SOFTMAX, **SOFTMAX_ARGS)
+    torch.save(model.state_dict(), tmp_path / "whole.pt")
+    torch.save(
+        {k: v for k, v in model.state_dict().items() if not k.startswith("head")},
+        tmp_path / "part.pt",
+    )
+    of_timm = {"model": SOFTMAX, "args": SOFTMAX_ARGS}
+    for full in ({"checkpoint": ours}, {"checkpoint": str(tmp_path / "whole.pt")} | of_timm):
+        with pytest.raises(
+            ValueError, match="seed 3 does nothing: .* gives all weights; leave it out"
+        ):
+            opened(seed=3, **full)
+    heads = [
+        opened(seed=seed, checkpoint=str(tmp_path / "part.pt"), **of_timm).model.head.weight
+        for seed in (3, 4)
+    ]
+    assert not torch.equal(*heads)
+
+
+def test_identity_tells_apart_devices():
+    found = opened(model=MODEL, args=ARGS)
+    assert found.identity()["device"] == "cpu"
+    assert replace(found, device=torch.device("cuda", 1)).identity()["device"] == "cuda"
+
+
+def test_identity_tells_apart_arguments_that_no_weight_shows(tmp_path):
+    heads = [opened(model=SOFTMAX, args=SOFTMAX_ARGS | {"num_heads": number}) for number in (3, 6)]
+    digests = [found.identity()["weights"] for found in heads]
+    assert digests[0] == digests[1] and heads[0].identity() != heads[1].identity()
+
+
+def test_a_state_dict_of_timm_decides_classes_and_channels(tmp_path):
+    weights = timm.create_model(SOFTMAX, num_classes=7, in_chans=1, img_size=48, **SOFTMAX_ARGS)
+    torch.save(weights.state_dict(), tmp_path / "old.pt")
+    found = opened(
+        model=SOFTMAX, checkpoint=str(tmp_path / "old.pt"), args=SOFTMAX_ARGS, img_size=48
+    )
+    assert (found.spec.num_classes, found.spec.in_chans, found.spec.class_names) == (7, 1, ())
+    x = torch.randn(2, 1, 48, 48)
+    with torch.no_grad():
+        assert torch.equal(found.model(x), weights.eval()(x))
+    assert found.notes[0] == SOFTMAX and "tensors start from" in found.notes[1]
+
+
+def test_a_model_built_for_one_size_takes_others(tmp_path):
+    path = tmp_path / "best.safetensors"
+    write_weights(path, name=SOFTMAX, args=SOFTMAX_ARGS | {"img_size": 16})
+    reference = timm.create_model(
+        SOFTMAX, num_classes=4, img_size=16, dynamic_img_size=True, **SOFTMAX_ARGS
+    ).eval()
+    native, larger = (opened(checkpoint=str(path), img_size=size) for size in ("native", 32))
+    reference.load_state_dict(native.model.state_dict())
+    for shape, found in (((16, 16), native), ((24, 40), native), ((32, 32), larger)):
+        x = torch.randn(1, 3, *shape)
+        with torch.no_grad():
+            assert torch.allclose(found.model(x), reference(x), atol=1e-5), shape
+    windows = {"depths": [1, 1], "num_heads": [1, 2], "embed_dim": 24}
+    for name, args in (
+        ("swin_tiny_patch4_window7_224", windows),
+        ("resnet18", {}),
+        ("xcit_nano_12_p16_224", {}),
+    ):
+        found = opened(model=name, args=args, img_size="native")
+        assert found.model(torch.zeros(1, 3, 32, 48)).shape == (1, 1000), name
+    assert opened(model="xcit_nano_12_p16_224", img_size=32).patch_px == (16, 16)
+
+
+def test_one_hot_models_are_told_by_their_channels():
+    found = opened(model="scaleformer_vit_pixel")
+    assert found.spec == DataSpec(256, 10, (), (), (), "grey_one_hot", 32) and found.patch_px == (
+        1,
+        1,
+    )
+
+
+BAD = [
+    ({}, "name what to run: --checkpoint"),
+    ({"model": "scaleformer_vit_q"}, "the nearest is"),
+    ({"model": MODEL, "args": {"num_hats": 2}}, "num_hats"),
+    ({"model": MODEL, "pretrained": True}, "there are no pretrained weights"),
+    ({"model": MODEL, "pretrained": True, "checkpoint": "x"}, "give one of them"),
+    ({"checkpoint": "nowhere.safetensors"}, "no checkpoint at nowhere.safetensors"),
+    ({"checkpoint": "cut.safetensors"}, "cut off or garbled"),
+    ({"checkpoint": "plain.safetensors"}, "name the model with --model"),
+    ({"checkpoint": "plain.safetensors", "model": MODEL}, "nothing of plain.safetensors fits"),
+    ({"checkpoint": "pickle.pt"}, "name the model with --model"),
+    ({"checkpoint": "garbled.pt", "model": MODEL}, "garbled.pt"),
+    (
+        {"checkpoint": "best.safetensors", "model": MODEL},
+        f"knows its model, {MODEL}: leave --model out",
+    ),
+    (
+        {"checkpoint": "best.safetensors", "args": {"depth": 1}},
+        "args are those of model, which is missing",
+    ),
+    (
+        {"checkpoint": "best.safetensors", "img_size": 20},
+        "20 x 20 pixels is not a whole number of 8 x 8 pixel patches; the ",
+    ),
+    ({"checkpoint": "best.safetensors", "img_size": 0}, "img_size must be above 0, or native"),
+    ({"checkpoint": "best.safetensors", "fit": "crop"}, "fit crop is for img_size native"),
+    ({"checkpoint": "best.safetensors", "batch_size": 0}, "batch_size must be at least 1, got 0"),
+    ({"checkpoint": "best.safetensors", "workers": -1}, "workers must be at least 0, got -1"),
+    ({"checkpoint": "best.safetensors", "device": "cuda:99"}, "cannot be used here"),
+    (
+        {"model": MODEL, "img_size": 40},
+        "40 x 40 pixels is not a whole number of 16 x 16 pixel patches; the nearest that fit: 32",
+    ),
+    (
+        {"model": SOFTMAX, "img_size": 40},
+        "40 x 40 pixels is not a whole number of 16 x 16 pixel patches; the nearest that fit",
+    ),
+    (
+        {"model": "cait_xxs24_224", "args": {"depth": 1}, "img_size": "native"},
+        "takes images of 224 x 224 pixels alone",
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "part"), BAD, ids=lambda value: str(value)[:60])
+def test_what_cannot_be_opened_is_refused_in_one_line(tmp_path, monkeypatch, options, part):
+    monkeypatch.chdir(tmp_path)
+    whole = write_weights(tmp_path / "best.safetensors").read_bytes()
+    (tmp_path / "cut.safetensors").write_bytes(whole[:2000])
+    (tmp_path / "garbled.pt").write_bytes(b"\x80nothing")
+    save_file({"conv.weight": torch.zeros(3, 3)}, tmp_path / "plain.safetensors")
+    torch.save({"conv.weight": torch.zeros(3, 3)}, tmp_path / "pickle.pt")
+    with pytest.raises((ValueError, FileNotFoundError)) as caught:
+        opened(**options)
+    assert part in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_predictions_of_weights_that_nothing_gave_are_refused(tmp_path):
+    weights = timm.create_model(SOFTMAX, num_classes=0, img_size=16, **SOFTMAX_ARGS).state_dict()
+    save_file(weights, tmp_path / "headless.safetensors")
+    for options, part in (
+        ({"args": ARGS, "model": MODEL}, "predictions need weights"),
+        (
+            {
+                "args": SOFTMAX_ARGS,
+                "model": SOFTMAX,
+                "checkpoint": str(tmp_path / "headless.safetensors"),
+            },
+            "has no weights for",
+        ),
+    ):
+        with pytest.raises(ValueError, match=part):
+            open_model(InferenceOptions(**options), classifies=True)
+
+
+@pytest.fixture
+def two_shapes(tmp_path):
+    """Weights, their model, readers of five images of two shapes in whole patches, and the images'
+    pixels.
+    """
+    weights = write_weights(tmp_path / "best.safetensors")
+    pixels = write_folder(tmp_path / "images", [(16, 24), (16, 24), (16, 24), (40, 8), (16, 24)])
+    model = opened(checkpoint=str(weights), img_size="native")
+    return (
+        weights,
+        model,
+        ReadImages(find_images([str(tmp_path / "images")]), COLOUR, Sizing(None, (8, 8))),
+        pixels,
+    )
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3])
+def test_each_image_gets_the_output_of_its_own_pixels(two_shapes, batch_size):
+    weights, model, images, pixels = two_shapes
+    for compute, place in ((pooled, 0), (last_map, 1), (logits, 2)):
+        outcomes = [
+            x
+            for batch in run_images(model, images, compute, batch_size=batch_size, workers=0)
+            for x in batch
+        ]
+        assert [x.path for x in outcomes] == images.listing.paths and {
+            x.status for x in outcomes
+        } == {"ok"}
+        for outcome, image in zip(outcomes, pixels, strict=True):
+            assert (
+                (outcome.height, outcome.width)
+                == (outcome.input_height, outcome.input_width)
+                == image.shape[:2]
+            )
+            wanted = direct(weights, image)[place]
+            assert (
+                outcome.value.shape == wanted.shape
+                and np.abs(outcome.value.numpy() - wanted).max() < 1e-5
+            )
+
+
+def test_too_little_memory_for_a_batch_halves_it_and_for_an_image_is_its_status(two_shapes):
+    weights, model, images, pixels = two_shapes
+    tried = []
+
+    def scarce(module, inputs):
+        tried.append(tuple(inputs.shape[:3]))
+        if len(inputs) > 1 or inputs.shape[2] > 16:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return pooled(module, inputs)
+
+    outcomes = [
+        x for batch in run_images(model, images, scarce, batch_size=3, workers=0) for x in batch
+    ]
+    assert [x.status for x in outcomes] == ["ok", "ok", "ok", "oom", "ok"]
+    assert tried[:5] == [(3, 3, 16), (1, 3, 16), (2, 3, 16), (1, 3, 16), (1, 3, 16)]
+    assert (
+        outcomes[3].reason == "out of memory with one image of 40 x 8 pixels"
+        and outcomes[3].value is None
+    )
+    for number in (0, 1, 2, 4):
+        assert (
+            np.abs(outcomes[number].value.numpy() - direct(weights, pixels[number])[0]).max() < 1e-5
+        )
+
+
+def test_outputs_that_are_not_finite_are_a_status(two_shapes):
+    _, model, images, _ = two_shapes
+
+    def huge(module, inputs):
+        return torch.full((len(inputs), 5), 1e5) * (float("nan") if inputs.shape[2] > 16 else 1)
+
+    for dtype, wanted in (
+        (torch.float32, ["ok"] * 3 + ["nan", "ok"]),
+        (torch.float16, ["nan"] * 5),
+    ):
+        batches = run_images(model, images, huge, batch_size=9, workers=0, dtype=dtype)
+        outcomes = [x for batch in batches for x in batch]
+        assert [x.status for x in outcomes] == wanted
+        assert ("float32 may hold them" in outcomes[3].reason) == (dtype == torch.float16)
+
+
+def test_a_model_that_does_not_take_a_size_says_so_in_one_line(two_shapes):
+    _, model, images, _ = two_shapes
+
+    def picky(module, inputs):
+        raise AssertionError("Input height (16) doesn't match model (224).\nmore")
+
+    with pytest.raises(
+        ValueError,
+        match=rf"^{MODEL} does not take images of 16 x 24 pixels: Input height \(16\)[^\n]*$",
+    ):
+        next(run_images(model, images, picky, batch_size=1, workers=0))
+
+
+class Deadly(ListedFiles):
+    """Whoever opens its fourth image ends."""
+
+    def open(self, index: int):
+        if index == 3:
+            os._exit(9)
+        return super().open(index)
+
+
+def test_a_process_that_ends_while_it_reads_ends_the_run_with_the_reason(two_shapes):
+    _, model, images, _ = two_shapes
+    deadly = ReadImages(Deadly(images.listing.paths), COLOUR, Sizing(None, (8, 8)))
+    with pytest.raises(
+        Failed,
+        match=r"^a process that reads images ended \(DataLoader worker .*\); try --workers 0$",
+    ):
+        list(run_images(model, deadly, pooled, batch_size=1, workers=1))
+
+    def struck(module, inputs):
+        raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed.")
+
+    with pytest.raises(Failed, match="pid 7"):
+        next(run_images(model, images, struck, batch_size=1, workers=0))
+
+
+def test_mixed_precision_runs_and_is_near(two_shapes):
+    weights, model, images, pixels = two_shapes
+    value = next(run_images(model, images, pooled, batch_size=1, workers=0, amp="bf16"))[0].value
+    wanted = direct(weights, pixels[0])[0]
+    error = np.abs(value.numpy() - wanted).max()
+    assert value.dtype == torch.float32 and 0 < error < 0.1 * np.abs(wanted).max()
+
+
+def test_grey_weights_see_colour_as_grey(tmp_path):
+    weights = write_weights(tmp_path / "best.safetensors", GREY)
+    write_image(tmp_path / "a.png", 24, 24, 0)
+    model = opened(checkpoint=str(weights))
+    images = ReadImages(
+        find_images([str(tmp_path / "a.png")]), GREY, Sizing(model.img_size, model.patch_px)
+    )
+    seen = images[0].pixels.numpy().transpose(1, 2, 0)
+    [[outcome]] = run_images(model, images, logits, batch_size=1, workers=0)
+    assert np.abs(outcome.value.numpy() - direct(weights, seen, GREY)[2]).max() < 1e-5

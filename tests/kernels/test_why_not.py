@@ -1,0 +1,209 @@
+"""For which inputs there are kernels: the reasons against them, what ``auto`` takes, and a launch
+for all that is taken.
+"""
+
+import math
+
+import pytest
+
+pytest.importorskip("triton", reason="GPU kernels need Triton")
+
+import torch
+
+from tests.helpers.kernel_checks import INTERPRETED
+from tests.helpers.oracles import draw_kept, draw_qkv
+from visionattn.lab.measure import attention_backends
+from visionattn.layout import Grid, TokenLayout
+from visionattn.ops import (
+    Axial,
+    Flat,
+    Joint,
+    RandomFeatures,
+    kernelized_attention,
+    taylorshift_attention,
+)
+from visionattn.ops.gpu.why_not import why_not
+
+interpreted = pytest.mark.skipif(
+    not INTERPRETED, reason="on a GPU the tests marked gpu run instead"
+)
+
+
+def half(*shape: int) -> torch.Tensor:
+    return torch.zeros(*shape, dtype=torch.float16)
+
+
+GRID = TokenLayout(0, Grid(4, 5))
+REASONS = {
+    "on meta": (dict(q=torch.empty(1, 2, 20, 16, device="meta")), "q is on meta"),
+    "bfloat16, interpreted": (dict(q=half(1, 2, 20, 16).bfloat16()), "bfloat16 wrongly"),
+    "float64": (dict(q=torch.zeros(1, 2, 20, 16, dtype=torch.float64)), "float64"),
+    "mixed": (dict(v=torch.zeros(1, 2, 20, 16)), "one of float16, bfloat16, float32 for all three"),
+    "odd width": (dict(q=half(1, 2, 20, 12)), "q is 12 wide"),
+    "wide values": (dict(v=half(1, 2, 20, 136)), "v is 136 wide"),
+    "map": (dict(feature_map="given"), '"elu1" and "relu"'),
+    "form": (dict(form="direct"), 'form="direct"'),
+    "lengths": (dict(q=half(1, 2, 21, 16), causal=True), "21 queries and 20 keys"),
+    "flat": (dict(relative=Flat(half(2, 3, 16))), "Flat"),
+    "axial": (dict(relative=Axial(half(2, 3, 16), half(2, 3, 16), GRID)), "Axial"),
+    "masked": (
+        dict(relative=Joint(half(2, 3, 3, 16), GRID), key_mask=torch.ones(1, 20, dtype=torch.bool)),
+        "key_mask",
+    ),
+    "kept": (
+        dict(relative=Joint(half(2, 3, 3, 16), GRID._replace(kept=draw_kept(1, 20, 9)))),
+        "layout.kept",
+    ),
+    "one class": (dict(relative=Joint(half(2, 1, 3, 16), GRID)), "not for (0, 1)"),
+    "classes": (dict(relative=Joint(half(2, 13, 13, 16), GRID)), "not for 169"),
+}
+
+
+@interpreted
+@pytest.mark.parametrize("name", REASONS)
+def test_inputs_without_a_kernel_are_told_why(name):
+    change, words = REASONS[name]
+    tensors = {x: half(1, 2, 20, 16) for x in "qkv"}
+    assert why_not("kernelized", **tensors) is None
+    assert words in why_not("kernelized", **tensors | change)
+
+
+@interpreted
+def test_what_is_slower_than_eager_is_left_to_it_by_auto_alone(monkeypatch):
+    from visionattn.ops.gpu import why_not as module
+
+    q, longer = half(1, 2, 20, 16), half(3, 2, 20, 16)
+    least = {("taylorshift", torch.float16): math.inf, ("kernelized", torch.float16): 100}
+    monkeypatch.setattr(module, "NOT_BY_AUTO", least)
+    monkeypatch.setattr(module, "_on_gpu", lambda x: True)
+    assert not any(module.takes_kernels("auto", "taylorshift", x, x, x) for x in (q, longer))
+    assert [module.takes_kernels("auto", "kernelized", x, x, x) for x in (q, longer)] == [
+        False,
+        True,
+    ]
+    assert module.takes_kernels("auto", "kernelized", q, q, q, causal=True)
+    assert module.takes_kernels("auto", "kernelized", q.float(), q.float(), q.float())
+    assert [module.takes_kernels(impl, "taylorshift", q, q, q) for impl in ("triton", "eager")] == [
+        True,
+        False,
+    ]
+
+
+@interpreted
+def test_one_compiled_graph_serves_sizes_on_both_sides_of_what_auto_leaves_to_eager(monkeypatch):
+    from visionattn.ops.gpu import why_not as module
+
+    monkeypatch.setattr(module, "NOT_BY_AUTO", {("kernelized", torch.float32): 100})
+    monkeypatch.setattr(module, "_on_gpu", lambda x: True)
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(kernelized_attention, backend=backend, dynamic=True, fullgraph=True)
+    for n in (20, 90, 23):
+        q, k, v = (x.float() for x in draw_qkv(queries=n, keys=n, d=16, e=16).values())
+        assert torch.allclose(
+            compiled(q, k, v), kernelized_attention(q, k, v, impl="eager"), atol=1e-5
+        )
+    assert len(graphs) == 1 and "kernel_mean" in graphs[0].code
+
+
+@interpreted
+@pytest.mark.parametrize("function", [kernelized_attention, taylorshift_attention])
+def test_triton_by_name_raises_the_reason_and_auto_takes_eager_on_a_processor(function):
+    q, k, v = draw_qkv(queries=20, d=16, e=16).values()
+    with pytest.raises(NotImplementedError, match='impl="triton": q, k, v are torch.float64'):
+        function(q, k, v, impl="triton")
+    q, k, v = q.float(), k.float(), v.float()
+    assert not any("triton" in name for name in attention_backends(lambda: function(q, k, v)))
+    backends = attention_backends(lambda: function(q, k, v, impl="triton"))
+    assert backends and all("triton" in name for name in backends)
+
+
+@interpreted
+def test_a_map_of_ones_own_has_no_kernel():
+    q, k, v = (x.float() for x in draw_qkv(queries=20, d=16, e=16).values())
+    with pytest.raises(NotImplementedError, match="feature maps"):
+        kernelized_attention(
+            q, k, v, feature_map=RandomFeatures(16, 24, torch.Generator()), impl="triton"
+        )
+
+
+@interpreted
+def test_the_capability_of_a_gpu_decides(monkeypatch):
+    from visionattn.ops.gpu import why_not as module
+
+    device = torch.device("cuda")
+    for found, wanted in (
+        ("9.0", None),
+        ("8.0", None),
+        ("7.5", "compute capability 7.5"),
+        ("8.9", "compute capability 8.9"),
+    ):
+        monkeypatch.setattr(module, "capability", lambda device, found=found: found)
+        reason = module._why_not_here(device, torch.bfloat16)
+        assert reason is None if wanted is None else wanted in reason
+
+
+@interpreted
+def test_blackwell_asks_for_a_triton_that_sums_rightly_there(monkeypatch):
+    from visionattn.ops.gpu import why_not as module
+
+    for found, triton, wanted in (
+        ("10.0", "3.8.1", True),
+        ("10.0", "3.10.0", False),
+        ("9.0", "3.6.0", False),
+    ):
+        monkeypatch.setattr(module, "capability", lambda device, found=found: found)
+        monkeypatch.setattr(module, "version", lambda name, triton=triton: triton)
+        assert (
+            "3.9 or newer" in (module._why_not_here(torch.device("cuda"), torch.bfloat16) or "")
+        ) is wanted
+
+
+WIDTHS = (8, 16, 24, 40, 64, 72, 128, 136)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("d", WIDTHS)
+def test_every_kernel_has_a_launch_for_all_that_is_taken(d, dtype, monkeypatch):
+    """Nothing is computed: each launch of both passes asks the table for its row, which raises
+    where there is none.
+    """
+    monkeypatch.setattr("visionattn.ops.gpu.launch.run", lambda *args, **meta: None)
+    ways = [
+        (kernelized_attention, "kernelized", {}),
+        (kernelized_attention, "kernelized", {"causal": True}),
+    ]
+    ways += [
+        (taylorshift_attention, "taylorshift", {"form": form}) for form in ("direct", "efficient")
+    ]
+    positions = [
+        None,
+        *(
+            Joint(torch.zeros(1, side, side, d), TokenLayout(1, Grid(2, 3)))
+            for side in (1, 3, 7, 9, 11, 13)
+        ),
+    ]
+    taken = 0
+    for e in WIDTHS:
+        q, k, v = (
+            torch.zeros(1, 1, 7, width, dtype=dtype, requires_grad=True) for width in (d, d, e)
+        )
+        for function, name, options in ways:
+            for relative in positions if "causal" not in options else [None]:
+                asked = {key: value for key, value in options.items() if key != "form"}
+                if why_not(name, q, k, v, relative=relative, **asked) is None:
+                    options_of_shift = (
+                        {"temperature": torch.ones(1)} if name == "taylorshift" else {}
+                    )
+                    out = function(
+                        q, k, v, relative=relative, impl="triton", **options, **options_of_shift
+                    )
+                    torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
+                    taken += 1
+    assert (taken > 0) == (d <= (128 if dtype == torch.float16 else 64))

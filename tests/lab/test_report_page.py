@@ -1,0 +1,150 @@
+"""The page of ``tools/report.py`` in a browser: it shows what it should, fits a telephone, runs and
+fetches nothing.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from tests.helpers.report_folders import Page, memory_rows, sweep_rows, write_rows, write_run
+from visionattn.lab.report.page import report
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+BROWSER = next(filter(None, map(shutil.which, NAMES)), None)
+FLAGS = [
+    "--headless",
+    "--disable-gpu",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--enable-logging=stderr",
+]
+FLAGS += [
+    "--host-resolver-rules=MAP * ~NOTFOUND",
+    "--proxy-server=127.0.0.1:9",
+    "--allow-file-access-from-files",
+]
+
+pytestmark = [
+    pytest.mark.skipif(
+        BROWSER is None,
+        reason=f"no {' and no '.join(NAMES)} here; .ci/chromium installs one where apt-get is",
+    ),
+    pytest.mark.skipif(
+        sys.platform != "linux", reason="the flags of the browser are those of Linux"
+    ),
+]
+
+
+def open_page(path, folder, *flags):
+    """What the browser makes of a page: its document after loading, and the messages of its
+    console.
+    """
+    as_root = ["--no-sandbox"] if os.geteuid() == 0 else []
+    command = [
+        BROWSER,
+        *FLAGS,
+        *as_root,
+        f"--user-data-dir={folder / 'profile'}",
+        *flags,
+        "--dump-dom",
+        path.as_uri(),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-500:]
+    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    """A page of everything: two runs, one of a name that is markup, with images; a sweep and a
+    profile.
+    """
+    folder = tmp_path_factory.mktemp("shown")
+    runs = [
+        write_run(folder / "<img src=x onerror=document.title=1>", always=7),
+        write_run(
+            folder / ("a_long_name_" * 9),
+            status="nan",
+            reason="</td><script>document.title=2</script>" * 5,
+            result=None,
+        ),
+    ]
+    write_rows(folder / "heads" / "cells.csv", sweep_rows())
+    write_rows(folder / "memory.csv", memory_rows())
+    paths = [*map(str, runs), str(folder / "heads"), str(folder / "memory.csv")]
+    report(
+        [
+            *paths,
+            "--output",
+            str(folder / "report.html"),
+            "--title",
+            "Mine & <others>",
+            "--images",
+            "5",
+        ]
+    )
+    return folder / "report.html"
+
+
+def test_a_browser_shows_the_rows_and_has_nothing_to_complain_of(page, tmp_path):
+    document, complaints = open_page(page, tmp_path)
+    assert complaints == []
+    assert "<title>Mine &amp; &lt;others&gt;</title>" in document and document.rstrip().endswith(
+        "</html>"
+    )
+    shown = Page(document)
+    assert "script" not in shown.tags and not any(
+        key.startswith("on") for _, key, _ in shown.attributes
+    )
+    cells = [cell for row in shown.rows for cell in row]
+    wanted = {
+        "56.25 % of 359 images",
+        "finished",
+        "2 h 1 min",
+        "83.0 ± 2.8",
+        "1,324",
+        "out of memory",
+    }
+    assert wanted <= set(cells) and cells.count("<img src=x onerror=document.title=1>") >= 2
+    assert (
+        document.count('<svg class="chart"') == 6 + 5 + 2
+        and document.count('src="data:image/png;base64,') == 5
+    )
+    assert document.count("</section>") == 7
+
+
+def test_a_page_that_breaks_its_own_rules_would_be_noticed(page, tmp_path):
+    text = page.read_text().replace(
+        "<main>", '<main><img src="https://example.org/a.png"><script>1</script>'
+    )
+    planted = tmp_path / "planted.html"
+    planted.write_text(text)
+    _, complaints = open_page(planted, tmp_path)
+    assert any("img-src" in line for line in complaints) and any(
+        "script" in line for line in complaints
+    )
+
+
+@pytest.mark.parametrize("width", [320, 400, 1280])
+def test_the_page_is_as_wide_as_the_screen_and_only_tables_scroll(page, tmp_path, width):
+    wide = "e => e.scrollWidth > e.clientWidth"
+    measure = (
+        f"document.body.dataset.found = [({wide})(d), "
+        f"[...d.querySelectorAll('.scroll')].some({wide}), d.clientWidth]"
+    )
+    frame = f'<iframe style="border:0;width:{width}px;height:900px" src="{page.as_uri()}" '
+    frame += f'onload="const d = this.contentDocument.documentElement; {measure}"></iframe>'
+    outer = page.with_name(f"outer{width}.html")
+    outer.write_text(f"<!DOCTYPE html><body>{frame}")
+    document, _ = open_page(outer, tmp_path, "--virtual-time-budget=5000")
+    found = re.search(r'data-found="(\w+),(\w+),(\d+)"', document)
+    assert (
+        found
+        and found[1] == "false"
+        and width - 20 < int(found[3]) <= width
+        and (found[2] == "true" or width > 400)
+    )

@@ -1,0 +1,462 @@
+"""The contract that timm and its clients have with each registered name, and the geometry of the
+models.
+"""
+
+import copy
+import math
+import pickle
+
+import pytest
+import timm
+import torch
+from timm.models import VisionTransformer, create_model
+from timm.models._features_fx import create_feature_extractor
+from timm.optim import param_groups_layer_decay, param_groups_weight_decay
+
+import visionattn
+from visionattn.layout import Grid, TokenLayout
+
+NAMES = sorted(
+    name for name in timm.list_models() if name.startswith(("scaleformer_vit", "taylorshift"))
+)
+UNTRAINED = dict(pretrained_cfg="untrained")
+SMALL = dict(embed_dim=24, depth=2, num_heads=3)
+
+
+def is_pixel(name):
+    return name.endswith("pixel")
+
+
+def small(name, **kwargs):
+    """The registered architecture at its smallest: every option of the name, another width and
+    depth.
+    """
+    if is_pixel(name):
+        return create_model(name, **(dict(embed_dim=12, num_heads=3) | kwargs))
+    return create_model(name, **(SMALL | dict(num_classes=11, img_size=64) | kwargs))
+
+
+def image(name, batch=2, height=80, width=48, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    if is_pixel(name):
+        grey = torch.randint(256, (batch, 1, 32, 32), generator=generator)
+        return torch.nn.functional.one_hot(grey[:, 0], 256).permute(0, 3, 1, 2).float()
+    return torch.randn(batch, 3, height, width, generator=generator)
+
+
+def test_every_size_of_every_family_is_registered_under_both_names():
+    families = ("scaleformer_vit", "taylorshift_vit", "taylorshift_abs_vit")
+    short = {f"{family}_{size}" for family in families for size in "tsbl"}
+    long = {
+        f"{family}_{size}_patch16_224"
+        for family in families
+        for size in ("tiny", "small", "base", "large")
+    }
+    assert set(NAMES) == short | long | {"scaleformer_vit_pixel", "taylorshift_vit_pixel"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_registered_name_keeps_the_contract_of_timm(name):
+    """One walk through what clients do with a model, at the smallest size of the name."""
+    model = small(name)
+    assert isinstance(model, VisionTransformer)
+    assert (
+        model.default_cfg["architecture"] == name
+        and model.default_cfg["first_conv"] == "patch_embed.proj"
+    )
+    x = image(name)
+    classes = 10 if is_pixel(name) else 11
+    features = model.forward_features(x)
+    assert torch.equal(model.forward_head(features), model(x))
+    assert model(x).shape == (2, classes)
+    model(x).square().sum().backward()
+    assert [n for n, p in model.named_parameters() if p.grad is None] == []
+
+    final, maps = model.forward_intermediates(x)
+    assert torch.equal(final, features)
+    grid = (32, 32) if is_pixel(name) else (5, 3)
+    assert maps[-1].shape == (2, model.embed_dim, *grid)
+    last = model.forward_intermediates(x, indices=1, norm=True, intermediates_only=True)[0]
+    assert torch.equal(last.flatten(2).mT, final[:, model.num_prefix_tokens :])
+
+    pooled = model.train(False)(x)
+    again = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    assert torch.equal(again(x), pooled)
+    model.reset_classifier(5)
+    assert model(x).shape == (2, 5) and model.get_classifier().training is False
+    model.reset_classifier(0)
+    assert model(x).shape == (2, model.num_features)
+    assert model.to(torch.bfloat16)(x.to(torch.bfloat16)).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "letter, parameters", [("t", 5.5e6), ("s", 22e6), ("b", 86e6), ("l", 304e6)]
+)
+@pytest.mark.parametrize("family", ["scaleformer_vit", "taylorshift_vit", "taylorshift_abs_vit"])
+def test_full_sizes_build_on_the_meta_device(family, letter, parameters):
+    with torch.device("meta"):
+        model = create_model(f"{family}_{letter}")
+    assert all(p.is_meta for p in model.parameters()) and not list(model.buffers())
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(parameters, rel=0.06)
+
+
+def test_small_model_takes_an_image_of_320_by_208_pixels_and_gives_its_maps():
+    model = create_model("scaleformer_vit_s").eval()
+    with torch.inference_mode():
+        assert model(torch.randn(1, 3, 320, 208)).shape == (1, 1000)
+    features = create_model("scaleformer_vit_s", features_only=True).eval()
+    with torch.inference_mode():
+        maps = features(torch.randn(1, 3, 320, 208))
+    assert [tuple(m.shape) for m in maps] == [(1, 384, 20, 13)] * 3
+    assert (
+        features.feature_info.channels() == [384] * 3
+        and features.feature_info.reduction() == [16] * 3
+    )
+
+
+def test_published_model_differs_from_ours_in_position_pooling_and_temperature():
+    ours, published = small("taylorshift_vit_t"), small("taylorshift_abs_vit_t")
+    assert ours.pos_embed is None and ours.blocks[0].attn.relative.kind == "joint"
+    assert published.pos_embed is not None and published.blocks[0].attn.relative is None
+    assert (
+        published.global_pool == "token"
+        and published.blocks[0].attn.temperature.tolist() == [1.0] * 3
+    )
+    assert ours.blocks[1].attn.temperature.tolist() == [4.0] * 3
+
+
+@pytest.mark.parametrize("relative", ["joint", "axial", "flat", "none"])
+@pytest.mark.parametrize("attention", ["kernelized", "taylorshift", "softmax"])
+def test_attention_and_relative_position_combine(attention, relative):
+    horizon = {} if relative == "none" else dict(horizon=2)
+    model = small(
+        "scaleformer_vit_t", attention=attention, relative=relative, num_classes=3, **horizon
+    )
+    model(image("", height=64, width=32)).sum().backward()
+    assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in model.parameters())
+
+
+def test_shifted_image_shifts_the_maps_and_keeps_the_pooled_features():
+    """Without absolute position, content that moves by whole patches on an empty ground takes its
+    features along.
+    """
+    torch.manual_seed(0)
+    model = (
+        small("scaleformer_vit_t", class_token=False, global_pool="avg", relative="none")
+        .double()
+        .eval()
+    )
+    x = image("", batch=1, height=80, width=112).double()
+    with torch.no_grad():
+        assert torch.allclose(model(x), model(x.roll((16, 32), dims=(2, 3))), atol=1e-12)
+
+
+def test_a_model_with_relative_position_sees_where_patches_lie():
+    model = small("taylorshift_vit_t", class_token=False, global_pool="avg").double().eval()
+    x = image("", batch=1, height=80, width=112).double()
+    with torch.no_grad():
+        assert not torch.allclose(model(x), model(x.flip(3)), atol=1e-4)
+
+
+def test_learned_position_is_resampled_to_another_grid_and_back():
+    model = small("taylorshift_abs_vit_t").eval()
+    model.set_input_size(img_size=(96, 48))
+    assert model.pos_embed.shape == (1, 1 + 6 * 3, 24)
+    assert model(image("", height=80, width=64)).shape == (2, 11)
+
+
+def test_set_input_size_moves_the_native_grid():
+    model = small("scaleformer_vit_t").eval()
+    model.set_input_size(img_size=(96, 48))
+    tokens = torch.randn(1, 1 + 6 * 3, 24)
+    layout = TokenLayout(1, Grid(6, 3))
+    assert torch.equal(
+        model.blocks(tokens), model.blocks[1](model.blocks[0](tokens, layout), layout)
+    )
+
+
+def test_block_without_a_layout_says_which_argument_to_pass():
+    model = small("scaleformer_vit_t")
+    with pytest.raises(
+        ValueError,
+        match=r"7 tokens without a grid \(the native one has 17\): pass layout=TokenLayout",
+    ):
+        model.blocks[0](torch.randn(1, 7, 24))
+    assert small("taylorshift_abs_vit_t").blocks[0](torch.randn(1, 7, 24)).shape == (1, 7, 24)
+
+
+@pytest.mark.parametrize("name", ["scaleformer_vit_t", "taylorshift_vit_t"])
+def test_gradient_checkpointing_changes_no_gradient(name):
+    torch.manual_seed(0)
+    model, x = small(name).double(), image(name).double()
+    for layer in (None, model):
+        model.zero_grad()
+        model.set_grad_checkpointing(layer is not None)
+        model(x).square().sum().backward()
+        grads = {n: p.grad.clone() for n, p in model.named_parameters()}
+        if layer is None:
+            wanted = grads
+    assert all(torch.allclose(grads[n], wanted[n], rtol=1e-12, atol=1e-14) for n in wanted)
+
+
+def test_checkpointing_stays_on_under_a_mask(monkeypatch):
+    calls = []
+    from visionattn.models import backbone
+
+    original = backbone.checkpoint
+    monkeypatch.setattr(backbone, "checkpoint", lambda *args: calls.append(1) or original(*args))
+    model = small("scaleformer_vit_t")
+    model.set_grad_checkpointing()
+    mask = torch.ones(2, 16, dtype=torch.bool)
+    mask[0, -3:] = False
+    model.forward_features(image("", height=80, width=48), attn_mask=mask)
+    assert len(calls) == 2
+
+
+def test_a_masked_patch_changes_nothing():
+    model = small("taylorshift_vit_t", class_token=False).double().eval()
+    tokens = torch.randn(1, 15, 24, dtype=torch.float64)
+    other = tokens.clone()
+    other[:, 7] += 5
+    mask = torch.ones(1, 1, 1, 15, dtype=torch.bool)
+    mask[..., 7] = False
+    layout = TokenLayout(0, Grid(5, 3))
+    attn = model.blocks[0].attn
+    a, b = attn(tokens, layout, attn_mask=mask), attn(other, layout, attn_mask=mask)
+    present = mask[0, 0, 0]
+    assert torch.equal(a[:, present], b[:, present]) and not torch.equal(a[:, 7], b[:, 7])
+
+
+def test_masks_of_pairs_and_causality_are_refused():
+    model = small("scaleformer_vit_t")
+    with pytest.raises(ValueError, match="no weights of single pairs to mask"):
+        model(image(""), attn_mask=torch.ones(16, 16, dtype=torch.bool))
+    for name in ("scaleformer_vit_t", "taylorshift_vit_t"):
+        with pytest.raises(ValueError, match="causal"):
+            small(name)(image(""), is_causal=True)
+
+
+@pytest.mark.parametrize(
+    "options", [{"relative": "flat"}, {"relative": "none"}, {"attention": "softmax"}]
+)
+def test_a_causal_model_does_not_look_ahead(options):
+    torch.manual_seed(0)
+    model = (
+        small("scaleformer_vit_t", class_token=False, global_pool="avg", **options).double().eval()
+    )
+    tokens = (
+        model.blocks[0]
+        .norm1(torch.randn(1, 15, model.embed_dim, dtype=torch.float64))
+        .requires_grad_()
+    )
+    out = model.blocks[0].attn(tokens, TokenLayout(0, Grid(5, 3)), is_causal=True)
+    (gradient,) = torch.autograd.grad(out[0, 6].sum(), tokens)
+    assert gradient[0, 7:].eq(0).all() and gradient[0, :7].ne(0).any(1).all()
+
+
+@pytest.mark.parametrize("name", ["scaleformer_vit_t", "taylorshift_vit_t"])
+@pytest.mark.parametrize("relative", ["joint", "axial", "flat"])
+def test_dropped_patches_keep_their_places(name, relative):
+    """The kept patches' outputs are those of a full model whose other patches are masked."""
+    torch.manual_seed(0)
+    model = small(name, patch_drop_rate=0.4, relative=relative).double().train()
+    x = image(name).double()
+    tokens, layout = model._embed(x)
+    assert layout.kept.shape == (2, math.floor(15 * 0.6)) and tokens.shape[1] == layout.num_tokens
+    full = model._pos_embed(model.patch_embed(x))
+    mask = (
+        torch.zeros(2, 16, dtype=torch.bool)
+        .index_fill(1, torch.tensor([0]), True)
+        .scatter(1, layout.kept + 1, True)
+    )
+    attn = model.blocks[0].attn
+    wanted = attn(full, TokenLayout(1, layout.grid), attn_mask=mask)
+    got = attn(tokens, layout)
+    assert torch.allclose(got[:, 0], wanted[:, 0], atol=1e-12)
+    index = (layout.kept + 1).unsqueeze(-1).expand(-1, -1, 24)
+    assert torch.allclose(got[:, 1:], wanted.gather(1, index), atol=1e-12)
+
+
+def test_maps_of_a_model_that_drops_patches_are_zero_where_nothing_is():
+    model = small("scaleformer_vit_t", patch_drop_rate=0.4).train()
+    maps = model.forward_intermediates(image(""), intermediates_only=True)[-1]
+    assert ((maps == 0).all(1).sum((1, 2)) == 15 - 9).all()
+
+
+def test_padding_on_request_adds_patches_at_the_bottom_and_the_right():
+    torch.manual_seed(0)
+    model = small("scaleformer_vit_t", dynamic_img_pad=True).eval()
+    x = image("", height=70, width=33)
+    padded = torch.nn.functional.pad(x, (0, 15, 0, 10))
+    assert torch.equal(model(x), model(padded))
+    assert model.forward_intermediates(x, intermediates_only=True)[0].shape[2:] == (5, 3)
+
+
+def test_an_image_that_is_no_whole_number_of_patches_names_the_sizes_that_fit():
+    model = small("scaleformer_vit_t")
+    with pytest.raises(ValueError) as error:
+        model(torch.zeros(1, 3, 1000, 1024))
+    assert str(error.value) == (
+        "image of 1000 x 1024 pixels is not a whole number of 16-pixel patches; crop or pad it "
+        "to 992 or 1008 x 1024"
+    )
+    with pytest.raises(ValueError, match="crop or pad it to 16 x 32"):
+        model(torch.zeros(1, 3, 9, 32))
+
+
+def test_fixed_size_is_held_to_where_it_is_asked_for():
+    model = small("scaleformer_vit_t", dynamic_img_size=False)
+    assert model(torch.zeros(1, 3, 64, 64)).shape == (1, 11)
+    with pytest.raises(ValueError, match=r"image of 64 x 80 pixels, but dynamic_img_size=False"):
+        model(torch.zeros(1, 3, 64, 80))
+
+
+def test_input_channels_reach_the_patch_embedding():
+    assert small("scaleformer_vit_t", in_chans=5)(torch.randn(1, 5, 32, 48)).shape == (1, 11)
+
+
+def test_positions_and_temperatures_are_not_decayed():
+    model = small("taylorshift_vit_t", pos_embed="learn")
+    free, decayed = param_groups_weight_decay(
+        model, 0.1, no_weight_decay_list=model.no_weight_decay()
+    )
+    free = {id(p) for p in free["params"]}
+    names = {n for n, p in model.named_parameters() if id(p) in free}
+    ours = {f"blocks.{i}.attn.{leaf}" for i in (0, 1) for leaf in ("relative.table", "temperature")}
+    wanted = {"pos_embed", "cls_token"} | ours
+    assert wanted <= names
+    assert all(n.endswith("bias") or "norm" in n or n in wanted for n in names)
+
+
+def test_layer_decay_gives_relative_tables_the_rate_of_their_block():
+    model = small("taylorshift_vit_t")
+    groups = param_groups_layer_decay(
+        model, 0.1, no_weight_decay_list=model.no_weight_decay(), layer_decay=0.5
+    )
+    scale = {id(p): group["lr_scale"] for group in groups for p in group["params"]}
+    rates = {n: scale[id(p)] for n, p in model.named_parameters()}
+    assert rates["cls_token"] == rates["patch_embed.proj.weight"] == 0.125
+    for i, rate in ((0, 0.25), (1, 0.5)):
+        own = {r for n, r in rates.items() if n.startswith(f"blocks.{i}.")}
+        assert own == {rate}
+    assert rates["head.weight"] == 1.0
+
+
+def test_a_frozen_head_is_replaced_by_a_frozen_head():
+    model = small("scaleformer_vit_t").requires_grad_(False).eval()
+    model.reset_classifier(3)
+    assert not model.head.weight.requires_grad and not model.head.training
+    model = small("scaleformer_vit_t")
+    model.reset_classifier(3, "avg")
+    assert model.head.weight.requires_grad and model.head.training and model.global_pool == "avg"
+
+
+def test_another_patch_size_changes_the_reduction():
+    model = small("scaleformer_vit_t")
+    model.set_input_size(img_size=64, patch_size=8)
+    assert [info["reduction"] for info in model.feature_info] == [8, 8]
+    assert model(image("", height=40, width=24)).shape == (2, 11)
+
+
+def test_pruned_model_keeps_no_unused_parameter():
+    model = small("scaleformer_vit_t")
+    model.prune_intermediate_layers(1, prune_norm=True)
+    assert len(model.blocks) == 2
+    model.prune_intermediate_layers([0], prune_norm=True)
+    model.forward_intermediates(image(""), intermediates_only=True)[0].sum().backward()
+    assert len(model.blocks) == 1 and all(p.grad is not None for p in model.parameters())
+
+
+def test_pretrained_weights_that_do_not_exist_are_named_as_such():
+    for name, args in (
+        ("scaleformer_vit_t", {}),
+        ("scaleformer_vit_t.untrained", {}),
+        ("scaleformer_vit_t", UNTRAINED),
+    ):
+        with pytest.raises(
+            ValueError, match="there are no pretrained weights of scaleformer_vit_t yet"
+        ):
+            create_model(name, pretrained=True, **args)
+
+
+def test_weights_from_a_file_are_loaded(tmp_path):
+    torch.manual_seed(0)
+    source = small("scaleformer_vit_t", horizon=3)
+    path = tmp_path / "weights.pth"
+    torch.save(source.state_dict(), path)
+    model = small(
+        "scaleformer_vit_t",
+        pretrained=True,
+        pretrained_cfg_overlay=dict(file=str(path), num_classes=11),
+    )
+    assert torch.equal(model.blocks[0].attn.relative.table, source.blocks[0].attn.relative.table)
+    assert torch.equal(model.head.weight, source.head.weight)
+
+
+@pytest.mark.parametrize(
+    "name", ["scaleformer_vit_t", "taylorshift_vit_t", "taylorshift_abs_vit_t"]
+)
+def test_one_graph_serves_several_image_sizes(name):
+    """fullgraph, five sizes, at most two graphs (the first, and the one with symbolic sizes)."""
+    torch._dynamo.reset()
+    model = small(name).eval()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    for height, width in ((64, 96), (80, 48), (112, 128), (160, 80), (48, 176)):
+        x = image(name, height=height, width=width)
+        with torch.no_grad():
+            assert torch.allclose(compiled(x), model(x), atol=1e-5)
+    assert len(graphs) <= 2
+
+
+def test_model_exports_with_symbolic_height_and_width():
+    model = small("scaleformer_vit_t").eval()
+    height, width = (
+        torch.export.Dim("height", min=2, max=64),
+        torch.export.Dim("width", min=2, max=64),
+    )
+    program = torch.export.export(
+        model, (image("", 1, 80, 48),), dynamic_shapes=({2: 16 * height, 3: 16 * width},)
+    )
+    x = image("", 1, 48, 112)
+    assert torch.allclose(program.module()(x), model(x), atol=1e-5)
+
+
+def test_wrong_arguments_get_one_line():
+    cases = {
+        "num_heads 5 does not divide the width 24; the nearest that do are 4 and 6": dict(
+            num_heads=5
+        ),
+        "attention 'linear': wanted one of kernelized, taylorshift, softmax": dict(
+            attention="linear"
+        ),
+        "relative '2d': wanted one of joint, axial, flat, none": dict(relative="2d"),
+        "normalization 'l2': wanted mean or sum": dict(normalization="l2"),
+        "horizon: wanted 0 or more patches, got -1": dict(horizon=-1),
+    }
+    for message, kwargs in cases.items():
+        with pytest.raises(ValueError) as error:
+            small("scaleformer_vit_t", **kwargs)
+        assert str(error.value) == message
+
+
+def test_version_is_that_of_the_package():
+    assert visionattn.__version__.count(".") == 2
+
+
+@pytest.mark.parametrize(
+    "name", ["scaleformer_vit_t", "taylorshift_vit_t", "taylorshift_abs_vit_t"]
+)
+def test_fx_traces_a_model_that_still_takes_any_size(name):
+    model = small(name).eval()
+    traced = create_feature_extractor(model, ["blocks.0", "head"])
+    x = image(name, height=96, width=128)
+    with torch.no_grad():
+        out = traced(x)
+        assert torch.equal(out["head"], model(x))
+    assert out["blocks.0"].shape == (2, 1 + 6 * 8, 24)

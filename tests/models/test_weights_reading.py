@@ -1,0 +1,216 @@
+"""Files of weights are read by what they hold, whatever their first bytes and their names."""
+
+import importlib.util
+import pickle
+import struct
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save
+
+from tests.helpers.small_runs import MODEL, SPEC
+from tests.training.test_checkpoint import small_model
+from visionattn.inference.opening import open_model
+from visionattn.inference.options import InferenceOptions
+from visionattn.models import weights
+from visionattn.models.weights import (
+    load_model,
+    read_pickle,
+    read_safetensors,
+    read_state_dict,
+    save_model,
+)
+from visionattn.training.checkpoint import place_weights, read_state
+from visionattn.training.states import BestFigures, best_figures
+
+ROOT = Path(__file__).parents[2]
+TENSORS = {"a.weight": torch.arange(6.0).reshape(2, 3), "b": torch.ones(5)}
+LIKE_A_PICKLE = 0x80
+LIKE_A_ZIP = int.from_bytes(b"PK", "little")
+ODD_LENGTHS = (LIKE_A_PICKLE, 0x280, 0x380, LIKE_A_ZIP, LIKE_A_ZIP + 0x10000)
+
+
+def with_head_of(content: bytes, length: int) -> bytes:
+    """A safetensors file with spaces behind its head, as the format allows, up to this length."""
+    old = struct.unpack("<Q", content[:8])[0]
+    assert length >= old
+    return struct.pack("<Q", length) + content[8 : 8 + old].ljust(length) + content[8 + old :]
+
+
+def head_length(path: Path) -> int:
+    return struct.unpack("<Q", path.read_bytes()[:8])[0]
+
+
+def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
+    return found.keys() == wanted.keys() and all(
+        torch.equal(found[key], wanted[key]) for key in wanted
+    )
+
+
+@pytest.mark.parametrize("name", ["a.safetensors", "a.pt", "a"])
+def test_a_head_of_any_length_is_read_whatever_the_name(tmp_path, name):
+    path, content = tmp_path / name, save(TENSORS, metadata={"who": "me"})
+    first = struct.unpack("<Q", content[:8])[0]
+    lengths = [*range(first, first + 256), *(length for length in ODD_LENGTHS if length > first)]
+    assert {length % 256 for length in lengths} == set(range(256))
+    starts = set()
+    for length in lengths:
+        path.write_bytes(with_head_of(content, length))
+        starts.add(path.read_bytes()[:2])
+        metadata, tensors = read_safetensors(path)
+        assert metadata == {"who": "me"} and same(tensors, TENSORS), length
+        assert same(read_state_dict(path), TENSORS), length
+    assert b"PK" in starts and any(start[:1] == b"\x80" for start in starts)
+
+
+def test_a_model_saved_with_a_head_of_any_length_comes_back(tmp_path):
+    """The writer of safetensors fills heads up to multiples of 8, of which 32 differ modulo 256."""
+    path, model = tmp_path / "best.safetensors", small_model()
+    wanted = model.state_dict()
+
+    def saved(padding: int) -> int:
+        save_model(path, model, "scaleformer_vit_t", MODEL, SPEC, notes={"padding": "x" * padding})
+        return head_length(path)
+
+    empty = saved(0)
+    to_zip = [length - empty for length in (LIKE_A_ZIP, LIKE_A_ZIP + 0x10000)]
+    starts = set()
+    for padding in (*range(0, 256, 8), *to_zip):
+        assert saved(padding) == empty + padding
+        starts.add(path.read_bytes()[:2])
+        assert same(load_model(path).state_dict(), wanted), hex(empty + padding)
+        placement = place_weights(small_model(), "scaleformer_vit_t", path)
+        assert placement.missing == placement.unused == []
+    assert b"PK" in starts and any(start[:1] == b"\x80" for start in starts)
+
+
+@pytest.mark.parametrize("length", [0x1080, LIKE_A_ZIP], ids=hex)
+def test_training_ends_with_its_best_weights_whatever_the_length_of_their_head(
+    tmp_path, monkeypatch, capsys, length
+):
+    monkeypatch.setattr(
+        weights, "save", lambda *args, **options: with_head_of(save(*args, **options), length)
+    )
+    train, validate = load_tool("train"), load_tool("validate")
+    model = "{patch_size: 8, embed_dim: 16, depth: 1, num_heads: 2}"
+    given = ["--model.args", model, "--data.img_size=16", "--data.workers=0", "--batch_size=256"]
+    given += ["--epochs=1", "--optim.warmup_epochs=0.5", f"--output={tmp_path}", "--run=one"]
+    assert train(given) == 0
+    printed, best = capsys.readouterr(), tmp_path / "one" / "best.safetensors"
+    assert printed.err == "" and printed.out.splitlines()[-1].startswith("test ")
+    assert head_length(best) == length and best_figures(best).epoch == 1
+    assert validate(["--checkpoint", str(best)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].split()[:2] == ["16", "359"]
+
+
+def load_tool(name: str):
+    spec = importlib.util.spec_from_file_location(f"reading_{name}", ROOT / "tools" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.main
+
+
+@pytest.mark.parametrize("length", [LIKE_A_PICKLE, 0x5880, 0x580280, LIKE_A_ZIP], ids=hex)
+def test_a_safetensors_file_that_is_cut_off_is_not_called_a_pickle(tmp_path, length):
+    path, content = tmp_path / "cut", with_head_of(save({"a": torch.zeros(9)}), length)
+    for kept in (len(content) - 1, 8 + length, 100, 20, 2, 1):
+        path.write_bytes(content[:kept])
+        for read in (read_safetensors, load_model, best_figures):
+            with pytest.raises(
+                ValueError, match=r"is no whole safetensors file \(cut off or garbled\)"
+            ):
+                read(path)
+        with pytest.raises(
+            ValueError, match=r"is no whole file of weights \(cut off or garbled\)"
+        ) as error:
+            read_state_dict(path)
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["a.safetensors", "a.pt", "a"])
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_pickle_is_read_whatever_its_name_and_explained_where_it_is_no_use(
+    tmp_path, name, zipped
+):
+    path = tmp_path / name
+    torch.save({"model": TENSORS}, path, _use_new_zipfile_serialization=zipped)
+    assert same(read_state_dict(path), TENSORS)
+    for read in (read_safetensors, load_model, best_figures):
+        with pytest.raises(ValueError, match=r"is a pickle of torch.save, not a safetensors file"):
+            read(path)
+    with pytest.raises(ValueError, match="does not say whose weights these are; name the model"):
+        open_model(InferenceOptions(checkpoint=str(path)), classifies=False)
+
+
+def test_weights_given_as_a_state_are_called_what_they_are(tmp_path):
+    path = tmp_path / "last.pt"
+    path.write_bytes(save(TENSORS))
+    for read in (read_pickle, read_state):
+        with pytest.raises(
+            ValueError, match="is a safetensors file, which holds weights alone, not a"
+        ):
+            read(path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b".",
+        b"\x80",
+        b"PK",
+        b"PK\x03\x04 no archive",
+        b"some words of text\n" * 9,
+        pickle.dumps([1, 2])[:-1],
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("name", ["a.safetensors", "a.pt", "a"])
+def test_what_is_neither_is_one_line_that_names_both(tmp_path, name, content):
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(
+        ValueError, match=r"is no whole file of weights .*as safetensors: .*; as a file of torch"
+    ) as error:
+        read_state_dict(path)
+    assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match="is no whole safetensors file"):
+        open_model(InferenceOptions(checkpoint=str(path)), classifies=False)
+
+
+def test_another_archive_is_not_called_a_pickle(tmp_path):
+    path = tmp_path / "a.safetensors"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("best.safetensors", save(TENSORS))
+    with pytest.raises(ValueError, match="is no whole safetensors file"):
+        load_model(path)
+
+
+@pytest.mark.parametrize(
+    "prefix", ["", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."]
+)
+@pytest.mark.parametrize("format", ["pickle", "safetensors"])
+def test_what_wraps_a_model_is_taken_off_every_name(tmp_path, prefix, format):
+    path, wrapped = tmp_path / "a", {prefix + key: value for key, value in TENSORS.items()}
+    torch.save(wrapped, path) if format == "pickle" else path.write_bytes(save(wrapped))
+    assert same(read_state_dict(path), TENSORS)
+    own = {"module.weight": torch.ones(1), "head.weight": torch.zeros(1)}
+    path.write_bytes(save(own))
+    assert same(read_state_dict(path), own)
+
+
+def test_a_nested_entry_without_tensors_hides_no_weights(tmp_path):
+    torch.save({"ema": {"decay": 0.9}, "model": {"state_dict": TENSORS}}, tmp_path / "a")
+    assert same(read_state_dict(tmp_path / "a"), TENSORS)
+
+
+def test_best_weights_say_how_good_they_are(tmp_path):
+    path, figures = tmp_path / "best", BestFigures(3, 0.5, 1.25)
+    path.write_bytes(save(TENSORS, metadata=figures.notes()))
+    assert best_figures(path) == figures
+    path.write_bytes(save(TENSORS))
+    assert best_figures(path) is None
+    with pytest.raises(FileNotFoundError, match="best2 is missing"):
+        best_figures(tmp_path / "best2")

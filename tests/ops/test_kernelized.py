@@ -1,0 +1,202 @@
+"""Kernelized attention: its reference against loops and numbers by hand, its forms against the
+reference.
+"""
+
+import math
+
+import pytest
+import torch
+
+from tests.helpers.oracles import assert_agree, dot, draw_mask, draw_qkv, elu1, loop_mean, run
+from visionattn.ops import kernelized_attention, reference
+from visionattn.ops.kernelized.operands import CHUNK_ELEMENTS
+
+FORMS = ("direct", "efficient")
+MAPS = ("elu1", "relu", "softmax")
+LENGTHS = {
+    "N = M": (77, 77),
+    "N < M": (53, 77),
+    "N > M": (77, 53),
+    "one query": (1, 77),
+    "one key": (77, 1),
+}
+
+
+def agree(tensors, form, floor=0.0, **options):
+    """Compare the form with the reference, values and every gradient; ``options`` go to both."""
+    actual = run(lambda **inputs: kernelized_attention(**inputs, form=form, **options), tensors)
+    expected = run(lambda **inputs: reference.kernelized_attention(**inputs, **options), tensors)
+    assert_agree(actual, expected, floor=floor)
+
+
+# The reference itself
+
+
+def test_the_reference_gives_the_numbers_worked_out_by_hand():
+    rows = ([[1.0, 0.0]], [[0.0, 2.0], [1.0, -3.0]], [[10.0], [20.0]])
+    q, k, v = (torch.tensor(x, dtype=torch.float64)[None, None] for x in rows)
+    # elu1: q becomes (2, 1), the keys (1, 3) and (2, e^-3): weights 5 and 4 + e^-3.
+    weights = {"elu1": (5, 4 + math.exp(-3)), "relu": (0, 1)}
+    # softmax: over the features of q, and along each feature of the two keys, times 2.
+    high, low = math.e / (math.e + 1), 1 / (math.e + 1)
+    first, second = 1 / (1 + math.e), 1 / (1 + math.exp(-5))
+    weights["softmax"] = (
+        2 * (high * first + low * second),
+        2 * (high * (1 - first) + low * (1 - second)),
+    )
+    for feature_map, (w0, w1) in weights.items():
+        out = reference.kernelized_attention(q, k, v, feature_map=feature_map)
+        assert out.item() == pytest.approx((10 * w0 + 20 * w1) / (w0 + w1), rel=1e-15), feature_map
+
+
+@pytest.mark.parametrize("feature_map", MAPS)
+def test_the_reference_is_the_mean_over_pairs_one_at_a_time(feature_map):
+    tensors, mask = draw_qkv(batch=2, heads=2, queries=3, keys=5, d=4, e=3), draw_mask(2, 5)
+    q, k = tensors["q"], tensors["k"]
+
+    def weight(b, head, i, j):
+        if not mask[b, j]:
+            return 0.0
+        if feature_map == "elu1":
+            return dot(elu1(q[b, head, i]), elu1(k[b, head, j]))
+        if feature_map == "relu":
+            return dot(q[b, head, i].clamp(min=0), k[b, head, j].clamp(min=0))
+        keys = [k[b, head, other].tolist() for other in range(5) if mask[b, other]]
+        total = 0.0
+        for f in range(4):
+            of_query = math.exp(q[b, head, i, f]) / sum(math.exp(x) for x in q[b, head, i].tolist())
+            total += (
+                of_query
+                * len(keys)
+                * math.exp(k[b, head, j, f])
+                / sum(math.exp(key[f]) for key in keys)
+            )
+        return total
+
+    out = reference.kernelized_attention(**tensors, feature_map=feature_map, key_mask=mask)
+    assert_agree({"out": out}, {"out": loop_mean(weight, tensors["v"], queries=3)}, tolerance=1e-14)
+
+
+# Agreement of the forms with it
+
+
+@pytest.mark.parametrize("form", [*FORMS, "auto"])
+@pytest.mark.parametrize("feature_map", MAPS)
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_each_form_agrees_with_the_reference_for_any_lengths(form, feature_map, lengths):
+    queries, keys = LENGTHS[lengths]
+    tensors = draw_qkv(queries=queries, keys=keys)
+    # With one key the gradients of q and k are rounding, and relu may leave no weight at all.
+    agree(tensors, form, feature_map=feature_map, floor=1.0 if keys == 1 else 0.0)
+    if keys > 1:
+        agree(tensors, form, feature_map=feature_map, key_mask=draw_mask(2, keys))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("feature_map", MAPS)
+@pytest.mark.parametrize(("d", "e"), [(1, 3), (5, 2), (7, 9), (8, 8), (17, 1), (32, 20)])
+def test_each_form_agrees_with_the_reference_for_any_widths(form, feature_map, d, e):
+    floor = 1.0 if d == 1 else 0.0  # in one dimension the gradient of q is rounding
+    agree(
+        draw_qkv(batch=2, heads=3, queries=37, keys=41, d=d, e=e),
+        form,
+        feature_map=feature_map,
+        floor=floor,
+    )
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("feature_map", MAPS)
+@pytest.mark.parametrize("lengths", [(300, 259), (1100, 1025)])
+def test_each_form_agrees_beyond_one_block(form, feature_map, lengths):
+    tensors = draw_qkv(batch=1, heads=1, queries=lengths[0], keys=lengths[1], d=5, e=3)
+    agree(tensors, form, feature_map=feature_map, key_mask=draw_mask(1, lengths[1]))
+
+
+class Square:
+    """A feature map that is an object, another one for queries than for keys."""
+
+    query = staticmethod(torch.square)
+    key = staticmethod(torch.abs)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_feature_map_may_be_an_object_with_query_and_key(form):
+    tensors, mask = draw_qkv(queries=23, keys=31, d=7, e=5), draw_mask(2, 31)
+    actual = kernelized_attention(**tensors, feature_map=Square, key_mask=mask, form=form)
+    mapped = tensors | {"q": tensors["q"].square(), "k": tensors["k"].abs()}
+    expected = reference.kernelized_attention(**mapped, feature_map="relu", key_mask=mask)
+    assert_agree({"out": actual}, {"out": expected})
+    agree(tensors, form, feature_map=Square, key_mask=mask)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("feature_map", MAPS)
+def test_many_small_images_and_few_long_ones_are_cut_into_the_same_result(
+    form, feature_map, monkeypatch
+):
+    monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", 3 * 6 * 40)  # 40 tokens of 3 heads with e + 1 = 6
+    for batch, queries, keys in ((7, 11, 13), (3, 20, 19), (2, 77, 93)):
+        tensors = draw_qkv(batch=batch, queries=queries, keys=keys, d=5, e=5)
+        agree(tensors, form, feature_map=feature_map, key_mask=draw_mask(batch, keys))
+
+
+# Properties
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_query_that_relu_gives_no_weight_gets_zero_and_zero_gradient(form):
+    tensors = draw_qkv(queries=23, keys=31, d=5, e=4)
+    tensors["q"][:, :, 7] = -1.0
+    results = run(
+        lambda **inputs: kernelized_attention(**inputs, feature_map="relu", form=form), tensors
+    )
+    assert_agree(
+        results,
+        run(lambda **inputs: reference.kernelized_attention(**inputs, feature_map="relu"), tensors),
+    )
+    assert results["out"][:, :, 7].eq(0).all() and results["q"][:, :, 7].eq(0).all()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("feature_map", MAPS)
+def test_large_scores_stay_finite_and_right(form, feature_map):
+    tensors = draw_qkv(queries=23, keys=31, d=5, e=4)
+    agree({name: tensor * 300 for name, tensor in tensors.items()}, form, feature_map=feature_map)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_elu1_far_below_zero_is_exp_and_not_zero_in_float32(form):
+    tensors = draw_qkv(queries=23, keys=31, d=5, e=4)
+    tensors["q"], tensors["k"] = -30 + tensors["q"] / 4, -25 + tensors["k"] / 4
+    expected = reference.kernelized_attention(**tensors)
+    actual = kernelized_attention(
+        **{name: tensor.float() for name, tensor in tensors.items()}, form=form
+    )
+    assert (actual.double() - expected).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("feature_map", MAPS)
+def test_a_masked_key_is_as_if_it_were_not_there(form, feature_map):
+    tensors, mask = draw_qkv(batch=1, queries=33, keys=41, d=7, e=5), draw_mask(1, 41)
+    fewer = tensors | {name: tensors[name][:, :, mask[0]] for name in ("k", "v")}
+    options = {"feature_map": feature_map, "form": form}
+    masked = kernelized_attention(**tensors, key_mask=mask, **options)
+    torch.testing.assert_close(
+        masked, kernelized_attention(**fewer, **options), rtol=1e-12, atol=1e-13
+    )
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("feature_map", MAPS)
+def test_gradients_agree_with_finite_differences(form, feature_map):
+    tensors = draw_qkv(batch=1, heads=2, queries=3, keys=4, d=3, e=2)
+    inputs = [tensor.clone().requires_grad_() for tensor in tensors.values()]
+    mask = torch.tensor([[True, True, False, True]])
+    assert torch.autograd.gradcheck(
+        lambda q, k, v: kernelized_attention(
+            q, k, v, feature_map=feature_map, key_mask=mask, form=form
+        ),
+        inputs,
+    )

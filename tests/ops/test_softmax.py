@@ -1,0 +1,380 @@
+"""Softmax attention: its reference against loops and numbers by hand, the operation against the
+reference.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+import torch._dynamo.testing
+from torch import Tensor
+
+from tests.helpers.layout_cases import CASES, make_relative
+from tests.helpers.oracles import (
+    assert_agree,
+    dot,
+    draw,
+    draw_kept,
+    draw_mask,
+    draw_qkv,
+    loop_mean,
+    run,
+)
+from visionattn.layout import Grid, TokenLayout
+from visionattn.ops import Axial, Flat, Joint, reference, softmax_attention
+from visionattn.ops.position.scores import BLOCK_QUERIES
+from visionattn.ops.value_drop import drop_values
+
+LENGTHS = {
+    "N = M": (77, 77),
+    "N < M": (53, 77),
+    "N > M": (77, 53),
+    "one query": (1, 77),
+    "one key": (77, 1),
+}
+
+
+def softmax_of_tables(
+    kind: str, layout: TokenLayout | None = None, **options
+) -> Callable[..., Tensor]:
+    """The operation, its tables among its tensors."""
+
+    def call(**inputs: Tensor) -> Tensor:
+        relative = make_relative(kind, inputs, layout, "sum")
+        return softmax_attention(**inputs, relative=relative, **options)
+
+    return call
+
+
+def reference_of_tables(
+    kind: str, layout: TokenLayout | None = None, **options
+) -> Callable[..., Tensor]:
+    """Its definition, called in the same way."""
+
+    def call(**inputs: Tensor) -> Tensor:
+        relative = make_relative(kind, inputs, layout, "sum")
+        bias = reference.relative_bias(relative, inputs["q"], inputs["k"].shape[2])
+        return reference.softmax_attention(**inputs, bias=bias, **options)
+
+    return call
+
+
+def flat_tensors(
+    queries: int, keys: int, horizon: int, tables: int = 3, d: int = 16, e: int = 24
+) -> dict[str, Tensor]:
+    """q, k, v and a signed table along the sequence."""
+    return draw_qkv(queries=queries, keys=keys, d=d, e=e) | {
+        "table": draw(tables, 2 * horizon + 1, d, seed=17)
+    }
+
+
+def signed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same tensors with tables of both signs."""
+    tables = sorted(tensors.keys() - set("qkv"))
+    return tensors | {
+        name: draw(*tensors[name].shape, seed=seed) for seed, name in enumerate(tables)
+    }
+
+
+def test_the_reference_gives_the_numbers_worked_out_by_hand():
+    rows = ([[1.0, 0.0]], [[0.0, 2.0], [1.0, -3.0]], [[10.0], [20.0]])
+    q, k, v = (torch.tensor(x, dtype=torch.float64)[None, None] for x in rows)
+    w0, w1 = 1, math.exp(1 / math.sqrt(2))  # the scores are 0 and 1, over sqrt(2)
+    assert reference.softmax_attention(q, k, v).item() == pytest.approx(
+        (10 * w0 + 20 * w1) / (w0 + w1), rel=1e-15
+    )
+    assert reference.softmax_attention(q, k, v, causal=True).item() == 10
+
+
+def test_the_reference_of_the_bias_puts_rows_first_past_first_and_leaves_out_the_prefix():
+    # A grid of 2 x 2 after a prefix token; entry (dy, dx) of the table is 10 * (dy + 1) + (dx + 1),
+    # times q = 2.
+    table = (10 * torch.arange(3)[:, None] + torch.arange(3)).to(torch.float64).reshape(1, 3, 3, 1)
+    q = torch.full((1, 1, 5, 1), 2.0, dtype=torch.float64)
+    bias = reference.relative_bias(Joint(table, TokenLayout(1, Grid(2, 2))), q)[0, 0]
+    expected = [
+        [0, 0, 0, 0, 0],
+        [0, 11, 12, 21, 22],
+        [0, 10, 11, 20, 21],
+        [0, 1, 2, 11, 12],
+        [0, 0, 1, 10, 11],
+    ]
+    assert torch.equal(bias, 2 * torch.tensor(expected, dtype=torch.float64))
+
+
+def loop_scores(
+    kind: str, tensors: dict[str, Tensor], layout: TokenLayout | None
+) -> Callable[..., float]:
+    """``score(b, head, i, j)`` of one pair, from the places of its two tokens."""
+    q, k = tensors["q"], tensors["k"]
+
+    def place(b: int, token: int) -> tuple[int, int] | None:
+        if layout is None:
+            return 0, token
+        if token < layout.num_prefix:
+            return None
+        patch = token - layout.num_prefix
+        return divmod(
+            patch if layout.kept is None else int(layout.kept[b, patch]), layout.grid.width
+        )
+
+    def entry(name: str, head: int, *offsets: int) -> Tensor:
+        table = tensors[name][head]
+        for offset in offsets:
+            horizon = table.shape[0] // 2
+            table = table[max(-horizon, min(horizon, offset)) + horizon]
+        return table
+
+    def score(b: int, head: int, i: int, j: int) -> float:
+        total, here, there = dot(q[b, head, i], k[b, head, j]), place(b, i), place(b, j)
+        if here and there:
+            dy, dx = there[0] - here[0], there[1] - here[1]
+            if kind == "axial":
+                rows = [entry("rows", head, dy), entry("columns", head, dx)]
+            elif kind == "joint":
+                rows = [entry("table", head, dy, dx)]
+            else:
+                rows = [entry("table", head, dy * (layout.grid.width if layout else 0) + dx)]
+            total += sum(dot(q[b, head, i], row) for row in rows)
+        return total / math.sqrt(q.shape[3])
+
+    return score
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("kind", ["sequence", "flat", "axial", "joint"])
+def test_operation_and_reference_are_the_mean_over_pairs_one_at_a_time(kind, causal):
+    queries, keys, layout = (
+        (6, 8, None)
+        if kind == "sequence"
+        else (8, 8, TokenLayout(1, Grid(3, 5), draw_kept(2, 15, 7)))
+    )
+    side, mask = {"flat": (7,), "sequence": (7,), "joint": (3, 5)}, draw_mask(2, keys)
+    shapes = {"rows": (3,), "columns": (5,)} if kind == "axial" else {"table": side[kind]}
+    tensors = draw_qkv(2, 2, queries, keys, d=4, e=3)
+    tensors |= {
+        name: draw(2, *shape, 4, seed=31 + i) for i, (name, shape) in enumerate(shapes.items())
+    }
+    score, kind = loop_scores(kind, tensors, layout), "flat" if kind == "sequence" else kind
+
+    def weight(b, head, i, j):
+        return math.exp(score(b, head, i, j)) if mask[b, j] and (j <= i or not causal) else 0.0
+
+    expected = {"out": loop_mean(weight, tensors["v"], queries)}
+    for function in (softmax_of_tables, reference_of_tables):
+        out = function(kind, layout, causal=causal, key_mask=mask)(**tensors)
+        assert_agree({"out": out}, expected, tolerance=1e-14)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_softmax_attention_agrees_with_the_reference_for_any_lengths(masked, causal, lengths):
+    queries, keys = LENGTHS[lengths]
+    tensors, mask = draw_qkv(queries=queries, keys=keys), draw_mask(2, keys) if masked else None
+    actual = run(partial(softmax_attention, key_mask=mask, causal=causal), tensors)
+    expected = run(partial(reference.softmax_attention, key_mask=mask, causal=causal), tensors)
+    # With one key the gradients of q and k are rounding.
+    assert_agree(actual, expected, floor=1.0 if 1 in (queries, keys) else 0.0)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("horizon", [0, 1, 3, 76, 90])
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_a_flat_table_agrees_with_the_reference_for_any_lengths_and_horizon(
+    lengths, horizon, causal, masked
+):
+    queries, keys = LENGTHS[lengths]
+    tensors = flat_tensors(queries, keys, horizon, tables=1 if masked else 3, d=7, e=5)
+    options = {"causal": causal, "key_mask": draw_mask(2, keys) if masked else None}
+    expected = run(reference_of_tables("flat", **options), tensors)
+    # A bias that is the same for all keys has no gradient: what remains is rounding.
+    assert_agree(run(softmax_of_tables("flat", **options), tensors), expected, floor=1.0)
+
+
+@pytest.mark.parametrize("keys", [53, 311])
+@pytest.mark.parametrize("horizon", [2, BLOCK_QUERIES, 400])
+@pytest.mark.parametrize(
+    "queries", [BLOCK_QUERIES - 1, BLOCK_QUERIES, BLOCK_QUERIES + 1, 2 * BLOCK_QUERIES + 3]
+)
+def test_blocks_of_queries_fit_together(queries, horizon, keys):
+    tensors = flat_tensors(queries, keys, horizon, d=3, e=2)
+    assert_agree(run(softmax_of_tables("flat"), tensors), run(reference_of_tables("flat"), tensors))
+
+
+@pytest.mark.parametrize("kind", ["axial", "joint"])
+def test_a_row_of_patches_longer_than_a_block_is_no_different(kind):
+    layout = TokenLayout(1, Grid(2, BLOCK_QUERIES + 5))
+    shapes = {"rows": (3,), "columns": (301,)} if kind == "axial" else {"table": (3, 151)}
+    tables = {name: draw(1, *shape, 3, seed=i) for i, (name, shape) in enumerate(shapes.items())}
+    tensors = draw_qkv(2, 2, layout.num_tokens, d=3, e=2) | tables
+    assert_agree(
+        run(softmax_of_tables(kind, layout), tensors),
+        run(reference_of_tables(kind, layout), tensors),
+    )
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("kind", ["flat", "axial", "joint"])
+@pytest.mark.parametrize("case", CASES)
+def test_signed_tables_agree_with_their_dense_bias(kind, case, causal):
+    case = CASES[case]
+    layout, tensors = case.layout(), signed(case.tensors(kind))
+    options = {"causal": causal, "key_mask": case.mask()}
+    expected = run(reference_of_tables(kind, layout, **options), tensors)
+    assert_agree(run(softmax_of_tables(kind, layout, **options), tensors), expected, floor=1.0)
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "longest"), [(23, 23, 23), (11, 17, 23), (17, 11, 19), (23, 1, 23)]
+)
+def test_a_full_table_gives_what_stacking_diagonals_gives(queries, keys, longest):
+    # Ukhov's algorithm: E [d, 2T-1] runs from future to past; diagonals 0..T-1 of QE, the last on
+    # top, transposed, truncated.
+    tensors = flat_tensors(queries, keys, longest - 1, tables=1)
+    tensors["e"] = tensors.pop("table")[0].flip(0).mT
+
+    def stacked(q, k, v, e):
+        diagonals = [torch.matmul(q, e).diagonal(longest - 1 - t, -2, -1) for t in range(longest)]
+        scores = torch.stack(diagonals, -2).mT[..., :keys]
+        return ((q @ k.mT + scores) * q.shape[3] ** -0.5).softmax(-1) @ v
+
+    def ours(e, **qkv):
+        return softmax_attention(**qkv, relative=Flat(e.mT.flip(0)[None]))
+
+    assert_agree(run(ours, tensors), run(stacked, tensors), floor=1.0)
+
+
+@pytest.mark.parametrize("kind", ["sequence", "flat", "axial", "joint"])
+def test_the_gradient_of_a_query_by_all_that_comes_after_it_is_exactly_zero(kind):
+    queries, keys, seen = (19, 23, 7) if kind == "sequence" else (17, 17, 7)
+    layout, kind = (None, "flat") if kind == "sequence" else (TokenLayout(2, Grid(3, 5)), kind)
+    shapes = (
+        {"rows": (3,), "columns": (7,)}
+        if kind == "axial"
+        else {"table": (45,) if kind == "flat" else (5, 9)}
+    )
+    tensors = draw_qkv(queries=queries, keys=keys, d=5, e=4)
+    tensors |= {name: draw(3, *shape, 5, seed=i) for i, (name, shape) in enumerate(shapes.items())}
+    attend = softmax_of_tables(kind, layout, causal=True)
+    gradients = run(lambda **inputs: attend(**inputs)[:, :, : seen + 1], tensors)
+    for name in "qkv":
+        assert gradients[name][:, :, seen + 1 :].eq(0).all(), name
+        assert gradients[name][:, :, 1:seen].ne(0).any(-1).all(), name
+    if kind == "flat":  # an entry of the future has no part in it at all
+        assert gradients["table"][:, 23:].eq(0).all()
+        assert gradients["table"][:, 22].ne(0).all()
+
+
+@pytest.mark.parametrize("kind", ["flat", "axial", "joint"])
+def test_a_query_that_sees_no_key_gives_zero_and_zero_gradient(kind):
+    layout, mask = TokenLayout(2, Grid(3, 5)), torch.ones(2, 17, dtype=torch.bool)
+    mask[0, :6], mask[1] = False, False
+    tensors = signed(CASES["two by three, shared table"].tensors(kind))
+    tensors |= draw_qkv(queries=17, d=7, e=5)
+    options = {"causal": True, "key_mask": mask}
+    actual = run(softmax_of_tables(kind, layout, **options), tensors)
+    assert_agree(actual, run(reference_of_tables(kind, layout, **options), tensors), floor=1.0)
+    for name in ("out", "q"):
+        assert actual[name][0, :, :6].eq(0).all(), name
+        assert actual[name][0, :, 7:].ne(0).any(-1).all(), name
+    assert all(actual[name][1].eq(0).all() for name in ("out", "q", "k", "v"))
+
+
+@pytest.mark.parametrize("kind", ["axial", "joint"])
+def test_an_image_gives_the_same_wherever_it_lies_on_the_grid(kind):
+    tensors = signed(CASES["whole grid"].tensors(kind) | draw_qkv(queries=13, d=7, e=5))
+
+    def placed(top: int, left: int) -> dict[str, Tensor]:
+        kept = (
+            ((top + torch.arange(3))[:, None] * 11 + left + torch.arange(4)).flatten().expand(2, -1)
+        )
+        return run(softmax_of_tables(kind, TokenLayout(1, Grid(9, 11), kept)), tensors)
+
+    here = run(softmax_of_tables(kind, TokenLayout(1, Grid(3, 4))), tensors)
+    for place in ((0, 0), (6, 0), (2, 7), (5, 3)):
+        assert_agree(placed(*place), here)
+
+
+def test_what_drops_is_whole_rows_of_the_values():
+    tensors = flat_tensors(13, 301, 4)
+
+    def dropped(seed: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        return run(softmax_of_tables("flat", value_drop=0.3, generator=generator), tensors)
+
+    def slow(v, **inputs):
+        return reference_of_tables("flat")(
+            v=drop_values(v, 0.3, torch.Generator().manual_seed(5)), **inputs
+        )
+
+    assert_agree(dropped(5), run(slow, tensors))
+    rows = dropped(6)["v"].eq(0).all(-1)
+    assert 0.2 < rows.double().mean() < 0.4
+    assert not torch.equal(rows, dropped(5)["v"].eq(0).all(-1))
+
+
+@pytest.mark.parametrize("kind", ["sequence", "axial", "joint"])
+def test_one_graph_serves_every_size(kind):
+    def attend(image: Tensor, **tables: Tensor) -> Tensor:
+        """A head of width 5 from an image ``[B, 15, H, W]``, with a prefix token; or of its rows
+        and columns as a sequence.
+        """
+        tokens = torch.cat([image.mean((2, 3))[:, None], image.flatten(2).mT], dim=1)
+        q, k, v = tokens.unflatten(2, (3, 1, 5)).permute(2, 0, 3, 1, 4)
+        if kind == "sequence":
+            keys = image.shape[3] + 3
+            return softmax_attention(
+                q, k[:, :, :keys], v[:, :, :keys], relative=Flat(**tables), causal=True
+            )
+        layout = TokenLayout(1, Grid(image.shape[2], image.shape[3]))
+        return softmax_attention(
+            q, k, v, relative=(Joint if kind == "joint" else Axial)(**tables, layout=layout)
+        )
+
+    shapes = (
+        {"rows": (3,), "columns": (7,)}
+        if kind == "axial"
+        else {"table": (3, 7) if kind == "joint" else (9,)}
+    )
+    tables = {name: draw(1, *shape, 5, seed=i) for i, (name, shape) in enumerate(shapes.items())}
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(attend, fullgraph=True, backend=counter)
+    for height, width in ((5, 9), (6, 8), (11, 4), (17, 19)):
+        inputs = {"image": draw(2, 15, height, width, seed=height)} | tables
+        assert_agree(run(compiled, inputs), run(attend, inputs), tolerance=1e-13)
+    assert counter.frame_count <= 2
+
+
+def test_no_queries_and_no_keys_are_no_error():
+    tensors = flat_tensors(7, 5, 2)
+    q, k, v, relative = tensors["q"], tensors["k"], tensors["v"], Flat(tensors["table"])
+    for causal in (False, True):
+        assert softmax_attention(q[:, :, :0], k, v, relative=relative, causal=causal).shape == (
+            2,
+            3,
+            0,
+            24,
+        )
+        out = softmax_attention(q, k[:, :, :0], v[:, :, :0], relative=relative, causal=causal)
+        assert torch.equal(out, q.new_zeros(2, 3, 7, 24))
+
+
+def test_what_a_softmax_cannot_use_is_refused():
+    q, k, v = draw_qkv(queries=17, d=5, e=4).values()
+    table, layout = draw(3, 3, 3, 5, seed=0), TokenLayout(2, Grid(3, 5))
+    with pytest.raises(ValueError, match="mean"):
+        softmax_attention(q, k, v, relative=Joint(table, layout, normalization="mean"))
+    for kind in (
+        Flat(table[:, 0], layout),
+        Axial(table[:, 0], table[:, 1], layout),
+        Joint(table, layout),
+    ):
+        with pytest.raises(ValueError, match="layout has 17 tokens, got 17 queries and 16 keys"):
+            softmax_attention(q, k[:, :, 1:], v[:, :, 1:], relative=kind)
+    with pytest.raises(ValueError, match="value_drop.*1.5"):
+        softmax_attention(q, k, v, value_drop=1.5)

@@ -1,0 +1,141 @@
+"""From a configuration to a model: gradient checkpointing acts, or says that it cannot; too little
+memory is a result.
+"""
+
+import io
+import json
+from types import SimpleNamespace
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+from tests.helpers.small_runs import MODEL, SPEC, quadrants, small_config
+from visionattn.cli.parsing import run_tool
+from visionattn.lab.measure import bytes_kept
+from visionattn.models.backbone import VisionAttnTransformer
+from visionattn.training import engine
+from visionattn.training.build import build_model, check_img_size
+from visionattn.training.config import ModelConfig
+
+
+def test_checkpointing_keeps_less_and_changes_no_gradient():
+    kept, gradients = [], []
+    for checkpointing in (False, True):
+        torch.manual_seed(0)
+        model, _ = build_model(
+            ModelConfig("scaleformer_vit_t", MODEL | {"depth": 4}, checkpointing), SPEC
+        )
+        image = torch.linspace(-1, 1, 2 * 48 * 48).view(2, 1, 48, 48)
+        kept.append(
+            bytes_kept(
+                lambda model=model, image=image: model(image), without=list(model.parameters())
+            )
+        )
+        model(image).square().sum().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert kept[1] < kept[0] / 2
+    for first, second in zip(*gradients, strict=True):
+        torch.testing.assert_close(first, second, rtol=1e-6, atol=1e-7)
+
+
+def test_a_model_that_cannot_checkpoint_says_so(monkeypatch):
+    def refuse(self, enable=True):
+        assert not enable, "gradient checkpointing not supported"  # as timm's VGG and others do
+
+    monkeypatch.setattr(VisionAttnTransformer, "set_grad_checkpointing", refuse)
+    with pytest.raises(
+        ValueError,
+        match="scaleformer_vit_t has no gradient checkpointing; leave model.grad_checkpointing out",
+    ):
+        build_model(ModelConfig("scaleformer_vit_t", MODEL, True), SPEC)
+
+
+def no_memory(*args, **options):
+    raise RuntimeError(
+        "DefaultCPUAllocator: can't allocate memory: you tried to allocate 9000000000 bytes"
+    )
+
+
+def test_too_little_memory_for_the_weights_is_no_fault_of_the_arguments(monkeypatch):
+    monkeypatch.setattr(timm, "create_model", no_memory)
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        build_model(ModelConfig("scaleformer_vit_t", MODEL), SPEC)
+
+
+@pytest.fixture
+def small_run(tmp_path, monkeypatch):
+    """Start a run with these options; returns its exit code and its status."""
+    monkeypatch.setattr(engine, "build_splits", lambda config, seed: quadrants())
+
+    def start(**options):
+        config = small_config(tmp_path, **{"epochs": 1, "optim": {"ema_decay": 0.9}} | options)
+        code = run_tool(lambda: engine.train(config, stream=io.StringIO()) and None)
+        path = tmp_path / "small" / "status.json"
+        return code, json.loads(path.read_text()) if path.exists() else None
+
+    return start
+
+
+PLACES = [
+    "timm.create_model",
+    "visionattn.training.learner.ModelEmaV3",
+    "visionattn.training.learner.Spread",
+]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_too_little_memory_before_the_first_step_is_a_result_too(
+    tmp_path, small_run, monkeypatch, capsys, place
+):
+    monkeypatch.setattr(place, no_memory)
+    code, status = small_run()
+    assert (
+        code == status["exit_code"] == 3
+        and status["status"] == "oom"
+        and status["provenance"]["processes"] == 1
+    )
+    assert status["reason"].startswith("out of memory before the first step; ")
+    assert capsys.readouterr().err == f"error: {status['reason']}\n"
+    assert [path.name for path in (tmp_path / "small").iterdir()] == ["status.json"]
+
+
+def test_too_little_memory_on_a_resumption_replaces_the_old_status_and_keeps_the_state(
+    tmp_path, small_run, monkeypatch
+):
+    assert small_run()[1]["status"] == "finished"
+    kept = {
+        path.name: path.read_bytes()
+        for path in (tmp_path / "small").iterdir()
+        if path.name != "status.json"
+    }
+    monkeypatch.setattr("visionattn.training.learner.Learner.load_weights", no_memory)
+    code, status = small_run(resume=True, epochs=2)
+    assert (code, status["status"], status["result"]) == (3, "oom", None)
+    assert {name: (tmp_path / "small" / name).read_bytes() for name in kept} == kept
+    code, status = small_run(overwrite=True, model={"num_heads": 3})
+    assert (
+        code == 2
+        and status["status"] == "oom"
+        and (tmp_path / "small" / "best.safetensors").exists()
+    )
+    monkeypatch.setattr("timm.create_model", no_memory)
+    assert small_run(overwrite=True)[0] == 3
+    assert [path.name for path in (tmp_path / "small").iterdir()] == ["status.json"]
+
+
+def test_a_patch_that_is_one_number_is_a_square():
+    model = nn.Module()
+    model.patch_embed = SimpleNamespace(patch_size=16)
+    check_img_size(model, [32, 48])
+    with pytest.raises(
+        ValueError,
+        match="not a whole number of 16 x 16 pixel patches; the nearest that fit: 32 or 48",
+    ):
+        check_img_size(model, [40])
+
+
+def test_an_argument_that_timm_would_drop_is_refused():
+    with pytest.raises(ValueError, match="model.args.init_values null would do nothing"):
+        build_model(ModelConfig("scaleformer_vit_pixel", {"init_values": None}), SPEC)

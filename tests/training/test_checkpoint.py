@@ -1,0 +1,431 @@
+"""Weights and states on the disk: what is read back, what is refused, and where weights from
+elsewhere go.
+"""
+
+import io
+import json
+import os
+import pickle
+import random
+import resource
+
+import numpy as np
+import pytest
+import timm
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+import visionattn
+from tests.helpers.small_runs import MODEL, SPEC, small_config, small_trainer
+from visionattn.cli.parsing import run_tool
+from visionattn.models import weights
+from visionattn.models.weights import DataSpec, load_model, read_pickle, read_state_dict, save_model
+from visionattn.training import checkpoint
+from visionattn.training.checkpoint import (
+    place_weights,
+    random_state,
+    read_state,
+    restore_random_state,
+    save_state,
+    shorten,
+)
+from visionattn.training.record import write_text
+
+PLAIN = {"img_size": 16, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2}
+
+
+def small_model(**args) -> torch.nn.Module:
+    return timm.create_model(
+        "scaleformer_vit_t", **({"num_classes": 4, "in_chans": 1} | MODEL | args)
+    )
+
+
+def plain_vit(**args) -> torch.nn.Module:
+    return timm.create_model(
+        "vit_tiny_patch16_224", **({"num_classes": 4, "in_chans": 1} | PLAIN | args)
+    )
+
+
+class Harm:
+    """Unpickling it makes a folder."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_a_saved_model_comes_back_with_its_arguments_and_its_data(tmp_path):
+    model = small_model()
+    save_model(tmp_path / "a.safetensors", model, "scaleformer_vit_t", MODEL, SPEC)
+    state = torch.get_rng_state()
+    again = visionattn.load_model(tmp_path / "a.safetensors")
+    assert torch.equal(torch.get_rng_state(), state)
+    images = torch.rand(3, 1, 12, 20)
+    assert torch.equal(again(images), model.eval()(images)) and not again.training
+    assert again.data_spec == SPEC and isinstance(again.data_spec.mean, tuple)
+    assert os.listdir(tmp_path) == ["a.safetensors"]
+    with safe_open(tmp_path / "a.safetensors", "pt") as file:
+        assert (
+            json.loads(file.metadata()["args"]) == MODEL
+            and file.metadata()["model"] == "scaleformer_vit_t"
+        )
+
+
+def test_a_file_that_cannot_be_written_leaves_the_old_one_and_no_other(tmp_path, monkeypatch):
+    path = tmp_path / "a.safetensors"
+    save_model(path, small_model(), "scaleformer_vit_t", MODEL, SPEC)
+    before = path.read_bytes()
+
+    def full_disk(path):
+        raise OSError("no space left")
+
+    for module in (weights, checkpoint):
+        monkeypatch.setattr(module, "flush_to_disk", full_disk)
+    with pytest.raises(OSError, match="no space"):
+        save_model(path, small_model(), "scaleformer_vit_t", MODEL, SPEC)
+    with pytest.raises(OSError, match="no space"):
+        save_state(path, {"step": 3})
+    with pytest.raises(OSError, match="no space"):
+        write_text(path, "three")
+    assert path.read_bytes() == before and os.listdir(tmp_path) == ["a.safetensors"]
+
+
+def test_the_previous_state_stays_until_the_new_one_reads_back(tmp_path, monkeypatch, capsys):
+    """As on a disk that takes what is written and gives something else back."""
+    last, previous, real = tmp_path / "last.pt", tmp_path / "previous.pt", torch.save
+    for step in (1, 2):
+        save_state(last, {"step": step, "weights": torch.arange(500.0)}, previous=previous)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def lossy(state, file):
+        buffer = io.BytesIO()
+        real(state, buffer)
+        content = bytearray(buffer.getvalue())
+        content[content.index(torch.arange(500.0).numpy().tobytes()) + 99] ^= 4
+        file.write(content)
+
+    monkeypatch.setattr(torch, "save", lossy)
+    assert (
+        run_tool(
+            lambda: save_state(last, {"step": 3, "weights": torch.arange(500.0)}, previous=previous)
+        )
+        == 2
+    )
+    assert capsys.readouterr().err == f"error: {last}: what was written does not read back\n"
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_state_is_on_the_disk_before_it_takes_its_name_and_its_name_when_the_call_returns(
+    tmp_path, monkeypatch
+):
+    calls, sync, replace = [], os.fsync, os.replace
+    last = tmp_path / "last.pt"
+    save_state(last, {"step": 1})
+    monkeypatch.setattr(
+        os,
+        "fsync",
+        lambda number: (calls.append(os.readlink(f"/proc/self/fd/{number}")), sync(number)),
+    )
+    monkeypatch.setattr(
+        os, "replace", lambda old, new: (calls.append(f"-> {new}"), replace(old, new))
+    )
+    save_state(last, {"step": 2}, previous=tmp_path / "previous.pt")
+    assert calls == [f"{last}.tmp", f"-> {tmp_path / 'previous.pt'}", f"-> {last}", str(tmp_path)]
+
+
+def test_a_disk_that_fills_up_while_a_file_is_written_is_reported_with_the_file(tmp_path, capsys):
+    path, (soft, hard) = tmp_path / "a", resource.getrlimit(resource.RLIMIT_FSIZE)
+    writers = {
+        "weights": lambda: save_model(path, small_model(), "scaleformer_vit_t", MODEL, SPEC),
+        "state": lambda: save_state(path, {"tensor": torch.zeros(30_000)}),
+        "text": lambda: write_text(path, 30_000 * "x"),
+    }
+    for name, write in writers.items():
+        resource.setrlimit(
+            resource.RLIMIT_FSIZE, (5_000, hard)
+        )  # Python ignores the signal, so writing fails
+        try:
+            code = run_tool(write)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert (code, capsys.readouterr().err) == (2, f"error: {path}: File too large\n"), name
+        assert os.listdir(tmp_path) == [], name
+
+
+def test_a_checkpoint_without_permission_to_read_it_is_not_called_garbled(tmp_path, monkeypatch):
+    path = tmp_path / "a.pt"
+    torch.save({}, path)
+
+    def refuse(*args, **options):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(torch, "load", refuse)
+    with pytest.raises(PermissionError, match="Permission denied"):
+        read_pickle(path)
+
+
+def test_a_specification_makes_the_input_of_the_model():
+    images = torch.randint(
+        0, 256, (2, 3, 5, 7), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)
+    )
+    spec = DataSpec(3, 4, (), (0.1, 0.2, 0.3), (0.5, 0.25, 2.0), None, 5)
+    expected = torch.stack(
+        [(images[:, i] / 255 - spec.mean[i]) / spec.std[i] for i in range(3)], dim=1
+    )
+    torch.testing.assert_close(spec.prepare(images), expected)
+    one_hot = DataSpec(256, 10, (), (), (), "grey_one_hot", 5).prepare(images[:, :1])
+    assert one_hot.shape == (2, 256, 5, 7) and one_hot.dtype == torch.float32
+    assert torch.equal(one_hot.argmax(1), images[:, 0].long()) and torch.equal(
+        one_hot.sum(1), torch.ones(2, 5, 7)
+    )
+    for wrong in (images[:, :1], images.float(), images[0]):
+        with pytest.raises(ValueError, match=r"wanted uint8 images \[B, 3, H, W\], got "):
+            spec.prepare(wrong)
+
+
+def truncated(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def test_files_that_are_no_models_are_one_line_each(tmp_path):
+    path = tmp_path / "a.safetensors"
+    model = small_model()
+
+    def line() -> str:
+        with pytest.raises((ValueError, FileNotFoundError)) as error:
+            load_model(path)
+        assert "\n" not in str(error.value) and str(path) in str(error.value)
+        return str(error.value)
+
+    assert "no checkpoint at" in line()
+    save_model(path, model, "scaleformer_vit_t", MODEL, SPEC)
+    truncated(path)
+    assert "is no whole safetensors file (cut off or garbled)" in line()
+    path.write_bytes(b"")
+    assert "is no whole safetensors file" in line()
+    torch.save({"model": model.state_dict()}, path)
+    assert "is a pickle of torch.save, not a safetensors file" in line()
+    path.write_bytes(pickle.dumps({"a": Harm(tmp_path / "harm")}))
+    assert "is a pickle" in line() and not (tmp_path / "harm").exists()
+    save_file(model.state_dict(), path)
+    assert (
+        "has no description of its model; weights of other projects go through --init-from"
+        in line()
+    )
+    save_model(path, model, "resnet_of_mars", MODEL, SPEC)
+    assert "holds a model 'resnet_of_mars', which timm does not know" in line()
+    save_model(path, model, "scaleformer_vit_t", MODEL | {"embed_dim": 24}, SPEC)
+    assert (
+        "does not fit the model 'scaleformer_vit_t' that it names" in line()
+        and "of another shape" in line()
+    )
+    save_model(path, model, "scaleformer_vit_t", MODEL | {"depth": 3}, SPEC)
+    assert "missing (first: blocks.2." in line()
+    save_model(path, model, "scaleformer_vit_t", MODEL | {"checkpoint_path": "evil.pt"}, SPEC)
+    assert "asks for other weights to be loaded (checkpoint_path): refused" in line()
+    save_model(path, model, "scaleformer_vit_t", MODEL | {"horizn": 3}, SPEC)
+    assert "that cannot be built with these args: patch_size=4, " in line() and "horizn" in line()
+    for args, reason in (
+        ({"patch_size": 0}, "(integer division or modulo by zero)"),
+        ({"norm_layer": "foo"}, "(KeyError: 'foo')"),
+        ({"norm_layer": 5}, "(AssertionError)"),
+        ({"num_heads": 3}, "num_heads 3 does not divide"),
+    ):
+        save_model(path, model, "scaleformer_vit_t", MODEL | args, SPEC)
+        assert "that cannot be built with these args: " in line() and reason in line()
+    save_file(
+        model.state_dict(),
+        path,
+        metadata={"format": "visionattn", "version": "1", "model": "scaleformer_vit_t"},
+    )
+    assert "has a garbled description of its model" in line()
+    save_file(model.state_dict(), path, metadata={"format": "visionattn", "version": "2"})
+    assert "has format 2, this visionattn reads format 1" in line()
+
+
+@pytest.mark.parametrize("protocol", ["torch", 2, 4])
+def test_a_checkpoint_that_would_run_code_is_refused_and_the_code_does_not_run(tmp_path, protocol):
+    path, harm = tmp_path / "evil.pt", tmp_path / "harm"
+    content = {"model": {"head.weight": torch.zeros(2)}, "extra": Harm(harm)}
+    if protocol == "torch":
+        torch.save(content, path)
+    else:
+        path.write_bytes(pickle.dumps({"extra": Harm(harm)}, protocol=protocol))
+    for read in (
+        read_pickle,
+        read_state_dict,
+        read_state,
+        lambda path: place_weights(small_model(), "scaleformer_vit_t", path),
+    ):
+        with pytest.raises(ValueError, match="evil.pt .*run code when unpickled") as error:
+            read(path)
+        assert "\n" not in str(error.value) and not harm.exists()
+
+
+def test_a_truncated_or_garbled_checkpoint_is_one_line(tmp_path):
+    path = tmp_path / "a.pt"
+    torch.save({"model": small_model().state_dict()}, path)
+    whole = path.read_bytes()
+    for content in (
+        whole[: len(whole) // 2],
+        whole[:100],
+        b"",
+        b"hello, this is text\n" * 9,
+        b"PK\x03\x04",
+        b"\x80\x02}q\x00(",
+    ):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match="a.pt ") as error:
+            read_state_dict(path)
+        assert "\n" not in str(error.value), content[:20]
+    with pytest.raises(FileNotFoundError, match="no checkpoint at"):
+        read_state_dict(tmp_path / "b.pt")
+
+
+@pytest.mark.parametrize(
+    "nest",
+    [
+        lambda tensors: tensors,
+        lambda tensors: {"model": tensors, "epoch": 3},
+        lambda tensors: {"state_dict": {f"module.{key}": value for key, value in tensors.items()}},
+        lambda tensors: {"model": {f"_orig_mod.{key}": value for key, value in tensors.items()}},
+        lambda tensors: {
+            "model": {key: value * 0 for key, value in tensors.items()},
+            "ema": tensors,
+            "optimizer": {"a": 1},
+        },
+        lambda tensors: {"model": tensors, "ema": None},
+    ],
+)
+def test_the_tensors_of_a_state_dict_are_found_however_it_is_nested(tmp_path, nest):
+    tensors = {"a.weight": torch.arange(3.0), "b": torch.ones(2)}
+    torch.save(nest(tensors), tmp_path / "a.pth")
+    found = read_state_dict(tmp_path / "a.pth")
+    assert found.keys() == tensors.keys() and all(
+        torch.equal(found[key], tensors[key]) for key in tensors
+    )
+
+
+def test_a_file_without_tensors_is_one_line(tmp_path):
+    for content in ({"epoch": 3}, [1, 2], torch.zeros(3)):
+        torch.save(content, tmp_path / "a.pt")
+        with pytest.raises(ValueError, match="a.pt holds no tensors by name"):
+            read_state_dict(tmp_path / "a.pt")
+
+
+def test_a_state_of_no_run_is_refused(tmp_path):
+    torch.save({"model": {}}, tmp_path / "a.pt")
+    with pytest.raises(ValueError, match="a.pt is not the state of a run"):
+        read_state(tmp_path / "a.pt")
+
+
+def test_every_generator_goes_on_where_it_was():
+    def draw():
+        return (
+            torch.rand(3).tolist(),
+            np.random.rand(3).tolist(),
+            random.random(),
+            random.gauss(),
+            np.random.randn(),
+        )
+
+    np.random.randn(), random.gauss()
+    state = random_state()
+    first = draw()
+    assert draw() != first
+    restore_random_state(state)
+    assert draw() == first
+
+
+def test_weights_of_a_plain_vit_are_placed_and_the_rest_is_listed(tmp_path):
+    source = plain_vit(num_classes=7, patch_size=8)
+    torch.save({"state_dict": source.state_dict()}, tmp_path / "vit.pth")
+    model = small_model()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    placement = place_weights(model, "scaleformer_vit_t", tmp_path / "vit.pth")
+    after = model.state_dict()
+    assert torch.equal(
+        after["blocks.1.attn.qkv.weight"], source.state_dict()["blocks.1.attn.qkv.weight"]
+    )
+    assert placement.resampled == ["patch_embed.proj.weight 16x1x8x8 -> 16x1x4x4"]
+    assert (
+        "head.weight" in placement.missing
+        and "head.weight" in placement.unused
+        and "pos_embed" in placement.unused
+    )
+    own = [key for key in after if ".relative." in key or "temperature" in key]
+    assert own and set(own) <= set(placement.missing)
+    for key in after:
+        assert (key in placement.placed) != (key in placement.missing), key
+        if key in placement.missing:
+            assert torch.equal(after[key], before[key]), key
+    text = "\n".join(placement.lines())
+    assert (
+        f"{len(placement.placed)} of {len(after)} tensors start from {tmp_path / 'vit.pth'}" in text
+    )
+    assert (
+        "resampled (1): patch_embed.proj.weight 16x1x8x8 -> 16x1x4x4" in text
+        and "not used (3): " in text
+    )
+    assert "blocks.{0-1}.attn.relative" in text
+
+
+def test_our_own_weights_go_to_a_model_of_another_head_size_patch_and_horizon(tmp_path):
+    trainer = small_trainer(small_config(tmp_path, optim={"ema_decay": 0.9}))
+    with torch.no_grad():
+        trainer.ema.module.norm.bias.fill_(0.25)
+    save_state(tmp_path / "last.pt", trainer.state())
+    model = small_model(num_classes=9, patch_size=8, horizon=2, in_chans=3)
+    placement = place_weights(model, "scaleformer_vit_t", tmp_path / "last.pt")
+    assert torch.equal(model.norm.bias, torch.full((16,), 0.25))
+    assert placement.missing == placement.unused == ["head.weight", "head.bias"]
+    text = "\n".join(placement.resampled)
+    assert (
+        "patch_embed.proj.weight 16x1x4x4 -> 16x3x8x8" in text and "blocks.0.attn.relative" in text
+    )
+
+
+def test_a_plain_vit_takes_the_weights_of_another_image_size(tmp_path):
+    source = plain_vit(img_size=24)
+    save_file(source.state_dict(), tmp_path / "vit.safetensors")
+    model = plain_vit()
+    placement = place_weights(model, "vit_tiny_patch16_224", tmp_path / "vit.safetensors")
+    assert (
+        placement.resampled == ["pos_embed 1x37x16 -> 1x17x16"]
+        and not placement.missing
+        and not placement.unused
+    )
+
+
+def test_weights_of_colour_images_go_to_a_model_of_grey_ones(tmp_path):
+    source = plain_vit(in_chans=3)
+    save_file(source.state_dict(), tmp_path / "vit.safetensors")
+    model = plain_vit()
+    place_weights(model, "vit_tiny_patch16_224", tmp_path / "vit.safetensors")
+    torch.testing.assert_close(
+        model.patch_embed.proj.weight, source.patch_embed.proj.weight.sum(1, keepdim=True)
+    )
+
+
+def test_weights_of_which_nothing_fits_are_refused(tmp_path):
+    save_file(
+        {"conv1.weight": torch.zeros(8, 3, 7, 7), "norm.weight": torch.ones(16)},
+        tmp_path / "cnn.safetensors",
+    )
+    model = small_model()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with pytest.raises(
+        ValueError, match="nothing of .*cnn.safetensors fits the model scaleformer_vit_t"
+    ) as error:
+        place_weights(model, "scaleformer_vit_t", tmp_path / "cnn.safetensors")
+    assert "\n" not in str(error.value)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+def test_names_that_differ_in_the_block_alone_are_written_once():
+    names = ["head.weight", "blocks.0.a", "blocks.1.a", "blocks.2.a", "blocks.1.b.0.c"]
+    assert shorten(names) == "head.weight, blocks.{0-2}.a, blocks.1.b.0.c"
+    assert shorten([f"n{i}" for i in "abcde"], most=2) == "na, nb and 3 more"

@@ -1,0 +1,245 @@
+"""Configuration files and flags become dataclasses, and every mistake in them one line."""
+
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from visionattn.cli.parsing import field_types, nearest, parse, run_tool
+from visionattn.training.config import DataConfig, OptimConfig, TrainConfig, check
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+
+
+def read(*argv: str) -> TrainConfig:
+    return parse(TrainConfig, argv, prog="train.py", description="Train.")
+
+
+def test_flags_win_over_the_file_and_the_file_over_the_defaults(tmp_path):
+    file = tmp_path / "a.yaml"
+    file.write_text(
+        "epochs: 7\noptim: {lr: 2.0e-3, name: lamb}\nmodel: {args: {depth: 5, num_heads: 3}}\n"
+    )
+    config = read("--config", str(file), "--optim.lr", "3e-4", "--model.args.depth", "2")
+    assert (config.epochs, config.optim.lr, config.optim.name, config.batch_size) == (
+        7,
+        3e-4,
+        "lamb",
+        64,
+    )
+    assert config.model.args == {"depth": 2, "num_heads": 3}
+    assert isinstance(config.optim, OptimConfig) and isinstance(config.data, DataConfig)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--init-from", "a/b-c.pt", "--data.img-size-choices", "96", "128", "160", "--resume"],
+        ["--init_from=a/b-c.pt", "--data.img_size_choices=[96, 128, 160]", "--resume=true"],
+        ["--resume", "true", "--data.img_size_choices", "[96,128,160]", "--init_from", "a/b-c.pt"],
+    ],
+)
+def test_hyphens_lists_and_switches_may_be_written_in_every_usual_way(flags):
+    config = read(*flags)
+    assert (config.init_from, config.data.img_size_choices, config.resume) == (
+        "a/b-c.pt",
+        [96, 128, 160],
+        True,
+    )
+
+
+def test_optional_values_can_be_switched_off_and_negative_numbers_are_values():
+    config = read("--optim.clip_grad", "null", "--seed", "-3", "--data.img_size_choices", "null")
+    assert (config.optim.clip_grad, config.seed, config.data.img_size_choices) == (None, -3, None)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("optim.learning_rate", "optim.lr"),
+        ("optim.lrr", "optim.lr"),
+        ("lr", "optim.lr"),
+        ("batchsize", "batch_size"),
+        ("data.image_size", "data.img_size"),
+        ("optim.ema", "optim.ema_decay"),
+        ("epoch", "epochs"),
+        ("dat.name", "data.name"),
+    ],
+)
+def test_an_unknown_name_is_answered_with_the_nearest_right_one(tmp_path, wrong, right):
+    assert nearest(wrong, list(field_types(TrainConfig))) == right
+    with pytest.raises(ValueError, match=f"^unknown option --{wrong}; the nearest is --{right}$"):
+        read(f"--{wrong}", "3")
+    group, _, leaf = wrong.rpartition(".")
+    if group != "dat":
+        file = tmp_path / "a.yaml"
+        file.write_text(yaml.safe_dump({group: {leaf: 3}} if group else {leaf: 3}))
+        with pytest.raises(
+            ValueError, match=f"a.yaml: unknown key {wrong}; the nearest is {right}$"
+        ):
+            read("--config", str(file))
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (["--optim.lr", "fast"], "optim.lr must be a number, got fast"),
+        (["--epochs", "3.5"], "epochs must be a whole number, got 3.5"),
+        (["--compile", "perhaps"], "compile must be true or false, got perhaps"),
+        (
+            ["--data.name", "mnist"],
+            "data.name must be one of digits, digits_pixel, canvas, cifar10, cifar10_pixel, "
+            "folder, got mnist",
+        ),
+        (["--optim.clip_grad", "x"], "optim.clip_grad must be a number or null, got x"),
+        (
+            ["--data.img_size_choices", "96", "big"],
+            "data.img_size_choices must be a list of whole numbers or null, got big",
+        ),
+        (["--optim.lr"], "--optim.lr needs a value: a number"),
+        (["--optim.lr="], "optim.lr must be a number, got "),
+        (["--config", "--epochs=3"], "--config needs a value: text"),
+        (["--data.img_size", "32", "48"], "--data.img_size takes one value, got 32 48"),
+        (["--model", "scaleformer_vit_t"], "unknown option --model; the nearest is --model.name"),
+        (["--model.args", "depth=3"], "model.args must be names and values, got depth=3"),
+        (["-lr", "3"], "-lr belongs to no option; options begin with --"),
+        (["--epochs=3", "4"], "4 belongs to no option; options begin with --"),
+        (["stray"], "stray belongs to no option; options begin with --"),
+    ],
+)
+def test_a_value_of_a_wrong_type_is_one_line(argv, line):
+    with pytest.raises(ValueError) as error:
+        read(*argv)
+    assert str(error.value).replace("'", "") == line
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("epochs: [", "is no YAML file"),
+        ("- epochs\n", "must hold names and values, got a list"),
+        ("optim: 3\n", "optim must hold names and values, got 3"),
+        ("epochs: ten\n", "epochs must be a whole number, got ten"),
+    ],
+)
+def test_a_file_that_is_no_configuration_is_one_line(tmp_path, text, part):
+    file = tmp_path / "a.yaml"
+    file.write_text(text)
+    with pytest.raises(ValueError) as error:
+        read("--config", str(file))
+    assert part in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_file_that_does_not_exist_is_named():
+    with pytest.raises(FileNotFoundError, match="^no configuration file at nowhere.yaml$"):
+        read("--config", "nowhere.yaml")
+
+
+def test_the_printed_configuration_is_a_configuration(capsys, tmp_path):
+    with pytest.raises(SystemExit) as end:
+        read("--optim.lr", "3e-4", "--data.img_size_choices", "96", "128", "--print_config")
+    file = tmp_path / "printed.yaml"
+    file.write_text(capsys.readouterr().out)
+    assert end.value.code == 0
+    assert read("--config", str(file)) == read(
+        "--optim.lr", "3e-4", "--data.img_size_choices", "96", "128"
+    )
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_configuration_of_the_repository_is_valid_and_has_a_header(path):
+    check(replace(read("--config", str(path)), run=path.stem))
+    header = path.read_text().split("\nmodel:")[0]
+    for word in ("# Source:", "# Command:", "# Expected:", "# Hardware:", "# Time:"):
+        assert word in header, word
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (["--epochs", "0"], "epochs must be above 0, got 0"),
+        (["--optim.lr", "-0.1"], "optim.lr must be above 0, got -0.1"),
+        (["--optim.lr", ".nan"], "optim.lr must be above 0, got nan"),
+        (["--optim.accumulate", "0"], "optim.accumulate must be above 0, got 0"),
+        (["--seed", "-1"], "seed must be at least 0, got -1"),
+        (["--optim.mixup", "-1"], "optim.mixup must be at least 0, got -1.0"),
+        (["--optim.label_smoothing", "1"], "optim.label_smoothing must be in [0, 1), got 1.0"),
+        (["--optim.ema_decay", "0"], "optim.ema_decay must be in (0, 1), got 0.0"),
+        (["--optim.layer_decay", "1.1"], "optim.layer_decay must be in (0, 1], got 1.1"),
+        (["--data.val_fraction", "1"], "data.val_fraction must be in (0, 1), got 1.0"),
+        (["--data.img_size_choices", "96", "0"], "data.img_size_choices[1] must be above 0, got 0"),
+        (
+            ["--data.img_size_choices", "[]"],
+            "data.img_size_choices is empty; name the sizes, or leave it out to train at "
+            "data.img_size",
+        ),
+        (
+            ["--data.img_size_choices", "96", "32", "96"],
+            "data.img_size_choices [96, 32, 96] names a size twice; name each once",
+        ),
+        (
+            ["--optim.warmup_lr", "1"],
+            "optim.warmup_lr 1.0 is above optim.lr 0.001, to which the warm-up leads",
+        ),
+        (["--optim.min_lr", "1"], "optim.min_lr 1.0 is above optim.lr 0.001, the peak"),
+        (
+            ["--optim.warmup_epochs", "10"],
+            "optim.warmup_epochs 10.0 leaves nothing of epochs 10 for the cosine",
+        ),
+        (
+            ["--resume", "--overwrite"],
+            "resume goes on with a run and overwrite deletes it: give one of them",
+        ),
+    ],
+)
+def test_values_out_of_range_are_one_line_with_the_key(flags, line):
+    with pytest.raises(ValueError) as error:
+        check(read(*flags))
+    assert str(error.value) == line
+
+
+def test_the_ends_of_the_ranges_are_allowed():
+    config = TrainConfig(
+        optim=OptimConfig(
+            layer_decay=1.0, label_smoothing=0.0, warmup_epochs=0, weight_decay=0, clip_grad=None
+        )
+    )
+    check(config)
+    assert asdict(config)["optim"]["layer_decay"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (ValueError("wanted 3,\n  got 4"), 2, "error: wanted 3, got 4\n"),
+        (FileNotFoundError("no x"), 2, "error: no x\n"),
+        (
+            PermissionError(13, "Permission denied", "a/b.yaml"),
+            2,
+            "error: a/b.yaml: Permission denied\n",
+        ),
+        (OSError(28, "No space left on device"), 2, "error: [Errno 28] No space left on device\n"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+        (
+            ValueError(
+                "Caught ValueError in DataLoader worker process 0.\nOriginal Traceback (most "
+                "recent call last):\n"
+                "ValueError: cannot read a.png"
+            ),
+            2,
+            "error: cannot read a.png\n",
+        ),
+    ],
+)
+def test_a_tool_ends_with_a_code_and_one_line(capsys, error, code, line):
+    def work():
+        raise error
+
+    assert run_tool(work) == code
+    assert capsys.readouterr().err == line
+
+
+def test_a_fault_of_the_program_is_not_taken_for_bad_input():
+    with pytest.raises(ZeroDivisionError):
+        run_tool(lambda: 1 / 0)

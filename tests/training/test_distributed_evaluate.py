@@ -1,0 +1,92 @@
+"""Evaluation on several processes: each image counts exactly once, and nobody waits for others'
+batches.
+"""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from tests.helpers.several_processes import run_processes
+from tests.helpers.small_runs import MODEL, SPEC, quadrants
+from visionattn.cli.parsing import run_tool
+from visionattn.data.splits import SampleKey
+from visionattn.training.build import build_model
+from visionattn.training.config import ModelConfig
+from visionattn.training.distributed import joined
+from visionattn.training.evaluate import evaluate
+
+CPU = torch.device("cpu")
+
+
+def images_of(indices) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Batches of four of the 23 validation images."""
+    dataset = quadrants().validation
+    samples = [dataset[SampleKey(index, 0, 16)] for index in indices]
+    pixels = [torch.from_numpy(image).permute(2, 0, 1) for image, _ in samples]
+    return [
+        (torch.stack(pixels[i : i + 4]), torch.tensor([label for _, label in samples[i : i + 4]]))
+        for i in range(0, len(samples), 4)
+    ]
+
+
+def small_model() -> nn.Module:
+    torch.manual_seed(1)
+    model = build_model(ModelConfig("scaleformer_vit_t", MODEL), SPEC)[0]
+    with torch.no_grad():
+        model.head.weight.normal_(std=0.5)
+    return model
+
+
+@pytest.mark.parametrize(("size", "count"), [(2, 23), (3, 23), (5, 3)])
+def test_every_image_counts_once_on_any_number_of_processes(tmp_path, size, count):
+    """Five processes leave two of them without one of three images."""
+    model = small_model()
+    images, labels = (torch.cat(part) for part in zip(*images_of(range(count)), strict=True))
+    logits = model.eval()(SPEC.prepare(images)).double()
+    loss, hits = (
+        nn.functional.cross_entropy(logits, labels).item(),
+        (logits.argmax(1) == labels).sum().item(),
+    )
+    model.train()
+
+    def work(rank):
+        with joined() as processes:
+            result = evaluate(
+                model, images_of(range(rank, count, size)), SPEC, device=CPU, processes=processes
+            )
+            assert model.training
+            print(
+                json.dumps(
+                    [result.images, result.accuracy, result.loss, result.images_per_second > 0]
+                )
+            )
+
+    for each in run_processes(size, work, tmp_path):
+        seen, accuracy, mean, fast = json.loads(each.out)
+        assert (seen, accuracy, fast) == (count, hits / count, True)
+        assert mean == pytest.approx(loss, abs=1e-6)
+
+
+def test_what_one_process_meets_during_an_evaluation_ends_that_of_all(tmp_path):
+    def work(rank):
+        def broken(model, inputs):
+            if rank == 1 and len(inputs[0]) < 4:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+
+        def tool():
+            model = small_model()
+            model.register_forward_pre_hook(broken)
+            with joined() as processes:
+                evaluate(
+                    model, images_of(range(rank, 23, 2)), SPEC, device=CPU, processes=processes
+                )
+
+        return run_tool(tool, several=True)
+
+    ended = run_processes(2, work, tmp_path)
+    assert [each.code for each in ended] == [3, 3]
+    assert (
+        ended[0].err.startswith("error: CUDA out of memory (process 1 on ") and ended[1].err == ""
+    )

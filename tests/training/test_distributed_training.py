@@ -1,0 +1,429 @@
+"""Training on several processes: the losses and weights of one process, with DDP and with FSDP,
+also after a resumption.
+"""
+
+import json
+import math
+import os
+import re
+import signal
+import socket
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers.several_processes import Ended, run_processes
+from tests.helpers.small_runs import Quadrants, quadrants, small_config
+from visionattn.cli.parsing import run_tool
+from visionattn.data.batches import Unreadable
+from visionattn.data.streams import Shards, StreamTrainBatches
+from visionattn.models.weights import load_model
+from visionattn.training import engine, learner, watchdog
+from visionattn.training import evaluate as evaluation
+from visionattn.training.config import ModelConfig
+from visionattn.training.distributed import joined
+from visionattn.training.engine import train
+from visionattn.training.trainer import Trainer
+
+EVERYTHING = {
+    "mixup": 0.3,
+    "cutmix": 0.5,
+    "ema_decay": 0.9,
+    "accumulate": 3,
+    "layer_decay": 0.8,
+    "label_smoothing": 0.1,
+}
+
+
+@pytest.fixture(autouse=True)
+def small_data(monkeypatch):
+    """Batches of 8 and a last one of 1 image, of which all processes but one have nothing."""
+    monkeypatch.setattr(engine, "build_splits", lambda config, seed: quadrants(57))
+
+
+def run_on(size: int, output: Path, *, code: int = 0, **options) -> list[Ended]:
+    """Train on so many processes, forked also where there is but one."""
+    config = small_config(output, log_every=1, **options)
+
+    def work(rank):
+        def tool():
+            with joined() as processes:
+                train(config, processes=processes)
+
+        return run_tool(tool, several=True)
+
+    ended = run_processes(size, work, output / "streams")
+    assert [each.code for each in ended] == [code] * size, "".join(each.err for each in ended)
+    assert all(each.out == each.err == "" for each in ended[1:])
+    return ended
+
+
+def figures(folder: Path, kind: str, *keys: str) -> list[float]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line[key] for line in lines if line["kind"] == kind for key in keys]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    state = torch.load(folder / "last.pt", weights_only=True)
+    moments = {
+        f"{i}.{k}": v for i, each in state["optimizer"]["state"].items() for k, v in each.items()
+    }
+    return state["model"] | {f"ema.{k}": v for k, v in (state["ema"] or {}).items()} | moments
+
+
+def assert_alike(one: Path, several: Path) -> None:
+    """Losses to 1e-6, weights, averages and moments closely, best weights and accuracies of the
+    same epoch.
+    """
+    compared = {
+        "train": ("loss", "lr"),
+        "epoch": ("train_loss", "val_loss", "val_accuracy"),
+        "test": ("loss", "images"),
+    }
+    for kind, keys in compared.items():
+        assert figures(several, kind, *keys) == pytest.approx(
+            figures(one, kind, *keys), abs=1e-6
+        ), kind
+    assert figures(several, "train", "grad_norm") == pytest.approx(
+        figures(one, "train", "grad_norm"), rel=1e-4
+    )
+    expected = weights(one)
+    assert weights(several).keys() == expected.keys()
+    for name, value in weights(several).items():
+        assert type(value) is torch.Tensor
+        torch.testing.assert_close(value, expected[name], rtol=1e-3, atol=2e-5, msg=name)
+    best = load_model(one / "best.safetensors").state_dict()
+    for name, value in load_model(several / "best.safetensors").state_dict().items():
+        torch.testing.assert_close(value, best[name], rtol=1e-3, atol=2e-5, msg=name)
+
+
+@pytest.mark.parametrize(("kind", "size"), [("ddp", 3), ("fsdp", 2)])
+def test_several_processes_train_as_one_does_with_accumulation_mixing_and_an_incomplete_last_batch(
+    tmp_path, kind, size
+):
+    run_on(1, tmp_path / "one", optim=EVERYTHING)
+    ended = run_on(size, tmp_path / "more", optim=EVERYTHING, parallel=kind)
+    assert (
+        f"on {size} processes ({kind}), cpu" in ended[0].out
+        and "epoch 2/2" in ended[0].out
+        and ended[0].err == ""
+    )
+    assert_alike(tmp_path / "one" / "small", tmp_path / "more" / "small")
+
+
+def test_lamb_takes_the_norms_of_whole_tensors_also_where_they_are_cut(tmp_path):
+    options = {"optim": {"name": "lamb"}, "epochs": 1}
+    run_on(1, tmp_path / "one", **options)
+    run_on(2, tmp_path / "two", parallel="fsdp", **options)
+    assert_alike(tmp_path / "one" / "small", tmp_path / "two" / "small")
+
+
+def stop_after(monkeypatch, step: int, rank: int) -> None:
+    """Send SIGTERM to one process in a step, which is counted from the start of the process."""
+    real, steps = Trainer.step, iter(range(1, 1000))
+
+    def stopped(self, group):
+        if next(steps) == step and self.processes.rank == rank:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(self, group)
+
+    monkeypatch.setattr(Trainer, "step", stopped)
+
+
+def test_a_run_goes_on_with_another_number_of_processes_and_another_way_to_spread_the_model(
+    tmp_path, monkeypatch
+):
+    run_on(1, tmp_path / "whole", optim=EVERYTHING)
+    for number, (size, kind) in enumerate(((2, "ddp"), (1, None), (2, "fsdp"), (3, None))):
+        options = {"optim": EVERYTHING, "parallel": kind, "resume": number > 0}
+        with monkeypatch.context() as patch:
+            if number < 3:
+                stop_after(patch, 1 if number else 2, rank=size - 1)
+            ended = run_on(size, tmp_path / "parts", code=130 if number < 3 else 0, **options)
+        if number < 3:
+            assert ended[0].err.startswith(f"stopped after step {number + 2} (epoch ")
+            assert status(tmp_path / "parts")["status"] == "stopped"
+    assert_alike(tmp_path / "whole" / "small", tmp_path / "parts" / "small")
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_run_that_goes_on_with_as_many_processes_ends_in_the_same_bits(
+    tmp_path, monkeypatch, kind
+):
+    options = {"optim": EVERYTHING, "model": {"drop_path_rate": 0.2}, "parallel": kind}
+    run_on(2, tmp_path / "whole", **options)
+    with monkeypatch.context() as patch:
+        stop_after(patch, 2, rank=1)
+        run_on(2, tmp_path / "parts", code=130, **options)
+    run_on(2, tmp_path / "parts", resume=True, **options)
+    whole, parts = weights(tmp_path / "whole" / "small"), weights(tmp_path / "parts" / "small")
+    assert [name for name in whole if not torch.equal(whole[name], parts[name])] == []
+    assert figures(tmp_path / "whole" / "small", "train", "loss") == figures(
+        tmp_path / "parts" / "small", "train", "loss"
+    )
+
+
+def status(output: Path) -> dict:
+    return json.loads((output / "small" / "status.json").read_text())
+
+
+def test_a_loss_that_is_not_finite_on_one_process_ends_all_as_that(tmp_path, monkeypatch):
+    real = Trainer.inputs
+
+    def spoilt(self, images, labels):
+        inputs, targets = real(self, images, labels)
+        return (inputs * math.nan if self.processes.rank == 1 else inputs), targets
+
+    monkeypatch.setattr(Trainer, "inputs", spoilt)
+    ended = run_on(2, tmp_path, code=1, parallel="fsdp")
+    line = (
+        "the loss was not finite 3 steps in a row, last at step 3; first at fault: the input "
+        "of the model"
+    )
+    assert ended[0].err == f"error: {line}\n"
+    assert (
+        status(tmp_path)["status"],
+        status(tmp_path)["reason"],
+        status(tmp_path)["exit_code"],
+    ) == ("nan", line, 1)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_too_little_memory_on_one_process_ends_all_as_that(tmp_path, monkeypatch, kind):
+    real, calls = Trainer.inputs, iter(range(100))
+
+    def big(self, images, labels):
+        if self.processes.rank == 1 and next(calls) == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(self, images, labels)
+
+    monkeypatch.setattr(Trainer, "inputs", big)
+    ended = run_on(2, tmp_path, code=3, parallel=kind, save_every=2)
+    line = "out of memory at batches of 4 images of 16 x 16 pixels; a smaller batch_size"
+    assert (
+        ended[0].err.startswith(f"error: {line}")
+        and ended[0].err.count("\n") == 1
+        and "(process 1 on " in ended[0].err
+    )
+    assert status(tmp_path)["status"] == "oom" and status(tmp_path)["reason"].startswith(line)
+    assert "the state of step 2 is kept, --resume goes on from it" in ended[0].err
+
+
+HOST = f"(process 1 on {socket.gethostname()})"
+
+
+def on_second(real, work):
+    """A function that does other work in the second process."""
+    return lambda *args, **options: (work if os.environ["RANK"] == "1" else real)(*args, **options)
+
+
+def no_memory(*args, **options):
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def test_too_little_memory_before_the_first_step_of_one_process_ends_all_as_that(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(watchdog, "GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(learner, "Spread", on_second(learner.Spread, no_memory))
+    ended = run_on(2, tmp_path, code=3)
+    assert ended[0].err.startswith("error: out of memory before the first step; ") and ended[
+        0
+    ].err.endswith(f" {HOST}\n")
+    assert (
+        ended[0].err == f"error: {status(tmp_path)['reason']}\n"
+        and status(tmp_path)["status"] == "oom"
+    )
+
+
+def test_too_little_memory_in_an_evaluation_names_the_process_and_its_batches(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(evaluation, "_sums", on_second(evaluation._sums, no_memory))
+    ended = run_on(2, tmp_path, code=3)
+    line = (
+        rf"error: out of memory at batches of 4 images of 16 x 16 pixels {re.escape(HOST)}; a "
+        rf"smaller batch_size.*\n"
+    )
+    assert re.fullmatch(line, ended[0].err) and ended[0].err.count(HOST) == 1
+
+
+class Killed(Quadrants):
+    """Ends the process that loads its images."""
+
+    def __getitem__(self, key):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_killed_loader_of_one_process_is_told_with_its_name(tmp_path, monkeypatch):
+    kinds = on_second(Quadrants, Killed)
+    monkeypatch.setattr(
+        engine, "build_splits", lambda config, seed: replace(quadrants(57), train=kinds(57, 1))
+    )
+    ended = run_on(2, tmp_path, code=4, data={"workers": 1})
+    assert ended[0].err.startswith(
+        f"error: a process that loads data ended {HOST}: DataLoader worker (pid"
+    )
+    assert ended[0].err.count("\n") == ended[0].err.count(HOST) == 1
+
+
+def test_an_evaluation_that_is_not_finite_on_one_process_ends_all_as_that(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        evaluation,
+        "_sums",
+        on_second(evaluation._sums, lambda *args: (11, math.nan, 3.0, 8.0, 1.0)),
+    )
+    ended = run_on(2, tmp_path, code=1)
+    assert (
+        ended[0].err.startswith("error: the loss on the validation images of epoch 1 is nan")
+        and not ended[1].err
+    )
+    assert (
+        status(tmp_path)["status"] == "nan"
+        and not (tmp_path / "small" / "best.safetensors").exists()
+    )
+
+
+def test_batch_norm_is_for_one_process(tmp_path):
+    config = replace(small_config(tmp_path, epochs=1), model=ModelConfig("resnet10t"))
+
+    def work(rank):
+        def tool():
+            with joined() as processes:
+                train(config, processes=processes)
+
+        return run_tool(tool, several=True)
+
+    ended = run_processes(2, work, tmp_path / "streams")
+    assert (
+        [each.code for each in ended] == [2, 2]
+        and ended[1].err == ""
+        and not (tmp_path / "small").exists()
+    )
+    assert (
+        ended[0].err.startswith("error: model resnet10t has batch norm (")
+        and ended[0].err.count("\n") == 1
+    )
+
+
+@pytest.mark.parametrize(("kind", "code"), [("ddp", 2), ("fsdp", 0)])
+def test_a_parameter_that_takes_no_part_in_the_loss_is_told_where_it_would_stop_the_run(
+    tmp_path, monkeypatch, kind, code
+):
+    real = engine.build_model
+
+    def build(*args):
+        model, rest = real(*args)
+        model.blocks[1].forward = lambda tokens, *more: 1.0 * tokens
+        return model, rest
+
+    monkeypatch.setattr(engine, "build_model", build)
+    ended = run_on(2, tmp_path, code=code, parallel=kind, epochs=1)
+    if code:
+        line = (
+            r"error: the parameter blocks\.1\.\S+ of the model takes no part .* use parallel "
+            r"fsdp.*\n"
+        )
+        assert re.fullmatch(line, ended[0].err)
+        assert not (tmp_path / "small").exists()
+
+
+class Damaged(Quadrants):
+    """One of the images cannot be read."""
+
+    def __getitem__(self, key):
+        return (
+            Unreadable("train/37.png", "it is cut off")
+            if key.index == 37
+            else super().__getitem__(key)
+        )
+
+
+def test_an_image_that_one_process_cannot_read_ends_all_with_one_line_or_is_left_out(
+    tmp_path, monkeypatch
+):
+    splits = replace(quadrants(57), train=Damaged(57, 1))
+    monkeypatch.setattr(engine, "build_splits", lambda config, seed: splits)
+    ended = run_on(2, tmp_path / "fail", code=2)
+    line = (
+        "error: cannot read image train/37.png: it is cut off; repair or delete it, or use "
+        "on_error skip to leave it out"
+    )
+    assert ended[0].err.startswith(line) and ended[0].err.count("\n") == 1
+    state = torch.load(tmp_path / "fail" / "small" / "last.pt", weights_only=True)
+    assert (
+        f"the state of step {state['position']['step']} is kept" in ended[0].err
+        and state["position"]["step"] > 0
+    )
+    config = small_config(
+        tmp_path / "skip", data={"on_error": "skip"}, epochs=1, optim={"mixup": 0.2}
+    )
+
+    def work(rank):
+        warnings.simplefilter("ignore")
+        with joined() as processes:
+            train(config, processes=processes)
+
+    ended = run_processes(2, work, tmp_path / "streams")
+    assert [each.code for each in ended] == [0, 0]
+    assert figures(tmp_path / "skip" / "small", "epoch", "left_out") == [1]
+
+
+@pytest.mark.parametrize(
+    ("size", "options", "line"),
+    [
+        (
+            3,
+            {"batch_size": 2},
+            "batch_size 2 is that of all 3 processes together and leaves some without an image",
+        ),
+        (3, {"batch_size": 5, "optim": {"mixup": 0.2}}, "wanted at least 6, or fewer processes"),
+        (2, {"epochs": 0}, "epochs must be above 0"),
+        (2, {"model": {"num_headz": 4}}, "num_headz"),
+        (2, {"resume": True}, "resume"),
+        (1, {"parallel": "fsdp"}, ""),
+    ],
+)
+def test_a_number_of_processes_that_does_not_fit_and_bad_input_are_one_line_from_one_process(
+    tmp_path, size, options, line
+):
+    if not line:  # one process that torchrun has started trains as any other
+        run_on(size, tmp_path / "out", epochs=1, **options)
+        return
+    ended = run_on(size, tmp_path / "out", code=2, **options)
+    assert (
+        line in ended[0].err
+        and ended[0].err.startswith("error: ")
+        and ended[0].err.count("\n") == 1
+    )
+    assert not (tmp_path / "out" / "small").exists()
+
+
+def test_several_processes_are_for_torchrun_to_start_and_for_the_caller_to_join(
+    tmp_path, monkeypatch
+):
+    with pytest.raises(
+        ValueError,
+        match="^parallel ddp is for several processes: torchrun --nproc-per-node 2 tools/train.py",
+    ):
+        train(small_config(tmp_path / "out", parallel="ddp"))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(
+        ValueError, match="^torchrun has started 2 processes, .* with distributed.joined"
+    ):
+        train(small_config(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_stream_of_shards_is_for_one_process():
+    shards = Shards("wds/x", "train", (5, 4), True, 3, 0, None)
+    batches = StreamTrainBatches(shards, 0, batch_size=2, sizes=(16,))
+    batches.divide(0, 1)
+    with pytest.raises(
+        ValueError, match="^wds/x is a stream of shards, which one process trains on; unpack it"
+    ):
+        batches.divide(0, 2)

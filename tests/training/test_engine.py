@@ -1,0 +1,595 @@
+"""A whole run: what it learns, what it leaves on the disk, how it goes on after an end that came
+early.
+"""
+
+import io
+import math
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from tests.helpers.small_runs import (
+    SPEC,
+    Quadrants,
+    lines,
+    quadrants,
+    rows,
+    same,
+    small_config,
+    timeless,
+)
+from visionattn.cli.ends import NonFinite, Stopped
+from visionattn.cli.parsing import parse
+from visionattn.data.batches import Unreadable
+from visionattn.data.splits import SampleKey, Splits
+from visionattn.models.weights import load_model
+from visionattn.training import engine, trainer
+from visionattn.training.build import build_model, check_img_size
+from visionattn.training.config import DataConfig, ModelConfig, OptimConfig, TrainConfig
+from visionattn.training.engine import train
+from visionattn.training.evaluate import Evaluation, evaluate
+from visionattn.training.trainer import Trainer
+
+EVERYTHING = {
+    "mixup": 0.3,
+    "cutmix": 0.5,
+    "ema_decay": 0.9,
+    "accumulate": 2,
+    "label_smoothing": 0.1,
+    "layer_decay": 0.8,
+}
+
+
+@pytest.fixture(autouse=True)
+def small_data(monkeypatch):
+    monkeypatch.setattr(engine, "build_splits", lambda config, seed: quadrants())
+
+
+def run(config: TrainConfig) -> tuple[engine.Result, str]:
+    stream = io.StringIO()
+    return train(config, stream=stream), stream.getvalue()
+
+
+def files(folder: Path) -> set[str]:
+    return (
+        {"events" if "tfevents" in path.name else path.name for path in folder.iterdir()}
+        if folder.exists()
+        else set()
+    )
+
+
+def test_a_small_model_learns_the_digits(tmp_path, monkeypatch):
+    monkeypatch.undo()
+    config = TrainConfig(
+        model=ModelConfig(
+            "scaleformer_vit_t", {"patch_size": 4, "embed_dim": 32, "depth": 1, "num_heads": 2}
+        ),
+        data=DataConfig("digits", img_size=16, workers=0),
+        optim=OptimConfig(lr=1e-2, warmup_epochs=0.5, clip_grad=1.0),
+        epochs=5,
+        batch_size=32,
+        output=str(tmp_path),
+        run="digits",
+    )
+    result, _ = run(config)
+    assert result.test.images == 359 and result.test.accuracy > 0.65 and result.validation > 0.65
+    assert result.test.top5 > result.test.accuracy
+
+
+def test_a_run_leaves_weights_state_configuration_and_figures(tmp_path):
+    config = small_config(tmp_path)
+    result, printed = run(config)
+    folder = tmp_path / "small"
+    assert files(folder) == {
+        *(
+            "best.safetensors",
+            "last.pt",
+            "previous.pt",
+            "config.yaml",
+            "metrics.jsonl",
+            "summary.csv",
+            "status.json",
+        ),
+        "events",
+    }
+    assert (
+        result.checkpoint == folder / "best.safetensors"
+        and result.test.images == 29
+        and result.seconds > 0
+    )
+    assert [row["epoch"] for row in rows(folder)] == ["1", "2"] and [
+        row["step"] for row in rows(folder)
+    ] == ["8", "16"]
+    assert max(float(row["val_accuracy"]) for row in rows(folder)) == result.validation
+    kinds = [(line["kind"], line["step"]) for line in lines(folder)]
+    assert kinds == [
+        ("train", 3),
+        ("train", 6),
+        ("epoch", 8),
+        ("train", 9),
+        ("train", 12),
+        ("train", 15),
+        ("epoch", 16),
+        ("test", 16),
+    ]
+    assert "epoch 2/2" in printed and printed.count("%") == 2
+    events = next(folder.glob("events*")).read_bytes()
+    assert all(tag in events for tag in (b"train/loss", b"train/lr", b"epoch/val_accuracy"))
+
+
+def test_the_kept_configuration_is_that_of_the_run(tmp_path):
+    config = small_config(tmp_path, optim=EVERYTHING, overwrite=True)
+    run(config)
+    path = tmp_path / "small" / "config.yaml"
+    again = parse(TrainConfig, ["--config", str(path)], prog="", description="")
+    config.overwrite = False
+    assert again == config and yaml.safe_load(path.read_text())["optim"]["cutmix"] == 0.5
+
+
+def test_the_best_weights_are_those_of_the_best_validation_not_the_last_and_not_the_test(
+    tmp_path, monkeypatch
+):
+    scores = iter([(0.3, 1.0), (0.8, 0.9), (0.8, 0.7), (0.8, 0.7), (0.1, 0.1)])
+    weights, tested = [], []
+
+    def scripted(model, batches, spec, **options):
+        images = sum(len(labels) for _, labels in batches)
+        weights.append(model.head.weight.detach().clone())
+        if images == 29:
+            tested.append(model)
+            return Evaluation(29, 1.0, 0.95, None, 1.0)
+        accuracy, loss = next(scores)
+        return Evaluation(images, loss, accuracy, None, 1.0)
+
+    monkeypatch.setattr(trainer, "evaluate", scripted)
+    result, _ = run(small_config(tmp_path, epochs=5))
+    kept = load_model(result.checkpoint).head.weight
+    assert (result.best_epoch, result.validation, result.test.accuracy) == (3, 0.8, 0.95)
+    assert (
+        len(tested) == 1 and torch.equal(kept, weights[2]) and torch.equal(weights[5], weights[2])
+    )
+    assert not torch.equal(weights[3], weights[2])
+
+
+def test_the_averaged_weights_are_the_ones_kept(tmp_path):
+    result, _ = run(small_config(tmp_path, optim={"ema_decay": 0.95}, epochs=1))
+    state = torch.load(tmp_path / "small" / "last.pt", weights_only=True)
+    kept = load_model(result.checkpoint).state_dict()
+    assert all(torch.equal(kept[key], state["ema"][key]) for key in kept)
+    assert not torch.equal(state["model"]["head.weight"], state["ema"]["head.weight"])
+
+
+def test_without_test_images_there_is_no_test(tmp_path, monkeypatch):
+    monkeypatch.setattr(engine, "build_splits", lambda config, seed: quadrants(test=False))
+    result, _ = run(small_config(tmp_path, epochs=1))
+    assert result.test is None and 0 <= result.validation <= 1
+    assert [line["kind"] for line in lines(tmp_path / "small")] == ["train", "train", "epoch"]
+
+
+def test_every_image_counts_once_in_an_evaluation_however_it_is_batched():
+    labels = torch.tensor([0, 1, 2, 3, 3, 1, 0])
+    images = torch.zeros(7, 1, 4, 4, dtype=torch.uint8)
+    answers = iter([[0, 1, 0], [3, 3, 1], [1]])
+
+    class Scripted(torch.nn.Module):
+        def forward(self, x):
+            assert not self.training and torch.is_inference_mode_enabled()
+            return 10 * torch.nn.functional.one_hot(torch.tensor(next(answers)), 4).float()
+
+    model = Scripted().train()
+    parts = [(images[i:j], labels[i:j]) for i, j in ((0, 3), (3, 6), (6, 7))]
+    result = evaluate(model, parts, SPEC, device=torch.device("cpu"))
+    wrong, right = 10 + math.log1p(3 * math.exp(-10)), math.log1p(3 * math.exp(-10))
+    assert (result.images, result.accuracy, result.top5) == (7, pytest.approx(5 / 7), None)
+    assert result.loss == pytest.approx((5 * right + 2 * wrong) / 7, rel=1e-6) and model.training
+    with pytest.raises(ValueError, match="no images"):
+        evaluate(model, [], SPEC, device=torch.device("cpu"))
+
+
+def stop_at(monkeypatch, steps: int, signals: int = 1) -> None:
+    """Press Ctrl-C during the given step, counted over all trainers."""
+    real, done = Trainer.step, iter(range(1, 1000))
+
+    def step(self, group):
+        if next(done) == steps:
+            for _ in range(signals):
+                os.kill(os.getpid(), signal.SIGINT)
+        return real(self, group)
+
+    monkeypatch.setattr(Trainer, "step", step)
+
+
+@pytest.mark.parametrize("stopped_at", [2, 4, 6, 12])
+def test_a_stopped_and_resumed_run_ends_in_the_very_state_of_one_that_was_not_stopped(
+    tmp_path, monkeypatch, stopped_at
+):
+    options = {
+        "optim": EVERYTHING | {"name": "lamb" if stopped_at == 2 else "adamw"},
+        "epochs": 3,
+        "model": {"drop_path_rate": 0.2},
+    }
+    run(small_config(tmp_path / "whole", **options))
+    with monkeypatch.context() as patch:
+        stop_at(patch, stopped_at)
+        with pytest.raises(Stopped, match=f"stopped after step {stopped_at} "):
+            run(small_config(tmp_path / "parts", **options))
+    _, printed = run(small_config(tmp_path / "parts", resume=True, **options))
+    assert f"goes on after epoch {(stopped_at - 1) // 4}, step {stopped_at}" in printed
+    states = [
+        torch.load(tmp_path / part / "small" / "last.pt", weights_only=True)
+        for part in ("whole", "parts")
+    ]
+    for state in states:
+        del state["config"]
+    same(*states)
+    whole, parts = (tmp_path / part / "small" for part in ("whole", "parts"))
+    assert timeless(rows(whole)) == timeless(rows(parts)) and timeless(lines(whole)) == timeless(
+        lines(parts)
+    )
+    best = [load_model(folder / "best.safetensors").state_dict() for folder in (whole, parts)]
+    same(*best)
+
+
+def test_a_compiled_run_is_stopped_and_resumed_and_its_files_are_those_of_any_run(
+    tmp_path, monkeypatch
+):
+    """``aot_eager`` traces and differentiates as the default backend does, but generates no code,
+    so that it takes less time.
+    """
+    real, compiled = torch.compile, []
+
+    def compile_quickly(model):
+        compiled.append(model)
+        return real(model, backend="aot_eager")
+
+    monkeypatch.setattr(torch, "compile", compile_quickly)
+    options = {
+        "optim": {"ema_decay": 0.9},
+        "data": {"img_size_choices": [12, 20]},
+        "epochs": 1,
+        "model": {"depth": 1},
+    }
+    monkeypatch.setattr(engine, "build_splits", lambda config, seed: quadrants(40))
+    plain, _ = run(small_config(tmp_path / "plain", **options))
+    assert not compiled
+    with monkeypatch.context() as patch:
+        stop_at(patch, 3)
+        with pytest.raises(Stopped, match="stopped after step 3 "):
+            run(small_config(tmp_path / "compiled", compile=True, **options))
+    result, _ = run(small_config(tmp_path / "compiled", compile=True, resume=True, **options))
+    assert len(compiled) == 2
+    states = [torch.load(each.folder / "last.pt", weights_only=True) for each in (plain, result)]
+    for part in ("model", "ema"):
+        assert states[0][part].keys() == states[1][part].keys()
+        for key, value in states[0][part].items():
+            torch.testing.assert_close(states[1][part][key], value, rtol=1e-3, atol=1e-4)
+    assert load_model(result.checkpoint).state_dict().keys() == states[0]["model"].keys()
+    assert not any("_orig_mod" in key for key in states[1]["model"])
+
+
+def test_options_of_training_are_refused_where_no_epoch_is_left(tmp_path):
+    run(small_config(tmp_path))
+    kept = (tmp_path / "small" / "config.yaml").read_bytes()
+    with pytest.raises(
+        ValueError,
+        match="all 2 epochs are done, so that another optim.lr would change nothing; --epochs 3",
+    ):
+        run(small_config(tmp_path, resume=True, optim={"lr": 2e-3}))
+    assert (tmp_path / "small" / "config.yaml").read_bytes() == kept
+    run(small_config(tmp_path, resume=True, eval_batch_size=5))
+    run(small_config(tmp_path, resume=True, epochs=3, optim={"lr": 2e-3}))
+
+
+def test_a_run_that_has_finished_can_be_given_more_epochs(tmp_path):
+    run(small_config(tmp_path, epochs=1))
+    _, printed = run(small_config(tmp_path, epochs=2, resume=True, optim={"lr": 1e-3}))
+    assert "goes on after epoch 1, step 8" in printed and "epochs is now 2, was 1" in printed
+    assert (
+        "optim.lr is now 0.001, was 0.003" in printed
+        and "epoch 1/2" not in printed
+        and "epoch 2/2" in printed
+    )
+    assert [row["epoch"] for row in rows(tmp_path / "small")] == ["1", "2"]
+    state = torch.load(tmp_path / "small" / "last.pt", weights_only=True)
+    assert state["position"]["epoch"] == 2 and state["position"]["step"] == 16
+
+
+def test_options_of_the_optimiser_that_change_on_resumption_take_effect(tmp_path):
+    run(small_config(tmp_path, epochs=1, optim={"weight_decay": 0.3}))
+    run(small_config(tmp_path, epochs=2, resume=True, optim={"weight_decay": 0.1}))
+    groups = torch.load(tmp_path / "small" / "last.pt", weights_only=True)["optimizer"][
+        "param_groups"
+    ]
+    assert {group["weight_decay"] for group in groups} == {0.0, 0.1}
+
+
+def test_lines_of_a_process_that_died_after_its_last_state_are_not_written_twice(tmp_path):
+    run(small_config(tmp_path, epochs=1))
+    folder = tmp_path / "small"
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(
+            '{"kind": "train", "step": 9, "loss": 1.0}\n{"kind": "epoch", "epoch": 2, "step": '
+            '16}\n{"kind": "tra'
+        )
+    with (folder / "summary.csv").open("a") as file:
+        file.write(
+            (folder / "summary.csv").read_text().splitlines()[1].replace("1,8", "2,16") + "\n"
+        )
+    run(small_config(tmp_path, epochs=2, resume=True))
+    steps = [(line["kind"], line["step"]) for line in lines(folder)]
+    assert len(steps) == len(set(steps)) and ("epoch", 16) in steps
+    assert [row["epoch"] for row in rows(folder)] == ["1", "2"]
+
+
+def test_a_second_ctrl_c_ends_at_once_and_the_handler_is_put_back(tmp_path, monkeypatch):
+    before = signal.getsignal(signal.SIGINT)
+    stop_at(monkeypatch, 3, signals=2)
+    with pytest.raises(KeyboardInterrupt):
+        run(small_config(tmp_path))
+    assert signal.getsignal(signal.SIGINT) is before
+    assert torch.load(tmp_path / "small" / "last.pt", weights_only=True)["position"]["step"] == 0
+
+
+def test_a_folder_in_use_is_refused_and_left_alone(tmp_path):
+    folder = tmp_path / "small"
+    folder.mkdir()
+    (folder / "notes.txt").write_text("mine")
+    with pytest.raises(
+        ValueError, match="small is not empty; --overwrite deletes it, --run NAME writes elsewhere$"
+    ):
+        run(small_config(tmp_path))
+    assert files(folder) == {"notes.txt"}
+    run(small_config(tmp_path, overwrite=True, epochs=1))
+    with pytest.raises(ValueError, match="--resume goes on with it"):
+        run(small_config(tmp_path))
+
+
+def test_a_place_that_cannot_be_written_to_is_refused_at_once(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(
+        ValueError, match="file is a file, so .* cannot be a folder; choose another output or run"
+    ):
+        run(small_config(tmp_path / "file"))
+    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)
+    with pytest.raises(
+        ValueError, match=f"no permission to write to {tmp_path}; choose another output"
+    ):
+        run(small_config(tmp_path / "a" / "b"))
+
+
+def test_overwriting_deletes_what_a_run_wrote_and_nothing_else(tmp_path):
+    run(small_config(tmp_path, epochs=2))
+    folder = tmp_path / "small"
+    for name in ("notes.txt", "mine.tmp"):
+        (folder / name).write_text("mine")
+    (folder / "last.pt.tmp").write_text("cut off")
+    run(small_config(tmp_path, epochs=1, overwrite=True))
+    run(small_config(tmp_path, epochs=1, resume=True))
+    assert (folder / "notes.txt").read_text() == (folder / "mine.tmp").read_text() == "mine"
+    assert not (folder / "last.pt.tmp").exists()
+    assert len(rows(folder)) == 1
+    assert len(list(folder.glob("events*"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"resume": True}, "nothing to resume: .*last.pt does not exist; leave out --resume"),
+        ({"run": "../elsewhere"}, "run must be the name of a folder within .*, got '../elsewhere'"),
+        ({"run": ".."}, "run must be the name of a folder"),
+        ({"epochs": 0}, "epochs must be above 0"),
+        ({"device": "abacus"}, "device 'abacus' cannot be used here"),
+        ({"init_from": "nowhere.pt"}, "no checkpoint at nowhere.pt"),
+        ({"model": {"num_heads": 3}}, "3"),
+        ({"model": {"attention": "psychic"}}, "psychic"),
+        ({"model": {"num_headz": 4}}, "num_headz"),
+        (
+            {"model": {"patch_size": 0}},
+            r"take these args: patch_size=0, .* \(integer division or modulo by zero\)$",
+        ),
+        (
+            {"model": {"embed_dim": 0}},
+            r"take these args: .*embed_dim=0, .* \(0.0 cannot be raised .*\)$",
+        ),
+        (
+            {"model": {"norm_layer": "foo"}},
+            r"^model scaleformer_vit_t does not .* \(KeyError: 'foo'\)$",
+        ),
+        (
+            {"model": {"act_layer": "foo"}},
+            r"^model scaleformer_vit_t does not .* \(KeyError: 'foo'\)$",
+        ),
+        (
+            {"model": {"norm_layer": 5}},
+            r"^model scaleformer_vit_t does not take these args: .* \(AssertionError\)$",
+        ),
+        (
+            {"model": {"num_classes": 4}},
+            "model.args.num_classes is given by the data; leave it out",
+        ),
+        ({"model": {"pretrained": True}}, "pretrained"),
+        (
+            {"data": {"img_size": 18}},
+            "image of 18 x 18 pixels is not a whole number of 4 x 4 pixel patches; .* 16 or 20$",
+        ),
+        ({"data": {"img_size_choices": [16, 21]}}, "image of 21 x 21 pixels is not a whole number"),
+    ],
+)
+def test_bad_input_is_one_line_and_nothing_is_written(tmp_path, options, line):
+    output = tmp_path / "out"
+    with pytest.raises((ValueError, FileNotFoundError), match=line) as error:
+        run(small_config(output, **options))
+    assert "\n" not in str(error.value) and not output.exists()
+
+
+def test_models_of_one_image_size_are_built_for_that_of_the_data_unless_told_otherwise():
+    small = {"patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2}
+    for name in ("vit_tiny_patch16_224", "taylorshift_abs_vit_t"):
+        model, args = build_model(ModelConfig(name, small), SPEC)
+        assert args["img_size"] == 16 and model.patch_embed.grid_size == (4, 4)
+        model, args = build_model(ModelConfig(name, small | {"img_size": 24}), SPEC)
+        assert args["img_size"] == 24 and model.patch_embed.grid_size == (6, 6)
+    _, args = build_model(ModelConfig("resnet10t", {}), SPEC)
+    assert args == {}
+
+
+def test_a_model_for_one_image_size_alone_is_not_given_another():
+    small = {"patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2}
+    fixed, _ = build_model(ModelConfig("vit_tiny_patch16_224", small), SPEC)
+    with pytest.raises(
+        ValueError,
+        match="image of 24 x 24 pixels, but the model takes 16 x 16 alone; .*dynamic_img_size",
+    ):
+        check_img_size(fixed, [16, 24])
+    check_img_size(
+        build_model(ModelConfig("vit_tiny_patch16_224", small | {"dynamic_img_size": True}), SPEC)[
+            0
+        ],
+        [16, 24],
+    )
+    check_img_size(
+        build_model(ModelConfig("scaleformer_vit_t", small | {"dynamic_img_pad": True}), SPEC)[0],
+        [16, 23],
+    )
+    oblong, _ = build_model(
+        ModelConfig("scaleformer_vit_t", small | {"patch_size": [4, 6]}), replace(SPEC, img_size=24)
+    )
+    check_img_size(oblong, [12, 24])
+    with pytest.raises(
+        ValueError,
+        match="20 x 20 pixels is not a whole number of 4 x 6 pixel patches; .*: 12 or 24",
+    ):
+        check_img_size(oblong, [20])
+
+
+def test_an_unknown_model_is_answered_with_the_nearest_one(tmp_path):
+    config = small_config(tmp_path / "out")
+    config.model = ModelConfig("scaleformer_vit_x", {})
+    with pytest.raises(
+        ValueError,
+        match="timm knows no model 'scaleformer_vit_x'; the nearest is 'scaleformer_vit_",
+    ):
+        run(config)
+
+
+def test_the_state_of_another_model_or_optimiser_is_refused(tmp_path):
+    run(small_config(tmp_path, epochs=1))
+    before = (tmp_path / "small" / "last.pt").read_bytes()
+    for options, line in (
+        ({"model": {"embed_dim": 24}}, "last.pt is the state of another model, .*of another shape"),
+        ({"model": {"depth": 3}}, "last.pt is the state of another model, .* missing"),
+        ({"optim": {"name": "lamb"}}, "the run has optim.name adamw, not lamb"),
+        ({"optim": {"layer_decay": 0.9}}, "the run has optim.layer_decay None, not 0.9"),
+        (
+            {"optim": {"ema_decay": 0.9}},
+            "the run has optim.ema_decay None; it cannot be switched on or off halfway",
+        ),
+    ):
+        with pytest.raises(ValueError, match=line):
+            run(small_config(tmp_path, resume=True, epochs=2, **options))
+    assert (tmp_path / "small" / "last.pt").read_bytes() == before
+
+
+def test_a_run_whose_loss_is_not_finite_keeps_its_last_state(tmp_path, monkeypatch):
+    real = Trainer.close_epoch
+
+    def spoil(self, *arguments):
+        real(self, *arguments)
+        with torch.no_grad():
+            self.model.blocks[1].norm1.weight.fill_(math.nan)
+
+    monkeypatch.setattr(Trainer, "close_epoch", spoil)
+    with pytest.raises(NonFinite, match="first at fault: the parameter blocks.1.norm1.weight"):
+        run(small_config(tmp_path))
+    state = torch.load(tmp_path / "small" / "last.pt", weights_only=True)
+    assert state["position"]["epoch"] == 1 and all(
+        value.isfinite().all() for value in state["model"].values()
+    )
+
+
+class OneUnreadable(Quadrants):
+    def __getitem__(self, key: SampleKey):
+        return Unreadable("x/broken.png", "cut off") if key.index == 5 else super().__getitem__(key)
+
+
+def unreadable_in(where: str, monkeypatch) -> None:
+    """Let the runs that follow read one image less of a split."""
+    good = quadrants()
+    broken = OneUnreadable(len(getattr(good, where)), {"train": 1, "validation": 2}[where])
+    parts = {"train": good.train, "validation": good.validation} | {where: broken}
+    monkeypatch.setattr(
+        engine, "build_splits", lambda config, seed: Splits(**parts, test=good.test, spec=SPEC)
+    )
+
+
+@pytest.mark.parametrize("where", ["train", "validation"])
+def test_an_unreadable_image_ends_the_run_with_its_path_and_loses_no_step(
+    tmp_path, monkeypatch, where
+):
+    with monkeypatch.context() as patch:
+        unreadable_in(where, patch)
+        with pytest.raises(
+            ValueError,
+            match=r"x/broken.png.*; the state of step \d is kept, --resume goes on from it",
+        ):
+            run(small_config(tmp_path, save_every=None))
+    state = torch.load(tmp_path / "small" / "last.pt", weights_only=True)
+    assert state["position"]["epoch"] == 0 and 0 < state["position"]["step"] <= 8
+    run(small_config(tmp_path, resume=True))  # the image being repaired
+    run(small_config(tmp_path, run="whole"))
+    repaired, whole = (
+        torch.load(tmp_path / name / "last.pt", weights_only=True)["model"]
+        for name in ("small", "whole")
+    )
+    assert all(torch.equal(repaired[key], whole[key]) for key in whole)
+
+
+def test_an_unreadable_image_before_the_first_step_leaves_nothing(tmp_path, monkeypatch):
+    unreadable_in("train", monkeypatch)
+    with pytest.raises(ValueError, match="x/broken.png"):
+        run(small_config(tmp_path, batch_size=61))
+    assert not (tmp_path / "small").exists()
+
+
+@pytest.mark.parametrize("where", ["train", "validation"])
+def test_an_unreadable_image_is_left_out_where_that_is_asked_for(tmp_path, monkeypatch, where):
+    unreadable_in(where, monkeypatch)
+    with pytest.warns(UserWarning, match="left out unreadable image x/broken.png"):
+        run(small_config(tmp_path, data={"on_error": "skip"}, epochs=1))
+    assert rows(tmp_path / "small")[0]["left_out"] == "1"
+
+
+def test_a_run_starts_from_the_weights_of_another_with_another_size(tmp_path):
+    first, _ = run(small_config(tmp_path, epochs=1))
+    config = small_config(
+        tmp_path, epochs=1, run="second", init_from=str(first.checkpoint), data={"img_size": 24}
+    )
+    _, printed = run(config)
+    assert f"tensors start from {first.checkpoint}" in printed
+    run(
+        small_config(
+            tmp_path,
+            epochs=2,
+            run="second",
+            init_from=str(first.checkpoint),
+            resume=True,
+            data={"img_size": 24},
+        )
+    )
+
+
+def test_on_a_terminal_there_is_a_bar_and_elsewhere_plain_lines(tmp_path):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    terminal = Terminal()
+    train(small_config(tmp_path, epochs=1), stream=terminal)
+    _, plain = run(small_config(tmp_path, epochs=1, run="plain"))
+    assert "8/8" in terminal.getvalue() and "epoch 1/1" in terminal.getvalue()
+    assert "\x1b" not in plain and "8/8" not in plain and len(plain.splitlines()) == 2

@@ -1,0 +1,274 @@
+"""Runs that are killed at any moment and resumed: they end as one that nothing happened to."""
+
+import os
+import random
+import signal
+import time
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+
+from tests.helpers.resumed_runs import (
+    assert_same_end,
+    config_of,
+    end,
+    finished_run,
+    interrupt,
+    on_small_data,
+    run,
+    start,
+    state_of,
+    states_written,
+    status_of,
+    stop_after,
+)
+from tests.helpers.small_runs import Quadrants, quadrants, rows, same
+from visionattn.cli.ends import Stopped
+from visionattn.data.batches import ORDER_STREAM, SampleKey, TrainBatches, Unreadable, seed_batch
+from visionattn.training import engine, trainer
+from visionattn.training.config import DataConfig
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_data():
+    with on_small_data():
+        yield
+
+
+@pytest.fixture(scope="module")
+def finished(small_data, tmp_path_factory):
+    """The folder of a run with the given options that nothing happens to."""
+
+    @cache
+    def folder_of(**options):
+        return finished_run(tmp_path_factory.mktemp("finished"), **options)
+
+    return lambda **options: folder_of(**({"save_every": 3} | options))
+
+
+@pytest.fixture
+def whole(finished):
+    """That of a run with a state after every third step."""
+    return finished()
+
+
+@pytest.fixture
+def rare(finished):
+    """That of a run with a state after each epoch alone."""
+    return finished(save_every=None)
+
+
+@pytest.mark.parametrize(
+    ("workers", "kills", "options"),
+    [(0, 8, {}), (1, 2, {}), (0, 4, {"save_every": None}), (0, 4, {"amp": "fp16"})],
+    ids=["", "with a loader", "few states", "scaled gradients"],
+)
+def test_a_run_killed_at_random_moments_and_resumed_ends_as_one_never_interrupted(
+    tmp_path, finished, workers, kills, options
+):
+    draw, folder, killed, done = random.Random(20 + workers), tmp_path / "small", 0, False
+    whole, options = finished(**options), {"data": {"workers": workers}} | options
+    while killed < kills or not done:
+        process = start(config_of(tmp_path, resume=folder.exists(), **options))
+        if killed < kills:
+            for _ in range(
+                draw.randint(0, 2)
+            ):  # states to wait for, so that the run gets on whatever the machine does
+                before = states_written(folder)
+                while process.is_alive() and states_written(folder) == before:
+                    time.sleep(0.002)
+            time.sleep(draw.uniform(0, 0.15))
+            process.kill()
+        code = end(process)
+        assert code in (0, -signal.SIGKILL)
+        killed, done = killed + (code != 0), code == 0
+        if done and killed < kills:
+            assert_same_end(whole, folder)
+            engine.clear(folder)
+            folder.rmdir()
+    assert_same_end(whole, folder)
+
+
+def die_at(call: int, draw: random.Random):
+    """What makes a process kill itself around its given call of a function that writes, in the
+    middle of a state too.
+    """
+    counted, after = iter(range(1, 10_000)), draw.random() < 0.5
+
+    def deadly(real, spoil=lambda *arguments: None):
+        def work(*arguments, **options):
+            last = next(counted) == call
+            if last and not after:
+                spoil(*arguments)
+                os.kill(os.getpid(), signal.SIGKILL)
+            result = real(*arguments, **options)
+            if last:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return result
+
+        return work
+
+    def prepare() -> None:
+        os.fsync, os.replace = deadly(os.fsync), deadly(os.replace)
+        torch.save = deadly(
+            torch.save, lambda state, file: file.write(b"PK" + bytes(5000)) and file.flush()
+        )
+
+    return prepare
+
+
+@pytest.mark.parametrize(("kills", "save_every"), [(8, 3), (4, None)])
+def test_a_run_killed_in_the_middle_of_writing_ends_as_one_never_interrupted(
+    tmp_path, finished, kills, save_every
+):
+    draw, folder, killed, code = random.Random(3), tmp_path / "small", 0, 1
+    whole = finished(save_every=save_every)
+    while code:
+        call = draw.randint(1, 40) if killed < kills else 10_000
+        process = start(
+            config_of(tmp_path, resume=folder.exists(), save_every=save_every), die_at(call, draw)
+        )
+        code = end(process)
+        assert code in (0, -signal.SIGKILL)
+        if code == 0 and killed < kills:
+            assert_same_end(whole, folder)
+            engine.clear(folder)
+            folder.rmdir()
+            code = 1
+        else:
+            killed += 1
+    assert_same_end(whole, folder)
+
+
+def test_a_run_killed_with_its_first_best_weights_on_the_disk_goes_on(tmp_path, rare):
+    def prepare() -> None:
+        real = trainer.save_model
+        trainer.save_model = lambda *arguments, **options: (
+            real(*arguments, **options),
+            os.kill(os.getpid(), signal.SIGKILL),
+        )
+
+    assert end(start(config_of(tmp_path, save_every=None), prepare)) == -signal.SIGKILL
+    folder = tmp_path / "small"
+    assert (folder / "best.safetensors").exists() and not (folder / "summary.csv").exists()
+    assert "goes on after epoch 0, step 0" in run(config_of(tmp_path, save_every=None, resume=True))
+    assert_same_end(rare, folder)
+
+
+@pytest.mark.parametrize(
+    "left", [[], ["config.yaml"], ["config.yaml", "status.json.tmp", "run.lock"]]
+)
+def test_a_run_killed_before_its_first_state_begins_anew(tmp_path, rare, left):
+    folder = tmp_path / "small"
+    folder.mkdir()
+    for name in left:
+        (folder / name).write_text("")
+    assert "no state was saved yet: begins anew" in run(
+        config_of(tmp_path, save_every=None, resume=True)
+    )
+    assert_same_end(rare, folder)
+
+
+def test_a_run_that_failed_in_its_first_steps_goes_on_from_its_start(tmp_path, whole, monkeypatch):
+    with monkeypatch.context() as patch:
+        stop_after(patch, 2, lambda: exec("raise RuntimeError('a fault')"))
+        with pytest.raises(RuntimeError, match="a fault"):
+            run(config_of(tmp_path))
+    folder = tmp_path / "small"
+    status = status_of(folder)
+    assert (status["status"], status["reason"], status["exit_code"]) == ("failed", "a fault", 1)
+    with pytest.raises(ValueError, match="--resume goes on with it"):
+        run(config_of(tmp_path))
+    assert "goes on after epoch 0, step 0" in run(config_of(tmp_path, resume=True))
+    assert_same_end(whole, folder)
+
+
+class Counted(Quadrants):
+    """Keeps which images were read; some cannot be."""
+
+    def __init__(self, *arguments, unreadable=()):
+        super().__init__(*arguments)
+        self.read, self.unreadable = [], unreadable
+
+    def __getitem__(self, key: SampleKey):
+        self.read.append(key.index)
+        if key.index in self.unreadable:
+            return Unreadable(f"{key.index}.png", "cut off")
+        return super().__getitem__(key)
+
+
+def test_the_batches_before_the_one_to_go_on_with_are_not_read():
+    dataset = Counted(61, 1)
+    batches = TrainBatches(dataset, DataConfig(workers=0), batch_size=8, sizes=(16,), seed=5)
+    all_of_them = list(batches.epoch(3))
+    for first in (0, 5, 7, 8):
+        dataset.read.clear()
+        rest = list(batches.epoch(3, start=first))
+        assert len(dataset.read) == max(0, 61 - 8 * first) and len(batches) == 8
+        same(rest, all_of_them[first:])
+
+
+@pytest.mark.filterwarnings("ignore:left out unreadable image")
+def test_batches_without_a_readable_image_keep_their_place_when_a_run_is_resumed(
+    tmp_path, monkeypatch
+):
+    """Batches of one image each: four of them, and one step of two batches, are empty."""
+    order = np.random.default_rng((0, ORDER_STREAM, 0)).permutation(20)
+    bad = {int(order[place]) for place in (1, 6, 7, 12)}
+    good = quadrants(20)
+    monkeypatch.setattr(
+        engine, "build_splits", lambda *_: replace(good, train=Counted(20, 1, unreadable=bad))
+    )
+    options = {
+        "data": {"on_error": "skip"},
+        "batch_size": 1,
+        "eval_batch_size": 23,
+        "epochs": 2,
+        "save_every": 9,
+    }
+    run(config_of(tmp_path / "whole", **options))
+    with monkeypatch.context() as patch:
+        stop_after(patch, 6, interrupt)
+        with pytest.raises(Stopped):
+            run(config_of(tmp_path / "parts", **options))
+    position = state_of(tmp_path / "parts" / "small")["position"]
+    assert (position["step"], position["batch"], position["images"]) == (6, 14, 10)
+    run(config_of(tmp_path / "parts", resume=True, **options))
+    assert_same_end(tmp_path / "whole" / "small", tmp_path / "parts" / "small")
+    assert [row["left_out"] for row in rows(tmp_path / "parts" / "small")] == ["4", "4"]
+
+
+def test_what_an_earlier_batch_drew_does_not_change_what_the_next_one_draws():
+    def draws(number: int):
+        seed_batch(7, 2, number)
+        return torch.rand(2).tolist(), np.random.rand(2).tolist(), random.random()
+
+    first = draws(5)
+    torch.rand(9), np.random.rand(9), random.random()
+    assert draws(5) == first
+    assert all(a != b for a, b in zip(first, draws(6), strict=True))
+
+
+def test_processes_mix_alike_and_drop_out_differently():
+    seed_batch(7, 2, 5, 0)
+    first = torch.rand(2), np.random.rand(2), random.random()
+    seed_batch(7, 2, 5, 1)
+    second = torch.rand(2), np.random.rand(2), random.random()
+    assert (
+        not torch.equal(first[0], second[0])
+        and (first[1] == second[1]).all()
+        and first[2] == second[2]
+    )
+
+
+def test_what_else_draws_from_the_generators_in_a_run_does_not_change_it(
+    tmp_path, whole, monkeypatch
+):
+    stop_after(monkeypatch, 5, lambda: (torch.rand(9), np.random.rand(9), random.random()))
+    run(config_of(tmp_path))
+    assert_same_end(whole, tmp_path / "small")

@@ -1,0 +1,412 @@
+"""Runs whose states or whose disk fail: what is said, what is kept, and that they can go on."""
+
+import contextlib
+import errno
+import io
+import os
+import resource
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers.resumed_runs import (
+    FORK,
+    OPTIM,
+    assert_same_end,
+    best_of,
+    config_of,
+    end,
+    finished_run,
+    interrupt,
+    on_small_data,
+    run,
+    start,
+    state_of,
+    status_of,
+    stop_after,
+)
+from tests.helpers.small_runs import quadrants, same
+from visionattn.cli.ends import Stopped
+from visionattn.cli.parsing import run_tool
+from visionattn.models import weights
+from visionattn.training import checkpoint, engine, record, trainer
+from visionattn.training.evaluate import Evaluation
+from visionattn.training.status import Status
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_data():
+    with on_small_data():
+        yield
+
+
+@pytest.fixture(scope="module")
+def whole(small_data, tmp_path_factory):
+    """The folder of a run that nothing happens to."""
+    return finished_run(tmp_path_factory.mktemp("whole"))
+
+
+@pytest.fixture
+def stopped(tmp_path):
+    """The folder of a run that was stopped after step 8, in its second epoch; its previous state is
+    that of step 6.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        stop_after(patch, 8, interrupt)
+        with pytest.raises(Stopped, match="stopped after step 8 "):
+            run(config_of(tmp_path))
+    folder = tmp_path / "small"
+    assert [state_of(folder, name)["position"]["step"] for name in ("last.pt", "previous.pt")] == [
+        8,
+        6,
+    ]
+    return folder
+
+
+def flipped(content: bytes) -> bytes:
+    """One bit of a weight is another: the file loads, and only its sums tell."""
+    state = torch.load(io.BytesIO(content), weights_only=True)
+    place = content.index(state["model"]["blocks.0.mlp.fc1.weight"].numpy().tobytes()) + 5
+    return content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (
+            lambda content: content[: len(content) // 2],
+            "is no whole checkpoint (cut off or garbled)",
+        ),
+        (flipped, "is no whole checkpoint (cut off or garbled): wrong sum of "),
+        (None, "is missing"),
+    ],
+    ids=["truncated", "a bit flipped", "missing"],
+)
+def test_without_its_last_state_a_run_goes_on_from_the_one_before(stopped, whole, spoil, reason):
+    last, previous = stopped / "last.pt", (stopped / "previous.pt").read_bytes()
+    content = last.read_bytes()
+    last.unlink()
+    if spoil:
+        last.write_bytes(spoil(content))
+    printed = run(config_of(stopped.parent, resume=True))
+    line = next(line for line in printed.splitlines() if reason in line)
+    assert line.startswith(f"{last} ") and line.endswith(
+        f"; goes on from {stopped / 'previous.pt'}, step 6"
+    )
+    assert (
+        "goes on after epoch 1, step 6" in printed
+        and previous != (stopped / "previous.pt").read_bytes()
+    )
+    assert_same_end(whole, stopped)
+
+
+def test_a_bad_last_state_never_takes_the_place_of_the_good_one_before(stopped, monkeypatch):
+    last, previous = stopped / "last.pt", (stopped / "previous.pt").read_bytes()
+    last.write_bytes(b"garbled")
+    stop_after(monkeypatch, 1, interrupt)
+    with pytest.raises(Stopped, match="stopped after step 7 "):
+        run(config_of(stopped.parent, resume=True))
+    assert (stopped / "previous.pt").read_bytes() == previous and state_of(stopped)["position"][
+        "step"
+    ] == 7
+
+
+def test_without_any_readable_state_a_run_ends_with_one_line_and_nothing_is_touched(
+    stopped, capsys
+):
+    for name in ("last.pt", "previous.pt"):
+        (stopped / name).write_bytes((stopped / name).read_bytes()[:4000])
+    before = {path.name: path.read_bytes() for path in stopped.iterdir()}
+    assert run_tool(lambda: run(config_of(stopped.parent, resume=True))) == 2
+    error = capsys.readouterr().err
+    assert (
+        error.count("\n") == 1
+        and error.count("cut off or garbled") == 2
+        and "--overwrite starts the run anew" in error
+    )
+    assert str(stopped / "last.pt") in error and str(stopped / "previous.pt") in error
+    assert {path.name: path.read_bytes() for path in stopped.iterdir()} == before
+
+
+def fail_to_flush(patch: pytest.MonkeyPatch, victim: str | None, time_of_failure: int) -> None:
+    """From the given write of one file on, there is no room for it; or, without a name, for any
+    file.
+    """
+    real, count = weights.flush_to_disk, iter(range(1, 1000))
+
+    def flush(path) -> None:
+        if (
+            victim in (None, Path(path).name.removesuffix(".tmp"))
+            and next(count) >= time_of_failure
+        ):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(path)
+
+    for module in (weights, checkpoint, record):
+        patch.setattr(module, "flush_to_disk", flush)
+
+
+@pytest.mark.parametrize(
+    ("victim", "write", "kept"),
+    [
+        ("last.pt", 4, 4),
+        ("best.safetensors", 2, 6),
+        ("metrics.jsonl", 2, 4),
+        ("summary.csv", 2, 6),
+        ("last.pt", 2, 0),
+        ("last.pt", 1, None),
+    ],
+)
+def test_a_full_disk_ends_a_run_with_one_line_and_the_run_goes_on_when_there_is_room(
+    tmp_path, whole, capsys, victim, write, kept
+):
+    folder = tmp_path / "small"
+    with pytest.MonkeyPatch.context() as patch:
+        fail_to_flush(patch, victim, write)
+        code = run_tool(lambda: run(config_of(tmp_path)))
+    rest = (
+        f"the state of step {kept} is kept, --resume goes on from it"
+        if kept is not None
+        else "no state was saved yet"
+    )
+    line = f"{folder / victim}: No space left on device; {rest}"
+    assert (code, capsys.readouterr().err) == (2, f"error: {line}\n")
+    assert status_of(folder)["status"] == "failed" and status_of(folder)["reason"] == line
+    assert not list(folder.glob("*.tmp")) and (folder / "last.pt").exists() == (kept is not None)
+    if kept is not None:
+        assert state_of(folder)["position"]["step"] == kept and (not kept or best_of(folder))
+    run(config_of(tmp_path, resume=True))
+    assert_same_end(whole, folder)
+
+
+def test_a_disk_without_room_for_any_file_leaves_the_reason_in_the_status(tmp_path, whole, capsys):
+    folder = tmp_path / "small"
+    with pytest.MonkeyPatch.context() as patch:
+        fail_to_flush(patch, None, 9)
+        assert run_tool(lambda: run(config_of(tmp_path))) == 2
+    line, status = capsys.readouterr().err, status_of(folder)
+    assert "No space left on device" in line and line.count("\n") == 1
+    assert (status["status"], status["exit_code"], f"error: {status['reason']}\n") == (
+        "failed",
+        2,
+        line,
+    )
+    run(config_of(tmp_path, resume=True))
+    assert_same_end(whole, folder)
+
+
+@pytest.fixture
+def open_to_all():
+    """A folder that every user may reach and write to."""
+    with tempfile.TemporaryDirectory() as path:
+        os.chmod(path, 0o777)
+        yield Path(path)
+
+
+def test_a_folder_made_read_only_ends_a_run_with_one_line_and_it_goes_on_when_it_is_not(
+    open_to_all, whole
+):
+    folder = open_to_all / "small"
+
+    def work() -> None:
+        if os.geteuid() == 0:  # whom permissions do not stop
+            os.setuid(65534)
+        stream = io.StringIO()
+        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(stream):
+            stop_after(patch, 5, lambda: os.chmod(folder, 0o555))
+            code = run_tool(lambda: run(config_of(open_to_all)))
+        (open_to_all / "line").write_text(stream.getvalue())
+        os._exit(code)
+
+    process = FORK.Process(target=work)
+    process.start()
+    assert end(process) == 2
+    line = (
+        f"{folder}/last.pt: Permission denied; the state of step 4 is kept, --resume goes on "
+        f"from it"
+    )
+    status = status_of(folder)
+    assert (open_to_all / "line").read_text() == f"error: {line}\n"
+    assert (status["status"], status["reason"]) == ("failed", line)
+    folder.chmod(0o777)
+    run(config_of(open_to_all, resume=True))
+    assert_same_end(whole, folder)
+
+
+def test_a_file_that_may_grow_no_further_is_a_full_disk(tmp_path, whole):
+    def limited() -> None:
+        resource.setrlimit(
+            resource.RLIMIT_FSIZE, (150_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1])
+        )
+
+    output = tmp_path / "line"
+
+    def work() -> None:
+        limited()
+        stream = io.StringIO()
+        with contextlib.redirect_stderr(stream):
+            code = run_tool(lambda: run(config_of(tmp_path)))
+        output.write_text(stream.getvalue())
+        os._exit(code)
+
+    process = FORK.Process(target=work)
+    process.start()
+    folder = tmp_path / "small"
+    assert end(process) == 2 and (whole / "last.pt").stat().st_size > 150_000
+    line = (
+        f"{folder / 'last.pt'}: File too large; the state of step 0 is kept, --resume goes on "
+        f"from it"
+    )
+    assert output.read_text() == f"error: {line}\n"
+    run(config_of(tmp_path, resume=True))
+    assert_same_end(whole, folder)
+
+
+def test_the_best_weights_are_never_replaced_by_worse_ones_when_an_epoch_runs_again(
+    tmp_path, monkeypatch
+):
+    """As where the arithmetic of a GPU is not the same twice: the epoch that runs again comes out
+    worse.
+    """
+
+    def scripted(*scores: float) -> None:
+        left = iter(scores)
+
+        def evaluate(model, batches, spec, **options):
+            images = sum(len(labels) for _, labels in batches)
+            return Evaluation(images, 1.0, 0.5 if images == 29 else next(left), None, 1.0)
+
+        monkeypatch.setattr(trainer, "evaluate", evaluate)
+
+    scripted(0.3, 0.8)
+    run(config_of(tmp_path, epochs=2))
+    folder = tmp_path / "small"
+    best, result = best_of(folder), status_of(folder)["result"]
+    assert (result["best_epoch"], result["validation_accuracy"]) == (2, 0.8)
+    (folder / "last.pt").unlink()
+    assert state_of(folder, "previous.pt")["position"]["best"] == 0.3
+    scripted(0.6, 0.7)
+    run(config_of(tmp_path, resume=True))
+    same(best_of(folder), best)
+    assert (
+        status_of(folder)["result"]["best_epoch"] == 2
+        and state_of(folder)["position"]["best"] == 0.8
+    )
+
+
+def test_best_weights_lost_after_the_last_epoch_ask_for_one_more(stopped):
+    run(config_of(stopped.parent, resume=True))
+    (stopped / "best.safetensors").unlink()
+    with pytest.raises(
+        ValueError,
+        match="^all 3 epochs are done and their best weights are lost; --epochs 4 trains one more",
+    ):
+        run(config_of(stopped.parent, resume=True))
+    run(config_of(stopped.parent, resume=True, epochs=4))
+    assert status_of(stopped)["result"]["best_epoch"] == 4 and best_of(stopped)
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"seed": 7}, "the run has seed 0, not 7; resume with the same"),
+        (
+            {"data": {"name": "digits_pixel"}},
+            "the run has data.name digits, not digits_pixel; resume with the same",
+        ),
+        (
+            {"data": {"val_fraction": 0.2}},
+            "the run has data.val_fraction 0.1, not 0.2; resume with the same",
+        ),
+        (
+            {"data": {"train_images": 9}},
+            "the run has data.train_images 20000, not 9; resume with the same",
+        ),
+        (
+            {"data": {"eval_images": 9}},
+            "the run has data.eval_images 2000, not 9; resume with the same",
+        ),
+        (
+            {"batch_size": 16},
+            "the run has batch_size 8, not 16; resume with the same until the epoch is over",
+        ),
+        (
+            {"optim": OPTIM | {"accumulate": 4}},
+            "the run has optim.accumulate 2, not 4; resume with the same until the epoch is over",
+        ),
+        (
+            {"init_from": "a.pt"},
+            "init_from a.pt is for a run at its start, and this one goes on with its own weights; "
+            "leave it out",
+        ),
+    ],
+)
+def test_options_that_move_images_are_refused_on_resumption(stopped, options, line):
+    before = {path.name: path.read_bytes() for path in stopped.iterdir()}
+    with pytest.raises(ValueError) as error:
+        run(config_of(stopped.parent, resume=True, **options))
+    assert str(error.value) == line
+    assert {path.name: path.read_bytes() for path in stopped.iterdir()} == before
+
+
+def test_other_images_than_those_of_the_run_are_refused(stopped, monkeypatch):
+    monkeypatch.setattr(engine, "build_splits", lambda *_: quadrants(62))
+    line = (
+        "the run has 61 training and 23 validation images, here are 62 and 23; resume with the same"
+    )
+    with pytest.raises(ValueError, match=f"^{line}$"):
+        run(config_of(stopped.parent, resume=True))
+
+
+def test_between_epochs_a_run_may_take_other_batches_and_another_precision(tmp_path):
+    run(config_of(tmp_path, epochs=1))
+    for epochs, options in (
+        (2, {"batch_size": 16, "amp": "fp16"}),
+        (3, {"optim": OPTIM | {"accumulate": 1}, "amp": "none"}),
+    ):
+        printed = run(config_of(tmp_path, epochs=epochs, resume=True, **options))
+        assert "batch_size is now" in printed and f"amp is now {options['amp']}" in printed
+    assert state_of(tmp_path / "small")["position"]["epoch"] == 3
+
+
+def test_two_runs_are_never_at_work_in_one_folder(tmp_path, whole):
+    """The second one is refused, whatever it is asked for, and the first one does not notice."""
+    folder = tmp_path / "small"
+    reached, go_on = FORK.Event(), FORK.Event()
+
+    def prepare() -> None:
+        stop_after(pytest.MonkeyPatch(), 5, lambda: (reached.set(), go_on.wait(60)))
+
+    process = start(config_of(tmp_path), prepare)
+    assert reached.wait(60)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    for options in ({}, {"resume": True}, {"overwrite": True}):
+        with pytest.raises(
+            ValueError,
+            match=f"^another run is at work in {folder}; wait for it or end it, or --run NAME",
+        ):
+            run(config_of(tmp_path, **options))
+    with pytest.raises(ValueError, match="another run is at work"):
+        record.clear(folder)
+    with pytest.raises(ValueError, match="another run is at work"), Status(folder, {}):
+        pass  # as of a run that found no folder yet when it began
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    go_on.set()
+    assert end(process) == 0
+    assert_same_end(whole, folder)
+    assert not (folder / "run.lock").exists()
+
+
+def test_best_weights_that_are_garbled_give_way_to_those_of_the_next_epoch(stopped):
+    best = stopped / "best.safetensors"
+    best.write_bytes(best.read_bytes()[:2000])
+    printed = run(config_of(stopped.parent, resume=True))
+    assert (
+        f"{best} is no whole safetensors file" in printed
+        and "; the weights of a further epoch take its place" in printed
+    )
+    assert status_of(stopped)["result"]["best_epoch"] > 1 and best_of(stopped)

@@ -1,0 +1,87 @@
+"""Work in a fresh process, where nothing freed earlier hides an allocation, and which may run out
+of memory.
+
+Owns what such a process is given and what its end means. What it does is a module of its own, which
+reads standard input.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import visionattn
+from visionattn.cli.ends import Failed
+from visionattn.lab.measure import is_out_of_memory, memory_kills
+
+OUT_OF_MEMORY = 3
+"""Exit code of a process whose work does not fit."""
+PACKAGE = Path(visionattn.__file__).parents[1]
+
+
+def environment(*, returning: bool = False) -> dict[str, str]:
+    """That of this process, in which the package is found wherever it was started.
+
+    Args:
+        returning: what is freed goes back to the system, so that the level of memory is exact; it
+            costs time.
+    """
+    paths = [str(PACKAGE), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    found = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    return found | ({"MALLOC_MMAP_THRESHOLD_": "65536"} if returning else {})
+
+
+def ask(module: str, told: str, what: str) -> str:
+    """What ``python -m module`` prints for ``told`` on its standard input.
+
+    Args:
+        module: its ``main`` is ``answer``.
+        told: a request in text.
+        what: what is measured, for the error.
+
+    Raises:
+        torch.OutOfMemoryError: it does not fit, or the system ended the process for want of memory.
+        Failed: the process failed in another way; the text is the last line that it wrote, or the
+            signal that ended it.
+    """
+    kills, command = memory_kills(), [sys.executable, "-m", module]
+    done = subprocess.run(
+        command, input=told, capture_output=True, text=True, env=environment(returning=True)
+    )
+    ended = done.returncode == -signal.SIGKILL and memory_kills() > kills
+    if (
+        ended
+        or done.returncode == OUT_OF_MEMORY
+        or (done.returncode and "bad_alloc" in done.stderr)
+    ):
+        raise torch.OutOfMemoryError(f"{what} does not fit into memory")
+    if done.returncode < 0:
+        raise Failed(f"killed by signal {-done.returncode}")
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [
+            f"the process ended with code {done.returncode}"
+        ]
+        raise Failed(lines[-1][:160])
+    return done.stdout
+
+
+def first_to_end() -> None:
+    """Let this process be the first that the system ends when it runs out of memory."""
+    if Path("/proc/self/oom_score_adj").exists():
+        Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+def answer(work: Callable[[str], object]) -> int:
+    """In such a process: print what ``work`` makes of standard input; returns the exit code."""
+    first_to_end()
+    try:
+        print(work(sys.stdin.read()))
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return OUT_OF_MEMORY
+    return 0

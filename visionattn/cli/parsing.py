@@ -1,0 +1,343 @@
+"""From a YAML file and flags to a dataclass, with errors of one line.
+
+Owns spelling: ``--init-from`` and ``--init_from``, ``--resume`` without a value,
+``--sizes 96 128``, and the nearest right name for a wrong one; the exit codes of tools, and files
+that are in the way. jsonargparse does the parsing; it is imported when something is parsed.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import sys
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import fields, is_dataclass
+from difflib import SequenceMatcher
+from pathlib import Path
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from visionattn.cli.ends import Failed, NonFinite, OutOfMemory, Stopped
+
+Config = TypeVar("Config")
+
+EXIT_CODES = {NonFinite: 1, OutOfMemory: 3, Failed: 4}
+"""Of the ways in which a run ends that its input is not to blame for."""
+
+OWN_OPTIONS = ("help", "config", "print_config")
+"""Options that are no fields of a configuration."""
+
+
+def run_tool(work: Callable[[], None], *, several: bool = False) -> int:
+    """Do a tool's work and turn the ways in which it can end into an exit code and at most one line
+    on standard error.
+
+    Args:
+        work: the tool's.
+        several: the processes that ``torchrun`` has started do it together; other tools refuse to
+            start in several.
+
+    Returns:
+        0; 1 for a loss that is not finite; 2 for bad input, and for files that cannot be read or
+        written; 3 for too little memory; 4 where another process of the run ended; 130 for Ctrl-C.
+    """
+    if not several and os.environ.get("WORLD_SIZE", "1") != "1":
+        if os.environ.get("RANK", "0") == "0":
+            print(
+                "error: this tool runs as one process; start it without torchrun", file=sys.stderr
+            )
+        return 2
+    try:
+        work()
+    except (ValueError, OSError) as error:
+        text = str(error).strip()
+        if isinstance(error, OSError) and error.filename and error.strerror:
+            text = f"{error.filename}: {error.strerror}"
+        if (
+            "Original Traceback" in text
+        ):  # of a loader's process; its last line is what the data set said
+            text = text.splitlines()[-1].partition(": ")[2]
+        print(f"error: {' '.join(text.split())}", file=sys.stderr)
+        return 2
+    except tuple(EXIT_CODES) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return EXIT_CODES[type(error)]
+    except Stopped as error:
+        print(" ".join(str(error).split()), file=sys.stderr)
+        return 130
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def check_free(path: Path, overwrite: bool) -> None:
+    """Raise ValueError where a file cannot be written, or exists and ``overwrite`` is off."""
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise ValueError(f"no folder {folder} for {path.name}")
+    if path.is_dir() or not os.access(folder, os.W_OK):
+        raise ValueError(f"{path} cannot be written")
+    if path.exists() and not overwrite:
+        raise ValueError(f"{path} exists; --overwrite replaces it")
+
+
+def python_command() -> str:
+    """How to call this Python from the current folder, as short as it works."""
+    return "python" if shutil.which("python") == sys.executable else from_here(sys.executable)
+
+
+def from_here(path: str | Path) -> str:
+    """A path as one would type it: relative to the current folder where it lies within it."""
+    path = os.path.abspath(path)
+    return os.path.relpath(path) if path.startswith(os.getcwd() + os.sep) else path
+
+
+def parse(
+    config_class: type[Config],
+    argv: Sequence[str],
+    *,
+    prog: str,
+    description: str,
+    example: str | None = None,
+    defaults: dict[str, Any] | None = None,
+) -> Config:
+    """Read a configuration from flags, the file that ``--config`` names, and defaults, in this
+    order of precedence.
+
+    ``--help`` and ``--print_config`` print and leave with ``SystemExit(0)``.
+
+    Args:
+        config_class: the dataclass; its fields become flags, those of nested dataclasses
+            ``--group.field``.
+        argv: the flags, without the program's name.
+        prog: the program's name, for its help.
+        description: what the program does, for its help.
+        example: a command that works as pasted, with which the help ends; None: none.
+        defaults: dotted names and values that replace the defaults of the dataclass.
+
+    Raises:
+        ValueError: a name that does not exist (with the nearest that does), or a value of a wrong
+            type; one line.
+        FileNotFoundError: the file of ``--config`` does not exist.
+    """
+    import jsonargparse
+
+    class HelpFormatter(jsonargparse.DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):
+        """Leaves the example in a line of its own, as it is to be pasted."""
+
+    names = field_types(config_class)
+    argv = spell_out(argv, names)
+    for path in config_files(argv):
+        check_file(path, names)
+    jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    parser = jsonargparse.ArgumentParser(
+        prog=prog,
+        description=description,
+        epilog=example and f"try:\n  {example}",
+        formatter_class=HelpFormatter,
+        exit_on_error=False,
+    )
+    parser.add_argument(
+        "--config", action="config", help="YAML file with any of the options below."
+    )
+    parser.add_class_arguments(config_class, as_group=False)
+    parser.set_defaults(defaults or {})
+    try:
+        parsed = parser.parse_args(argv)
+    except jsonargparse.ArgumentError as error:
+        raise ValueError(one_line(str(error), names)) from error
+    values = parsed.as_dict()
+    values.pop("config")
+    return build(config_class, values)
+
+
+def field_types(config_class: type, prefix: str = "") -> dict[str, Any]:
+    """Dotted name of each field of a dataclass, nested ones included, and its type."""
+    found = {}
+    hints = get_type_hints(config_class)
+    for field in fields(config_class):
+        if is_dataclass(hints[field.name]):
+            found |= field_types(hints[field.name], f"{prefix}{field.name}.")
+        else:
+            found[prefix + field.name] = hints[field.name]
+    return found
+
+
+def build(config_class: type[Config], values: dict[str, Any]) -> Config:
+    """The dataclass, and those within it, from nested dicts."""
+    hints = get_type_hints(config_class)
+    return config_class(
+        **{
+            key: build(hints[key], value) if is_dataclass(hints[key]) else value
+            for key, value in values.items()
+        }
+    )
+
+
+def spell_out(argv: Sequence[str], names: dict[str, Any]) -> list[str]:
+    """Rewrite what people type into what the parser takes, and refuse names that do not exist.
+
+    ``--init-from x`` becomes ``--init_from=x``, ``--resume`` becomes ``--resume=true``,
+    ``--sizes 96 128`` becomes ``--sizes=[96, 128]``, and texts of a list are quoted, whatever
+    commas, colons and brackets they have.
+    """
+    written = []
+    for flag, values in split_options(argv):
+        name = flag.replace("-", "_")
+        owner = next(
+            (
+                known
+                for known, kind in names.items()
+                if name.startswith(known + ".") and accepts(kind, dict)
+            ),
+            name,
+        )
+        if owner not in (*names, *OWN_OPTIONS):
+            raise ValueError(f"unknown option --{flag}; the nearest is --{nearest(name, names)}")
+        kind = names.get(owner, str)
+        if accepts(kind, bool) and not values:
+            values = ["true"]
+        if values and accepts(kind, list[str]):
+            values = (
+                values
+                if is_list(values) and not os.path.exists(values[0])
+                else [json.dumps(values)]
+            )
+        elif accepts(kind, list) and values not in ([], ["null"]) and not is_list(values):
+            values = [f"[{', '.join(values)}]"]
+        if not values and name not in ("help", "print_config"):
+            raise ValueError(f"--{flag} needs a value: {describe(kind)}")
+        if len(values) > 1:
+            raise ValueError(f"--{flag} takes one value, got {' '.join(values)}")
+        written.append(f"--{name}={values[0]}" if values else f"--{name}")
+    return written
+
+
+def split_options(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Flags without their hyphens, each with the words up to the next one or with what follows its
+    equals sign.
+    """
+    options: list[tuple[str, list[str]]] = []
+    closed = True
+    for word in argv:
+        if re.match(r"--?[A-Za-z]", word):
+            flag, equals, value = word.lstrip("-").partition("=")
+            if not word.startswith("--") and flag != "h":
+                raise ValueError(f"{word} belongs to no option; options begin with --")
+            options.append(("help" if flag == "h" else flag, [value] if equals else []))
+            closed = bool(equals)
+        elif closed:
+            raise ValueError(f"{word} belongs to no option; options begin with --")
+        else:
+            options[-1][1].append(word)
+    return options
+
+
+def is_list(values: list[str]) -> bool:
+    """Whether the words behind a flag are a list written as YAML already, ``[96, 128]``."""
+    return len(values) == 1 and values[0].startswith("[") and values[0].endswith("]")
+
+
+def accepts(kind: Any, wanted: Any) -> bool:
+    """Whether a type annotation is, or in a union contains, ``wanted``, e.g. ``bool``, ``list`` or
+    ``list[str]``.
+    """
+    members = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+    return any(wanted in (member, get_origin(member)) for member in members)
+
+
+def nearest(name: str, names: Sequence[str]) -> str:
+    """The known dotted name that looks most like a wrong one: as a whole, by its last part, or by
+    its initials.
+    """
+    leaf = name.rpartition(".")[2]
+    initials = "".join(part[:1] for part in leaf.split("_"))
+
+    def likeness(known: str) -> float:
+        known_leaf = known.rpartition(".")[2]
+        by_initials = 0.9 if len(initials) > 1 and initials == known_leaf else 0.0
+        whole = SequenceMatcher(None, name, known).ratio()
+        return (
+            max(whole, 0.95 * SequenceMatcher(None, leaf, known_leaf).ratio(), by_initials)
+            + 0.01 * whole
+        )
+
+    return max(names, key=likeness)
+
+
+def config_files(argv: Sequence[str]) -> list[str]:
+    """The values of ``--config``."""
+    return [value for flag, values in split_options(argv) if flag == "config" for value in values]
+
+
+def check_file(path: str, names: dict[str, Any]) -> None:
+    """Check that a YAML file exists, parses, and uses existing names alone.
+
+    Raises:
+        FileNotFoundError: it does not exist.
+        ValueError: it is no YAML mapping, or uses a name that does not exist.
+    """
+    import yaml
+
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"no configuration file at {path}")
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no YAML file: {' '.join(str(error).split())[:160]}") from error
+    if content is not None and not isinstance(content, dict):
+        raise ValueError(f"{path} must hold names and values, got a {type(content).__name__}")
+    groups = {name[:i] for name in names for i, letter in enumerate(name) if letter == "."}
+
+    def walk(mapping: dict, prefix: str) -> None:
+        for key, value in mapping.items():
+            name = f"{prefix}{key}"
+            if name in groups:
+                if not isinstance(value, dict):
+                    raise ValueError(f"{path}: {name} must hold names and values, got {value!r}")
+                walk(value, name + ".")
+            elif name not in names:
+                raise ValueError(
+                    f"{path}: unknown key {name}; the nearest is {nearest(name, names)}"
+                )
+
+    walk(content or {}, "")
+
+
+def one_line(message: str, names: dict[str, Any]) -> str:
+    """What the parser says in several lines, as one: the key, the type it wants, the value it
+    got.
+    """
+    key = re.search(r'key "([\w.]+)"', message)
+    given = re.search(r"(?:Given value|Got value): (.*)", message)
+    if key and key[1] in names:
+        return f"{key[1]} must be {describe(names[key[1]])}" + (
+            f", got {given[1]}" if given else ""
+        )
+    return " ".join(message.split())
+
+
+def describe(kind: Any) -> str:
+    """A type in words for people: ``a number``, ``one of none, bf16, fp16``,
+    ``a list of whole numbers or null``.
+    """
+    words = {
+        int: "a whole number",
+        float: "a number",
+        bool: "true or false",
+        str: "text",
+        type(None): "null",
+    }
+    if kind in words:
+        return words[kind]
+    if get_origin(kind) in (Union, types.UnionType):
+        return " or ".join(describe(member) for member in get_args(kind))
+    if get_origin(kind) is list:
+        return "a list of " + {int: "whole numbers", float: "numbers"}.get(
+            get_args(kind)[0], "values"
+        )
+    if get_origin(kind) is dict:
+        return "names and values"
+    return "one of " + ", ".join(str(value) for value in get_args(kind))

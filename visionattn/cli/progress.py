@@ -1,0 +1,47 @@
+"""How far a tool has come, on standard error: a bar on a terminal, elsewhere a line now and
+then.
+"""
+
+import sys
+import time
+from typing import TextIO
+
+from visionattn.training.record import ProgressBar
+
+SECONDS_PER_LINE = 10.0
+
+
+class Progress:
+    """Shows images done, out of ``total``; a context manager.
+
+    Args:
+        total: images in all.
+        done: images done before.
+        stream: where to print; standard error unless given.
+    """
+
+    def __init__(self, total: int, done: int = 0, stream: TextIO | None = None):
+        self.stream, self.total, self.done, self._unread = stream or sys.stderr, total, done, 0
+        self._bar = ProgressBar(self.stream) if self.stream.isatty() else None
+        self._start = self._last = time.perf_counter()
+        self._before = done
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def advance(self, images: int, failed: int) -> None:
+        """Count images that are done, and how many of them came to nothing."""
+        self.done, self._unread = self.done + images, self._unread + failed
+        note = f"{self._unread} without a result" if self._unread else ""
+        now = time.perf_counter()
+        if self._bar:
+            self._bar.show("images", self.done, self.total, note)
+        elif now - self._last >= SECONDS_PER_LINE:
+            self._last = now
+            speed = f"{(self.done - self._before) / (now - self._start):.3g} images/s"
+            line = ", ".join(filter(None, (f"{self.done} of {self.total} images", speed, note)))
+            print(line, file=self.stream, flush=True)

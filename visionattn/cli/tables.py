@@ -1,0 +1,140 @@
+"""Tables: Markdown for people, the same rows as CSV or JSON with what the numbers depend on. It
+measures nothing.
+"""
+
+import csv
+import io
+import json
+import os
+import shlex
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+
+from visionattn.cli.provenance import provenance
+from visionattn.lab.compare import Quartiles, Row
+
+Record = dict[str, Any]
+ESCAPED = str.maketrans({"|": r"\|", "\n": r"\n", "\r": r"\r"})
+COLUMNS = ("case", "size", "d", "heads", "batch", "dtype", "pass")
+COLUMNS += ("time", "quartiles", "ratio", "peak", "kept", "GFLOP", "status")
+
+
+def record_of(row: Row) -> Record:
+    """A row as plain values, units in the names; None where nothing was measured."""
+    case, record = row.case, {}
+    record |= {
+        "case": case.label,
+        "size": case.size,
+        "width": case.width,
+        "heads": case.heads,
+        "batch": case.batch,
+    }
+    if case.kind == "model":
+        record["heads"] = None
+    record |= {
+        "dtype": case.dtype,
+        "pass": "forward+backward" if case.backward else "forward",
+        "status": row.status,
+    }
+    record |= _spread("seconds", row.seconds) | {"rounds": len(row.samples) or None}
+    record |= {"baseline": row.baseline} | _spread("ratio", row.ratio)
+    return record | {"peak_bytes": row.peak_bytes, "kept_bytes": row.kept_bytes, "flops": row.flops}
+
+
+def _spread(name: str, quartiles: Quartiles | None) -> Record:
+    low, median, high = (
+        (quartiles.low, quartiles.median, quartiles.high) if quartiles else (None,) * 3
+    )
+    return {f"{name}_median": median, f"{name}_low": low, f"{name}_high": high}
+
+
+def cells_of(row: Row) -> Record:
+    """A row for people, under ``COLUMNS``."""
+    record = record_of(row)
+    seconds = row.seconds
+    ratio = row.ratio and f"{row.ratio.median:.3g} ({row.ratio.low:.3g}-{row.ratio.high:.3g})"
+    values = [record[name] for name in ("case", "size", "width", "heads", "batch", "dtype", "pass")]
+    values += [
+        seconds and duration(seconds.median),
+        seconds and f"{duration(seconds.low)} - {duration(seconds.high)}",
+        ratio,
+    ]
+    values += [mebibytes(row.peak_bytes), mebibytes(row.kept_bytes)]
+    values += [None if row.flops is None else f"{row.flops / 1e9:.3g}", row.status]
+    return dict(zip(COLUMNS, values, strict=True))
+
+
+def duration(seconds: float) -> str:
+    """Three digits with a unit that suits them."""
+    for unit, factor in (("s", 1), ("ms", 1e3)):
+        if seconds * factor >= 1:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"
+
+
+def mebibytes(count: int | None) -> str | None:
+    """A number of bytes in MiB."""
+    return None if count is None else f"{count / 2**20:.3g} MiB"
+
+
+def markdown(cells: Sequence[Record]) -> str:
+    """A Markdown table; columns that are empty in every row are left out."""
+    used = [name for name in cells[0] if any(row[name] is not None for row in cells)]
+    return "\n".join([heading(used), *(line([row[name] for name in used]) for row in cells)])
+
+
+def heading(columns: Sequence[str]) -> str:
+    """The first two lines of a Markdown table."""
+    return line(columns) + "\n|" + "---|" * len(columns)
+
+
+def line(values: Sequence[Any]) -> str:
+    """A line of a Markdown table, an empty cell for None; what would end a cell or the line has a
+    backslash.
+    """
+    return (
+        "| "
+        + " | ".join("" if value is None else str(value).translate(ESCAPED) for value in values)
+        + " |"
+    )
+
+
+def provenance_of(device: str, argv: Sequence[str]) -> Record:
+    """What the numbers depend on: device, processor, threads, versions, commit, date, command.
+
+    ``load`` is the mean number of processes that wanted to run in the minute before: above 0, the
+    machine was shared.
+    """
+    found = provenance(torch.device(device)) | {"threads": torch.get_num_threads()}
+    found["load"] = os.getloadavg()[0] if hasattr(os, "getloadavg") else float("nan")
+    command = shlex.join(["python", "tools/benchmark.py", *argv])
+    return found | {"date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"), "command": command}
+
+
+def summary(provenance: Record) -> str:
+    """One line of provenance for people."""
+    commit = (provenance["commit"] or "unknown")[:9]
+    where = (
+        f"{provenance['processor']}; {provenance['device']}; load {provenance['load']:.1f} before"
+    )
+    return f"{where}; torch {provenance['torch']}; commit {commit}; {provenance['date']}"
+
+
+def csv_text(records: Sequence[Record], provenance: Record) -> str:
+    """The rows with the provenance behind each, so that a row alone still says where it comes
+    from.
+    """
+    stream = io.StringIO()
+    rows = [record | provenance for record in records]
+    writer = csv.DictWriter(stream, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return stream.getvalue()
+
+
+def json_text(records: Sequence[Record], provenance: Record) -> str:
+    """``{"provenance": ..., "rows": [...]}``."""
+    return json.dumps({"provenance": provenance, "rows": list(records)}, indent=2) + "\n"

@@ -1,0 +1,255 @@
+"""The embedded data sets: scikit-learn's real 8 x 8 digits, and the canvases on which they are a
+high-resolution task.
+
+Owns the split of the digits and the drawing of a canvas. Knows nothing of loaders, batches or
+configs.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import cv2
+import numpy as np
+from sklearn.datasets import load_digits
+from torch.utils.data import Dataset
+
+from visionattn.data.batches import SampleKey
+
+DIGIT_PX = (16, 40)
+"""Smallest and largest side of a digit on a canvas, in pixels."""
+DISTRACTORS_PER_PX = 4 / 128**2
+SMALLEST_CANVAS_PX = 48
+
+_TEST_SPLIT_SEED = 20
+_TEST_SHARE = 0.2
+_STREAM = {"train": 0, "validation": 1, "test": 2}
+_CELL_PX = 4
+# Rotation in degrees, shear, and scale of a digit that is varied.
+_WARP_LOW, _WARP_HIGH = np.array((-12, -0.15, 0.88)), np.array((12, 0.15, 1.06))
+
+Split = Literal["train", "validation", "test"]
+
+
+class Box(NamedTuple):
+    """A rectangle on a canvas, in pixels."""
+
+    top: int
+    left: int
+    height: int
+    width: int
+
+
+class Canvas(NamedTuple):
+    """A drawn canvas and where its parts lie."""
+
+    image: np.ndarray
+    """uint8, ``[height, width, 1]``."""
+    label: int
+    digit: Box
+    distractors: list[Box]
+
+
+@dataclass(frozen=True)
+class Digits:
+    """Real digits: ``images [n, 8, 8]`` uint8 (0..255), ``labels [n]`` int64."""
+
+    images: np.ndarray
+    labels: np.ndarray
+
+
+def stratified_split(labels: np.ndarray, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Split indices so that every class gives ``share`` of its members, rounded, to the second
+    part.
+
+    A class of at least two members has at least one in each part.
+
+    Args:
+        labels: ``[n]``.
+        share: in (0, 1).
+        seed: of the draw.
+
+    Returns:
+        Sorted indices of the first and of the second part; together each index once.
+    """
+    rng = np.random.default_rng(seed)
+    second = []
+    for label in np.unique(labels):
+        members = rng.permutation(np.flatnonzero(labels == label))
+        count = min(max(1, round(len(members) * share)), len(members) - 1)
+        second.append(members[:count])
+    second = np.sort(np.concatenate(second))
+    return np.setdiff1d(np.arange(len(labels)), second), second
+
+
+def digit_splits(val_fraction: float, seed: int) -> dict[Split, Digits]:
+    """Divide scikit-learn's 1797 digits, class by class, into train, validation and test.
+
+    The test fifth is the same for every seed, so that no run ever trains on a test digit of another
+    run; ``seed`` divides the rest, of which ``val_fraction`` is for validation.
+
+    Source: Alpaydin and Kaynak, Optical Recognition of Handwritten Digits, UCI 1998, as shipped by
+    scikit-learn.
+    """
+    bunch = load_digits()
+    images = np.round(bunch.images * (255 / 16)).astype(np.uint8)
+    labels = bunch.target.astype(np.int64)
+    rest, test = stratified_split(labels, _TEST_SHARE, _TEST_SPLIT_SEED)
+    train, validation = stratified_split(labels[rest], val_fraction, seed)
+    parts = {"train": rest[train], "validation": rest[validation], "test": test}
+    return {name: Digits(images[index], labels[index]) for name, index in parts.items()}
+
+
+def _glyph(digit: np.ndarray, size_px: int, warp: tuple[float, float, float]) -> np.ndarray:
+    """Enlarge a digit, with a blank pixel around it, to ``size_px``; ``warp``: rotation in degrees,
+    shear, scale.
+    """
+    padded = cv2.copyMakeBorder(digit, 1, 1, 1, 1, cv2.BORDER_CONSTANT, value=0)
+    if warp == (0.0, 0.0, 1.0):
+        return cv2.resize(padded, (size_px, size_px), interpolation=cv2.INTER_CUBIC)
+    degrees, shear, scale = warp
+    zoom = size_px / padded.shape[0]
+    cosine, sine = (
+        math.cos(math.radians(degrees)) * zoom * scale,
+        math.sin(math.radians(degrees)) * zoom * scale,
+    )
+    linear = np.array([[cosine, shear * cosine - sine], [sine, shear * sine + cosine]])
+    source_centre, target_centre = (padded.shape[0] - 1) / 2, (size_px - 1) / 2
+    shift = target_centre - linear.sum(axis=1) * source_centre
+    return cv2.warpAffine(
+        padded, np.column_stack([linear, shift]), (size_px, size_px), flags=cv2.INTER_CUBIC
+    )
+
+
+def _fragment(glyph: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Keep 40 to 60 % of the inked part of a glyph, cut straight across; narrow digits are cut
+    across their length.
+    """
+    left, top, width, height = cv2.boundingRect(cv2.inRange(glyph, 65, 255))
+    right, bottom = left + width, top + height
+    side, share = rng.integers(4), rng.uniform(0.4, 0.6)
+    if width < 0.6 * height:
+        side %= 2
+    if side == 0:
+        return glyph[: top + round(height * share)]
+    if side == 1:
+        return glyph[bottom - round(height * share) :]
+    if side == 2:
+        return glyph[:, : left + round(width * share)]
+    return glyph[:, right - round(width * share) :]
+
+
+def _place(
+    rng: np.random.Generator, shape: tuple[int, int], part: tuple[int, int], *taken: np.ndarray
+) -> Box | None:
+    """Draw a place for ``part`` that touches no taken cell of the first mask, or else of the next;
+    None: there is none.
+
+    40 places are tried per mask. The place is marked as taken in the first mask.
+    """
+    height, width = part
+    for mask in taken:
+        for down, right in rng.random((40, 2)):
+            top, left = int(down * (shape[0] - height + 1)), int(right * (shape[1] - width + 1))
+            rows = slice(top // _CELL_PX, (top + height - 1) // _CELL_PX + 1)
+            columns = slice(left // _CELL_PX, (left + width - 1) // _CELL_PX + 1)
+            if not mask[rows, columns].any():
+                taken[0][rows, columns] = True
+                return Box(top, left, height, width)
+    return None
+
+
+def _add(image: np.ndarray, box: Box, glyph: np.ndarray, contrast: float) -> None:
+    """Brighten ``image`` inside ``box`` by ``contrast * glyph``, saturating at 255."""
+    part = image[box.top : box.top + box.height, box.left : box.left + box.width]
+    cv2.addWeighted(part, 1.0, glyph, contrast, 0.0, dst=part)
+
+
+def draw_canvas(
+    digits: Digits, index: int, height: int, width: int, rng: np.random.Generator, *, vary: bool
+) -> Canvas:
+    """Paste digit ``index`` whole, and fragments of other digits, on noisy grey.
+
+    Whole digit and fragments are enlarged to a side drawn from ``DIGIT_PX`` whatever the size of
+    the canvas. Nothing overlaps the whole digit; fragments overlap each other only where 40 draws
+    found no room, and one that cannot even be placed so is left out (canvases below 96 pixels). The
+    side of the whole digit and its looks are the first draws, so that a generator in the same state
+    gives the same digit on a canvas of another size.
+
+    Args:
+        digits: where the digit and the fragments come from.
+        index: which digit is the whole one.
+        height, width: of the canvas in pixels, at least ``SMALLEST_CANVAS_PX``.
+        rng: all randomness.
+        vary: rotate, shear and scale the digits slightly (training).
+
+    Returns:
+        ``Canvas``: image, label and the boxes of the parts.
+
+    Raises:
+        ValueError: the canvas is too small.
+    """
+    if min(height, width) < SMALLEST_CANVAS_PX:
+        raise ValueError(
+            f"canvas of {height} x {width} pixels is too small for digits of up to {DIGIT_PX[1]}; "
+            f"use at least {SMALLEST_CANVAS_PX} pixels"
+        )
+
+    def warp():
+        if not vary:
+            return 0.0, 0.0, 1.0
+        return tuple((_WARP_LOW + (_WARP_HIGH - _WARP_LOW) * rng.random(3)).tolist())
+
+    size_px = int(rng.integers(DIGIT_PX[0], DIGIT_PX[1] + 1))
+    contrast, grey = rng.uniform(0.5, 0.7), int(rng.integers(24, 57))
+    glyph = _glyph(digits.images[index], size_px, warp())
+
+    image = np.frombuffer(rng.bytes(height * width), np.uint8).reshape(height, width)
+    image = cv2.addWeighted(image, 0.15, image, 0.0, grey)
+    taken = np.zeros((-(-height // _CELL_PX), -(-width // _CELL_PX)), bool)
+    digit_box = _place(rng, (height, width), glyph.shape, taken)
+    _add(image, digit_box, glyph, contrast)
+    only_digit = taken.copy()
+
+    distractors = []
+    others = rng.integers(len(digits.labels) - 1, size=round(height * width * DISTRACTORS_PER_PX))
+    for other in others + (others >= index):
+        side = int(rng.integers(DIGIT_PX[0], DIGIT_PX[1] + 1))
+        fragment = _fragment(_glyph(digits.images[other], side, warp()), rng)
+        box = _place(rng, (height, width), fragment.shape, taken, only_digit)
+        if box is not None:
+            _add(image, box, fragment, rng.uniform(0.5, 0.7))
+            distractors.append(box)
+    return Canvas(image[:, :, None], int(digits.labels[index]), digit_box, distractors)
+
+
+class CanvasDataset(Dataset):
+    """Canvases made on the fly: ``(uint8 [size, size, 1], label)`` is a function of (seed, split,
+    key).
+
+    Evaluation takes epoch 0 and goes through the digits in turn; training draws the digit.
+    """
+
+    def __init__(self, digits: Digits, split: Split, length: int, seed: int, *, vary: bool = False):
+        self.digits, self.split, self.length, self.seed, self.vary = (
+            digits,
+            split,
+            length,
+            seed,
+            vary,
+        )
+
+    def __len__(self):
+        return self.length
+
+    def canvas(self, index: int, epoch: int, height: int, width: int) -> Canvas:
+        """The canvas with its boxes, of any size."""
+        entropy = np.random.SeedSequence((self.seed, _STREAM[self.split], epoch, index))
+        rng = np.random.Generator(np.random.SFC64(entropy))
+        count = len(self.digits.labels)
+        digit = int(rng.integers(count)) if self.split == "train" else index % count
+        return draw_canvas(self.digits, digit, height, width, rng, vary=self.vary)
+
+    def __getitem__(self, key: SampleKey):
+        canvas = self.canvas(key.index, key.epoch, key.img_size, key.img_size)
+        return canvas.image, canvas.label

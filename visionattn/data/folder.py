@@ -1,0 +1,230 @@
+"""The user's own images: class folders, a tar, a table of Hugging Face, and their division into
+splits.
+
+Owns what ``data.root`` may be, and the one line that says what is wrong with it. Streams are in
+``streams.py``.
+"""
+
+import importlib.util
+import os
+import tarfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from timm.data.readers import create_reader
+from timm.data.readers.img_extensions import get_img_extensions
+from timm.data.readers.reader_image_in_tar import ReaderImageInTar
+from timm.utils.misc import natural_key
+
+from visionattn.data.embedded import stratified_split
+from visionattn.data.images import Augmentation, Files, ImageDataset, Source, TableRows, TarMembers
+
+LAYOUT = "wanted train/<class>/* and val/<class>/*, or <class>/*"
+SPLIT_NAMES = {"train": ("train",), "validation": ("val", "validation"), "test": ("test",)}
+
+Datasets = tuple[ImageDataset, ImageDataset, ImageDataset | None]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The images of one split: their numbers in ``source`` and their classes, ``[n]`` each."""
+
+    source: Source
+    indices: np.ndarray
+    labels: np.ndarray
+
+    def take(self, chosen: np.ndarray) -> "_Part":
+        return _Part(self.source, self.indices[chosen], self.labels[chosen])
+
+
+def open_images(
+    root: str, *, val_fraction: float, seed: int, augment: Augmentation | None
+) -> tuple[Datasets, tuple[str, ...]]:
+    """Find the images under ``root`` and divide them.
+
+    Args:
+        root: a folder, a ``.tar`` file, or ``hfds/<name or folder>``.
+        val_fraction: share of the training images held out, class by class, where there is no split
+            for validation.
+        seed: of that division, and of ``augment``.
+        augment: of the training images.
+
+    Returns:
+        Training, validation and test images (None: there are none), and the names of the classes.
+
+    Raises:
+        ValueError, FileNotFoundError: one line that says what is wrong.
+    """
+    if root.startswith("hfds/"):
+        parts, names = _open_table(root)
+    elif not Path(root).exists():
+        raise FileNotFoundError(
+            f"data root {root} does not exist; {LAYOUT}, a .tar file, wds/... or hfds/..."
+        )
+    elif Path(root).is_dir():
+        parts, names = _open_folder(Path(root))
+    elif Path(root).suffix.lower() == ".tar":
+        parts, names = _open_tar(root)
+    elif tarfile.is_tarfile(root):
+        raise ValueError(f"data root {root} is a tar {_way_out(root)}")
+    else:
+        raise ValueError(f"data root {root} is neither a folder nor a .tar file")
+    parts = _complete(parts, names, root, val_fraction, seed)
+
+    def dataset(split: str) -> ImageDataset | None:
+        part = parts.get(split)
+        if part is None:
+            return None
+        return ImageDataset(
+            part.source, part.indices, part.labels, seed, augment if split == "train" else None
+        )
+
+    return (dataset("train"), dataset("validation"), dataset("test")), tuple(names)
+
+
+def _complete(
+    parts: dict[str, _Part], names: list[str], root: str, val_fraction: float, seed: int
+) -> dict[str, _Part]:
+    """Check that the classes of all splits are those of ``train``; hold out a validation split
+    where there is none.
+    """
+    train = parts.get("train")
+    if train is None:
+        raise ValueError(
+            f"data root {root} has {' and '.join(parts)} images but none to train on; {LAYOUT}"
+        )
+    for split, part in parts.items():
+        strange = np.setdiff1d(part.labels, train.labels)
+        if len(strange):
+            listed = ", ".join(names[label] for label in strange)
+            raise ValueError(f"classes of {root} that are in {split} but not in train: {listed}")
+    if "validation" in parts:
+        return parts
+    kept, held_out = stratified_split(train.labels, val_fraction, seed)
+    if not len(held_out):
+        raise ValueError(
+            f"too few images in {root} to hold some out for validation; wanted two of some class"
+        )
+    return parts | {"train": train.take(kept), "validation": train.take(held_out)}
+
+
+def _open_folder(root: Path) -> tuple[dict[str, _Part], list[str]]:
+    """Class folders below the folder of each split, or below ``root`` itself."""
+    folders = {
+        split: root / name
+        for split, names in SPLIT_NAMES.items()
+        for name in names[::-1]
+        if (root / name).is_dir()
+    } or {"train": root}
+    listed = {split: _list_classes(folder) for split, folder in folders.items()}
+    names = sorted({name for classes in listed.values() for name in classes}, key=natural_key)
+    parts = {}
+    for split, classes in listed.items():
+        paths = [path for images in classes.values() for path in images]
+        labels = np.repeat(
+            [names.index(name) for name in classes], [len(images) for images in classes.values()]
+        )
+        parts[split] = _Part(Files(paths), np.arange(len(paths)), labels)
+    return parts, names
+
+
+def _list_classes(folder: Path) -> dict[str, list[str]]:
+    """Paths of the images of each class folder, at any depth; classes and paths in natural
+    order.
+    """
+    classes = sorted(
+        (path.name for path in folder.iterdir() if path.is_dir() and path.name[0] != "."),
+        key=natural_key,
+    )
+    if not classes:
+        raise ValueError(f"data folder {folder} has no class folders; {LAYOUT}")
+    extensions = get_img_extensions(as_set=True)
+    listed = {}
+    for name in classes:
+        walk = os.walk(folder / name, followlinks=True, onerror=_reraise)
+        files = (os.path.join(where, file) for where, _, found in walk for file in found)
+        listed[name] = sorted(
+            (file for file in files if os.path.splitext(file)[1].lower() in extensions),
+            key=natural_key,
+        )
+        if not listed[name]:
+            wanted = ", ".join(sorted(extensions))
+            raise ValueError(
+                f"class folder {folder / name} holds no images, which end in {wanted}; add some "
+                f"or delete the folder"
+            )
+    return listed
+
+
+def _reraise(error: OSError) -> None:
+    """For ``os.walk``, which by itself takes a folder that it cannot read for an empty one."""
+    raise error
+
+
+def _way_out(root: str) -> str:
+    """What to do with a tar that timm's reader, which goes by the name, would not take."""
+    try:
+        tarfile.open(root, "r:").close()
+    except tarfile.ReadError:
+        return (
+            "that is compressed, in which single images cannot be found; decompress it to a "
+            ".tar file"
+        )
+    return "whose name does not end in .tar; rename it"
+
+
+def _open_tar(root: str) -> tuple[dict[str, _Part], list[str]]:
+    """timm's reader of tars; a class is the folder that an image lies in, a split the first folder
+    of its path.
+    """
+    try:
+        reader = ReaderImageInTar(root)
+    except tarfile.TarError as error:
+        raise ValueError(f"cannot read {root} as a tar: {error}") from error
+    except ValueError as error:  # timm unpacks an empty list
+        raise ValueError(f"no images in {root}; {LAYOUT}") from error
+    names = [reader.class_idx_to_name[label] for label in range(len(reader.class_idx_to_name))]
+    if "" in names:
+        raise ValueError(f"{root} has images outside of class folders; {LAYOUT}")
+    source = TarMembers(reader, root)
+    first = np.array([sample[0].path.removeprefix("./").split("/")[0] for sample in reader.samples])
+    parts = {}
+    for split, split_names in SPLIT_NAMES.items():
+        indices = np.flatnonzero(np.isin(first, split_names))
+        if len(indices):
+            parts[split] = _Part(source, indices, reader.targets[indices])
+    return parts or {"train": _Part(source, np.arange(len(reader)), reader.targets)}, names
+
+
+def require(package: str, root: str) -> None:
+    """Raise ValueError, in one line, where the package that reads ``root`` is not installed."""
+    if importlib.util.find_spec(package) is None:
+        raise ValueError(f"data root {root} needs the package {package}: pip install {package}")
+
+
+def _open_table(root: str) -> tuple[dict[str, _Part], list[str]]:
+    """timm's reader of Hugging Face data sets, with the columns ``image`` and ``label``."""
+    require("datasets", root)
+    import datasets
+
+    parts, names = {}, []
+    try:
+        available = datasets.get_dataset_split_names(root.removeprefix("hfds/"))
+        for split, split_names in SPLIT_NAMES.items():
+            for name in [name for name in split_names if name in available][:1]:
+                reader = create_reader(root, split=name)
+                labels = np.array(reader.dataset[reader.label_key])
+                parts[split] = _Part(
+                    TableRows(reader, f"{root}/{name}"), np.arange(len(labels)), labels
+                )
+                names = names or list(reader.class_to_idx)
+    except (
+        OSError
+    ) as error:  # its own errors of a missing data set and of the network are of this kind
+        raise FileNotFoundError(f"cannot open {root}: {' '.join(str(error).split())}") from error
+    if not names:
+        raise ValueError(
+            f"{root} has no split train, val, validation or test whose labels have names"
+        )
+    return parts, names

@@ -1,0 +1,229 @@
+"""Data sets of images in memory and of images in files, tars and Hugging Face tables.
+
+Owns reading and resizing one image. Knows nothing of how images are split or batched.
+"""
+
+import io
+import struct
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import BinaryIO, Literal, Protocol
+
+import cv2
+import numpy as np
+from PIL import Image
+from torch.utils.data import Dataset
+
+from visionattn.data.batches import AUGMENT_STREAM, SampleKey, Unreadable
+
+Augmentation = Callable[[np.ndarray, int, tuple[int, ...]], np.ndarray]
+"""``augment(image [H, W, C], img_size, entropy) -> [img_size, img_size, C]``, uint8, drawing from
+``entropy`` alone.
+"""
+
+DAMAGED_IMAGE = (
+    OSError,
+    SyntaxError,
+    ValueError,
+    EOFError,
+    struct.error,
+    zlib.error,
+    Image.DecompressionBombError,
+)
+"""What Pillow raises for files that are missing, cut off, garbled, no image at all, or suspiciously
+large.
+"""
+
+LARGEST_IMAGE_PX = 2**30
+"""Larger images count as damaged, and Pillow warns from half as many pixels on."""
+
+
+def fit(image: np.ndarray, img_size: int) -> np.ndarray:
+    """Resize the shorter side to ``img_size`` and crop the centre: uint8 ``[H, W, C]`` to
+    ``[img_size, img_size, C]``.
+
+    Averages over areas on the way down; bilinear on the way up.
+    """
+    height, width = image.shape[:2]
+    shorter = min(height, width)
+    if shorter != img_size:
+        height, width = round(height * img_size / shorter), round(width * img_size / shorter)
+        interpolation = cv2.INTER_AREA if img_size < shorter else cv2.INTER_LINEAR
+        image = cv2.resize(image, (width, height), interpolation=interpolation).reshape(
+            height, width, -1
+        )
+    top, left = (height - img_size) // 2, (width - img_size) // 2
+    return image[top : top + img_size, left : left + img_size]
+
+
+class ArrayDataset(Dataset):
+    """Images of one size in memory: ``(uint8 [size, size, C], label)`` per key."""
+
+    def __init__(
+        self, images: np.ndarray, labels: np.ndarray, seed: int, augment: Augmentation | None = None
+    ):
+        """``images`` uint8 ``[n, H, W, C]``, ``labels [n]``; without ``augment`` an image is
+        resized, nothing else.
+        """
+        self.images, self.labels, self.seed, self.augment = images, labels, seed, augment
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitem__(self, key: SampleKey):
+        return _finish(self.images[key.index], key, self.seed, self.augment), int(
+            self.labels[key.index]
+        )
+
+
+class Source(Protocol):
+    """Encoded images by number."""
+
+    def open(self, index: int) -> BinaryIO:
+        """The encoded image, to be closed by the caller; raises one of ``DAMAGED_IMAGE`` where
+        there is none.
+        """
+        ...
+
+    def name(self, index: int) -> str:
+        """What a message calls the image: its path, or its file and the place within it."""
+        ...
+
+
+class Files:
+    """Images that are files."""
+
+    def __init__(self, paths: Sequence[str]):
+        """``paths``: one per image."""
+        self.paths = paths
+
+    def open(self, index: int) -> BinaryIO:
+        """The file."""
+        return open(self.paths[index], "rb")
+
+    def name(self, index: int) -> str:
+        """Its path."""
+        return self.paths[index]
+
+
+class TarMembers:
+    """Images that are members of a tar, as listed by timm's reader; each is read through a handle
+    of its own.
+    """
+
+    def __init__(self, reader, root: str):
+        """``reader``: timm's ``ReaderImageInTar`` of the tar file ``root``."""
+        self.samples, self.root = reader.samples, root
+
+    def open(self, index: int) -> BinaryIO:
+        """The member's bytes, in memory; a tar within the tar is read through, one level deep."""
+        member, _, tar_within = self.samples[index]
+        with open(self.root, "rb") as file:
+            file.seek(member.offset_data + (tar_within.offset_data if tar_within else 0))
+            return io.BytesIO(file.read(member.size))
+
+    def name(self, index: int) -> str:
+        """``tar:member``."""
+        return f"{self.root}:{self.samples[index][0].path}"
+
+
+class TableRows:
+    """Images that are rows of a Hugging Face table, through timm's reader."""
+
+    def __init__(self, reader, root: str):
+        """``reader``: timm's ``ReaderHfds`` of the table ``root``."""
+        self.reader, self.root = reader, root
+
+    def open(self, index: int) -> BinaryIO:
+        """The bytes of the row's image, in memory."""
+        return self.reader[index][0]
+
+    def name(self, index: int) -> str:
+        """``table:file``, or ``table:number`` where the row names no file."""
+        return f"{self.root}:{self.reader.filename(index) or index}"
+
+
+class ImageDataset(Dataset):
+    """RGB images decoded when they are asked for: ``(uint8 [size, size, 3], label)`` per key, or
+    ``Unreadable``.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        indices: np.ndarray,
+        labels: np.ndarray,
+        seed: int,
+        augment: Augmentation | None = None,
+    ):
+        """``indices [n]``: numbers of this data set's images in ``source``; ``labels [n]``: their
+        classes.
+        """
+        self.source, self.indices, self.labels, self.seed, self.augment = (
+            source,
+            indices,
+            labels,
+            seed,
+            augment,
+        )
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitem__(self, key: SampleKey):
+        index = int(self.indices[key.index])
+        try:
+            with self.source.open(index) as file:
+                pixels = decode(file, "RGB")
+        except DAMAGED_IMAGE as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            return Unreadable(self.source.name(index), reason)
+        return _finish(pixels, key, self.seed, self.augment), int(self.labels[key.index])
+
+
+def decode(file: BinaryIO, mode: Literal["L", "RGB"]) -> np.ndarray:
+    """Pixels of an encoded image (its first frame): uint8 ``[H, W, 1]`` for grey ("L"),
+    ``[H, W, 3]`` for "RGB".
+
+    Of 16 bits of grey the upper 8 are kept, as Pillow does with 16 bits of colour; transparency is
+    dropped.
+
+    Raises:
+        One of ``DAMAGED_IMAGE``; ValueError too for floats and other numbers whose range is not
+        known.
+    """
+    with large_images_allowed(), Image.open(file) as image:
+        if image.mode == "F" or (
+            image.mode == "I" and not 0 <= image.getextrema()[0] <= image.getextrema()[1] < 2**16
+        ):
+            raise ValueError(
+                f"pixels of Pillow's mode {image.mode} have no known range; save it with 8 or 16 "
+                f"bits"
+            )
+        if image.mode.startswith("I"):
+            image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+        if image.mode == "P" and "transparency" in image.info:
+            image = image.convert("RGBA")
+        pixels = np.asarray(image.convert(mode))
+    return pixels.reshape(*pixels.shape[:2], -1)
+
+
+@contextmanager
+def large_images_allowed() -> Iterator[None]:
+    """Raise Pillow's limit of 179 million pixels, which slides and satellite images pass, while an
+    image is read.
+    """
+    limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, LARGEST_IMAGE_PX // 2
+    try:
+        yield
+    finally:
+        Image.MAX_IMAGE_PIXELS = limit
+
+
+def _finish(
+    image: np.ndarray, key: SampleKey, seed: int, augment: Augmentation | None
+) -> np.ndarray:
+    if augment is None:
+        return fit(image, key.img_size)
+    return augment(image, key.img_size, (seed, AUGMENT_STREAM, key.epoch, key.index))

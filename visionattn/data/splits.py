@@ -1,0 +1,266 @@
+"""Which images a data set's name means, and how they are divided into training, validation and
+test.
+
+Owns the splits, the checks of what the user asked for, and the interface of the data: the loaders
+of ``batches.py`` are made here.
+"""
+
+from dataclasses import dataclass
+
+import cv2
+import numpy as np
+from torch.utils.data import Dataset
+from torchvision.datasets import CIFAR10
+
+from visionattn.data.batches import EvalBatches, SampleKey, TrainBatches
+from visionattn.data.embedded import (
+    SMALLEST_CANVAS_PX,
+    CanvasDataset,
+    digit_splits,
+    stratified_split,
+)
+from visionattn.data.folder import LAYOUT, open_images
+from visionattn.data.images import ArrayDataset, Augmentation
+from visionattn.data.streams import Shards, StreamEvalBatches, StreamTrainBatches, open_shards
+from visionattn.models.weights import DataSpec
+from visionattn.training.config import DataConfig
+
+__all__ = [
+    "EvalBatches",
+    "SampleKey",
+    "Splits",
+    "TrainBatches",
+    "build_splits",
+    "eval_batches",
+    "train_batches",
+]
+
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+CIFAR10_MEAN, CIFAR10_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+
+
+@dataclass(frozen=True)
+class Splits:
+    """Disjoint sets of images; indexed by ``SampleKey``, they give ``(uint8 [H, W, C], label)``."""
+
+    train: Dataset
+    validation: Dataset
+    test: Dataset | None
+    spec: DataSpec
+
+
+def build_splits(config: DataConfig, seed: int) -> Splits:
+    """Find the images of ``config.name`` and divide them.
+
+    The test split is the same for every seed. Where the data has no validation split of its own,
+    ``config.val_fraction`` of the training images is held out, class by class, by ``seed``: who
+    evaluates on it later must give the same seed.
+
+    Args:
+        config: which images, at which size, with which augmentation.
+        seed: divides train from validation, and seeds canvases and augmentation; at least 0.
+
+    Raises:
+        ValueError, FileNotFoundError: one line that says what is wrong with the data and what to do
+            about it.
+    """
+    _check(config)
+    return _BUILDERS[config.name](config, seed)
+
+
+def train_batches(
+    splits: Splits, config: DataConfig, *, batch_size: int, seed: int
+) -> TrainBatches | StreamTrainBatches:
+    """Load ``splits.train``: shuffled, augmented, the last incomplete batch included.
+
+    Each batch has images of one size: ``config.img_size``, or one of ``config.img_size_choices``
+    drawn by (seed, epoch, batch number). With ``config.workers`` processes, kept from epoch to
+    epoch, or in the main process.
+    """
+    sizes = (
+        (config.img_size,) if config.img_size_choices is None else tuple(config.img_size_choices)
+    )
+    if isinstance(splits.train, Shards):
+        return StreamTrainBatches(splits.train, config.workers, batch_size=batch_size, sizes=sizes)
+    return TrainBatches(splits.train, config, batch_size=batch_size, sizes=sizes, seed=seed)
+
+
+def eval_batches(
+    dataset: Dataset, config: DataConfig, *, batch_size: int, img_size: int
+) -> EvalBatches | StreamEvalBatches:
+    """Load ``dataset`` (a validation or test split) at ``img_size`` pixels: no augmentation, fixed
+    order.
+
+    Raises:
+        ValueError: ``img_size`` is too small.
+    """
+    _check_size(config, img_size)
+    if isinstance(dataset, Shards):
+        return StreamEvalBatches(dataset, config.workers, batch_size=batch_size, sizes=(img_size,))
+    return EvalBatches(dataset, config, batch_size=batch_size, sizes=(img_size,))
+
+
+def _check(config: DataConfig) -> None:
+    """Check what only the named data set knows; ``config.check`` has the ranges."""
+    for size in (config.img_size, *(config.img_size_choices or ())):
+        _check_size(config, size)
+    if config.num_classes is not None and not (
+        config.name == "folder" and (config.root or "").startswith("wds/")
+    ):
+        raise ValueError(
+            "num_classes is for wds/... alone; other data say themselves how many classes they have"
+        )
+    if config.download and not config.name.startswith("cifar10"):
+        raise ValueError(f"{config.name} cannot be downloaded; leave download out")
+    for key in ("train_images", "eval_images"):
+        if config.name != "canvas" and getattr(config, key) != getattr(DataConfig(), key):
+            raise ValueError(
+                f"{key} is for canvas alone, {config.name} has the images it has; leave it out"
+            )
+
+
+def _check_size(config: DataConfig, size: int) -> None:
+    if config.name == "canvas" and size < SMALLEST_CANVAS_PX:
+        raise ValueError(
+            f"canvas of {size} pixels is too small for its digits; wanted {SMALLEST_CANVAS_PX} or "
+            f"more"
+        )
+
+
+def _allow_augment(config: DataConfig, *allowed: str) -> None:
+    if config.augment not in ("none", *allowed):
+        raise ValueError(
+            f"augment {config.augment} is not made for {config.name}; choose none, "
+            f"{', '.join(allowed)}"
+        )
+
+
+def _augment(config: DataConfig, *allowed: str, **options) -> Augmentation | None:
+    """The pipeline that ``config`` names, which must be one of ``allowed``."""
+    _allow_augment(config, *allowed)
+    if config.augment == "none":
+        return None
+    # Importing albumentations takes seconds.
+    from visionattn.data.augment import Augment
+
+    return Augment(config.augment, **options)
+
+
+def _digit_spec(config: DataConfig, mean: float, std: float) -> DataSpec:
+    names = tuple(str(digit) for digit in range(10))
+    return DataSpec(1, 10, names, (mean,), (std,), None, config.img_size)
+
+
+def _one_hot_spec(config: DataConfig, names: tuple[str, ...]) -> DataSpec:
+    return DataSpec(256, len(names), names, (), (), "grey_one_hot", config.img_size)
+
+
+def _build_digits(config: DataConfig, seed: int) -> Splits:
+    augment = _augment(config, "light", border="black")
+    parts = digit_splits(config.val_fraction, seed)
+    train, validation, test = (
+        ArrayDataset(
+            parts[name].images[..., None],
+            parts[name].labels,
+            seed,
+            augment if name == "train" else None,
+        )
+        for name in ("train", "validation", "test")
+    )
+    spec = _digit_spec(config, 0.306, 0.324)
+    return Splits(
+        train,
+        validation,
+        test,
+        _one_hot_spec(config, spec.class_names) if "pixel" in config.name else spec,
+    )
+
+
+def _build_canvas(config: DataConfig, seed: int) -> Splits:
+    _allow_augment(config, "light")
+    parts = digit_splits(config.val_fraction, seed)
+    return Splits(
+        CanvasDataset(
+            parts["train"], "train", config.train_images, seed, vary=config.augment == "light"
+        ),
+        CanvasDataset(parts["validation"], "validation", config.eval_images, seed),
+        CanvasDataset(parts["test"], "test", config.eval_images, seed),
+        _digit_spec(config, 0.25, 0.10),
+    )
+
+
+def _build_cifar10(config: DataConfig, seed: int) -> Splits:
+    grey = config.name == "cifar10_pixel"
+    augment = (
+        _augment(config, "light")
+        if grey
+        else _augment(config, "light", "three", "rand", smallest_crop=0.4)
+    )
+    train, test = _read_cifar10(config, train=True), _read_cifar10(config, train=False)
+    spec = DataSpec(3, 10, tuple(train.classes), CIFAR10_MEAN, CIFAR10_STD, None, config.img_size)
+    if grey:
+        spec = _one_hot_spec(config, tuple(train.classes))
+
+    def dataset(part: CIFAR10, chosen: np.ndarray | slice, augment=None) -> ArrayDataset:
+        images = part.data[chosen]
+        if grey:
+            images = np.stack([cv2.cvtColor(image, cv2.COLOR_RGB2GRAY) for image in images])[
+                ..., None
+            ]
+        return ArrayDataset(images, np.array(part.targets)[chosen], seed, augment)
+
+    kept, held_out = stratified_split(np.array(train.targets), config.val_fraction, seed)
+    return Splits(
+        dataset(train, kept, augment), dataset(train, held_out), dataset(test, slice(None)), spec
+    )
+
+
+def _read_cifar10(config: DataConfig, *, train: bool) -> CIFAR10:
+    if config.root is None:
+        raise ValueError(
+            f"{config.name} needs a root: the folder that holds, or is to hold, cifar-10-batches-py"
+        )
+    try:
+        return CIFAR10(config.root, train=train, download=config.download)
+    except (RuntimeError, OSError) as error:  # torchvision's missing or damaged; the network's
+        if config.download:
+            raise FileNotFoundError(
+                f"cannot fetch CIFAR-10 into {config.root}: {' '.join(str(error).split())}"
+            ) from error
+        raise FileNotFoundError(
+            f"no CIFAR-10, or a damaged one, in {config.root}; fetch it with --data.download true"
+        ) from error
+
+
+def _build_folder(config: DataConfig, seed: int) -> Splits:
+    if config.root is None:
+        raise ValueError(f"data folder needs a root; {LAYOUT}, a .tar file, wds/... or hfds/...")
+    augment = _augment(config, "light", "three", "rand")
+    if config.root.startswith("wds/"):
+        datasets = open_shards(
+            config.root,
+            num_classes=config.num_classes,
+            on_error=config.on_error,
+            seed=seed,
+            augment=augment,
+        )
+        names, num_classes = (), config.num_classes
+    else:
+        datasets, names = open_images(
+            config.root, val_fraction=config.val_fraction, seed=seed, augment=augment
+        )
+        num_classes = len(names)
+    return Splits(
+        *datasets,
+        DataSpec(3, num_classes, names, IMAGENET_MEAN, IMAGENET_STD, None, config.img_size),
+    )
+
+
+_BUILDERS = {
+    "digits": _build_digits,
+    "digits_pixel": _build_digits,
+    "canvas": _build_canvas,
+    "cifar10": _build_cifar10,
+    "cifar10_pixel": _build_cifar10,
+    "folder": _build_folder,
+}

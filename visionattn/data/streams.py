@@ -1,0 +1,234 @@
+"""Images that come as a stream of shards (webdataset), through timm's reader.
+
+A stream has no numbered images: which batch an image is in, and its augmentation, depend on the
+number of workers, and timm's reader leaves unreadable images out. Everything else is as in
+``batches.py``.
+"""
+
+import math
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import torch
+from timm.data.readers import create_reader
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from visionattn.data.batches import (
+    AUGMENT_STREAM,
+    ORDER_STREAM,
+    batch_size_px,
+    collate,
+    start_worker,
+)
+from visionattn.data.folder import SPLIT_NAMES, require
+from visionattn.data.images import Augmentation, fit
+
+
+@dataclass(frozen=True)
+class Shards:
+    """One split of a folder of shards, as its ``_info.json`` describes it; ``len()`` images."""
+
+    root: str
+    split: str
+    shard_lengths: tuple[int, ...]
+    training: bool
+    num_classes: int
+    seed: int
+    augment: Augmentation | None
+
+    def __len__(self):
+        return sum(self.shard_lengths)
+
+    def order_seed(self, epoch: int) -> int:
+        """What timm's reader seeds its shuffling with."""
+        return int(np.random.SeedSequence((self.seed, ORDER_STREAM, epoch)).generate_state(1)[0])
+
+    def reader(self, batch_size: int, epoch: int):
+        """timm's reader; in training it shuffles, and repeats images to fill the last batch of each
+        worker.
+        """
+        return create_reader(
+            "wds/",
+            root=self.root,
+            split=self.split,
+            is_training=self.training,
+            batch_size=batch_size,
+            seed=self.order_seed(epoch),
+        )
+
+
+def open_shards(
+    root: str, *, num_classes: int | None, on_error: str, seed: int, augment: Augmentation | None
+) -> tuple[Shards, Shards, Shards | None]:
+    """Open ``wds/<folder or address>``: shards of ``<key>.jpg|png|webp`` and ``<key>.cls``, listed
+    in ``_info.json``.
+
+    Args:
+        root: the folder holds ``_info.json`` with, per split, name, num_samples, filenames and
+            shard_lengths.
+        num_classes: a stream does not say.
+        on_error: must be ``skip``, which is what timm's reader does.
+        seed: of the order and of ``augment``.
+        augment: of the training images.
+
+    Raises:
+        ValueError, FileNotFoundError: one line that says what is wrong.
+    """
+    require("webdataset", root)
+    if num_classes is None:
+        raise ValueError(
+            f"data root {root} does not say how many classes there are; give num_classes"
+        )
+    if on_error != "skip":
+        raise ValueError(
+            f"timm's reader of {root} leaves unreadable images out; say so with on_error skip"
+        )
+    place = root.removeprefix("wds/")
+    if (
+        "://" not in place
+        and not place.startswith("pipe:")
+        and not (Path(place) / "_info.json").is_file()
+    ):
+        raise FileNotFoundError(
+            f"no _info.json in {place}; wanted one with the shards of each split, as timm writes it"
+        )
+    found: dict[str, Shards] = {}
+    for split, names in SPLIT_NAMES.items():
+        for name in names:
+            info = _split_info(place, name)
+            if info is not None and split not in found:
+                chosen = augment if split == "train" else None
+                found[split] = Shards(
+                    place, name, info.shard_lengths, split == "train", num_classes, seed, chosen
+                )
+    for split in ("train", "validation"):
+        if split not in found:
+            raise ValueError(
+                f"_info.json of {place} has no split named {' or '.join(SPLIT_NAMES[split])}"
+            )
+    return found["train"], found["validation"], found.get("test")
+
+
+def _split_info(place: str, name: str):
+    try:
+        return create_reader("wds/", root=place, split=name).split_info
+    except RuntimeError:  # no such split
+        return None
+
+
+class _ShardBatches(IterableDataset):
+    """The batches of one epoch, made by each worker of its own shards."""
+
+    def __init__(self, shards: Shards, batch_size: int, sizes: tuple[int, ...], epoch: int):
+        self.shards, self.batch_size, self.sizes, self.epoch = shards, batch_size, sizes, epoch
+
+    def __iter__(self):
+        worker = get_worker_info()
+        first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        shards = self.shards
+        reader = shards.reader(self.batch_size, self.epoch)
+        reader.set_loader_cfg(num_workers=step)
+        number, batch = first, []
+        for count, (image, label) in enumerate(reader):
+            size = batch_size_px(self.sizes, shards.seed, self.epoch, number)
+            pixels = np.asarray(image)
+            if shards.augment is None:
+                pixels = fit(pixels, size)
+            else:
+                pixels = shards.augment(
+                    pixels, size, (shards.seed, AUGMENT_STREAM, self.epoch, count * step + first)
+                )
+            batch.append((pixels, label))
+            if len(batch) == self.batch_size:
+                yield collate(batch)
+                number, batch = number + step, []
+        if batch:
+            yield collate(batch)
+
+
+def _as_is(batch):
+    return batch
+
+
+class _StreamBatches:
+    """What training and evaluation share. No more workers than shards."""
+
+    def __init__(self, shards: Shards, workers: int, *, batch_size: int, sizes: tuple[int, ...]):
+        self.shards, self.batch_size, self.sizes = shards, batch_size, sizes
+        self.workers = min(workers, len(shards.shard_lengths))
+        self.left_out = 0
+        self.unreadable: set[str] = set()
+        """Stays empty: timm's reader does not name the images that it leaves out."""
+
+    def divide(self, rank: int, size: int, *, pairs: bool = False) -> None:
+        """Refuse, where there are several processes: which image is in which batch depends on who
+        reads the shards.
+        """
+        if size > 1:
+            raise ValueError(
+                f"{self.shards.root} is a stream of shards, which one process trains on; unpack "
+                f"it to a folder of images "
+                "to train on several"
+            )
+
+    def _iterate(self, epoch: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        loader = DataLoader(
+            _ShardBatches(self.shards, self.batch_size, self.sizes, epoch),
+            batch_size=None,
+            num_workers=self.workers,
+            collate_fn=_as_is,
+            worker_init_fn=start_worker,
+            generator=torch.Generator().manual_seed(self.shards.order_seed(epoch)),
+        )
+        for images, labels, _ in loader:
+            if labels.max() >= self.shards.num_classes or labels.min() < 0:
+                raise ValueError(
+                    f"an image of {self.shards.root} has label {labels.max().item()}; with "
+                    f"num_classes "
+                    f"{self.shards.num_classes} wanted 0 to {self.shards.num_classes - 1}"
+                )
+            yield images, labels
+
+
+class StreamTrainBatches(_StreamBatches):
+    """As ``batches.TrainBatches``."""
+
+    def __len__(self):
+        """Batches per epoch; each is full, by repeating images."""
+        workers = max(1, self.workers)
+        return workers * math.ceil(math.ceil(len(self.shards) / workers) / self.batch_size)
+
+    def epoch(self, number: int, *, start: int = 0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Images uint8 ``[B, C, H, W]``, all of one size per batch, and labels int64 ``[B]``, of
+        epoch ``number``.
+
+        A stream has no other way to batch ``start`` than through those before it, which are read
+        and dropped.
+        """
+        return islice(self._iterate(number), start, None)
+
+
+class StreamEvalBatches(_StreamBatches):
+    """As ``batches.EvalBatches``: every image once; the order depends on the number of workers."""
+
+    def __len__(self):
+        """Batches, where no image is unreadable."""
+        lengths, workers = self.shards.shard_lengths, max(1, self.workers)
+        return sum(
+            math.ceil(sum(lengths[worker::workers]) / self.batch_size) for worker in range(workers)
+        )
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        seen = 0
+        for images, labels in self._iterate(0):
+            seen += len(labels)
+            yield images, labels
+        self.left_out = len(self.shards) - seen
+        if self.left_out:
+            warnings.warn(
+                f"left out {self.left_out} unreadable images of {self.shards.root}", stacklevel=2
+            )

@@ -1,0 +1,3 @@
+"""The laboratory: it measures operations and models, and draws what it measured. Nothing else
+imports it.
+"""

@@ -1,0 +1,195 @@
+"""Measure cases against each other: check first, then memory and counts, then time in one
+interleaved run.
+"""
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from visionattn.cli.ends import Failed
+from visionattn.lab.cases import Case
+from visionattn.lab.forms import auto_as_on
+from visionattn.lab.measure import (
+    bytes_kept,
+    flops_of,
+    interleaved_seconds,
+    is_out_of_memory,
+    warm_up,
+)
+from visionattn.lab.memory import build, case_peak_bytes
+
+
+@dataclass(frozen=True)
+class Quartiles:
+    """Median and quartiles of what rounds gave."""
+
+    low: float
+    median: float
+    high: float
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> "Quartiles":
+        """Of any number of samples above zero."""
+        if len(samples) == 1:
+            return cls(samples[0], samples[0], samples[0])
+        low, median, high = statistics.quantiles(samples, n=4, method="inclusive")
+        return cls(low, median, high)
+
+
+@dataclass
+class Row:
+    """What came of a case."""
+
+    case: Case
+    status: str = "ok"
+    """"ok", "out of memory", "wrong: ...", "not built: ..."; only "ok" has all its numbers."""
+    seconds: Quartiles | None = None
+    samples: list[float] = field(default_factory=list)
+    """Seconds of one run, round by round."""
+    peak_bytes: int | None = None
+    kept_bytes: int | None = None
+    flops: int | None = None
+    ratio: Quartiles | None = None
+    """Of the seconds to those of the baseline, round by round."""
+    baseline: str | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure, and how long."""
+
+    rounds: int = 5
+    """Rounds of the interleaved run at least."""
+    max_rounds: int = 30
+    seconds: float = 1.0
+    """Time for each case, beyond which no more rounds than ``rounds`` are made."""
+    check: bool = True
+    time: bool = True
+    memory: bool = True
+    flops: bool = True
+    kept: bool = True
+    """Bytes kept for backward, of cases with a backward pass."""
+    device: str = "cpu"
+
+
+def check_case(case: Case, device: str = "cpu") -> str | None:
+    """What is wrong with the results of the case at a small size; None: they agree with their
+    definition.
+    """
+    if case.kind == "operation":
+        from visionattn.lab.operations import check_operation
+
+        return check_operation(case, device)
+    from visionattn.lab.networks import check_network
+
+    return check_network(case, device)
+
+
+def measure_together(cases: Sequence[Case], plan: Plan, baseline: str | None = None) -> list[Row]:
+    """A row for each case; their times come from one interleaved run.
+
+    A case that disagrees with its definition is not measured further, one that does not fit is not
+    timed: the status says so.
+
+    Args:
+        cases: of one place (``Case.place``), so that they may be compared.
+        plan: what to measure.
+        baseline: label of the case to which the others are related; None: there are no ratios.
+    """
+    rows = [Row(case) for case in cases]
+    for row in rows:
+        _attempt(row, lambda row=row: _measure_alone(row, plan))
+    if plan.time:
+        _measure_times(rows, plan)
+    for row in rows:
+        base = next((other for other in rows if other.case.label == baseline), None)
+        if base is not None and row.samples and base.samples:
+            row.ratio, row.baseline = ratio_of(row.samples, base.samples), baseline
+    return rows
+
+
+def ratio_of(samples: Sequence[float], base: Sequence[float]) -> Quartiles:
+    """Quartiles of the ratios round by round: what slows the machine for a round slows both and
+    cancels.
+    """
+    return Quartiles.of([mine / other for mine, other in zip(samples, base, strict=True)])
+
+
+def _attempt(row: Row, stage: Callable[[], None]) -> None:
+    """Run a stage of a row; where it cannot be done the status says so."""
+    try:
+        stage()
+    except NotImplementedError as error:
+        row.status = f"not built: {error}"
+    except Failed as error:
+        row.status = f"failed: {error}"
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        row.status = "out of memory"
+
+
+def _measure_alone(row: Row, plan: Plan) -> None:
+    case = row.case
+    if plan.check:
+        row.status = check_case(case, plan.device) or "ok"
+    if row.status != "ok":
+        return
+    if plan.flops:
+        with auto_as_on(plan.device, case.torch_dtype):
+            row.flops = flops_of(_on_meta(case))
+    if plan.memory:
+        row.peak_bytes = case_peak_bytes(case, plan.device)
+    if plan.kept and case.backward:
+        row.kept_bytes = case_bytes_kept(case, plan.device)
+
+
+def _on_meta(case: Case) -> Callable[[], object]:
+    """A run without memory or work, whose shapes alone are followed."""
+    work = build(case, "meta")
+    if case.backward:
+        return work
+
+    def forward() -> None:
+        with torch.no_grad():
+            work.forward()
+
+    return forward
+
+
+def case_bytes_kept(case: Case, device: str = "cpu") -> int:
+    """Bytes that the case keeps for its backward pass: of an operation with its inputs, of a model
+    without its weights.
+    """
+    work = build(replace(case, backward=True), device)
+    return bytes_kept(work.forward, without=work.leaves if case.kind == "model" else ())
+
+
+def _measure_times(rows: list[Row], plan: Plan) -> None:
+    """Fill in the seconds of the rows that are in order."""
+    ready = []
+    for row in rows:
+        if row.status == "ok":
+            _attempt(row, lambda row=row: ready.append(_Ready(row, plan.device)))
+    if not ready:
+        return
+    samples = interleaved_seconds(
+        [entry.work for entry in ready],
+        [entry.seconds for entry in ready],
+        rounds=plan.rounds,
+        max_rounds=plan.max_rounds,
+        seconds_per_work=plan.seconds,
+        device=plan.device,
+    )
+    for entry, times in zip(ready, samples, strict=True):
+        entry.row.samples, entry.row.seconds = times, Quartiles.of(times)
+
+
+class _Ready:
+    """A row whose work is in memory and has run."""
+
+    def __init__(self, row: Row, device: str):
+        self.row, self.work = row, build(row.case, device)
+        self.seconds = warm_up(self.work, device=device)

@@ -1,0 +1,129 @@
+"""What each mark of the GPU table is expected to come to, from counts and rates alone.
+
+It measures nothing. Attention is expected as ``gpu_counts`` says. What is compared with it is
+modelled more coarsely:
+
+- SDPA: the exponentials, 16 in a cycle of a multiprocessor, and the products, one after the other,
+  over a share that gives the 335 TFLOP/s of FlashAttention-2 on an H100 (Dao 2023, section 4.1).
+- The rest of a model: each product as the slower of its operations and its bytes, and 17 D elements
+  of each token and layer that compiled code reads or writes between products; three times that
+  with a backward pass. Patch embedding and head are left out.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from visionattn.lab.cases import Case
+from visionattn.lab.gpu.counts import H100, H200, Gpu, expected_seconds, operations_of
+from visionattn.lab.gpu.figures import WITH_GRAPH, Figure
+from visionattn.lab.gpu.floors import cost_of
+
+DEPTH, WIDTH = 12, 64
+"""Blocks of the models, and d."""
+EXPONENTIALS_PER_CYCLE = 16
+FLASH_SHARE = 0.78
+PRODUCT_SHARE = 0.7
+"""Of the rate of large products that those of a layer are assumed to reach."""
+ELEMENTS_BETWEEN = 17
+"""Elements of each token in units of the model's width: norm 2, sum and norm 4, GELU 8, sum 3."""
+BYTES = 2
+BACKWARD_TIMES = 3
+"""Of a layer's forward, for forward and backward."""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Of one figure."""
+
+    seconds: float
+    """Of what is timed."""
+    values: tuple[float | None, ...]
+    """One for each bound, in its unit; None where counts say nothing of it, as of memory."""
+
+    def text(self, figure: Figure) -> str:
+        """The values with their units."""
+        pairs = zip(figure.bounds, self.values, strict=True)
+        return ", ".join("?" if value is None else bound.text(value) for bound, value in pairs)
+
+
+def expected(figure: Figure, gpu: Gpu = H100, triton: str | None = None) -> Expected | None:
+    """What a figure is expected to come to; None where the launches of its operations are not
+    recorded."""
+    if figure.kind not in BY_KIND:
+        return None
+    operations = [
+        expected_seconds(case, gpu, triton) for case in operations_of(figure.case, figure.kind)
+    ]
+    if None in operations:
+        return None
+    seconds, by_unit = BY_KIND[figure.kind](figure, operations, gpu)
+    return Expected(seconds, tuple(by_unit.get(bound.unit) for bound in figure.bounds))
+
+
+def expected_on(name: str | None, figure: Figure) -> Expected | None:
+    """What a figure is expected to come to on the GPU of this name: the rates of an H200 for one
+    that is called so, and those of an H100 for all others."""
+    return expected(figure, H200 if name and H200.name in name else H100)
+
+
+def sdpa_seconds(case: Case, gpu: Gpu) -> float:
+    """FlashAttention-2 on the inputs of an operation."""
+    pairs = case.batch * case.heads * case.size**2
+    exponential = 1 / (EXPONENTIALS_PER_CYCLE * gpu.multiprocessors * gpu.clock_hertz)
+    product = 2 * case.width / gpu.operations_per_second
+    passes = 2 * product + exponential
+    if case.backward:
+        passes += 5 * product + exponential
+    return pairs * passes / FLASH_SHARE
+
+
+def rest_of_model_seconds(case: Case, gpu: Gpu) -> float:
+    """All layers without attention, of a model's attention ``case``."""
+    width, tokens = case.heads * WIDTH, case.batch * case.size
+    seconds = ELEMENTS_BETWEEN * width * tokens * BYTES / gpu.bytes_per_second
+    for given, made in ((1, 3), (1, 1), (1, 4), (4, 1)):
+        operations = 2 * tokens * given * made * width**2
+        moved = BYTES * tokens * (given + made) * width
+        seconds += max(
+            operations / (PRODUCT_SHARE * gpu.operations_per_second), moved / gpu.bytes_per_second
+        )
+    return DEPTH * seconds * (BACKWARD_TIMES if case.backward else 1)
+
+
+def _operation(figure: Figure, seconds: list[float], gpu: Gpu) -> tuple[float, dict[str, float]]:
+    case, (own,) = figure.case, seconds
+    sizes = dict(groups=case.batch * case.heads, backward=case.backward)
+    cost = cost_of(
+        case.base,
+        "direct" if case.form == "direct" else "efficient",
+        case.size,
+        case.width,
+        **sizes,
+    )
+    return own, {
+        "% of the copy": cost.bytes / gpu.bytes_per_second / own,
+        "% of the matmul": cost.operations / gpu.operations_per_second / own,
+        "x SDPA": sdpa_seconds(case, gpu) / own,
+        "TFLOP/s": cost.operations / own / 1e12,
+        "TFLOP/s of SDPA": cost.operations / sdpa_seconds(case, gpu) / 1e12,
+    }
+
+
+def _crossover(figure: Figure, seconds: list[float], gpu: Gpu) -> tuple[float, dict[str, float]]:
+    # At one number of tokens in all, the direct form grows with N and the efficient form stays.
+    direct, efficient = seconds
+    return efficient, {"tokens": figure.case.size * efficient / direct}
+
+
+def _model(figure: Figure, seconds: list[float], gpu: Gpu) -> tuple[float, dict[str, float]]:
+    (attention,) = operations_of(figure.case, figure.kind)
+    rest = rest_of_model_seconds(attention, gpu)
+    own = rest + DEPTH * seconds[0]
+    other = rest if "identity" in figure.baseline else rest + DEPTH * sdpa_seconds(attention, gpu)
+    ratio = other / own
+    by_unit = {"x images/s": ratio, "x steps/s": ratio, WITH_GRAPH: ratio}
+    return own, by_unit | {"s": own, "ms": 1e3 * own}
+
+
+BY_KIND: dict[str, Callable] = {"operation": _operation, "crossover": _crossover}
+BY_KIND |= dict.fromkeys(("model", "image", "training", "latency"), _model)

@@ -1,0 +1,461 @@
+"""Operations on a GPU: checked against their definition in float64, then timed beside SDPA and
+beside PyTorch's own operations.
+
+Inputs are fresh random numbers that lie as a model's projection leaves them: ``[B, N, 3, h, d]``.
+"""
+
+import warnings
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import flex_attention
+
+from visionattn.lab.cases import Case
+from visionattn.lab.compare import Quartiles
+from visionattn.lab.gpu.device import Call, Gpu
+from visionattn.lab.gpu.figures import BATCH, HEADS, Figure, Result
+from visionattn.lab.gpu.floors import Ceilings, cost_of
+from visionattn.lab.gpu.timing import (
+    Timed,
+    called,
+    in_words,
+    is_fatal,
+    recorded,
+    seconds_of,
+    sets_needed,
+)
+from visionattn.lab.measure import is_out_of_memory
+from visionattn.lab.operations import definition_of, function_of, make_tensors
+from visionattn.ops.taylorshift.gpu import takes_efficient_kernels
+
+LIMITS = {
+    "bfloat16": (4e-3, 1e-2),
+    "float16": (2e-3, 4e-3),
+    "float32": (1e-5, 1e-5),
+    "float64": (1e-12, 1e-12),
+}
+"""Largest relative error of an output and of a gradient, by dtype."""
+BESIDE_EAGER = 2.0
+"""Errors beyond this many times those of PyTorch's operations in the same dtype are named."""
+BASELINE_ERROR = 3e-2
+"""Relative error to SDPA of what else computes softmax attention, both in 16 bits."""
+FLEX_TOKENS = 16_384
+"""Up to which ``flex_attention`` is compiled and timed: beyond it takes longer, and says the same.
+"""
+CHUNK_ELEMENTS = 2**27
+"""Weights of the definition that are in memory at once."""
+LONGEST = 2**20
+"""Tokens up to which it is looked for where ``form="auto"`` changes."""
+
+
+@dataclass
+class Bench:
+    """Where and how figures are measured."""
+
+    gpu: Gpu
+    generator: torch.Generator
+    ceilings: Ceilings | None = None
+    impl: str = "triton"
+    backend: str = "inductor"
+    """Compiles the blocks of models."""
+    seconds: float = 0.25
+    """For each work, while which more than ``rounds`` rounds are made."""
+    rounds: int = 5
+    dtype: torch.dtype = torch.bfloat16
+    """Of products within training."""
+    depth: int | None = None
+    """Blocks of models; None: all."""
+    filled_tokens: int = 2**20
+    """Tokens of all heads and images that fill the GPU."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors are."""
+        return self.gpu.device
+
+    def seconds_of(
+        self, entries: Sequence[Timed], times: float = 1, rounds: int | None = None
+    ) -> list[Quartiles]:
+        """Seconds of one call of each entry, in turns, for ``times`` as long as usual; at least
+        ``rounds`` rounds.
+        """
+        rounds = min(self.rounds, rounds or self.rounds)
+        return seconds_of(entries, self.gpu, seconds=times * self.seconds, rounds=rounds)
+
+    def recorded(self, calls: Sequence[Call]) -> Timed:
+        """The calls as one CUDA graph, where that can be recorded."""
+        return recorded(calls, self.gpu)
+
+
+def draw(case: Case, bench: Bench, value_width: int | None = None) -> dict[str, Tensor]:
+    """Inputs by name: q, k, v ``[B, h, N, d]``, what the options ask for, and ``grad``, the
+    gradient of the result.
+
+    Args:
+        value_width: e, of v and the result; None: d.
+    """
+    options = dict(generator=bench.generator, device=bench.device, dtype=case.torch_dtype)
+    shape = (case.batch, case.size, case.heads)
+    qkv = torch.randn(*shape[:2], 3, case.heads, case.width, **options).permute(2, 0, 3, 1, 4)
+    tensors = make_tensors(case, 1, str(bench.device)) | dict(
+        zip("qkv", qkv.unbind(0), strict=True)
+    )
+    if value_width not in (None, case.width):
+        tensors["v"] = torch.randn(*shape, value_width, **options).transpose(1, 2)
+    return tensors | {
+        "grad": torch.randn(*shape, value_width or case.width, **options).transpose(1, 2)
+    }
+
+
+def call_of(function: Callable[..., Tensor], tensors: dict[str, Tensor], backward: bool) -> Call:
+    """One run of the forward, or of forward and backward, on these inputs."""
+    grad = tensors["grad"]
+    inputs = {name: tensor.detach() for name, tensor in tensors.items() if name != "grad"}
+    if not backward:
+
+        def forward() -> Tensor:
+            with torch.inference_mode():
+                return function(**inputs)
+
+        return forward
+    leaves = {name: tensor.requires_grad_() for name, tensor in inputs.items()}
+    return lambda: _named(function(**leaves), leaves, grad)
+
+
+def _named(out: Tensor, leaves: dict[str, Tensor], grad: Tensor) -> dict[str, Tensor]:
+    gradients = torch.autograd.grad(out, tuple(leaves.values()), grad)
+    return {"out": out.detach()} | {
+        f"gradient of {name}": x for name, x in zip(leaves, gradients, strict=True)
+    }
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Within it, memory that is not written yet holds NaN: what a kernel leaves out does not look
+    right from an earlier run.
+    """
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # which operators do not repeat bit by bit
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def outputs(
+    function: Callable[..., Tensor], tensors: dict[str, Tensor], backward: bool
+) -> dict[str, Tensor]:
+    """Result and gradients by name, written over NaN."""
+    with poisoned_memory():
+        result = call_of(function, tensors, backward)()
+    return result if backward else {"out": result}
+
+
+def definition(case: Case, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What the case means, in float64, some queries at a time; for cases without order or position.
+
+    Source: ``visionattn.ops.reference``.
+    """
+    function = definition_of(case, case.size, str(tensors["q"].device))
+    wide = {name: tensor.double() for name, tensor in tensors.items()}
+    step, rows = (
+        max(1, CHUNK_ELEMENTS // (case.batch * case.heads * case.size)),
+        {"out": [], "gradient of q": []},
+    )
+    sums = {
+        f"gradient of {name}": torch.zeros_like(x)
+        for name, x in wide.items()
+        if case.backward and name not in ("q", "grad")
+    }
+
+    def add(start: int) -> None:
+        part = wide | {name: wide[name][:, :, start : start + step] for name in ("q", "grad")}
+        for name, x in outputs(function, part, case.backward).items():
+            if name in rows:
+                rows[name].append(x)
+            else:
+                sums[name] += x  # one tensor of all keys, whatever the number of parts
+
+    for start in range(0, case.size, step):
+        add(start)
+    return {name: torch.cat(parts, 2) for name, parts in rows.items() if parts} | sums
+
+
+def errors_of(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+    """``|actual - expected| / |expected|`` of each entry; NaN where there is one."""
+    norms = {
+        name: ((actual[name].double() - x.double()).norm(), x.double().norm())
+        for name, x in expected.items()
+    }
+    return {name: (apart / whole.clamp(min=1e-30)).item() for name, (apart, whole) in norms.items()}
+
+
+def wrong(errors: dict[str, float], dtype: str) -> str | None:
+    """The entry that is most beyond its limit, in words; None: all are within."""
+    limits = {name: LIMITS[dtype][name != "out"] for name in errors}
+    beyond = [name for name, error in errors.items() if not error <= limits[name]]
+    if not beyond:
+        return None
+    worst = max(
+        beyond, key=lambda name: (errors[name] != errors[name], errors[name] / limits[name])
+    )
+    return f"wrong: error {errors[worst]:.1e} of {worst}, allowed {limits[worst]:.0e}"
+
+
+def check(case: Case, tensors: dict[str, Tensor], bench: Bench) -> tuple[str, float, list[str]]:
+    """Status, largest error, and what to note, of the kernels on these inputs."""
+    where = str(bench.device)
+    expected = definition(case, tensors)
+    errors = errors_of(
+        outputs(function_of(case, case.size, where, bench.impl), tensors, case.backward), expected
+    )
+    status = wrong(errors, case.dtype) or "ok"
+    eager = errors_of(
+        outputs(function_of(case, case.size, where, "eager"), tensors, case.backward), expected
+    )
+    far = {
+        name: errors[name] / eager[name]
+        for name in errors
+        if errors[name] > BESIDE_EAGER * eager[name]
+    }
+    return (
+        status,
+        max(errors.values()),
+        [f"error of {name} {ratio:.1f} x eager's" for name, ratio in far.items()],
+    )
+
+
+def input_sets(case: Case, bench: Bench) -> list[dict[str, Tensor]]:
+    """As many inputs as the cache does not hold."""
+    first = draw(case, bench)
+    size = sum(first[name].numel() * first[name].element_size() for name in "qkv")
+    return [first, *(draw(case, bench) for _ in range(sets_needed(size, bench.gpu) - 1))]
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+def flex_of(bench: Bench) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """``flex_attention`` without a modification, compiled."""
+    compiled = torch.compile(flex_attention, dynamic=False, backend=bench.backend)
+    return lambda q, k, v: compiled(q, k, v)
+
+
+def softmax_baselines(case: Case, bench: Bench) -> dict[str, Callable[..., Tensor]]:
+    """Softmax attention as PyTorch has it, by the column of the table; flex up to
+    ``FLEX_TOKENS``.
+    """
+    found = {"SDPA": _sdpa, "Flash": _flash}
+    return found | ({"flex": flex_of(bench)} if takes_flex(case, bench) else {})
+
+
+def takes_flex(case: Case, bench: Bench) -> bool:
+    """Whether ``flex_attention`` is timed; on a processor, where a rehearsal runs, it has no
+    gradient.
+    """
+    return case.size <= FLEX_TOKENS and not (case.backward and bench.device.type == "cpu")
+
+
+def measure_operation(figure: Figure, bench: Bench) -> Result:
+    """Check, then time the kernels, softmax attention and eager operations in one interleaved
+    run.
+    """
+    case, where = figure.case, str(bench.device)
+    sets = input_sets(case, bench)
+    status, error, notes = check(case, sets[0], bench)
+    if status != "ok":
+        return Result(figure, status, error=error)
+    kernel, eager = (function_of(case, case.size, where, impl) for impl in (bench.impl, "eager"))
+    entries = {
+        "kernel": bench.recorded([call_of(kernel, tensors, case.backward) for tensors in sets])
+    }
+    plain = [{name: tensors[name] for name in ("q", "k", "v", "grad")} for tensors in sets]
+    others: dict[str, float | str] = {}
+    for name, function in softmax_baselines(case, bench).items():
+        found = baseline(function, plain, case, bench)
+        (others if isinstance(found, str) else entries)[name] = found
+    try:
+        call = call_of(eager, sets[0], case.backward)
+        call()
+        entries["eager"] = called([call])
+    except RuntimeError as failure:
+        if not is_out_of_memory(failure):
+            raise
+        others["eager"] = "out of memory"
+    times = dict(zip(entries, bench.seconds_of(list(entries.values())), strict=True))
+    others |= {name: spread.median for name, spread in times.items()}
+    notes += [
+        f"{name} not recorded, launches count"
+        for name, entry in entries.items()
+        if name != "eager" and not entry.replayed
+    ]
+    columns = {name.lower(): others.get(name) for name in ("SDPA", "Flash", "flex", "eager")}
+    result = Result(figure, "ok", times["kernel"], **columns, error=error, notes=notes)
+    return _related(result, case, bench.ceilings)
+
+
+def baseline(
+    function: Callable[..., Tensor], sets: Sequence[dict[str, Tensor]], case: Case, bench: Bench
+) -> Timed | str:
+    """Softmax attention checked and ready to be timed; or why it is not.
+
+    What cannot run here, as a form that PyTorch has for other GPUs, leaves the row as it is.
+    """
+    try:
+        expected, found = (call_of(one, sets[0], case.backward)() for one in (_sdpa, function))
+        if not case.backward:
+            expected, found = {"out": expected}, {"out": found}
+        errors = errors_of(found, expected)
+        beyond = [name for name, error in errors.items() if not error <= BASELINE_ERROR]
+        if beyond:
+            return f"wrong: error {errors[beyond[0]]:.1e} of {beyond[0]}"
+        del found, expected
+        return bench.recorded([call_of(function, tensors, case.backward) for tensors in sets])
+    except Exception as failure:  # of a compiler too, which shares no base class with the others
+        if is_fatal(failure):
+            raise
+        return in_words(failure)
+
+
+def _related(result: Result, case: Case, ceilings: Ceilings) -> Result:
+    """Fill in the floor and the numbers of the bounds."""
+    cost = cost_of(
+        case.base,
+        case.form,
+        case.size,
+        case.width,
+        groups=case.batch * case.heads,
+        backward=case.backward,
+    )
+    result.floor_seconds, seconds = ceilings.floor_seconds(cost), result.seconds.median
+    by_unit = {"% of the copy": cost.bytes / seconds / ceilings.bytes_per_second}
+    by_unit["% of the matmul"] = cost.operations / seconds / ceilings.operations_per_second
+    by_unit["TFLOP/s"] = cost.operations / seconds / 1e12
+    if not isinstance(result.sdpa, str):
+        by_unit["x SDPA"] = result.sdpa / seconds
+        by_unit["TFLOP/s of SDPA"] = cost.operations / result.sdpa / 1e12
+    result.values = result.figure.values_of(by_unit)
+    return result
+
+
+def crossing(ratio: Callable[[int], float], low: int, high: int, within: float = 1.05) -> float:
+    """Tokens at which a ratio that grows with the tokens passes 1, by bisection of their logarithm.
+
+    Returns:
+        ``low`` where it is above 1 there already, infinity where it is not even at ``high``.
+    """
+    if (below := ratio(low)) >= 1:
+        return low
+    if (above := ratio(high)) < 1:
+        return float("inf")
+    while high > within * low and high - low > 1:
+        middle = round((low * high) ** 0.5)
+        if (found := ratio(middle)) < 1:
+            low, below = middle, found
+        else:
+            high, above = middle, found
+    part = torch.tensor([below, above, low, high], dtype=torch.float64).log()
+    return (part[2] - part[0] / (part[1] - part[0]) * (part[3] - part[2])).exp().item()
+
+
+def measure_crossover(figure: Figure, bench: Bench) -> Result:
+    """From how many tokens on the efficient form is the faster one, with heads that fill the GPU,
+    and with 12 in the note.
+
+    What ``form="auto"`` takes is a matter of its estimate; where that changes is noted beside.
+    """
+    limit, error = figure.case.size, 0.0
+    for form in ("direct", "efficient"):
+        case = replace(figure.case, form=form)
+        status, found, notes = check(case, draw(case, bench), bench)
+        error = max(error, found)
+        if status != "ok":
+            return Result(figure, f"{status} ({form})", error=found)
+    low, high = max(16, limit // 8), 4 * limit
+    filling = partial(_filling, bench=bench)
+    filled = crossing(
+        lambda n: _direct_over_efficient(figure.case, n, filling(n), bench), low, high
+    )
+    few = crossing(lambda n: _direct_over_efficient(figure.case, n, BATCH, bench), low, high)
+    auto = [auto_crossing(figure.case, batch_of) for batch_of in (filling, lambda n: BATCH)]
+    notes = [
+        f"auto changes at {auto[0]}",
+        f"B*h = {BATCH * HEADS}: {_place(few, low, high)}, auto changes at {auto[1]}",
+    ]
+    if filled in (low, float("inf")):
+        notes.insert(0, _place(filled, low, high))
+    return Result(figure, "ok", values=(filled,), error=error, notes=notes)
+
+
+def _filling(tokens: int, bench: Bench) -> int:
+    """Images of ``HEADS`` heads that fill the GPU."""
+    return max(1, bench.filled_tokens // (HEADS * tokens))
+
+
+def auto_crossing(case: Case, batch_of: Callable[[int], int]) -> int:
+    """From how many tokens on ``form="auto"`` takes the efficient kernels; arithmetic alone,
+    nothing is measured.
+
+    Args:
+        batch_of: images, of a number of tokens.
+    """
+
+    def efficient(tokens: int) -> bool:
+        shape = (batch_of(tokens), case.heads, tokens, case.width)
+        q, k, v = torch.empty(3, *shape, dtype=case.torch_dtype, device="meta")
+        return takes_efficient_kernels("auto", q, k, v, case.backward)
+
+    return bisect_left(range(1, LONGEST), True, key=efficient) + 1
+
+
+def _place(tokens: float, low: int, high: int) -> str:
+    """A crossing in words, between the tokens that it was looked for."""
+    return (
+        f"none up to {high}"
+        if tokens == float("inf")
+        else f"{low} or below"
+        if tokens == low
+        else f"{tokens:.0f} tokens"
+    )
+
+
+def _direct_over_efficient(case: Case, tokens: int, batch: int, bench: Bench) -> float:
+    """Seconds of the direct form over those of the efficient one."""
+    case = replace(case, size=tokens, batch=batch)
+    sets, entries = input_sets(case, bench), []
+    for form in ("direct", "efficient"):
+        function = function_of(replace(case, form=form), tokens, str(bench.device), bench.impl)
+        entries.append(
+            bench.recorded([call_of(function, tensors, case.backward) for tensors in sets])
+        )
+    direct, efficient = bench.seconds_of(entries, 1 / 4)
+    return direct.median / efficient.median
+
+
+def eager_wider(case: Case, tensors: dict[str, Tensor], bench: Bench) -> dict[str, Tensor]:
+    """What PyTorch's operations, held to the definition by the tests, give for these inputs in
+    float32; in float64 for that.
+    """
+    wide = "float64" if case.dtype == "float32" else "float32"
+    function = function_of(replace(case, dtype=wide), case.size, str(bench.device), "eager")
+    return outputs(
+        function, {name: x.to(getattr(torch, wide)) for name, x in tensors.items()}, case.backward
+    )

@@ -1,0 +1,290 @@
+"""What a callable costs: time, operations, peak memory, bytes kept.
+``python -m visionattn.lab.measure`` prints the table of models.
+
+Nothing here trains or reads data; models are counted on the meta device, without computing
+anything.
+"""
+
+import argparse
+import copy
+import gc
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import timm
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import visionattn.ops.flops  # noqa: F401  registers what our operators count
+from visionattn.ops.form_ran import PREFIX
+
+
+def count_flops(model: nn.Module, height: int, width: int) -> int:
+    """Floating point operations (a multiply-add is two) of one forward of one image of ``height`` x
+    ``width`` pixels.
+
+    The model stays as it is. ``torch.utils.flop_counter`` counts matrix products, convolutions and
+    our operators, and no elementwise work. An attention of form "auto" counts the form of fewer
+    operations, whatever the machine.
+    """
+    model = copy.deepcopy(model).to("meta").eval()
+    image = torch.empty(1, model.patch_embed.proj.in_channels, height, width, device="meta")
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(image)
+    return counter.get_total_flops()
+
+
+def peak_bytes(work: Callable[[], object], device: torch.device | str = "cpu") -> int:
+    """Peak memory in bytes while ``work()`` runs, above the level just before it.
+
+    On a GPU what PyTorch's allocator handed out. On a CPU the resident memory of the process, which
+    Linux alone can measure anew; call it in a fresh process, since memory freed earlier may be used
+    again without being seen, and after one call of ``work()``, since libraries keep buffers and
+    code from their first call at a size (on an AMD EPYC some 2 MiB for each thread), which would
+    count as memory of the work.
+
+    Raises:
+        NotImplementedError: a CPU under another system than Linux.
+    """
+    gc.collect()
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        work()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    if not sys.platform.startswith("linux"):
+        raise NotImplementedError("peak memory of a CPU is measured under Linux only")
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _resident_bytes("VmRSS")
+    work()
+    return max(0, _resident_bytes("VmHWM") - before)  # the system counts pages in batches
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the error says that an allocation failed, on a GPU or on a processor."""
+    words = ("allocate memory", "not enough memory")
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(
+        word in str(error) for word in words
+    )
+
+
+def memory_kills() -> int:
+    """How many processes the system ended for want of memory: of this control group, or of all
+    where that is not counted.
+
+    A process that ended by SIGKILL ran out of memory where the count has grown since it began. 0
+    where nothing is counted.
+    """
+    group = Path("/proc/self/cgroup")
+    name = group.read_text().strip().rpartition(":")[2].lstrip("/") if group.exists() else ""
+    for counts in (Path("/sys/fs/cgroup") / name / "memory.events", Path("/proc/vmstat")):
+        try:
+            words = counts.read_text().split()
+            return int(words[words.index("oom_kill") + 1])
+        except (OSError, ValueError):
+            continue
+    return 0
+
+
+def _resident_bytes(field: str) -> int:
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(re.search(rf"^{field}:\s+(\d+) kB$", status, re.MULTILINE).group(1))
+
+
+def flops_of(work: Callable[[], object]) -> int:
+    """Floating point operations of ``work()``, counted as ``count_flops`` counts them; works on the
+    meta device too.
+    """
+    with FlopCounterMode(display=False) as counter:
+        work()
+    return counter.get_total_flops()
+
+
+SDPA_BACKENDS = {
+    "aten::_scaled_dot_product_flash_attention": "sdpa flash",
+    "aten::_scaled_dot_product_flash_attention_for_cpu": "sdpa flash",
+    "aten::_scaled_dot_product_efficient_attention": "sdpa memory-efficient",
+    "aten::_scaled_dot_product_cudnn_attention": "sdpa cudnn",
+    "aten::_scaled_dot_product_fused_attention_overrideable": "sdpa of the device",
+    "aten::_scaled_dot_product_attention_math": "sdpa math",
+}
+"""What ``F.scaled_dot_product_attention`` dispatches to, by the operator that a profiler sees."""
+
+
+def attention_backends(work: Callable[[], object]) -> tuple[str, ...]:
+    """Which implementations of attention really ran within ``work()``, as a profiler saw them;
+    sorted, empty where none did.
+
+    Ours by operation and form ("taylorshift efficient", "kernelized direct", "kernelized causal
+    efficient"), with "triton" behind where GPU kernels ran; PyTorch's as "sdpa flash", "sdpa
+    memory-efficient", "sdpa cudnn", "sdpa math"; "eager softmax" where a softmax ran outside of all
+    of these.
+    """
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True
+    ) as profiler:
+        work()
+    seen = {event.name for event in profiler.events()}
+    found = {name.removeprefix(PREFIX) for name in seen if name.startswith(PREFIX)}
+    found |= {backend for name, backend in SDPA_BACKENDS.items() if name in seen}
+    if not found and "aten::_softmax" in seen:
+        found = {"eager softmax"}
+    return tuple(sorted(found))
+
+
+def bytes_kept(work: Callable[[], object], without: Sequence[torch.Tensor] = ()) -> int:
+    """Bytes that autograd saves for the backward pass of what ``work()`` returns, each storage
+    counted once and whole.
+
+    Inputs count where they are saved; storages of ``without`` (say, parameters) do not.
+    """
+    known = {tensor.untyped_storage().data_ptr() for tensor in without}
+    saved: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = work()  # held until the count is made, so that no address is used twice
+    total = sum(saved.values())
+    del out
+    return total
+
+
+Sample = Callable[[Callable[[], object], int], float]
+"""Mean seconds of a work that is called so many times."""
+
+
+def warm_up(
+    work: Callable[[], object],
+    *,
+    device: torch.device | str = "cpu",
+    clock: Callable[[], float] = time.perf_counter,
+    sample: Sample | None = None,
+) -> float:
+    """Call ``work`` once or, where that took less than half a second, twice; returns the seconds of
+    the last call.
+    """
+    sample = sample or partial(_seconds, device=device, clock=clock)
+    seconds = sample(work, 1)
+    return seconds if seconds >= 0.5 else sample(work, 1)
+
+
+def interleaved_seconds(
+    works: Sequence[Callable[[], object]],
+    warm_seconds: Sequence[float],
+    *,
+    rounds: int = 5,
+    max_rounds: int = 30,
+    seconds_per_work: float = 1.0,
+    sample_seconds: float = 0.02,
+    device: torch.device | str = "cpu",
+    clock: Callable[[], float] = time.perf_counter,
+    sample: Sample | None = None,
+) -> list[list[float]]:
+    """Seconds of one call of each work, measured in turns: ``[works][rounds]``.
+
+    Each round samples every work once, and the order rotates by one from round to round, so that
+    what slows the machine for a while slows all of them alike. A sample is the mean over as many
+    calls as fill ``sample_seconds``.
+
+    Args:
+        works: callables that have been called before; see ``warm_up``.
+        warm_seconds: what ``warm_up`` returned for each.
+        rounds: rounds at least.
+        max_rounds: rounds at most.
+        seconds_per_work: more than ``rounds`` rounds are made while this many seconds for each work
+            last.
+        sample_seconds: length of a sample at least.
+        device: where the works run; on a GPU events measure.
+        clock: seconds; used on other devices.
+        sample: measures instead of the events of the device and of the clock.
+    """
+    sample = sample or partial(_seconds, device=device, clock=clock)
+    repeats = [max(1, round(sample_seconds / max(seconds, 1e-7))) for seconds in warm_seconds]
+    per_round = sum(n * seconds for n, seconds in zip(repeats, warm_seconds, strict=True))
+    count = max(rounds, min(max_rounds, int(seconds_per_work * len(works) / max(per_round, 1e-9))))
+    samples: list[list[float]] = [[] for _ in works]
+    for turn in range(count):
+        for index in (*range(turn % len(works), len(works)), *range(turn % len(works))):
+            samples[index].append(sample(works[index], repeats[index]))
+    return samples
+
+
+def _seconds(
+    work: Callable[[], object], repeats: int, device: torch.device | str, clock: Callable[[], float]
+) -> float:
+    """Mean seconds of ``repeats`` calls."""
+    if torch.device(device).type == "cuda":
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize(device)
+        start.record()
+        for _ in range(repeats):
+            work()
+        end.record()
+        torch.cuda.synchronize(device)
+        return start.elapsed_time(end) / 1000 / repeats
+    before = clock()
+    for _ in range(repeats):
+        work()
+    return (clock() - before) / repeats
+
+
+def model_table(names: Sequence[str], sizes: Sequence[int], **args) -> list[dict[str, str | float]]:
+    """A row per timm model, built with ``args``: name, parameters in millions, and GFLOP at each
+    square size in pixels.
+    """
+    rows = []
+    for name in names:
+        with torch.device("meta"):
+            model = timm.create_model(name, **args)
+        row = {
+            "model": name,
+            "parameters (M)": round(sum(p.numel() for p in model.parameters()) / 1e6, 1),
+        }
+        rows.append(
+            row
+            | {f"GFLOP at {size}": round(count_flops(model, size, size) / 1e9, 1) for size in sizes}
+        )
+    return rows
+
+
+def main() -> None:
+    """Print the table of models in Markdown, with timm's ViT (SDPA) for comparison."""
+    about = (
+        "Print parameters and operations of a forward of every model, and of timm's ViT, in "
+        "Markdown; takes half a minute."
+    )
+    argparse.ArgumentParser("python -m visionattn.lab.measure", description=about).parse_args()
+    sizes = (224, 1024, 4096)
+    families = ("scaleformer_vit", "taylorshift_vit", "taylorshift_abs_vit")
+    rows = model_table([f"{family}_{size}" for family in families for size in "tsbl"], sizes)
+    plain = [f"vit_{word}_patch16_224" for word in ("tiny", "small", "base", "large")]
+    rows += [
+        row | {"model": f"timm {row['model']}"}
+        for row in model_table(plain, sizes, dynamic_img_size=True)
+    ]
+    print("| " + " | ".join(rows[0]) + " |")
+    print("|" + "---|" * len(rows[0]))
+    for row in rows:
+        print(
+            "| "
+            + " | ".join(
+                f"{value:,}" if isinstance(value, float) else value for value in row.values()
+            )
+            + " |"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""Peak memory of a case. On a processor it is measured in a fresh process, where nothing freed
+earlier hides an allocation.
+
+``python -m visionattn.lab.memory`` is that process: a case as JSON on standard input, the bytes on
+standard output.
+"""
+
+import json
+import sys
+
+import torch
+
+from visionattn.cli.ends import Failed
+from visionattn.cli.fresh_process import answer, ask
+from visionattn.lab.cases import Case, Work
+from visionattn.lab.measure import peak_bytes
+
+
+def build(case: Case, device: str = "cpu") -> Work:
+    """Inputs in memory and the operation or the model on them."""
+    if case.kind == "operation":
+        from visionattn.lab.operations import build_operation
+
+        return build_operation(case, device)
+    from visionattn.lab.networks import build_network
+
+    return build_network(case, device)
+
+
+def case_peak_bytes(case: Case, device: str = "cpu") -> int:
+    """Peak memory of one run above the level with its inputs, and for models the weights, in place;
+    the result is part of it.
+
+    Raises:
+        torch.OutOfMemoryError: it does not fit, or the system ended the process that tried for want
+            of memory.
+        NotImplementedError: a CPU under another system than Linux.
+        Failed: the process failed in another way.
+    """
+    if device != "cpu":
+        work = build(case, device)
+        work()
+        return peak_bytes(work, device)
+    if not sys.platform.startswith("linux"):
+        raise NotImplementedError("peak memory of a CPU is measured under Linux only")
+    told = json.dumps({"case": case.as_dict(), "threads": torch.get_num_threads()})
+    try:
+        return int(ask("visionattn.lab.memory", told, f"{case.label} at {case.size}"))
+    except Failed as error:
+        raise Failed(f"measuring the memory of {case.label} failed: {error}") from error
+
+
+def measure_here(text: str) -> int:
+    """The bytes of a case, told as JSON, in this process."""
+    told = json.loads(text)
+    torch.set_num_threads(told["threads"])
+    case = Case(**told["case"])
+    work = build(case)
+    work()  # libraries take what they keep from their first call at this size, which is no growth
+    return peak_bytes(work)
+
+
+if __name__ == "__main__":
+    sys.exit(answer(measure_here))

@@ -1,0 +1,254 @@
+"""Whole models that are compared: ours, timm's, and ours with attention replaced by the identity,
+the physical limit.
+
+It knows nothing of single operations and of time.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from unittest import mock
+
+import timm
+import torch
+from torch import Tensor, nn
+
+import visionattn.layers.attention as attention_layer
+import visionattn.models  # noqa: F401  registers ours with timm
+from visionattn.lab.cases import Case, Work, disagreement, tolerance
+from visionattn.lab.forms import class_sums_as_on, forms_to_check
+from visionattn.lab.operations import results
+from visionattn.layers import Attention
+from visionattn.models.backbone import VisionAttnTransformer
+from visionattn.ops import reference
+
+CHECK_GRID = (29, 31)
+"""Patches on which models are checked; no square."""
+CHECK_DEPTH = 2
+"""Blocks that are checked; all are alike."""
+OPERATIONS = ("kernelized_attention", "taylorshift_attention", "softmax_attention")
+"""Names under which the attention layer calls the operations."""
+
+
+class IdentityAttention(Attention):
+    """The attention layer without attention: the result is v. Parameters and both projections
+    stay.
+    """
+
+    def forward(self, x: Tensor, layout=None, attn_mask=None, is_causal: bool = False) -> Tensor:
+        """``[B, N, D]`` to the same; a mask or causality would have nothing to act on and
+        raises.
+        """
+        if attn_mask is not None or is_causal:
+            raise ValueError("the identity attends to nothing: there is nothing to mask")
+        v = self.qkv(x)[..., 2 * self.num_heads * self.head_dim :]
+        return self.proj_drop(self.proj(self.norm(v)))
+
+
+def identity_twin(model: VisionAttnTransformer) -> VisionAttnTransformer:
+    """A copy of a model of ours, with equal parameters, whose attention layers return the values as
+    they are.
+
+    Raises:
+        ValueError: a model that is not ours.
+    """
+    if not isinstance(model, VisionAttnTransformer):
+        raise ValueError(
+            f"an identity twin is made of visionattn's models, got a {type(model).__name__}"
+        )
+    twin = copy.deepcopy(model)
+    for block in twin.blocks:
+        block.attn.__class__ = IdentityAttention
+    return twin
+
+
+def check_name(case: Case) -> None:
+    """Raise ValueError for a model that timm does not know, or an option or a form that it has
+    not.
+    """
+    options = read_options(case)
+    if not timm.is_model(case.base):
+        raise ValueError(
+            f"timm knows no model {case.base!r}; try scaleformer_vit_s, taylorshift_vit_s, "
+            f"vit_small_patch16_224"
+        )
+    ours = is_ours(case.base)
+    if "identity" in options and not ours:
+        raise ValueError(f"{case.name}: an identity twin is made of visionattn's models")
+    if "eager" in options and (ours or not case.base.startswith("vit_")):
+        raise ValueError(f"{case.name}: eager attention is an option of timm's vit_*")
+    if case.form != "auto" and not ours:
+        raise ValueError(f"{case.label}: forms are for visionattn's models")
+
+
+def is_ours(name: str) -> bool:
+    """Whether timm has the model of this name from visionattn."""
+    return timm.models.model_entrypoint(name).__module__.startswith("visionattn.")
+
+
+def read_options(case: Case) -> dict[str, str | int]:
+    """The options of a model's name: "identity", "eager", and ``heads=12``.
+
+    Raises:
+        ValueError: another option, or two that contradict each other.
+    """
+    found: dict[str, str | int] = {}
+    for option in case.options:
+        name, _, value = option.partition("=")
+        if name == "heads" and value.isdigit() and int(value) > 0:
+            found["heads"] = int(value)
+        elif option in ("identity", "eager"):
+            found[option] = option
+        else:
+            raise ValueError(
+                f"{case.base} has no option {option!r}; models have identity, eager, heads=NUMBER"
+            )
+    if "identity" in found and ("eager" in found or case.form != "auto"):
+        raise ValueError(f"{case.label}: the identity has neither forms nor an eager variant")
+    return found
+
+
+def build_model(case: Case, device: str = "cpu") -> nn.Module:
+    """The model of the case with seeded weights, in its dtype: ``eval`` for a forward, ``train``
+    for forward and backward.
+
+    Raises:
+        ValueError: an unknown name, or an option that this model has not.
+    """
+    check_name(case)
+    options = read_options(case)
+    args = {"num_heads": options["heads"]} if "heads" in options else {}
+    if not is_ours(case.base):
+        args["dynamic_img_size"] = True
+    with torch.random.fork_rng(devices=[]), torch.device("meta" if device == "meta" else "cpu"):
+        torch.manual_seed(0)
+        model = timm.create_model(case.base, **args)
+    if "identity" in options:
+        model = identity_twin(model)
+    if "eager" in options:
+        for block in model.blocks:
+            block.attn.fused_attn = False
+    return model.to(device, case.torch_dtype).train(case.backward)
+
+
+def make_image(case: Case, model: nn.Module, height: int, width: int, device: str) -> Tensor:
+    """Seeded images ``[B, C, height, width]``; for the models of single pixels one-hot grey
+    levels.
+    """
+    channels = model.patch_embed.proj.in_channels
+    if device == "meta":
+        return torch.empty(
+            case.batch, channels, height, width, dtype=case.torch_dtype, device=device
+        )
+    generator = torch.Generator().manual_seed(height + width)
+    if channels == 256:
+        levels = torch.randint(256, (case.batch, height, width), generator=generator)
+        return (
+            nn.functional.one_hot(levels, 256)
+            .movedim(3, 1)
+            .to(device, case.torch_dtype)
+            .contiguous()
+        )
+    return torch.randn(case.batch, channels, height, width, generator=generator).to(
+        device, case.torch_dtype
+    )
+
+
+def set_form(model: nn.Module, form: str) -> None:
+    """Let every attention layer of a model of ours run in this form; "auto" is left to models that
+    have none.
+    """
+    if form != "auto":
+        for block in model.blocks:
+            block.attn.form = form
+
+
+@contextmanager
+def replaced(operations: dict[str, Callable]) -> Iterator[None]:
+    """Within it, attention layers call these functions under the names of the operations."""
+    with mock.patch.multiple(attention_layer, **operations):
+        yield
+
+
+def build_network(case: Case, device: str = "cpu") -> Work:
+    """The model and an image in memory."""
+    model = build_model(case, device)
+    set_form(model, case.form)
+    leaves = tuple(parameter for parameter in model.parameters() if parameter.requires_grad)
+    inputs = {"image": make_image(case, model, case.size, case.size, device)}
+    return Work(lambda image: model(image), inputs, leaves, case.backward)
+
+
+def check_network(case: Case, device: str = "cpu") -> str | None:
+    """Compare the first blocks of the model with their definition in float64 on ``CHECK_GRID``;
+    None, or what is wrong.
+
+    The definition is the same model with the operations of ``visionattn.ops.reference`` (for the
+    identity: with v itself), or, for timm's, with eager attention. Results and, where the case has
+    a backward pass, the image's gradient are compared. Forms are those of ``check_operation``: each
+    where the model chooses, and sums over classes as at the size of the case.
+    """
+    case = replace(case, batch=1)
+    model = build_model(case, device)
+    model.blocks = model.blocks[:CHECK_DEPTH]
+    with torch.no_grad():
+        for block in (
+            model.blocks
+        ):  # as a trained model has them: with those it starts with, attention hardly depends on q
+            block.attn.qkv.weight *= 4
+    rows, columns = model.patch_embed.patch_size
+    image = make_image(case, model, CHECK_GRID[0] * rows, CHECK_GRID[1] * columns, device)
+    ours = isinstance(model, VisionAttnTransformer)
+    definition = copy.deepcopy(model).double()
+    if not ours:
+        for block in definition.blocks:
+            block.attn.fused_attn = False
+    meaning = DEFINITIONS
+    if "identity" in case.options:
+        for block in definition.blocks:
+            block.attn.__class__ = Attention
+        meaning = dict.fromkeys(OPERATIONS, lambda q, k, v, **options: v)
+
+    def run_definition(image: Tensor) -> Tensor:
+        with replaced(meaning):
+            return definition(image)
+
+    expected = results(run_definition, {"image": image.double()}, case.backward)
+    for form in forms_to_check(case, ours and "identity" not in case.options):
+        set_form(model, form)
+        with class_sums_as_on((case.size // rows) * (case.size // columns)):
+            actual = results(lambda image: model(image), {"image": image}, case.backward)
+        wrong = disagreement(actual, expected, 10 * tolerance(case.torch_dtype))
+        if wrong:
+            return wrong
+    return None
+
+
+def _defined(operation: Callable) -> Callable:
+    """A definition that takes what the layer passes: it has no forms, and dropout of values must be
+    off.
+    """
+
+    def call(
+        q: Tensor, k: Tensor, v: Tensor, *, value_drop: float = 0.0, form: str = "auto", **options
+    ) -> Tensor:
+        if value_drop:
+            raise ValueError(f"models are compared without dropout, got value_drop={value_drop}")
+        return operation(q, k, v, **options)
+
+    return call
+
+
+def _softmax(
+    q: Tensor, k: Tensor, v: Tensor, *, relative=None, key_mask: Tensor | None = None
+) -> Tensor:
+    bias = None if relative is None else reference.relative_bias(relative, q)
+    return reference.softmax_attention(q, k, v, key_mask=key_mask, bias=bias)
+
+
+DEFINITIONS = {
+    "kernelized_attention": _defined(reference.kernelized_attention),
+    "taylorshift_attention": _defined(reference.taylorshift_attention),
+    "softmax_attention": _defined(_softmax),
+}

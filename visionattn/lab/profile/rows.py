@@ -1,0 +1,181 @@
+"""Rows: what came of cells, the exponents of their growth, and both as tables. It measures
+nothing.
+"""
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from visionattn.cli.tables import Record, line
+from visionattn.lab.profile.cells import Cell
+from visionattn.lab.profile.config import has_forms
+from visionattn.lab.profile.process import Bytes
+
+COLUMNS = (
+    "model",
+    "px",
+    "tokens",
+    "pass",
+    "precision",
+    "form",
+    "checkpointing",
+    "peak",
+    "reserved",
+    "peak above start",
+)
+COLUMNS += ("parameters", "gradients", "optimiser", "activations", "growth", "status")
+LARGEST_COLUMNS = (
+    "model",
+    "pass",
+    "precision",
+    "form",
+    "checkpointing",
+    "largest px",
+    "tokens",
+    "peak",
+)
+LARGEST_COLUMNS += ("too large px", "status")
+
+
+@dataclass(frozen=True)
+class Row:
+    """What came of a cell."""
+
+    cell: Cell
+    tokens: int
+    bytes: Bytes | None = None
+    status: str = "ok"
+    """"ok", "out of memory", "failed: ..."; only "ok" has bytes."""
+
+
+@dataclass(frozen=True)
+class Largest:
+    """The largest image of a series that fits."""
+
+    fits: Row | None
+    """None where not even one patch fits, or a cell failed before."""
+    beyond: Row
+    """The next size, one patch more a side, which does not."""
+
+    @property
+    def status(self) -> str:
+        """The word "ok", "nothing fits", or how a cell failed."""
+        if self.beyond.status.startswith("failed"):
+            return self.beyond.status
+        return "ok" if self.fits else "nothing fits"
+
+
+def growth(rows: Sequence[Row], fit_from_px: int) -> float | None:
+    """Exponent p of ``above_bytes ~ tokens ** p``: slope of the least-squares line through the
+    logarithms.
+
+    Args:
+        rows: of one series.
+        fit_from_px: smaller images are left out, where what does not grow outweighs what does.
+
+    Returns:
+        p; None for fewer than two sizes that were measured.
+    """
+    fitted = [
+        row
+        for row in rows
+        if row.bytes and row.bytes.above_bytes > 0 and row.cell.px >= fit_from_px
+    ]
+    if len({row.tokens for row in fitted}) < 2:
+        return None
+    x = [math.log(row.tokens) for row in fitted]
+    y = [math.log(row.bytes.above_bytes) for row in fitted]
+    return statistics.linear_regression(x, y).slope
+
+
+def growths(rows: Sequence[Row], fit_from_px: int) -> dict[tuple, float | None]:
+    """The exponent of each series."""
+    return {
+        key: growth([row for row in rows if row.cell.series == key], fit_from_px)
+        for key in {r.cell.series for r in rows}
+    }
+
+
+def names_of(cell: Cell) -> Record:
+    """What a series is, in words."""
+    names = {"model": cell.model, "pass": cell.work, "precision": cell.precision}
+    names["form"] = cell.form if has_forms(cell.model) else None
+    return names | {"checkpointing": "no" if not cell.checkpointing else "yes"}
+
+
+def record_of(row: Row, exponent: float | None) -> Record:
+    """A row as plain values, bytes where the name says so; None where nothing was measured."""
+    empty = dict.fromkeys(Bytes.__dataclass_fields__)
+    record = names_of(row.cell) | {
+        "px": row.cell.px,
+        "tokens": row.tokens,
+        "batch": row.cell.batch,
+        "depth": row.cell.depth,
+    }
+    return (
+        record
+        | (asdict(row.bytes) if row.bytes else empty)
+        | {"growth_exponent": exponent, "status": row.status}
+    )
+
+
+def cells_of(row: Row, exponent: float | None) -> list[str | int | None]:
+    """A row for people, under ``COLUMNS``."""
+    names, sizes = names_of(row.cell), row.bytes
+    cells = [
+        names["model"],
+        row.cell.px,
+        row.tokens,
+        *(names[key] for key in ("pass", "precision", "form", "checkpointing")),
+    ]
+    parts = ("peak", "reserved", "above", "parameters", "gradients", "optimizer", "activations")
+    cells += [in_mib(getattr(sizes, f"{part}_bytes")) if sizes else None for part in parts]
+    return [*cells, "-" if exponent is None else f"{exponent:.2f}", row.status]
+
+
+def in_mib(count: int | None) -> str | None:
+    """Bytes for people, in one unit for all rows."""
+    if count is None:
+        return None
+    size = count / 2**20
+    return f"{size:.3g} MiB" if size < 999.5 else f"{size:,.0f} MiB"
+
+
+def columns_on(device: str) -> list[int]:
+    """Indices of ``COLUMNS`` that say something on this device: a CPU reserves nothing."""
+    return [i for i, name in enumerate(COLUMNS) if name != "reserved" or device != "cpu"]
+
+
+def lines_of(rows: Sequence[Row], fit_from_px: int, device: str) -> list[str]:
+    """Lines of the table for people, one for each row; exponents are those of their series."""
+    exponents, keep = growths(rows, fit_from_px), columns_on(device)
+    cells = [cells_of(row, exponents[row.cell.series]) for row in rows]
+    return [line([row[i] for i in keep]) for row in cells]
+
+
+def largest_record(found: Largest) -> Record:
+    """The largest image as plain values."""
+    cell, fits = found.beyond.cell, found.fits
+    record = names_of(cell) | {"batch": cell.batch, "depth": cell.depth}
+    record |= {
+        "largest_px": fits and fits.cell.px,
+        "tokens": fits and fits.tokens,
+        "too_large_px": cell.px,
+    }
+    sizes = asdict(fits.bytes) if fits else dict.fromkeys(Bytes.__dataclass_fields__)
+    return record | sizes | {"status": found.status}
+
+
+def largest_cells(found: Largest) -> list[str | int | None]:
+    """The largest image for people, under ``LARGEST_COLUMNS``."""
+    record = largest_record(found)
+    names = [record[key] for key in ("model", "pass", "precision", "form", "checkpointing")]
+    return [
+        *names,
+        record["largest_px"],
+        record["tokens"],
+        in_mib(record["peak_bytes"]),
+        record["too_large_px"],
+        found.status,
+    ]

@@ -1,0 +1,265 @@
+"""What ``tools/profile_memory.py`` does: measures the cells that the flags name, prints the table,
+writes files.
+"""
+
+import re
+import shlex
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from visionattn.cli.ends import Failed, OutOfMemory
+from visionattn.cli.parsing import parse
+from visionattn.cli.tables import Record, csv_text, heading, line, provenance_of, summary
+from visionattn.lab.measure import is_out_of_memory
+from visionattn.lab.profile.cells import Cell, Shape
+from visionattn.lab.profile.config import ProfileConfig, check
+from visionattn.lab.profile.largest import find_largest
+from visionattn.lab.profile.picture import draw_memory
+from visionattn.lab.profile.process import Job, measure
+from visionattn.lab.profile.rows import (
+    COLUMNS,
+    LARGEST_COLUMNS,
+    Row,
+    columns_on,
+    growths,
+    largest_cells,
+    largest_record,
+    lines_of,
+    record_of,
+)
+from visionattn.models.weights import write_whole
+from visionattn.training.build import pick_device
+
+Print = Callable[[str], None]
+
+EXAMPLE = "python tools/profile_memory.py --models taylorshift_vit_t vit_tiny_patch16_224+eager"
+EXAMPLE += " --img-size 256 384 --fit-from 256 --depth 1"
+SHARE_OF_AVAILABLE = 0.8
+"""Of a CPU's memory, where no budget is given."""
+NOTE_WIDTH = 130
+"""Characters of a line below the plot."""
+
+
+def profile(argv: Sequence[str], show: Print) -> None:
+    """Do what the flags say; ``show`` gets the lines of the table.
+
+    Raises:
+        ValueError, OSError: a flag is wrong, or a file cannot be written; before anything is
+            measured, where it can be known.
+        Failed: a cell failed for another reason than memory; its row says why, and the others are
+            written.
+        OutOfMemory: there is no snapshot, since its cell does not fit.
+    """
+    about = (
+        "Peak memory of models over image sizes, and what it consists of; each cell in a "
+        "process of its own."
+    )
+    config = parse(
+        ProfileConfig, argv, prog="profile_memory.py", description=about, example=EXAMPLE
+    )
+    check(config)
+    device = str(pick_device(config.device))
+    if device == "cpu" and not sys.platform.startswith("linux"):
+        raise ValueError("peak memory of a CPU is measured under Linux only")
+    shapes = shapes_of(config)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(config.threads or before)
+        Profile(config, device, shapes, argv, show).run()
+    finally:
+        torch.set_num_threads(before)
+
+
+def shapes_of(config: ProfileConfig) -> dict[str, Shape]:
+    """The shape of each model; raises ValueError where one cannot be built or a size is no whole
+    number of its patches.
+    """
+    shapes = {}
+    for cell in config.cells():
+        if cell.model not in shapes:
+            shapes[cell.model] = Shape.of(cell, config.sizes_px)
+    return shapes
+
+
+class Profile:
+    """A profile under way.
+
+    Args:
+        config: checked options.
+        device: "cpu" or a GPU.
+        shapes: of each model.
+        argv: the flags, for provenance.
+        show: gets lines.
+    """
+
+    def __init__(
+        self,
+        config: ProfileConfig,
+        device: str,
+        shapes: dict[str, Shape],
+        argv: Sequence[str],
+        show: Print,
+    ):
+        self.config, self.device, self.shapes, self.show = config, device, shapes, show
+        self.budget_bytes = budget_of(config, device)
+        command = shlex.join(["python", "tools/profile_memory.py", *argv])
+        self.provenance = provenance_of(device, argv) | {
+            "command": command,
+            "budget_bytes": self.budget_bytes,
+        }
+        self.files = config.files()
+        self.rows: list[Row] = []
+        self.lines: list[str] = []
+
+    def run(self) -> None:
+        """Measure, print and write; what is measured is written after each series, so that no later
+        end loses it.
+        """
+        if self.config.output:
+            Path(self.config.output).mkdir(parents=True, exist_ok=True)
+        self.tell(summary(self.provenance) + f"; budget {self.budget_text()}\n")
+        self.tell(
+            heading(
+                LARGEST_COLUMNS
+                if self.config.largest
+                else [COLUMNS[i] for i in columns_on(self.device)]
+            )
+        )
+        if self.config.largest:
+            self.search()
+        else:
+            self.sweep()
+        for text in self.footer():
+            self.show(text)
+        failed = [row for row in self.rows if row.status.startswith("failed")]
+        if failed:
+            raise Failed(
+                f"{len(failed)} of {len(self.rows)} cells failed; {failed[0].cell.model}: "
+                f"{failed[0].status}"
+            )
+        if "snapshot" in self.files:
+            if not self.rows[0].bytes:
+                raise OutOfMemory(
+                    f"{self.files['snapshot']} is not written: the cell does not fit into memory"
+                )
+            self.show(
+                f"snapshot: {self.files['snapshot']}; https://pytorch.org/memory_viz shows it"
+            )
+
+    def sweep(self) -> None:
+        """The cells, series by series."""
+        cells = self.config.cells()
+        for series in dict.fromkeys(cell.series for cell in cells):
+            rows = [
+                self.measure(cell, self.shapes[cell.model].tokens(cell.px))
+                for cell in cells
+                if cell.series == series
+            ]
+            self.rows += rows
+            self.tell(*lines_of(rows, self.config.fit_from, self.device))
+            exponents = growths(self.rows, self.config.fit_from)
+            self.save([record_of(row, exponents[row.cell.series]) for row in self.rows], exponents)
+
+    def search(self) -> None:
+        """The largest image of each series; the plot shows all that was measured on the way."""
+        records = []
+        for cell in self.config.cells():
+            found, rows = find_largest(cell, self.shapes[cell.model], self.measure)
+            self.rows += rows
+            records.append(largest_record(found))
+            self.tell(line(largest_cells(found)))
+            self.save(records, {})
+
+    def measure(self, cell: Cell, tokens: int) -> Row:
+        """The row of a cell, in a fresh process."""
+        snapshot = self.files.get("snapshot")
+        job = Job(
+            cell,
+            self.device,
+            torch.get_num_threads(),
+            self.budget_bytes,
+            str(snapshot.absolute()) if snapshot else None,
+        )
+        try:
+            return Row(cell, tokens, measure(job))
+        except (Failed, RuntimeError, MemoryError) as error:
+            return Row(
+                cell,
+                tokens,
+                None,
+                "out of memory" if is_out_of_memory(error) else f"failed: {error}",
+            )
+
+    def tell(self, *lines: str) -> None:
+        """Print lines, and keep them for the file."""
+        for text in lines:
+            self.lines.append(text)
+            self.show(text)
+
+    def save(self, records: Sequence[Record], exponents: dict[tuple, float | None]) -> None:
+        """Write CSV, table and plot of what there is."""
+        lines = [*self.lines, *self.footer()]
+        texts = {
+            "csv": lambda: csv_text(records, self.provenance),
+            "table": lambda: "\n".join(lines) + "\n",
+        }
+        for kind, text in texts.items():
+            if kind in self.files:
+                write_whole(
+                    self.files[kind],
+                    lambda path, text=text: path.write_text(text(), encoding="utf-8", newline=""),
+                )
+        if "plot" in self.files:
+            note = caption(
+                summary(self.provenance), self.config.settings, self.provenance["command"]
+            )
+            write_whole(
+                self.files["plot"],
+                lambda path: draw_memory(path, self.rows, exponents, self.shapes, note),
+            )
+
+    def footer(self) -> list[str]:
+        """What stands under the table: where a growth is missing why, the settings, the command."""
+        found = {} if self.config.largest else growths(self.rows, self.config.fit_from)
+        said = (
+            f"growth -: fewer than two sizes from {self.config.fit_from} px (--fit-from) were "
+            f"measured"
+        )
+        missing = [said] if None in found.values() else []
+        return ["", *missing, self.config.settings, f"command: {self.provenance['command']}"]
+
+    def budget_text(self) -> str:
+        """The budget in words."""
+        return (
+            "the card's memory"
+            if self.budget_bytes is None
+            else f"{self.budget_bytes / 2**30:.2f} GiB"
+        )
+
+
+def caption(*texts: str) -> str:
+    """Texts below one another for a plot: broken where they are long, and without matplotlib's
+    formulas.
+    """
+    lines = [
+        part for text in texts for part in textwrap.wrap(text, NOTE_WIDTH, break_on_hyphens=False)
+    ]
+    return "\n".join(lines).replace("$", r"\$")
+
+
+def budget_of(config: ProfileConfig, device: str) -> int | None:
+    """Bytes that a cell may take: those of the flag, on a CPU otherwise a share of what is
+    available, on a GPU None.
+    """
+    if config.budget_gib is not None:
+        return int(config.budget_gib * 2**30)
+    if device != "cpu":
+        return None
+    available = re.search(
+        r"^MemAvailable:\s+(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE
+    )
+    return int(SHARE_OF_AVAILABLE * 1024 * int(available.group(1)))

@@ -1,0 +1,267 @@
+"""What the folder of a run says, whatever state the run was left in. It reads files and draws
+nothing.
+
+A run that still trains, was killed, or ended with an error is read as far as it goes: what is
+missing is missing in the page, and what cannot be read is listed in ``problems``.
+"""
+
+import json
+import math
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+from safetensors import SafetensorError, safe_open
+
+from visionattn.training.record import BEST, CONFIG, METRICS, STATUS
+
+Values = dict[str, Any]
+RUN_FILES = (CONFIG, METRICS, STATUS)
+MOST = 1e38
+"""Larger numbers of a file are none: no measurement gives them (float32 ends there), and sums of
+them overflow.
+"""
+NO_PARAMETERS = ("running_mean", "running_var", "num_batches_tracked")
+"""Last parts of the names of tensors that batch norm keeps and nobody trains."""
+WORDS = {
+    "finished": "finished",
+    "running": "running or killed",
+    "stopped": "stopped",
+    "nan": "not finite",
+    "oom": "out of memory",
+    "failed": "failed",
+    "unknown": "unknown",
+}
+"""How a page says each status."""
+
+
+@dataclass
+class Run:
+    """What is known of a run."""
+
+    folder: Path
+    name: str
+    """As the page calls it."""
+    config: Values = field(default_factory=dict)
+    """Nested, as in ``config.yaml``; empty where there is none."""
+    steps: list[Values] = field(default_factory=list)
+    """Lines of ``metrics.jsonl`` about steps."""
+    epochs: list[Values] = field(default_factory=list)
+    """Those about epochs."""
+    status: str = "unknown"
+    """A key of ``WORDS``."""
+    reason: str | None = None
+    """Why it ended as it did, or what is known of it."""
+    result: Values = field(default_factory=dict)
+    """``test_accuracy``, ``best_epoch`` and the like, as far as they are known."""
+    provenance: Values = field(default_factory=dict)
+    parameters: int | None = None
+    """Numbers that the best weights consist of."""
+    problems: list[str] = field(default_factory=list)
+    """What could not be read, a line each."""
+
+    @property
+    def weights(self) -> Path:
+        """The best weights; they need not exist."""
+        return self.folder / BEST
+
+    def setting(self, *keys: str) -> Any:
+        """An entry of the configuration; None where there is none."""
+        value: Any = self.config
+        for key in keys:
+            value = value.get(key) if isinstance(value, dict) else None
+        return value
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder has a file that only runs have."""
+    return any((folder / name).is_file() for name in RUN_FILES)
+
+
+def read_run(folder: Path, name: str, *, now: float) -> Run:
+    """Read a run.
+
+    Args:
+        folder: one for which ``is_run`` holds.
+        name: what to call it.
+        now: seconds since 1970; how long ago a run that does not say how it ended wrote its last
+            line is counted from it.
+    """
+    run = Run(folder, name)
+    run.config = read_yaml(folder / CONFIG, run.problems)
+    lines = read_lines(folder / METRICS, run.problems)
+    beyond = sum(is_beyond(value) for line in lines for value in line.values())
+    if beyond:
+        run.problems.append(
+            f"{beyond} value{'s' * (beyond > 1)} of {METRICS} beyond {MOST:g} left out"
+        )
+    run.steps = [line for line in lines if line.get("kind") == "train"]
+    run.epochs = [line for line in lines if line.get("kind") == "epoch"]
+    test = next((line for line in reversed(lines) if line.get("kind") == "test"), None)
+    run.result = result_of(run.epochs, run.steps, test)
+    add_status(run, read_json(folder / STATUS, run.problems), tested=test is not None)
+    if run.status in ("running", "unknown"):
+        run.reason = last_sign(folder / METRICS, now)
+    if run.weights.is_file():
+        run.parameters = count_parameters(run.weights, run.problems)
+    return run
+
+
+def add_status(run: Run, told: Values | None, *, tested: bool) -> None:
+    """Take over what ``status.json`` says; without one, a run that tested its weights has
+    finished.
+    """
+    if told is None:
+        run.status = "finished" if tested else "unknown"
+        return
+    status = told.get("status")
+    run.status = status if isinstance(status, str) and status in WORDS else "unknown"
+    run.reason = text_or_none(told.get("reason"))
+    run.provenance = told["provenance"] if isinstance(told.get("provenance"), dict) else {}
+    if isinstance(told.get("result"), dict):
+        run.result |= {key: value for key, value in told["result"].items() if value is not None}
+
+
+def result_of(epochs: list[Values], steps: list[Values], test: Values | None) -> Values:
+    """What the lines alone say of the result, in the words of ``status.json``."""
+    found: Values = {}
+    scored = [line for line in epochs if number(line.get("val_accuracy")) is not None]
+    if scored:
+        # As in training, the smaller loss counts among equal accuracies, and the earlier epoch
+        # among equal losses.
+        best = max(
+            scored, key=lambda line: (line["val_accuracy"], -(number(line.get("val_loss")) or 0.0))
+        )
+        found |= {"best_epoch": best.get("epoch"), "validation_accuracy": best["val_accuracy"]}
+        found["train_seconds"] = sum(number(line.get("seconds")) or 0.0 for line in epochs)
+    speeds = [
+        speed for line in steps if (speed := number(line.get("images_per_second"))) is not None
+    ]
+    if speeds:
+        found["images_per_second"] = sorted(speeds)[len(speeds) // 2]
+    if test is not None:
+        found |= {
+            "test_accuracy": test.get("accuracy"),
+            "test_loss": test.get("loss"),
+            "test_images": test.get("images"),
+        }
+    return found
+
+
+def read_lines(path: Path, problems: list[str]) -> list[Values]:
+    """The lines of ``metrics.jsonl`` that can be read; a problem for each that cannot."""
+    if not path.is_file():
+        problems.append(f"there is no {path.name}")
+        return []
+    found = []
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        problems.append(f"{path.name} cannot be read: {error.strerror}")
+        return []
+    lines = text.split("\n")
+    for position, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            values = json.loads(line)
+        except (ValueError, RecursionError):
+            values = None
+        if isinstance(values, dict):
+            found.append(values)
+        elif position == len(lines):
+            problems.append(f"the last line of {path.name} is cut off and left out")
+        else:
+            problems.append(f"line {position} of {path.name} cannot be read and is left out")
+    return found
+
+
+def read_yaml(path: Path, problems: list[str]) -> Values:
+    """A YAML file of names and values; a problem where it is none."""
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        problems.append(f"there is no {path.name}")
+        return {}
+    except (yaml.YAMLError, ValueError, RecursionError, OSError):
+        values = None
+    if not isinstance(values, dict):
+        problems.append(f"{path.name} cannot be read")
+        return {}
+    return values
+
+
+def read_json(path: Path, problems: list[str]) -> Values | None:
+    """A JSON file of names and values; None where there is none, with a problem where it cannot be
+    read.
+    """
+    if not path.is_file():
+        return None
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError, OSError):
+        values = None
+    if not isinstance(values, dict):
+        problems.append(f"{path.name} cannot be read")
+        return None
+    return values
+
+
+def count_parameters(path: Path, problems: list[str]) -> int | None:
+    """Numbers in a file of weights, read off its heading; a problem where it has none."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            names = [name for name in file.keys() if not name.endswith(NO_PARAMETERS)]  # noqa: SIM118  no mapping
+            return sum(math.prod(file.get_slice(name).get_shape()) for name in names)
+    except (SafetensorError, OSError) as error:
+        problems.append(f"{path.name} cannot be read: {' '.join(str(error).split())[:120]}")
+        return None
+
+
+def last_sign(path: Path, now: float) -> str:
+    """When a run that does not say how it ended wrote its last line."""
+    if not path.is_file():
+        return "it has written no metrics yet"
+    written = path.stat().st_mtime
+    minutes = max(0, round((now - written) / 60))
+    ago = (
+        f"{minutes} min"
+        if minutes < 120
+        else f"{minutes // 60} h"
+        if minutes < 2880
+        else f"{minutes // 1440} days"
+    )
+    return (
+        f"last line {datetime.fromtimestamp(written, UTC):%Y-%m-%d %H:%M} UTC, {ago} before "
+        f"this page"
+    )
+
+
+def number(value: Any) -> float | None:
+    """A number of at most ``MOST`` either way; None for anything else that a file may hold."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return value if abs(value) <= MOST else None  # False for NaN
+
+
+def is_beyond(value: Any) -> bool:
+    """Whether a value is a number that is left out for its size."""
+    return isinstance(value, (int, float)) and abs(value) > MOST
+
+
+def text_or_none(value: Any) -> str | None:
+    """Text in one line; None for nothing."""
+    return None if value is None else " ".join(str(value).split())
+
+
+def flatten(config: Values, prefix: str = "") -> Values:
+    """Dotted names and values of a nested configuration; an empty group has none."""
+    flat: Values = {}
+    for key, value in config.items():
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat

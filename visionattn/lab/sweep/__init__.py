@@ -1,0 +1,3 @@
+"""The head-count ablation: one training configuration at many head counts, attentions, forms, seeds
+and image sizes.
+"""

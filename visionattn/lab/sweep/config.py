@@ -1,0 +1,188 @@
+"""The flags of ``tools/sweep_heads.py`` as a dataclass, and the checks that need neither data nor a
+model.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from visionattn.cli.parsing import parse
+from visionattn.training.config import TrainConfig, check
+
+AttentionName = Literal["taylorshift", "kernelized", "softmax"]
+FormName = Literal["auto", "direct", "efficient"]
+VARIED = {
+    "model.args.num_heads": "heads",
+    "model.args.attention": "attention",
+    "model.args.form": "form",
+    "seed": "seeds",
+    "data.img_size": "img_size",
+    "output": "output",
+    "threads": "threads",
+    "epochs": "epochs",
+}
+"""Keys of the training that have an option of the sweep."""
+FIXED = ("run", "resume", "overwrite", "config")
+"""Keys of the training that each cell has of its own."""
+
+
+@dataclass
+class SweepConfig:
+    """A grid of trainings and what is measured of their models."""
+
+    base: str | None = None
+    """YAML file of the training that is varied, e.g. ``configs/digits.yaml``."""
+    set: list[str] = field(default_factory=list)
+    """Keys in which every training differs from that file, e.g.
+    ``optim.lr=1e-3 model.args.depth=2``.
+    """
+    heads: list[int] | None = None
+    """Head counts, e.g. ``4 8 16``; each must divide the width."""
+    attention: list[AttentionName] | None = None
+    """Attentions, in an otherwise equal network; None: that of the training alone."""
+    form: list[FormName] | None = None
+    """Forms of the attentions that have forms; None: direct and efficient."""
+    train_form: FormName | None = None
+    """Train this form alone and count its accuracy for all forms, which compute the same function;
+    None: each form is trained.
+    """
+    seeds: list[int] = field(default_factory=lambda: [0])
+    """Seeds of the trainings."""
+    img_size: list[int] | None = None
+    """Heights and widths of the images in pixels; None: that of the training."""
+    epochs: int | None = None
+    """Epochs; None: those of the training."""
+    jobs: int = 1
+    """Trainings at a time. Measurements are made one at a time, after them."""
+    threads: int | None = None
+    """CPU threads of each training and of the measurements; None: those of the training."""
+    output: str | None = None
+    """Folder of the sweep; None: ``checkpoints/sweeps/`` and the name of the file of ``base``."""
+    overwrite: bool = False
+    """Delete what an earlier sweep left in the folder."""
+    retry: bool = False
+    """Repeat cells that ended with nan, oom or failed, which are otherwise kept."""
+    remeasure: bool = False
+    """Measure again what was measured."""
+    train: bool = True
+    """False: train nothing; trainings that have ended count."""
+    measure: bool = True
+    """False: measure neither time nor memory."""
+    measure_batch: int = 16
+    """Images per batch of the measurements."""
+    measure_rounds: int = 5
+    """Rounds of the interleaved timing."""
+
+
+def check_options(config: SweepConfig) -> None:
+    """Check signs, repetitions and options that exclude each other.
+
+    Raises:
+        ValueError: one line with the option and what is wrong with it.
+    """
+    if config.base is None:
+        raise ValueError("--base is missing: the YAML file of a training, e.g. configs/digits.yaml")
+    if not config.heads:
+        raise ValueError("--heads is missing: head counts such as 4 8 16")
+    for name in ("heads", "attention", "form", "seeds", "img_size"):
+        values = getattr(config, name)
+        if values is not None and not values:
+            raise ValueError(f"{name} is empty; name values or leave it out")
+        if values and len(set(values)) < len(values):
+            raise ValueError(f"{name} names a value twice: {' '.join(map(str, values))}")
+    positive = {"heads": config.heads, "img_size": config.img_size or [], "jobs": [config.jobs]}
+    positive |= {"measure_batch": [config.measure_batch], "measure_rounds": [config.measure_rounds]}
+    for name, values in positive.items():
+        if min(values, default=1) < 1:
+            raise ValueError(f"{name} must be above 0, got {min(values)}")
+    if min(config.seeds, default=0) < 0:
+        raise ValueError(f"seeds must be at least 0, got {min(config.seeds)}")
+    usual = SweepConfig()
+    pairs = {
+        "train false and retry": not config.train and config.retry,
+        "train false and jobs": not config.train and config.jobs != usual.jobs,
+        "measure false and remeasure": not config.measure and config.remeasure,
+        "measure false and measure_batch": not config.measure
+        and config.measure_batch != usual.measure_batch,
+        "measure false and measure_rounds": not config.measure
+        and config.measure_rounds != usual.measure_rounds,
+        "train false and measure false": not config.train and not config.measure,
+    }
+    for names, both in pairs.items():
+        if both:
+            raise ValueError(f"{names} contradict each other: leave one of them out")
+    if config.train_form and config.form and config.train_form not in config.form:
+        raise ValueError(
+            f"train_form {config.train_form} is not among form {' '.join(config.form)}; add it "
+            f"there"
+        )
+
+
+def read_base(config: SweepConfig) -> TrainConfig:
+    """The training that is varied, with what ``set``, ``epochs`` and ``threads`` change of its
+    file.
+
+    Raises:
+        ValueError, FileNotFoundError: the file or a key is wrong, or a key has an option of the
+            sweep; one line.
+    """
+    words = []
+    for text in config.set:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise ValueError(f"set: wanted KEY=VALUE such as optim.lr=1e-3, got {text!r}")
+        if key in VARIED or key in FIXED:
+            way_out = (
+                f"use --{VARIED[key]}"
+                if key in VARIED
+                else "each training of the sweep has its own"
+            )
+            raise ValueError(f"set: {key} cannot be set here; {way_out}")
+        words.append(f"--{key}={value}")
+    words += [
+        f"--{key}={getattr(config, key)}"
+        for key in ("epochs", "threads")
+        if getattr(config, key) is not None
+    ]
+    base = parse(
+        TrainConfig, ["--config", config.base, *words], prog="sweep_heads.py", description=""
+    )
+    check(base)
+    return base
+
+
+def folder_of(config: SweepConfig, base: TrainConfig) -> Path:
+    """The folder of the sweep."""
+    return (
+        Path(config.output)
+        if config.output
+        else Path(base.output) / "sweeps" / Path(config.base).stem
+    )
+
+
+def parse_sweep(argv: Sequence[str]) -> SweepConfig:
+    """Read and check the flags.
+
+    Raises:
+        ValueError, FileNotFoundError: a flag is wrong; one line.
+    """
+    config = parse(
+        SweepConfig,
+        argv,
+        prog="sweep_heads.py",
+        description="Train and measure one configuration at several head counts, attentions, "
+        "forms, seeds and image sizes.",
+        example=EXAMPLE,
+    )
+    check_options(config)
+    return config
+
+
+EXAMPLE = (
+    "python tools/sweep_heads.py --base configs/digits.yaml --heads 2 4 --epochs 1"
+    " --train_form efficient --set optim.warmup_epochs=0.1 model.args.embed_dim=16 "
+    "model.args.depth=1 data.workers=0"
+    " --output checkpoints/sweeps/try --overwrite"
+)
+"""A sweep of about a minute."""

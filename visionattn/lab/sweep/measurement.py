@@ -1,0 +1,208 @@
+"""What each network costs: memory and backend in a fresh process each, time of all networks of one
+image size in turns.
+
+Owns which measurements are still to be made. The measuring itself is in ``meter.py``, in other
+processes.
+"""
+
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from datetime import UTC, datetime
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from visionattn.cli.ends import Failed
+from visionattn.cli.fresh_process import environment
+from visionattn.cli.provenance import processor
+from visionattn.lab.sweep.cells import last_words
+from visionattn.lab.sweep.config import SweepConfig
+from visionattn.lab.sweep.folder import SweepFolder
+from visionattn.lab.sweep.grid import Network, Plan
+from visionattn.training.build import pick_device
+
+PASSES = ("inference", "training")
+LOG = "measurements.log"
+Told = dict[str, Any]
+
+
+class Meter:
+    """Asks a process for measurements, one at a time; a context, at whose end the process ends.
+
+    Args:
+        plan: the sweep.
+        conditions: device, precision, threads, batch and rounds; measurements under others are made
+            again.
+        folder: of the sweep, open; takes the log.
+        task: "memory" or "time"; what is freed goes back to the system in the first, which costs
+            time.
+    """
+
+    def __init__(self, plan: Plan, conditions: Told, folder: SweepFolder, task: str):
+        self.plan, self.conditions, self.task, self.log = plan, conditions, task, folder.path / LOG
+        with open(self.log, "ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "visionattn.lab.sweep.meter"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=environment(returning=task == "memory"),
+                pass_fds=[folder.lock_number()],
+            )
+
+    def __enter__(self) -> "Meter":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._process.communicate()
+
+    def ask(self, name: str, networks: Sequence[Network]) -> Told:
+        """The answer for a pass, with ``status`` "ok", "oom" or "failed" and, but for the first
+        one, a ``reason``.
+        """
+        begin = self.log.stat().st_size
+        told = self.conditions | {"task": self.task, "pass": name, "spec": asdict(self.plan.spec)}
+        told |= {
+            "optim": asdict(self.plan.base.optim),
+            "networks": [self._describe(network) for network in networks],
+        }
+        with suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(told) + "\n")
+            self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            raise Failed(
+                f"the process that measures ended: {last_words(self.log, begin)}; see {self.log}"
+            )
+        answer = json.loads(line)
+        if answer["status"] != "failed":
+            return answer
+        return answer | {"reason": answer["reason"] or last_words(self.log, begin)}
+
+    def _describe(self, network: Network) -> Told:
+        return {
+            "name": network.name,
+            "model": asdict(self.plan.model(network)),
+            "img_size": network.img_size,
+        }
+
+
+def conditions_of(config: SweepConfig, plan: Plan) -> Told:
+    """What measurements depend on besides the network."""
+    base = plan.base
+    return {
+        "device": pick_device(base.device).type if base.device == "auto" else base.device,
+        "amp": base.amp,
+        "compile": base.compile,
+        "threads": base.threads,
+        "batch": config.measure_batch,
+        "rounds": config.measure_rounds,
+        "torch": torch.__version__,
+        "processor": processor(),
+    }
+
+
+def measure_networks(
+    config: SweepConfig,
+    plan: Plan,
+    folder: SweepFolder,
+    provenance: Told,
+    say: Callable[[str], None],
+) -> None:
+    """Measure what is not measured yet under the present conditions; all networks of one image size
+    are timed together.
+
+    Args:
+        config: the options.
+        plan: the sweep.
+        folder: of the sweep, open; takes what is measured.
+        provenance: of this call; kept with what it measures.
+        say: takes a line at each start.
+    """
+    conditions = conditions_of(config, plan)
+    for _, group in groupby(plan.grid.networks, key=lambda network: network.img_size):
+        found: dict[Network, Told | None] = {}
+        for network in group:
+            known = folder.measurement(network)
+            stale = known is None or known["conditions"] != conditions
+            failed = known is not None and any(known[name]["status"] == "failed" for name in PASSES)
+            found[network] = (
+                None if stale or config.remeasure or (failed and config.retry) else known
+            )
+        if all(known and known["timed"] for known in found.values()):
+            continue
+        if unknown := [network for network, known in found.items() if known is None]:
+            with Meter(plan, conditions, folder, "memory") as meter:
+                found |= measure_memory(unknown, meter, folder, say)
+        with Meter(plan, conditions, folder, "time") as meter:
+            measure_time(found, meter, folder, provenance, say)
+
+
+def measure_memory(
+    networks: Sequence[Network], meter: Meter, folder: SweepFolder, say: Callable[[str], None]
+) -> dict[Network, Told]:
+    """Measure the memory of each network by itself."""
+    found = {}
+    for network in networks:
+        say(f"{network.name}: memory")
+        found[network] = {"network": asdict(network), "conditions": meter.conditions, "timed": None}
+        found[network] |= {name: meter.ask(name, [network]) for name in PASSES}
+        folder.keep_measurement(network, found[network])
+    return found
+
+
+def measure_time(
+    found: dict[Network, Told],
+    meter: Meter,
+    folder: SweepFolder,
+    provenance: Told,
+    say: Callable[[str], None],
+) -> None:
+    """Measure the time of all networks that fit into memory, in turns."""
+    for name in PASSES:
+        timed = [network for network, known in found.items() if known[name]["status"] == "ok"]
+        if timed:
+            say(f"{timed[0].img_size} px, {name}: time of {len(timed)} networks in turns")
+            keep_time(found, name, meter.ask(name, timed))
+    now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    for network, known in found.items():
+        folder.keep_measurement(network, known | {"timed": now, "provenance": provenance})
+
+
+def keep_time(found: dict[Network, Told], name: str, answer: Told) -> None:
+    """Put the seconds of a pass, or why there are none, to what is known of the networks."""
+    for network, known in found.items():
+        entry = known[name]
+        if entry["status"] != "ok":
+            continue
+        entry.pop("seconds", None)
+        if answer["status"] != "ok":
+            entry |= {"status": answer["status"], "reason": answer["reason"]}
+        elif (seconds := answer["seconds"][network.name]) is None:
+            entry |= {
+                "status": "oom",
+                "reason": "out of memory beside the other networks; fewer heads per call need less",
+            }
+        else:
+            entry["seconds"] = seconds
+
+
+def images_per_second(entry: Told | None, batch: int) -> float | None:
+    """The median over the rounds of a pass; None where it was not timed."""
+    return batch / statistics.median(entry["seconds"]) if entry and entry.get("seconds") else None
+
+
+def times_faster(entry: Told | None, than: Told | None) -> float | None:
+    """How many times the images per second of another entry: the median over the rounds that they
+    share.
+    """
+    if not (entry and than and entry.get("seconds") and than.get("seconds")):
+        return None
+    return statistics.median(b / a for a, b in zip(entry["seconds"], than["seconds"], strict=True))

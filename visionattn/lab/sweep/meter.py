@@ -1,0 +1,181 @@
+"""A process that measures networks: ``python -m visionattn.lab.sweep.meter`` takes requests and
+gives answers, a line of JSON each.
+
+Weights are fresh and images random: neither decides what is measured. It knows no files.
+"""
+
+import json
+import multiprocessing
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch import nn
+
+from visionattn.cli.fresh_process import first_to_end
+from visionattn.lab.measure import (
+    attention_backends,
+    interleaved_seconds,
+    is_out_of_memory,
+    memory_kills,
+    peak_bytes,
+    warm_up,
+)
+from visionattn.models.weights import DataSpec
+from visionattn.training.build import build_model
+from visionattn.training.config import ModelConfig, OptimConfig
+from visionattn.training.evaluate import autocast
+from visionattn.training.optimize import make_criterion, make_mixup, make_optimizer, mix_batch
+
+NO_MEMORY = {"status": "oom", "reason": "out of memory"}
+Work = Callable[[], None]
+
+
+def make_work(told: dict[str, Any], network: dict[str, Any], batch: int) -> Work:
+    """One inference or one training step, with weights and a batch of images in memory.
+
+    A training step is the configured one without loading and averaging of weights: forward, loss,
+    backward, clipping, update.
+    """
+    torch.manual_seed(0)
+    device, spec = (
+        torch.device(told["device"]),
+        replace(DataSpec(**told["spec"]), img_size=network["img_size"]),
+    )
+    model = build_model(ModelConfig(**network["model"]), spec)[0].to(device)
+    channels = 1 if spec.encoding == "grey_one_hot" else spec.in_chans
+    images = torch.randint(256, (batch, channels, spec.img_size, spec.img_size), dtype=torch.uint8)
+    inputs = spec.prepare(images.to(device))
+    forward = torch.compile(model) if told["compile"] else model
+    if told["pass"] == "training":
+        return training_step(model.train(), forward, inputs, told, spec)
+    model.eval()
+
+    @torch.inference_mode()
+    def work() -> None:
+        with autocast(device, told["amp"]):
+            forward(inputs)
+
+    return work
+
+
+def training_step(
+    model: nn.Module, forward: nn.Module, inputs: torch.Tensor, told: dict[str, Any], spec: DataSpec
+) -> Work:
+    """A step of the optimiser on one batch."""
+    optim, device = OptimConfig(**told["optim"]), inputs.device
+    optimizer, criterion, mix = (
+        make_optimizer(model, optim),
+        make_criterion(optim),
+        make_mixup(optim, spec.num_classes),
+    )
+    scaler = torch.amp.GradScaler(device.type, enabled=told["amp"] == "fp16")
+    targets = torch.randint(spec.num_classes, (len(inputs),)).to(device)
+    if mix is not None:
+        inputs, targets = mix_batch(mix, inputs, targets)
+
+    def work() -> None:
+        with autocast(device, told["amp"]):
+            logits = forward(inputs)
+        scaler.scale(criterion(logits.float(), targets)).backward()
+        scaler.unscale_(optimizer)
+        if optim.clip_grad:
+            nn.utils.clip_grad_norm_(model.parameters(), optim.clip_grad)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+
+    return work
+
+
+def measure_memory(told: dict[str, Any]) -> dict[str, Any]:
+    """Peak memory of one pass above the level with weights, state of the optimiser and images, and
+    which attention ran.
+
+    ``peak_bytes`` is None where the system cannot measure it.
+    """
+    [network] = told["networks"]
+    work = make_work(told, network, told["batch"])
+    work()  # from here on the optimiser's state is there, and what libraries keep for this size
+    try:
+        peak = peak_bytes(work, told["device"])
+    except NotImplementedError:
+        peak = None
+    return {"peak_bytes": peak, "backends": attention_backends(work)}
+
+
+def measure_time(told: dict[str, Any]) -> dict[str, Any]:
+    """Seconds of a pass of each network in turns, by name, round by round; None for one that does
+    not fit.
+    """
+    works, warm, seconds = {}, [], {}
+    for network in told["networks"]:
+        try:
+            work = make_work(told, network, told["batch"])
+            warm.append(warm_up(work, device=told["device"]))
+            works[network["name"]] = work
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            seconds[network["name"]] = None
+    rounds = dict(rounds=told["rounds"], max_rounds=told["rounds"], device=told["device"])
+    samples = interleaved_seconds(list(works.values()), warm, **rounds) if works else []
+    return {"seconds": seconds | dict(zip(works, samples, strict=True))}
+
+
+def measure(told: dict[str, Any], answer: Connection) -> None:
+    """Measure in this process, the first to end when the system runs out of memory, and send what
+    came of it.
+    """
+    first_to_end()
+    if told["threads"]:
+        torch.set_num_threads(told["threads"])
+    try:
+        found = measure_memory(told) if told["task"] == "memory" else measure_time(told)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        found = NO_MEMORY
+    answer.send({"status": "ok", "reason": None} | found)
+
+
+def measure_apart(told: dict[str, Any]) -> dict[str, Any]:
+    """Measure in a fresh process: ``status`` is "ok", "oom" or "failed", the last with ``reason``
+    None where its traceback tells.
+
+    The process is a fork of this one, which has imported all and computed nothing: no memory was
+    freed and no thread begun.
+    """
+    context, kills = multiprocessing.get_context("fork"), memory_kills()
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=measure, args=(told, sender))
+    process.start()
+    sender.close()
+    try:
+        answer = receiver.recv()
+    except EOFError:
+        answer = None
+    process.join()
+    if answer is not None:
+        return answer
+    if process.exitcode == -signal.SIGKILL and memory_kills() > kills:
+        return NO_MEMORY
+    return {
+        "status": "failed",
+        "reason": f"killed by signal {-process.exitcode}" if process.exitcode < 0 else None,
+    }
+
+
+def main() -> int:
+    """Answer each line of standard input, one request, with a line on standard output."""
+    for line in sys.stdin:
+        print(json.dumps(measure_apart(json.loads(line))), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,196 @@
+"""What ``tools/sweep_heads.py`` does: checks, trains, measures, prints tables, writes files.
+
+Owns the order of these and how a sweep ends.
+"""
+
+import csv
+import shlex
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from visionattn.cli.ends import Failed, Stopped
+from visionattn.cli.tables import csv_text, provenance_of, summary
+from visionattn.lab.sweep.cells import to_train, train_cells
+from visionattn.lab.sweep.config import SweepConfig, folder_of, parse_sweep, read_base
+from visionattn.lab.sweep.folder import HPARAMS, PLOT, ROWS, TABLE, SweepFolder
+from visionattn.lab.sweep.grid import Cell, Network, Plan, make_plan
+from visionattn.lab.sweep.hparams import write_hparams
+from visionattn.lab.sweep.measurement import PASSES, conditions_of, measure_networks
+from visionattn.lab.sweep.plot import draw_sweep
+from visionattn.lab.sweep.table import Outcome, backends, measured_by, records, tables
+from visionattn.training.record import write_text
+
+
+def sweep(argv: Sequence[str], say: Callable[[str], None], *, train: Sequence[str]) -> None:
+    """Run a sweep, or what is left of it.
+
+    Args:
+        argv: the flags.
+        say: takes lines for people.
+        train: the command that trains one cell, to which ``--config FILE`` and the like are added.
+
+    Raises:
+        ValueError, FileNotFoundError: something is wrong with the flags, the training, the data or
+            the folder, or every training failed; one line.
+        Failed: some cells failed; the tables are printed and written before.
+        Stopped: Ctrl-C; the trainings' states are saved.
+    """
+    begin, config = time.monotonic(), parse_sweep(argv)
+    base = read_base(config)
+    folder = SweepFolder(folder_of(config, base))
+    folder.check(base, overwrite=config.overwrite)
+    plan = make_plan(config, base)
+    if not config.overwrite:
+        check_wider(plan, folder)
+    provenance = provenance_of(conditions_of(config, plan)["device"], argv)
+    provenance["command"] = shlex.join(["python", "tools/sweep_heads.py", *argv])
+    if base.threads:  # those of trainings and measurements, not of this process
+        device = provenance["device"].replace(
+            f", {provenance['threads']} threads", f", {base.threads} threads"
+        )
+        provenance |= {"threads": base.threads, "device": device}
+    folder.open(base, overwrite=config.overwrite)
+    try:
+        try:
+            ended = work(config, plan, folder, provenance, say, train)
+        finally:
+            call = {key: provenance[key] for key in ("command", "date", "commit")}
+            calls = folder.keep_call(
+                call | {"jobs": config.jobs, "seconds": round(time.monotonic() - begin, 1)}
+            )
+        if ended:
+            report(plan, folder, provenance, calls, say)
+            check_any_finished(config, plan, folder)
+    finally:
+        folder.close()
+    if not ended:
+        again = "the same command without --overwrite" if config.overwrite else "the same command"
+        raise Stopped(f"stopped; {again} goes on with the trainings that are left")
+    check_failures(config, plan, folder)
+
+
+def work(
+    config: SweepConfig,
+    plan: Plan,
+    folder: SweepFolder,
+    provenance: dict[str, Any],
+    say: Callable[[str], None],
+    train: Sequence[str],
+) -> bool:
+    """Train and, where a training finished or none was asked for, measure what is left; False after
+    Ctrl-C.
+    """
+    cells = plan.grid.cells()
+    wanted = to_train(cells, folder, retry=config.retry) if config.train else []
+    say(
+        f"{len(cells)} trainings of {len(plan.grid.networks)} networks in {folder.path}; "
+        f"{len(wanted)} to train"
+    )
+    if wanted and not train_cells(plan, wanted, folder, jobs=config.jobs, command=train, say=say):
+        return False
+    if config.measure and not (config.train and none_finished(plan, folder)):
+        measure_networks(config, plan, folder, provenance, say)
+    return True
+
+
+def check_wider(plan: Plan, folder: SweepFolder) -> None:
+    """Raise ValueError where the folder's table has networks that this call does not name: it would
+    be replaced by less.
+    """
+    written = folder.path / ROWS
+    if not written.is_file():
+        return
+    rows = {Cell(network, seed).name for network in plan.grid.networks for seed in plan.grid.seeds}
+    with open(written, encoding="utf-8", newline="") as file:
+        missing = [name for row in csv.DictReader(file) if (name := row_name(row)) not in rows]
+    if missing:
+        raise ValueError(
+            f"{written} has rows that this call does not name, e.g. {missing[0]}; name them too, "
+            f"or choose another --output"
+        )
+
+
+def row_name(row: dict[str, str]) -> str:
+    """The name of the network and seed of a row of the table."""
+    network = Network(
+        row["attention"], int(row["heads"]), row["form"] or None, int(row["img_size"])
+    )
+    return Cell(network, int(row["seed"])).name
+
+
+def none_finished(plan: Plan, folder: SweepFolder) -> bool:
+    """Whether every training ended, and none finished."""
+    endings = [folder.ending(cell) for cell in plan.grid.cells()]
+    return all(ending and ending.status != "finished" for ending in endings)
+
+
+def check_any_finished(config: SweepConfig, plan: Plan, folder: SweepFolder) -> None:
+    """Raise ValueError with the first reason where no training finished."""
+    if config.train and none_finished(plan, folder):
+        cells = plan.grid.cells()
+        first = folder.ending(cells[0])
+        raise ValueError(
+            f"every one of the {len(cells)} trainings failed, the first with {first.status}: "
+            f"{first.reason}; the logs are in "
+            f"{folder.runs}, --retry repeats them"
+        )
+
+
+def report(
+    plan: Plan,
+    folder: SweepFolder,
+    provenance: dict[str, Any],
+    calls: Sequence[dict[str, Any]],
+    say: Callable[[str], None],
+) -> None:
+    """Print the tables and write table, rows, plot and TensorBoard's hyperparameters."""
+    outcome = Outcome.read(plan, folder)
+    took = sum(call["seconds"] for call in calls)
+    trained = [ending for ending in outcome.endings.values() if ending]
+    seconds = sum(ending.seconds for ending in trained)
+    source = measured_by(outcome) or [summary(provenance)]
+    notes = [*backends(outcome), *source]
+    notes += [
+        f"{len(trained)} trainings of together {seconds:.0f} s; all of it took {took:.0f} s in "
+        f"{len(calls)} call(s)"
+    ]
+    text = "\n".join(
+        [tables(outcome), *(f"- {note}" for note in notes), f"- `{provenance['command']}`"]
+    )
+    say("\n" + text)
+    write_text(folder.path / TABLE, text + "\n")
+    write_text(folder.path / ROWS, csv_text(records(outcome), provenance | {"sweep_seconds": took}))
+    draw_sweep(folder.path / PLOT, outcome, "\n".join(source))
+    write_hparams(folder.path / HPARAMS, outcome)
+    say(f"- written: {', '.join(str(folder.path / name) for name in (TABLE, ROWS, PLOT, HPARAMS))}")
+
+
+def check_failures(config: SweepConfig, plan: Plan, folder: SweepFolder) -> None:
+    """Raise ``Failed`` with the first reason where some training or some measurement failed,
+    ValueError where all did.
+
+    Measurements that do not fit into memory are results, and no failures.
+    """
+    outcome = Outcome.read(plan, folder)
+    failed = [
+        f"{cell.name} ended with {ending.status}: {ending.reason}"
+        for cell, ending in outcome.endings.items()
+        if ending and ending.status != "finished"
+    ]
+    failed += [
+        f"the {name} of {network.name} could not be measured: "
+        f"{outcome.entry(network, name)['reason']}"
+        for network in plan.grid.networks
+        for name in PASSES
+        if (outcome.entry(network, name) or {}).get("status") == "failed"
+    ]
+    if not config.train and all(
+        outcome.entry(network, name)["status"] == "failed"
+        for network in plan.grid.networks
+        for name in PASSES
+    ):
+        raise ValueError(f"every measurement failed: {failed[0]}; --retry repeats them")
+    if failed:
+        more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
+        raise Failed(f"{failed[0]}{more}; --retry repeats what failed")

@@ -1,0 +1,227 @@
+"""Where kernels are launched: block sizes from one table, and limits checked before a GPU is asked.
+No Triton in here.
+
+``launches.json`` beside this file has, for each kernel, one row for each range of widths and size
+of the elements; ``tools/benchmark.py --tune`` measures and writes the section of the GPU at hand,
+and the section "default" serves all others.
+"""
+
+import json
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+from math import gcd
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from visionattn.ops.sums import tokens_first  # noqa: F401  kernels take it from here
+
+TABLE = Path(__file__).with_name("launches.json")
+GRID_LIMITS = (2**31 - 1, 65_535, 65_535)
+OCTET = 8
+NOT_OF_KERNELS = frozenset({"d", "e", "bits", "ctas"})
+"""Entries of a row that say when it is taken and how many of its programs a multiprocessor holds.
+"""
+ROUNDS = 8
+"""In how many rounds at most the programs of a launch shall run."""
+
+
+@lru_cache(maxsize=1)
+def _table() -> tuple[
+    dict[str, dict[str, list[dict[str, int]]]], dict[tuple, tuple], dict[tuple, dict]
+]:
+    """The table, and the rows and the options that were found in it, since each launch asks for its
+    own.
+    """
+    return json.loads(TABLE.read_text()), {}, {}
+
+
+def forget() -> None:
+    """Read the table anew at the next launch: it was rewritten, or ``launch_row`` gives other
+    rows.
+    """
+    _table.cache_clear()
+
+
+@lru_cache(maxsize=64)
+def capability(device: torch.device) -> str | None:
+    """Compute capability as "9.0"; None where the device is no GPU, or one that a fake tensor alone
+    is on.
+    """
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    return ".".join(map(str, torch.cuda.get_device_capability(device)))
+
+
+def launch_row(
+    kernel: str, d: int, e: int, dtype: torch.dtype, device: torch.device
+) -> dict[str, int]:
+    """Block sizes, warps and stages of a kernel: the row of the least widths that hold ``d`` and
+    ``e``; not to be changed.
+
+    Raises:
+        ValueError: no row holds these widths.
+    """
+    return _row(kernel, d, e, dtype, device)[0]
+
+
+def resident_programs(kernel: str, d: int, e: int, dtype: torch.dtype, device: torch.device) -> int:
+    """How many programs of a kernel the GPU holds at once, by ``ctas`` of its row: 2 a
+    multiprocessor where it has none.
+
+    Raises:
+        ValueError: no row holds these widths.
+    """
+    return _row(kernel, d, e, dtype, device)[1] * _multiprocessors(device)
+
+
+def _row(
+    kernel: str, d: int, e: int, dtype: torch.dtype, device: torch.device
+) -> tuple[dict[str, int], int]:
+    """What a kernel is given of its row, and how many of its programs a multiprocessor holds."""
+    (sections, found, _), asked = _table(), (kernel, d, e, dtype, device)
+    if asked in found:
+        return found[asked]
+    bits = 8 * dtype.itemsize
+    for section in (capability(device), "default"):
+        rows = sections.get(section, {}).get(kernel, ())
+        fit = [row for row in rows if row["d"] >= d and row["e"] >= e and row["bits"] == bits]
+        if fit:
+            row = min(fit, key=lambda row: (row["d"], row["e"]))
+            given = {name: value for name, value in row.items() if name not in NOT_OF_KERNELS}
+            found[asked] = given, row.get("ctas", 2)
+            return found[asked]
+    raise ValueError(f"{kernel}: no launch of d = {d}, e = {e} in {bits} bits in {TABLE.name}")
+
+
+def run(kernel, grid: Sequence[int], *args: object, **meta: object) -> None:
+    """Launch ``kernel[grid](*args, **meta)``. Nothing to do for an empty grid.
+
+    Raises:
+        ValueError: a grid beyond what CUDA launches.
+    """
+    check_grid(kernel.__name__, grid)
+    if not all(grid):
+        return
+    with _on_device_of(args):
+        kernel[tuple(grid)](*args, **meta)
+
+
+def _on_device_of(args: Sequence[object]) -> AbstractContextManager:
+    """Triton launches on the current GPU: switch to that of the tensors where it is another."""
+    device = next(x.device for x in args if isinstance(x, Tensor))
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
+
+
+def check_grid(name: str, grid: Sequence[int]) -> None:
+    """Raise ValueError for a grid beyond 2^31 - 1 programs on the first axis or 65,535 on
+    another.
+    """
+    if any(size > limit for size, limit in zip(grid, GRID_LIMITS, strict=False)):
+        raise ValueError(
+            f"{name}: a grid of {tuple(grid)} programs is beyond {GRID_LIMITS[: len(grid)]}"
+        )
+
+
+def cdiv(size: int, block: int) -> int:
+    """How many blocks hold ``size``. Triton's own is a function of kernels too, which takes four
+    microseconds.
+    """
+    return -(-size // block)
+
+
+def block(width: int) -> int:
+    """The block that holds a width: a power of two, 16 at least, as products of matrices want."""
+    return max(16, 1 << (width - 1).bit_length())
+
+
+def precision(dtype: torch.dtype) -> str:
+    """How products of this dtype are formed: float32 in three passes of tf32, which keeps it to
+    about 1e-6.
+    """
+    return "tf32x3" if dtype == torch.float32 else "ieee"
+
+
+def remembered(make: Callable[..., object], *asked: Hashable) -> object:
+    """``make(*asked)``, made anew only after the table was read anew: for what rows and sizes alone
+    decide.
+    """
+    known = _table()[2]
+    place = make, asked
+    if place not in known:
+        known[place] = make(*asked)
+    return known[place]
+
+
+def options(kernel: str, q: Tensor, v: Tensor) -> dict[str, object]:
+    """Compile-time values for ``q [B, h, N, d]`` and ``v [B, h, M, e]``; not to be changed.
+
+    The row of the table, widths and their blocks, and the precision.
+    """
+    return remembered(_options, kernel, q.shape[3], v.shape[3], q.dtype, q.device)
+
+
+def _options(
+    kernel: str, d: int, e: int, dtype: torch.dtype, device: torch.device
+) -> dict[str, object]:
+    sizes = dict(D=d, E=e, BLOCK_D=block(d), BLOCK_E=block(e), PRECISION=precision(dtype))
+    return launch_row(kernel, d, e, dtype, device) | sizes
+
+
+def octets(x: Tensor) -> tuple[int, ...]:
+    """Strides of all axes but the last, in units of 8 elements, so that kernels know how addresses
+    are aligned.
+    """
+    return tuple([stride // OCTET for stride in x.stride()[:-1]])  # noqa: C409  half the time of a generator
+
+
+def readable(x: Tensor) -> Tensor:
+    """``x`` itself where kernels can read it as it lies, else a copy.
+
+    They can where the last axis is contiguous and all other strides are whole octets.
+    """
+    *outer, last = x.stride()
+    if last == 1 and gcd(OCTET, *outer) == OCTET:
+        return x
+    apart = (stride for stride, size in zip(outer, x.shape[:-1], strict=True) if size > 1)
+    contiguous = last == 1 or x.shape[-1] == 1
+    return x if contiguous and not any(stride % OCTET for stride in apart) else x.contiguous()
+
+
+@lru_cache(maxsize=1024)
+def segments(tokens: int, programs: int, block_tokens: int, resident: int, least: int = 2) -> int:
+    """Into how many parts to cut the tokens, each handled by a program of its own.
+
+    Programs run in rounds of ``resident``, and a last round that is not full takes as long as the
+    others: of the numbers of parts that fill one to eight rounds, the one with the fewest blocks of
+    tokens in all rounds together. A part costs two blocks more than it holds, for what a program
+    does but once, so that no part is cut for next to nothing.
+
+    Args:
+        tokens: of each program, before cutting.
+        programs: how many there would be without cutting.
+        block_tokens: tokens of one step of a program.
+        resident: how many programs the GPU holds at once (``resident_programs``).
+        least: steps of each part at least.
+    """
+    most = max(1, tokens // (least * block_tokens))
+    full = (rounds * resident // max(1, programs) for rounds in range(1, ROUNDS + 1))
+    candidates = {min(max(1, parts), most) for parts in full}
+
+    def blocks_in_turn(parts: int) -> int:
+        return -(-programs * parts // resident) * (-(-tokens // (parts * block_tokens)) + 2)
+
+    return min(sorted(candidates), key=blocks_in_turn)
+
+
+@lru_cache(maxsize=64)
+def _multiprocessors(device: torch.device) -> int:
+    return (
+        torch.cuda.get_device_properties(device).multi_processor_count
+        if device.type == "cuda"
+        else 2
+    )

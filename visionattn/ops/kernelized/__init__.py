@@ -1,0 +1,3 @@
+"""Kernelized attention: weights that are products of feature maps. Source: Katharopoulos et al.
+2020.
+"""

@@ -1,0 +1,142 @@
+"""Kernelized attention: weights ``phi(q_i) . phi(k_j)``, whose sums need the keys only as one
+``d x e`` state.
+"""
+
+import torch
+from torch import Tensor
+
+from visionattn.ops.checks import check_attention, check_options
+from visionattn.ops.feature_maps import (
+    FeatureMap,
+    get_feature_map,
+    is_per_token,
+    key_features,
+    map_name,
+    query_features,
+)
+from visionattn.ops.gpu.why_not import takes_kernels
+from visionattn.ops.kernelized.eager import kernel_sums
+from visionattn.ops.kernelized.gpu import kernel_mean
+from visionattn.ops.pairs.mean import mean_of_pairs, takes_pairs
+from visionattn.ops.position.kinds import Flat, RelativePosition, key_counts, mean_with_relative
+from visionattn.ops.position.place_numbers import place_of
+from visionattn.ops.sums import Sums, accumulation_dtype, without_autocast
+from visionattn.ops.value_drop import drop_values
+
+
+def _check_causal(feature_map: FeatureMap, relative: RelativePosition | None) -> None:
+    if not is_per_token(feature_map):
+        raise ValueError(
+            'causal: keys of a feature_map such as "softmax" depend on those that follow; take '
+            '"elu1" or "relu"'
+        )
+    if relative is not None and not isinstance(relative, Flat):
+        kind = type(relative).__name__
+        raise ValueError(
+            f"causal: wanted relative position along the sequence, Flat, got {kind}, whose order "
+            f"is that of a grid"
+        )
+    if relative is not None and relative.layout is not None and relative.layout.kept is not None:
+        raise ValueError("causal: wanted a layout of all patches in their order, got one with kept")
+
+
+def _content_sums(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    feature_map: FeatureMap,
+    causal: bool,
+    form: str,
+) -> Sums:
+    """Sums of the content term. A map that the operator does not know is applied here, to keys that
+    are 0 where masked.
+    """
+    if map_name(feature_map) == "given":
+        dtype = accumulation_dtype(q, k, v)
+        q = query_features(feature_map, q.to(dtype))
+        k = key_features(feature_map, k.to(dtype), key_mask, q.shape[3])
+    causal = causal and v.numel() > 0  # nothing has no order
+    values, mass, _, _ = kernel_sums(q, k, v, key_mask, map_name(feature_map), causal, form)
+    return Sums(values, mass)
+
+
+def kernelized_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    feature_map: str | FeatureMap = "elu1",
+    causal: bool = False,
+    relative: RelativePosition | None = None,
+    key_mask: Tensor | None = None,
+    value_drop: float = 0.0,
+    generator: torch.Generator | None = None,
+    form: str = "auto",
+    impl: str = "auto",
+) -> Tensor:
+    """Weighted mean of the values under ``phi(q) . phi(k)`` plus the relative term.
+
+    Args:
+        q, k, v: ``[B, h, N, d]``, ``[B, h, M, d]``, ``[B, h, M, e]``; sums are float32 (float64 for
+            float64 inputs).
+        feature_map: "elu1", "relu", "softmax" (Shen: over features for q, over positions for k), or
+            an object with ``.query(x)`` and ``.key(x)``, such as ``RandomFeatures``.
+        causal: query i sees the keys ``j <= i``, all of them where ``i >= M``; not for "softmax",
+            nor on a grid.
+        relative: linear relative position; see ``relative.py``.
+        key_mask: bool ``[B, M]``, True takes part. A query without any key, or whose features meet
+            none, gets 0.
+        value_drop: drop whole rows of v with this probability and scale up the others; see
+            ``value_drop.py``.
+        generator: of the draws of value_drop.
+        form: "efficient" is O((N + M) d e), "direct" O(N M d); "auto" is the one expected to be the
+            faster, see ``choice.py``. They agree to rounding.
+        impl: "triton" runs the GPU kernels or raises why not, "eager" PyTorch's own; "auto" takes
+            kernels on a GPU where they exist (``triton/why_not.py``). They agree within the
+            precision of the inputs.
+
+    Returns:
+        ``[B, h, N, e]`` in the dtype of v.
+
+    Raises:
+        ValueError: shapes, dtypes, devices, names or tables that do not fit; causal with what has
+            no such order.
+        NotImplementedError: impl="triton" where there is no kernel for these inputs.
+
+    Source: Katharopoulos et al. 2020, eq. 4 to 6, causal eq. 8 to 12; with relative position
+    Scaleformer, eq. 9 and 10.
+    """
+    check_attention(q, k, v, key_mask, relative)
+    check_options(form=form, impl=impl, value_drop=value_drop, generator=generator, device=q.device)
+    feature_map = get_feature_map(feature_map)
+    if causal:
+        _check_causal(feature_map, relative)
+    options = dict(
+        key_mask=key_mask,
+        relative=relative,
+        feature_map=map_name(feature_map),
+        causal=causal,
+        form=form,
+    )
+    if takes_kernels(impl, "kernelized", q, k, v, **options):
+        v = drop_values(v.float(), value_drop, generator).to(v.dtype) if value_drop else v
+        table = None if relative is None else relative.table
+        return kernel_mean(
+            q, k, v, key_mask, table, options["feature_map"], causal, place_of(relative)
+        )[0]
+    dtype, name = accumulation_dtype(q, k, v), options["feature_map"]
+    with without_autocast(q):
+        value = drop_values(v.to(dtype), value_drop, generator) if value_drop else v
+        count = key_counts(k, key_mask, causal, q.shape[2], dtype)
+        if not causal and name != "given" and takes_pairs("kernelized", form, q, v, relative):
+            return mean_of_pairs(q, k, value, key_mask, relative, count, feature_map=name).to(
+                v.dtype
+            )
+        query, value = (
+            (q, value) if relative is None else (q.to(dtype), value.to(dtype))
+        )  # gradients of two terms add in dtype
+        sums = _content_sums(query, k, value, key_mask, feature_map, causal, form)
+        if relative is not None and key_mask is not None:
+            value = value.masked_fill(~key_mask[:, None, :, None], 0)
+        return mean_with_relative(sums, relative, query, value, count, key_mask, causal).to(v.dtype)

@@ -1,0 +1,355 @@
+"""Sums of values and weights of kernelized attention, chunked, as one operator with its gradient.
+
+A chunk of tokens at a time is mapped to features and laid out in a buffer (``kernel_chunks.py``),
+in the forward pass and again in the backward pass, so that autograd keeps q, k and v themselves.
+Loops over tokens stand inside the operator: a compiler sees one node whatever N is.
+
+In most passes values travel with a column of ones behind them, ``v1 = [v, 1]``: sums of values and
+mass are one product then. Here ``e1 = e + 1``, ``f`` is the number of features and
+``g = images * heads`` those of one chunk.
+
+A causal pass goes through segments of several blocks of 64 tokens: the masked products of all
+blocks of a segment, the state of each, and their running sums are one batched product each.
+
+    segment  | block 0 | block 1 | ... |  state before block b = running state + states of 0 .. b-1
+
+The relative term and the division belong to ``kernelized.py``.
+"""
+
+import torch
+from torch import Tensor
+
+from visionattn.ops.choice import choose_form
+from visionattn.ops.chunking import chunks
+from visionattn.ops.form_ran import form_ran
+from visionattn.ops.kernelized.operands import Features, Rows, WithMass, plan_chunks, put
+from visionattn.ops.quadratic import blocked_scores, blocked_scores_backward
+from visionattn.ops.sums import accumulation_dtype, no_double_backward, without_autocast
+
+BLOCK_TOKENS = 64
+
+
+def _join(s: Tensor, z: Tensor, b: slice, dtype: torch.dtype) -> Tensor:
+    """S ``[B, h, f, e]`` and Z ``[B, h, f]`` of some images as one ``[g, f, e1]``."""
+    return torch.cat([s[b], z[b].unsqueeze(3)], dim=3).flatten(0, 1).to(dtype)
+
+
+def _efficient_forward(q: Features, k: Features, v: WithMass, outputs: tuple[Tensor, ...]) -> None:
+    """Values and mass apart: nothing is laid out anew but the features, and the products have whole
+    widths.
+    """
+    values, mass, s, z = outputs
+    n, m = q.x.shape[2], k.x.shape[2]
+    images, size = plan_chunks(values, max(n, m), max(k.width, v.width))
+    for b in images:
+        own, own_mass, state, keys_sum = (x[b].flatten(0, 1) for x in outputs)
+        state.zero_(), keys_sum.zero_()
+        for t in chunks(m, size):
+            keys = k.load(b, t)
+            state.baddbmm_(keys.mT, v.x[b, :, t].to(v.dtype).flatten(0, 1))
+            keys_sum += keys.sum(1)
+        for t in chunks(n, size):
+            queries = q.load(b, t)
+            torch.bmm(queries, state, out=own[:, t])
+            own_mass[:, t] = torch.bmm(queries, keys_sum.unsqueeze(2)).squeeze(2)
+
+
+def _zero_state(k: Features, v: WithMass, b: slice) -> Tensor:
+    x = k.x[b]
+    return x.new_zeros(x.shape[0] * x.shape[1], k.width, v.width, dtype=k.dtype)
+
+
+def _efficient_backward(
+    q: Features, k: Features, v: WithMass, g: WithMass, state, d_state, grads
+) -> None:
+    (dq, dk, dv), n, m = grads, q.x.shape[2], k.x.shape[2]
+    images, size = plan_chunks(dq, max(n, m), max(k.width, v.width))
+    for b in images:
+        ds, s = d_state(b), state(b)
+        for t in chunks(n, size):
+            grad = g.load(b, t)
+            ds.baddbmm_(q.load(b, t).mT, grad)
+            q.store(torch.bmm(grad, s.mT), b, t, dq)
+        for t in chunks(m, size):
+            put(torch.bmm(k.load(b, t), ds[..., :-1]), b, t, dv)
+            k.store(torch.bmm(v.load(b, t), ds.mT), b, t, dk)
+
+
+def _blocks(x: Tensor) -> Tensor:
+    """``[g, T, c]`` as blocks, ``[g * T / 64, 64, c]``; a copy where the tokens of a head are part
+    of more.
+    """
+    return x.reshape(-1, BLOCK_TOKENS, x.shape[2])
+
+
+def _states_of_blocks(x: Tensor, y: Tensor, running: Tensor, *, reverse: bool = False) -> Tensor:
+    """The state before each block (reverse: after it), ``[g * T / 64, f, e1]``;
+    ``running [g, f, e1]`` goes on past them all.
+
+    Args:
+        x, y: ``[g, T, f]`` and ``[g, T, e1]``; the state of a block is ``x^T y``.
+    """
+    own = torch.bmm(_blocks(x).mT, _blocks(y)).view(x.shape[0], -1, x.shape[2] * y.shape[2])
+    others = own.new_ones(own.shape[1], own.shape[1])
+    others = others.triu_(1) if reverse else others.tril_(-1)
+    start = running.flatten(1).unsqueeze(1)
+    states = torch.baddbmm(start, others.expand(x.shape[0], -1, -1), own).view(
+        -1, x.shape[2], y.shape[2]
+    )
+    running += own.sum(1).view_as(running)
+    return states
+
+
+def _causal_forward(q: Features, k: Features, v: WithMass, outputs: tuple[Tensor, ...]) -> None:
+    """Values and mass apart, as in ``_efficient_forward``; the state before a block is ``S`` and
+    ``Z`` there.
+    """
+    values, mass, s, z = outputs
+    rows, n, m = Rows(v.x, v.dtype), q.x.shape[2], k.x.shape[2]
+    images, size = plan_chunks(values, max(n, m), k.width + v.width, BLOCK_TOKENS)
+    for b in images:
+        running, running_sum = s[b].flatten(0, 1).zero_(), z[b].flatten(0, 1).unsqueeze(2).zero_()
+        for start in range(0, n, size):
+            t = slice(start, start + size)
+            queries, keys, x = (_blocks(part.load(b, t)) for part in (q, k, rows))
+            states = _before_each_block(torch.bmm(keys.mT, x), running)
+            sums = _before_each_block(keys.sum(1).unsqueeze(2), running_sum)
+            scores = torch.bmm(queries, keys.mT).tril_()
+            put(
+                torch.bmm(scores, x).baddbmm_(queries, states).view(len(running), -1, x.shape[2]),
+                b,
+                t,
+                values,
+            )
+            own_mass = scores.sum(2).unsqueeze(2).baddbmm_(queries, sums)
+            put(own_mass.view(len(running), -1, 1), b, t, mass.unsqueeze(3))
+        for start in range(-(-n // size) * size, m, size):  # keys that no query sees
+            t = slice(start, start + size)
+            keys = k.load(b, t)
+            running.baddbmm_(keys.mT, rows.load(b, t))
+            running_sum += keys.sum(1).unsqueeze(2)
+
+
+def _before_each_block(own: Tensor, running: Tensor) -> Tensor:
+    """``running [g, f, c]`` plus the sums ``own [g * blocks, f, c]`` of the blocks before each;
+    adds them all to ``running``.
+    """
+    own = own.view(running.shape[0], -1, *running.shape[1:])
+    out, state = torch.empty_like(own), running
+    for i in range(own.shape[1]):
+        out[:, i] = state
+        state += own[:, i]
+    return out.flatten(0, 1)
+
+
+def _causal_backward(q: Features, k: Features, v: WithMass, g: WithMass, d_state, grads) -> None:
+    """A sweep forward gives dq, a sweep back dk and dv. Source: Katharopoulos et al. 2020, eq. 13
+    to 15; the mass is ours.
+    """
+    (dq, dk, dv), n, m = grads, q.x.shape[2], k.x.shape[2]
+    images, size = plan_chunks(dq, max(n, m), k.width + v.width, BLOCK_TOKENS)
+    segments = [slice(start, start + size) for start in range(0, max(n, m), size)]
+    for b in images:
+        running = _zero_state(k, v, b)
+        for t in segments[: -(-n // size)]:
+            grad, keys, x = g.load(b, t), k.load(b, t), v.load(b, t)
+            states = _states_of_blocks(keys, x, running)
+            scores = torch.bmm(_blocks(grad), _blocks(x).mT).tril_()
+            d_queries = torch.bmm(scores, _blocks(keys)).baddbmm_(_blocks(grad), states.mT)
+            q.load(b, t)
+            q.store(d_queries.view_as(keys), b, t, dq)
+        running = d_state(b)
+        for t in segments[-(-m // size) :]:  # queries that see all keys
+            running.baddbmm_(q.load(b, t).mT, g.load(b, t))
+        for t in reversed(segments[: -(-m // size)]):
+            grad, queries, keys, x = g.load(b, t), q.load(b, t), k.load(b, t), v.load(b, t)
+            states = _states_of_blocks(queries, grad, running, reverse=True)
+            scores = torch.bmm(_blocks(queries), _blocks(keys).mT).tril_()
+            d_values = torch.bmm(scores.mT, _blocks(grad)).baddbmm_(_blocks(keys), states)
+            put(d_values.view_as(x), b, t, dv)
+            d_scores = torch.bmm(_blocks(grad), _blocks(x).mT).tril_()
+            d_keys = torch.bmm(d_scores.mT, _blocks(queries)).baddbmm_(_blocks(x), states.mT)
+            k.store(d_keys.view_as(keys), b, t, dk)
+
+
+def _direct_forward(
+    q: Features, k: Features, v: WithMass, outputs: tuple[Tensor, ...], causal: bool
+) -> None:
+    values, mass, s, z = outputs
+    n, m = q.x.shape[2], k.x.shape[2]
+    for b in plan_chunks(values, max(n, m), max(k.width, v.width))[0]:
+        keys, x = k.load(b, slice(0, m)), v.load(b, slice(0, m))
+        put(
+            blocked_scores(q.load(b, slice(0, n)), keys, x, causal=causal),
+            b,
+            slice(None),
+            values,
+            mass,
+        )
+        put(torch.bmm(keys.mT, x), b, slice(None), s, z)
+
+
+def _direct_backward(
+    q: Features, k: Features, v: WithMass, g: WithMass, d_state, grads, causal: bool
+) -> None:
+    (dq, dk, dv), n, m = grads, q.x.shape[2], k.x.shape[2]
+    for b in plan_chunks(dq, max(n, m), max(k.width, v.width))[0]:
+        queries, keys = slice(0, n), slice(0, m)
+        operands = g.load(b, queries), q.load(b, queries), k.load(b, keys), v.load(b, keys)
+        d_queries, d_keys, d_values = blocked_scores_backward(*operands, causal=causal)
+        ds = d_state(b)
+        put(d_values.baddbmm_(operands[2], ds), b, keys, dv)
+        k.store(d_keys.baddbmm_(operands[3], ds.mT), b, keys, dk)
+        q.store(d_queries, b, queries, dq)
+
+
+def form_taken(
+    form: str,
+    causal: bool,
+    q_shape: tuple[int, ...],
+    v_shape: tuple[int, ...],
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+) -> str:
+    """The form that runs, "direct" or "efficient", for ``q [B, h, N, d]`` and
+    ``v [B, h, M, e]``.
+    """
+    if form != "auto":
+        return form
+    (batch, heads, n, d), (_, _, m, e) = q_shape, v_shape
+    operation = "kernelized causal" if causal else "kernelized"
+    return choose_form(operation, n, m, d, e, heads=heads, batch=batch, dtype=dtype, device=device)
+
+
+def _operands(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, feature_map: str):
+    dtype = accumulation_dtype(q, k, v)
+    absent = None if key_mask is None else ~key_mask
+    return (
+        Features(q, feature_map, dtype),
+        Features(k, feature_map, dtype, absent),
+        WithMass(v, dtype),
+    )
+
+
+@torch.library.custom_op("visionattn::kernel_sums", mutates_args=())
+def kernel_sums(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    feature_map: str,
+    causal: bool,
+    form: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Sums of values and weights under ``w_ij = phi(q_i) . phi(k_j)``, and the state of the keys.
+
+    Args:
+        q, k, v: ``[B, h, N, d]``, ``[B, h, M, d]``, ``[B, h, M, e]``, any strides and floating
+            dtypes.
+        key_mask: bool ``[B, M]``; features of the other keys are 0, whatever finite numbers these
+            hold.
+        feature_map: "elu1", "relu", or "given": q and k are features already.
+        causal: query i sees keys ``j <= i`` alone, all of them where ``i >= M``.
+        form: "direct" works on blocks of scores, O(N M (d + e)); "efficient" is O((N + M) d e);
+            "auto" is the one expected to be the faster.
+
+    Returns:
+        values ``[B, h, N, e]``, mass ``[B, h, N]``, S ``[B, h, d, e]`` and Z ``[B, h, d]`` of all
+        keys, also those that no query sees; float32 (float64 if any input is).
+
+    Source: Katharopoulos et al. 2020, eq. 6 and, causal, eq. 9 to 12; segments and blocks are ours.
+    """
+    queries, keys, x = _operands(q, k, v, key_mask, feature_map)
+    (batch, heads, n, d), e = q.shape, v.shape[3]
+    shapes = (batch, heads, n, e), (batch, heads, n), (batch, heads, d, e), (batch, heads, d)
+    outputs = tuple(q.new_empty(shape, dtype=x.dtype) for shape in shapes)
+    form = form_taken(form, causal, q.shape, v.shape, dtype=x.dtype, device=q.device.type)
+    with form_ran("kernelized causal" if causal else "kernelized", form):
+        if form == "direct":
+            _direct_forward(queries, keys, x, outputs, causal)
+        else:
+            (_causal_forward if causal else _efficient_forward)(queries, keys, x, outputs)
+    return outputs
+
+
+@kernel_sums.register_fake
+def _(q, k, v, key_mask, feature_map, causal, form):
+    like, (batch, heads, n, d), e = (
+        q.new_empty((), dtype=accumulation_dtype(q, k, v)),
+        q.shape,
+        v.shape[3],
+    )
+    sums = like.new_empty(batch, heads, n, e), like.new_empty(batch, heads, n)
+    return *sums, like.new_empty(batch, heads, d, e), like.new_empty(batch, heads, d)
+
+
+@torch.library.custom_op("visionattn::kernel_sums_backward", mutates_args=())
+def kernel_sums_backward(
+    d_values: Tensor,
+    d_mass: Tensor,
+    d_s: Tensor | None,
+    d_z: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    s: Tensor | None,
+    z: Tensor | None,
+    feature_map: str,
+    causal: bool,
+    form: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of ``kernel_sums`` with respect to q, k and v, in their dtypes; the features are
+    made anew.
+    """
+    queries, keys, x = _operands(q, k, v, key_mask, feature_map)
+    grad = WithMass(d_values, x.dtype, d_mass)
+    grads = tuple(t.new_empty(t.shape) for t in (q, k, v))
+
+    def d_state(b: slice) -> Tensor:
+        return _zero_state(keys, x, b) if d_s is None else _join(d_s, d_z, b, x.dtype)
+
+    if form_taken(form, causal, q.shape, v.shape, dtype=x.dtype, device=q.device.type) == "direct":
+        _direct_backward(queries, keys, x, grad, d_state, grads, causal)
+    elif causal:
+        _causal_backward(queries, keys, x, grad, d_state, grads)
+    else:
+        _efficient_backward(
+            queries, keys, x, grad, lambda b: _join(s, z, b, x.dtype), d_state, grads
+        )
+    return grads
+
+
+@kernel_sums_backward.register_fake
+def _(d_values, d_mass, d_s, d_z, q, k, v, key_mask, s, z, feature_map, causal, form):
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+no_double_backward(kernel_sums_backward)
+
+
+def _setup_context(ctx, inputs, output):
+    q, k, v, key_mask, *ctx.options = inputs
+    (_, mass, s, z), (_, causal, form) = output, ctx.options
+    ctx.set_materialize_grads(False)
+    ctx.shape = (*mass.shape, v.shape[3])
+    ctx.save_for_backward(
+        q, k, v, key_mask, *((None, None) if causal or form == "direct" else (s, z))
+    )
+
+
+def _backward(ctx, d_values, d_mass, d_s, d_z):
+    q, k, v, *others = ctx.saved_tensors
+    like = q.new_zeros((), dtype=accumulation_dtype(q, k, v))
+    d_values = like.expand(ctx.shape) if d_values is None else d_values
+    d_mass = like.expand(ctx.shape[:-1]) if d_mass is None else d_mass
+    if d_s is not None or d_z is not None:
+        d_s = like.expand(*k.shape[:2], k.shape[3], v.shape[3]) if d_s is None else d_s
+        d_z = like.expand(*k.shape[:2], k.shape[3]) if d_z is None else d_z
+    with without_autocast(q):
+        grads = kernel_sums_backward(d_values, d_mass, d_s, d_z, q, k, v, *others, *ctx.options)
+    return *grads, None, None, None, None
+
+
+kernel_sums.register_autograd(_backward, setup_context=_setup_context)

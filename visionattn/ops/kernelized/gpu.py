@@ -1,0 +1,162 @@
+"""Kernelized attention as one operator of GPU kernels: content, joint relative position and
+division, with its gradient.
+
+What ``kernelized.py`` makes of ``kernel_sums``, ``class_sums`` and ``weighted_mean`` in eager
+PyTorch, the kernels of ``kernels`` make here without sums in memory. Autograd keeps q, k, v, the
+mean, its mass and, of bidirectional attention, the state. ``triton/why_not.py`` says for which
+inputs.
+"""
+
+import torch
+from torch import Tensor
+
+from visionattn.ops.form_ran import form_ran
+from visionattn.ops.position.kernels.place import Place
+from visionattn.ops.position.place_numbers import place_from
+from visionattn.ops.sums import no_double_backward, tokens_first
+
+
+@torch.library.custom_op("visionattn::kernel_mean", mutates_args=())
+def kernel_mean(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    table: Tensor | None,
+    feature_map: str,
+    causal: bool,
+    place: list[int],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The weighted mean under ``phi(q_i) . phi(k_j)`` and, with a table, the joint relative
+    position.
+
+    Args:
+        q, k, v: ``[B, h, N, d]``, ``[B, h, M, d]``, ``[B, h, M, e]`` of one dtype and any strides.
+        key_mask: bool ``[B, M]``, True takes part; not with a table.
+        table: ``[h or 1, 2Ry+1, 2Rx+1, d]``; not with causal.
+        feature_map: "elu1" or "relu".
+        causal: query i sees keys ``j <= i`` alone; N = M.
+        place: the numbers of ``triton.geometry.Place`` where there is a table, else empty.
+
+    Returns:
+        the mean ``[B, h, N, e]`` in the dtype of v, tokens before heads in memory; and, float32,
+        for the gradient: the mass ``[B, h, N]`` and the state, S ``[B, h, d, e]`` and behind it Z
+        ``[B, h, d]`` in one axis, all divided by M (the state is empty where causal).
+    """
+    (batch, heads, n, _), e = q.shape, v.shape[3]
+    if causal:
+        from visionattn.ops.kernelized.kernels.causal import causal_means
+
+        with form_ran("kernelized causal", "efficient triton"):
+            out, mass = causal_means(q, k, v, key_mask, feature_map)
+        return out, mass, mass.new_empty(0)
+    out, mass = (
+        tokens_first(v, batch, heads, n, e),
+        q.new_empty(batch, heads, n, dtype=torch.float32),
+    )
+    with form_ran("kernelized", "efficient triton"):
+        state = _content_and_position(
+            q, k, v, key_mask, table, feature_map, place_from(place), out, mass
+        )
+    return out, mass, state
+
+
+def _content_and_position(
+    q, k, v, key_mask, table, feature_map: str, place: Place | None, out: Tensor, mass: Tensor
+) -> Tensor:
+    """Write mean and mass and return the state. Prefix tokens have content alone; of patches both
+    terms are divided at once.
+    """
+    from visionattn.ops.kernelized.kernels import bidirectional
+    from visionattn.ops.kernelized.kernels.state import state_of_keys
+    from visionattn.ops.kernelized.kernels.with_joint import state_and_lines
+    from visionattn.ops.position.kernels import joint
+
+    if place is None:
+        state = state_of_keys(k, v, key_mask, feature_map)
+        bidirectional.means(q, state, feature_map, out, mass)
+    else:
+        state, lines = state_and_lines(q, k, v, feature_map, place, out, mass)
+        z = state[q.shape[0] * q.shape[1] * q.shape[3] * v.shape[3] :]
+        joint.joint_means(
+            q, table, v, joint.FromState(state, z, feature_map), place, out, mass, lines
+        )
+    return state
+
+
+@kernel_mean.register_fake
+def _(q, k, v, key_mask, table, feature_map, causal, place):
+    (batch, heads, n, d), e = q.shape, v.shape[3]
+    mass = q.new_empty(batch, heads, n, dtype=torch.float32)
+    return (
+        tokens_first(v, batch, heads, n, e),
+        mass,
+        mass.new_empty(0 if causal else batch * heads * d * (e + 1)),
+    )
+
+
+@torch.library.custom_op("visionattn::kernel_mean_backward", mutates_args=())
+def kernel_mean_backward(
+    grad: Tensor,
+    out: Tensor,
+    mass: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    table: Tensor | None,
+    state: Tensor,
+    feature_map: str,
+    causal: bool,
+    place: list[int],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of ``kernel_mean`` with respect to q, k, v, in their dtype, and the table (empty
+    without one).
+    """
+    if causal:
+        from visionattn.ops.kernelized.kernels.causal import causal_backward
+
+        return *causal_backward(grad, out, mass, q, k, v, key_mask, feature_map), mass.new_empty(0)
+    from visionattn.ops.kernelized.kernels import bidirectional
+
+    own = place_from(place)
+    dq, along, d_state = bidirectional.queries_backward(
+        grad, out, mass, q, state, feature_map, k.shape[2], alone=own is None
+    )
+    dk, dv = bidirectional.keys_backward(k, v, key_mask, d_state, feature_map)
+    if own is None:
+        return dq, dk, dv, mass.new_empty(0)
+    from visionattn.ops.position.kernels import backward
+    from visionattn.ops.position.kernels.queries_backward import OfContent
+
+    z = state[q.shape[0] * q.shape[1] * q.shape[3] * v.shape[3] :]
+    content = OfContent(dq, along, z, feature_map)
+    dq, d_table = backward.joint_backward(grad, out, mass, q, table, v, own, content, dv)
+    return dq, dk, dv, d_table.to(table.dtype)
+
+
+@kernel_mean_backward.register_fake
+def _(grad, out, mass, q, k, v, key_mask, table, state, feature_map, causal, place):
+    grads = (tokens_first(x, *x.shape) for x in (q, k, v))
+    return *grads, mass.new_empty(0) if table is None else table.new_empty(table.shape)
+
+
+no_double_backward(kernel_mean_backward)
+
+
+def _setup_context(ctx, inputs, output):
+    *tensors, feature_map, causal, place = inputs
+    ctx.options = feature_map, causal, place
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*output[:2], *tensors, *output[2:])
+
+
+def _backward(ctx, grad, *unused):
+    if grad is None:
+        return (None,) * 8
+    saved = ctx.saved_tensors  # checkpointing lets them be asked for once
+    *grads, d_table = kernel_mean_backward(grad, *saved, *ctx.options)
+    return *grads, None, None if saved[6] is None else d_table, None, None, None
+
+
+kernel_mean.register_autograd(_backward, setup_context=_setup_context)

@@ -1,0 +1,1 @@
+"""Triton kernels of kernelized attention. Importing this package imports no Triton."""

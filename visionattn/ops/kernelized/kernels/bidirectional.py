@@ -1,0 +1,366 @@
+"""Kernels of bidirectional kernelized attention, and how they are launched.
+
+Forward: keys and values become a state (``kernelized_state.py``), and each block of queries reads
+it once, multiplies and divides. Backward: one pass over the queries for their gradients and that of
+the state, one over the keys. Features are made in registers in each pass; nothing of size N x d is
+written but results.
+
+The gradient of the features of a query is ``(A - <g, out> Z) / mass`` with ``A = S g``, g being
+that of the mean: where keys are many, a small difference of large numbers. Of content alone both
+come from one product, ``<g, out> = phi(q) . A / mass``, which saves reading the mean. S enters it
+as a high and a low part, and so does the gradient of S where the keys meet it. Beside Joint
+relative position ``A / mass`` and ``phi(q) . A / mass`` are left to ``joint_backward.py``, which
+adds its own.
+
+Source: Katharopoulos et al. 2020, eq. 4 to 6; the gradient of the mass is ours.
+"""
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from visionattn.ops.gpu import launch
+from visionattn.ops.gpu.language import (
+    head,
+    high_and_low,
+    in_units,
+    kernel,
+    operand,
+    phi,
+    phi_slope,
+    product_of_both,
+    read,
+    reciprocal,
+    rows,
+)
+from visionattn.ops.gpu.sums import sums_of_parts
+from visionattn.ops.kernelized.kernels.state import parts_of, program_of, state_at
+
+
+@kernel
+def _kernelized_means(
+    p_q,
+    p_state,
+    p_out,
+    p_mass,
+    heads,
+    groups,
+    tokens,
+    blocks,
+    q_batch,
+    q_head,
+    q_token,
+    out_batch,
+    out_head,
+    out_token,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Mean and mass of one block of queries."""
+    i_block, i_group, i_batch, i_head = program_of(blocks, heads)
+    o_n, o_d, o_e = (
+        i_block * BLOCK_N + tl.arange(0, BLOCK_N),
+        tl.arange(0, BLOCK_D),
+        tl.arange(0, BLOCK_E),
+    )
+    m_n, m_d, m_e = o_n < tokens, o_d < D, o_e < E
+    p_q, p_out = (
+        head(p_q, i_batch, i_head, q_batch, q_head),
+        head(p_out, i_batch, i_head, out_batch, out_head),
+    )
+    p_s, p_z = state_at(p_state, 0, i_group, groups, D, E)
+    b_q = read(p_q, o_n, q_token, o_d, m_n, D, True)  # [N, D]
+    b_s = tl.load(
+        p_s + o_d[:, None] * E + o_e[None, :], mask=m_d[:, None] & m_e[None, :], other=0
+    )  # [D, E]
+    b_z = tl.load(p_z + o_d, mask=m_d, other=0)
+    b_phi = tl.where(m_d[None, :], phi(b_q, MAP), 0)
+    b_left, b_unit = operand(b_phi, b_q.dtype, True)
+    b_s, b_unit_s = operand(b_s, b_q.dtype, False)
+    b_mass = tl.sum(b_phi * b_z[None, :], 1)
+    b_scale = in_units(reciprocal(b_mass), b_unit * b_unit_s, b_q.dtype)
+    b_out = tl.dot(b_left, b_s, input_precision=PRECISION) * b_scale[:, None]
+    tl.store(
+        rows(p_out, o_n, out_token, o_e),
+        b_out.to(p_out.dtype.element_ty),
+        mask=m_n[:, None] & m_e[None, :],
+    )
+    tl.store(p_mass + i_group.to(tl.int64) * tokens + o_n, b_mass, mask=m_n)
+
+
+@kernel
+def _kernelized_queries_backward(
+    p_grad,
+    p_out,
+    p_mass,
+    p_q,
+    p_state,
+    p_dq,
+    p_along,
+    p_d_state,
+    heads,
+    groups,
+    tokens,
+    segment_tokens,
+    segments,
+    scale,
+    grad_batch,
+    grad_head,
+    grad_token,
+    out_batch,
+    out_head,
+    out_token,
+    q_batch,
+    q_head,
+    q_token,
+    dq_batch,
+    dq_head,
+    dq_token,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MAP: tl.constexpr,
+    ALONE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Gradients of one segment of the queries of one head, and its part of that of the state, times
+    ``scale``.
+
+    Where content is ALONE the mean is not read; else it and the mass are of more than the state,
+    and ``phi(q) . A / mass`` is written to ``p_along`` instead of being taken off.
+    """
+    i_segment, i_group, i_batch, i_head = program_of(segments, heads)
+    o_d, o_e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
+    m_d, m_s = o_d < D, (o_d < D)[None, :] & (o_e < E)[:, None]
+    p_grad, p_out = (
+        head(p_grad, i_batch, i_head, grad_batch, grad_head),
+        head(p_out, i_batch, i_head, out_batch, out_head),
+    )
+    p_q, p_dq = (
+        head(p_q, i_batch, i_head, q_batch, q_head),
+        head(p_dq, i_batch, i_head, dq_batch, dq_head),
+    )
+    p_s, p_z = state_at(p_state, 0, i_group, groups, D, E)
+    b_s = tl.load(p_s + o_d[None, :] * E + o_e[:, None], mask=m_s, other=0)  # [E, D]
+    b_high, b_low, b_unit_s = high_and_low(b_s, p_q.dtype.element_ty)
+    b_z = tl.load(p_z + o_d, mask=m_d, other=0)
+    b_ds, b_unit = tl.zeros([BLOCK_E, BLOCK_D], tl.float32), tl.cast(1e-30, tl.float32)
+    b_dz = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    last = tl.minimum(tokens, (i_segment + 1) * segment_tokens)
+    for start in range(i_segment * segment_tokens, last, BLOCK_N):
+        o_n = start + tl.arange(0, BLOCK_N)
+        m_n = o_n < last
+        b_q = read(p_q, o_n, q_token, o_d, m_n, D, True)  # [N, D]
+        b_grad = read(p_grad, o_n, grad_token, o_e, m_n, E, True)  # [N, E]
+        b_inverse = reciprocal(
+            tl.load(p_mass + i_group.to(tl.int64) * tokens + o_n, mask=m_n, other=0)
+        )
+        # Features take the 1 / mass: half precision may not hold a gradient divided by a small one.
+        b_phi = tl.where(m_d[None, :], phi(b_q, MAP), 0) * b_inverse[:, None]
+        b_left, b_right = tl.trans(b_grad), b_phi
+        if (
+            tl.float16 == b_q.dtype
+        ):  # the unit of the sum grows, for there are no registers for a product beside the sum
+            b_larger = tl.maximum(b_unit, tl.max(tl.max(tl.abs(b_phi), 1), 0) / 16)
+            b_ds *= b_unit / b_larger
+            b_unit = b_larger
+            b_right = b_phi * (1 / b_larger)
+        b_ds += tl.dot(b_left, b_right.to(b_q.dtype), input_precision=PRECISION)
+        b_a = in_units(
+            product_of_both(b_grad, b_high, b_low, PRECISION), b_unit_s, b_q.dtype
+        )  # [N, D]
+        if ALONE:
+            b_along = tl.sum(b_phi * b_a, 1)
+        else:
+            tl.store(
+                p_along + i_group.to(tl.int64) * tokens + o_n, tl.sum(b_phi * b_a, 1), mask=m_n
+            )
+            b_out = read(p_out, o_n, out_token, o_e, m_n, E, True)  # [N, E]
+            b_along = tl.sum(b_grad.to(tl.float32) * b_out.to(tl.float32), 1)
+        b_dz -= b_phi * b_along[:, None]  # added up once, as in the state
+        b_dq = b_a * b_inverse[:, None]
+        if ALONE:
+            b_dq = (
+                (b_a - b_along[:, None] * b_z[None, :]) * b_inverse[:, None] * phi_slope(b_q, MAP)
+            )
+        tl.store(
+            rows(p_dq, o_n, dq_token, o_d),
+            b_dq.to(p_dq.dtype.element_ty),
+            mask=m_n[:, None] & m_d[None, :],
+        )
+    b_ds = in_units(b_ds, b_unit, p_q.dtype.element_ty)
+    p_ds, p_dz = state_at(p_d_state, i_segment, i_group, groups, D, E)
+    tl.store(p_ds + o_d[None, :] * E + o_e[:, None], b_ds * scale, mask=m_s)
+    tl.store(p_dz + o_d, tl.sum(b_dz, 0) * scale, mask=m_d)
+
+
+@kernel
+def _kernelized_keys_backward(
+    p_k,
+    p_v,
+    p_present,
+    p_d_state,
+    p_dk,
+    p_dv,
+    heads,
+    groups,
+    tokens,
+    blocks,
+    k_batch,
+    k_head,
+    k_token,
+    v_batch,
+    v_head,
+    v_token,
+    dk_batch,
+    dk_head,
+    dk_token,
+    dv_batch,
+    dv_head,
+    dv_token,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MAP: tl.constexpr,
+    MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Gradients of one block of keys and values."""
+    i_block, i_group, i_batch, i_head = program_of(blocks, heads)
+    o_n, o_d, o_e = (
+        i_block * BLOCK_N + tl.arange(0, BLOCK_N),
+        tl.arange(0, BLOCK_D),
+        tl.arange(0, BLOCK_E),
+    )
+    m_n, m_d, m_e = o_n < tokens, o_d < D, o_e < E
+    b_k = read(
+        head(p_k, i_batch, i_head, k_batch, k_head), o_n, k_token, o_d, m_n, D, True
+    )  # [N, D]
+    b_v = read(
+        head(p_v, i_batch, i_head, v_batch, v_head), o_n, v_token, o_e, m_n, E, True
+    )  # [N, E]
+    p_ds, p_dz = state_at(p_d_state, 0, i_group, groups, D, E)
+    b_ds = tl.load(
+        p_ds + o_d[:, None] * E + o_e[None, :], mask=m_d[:, None] & m_e[None, :], other=0
+    )  # [D, E]
+    b_high, b_low, b_unit_ds = high_and_low(b_ds, b_k.dtype)
+    b_dz = tl.load(p_dz + o_d, mask=m_d, other=0)
+    b_phi, b_unit = operand(tl.where(m_d[None, :], phi(b_k, MAP), 0), b_k.dtype, True)
+    b_dv = tl.dot(b_phi, b_high, input_precision=PRECISION)
+    b_dv = in_units(b_dv, (b_unit * b_unit_ds)[:, None], b_k.dtype)
+    b_dk = in_units(
+        product_of_both(b_v, tl.trans(b_high), tl.trans(b_low), PRECISION), b_unit_ds, b_k.dtype
+    )
+    b_dk = (b_dk + b_dz[None, :]) * phi_slope(b_k, MAP)
+    if MASKED:
+        m_some = tl.load(p_present + i_batch.to(tl.int64) * tokens + o_n, mask=m_n, other=0) != 0
+        b_dk, b_dv = tl.where(m_some[:, None], b_dk, 0), tl.where(m_some[:, None], b_dv, 0)
+    p_dk, p_dv = (
+        head(p_dk, i_batch, i_head, dk_batch, dk_head),
+        head(p_dv, i_batch, i_head, dv_batch, dv_head),
+    )
+    tl.store(
+        rows(p_dk, o_n, dk_token, o_d),
+        b_dk.to(p_dk.dtype.element_ty),
+        mask=m_n[:, None] & m_d[None, :],
+    )
+    tl.store(
+        rows(p_dv, o_n, dv_token, o_e),
+        b_dv.to(p_dv.dtype.element_ty),
+        mask=m_n[:, None] & m_e[None, :],
+    )
+
+
+def means(q: Tensor, state: Tensor, feature_map: str, out: Tensor, mass: Tensor) -> None:
+    """Write ``out [B, h, N, e]`` and ``mass [B, h, N]`` of ``q [B, h, N, d]``, for a state of
+    ``state_of_keys``.
+    """
+    batch, heads, tokens, _ = q.shape
+    options, q = launch.options("kernelized means", q, out), launch.readable(q)
+    blocks = launch.cdiv(tokens, options["BLOCK_N"])
+    sizes = (heads, batch * heads, tokens, blocks, *launch.octets(q), *launch.octets(out))
+    launch.run(
+        _kernelized_means,
+        (blocks * batch * heads,),
+        q,
+        state,
+        out,
+        mass,
+        *sizes,
+        **options,
+        MAP=feature_map,
+    )
+
+
+def queries_backward(
+    grad: Tensor,
+    out: Tensor,
+    mass: Tensor,
+    q: Tensor,
+    state: Tensor,
+    feature_map: str,
+    keys: int,
+    alone: bool,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Gradients of q, and of the state divided by the number of keys, for ``grad [B, h, N, e]`` of
+    the mean.
+
+    Args:
+        alone: ``out`` and ``mass`` are of the state and nothing else.
+
+    Returns:
+        the gradient of q, and None; or, of a state that is not alone, that of its features in
+        float32, without what the mass receives, and what the state gives of ``<grad, out>``,
+        float32 ``[B, h, N]``. Then that of the state.
+    """
+    batch, heads, tokens, d = q.shape
+    parts = parts_of("kernelized queries backward", q, out)
+    d_states = state.new_empty(parts, state.shape[0])
+    dq = launch.tokens_first(q, batch, heads, tokens, d, None if alone else torch.float32)
+    along = mass if alone else torch.empty_like(mass)
+    grad, out, q = launch.readable(grad), launch.readable(out), launch.readable(q)
+    launch.run(
+        _kernelized_queries_backward,
+        (parts * batch * heads,),
+        *(grad, grad if alone else out, mass, q, state, dq, along, d_states),
+        *(heads, batch * heads, tokens, launch.cdiv(tokens, parts), parts, 1 / max(1, keys)),
+        *(octet for x in (grad, out, q, dq) for octet in launch.octets(x)),
+        **launch.options("kernelized queries backward", q, out),
+        MAP=feature_map,
+        ALONE=alone,
+    )
+    return dq, None if alone else along, sums_of_parts(d_states, "all")[0]
+
+
+def keys_backward(
+    k: Tensor, v: Tensor, key_mask: Tensor | None, d_state: Tensor, feature_map: str
+) -> tuple[Tensor, Tensor]:
+    """Gradients of k and v for that of the state as ``queries_backward`` gives it."""
+    (batch, heads, tokens, d), e = k.shape, v.shape[3]
+    options = launch.options("kernelized keys backward", k, v)
+    blocks = launch.cdiv(tokens, options["BLOCK_N"])
+    dk, dv = (
+        launch.tokens_first(k, batch, heads, tokens, d),
+        launch.tokens_first(v, batch, heads, tokens, e),
+    )
+    k, v = launch.readable(k), launch.readable(v)
+    launch.run(
+        _kernelized_keys_backward,
+        (blocks * batch * heads,),
+        *(k, v, k if key_mask is None else key_mask.contiguous(), d_state, dk, dv),
+        *(heads, batch * heads, tokens, blocks),
+        *(octet for x in (k, v, dk, dv) for octet in launch.octets(x)),
+        **options,
+        MAP=feature_map,
+        MASKED=key_mask is not None,
+    )
+    return dk, dv

@@ -1,0 +1,200 @@
+"""The state of bidirectional kernelized attention: how keys and values are reduced to it, and parts
+of it to their sum.
+
+In units of the number of keys M (see ``__init__.py``) it is ``S = sum_j phi(k_j) v_j^T / M`` and
+``Z = sum_j phi(k_j) / M``. One stretch of float32 holds both: S ``[B, h, d, e]``, and Z
+``[B, h, d]`` behind it. Each segment of the keys has such a stretch, one after the other. With
+``Joint`` the launches of ``kernelized_joint.py`` make it.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from visionattn.ops.gpu import launch
+from visionattn.ops.gpu.language import head, in_units, kernel, operand, phi, phi_slope, read
+from visionattn.ops.gpu.sums import sums_of_parts
+
+
+@triton.jit
+def program_of(parts, heads):
+    """Part of the tokens, head of all images, image, and head of the image that this program is
+    for.
+    """
+    i_part, i_group = tl.program_id(0) % parts, tl.program_id(0) // parts
+    return i_part, i_group, i_group // heads, i_group % heads
+
+
+@triton.jit
+def state_at(p_state, i_part, i_group, groups, D: tl.constexpr, E: tl.constexpr):
+    """Addresses of S and of Z of one head in one part."""
+    p_part = p_state + i_part * groups.to(tl.int64) * (D * E + D)
+    return p_part + i_group.to(tl.int64) * (D * E), p_part + groups.to(tl.int64) * (
+        D * E
+    ) + i_group.to(tl.int64) * D
+
+
+@triton.jit
+def state_of_segment(
+    i_program,
+    p_k,
+    p_v,
+    p_present,
+    p_state,
+    heads,
+    groups,
+    tokens,
+    segment_tokens,
+    segments,
+    scale,
+    k_batch,
+    k_head,
+    k_token,
+    v_batch,
+    v_head,
+    v_token,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MAP: tl.constexpr,
+    MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One segment of the keys of one head: ``sum phi(k) v^T`` and ``sum phi(k)``, times ``scale``.
+
+    The features of masked keys become 0 and their values, which are to be finite, stay: a left
+    operand is best as it was loaded, and to load it by the mask holds up the pipeline.
+    """
+    i_segment, i_group = i_program % segments, i_program // segments
+    i_batch, i_head = i_group // heads, i_group % heads
+    p_k, p_v = (
+        head(p_k, i_batch, i_head, k_batch, k_head),
+        head(p_v, i_batch, i_head, v_batch, v_head),
+    )
+    o_d, o_e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
+    last = tl.minimum(tokens, (i_segment + 1) * segment_tokens)
+    b_s = tl.zeros([BLOCK_E, BLOCK_D], tl.float32)
+    b_z = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    for start in range(i_segment * segment_tokens, last, BLOCK_N):
+        o_n = start + tl.arange(0, BLOCK_N)
+        m_n = o_n < last
+        b_k = read(p_k, o_n, k_token, o_d, m_n, D, True)  # [N, D]
+        b_v = read(p_v, o_n, v_token, o_e, m_n, E, True)  # [N, E]
+        if MASKED:
+            m_n = m_n & (
+                tl.load(p_present + i_batch.to(tl.int64) * tokens + o_n, mask=m_n, other=0) != 0
+            )
+        b_left = tl.trans(b_v)
+        m_k = m_n[:, None] & (o_d < D)[None, :]
+        if MAP == "elu1" and tl.float32 != b_v.dtype:
+            # phi(k) = max(k, 0) + exp(min(k, 0)): the first needs no rounding, and the other is at
+            # most 1.
+            b_above, b_below = (
+                tl.maximum(b_k.to(tl.float32), 0),
+                tl.where(m_k, phi_slope(b_k, MAP), 0),
+            )
+            if MASKED:
+                b_above = tl.where(m_k, b_above, 0)
+            b_right, b_unit = operand(b_below, b_v.dtype, False)
+            b_s += in_units(tl.dot(b_left, b_right, input_precision=PRECISION), b_unit, b_v.dtype)
+            b_right, b_phi = b_above.to(b_v.dtype), b_above + b_below
+        else:
+            b_phi = tl.where(m_k, phi(b_k, MAP), 0)
+            b_right = b_phi.to(b_v.dtype)
+        b_s = tl.dot(b_left, b_right, acc=b_s, input_precision=PRECISION)
+        # Added up once, at the end: a sum over tokens in each step would make threads wait for
+        # each other.
+        b_z += b_phi
+    p_s, p_z = state_at(p_state, i_segment, i_group, groups, D, E)
+    m_s = (o_d < D)[None, :] & (o_e < E)[:, None]
+    tl.store(p_s + o_d[None, :] * E + o_e[:, None], b_s * scale, mask=m_s)
+    tl.store(p_z + o_d, tl.sum(b_z, 0) * scale, mask=o_d < D)
+
+
+@kernel
+def _kernelized_state(
+    p_k,
+    p_v,
+    p_present,
+    p_state,
+    heads,
+    groups,
+    tokens,
+    segment_tokens,
+    segments,
+    scale,
+    k_batch,
+    k_head,
+    k_token,
+    v_batch,
+    v_head,
+    v_token,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MAP: tl.constexpr,
+    MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One segment of the keys of one head in each program."""
+    state_of_segment(
+        tl.program_id(0), p_k, p_v, p_present, p_state, heads, groups, tokens, segment_tokens,
+        segments, scale, k_batch, k_head, k_token, v_batch, v_head, v_token, D, E, BLOCK_D,
+        BLOCK_E, BLOCK_N, MAP, MASKED, PRECISION,
+    )  # fmt: skip
+
+
+def state_of_keys(k: Tensor, v: Tensor, key_mask: Tensor | None, feature_map: str) -> Tensor:
+    """The state of ``k [B, h, M, d]`` and ``v [B, h, M, e]``: float32, S ``[B, h, d, e]`` and
+    behind it Z, in one axis.
+    """
+    tokens, parts = k.shape[2], parts_of("kernelized state", k, v)
+    states = states_of_segments(
+        k, v, key_mask, feature_map, parts, launch.cdiv(tokens, parts), 1 / max(1, tokens)
+    )
+    return sums_of_parts(states, "all")[0]
+
+
+def parts_of(kernel_name: str, q: Tensor, v: Tensor) -> int:
+    """Into how many segments a kernel cuts the tokens of ``q [B, h, N, d]``."""
+    batch, heads, tokens, d = q.shape
+    asked = kernel_name, d, v.shape[3], q.dtype, q.device
+    return launch.segments(
+        tokens,
+        batch * heads,
+        launch.launch_row(*asked)["BLOCK_N"],
+        launch.resident_programs(*asked),
+    )
+
+
+def states_of_segments(
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    feature_map: str,
+    parts: int,
+    segment_tokens: int,
+    scale: float,
+) -> Tensor:
+    """One state for each of the segments of ``segment_tokens`` keys, times ``scale``,
+    ``[parts, length of a state]``; float32.
+    """
+    (batch, heads, tokens, d), e = k.shape, v.shape[3]
+    states = k.new_empty(parts, batch * heads * d * (e + 1), dtype=torch.float32)
+    k, v = launch.readable(k), launch.readable(v)
+    launch.run(
+        _kernelized_state,
+        (parts * batch * heads,),
+        *(k, v, k if key_mask is None else key_mask.contiguous(), states),
+        *(heads, batch * heads, tokens, segment_tokens, parts, scale),
+        *(*launch.octets(k), *launch.octets(v)),
+        **launch.options("kernelized state", k, v),
+        MAP=feature_map,
+        MASKED=key_mask is not None,
+    )
+    return states

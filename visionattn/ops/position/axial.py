@@ -1,0 +1,276 @@
+"""Weighted sums of values over the rows of a grid by their clipped distance, forward and backward,
+as one operator.
+
+To one axis of ``Axial`` all patches of a row are one key: the query at (y, x) gives each key of row
+y' the weight ``phi(q) . r_clip(y' - y)`` with ``phi = elu1``, whatever the columns. So the sums
+``V_y'`` of whole rows are all that is needed of the values, and with them the sum of each class as
+seen from row y:
+
+    rows 0 .. y-R: one sum     y-R+1 .. y+R-1: a class each     y+R .. H-1: one sum
+
+A row of queries is then a ``W x C`` by ``C x e`` product. The two ends are running sums, in the
+backward pass too, never differences. The columns of a grid are the rows of its transposed views.
+
+The operator takes queries and values as the caller has them, of any dtype and strides, and works in
+the dtype of the table on bands of rows that stay in cache: autograd keeps no copy of anything, and
+R may be the whole grid. It knows neither layouts nor masks.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from visionattn.ops.chunking import HeadChunk, chunks, head_chunks, part_of, part_of_shared
+from visionattn.ops.feature_maps import elu1
+from visionattn.ops.sums import no_double_backward, without_autocast
+
+BAND_ELEMENTS = 1 << 20
+
+Band = tuple[slice, slice]
+
+
+def _above(x: Tensor, lag: int) -> Tensor:
+    """Sums of ``x [g, H, c]`` over the rows at least ``lag`` above each row; ``lag <= H``."""
+    return F.pad(x.cumsum(1), (0, 0, lag, 0))[:, : x.shape[1]]
+
+
+def _below(x: Tensor, lag: int) -> Tensor:
+    """Sums of ``x [g, H, c]`` over the rows at least ``lag`` below each row; ``lag <= H``."""
+    return F.pad(x.flip(1).cumsum(1).flip(1), (0, 0, 0, lag))[:, lag:]
+
+
+class _Classes:
+    """Sums of rows ``[g, H, c]`` by class, band by band, and the transpose for gradients.
+    ``horizon <= H``.
+    """
+
+    def __init__(self, rows: Tensor, horizon: int):
+        self.horizon, self.height = horizon, rows.shape[1]
+        if horizon == 0:
+            self.all = rows.sum(1)
+        else:
+            self.above, self.below = _above(rows, horizon), _below(rows, horizon)
+            self.window = F.pad(rows, (0, 0, horizon - 1, horizon - 1))
+
+    def load(self, rows: slice) -> Tensor:
+        """The sums ``[g, T, C, c]`` as seen from T rows, past to future."""
+        if self.horizon == 0:
+            return self.all[:, None, None].expand(-1, rows.stop - rows.start, -1, -1)
+        size = 2 * self.horizon - 1
+        window = self.window[:, rows.start : rows.stop + size - 1].unfold(1, size, 1).mT
+        return torch.cat(
+            [self.above[:, rows].unsqueeze(2), window, self.below[:, rows].unsqueeze(2)], dim=2
+        )
+
+    def add(self, grad: Tensor, rows: slice) -> None:
+        """Add the gradient ``[g, T, C, c]`` of what ``load`` gives, where all sums are gradients
+        that began as 0.
+        """
+        if self.horizon == 0:
+            self.all += grad.sum((1, 2))
+            return
+        self.above[:, rows] += grad[:, :, 0]
+        self.below[:, rows] += grad[:, :, -1]
+        window = grad[:, :, 1:-1]
+        if (
+            window.shape[1] > window.shape[2]
+        ):  # row i and class j meet at i + j: the shorter loop of the two
+            window = window.transpose(1, 2)
+        for i, part in enumerate(window.unbind(1), rows.start):
+            self.window[:, i : i + part.shape[1]] += part
+
+    def collect(self) -> Tensor:
+        """The gradient ``[g, H, c]`` of the rows."""
+        if self.horizon == 0:
+            return self.all.unsqueeze(1).expand(-1, self.height, -1)
+        inside = self.window[:, self.horizon - 1 : self.horizon - 1 + self.height]
+        return inside + _below(self.above, self.horizon) + _above(self.below, self.horizon)
+
+
+class _Chunk:
+    """Some heads of some images, g together: their queries, table and sums of rows, in the dtype of
+    the table.
+    """
+
+    def __init__(
+        self,
+        chunk: HeadChunk,
+        q: Tensor,
+        table: Tensor,
+        v: Tensor,
+        keys: Tensor,
+        total: Tensor | None,
+    ):
+        self.chunk, heads = chunk, chunk[1]
+        self.dtype, middle, height = table.dtype, table.shape[1] // 2, q.shape[2]
+        self.horizon = min(middle, height)  # no row is further away than H - 1
+        self.classes = slice(middle - self.horizon, middle + self.horizon + 1)
+        table = (table if table.shape[0] == 1 else table[heads])[:, self.classes]
+        rows = v[chunk].sum(3, dtype=self.dtype)
+        self.table = table.expand(*rows.shape[:2], -1, -1).flatten(0, 1)
+        self.q, rows, keys = (
+            part_of(q, chunk),
+            rows.flatten(0, 1),
+            part_of_shared(keys, chunk).unsqueeze(2),
+        )
+        # The number of keys goes along as a column behind the values: it is what the mass sums.
+        self.sums = _Classes(torch.cat([rows, keys.expand(len(rows), -1, -1)], dim=2), self.horizon)
+        self.total = None if total is None else part_of_shared(total, chunk)
+
+    def bands(self, e: int) -> list[Band]:
+        """Pairs of slices (rows, columns) that cover the grid; what one of them needs stays in
+        cache.
+        """
+        heads, (height, width, d), classes = len(self.q), self.q.shape[1:], self.table.shape[1]
+        columns = max(1, BAND_ELEMENTS // (heads * (2 * d + e + classes)))
+        rows = max(1, BAND_ELEMENTS // (heads * _row_elements(width, d, e, classes)))
+        return [(y, x) for y in chunks(height, rows) for x in chunks(width, columns)]
+
+    def features(self, band: Band) -> Tensor:
+        """``elu1`` of the queries of a band, ``[g, T, d]``."""
+        return elu1(self.q[:, *band].to(self.dtype)).flatten(1, 2)
+
+    def weights(self, phi: Tensor, band: Band) -> Tensor:
+        """The weights ``[g * rows, columns, C]`` for features ``[g, T, d]``."""
+        return torch.bmm(phi, self.table.mT).view(
+            -1, band[1].stop - band[1].start, self.table.shape[1]
+        )
+
+    def class_sums(self, band: Band) -> tuple[Tensor, Tensor | None]:
+        """Sums of values and keys ``[g * rows, C, e + 1]`` that the weights multiply, and the
+        factor in them, for "mean".
+        """
+        sums, scale = self.sums.load(band[0]).flatten(0, 1), None
+        if self.total is not None:
+            counts = sums[..., -1:].unflatten(0, (len(self.q), -1))
+            scale = torch.where(counts > 0, self.total / counts.clamp(min=1), 0).flatten(0, 1)
+            sums = sums * scale
+        return sums, scale
+
+    def add_to_table(self, d_table: Tensor, grad: Tensor) -> None:
+        """Add ``grad [g, C, d]`` to the gradient ``[h or 1, C, d]`` of the whole table."""
+        heads = self.chunk[1]
+        grad = grad.unflatten(0, (-1, heads.stop - heads.start)).sum(0)
+        if d_table.shape[0] == 1:
+            d_table[:, self.classes] += grad.sum(0, keepdim=True)
+        else:
+            d_table[heads, self.classes] += grad
+
+
+def _row_elements(width: int, d: int, e: int, classes: int) -> int:
+    """Floats that a row of queries needs while it is worked on."""
+    return width * (2 * d + e + classes) + classes * (e + 1)
+
+
+def _chunks(q: Tensor, table: Tensor, v: Tensor, keys: Tensor, total: Tensor | None):
+    (batch, heads, height, width, d), e = q.shape, v.shape[4]
+    classes = 2 * min(table.shape[1] // 2, height) + 1
+    for chunk in head_chunks(
+        batch, heads, BAND_ELEMENTS // max(1, height * _row_elements(width, d, e, classes))
+    ):
+        yield _Chunk(chunk, q, table, v, keys, total)
+
+
+@torch.library.custom_op("visionattn::axis_sums", mutates_args=())
+def axis_sums(
+    q: Tensor, table: Tensor, v: Tensor, keys: Tensor, total: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """``sum_c w_c(y, x) U_c(y)`` with ``w_c = elu1(q) . r_c``, and the sum of the weights of all
+    keys.
+
+    Args:
+        q: ``[B, h, H, W, d]``, any dtype.
+        table: ``[h or 1, 2R+1, d]``, distances of rows from above to below; float32 or float64, the
+            dtype of the sums.
+        v: ``[B, h, H, W, e]``, any dtype, zero where a patch is absent.
+        keys: number of patches present in each row, ``[1 or B, H]``, in the dtype of the table.
+        total: with "mean", ``[1 or B, 1, 1, 1]``: a key weighs ``w_c total / n``, n being the keys
+            of its class as seen from the query. None: ``w_c``.
+
+    Returns:
+        values ``[B, h, H, W, e]`` and mass ``[B, h, H, W]``.
+
+    Source: ours, after the linear relative position of Scaleformer (section 4).
+    """
+    e = v.shape[4]
+    values, mass = table.new_empty(*q.shape[:4], e), table.new_empty(q.shape[:4])
+    for chunk in _chunks(q, table, v, keys, total):
+        out, out_mass = part_of(values, chunk.chunk), part_of(mass, chunk.chunk)
+        for band in chunk.bands(e):
+            there = out[:, *band]
+            sums = torch.bmm(
+                chunk.weights(chunk.features(band), band), chunk.class_sums(band)[0]
+            ).view(*there.shape[:3], e + 1)
+            there.copy_(sums[..., :-1])
+            out_mass[:, *band] = sums[..., -1]
+    return values, mass
+
+
+@axis_sums.register_fake
+def _(q, table, v, keys, total):
+    return table.new_empty(*q.shape[:4], v.shape[4]), table.new_empty(q.shape[:4])
+
+
+@torch.library.custom_op("visionattn::axis_sums_backward", mutates_args=())
+def axis_sums_backward(
+    d_values: Tensor,
+    d_mass: Tensor,
+    q: Tensor,
+    table: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    total: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of ``axis_sums`` with respect to q, table and any one column of v,
+    ``[B, h, H, 1, e]``: all are the same.
+    """
+    e = v.shape[4]
+    dq, d_table, dv = (
+        q.new_empty(q.shape),
+        table.new_zeros(table.shape),
+        v.new_empty(*v.shape[:3], 1, e),
+    )
+    for chunk in _chunks(q, table, v, keys, total):
+        grad, grad_mass, own_dq = (part_of(x, chunk.chunk) for x in (d_values, d_mass, dq))
+        d_sums = _Classes(table.new_zeros(len(grad), q.shape[2], e), chunk.horizon)
+        for band in chunk.bands(e):
+            there, phi = own_dq[:, *band], chunk.features(band)
+            weights, (sums, scale) = chunk.weights(phi, band), chunk.class_sums(band)
+            upstream = torch.cat([grad[:, *band], grad_mass[:, *band].unsqueeze(3)], dim=3).flatten(
+                0, 1
+            )
+            d_classes = torch.bmm(weights.mT, upstream[..., :-1])
+            d_classes = d_classes if scale is None else d_classes.mul_(scale)
+            d_sums.add(d_classes.unflatten(0, (len(grad), -1)), band[0])
+            d_weights = torch.bmm(upstream, sums.mT).view(len(grad), -1, chunk.table.shape[1])
+            chunk.add_to_table(d_table, torch.bmm(d_weights.mT, phi))
+            d_phi = torch.bmm(d_weights, chunk.table)
+            there.copy_(d_phi.mul_(phi.clamp_(max=1)).view(there.shape))  # elu1' is min(phi, 1)
+        part_of(dv, chunk.chunk).copy_(d_sums.collect().unsqueeze(2))
+    return dq, d_table, dv
+
+
+@axis_sums_backward.register_fake
+def _(d_values, d_mass, q, table, v, keys, total):
+    return (
+        q.new_empty(q.shape),
+        table.new_empty(table.shape),
+        v.new_empty(*v.shape[:3], 1, v.shape[4]),
+    )
+
+
+no_double_backward(axis_sums_backward)
+
+
+def _backward(ctx, d_values, d_mass):
+    with without_autocast(d_values):
+        dq, d_table, dv = axis_sums_backward(d_values, d_mass, *ctx.saved_tensors)
+    return dq, d_table, dv.expand(ctx.shape), None, None
+
+
+def _setup_context(ctx, inputs, output):
+    ctx.shape = inputs[2].shape
+    ctx.save_for_backward(*inputs)
+
+
+axis_sums.register_autograd(_backward, setup_context=_setup_context)

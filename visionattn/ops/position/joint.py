@@ -1,0 +1,380 @@
+"""Weighted sums of values over the classes of clipped relative position on a grid, forward and
+backward, as one operator.
+
+Each class (a, b) of the offset ``(clip(dy), clip(dx))`` has, for the query at (y, x), the sum
+``U_ab(y, x)`` of the values of its keys; the output is ``sum_ab w_ab U_ab`` with
+``w_ab = phi(q) . r_ab`` and ``phi = elu1``. Two forms give it: products of tiles with windows of
+the values (``class_tiles.py``), linear in the number of patches, and on small grids a weight for
+each pair of places, which is cheaper there (``direct_is_faster``).
+
+The operator takes queries and values as the caller has them, of any dtype and strides, and works in
+the dtype of the table, some heads at a time: autograd keeps no copy of anything.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from visionattn.ops.chunking import head_chunks, part_of, part_of_shared
+from visionattn.ops.feature_maps import elu1
+from visionattn.ops.position.tiles import Band, Lines, Tiles, multiply, multiply_backward
+from visionattn.ops.sums import no_double_backward, without_autocast
+
+PAIRS = 1 << 19
+LINE_ELEMENTS = 1 << 20
+
+
+def axis_classes(x: Tensor, horizon: int, num_queries: int) -> Tensor:
+    """Sums of ``x [..., M]`` over the keys of each class of one axis: ``[..., 2R+1, N]``, past to
+    future.
+
+    Plain PyTorch, differentiable, any N and M. R = 0 is one class: all keys.
+    """
+    num_keys = x.shape[-1]
+    if horizon == 0:
+        return x.sum(-1, keepdim=True).unsqueeze(-1).expand(*x.shape[:-1], 1, num_queries)
+    tail = torch.sym_max(num_queries - num_keys, 0)
+    padded = F.pad(x, (horizon, horizon + tail))
+    before = padded.cumsum(-1)[..., :num_queries]
+    after = padded.flip(-1).cumsum(-1).flip(-1)[..., 2 * horizon : 2 * horizon + num_queries]
+    window = [
+        padded[..., horizon + a : horizon + a + num_queries] for a in range(1 - horizon, horizon)
+    ]
+    return torch.stack([before, *window, after], dim=-2)
+
+
+def direct_is_faster(keys: int, rows: int) -> bool:
+    """Whether a weight for each pair costs less than the tiled form: few keys for ``rows = 2Ry+1``
+    classes of rows.
+
+    Measured on a CPU, forward and backward: the two meet near 220 keys on one row and near 700 at R
+    = 3, for e from 16 to 256. The bound does not depend on the number of queries, so memory stays
+    linear in it.
+    """
+    return keys < 150 + 80 * rows
+
+
+class _Chunk:
+    """Some heads of some images: their part of each operand as ``[g, ...]`` in the dtype of the
+    table.
+    """
+
+    def __init__(self, table: Tensor, images: slice, heads: slice):
+        self.images, self.heads = images, heads
+        shape = (images.stop - images.start, heads.stop - heads.start)
+        self.table = (
+            (table if table.shape[0] == 1 else table[heads]).expand(*shape, -1, -1).flatten(0, 1)
+        )
+
+    def part(self, x: Tensor) -> Tensor:
+        """The chunk's part ``[g, ...]`` of ``x [B, h, ...]``."""
+        return part_of(x, (self.images, self.heads))
+
+    def part_shared(self, x: Tensor | None) -> Tensor | None:
+        """The same of what all heads share, ``[1 or B, ...]``."""
+        return None if x is None else part_of_shared(x, (self.images, self.heads))
+
+    def add_to_table(self, d_table: Tensor, grad: Tensor) -> None:
+        """Add ``grad [g, C, d]`` to the gradient ``[h or 1, C, d]``."""
+        grad = grad.unflatten(0, (-1, self.heads.stop - self.heads.start)).sum(0)
+        if d_table.shape[0] == 1:
+            d_table += grad.sum(0, keepdim=True)
+        else:
+            d_table[self.heads] += grad
+
+
+def _chunks(q: Tensor, table: Tensor, size: int) -> list[_Chunk]:
+    """Chunks of about ``size`` heads."""
+    return [_Chunk(table, *chunk) for chunk in head_chunks(*q.shape[:2], max(1, size))]
+
+
+def _scale(counts: Tensor, total: Tensor | None) -> Tensor | None:
+    """What the weight of a class is multiplied with to be that of each of its keys, for "mean";
+    None for "sum".
+    """
+    return (
+        None if total is None else total / counts.clamp(min=1)
+    )  # a class without keys adds nothing, whatever it weighs
+
+
+def _features(query: Tensor) -> Tensor:
+    """``elu1(query)`` with few passes over memory; uses the query up."""
+    return query.clamp(max=0).exp_().add_(query.clamp_(min=0))
+
+
+def _weights(phi: Tensor, table: Tensor, scale: Tensor | None) -> Tensor:
+    """The weight ``[g, n, C]`` of each key of each class for features ``phi [g, n, d]``."""
+    weights = torch.bmm(phi, table.mT)
+    return weights if scale is None else weights.mul_(scale)
+
+
+def _weights_backward(
+    d_weights: Tensor,
+    query: Tensor,
+    phi: Tensor,
+    table: Tensor,
+    scale: Tensor | None,
+    d_table: Tensor,
+) -> Tensor:
+    """The gradient ``[g, n, d]`` of the queries for that of the weights, ``[g, n, C]``; adds that
+    of the table to ``d_table``.
+    """
+    if scale is not None:
+        d_weights = d_weights.mul_(scale)
+    d_table.baddbmm_(d_weights.mT, phi)
+    return torch.bmm(d_weights, table).mul_(query.clamp(max=0).exp_())
+
+
+@torch.library.custom_op("visionattn::class_sums", mutates_args=())
+def class_sums(
+    q: Tensor,
+    table: Tensor,
+    v: Tensor,
+    counts: Tensor,
+    total: Tensor | None,
+    horizon_y: int,
+    horizon_x: int,
+) -> tuple[Tensor, Tensor]:
+    """``sum_ab w_ab(y, x) U_ab(y, x)`` with ``w_ab = elu1(q) . r_ab``, and the sum of the weights
+    of all keys.
+
+    Args:
+        q: ``[B, h, H, Wq, d]``, any dtype.
+        table: ``[h or 1, C, d]``, ``C = (2Ry+1) * (2Rx+1)`` classes row by row; float32 or float64,
+            the dtype of the sums.
+        v: ``[B, h, H, Wk, e]``, any dtype, zero where a patch is absent. Wq and Wk differ on a
+            single row alone.
+        counts: keys of each class as seen from each query, ``[1 or B, H, Wq, C]``, in the dtype of
+            the table.
+        total: with "mean", what broadcasts to ``[1 or B, H, Wq, 1]``: a key weighs
+            ``w_ab total / counts``. None: ``w_ab``.
+        horizon_y, horizon_x: Ry and Rx.
+
+    Returns:
+        values ``[B, h, H, Wq, e]`` and mass ``[B, h, H, Wq]``.
+
+    Source: the linear relative position of Scaleformer (section 4) in one dimension; in two it is
+    ours.
+    """
+    e, v = v.shape[4], _with_a_column(v)
+    values = table.new_empty(*q.shape[:4], v.shape[4])
+    mass = table.new_empty(q.shape[:4])
+    run = _direct_forward if _takes_direct(v, horizon_y) else _tiled_forward
+    run(q, table, v, counts, _scale(counts, total), (horizon_y, horizon_x), values, mass)
+    return values[..., :e], mass
+
+
+def _with_a_column(x: Tensor) -> Tensor:
+    """``x [..., e]``, or one column of zeros where e is 0: tiles have a width, and the mass does
+    not depend on it.
+    """
+    return x if x.shape[-1] else x.new_zeros(*x.shape[:-1], 1)
+
+
+def _takes_direct(v: Tensor, horizon_y: int) -> bool:
+    return direct_is_faster(v.shape[2] * v.shape[3], 2 * horizon_y + 1)
+
+
+def _tiles(heads: int, q: Tensor, table: Tensor, v: Tensor, horizons: tuple[int, int]) -> Tiles:
+    return Tiles(heads, q.shape[2], max(q.shape[3], v.shape[3]), v.shape[4], horizons, table)
+
+
+def _tiled_chunks(
+    q: Tensor,
+    table: Tensor,
+    v: Tensor,
+    counts: Tensor,
+    scale: Tensor | None,
+    horizons: tuple[int, int],
+):
+    """Chunks of the tiled form: the chunk, its tiles, the lines of its values, its counts and scale
+    as the tiles lie.
+    """
+    one, lines = _tiles(1, q, table, v, horizons), None
+    counts, scale = one.rows(counts), None if scale is None else one.rows(scale)
+    for chunk in _chunks(q, table, LINE_ELEMENTS // max(1, one.period * one.pitch * one.e)):
+        heads = len(chunk.table)
+        if lines is None or lines.tiles.heads != heads:
+            lines = Lines(_tiles(heads, q, table, v, horizons))
+        yield (
+            chunk,
+            lines.tiles,
+            lines.fill(chunk.part(v)),
+            chunk.part_shared(counts),
+            chunk.part_shared(scale),
+        )
+
+
+def _of_band(x: Tensor | None, tiles: Tiles, band: Band) -> Tensor | None:
+    """Counts or scale ``[1 or g, ...]`` of the queries of a band."""
+    return None if x is None else x[band.heads if len(x) > 1 else slice(None), tiles.places(band)]
+
+
+def _tiled_forward(q, table, v, counts, scale, horizons, values: Tensor, mass: Tensor) -> None:
+    for chunk, tiles, lines, counts_, scale_ in _tiled_chunks(q, table, v, counts, scale, horizons):
+        query, out, out_mass = chunk.part(q), chunk.part(values), chunk.part(mass).unsqueeze(3)
+        for band in tiles.bands():
+            phi = _features(tiles.load(query, band, table))
+            w = _weights(phi, chunk.table[band.heads], _of_band(scale_, tiles, band))
+            tiles.store((w * _of_band(counts_, tiles, band)).sum(2, keepdim=True), band, out_mass)
+            tiles.store(
+                multiply(tiles, lines, w.flatten(0, 1), band.tiles).view(len(w), -1, v.shape[4]),
+                band,
+                out,
+            )
+
+
+def _direct_chunks(
+    q: Tensor,
+    table: Tensor,
+    v: Tensor,
+    counts: Tensor,
+    scale: Tensor | None,
+    horizons: tuple[int, int],
+):
+    """Chunks of the direct form: the chunk, its queries, values, counts and scale, and the class of
+    each query and key.
+    """
+    index = _class_index(tuple(q.shape[2:4]), tuple(v.shape[2:4]), horizons, v.device)
+    counts, scale = counts.flatten(1, 2), None if scale is None else scale.flatten(1, 2)
+    for chunk in _chunks(q, table, PAIRS // max(1, index.numel())):
+        query, value = (chunk.part(x).flatten(1, 2).to(table.dtype) for x in (q, v))
+        yield (
+            chunk,
+            query,
+            value,
+            chunk.part_shared(counts),
+            chunk.part_shared(scale),
+            index.expand(len(query), -1, -1),
+        )
+
+
+def _class_index(
+    queries: tuple[int, int], keys: tuple[int, int], horizons: tuple[int, int], device
+) -> Tensor:
+    """The class of each key as seen from each query, ``[Hq * Wq, Hk * Wk]``."""
+    axes = []
+    for n, m, horizon in zip(queries, keys, horizons, strict=True):
+        delta = torch.arange(m, device=device) - torch.arange(n, device=device)[:, None]
+        axes.append(delta.clamp(-horizon, horizon) + horizon)
+    rows, columns = axes
+    return (
+        (rows[:, None, :, None] * (2 * horizons[1] + 1) + columns[None, :, None, :])
+        .flatten(2)
+        .flatten(0, 1)
+    )
+
+
+def _direct_forward(q, table, v, counts, scale, horizons, values: Tensor, mass: Tensor) -> None:
+    for chunk, query, value, counts_, scale_, index in _direct_chunks(
+        q, table, v, counts, scale, horizons
+    ):
+        w = _weights(elu1(query), chunk.table, scale_)
+        chunk.part(mass).flatten(1).copy_((w * counts_).sum(2))
+        chunk.part(values).flatten(1, 2).copy_(torch.bmm(w.gather(2, index), value))
+
+
+@class_sums.register_fake
+def _(q, table, v, counts, total, horizon_y, horizon_x):
+    return table.new_empty(*q.shape[:4], v.shape[4]), table.new_empty(q.shape[:4])
+
+
+@torch.library.custom_op("visionattn::class_sums_backward", mutates_args=())
+def class_sums_backward(
+    d_values: Tensor,
+    d_mass: Tensor,
+    q: Tensor,
+    table: Tensor,
+    v: Tensor,
+    counts: Tensor,
+    total: Tensor | None,
+    horizon_y: int,
+    horizon_x: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of ``class_sums`` with respect to q, table and v; the weights are made anew, not
+    kept.
+    """
+    e, v, d_values = v.shape[4], _with_a_column(v), _with_a_column(d_values)
+    grads = dq, d_table, dv = (
+        q.new_empty(q.shape),
+        table.new_zeros(table.shape),
+        v.new_empty(v.shape),
+    )
+    run = _direct_backward if _takes_direct(v, horizon_y) else _tiled_backward
+    run(
+        q, table, v, counts, _scale(counts, total), (horizon_y, horizon_x), d_values, d_mass, *grads
+    )
+    return dq, d_table, dv[..., :e]
+
+
+def _tiled_backward(
+    q, table, v, counts, scale, horizons, d_values, d_mass, dq: Tensor, d_table: Tensor, dv: Tensor
+) -> None:
+    for chunk, tiles, lines, counts_, scale_ in _tiled_chunks(q, table, v, counts, scale, horizons):
+        d_lines, grad, grad_mass = (
+            Lines(tiles),
+            chunk.part(d_values),
+            chunk.part(d_mass).unsqueeze(3),
+        )
+        d_own_table = torch.zeros_like(chunk.table)
+        for band in tiles.bands():
+            own_table, band_scale = chunk.table[band.heads], _of_band(scale_, tiles, band)
+            query = tiles.load(chunk.part(q), band, table)
+            phi = elu1(query)
+            w = _weights(phi, own_table, band_scale)
+            d_sums = tiles.load(grad, band, table).flatten(0, 1)
+            d_w = multiply_backward(
+                tiles, lines, w.flatten(0, 1), band.tiles, d_sums, d_lines
+            ).view_as(w)
+            d_w = d_w.addcmul_(tiles.load(grad_mass, band, table), _of_band(counts_, tiles, band))
+            tiles.store(
+                _weights_backward(d_w, query, phi, own_table, band_scale, d_own_table[band.heads]),
+                band,
+                chunk.part(dq),
+            )
+        chunk.add_to_table(d_table, d_own_table)
+        chunk.part(dv).copy_(d_lines.collect(v.shape[3]))
+
+
+def _direct_backward(
+    q, table, v, counts, scale, horizons, d_values, d_mass, dq: Tensor, d_table: Tensor, dv: Tensor
+) -> None:
+    for chunk, query, value, counts_, scale_, index in _direct_chunks(
+        q, table, v, counts, scale, horizons
+    ):
+        grad, grad_mass = chunk.part(d_values).flatten(1, 2), chunk.part(d_mass).flatten(1)
+        phi = elu1(query)
+        w = _weights(phi, chunk.table, scale_)
+        chunk.part(dv).flatten(1, 2).copy_(torch.bmm(w.gather(2, index).mT, grad))
+        d_w = (
+            torch.zeros_like(w)
+            .scatter_add_(2, index, torch.bmm(grad, value.mT))
+            .addcmul_(grad_mass.unsqueeze(2), counts_)
+        )
+        d_own_table = torch.zeros_like(chunk.table)
+        chunk.part(dq).flatten(1, 2).copy_(
+            _weights_backward(d_w, query, phi, chunk.table, scale_, d_own_table)
+        )
+        chunk.add_to_table(d_table, d_own_table)
+
+
+@class_sums_backward.register_fake
+def _(d_values, d_mass, q, table, v, counts, total, horizon_y, horizon_x):
+    return q.new_empty(q.shape), table.new_empty(table.shape), v.new_empty(v.shape)
+
+
+no_double_backward(class_sums_backward)
+
+
+def _setup_context(ctx, inputs, output):
+    q, table, v, counts, total, *ctx.horizons = inputs
+    ctx.save_for_backward(q, table, v, counts, total)
+
+
+def _backward(ctx, d_values, d_mass):
+    with without_autocast(d_values):
+        dq, d_table, dv = class_sums_backward(d_values, d_mass, *ctx.saved_tensors, *ctx.horizons)
+    return dq, d_table, dv, None, None, None, None
+
+
+class_sums.register_autograd(_backward, setup_context=_setup_context)

@@ -1,0 +1,1 @@
+"""Triton kernels of joint relative position. Importing this package imports no Triton."""

@@ -1,0 +1,134 @@
+"""The backward pass of ``Joint`` relative position by its kernels, and that of the table.
+
+What queries receive comes of scores of classes (``joint_scores.py``,
+``joint_queries_backward.py``), what values receive of shares of keys
+(``joint_values_backward.py``).
+"""
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from visionattn.ops.gpu import launch
+from visionattn.ops.gpu.language import head, kernel, phi, rows
+from visionattn.ops.position.kernels.place import Place
+from visionattn.ops.position.kernels.queries_backward import OfContent, queries_backward
+from visionattn.ops.position.kernels.scores import scores_of_classes
+from visionattn.ops.position.kernels.values_backward import values_backward
+
+
+@kernel
+def _joint_table_backward(
+    p_q,
+    p_d_weights,
+    p_units,
+    p_d_table,
+    heads,
+    groups,
+    patches,
+    prefix,
+    segment_patches,
+    segments,
+    q_batch,
+    q_head,
+    q_token,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HORIZON_Y: tl.constexpr,
+    HORIZON_X: tl.constexpr,
+    PADDED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The part of one segment of the queries of one head in the gradient of the table."""
+    CLASSES: tl.constexpr = (2 * HORIZON_Y + 1) * (2 * HORIZON_X + 1)
+    i_segment, i_group = tl.program_id(0) % segments, tl.program_id(0) // segments
+    p_q = head(p_q, i_group // heads, i_group % heads, q_batch, q_head)
+    o_d, o_c = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_C)
+    b_d_table, b_unit = tl.zeros([BLOCK_D, BLOCK_C], tl.float32), tl.cast(1e-30, tl.float32)
+    last = tl.minimum(patches, (i_segment + 1) * segment_patches)
+    for start in range(i_segment * segment_patches, last, BLOCK_N):
+        o_n = start + tl.arange(0, BLOCK_N)
+        m_n = o_n < last
+        m_q = m_n[:, None] & (o_d < D)[None, :]
+        p_rows = (
+            p_d_weights + (i_group.to(tl.int64) * patches + o_n)[:, None] * PADDED + o_c[None, :]
+        )
+        b_d = tl.load(p_rows, mask=m_n[:, None] & (o_c < PADDED)[None, :], other=0)  # [N, C]
+        b_q = tl.load(rows(p_q, prefix + o_n, q_token, o_d), mask=m_q, other=0)  # [N, D]
+        b_phi = tl.where(m_q, phi(b_q, "elu1"), 0)
+        if (
+            tl.float16 == b_q.dtype
+        ):  # the unit of the sum grows, as there are no registers for a product beside the sum
+            b_phi *= tl.load(p_units + i_group.to(tl.int64) * patches + o_n, mask=m_n, other=0)[
+                :, None
+            ]
+            b_larger = tl.maximum(b_unit, tl.max(tl.max(tl.abs(b_phi), 1), 0) / 16)
+            b_d_table *= b_unit / b_larger
+            b_unit = b_larger
+            b_phi *= 1 / b_larger
+        b_d_table += tl.dot(tl.trans(b_phi.to(b_q.dtype)), b_d, input_precision=PRECISION)
+    if tl.float16 == p_q.dtype.element_ty:
+        b_d_table *= b_unit
+    p_d_table += (
+        (i_segment.to(tl.int64) * groups + i_group) * CLASSES * D + o_c[None, :] * D + o_d[:, None]
+    )
+    tl.store(p_d_table, b_d_table, mask=(o_c < CLASSES)[None, :] & (o_d < D)[:, None])
+
+
+def _to_table(d_weights: Tensor, units: Tensor, q: Tensor, place: Place) -> Tensor:
+    """Gradient of a table for each head, ``[h, 2Ry+1, 2Rx+1, d]``, float32."""
+    (batch, heads, patches), d = d_weights.shape[:3], q.shape[3]
+    asked = "joint table backward", d, place.padded_classes, q.dtype, q.device
+    row = launch.launch_row(*asked)
+    segments = launch.segments(
+        patches, batch * heads, row["BLOCK_N"], launch.resident_programs(*asked)
+    )
+    sizes = 2 * place.horizon_y + 1, 2 * place.horizon_x + 1, d
+    d_table = q.new_empty(segments * batch, heads, *sizes, dtype=torch.float32)
+    launch.run(
+        _joint_table_backward,
+        (segments * batch * heads,),
+        *(q, d_weights, units, d_table, heads, batch * heads, patches, place.prefix),
+        *(launch.cdiv(patches, segments), segments, *launch.octets(q)),
+        **row,
+        **place.horizons(),
+        D=d,
+        BLOCK_D=launch.block(d),
+        BLOCK_C=launch.block(place.padded_classes),
+        PRECISION=launch.precision(q.dtype),
+    )
+    return d_table.sum(0)
+
+
+def joint_backward(
+    grad: Tensor,
+    out: Tensor,
+    mass: Tensor,
+    q: Tensor,
+    table: Tensor,
+    v: Tensor,
+    place: Place,
+    content: OfContent,
+    dv: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of q and, float32, of the table; that of the values is added to ``dv`` in place.
+
+    Args:
+        grad, out: ``[B, h, N, e]``, the gradient of the mean under all terms, and that mean.
+        mass: ``[B, h, N]``, float32, contiguous, as ``joint_means`` writes it.
+        q, v: ``[B, h, N, d]`` and ``[B, h, N, e]`` as given to the attention.
+        table: ``[h or 1, 2Ry+1, 2Rx+1, d]``, float32.
+        content: what the content's backward pass leaves to do.
+        dv: like v, readable by kernels, filled by the content's backward pass.
+    """
+    grad, out, q, v = (launch.readable(x) for x in (grad, out, q, v))
+    table = table.contiguous()
+    dq, d_weights, units = queries_backward(
+        scores_of_classes(grad, v, place), grad, out, mass, q, table, content, place
+    )
+    d_table = _to_table(d_weights, units, q, place)
+    d_table = d_table if table.shape[0] > 1 else d_table.sum(0, keepdim=True)
+    values_backward(q, table, grad, mass, place, dv)
+    return dq, d_table

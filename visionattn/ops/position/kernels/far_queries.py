@@ -1,0 +1,222 @@
+"""Kernels of ``Joint`` relative position, backward: what values receive from queries of their rows
+that are far to the side.
+
+A tile of T keys sees the queries beside it one by one. All that lie further before or after it are
+of its outermost class of columns, so that they give the same to each of its keys: one vector for
+each row of keys, tile and side, which is a sum over tiles. Of each tile of queries this first makes
+what it gives to CHUNK rows of keys, in one product for each row of queries:
+
+    rows of keys      0 .. CHUNK - 1    what the rows of queries around the chunk give, by their
+                      class of rows CHUNK             what those above the next chunk give to all
+                      below, that the chunks before do not know of CHUNK + 1         what those
+                      below the chunk before give to all above
+
+and then adds up tiles from either side, and with them the last two of all chunks above and below.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from visionattn.ops.gpu import launch
+from visionattn.ops.gpu.language import head, kernel
+from visionattn.ops.position.kernels.pairs import as_operand, pairs
+from visionattn.ops.position.kernels.place import TILE, Place
+
+ROWS = tl.constexpr(16)
+CHUNK = tl.constexpr(ROWS.value - 2)
+"""Rows of one product, and how many of them are rows of keys."""
+
+
+@kernel
+def _joint_far_queries(
+    p_shares,
+    p_grad,
+    p_parts,
+    heads,
+    groups,
+    height,
+    width,
+    prefix,
+    tiles,
+    blocks,
+    chunks,
+    inverse_unit,
+    grad_batch,
+    grad_head,
+    grad_token,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_X: tl.constexpr,
+    BESIDE: tl.constexpr,
+    SLOTS: tl.constexpr,
+    HORIZON_Y: tl.constexpr,
+    HORIZON_X: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """What BLOCK_X queries of each row give to a chunk of rows of keys far after them (side 0) or
+    before them (side 1).
+    """
+    A: tl.constexpr = 2 * HORIZON_Y + 1
+    TILES: tl.constexpr = BLOCK_X // BLOCK_T
+    i_side, i_block = tl.program_id(0) % 2, tl.program_id(0) // 2 % blocks
+    i_chunk, i_group = (
+        tl.program_id(0) // 2 // blocks % chunks,
+        tl.program_id(0) // 2 // blocks // chunks,
+    )
+    top, shift = i_chunk * CHUNK, tl.where(i_side == 0, -BESIDE, BESIDE)
+    p_grad = head(p_grad, i_group // heads, i_group % heads, grad_batch, grad_head)
+    p_grad += prefix.to(tl.int64) * grad_token * 8
+    p_shares += i_group.to(tl.int64) * height * A * width * SLOTS
+    # Pairs of a row of keys and a query: the shares of the query are those of the outermost class
+    # of columns.
+    o_k, o_i = pairs(ROWS, BLOCK_T, TILES)
+    o_x = (i_block * TILES + o_k // ROWS) * BLOCK_T + shift + o_i
+    o_k = o_k % ROWS
+    # A query beside the grid is given the nearest one that is in it, and a share that is 0.
+    o_class = tl.where(
+        (o_x >= 0) & (o_x < width), tl.where(i_side == 0, 2 * HORIZON_X, 0), 2 * HORIZON_X + 1
+    )
+    o_share = tl.minimum(tl.maximum(o_x, 0), width - 1) * SLOTS + o_class
+    o_tile = i_block * TILES + tl.arange(0, TILES)
+    o_e, o_row = tl.arange(0, BLOCK_E), tl.arange(0, ROWS)
+    o_query = o_tile[:, None] * BLOCK_T + shift + tl.arange(0, BLOCK_T)[None, :]  # [TILES, T]
+    o_query = tl.minimum(tl.maximum(o_query, 0), width - 1)
+    o_query = o_query[:, :, None] * (grad_token * 8) + o_e[None, None, :]
+    b_sum = tl.zeros([TILES, ROWS, BLOCK_E], tl.float32)
+    first, end = tl.maximum(top - HORIZON_Y + 1, 0), tl.minimum(top + CHUNK + HORIZON_Y - 1, height)
+    for step in range(0, end - first):
+        y = first + step
+        o_a = tl.minimum(tl.maximum(top + o_k - y, -HORIZON_Y), HORIZON_Y) + HORIZON_Y
+        o_a = tl.where(o_k == CHUNK, 2 * HORIZON_Y, tl.where(o_k == CHUNK + 1, 0, o_a))
+        m_a = (o_k != CHUNK) | (o_k < tl.where(y < top + CHUNK - HORIZON_Y + 1, ROWS, 0))
+        m_a = m_a & ((o_k != CHUNK + 1) | (o_k < tl.where(y >= top + HORIZON_Y - 1, ROWS, 0)))
+        p_row = p_shares + y.to(tl.int64) * (A * SLOTS) * width
+        b_pairs = tl.load(p_row + (o_share + o_a * (width * SLOTS)), mask=m_a, other=0)
+        p_queries = p_grad + y.to(tl.int64) * width * grad_token * 8 + o_query
+        b_grad = (
+            tl.load(p_queries)
+            if E == BLOCK_E
+            else tl.load(p_queries, mask=(o_e < E)[None, None, :], other=0)
+        )
+        b_sum = tl.dot(
+            as_operand(b_pairs, ROWS, BLOCK_T, TILES), b_grad, b_sum, input_precision=PRECISION
+        )
+    p_parts += ((i_side.to(tl.int64) * groups + i_group) * chunks + i_chunk) * tiles * ROWS * E
+    p_parts = (
+        p_parts + (o_tile[:, None] * ROWS + o_row[None, :])[:, :, None] * E + o_e[None, None, :]
+    )
+    tl.store(
+        p_parts,
+        b_sum * inverse_unit,
+        mask=(o_tile < tiles)[:, None, None] & (o_e < E)[None, None, :],
+    )
+
+
+@kernel
+def _joint_far_sums(
+    p_parts,
+    p_sums,
+    groups,
+    height,
+    tiles,
+    chunks,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """For each tile of keys of a chunk of rows, the sum of the tiles of queries before it (side 0)
+    or after it (side 1).
+    """
+    i_side, i_chunk = tl.program_id(0) % 2, tl.program_id(0) // 2 % chunks
+    i_group = tl.program_id(0) // 2 // chunks
+    i_sided = i_side.to(tl.int64) * groups + i_group
+    o_k, o_e = tl.arange(0, ROWS), tl.arange(0, BLOCK_E)
+    m_e, o_y = o_e < E, i_chunk * CHUNK + o_k
+    m_sums = ((o_k < CHUNK) & (o_y < height))[:, None] & m_e[None, :]
+    p_sums += i_sided * height * tiles * E
+    p_parts += i_sided * chunks * tiles * ROWS * E
+    b_sum = tl.zeros([ROWS, BLOCK_E], tl.float32)
+    for step in range(0, tiles):
+        i_tile = tl.where(i_side == 0, step, tiles - 1 - step)
+        tl.store(p_sums + (o_y * tiles + i_tile)[:, None] * E + o_e[None, :], b_sum, mask=m_sums)
+        p_rows = p_parts + (i_chunk * tiles + i_tile) * ROWS * E
+        b_sum += tl.load(
+            p_rows + o_k[:, None] * E + o_e[None, :],
+            mask=(o_k < CHUNK)[:, None] & m_e[None, :],
+            other=0,
+        )
+        for start in range(0, chunks, ROWS):
+            o_c = start + o_k
+            o_other = (o_c * tiles + i_tile) * ROWS + tl.where(o_c < i_chunk, CHUNK, CHUNK + 1)
+            m_other = (o_c < chunks) & (o_c != i_chunk)
+            b_others = tl.load(
+                p_parts + o_other[:, None] * E + o_e[None, :],
+                mask=m_other[:, None] & m_e[None, :],
+                other=0,
+            )
+            b_sum += tl.sum(b_others, 0)[None, :]
+
+
+def far_queries(shares: Tensor, grad: Tensor, place: Place, inverse_unit: float) -> Tensor:
+    """What each tile of each row of keys receives from far queries, ``[2, B, h, H, tiles, e]``,
+    float32: before it, after it.
+
+    ``grad [B, h, N, e]`` is readable and ``shares`` are those of ``shares_of_classes``. Empty where
+    one tile holds a row.
+    """
+    (batch, heads, _, e), height, tiles = grad.shape, place.height, triton.cdiv(place.width, TILE)
+    if tiles == 1:
+        return grad.new_empty(2, batch, heads, height, 0, e, dtype=torch.float32)
+    chunks, row = (
+        triton.cdiv(height, CHUNK.value),
+        launch.launch_row("joint far queries", 0, e, grad.dtype, grad.device),
+    )
+    blocks = triton.cdiv(place.width, row["BLOCK_X"])
+    parts = grad.new_empty(2, batch, heads, chunks, tiles, ROWS.value, e, dtype=torch.float32)
+    sums, widths = (
+        grad.new_empty(2, batch, heads, height, tiles, e, dtype=torch.float32),
+        dict(E=e, BLOCK_E=launch.block(e)),
+    )
+    launch.run(
+        _joint_far_queries,
+        (2 * blocks * chunks * batch * heads,),
+        *(
+            shares,
+            grad,
+            parts,
+            heads,
+            batch * heads,
+            height,
+            place.width,
+            place.prefix,
+            tiles,
+            blocks,
+            chunks,
+            inverse_unit,
+        ),
+        *launch.octets(grad),
+        **row,
+        **widths,
+        BLOCK_T=TILE,
+        BESIDE=place.beside,
+        SLOTS=place.slots,
+        HORIZON_Y=place.horizon_y,
+        HORIZON_X=place.horizon_x,
+        PRECISION=launch.precision(grad.dtype),
+    )
+    row = launch.launch_row("joint far sums", 0, e, torch.float32, grad.device)
+    launch.run(
+        _joint_far_sums,
+        (2 * chunks * batch * heads,),
+        parts,
+        sums,
+        batch * heads,
+        height,
+        tiles,
+        chunks,
+        **row,
+        **widths,
+    )
+    return sums

@@ -1,0 +1,363 @@
+"""Lines of keys that ``Joint`` relative position reads, for its forward and its backward pass.
+
+For a query in row y of the grid the keys of one row class form one line along x: the row y + dy of
+the values for |dy| < Ry, the mean of all rows up to y - Ry, the mean of all rows from y + Ry on.
+The means are made here, by products with ones in each direction, and so are the sums of the parts
+of a line that a tile of T queries, with the keys beside it, does not read:
+
+    columns      0 ..             x0 - beside ..  x0 .. x0 + T  .. x0 + T + beside         .. W
+    one line     |<-- before: sum -->|<-- keys of the tile, one by one -->|<-- after: sum -->|
+
+Beyond the tile's keys every key is of the outermost column class, as beside >= Rx. All sums are
+one-sided: none is a difference.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from visionattn.ops.gpu import launch
+from visionattn.ops.gpu.language import head, kernel, rows
+from visionattn.ops.position.kernels.place import Place
+
+
+@triton.jit
+def axis_keys(o_class, o_place, length, HORIZON: tl.constexpr):
+    """Keys of a class of one axis of ``length`` places as seen from one of them, float32."""
+    o_key = o_place + o_class - HORIZON
+    window = ((o_key >= 0) & (o_key < length)).to(tl.int32)
+    count = tl.where(o_class == 0, tl.maximum(o_key + 1, 0), window)
+    return tl.where(o_class == 2 * HORIZON, tl.maximum(length - o_key, 0), count).to(tl.float32)
+
+
+@triton.jit
+def line_at(
+    p_v,
+    p_means,
+    i_class,
+    y_keys,
+    prefix,
+    width,
+    v_token,
+    means_below,
+    E: tl.constexpr,
+    HORIZON_Y: tl.constexpr,
+):
+    """Where the line of row class ``i_class`` begins, and the stride of its tokens in octets.
+
+    ``y_keys``, the row of the query plus ``i_class - Ry``, is that of the keys, and the last or
+    first one of a mean of rows. The addresses given are those of row 0 of one head; ``means_below``
+    is the distance to the other half of the means.
+    """
+    is_above, is_below = i_class == 0, i_class == 2 * HORIZON_Y
+    i_row = y_keys.to(tl.int64)
+    p_mean = p_means + tl.where(is_below, means_below, 0) + i_row * width * E
+    p_line = tl.where(is_above | is_below, p_mean, p_v + (prefix + i_row * width) * v_token * 8)
+    return p_line, tl.where(is_above | is_below, E // 8, v_token)
+
+
+@triton.jit
+def _means_of_rows(
+    p_x,
+    p_out,
+    m_n,
+    i_side,
+    height,
+    x_row,
+    out_row,
+    BLOCK_Y: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Means of rows 0 to y (side 0), or of rows y to the last (side 1), for the columns at
+    ``p_x [C]``, into ``p_out [C]``.
+
+    Addresses are those of row 0, strides are in elements.
+    """
+    # A product adds up: row i takes of a block of rows, counted from this side, the first i + 1,
+    # and the others when it is done.
+    o_i = tl.arange(0, BLOCK_Y)
+    b_ones = tl.where(o_i[None, :] <= o_i[:, None], 1.0, 0.0).to(p_x.dtype.element_ty)
+    b_others = tl.where(o_i[None, :] > o_i[:, None], 1.0, 0.0).to(p_x.dtype.element_ty)
+    b_sums = tl.zeros([BLOCK_Y, BLOCK_C], tl.float32)
+    for start in tl.range(0, height, BLOCK_Y, num_stages=1):
+        o_step = start + o_i
+        y = tl.where(i_side == 0, o_step, height - 1 - o_step).to(tl.int64)
+        m_x = (o_step < height)[:, None] & m_n[None, :]
+        b_x = tl.load(p_x[None, :] + y[:, None] * x_row, mask=m_x, other=0)  # [Y, C]
+        b_sums = tl.dot(b_ones, b_x, acc=b_sums, input_precision=PRECISION)
+        b_means = b_sums * (1.0 / (o_step + 1))[:, None]
+        tl.store(
+            p_out[None, :] + y[:, None] * out_row, b_means.to(p_out.dtype.element_ty), mask=m_x
+        )
+        b_sums = tl.dot(b_others, b_x, acc=b_sums, input_precision=PRECISION)
+
+
+@triton.jit
+def means_of_values(
+    i_program,
+    p_v,
+    p_means,
+    heads,
+    groups,
+    height,
+    width,
+    prefix,
+    blocks,
+    v_batch,
+    v_head,
+    v_token,
+    E: tl.constexpr,
+    BLOCK_Y: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One of ``2 * blocks * groups`` programs: the means of rows of v, of ``BLOCK_C`` of its
+    ``width * E`` columns.
+    """
+    i_side, i_block, i_group = i_program % 2, i_program // 2 % blocks, i_program // 2 // blocks
+    o_n = i_block * BLOCK_C + tl.arange(0, BLOCK_C)
+    p_v = head(p_v, i_group // heads, i_group % heads, v_batch, v_head)
+    p_v += (prefix + o_n // E).to(tl.int64) * (v_token * 8) + o_n % E
+    p_means += (i_side.to(tl.int64) * groups + i_group) * height * width * E + o_n
+    _means_of_rows(
+        p_v, p_means, o_n < width * E, i_side, height, width.to(tl.int64) * (v_token * 8),
+        width * E, BLOCK_Y, BLOCK_C, PRECISION,
+    )  # fmt: skip
+
+
+@triton.jit
+def means_of_remainders(
+    i_program,
+    p_remainders,
+    groups,
+    height,
+    tiles,
+    blocks,
+    E: tl.constexpr,
+    BLOCK_Y: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One of ``2 * blocks * groups`` programs: the means of rows of the remainders of v, of
+    ``BLOCK_C`` columns.
+    """
+    i_side, i_block, i_group = i_program % 2, i_program // 2 % blocks, i_program // 2 // blocks
+    columns = 2 * tiles * E
+    o_n = i_block * BLOCK_C + tl.arange(0, BLOCK_C)
+    p_remainders += i_group.to(tl.int64) * height * columns + o_n
+    p_out = p_remainders + (1 + i_side.to(tl.int64)) * groups * height * columns
+    _means_of_rows(
+        p_remainders, p_out, o_n < columns, i_side, height, columns, columns,
+        BLOCK_Y, BLOCK_C, PRECISION,
+    )  # fmt: skip
+
+
+@triton.jit
+def far_keys(i_tile, i_side, width, BLOCK_T: tl.constexpr, BESIDE: tl.constexpr):
+    """How many keys of a row lie before those that a tile reads one by one (side 0), or after them
+    (side 1).
+    """
+    first = i_tile * BLOCK_T
+    return tl.maximum(tl.where(i_side == 0, first - BESIDE, width - first - BLOCK_T - BESIDE), 0)
+
+
+@triton.jit
+def power_of_two(number):
+    """The largest power of two that is not above ``number``, and 0 for 0: the exponent of a
+    float32.
+    """
+    return (number.to(tl.float32).to(tl.int32, bitcast=True) & 0x7F800000).to(
+        tl.float32, bitcast=True
+    )
+
+
+@triton.jit
+def remainders_of_values(
+    i_program,
+    p_v,
+    p_remainders,
+    heads,
+    height,
+    width,
+    prefix,
+    tiles,
+    v_batch,
+    v_head,
+    v_token,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BESIDE: tl.constexpr,
+    BLOCK_X: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One of ``2 * height * groups`` programs: for each tile of a row, what lies before the keys
+    that it reads, or after them.
+    """
+    TILES: tl.constexpr = BLOCK_X // BLOCK_T
+    i_side, i_row = i_program % 2, i_program // 2
+    y, i_group = i_row % height, i_row // height
+    p_v = head(p_v, i_group // heads, i_group % heads, v_batch, v_head)
+    p_v += (prefix + y * width).to(tl.int64) * v_token * 8
+    o_e = tl.arange(0, BLOCK_E)
+    p_remainders += (i_row.to(tl.int64) * tiles * 2 + i_side) * E
+    # A product adds up: of BLOCK_X columns, counted from this side, row i of the left operand takes
+    # those of the first i tiles.
+    o_i, o_j = tl.arange(0, 16), tl.arange(0, BLOCK_X)
+    b_ones = tl.where(o_j[None, :] < o_i[:, None] * BLOCK_T, 1.0, 0.0).to(p_v.dtype.element_ty)
+    b_carry = tl.zeros([BLOCK_E], tl.float32)
+    for start in tl.range(0, tiles, TILES, num_stages=1):
+        o_column = start * BLOCK_T + o_j
+        o_x = tl.where(i_side == 0, o_column - BESIDE, tiles * BLOCK_T + BESIDE - 1 - o_column)
+        m_x = ((o_x >= 0) & (o_x < width))[:, None] & (o_e < E)[None, :]
+        b_v = tl.load(rows(p_v, o_x, v_token, o_e), mask=m_x, other=0)  # [X, E]
+        b_sums = tl.dot(b_ones, b_v, input_precision=PRECISION) + b_carry[None, :]
+        b_carry = tl.sum(tl.where((o_i == TILES)[:, None], b_sums, 0), 0)
+        o_tile = tl.where(i_side == 0, start + o_i, tiles - 1 - start - o_i)
+        b_sums *= (
+            1
+            / tl.maximum(power_of_two(far_keys(o_tile, i_side, width, BLOCK_T, BESIDE)), 1.0)[
+                :, None
+            ]
+        )
+        m_out = ((o_i < TILES) & (start + o_i < tiles))[:, None] & (o_e < E)[None, :]
+        p_out = p_remainders + o_tile[:, None] * 2 * E + o_e[None, :]
+        tl.store(p_out, b_sums.to(p_remainders.dtype.element_ty), mask=m_out)
+
+
+@kernel
+def _joint_lines(
+    p_v,
+    p_means,
+    p_remainders,
+    heads,
+    groups,
+    height,
+    width,
+    prefix,
+    tiles,
+    blocks,
+    v_batch,
+    v_head,
+    v_token,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BESIDE: tl.constexpr,
+    BLOCK_Y: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_X: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Means of rows of v, and where there are several tiles the remainders of its rows."""
+    i_program, of_means = tl.program_id(0), 2 * blocks * groups
+    if i_program < of_means:
+        means_of_values(
+            i_program, p_v, p_means, heads, groups, height, width, prefix, blocks, v_batch, v_head,
+            v_token, E, BLOCK_Y, BLOCK_C, PRECISION,
+        )  # fmt: skip
+    else:
+        remainders_of_values(
+            i_program - of_means, p_v, p_remainders, heads, height, width, prefix, tiles, v_batch,
+            v_head, v_token, E, BLOCK_E, BLOCK_T, BESIDE, BLOCK_X, PRECISION,
+        )  # fmt: skip
+
+
+@kernel
+def _joint_means_of_remainders(
+    p_remainders,
+    groups,
+    height,
+    tiles,
+    blocks,
+    E: tl.constexpr,
+    BLOCK_Y: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Means of rows of the remainders of v: those of the means, as both are sums."""
+    means_of_remainders(
+        tl.program_id(0),
+        p_remainders,
+        groups,
+        height,
+        tiles,
+        blocks,
+        E,
+        BLOCK_Y,
+        BLOCK_C,
+        PRECISION,
+    )
+
+
+class Lines(NamedTuple):
+    """What tiles read beside the values themselves.
+
+    Args:
+        means: ``[2, B, h, H, W, e]`` in the dtype of v: the mean of rows 0 to y, and of rows y to H
+            - 1.
+        remainders: ``[3, B, h, H, tiles, 2, e]`` in the dtype of v: of row y of v, and of both
+            means, what lies before and after the keys that each tile reads one by one; empty where
+            one tile holds a row. It is the sum of these keys divided by the power of two below
+            their number, so that half precision holds it and the weight times that power.
+    """
+
+    means: Tensor
+    remainders: Tensor
+
+
+def empty_lines(v: Tensor, place: Place, tile: int) -> Lines:
+    """Memory for the lines of ``v [B, h, N, e]``."""
+    batch, heads, _, e = v.shape
+    height, width, tiles = place.height, place.width, launch.cdiv(place.width, tile)
+    return Lines(
+        v.new_empty(2, batch, heads, height, width, e),
+        v.new_empty(3, batch, heads, height, tiles if tiles > 1 else 0, 2, e),
+    )
+
+
+def lines_of(v: Tensor, place: Place, tile: int, beside: int) -> Lines:
+    """The lines of ``v [B, h, N, e]``, readable by kernels: tiles of ``tile`` queries read
+    ``beside`` keys on either side.
+    """
+    batch, heads, _, e = v.shape
+    height, width, tiles, groups = (
+        place.height,
+        place.width,
+        launch.cdiv(place.width, tile),
+        batch * heads,
+    )
+    lines, row = (
+        empty_lines(v, place, tile),
+        launch.launch_row("joint lines", 0, e, v.dtype, v.device),
+    )
+    blocks, own = (
+        launch.cdiv(width * e, row["BLOCK_C"]),
+        dict(E=e, PRECISION=launch.precision(v.dtype)),
+    )
+    launch.run(
+        _joint_lines,
+        (2 * groups * (blocks + (height if tiles > 1 else 0)),),
+        *(v, *lines, heads, groups, height, width, place.prefix, tiles, blocks, *launch.octets(v)),
+        **row,
+        **own,
+        BLOCK_E=launch.block(e),
+        BLOCK_T=tile,
+        BESIDE=beside,
+    )
+    if tiles > 1:
+        row = launch.launch_row("joint means of remainders", 0, e, v.dtype, v.device)
+        blocks = launch.cdiv(2 * tiles * e, row["BLOCK_C"])
+        sizes = groups, height, tiles, blocks
+        launch.run(
+            _joint_means_of_remainders,
+            (2 * blocks * groups,),
+            lines.remainders,
+            *sizes,
+            **row,
+            **own,
+        )
+    return lines

@@ -1,0 +1,58 @@
+"""Pairs of the queries and keys of tiles, in the order in which matrix units want a left operand.
+
+A tile has T queries and some keys, and a warp has a tile. Of a product of m16n8k16, lane
+``4 g + t`` of the warp holds of its left operand the queries ``g`` and ``g + 8`` and the keys
+``2 t``, ``2 t + 1``, ``2 t + 8``, ``2 t + 9``. What is gathered in axes of lanes, tiles and
+registers is that operand without a move through shared memory, where compilers see that it is;
+where they do not, they move it.
+"""
+
+import triton
+import triton.language as tl
+
+LANES_LAST = tl.constexpr(
+    tuple(int(number) for number in triton.__version__.split(".")[:2]) >= (3, 9)
+)
+"""Triton 3.9 spreads the threads of a gather from its last axis on, 3.6 from its first:
+``[registers, TILES, 8, 4]`` there.
+"""
+
+
+@triton.jit
+def pairs(QUERIES: tl.constexpr, KEYS: tl.constexpr, TILES: tl.constexpr):
+    """Of each pair, ``[4, 8, TILES, registers]``, which query of all tiles it has, and which key of
+    its tile.
+    """
+    o_r, o_tile, o_g, o_t = (
+        tl.arange(0, QUERIES * KEYS // 32),
+        tl.arange(0, TILES),
+        tl.arange(0, 8),
+        tl.arange(0, 4),
+    )
+    if LANES_LAST:
+        o_r, o_tile = o_r[:, None, None, None], o_tile[None, :, None, None]
+        o_g, o_t = o_g[None, None, :, None], o_t[None, None, None, :]
+    else:
+        o_r, o_tile = o_r[None, None, None, :], o_tile[None, None, :, None]
+        o_g, o_t = o_g[None, :, None, None], o_t[:, None, None, None]
+    return o_tile * QUERIES + o_r // (KEYS // 4) * 8 + o_g, o_r // 2 % (
+        KEYS // 8
+    ) * 8 + o_t * 2 + o_r % 2
+
+
+@triton.jit
+def as_operand(b_pairs, QUERIES: tl.constexpr, KEYS: tl.constexpr, TILES: tl.constexpr):
+    """``[TILES, QUERIES, KEYS]`` of what ``pairs`` counts."""
+    if LANES_LAST:
+        b_pairs = tl.reshape(b_pairs, [QUERIES // 8, KEYS // 8, 2, TILES, 8, 4])
+        b_pairs = tl.permute(b_pairs, [3, 0, 4, 1, 5, 2])
+    else:
+        b_pairs = tl.reshape(b_pairs, [4, 8, TILES, QUERIES // 8, KEYS // 8, 2])
+        b_pairs = tl.permute(b_pairs, [2, 3, 1, 4, 0, 5])
+    return tl.reshape(b_pairs, [TILES, QUERIES, KEYS])
+
+
+@triton.jit
+def class_of(o_apart, HORIZON: tl.constexpr):
+    """The class of columns of a key ``o_apart`` columns after the query."""
+    return tl.minimum(tl.maximum(o_apart, -HORIZON), HORIZON) + HORIZON

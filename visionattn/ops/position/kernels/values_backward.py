@@ -1,0 +1,385 @@
+"""Kernels of ``Joint`` relative position, backward: what the values receive.
+
+The same pairs as in the forward pass with the roles exchanged: a program goes down a strip of the
+grid, some tiles of T keys wide. For each row of keys it reads one row of queries after another, of
+those within the horizon, and multiplies the shares of its pairs (``joint_shares.py``) with the
+gradient of the mean on the matrix units. Queries far to the side give one vector to each tile
+(``joint_far_queries.py``). Rows of queries beyond the horizon give to keys a sum that grows from
+row to row:
+
+    from above    added up on the way down: what row y - Ry of queries gives counts for all rows of
+        keys from y on
+    from below    added up on a way up through the same strip, before, and kept for each row
+    other strips  their sums, of which there is one for each way
+
+No sum is a difference.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from visionattn.ops.gpu import launch
+from visionattn.ops.gpu.language import head, kernel, rows
+from visionattn.ops.position.kernels.far_queries import far_queries
+from visionattn.ops.position.kernels.pairs import as_operand, class_of, pairs
+from visionattn.ops.position.kernels.place import TILE, Place
+from visionattn.ops.position.kernels.shares import UNIT, shares_of_classes
+
+
+@triton.jit
+def _pairs_and_queries(
+    start,
+    width,
+    token_octets,
+    o_e,
+    BLOCK_T: tl.constexpr,
+    QUERIES: tl.constexpr,
+    TILES: tl.constexpr,
+    SLOTS: tl.constexpr,
+    HORIZON_X: tl.constexpr,
+    BYTES: tl.constexpr,
+):
+    """Offsets in a line of shares of the pairs of keys from ``start`` on, and those of their
+    queries in a row of the gradient.
+
+    A query beside the grid is given the nearest one that is in it, and a share that is 0: that of
+    the slot after the last class.
+    """
+    BESIDE: tl.constexpr = (QUERIES - BLOCK_T) // 2
+    o_j, o_i = pairs(BLOCK_T, QUERIES, TILES)
+    o_x = start + o_j // BLOCK_T * BLOCK_T - BESIDE + o_i
+    o_class = tl.where(
+        (o_x >= 0) & (o_x < width),
+        class_of(o_j % BLOCK_T + BESIDE - o_i, HORIZON_X),
+        2 * HORIZON_X + 1,
+    )
+    o_pairs = tl.minimum(tl.maximum(o_x, 0), width - 1) * SLOTS + o_class
+    o_x = (
+        start + tl.arange(0, TILES)[:, None] * BLOCK_T - BESIDE + tl.arange(0, QUERIES)[None, :]
+    )  # [TILES, QUERIES]
+    o_x = tl.minimum(tl.maximum(o_x, 0), width - 1)
+    o_pairs = (o_pairs * BYTES).to(tl.uint32)
+    return o_pairs, o_x[:, :, None] * (token_octets * 8) + o_e[None, None, :]
+
+
+@triton.jit
+def _add_line(
+    b_sum,
+    p_shares,
+    o_pairs,
+    p_grad,
+    o_queries,
+    o_e,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    QUERIES: tl.constexpr,
+    TILES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Add to ``b_sum [TILES, T, E]`` of keys what one row of queries gives in one class of rows,
+    whose line has ``p_shares``.
+    """
+    BYTE: tl.constexpr = tl.pointer_type(tl.uint8)
+    p_pairs = (p_shares.to(BYTE, bitcast=True) + o_pairs).to(p_shares.dtype, bitcast=True)
+    b_pairs = as_operand(tl.load(p_pairs), BLOCK_T, QUERIES, TILES)
+    if E % BLOCK_E == 0:
+        b_grad = tl.load(p_grad + o_queries)  # [TILES, QUERIES, E]
+    else:
+        b_grad = tl.load(p_grad + o_queries, mask=(o_e < E)[None, None, :], other=0)
+    return tl.dot(b_pairs, b_grad, b_sum, input_precision=PRECISION)
+
+
+@kernel
+def _joint_rows_below_backward(
+    p_shares,
+    p_grad,
+    p_below,
+    p_totals,
+    heads,
+    groups,
+    height,
+    width,
+    prefix,
+    blocks,
+    strips,
+    strip_rows,
+    inverse_unit,
+    grad_batch,
+    grad_head,
+    grad_token,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    QUERIES: tl.constexpr,
+    SLOTS: tl.constexpr,
+    HORIZON_Y: tl.constexpr,
+    HORIZON_X: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Up a strip: what its rows receive from rows of queries far below, of those that the strip has
+    to do with.
+
+    And what all rows of other strips receive through this one: those below it from above (0), those
+    above it from below (1).
+    """
+    A: tl.constexpr = 2 * HORIZON_Y + 1
+    SHARES: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
+    TILES: tl.constexpr = BLOCK_K // BLOCK_T
+    BYTES: tl.constexpr = p_shares.dtype.element_ty.primitive_bitwidth // 8
+    i_share, i_strip = tl.program_id(0) % SHARES, tl.program_id(0) // SHARES // blocks
+    start = tl.program_id(0) // SHARES % blocks * BLOCK_K
+    i_group, i_strip = i_strip // strips, i_strip % strips
+    o_x, o_e = start + tl.arange(0, BLOCK_K), i_share * BLOCK_E + tl.arange(0, BLOCK_E)
+    m_out = (o_x < width)[:, None] & (o_e < E)[None, :]
+    o_pairs, o_queries = _pairs_and_queries(
+        start, width, grad_token, o_e, BLOCK_T, QUERIES, TILES, SLOTS, HORIZON_X, BYTES
+    )
+    p_grad = head(p_grad, i_group // heads, i_group % heads, grad_batch, grad_head)
+    p_grad += prefix.to(tl.int64) * grad_token * 8
+    p_shares += i_group.to(tl.int64) * height * A * width * SLOTS
+    p_below += i_group.to(tl.int64) * height * width * E
+    b_from_above = tl.zeros([TILES, BLOCK_T, BLOCK_E], tl.float32)
+    b_from_below = tl.zeros([TILES, BLOCK_T, BLOCK_E], tl.float32)
+    first_row = i_strip * strip_rows
+    num_rows = tl.minimum(strip_rows, height - first_row)
+    shares_row, grad_row = width.to(tl.int64) * A * SLOTS, width.to(tl.int64) * grad_token * 8
+    for step in range(0, num_rows):
+        y = first_row + num_rows - 1 - step
+        if y + HORIZON_Y < height:
+            b_from_below = _add_line(
+                b_from_below, p_shares + (y + HORIZON_Y) * shares_row, o_pairs,
+                p_grad + (y + HORIZON_Y) * grad_row, o_queries, o_e, E, BLOCK_E, BLOCK_T, QUERIES,
+                TILES, PRECISION,
+            )  # fmt: skip
+        b_out = tl.reshape(b_from_below, [BLOCK_K, BLOCK_E]) * inverse_unit
+        p_out = p_below + (y * width + o_x).to(tl.int64)[:, None] * E + o_e[None, :]
+        tl.store(p_out, b_out.to(p_below.dtype.element_ty), mask=m_out)
+        if y >= HORIZON_Y:
+            p_line = p_shares + (y - HORIZON_Y) * shares_row + 2 * HORIZON_Y * width * SLOTS
+            b_from_above = _add_line(
+                b_from_above, p_line, o_pairs, p_grad + (y - HORIZON_Y) * grad_row, o_queries, o_e,
+                E, BLOCK_E, BLOCK_T, QUERIES, TILES, PRECISION,
+            )  # fmt: skip
+    p_totals += (
+        (i_group.to(tl.int64) * strips + i_strip) * width * E + o_x[:, None] * E + o_e[None, :]
+    )
+    tl.store(p_totals, tl.reshape(b_from_above, [BLOCK_K, BLOCK_E]), mask=m_out)
+    p_totals += groups.to(tl.int64) * strips * width * E
+    tl.store(p_totals, tl.reshape(b_from_below, [BLOCK_K, BLOCK_E]), mask=m_out)
+
+
+@kernel
+def _joint_values_backward(
+    p_shares,
+    p_grad,
+    p_below,
+    p_totals,
+    p_far,
+    p_content,
+    p_dv,
+    heads,
+    groups,
+    height,
+    width,
+    prefix,
+    tiles,
+    blocks,
+    strips,
+    strip_rows,
+    inverse_unit,
+    grad_batch,
+    grad_head,
+    grad_token,
+    content_batch,
+    content_head,
+    content_token,
+    dv_batch,
+    dv_head,
+    dv_token,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    QUERIES: tl.constexpr,
+    SLOTS: tl.constexpr,
+    HORIZON_Y: tl.constexpr,
+    HORIZON_X: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Down a strip: the gradient of its values, from content and the relative term."""
+    A: tl.constexpr = 2 * HORIZON_Y + 1
+    SHARES: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
+    TILES: tl.constexpr = BLOCK_K // BLOCK_T
+    BYTES: tl.constexpr = p_shares.dtype.element_ty.primitive_bitwidth // 8
+    i_share, i_strip = tl.program_id(0) % SHARES, tl.program_id(0) // SHARES // blocks
+    i_block = tl.program_id(0) // SHARES % blocks
+    i_group, i_strip = i_strip // strips, i_strip % strips
+    i_batch, i_head, start = i_group // heads, i_group % heads, i_block * BLOCK_K
+    o_x, o_e = start + tl.arange(0, BLOCK_K), i_share * BLOCK_E + tl.arange(0, BLOCK_E)
+    m_x, m_e = o_x < width, o_e < E
+    m_out = m_x[:, None] & m_e[None, :]
+    o_pairs, o_queries = _pairs_and_queries(
+        start, width, grad_token, o_e, BLOCK_T, QUERIES, TILES, SLOTS, HORIZON_X, BYTES
+    )
+    p_grad = (
+        head(p_grad, i_batch, i_head, grad_batch, grad_head) + prefix.to(tl.int64) * grad_token * 8
+    )
+    p_content = head(p_content, i_batch, i_head, content_batch, content_head)
+    p_dv = head(p_dv, i_batch, i_head, dv_batch, dv_head)
+    p_shares += i_group.to(tl.int64) * height * A * width * SLOTS
+    p_below += i_group.to(tl.int64) * height * width * E
+    o_tile = i_block * TILES + tl.arange(0, TILES)
+    m_far = (o_tile < tl.where(tiles > 1, tiles, 0))[:, None] & m_e[
+        None, :
+    ]  # one tile has no far queries
+    p_far += i_group.to(tl.int64) * height * tiles * E + o_tile[:, None] * E + o_e[None, :]
+    far_after = groups.to(tl.int64) * height * tiles * E
+    # What the strips above and below give to all rows of this one.
+    b_beyond = tl.zeros([BLOCK_K, BLOCK_E], tl.float32)
+    p_totals += i_group.to(tl.int64) * strips * width * E + o_x[:, None] * E + o_e[None, :]
+    for other in range(0, strips):
+        i_other = tl.where(other > i_strip, groups, 0).to(tl.int64) * strips + other
+        m_other = m_out & (o_e < tl.where(other != i_strip, E, 0))[None, :]
+        b_beyond += tl.load(p_totals + i_other * width * E, mask=m_other, other=0)
+    b_beyond = tl.reshape(b_beyond, [TILES, BLOCK_T, BLOCK_E])
+    o_t = tl.arange(0, BLOCK_T)
+    o_keys = start + tl.arange(0, TILES)[:, None] * BLOCK_T + o_t[None, :]
+    m_keys = (o_keys < width)[:, :, None] & m_e[None, None, :]
+    b_unit = tl.where(o_t[:, None] == o_t[None, :], 1 / inverse_unit, 0.0).to(p_dv.dtype.element_ty)
+    b_unit = tl.broadcast_to(b_unit[None, :, :], [TILES, BLOCK_T, BLOCK_T])
+    # From one row of queries to the next, the line of their shares for one row of keys is that of
+    # the class before.
+    line_step, grad_row = width.to(tl.int64) * (A - 1) * SLOTS, width.to(tl.int64) * grad_token * 8
+    first_row = i_strip * strip_rows
+    for step in range(0, tl.minimum(strip_rows, height - first_row)):
+        y = first_row + step
+        if y >= HORIZON_Y:
+            p_line = p_shares + (y - HORIZON_Y) * line_step + (y + HORIZON_Y) * width * SLOTS
+            b_beyond = _add_line(
+                b_beyond, p_line, o_pairs, p_grad + (y - HORIZON_Y) * grad_row, o_queries, o_e, E,
+                BLOCK_E, BLOCK_T, QUERIES, TILES, PRECISION,
+            )  # fmt: skip
+        o_place = y * width + o_keys
+        p_keys = (
+            p_content
+            + (prefix + o_place).to(tl.int64)[:, :, None] * (content_token * 8)
+            + o_e[None, None, :]
+        )
+        b_content = tl.load(p_keys, mask=m_keys, other=0)  # [TILES, T, E]
+        b_below = tl.load(
+            p_below + o_place.to(tl.int64)[:, :, None] * E + o_e[None, None, :],
+            mask=m_keys,
+            other=0,
+        )
+        if tl.float32 == p_dv.dtype.element_ty:
+            b_sum = b_beyond + (b_content + b_below) * (1 / inverse_unit)
+        else:
+            # Products with a unit matrix add them without widening them first, which takes more
+            # instructions.
+            b_sum = tl.dot(b_unit, b_content, b_beyond, input_precision=PRECISION)
+            b_sum = tl.dot(b_unit, b_below, b_sum, input_precision=PRECISION)
+        first, end = tl.maximum(y - HORIZON_Y + 1, 0), tl.minimum(y + HORIZON_Y, height)
+        p_line, p_row = (
+            p_shares + first * line_step + (y + HORIZON_Y) * width * SLOTS,
+            p_grad + first * grad_row,
+        )
+        for _ in range(0, end - first):
+            b_sum = _add_line(
+                b_sum, p_line, o_pairs, p_row, o_queries, o_e, E, BLOCK_E, BLOCK_T, QUERIES, TILES,
+                PRECISION
+            )  # fmt: skip
+            p_line += line_step
+            p_row += grad_row
+        p_vectors = p_far + y.to(tl.int64) * tiles * E
+        b_far = tl.load(p_vectors, mask=m_far, other=0) + tl.load(
+            p_vectors + far_after, mask=m_far, other=0
+        )
+        b_dv = b_sum * inverse_unit + b_far[:, None, :]
+        o_token = prefix + y * width + o_x
+        b_dv = tl.reshape(b_dv, [BLOCK_K, BLOCK_E])
+        tl.store(rows(p_dv, o_token, dv_token, o_e), b_dv.to(p_dv.dtype.element_ty), mask=m_out)
+
+
+def _row_of_values(
+    e: int, dtype: torch.dtype, device: torch.device, place: Place
+) -> dict[str, int]:
+    """The row of ``launches.json``, with what wider horizons leave registers for: more pairs are
+    held then.
+    """
+    row = dict(BLOCK_E=launch.block(e)) | launch.launch_row(
+        "joint values backward", 0, e, dtype, device
+    )
+    if place.beside > 8:
+        row |= dict(BLOCK_E=min(row["BLOCK_E"], 32))
+    return row
+
+
+def values_backward(
+    q: Tensor, table: Tensor, grad: Tensor, mass: Tensor, place: Place, dv: Tensor
+) -> None:
+    """Add to ``dv [B, h, N, e]`` what the relative term gives, for ``grad [B, h, N, e]`` of the
+    mean; all readable.
+
+    ``q``, ``table`` and ``mass`` are those of ``shares_of_classes``.
+    """
+    batch, heads, tokens, e = grad.shape
+    groups, height, width = batch * heads, place.height, place.width
+    row = _row_of_values(e, grad.dtype, grad.device, place)
+    blocks, e_shares = triton.cdiv(width, row["BLOCK_K"]), triton.cdiv(e, row["BLOCK_E"])
+    resident = launch.resident_programs("joint values backward", 0, e, grad.dtype, grad.device)
+    strips = launch.segments(height, blocks * e_shares * groups, 1, resident, 1)
+    strip_rows = max(1, triton.cdiv(height, strips))
+    strips = triton.cdiv(height, strip_rows)  # none without rows
+    options = row | dict(E=e, BLOCK_T=TILE, QUERIES=TILE + 2 * place.beside, SLOTS=place.slots)
+    options |= dict(
+        HORIZON_Y=place.horizon_y, HORIZON_X=place.horizon_x, PRECISION=launch.precision(grad.dtype)
+    )
+    shares = shares_of_classes(q, table, mass, place)
+    far = far_queries(shares, grad, place, 1 / UNIT)
+    below = grad.new_empty(batch, heads, height, width, e)
+    totals = grad.new_empty(2, batch, heads, strips, width, e, dtype=torch.float32)
+    strip = blocks, strips, strip_rows, 1 / UNIT
+    programs = (e_shares * blocks * strips * groups,)
+    launch.run(
+        _joint_rows_below_backward,
+        programs,
+        *(
+            shares,
+            grad,
+            below,
+            totals,
+            heads,
+            groups,
+            height,
+            width,
+            place.prefix,
+            *strip,
+            *launch.octets(grad),
+        ),
+        **options,
+    )
+    launch.run(
+        _joint_values_backward,
+        programs,
+        *(
+            shares,
+            grad,
+            below,
+            totals,
+            far,
+            dv,
+            dv,
+            heads,
+            groups,
+            height,
+            width,
+            place.prefix,
+            triton.cdiv(width, TILE),
+        ),
+        *(*strip, *launch.octets(grad), *launch.octets(dv), *launch.octets(dv)),
+        **options,
+    )

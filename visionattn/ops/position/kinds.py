@@ -1,0 +1,362 @@
+"""Linear relative position: weights ``S_ij = phi(q_i) . r_class(i,j)`` that are added to those of
+the content.
+
+Relative position is key minus query; tables run from past to future: entry
+``clip(delta, -R, R) + R``. Three forms of the class: ``Flat`` clips the offset in the sequence,
+``Joint`` the pair of offsets on the grid, ``Axial`` adds a table of rows and one of columns. Prefix
+tokens take no part. ``phi`` is ``elu1`` of the queries as given.
+
+With ``normalization="sum"`` the weights are S, as in the papers. With "mean" each class counts as
+the mean of its keys: S is divided by the number of keys of the class that the query sees, and the
+content by the number of all keys it sees, so that classes that grow with the image cannot drown the
+near ones.
+
+Source: Scaleformer (Favier and Dal'Maz Silva 2021), section 4, for one dimension and "sum"; the
+rest is ours.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from visionattn.layout import TokenLayout
+from visionattn.ops.position.axial import axis_sums
+from visionattn.ops.position.joint import axis_classes, class_sums
+from visionattn.ops.sums import Sums
+
+Normalization = Literal["sum", "mean"]
+
+
+@dataclass(frozen=True)
+class Flat:
+    """Relative position along the sequence.
+
+    Args:
+        table: ``[h or 1, 2R+1, d]``, non-negative (signed for ``softmax_attention``).
+        layout: with one, the prefix is skipped and patches count row by row; None: every token
+            counts.
+        normalization: "sum" or "mean".
+    """
+
+    table: Tensor
+    layout: TokenLayout | None = None
+    normalization: Normalization = "sum"
+
+
+@dataclass(frozen=True)
+class Axial:
+    """Relative position as a row part plus a column part,
+    ``r = rows[clip(dy)] + columns[clip(dx)]``.
+
+    Args:
+        rows, columns: ``[h or 1, 2R+1, d]``, each with its own R, non-negative (signed for
+            ``softmax_attention``).
+        layout: where the tokens lie.
+        normalization: "sum" or "mean"; each part over the keys of its own classes.
+    """
+
+    rows: Tensor
+    columns: Tensor
+    layout: TokenLayout
+    normalization: Normalization = "sum"
+
+
+@dataclass(frozen=True)
+class Joint:
+    """Relative position with one entry for each pair ``(clip(dy), clip(dx))``.
+
+    Args:
+        table: ``[h or 1, 2R+1, 2R+1, d]``, rows (dy) first, non-negative (signed for
+            ``softmax_attention``).
+        layout: where the tokens lie.
+        normalization: "sum" or "mean".
+    """
+
+    table: Tensor
+    layout: TokenLayout
+    normalization: Normalization = "sum"
+
+
+RelativePosition = Flat | Axial | Joint
+
+
+def tables_of(relative: RelativePosition) -> dict[str, Tensor]:
+    """The tables by name."""
+    if isinstance(relative, Axial):
+        return {"rows": relative.rows, "columns": relative.columns}
+    return {"table": relative.table}
+
+
+def key_counts(
+    k: Tensor,
+    key_mask: Tensor | None,
+    causal: bool = False,
+    num_queries: int = 0,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Keys each query sees, ``[B or 1, 1, 1]``, or causal ``[B or 1, 1, N]``, in ``dtype`` or that
+    of ``k [B, h, M, d]``.
+    """
+    dtype = dtype or k.dtype
+    if not causal:
+        if key_mask is None:
+            return torch.full((1, 1, 1), k.shape[2], dtype=dtype, device=k.device)
+        return key_mask.sum(-1, dtype=dtype)[:, None, None]
+    visible = torch.arange(1, num_queries + 1, device=k.device).clamp(max=k.shape[2])
+    if key_mask is None:
+        return visible.to(dtype)[None, None]
+    return F.pad(key_mask.cumsum(1, dtype=dtype), (1, 0))[:, None, visible]
+
+
+def _axis_counts(length: int, horizon: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Keys per class of one full axis, ``[2R+1, length]``, in closed form."""
+    if horizon == 0:
+        return torch.ones(1, length, dtype=dtype, device=device) * length
+    i = torch.arange(length, dtype=dtype, device=device)
+    offsets = torch.arange(1 - horizon, horizon, dtype=dtype, device=device)[:, None]
+    window = ((i + offsets >= 0) & (i + offsets < length)).to(dtype)
+    return torch.cat(
+        [(i - horizon + 1).clamp(min=0)[None], window, (length - horizon - i).clamp(min=0)[None]]
+    )
+
+
+def count_classes(
+    layout: TokenLayout,
+    horizons: tuple[int, int],
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    present: Tensor | None = None,
+) -> Tensor:
+    """Keys of each class as seen from each place of the grid:
+    ``[1 or B, H, W, (2Ry+1) * (2Rx+1)]``.
+
+    Args:
+        layout: the grid, and which patches are present.
+        horizons: Ry and Rx.
+        present: ``[B, 1, H, W]`` of 0 and 1 that replaces what the layout says; None: the layout's.
+    """
+    height, width = layout.grid.height, layout.grid.width
+    if present is None and layout.kept is not None:
+        ones = torch.ones(layout.kept.shape, dtype=dtype, device=device)
+        present = (
+            ones.new_zeros(ones.shape[0], height * width)
+            .scatter(1, layout.kept, ones)
+            .unflatten(1, (1, height, width))
+        )
+    if present is None:
+        rows = _axis_counts(height, horizons[0], dtype, device)
+        columns = _axis_counts(width, horizons[1], dtype, device)
+        return (rows.T[:, None, :, None] * columns.T[None, :, None, :]).flatten(2).unsqueeze(0)
+    by_column = axis_classes(present[:, 0], horizons[1], width)
+    both = axis_classes(by_column.permute(0, 2, 3, 1), horizons[0], height)
+    return both.permute(0, 4, 2, 3, 1).flatten(3)
+
+
+class _Canvas:
+    """Patches on their grid: from tokens ``[B, h, N, c]`` to ``[B, h, H, W, c]``, absent ones 0,
+    and back without prefix.
+    """
+
+    def __init__(self, layout: TokenLayout):
+        self.layout, self.prefix = layout, layout.num_prefix
+        self.size = (layout.grid.height, layout.grid.width)
+
+    def _index(self, x: Tensor) -> Tensor:
+        return self.layout.kept[:, None, :, None].expand(x.shape[0], x.shape[1], -1, x.shape[3])
+
+    def spread(self, x: Tensor) -> Tensor:
+        x = x[:, :, self.prefix :]
+        if self.layout.kept is not None:
+            x = x.new_zeros(*x.shape[:2], self.layout.grid.num_patches, x.shape[3]).scatter(
+                2, self._index(x), x
+            )
+        return x.unflatten(2, self.size)
+
+    def collect(self, x: Tensor) -> Tensor:
+        x = x.flatten(2, 3)
+        return x if self.layout.kept is None else x.gather(2, self._index(x))
+
+    def present(self, key_mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+        """``[B, 1, H, W]`` of 0 and 1 under a mask of the tokens; None without one."""
+        return (
+            None if key_mask is None else self.spread(key_mask[:, None, :, None].to(dtype))[..., 0]
+        )
+
+
+def _axial_sums(
+    relative: Axial, q: Tensor, v: Tensor, present: Tensor | None, total: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Values ``[B, h, H, W, e]`` and mass ``[B, h, H, W]`` of the rows and, on transposed views, of
+    the columns.
+    """
+    (height, width), options = q.shape[2:4], dict(dtype=relative.rows.dtype, device=q.device)
+    if present is None:
+        in_rows, in_columns = (
+            torch.full((1, height), width, **options),
+            torch.full((1, width), height, **options),
+        )
+    else:
+        in_rows, in_columns = present[:, 0].sum(2), present[:, 0].sum(1)
+    values, mass = axis_sums(q, relative.rows, v, in_rows, total)
+    by_column, column_mass = axis_sums(
+        q.transpose(2, 3), relative.columns, v.transpose(2, 3), in_columns, total
+    )
+    return values + by_column.transpose(2, 3), mass + column_mass.transpose(2, 3)
+
+
+def joint_classes(
+    relative: Joint, key_mask: Tensor | None, total: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The table, the keys of each class ``[1 or B, H, W, C]`` and, for "mean", all keys
+    ``[1 or B, 1, 1, 1]``.
+
+    All are in the dtype of ``total``, which is that of ``relative_sums``.
+    """
+    dtype, counts = total.dtype, relative.layout.counts
+    present = _Canvas(relative.layout).present(key_mask, dtype)
+    if counts is None or present is not None:
+        horizons = (relative.table.shape[1] // 2, relative.table.shape[2] // 2)
+        counts = count_classes(
+            relative.layout, horizons, dtype=dtype, device=total.device, present=present
+        )
+    return (
+        relative.table.to(dtype),
+        counts.to(dtype),
+        total.unsqueeze(3) if relative.normalization == "mean" else None,
+    )
+
+
+def _joint_sums(
+    relative: Joint, q: Tensor, v: Tensor, key_mask: Tensor | None, total: Tensor
+) -> tuple[Tensor, Tensor]:
+    canvas, (table, counts, total) = (
+        _Canvas(relative.layout),
+        joint_classes(relative, key_mask, total),
+    )
+    horizons = (table.shape[1] // 2, table.shape[2] // 2)
+    return class_sums(
+        canvas.spread(q), table.flatten(1, 2), canvas.spread(v), counts, total, *horizons
+    )
+
+
+def relative_sums(
+    relative: RelativePosition,
+    q: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    total: Tensor,
+    causal: bool = False,
+) -> Sums:
+    """The relative term's sums of values and of weights, for the tokens after the prefix.
+
+    Args:
+        q: ``[B, h, N, d]`` as given to the attention.
+        v: ``[B, h, M, e]``, zero where masked.
+        key_mask: bool ``[B, M]``; None: every key takes part.
+        total: keys that each query sees, ``[B or 1, 1, 1 or N]``; with "mean" the sums are in units
+            of the mean of so many keys.
+        causal: with ``Flat``, token i sees tokens j <= i alone.
+    """
+    dtype = total.dtype
+    if isinstance(relative, Flat):
+        total = total if relative.normalization == "mean" else None
+        return _flat_relative_sums(relative, q, v, key_mask, total, dtype, causal)
+    canvas = _Canvas(relative.layout)
+    if isinstance(relative, Joint):
+        values, mass = _joint_sums(relative, q, v, key_mask, total)
+    else:
+        total = total.unsqueeze(3) if relative.normalization == "mean" else None
+        q, v, present = canvas.spread(q), canvas.spread(v), canvas.present(key_mask, dtype)
+        if present is None and relative.layout.kept is not None:
+            everyone = torch.ones(
+                v.shape[0], relative.layout.num_tokens, dtype=torch.bool, device=v.device
+            )
+            present = canvas.present(everyone, dtype)
+        relative = replace(
+            relative, rows=relative.rows.to(dtype), columns=relative.columns.to(dtype)
+        )
+        values, mass = _axial_sums(relative, q, v, present, total)
+    return Sums(canvas.collect(values), canvas.collect(mass.unsqueeze(4)).squeeze(3))
+
+
+def _flat_relative_sums(
+    relative: Flat,
+    q: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    total: Tensor | None,
+    dtype: torch.dtype,
+    causal: bool,
+) -> Sums:
+    """A sequence is a grid of one row, on which the number of queries and of keys may differ."""
+    table, layout = relative.table.to(dtype), relative.layout
+    if layout is None:
+        present = (
+            torch.ones(1, v.shape[2], dtype=dtype, device=v.device)
+            if key_mask is None
+            else key_mask.to(dtype)
+        )
+        q, v = q.unsqueeze(2), v.unsqueeze(2)
+    else:
+        canvas = _Canvas(layout)
+        if key_mask is None:
+            key_mask = torch.ones(v.shape[0], layout.num_tokens, dtype=torch.bool, device=v.device)
+        present = canvas.present(key_mask, dtype).flatten(1)
+        q, v = (
+            canvas.spread(q).flatten(2, 3).unsqueeze(2),
+            canvas.spread(v).flatten(2, 3).unsqueeze(2),
+        )
+        if causal and total is not None:
+            total = total[:, :, layout.num_prefix :]
+    horizon, factor = table.shape[1] // 2, None
+    if (
+        causal and horizon == 0
+    ):  # one class: what came before and the token itself, which each weigh as the whole class does
+        table, horizon = table.expand(-1, 3, -1), 1
+        total, factor = None, total
+    counts = axis_classes(present, horizon, q.shape[3]).mT
+    if causal:
+        future = torch.arange(2 * horizon + 1, device=table.device) > horizon
+        table, counts = table.masked_fill(future[:, None], 0), counts.masked_fill(future, 0)
+    options = (None if total is None else total.unsqueeze(3), 0, horizon)
+    values, mass = (x.squeeze(2) for x in class_sums(q, table, v, counts.unsqueeze(1), *options))
+    if factor is not None:
+        visible = counts.sum(2).unsqueeze(1)
+        factor = torch.where(visible > 0, factor / visible.clamp(min=1), 0)
+        values, mass = values * factor.unsqueeze(3), mass * factor
+    if layout is None:
+        return Sums(values, mass)
+    values, mass = values.unflatten(2, canvas.size), mass.unflatten(2, canvas.size)
+    return Sums(canvas.collect(values), canvas.collect(mass.unsqueeze(4)).squeeze(3))
+
+
+def mean_with_relative(
+    content: Sums,
+    relative: RelativePosition | None,
+    q: Tensor,
+    v: Tensor,
+    count: Tensor,
+    key_mask: Tensor | None,
+    causal: bool = False,
+) -> Tensor:
+    """The weighted mean ``[B, h, N, e]`` under content and relative term, both in the unit that
+    ``normalization`` asks for.
+
+    With "mean" that is ``content / M + S / n``, all times M: the same mean, and the content stays
+    as it is.
+
+    Args:
+        content: the sums of the content term.
+        relative: None leaves the content alone.
+        q: ``[B, h, N, d]`` as given to the attention.
+        v, key_mask, causal: see ``relative_sums``.
+        count: keys that each query sees, ``[B or 1, 1, 1 or N]``, in the dtype of the sums.
+    """
+    if relative is None:
+        return content.divide()
+    prefix = 0 if relative.layout is None else relative.layout.num_prefix
+    return content.divide_with(relative_sums(relative, q, v, key_mask, count, causal), prefix)

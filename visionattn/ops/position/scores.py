@@ -1,0 +1,207 @@
+"""Scores of clipped relative position for every pair of places, by strides: what a softmax needs of
+them, forward and backward.
+
+It owns the step from one score per class to one score per pair. It knows nothing of softmax, masks
+or kinds of relative position: both axes of the table are given, and an axis that does not matter
+has length 1.
+
+Along a row of the grid the scores of a block of b queries with all offsets in their reach, from
+``1 - b - x0`` on, stand in lines that are one longer than needed per query. Read with lines shorter
+by one, each key of each query is in its place, and no index is looked up. For b = 3 queries and 4
+keys, ``c`` being the place in the line (``.`` is not read):
+
+    c         0  1  2  3  4  5          line of 6, read in lines of 5 from c = 2
+    query 0   .  .  0  1  2  3    ->    0  1  2  3
+    query 1   . -1  0  1  2  .         -1  0  1  2
+    query 2  -2 -1  0  1  .  .         -2 -1  0  1
+
+Offsets beyond the horizon repeat the score of the outermost class. Rows need no shift: all queries
+of a block are in one row.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from visionattn.ops.chunking import chunks
+from visionattn.ops.sums import accumulation_dtype, no_double_backward, without_autocast
+
+BLOCK_QUERIES = 128
+
+
+@dataclass(frozen=True)
+class _Reach:
+    """Consecutive offsets of one axis: their classes, and how many more of them the first and the
+    last class take.
+    """
+
+    classes: slice
+    before: int
+    after: int
+
+    def spread(self, x: Tensor, dim: int) -> Tensor:
+        """One entry for each class to one for each offset."""
+        if not (self.before or self.after):
+            return x
+        before, after = list(x.shape), list(x.shape)
+        before[dim], after[dim] = self.before, self.after
+        first, last = x.narrow(dim, 0, 1), x.narrow(dim, x.shape[dim] - 1, 1)
+        return torch.cat([first.expand(before), x, last.expand(after)], dim)
+
+    def collect(self, grad: Tensor, dim: int) -> Tensor:
+        """The transpose of ``spread``."""
+        if not (self.before or self.after):
+            return grad
+        num, last = grad.shape[dim], grad.shape[dim] - self.after
+        out = grad.narrow(dim, self.before, last - self.before).clone()
+        out.select(dim, 0).add_(grad.narrow(dim, 0, self.before).sum(dim))
+        out.select(dim, out.shape[dim] - 1).add_(grad.narrow(dim, last, num - last).sum(dim))
+        return out
+
+
+def _reach(first: int, count: int, num_classes: int) -> _Reach:
+    """Of the offsets ``first .. first + count - 1``, first <= 0, under a table of ``num_classes`` =
+    2R+1 entries.
+    """
+    horizon = num_classes // 2
+    low, high = (max(-horizon, min(horizon, offset)) for offset in (first, first + count - 1))
+    before = min(low - first, count - 1)
+    return _Reach(
+        slice(low + horizon, high + horizon + 1), before, count - before - (high - low + 1)
+    )
+
+
+def _shifted(lines: Tensor, width: int) -> Tensor:
+    """``[..., b, H, width]``: lines ``[..., b, H, b - 1 + width]``, contiguous, of query i read
+    from place ``b - 1 - i`` on.
+    """
+    block, heads = lines.shape[-3], lines.stride()[:-3]
+    strides = (*heads, lines.stride(-3) - 1, lines.stride(-2), 1)
+    return lines.as_strided((*lines.shape[:-1], width), strides, lines.storage_offset() + block - 1)
+
+
+def _blocks(q: Tensor, table: Tensor, height: int, width: int):
+    """Of each block of queries: its row, its columns, and what it reaches of the rows and the
+    columns of the table.
+    """
+    for y in range(q.shape[2]):
+        for x in chunks(q.shape[3], BLOCK_QUERIES):
+            columns = _reach(1 - x.stop, x.stop - x.start - 1 + width, table.shape[2])
+            yield y, x, _reach(-y, height, table.shape[1]), columns
+
+
+def _by_head(x: Tensor, y: int, columns: slice) -> Tensor:
+    """The queries of one block, heads first: ``[h, B, b, ...]`` of ``[B, h, H, W, ...]``, a
+    view.
+    """
+    return x[:, :, y, columns].transpose(0, 1)
+
+
+def _classes(table: Tensor, rows: _Reach, columns: _Reach, q: Tensor) -> Tensor:
+    """The entries that a block reaches, in one line and in the dtype of q: ``[h, n, d]``."""
+    return (
+        table[:, rows.classes, columns.classes].flatten(1, 2).to(q.dtype).expand(q.shape[1], -1, -1)
+    )
+
+
+def _pairs(matrix: Tensor, q: Tensor, height: int, width: int, prefix: int) -> Tensor:
+    """``[B, h, H, W, height, width]``, a view of the pairs of patches in
+    ``matrix [B, h, P + H*W, P + height*width]``.
+    """
+    return matrix[:, :, prefix:, prefix:].unflatten(3, (height, width)).unflatten(2, q.shape[2:4])
+
+
+@torch.library.custom_op("visionattn::relative_scores", mutates_args=())
+def relative_scores(q: Tensor, table: Tensor, height: int, width: int, prefix: int = 0) -> Tensor:
+    """``q_yx . r`` with the class ``(clip(u - y), clip(w - x))`` of each key (u, w):
+    ``[B, h, P + H*W, P + height*width]``.
+
+    Differentiable once; keeps q and the table alone. Beside the result, one block of at most 128
+    queries is in memory.
+
+    Args:
+        q: ``[B, h, H, W, d]``, any strides.
+        table: ``[h or 1, 2Ry+1, 2Rx+1, d]``, past to future; any horizon, beyond the grid too.
+        height, width: grid of the keys; its top left is that of the queries.
+        prefix: P, rows and columns of 0 in front.
+
+    Returns:
+        In the dtype of q; a gradient of the table is summed in float32 or wider.
+
+    Source: Shaw et al. 2018, eq. 5, with its clipping. The strided view is what Ukhov's relative
+    attention stacks of diagonals (future to past there), here block by block; two dimensions are
+    ours.
+    """
+    out = q.new_empty(*q.shape[:2], prefix + q.shape[2] * q.shape[3], prefix + height * width)
+    out[:, :, :prefix] = 0
+    out[:, :, prefix:, :prefix] = 0
+    pairs = _pairs(out, q, height, width, prefix)
+    if pairs.numel() == 0:
+        return out
+    for y, x, rows, columns in _blocks(q, table, height, width):
+        queries, entries = _by_head(q, y, x), _classes(table, rows, columns, q)
+        scores = torch.bmm(queries.flatten(1, 2), entries.mT)
+        num_rows = rows.classes.stop - rows.classes.start
+        scores = scores.unflatten(1, queries.shape[1:3]).unflatten(3, (num_rows, -1))
+        scores = _shifted(columns.spread(scores, 4), width)
+        target, end = _by_head(pairs, y, x), rows.before + num_rows
+        target[..., rows.before : end, :] = scores
+        target[..., : rows.before, :] = scores[..., :1, :]
+        target[..., end:, :] = scores[..., -1:, :]
+    return out
+
+
+@relative_scores.register_fake
+def _(q, table, height, width, prefix=0):
+    return q.new_empty(*q.shape[:2], prefix + q.shape[2] * q.shape[3], prefix + height * width)
+
+
+@torch.library.custom_op("visionattn::relative_scores_backward", mutates_args=())
+def relative_scores_backward(
+    grad: Tensor, q: Tensor, table: Tensor, height: int, width: int, prefix: int
+) -> tuple[Tensor, Tensor]:
+    """Gradients of ``relative_scores`` with respect to q and the table for
+    ``grad [B, h, P + H*W, P + height*width]``.
+    """
+    d_q, d_table = (
+        q.new_zeros(q.shape),
+        table.new_zeros(table.shape, dtype=accumulation_dtype(q, table)),
+    )
+    pairs = _pairs(grad, q, height, width, prefix)
+    if pairs.numel() == 0:
+        return d_q, d_table.to(table.dtype)
+    for y, x, rows, columns in _blocks(q, table, height, width):
+        queries, entries = _by_head(q, y, x), _classes(table, rows, columns, q)
+        d_scores = rows.collect(_by_head(pairs, y, x), 3)
+        lines = d_scores.new_zeros(*d_scores.shape[:4], x.stop - x.start - 1 + width)
+        _shifted(lines, width).copy_(d_scores)
+        lines = columns.collect(lines, 4).flatten(3, 4).flatten(1, 2)
+        _by_head(d_q, y, x).copy_(torch.bmm(lines, entries).unflatten(1, queries.shape[1:3]))
+        d_entries = torch.bmm(lines.mT, queries.flatten(1, 2)).to(d_table.dtype)
+        if table.shape[0] == 1:
+            d_entries = d_entries.sum(0, keepdim=True)
+        part = d_table[:, rows.classes, columns.classes]
+        part += d_entries.view(part.shape)
+    return d_q, d_table.to(table.dtype)
+
+
+@relative_scores_backward.register_fake
+def _(grad, q, table, height, width, prefix):
+    return q.new_empty(q.shape), table.new_empty(table.shape)
+
+
+no_double_backward(relative_scores_backward)
+
+
+def _setup_context(ctx, inputs, output):
+    q, table, *ctx.sizes = inputs
+    ctx.save_for_backward(q, table)
+
+
+def _backward(ctx, grad):
+    with without_autocast(grad):
+        return *relative_scores_backward(grad, *ctx.saved_tensors, *ctx.sizes), None, None, None
+
+
+relative_scores.register_autograd(_backward, setup_context=_setup_context)

@@ -1,0 +1,368 @@
+"""Sums over the classes of relative position in the tiled form: small matrix products on windows of
+the values' own memory.
+
+A row of the grid is cut into tiles of t queries. From a tile all keys within reach ``r = Rx - 1``
+stand in one window of ``t + 2r`` keys; those left and right of it are two sums. So for one class of
+rows the tile's output is a product of a ``t x (t + 2r)`` matrix of weights with the window, which
+is read where it lies, and one of ``t x 2`` with the two sums.
+
+Order in memory: tokens first, channels contiguous. A row of the line has r zeros, its keys, and
+zeros up to a whole number of tiles; R - 1 rows of zeros stand between the heads of one chunk. With
+t = 4, r = 1 and five keys:
+
+    0 v v v | v v 0 0 | 0 0 0 0 | 0 v v v ...        windows: 0 v v v v v,  v v 0 0 0 0
+
+The weights of one query to all offsets ``-(r + t - 1) .. r + t - 1`` are those of its 2R+1 classes
+with the outermost repeated; the matrix of a tile is a strided view of them, since each query sees
+the window one key further to the left.
+
+Sums over rows above and below are running sums, never differences: nothing is lost in float32. This
+file knows neither feature maps nor counts; ``class_sums.py`` does.
+"""
+
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from visionattn.ops.chunking import chunks
+
+WIDE_VALUES = 32
+TILE_QUERIES, TILE_QUERIES_OF_NARROW_VALUES, MOST_TILE_QUERIES = 8, 16, 64
+BAND_ELEMENTS, MOST_THREADS = 1 << 16, 8
+
+
+def _run_rows(x: Tensor, lag: int, out: Tensor, *, up: bool) -> Tensor:
+    """Write to ``out [g, H, ...]``, which is 0, sums of ``x`` over rows at least ``lag >= 1`` above
+    each row (``up``: below).
+    """
+    rows, sources = (list(x.unbind(1)) for x in (out, x))
+    if up:
+        rows.reverse(), sources.reverse()
+    for y in range(lag, len(rows)):
+        torch.add(rows[y - 1], sources[y - lag], out=rows[y])
+    return out
+
+
+class Band(NamedTuple):
+    """A run of tiles that is worked on at once.
+
+    Args:
+        tiles: in the line of all heads.
+        heads: the heads it belongs to.
+        rows, columns: the part of each head's grid that it holds.
+        shape: rows and columns of memory that this part takes in each head, zeros included.
+    """
+
+    tiles: slice
+    heads: slice
+    rows: slice
+    columns: slice
+    shape: tuple[int, int]
+
+
+class Tiles:
+    """Geometry of one chunk of heads: ``heads`` grids of ``height`` rows of ``width`` places.
+
+    ``width`` is that of queries or keys, whichever is more; e is the width of the values; dtype and
+    device are those of ``like``.
+    """
+
+    def __init__(
+        self, heads: int, height: int, width: int, e: int, horizons: tuple[int, int], like: Tensor
+    ):
+        self.heads, self.height, self.width, self.e, self.horizons, self.like = (
+            heads,
+            height,
+            width,
+            e,
+            horizons,
+            like,
+        )
+        self.reach = max(horizons[1] - 1, 0)
+        fewest = TILE_QUERIES if e >= WIDE_VALUES else TILE_QUERIES_OF_NARROW_VALUES
+        self.size = max(fewest, min(2 * self.reach, MOST_TILE_QUERIES))
+        self.used = -(-width // self.size)
+        self.per_row = self.used + -(-self.reach // self.size)
+        self.pitch = self.per_row * self.size
+        self.gap = max(horizons[0] - 1, 0)
+        self.period = height + self.gap
+        self.window = self.size + 2 * self.reach
+        self.columns = 2 * (self.reach + self.size) - 1 + 2
+        rows = range(-self.gap, self.gap + 1)
+        self.sources = (
+            [("above", 0), *(("here", a) for a in rows), ("below", 0)]
+            if horizons[0]
+            else [("all", 0)]
+        )
+        self.own = "here" if horizons[0] else "all"
+        self.classes = (len(self.sources), 2 * horizons[1] + 1)
+        threads = (
+            min(torch.get_num_threads(), MOST_THREADS)
+            if like.device.type == "cpu"
+            else MOST_THREADS
+        )
+        self.band_elements = BAND_ELEMENTS * self.size * threads
+
+    def rows(self, x: Tensor) -> Tensor:
+        """``x [g, H, W', c]`` with zeros after each row and the gap below each head:
+        ``[g, period * pitch, c]``.
+        """
+        line = x.new_zeros(x.shape[0], self.period, self.pitch, x.shape[3])
+        line[:, : self.height, : x.shape[2]] = x
+        return line.flatten(1, 2)
+
+    def bands(self) -> list[Band]:
+        """Bands whose weights stay in cache: all heads at once, or whole rows of one head, or tiles
+        of the only row of one.
+        """
+        tiles_of_a_head = self.period * self.per_row
+        per_band = max(1, self.band_elements // (self.size * self.classes[0] * self.columns))
+        everything = slice(0, self.width)
+        if self.heads * tiles_of_a_head <= per_band:
+            shape, rows = (self.period, self.pitch), slice(0, self.height)
+            return [
+                Band(
+                    slice(0, self.heads * tiles_of_a_head),
+                    slice(0, self.heads),
+                    rows,
+                    everything,
+                    shape,
+                )
+            ]
+        bands = []
+        for head in range(self.heads):
+            own, first = slice(head, head + 1), head * tiles_of_a_head
+            if self.height > 1:
+                for rows in chunks(self.height, max(1, per_band // self.per_row)):
+                    tiles = slice(
+                        first + rows.start * self.per_row, first + rows.stop * self.per_row
+                    )
+                    bands.append(
+                        Band(tiles, own, rows, everything, (rows.stop - rows.start, self.pitch))
+                    )
+            else:
+                for t in chunks(self.used, per_band):
+                    columns = slice(t.start * self.size, t.stop * self.size)
+                    shape = (1, columns.stop - columns.start)
+                    bands.append(
+                        Band(
+                            slice(first + t.start, first + t.stop), own, slice(0, 1), columns, shape
+                        )
+                    )
+        return bands
+
+    def places(self, band: Band) -> slice:
+        """Where in the line of a head, as ``rows`` gives it, the queries of the band stand."""
+        start = band.rows.start * self.pitch + band.columns.start
+        return slice(start, start + band.shape[0] * band.shape[1])
+
+    def load(self, x: Tensor, band: Band, like: Tensor) -> Tensor:
+        """The queries of the band of ``x [g, H, W', c]``, ``[heads, n, c]`` in the dtype of
+        ``like``; zeros outside the grid.
+        """
+        part = x[band.heads, band.rows, band.columns]
+        out = like.new_empty(part.shape[0], *band.shape, x.shape[3])
+        height, width = part.shape[1:3]
+        out[:, :height, :width] = part
+        out[:, height:] = 0
+        out[:, :height, width:] = 0
+        return out.flatten(1, 2)
+
+    def store(self, part: Tensor, band: Band, out: Tensor) -> None:
+        """Write the queries of the band, ``part [heads, n, c]``, to their places in
+        ``out [g, H, W', c]``.
+        """
+        there = out[band.heads, band.rows, band.columns]
+        there.copy_(part.unflatten(1, band.shape)[:, : there.shape[1], : there.shape[2]])
+
+    @cached_property
+    def repeat(self) -> Tensor:
+        """``[2R+1, columns]`` of 0 and 1: the class of each offset, and last those of the two
+        ends.
+        """
+        options, horizon = dict(device=self.like.device), self.horizons[1]
+        offset = torch.arange(self.columns - 2, **options) - (self.columns - 2) // 2
+        index = (
+            torch.cat(
+                [offset.clamp(-horizon, horizon), torch.tensor([-horizon, horizon], **options)]
+            )
+            + horizon
+        )
+        return (index == torch.arange(self.classes[1], **options)[:, None]).to(self.like.dtype)
+
+    def matrices(self, weights: Tensor, source: int) -> tuple[Tensor, Tensor]:
+        """Matrices of the tiles for one class of rows, ``[n, t, window]`` and ``[n, t, 2]``: views
+        of the weights.
+        """
+        step, count, start = (
+            weights.shape[1] * self.columns,
+            weights.shape[0] // self.size,
+            source * self.columns,
+        )
+        window = weights.as_strided(
+            (count, self.size, self.window), (self.size * step, step - 1, 1), start + self.size - 1
+        )
+        ends = weights.as_strided(
+            (count, self.size, 2), (self.size * step, step, 1), start + self.columns - 2
+        )
+        return window, ends
+
+
+class Lines:
+    """Values, or their gradients, of one chunk of heads as the tiles read them: keys, sums of rows,
+    sums of ends of rows.
+    """
+
+    def __init__(self, tiles: Tiles):
+        """All zeros; ``fill`` puts values in."""
+        self.tiles, self.e = tiles, tiles.e
+        names = dict.fromkeys(name for name, _ in tiles.sources)
+        self.keys = {name: self._zeros(name) for name in names}
+        self.ends = {
+            name: tiles.like.new_zeros(self._num_rows(name), tiles.per_row, 2, tiles.e)
+            for name in names
+        }
+
+    def _num_rows(self, name: str) -> int:
+        return self.tiles.heads * self.tiles.period + (2 * self.tiles.gap if name == "here" else 0)
+
+    def _zeros(self, name: str) -> Tensor:
+        return self.tiles.like.new_zeros(
+            self._num_rows(name) * self.tiles.pitch + 2 * self.tiles.reach, self.e
+        )
+
+    def _grid(self, x: Tensor, name: str) -> Tensor:
+        """The rows of all heads in ``keys`` or ``ends`` as ``[g, H, ...]``, without the margins of
+        the line.
+        """
+        tiles, start = self.tiles, self.tiles.gap if name == "here" else 0
+        x = (
+            x[: self._num_rows(name) * tiles.pitch].view(-1, tiles.pitch, self.e)
+            if x.ndim == 2
+            else x
+        )
+        return x[start : start + tiles.heads * tiles.period].unflatten(
+            0, (tiles.heads, tiles.period)
+        )[:, : tiles.height]
+
+    def _blocks(self, name: str) -> tuple[Tensor, Tensor]:
+        """Blocks of t keys ``[rows, used, t, e]``: those that begin where tiles do, and those that
+        begin where windows end.
+        """
+        tiles = self.tiles
+        size = (self._num_rows(name), tiles.used, tiles.size, self.e)
+        stride = (tiles.pitch * self.e, tiles.size * self.e, self.e, 1)
+        return self.keys[name].as_strided(size, stride, 0), self.keys[name].as_strided(
+            size, stride, 2 * tiles.reach * self.e
+        )
+
+    def fill(self, v: Tensor) -> "Lines":
+        """Lay out ``v [g, H, W', e]`` and form its sums."""
+        tiles, inside = self.tiles, slice(self.tiles.reach, self.tiles.reach + v.shape[2])
+        v, name = v.to(tiles.like.dtype), tiles.own
+        self._grid(self.keys[name], name)[:, :, inside] = (
+            v if name == "here" else v.sum(1, keepdim=True)
+        )
+        left, right = (blocks.sum(2) for blocks in self._blocks(name))
+        self.ends[name][:, 1 : tiles.used, 0] = left.cumsum(1)[:, :-1]
+        self.ends[name][:, : tiles.used - 1, 1] = right.flip(1).cumsum(1).flip(1)[:, 1:]
+        if name == "here":
+            ends = self._grid(self.ends[name], name)
+            for far, up in (("above", False), ("below", True)):
+                _run_rows(
+                    v, tiles.horizons[0], self._grid(self.keys[far], far)[:, :, inside], up=up
+                )
+                _run_rows(ends, tiles.horizons[0], self._grid(self.ends[far], far), up=up)
+        return self
+
+    def collect(self, width: int) -> Tensor:
+        """The transpose of ``fill``, which uses up keys and sums: the gradient of the values,
+        ``[g, H, width, e]``.
+        """
+        tiles, name, inside = (
+            self.tiles,
+            self.tiles.own,
+            slice(self.tiles.reach, self.tiles.reach + width),
+        )
+        total = None
+        if name == "here":
+            total = torch.zeros_like(self._grid(self.keys["above"], "above")[:, :, inside])
+            own_ends = self._grid(self.ends[name], name)
+            for far, up in (("above", True), ("below", False)):
+                ends = self._grid(self.ends[far], far)
+                own_ends += _run_rows(ends, tiles.horizons[0], torch.zeros_like(ends), up=up)
+                keys = self._grid(self.keys[far], far)[:, :, inside]
+                total += _run_rows(keys, tiles.horizons[0], torch.zeros_like(keys), up=up)
+        left, right = self._blocks(name)
+        d_left, d_right = self.ends[name][:, : tiles.used].unbind(2)
+        left[:, :-1] += d_left[:, 1:].flip(1).cumsum(1).flip(1).unsqueeze(2)
+        right[:, 1:] += d_right[:, :-1].cumsum(1).unsqueeze(2)
+        rows = self._grid(self.keys[name], name)[:, :, inside]
+        return rows.sum(1, keepdim=True).expand_as(rows) if total is None else total.add_(rows)
+
+    def _first_row(self, source: int) -> int:
+        name, shift = self.tiles.sources[source]
+        return shift + self.tiles.gap if name == "here" else 0
+
+    def windows(self, source: int, band: slice, every: slice = slice(None)) -> Tensor:
+        """The keys that each tile of ``band`` sees in one class of rows, ``[n, window, e]``, where
+        they lie.
+        """
+        tiles = self.tiles
+        index = range(band.start, band.stop)[every]
+        start = (self._first_row(source) * tiles.per_row + index.start) * tiles.size
+        stride = (index.step * tiles.size * self.e, self.e, 1)
+        return self.keys[tiles.sources[source][0]].as_strided(
+            (len(index), tiles.window, self.e), stride, start * self.e
+        )
+
+    def pairs(self, source: int, band: slice) -> Tensor:
+        """The sums left and right of those windows, ``[n, 2, e]``."""
+        start = self._first_row(source) * self.tiles.per_row
+        return self.ends[self.tiles.sources[source][0]].flatten(0, 1)[
+            start + band.start : start + band.stop
+        ]
+
+
+def spread_weights(tiles: Tiles, weights: Tensor) -> Tensor:
+    """Weights of classes ``[q, C]`` as those of offsets and ends, ``[q, rows, columns]``."""
+    return torch.mm(weights.view(-1, tiles.classes[1]), tiles.repeat).view(
+        -1, tiles.classes[0], tiles.columns
+    )
+
+
+def multiply(tiles: Tiles, lines: Lines, weights: Tensor, band: slice) -> Tensor:
+    """The sums of values ``[n * t, e]`` of the queries of ``band`` for the weights ``[n * t, C]``
+    of their classes.
+    """
+    spread, out = spread_weights(tiles, weights), None
+    for source in range(tiles.classes[0]):
+        window, ends = tiles.matrices(spread, source)
+        keys = lines.windows(source, band)
+        out = torch.bmm(window, keys) if out is None else out.baddbmm_(window, keys)
+        out.baddbmm_(ends, lines.pairs(source, band))
+    return out.flatten(0, 1)
+
+
+def multiply_backward(
+    tiles: Tiles, lines: Lines, weights: Tensor, band: slice, grad: Tensor, d_lines: Lines
+) -> Tensor:
+    """The gradient ``[n * t, C]`` of the weights for ``grad [n * t, e]`` of the sums; adds that of
+    the values to ``d_lines``.
+    """
+    spread, grad = spread_weights(tiles, weights), grad.unflatten(0, (-1, tiles.size))
+    d_spread, apart = torch.zeros_like(spread), -(-tiles.window // tiles.size)
+    for source in range(tiles.classes[0]):
+        (window, ends), (d_window, d_ends) = (
+            tiles.matrices(spread, source),
+            tiles.matrices(d_spread, source),
+        )
+        d_window.copy_(torch.bmm(grad, lines.windows(source, band).mT))
+        d_ends.copy_(torch.bmm(grad, lines.pairs(source, band).mT))
+        d_lines.pairs(source, band).baddbmm_(ends.mT, grad)
+        for first in range(min(apart, len(grad))):  # windows of tiles so far apart do not overlap
+            every = slice(first, None, apart)
+            d_lines.windows(source, band, every).baddbmm_(window[every].mT, grad[every])
+    return torch.mm(d_spread.view(-1, tiles.columns), tiles.repeat.T).view_as(weights)

@@ -1,0 +1,88 @@
+"""Quadratic forms on blocks of queries: scores stay in cache, memory stays linear. Plain tensors in
+and out, no autograd.
+"""
+
+import torch
+from torch import Tensor
+
+from visionattn.ops.chunking import chunks
+
+BLOCK_QUERIES = 256
+BLOCK_ELEMENTS = 1 << 20
+
+
+def _blocks(q: Tensor, k: Tensor):
+    """Pairs of slices (heads, queries) whose scores are at most ``BLOCK_ELEMENTS``, or one head's
+    256 rows.
+    """
+    queries = max(1, min(BLOCK_QUERIES, q.shape[1]))
+    heads = max(1, BLOCK_ELEMENTS // max(1, queries * k.shape[1]))
+    return [(g, t) for g in chunks(q.shape[0], heads) for t in chunks(q.shape[1], queries)]
+
+
+def _seen(t: slice, num_keys: int, causal: bool) -> slice:
+    """The keys that the queries of a block see between them."""
+    return slice(0, min(t.stop, num_keys) if causal else num_keys)
+
+
+def _mask_future(scores: Tensor, t: slice, causal: bool) -> Tensor:
+    """``scores [g, T, keys]`` of the queries ``t``, in place 0 where the key comes after the
+    query.
+    """
+    if causal:  # the keys before the block are seen by all of it
+        scores[:, :, t.start :].tril_()
+    return scores
+
+
+def _scores(q: Tensor, k: Tensor, shift: float) -> Tensor:
+    return torch.baddbmm(q.new_full((1, 1, 1), shift), q, k.transpose(1, 2))
+
+
+def blocked_scores(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    shift: float = 0.0,
+    square: bool = False,
+    causal: bool = False,
+) -> Tensor:
+    """``sum_j w_ij v_j`` with ``w = q.k + shift``, or its square: ``[G, N, e]``.
+
+    Args:
+        q, k, v: ``[G, N, d]``, ``[G, M, d]``, ``[G, M, e]``.
+        causal: the sum of query i is over ``j <= i``.
+    """
+    out = v.new_empty(q.shape[0], q.shape[1], v.shape[2])
+    for g, t in _blocks(q, k):
+        j = _seen(t, k.shape[1], causal)
+        scores = _scores(q[g, t], k[g, j], shift)
+        weights = _mask_future(scores.square_() if square else scores, t, causal)
+        out[g, t] = torch.bmm(weights, v[g, j])
+    return out
+
+
+def blocked_scores_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    shift: float = 0.0,
+    square: bool = False,
+    causal: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of ``blocked_scores`` with respect to q, k and v for ``grad [G, N, e]``."""
+    dq, dk, dv = q.new_empty(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
+    for g, t in _blocks(q, k):
+        j = _seen(t, k.shape[1], causal)
+        scores = _mask_future(_scores(q[g, t], k[g, j], shift), t, causal)
+        weights = scores.square() if square else scores
+        dv[g, j].baddbmm_(weights.transpose(1, 2), grad[g, t])
+        d_scores = torch.bmm(grad[g, t], v[g, j].transpose(1, 2))
+        if square:
+            d_scores.mul_(scores).mul_(2)
+        d_scores = _mask_future(d_scores, t, causal)
+        dq[g, t] = torch.bmm(d_scores, k[g, j])
+        dk[g, j].baddbmm_(d_scores.transpose(1, 2), q[g, t])
+    return dq, dk, dv

@@ -1,0 +1,318 @@
+"""Sums of values and of weights under TaylorShift's weights: both forms, chunked, as one operator
+with its gradient.
+
+Chunks of q, k and v are prepared by ``taylor_passes.py`` in the forward pass and again in the
+backward pass, so that autograd keeps q, k and v themselves and, of the efficient form, its state.
+Loops over tokens and the choice of the form by length stand inside the operator: a compiler sees
+one node whatever N is.
+
+The state of the efficient form has one row for each feature of ``f(x) = [phi2(x), x, 1]``, weighted
+so that ``f(q) . state`` are the sums of the values: ``state = W sum_j f(k_j) v_j^T`` with W = a or
+2a, b, c. The mass needs no features: ``a q^T (K^T K) q + b q . sum k + c M``, in both forms. The
+relative term and the division belong to ``taylorshift.py``.
+"""
+
+import torch
+from torch import Tensor
+
+from visionattn.ops.choice import choose_form
+from visionattn.ops.chunking import part_of
+from visionattn.ops.form_ran import form_ran
+from visionattn.ops.quadratic import blocked_scores, blocked_scores_backward
+from visionattn.ops.sums import accumulation_dtype, no_double_backward, without_autocast
+from visionattn.ops.taylorshift.features import feature_weights, num_features
+from visionattn.ops.taylorshift.passes import Pass, Values, passes
+
+
+def _weights(d: int, abc: tuple[float, float, float], like: Tensor) -> Tensor:
+    """W of the features ``[phi2(x), x, 1]``, ``[F + d + 1, 1]``."""
+    a, b, c = abc
+    return torch.cat(
+        [feature_weights(d, a, like), like.new_full((d, 1), b), like.new_full((1, 1), c)]
+    )
+
+
+def _reduce(step: Pass, k: Tensor, weights: Tensor, state: Tensor) -> Tensor:
+    """Fill the chunk's ``state [g, F + d + 1, e]``."""
+    state.zero_()
+    for t in step.slices(k):
+        absent = None if step.absent is None else step.absent[:, t]
+        state.baddbmm_(step.features(step.k.load(t), absent), step.v.load(t))
+    return state.mul_(weights)
+
+
+def _efficient_values(
+    step: Pass, q: Tensor, k: Tensor, weights: Tensor, state: Tensor, out: Tensor
+) -> None:
+    """Fill the chunk's state and its sums of values ``out [g, N, e]``."""
+    _reduce(step, k, weights, state)
+    for t in step.slices(q):
+        out[:, t] = torch.bmm(state.mT, step.features(step.q.load(t))).mT
+
+
+def _direct_values(step: Pass, abc: tuple[float, float, float], out: Tensor) -> None:
+    """Fill the chunk's sums of values ``out [g, N, e]`` through blocks of scores:
+    ``a ((x + b/2a)^2 + c/a - (b/2a)^2)``.
+    """
+    a, b, c = abc
+    everything = slice(None)
+    v = step.v.load(everything)
+    values = blocked_scores(
+        step.q.load(everything).mT, step.k.load(everything).mT, v, shift=b / (2 * a), square=True
+    )
+    torch.add(values.mul_(a), (c - b * b / (4 * a)) * v.sum(1, keepdim=True), out=out)
+
+
+def _mass(
+    step: Pass,
+    q: Tensor,
+    k: Tensor,
+    abc: tuple[float, float, float],
+    moments: tuple[Tensor, Tensor],
+    out: Tensor,
+):
+    """Fill the chunk's ``K^T K [g, d, d]``, ``sum k [g, d]`` and sums of weights ``out [g, N]``."""
+    (a, b, c), (second, first) = abc, moments
+    second.zero_(), first.zero_()
+    for t in step.slices(k):
+        key = step.k.load(t)
+        second.baddbmm_(key, key.mT)
+        first += key.sum(2)
+    for t in step.slices(q):
+        query = step.q.load(t)
+        score = torch.baddbmm((b * first).unsqueeze(2), second, query, alpha=a)
+        out[:, t] = (score * query).sum(1) + c * step.count
+
+
+def takes_efficient(form: str, q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether the efficient form runs: named, or the faster one by ``choose_form``."""
+    if form != "auto":
+        return form == "efficient"
+    (batch, heads, n, d), m, e = q.shape, k.shape[2], v.shape[3]
+    sizes = dict(heads=heads, batch=batch, dtype=accumulation_dtype(q, k, v), device=q.device.type)
+    return choose_form("taylorshift", n, m, d, e, **sizes) == "efficient"
+
+
+@torch.library.custom_op("visionattn::taylor_sums", mutates_args=())
+def taylor_sums(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    temperature: Tensor | None,
+    key_mask: Tensor | None,
+    a: float,
+    b: float,
+    c: float,
+    form: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """``sum_j w_ij v_j`` and ``sum_j w_ij`` with ``w = a x^2 + b x + c``, ``x_ij = q_i . k_j``.
+
+    Args:
+        q, k, v: ``[B, h, N, d]``, ``[B, h, M, d]``, ``[B, h, M, e]``, any floating dtype and
+            strides.
+        temperature: ``[h]``: q is brought to this length and k to unit length. None: both as they
+            are.
+        key_mask: bool ``[B, M]``, True takes part.
+        a, b, c: coefficients, ``a > 0``.
+        form: "direct" completes the square and works on blocks of scores, O(N M d); "efficient"
+            goes through the packed products of each key, O((N + M) d^2 e); "auto" takes the one
+            that is expected to be faster.
+
+    Returns:
+        values ``[B, h, N, e]``, mass ``[B, h, N]``, and for the gradient the state
+        ``[B, h, F + d + 1, e]`` (of "efficient" alone, empty otherwise), ``K^T K [B, h, d, d]`` and
+        ``sum k [B, h, d]``; float32 (float64 for float64 inputs).
+
+    Source: TaylorShift, "Efficient TaylorShift"; the packed products, the mass and the completed
+    square are ours.
+    """
+    dtype, efficient = accumulation_dtype(q, k, v), takes_efficient(form, q, k, v)
+    (batch, heads, n, d), e = q.shape, v.shape[3]
+    values, mass = (
+        q.new_empty(batch, heads, n, e, dtype=dtype),
+        q.new_empty(batch, heads, n, dtype=dtype),
+    )
+    state = q.new_empty(
+        batch, heads, num_features(d) + d + 1 if form == "efficient" else 0, e, dtype=dtype
+    )
+    second, first = (
+        q.new_empty(batch, heads, d, d, dtype=dtype),
+        q.new_empty(batch, heads, d, dtype=dtype),
+    )
+    weights = _weights(d, (a, b, c), values)
+    with form_ran("taylorshift", "efficient" if efficient else "direct"):
+        for step in passes((q, k, v, temperature, key_mask), dtype):
+            out, out_mass, own_state, *moments = (
+                part_of(x, step.chunk) for x in (values, mass, state, second, first)
+            )
+            if efficient:
+                _efficient_values(step, q, k, weights, _kept_state(own_state, weights), out)
+            else:
+                _direct_values(step, (a, b, c), out)
+            _mass(step, q, k, (a, b, c), moments, out_mass)
+    return values, mass, state, second, first
+
+
+def _kept_state(state: Tensor, weights: Tensor) -> Tensor:
+    """The chunk's part of the state, or memory for it where "auto" keeps none."""
+    return (
+        state
+        if state.shape[1]
+        else state.new_empty(state.shape[0], weights.shape[0], state.shape[2])
+    )
+
+
+@taylor_sums.register_fake
+def _(q, k, v, temperature, key_mask, a, b, c, form):
+    dtype, (batch, heads, n, d), e = accumulation_dtype(q, k, v), q.shape, v.shape[3]
+    rows = num_features(d) + d + 1 if form == "efficient" else 0
+    sizes = (
+        (batch, heads, n, e),
+        (batch, heads, n),
+        (batch, heads, rows, e),
+        (batch, heads, d, d),
+        (batch, heads, d),
+    )
+    return tuple(q.new_empty(size, dtype=dtype) for size in sizes)
+
+
+class _MassGradient:
+    """Gradients through ``a q^T (K^T K) q + b q . sum k`` of one chunk of heads, for
+    ``d_mass [g, N]``.
+    """
+
+    def __init__(self, d_mass: Tensor, second: Tensor, first: Tensor, a: float, b: float):
+        self.d_mass, self.a, self.b = d_mass, a, b
+        self.second, self.slope = second, b * first.unsqueeze(2)
+        self.d_second, self.d_first = torch.zeros_like(second), torch.zeros_like(first)
+
+    def add_to_queries(self, query: Tensor, t: slice, out: Tensor) -> Tensor:
+        """Add to ``out [g, d, T]``, and keep what the keys will need."""
+        z = self.d_mass[:, None, t]
+        self.d_second.baddbmm_(query * z, query.mT, alpha=self.a)
+        self.d_first.add_((query * z).sum(2), alpha=self.b)
+        return out.addcmul_(z, torch.baddbmm(self.slope, self.second, query, alpha=2 * self.a))
+
+    def add_to_keys(self, key: Tensor, out: Tensor) -> Tensor:
+        """Add to ``out [g, d, T]``; the queries come first."""
+        return out.baddbmm_(self.d_second, key, alpha=2).add_(self.d_first.unsqueeze(2))
+
+
+def _efficient_backward(
+    step: Pass, mass: _MassGradient, weights: Tensor, state: Tensor, grads: tuple
+) -> Tensor | None:
+    """Write the chunk's gradients through the efficient form; returns that of the length of the
+    queries.
+    """
+    d_values, dq, dk, dv = grads
+    d_state, d_length = torch.zeros_like(state), None
+    for t in step.slices(step.q.x):
+        query, grad = step.q.load(t), d_values.load(t)
+        d_state.baddbmm_(step.features(query), grad)
+        d_query = step.features_backward(query, torch.bmm(state, grad.mT))
+        part = step.q.store(mass.add_to_queries(query, t, d_query), t, dq)
+        d_length = part if d_length is None else d_length + part
+    d_state.mul_(weights)
+    for t in step.slices(step.k.x):
+        key, value = step.k.load(t), step.v.load(t)
+        absent = None if step.absent is None else step.absent[:, t]
+        dv[:, t] = torch.bmm(d_state.mT, step.features(key, absent)).mT
+        step.k.store(
+            mass.add_to_keys(key, step.features_backward(key, torch.bmm(d_state, value.mT))), t, dk
+        )
+    return d_length
+
+
+def _direct_backward(
+    step: Pass, mass: _MassGradient, abc: tuple[float, float, float], grads: tuple
+) -> Tensor | None:
+    """Write the chunk's gradients through blocks of scores; returns that of the length of the
+    queries.
+    """
+    (a, b, c), (d_values, dq, dk, dv), everything = abc, grads, slice(None)
+    query, key, value, grad = (x.load(everything) for x in (step.q, step.k, step.v, d_values))
+    operands = (a * grad, query.mT, key.mT, value)
+    d_query, d_key, d_value = blocked_scores_backward(*operands, shift=b / (2 * a), square=True)
+    d_value = d_value.add_((c - b * b / (4 * a)) * grad.sum(1, keepdim=True))
+    dv.copy_(d_value if step.absent is None else d_value.masked_fill_(step.absent.unsqueeze(2), 0))
+    d_length = step.q.store(mass.add_to_queries(query, everything, d_query.mT), everything, dq)
+    step.k.store(mass.add_to_keys(key, d_key.mT), everything, dk)
+    return d_length
+
+
+@torch.library.custom_op("visionattn::taylor_sums_backward", mutates_args=())
+def taylor_sums_backward(
+    d_values: Tensor,
+    d_mass: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    temperature: Tensor | None,
+    key_mask: Tensor | None,
+    state: Tensor,
+    second: Tensor,
+    first: Tensor,
+    a: float,
+    b: float,
+    c: float,
+    form: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of ``taylor_sums`` with respect to q, k, v and temperature (empty without one).
+
+    The gradients of values and mass are ``d_values [B, h, N, e]`` and ``d_mass [B, h, N]``;
+    features are made anew, not kept.
+    """
+    dtype, efficient = accumulation_dtype(q, k, v), takes_efficient(form, q, k, v)
+    grads = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    d_temperature = (
+        q.new_zeros(0) if temperature is None else torch.zeros_like(temperature, dtype=dtype)
+    )
+    weights = _weights(q.shape[3], (a, b, c), second)
+    for step in passes((q, k, v, temperature, key_mask), dtype):
+        own_state, *moments = (part_of(x, step.chunk) for x in (state, second, first))
+        mass = _MassGradient(part_of(d_mass, step.chunk), *moments, a, b)
+        own = (
+            Values(part_of(d_values, step.chunk), dtype),
+            *(part_of(x, step.chunk) for x in grads),
+        )
+        if efficient:
+            if not own_state.shape[1]:
+                own_state = _reduce(step, k, weights, _kept_state(own_state, weights))
+            d_length = _efficient_backward(step, mass, weights, own_state, own)
+        else:
+            d_length = _direct_backward(step, mass, (a, b, c), own)
+        if temperature is not None:
+            heads = step.chunk[1]
+            d_temperature[heads] += d_length.view(-1, heads.stop - heads.start).sum(0)
+    return *grads, d_temperature if temperature is None else d_temperature.to(temperature.dtype)
+
+
+@taylor_sums_backward.register_fake
+def _(d_values, d_mass, q, k, v, temperature, key_mask, state, second, first, a, b, c, form):
+    d_temperature = (
+        q.new_empty(0) if temperature is None else temperature.new_empty(temperature.shape)
+    )
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), d_temperature
+
+
+no_double_backward(taylor_sums_backward)
+
+
+def _setup_context(ctx, inputs, output):
+    *tensors, a, b, c, form = inputs
+    ctx.options = (a, b, c, form)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors, *output[2:])
+
+
+def _backward(ctx, d_values, d_mass, *unused):
+    if d_values is None or d_mass is None:
+        assert d_values is d_mass, "both sums go through one division"
+        return (None,) * 9
+    tensors = ctx.saved_tensors
+    with without_autocast(d_values):
+        *grads, d_temperature = taylor_sums_backward(d_values, d_mass, *tensors, *ctx.options)
+    return *grads, d_temperature if tensors[3] is not None else None, *([None] * 5)
+
+
+taylor_sums.register_autograd(_backward, setup_context=_setup_context)

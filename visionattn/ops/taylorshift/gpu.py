@@ -1,0 +1,255 @@
+"""TaylorShift as one operator of GPU kernels: normalisation, either form, joint relative position,
+division; with its gradient.
+
+What ``taylorshift.py`` makes of ``taylor_sums``, ``class_sums`` and ``weighted_mean`` in eager
+PyTorch, the kernels of ``kernels`` make here. Autograd keeps q, k, v, the mean, its mass and, of a
+named efficient form, the state; queries and keys of unit length are made anew.
+``triton/why_not.py`` says for which inputs.
+"""
+
+import torch
+from torch import Tensor
+
+from visionattn.ops.form_ran import form_ran
+from visionattn.ops.position.place_numbers import place_from
+from visionattn.ops.sums import no_double_backward, tokens_first
+
+TILE = 16
+WITH_EACH_PAIR = 16
+FORWARD_COSTS = 1.45, 2e8
+BOTH_COST = 1.15, 2e7
+"""What decides between the forms, in multiply-adds of the direct kernels: what these do with each
+pair beside its products; then of the efficient kernels, forward, and forward and backward, how much
+longer a multiply-add takes, and what few heads, which do not fill a GPU, lose. They are fitted to
+counted times (docs/kernels-count.md, "Which form"); no GPU has measured them."""
+
+
+def tile_features(d: int) -> int:
+    """Products of x with itself that the kernels form, in whole pairs of tiles: 256, 768, 2560 for
+    d = 16, 32, 64.
+    """
+    tiles = -(-d // TILE)
+    return tiles * (tiles + 1) // 2 * TILE**2
+
+
+def takes_efficient_kernels(
+    form: str, q: Tensor, k: Tensor, v: Tensor, gradients: bool = False
+) -> bool:
+    """Whether the efficient form runs: named, or by "auto" where it is expected to take less time.
+
+    Args:
+        gradients: a backward pass follows, or this is one.
+    """
+    if form != "auto":
+        return form == "efficient"
+    (batch, heads, n, d), m, e = q.shape, k.shape[2], v.shape[3]
+    direct = batch * heads * n * m * (d + e + WITH_EACH_PAIR)
+    efficient = batch * heads * (n + m) * (tile_features(d) * e + d * (d + e))
+    more, fixed = BOTH_COST if gradients else FORWARD_COSTS
+    return more * efficient + fixed < direct
+
+
+def _of_unit_length(q: Tensor, k: Tensor, temperature: Tensor | None) -> tuple[Tensor, Tensor]:
+    if temperature is None:
+        return q, k
+    from visionattn.ops.taylorshift.kernels.unit import unit
+
+    return unit(q, temperature.float()), unit(k, None)
+
+
+@torch.library.custom_op("visionattn::taylor_mean", mutates_args=())
+def taylor_mean(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    temperature: Tensor | None,
+    key_mask: Tensor | None,
+    table: Tensor | None,
+    a: float,
+    b: float,
+    c: float,
+    form: str,
+    place: list[int],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The weighted mean under ``a x^2 + b x + c`` and, with a table, the joint relative position.
+
+    Args:
+        q, k, v: ``[B, h, N, d]``, ``[B, h, M, d]``, ``[B, h, M, e]`` of one dtype and any strides.
+        temperature: ``[h]``: q is brought to this length and k to unit length. None: both as they
+            are.
+        key_mask: bool ``[B, M]``, True takes part; not with a table.
+        table: ``[h or 1, 2Ry+1, 2Rx+1, d]``.
+        a, b, c: coefficients, ``a > 0``.
+        form: "direct", "efficient" or "auto"; "auto" keeps no state, so that what is kept does not
+            depend on N.
+        place: the numbers of ``triton.geometry.Place`` where there is a table, else empty.
+
+    Returns:
+        the mean ``[B, h, N, e]`` in the dtype of v, tokens before heads in memory; for the gradient
+        the mass ``[B, h, N]``, float32 and divided by M, and the two tensors of the state (of
+        "efficient" alone, else empty).
+    """
+    efficient, coefficients, own = (
+        takes_efficient_kernels(form, q, k, v),
+        (a, b, c),
+        place_from(place),
+    )
+    with form_ran("taylorshift", f"{'efficient' if efficient else 'direct'} triton"):
+        if efficient:
+            from visionattn.ops.taylorshift.kernels import efficient as taylor_efficient
+
+            normalised = temperature is not None
+            state = taylor_efficient.state_of_keys(
+                k, v, key_mask, coefficients, normalised=normalised
+            )
+            length = temperature.float() if normalised else None
+            out, mass = taylor_efficient.forward(q, length, state, coefficients, divide=own is None)
+        else:
+            from visionattn.ops.taylorshift.kernels import direct as taylor_direct
+
+            query, key = _of_unit_length(q, k, temperature)
+            out, mass = taylor_direct.forward(
+                query, key, v, key_mask, coefficients, divide=own is None
+            )
+        if own is not None:
+            out, mass = _with_position(q, v, table, own, out, mass)
+    if form != "efficient":
+        state = v.new_empty(0), mass.new_empty(0)
+    return out, mass, *state
+
+
+def _with_position(
+    q: Tensor, v: Tensor, table: Tensor, own, values: Tensor, mass: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The mean under both terms, for ``values [B, h, N, e]`` and ``mass [B, h, N]`` of the content;
+    a prefix has it alone.
+    """
+    from visionattn.ops.position.kernels import joint
+
+    out, total = tokens_first(v, *values.shape), mass.new_empty(mass.shape)
+    if own.prefix:
+        first = slice(0, own.prefix)
+        total[:, :, first] = mass[:, :, first]
+        out[:, :, first] = values[:, :, first] / mass[:, :, first, None]
+    joint.joint_means(q, table, v, joint.FromSums(values, mass), own, out, total)
+    return out, total
+
+
+@taylor_mean.register_fake
+def _(q, k, v, temperature, key_mask, table, a, b, c, form, place):
+    (batch, heads, n, d), e = q.shape, v.shape[3]
+    mass = q.new_empty(batch, heads, n, dtype=torch.float32)
+    if form != "efficient":
+        return tokens_first(v, batch, heads, n, e), mass, v.new_empty(0), mass.new_empty(0)
+    from visionattn.ops.taylorshift.kernels.efficient import state_shapes
+
+    state = (
+        v.new_empty(shape, dtype=dtype)
+        for shape, dtype in state_shapes(batch, heads, d, e, v.dtype)
+    )
+    return tokens_first(v, batch, heads, n, e), mass, *state
+
+
+@torch.library.custom_op("visionattn::taylor_mean_backward", mutates_args=())
+def taylor_mean_backward(
+    grad: Tensor,
+    out: Tensor,
+    mass: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    temperature: Tensor | None,
+    key_mask: Tensor | None,
+    table: Tensor | None,
+    features: Tensor,
+    moments: Tensor,
+    a: float,
+    b: float,
+    c: float,
+    form: str,
+    place: list[int],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of ``taylor_mean`` with respect to q, k, v, in their dtype, temperature and table
+    (empty without one).
+    """
+    coefficients, normalised = (a, b, c), temperature is not None
+    length = temperature.float() if normalised else None
+    dtype = (
+        None if table is None else torch.float32
+    )  # of dq, to which the relative term adds its part before it is rounded
+    if takes_efficient_kernels(form, q, k, v, gradients=True):
+        from visionattn.ops.taylorshift.kernels import efficient as taylor_efficient
+        from visionattn.ops.taylorshift.kernels import efficient_backward
+
+        state = taylor_efficient.State(features, moments)
+        if form == "auto":
+            state = taylor_efficient.state_of_keys(
+                k, v, key_mask, coefficients, normalised=normalised
+            )
+        grads = efficient_backward.backward(
+            grad, out, mass, q, k, v, length, key_mask, state, coefficients, dtype
+        )
+        dq, dk, dv, d_temperature = grads
+    else:
+        from visionattn.ops.taylorshift.kernels import direct_backward
+
+        query, key = _of_unit_length(q, k, temperature)
+        wide = (
+            torch.float32 if normalised else None
+        )  # rounded once, after the gradient of the normalisation
+        grads = direct_backward.backward(
+            grad, out, mass, query, key, v, key_mask, coefficients, wide or dtype, wide
+        )
+        dq, dk, dv = grads
+        if normalised:
+            from visionattn.ops.taylorshift.kernels.unit import unit_backward
+
+            dq, d_temperature = unit_backward(q, length, dq, dtype)
+            dk, _ = unit_backward(k, None, dk)
+    d_temperature = d_temperature.to(temperature.dtype) if normalised else mass.new_empty(0)
+    d_table = mass.new_empty(0)
+    if table is not None:
+        from visionattn.ops.position.kernels import backward as joint_backward
+        from visionattn.ops.position.kernels.queries_backward import OfContent
+
+        own = place_from(place)
+        content = OfContent(dq)
+        dq, d_table = joint_backward.joint_backward(grad, out, mass, q, table, v, own, content, dv)
+        d_table = d_table.to(table.dtype)
+    return dq, dk, dv, d_temperature, d_table
+
+
+@taylor_mean_backward.register_fake
+def _(
+    grad, out, mass, q, k, v, temperature, key_mask, table, features, moments, a, b, c, form, place
+):
+    learned = (
+        mass.new_empty(0) if x is None else x.new_empty(x.shape) for x in (temperature, table)
+    )
+    return *(tokens_first(x, *x.shape) for x in (q, k, v)), *learned
+
+
+no_double_backward(taylor_mean_backward)
+
+
+def _setup_context(ctx, inputs, output):
+    *tensors, a, b, c, form, place = inputs
+    ctx.options = a, b, c, form, place
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*output[:2], *tensors, *output[2:])
+
+
+def _backward(ctx, grad, *unused):
+    if grad is None:
+        return (None,) * 11
+    saved = ctx.saved_tensors  # checkpointing lets them be asked for once
+    *grads, d_temperature, d_table = taylor_mean_backward(grad, *saved, *ctx.options)
+    learned = (
+        None if saved[5] is None else d_temperature,
+        None,
+        None if saved[7] is None else d_table,
+    )
+    return *grads, *learned, *([None] * 5)
+
+
+taylor_mean.register_autograd(_backward, setup_context=_setup_context)

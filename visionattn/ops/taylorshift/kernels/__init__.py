@@ -1,0 +1,1 @@
+"""Triton kernels of TaylorShift. Importing this package imports no Triton."""

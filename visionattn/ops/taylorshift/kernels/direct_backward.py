@@ -1,0 +1,470 @@
+"""Kernels for the gradients of direct TaylorShift, and how they are launched.
+
+``taylor_direct.py`` has the weights ``w = a (y^2 + r)``. For ``g = grad / mass`` and
+``z = -<g, out>``, gradients of the sums of values and of weights, the gradient of a score is
+``a (g_i.v_j + z_i) 2 y_ij / M``. Small per-query terms are made first; then one pass holds queries
+and goes over keys, for dq, and one holds keys and goes over queries, for dk and dv. Absent keys are
+read as 0, queries past the last one have ``1 / mass = z = 0``: neither adds anything. The factors a
+and 1 / M enter at the end, in float32.
+
+Source: the shape of the passes is that of Dao et al. 2022, "FlashAttention", algorithm 4; the
+gradients are ours.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from visionattn.ops.gpu import launch
+from visionattn.ops.gpu.language import head, kernel, read, reciprocal, rows
+from visionattn.ops.taylorshift.kernels.direct import completed_square, shifted_scores, taking_part
+
+
+@kernel
+def _taylor_direct_terms(
+    p_grad,
+    p_out,
+    p_mass,
+    p_inverse,
+    p_z,
+    heads,
+    queries,
+    blocks,
+    grad_batch,
+    grad_head,
+    grad_token,
+    out_batch,
+    out_head,
+    out_token,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """``1 / mass``, or 0 where the mass is 0, and ``z`` of one block of queries."""
+    i_block, i_group = tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    i_batch, i_head = i_group // heads, i_group % heads
+    o_n, o_e = i_block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_E)
+    i_first, m_n = i_group.to(tl.int64) * queries, o_n < queries
+    b_grad = read(
+        head(p_grad, i_batch, i_head, grad_batch, grad_head), o_n, grad_token, o_e, m_n, E, True
+    )  # [N, E]
+    b_out = read(
+        head(p_out, i_batch, i_head, out_batch, out_head), o_n, out_token, o_e, m_n, E, True
+    )  # [N, E]
+    b_mass = tl.load(p_mass + i_first + o_n, mask=m_n, other=0)
+    b_inverse = reciprocal(b_mass)
+    tl.store(p_inverse + i_first + o_n, b_inverse, mask=m_n)
+    tl.store(
+        p_z + i_first + o_n,
+        -b_inverse * tl.sum(b_grad.to(tl.float32) * b_out.to(tl.float32), 1),
+        mask=m_n,
+    )
+
+
+@triton.jit
+def _add_keys(
+    b_dq,
+    b_q,
+    b_grad,
+    b_inverse,
+    b_z,
+    p_k,
+    p_v,
+    p_present,
+    start,
+    keys,
+    shift,
+    k_token,
+    v_token,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    RAGGED: tl.constexpr,
+    MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The gradient of a block of queries with what one block of keys adds, in units of 2a / M."""
+    o_m = start + tl.arange(0, BLOCK_M)
+    m_m = taking_part(p_present, o_m, keys, MASKED)
+    b_k = read(p_k, o_m, k_token, tl.arange(0, BLOCK_D), m_m, D, RAGGED or MASKED)  # [M, D]
+    b_v = read(p_v, o_m, v_token, tl.arange(0, BLOCK_E), m_m, E, RAGGED or MASKED)  # [M, E]
+    b_y = shifted_scores(b_q, b_k, shift, PRECISION)
+    b_dp = tl.dot(b_grad, tl.trans(b_v), input_precision=PRECISION)
+    b_dx = (b_dp * b_inverse[:, None] + b_z[:, None]) * b_y
+    b_dq += tl.dot(b_dx.to(b_k.dtype), b_k, input_precision=PRECISION)
+    return b_dq
+
+
+@kernel
+def _taylor_direct_queries_backward(
+    p_grad,
+    p_inverse,
+    p_z,
+    p_q,
+    p_k,
+    p_v,
+    p_present,
+    p_dq,
+    heads,
+    queries,
+    keys,
+    blocks,
+    shift,
+    scale,
+    grad_batch,
+    grad_head,
+    grad_token,
+    q_batch,
+    q_head,
+    q_token,
+    k_batch,
+    k_head,
+    k_token,
+    v_batch,
+    v_head,
+    v_token,
+    dq_batch,
+    dq_head,
+    dq_token,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Gradient of one block of queries."""
+    i_block, i_group = tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    i_batch, i_head = i_group // heads, i_group % heads
+    o_n, o_d, o_e = (
+        i_block * BLOCK_N + tl.arange(0, BLOCK_N),
+        tl.arange(0, BLOCK_D),
+        tl.arange(0, BLOCK_E),
+    )
+    p_k, p_v = (
+        head(p_k, i_batch, i_head, k_batch, k_head),
+        head(p_v, i_batch, i_head, v_batch, v_head),
+    )
+    p_present += i_batch.to(tl.int64) * keys
+    i_first, m_n = i_group.to(tl.int64) * queries, o_n < queries
+    b_q = read(
+        head(p_q, i_batch, i_head, q_batch, q_head), o_n, q_token, o_d, m_n, D, True
+    )  # [N, D]
+    b_grad = read(
+        head(p_grad, i_batch, i_head, grad_batch, grad_head), o_n, grad_token, o_e, m_n, E, True
+    )  # [N, E]
+    b_grad = b_grad.to(b_q.dtype)
+    b_inverse = tl.load(p_inverse + i_first + o_n, mask=m_n, other=0)
+    b_z = tl.load(p_z + i_first + o_n, mask=m_n, other=0)
+    b_dq = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    whole = keys - keys % BLOCK_M
+    for start in range(0, whole, BLOCK_M):
+        b_dq = _add_keys(
+            *(
+                b_dq,
+                b_q,
+                b_grad,
+                b_inverse,
+                b_z,
+                p_k,
+                p_v,
+                p_present,
+                start,
+                keys,
+                shift,
+                k_token,
+                v_token,
+            ),
+            *(D, E, BLOCK_D, BLOCK_E, BLOCK_M, False, MASKED, PRECISION),
+        )
+    if whole < keys:
+        b_dq = _add_keys(
+            *(
+                b_dq,
+                b_q,
+                b_grad,
+                b_inverse,
+                b_z,
+                p_k,
+                p_v,
+                p_present,
+                whole,
+                keys,
+                shift,
+                k_token,
+                v_token,
+            ),
+            *(D, E, BLOCK_D, BLOCK_E, BLOCK_M, True, MASKED, PRECISION),
+        )
+    p_dq = rows(head(p_dq, i_batch, i_head, dq_batch, dq_head), o_n, dq_token, o_d)
+    tl.store(p_dq, (b_dq * scale).to(p_dq.dtype.element_ty), mask=m_n[:, None] & (o_d < D)[None, :])
+
+
+@triton.jit
+def _add_queries(
+    b_dk,
+    b_dv,
+    b_k,
+    b_v,
+    p_q,
+    p_grad,
+    p_inverse,
+    p_z,
+    start,
+    queries,
+    shift,
+    rest,
+    q_token,
+    grad_token,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    RAGGED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The gradients of a block of keys and values with what one block of queries adds, in units of
+    2a / M and a / M.
+    """
+    o_n = start + tl.arange(0, BLOCK_N)
+    m_n = o_n < queries
+    b_q = read(p_q, o_n, q_token, tl.arange(0, BLOCK_D), m_n, D, RAGGED)  # [N, D]
+    b_grad = read(p_grad, o_n, grad_token, tl.arange(0, BLOCK_E), m_n, E, RAGGED).to(
+        b_v.dtype
+    )  # [N, E]
+    if RAGGED:
+        b_inverse = tl.load(p_inverse + o_n, mask=m_n, other=0)
+        b_z = tl.load(p_z + o_n, mask=m_n, other=0)
+    else:
+        b_inverse, b_z = tl.load(p_inverse + o_n), tl.load(p_z + o_n)
+    b_y = shifted_scores(b_k, b_q, shift, PRECISION)  # [M, N]
+    b_p = (b_y * b_y + rest) * b_inverse[None, :]
+    b_dv += tl.dot(b_p.to(b_v.dtype), b_grad, input_precision=PRECISION)
+    b_dp = tl.dot(b_v, tl.trans(b_grad), input_precision=PRECISION)
+    b_dx = (b_dp * b_inverse[None, :] + b_z[None, :]) * b_y
+    b_dk += tl.dot(b_dx.to(b_k.dtype), b_q, input_precision=PRECISION)
+    return b_dk, b_dv
+
+
+@kernel
+def _taylor_direct_keys_backward(
+    p_grad,
+    p_inverse,
+    p_z,
+    p_q,
+    p_k,
+    p_v,
+    p_present,
+    p_dk,
+    p_dv,
+    heads,
+    queries,
+    keys,
+    blocks,
+    shift,
+    rest,
+    scale,
+    grad_batch,
+    grad_head,
+    grad_token,
+    q_batch,
+    q_head,
+    q_token,
+    k_batch,
+    k_head,
+    k_token,
+    v_batch,
+    v_head,
+    v_token,
+    dk_batch,
+    dk_head,
+    dk_token,
+    dv_batch,
+    dv_head,
+    dv_token,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Gradients of one block of keys and values. A masked key is read as 0 and written as 0."""
+    i_block, i_group = tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    i_batch, i_head = i_group // heads, i_group % heads
+    o_m, o_d, o_e = (
+        i_block * BLOCK_M + tl.arange(0, BLOCK_M),
+        tl.arange(0, BLOCK_D),
+        tl.arange(0, BLOCK_E),
+    )
+    p_present += i_batch.to(tl.int64) * keys
+    m_m = taking_part(p_present, o_m, keys, MASKED)
+    b_k = read(
+        head(p_k, i_batch, i_head, k_batch, k_head), o_m, k_token, o_d, m_m, D, True
+    )  # [M, D]
+    b_v = read(
+        head(p_v, i_batch, i_head, v_batch, v_head), o_m, v_token, o_e, m_m, E, True
+    )  # [M, E]
+    p_q, p_grad = (
+        head(p_q, i_batch, i_head, q_batch, q_head),
+        head(p_grad, i_batch, i_head, grad_batch, grad_head),
+    )
+    p_inverse += i_group.to(tl.int64) * queries
+    p_z += i_group.to(tl.int64) * queries
+    b_dk = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    b_dv = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
+    whole = queries - queries % BLOCK_N
+    for start in range(0, whole, BLOCK_N):
+        b_dk, b_dv = _add_queries(
+            *(
+                b_dk,
+                b_dv,
+                b_k,
+                b_v,
+                p_q,
+                p_grad,
+                p_inverse,
+                p_z,
+                start,
+                queries,
+                shift,
+                rest,
+                q_token,
+                grad_token,
+            ),
+            *(D, E, BLOCK_D, BLOCK_E, BLOCK_N, False, PRECISION),
+        )
+    if whole < queries:
+        b_dk, b_dv = _add_queries(
+            *(
+                b_dk,
+                b_dv,
+                b_k,
+                b_v,
+                p_q,
+                p_grad,
+                p_inverse,
+                p_z,
+                whole,
+                queries,
+                shift,
+                rest,
+                q_token,
+                grad_token,
+            ),
+            *(D, E, BLOCK_D, BLOCK_E, BLOCK_N, True, PRECISION),
+        )
+    if MASKED:
+        m_m = (
+            tl.load(p_present + o_m, mask=o_m < keys, other=0, volatile=True) != 0
+        )  # again: there is no register to keep it
+        b_dk, b_dv = tl.where(m_m[:, None], b_dk, 0), tl.where(m_m[:, None], b_dv, 0)
+    m_m = o_m < keys
+    p_dk = rows(head(p_dk, i_batch, i_head, dk_batch, dk_head), o_m, dk_token, o_d)
+    p_dv = rows(head(p_dv, i_batch, i_head, dv_batch, dv_head), o_m, dv_token, o_e)
+    tl.store(
+        p_dk, (b_dk * (2 * scale)).to(p_dk.dtype.element_ty), mask=m_m[:, None] & (o_d < D)[None, :]
+    )
+    tl.store(p_dv, (b_dv * scale).to(p_dv.dtype.element_ty), mask=m_m[:, None] & (o_e < E)[None, :])
+
+
+def _terms_of_queries(grad: Tensor, out: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
+    """``1 / mass`` and ``z``, float32 ``[B, h, N]``."""
+    batch, heads, queries, e = grad.shape
+    row = launch.launch_row("taylor direct terms", e, e, grad.dtype, grad.device)
+    blocks, inverse, z = (
+        launch.cdiv(queries, row["BLOCK_N"]),
+        torch.empty_like(mass),
+        torch.empty_like(mass),
+    )
+    launch.run(
+        _taylor_direct_terms,
+        (blocks * batch * heads,),
+        *(grad, out, mass, inverse, z),
+        *(heads, queries, blocks, *launch.octets(grad), *launch.octets(out)),
+        **row,
+        E=e,
+        BLOCK_E=launch.block(e),
+    )
+    return inverse, z
+
+
+def backward(
+    grad: Tensor,
+    out: Tensor,
+    mass: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    coefficients: tuple[float, float, float],
+    dq_dtype: torch.dtype | None = None,
+    dk_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v for ``grad [B, h, N, e]`` of the mean under all terms.
+
+    Args:
+        out, mass: the mean and the sum of all weights, the latter float32 ``[B, h, N]``,
+            contiguous, in units of M.
+        dq_dtype, dk_dtype: of the gradients of q and k, float32 where they are to be rounded after
+            what is still to be done to them; None: those of q and k.
+
+    The other arguments are those of ``taylor_direct.forward``.
+    """
+    (batch, heads, queries, d), (keys, e) = q.shape, v.shape[2:]
+    grad, out, q, k, v = (launch.readable(x) for x in (grad, out, q, k, v))
+    inverse, z = _terms_of_queries(grad, out, mass)
+    dq = launch.tokens_first(q, batch, heads, queries, d, dq_dtype)
+    dk = launch.tokens_first(k, batch, heads, keys, d, dk_dtype)
+    dv, scale = launch.tokens_first(v, batch, heads, keys, e), coefficients[0] / max(1, keys)
+    present, masked = q if key_mask is None else key_mask.contiguous(), key_mask is not None
+    shift, rest = completed_square(coefficients)
+    inputs = (grad, inverse, z, q, k, v, present)
+    strides = [octet for x in (grad, q, k, v) for octet in launch.octets(x)]
+
+    options = launch.options("taylor direct queries backward", q, v)
+    blocks = launch.cdiv(queries, options["BLOCK_N"])
+    sizes = (heads, queries, keys, blocks, shift, 2 * scale, *strides, *launch.octets(dq))
+    launch.run(
+        _taylor_direct_queries_backward,
+        (blocks * batch * heads,),
+        *inputs,
+        dq,
+        *sizes,
+        **options,
+        MASKED=masked,
+    )
+
+    options = launch.options("taylor direct keys backward", q, v)
+    blocks = launch.cdiv(keys, options["BLOCK_M"])
+    sizes = (
+        heads,
+        queries,
+        keys,
+        blocks,
+        shift,
+        rest,
+        scale,
+        *strides,
+        *launch.octets(dk),
+        *launch.octets(dv),
+    )
+    launch.run(
+        _taylor_direct_keys_backward,
+        (blocks * batch * heads,),
+        *inputs,
+        dk,
+        dv,
+        *sizes,
+        **options,
+        MASKED=masked,
+    )
+    return dq, dk, dv

@@ -1,0 +1,346 @@
+"""The efficient form of TaylorShift, forward: a state of the keys, and what each query reads of it.
+
+``w_ij = a x^2 + b x + c`` with ``x = q_i . k_j`` is linear in the features ``[phi2(q), q, 1]``, so
+sums over keys are formed once. phi2 keeps products of tiles of 16 columns
+(``taylor_efficient_states.py``). The mass needs no features. Queries are not brought to their
+length either: what is left of it multiplies the rows of each product with the state. There are
+launches for d of 8 to 64 and e of 8 to 128, in float32 of 8 to 32 for both, in multiples of 8.
+
+In units of the number of keys M (see ``__init__.py``). Source: TaylorShift, "Efficient
+TaylorShift"; tiles and mass are ours.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from visionattn.ops.gpu import launch
+from visionattn.ops.gpu.language import head, kernel, read, reciprocal, rows
+from visionattn.ops.taylorshift.kernels.efficient_states import (
+    high_and_low,
+    in_half_range,
+    inverse_length,
+    inverse_power,
+    length_kind,
+    length_pointer,
+    num_moments,
+    num_tiles,
+    power_above,
+    present_rows,
+    sums,
+    tiles_of_pair,
+    times_power,
+    unit_of,
+)
+
+
+class State(NamedTuple):
+    """What queries need of the keys and values: features ``[B, h, d * d, e]`` in the dtype of v,
+    and moments, float32.
+
+    Features are ``a sum_j k_j k_j^T v_j^T / M``, symmetric in the first two axes; moments ``b K^T V
+    / M``, ``c sum v / M``, ``K^T K / M``, ``sum k / M`` and the share of keys present, in one row
+    (``taylor_efficient_states.py``). In float16 both are in units of the largest number of each
+    head.
+    """
+
+    features: Tensor
+    moments: Tensor
+
+
+def state_shapes(
+    batch: int, heads: int, d: int, e: int, dtype: torch.dtype
+) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+    """Shape and dtype of each tensor of a state; ``dtype`` is that of v."""
+    return ((batch, heads, d * d, e), dtype), ((batch, heads, num_moments(d, e)), torch.float32)
+
+
+@triton.jit
+def row_factors(b_x, p_length, i_head, LENGTH: tl.constexpr):
+    """For each row, float32 ``[N]``: a power of two, what brings the row to length 1 after it, and
+    the length.
+
+    Float16 rows are multiplied by the power (``times_power``), whether they are brought to a length
+    or not, so that products of their elements stay in range; other dtypes have 1 there. Without
+    ``LENGTH`` the second undoes the first.
+    """
+    b_one = tl.full([b_x.shape[0]], 1.0, tl.float32)
+    b_power, b_factor, length = b_one, b_one, 1.0
+    if LENGTH or b_x.dtype == tl.float16:
+        b_inverse = inverse_length(b_x)
+        if b_x.dtype == tl.float16:
+            b_power = power_above(b_inverse)
+        b_factor = b_inverse if LENGTH else b_one
+        if b_x.dtype == tl.float16:
+            b_factor *= inverse_power(b_power)
+    if LENGTH == 2:
+        length = tl.load(p_length + i_head)
+        length = tl.where(tl.abs(length) < 1e-12, 1e-12, length)  # it divides what is not squared
+    return b_power, b_factor, length
+
+
+@triton.jit
+def read_again(p, o_rows, row_octets, o_columns, m_rows, WIDTH: tl.constexpr):
+    """``read`` of what was read before: from cache, so that it need not stay in registers through a
+    loop.
+    """
+    m_read = m_rows[:, None] & (o_columns < WIDTH)[None, :]
+    return tl.load(
+        rows(p, o_rows, row_octets, o_columns), mask=m_read, other=0, eviction_policy="evict_first"
+    )
+
+
+@triton.jit
+def times_moments(b_left, p, o_rows, row, o_columns, column, m, b_start, PRECISION: tl.constexpr):
+    """``start + left @ m`` for the float32 matrix at ``p`` with strides ``row`` and ``column``,
+    split in two in half precision.
+    """
+    b_right = tl.load(p + o_rows[:, None] * row + o_columns[None, :] * column, mask=m, other=0)
+    if b_left.dtype == tl.float32:
+        return tl.dot(b_left, b_right, acc=b_start, input_precision=PRECISION)
+    else:
+        b_high, b_low = high_and_low(b_right, b_left.dtype)
+        return tl.dot(b_left, b_low, acc=tl.dot(b_left, b_high, acc=b_start))
+
+
+@kernel
+def taylor_efficient_expand(
+    p_x,
+    p_length,
+    p_features,
+    p_moments,
+    p_present,
+    p_out,
+    p_mass,
+    heads,
+    tokens,
+    blocks,
+    a,
+    b,
+    c,
+    x_batch,
+    x_head,
+    x_token,
+    out_batch,
+    out_head,
+    out_token,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    TILES: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    LENGTH: tl.constexpr,
+    MASS: tl.constexpr,
+    DIVIDED: tl.constexpr,
+    MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """``[phi2(x), x, 1]`` of one block of tokens times the state; ``MASS``: sums of weights too,
+    ``DIVIDED``: divide by them.
+    """
+    i_block, i_group = tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    i_batch, i_head = i_group // heads, i_group % heads
+    o_n, o_d, o_e = (
+        i_block * BLOCK_N + tl.arange(0, BLOCK_N),
+        tl.arange(0, BLOCK_D),
+        tl.arange(0, BLOCK_E),
+    )
+    m_n, m_d, m_e = o_n < tokens, o_d < D, o_e < E
+    m_x = present_rows(p_present, i_batch, tokens, o_n, m_n, MASKED)
+    p_x = head(p_x, i_batch, i_head, x_batch, x_head)
+    p_features += i_group.to(tl.int64) * (D * D * E)
+    p_moments += i_group.to(tl.int64) * (D * E + E + D * D + D + 8)
+    b_x = read(p_x, o_n, x_token, o_d, m_x, D, True)  # [N, D]
+    b_power, b_factor, length = row_factors(b_x, p_length, i_head, LENGTH)
+    b_factor *= length
+    b_x = times_power(b_x, b_power)
+    if MASS:
+        b_mass = mass_of_rows(b_x, b_factor, p_moments + D * E + E, a, b, c, D, BLOCK_D, PRECISION)
+        unit = unit_of(p_features, p_moments, D, E)
+        tl.store(p_mass + i_group.to(tl.int64) * tokens + o_n, b_mass * unit, mask=m_n)
+    ROWS: tl.constexpr = BLOCK_F // 16
+    STEPS: tl.constexpr = TILES * (TILES + 1) // 2 * (16 // ROWS)
+    o_i, o_j = tl.arange(0, ROWS), tl.arange(0, 16)
+    o_fi, o_fj = tl.arange(0, BLOCK_F) // 16, tl.arange(0, BLOCK_F) % 16
+    b_i = times_power(read(p_x, o_n, x_token, o_i, m_x, D, True), b_power)  # [N, ROWS]
+    b_j = times_power(read(p_x, o_n, x_token, o_j, m_x, D, True), b_power)  # [N, 16]
+    b_state = features_of(p_features, o_fi, o_fj, D, E, BLOCK_E)  # [F, E]
+    # The linear term comes first, divided by one of the two factors that all sums are multiplied by
+    # at the end.
+    m_xy, b_start = m_d[:, None] & m_e[None, :], tl.zeros([BLOCK_N, BLOCK_E], tl.float32)
+    b_values = (
+        times_moments(b_x, p_moments, o_d, E, o_e, 1, m_xy, b_start, PRECISION)
+        * (1 / b_factor)[:, None]
+    )
+    # Each step multiplies what the step before has loaded, so that memory is read while the matrix
+    # unit works.
+    for step in tl.range(STEPS, num_stages=1):
+        i, j = tiles_of_pair(step // (16 // ROWS))
+        following = tl.minimum(step + 1, STEPS - 1)
+        next_i, next_j = tiles_of_pair(following // (16 // ROWS))
+        next_i_column, next_j_column = 16 * next_i + ROWS * (following % (16 // ROWS)), 16 * next_j
+        b_next_i = times_power(read(p_x, o_n, x_token, next_i_column + o_i, m_x, D, True), b_power)
+        b_next_j = times_power(read(p_x, o_n, x_token, next_j_column + o_j, m_x, D, True), b_power)
+        b_next = features_of(p_features, next_i_column + o_fi, next_j_column + o_fj, D, E, BLOCK_E)
+        # Pairs of unequal tiles stand for their mirror image too.
+        b_features = left_features(b_i * tl.where(i == j, 1.0, 2.0).to(b_i.dtype), b_j)
+        b_values += tl.dot(b_features, b_state, input_precision=PRECISION)
+        b_i, b_j, b_state = b_next_i, b_next_j, b_next
+    b_values *= (b_factor * b_factor)[:, None]
+    b_values += tl.load(p_moments + D * E + o_e, mask=m_e, other=0)[None, :]
+    if DIVIDED:
+        b_values *= reciprocal(b_mass)[:, None]
+    else:
+        b_values *= unit_of(p_features, p_moments, D, E)
+    if MASKED:
+        b_values = tl.where(m_x[:, None], b_values, 0)
+    p_out = head(p_out, i_batch, i_head, out_batch, out_head)
+    tl.store(
+        rows(p_out, o_n, out_token, o_e),
+        b_values.to(p_out.dtype.element_ty),
+        mask=m_n[:, None] & m_e[None, :],
+    )
+
+
+@triton.jit
+def features_of(p_features, o_i, o_j, D: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr):
+    """Sums of the products of columns ``o_i`` and ``o_j``, both ``[F]``, with all columns of y,
+    ``[F, E]``; 0 beyond the widths.
+    """
+    o_e = tl.arange(0, BLOCK_E)
+    p = p_features + ((o_i * D + o_j) * E)[:, None] + o_e[None, :]
+    if D % 16 == 0 and E == BLOCK_E:
+        return tl.load(p)
+    else:
+        return tl.load(p, mask=((o_i < D) & (o_j < D))[:, None] & (o_e < E)[None, :], other=0)
+
+
+@triton.jit
+def left_features(b_i, b_j):
+    """Products of each column of ``b_i [N, I]`` with each of ``b_j [N, J]``, ``[N, I * J]``.
+
+    They come as the left side of a product wants them. ``b_i [N]`` is a single column.
+    """
+    if len(b_i.shape) == 1:
+        return b_i[:, None] * b_j
+    else:
+        shape: tl.constexpr = [b_i.shape[0], b_i.shape[1] * b_j.shape[1]]
+        return tl.reshape(b_i[:, :, None] * b_j[:, None, :], shape)
+
+
+@triton.jit
+def mass_of_rows(
+    b_x, b_factor, p_xx, a, b, c, D: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr
+):
+    """``a y^T (K^T K) y + b y . sum k + c count`` of ``y = factor x``, ``b_x [N, D]``; float32.
+
+    ``p_xx``: the moments from ``K^T K`` on.
+    """
+    o_d, o_c = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_D)
+    m_xx = (o_d < D)[:, None] & (o_c < D)[None, :]
+    b_start = tl.zeros([b_x.shape[0], BLOCK_D], tl.float32)
+    b_score = times_moments(b_x, p_xx, o_d, D, o_c, 1, m_xx, b_start, PRECISION)
+    b_x_sum = tl.load(p_xx + D * D + o_c, mask=o_c < D, other=0)
+    b_weights = a * b_score * b_factor[:, None] + b * b_x_sum[None, :]
+    return tl.sum(b_weights * b_x.to(tl.float32), 1) * b_factor + c * tl.load(p_xx + D * D + D)
+
+
+def expand(
+    x: Tensor,
+    length: Tensor | int,
+    state: State,
+    key_mask: Tensor | None,
+    out: Tensor,
+    mass: Tensor | None,
+    coefficients: tuple[float, float, float],
+    divide: bool,
+) -> None:
+    """Write ``out [B, h, N, e]`` and, unless None, ``mass [B, h, N]`` of ``x [B, h, N, d]``; rows
+    outside the mask get 0.
+    """
+    (batch, heads, tokens, d), e = x.shape, out.shape[3]
+    options, x = (
+        launch.launch_row("taylor efficient expand", d, e, x.dtype, x.device),
+        launch.readable(x),
+    )
+    blocks = launch.cdiv(tokens, options["BLOCK_N"])
+    launch.run(
+        taylor_efficient_expand,
+        (blocks * batch * heads,),
+        *(
+            x,
+            length_pointer(x, length),
+            *state,
+            x if key_mask is None else key_mask.contiguous(),
+            out,
+        ),
+        state.moments if mass is None else mass,
+        *(heads, tokens, blocks, *map(float, coefficients), *launch.octets(x), *launch.octets(out)),
+        **options,
+        **dict(
+            D=d,
+            E=e,
+            TILES=num_tiles(d),
+            BLOCK_D=launch.block(d),
+            BLOCK_E=launch.block(e),
+            LENGTH=length_kind(length),
+        ),
+        **dict(
+            MASS=mass is not None,
+            DIVIDED=divide,
+            MASKED=key_mask is not None,
+            PRECISION=launch.precision(x.dtype),
+        ),
+    )
+
+
+def state_of_keys(
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    coefficients: tuple[float, float, float],
+    *,
+    normalised: bool,
+) -> State:
+    """The state of ``k [B, h, M, d]``, brought to length 1 where ``normalised``, and ``v [B, h, M,
+    e]``.
+
+    Args:
+        key_mask: bool ``[B, M]``, True takes part.
+    """
+    (a, b, c), scale = coefficients, 1 / max(1, k.shape[2])
+    weights = a * scale, b * scale, c * scale, scale, scale, scale
+    features, row = sums(k, v, int(normalised), None, key_mask, weights)
+    return State(in_half_range(features, row) if v.dtype == torch.float16 else features, row)
+
+
+def forward(
+    q: Tensor,
+    temperature: Tensor | None,
+    state: State,
+    coefficients: tuple[float, float, float],
+    *,
+    divide: bool,
+) -> tuple[Tensor, Tensor]:
+    """What ``q [B, h, N, d]``, brought to length ``temperature [h]``, reads of the state.
+
+    Args:
+        temperature: float32; None takes q as it is.
+
+    Returns:
+        out ``[B, h, N, e]`` and mass, float32 ``[B, h, N]``. Divided, out is the mean in the dtype
+        of v, 0 where the mass is 0; else the sums of weighted values in float32.
+    """
+    (batch, heads, tokens, _), e = q.shape, state.features.shape[3]
+    dtype = state.features.dtype if divide else torch.float32
+    out = launch.tokens_first(q, batch, heads, tokens, e, dtype)
+    mass = q.new_empty(batch, heads, tokens, dtype=torch.float32)
+    expand(
+        q, 0 if temperature is None else temperature, state, None, out, mass, coefficients, divide
+    )
+    return out, mass

@@ -1,0 +1,339 @@
+"""The efficient form of TaylorShift, backward: the gradient of the state from the queries, then
+that of keys and values.
+
+With ``g = dO / mass`` and ``z = -<g, O>`` per query, the gradient of the features' state is again a
+sum of features (``sums`` of q and g), the gradients of the moments are moments of q, g and z, and
+that of v is an expansion of k (``expand``). Gradients of q and k through their features are ``sum_c
+x_c (y . S_cr)`` with the symmetric S: products of x with y against S, so that the matrix unit
+contracts over both, and the kernel is an expansion too. Those of q and k as given, and of the
+temperature, follow in registers.
+
+Gradients of the state are divided by the number of keys, as the state is, and in float16 by the
+largest gradient of each head. Source: the forward pass differentiated by hand.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from visionattn.ops.gpu import launch
+from visionattn.ops.gpu.language import head, kernel, read, reciprocal, rows
+from visionattn.ops.taylorshift.kernels.efficient import (
+    State,
+    expand,
+    left_features,
+    read_again,
+    row_factors,
+    times_moments,
+)
+from visionattn.ops.taylorshift.kernels.efficient_states import (
+    Divided,
+    in_half_range,
+    inverse_power,
+    length_kind,
+    length_pointer,
+    per_token,
+    power_above,
+    present_rows,
+    sums,
+    times_power,
+    unit_of,
+)
+
+
+@kernel
+def taylor_efficient_gradient(
+    p_x,
+    p_length,
+    p_y,
+    p_out,
+    p_mass,
+    p_present,
+    p_features,
+    p_moments,
+    p_dx,
+    p_z,
+    p_dlength,
+    heads,
+    tokens,
+    blocks,
+    xx_weight,
+    x_weight,
+    x_batch,
+    x_head,
+    x_token,
+    y_batch,
+    y_head,
+    y_token,
+    out_batch,
+    out_head,
+    out_token,
+    dx_batch,
+    dx_head,
+    dx_token,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    LENGTH: tl.constexpr,
+    DIVIDED: tl.constexpr,
+    MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Gradient of one block of x through ``<y, [phi2(x), x, 1] state>``, ``x^T (X^T X) x`` and ``x
+    . sum x``.
+
+    ``DIVIDED`` takes ``g = y / mass`` for y, weights the latter two with ``z = -<g, out>``, else 1,
+    and writes z. Rows are scaled after the products of matrices, whose operands then lie in memory
+    as they are.
+    """
+    i_block, i_group = tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    i_batch, i_head = i_group // heads, i_group % heads
+    o_n, o_d, o_c = (
+        i_block * BLOCK_N + tl.arange(0, BLOCK_N),
+        tl.arange(0, BLOCK_D),
+        tl.arange(0, BLOCK_D),
+    )
+    o_e = tl.arange(0, BLOCK_E)
+    m_d, m_c, m_e = o_d < D, o_c < D, o_e < E
+    m_n = present_rows(p_present, i_batch, tokens, o_n, o_n < tokens, MASKED)
+    p_x, p_y = (
+        head(p_x, i_batch, i_head, x_batch, x_head),
+        head(p_y, i_batch, i_head, y_batch, y_head),
+    )
+    p_features += i_group.to(tl.int64) * (D * D * E)
+    p_moments += i_group.to(tl.int64) * (D * E + E + D * D + D + 8)
+    b_y = read(p_y, o_n, y_token, o_e, m_n, E, True)  # [N, E]
+    b_scale = tl.full([BLOCK_N], 1.0, tl.float32)
+    if b_y.dtype == tl.float16:  # products with small gradients are to stay in range too
+        b_scale = power_above(1 / tl.maximum(tl.max(tl.abs(b_y), 1).to(tl.float32), 1e-30))
+        b_y = times_power(b_y, b_scale)
+    # The weight of the gradient of the mass, and what all is multiplied by at the end; absent rows
+    # get 0.
+    b_mass_weight = b_scale
+    b_scale = tl.where(m_n, inverse_power(b_scale), 0)
+    if DIVIDED:
+        b_out = read(
+            head(p_out, i_batch, i_head, out_batch, out_head), o_n, out_token, o_e, m_n, E, True
+        )  # [N, E]
+        b_mass_weight = -tl.sum(b_y.to(tl.float32) * b_out.to(tl.float32), 1)
+        b_scale *= reciprocal(per_token(p_mass, i_group, tokens, o_n, m_n))
+        tl.store(
+            p_z + i_group.to(tl.int64) * tokens + o_n, b_mass_weight * b_scale, mask=o_n < tokens
+        )
+    # The gradient of the mass, and that of the linear term.
+    b_x = read(p_x, o_n, x_token, o_d, m_n, D, True)  # [N, D]
+    b_power, b_factor, length = row_factors(b_x, p_length, i_head, LENGTH)
+    p_xx = p_moments + D * E + E
+    b_start = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    b_left, m_xx = times_power(b_x, b_power), m_c[:, None] & m_d[None, :]
+    b_dx = (
+        times_moments(b_left, p_xx, o_c, D, o_d, 1, m_xx, b_start, PRECISION)
+        * (xx_weight * length * b_factor)[:, None]
+    )
+    b_dx += tl.load(p_xx + D * D + o_d, mask=m_d, other=0)[None, :] * x_weight
+    b_dx *= b_mass_weight[:, None]
+    # Squares: products of x with y, as many columns of x in one step as give BLOCK_F. All is
+    # multiplied by their factor at the end.
+    b_dx = times_moments(
+        b_y, p_moments, o_e, 1, o_d, E, m_e[:, None] & m_d[None, :], b_dx, PRECISION
+    )
+    b_dx *= (0.5 / (length * b_factor))[:, None]
+    COLUMNS: tl.constexpr = BLOCK_F // BLOCK_E
+    o_x, o_fc, o_fe = (
+        tl.arange(0, COLUMNS),
+        tl.arange(0, BLOCK_F) // BLOCK_E,
+        tl.arange(0, BLOCK_F) % BLOCK_E,
+    )
+    p_state = p_features + (o_fc * (D * E) + o_fe)[:, None] + (o_d * E)[None, :]
+    b_column = columns_of(p_x, o_n, x_token, o_x, m_n, b_power, D, COLUMNS)  # [N, COLUMNS], or [N]
+    b_state = state_of(p_state, o_fc, o_fe, o_d, D, E, BLOCK_D, BLOCK_E, BLOCK_F)  # [F, D]
+    # Each step multiplies what the step before has loaded, so that memory is read while the matrix
+    # unit works.
+    for first in tl.range(0, D, COLUMNS, num_stages=1):
+        following = tl.minimum(first + COLUMNS, D - 1) // COLUMNS * COLUMNS
+        b_next_column = columns_of(p_x, o_n, x_token, following + o_x, m_n, b_power, D, COLUMNS)
+        p_next = p_state + following * (D * E)
+        b_next = state_of(p_next, following + o_fc, o_fe, o_d, D, E, BLOCK_D, BLOCK_E, BLOCK_F)
+        b_dx += tl.dot(left_features(b_column, b_y), b_state, input_precision=PRECISION)
+        if LENGTH == 0 and b_y.dtype != tl.float32:
+            # What rounding takes from the products: with a length, less of their error stays.
+            b_low = left_features(b_column.to(tl.float32), b_y.to(tl.float32))
+            b_low -= left_features(b_column, b_y).to(tl.float32)
+            b_dx += tl.dot(b_low.to(b_y.dtype), b_state)
+        b_column, b_state = b_next_column, b_next
+    # Rows and their factors again, and addresses from the first row of the block on: then the loop
+    # keeps registers for neither.
+    i_first, o_r = (i_block * BLOCK_N).to(tl.int64), tl.arange(0, BLOCK_N)
+    m_r = present_rows(
+        p_present + i_first, i_batch, tokens, o_r, o_r < tokens - i_block * BLOCK_N, MASKED
+    )
+    b_x = read_again(p_x + i_first * (x_token * 8), o_r, x_token, o_d, m_r, D)
+    b_power, b_factor, length = row_factors(b_x, p_length, i_head, LENGTH)
+    b_dx *= (2 * length * b_factor * b_scale)[:, None] * unit_of(p_features, p_moments, D, E)
+    if LENGTH:
+        b_x, b_inverse = b_x.to(tl.float32), b_power * b_factor
+        b_along = tl.sum(b_dx * b_x, 1) * b_inverse
+        if LENGTH == 2:
+            tl.store(p_dlength + i_group.to(tl.int64) * tokens + i_first + o_r, b_along, mask=m_r)
+        b_along = tl.where(
+            b_inverse < 0.9999e6, b_along, 0
+        )  # shorter vectors are multiplied by a constant
+        b_dx = (b_dx - b_x * (b_along * b_inverse)[:, None]) * (b_inverse * length)[:, None]
+    m_dx = (o_r < tokens - i_block * BLOCK_N)[:, None] & m_d[None, :]
+    p_dx = head(p_dx, i_batch, i_head, dx_batch, dx_head) + i_first * (dx_token * 8)
+    tl.store(rows(p_dx, o_r, dx_token, o_d), b_dx.to(p_dx.dtype.element_ty), mask=m_dx)
+
+
+@triton.jit
+def columns_of(p_x, o_n, x_token, o_x, m_n, b_power, D: tl.constexpr, COLUMNS: tl.constexpr):
+    """Columns ``o_x`` of x, in float16 times a power of each row, ``[N, COLUMNS]``; 0 beyond the
+    width. A single one: ``[N]``.
+    """
+    if COLUMNS == 1:
+        p_x += o_n.to(tl.int64) * (x_token * 8) + tl.max(o_x, 0)
+        b_x = tl.load(p_x, mask=m_n, other=0)
+        return (b_x.to(tl.float32) * b_power).to(b_x.dtype)
+    else:
+        return times_power(read(p_x, o_n, x_token, o_x, m_n, D, True), b_power)
+
+
+@triton.jit
+def state_of(
+    p_state,
+    o_column,
+    o_e,
+    o_d,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+):
+    """Sums for columns of x times columns of y, ``[F]`` both, and each other column of x, ``[F,
+    D]``; 0 beyond the widths.
+    """
+    if D == BLOCK_D and E == BLOCK_E and D % (BLOCK_F // BLOCK_E) == 0:
+        return tl.load(p_state)
+    else:
+        return tl.load(
+            p_state, mask=((o_column < D) & (o_e < E))[:, None] & (o_d < D)[None, :], other=0
+        )
+
+
+def _gradient_of(
+    x: Tensor,
+    length: Tensor | int,
+    y: Tensor,
+    divided: tuple[Tensor, Tensor] | None,
+    key_mask: Tensor | None,
+    state: State,
+    weights: tuple[float, float],
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradient of ``x [B, h, N, d]`` for ``y [B, h, N, e]``; rows outside ``key_mask [B, N]`` get
+    0.
+
+    Args:
+        length: float32 ``[h]``, or 1, to which x is brought, or 0: x as it is.
+        divided: ``out [B, h, N, e]`` and ``mass [B, h, N]``; None: y as it is.
+        weights: of ``(X^T X) x`` and of ``sum x`` in the gradient.
+        dtype: of the gradient; None: that of x.
+
+    Returns:
+        the gradient; ``z [B, h, N]`` where divided; the gradient of the length, ``[h]``, where it
+        is given.
+    """
+    (batch, heads, tokens, d), e = x.shape, y.shape[3]
+    options = launch.launch_row("taylor efficient gradient", d, e, x.dtype, x.device)
+    kind = length_kind(length)
+    if kind == 0 and x.dtype != torch.float32:  # the second product of low parts takes registers
+        smaller = dict(BLOCK_N=min(64, options["BLOCK_N"])) if e > 64 else dict(BLOCK_F=64)
+        options = options | smaller
+    x, y = launch.readable(x), launch.readable(y)
+    out, mass = (y, state.moments) if divided is None else (launch.readable(divided[0]), divided[1])
+    dx = launch.tokens_first(x, batch, heads, tokens, d, dtype)
+    blocks = triton.cdiv(tokens, options["BLOCK_N"])
+    z = mass.new_empty(0 if divided is None else mass.shape)
+    d_length = mass.new_empty(batch, heads, tokens if kind == 2 else 0)
+    launch.run(
+        taylor_efficient_gradient,
+        (blocks * batch * heads,),
+        *(
+            x,
+            length_pointer(x, length),
+            y,
+            out,
+            mass,
+            x if key_mask is None else key_mask.contiguous(),
+            *state,
+            dx,
+            z,
+            d_length,
+        ),
+        *(heads, tokens, blocks, *map(float, weights)),
+        *(octet for tensor in (x, y, out, dx) for octet in launch.octets(tensor)),
+        **options,
+        **dict(
+            D=d,
+            E=e,
+            BLOCK_D=launch.block(d),
+            BLOCK_E=launch.block(e),
+            PRECISION=launch.precision(x.dtype),
+            LENGTH=kind,
+        ),
+        **dict(DIVIDED=divided is not None, MASKED=key_mask is not None),
+    )
+    return dx, z, d_length.sum((0, 2)) if kind == 2 else d_length
+
+
+def _largest(grad: Tensor, mass: Tensor) -> Tensor:
+    """The largest of ``|grad| / mass`` of each head, by which it is divided where float16 is to
+    hold it, float32 ``[B, h]``.
+    """
+    shares = torch.where(mass == 0, 0, grad.abs().amax(3).float() / mass)
+    return torch.nn.functional.pad(shares, (0, 1), value=1e-30).amax(2)
+
+
+def backward(
+    grad: Tensor,
+    out: Tensor,
+    mass: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    temperature: Tensor | None,
+    key_mask: Tensor | None,
+    state: State,
+    coefficients: tuple[float, float, float],
+    dq_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of q, k, v and of the temperature for ``grad [B, h, N, e]`` of the mean under
+    weights that add up to ``mass``.
+
+    Args:
+        mass: float32 ``[B, h, N]`` in units of the number of keys; out ``[B, h, N, e]`` and mass
+            may hold other terms than this one.
+        dq_dtype: of the gradient of q; None: that of q.
+        temperature: float32 ``[h]``; None takes q and k as they are.
+    """
+    (a, b, c), scale = coefficients, 1 / max(1, k.shape[2])
+    length, one = (0, 0) if temperature is None else (temperature, 1)
+    divided = out, mass
+    dq, z, d_temperature = _gradient_of(q, length, grad, divided, None, state, (2 * a, b), dq_dtype)
+    half = q.dtype == torch.float16
+    if half:
+        unit = _largest(grad, mass)
+        mass, z = mass * unit[..., None], z / unit[..., None]
+    weights = a * scale, b * scale, c * scale, a * scale, b * scale, 0.0
+    d_features, d_moments = sums(q, grad, length, Divided(mass, z), None, weights)
+    if half:
+        d_features = in_half_range(d_features, d_moments, unit)
+    d_state = State(d_features, d_moments)
+    dk, _, _ = _gradient_of(k, one, v, None, key_mask, d_state, (2.0, 1.0))
+    dv = launch.tokens_first(v, *v.shape)
+    expand(k, one, d_state, key_mask, dv, None, coefficients, False)
+    return dq, dk, dv, None if temperature is None else d_temperature

@@ -1,0 +1,565 @@
+"""Sums over tokens that the efficient form of TaylorShift needs: products of features with values,
+and moments.
+
+Columns are cut into tiles of 16. Pair ``p = i (i + 1) / 2 + j`` of tiles ``i >= j`` has the 256
+features ``x_i x_j^T``. One launch sums them over segments of the tokens, with the moments as one
+more share of the work, and a second one adds the segments. The same kernels sum over keys (x = k, y
+= v) and, in the backward pass, over queries (x = q, y = grad / mass).
+
+No pass brings x to its length first: ``phi2(s x) = s^2 phi2(x)``, so the squared factor of a token
+multiplies its y. In float16 the tiles are multiplied by the power of two next to the factor, which
+rounds nothing and keeps their products in range.
+
+Moments of one head lie in one row of float32: ``X^T Y [d, e]``, ``sum y [e]``, ``X^T diag(w) X [d,
+d]``, ``sum w x [d]`` and 8 times the number of tokens present; the second of the 8 is the unit of
+the head in float16. Source: TaylorShift, "Efficient TaylorShift"; tiles and mass without features
+are ours.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from visionattn.ops.gpu import launch
+from visionattn.ops.gpu.language import head, kernel, read, reciprocal
+
+TILE = 16
+PAIR = TILE * TILE
+PLAIN, OF_LENGTH_ONE, OF_GIVEN_LENGTH = 0, 1, 2
+"""What ``LENGTH`` of a kernel means for x: as it is, brought to length 1, or to the length of its
+head.
+"""
+
+
+def num_tiles(d: int) -> int:
+    """Tiles of 16 columns that hold a width."""
+    return -(-d // TILE)
+
+
+def num_pairs(d: int) -> int:
+    """Pairs of tiles ``i >= j``."""
+    return num_tiles(d) * (num_tiles(d) + 1) // 2
+
+
+def num_moments(d: int, e: int) -> int:
+    """Length of a row of moments."""
+    return d * e + e + d * d + d + launch.OCTET
+
+
+@dataclass(frozen=True)
+class Divided:
+    """Each token's y is divided by ``mass`` (0 where that is 0) and its x weighted by ``weights``;
+    both float32 ``[B, h, N]``.
+    """
+
+    mass: Tensor
+    weights: Tensor
+
+
+@triton.jit
+def present_rows(p_present, i_batch, tokens, o_n, m_n, MASKED: tl.constexpr):
+    """``m_n``, without the tokens that the mask of the image leaves out."""
+    if MASKED:
+        return m_n & (
+            tl.load(p_present + i_batch.to(tl.int64) * tokens + o_n, mask=m_n, other=0) != 0
+        )
+    else:
+        return m_n
+
+
+@triton.jit
+def per_token(p, i_group, tokens, o_n, m_n):
+    """One number of each token of a head, ``[N]``, 0 where ``m_n`` is false; ``p``: float32 ``[B,
+    h, N]``.
+    """
+    return tl.load(p + i_group.to(tl.int64) * tokens + o_n, mask=m_n, other=0)
+
+
+@triton.jit
+def tiles_of_pair(pair):
+    """i and j of a pair of at most four tiles: i grows by one at pairs 1, 3 and 6 of the ten."""
+    i = (pair + 9) // 10 + (pair + 5) // 8 + pair // 6
+    return i, pair - i * (i + 1) // 2
+
+
+@triton.jit
+def inverse_length(b_x):
+    """``1 / max(|x|, 1e-6)`` of each row, float32 ``[N]``."""
+    b_x = b_x.to(tl.float32)
+    return tl.rsqrt(tl.maximum(tl.sum(b_x * b_x, 1), 1e-12))
+
+
+@triton.jit
+def power_above(b):
+    """The least power of two above each ``b >= 0``, float32: its exponent alone, and one more."""
+    bits = b.to(tl.int32, bitcast=True) & 0x7F800000
+    return (bits + 0x00800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def inverse_power(b_power):
+    """``1 / power`` of powers of two, exactly."""
+    return (0x7F000000 - b_power.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def times_power(b_x, b_power):
+    """Rows of float16 times powers of two, exactly; rows of other dtypes have the range of float32
+    and stay as they are.
+    """
+    if b_x.dtype == tl.float16:
+        return (b_x.to(tl.float32) * b_power[:, None]).to(tl.float16)
+    else:
+        return b_x
+
+
+@triton.jit
+def high_and_low(b_x, DTYPE: tl.constexpr):
+    """Float32 as the sum of two numbers of a half precision, so that products keep 16 bits and
+    more.
+    """
+    b_high = b_x.to(DTYPE)
+    return b_high, (b_x - b_high.to(tl.float32)).to(DTYPE)
+
+
+@triton.jit
+def _factors(b_x, p_length, i_head, LENGTH: tl.constexpr):
+    """The power of two that multiplies rows in float16, and what brings a row to its length after
+    that, float32 ``[N]``.
+    """
+    b_factor = inverse_length(b_x)
+    b_power = power_above(b_factor)
+    if b_x.dtype == tl.float16:
+        b_factor *= inverse_power(b_power)
+    if LENGTH == 2:
+        b_factor *= tl.load(p_length + i_head)
+    return b_power, b_factor
+
+
+@triton.jit
+def _sum_features(
+    p_x,
+    p_y,
+    p_mass,
+    p_length,
+    p_present,
+    p_part,
+    i_batch,
+    i_head,
+    i_group,
+    i_share,
+    tokens,
+    first,
+    last,
+    x_token,
+    y_token,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PAIRS: tl.constexpr,
+    LENGTH: tl.constexpr,
+    DIVIDED: tl.constexpr,
+    MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Features of ``PAIRS`` pairs of tiles times y over the tokens of one segment."""
+    o_d, o_e, o_t = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E), tl.arange(0, 16)
+    b_sums, b_tiles = (), ()
+    for _ in tl.static_range(PAIRS):
+        b_sums = b_sums + (tl.zeros([256, BLOCK_E], tl.float32),)
+        b_tiles = b_tiles + (
+            tl.zeros([BLOCK_N, 16], p_x.dtype.element_ty),
+            tl.zeros([BLOCK_N, 16], p_x.dtype.element_ty),
+        )
+    b_y = tl.zeros([BLOCK_N, BLOCK_E], p_y.dtype.element_ty)
+    # Each step multiplies what the step before has loaded, so that memory is read while the matrix
+    # unit works.
+    for start in range(first - BLOCK_N, last, BLOCK_N):
+        o_n = start + BLOCK_N + tl.arange(0, BLOCK_N)
+        m_n = present_rows(p_present, i_batch, tokens, o_n, o_n < last, MASKED)
+        b_next_y = read(p_y, o_n, y_token, o_e, m_n, E, True)  # [N, E]
+        if LENGTH:
+            b_x = read(p_x, o_n, x_token, o_d, m_n, D, True)  # [N, D], for the length alone
+        if DIVIDED:
+            b_inverse = reciprocal(per_token(p_mass, i_group, tokens, o_n, m_n))
+        b_loaded, b_next_tiles, b_next_sums = (), (), ()
+        for p in tl.static_range(PAIRS):
+            i, j = tiles_of_pair(i_share * PAIRS + p)
+            b_i = read(p_x, o_n, x_token, 16 * i + o_t, m_n, D, True)  # [N, 16]
+            b_loaded = b_loaded + (b_i, read(p_x, o_n, x_token, 16 * j + o_t, m_n, D, True))
+        for p in tl.static_range(PAIRS):
+            b_i, b_j = tl.trans(b_tiles[2 * p]), tl.trans(b_tiles[2 * p + 1])
+            b_features = tl.reshape(b_i[:, None, :] * b_j[None, :, :], [256, BLOCK_N])
+            b_next_sums = b_next_sums + (
+                b_sums[p] + tl.dot(b_features, b_y, input_precision=PRECISION),
+            )
+        # What features lack of their token's squared length goes into y.
+        if LENGTH:
+            b_power, b_factor = _factors(b_x, p_length, i_head, LENGTH)
+            b_factor *= b_factor
+            if DIVIDED:
+                b_factor *= b_inverse
+            b_next_y = (b_next_y.to(tl.float32) * b_factor[:, None]).to(b_y.dtype)
+            for p in tl.static_range(2 * PAIRS):
+                b_next_tiles = b_next_tiles + (times_power(b_loaded[p], b_power),)
+        else:
+            b_next_tiles = b_loaded
+            if DIVIDED:
+                b_next_y = (b_next_y.to(tl.float32) * b_inverse[:, None]).to(b_y.dtype)
+        b_y, b_tiles, b_sums = b_next_y, b_next_tiles, b_next_sums
+    o_f = tl.arange(0, 256)
+    for p in tl.static_range(PAIRS):
+        p_pair = p_part + (i_share * PAIRS + p) * (256 * E)
+        tl.store(p_pair + o_f[:, None] * E + o_e[None, :], b_sums[p], mask=(o_e < E)[None, :])
+
+
+@triton.jit
+def _sum_moments(
+    p_x,
+    p_y,
+    p_mass,
+    p_weights,
+    p_length,
+    p_present,
+    p_part,
+    i_batch,
+    i_head,
+    i_group,
+    tokens,
+    first,
+    last,
+    x_token,
+    y_token,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    LENGTH: tl.constexpr,
+    DIVIDED: tl.constexpr,
+    MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Moments over the tokens of one segment. What is scaled is split in two, so that they keep 16
+    bits in half precision.
+    """
+    o_d, o_e, o_c = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_D)
+    m_d, m_e, m_c = o_d < D, o_e < E, o_c < D
+    HALF: tl.constexpr = p_x.dtype.element_ty != tl.float32
+    b_xy, b_xx = tl.zeros([BLOCK_D, BLOCK_E], tl.float32), tl.zeros([BLOCK_D, BLOCK_D], tl.float32)
+    b_low_xy, b_low_xx = (
+        tl.zeros([BLOCK_D, BLOCK_E], tl.float32),
+        tl.zeros([BLOCK_D, BLOCK_D], tl.float32),
+    )
+    # Sums over tokens stay apart by token of a block until the end: adding across threads once is
+    # enough.
+    b_y_sums, b_x_sums = (
+        tl.zeros([BLOCK_N, BLOCK_E], tl.float32),
+        tl.zeros([BLOCK_N, BLOCK_D], tl.float32),
+    )
+    b_count = tl.zeros([BLOCK_N], tl.float32)
+    for start in range(first, last, BLOCK_N):
+        o_n = start + tl.arange(0, BLOCK_N)
+        m_n = present_rows(p_present, i_batch, tokens, o_n, o_n < last, MASKED)
+        b_x = read(p_x, o_n, x_token, o_d, m_n, D, True)  # [N, D]
+        b_y = read(p_y, o_n, y_token, o_e, m_n, E, True)  # [N, E]
+        b_right, b_weighted = b_y.to(tl.float32), b_x.to(tl.float32)
+        if DIVIDED:
+            b_right *= reciprocal(per_token(p_mass, i_group, tokens, o_n, m_n))[:, None]
+        b_y_sums += b_right
+        if LENGTH:
+            b_power, b_factor = _factors(b_x, p_length, i_head, LENGTH)
+            b_x = times_power(b_x, b_power)
+            b_right *= b_factor[:, None]
+            b_weighted = b_x.to(tl.float32) * b_factor[:, None]
+        if DIVIDED:
+            b_weighted *= per_token(p_weights, i_group, tokens, o_n, m_n)[:, None]
+        b_x_sums += b_weighted
+        if LENGTH:
+            b_weighted *= b_factor[:, None]
+        b_left = tl.trans(b_x)
+        if HALF and (LENGTH or DIVIDED):
+            b_high, b_low = high_and_low(b_right, b_x.dtype)
+            b_high_x, b_low_x = high_and_low(b_weighted, b_x.dtype)
+            b_xy += tl.dot(b_left, b_high)
+            b_xx += tl.dot(b_left, b_high_x)
+            if BLOCK_E > 64:  # of wide values registers hold the sums of both parts alone
+                b_xy += tl.dot(b_left, b_low)
+            else:
+                b_low_xy += tl.dot(b_left, b_low)
+            b_low_xx += tl.dot(b_left, b_low_x)
+        else:
+            b_xy += tl.dot(b_left, b_right.to(b_x.dtype), input_precision=PRECISION)
+            b_xx += tl.dot(b_left, b_weighted.to(b_x.dtype), input_precision=PRECISION)
+        b_count += m_n.to(tl.float32)
+    tl.store(
+        p_part + o_d[:, None] * E + o_e[None, :], b_xy + b_low_xy, mask=m_d[:, None] & m_e[None, :]
+    )
+    tl.store(p_part + D * E + o_e, tl.sum(b_y_sums, 0), mask=m_e)
+    p_part += D * E + E
+    tl.store(
+        p_part + o_d[:, None] * D + o_c[None, :], b_xx + b_low_xx, mask=m_d[:, None] & m_c[None, :]
+    )
+    tl.store(p_part + D * D + o_d, tl.sum(b_x_sums, 0), mask=m_d)
+    tl.store(p_part + D * D + D + tl.arange(0, 8), tl.zeros([8], tl.float32) + tl.sum(b_count, 0))
+
+
+@kernel
+def taylor_efficient_sums(
+    p_x,
+    p_y,
+    p_mass,
+    p_weights,
+    p_length,
+    p_present,
+    p_parts,
+    heads,
+    groups,
+    tokens,
+    segment_tokens,
+    segments,
+    x_batch,
+    x_head,
+    x_token,
+    y_batch,
+    y_head,
+    y_token,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PAIRS: tl.constexpr,
+    SHARES: tl.constexpr,
+    LENGTH: tl.constexpr,
+    DIVIDED: tl.constexpr,
+    MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One share of the sums over one segment of one head: ``PAIRS`` pairs of tiles, or, the last
+    share, the moments.
+
+    ``DIVIDED`` takes ``y / mass`` for y, and weights x in the moments of x alone. ``LENGTH`` brings
+    x to a length.
+    """
+    i_share, i_rest = tl.program_id(0) % (SHARES + 1), tl.program_id(0) // (SHARES + 1)
+    i_segment, i_group = i_rest % segments, i_rest // segments
+    i_batch, i_head = i_group // heads, i_group % heads
+    p_x, p_y = (
+        head(p_x, i_batch, i_head, x_batch, x_head),
+        head(p_y, i_batch, i_head, y_batch, y_head),
+    )
+    SIZE: tl.constexpr = PAIRS * SHARES * 256 * E
+    p_part = p_parts + (i_segment.to(tl.int64) * groups + i_group) * (
+        SIZE + D * E + E + D * D + D + 8
+    )
+    first = i_segment * segment_tokens
+    last = tl.minimum(tokens, first + segment_tokens)
+    if i_share < SHARES:
+        _sum_features(
+            *(p_x, p_y, p_mass, p_length, p_present, p_part, i_batch, i_head, i_group, i_share),
+            *(tokens, first, last, x_token, y_token),
+            *(D, E, BLOCK_D, BLOCK_E, BLOCK_N, PAIRS, LENGTH, DIVIDED, MASKED, PRECISION),
+        )
+    else:
+        _sum_moments(
+            *(
+                p_x,
+                p_y,
+                p_mass,
+                p_weights,
+                p_length,
+                p_present,
+                p_part + SIZE,
+                i_batch,
+                i_head,
+                i_group,
+            ),
+            *(tokens, first, last, x_token, y_token),
+            *(D, E, BLOCK_D, BLOCK_E, BLOCK_N, LENGTH, DIVIDED, MASKED, PRECISION),
+        )
+
+
+@kernel
+def taylor_efficient_state(
+    p_parts,
+    p_features,
+    p_moments,
+    groups,
+    blocks,
+    parts,
+    pair_weight,
+    xy_weight,
+    y_weight,
+    xx_weight,
+    x_weight,
+    count_weight,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The sums of all segments times their weights, for one block of the numbers of one head.
+
+    Features of a pair of tiles ``i > j`` are written for ``x_j x_i^T`` too: ``[D, D, E]`` is whole
+    and symmetric.
+    """
+    i_group = tl.program_id(0) // blocks
+    SIZE: tl.constexpr = PAIRS * 256 * E
+    ROW: tl.constexpr = D * E + E + D * D + D + 8
+    o = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    o_p = tl.arange(0, 8)
+    p_parts += (
+        i_group.to(tl.int64) * (SIZE + ROW)
+        + o_p.to(tl.int64)[:, None] * groups * (SIZE + ROW)
+        + o[None, :]
+    )
+    b_sums = tl.zeros([8, BLOCK], tl.float32)
+    for start in range(0, parts, 8):
+        b_sums += tl.load(
+            p_parts, mask=(start + o_p < parts)[:, None] & (o < SIZE + ROW)[None, :], other=0
+        )
+        p_parts += groups.to(tl.int64) * (8 * (SIZE + ROW))
+    b_sum = tl.sum(b_sums, 0)
+    # Features: i and j of the pair, the columns that are multiplied, and the column of y.
+    o_f, o_e = o // E, o % E
+    i, j = tiles_of_pair(o_f // 256)
+    o_i, o_j = 16 * i + o_f // 16 % 16, 16 * j + o_f % 16
+    m_f = (o < SIZE) & (o_i < D) & (o_j < D)
+    b_feature = (b_sum * pair_weight).to(p_features.dtype.element_ty)
+    p_features += i_group.to(tl.int64) * (D * D * E)
+    tl.store(p_features + (o_i * D + o_j) * E + o_e, b_feature, mask=m_f)
+    tl.store(p_features + (o_j * D + o_i) * E + o_e, b_feature, mask=m_f & (i > j))
+    # Moments follow, each kind with its weight.
+    o -= SIZE
+    b_weight = tl.where(o < D * E, xy_weight, tl.where(o < D * E + E, y_weight, xx_weight))
+    b_weight = tl.where(
+        o < D * E + E + D * D, b_weight, tl.where(o < ROW - 8, x_weight, count_weight)
+    )
+    tl.store(
+        p_moments + i_group.to(tl.int64) * ROW + o, b_sum * b_weight, mask=(o >= 0) & (o < ROW)
+    )
+
+
+def sums(
+    x: Tensor,
+    y: Tensor,
+    length: Tensor | int,
+    divided: Divided | None,
+    key_mask: Tensor | None,
+    weights: tuple[float, ...],
+) -> tuple[Tensor, Tensor]:
+    """Sums over the tokens of ``x [B, h, N, d]`` and ``y [B, h, N, e]``.
+
+    Args:
+        length: float32 ``[h]``, or 1, to which x is brought, or 0: x as it is.
+        divided: by what y is divided and x weighted; None: y as it is, weights w = 1.
+        key_mask: bool ``[B, N]``, the tokens that count.
+        weights: factors of the features and of the moments ``X^T Y``, ``sum y``, ``X^T diag(w) X``,
+            ``sum w x`` and the count.
+
+    Returns:
+        ``sum_n x_n x_n^T y_n^T``, ``[B, h, d * d, e]`` in the dtype of y, float32 for float16
+        (``in_half_range``), and moments, float32 ``[B, h, num_moments(d, e)]``.
+    """
+    (batch, heads, tokens, d), e = x.shape, y.shape[3]
+    pairs, groups = num_pairs(d), batch * heads
+    options = launch.launch_row("taylor efficient sums", d, e, x.dtype, x.device)
+    shares = pairs // options["PAIRS"]
+    assert shares * options["PAIRS"] == pairs, "programs share the pairs evenly"
+    # A partial sum is as large as what it is made of some hundreds of tokens: segments are longer
+    # than elsewhere.
+    resident = launch.resident_programs("taylor efficient sums", d, e, x.dtype, x.device)
+    parts = launch.segments(tokens, (shares + 1) * groups, 4 * options["BLOCK_N"], resident)
+    partial = x.new_empty(parts, groups, pairs * PAIR * e + num_moments(d, e), dtype=torch.float32)
+    x, y = launch.readable(x), launch.readable(y)
+    launch.run(
+        taylor_efficient_sums,
+        ((shares + 1) * parts * groups,),
+        *(x, y, *((x, x) if divided is None else (divided.mass, divided.weights))),
+        *(length_pointer(x, length), x if key_mask is None else key_mask.contiguous(), partial),
+        *(
+            heads,
+            groups,
+            tokens,
+            launch.cdiv(tokens, parts),
+            parts,
+            *launch.octets(x),
+            *launch.octets(y),
+        ),
+        **options,
+        **dict(
+            D=d,
+            E=e,
+            BLOCK_D=launch.block(d),
+            BLOCK_E=launch.block(e),
+            SHARES=shares,
+            LENGTH=length_kind(length),
+        ),
+        **dict(
+            DIVIDED=divided is not None,
+            MASKED=key_mask is not None,
+            PRECISION=launch.precision(x.dtype),
+        ),
+    )
+    features = y.new_empty(
+        batch, heads, d * d, e, dtype=torch.float32 if y.dtype == torch.float16 else y.dtype
+    )
+    moments = partial.new_empty(batch, heads, num_moments(d, e))
+    row = launch.launch_row("taylor efficient state", 0, 0, torch.float32, x.device)
+    blocks = launch.cdiv(partial.shape[2], row["BLOCK"])
+    sizes = partial, features, moments, groups, blocks, parts
+    launch.run(
+        taylor_efficient_state,
+        (blocks * groups,),
+        *sizes,
+        *map(float, weights),
+        D=d,
+        E=e,
+        PAIRS=pairs,
+        **row,
+    )
+    return features, moments
+
+
+def length_kind(length: Tensor | int) -> int:
+    """``LENGTH`` of a kernel for float32 ``[h]``, 1 or 0."""
+    return OF_GIVEN_LENGTH if isinstance(length, Tensor) else length
+
+
+def length_pointer(x: Tensor, length: Tensor | int) -> Tensor:
+    """What a kernel is given for lengths; ``x`` where it reads none."""
+    return length.contiguous() if isinstance(length, Tensor) else x
+
+
+def in_half_range(features: Tensor, moments: Tensor, unit: Tensor | None = None) -> Tensor:
+    """Features in float16, where both they and the moments, in place, are put in units of the
+    largest of each head.
+
+    That keeps small sums above the end of float16 at 6e-8. The unit, times ``unit [B, h]``, is left
+    in the row of moments.
+    """
+    own = (
+        moments[..., : -launch.OCTET]
+        .abs()
+        .amax(2)
+        .maximum(features.abs().amax((2, 3)))
+        .clamp(min=1e-30)
+    )
+    moments /= own[..., None]
+    moments[..., 1 - launch.OCTET] = own if unit is None else own * unit
+    return (features / own[..., None, None]).half()
+
+
+@triton.jit
+def unit_of(p_features, p_moments, D: tl.constexpr, E: tl.constexpr):
+    """The unit of a state; 1 but in float16."""
+    if p_features.dtype.element_ty == tl.float16:
+        return tl.load(p_moments + D * E + E + D * D + D + 1)
+    else:
+        return 1.0

@@ -1,0 +1,169 @@
+"""Kernels that bring queries and keys to a given length, the prologue of TaylorShift, and how they
+are launched.
+
+``y = length_h x / max(|x|, 1e-6)``, which is finite at the zero vector and has finite gradients
+there. Norms in float32. Each program reads the tokens of one head once and writes them once; the
+heads of the same tokens follow each other, as they lie in memory. Source: Nauen et al. 2024,
+"Normalization"; the guard is that of ``taylor_features.unit``.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from visionattn.ops.gpu import launch
+from visionattn.ops.gpu.language import head, kernel, rows
+
+EPS = tl.constexpr(1e-6)
+
+
+@triton.jit
+def _place(heads, blocks):
+    """Image, block of tokens and head of this program, heads in turn."""
+    i_program = tl.program_id(0)
+    return i_program // (heads * blocks), i_program // heads % blocks, i_program % heads
+
+
+@kernel
+def _unit(
+    p_x,
+    p_length,
+    p_y,
+    heads,
+    tokens,
+    blocks,
+    x_batch,
+    x_head,
+    x_token,
+    y_batch,
+    y_head,
+    y_token,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    LENGTH: tl.constexpr,
+):
+    """One block of tokens of one head."""
+    i_batch, i_block, i_head = _place(heads, blocks)
+    o_n, o_d = i_block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    m_x = (o_n < tokens)[:, None] & (o_d < D)[None, :]
+    p_x, p_y = (
+        head(p_x, i_batch, i_head, x_batch, x_head),
+        head(p_y, i_batch, i_head, y_batch, y_head),
+    )
+    b_x = tl.load(rows(p_x, o_n, x_token, o_d), mask=m_x, other=0).to(tl.float32)  # [N, D]
+    b_scale = tl.rsqrt(tl.maximum(tl.sum(b_x * b_x, 1), EPS * EPS))
+    if LENGTH:
+        b_scale *= tl.load(p_length + i_head).to(tl.float32)
+    tl.store(
+        rows(p_y, o_n, y_token, o_d), (b_x * b_scale[:, None]).to(p_y.dtype.element_ty), mask=m_x
+    )
+
+
+@kernel
+def _unit_backward(
+    p_x,
+    p_length,
+    p_grad,
+    p_dx,
+    p_parts,
+    heads,
+    tokens,
+    blocks,
+    x_batch,
+    x_head,
+    x_token,
+    grad_batch,
+    grad_head,
+    grad_token,
+    dx_batch,
+    dx_head,
+    dx_token,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    LENGTH: tl.constexpr,
+):
+    """One block of tokens of one head, and what it adds to the gradient of the length."""
+    i_batch, i_block, i_head = _place(heads, blocks)
+    o_n, o_d = i_block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    m_x = (o_n < tokens)[:, None] & (o_d < D)[None, :]
+    p_x, p_dx = (
+        head(p_x, i_batch, i_head, x_batch, x_head),
+        head(p_dx, i_batch, i_head, dx_batch, dx_head),
+    )
+    p_grad = head(p_grad, i_batch, i_head, grad_batch, grad_head)
+    b_x = tl.load(rows(p_x, o_n, x_token, o_d), mask=m_x, other=0).to(tl.float32)  # [N, D]
+    b_grad = tl.load(rows(p_grad, o_n, grad_token, o_d), mask=m_x, other=0).to(tl.float32)  # [N, D]
+    b_squares = tl.sum(b_x * b_x, 1)
+    b_inverse = tl.rsqrt(tl.maximum(b_squares, EPS * EPS))
+    b_unit = b_x * b_inverse[:, None]
+    b_along = tl.sum(b_grad * b_unit, 1)
+    b_scale = b_inverse
+    if LENGTH:
+        b_scale *= tl.load(p_length + i_head).to(tl.float32)
+        tl.store(p_parts + tl.program_id(0), tl.sum(b_along, 0))
+    b_across = b_grad - b_unit * tl.where(b_squares > EPS * EPS, b_along, 0)[:, None]
+    tl.store(
+        rows(p_dx, o_n, dx_token, o_d),
+        (b_across * b_scale[:, None]).to(p_dx.dtype.element_ty),
+        mask=m_x,
+    )
+
+
+def _options(name: str, x: Tensor, length: Tensor | None) -> dict[str, object]:
+    d = x.shape[3]
+    row = launch.launch_row(name, d, d, x.dtype, x.device)
+    return row | dict(D=d, BLOCK_D=launch.block(d), LENGTH=length is not None)
+
+
+def unit(x: Tensor, length: Tensor | None) -> Tensor:
+    """``x [B, h, N, d]`` brought to ``length [h]``, or to 1 where it is None; in the dtype of x."""
+    batch, heads, tokens, d = x.shape
+    options, y = _options("unit", x, length), launch.tokens_first(x, batch, heads, tokens, d)
+    blocks, x = launch.cdiv(tokens, options["BLOCK_N"]), launch.readable(x)
+    pointers = (x, x if length is None else length.contiguous(), y)
+    launch.run(
+        _unit,
+        (batch * blocks * heads,),
+        *pointers,
+        heads,
+        tokens,
+        blocks,
+        *launch.octets(x),
+        *launch.octets(y),
+        **options,
+    )
+    return y
+
+
+def unit_backward(
+    x: Tensor, length: Tensor | None, grad: Tensor, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of x, in its dtype or another, and of the length, float32 ``[h]``, for
+    ``grad [B, h, N, d]`` of any dtype.
+    """
+    batch, heads, tokens, d = x.shape
+    options, dx = (
+        _options("unit backward", x, length),
+        launch.tokens_first(x, batch, heads, tokens, d, dtype),
+    )
+    blocks = launch.cdiv(tokens, options["BLOCK_N"])
+    x, grad = launch.readable(x), launch.readable(grad)
+    parts = x.new_empty(0 if length is None else batch * blocks, heads, dtype=torch.float32)
+    launch.run(
+        _unit_backward,
+        (batch * blocks * heads,),
+        *(
+            x,
+            x if length is None else length.contiguous(),
+            grad,
+            dx,
+            x if length is None else parts,
+        ),
+        *(heads, tokens, blocks),
+        *(octet for tensor in (x, grad, dx) for octet in launch.octets(tensor)),
+        **options,
+    )
+    return dx, None if length is None else parts.sum(0)
