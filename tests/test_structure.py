@@ -8,21 +8,35 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-RANKS = {"layout": 0, "ops": 1, "layers": 2, "models": 3}
-RANKS |= {
-    "training": 4,
-    "measure": 4,
-    "calibrate": 4,
-    "fresh_process": 4,
-    "visualize": 4,
-    "benchmark": 5,
+PACKAGE = ROOT / "visionattn"
+ORDER = ("layout", "cli", "ops", "layers", "models", "data", "training", ("inference", "lab"))
+"""Who may import whom: what stands left of it, and itself. Neither of a pair imports the other."""
+RANKS = {
+    part: i
+    for i, parts in enumerate(ORDER)
+    for part in ([parts] if isinstance(parts, str) else parts)
 }
-RANKS |= {"sweep": 5, "profiling": 5, "inference": 5, "report": 5}
-FILES = sorted((ROOT / "visionattn").rglob("*.py"))
+ROOMS = ("taylorshift", "kernelized", "position")
+"""Of ``ops``: none imports the ``eager`` operators or the ``kernels`` of another."""
+FILES = sorted(PACKAGE.rglob("*.py"))
+YET_TO_BE_MENDED: frozenset[str] = frozenset(
+    {
+        "cli/fresh_process.py",
+        "cli/progress.py",
+        "cli/tables.py",
+        "data/batches.py",
+        "data/splits.py",
+        "inference/running.py",
+        "training/build.py",
+        "training/distributed.py",
+        "training/engine.py",
+        "training/validate.py",
+    }
+)
 
 
-def imported_parts(path):
-    """Subpackages of visionattn that the file imports anywhere, also inside functions."""
+def imported_modules(path):
+    """Modules of visionattn that the file imports anywhere, also inside functions, as tuples."""
     for node in ast.walk(ast.parse(path.read_text())):
         names = []
         if isinstance(node, ast.ImportFrom):
@@ -31,18 +45,30 @@ def imported_parts(path):
         elif isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         for name in names:
-            parts = name.split(".")
+            parts = tuple(name.split("."))
             if parts[0] == "visionattn" and len(parts) > 1:
-                yield parts[1]
+                yield parts[1:]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_imports_go_one_way(path):
-    part = path.relative_to(ROOT / "visionattn").parts[0].removesuffix(".py")
+    part = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
     if part == "__init__":
         return
-    above = {name for name in imported_parts(path) if name in RANKS and RANKS[name] > RANKS[part]}
-    assert above == set()
+    above = {
+        names[0]
+        for names in imported_modules(path)
+        if names[0] in RANKS and names[0] != part and RANKS[names[0]] >= RANKS[part]
+    }
+    if str(path.relative_to(PACKAGE)) in YET_TO_BE_MENDED:
+        assert above
+    else:
+        assert above == set()
+
+
+def test_every_part_has_a_place_in_the_order():
+    parts = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in FILES}
+    assert parts - {"__init__"} == set(RANKS)
 
 
 def test_operations_know_neither_timm_nor_the_reference():
