@@ -19,20 +19,6 @@ RANKS = {
 ROOMS = ("taylorshift", "kernelized", "position")
 """Of ``ops``: none imports the ``eager`` operators or the ``kernels`` of another."""
 FILES = sorted(PACKAGE.rglob("*.py"))
-YET_TO_BE_MENDED: frozenset[str] = frozenset(
-    {
-        "cli/fresh_process.py",
-        "cli/progress.py",
-        "cli/tables.py",
-        "data/batches.py",
-        "data/splits.py",
-        "inference/running.py",
-        "training/build.py",
-        "training/distributed.py",
-        "training/engine.py",
-        "training/validate.py",
-    }
-)
 
 
 def imported_modules(path):
@@ -60,10 +46,7 @@ def test_imports_go_one_way(path):
         for names in imported_modules(path)
         if names[0] in RANKS and names[0] != part and RANKS[names[0]] >= RANKS[part]
     }
-    if str(path.relative_to(PACKAGE)) in YET_TO_BE_MENDED:
-        assert above
-    else:
-        assert above == set()
+    assert above == set()
 
 
 def test_every_part_has_a_place_in_the_order():

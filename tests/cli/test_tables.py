@@ -11,17 +11,9 @@ import pytest
 import torch
 
 import visionattn.lab.targets as targets
-from visionattn.cli.tables import (
-    cells_of,
-    csv_text,
-    duration,
-    json_text,
-    markdown,
-    provenance_of,
-    record_of,
-)
+from visionattn.cli.tables import csv_text, duration, json_text, markdown, provenance_of
 from visionattn.lab.cases import Case
-from visionattn.lab.compare import Plan, Quartiles, Row
+from visionattn.lab.compare import Plan, Quartiles, Row, cells_of, record_of
 from visionattn.lab.memory import build
 from visionattn.lab.papers import FIGURES, crossings, heads_table
 from visionattn.lab.plot import crossing, draw, slope_of, sweep_panels

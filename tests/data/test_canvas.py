@@ -8,9 +8,9 @@ import tracemalloc
 import numpy as np
 import pytest
 
+from visionattn.data.config import DataConfig
 from visionattn.data.embedded import CanvasDataset, Digits, digit_splits, draw_canvas
 from visionattn.data.splits import SampleKey, build_splits, eval_batches
-from visionattn.training.config import DataConfig
 
 SIZES = [(96, 96), (128, 128), (104, 176), (384, 384)]
 

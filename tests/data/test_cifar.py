@@ -10,8 +10,8 @@ import pytest
 import torch
 from torchvision.datasets import CIFAR10
 
+from visionattn.data.config import DataConfig
 from visionattn.data.splits import SampleKey, build_splits, eval_batches, train_batches
-from visionattn.training.config import DataConfig
 
 CLASSES = ["plane", "car", "fowl", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 

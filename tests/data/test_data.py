@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from visionattn.data.config import DataConfig
 from visionattn.data.splits import SampleKey, build_splits, eval_batches, train_batches
-from visionattn.training.config import DataConfig
 
 DIGITS = DataConfig(name="digits", img_size=24, augment="light", workers=0)
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from visionattn.data.config import DataConfig
 from visionattn.data.splits import build_splits, eval_batches
-from visionattn.training.config import DataConfig
 
 LEVELS = {"bird": 40, "cat": 120, "dog 2": 180, "dog 10": 220}
 """Grey level of the images of each class, in the order that the classes are to have."""

@@ -12,10 +12,11 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from visionattn.data.config import DataConfig
 from visionattn.data.splits import SampleKey, Splits
 from visionattn.models.weights import DataSpec
 from visionattn.training.build import build_model
-from visionattn.training.config import DataConfig, ModelConfig, OptimConfig, TrainConfig
+from visionattn.training.config import ModelConfig, OptimConfig, TrainConfig
 from visionattn.training.trainer import Trainer
 
 SPEC = DataSpec(1, 4, ("ne", "nw", "se", "sw"), (0.3,), (0.2,), None, 16)

@@ -13,6 +13,7 @@ import pytest
 from torch.utils.data import Dataset
 
 from tests.helpers.image_files import encoded, write_classes
+from visionattn.data.config import DataConfig
 from visionattn.data.splits import Splits
 from visionattn.lab.loader import (
     LoaderCase,
@@ -23,7 +24,7 @@ from visionattn.lab.loader import (
     read_batches,
 )
 from visionattn.models.weights import DataSpec
-from visionattn.training.config import DataConfig, TrainConfig
+from visionattn.training.config import TrainConfig
 
 ROOT = Path(__file__).parents[2]
 SPEC = DataSpec(1, 2, ("a", "b"), (0.3,), (0.2,), None, 6)

@@ -17,7 +17,6 @@ import timm
 import torch
 from torch.cuda import _memory_viz as viewer
 
-import visionattn.lab.measure as measure_module
 import visionattn.lab.profile.snapshot as snapshot
 from visionattn.cli import fresh_process
 from visionattn.cli.ends import Failed
@@ -382,17 +381,17 @@ def test_a_killed_process_ran_out_of_memory_only_where_the_system_says_so(monkey
 def test_kills_for_want_of_memory_are_those_of_the_control_group_or_of_the_system(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(measure_module, "Path", lambda name: tmp_path / name.lstrip("/"))
-    assert measure_module.memory_kills() == 0
+    monkeypatch.setattr(fresh_process, "Path", lambda name: tmp_path / name.lstrip("/"))
+    assert fresh_process.memory_kills() == 0
     group = tmp_path / "sys" / "fs" / "cgroup" / "a" / "b"
     for folder in (tmp_path / "proc" / "self", group):
         folder.mkdir(parents=True)
     (tmp_path / "proc" / "vmstat").write_text("nr_free_pages 77\noom_kill 4\n")
-    assert measure_module.memory_kills() == 4
+    assert fresh_process.memory_kills() == 4
     (tmp_path / "proc" / "self" / "cgroup").write_text("4:memory:/c\n0::/a/b\n")
-    assert measure_module.memory_kills() == 4
+    assert fresh_process.memory_kills() == 4
     (group / "memory.events").write_text("low 0\noom 9\noom_kill 2\noom_group_kill 0\n")
-    assert measure_module.memory_kills() == 2
+    assert fresh_process.memory_kills() == 2
 
 
 def test_a_snapshot_is_written_without_the_limit_of_the_pass(tmp_path, monkeypatch):

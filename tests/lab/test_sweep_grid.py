@@ -9,12 +9,13 @@ import pytest
 import timm
 import torch
 
+from visionattn.data.config import DataConfig
 from visionattn.lab.sweep.config import SweepConfig
 from visionattn.lab.sweep.folder import comparable
 from visionattn.lab.sweep.grid import Network, make_grid, make_plan, model_of, on_meta
 from visionattn.lab.sweep.measurement import Meter, keep_time, times_faster
 from visionattn.models.weights import DataSpec
-from visionattn.training.config import DataConfig, ModelConfig, TrainConfig
+from visionattn.training.config import ModelConfig, TrainConfig
 
 ATTENTIONS = ("taylorshift", "kernelized", "softmax")
 

@@ -7,7 +7,8 @@ import pytest
 import yaml
 
 from visionattn.cli.parsing import field_types, nearest, parse, run_tool
-from visionattn.training.config import DataConfig, OptimConfig, TrainConfig, check
+from visionattn.data.config import DataConfig
+from visionattn.training.config import OptimConfig, TrainConfig, check
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 

@@ -26,11 +26,12 @@ from tests.helpers.small_runs import (
 from visionattn.cli.ends import NonFinite, Stopped
 from visionattn.cli.parsing import parse
 from visionattn.data.batches import Unreadable
+from visionattn.data.config import DataConfig
 from visionattn.data.splits import SampleKey, Splits
 from visionattn.models.weights import load_model
 from visionattn.training import engine, trainer
 from visionattn.training.build import build_model, check_img_size
-from visionattn.training.config import DataConfig, ModelConfig, OptimConfig, TrainConfig
+from visionattn.training.config import ModelConfig, OptimConfig, TrainConfig
 from visionattn.training.engine import train
 from visionattn.training.evaluate import Evaluation, evaluate
 from visionattn.training.trainer import Trainer

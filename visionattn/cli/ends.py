@@ -7,6 +7,8 @@ import threading
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
+import torch
+
 Item = TypeVar("Item")
 
 
@@ -32,6 +34,14 @@ class Failed(Exception):
     """Another process of the run, one that loads data or one that trains, ended; the text says
     which.
     """
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the error says that an allocation failed, on a GPU or on a processor."""
+    words = ("allocate memory", "not enough memory")
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(
+        word in str(error) for word in words
+    )
 
 
 class Interrupted(Exception):

@@ -14,13 +14,29 @@ from pathlib import Path
 
 import torch
 
-import visionattn
-from visionattn.cli.ends import Failed
-from visionattn.lab.measure import is_out_of_memory, memory_kills
+from visionattn.cli.ends import Failed, is_out_of_memory
 
 OUT_OF_MEMORY = 3
 """Exit code of a process whose work does not fit."""
-PACKAGE = Path(visionattn.__file__).parents[1]
+PACKAGE = Path(__file__).parents[2]
+
+
+def memory_kills() -> int:
+    """How many processes the system ended for want of memory: of this control group, or of all
+    where that is not counted.
+
+    A process that ended by SIGKILL ran out of memory where the count has grown since it began. 0
+    where nothing is counted.
+    """
+    group = Path("/proc/self/cgroup")
+    name = group.read_text().strip().rpartition(":")[2].lstrip("/") if group.exists() else ""
+    for counts in (Path("/sys/fs/cgroup") / name / "memory.events", Path("/proc/vmstat")):
+        try:
+            words = counts.read_text().split()
+            return int(words[words.index("oom_kill") + 1])
+        except (OSError, ValueError):
+            continue
+    return 0
 
 
 def environment(*, returning: bool = False) -> dict[str, str]:

@@ -6,8 +6,6 @@ import sys
 import time
 from typing import TextIO
 
-from visionattn.training.record import ProgressBar
-
 SECONDS_PER_LINE = 10.0
 
 
@@ -45,3 +43,44 @@ class Progress:
             speed = f"{(self.done - self._before) / (now - self._start):.3g} images/s"
             line = ", ".join(filter(None, (f"{self.done} of {self.total} images", speed, note)))
             print(line, file=self.stream, flush=True)
+
+
+class ProgressBar:
+    """One line of a terminal that moves; without a percentage, so that those printed are
+    results.
+    """
+
+    def __init__(self, stream: TextIO):
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+        )
+
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[note]}"),
+        )
+        self._progress = Progress(
+            *columns, console=Console(file=stream, highlight=False), transient=True
+        )
+        self._task = self._progress.add_task("", note="")
+        self._progress.start()
+
+    def print(self, line: str) -> None:
+        """Print above the bar."""
+        self._progress.console.print(line, markup=False, soft_wrap=True)
+
+    def show(self, what: str, done: int, total: int, note: str) -> None:
+        """Set the bar."""
+        self._progress.update(self._task, description=what, completed=done, total=total, note=note)
+
+    def stop(self) -> None:
+        """Remove the bar."""
+        self._progress.stop()

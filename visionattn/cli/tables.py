@@ -14,57 +14,9 @@ from typing import Any
 import torch
 
 from visionattn.cli.provenance import provenance
-from visionattn.lab.compare import Quartiles, Row
 
 Record = dict[str, Any]
 ESCAPED = str.maketrans({"|": r"\|", "\n": r"\n", "\r": r"\r"})
-COLUMNS = ("case", "size", "d", "heads", "batch", "dtype", "pass")
-COLUMNS += ("time", "quartiles", "ratio", "peak", "kept", "GFLOP", "status")
-
-
-def record_of(row: Row) -> Record:
-    """A row as plain values, units in the names; None where nothing was measured."""
-    case, record = row.case, {}
-    record |= {
-        "case": case.label,
-        "size": case.size,
-        "width": case.width,
-        "heads": case.heads,
-        "batch": case.batch,
-    }
-    if case.kind == "model":
-        record["heads"] = None
-    record |= {
-        "dtype": case.dtype,
-        "pass": "forward+backward" if case.backward else "forward",
-        "status": row.status,
-    }
-    record |= _spread("seconds", row.seconds) | {"rounds": len(row.samples) or None}
-    record |= {"baseline": row.baseline} | _spread("ratio", row.ratio)
-    return record | {"peak_bytes": row.peak_bytes, "kept_bytes": row.kept_bytes, "flops": row.flops}
-
-
-def _spread(name: str, quartiles: Quartiles | None) -> Record:
-    low, median, high = (
-        (quartiles.low, quartiles.median, quartiles.high) if quartiles else (None,) * 3
-    )
-    return {f"{name}_median": median, f"{name}_low": low, f"{name}_high": high}
-
-
-def cells_of(row: Row) -> Record:
-    """A row for people, under ``COLUMNS``."""
-    record = record_of(row)
-    seconds = row.seconds
-    ratio = row.ratio and f"{row.ratio.median:.3g} ({row.ratio.low:.3g}-{row.ratio.high:.3g})"
-    values = [record[name] for name in ("case", "size", "width", "heads", "batch", "dtype", "pass")]
-    values += [
-        seconds and duration(seconds.median),
-        seconds and f"{duration(seconds.low)} - {duration(seconds.high)}",
-        ratio,
-    ]
-    values += [mebibytes(row.peak_bytes), mebibytes(row.kept_bytes)]
-    values += [None if row.flops is None else f"{row.flops / 1e9:.3g}", row.status]
-    return dict(zip(COLUMNS, values, strict=True))
 
 
 def duration(seconds: float) -> str:

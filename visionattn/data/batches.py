@@ -11,18 +11,19 @@ import random
 import signal
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import cv2
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from visionattn.training.config import DataConfig
-from visionattn.training.distributed import share
+from visionattn.data.config import DataConfig
+
+Item = TypeVar("Item")
 
 # Each use of randomness has a stream of its own, (seed, stream, epoch, number); the canvases own 0,
 # 1 and 2.
@@ -71,6 +72,26 @@ def seed_batch(seed: int, epoch: int, number: int, rank: int = 0) -> None:
     torch.manual_seed(int(own[0]) << 32 | int(own[1]))
     np.random.seed(states[2:6])
     random.seed(int(states[6]) << 32 | int(states[7]))
+
+
+def share(keys: Sequence[Item], rank: int, size: int, *, pairs: bool) -> list[Item]:
+    """The part of a batch that one of several processes takes; the parts are disjoint and together
+    are the batch.
+
+    Args:
+        keys: of the batch, in its order.
+        rank: the number of the process.
+        size: how many there are; where there are more of them than keys, some parts are empty.
+        pairs: keep each key with the one opposite in the batch, so that both are opposite in the
+            part too; the one in the middle of a batch of odd length is then the last, and the last
+            of its part.
+    """
+    if not pairs:
+        return list(keys[rank * len(keys) // size : (rank + 1) * len(keys) // size])
+    half = len(keys) // 2
+    low, high = rank * half // size, (rank + 1) * half // size
+    part = [*keys[low:high], *keys[2 * half - high : 2 * half - low]]
+    return [*part, *keys[2 * half :]] if rank == 0 else part
 
 
 def collate(samples: list) -> tuple[torch.Tensor, torch.Tensor, list[Unreadable]]:
@@ -161,7 +182,7 @@ class _Batches:
 
     def divide(self, rank: int, size: int, *, pairs: bool = False) -> None:
         """Give but the part of each batch that one of ``size`` processes takes, as
-        ``distributed.share`` divides it.
+        ``share`` divides it.
         """
         self._keys.part = partial(share, rank=rank, size=size, pairs=pairs)
 

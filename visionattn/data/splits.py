@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 from torchvision.datasets import CIFAR10
 
 from visionattn.data.batches import EvalBatches, SampleKey, TrainBatches
+from visionattn.data.config import DataConfig
 from visionattn.data.embedded import (
     SMALLEST_CANVAS_PX,
     CanvasDataset,
@@ -23,7 +24,6 @@ from visionattn.data.folder import LAYOUT, open_images
 from visionattn.data.images import ArrayDataset, Augmentation
 from visionattn.data.streams import Shards, StreamEvalBatches, StreamTrainBatches, open_shards
 from visionattn.models.weights import DataSpec
-from visionattn.training.config import DataConfig
 
 __all__ = [
     "EvalBatches",

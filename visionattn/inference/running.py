@@ -14,11 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from visionattn.cli.ends import Failed
+from visionattn.cli.ends import Failed, is_out_of_memory
 from visionattn.data.batches import start_worker
 from visionattn.inference.opening import Opened
 from visionattn.inference.reading import ReadImages, Sample
-from visionattn.lab.measure import is_out_of_memory
 from visionattn.models.weights import first_line
 from visionattn.training.evaluate import autocast
 

@@ -8,21 +8,10 @@ from pathlib import Path
 import torch
 
 from visionattn.cli.ends import Failed
-from visionattn.cli.tables import (
-    COLUMNS,
-    Record,
-    cells_of,
-    csv_text,
-    heading,
-    json_text,
-    line,
-    provenance_of,
-    record_of,
-    summary,
-)
+from visionattn.cli.tables import Record, csv_text, heading, json_text, line, provenance_of, summary
 from visionattn.lab import row_file
 from visionattn.lab.benchmark_options import Options, parse_options, pick_gpu
-from visionattn.lab.compare import Row, measure_together
+from visionattn.lab.compare import COLUMNS, Row, cells_of, measure_together, record_of
 from visionattn.lab.gpu.device import Gpu
 from visionattn.lab.gpu.table import run_gpu
 from visionattn.models.weights import write_whole

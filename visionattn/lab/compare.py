@@ -8,17 +8,15 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from visionattn.cli.ends import Failed
+from visionattn.cli.ends import Failed, is_out_of_memory
+from visionattn.cli.tables import Record, duration, mebibytes
 from visionattn.lab.cases import Case
 from visionattn.lab.forms import auto_as_on
-from visionattn.lab.measure import (
-    bytes_kept,
-    flops_of,
-    interleaved_seconds,
-    is_out_of_memory,
-    warm_up,
-)
+from visionattn.lab.measure import bytes_kept, flops_of, interleaved_seconds, warm_up
 from visionattn.lab.memory import build, case_peak_bytes
+
+COLUMNS = ("case", "size", "d", "heads", "batch", "dtype", "pass")
+COLUMNS += ("time", "quartiles", "ratio", "peak", "kept", "GFLOP", "status")
 
 
 @dataclass(frozen=True)
@@ -193,3 +191,48 @@ class _Ready:
     def __init__(self, row: Row, device: str):
         self.row, self.work = row, build(row.case, device)
         self.seconds = warm_up(self.work, device=device)
+
+
+def record_of(row: Row) -> Record:
+    """A row as plain values, units in the names; None where nothing was measured."""
+    case, record = row.case, {}
+    record |= {
+        "case": case.label,
+        "size": case.size,
+        "width": case.width,
+        "heads": case.heads,
+        "batch": case.batch,
+    }
+    if case.kind == "model":
+        record["heads"] = None
+    record |= {
+        "dtype": case.dtype,
+        "pass": "forward+backward" if case.backward else "forward",
+        "status": row.status,
+    }
+    record |= _spread("seconds", row.seconds) | {"rounds": len(row.samples) or None}
+    record |= {"baseline": row.baseline} | _spread("ratio", row.ratio)
+    return record | {"peak_bytes": row.peak_bytes, "kept_bytes": row.kept_bytes, "flops": row.flops}
+
+
+def _spread(name: str, quartiles: Quartiles | None) -> Record:
+    low, median, high = (
+        (quartiles.low, quartiles.median, quartiles.high) if quartiles else (None,) * 3
+    )
+    return {f"{name}_median": median, f"{name}_low": low, f"{name}_high": high}
+
+
+def cells_of(row: Row) -> Record:
+    """A row for people, under ``COLUMNS``."""
+    record = record_of(row)
+    seconds = row.seconds
+    ratio = row.ratio and f"{row.ratio.median:.3g} ({row.ratio.low:.3g}-{row.ratio.high:.3g})"
+    values = [record[name] for name in ("case", "size", "width", "heads", "batch", "dtype", "pass")]
+    values += [
+        seconds and duration(seconds.median),
+        seconds and f"{duration(seconds.low)} - {duration(seconds.high)}",
+        ratio,
+    ]
+    values += [mebibytes(row.peak_bytes), mebibytes(row.kept_bytes)]
+    values += [None if row.flops is None else f"{row.flops / 1e9:.3g}", row.status]
+    return dict(zip(COLUMNS, values, strict=True))

@@ -18,10 +18,11 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from visionattn.cli.parsing import parse
+from visionattn.data.config import DataConfig
 from visionattn.data.splits import SampleKey, Splits, build_splits, train_batches
 from visionattn.data.streams import Shards
 from visionattn.lab.compare import Quartiles, ratio_of
-from visionattn.training.config import DataConfig, TrainConfig, check
+from visionattn.training.config import TrainConfig, check
 
 COLUMNS = (
     "data",

@@ -67,32 +67,6 @@ def peak_bytes(work: Callable[[], object], device: torch.device | str = "cpu") -
     return max(0, _resident_bytes("VmHWM") - before)  # the system counts pages in batches
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the error says that an allocation failed, on a GPU or on a processor."""
-    words = ("allocate memory", "not enough memory")
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(
-        word in str(error) for word in words
-    )
-
-
-def memory_kills() -> int:
-    """How many processes the system ended for want of memory: of this control group, or of all
-    where that is not counted.
-
-    A process that ended by SIGKILL ran out of memory where the count has grown since it began. 0
-    where nothing is counted.
-    """
-    group = Path("/proc/self/cgroup")
-    name = group.read_text().strip().rpartition(":")[2].lstrip("/") if group.exists() else ""
-    for counts in (Path("/sys/fs/cgroup") / name / "memory.events", Path("/proc/vmstat")):
-        try:
-            words = counts.read_text().split()
-            return int(words[words.index("oom_kill") + 1])
-        except (OSError, ValueError):
-            continue
-    return 0
-
-
 def _resident_bytes(field: str) -> int:
     status = Path("/proc/self/status").read_text()
     return 1024 * int(re.search(rf"^{field}:\s+(\d+) kB$", status, re.MULTILINE).group(1))

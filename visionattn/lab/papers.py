@@ -7,19 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from visionattn.cli.tables import (
-    COLUMNS,
-    Record,
-    cells_of,
-    csv_text,
-    heading,
-    line,
-    markdown,
-    record_of,
-    summary,
-)
+from visionattn.cli.tables import Record, csv_text, heading, line, markdown, summary
 from visionattn.lab.cases import Case
-from visionattn.lab.compare import Plan, Row, measure_together
+from visionattn.lab.compare import COLUMNS, Plan, Row, cells_of, measure_together, record_of
 from visionattn.lab.plot import Curve, Panel, crossing, curves_of, draw
 from visionattn.models.weights import write_whole
 

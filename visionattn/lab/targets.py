@@ -9,11 +9,10 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from visionattn.cli.ends import Failed
+from visionattn.cli.ends import Failed, is_out_of_memory
 from visionattn.cli.tables import Record, duration
 from visionattn.lab.cases import Case
 from visionattn.lab.compare import Plan, Row, case_bytes_kept, check_case, measure_together
-from visionattn.lab.measure import is_out_of_memory
 from visionattn.lab.memory import build, case_peak_bytes
 
 COLUMNS = ("what", "at", "reach", "measured", "spread", "met", "time", "baseline time", "rounds")

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import visionattn  # noqa: F401  registers the models
-from visionattn.lab.measure import is_out_of_memory
+from visionattn.cli.ends import is_out_of_memory
 from visionattn.models.weights import LOADING_ARGS, UNBUILDABLE, DataSpec, describe_args, first_line
 from visionattn.training.config import ModelConfig
 

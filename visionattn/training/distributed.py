@@ -19,8 +19,14 @@ from typing import TypeVar
 import torch
 from torch import distributed
 
-from visionattn.cli.ends import Failed, Interrupted, NonFinite, OutOfMemory, Stopped
-from visionattn.lab.measure import is_out_of_memory
+from visionattn.cli.ends import (
+    Failed,
+    Interrupted,
+    NonFinite,
+    OutOfMemory,
+    Stopped,
+    is_out_of_memory,
+)
 from visionattn.models.weights import first_line
 from visionattn.training.build import pick_device
 from visionattn.training.watchdog import BEAT_SECONDS, Verdict, Watchdog, start_watchdog
@@ -337,23 +343,3 @@ def _end_at_once(exit_code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)
-
-
-def share(keys: Sequence[Item], rank: int, size: int, *, pairs: bool) -> list[Item]:
-    """The part of a batch that one of several processes takes; the parts are disjoint and together
-    are the batch.
-
-    Args:
-        keys: of the batch, in its order.
-        rank: the number of the process.
-        size: how many there are; where there are more of them than keys, some parts are empty.
-        pairs: keep each key with the one opposite in the batch, so that both are opposite in the
-            part too; the one in the middle of a batch of odd length is then the last, and the last
-            of its part.
-    """
-    if not pairs:
-        return list(keys[rank * len(keys) // size : (rank + 1) * len(keys) // size])
-    half = len(keys) // 2
-    low, high = rank * half // size, (rank + 1) * half // size
-    part = [*keys[low:high], *keys[2 * half - high : 2 * half - low]]
-    return [*part, *keys[2 * half :]] if rank == 0 else part

@@ -14,9 +14,15 @@ from typing import TextIO
 import numpy as np
 import torch
 
-from visionattn.cli.ends import Failed, Interrupted, Interruption, OutOfMemory, Stopped
+from visionattn.cli.ends import (
+    Failed,
+    Interrupted,
+    Interruption,
+    OutOfMemory,
+    Stopped,
+    is_out_of_memory,
+)
 from visionattn.data.splits import build_splits
-from visionattn.lab.measure import is_out_of_memory
 from visionattn.models.weights import first_line
 from visionattn.training.build import build_model, check_img_size
 from visionattn.training.checkpoint import place_weights

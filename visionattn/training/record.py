@@ -17,6 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
+from visionattn.cli.progress import ProgressBar
 from visionattn.models.weights import flush_to_disk, write_whole
 from visionattn.training.config import TrainConfig
 
@@ -273,47 +274,6 @@ class NoRecord:
 
     def sync(self) -> None:
         """Nothing."""
-
-
-class ProgressBar:
-    """One line of a terminal that moves; without a percentage, so that those printed are
-    results.
-    """
-
-    def __init__(self, stream: TextIO):
-        from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            Progress,
-            TextColumn,
-            TimeRemainingColumn,
-        )
-
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[note]}"),
-        )
-        self._progress = Progress(
-            *columns, console=Console(file=stream, highlight=False), transient=True
-        )
-        self._task = self._progress.add_task("", note="")
-        self._progress.start()
-
-    def print(self, line: str) -> None:
-        """Print above the bar."""
-        self._progress.console.print(line, markup=False, soft_wrap=True)
-
-    def show(self, what: str, done: int, total: int, note: str) -> None:
-        """Set the bar."""
-        self._progress.update(self._task, description=what, completed=done, total=total, note=note)
-
-    def stop(self) -> None:
-        """Remove the bar."""
-        self._progress.stop()
 
 
 def forget_after(folder: Path, steps: int, epochs: int) -> None:

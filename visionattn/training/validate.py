@@ -10,13 +10,14 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from visionattn.cli.ends import is_out_of_memory
 from visionattn.cli.parsing import field_types, parse, spell_out
 from visionattn.cli.provenance import provenance
+from visionattn.data.config import DataConfig
 from visionattn.data.splits import build_splits, eval_batches
-from visionattn.lab.measure import is_out_of_memory
 from visionattn.models.weights import DataSpec, load_model
 from visionattn.training.build import check_img_size, pick_device
-from visionattn.training.config import DataConfig, TrainConfig, ValidateConfig
+from visionattn.training.config import TrainConfig, ValidateConfig
 from visionattn.training.evaluate import Evaluation, evaluate
 from visionattn.training.record import CONFIG, write_text
 

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from visionattn.lab.measure import is_out_of_memory
+from visionattn.cli.ends import is_out_of_memory
 
 Call = Callable[[], object]
 TICK = 1.0

@@ -19,13 +19,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import visionattn.ops as ops
+from visionattn.cli.ends import is_out_of_memory
 from visionattn.lab import networks
 from visionattn.lab.cases import Case
 from visionattn.lab.compare import Quartiles
 from visionattn.lab.gpu.figures import WITH_GRAPH, WITHOUT_GRAPH, Figure, Result
 from visionattn.lab.gpu.operations import BESIDE_EAGER, Bench, errors_of
 from visionattn.lab.gpu.timing import Timed, called
-from visionattn.lab.measure import is_out_of_memory
 from visionattn.ops.gpu import launch, why_not
 
 ALWAYS_ALLOWED = 1e-2

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
 
+from visionattn.cli.ends import is_out_of_memory
 from visionattn.lab.cases import Case
 from visionattn.lab.compare import Quartiles
 from visionattn.lab.gpu.device import Call, Gpu
@@ -31,7 +32,6 @@ from visionattn.lab.gpu.timing import (
     seconds_of,
     sets_needed,
 )
-from visionattn.lab.measure import is_out_of_memory
 from visionattn.lab.operations import definition_of, function_of, make_tensors
 from visionattn.ops.taylorshift.gpu import takes_efficient_kernels
 

@@ -8,9 +8,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from visionattn.cli.ends import is_out_of_memory
 from visionattn.lab.compare import Quartiles
 from visionattn.lab.gpu.device import Call, Gpu, run_all
-from visionattn.lab.measure import interleaved_seconds, is_out_of_memory, warm_up
+from visionattn.lab.measure import interleaved_seconds, warm_up
 
 MOST_SETS = 16
 FATAL = re.compile(

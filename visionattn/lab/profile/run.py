@@ -11,10 +11,9 @@ from pathlib import Path
 
 import torch
 
-from visionattn.cli.ends import Failed, OutOfMemory
+from visionattn.cli.ends import Failed, OutOfMemory, is_out_of_memory
 from visionattn.cli.parsing import parse
 from visionattn.cli.tables import Record, csv_text, heading, line, provenance_of, summary
-from visionattn.lab.measure import is_out_of_memory
 from visionattn.lab.profile.cells import Cell, Shape
 from visionattn.lab.profile.config import ProfileConfig, check
 from visionattn.lab.profile.largest import find_largest

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from PIL import Image
 
+from visionattn.cli.ends import is_out_of_memory
 from visionattn.data.batches import Unreadable
 from visionattn.data.splits import SampleKey
 from visionattn.data.streams import Shards
-from visionattn.lab.measure import is_out_of_memory
 from visionattn.lab.report.runs import Run
 from visionattn.training.validate import Validation, parse_validate
 

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from visionattn.cli.ends import Interruption
-from visionattn.cli.fresh_process import environment
-from visionattn.lab.measure import memory_kills
+from visionattn.cli.fresh_process import environment, memory_kills
 from visionattn.lab.sweep.folder import Ending, SweepFolder
 from visionattn.lab.sweep.grid import Cell, Plan
 from visionattn.training.record import STATUS, can_go_on, write_text

@@ -16,15 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from visionattn.cli.fresh_process import first_to_end
-from visionattn.lab.measure import (
-    attention_backends,
-    interleaved_seconds,
-    is_out_of_memory,
-    memory_kills,
-    peak_bytes,
-    warm_up,
-)
+from visionattn.cli.ends import is_out_of_memory
+from visionattn.cli.fresh_process import first_to_end, memory_kills
+from visionattn.lab.measure import attention_backends, interleaved_seconds, peak_bytes, warm_up
 from visionattn.models.weights import DataSpec
 from visionattn.training.build import build_model
 from visionattn.training.config import ModelConfig, OptimConfig
