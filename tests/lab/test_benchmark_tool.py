@@ -18,7 +18,7 @@ from visionattn.lab.gpu.device import rehearsed
 
 ROOT = Path(__file__).parents[2]
 SMALL = [
-    "--operations",
+    "operations",
     "kernelized",
     "sdpa",
     "--tokens",
@@ -86,7 +86,7 @@ def test_a_sweep_prints_the_rows_that_it_writes(main, tmp_path, capsys):
         for row in content["rows"]
     )
     assert content["provenance"]["command"].startswith(
-        "python tools/benchmark.py --operations kernelized sdpa"
+        "python tools/benchmark.py operations kernelized sdpa"
     )
     assert files[2].read_bytes().startswith(b"\x89PNG")
 
@@ -94,7 +94,7 @@ def test_a_sweep_prints_the_rows_that_it_writes(main, tmp_path, capsys):
 def test_models_are_compared_with_twin_and_timm(main, capsys):
     names = ["scaleformer_vit_t", "scaleformer_vit_t+identity", "vit_tiny_patch16_224+eager"]
     flags = [
-        "--models",
+        "models",
         *names,
         "--img-size",
         "32",
@@ -112,7 +112,7 @@ def test_models_are_compared_with_twin_and_timm(main, capsys):
 
 def test_some_of_the_figures_to_reach_are_printed(main, tmp_path, capsys):
     kept = tmp_path / "targets.csv"
-    assert main(["--targets", "--only", "kept.*kernelized efficient", "--csv", str(kept)]) == 0
+    assert main(["targets", "--only", "kept.*kernelized efficient", "--csv", str(kept)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[2].startswith("| what | at | reach | measured |") and len(lines) == 5
     assert "| 1.8 to 2.1 | 2 |  | yes |" in lines[4]
@@ -120,7 +120,7 @@ def test_some_of_the_figures_to_reach_are_printed(main, tmp_path, capsys):
     assert row["met"] == "yes"
     assert (
         row["command"]
-        == f"python tools/benchmark.py --targets --only 'kept.*kernelized efficient' --csv {kept}"
+        == f"python tools/benchmark.py targets --only 'kept.*kernelized efficient' --csv {kept}"
     )
 
 
@@ -130,7 +130,7 @@ def test_some_of_the_figures_to_reach_are_printed(main, tmp_path, capsys):
 def test_figures_are_drawn_and_their_rows_written(
     main, tmp_path, capsys, figure, without_processes
 ):
-    assert main(["--figure", figure, "--quick", "--output", str(tmp_path)]) == 0
+    assert main(["papers", figure, "--quick", "--output", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"{figure}.csv", f"{figure}.png"]
     rows = read_csv(tmp_path / f"{figure}.csv")
@@ -145,7 +145,7 @@ def test_figures_are_drawn_and_their_rows_written(
 def test_a_horizon_may_be_zero(main, tmp_path):
     kept = tmp_path / "rows.csv"
     flags = [
-        "--operations",
+        "operations",
         "relative",
         "kernelized+joint",
         "kernelized+flat",
@@ -181,7 +181,7 @@ def test_rounds_and_seconds_act_on_the_figures_to_reach(main, monkeypatch, flags
         return iter([targets.Result(chosen[0], "ok", 1.0)])
 
     monkeypatch.setattr(targets, "measure_targets", measure)
-    assert main(["--targets", *flags]) == 0
+    assert main(["targets", *flags]) == 0
     assert asked == [expected]
 
 
@@ -194,73 +194,81 @@ def test_threads_hold_for_the_run_alone(main, capsys):
 BAD_FLAGS = [
     (
         [],
-        "wanted one of --operations, --models, --targets, --figure, --loader, --gpu, --tune, got "
-        "none",
+        "wanted one of operations, models, targets, papers, loader, gpu, tune, got none",
     ),
-    (["--targets", "--operations", "sdpa"], "got operations and targets"),
-    (["--operations", "sdqa"], "operation 'sdqa': wanted one of sdpa, eager"),
-    (["--operations", "sdpa+joint"], "sdpa has no option 'joint'; it has causal"),
-    (["--operations", "kernelized+joint+axial"], "one relative position at a time"),
-    (["--models", "scaleformer_vit_q"], "timm knows no model 'scaleformer_vit_q'"),
+    (["figures"], "invalid choice: 'figures'"),
+    (["operations"], "the following arguments are required: NAME"),
+    (["targets", "operations", "sdpa"], "unrecognized arguments: operations sdpa"),
+    (["--operations", "sdpa"], "--operations is now a command: benchmark.py operations"),
+    (["--models=scaleformer_vit_s"], "--models is now a command: benchmark.py models"),
+    (["--json", "a.json", "--targets"], "--targets is now a command: benchmark.py targets"),
+    (["--figure", "crossover"], "--figure is now a command: benchmark.py papers"),
+    (["--loader", "digits"], "--loader is now a command: benchmark.py loader"),
+    (["--gpu", "--tune"], "--gpu is now a command: benchmark.py gpu"),
+    (["--tune"], "--tune is now a command: benchmark.py tune"),
+    (["operations", "sdqa"], "operation 'sdqa': wanted one of sdpa, eager"),
+    (["operations", "sdpa+joint"], "sdpa has no option 'joint'; it has causal"),
+    (["operations", "kernelized+joint+axial"], "one relative position at a time"),
+    (["models", "scaleformer_vit_q"], "timm knows no model 'scaleformer_vit_q'"),
     (
-        ["--models", "vit_tiny_patch16_224+identity"],
+        ["models", "vit_tiny_patch16_224+identity"],
         "an identity twin is made of visionattn's models",
     ),
-    (["--models", "scaleformer_vit_t+eager"], "eager attention is an option of timm's vit_*"),
-    (["--models", "scaleformer_vit_t+heads=none"], "has no option 'heads=none'"),
+    (["models", "scaleformer_vit_t+eager"], "eager attention is an option of timm's vit_*"),
+    (["models", "scaleformer_vit_t+heads=none"], "has no option 'heads=none'"),
     (
-        ["--models", "scaleformer_vit_t+heads=5", "--no-memory"],
+        ["models", "scaleformer_vit_t+heads=5", "--no-memory"],
         "num_heads 5 does not divide the width 192",
     ),
     (
-        ["--models", "scaleformer_vit_t", "--img-size", "65"],
+        ["models", "scaleformer_vit_t", "--img-size", "65"],
         "is not a whole number of 16-pixel patches",
     ),
     (
-        ["--operations", "sdpa", "--baseline", "eager"],
+        ["operations", "sdpa", "--baseline", "eager"],
         "--baseline 'eager': wanted one of the cases: sdpa",
     ),
-    (["--operations", "sdpa", "--tokens", "0"], "wanted a whole number above 0, got 0"),
-    (["--operations", "sdpa", "--dtype", "int8"], "invalid choice: 'int8'"),
-    (["--operations", "sdpa", "--img-size", "64"], "--img-size does nothing with --operations"),
-    (["--operations", "sdpa", "--seconds", "-1"], "--seconds: wanted 0 or more, got -1.0"),
-    (["--operations", "sdpa", "--device", "cuda:99"], "device 'cuda:99' cannot be used here"),
-    (["--operations", "sdpa", "--csv", "nowhere/rows.csv"], "nowhere for rows.csv"),
-    (["--targets", "--only", "nothing of this name"], "fits none of the figures"),
-    (["--figure", "five"], "invalid choice: 'five'"),
-    (["--figure", "crossover", "--output", "nowhere"], "nowhere for crossover.png"),
+    (["operations", "sdpa", "--tokens", "0"], "wanted a whole number above 0, got 0"),
+    (["operations", "sdpa", "--dtype", "int8"], "invalid choice: 'int8'"),
+    (["operations", "sdpa", "--img-size", "64"], "--img-size does nothing with operations"),
+    (["operations", "sdpa", "--seconds", "-1"], "--seconds: wanted 0 or more, got -1;"),
+    (["operations", "sdpa", "--device", "cuda:99"], "device 'cuda:99' cannot be used here"),
+    (["operations", "sdpa", "--csv", "nowhere/rows.csv"], "nowhere for rows.csv"),
+    (["targets", "--only", "nothing of this name"], "fits none of the figures"),
+    (["papers", "five"], "invalid choice: 'five'"),
+    (["papers", "crossover", "--output", "nowhere"], "nowhere for crossover.png"),
     (
-        ["--figure", "crossover", "--rounds", "9"],
-        "--rounds does nothing with --figure; it belongs to --operations and --models",
+        ["papers", "crossover", "--rounds", "9"],
+        "--rounds does nothing with papers; it belongs to operations and models",
     ),
-    (["--figure", "crossover", "--seconds", "9"], "--seconds does nothing with --figure"),
-    (["--targets", "--only", "kept", "--rounds", "9"], "--rounds and --seconds do nothing here"),
+    (["papers", "crossover", "--seconds", "9"], "--seconds does nothing with papers"),
+    (["targets", "--only", "kept", "--rounds", "9"], "--rounds and --seconds do nothing here"),
     (
-        ["--operations", "sdpa", "eager", "--form", "direct"],
+        ["operations", "sdpa", "eager", "--form", "direct"],
         "--form does nothing here: sdpa, eager have no forms",
     ),
     (
-        ["--models", "vit_tiny_patch16_224", "--form", "direct"],
+        ["models", "vit_tiny_patch16_224", "--form", "direct"],
         "--form does nothing here: vit_tiny_patch16_224 have",
     ),
     (
-        ["--operations", "kernelized", "--horizon", "2"],
+        ["operations", "kernelized", "--horizon", "2"],
         "--horizon does nothing here: kernelized have no relative position",
     ),
-    (["--operations", "relative", "--horizon", "-1"], "wanted a whole number from 0, got -1"),
-    (["--speed", "9"], "unrecognized arguments: --speed 9"),
-    (["--gpu", "--tune"], "got gpu and tune"),
-    (["--gpu", "--only", "nothing of this name"], "rows; the first is 'kernelized forward d = 64"),
-    (["--tune", "--only", "nothing of this name"], "fits none of"),
-    (["--tune", "--only", "("], "--only '(' is no regular expression"),
-    (["--gpu", "--minutes", "-1"], "--minutes: wanted 0 or more, got -1.0"),
-    (["--gpu", "--tokens", "64"], "--tokens does nothing with --gpu; it belongs to --operations"),
-    (["--tune", "--device", "cpu"], "--device does nothing with --tune"),
+    (["operations", "relative", "--horizon", "-1"], "wanted a whole number from 0, got -1"),
+    (["targets", "--speed", "9"], "unrecognized arguments: --speed 9; targets --help lists"),
+    (["gpu", "tune"], "unrecognized arguments: tune"),
+    (["gpu", "--only", "nothing of this name"], "rows; the first is 'kernelized forward d = 64"),
+    (["tune", "--only", "nothing of this name"], "fits none of"),
+    (["tune", "--only", "("], "--only '(' is no regular expression"),
+    (["gpu", "--minutes", "-1"], "--minutes: wanted 0 or more, got -1;"),
+    (["gpu", "--tokens", "64"], "--tokens does nothing with gpu; it belongs to operations"),
+    (["tune", "--device", "cpu"], "--device does nothing with tune"),
     (
-        ["--targets", "--minutes", "1"],
-        "--minutes does nothing with --targets; it belongs to --gpu and --tune",
+        ["targets", "--minutes", "1"],
+        "--minutes does nothing with targets; it belongs to gpu and tune",
     ),
-    (["--gpu", "--json", "nowhere/rows.json"], "nowhere for rows.json"),
+    (["gpu", "--json", "nowhere/rows.json"], "nowhere for rows.json"),
 ]
 
 
@@ -277,7 +285,7 @@ def test_bad_input_ends_with_one_line_and_code_2(main, tmp_path, capsys, monkeyp
     assert printed.out == "" and list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("flag", ["--gpu", "--tune"])
+@pytest.mark.parametrize("flag", ["gpu", "tune"])
 def test_without_a_gpu_there_is_one_line_and_code_2(main, capsys, monkeypatch, flag):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main([flag]) == 2
@@ -313,7 +321,7 @@ def test_the_table_of_a_gpu_is_printed_and_written_and_broken_rows_end_with_code
 
     monkeypatch.setattr(run, "run_gpu", measure)
     broken = 0
-    flags = ["--gpu", "--only", "kernelized", "--minutes", "3"]
+    flags = ["gpu", "--only", "kernelized", "--minutes", "3"]
     written = ["--json", str(tmp_path / "a.json"), "--csv", str(tmp_path / "a.csv")]
     assert main([*flags, *written, "--rows", str(tmp_path / "rows.jsonl")]) == 0
     assert row_file.read(tmp_path / "rows.jsonl") == [{"kind": "row", "what": "a"}]
@@ -339,9 +347,7 @@ def test_launches_are_tuned_for_as_long_as_is_said(main, capsys, monkeypatch, as
         return []
 
     monkeypatch.setattr(tune, "run_tune", tune_all)
-    assert (
-        main(["--tune"]) == 0 and main(["--tune", "--only", "taylor direct", "--minutes", "2"]) == 0
-    )
+    assert main(["tune"]) == 0 and main(["tune", "--only", "taylor direct", "--minutes", "2"]) == 0
     assert asked == [(None, 20.0, "cpu", "9.0"), ("taylor direct", 2.0, "cpu", "9.0")]
 
 
@@ -359,7 +365,7 @@ def test_files_that_exist_are_replaced_on_request_alone(main, tmp_path, capsys, 
             and path.read_text() == "mine"
         )
     (tmp_path / "scaleformer-6.csv").write_text("mine")
-    assert main(["--figure", "scaleformer-6", "--quick", "--output", str(tmp_path)]) == 2
+    assert main(["papers", "scaleformer-6", "--quick", "--output", str(tmp_path)]) == 2
     assert (tmp_path / "scaleformer-6.csv").read_text() == "mine" and not (
         tmp_path / "scaleformer-6.png"
     ).exists()

@@ -523,7 +523,7 @@ def test_the_command_needs_no_more_than_torch_timm_and_triton_and_says_that_ther
         "import benchmark, torch\n"
         "torch.cuda.is_available = lambda: False\n"
         "import visionattn.lab.gpu.models, visionattn.lab.gpu.tune, visionattn.lab.gpu.table\n"
-        "sys.exit([benchmark.main(['--gpu']), benchmark.main(['--tune', '--only', 'taylor'])] != "
+        "sys.exit([benchmark.main(['gpu']), benchmark.main(['tune', '--only', 'taylor'])] != "
         "[2, 2])\n"
     )
     root = Path(__file__).parents[2]

@@ -347,7 +347,7 @@ def test_a_rehearsal_fails_where_a_row_fails(tmp_path, capsys):
         "def measure(figure, bench): raise ValueError('planted')\ngpu.measure_operation = measure\n"
     )
     code += "sys.path.insert(0, 'tools')\nimport benchmark\n"
-    code += "sys.exit(benchmark.main(['--gpu', '--rehearse', '--only', 'kernelized forward d']))"
+    code += "sys.exit(benchmark.main(['gpu', '--rehearse', '--only', 'kernelized forward d']))"
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1"}
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True

@@ -1,4 +1,4 @@
-"""``tools/benchmark.py --loader``: what counts as loading, and how it is asked for."""
+"""``tools/benchmark.py loader``: what counts as loading, and how it is asked for."""
 
 import csv
 import importlib.util
@@ -144,7 +144,7 @@ def test_sizes_are_those_of_the_training_unless_they_are_named():
 def test_the_printed_rows_are_written_with_what_they_depend_on(main, tmp_path, capsys):
     files = [str(tmp_path / name) for name in ("rows.csv", "rows.json")]
     flags = [
-        "--loader",
+        "loader",
         "digits+augment=light",
         str(ROOT / "configs/canvas.yaml"),
         "--img-size",
@@ -174,7 +174,7 @@ def test_the_printed_rows_are_written_with_what_they_depend_on(main, tmp_path, c
         f"| {row['data']}" for row in content["rows"]
     ]
     assert content["provenance"]["command"].startswith(
-        "python tools/benchmark.py --loader digits+augment=light"
+        "python tools/benchmark.py loader digits+augment=light"
     )
     assert rows[0]["ratio_median"] == "1.0" and content["rows"][3]["baseline_workers"] == 0
 
@@ -193,33 +193,33 @@ def test_an_unreadable_image_ends_with_its_path_or_is_left_out(main, tmp_path, c
         "3",
         *QUICK,
     ]
-    assert main(["--loader", *flags]) == 2
+    assert main(["loader", *flags]) == 2
     assert (
         "cannot read image" in (printed := capsys.readouterr().err)
         and "3.png" in printed
         and printed.count("\n") == 1
     )
     with pytest.warns(UserWarning, match="left out unreadable image"):
-        assert main(["--loader", f"{flags[0]}+on_error=skip", *flags[1:]]) == 0
+        assert main(["loader", f"{flags[0]}+on_error=skip", *flags[1:]]) == 0
 
 
 BAD_FLAGS = [
-    (["--loader", "digitz"], "data.name must be one of digits, digits_pixel, canvas"),
-    (["--loader", "nowhere.yaml"], "no configuration file at nowhere.yaml"),
-    (["--loader", "folder+root=nowhere"], "nowhere"),
-    (["--loader", "digits+augment=three"], "augment three is not made for digits"),
-    (["--loader", "digits+workers=3"], "--loader digits+workers=3: workers is given by --workers"),
-    (["--loader", "digits+light"], "wanted options like augment=none, of root, augment"),
-    (["--loader", "canvas", "--img-size", "64", "40"], "canvas of 40 pixels is too small"),
-    (["--loader", "digits", "--workers", "-1"], "wanted a whole number from 0, got -1"),
-    (["--loader", "digits", "--device", "cuda"], "--device does nothing with --loader"),
-    (["--loader", "digits", "--plot", "a.png"], "--plot does nothing with --loader"),
-    (["--loader", "digits", "--no-memory"], "--no-memory does nothing with --loader"),
-    (["--loader", "digits", "--threads", "2"], "--threads does nothing with --loader"),
-    (["--loader", "digits", "--models", "scaleformer_vit_t"], "got models and loader"),
+    (["loader", "digitz"], "data.name must be one of digits, digits_pixel, canvas"),
+    (["loader", "nowhere.yaml"], "no configuration file at nowhere.yaml"),
+    (["loader", "folder+root=nowhere"], "nowhere"),
+    (["loader", "digits+augment=three"], "augment three is not made for digits"),
+    (["loader", "digits+workers=3"], "digits+workers=3: workers is given by --workers"),
+    (["loader", "digits+light"], "wanted options like augment=none, of root, augment"),
+    (["loader", "canvas", "--img-size", "64", "40"], "canvas of 40 pixels is too small"),
+    (["loader", "digits", "--workers", "-1"], "wanted a whole number from 0, got -1"),
+    (["loader", "digits", "--device", "cuda"], "--device does nothing with loader"),
+    (["loader", "digits", "--plot", "a.png"], "--plot does nothing with loader"),
+    (["loader", "digits", "--no-memory"], "--no-memory does nothing with loader"),
+    (["loader", "digits", "--threads", "2"], "--threads does nothing with loader"),
+    (["loader", "digits", "--models", "vit"], "unrecognized arguments: --models vit"),
     (
-        ["--operations", "sdpa", "--workers", "1"],
-        "--workers does nothing with --operations; it belongs to --loader",
+        ["operations", "sdpa", "--workers", "1"],
+        "--workers does nothing with operations; it belongs to loader",
     ),
 ]
 

@@ -174,11 +174,10 @@ def open_source(text: str, sizes: Sequence[int] | None) -> Source:
     for option in options:
         name, _, value = option.partition("=")
         if name in OWN_FLAGS:
-            raise ValueError(f"--loader {text}: {name} is given by {OWN_FLAGS[name]}")
+            raise ValueError(f"{text}: {name} is given by {OWN_FLAGS[name]}")
         if name not in known or not value:
             raise ValueError(
-                f"--loader {text}: wanted options like augment=none, of {', '.join(known)}; got "
-                f"{option}"
+                f"{text}: wanted options like augment=none, of {', '.join(known)}; got {option}"
             )
         argv += [f"--data.{name}={value}"]
     config = parse(TrainConfig, argv, prog="benchmark.py", description="")
@@ -190,8 +189,28 @@ def open_source(text: str, sizes: Sequence[int] | None) -> Source:
     )
     splits = build_splits(sized, config.seed)
     if len(splits.train) == 0:
-        raise ValueError(f"--loader {text}: there are no training images")
+        raise ValueError(f"{text}: there are no training images")
     return Source(text, config, splits)
+
+
+def open_sources(
+    texts: Sequence[str], sizes: Sequence[int] | None, workers: Sequence[int]
+) -> tuple[Source, ...]:
+    """The images that are named, see ``open_source``; a name that is given twice counts once.
+
+    Raises:
+        ValueError, FileNotFoundError: something about them is wrong, or there are more workers than
+            shards.
+    """
+    sources = tuple(open_source(text, sizes) for text in dict.fromkeys(texts))
+    for source in sources:
+        train = source.splits.train
+        if isinstance(train, Shards) and max(workers) > len(train.shard_lengths):
+            raise ValueError(
+                f"{source.label} has {len(train.shard_lengths)} shards, too few for "
+                f"{max(workers)} workers"
+            )
+    return sources
 
 
 def measure_loaders(

@@ -20,10 +20,9 @@ from unittest import mock
 
 import torch
 
-from visionattn.lab.benchmark_options import pick_gpu
 from visionattn.lab.cases import Case
 from visionattn.lab.gpu import models as gpu_models
-from visionattn.lab.gpu.device import Gpu
+from visionattn.lab.gpu.device import Gpu, pick_gpu
 from visionattn.lab.gpu.figures import Figure
 from visionattn.lab.gpu.operations import Bench, call_of, draw, flex_of, takes_flex
 from visionattn.lab.gpu.table import rows

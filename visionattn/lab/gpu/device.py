@@ -28,6 +28,17 @@ def run_all(calls: Sequence[Call]) -> None:
         call()
 
 
+def pick_gpu() -> torch.device:
+    """The GPU at hand.
+
+    Raises:
+        ValueError: there is none that PyTorch can use.
+    """
+    if not torch.cuda.is_available():
+        raise ValueError("no GPU here that PyTorch can use (torch.cuda.is_available() is False)")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 class Gpu:
     """What is asked of a GPU besides computing.
 

@@ -3,9 +3,8 @@
 import sys
 from collections.abc import Sequence
 
-from visionattn.lab.benchmark_options import pick_gpu
 from visionattn.lab.cases import Case
-from visionattn.lab.gpu.device import Gpu
+from visionattn.lab.gpu.device import Gpu, pick_gpu
 from visionattn.lab.gpu.figures import operation
 from visionattn.lab.gpu.operations import Bench, check, draw
 from visionattn.lab.gpu.timing import in_words

@@ -2,7 +2,7 @@
 No Triton in here.
 
 ``launches.json`` beside this file has, for each kernel, one row for each range of widths and size
-of the elements; ``tools/benchmark.py --tune`` measures and writes the section of the GPU at hand,
+of the elements; ``tools/benchmark.py tune`` measures and writes the section of the GPU at hand,
 and the section "default" serves all others.
 """
 
