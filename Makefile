@@ -9,11 +9,13 @@ INSTALLED := $(VENV)/.installed
 demo: $(INSTALLED)
 	$(RUN) tools/train.py --config configs/digits.yaml --overwrite
 
+# In as many processes as there are cores; ARGS="tests/ops -k causal" runs some of the tests.
 test: $(INSTALLED)
 	.ci/chromium
-	$(RUN) -m pytest -q
+	$(RUN) -m pytest -q -n auto --dist worksteal --durations 10 $(ARGS)
 
 lint: $(INSTALLED)
+	$(RUN) -m ruff format --check .
 	$(RUN) -m ruff check .
 
 # On a machine with an NVIDIA GPU: checks the kernels, then measures them, in less than ten minutes, with what is installed there

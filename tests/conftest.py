@@ -1,15 +1,39 @@
-"""Before any test: where there is no GPU, Triton interprets its kernels on the processor. It reads
-this when it is imported.
+"""Before any test: one thread, and where there is no GPU, Triton interprets its kernels on the
+processor. torch and Triton read this when they are imported.
 
 After the tests: what the rule of accuracy leaves kernels to spare, where tests have recorded it.
 """
 
 import os
+from importlib.util import find_spec
 
-import torch
+import pytest
+
+# Tests are small, and several processes run them: more threads would only wait for each other.
+# Processes that tests start inherit it.
+for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(_name, "1")
+
+import torch  # noqa: E402
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    if find_spec("triton"):
+        from tests.helpers import quick_interpreter
+
+        quick_interpreter.install()
+
+MOST_WORKERS = 16
+"""Each takes some 2 GiB."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int | None:
+    """As many processes for ``-n auto`` as this one may use cores, unless the environment says."""
+    if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
+        return None
+    affinity = getattr(os, "sched_getaffinity", None)
+    return min(MOST_WORKERS, len(affinity(0)) if affinity else os.cpu_count() or 1)
 
 
 def pytest_terminal_summary(terminalreporter) -> None:
