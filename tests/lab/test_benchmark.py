@@ -12,7 +12,6 @@ from timm.models import create_model
 
 import visionattn.lab.compare as compare
 import visionattn.lab.forms as forms
-import visionattn.layers.attention as attention_layer
 import visionattn.ops as ops
 from visionattn.cli import fresh_process
 from visionattn.cli.ends import Failed
@@ -21,6 +20,7 @@ from visionattn.lab.compare import Plan, Quartiles, check_case, measure_together
 from visionattn.lab.memory import build, case_peak_bytes
 from visionattn.lab.networks import CHECK_GRID, IdentityAttention, identity_twin
 from visionattn.lab.operations import CHECK_TOKENS, grid_of
+from visionattn.layers import Attention
 from visionattn.layout import Grid
 from visionattn.ops.choice import choose_form
 from visionattn.ops.kernelized import eager as kernel_sums
@@ -127,9 +127,9 @@ def test_a_wrong_gradient_is_found_where_the_backward_pass_is_timed(monkeypatch)
 
 @pytest.mark.parametrize("name", ["taylorshift_vit_t", "vit_tiny_patch16_224"])
 def test_a_wrong_model_is_found(monkeypatch, name):
-    right = attention_layer.taylorshift_attention
+    right = ops.taylorshift_attention
     monkeypatch.setattr(
-        attention_layer,
+        ops,
         "taylorshift_attention",
         lambda q, k, v, **options: right(q.flip(2), k, v, **options),
     )
@@ -316,16 +316,17 @@ def test_disagreement_names_what_is_missing_or_not_a_number():
     assert "nan" in disagreement({"out": one * float("nan")}, {"out": one}, 1.0)
 
 
-def test_identity_twin_has_the_parameters_of_its_model_and_leaves_attention_out(monkeypatch):
+def test_identity_twin_has_the_parameters_of_its_model_and_leaves_attention_out():
     model = create_model("taylorshift_vit_t", depth=2, num_heads=4).eval()
     twin, image = identity_twin(model), torch.randn(2, 3, 48, 80)
     mine, own = model.state_dict(), twin.state_dict()
     assert list(mine) == list(own) and all(torch.equal(mine[name], own[name]) for name in mine)
     assert all(type(block.attn) is IdentityAttention for block in twin.blocks)
-    assert type(model.blocks[0].attn) is attention_layer.Attention
+    assert type(model.blocks[0].attn) is Attention
     with torch.no_grad():
         assert not torch.allclose(model(image), twin(image))
-        monkeypatch.setattr(attention_layer, "taylorshift_attention", lambda q, k, v, **options: v)
+        for block in model.blocks:
+            block.attn.operation = lambda q, k, v, **options: v
         torch.testing.assert_close(twin(image), model(image))
     with pytest.raises(ValueError, match="nothing to mask"):
         twin.blocks[0](torch.randn(2, 5, 192), attn_mask=torch.ones(2, 5, dtype=torch.bool))

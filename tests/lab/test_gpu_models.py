@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import visionattn.layers.attention as attention_layer
+import visionattn.ops as ops
 from visionattn.lab.gpu import models as gpu_models
 from visionattn.lab.gpu import table as gpu
 from visionattn.lab.gpu.device import rehearsed
@@ -69,11 +69,13 @@ def test_models_are_timed_in_one_run_and_related_to_each_baseline(bench):
 
 
 def test_a_model_whose_attention_is_wrong_has_no_time(bench, monkeypatch):
-    right = attention_layer.kernelized_attention
+    right = ops.kernelized_attention
     monkeypatch.setattr(
-        attention_layer,
+        ops,
         "kernelized_attention",
-        lambda q, k, v, **options: right(q.flip(2), k, v, **options),
+        lambda q, k, v, impl="auto", **options: right(
+            q.flip(2) if impl == "auto" else q, k, v, impl=impl, **options
+        ),
     )
     results = list(
         gpu.results_of(
@@ -206,21 +208,20 @@ def test_a_model_that_runs_no_kernel_where_it_should_has_no_time(bench, monkeypa
 
 def test_eager_operations_stand_in_for_those_of_a_model_while_it_is_checked(bench, monkeypatch):
     impls = []
-    right = attention_layer.kernelized_attention
+    right = ops.kernelized_attention
 
     def call(*tensors, impl="auto", **options):
         impls.append(impl)
         return right(*tensors, **options)
 
-    monkeypatch.setattr(gpu_models.ops, "kernelized_attention", call)
+    monkeypatch.setattr(ops, "kernelized_attention", call)
     case = small("model")[0].case
     model, images = gpu_models.make_model(case.name, case, bench), make_images(case, bench)
-    with gpu_models.eager_operations():
-        features_of(model, images)
+    features_of(gpu_models.eager_copy(model), images)
     assert impls == ["eager"] * 2
     with launches_counted() as names:
         features_of(model, images)
-    assert names == [] and len(impls) == 2
+    assert names == [] and impls == ["eager", "eager", "auto", "auto"]
 
 
 def test_the_baseline_is_made_for_its_image_size_and_attends_sharply(bench):

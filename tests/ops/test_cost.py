@@ -425,7 +425,7 @@ def test_unknown_names_are_refused_in_one_line(wrong, message):
 
 
 def test_unknown_form_has_no_prediction():
-    with pytest.raises(ValueError, match='^form \'auto\': wanted "direct" or "efficient"$'):
+    with pytest.raises(ValueError, match="^form 'auto': wanted one of direct, efficient$"):
         choice.predicted_seconds("taylorshift", "auto", 5, 7, 3, 4)
 
 

@@ -5,16 +5,14 @@ It knows nothing of single operations and of time.
 """
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
-from unittest import mock
+from functools import partial
 
 import timm
 import torch
 from torch import Tensor, nn
 
-import visionattn.layers.attention as attention_layer
 import visionattn.models  # noqa: F401  registers ours with timm
 from visionattn.lab.cases import Case, Work, disagreement, tolerance
 from visionattn.lab.forms import class_sums_as_on, forms_to_check
@@ -22,13 +20,12 @@ from visionattn.lab.operations import results
 from visionattn.layers import Attention
 from visionattn.models.backbone import VisionAttnTransformer
 from visionattn.ops import reference
+from visionattn.ops.attentions import AttentionKind
 
 CHECK_GRID = (29, 31)
 """Patches on which models are checked; no square."""
 CHECK_DEPTH = 2
 """Blocks that are checked; all are alike."""
-OPERATIONS = ("kernelized_attention", "taylorshift_attention", "softmax_attention")
-"""Names under which the attention layer calls the operations."""
 
 
 class IdentityAttention(Attention):
@@ -164,11 +161,18 @@ def set_form(model: nn.Module, form: str) -> None:
             block.attn.form = form
 
 
-@contextmanager
-def replaced(operations: dict[str, Callable]) -> Iterator[None]:
-    """Within it, attention layers call these functions under the names of the operations."""
-    with mock.patch.multiple(attention_layer, **operations):
-        yield
+def attentions_of(model: nn.Module) -> list[Attention]:
+    """Our attention layers in a model; none in others."""
+    return [layer for layer in model.modules() if isinstance(layer, Attention)]
+
+
+def set_impl(model: nn.Module, impl: str) -> None:
+    """Let every attention layer of a model of ours run "eager" or "triton" operations, where it has
+    both.
+    """
+    for layer in attentions_of(model):
+        if layer.kind.impl:
+            layer.operation = partial(layer.kind.function, impl=impl)
 
 
 def build_network(case: Case, device: str = "cpu") -> Work:
@@ -204,17 +208,12 @@ def check_network(case: Case, device: str = "cpu") -> str | None:
     if not ours:
         for block in definition.blocks:
             block.attn.fused_attn = False
-    meaning = DEFINITIONS
-    if "identity" in case.options:
-        for block in definition.blocks:
-            block.attn.__class__ = Attention
-        meaning = dict.fromkeys(OPERATIONS, lambda q, k, v, **options: v)
-
-    def run_definition(image: Tensor) -> Tensor:
-        with replaced(meaning):
-            return definition(image)
-
-    expected = results(run_definition, {"image": image.double()}, case.backward)
+    for layer in attentions_of(definition):
+        layer.operation = definition_of(layer.kind)
+        if "identity" in case.options:
+            layer.__class__ = Attention
+            layer.operation = lambda q, k, v, **options: v
+    expected = results(lambda image: definition(image), {"image": image.double()}, case.backward)
     for form in forms_to_check(case, ours and "identity" not in case.options):
         set_form(model, form)
         with class_sums_as_on((case.size // rows) * (case.size // columns)):
@@ -225,30 +224,20 @@ def check_network(case: Case, device: str = "cpu") -> str | None:
     return None
 
 
-def _defined(operation: Callable) -> Callable:
-    """A definition that takes what the layer passes: it has no forms, and dropout of values must be
-    off.
+def definition_of(kind: AttentionKind) -> Callable[..., Tensor]:
+    """The definition of an attention as a function of what the layer passes: it has no forms, and
+    dropout of values must be off.
     """
+    operation = getattr(reference, f"{kind.name}_attention")
 
     def call(
-        q: Tensor, k: Tensor, v: Tensor, *, value_drop: float = 0.0, form: str = "auto", **options
+        q: Tensor, k: Tensor, v: Tensor, *, value_drop: float, form=None, relative=None, **options
     ) -> Tensor:
         if value_drop:
             raise ValueError(f"models are compared without dropout, got value_drop={value_drop}")
-        return operation(q, k, v, **options)
+        if kind.signed:
+            bias = None if relative is None else reference.relative_bias(relative, q)
+            return operation(q, k, v, bias=bias, **options)
+        return operation(q, k, v, relative=relative, **options)
 
     return call
-
-
-def _softmax(
-    q: Tensor, k: Tensor, v: Tensor, *, relative=None, key_mask: Tensor | None = None
-) -> Tensor:
-    bias = None if relative is None else reference.relative_bias(relative, q)
-    return reference.softmax_attention(q, k, v, key_mask=key_mask, bias=bias)
-
-
-DEFINITIONS = {
-    "kernelized_attention": _defined(reference.kernelized_attention),
-    "taylorshift_attention": _defined(reference.taylorshift_attention),
-    "softmax_attention": _defined(_softmax),
-}

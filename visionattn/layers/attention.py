@@ -2,6 +2,8 @@
 own.
 """
 
+from typing import Any
+
 import torch
 from timm.layers import LayerNorm
 from timm.models import register_notrace_module
@@ -9,10 +11,7 @@ from torch import Tensor, nn
 
 from visionattn.layers.position import RelativeTables
 from visionattn.layout import TokenLayout
-from visionattn.ops import kernelized_attention, softmax_attention, taylorshift_attention
-
-ATTENTIONS = ("kernelized", "taylorshift", "softmax")
-FORMS = ("auto", "direct", "efficient")
+from visionattn.ops.attentions import ATTENTIONS, AttentionKind, check_form, get_attention
 
 
 @register_notrace_module
@@ -22,7 +21,8 @@ class Attention(nn.Module):
     Args:
         dim: D.
         num_heads: h, which divides D.
-        attention: "kernelized", "taylorshift" or "softmax".
+        attention: a name of ``visionattn.ops.attentions``: "kernelized", "taylorshift" or
+            "softmax".
         relative: "joint", "axial", "flat" or "none".
         horizon: R of the relative position, in patches; None: 3.
         normalization: "mean" or "sum"; None: "mean". Softmax has none.
@@ -39,6 +39,9 @@ class Attention(nn.Module):
     Raises:
         ValueError: heads that do not divide the width, unknown names, or an option that the others
             leave nothing to act on.
+
+    The operation that is called is the attribute ``operation``, and may be replaced by one that
+    takes the same arguments.
     """
 
     def __init__(
@@ -69,22 +72,20 @@ class Attention(nn.Module):
                 f"num_heads {num_heads} does not divide the width {dim}; "
                 f"{_nearest_divisors(dim, num_heads)}"
             )
-        if attention not in ATTENTIONS:
-            raise ValueError(f"attention {attention!r}: wanted one of {', '.join(ATTENTIONS)}")
+        kind = get_attention(attention)
         if normalization not in (None, "mean", "sum"):
             raise ValueError(f"normalization {normalization!r}: wanted mean or sum")
-        if form not in FORMS:
-            raise ValueError(f"form {form!r}: wanted one of {', '.join(FORMS)}")
-        if attention == "softmax" and form != "auto":
-            raise ValueError(f"form={form!r} would do nothing: attention='softmax' has no forms")
+        check_form(form)
         _refuse_idle(
-            attention,
+            kind,
             relative,
             horizon=horizon,
             normalization=normalization,
             temperature_init=temperature_init,
+            form=None if form == "auto" else form,
         )
         self.attention, self.form = attention, form
+        self.kind, self.operation = kind, kind.function
         self.num_heads = num_heads
         self.head_dim = dim // num_heads
         self.scale = self.head_dim**-0.5
@@ -96,14 +97,11 @@ class Attention(nn.Module):
         if relative == "none":
             self.relative = None
         else:
-            signed = attention == "softmax"
-            options = dict(horizon=3 if horizon is None else horizon, signed=signed)
-            options["normalization"] = "sum" if signed else normalization or "mean"
+            options = dict(horizon=3 if horizon is None else horizon, signed=kind.signed)
+            options["normalization"] = "sum" if kind.signed else normalization or "mean"
             self.relative = RelativeTables(relative, num_heads, self.head_dim, **options, **dd)
         self.temperature_init = 4.0 if temperature_init is None else temperature_init
-        self.temperature = (
-            nn.Parameter(torch.empty(num_heads, **dd)) if attention == "taylorshift" else None
-        )
+        self.temperature = nn.Parameter(torch.empty(num_heads, **dd)) if kind.temperature else None
         self.attn_drop = nn.Dropout(attn_drop)
         self.norm = norm_layer(dim, **dd) if scale_norm else nn.Identity()
         self.proj = nn.Linear(dim, dim, bias=proj_bias, **dd)
@@ -129,6 +127,17 @@ class Attention(nn.Module):
             f"Grid(height, width))"
         )
 
+    def _options(self, is_causal: bool) -> dict[str, Any]:
+        """What the operation takes besides what all take."""
+        options: dict[str, Any] = {}
+        if self.kind.forms:
+            options["form"] = self.form
+        if self.kind.causal:
+            options["causal"] = is_causal
+        if self.kind.temperature:
+            options["temperature"] = self.temperature
+        return options
+
     def forward(
         self,
         x: Tensor,
@@ -144,8 +153,8 @@ class Attention(nn.Module):
                 native grid.
             attn_mask: bool ``[B, 1, 1, N]`` or ``[B, N]``, True takes part: a mask of keys. Others
                 cannot be had in linear time.
-            is_causal: each token sees those up to itself; of kernelized attention with "flat" or no
-                relative position, and of softmax.
+            is_causal: each token sees those up to itself; where the attention has a causal form
+                (kernelized attention with "flat" or no relative position, softmax with any).
 
         Raises:
             ValueError: relative position without a known grid, a mask of pairs, causal where there
@@ -157,10 +166,10 @@ class Attention(nn.Module):
                 "fused_attn=False asks for the weights of all pairs of tokens, which this "
                 "attention never forms"
             )
-        if is_causal and self.attention == "taylorshift":
+        if is_causal and not self.kind.causal:
             raise ValueError(
-                "is_causal=True: TaylorShift has no causal form; kernelized and softmax attention "
-                "have"
+                f"is_causal=True: attention={self.attention!r} has no causal form; "
+                f"{' and '.join(name for name, kind in ATTENTIONS.items() if kind.causal)} have"
             )
         batch, tokens, dim = x.shape
         qkv = (
@@ -170,36 +179,40 @@ class Attention(nn.Module):
         )
         q, k, v = qkv.unbind(0)
         q, k = self.q_norm(q), self.k_norm(k)
-        options = dict(
+        options = self._options(is_causal) | dict(
             key_mask=_key_mask(attn_mask, x), value_drop=self.attn_drop.p if self.training else 0.0
         )
         if self.relative is not None:
             options["relative"] = self.relative(self._layout(layout, tokens))
-        if self.attention == "kernelized":
-            out = kernelized_attention(q, k, v, causal=is_causal, form=self.form, **options)
-        elif self.attention == "taylorshift":
-            out = taylorshift_attention(
-                q, k, v, temperature=self.temperature, form=self.form, **options
-            )
-        else:
-            out = softmax_attention(q, k, v, causal=is_causal, **options)
+        out = self.operation(q, k, v, **options)
         out = self.norm(out.transpose(1, 2).reshape(batch, tokens, dim))
         return self.proj_drop(self.proj(out))
 
 
-def _refuse_idle(attention: str, relative: str, **options) -> None:
+def idle_options(kind: AttentionKind, relative: str) -> dict[str, str]:
+    """Options of ``Attention`` that have nothing to act on beside these two, each with the reason.
+
+    Args:
+        kind: the attention.
+        relative: "joint", "axial", "flat" or "none".
+    """
+    idle, of = {}, f"attention={kind.name!r}"
+    if not kind.temperature:
+        idle["temperature_init"] = f"{of} has no temperature"
+    if not kind.forms:
+        idle["form"] = f"{of} has no forms"
+    if kind.signed:
+        idle["normalization"] = f"{of} normalises by itself"
+    if relative == "none":
+        idle |= dict.fromkeys(("horizon", "normalization"), "there is no relative position")
+    return idle
+
+
+def _refuse_idle(kind: AttentionKind, relative: str, **options) -> None:
     """Raise ValueError for an option that was given and has nothing to act on."""
-    idle = {
-        "temperature_init": attention != "taylorshift"
-        and f"attention={attention!r} has no temperature",
-        "normalization": relative == "none" and "there is no relative position",
-        "horizon": relative == "none" and "there is no relative position",
-    }
-    if attention == "softmax":
-        idle["normalization"] = "a softmax normalises by itself"
-    for name, value in options.items():
-        if value is not None and idle[name]:
-            raise ValueError(f"{name}={value!r} would do nothing: {idle[name]}")
+    for name, reason in idle_options(kind, relative).items():
+        if options[name] is not None:
+            raise ValueError(f"{name}={options[name]!r} would do nothing: {reason}")
 
 
 def _nearest_divisors(dim: int, num_heads: int) -> str:

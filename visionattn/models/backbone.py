@@ -89,7 +89,8 @@ class VisionAttnTransformer(VisionTransformer):
     every call.
 
     Args:
-        attention: "kernelized", "taylorshift" or "softmax" (the quadratic twin).
+        attention: a name of ``visionattn.ops.attentions``: "kernelized", "taylorshift" or
+            "softmax" (the quadratic twin).
         relative: relative position of the patches: "joint", "axial", "flat" or "none".
         horizon: R in patches, 3 unless given; offsets beyond it share the outermost entries.
         normalization: "mean" (unless given) or "sum" over the keys of a class; see

@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from visionattn.layout import Grid, TokenLayout
+from visionattn.ops.attentions import check_form
 from visionattn.ops.position.kinds import Flat, Joint, RelativePosition, tables_of
 from visionattn.ops.value_drop import check_value_drop
-
-FORMS = ("auto", "direct", "efficient")
 
 
 def _check_device(name: str, x: Tensor, device: torch.device, wanted: str = "q") -> None:
@@ -84,8 +83,7 @@ def check_options(
     """Check the options that are not tensors; ``device`` is that of the tensors, where a generator
     must be too.
     """
-    if form not in FORMS:
-        raise ValueError(f"form {form!r}: wanted one of {', '.join(FORMS)}")
+    check_form(form)
     if impl not in ("auto", "eager", "triton"):
         raise ValueError(f"impl {impl!r}: wanted one of auto, eager, triton")
     check_value_drop(value_drop, generator)

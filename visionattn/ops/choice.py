@@ -13,9 +13,12 @@ from pathlib import Path
 
 import torch
 
+from visionattn.ops.attentions import ATTENTIONS, FORMS, check_form
+
 CALIBRATION = Path(__file__).with_name("calibration.json")
-OPERATIONS = ("taylorshift", "kernelized", "kernelized causal")
-FORMS = ("direct", "efficient")
+OPERATIONS = tuple(
+    operation for kind in ATTENTIONS.values() if kind.forms for operation in kind.operations
+)
 LONGEST = 1 << 24
 
 
@@ -115,7 +118,7 @@ def predicted_seconds(
     """Seconds of one forward pass, as the machine of ``calibration.json`` would take.
 
     Args:
-        operation: "taylorshift", "kernelized" or "kernelized causal".
+        operation: one of ``OPERATIONS``, such as "kernelized causal".
         form: "direct" or "efficient".
         n, m, d, e: queries, keys, width of q and k per head, width of v per head.
         dtype: of the inputs; sums of half precision are float32, and so are its predictions.
@@ -126,8 +129,7 @@ def predicted_seconds(
             this kind of device.
     """
     _check(operation, "speed", n=n, m=m, d=d, e=e, heads=heads, batch=batch)
-    if form not in FORMS:
-        raise ValueError(f'form {form!r}: wanted "direct" or "efficient"')
+    check_form(form, FORMS)
     seconds = _coefficients(operation, dtype, device)
     if seconds is None:
         raise ValueError(
@@ -227,7 +229,7 @@ def choose_form(
     ones of a compiler.
 
     Args:
-        operation: "taylorshift", "kernelized" or "kernelized causal".
+        operation: one of ``OPERATIONS``, such as "kernelized causal".
         n, m, d, e: queries, keys, width of q and k per head, width of v per head.
         dtype: of the inputs; half precision is summed in float32 and takes its measurements.
         device: a device or its type.

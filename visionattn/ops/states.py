@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from visionattn.ops.attentions import ATTENTIONS
 from visionattn.ops.checks import (
     check_coefficients,
     check_temperature,
@@ -176,8 +177,9 @@ def summarize(
 def _check_options(
     k: Tensor, kind: str, feature_map, temperature: Tensor | None, coefficients: Coefficients | None
 ) -> None:
-    if kind not in ("kernelized", "taylorshift"):
-        raise ValueError(f"kind {kind!r}: wanted kernelized or taylorshift")
+    with_states = [name for name, attention in ATTENTIONS.items() if attention.states]
+    if kind not in with_states:
+        raise ValueError(f"kind {kind!r}: wanted {' or '.join(with_states)}")
     if kind == "kernelized" and not (temperature is None and coefficients is None):
         raise ValueError(
             'temperature and coefficients belong to kind="taylorshift", got kind="kernelized"'

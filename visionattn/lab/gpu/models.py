@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import visionattn.ops as ops
 from visionattn.cli.ends import is_out_of_memory
 from visionattn.lab import networks
 from visionattn.lab.cases import Case
@@ -54,6 +53,8 @@ def make_model(name: str, case: Case, bench: Bench) -> nn.Module:
     with torch.no_grad():
         for block in model.blocks:
             block.attn.qkv.weight *= SHARPER
+    if bench.model_impl != "auto":
+        networks.set_impl(model, bench.model_impl)
     return model
 
 
@@ -71,12 +72,11 @@ def compile_blocks(model: nn.Module, bench: Bench) -> nn.Module:
     return model
 
 
-@contextmanager
-def eager_operations() -> Iterator[None]:
-    """Within it, models of ours that are not compiled run PyTorch's own operations."""
-    names = ("kernelized_attention", "taylorshift_attention")
-    with networks.replaced({name: partial(getattr(ops, name), impl="eager") for name in names}):
-        yield
+def eager_copy(model: nn.Module) -> nn.Module:
+    """A copy whose attention layers, if it is one of ours, run PyTorch's own operations."""
+    copied = copy.deepcopy(model)
+    networks.set_impl(copied, "eager")
+    return copied
 
 
 @contextmanager
@@ -114,13 +114,14 @@ def compare(
     dtype and in float32.
 
     Args:
+        work: gives the results.
+        eager, exact: give those of eager operations; see ``eager_copy``.
         kernels: it fails where none is launched.
     """
     with launches_counted() as names:
         actual = work()
-    with eager_operations():
-        expected = exact()
-        beside = errors_of(eager(), expected)
+    expected = exact()
+    beside = errors_of(eager(), expected)
     errors = errors_of(actual, expected)
     limits = {name: max(ALWAYS_ALLOWED, BESIDE_EAGER * beside[name]) for name in errors}
     beyond = [name for name in errors if not errors[name] <= limits[name]]
@@ -173,7 +174,7 @@ def _check_inference(
     model: nn.Module, images: Tensor, bench: Bench
 ) -> tuple[str, float, list[str]]:
     """Compile the blocks and compare the first image; see ``compare``."""
-    plain, exact = copy.deepcopy(model), copy.deepcopy(model).float()
+    plain, exact = eager_copy(model), eager_copy(model).float()
     compile_blocks(model, bench)
     return compare(
         lambda: {"features": features_of(model, images)["features"][:1]},
@@ -265,10 +266,10 @@ def _check_image(model: nn.Module, image: Tensor, bench: Bench) -> tuple[str, fl
     """Compare the first blocks; see ``compare``."""
     short = copy.deepcopy(model)
     short.blocks = short.blocks[:CHECK_DEPTH]
-    exact = copy.deepcopy(short).float()
+    plain, exact = eager_copy(short), eager_copy(short).float()
     return compare(
         lambda: features_of(short, image),
-        lambda: features_of(short, image),
+        lambda: features_of(plain, image),
         lambda: features_of(exact, image.float()),
         kernels=wants_kernels(bench),
     )
@@ -303,7 +304,7 @@ def measure_training(figure: Figure, bench: Bench) -> Result:
 
 def _check_training(model: nn.Module, images: Tensor, bench: Bench) -> tuple[str, float, list[str]]:
     """Compile the blocks and compare the gradients of all parameters; see ``compare``."""
-    plain = copy.deepcopy(model)
+    plain = eager_copy(model)
     compile_blocks(model, bench)
     tokens = (
         plain.num_prefix_tokens

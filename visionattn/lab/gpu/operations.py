@@ -63,6 +63,8 @@ class Bench:
     generator: torch.Generator
     ceilings: Ceilings | None = None
     impl: str = "triton"
+    model_impl: str = "auto"
+    """What attention layers of models run; "auto" takes kernels on a GPU."""
     backend: str = "inductor"
     """Compiles the blocks of models."""
     seconds: float = 0.25

@@ -8,19 +8,15 @@ bfloat16, which the interpreter computes wrongly.
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from unittest import mock
 
 import torch
 
-import visionattn.ops as ops
 from visionattn.cli.ends import Failed
 from visionattn.cli.tables import Record
-from visionattn.lab import networks
 from visionattn.lab.cases import Case
 from visionattn.lab.gpu import eager as gpu_eager
 from visionattn.lab.gpu import table as gpu
@@ -36,8 +32,6 @@ RATES = dict(copy_bytes=2**12, matmul_size=16)
 LARGEST_IMAGE = 48
 TUNED = "kernelized means d = 16 e = 16 32 bits"
 """float32: no workload has float16, and bfloat16 is not interpreted."""
-OF_MODELS = ("kernelized_attention", "taylorshift_attention")
-"""Operations that models call."""
 
 
 def check_interpreter() -> None:
@@ -49,9 +43,11 @@ def check_interpreter() -> None:
 
 
 def make_bench() -> Bench:
-    """Kernels in the interpreter, blocks of models traced and not compiled, one round of each."""
+    """Kernels in the interpreter, also in models, as on a GPU; blocks of models traced and not
+    compiled, one round of each.
+    """
     device = rehearsed()
-    few = dict(seconds=0.0, rounds=1, depth=1, filled_tokens=512)
+    few = dict(seconds=0.0, rounds=1, depth=1, filled_tokens=512, model_impl="triton")
     return Bench(device, device.generator(SEED), backend="aot_eager", dtype=torch.float16, **few)
 
 
@@ -92,23 +88,14 @@ def rows(only: str | None) -> tuple[list[Figure], list[Case]]:
     ]
 
 
-@contextmanager
-def kernels_of_models() -> Iterator[None]:
-    """Within it models of ours run kernels, as they do on a GPU."""
-    forced = {name: partial(getattr(ops, name), impl="triton") for name in OF_MODELS}
-    with networks.replaced(forced):
-        yield
-
-
 def run_gpu(
     only: str | None, minutes: float, provenance: Record, show: gpu.Print, keep: gpu.Keep
 ) -> tuple[list[Record], int]:
     """The table as ``gpu.run_gpu`` makes it; a row that has no time is broken."""
     figures, cases = rows(only)
-    with kernels_of_models():
-        records, broken = gpu.run_table(
-            make_bench(), figures, cases, SEED, Budget(minutes), provenance, show, keep, **RATES
-        )
+    records, broken = gpu.run_table(
+        make_bench(), figures, cases, SEED, Budget(minutes), provenance, show, keep, **RATES
+    )
     return records, max(broken, sum(map(is_broken, records)))
 
 

@@ -1,0 +1,80 @@
+"""The one table of the attentions and their forms; whoever lists them or asks what one can do
+reads it.
+
+An attention of the table is a function ``<name>_attention`` of ``visionattn.ops`` and, by the same
+name, its definition in ``reference.py``. The table is plain values and imports no operation, so
+that operations read it too.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from torch import Tensor
+
+FormChoice = Literal["auto", "direct", "efficient"]
+"""How an attention is computed, as a caller may ask for it.
+
+"direct" makes the weights of all pairs and is quadratic in the number of tokens, "efficient" is
+linear; they compute the same. "auto" stands for the one that ``choice.py`` expects to be faster.
+"""
+FORM_CHOICES: tuple[str, ...] = get_args(FormChoice)
+FORMS = FORM_CHOICES[1:]
+
+
+@dataclass(frozen=True)
+class AttentionKind:
+    """What one attention can do."""
+
+    name: str
+    forms: tuple[str, ...] = FORMS
+    """Its forms, between which ``form`` chooses; empty where there is one way alone."""
+    causal: bool = True
+    """Whether it takes ``causal``."""
+    temperature: bool = False
+    """Whether it takes a ``temperature`` for each head, which a model learns."""
+    feature_map: bool = False
+    """Whether it takes a ``feature_map``."""
+    states: bool = True
+    """Whether ``summarize`` reduces its keys and values to a state."""
+    impl: bool = True
+    """Whether it takes ``impl``, since it has GPU kernels."""
+    signed: bool = False
+    """Whether relative tables may have entries of any sign, as scores under a softmax have. They
+    are not normalised then: ``normalization`` has no meaning.
+    """
+
+    @property
+    def function(self) -> Callable[..., Tensor]:
+        """The operation."""
+        from visionattn import ops  # here, since operations read this table
+
+        return getattr(ops, f"{self.name}_attention")
+
+    @property
+    def operations(self) -> tuple[str, ...]:
+        """Its names in tables of costs: causal, it is another operation."""
+        return (self.name, f"{self.name} causal") if self.causal else (self.name,)
+
+
+ATTENTIONS: dict[str, AttentionKind] = {
+    kind.name: kind
+    for kind in (
+        AttentionKind("taylorshift", causal=False, temperature=True),
+        AttentionKind("kernelized", feature_map=True),
+        AttentionKind("softmax", forms=(), states=False, impl=False, signed=True),
+    )
+}
+
+
+def get_attention(name: str) -> AttentionKind:
+    """The attention of that name. ValueError where there is none."""
+    if name not in ATTENTIONS:
+        raise ValueError(f"attention {name!r}: wanted one of {', '.join(ATTENTIONS)}")
+    return ATTENTIONS[name]
+
+
+def check_form(form: str, choices: tuple[str, ...] = FORM_CHOICES) -> None:
+    """Raise ValueError for a form that is none of the choices."""
+    if form not in choices:
+        raise ValueError(f"form {form!r}: wanted one of {', '.join(choices)}")
