@@ -159,7 +159,7 @@ BAD_FLAGS = [
     (["--model.args.pretrained", "true"], "pretrained"),
     (
         ["--data.img_size", "30"],
-        "is not a whole number of 8 x 8 pixel patches; the nearest that fit: 24 or 32",
+        "is not a whole number of 8-pixel patches; the nearest that fit: 24 or 32",
     ),
     (["--init-from", "nowhere.pt"], "no checkpoint at nowhere.pt"),
     (["--resume"], "nothing to resume"),
@@ -257,7 +257,7 @@ def test_bad_input_ends_validation_with_one_line_and_code_2(finished, tmp_path, 
         (["--checkpoint", str(cut), "--data.name=digits"], "cut off or garbled"),
         (
             ["--checkpoint", best, "--img-size", "20"],
-            "image of 20 x 20 pixels is not a whole number of 8 x 8 pixel patches; the nearest "
+            "image of 20 x 20 pixels is not a whole number of 8-pixel patches; the nearest "
             "that fit: 16 or 24",
         ),
         (["--checkpoint", best, "--img-size", "0"], "img_size must be above 0, got 0"),

@@ -228,7 +228,7 @@ BAD = [
     (["--data", "digits"], "give either --images or --data digits"),
     (
         ["--img_size", "20"],
-        "is not a whole number of 8 x 8 pixel patches; the nearest that fit: 16 or 24",
+        "is not a whole number of 8-pixel patches; the nearest that fit: 16 or 24",
     ),
     (["--img_size", "big"], "img_size must be a whole number or one of native or null, got big"),
     (["--img_size", "16", "--fit", "pad"], "fit pad is for img_size native"),

@@ -166,7 +166,7 @@ BAD = [
     ),
     (
         {"checkpoint": "best.safetensors", "img_size": 20},
-        "20 x 20 pixels is not a whole number of 8 x 8 pixel patches; the ",
+        "20 x 20 pixels is not a whole number of 8-pixel patches; the ",
     ),
     ({"checkpoint": "best.safetensors", "img_size": 0}, "img_size must be above 0, or native"),
     ({"checkpoint": "best.safetensors", "fit": "crop"}, "fit crop is for img_size native"),
@@ -175,11 +175,11 @@ BAD = [
     ({"checkpoint": "best.safetensors", "device": "cuda:99"}, "cannot be used here"),
     (
         {"model": MODEL, "img_size": 40},
-        "40 x 40 pixels is not a whole number of 16 x 16 pixel patches; the nearest that fit: 32",
+        "40 x 40 pixels is not a whole number of 16-pixel patches; the nearest that fit: 32",
     ),
     (
         {"model": SOFTMAX, "img_size": 40},
-        "40 x 40 pixels is not a whole number of 16 x 16 pixel patches; the nearest that fit",
+        "40 x 40 pixels is not a whole number of 16-pixel patches; the nearest that fit",
     ),
     (
         {"model": "cait_xxs24_224", "args": {"depth": 1}, "img_size": "native"},

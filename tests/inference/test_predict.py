@@ -262,7 +262,7 @@ BAD = [
     (["--top_k", "5"], "top_k 5 of a model of 4 classes"),
     (
         ["--img_size", "20"],
-        "is not a whole number of 8 x 8 pixel patches; the nearest that fit: 16 or 24",
+        "is not a whole number of 8-pixel patches; the nearest that fit: 16 or 24",
     ),
     (["--fit", "crop", "--img_size", "16"], "fit crop is for img_size native"),
     (["--output", "out.txt"], "must end in .csv or .json"),

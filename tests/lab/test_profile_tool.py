@@ -316,7 +316,7 @@ BAD = [
     (["--models", "scaleformer_vit_t+eager"], "eager attention is an option of timm's vit_*"),
     (
         ["--img-size", "1000"],
-        "not a whole number of 16 x 16 pixel patches; the nearest that fit: 992 or 1008",
+        "not a whole number of 16-pixel patches; the nearest that fit: 992 or 1008",
     ),
     (["--img-size", "0"], "img_size[0] must be above 0, got 0"),
     (

@@ -345,7 +345,7 @@ BAD = {
     "--base {base} --heads 2 --epochs 1 --set "
     "optim.warmup_epochs=1": "optim.warmup_epochs 1.0 leaves nothing",
     "--base {base} --heads 2 --img_size 32 36": "image of 36 x 36 pixels is not a whole number of "
-    "8 x 8 pixel patches",
+    "8-pixel patches",
     "--base {base} --heads 2 --set data.img_size_choices=[32] --img_size "
     "32": "would change the evaluation alone",
     "--base {base} --heads 2 --set model.name=resnet18 "

@@ -131,7 +131,7 @@ def test_a_patch_that_is_one_number_is_a_square():
     check_img_size(model, [32, 48])
     with pytest.raises(
         ValueError,
-        match="not a whole number of 16 x 16 pixel patches; the nearest that fit: 32 or 48",
+        match="not a whole number of 16-pixel patches; the nearest that fit: 32 or 48",
     ):
         check_img_size(model, [40])
 

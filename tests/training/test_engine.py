@@ -416,7 +416,7 @@ def test_overwriting_deletes_what_a_run_wrote_and_nothing_else(tmp_path):
         ({"model": {"pretrained": True}}, "pretrained"),
         (
             {"data": {"img_size": 18}},
-            "image of 18 x 18 pixels is not a whole number of 4 x 4 pixel patches; .* 16 or 20$",
+            "image of 18 x 18 pixels is not a whole number of 4-pixel patches; .* 16 or 20$",
         ),
         ({"data": {"img_size_choices": [16, 21]}}, "image of 21 x 21 pixels is not a whole number"),
     ],
@@ -463,7 +463,7 @@ def test_a_model_for_one_image_size_alone_is_not_given_another():
     check_img_size(oblong, [12, 24])
     with pytest.raises(
         ValueError,
-        match="20 x 20 pixels is not a whole number of 4 x 6 pixel patches; .*: 12 or 24",
+        match="20 x 20 pixels is not a whole number of 4 x 6-pixel patches; .*: 12 or 24",
     ):
         check_img_size(oblong, [20])
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import cv2
 import numpy as np
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch.utils.data import Dataset
 from torchvision.datasets import CIFAR10
 
@@ -35,7 +36,6 @@ __all__ = [
     "train_batches",
 ]
 
-IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 CIFAR10_MEAN, CIFAR10_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
 
@@ -252,7 +252,15 @@ def _build_folder(config: DataConfig, seed: int) -> Splits:
         num_classes = len(names)
     return Splits(
         *datasets,
-        DataSpec(3, num_classes, names, IMAGENET_MEAN, IMAGENET_STD, None, config.img_size),
+        DataSpec(
+            3,
+            num_classes,
+            names,
+            IMAGENET_DEFAULT_MEAN,
+            IMAGENET_DEFAULT_STD,
+            None,
+            config.img_size,
+        ),
     )
 
 

@@ -5,8 +5,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from visionattn.lab.cases import DTYPES, FORMS
+from visionattn.lab.cases import DTYPES
 from visionattn.lab.papers import FIGURES
+from visionattn.ops.attentions import FORM_CHOICES
 
 EXAMPLE = (
     "python tools/benchmark.py operations taylorshift kernelized+joint sdpa --tokens 256 512 "
@@ -46,7 +47,9 @@ FLAGS = {
     "width": dict(nargs="+", type=positive, default=[64], metavar="d", help="of a head (64)"),
     "heads": dict(type=positive, default=6, help="(%(default)s)"),
     "horizon": dict(type=whole, metavar="R", help="of the relative position (3); 0 is one class"),
-    "form": dict(nargs="+", choices=FORMS, metavar="FORM", help=f"any of {', '.join(FORMS)}"),
+    "form": dict(
+        nargs="+", choices=FORM_CHOICES, metavar="FORM", help=f"any of {', '.join(FORM_CHOICES)}"
+    ),
     "dtype": dict(
         nargs="+",
         choices=DTYPES,

@@ -15,6 +15,7 @@ from visionattn.lab.cases import Case
 from visionattn.lab.compare import Plan
 from visionattn.lab.gpu.device import pick_gpu
 from visionattn.lab.memory import build
+from visionattn.lab.networks import has_forms
 from visionattn.lab.operations import FORMED, has_position
 from visionattn.lab.targets import choose
 from visionattn.training.build import pick_device
@@ -92,10 +93,9 @@ class Options:
         )
 
     def _has_forms(self, name: str) -> bool:
-        base, *options = name.split("+")
         if self.flags.command == "operations":
-            return base in FORMED
-        return base.startswith(("scaleformer_", "taylorshift_")) and "identity" not in options
+            return name.split("+")[0] in FORMED
+        return has_forms(name)
 
     def check_acts(self) -> None:
         """Raise ValueError for a flag that acts on none of the cases that are named."""

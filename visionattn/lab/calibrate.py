@@ -25,13 +25,15 @@ from torch import Tensor
 
 from visionattn.cli.provenance import processor_name
 from visionattn.models.weights import write_whole
-from visionattn.ops import choice, kernelized_attention, taylorshift_attention
+from visionattn.ops import attentions, choice
 
 ATTENTIONS = {
-    "taylorshift": taylorshift_attention,
-    "kernelized": kernelized_attention,
-    "kernelized causal": partial(kernelized_attention, causal=True),
+    operation: partial(kind.function, causal=True) if "causal" in operation else kind.function
+    for kind in attentions.ATTENTIONS.values()
+    if kind.forms
+    for operation in kind.operations
 }
+"""The operations that have forms, by the names of ``choice.OPERATIONS``."""
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 TOKENS = (49, 96, 197, 384, 785, 1536, 3137, 6144)
 WIDTHS = (16, 32, 64, 128)

@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-FORMS = ("auto", "direct", "efficient")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 

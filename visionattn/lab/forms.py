@@ -10,8 +10,9 @@ from unittest import mock
 
 import torch
 
-from visionattn.lab.cases import FORMS, Case
+from visionattn.lab.cases import Case
 from visionattn.ops import flops
+from visionattn.ops.attentions import FORM_CHOICES
 from visionattn.ops.choice import choose_form
 from visionattn.ops.kernelized import eager as kernel_sums
 from visionattn.ops.pairs import mean as pair_mean
@@ -23,7 +24,7 @@ def forms_to_check(case: Case, has_forms: bool) -> tuple[str, ...]:
     """The form of the case. Where that is "auto" and there are several, each: the size of the check
     may take another one.
     """
-    return FORMS if case.form == "auto" and has_forms else (case.form,)
+    return FORM_CHOICES if case.form == "auto" and has_forms else (case.form,)
 
 
 @contextmanager

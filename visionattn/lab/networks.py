@@ -19,6 +19,7 @@ from visionattn.lab.forms import class_sums_as_on, forms_to_check
 from visionattn.lab.operations import results
 from visionattn.layers import Attention
 from visionattn.models.backbone import VisionAttnTransformer
+from visionattn.models.registration import is_ours
 from visionattn.ops import reference
 from visionattn.ops.attentions import AttentionKind
 
@@ -79,9 +80,10 @@ def check_name(case: Case) -> None:
         raise ValueError(f"{case.label}: forms are for visionattn's models")
 
 
-def is_ours(name: str) -> bool:
-    """Whether timm has the model of this name from visionattn."""
-    return timm.models.model_entrypoint(name).__module__.startswith("visionattn.")
+def has_forms(model: str) -> bool:
+    """Whether forms are for this model: one of ours, whose attention is there."""
+    base, *options = model.split("+")
+    return timm.is_model(base) and is_ours(base) and "identity" not in options
 
 
 def read_options(case: Case) -> dict[str, str | int]:

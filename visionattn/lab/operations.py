@@ -18,24 +18,29 @@ from visionattn.lab.cases import Case, Work, disagreement, tolerance
 from visionattn.lab.forms import class_sums_as_on, forms_to_check
 from visionattn.layout import Grid, TokenLayout
 from visionattn.ops import Axial, Flat, Joint, count_classes, reference
-from visionattn.ops.feature_maps import elu1
+from visionattn.ops.attentions import ATTENTIONS, AttentionKind
+from visionattn.ops.feature_maps import FEATURE_MAPS, elu1
 from visionattn.ops.position.kinds import relative_sums
 from visionattn.ops.sums import accumulation_dtype
 
 POSITIONS = ("joint", "axial", "flat")
-OPTIONS = {
-    "sdpa": ("causal",),
-    "eager": ("causal",),
-    "eager-kernelized": ("causal",),
-    "softmax": ("causal", *POSITIONS),
-    "taylorshift": ("temperature", *POSITIONS, "sum", "masked"),
-    "kernelized": ("relu", "softmax", "favor", "causal", *POSITIONS, "sum", "masked"),
-    "relative": ("causal",),
-}
+MAPS = tuple(name for name in FEATURE_MAPS if name != "elu1")
+"""Feature maps that an option names, beside "favor", FAVOR+."""
+
+
+def _options_of(kind: AttentionKind) -> tuple[str, ...]:
+    """What may stand behind the name of one of our attentions."""
+    maps = (*MAPS, "favor") if kind.feature_map else ()
+    own = ("temperature",) * kind.temperature + maps + ("causal",) * kind.causal
+    return (*own, *POSITIONS) if kind.signed else (*own, *POSITIONS, "sum", "masked")
+
+
+OPTIONS = dict.fromkeys(("sdpa", "eager", "eager-kernelized", "relative"), ("causal",))
+OPTIONS |= {kind.name: _options_of(kind) for kind in ATTENTIONS.values()}
 """Options of each operation. Relative position has ``normalization="mean"``, as in the models,
 unless "sum" is named; with "masked" every fourth key takes no part.
 """
-FORMED = ("taylorshift", "kernelized", "relative")
+FORMED = (*(kind.name for kind in ATTENTIONS.values() if kind.forms), "relative")
 """Operations that have a direct and an efficient form."""
 CHECK_TOKENS = 33 * 41
 """More than a chunk of any operation holds, on a grid that is no square."""
@@ -175,7 +180,7 @@ def mask_of(case: Case, tokens: int, device: str) -> dict[str, Tensor]:
 def feature_map_of(case: Case, device: str):
     """The name of the feature map, or FAVOR+ as an object with seeded features."""
     if "favor" not in case.options:
-        return next((word for word in case.options if word in ("relu", "softmax")), "elu1")
+        return next((word for word in case.options if word in MAPS), "elu1")
     return ops.RandomFeatures(case.width, case.width, torch.Generator().manual_seed(1)).to(device)
 
 

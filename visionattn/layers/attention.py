@@ -189,12 +189,12 @@ class Attention(nn.Module):
         return self.proj_drop(self.proj(out))
 
 
-def idle_options(kind: AttentionKind, relative: str) -> dict[str, str]:
+def idle_options(kind: AttentionKind, relative: str | None = None) -> dict[str, str]:
     """Options of ``Attention`` that have nothing to act on beside these two, each with the reason.
 
     Args:
         kind: the attention.
-        relative: "joint", "axial", "flat" or "none".
+        relative: "joint", "axial", "flat" or "none"; None: what is idle with any of them.
     """
     idle, of = {}, f"attention={kind.name!r}"
     if not kind.temperature:

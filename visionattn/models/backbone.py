@@ -5,6 +5,7 @@ argument.
 """
 
 import functools
+import math
 
 import torch
 from timm.layers import PatchDropoutWithIndices, PatchEmbed, resample_abs_pos_embed
@@ -47,24 +48,35 @@ class DynamicPatchEmbed(PatchEmbed):
                 x, (0, -width % self.patch_size[1], 0, -height % self.patch_size[0])
             )
         elif height % self.patch_size[0] or width % self.patch_size[1]:
-            raise ValueError(_wrong_size(height, width, self.patch_size))
+            raise ValueError(wrong_size(height, width, self.patch_size))
         return self.norm(self.proj(x).permute(0, 2, 3, 1))
 
 
-def _wrong_size(height: int, width: int, patch_size: tuple[int, int]) -> str:
-    """The error that names the nearest sizes that fit."""
+def wrong_size(
+    height: int, width: int, patch_size: tuple[int, int], *, square: bool = False
+) -> str:
+    """The error of an image that is not a whole number of patches, with the nearest sizes that fit.
+
+    Args:
+        height, width: of the image in pixels.
+        patch_size: height and width of a patch in pixels.
+        square: name sizes of squares alone; the image is one.
+    """
 
     def nearest(pixels: int, patch: int) -> str:
         below, above = pixels // patch * patch, -(-pixels // patch) * patch
         return str(pixels) if below == above else f"{below} or {above}" if below else str(above)
 
-    patch = (
-        patch_size[0] if patch_size[0] == patch_size[1] else f"{patch_size[0]} x {patch_size[1]}"
+    rows, columns = patch_size
+    patch = rows if rows == columns else f"{rows} x {columns}"
+    way_out = (
+        f"the nearest that fit: {nearest(height, math.lcm(rows, columns))}"
+        if square
+        else f"crop or pad it to {nearest(height, rows)} x {nearest(width, columns)}"
     )
-    fits = f"{nearest(height, patch_size[0])} x {nearest(width, patch_size[1])}"
     return (
         f"image of {height} x {width} pixels is not a whole number of {patch}-pixel patches; "
-        f"crop or pad it to {fits}"
+        f"{way_out}"
     )
 
 

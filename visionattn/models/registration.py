@@ -3,7 +3,14 @@
 from collections.abc import Callable
 from typing import Any
 
-from timm.models import PretrainedCfg, build_model_with_cfg, generate_default_cfgs, register_model
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.models import (
+    PretrainedCfg,
+    build_model_with_cfg,
+    generate_default_cfgs,
+    model_entrypoint,
+    register_model,
+)
 from torch import nn
 
 from visionattn.models.backbone import VisionAttnTransformer
@@ -29,6 +36,11 @@ PIXEL = dict(
 PIXEL |= dict(init_values=1e-4, global_pool="token")
 
 
+def is_ours(name: str) -> bool:
+    """Whether timm has the model of this name from this package."""
+    return model_entrypoint(name).__module__.startswith("visionattn.")
+
+
 def _family_names(family: str) -> dict[str, dict[str, Any]]:
     """Short and long name of each size, with the arguments of the size."""
     names = {}
@@ -46,8 +58,8 @@ def _cfg(**fields) -> dict[str, Any]:
         pool_size=None,
         crop_pct=0.9,
         interpolation="bicubic",
-        mean=(0.485, 0.456, 0.406),
-        std=(0.229, 0.224, 0.225),
+        mean=IMAGENET_DEFAULT_MEAN,
+        std=IMAGENET_DEFAULT_STD,
         first_conv="patch_embed.proj",
         classifier="head",
         license="apache-2.0",

@@ -17,6 +17,8 @@ from torch import nn
 
 import visionattn  # noqa: F401  registers the models
 from visionattn.cli.ends import is_out_of_memory
+from visionattn.models.backbone import wrong_size
+from visionattn.models.registration import is_ours
 from visionattn.models.weights import LOADING_ARGS, UNBUILDABLE, DataSpec, describe_args, first_line
 from visionattn.training.config import ModelConfig
 
@@ -87,11 +89,6 @@ def build_model(config: ModelConfig, spec: DataSpec) -> tuple[nn.Module, dict[st
     return model, {key: value for key, value in args.items() if key not in LOADING_ARGS}
 
 
-def is_ours(name: str) -> bool:
-    """Whether this package registers the model."""
-    return timm.model_entrypoint(name).__module__.partition(".")[0] == "visionattn"
-
-
 def check_img_size(model: nn.Module, sizes: Iterable[int]) -> None:
     """Check that square images of these sizes in pixels are whole numbers of patches, for a model
     that has patches.
@@ -113,15 +110,8 @@ def check_img_size(model: nn.Module, sizes: Iterable[int]) -> None:
                 f"alone; "
                 "build it with dynamic_img_size=true"
             )
-        step = math.lcm(*patch)
-        if size % step and not padded:
-            below, above = size // step * step, (size // step + 1) * step
-            nearest = f"{below} or {above}" if below else f"{above}"
-            raise ValueError(
-                f"image of {size} x {size} pixels is not a whole number of {patch[0]} x "
-                f"{patch[1]} pixel "
-                f"patches; the nearest that fit: {nearest}"
-            )
+        if size % math.lcm(*patch) and not padded:
+            raise ValueError(wrong_size(size, size, patch, square=True))
 
 
 def pick_device(name: str) -> torch.device:

@@ -20,6 +20,7 @@ import torch
 from timm.models._manipulate import adapt_input_conv
 from torch import Tensor, nn
 
+from visionattn.models.registration import is_ours
 from visionattn.models.weights import (
     UNREADABLE,
     describe_misfit,
@@ -28,7 +29,6 @@ from visionattn.models.weights import (
     read_pickle,
     read_state_dict,
 )
-from visionattn.training.build import is_ours
 
 FORMAT = "visionattn.state"
 FORMAT_VERSION = 2

@@ -25,6 +25,7 @@ from visionattn.lab.compare import Quartiles
 from visionattn.lab.gpu.figures import WITH_GRAPH, WITHOUT_GRAPH, Figure, Result
 from visionattn.lab.gpu.operations import BESIDE_EAGER, Bench, errors_of
 from visionattn.lab.gpu.timing import Timed, called
+from visionattn.models.registration import is_ours
 from visionattn.ops.gpu import launch, why_not
 
 ALWAYS_ALLOWED = 1e-2
@@ -42,7 +43,7 @@ def make_model(name: str, case: Case, bench: Bench) -> nn.Module:
     made for the image size.
     """
     case = replace(case, name=name, dtype="float32" if case.backward else case.dtype)
-    if networks.is_ours(case.base):
+    if is_ours(case.base):
         model = networks.build_model(case, str(bench.device))
     else:
         with torch.random.fork_rng(devices=[]):

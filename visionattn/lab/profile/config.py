@@ -8,12 +8,10 @@ from itertools import product
 from pathlib import Path
 from typing import Literal
 
-import timm
-
 from visionattn.cli.parsing import check_free
-from visionattn.lab.cases import FORMS
-from visionattn.lab.networks import is_ours
+from visionattn.lab.networks import has_forms
 from visionattn.lab.profile.cells import PASSES, PRECISIONS, Cell
+from visionattn.ops.attentions import FORM_CHOICES
 
 DEFAULT_SIZES_PX = (1024, 1280, 1536, 1792)
 FILES = {"csv": "memory.csv", "plot": "memory.png", "table": "memory.md"}
@@ -127,12 +125,6 @@ class ProfileConfig:
         return found
 
 
-def has_forms(model: str) -> bool:
-    """Whether forms are for this model: one of ours, whose attention is there."""
-    base, *options = model.split("+")
-    return timm.is_model(base) and is_ours(base) and "identity" not in options
-
-
 def check(config: ProfileConfig) -> None:
     """Check what needs no model.
 
@@ -140,7 +132,7 @@ def check(config: ProfileConfig) -> None:
         ValueError: a value that is none of those it may be, options that contradict each other or
             do nothing, a file in the way.
     """
-    allowed = {"passes": PASSES, "precision": tuple(PRECISIONS), "form": FORMS}
+    allowed = {"passes": PASSES, "precision": tuple(PRECISIONS), "form": FORM_CHOICES}
     for name, wanted in allowed.items():
         for value in getattr(config, name):
             if value not in wanted:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from visionattn.cli.tables import Record, line
+from visionattn.lab.networks import has_forms
 from visionattn.lab.profile.cells import Cell
-from visionattn.lab.profile.config import has_forms
 from visionattn.lab.profile.process import Bytes
 
 COLUMNS = (

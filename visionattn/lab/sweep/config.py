@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Literal
 
 from visionattn.cli.parsing import parse
+from visionattn.ops.attentions import ATTENTIONS, FormChoice
 from visionattn.training.config import TrainConfig, check
 
-AttentionName = Literal["taylorshift", "kernelized", "softmax"]
-FormName = Literal["auto", "direct", "efficient"]
+AttentionName = Literal[tuple(ATTENTIONS)]  # type: ignore[valid-type]  # as the parser reads it
 VARIED = {
     "model.args.num_heads": "heads",
     "model.args.attention": "attention",
@@ -41,9 +41,9 @@ class SweepConfig:
     """Head counts, e.g. ``4 8 16``; each must divide the width."""
     attention: list[AttentionName] | None = None
     """Attentions, in an otherwise equal network; None: that of the training alone."""
-    form: list[FormName] | None = None
+    form: list[FormChoice] | None = None
     """Forms of the attentions that have forms; None: direct and efficient."""
-    train_form: FormName | None = None
+    train_form: FormChoice | None = None
     """Train this form alone and count its accuracy for all forms, which compute the same function;
     None: each form is trained.
     """

@@ -14,20 +14,13 @@ from torch import nn
 from visionattn.data.splits import build_splits
 from visionattn.lab.measure import count_flops
 from visionattn.lab.sweep.config import SweepConfig
+from visionattn.layers.attention import idle_options
 from visionattn.models.backbone import VisionAttnTransformer
 from visionattn.models.taylorshift_vit import PUBLISHED
 from visionattn.models.weights import DataSpec
+from visionattn.ops.attentions import ATTENTIONS, FORMS
 from visionattn.training.build import build_model, check_img_size
 from visionattn.training.config import ModelConfig, TrainConfig
-
-IDLE = {
-    "taylorshift": (),
-    "kernelized": ("temperature_init",),
-    "softmax": ("temperature_init", "normalization"),
-}
-"""Arguments of a model that have nothing to act on in an attention."""
-FORMED = ("taylorshift", "kernelized")
-"""Attentions that have forms."""
 
 
 @dataclass(frozen=True)
@@ -165,14 +158,15 @@ def make_grid(config: SweepConfig, own: str | None, model_name: str, sizes: list
             f"{model_name}"
         )
     attentions = config.attention or [own or model_name]
-    if not set(attentions) & set(FORMED) and (config.form or config.train_form):
+    formed = [name for name in attentions if name in ATTENTIONS and ATTENTIONS[name].forms]
+    if not formed and (config.form or config.train_form):
         raise ValueError(
             f"--form and --train_form do nothing here: {' and '.join(attentions)} attention has "
             f"no forms"
         )
     networks = []
     for size, attention, heads in product(sizes, attentions, config.heads):
-        forms = (config.form or ["direct", "efficient"]) if attention in FORMED else [None]
+        forms = (config.form or FORMS) if attention in formed else [None]
         networks += [Network(attention, heads, form, size) for form in forms]
     return Grid(tuple(networks), tuple(config.seeds), config.train_form)
 
@@ -222,7 +216,8 @@ def model_of(base: ModelConfig, own: str | None, network: Network) -> ModelConfi
         "taylorshift_vit_pixel"
     )
     args = (PUBLISHED if published else {}) | args | {"attention": network.attention} | form
-    kept = {key: value for key, value in args.items() if key not in IDLE[network.attention]}
+    idle = idle_options(ATTENTIONS[network.attention])
+    kept = {key: value for key, value in args.items() if key not in idle}
     return replace(
         base, name=re.sub(r"^taylorshift(_abs)?_vit", "scaleformer_vit", base.name), args=kept
     )

@@ -1,0 +1,69 @@
+"""The table of attentions says what the operations and their definitions can do, and is the only
+list of them.
+"""
+
+import ast
+from inspect import signature
+from pathlib import Path
+
+import pytest
+import torch
+
+from visionattn import ops
+from visionattn.ops import choice, reference
+from visionattn.ops.attentions import ATTENTIONS, FORMS, check_form, get_attention
+
+PACKAGE = Path(ops.__file__).parents[1]
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_a_row_says_what_the_operation_takes(name):
+    kind, takes = ATTENTIONS[name], signature(ATTENTIONS[name].function).parameters
+    assert kind.function.__name__ == f"{kind.name}_attention" and kind.name == name
+    for option in ("causal", "temperature", "feature_map", "impl"):
+        assert getattr(kind, option) == (option in takes), option
+    assert bool(kind.forms) == ("form" in takes) and set(kind.forms) <= set(FORMS)
+    assert {"relative", "key_mask", "value_drop"} <= set(takes)
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_every_attention_has_a_definition_of_all_that_it_takes(name):
+    takes = signature(getattr(reference, f"{name}_attention")).parameters
+    for option in ("causal", "temperature", "feature_map"):
+        assert getattr(ATTENTIONS[name], option) <= (option in takes), option
+
+
+def test_every_form_of_an_operation_has_a_cost():
+    assert choice.OPERATIONS == ("taylorshift", "kernelized", "kernelized causal")
+    for operation in choice.OPERATIONS:
+        for form in FORMS:
+            assert choice.predicted_seconds(operation, form, 77, 77, 16, 24) > 0
+
+
+@pytest.mark.parametrize("name", [name for name, kind in ATTENTIONS.items() if kind.states])
+def test_an_attention_with_states_is_a_kind_of_them(name):
+    k = torch.ones(1, 1, 3, 4)
+    assert ops.attend(k, ops.summarize(k, k, name)).values.shape == k.shape
+
+
+def test_a_name_that_is_none_is_refused_in_one_line():
+    with pytest.raises(ValueError, match="^attention 'linear': wanted one of taylorshift, "):
+        get_attention("linear")
+    with pytest.raises(ValueError, match="^form 'linear': wanted one of auto, direct, efficient$"):
+        check_form("linear")
+
+
+def names_listed(path):
+    """Lines of tuples, lists and sets of two names of attentions or more, and nothing else."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Tuple | ast.List | ast.Set):
+            values = {getattr(element, "value", element) for element in node.elts}
+            if len(values) > 1 and values <= set(ATTENTIONS):
+                yield node.lineno
+
+
+def test_no_other_file_of_the_package_lists_the_attentions():
+    lists = {
+        str(path.relative_to(PACKAGE)): list(names_listed(path)) for path in PACKAGE.rglob("*.py")
+    }
+    assert {name: lines for name, lines in lists.items() if lines} == {}
