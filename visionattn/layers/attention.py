@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from visionattn.layers.position import RelativeTables
 from visionattn.layout import TokenLayout
 from visionattn.ops.attentions import ATTENTIONS, AttentionKind, check_form, get_attention
+from visionattn.ops.feature_maps import make_feature_map
 
 
 @register_notrace_module
@@ -27,6 +28,12 @@ class Attention(nn.Module):
         horizon: R of the relative position, in patches; None: 3.
         normalization: "mean" or "sum"; None: "mean". Softmax has none.
         temperature_init: TaylorShift's tau at the start, for every head; None: 4.
+        feature_map: of kernelized attention: "elu1", "relu", "softmax" (Shen: over features for
+            queries, over positions for keys) or "random" (FAVOR+, ``RandomFeatures``: its rows are
+            drawn when the layer is made, from torch's generator, and saved with the weights;
+            ``layer.feature_map.redraw()`` draws others); None: "elu1". The query side of relative
+            position is elu1 with each of them. GPU kernels know "elu1" and "relu".
+        random_features: how many features "random" has; None: as many as the head is wide.
         form: "efficient" (linear), "direct" (quadratic), or "auto" for the faster one; they compute
             the same. Softmax has none.
         qkv_bias, proj_bias: biases of the two projections.
@@ -54,6 +61,8 @@ class Attention(nn.Module):
         horizon: int | None = None,
         normalization: str | None = None,
         temperature_init: float | None = None,
+        feature_map: str | None = None,
+        random_features: int | None = None,
         form: str = "auto",
         qkv_bias: bool = False,
         qk_norm: bool = False,
@@ -76,18 +85,24 @@ class Attention(nn.Module):
         if normalization not in (None, "mean", "sum"):
             raise ValueError(f"normalization {normalization!r}: wanted mean or sum")
         check_form(form)
+        self.head_dim = dim // num_heads
+        self.feature_map = (
+            make_feature_map(feature_map or "elu1", self.head_dim, random_features, **dd)
+            if kind.feature_map
+            else None
+        )
         _refuse_idle(
-            kind,
-            relative,
+            idle_options(kind, relative, feature_map),
             horizon=horizon,
             normalization=normalization,
             temperature_init=temperature_init,
+            feature_map=feature_map,
+            random_features=random_features,
             form=None if form == "auto" else form,
         )
         self.attention, self.form = attention, form
         self.kind, self.operation = kind, kind.function
         self.num_heads = num_heads
-        self.head_dim = dim // num_heads
         self.scale = self.head_dim**-0.5
         self.fused_attn = True
         self.native_layout: TokenLayout | None = None
@@ -136,6 +151,8 @@ class Attention(nn.Module):
             options["causal"] = is_causal
         if self.kind.temperature:
             options["temperature"] = self.temperature
+        if self.kind.feature_map:
+            options["feature_map"] = self.feature_map
         return options
 
     def forward(
@@ -189,16 +206,23 @@ class Attention(nn.Module):
         return self.proj_drop(self.proj(out))
 
 
-def idle_options(kind: AttentionKind, relative: str | None = None) -> dict[str, str]:
-    """Options of ``Attention`` that have nothing to act on beside these two, each with the reason.
+def idle_options(
+    kind: AttentionKind, relative: str | None = None, feature_map: str | None = None
+) -> dict[str, str]:
+    """Options of ``Attention`` that have nothing to act on beside these, each with the reason.
 
     Args:
         kind: the attention.
         relative: "joint", "axial", "flat" or "none"; None: what is idle with any of them.
+        feature_map: the one that was asked for.
     """
     idle, of = {}, f"attention={kind.name!r}"
     if not kind.temperature:
         idle["temperature_init"] = f"{of} has no temperature"
+    if feature_map != "random":
+        idle["random_features"] = 'they are of feature_map="random"'
+    if not kind.feature_map:
+        idle |= dict.fromkeys(("feature_map", "random_features"), f"{of} has no feature map")
     if not kind.forms:
         idle["form"] = f"{of} has no forms"
     if kind.signed:
@@ -208,9 +232,9 @@ def idle_options(kind: AttentionKind, relative: str | None = None) -> dict[str, 
     return idle
 
 
-def _refuse_idle(kind: AttentionKind, relative: str, **options) -> None:
+def _refuse_idle(idle: dict[str, str], **options) -> None:
     """Raise ValueError for an option that was given and has nothing to act on."""
-    for name, reason in idle_options(kind, relative).items():
+    for name, reason in idle.items():
         if options[name] is not None:
             raise ValueError(f"{name}={options[name]!r} would do nothing: {reason}")
 

@@ -109,6 +109,13 @@ class VisionAttnTransformer(VisionTransformer):
             ``visionattn.ops.position.kinds``.
         pos_embed: "none", or "learn" for absolute position, resampled to other grids.
         temperature_init: TaylorShift's tau at the start, 4 unless given.
+        feature_map: of kernelized attention: "elu1" (unless given), "relu", "softmax" (Shen's
+            efficient attention) or "random" (FAVOR+), whose rows each block draws for itself when
+            the model is made, from torch's generator, and saves with the weights;
+            ``block.attn.feature_map.redraw()`` draws others. Random features estimate the weights
+            of a softmax, worse the larger q and k are; ``qk_norm`` bounds those.
+        random_features: how many features of a head "random" has, as many as it is wide unless
+            given.
         form: of every attention: "efficient" (linear), "direct" (quadratic), or "auto" for the
             faster one at each size.
         global_pool: as in timm; "max" by default, which found small things on large images where
@@ -142,6 +149,8 @@ class VisionAttnTransformer(VisionTransformer):
         horizon: int | None = None,
         normalization: str | None = None,
         temperature_init: float | None = None,
+        feature_map: str | None = None,
+        random_features: int | None = None,
         form: str = "auto",
         pos_embed: str = "none",
         dynamic_img_size: bool = True,
@@ -176,6 +185,8 @@ class VisionAttnTransformer(VisionTransformer):
             horizon=horizon,
             normalization=normalization,
             temperature_init=temperature_init,
+            feature_map=feature_map,
+            random_features=random_features,
             form=form,
         )
         super().__init__(

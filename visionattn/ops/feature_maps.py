@@ -96,6 +96,7 @@ class RandomFeatures(nn.Module):
         d: width of queries and keys.
         num_features: m.
         generator: of the draw; None: torch's own.
+        device, dtype: of the rows; None: torch's default device, and float32.
 
     Raises:
         ValueError: a size that is not a positive whole number.
@@ -104,19 +105,35 @@ class RandomFeatures(nn.Module):
     2.4.
     """
 
-    def __init__(self, d: int, num_features: int, generator: torch.Generator | None = None):
+    def __init__(
+        self,
+        d: int,
+        num_features: int,
+        generator: torch.Generator | None = None,
+        *,
+        device=None,
+        dtype=None,
+    ):
         super().__init__()
         if not all(isinstance(size, Integral) and size >= 1 for size in (d, num_features)):
             raise ValueError(
                 f"RandomFeatures: wanted whole d and num_features of 1 or more, got {d} and "
                 f"{num_features}"
             )
-        self.register_buffer("projection", orthogonal_rows(d, num_features, generator).float())
+        rows = torch.empty(num_features, d, device=device, dtype=dtype or torch.float32)
+        self.register_buffer("projection", rows)
+        self.redraw(generator)
 
+    @torch.no_grad()
     def redraw(self, generator: torch.Generator | None = None) -> None:
-        """Draw other rows in place of the present ones."""
+        """Draw other rows in place of the present ones; nothing is drawn on the meta device."""
         num_features, d = self.projection.shape
-        self.projection.copy_(orthogonal_rows(d, num_features, generator))
+        if not self.projection.is_meta:
+            self.projection.copy_(orthogonal_rows(d, num_features, generator))
+
+    def reset_parameters(self) -> None:
+        """Draw the rows anew, as modules that were made on the meta device do for their start."""
+        self.redraw()
 
     def query(self, x: Tensor) -> Tensor:
         """Features ``[B, h, N, m]`` of ``x [B, h, N, d]``, float32 (float64 for float64 x).
@@ -134,6 +151,11 @@ class RandomFeatures(nn.Module):
         return exponent.exp() * num_features**-0.5
 
     key = query
+
+    def extra_repr(self) -> str:
+        """The sizes, for printing."""
+        num_features, d = self.projection.shape
+        return f"d={d}, num_features={num_features}"
 
 
 def orthogonal_rows(d: int, rows: int, generator: torch.Generator | None = None) -> Tensor:
@@ -153,6 +175,35 @@ def orthogonal_rows(d: int, rows: int, generator: torch.Generator | None = None)
 
 
 FEATURE_MAPS = {"elu1": Elu1, "relu": Relu, "softmax": PositionSoftmax}
+"""The maps that operations know by name. Layers and models take these names and "random"."""
+IN_OPERATORS = ("elu1", "relu")
+"""Maps that operators and GPU kernels apply by themselves; features of others are made beforehand,
+by eager operations.
+"""
+
+
+def make_feature_map(
+    name: str, d: int, num_features: int | None = None, *, device=None, dtype=None
+) -> "str | RandomFeatures":
+    """The map of a layer as ``kernelized_attention`` takes it: its name, or a ``RandomFeatures``.
+
+    Args:
+        name: of ``FEATURE_MAPS``, or "random".
+        d: width of queries and keys.
+        num_features: of "random"; None: d.
+        device, dtype: of the rows of "random".
+
+    Raises:
+        ValueError: no map of that name, or a number of features that is none.
+    """
+    if name == "random":
+        return RandomFeatures(
+            d, d if num_features is None else num_features, device=device, dtype=dtype
+        )
+    if name not in FEATURE_MAPS:
+        known = ", ".join((*FEATURE_MAPS, "random"))
+        raise ValueError(f"feature_map {name!r}: wanted one of {known}")
+    return name
 
 
 def get_feature_map(feature_map: str | FeatureMap) -> FeatureMap:
@@ -180,8 +231,8 @@ def is_per_token(feature_map: FeatureMap) -> bool:
 
 
 def map_name(feature_map: FeatureMap) -> str:
-    """What ``kernel_sums`` calls the map: "elu1" or "relu", which it applies itself, or "given"."""
-    return "elu1" if feature_map is Elu1 else "relu" if feature_map is Relu else "given"
+    """What operators call the map: its name if it is ``IN_OPERATORS``, else "given"."""
+    return next((name for name in IN_OPERATORS if FEATURE_MAPS[name] is feature_map), "given")
 
 
 def query_features(feature_map: FeatureMap, q: Tensor, width: int | None = None) -> Tensor:

@@ -216,7 +216,7 @@ def model_of(base: ModelConfig, own: str | None, network: Network) -> ModelConfi
         "taylorshift_vit_pixel"
     )
     args = (PUBLISHED if published else {}) | args | {"attention": network.attention} | form
-    idle = idle_options(ATTENTIONS[network.attention])
+    idle = idle_options(ATTENTIONS[network.attention], feature_map=args.get("feature_map"))
     kept = {key: value for key, value in args.items() if key not in idle}
     return replace(
         base, name=re.sub(r"^taylorshift(_abs)?_vit", "scaleformer_vit", base.name), args=kept

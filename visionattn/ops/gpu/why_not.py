@@ -13,6 +13,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from visionattn.ops.feature_maps import IN_OPERATORS
 from visionattn.ops.gpu.launch import capability
 from visionattn.ops.position.kernels import place as joint_place
 from visionattn.ops.position.kinds import Joint, RelativePosition
@@ -178,8 +179,11 @@ def _why_not_options(
         return None
     if form == "direct":
         return 'form="direct" of kernelized attention has no kernel; "efficient" and "auto" have'
-    if feature_map not in ("elu1", "relu"):
-        return 'the kernels know the feature maps "elu1" and "relu"'
+    if feature_map not in IN_OPERATORS:
+        return (
+            'the kernels know the feature maps "elu1" and "relu"; "softmax", random features and '
+            "maps of your own have none"
+        )
     if causal and q.shape[2] != k.shape[2]:
         return (
             f"causal with {q.shape[2]} queries and {k.shape[2]} keys has no kernel; equal "

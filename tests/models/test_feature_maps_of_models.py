@@ -1,0 +1,263 @@
+"""Feature maps as an argument of models: each means what its formula says, and goes wherever
+weights and arguments go.
+"""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from timm.models import create_model
+
+from visionattn.lab.measure import count_flops
+from visionattn.lab.sweep.grid import Network, model_of
+from visionattn.layers import Attention
+from visionattn.layout import Grid, TokenLayout
+from visionattn.models.convert import checkpoint_filter_fn
+from visionattn.models.weights import DataSpec, load_model, save_model
+from visionattn.ops import RandomFeatures, reference
+from visionattn.training.build import build_model
+from visionattn.training.config import ModelConfig
+
+MAPS = ("elu1", "relu", "softmax", "random")
+SMALL = dict(embed_dim=24, depth=2, num_heads=3, num_classes=7, img_size=64)
+SPEC = DataSpec(3, 7, (), (0.5,) * 3, (0.2,) * 3, None, 64)
+
+
+def make(feature_map, seed=0, **options):
+    """A small model whose attention depends on q and k, as a trained one's does."""
+    torch.manual_seed(seed)
+    model = create_model("scaleformer_vit_t", feature_map=feature_map, **SMALL | options)
+    with torch.no_grad():
+        for block in model.blocks:
+            block.attn.qkv.weight *= 4
+    return model
+
+
+def draw_image(batch=2, height=80, width=48):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(batch, 3, height, width, generator=generator)
+
+
+class ByHand:
+    """The formulas of a feature map, written out."""
+
+    def __init__(self, name, projection):
+        self.name, self.projection = name, projection
+
+    def phi(self, x):
+        if self.name == "elu1":
+            return torch.where(x > 0, x + 1, x.exp())
+        if self.name == "relu":
+            return torch.where(x > 0, x, 0)
+        x = x / x.shape[-1] ** 0.25
+        products = torch.einsum("bhnd,md->bhnm", x, self.projection.to(x))
+        norm = torch.einsum("bhnd,bhnd->bhn", x, x)[..., None]
+        return torch.exp(products - norm / 2) / self.projection.shape[0] ** 0.5
+
+    def query(self, x):
+        if self.name == "softmax":
+            return x.exp() / x.exp().sum(3, keepdim=True)
+        return self.phi(x)
+
+    def key(self, x):
+        if self.name == "softmax":
+            return x.shape[2] * x.exp() / x.exp().sum(2, keepdim=True)
+        return self.phi(x)
+
+
+def defined(layer):
+    """What the layer's operation means, from formulas and a quadratic definition."""
+    by_hand = ByHand(layer_map(layer), getattr(layer.feature_map, "projection", None))
+
+    def call(q, k, v, *, feature_map, form, value_drop, **options):
+        assert value_drop == 0
+        return reference.kernelized_attention(q, k, v, feature_map=by_hand, **options)
+
+    return call
+
+
+def layer_map(layer):
+    return "random" if isinstance(layer.feature_map, RandomFeatures) else layer.feature_map
+
+
+def run(model, image):
+    """Logits and the gradients of image and parameters."""
+    image = image.clone().requires_grad_()
+    out = model(image)
+    wanted = {"image": image} | dict(model.named_parameters())
+    weight = torch.linspace(-1, 1, out.numel()).to(out).view_as(out)
+    gradients = torch.autograd.grad((out * weight).sum(), tuple(wanted.values()))
+    return {"out": out.detach()} | dict(zip(wanted, gradients, strict=True))
+
+
+@pytest.mark.parametrize("form", ["direct", "efficient"])
+@pytest.mark.parametrize("relative", ["joint", "axial", "flat", "none"])
+@pytest.mark.parametrize("name", MAPS)
+def test_a_model_computes_the_formulas_of_its_map(name, relative, form):
+    more = {"random_features": 11} if name == "random" else {}
+    model = make(name, relative=relative, form=form, **more).double()
+    definition = copy.deepcopy(model)
+    for block in definition.blocks:
+        block.attn.operation = defined(block.attn)
+    image = draw_image().double()
+    actual, wanted = run(model, image), run(definition, image)
+    for key, value in wanted.items():
+        torch.testing.assert_close(actual[key], value, rtol=1e-9, atol=1e-11, msg=key)
+
+
+def test_maps_differ_and_none_is_elu1():
+    outs = [make(name).eval()(draw_image()) for name in (*MAPS, None)]
+    assert torch.equal(outs[0], outs[4])
+    for i in range(4):
+        for j in range(i):
+            assert not torch.allclose(outs[i], outs[j], rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", MAPS)
+def test_a_masked_patch_plays_no_part(name):
+    model = make(name, class_token=False, relative="none").double().eval()
+    tokens = torch.randn(1, 15, 24, dtype=torch.float64)
+    other = tokens.clone()
+    other[:, 7] += 5
+    mask = torch.ones(1, 15, dtype=torch.bool)
+    mask[0, 7] = False
+    attn, present = model.blocks[0].attn, mask[0]
+    first, second = (attn(x, TokenLayout(0, Grid(3, 5)), attn_mask=mask) for x in (tokens, other))
+    torch.testing.assert_close(first[:, present], second[:, present], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (dict(feature_map="elu"), "feature_map 'elu': wanted one of elu1, relu, softmax, random"),
+        (
+            dict(attention="taylorshift", feature_map="relu"),
+            "'relu' would do nothing: .*no feature",
+        ),
+        (dict(attention="softmax", feature_map="elu1"), "would do nothing: .*has no feature map"),
+        (dict(random_features=5), 'random_features=5 would do nothing: .*feature_map="random"'),
+        (dict(attention="softmax", random_features=5), "would do nothing"),
+        (dict(feature_map="random", random_features=0), "num_features of 1 or more, got 8 and 0"),
+    ],
+)
+def test_a_map_that_is_none_or_acts_on_nothing_is_refused_in_one_line(options, words):
+    with pytest.raises(ValueError, match=words) as caught:
+        create_model("scaleformer_vit_t", **SMALL, **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_maps_that_have_no_causal_form_say_so():
+    x = torch.randn(2, 7, 24)
+    with pytest.raises(ValueError, match="causal: keys of a feature_map such as"):
+        Attention(24, 3, feature_map="softmax", relative="none")(x, is_causal=True)
+    out = Attention(24, 3, feature_map="random", relative="flat")
+    assert out(x, TokenLayout(1, Grid(2, 3)), is_causal=True).shape == x.shape
+
+
+def test_random_features_follow_the_seed_and_are_the_blocks_own():
+    first, again, other = make("random"), make("random"), make("random", seed=1)
+    rows = [model.blocks[0].attn.feature_map.projection for model in (first, again, other)]
+    assert rows[0].shape == (8, 8) and torch.equal(rows[0], rows[1])
+    assert not torch.equal(rows[0], rows[2])
+    assert not torch.equal(rows[0], first.blocks[1].attn.feature_map.projection)
+    assert make("random", random_features=21).blocks[0].attn.feature_map.projection.shape == (21, 8)
+    image = draw_image()
+    before = first(image)
+    first.blocks[0].attn.feature_map.redraw(torch.Generator().manual_seed(5))
+    assert not torch.allclose(first(image), before)
+
+
+def test_random_features_travel_with_the_weights(tmp_path):
+    model, image = make("random", random_features=21).eval(), draw_image()
+    out = model(image)
+    args = SMALL | dict(feature_map="random", random_features=21)
+    del args["num_classes"]
+    save_model(tmp_path / "model.safetensors", model, "scaleformer_vit_t", args, SPEC)
+    state = torch.get_rng_state()
+    loaded = load_model(tmp_path / "model.safetensors")
+    assert torch.equal(loaded(image), out) and torch.equal(torch.get_rng_state(), state)
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(copied(image), out)
+    other = make("random", seed=3, random_features=21).eval()
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(other(image), out)
+
+
+def test_weights_of_a_plain_vit_leave_random_features_as_they_are():
+    vit, model = create_model("vit_tiny_patch16_224", **SMALL), make("random")
+    rows = model.blocks[1].attn.feature_map.projection.clone()
+    model.load_state_dict(checkpoint_filter_fn(vit.state_dict(), model))
+    assert torch.equal(model.blocks[1].attn.feature_map.projection, rows)
+
+
+def test_a_model_on_the_meta_device_draws_nothing_until_it_is_reset():
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    with torch.device("meta"):
+        features = RandomFeatures(8, 21)
+        model = create_model("scaleformer_vit_t", **SMALL, feature_map="random")
+    assert features.projection.is_meta and all(x.is_meta for x in model.state_dict().values())
+    assert torch.equal(torch.get_rng_state(), state)
+    features.to_empty(device="cpu").reset_parameters()
+    torch.manual_seed(0)
+    assert torch.equal(features.projection, RandomFeatures(8, 21).projection)
+    assert all(x.is_meta for x in copy.deepcopy(make("random")).to("meta").state_dict().values())
+    assert count_flops(make("random"), 64, 64) > 0
+
+
+@pytest.mark.parametrize("name", MAPS)
+def test_checkpointing_changes_no_gradient(name):
+    model, image = make(name).double(), draw_image().double()
+    wanted = run(model, image)
+    model.set_grad_checkpointing()
+    for key, value in run(model, image).items():
+        torch.testing.assert_close(value, wanted[key], rtol=1e-12, atol=1e-14, msg=key)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", MAPS)
+def test_half_precision_stays_close_to_float64(name, dtype):
+    model, image = make(name).eval(), draw_image()
+    low = copy.deepcopy(model).to(dtype)
+    wanted = copy.deepcopy(low).double()(image.to(dtype).double())
+    out = low(image.to(dtype))
+    assert out.dtype == dtype
+    assert (out.double() - wanted).norm() <= 16 * torch.finfo(dtype).eps * wanted.norm()
+    with torch.autocast("cpu", dtype=dtype):
+        mixed = model(image)
+    exact = copy.deepcopy(model).double()(image.double())
+    assert (mixed.double() - exact).norm() <= 16 * torch.finfo(dtype).eps * exact.norm()
+
+
+@pytest.mark.parametrize("name", MAPS[1:])
+def test_one_graph_and_one_export_serve_all_sizes(name):
+    model, sizes = make(name).eval(), [draw_image(), draw_image(3, 64, 96)]
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
+    sides = {i: 16 * torch.export.Dim(side, min=2, max=64) for i, side in ((2, "h"), (3, "w"))}
+    shapes = {"x": {0: torch.export.Dim("b", min=1, max=8)} | sides}
+    exported = torch.export.export(model, (sizes[0],), dynamic_shapes=shapes).module()
+    with torch.no_grad():
+        for image in sizes:
+            for other in (compiled, exported):
+                torch.testing.assert_close(other(image), model(image), rtol=1e-5, atol=1e-6)
+
+
+def test_a_training_takes_the_map_among_the_arguments_of_its_model():
+    args = dict(embed_dim=24, depth=1, num_heads=3, feature_map="random", random_features=5)
+    model, kept = build_model(ModelConfig("scaleformer_vit_t", args), SPEC)
+    assert model.blocks[0].attn.feature_map.projection.shape == (5, 8)
+    assert kept == args | {"img_size": 64}
+    with pytest.raises(ValueError, match="feature_map 'favor': wanted one of elu1"):
+        build_model(ModelConfig("scaleformer_vit_t", args | {"feature_map": "favor"}), SPEC)
+
+
+def test_a_sweep_leaves_the_map_out_of_attentions_that_have_none():
+    base = ModelConfig("scaleformer_vit_t", dict(feature_map="random", random_features=5))
+    kept = {
+        attention: model_of(base, "kernelized", Network(attention, 3, None, 64)).args
+        for attention in ("kernelized", "taylorshift", "softmax")
+    }
+    assert kept["kernelized"] == base.args | {"num_heads": 3}
+    for attention in ("taylorshift", "softmax"):
+        assert kept[attention] == {"num_heads": 3, "attention": attention}
