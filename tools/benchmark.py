@@ -13,7 +13,7 @@ wrong or failed; 130 for Ctrl-C.
 import sys
 from collections.abc import Sequence
 
-from visionattn.cli.parsing import run_tool
+from visionattn.cli.ends import run_tool
 from visionattn.lab.benchmark import benchmark
 
 

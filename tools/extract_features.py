@@ -10,7 +10,7 @@ process that reads images ended; 130 for Ctrl-C.
 import sys
 from collections.abc import Sequence
 
-from visionattn.cli.parsing import run_tool
+from visionattn.cli.ends import run_tool
 from visionattn.inference.features import Extraction, ExtractOptions
 from visionattn.inference.options import parse_options
 

@@ -10,7 +10,7 @@ Ctrl-C.
 import sys
 from collections.abc import Sequence
 
-from visionattn.cli.parsing import run_tool
+from visionattn.cli.ends import run_tool
 from visionattn.inference.options import parse_options
 from visionattn.inference.predict import PredictOptions, Predictor
 

@@ -11,7 +11,7 @@ than memory; 130 for Ctrl-C.
 import sys
 from collections.abc import Sequence
 
-from visionattn.cli.parsing import run_tool
+from visionattn.cli.ends import run_tool
 from visionattn.lab.profile.run import profile
 
 

@@ -9,7 +9,7 @@ otherwise. Exit codes: 0; 2 for bad input.
 import sys
 from collections.abc import Sequence
 
-from visionattn.cli.parsing import run_tool
+from visionattn.cli.ends import run_tool
 from visionattn.lab.report.page import report
 
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from visionattn.cli.parsing import run_tool
+from visionattn.cli.ends import run_tool
 from visionattn.lab.sweep.run import sweep
 
 TRAIN = (sys.executable, str(Path(__file__).resolve().parent / "train.py"))

@@ -12,8 +12,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from visionattn.cli.ends import Stopped
-from visionattn.cli.parsing import config_files, parse, run_tool
+from visionattn.cli.ends import Stopped, run_tool
+from visionattn.cli.parsing import config_files, parse
 from visionattn.training.config import TrainConfig
 from visionattn.training.distributed import joined
 from visionattn.training.engine import train

@@ -9,7 +9,7 @@ codes: 0; 2 for bad input.
 import sys
 from collections.abc import Sequence
 
-from visionattn.cli.parsing import run_tool
+from visionattn.cli.ends import run_tool
 from visionattn.training.validate import COLUMNS, Validation, align, parse_validate
 
 

@@ -241,7 +241,7 @@ BAD = [
     (["--probe", "--images", "images/0.png"], "probe needs one folder of class folders"),
     (["--probe"], "has no class folders"),
     (["--output", "full"], "full holds other things (notes.txt)"),
-    (["--output", "full/notes.txt"], "full/notes.txt cannot be written"),
+    (["--output", "full/notes.txt"], "full/notes.txt is a file, so"),
     (["--output", "foreign"], "is no file of features of this visionattn"),
     (["--outputs", "x"], "unknown option --outputs; the nearest is --output"),
 ]

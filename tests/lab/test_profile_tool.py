@@ -344,7 +344,7 @@ BAD = [
     (["--models"], "--models needs a value"),
     (["--csv", "kept.csv"], "kept.csv exists; --overwrite replaces it"),
     (["--output", "kept"], "memory.csv exists; --overwrite replaces it"),
-    (["--output", "kept.csv"], "kept.csv is no folder"),
+    (["--output", "kept.csv"], "kept.csv is a file"),
     (["--output", "new", "--csv", "new.csv"], "leave out csv and plot, or output"),
     (["--csv", "new", "--plot", "new"], "one file for several things: csv new, plot new"),
     (["--plot", "nowhere/new.png"], "no folder"),

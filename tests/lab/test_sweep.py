@@ -15,8 +15,7 @@ import pytest
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from visionattn.cli.ends import Failed
-from visionattn.cli.parsing import run_tool
+from visionattn.cli.ends import Failed, run_tool
 from visionattn.lab.sweep.config import EXAMPLE, parse_sweep
 from visionattn.lab.sweep.folder import LOCK, SweepFolder
 from visionattn.lab.sweep.run import sweep

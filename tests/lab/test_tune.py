@@ -335,7 +335,7 @@ def test_rows_that_no_operation_takes_and_tables_that_are_read_only_are_told(
     assert records == [] and lines[-1].endswith("1 not reached")
     with pytest.raises(ValueError, match="fits none of"):
         tune.check_rows("no such kernel")
-    monkeypatch.setattr(tune.os, "access", lambda path, mode: False)
+    monkeypatch.setattr("os.access", lambda path, mode: False)
     with pytest.raises(ValueError, match="launches.json cannot be written"):
         tune.check_rows(None)
 

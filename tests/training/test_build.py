@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tests.helpers.small_runs import MODEL, SPEC, quadrants, small_config
-from visionattn.cli.parsing import run_tool
+from visionattn.cli.ends import run_tool
 from visionattn.lab.measure import bytes_kept
 from visionattn.models.backbone import VisionAttnTransformer
 from visionattn.training import engine

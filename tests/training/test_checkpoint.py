@@ -18,10 +18,10 @@ from safetensors.torch import save_file
 
 import visionattn
 from tests.helpers.small_runs import MODEL, SPEC, small_config, small_trainer
-from visionattn.cli.parsing import run_tool
-from visionattn.models import weights
+from visionattn.cli import files
+from visionattn.cli.ends import run_tool
+from visionattn.cli.files import write_text
 from visionattn.models.weights import DataSpec, load_model, read_pickle, read_state_dict, save_model
-from visionattn.training import checkpoint
 from visionattn.training.checkpoint import (
     place_weights,
     random_state,
@@ -30,7 +30,6 @@ from visionattn.training.checkpoint import (
     save_state,
     shorten,
 )
-from visionattn.training.record import write_text
 
 PLAIN = {"img_size": 16, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2}
 
@@ -82,8 +81,7 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one_and_no_other(tmp_path,
     def full_disk(path):
         raise OSError("no space left")
 
-    for module in (weights, checkpoint):
-        monkeypatch.setattr(module, "flush_to_disk", full_disk)
+    monkeypatch.setattr(files, "flush_to_disk", full_disk)
     with pytest.raises(OSError, match="no space"):
         save_model(path, small_model(), "scaleformer_vit_t", MODEL, SPEC)
     with pytest.raises(OSError, match="no space"):

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from visionattn.cli.parsing import field_types, nearest, parse, run_tool
+from visionattn.cli.ends import run_tool
+from visionattn.cli.parsing import field_types, nearest, parse
 from visionattn.data.config import DataConfig
 from visionattn.training.config import OptimConfig, TrainConfig, check
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from tests.helpers.several_processes import run_processes
 from tests.helpers.small_runs import MODEL, SPEC, quadrants
-from visionattn.cli.parsing import run_tool
+from visionattn.cli.ends import run_tool
 from visionattn.data.splits import SampleKey
 from visionattn.training.build import build_model
 from visionattn.training.config import ModelConfig

@@ -17,8 +17,7 @@ import torch
 from torch.distributed import TCPStore
 
 from tests.helpers.several_processes import run_processes
-from visionattn.cli.ends import Interrupted, NonFinite, OutOfMemory
-from visionattn.cli.parsing import run_tool
+from visionattn.cli.ends import Interrupted, NonFinite, OutOfMemory, run_tool
 from visionattn.data.batches import share
 from visionattn.training import distributed as joining
 from visionattn.training import watchdog

@@ -17,7 +17,7 @@ import torch
 
 from tests.helpers.several_processes import Ended, run_processes
 from tests.helpers.small_runs import Quadrants, quadrants, small_config
-from visionattn.cli.parsing import run_tool
+from visionattn.cli.ends import run_tool
 from visionattn.data.batches import Unreadable
 from visionattn.data.streams import Shards, StreamTrainBatches
 from visionattn.models.weights import load_model

@@ -26,7 +26,7 @@ from tests.helpers.resumed_runs import (
     stop_after,
 )
 from tests.helpers.small_runs import Quadrants, lines, quadrants, rows
-from visionattn.cli.parsing import run_tool
+from visionattn.cli.ends import run_tool
 from visionattn.data.batches import SampleKey
 from visionattn.training import engine, learner, progress, trainer
 from visionattn.training import status as status_module

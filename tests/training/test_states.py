@@ -28,10 +28,9 @@ from tests.helpers.resumed_runs import (
     stop_after,
 )
 from tests.helpers.small_runs import quadrants, same
-from visionattn.cli.ends import Stopped
-from visionattn.cli.parsing import run_tool
-from visionattn.models import weights
-from visionattn.training import checkpoint, engine, record, trainer
+from visionattn.cli import files
+from visionattn.cli.ends import Stopped, run_tool
+from visionattn.training import engine, record, trainer
 from visionattn.training.evaluate import Evaluation
 from visionattn.training.status import Status
 
@@ -136,7 +135,7 @@ def fail_to_flush(patch: pytest.MonkeyPatch, victim: str | None, time_of_failure
     """From the given write of one file on, there is no room for it; or, without a name, for any
     file.
     """
-    real, count = weights.flush_to_disk, iter(range(1, 1000))
+    real, count = files.flush_to_disk, iter(range(1, 1000))
 
     def flush(path) -> None:
         if (
@@ -146,7 +145,7 @@ def fail_to_flush(patch: pytest.MonkeyPatch, victim: str | None, time_of_failure
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         real(path)
 
-    for module in (weights, checkpoint, record):
+    for module in (files, record):
         patch.setattr(module, "flush_to_disk", flush)
 
 

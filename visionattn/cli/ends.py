@@ -2,9 +2,11 @@
 memory; a dead process.
 """
 
+import os
 import signal
+import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 import torch
@@ -42,6 +44,10 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(
         word in str(error) for word in words
     )
+
+
+EXIT_CODES = {NonFinite: 1, OutOfMemory: 3, Failed: 4}
+"""Of the ways in which a run can end through no fault of its input."""
 
 
 class Interrupted(Exception):
@@ -96,3 +102,53 @@ class Interruption:
                     raise Interrupted from error
                 raise
             yield item
+
+
+def run_tool(work: Callable[[], None], *, several: bool = False) -> int:
+    """Do a tool's work and turn the ways in which it can end into an exit code and at most one line
+    on standard error.
+
+    Args:
+        work: the tool's.
+        several: the processes that ``torchrun`` has started do it together; other tools refuse to
+            start in several.
+
+    Returns:
+        0; 1 for a loss that is not finite; 2 for bad input, and for files that cannot be read or
+        written; 3 for too little memory; 4 where another process of the run ended; 130 for Ctrl-C.
+    """
+    if not several and os.environ.get("WORLD_SIZE", "1") != "1":
+        if os.environ.get("RANK", "0") == "0":
+            print(
+                "error: this tool runs as one process; start it without torchrun", file=sys.stderr
+            )
+        return 2
+    try:
+        work()
+    except (ValueError, OSError, *EXIT_CODES) as error:
+        print(f"error: {in_one_line(error)}", file=sys.stderr)
+        return exit_code(error)
+    except Stopped as error:
+        print(in_one_line(error), file=sys.stderr)
+        return 130
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def exit_code(error: BaseException) -> int:
+    """The exit code of a tool that an error ends; 1 for one that ``run_tool`` does not know."""
+    if isinstance(error, (Stopped, KeyboardInterrupt)):
+        return 130
+    return 2 if isinstance(error, (ValueError, OSError)) else EXIT_CODES.get(type(error), 1)
+
+
+def in_one_line(error: BaseException) -> str:
+    """An error in one line, a system's with its file; its name where it has no text."""
+    text = str(error).strip()
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        text = f"{error.filename}: {error.strerror}"
+    if "Original Traceback" in text:  # of a loader's process: last comes what the data set said
+        text = text.splitlines()[-1].partition(": ")[2]
+    return " ".join(text.split()) or type(error).__name__

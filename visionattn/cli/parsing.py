@@ -12,75 +12,17 @@ import re
 import shutil
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from visionattn.cli.ends import Failed, NonFinite, OutOfMemory, Stopped
-
 Config = TypeVar("Config")
 
-EXIT_CODES = {NonFinite: 1, OutOfMemory: 3, Failed: 4}
-"""Of the ways in which a run ends that its input is not to blame for."""
 
 OWN_OPTIONS = ("help", "config", "print_config")
 """Options that are no fields of a configuration."""
-
-
-def run_tool(work: Callable[[], None], *, several: bool = False) -> int:
-    """Do a tool's work and turn the ways in which it can end into an exit code and at most one line
-    on standard error.
-
-    Args:
-        work: the tool's.
-        several: the processes that ``torchrun`` has started do it together; other tools refuse to
-            start in several.
-
-    Returns:
-        0; 1 for a loss that is not finite; 2 for bad input, and for files that cannot be read or
-        written; 3 for too little memory; 4 where another process of the run ended; 130 for Ctrl-C.
-    """
-    if not several and os.environ.get("WORLD_SIZE", "1") != "1":
-        if os.environ.get("RANK", "0") == "0":
-            print(
-                "error: this tool runs as one process; start it without torchrun", file=sys.stderr
-            )
-        return 2
-    try:
-        work()
-    except (ValueError, OSError) as error:
-        text = str(error).strip()
-        if isinstance(error, OSError) and error.filename and error.strerror:
-            text = f"{error.filename}: {error.strerror}"
-        if (
-            "Original Traceback" in text
-        ):  # of a loader's process; its last line is what the data set said
-            text = text.splitlines()[-1].partition(": ")[2]
-        print(f"error: {' '.join(text.split())}", file=sys.stderr)
-        return 2
-    except tuple(EXIT_CODES) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return EXIT_CODES[type(error)]
-    except Stopped as error:
-        print(" ".join(str(error).split()), file=sys.stderr)
-        return 130
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    return 0
-
-
-def check_free(path: Path, overwrite: bool) -> None:
-    """Raise ValueError where a file cannot be written, or exists and ``overwrite`` is off."""
-    folder = path.absolute().parent
-    if not folder.is_dir():
-        raise ValueError(f"no folder {folder} for {path.name}")
-    if path.is_dir() or not os.access(folder, os.W_OK):
-        raise ValueError(f"{path} cannot be written")
-    if path.exists() and not overwrite:
-        raise ValueError(f"{path} exists; --overwrite replaces it")
 
 
 def python_command() -> str:

@@ -3,7 +3,6 @@
 Owns what a run writes, how it goes on after it was killed, and what it says.
 """
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any, Literal
 import torch
 
 from visionattn.cli.ends import OutOfMemory, Stopped
+from visionattn.cli.files import check_folder
 from visionattn.cli.progress import Progress
 from visionattn.inference.listing import Digits, Listing, find_images, printable
 from visionattn.inference.opening import Opened, open_model
@@ -281,8 +281,6 @@ def _files(count: int) -> str:
 
 def _check_folder(folder: Path, overwrite: bool) -> None:
     """Raise ValueError where features cannot be written, or would come among other things."""
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise ValueError(f"{folder} cannot be written: {existing} is no folder that takes files")
+    check_folder(folder, "choose another --output")
     if folder.exists() and not overwrite:
         check_ours(folder)

@@ -16,6 +16,7 @@ from timm.layers import to_2tuple
 from timm.models import PretrainedCfg
 from torch import Tensor, nn
 
+from visionattn.cli.files import first_line
 from visionattn.inference.listing import digest_of
 from visionattn.inference.options import NATIVE, InferenceOptions
 from visionattn.models.weights import (
@@ -23,7 +24,6 @@ from visionattn.models.weights import (
     UNBUILDABLE,
     DataSpec,
     existing,
-    first_line,
     is_pickle,
     is_safetensors,
     load_model,

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from visionattn.cli.ends import Failed, is_out_of_memory
+from visionattn.cli.files import first_line
 from visionattn.data.batches import start_worker
 from visionattn.inference.opening import Opened
 from visionattn.inference.reading import ReadImages, Sample
-from visionattn.models.weights import first_line
 from visionattn.training.evaluate import autocast
 
 Compute = Callable[[nn.Module, Tensor], Tensor]

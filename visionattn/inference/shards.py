@@ -19,8 +19,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from visionattn.cli.files import write_whole
 from visionattn.inference.running import Outcome
-from visionattn.models.weights import write_whole
 
 FORMAT = "visionattn.features"
 FORMAT_VERSION = 1

@@ -6,13 +6,13 @@ from pathlib import Path
 import torch
 
 from visionattn.cli.ends import Failed
+from visionattn.cli.files import write_whole
 from visionattn.cli.tables import Record, csv_text, heading, json_text, line, provenance_of, summary
 from visionattn.lab import row_file
 from visionattn.lab.benchmark_options import Options, parse_options
 from visionattn.lab.compare import COLUMNS, Row, cells_of, measure_together, record_of
 from visionattn.lab.gpu.device import Gpu, pick_gpu
 from visionattn.lab.gpu.table import run_gpu
-from visionattn.models.weights import write_whole
 
 Print = Callable[[str], None]
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from visionattn.cli.parsing import check_free
+from visionattn.cli.files import check_free
 from visionattn.lab.benchmark_flags import parse_flags
 from visionattn.lab.cases import Case
 from visionattn.lab.compare import Plan

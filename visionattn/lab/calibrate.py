@@ -23,8 +23,8 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from visionattn.cli.files import write_whole
 from visionattn.cli.provenance import processor_name
-from visionattn.models.weights import write_whole
 from visionattn.ops import attentions, choice
 
 ATTENTIONS = {

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from visionattn.cli.files import write_whole
 from visionattn.cli.tables import Record, csv_text, heading, line, markdown, summary
 from visionattn.lab.cases import Case
 from visionattn.lab.compare import COLUMNS, Plan, Row, cells_of, measure_together, record_of
 from visionattn.lab.plot import Curve, Panel, crossing, curves_of, draw
-from visionattn.models.weights import write_whole
 
 Print = Callable[[str], None]
 PLAN = Plan(rounds=5, seconds=0.5, max_rounds=15)

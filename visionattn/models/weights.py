@@ -6,7 +6,6 @@ Knows nothing of training.
 """
 
 import json
-import os
 import pickle
 import pickletools
 import re
@@ -14,7 +13,6 @@ import struct
 import warnings
 import zipfile
 from argparse import Namespace
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +22,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
+
+from visionattn.cli.files import first_line, write_whole
 
 FORMAT = "visionattn"
 FORMAT_VERSION = 1
@@ -130,40 +130,6 @@ def save_model(
     metadata |= notes or {}
     tensors = {key: value.detach().cpu().contiguous() for key, value in model.state_dict().items()}
     write_whole(path, lambda temporary: temporary.write_bytes(save(tensors, metadata=metadata)))
-
-
-def write_whole(path: str | Path, write: Callable[[Path], object]) -> None:
-    """Write a file so that it is there whole or not at all: beside its place, flushed to the disk
-    and renamed.
-
-    Args:
-        path: the file; its folder exists.
-        write: writes the content to the path that it is given.
-
-    Raises:
-        OSError: it cannot be written; ``filename`` is set, also where the system leaves it open (a
-            full disk).
-    """
-    path = Path(path)
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        write(temporary)
-        flush_to_disk(temporary)
-        os.replace(temporary, path)
-    except OSError as error:
-        if error.errno is not None and error.filename is None:
-            error.filename = str(path)
-        raise
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def flush_to_disk(path: str | Path) -> None:
-    """Return once what was written is on the disk, so that a rename after it never uncovers an
-    empty file.
-    """
-    with open(path, "rb+") as file:
-        os.fsync(file.fileno())
 
 
 def load_model(path: str | Path, *, device: str | torch.device = "cpu") -> nn.Module:
@@ -423,13 +389,3 @@ def _tensors_in(content: Any) -> dict[str, Tensor]:
         if found := _tensors_in(content.get(key)):
             return found
     return {key: value for key, value in content.items() if isinstance(value, Tensor)}
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an error's text, at most 120 characters of it; the error's name where the
-    text needs it.
-    """
-    lines, kind = str(error).splitlines(), type(error).__name__
-    if not lines:
-        return kind
-    return f"{kind}: {lines[0][:120]}" if isinstance(error, KeyError) else lines[0][:120]

@@ -5,7 +5,6 @@ Weights alone are the matter of ``models/weights.py``.
 """
 
 import errno
-import os
 import random
 import sys
 import zipfile
@@ -20,15 +19,9 @@ import torch
 from timm.models._manipulate import adapt_input_conv
 from torch import Tensor, nn
 
+from visionattn.cli.files import first_line, flush_folder, write_whole
 from visionattn.models.registration import is_ours
-from visionattn.models.weights import (
-    UNREADABLE,
-    describe_misfit,
-    first_line,
-    flush_to_disk,
-    read_pickle,
-    read_state_dict,
-)
+from visionattn.models.weights import UNREADABLE, describe_misfit, read_pickle, read_state_dict
 
 FORMAT = "visionattn.state"
 FORMAT_VERSION = 2
@@ -48,29 +41,19 @@ def save_state(path: str | Path, state: dict[str, Any], *, previous: Path | None
             were.
     """
     path = Path(path)
-    temporary = path.with_name(path.name + ".tmp")
-    try:
+
+    def write(temporary: Path) -> None:
         with open(temporary, "wb") as file:
             try:
                 torch.save({"format": FORMAT, "version": FORMAT_VERSION} | state, file)
             except RuntimeError as error:
-                if isinstance(
-                    error.__context__, OSError
-                ):  # a full disk; what torch says of it is about positions
+                # Of a full disk torch says something about positions.
+                if isinstance(error.__context__, OSError):
                     raise error.__context__ from None
                 raise
-        flush_to_disk(temporary)
-        read_back(temporary)
-        if previous is not None and path.exists():
-            os.replace(path, previous)
-        os.replace(temporary, path)
-        flush_folder(path.parent)
-    except OSError as error:
-        if error.errno is not None:
-            error.filename = str(path)
-        raise
-    finally:
-        temporary.unlink(missing_ok=True)
+
+    write_whole(path, write, check=read_back, previous=previous)
+    flush_folder(path.parent)
 
 
 def read_back(path: Path) -> None:
@@ -99,15 +82,6 @@ def check_sums(path: Path) -> None:
         ) from error
     if bad:
         raise ValueError(f"{path} is no whole checkpoint (cut off or garbled): wrong sum of {bad}")
-
-
-def flush_folder(path: Path) -> None:
-    """Return once the names in a folder are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def read_state(path: str | Path) -> dict[str, Any]:

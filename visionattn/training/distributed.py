@@ -27,7 +27,7 @@ from visionattn.cli.ends import (
     Stopped,
     is_out_of_memory,
 )
-from visionattn.models.weights import first_line
+from visionattn.cli.files import first_line
 from visionattn.training.build import pick_device
 from visionattn.training.watchdog import BEAT_SECONDS, Verdict, Watchdog, start_watchdog
 

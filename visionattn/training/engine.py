@@ -22,8 +22,8 @@ from visionattn.cli.ends import (
     Stopped,
     is_out_of_memory,
 )
+from visionattn.cli.files import first_line
 from visionattn.data.splits import build_splits
-from visionattn.models.weights import first_line
 from visionattn.training.build import build_model, check_img_size
 from visionattn.training.checkpoint import place_weights
 from visionattn.training.config import TrainConfig, check

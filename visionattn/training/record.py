@@ -4,12 +4,9 @@ Owns the names of the files in the folder, and what may be deleted there.
 """
 
 import csv
-import errno
-import fcntl
 import io
 import json
 import math
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -17,8 +14,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
+from visionattn.cli.files import check_folder, flush_to_disk, lock, named, write_text
 from visionattn.cli.progress import ProgressBar
-from visionattn.models.weights import flush_to_disk, write_whole
 from visionattn.training.config import TrainConfig
 
 BEST, LAST, PREVIOUS, STATUS = "best.safetensors", "last.pt", "previous.pt", "status.json"
@@ -43,16 +40,7 @@ def run_folder(config: TrainConfig) -> Path:
             f"run must be the name of a folder within {config.output}, got {config.run!r}"
         )
     folder = Path(config.output) / config.run
-    for place in (folder, *folder.parents):
-        if place.exists() and not place.is_dir():
-            raise ValueError(
-                f"{place} is a file, so {folder} cannot be a folder; choose another output or run"
-            )
-    existing = next(
-        place for place in (folder.absolute(), *folder.absolute().parents) if place.is_dir()
-    )
-    if not os.access(existing, os.W_OK):
-        raise ValueError(f"no permission to write to {existing}; choose another output")
+    check_folder(folder, "choose another output or run")
     if (folder / LOCK).exists():
         with held(folder):  # or else another run is at work
             pass
@@ -114,16 +102,10 @@ def held(folder: Path) -> Iterator[None]:
     if folder in HELD:
         yield
         return
-    with open(folder / LOCK, "a") as file:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EACCES, errno.EAGAIN):
-                raise ValueError(
-                    f"another run is at work in {folder}; wait for it or end it, or --run NAME "
-                    f"writes elsewhere"
-                ) from error
-            # Else the file system has no locks, and whoever uses it does without.
+    taken = (
+        f"another run is at work in {folder}; wait for it or end it, or --run NAME writes elsewhere"
+    )
+    with lock(folder / LOCK, taken, inherited=False):
         HELD.add(folder)
         try:
             yield
@@ -306,21 +288,3 @@ def belongs(line: str, steps: int, epochs: int) -> bool:
         and kind != "test"
         and not (kind == "epoch" and epoch > epochs)
     )
-
-
-@contextmanager
-def named(path: Path) -> Iterator[None]:
-    """Give errors of the system that name no file, as those of a full disk, the name of this
-    one.
-    """
-    try:
-        yield
-    except OSError as error:
-        if error.errno is not None and error.filename is None:
-            error.filename = str(path)
-        raise
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file so that it is there whole or not at all."""
-    write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8", newline=""))

@@ -11,10 +11,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from visionattn.cli.ends import NonFinite, OutOfMemory, Stopped
-from visionattn.cli.parsing import EXIT_CODES
+from visionattn.cli.ends import NonFinite, OutOfMemory, Stopped, exit_code, in_one_line
+from visionattn.cli.files import write_text
 from visionattn.training.progress import Result
-from visionattn.training.record import STATUS, held, write_text
+from visionattn.training.record import STATUS, held
 
 ROOM = 4000
 """Bytes of the file while a run is at work, most of them blanks: its end is written there where the
@@ -107,17 +107,8 @@ def overwrite(path: Path, text: str) -> bool:
     return True
 
 
-def exit_code(error: BaseException) -> int:
-    """What ``run_tool`` makes of an error; 1 for one that it does not know."""
-    if isinstance(error, (Stopped, KeyboardInterrupt)):
-        return 130
-    return 2 if isinstance(error, (ValueError, OSError)) else EXIT_CODES.get(type(error), 1)
-
-
 def reason(error: BaseException) -> str:
-    """An error in one line."""
-    if isinstance(error, OSError) and error.filename and error.strerror:
-        return f"{error.filename}: {error.strerror}"
+    """Why a run ended, in one line."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted twice, without saving the state"
-    return " ".join(str(error).split()) or type(error).__name__
+    return in_one_line(error)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from visionattn.cli.ends import is_out_of_memory
+from visionattn.cli.files import check_free, write_text
 from visionattn.cli.parsing import field_types, parse, spell_out
 from visionattn.cli.provenance import provenance
 from visionattn.data.config import DataConfig
@@ -19,7 +20,7 @@ from visionattn.models.weights import DataSpec, load_model
 from visionattn.training.build import check_img_size, pick_device
 from visionattn.training.config import TrainConfig, ValidateConfig
 from visionattn.training.evaluate import Evaluation, evaluate
-from visionattn.training.record import CONFIG, write_text
+from visionattn.training.record import CONFIG
 
 COLUMNS = ("size", "images", "accuracy", "top-5", "images/s")
 
@@ -123,10 +124,8 @@ class Validation:
         for key, value in {"batch_size": config.batch_size, "threads": config.threads}.items():
             if value is not None and value < 1:
                 raise ValueError(f"{key} must be above 0, got {value}")
-        if config.json and not Path(config.json).absolute().parent.is_dir():
-            raise FileNotFoundError(
-                f"no folder {Path(config.json).absolute().parent} for the JSON file"
-            )
+        if config.json:
+            check_free(Path(config.json), overwrite=True)
         if config.threads:
             torch.set_num_threads(config.threads)
         self.config, self.device = config, pick_device(config.device)

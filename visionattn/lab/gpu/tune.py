@@ -14,7 +14,6 @@ what follows from the sizes alone, such as the order of programs. Rows are timed
 """
 
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -23,6 +22,7 @@ from unittest import mock
 import torch
 
 from visionattn.cli.ends import Failed
+from visionattn.cli.files import check_free, write_whole
 from visionattn.cli.tables import Record, duration, heading, line
 from visionattn.lab.cases import Case
 from visionattn.lab.gpu.device import Call, Gpu
@@ -38,7 +38,6 @@ from visionattn.lab.gpu.operations import (
 )
 from visionattn.lab.gpu.timing import Budget, Timed, in_words, is_fatal, sets_needed
 from visionattn.lab.operations import function_of
-from visionattn.models.weights import write_whole
 from visionattn.ops.gpu import launch
 from visionattn.ops.taylorshift.gpu import TILE, tile_features
 
@@ -379,8 +378,7 @@ def check_rows(only: str | None) -> None:
     """
     table = json.loads(launch.TABLE.read_text())
     choose(only, [name_of(key) for key in all_keys(table, "default")])
-    if not os.access(launch.TABLE, os.W_OK):
-        raise ValueError(f"{launch.TABLE} cannot be written")
+    check_free(launch.TABLE, overwrite=True)
 
 
 @contextmanager

@@ -12,10 +12,11 @@ from dataclasses import asdict, dataclass
 from timm.models import VisionTransformer
 from torch import nn
 
+from visionattn.cli.files import first_line
 from visionattn.lab.cases import Case
 from visionattn.lab.networks import build_model, set_form
 from visionattn.models.backbone import VisionAttnTransformer
-from visionattn.models.weights import UNBUILDABLE, first_line
+from visionattn.models.weights import UNBUILDABLE
 from visionattn.training.build import check_img_size
 
 PASSES = ("inference", "forward+backward", "training_step")

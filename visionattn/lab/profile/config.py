@@ -8,7 +8,7 @@ from itertools import product
 from pathlib import Path
 from typing import Literal
 
-from visionattn.cli.parsing import check_free
+from visionattn.cli.files import check_folder, check_free
 from visionattn.lab.networks import has_forms
 from visionattn.lab.profile.cells import PASSES, PRECISIONS, Cell
 from visionattn.ops.attentions import FORM_CHOICES
@@ -155,7 +155,7 @@ def check(config: ProfileConfig) -> None:
                 "output names a folder for memory.csv and memory.png: leave out csv and plot, or "
                 "output"
             )
-        check_folder(Path(config.output))
+        check_folder(Path(config.output), "choose another --output")
     files = config.files()
     if len(set(files.values())) < len(files):
         raise ValueError(
@@ -197,12 +197,3 @@ def check_acts(config: ProfileConfig) -> None:
             f"snapshot holds one cell, and these are {count}: name one model, size, pass, "
             f"precision and form"
         )
-
-
-def check_folder(folder: Path) -> None:
-    """Raise ValueError where something that is no folder is in the way."""
-    existing = next(
-        path for path in (folder.absolute(), *folder.absolute().parents) if path.exists()
-    )
-    if not existing.is_dir():
-        raise ValueError(f"{existing} is no folder, so that {folder} cannot be made")

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from visionattn.cli.ends import Failed, OutOfMemory, is_out_of_memory
+from visionattn.cli.files import write_whole
 from visionattn.cli.parsing import parse
 from visionattn.cli.tables import Record, csv_text, heading, line, provenance_of, summary
 from visionattn.lab.profile.cells import Cell, Shape
@@ -30,7 +31,6 @@ from visionattn.lab.profile.rows import (
     lines_of,
     record_of,
 )
-from visionattn.models.weights import write_whole
 from visionattn.training.build import pick_device
 
 Print = Callable[[str], None]

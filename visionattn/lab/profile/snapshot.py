@@ -18,8 +18,8 @@ from torch import Tensor
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
+from visionattn.cli.files import write_whole
 from visionattn.lab.profile.step import Step
-from visionattn.models.weights import write_whole
 
 Record = dict[str, Any]
 MAX_EVENTS = 1_000_000

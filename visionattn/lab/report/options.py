@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from visionattn.cli.parsing import check_free, parse, split_options
+from visionattn.cli.files import check_free
+from visionattn.cli.parsing import parse, split_options
 from visionattn.lab.report.rows import Rows, read_rows, tables_in
 from visionattn.lab.report.runs import is_run
 

@@ -19,6 +19,7 @@ import jinja2
 from markupsafe import Markup
 
 import visionattn
+from visionattn.cli.files import write_whole
 from visionattn.lab.profile.config import FILES
 from visionattn.lab.report import origin, tables
 from visionattn.lab.report.charts import Style, svg
@@ -28,7 +29,6 @@ from visionattn.lab.report.options import Wanted, parse_report, trainings_in
 from visionattn.lab.report.rows import Rows, distinct
 from visionattn.lab.report.runs import Run, read_run
 from visionattn.lab.sweep.folder import ROWS
-from visionattn.models.weights import write_whole
 
 KINDS = {"sweep": "Head counts", "memory": "Memory", "largest": "Largest images"}
 """Headings of the files of rows."""

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from visionattn.cli.ends import Interruption
+from visionattn.cli.files import write_text
 from visionattn.cli.fresh_process import environment, memory_kills
 from visionattn.lab.sweep.folder import Ending, SweepFolder
 from visionattn.lab.sweep.grid import Cell, Plan
-from visionattn.training.record import STATUS, can_go_on, write_text
+from visionattn.training.record import STATUS, can_go_on
 
 STATUSES = {0: "finished", 1: "nan", 3: "oom", 130: "stopped"}
 """What exit codes mean; all others are "failed", and so is 1 without an error line: Python ends so

@@ -6,17 +6,15 @@ and its ``.log`` for each training), ``cells/`` (how each training ended), ``mea
 nothing.
 """
 
-import fcntl
 import json
-import os
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from visionattn.cli.files import check_folder, lock, write_text
 from visionattn.lab.sweep.grid import Cell, Network
 from visionattn.training.config import TrainConfig
-from visionattn.training.record import write_text
 
 SWEEP, TABLE, ROWS, PLOT, LOCK = "sweep.json", "table.md", "cells.csv", "sweep.png", "lock"
 RUNS, CELLS, MEASUREMENTS, HPARAMS = "runs", "cells", "measurements", "hparams"
@@ -77,18 +75,7 @@ class SweepFolder:
             ValueError: a file is in the way, the folder holds something else, or a sweep of another
                 training.
         """
-        for place in (self.path, *self.path.parents):
-            if place.exists() and not place.is_dir():
-                raise ValueError(
-                    f"{place} is a file, so {self.path} cannot be a folder; choose another --output"
-                )
-        existing = next(
-            place
-            for place in (self.path.absolute(), *self.path.absolute().parents)
-            if place.is_dir()
-        )
-        if not os.access(existing, os.W_OK):
-            raise ValueError(f"no permission to write to {existing}; choose another --output")
+        check_folder(self.path, "choose another --output")
         if not self.path.is_dir() or not any(self.path.iterdir()):
             return
         if not (self.path / SWEEP).is_file():
@@ -112,15 +99,10 @@ class SweepFolder:
             ValueError: another sweep, or a training that one left behind, is at work here.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = open(self.path / LOCK, "a")  # noqa: SIM115  held until close(), and by every process that inherits it
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            self.close()
-            raise ValueError(
-                f"another sweep, or a training of it, is at work in {self.path}; wait for it or "
-                f"end it"
-            ) from error
+        taken = (
+            f"another sweep, or a training of it, is at work in {self.path}; wait for it or end it"
+        )
+        self._lock = lock(self.path / LOCK, taken, inherited=True)
         if overwrite:
             self._clear()
         for name in (RUNS, CELLS, MEASUREMENTS):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from visionattn.cli.ends import Failed, Stopped
+from visionattn.cli.files import write_text
 from visionattn.cli.tables import csv_text, provenance_of, summary
 from visionattn.lab.sweep.cells import to_train, train_cells
 from visionattn.lab.sweep.config import SweepConfig, folder_of, parse_sweep, read_base
@@ -19,7 +20,6 @@ from visionattn.lab.sweep.hparams import write_hparams
 from visionattn.lab.sweep.measurement import PASSES, conditions_of, measure_networks
 from visionattn.lab.sweep.plot import draw_sweep
 from visionattn.lab.sweep.table import Outcome, backends, measured_by, records, tables
-from visionattn.training.record import write_text
 
 
 def sweep(argv: Sequence[str], say: Callable[[str], None], *, train: Sequence[str]) -> None:

@@ -1,0 +1,143 @@
+"""Files that are there whole or not at all, and whether one may write somewhere.
+
+Owns how a file is written, locked and refused, and how an error is told in a line. It knows no
+format.
+"""
+
+import errno
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
+
+
+def write_whole(
+    path: str | Path,
+    write: Callable[[Path], object],
+    *,
+    check: Callable[[Path], object] | None = None,
+    previous: Path | None = None,
+) -> None:
+    """Write a file so that it is there whole or not at all: beside its place, flushed to the disk
+    and renamed.
+
+    Args:
+        path: the file; its folder exists.
+        write: writes the content to the path that it is given.
+        check: raises where what is on the disk, at the path that it is given, is not right.
+        previous: where the file that has the name until then goes; None: it is replaced.
+
+    Raises:
+        OSError: it cannot be written; ``filename`` is that of ``path``, also where the system
+            leaves it open (a full disk). ``path`` and ``previous`` are as they were.
+    """
+    path = Path(path)
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with named(path):
+            write(temporary)
+            flush_to_disk(temporary)
+            if check is not None:
+                check(temporary)
+            if previous is not None and path.exists():
+                os.replace(path, previous)
+            os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write a text file whole or not at all; lines end as they do in ``text``."""
+    write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8", newline=""))
+
+
+@contextmanager
+def named(path: Path) -> Iterator[None]:
+    """Give errors of the system the name of a file where they name none, as those of a full disk,
+    or the one beside it that ``write_whole`` writes.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename in (None, f"{path}.tmp"):
+            error.filename = str(path)
+        raise
+
+
+def flush_to_disk(path: str | Path) -> None:
+    """Return once what was written is on the disk, so that a rename after it never uncovers an
+    empty file.
+    """
+    with open(path, "rb+") as file:
+        os.fsync(file.fileno())
+
+
+def flush_folder(path: Path) -> None:
+    """Return once the names in a folder are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def check_free(path: Path, overwrite: bool) -> None:
+    """Raise ValueError where a file cannot be written, or exists and ``overwrite`` is off."""
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise ValueError(f"no folder {folder} for {path.name}")
+    if path.is_dir() or not os.access(folder, os.W_OK):
+        raise ValueError(f"{path} cannot be written")
+    if path.exists() and not overwrite:
+        raise ValueError(f"{path} exists; --overwrite replaces it")
+
+
+def check_folder(folder: Path, way_out: str) -> None:
+    """Raise ValueError where a folder can neither be made nor written to; the line ends with
+    ``way_out``.
+    """
+    for place in (folder, *folder.parents):
+        if place.exists() and not place.is_dir():
+            raise ValueError(f"{place} is a file, so {folder} cannot be a folder; {way_out}")
+    absolute = folder.absolute()
+    existing = next(path for path in (absolute, *absolute.parents) if path.is_dir())
+    if not os.access(existing, os.W_OK):
+        raise ValueError(f"no permission to write to {existing}; {way_out}")
+
+
+def lock(path: Path, taken: str, *, inherited: bool) -> TextIO:
+    """Open a file and keep others from locking it until it is closed or the process ends.
+
+    A file system that has no locks keeps nobody out.
+
+    Args:
+        path: the file; it is made where it is missing.
+        taken: the error where somebody has locked it.
+        inherited: processes that are started with the file's descriptor hold the lock too, and the
+            last of them gives it up; otherwise it is that of this process alone.
+
+    Raises:
+        ValueError: somebody has locked it.
+        OSError: the file cannot be opened.
+    """
+    import fcntl  # not on every system that models run on
+
+    file = open(path, "a")  # noqa: SIM115  the caller closes it
+    try:
+        (fcntl.flock if inherited else fcntl.lockf)(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            file.close()
+            raise ValueError(taken) from error
+    return file
+
+
+def first_line(error: BaseException | None) -> str:
+    """The first line of an error's text, at most 120 characters of it; the error's name where the
+    text needs it.
+    """
+    lines, kind = str(error).splitlines(), type(error).__name__
+    if not lines:
+        return kind
+    return f"{kind}: {lines[0][:120]}" if isinstance(error, KeyError) else lines[0][:120]
