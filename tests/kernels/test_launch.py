@@ -170,6 +170,32 @@ def test_a_row_says_how_many_of_its_programs_fit_and_the_kernel_is_not_given_tha
     launch._table.cache_clear()
 
 
+def test_launches_and_rows_are_made_otherwise_within_a_context_alone(tmp_path):
+    kernel, device, x = Kernel(), torch.device("cpu"), torch.empty(1)
+    asked = "unit", 64, 64, torch.float16, device
+    table, before = tmp_path / "other.json", launch.launch_row(*asked)
+    row = {"d": 64, "e": 64, "bits": 16, "BLOCK_N": 7}
+    table.write_text(json.dumps({"default": {"unit": [row]}}))
+    names = []
+
+    def twice(launch_one, kernel, grid, *args, **meta):
+        names.append(kernel.__name__)
+        launch_one(kernel, grid, *args, **meta)
+        launch_one(kernel, grid, *args, **meta)
+
+    def wider(row_of, name, d, *others):
+        return row_of(name, d, *others) | {"asked": d}
+
+    with launch.launching_with(run=twice, table=table), launch.launching_with(rows=wider):
+        assert launch.launch_row(*asked) == {"BLOCK_N": 7, "asked": 64}
+        with launch.launching_with(run=twice):
+            launch.run(kernel, (1,), x, BLOCK=16)
+        launch.run(kernel, (1,), x, BLOCK=16)
+    assert len(kernel.launched) == 4 + 2 and names == ["some_kernel"] * (1 + 2 + 1)
+    launch.run(kernel, (1,), x, BLOCK=16)
+    assert len(kernel.launched) == 7 and launch.launch_row(*asked) == before
+
+
 def test_a_launch_switches_to_the_gpu_of_its_tensors_where_another_is_current(monkeypatch):
     switched = []
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)

@@ -11,7 +11,6 @@ import torch
 from timm.models import create_model
 
 import visionattn.lab.compare as compare
-import visionattn.lab.forms as forms
 import visionattn.ops as ops
 from visionattn.cli import fresh_process
 from visionattn.cli.ends import Failed
@@ -22,6 +21,7 @@ from visionattn.lab.networks import CHECK_GRID, IdentityAttention, identity_twin
 from visionattn.lab.operations import CHECK_TOKENS, grid_of
 from visionattn.layers import Attention
 from visionattn.layout import Grid
+from visionattn.ops import choice
 from visionattn.ops.choice import choose_form
 from visionattn.ops.kernelized import eager as kernel_sums
 from visionattn.ops.position import joint
@@ -276,11 +276,11 @@ def test_a_row_holds_counts_and_bytes_worked_out_by_hand():
 
 @pytest.mark.parametrize("name", ["taylorshift", "kernelized", "kernelized+causal"])
 def test_operations_of_the_form_that_is_chosen_are_those_of_the_form_that_runs(monkeypatch, name):
-    def chosen(operation, n, m, d, e, *, heads, batch, dtype, device):
+    def chosen(operation, n, m, d, e, heads, batch, dtype, device):
         assert (n, m, d, e, heads, batch, device) == (77, 77, 8, 8, 3, 2, "cpu")
         return "efficient" if dtype == torch.float32 else "direct"
 
-    monkeypatch.setattr(forms, "choose_form", chosen)
+    monkeypatch.setattr(choice, "_faster_form", chosen)
     plan = replace(PLAN, check=False, time=False)
     of = {
         form: measure_together([operation(name, form, batch=2)], plan)[0].flops

@@ -42,13 +42,13 @@ driver.set_active(OfNoGpu())
 patch = mock.patch.object
 cases = [operation("kernelized", 200, 16, backward=True, batch=1)]
 found = gpu_compile.works(rehearsal.make_bench(), [], cases)
-shown, compiled, run = [], [], launch.run
-def as_launched(kernel, grid, *args, **meta):
+shown, compiled = [], []
+def as_launched(launch_one, kernel, grid, *args, **meta):
     compiled.append(kernel.run(*args, grid=grid, warmup=True, **meta).hash)
 here = patch(why_not, "_why_not_here", lambda *x: None)
 with here, patch(launch, "capability", lambda device: "9.0"):
     if sys.argv[1] == "launch":
-        with patch(launch, "run", as_launched):
+        with launch.launching_with(run=as_launched):
             gpu_compile.run_share(found, 0, 1, shown.append)
         names = []
     else:
@@ -133,11 +133,15 @@ def test_launches_within_compile_and_launch_nothing(tmp_path):
             calls.append((args, grid, warmup, meta))
 
     x = torch.ones(2)
-    before = launch.run
+    before = launch._launch
     with compiling_alone(tmp_path) as names:
         launch.run(Kernel(), (3, 1), x, 5, BLOCK=16)
         launch.run(Kernel(), (0, 1), x, 5, BLOCK=16)  # nothing to do, so nothing to compile
-    assert calls == [((x, 5), (3, 1), True, {"BLOCK": 16})] and names == [] and launch.run is before
+    assert (
+        calls == [((x, 5), (3, 1), True, {"BLOCK": 16})]
+        and names == []
+        and launch._launch is before
+    )
     assert CompileOnly(Kernel()).__name__ == "_kernel"
 
 

@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from visionattn.ops import choice, published
+from visionattn.ops.pairs.mean import few_pairs
+from visionattn.ops.position import joint
 from visionattn.ops.taylorshift.features import BUFFER_ELEMENTS, chunk_tokens, num_features
 
 ROOT = Path(__file__).parents[2]
@@ -467,6 +469,25 @@ def test_calculator_says_which_crossover_the_automatic_form_takes(capsys, calibr
         "137",
         f"{choice.crossover('taylorshift', 16, heads=6, by='memory'):,}",
     ]
+
+
+def test_choices_are_made_as_for_other_inputs_within_a_context_alone(calibrate_as):
+    seconds = {"float32": taylor_seconds(1.0, 9e9), "float64": taylor_seconds(9e9, 1.0)}
+    calibrate_as({"cpu": {"seconds": seconds}})
+
+    def chosen():
+        forms = [
+            choice.choose_form("taylorshift", 77, 77, 16, 16, device=x) for x in ("cpu", "meta")
+        ]
+        return *forms, joint.direct_is_faster(700, 7), few_pairs(5000, 5000)
+
+    before = chosen()
+    assert before == ("direct", "direct", True, False)
+    with choice.choosing_as(device="cpu", dtype=torch.float64):
+        assert chosen() == ("efficient", "efficient", True, False)
+        with choice.choosing_as(tokens=720):  # forms go by the inputs' own tokens
+            assert chosen() == ("efficient", "efficient", False, True)
+    assert chosen() == before
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,13 @@ class Case:
         return asdict(self)
 
 
+def forms_to_check(case: Case, has_forms: bool) -> tuple[str, ...]:
+    """The form of the case. Where that is "auto" and there are several, each: the size of the check
+    may take another one.
+    """
+    return FORMS if case.form == "auto" and has_forms else (case.form,)
+
+
 @dataclass(frozen=True)
 class Work:
     """What a case runs: call it for one run."""

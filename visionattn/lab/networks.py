@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 
 import visionattn.models  # noqa: F401  registers ours with timm
-from visionattn.lab.cases import Case, Work, disagreement, tolerance
-from visionattn.lab.forms import class_sums_as_on, forms_to_check
+from visionattn.lab.cases import Case, Work, disagreement, forms_to_check, tolerance
 from visionattn.lab.operations import results
 from visionattn.layers import Attention
 from visionattn.models.backbone import VisionAttnTransformer
 from visionattn.models.registration import is_ours
 from visionattn.ops import reference
 from visionattn.ops.attentions import AttentionKind
+from visionattn.ops.choice import choosing_as
 
 CHECK_GRID = (29, 31)
 """Patches on which models are checked; no square."""
@@ -218,7 +218,7 @@ def check_network(case: Case, device: str = "cpu") -> str | None:
     expected = results(lambda image: definition(image), {"image": image.double()}, case.backward)
     for form in forms_to_check(case, ours and "identity" not in case.options):
         set_form(model, form)
-        with class_sums_as_on((case.size // rows) * (case.size // columns)):
+        with choosing_as(tokens=(case.size // rows) * (case.size // columns)):
             actual = results(lambda image: model(image), {"image": image}, case.backward)
         wrong = disagreement(actual, expected, 10 * tolerance(case.torch_dtype))
         if wrong:

@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import visionattn.ops as ops
-from visionattn.lab.cases import Case, Work, disagreement, tolerance
-from visionattn.lab.forms import class_sums_as_on, forms_to_check
+from visionattn.lab.cases import Case, Work, disagreement, forms_to_check, tolerance
 from visionattn.layout import Grid, TokenLayout
 from visionattn.ops import Axial, Flat, Joint, count_classes, reference
 from visionattn.ops.attentions import ATTENTIONS, AttentionKind
+from visionattn.ops.choice import choosing_as
 from visionattn.ops.feature_maps import FEATURE_MAPS, elu1
 from visionattn.ops.position.kinds import relative_sums
 from visionattn.ops.sums import accumulation_dtype
@@ -240,7 +240,7 @@ def check_operation(case: Case, device: str = "cpu") -> str | None:
         meaning, {name: tensor.double() for name, tensor in tensors.items()}, case.backward
     )
     for form in forms_to_check(case, case.base in FORMED):
-        with class_sums_as_on(case.size):
+        with choosing_as(tokens=case.size):
             actual = results(
                 function_of(replace(case, form=form), CHECK_TOKENS, device), tensors, case.backward
             )

@@ -8,6 +8,8 @@ for, so that operations may import this module.
 """
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 
@@ -20,6 +22,41 @@ OPERATIONS = tuple(
     operation for kind in ATTENTIONS.values() if kind.forms for operation in kind.operations
 )
 LONGEST = 1 << 24
+
+
+_asked: dict = {}
+"""What ``choosing_as`` lays down in place of what choices are asked for."""
+
+
+@contextmanager
+def choosing_as(
+    *,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    tokens: int | None = None,
+) -> Iterator[None]:
+    """Within it, choices by size of the whole process are made as for other inputs: so that a check
+    of few tokens, or a count of shapes alone, follows the code that many tokens run elsewhere.
+
+    Args:
+        device: that ``choose_form`` is asked for; None: that of the inputs.
+        dtype: likewise.
+        tokens: for which sums over classes of positions and weights of pairs are chosen; None:
+            those of the inputs. The choice of forms goes by the inputs' own.
+    """
+    global _asked
+    before = _asked
+    given = dict(device=device, dtype=dtype, tokens=tokens)
+    _asked = _asked | {name: value for name, value in given.items() if value is not None}
+    try:
+        yield
+    finally:
+        _asked = before
+
+
+def tokens_asked(tokens: int) -> int:
+    """The tokens by which a choice is made: these, but within ``choosing_as``."""
+    return _asked.get("tokens", tokens)
 
 
 def check_sizes(least: int, **sizes: int) -> None:
@@ -238,6 +275,7 @@ def choose_form(
     Raises:
         ValueError: an unknown operation or by, or a size that is none.
     """
+    device, dtype = _asked.get("device", device), _asked.get("dtype", dtype)
     if by == "speed":
         return _faster_form(operation, n, m, d, e, heads, batch, dtype, device)
     _check(operation, by, n=n, m=m, d=d, e=e, heads=heads, batch=batch)

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from unittest import mock
 
 import torch
 
@@ -28,7 +27,7 @@ from visionattn.lab.gpu.operations import Bench, call_of, draw, flex_of, takes_f
 from visionattn.lab.gpu.table import rows
 from visionattn.lab.gpu.timing import in_words
 from visionattn.lab.operations import function_of
-from visionattn.ops.gpu import launch
+from visionattn.ops.gpu.launch import launching_with
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ def compiling_alone(claims: Path) -> Iterator[list[str]]:
     """
     from triton import knobs
 
-    names, run = [], launch.run
+    names: list[str] = []
 
     def claimed_by_another(*, key, fn, **rest) -> bool:
         """What Triton asks before it compiles; True: leave it."""
@@ -71,13 +70,13 @@ def compiling_alone(claims: Path) -> Iterator[list[str]]:
         names.append(name)
         return False
 
-    def compile_only(kernel, grid, *args, **meta) -> None:
-        run(CompileOnly(kernel), grid, *args, **meta)
+    def compile_only(launch_one, kernel, grid, *args, **meta) -> None:
+        launch_one(CompileOnly(kernel), grid, *args, **meta)
 
     before = knobs.runtime.jit_cache_hook
     knobs.runtime.jit_cache_hook = claimed_by_another
     try:
-        with mock.patch.object(launch, "run", compile_only):
+        with launching_with(run=compile_only):
             yield names
     finally:
         knobs.runtime.jit_cache_hook = before

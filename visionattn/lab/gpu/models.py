@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from unittest import mock
 
 import timm
 import torch
@@ -26,7 +25,8 @@ from visionattn.lab.gpu.figures import WITH_GRAPH, WITHOUT_GRAPH, Figure, Result
 from visionattn.lab.gpu.operations import BESIDE_EAGER, Bench, errors_of
 from visionattn.lab.gpu.timing import Timed, called
 from visionattn.models.registration import is_ours
-from visionattn.ops.gpu import launch, why_not
+from visionattn.ops.gpu import why_not
+from visionattn.ops.gpu.launch import launching_with
 
 ALWAYS_ALLOWED = 1e-2
 """Relative error of a whole model that is never wrong."""
@@ -83,13 +83,13 @@ def eager_copy(model: nn.Module) -> nn.Module:
 @contextmanager
 def launches_counted() -> Iterator[list[str]]:
     """Within it, the names of the kernels that are launched are appended to the list."""
-    names, run = [], launch.run
+    names: list[str] = []
 
-    def counted(kernel, *args, **meta):
+    def counted(launch_one, kernel, *args, **meta) -> None:
         names.append(kernel.__name__)
-        return run(kernel, *args, **meta)
+        launch_one(kernel, *args, **meta)
 
-    with mock.patch.object(launch, "run", counted):
+    with launching_with(run=counted):
         yield names
 
 

@@ -11,7 +11,6 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from unittest import mock
 
 import torch
 
@@ -116,12 +115,8 @@ def run_tune(only: str | None, minutes: float, show: gpu.Print) -> list[Record]:
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / launch.TABLE.name
         copy.write_text(tune.text_of(table))
-        with mock.patch.object(launch, "TABLE", copy), mock.patch.object(tune, "OPERATIONS", fewer):
-            launch._table.cache_clear()
-            try:
-                records = tune.run_tune(only or TUNED, minutes, make_bench(), "9.0", show)
-            finally:
-                launch._table.cache_clear()
+        with launch.launching_with(table=copy):
+            records = tune.run_tune(only or TUNED, minutes, make_bench(), "9.0", show, fewer)
     if not any(record["seconds_was"] for record in records):
         raise Failed("no row was tuned")
     return records

@@ -17,7 +17,6 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from unittest import mock
 
 import torch
 
@@ -39,6 +38,7 @@ from visionattn.lab.gpu.operations import (
 from visionattn.lab.gpu.timing import Budget, Timed, in_words, is_fatal, sets_needed
 from visionattn.lab.operations import function_of
 from visionattn.ops.gpu import launch
+from visionattn.ops.gpu.launch import launching_with
 from visionattn.ops.taylorshift.gpu import TILE, tile_features
 
 Row = dict[str, int]
@@ -61,7 +61,8 @@ PASSES = 2
 GAIN = 0.02
 """A row is replaced by one that is faster by this part at least."""
 COLUMNS = ("kernel", "d", "e", "bits", "operation", "was", "now", "time was", "time now", "tried")
-OPERATIONS = (
+Operations = Sequence[tuple[str, str, int]]
+OPERATIONS: Operations = (
     ("kernelized", "efficient", 16_384),
     ("kernelized+causal", "efficient", 16_384),
     ("kernelized+joint", "efficient", 16_384),
@@ -209,25 +210,21 @@ def text_of(table: Table) -> str:
 def save(table: Table) -> None:
     """Write the table, from which launches are taken at once."""
     write_whole(launch.TABLE, lambda path: path.write_text(text_of(table), encoding="utf-8"))
-    launch._table.cache_clear()
+    launch.forget()
 
 
 @contextmanager
 def rows_asked(table: Table, capability: str) -> Iterator[list[Key]]:
     """Within it nothing is launched; the rows that launches would take are appended to the list."""
-    keys, given = [], launch.launch_row
+    keys: list[Key] = []
 
-    def ask(kernel, d, e, dtype, device):
+    def ask(row_of, kernel, d, e, dtype, device) -> Row:
         key = key_of(table, capability, kernel, d, e, 8 * dtype.itemsize)
         if key not in keys:
             keys.append(key)
-        return given(kernel, d, e, dtype, device)
+        return row_of(kernel, d, e, dtype, device)
 
-    with (
-        mock.patch.object(launch, "launch_row", ask),
-        mock.patch.object(launch, "run", lambda *args, **meta: None),
-    ):
-        launch.forget()
+    with launching_with(run=lambda *launched, **meta: None, rows=ask):
         yield keys
 
 
@@ -243,23 +240,19 @@ def replaced_row(table: Table, capability: str, key: Key, row: Row) -> Iterator[
     Yields:
         A list that gets each of these launches as it is made, to be made again.
     """
-    given, run, launches = launch.launch_row, launch.run, []
+    launches: list[Call] = []
 
-    def take(kernel, d, e, dtype, device):
+    def take(row_of, kernel, d, e, dtype, device) -> Row:
         asked = key_of(table, capability, kernel, d, e, 8 * dtype.itemsize)
-        return row | {MARK: True} if asked == key else given(kernel, d, e, dtype, device)
+        return row | {MARK: True} if asked == key else row_of(kernel, d, e, dtype, device)
 
-    def note(kernel, grid, *args, **meta):
+    def note(launch_one, kernel, grid, *args, **meta) -> None:
         if meta.pop(MARK, False):
-            launches.append(partial(run, kernel, grid, *args, **meta))
-        run(kernel, grid, *args, **meta)
+            launches.append(partial(launch_one, kernel, grid, *args, **meta))
+        launch_one(kernel, grid, *args, **meta)
 
-    with mock.patch.object(launch, "launch_row", take), mock.patch.object(launch, "run", note):
-        launch.forget()
-        try:
-            yield launches
-        finally:
-            launch.forget()
+    with launching_with(run=note, rows=take):
+        yield launches
 
 
 def again(launched: Call) -> Call:
@@ -272,7 +265,9 @@ def again(launched: Call) -> Call:
     return call
 
 
-def workloads(table: Table, capability: str) -> Iterator[tuple[Case, int]]:
+def workloads(
+    table: Table, capability: str, operations: Operations = OPERATIONS
+) -> Iterator[tuple[Case, int]]:
     """Operations and widths of values, those of 16 bits and of d = e = 64, 32, 16 first."""
     widths = {
         key[1:] for key in all_keys(table, capability) if min(key[1], key[2]) >= SMALLEST_BLOCK
@@ -288,7 +283,7 @@ def workloads(table: Table, capability: str) -> Iterator[tuple[Case, int]]:
         ),
     )
     for d, e, bits in order:
-        for name, form, tokens in OPERATIONS:
+        for name, form, tokens in operations:
             for backward in (False, True):
                 dtype = "bfloat16" if bits == 16 else "float32"
                 yield Case("operation", name, tokens, d, form, dtype, backward, BATCH, HEADS), e
@@ -397,7 +392,12 @@ def ended_by_fatal_errors() -> Iterator[None]:
 
 @ended_by_fatal_errors()
 def run_tune(
-    only: str | None, minutes: float, bench: Bench, capability: str, show: Print
+    only: str | None,
+    minutes: float,
+    bench: Bench,
+    capability: str,
+    show: Print,
+    operations: Operations = OPERATIONS,
 ) -> list[Record]:
     """Tune rows until the time is over, print each, and write the table after each that changes.
 
@@ -405,6 +405,7 @@ def run_tune(
         only: regular expression over rows, such as "taylor direct d = 64"; None: all.
         minutes: after which no row is begun.
         capability: of the GPU, as "9.0".
+        operations: that launch the rows.
 
     Raises:
         Failed: a kernel has broken what this process computes on the GPU.
@@ -413,7 +414,7 @@ def run_tune(
     keys = all_keys(table, capability)
     left = {keys[i] for i in choose(only, [name_of(key) for key in keys])}
     show(heading(COLUMNS))
-    for case, value_width in workloads(table, capability):
+    for case, value_width in workloads(table, capability, operations):
         if not left or budget.over:
             break
         try:

@@ -7,9 +7,9 @@ and the section "default" serves all others.
 """
 
 import json
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import lru_cache, partial
 from math import gcd
 from pathlib import Path
 
@@ -45,6 +45,38 @@ def forget() -> None:
     _table.cache_clear()
 
 
+@contextmanager
+def launching_with(
+    *,
+    run: Callable[..., None] | None = None,
+    rows: Callable[..., dict[str, int]] | None = None,
+    table: Path | None = None,
+) -> Iterator[None]:
+    """Within it, launches of the whole process are made otherwise: for what counts, compiles or
+    tunes them. Contexts may be nested.
+
+    Args:
+        run: called as ``run(launch, kernel, grid, *args, **meta)`` in place of each launch, where
+            ``launch(kernel, grid, *args, **meta)`` makes it; None: launches are made.
+        rows: called as ``rows(row_of, kernel, d, e, dtype, device)`` for the row of a launch, where
+            ``row_of(kernel, d, e, dtype, device)`` is that of the table; None: that one.
+        table: a file that is read in place of ``launches.json``.
+    """
+    global _launch, _row_of, TABLE
+    before = _launch, _row_of, TABLE
+    if run is not None:
+        _launch = partial(run, _launch)
+    if rows is not None:
+        _row_of = partial(rows, _row_of)
+    TABLE = table or TABLE
+    forget()
+    try:
+        yield
+    finally:
+        _launch, _row_of, TABLE = before
+        forget()
+
+
 @lru_cache(maxsize=64)
 def capability(device: torch.device) -> str | None:
     """Compute capability as "9.0"; None where the device is no GPU, or one that a fake tensor alone
@@ -64,6 +96,12 @@ def launch_row(
     Raises:
         ValueError: no row holds these widths.
     """
+    return _row_of(kernel, d, e, dtype, device)
+
+
+def _row_of_table(
+    kernel: str, d: int, e: int, dtype: torch.dtype, device: torch.device
+) -> dict[str, int]:
     return _row(kernel, d, e, dtype, device)[0]
 
 
@@ -102,11 +140,20 @@ def run(kernel, grid: Sequence[int], *args: object, **meta: object) -> None:
     Raises:
         ValueError: a grid beyond what CUDA launches.
     """
+    _launch(kernel, grid, *args, **meta)
+
+
+def _launch_now(kernel, grid: Sequence[int], *args: object, **meta: object) -> None:
     check_grid(kernel.__name__, grid)
     if not all(grid):
         return
     with _on_device_of(args):
         kernel[tuple(grid)](*args, **meta)
+
+
+_launch: Callable[..., None] = _launch_now
+_row_of: Callable[..., dict[str, int]] = _row_of_table
+"""What ``run`` and ``launch_row`` call; ``launching_with`` replaces them for a while."""
 
 
 def _on_device_of(args: Sequence[object]) -> AbstractContextManager:

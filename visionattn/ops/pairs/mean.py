@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from visionattn.ops.choice import choose_form
+from visionattn.ops.choice import choose_form, tokens_asked
 from visionattn.ops.form_ran import form_ran
 from visionattn.ops.pairs.weights import Images, batches
 from visionattn.ops.position.kinds import Joint, RelativePosition, joint_classes
@@ -30,7 +30,7 @@ KEYS_OF_ALL_CLASSES, KEYS_OF_A_ROW = 60, 40
 
 def few_pairs(n: int, m: int) -> bool:
     """Whether looking up the classes of all pairs costs less than sums over classes, on a CPU."""
-    return n * m <= MOST_PAIRS
+    return tokens_asked(n) * tokens_asked(m) <= MOST_PAIRS
 
 
 def takes_pairs(

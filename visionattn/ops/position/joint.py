@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from visionattn.ops.choice import tokens_asked
 from visionattn.ops.chunking import head_chunks, part_of, part_of_shared
 from visionattn.ops.feature_maps import elu1
 from visionattn.ops.position.tiles import Band, Lines, Tiles, multiply, multiply_backward
@@ -51,7 +52,7 @@ def direct_is_faster(keys: int, rows: int) -> bool:
     = 3, for e from 16 to 256. The bound does not depend on the number of queries, so memory stays
     linear in it.
     """
-    return keys < 150 + 80 * rows
+    return tokens_asked(keys) < 150 + 80 * rows
 
 
 class _Chunk:
