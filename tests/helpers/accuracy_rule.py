@@ -34,6 +34,7 @@ The interpreter is wrong in bfloat16. Kernels have the same roundings in bfloat1
 in units of eps their errors are the same, but where float16 leaves its range; the faults are held
 against what bfloat16 may err too.
 
+The numbers and the measures are in ``visionattn/lab/accuracy.py``; here are the inputs.
 ``tests/kernels/test_accuracy.py`` holds the kernels to the rule and plants the faults. As a
 program, this prints the errors of kernels beside those of PyTorch in the same dtype:
 ``python -m tests.helpers.accuracy_rule [OPERATION ...]``, on a GPU or in the interpreter.
@@ -49,79 +50,14 @@ if __name__ == "__main__" and not torch.cuda.is_available():
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 from torch import Tensor
 
 from tests.helpers.operations import OPERATIONS, layout_of
 from tests.helpers.oracles import draw
+from visionattn.lab.accuracy import Judged, judge
 
 HEADS = 3
-WHOLE = 0.5
-ROW = 2.0
-"""What may be wrong in units of eps, but in float32."""
-IN_FLOAT32 = {"whole": 1e-5, "row": 4e-5}
-
-
-class Judged(NamedTuple):
-    """One quantity of one result: its error and the largest that is allowed."""
-
-    quantity: str
-    measure: str
-    error: float
-    allowed: float
-
-    @property
-    def margin(self) -> float:
-        """How many times larger the error might be; below 1 it is too large."""
-        return self.allowed / max(self.error, 1e-30)
-
-    @property
-    def passes(self) -> bool:
-        return self.error <= self.allowed  # NaN does not
-
-
-def allowed(measure: str, dtype: torch.dtype) -> float:
-    """The largest error of a measure, "whole" or "row", where q, k and v have the dtype."""
-    if dtype == torch.float32:
-        return IN_FLOAT32[measure]
-    return {"whole": WHOLE, "row": ROW}[measure] * torch.finfo(dtype).eps
-
-
-def errors(actual: Tensor, expected: Tensor) -> dict[str, float]:
-    """By measure. What should be 0 throughout is held against 1, the size of what goes in."""
-    actual, expected = (x.detach().double().cpu() for x in (actual, expected))
-    assert actual.shape == expected.shape
-    if expected.ndim == 1:
-        actual, expected = actual[:, None], expected[:, None]
-    wrong, size = (actual - expected).norm(dim=-1).flatten(), expected.norm(dim=-1).flatten()
-    if size.max() < 1e-9:
-        size = torch.full_like(size, expected.shape[-1] ** 0.5)
-    usual = size.square().mean()
-    return {
-        "whole": (wrong.norm() / size.norm()).item(),
-        "row": (wrong / (size.square() + usual).sqrt()).max().item(),
-    }
-
-
-def judge(
-    actual: dict[str, Tensor], expected: dict[str, Tensor], dtype: torch.dtype
-) -> list[Judged]:
-    """Every quantity by every measure that it is held to."""
-    assert actual.keys() == expected.keys()
-    judged = []
-    for quantity, x in expected.items():
-        found, rounded = errors(actual[quantity], x), errors(x.to(actual[quantity].dtype), x)
-        for measure in ("whole", "row") if x.ndim > 1 and x[..., 0].numel() >= 16 else ("row",):
-            judged.append(
-                Judged(
-                    quantity,
-                    measure,
-                    found[measure],
-                    max(allowed(measure, dtype), 2 * rounded[measure]),
-                )
-            )
-    return judged
 
 
 def both_passes(

@@ -17,13 +17,13 @@ from tests.helpers.accuracy_rule import (
     both_passes,
     by_definition,
     inputs_of,
-    judge,
     judged_with,
     spots,
 )
 from tests.helpers.kernel_checks import INTERPRETED, poisoned_memory
 from tests.helpers.operations import OPERATIONS
 from tests.helpers.planted_faults import Planted, changed
+from visionattn.lab.accuracy import judge
 
 poisoned = pytest.fixture(autouse=True)(poisoned_memory)
 interpreted = pytest.mark.skipif(

@@ -14,7 +14,8 @@ import visionattn.lab.compare as compare
 import visionattn.ops as ops
 from visionattn.cli import fresh_process
 from visionattn.cli.ends import Failed
-from visionattn.lab.cases import Case, disagreement
+from visionattn.lab.accuracy import disagreement
+from visionattn.lab.cases import Case
 from visionattn.lab.compare import Plan, Quartiles, check_case, measure_together, ratio_of
 from visionattn.lab.memory import build, case_peak_bytes
 from visionattn.lab.networks import CHECK_GRID, IdentityAttention, identity_twin
@@ -23,8 +24,10 @@ from visionattn.layers import Attention
 from visionattn.layout import Grid
 from visionattn.ops import choice
 from visionattn.ops.choice import choose_form
+from visionattn.ops.kernelized import attention as kernelized_room
 from visionattn.ops.kernelized import eager as kernel_sums
 from visionattn.ops.position import joint
+from visionattn.ops.taylorshift import attention as taylorshift_room
 from visionattn.ops.taylorshift import eager as taylor_sums
 from visionattn.ops.taylorshift.features import chunk_tokens
 
@@ -175,7 +178,7 @@ def forms_that_ran(monkeypatch):
     spy(joint, "direct_is_faster", lambda direct: "pairs" if direct else "tiles")
     spy(taylor_sums, "takes_efficient", lambda efficient: "efficient" if efficient else "direct")
     spy(kernel_sums, "form_taken", lambda form: form)
-    for attention in (ops.kernelized, ops.taylorshift):
+    for attention in (kernelized_room, taylorshift_room):
         spy(attention, "takes_pairs", lambda together: "matrix" if together else None)
     return ran
 

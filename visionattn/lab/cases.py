@@ -109,32 +109,3 @@ class Work:
                 return self.forward()
         out = self.forward()
         return torch.autograd.grad(out, self.leaves, torch.ones_like(out), allow_unused=True)
-
-
-def tolerance(dtype: torch.dtype) -> float:
-    """How far a result may lie from float64, relative to the largest magnitude of the expected
-    one.
-    """
-    return {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}[
-        dtype
-    ]
-
-
-def disagreement(
-    actual: dict[str, Tensor | None], expected: dict[str, Tensor | None], limit: float
-) -> str | None:
-    """The first entry that differs by more than ``limit`` times the largest expected magnitude, in
-    words; None: all agree.
-    """
-    for name, wanted in expected.items():
-        got = actual[name]
-        if wanted is None and got is None:
-            continue
-        if wanted is None or got is None or got.shape != wanted.shape:
-            return f"wrong: {name} has another shape than the reference"
-        error = (
-            (got.double() - wanted.double()).abs().max() / wanted.abs().max().clamp(min=1e-30)
-        ).item()
-        if not error <= limit:
-            return f"wrong: {name} differs from the reference by {error:.1e}, allowed {limit:.0e}"
-    return None

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import visionattn.models  # noqa: F401  registers ours with timm
-from visionattn.lab.cases import Case, Work, disagreement, forms_to_check, tolerance
+from visionattn.lab.accuracy import disagreement, tolerance
+from visionattn.lab.cases import Case, Work, forms_to_check
 from visionattn.lab.operations import results
 from visionattn.layers import Attention
 from visionattn.models.backbone import VisionAttnTransformer

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import visionattn.ops as ops
-from visionattn.lab.cases import Case, Work, disagreement, forms_to_check, tolerance
+from visionattn.lab.accuracy import disagreement, tolerance
+from visionattn.lab.cases import Case, Work, forms_to_check
 from visionattn.layout import Grid, TokenLayout
 from visionattn.ops import Axial, Flat, Joint, count_classes, reference
 from visionattn.ops.attentions import ATTENTIONS, AttentionKind

@@ -5,6 +5,7 @@ may take.
 from collections.abc import Iterator, Sequence
 
 from visionattn.cli.tables import Record, duration
+from visionattn.lab.accuracy import errors_of, wrong
 from visionattn.lab.cases import Case
 from visionattn.lab.gpu.figures import BATCH, HEADS
 from visionattn.lab.gpu.operations import (
@@ -12,9 +13,7 @@ from visionattn.lab.gpu.operations import (
     call_of,
     draw,
     eager_wider,
-    errors_of,
     outputs,
-    wrong,
 )
 from visionattn.lab.gpu.timing import called, seconds_of
 from visionattn.lab.operations import function_of

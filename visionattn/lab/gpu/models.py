@@ -19,17 +19,16 @@ from torch import Tensor, nn
 
 from visionattn.cli.ends import is_out_of_memory
 from visionattn.lab import networks
+from visionattn.lab.accuracy import beyond_eager, errors_of
 from visionattn.lab.cases import Case
 from visionattn.lab.compare import Quartiles
 from visionattn.lab.gpu.figures import WITH_GRAPH, WITHOUT_GRAPH, Figure, Result
-from visionattn.lab.gpu.operations import BESIDE_EAGER, Bench, errors_of
+from visionattn.lab.gpu.operations import Bench
 from visionattn.lab.gpu.timing import Timed, called
 from visionattn.models.registration import is_ours
 from visionattn.ops.gpu import why_not
 from visionattn.ops.gpu.launch import launching_with
 
-ALWAYS_ALLOWED = 1e-2
-"""Relative error of a whole model that is never wrong."""
 CHECK_DEPTH = 2
 """Blocks of the largest image that are checked."""
 SHARPER = 4
@@ -124,8 +123,7 @@ def compare(
     expected = exact()
     beside = errors_of(eager(), expected)
     errors = errors_of(actual, expected)
-    limits = {name: max(ALWAYS_ALLOWED, BESIDE_EAGER * beside[name]) for name in errors}
-    beyond = [name for name in errors if not errors[name] <= limits[name]]
+    beyond = beyond_eager(errors, beside)
     notes = [
         f"{len(names)} kernels launched" if names else "no kernel ran: these are eager operations"
     ]

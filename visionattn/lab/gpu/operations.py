@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
 
 from visionattn.cli.ends import is_out_of_memory
+from visionattn.lab.accuracy import BASELINE_ERROR, BESIDE_EAGER, errors_of, wrong
 from visionattn.lab.cases import Case
 from visionattn.lab.compare import Quartiles
 from visionattn.lab.gpu.device import Call, Gpu
@@ -35,17 +36,6 @@ from visionattn.lab.gpu.timing import (
 from visionattn.lab.operations import definition_of, function_of, make_tensors
 from visionattn.ops.taylorshift.gpu import takes_efficient_kernels
 
-LIMITS = {
-    "bfloat16": (4e-3, 1e-2),
-    "float16": (2e-3, 4e-3),
-    "float32": (1e-5, 1e-5),
-    "float64": (1e-12, 1e-12),
-}
-"""Largest relative error of an output and of a gradient, by dtype."""
-BESIDE_EAGER = 2.0
-"""Errors beyond this many times those of PyTorch's operations in the same dtype are named."""
-BASELINE_ERROR = 3e-2
-"""Relative error to SDPA of what else computes softmax attention, both in 16 bits."""
 FLEX_TOKENS = 16_384
 """Up to which ``flex_attention`` is compiled and timed: beyond it takes longer, and says the same.
 """
@@ -193,27 +183,6 @@ def definition(case: Case, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     for start in range(0, case.size, step):
         add(start)
     return {name: torch.cat(parts, 2) for name, parts in rows.items() if parts} | sums
-
-
-def errors_of(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
-    """``|actual - expected| / |expected|`` of each entry; NaN where there is one."""
-    norms = {
-        name: ((actual[name].double() - x.double()).norm(), x.double().norm())
-        for name, x in expected.items()
-    }
-    return {name: (apart / whole.clamp(min=1e-30)).item() for name, (apart, whole) in norms.items()}
-
-
-def wrong(errors: dict[str, float], dtype: str) -> str | None:
-    """The entry that is most beyond its limit, in words; None: all are within."""
-    limits = {name: LIMITS[dtype][name != "out"] for name in errors}
-    beyond = [name for name, error in errors.items() if not error <= limits[name]]
-    if not beyond:
-        return None
-    worst = max(
-        beyond, key=lambda name: (errors[name] != errors[name], errors[name] / limits[name])
-    )
-    return f"wrong: error {errors[worst]:.1e} of {worst}, allowed {limits[worst]:.0e}"
 
 
 def check(case: Case, tensors: dict[str, Tensor], bench: Bench) -> tuple[str, float, list[str]]:

@@ -23,6 +23,7 @@ import torch
 from visionattn.cli.ends import Failed
 from visionattn.cli.files import check_free, write_whole
 from visionattn.cli.tables import Record, duration, heading, line
+from visionattn.lab.accuracy import errors_of, wrong
 from visionattn.lab.cases import Case
 from visionattn.lab.gpu.device import Call, Gpu
 from visionattn.lab.gpu.figures import BATCH, HEADS, choose
@@ -31,9 +32,7 @@ from visionattn.lab.gpu.operations import (
     call_of,
     draw,
     eager_wider,
-    errors_of,
     outputs,
-    wrong,
 )
 from visionattn.lab.gpu.timing import Budget, Timed, in_words, is_fatal, sets_needed
 from visionattn.lab.operations import function_of
