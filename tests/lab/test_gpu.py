@@ -17,13 +17,13 @@ import torch
 import visionattn.ops as ops
 from visionattn.cli.tables import csv_text, json_text
 from visionattn.lab.compare import Quartiles
-from visionattn.lab.gpu import floors as gpu_floors
 from visionattn.lab.gpu import operations as gpu_operations
 from visionattn.lab.gpu import table as gpu
+from visionattn.lab.gpu import timing as gpu_timing
 from visionattn.lab.gpu.device import Gpu, rehearsed
 from visionattn.lab.gpu.eager import eager_cases
+from visionattn.lab.gpu.expected import cost_of
 from visionattn.lab.gpu.figures import Bound, Result, all_figures, choose, operation
-from visionattn.lab.gpu.floors import Ceilings, cost_of
 from visionattn.lab.gpu.operations import (
     Bench,
     auto_crossing,
@@ -33,7 +33,7 @@ from visionattn.lab.gpu.operations import (
     measure_operation,
     wrong,
 )
-from visionattn.lab.gpu.timing import Budget
+from visionattn.lab.gpu.timing import Budget, Ceilings
 from visionattn.ops import reference
 from visionattn.ops.taylorshift.gpu import takes_efficient_kernels, tile_features
 
@@ -103,9 +103,9 @@ def test_rates_count_bytes_read_and_written_and_two_operations_for_a_multiply_an
         runs.extend(work.run() for work in works)
         return [Quartiles(1, 2, 3), Quartiles(1, 4, 5)]
 
-    monkeypatch.setattr(gpu_floors, "seconds_of", seconds)
+    monkeypatch.setattr(gpu_timing, "seconds_of", seconds)
     sizes = dict(copy_bytes=3000, matmul_size=20)
-    rates = gpu_floors.measure_ceilings(rehearsed(), torch.Generator().manual_seed(0), **sizes)
+    rates = gpu_timing.measure_ceilings(rehearsed(), torch.Generator().manual_seed(0), **sizes)
     assert rates == Ceilings(2 * 3000 / 2, 2 * 20**3 / 4) and len(runs) == 2
     assert str(H200) == "copy 4.30 TB/s, bf16 matmul 790 TFLOP/s"
 

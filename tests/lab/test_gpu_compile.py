@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from visionattn.lab.gpu import compile as gpu_compile
-from visionattn.lab.gpu import first as gpu_first
 from visionattn.lab.gpu import rehearsal
 from visionattn.lab.gpu.compile import CompileOnly, compiling_alone, run_share, works
 from visionattn.lab.gpu.figures import KINDS, operation
@@ -29,7 +28,7 @@ import torch
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
-from visionattn.lab.gpu import compile as gpu_compile, first as gpu_first, rehearsal
+from visionattn.lab.gpu import compile as gpu_compile, rehearsal
 from visionattn.lab.gpu.figures import operation
 from visionattn.ops.gpu import launch, why_not
 
@@ -94,12 +93,12 @@ def test_what_is_compiled_ahead_is_what_launches_ask_for_and_compiled_once(tmp_p
 def test_the_first_kernel_is_right_or_one_line_says_what_is_wrong(monkeypatch, capsys):
     eager = replace(rehearsal.make_bench(), impl="eager")
     monkeypatch.setattr(rehearsal, "make_bench", lambda: eager)
-    assert gpu_first.main(["--rehearse"]) == 0
+    assert gpu_compile.main(["--first", "--rehearse"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "the first kernel is right"
     monkeypatch.setattr(
-        gpu_first, "check", lambda *given: ("wrong: error 1.0e-01 of out, allowed 4e-03", 0.1, [])
+        gpu_compile, "check", lambda *given: ("wrong: error 1.0e-01 of out, allowed 4e-03", 0.1, [])
     )
-    assert gpu_first.main(["--rehearse"]) == 1
+    assert gpu_compile.main(["--first", "--rehearse"]) == 1
     told = capsys.readouterr().out.splitlines()[-1]
     assert (
         told
@@ -110,15 +109,15 @@ def test_the_first_kernel_is_right_or_one_line_says_what_is_wrong(monkeypatch, c
     def fail(*given):
         raise RuntimeError("no kernel\nimage is available")
 
-    monkeypatch.setattr(gpu_first, "check", fail)
-    assert gpu_first.main(["--rehearse"]) == 1
+    monkeypatch.setattr(gpu_compile, "check", fail)
+    assert gpu_compile.main(["--first", "--rehearse"]) == 1
     told = capsys.readouterr().out.splitlines()[-1]
     assert (
         told == "error: the first kernel does not run: failed: RuntimeError: no kernel image is "
         "available"
     )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert gpu_first.main([]) == 1
+    assert gpu_compile.main(["--first"]) == 1
     (told,) = capsys.readouterr().out.splitlines()
     assert told == "error: no GPU here that PyTorch can use (torch.cuda.is_available() is False)"
 

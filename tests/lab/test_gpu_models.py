@@ -13,7 +13,6 @@ from visionattn.lab.gpu import models as gpu_models
 from visionattn.lab.gpu import table as gpu
 from visionattn.lab.gpu.device import rehearsed
 from visionattn.lab.gpu.figures import all_figures
-from visionattn.lab.gpu.floors import Ceilings
 from visionattn.lab.gpu.models import (
     compare,
     features_of,
@@ -23,7 +22,7 @@ from visionattn.lab.gpu.models import (
     make_model,
 )
 from visionattn.lab.gpu.operations import Bench
-from visionattn.lab.gpu.timing import Budget
+from visionattn.lab.gpu.timing import Budget, Ceilings
 from visionattn.ops.gpu import launch
 
 # torch's compiler looks at gradients of tensors that are no leaves:

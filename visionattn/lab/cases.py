@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
+from visionattn.ops.attentions import FORM_CHOICES
+
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -85,7 +87,7 @@ def forms_to_check(case: Case, has_forms: bool) -> tuple[str, ...]:
     """The form of the case. Where that is "auto" and there are several, each: the size of the check
     may take another one.
     """
-    return FORMS if case.form == "auto" and has_forms else (case.form,)
+    return FORM_CHOICES if case.form == "auto" and has_forms else (case.form,)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import visionattn.ops.flops  # noqa: F401  registers what our operators count
+from visionattn.lab.gpu.device import Gpu
 from visionattn.ops.form_ran import PREFIX
 
 
@@ -51,23 +52,21 @@ def peak_bytes(work: Callable[[], object], device: torch.device | str = "cpu") -
     Raises:
         NotImplementedError: a CPU under another system than Linux.
     """
-    gc.collect()
     if torch.device(device).type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        work()
-        torch.cuda.synchronize(device)
-        return torch.cuda.max_memory_allocated(device) - before
+        return Gpu(torch.device(device)).peak_bytes(work)
     if not sys.platform.startswith("linux"):
         raise NotImplementedError("peak memory of a CPU is measured under Linux only")
+    gc.collect()
     Path("/proc/self/clear_refs").write_text("5")
-    before = _resident_bytes("VmRSS")
+    before = resident_bytes("VmRSS")
     work()
-    return max(0, _resident_bytes("VmHWM") - before)  # the system counts pages in batches
+    return max(0, resident_bytes("VmHWM") - before)  # the system counts pages in batches
 
 
-def _resident_bytes(field: str) -> int:
+def resident_bytes(field: str) -> int:
+    """A field of ``/proc/self/status``: VmRSS and VmHWM are resident now and at most, VmData is
+    asked for.
+    """
     status = Path("/proc/self/status").read_text()
     return 1024 * int(re.search(rf"^{field}:\s+(\d+) kB$", status, re.MULTILINE).group(1))
 
@@ -200,14 +199,7 @@ def _seconds(
 ) -> float:
     """Mean seconds of ``repeats`` calls."""
     if torch.device(device).type == "cuda":
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize(device)
-        start.record()
-        for _ in range(repeats):
-            work()
-        end.record()
-        torch.cuda.synchronize(device)
-        return start.elapsed_time(end) / 1000 / repeats
+        return Gpu(torch.device(device)).seconds(work, repeats)
     before = clock()
     for _ in range(repeats):
         work()

@@ -1,4 +1,5 @@
-"""Kernels compiled ahead, in as many processes as there are cores, for the GPU at hand.
+"""What comes before tests and table: the first kernel held to its definition, and then all kernels
+compiled ahead, in as many processes as there are cores, for the GPU at hand.
 
 Each process walks a share of the table's rows and of the tests marked ``gpu``. Launches within
 them compile and launch nothing. A kernel that another process has claimed is left to it. What is
@@ -22,8 +23,8 @@ import torch
 from visionattn.lab.cases import Case
 from visionattn.lab.gpu import models as gpu_models
 from visionattn.lab.gpu.device import Gpu, pick_gpu
-from visionattn.lab.gpu.figures import Figure
-from visionattn.lab.gpu.operations import Bench, call_of, draw, flex_of, takes_flex
+from visionattn.lab.gpu.figures import Figure, operation
+from visionattn.lab.gpu.operations import Bench, call_of, check, draw, flex_of, takes_flex
 from visionattn.lab.gpu.table import rows
 from visionattn.lab.gpu.timing import in_words
 from visionattn.lab.operations import function_of
@@ -80,6 +81,43 @@ def compiling_alone(claims: Path) -> Iterator[list[str]]:
             yield names
     finally:
         knobs.runtime.jit_cache_hook = before
+
+
+FIRST = operation("kernelized", 1000, 64, backward=True)
+
+
+def first_kernel(case: Case, bench: Bench) -> str | None:
+    """What is wrong with the kernels of an operation, in one line; None: nothing."""
+    try:
+        status, error, _ = check(case, draw(case, bench), bench)
+    except Exception as failure:  # of compilers and drivers, which share no base class
+        return f"the first kernel does not run: {in_words(failure)}"
+    return None if status == "ok" else f"the first kernel is {status} (largest error {error:.1e})"
+
+
+def check_first(rehearse: bool) -> int:
+    """Check the first kernel and say what was found; returns the exit code."""
+    case = FIRST
+    if rehearse:
+        from visionattn.lab.gpu import rehearsal
+
+        bench, case = rehearsal.make_bench(), rehearsal.shrink(FIRST)
+    else:
+        try:
+            bench = bench_here()
+        except ValueError as error:
+            print(f"error: {error}", flush=True)
+            return 1
+    found = first_kernel(case, bench)
+    about = ", ".join(f"{name} {value}" for name, value in bench.gpu.describe().items())
+    print(f"{about}\n" + (f"error: {found}" if found else "the first kernel is right"), flush=True)
+    return 1 if found else 0
+
+
+def bench_here() -> Bench:
+    """The GPU at hand; raises ValueError where there is none."""
+    gpu = Gpu(pick_gpu())
+    return Bench(gpu, gpu.generator(1))
 
 
 def works(bench: Bench, figures: Sequence[Figure], cases: Sequence[Case]) -> list[Work]:
@@ -160,22 +198,26 @@ def run_tests(share: int, of: int, arguments: Sequence[str]) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Compile a share of all kernels; what follows ``--`` goes to pytest."""
+    """Check the first kernel, or compile a share of all; what follows ``--`` goes to pytest."""
     parser = argparse.ArgumentParser("python -m visionattn.lab.gpu.compile")
-    parser.add_argument("--share", required=True, help="I/N: the I-th of N processes, from 0")
-    parser.add_argument("--claims", required=True, type=Path, help="folder of what is claimed")
+    parser.add_argument("--first", action="store_true", help="check the first kernel, no more")
+    parser.add_argument("--share", default="0/1", help="I/N: the I-th of N processes, from 0")
+    parser.add_argument("--claims", type=Path, help="folder of what is claimed")
     parser.add_argument("--rehearse", action="store_true", help="on a processor, tiny")
     parser.add_argument("--only", metavar="PATTERN", help="rows of the table that this fits")
     at = list(argv).index("--") if "--" in argv else len(argv)
     flags, arguments = parser.parse_args(argv[:at]), argv[at + 1 :]
+    if flags.first:
+        return check_first(flags.rehearse)
+    if flags.claims is None:
+        parser.error("wanted --claims=FOLDER, or --first")
     share, of = map(int, flags.share.split("/"))
     if flags.rehearse:
         from visionattn.lab.gpu import rehearsal
 
         bench, figures, cases = rehearsal.make_bench(), *rehearsal.rows(flags.only)
     else:
-        gpu = Gpu(pick_gpu())
-        bench, figures, cases = Bench(gpu, gpu.generator(1)), *rows(flags.only)
+        bench, figures, cases = bench_here(), *rows(flags.only)
     began = time.monotonic()
     with compiling_alone(flags.claims) as names:
         failed = run_share(

@@ -1,6 +1,9 @@
-"""What each mark of the GPU table is expected to come to, from counts and rates alone.
+"""What an operation cannot do without, and what each mark of the GPU table is expected to come to,
+from counts and rates alone.
 
-It measures nothing. Attention is expected as ``gpu_counts`` says. What is compared with it is
+It measures nothing. ``cost_of`` counts per head of N tokens of width d, in two bytes per element;
+the efficient form of TaylorShift is counted with the features of whole pairs of tiles of 16, which
+is what fast code computes. Attention is expected as ``counts.py`` says. What is compared with it is
 modelled more coarsely:
 
 - SDPA: the exponentials, 16 in a cycle of a multiprocessor, and the products, one after the other,
@@ -16,7 +19,7 @@ from dataclasses import dataclass
 from visionattn.lab.cases import Case
 from visionattn.lab.gpu.counts import H100, H200, Gpu, expected_seconds, operations_of
 from visionattn.lab.gpu.figures import WITH_GRAPH, Figure
-from visionattn.lab.gpu.floors import cost_of
+from visionattn.ops.taylorshift.gpu import tile_features
 
 DEPTH, WIDTH = 12, 64
 """Blocks of the models, and d."""
@@ -29,6 +32,35 @@ ELEMENTS_BETWEEN = 17
 BYTES = 2
 BACKWARD_TIMES = 3
 """Of a layer's forward, for forward and backward."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What has to be done."""
+
+    operations: float
+    """Of matrix products, a multiply and an add being two."""
+    bytes: float
+    """Each input read once, each output written once."""
+
+
+def cost_of(operation: str, form: str, tokens: int, d: int, *, groups: int, backward: bool) -> Cost:
+    """Counts of one forward, or of one forward and one backward, of ``groups`` heads with values as
+    wide as d.
+
+    Args:
+        operation: "kernelized" or "taylorshift".
+        form: "direct" or "efficient".
+    """
+    if operation == "taylorshift" and form == "direct":
+        operations = (4 + 10 * backward) * tokens**2 * d
+    elif operation == "taylorshift":
+        operations = (4 + 8 * backward) * tokens * tile_features(d) * d + (
+            8 + 20 * backward
+        ) * tokens * d**2
+    else:
+        operations = (4 + 8 * backward) * tokens * d**2
+    return Cost(groups * operations, groups * (8 + 14 * backward) * tokens * d)
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,10 @@ from visionattn.lab.accuracy import BASELINE_ERROR, BESIDE_EAGER, errors_of, wro
 from visionattn.lab.cases import Case
 from visionattn.lab.compare import Quartiles
 from visionattn.lab.gpu.device import Call, Gpu
+from visionattn.lab.gpu.expected import cost_of
 from visionattn.lab.gpu.figures import BATCH, HEADS, Figure, Result
-from visionattn.lab.gpu.floors import Ceilings, cost_of
 from visionattn.lab.gpu.timing import (
+    Ceilings,
     Timed,
     called,
     in_words,
@@ -316,7 +317,10 @@ def _related(result: Result, case: Case, ceilings: Ceilings) -> Result:
         groups=case.batch * case.heads,
         backward=case.backward,
     )
-    result.floor_seconds, seconds = ceilings.floor_seconds(cost), result.seconds.median
+    result.floor_seconds, seconds = (
+        ceilings.floor_seconds(cost),
+        result.seconds.median,
+    )
     by_unit = {"% of the copy": cost.bytes / seconds / ceilings.bytes_per_second}
     by_unit["% of the matmul"] = cost.operations / seconds / ceilings.operations_per_second
     by_unit["TFLOP/s"] = cost.operations / seconds / 1e12

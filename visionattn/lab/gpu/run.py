@@ -224,7 +224,10 @@ def phases(
     table += ("--rows", str(out / "rows.jsonl"), "--minutes")
     found = [
         Phase(
-            "first kernel", ((*module, "visionattn.lab.gpu.first", *flags),), 0.16 * seconds, True
+            "first kernel",
+            ((*module, "visionattn.lab.gpu.compile", "--first", *flags),),
+            0.16 * seconds,
+            True,
         ),
         Phase("compile ahead", compiling, 0.36 * seconds, variables=ALONE),
         Phase("tests", testing, 0.5 * seconds),

@@ -14,9 +14,8 @@ from visionattn.lab.gpu import eager as gpu_eager
 from visionattn.lab.gpu.device import Gpu
 from visionattn.lab.gpu.eager import measure_against_eager
 from visionattn.lab.gpu.figures import COLUMNS, Figure, Result, all_figures, choose
-from visionattn.lab.gpu.floors import measure_ceilings
 from visionattn.lab.gpu.operations import Bench, measure_crossover, measure_operation
-from visionattn.lab.gpu.timing import Budget, in_words, is_fatal
+from visionattn.lab.gpu.timing import Budget, in_words, is_fatal, measure_ceilings
 
 Print = Callable[[str], None]
 Keep = Callable[[Record], None]

@@ -1,4 +1,5 @@
-"""Time on a GPU: works recorded as CUDA graphs, run in turns with what they are compared to.
+"""Time on a GPU: works recorded as CUDA graphs, run in turns with what they are compared to, and
+the rates of a large copy and a large product, over which floors are taken.
 
 Inputs rotate, so that the cache forgets them. It knows neither operations nor models.
 """
@@ -7,13 +8,20 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
 
 from visionattn.cli.ends import is_out_of_memory
 from visionattn.lab.compare import Quartiles
 from visionattn.lab.gpu.device import Call, Gpu, run_all
 from visionattn.lab.measure import interleaved_seconds, warm_up
 
+if TYPE_CHECKING:
+    from visionattn.lab.gpu.expected import Cost
+
 MOST_SETS = 16
+COPY_BYTES, MATMUL_SIZE = 2**31, 8192
 FATAL = re.compile(
     r"illegal (memory access|instruction|address)|misaligned|unspecified launch failure|CUDA "
     r"error(?!: (out of memory|CUBLAS))",
@@ -66,6 +74,46 @@ def seconds_of(
         Quartiles.of([s / entry.calls for s in times])
         for entry, times in zip(entries, samples, strict=True)
     ]
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """Rates of a GPU."""
+
+    bytes_per_second: float
+    """Of a large copy, bytes read and bytes written."""
+    operations_per_second: float
+    """Of a large matrix product in bfloat16 on random numbers."""
+
+    def floor_seconds(self, cost: "Cost") -> float:
+        """No version runs much faster."""
+        return max(cost.operations / self.operations_per_second, cost.bytes / self.bytes_per_second)
+
+    def __str__(self) -> str:
+        return (
+            f"copy {self.bytes_per_second / 1e12:.2f} TB/s, bf16 matmul "
+            f"{self.operations_per_second / 1e12:.0f} TFLOP/s"
+        )
+
+
+def measure_ceilings(
+    gpu: Gpu,
+    generator: torch.Generator,
+    *,
+    copy_bytes: int = COPY_BYTES,
+    matmul_size: int = MATMUL_SIZE,
+    seconds: float = 0.5,
+    rounds: int = 5,
+) -> Ceilings:
+    """The rates of this GPU, in one interleaved run."""
+    options = dict(device=gpu.device, dtype=torch.bfloat16)
+    source = torch.randn(copy_bytes // 2, generator=generator, **options)
+    target = torch.empty_like(source)
+    x, y = (torch.randn(matmul_size, matmul_size, generator=generator, **options) for _ in range(2))
+    product = torch.empty(matmul_size, matmul_size, **options)
+    works = [called([lambda: target.copy_(source)]), called([lambda: torch.mm(x, y, out=product)])]
+    copy, matmul = seconds_of(works, gpu, seconds=seconds, rounds=rounds)
+    return Ceilings(2 * copy_bytes / copy.median, 2 * matmul_size**3 / matmul.median)
 
 
 def sets_needed(set_bytes: int, gpu: Gpu) -> int:

@@ -5,7 +5,6 @@ as JSON on standard output.
 """
 
 import json
-import re
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from pathlib import Path
 import torch
 
 from visionattn.cli.fresh_process import answer, ask
-from visionattn.lab.measure import peak_bytes
+from visionattn.lab.measure import peak_bytes, resident_bytes
 from visionattn.lab.profile.cells import Cell
 from visionattn.lab.profile.step import Step
 
@@ -170,14 +169,6 @@ def lift_limit(job: Job) -> None:
 
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
-
-
-def resident_bytes(field: str) -> int:
-    """A field of ``/proc/self/status``: VmRSS and VmHWM are resident now and at most, VmData is
-    asked for.
-    """
-    status = Path("/proc/self/status").read_text()
-    return 1024 * int(re.search(rf"^{field}:\s+(\d+) kB$", status, re.MULTILINE).group(1))
 
 
 def measure_told(text: str) -> str:
