@@ -203,7 +203,8 @@ def test_the_loss_is_the_cross_entropy_with_smoothing_or_with_shares_of_classes(
 def test_mixed_precision_steps_follow_those_of_full_precision(tmp_path, amp):
     full = small_trainer(small_config(tmp_path, optim={"clip_grad": None}))
     low = small_trainer(small_config(tmp_path, optim={"clip_grad": None}, amp=amp))
-    low.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, enabled=low.scaler.is_enabled())
+    scaled = low.optimizer_step.scaler.is_enabled()
+    low.optimizer_step.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, enabled=scaled)
     loss, norm, _ = full.step([batch(8)])
     low_loss, low_norm, applied = low.step([batch(8)])
     assert (
@@ -212,7 +213,7 @@ def test_mixed_precision_steps_follow_those_of_full_precision(tmp_path, amp):
         and low_norm == pytest.approx(norm, rel=0.05)
     )
     assert low.model.head.weight.dtype == torch.float32
-    assert low.scaler.is_enabled() == (amp == "fp16")
+    assert low.optimizer_step.scaler.is_enabled() == (amp == "fp16")
 
 
 def spoil(trainer, name: str, value: float) -> None:
@@ -225,10 +226,10 @@ def test_a_single_step_without_a_finite_loss_changes_nothing_and_is_counted(tmp_
     for _ in range(3):
         trainer.step([batch(8)])
         trainer.position.step += 1
-    real = trainer.criterion
+    real = trainer.optimizer_step.criterion
     before = {key: value.clone() for key, value in trainer.model.state_dict().items()}
     average = {key: value.clone() for key, value in trainer.ema.module.state_dict().items()}
-    trainer.criterion = lambda logits, targets: real(logits, targets) * math.nan
+    trainer.optimizer_step.criterion = lambda logits, targets: real(logits, targets) * math.nan
     loss, _, applied = trainer.step([batch(8)])
     trainer.count_skipped(loss, [batch(8)], notes)
     assert not applied and math.isnan(loss) and trainer.position.skipped == 1
@@ -238,7 +239,7 @@ def test_a_single_step_without_a_finite_loss_changes_nothing_and_is_counted(tmp_
         ), key
     assert any(not torch.equal(before[key], average[key]) for key in before)
     assert notes.events[0][0] == "skipped" and notes.events[0][1]["loss"] == "nan"
-    trainer.criterion = real
+    trainer.optimizer_step.criterion = real
     assert trainer.step([batch(8)])[2]
 
 
@@ -282,8 +283,8 @@ def test_the_search_for_the_fault_sees_the_batches_as_the_step_mixed_them(tmp_pa
 
 def test_two_bad_steps_between_good_ones_do_not_end_the_run(tmp_path):
     trainer, notes = small_trainer(small_config(tmp_path)), Notes()
-    real, bad = trainer.criterion, iter([0, 1, 1, 0, 1, 1, 0, 0])
-    trainer.criterion = lambda logits, targets: (
+    real, bad = trainer.optimizer_step.criterion, iter([0, 1, 1, 0, 1, 1, 0, 0])
+    trainer.optimizer_step.criterion = lambda logits, targets: (
         real(logits, targets) * (math.inf if next(bad) else 1.0)
     )
     trainer.train_epoch(notes, Interruption())
@@ -303,11 +304,12 @@ def test_a_gradient_alone_that_is_not_finite_also_ends_the_run_and_is_named(tmp_
 
 def test_a_scaled_gradient_that_overflows_lowers_the_scale_and_is_no_fault(tmp_path):
     trainer = small_trainer(small_config(tmp_path, amp="fp16"))
-    trainer.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
+    trainer.optimizer_step.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
     notes = Notes()
     trainer.train_epoch(notes, Interruption())
     assert NON_FINITE_STEPS < trainer.position.skipped < 8
-    assert trainer.scaler.get_scale() == 2.0 ** (20 - trainer.position.skipped) and not notes.lines
+    assert trainer.optimizer_step.scaler.get_scale() == 2.0 ** (20 - trainer.position.skipped)
+    assert not notes.lines
 
 
 def test_the_first_fault_in_the_order_of_the_forward_pass_is_named_not_that_of_registration():

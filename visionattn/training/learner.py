@@ -19,9 +19,8 @@ from visionattn.training.distributed import Processes
 from visionattn.training.evaluate import autocast
 from visionattn.training.finite import name_fault
 from visionattn.training.optimize import (
-    make_criterion,
+    OptimizerStep,
     make_mixup,
-    make_optimizer,
     make_scheduler,
     mix_batch,
     restore_optimizer,
@@ -62,13 +61,8 @@ class Learner:
         steps_per_epoch: int,
         processes: Processes,
     ):
-        self.config, self.model, self.spec, self.device, self.processes = (
-            config,
-            model,
-            spec,
-            device,
-            processes,
-        )
+        self.config, self.processes = config, processes
+        self.model, self.spec, self.device = model, spec, device
         self.steps_per_epoch = steps_per_epoch
         self.ema = (
             ModelEmaV3(model, decay=config.optim.ema_decay, use_warmup=True)
@@ -77,14 +71,12 @@ class Learner:
         )
         kind, average = choose_kind(config, processes.size), self.ema.module if self.ema else None
         self.spread = Spread(kind, model, average, compiled=config.compile)
-        self.optimizer = make_optimizer(model, config.optim)
+        self.optimizer_step = OptimizerStep(model, config.optim, device, config.amp)
+        self.optimizer = self.optimizer_step.optimizer
         self.scheduler = make_scheduler(
             self.optimizer, config.optim, config.epochs, steps_per_epoch
         )
-        self.scaler = torch.amp.GradScaler(device.type, enabled=config.amp == "fp16")
         self.mix = make_mixup(config.optim, spec.num_classes)
-        self.criterion = make_criterion(config.optim)
-        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.position = Position()
         size = config.data.img_size
         self.input_shape: tuple[int, ...] = (config.batch_size, spec.in_chans, size, size)
@@ -127,27 +119,20 @@ class Learner:
             seed_batch(self.config.seed, self.position.epoch, number, self.processes.rank)
             inputs, targets = self.inputs(images, labels)
             with self.spread.summing(number == self.position.batch + len(group) - 1):
-                with autocast(self.device, self.config.amp):
-                    logits = self.spread.called(inputs)
-                loss = self.criterion(logits.float(), targets) * share
-                self.scaler.scale(
-                    loss * size
-                ).backward()  # the gradients of the processes are averaged
-            losses.append(loss.detach())
-        self.scaler.unscale_(self.optimizer)
-        norm = nn.utils.get_total_norm(
-            [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        )
-        loss, norm = self.spread.total(torch.stack(losses).sum()), whole_tensor(norm)
+                # Times the processes, whose gradients are averaged.
+                loss = self.optimizer_step.add_gradients(
+                    self.spread.called, inputs, targets, share=share, factor=size
+                )
+            losses.append(loss)
+        norm = whole_tensor(self.optimizer_step.unscale())
+        loss = self.spread.total(torch.stack(losses).sum())
         loss_value, norm_value = torch.stack([loss, norm]).tolist()
         applied = math.isfinite(loss_value) and math.isfinite(norm_value)
         if applied:
-            if self.config.optim.clip_grad:
-                nn.utils.clip_grads_with_norm_(self.parameters, self.config.optim.clip_grad, norm)
-            self.scaler.step(self.optimizer)
+            self.optimizer_step.apply(norm)
             if self.ema:
                 self.ema.update(self.model, step=self.position.step + 1 - self.position.skipped)
-        self.scaler.update()
+        self.optimizer_step.scaler.update()
         self.scheduler.step_update(self.position.step + 1)
         return loss_value, norm_value, applied
 
@@ -192,7 +177,7 @@ class Learner:
             "model": whole_tensors(self.model.state_dict()),
             "ema": whole_tensors(self.ema.module.state_dict()) if self.ema else None,
             "optimizer": whole_tensors(self.optimizer.state_dict()),
-            "scaler": self.scaler.state_dict(),
+            "scaler": self.optimizer_step.scaler.state_dict(),
         }
 
     def load_weights(self, state: dict[str, Any]) -> None:
@@ -205,5 +190,6 @@ class Learner:
         if self.ema:
             load_whole(self.ema.module, state["ema"])
         restore_optimizer(self.optimizer, cut_optimizer_state(self.optimizer, state["optimizer"]))
-        if self.scaler.is_enabled() and state["scaler"]:  # else the precision is another one now
-            self.scaler.load_state_dict(state["scaler"])
+        scaler = self.optimizer_step.scaler
+        if scaler.is_enabled() and state["scaler"]:  # else the precision is another one now
+            scaler.load_state_dict(state["scaler"])

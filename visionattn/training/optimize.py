@@ -1,7 +1,8 @@
-"""Optimiser, schedule, mixing and loss of a configuration, all of them timm's.
+"""Optimiser, schedule, mixing and loss of a configuration, all of them timm's, and the step that
+is made of them.
 
-Owns how a configuration's words map to timm's, and images without a partner in a batch that is
-mixed.
+Owns how a configuration's words map to timm's, what a step is, and images without a partner in a
+batch that is mixed.
 """
 
 from collections.abc import Callable
@@ -14,6 +15,88 @@ from timm.scheduler import CosineLRScheduler
 from torch import Tensor, nn
 
 from visionattn.training.config import OptimConfig
+from visionattn.training.evaluate import autocast
+
+
+class OptimizerStep:
+    """The step by which a model learns: forward, loss, backward, clipping and update.
+
+    ``step.add_gradients(model, inputs, targets)`` for each batch, then ``step.update()``; what
+    stands between the two in a training is in ``learner.py``.
+
+    Args:
+        model: on its device; its parameters are updated in place.
+        config: optimiser, loss and clipping.
+        device: where to compute.
+        amp: ``none``, ``bf16`` or ``fp16``; the last scales the loss.
+        initial_scale: of ``fp16``. The usual one overflows in the first steps, which are skipped.
+
+    Attributes:
+        optimizer, scaler, criterion: what the step is made of.
+        parameters: those that learn.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: OptimConfig,
+        device: torch.device,
+        amp: str,
+        *,
+        initial_scale: float = 2.0**16,
+    ):
+        self.config, self.device, self.amp = config, device, amp
+        self.optimizer = make_optimizer(model, config)
+        self.criterion = make_criterion(config)
+        self.scaler = torch.amp.GradScaler(
+            device.type, init_scale=initial_scale, enabled=amp == "fp16"
+        )
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+    def add_gradients(
+        self,
+        forward: Callable[[Tensor], Tensor],
+        inputs: Tensor,
+        targets: Tensor,
+        *,
+        share: float = 1.0,
+        factor: int = 1,
+    ) -> Tensor:
+        """Add the gradient of a batch's mean loss to those that are there, scaled.
+
+        Args:
+            forward: the model, as it is called in training.
+            inputs: ``[B, C, H, W]``.
+            targets: as ``make_criterion`` takes them.
+            share: the weight of this batch's mean in the loss.
+            factor: the weight of the loss in the gradient.
+
+        Returns:
+            The loss times ``share``, without a graph.
+        """
+        with autocast(self.device, self.amp):
+            logits = forward(inputs)
+        loss = self.criterion(logits.float(), targets) * share
+        self.scaler.scale(loss * factor).backward()
+        return loss.detach()
+
+    def unscale(self) -> Tensor:
+        """Take the scale off the gradients; returns the norm of all of them."""
+        self.scaler.unscale_(self.optimizer)
+        return nn.utils.get_total_norm(
+            [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        )
+
+    def apply(self, norm: Tensor) -> None:
+        """Clip the gradients, whose norm it is, and update the parameters by them."""
+        if self.config.clip_grad:
+            nn.utils.clip_grads_with_norm_(self.parameters, self.config.clip_grad, norm)
+        self.scaler.step(self.optimizer)
+
+    def update(self) -> None:
+        """Update the parameters by the gradients that are there, and adapt the scale."""
+        self.apply(self.unscale())
+        self.scaler.update()
 
 
 def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:

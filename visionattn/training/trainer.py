@@ -216,7 +216,8 @@ class Trainer(Learner):
         )
         # A scaled fp16 gradient overflows now and then by design: the scaler lowers its factor
         # until it fits.
-        if self.scaler.is_enabled() and math.isfinite(loss) and self.scaler.get_scale() >= 1:
+        scaler = self.optimizer_step.scaler
+        if scaler.is_enabled() and math.isfinite(loss) and scaler.get_scale() >= 1:
             self.position.non_finite_in_a_row = 0
             return
         self.position.non_finite_in_a_row += 1

@@ -15,7 +15,7 @@ from visionattn.lab.networks import make_image
 from visionattn.lab.profile.cells import PRECISIONS, Cell
 from visionattn.training.config import OptimConfig
 from visionattn.training.evaluate import autocast
-from visionattn.training.optimize import make_optimizer
+from visionattn.training.optimize import OptimizerStep
 
 WARM_UP_PATCHES = 8
 """Patches a side of the image with which libraries, threads and the optimiser take their memory
@@ -39,14 +39,13 @@ class Step:
         self.cell, self.device = cell, torch.device(device)
         self.amp = PRECISIONS[cell.precision][1]
         self.model: nn.Module = cell.build(device)
-        self.config, self.image, self.labels = OptimConfig(), None, None
-        self.optimizer = (
-            make_optimizer(self.model, self.config) if cell.work == "training_step" else None
-        )
-        scaled = self.amp == "fp16" and cell.work != "inference"
+        self.image, self.labels = None, None
         # From 1: the usual start overflows, which skips the first steps and with them the
         # optimiser's state.
-        self.scaler = torch.amp.GradScaler(self.device.type, init_scale=1.0, enabled=scaled)
+        self.step = OptimizerStep(
+            self.model, OptimConfig(), self.device, self.amp, initial_scale=1.0
+        )
+        self.optimizer = self.step.optimizer if cell.work == "training_step" else None
 
     def place(self, px: int) -> None:
         """Put an image of this size, and labels, on the device."""
@@ -73,13 +72,9 @@ class Step:
                 self.forward()
             return
         self.model.zero_grad(set_to_none=True)
-        loss = nn.functional.cross_entropy(self.forward(), self.labels)
-        self.scaler.scale(loss).backward()
+        self.step.add_gradients(self.model, self.image, self.labels)
         if self.optimizer is not None:
-            self.scaler.unscale_(self.optimizer)
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_grad)
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
+            self.step.update()
 
     def forward(self) -> Tensor:
         """Logits, with a graph where gradients are enabled."""

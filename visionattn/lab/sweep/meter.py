@@ -23,7 +23,7 @@ from visionattn.models.weights import DataSpec
 from visionattn.training.build import build_model
 from visionattn.training.config import ModelConfig, OptimConfig
 from visionattn.training.evaluate import autocast
-from visionattn.training.optimize import make_criterion, make_mixup, make_optimizer, mix_batch
+from visionattn.training.optimize import OptimizerStep, make_mixup, mix_batch
 
 NO_MEMORY = {"status": "oom", "reason": "out of memory"}
 Work = Callable[[], None]
@@ -62,26 +62,18 @@ def training_step(
 ) -> Work:
     """A step of the optimiser on one batch."""
     optim, device = OptimConfig(**told["optim"]), inputs.device
-    optimizer, criterion, mix = (
-        make_optimizer(model, optim),
-        make_criterion(optim),
+    step, mix = (
+        OptimizerStep(model, optim, device, told["amp"]),
         make_mixup(optim, spec.num_classes),
     )
-    scaler = torch.amp.GradScaler(device.type, enabled=told["amp"] == "fp16")
     targets = torch.randint(spec.num_classes, (len(inputs),)).to(device)
     if mix is not None:
         inputs, targets = mix_batch(mix, inputs, targets)
 
     def work() -> None:
-        with autocast(device, told["amp"]):
-            logits = forward(inputs)
-        scaler.scale(criterion(logits.float(), targets)).backward()
-        scaler.unscale_(optimizer)
-        if optim.clip_grad:
-            nn.utils.clip_grad_norm_(model.parameters(), optim.clip_grad)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad(set_to_none=True)
+        step.add_gradients(forward, inputs, targets)
+        step.update()
+        step.optimizer.zero_grad(set_to_none=True)
 
     return work
 
