@@ -1,8 +1,12 @@
 """Imports go one way, importing only defines, and the repository keeps its own rules."""
 
 import ast
+import contextlib
+import re
 import subprocess
 import sys
+import tomllib
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires
 from pathlib import Path
 
 import pytest
@@ -61,17 +65,52 @@ def test_operations_know_neither_timm_nor_the_reference():
         assert path.name == "reference.py" or "ops.reference" not in text
 
 
-def test_package_imports_without_what_only_training_and_kernels_need():
-    """A machine for inference has torch, timm and safetensors; nothing there fetches anything or
-    prints.
-    """
-    code = (
-        "import sys\n"
-        "for name in ('albumentations', 'cv2', 'jsonargparse', 'tensorboard', 'sklearn', 'rich', "
-        "'matplotlib'):\n"
-        "    sys.modules[name] = None\n"
-        "import visionattn, visionattn.ops, visionattn.layers, visionattn.models, timm\n"
-        "timm.create_model('scaleformer_vit_t', depth=1)\n"
+MODELS_NEED = ("torch", "torchvision", "timm", "numpy", "safetensors")
+"""Distributions that importing the package and making a model needs; torchvision is timm's."""
+
+
+def installed_for(names):
+    """Distributions of those names and, of those that are installed here, all that they need."""
+    found, open_ = set(), {re.sub("[-_.]+", "-", name).lower() for name in names}
+    while open_:
+        name = open_.pop()
+        found.add(name)
+        with contextlib.suppress(PackageNotFoundError):
+            needs = [line for line in requires(name) or () if "extra ==" not in line]
+            words = (re.match(r"[\w.-]+", line)[0] for line in needs)
+            open_ |= {re.sub("[-_.]+", "-", word).lower() for word in words} - found
+    return found
+
+
+def modules_only_others_need():
+    """Names under which what is installed for the other dependencies alone is imported."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    names = [re.match(r"[\w.-]+", line)[0] for line in project["dependencies"]]
+    others = installed_for(names) - installed_for(MODELS_NEED)
+    return sorted(
+        module
+        for module, distributions in packages_distributions().items()
+        if {re.sub("[-_.]+", "-", name).lower() for name in distributions} <= others
     )
+
+
+def test_models_need_torch_timm_numpy_and_safetensors_alone():
+    """A machine for inference has no more; nothing there fetches anything or prints."""
+    blocked = modules_only_others_need()
+    assert {"albumentations", "cv2", "jsonargparse", "tensorboard", "sklearn"} <= set(blocked)
+    assert {"rich", "matplotlib", "scipy", "einops"} <= set(blocked)
+    code = f"""
+import sys
+for name in {[*blocked, "jinja2", "pandas", "triton"]}:
+    sys.modules[name] = None
+import timm, torch
+import visionattn, visionattn.ops, visionattn.layers, visionattn.models
+for family in ("scaleformer_vit", "taylorshift_vit", "taylorshift_abs_vit"):
+    model = timm.create_model(family + "_t", embed_dim=24, depth=1, num_heads=3)
+    assert model(torch.randn(1, 3, 32, 48)).shape == (1, 1000)
+for family in ("scaleformer_vit", "taylorshift_vit"):
+    model = timm.create_model(family + "_pixel", embed_dim=24, num_heads=3)
+    assert model(torch.randn(1, 256, 32, 32)).shape == (1, 10)
+"""
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
