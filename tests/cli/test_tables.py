@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import visionattn.lab.targets as targets
-from visionattn.cli.tables import csv_text, duration, json_text, markdown, provenance_of
+from visionattn.cli.provenance import provenance_of
+from visionattn.cli.tables import csv_text, duration, json_text, markdown
 from visionattn.lab.cases import Case
 from visionattn.lab.compare import Plan, Quartiles, Row, cells_of, record_of
 from visionattn.lab.memory import build
@@ -91,7 +92,7 @@ def test_columns_without_values_are_left_out():
 
 
 def test_provenance_says_what_a_number_depends_on():
-    found = provenance_of("cpu", ["operations", "sdpa", "--csv", "my file"])
+    found = provenance_of("cpu", ["tools/benchmark.py", "operations", "sdpa", "--csv", "my file"])
     assert found["command"] == "python tools/benchmark.py operations sdpa --csv 'my file'"
     assert found["threads"] == torch.get_num_threads() and found["torch"] == torch.__version__
     assert {"device", "processor", "commit", "date", "load"} <= set(found)

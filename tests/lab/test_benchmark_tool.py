@@ -10,7 +10,7 @@ import torch
 
 import visionattn.lab.compare as compare
 import visionattn.lab.targets as targets
-from visionattn.cli import tables as table
+from visionattn.cli.provenance import provenance_of
 from visionattn.lab import benchmark as run
 from visionattn.lab import benchmark_options, row_file
 from visionattn.lab.gpu import tune
@@ -306,7 +306,7 @@ def as_if_on_a_gpu(monkeypatch):
     monkeypatch.setattr(
         run,
         "provenance_of",
-        lambda device, argv: table.provenance_of("cpu", argv) | {"asked": device},
+        lambda device, command: provenance_of("cpu", command) | {"asked": device},
     )
 
 

@@ -1,11 +1,14 @@
-"""What a number depends on besides its configuration. It imports nothing that only reading data or
-training needs.
+"""What a number depends on besides its configuration: machine, versions, date, command. It imports
+nothing that only reading data or training needs.
 """
 
 import os
 import platform
+import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +17,19 @@ import torch
 import visionattn
 
 
-def provenance(device: torch.device) -> dict[str, Any]:
+def provenance(device: torch.device, *, threads: int | None = None) -> dict[str, Any]:
     """What a number depends on besides its settings: device, processor, versions, commit.
 
     The commit is None outside a checkout.
+
+    Args:
+        device: where the number was measured.
+        threads: of torch on a processor; None: those of this process.
     """
-    name = (
-        torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else f"{device.type}, {torch.get_num_threads()} threads"
-    )
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    else:
+        name = f"{device.type}, {threads or torch.get_num_threads()} threads"
     git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
     try:
         commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
@@ -31,6 +37,35 @@ def provenance(device: torch.device) -> dict[str, Any]:
         commit = None
     found = {"device": name, "torch": torch.__version__, "visionattn": visionattn.__version__}
     return found | {"commit": commit, "processor": processor()}
+
+
+def provenance_of(
+    device: str, command: Sequence[str], *, threads: int | None = None
+) -> dict[str, Any]:
+    """What the numbers of a tool depend on: ``provenance``, and threads, load, date and command.
+
+    ``load`` is the mean number of processes that wanted to run in the minute before: above 0, the
+    machine was shared.
+
+    Args:
+        device: where they are measured.
+        command: the words behind ``python``: the tool and its flags.
+        threads: of the processes that measure; None: those of this process.
+    """
+    found = provenance(torch.device(device), threads=threads)
+    found["threads"] = threads or torch.get_num_threads()
+    found["load"] = os.getloadavg()[0] if hasattr(os, "getloadavg") else float("nan")
+    found["date"] = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    return found | {"command": shlex.join(["python", *command])}
+
+
+def summary(provenance: dict[str, Any]) -> str:
+    """One line of provenance for people."""
+    commit = (provenance["commit"] or "unknown")[:9]
+    where = (
+        f"{provenance['processor']}; {provenance['device']}; load {provenance['load']:.1f} before"
+    )
+    return f"{where}; torch {provenance['torch']}; commit {commit}; {provenance['date']}"
 
 
 def processor() -> str:

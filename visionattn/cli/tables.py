@@ -5,15 +5,8 @@ measures nothing.
 import csv
 import io
 import json
-import os
-import shlex
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from typing import Any
-
-import torch
-
-from visionattn.cli.provenance import provenance
 
 Record = dict[str, Any]
 ESCAPED = str.maketrans({"|": r"\|", "\n": r"\n", "\r": r"\r"})
@@ -52,27 +45,6 @@ def line(values: Sequence[Any]) -> str:
         + " | ".join("" if value is None else str(value).translate(ESCAPED) for value in values)
         + " |"
     )
-
-
-def provenance_of(device: str, argv: Sequence[str]) -> Record:
-    """What the numbers depend on: device, processor, threads, versions, commit, date, command.
-
-    ``load`` is the mean number of processes that wanted to run in the minute before: above 0, the
-    machine was shared.
-    """
-    found = provenance(torch.device(device)) | {"threads": torch.get_num_threads()}
-    found["load"] = os.getloadavg()[0] if hasattr(os, "getloadavg") else float("nan")
-    command = shlex.join(["python", "tools/benchmark.py", *argv])
-    return found | {"date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"), "command": command}
-
-
-def summary(provenance: Record) -> str:
-    """One line of provenance for people."""
-    commit = (provenance["commit"] or "unknown")[:9]
-    where = (
-        f"{provenance['processor']}; {provenance['device']}; load {provenance['load']:.1f} before"
-    )
-    return f"{where}; torch {provenance['torch']}; commit {commit}; {provenance['date']}"
 
 
 def csv_text(records: Sequence[Record], provenance: Record) -> str:

@@ -16,13 +16,13 @@ import torch
 from visionattn.cli.ends import OutOfMemory
 from visionattn.cli.files import check_free, write_whole
 from visionattn.cli.progress import Progress
+from visionattn.cli.provenance import provenance
 from visionattn.cli.tables import heading, line
 from visionattn.inference.listing import find_images, printable
 from visionattn.inference.opening import Opened, open_model
 from visionattn.inference.options import NATIVE_BATCH, SIZED_BATCH, InferenceOptions
 from visionattn.inference.reading import ReadImages, Sizing
 from visionattn.inference.running import Outcome, logits, run_images
-from visionattn.training.validate import provenance
 
 FIELDS = ("path", "status", "reason", "height", "width", "input_height", "input_width")
 SUFFIXES = (".csv", ".json")

@@ -7,7 +7,8 @@ import torch
 
 from visionattn.cli.ends import Failed
 from visionattn.cli.files import write_whole
-from visionattn.cli.tables import Record, csv_text, heading, json_text, line, provenance_of, summary
+from visionattn.cli.provenance import provenance_of, summary
+from visionattn.cli.tables import Record, csv_text, heading, json_text, line
 from visionattn.lab import row_file
 from visionattn.lab.benchmark_options import Options, parse_options
 from visionattn.lab.compare import COLUMNS, Row, cells_of, measure_together, record_of
@@ -29,7 +30,7 @@ def benchmark(argv: Sequence[str], show: Print) -> None:
     flags, before = options.flags, torch.get_num_threads()
     try:
         torch.set_num_threads(getattr(flags, "threads", None) or before)
-        provenance = provenance_of(device_of(options), argv)
+        provenance = provenance_of(device_of(options), ["tools/benchmark.py", *argv])
         show(summary(provenance) + "\n")
         broken, records = 0, []
         if flags.command == "papers":

@@ -8,7 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from visionattn.cli.files import write_whole
-from visionattn.cli.tables import Record, csv_text, heading, line, markdown, summary
+from visionattn.cli.provenance import summary
+from visionattn.cli.tables import Record, csv_text, heading, line, markdown
 from visionattn.lab.cases import Case
 from visionattn.lab.compare import COLUMNS, Plan, Row, cells_of, measure_together, record_of
 from visionattn.lab.plot import Curve, Panel, crossing, curves_of, draw

@@ -23,6 +23,7 @@ from visionattn.cli.ends import (
     is_out_of_memory,
 )
 from visionattn.cli.files import first_line
+from visionattn.cli.provenance import provenance
 from visionattn.data.splits import build_splits
 from visionattn.training.build import build_model, check_img_size
 from visionattn.training.checkpoint import place_weights
@@ -34,7 +35,6 @@ from visionattn.training.record import BEST, LAST, NoRecord, Record, clear, run_
 from visionattn.training.states import States, recall_best
 from visionattn.training.status import Status
 from visionattn.training.trainer import Trainer
-from visionattn.training.validate import provenance
 
 
 def train(

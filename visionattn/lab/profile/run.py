@@ -3,7 +3,6 @@ writes files.
 """
 
 import re
-import shlex
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
@@ -14,7 +13,8 @@ import torch
 from visionattn.cli.ends import Failed, OutOfMemory, is_out_of_memory
 from visionattn.cli.files import write_whole
 from visionattn.cli.parsing import parse
-from visionattn.cli.tables import Record, csv_text, heading, line, provenance_of, summary
+from visionattn.cli.provenance import provenance_of, summary
+from visionattn.cli.tables import Record, csv_text, heading, line
 from visionattn.lab.profile.cells import Cell, Shape
 from visionattn.lab.profile.config import ProfileConfig, check
 from visionattn.lab.profile.largest import find_largest
@@ -105,11 +105,8 @@ class Profile:
     ):
         self.config, self.device, self.shapes, self.show = config, device, shapes, show
         self.budget_bytes = budget_of(config, device)
-        command = shlex.join(["python", "tools/profile_memory.py", *argv])
-        self.provenance = provenance_of(device, argv) | {
-            "command": command,
-            "budget_bytes": self.budget_bytes,
-        }
+        self.provenance = provenance_of(device, ["tools/profile_memory.py", *argv])
+        self.provenance["budget_bytes"] = self.budget_bytes
         self.files = config.files()
         self.rows: list[Row] = []
         self.lines: list[str] = []

@@ -4,14 +4,14 @@ Owns the order of these and how a sweep ends.
 """
 
 import csv
-import shlex
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from visionattn.cli.ends import Failed, Stopped
 from visionattn.cli.files import write_text
-from visionattn.cli.tables import csv_text, provenance_of, summary
+from visionattn.cli.provenance import provenance_of, summary
+from visionattn.cli.tables import csv_text
 from visionattn.lab.sweep.cells import to_train, train_cells
 from visionattn.lab.sweep.config import SweepConfig, folder_of, parse_sweep, read_base
 from visionattn.lab.sweep.folder import HPARAMS, PLOT, ROWS, TABLE, SweepFolder
@@ -43,13 +43,12 @@ def sweep(argv: Sequence[str], say: Callable[[str], None], *, train: Sequence[st
     plan = make_plan(config, base)
     if not config.overwrite:
         check_wider(plan, folder)
-    provenance = provenance_of(conditions_of(config, plan)["device"], argv)
-    provenance["command"] = shlex.join(["python", "tools/sweep_heads.py", *argv])
-    if base.threads:  # those of trainings and measurements, not of this process
-        device = provenance["device"].replace(
-            f", {provenance['threads']} threads", f", {base.threads} threads"
-        )
-        provenance |= {"threads": base.threads, "device": device}
+    # Of trainings and measurements the threads, not of this process.
+    provenance = provenance_of(
+        conditions_of(config, plan)["device"],
+        ["tools/sweep_heads.py", *argv],
+        threads=base.threads,
+    )
     folder.open(base, overwrite=config.overwrite)
     try:
         try:

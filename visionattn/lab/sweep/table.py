@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from visionattn.cli.tables import heading, line, summary
+from visionattn.cli.provenance import summary
+from visionattn.cli.tables import heading, line
 from visionattn.lab.sweep.folder import Ending, SweepFolder
 from visionattn.lab.sweep.grid import Network, Plan
 from visionattn.lab.sweep.measurement import PASSES, images_per_second, times_faster
