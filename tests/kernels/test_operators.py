@@ -390,7 +390,7 @@ def test_a_model_gives_with_kernels_what_it_gives_without(name, monkeypatch):
     expected = outputs()
     for module in ("kernelized", "taylorshift"):
         patched = lambda impl, *args, **options: why_not(*args, **options) is None  # noqa: E731  "auto" as on a GPU
-        monkeypatch.setattr(f"visionattn.ops.{module}.takes_kernels", patched)
+        monkeypatch.setattr(f"visionattn.ops.{module}.attention.takes_kernels", patched)
     assert any("triton" in name for name in attention_backends(lambda: model(image)))
     assert_within_budget(outputs(), expected, torch.float32)
 
