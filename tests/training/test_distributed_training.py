@@ -21,7 +21,7 @@ from visionattn.cli.ends import run_tool
 from visionattn.data.batches import Unreadable
 from visionattn.data.streams import Shards, StreamTrainBatches
 from visionattn.models.weights import load_model
-from visionattn.training import engine, learner, watchdog
+from visionattn.training import engine, learner
 from visionattn.training import evaluate as evaluation
 from visionattn.training.config import ModelConfig
 from visionattn.training.distributed import joined
@@ -227,7 +227,6 @@ def no_memory(*args, **options):
 def test_too_little_memory_before_the_first_step_of_one_process_ends_all_as_that(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(watchdog, "GRACE_SECONDS", 0.5)
     monkeypatch.setattr(learner, "Spread", on_second(learner.Spread, no_memory))
     ended = run_on(2, tmp_path, code=3)
     assert ended[0].err.startswith("error: out of memory before the first step; ") and ended[

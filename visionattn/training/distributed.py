@@ -3,7 +3,8 @@ end together.
 
 Owns the process group, the division of batches, sums over all processes, and agreement on errors.
 With one process there is no group, and everything here returns at once. Knows nothing of models and
-steps; how a model is spread is the matter of ``parallel.py``.
+steps; how a model is spread is the matter of ``parallel.py``, and how a process notices that
+another one does not answer that of ``watchdog.py``.
 """
 
 import atexit
@@ -12,12 +13,13 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TypeVar
 
 import torch
 from torch import distributed
+from torch.distributed.elastic.utils.store import barrier
 
 from visionattn.cli.ends import (
     Failed,
@@ -29,13 +31,12 @@ from visionattn.cli.ends import (
 )
 from visionattn.cli.files import first_line
 from visionattn.training.build import pick_device
-from visionattn.training.watchdog import BEAT_SECONDS, Verdict, Watchdog, start_watchdog
+from visionattn.training.watchdog import Verdict, Waits, Watchdog
 
 Item = TypeVar("Item")
 Outcome = TypeVar("Outcome")
 
-START_SECONDS = 120.0
-"""From the start of the first process to that of the last one."""
+WAITS = Waits()
 SHARED = (ValueError, OSError, RuntimeError, OutOfMemory, Failed, Interrupted)
 """Errors of one process that ``together`` and ``on_first`` raise on all."""
 SPOKEN = (ValueError, OSError, NonFinite, OutOfMemory, Failed, Stopped, KeyboardInterrupt)
@@ -55,7 +56,8 @@ class Processes:
     def __init__(
         self, rank: int = 0, size: int = 1, local_rank: int = 0, hosts: Sequence[str] = ("",)
     ):
-        self.rank, self.size, self.local_rank, self.hosts = rank, size, local_rank, list(hosts)
+        self.rank, self.size = rank, size
+        self.local_rank, self.hosts = local_rank, list(hosts)
         self.watchdog: Watchdog | None = None
         self._agreed: BaseException | None = None
 
@@ -67,7 +69,7 @@ class Processes:
     @property
     def name(self) -> str:
         """This process, for people."""
-        return f"process {self.rank} on {self.hosts[self.rank]}"
+        return f"process {self.rank} on {socket.gethostname()}"
 
     def device(self, name: str) -> torch.device:
         """The device of this process: ``cpu``, or the GPU of its number.
@@ -215,16 +217,15 @@ class Processes:
         """Why the run ends, and whether the reason is this error of this process."""
         self.watchdog.hold()
         memory = isinstance(error, OutOfMemory) or is_out_of_memory(error)
-        if (
-            isinstance(error, RuntimeError) and not memory
-        ):  # perhaps of a message whose partner is gone
+        # Perhaps of a message whose partner is gone, or torchrun's SIGTERM after another one's end.
+        if isinstance(error, (RuntimeError, SystemExit)) and not memory:
             self.watchdog.doubt()
         kind = (
             "oom" if memory else "input" if isinstance(error, (ValueError, OSError)) else "failed"
         )
         said = " ".join(str(error).split()) or "interrupted"
         if not self.first:  # what all of them meet is told in the words of the first one
-            self.watchdog.wait(BEAT_SECONDS)
+            self.watchdog.wait_a_beat()
         reason = (
             f"{said if isinstance(error, SPOKEN) else f'{type(error).__name__}: {said}'} "
             f"({self.name})"
@@ -239,78 +240,42 @@ class Processes:
         return self.rank == (verdict.speaker if verdict else 0)
 
     def terminate(self, signum: int, frame: object) -> None:
-        """On SIGTERM: end, unless this process is about to tell why the run ends."""
-        if not (self.watchdog and self.watchdog.verdict):
+        """End on SIGTERM, unless this process is about to tell why the run ends."""
+        if not self.watchdog.held:
             raise SystemExit(128 + signum)
 
 
-def meet(rank: int, size: int, local_rank: int) -> distributed.Store:
-    """Wait for the other processes; returns the store with which they find each other.
-
-    Raises:
-        Failed: some have not come within ``START_SECONDS``, perhaps as they died before, which one
-            of the others tells; or the store does not answer, which one process of each machine
-            tells.
-    """
-    limit = timedelta(seconds=START_SECONDS)
-    try:
-        store, _, _ = next(distributed.rendezvous("env://", rank, size, timeout=limit))
-    except distributed.DistError as error:
-        if local_rank:
-            _be_quiet()
-        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        raise Failed(
-            f"torchrun or the first process does not answer at {place}: {first_line(error)}"
-        ) from error
-    here = [f"visionattn/here/{other}" for other in range(size)]
-    store.set(here[rank], "")
-    try:
-        store.wait(here, limit)
-    except distributed.DistStoreError as error:
-        missing = [other for other in range(size) if not store.check([here[other]])]
-        if rank != min(set(range(size)) - set(missing)):
-            _be_quiet()
-        names = " and ".join(f"process {other}" for other in missing)
-        raise Failed(
-            f"{names} of {size} did not start within {START_SECONDS:.0f} s of the others"
-        ) from error
-    store.set_timeout(distributed.default_pg_timeout)
-    return store
-
-
 @contextmanager
-def joined() -> Iterator[Processes]:
+def joined(waits: Waits = WAITS) -> Iterator[Processes]:
     """Join the other processes that ``torchrun`` has started, and at the end wait for them.
 
     One process joins nothing. At the end only the first process leaves its line on standard error,
     and SIGTERM, which ``torchrun`` sends to the others as soon as one has ended, is ignored, so
     that each ends with the same exit code.
 
+    Args:
+        waits: how long to wait for others.
+
     Raises:
         ValueError: the environment says that there are several processes and not which this one is.
-        Failed: some of them have not come here within ``START_SECONDS``.
+        Failed: torchrun or the first process does not answer, which one process of each machine
+            tells. A process that does not come within ``waits.start`` ends all others, too.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield Processes()
         return
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
-    if missing := [name for name in (*names, "MASTER_ADDR") if name not in os.environ]:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    if missing := [name for name in names if name not in os.environ]:
         raise ValueError(
             f"WORLD_SIZE is set but not {', '.join(missing)}; start several processes with torchrun"
         )
-    rank, size, local_rank, port = (int(os.environ[name]) for name in names)
-    on_gpus = torch.cuda.is_available() and distributed.is_nccl_available()
-    store = meet(rank, size, local_rank)
-    distributed.init_process_group(
-        "cpu:gloo,cuda:nccl" if on_gpus else "gloo", store=store, rank=rank, world_size=size
-    )
-    processes = Processes(rank, size, local_rank, [""] * size)
+    processes = Processes(*(int(os.environ[name]) for name in names[:3]))
+    store = reach_store(processes, waits)
+    processes.watchdog = Watchdog(processes.rank, processes.size, store.clone(), waits)
     signal.signal(signal.SIGTERM, processes.terminate)
-    processes.hosts = processes.gather(socket.gethostname())
-    address = (os.environ["MASTER_ADDR"], port)
-    processes.watchdog = start_watchdog(rank, processes.hosts, address, lambda: processes.sum(0))
     try:
         with processes.guard():
+            join_group(processes, store)
             yield processes
     except SPOKEN:
         if not processes.speaks:
@@ -318,11 +283,60 @@ def joined() -> Iterator[Processes]:
         raise
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        processes.watchdog.leave()
-        if processes.watchdog.verdict is None:
-            distributed.destroy_process_group()
-        else:  # a message that is on its way to a dead process would hold up the usual end
-            atexit.register(_end_at_once, processes.watchdog.verdict.exit_code)
+        part(processes, store, waits)
+
+
+def reach_store(processes: Processes, waits: Waits) -> distributed.Store:
+    """The store with which the processes find each other, as far as this start of them uses it.
+
+    Raises:
+        Failed: it does not answer.
+    """
+    try:
+        store, *_ = next(
+            distributed.rendezvous(
+                "env://",
+                processes.rank,
+                processes.size,
+                timeout=timedelta(seconds=waits.start),
+            )
+        )
+    except distributed.DistError as error:
+        if processes.local_rank:
+            _be_quiet()
+        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise Failed(
+            f"torchrun or the first process does not answer at {place}: {first_line(error)}"
+        ) from error
+    store.set_timeout(distributed.default_pg_timeout)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return distributed.PrefixStore(f"visionattn/{attempt}", store)
+
+
+def join_group(processes: Processes, store: distributed.Store) -> None:
+    """Make the process group, and learn the machines of all processes."""
+    on_gpus = torch.cuda.is_available() and distributed.is_nccl_available()
+    distributed.init_process_group(
+        "cpu:gloo,cuda:nccl" if on_gpus else "gloo",
+        store=store,
+        rank=processes.rank,
+        world_size=processes.size,
+    )
+    processes.hosts = processes.gather(socket.gethostname())
+
+
+def part(processes: Processes, store: distributed.Store, waits: Waits) -> None:
+    """Leave the others: after all have come here, where they all do, or else at once."""
+    watchdog = processes.watchdog
+    watchdog.hold()
+    if watchdog.verdict is None:
+        with suppress(RuntimeError):  # a dead process, or one that is alive and stuck
+            barrier(store, processes.size, "ended", waits.leave)
+    watchdog.leave()
+    if watchdog.verdict is None:
+        distributed.destroy_process_group()
+    else:  # a message that is on its way to a dead process would hold up the usual end
+        atexit.register(_end_at_once, watchdog.verdict.exit_code)
 
 
 def place_of(error: BaseException) -> str:
