@@ -1,10 +1,10 @@
 """The processes of a run that ``torchrun`` has started: who they are, what each takes, and how they
 end together.
 
-Owns the process group, the division of batches, sums over all processes, and agreement on errors.
-With one process there is no group, and everything here returns at once. Knows nothing of models and
-steps; how a model is spread is the matter of ``parallel.py``, and how a process notices that
-another one does not answer that of ``watchdog.py``.
+Owns the process group, sums over all processes, and agreement on errors. With one process there is
+no group, and everything here returns at once. Knows nothing of models and steps: ``parallel.py``
+spreads a model over the processes. ``torchrun`` starts the processes and ends those that are left
+when one has died; why ``watchdog.py`` stands beside it is said there.
 """
 
 import atexit
@@ -37,6 +37,7 @@ Item = TypeVar("Item")
 Outcome = TypeVar("Outcome")
 
 WAITS = Waits()
+"""How long a process waits for the others."""
 SHARED = (ValueError, OSError, RuntimeError, OutOfMemory, Failed, Interrupted)
 """Errors of one process that ``together`` and ``on_first`` raise on all."""
 SPOKEN = (ValueError, OSError, NonFinite, OutOfMemory, Failed, Stopped, KeyboardInterrupt)
@@ -44,13 +45,13 @@ SPOKEN = (ValueError, OSError, NonFinite, OutOfMemory, Failed, Stopped, Keyboard
 
 
 class Processes:
-    """The processes of a run, seen from one of them.
+    """What one process of a run knows of all of them, and how it speaks with the others.
 
     Args:
-        rank: the number of this one.
-        size: how many there are.
-        local_rank: the number of this one on its machine.
-        hosts: the machine of each.
+        rank: the number of this process.
+        size: how many processes there are.
+        local_rank: the number of this process on its machine.
+        hosts: the machine of each process.
     """
 
     def __init__(
@@ -63,16 +64,16 @@ class Processes:
 
     @property
     def first(self) -> bool:
-        """Whether this is the process that prints and writes."""
+        """Tell whether this is the process that prints and writes."""
         return self.rank == 0
 
     @property
     def name(self) -> str:
-        """This process, for people."""
+        """Name this process for people."""
         return f"process {self.rank} on {socket.gethostname()}"
 
     def device(self, name: str) -> torch.device:
-        """The device of this process: ``cpu``, or the GPU of its number.
+        """Return the device of this process: ``cpu``, or the GPU of its number.
 
         Raises:
             ValueError: there is no such device, or no GPU is left for this process.
@@ -97,7 +98,7 @@ class Processes:
         return torch.device("cuda", self.local_rank)
 
     def describe(self, device: torch.device, kind: str | None) -> str:
-        """Where the run computes, for people."""
+        """Say for people where the run computes."""
         if self.size == 1:
             return device.type
         machines = len(set(self.hosts))
@@ -106,7 +107,7 @@ class Processes:
         )
 
     def sum(self, *values: float) -> list[float]:
-        """The sum of each value over all processes, in float64."""
+        """Return the sum of each value over all processes, in float64."""
         if self.size == 1:
             return list(values)
         total = torch.tensor(values, dtype=torch.float64)
@@ -114,7 +115,7 @@ class Processes:
         return total.tolist()
 
     def gather(self, value: Item) -> list[Item]:
-        """What each process gives, in their order."""
+        """Return what each process gives, in the order of the processes."""
         if self.size == 1:
             return [value]
         values = [value] * self.size
@@ -122,10 +123,10 @@ class Processes:
         return values
 
     def together(self, work: Callable[[], Outcome]) -> Outcome:
-        """Do work that may fail on one process alone, and that sends no messages; what one raises,
-        all raise.
+        """Do work on each process, and raise on all of them what it raises on one.
 
-        Errors go before interruptions, and those of the first processes before others'.
+        The work may not send messages to other processes. Where several processes raise, an error
+        counts before an interruption, and that of a lower number before that of a higher one.
         """
         if self.size == 1:
             return work()
@@ -141,7 +142,7 @@ class Processes:
         raise self.agree(chosen) from error
 
     def on_first(self, work: Callable[[], Outcome]) -> Outcome:
-        """Do work on the first process alone; all get what it returns or raises."""
+        """Do work on the first process alone, and return or raise on all what came of it."""
         if self.size == 1:
             return work()
         outcome, error = None, None
@@ -157,18 +158,18 @@ class Processes:
         return message[0]
 
     def agree(self, error: Outcome) -> Outcome:
-        """The error, which all processes are about to raise at the same place."""
+        """Note, and return, an error that all processes are about to raise at the same place."""
         self._agreed = error
         return error
 
     def agreed(self, error: BaseException) -> bool:
-        """Whether all processes raise this error at the same place, and could do something together
-        before.
+        """Tell whether all processes raise this error at the same place, so that they could do
+        something together before.
         """
         return self.size == 1 or error is self._agreed
 
     def _portable(self, error: BaseException | None) -> BaseException | None:
-        """An error that can be sent, with the process that it comes from in its text unless that is
+        """Make a copy of an error that can be sent, and name this process in its text, unless it is
         the first one.
         """
         if error is None:
@@ -186,12 +187,11 @@ class Processes:
 
     @contextmanager
     def guard(self, keep: Callable[[Verdict], None] = lambda verdict: None) -> Iterator[None]:
-        """While it lasts, an error that one process alone meets ends all of them, for the same
-        reason.
+        """End all processes for the same reason when one of them alone meets an error in here.
 
         Args:
-            keep: keeps the reason in the run's folder, on one process, where the others have no way
-                to raise it.
+            keep: writes the reason to the run's folder. It is called on one process, and only where
+                that process waits for another one and cannot raise the reason itself.
         """
         if self.watchdog is None:
             yield
@@ -202,9 +202,8 @@ class Processes:
         except (Stopped, NonFinite, Interrupted):  # the same on all
             raise
         except BaseException as error:
-            if error is self._agreed or (
-                isinstance(error, SystemExit) and not error.code
-            ):  # the latter after --help
+            after_help = isinstance(error, SystemExit) and not error.code
+            if after_help or error is self._agreed:
                 raise
             verdict, own = self._judge(error)
             if own:
@@ -214,28 +213,27 @@ class Processes:
             self.watchdog.keep = before
 
     def _judge(self, error: BaseException) -> tuple[Verdict, bool]:
-        """Why the run ends, and whether the reason is this error of this process."""
+        """Agree with the others why the run ends; the flag says whether it is for this error."""
         self.watchdog.hold()
         memory = isinstance(error, OutOfMemory) or is_out_of_memory(error)
         # Perhaps of a message whose partner is gone, or torchrun's SIGTERM after another one's end.
         if isinstance(error, (RuntimeError, SystemExit)) and not memory:
             self.watchdog.doubt()
-        kind = (
-            "oom" if memory else "input" if isinstance(error, (ValueError, OSError)) else "failed"
-        )
+        kind = "input" if isinstance(error, (ValueError, OSError)) else "failed"
+        if memory:
+            kind = "oom"
         said = " ".join(str(error).split()) or "interrupted"
+        if not isinstance(error, SPOKEN):
+            said = f"{type(error).__name__}: {said}"
         if not self.first:  # what all of them meet is told in the words of the first one
             self.watchdog.wait_a_beat()
-        reason = (
-            f"{said if isinstance(error, SPOKEN) else f'{type(error).__name__}: {said}'} "
-            f"({self.name})"
-        )
+        reason = f"{said} ({self.name})"
         verdict = self.watchdog.publish(Verdict(kind, reason))
         return verdict, verdict.reason == reason
 
     @property
     def speaks(self) -> bool:
-        """Whether this process tells how the run ended."""
+        """Tell whether this is the process that says how the run ended."""
         verdict = self.watchdog.verdict if self.watchdog else None
         return self.rank == (verdict.speaker if verdict else 0)
 
@@ -249,17 +247,17 @@ class Processes:
 def joined(waits: Waits = WAITS) -> Iterator[Processes]:
     """Join the other processes that ``torchrun`` has started, and at the end wait for them.
 
-    One process joins nothing. At the end only the first process leaves its line on standard error,
-    and SIGTERM, which ``torchrun`` sends to the others as soon as one has ended, is ignored, so
-    that each ends with the same exit code.
+    A single process joins nothing. At the end the first process alone leaves its line on standard
+    error. ``torchrun`` sends SIGTERM to the others as soon as one has ended; they ignore it from
+    here on, so that each ends with the same exit code.
 
     Args:
         waits: how long to wait for others.
 
     Raises:
         ValueError: the environment says that there are several processes and not which this one is.
-        Failed: torchrun or the first process does not answer, which one process of each machine
-            tells. A process that does not come within ``waits.start`` ends all others, too.
+        Failed: torchrun or the first process does not answer, or a process does not come within
+            ``waits.start``.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield Processes()
@@ -287,10 +285,10 @@ def joined(waits: Waits = WAITS) -> Iterator[Processes]:
 
 
 def reach_store(processes: Processes, waits: Waits) -> distributed.Store:
-    """The store with which the processes find each other, as far as this start of them uses it.
+    """Connect to the store with which the processes find each other.
 
     Raises:
-        Failed: it does not answer.
+        Failed: the store does not answer; one process of each machine says so.
     """
     try:
         store, *_ = next(
@@ -326,11 +324,11 @@ def join_group(processes: Processes, store: distributed.Store) -> None:
 
 
 def part(processes: Processes, store: distributed.Store, waits: Waits) -> None:
-    """Leave the others: after all have come here, where they all do, or else at once."""
+    """Leave the others: once all of them have come here, or at once where the run ends early."""
     watchdog = processes.watchdog
     watchdog.hold()
     if watchdog.verdict is None:
-        with suppress(RuntimeError):  # a dead process, or one that is alive and stuck
+        with suppress(RuntimeError):  # a process is dead, or alive and stuck
             barrier(store, processes.size, "ended", waits.leave)
     watchdog.leave()
     if watchdog.verdict is None:
@@ -340,11 +338,11 @@ def part(processes: Processes, store: distributed.Store, waits: Waits) -> None:
 
 
 def place_of(error: BaseException) -> str:
-    """The process that an error comes from, to put into a line that says it otherwise:
-    `` (process 1 on host)``.
+    """Name the process that an error comes from, as `` (process 1 on host)``, for a line that says
+    the error in other words.
 
-    Empty for errors of the first process, and for those that this process alone has met, whose
-    place ``guard`` adds.
+    The name is empty for errors of the first process, and for errors that this process alone has
+    met, to which ``guard`` adds it.
     """
     return getattr(error, "place", "")
 

@@ -42,8 +42,8 @@ class Waits:
     grace: float = 3.0
     """From a verdict to the end of a process that does not see to it itself, because it waits for
     another one."""
-    leave: float = 60.0
-    """At the end, for processes that are alive and do not end."""
+    leave: float = 20.0
+    """At the end, for processes that do not end."""
 
 
 @dataclass(frozen=True)
