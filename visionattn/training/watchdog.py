@@ -179,8 +179,9 @@ class Watchdog:
                 return
             self._ticks += 1
             self._judge()
-        if not self._held.wait(self.waits.grace) and not self._left.is_set():
-            self._end_process()
+        cannot_end_itself = not self._held.wait(self.waits.grace) and not self._left.is_set()
+        if cannot_end_itself and self.verdict:
+            self._end_process(self.verdict)
 
     def _judge(self) -> None:
         """Publish a verdict if the store or a process is silent."""
@@ -220,14 +221,15 @@ class Watchdog:
     def _settle(self, verdict: Verdict) -> Verdict:
         """Take a verdict unless there is one; returns the one that counts."""
         with self._lock:
-            self.verdict = self.verdict or verdict
+            counts = self.verdict = self.verdict or verdict
         self._known.set()
-        return self.verdict
+        return counts
 
-    def _end_process(self) -> None:
+    def _end_process(self, verdict: Verdict) -> None:
+        """Say why, if it is for this process to say so, and end without another step."""
         try:
-            if self.rank == self.verdict.speaker:
-                self.keep(self.verdict)
-                print(f"error: {self.verdict.reason}", file=sys.stderr, flush=True)
+            if self.rank == verdict.speaker:
+                self.keep(verdict)
+                print(f"error: {verdict.reason}", file=sys.stderr, flush=True)
         finally:
-            os._exit(self.verdict.exit_code)
+            os._exit(verdict.exit_code)
