@@ -267,9 +267,14 @@ def joined(waits: Waits = WAITS) -> Iterator[Processes]:
         raise ValueError(
             f"WORLD_SIZE is set but not {', '.join(missing)}; start several processes with torchrun"
         )
-    processes = Processes(*(int(os.environ[name]) for name in names[:3]))
+    processes = Processes(
+        rank=int(os.environ["RANK"]),
+        size=int(os.environ["WORLD_SIZE"]),
+        local_rank=int(os.environ["LOCAL_RANK"]),
+    )
     store = reach_store(processes, waits)
-    processes.watchdog = Watchdog(processes.rank, processes.size, store.clone(), waits)
+    watchdog = Watchdog(processes.rank, processes.size, store.clone(), waits)
+    processes.watchdog = watchdog
     signal.signal(signal.SIGTERM, processes.terminate)
     try:
         with processes.guard():
@@ -281,7 +286,7 @@ def joined(waits: Waits = WAITS) -> Iterator[Processes]:
         raise
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        part(processes, store, waits)
+        part(watchdog, store)
 
 
 def reach_store(processes: Processes, waits: Waits) -> distributed.Store:
@@ -323,13 +328,12 @@ def join_group(processes: Processes, store: distributed.Store) -> None:
     processes.hosts = processes.gather(socket.gethostname())
 
 
-def part(processes: Processes, store: distributed.Store, waits: Waits) -> None:
+def part(watchdog: Watchdog, store: distributed.Store) -> None:
     """Leave the others: once all of them have come here, or at once where the run ends early."""
-    watchdog = processes.watchdog
     watchdog.hold()
     if watchdog.verdict is None:
         with suppress(RuntimeError):  # a process is dead, or alive and stuck
-            barrier(store, processes.size, "ended", waits.leave)
+            barrier(store, len(watchdog.hosts), "ended", watchdog.waits.leave)
     watchdog.leave()
     if watchdog.verdict is None:
         distributed.destroy_process_group()
