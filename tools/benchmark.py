@@ -11,17 +11,11 @@ wrong or failed; 130 for Ctrl-C.
 """
 
 import sys
-from collections.abc import Sequence
+from functools import partial
 
-from visionattn.cli.ends import run_tool
-from visionattn.lab.benchmark import benchmark
+from visionattn.command import run
 
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure as the flags say; returns the exit code."""
-    argv = sys.argv[1:] if argv is None else argv
-    return run_tool(lambda: benchmark(argv, lambda text: print(text, flush=True)))
-
+main = partial(run, "benchmark")
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -8,34 +8,11 @@ process that reads images ended; 130 for Ctrl-C.
 """
 
 import sys
-from collections.abc import Sequence
+from functools import partial
 
-from visionattn.cli.ends import run_tool
-from visionattn.inference.features import Extraction, ExtractOptions
-from visionattn.inference.options import parse_options
+from visionattn.command import run
 
-EXAMPLE = (
-    "python tools/extract_features.py --model scaleformer_vit_t --images docs/figures "
-    "--img_size 224 "
-    "--output checkpoints/features/figures"
-)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Extract as the flags say; returns the exit code."""
-
-    def work() -> None:
-        options = parse_options(
-            ExtractOptions,
-            sys.argv[1:] if argv is None else argv,
-            prog="extract_features.py",
-            description="Write features of images to safetensors, with an index.",
-            example=EXAMPLE,
-        )
-        Extraction(options).run(lambda line: print(line, flush=True))
-
-    return run_tool(work)
-
+main = partial(run, "features")
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -8,32 +8,11 @@ Ctrl-C.
 """
 
 import sys
-from collections.abc import Sequence
+from functools import partial
 
-from visionattn.cli.ends import run_tool
-from visionattn.inference.options import parse_options
-from visionattn.inference.predict import PredictOptions, Predictor
+from visionattn.command import run
 
-EXAMPLE = (
-    "python tools/predict.py --checkpoint checkpoints/digits/best.safetensors --images docs/figures"
-)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Predict as the flags say; returns the exit code."""
-
-    def work() -> None:
-        options = parse_options(
-            PredictOptions,
-            sys.argv[1:] if argv is None else argv,
-            prog="predict.py",
-            description="Name the classes of images.",
-            example=EXAMPLE,
-        )
-        Predictor(options).run(lambda text: print(text, flush=True))
-
-    return run_tool(work)
-
+main = partial(run, "predict")
 
 if __name__ == "__main__":
     sys.exit(main())

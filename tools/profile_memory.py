@@ -9,17 +9,11 @@ than memory; 130 for Ctrl-C.
 """
 
 import sys
-from collections.abc import Sequence
+from functools import partial
 
-from visionattn.cli.ends import run_tool
-from visionattn.lab.profile.run import profile
+from visionattn.command import run
 
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Profile as the flags say; returns the exit code."""
-    argv = sys.argv[1:] if argv is None else argv
-    return run_tool(lambda: profile(argv, lambda text: print(text, flush=True)))
-
+main = partial(run, "profile")
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -7,17 +7,11 @@ otherwise. Exit codes: 0; 2 for bad input.
 """
 
 import sys
-from collections.abc import Sequence
+from functools import partial
 
-from visionattn.cli.ends import run_tool
-from visionattn.lab.report.page import report
+from visionattn.command import run
 
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Write the page that the flags ask for; returns the exit code."""
-    argv = sys.argv[1:] if argv is None else argv
-    return run_tool(lambda: print(report(argv), flush=True))
-
+main = partial(run, "report")
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -7,20 +7,11 @@ cell failed; 4 where some did, after the tables; 130 for Ctrl-C.
 """
 
 import sys
-from collections.abc import Sequence
-from pathlib import Path
+from functools import partial
 
-from visionattn.cli.ends import run_tool
-from visionattn.lab.sweep.run import sweep
+from visionattn.command import run
 
-TRAIN = (sys.executable, str(Path(__file__).resolve().parent / "train.py"))
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Sweep as the flags say; returns the exit code."""
-    argv = sys.argv[1:] if argv is None else argv
-    return run_tool(lambda: sweep(argv, lambda text: print(text, flush=True), train=TRAIN))
-
+main = partial(run, "sweep")
 
 if __name__ == "__main__":
     sys.exit(main())

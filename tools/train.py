@@ -9,51 +9,11 @@ has the code.
 """
 
 import sys
-from collections.abc import Sequence
-from pathlib import Path
+from functools import partial
 
-from visionattn.cli.ends import Stopped, run_tool
-from visionattn.cli.parsing import config_files, parse
-from visionattn.training.config import TrainConfig
-from visionattn.training.distributed import joined
-from visionattn.training.engine import train
-from visionattn.training.report import how_to_resume, report
+from visionattn.command import run
 
-TOOLS = Path(__file__).parent
-EXAMPLE = (
-    "python tools/train.py --config configs/digits.yaml --epochs 1 --optim.warmup_epochs "
-    "0.5 --run try --overwrite"
-)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Train as the flags say; returns the exit code."""
-    argv = sys.argv[1:] if argv is None else argv
-
-    def work() -> None:
-        with joined() as processes:
-            config = processes.together(lambda: read(argv))
-            try:
-                result = train(config, processes=processes)
-            except Stopped as stop:
-                raise Stopped(f"{stop}; to go on: {how_to_resume(config, TOOLS)}") from stop
-            if processes.first:
-                print("\n".join(report(config, result, TOOLS)), flush=True)
-
-    return run_tool(work, several=True)
-
-
-def read(argv: Sequence[str]) -> TrainConfig:
-    """The run that the flags describe."""
-    config = parse(
-        TrainConfig, argv, prog="train.py", description="Train a model.", example=EXAMPLE
-    )
-    files = config_files(argv)
-    config.run = config.run or (
-        Path(files[-1]).stem if files else f"{config.data.name}_{config.model.name}"
-    )
-    return config
-
+main = partial(run, "train")
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -7,32 +7,11 @@ codes: 0; 2 for bad input.
 """
 
 import sys
-from collections.abc import Sequence
+from functools import partial
 
-from visionattn.cli.ends import run_tool
-from visionattn.training.validate import COLUMNS, Validation, align, parse_validate
+from visionattn.command import run
 
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Evaluate as the flags say; returns the exit code."""
-
-    def work() -> None:
-        config = parse_validate(sys.argv[1:] if argv is None else argv)
-        validation = Validation(config)
-        print(
-            f"{config.checkpoint} on the {validation.split} images of "
-            f"{config.data.name}\n{align(COLUMNS)}",
-            flush=True,
-        )
-        rows = []
-        for row in validation.rows():
-            rows.append(row)
-            print(align(row.cells()), flush=True)
-        if config.json:
-            validation.save(rows)
-
-    return run_tool(work)
-
+main = partial(run, "validate")
 
 if __name__ == "__main__":
     sys.exit(main())

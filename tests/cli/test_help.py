@@ -1,20 +1,18 @@
-"""``--help`` of every tool ends with a command, and the command works as it is pasted."""
+"""``--help`` of every command ends with an example, and the example works as it is pasted."""
 
 import importlib.util
-import io
 import os
 import shlex
 import subprocess
 import sys
-from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
 
+from visionattn.command import SUBCOMMANDS, main
+
 ROOT = Path(__file__).parents[2]
 TOOLS = sorted((ROOT / "tools").glob("*.py"))
-SEEN = ("tools", "configs", "docs", "visionattn")
-"""What of the repository the commands are to find in their folder."""
 LONGEST_SECONDS = 600
 """Some 20 on a processor core of its own; many times that beside other work."""
 
@@ -40,24 +38,23 @@ def paste(command, folder):
     )
 
 
-def example_of(tool):
-    """The last line of its help."""
-    spec = importlib.util.spec_from_file_location(f"help_of_{tool.stem}", tool)
-    module, printed = importlib.util.module_from_spec(spec), io.StringIO()
-    spec.loader.exec_module(module)
-    with redirect_stdout(printed), pytest.raises(SystemExit) as end:
-        module.main(["--help"])
-    assert end.value.code == 0 and printed.getvalue().startswith(f"usage: {tool.name} ")
-    return printed.getvalue().splitlines()[-1].strip()
+def example_of(name, capsys):
+    """The last line of a command's help."""
+    with pytest.raises(SystemExit) as end:
+        main([name, "--help"])
+    printed = capsys.readouterr().out
+    assert end.value.code == 0 and printed.startswith(f"usage: visionattn {name} ")
+    return printed.splitlines()[-1].strip()
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder in which the repository's can be read, and nothing written to them."""
+    """A folder with the images that examples name, and with nothing else of the repository: the
+    package alone has the configurations.
+    """
     place = tmp_path_factory.mktemp("pasted") / "work"
     place.mkdir()
-    for name in SEEN:
-        (place / name).symlink_to(ROOT / name)
+    (place / "docs").symlink_to(ROOT / "docs")
     python = place.parent / "bin" / "python"
     python.parent.mkdir()
     python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
@@ -65,32 +62,35 @@ def folder(tmp_path_factory):
     return place
 
 
-@pytest.fixture(scope="module")
-def trained(folder):
-    """What the training of ``train.py --help`` printed; its run stands in for that of
-    ``make demo``, which other commands use.
+@pytest.fixture
+def trained(folder, capsys):
+    """What the training of ``train --help`` printed; its run stands in for that of ``make demo``,
+    which other commands use.
     """
-    done = paste(example_of(ROOT / "tools" / "train.py"), folder)
-    assert done.returncode == 0, done.stderr
-    (folder / "checkpoints" / "try").rename(folder / "checkpoints" / "digits")
-    return done.stdout
+    kept, printed = folder / "checkpoints" / "digits", folder / "printed"
+    if not kept.exists():
+        done = paste(example_of("train", capsys), folder)
+        assert done.returncode == 0, done.stderr
+        (folder / "checkpoints" / "try").rename(kept)
+        printed.write_text(done.stdout)
+    return printed.read_text()
 
 
 def tracked_files():
-    """Files below the repository's folders that commands see, which they are to leave alone."""
+    """Files of the repository's folders, which commands are to leave alone."""
     return sorted(
         path
-        for name in SEEN
+        for name in ("tools", "configs", "docs", "visionattn")
         for path in (ROOT / name).rglob("*")
         if "__pycache__" not in path.parts
     )
 
 
-@pytest.mark.parametrize("tool", TOOLS, ids=lambda tool: tool.stem)
-def test_help_ends_with_a_command_that_works_as_pasted(tool, folder, trained):
-    command = example_of(tool)
-    assert command.startswith(f"python tools/{tool.name} ")
-    if tool.stem == "train":
+@pytest.mark.parametrize("name", SUBCOMMANDS)
+def test_help_ends_with_a_command_that_works_as_pasted(name, folder, trained, capsys):
+    command = example_of(name, capsys)
+    assert f"visionattn {name} " in command
+    if name == "train":
         assert "test accuracy" in trained
         return
     before = tracked_files()
@@ -98,3 +98,28 @@ def test_help_ends_with_a_command_that_works_as_pasted(tool, folder, trained):
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() and "Traceback" not in done.stderr
     assert tracked_files() == before
+
+
+@pytest.mark.parametrize("tool", TOOLS, ids=lambda tool: tool.stem)
+def test_the_help_of_a_tool_has_its_file_for_a_name_and_is_else_that_of_its_command(
+    tool, monkeypatch, capsys
+):
+    monkeypatch.setattr(sys, "argv", [str(tool), "--help"])
+    spec = importlib.util.spec_from_file_location(f"help_of_{tool.stem}", tool)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    with pytest.raises(SystemExit) as end:
+        module.main()
+    of_tool = capsys.readouterr().out
+    assert end.value.code == 0 and of_tool.startswith(f"usage: {tool.name} ")
+    monkeypatch.setattr(sys, "argv", ["visionattn"])
+    with pytest.raises(SystemExit):
+        main([*module.main.args, "--help"])
+    of_command = capsys.readouterr().out
+    options = [text.partition("options:")[2] for text in (of_tool, of_command)]
+    assert options[0] == options[1] != ""
+
+
+def test_every_command_has_a_tool():
+    named = [text for tool in TOOLS for text in tool.read_text().splitlines() if "partial(" in text]
+    assert sorted(text.split('"')[1] for text in named) == sorted(SUBCOMMANDS)

@@ -54,7 +54,7 @@ def test_every_kind_of_provenance_names_the_processor(monkeypatch):
     monkeypatch.setattr(module, "processor_name", lambda: "Abacus 7")
     monkeypatch.setattr(calibrate, "processor_name", lambda: "Abacus 7")
     assert provenance(torch.device("cpu"))["processor"].startswith("Abacus 7, ")
-    found = provenance_of("cpu", ["tools/benchmark.py", "--targets"])
+    found = provenance_of("cpu", ["benchmark", "targets"])
     assert summary(found).startswith("Abacus 7, ")
     assert "Abacus 7, " in csv_text([{"seconds": 1}], found).splitlines()[1]
     assert calibrate.provenance()["cpu"] == "Abacus 7"

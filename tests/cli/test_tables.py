@@ -92,8 +92,8 @@ def test_columns_without_values_are_left_out():
 
 
 def test_provenance_says_what_a_number_depends_on():
-    found = provenance_of("cpu", ["tools/benchmark.py", "operations", "sdpa", "--csv", "my file"])
-    assert found["command"] == "python tools/benchmark.py operations sdpa --csv 'my file'"
+    found = provenance_of("cpu", ["benchmark", "operations", "sdpa", "--csv", "my file"])
+    assert found["command"] == "visionattn benchmark operations sdpa --csv 'my file'"
     assert found["threads"] == torch.get_num_threads() and found["torch"] == torch.__version__
     assert {"device", "processor", "commit", "date", "load"} <= set(found)
 

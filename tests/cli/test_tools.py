@@ -61,6 +61,14 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
 
 
+def flags_of(line: str, name: str) -> list[str]:
+    """What stands behind a command that was printed, which is the script or the package's."""
+    words = shlex.split(line)
+    place = words.index(name)
+    assert words[:place] == ["visionattn"] or words[1:place] == ["-m", "visionattn"]
+    return words[place + 1 :]
+
+
 def written(folder: Path) -> dict[str, bytes]:
     return {
         str(path.relative_to(folder)): path.read_bytes()
@@ -81,19 +89,17 @@ def test_training_ends_with_time_checkpoint_two_commands_and_the_test_accuracy_a
         and lines[-4] == "try next:"
     )
     assert not any("%" in line for line in lines[-6:-1])
-    assert [shlex.split(line)[1] for line in lines[-3:-1]] == [
-        "tools/validate.py",
-        "tools/train.py",
-    ]
+    assert flags_of(lines[-3], "validate")[0] == "--checkpoint"
+    assert flags_of(lines[-2], "train")[0] == "--config"
 
 
 def test_both_commands_that_are_offered_next_work_as_they_are(finished, capsys):
     folder, printed = finished
-    first, second = (shlex.split(line) for line in printed.splitlines()[-3:-1])
-    assert validate(first[2:]) == 0
+    first, second = printed.splitlines()[-3:-1]
+    assert validate(flags_of(first, "validate")) == 0
     table = capsys.readouterr().out
     assert [line.split()[0] for line in table.splitlines()[2:]] == ["16", "24", "32"]
-    assert train([*second[2:], "--batch_size=256"]) == 0
+    assert train([*flags_of(second, "train"), "--batch_size=256"]) == 0
     printed = capsys.readouterr().out
     assert "tensors start from" in printed and "one_24px/best.safetensors" in printed
     assert printed.splitlines()[-1].startswith("test accuracy ")
@@ -433,9 +439,9 @@ def test_ctrl_c_saves_the_state_says_how_to_go_on_and_that_works(tmp_path):
         place,
     )
     state = torch.load(tmp_path / "two" / "last.pt", weights_only=True)["position"]
-    go_on = shlex.split(command)
-    assert go_on[1:] == ["tools/train.py", "--config", f"{tmp_path}/two/config.yaml", "--resume"]
-    assert train([*go_on[2:], f"--epochs={state['epoch'] + 1}", "--data.workers=0"]) == 0
+    go_on = flags_of(command, "train")
+    assert go_on == ["--config", f"{tmp_path}/two/config.yaml", "--resume"]
+    assert train([*go_on, f"--epochs={state['epoch'] + 1}", "--data.workers=0"]) == 0
     assert (
         torch.load(tmp_path / "two" / "last.pt", weights_only=True)["position"]["epoch"]
         == state["epoch"] + 1

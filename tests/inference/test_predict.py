@@ -297,9 +297,9 @@ def test_overwrite_without_an_output_is_refused_and_so_are_no_images(case, capsy
 
 
 def test_help_ends_with_a_command_and_explains_the_options(capsys):
-    for tool in (predict, load_tool("extract_features")):
+    for name, tool in (("predict", predict), ("features", load_tool("extract_features"))):
         with pytest.raises(SystemExit) as end:
             tool(["--help"])
         printed = capsys.readouterr().out
         assert end.value.code == 0 and "Processes that load images" in " ".join(printed.split())
-        assert printed.rstrip().splitlines()[-1].startswith("  python tools/")
+        assert f"visionattn {name} --" in printed.rstrip().splitlines()[-1]

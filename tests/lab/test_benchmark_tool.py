@@ -86,7 +86,7 @@ def test_a_sweep_prints_the_rows_that_it_writes(main, tmp_path, capsys):
         for row in content["rows"]
     )
     assert content["provenance"]["command"].startswith(
-        "python tools/benchmark.py operations kernelized sdpa"
+        "visionattn benchmark operations kernelized sdpa"
     )
     assert files[2].read_bytes().startswith(b"\x89PNG")
 
@@ -120,7 +120,7 @@ def test_some_of_the_figures_to_reach_are_printed(main, tmp_path, capsys):
     assert row["met"] == "yes"
     assert (
         row["command"]
-        == f"python tools/benchmark.py targets --only 'kept.*kernelized efficient' --csv {kept}"
+        == f"visionattn benchmark targets --only 'kept.*kernelized efficient' --csv {kept}"
     )
 
 
@@ -199,13 +199,13 @@ BAD_FLAGS = [
     (["figures"], "invalid choice: 'figures'"),
     (["operations"], "the following arguments are required: NAME"),
     (["targets", "operations", "sdpa"], "unrecognized arguments: operations sdpa"),
-    (["--operations", "sdpa"], "--operations is now a command: benchmark.py operations"),
-    (["--models=scaleformer_vit_s"], "--models is now a command: benchmark.py models"),
-    (["--json", "a.json", "--targets"], "--targets is now a command: benchmark.py targets"),
-    (["--figure", "crossover"], "--figure is now a command: benchmark.py papers"),
-    (["--loader", "digits"], "--loader is now a command: benchmark.py loader"),
-    (["--gpu", "--tune"], "--gpu is now a command: benchmark.py gpu"),
-    (["--tune"], "--tune is now a command: benchmark.py tune"),
+    (["--operations", "sdpa"], "--operations is now a command: benchmark operations"),
+    (["--models=scaleformer_vit_s"], "--models is now a command: benchmark models"),
+    (["--json", "a.json", "--targets"], "--targets is now a command: benchmark targets"),
+    (["--figure", "crossover"], "--figure is now a command: benchmark papers"),
+    (["--loader", "digits"], "--loader is now a command: benchmark loader"),
+    (["--gpu", "--tune"], "--gpu is now a command: benchmark gpu"),
+    (["--tune"], "--tune is now a command: benchmark tune"),
     (["operations", "sdqa"], "operation 'sdqa': wanted one of sdpa, eager"),
     (["operations", "sdpa+joint"], "sdpa has no option 'joint'; it has causal"),
     (["operations", "kernelized+joint+axial"], "one relative position at a time"),

@@ -174,7 +174,7 @@ def test_the_printed_rows_are_written_with_what_they_depend_on(main, tmp_path, c
         f"| {row['data']}" for row in content["rows"]
     ]
     assert content["provenance"]["command"].startswith(
-        "python tools/benchmark.py loader digits+augment=light"
+        "visionattn benchmark loader digits+augment=light"
     )
     assert rows[0]["ratio_median"] == "1.0" and content["rows"][3]["baseline_workers"] == 0
 

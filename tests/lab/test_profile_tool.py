@@ -95,9 +95,7 @@ def test_a_profile_of_real_models_is_printed_and_written_with_its_growth(main, t
     assert above[3] > 2 * matrix  # the scores and their softmax
     assert all(int(row["peak_bytes"]) > int(row["above_bytes"]) > 0 for row in rows)
     assert rows[0]["torch"] == torch.__version__ and rows[0]["processor"]
-    assert rows[0]["command"].startswith(
-        "python tools/profile_memory.py --models taylorshift_vit_t vit_tiny"
-    )
+    assert rows[0]["command"].startswith("visionattn profile --models taylorshift_vit_t vit_tiny")
     assert {"device", "commit", "precision", "budget_bytes", "date"} <= set(rows[0]) and rows[0][
         "device"
     ] == "cpu, 1 threads"
@@ -150,7 +148,7 @@ def test_constant_settings_and_the_command_stand_under_the_table_and_the_plot(
     text = (tmp_path / "$a$" / "memory.md").read_text()
     assert text == capsys.readouterr().out and text.splitlines()[-2] == wanted
     assert text.splitlines()[-1].startswith(
-        "command: python tools/profile_memory.py --models taylorshift_vit_t --device cpu"
+        "command: visionattn profile --models taylorshift_vit_t --device cpu"
     )
     note = notes[-1].replace("\\$", "$")
     assert (

@@ -138,9 +138,9 @@ def test_a_sweep_says_how_to_see_the_curves_and_images_of_its_trainings(tmp_path
         (folder / "runs" / f"{name}.log").write_text("")
     (tmp_path / "page.html").unlink()
     page = page_of(folder, tmp_path)
-    said = next(text for text in page.texts if text.startswith("python tools/report.py"))
+    said = next(text for text in page.texts if text.startswith("visionattn report"))
     runs, output = (shlex.quote(str(folder / name)) for name in ("runs", "trainings.html"))
-    assert said == f"python tools/report.py {runs}/*/ --output {output}"
+    assert said == f"visionattn report {runs}/*/ --output {output}"
     assert "images of its 2 trainings" in page.text
 
 

@@ -9,18 +9,17 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from visionattn.cli.commands import started
 from visionattn.cli.ends import Failed, run_tool
 from visionattn.lab.sweep.config import EXAMPLE, parse_sweep
 from visionattn.lab.sweep.folder import LOCK, SweepFolder
 from visionattn.lab.sweep.run import sweep
 
-TOOLS = Path(__file__).parents[2] / "tools"
 BASE = {
     "model": {
         "name": "taylorshift_vit_t",
@@ -405,7 +404,7 @@ def small_sweep(tmp_path_factory):
     ]
     argv += ["--attention", "taylorshift", "softmax", "--train_form", "efficient"]
     argv += ["--measure_batch", "3", "--measure_rounds", "2"]
-    sweep(argv, lines.append, train=(sys.executable, str(TOOLS / "train.py")))
+    sweep(argv, lines.append, train=started("train"))
     return folder / "sweep", "\n".join(lines), argv
 
 
@@ -488,7 +487,7 @@ def test_the_list_of_cells_holds_every_figure_with_its_provenance(small_sweep):
         )
         assert (
             row["measure_batch"] == "3"
-            and "tools/sweep_heads.py --base" in row["command"]
+            and row["command"].startswith("visionattn sweep --base")
             and row["torch"]
         )
     assert (

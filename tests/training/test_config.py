@@ -15,7 +15,7 @@ CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 
 
 def read(*argv: str) -> TrainConfig:
-    return parse(TrainConfig, argv, prog="train.py", description="Train.")
+    return parse(TrainConfig, argv)
 
 
 def test_flags_win_over_the_file_and_the_file_over_the_defaults(tmp_path):
@@ -134,7 +134,10 @@ def test_a_file_that_is_no_configuration_is_one_line(tmp_path, text, part):
 
 
 def test_a_file_that_does_not_exist_is_named():
-    with pytest.raises(FileNotFoundError, match="^no configuration file at nowhere.yaml$"):
+    with pytest.raises(
+        FileNotFoundError,
+        match="^no configuration file at nowhere.yaml; those that come with visionattn are canvas,",
+    ):
         read("--config", "nowhere.yaml")
 
 

@@ -127,7 +127,7 @@ def test_the_kept_configuration_is_that_of_the_run(tmp_path):
     config = small_config(tmp_path, optim=EVERYTHING, overwrite=True)
     run(config)
     path = tmp_path / "small" / "config.yaml"
-    again = parse(TrainConfig, ["--config", str(path)], prog="", description="")
+    again = parse(TrainConfig, ["--config", str(path)])
     config.overwrite = False
     assert again == config and yaml.safe_load(path.read_text())["optim"]["cutmix"] == 0.5
 

@@ -9,14 +9,15 @@ import argparse
 import json
 import os
 import re
-import shutil
-import sys
 import types
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from visionattn.cli.commands import program, typed
+from visionattn.cli.configs import find_config
 
 Config = TypeVar("Config")
 
@@ -25,23 +26,12 @@ OWN_OPTIONS = ("help", "config", "print_config")
 """Options that are no fields of a configuration."""
 
 
-def python_command() -> str:
-    """How to call this Python from the current folder, as short as it works."""
-    return "python" if shutil.which("python") == sys.executable else from_here(sys.executable)
-
-
-def from_here(path: str | Path) -> str:
-    """A path as one would type it: relative to the current folder where it lies within it."""
-    path = os.path.abspath(path)
-    return os.path.relpath(path) if path.startswith(os.getcwd() + os.sep) else path
-
-
 def parse(
     config_class: type[Config],
     argv: Sequence[str],
     *,
-    prog: str,
-    description: str,
+    command: str = "",
+    description: str = "",
     example: str | None = None,
     defaults: dict[str, Any] | None = None,
 ) -> Config:
@@ -54,15 +44,15 @@ def parse(
         config_class: the dataclass; its fields become flags, those of nested dataclasses
             ``--group.field``.
         argv: the flags, without the program's name.
-        prog: the program's name, for its help.
-        description: what the program does, for its help.
-        example: a command that works as pasted, with which the help ends; None: none.
+        command: the subcommand whose flags they are, for its help.
+        description: what the command does, for its help.
+        example: flags with which the command works as pasted, for the end of the help; None: none.
         defaults: dotted names and values that replace the defaults of the dataclass.
 
     Raises:
         ValueError: a name that does not exist (with the nearest that does), or a value of a wrong
             type; one line.
-        FileNotFoundError: the file of ``--config`` does not exist.
+        FileNotFoundError: ``--config`` names neither a file nor a configuration of the package.
     """
     import jsonargparse
 
@@ -70,14 +60,14 @@ def parse(
         """Leaves the example in a line of its own, as it is to be pasted."""
 
     names = field_types(config_class)
-    argv = spell_out(argv, names)
+    argv = [_with_file(word) for word in spell_out(argv, names)]
     for path in config_files(argv):
         check_file(path, names)
     jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
     parser = jsonargparse.ArgumentParser(
-        prog=prog,
+        prog=program(command),
         description=description,
-        epilog=example and f"try:\n  {example}",
+        epilog=example and f"try:\n  {typed(command)} {example}",
         formatter_class=HelpFormatter,
         exit_on_error=False,
     )
@@ -93,6 +83,12 @@ def parse(
     values = parsed.as_dict()
     values.pop("config")
     return build(config_class, values)
+
+
+def _with_file(word: str) -> str:
+    """A spelled-out flag; that of ``--config`` with the path of the file that it names."""
+    flag, _, value = word.partition("=")
+    return f"--config={find_config(value)}" if flag == "--config" else word
 
 
 def field_types(config_class: type, prefix: str = "") -> dict[str, Any]:
@@ -215,16 +211,13 @@ def config_files(argv: Sequence[str]) -> list[str]:
 
 
 def check_file(path: str, names: dict[str, Any]) -> None:
-    """Check that a YAML file exists, parses, and uses existing names alone.
+    """Check that a YAML file parses and uses existing names alone.
 
     Raises:
-        FileNotFoundError: it does not exist.
         ValueError: it is no YAML mapping, or uses a name that does not exist.
     """
     import yaml
 
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"no configuration file at {path}")
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:

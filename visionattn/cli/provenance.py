@@ -49,14 +49,14 @@ def provenance_of(
 
     Args:
         device: where they are measured.
-        command: the words behind ``python``: the tool and its flags.
+        command: the words behind ``visionattn``: the subcommand and its flags.
         threads: of the processes that measure; None: those of this process.
     """
     found = provenance(torch.device(device), threads=threads)
     found["threads"] = threads or torch.get_num_threads()
     found["load"] = os.getloadavg()[0] if hasattr(os, "getloadavg") else float("nan")
     found["date"] = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    return found | {"command": shlex.join(["python", *command])}
+    return found | {"command": shlex.join(["visionattn", *command])}
 
 
 def summary(provenance: dict[str, Any]) -> str:

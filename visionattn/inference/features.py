@@ -1,4 +1,4 @@
-"""Features of many images in a folder of shards: the work of ``tools/extract_features.py``.
+"""Features of many images in a folder of shards: the work of ``visionattn features``.
 
 Owns what a run writes, how it goes on after it was killed, and what it says.
 """

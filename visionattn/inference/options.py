@@ -75,7 +75,7 @@ def parse_options(options_class: type[Options], argv: Sequence[str], **about: st
     Args:
         options_class: their dataclass.
         argv: the flags, without the program's name.
-        about: ``prog``, ``description`` and ``example`` of ``parse``.
+        about: ``command``, ``description`` and ``example`` of ``parse``.
 
     Raises:
         ValueError, FileNotFoundError: a flag is wrong, or two exclude each other; one line.

@@ -1,4 +1,4 @@
-"""Classes of many images as CSV, JSON or a table: the work of ``tools/predict.py``.
+"""Classes of many images as CSV, JSON or a table: the work of ``visionattn predict``.
 
 Owns the rows and how they are written as they come. A file of rows appears whole or not at all.
 """

@@ -1,4 +1,4 @@
-"""What ``tools/benchmark.py`` does: runs the command that is named, prints tables, writes files."""
+"""What ``visionattn benchmark`` does: runs what is named, prints tables, writes files."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -30,7 +30,7 @@ def benchmark(argv: Sequence[str], show: Print) -> None:
     flags, before = options.flags, torch.get_num_threads()
     try:
         torch.set_num_threads(getattr(flags, "threads", None) or before)
-        provenance = provenance_of(device_of(options), ["tools/benchmark.py", *argv])
+        provenance = provenance_of(device_of(options), ["benchmark", *argv])
         show(summary(provenance) + "\n")
         broken, records = 0, []
         if flags.command == "papers":

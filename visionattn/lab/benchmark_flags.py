@@ -1,18 +1,16 @@
-"""The commands of ``tools/benchmark.py`` and their flags: what is typed. It measures nothing."""
+"""The commands of ``visionattn benchmark`` and their flags: what is typed. It measures nothing."""
 
 import argparse
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from visionattn.cli.commands import program, typed
 from visionattn.lab.cases import DTYPES
 from visionattn.lab.papers import FIGURES
 from visionattn.ops.attentions import FORM_CHOICES
 
-EXAMPLE = (
-    "python tools/benchmark.py operations taylorshift kernelized+joint sdpa --tokens 256 512 "
-    "--width 32 --no-memory"
-)
+EXAMPLE = "operations taylorshift kernelized+joint sdpa --tokens 256 512 --width 32 --no-memory"
 
 
 def positive(text: str) -> int:
@@ -199,10 +197,10 @@ def make_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
     given = dict(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser = _Parser(
-        prog="benchmark.py",
+        prog=program("benchmark"),
         description="Time and memory of operations and models against what a user would otherwise "
         "take.\nCOMMAND --help lists the options of a command.",
-        epilog=f"try:\n  {EXAMPLE}",
+        epilog=f"try:\n  {typed('benchmark')} {EXAMPLE}",
         **given,
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -224,7 +222,7 @@ def parse_flags(argv: Sequence[str]) -> argparse.Namespace:
     given = [word.split("=")[0].removeprefix("--") for word in argv if word.startswith("--")]
     former = next((name for name in given if name in FORMER), None)
     if former and argv[0] not in COMMANDS:
-        now = f"benchmark.py {FORMER[former]}"
+        now = f"benchmark {FORMER[former]}"
         raise ValueError(f"--{former} is now a command: {now}; {now} --help lists its options")
     if not argv:
         raise ValueError(f"wanted one of {', '.join(COMMANDS)}, got none; --help says what they do")

@@ -1,4 +1,4 @@
-"""What the flags of ``tools/benchmark.py`` mean, and what they must be. It times nothing."""
+"""What the flags of ``visionattn benchmark`` mean, and what they must be. It times nothing."""
 
 import argparse
 import contextlib

@@ -180,7 +180,7 @@ def open_source(text: str, sizes: Sequence[int] | None) -> Source:
                 f"{text}: wanted options like augment=none, of {', '.join(known)}; got {option}"
             )
         argv += [f"--data.{name}={value}"]
-    config = parse(TrainConfig, argv, prog="benchmark.py", description="")
+    config = parse(TrainConfig, argv)
     check(config)
     sized = (
         replace(config.data, img_size=sizes[0], img_size_choices=list(sizes))

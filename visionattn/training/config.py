@@ -1,8 +1,8 @@
 """What a run is made of, as dataclasses: the YAML files in ``configs/`` and the flags of
-``tools/train.py`` fill them.
+``visionattn train`` fill them.
 
 Owns names, types, defaults and the checks that need no data and no model. A docstring under each
-field is its help text. The reading of files and flags is in ``command_line.py``.
+field is its help text. Flags are read in ``options.py``.
 """
 
 from dataclasses import dataclass, field

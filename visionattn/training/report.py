@@ -1,28 +1,26 @@
 """The last lines of a run: what came of it, and what to type next."""
 
-import shlex
 from pathlib import Path
 
-from visionattn.cli.parsing import from_here, python_command
+from visionattn.cli.commands import typed
 from visionattn.training.config import TrainConfig
 from visionattn.training.progress import Result
 from visionattn.training.record import CONFIG
 
 
-def report(config: TrainConfig, result: Result, tools: Path) -> list[str]:
+def report(config: TrainConfig, result: Result) -> list[str]:
     """What a finished run says; the accuracy on the test images is the last line, and its only
     percentage.
 
     Args:
         config: the run.
         result: what it came to.
-        tools: the folder of ``train.py`` and ``validate.py``.
     """
     lines = [
         f"trained in {result.seconds:.0f} seconds",
         f"best weights (of epoch {result.best_epoch}): {result.checkpoint}",
         "try next:",
-        *(f"  {command}" for command in next_commands(config, result, tools)),
+        *(f"  {command}" for command in next_commands(config, result)),
     ]
     if result.test is None:
         return [
@@ -32,7 +30,7 @@ def report(config: TrainConfig, result: Result, tools: Path) -> list[str]:
     return [*lines, f"test accuracy {100 * result.test.accuracy:.1f} %"]
 
 
-def next_commands(config: TrainConfig, result: Result, tools: Path) -> list[str]:
+def next_commands(config: TrainConfig, result: Result) -> list[str]:
     """Two commands that work as they are: the weights at other image sizes, and a fine-tuning that
     starts from them.
     """
@@ -42,9 +40,9 @@ def next_commands(config: TrainConfig, result: Result, tools: Path) -> list[str]
         str(result.folder / CONFIG),
     )
     lr = max(config.optim.lr / 10, config.optim.min_lr)
-    validate = ["validate.py", "--checkpoint", best, "--img-size", *map(str, result.sizes_px)]
+    validate = ["validate", "--checkpoint", best, "--img-size", *map(str, result.sizes_px)]
     finetune = [
-        "train.py",
+        "train",
         "--config",
         kept,
         "--init-from",
@@ -61,15 +59,10 @@ def next_commands(config: TrainConfig, result: Result, tools: Path) -> list[str]
         f"{lr:g}",
         "--overwrite",
     ]
-    return [
-        shlex.join([python_command(), from_here(tools / words[0]), *words[1:]])
-        for words in (validate, finetune)
-    ]
+    return [typed(*validate), typed(*finetune)]
 
 
-def how_to_resume(config: TrainConfig, tools: Path) -> str:
+def how_to_resume(config: TrainConfig) -> str:
     """The command that goes on with a run."""
     kept = Path(config.output) / config.run / CONFIG
-    return shlex.join(
-        [python_command(), from_here(tools / "train.py"), "--config", str(kept), "--resume"]
-    )
+    return typed("train", "--config", str(kept), "--resume")

@@ -1,4 +1,4 @@
-"""Accuracy of kept weights at several image sizes: the work of ``tools/validate.py``."""
+"""Accuracy of kept weights at several image sizes: the work of ``visionattn validate``."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -50,7 +50,7 @@ class Row:
 
 
 def parse_validate(argv: Sequence[str]) -> ValidateConfig:
-    """Read the flags of ``tools/validate.py``; what they leave open of the data comes from the
+    """Read the flags of ``visionattn validate``; what they leave open of the data comes from the
     run's ``config.yaml``.
 
     Raises:
@@ -66,7 +66,7 @@ def parse_validate(argv: Sequence[str]) -> ValidateConfig:
             raise FileNotFoundError(f"no checkpoint at {path}")
         beside = path.with_name(CONFIG)
         if beside.is_file():
-            run = parse(TrainConfig, ["--config", str(beside)], prog="", description="")
+            run = parse(TrainConfig, ["--config", str(beside)])
             names = [word.partition("=")[2] for word in spelled if word.startswith("--data.name=")]
             keep = (
                 asdict(run.data)
@@ -82,10 +82,9 @@ def parse_validate(argv: Sequence[str]) -> ValidateConfig:
     config = parse(
         ValidateConfig,
         argv,
-        prog="validate.py",
+        command="validate",
         description="Evaluate weights at several image sizes.",
-        example="python tools/validate.py --checkpoint checkpoints/digits/best.safetensors "
-        "--img-size 32 48 64",
+        example="--checkpoint checkpoints/digits/best.safetensors --img-size 32 48 64",
         defaults=defaults,
     )
     if config.checkpoint is None:

@@ -220,7 +220,7 @@ def phases(
         for i in range(testers)
     )
     last = seconds - SUMMARY - GRACE - KILLED
-    table = (sys.executable, "-u", "tools/benchmark.py", "gpu", *flags, *rows)
+    table = (*module, "visionattn", "benchmark", "gpu", *flags, *rows)
     table += ("--rows", str(out / "rows.jsonl"), "--minutes")
     found = [
         Phase(
@@ -234,7 +234,7 @@ def phases(
         Phase("table", (table,), last),
     ]
     if rehearse:
-        tune = (sys.executable, "-u", "tools/benchmark.py", "tune", *flags)
+        tune = (*module, "visionattn", "benchmark", "tune", *flags)
         found.append(Phase("tune", (tune,), last))
     return found
 

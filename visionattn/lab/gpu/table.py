@@ -1,4 +1,4 @@
-"""``tools/benchmark.py gpu``: kernels and models on the GPU at hand, row by row.
+"""``visionattn benchmark gpu``: kernels and models on the GPU at hand, row by row.
 
 What is wanted most comes first; kernels against eager operations get the time that is left.
 """

@@ -1,4 +1,4 @@
-"""``tools/benchmark.py tune``: block sizes, warps and stages of the kernels, timed on the GPU at
+"""``visionattn benchmark tune``: block sizes, warps and stages of the kernels, timed on the GPU at
 hand, into ``launches.json``.
 
 A row of the table is tuned within the operation that launches it: another row is put in its place

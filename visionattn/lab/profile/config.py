@@ -1,4 +1,4 @@
-"""The options of ``tools/profile_memory.py``, what they must be, and the cells that they name. It
+"""The options of ``visionattn profile``, what they must be, and the cells that they name. It
 measures nothing.
 """
 

@@ -1,4 +1,4 @@
-"""What ``tools/profile_memory.py`` does: measures the cells that the flags name, prints the table,
+"""What ``visionattn profile`` does: measures the cells that the flags name, prints the table,
 writes files.
 """
 
@@ -35,7 +35,7 @@ from visionattn.training.build import pick_device
 
 Print = Callable[[str], None]
 
-EXAMPLE = "python tools/profile_memory.py --models taylorshift_vit_t vit_tiny_patch16_224+eager"
+EXAMPLE = "--models taylorshift_vit_t vit_tiny_patch16_224+eager"
 EXAMPLE += " --img-size 256 384 --fit-from 256 --depth 1"
 SHARE_OF_AVAILABLE = 0.8
 """Of a CPU's memory, where no budget is given."""
@@ -57,9 +57,7 @@ def profile(argv: Sequence[str], show: Print) -> None:
         "Peak memory of models over image sizes, and what it consists of; each cell in a "
         "process of its own."
     )
-    config = parse(
-        ProfileConfig, argv, prog="profile_memory.py", description=about, example=EXAMPLE
-    )
+    config = parse(ProfileConfig, argv, command="profile", description=about, example=EXAMPLE)
     check(config)
     device = str(pick_device(config.device))
     if device == "cpu" and not sys.platform.startswith("linux"):
@@ -105,7 +103,7 @@ class Profile:
     ):
         self.config, self.device, self.shapes, self.show = config, device, shapes, show
         self.budget_bytes = budget_of(config, device)
-        self.provenance = provenance_of(device, ["tools/profile_memory.py", *argv])
+        self.provenance = provenance_of(device, ["profile", *argv])
         self.provenance["budget_bytes"] = self.budget_bytes
         self.files = config.files()
         self.rows: list[Row] = []

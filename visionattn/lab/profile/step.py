@@ -26,7 +26,7 @@ before the measurement.
 class Step:
     """A model, and what a pass needs besides: an image, labels, an optimiser whose state is there.
 
-    A training step is that of ``tools/train.py`` with its defaults: timm's AdamW, cross-entropy,
+    A training step is that of ``visionattn train`` with its defaults: timm's AdamW, cross-entropy,
     gradients set to none before it, clipped after it; labels are random.
 
     Attributes:

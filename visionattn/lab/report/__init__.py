@@ -1,1 +1,1 @@
-"""One page of HTML about runs, sweeps and memory profiles: the work of ``tools/report.py``."""
+"""One page of HTML about runs, sweeps and memory profiles: the work of ``visionattn report``."""

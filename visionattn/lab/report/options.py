@@ -1,4 +1,4 @@
-"""The command line of ``tools/report.py``: flags, what they must be, and which folders they mean.
+"""The command line of ``visionattn report``: flags, what they must be, and which folders they mean.
 It writes nothing.
 """
 
@@ -12,7 +12,7 @@ from visionattn.cli.parsing import parse, split_options
 from visionattn.lab.report.rows import Rows, read_rows, tables_in
 from visionattn.lab.report.runs import is_run
 
-EXAMPLE = "python tools/report.py checkpoints/digits --overwrite"
+EXAMPLE = "checkpoints/digits --overwrite"
 MOST_IMAGES = 100
 
 
@@ -62,7 +62,7 @@ def parse_report(argv: Sequence[str]) -> Wanted:
     config = parse(
         ReportConfig,
         [word for flag, values in given for word in as_words(flag, values)],
-        prog="report.py",
+        command="report",
         description="Write one page of HTML about runs, sweeps and memory profiles; it needs no "
         "network.",
         example=EXAMPLE,

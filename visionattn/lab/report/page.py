@@ -1,4 +1,4 @@
-"""The page: what ``tools/report.py`` writes. Owns its sections and that nothing in it comes from
+"""The page: what ``visionattn report`` writes. Owns its sections and that nothing in it comes from
 anywhere else.
 
 Whatever stands in files (names, classes, reasons) reaches the page through Jinja's escaping, and
@@ -127,7 +127,7 @@ def measured(found: Rows) -> Measured:
     about, sources = origin.shared(found.kind, rows), origin.sources(found.kind, rows)
     trainings = len(trainings_in(path.parent)) if found.kind == "sweep" else 0
     command = (
-        f"python tools/report.py {quoted(path.parent / 'runs')}/*/ --output "
+        f"visionattn report {quoted(path.parent / 'runs')}/*/ --output "
         f"{quoted(path.parent / 'trainings.html')}"
     )
     return Measured(

@@ -1,6 +1,6 @@
 """Trainings as processes: which to start, how, and what their ends mean.
 
-It knows the exit codes and the files of ``tools/train.py``, and nothing of what a training does.
+It knows the exit codes and the files of ``visionattn train``, and nothing of what a training does.
 """
 
 import json

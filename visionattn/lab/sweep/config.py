@@ -1,4 +1,4 @@
-"""The flags of ``tools/sweep_heads.py`` as a dataclass, and the checks that need neither data nor a
+"""The flags of ``visionattn sweep`` as a dataclass, and the checks that need neither data nor a
 model.
 """
 
@@ -32,7 +32,8 @@ class SweepConfig:
     """A grid of trainings and what is measured of their models."""
 
     base: str | None = None
-    """YAML file of the training that is varied, e.g. ``configs/digits.yaml``."""
+    """YAML file of the training that is varied, or one of the package by its name, e.g. ``digits``.
+    """
     set: list[str] = field(default_factory=list)
     """Keys in which every training differs from that file, e.g.
     ``optim.lr=1e-3 model.args.depth=2``.
@@ -82,7 +83,7 @@ def check_options(config: SweepConfig) -> None:
         ValueError: one line with the option and what is wrong with it.
     """
     if config.base is None:
-        raise ValueError("--base is missing: the YAML file of a training, e.g. configs/digits.yaml")
+        raise ValueError("--base is missing: the YAML file of a training, or a name such as digits")
     if not config.heads:
         raise ValueError("--heads is missing: head counts such as 4 8 16")
     for name in ("heads", "attention", "form", "seeds", "img_size"):
@@ -145,9 +146,7 @@ def read_base(config: SweepConfig) -> TrainConfig:
         for key in ("epochs", "threads")
         if getattr(config, key) is not None
     ]
-    base = parse(
-        TrainConfig, ["--config", config.base, *words], prog="sweep_heads.py", description=""
-    )
+    base = parse(TrainConfig, ["--config", config.base, *words])
     check(base)
     return base
 
@@ -170,7 +169,7 @@ def parse_sweep(argv: Sequence[str]) -> SweepConfig:
     config = parse(
         SweepConfig,
         argv,
-        prog="sweep_heads.py",
+        command="sweep",
         description="Train and measure one configuration at several head counts, attentions, "
         "forms, seeds and image sizes.",
         example=EXAMPLE,
@@ -180,7 +179,7 @@ def parse_sweep(argv: Sequence[str]) -> SweepConfig:
 
 
 EXAMPLE = (
-    "python tools/sweep_heads.py --base configs/digits.yaml --heads 2 4 --epochs 1"
+    "--base digits --heads 2 4 --epochs 1"
     " --train_form efficient --set optim.warmup_epochs=0.1 model.args.embed_dim=16 "
     "model.args.depth=1 data.workers=0"
     " --output checkpoints/sweeps/try --overwrite"

@@ -1,4 +1,4 @@
-"""What ``tools/sweep_heads.py`` does: checks, trains, measures, prints tables, writes files.
+"""What ``visionattn sweep`` does: checks, trains, measures, prints tables, writes files.
 
 Owns the order of these and how a sweep ends.
 """
@@ -46,7 +46,7 @@ def sweep(argv: Sequence[str], say: Callable[[str], None], *, train: Sequence[st
     # Of trainings and measurements the threads, not of this process.
     provenance = provenance_of(
         conditions_of(config, plan)["device"],
-        ["tools/sweep_heads.py", *argv],
+        ["sweep", *argv],
         threads=base.threads,
     )
     folder.open(base, overwrite=config.overwrite)

@@ -1,0 +1,114 @@
+"""The command ``visionattn`` itself, the configurations it finds, and what importing it costs."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from visionattn.cli import commands, configs
+from visionattn.command import SUBCOMMANDS, main
+
+ROOT = Path(__file__).parents[2]
+
+
+def fresh(code, *words, cwd=ROOT):
+    """A fresh process that finds the package."""
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, *(["-c", code] if code else []), *words]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=env)
+
+
+def test_importing_waits_for_nothing_and_registers_the_models_once_timm_is_there():
+    code = (
+        "import sys, importlib.util\n"
+        "import visionattn\n"
+        "importlib.util.find_spec('timm')\n"  # others ask so whether it is installed
+        "assert {'load_model', 'ops'} <= set(dir(visionattn))\n"
+        "assert not {'timm', 'torch', 'numpy', 'jsonargparse'} & set(sys.modules)\n"
+        "import timm\n"
+        "assert timm.is_model('scaleformer_vit_t') and timm.is_model('taylorshift_vit_t')\n"
+        "assert visionattn.ops.softmax_attention and visionattn.load_model\n"
+    )
+    done = fresh(code)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("first", ["timm, visionattn", "visionattn.layers, timm"])
+def test_models_are_registered_in_whatever_order_things_are_imported(first):
+    done = fresh(f"import {first}\nassert timm.is_model('scaleformer_vit_t')")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_what_the_package_lacks_is_an_attribute_error():
+    import visionattn
+
+    with pytest.raises(AttributeError, match="'visionattn' has no attribute 'trian'"):
+        visionattn.trian  # noqa: B018
+
+
+def test_help_version_and_wrong_names_are_answered_without_torch():
+    code = (
+        "import sys\n"
+        "from visionattn.command import main\n"
+        "codes = [main([word]) for word in ('--help', '--version', 'sweeps')] + [main([])]\n"
+        "assert not {'timm', 'torch', 'numpy', 'jsonargparse'} & set(sys.modules)\n"
+        "assert codes == [0, 0, 2, 2], codes\n"
+    )
+    done = fresh(code)
+    assert done.returncode == 0, done.stderr
+    assert all(f"\n  {name} " in done.stdout for name in SUBCOMMANDS)
+    assert re.search(r"^visionattn \d+\.\d+\.\d+$", done.stdout, re.MULTILINE)
+    error, usage = done.stderr.splitlines()[:2]
+    assert (
+        error == "error: visionattn has no command sweeps; the nearest is sweep, --help lists all"
+    )
+    assert usage.startswith("usage: visionattn COMMAND")
+
+
+def test_the_package_is_the_command(tmp_path):
+    done = fresh("", "-m", "visionattn", "--help", cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout.startswith("usage: visionattn COMMAND")
+
+
+def test_bad_input_ends_a_command_as_it_ends_its_tool(capsys):
+    assert main(["train", "--epoch", "3"]) == 2
+    assert capsys.readouterr().err == "error: unknown option --epoch; the nearest is --epochs\n"
+
+
+def test_commands_are_printed_as_the_script_beside_this_python_or_as_the_package(monkeypatch):
+    monkeypatch.setattr(commands.shutil, "which", lambda name: f"/elsewhere/{name}")
+    monkeypatch.setattr(sys, "executable", "/here/python")
+    assert commands.typed("train", "--run", "a b") == (
+        "/here/python -m visionattn train --run 'a b'"
+    )
+    monkeypatch.setattr(commands.shutil, "which", lambda name: f"/here/{name}")
+    assert commands.typed("train", "--run", "a b") == "visionattn train --run 'a b'"
+
+
+def test_shipped_configurations_are_found_by_name_and_files_go_first(tmp_path, monkeypatch):
+    files = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
+    assert list(configs.shipped()) == files
+    monkeypatch.chdir(tmp_path)
+    for name in ("digits", "digits.yaml", Path("digits")):
+        assert configs.find_config(name) == ROOT / "configs" / "digits.yaml"
+    (tmp_path / "digits").mkdir()
+    assert configs.find_config("digits") == ROOT / "configs" / "digits.yaml"
+    (tmp_path / "digits.yaml").write_text("epochs: 2\n")
+    assert configs.find_config("digits.yaml") == Path("digits.yaml")
+    for name in ("configs/digits.yaml", "digitz"):
+        with pytest.raises(FileNotFoundError) as error:
+            configs.find_config(name)
+        assert str(error.value) == (
+            f"no configuration file at {name}; those that come with visionattn are "
+            f"{', '.join(files)}"
+        )
+
+
+def test_an_installed_package_has_its_configurations_within(tmp_path, monkeypatch):
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "small.yaml").write_text("epochs: 2\n")
+    monkeypatch.setattr(configs, "PACKAGE", tmp_path)
+    assert configs.shipped() == {"small": tmp_path / "configs" / "small.yaml"}

@@ -1,0 +1,173 @@
+"""The command ``visionattn`` and what its subcommands do; ``tools/*.py`` are the same ones by file.
+
+The top of the package: it may import all, nothing imports it. What a subcommand needs is imported
+when it runs, so that ``visionattn --help`` waits for nothing.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+import visionattn
+
+Words = Sequence[str]
+Say = Callable[[str], None]
+
+
+def train(argv: Words, say: Say) -> None:
+    """Train as the flags say, alone or as one of the processes that ``torchrun`` has started."""
+    from visionattn.cli.ends import Stopped
+    from visionattn.training.distributed import joined
+    from visionattn.training.engine import train
+    from visionattn.training.options import parse_train
+    from visionattn.training.report import how_to_resume, report
+
+    with joined() as processes:
+        config = processes.together(lambda: parse_train(argv))
+        try:
+            result = train(config, processes=processes)
+        except Stopped as stop:
+            raise Stopped(f"{stop}; to go on: {how_to_resume(config)}") from stop
+        if processes.first:
+            say("\n".join(report(config, result)))
+
+
+def validate(argv: Words, say: Say) -> None:
+    """Evaluate kept weights at several image sizes, a row of the table as each is done."""
+    from visionattn.training.validate import COLUMNS, Validation, align, parse_validate
+
+    config = parse_validate(argv)
+    validation = Validation(config)
+    about = f"{config.checkpoint} on the {validation.split} images of {config.data.name}"
+    say(f"{about}\n{align(COLUMNS)}")
+    rows = []
+    for row in validation.rows():
+        rows.append(row)
+        say(align(row.cells()))
+    if config.json:
+        validation.save(rows)
+
+
+def predict(argv: Words, say: Say) -> None:
+    """Name the classes of images in files."""
+    from visionattn.inference.options import parse_options
+    from visionattn.inference.predict import PredictOptions, Predictor
+
+    example = "--checkpoint checkpoints/digits/best.safetensors --images docs/figures"
+    about = dict(command="predict", description="Name the classes of images.", example=example)
+    Predictor(parse_options(PredictOptions, argv, **about)).run(say)
+
+
+def features(argv: Words, say: Say) -> None:
+    """Write features of images in files."""
+    from visionattn.inference.features import Extraction, ExtractOptions
+    from visionattn.inference.options import parse_options
+
+    example = "--model scaleformer_vit_t --images docs/figures --img_size 224 "
+    about = dict(
+        command="features",
+        description="Write features of images to safetensors, with an index.",
+        example=example + "--output checkpoints/features/figures",
+    )
+    Extraction(parse_options(ExtractOptions, argv, **about)).run(say)
+
+
+def sweep(argv: Words, say: Say) -> None:
+    """Train and measure over head counts; each training is a process of its own."""
+    from visionattn.cli.commands import started
+    from visionattn.lab.sweep.run import sweep
+
+    sweep(argv, say, train=started("train"))
+
+
+def profile(argv: Words, say: Say) -> None:
+    """Measure the memory of models over image sizes."""
+    from visionattn.lab.profile.run import profile
+
+    profile(argv, say)
+
+
+def benchmark(argv: Words, say: Say) -> None:
+    """Measure operations, models, kernels or the loading of images."""
+    from visionattn.lab.benchmark import benchmark
+
+    benchmark(argv, say)
+
+
+def report(argv: Words, say: Say) -> None:
+    """Write a page about runs, sweeps and memory profiles."""
+    from visionattn.lab.report.page import report
+
+    say(report(argv))
+
+
+@dataclass(frozen=True)
+class Subcommand:
+    """A row of ``visionattn --help``, and what it does."""
+
+    work: Callable[[Words, Say], None]
+    about: str
+    several: bool = False
+    """Whether ``torchrun`` may start several processes of it."""
+
+
+SUBCOMMANDS = {
+    "train": Subcommand(train, "train a model on images with classes", several=True),
+    "validate": Subcommand(validate, "accuracy of trained weights at several image sizes"),
+    "predict": Subcommand(predict, "classes of images, as a table, CSV or JSON"),
+    "features": Subcommand(features, "features of images, as safetensors with an index"),
+    "sweep": Subcommand(sweep, "train and measure one configuration over head counts"),
+    "profile": Subcommand(profile, "memory of models over image sizes"),
+    "benchmark": Subcommand(benchmark, "time of operations, models, kernels and data loading"),
+    "report": Subcommand(report, "a page about runs, sweeps and memory profiles"),
+}
+
+
+def run(name: str, argv: Words | None = None) -> int:
+    """Do a subcommand; returns its exit code, as ``run_tool`` has it.
+
+    Args:
+        name: one of ``SUBCOMMANDS``.
+        argv: what stands behind the name; None: the words of this process.
+    """
+    from visionattn.cli.ends import run_tool
+
+    words = sys.argv[1:] if argv is None else argv
+    chosen = SUBCOMMANDS[name]
+    return run_tool(
+        lambda: chosen.work(words, lambda text: print(text, flush=True)), several=chosen.several
+    )
+
+
+def main(argv: Words | None = None) -> int:
+    """Do what ``visionattn`` is asked for; returns the exit code, 2 for no subcommand."""
+    name, *rest = (sys.argv[1:] if argv is None else argv) or [""]
+    if name in SUBCOMMANDS:
+        return run(name, rest)
+    if name in ("--help", "-h", ""):
+        print(overview(), file=sys.stdout if name else sys.stderr)
+        return 0 if name else 2
+    if name == "--version":
+        print(f"visionattn {visionattn.__version__}")
+        return 0
+    near = get_close_matches(name, SUBCOMMANDS, 1, 0)[0]
+    print(
+        f"error: visionattn has no command {name}; the nearest is {near}, --help lists all",
+        file=sys.stderr,
+    )
+    return 2
+
+
+def overview() -> str:
+    """What ``visionattn --help`` prints."""
+    rows = [f"  {name:<11}{row.about}" for name, row in SUBCOMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: visionattn COMMAND ... | --version | --help",
+            "",
+            *rows,
+            "",
+            "visionattn COMMAND --help lists the options of a command and ends with an example.",
+        ]
+    )

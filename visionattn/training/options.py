@@ -1,0 +1,27 @@
+"""What a run is asked for, as flags, becomes a ``TrainConfig`` with a name for its folder."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from visionattn.cli.parsing import config_files, parse
+from visionattn.training.config import TrainConfig
+
+EXAMPLE = "--config digits --epochs 1 --optim.warmup_epochs 0.5 --run try --overwrite"
+
+
+def parse_train(argv: Sequence[str]) -> TrainConfig:
+    """Read the flags of ``visionattn train``.
+
+    A run without a name has that of its configuration file, or of its data and its model.
+
+    Raises:
+        ValueError, FileNotFoundError: a flag or a file is wrong; one line.
+    """
+    config = parse(
+        TrainConfig, argv, command="train", description="Train a model.", example=EXAMPLE
+    )
+    files = config_files(argv)
+    config.run = config.run or (
+        Path(files[-1]).stem if files else f"{config.data.name}_{config.model.name}"
+    )
+    return config
