@@ -16,11 +16,10 @@ from torch import Tensor, nn
 import visionattn.models  # noqa: F401  registers ours with timm
 from visionattn.lab.accuracy import disagreement, tolerance
 from visionattn.lab.cases import Case, Work, forms_to_check
-from visionattn.lab.operations import results
+from visionattn.lab.operations import defined, results
 from visionattn.layers import Attention
 from visionattn.models.backbone import VisionAttnTransformer
 from visionattn.models.registration import is_ours
-from visionattn.ops import reference
 from visionattn.ops.attentions import AttentionKind
 from visionattn.ops.choice import choosing_as
 
@@ -228,19 +227,13 @@ def check_network(case: Case, device: str = "cpu") -> str | None:
 
 
 def definition_of(kind: AttentionKind) -> Callable[..., Tensor]:
-    """The definition of an attention as a function of what the layer passes: it has no forms, and
-    dropout of values must be off.
+    """The definition of an attention as a function of what the layer passes; dropout of values must
+    be off.
     """
-    operation = getattr(reference, f"{kind.name}_attention")
 
-    def call(
-        q: Tensor, k: Tensor, v: Tensor, *, value_drop: float, form=None, relative=None, **options
-    ) -> Tensor:
+    def call(q: Tensor, k: Tensor, v: Tensor, *, value_drop: float, form=None, **options) -> Tensor:
         if value_drop:
             raise ValueError(f"models are compared without dropout, got value_drop={value_drop}")
-        if kind.signed:
-            bias = None if relative is None else reference.relative_bias(relative, q)
-            return operation(q, k, v, bias=bias, **options)
-        return operation(q, k, v, relative=relative, **options)
+        return defined(kind)(q, k, v, **options)
 
     return call

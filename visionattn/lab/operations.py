@@ -135,8 +135,11 @@ def function_of(
     passed on to it.
     """
     position, causal = position_of(case, tokens, device), "causal" in case.options
-    given, masked = {"causal": True} if causal else {}, mask_of(case, tokens, device)
-    named = {} if impl is None else {"impl": impl}
+    kind, options = ATTENTIONS.get(case.base), arguments_of(case, tokens, device)
+    if kind is not None and kind.forms:
+        options["form"] = case.form
+    if impl is not None:
+        options["impl"] = impl
 
     def call(
         q: Tensor, k: Tensor, v: Tensor, temperature: Tensor | None = None, **tables: Tensor
@@ -148,34 +151,31 @@ def function_of(
             return eager_attention(q, k, v, causal)
         if case.base == "eager-kernelized":
             return eager_kernelized_attention(q, k, v, causal)
-        if case.base == "softmax":
-            return ops.softmax_attention(q, k, v, relative=relative, **given)
-        if case.base == "taylorshift":
-            learned = dict(temperature=temperature, relative=relative)
-            return ops.taylorshift_attention(q, k, v, **learned, form=case.form, **masked, **named)
-        if case.base == "relative":
-            if case.form == "direct":
-                return dense_relative(q, v, relative, causal)
-            total = q.new_full((1, 1, 1), v.shape[2], dtype=accumulation_dtype(q, v))
-            return relative_sums(relative, q, v, None, total, causal).values
-        given_here = dict(feature_map=feature_map, relative=relative, form=case.form)
-        return ops.kernelized_attention(q, k, v, **given_here, **given, **masked, **named)
+        if kind is not None:
+            learned = {"temperature": temperature} if kind.temperature else {}
+            return kind.function(q, k, v, relative=relative, **learned, **options)
+        if case.form == "direct":
+            return dense_relative(q, v, relative, causal)
+        total = q.new_full((1, 1, 1), v.shape[2], dtype=accumulation_dtype(q, v))
+        return relative_sums(relative, q, v, None, total, causal).values
 
-    feature_map = feature_map_of(case, device) if case.base == "kernelized" else None
     return call
 
 
-def mask_of(case: Case, tokens: int, device: str) -> dict[str, Tensor]:
-    """``key_mask`` ``[B, N]`` where the case is masked: every fourth key is left out, others in
-    each image.
+def arguments_of(case: Case, tokens: int, device: str) -> dict[str, object]:
+    """What the options of one of our attentions ask for, besides relative position and what is
+    learned. With "masked" every fourth key is left out, others in each image.
     """
-    if "masked" not in case.options:
-        return {}
-    image, key = (
-        torch.arange(case.batch, device=device)[:, None],
-        torch.arange(tokens, device=device),
-    )
-    return {"key_mask": (key + image) % 4 != 3}
+    arguments: dict[str, object] = {}
+    if "causal" in case.options:
+        arguments["causal"] = True
+    if "masked" in case.options:
+        image = torch.arange(case.batch, device=device)[:, None]
+        key = torch.arange(tokens, device=device)
+        arguments["key_mask"] = (key + image) % 4 != 3
+    if case.base in ATTENTIONS and ATTENTIONS[case.base].feature_map:
+        arguments["feature_map"] = feature_map_of(case, device)
+    return arguments
 
 
 def feature_map_of(case: Case, device: str):
@@ -273,24 +273,30 @@ def results(
 def definition_of(case: Case, tokens: int, device: str) -> Callable[..., Tensor]:
     """What the case means, from ``visionattn.ops.reference``, as a function of its tensors."""
     position, causal = position_of(case, tokens, device), "causal" in case.options
-    masked = mask_of(case, tokens, device)
+    meant = {"sdpa": "softmax", "eager": "softmax", "eager-kernelized": "kernelized"}
+    kind = ATTENTIONS.get(meant.get(case.base, case.base))
+    arguments = arguments_of(case, tokens, device)
 
     def call(
         q: Tensor, k: Tensor, v: Tensor, temperature: Tensor | None = None, **tables: Tensor
     ) -> Tensor:
         relative = position(tables)
-        if case.base == "relative":
+        if kind is None:
             return dense_relative(q, v, relative, causal)
-        if case.base == "taylorshift":
-            return reference.taylorshift_attention(
-                q, k, v, temperature=temperature, relative=relative, **masked
-            )
-        if case.base in ("kernelized", "eager-kernelized"):
-            given = dict(
-                feature_map=feature_map_of(case, device), relative=relative, causal=causal, **masked
-            )
-            return reference.kernelized_attention(q, k, v, **given)
+        learned = {"temperature": temperature} if kind.temperature else {}
+        return defined(kind)(q, k, v, relative=relative, **learned, **arguments)
+
+    return call
+
+
+def defined(kind: AttentionKind) -> Callable[..., Tensor]:
+    """The definition of an attention, which is called as the operation is but has no forms."""
+    definition = getattr(reference, f"{kind.name}_attention")
+
+    def call(q: Tensor, k: Tensor, v: Tensor, *, relative=None, **options) -> Tensor:
+        if not kind.signed:
+            return definition(q, k, v, relative=relative, **options)
         bias = None if relative is None else reference.relative_bias(relative, q)
-        return reference.softmax_attention(q, k, v, bias=bias, causal=causal)
+        return definition(q, k, v, bias=bias, **options)
 
     return call
