@@ -34,7 +34,7 @@ def test_every_attention_has_a_definition_of_all_that_it_takes(name):
 
 
 def test_every_form_of_an_operation_has_a_cost():
-    assert choice.OPERATIONS == ("taylorshift", "kernelized", "kernelized causal")
+    assert {"taylorshift", "kernelized", "kernelized causal"} <= set(choice.OPERATIONS)
     for operation in choice.OPERATIONS:
         for form in FORMS:
             assert choice.predicted_seconds(operation, form, 77, 77, 16, 24) > 0

@@ -126,7 +126,11 @@ class RandomFeatures(nn.Module):
 
     @torch.no_grad()
     def redraw(self, generator: torch.Generator | None = None) -> None:
-        """Draw other rows in place of the present ones; nothing is drawn on the meta device."""
+        """Draw other rows in place of the present ones; nothing is drawn on the meta device.
+
+        An average of a model's states (EMA) would mix rows of several draws: redraw before it
+        starts, or not at all.
+        """
         num_features, d = self.projection.shape
         if not self.projection.is_meta:
             self.projection.copy_(orthogonal_rows(d, num_features, generator))
