@@ -21,10 +21,10 @@ from visionattn.ops import Axial, Flat, Joint, count_classes, reference
 from visionattn.ops.attentions import ATTENTIONS, AttentionKind
 from visionattn.ops.choice import choosing_as
 from visionattn.ops.feature_maps import FEATURE_MAPS, elu1
-from visionattn.ops.position.kinds import relative_sums
+from visionattn.ops.position.kinds import KINDS, relative_sums
 from visionattn.ops.sums import accumulation_dtype
 
-POSITIONS = ("joint", "axial", "flat")
+POSITIONS = tuple(KINDS)
 MAPS = tuple(name for name in FEATURE_MAPS if name != "elu1")
 """Feature maps that an option names, beside "favor", FAVOR+."""
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from visionattn.layout import TokenLayout
 from visionattn.ops.feature_maps import elu1
-from visionattn.ops.position.kinds import Axial, Flat, Joint, RelativePosition
+from visionattn.ops.position.kinds import KINDS, Axial, Flat, Joint, RelativePosition
 
 HEAD_OFFSETS = ((0, -1), (0, 1), (-1, 0), (1, 0), (-1, -1), (1, 1), (-1, 1), (1, -1))
 START_PEAK, START_FLOOR, START_NOISE = 2.0, -3.0, 0.3
@@ -46,16 +46,12 @@ class RelativeTables(nn.Module):
         dtype=None,
     ):
         super().__init__()
-        if kind not in ("joint", "axial", "flat"):
-            raise ValueError(f"relative {kind!r}: wanted one of joint, axial, flat, none")
+        if kind not in KINDS:
+            raise ValueError(f"relative {kind!r}: wanted one of {', '.join(KINDS)}, none")
         if horizon < 0:
             raise ValueError(f"horizon: wanted 0 or more patches, got {horizon}")
-        self.kind, self.horizon, self.normalization, self.signed = (
-            kind,
-            horizon,
-            normalization,
-            signed,
-        )
+        self.kind, self.horizon = kind, horizon
+        self.normalization, self.signed = normalization, signed
         side = 2 * horizon + 1
         dd = {"device": device, "dtype": dtype}
         if kind == "axial":

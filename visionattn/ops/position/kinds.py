@@ -81,6 +81,8 @@ class Joint:
 
 
 RelativePosition = Flat | Axial | Joint
+KINDS: dict[str, type[RelativePosition]] = {"joint": Joint, "axial": Axial, "flat": Flat}
+"""Relative positions by the names that layers, models and tools give them."""
 
 
 def tables_of(relative: RelativePosition) -> dict[str, Tensor]:
