@@ -132,13 +132,13 @@ def function_of(
     case: Case, tokens: int, device: str, impl: str | None = None
 ) -> Callable[..., Tensor]:
     """The operation of the case as a function of its tensors; ``impl`` "eager" or "triton" is
-    passed on to it.
+    passed on to it where it has both.
     """
     position, causal = position_of(case, tokens, device), "causal" in case.options
     kind, options = ATTENTIONS.get(case.base), arguments_of(case, tokens, device)
     if kind is not None and kind.forms:
         options["form"] = case.form
-    if impl is not None:
+    if impl is not None and kind is not None and kind.impl:
         options["impl"] = impl
 
     def call(
