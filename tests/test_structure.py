@@ -54,6 +54,23 @@ def test_imports_go_one_way(path):
     assert above == set()
 
 
+def test_training_and_inference_import_what_is_heavy_where_they_use_it():
+    """These take seconds, and most runs use one of them or none."""
+    heavy = ("albumentations", "jinja2", "jsonargparse", "matplotlib", "rich", "scipy", "sklearn")
+    code = f"""
+import sys
+for name in {heavy} + ("tensorboard", "torch.utils.tensorboard"):
+    sys.modules[name] = None
+import visionattn.training.engine, visionattn.training.validate
+import visionattn.inference.features, visionattn.inference.predict
+import visionattn.cli.ends, visionattn.cli.files, visionattn.cli.fresh_process
+import visionattn.cli.parsing, visionattn.cli.progress, visionattn.cli.provenance
+import visionattn.cli.tables
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+
 def test_every_part_has_a_place_in_the_order():
     parts = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in FILES}
     assert parts - {"__init__"} == set(RANKS)

@@ -11,7 +11,6 @@ from typing import Literal, NamedTuple
 
 import cv2
 import numpy as np
-from sklearn.datasets import load_digits
 from torch.utils.data import Dataset
 
 from visionattn.data.batches import SampleKey
@@ -91,6 +90,8 @@ def digit_splits(val_fraction: float, seed: int) -> dict[Split, Digits]:
     Source: Alpaydin and Kaynak, Optical Recognition of Handwritten Digits, UCI 1998, as shipped by
     scikit-learn.
     """
+    from sklearn.datasets import load_digits  # takes a second
+
     bunch = load_digits()
     images = np.round(bunch.images * (255 / 16)).astype(np.uint8)
     labels = bunch.target.astype(np.int64)

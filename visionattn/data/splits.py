@@ -6,12 +6,12 @@ of ``batches.py`` are made here.
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import cv2
 import numpy as np
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch.utils.data import Dataset
-from torchvision.datasets import CIFAR10
 
 from visionattn.data.batches import EvalBatches, SampleKey, TrainBatches
 from visionattn.data.config import DataConfig
@@ -25,6 +25,9 @@ from visionattn.data.folder import LAYOUT, open_images
 from visionattn.data.images import ArrayDataset, Augmentation
 from visionattn.data.streams import Shards, StreamEvalBatches, StreamTrainBatches, open_shards
 from visionattn.models.weights import DataSpec
+
+if TYPE_CHECKING:
+    from torchvision.datasets import CIFAR10
 
 __all__ = [
     "EvalBatches",
@@ -201,7 +204,7 @@ def _build_cifar10(config: DataConfig, seed: int) -> Splits:
     if grey:
         spec = _one_hot_spec(config, tuple(train.classes))
 
-    def dataset(part: CIFAR10, chosen: np.ndarray | slice, augment=None) -> ArrayDataset:
+    def dataset(part: "CIFAR10", chosen: np.ndarray | slice, augment=None) -> ArrayDataset:
         images = part.data[chosen]
         if grey:
             images = np.stack([cv2.cvtColor(image, cv2.COLOR_RGB2GRAY) for image in images])[
@@ -215,7 +218,9 @@ def _build_cifar10(config: DataConfig, seed: int) -> Splits:
     )
 
 
-def _read_cifar10(config: DataConfig, *, train: bool) -> CIFAR10:
+def _read_cifar10(config: DataConfig, *, train: bool) -> "CIFAR10":
+    from torchvision.datasets import CIFAR10
+
     if config.root is None:
         raise ValueError(
             f"{config.name} needs a root: the folder that holds, or is to hold, cifar-10-batches-py"
