@@ -18,7 +18,7 @@ from visionattn.lab.compare import Plan, Quartiles, Row, cells_of, record_of
 from visionattn.lab.memory import build
 from visionattn.lab.papers import FIGURES, crossings, heads_table
 from visionattn.lab.plot import crossing, draw, slope_of, sweep_panels
-from visionattn.lab.targets import Target, all_targets, choose, measure_targets
+from visionattn.lab.targets import all_targets, choose, measure_targets
 
 PLAN = Plan(rounds=2, max_rounds=2, seconds=0)
 
@@ -137,7 +137,8 @@ def test_figures_are_chosen_by_a_pattern():
 def tiny(name, *, base="sdpa", tokens=77, high=1.0, low=0.0, measure=None, form="efficient"):
     case = Case("operation", name, tokens, 8, form=form, heads=3, backward=measure is not None)
     baseline = None if measure else Case("operation", base, tokens, 8, heads=3)
-    return Target(name, f"N = {tokens}", case, baseline, low, high, measure)
+    given = dict(low=low, high=high, measure=measure)
+    return targets.make_target(name, f"N = {tokens}", case, baseline, **given)
 
 
 def test_ratios_of_one_size_come_from_one_run_and_are_judged_by_their_bounds(monkeypatch):
@@ -162,7 +163,7 @@ def test_ratios_of_one_size_come_from_one_run_and_are_judged_by_their_bounds(mon
         ["sdpa", "kernelized efficient", "taylorshift efficient"],
         ["sdpa", "kernelized efficient"],
     ]
-    assert [(result.measured, result.met) for result in results] == [
+    assert [(result.values[0], result.record()["met"]) for result in results] == [
         (0.25, "yes"),
         (1.5, "no"),
         (0.25, "-"),
@@ -210,14 +211,14 @@ def test_figures_are_measured_and_what_cannot_be_says_why(monkeypatch):
     ]
     wanted += [tiny("taylorshift", measure=way) for way in (fail, exhausted, absent)]
     results = list(measure_targets(wanted, PLAN))
-    assert [result.met for result in results] == [
+    assert [result.reached for result in results] == [
         "yes",
         "yes",
         "out of memory",
         "out of memory",
         "not built: later",
     ]
-    assert len(results[0].row.samples) == 2 and results[0].cells()[-1] == 2
+    assert results[0].rounds == 2 and results[0].cells()[-1] == 2
     assert results[1].record()["measured"] == pytest.approx(2, abs=0.2)
 
 
@@ -227,7 +228,7 @@ def test_a_target_whose_operation_is_wrong_says_so(monkeypatch):
     monkeypatch.setattr(ops, "kernelized_attention", lambda q, k, v, **options: v)
     (ratio,) = measure_targets([tiny("kernelized")], PLAN)
     (figure,) = measure_targets([tiny("kernelized", measure=targets.growth_of_bytes_kept)], PLAN)
-    assert ratio.met.startswith("wrong: out differs") and figure.met.startswith("wrong: ")
+    assert ratio.reached.startswith("wrong: out differs") and figure.reached.startswith("wrong: ")
     assert ratio.record()["measured"] is None and ratio.cells()[3] is None
 
 

@@ -10,9 +10,10 @@ import torch
 
 import visionattn.lab.compare as compare
 import visionattn.lab.targets as targets
+from visionattn.cli.files import read_lines
 from visionattn.cli.provenance import provenance_of
 from visionattn.lab import benchmark as run
-from visionattn.lab import benchmark_options, row_file
+from visionattn.lab import benchmark_options
 from visionattn.lab.gpu import tune
 from visionattn.lab.gpu.device import rehearsed
 
@@ -178,7 +179,7 @@ def test_rounds_and_seconds_act_on_the_figures_to_reach(main, monkeypatch, flags
 
     def measure(chosen, plan, few):
         asked.append((plan.rounds, plan.seconds, few))
-        return iter([targets.Result(chosen[0], "ok", 1.0)])
+        return iter([targets.Result(chosen[0], values=(1.0,))])
 
     monkeypatch.setattr(targets, "measure_targets", measure)
     assert main(["targets", *flags]) == 0
@@ -234,7 +235,7 @@ BAD_FLAGS = [
     (["operations", "sdpa", "--seconds", "-1"], "--seconds: wanted 0 or more, got -1;"),
     (["operations", "sdpa", "--device", "cuda:99"], "device 'cuda:99' cannot be used here"),
     (["operations", "sdpa", "--csv", "nowhere/rows.csv"], "nowhere for rows.csv"),
-    (["targets", "--only", "nothing of this name"], "fits none of the figures"),
+    (["targets", "--only", "nothing of this name"], "fits none of 37 rows"),
     (["papers", "five"], "invalid choice: 'five'"),
     (["papers", "crossover", "--output", "nowhere"], "nowhere for crossover.png"),
     (
@@ -324,7 +325,7 @@ def test_the_table_of_a_gpu_is_printed_and_written_and_broken_rows_end_with_code
     flags = ["gpu", "--only", "kernelized", "--minutes", "3"]
     written = ["--json", str(tmp_path / "a.json"), "--csv", str(tmp_path / "a.csv")]
     assert main([*flags, *written, "--rows", str(tmp_path / "rows.jsonl")]) == 0
-    assert row_file.read(tmp_path / "rows.jsonl") == [{"kind": "row", "what": "a"}]
+    assert read_lines(tmp_path / "rows.jsonl") == [{"kind": "row", "what": "a"}]
     assert "cpu kernelized 3.0" in capsys.readouterr().out.splitlines()
     content = json.loads((tmp_path / "a.json").read_text())
     assert (

@@ -23,7 +23,6 @@ from visionattn.lab.gpu import timing as gpu_timing
 from visionattn.lab.gpu.device import Gpu, rehearsed
 from visionattn.lab.gpu.eager import eager_cases
 from visionattn.lab.gpu.expected import cost_of
-from visionattn.lab.gpu.figures import Bound, Result, all_figures, choose, operation
 from visionattn.lab.gpu.operations import (
     Bench,
     auto_crossing,
@@ -33,7 +32,9 @@ from visionattn.lab.gpu.operations import (
     measure_operation,
     wrong,
 )
+from visionattn.lab.gpu.targets import GpuResult, all_targets, operation
 from visionattn.lab.gpu.timing import Budget, Ceilings
+from visionattn.lab.targets import Bound, choose_rows
 from visionattn.ops import reference
 from visionattn.ops.taylorshift.gpu import takes_efficient_kernels, tile_features
 
@@ -53,7 +54,7 @@ def bench(**more):
 
 def small(what, dtype="float32"):
     """A figure at a size that a processor has done at once."""
-    figure = next(figure for figure in all_figures() if figure.what == what)
+    figure = next(figure for figure in all_targets() if figure.what == what)
     return replace(figure, case=replace(figure.case, size=90, batch=1, heads=2, dtype=dtype))
 
 
@@ -220,8 +221,8 @@ ROWS = [
 
 
 def test_the_rows_are_the_figures_to_reach():
-    assert [(figure.what, figure.size, figure.reach) for figure in all_figures()] == ROWS
-    cases = {figure.what: figure.case for figure in all_figures()}
+    assert [(figure.what, figure.at, figure.reach) for figure in all_targets()] == ROWS
+    cases = {figure.what: figure.case for figure in all_targets()}
     assert all(case.dtype == "bfloat16" and case.heads == 6 for case in cases.values())
     assert (
         cases["kernelized forward+backward"].backward and not cases["kernelized forward"].backward
@@ -236,7 +237,7 @@ def test_rows_are_chosen_by_a_pattern():
     assert figures == [] and [case.backward for case in cases] == [False, True]
     assert [len(part) for part in gpu.rows(None)] == [26, 144]
     with pytest.raises(ValueError, match="no regular expression"):
-        choose("(", ["a"])
+        choose_rows("(", ["a"])
 
 
 def test_a_bound_is_met_from_its_side_and_never_by_what_is_not_a_number():
@@ -252,8 +253,8 @@ def test_a_bound_is_met_from_its_side_and_never_by_what_is_not_a_number():
 
 
 def test_a_result_is_shown_with_its_floor_and_whether_the_figure_is_reached():
-    figure = all_figures()[4]
-    good = Result(
+    figure = all_targets()[4]
+    good = GpuResult(
         figure,
         seconds=Quartiles(0.9e-3, 1e-3, 1.1e-3),
         floor_seconds=2.5e-4,
@@ -274,21 +275,22 @@ def test_a_result_is_shown_with_its_floor_and_whether_the_figure_is_reached():
     assert good.cells()[10].startswith(">= 15 x SDPA") and good.cells()[11].endswith(" x SDPA")
     assert good.cells()[12:] == ["16 x SDPA", "yes", "2.2e-03", "a; b"]
     slow = replace(good, values=(14.9,))
-    bad = Result(figure, "wrong: error 1.0e-01 of out, allowed 4e-03", error=0.1)
+    bad = GpuResult(figure, "wrong: error 1.0e-01 of out, allowed 4e-03", error=0.1)
     assert slow.reached == "no" and bad.reached == bad.status and bad.broken and not slow.broken
     assert bad.cells()[3:6] == [None, None, None] and bad.record()["seconds_median"] is None
     assert (
-        Result(figure, "out of memory").broken is False
+        GpuResult(figure, "out of memory").broken is False
         and replace(good, values=()).reached == "not measured"
     )
-    large = Result(next(f for f in all_figures() if f.kind == "image"), values=(0.5, float("nan")))
+    image = next(target for target in all_targets() if target.kind == "image")
+    large = GpuResult(image, values=(0.5, float("nan")))
     assert large.reached == "no" and large.record()["measured"] == [0.5, None]
 
 
 def test_a_mark_holds_for_the_gpus_that_it_names():
     case = operation("kernelized", 4096, 64)
     bounds = (Bound(6, "ms", most=True, gpus=("H100",)), Bound(None, "x images/s"))
-    figure = gpu.Figure("b", "", "operation", case, bounds)
+    figure = gpu.Target("b", "", "operation", case, bounds)
     for name, value, reached in (
         ("NVIDIA H100 80GB HBM3", 5.0, "yes"),
         ("NVIDIA H100 80GB HBM3", 7.0, "no"),
@@ -296,9 +298,9 @@ def test_a_mark_holds_for_the_gpus_that_it_names():
         ("rehearsal on a processor", 5.0, "no mark"),
         (None, 7.0, "no"),
     ):
-        assert Result(figure, values=(value, 0.1), gpu=name).reached == reached, name
-    both = gpu.Figure("b", "", "operation", case, (Bound(6, "ms", most=True),))
-    assert Result(both, values=(7.0,), gpu="NVIDIA H200").reached == "no"
+        assert GpuResult(figure, values=(value, 0.1), gpu=name).reached == reached, name
+    both = gpu.Target("b", "", "operation", case, (Bound(6, "ms", most=True),))
+    assert GpuResult(both, values=(7.0,), gpu="NVIDIA H200").reached == "no"
     assert figure.reach == "<= 6 ms on H100, (x images/s)" and both.reach == "<= 6 ms"
 
 
@@ -441,7 +443,7 @@ def test_rows_come_as_they_are_ready_and_none_is_begun_when_the_time_is_over(mon
         now[0] += 40
         if figure.case.backward:
             raise TypeError("a pointer\nis none")
-        return Result(figure, values=(1.0,))
+        return GpuResult(figure, values=(1.0,))
 
     monkeypatch.setattr(gpu, "measure_operation", measure)
     cases = eager_cases()[:1]
@@ -491,7 +493,7 @@ def test_a_crossover_notes_where_auto_changes(monkeypatch):
     monkeypatch.setattr(
         gpu_operations, "takes_efficient_kernels", lambda *x: (many if len(x[1]) > 2 else few)(*x)
     )
-    figure = next(figure for figure in all_figures() if figure.kind == "crossover")
+    figure = next(figure for figure in all_targets() if figure.kind == "crossover")
     result = gpu_operations.measure_crossover(figure, bench())
     assert result.values[0] == pytest.approx(300, rel=0.01)
     assert result.notes == ["auto changes at 351", "B*h = 12: 500 tokens, auto changes at 601"]

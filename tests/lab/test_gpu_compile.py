@@ -15,7 +15,7 @@ import torch
 from visionattn.lab.gpu import compile as gpu_compile
 from visionattn.lab.gpu import rehearsal
 from visionattn.lab.gpu.compile import CompileOnly, compiling_alone, run_share, works
-from visionattn.lab.gpu.figures import KINDS, operation
+from visionattn.lab.gpu.targets import KINDS, operation
 from visionattn.ops.gpu import launch
 
 pytest.importorskip("triton", reason="GPU kernels need Triton")
@@ -29,7 +29,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from visionattn.lab.gpu import compile as gpu_compile, rehearsal
-from visionattn.lab.gpu.figures import operation
+from visionattn.lab.gpu.targets import operation
 from visionattn.ops.gpu import launch, why_not
 
 class OfNoGpu:

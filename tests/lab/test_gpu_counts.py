@@ -9,8 +9,9 @@ from visionattn.lab.cases import Case
 from visionattn.lab.gpu import counts as gpu_counts
 from visionattn.lab.gpu import expected as gpu_expected
 from visionattn.lab.gpu.counts import H100, H200, Gpu, Launch
-from visionattn.lab.gpu.figures import WITHOUT_GRAPH, Bound, Figure, all_figures
 from visionattn.lab.gpu.operations import auto_crossing
+from visionattn.lab.gpu.targets import WITHOUT_GRAPH, all_targets
+from visionattn.lab.targets import Bound, Target
 
 GPU = Gpu(
     "small", multiprocessors=10, clock_hertz=1e9, bytes_per_second=1e12, operations_per_second=1e13
@@ -75,7 +76,7 @@ def test_an_operation_takes_what_its_launches_take_and_none_where_nothing_is_rec
 
 
 def test_every_mark_of_the_table_is_expected_to_come_to_something():
-    for figure in all_figures():
+    for figure in all_targets():
         found = gpu_expected.expected(figure)
         assert found is not None, figure
         known = [
@@ -88,7 +89,7 @@ def test_every_mark_of_the_table_is_expected_to_come_to_something():
 
 
 @pytest.mark.parametrize(
-    "figure", [x for x in all_figures() if x.kind == "crossover"], ids=lambda x: x.size
+    "figure", [x for x in all_targets() if x.kind == "crossover"], ids=lambda x: x.at
 )
 def test_auto_changes_its_form_where_counts_expect_it(figure):
     (expected,) = gpu_expected.expected(figure).values
@@ -105,7 +106,7 @@ def test_with_gradients_auto_changes_earlier(width, heads):
 
 
 def test_more_bytes_in_a_second_make_nothing_slower():
-    for figure in all_figures():
+    for figure in all_targets():
         assert (
             gpu_expected.expected(figure, H200).seconds
             <= gpu_expected.expected(figure, H100).seconds
@@ -118,7 +119,7 @@ def test_expected_values_are_in_the_units_of_their_bounds(tmp_path, monkeypatch)
     group = {"launches": {"a": launch}, "operations": {"kernelized": {"forward": ["a"]}}}
     written(tmp_path, monkeypatch, {"3.6.0": {gpu_counts.group_of(case): group}})
     bounds = (Bound(0.5, "% of the copy"), Bound(1, "x SDPA"), Bound(1, "GiB", most=True))
-    found = gpu_expected.expected(Figure("k", "", "operation", case, bounds), GPU)
+    found = gpu_expected.expected(Target("k", "", "operation", case, bounds), GPU)
     seconds = 1e-3 + 2e-6
     assert found.seconds == pytest.approx(seconds)
     # q, k, v and the result of 100 tokens of 64 numbers of 2 bytes; 10,000 pairs of 256
@@ -126,5 +127,5 @@ def test_expected_values_are_in_the_units_of_their_bounds(tmp_path, monkeypatch)
     flash = 1e4 * (256 / 1e13 + 1 / (16 * 10 * 1e9)) / 0.78
     assert found.values[:2] == pytest.approx((4 * 6400 * 2 / 1e12 / seconds, flash / seconds))
     assert found.values[2] is None and found.text(
-        Figure("k", "", "operation", case, bounds)
+        Target("k", "", "operation", case, bounds)
     ).endswith(", ?")

@@ -12,8 +12,8 @@ from visionattn.lab.gpu import operations as gpu_operations
 from visionattn.lab.gpu import table as gpu
 from visionattn.lab.gpu.device import rehearsed
 from visionattn.lab.gpu.eager import eager_cases
-from visionattn.lab.gpu.figures import Result, all_figures, operation
 from visionattn.lab.gpu.operations import Bench, definition, draw
+from visionattn.lab.gpu.targets import GpuResult, all_targets, operation
 from visionattn.lab.gpu.timing import Budget
 from visionattn.lab.operations import function_of
 from visionattn.ops.gpu import why_not
@@ -32,9 +32,8 @@ def order_of(monkeypatch, **failing):
             begun.append(name)
             if name in failing:
                 raise RuntimeError(failing[name])
-            return (
-                Result(first) if name != "against" else {"status": "ok", "error": 0.0, "ratio": 2.0}
-            )
+            against = {"status": "ok", "error": 0.0, "ratio": 2.0}
+            return against if name == "against" else GpuResult(first)
 
         return measured
 
@@ -42,7 +41,7 @@ def order_of(monkeypatch, **failing):
     monkeypatch.setattr(gpu, "measure_crossover", measure("crossover"))
     monkeypatch.setattr(gpu, "measure_against_eager", measure("against"))
     figures = [
-        next(figure for figure in all_figures() if figure.kind == kind)
+        next(figure for figure in all_targets() if figure.kind == kind)
         for kind in ("operation", "crossover")
     ]
     records, broken = gpu.run_rows(figures, eager_cases()[:2], bench(), Budget(1), lines.append)

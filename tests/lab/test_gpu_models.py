@@ -12,7 +12,6 @@ import visionattn.ops as ops
 from visionattn.lab.gpu import models as gpu_models
 from visionattn.lab.gpu import table as gpu
 from visionattn.lab.gpu.device import rehearsed
-from visionattn.lab.gpu.figures import all_figures
 from visionattn.lab.gpu.models import (
     compare,
     features_of,
@@ -22,6 +21,7 @@ from visionattn.lab.gpu.models import (
     make_model,
 )
 from visionattn.lab.gpu.operations import Bench
+from visionattn.lab.gpu.targets import all_targets
 from visionattn.lab.gpu.timing import Budget, Ceilings
 from visionattn.ops.gpu import launch
 
@@ -46,7 +46,7 @@ def bench():
 
 def small(kind, dtype="float32"):
     """The figures of a kind at one size, of models of the smallest width."""
-    of_kind = [figure for figure in all_figures() if figure.kind == kind]
+    of_kind = [figure for figure in all_targets() if figure.kind == kind]
     figures = [figure for figure in of_kind if figure.case == of_kind[0].case]
     case = replace(figures[0].case, name="scaleformer_vit_t", size=48, batch=2, dtype=dtype)
     return [replace(figure, case=case, baseline=BASELINES[figure.baseline]) for figure in figures]
@@ -117,7 +117,7 @@ def test_one_image_is_timed_with_and_without_a_graph(bench, monkeypatch):
 
 
 def test_an_image_may_be_wider_than_high(bench):
-    figures = [f for f in all_figures() if f.case.name == "scaleformer_vit_b" and f.case.batch == 1]
+    figures = [f for f in all_targets() if f.case.name == "scaleformer_vit_b" and f.case.batch == 1]
     assert {f.case.image_size for f in figures} == {(1024, 2048)}
     case = replace(
         figures[0].case, name="scaleformer_vit_t", size=32, image_width=64, dtype="float32"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from visionattn.lab import row_file
+from visionattn.cli.files import add_line, read_lines
 from visionattn.lab.gpu import run as gpu_run
 from visionattn.lab.gpu import summary as gpu_summary
 from visionattn.lab.gpu.run import Phase, Run, phases, run_all, run_phase, with_minutes
@@ -162,17 +162,16 @@ def test_a_folder_with_rows_of_an_earlier_run_is_left_alone(tmp_path, capsys):
 
 def test_rows_of_a_process_that_is_killed_are_kept(tmp_path):
     path = tmp_path / "rows.jsonl"
-    code = "import os, signal, sys\nfrom visionattn.lab import row_file\n"
+    code = "import os, signal, sys\nfrom visionattn.cli.files import add_line\n"
     code += (
-        "for i in range(3): row_file.append(sys.argv[1], {'i': i})\nos.kill(os.getpid(), "
-        "signal.SIGKILL)"
+        "for i in range(3): add_line(sys.argv[1], {'i': i})\nos.kill(os.getpid(), signal.SIGKILL)"
     )
     done = subprocess.run([sys.executable, "-c", code, str(path)], cwd=ROOT)
     assert done.returncode == -signal.SIGKILL
-    assert row_file.read(path) == [{"i": 0}, {"i": 1}, {"i": 2}]
+    assert read_lines(path) == [{"i": 0}, {"i": 1}, {"i": 2}]
     with path.open("a") as file:
         file.write('{"i": 3, "name": "ha')
-    assert len(row_file.read(path)) == 3 and row_file.read(tmp_path / "none") == []
+    assert len(read_lines(path)) == 3 and read_lines(tmp_path / "none") == []
 
 
 def test_lines_say_what_passed_what_failed_and_what_was_not_reached():
@@ -229,13 +228,11 @@ def test_the_table_in_short_says_what_is_reached_missed_and_wrong():
 
 
 def test_the_summary_is_short_enough_to_be_seen_whole(tmp_path):
-    row_file.append(
-        tmp_path / "rows.jsonl", {"kind": "provenance", "gpu": "NVIDIA H100", "torch": "2.11"}
-    )
+    add_line(tmp_path / "rows.jsonl", {"kind": "provenance", "gpu": "NVIDIA H100", "torch": "2.11"})
     for i in range(80):
-        row_file.append(tmp_path / "rows.jsonl", row("what " * 80, "no"))
+        add_line(tmp_path / "rows.jsonl", row("what " * 80, "no"))
         failed = dict(kind="test", name=str(i), outcome="failed", seconds=1, message="x" * 500)
-        row_file.append(tmp_path / "tests.jsonl", failed)
+        add_line(tmp_path / "tests.jsonl", failed)
     lines, good = summary(tmp_path, ["first kernel: done"])
     assert len(lines) == gpu_summary.MOST_LINES and not good
     assert sum(len(line) + 1 for line in lines) < 12_000
@@ -264,7 +261,7 @@ def test_tests_are_dealt_out_among_processes_and_written_down_one_by_one(tmp_pat
         command += [f"--share={share}/2", f"--results={results}", "-c", os.devnull, str(tmp_path)]
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
         subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True)
-    found = row_file.read(results)
+    found = read_lines(results)
     assert [record["tests"] for record in found if record["kind"] == "dealt"] == [3, 2]
     outcomes = {
         record["name"][-2]: record["outcome"] for record in found if record["kind"] == "test"
@@ -326,7 +323,7 @@ def test_a_rehearsal_runs_where_little_is_installed_and_writes_everything(tmp_pa
         "summary.txt",
         "tests.jsonl",
     ]
-    records = row_file.read(out / "rows.jsonl")
+    records = read_lines(out / "rows.jsonl")
     found = [record["what"].split(" /")[0] for record in records if record["kind"] == "row"]
     assert found == ["kernelized forward", "scaleformer_vit_s inference", "kernel against eager"]
     lines = (out / "summary.txt").read_text().splitlines()

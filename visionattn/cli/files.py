@@ -5,11 +5,12 @@ format.
 """
 
 import errno
+import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 
 def write_whole(
@@ -50,6 +51,27 @@ def write_whole(
 def write_text(path: str | Path, text: str) -> None:
     """Write a text file whole or not at all; lines end as they do in ``text``."""
     write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8", newline=""))
+
+
+def add_line(path: str | Path, record: dict[str, Any]) -> None:
+    """Add one line of JSON, at once and whole, so that several processes may add to one file; it is
+    on the disk before anything else is done.
+    """
+    place = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        os.write(place, (json.dumps(record) + "\n").encode())
+        os.fsync(place)
+    finally:
+        os.close(place)
+
+
+def read_lines(path: str | Path) -> list[dict[str, Any]]:
+    """The lines of ``add_line`` that are whole; none where there is no file."""
+    records = []
+    for line in Path(path).read_text(encoding="utf-8").splitlines() if Path(path).exists() else ():
+        with suppress(ValueError):  # the end of a process that was killed as it wrote
+            records.append(json.loads(line))
+    return records
 
 
 @contextmanager

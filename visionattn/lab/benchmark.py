@@ -6,10 +6,9 @@ from pathlib import Path
 import torch
 
 from visionattn.cli.ends import Failed
-from visionattn.cli.files import write_whole
+from visionattn.cli.files import add_line, write_whole
 from visionattn.cli.provenance import provenance_of, summary
 from visionattn.cli.tables import Record, csv_text, heading, json_text, line
-from visionattn.lab import row_file
 from visionattn.lab.benchmark_options import Options, parse_options
 from visionattn.lab.compare import COLUMNS, Row, cells_of, measure_together, record_of
 from visionattn.lab.gpu.device import Gpu, pick_gpu
@@ -78,7 +77,7 @@ def run_figures(options: Options, provenance: Record, show: Print) -> tuple[list
 
     def keep(record: Record) -> None:
         if flags.rows:
-            row_file.append(flags.rows, record)
+            add_line(flags.rows, record)
 
     if flags.rehearse:
         from visionattn.lab.gpu import rehearsal

@@ -1,10 +1,11 @@
-"""The figures that the operations and models are to reach on two cores in float32, and what they
-come to here.
+"""What targets and results are, and the figures that operations and models are to reach on two
+cores in float32, with what they come to here; those of a GPU are in ``gpu/targets.py``.
 
 Every ratio is taken within one interleaved run; targets of one size share it. One head width, six
 heads, one image.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -12,94 +13,206 @@ from dataclasses import dataclass, replace
 from visionattn.cli.ends import Failed, is_out_of_memory
 from visionattn.cli.tables import Record, duration
 from visionattn.lab.cases import Case
-from visionattn.lab.compare import Plan, Row, case_bytes_kept, check_case, measure_together
+from visionattn.lab.compare import (
+    Plan,
+    Quartiles,
+    case_bytes_kept,
+    check_case,
+    measure_together,
+    ratio_of,
+)
 from visionattn.lab.memory import build, case_peak_bytes
 
 COLUMNS = ("what", "at", "reach", "measured", "spread", "met", "time", "baseline time", "rounds")
+HOPPER = ("H100", "H200")
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A number to reach."""
+
+    limit: float | None
+    """None: the number is there for comparison."""
+    unit: str = ""
+    """What stands behind the number; empty: it is a plain ratio, told as a number alone."""
+    most: bool = False
+    """Whether the number may be at most the limit; else it is to be at least that."""
+    gpus: tuple[str, ...] = HOPPER
+    """Of which the names of GPUs have one, for which the limit is meant."""
+    least: float | None = None
+    """Where the number may be at most the limit: it is to be at least this."""
+
+    def is_for(self, gpu: str | None) -> bool:
+        """Whether there is a limit for the GPU of this name; None: any."""
+        return self.limit is not None and (gpu is None or any(name in gpu for name in self.gpus))
+
+    def met(self, value: float) -> bool:
+        """Whether the number is reached; one that is not a number is not."""
+        if self.limit is None:
+            return True
+        if self.most:
+            return value <= self.limit and (self.least is None or value >= self.least)
+        return value >= self.limit
+
+    def text(self, value: float) -> str:
+        """A number with its unit, three digits; infinity is "none"."""
+        if math.isinf(value):
+            return "none"
+        number = (
+            f"{100 * value:.3g}"
+            if self.unit.startswith("%")
+            else f"{value:.0f}"
+            if value >= 1000
+            else f"{value:.3g}"
+        )
+        return f"{number} {self.unit}"
+
+    def __str__(self) -> str:
+        if not self.unit:
+            at_least = "" if self.least is None else f"{self.least:g} to "
+            return "-" if self.limit is None else f"{at_least}{self.limit:g}"
+        if self.limit is None:
+            return f"({self.unit})"
+        where = "" if self.gpus == HOPPER else f" on {' or '.join(self.gpus)}"
+        return f"{'<=' if self.most else '>='} {self.text(self.limit)}{where}"
 
 
 @dataclass(frozen=True)
 class Target:
-    """A figure to reach."""
+    """A row of a table of targets, on a processor or on a GPU."""
 
     what: str
     at: str
+    """The size, in words."""
+    kind: str
+    """How it is measured: "ratio" or "figure"; on a GPU one of ``gpu.targets.KINDS``."""
     case: Case
-    baseline: Case | None = None
-    """A ratio of times, to this case; None: a figure of ``measure``."""
-    low: float = 0.0
-    high: float | None = None
-    """The figure lies between the two; None: it is there for comparison."""
+    bounds: tuple[Bound, ...]
+    """What is to be reached, one for each number that is measured."""
+    baseline: Case | str | None = None
+    """What the case is compared with: a case, or on a GPU the name of a model; None: nothing, or
+    what its kind says.
+    """
     measure: Callable[[Case], float] | None = None
+    """Of a "figure": gives its number."""
+
+    @property
+    def name(self) -> str:
+        """What ``--only`` looks at."""
+        return f"{self.what} {self.at}"
 
     @property
     def reach(self) -> str:
         """The bounds in words."""
-        if self.high is None:
-            return "-"
-        return f"{self.low:g} to {self.high:g}" if self.low else f"{self.high:g}"
+        return ", ".join(map(str, self.bounds))
 
-
-@dataclass(frozen=True)
-class Result:
-    """What a target came to."""
-
-    target: Target
-    status: str
-    measured: float | None = None
-    row: Row | None = None
-    base: Row | None = None
+    def values_of(self, by_unit: dict[str, float]) -> tuple[float, ...]:
+        """The numbers of the bounds by their units; none where one is missing."""
+        units = [bound.unit for bound in self.bounds]
+        return tuple(by_unit[unit] for unit in units) if by_unit.keys() >= set(units) else ()
 
     @property
-    def met(self) -> str:
-        """yes, no, or why there is no figure."""
-        if self.measured is None:
+    def place(self) -> tuple:
+        """What targets of a GPU share that are measured in one run."""
+        return (self.kind, self.case)
+
+
+@dataclass
+class Result:
+    """What came of a target; a GPU's has more columns."""
+
+    target: Target
+    status: str = "ok"
+    seconds: Quartiles | None = None
+    """Of the case."""
+    values: tuple[float, ...] = ()
+    """The numbers of the bounds."""
+    ratio: Quartiles | None = None
+    """Of a "ratio": of the seconds to those of the baseline, round by round."""
+    baseline_seconds: float | None = None
+    rounds: int | None = None
+    gpu: str | None = None
+    """Name of the GPU; None: one for which the marks are meant, or none at all."""
+
+    @property
+    def broken(self) -> bool:
+        """Whether something is not as it should be, as distinct from slow or large."""
+        return self.status.startswith(("wrong", "failed"))
+
+    @property
+    def reached(self) -> str:
+        """ "yes" or "no"; without numbers the status, and "no mark" where none is meant for this
+        machine.
+        """
+        if self.status != "ok":
             return self.status
-        if self.target.high is None:
-            return "-"
-        return "yes" if self.target.low <= self.measured <= self.target.high else "no"
+        if not self.values:
+            return "not measured"
+        pairs = zip(self.target.bounds, self.values, strict=True)
+        met = [bound.met(value) for bound, value in pairs if bound.is_for(self.gpu)]
+        return "no mark" if not met else "yes" if all(met) else "no"
+
+    @property
+    def shown(self) -> str | None:
+        """The numbers of the bounds in words."""
+        pairs = zip(self.target.bounds, self.values, strict=False)
+        return ", ".join(bound.text(value) for bound, value in pairs) or None
 
     def record(self) -> Record:
         """The result as plain values."""
-        target, ratio, timed = (
-            self.target,
-            self.row and self.row.ratio,
-            self.row and self.base and self.row.seconds,
-        )
-        record = {
-            "what": target.what,
-            "at": target.at,
-            "reach": target.reach,
-            "measured": self.measured,
-        }
-        record |= {
-            "low": ratio.low if ratio else None,
-            "high": ratio.high if ratio else None,
-            "met": self.met,
-        }
-        record["seconds"] = timed.median if timed else None
-        record["baseline_seconds"] = (
-            self.base.seconds.median if timed and self.base.seconds else None
-        )
-        return record | {"rounds": len(self.row.samples) if timed else None}
+        target, ratio = self.target, self.ratio
+        record: Record = {"what": target.what, "at": target.at, "reach": target.reach}
+        record["measured"] = self.values[0] if self.values else None
+        record |= {"low": ratio and ratio.low, "high": ratio and ratio.high}
+        record["met"] = "-" if self.reached == "no mark" else self.reached
+        record["seconds"] = self.seconds and self.seconds.median
+        return record | {"baseline_seconds": self.baseline_seconds, "rounds": self.rounds}
 
     def cells(self) -> list[str | None]:
         """The result for people, under ``COLUMNS``."""
         record = self.record()
-        spread = None if record["low"] is None else f"{record['low']:.3g}-{record['high']:.3g}"
+        spread = self.ratio and f"{self.ratio.low:.3g}-{self.ratio.high:.3g}"
+        measured = f"{self.values[0]:.3g}" if self.values else None
         times = [
-            None if record[name] is None else duration(record[name])
-            for name in ("seconds", "baseline_seconds")
+            record[name] and duration(record[name]) for name in ("seconds", "baseline_seconds")
         ]
-        measured = None if self.measured is None else f"{self.measured:.3g}"
-        return [
-            *(record[name] for name in ("what", "at", "reach")),
-            measured,
-            spread,
-            self.met,
-            *times,
-            record["rounds"],
-        ]
+        named = [record[name] for name in ("what", "at", "reach")]
+        return [*named, measured, spread, record["met"], *times, self.rounds]
+
+
+def choose_rows(pattern: str | None, names: Sequence[str]) -> list[int]:
+    """The places of the names that contain the regular expression; upper and lower case are one.
+
+    Raises:
+        ValueError: no regular expression, or it is in none of the names.
+    """
+    try:
+        wanted = re.compile(pattern or "", re.IGNORECASE)
+    except re.error as error:
+        raise ValueError(f"--only {pattern!r} is no regular expression: {error}") from error
+    chosen = [i for i, name in enumerate(names) if wanted.search(name)]
+    if not chosen:
+        raise ValueError(
+            f"--only {pattern!r} fits none of {len(names)} rows; the first is {names[0]!r}"
+        )
+    return chosen
+
+
+def make_target(
+    what: str,
+    at: str,
+    case: Case,
+    baseline: Case | None = None,
+    *,
+    low: float = 0.0,
+    high: float | None = None,
+    measure: Callable[[Case], float] | None = None,
+) -> Target:
+    """A target of a processor: a ratio of times to the baseline, or what ``measure`` gives, between
+    ``low`` and ``high``; without ``high`` it is there for comparison.
+    """
+    bound = Bound(high, most=True, least=low or None)
+    return Target(what, at, "figure" if measure else "ratio", case, (bound,), baseline, measure)
 
 
 def all_targets() -> list[Target]:
@@ -124,7 +237,7 @@ def _operation_targets() -> Iterator[Target]:
             case, base = (
                 _operation(*of, backward) for of in _against_sdpa("taylorshift", tokens, width)
             )
-            yield Target(
+            yield make_target(
                 f"efficient TaylorShift {words}",
                 f"N = {tokens}, d = {width}",
                 case,
@@ -137,19 +250,19 @@ def _operation_targets() -> Iterator[Target]:
         ("kernelized + Joint R = 3", "kernelized+joint", "efficient", 16384, 0.045),
     ):
         case, base = _operation(name, tokens, 64, form), _operation("sdpa", tokens, 64, "auto")
-        yield Target(f"{what} forward / SDPA", f"N = {tokens}, d = 64", case, base, high=limit)
+        yield make_target(f"{what} forward / SDPA", f"N = {tokens}, d = 64", case, base, high=limit)
     chunked, blocked = (
         _operation("kernelized+causal", 4096, 64, form) for form in ("efficient", "direct")
     )
     masked = _operation("eager-kernelized+causal", 4096, 64, "auto")
-    yield Target(
+    yield make_target(
         "causal kernelized, chunked / quadratic masked",
         "N = 4096, d = 64",
         chunked,
         masked,
         high=0.1,
     )
-    yield Target(
+    yield make_target(
         "causal kernelized, chunked / our quadratic blocks, which skip the future",
         "N = 4096, d = 64",
         chunked,
@@ -164,7 +277,7 @@ def _against_sdpa(name: str, tokens: int, width: int) -> tuple[tuple, tuple]:
 def _memory_target() -> Target:
     case = _operation("taylorshift", 65536, 64)
     what = "memory above inputs and output, efficient TaylorShift forward / size of q, k, v"
-    return Target(what, "N = 65536, d = 64", case, high=1.0, measure=memory_over_inputs)
+    return make_target(what, "N = 65536, d = 64", case, high=1.0, measure=memory_over_inputs)
 
 
 def _model_targets() -> Iterator[Target]:
@@ -182,7 +295,7 @@ def _model_targets() -> Iterator[Target]:
     ):
         for pixels, limit in zip((1024, 2048), limits, strict=True):
             case, other = (Case("model", names[key], pixels) for key in (of, base))
-            yield Target(
+            yield make_target(
                 f"{names[of]} forward / {names[base]}", f"{pixels} px", case, other, high=limit
             )
 
@@ -206,7 +319,7 @@ def _kept_targets() -> Iterator[Target]:
     ]
     for name in names:
         what, at = f"bytes kept for backward, N -> 2N, {name} efficient", "N = 4096 -> 8192, d = 64"
-        yield Target(
+        yield make_target(
             what,
             at,
             _operation(name, 4096, 64, backward=True),
@@ -231,23 +344,9 @@ def growth_of_bytes_kept(case: Case) -> float:
 
 
 def choose(pattern: str | None) -> list[Target]:
-    """The targets whose text, ``what at``, contains the regular expression; upper and lower case
-    are one.
-
-    Raises:
-        ValueError: no regular expression, or none of the targets.
-    """
-    try:
-        wanted = re.compile(pattern or "", re.IGNORECASE)
-    except re.error as error:
-        raise ValueError(f"--only {pattern!r} is no regular expression: {error}") from error
-    chosen = [target for target in all_targets() if wanted.search(f"{target.what} {target.at}")]
-    if not chosen:
-        raise ValueError(
-            f"--only {pattern!r} fits none of the figures; parts of their names: SDPA, N = 4096, "
-            f"scaleformer, kept"
-        )
-    return chosen
+    """The targets whose text, ``what at``, contains the regular expression; see ``choose_rows``."""
+    targets = all_targets()
+    return [targets[i] for i in choose_rows(pattern, [target.name for target in targets])]
 
 
 def measure_targets(targets: Sequence[Target], plan: Plan, *, few: bool = True) -> Iterator[Result]:
@@ -273,8 +372,6 @@ def measure_targets(targets: Sequence[Target], plan: Plan, *, few: bool = True) 
 
 def _measure_place(targets: Sequence[Target], plan: Plan, few: bool) -> Iterator[Result]:
     """Ratios of one size, from one run of all their cases."""
-    from visionattn.lab.compare import ratio_of
-
     targets = [target for target in targets if target.baseline is not None]
     cases = list(
         dict.fromkeys(case for target in targets for case in (target.baseline, target.case))
@@ -286,20 +383,25 @@ def _measure_place(targets: Sequence[Target], plan: Plan, few: bool) -> Iterator
     rows = {row.case: row for row in measure_together(cases, plan)}
     for target in targets:
         row, base = rows[target.case], rows[target.baseline]
+        result = Result(target, seconds=row.seconds, rounds=len(row.samples))
+        result.baseline_seconds = base.seconds and base.seconds.median
         if row.samples and base.samples:
-            row = replace(row, ratio=ratio_of(row.samples, base.samples))
-            yield Result(target, "ok", row.ratio.median, row, base)
+            result.ratio = ratio_of(row.samples, base.samples)
+            result.values = (result.ratio.median,)
         else:
-            yield Result(
-                target, next(r.status for r in (row, base) if r.status != "ok"), None, row, base
-            )
+            result.status = next(r.status for r in (row, base) if r.status != "ok")
+        if row.seconds is None:
+            result.baseline_seconds = result.rounds = None
+        yield result
 
 
 def _measure_figure(target: Target) -> Result:
     """A figure that is not a ratio of times."""
     try:
         wrong = check_case(target.case)
-        return Result(target, wrong) if wrong else Result(target, "ok", target.measure(target.case))
+        if wrong:
+            return Result(target, wrong)
+        return Result(target, values=(target.measure(target.case),))
     except NotImplementedError as error:
         return Result(target, f"not built: {error}")
     except Failed as error:

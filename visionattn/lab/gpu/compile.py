@@ -23,11 +23,12 @@ import torch
 from visionattn.lab.cases import Case
 from visionattn.lab.gpu import models as gpu_models
 from visionattn.lab.gpu.device import Gpu, pick_gpu
-from visionattn.lab.gpu.figures import Figure, operation
 from visionattn.lab.gpu.operations import Bench, call_of, check, draw, flex_of, takes_flex
 from visionattn.lab.gpu.table import rows
+from visionattn.lab.gpu.targets import operation
 from visionattn.lab.gpu.timing import in_words
 from visionattn.lab.operations import function_of
+from visionattn.lab.targets import Target
 from visionattn.ops.gpu.launch import launching_with
 
 
@@ -120,7 +121,7 @@ def bench_here() -> Bench:
     return Bench(gpu, gpu.generator(1))
 
 
-def works(bench: Bench, figures: Sequence[Figure], cases: Sequence[Case]) -> list[Work]:
+def works(bench: Bench, figures: Sequence[Target], cases: Sequence[Case]) -> list[Work]:
     """Whatever the table launches, each once: models first, which take longest."""
     models = [
         (name, figure.case)

@@ -6,7 +6,7 @@ what it found.
 
 import pytest
 
-from visionattn.lab import row_file
+from visionattn.cli.files import add_line
 
 
 def pytest_addoption(parser) -> None:
@@ -23,7 +23,7 @@ def pytest_collection_modifyitems(config, items) -> None:
     items[:] = items[share::of]
     if config.getoption("results"):
         record = {"kind": "dealt", "share": share, "tests": len(items)}
-        row_file.append(config.getoption("results"), record)
+        add_line(config.getoption("results"), record)
 
 
 class _Writer:
@@ -37,7 +37,7 @@ class _Writer:
         if report.when == "call" or report.outcome != "passed":
             record = {"kind": "test", "name": report.nodeid, "outcome": report.outcome}
             record |= {"seconds": round(report.duration, 3), "message": _message(report)}
-            row_file.append(self.path, record)
+            add_line(self.path, record)
 
 
 def _message(report) -> str | None:

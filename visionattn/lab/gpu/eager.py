@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from visionattn.cli.tables import Record, duration
 from visionattn.lab.accuracy import errors_of, wrong
 from visionattn.lab.cases import Case
-from visionattn.lab.gpu.figures import BATCH, HEADS
 from visionattn.lab.gpu.operations import (
     Bench,
     call_of,
@@ -15,6 +14,7 @@ from visionattn.lab.gpu.operations import (
     eager_wider,
     outputs,
 )
+from visionattn.lab.gpu.targets import BATCH, HEADS
 from visionattn.lab.gpu.timing import called, seconds_of
 from visionattn.lab.operations import function_of
 

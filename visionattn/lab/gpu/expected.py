@@ -18,7 +18,8 @@ from dataclasses import dataclass
 
 from visionattn.lab.cases import Case
 from visionattn.lab.gpu.counts import H100, H200, Gpu, expected_seconds, operations_of
-from visionattn.lab.gpu.figures import WITH_GRAPH, Figure
+from visionattn.lab.gpu.targets import WITH_GRAPH
+from visionattn.lab.targets import Target
 from visionattn.ops.taylorshift.gpu import tile_features
 
 DEPTH, WIDTH = 12, 64
@@ -72,13 +73,13 @@ class Expected:
     values: tuple[float | None, ...]
     """One for each bound, in its unit; None where counts say nothing of it, as of memory."""
 
-    def text(self, figure: Figure) -> str:
+    def text(self, figure: Target) -> str:
         """The values with their units."""
         pairs = zip(figure.bounds, self.values, strict=True)
         return ", ".join("?" if value is None else bound.text(value) for bound, value in pairs)
 
 
-def expected(figure: Figure, gpu: Gpu = H100, triton: str | None = None) -> Expected | None:
+def expected(figure: Target, gpu: Gpu = H100, triton: str | None = None) -> Expected | None:
     """What a figure is expected to come to; None where the launches of its operations are not
     recorded."""
     if figure.kind not in BY_KIND:
@@ -92,7 +93,7 @@ def expected(figure: Figure, gpu: Gpu = H100, triton: str | None = None) -> Expe
     return Expected(seconds, tuple(by_unit.get(bound.unit) for bound in figure.bounds))
 
 
-def expected_on(name: str | None, figure: Figure) -> Expected | None:
+def expected_on(name: str | None, figure: Target) -> Expected | None:
     """What a figure is expected to come to on the GPU of this name: the rates of an H200 for one
     that is called so, and those of an H100 for all others."""
     return expected(figure, H200 if name and H200.name in name else H100)
@@ -122,7 +123,7 @@ def rest_of_model_seconds(case: Case, gpu: Gpu) -> float:
     return DEPTH * seconds * (BACKWARD_TIMES if case.backward else 1)
 
 
-def _operation(figure: Figure, seconds: list[float], gpu: Gpu) -> tuple[float, dict[str, float]]:
+def _operation(figure: Target, seconds: list[float], gpu: Gpu) -> tuple[float, dict[str, float]]:
     case, (own,) = figure.case, seconds
     sizes = dict(groups=case.batch * case.heads, backward=case.backward)
     cost = cost_of(
@@ -141,17 +142,18 @@ def _operation(figure: Figure, seconds: list[float], gpu: Gpu) -> tuple[float, d
     }
 
 
-def _crossover(figure: Figure, seconds: list[float], gpu: Gpu) -> tuple[float, dict[str, float]]:
+def _crossover(figure: Target, seconds: list[float], gpu: Gpu) -> tuple[float, dict[str, float]]:
     # At one number of tokens in all, the direct form grows with N and the efficient form stays.
     direct, efficient = seconds
     return efficient, {"tokens": figure.case.size * efficient / direct}
 
 
-def _model(figure: Figure, seconds: list[float], gpu: Gpu) -> tuple[float, dict[str, float]]:
+def _model(figure: Target, seconds: list[float], gpu: Gpu) -> tuple[float, dict[str, float]]:
     (attention,) = operations_of(figure.case, figure.kind)
     rest = rest_of_model_seconds(attention, gpu)
     own = rest + DEPTH * seconds[0]
-    other = rest if "identity" in figure.baseline else rest + DEPTH * sdpa_seconds(attention, gpu)
+    of_identity = "identity" in (figure.baseline or "")
+    other = rest if of_identity else rest + DEPTH * sdpa_seconds(attention, gpu)
     ratio = other / own
     by_unit = {"x images/s": ratio, "x steps/s": ratio, WITH_GRAPH: ratio}
     return own, by_unit | {"s": own, "ms": 1e3 * own}

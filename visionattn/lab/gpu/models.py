@@ -14,7 +14,6 @@ from functools import partial
 
 import timm
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from visionattn.cli.ends import is_out_of_memory
@@ -22,12 +21,15 @@ from visionattn.lab import networks
 from visionattn.lab.accuracy import beyond_eager, errors_of
 from visionattn.lab.cases import Case
 from visionattn.lab.compare import Quartiles
-from visionattn.lab.gpu.figures import WITH_GRAPH, WITHOUT_GRAPH, Figure, Result
 from visionattn.lab.gpu.operations import Bench
+from visionattn.lab.gpu.targets import WITH_GRAPH, WITHOUT_GRAPH, GpuResult
 from visionattn.lab.gpu.timing import Timed, called
+from visionattn.lab.targets import Target
 from visionattn.models.registration import is_ours
 from visionattn.ops.gpu import why_not
 from visionattn.ops.gpu.launch import launching_with
+from visionattn.training.config import OptimConfig
+from visionattn.training.optimize import OptimizerStep
 
 CHECK_DEPTH = 2
 """Blocks of the largest image that are checked."""
@@ -143,14 +145,14 @@ def fresh_memory(bench: Bench) -> None:
     bench.gpu.let_go()
 
 
-def measure_inference(figures: Sequence[Figure], bench: Bench) -> list[Result]:
+def measure_inference(figures: Sequence[Target], bench: Bench) -> list[GpuResult]:
     """Images per second of one model against others, at one size, in one interleaved run."""
     case = figures[0].case
     fresh_memory(bench)
     mine, images = make_model(case.name, case, bench), make_images(case, bench)
     status, error, notes = _check_inference(mine, images, bench)
     if status != "ok":
-        return [Result(figure, status, error=error) for figure in figures]
+        return [GpuResult(figure, status, error=error) for figure in figures]
     entries: dict[str, Timed] = {case.name: bench.recorded([partial(infer, mine, images)])}
     others: dict[str, float | str] = {}
     for name in (figure.baseline for figure in figures):
@@ -184,8 +186,8 @@ def _check_inference(
 
 
 def _against(
-    figure: Figure, own: Quartiles, other: float | str, error: float, notes: Sequence[str]
-) -> Result:
+    figure: Target, own: Quartiles, other: float | str, error: float, notes: Sequence[str]
+) -> GpuResult:
     """The result of a figure for the seconds of a batch and those of the baseline, or why there are
     none.
     """
@@ -195,7 +197,7 @@ def _against(
     values = figure.values_of(by_unit)
     sdpa = None if "identity" in figure.baseline else other
     notes = [*notes, f"{figure.baseline} {words}"]
-    return Result(figure, "ok", own, sdpa=sdpa, values=values, error=error, notes=notes)
+    return GpuResult(figure, "ok", own, sdpa=sdpa, values=values, error=error, notes=notes)
 
 
 def infer(model: nn.Module, images: Tensor) -> Tensor:
@@ -204,19 +206,19 @@ def infer(model: nn.Module, images: Tensor) -> Tensor:
         return model(images)
 
 
-def measure_latency(figure: Figure, bench: Bench) -> Result:
+def measure_latency(figure: Target, bench: Bench) -> GpuResult:
     """Seconds of one image with and without a CUDA graph, against the baseline, in one run."""
     case = figure.case
     fresh_memory(bench)
     mine, image = make_model(case.name, case, bench), make_images(case, bench)
     status, error, notes = _check_inference(mine, image, bench)
     if status != "ok":
-        return Result(figure, status, error=error)
+        return GpuResult(figure, status, error=error)
     other = compile_blocks(make_model(figure.baseline, case, bench), bench)
     calls = [[partial(infer, model, image)] for model in (mine, other)]
     graphs = [bench.recorded(call) for call in calls]
     if not all(graph.replayed for graph in graphs):
-        return Result(figure, "failed: a model cannot be recorded as a CUDA graph", error=error)
+        return GpuResult(figure, "failed: a model cannot be recorded as a CUDA graph", error=error)
     found = bench.seconds_of([*graphs, *(called(call) for call in calls)])
     own, baseline, launched, launched_baseline = found
     notes += [
@@ -227,7 +229,7 @@ def measure_latency(figure: Figure, bench: Bench) -> Result:
         WITH_GRAPH: baseline.median / own.median,
         WITHOUT_GRAPH: launched_baseline.median / launched.median,
     }
-    return Result(
+    return GpuResult(
         figure,
         "ok",
         own,
@@ -238,7 +240,7 @@ def measure_latency(figure: Figure, bench: Bench) -> Result:
     )
 
 
-def measure_image(figure: Figure, bench: Bench) -> Result:
+def measure_image(figure: Target, bench: Bench) -> GpuResult:
     """Seconds of a plain forward of one large image, and the most memory that was allocated,
     weights and image included.
     """
@@ -247,11 +249,11 @@ def measure_image(figure: Figure, bench: Bench) -> Result:
     model, image = make_model(case.name, case, bench), make_images(case, bench)
     status, error, notes = _check_image(model, image, bench)
     if status != "ok":
-        return Result(figure, status, error=error)
+        return GpuResult(figure, status, error=error)
     fresh_memory(bench)
     (seconds,) = bench.seconds_of([called([partial(infer, model, image)])], rounds=3)
     values = (seconds.median, _most_gib(model, image, bench))
-    return Result(
+    return GpuResult(
         figure,
         "ok",
         seconds,
@@ -280,7 +282,7 @@ def _most_gib(model: nn.Module, image: Tensor, bench: Bench) -> float:
     return (before + bench.gpu.peak_bytes(partial(infer, model, image))) / 2**30
 
 
-def measure_training(figure: Figure, bench: Bench) -> Result:
+def measure_training(figure: Target, bench: Bench) -> GpuResult:
     """Steps per second and peak memory above weights and optimiser, against the baseline; weights
     float32 under autocast.
     """
@@ -289,7 +291,7 @@ def measure_training(figure: Figure, bench: Bench) -> Result:
     mine, images = make_model(case.name, case, bench), make_images(case, bench)
     status, error, notes = _check_training(mine, images, bench)
     if status != "ok":
-        return Result(figure, status, error=error)
+        return GpuResult(figure, status, error=error)
     baseline = compile_blocks(make_model(figure.baseline, case, bench), bench)
     steps, peaks = [called([make_step(model, images, bench)]) for model in (mine, baseline)], []
     for step in steps:
@@ -298,7 +300,7 @@ def measure_training(figure: Figure, bench: Bench) -> Result:
     own, other = bench.seconds_of(steps, 4)
     notes += [f"peak {peaks[0] / 2**30:.3g} GiB", f"ViT-S {peaks[1] / 2**30:.3g} GiB"]
     values = (other.median / own.median, peaks[0] / peaks[1])
-    return Result(figure, "ok", own, sdpa=other.median, values=values, error=error, notes=notes)
+    return GpuResult(figure, "ok", own, sdpa=other.median, values=values, error=error, notes=notes)
 
 
 def _check_training(model: nn.Module, images: Tensor, bench: Bench) -> tuple[str, float, list[str]]:
@@ -360,15 +362,14 @@ def gradients_of(
 
 
 def make_step(model: nn.Module, images: Tensor, bench: Bench) -> Callable[[], None]:
-    """One step of training with AdamW under autocast."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    """One step of training under autocast, as ``tools/train.py`` makes it."""
+    amp = {torch.bfloat16: "bf16", torch.float16: "fp16"}[bench.dtype]
+    step = OptimizerStep(model, OptimConfig(lr=1e-5), bench.device, amp, initial_scale=1.0)
     targets = torch.zeros(len(images), dtype=torch.int64, device=bench.device)
 
-    def step() -> None:
-        optimizer.zero_grad(set_to_none=True)
-        with _autocast(bench):
-            loss = F.cross_entropy(model(images), targets)
-        loss.backward()
-        optimizer.step()
+    def run() -> None:
+        model.zero_grad(set_to_none=True)
+        step.add_gradients(model, images, targets)
+        step.update()
 
-    return step
+    return run

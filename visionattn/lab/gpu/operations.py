@@ -23,7 +23,7 @@ from visionattn.lab.cases import Case
 from visionattn.lab.compare import Quartiles
 from visionattn.lab.gpu.device import Call, Gpu
 from visionattn.lab.gpu.expected import cost_of
-from visionattn.lab.gpu.figures import BATCH, HEADS, Figure, Result
+from visionattn.lab.gpu.targets import BATCH, HEADS, GpuResult
 from visionattn.lab.gpu.timing import (
     Ceilings,
     Timed,
@@ -35,6 +35,7 @@ from visionattn.lab.gpu.timing import (
     sets_needed,
 )
 from visionattn.lab.operations import definition_of, function_of, make_tensors
+from visionattn.lab.targets import Target
 from visionattn.ops.taylorshift.gpu import takes_efficient_kernels
 
 FLEX_TOKENS = 16_384
@@ -150,7 +151,7 @@ def poisoned_memory() -> Iterator[None]:
 def outputs(
     function: Callable[..., Tensor], tensors: dict[str, Tensor], backward: bool
 ) -> dict[str, Tensor]:
-    """Result and gradients by name, written over NaN."""
+    """GpuResult and gradients by name, written over NaN."""
     with poisoned_memory():
         result = call_of(function, tensors, backward)()
     return result if backward else {"out": result}
@@ -246,7 +247,7 @@ def takes_flex(case: Case, bench: Bench) -> bool:
     return case.size <= FLEX_TOKENS and not (case.backward and bench.device.type == "cpu")
 
 
-def measure_operation(figure: Figure, bench: Bench) -> Result:
+def measure_operation(figure: Target, bench: Bench) -> GpuResult:
     """Check, then time the kernels, softmax attention and eager operations in one interleaved
     run.
     """
@@ -254,7 +255,7 @@ def measure_operation(figure: Figure, bench: Bench) -> Result:
     sets = input_sets(case, bench)
     status, error, notes = check(case, sets[0], bench)
     if status != "ok":
-        return Result(figure, status, error=error)
+        return GpuResult(figure, status, error=error)
     kernel, eager = (function_of(case, case.size, where, impl) for impl in (bench.impl, "eager"))
     entries = {
         "kernel": bench.recorded([call_of(kernel, tensors, case.backward) for tensors in sets])
@@ -280,7 +281,7 @@ def measure_operation(figure: Figure, bench: Bench) -> Result:
         if name != "eager" and not entry.replayed
     ]
     columns = {name.lower(): others.get(name) for name in ("SDPA", "Flash", "flex", "eager")}
-    result = Result(figure, "ok", times["kernel"], **columns, error=error, notes=notes)
+    result = GpuResult(figure, "ok", times["kernel"], **columns, error=error, notes=notes)
     return _related(result, case, bench.ceilings)
 
 
@@ -307,7 +308,7 @@ def baseline(
         return in_words(failure)
 
 
-def _related(result: Result, case: Case, ceilings: Ceilings) -> Result:
+def _related(result: GpuResult, case: Case, ceilings: Ceilings) -> GpuResult:
     """Fill in the floor and the numbers of the bounds."""
     cost = cost_of(
         case.base,
@@ -327,7 +328,7 @@ def _related(result: Result, case: Case, ceilings: Ceilings) -> Result:
     if not isinstance(result.sdpa, str):
         by_unit["x SDPA"] = result.sdpa / seconds
         by_unit["TFLOP/s of SDPA"] = cost.operations / result.sdpa / 1e12
-    result.values = result.figure.values_of(by_unit)
+    result.values = result.target.values_of(by_unit)
     return result
 
 
@@ -351,7 +352,7 @@ def crossing(ratio: Callable[[int], float], low: int, high: int, within: float =
     return (part[2] - part[0] / (part[1] - part[0]) * (part[3] - part[2])).exp().item()
 
 
-def measure_crossover(figure: Figure, bench: Bench) -> Result:
+def measure_crossover(figure: Target, bench: Bench) -> GpuResult:
     """From how many tokens on the efficient form is the faster one, with heads that fill the GPU,
     and with 12 in the note.
 
@@ -363,7 +364,7 @@ def measure_crossover(figure: Figure, bench: Bench) -> Result:
         status, found, notes = check(case, draw(case, bench), bench)
         error = max(error, found)
         if status != "ok":
-            return Result(figure, f"{status} ({form})", error=found)
+            return GpuResult(figure, f"{status} ({form})", error=found)
     low, high = max(16, limit // 8), 4 * limit
     filling = partial(_filling, bench=bench)
     filled = crossing(
@@ -377,7 +378,7 @@ def measure_crossover(figure: Figure, bench: Bench) -> Result:
     ]
     if filled in (low, float("inf")):
         notes.insert(0, _place(filled, low, high))
-    return Result(figure, "ok", values=(filled,), error=error, notes=notes)
+    return GpuResult(figure, "ok", values=(filled,), error=error, notes=notes)
 
 
 def _filling(tokens: int, bench: Bench) -> int:

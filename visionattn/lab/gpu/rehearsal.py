@@ -21,9 +21,10 @@ from visionattn.lab.gpu import eager as gpu_eager
 from visionattn.lab.gpu import table as gpu
 from visionattn.lab.gpu import tune
 from visionattn.lab.gpu.device import rehearsed
-from visionattn.lab.gpu.figures import Figure, all_figures, choose
 from visionattn.lab.gpu.operations import Bench
+from visionattn.lab.gpu.targets import all_targets
 from visionattn.lab.gpu.timing import Budget
+from visionattn.lab.targets import Target, choose_rows
 from visionattn.ops.gpu import launch
 
 SEED = 1
@@ -62,10 +63,10 @@ def shrink(case: Case) -> Case:
     return replace(case, size=8 + 2 * case.size.bit_length(), batch=1, heads=1, dtype=dtype)
 
 
-def all_rows() -> tuple[list[Figure], list[Case]]:
+def all_rows() -> tuple[list[Target], list[Case]]:
     """Figures, and operations against eager ones, that differ in more than their size."""
-    kinds: dict[tuple, Figure] = {}
-    for figure in all_figures():
+    kinds: dict[tuple, Target] = {}
+    for figure in all_targets():
         units = tuple(bound.unit for bound in figure.bounds)
         kinds.setdefault((figure.kind, figure.what, units, figure.case.width), figure)
     figures = [replace(figure, case=shrink(figure.case)) for figure in kinds.values()]
@@ -76,11 +77,11 @@ def all_rows() -> tuple[list[Figure], list[Case]]:
     return figures, [shrink(case) for case in first.values()]
 
 
-def rows(only: str | None) -> tuple[list[Figure], list[Case]]:
+def rows(only: str | None) -> tuple[list[Target], list[Case]]:
     """The rows that ``--only`` leaves; see ``gpu.rows``."""
     figures, cases = all_rows()
-    names = [f"{figure.what} {figure.size}" for figure in figures]
-    chosen = choose(only, names + [gpu_eager.name_of(case) for case in cases])
+    names = [figure.name for figure in figures]
+    chosen = choose_rows(only, names + [gpu_eager.name_of(case) for case in cases])
     first = len(figures)
     return [figures[i] for i in chosen if i < first], [
         cases[i - first] for i in chosen if i >= first

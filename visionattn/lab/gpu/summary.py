@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from visionattn.cli.files import read_lines
 from visionattn.cli.tables import duration
-from visionattn.lab import row_file
 
 Record = dict[str, Any]
 MOST_LINES = 60
@@ -27,8 +27,8 @@ def summary(out: Path, phases: Sequence[str]) -> tuple[list[str], bool]:
         out: the folder of ``gpu_run``.
         phases: how each ended.
     """
-    tests, tests_good = tests_lines(row_file.read(out / "tests.jsonl"))
-    rows = row_file.read(out / "rows.jsonl")
+    tests, tests_good = tests_lines(read_lines(out / "tests.jsonl"))
+    rows = read_lines(out / "rows.jsonl")
     table, table_good = table_lines(rows)
     head = ["== summary", about(rows), *phases, *tests]
     files = ", ".join(sorted(path.name for path in out.iterdir()))

@@ -13,9 +13,10 @@ from visionattn.lab.cases import Case
 from visionattn.lab.gpu import eager as gpu_eager
 from visionattn.lab.gpu.device import Gpu
 from visionattn.lab.gpu.eager import measure_against_eager
-from visionattn.lab.gpu.figures import COLUMNS, Figure, Result, all_figures, choose
 from visionattn.lab.gpu.operations import Bench, measure_crossover, measure_operation
+from visionattn.lab.gpu.targets import COLUMNS, GpuResult, all_targets
 from visionattn.lab.gpu.timing import Budget, in_words, is_fatal, measure_ceilings
+from visionattn.lab.targets import Target, choose_rows
 
 Print = Callable[[str], None]
 Keep = Callable[[Record], None]
@@ -36,16 +37,16 @@ def describe_gpu(gpu: Gpu, seed: int) -> Record:
     return record | {"timm": timm.__version__, "seed": seed}
 
 
-def rows(only: str | None) -> tuple[list[Figure], list[Case]]:
+def rows(only: str | None) -> tuple[list[Target], list[Case]]:
     """The figures, and the cases of kernels against eager operations, that ``--only`` leaves.
 
     Raises:
         ValueError: it leaves none.
     """
-    figures, cases = all_figures(), gpu_eager.eager_cases()
-    names = [f"{figure.what} {figure.size}" for figure in figures]
+    figures, cases = all_targets(), gpu_eager.eager_cases()
+    names = [figure.name for figure in figures]
     names += [gpu_eager.name_of(case) for case in cases]
-    chosen, first = choose(only, names), len(figures)
+    chosen, first = choose_rows(only, names), len(figures)
     return [figures[i] for i in chosen if i < first], [
         cases[i - first] for i in chosen if i >= first
     ]
@@ -74,7 +75,7 @@ def run_gpu(
 
 def run_table(
     bench: Bench,
-    figures: Sequence[Figure],
+    figures: Sequence[Target],
     cases: Sequence[Case],
     seed: int,
     budget: Budget,
@@ -99,7 +100,7 @@ def run_table(
 
 
 def run_rows(
-    figures: Sequence[Figure],
+    figures: Sequence[Target],
     cases: Sequence[Case],
     bench: Bench,
     budget: Budget,
@@ -153,19 +154,19 @@ def _against_eager(
         yield record
 
 
-def results_of(figures: Sequence[Figure], bench: Bench, budget: Budget) -> Iterator[Result]:
+def results_of(figures: Sequence[Target], bench: Bench, budget: Budget) -> Iterator[GpuResult]:
     """Results as they come, those that share a run one after the other."""
     places = list(dict.fromkeys(figure.place for figure in figures))
     for place in places:
         together = [figure for figure in figures if figure.place == place]
 
-        def failed(status: str, together=together) -> list[Result]:
-            return [Result(figure, status) for figure in together]
+        def failed(status: str, together=together) -> list[GpuResult]:
+            return [GpuResult(figure, status) for figure in together]
 
         yield from _attempt(lambda together=together: _measure(together, bench), budget, failed)
 
 
-def _measure(figures: Sequence[Figure], bench: Bench) -> list[Result]:
+def _measure(figures: Sequence[Target], bench: Bench) -> list[GpuResult]:
     from visionattn.lab.gpu import models as gpu_models
 
     kind = figures[0].kind

@@ -26,7 +26,6 @@ from visionattn.cli.tables import Record, duration, heading, line
 from visionattn.lab.accuracy import errors_of, wrong
 from visionattn.lab.cases import Case
 from visionattn.lab.gpu.device import Call, Gpu
-from visionattn.lab.gpu.figures import BATCH, HEADS, choose
 from visionattn.lab.gpu.operations import (
     Bench,
     call_of,
@@ -34,8 +33,10 @@ from visionattn.lab.gpu.operations import (
     eager_wider,
     outputs,
 )
+from visionattn.lab.gpu.targets import BATCH, HEADS
 from visionattn.lab.gpu.timing import Budget, Timed, in_words, is_fatal, sets_needed
 from visionattn.lab.operations import function_of
+from visionattn.lab.targets import choose_rows
 from visionattn.ops.gpu import launch
 from visionattn.ops.gpu.launch import launching_with
 from visionattn.ops.taylorshift.gpu import TILE, tile_features
@@ -371,7 +372,7 @@ def check_rows(only: str | None) -> None:
     be written.
     """
     table = json.loads(launch.TABLE.read_text())
-    choose(only, [name_of(key) for key in all_keys(table, "default")])
+    choose_rows(only, [name_of(key) for key in all_keys(table, "default")])
     check_free(launch.TABLE, overwrite=True)
 
 
@@ -411,7 +412,7 @@ def run_tune(
     """
     table, budget, records = json.loads(launch.TABLE.read_text()), Budget(minutes), []
     keys = all_keys(table, capability)
-    left = {keys[i] for i in choose(only, [name_of(key) for key in keys])}
+    left = {keys[i] for i in choose_rows(only, [name_of(key) for key in keys])}
     show(heading(COLUMNS))
     for case, value_width in workloads(table, capability, operations):
         if not left or budget.over:

@@ -5,21 +5,18 @@ It measures nothing.
 """
 
 import math
-import re
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from visionattn.cli.tables import Record
 from visionattn.lab.cases import Case
-from visionattn.lab.compare import Quartiles
+from visionattn.lab.targets import Bound, Result, Target
 
 if TYPE_CHECKING:
     from visionattn.lab.gpu.expected import Expected
 
 COLUMNS = ("what", "size", "dtype", "time", "floor", "of floor", "SDPA", "Flash", "flex", "eager")
 COLUMNS += ("reach", "expected", "measured", "reached", "error", "note")
-HOPPER = ("H100", "H200")
 WITH_GRAPH, WITHOUT_GRAPH = "x ViT-S's with a graph", "x ViT-S's without"
 """Units of speed at batch 1."""
 BATCH, HEADS = 2, 6
@@ -31,89 +28,10 @@ KINDS = ("operation", "model", "image", "training", "latency", "crossover")
 """In the order in which they are measured: what is wanted most comes first."""
 
 
-@dataclass(frozen=True)
-class Bound:
-    """A number to reach."""
-
-    limit: float | None
-    """None: the number is there for comparison."""
-    unit: str
-    """What stands behind the number."""
-    most: bool = False
-    """Whether the number may be at most the limit; else it is to be at least that."""
-    gpus: tuple[str, ...] = HOPPER
-    """Of which the names of GPUs have one, for which the limit is meant."""
-
-    def is_for(self, gpu: str | None) -> bool:
-        """Whether there is a limit for the GPU of this name; None: any."""
-        return self.limit is not None and (gpu is None or any(name in gpu for name in self.gpus))
-
-    def met(self, value: float) -> bool:
-        """Whether the number is reached; one that is not a number is not."""
-        if self.limit is None:
-            return True
-        return value <= self.limit if self.most else value >= self.limit
-
-    def text(self, value: float) -> str:
-        """A number with its unit, three digits; infinity is "none"."""
-        if math.isinf(value):
-            return "none"
-        number = (
-            f"{100 * value:.3g}"
-            if self.unit.startswith("%")
-            else f"{value:.0f}"
-            if value >= 1000
-            else f"{value:.3g}"
-        )
-        return f"{number} {self.unit}"
-
-    def __str__(self) -> str:
-        if self.limit is None:
-            return f"({self.unit})"
-        where = "" if self.gpus == HOPPER else f" on {' or '.join(self.gpus)}"
-        return f"{'<=' if self.most else '>='} {self.text(self.limit)}{where}"
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A row of the table."""
-
-    what: str
-    size: str
-    kind: str
-    """One of ``KINDS``: how it is measured."""
-    case: Case
-    bounds: tuple[Bound, ...]
-    """What is to be reached, one for each number that is measured."""
-    baseline: str = ""
-    """Of a model: the model that it is compared with."""
-
-    @property
-    def reach(self) -> str:
-        """The bounds in words."""
-        return ", ".join(map(str, self.bounds))
-
-    def values_of(self, by_unit: dict[str, float]) -> tuple[float, ...]:
-        """The numbers of the bounds by their units; none where one is missing."""
-        units = [bound.unit for bound in self.bounds]
-        return tuple(by_unit[unit] for unit in units) if by_unit.keys() >= set(units) else ()
-
-    @property
-    def place(self) -> tuple:
-        """What figures share that are measured in one run."""
-        return (self.kind, self.case)
-
-
 @dataclass
-class Result:
-    """What came of a figure."""
+class GpuResult(Result):
+    """What came of a target on a GPU."""
 
-    figure: Figure
-    status: str = "ok"
-    """"ok", or why there are no numbers: "wrong: ...", "out of memory", "failed: ...", "not
-    measured: ...".
-    """
-    seconds: Quartiles | None = None
     floor_seconds: float | None = None
     sdpa: float | str | None = None
     """Seconds of ``scaled_dot_product_attention``, or of the model with it; or why there are none.
@@ -125,45 +43,23 @@ class Result:
     """Seconds of ``flex_attention``, compiled; or why there are none."""
     eager: float | str | None = None
     """Seconds of the same form in PyTorch's own operations; or why there are none."""
-    values: tuple[float, ...] = ()
-    """The numbers of the bounds."""
     error: float | None = None
     """Largest relative error of an output or a gradient."""
     notes: list[str] = field(default_factory=list)
-    gpu: str | None = None
-    """Name of the GPU; None: one for which the marks are meant."""
-
-    @property
-    def broken(self) -> bool:
-        """Whether something is not as it should be, as distinct from slow or large."""
-        return self.status.startswith(("wrong", "failed"))
-
-    @property
-    def reached(self) -> str:
-        """ "yes" or "no"; without numbers the status, and "no mark" where none is meant for this
-        GPU.
-        """
-        if self.status != "ok":
-            return self.status
-        if not self.values:
-            return "not measured"
-        pairs = zip(self.figure.bounds, self.values, strict=True)
-        met = [bound.met(value) for bound, value in pairs if bound.is_for(self.gpu)]
-        return "no mark" if not met else "yes" if all(met) else "no"
 
     @property
     def expected(self) -> "Expected | None":
         """What counts of machine code say that it comes to; None where they say nothing."""
         from visionattn.lab.gpu.expected import expected_on
 
-        return expected_on(self.gpu, self.figure)
+        return expected_on(self.gpu, self.target)
 
     def record(self) -> Record:
         """The result as plain values."""
-        figure, seconds = self.figure, self.seconds
+        figure, seconds = self.target, self.seconds
         record = {
             "what": figure.what,
-            "size": figure.size,
+            "size": figure.at,
             "dtype": figure.case.dtype,
             "status": self.status,
         }
@@ -189,17 +85,6 @@ class Result:
         ] or None
         record |= {"shown": self.shown, "reached": self.reached, "error": self.error}
         return record | {"note": "; ".join(self.notes) or None}
-
-    @property
-    def shown(self) -> str | None:
-        """The numbers of the bounds in words."""
-        return (
-            ", ".join(
-                bound.text(value)
-                for bound, value in zip(self.figure.bounds, self.values, strict=False)
-            )
-            or None
-        )
 
     def cells(self) -> list[str | None]:
         """The result for people, under ``COLUMNS``."""
@@ -255,7 +140,7 @@ def model(pixels: int, backward: bool = False) -> Case:
     return Case("model", "scaleformer_vit_s", pixels, None, "auto", "bfloat16", backward, batch)
 
 
-def all_figures() -> list[Figure]:
+def all_targets() -> list[Target]:
     """The whole table, in order."""
     return [
         *_operation_figures(),
@@ -270,7 +155,7 @@ RATES = (Bound(None, "TFLOP/s"), Bound(None, "TFLOP/s of SDPA"))
 """Of two products each, over the time."""
 
 
-def _operation_figures() -> list[Figure]:
+def _operation_figures() -> list[Target]:
     copy, matmul, faster = "% of the copy", "% of the matmul", "x SDPA"
     shift = "taylorshift+temperature"
     rows = [
@@ -296,12 +181,12 @@ def _operation_figures() -> list[Figure]:
     ]
     size = "d = {0.width}, N = {0.size:,}, B*h = {1}"
     return [
-        Figure(what, size.format(case, case.batch * HEADS), "operation", case, tuple(bounds))
+        Target(what, size.format(case, case.batch * HEADS), "operation", case, tuple(bounds))
         for what, case, *bounds in rows
     ]
 
 
-def _crossover_figures() -> list[Figure]:
+def _crossover_figures() -> list[Target]:
     what = "crossover of direct and efficient TaylorShift, forward"
     limits = ((16, 400), (32, 1200), (64, 3700))
     cases = [
@@ -309,12 +194,12 @@ def _crossover_figures() -> list[Figure]:
         for d, limit in limits
     ]
     return [
-        Figure(what, f"d = {case.width}, GPU filled", "crossover", case, (bound,))
+        Target(what, f"d = {case.width}, GPU filled", "crossover", case, (bound,))
         for case, bound in cases
     ]
 
 
-def _model_figures() -> list[Figure]:
+def _model_figures() -> list[Target]:
     figures = []
     for pixels, limit in ((1024, 1.5), (2048, 4), (4096, 14)):
         case = model(pixels)
@@ -324,7 +209,7 @@ def _model_figures() -> list[Figure]:
             ("scaleformer_vit_s+identity", Bound(0.8, "x images/s"), "its identity-attention twin"),
         ):
             figures.append(
-                Figure(
+                Target(
                     f"scaleformer_vit_s inference / {words}", size, "model", case, (bound,), other
                 )
             )
@@ -341,12 +226,12 @@ def _model_figures() -> list[Figure]:
             ),
         ):
             figures.append(
-                Figure(f"scaleformer_vit_b inference / {words}", size, "model", case, bounds, other)
+                Target(f"scaleformer_vit_b inference / {words}", size, "model", case, bounds, other)
             )
     return figures
 
 
-def _latency_figures() -> list[Figure]:
+def _latency_figures() -> list[Target]:
     figures = []
     for pixels in (224, 384, 512, 768, 1024):
         limit = 1 if pixels >= NO_SLOWER_FROM else None
@@ -354,20 +239,20 @@ def _latency_figures() -> list[Figure]:
         case = replace(model(pixels), batch=1)
         what = "scaleformer_vit_s latency / timm's ViT-S with SDPA"
         figures.append(
-            Figure(what, f"{pixels} px, batch 1", "latency", case, bounds, "vit_small_patch16_224")
+            Target(what, f"{pixels} px, batch 1", "latency", case, bounds, "vit_small_patch16_224")
         )
     return figures
 
 
-def _large_figures() -> list[Figure]:
+def _large_figures() -> list[Target]:
     image, step = model(16_384), model(2048, backward=True)
     below = (Bound(1, "s", most=True), Bound(24, "GiB", most=True))
     against = (Bound(3, "x steps/s"), Bound(1.02, "x memory", most=True))
     what = "scaleformer_vit_s, one image, plain forward"
     trained = f"2048 px, batch {step.batch}"
     return [
-        Figure(what, "16384 x 16384 px, 1,048,576 tokens", "image", image, below),
-        Figure(
+        Target(what, "16384 x 16384 px, 1,048,576 tokens", "image", image, below),
+        Target(
             "scaleformer_vit_s training step / ViT-S with SDPA",
             trained,
             "training",
@@ -376,21 +261,3 @@ def _large_figures() -> list[Figure]:
             "vit_small_patch16_224",
         ),
     ]
-
-
-def choose(pattern: str | None, names: Sequence[str]) -> list[int]:
-    """The places of the names that contain the regular expression; upper and lower case are one.
-
-    Raises:
-        ValueError: no regular expression, or it is in none of the names.
-    """
-    try:
-        wanted = re.compile(pattern or "", re.IGNORECASE)
-    except re.error as error:
-        raise ValueError(f"--only {pattern!r} is no regular expression: {error}") from error
-    chosen = [i for i, name in enumerate(names) if wanted.search(name)]
-    if not chosen:
-        raise ValueError(
-            f"--only {pattern!r} fits none of {len(names)} rows; the first is {names[0]!r}"
-        )
-    return chosen
