@@ -209,8 +209,8 @@ class _Batches:
     def _leave_out(self, image: Unreadable) -> None:
         if self._on_error == "fail":
             raise ValueError(
-                f"cannot read image {image.path}: {image.reason}; "
-                "repair or delete it, or use on_error skip to leave it out"
+                f"cannot read image {image.path}: {image.reason}; repair or delete it, or use "
+                "on_error skip to leave it out"
             )
         if image.path not in self.unreadable:
             self.unreadable.add(image.path)

@@ -151,8 +151,8 @@ def _list_classes(folder: Path) -> dict[str, list[str]]:
         if not listed[name]:
             wanted = ", ".join(sorted(extensions))
             raise ValueError(
-                f"class folder {folder / name} holds no images, which end in {wanted}; add some "
-                f"or delete the folder"
+                f"class folder {folder / name} holds no images, which end in {wanted}; add some or "
+                "delete the folder"
             )
     return listed
 
@@ -168,8 +168,8 @@ def _way_out(root: str) -> str:
         tarfile.open(root, "r:").close()
     except tarfile.ReadError:
         return (
-            "that is compressed, in which single images cannot be found; decompress it to a "
-            ".tar file"
+            "that is compressed, in which single images cannot be found; decompress it to a .tar "
+            "file"
         )
     return "whose name does not end in .tar; rename it"
 

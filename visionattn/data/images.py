@@ -199,7 +199,7 @@ def decode(file: BinaryIO, mode: Literal["L", "RGB"]) -> np.ndarray:
         ):
             raise ValueError(
                 f"pixels of Pillow's mode {image.mode} have no known range; save it with 8 or 16 "
-                f"bits"
+                "bits"
             )
         if image.mode.startswith("I"):
             image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))

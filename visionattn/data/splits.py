@@ -126,7 +126,7 @@ def _check_size(config: DataConfig, size: int) -> None:
     if config.name == "canvas" and size < SMALLEST_CANVAS_PX:
         raise ValueError(
             f"canvas of {size} pixels is too small for its digits; wanted {SMALLEST_CANVAS_PX} or "
-            f"more"
+            "more"
         )
 
 

@@ -170,9 +170,8 @@ class _StreamBatches:
         """
         if size > 1:
             raise ValueError(
-                f"{self.shards.root} is a stream of shards, which one process trains on; unpack "
-                f"it to a folder of images "
-                "to train on several"
+                f"{self.shards.root} is a stream of shards, which one process trains on; unpack it "
+                "to a folder of images to train on several"
             )
 
     def _iterate(self, epoch: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -188,8 +187,8 @@ class _StreamBatches:
             if labels.max() >= self.shards.num_classes or labels.min() < 0:
                 raise ValueError(
                     f"an image of {self.shards.root} has label {labels.max().item()}; with "
-                    f"num_classes "
-                    f"{self.shards.num_classes} wanted 0 to {self.shards.num_classes - 1}"
+                    f"num_classes {self.shards.num_classes} wanted 0 to "
+                    f"{self.shards.num_classes - 1}"
                 )
             yield images, labels
 

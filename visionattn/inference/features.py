@@ -146,8 +146,8 @@ class Extraction:
             )
         if options.neighbours > len(division.fitted):
             raise ValueError(
-                f"neighbours {options.neighbours} of {len(division.fitted)} images to fit on; "
-                f"name fewer"
+                f"neighbours {options.neighbours} of {len(division.fitted)} images to fit on; name "
+                "fewer"
             )
         return division
 

@@ -183,7 +183,7 @@ def _by_name(
     if not options.model:
         raise ValueError(
             f"{options.checkpoint} does not say whose weights these are; name the model with "
-            f"--model"
+            "--model"
         )
     name, args = options.model, dict(options.args)
     cfg = (timm.get_pretrained_cfg(name) if timm.is_model(name) else None) or PretrainedCfg()
@@ -225,7 +225,7 @@ def _check_seed(options: InferenceOptions) -> None:
     if options.seed and not options.seed_divides:
         raise ValueError(
             f"seed {options.seed} does nothing: {options.checkpoint} gives all weights; leave it "
-            f"out"
+            "out"
         )
 
 

@@ -97,13 +97,13 @@ def check(options: InferenceOptions) -> None:
             raise ValueError(f"{key} must be at least {least}, got {value}")
     if isinstance(options.img_size, int) and options.img_size < 1:
         raise ValueError(
-            f"img_size must be above 0, or native for each image at its own size, got "
+            "img_size must be above 0, or native for each image at its own size, got "
             f"{options.img_size}"
         )
     if options.fit and options.img_size != NATIVE:
         raise ValueError(
             f"fit {options.fit} is for img_size native; at one size the centre is cropped: leave "
-            f"it out"
+            "it out"
         )
     if options.pretrained and options.checkpoint:
         raise ValueError(

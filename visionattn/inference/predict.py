@@ -146,8 +146,8 @@ class Predictor:
         if not counts["ok"]:
             error = OutOfMemory if first[0].status == "oom" else ValueError
             raise error(
-                f"none of the {len(self.listing)} images has a result; the first: "
-                f"{first[0].path}: {first[0].reason}"
+                f"none of the {len(self.listing)} images has a result; the first: {first[0].path}: "
+                f"{first[0].reason}"
             )
 
     def _predictions(self) -> Iterator[Prediction]:

@@ -51,9 +51,8 @@ class ProbeResult:
         note = "" if self.converged else f" (not converged after {STEPS} steps)"
         lines = [
             f"linear probe {100 * self.linear:.2f} %{note}, kNN (k = {self.neighbours}) "
-            f"{100 * self.knn:.2f} % of "
-            f"{self.judged} {self.judged_name} images, fitted on {self.fitted} images of "
-            f"{self.classes} classes"
+            f"{100 * self.knn:.2f} % of {self.judged} {self.judged_name} images, fitted on "
+            f"{self.fitted} images of {self.classes} classes"
         ]
         return lines + (
             [f"labelled images without features, which count nowhere: {self.lost}"]
@@ -124,8 +123,7 @@ def fit_probes(
     if len(x) < neighbours or len(np.unique(y)) < 2 or not len(x_judged):
         raise ValueError(
             f"a probe wants at least {neighbours} images (neighbours) of two classes to fit and "
-            f"one to judge; "
-            f"got features of {len(x)} of {len(np.unique(y))} and of {len(x_judged)}"
+            f"one to judge; got features of {len(x)} of {len(np.unique(y))} and of {len(x_judged)}"
         )
     linear = make_pipeline(StandardScaler(), LogisticRegression(max_iter=STEPS))
     with warnings.catch_warnings(record=True) as caught:

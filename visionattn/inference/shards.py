@@ -168,12 +168,12 @@ def check_ours(folder: Path) -> None:
     if index.exists() and not _is_index(index):
         raise ValueError(
             f"{index} is no index of features; choose another --output, or replace it with "
-            f"--overwrite"
+            "--overwrite"
         )
     if shards and not any(read_shard(path) for path in shards):
         raise ValueError(
             f"{shards[0]} is no whole file of features; choose another --output, or replace it "
-            f"with --overwrite"
+            "with --overwrite"
         )
     ours = {INDEX, f"{INDEX}.tmp"}  # a run that is killed leaves what it was writing
     other = next(
@@ -183,7 +183,7 @@ def check_ours(folder: Path) -> None:
     if other and not shards:
         raise ValueError(
             f"{folder} holds other things ({other}); choose another --output, or add to it with "
-            f"--overwrite"
+            "--overwrite"
         )
 
 
@@ -216,8 +216,8 @@ def whole_shards(folder: Path, identity: dict[str, Any]) -> list[Shard]:
             if other.get(key) != identity[key]:
                 there, here = (_brief(features.get(key)) for features in (other, identity))
                 raise ValueError(
-                    f"{folder} holds other features: {key} {there} there, {here} here; "
-                    "choose another --output, or replace them with --overwrite"
+                    f"{folder} holds other features: {key} {there} there, {here} here; choose "
+                    "another --output, or replace them with --overwrite"
                 )
         following = (
             following

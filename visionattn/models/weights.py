@@ -145,7 +145,7 @@ def load_model(path: str | Path, *, device: str | torch.device = "cpu") -> nn.Mo
     if metadata.get("format") != FORMAT:
         raise ValueError(
             f"{path} has no description of its model; weights of other projects go through "
-            f"--init-from"
+            "--init-from"
         )
     if metadata.get("version") != str(FORMAT_VERSION):
         raise ValueError(
@@ -171,7 +171,7 @@ def load_model(path: str | Path, *, device: str | torch.device = "cpu") -> nn.Mo
     if not timm.is_model(name):
         raise ValueError(
             f"{path} holds a model {name!r}, which timm does not know; import the package that "
-            f"registers it"
+            "registers it"
         )
     if loading := LOADING_ARGS.intersection(args):
         raise ValueError(
@@ -185,8 +185,7 @@ def load_model(path: str | Path, *, device: str | torch.device = "cpu") -> nn.Mo
     except (*UNBUILDABLE, ValueError) as error:
         raise ValueError(
             f"{path} names a model {name!r} that cannot be built with these args: "
-            f"{describe_args(args)} "
-            f"({first_line(error)})"
+            f"{describe_args(args)} ({first_line(error)})"
         ) from error
     misfit = describe_misfit(tensors, model.state_dict())
     if misfit:
@@ -273,8 +272,8 @@ def explain_safetensors(path: Path, error: SafetensorError) -> ValueError:
     """The error of a file that safetensors could not read."""
     if is_pickle(path):
         return ValueError(
-            f"{path} is a pickle of torch.save, not a safetensors file; "
-            "give the best.safetensors of a run"
+            f"{path} is a pickle of torch.save, not a safetensors file; give the best.safetensors "
+            "of a run"
         )
     return ValueError(
         f"{path} is no whole safetensors file (cut off or garbled): {first_line(error)}"
@@ -324,7 +323,7 @@ def read_pickle(path: str | Path) -> Any:
         if refused and is_pickle(path):
             raise ValueError(
                 f"{path} would run code when unpickled ({refused[1]}) and is refused: save plain "
-                f"tensors instead"
+                "tensors instead"
             ) from error
         if "Unsupported operand" in str(error):
             raise ValueError(

@@ -54,7 +54,7 @@ def build_model(config: ModelConfig, spec: DataSpec) -> tuple[nn.Module, dict[st
         if value is None:  # timm drops it
             raise ValueError(
                 f"model.args.{key} null would do nothing; leave it out, or give a value (0 for no "
-                f"LayerScale)"
+                "LayerScale)"
             )
     if config.args.get("features_only"):
         raise ValueError(
@@ -85,7 +85,7 @@ def build_model(config: ModelConfig, spec: DataSpec) -> tuple[nn.Module, dict[st
         except (AttributeError, AssertionError) as error:
             raise ValueError(
                 f"model {config.name} has no gradient checkpointing; leave "
-                f"model.grad_checkpointing out"
+                "model.grad_checkpointing out"
             ) from error
     return model, {key: value for key, value in args.items() if key not in LOADING_ARGS}
 
@@ -108,8 +108,7 @@ def check_img_size(model: nn.Module, sizes: Iterable[int]) -> None:
         if fixed is not None and (size, size) != tuple(fixed):
             raise ValueError(
                 f"image of {size} x {size} pixels, but the model takes {fixed[0]} x {fixed[1]} "
-                f"alone; "
-                "build it with dynamic_img_size=true"
+                "alone; build it with dynamic_img_size=true"
             )
         if size % math.lcm(*patch) and not padded:
             raise ValueError(wrong_size(size, size, patch, square=True))

@@ -198,13 +198,13 @@ def check(config: TrainConfig) -> None:
         raise ValueError(f"optim.min_lr {optim.min_lr} is above optim.lr {optim.lr}, the peak")
     if optim.warmup_epochs and optim.warmup_lr > optim.lr:
         raise ValueError(
-            f"optim.warmup_lr {optim.warmup_lr} is above optim.lr {optim.lr}, to which the "
-            f"warm-up leads"
+            f"optim.warmup_lr {optim.warmup_lr} is above optim.lr {optim.lr}, to which the warm-up "
+            "leads"
         )
     if optim.warmup_epochs >= config.epochs:
         raise ValueError(
             f"optim.warmup_epochs {optim.warmup_epochs} leaves nothing of epochs {config.epochs} "
-            f"for the cosine"
+            "for the cosine"
         )
     if data.img_size_choices is not None and not data.img_size_choices:
         raise ValueError(

@@ -61,8 +61,7 @@ def train(
     if processes is None and (count := os.environ.get("WORLD_SIZE", "1")) != "1":
         raise ValueError(
             f"torchrun has started {count} processes, which are to train together: with "
-            f"distributed.joined() as processes, "
-            "call train(config, processes=processes)"
+            "distributed.joined() as processes, call train(config, processes=processes)"
         )
     processes = processes or Processes()
     processes.together(lambda: (check(config), choose_kind(config, processes.size)))
@@ -127,8 +126,7 @@ def setting_up(status: Status, processes: Processes, *, replaces: bool) -> Itera
                     raise
                 raise OutOfMemory(
                     f"out of memory before the first step{place_of(error)}; a smaller model takes "
-                    f"less, "
-                    "and so does one without optim.ema_decay"
+                    "less, and so does one without optim.ema_decay"
                 ) from error
     except (OutOfMemory, Failed) as error:
         keep(error)
@@ -221,10 +219,9 @@ def early_ends(trainer: Trainer, states: States) -> Iterator[None]:
             images, _, height, width = trainer.input_shape
             raise OutOfMemory(
                 f"out of memory at batches of {images} images of {height} x {width} "
-                f"pixels{place_of(error)}; "
-                "a smaller batch_size with optim.accumulate raised for it does the same steps in "
-                "less, and so does gradient "
-                f"checkpointing (model.grad_checkpointing); {states.kept()}"
+                f"pixels{place_of(error)}; a smaller batch_size with optim.accumulate raised for "
+                "it does the same steps in less, and so does gradient checkpointing "
+                f"(model.grad_checkpointing); {states.kept()}"
             ) from error
         if "DataLoader worker" in str(error):
             said = first_line(error).removesuffix(place_of(error))

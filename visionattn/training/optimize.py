@@ -139,8 +139,8 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict) -> None:
     own = optimizer.state_dict()["param_groups"]
     if [group["params"] for group in own] != [group["params"] for group in saved["param_groups"]]:
         raise ValueError(
-            "the saved optimiser has other groups of parameters; resume with the optimiser "
-            "options of the run"
+            "the saved optimiser has other groups of parameters; resume with the optimiser options "
+            "of the run"
         )
     # LAMB counts its steps in the group.
     groups = [

@@ -32,8 +32,8 @@ def choose_kind(config: TrainConfig, size: int) -> Literal["ddp", "fsdp"] | None
     if size == 1:
         if config.parallel and "WORLD_SIZE" not in os.environ:
             raise ValueError(
-                f"parallel {config.parallel} is for several processes: torchrun --nproc-per-node "
-                f"2 tools/train.py ..."
+                f"parallel {config.parallel} is for several processes: torchrun --nproc-per-node 2 "
+                "tools/train.py ..."
             )
         return None
     mixes, fewest = config.optim.mixup or config.optim.cutmix, config.batch_size // size
@@ -41,8 +41,8 @@ def choose_kind(config: TrainConfig, size: int) -> Literal["ddp", "fsdp"] | None
         wanted = "two images, which are mixed," if mixes else "an image"
         raise ValueError(
             f"batch_size {config.batch_size} is that of all {size} processes together and leaves "
-            f"some without {wanted} "
-            f"of a batch; wanted at least {(2 if mixes else 1) * size}, or fewer processes"
+            f"some without {wanted} of a batch; wanted at least {(2 if mixes else 1) * size}, or "
+            "fewer processes"
         )
     return config.parallel or "ddp"
 
@@ -62,8 +62,8 @@ def check_model(model: nn.Module, name: str, size: int) -> None:
     if norms and size > 1:
         raise ValueError(
             f"model {name} has batch norm ({norms[0]}), whose statistics would be those of each "
-            f"process's part of a batch; "
-            "train it on one process, or choose a model with another norm"
+            "process's part of a batch; train it on one process, or choose a model with another "
+            "norm"
         )
 
 
@@ -146,8 +146,7 @@ class Spread:
             if parameter.requires_grad and parameter.grad is None:
                 raise ValueError(
                     f"the parameter {name} of the model takes no part in the loss, and ddp waits "
-                    f"for its gradient; "
-                    "use parallel fsdp, or train on one process"
+                    "for its gradient; use parallel fsdp, or train on one process"
                 )
 
     def total(self, value: Tensor) -> Tensor:

@@ -155,8 +155,7 @@ def waiting(share: float, workers: int) -> str:
     """What to say where a share of the time goes into waiting for data, and what helps."""
     return (
         f"{100 * share:.0f} % of the time goes into waiting for data; more processes that load it "
-        f"help: "
-        f"data.workers is {workers}, this machine has {os.cpu_count()} cores"
+        f"help: data.workers is {workers}, this machine has {os.cpu_count()} cores"
     )
 
 

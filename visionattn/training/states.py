@@ -184,8 +184,7 @@ def check_options(
         if changed:
             raise ValueError(
                 f"all {new['epochs']} epochs are done, so that another {changed[0]} would change "
-                f"nothing; "
-                f"--epochs {new['epochs'] + 1} trains on, or leave it out"
+                f"nothing; --epochs {new['epochs'] + 1} trains on, or leave it out"
             )
     for key in BINDING + (COUNTED if amid_epoch else ()):
         group, _, name = key.rpartition(".")
@@ -196,12 +195,12 @@ def check_options(
     if new["init_from"] not in (None, old["init_from"]):
         raise ValueError(
             f"init_from {new['init_from']} is for a run at its start, and this one goes on with "
-            f"its own weights; leave it out"
+            "its own weights; leave it out"
         )
     if bool(old["optim"]["ema_decay"]) != bool(new["optim"]["ema_decay"]):
         raise ValueError(
-            f"the run has optim.ema_decay {old['optim']['ema_decay']}; it cannot be switched on "
-            f"or off halfway"
+            f"the run has optim.ema_decay {old['optim']['ema_decay']}; it cannot be switched on or "
+            "off halfway"
         )
 
 

@@ -91,8 +91,7 @@ class Trainer(Learner):
         images = "{} training and {} validation images".format(*self.images())
         return [
             f"{self.config.model.name}: {count:,} parameters, {images}, {self.config.epochs} "
-            f"epochs of "
-            f"{self.steps_per_epoch} steps on "
+            f"epochs of {self.steps_per_epoch} steps on "
             f"{self.processes.describe(self.device, self.spread.kind)}"
         ]
 
@@ -130,7 +129,7 @@ class Trainer(Learner):
         if self.position.step and self.position.skipped == self.position.step:
             raise NonFinite(
                 f"none of the {self.position.step} steps had a finite loss and gradient: nothing "
-                f"was learnt"
+                "was learnt"
             )
 
     def count_time(self) -> None:
@@ -291,10 +290,10 @@ class Trainer(Learner):
         record.epoch(self.history)
         self.save(record)
         record.say(
-            f"epoch {position.epoch:{len(str(self.config.epochs))}}/{self.config.epochs}  "
-            f"loss {values['train_loss']:.4f}  validation loss {result.loss:.4f}  "
-            f"accuracy {100 * result.accuracy:.1f} %{' *' if better else '  '}  "
-            f"lr {self.learning_rate():.1e}  {values['seconds']:.1f} s"
+            f"epoch {position.epoch:{len(str(self.config.epochs))}}/{self.config.epochs}  loss "
+            f"{values['train_loss']:.4f}  validation loss {result.loss:.4f}  accuracy "
+            f"{100 * result.accuracy:.1f} %{' *' if better else '  '}  lr "
+            f"{self.learning_rate():.1e}  {values['seconds']:.1f} s"
         )
 
     def finish(self, record: Record, interruption: Interruption) -> Result:
@@ -369,8 +368,8 @@ class Trainer(Learner):
         check_options(old, new, amid_epoch=state["position"]["batch"] > 0, done=done)
         if (images := state.get("images", self.images())) != self.images():
             raise ValueError(
-                "the run has {} training and {} validation images, here are {} and {}; resume "
-                "with the same".format(*images, *self.images())
+                "the run has {} training and {} validation images, here are {} and {}; resume with "
+                "the same".format(*images, *self.images())
             )
         self.load_weights(state)
         self.position, self.window = Position(**state["position"]), Window(**state["window"])
