@@ -194,3 +194,14 @@ def test_a_network_keeps_the_checkpointing_of_its_training(attention):
     assert comparable(TrainConfig(model=base)) != comparable(
         TrainConfig(model=ModelConfig(base.name, base.args))
     )
+
+
+def test_a_sweep_leaves_the_map_out_of_attentions_that_have_none():
+    base = ModelConfig("scaleformer_vit_t", dict(feature_map="random", random_features=5))
+    kept = {
+        attention: model_of(base, "kernelized", Network(attention, 3, None, 64)).args
+        for attention in ("kernelized", "taylorshift", "softmax")
+    }
+    assert kept["kernelized"] == base.args | {"num_heads": 3}
+    for attention in ("taylorshift", "softmax"):
+        assert kept[attention] == {"num_heads": 3, "attention": attention}

@@ -10,14 +10,11 @@ import torch
 from timm.models import create_model
 
 from visionattn.lab.measure import count_flops
-from visionattn.lab.sweep.grid import Network, model_of
 from visionattn.layers import Attention
 from visionattn.layout import Grid, TokenLayout
 from visionattn.models.convert import checkpoint_filter_fn
 from visionattn.models.weights import DataSpec, load_model, save_model
 from visionattn.ops import RandomFeatures, reference
-from visionattn.training.build import build_model
-from visionattn.training.config import ModelConfig
 
 MAPS = ("elu1", "relu", "softmax", "random")
 SMALL = dict(embed_dim=24, depth=2, num_heads=3, num_classes=7, img_size=64)
@@ -241,23 +238,3 @@ def test_one_graph_and_one_export_serve_all_sizes(name):
         for image in sizes:
             for other in (compiled, exported):
                 torch.testing.assert_close(other(image), model(image), rtol=1e-5, atol=1e-6)
-
-
-def test_a_training_takes_the_map_among_the_arguments_of_its_model():
-    args = dict(embed_dim=24, depth=1, num_heads=3, feature_map="random", random_features=5)
-    model, kept = build_model(ModelConfig("scaleformer_vit_t", args), SPEC)
-    assert model.blocks[0].attn.feature_map.projection.shape == (5, 8)
-    assert kept == args | {"img_size": 64}
-    with pytest.raises(ValueError, match="feature_map 'favor': wanted one of elu1"):
-        build_model(ModelConfig("scaleformer_vit_t", args | {"feature_map": "favor"}), SPEC)
-
-
-def test_a_sweep_leaves_the_map_out_of_attentions_that_have_none():
-    base = ModelConfig("scaleformer_vit_t", dict(feature_map="random", random_features=5))
-    kept = {
-        attention: model_of(base, "kernelized", Network(attention, 3, None, 64)).args
-        for attention in ("kernelized", "taylorshift", "softmax")
-    }
-    assert kept["kernelized"] == base.args | {"num_heads": 3}
-    for attention in ("taylorshift", "softmax"):
-        assert kept[attention] == {"num_heads": 3, "attention": attention}

@@ -139,3 +139,12 @@ def test_a_patch_that_is_one_number_is_a_square():
 def test_an_argument_that_timm_would_drop_is_refused():
     with pytest.raises(ValueError, match="model.args.init_values null would do nothing"):
         build_model(ModelConfig("scaleformer_vit_pixel", {"init_values": None}), SPEC)
+
+
+def test_a_training_takes_the_map_among_the_arguments_of_its_model():
+    args = MODEL | dict(feature_map="random", random_features=5)
+    model, kept = build_model(ModelConfig("scaleformer_vit_t", args), SPEC)
+    assert model.blocks[0].attn.feature_map.projection.shape == (5, 8)
+    assert kept == args | {"img_size": 16}
+    with pytest.raises(ValueError, match="feature_map 'favor': wanted one of elu1"):
+        build_model(ModelConfig("scaleformer_vit_t", MODEL | {"feature_map": "favor"}), SPEC)
