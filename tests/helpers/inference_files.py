@@ -38,6 +38,12 @@ def load_tool(name: str):
     return module.main
 
 
+def flags(*more: str, output: str | None = "out") -> list[str]:
+    """Options of a tool that runs ``best.safetensors`` on the images of a folder, here and now."""
+    given = ["--checkpoint", "best.safetensors", "--images", "images", "--workers", "0"]
+    return given + (["--output", output] if output else []) + list(more)
+
+
 def write_weights(
     path: Path, spec: DataSpec = COLOUR, *, seed: int = 5, name: str = MODEL, args: dict = ARGS
 ) -> Path:

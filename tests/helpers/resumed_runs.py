@@ -8,7 +8,6 @@ import json
 import multiprocessing
 import os
 import signal
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -25,6 +24,12 @@ FORK = multiprocessing.get_context("fork")
 OPTIM = {"mixup": 0.4, "cutmix": 0.5, "ema_decay": 0.9, "accumulate": 2, "clip_grad": 0.5}
 
 
+def scaler_with(**options):
+    """A maker of scalers of gradients, whatever else they are asked to be."""
+    made = torch.amp.grad_scaler.GradScaler
+    return lambda *given, **asked: made(*given, **(asked | options))
+
+
 @contextlib.contextmanager
 def on_small_data():
     """Small images for every run, one thread, a lively factor of scaled gradients, and no call of
@@ -36,11 +41,7 @@ def on_small_data():
         patch.setattr(engine, "build_splits", lambda config, seed: quadrants())
         patch.setattr(engine, "provenance", lambda device: {"device": str(device)})
         # For fp16: the first steps overflow, and the factor rises again within a run.
-        patch.setattr(
-            torch.amp,
-            "GradScaler",
-            partial(torch.amp.GradScaler, init_scale=2.0**17, growth_interval=3),
-        )
+        patch.setattr(torch.amp, "GradScaler", scaler_with(init_scale=2.0**17, growth_interval=3))
         yield
     torch.set_num_threads(threads)
 

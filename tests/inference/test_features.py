@@ -15,6 +15,7 @@ from PIL import Image
 
 import visionattn.inference.features as features
 import visionattn.inference.shards as shards
+from tests.helpers import inference_files
 from tests.helpers.inference_files import (
     direct,
     feature_of,
@@ -41,17 +42,7 @@ def case(tmp_path, monkeypatch):
 
 
 def flags(*more: str, output: str = "out") -> list[str]:
-    given = [
-        "--checkpoint",
-        "best.safetensors",
-        "--images",
-        "images",
-        "--output",
-        output,
-        "--workers",
-        "0",
-    ]
-    return given + ["--img_size", "native", *more]
+    return inference_files.flags("--img_size", "native", *more, output=output)
 
 
 def test_pooled_features_are_those_of_a_direct_forward_in_the_order_of_the_paths(case, capsys):

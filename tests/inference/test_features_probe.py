@@ -11,6 +11,7 @@ from PIL import Image
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics.pairwise import cosine_similarity
 
+from tests.helpers import inference_files
 from tests.helpers.inference_files import feature_of, load_tool, read_index, write_weights
 from visionattn.inference.listing import Digits
 from visionattn.inference.probe import Division, divide_digits, divide_folder, fit_probes
@@ -34,17 +35,7 @@ def write_classes(folder, count: int, *, seed: int) -> None:
 
 
 def flags(*more: str) -> list[str]:
-    given = [
-        "--checkpoint",
-        "best.safetensors",
-        "--images",
-        "images",
-        "--output",
-        "out",
-        "--workers",
-        "0",
-    ]
-    return [*given, "--batch_size", "40", "--probe", *more]
+    return inference_files.flags("--batch_size", "40", "--probe", *more)
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import visionattn.inference.features as features
+from tests.helpers import inference_files
 from tests.helpers.inference_files import (
     ROOT,
     load_tool,
@@ -33,17 +34,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def flags(*more: str, output: str = "out") -> list[str]:
-    given = [
-        "--checkpoint",
-        "best.safetensors",
-        "--images",
-        "images",
-        "--output",
-        output,
-        "--workers",
-        "0",
-    ]
-    return given + ["--img_size", "native", *more]
+    return inference_files.flags("--img_size", "native", *more, output=output)
 
 
 KILLED = """

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import visionattn.inference.predict as prediction
+from tests.helpers import inference_files
 from tests.helpers.inference_files import (
     COLOUR,
     GREY,
@@ -35,17 +36,7 @@ def case(tmp_path, monkeypatch):
 
 
 def flags(*more: str, output: str | None = "out.csv") -> list[str]:
-    given = [
-        "--checkpoint",
-        "best.safetensors",
-        "--images",
-        "images",
-        "--workers",
-        "0",
-        "--img_size",
-        "native",
-    ]
-    return given + (["--output", output] if output else []) + list(more)
+    return inference_files.flags("--img_size", "native", *more, output=output)
 
 
 def by_hand(weights, image, spec=COLOUR) -> list[tuple[str, float]]:

@@ -1,7 +1,7 @@
 """The attentions with ``impl="triton"``: what the definition says, and one node for a compiler.
 
-The kernels themselves are tested in ``test_kernels_*.py``, the reasons against them in
-``test_triton_why_not.py``. Without a GPU Triton interprets them.
+The kernels themselves are tested in the files beside this one, the reasons against them in
+``test_why_not.py``. Without a GPU Triton interprets them.
 """
 
 from functools import partial
@@ -58,8 +58,12 @@ WITH_KERNELS = [
 
 
 def sizes_of(name: str) -> dict[str, int]:
-    """Causal kernels in float32 take values of 16 columns at most; the others have 24 here."""
-    return {"e": 16} if "causal" in name else {}
+    """Causal kernels in float32 take values of 16 columns at most; the others have 24 here. One
+    image is enough with Joint: its kernels are asked for several in ``test_joint.py``.
+    """
+    if "causal" in name:
+        return {"e": 16}
+    return {"batch": 1} if "joint" in name else {}
 
 
 def of_dtype(name: str, device: str, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -361,7 +365,7 @@ def test_a_counter_sees_the_multiply_adds_of_both_passes(name, monkeypatch):
     )  # counted from shapes alone
     inputs = {
         key: x.detach().clone().requires_grad_()
-        for key, x in of_dtype(name, "cpu", torch.float32).items()
+        for key, x in OPERATIONS[name].tensors(torch.float32).items()
     }
     with FlopCounterMode(display=False) as forward:
         out = OPERATIONS[name].fast(**inputs, impl="triton")

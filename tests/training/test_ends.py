@@ -6,7 +6,6 @@ import os
 import signal
 import time
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -16,9 +15,8 @@ from tests.helpers.resumed_runs import (
     assert_same_end,
     config_of,
     end,
-    finished_run,
-    on_small_data,
     run,
+    scaler_with,
     start,
     state_of,
     states_written,
@@ -28,23 +26,14 @@ from tests.helpers.resumed_runs import (
 from tests.helpers.small_runs import Quadrants, lines, quadrants, rows
 from visionattn.cli.ends import run_tool
 from visionattn.data.batches import SampleKey
-from visionattn.training import engine, learner, progress, trainer
+from visionattn.training import engine, optimize, progress, trainer
 from visionattn.training import status as status_module
 from visionattn.training.progress import WaitWatch
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def small_data():
-    with on_small_data():
-        yield
-
-
-@pytest.fixture(scope="module")
-def whole(small_data, tmp_path_factory):
-    """The folder of a run that nothing happens to."""
-    return finished_run(tmp_path_factory.mktemp("whole"))
+pytestmark = [
+    pytest.mark.usefixtures("small_data"),
+    pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning"),
+]
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -105,7 +94,7 @@ def test_too_little_memory_is_a_result(tmp_path, whole, capsys):
 def test_a_loss_that_is_not_finite_is_a_result(tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            learner,
+            optimize,
             "make_criterion",
             lambda config: lambda logits, targets: logits.sum() * torch.nan,
         )
@@ -155,7 +144,7 @@ def test_a_loss_on_the_test_images_that_is_not_finite_is_no_result(tmp_path, mon
 
 
 def test_a_run_in_which_no_step_changed_the_weights_has_not_finished(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.amp, "GradScaler", partial(torch.amp.GradScaler, init_scale=2.0**100))
+    monkeypatch.setattr(torch.amp, "GradScaler", scaler_with(init_scale=2.0**100))
     config = config_of(tmp_path, epochs=1, amp="fp16")
     for resume in (False, True):
         assert run_tool(lambda again=resume: run(replace(config, resume=again))) == 1

@@ -17,7 +17,6 @@ from tests.helpers.resumed_runs import (
     end,
     finished_run,
     interrupt,
-    on_small_data,
     run,
     start,
     state_of,
@@ -31,13 +30,10 @@ from visionattn.data.batches import ORDER_STREAM, SampleKey, TrainBatches, Unrea
 from visionattn.data.config import DataConfig
 from visionattn.training import engine, trainer
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def small_data():
-    with on_small_data():
-        yield
+pytestmark = [
+    pytest.mark.usefixtures("small_data"),
+    pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning"),
+]
 
 
 @pytest.fixture(scope="module")

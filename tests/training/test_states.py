@@ -18,9 +18,7 @@ from tests.helpers.resumed_runs import (
     best_of,
     config_of,
     end,
-    finished_run,
     interrupt,
-    on_small_data,
     run,
     start,
     state_of,
@@ -34,19 +32,10 @@ from visionattn.training import engine, record, trainer
 from visionattn.training.evaluate import Evaluation
 from visionattn.training.status import Status
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def small_data():
-    with on_small_data():
-        yield
-
-
-@pytest.fixture(scope="module")
-def whole(small_data, tmp_path_factory):
-    """The folder of a run that nothing happens to."""
-    return finished_run(tmp_path_factory.mktemp("whole"))
+pytestmark = [
+    pytest.mark.usefixtures("small_data"),
+    pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning"),
+]
 
 
 @pytest.fixture
