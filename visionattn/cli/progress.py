@@ -19,7 +19,8 @@ class Progress:
     """
 
     def __init__(self, total: int, done: int = 0, stream: TextIO | None = None):
-        self.stream, self.total, self.done, self._unread = stream or sys.stderr, total, done, 0
+        self.stream, self.total = stream or sys.stderr, total
+        self.done, self._unread = done, 0
         self._bar = ProgressBar(self.stream) if self.stream.isatty() else None
         self._start = self._last = time.perf_counter()
         self._before = done

@@ -27,7 +27,8 @@ Item = TypeVar("Item")
 
 # Each use of randomness has a stream of its own, (seed, stream, epoch, number); the canvases own 0,
 # 1 and 2.
-ORDER_STREAM, SIZE_STREAM, AUGMENT_STREAM, STEP_STREAM = 10, 11, 12, 13
+ORDER_STREAM, SIZE_STREAM = 10, 11
+AUGMENT_STREAM, STEP_STREAM = 12, 13
 
 
 class SampleKey(NamedTuple):
@@ -122,7 +123,8 @@ class _BatchKeys:
     """
 
     def __init__(self, length: int, batch_size: int, sizes: tuple[int, ...], seed: int | None):
-        self.length, self.batch_size, self.sizes, self.seed = length, batch_size, sizes, seed
+        self.length, self.batch_size = length, batch_size
+        self.sizes, self.seed = sizes, seed
         self.epoch = self.start = 0
         self.part: Callable[[list[int]], list[int]] = list
 

@@ -232,13 +232,9 @@ class CanvasDataset(Dataset):
     """
 
     def __init__(self, digits: Digits, split: Split, length: int, seed: int, *, vary: bool = False):
-        self.digits, self.split, self.length, self.seed, self.vary = (
-            digits,
-            split,
-            length,
-            seed,
-            vary,
-        )
+        self.digits, self.split = digits, split
+        self.length, self.seed = length, seed
+        self.vary = vary
 
     def __len__(self):
         return self.length

@@ -66,7 +66,8 @@ class ArrayDataset(Dataset):
         """``images`` uint8 ``[n, H, W, C]``, ``labels [n]``; without ``augment`` an image is
         resized, nothing else.
         """
-        self.images, self.labels, self.seed, self.augment = images, labels, seed, augment
+        self.images, self.labels = images, labels
+        self.seed, self.augment = seed, augment
 
     def __len__(self):
         return len(self.labels)
@@ -160,13 +161,9 @@ class ImageDataset(Dataset):
         """``indices [n]``: numbers of this data set's images in ``source``; ``labels [n]``: their
         classes.
         """
-        self.source, self.indices, self.labels, self.seed, self.augment = (
-            source,
-            indices,
-            labels,
-            seed,
-            augment,
-        )
+        self.source, self.indices = source, indices
+        self.labels, self.seed = labels, seed
+        self.augment = augment
 
     def __len__(self):
         return len(self.labels)

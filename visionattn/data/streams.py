@@ -124,7 +124,8 @@ class _ShardBatches(IterableDataset):
     """The batches of one epoch, made by each worker of its own shards."""
 
     def __init__(self, shards: Shards, batch_size: int, sizes: tuple[int, ...], epoch: int):
-        self.shards, self.batch_size, self.sizes, self.epoch = shards, batch_size, sizes, epoch
+        self.shards, self.batch_size = shards, batch_size
+        self.sizes, self.epoch = sizes, epoch
 
     def __iter__(self):
         worker = get_worker_info()
@@ -158,7 +159,8 @@ class _StreamBatches:
     """What training and evaluation share. No more workers than shards."""
 
     def __init__(self, shards: Shards, workers: int, *, batch_size: int, sizes: tuple[int, ...]):
-        self.shards, self.batch_size, self.sizes = shards, batch_size, sizes
+        self.shards, self.batch_size = shards, batch_size
+        self.sizes = sizes
         self.workers = min(workers, len(shards.shard_lengths))
         self.left_out = 0
         self.unreadable: set[str] = set()

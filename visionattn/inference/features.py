@@ -196,7 +196,8 @@ class Extraction:
 
     def _write_shards(self, done: int) -> int:
         """Write the shards from image ``done`` on; returns how many there are then."""
-        options, number, total = self.options, len(self.kept), len(self.listing)
+        options, number = self.options, len(self.kept)
+        total = len(self.listing)
         if done == total:
             delete_from(self.folder, number)
             return number

@@ -102,11 +102,8 @@ def open_model(options: InferenceOptions, *, classifies: bool) -> Opened:
                 f"{options.checkpoint} knows its model, {described.get('model')}: leave --model out"
             )
         _check_seed(options)
-        model, name, args = (
-            load_model(options.checkpoint),
-            described["model"],
-            json.loads(described["args"]),
-        )
+        model, name = load_model(options.checkpoint), described["model"]
+        args = json.loads(described["args"])
         spec, notes = model.data_spec, [f"{name} of {options.checkpoint}"]
     else:
         if not (options.checkpoint or options.pretrained) and classifies:

@@ -84,7 +84,8 @@ class ReadImages(Dataset):
             raise ValueError(
                 f"the model takes {channels} channels; images in files are read with 1 or 3"
             )
-        self.listing, self.sizing, self.mode = listing, sizing, "L" if channels == 1 else "RGB"
+        self.listing, self.sizing = listing, sizing
+        self.mode = "L" if channels == 1 else "RGB"
 
     def __len__(self) -> int:
         return len(self.listing)

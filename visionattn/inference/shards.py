@@ -66,7 +66,8 @@ class Pending:
         """``identity``: what the features are, as JSON types; ``first``: number of the first
         image.
         """
-        self.path, self.first, self.bytes, self.head_bytes = shard_path(folder, number), first, 0, 0
+        self.path, self.first = shard_path(folder, number), first
+        self.bytes, self.head_bytes = 0, 0
         self._identity = identity
         self.rows: list[dict[str, Any]] = []
         self._vectors: list[Tensor] = []

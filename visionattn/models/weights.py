@@ -153,11 +153,8 @@ def load_model(path: str | Path, *, device: str | torch.device = "cpu") -> nn.Mo
             f"{FORMAT_VERSION}"
         )
     try:
-        name, args, spec = (
-            metadata["model"],
-            json.loads(metadata["args"]),
-            json.loads(metadata["data"]),
-        )
+        name, args = metadata["model"], json.loads(metadata["args"])
+        spec = json.loads(metadata["data"])
         spec = DataSpec(
             **{
                 key: tuple(value) if isinstance(value, list) else value

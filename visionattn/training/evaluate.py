@@ -91,7 +91,8 @@ def _sums(
     """Images, the sums of their losses, hits and hits among the ``depth`` largest outputs, and
     images per second.
     """
-    images_seen, seconds, first_seconds, first_images = 0, 0.0, 0.0, 0
+    images_seen, seconds = 0, 0.0
+    first_seconds, first_images = 0.0, 0
     parts = [torch.zeros(3, device=device)]
     for number, (images, labels) in enumerate(batches):
         start = time.perf_counter()

@@ -62,7 +62,8 @@ class Learner:
         processes: Processes,
     ):
         self.config, self.processes = config, processes
-        self.model, self.spec, self.device = model, spec, device
+        self.model, self.spec = model, spec
+        self.device = device
         self.steps_per_epoch = steps_per_epoch
         self.ema = (
             ModelEmaV3(model, decay=config.optim.ema_decay, use_warmup=True)

@@ -45,7 +45,8 @@ class OptimizerStep:
         *,
         initial_scale: float = 2.0**16,
     ):
-        self.config, self.device, self.amp = config, device, amp
+        self.config, self.device = config, device
+        self.amp = amp
         self.optimizer = make_optimizer(model, config)
         self.criterion = make_criterion(config)
         self.scaler = torch.amp.GradScaler(

@@ -91,7 +91,8 @@ class Spread:
         *,
         compiled: bool = False,
     ):
-        self.kind, self._module, self._whole = kind, model, None
+        self.kind, self._module = kind, model
+        self._whole = None
         if kind:
             self._spread(model, average, compiled)
         self.called = torch.compile(self._module) if compiled and kind != "fsdp" else self._module

@@ -78,13 +78,9 @@ class Position:
             self.images_before + self.images,
             self.stepped_before + self.stepped,
         )
-        self.loss_sum, self.images, self.waited, self.stepped, self.epoch_seconds = (
-            0.0,
-            0,
-            0.0,
-            0.0,
-            0.0,
-        )
+        self.loss_sum, self.images = 0.0, 0
+        self.waited, self.stepped = 0.0, 0.0
+        self.epoch_seconds = 0.0
 
 
 @dataclass
@@ -139,15 +135,13 @@ class WaitWatch:
         if self.unwatched or self.told:
             self.unwatched = max(0, self.unwatched - 1)
             return None
-        self.steps, self.waited, self.seconds = (
-            self.steps + 1,
-            self.waited + waited,
-            self.seconds + seconds,
-        )
+        self.steps, self.waited = self.steps + 1, self.waited + waited
+        self.seconds = self.seconds + seconds
         if self.steps < WATCH_STEPS or self.seconds < WATCH_SECONDS:
             return None
         share = self.waited / self.seconds
-        self.steps, self.waited, self.seconds, self.told = 0, 0.0, 0.0, share > LONG_WAIT
+        self.steps, self.waited = 0, 0.0
+        self.seconds, self.told = 0.0, share > LONG_WAIT
         return share if self.told else None
 
 

@@ -18,8 +18,10 @@ from visionattn.cli.files import check_folder, flush_to_disk, lock, named, write
 from visionattn.cli.progress import ProgressBar
 from visionattn.training.config import TrainConfig
 
-BEST, LAST, PREVIOUS, STATUS = "best.safetensors", "last.pt", "previous.pt", "status.json"
-CONFIG, METRICS, SUMMARY = "config.yaml", "metrics.jsonl", "summary.csv"
+BEST, LAST = "best.safetensors", "last.pt"
+PREVIOUS, STATUS = "previous.pt", "status.json"
+CONFIG, METRICS = "config.yaml", "metrics.jsonl"
+SUMMARY = "summary.csv"
 NAMES = (BEST, LAST, PREVIOUS, STATUS, CONFIG, METRICS, SUMMARY)
 """Files that runs write, besides TensorBoard's."""
 LOCK = "run.lock"
@@ -279,7 +281,8 @@ def belongs(line: str, steps: int, epochs: int) -> bool:
     """Whether a line of ``metrics.jsonl`` is whole, and was written before a state."""
     try:
         values = json.loads(line)
-        kind, step, epoch = values["kind"], values["step"], values.get("epoch", 0)
+        kind, step = values["kind"], values["step"]
+        epoch = values.get("epoch", 0)
     except (ValueError, KeyError, TypeError):
         return False
     return (

@@ -34,11 +34,8 @@ def next_commands(config: TrainConfig, result: Result) -> list[str]:
     """Two commands that work as they are: the weights at other image sizes, and a fine-tuning that
     starts from them.
     """
-    size, best, kept = (
-        result.sizes_px[len(result.sizes_px) // 2],
-        str(result.checkpoint),
-        str(result.folder / CONFIG),
-    )
+    size, best = result.sizes_px[len(result.sizes_px) // 2], str(result.checkpoint)
+    kept = str(result.folder / CONFIG)
     lr = max(config.optim.lr / 10, config.optim.min_lr)
     validate = ["validate", "--checkpoint", best, "--img-size", *map(str, result.sizes_px)]
     finetune = [

@@ -152,14 +152,12 @@ def recall_best(position: Position, path: Path) -> list[str]:
     try:
         found = best_figures(path)
     except (FileNotFoundError, ValueError) as error:
-        position.best, position.best_loss, position.best_epoch = -1.0, math.inf, 0
+        position.best, position.best_loss = -1.0, math.inf
+        position.best_epoch = 0
         return [f"{error}; the weights of a further epoch take its place"]
     if found:
-        position.best, position.best_loss, position.best_epoch = (
-            found.accuracy,
-            found.loss,
-            found.epoch,
-        )
+        position.best, position.best_loss = found.accuracy, found.loss
+        position.best_epoch = found.epoch
     return []
 
 

@@ -42,7 +42,8 @@ class Status:
     def __init__(
         self, folder: Path, provenance: dict[str, Any], writes: Callable[[], bool] = lambda: True
     ):
-        self.folder, self.provenance, self.writes = folder, provenance, writes
+        self.folder, self.provenance = folder, provenance
+        self.writes = writes
         self.result: Result | None = None
         """What the run came to, once it has finished."""
 

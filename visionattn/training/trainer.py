@@ -61,7 +61,8 @@ class Trainer(Learner):
         states: States | None = None,
         processes: Processes | None = None,
     ):
-        self.splits, self.args, self.states = splits, args, states
+        self.splits, self.args = splits, args
+        self.states = states
         self.batches = train_batches(
             splits, config.data, batch_size=config.batch_size, seed=config.seed
         )
@@ -260,11 +261,8 @@ class Trainer(Learner):
         better = (result.accuracy, -result.loss) > (position.best, -position.best_loss)
         if better:
             figures = BestFigures(position.epoch + 1, result.accuracy, result.loss)
-            position.best, position.best_loss, position.best_epoch = (
-                result.accuracy,
-                result.loss,
-                figures.epoch,
-            )
+            position.best, position.best_loss = result.accuracy, result.loss
+            position.best_epoch = figures.epoch
             name, notes = self.config.model.name, figures.notes()
             self.processes.on_first(
                 lambda: save_model(
