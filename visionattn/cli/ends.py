@@ -1,5 +1,7 @@
-"""What ends a run early: a signal, at a moment where the state is whole; a loss that is not finite;
-memory; a dead process.
+"""How a run can end early, and the exit code of each end.
+
+Owns the exceptions for a signal, a loss that is not finite, too little memory and a dead process,
+and what a tool prints and returns for them.
 """
 
 import os
@@ -39,7 +41,7 @@ class Failed(Exception):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the error says that an allocation failed, on a GPU or on a processor."""
+    """Tell whether an error says that an allocation failed, on a GPU or on a processor."""
     words = ("allocate memory", "not enough memory")
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(
         word in str(error) for word in words
@@ -138,14 +140,14 @@ def run_tool(work: Callable[[], None], *, several: bool = False) -> int:
 
 
 def exit_code(error: BaseException) -> int:
-    """The exit code of a tool that an error ends; 1 for one that ``run_tool`` does not know."""
+    """Return the exit code of a tool that an error ends; 1 for one that is not known here."""
     if isinstance(error, (Stopped, KeyboardInterrupt)):
         return 130
     return 2 if isinstance(error, (ValueError, OSError)) else EXIT_CODES.get(type(error), 1)
 
 
 def in_one_line(error: BaseException) -> str:
-    """An error in one line, a system's with its file; its name where it has no text."""
+    """Return an error as one line: a system's with its file, and its name where it has no text."""
     text = str(error).strip()
     if isinstance(error, OSError) and error.filename and error.strerror:
         text = f"{error.filename}: {error.strerror}"

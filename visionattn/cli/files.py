@@ -156,8 +156,8 @@ def lock(path: Path, taken: str, *, inherited: bool) -> TextIO:
 
 
 def first_line(error: BaseException | None) -> str:
-    """The first line of an error's text, at most 120 characters of it; the error's name where the
-    text needs it.
+    """Return the first line of an error's text, at most 120 characters of it, with the error's name
+    where the text needs it.
     """
     lines, kind = str(error).splitlines(), type(error).__name__
     if not lines:

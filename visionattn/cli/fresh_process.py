@@ -22,8 +22,8 @@ PACKAGE = Path(__file__).parents[2]
 
 
 def memory_kills() -> int:
-    """How many processes the system ended for want of memory: of this control group, or of all
-    where that is not counted.
+    """Count the processes that the system ended for want of memory: those of this control group, or
+    all where that is not counted.
 
     A process that ended by SIGKILL ran out of memory where the count has grown since it began. 0
     where nothing is counted.
@@ -40,7 +40,7 @@ def memory_kills() -> int:
 
 
 def environment(*, returning: bool = False) -> dict[str, str]:
-    """That of this process, in which the package is found wherever it was started.
+    """Return the environment of this process, with the package found wherever it is started.
 
     Args:
         returning: what is freed goes back to the system, so that the level of memory is exact; it
@@ -52,7 +52,7 @@ def environment(*, returning: bool = False) -> dict[str, str]:
 
 
 def ask(module: str, told: str, what: str) -> str:
-    """What ``python -m module`` prints for ``told`` on its standard input.
+    """Return what ``python -m module`` prints for ``told`` on its standard input.
 
     Args:
         module: its ``main`` is ``answer``.
@@ -92,7 +92,7 @@ def first_to_end() -> None:
 
 
 def answer(work: Callable[[str], object]) -> int:
-    """In such a process: print what ``work`` makes of standard input; returns the exit code."""
+    """Print what ``work`` makes of standard input, in such a process; returns the exit code."""
     first_to_end()
     try:
         print(work(sys.stdin.read()))

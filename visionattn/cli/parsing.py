@@ -92,7 +92,7 @@ def _with_file(word: str) -> str:
 
 
 def field_types(config_class: type, prefix: str = "") -> dict[str, Any]:
-    """Dotted name of each field of a dataclass, nested ones included, and its type."""
+    """Return the dotted name and the type of each field of a dataclass, nested ones included."""
     found = {}
     hints = get_type_hints(config_class)
     for field in fields(config_class):
@@ -104,7 +104,7 @@ def field_types(config_class: type, prefix: str = "") -> dict[str, Any]:
 
 
 def build(config_class: type[Config], values: dict[str, Any]) -> Config:
-    """The dataclass, and those within it, from nested dicts."""
+    """Make the dataclass, and those within it, of nested dicts."""
     hints = get_type_hints(config_class)
     return config_class(
         **{
@@ -154,8 +154,8 @@ def spell_out(argv: Sequence[str], names: dict[str, Any]) -> list[str]:
 
 
 def split_options(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Flags without their hyphens, each with the words up to the next one or with what follows its
-    equals sign.
+    """Split flags from their values: the words up to the next flag, or what follows an equals sign.
+    The hyphens are taken off.
     """
     options: list[tuple[str, list[str]]] = []
     closed = True
@@ -174,21 +174,21 @@ def split_options(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
 
 
 def is_list(values: list[str]) -> bool:
-    """Whether the words behind a flag are a list written as YAML already, ``[96, 128]``."""
+    """Tell whether the words behind a flag are a list written as YAML already, ``[96, 128]``."""
     return len(values) == 1 and values[0].startswith("[") and values[0].endswith("]")
 
 
 def accepts(kind: Any, wanted: Any) -> bool:
-    """Whether a type annotation is, or in a union contains, ``wanted``, e.g. ``bool``, ``list`` or
-    ``list[str]``.
+    """Tell whether a type annotation is, or in a union contains, ``wanted``, e.g. ``bool``,
+    ``list`` or ``list[str]``.
     """
     members = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
     return any(wanted in (member, get_origin(member)) for member in members)
 
 
 def nearest(name: str, names: Sequence[str]) -> str:
-    """The known dotted name that looks most like a wrong one: as a whole, by its last part, or by
-    its initials.
+    """Return the known dotted name that looks most like a wrong one: as a whole, by its last part,
+    or by its initials.
     """
     leaf = name.rpartition(".")[2]
     initials = "".join(part[:1] for part in leaf.split("_"))
@@ -206,7 +206,7 @@ def nearest(name: str, names: Sequence[str]) -> str:
 
 
 def config_files(argv: Sequence[str]) -> list[str]:
-    """The values of ``--config``."""
+    """Return the values of ``--config``."""
     return [value for flag, values in split_options(argv) if flag == "config" for value in values]
 
 
@@ -242,7 +242,7 @@ def check_file(path: str, names: dict[str, Any]) -> None:
 
 
 def one_line(message: str, names: dict[str, Any]) -> str:
-    """What the parser says in several lines, as one: the key, the type it wants, the value it
+    """Put what the parser says in several lines into one: the key, the type it wants, the value it
     got.
     """
     key = re.search(r'key "([\w.]+)"', message)
@@ -255,8 +255,8 @@ def one_line(message: str, names: dict[str, Any]) -> str:
 
 
 def describe(kind: Any) -> str:
-    """A type in words for people: ``a number``, ``one of none, bf16, fp16``,
-    ``a list of whole numbers or null``.
+    """Put a type into words for people: ``a number``, ``one of none, bf16, fp16``, ``a list of
+    whole numbers or null``.
     """
     words = {
         int: "a whole number",

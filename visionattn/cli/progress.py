@@ -10,7 +10,7 @@ SECONDS_PER_LINE = 10.0
 
 
 class Progress:
-    """Shows images done, out of ``total``; a context manager.
+    """Show how many images are done, out of ``total``; a context manager.
 
     Args:
         total: images in all.
@@ -47,7 +47,7 @@ class Progress:
 
 
 class ProgressBar:
-    """One line of a terminal that moves; without a percentage, so that those printed are
+    """Draw one line of a terminal that moves. It shows no percentage, so that those printed are
     results.
     """
 

@@ -18,7 +18,7 @@ import visionattn
 
 
 def provenance(device: torch.device, *, threads: int | None = None) -> dict[str, Any]:
-    """What a number depends on besides its settings: device, processor, versions, commit.
+    """Return what a number depends on besides its settings: device, processor, versions, commit.
 
     The commit is None outside a checkout.
 
@@ -42,7 +42,8 @@ def provenance(device: torch.device, *, threads: int | None = None) -> dict[str,
 def provenance_of(
     device: str, command: Sequence[str], *, threads: int | None = None
 ) -> dict[str, Any]:
-    """What the numbers of a tool depend on: ``provenance``, and threads, load, date and command.
+    """Return what the numbers of a tool depend on: ``provenance``, and threads, load, date and
+    command.
 
     ``load`` is the mean number of processes that wanted to run in the minute before: above 0, the
     machine was shared.
@@ -60,7 +61,7 @@ def provenance_of(
 
 
 def summary(provenance: dict[str, Any]) -> str:
-    """One line of provenance for people."""
+    """Put provenance into one line for people."""
     commit = (provenance["commit"] or "unknown")[:9]
     where = (
         f"{provenance['processor']}; {provenance['device']}; load {provenance['load']:.1f} before"
@@ -69,14 +70,14 @@ def summary(provenance: dict[str, Any]) -> str:
 
 
 def processor() -> str:
-    """Name of the processor, and how many cores this process may use: ``AMD EPYC, 2 cores``."""
+    """Name the processor, and how many cores this process may use: ``AMD EPYC, 2 cores``."""
     linux = sys.platform.startswith("linux")
     cores = len(os.sched_getaffinity(0)) if linux else os.cpu_count()
     return f"{processor_name()}, {cores} cores"
 
 
 def processor_name() -> str:
-    """The processor as Linux names it; elsewhere what Python knows, at least the architecture."""
+    """Name the processor as Linux does; elsewhere as Python does, at least by its architecture."""
     listed = Path("/proc/cpuinfo")
     if listed.exists():
         lines = listed.read_text().splitlines()

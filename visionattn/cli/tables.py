@@ -13,7 +13,7 @@ ESCAPED = str.maketrans({"|": r"\|", "\n": r"\n", "\r": r"\r"})
 
 
 def duration(seconds: float) -> str:
-    """Three digits with a unit that suits them."""
+    """Write seconds with three digits and a unit that suits them."""
     for unit, factor in (("s", 1), ("ms", 1e3)):
         if seconds * factor >= 1:
             return f"{seconds * factor:.3g} {unit}"
@@ -21,24 +21,24 @@ def duration(seconds: float) -> str:
 
 
 def mebibytes(count: int | None) -> str | None:
-    """A number of bytes in MiB."""
+    """Write a number of bytes in MiB."""
     return None if count is None else f"{count / 2**20:.3g} MiB"
 
 
 def markdown(cells: Sequence[Record]) -> str:
-    """A Markdown table; columns that are empty in every row are left out."""
+    """Make a Markdown table; columns that are empty in every row are left out."""
     used = [name for name in cells[0] if any(row[name] is not None for row in cells)]
     return "\n".join([heading(used), *(line([row[name] for name in used]) for row in cells)])
 
 
 def heading(columns: Sequence[str]) -> str:
-    """The first two lines of a Markdown table."""
+    """Return the first two lines of a Markdown table."""
     return line(columns) + "\n|" + "---|" * len(columns)
 
 
 def line(values: Sequence[Any]) -> str:
-    """A line of a Markdown table, an empty cell for None; what would end a cell or the line has a
-    backslash.
+    """Return a line of a Markdown table, with an empty cell for None; what would end a cell or the
+    line gets a backslash.
     """
     return (
         "| "
@@ -48,8 +48,8 @@ def line(values: Sequence[Any]) -> str:
 
 
 def csv_text(records: Sequence[Record], provenance: Record) -> str:
-    """The rows with the provenance behind each, so that a row alone still says where it comes
-    from.
+    """Write rows as CSV with the provenance behind each, so that a row alone still says where it
+    comes from.
     """
     stream = io.StringIO()
     rows = [record | provenance for record in records]
@@ -60,5 +60,5 @@ def csv_text(records: Sequence[Record], provenance: Record) -> str:
 
 
 def json_text(records: Sequence[Record], provenance: Record) -> str:
-    """``{"provenance": ..., "rows": [...]}``."""
+    """Write rows as JSON: ``{"provenance": ..., "rows": [...]}``."""
     return json.dumps({"provenance": provenance, "rows": list(records)}, indent=2) + "\n"

@@ -20,7 +20,7 @@ from visionattn.data.images import fit
 
 
 class Augment:
-    """A named pipeline at any size: ``augment(image, img_size, entropy)``, as
+    """Augment images of any size by a named pipeline: ``augment(image, img_size, entropy)``, as
     ``images.Augmentation`` asks.
 
     ``light`` takes the centre crop and shifts it by up to 6 %, scales it by 0.88 to 1.08 and

@@ -51,8 +51,8 @@ class Unreadable:
 
 
 def batch_size_px(sizes: tuple[int, ...], seed: int, epoch: int, number: int) -> int:
-    """The size in pixels of the images of one batch: one of ``sizes``, a function of (seed, epoch,
-    batch number).
+    """Return the size in pixels of the images of one batch: one of ``sizes``, as (seed, epoch,
+    batch number) decide.
     """
     if len(sizes) == 1:
         return sizes[0]
@@ -76,8 +76,8 @@ def seed_batch(seed: int, epoch: int, number: int, rank: int = 0) -> None:
 
 
 def share(keys: Sequence[Item], rank: int, size: int, *, pairs: bool) -> list[Item]:
-    """The part of a batch that one of several processes takes; the parts are disjoint and together
-    are the batch.
+    """Return the part of a batch that one of several processes takes; the parts are disjoint and
+    together are the batch.
 
     Args:
         keys: of the batch, in its order.
@@ -109,8 +109,8 @@ def collate(samples: list) -> tuple[torch.Tensor, torch.Tensor, list[Unreadable]
 
 
 def start_worker(_: int) -> None:
-    """One thread per worker; Ctrl-C is for the main process to handle, and SIGTERM is no failure of
-    the worker's.
+    """Give a worker one thread, leave Ctrl-C to the main process, and let SIGTERM end the worker
+    without a word.
     """
     cv2.setNumThreads(0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -118,8 +118,8 @@ def start_worker(_: int) -> None:
 
 
 class _BatchKeys:
-    """The keys of the batches of an epoch; set ``epoch`` and ``start`` before iterating. Without a
-    seed: in the data set's order.
+    """Yield the keys of the batches of an epoch, once ``epoch`` and ``start`` are set; without a
+    seed in the data set's order.
     """
 
     def __init__(self, length: int, batch_size: int, sizes: tuple[int, ...], seed: int | None):
@@ -144,7 +144,7 @@ class _BatchKeys:
 
 
 class _Batches:
-    """What training and evaluation share: the loader, and the images left out, whose paths are
+    """Hold what training and evaluation share: the loader, and the paths of the images left out,
     ``unreadable``.
     """
 
@@ -179,18 +179,18 @@ class _Batches:
         weakref.finalize(self, self._loader.clear)
 
     def __len__(self):
-        """Batches, the last incomplete one included."""
+        """Count the batches, the last incomplete one included."""
         return len(self._keys)
 
     def divide(self, rank: int, size: int, *, pairs: bool = False) -> None:
-        """Give but the part of each batch that one of ``size`` processes takes, as
-        ``share`` divides it.
+        """Give only the part of each batch that one of ``size`` processes takes, as ``share``
+        divides it.
         """
         self._keys.part = partial(share, rank=rank, size=size, pairs=pairs)
 
     @property
     def left_out(self) -> int:
-        """How many unreadable images have been left out so far."""
+        """Count the unreadable images that have been left out so far."""
         return len(self.unreadable)
 
     def _iterate(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -200,7 +200,7 @@ class _Batches:
             yield images, labels
 
     def _loaded(self) -> Iterator[tuple]:
-        """What the loader gives; a worker that dies while it hands over a batch is an error as
+        """Yield the loader's batches; a worker that dies while it hands one over is an error as
         torch tells others.
         """
         try:
@@ -220,13 +220,13 @@ class _Batches:
 
 
 class TrainBatches(_Batches):
-    """Batches of training images in an order that is drawn anew for each epoch; ``len()`` batches
-    per epoch.
+    """Give batches of training images in an order that is drawn anew for each epoch; ``len()`` is
+    the batches of one.
     """
 
     def epoch(self, number: int, *, start: int = 0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Images uint8 ``[B, C, H, W]``, all of one size per batch, and labels int64 ``[B]``, of
-        epoch ``number``.
+        """Yield the batches of epoch ``number``: images uint8 ``[B, C, H, W]``, all of one size per
+        batch, and labels int64 ``[B]``.
 
         Args:
             number: of the epoch, from 0.
@@ -242,8 +242,8 @@ class TrainBatches(_Batches):
 
 
 class EvalBatches(_Batches):
-    """Every image once, in the data set's order; raises and warns as ``TrainBatches.epoch``
-    does.
+    """Give every image once, in the data set's order, with the errors and warnings of
+    ``TrainBatches.epoch``.
     """
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

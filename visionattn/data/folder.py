@@ -86,7 +86,7 @@ def open_images(
 def _complete(
     parts: dict[str, _Part], names: list[str], root: str, val_fraction: float, seed: int
 ) -> dict[str, _Part]:
-    """Check that the classes of all splits are those of ``train``; hold out a validation split
+    """Check that the classes of all splits are those of ``train``, and hold out a validation split
     where there is none.
     """
     train = parts.get("train")
@@ -110,7 +110,7 @@ def _complete(
 
 
 def _open_folder(root: Path) -> tuple[dict[str, _Part], list[str]]:
-    """Class folders below the folder of each split, or below ``root`` itself."""
+    """Open class folders below the folder of each split, or below ``root`` itself."""
     folders = {
         split: root / name
         for split, names in SPLIT_NAMES.items()
@@ -130,8 +130,8 @@ def _open_folder(root: Path) -> tuple[dict[str, _Part], list[str]]:
 
 
 def _list_classes(folder: Path) -> dict[str, list[str]]:
-    """Paths of the images of each class folder, at any depth; classes and paths in natural
-    order.
+    """List the paths of the images of each class folder, at any depth; classes and paths stand in
+    natural order.
     """
     classes = sorted(
         (path.name for path in folder.iterdir() if path.is_dir() and path.name[0] != "."),
@@ -158,12 +158,14 @@ def _list_classes(folder: Path) -> dict[str, list[str]]:
 
 
 def _reraise(error: OSError) -> None:
-    """For ``os.walk``, which by itself takes a folder that it cannot read for an empty one."""
+    """Raise what ``os.walk`` passes on; by itself it takes a folder that it cannot read for an
+    empty one.
+    """
     raise error
 
 
 def _way_out(root: str) -> str:
-    """What to do with a tar that timm's reader, which goes by the name, would not take."""
+    """Say what to do with a tar that timm's reader, which goes by the name, would not take."""
     try:
         tarfile.open(root, "r:").close()
     except tarfile.ReadError:
@@ -175,8 +177,8 @@ def _way_out(root: str) -> str:
 
 
 def _open_tar(root: str) -> tuple[dict[str, _Part], list[str]]:
-    """timm's reader of tars; a class is the folder that an image lies in, a split the first folder
-    of its path.
+    """Open a tar with timm's reader; a class is the folder that an image lies in, a split the first
+    folder of its path.
     """
     try:
         reader = ReaderImageInTar(root)
@@ -204,7 +206,7 @@ def require(package: str, root: str) -> None:
 
 
 def _open_table(root: str) -> tuple[dict[str, _Part], list[str]]:
-    """timm's reader of Hugging Face data sets, with the columns ``image`` and ``label``."""
+    """Open a Hugging Face data set with timm's reader, by the columns ``image`` and ``label``."""
     require("datasets", root)
     import datasets
 

@@ -180,8 +180,8 @@ class ImageDataset(Dataset):
 
 
 def decode(file: BinaryIO, mode: Literal["L", "RGB"]) -> np.ndarray:
-    """Pixels of an encoded image (its first frame): uint8 ``[H, W, 1]`` for grey ("L"),
-    ``[H, W, 3]`` for "RGB".
+    """Decode the first frame of an encoded image: uint8 ``[H, W, 1]`` for grey ("L"), ``[H, W, 3]``
+    for "RGB".
 
     Of 16 bits of grey the upper 8 are kept, as Pillow does with 16 bits of colour; transparency is
     dropped.

@@ -139,7 +139,7 @@ def _allow_augment(config: DataConfig, *allowed: str) -> None:
 
 
 def _augment(config: DataConfig, *allowed: str, **options) -> Augmentation | None:
-    """The pipeline that ``config`` names, which must be one of ``allowed``."""
+    """Return the pipeline that ``config`` names, which must be one of ``allowed``."""
     _allow_augment(config, *allowed)
     if config.augment == "none":
         return None

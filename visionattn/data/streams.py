@@ -44,12 +44,12 @@ class Shards:
         return sum(self.shard_lengths)
 
     def order_seed(self, epoch: int) -> int:
-        """What timm's reader seeds its shuffling with."""
+        """Return the seed of the shuffling of timm's reader."""
         return int(np.random.SeedSequence((self.seed, ORDER_STREAM, epoch)).generate_state(1)[0])
 
     def reader(self, batch_size: int, epoch: int):
-        """timm's reader; in training it shuffles, and repeats images to fill the last batch of each
-        worker.
+        """Make timm's reader; in training it shuffles, and repeats images to fill the last batch of
+        each worker.
         """
         return create_reader(
             "wds/",
@@ -121,7 +121,7 @@ def _split_info(place: str, name: str):
 
 
 class _ShardBatches(IterableDataset):
-    """The batches of one epoch, made by each worker of its own shards."""
+    """Yield the batches of one epoch, which each worker makes of its own shards."""
 
     def __init__(self, shards: Shards, batch_size: int, sizes: tuple[int, ...], epoch: int):
         self.shards, self.batch_size = shards, batch_size
@@ -156,7 +156,7 @@ def _as_is(batch):
 
 
 class _StreamBatches:
-    """What training and evaluation share. No more workers than shards."""
+    """Hold what training and evaluation share; there are no more workers than shards."""
 
     def __init__(self, shards: Shards, workers: int, *, batch_size: int, sizes: tuple[int, ...]):
         self.shards, self.batch_size = shards, batch_size
@@ -196,7 +196,7 @@ class _StreamBatches:
 
 
 class StreamTrainBatches(_StreamBatches):
-    """As ``batches.TrainBatches``."""
+    """Give batches of a stream as ``batches.TrainBatches`` gives those of numbered images."""
 
     def __len__(self):
         """Batches per epoch; each is full, by repeating images."""
@@ -204,8 +204,8 @@ class StreamTrainBatches(_StreamBatches):
         return workers * math.ceil(math.ceil(len(self.shards) / workers) / self.batch_size)
 
     def epoch(self, number: int, *, start: int = 0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Images uint8 ``[B, C, H, W]``, all of one size per batch, and labels int64 ``[B]``, of
-        epoch ``number``.
+        """Yield the batches of epoch ``number``: images uint8 ``[B, C, H, W]``, all of one size per
+        batch, and labels int64 ``[B]``.
 
         A stream has no other way to batch ``start`` than through those before it, which are read
         and dropped.
@@ -214,7 +214,9 @@ class StreamTrainBatches(_StreamBatches):
 
 
 class StreamEvalBatches(_StreamBatches):
-    """As ``batches.EvalBatches``: every image once; the order depends on the number of workers."""
+    """Give every image once, as ``batches.EvalBatches`` does; the order depends on the number of
+    workers.
+    """
 
     def __len__(self):
         """Batches, where no image is unreadable."""

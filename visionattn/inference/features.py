@@ -242,7 +242,7 @@ class Extraction:
             self.begun = True
 
     def _keeps_old(self) -> bool:
-        """Whether old features are still there that new ones are to replace."""
+        """Tell whether old features are still there that new ones are to replace."""
         return self.options.overwrite and not self.begun and bool(shard_paths(self.folder))
 
     def _stopped(self) -> str:
@@ -271,7 +271,9 @@ class Extraction:
 
 
 def _error_of(row: dict[str, Any], text: str) -> Exception:
-    """The text with what came of an image, as the error of too little memory where that is it."""
+    """Make an error of the text and what came of an image; it is that of too little memory where
+    that is the reason.
+    """
     error = OutOfMemory if row["status"] == "oom" else ValueError
     return error(f"{text}; the first: {row['path']}: {row['reason']}")
 

@@ -145,12 +145,14 @@ def _order(path: str) -> tuple[list, str]:
 
 
 def _reraise(error: OSError) -> None:
-    """For ``os.walk``, which by itself takes a folder that it cannot read for an empty one."""
+    """Raise what ``os.walk`` passes on; by itself it takes a folder that it cannot read for an
+    empty one.
+    """
     raise error
 
 
 def _in_list(path: str) -> list[str]:
-    """Lines that are not empty; paths are relative to the current folder."""
+    """Return the lines of a list that are not empty; paths are relative to the current folder."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
@@ -162,7 +164,7 @@ def _in_list(path: str) -> list[str]:
 
 
 def _state_of(path: str) -> tuple[int, ...]:
-    """Size and time of the last change of a file; nothing where there is none."""
+    """Return the size of a file and the time of its last change; nothing where there is no file."""
     try:
         state = os.stat(path)
     except OSError:
@@ -171,7 +173,7 @@ def _state_of(path: str) -> tuple[int, ...]:
 
 
 def digest_of(parts: Sequence[object] | Iterator[object]) -> str:
-    """SHA-256 of what parts are, bytes as they are and other things as ``repr`` writes them."""
+    """Return the SHA-256 of parts: bytes as they are and other things as ``repr`` writes them."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(part if isinstance(part, bytes) else repr(part).encode() + b"\n")
@@ -179,7 +181,7 @@ def digest_of(parts: Sequence[object] | Iterator[object]) -> str:
 
 
 def printable(text: str) -> str:
-    """A text with a path in it, for a stream of UTF-8: bytes of file names that are not are
-    question marks.
+    """Make a text with a path in it fit for a stream of UTF-8: bytes that are none become question
+    marks.
     """
     return text.encode("utf-8", "replace").decode()

@@ -60,8 +60,8 @@ class Opened:
     """Where its weights are from, as lines for people."""
 
     def identity(self) -> dict[str, Any]:
-        """What decides its outputs, as JSON types: name, arguments, images, a digest of its
-        weights, the kind of device.
+        """Return what decides the model's outputs, as JSON types: name, arguments, images, a digest
+        of its weights, the kind of device.
         """
         spec = asdict(self.spec)
         tensors = sorted(self.model.state_dict().items())
@@ -133,7 +133,7 @@ def open_model(options: InferenceOptions, *, classifies: bool) -> Opened:
 
 
 def _description(path: str) -> dict[str, str] | None:
-    """What a file of ours says of its model; None for weights of other projects.
+    """Return what a file of ours says of its model; None for weights of other projects.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -176,7 +176,7 @@ def _free_size(
 def _by_name(
     options: InferenceOptions, classifies: bool
 ) -> tuple[nn.Module, dict[str, Any], DataSpec, Sequence[str]]:
-    """Build by name, with weights from a file, from timm, or at random."""
+    """Build a model by name, with weights from a file, from timm, or at random."""
     if not options.model:
         raise ValueError(
             f"{options.checkpoint} does not say whose weights these are; name the model with "
@@ -227,12 +227,14 @@ def _check_seed(options: InferenceOptions) -> None:
 
 
 def _classifiers(cfg: PretrainedCfg) -> tuple[str, ...]:
-    """Names of a model's last layers."""
+    """Return the names of a model's last layers."""
     return (cfg.classifier,) if isinstance(cfg.classifier, str) else tuple(cfg.classifier or ())
 
 
 def _spec_of(cfg: PretrainedCfg, given: dict[str, Tensor]) -> DataSpec:
-    """What timm says of a model's images, with the channels and classes that a state dict has."""
+    """Return what timm says of a model's images, with the channels and classes that a state dict
+    has.
+    """
     channels, height, width = cfg.input_size
     classes = next(
         (len(given[f"{name}.weight"]) for name in _classifiers(cfg) if f"{name}.weight" in given),

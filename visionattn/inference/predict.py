@@ -54,8 +54,8 @@ class Prediction:
     probabilities: tuple[float, ...]
 
     def flat(self, top_k: int) -> dict[str, Any]:
-        """A row of CSV: ``FIELDS``, then ``class_1``, ``probability_1`` and so on; None where there
-        is nothing.
+        """Return a row of CSV: ``FIELDS``, then ``class_1``, ``probability_1`` and so on; None
+        where there is nothing.
         """
         row = {name: getattr(self.outcome, name) for name in FIELDS}
         for i in range(top_k):
@@ -65,13 +65,13 @@ class Prediction:
         return row
 
     def nested(self) -> dict[str, Any]:
-        """A row of JSON: ``FIELDS`` and ``classes``, a list of ``{"class", "probability"}``."""
+        """Return a row of JSON: ``FIELDS`` and ``classes``, a list of class and probability."""
         pairs = zip(self.classes, self.probabilities, strict=True)
         listed = [{"class": name, "probability": probability} for name, probability in pairs]
         return {name: getattr(self.outcome, name) for name in FIELDS} | {"classes": listed}
 
     def cells(self) -> list[str | None]:
-        """A row for people: path, then the classes, or the reason."""
+        """Return a row for people: the path, then the classes, or the reason."""
         path = printable(self.outcome.path)
         if self.outcome.value is None:
             return [path, printable(f"{self.outcome.status}: {self.outcome.reason}")]
@@ -191,7 +191,7 @@ class Predictor:
 
 
 def _write_csv(file: TextIO, predictions: Iterator[Prediction], top_k: int) -> None:
-    """A row per image."""
+    """Write a row per image as CSV."""
     columns = [
         *FIELDS,
         *(f"{what}_{i + 1}" for i in range(top_k) for what in ("class", "probability")),
@@ -202,7 +202,7 @@ def _write_csv(file: TextIO, predictions: Iterator[Prediction], top_k: int) -> N
 
 
 def _write_json(file: TextIO, predictions: Iterator[Prediction], about: dict[str, Any]) -> None:
-    """``{"provenance": ..., "rows": [...]}``, a row per line."""
+    """Write ``{"provenance": ..., "rows": [...]}``, a row per line."""
     file.write(f'{{"provenance": {json.dumps(about)},\n"rows": [')
     separator = "\n"
     for prediction in predictions:

@@ -47,7 +47,7 @@ class ProbeResult:
     """Images of either kind that have no features."""
 
     def lines(self) -> list[str]:
-        """For people."""
+        """Put the result into lines for people."""
         note = "" if self.converged else f" (not converged after {STEPS} steps)"
         lines = [
             f"linear probe {100 * self.linear:.2f} %{note}, kNN (k = {self.neighbours}) "

@@ -45,7 +45,7 @@ class Sizing:
     """To whole patches by repeating the last row and column, or by cropping the centre."""
 
     def apply(self, image: np.ndarray) -> np.ndarray:
-        """uint8 ``[H, W, C]`` to the same of another size.
+        """Bring an image, uint8 ``[H, W, C]``, to the size that a model takes.
 
         Raises:
             ValueError: nothing is left after cropping.

@@ -46,19 +46,19 @@ class Outcome:
 
 
 def pooled(model: nn.Module, inputs: Tensor) -> Tensor:
-    """Features before the classifier, ``[B, D]``."""
+    """Return the features before the classifier, ``[B, D]``."""
     return model.forward_head(model.forward_features(inputs), pre_logits=True)
 
 
 def last_map(model: nn.Module, inputs: Tensor) -> Tensor:
-    """The last feature map, after the final norm where there is one, ``[B, D, H, W]``."""
+    """Return the last feature map, after the final norm where there is one, ``[B, D, H, W]``."""
     return model.forward_intermediates(
         inputs, indices=1, norm=True, output_fmt="NCHW", intermediates_only=True
     )[-1]
 
 
 def logits(model: nn.Module, inputs: Tensor) -> Tensor:
-    """Outputs per class, ``[B, num_classes]``."""
+    """Return the outputs per class, ``[B, num_classes]``."""
     return model(inputs)
 
 
@@ -81,8 +81,8 @@ def batch_samples(samples: Iterator[Sample], batch_size: int) -> Iterator[list[S
 def read_ahead(
     images: ReadImages, start: int, *, batch_size: int, workers: int
 ) -> Iterator[Sample]:
-    """Samples from number ``start`` on, in order, read by processes that stay a bounded number of
-    images ahead.
+    """Yield samples from number ``start`` on, in order, read by processes that stay a bounded
+    number of images ahead.
 
     At one size that is two batches, else one image per process.
 
@@ -104,7 +104,7 @@ def read_ahead(
 
 
 def _is_of_a_dead_worker(error: BaseException) -> bool:
-    """torch raises this from a signal handler, so that it can come up at any place."""
+    """Tell whether torch's signal handler raised the error, which can come up at any place."""
     return isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker")
 
 
@@ -205,8 +205,8 @@ def _outcome(
 def _outputs(
     opened: Opened, images: Tensor, compute: Compute, amp: str, dtype: torch.dtype
 ) -> list[Tensor | None]:
-    """One output per image of uint8 ``[B, C, H, W]``, on the CPU; None where memory is too small
-    for it alone.
+    """Return one output per image of uint8 ``[B, C, H, W]``, on the CPU; None where memory is too
+    small for it alone.
     """
     try:
         with torch.inference_mode(), autocast(opened.device, amp):

@@ -77,8 +77,8 @@ class Pending:
         return len(self.rows)
 
     def add(self, outcomes: list[Outcome]) -> None:
-        """Images that follow. Their features are copied: as parts of a batch they would hold all of
-        it.
+        """Take the images that follow. Their features are copied: as parts of a batch they would
+        hold all of it.
         """
         for outcome in outcomes:
             row = {name: getattr(outcome, name) for name in FROM_OUTCOME} | dict.fromkeys(PLACE)
@@ -96,8 +96,8 @@ class Pending:
             self.bytes += 0 if outcome.value is None else outcome.value.nbytes
 
     def is_full(self, images: int, most_bytes: int) -> bool:
-        """Whether it holds so many images, or features of so many bytes, or all the rows that a
-        head takes.
+        """Tell whether the shard holds so many images, or features of so many bytes, or all the
+        rows that a head takes.
         """
         return len(self) >= images or self.bytes >= most_bytes or self.head_bytes >= HEAD_BYTES
 
@@ -122,12 +122,12 @@ class Pending:
 
 
 def shard_path(folder: Path, number: int) -> Path:
-    """Where a shard lies."""
+    """Return the path of a shard."""
     return folder / f"features-{number:05d}.safetensors"
 
 
 def shard_paths(folder: Path) -> list[Path]:
-    """Files that are shards by their names, in order."""
+    """List the files that are shards by their names, in order."""
     found = (path for path in folder.glob("features-*") if SHARD.fullmatch(path.name))
     return sorted(found, key=lambda path: (_number(path), path.name))
 
@@ -137,8 +137,8 @@ def _number(path: Path) -> int:
 
 
 def read_shard(path: Path) -> tuple[Shard, dict[str, Any]] | None:
-    """The rows and the identity of a shard, without its tensors; None where it is missing or cut
-    off.
+    """Read the rows and the identity of a shard, without its tensors; None where it is missing or
+    cut off.
 
     Raises:
         ValueError: a whole safetensors file, but not one of features.
@@ -201,7 +201,7 @@ def _is_unfinished(path: Path) -> bool:
 
 
 def whole_shards(folder: Path, identity: dict[str, Any]) -> list[Shard]:
-    """The shards of an earlier run, from the first image on without a gap.
+    """List the shards of an earlier run, from the first image on without a gap.
 
     Raises:
         ValueError: some are of other features; the line names the first difference.
@@ -243,7 +243,7 @@ def delete_from(folder: Path, number: int) -> None:
 
 
 def rows_of(folder: Path) -> Iterator[dict[str, Any]]:
-    """The rows of all shards, in order, a shard at a time in memory."""
+    """Yield the rows of all shards, in order, with one shard at a time in memory."""
     for path in shard_paths(folder):
         read = read_shard(path)
         if read is None:
@@ -265,8 +265,8 @@ def write_index(folder: Path) -> Path:
 
 
 def read_pooled(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Path and features ``[D]`` of each image that has some, in order, a shard at a time in
-    memory.
+    """Yield the path and the features ``[D]`` of each image that has some, in order, with one shard
+    at a time in memory.
     """
     for path in shard_paths(folder):
         read = read_shard(path)

@@ -193,7 +193,7 @@ def load_model(path: str | Path, *, device: str | torch.device = "cpu") -> nn.Mo
 
 
 def describe_args(args: dict[str, Any]) -> str:
-    """Arguments as they are written in a call."""
+    """Write arguments as they stand in a call."""
     return ", ".join(f"{key}={value!r}" for key, value in args.items()) or "none"
 
 
@@ -217,7 +217,7 @@ def describe_misfit(given: dict[str, Tensor], wanted: dict[str, Tensor]) -> str:
 
 
 def read_safetensors(path: str | Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """Metadata and tensors of a safetensors file, on the CPU.
+    """Read the metadata and the tensors of a safetensors file, on the CPU.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -231,7 +231,7 @@ def read_safetensors(path: str | Path) -> tuple[dict[str, str], dict[str, Tensor
 
 
 def read_metadata(path: str | Path) -> dict[str, str]:
-    """Metadata of a safetensors file, read off its head without the tensors.
+    """Read the metadata of a safetensors file off its head, without the tensors.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -246,7 +246,7 @@ def read_metadata(path: str | Path) -> dict[str, str]:
 
 
 def existing(path: str | Path) -> Path:
-    """The path of a file that is there and may be read.
+    """Return the path of a file that is there and may be read.
 
     Raises:
         FileNotFoundError, PermissionError: it is not, or may not.
@@ -259,14 +259,14 @@ def existing(path: str | Path) -> Path:
 
 
 def open_safetensors(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """Metadata and tensors; raises ``SafetensorError`` for any other file."""
+    """Read metadata and tensors; raises ``SafetensorError`` for any other file."""
     with safe_open(path, framework="pt") as file:
         names = file.keys()
         return file.metadata() or {}, {name: file.get_tensor(name) for name in names}
 
 
 def explain_safetensors(path: Path, error: SafetensorError) -> ValueError:
-    """The error of a file that safetensors could not read."""
+    """Make the error of a file that safetensors could not read."""
     if is_pickle(path):
         return ValueError(
             f"{path} is a pickle of torch.save, not a safetensors file; give the best.safetensors "
@@ -278,7 +278,7 @@ def explain_safetensors(path: Path, error: SafetensorError) -> ValueError:
 
 
 def is_pickle(path: Path) -> bool:
-    """Whether a file that safetensors cannot read is a whole pickle, alone or in torch's zip.
+    """Tell whether a file that safetensors cannot read is a whole pickle, alone or in torch's zip.
 
     Its first bytes do not tell, since those of a safetensors file are the length of its head, which
     may be any number. So this follows the pickle to its end, which runs nothing of it.
@@ -296,7 +296,8 @@ def is_pickle(path: Path) -> bool:
 
 
 def read_pickle(path: str | Path) -> Any:
-    """What ``torch.save`` wrote, on the CPU, provided that reading it runs no code of the file.
+    """Read what ``torch.save`` wrote, on the CPU, provided that reading it runs no code of the
+    file.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -332,7 +333,7 @@ def read_pickle(path: str | Path) -> Any:
 
 
 def is_safetensors(path: Path) -> bool:
-    """Whether the head of a safetensors file can be read."""
+    """Tell whether the head of a safetensors file can be read."""
     try:
         with safe_open(path, framework="pt"):
             return True
@@ -341,7 +342,7 @@ def is_safetensors(path: Path) -> bool:
 
 
 def read_state_dict(path: str | Path) -> dict[str, Tensor]:
-    """The tensors of any weight file, whatever its name.
+    """Read the tensors of any weight file, whatever its name.
 
     It is a safetensors file, or a pickle with a state dict in it, also nested as timm and others
     do. What data parallelism and ``torch.compile`` put before every name is taken off.
@@ -365,7 +366,7 @@ def read_state_dict(path: str | Path) -> dict[str, Tensor]:
 
 
 def _read_other(path: Path, error: SafetensorError) -> Any:
-    """What ``torch.save`` wrote; an error that names both formats for a file that is of neither."""
+    """Read what ``torch.save`` wrote; the error for a file of neither format names both."""
     try:
         return read_pickle(path)
     except ValueError as second:
@@ -378,7 +379,7 @@ def _read_other(path: Path, error: SafetensorError) -> Any:
 
 
 def _tensors_in(content: Any) -> dict[str, Tensor]:
-    """The tensors by name of a state dict: the one that lies deepest under the usual keys."""
+    """Find the tensors by name in a state dict: those that lie deepest under the usual keys."""
     if not isinstance(content, dict):
         return {}
     for key in ("ema", "state_dict_ema", "model_ema", "model", "state_dict", "module"):

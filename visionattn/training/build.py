@@ -115,7 +115,7 @@ def check_img_size(model: nn.Module, sizes: Iterable[int]) -> None:
 
 
 def pick_device(name: str) -> torch.device:
-    """The device by name; ``auto`` takes a GPU where there is one.
+    """Return the device of that name; ``auto`` takes a GPU where there is one.
 
     Raises:
         ValueError: no such device here.

@@ -85,7 +85,7 @@ def check_sums(path: Path) -> None:
 
 
 def read_state(path: str | Path) -> dict[str, Any]:
-    """What ``save_state`` wrote, on the CPU.
+    """Read what ``save_state`` wrote, on the CPU.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -115,7 +115,7 @@ def check_state(state: dict[str, Any], path: str | Path, model: nn.Module, name:
 
 
 def random_state() -> dict[str, Any]:
-    """The state of every global generator, as plain tensors and plain types."""
+    """Return the state of every global generator, as plain tensors and plain types."""
     kind, keys, position, has_gauss, cached = np.random.get_state()
     version, internal, gauss = random.getstate()
     return {
@@ -153,7 +153,7 @@ class Placement:
     """Names in the file that found no place."""
 
     def lines(self) -> list[str]:
-        """A compact list for people."""
+        """Put the placement into a compact list for people."""
         head = (
             f"{len(self.placed)} of {len(self.placed) + len(self.missing)} tensors start from "
             f"{self.source}"
@@ -170,7 +170,7 @@ class Placement:
 
 
 def shorten(names: list[str], most: int = 12) -> str:
-    """Names in a row, those that differ in the block's number alone as one:
+    """Write names in a row, those that differ in the block's number alone as one:
     ``blocks.{0-11}.attn.table``.
     """
     groups: dict[str, list[int]] = {}
@@ -269,8 +269,8 @@ def filter_checkpoint(given: dict[str, Tensor], model: nn.Module, name: str) -> 
 
 
 def adapt_channels(weight: Tensor, channels: int) -> Tensor:
-    """Filters for another number of input channels: summed for one, repeated and rescaled for more
-    than three.
+    """Adapt filters to another number of input channels: summed for one, repeated and rescaled for
+    more than three.
     """
     if weight.shape[1] == 1:
         return weight.repeat(1, channels, 1, 1) / channels
@@ -278,5 +278,5 @@ def adapt_channels(weight: Tensor, channels: int) -> Tensor:
 
 
 def shape(tensor: Tensor) -> str:
-    """E.g. ``192x3x16x16``."""
+    """Write the shape of a tensor, e.g. ``192x3x16x16``."""
     return "x".join(map(str, tensor.shape))

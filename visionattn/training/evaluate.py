@@ -36,7 +36,7 @@ class Evaluation:
 
 
 def autocast(device: torch.device, amp: str):
-    """The context of mixed precision: ``amp`` is ``none``, ``bf16`` or ``fp16``."""
+    """Return the context of mixed precision: ``amp`` is ``none``, ``bf16`` or ``fp16``."""
     return nullcontext() if amp == "none" else torch.autocast(device.type, dtype=AMP_DTYPES[amp])
 
 
@@ -88,8 +88,8 @@ def _sums(
     amp: str,
     depth: int,
 ) -> tuple[float, ...]:
-    """Images, the sums of their losses, hits and hits among the ``depth`` largest outputs, and
-    images per second.
+    """Count images, and sum their losses, hits and hits among the ``depth`` largest outputs; the
+    last value is images per second.
     """
     images_seen, seconds = 0, 0.0
     first_seconds, first_images = 0.0, 0

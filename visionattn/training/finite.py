@@ -58,8 +58,8 @@ def first_non_finite(model: nn.Module, run: Callable[[], Any]) -> str | None:
 
 
 def name_fault(model: nn.Module, runs: Iterable[Callable[[], Any]]) -> str:
-    """What is at fault for a step without finite values: the first place in a forward pass, or else
-    a gradient.
+    """Name what is at fault for a step without finite values: the first place in a forward pass, or
+    else a gradient.
 
     Args:
         model: the module, with the gradients of the step.
@@ -81,7 +81,7 @@ def name_fault(model: nn.Module, runs: Iterable[Callable[[], Any]]) -> str:
 
 
 def all_finite(value: Any) -> bool:
-    """Whether all floating-point tensors in a value, also within tuples, lists and dicts, are
+    """Tell whether all floating-point tensors in a value, also within tuples, lists and dicts, are
     finite.
     """
     if isinstance(value, Tensor):

@@ -85,15 +85,17 @@ class Learner:
 
     @property
     def evaluated(self) -> nn.Module:
-        """The weights that are evaluated and kept: the averaged ones where there is an average."""
+        """Return the weights that are evaluated and kept: the averaged ones where there is an
+        average.
+        """
         return self.ema.module if self.ema else self.model
 
     def images_of(self, group: list[Batch]) -> int:
-        """Readable images of some batches, over all processes."""
+        """Count the readable images of some batches, over all processes."""
         return int(self.processes.sum(sum(len(labels) for _, labels in group))[0])
 
     def step(self, group: list[Batch]) -> tuple[float, float, bool]:
-        """One optimiser step on the images of some batches.
+        """Do one optimiser step on the images of some batches.
 
         Each loss is divided by the images of the whole group, so the gradient is that of their
         mean, however they are batched and divided over processes.
@@ -138,23 +140,23 @@ class Learner:
         return loss_value, norm_value, applied
 
     def stand_in(self) -> Batch:
-        """A batch of one image, for a process that has none."""
+        """Return a batch of one image, for a process that has none."""
         size, channels = self.config.data.img_size, 1 if self.spec.encoding else self.spec.in_chans
         return torch.zeros(1, channels, size, size, dtype=torch.uint8), torch.zeros(
             1, dtype=torch.int64
         )
 
     def inputs(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """The model's input on its device, mixed if so configured, and the targets: classes or
-        shares of classes.
+        """Return the model's input on its device, mixed if so configured, and the targets: classes
+        or shares of classes.
         """
         labels = labels.to(self.device, non_blocking=True)
         inputs = self.spec.prepare(images.to(self.device, non_blocking=True))
         return (inputs, labels) if self.mix is None else mix_batch(self.mix, inputs, labels)
 
     def at_fault(self, group: list[Batch]) -> str:
-        """The first module with values that are not finite, when the batches of a step run once
-        more, mixed alike.
+        """Name the first module with values that are not finite, when the batches of a step run
+        once more, mixed alike.
         """
         model = self.spread.whole(self.model, gradients=True)
 
@@ -169,11 +171,13 @@ class Learner:
         return min(faults, key=lambda fault: fault.startswith(("the gradient", "nothing")))
 
     def learning_rate(self) -> float:
-        """The rate of the next step, of the group with the highest one."""
+        """Return the rate of the next step, of the group with the highest one."""
         return max(group["lr"] for group in self.optimizer.param_groups)
 
     def weights(self) -> dict[str, Any]:
-        """What steps change, in plain types and whole tensors, however many processes there are."""
+        """Return what steps change, in plain types and whole tensors, however many processes there
+        are.
+        """
         return {
             "model": whole_tensors(self.model.state_dict()),
             "ema": whole_tensors(self.ema.module.state_dict()) if self.ema else None,
@@ -182,7 +186,7 @@ class Learner:
         }
 
     def load_weights(self, state: dict[str, Any]) -> None:
-        """Take those of ``weights()``.
+        """Take what ``weights()`` gave.
 
         Raises:
             ValueError: they are of another optimiser.

@@ -19,7 +19,7 @@ from visionattn.training.evaluate import autocast
 
 
 class OptimizerStep:
-    """The step by which a model learns: forward, loss, backward, clipping and update.
+    """Do the step by which a model learns: forward, loss, backward, clipping and update.
 
     ``step.add_gradients(model, inputs, targets)`` for each batch, then ``step.update()``; what
     stands between the two in a training is in ``learner.py``.
@@ -101,8 +101,8 @@ class OptimizerStep:
 
 
 def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
-    """AdamW or LAMB; one-dimensional parameters and those of ``model.no_weight_decay()`` do not
-    decay.
+    """Make AdamW or LAMB; one-dimensional parameters and those of ``model.no_weight_decay()`` do
+    not decay.
     """
     return create_optimizer_v2(
         model,
@@ -116,8 +116,8 @@ def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimiz
 def make_scheduler(
     optimizer: torch.optim.Optimizer, config: OptimConfig, epochs: int, steps_per_epoch: int
 ) -> CosineLRScheduler:
-    """Linear warm-up from ``warmup_lr`` to ``lr``, then a cosine to ``min_lr``; a function of the
-    step alone.
+    """Make the schedule: linear warm-up from ``warmup_lr`` to ``lr``, then a cosine to ``min_lr``;
+    the step alone decides it.
     """
     warmup_steps = min(round(config.warmup_epochs * steps_per_epoch), epochs * steps_per_epoch - 1)
     return CosineLRScheduler(
@@ -152,8 +152,8 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict) -> None:
 
 
 def make_criterion(config: OptimConfig) -> Callable[[Tensor, Tensor], Tensor]:
-    """Mean cross-entropy of logits ``[B, classes]`` and targets: shares of classes in mixed
-    batches, else classes.
+    """Make the mean cross-entropy of logits ``[B, classes]`` and targets: shares of classes in
+    mixed batches, else classes.
     """
     if config.mixup or config.cutmix:
         return SoftTargetCrossEntropy()
@@ -165,7 +165,7 @@ def make_criterion(config: OptimConfig) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def make_mixup(config: OptimConfig, num_classes: int) -> Mixup | None:
-    """Mixup, cutmix, or for each batch one of the two; None where both are off."""
+    """Make mixup, cutmix, or for each batch one of the two; None where both are off."""
     if not (config.mixup or config.cutmix):
         return None
     return Mixup(

@@ -23,7 +23,7 @@ from visionattn.training.config import TrainConfig
 
 
 def choose_kind(config: TrainConfig, size: int) -> Literal["ddp", "fsdp"] | None:
-    """How the processes of a run hold its model; None for one process.
+    """Choose how the processes of a run hold its model; None for one process.
 
     Raises:
         ValueError: there is but one process, not started by ``torchrun``, or there are more than
@@ -119,8 +119,8 @@ class Spread:
 
     @contextmanager
     def summing(self, last: bool) -> Iterator[None]:
-        """Forward and backward of one batch of a step; the processes' gradients are averaged after
-        the last one.
+        """Surround forward and backward of one batch of a step; the processes' gradients are
+        averaged after the last one.
         """
         if self.kind is None:
             yield
@@ -151,13 +151,14 @@ class Spread:
                 )
 
     def total(self, value: Tensor) -> Tensor:
-        """The sum of a value over all processes, on its device."""
+        """Sum a value over all processes, on its device."""
         if self.kind:
             distributed.all_reduce(value)
         return value
 
     def whole(self, module: nn.Module, *, gradients: bool = False) -> nn.Module:
-        """The module with whole tensors, to evaluate or to keep: itself, or a copy if it is cut.
+        """Return the module with whole tensors, to evaluate or to keep: itself, or a copy if it is
+        cut.
 
         All processes must call it.
 
@@ -181,21 +182,21 @@ class Spread:
 
 
 def stages(model: nn.Module) -> list[nn.Module]:
-    """The parts of a model whose parameters FSDP gathers in turn: the blocks of a transformer, the
-    stages of others.
+    """Return the parts of a model whose parameters FSDP gathers in turn: the blocks of a
+    transformer, the stages of others.
     """
     found = getattr(model, "blocks", None) or getattr(model, "stages", None) or []
     return [stage for stage in found if next(stage.parameters(), None) is not None]
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:
-    """The tensor, gathered if it is cut; all processes must call it."""
+    """Return the tensor, gathered if it is cut; all processes must call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def whole_tensors(state: Any) -> Any:
-    """The same state of nested dicts and lists, its cut tensors gathered on the CPU; all processes
-    must call it.
+    """Return the same state of nested dicts and lists with its cut tensors gathered on the CPU; all
+    processes must call it.
     """
     if isinstance(state, DTensor):
         return whole_tensor(state).cpu()
@@ -205,7 +206,7 @@ def whole_tensors(state: Any) -> Any:
 
 
 def cut_like(value: Any, like: Tensor) -> Any:
-    """A whole tensor cut as another one of its shape is; anything else as it is."""
+    """Cut a whole tensor as another one of its shape is cut; anything else comes back as it is."""
     if not isinstance(like, DTensor) or not isinstance(value, Tensor) or value.shape != like.shape:
         return value
     return distribute_tensor(
@@ -222,8 +223,8 @@ def load_whole(module: nn.Module, state: dict[str, Tensor]) -> None:
 
 
 def cut_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """The ``state_dict`` of an optimiser of whole parameters, for one of parameters that may be
-    cut.
+    """Turn the ``state_dict`` of an optimiser of whole parameters into one of parameters that may
+    be cut.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     moments = {

@@ -68,7 +68,7 @@ class Position:
         }
 
     def images_per_second(self) -> float:
-        """Images per second of all steps."""
+        """Return the images per second of all steps."""
         return (self.images_before + self.images) / max(self.stepped_before + self.stepped, 1e-9)
 
     def next_epoch(self) -> None:
@@ -114,7 +114,7 @@ class Window:
 
 @dataclass
 class WaitWatch:
-    """Notices, once, that steps wait for their data; the first steps, while the loader's processes
+    """Notice, once, that steps wait for their data; the first steps, while the loader's processes
     start, do not count.
     """
 
@@ -146,7 +146,7 @@ class WaitWatch:
 
 
 def waiting(share: float, workers: int) -> str:
-    """What to say where a share of the time goes into waiting for data, and what helps."""
+    """Say that a share of the time goes into waiting for data, and what helps."""
     return (
         f"{100 * share:.0f} % of the time goes into waiting for data; more processes that load it "
         f"help: data.workers is {workers}, this machine has {os.cpu_count()} cores"
@@ -154,8 +154,8 @@ def waiting(share: float, workers: int) -> str:
 
 
 def sizes_worth_trying(model: nn.Module, img_size: int) -> tuple[int, ...]:
-    """The image size, and about 1.5 and 2 times it in whole patches; it alone where the model takes
-    no other.
+    """Return the image size, and about 1.5 and 2 times it in whole patches; it alone where the
+    model takes no other.
     """
     embed = getattr(model, "patch_embed", None)
     if embed is None or getattr(embed, "strict_img_size", False):
@@ -188,7 +188,7 @@ class Result:
     """
 
     def figures(self) -> dict[str, float | int | None]:
-        """The result for programs, in plain types."""
+        """Return the result for programs, in plain types."""
         return {
             "best_epoch": self.best_epoch,
             "validation_accuracy": self.validation,

@@ -31,7 +31,7 @@ HELD: set[Path] = set()
 
 
 def run_folder(config: TrainConfig) -> Path:
-    """The folder of the run, after checking that the run may have it; nothing is written.
+    """Return the folder of the run, after checking that the run may have it; nothing is written.
 
     Raises:
         ValueError: no usable name, or the folder is in use and neither ``resume`` nor ``overwrite``
@@ -58,7 +58,7 @@ def run_folder(config: TrainConfig) -> Path:
 
 
 def can_go_on(folder: Path) -> bool:
-    """Whether there is a state to go on from, or a run that ended before its first one and can
+    """Tell whether there is a state to go on from, or a run that ended before its first one and can
     begin anew.
 
     Best weights are never without a state, unless somebody has deleted it: these are not for a run
@@ -83,7 +83,7 @@ def clear(folder: Path) -> None:
 
 
 def written(folder: Path) -> list[Path]:
-    """The files in a folder that runs write, those of a killed process included."""
+    """List the files in a folder that runs write, those of a killed process included."""
     names = [*NAMES, *(name + ".tmp" for name in NAMES), LOCK]
     return [
         *(folder / name for name in names if (folder / name).is_file()),
@@ -118,7 +118,7 @@ def held(folder: Path) -> Iterator[None]:
 
 
 class Record:
-    """Writes a run's config, metrics, summary and TensorBoard events, and prints its progress.
+    """Write a run's config, metrics, summary and TensorBoard events, and print its progress.
 
     On a terminal a rich progress bar shows the current epoch; elsewhere plain lines are all there
     is.
@@ -230,7 +230,7 @@ class Record:
 
 
 class NoRecord:
-    """Stands in for ``Record`` in the processes of a run that write and print nothing."""
+    """Stand in for ``Record`` in the processes of a run that write and print nothing."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -241,23 +241,10 @@ class NoRecord:
     def __exit__(self, *exception: object) -> None:
         pass
 
-    def say(self, line: str) -> None:
-        """Nothing."""
+    def _pass(self, *what: object, **how: object) -> None:
+        """Do nothing with what the first process writes and prints."""
 
-    def progress(self, what: str, done: int, total: int, note: str = "") -> None:
-        """Nothing."""
-
-    def step(self, values: dict[str, Any]) -> None:
-        """Nothing."""
-
-    def epoch(self, history: list[dict[str, Any]]) -> None:
-        """Nothing."""
-
-    def event(self, kind: str, values: dict[str, Any]) -> None:
-        """Nothing."""
-
-    def sync(self) -> None:
-        """Nothing."""
+    say = progress = step = epoch = event = sync = _pass
 
 
 def forget_after(folder: Path, steps: int, epochs: int) -> None:
@@ -278,7 +265,7 @@ def forget_after(folder: Path, steps: int, epochs: int) -> None:
 
 
 def belongs(line: str, steps: int, epochs: int) -> bool:
-    """Whether a line of ``metrics.jsonl`` is whole, and was written before a state."""
+    """Tell whether a line of ``metrics.jsonl`` is whole, and was written before a state."""
     try:
         values = json.loads(line)
         kind, step = values["kind"], values["step"]

@@ -9,8 +9,8 @@ from visionattn.training.record import CONFIG
 
 
 def report(config: TrainConfig, result: Result) -> list[str]:
-    """What a finished run says; the accuracy on the test images is the last line, and its only
-    percentage.
+    """Say what came of a finished run; the accuracy on the test images is the last line, and its
+    only percentage.
 
     Args:
         config: the run.
@@ -31,8 +31,8 @@ def report(config: TrainConfig, result: Result) -> list[str]:
 
 
 def next_commands(config: TrainConfig, result: Result) -> list[str]:
-    """Two commands that work as they are: the weights at other image sizes, and a fine-tuning that
-    starts from them.
+    """Return two commands that work as they are: the weights at other image sizes, and a
+    fine-tuning that starts from them.
     """
     size, best = result.sizes_px[len(result.sizes_px) // 2], str(result.checkpoint)
     kept = str(result.folder / CONFIG)
@@ -60,6 +60,6 @@ def next_commands(config: TrainConfig, result: Result) -> list[str]:
 
 
 def how_to_resume(config: TrainConfig) -> str:
-    """The command that goes on with a run."""
+    """Return the command that goes on with a run."""
     kept = Path(config.output) / config.run / CONFIG
     return typed("train", "--config", str(kept), "--resume")

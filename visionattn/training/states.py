@@ -46,8 +46,8 @@ class States:
         self._spoilt = False
 
     def exist(self) -> bool:
-        """Whether there is a file of a state, readable or not, besides that of a run at its start,
-        which holds nothing yet.
+        """Tell whether there is a file of a state, readable or not, besides that of a run at its
+        start, which holds nothing yet.
         """
         return self.step != 0 and any((self.folder / name).is_file() for name in (LAST, PREVIOUS))
 
@@ -64,8 +64,8 @@ class States:
         self._spoilt, self.step = False, state["position"]["step"]
 
     def load(self, model: nn.Module, name: str) -> tuple[dict[str, Any], list[str]]:
-        """The newest state that can be read, and a line where that is not the last one; nothing is
-        deleted.
+        """Return the newest state that can be read, and a line where that is not the last one;
+        nothing is deleted.
 
         Raises:
             ValueError: none of the two can be read, or it is the state of another model; one line.
@@ -86,13 +86,13 @@ class States:
         return state, lines
 
     def kept(self) -> str:
-        """What of the run is on the disk, for the end of an error's line."""
+        """Say what of the run is on the disk, for the end of an error's line."""
         if self.step is None:
             return "no state was saved yet"
         return f"the state of step {self.step} is kept, --resume goes on from it"
 
     def explain(self, error: OSError) -> OSError:
-        """The same error, with what is kept at its end."""
+        """Return the same error, with what is kept at its end."""
         if error.errno is None:
             return OSError(f"{error}; {self.kept()}")
         name = error.filename or str(self.folder)
@@ -100,7 +100,7 @@ class States:
 
 
 def attempt(path: Path) -> tuple[dict[str, Any] | None, str]:
-    """The state of a file, or None and why it cannot be read."""
+    """Return the state of a file, or None and why it cannot be read."""
     try:
         return read_state(path), ""
     except FileNotFoundError:
@@ -123,12 +123,12 @@ class BestFigures:
     """On the validation images."""
 
     def notes(self) -> dict[str, str]:
-        """For the metadata of the file."""
+        """Return the figures for the metadata of the file."""
         return {"validation": json.dumps([self.epoch, self.accuracy, self.loss])}
 
 
 def best_figures(path: Path) -> BestFigures | None:
-    """Read them again; None for a file that says nothing.
+    """Read the figures of a file again; None for a file that says nothing.
 
     Raises:
         FileNotFoundError, ValueError: there is no such file, or it cannot be read.
@@ -203,7 +203,7 @@ def check_options(
 
 
 def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
-    """One line per option whose value changed, besides those that say where and how often to
+    """Return one line per option whose value changed, besides those that say where and how often to
     write.
     """
     lines = []

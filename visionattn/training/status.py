@@ -24,8 +24,8 @@ ENDS = {NonFinite: "nan", OutOfMemory: "oom", Stopped: "stopped", KeyboardInterr
 
 
 class Status:
-    """Says ``running`` when it is entered, and when it is left how the run ended; keeps other runs
-    out of the folder.
+    """Say ``running`` on entry and how the run ended on exit, and keep other runs out of the
+    folder.
 
     The file is whole at all times, but for a moment on a full disk.
 
@@ -109,7 +109,7 @@ def overwrite(path: Path, text: str) -> bool:
 
 
 def reason(error: BaseException) -> str:
-    """Why a run ended, in one line."""
+    """Say why a run ended, in one line."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted twice, without saving the state"
     return in_one_line(error)

@@ -78,7 +78,7 @@ class Trainer(Learner):
         """When the time was last counted; None while it is not."""
 
     def batches_of(self, dataset: Dataset) -> Iterable[Batch]:
-        """Images to evaluate on, as far as this process takes them."""
+        """Return the images to evaluate on, as far as this process takes them."""
         size = self.config.data.img_size
         batches = eval_batches(
             dataset, self.config.data, batch_size=self.eval_batch_size, img_size=size
@@ -87,7 +87,7 @@ class Trainer(Learner):
         return batches
 
     def describe(self) -> list[str]:
-        """The run in a line or two."""
+        """Describe the run in a line or two."""
         count = sum(parameter.numel() for parameter in self.model.parameters())
         images = "{} training and {} validation images".format(*self.images())
         return [
@@ -97,7 +97,7 @@ class Trainer(Learner):
         ]
 
     def where(self) -> str:
-        """What the run is doing, for people."""
+        """Say what the run is doing, for people."""
         if self.position.epoch == self.config.epochs:
             return "all epochs are done, the test images are not"
         return f"epoch {self.position.epoch + 1} of {self.config.epochs}"
@@ -328,11 +328,11 @@ class Trainer(Learner):
                 batches.unreadable.update(paths)
 
     def images(self) -> list[int]:
-        """How many images there are to train and to validate on."""
+        """Count the images to train and to validate on."""
         return [len(self.splits.train), len(self.splits.validation)]
 
     def state(self) -> dict[str, Any]:
-        """All that the run needs to go on, in plain types; the schedule is a function of
+        """Return all that the run needs to go on, in plain types; the schedule follows from
         ``position.step``.
         """
         self.share_unreadable()

@@ -35,7 +35,7 @@ class Row:
     """What came of it; None where there was not enough memory."""
 
     def cells(self) -> tuple[str, ...]:
-        """The row for people, under ``COLUMNS``."""
+        """Return the row for people, under ``COLUMNS``."""
         if self.result is None:
             return (str(self.img_size), "out of memory")
         top5 = "-" if self.result.top5 is None else f"{100 * self.result.top5:.2f} %"
@@ -101,7 +101,7 @@ def parse_validate(argv: Sequence[str]) -> ValidateConfig:
 
 
 def of_any_data(data: DataConfig) -> dict[str, Any]:
-    """The options of a run's data that hold for another data set too."""
+    """Return the options of a run's data that hold for another data set too."""
     return {key: getattr(data, key) for key in ("root", "val_fraction", "on_error", "workers")}
 
 
@@ -184,12 +184,12 @@ class Validation:
 
 
 def align(cells: Sequence[str]) -> str:
-    """A line of the table."""
+    """Write a line of the table."""
     return "  ".join(f"{cell:>10}" for cell in cells)
 
 
 def brief(value: Any) -> str:
-    """A value in a line, long tuples by their length and their first entries."""
+    """Write a value in a line, long tuples by their length and their first entries."""
     if isinstance(value, tuple) and len(value) > 4:
         return f"{len(value)} ({', '.join(map(str, value[:3]))}, ...)"
     return str(value)
