@@ -174,6 +174,27 @@ def test_a_process_that_ends_before_it_has_joined_is_named(tmp_path, late):
     )
 
 
+def test_sigterm_ends_a_process_that_waits_for_one_that_does_not_join(tmp_path):
+    """``torchrun`` sends it as soon as one has died; nobody waits for the 30 s until it kills."""
+
+    def work(rank):
+        if rank == 1:
+            time.sleep(60)
+        (tmp_path / "ready").touch()
+        with joined(replace(QUICK, start=10.0)):
+            raise AssertionError("goes on without one")
+
+    def meanwhile(processes):
+        wait_for(tmp_path / "ready")
+        time.sleep(1.0)  # by then it waits for the other one
+        os.kill(processes[0].pid, signal.SIGTERM)
+        processes[0].join(300)
+        os.kill(processes[1].pid, signal.SIGKILL)
+
+    first, _ = run_processes(2, work, tmp_path, meanwhile=meanwhile)
+    assert (first.code, first.err) == (-signal.SIGTERM, "")
+
+
 def test_processes_whose_store_nobody_serves_say_so(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -275,10 +275,11 @@ def joined(waits: Waits = WAITS) -> Iterator[Processes]:
     store = reach_store(processes, waits)
     watchdog = Watchdog(processes.rank, processes.size, store.clone(), waits)
     processes.watchdog = watchdog
-    signal.signal(signal.SIGTERM, processes.terminate)
     try:
         with processes.guard():
             join_group(processes, store)
+            # From here on: it would not end a process that waits for others to join.
+            signal.signal(signal.SIGTERM, processes.terminate)
             yield processes
     except SPOKEN:
         if not processes.speaks:
