@@ -22,7 +22,12 @@ RANKS = {
     for part in ([parts] if isinstance(parts, str) else parts)
 }
 ROOMS = ("taylorshift", "kernelized", "position")
-"""Of ``ops``: none imports the ``eager`` operators or the ``kernels`` of another."""
+INNER = (("eager",), ("kernels",))
+"""Rooms of ``ops``: none imports the ``eager`` operators or the ``kernels`` of another."""
+TWO_ROOMS_IN_ONE_LAUNCH = {"ops/kernelized/kernels/with_joint.py": {("position", "kernels")}}
+"""Kernels that call those of another room, and of which: state and lines are made side by side."""
+LANGUAGE = {"ops/gpu/language.py", "ops/gpu/sums.py"}
+"""Outside of ``kernels``, what imports Triton."""
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
@@ -74,6 +79,44 @@ import visionattn.cli.tables
 def test_every_part_has_a_place_in_the_order():
     parts = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in FILES}
     assert parts - {"__init__"} == set(RANKS)
+
+
+IN_OPS = [path for path in FILES if path.relative_to(PACKAGE).parts[0] == "ops"]
+
+
+def of_ops(path):
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", IN_OPS, ids=of_ops)
+def test_rooms_of_operations_leave_the_operators_and_kernels_of_others_alone(path):
+    name, room = str(path.relative_to(PACKAGE)), path.relative_to(PACKAGE).parts[1]
+    entered = {
+        names[1:3]
+        for names in imported_modules(path)
+        if names[0] == "ops" and set(names[1:2]) <= set(ROOMS) and names[2:3] in INNER
+    }
+    from_others = {names for names in entered if room in ROOMS and names[0] != room}
+    assert from_others == TWO_ROOMS_IN_ONE_LAUNCH.get(name, set())
+
+
+@pytest.mark.parametrize("path", IN_OPS, ids=of_ops)
+def test_kernels_alone_import_triton(path):
+    """What imports no Triton imports what does within functions alone."""
+    name, tree = str(path.relative_to(PACKAGE)), ast.parse(path.read_text())
+    if "kernels" in path.parts or name in LANGUAGE:
+        return
+    anywhere = {
+        alias.name if isinstance(node, ast.Import) else node.module
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+    }
+    assert not [module for module in anywhere if module.split(".")[0] == "triton"]
+    at_once = {node.module for node in tree.body if isinstance(node, ast.ImportFrom)}
+    without = {"visionattn.ops.position.kernels.place"}
+    assert not [module for module in at_once - without if "kernels" in module.split(".")]
+    assert not {f"visionattn.{name[:-3].replace('/', '.')}" for name in LANGUAGE} & at_once
 
 
 def test_operations_know_neither_timm_nor_the_reference():

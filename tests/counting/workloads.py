@@ -63,9 +63,9 @@ def launches_of(
 @contextlib.contextmanager
 def kernels_anywhere() -> Iterator[None]:
     """Within it, no device and no dtype is a reason against kernels."""
-    from visionattn.ops.gpu import why_not
+    from visionattn.ops.gpu import machine
 
-    with patch.object(why_not, "_why_not_here", lambda device, dtype: None):
+    with patch.object(machine, "why_not_here", lambda device, dtype: None):
         yield
 
 

@@ -228,7 +228,7 @@ def test_half_precision_holds_the_weights_of_classes_with_many_keys(device, dtyp
 
 
 def test_what_there_is_no_kernel_for_is_said():
-    from visionattn.ops.position.kernels.place import why_not
+    from visionattn.ops.position.gpu import why_not_sizes as why_not
 
     half, single = torch.float16, torch.float32
     assert why_not(64, 64, half, (5, 5)) is None and why_not(128, 128, half, (3, 3)) is None

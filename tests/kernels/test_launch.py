@@ -226,7 +226,7 @@ def test_a_million_tokens_of_many_heads_launch_within_the_limits(name, monkeypat
         "run",
         lambda kernel, grid, *args, **meta: (launch.check_grid("k", grid), grids.append(grid)),
     )
-    monkeypatch.setattr("visionattn.ops.gpu.why_not._why_not_here", lambda device, dtype: None)
+    monkeypatch.setattr("visionattn.ops.gpu.machine.why_not_here", lambda device, dtype: None)
     side, batch, heads, d = 1024, 16, 6, 64
     q, k, v = torch.empty(
         batch, side * side, 3, heads, d, dtype=torch.bfloat16, device="meta"

@@ -33,7 +33,6 @@ from tests.helpers.oracles import draw, draw_mask, draw_qkv, draw_table, run
 from visionattn.lab.measure import attention_backends, bytes_kept
 from visionattn.layout import Grid, TokenLayout
 from visionattn.ops import Joint, kernelized_attention, taylorshift_attention
-from visionattn.ops.gpu.why_not import why_not
 
 poisoned = pytest.fixture(autouse=True)(poisoned_memory)
 interpreted = pytest.mark.skipif(
@@ -204,7 +203,7 @@ def test_twenty_sizes_make_one_graph_of_one_node(function):
     )
     table = torch.empty(3, 3, 3, 8, device="meta")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("visionattn.ops.gpu.why_not._why_not_here", lambda device, dtype: None)
+        patch.setattr("visionattn.ops.gpu.machine.why_not_here", lambda device, dtype: None)
         for n in LENGTHS:
             shapes = ((1, 3, n, 8), (1, 3, n, 8), (1, 3, n, 16))
             compiled(*(torch.empty(shape, device="meta") for shape in shapes), table)
@@ -392,9 +391,7 @@ def test_a_model_gives_with_kernels_what_it_gives_without(name, monkeypatch):
         }
 
     expected = outputs()
-    for module in ("kernelized", "taylorshift"):
-        patched = lambda impl, *args, **options: why_not(*args, **options) is None  # noqa: E731  "auto" as on a GPU
-        monkeypatch.setattr(f"visionattn.ops.{module}.attention.takes_kernels", patched)
+    monkeypatch.setattr("visionattn.ops.gpu.machine._on_gpu", lambda x: True)
     assert any("triton" in name for name in attention_backends(lambda: model(image)))
     assert_within_budget(outputs(), expected, torch.float32)
 

@@ -3,6 +3,7 @@ for all that is taken.
 """
 
 import math
+from functools import partial
 
 import pytest
 
@@ -22,11 +23,16 @@ from visionattn.ops import (
     kernelized_attention,
     taylorshift_attention,
 )
-from visionattn.ops.gpu.why_not import why_not
+from visionattn.ops.gpu import machine
+from visionattn.ops.kernelized import gpu as kernelized_gpu
+from visionattn.ops.taylorshift import gpu as taylorshift_gpu
 
 interpreted = pytest.mark.skipif(
     not INTERPRETED, reason="on a GPU the tests marked gpu run instead"
 )
+
+
+WHY_NOT = {"kernelized": kernelized_gpu.why_not, "taylorshift": taylorshift_gpu.why_not}
 
 
 def half(*shape: int) -> torch.Tensor:
@@ -64,37 +70,49 @@ REASONS = {
 def test_inputs_without_a_kernel_are_told_why(name):
     change, words = REASONS[name]
     tensors = {x: half(1, 2, 20, 16) for x in "qkv"}
-    assert why_not("kernelized", **tensors) is None
-    assert words in why_not("kernelized", **tensors | change)
+    assert kernelized_gpu.why_not(**tensors) is None
+    assert words in kernelized_gpu.why_not(**tensors | change)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "name", [name for name in REASONS if name not in ("map", "form", "lengths")]
+)
+def test_inputs_without_a_kernel_of_taylorshift_are_told_why(name):
+    change, words = REASONS[name]
+    tensors = {x: half(1, 2, 20, 16) for x in "qkv"}
+    assert taylorshift_gpu.why_not(**tensors) is None
+    assert words in taylorshift_gpu.why_not(**tensors | change)
 
 
 @interpreted
 def test_what_is_slower_than_eager_is_left_to_it_by_auto_alone(monkeypatch):
-    from visionattn.ops.gpu import why_not as module
-
     q, longer = half(1, 2, 20, 16), half(3, 2, 20, 16)
     least = {("taylorshift", torch.float16): math.inf, ("kernelized", torch.float16): 100}
-    monkeypatch.setattr(module, "NOT_BY_AUTO", least)
-    monkeypatch.setattr(module, "_on_gpu", lambda x: True)
-    assert not any(module.takes_kernels("auto", "taylorshift", x, x, x) for x in (q, longer))
-    assert [module.takes_kernels("auto", "kernelized", x, x, x) for x in (q, longer)] == [
-        False,
-        True,
+    monkeypatch.setattr(machine, "NOT_BY_AUTO", least)
+    monkeypatch.setattr(machine, "_on_gpu", lambda x: True)
+
+    def takes(impl: str, operation: str, x: torch.Tensor) -> bool:
+        reason = partial(WHY_NOT[operation.split()[0]], x, x, x)
+        return machine.takes_kernels(impl, operation, x, reason)
+
+    assert not any(takes("auto", "taylorshift", x) for x in (q, longer))
+    assert [takes("auto", "kernelized", x) for x in (q, longer)] == [False, True]
+    assert takes("auto", "kernelized causal", q) and takes("auto", "kernelized", q.float())
+    assert [takes(impl, "taylorshift", q) for impl in ("triton", "eager")] == [True, False]
+    of_causal = {("kernelized causal", torch.float16): math.inf}
+    monkeypatch.setattr(machine, "NOT_BY_AUTO", of_causal)
+    ran = [
+        attention_backends(lambda: kernelized_attention(q, q, q, causal=causal))  # noqa: B023
+        for causal in (False, True)
     ]
-    assert module.takes_kernels("auto", "kernelized", q, q, q, causal=True)
-    assert module.takes_kernels("auto", "kernelized", q.float(), q.float(), q.float())
-    assert [module.takes_kernels(impl, "taylorshift", q, q, q) for impl in ("triton", "eager")] == [
-        True,
-        False,
-    ]
+    assert ["triton" in names[0] for names in ran] == [True, False]
 
 
 @interpreted
 def test_one_compiled_graph_serves_sizes_on_both_sides_of_what_auto_leaves_to_eager(monkeypatch):
-    from visionattn.ops.gpu import why_not as module
-
-    monkeypatch.setattr(module, "NOT_BY_AUTO", {("kernelized", torch.float32): 100})
-    monkeypatch.setattr(module, "_on_gpu", lambda x: True)
+    monkeypatch.setattr(machine, "NOT_BY_AUTO", {("kernelized", torch.float32): 100})
+    monkeypatch.setattr(machine, "_on_gpu", lambda x: True)
     graphs = []
 
     def backend(graph, inputs):
@@ -134,8 +152,6 @@ def test_a_map_of_ones_own_has_no_kernel():
 
 @interpreted
 def test_the_capability_of_a_gpu_decides(monkeypatch):
-    from visionattn.ops.gpu import why_not as module
-
     device = torch.device("cuda")
     for found, wanted in (
         ("9.0", None),
@@ -143,24 +159,22 @@ def test_the_capability_of_a_gpu_decides(monkeypatch):
         ("7.5", "compute capability 7.5"),
         ("8.9", "compute capability 8.9"),
     ):
-        monkeypatch.setattr(module, "capability", lambda device, found=found: found)
-        reason = module._why_not_here(device, torch.bfloat16)
+        monkeypatch.setattr(machine, "capability", lambda device, found=found: found)
+        reason = machine.why_not_here(device, torch.bfloat16)
         assert reason is None if wanted is None else wanted in reason
 
 
 @interpreted
 def test_blackwell_asks_for_a_triton_that_sums_rightly_there(monkeypatch):
-    from visionattn.ops.gpu import why_not as module
-
     for found, triton, wanted in (
         ("10.0", "3.8.1", True),
         ("10.0", "3.10.0", False),
         ("9.0", "3.6.0", False),
     ):
-        monkeypatch.setattr(module, "capability", lambda device, found=found: found)
-        monkeypatch.setattr(module, "version", lambda name, triton=triton: triton)
+        monkeypatch.setattr(machine, "capability", lambda device, found=found: found)
+        monkeypatch.setattr(machine, "version", lambda name, triton=triton: triton)
         assert (
-            "3.9 or newer" in (module._why_not_here(torch.device("cuda"), torch.bfloat16) or "")
+            "3.9 or newer" in (machine.why_not_here(torch.device("cuda"), torch.bfloat16) or "")
         ) is wanted
 
 
@@ -197,7 +211,7 @@ def test_every_kernel_has_a_launch_for_all_that_is_taken(d, dtype, monkeypatch):
         for function, name, options in ways:
             for relative in positions if "causal" not in options else [None]:
                 asked = {key: value for key, value in options.items() if key != "form"}
-                if why_not(name, q, k, v, relative=relative, **asked) is None:
+                if WHY_NOT[name](q, k, v, relative=relative, **asked) is None:
                     options_of_shift = (
                         {"temperature": torch.ones(1)} if name == "taylorshift" else {}
                     )

@@ -30,7 +30,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from visionattn.lab.gpu import compile as gpu_compile, rehearsal
 from visionattn.lab.gpu.targets import operation
-from visionattn.ops.gpu import launch, why_not
+from visionattn.ops.gpu import launch, machine
 
 class OfNoGpu:
     def get_current_target(self): return GPUTarget("cuda", 90, 32)
@@ -44,7 +44,7 @@ found = gpu_compile.works(rehearsal.make_bench(), [], cases)
 shown, compiled = [], []
 def as_launched(launch_one, kernel, grid, *args, **meta):
     compiled.append(kernel.run(*args, grid=grid, warmup=True, **meta).hash)
-here = patch(why_not, "_why_not_here", lambda *x: None)
+here = patch(machine, "why_not_here", lambda *x: None)
 with here, patch(launch, "capability", lambda device: "9.0"):
     if sys.argv[1] == "launch":
         with launch.launching_with(run=as_launched):

@@ -201,7 +201,7 @@ def test_a_model_that_runs_no_kernel_where_it_should_has_no_time(bench, monkeypa
             result.status == "failed: no kernel ran, these are eager operations"
             and result.seconds is None
         )
-    monkeypatch.setattr(gpu_models.why_not, "NOT_BY_AUTO", {("kernelized", torch.float32): 1e9})
+    monkeypatch.setattr(gpu_models.machine, "NOT_BY_AUTO", {("kernelized", torch.float32): 1e9})
     assert next(gpu.results_of(small("image"), bench, Budget(1))).status == "ok"
 
 

@@ -160,7 +160,7 @@ def verdict(cases: Sequence[Case], records: Sequence[Record]) -> str:
     if not slower:
         return f"eager was faster {among}"
     hint = (
-        "operation and dtype belong into NOT_BY_AUTO in visionattn/ops/gpu/why_not.py, with the "
+        "operation and dtype belong into NOT_BY_AUTO in visionattn/ops/gpu/machine.py, with the "
         "batch x heads x N from "
         'which kernels are faster, so that impl="auto" takes eager below it'
     )

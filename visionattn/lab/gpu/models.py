@@ -26,7 +26,7 @@ from visionattn.lab.gpu.targets import WITH_GRAPH, WITHOUT_GRAPH, GpuResult
 from visionattn.lab.gpu.timing import Timed, called
 from visionattn.lab.targets import Target
 from visionattn.models.registration import is_ours
-from visionattn.ops.gpu import why_not
+from visionattn.ops.gpu import machine
 from visionattn.ops.gpu.launch import launching_with
 from visionattn.training.config import OptimConfig
 from visionattn.training.optimize import OptimizerStep
@@ -102,7 +102,7 @@ def features_of(model: nn.Module, images: Tensor) -> dict[str, Tensor]:
 
 def wants_kernels(bench: Bench) -> bool:
     """Whether models are to run kernels: the bench asks for them, and nothing is left to eager."""
-    return bench.impl == "triton" and not why_not.NOT_BY_AUTO
+    return bench.impl == "triton" and not machine.NOT_BY_AUTO
 
 
 def compare(

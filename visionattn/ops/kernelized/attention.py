@@ -2,6 +2,8 @@
 ``d x e`` state.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -14,12 +16,12 @@ from visionattn.ops.feature_maps import (
     map_name,
     query_features,
 )
-from visionattn.ops.gpu.why_not import takes_kernels
+from visionattn.ops.gpu.machine import takes_kernels
 from visionattn.ops.kernelized.eager import kernel_sums
-from visionattn.ops.kernelized.gpu import kernel_mean
+from visionattn.ops.kernelized.gpu import kernel_mean, why_not
 from visionattn.ops.pairs.mean import mean_of_pairs, takes_pairs
+from visionattn.ops.position.gpu import place_of
 from visionattn.ops.position.kinds import Flat, RelativePosition, key_counts, mean_with_relative
-from visionattn.ops.position.place_numbers import place_of
 from visionattn.ops.sums import Sums, accumulation_dtype, without_autocast
 from visionattn.ops.value_drop import drop_values
 
@@ -84,7 +86,7 @@ def kernelized_attention(
             an object with ``.query(x)`` and ``.key(x)``, such as ``RandomFeatures``.
         causal: query i sees the keys ``j <= i``, all of them where ``i >= M``; not for "softmax",
             nor on a grid.
-        relative: linear relative position; see ``relative.py``.
+        relative: linear relative position; see ``position/kinds.py``.
         key_mask: bool ``[B, M]``, True takes part. A query without any key, or whose features meet
             none, gets 0.
         value_drop: drop whole rows of v with this probability and scale up the others; see
@@ -93,8 +95,8 @@ def kernelized_attention(
         form: "efficient" is O((N + M) d e), "direct" O(N M d); "auto" is the one expected to be the
             faster, see ``choice.py``. They agree to rounding.
         impl: "triton" runs the GPU kernels or raises why not, "eager" PyTorch's own; "auto" takes
-            kernels on a GPU where they exist (``triton/why_not.py``). They agree within the
-            precision of the inputs.
+            kernels on a GPU where they exist (``gpu.py``). They agree within the precision of the
+            inputs.
 
     Returns:
         ``[B, h, N, e]`` in the dtype of v.
@@ -112,20 +114,13 @@ def kernelized_attention(
     feature_map = get_feature_map(feature_map)
     if causal:
         _check_causal(feature_map, relative)
-    options = dict(
-        key_mask=key_mask,
-        relative=relative,
-        feature_map=map_name(feature_map),
-        causal=causal,
-        form=form,
-    )
-    if takes_kernels(impl, "kernelized", q, k, v, **options):
+    dtype, name = accumulation_dtype(q, k, v), map_name(feature_map)
+    options = dict(key_mask=key_mask, relative=relative, feature_map=name, causal=causal, form=form)
+    operation = "kernelized causal" if causal else "kernelized"
+    if takes_kernels(impl, operation, q, partial(why_not, q, k, v, **options)):
         v = drop_values(v.float(), value_drop, generator).to(v.dtype) if value_drop else v
         table = None if relative is None else relative.table
-        return kernel_mean(
-            q, k, v, key_mask, table, options["feature_map"], causal, place_of(relative)
-        )[0]
-    dtype, name = accumulation_dtype(q, k, v), options["feature_map"]
+        return kernel_mean(q, k, v, key_mask, table, name, causal, place_of(relative))[0]
     with without_autocast(q):
         value = drop_values(v.to(dtype), value_drop, generator) if value_drop else v
         count = key_counts(k, key_mask, causal, q.shape[2], dtype)

@@ -1,19 +1,67 @@
 """Kernelized attention as one operator of GPU kernels: content, joint relative position and
 division, with its gradient.
 
-What ``kernelized.py`` makes of ``kernel_sums``, ``class_sums`` and ``weighted_mean`` in eager
+What ``attention.py`` makes of ``kernel_sums``, ``class_sums`` and ``weighted_mean`` in eager
 PyTorch, the kernels of ``kernels`` make here without sums in memory. Autograd keeps q, k, v, the
-mean, its mass and, of bidirectional attention, the state. ``triton/why_not.py`` says for which
-inputs.
+mean, its mass and, of bidirectional attention, the state. ``why_not`` says for which inputs.
 """
 
 import torch
 from torch import Tensor
 
+from visionattn.ops.feature_maps import IN_OPERATORS
 from visionattn.ops.form_ran import form_ran
-from visionattn.ops.position.kernels.place import Place
-from visionattn.ops.position.place_numbers import place_from
+from visionattn.ops.gpu import machine
+from visionattn.ops.position import gpu as position
+from visionattn.ops.position.kinds import RelativePosition
 from visionattn.ops.sums import no_double_backward, tokens_first
+
+WIDEST: dict[str, machine.Widest] = {
+    "kernelized": {16: (128, 128), 32: (64, 64)},
+    "kernelized causal": {16: (64, 64), 32: (16, 16)},
+}
+"""As far as the kernels compile without a spilled register."""
+
+
+def why_not(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    key_mask: Tensor | None = None,
+    relative: RelativePosition | None = None,
+    feature_map: str = "elu1",
+    causal: bool = False,
+    form: str = "auto",
+) -> str | None:
+    """Why the kernels do not run for these inputs, in one sentence; None where they do.
+
+    Args:
+        q, k, v, key_mask, relative, causal, form: as the operation takes them, checked.
+        feature_map: "elu1", "relu", or "given" for a map that the kernels do not know.
+    """
+    name = "kernelized causal" if causal else "kernelized"
+    return (
+        machine.why_not(name, WIDEST[name], q, k, v)
+        or _why_not_options(q, k, feature_map, causal, form)
+        or position.why_not(relative, q, v, key_mask)
+    )
+
+
+def _why_not_options(q: Tensor, k: Tensor, feature_map: str, causal: bool, form: str) -> str | None:
+    if form == "direct":
+        return 'form="direct" of kernelized attention has no kernel; "efficient" and "auto" have'
+    if feature_map not in IN_OPERATORS:
+        return (
+            'the kernels know the feature maps "elu1" and "relu"; "softmax", random features and '
+            "maps of your own have none"
+        )
+    if causal and q.shape[2] != k.shape[2]:
+        return (
+            f"causal with {q.shape[2]} queries and {k.shape[2]} keys has no kernel; equal "
+            f"numbers have"
+        )
+    return None
 
 
 @torch.library.custom_op("visionattn::kernel_mean", mutates_args=())
@@ -36,7 +84,7 @@ def kernel_mean(
         table: ``[h or 1, 2Ry+1, 2Rx+1, d]``; not with causal.
         feature_map: "elu1" or "relu".
         causal: query i sees keys ``j <= i`` alone; N = M.
-        place: the numbers of ``triton.geometry.Place`` where there is a table, else empty.
+        place: the numbers of ``place_of`` where there is a table, else empty.
 
     Returns:
         the mean ``[B, h, N, e]`` in the dtype of v, tokens before heads in memory; and, float32,
@@ -56,13 +104,13 @@ def kernel_mean(
     )
     with form_ran("kernelized", "efficient triton"):
         state = _content_and_position(
-            q, k, v, key_mask, table, feature_map, place_from(place), out, mass
+            q, k, v, key_mask, table, feature_map, position.place_from(place), out, mass
         )
     return out, mass, state
 
 
 def _content_and_position(
-    q, k, v, key_mask, table, feature_map: str, place: Place | None, out: Tensor, mass: Tensor
+    q, k, v, key_mask, table, feature_map: str, place, out: Tensor, mass: Tensor
 ) -> Tensor:
     """Write mean and mass and return the state. Prefix tokens have content alone; of patches both
     terms are divided at once.
@@ -70,7 +118,6 @@ def _content_and_position(
     from visionattn.ops.kernelized.kernels import bidirectional
     from visionattn.ops.kernelized.kernels.state import state_of_keys
     from visionattn.ops.kernelized.kernels.with_joint import state_and_lines
-    from visionattn.ops.position.kernels import joint
 
     if place is None:
         state = state_of_keys(k, v, key_mask, feature_map)
@@ -78,9 +125,8 @@ def _content_and_position(
     else:
         state, lines = state_and_lines(q, k, v, feature_map, place, out, mass)
         z = state[q.shape[0] * q.shape[1] * q.shape[3] * v.shape[3] :]
-        joint.joint_means(
-            q, table, v, joint.FromState(state, z, feature_map), place, out, mass, lines
-        )
+        content = state, z, feature_map
+        position.write_means_beside_state(q, table, v, content, place, (out, mass), lines)
     return state
 
 
@@ -119,20 +165,17 @@ def kernel_mean_backward(
         return *causal_backward(grad, out, mass, q, k, v, key_mask, feature_map), mass.new_empty(0)
     from visionattn.ops.kernelized.kernels import bidirectional
 
-    own = place_from(place)
+    own = position.place_from(place)
     dq, along, d_state = bidirectional.queries_backward(
         grad, out, mass, q, state, feature_map, k.shape[2], alone=own is None
     )
     dk, dv = bidirectional.keys_backward(k, v, key_mask, d_state, feature_map)
     if own is None:
         return dq, dk, dv, mass.new_empty(0)
-    from visionattn.ops.position.kernels import backward
-    from visionattn.ops.position.kernels.queries_backward import OfContent
-
     z = state[q.shape[0] * q.shape[1] * q.shape[3] * v.shape[3] :]
-    content = OfContent(dq, along, z, feature_map)
-    dq, d_table = backward.joint_backward(grad, out, mass, q, table, v, own, content, dv)
-    return dq, dk, dv, d_table.to(table.dtype)
+    content = dq, along, z, feature_map
+    dq, d_table = position.backward(grad, out, mass, q, table, v, own, dv, *content)
+    return dq, dk, dv, d_table
 
 
 @kernel_mean_backward.register_fake

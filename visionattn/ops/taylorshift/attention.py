@@ -7,6 +7,8 @@ its sums can be formed in time linear in the number of tokens. Source: Nauen, Pa
 need them).
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -16,13 +18,13 @@ from visionattn.ops.checks import (
     check_options,
     check_temperature,
 )
-from visionattn.ops.gpu.why_not import takes_kernels
+from visionattn.ops.gpu.machine import takes_kernels
 from visionattn.ops.pairs.mean import mean_of_pairs, takes_pairs
+from visionattn.ops.position.gpu import place_of
 from visionattn.ops.position.kinds import RelativePosition, key_counts, mean_with_relative
-from visionattn.ops.position.place_numbers import place_of
 from visionattn.ops.sums import Sums, accumulation_dtype, without_autocast
 from visionattn.ops.taylorshift.eager import takes_efficient, taylor_sums
-from visionattn.ops.taylorshift.gpu import takes_efficient_kernels, taylor_mean
+from visionattn.ops.taylorshift.gpu import takes_efficient_kernels, taylor_mean, why_not
 from visionattn.ops.value_drop import drop_values
 
 
@@ -49,7 +51,7 @@ def taylorshift_attention(
         temperature: tau, ``[h]``; q becomes ``tau q / |q|`` and k becomes ``k / |k|``. None takes
             them as they are.
         coefficients: (a, b, c) with ``a > 0`` and ``c > b^2 / (4 a)``.
-        relative: linear relative position; see ``relative.py``.
+        relative: linear relative position; see ``position/kinds.py``.
         key_mask: bool ``[B, M]``, True takes part. A query without any key gets 0.
         output_scale: multiply the output by ``sqrt(keys / d)``, keys being those that take part.
         value_drop: drop whole rows of v with this probability and scale up the others; see
@@ -58,8 +60,8 @@ def taylorshift_attention(
         form: "direct" is O(N M d), "efficient" O((N + M) d^2 e), "auto" the one expected to be
             faster. They agree to rounding.
         impl: "triton" runs the GPU kernels or raises why not, "eager" PyTorch's own; "auto" takes
-            kernels on a GPU where they exist (``triton/why_not.py``). They agree within the
-            precision of the inputs.
+            kernels on a GPU where they exist (``gpu.py``). They agree within the precision of the
+            inputs.
 
     Returns:
         ``[B, h, N, e]`` in the dtype of v.
@@ -75,7 +77,8 @@ def taylorshift_attention(
     check_coefficients(coefficients)
     check_temperature(temperature, q)
     check_options(form=form, impl=impl, value_drop=value_drop, generator=generator, device=q.device)
-    if takes_kernels(impl, "taylorshift", q, k, v, key_mask=key_mask, relative=relative, form=form):
+    reason = partial(why_not, q, k, v, key_mask=key_mask, relative=relative)
+    if takes_kernels(impl, "taylorshift", q, reason):
         return _with_kernels(
             q,
             k,

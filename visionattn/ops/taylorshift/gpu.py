@@ -1,19 +1,23 @@
 """TaylorShift as one operator of GPU kernels: normalisation, either form, joint relative position,
 division; with its gradient.
 
-What ``taylorshift.py`` makes of ``taylor_sums``, ``class_sums`` and ``weighted_mean`` in eager
+What ``attention.py`` makes of ``taylor_sums``, ``class_sums`` and ``weighted_mean`` in eager
 PyTorch, the kernels of ``kernels`` make here. Autograd keeps q, k, v, the mean, its mass and, of a
 named efficient form, the state; queries and keys of unit length are made anew.
-``triton/why_not.py`` says for which inputs.
+``why_not`` says for which inputs.
 """
 
 import torch
 from torch import Tensor
 
 from visionattn.ops.form_ran import form_ran
-from visionattn.ops.position.place_numbers import place_from
+from visionattn.ops.gpu import machine
+from visionattn.ops.position import gpu as position
+from visionattn.ops.position.kinds import RelativePosition
 from visionattn.ops.sums import no_double_backward, tokens_first
 
+WIDEST: machine.Widest = {16: (64, 128), 32: (32, 32)}
+"""As far as the kernels compile without a spilled register."""
 TILE = 16
 WITH_EACH_PAIR = 16
 FORWARD_COSTS = 1.45, 2e8
@@ -22,6 +26,22 @@ BOTH_COST = 1.15, 2e7
 pair beside its products; then of the efficient kernels, forward, and forward and backward, how much
 longer a multiply-add takes, and what few heads, which do not fill a GPU, lose. They are fitted to
 counted times (docs/kernels-count.md, "Which form"); no GPU has measured them."""
+
+
+def why_not(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    key_mask: Tensor | None = None,
+    relative: RelativePosition | None = None,
+) -> str | None:
+    """Why the kernels do not run for these inputs, which are as the operation takes them, checked;
+    None where they do.
+    """
+    return machine.why_not("taylorshift", WIDEST, q, k, v) or position.why_not(
+        relative, q, v, key_mask
+    )
 
 
 def tile_features(d: int) -> int:
@@ -82,7 +102,7 @@ def taylor_mean(
         a, b, c: coefficients, ``a > 0``.
         form: "direct", "efficient" or "auto"; "auto" keeps no state, so that what is kept does not
             depend on N.
-        place: the numbers of ``triton.geometry.Place`` where there is a table, else empty.
+        place: the numbers of ``place_of`` where there is a table, else empty.
 
     Returns:
         the mean ``[B, h, N, e]`` in the dtype of v, tokens before heads in memory; for the gradient
@@ -92,7 +112,7 @@ def taylor_mean(
     efficient, coefficients, own = (
         takes_efficient_kernels(form, q, k, v),
         (a, b, c),
-        place_from(place),
+        position.place_from(place),
     )
     with form_ran("taylorshift", f"{'efficient' if efficient else 'direct'} triton"):
         if efficient:
@@ -112,27 +132,10 @@ def taylor_mean(
                 query, key, v, key_mask, coefficients, divide=own is None
             )
         if own is not None:
-            out, mass = _with_position(q, v, table, own, out, mass)
+            out, mass = position.mean_beside_sums(q, table, v, out, mass, own)
     if form != "efficient":
         state = v.new_empty(0), mass.new_empty(0)
     return out, mass, *state
-
-
-def _with_position(
-    q: Tensor, v: Tensor, table: Tensor, own, values: Tensor, mass: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The mean under both terms, for ``values [B, h, N, e]`` and ``mass [B, h, N]`` of the content;
-    a prefix has it alone.
-    """
-    from visionattn.ops.position.kernels import joint
-
-    out, total = tokens_first(v, *values.shape), mass.new_empty(mass.shape)
-    if own.prefix:
-        first = slice(0, own.prefix)
-        total[:, :, first] = mass[:, :, first]
-        out[:, :, first] = values[:, :, first] / mass[:, :, first, None]
-    joint.joint_means(q, table, v, joint.FromSums(values, mass), own, out, total)
-    return out, total
 
 
 @taylor_mean.register_fake
@@ -209,13 +212,8 @@ def taylor_mean_backward(
     d_temperature = d_temperature.to(temperature.dtype) if normalised else mass.new_empty(0)
     d_table = mass.new_empty(0)
     if table is not None:
-        from visionattn.ops.position.kernels import backward as joint_backward
-        from visionattn.ops.position.kernels.queries_backward import OfContent
-
-        own = place_from(place)
-        content = OfContent(dq)
-        dq, d_table = joint_backward.joint_backward(grad, out, mass, q, table, v, own, content, dv)
-        d_table = d_table.to(table.dtype)
+        own = position.place_from(place)
+        dq, d_table = position.backward(grad, out, mass, q, table, v, own, dv, dq)
     return dq, dk, dv, d_temperature, d_table
 
 

@@ -9,7 +9,7 @@ state is that of the keys to the left, and a sweep to the left over keys, whose 
 queries to the right, ``dS = sum phi(q) g^T`` and ``dZ = sum z phi(q)`` with ``g = grad / mass``,
 ``z = -<g, out>``, the mass being put to the features.
 
-The mass is divided by the number of tokens (see ``__init__.py``). Sums grow from left to right, so
+The mass is divided by the number of tokens (see ``ops/gpu``). Sums grow from left to right, so
 what enters products in half precision is divided by the tokens it is a sum of, and multiplied back
 in float32. Float16, of less range, has units besides (``language.operand``). Registers hold widths
 up to 64 in half precision and 16 in float32; beyond, they spill.

@@ -1,48 +1,13 @@
-"""The grid and the classes of ``Joint`` relative position as its kernels count them.
-
-And what these kernels take. No Triton.
+"""The grid and the classes of ``Joint`` relative position as its kernels count them. No Triton in
+here.
 """
 
 from typing import NamedTuple
-
-import torch
 
 from visionattn.ops.gpu import launch
 
 TILE = 16
 """Queries of a tile."""
-MAX_HORIZON_X = {2: 16, 4: 8}
-"""Largest Rx by the bytes of an element: as far as kernels compile without a spilled register."""
-MAX_WIDTH = {2: 128, 4: 64}
-"""Largest d and e by the bytes of an element."""
-MAX_CLASSES = 128
-"""Most classes ``(2Ry+1) * (2Rx+1)`` where elements have 2 bytes and d is at most 64."""
-MAX_CLASSES_ELSEWHERE = 64
-"""Most classes where d is larger or elements have 4 bytes."""
-
-
-def why_not(d: int, e: int, dtype: torch.dtype, horizons: tuple[int, int]) -> str | None:
-    """What these kernels have against widths d and e, a dtype and the horizons Ry and Rx.
-
-    A sentence; None if nothing.
-    """
-    size = dtype.itemsize
-    odd = d % launch.OCTET or e % launch.OCTET
-    if size not in MAX_WIDTH or odd or max(d, e) > MAX_WIDTH[size]:
-        return (
-            "Joint has kernels for widths in multiples of 8 up to 128 (float32: 64), "
-            f"not for {d} and {e} in {dtype}"
-        )
-    if min(horizons) < 1 or horizons[1] > MAX_HORIZON_X[size]:
-        return (
-            "Joint has kernels for horizons from 1 on and up to 16 (float32: 8) along rows, "
-            f"not for {horizons} in {dtype}"
-        )
-    classes = (2 * horizons[0] + 1) * (2 * horizons[1] + 1)
-    most = MAX_CLASSES if size == 2 and d <= 64 else MAX_CLASSES_ELSEWHERE
-    if classes > most:
-        return f"Joint has kernels for up to {most} classes at this width, not for {classes}"
-    return None
 
 
 class Place(NamedTuple):

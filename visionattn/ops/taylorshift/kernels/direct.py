@@ -6,7 +6,7 @@ With ``y = x + b/2a``, ``x = q.k``, the weight is ``a x^2 + b x + c = a (y^2 + r
 the weight, and there is neither an exponential nor a maximum. One program holds a block of queries
 and goes over all keys; weights never leave its registers.
 
-Sums are divided by the number of keys M (see ``__init__.py``). Registers hold d up to 64 and e up
+Sums are divided by the number of keys M (see ``ops/gpu``). Registers hold d up to 64 and e up
 to 128 in half precision, and 32 of both in float32. Source: Nauen et al. 2024, "Direct
 TaylorShift"; the completed square is ours.
 """

@@ -6,7 +6,7 @@ sums over keys are formed once. phi2 keeps products of tiles of 16 columns
 length either: what is left of it multiplies the rows of each product with the state. There are
 launches for d of 8 to 64 and e of 8 to 128, in float32 of 8 to 32 for both, in multiples of 8.
 
-In units of the number of keys M (see ``__init__.py``). Source: TaylorShift, "Efficient
+In units of the number of keys M (see ``ops/gpu``). Source: TaylorShift, "Efficient
 TaylorShift"; tiles and mass are ours.
 """
 

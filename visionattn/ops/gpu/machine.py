@@ -1,0 +1,135 @@
+"""What all kernels want of the machine and of their inputs, and when ``impl="auto"`` takes them.
+
+Which widths and options an operation has kernels for, and the sentence that says why not, stands in
+``gpu.py`` of its room. No Triton in here, and nothing depends on N.
+"""
+
+import math
+import os
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from importlib.metadata import version
+from importlib.util import find_spec
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from visionattn.ops.gpu.launch import capability
+
+CAPABILITIES = ("8.0", "9.0", "10.0")
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+Widest = Mapping[int, tuple[int, int]]
+"""The widest d and e of an operation by the bits of an element."""
+NOT_BY_AUTO: Mapping[tuple[str, torch.dtype], float] = MappingProxyType({})
+"""Below how many rows of queries (batch x heads x N) ``impl="auto"`` leaves an operation
+("taylorshift", "kernelized", "kernelized causal") in a dtype to eager.
+
+Kernels were slower there; infinity leaves all sizes to eager. Nothing was measured yet, so nothing
+is in it.
+"""
+
+
+def takes_kernels(impl: str, operation: str, q: Tensor, why_not: Callable[[], str | None]) -> bool:
+    """Whether the kernels run: "eager" never, "auto" on a GPU where nothing is against it, "triton"
+    always.
+
+    Args:
+        impl: "auto", "eager" or "triton".
+        operation: as ``NOT_BY_AUTO`` names it.
+        why_not: what the operation has against its inputs, None for nothing; asked only if needed.
+
+    Raises:
+        NotImplementedError: impl="triton", and the reason why there is no kernel.
+    """
+    if impl == "eager" or (impl == "auto" and (not _on_gpu(q) or _left_to_eager(operation, q))):
+        return False
+    reason = why_not()
+    if impl == "triton" and reason is not None:
+        raise NotImplementedError(f'impl="triton": {reason}')
+    return reason is None
+
+
+def _left_to_eager(operation: str, q: Tensor) -> bool:
+    """Whether eager operations were faster at this size. A compiled graph serves all sizes: there
+    only infinity counts.
+    """
+    least = NOT_BY_AUTO.get((operation, q.dtype), 0)
+    if torch.compiler.is_compiling():
+        return least == math.inf
+    return least > q.shape[0] * q.shape[1] * q.shape[2]
+
+
+def _on_gpu(x: Tensor) -> bool:
+    return x.device.type == "cuda"
+
+
+def why_not(operation: str, widest: Widest, q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """What this machine, the dtypes or the widths have against the kernels of an operation, in one
+    sentence; None if nothing.
+    """
+    return why_not_here(q.device, q.dtype) or _why_not_tensors(operation, widest, q, k, v)
+
+
+@torch.compiler.assume_constant_result
+def why_not_here(device: torch.device, dtype: torch.dtype) -> str | None:
+    """What this machine has against all kernels. A compiler asks once, as it traces."""
+    if not _has_triton():
+        return "Triton is not installed; pip install triton"
+    if device.type == "cpu" and is_interpreted():
+        return (
+            "Triton's interpreter computes bfloat16 wrongly; take float16 or float32"
+            if dtype == torch.bfloat16
+            else None
+        )
+    if device.type != "cuda" or torch.version.hip is not None:
+        return f"q is on {device.type}; the kernels run on NVIDIA GPUs"
+    found = capability(device)
+    if found is None:
+        return "there is no GPU that PyTorch can use"
+    if found not in CAPABILITIES:
+        return (
+            f"the GPU has compute capability {found}; the kernels are made for "
+            f"{', '.join(CAPABILITIES)}"
+        )
+    if found == "10.0" and _triton_version() < (3, 9):
+        return (
+            f"Triton {version('triton')} may sum products wrongly on compute capability 10.0; "
+            f"take 3.9 or newer"
+        )
+    return None
+
+
+def is_interpreted() -> bool:
+    """Whether Triton runs its kernels on the processor: ``TRITON_INTERPRET=1``, set before Triton
+    is imported.
+    """
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@lru_cache(maxsize=1)
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def _triton_version() -> tuple[int, ...]:
+    """Major and minor. Before 3.9 products that follow each other on one accumulator could be wrong
+    (Triton issue 10821).
+    """
+    return tuple(int(part) for part in version("triton").split(".")[:2])
+
+
+def _why_not_tensors(operation: str, widest: Widest, q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    if q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype:
+        return (
+            f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; the kernels take one of float16, "
+            f"bfloat16, float32 for all three"
+        )
+    for name, x, most in zip("qv", (q, v), widest[8 * q.dtype.itemsize], strict=True):
+        width = x.shape[3]
+        if width % 8 or not 8 <= width <= most:
+            return (
+                f"{name} is {width} wide; the kernels of {operation} in {q.dtype} take "
+                f"multiples of 8 up to {most}"
+            )
+    return None

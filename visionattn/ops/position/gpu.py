@@ -1,0 +1,144 @@
+"""Joint relative position by GPU kernels, for the operators of the attentions: for which inputs
+there are kernels, and what runs them.
+
+Other rooms take the kernels of this one from here alone. Triton is imported when one first runs.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from visionattn.ops.gpu import launch
+from visionattn.ops.position.kernels.place import Place
+from visionattn.ops.position.kinds import Joint, RelativePosition
+from visionattn.ops.sums import tokens_first
+
+if TYPE_CHECKING:
+    from visionattn.ops.position.kernels.lines import Lines
+
+MAX_HORIZON_X = {2: 16, 4: 8}
+"""Largest Rx by the bytes of an element: as far as kernels compile without a spilled register."""
+MAX_WIDTH = {2: 128, 4: 64}
+"""Largest d and e by the bytes of an element."""
+MAX_CLASSES = 128
+"""Most classes ``(2Ry+1) * (2Rx+1)`` where elements have 2 bytes and d is at most 64."""
+MAX_CLASSES_ELSEWHERE = 64
+"""Most classes where d is larger or elements have 4 bytes."""
+
+
+def why_not(
+    relative: RelativePosition | None, q: Tensor, v: Tensor, key_mask: Tensor | None
+) -> str | None:
+    """Why there are no kernels for a relative position beside ``q [B, h, N, d]`` and
+    ``v [B, h, M, e]``, in one sentence; None where there are.
+    """
+    if relative is None:
+        return None
+    if not isinstance(relative, Joint):
+        return f"relative position {type(relative).__name__} has no kernel; Joint has"
+    if key_mask is not None:
+        return "Joint with a key_mask has no kernel"
+    if relative.layout.kept is not None:
+        return "Joint with patches left out (layout.kept) has no kernel"
+    _, rows, columns, _ = relative.table.shape
+    return why_not_sizes(q.shape[3], v.shape[3], q.dtype, (rows // 2, columns // 2))
+
+
+def why_not_sizes(d: int, e: int, dtype: torch.dtype, horizons: tuple[int, int]) -> str | None:
+    """What the kernels have against widths d and e, a dtype and the horizons Ry and Rx; None if
+    nothing.
+    """
+    size = dtype.itemsize
+    odd = d % launch.OCTET or e % launch.OCTET
+    if size not in MAX_WIDTH or odd or max(d, e) > MAX_WIDTH[size]:
+        return (
+            "Joint has kernels for widths in multiples of 8 up to 128 (float32: 64), "
+            f"not for {d} and {e} in {dtype}"
+        )
+    if min(horizons) < 1 or horizons[1] > MAX_HORIZON_X[size]:
+        return (
+            "Joint has kernels for horizons from 1 on and up to 16 (float32: 8) along rows, "
+            f"not for {horizons} in {dtype}"
+        )
+    classes = (2 * horizons[0] + 1) * (2 * horizons[1] + 1)
+    most = MAX_CLASSES if size == 2 and d <= 64 else MAX_CLASSES_ELSEWHERE
+    if classes > most:
+        return f"Joint has kernels for up to {most} classes at this width, not for {classes}"
+    return None
+
+
+def place_of(relative: Joint | None) -> list[int]:
+    """The numbers of a ``Place`` as an operator takes them; empty without relative position."""
+    if relative is None:
+        return []
+    grid, (_, rows, columns, _) = relative.layout.grid, relative.table.shape
+    mean = 1 if relative.normalization == "mean" else 0
+    return [grid.height, grid.width, relative.layout.num_prefix, rows // 2, columns // 2, mean]
+
+
+def place_from(numbers: Sequence[int]) -> Place | None:
+    """The ``Place`` that such a list stands for; None for an empty one."""
+    if not numbers:
+        return None
+    *sizes, mean = numbers
+    return Place(*sizes, bool(mean))
+
+
+def mean_beside_sums(
+    q: Tensor, table: Tensor, v: Tensor, values: Tensor, mass: Tensor, place: Place
+) -> tuple[Tensor, Tensor]:
+    """The mean under both terms and its mass, for sums of the content: ``values [B, h, N, e]`` and
+    ``mass [B, h, N]``, divided by M. A prefix has the content alone.
+    """
+    from visionattn.ops.position.kernels.joint import FromSums, joint_means
+
+    out, total = tokens_first(v, *values.shape), mass.new_empty(mass.shape)
+    if place.prefix:
+        first = slice(0, place.prefix)
+        total[:, :, first] = mass[:, :, first]
+        out[:, :, first] = values[:, :, first] / mass[:, :, first, None]
+    joint_means(q, table, v, FromSums(values, mass), place, out, total)
+    return out, total
+
+
+def write_means_beside_state(
+    q: Tensor,
+    table: Tensor,
+    v: Tensor,
+    state: tuple[Tensor, Tensor, str],
+    place: Place,
+    outputs: tuple[Tensor, Tensor],
+    lines: "Lines",
+) -> None:
+    """Write the patches' part of mean and mass, the ``outputs``, for a content of S, Z and the
+    feature map, the ``state``; ``lines`` were made with it.
+    """
+    from visionattn.ops.position.kernels.joint import FromState, joint_means
+
+    joint_means(q, table, v, FromState(*state), place, *outputs, lines)
+
+
+def backward(
+    grad: Tensor,
+    out: Tensor,
+    mass: Tensor,
+    q: Tensor,
+    table: Tensor,
+    v: Tensor,
+    place: Place,
+    dv: Tensor,
+    *of_content: Tensor | str,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of q, and of the table in its dtype; that of the values is added to ``dv``.
+
+    ``of_content`` are the fields of ``OfContent``: what the content's backward pass leaves to do.
+    The others are those of ``joint_backward``.
+    """
+    from visionattn.ops.position.kernels.backward import joint_backward
+    from visionattn.ops.position.kernels.queries_backward import OfContent
+
+    content = OfContent(*of_content)
+    dq, d_table = joint_backward(grad, out, mass, q, table, v, place, content, dv)
+    return dq, d_table.to(table.dtype)
