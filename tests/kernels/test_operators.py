@@ -19,7 +19,6 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import visionattn  # noqa: F401  registers the models
-import visionattn.ops.flops  # noqa: F401
 from tests.helpers.kernel_checks import (
     BUDGET,
     INTERPRETED,

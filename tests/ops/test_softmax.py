@@ -25,7 +25,7 @@ from tests.helpers.oracles import (
 from visionattn.layout import Grid, TokenLayout
 from visionattn.ops import Axial, Flat, Joint, reference, softmax_attention
 from visionattn.ops.position.scores import BLOCK_QUERIES
-from visionattn.ops.value_drop import drop_values
+from visionattn.ops.sums import drop_values
 
 LENGTHS = {
     "N = M": (77, 77),

@@ -20,9 +20,10 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-import visionattn.ops.flops  # noqa: F401  registers what our operators count
 from visionattn.lab.gpu.device import Gpu
-from visionattn.ops.form_ran import PREFIX
+from visionattn.ops.operator import PREFIX, count_operations
+
+count_operations()
 
 
 def count_flops(model: nn.Module, height: int, width: int) -> int:

@@ -4,6 +4,7 @@ from importlib.util import find_spec
 
 from visionattn.ops.feature_maps import RandomFeatures
 from visionattn.ops.kernelized.attention import kernelized_attention
+from visionattn.ops.operator import count_operations
 from visionattn.ops.position.kinds import Axial, Flat, Joint, RelativePosition, count_classes
 from visionattn.ops.softmax import softmax_attention
 from visionattn.ops.states import KernelState, TaylorState, attend, step, summarize
@@ -29,4 +30,4 @@ __all__ = [
 ]
 
 if find_spec("triton") is not None:
-    import visionattn.ops.flops  # noqa: F401
+    count_operations()

@@ -8,7 +8,6 @@ from torch import Tensor
 from visionattn.layout import Grid, TokenLayout
 from visionattn.ops.attentions import check_form
 from visionattn.ops.position.kinds import Flat, Joint, RelativePosition, tables_of
-from visionattn.ops.value_drop import check_value_drop
 
 
 def _check_device(name: str, x: Tensor, device: torch.device, wanted: str = "q") -> None:
@@ -72,6 +71,21 @@ def check_tensors(q: Tensor | None, k: Tensor, v: Tensor, key_mask: Tensor | Non
     _check_device("key_mask", key_mask, k.device, first)
 
 
+def _check_value_drop(value_drop: float, generator: torch.Generator | None) -> None:
+    """Raise ValueError unless ``0 <= value_drop < 1``, or for a generator that is none or has
+    nothing to draw.
+    """
+    if not isinstance(value_drop, int | float) or not 0 <= value_drop < 1:
+        raise ValueError(f"value_drop: wanted a probability in [0, 1), got {value_drop!r}")
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise ValueError(f"generator: wanted a torch.Generator, got {type(generator).__name__}")
+    if generator is not None and value_drop == 0:
+        raise ValueError(
+            "generator draws which values to drop, and value_drop is 0: leave it out, or set "
+            "value_drop"
+        )
+
+
 def check_options(
     *,
     form: str = "auto",
@@ -86,7 +100,7 @@ def check_options(
     check_form(form)
     if impl not in ("auto", "eager", "triton"):
         raise ValueError(f"impl {impl!r}: wanted one of auto, eager, triton")
-    check_value_drop(value_drop, generator)
+    _check_value_drop(value_drop, generator)
     if generator is not None and device is not None and generator.device.type != device.type:
         raise ValueError(
             f"q is on {device}, generator on {generator.device}; draw where the tensors are"

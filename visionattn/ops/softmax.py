@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from visionattn.ops.checks import check_attention, check_options
+from visionattn.ops.operator import without_autocast
 from visionattn.ops.position.kinds import Flat, Joint, RelativePosition
 from visionattn.ops.position.scores import relative_scores
-from visionattn.ops.sums import without_autocast
-from visionattn.ops.value_drop import drop_values
+from visionattn.ops.sums import drop_values
 
 
 def _flat_bias(q: Tensor, table: Tensor, num_keys: int, prefix: int = 0) -> Tensor:
@@ -117,7 +117,7 @@ def softmax_attention(
         key_mask: bool ``[B, M]``, True takes part. A query that sees no key gets 0, with zero
             gradient.
         value_drop: drop whole rows of v with this probability and scale up the others; see
-            ``value_drop.py``.
+            ``drop_values``.
         generator: of the draws of value_drop.
 
     Returns:

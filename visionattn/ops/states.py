@@ -30,8 +30,9 @@ from visionattn.ops.feature_maps import (
     query_features,
 )
 from visionattn.ops.kernelized.eager import kernel_sums
+from visionattn.ops.operator import without_autocast
 from visionattn.ops.position.kinds import key_counts
-from visionattn.ops.sums import Sums, accumulation_dtype, product, without_autocast
+from visionattn.ops.sums import Sums, accumulation_dtype, product
 from visionattn.ops.taylorshift.features import feature_weights, unit
 from visionattn.ops.taylorshift.state import expand_state, feature_state
 

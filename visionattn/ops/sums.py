@@ -1,14 +1,15 @@
 """The pair that each term of an attention returns. Terms add; one division at the end makes the
-output.
+output. And what all terms sum: values, of which rows may be dropped, in float32 or wider.
 """
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
 
 from visionattn.ops.chunking import chunks
+from visionattn.ops.operator import contiguous_like, differentiate, operator, without_autocast
 
 CHUNK_ELEMENTS = 1 << 18
 
@@ -41,40 +42,34 @@ class Sums:
         return weighted_mean(self.values, self.mass, more.values, more.mass, skip)[0]
 
 
+def drop_values(v: Tensor, value_drop: float, generator: torch.Generator | None = None) -> Tensor:
+    """``v [B, h, M, e]`` with each row dropped with probability ``value_drop``, the others times
+    ``1 / (1 - value_drop)``: dropout of attention, with one meaning in every form.
+
+    Single weights cannot be dropped in linear time. A row that is dropped adds nothing to the sums
+    of values; mass and counts stay as they are, so the expected output is that without dropout.
+    """
+    if value_drop == 0:
+        return v
+    shape, options = (*v.shape[:3], 1), dict(device=v.device, dtype=torch.float32)
+    # A compiler of varying sizes cannot take generator=None.
+    uniform = (
+        torch.rand(shape, **options)
+        if generator is None
+        else torch.rand(shape, generator=generator, **options)
+    )
+    return v * (uniform >= value_drop).to(v.dtype).div(1 - value_drop)
+
+
 def accumulation_dtype(*tensors: Tensor) -> torch.dtype:
     """float64 if any tensor is float64, else float32: what sums and mass are held in."""
     return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
 
 
-def without_autocast(x: Tensor) -> AbstractContextManager:
-    """A context in which products on the device of ``x`` keep their dtype: sums stay float32
-    whatever autocast says.
-    """
-    if not _has_autocast(x.device.type):
-        return nullcontext()
-    return torch.autocast(x.device.type, enabled=False)
-
-
-@torch.compiler.assume_constant_result
-def _has_autocast(device_type: str) -> bool:
-    """A question that torch 2.11 cannot compile."""
-    return torch.amp.is_autocast_available(device_type)
-
-
-def no_double_backward(backward: torch.library.CustomOpDef) -> None:
-    """Let the operator of a backward pass say plainly that it has no derivative of its own."""
-
-    def refuse(ctx, *grads):
-        raise NotImplementedError(
-            "attention of visionattn has no second derivative: call backward() without "
-            "create_graph=True, "
-            "or take the definition in visionattn/ops/reference.py"
-        )
-
-    backward.register_autograd(refuse)
-
-
-@torch.library.custom_op("visionattn::product", mutates_args=())
+@operator(
+    fake=lambda x, y: x.new_empty(*x.shape[:-1], y.shape[-1]),
+    flops=lambda x, y: 2 * prod(x) * y[-1],
+)
 def product(x: Tensor, y: Tensor) -> Tensor:
     """``x y`` for ``x [..., n, d]`` and ``y [..., d, m]`` or ``[d, m]``, in their own dtype in both
     directions.
@@ -86,29 +81,23 @@ def product(x: Tensor, y: Tensor) -> Tensor:
         return torch.matmul(x, y)
 
 
-@product.register_fake
-def _(x, y):
-    return x.new_empty(*x.shape[:-1], y.shape[-1])
+def _product_gradients(
+    grad: Tensor, x: Tensor, y: Tensor, needs: set[str]
+) -> tuple[Tensor | None, Tensor | None]:
+    dx = product(grad, y.mT) if "x" in needs else None
+    if "y" not in needs:
+        return dx, None
+    if y.ndim == 2:
+        x, grad = x.flatten(0, -2), grad.flatten(0, -2)
+    return dx, product(x.mT, grad)
 
 
-def _keep_factors(ctx, inputs, output):
-    ctx.save_for_backward(*inputs)
+differentiate(product, _product_gradients, outputs="out", gradients="x y")
 
 
-def _product_backward(ctx, grad):
-    (x, y), dx, dy = ctx.saved_tensors, None, None
-    if ctx.needs_input_grad[0]:
-        dx = product(grad, y.mT)
-    if ctx.needs_input_grad[1]:
-        x, grad = (x.flatten(0, -2), grad.flatten(0, -2)) if y.ndim == 2 else (x, grad)
-        dy = product(x.mT, grad)
-    return dx, dy
-
-
-product.register_autograd(_product_backward, setup_context=_keep_factors)
-
-
-@torch.library.custom_op("visionattn::weighted_mean", mutates_args=())
+@operator(
+    fake=lambda values, mass: (tokens_first(values, *values.shape), mass.new_empty(mass.shape))
+)
 def weighted_mean(
     values: Tensor,
     mass: Tensor,
@@ -158,12 +147,7 @@ def divisor_of(mass: Tensor) -> Tensor:
     return torch.where(mass == 0, 1, mass).unsqueeze(-1)
 
 
-@weighted_mean.register_fake
-def _(values, mass, more_values=None, more_mass=None, skip=0):
-    return tokens_first(values, *values.shape), mass.new_empty(mass.shape)
-
-
-@torch.library.custom_op("visionattn::weighted_mean_backward", mutates_args=())
+@operator(fake=lambda out, mass: contiguous_like(out, mass))
 def weighted_mean_backward(grad: Tensor, out: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of ``weighted_mean``: ``g = grad / mass`` for the values, ``-<g, out>`` for the
     mass.
@@ -174,28 +158,18 @@ def weighted_mean_backward(grad: Tensor, out: Tensor, mass: Tensor) -> tuple[Ten
     return d_values, (d_values * out).sum(-1).neg_()
 
 
-@weighted_mean_backward.register_fake
-def _(grad, out, mass):
-    return out.new_empty(out.shape), mass.new_empty(mass.shape)
+def _mean_gradients(
+    grad: Tensor, out: Tensor, total: Tensor, skip: int, needs: set[str]
+) -> tuple[Tensor | None, ...]:
+    d_values, d_mass = weighted_mean_backward(grad, out, total)
+    if needs.isdisjoint(("more_values", "more_mass")):
+        return d_values, d_mass, None, None
+    return d_values, d_mass, d_values[:, :, skip:], d_mass[:, :, skip:]
 
 
-no_double_backward(weighted_mean_backward)
-
-
-def _setup_context(ctx, inputs, output):
-    ctx.skip, ctx.terms = inputs[4], 1 if inputs[2] is None else 2
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*output)
-
-
-def _backward(ctx, grad, unused):
-    if grad is None:
-        return (None,) * 5
-    with without_autocast(grad):
-        d_values, d_mass = weighted_mean_backward(grad, *ctx.saved_tensors)
-    if ctx.terms == 1:
-        return d_values, d_mass, None, None, None
-    return d_values, d_mass, d_values[:, :, ctx.skip :], d_mass[:, :, ctx.skip :], None
-
-
-weighted_mean.register_autograd(_backward, setup_context=_setup_context)
+differentiate(
+    weighted_mean,
+    _mean_gradients,
+    outputs="out total",
+    gradients="values mass more_values more_mass",
+)

@@ -19,11 +19,11 @@ from visionattn.ops.feature_maps import (
 from visionattn.ops.gpu.machine import takes_kernels
 from visionattn.ops.kernelized.eager import kernel_sums
 from visionattn.ops.kernelized.gpu import kernel_mean, why_not
+from visionattn.ops.operator import without_autocast
 from visionattn.ops.pairs.mean import mean_of_pairs, takes_pairs
 from visionattn.ops.position.gpu import place_of
 from visionattn.ops.position.kinds import Flat, RelativePosition, key_counts, mean_with_relative
-from visionattn.ops.sums import Sums, accumulation_dtype, without_autocast
-from visionattn.ops.value_drop import drop_values
+from visionattn.ops.sums import Sums, accumulation_dtype, drop_values
 
 
 def _check_causal(feature_map: FeatureMap, relative: RelativePosition | None) -> None:
@@ -90,7 +90,7 @@ def kernelized_attention(
         key_mask: bool ``[B, M]``, True takes part. A query without any key, or whose features meet
             none, gets 0.
         value_drop: drop whole rows of v with this probability and scale up the others; see
-            ``value_drop.py``.
+            ``drop_values``.
         generator: of the draws of value_drop.
         form: "efficient" is O((N + M) d e), "direct" O(N M d); "auto" is the one expected to be the
             faster, see ``choice.py``. They agree to rounding.

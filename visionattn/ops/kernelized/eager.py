@@ -1,6 +1,6 @@
 """Sums of values and weights of kernelized attention, chunked, as one operator with its gradient.
 
-A chunk of tokens at a time is mapped to features and laid out in a buffer (``kernel_chunks.py``),
+A chunk of tokens at a time is mapped to features and laid out in a buffer (``operands.py``),
 in the forward pass and again in the backward pass, so that autograd keeps q, k and v themselves.
 Loops over tokens stand inside the operator: a compiler sees one node whatever N is.
 
@@ -13,18 +13,21 @@ blocks of a segment, the state of each, and their running sums are one batched p
 
     segment  | block 0 | block 1 | ... |  state before block b = running state + states of 0 .. b-1
 
-The relative term and the division belong to ``kernelized.py``.
+The relative term and the division belong to ``attention.py``.
 """
+
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from visionattn.ops.choice import choose_form
 from visionattn.ops.chunking import chunks
-from visionattn.ops.form_ran import form_ran
 from visionattn.ops.kernelized.operands import Features, Rows, WithMass, plan_chunks, put
+from visionattn.ops.operator import contiguous_like, differentiate, form_ran, operator
 from visionattn.ops.quadratic import blocked_scores, blocked_scores_backward
-from visionattn.ops.sums import accumulation_dtype, no_double_backward, without_autocast
+from visionattn.ops.sums import accumulation_dtype
 
 BLOCK_TOKENS = 64
 
@@ -232,7 +235,33 @@ def _operands(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, feature_
     )
 
 
-@torch.library.custom_op("visionattn::kernel_sums", mutates_args=())
+def flops(q, v, causal: bool, form: str, *, backward: bool) -> int:
+    """Multiply-adds of the products, times 2, for ``[B, h, N, f]`` and ``[B, h, M, e]``; the mass
+    is a column.
+    """
+    (batch, heads, n, f), m, e1 = q, v[2], v[3] + 1
+    state, pair = f * e1, (3 * f + 2 * e1 if backward else f + e1)
+    if form_taken(form, causal, q, v, device="meta") == "direct":
+        first = min(n, m)
+        pairs = first * (first + 1) // 2 + (n - first) * m if causal else n * m
+        total = pairs * pair + (2 if backward else 1) * m * state
+    elif not causal:
+        total = (2 if backward else 1) * (n + m) * state
+    elif not backward:
+        total = (n + m) * state + n * BLOCK_TOKENS * (f + e1)
+    else:
+        total = (2 * n + 3 * m) * state + (n + 2 * m) * BLOCK_TOKENS * (f + e1)
+    return 2 * batch * heads * total
+
+
+def _empty_sums(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """Memory for values, mass, S and Z."""
+    (batch, heads, n, d), e, dtype = q.shape, v.shape[3], accumulation_dtype(q, k, v)
+    shapes = (batch, heads, n, e), (batch, heads, n), (batch, heads, d, e), (batch, heads, d)
+    return tuple([q.new_empty(shape, dtype=dtype) for shape in shapes])
+
+
+@operator(fake=_empty_sums, flops=partial(flops, backward=False))
 def kernel_sums(
     q: Tensor,
     k: Tensor,
@@ -261,9 +290,7 @@ def kernel_sums(
     Source: Katharopoulos et al. 2020, eq. 6 and, causal, eq. 9 to 12; segments and blocks are ours.
     """
     queries, keys, x = _operands(q, k, v, key_mask, feature_map)
-    (batch, heads, n, d), e = q.shape, v.shape[3]
-    shapes = (batch, heads, n, e), (batch, heads, n), (batch, heads, d, e), (batch, heads, d)
-    outputs = tuple(q.new_empty(shape, dtype=x.dtype) for shape in shapes)
+    outputs = _empty_sums(q, k, v)
     form = form_taken(form, causal, q.shape, v.shape, dtype=x.dtype, device=q.device.type)
     with form_ran("kernelized causal" if causal else "kernelized", form):
         if form == "direct":
@@ -273,18 +300,12 @@ def kernel_sums(
     return outputs
 
 
-@kernel_sums.register_fake
-def _(q, k, v, key_mask, feature_map, causal, form):
-    like, (batch, heads, n, d), e = (
-        q.new_empty((), dtype=accumulation_dtype(q, k, v)),
-        q.shape,
-        v.shape[3],
-    )
-    sums = like.new_empty(batch, heads, n, e), like.new_empty(batch, heads, n)
-    return *sums, like.new_empty(batch, heads, d, e), like.new_empty(batch, heads, d)
+def _state_not_needed(causal: bool, form: str) -> Sequence[str]:
+    """What the gradient can do without: the state is read by the bidirectional efficient form."""
+    return ("s", "z") if causal or form == "direct" else ()
 
 
-@torch.library.custom_op("visionattn::kernel_sums_backward", mutates_args=())
+@operator(fake=lambda q, k, v: contiguous_like(q, k, v), flops=partial(flops, backward=True))
 def kernel_sums_backward(
     d_values: Tensor,
     d_mass: Tensor,
@@ -305,10 +326,15 @@ def kernel_sums_backward(
     """
     queries, keys, x = _operands(q, k, v, key_mask, feature_map)
     grad = WithMass(d_values, x.dtype, d_mass)
-    grads = tuple(t.new_empty(t.shape) for t in (q, k, v))
+    grads = contiguous_like(q, k, v)
 
     def d_state(b: slice) -> Tensor:
-        return _zero_state(keys, x, b) if d_s is None else _join(d_s, d_z, b, x.dtype)
+        start = _zero_state(keys, x, b).unflatten(0, q[b].shape[:2])
+        if d_s is not None:
+            start[..., :-1] = d_s[b]
+        if d_z is not None:
+            start[..., -1] = d_z[b]
+        return start.flatten(0, 1)
 
     if form_taken(form, causal, q.shape, v.shape, dtype=x.dtype, device=q.device.type) == "direct":
         _direct_backward(queries, keys, x, grad, d_state, grads, causal)
@@ -321,35 +347,10 @@ def kernel_sums_backward(
     return grads
 
 
-@kernel_sums_backward.register_fake
-def _(d_values, d_mass, d_s, d_z, q, k, v, key_mask, s, z, feature_map, causal, form):
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
-no_double_backward(kernel_sums_backward)
-
-
-def _setup_context(ctx, inputs, output):
-    q, k, v, key_mask, *ctx.options = inputs
-    (_, mass, s, z), (_, causal, form) = output, ctx.options
-    ctx.set_materialize_grads(False)
-    ctx.shape = (*mass.shape, v.shape[3])
-    ctx.save_for_backward(
-        q, k, v, key_mask, *((None, None) if causal or form == "direct" else (s, z))
-    )
-
-
-def _backward(ctx, d_values, d_mass, d_s, d_z):
-    q, k, v, *others = ctx.saved_tensors
-    like = q.new_zeros((), dtype=accumulation_dtype(q, k, v))
-    d_values = like.expand(ctx.shape) if d_values is None else d_values
-    d_mass = like.expand(ctx.shape[:-1]) if d_mass is None else d_mass
-    if d_s is not None or d_z is not None:
-        d_s = like.expand(*k.shape[:2], k.shape[3], v.shape[3]) if d_s is None else d_s
-        d_z = like.expand(*k.shape[:2], k.shape[3]) if d_z is None else d_z
-    with without_autocast(q):
-        grads = kernel_sums_backward(d_values, d_mass, d_s, d_z, q, k, v, *others, *ctx.options)
-    return *grads, None, None, None, None
-
-
-kernel_sums.register_autograd(_backward, setup_context=_setup_context)
+differentiate(
+    kernel_sums,
+    kernel_sums_backward,
+    outputs="values mass s z",
+    gradients="q k v",
+    forget=_state_not_needed,
+)

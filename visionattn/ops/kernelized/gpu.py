@@ -6,15 +6,19 @@ PyTorch, the kernels of ``kernels`` make here without sums in memory. Autograd k
 mean, its mass and, of bidirectional attention, the state. ``why_not`` says for which inputs.
 """
 
+from collections.abc import Sequence
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from visionattn.ops.feature_maps import IN_OPERATORS
-from visionattn.ops.form_ran import form_ran
 from visionattn.ops.gpu import machine
+from visionattn.ops.kernelized.eager import flops
+from visionattn.ops.operator import contiguous_like, differentiate, form_ran, operator
 from visionattn.ops.position import gpu as position
 from visionattn.ops.position.kinds import RelativePosition
-from visionattn.ops.sums import no_double_backward, tokens_first
+from visionattn.ops.sums import tokens_first
 
 WIDEST: dict[str, machine.Widest] = {
     "kernelized": {16: (128, 128), 32: (64, 64)},
@@ -64,7 +68,19 @@ def _why_not_options(q: Tensor, k: Tensor, feature_map: str, causal: bool, form:
     return None
 
 
-@torch.library.custom_op("visionattn::kernel_mean", mutates_args=())
+def _flops(q, v, table, causal: bool, place: Sequence[int], *, backward: bool) -> int:
+    own = flops(q, v, causal, "efficient", backward=backward)
+    return own + position.flops(q, v, table, place, backward=backward)
+
+
+def _empty_mean(q: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+    (batch, heads, n, d), e = q.shape, v.shape[3]
+    mass = q.new_empty(batch, heads, n, dtype=torch.float32)
+    state = mass.new_empty(0 if causal else batch * heads * d * (e + 1))
+    return tokens_first(v, batch, heads, n, e), mass, state
+
+
+@operator(fake=_empty_mean, flops=partial(_flops, backward=False))
 def kernel_mean(
     q: Tensor,
     k: Tensor,
@@ -130,18 +146,11 @@ def _content_and_position(
     return state
 
 
-@kernel_mean.register_fake
-def _(q, k, v, key_mask, table, feature_map, causal, place):
-    (batch, heads, n, d), e = q.shape, v.shape[3]
-    mass = q.new_empty(batch, heads, n, dtype=torch.float32)
-    return (
-        tokens_first(v, batch, heads, n, e),
-        mass,
-        mass.new_empty(0 if causal else batch * heads * d * (e + 1)),
-    )
+def _empty_gradients(mass, q, k, v, table) -> tuple[Tensor, ...]:
+    return *(tokens_first(x, *x.shape) for x in (q, k, v)), *contiguous_like(table, like=mass)
 
 
-@torch.library.custom_op("visionattn::kernel_mean_backward", mutates_args=())
+@operator(fake=_empty_gradients, flops=partial(_flops, backward=True))
 def kernel_mean_backward(
     grad: Tensor,
     out: Tensor,
@@ -178,28 +187,4 @@ def kernel_mean_backward(
     return dq, dk, dv, d_table
 
 
-@kernel_mean_backward.register_fake
-def _(grad, out, mass, q, k, v, key_mask, table, state, feature_map, causal, place):
-    grads = (tokens_first(x, *x.shape) for x in (q, k, v))
-    return *grads, mass.new_empty(0) if table is None else table.new_empty(table.shape)
-
-
-no_double_backward(kernel_mean_backward)
-
-
-def _setup_context(ctx, inputs, output):
-    *tensors, feature_map, causal, place = inputs
-    ctx.options = feature_map, causal, place
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*output[:2], *tensors, *output[2:])
-
-
-def _backward(ctx, grad, *unused):
-    if grad is None:
-        return (None,) * 8
-    saved = ctx.saved_tensors  # checkpointing lets them be asked for once
-    *grads, d_table = kernel_mean_backward(grad, *saved, *ctx.options)
-    return *grads, None, None if saved[6] is None else d_table, None, None, None
-
-
-kernel_mean.register_autograd(_backward, setup_context=_setup_context)
+differentiate(kernel_mean, kernel_mean_backward, outputs="out mass state", gradients="q k v table")

@@ -3,26 +3,21 @@ and the mean under it.
 
 Where tokens are few, the sums over classes and the passes over tokens of the other forms cost more
 than the pairs. Here the weights of all pairs are made at once, block by block
-(``pair_weights.py``), and the sum of a row of them is the mass: time is quadratic and memory
+(``weights.py``), and the sum of a row of them is the mass: time is quadratic and memory
 linear. Autograd keeps q, k, v, the mean and its mass; blocks are made anew.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from visionattn.ops.choice import choose_form, tokens_asked
-from visionattn.ops.form_ran import form_ran
+from visionattn.ops.operator import contiguous_like, differentiate, form_ran, operator
 from visionattn.ops.pairs.weights import Images, batches
 from visionattn.ops.position.kinds import Joint, RelativePosition, joint_classes
-from visionattn.ops.sums import (
-    accumulation_dtype,
-    divisor_of,
-    no_double_backward,
-    tokens_first,
-    without_autocast,
-)
+from visionattn.ops.sums import accumulation_dtype, divisor_of, tokens_first
 
 MOST_PAIRS = 1 << 22
 KEYS_OF_ALL_CLASSES, KEYS_OF_A_ROW = 60, 40
@@ -82,7 +77,25 @@ def mean_of_pairs(
     return pair_mean(q, k, v, temperature, key_mask, *position, feature_map, coefficients)[0]
 
 
-@torch.library.custom_op("visionattn::pair_mean", mutates_args=())
+def _flops(q, k, v, table, *, backward: bool) -> int:
+    """Products of each query with keys and values, and of each with the classes of joint relative
+    position.
+    """
+    (batch, heads, n, d), m, e = q, k[2], v[3]
+    per_query = m * (3 * d + 2 * e if backward else d + e)
+    if table is not None:
+        per_query += table[1] * table[2] * (3 * d if backward else d)
+    return 2 * batch * heads * n * per_query
+
+
+def _empty_mean(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Memory for the mean, tokens before heads, and the mass."""
+    dtype = accumulation_dtype(q, k, v)
+    out = tokens_first(q, *q.shape[:3], v.shape[3], dtype=dtype)
+    return out, q.new_empty(q.shape[:3], dtype=dtype)
+
+
+@operator(fake=_empty_mean, flops=partial(_flops, backward=False))
 def pair_mean(
     q: Tensor,
     k: Tensor,
@@ -116,8 +129,7 @@ def pair_mean(
         the mean ``[B, h, N, e]``, 0 for a query without weights, tokens before heads in memory, and
         the mass ``[B, h, N]``; float32 (float64 for float64 inputs).
     """
-    dtype, e = accumulation_dtype(q, k, v), v.shape[3]
-    out, mass = tokens_first(q, *q.shape[:3], e, dtype=dtype), q.new_empty(q.shape[:3], dtype=dtype)
+    (out, mass), e = _empty_mean(q, k, v), v.shape[3]
     with form_ran("taylorshift" if coefficients else "kernelized", "direct"):
         for b in batches(q, k):
             step = Images(
@@ -132,15 +144,11 @@ def pair_mean(
     return out, mass
 
 
-@pair_mean.register_fake
-def _(q, k, v, temperature, key_mask, table, counts, total, feature_map, coefficients):
-    dtype = accumulation_dtype(q, k, v)
-    return tokens_first(q, *q.shape[:3], v.shape[3], dtype=dtype), q.new_empty(
-        q.shape[:3], dtype=dtype
-    )
+def _empty_gradients(out, q, k, v, temperature, table) -> tuple[Tensor, ...]:
+    return *contiguous_like(q, k, v), *contiguous_like(temperature, table, like=out)
 
 
-@torch.library.custom_op("visionattn::pair_mean_backward", mutates_args=())
+@operator(fake=_empty_gradients, flops=partial(_flops, backward=True))
 def pair_mean_backward(
     grad: Tensor,
     out: Tensor,
@@ -231,38 +239,9 @@ def _through_blocks(
     return d_classes
 
 
-@pair_mean_backward.register_fake
-def _(
-    grad, out, mass, q, k, v, temperature, key_mask, table, counts, total, feature_map, coefficients
-):
-    d_temperature, d_table = (
-        out.new_empty(0) if x is None else x.new_empty(x.shape) for x in (temperature, table)
-    )
-    return *(x.new_empty(x.shape) for x in (q, k, v)), d_temperature, d_table
-
-
-no_double_backward(pair_mean_backward)
-
-
-def _setup_context(ctx, inputs, output):
-    *tensors, feature_map, coefficients = inputs
-    ctx.options = feature_map, coefficients
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*output, *tensors)
-
-
-def _backward(ctx, grad, unused):
-    if grad is None:
-        return (None,) * 10
-    saved = ctx.saved_tensors  # checkpointing lets them be asked for once
-    with without_autocast(grad):
-        *grads, d_temperature, d_table = pair_mean_backward(grad, *saved, *ctx.options)
-    learned = (
-        None if saved[5] is None else d_temperature,
-        None,
-        None if saved[7] is None else d_table,
-    )
-    return *grads, *learned, *([None] * 4)
-
-
-pair_mean.register_autograd(_backward, setup_context=_setup_context)
+differentiate(
+    pair_mean,
+    pair_mean_backward,
+    outputs="out mass",
+    gradients="q k v temperature table",
+)

@@ -16,13 +16,15 @@ the dtype of the table on bands of rows that stay in cache: autograd keeps no co
 R may be the whole grid. It knows neither layouts nor masks.
 """
 
+from math import prod
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from visionattn.ops.chunking import HeadChunk, chunks, head_chunks, part_of, part_of_shared
 from visionattn.ops.feature_maps import elu1
-from visionattn.ops.sums import no_double_backward, without_autocast
+from visionattn.ops.operator import differentiate, operator
 
 BAND_ELEMENTS = 1 << 20
 
@@ -171,7 +173,20 @@ def _chunks(q: Tensor, table: Tensor, v: Tensor, keys: Tensor, total: Tensor | N
         yield _Chunk(chunk, q, table, v, keys, total)
 
 
-@torch.library.custom_op("visionattn::axis_sums", mutates_args=())
+def _empty_sums(q: Tensor, table: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Memory for values ``[B, h, H, W, e]`` and mass ``[B, h, H, W]``."""
+    return table.new_empty(*q.shape[:4], v.shape[4]), table.new_empty(q.shape[:4])
+
+
+def _flops(q, table, v, *, backward: bool) -> int:
+    """Products of each query with the classes of rows that occur, and of those with the sums of
+    rows, the mass being a column.
+    """
+    d, e, classes = q[4], v[4], 2 * min(table[1] // 2, q[2]) + 1
+    return 2 * prod(q[:4]) * classes * (3 * d + 2 * e + 1 if backward else d + e + 1)
+
+
+@operator(fake=_empty_sums, flops=lambda q, table, v: _flops(q, table, v, backward=False))
 def axis_sums(
     q: Tensor, table: Tensor, v: Tensor, keys: Tensor, total: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -192,8 +207,7 @@ def axis_sums(
 
     Source: ours, after the linear relative position of Scaleformer (section 4).
     """
-    e = v.shape[4]
-    values, mass = table.new_empty(*q.shape[:4], e), table.new_empty(q.shape[:4])
+    e, (values, mass) = v.shape[4], _empty_sums(q, table, v)
     for chunk in _chunks(q, table, v, keys, total):
         out, out_mass = part_of(values, chunk.chunk), part_of(mass, chunk.chunk)
         for band in chunk.bands(e):
@@ -206,12 +220,12 @@ def axis_sums(
     return values, mass
 
 
-@axis_sums.register_fake
-def _(q, table, v, keys, total):
-    return table.new_empty(*q.shape[:4], v.shape[4]), table.new_empty(q.shape[:4])
+def _empty_gradients(q: Tensor, table: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    column = v.new_empty(*v.shape[:3], 1, v.shape[4])
+    return q.new_empty(q.shape), table.new_empty(table.shape), column
 
 
-@torch.library.custom_op("visionattn::axis_sums_backward", mutates_args=())
+@operator(fake=_empty_gradients, flops=lambda q, table, v: _flops(q, table, v, backward=True))
 def axis_sums_backward(
     d_values: Tensor,
     d_mass: Tensor,
@@ -225,11 +239,8 @@ def axis_sums_backward(
     ``[B, h, H, 1, e]``: all are the same.
     """
     e = v.shape[4]
-    dq, d_table, dv = (
-        q.new_empty(q.shape),
-        table.new_zeros(table.shape),
-        v.new_empty(*v.shape[:3], 1, e),
-    )
+    dq, d_table, dv = _empty_gradients(q, table, v)
+    d_table.zero_()
     for chunk in _chunks(q, table, v, keys, total):
         grad, grad_mass, own_dq = (part_of(x, chunk.chunk) for x in (d_values, d_mass, dq))
         d_sums = _Classes(table.new_zeros(len(grad), q.shape[2], e), chunk.horizon)
@@ -250,27 +261,17 @@ def axis_sums_backward(
     return dq, d_table, dv
 
 
-@axis_sums_backward.register_fake
-def _(d_values, d_mass, q, table, v, keys, total):
-    return (
-        q.new_empty(q.shape),
-        table.new_empty(table.shape),
-        v.new_empty(*v.shape[:3], 1, v.shape[4]),
-    )
+def _gradients(
+    d_values: Tensor,
+    d_mass: Tensor,
+    q: Tensor,
+    table: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    total: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq, d_table, dv = axis_sums_backward(d_values, d_mass, q, table, v, keys, total)
+    return dq, d_table, dv.expand(v.shape)
 
 
-no_double_backward(axis_sums_backward)
-
-
-def _backward(ctx, d_values, d_mass):
-    with without_autocast(d_values):
-        dq, d_table, dv = axis_sums_backward(d_values, d_mass, *ctx.saved_tensors)
-    return dq, d_table, dv.expand(ctx.shape), None, None
-
-
-def _setup_context(ctx, inputs, output):
-    ctx.shape = inputs[2].shape
-    ctx.save_for_backward(*inputs)
-
-
-axis_sums.register_autograd(_backward, setup_context=_setup_context)
+differentiate(axis_sums, _gradients, outputs="values mass", gradients="q table v")

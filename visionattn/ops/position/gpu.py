@@ -86,6 +86,17 @@ def place_from(numbers: Sequence[int]) -> Place | None:
     return Place(*sizes, bool(mean))
 
 
+def flops(q, v, table, place: Sequence[int], *, backward: bool) -> int:
+    """What joint relative position adds for each patch: as many products as ``class_sums`` counts
+    in its tiled form.
+    """
+    if table is None:
+        return 0
+    (batch, heads, n, d), classes = q, table[1] * table[2]
+    per_query = classes * (3 * d + 2 * v[3] if backward else d + v[3])
+    return 2 * batch * heads * (n - place[2]) * per_query
+
+
 def mean_beside_sums(
     q: Tensor, table: Tensor, v: Tensor, values: Tensor, mass: Tensor, place: Place
 ) -> tuple[Tensor, Tensor]:

@@ -4,12 +4,15 @@ backward, as one operator.
 Each class (a, b) of the offset ``(clip(dy), clip(dx))`` has, for the query at (y, x), the sum
 ``U_ab(y, x)`` of the values of its keys; the output is ``sum_ab w_ab U_ab`` with
 ``w_ab = phi(q) . r_ab`` and ``phi = elu1``. Two forms give it: products of tiles with windows of
-the values (``class_tiles.py``), linear in the number of patches, and on small grids a weight for
+the values (``tiles.py``), linear in the number of patches, and on small grids a weight for
 each pair of places, which is cheaper there (``direct_is_faster``).
 
 The operator takes queries and values as the caller has them, of any dtype and strides, and works in
 the dtype of the table, some heads at a time: autograd keeps no copy of anything.
 """
+
+from functools import partial
+from math import prod
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +21,8 @@ from torch import Tensor
 from visionattn.ops.choice import tokens_asked
 from visionattn.ops.chunking import head_chunks, part_of, part_of_shared
 from visionattn.ops.feature_maps import elu1
+from visionattn.ops.operator import contiguous_like, differentiate, operator
 from visionattn.ops.position.tiles import Band, Lines, Tiles, multiply, multiply_backward
-from visionattn.ops.sums import no_double_backward, without_autocast
 
 PAIRS = 1 << 19
 LINE_ELEMENTS = 1 << 20
@@ -126,7 +129,22 @@ def _weights_backward(
     return torch.bmm(d_weights, table).mul_(query.clamp(max=0).exp_())
 
 
-@torch.library.custom_op("visionattn::class_sums", mutates_args=())
+def _empty_sums(q: Tensor, table: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Memory for values ``[B, h, H, W, e]`` and mass ``[B, h, H, W]``."""
+    return table.new_empty(*q.shape[:4], v.shape[4]), table.new_empty(q.shape[:4])
+
+
+def _flops(q, table, v, horizon_y: int, *, backward: bool) -> int:
+    """Products of each query with the table and, in the form that runs, with sums of classes or
+    with values.
+    """
+    keys, e = v[2] * v[3], v[4]
+    terms = keys if direct_is_faster(keys, 2 * horizon_y + 1) else table[1]
+    per_query = (3 if backward else 1) * table[1] * table[2] + (2 if backward else 1) * terms * e
+    return 2 * prod(q[:4]) * per_query
+
+
+@operator(fake=_empty_sums, flops=partial(_flops, backward=False))
 def class_sums(
     q: Tensor,
     table: Tensor,
@@ -158,8 +176,7 @@ def class_sums(
     ours.
     """
     e, v = v.shape[4], _with_a_column(v)
-    values = table.new_empty(*q.shape[:4], v.shape[4])
-    mass = table.new_empty(q.shape[:4])
+    values, mass = _empty_sums(q, table, v)
     run = _direct_forward if _takes_direct(v, horizon_y) else _tiled_forward
     run(q, table, v, counts, _scale(counts, total), (horizon_y, horizon_x), values, mass)
     return values[..., :e], mass
@@ -275,12 +292,9 @@ def _direct_forward(q, table, v, counts, scale, horizons, values: Tensor, mass: 
         chunk.part(values).flatten(1, 2).copy_(torch.bmm(w.gather(2, index), value))
 
 
-@class_sums.register_fake
-def _(q, table, v, counts, total, horizon_y, horizon_x):
-    return table.new_empty(*q.shape[:4], v.shape[4]), table.new_empty(q.shape[:4])
-
-
-@torch.library.custom_op("visionattn::class_sums_backward", mutates_args=())
+@operator(
+    fake=lambda q, table, v: contiguous_like(q, table, v), flops=partial(_flops, backward=True)
+)
 def class_sums_backward(
     d_values: Tensor,
     d_mass: Tensor,
@@ -296,11 +310,8 @@ def class_sums_backward(
     kept.
     """
     e, v, d_values = v.shape[4], _with_a_column(v), _with_a_column(d_values)
-    grads = dq, d_table, dv = (
-        q.new_empty(q.shape),
-        table.new_zeros(table.shape),
-        v.new_empty(v.shape),
-    )
+    grads = dq, d_table, dv = contiguous_like(q, table, v)
+    d_table.zero_()
     run = _direct_backward if _takes_direct(v, horizon_y) else _tiled_backward
     run(
         q, table, v, counts, _scale(counts, total), (horizon_y, horizon_x), d_values, d_mass, *grads
@@ -359,23 +370,4 @@ def _direct_backward(
         chunk.add_to_table(d_table, d_own_table)
 
 
-@class_sums_backward.register_fake
-def _(d_values, d_mass, q, table, v, counts, total, horizon_y, horizon_x):
-    return q.new_empty(q.shape), table.new_empty(table.shape), v.new_empty(v.shape)
-
-
-no_double_backward(class_sums_backward)
-
-
-def _setup_context(ctx, inputs, output):
-    q, table, v, counts, total, *ctx.horizons = inputs
-    ctx.save_for_backward(q, table, v, counts, total)
-
-
-def _backward(ctx, d_values, d_mass):
-    with without_autocast(d_values):
-        dq, d_table, dv = class_sums_backward(d_values, d_mass, *ctx.saved_tensors, *ctx.horizons)
-    return dq, d_table, dv, None, None, None, None
-
-
-class_sums.register_autograd(_backward, setup_context=_setup_context)
+differentiate(class_sums, class_sums_backward, outputs="values mass", gradients="q table v")

@@ -20,12 +20,15 @@ of a block are in one row.
 """
 
 from dataclasses import dataclass
+from functools import partial
+from math import prod
 
 import torch
 from torch import Tensor
 
 from visionattn.ops.chunking import chunks
-from visionattn.ops.sums import accumulation_dtype, no_double_backward, without_autocast
+from visionattn.ops.operator import contiguous_like, differentiate, operator
+from visionattn.ops.sums import accumulation_dtype
 
 BLOCK_QUERIES = 128
 
@@ -112,7 +115,20 @@ def _pairs(matrix: Tensor, q: Tensor, height: int, width: int, prefix: int) -> T
     return matrix[:, :, prefix:, prefix:].unflatten(3, (height, width)).unflatten(2, q.shape[2:4])
 
 
-@torch.library.custom_op("visionattn::relative_scores", mutates_args=())
+def _empty_scores(q: Tensor, height: int, width: int, prefix: int) -> Tensor:
+    return q.new_empty(*q.shape[:2], prefix + q.shape[2] * q.shape[3], prefix + height * width)
+
+
+def _flops(q, table, height: int, width: int, *, backward: bool) -> int:
+    """Products of each query with the entries that its block of queries reaches, counted as if it
+    reached them all.
+    """
+    _, _, rows, columns, _ = q
+    classes = min(table[1], rows + height - 1) * min(table[2], columns + width - 1)
+    return 2 * prod(q) * classes * (2 if backward else 1)
+
+
+@operator(fake=_empty_scores, flops=partial(_flops, backward=False))
 def relative_scores(q: Tensor, table: Tensor, height: int, width: int, prefix: int = 0) -> Tensor:
     """``q_yx . r`` with the class ``(clip(u - y), clip(w - x))`` of each key (u, w):
     ``[B, h, P + H*W, P + height*width]``.
@@ -133,7 +149,7 @@ def relative_scores(q: Tensor, table: Tensor, height: int, width: int, prefix: i
     attention stacks of diagonals (future to past there), here block by block; two dimensions are
     ours.
     """
-    out = q.new_empty(*q.shape[:2], prefix + q.shape[2] * q.shape[3], prefix + height * width)
+    out = _empty_scores(q, height, width, prefix)
     out[:, :, :prefix] = 0
     out[:, :, prefix:, :prefix] = 0
     pairs = _pairs(out, q, height, width, prefix)
@@ -152,12 +168,7 @@ def relative_scores(q: Tensor, table: Tensor, height: int, width: int, prefix: i
     return out
 
 
-@relative_scores.register_fake
-def _(q, table, height, width, prefix=0):
-    return q.new_empty(*q.shape[:2], prefix + q.shape[2] * q.shape[3], prefix + height * width)
-
-
-@torch.library.custom_op("visionattn::relative_scores_backward", mutates_args=())
+@operator(fake=lambda q, table: contiguous_like(q, table), flops=partial(_flops, backward=True))
 def relative_scores_backward(
     grad: Tensor, q: Tensor, table: Tensor, height: int, width: int, prefix: int
 ) -> tuple[Tensor, Tensor]:
@@ -186,22 +197,4 @@ def relative_scores_backward(
     return d_q, d_table.to(table.dtype)
 
 
-@relative_scores_backward.register_fake
-def _(grad, q, table, height, width, prefix):
-    return q.new_empty(q.shape), table.new_empty(table.shape)
-
-
-no_double_backward(relative_scores_backward)
-
-
-def _setup_context(ctx, inputs, output):
-    q, table, *ctx.sizes = inputs
-    ctx.save_for_backward(q, table)
-
-
-def _backward(ctx, grad):
-    with without_autocast(grad):
-        return *relative_scores_backward(grad, *ctx.saved_tensors, *ctx.sizes), None, None, None
-
-
-relative_scores.register_autograd(_backward, setup_context=_setup_context)
+differentiate(relative_scores, relative_scores_backward, outputs="scores", gradients="q table")

@@ -19,13 +19,13 @@ from visionattn.ops.checks import (
     check_temperature,
 )
 from visionattn.ops.gpu.machine import takes_kernels
+from visionattn.ops.operator import without_autocast
 from visionattn.ops.pairs.mean import mean_of_pairs, takes_pairs
 from visionattn.ops.position.gpu import place_of
 from visionattn.ops.position.kinds import RelativePosition, key_counts, mean_with_relative
-from visionattn.ops.sums import Sums, accumulation_dtype, without_autocast
+from visionattn.ops.sums import Sums, accumulation_dtype, drop_values
 from visionattn.ops.taylorshift.eager import takes_efficient, taylor_sums
 from visionattn.ops.taylorshift.gpu import takes_efficient_kernels, taylor_mean, why_not
-from visionattn.ops.value_drop import drop_values
 
 
 def taylorshift_attention(
@@ -55,7 +55,7 @@ def taylorshift_attention(
         key_mask: bool ``[B, M]``, True takes part. A query without any key gets 0.
         output_scale: multiply the output by ``sqrt(keys / d)``, keys being those that take part.
         value_drop: drop whole rows of v with this probability and scale up the others; see
-            ``value_drop.py``.
+            ``drop_values``.
         generator: of the draws of value_drop.
         form: "direct" is O(N M d), "efficient" O((N + M) d^2 e), "auto" the one expected to be
             faster. They agree to rounding.

@@ -1,7 +1,7 @@
 """Sums of values and of weights under TaylorShift's weights: both forms, chunked, as one operator
 with its gradient.
 
-Chunks of q, k and v are prepared by ``taylor_passes.py`` in the forward pass and again in the
+Chunks of q, k and v are prepared by ``passes.py`` in the forward pass and again in the
 backward pass, so that autograd keeps q, k and v themselves and, of the efficient form, its state.
 Loops over tokens and the choice of the form by length stand inside the operator: a compiler sees
 one node whatever N is.
@@ -9,17 +9,19 @@ one node whatever N is.
 The state of the efficient form has one row for each feature of ``f(x) = [phi2(x), x, 1]``, weighted
 so that ``f(q) . state`` are the sums of the values: ``state = W sum_j f(k_j) v_j^T`` with W = a or
 2a, b, c. The mass needs no features: ``a q^T (K^T K) q + b q . sum k + c M``, in both forms. The
-relative term and the division belong to ``taylorshift.py``.
+relative term and the division belong to ``attention.py``.
 """
+
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from visionattn.ops.choice import choose_form
 from visionattn.ops.chunking import part_of
-from visionattn.ops.form_ran import form_ran
+from visionattn.ops.operator import contiguous_like, differentiate, form_ran, operator
 from visionattn.ops.quadratic import blocked_scores, blocked_scores_backward
-from visionattn.ops.sums import accumulation_dtype, no_double_backward, without_autocast
+from visionattn.ops.sums import accumulation_dtype
 from visionattn.ops.taylorshift.features import feature_weights, num_features
 from visionattn.ops.taylorshift.passes import Pass, Values, passes
 
@@ -93,7 +95,32 @@ def takes_efficient(form: str, q: Tensor, k: Tensor, v: Tensor) -> bool:
     return choose_form("taylorshift", n, m, d, e, **sizes) == "efficient"
 
 
-@torch.library.custom_op("visionattn::taylor_sums", mutates_args=())
+def flops(q, k, v, form: str, *, backward: bool, state_kept: bool = False) -> int:
+    """Multiply-adds of the products, times 2, for ``[B, h, N, d]``, ``[B, h, M, d]`` and
+    ``[B, h, M, e]``.
+
+    "auto" counts the form of fewer operations, whatever machine runs it.
+    """
+    (batch, heads, n, d), m, e = q, k[2], v[3]
+    groups = batch * heads
+    if form == "auto":
+        form = choose_form("taylorshift", n, m, d, e, heads=groups, device="meta")
+    mass = (n + m) * d * d * (3 if backward else 1)
+    if form == "direct":
+        return 2 * groups * (n * m * (3 * d + 2 * e if backward else d + e) + mass)
+    passes = 2 * (n + m) + (0 if state_kept else m) if backward else n + m
+    return 2 * groups * (passes * (num_features(d) + d + 1) * e + mass)
+
+
+def _empty_sums(q: Tensor, k: Tensor, v: Tensor, form: str) -> tuple[Tensor, ...]:
+    """Memory for values and mass, and for what the gradient needs: state, ``K^T K``, ``sum k``."""
+    (batch, heads, n, d), e, dtype = q.shape, v.shape[3], accumulation_dtype(q, k, v)
+    rows = num_features(d) + d + 1 if form == "efficient" else 0
+    sizes = (n, e), (n,), (rows, e), (d, d), (d,)
+    return tuple([q.new_empty(batch, heads, *size, dtype=dtype) for size in sizes])
+
+
+@operator(fake=_empty_sums, flops=partial(flops, backward=False))
 def taylor_sums(
     q: Tensor,
     k: Tensor,
@@ -127,30 +154,17 @@ def taylor_sums(
     square are ours.
     """
     dtype, efficient = accumulation_dtype(q, k, v), takes_efficient(form, q, k, v)
-    (batch, heads, n, d), e = q.shape, v.shape[3]
-    values, mass = (
-        q.new_empty(batch, heads, n, e, dtype=dtype),
-        q.new_empty(batch, heads, n, dtype=dtype),
-    )
-    state = q.new_empty(
-        batch, heads, num_features(d) + d + 1 if form == "efficient" else 0, e, dtype=dtype
-    )
-    second, first = (
-        q.new_empty(batch, heads, d, d, dtype=dtype),
-        q.new_empty(batch, heads, d, dtype=dtype),
-    )
-    weights = _weights(d, (a, b, c), values)
+    results = _empty_sums(q, k, v, form)
+    weights = _weights(q.shape[3], (a, b, c), results[0])
     with form_ran("taylorshift", "efficient" if efficient else "direct"):
         for step in passes((q, k, v, temperature, key_mask), dtype):
-            out, out_mass, own_state, *moments = (
-                part_of(x, step.chunk) for x in (values, mass, state, second, first)
-            )
+            out, out_mass, own_state, *moments = (part_of(x, step.chunk) for x in results)
             if efficient:
                 _efficient_values(step, q, k, weights, _kept_state(own_state, weights), out)
             else:
                 _direct_values(step, (a, b, c), out)
             _mass(step, q, k, (a, b, c), moments, out_mass)
-    return values, mass, state, second, first
+    return results
 
 
 def _kept_state(state: Tensor, weights: Tensor) -> Tensor:
@@ -160,20 +174,6 @@ def _kept_state(state: Tensor, weights: Tensor) -> Tensor:
         if state.shape[1]
         else state.new_empty(state.shape[0], weights.shape[0], state.shape[2])
     )
-
-
-@taylor_sums.register_fake
-def _(q, k, v, temperature, key_mask, a, b, c, form):
-    dtype, (batch, heads, n, d), e = accumulation_dtype(q, k, v), q.shape, v.shape[3]
-    rows = num_features(d) + d + 1 if form == "efficient" else 0
-    sizes = (
-        (batch, heads, n, e),
-        (batch, heads, n),
-        (batch, heads, rows, e),
-        (batch, heads, d, d),
-        (batch, heads, d),
-    )
-    return tuple(q.new_empty(size, dtype=dtype) for size in sizes)
 
 
 class _MassGradient:
@@ -240,7 +240,10 @@ def _direct_backward(
     return d_length
 
 
-@torch.library.custom_op("visionattn::taylor_sums_backward", mutates_args=())
+@operator(
+    fake=lambda q, k, v, temperature: contiguous_like(q, k, v, temperature, like=q),
+    flops=lambda q, k, v, state, form: flops(q, k, v, form, backward=True, state_kept=state[2] > 0),
+)
 def taylor_sums_backward(
     d_values: Tensor,
     d_mass: Tensor,
@@ -263,7 +266,7 @@ def taylor_sums_backward(
     features are made anew, not kept.
     """
     dtype, efficient = accumulation_dtype(q, k, v), takes_efficient(form, q, k, v)
-    grads = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    grads = contiguous_like(q, k, v)
     d_temperature = (
         q.new_zeros(0) if temperature is None else torch.zeros_like(temperature, dtype=dtype)
     )
@@ -287,32 +290,9 @@ def taylor_sums_backward(
     return *grads, d_temperature if temperature is None else d_temperature.to(temperature.dtype)
 
 
-@taylor_sums_backward.register_fake
-def _(d_values, d_mass, q, k, v, temperature, key_mask, state, second, first, a, b, c, form):
-    d_temperature = (
-        q.new_empty(0) if temperature is None else temperature.new_empty(temperature.shape)
-    )
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), d_temperature
-
-
-no_double_backward(taylor_sums_backward)
-
-
-def _setup_context(ctx, inputs, output):
-    *tensors, a, b, c, form = inputs
-    ctx.options = (a, b, c, form)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, *output[2:])
-
-
-def _backward(ctx, d_values, d_mass, *unused):
-    if d_values is None or d_mass is None:
-        assert d_values is d_mass, "both sums go through one division"
-        return (None,) * 9
-    tensors = ctx.saved_tensors
-    with without_autocast(d_values):
-        *grads, d_temperature = taylor_sums_backward(d_values, d_mass, *tensors, *ctx.options)
-    return *grads, d_temperature if tensors[3] is not None else None, *([None] * 5)
-
-
-taylor_sums.register_autograd(_backward, setup_context=_setup_context)
+differentiate(
+    taylor_sums,
+    taylor_sums_backward,
+    outputs="values mass state second first",
+    gradients="q k v temperature",
+)

@@ -7,14 +7,17 @@ named efficient form, the state; queries and keys of unit length are made anew.
 ``why_not`` says for which inputs.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from visionattn.ops.form_ran import form_ran
 from visionattn.ops.gpu import machine
+from visionattn.ops.operator import contiguous_like, differentiate, form_ran, operator
 from visionattn.ops.position import gpu as position
 from visionattn.ops.position.kinds import RelativePosition
-from visionattn.ops.sums import no_double_backward, tokens_first
+from visionattn.ops.sums import tokens_first
+from visionattn.ops.taylorshift.eager import flops
 
 WIDEST: machine.Widest = {16: (64, 128), 32: (32, 32)}
 """As far as the kernels compile without a spilled register."""
@@ -77,7 +80,29 @@ def _of_unit_length(q: Tensor, k: Tensor, temperature: Tensor | None) -> tuple[T
     return unit(q, temperature.float()), unit(k, None)
 
 
-@torch.library.custom_op("visionattn::taylor_mean", mutates_args=())
+def _flops(q, k, v, table, form: str, place: Sequence[int]) -> int:
+    own = flops(q, k, v, form, backward=False)
+    return own + position.flops(q, v, table, place, backward=False)
+
+
+def _flops_backward(q, k, v, table, features, form: str, place: Sequence[int]) -> int:
+    own = flops(q, k, v, form, backward=True, state_kept=features[0] > 0)
+    return own + position.flops(q, v, table, place, backward=True)
+
+
+def _empty_mean(q: Tensor, v: Tensor, form: str) -> tuple[Tensor, ...]:
+    (batch, heads, n, d), e = q.shape, v.shape[3]
+    mass = q.new_empty(batch, heads, n, dtype=torch.float32)
+    shapes = [((0,), v.dtype), ((0,), mass.dtype)]
+    if form == "efficient":
+        from visionattn.ops.taylorshift.kernels.efficient import state_shapes
+
+        shapes = state_shapes(batch, heads, d, e, v.dtype)
+    state = [v.new_empty(shape, dtype=dtype) for shape, dtype in shapes]
+    return tokens_first(v, batch, heads, n, e), mass, *state
+
+
+@operator(fake=_empty_mean, flops=_flops)
 def taylor_mean(
     q: Tensor,
     k: Tensor,
@@ -138,22 +163,12 @@ def taylor_mean(
     return out, mass, *state
 
 
-@taylor_mean.register_fake
-def _(q, k, v, temperature, key_mask, table, a, b, c, form, place):
-    (batch, heads, n, d), e = q.shape, v.shape[3]
-    mass = q.new_empty(batch, heads, n, dtype=torch.float32)
-    if form != "efficient":
-        return tokens_first(v, batch, heads, n, e), mass, v.new_empty(0), mass.new_empty(0)
-    from visionattn.ops.taylorshift.kernels.efficient import state_shapes
-
-    state = (
-        v.new_empty(shape, dtype=dtype)
-        for shape, dtype in state_shapes(batch, heads, d, e, v.dtype)
-    )
-    return tokens_first(v, batch, heads, n, e), mass, *state
+def _empty_gradients(mass, q, k, v, temperature, table) -> tuple[Tensor, ...]:
+    learned = contiguous_like(temperature, table, like=mass)
+    return *(tokens_first(x, *x.shape) for x in (q, k, v)), *learned
 
 
-@torch.library.custom_op("visionattn::taylor_mean_backward", mutates_args=())
+@operator(fake=_empty_gradients, flops=_flops_backward)
 def taylor_mean_backward(
     grad: Tensor,
     out: Tensor,
@@ -217,37 +232,9 @@ def taylor_mean_backward(
     return dq, dk, dv, d_temperature, d_table
 
 
-@taylor_mean_backward.register_fake
-def _(
-    grad, out, mass, q, k, v, temperature, key_mask, table, features, moments, a, b, c, form, place
-):
-    learned = (
-        mass.new_empty(0) if x is None else x.new_empty(x.shape) for x in (temperature, table)
-    )
-    return *(tokens_first(x, *x.shape) for x in (q, k, v)), *learned
-
-
-no_double_backward(taylor_mean_backward)
-
-
-def _setup_context(ctx, inputs, output):
-    *tensors, a, b, c, form, place = inputs
-    ctx.options = a, b, c, form, place
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*output[:2], *tensors, *output[2:])
-
-
-def _backward(ctx, grad, *unused):
-    if grad is None:
-        return (None,) * 11
-    saved = ctx.saved_tensors  # checkpointing lets them be asked for once
-    *grads, d_temperature, d_table = taylor_mean_backward(grad, *saved, *ctx.options)
-    learned = (
-        None if saved[5] is None else d_temperature,
-        None,
-        None if saved[7] is None else d_table,
-    )
-    return *grads, *learned, *([None] * 5)
-
-
-taylor_mean.register_autograd(_backward, setup_context=_setup_context)
+differentiate(
+    taylor_mean,
+    taylor_mean_backward,
+    outputs="out mass features moments",
+    gradients="q k v temperature table",
+)

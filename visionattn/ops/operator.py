@@ -1,0 +1,221 @@
+"""How an operator is made: what a compiler, autograd and a counter of operations are told of it.
+
+A function becomes ``torch.ops.visionattn.<its name>``, one node for a compiler whatever loops and
+choices stand in it. ``operator`` tells what its results look like and how many operations it takes,
+``differentiate`` which operator gives its gradients. Both go by the names of parameters: nobody
+counts places. An operator without a gradient refuses one, so nothing here has a second derivative.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from operator import itemgetter
+
+import torch
+from torch import Tensor
+from torch.library import CustomOpDef
+from torch.profiler import record_function
+
+PREFIX = "visionattn.ops: "
+"""What a profiler sees before the names of operation and form."""
+_NOTHING = nullcontext()
+_FUNCTIONS: dict[CustomOpDef, Callable] = {}
+_UNCOUNTED: dict[str, Callable[..., int]] = {}
+
+
+def operator(
+    *, fake: Callable[..., object], flops: Callable[..., int] | None = None
+) -> Callable[[Callable], CustomOpDef]:
+    """Make a function of annotated tensors and numbers an operator under its own name.
+
+    Args:
+        fake: results of the same shapes, dtypes and strides, of uninitialised memory.
+        flops: multiply-adds of its products, times 2; shapes stand for tensors.
+
+    Both take those parameters of the function that they need, under the same names.
+    """
+
+    def make(function: Callable) -> CustomOpDef:
+        made = torch.library.custom_op(
+            f"visionattn::{function.__name__}", function, mutates_args=()
+        )
+        made.register_fake(_by_name(fake, function))
+        made.register_autograd(_refuse)
+        _FUNCTIONS[made] = function
+        if flops is not None:
+            _UNCOUNTED[function.__name__] = _by_name(flops, function)
+        return made
+
+    return make
+
+
+def count_operations() -> None:
+    """Let ``torch.utils.flop_counter`` count the operators made so far.
+
+    Importing that module without Triton prints a warning. So ``visionattn.ops`` does this at once
+    where Triton is present, and elsewhere whoever counts does it first.
+    """
+    from torch.utils.flop_counter import register_flop_formula
+
+    while _UNCOUNTED:
+        name, formula = _UNCOUNTED.popitem()
+        register_flop_formula(getattr(torch.ops.visionattn, name))(formula)
+
+
+def differentiate(
+    made: CustomOpDef,
+    backward: Callable[..., Sequence[Tensor | None]],
+    *,
+    outputs: str,
+    gradients: str,
+    forget: Callable[..., Sequence[str]] | None = None,
+) -> None:
+    """Let ``backward`` give the gradients of an operator; what it takes is what autograd keeps.
+
+    Args:
+        backward: takes gradients of outputs first, ``grad`` for the first output or ``d_x`` for
+            the output ``x``; then inputs and outputs that are tensors, and inputs that are not;
+            last, if it wants, ``needs``, the names of inputs whose gradients are asked for. A
+            gradient that may be None in its annotation comes as it is, the others as zeros where
+            there is none.
+        outputs: names for the results of the operator, with spaces between.
+        gradients: the inputs whose gradients ``backward`` returns, in this order.
+        forget: takes inputs by name and tells which of the tensors need not be kept this time:
+            ``backward`` gets None for them.
+    """
+    inputs, asked, results = _parameters(made), _parameters(backward), outputs.split()
+    names, known = list(inputs), [*inputs, *results]
+    places = {"grad": 0} | {f"d_{name}": i for i, name in enumerate(results)}
+    upstream = [name for name in asked if name in places]
+    tensors = [n for n in asked if n in results or (n in inputs and _is_tensor(inputs[n]))]
+    options = [name for name in asked if name in inputs and name not in tensors]
+    needs = ["needs"] if "needs" in asked else []
+    assert [*upstream, *tensors, *options, *needs] == list(asked), f"{backward}: their order"
+    assert len(set(known)) == len(known), f"{made}: an output has the name of an input"
+
+    pick_upstream = _picker([places[name] for name in upstream])
+    pick_tensors, pick_options = (_picker([known.index(n) for n in x]) for x in (tensors, options))
+    pick_for_forget = _picker([names.index(name) for name in _parameters(forget)] if forget else [])
+    given = gradients.split()
+    pick_gradients = _picker([given.index(n) if n in given else len(given) for n in names])
+    may_be_none = [i for i, n in enumerate(names) if n in given and _may_be_none(inputs[n])]
+    filled = [i for i, name in enumerate(upstream) if not _may_be_none(asked[name])]
+    pick_filled = _picker([len(inputs) + places[upstream[i]] for i in filled])
+    nothing = tuple(None for _ in names)
+
+    def keep(ctx, inputs, output):
+        everything = (*inputs, output) if isinstance(output, Tensor) else (*inputs, *output)
+        kept = pick_tensors(everything)
+        if forget is not None:
+            left = forget(*pick_for_forget(inputs))
+            kept = [None if n in left else x for n, x in zip(tensors, kept, strict=True)]
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*kept)
+        ctx.options = pick_options(everything)
+        if len(filled) > 1:  # with one alone there is nothing to do where it is None
+            ctx.shapes = [x.shape for x in pick_filled(everything)]
+
+    def run(ctx, *grads):
+        own = pick_upstream(grads)
+        some = next((x for x in own if x is not None), None)
+        if some is None:
+            return nothing
+        if len(filled) > 1 and any(x is None for x in own):
+            own = list(own)
+            for i, shape in zip(filled, ctx.shapes, strict=True):
+                own[i] = some.new_zeros(()).expand(shape) if own[i] is None else own[i]
+        needed = ctx.needs_input_grad
+        more = [{n for n, need in zip(names, needed, strict=False) if need}] if needs else ()
+        with without_autocast(some):
+            found = backward(*own, *ctx.saved_tensors, *ctx.options, *more)
+        found = pick_gradients((*found, None))
+        if not may_be_none:
+            return found
+        found = list(found)
+        for i in may_be_none:
+            if not (i < len(needed) and needed[i]):
+                found[i] = None
+        return tuple(found)
+
+    made.register_autograd(run, setup_context=keep)
+
+
+def _refuse(ctx, *grads):
+    raise NotImplementedError(
+        "attention of visionattn has no second derivative: call backward() without "
+        "create_graph=True, or take the definition in visionattn/ops/reference.py"
+    )
+
+
+def _parameters(function: Callable) -> dict[str, object]:
+    """The parameters of an operator or a function, with their annotations."""
+    parameters = inspect.signature(_FUNCTIONS.get(function, function)).parameters
+    return {name: parameter.annotation for name, parameter in parameters.items()}
+
+
+def _is_tensor(annotation: object) -> bool:
+    return annotation in (Tensor, Tensor | None)
+
+
+def _may_be_none(annotation: object) -> bool:
+    return annotation == Tensor | None
+
+
+def _picker(places: Sequence[int]) -> Callable[[Sequence], tuple]:
+    """What takes the entries at these places out of a sequence; quick, as each call of an operator
+    uses some.
+    """
+    if len(places) > 1:
+        return itemgetter(*places)
+    return lambda entries: tuple([entries[i] for i in places])
+
+
+def _by_name(asks: Callable, function: Callable) -> Callable:
+    """``asks``, whose parameters (but for those given by keyword alone) are some of ``function``'s,
+    as a function of them all.
+    """
+    signature = inspect.signature(function)
+    asked = inspect.signature(asks).parameters.values()
+    wanted = [parameter.name for parameter in asked if parameter.kind != parameter.KEYWORD_ONLY]
+    assert signature.parameters.keys() >= set(wanted), f"{function.__name__}: {asks} asks for more"
+
+    def call(*args, out_shape=None, **kwargs):
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        return asks(*[given.arguments[name] for name in wanted])
+
+    return call
+
+
+def contiguous_like(*tensors: Tensor | None, like: Tensor | None = None) -> tuple[Tensor, ...]:
+    """Uninitialised memory of the shape and dtype of each, contiguous; for None an empty tensor as
+    ``like`` is.
+    """
+    return tuple([like.new_empty(0) if x is None else x.new_empty(x.shape) for x in tensors])
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager:
+    """A context in which products on the device of ``x`` keep their dtype: sums stay float32
+    whatever autocast says.
+    """
+    device = x.device.type
+    if not (_has_autocast(device) and torch.is_autocast_enabled(device)):
+        return nullcontext()
+    return torch.autocast(device, enabled=False)
+
+
+@torch.compiler.assume_constant_result
+def _has_autocast(device_type: str) -> bool:
+    """A question that torch 2.11 cannot compile."""
+    return torch.amp.is_autocast_available(device_type)
+
+
+def form_ran(operation: str, form: str) -> AbstractContextManager:
+    """A context for the work of one call, say ``form_ran("taylorshift", "efficient")``, by whose
+    name a profiler sees which form runs, also within a compiled graph; nothing without a profiler.
+
+    Operators alone enter it, whose bodies no compiler traces.
+    """
+    if not torch.autograd._profiler_enabled():
+        return _NOTHING
+    return record_function(f"{PREFIX}{operation} {form}")
