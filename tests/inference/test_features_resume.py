@@ -40,7 +40,7 @@ def flags(*more: str, output: str = "out") -> list[str]:
 KILLED = """
 import os, signal, sys
 import visionattn.inference.shards as shards
-from inference_files import load_tool
+from tests.helpers.inference_files import load_tool
 real, written = shards.save_file, []
 def save_half(tensors, path, metadata):
     real(tensors, path, metadata=metadata)
@@ -55,7 +55,7 @@ sys.exit(load_tool("extract_features")(sys.argv[1:]))
 
 def test_a_run_killed_while_it_writes_goes_on_and_ends_with_the_same_bytes(folder, capsys):
     command = flags("--shard_images", "2", "--batch_size", "2", "--dense")
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     killed = subprocess.run(
         [sys.executable, "-c", KILLED, *command], env=os.environ | {"PYTHONPATH": paths}
     )
