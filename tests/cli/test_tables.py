@@ -14,10 +14,18 @@ import visionattn.lab.targets as targets
 from visionattn.cli.provenance import provenance_of
 from visionattn.cli.tables import csv_text, duration, json_text, markdown
 from visionattn.lab.cases import Case
+from visionattn.lab.charts import png
 from visionattn.lab.compare import Plan, Quartiles, Row, cells_of, record_of
+from visionattn.lab.figures import sizes_of, slope_of
 from visionattn.lab.memory import build
-from visionattn.lab.papers import FIGURES, crossings, heads_table
-from visionattn.lab.plot import crossing, draw, slope_of, sweep_panels
+from visionattn.lab.papers import (
+    FIGURES,
+    SIZE_MODELS,
+    crossing,
+    crossings,
+    heads_table,
+    size_table,
+)
 from visionattn.lab.targets import all_targets, choose, measure_targets
 
 PLAN = Plan(rounds=2, max_rounds=2, seconds=0)
@@ -245,7 +253,7 @@ def test_crossings_stand_beside_the_published_ones():
         rows.append(row_of("taylorshift", n, n**2 * 1e-6, form="direct", peak_bytes=n << 14))
         rows.append(row_of("taylorshift", n, 100 * n * 1e-6, form="efficient", peak_bytes=n << 15))
     rows.append(row_of("taylorshift", 1024, None, form="direct"))
-    (record,) = crossings(rows)
+    (record,) = crossings([record_of(row) for row in rows])
     assert record == {
         "d": 8,
         "N0 published": 73,
@@ -264,9 +272,34 @@ def test_head_counts_stand_beside_the_published_ones():
         Row(cases[0], seconds=Quartiles(1, 2, 3), peak_bytes=5 << 20),
         Row(cases[1], status="out of memory"),
     ]
-    (record,) = heads_table(rows)
+    (record,) = heads_table([record_of(row) for row in rows])
     assert record["d"] == 16 and record["direct images/s"] == "8" and record["direct MiB"] == "5"
     assert record["efficient images/s"] is None and record["published efficient images/s"] == 9713
+
+
+def test_the_picture_of_sizes_says_how_many_times_as_fast_as_timm_at_the_largest():
+    rows = [
+        Row(
+            Case("model", name, size),
+            seconds=Quartiles(*[seconds] * 3),
+            ratio=Quartiles(*[seconds / 8] * 3),
+            peak_bytes=size << 20,
+        )
+        for size in (512, 1024)
+        for name, seconds in zip(SIZE_MODELS, (8.0, 4.0, 2.0), strict=True)
+    ]
+    records = [record_of(row) for row in rows]
+    speed, memory = FIGURES["image-size"].charts(records)
+    names = [series.name.replace("\N{NO-BREAK SPACE}", " ") for series in speed.series]
+    assert names == [
+        "timm's ViT-S with SDPA",
+        "taylorshift_vit_s, 12 heads: 2 × timm",
+        "scaleformer_vit_s, 12 heads: 4 × timm",
+    ]
+    assert list(speed.series[2].y) == [0.5, 0.5] and list(memory.series[0].y) == [512, 1024]
+    assert (
+        memory.from_zero and size_table(records)[1]["scaleformer_vit_s+heads=12 images/s"] == "0.5"
+    )
 
 
 def test_plots_are_written_and_hold_the_slopes(tmp_path):
@@ -276,13 +309,16 @@ def test_plots_are_written_and_hold_the_slopes(tmp_path):
         for n in (64, 128, 256)
     ]
     rows.append(Row(rows[0].case, status="out of memory"))
-    time, space = sweep_panels(rows)
-    assert [curve.label for curve in time.curves] == ["sdpa", "eager"] and list(
-        time.curves[0].x
-    ) == [64, 128, 256]
-    assert slope_of(space.curves[1].x, space.curves[1].y) == pytest.approx(1)
-    draw(tmp_path / "a.png", [time, space], "here")
-    draw(tmp_path / "b.png", sweep_panels(rows[-1:]), "nothing was measured")
+    records = [record_of(row) for row in rows]
+    time, space = sizes_of(records)
+    assert [series.name.replace("\N{NO-BREAK SPACE}", " ") for series in time.series] == [
+        "sdpa ∝ N²·⁰⁰",
+        "eager ∝ N²·⁰⁰",
+    ]
+    assert list(time.series[0].x) == [64, 128, 256] and time.series[0].y[0] == pytest.approx(4.096)
+    assert slope_of(space.series[1].x, space.series[1].y) == pytest.approx(1)
+    png(tmp_path / "a.png", [time, space], notes=["here"])
+    png(tmp_path / "b.png", sizes_of(records[-1:]))
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("a.png", "b.png"))
 
 
@@ -308,7 +344,7 @@ def test_every_linear_form_is_asked_how_its_memory_for_the_backward_pass_grows()
 
 def test_the_chosen_form_is_drawn_beside_the_efficient_one_at_every_length():
     drawn = {}
-    for case in (case for group in FIGURES["scaleformer-6"][0](False) for case in group):
+    for case in (case for group in FIGURES["scaleformer-6"].cases(False) for case in group):
         drawn.setdefault(case.label, []).append(case.size)
     sizes = [2**power for power in range(7, 15)]
     for name in ("kernelized", "kernelized+flat+sum"):
@@ -319,6 +355,6 @@ def test_the_chosen_form_is_drawn_beside_the_efficient_one_at_every_length():
 @pytest.mark.parametrize("figure", FIGURES)
 def test_cases_of_a_figure_can_be_compared(figure):
     for quick in (False, True):
-        groups = list(FIGURES[figure][0](quick))
+        groups = list(FIGURES[figure].cases(quick))
         assert all(len({case.place for case in group}) == 1 and len(group) > 1 for group in groups)
         assert len({case.label for group in groups for case in group}) < 13

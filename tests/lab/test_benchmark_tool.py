@@ -16,6 +16,7 @@ from visionattn.lab import benchmark as run
 from visionattn.lab import benchmark_options
 from visionattn.lab.gpu import tune
 from visionattn.lab.gpu.device import rehearsed
+from visionattn.lab.papers import FIGURES
 
 ROOT = Path(__file__).parents[2]
 SMALL = [
@@ -125,9 +126,7 @@ def test_some_of_the_figures_to_reach_are_printed(main, tmp_path, capsys):
     )
 
 
-@pytest.mark.parametrize(
-    "figure", ["crossover", "scaleformer-4", "scaleformer-5", "scaleformer-6", "taylorshift-heads"]
-)
+@pytest.mark.parametrize("figure", FIGURES)
 def test_figures_are_drawn_and_their_rows_written(
     main, tmp_path, capsys, figure, without_processes
 ):

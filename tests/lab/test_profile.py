@@ -20,11 +20,12 @@ from torch.cuda import _memory_viz as viewer
 import visionattn.lab.profile.snapshot as snapshot
 from visionattn.cli import fresh_process
 from visionattn.cli.ends import Failed
+from visionattn.lab.figures import memory_of
 from visionattn.lab.profile.cells import Cell, Shape
 from visionattn.lab.profile.largest import find_largest, largest_fit
-from visionattn.lab.profile.picture import panel_of
 from visionattn.lab.profile.process import Bytes, Job, measure, measure_here
 from visionattn.lab.profile.rows import Row, growth, growths, record_of
+from visionattn.lab.profile.run import n1_of
 from visionattn.lab.profile.snapshot import PICKLE_PROTOCOL, record, write_snapshot
 from visionattn.lab.profile.step import Step
 
@@ -296,14 +297,14 @@ def test_the_plot_marks_n1_in_tokens_and_pixels_for_taylorshift_alone():
         "taylorshift_vit_t": Shape.of(TINY),
         "scaleformer_vit_t": Shape.of(replace(TINY, model="scaleformer_vit_t")),
     }
-    curves = panel_of(rows, growths(rows, 64), shapes).curves
-    assert [list(curve.x) for curve in curves] == [
-        [17, 37],
-        [2174, 2174],
-    ]  # of the table of the TaylorShift paper, d = 64
-    assert list(curves[0].y) == [2, 4] and "N^0.89" in curves[0].label
-    assert curves[1].label == "N1 of TaylorShift, d = 64: 2,174 tokens, 746 px a side"
-    assert len(panel_of(rows, {}, {"scaleformer_vit_t": shapes["scaleformer_vit_t"]}).curves) == 1
+    exponents = growths(rows, 64)
+    records = [record_of(row, exponents[row.cell.series]) for row in rows]
+    (chart,) = memory_of(records, n1=n1_of(shapes))
+    (line,), (mark,) = chart.series, chart.marks
+    assert (list(line.x), list(line.y)) == ([64, 96], [2, 4]) and "tokens⁰·⁸⁹" in line.name
+    assert mark.text == "N1 of TaylorShift, d = 64: 2,174 tokens"  # as in the table of the paper
+    assert round(mark.x) == 746 and mark.y is None
+    assert n1_of({"scaleformer_vit_t": shapes["scaleformer_vit_t"]}) == {}
 
 
 def test_a_snapshot_holds_each_allocation_with_where_it_was_made_and_where_it_was_freed():

@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from visionattn.lab.report.charts import Chart, Curve, Style, svg
+from visionattn.lab.charts import Chart, Look, Mark, Series, hidden_under, spread_out, svg
+from visionattn.lab.report.figures import Figure
 from visionattn.lab.report.page import Charts
 
 
@@ -19,7 +20,7 @@ def ticks_of(chart):
 
 
 def line(x, y):
-    return [Curve("a", Style(0), x, y)]
+    return [Series("a", Look(0), x, y)]
 
 
 @pytest.mark.parametrize(
@@ -52,14 +53,14 @@ def test_ticks_of_an_axis_are_told_apart_by_their_texts(low, high):
 )
 def test_a_logarithmic_axis_has_two_ticks_at_least(low, high, log):
     _, shown = ticks_of(
-        Chart("T", "heads", "MiB", line([2, 4], [low, high]), 2, log, x_ticks=[2, 4])
+        Chart("T", "heads", "MiB", line([2, 4], [low, high]), log_x=2, log_y=log, x_ticks=[2, 4])
     )
     assert 2 <= len(set(shown)) == len(shown) <= 9
 
 
 def test_ticks_of_powers_are_as_short_as_they_can_be():
     _, shown = ticks_of(
-        Chart("T", "heads", "MiB", line([2, 4], [0.09, 110.0]), 2, 10, x_ticks=[2, 4])
+        Chart("T", "heads", "MiB", line([2, 4], [0.09, 110.0]), log_x=2, log_y=10, x_ticks=[2, 4])
     )
     assert shown == ["0.1", "1", "10", "100"]
     _, shown = ticks_of(Chart("T", "epoch", "per step", line([1, 2, 3], [0.0, 5e-5, 1e-4])))
@@ -67,7 +68,9 @@ def test_ticks_of_powers_are_as_short_as_they_can_be():
 
 
 def test_evenly_spaced_ticks_of_a_logarithmic_axis_have_one_number_of_digits():
-    _, shown = ticks_of(Chart("T", "heads", "MiB", line([2, 4], [1.6, 2.6]), 2, 10, x_ticks=[2, 4]))
+    _, shown = ticks_of(
+        Chart("T", "heads", "MiB", line([2, 4], [1.6, 2.6]), log_x=2, log_y=10, x_ticks=[2, 4])
+    )
     assert "2.0" in shown and {len(text) for text in shown} == {3}
 
 
@@ -83,14 +86,14 @@ def test_part_of_an_epoch_has_ticks_and_a_single_epoch_has_its_own():
 @pytest.mark.filterwarnings("error")
 def test_what_a_logarithmic_axis_cannot_show_is_left_out_without_a_warning():
     curves = [
-        Curve("a", Style(0), [0, -4, 4, 16], [1.0, 2.0, 0.0, -3.0]),
-        Curve("b", Style(1), [4, 16], [7.0, 70.0], [0.0, 0.5]),
+        Series("a", Look(0), [0, -4, 4, 16], [1.0, 2.0, 0.0, -3.0]),
+        Series("b", Look(1), [4, 16], [7.0, 70.0], [0.0, 0.5]),
     ]
-    text = svg(Chart("T", "tokens", "MiB", curves, 2, 10), "c")
+    text = svg(Chart("T", "tokens", "MiB", curves, log_x=2, log_y=10), "c")
     assert "a: " not in text and "b: 7 at 4" in text and "b: 70 ± 0.5 at 16" in text
     assert (
-        Chart("T", "tokens", "MiB", curves[:1], 2, 10).empty
-        and not Chart("T", "tokens", "MiB", curves[:1], None, 10).empty
+        Chart("T", "tokens", "MiB", curves[:1], log_x=2, log_y=10).empty
+        and not Chart("T", "tokens", "MiB", curves[:1], log_y=10).empty
     )
 
 
@@ -105,3 +108,59 @@ def test_a_chart_that_cannot_be_drawn_is_a_line_and_the_next_is_drawn():
         and absurd.count("\n") == 0
     )
     assert charts.draw(Chart("T", "step", "nats", line([1, 2], [1.0, 2.0]))).startswith("<svg")
+
+
+def test_lines_that_hide_others_are_known_and_what_they_hide_is_drawn_wider():
+    x = [1, 2, 4]
+    curves = [
+        Series("a", Look(0), x, [10.0, 20.0, 40.0]),
+        Series("b", Look(1), x, [10.1, 20.0, 40.1]),
+        Series("c", Look(2), x, [10.0, 30.0, 90.0]),
+        Series("d", Look(3), [4, 8], [40.0, 41.0]),
+    ]
+    assert hidden_under(Chart("T", "x", "y", curves)) == [1, 0, 0, 0]
+    widths = re.findall(r"stroke-width: ([\d.]+)", svg(Chart("T", "x", "y", curves), "c"))
+    assert "4.3" in widths and "1.7" in widths
+
+
+def test_labels_are_moved_apart_as_little_as_their_heights_ask_for():
+    assert spread_out([10.0, 90.0, 50.0], [12.0] * 3) == [10.0, 90.0, 50.0]
+    assert spread_out([50.0, 51.0], [12.0, 12.0]) == [44.5, 56.5]
+    moved = spread_out([5.0, 6.0, 7.0, 60.0], [10.0, 20.0, 10.0, 10.0])
+    assert [b - a for a, b in zip(moved, moved[1:3], strict=False)] == [15.0, 15.0]
+    assert moved[3] == 60.0 and spread_out([], []) == []
+
+
+def test_names_stand_beside_their_lines_where_they_fit_and_in_a_legend_elsewhere():
+    short = Chart("T", "x", "y", line([1, 2], [3.0, 4.0]))
+    assert short.labelled and ">a</text>" in svg(short, "c") and not Figure([short]).legend
+    many = [Series(f"run {i}", Look.of(i), [1, 2], [3.0, 4.0]) for i in range(9)]
+    long = [Series("an_unbroken_name_of_many_letters", Look(0), [1, 2], [3.0, 4.0])]
+    for series in (many, long):
+        chart = Chart("T", "x", "y", series)
+        assert not chart.labelled and "</text>" in svg(chart, "c")
+        assert list(Figure([short, chart]).legend) == ["a", *(one.name for one in series)]
+        assert series[0].name + "</text>" not in svg(chart, "c")
+
+
+@pytest.mark.filterwarnings("error")
+def test_what_ran_out_of_memory_is_marked_in_a_chart_and_alone():
+    lost = Series("b", Look(1), [4], [7.0], failed={16: "out of memory"})
+    curves = [*line([4, 8], [1.0, 2.0]), lost]
+    text = svg(Chart("T", "px", "MiB", curves, log_y=10, x_ticks=[4, 16]), "c")
+    assert text.count("out of memory</text>") == 1 and ">16</text>" in text
+    alone = Chart("T", "px", "MiB", [Series("b", Look(1), [], [], failed={16: "out of memory"})])
+    assert not alone.empty and "b: out of memory</text>" in svg(alone, "c")
+
+
+def test_an_axis_that_ratios_are_read_off_begins_at_0_and_the_others_near_their_values():
+    curves = line([1, 2], [150.0, 151.0])
+    _, zero = ticks_of(Chart("T", "heads", "MiB", curves, from_zero=True))
+    _, near = ticks_of(Chart("T", "heads", "MiB", curves))
+    assert zero[0] == "0" and float(near[0]) >= 149.9
+
+
+def test_marks_are_lines_across_or_rings_with_their_texts():
+    marks = [Mark("published 73", 73), Mark("measured 155", 155, 2.0, colour=1)]
+    text = svg(Chart("T", "N", "ms", line([64, 256], [1.0, 3.0]), marks, log_x=2), "c")
+    assert "published 73</text>" in text and "measured 155</text>" in text

@@ -7,7 +7,7 @@ import shlex
 import pytest
 
 from tests.helpers.report_folders import Page, memory_rows, sweep_rows, write_rows
-from visionattn.lab.report.figures import heads_of
+from visionattn.lab.figures import heads_of
 from visionattn.lab.report.page import report
 
 MEASURED = {
@@ -66,9 +66,9 @@ def test_an_accuracy_stands_with_the_form_that_was_trained_alone(tmp_path):
     assert [row[4:6] for row in efficient] == [["83.0 ± 2.8", "2"]] * 2 and efficient[0][
         -1
     ] == "finished"
-    assert "taylorshift efficient: 83 ± 2.828 at 4" in page.titles
+    assert "taylorshift: 83 ± 2.828 at 4" in page.titles
     assert not any(title.startswith("taylorshift direct: 83") for title in page.titles)
-    assert "Accuracy (test), trained efficient" in page.texts
+    assert "Accuracy (trained in the efficient form)" in page.texts
     assert "trained in the efficient form" in page.text and "cafe" in page.text
 
 
@@ -204,6 +204,6 @@ def test_the_largest_images_of_a_profile_are_a_table(tmp_path, capsys):
 @pytest.mark.parametrize("column", ["img_size", "heads"])
 def test_rows_of_a_sweep_that_name_no_size_are_left_out_of_its_charts(column):
     rows = [{key: str(value) for key, value in row.items()} for row in sweep_rows()]
-    figure = heads_of([*rows, rows[0] | {column: "", "test_accuracy": "0.01"}], "32")
-    accuracy = figure.charts[0].curves[0]
+    charts = heads_of([*rows, rows[0] | {column: "", "test_accuracy": "0.01"}], "32")
+    accuracy = charts[0].series[0]
     assert list(accuracy.x) == [4, 8] and min(accuracy.y) > 80

@@ -10,7 +10,7 @@ from visionattn.cli.files import add_line, write_whole
 from visionattn.cli.provenance import provenance_of, summary
 from visionattn.cli.tables import Record, csv_text, heading, json_text, line
 from visionattn.lab.benchmark_options import Options, parse_options
-from visionattn.lab.compare import COLUMNS, Row, cells_of, measure_together, record_of
+from visionattn.lab.compare import COLUMNS, cells_of, measure_together, record_of
 from visionattn.lab.gpu.device import Gpu, pick_gpu
 from visionattn.lab.gpu.table import run_gpu
 
@@ -129,19 +129,19 @@ def run_loader(options: Options, provenance: Record, show: Print) -> list[Record
 
 def run_sweep(options: Options, provenance: Record, show: Print) -> list[Record]:
     """Measure cases, those of one size against each other, and print them size by size."""
-    rows: list[Row] = []
+    records: list[Record] = []
     show(heading(COLUMNS))
     for cases in options.cases():
         for row in measure_together(cases, options.plan, options.baseline(cases)):
-            rows.append(row)
+            records.append(record_of(row))
             show(line(list(cells_of(row).values())))
     if options.flags.plot:
-        from visionattn.lab.plot import draw, sweep_panels
+        from visionattn.lab.charts import png
+        from visionattn.lab.figures import sizes_of
 
-        write_whole(
-            options.flags.plot, lambda path: draw(path, sweep_panels(rows), summary(provenance))
-        )
-    return [record_of(row) for row in rows]
+        charts, notes = sizes_of(records), [summary(provenance), provenance["command"]]
+        write_whole(options.flags.plot, lambda path: png(path, charts, notes=notes))
+    return records
 
 
 RUN = {"operations": run_sweep, "models": run_sweep, "targets": run_targets}

@@ -1,22 +1,33 @@
-"""The papers' figures, measured on this machine: each writes a PNG and a CSV, and prints its
-table.
+"""The figures of the documentation, the papers' among them, measured on this machine: each writes
+a PNG and a CSV, and prints its table.
+
+``python -m visionattn.lab.papers docs/figures`` draws the figures of a folder again from their CSV
+files, without measuring anything.
 """
 
+import argparse
+import csv
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 from visionattn.cli.files import write_whole
 from visionattn.cli.provenance import summary
 from visionattn.cli.tables import Record, csv_text, heading, line, markdown
 from visionattn.lab.cases import Case
-from visionattn.lab.compare import COLUMNS, Plan, Row, cells_of, measure_together, record_of
-from visionattn.lab.plot import Curve, Panel, crossing, curves_of, draw
+from visionattn.lab.charts import Chart, Look, Mark, Series, png
+from visionattn.lab.compare import COLUMNS, Plan, cells_of, measure_together, record_of
+from visionattn.lab.figures import MIB, SHAPES, heads_of, memory_of, size_chart
+from visionattn.lab.profile.cells import Shape
+from visionattn.lab.report.rows import value_of
 
 Print = Callable[[str], None]
 PLAN = Plan(rounds=5, seconds=0.5, max_rounds=15)
 QUICK = Plan(rounds=2, seconds=0.0, max_rounds=2)
+FORMS = ("direct", "efficient")
 
 PUBLISHED_HEADS = {
     4: (12060, 596, 2975, 840),
@@ -30,9 +41,26 @@ one, for width 256 and 1024 tokens at batch 16 on the authors' GPU.
 """
 
 
+@dataclass(frozen=True)
+class Figure:
+    """What a figure measures and how it is drawn."""
+
+    title: str
+    cases: Callable[[bool], Iterator[list[Case]]]
+    """Cases that are measured together, size by size; few small ones if True."""
+    charts: Callable[[Sequence[Record]], list[Chart]]
+    """Of rows as the CSV has them."""
+    table: Callable[[Sequence[Record]], list[Record]] | None = None
+    """A second table; memory is measured where there is one."""
+    plan: Callable[[int], Plan] = lambda size: PLAN
+    """By size of the cases."""
+
+
 def redraw(figure: str, folder: Path, quick: bool, provenance: Record, show: Print) -> None:
     """Measure and draw a figure; ``<figure>.png`` and ``<figure>.csv`` in ``folder``, its table to
     ``show``.
+
+    The CSV is written after each size, so that a run that is stopped keeps what it measured.
 
     Args:
         figure: a name of ``FIGURES``.
@@ -41,36 +69,47 @@ def redraw(figure: str, folder: Path, quick: bool, provenance: Record, show: Pri
         provenance: what the CSV and the PNG say of the machine.
         show: gets the table line by line.
     """
-    cases, panels, more = FIGURES[figure]
-    rows: list[Row] = []
+    chosen, records = FIGURES[figure], []
     show(heading(COLUMNS))
-    for group in cases(quick):
-        two_forms = (
-            more is not None
-        )  # each group is the direct form and the efficient one, whose ratio and memory count
-        plan = replace(QUICK if quick else PLAN, memory=two_forms)
-        for row in measure_together(group, plan, group[0].label if two_forms else None):
-            rows.append(row)
+    for group in chosen.cases(quick):
+        compared = chosen.table is not None
+        plan = replace(QUICK if quick else chosen.plan(group[0].size), memory=compared)
+        for row in measure_together(group, plan, group[0].label if compared else None):
+            records.append(record_of(row))
             show(line(list(cells_of(row).values())))
-    if more is not None:
-        show("\n" + markdown(more(rows)))
-    note = summary(provenance)
-    write_whole(folder / f"{figure}.png", lambda path: draw(path, panels(rows), note))
-    text = csv_text([record_of(row) for row in rows], provenance)
-    write_whole(
-        folder / f"{figure}.csv", lambda path: path.write_text(text, encoding="utf-8", newline="")
-    )
+        text = csv_text(records, provenance)
+        write_whole(
+            folder / f"{figure}.csv",
+            lambda path, text=text: path.write_text(text, encoding="utf-8", newline=""),
+        )
+    if chosen.table is not None:
+        show("\n" + markdown(chosen.table(records)))
+    draw(folder / f"{figure}.png", chosen.title, chosen.charts(records), provenance)
     show(f"\n{folder / figure}.png and .csv are written")
 
 
-def seconds_of(row: Row) -> float | None:
+def draw(path: Path, title: str, charts: Sequence[Chart], provenance: Record) -> None:
+    """Write a PNG with where its numbers come from below it."""
+    note = summary(provenance | {"load": float(provenance["load"])})
+    write_whole(path, lambda place: png(place, charts, title=title, notes=[note]))
+
+
+def milliseconds_of(row: Record) -> float | None:
     """Median time, where the row has one."""
-    return row.seconds and row.seconds.median
+    seconds = value_of(row, "seconds_median")
+    return seconds and 1e3 * seconds
 
 
-def mebibytes_of(row: Row) -> float | None:
+def mebibytes_of(row: Record) -> float | None:
     """Peak memory in MiB, where the row has one that is above the resolution of the measurement."""
-    return row.peak_bytes / 2**20 if row.peak_bytes and row.peak_bytes > 2**20 else None
+    peak = value_of(row, "peak_bytes")
+    return peak / MIB if peak and peak > MIB else None
+
+
+def images_per_second(row: Record) -> float | None:
+    """Images per second of a forward, where it was timed."""
+    seconds = value_of(row, "seconds_median")
+    return float(row["batch"]) / seconds if seconds else None
 
 
 # crossover: from how many tokens on the efficient form of TaylorShift is the faster, and the
@@ -90,33 +129,57 @@ def crossover_cases(quick: bool) -> Iterator[list[Case]]:
         )
         for size in sizes:
             yield [
-                Case("operation", "taylorshift", size, width, form=form, heads=4)
-                for form in ("direct", "efficient")
+                Case("operation", "taylorshift", size, width, form=form, heads=4) for form in FORMS
             ]
 
 
-def _by_form(rows: Sequence[Row], width: int, value: Callable) -> tuple[list, list, list]:
+def crossing(x: Sequence[float], rising: Sequence[float], flat: Sequence[float]) -> float | None:
+    """Where ``rising`` overtakes ``flat`` for good, by log-log interpolation between sizes; None
+    where it never does.
+
+    Args:
+        x: sizes in order.
+        rising, flat: two curves over them.
+    """
+    above = [math.log(a / b) for a, b in zip(rising, flat, strict=True)]
+    for i in range(len(above) - 2, -1, -1):
+        if above[-1] > 0 >= above[i]:
+            return between(x[i], x[i + 1], -above[i] / (above[i + 1] - above[i]))
+    return None
+
+
+def between(low: float, high: float, part: float) -> float:
+    """The value so far on the way from one to another, on a logarithmic axis."""
+    return low * (high / low) ** part
+
+
+def by_form(rows: Sequence[Record], width: int, value: Callable) -> tuple[list, list, list]:
     """Sizes that have a value in both forms, and the values of each."""
     of = {
-        (row.case.size, row.case.form): value(row)
+        (int(row["size"]), row["case"].split()[-1]): value(row)
         for row in rows
-        if row.case.width == width and value(row)
+        if int(row["width"]) == width and value(row)
     }
     sizes = sorted(size for size, form in of if form == "direct" and (size, "efficient") in of)
     return sizes, [of[size, "direct"] for size in sizes], [of[size, "efficient"] for size in sizes]
 
 
-def crossings(rows: Sequence[Row]) -> list[Record]:
+def widths_of(rows: Sequence[Record]) -> list[int]:
+    """Widths of a head, in order."""
+    return sorted({int(row["width"]) for row in rows})
+
+
+def crossings(rows: Sequence[Record]) -> list[Record]:
     """For each width the measured crossings in time and in memory beside the published N0 and
     N1.
     """
     from visionattn.ops.published import N0, N1
 
     table = []
-    for width in sorted({row.case.width for row in rows}):
+    for width in widths_of(rows):
         found = []
-        for value in (seconds_of, mebibytes_of):
-            sizes, direct, efficient = _by_form(rows, width, value)
+        for value in (milliseconds_of, mebibytes_of):
+            sizes, direct, efficient = by_form(rows, width, value)
             at = crossing(sizes, direct, efficient) if sizes else None
             found.append(f"{at:.0f}" if at else _no_crossing(sizes, direct, efficient))
         record = {"d": width, "N0 published": N0(width), "N0 measured (time)": found[0]}
@@ -131,106 +194,65 @@ def _no_crossing(sizes: Sequence[int], direct: Sequence[float], efficient: Seque
     return f"below {sizes[0]}" if direct[-1] > efficient[-1] else f"none up to {sizes[-1]}"
 
 
-def crossover_panels(rows: Sequence[Row]) -> list[Panel]:
-    """Time and memory of both forms; a star where they cross, a vertical line where the paper's
-    count says.
+def crossover_charts(rows: Sequence[Record]) -> list[Chart]:
+    """Time and memory of both forms, a row for each width; a ring where they cross, a line where
+    the paper's count says.
     """
     from visionattn.ops.published import N0, N1
 
-    panels = []
-    for value, published, name, unit in (
-        (seconds_of, N0, "N0", "seconds"),
-        (mebibytes_of, N1, "N1", "MiB"),
-    ):
-        curves, marks = [], []
-        for index, width in enumerate(sorted({row.case.width for row in rows})):
-            color = f"C{index}"
-            sizes, direct, efficient = _by_form(rows, width, value)
-            if not sizes:
-                continue
-            curves.append(
-                Curve(f"direct, d = {width}", sizes, direct, {"color": color, "linestyle": "--"})
-            )
-            curves.append(Curve(f"efficient, d = {width}", sizes, efficient, {"color": color}))
-            at = crossing(sizes, direct, efficient)
-            if at:
-                star = {"color": color, "marker": "*", "markersize": 15, "markeredgecolor": "black"}
-                marks.append(
-                    Curve(
-                        f"measured {name}, d = {width}: {at:.0f}",
-                        [at],
-                        [_interpolate(sizes, efficient, at)],
-                        star,
-                    )
+    charts = []
+    for width in widths_of(rows):
+        own = [row for row in rows if int(row["width"]) == width]
+        for what, unit, value, published, name in (
+            ("time", "ms", milliseconds_of, N0, "N0"),
+            ("peak memory above the inputs", "MiB", mebibytes_of, N1, "N1"),
+        ):
+            sizes, direct, efficient = by_form(rows, width, value)
+            marks = [Mark(f"published {name} {published(width):,}", published(width))]
+            if at := crossing(sizes, direct, efficient) if sizes else None:
+                height = next(
+                    between(low[1], high[1], math.log(at / low[0]) / math.log(high[0] / low[0]))
+                    for low, high in pairwise(zip(sizes, direct, strict=True))
+                    if at <= high[0]
                 )
-            text = {
-                "color": color,
-                "marker": "v",
-                "markersize": 10,
-                "markeredgecolor": "black",
-                "clip_on": False,
-            }
-            label = f"published {name}, d = {width}: {published(width)}"
-            marks.append(Curve(label, [published(width)], [_floor(rows, value)], text))
-        title = f"{'time' if name == 'N0' else 'peak memory'} of TaylorShift, 4 heads"
-        panels.append(Panel(curves, "tokens N", unit, title, slopes=name == "N0", marks=marks))
-    return panels
-
-
-def _floor(rows: Sequence[Row], value: Callable) -> float:
-    """A place under all curves."""
-    return 0.7 * min(value(row) for row in rows if value(row))
-
-
-def _interpolate(x: Sequence[float], y: Sequence[float], at: float) -> float:
-    """The curve at a place between its sizes, log-log."""
-    for left in range(len(x) - 1):
-        if at <= x[left + 1]:
-            part = math.log(at / x[left]) / math.log(x[left + 1] / x[left])
-            return y[left] * (y[left + 1] / y[left]) ** part
-    return y[-1]
+                marks.append(Mark(f"measured {at:,.0f}", at, height))
+            chart = size_chart(f"d = {width}: {what}", unit, own, value, 1, marks=marks,
+                               names=lambda case: case.split()[-1],
+                               nothing="too little to be measured")  # fmt: skip
+            charts.append(chart if len(sizes) > 1 else replace(chart, series=()))
+    return charts
 
 
 # Scaleformer, figures 4 to 6: model width 256, sequences
 
 
-def scaleformer_cases(
-    names: dict[str, Sequence[str]], *, width: int, heads: int, largest: dict[str, int]
-) -> Callable:
-    """Cases of each name in each of its forms, up to the largest size of the form.
+def scaleformer(
+    title: str, names: dict[str, Sequence[str]], width: int, heads: int, **largest: int
+) -> Figure:
+    """Time over N, with how it grows: 1 is linear, 2 quadratic.
 
     Args:
-        names: options and forms.
+        title: of the figure.
+        names: options, and the forms of each.
         width, heads: of the tensors.
         largest: tokens up to which a name or a form is run.
     """
 
     def cases(quick: bool) -> Iterator[list[Case]]:
         for size in (64, 128) if quick else [2**power for power in range(7, 15)]:
-            forms = [(name, form) for name, listed in names.items() for form in listed]
-            forms = [
-                (name, form)
-                for name, form in forms
+            yield [
+                Case("operation", name, size, width, form=form, heads=heads, horizon=10)
+                for name, forms in names.items()
+                for form in forms
                 if size <= min(largest.get(key, size) for key in (name, form))
             ]
-            shared = dict(heads=heads, horizon=10)
-            yield [
-                Case("operation", name, size, width, form=form, **shared) for name, form in forms
-            ]
 
-    return cases
+    def charts(rows: Sequence[Record]) -> list[Chart]:
+        return [size_chart("Time of a forward", "ms", rows, milliseconds_of, 1)]
 
-
-def scaleformer_panels(title: str) -> Callable[[Sequence[Row]], list[Panel]]:
-    """Time over N on log2 axes with slopes: 1 is linear, 2 quadratic."""
-
-    def panels(rows: Sequence[Row]) -> list[Panel]:
-        return [Panel(curves_of(rows, seconds_of), "tokens N", "seconds", title, log2=True)]
-
-    return panels
+    return Figure(title, cases, charts)
 
 
-BOTH = ("efficient", "direct")
 CHOSEN = ("efficient", "auto")
 """The efficient form beside the one that is chosen by size, as in the paper."""
 
@@ -245,96 +267,189 @@ def heads_cases(quick: bool) -> Iterator[list[Case]]:
     """
     for heads in (4, 8) if quick else PUBLISHED_HEADS:
         name = f"taylorshift_vit_pixel+heads={heads}"
-        yield [
-            Case("model", name, 32, form=form, batch=1 if quick else 16)
-            for form in ("direct", "efficient")
-        ]
+        yield [Case("model", name, 32, form=form, batch=1 if quick else 16) for form in FORMS]
 
 
-def _heads_of(row: Row) -> int:
-    return int(row.case.name.partition("heads=")[2])
+def by_heads(rows: Sequence[Record]) -> dict[tuple[int, str], Record]:
+    """Rows by number of heads and form."""
+    found = [(row["case"].partition("heads=")[2].split(), row) for row in rows]
+    return {(int(heads), form): row for (heads, form), row in found}
 
 
-def images_per_second(row: Row) -> float | None:
-    """Images per second of a forward, where it was timed."""
-    return row.case.batch / row.seconds.median if row.seconds else None
+HEADS_VALUES = {"images/s": images_per_second, "MiB": mebibytes_of}
 
 
-def heads_table(rows: Sequence[Row]) -> list[Record]:
+def heads_table(rows: Sequence[Record]) -> list[Record]:
     """Measured and published, by number of heads."""
-    found = {(_heads_of(row), row.case.form): row for row in rows}
-    table = []
+    found, table = by_heads(rows), []
     for heads in sorted({heads for heads, _ in found}):
-        published, record = PUBLISHED_HEADS[heads], {"h": heads, "d": 256 // heads}
-        for i, form in enumerate(("direct", "efficient")):
-            row = found[heads, form]
-            for j, (unit, value) in enumerate(
-                (("images/s", images_per_second), ("MiB", mebibytes_of))
-            ):
-                record[f"{form} {unit}"] = None if value(row) is None else f"{value(row):.3g}"
-                record[f"published {form} {unit}"] = published[2 * i + j]
+        published, record = iter(PUBLISHED_HEADS[heads]), {"h": heads, "d": 256 // heads}
+        for form in FORMS:
+            for unit, value in HEADS_VALUES.items():
+                measured = value(found[heads, form])
+                record[f"{form} {unit}"] = None if measured is None else f"{measured:.3g}"
+                record[f"published {form} {unit}"] = next(published)
         table.append(record)
     return table
 
 
-def heads_panels(rows: Sequence[Row]) -> list[Panel]:
-    """Throughput and memory over the number of heads: measured solid, published dashed."""
-    panels = []
-    for j, (unit, value) in enumerate((("images/s", images_per_second), ("MiB", mebibytes_of))):
-        curves = []
-        for i, form in enumerate(("direct", "efficient")):
-            measured = sorted(
-                (_heads_of(row), value(row)) for row in rows if row.case.form == form and value(row)
-            )
-            if measured:
-                curves.append(
-                    Curve(f"{form}, here", *zip(*measured, strict=True), {"color": f"C{i}"})
-                )
-            heads = sorted({_heads_of(row) for row in rows})
-            published = [PUBLISHED_HEADS[h][2 * i + j] for h in heads]
-            style = {"color": f"C{i}", "linestyle": "--", "alpha": 0.6}
-            curves.append(Curve(f"{form}, published (GPU)", heads, published, style))
-        title = (
-            f"pixel model, width 256, 1025 tokens: "
-            f"{'throughput' if unit == 'images/s' else 'peak memory'}"
+def heads_charts(rows: Sequence[Record]) -> list[Chart]:
+    """Throughput and memory over the number of heads: measured here, and published."""
+    found = by_heads(rows)
+    heads = sorted({count for count, _ in found})
+    charts = []
+    for j, (unit, value) in enumerate(HEADS_VALUES.items()):
+        title = "Speed" if unit == "images/s" else "Peak memory"
+        measured, published = [], []
+        for i, form in enumerate(FORMS):
+            look = Look(SHAPES[form], SHAPES[form])
+            y = [value(found[h, form]) if (h, form) in found else None for h in heads]
+            measured.append(Series(form, look, heads, y))
+            y = [PUBLISHED_HEADS[h][2 * i + j] for h in heads]
+            published.append(Series(form, look, heads, y))
+        axis = {"log_x": 2, "x_ticks": heads, "from_zero": True}
+        axis["x_texts"] = [f"{h}\nd = {256 // h}" for h in heads]
+        charts.append(Chart(f"{title} here", "heads", unit, measured, **axis))
+        charts.append(
+            Chart(f"{title} as published, on the authors' GPU", "heads", unit, published, **axis)
         )
-        panels.append(Panel(curves, "heads h (d = 256 / h)", unit, title, slopes=False))
-    return panels
+    return charts
 
 
-FIGURES: dict[str, tuple[Callable, Callable, Callable | None]] = {
-    "crossover": (crossover_cases, crossover_panels, crossings),
-    "scaleformer-4": (
-        scaleformer_cases(
-            {"relative": BOTH, "relative+causal": BOTH},
-            width=256,
-            heads=1,
-            largest={"direct": 4096},
-        ),
-        scaleformer_panels("A_rel, d = 256, R = 10, one head"),
-        None,
-    ),
-    "scaleformer-5": (
-        scaleformer_cases(
-            {"kernelized": BOTH, "kernelized+causal": BOTH},
-            width=256,
-            heads=1,
-            largest={"direct": 8192},
-        ),
-        scaleformer_panels("kernelized attention, d = 256, one head"),
-        None,
-    ),
-    "scaleformer-6": (
-        scaleformer_cases(
-            dict.fromkeys(("sdpa", "eager"), ("auto",))
-            | dict.fromkeys(("kernelized", "kernelized+flat+sum"), CHOSEN),
-            width=64,
-            heads=4,
-            largest={"sdpa": 8192, "eager": 8192},
-        ),
-        scaleformer_panels("multi-head attention, width 256, 4 heads, R = 10"),
-        None,
-    ),
-    "taylorshift-heads": (heads_cases, heads_panels, heads_table),
+# image-size: whole models over the size of an image, for the README
+
+SIZE_MODELS = {
+    "vit_small_patch16_224": "timm's ViT-S with SDPA",
+    "taylorshift_vit_s+heads=12": "taylorshift_vit_s, 12\N{NO-BREAK SPACE}heads",
+    "scaleformer_vit_s+heads=12": "scaleformer_vit_s, 12\N{NO-BREAK SPACE}heads",
 }
-"""Of each figure its cases, its panels, and a second table."""
+
+
+def size_cases(quick: bool) -> Iterator[list[Case]]:
+    """Small models on one image."""
+    for size in (32, 64) if quick else (512, 1024, 1536, 2048, 3072, 4096):
+        yield [Case("model", name, size) for name in SIZE_MODELS]
+
+
+def size_plan(size: int) -> Plan:
+    """One round where a forward of timm's takes minutes."""
+    rounds = 5 if size <= 1024 else 3 if size <= 2048 else 1
+    return Plan(rounds=rounds, seconds=0.0)
+
+
+def size_table(rows: Sequence[Record]) -> list[Record]:
+    """Speed and memory by size, and how many times as fast as timm's."""
+    table: dict[int, Record] = {}
+    for row in rows:
+        speed, peak, ratio = (
+            images_per_second(row),
+            mebibytes_of(row),
+            value_of(row, "ratio_median"),
+        )
+        record, name = table.setdefault(int(row["size"]), {"px": int(row["size"])}), row["case"]
+        record[f"{name} images/s"] = speed and f"{speed:.3g}"
+        record[f"{name} MiB"] = peak and f"{peak:,.0f}"
+        record[f"{name} / timm's speed"] = ratio and f"{1 / ratio:.3g}"
+    return list(table.values())
+
+
+def size_charts(rows: Sequence[Record]) -> list[Chart]:
+    """Images per second and peak memory over the side of an image; beside the names how many times
+    as fast as timm's model the others are at the largest size.
+    """
+    largest = max(int(row["size"]) for row in rows)
+    ratios = {
+        row["case"]: f": {1 / ratio:.2g} × timm"
+        for row in rows
+        if int(row["size"]) == largest and (ratio := value_of(row, "ratio_median"))
+    }
+    ratios[next(iter(SIZE_MODELS))] = ""
+
+    def fast(case: str) -> str:
+        return SIZE_MODELS[case] + ratios.get(case, "")
+
+    unit = "peak MiB above weights and image"
+    return [
+        size_chart("Speed", "images per second", rows, images_per_second, 1, names=fast,
+                   log_x=None, failed_below=True),
+        size_chart("Memory", unit, rows, mebibytes_of, 1, names=SIZE_MODELS.__getitem__,
+                   log_x=None, log_y=None, from_zero=True),
+    ]  # fmt: skip
+
+
+FIGURES = {
+    "crossover": Figure(
+        "TaylorShift, 4 heads: from where the efficient form is the cheaper one",
+        crossover_cases,
+        crossover_charts,
+        crossings,
+    ),
+    "scaleformer-4": scaleformer(
+        "Relative term of Scaleformer: one head, d = 256, R = 10",
+        dict.fromkeys(("relative", "relative+causal"), FORMS[::-1]),
+        *(256, 1),
+        direct=4096,
+    ),
+    "scaleformer-5": scaleformer(
+        "Kernelized attention: one head, d = 256",
+        dict.fromkeys(("kernelized", "kernelized+causal"), FORMS[::-1]),
+        *(256, 1),
+        direct=8192,
+    ),
+    "scaleformer-6": scaleformer(
+        "Softmax and kernelized attention: 4 heads, d = 64, R = 10",
+        dict.fromkeys(("sdpa", "eager"), ("auto",))
+        | dict.fromkeys(("kernelized", "kernelized+flat+sum"), CHOSEN),
+        *(64, 4),
+        sdpa=8192,
+        eager=8192,
+    ),
+    "taylorshift-heads": Figure(
+        "TaylorShift's pixel model: images of 32 px, width 256, batch 16",
+        heads_cases,
+        heads_charts,
+        heads_table,
+    ),
+    "image-size": Figure(
+        "One image through a small vision transformer, float32, on a processor",
+        size_cases,
+        size_charts,
+        size_table,
+        size_plan,
+    ),
+}
+
+
+def profile_charts(rows: Sequence[Record]) -> list[Chart]:
+    """The memory profile of the documentation, whose TaylorShift has heads of width 64."""
+    from visionattn.lab.profile.run import n1_of
+
+    return memory_of(rows, n1=n1_of({"taylorshift_vit_s": Shape(16, 256, 1, 64)}))
+
+
+OTHERS = {
+    "heads-digits": (
+        "Head counts of a pixel model on digits, images of 32 px",
+        partial(heads_of, size="32"),
+    ),
+    "memory": ("Memory of one block of small models, one image, float32", profile_charts),
+}
+"""Pictures of the documentation that other tools measure: title and charts."""
+
+
+def draw_again(folder: Path) -> list[str]:
+    """Draw the figures that lie in a folder as CSV; returns their names."""
+    known = {name: (figure.title, figure.charts) for name, figure in FIGURES.items()} | OTHERS
+    drawn = [path.stem for path in sorted(folder.glob("*.csv")) if path.stem in known]
+    for name in drawn:
+        with open(folder / f"{name}.csv", encoding="utf-8", newline="") as file:
+            rows = list(csv.DictReader(file))
+        title, charts = known[name]
+        draw(folder / f"{name}.png", title, charts(rows), rows[0])
+    return drawn
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser("python -m visionattn.lab.papers", description=__doc__)
+    parser.add_argument("folder", type=Path, help="holds NAME.csv, gets NAME.png")
+    print("\n".join(draw_again(parser.parse_args().folder)))

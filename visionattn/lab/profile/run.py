@@ -4,7 +4,6 @@ writes files.
 
 import re
 import sys
-import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -15,10 +14,11 @@ from visionattn.cli.files import write_whole
 from visionattn.cli.parsing import parse
 from visionattn.cli.provenance import provenance_of, summary
 from visionattn.cli.tables import Record, csv_text, heading, line
+from visionattn.lab.charts import png
+from visionattn.lab.figures import memory_of
 from visionattn.lab.profile.cells import Cell, Shape
 from visionattn.lab.profile.config import ProfileConfig, check
 from visionattn.lab.profile.largest import find_largest
-from visionattn.lab.profile.picture import draw_memory
 from visionattn.lab.profile.process import Job, measure
 from visionattn.lab.profile.rows import (
     COLUMNS,
@@ -31,6 +31,7 @@ from visionattn.lab.profile.rows import (
     lines_of,
     record_of,
 )
+from visionattn.ops.published import N1
 from visionattn.training.build import pick_device
 
 Print = Callable[[str], None]
@@ -39,8 +40,6 @@ EXAMPLE = "--models taylorshift_vit_t vit_tiny_patch16_224+eager"
 EXAMPLE += " --img-size 256 384 --fit-from 256 --depth 1"
 SHARE_OF_AVAILABLE = 0.8
 """Of a CPU's memory, where no budget is given."""
-NOTE_WIDTH = 130
-"""Characters of a line below the plot."""
 
 
 def profile(argv: Sequence[str], show: Print) -> None:
@@ -208,13 +207,14 @@ class Profile:
                     lambda path, text=text: path.write_text(text(), encoding="utf-8", newline=""),
                 )
         if "plot" in self.files:
-            note = caption(
-                summary(self.provenance), self.config.settings, self.provenance["command"]
-            )
-            write_whole(
-                self.files["plot"],
-                lambda path: draw_memory(path, self.rows, exponents, self.shapes, note),
-            )
+            rows = [record_of(row, exponents.get(row.cell.series)) for row in self.rows]
+            write_whole(self.files["plot"], lambda path: self.draw(path, rows))
+
+    def draw(self, path: Path, rows: Sequence[Record]) -> None:
+        """Write the plot."""
+        notes = [summary(self.provenance), self.config.settings, self.provenance["command"]]
+        charts = memory_of(rows, n1=n1_of(self.shapes))
+        png(path, charts, title="Peak memory of models", notes=notes)
 
     def footer(self) -> list[str]:
         """What stands under the table: where a growth is missing why, the settings, the command."""
@@ -235,14 +235,15 @@ class Profile:
         )
 
 
-def caption(*texts: str) -> str:
-    """Texts below one another for a plot: broken where they are long, and without matplotlib's
-    formulas.
+def n1_of(shapes: dict[str, Shape]) -> dict[float, str]:
+    """N1 of each width of a head of TaylorShift, the tokens from which its efficient form holds no
+    more entries than the direct one, as published: in words, by side of an image in pixels.
     """
-    lines = [
-        part for text in texts for part in textwrap.wrap(text, NOTE_WIDTH, break_on_hyphens=False)
-    ]
-    return "\n".join(lines).replace("$", r"\$")
+    return {
+        shape.px(N1(width)): f"N1 of TaylorShift, d = {width}: {N1(width):,} tokens"
+        for shape in shapes.values()
+        if (width := shape.taylor_width) is not None
+    }
 
 
 def budget_of(config: ProfileConfig, device: str) -> int | None:

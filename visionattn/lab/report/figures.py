@@ -1,26 +1,27 @@
-"""Which charts a page has: curves of runs, head counts of sweeps, memory over tokens. It draws
-nothing itself.
+"""Which charts a page has, and their legends where names do not fit beside lines. It draws nothing
+itself.
 """
 
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from visionattn.lab.report.charts import Chart, Curve, Style
-from visionattn.lab.report.origin import in_words, shared_training, values_of
-from visionattn.lab.report.rows import Row, chosen, distinct, trained_itself, value_of
+from visionattn.lab.charts import Chart, Look, Series
 from visionattn.lab.report.runs import Run, Values, number
-
-MIB = 2**20
 
 
 @dataclass(frozen=True)
 class Figure:
-    """Charts with one legend."""
+    """Charts under one heading."""
 
     charts: Sequence[Chart]
-    legend: Sequence[tuple[Style, str]]
     caption: str = ""
+
+    @property
+    def legend(self) -> dict[str, Look]:
+        """Looks by name; empty where every chart has the names beside its lines."""
+        if all(chart.labelled for chart in self.charts):
+            return {}
+        return {series.name: series.look for chart in self.charts for series in chart.series}
 
 
 def curves_of(runs: Sequence[Run]) -> Figure:
@@ -30,7 +31,7 @@ def curves_of(runs: Sequence[Run]) -> Figure:
     by_epoch = all(run.epochs or not run.steps for run in runs)
     x_name = "epoch" if by_epoch else "optimiser step"
 
-    def curves(kind: str, key: str, factor: float = 1.0) -> list[Curve]:
+    def curves(kind: str, key: str, factor: float = 1.0) -> list[Series]:
         found = []
         for i, run in enumerate(runs):
             lines = [line for line in getattr(run, kind) if number(line.get("step")) is not None]
@@ -40,7 +41,7 @@ def curves_of(runs: Sequence[Run]) -> Figure:
                 for line in lines
             ]
             if lines:
-                found.append(Curve(run.name, Style(i), x, y))
+                found.append(Series(run.name, Look.of(i), x, y))
         return found
 
     charts = [
@@ -68,8 +69,11 @@ def curves_of(runs: Sequence[Run]) -> Figure:
             from_zero=True,
         ),
     ]
-    legend = [(Style(i), run.name) for i, run in enumerate(runs)]
-    return Figure([chart for chart in charts if not chart.empty], legend)
+    data = {str(run.setting("data", "name") or "") for run in runs}
+    return Figure(
+        [chart for chart in charts if not chart.empty],
+        f"Data: {', '.join(sorted(data))}" if any(data) else "",
+    )
 
 
 def position(line: Values, run: Run, by_epoch: bool) -> float:
@@ -88,132 +92,3 @@ def steps_of_epoch(run: Run) -> float | None:
         if step and epoch:
             return step / epoch
     return None
-
-
-def accuracy_column(rows: Sequence[Row]) -> str:
-    """The accuracy that counts: on the test images, on those of validation where there are none."""
-    tested = any(value_of(row, "test_accuracy") is not None for row in rows)
-    return "test_accuracy" if tested else "validation_accuracy"
-
-
-def heads_of(rows: Sequence[Row], size: str) -> Figure:
-    """Accuracy, speed and memory over head counts, at one image size of a sweep."""
-    here = [row for row in rows if row.get("img_size") == size]
-    column = accuracy_column(rows)
-    ticks = sorted({heads for row in here if (heads := value_of(row, "heads"))})
-    series = {pair: Style(i) for i, pair in enumerate(distinct(rows, "attention", "form"))}
-
-    def curves(column: str, factor: float, spread: bool) -> list[Curve]:
-        counted = [row for row in here if trained_itself(row)] if spread else here
-        return [
-            over(
-                chosen(counted, ("attention", "form"), pair),
-                "heads",
-                column,
-                factor,
-                name_of(pair),
-                style,
-                spread,
-            )
-            for pair, style in series.items()
-        ]
-
-    form, batches = shared_training(rows), values_of(rows, "measure_batch")
-    named = f"Accuracy ({'test' if column == 'test_accuracy' else 'validation'})" + (
-        f", trained {form}" if form else ""
-    )
-    per_second = "images per second" + (f", batch {batches[0]}" if len(batches) == 1 else "")
-    charts = [Chart(named, "heads", "%", curves(column, 100, True), 2, x_ticks=ticks)]
-    for key, words in (("inference", "Inference"), ("training", "Training step")):
-        speed, memory = (
-            curves(f"{key}_images_per_second", 1, False),
-            curves(f"{key}_peak_bytes", 1 / MIB, False),
-        )
-        charts.append(Chart(f"{words}: speed", "heads", per_second, speed, 2, 10, x_ticks=ticks))
-        charts.append(Chart(f"{words}: peak memory", "heads", "MiB", memory, 2, 10, x_ticks=ticks))
-    legend = [(style, name_of(pair)) for pair, style in series.items()]
-    return Figure([chart for chart in charts if not chart.empty], legend, f"Images of {size} px")
-
-
-def name_of(pair: Sequence[str]) -> str:
-    """An attention and its form."""
-    return " ".join(filter(None, pair))
-
-
-def over(
-    rows: Sequence[Row],
-    x_column: str,
-    y_column: str,
-    factor: float,
-    label: str,
-    style: Style,
-    spread: bool = False,
-) -> Curve:
-    """The mean of a column over another one; rows that have neither count for nothing."""
-    groups: dict[float, list[float]] = {}
-    for row in rows:
-        x, y = value_of(row, x_column), value_of(row, y_column)
-        if x is not None and y is not None:
-            groups.setdefault(x, []).append(factor * y)
-    x = sorted(groups)
-    deviations = [deviation(groups[key]) or 0.0 for key in x]
-    shown = deviations if spread and any(deviations) else None
-    return Curve(label, style, x, [statistics.mean(groups[key]) for key in x], shown)
-
-
-def deviation(values: Sequence[float]) -> float | None:
-    """Standard deviation; None for fewer than two values."""
-    return statistics.stdev(values) if len(values) > 1 else None
-
-
-def memory_of(rows: Sequence[Row]) -> Figure:
-    """Peak memory above the level just before, and in all, over tokens: a line per model and way to
-    run it.
-    """
-    keys = ("model", "pass", "precision", "form", "checkpointing", "batch", "depth")
-    series = {values: Style(i) for i, values in enumerate(distinct(rows, *keys))}
-    differ = [
-        i for i in range(1, len(keys)) if len({values[i] for values in series if values[i]}) > 1
-    ]
-    names = {values: series_name(keys, values, differ) for values in series}
-
-    def curves(column: str) -> list[Curve]:
-        return [
-            over(chosen(rows, keys, values), "tokens", column, 1 / MIB, names[values], style)
-            for values, style in series.items()
-        ]
-
-    charts = [
-        Chart(
-            "Memory that the pass adds",
-            "tokens",
-            "MiB above the level before",
-            curves("above_bytes"),
-            2,
-            10,
-        ),
-        Chart("Peak memory", "tokens", "MiB", curves("peak_bytes"), 2, 10),
-    ]
-    legend = []
-    for values, style in series.items():
-        exponent = next(
-            (
-                x
-                for row in chosen(rows, keys, values)
-                if (x := value_of(row, "growth_exponent")) is not None
-            ),
-            None,
-        )
-        growth = "" if exponent is None else f", grows as tokens^{exponent:.2f}"
-        legend.append((style, names[values] + growth))
-    return Figure([chart for chart in charts if not chart.empty], legend)
-
-
-def series_name(keys: Sequence[str], values: Sequence[str], differ: Sequence[int]) -> str:
-    """The model, and what of the rest is not the same in all series."""
-    rest = [
-        in_words(keys[i], values[i])
-        for i in differ
-        if values[i] and (keys[i], values[i]) != ("checkpointing", "no")
-    ]
-    return ", ".join([values[0], *(text.removeprefix("form ") for text in rest)])

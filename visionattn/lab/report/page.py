@@ -20,11 +20,12 @@ from markupsafe import Markup
 
 import visionattn
 from visionattn.cli.files import write_whole
+from visionattn.lab.charts import Chart, Look, page_colours, svg
+from visionattn.lab.figures import heads_of, memory_of
 from visionattn.lab.profile.config import FILES
 from visionattn.lab.report import origin, tables
-from visionattn.lab.report.charts import Style, svg
 from visionattn.lab.report.examples import galleries
-from visionattn.lab.report.figures import Figure, curves_of, heads_of, memory_of
+from visionattn.lab.report.figures import Figure, curves_of
 from visionattn.lab.report.options import Wanted, parse_report, trainings_in
 from visionattn.lab.report.rows import Rows, distinct
 from visionattn.lab.report.runs import Run, read_run
@@ -97,11 +98,11 @@ def page(wanted: Wanted, runs: Sequence[Run], *, now: float) -> str:
         title=wanted.title,
         written=f"{datetime.fromtimestamp(now, UTC):%Y-%m-%d %H:%M} UTC",
         version=visionattn.__version__,
-        style=Markup(resource("page.css")),
+        style=Markup(page_colours() + resource("page.css")),
         draw=charts.draw,
         problems=wanted.problems,
         runs=runs,
-        looks={run.name: Style(i) for i, run in enumerate(runs)},
+        looks={run.name: Look.of(i) for i, run in enumerate(runs)},
         results=tables.results(runs),
         curves=curves_of(runs),
         galleries=shown,
@@ -117,10 +118,16 @@ def measured(found: Rows) -> Measured:
     rows, path = found.rows, found.path
     figures, table = {
         "sweep": lambda: (
-            [heads_of(rows, size) for (size,) in distinct(rows, "img_size")],
+            [
+                shown(heads_of(rows, px), f"Images of {px} px")
+                for (px,) in distinct(rows, "img_size")
+            ],
             tables.sweep(rows),
         ),
-        "memory": lambda: ([memory_of(rows)], tables.memory(rows)),
+        "memory": lambda: (
+            [shown(memory_of(rows, ("above_bytes", "peak_bytes")))],
+            tables.memory(rows),
+        ),
         "largest": lambda: ([], tables.largest(rows)),
     }[found.kind]()
     name = path.absolute().parent.name if path.name in (ROWS, FILES["csv"]) else path.stem
@@ -140,6 +147,11 @@ def measured(found: Rows) -> Measured:
         trainings,
         command,
     )
+
+
+def shown(charts: Sequence[Chart], caption: str = "") -> Figure:
+    """Those of the charts that show something."""
+    return Figure([chart for chart in charts if not chart.empty], caption)
 
 
 def quoted(path: Path) -> str:

@@ -66,14 +66,14 @@ def tables_in(folder: Path, problems: list[str]) -> list[Rows]:
 
 def value_of(row: Row, column: str) -> float | None:
     """A number of a row; None where there is none."""
-    return number_in(row.get(column, ""))
+    return number_in(row.get(column))
 
 
-def number_in(text: str) -> float | None:
+def number_in(text: str | float | None) -> float | None:
     """The number that a text says; None for anything else and for what is beyond ``MOST``."""
     try:
-        value = float(text)
-    except ValueError:
+        value = float(text)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
         return None
     return value if abs(value) <= MOST else None
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from visionattn.lab.report.charts import Style
-from visionattn.lab.report.figures import MIB, accuracy_column, deviation, name_of
+from visionattn.lab.charts import Look
+from visionattn.lab.figures import MIB, accuracy_column, deviation, looks_of, name_of
 from visionattn.lab.report.origin import NAMES, gibibytes, values_of, varied
 from visionattn.lab.report.rows import Row, chosen, distinct, trained_itself, value_of
 from visionattn.lab.report.runs import WORDS, Run, flatten, number
@@ -29,7 +29,7 @@ class Cell:
     """A key of ``WORDS``, whose mark the cell shows."""
     note: str = ""
     """What stands small below the text."""
-    style: Style | None = None
+    look: Look | None = None
     """The look of the run or series whose name this is."""
 
 
@@ -75,7 +75,7 @@ def results(runs: Sequence[Run]) -> Table:
         )
         table.rows.append(
             [
-                Cell(run.name, style=Style(i)),
+                Cell(run.name, look=Look.of(i)),
                 Cell(WORDS[run.status], status=run.status, note=run.reason or ""),
                 accuracy_cell(tested, i, share_of(result, "test_images")),
                 accuracy_cell(validated, i, ""),
@@ -183,12 +183,12 @@ def sweep(rows: Sequence[Row]) -> Table:
     columns += [NAMES[key] for key in differ]
     columns += [f"{words}, {unit}" for words in passes.values() for unit in ("images/s", "MiB")]
     table = Table([*columns, "attention that ran", "status"])
-    looks = {pair: Style(i) for i, pair in enumerate(distinct(rows, "attention", "form"))}
+    looks = looks_of(rows)
     for values in distinct(rows, *keys):
         here = chosen(rows, keys, values)
         trained = [row for row in here if trained_itself(row)]
         cells = [
-            Cell(name_of(values[:2]), style=looks[values[:2]]),
+            Cell(name_of(values[:2]), look=looks[values[:2]]),
             Cell(values[2], True),
             Cell(values[3], True),
         ]

@@ -6,19 +6,21 @@ Owns the order of these and how a sweep ends.
 import csv
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from visionattn.cli.ends import Failed, Stopped
 from visionattn.cli.files import write_text
 from visionattn.cli.provenance import provenance_of, summary
 from visionattn.cli.tables import csv_text
+from visionattn.lab.charts import png
+from visionattn.lab.figures import heads_of
 from visionattn.lab.sweep.cells import to_train, train_cells
 from visionattn.lab.sweep.config import SweepConfig, folder_of, parse_sweep, read_base
 from visionattn.lab.sweep.folder import HPARAMS, PLOT, ROWS, TABLE, SweepFolder
 from visionattn.lab.sweep.grid import Cell, Network, Plan, make_plan
 from visionattn.lab.sweep.hparams import write_hparams
 from visionattn.lab.sweep.measurement import PASSES, conditions_of, measure_networks
-from visionattn.lab.sweep.plot import draw_sweep
 from visionattn.lab.sweep.table import Outcome, backends, measured_by, records, tables
 
 
@@ -159,8 +161,14 @@ def report(
     )
     say("\n" + text)
     write_text(folder.path / TABLE, text + "\n")
-    write_text(folder.path / ROWS, csv_text(records(outcome), provenance | {"sweep_seconds": took}))
-    draw_sweep(folder.path / PLOT, outcome, "\n".join(source))
+    rows = records(outcome)
+    write_text(folder.path / ROWS, csv_text(rows, provenance | {"sweep_seconds": took}))
+    charts = [
+        replace(chart, title=f"{chart.title}, images of {size} px")
+        for size in dict.fromkeys(network.img_size for network in plan.grid.networks)
+        for chart in heads_of(rows, size)
+    ]
+    png(folder.path / PLOT, charts, title=f"Head counts on {plan.base.data.name}", notes=source)
     write_hparams(folder.path / HPARAMS, outcome)
     say(f"- written: {', '.join(str(folder.path / name) for name in (TABLE, ROWS, PLOT, HPARAMS))}")
 

@@ -1,0 +1,584 @@
+"""Charts: plain data in, and out of the same drawing a PNG, or SVG for a page that may be light or
+dark.
+
+Owns how everything that the laboratory draws looks. Knows nothing of runs and rows. matplotlib is
+imported when something is drawn.
+"""
+
+import html
+import io
+import math
+import re
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+Point = tuple[float, float | None, float | None]
+SERIES_COLOURS = {
+    "light": ("#1d56b8", "#b84e0c", "#0a4a38", "#8c2f78", "#5b6470", "#6f63cc"),
+    "dark": ("#6f9ff0", "#f0975a", "#a8f0c6", "#f2b6e2", "#b4bcc8", "#ab96d8"),
+}
+"""Of series, chosen to differ for colour-blind eyes and, the first four, in grey; each is text of
+its own, too, with a contrast of 4.5 at least.
+"""
+NEUTRAL_COLOURS = {
+    "light": {"ink": "#16191d", "muted": "#515a66", "grid": "#d5dae1", "panel": "#f6f7f9"},
+    "dark": {"ink": "#eceff3", "muted": "#a7b0bc", "grid": "#39414c", "panel": "#1d2127"},
+}
+DASHES = ("none", "6 3", "1.5 2.5", "8 3 1.5 3")
+MARKERS = ("o", "s", "^", "D")
+MOST_POINTS = 300
+"""Longer curves are shown by means of neighbours."""
+MOST_MARKED = 40
+"""Curves with at most so many points have each marked, with its values for the mouse; longer ones
+have a few.
+"""
+LABEL_WIDTH = 24
+"""Characters of a line of a label."""
+MOST_LABELS = 8
+"""Series of a chart on a page that have their names at their ends; more have a legend above."""
+LINE_POINTS = 11.5
+"""Height of a line of a label, in points."""
+COINCIDE = 0.012
+"""Of the height of a chart: closer lines are one to the eye."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """The colour and the shape, which is dash and marker, of a series in every chart and legend."""
+
+    colour: int
+    shape: int = 0
+
+    @classmethod
+    def of(cls, number: int) -> "Look":
+        """The look of the series of this number: the first 24 differ in colour or in shape."""
+        colours = len(SERIES_COLOURS["light"])
+        return cls(number % colours, (number + number // (2 * colours)) % len(DASHES))
+
+    def swatch(self) -> str:
+        """A short line of this look, as SVG for a legend."""
+        stroke, marker = f"stroke:var(--series-{self.colour})", MARKERS[self.shape]
+        fill = f'style="fill:var(--{"panel" if self.shape else f"series-{self.colour}"});{stroke}"'
+        mark = {
+            "o": f'<circle cx="16" cy="6" r="3.2" {fill}/>',
+            "s": f'<rect x="13" y="3" width="6" height="6" {fill}/>',
+            "^": f'<path d="M16 2l3.8 7h-7.6z" {fill}/>',
+            "D": f'<path d="M16 2l4 4-4 4-4-4z" {fill}/>',
+        }[marker]
+        line = (
+            f'<path d="M1 6h30" '
+            f'style="{stroke};stroke-width:2;fill:none;stroke-dasharray:{DASHES[self.shape]}"/>'
+        )
+        return (
+            f'<svg class="swatch" viewBox="0 0 32 12" width="32" height="12" '
+            f'aria-hidden="true">{line}{mark}</svg>'
+        )
+
+
+@dataclass(frozen=True)
+class Series:
+    """A line of a chart."""
+
+    name: str
+    look: Look
+    x: Sequence[float]
+    y: Sequence[float | None]
+    """None is a gap."""
+    spread: Sequence[float] | None = None
+    """Half the height of the bar at each point."""
+    failed: Mapping[float, str] = field(default_factory=dict)
+    """Why there is no value, by place: "out of memory"."""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Something that a chart points at: a place where x and y are given, else a line across it."""
+
+    text: str
+    x: float | None = None
+    y: float | None = None
+    colour: int | None = None
+    """Of a series; None: a quiet one."""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A pair of axes with its title."""
+
+    title: str
+    x_name: str
+    y_name: str
+    series: Sequence[Series] = ()
+    marks: Sequence[Mark] = ()
+    log_x: int | None = None
+    """Base of a logarithmic axis; None: linear."""
+    log_y: int | None = None
+    from_zero: bool = False
+    """Whether the vertical axis begins at 0, as where ratios are read off it."""
+    x_ticks: Sequence[float] | None = None
+    """Where the ticks are; None: where matplotlib puts them."""
+    x_texts: Sequence[str] | None = None
+    """What stands at ``x_ticks``; None: the numbers."""
+    nothing: str = "nothing was measured"
+    """What is said in place of an empty chart."""
+    failed_below: bool = False
+    """Whether what failed is marked at the lower edge, where a speed would be none."""
+
+    @property
+    def measured(self) -> bool:
+        """Whether there is a point to draw."""
+        return any(y is not None for series in self.series for _, y, _ in self.points(series))
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is neither a point nor a failure to draw."""
+        return not self.measured and not any(series.failed for series in self.series)
+
+    @property
+    def labelled(self) -> bool:
+        """Whether the names fit beside the lines of a chart on a page; else it needs a legend."""
+        shown = [series for series in self.series if self.points(series) or series.failed]
+        lines = [line for series in shown for line in wrapped(series.name).splitlines()]
+        return len(shown) <= MOST_LABELS and all(len(line) <= LABEL_WIDTH for line in lines)
+
+    def points(self, series: Series) -> list[Point]:
+        """Place, height (None: a gap) and spread of what the axes can show of a series: on a
+        logarithmic one, what is above 0.
+        """
+        spreads = series.spread or [None] * len(series.x)
+        return [
+            (x, None if y is not None and self.log_y and y <= 0 else y, spread)
+            for x, y, spread in zip(series.x, series.y, spreads, strict=True)
+            if not self.log_x or x > 0
+        ]
+
+
+def page_colours() -> str:
+    """The colours as variables of a page, light and dark."""
+
+    def variables(theme: str) -> str:
+        named = NEUTRAL_COLOURS[theme] | {
+            f"series-{i}": colour for i, colour in enumerate(SERIES_COLOURS[theme])
+        }
+        return ":root { " + " ".join(f"--{name}: {value};" for name, value in named.items()) + " }"
+
+    return f"{variables('light')}\n@media (prefers-color-scheme: dark) {{ {variables('dark')} }}\n"
+
+
+def png(
+    path: Path, charts: Sequence[Chart], *, title: str = "", notes: Sequence[str] = (), columns=2
+) -> None:
+    """Write charts as one PNG on white.
+
+    Args:
+        path: the file.
+        charts: in the order of reading; an empty one says that it is.
+        title: what all of them show; names the data set.
+        notes: what stands below them.
+        columns: charts side by side.
+    """
+    names = {f"series-{i}": colour for i, colour in enumerate(SERIES_COLOURS["light"])}
+    colours = NEUTRAL_COLOURS["light"] | names | {"panel": "#ffffff"}
+    columns = min(columns, len(charts))
+    rows = math.ceil(len(charts) / columns)
+    width = 5.4 * columns if columns > 1 else 7.2
+    with _style(colours):
+        figure = _figure((width, 3.5 * rows + 0.6))
+        axes = figure.subplots(rows, columns, squeeze=False).flat
+        for chart, ax in zip(charts, axes, strict=False):
+            ax.set_title(chart.title, pad=24)
+            _draw_chart(ax, chart, colours, {}, labelled=True)
+        for ax in list(axes)[len(charts) :]:
+            ax.set_axis_off()
+        if title:
+            figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold")
+        lines = [line for note in notes for line in textwrap.wrap(note, int(16.5 * width))]
+        figure.supxlabel("\n".join(lines), x=0.012, ha="left", fontsize=7.5, color=colours["muted"])
+        _place_labels(figure, charts)
+        figure.savefig(path, dpi=160, format="png", facecolor="white")
+
+
+def svg(chart: Chart, name: str) -> str:
+    """The chart as an SVG element, without its title and legend.
+
+    Args:
+        chart: what to draw; not empty.
+        name: a word that no other chart of the page has; identifiers begin with it.
+    """
+    variables = ["ink", "muted", "grid", "panel"]
+    variables += [f"series-{i}" for i in range(len(SERIES_COLOURS["light"]))]
+    stand_ins = {variable: f"#1e00{i:02x}" for i, variable in enumerate(variables)}
+    titles: dict[str, str] = {}
+    with _style(stand_ins | {"salt": name}):
+        figure = _figure((4.7, 3.3))
+        _draw_chart(figure.add_subplot(), chart, stand_ins, titles, labelled=chart.labelled)
+        _place_labels(figure, [chart])
+        stream = io.StringIO()
+        figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None})
+    text = stream.getvalue()
+    for variable, colour in stand_ins.items():
+        text = text.replace(colour, f"var(--{variable})")
+    return _for_page(text, chart.title, name, titles)
+
+
+def _style(colours: Mapping[str, str]):
+    """Settings of matplotlib while a chart is drawn: quiet axes, text as it stands."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    muted, grid = colours["muted"], colours["grid"]
+    axes = {"labelsize": 9.5, "labelcolor": muted, "edgecolor": muted, "linewidth": 0.7}
+    axes |= {"titlesize": 11, "titleweight": "bold", "titlelocation": "left"}
+    axes |= {f"spines.{side}": False for side in ("left", "right", "top")}
+    ticks = {"labelsize": 9, "labelcolor": muted, "color": grid, "major.size": 3}
+    settings = {f"axes.{key}": value for key, value in axes.items()}
+    settings |= {f"{axis}tick.{key}": value for axis in "xy" for key, value in ticks.items()}
+    settings |= {"font.size": 9.5, "text.color": colours["ink"], "text.parse_math": False}
+    settings |= {"grid.color": grid, "grid.linewidth": 0.6, "ytick.major.size": 0}
+    settings |= {"svg.fonttype": "none", "svg.hashsalt": colours.get("salt")}
+    return matplotlib.rc_context(settings)
+
+
+def _figure(size: tuple[float, float]):
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.1, h_pad=0.09, wspace=0.03)
+    return figure
+
+
+def _draw_chart(
+    ax, chart: Chart, colours: Mapping[str, str], titles: dict[str, str], *, labelled: bool
+) -> None:
+    """Draw one chart; ``titles`` gets what a mouse shows over an element, by identifier.
+
+    Labels are put at their lines' ends; ``_place_labels`` moves them apart once their heights are
+    known.
+    """
+    ax.annotate(chart.y_name, (0, 1), (0, 9), xycoords="axes fraction",
+                textcoords="offset points", color=colours["muted"])  # fmt: skip
+    if not chart.measured:
+        lost = [
+            f"{series.name}: {why}" for series in chart.series for why in series.failed.values()
+        ]
+        text = "\n".join(dict.fromkeys(lost)) or chart.nothing
+        ax.text(0.5, 0.5, text, ha="center", color=colours["muted"], transform=ax.transAxes)
+        ax.set_axis_off()
+        return
+    with_spread = [series for series in chart.series if series.spread]
+    for series, wider in zip(chart.series, hidden_under(chart), strict=True):
+        aside = 0.0
+        if chart.log_x and series.spread:
+            aside = 0.05 * (with_spread.index(series) - (len(with_spread) - 1) / 2)
+        _draw_series(ax, series, chart.points(series), colours, titles, wider, aside)
+    failing = [series for series in chart.series if series.failed]
+    for x in {x for series in failing for x in series.failed}:
+        ax.update_datalim([(x, 1.0)], updatey=False)
+    ax.margins(y=0.05 + 0.1 * len(failing))
+    _set_axes(ax, chart)
+    _draw_marks(ax, chart, colours)
+    _draw_failures(ax, chart, colours)
+    if labelled:
+        _label_ends(ax, chart, colours)
+
+
+def hidden_under(chart: Chart) -> list[int]:
+    """Of each series by how many of the later ones it is hidden, three at most."""
+
+    def height(y: float) -> float:
+        return math.log(y) if chart.log_y else y
+
+    points = [
+        {x: height(y) for x, y, _ in chart.points(series) if y is not None}
+        for series in chart.series
+    ]
+    every = [y for series in points for y in series.values()]
+    reach = max(every, default=0.0) - min(every, default=0.0)
+
+    def coincide(one: dict[float, float], other: dict[float, float]) -> bool:
+        shared = one.keys() & other.keys()
+        near = [x for x in shared if abs(one[x] - other[x]) <= COINCIDE * reach]
+        enough = min(len(one), len(other), 2)
+        return 0 < enough <= len(shared) <= 2 * len(near)
+
+    return [
+        min(3, sum(coincide(series, later) for later in points[i + 1 :]))
+        for i, series in enumerate(points)
+    ]
+
+
+def thin(x: Sequence[float], y: Sequence[float | None]) -> tuple[list[float], list[float | None]]:
+    """A curve of at most ``MOST_POINTS`` points: means of neighbours, gaps left out of them."""
+    step = math.ceil(len(x) / MOST_POINTS)
+    if step <= 1:
+        return list(x), list(y)
+    thinned_x, thinned_y = [], []
+    for start in range(0, len(x), step):
+        values = [value for value in y[start : start + step] if value is not None]
+        thinned_x.append(sum(x[start : start + step]) / len(x[start : start + step]))
+        thinned_y.append(sum(values) / len(values) if values else None)
+    return thinned_x, thinned_y
+
+
+def _draw_series(
+    ax,
+    series: Series,
+    points: Sequence[Point],
+    colours: Mapping[str, str],
+    titles: dict[str, str],
+    wider: int,
+    aside: float,
+) -> None:
+    """Draw line, spreads and points.
+
+    Args:
+        ax, series, points, colours, titles: as in ``_draw_chart``.
+        wider: lines that will lie on this one, which therefore is drawn wider.
+        aside: octaves by which points stand beside their place, so that spreads can be told apart.
+    """
+    places = [place * 2**aside for place, _, _ in points]
+    x, y = thin(places, [height for _, height, _ in points])
+    colour, marker = colours[f"series-{series.look.colour}"], MARKERS[series.look.shape]
+    dash = DASHES[series.look.shape]
+    line = {"color": colour, "linewidth": 1.7 + 2.6 * wider, "gid": _titled(titles, series.name)}
+    if wider:  # pale, so that what lies on it is seen where it has the same colour, too
+        line["alpha"] = 0.35
+    if dash != "none":
+        line["linestyle"] = (0, [float(part) / line["linewidth"] for part in dash.split()])
+    if len(x) > MOST_MARKED:
+        line |= {"marker": marker, "markersize": 4, "markevery": len(x) // 8}
+    ax.plot(x, [math.nan if value is None else value for value in y], **line)
+    if len(points) > MOST_MARKED:
+        return
+    dot = {"color": colour, "marker": marker, "markersize": 4.2 + 2 * wider, "linestyle": "none"}
+    if dash != "none":
+        dot["markerfacecolor"] = colours["panel"]
+    for shown, (place, height, spread) in zip(places, points, strict=True):
+        if height is None:
+            continue
+        around = f" ± {short(spread)}" if spread else ""
+        title = _titled(titles, f"{series.name}: {short(height)}{around} at {short(place)}")
+        if spread:
+            ax.plot([shown, shown], [height - spread, height + spread], color=colour, linewidth=1.1)
+        ax.plot([shown], [height], gid=title, **dot)
+
+
+def _titled(titles: dict[str, str], text: str) -> str:
+    """Keep what a mouse over an element shows; returns the element's identifier."""
+    key = f"title{len(titles)}"
+    titles[key] = text
+    return key
+
+
+def _draw_marks(ax, chart: Chart, colours: Mapping[str, str]) -> None:
+    """Draw rings at places and thin lines across, each with its text beside it."""
+    for mark in chart.marks:
+        colour = colours["muted" if mark.colour is None else f"series-{mark.colour}"]
+        if mark.y is None:
+            right = ax.transLimits.transform(ax.transScale.transform((mark.x, 1)))[0] > 0.6
+            ax.axvline(mark.x, color=colour, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
+            at, place = (mark.x, 1), ax.get_xaxis_transform()
+            away, side = (-4 if right else 4, -8), "right" if right else "left"
+        else:
+            ax.plot([mark.x], [mark.y], "o", markersize=9, color=colour, markerfacecolor="none")
+            at, place, away, side = (mark.x, mark.y), ax.transData, (-7, 6), "right"
+        ground = {"facecolor": colours["panel"], "alpha": 0.8, "linewidth": 0, "pad": 1}
+        ax.annotate(mark.text, at, away, xycoords=place, textcoords="offset points", ha=side,
+                    color=colour, fontsize=8.5, bbox=ground)  # fmt: skip
+
+
+def _draw_failures(ax, chart: Chart, colours: Mapping[str, str]) -> None:
+    """Draw a cross at the edge where a series has no value, and why at the first of them."""
+    failing = [series for series in chart.series if series.failed]
+    for i, series in enumerate(failing):
+        colour, place = colours[f"series-{series.look.colour}"], ax.get_xaxis_transform()
+        height = 0.05 + 0.08 * i if chart.failed_below else 0.95 - 0.08 * i
+        ax.plot(list(series.failed), [height] * len(series.failed), "x", color=colour,
+                markersize=6, markeredgewidth=1.8, transform=place, clip_on=False)  # fmt: skip
+        first, named = min(series.failed), any(y is not None for y in series.y)
+        text = series.failed[first] if named else f"{wrapped(series.name)}: {series.failed[first]}"
+        ax.annotate(text, (first, height), (-7, 0), xycoords=place, textcoords="offset points",
+                    ha="right", va="center", color=colour, fontsize=8.5,
+                    in_layout=False)  # fmt: skip
+
+
+def _label_ends(ax, chart: Chart, colours: Mapping[str, str]) -> None:
+    """Put the name of each series at its last point."""
+    for series in chart.series:
+        ends = [(x, y) for x, y, _ in chart.points(series) if y is not None]
+        if ends:
+            colour = colours[f"series-{series.look.colour}"]
+            leader = {"arrowstyle": "-", "color": colour, "linewidth": 0.6, "shrinkA": 1,
+                      "shrinkB": 4, "relpos": (0, 0.5)}  # fmt: skip
+            ax.annotate(wrapped(series.name), ends[-1], (9, 0), textcoords="offset points",
+                        va="center", color=colour, fontsize=9, linespacing=1.05,
+                        arrowprops=leader, gid="label")  # fmt: skip
+
+
+def wrapped(name: str) -> str:
+    """A name as it stands beside a line, in several lines where it is long."""
+    parts = textwrap.wrap(name.replace("+", " +"), LABEL_WIDTH, break_long_words=False)
+    return "\n".join(part.replace(" +", "+") for part in parts)
+
+
+def _place_labels(figure, charts: Sequence[Chart]) -> None:
+    """Move labels that would overlap lines or each other: to the right of all lines, and apart."""
+    figure.draw_without_rendering()
+    points = 72 / figure.dpi
+    for ax in figure.axes[: len(charts)]:
+        labels = [text for text in ax.texts if text.get_gid() == "label"]
+        ends = [ax.transData.transform(text.xy) for text in labels]
+        right = max((x for x, _ in ends), default=0.0)
+        columns: dict[float, list[int]] = {}
+        for i, (text, (x, _)) in enumerate(zip(labels, ends, strict=True)):
+            box = text.get_window_extent()
+            hidden = any(
+                line.get_path()
+                .interpolated(16)
+                .transformed(line.get_transform())
+                .intersects_bbox(box)
+                for line in ax.lines
+                if len(line.get_xdata()) > 1
+            )
+            columns.setdefault(right if hidden else x, []).append(i)
+        for column, here in columns.items():
+            heights = [points * ends[i][1] for i in here]
+            lines = [1 + labels[i].get_text().count("\n") for i in here]
+            moved = spread_out(heights, [LINE_POINTS * count for count in lines])
+            ups = [after - before for before, after in zip(heights, moved, strict=True)]
+            asides = [points * (column - ends[i][0]) for i in here]
+            far = [aside > 1 or abs(up) > 4 for aside, up in zip(asides, ups, strict=True)]
+            for i, aside, up, led in zip(here, asides, ups, far, strict=True):
+                labels[i].set_position((aside + (16 if any(far) else 9), up))
+                labels[i].arrow_patch.set_visible(led)
+
+
+def spread_out(heights: Sequence[float], sizes: Sequence[float]) -> list[float]:
+    """Heights of labels that do not overlap, as near to the wanted ones as their order allows.
+
+    Args:
+        heights: wanted, of the middle of each label.
+        sizes: of the labels.
+    """
+    groups: list[list[int]] = []
+
+    def start(group: Sequence[int]) -> float:
+        """Where the lower edge of a pile of labels lies best."""
+        below = [sum(sizes[j] for j in group[:k]) for k in range(len(group))]
+        wanted = [heights[i] - sizes[i] / 2 - gap for i, gap in zip(group, below, strict=True)]
+        return sum(wanted) / len(wanted)
+
+    for i in sorted(range(len(heights)), key=lambda i: heights[i]):
+        groups.append([i])
+        while len(groups) > 1 and start(groups[-1]) < start(groups[-2]) + sum(
+            sizes[j] for j in groups[-2]
+        ):
+            groups[-2:] = [groups[-2] + groups[-1]]
+    found = [0.0] * len(heights)
+    for group in groups:
+        edge = start(group)
+        for i in group:
+            found[i] = edge + sizes[i] / 2
+            edge += sizes[i]
+    return found
+
+
+def _set_axes(ax, chart: Chart) -> None:
+    """Set scales, limits and ticks: few, round and as plain numbers."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
+
+    ax.set_xlabel(chart.x_name)
+    for axis, base, scale in (
+        (ax.xaxis, chart.log_x, ax.set_xscale),
+        (ax.yaxis, chart.log_y, ax.set_yscale),
+    ):
+        if base:
+            scale("log", base=base)
+            low, high = axis.get_view_interval()
+            few = math.log(high / low, base) < 2
+            axis.set_major_locator(
+                LogLocator(base=base, subs=(1, 2, 5) if base == 10 and few else (1,), numticks=9)
+            )
+        else:
+            whole = {"integer": True, "min_n_ticks": 1} if axis is ax.xaxis else {}
+            axis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10], **whole))
+        axis.set_minor_locator(NullLocator())
+    if chart.from_zero:
+        ax.set_ylim(0, ax.dataLim.y1 + 0.05 * max(ax.dataLim.y1, 0) or 1)
+    if chart.x_ticks is not None:
+        ax.xaxis.set_major_locator(FixedLocator(chart.x_ticks))
+    elif len(places := {x for series in chart.series for x, _, _ in chart.points(series)}) == 1:
+        ax.xaxis.set_major_locator(FixedLocator(list(places)))
+    elif len(_ticks_in_view(ax.xaxis)) < 2:
+        ax.xaxis.set_major_locator(MaxNLocator(6))
+    if len(_ticks_in_view(ax.yaxis)) < 2:
+        ax.yaxis.set_major_locator(MaxNLocator(6, min_n_ticks=3))
+    for axis in (ax.xaxis, ax.yaxis):
+        shown = _ticks_in_view(axis)
+        gaps = [after - before for before, after in zip(shown, shown[1:], strict=False)]
+        even = (
+            bool(gaps)
+            and max(gaps) < 1.01 * min(gaps)
+            and (len(gaps) > 1 or axis.get_scale() == "linear")
+        )
+        gap = min(gaps) if even else 0.0
+        axis.set_major_formatter(FuncFormatter(lambda value, _, gap=gap: tick_text(value, gap)))
+    if chart.x_texts is not None:
+        ax.set_xticks(chart.x_ticks, chart.x_texts)
+    ax.grid(True, axis="y")
+    ax.set_axisbelow(True)
+
+
+def _ticks_in_view(axis) -> list[float]:
+    low, high = sorted(axis.get_view_interval())
+    return sorted(tick for tick in axis.get_majorticklocs() if low <= tick <= high)
+
+
+def tick_text(value: float, gap: float) -> str:
+    """A tick's number with as many digits as tell it from its neighbours, as many behind the point
+    as they have.
+
+    Args:
+        value: of the tick.
+        gap: the distance of the ticks of the axis; 0 where they lie as powers do, or there is one
+            alone.
+    """
+    if not gap:
+        return short(value)
+    if abs(value) < gap / 2:
+        return "0"
+    decimals = -int(f"{gap:.0e}".partition("e")[2]) + (float(f"{gap:.1e}") != float(f"{gap:.0e}"))
+    if gap >= 1e-5 and abs(value) < 1e7:
+        return f"{value:,.{max(decimals, 0)}f}".replace("-", "\N{MINUS SIGN}")
+    digits = math.floor(math.log10(abs(value))) + decimals + 1
+    return f"{value:.{max(digits, 1)}g}".replace("-", "\N{MINUS SIGN}")
+
+
+def short(value: float) -> str:
+    """A number as people write it: four digits, thousands divided."""
+    if value and (abs(value) >= 1e7 or abs(value) < 1e-4):
+        text = f"{value:.3g}"
+    else:
+        text = f"{value:,.0f}" if abs(value) >= 1000 else f"{float(f'{value:.4g}'):g}"
+    return text.replace("-", "\N{MINUS SIGN}")
+
+
+def _for_page(text: str, title: str, name: str, titles: dict[str, str]) -> str:
+    """Cut the element out of matplotlib's file: the page's font, unique identifiers, titles for the
+    mouse.
+    """
+    box = re.search(r'viewBox="([\d. ]+)"', text)[1]
+    heading = f'<svg class="chart" viewBox="{box}" role="img" aria-label="{html.escape(title)}">'
+    text = text[text.index(">", text.index("<svg")) + 1 :]
+    text = re.sub(r"<(metadata|style)\b.*?</\1>\s*", "", text, flags=re.DOTALL)
+    text = re.sub(r"font-family: [^;\"]*;?", "", text)
+    text = re.sub(r"font: ([\d.]+px) [^;\"]*;", r"font-size: \1;", text)
+    text = text.replace(' id="label"', "")
+    text = re.sub(r'\bid="([^"]+)"', rf'id="{name}-\1"', text)
+    text = re.sub(r'xlink:href="#([^"]+)"', rf'href="#{name}-\1"', text)
+    text = re.sub(r"url\(#([^)]+)\)", rf"url(#{name}-\1)", text)
+    for key, words in titles.items():
+        text = text.replace(f'<g id="{name}-{key}">', f"<g><title>{html.escape(words)}</title>", 1)
+    return heading + text
