@@ -156,7 +156,7 @@ def one_thread():
 
 
 LIBRARY = """
-import mmap, sys, torch
+import json, mmap, sys, torch
 from visionattn.lab.profile import process
 from visionattn.lab.profile.step import Step
 
@@ -174,7 +174,7 @@ def run(self):
     torch.ones(tokens, 4096)
 
 Step.run = run
-print(process.measure_told(sys.stdin.read()))
+print(json.dumps(process.measure_told(json.load(sys.stdin))))
 """
 """A pass of 16 KiB a patch, under a library that keeps 4 MiB from its first large call on, or from
 its first at each size.

@@ -1,16 +1,19 @@
 """Work in a fresh process, where nothing freed earlier hides an allocation, and which may run out
 of memory.
 
-Owns what such a process is given and what its end means. What it does is a module of its own, which
-reads standard input.
+Owns what such a process is given and what its end means. ``python -m visionattn.cli.fresh_process``
+is that process: it reads from standard input which function is called with what.
 """
 
+import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -51,12 +54,12 @@ def environment(*, returning: bool = False) -> dict[str, str]:
     return found | ({"MALLOC_MMAP_THRESHOLD_": "65536"} if returning else {})
 
 
-def ask(module: str, told: str, what: str) -> str:
-    """Return what ``python -m module`` prints for ``told`` on its standard input.
+def ask(function: Callable[..., Any], given: dict[str, Any], what: str) -> Any:
+    """Return what ``function(**given)`` returns in a process of its own.
 
     Args:
-        module: its ``main`` is ``answer``.
-        told: a request in text.
+        function: of a module of the package; it takes and returns what JSON holds.
+        given: its arguments.
         what: what is measured, for the error.
 
     Raises:
@@ -64,10 +67,10 @@ def ask(module: str, told: str, what: str) -> str:
         Failed: the process failed in another way; the text is the last line that it wrote, or the
             signal that ended it.
     """
-    kills, command = memory_kills(), [sys.executable, "-m", module]
-    done = subprocess.run(
-        command, input=told, capture_output=True, text=True, env=environment(returning=True)
-    )
+    named = {"module": function.__module__, "function": function.__name__}
+    kills, command = memory_kills(), [sys.executable, "-m", "visionattn.cli.fresh_process"]
+    options = dict(capture_output=True, text=True, env=environment(returning=True))
+    done = subprocess.run(command, input=json.dumps(named | {"given": given}), **options)
     ended = done.returncode == -signal.SIGKILL and memory_kills() > kills
     if (
         ended
@@ -82,7 +85,7 @@ def ask(module: str, told: str, what: str) -> str:
             f"the process ended with code {done.returncode}"
         ]
         raise Failed(lines[-1][:160])
-    return done.stdout
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def first_to_end() -> None:
@@ -91,13 +94,19 @@ def first_to_end() -> None:
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
-def answer(work: Callable[[str], object]) -> int:
-    """Print what ``work`` makes of standard input, in such a process; returns the exit code."""
+def answer(told: str) -> int:
+    """Print what the function that is told returns, in such a process; returns the exit code."""
     first_to_end()
+    request = json.loads(told)
     try:
-        print(work(sys.stdin.read()))
+        function = getattr(import_module(request["module"]), request["function"])
+        print(json.dumps(function(**request["given"])))
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         return OUT_OF_MEMORY
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(answer(sys.stdin.read()))

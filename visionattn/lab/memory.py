@@ -1,17 +1,14 @@
 """Peak memory of a case. On a processor it is measured in a fresh process, where nothing freed
 earlier hides an allocation.
-
-``python -m visionattn.lab.memory`` is that process: a case as JSON on standard input, the bytes on
-standard output.
 """
 
-import json
 import sys
+from typing import Any
 
 import torch
 
 from visionattn.cli.ends import Failed
-from visionattn.cli.fresh_process import answer, ask
+from visionattn.cli.fresh_process import ask
 from visionattn.lab.cases import Case, Work
 from visionattn.lab.measure import peak_bytes
 
@@ -43,22 +40,16 @@ def case_peak_bytes(case: Case, device: str = "cpu") -> int:
         return peak_bytes(work, device)
     if not sys.platform.startswith("linux"):
         raise NotImplementedError("peak memory of a CPU is measured under Linux only")
-    told = json.dumps({"case": case.as_dict(), "threads": torch.get_num_threads()})
+    given = {"case": case.as_dict(), "threads": torch.get_num_threads()}
     try:
-        return int(ask("visionattn.lab.memory", told, f"{case.label} at {case.size}"))
+        return ask(peak_here, given, f"{case.label} at {case.size}")
     except Failed as error:
         raise Failed(f"measuring the memory of {case.label} failed: {error}") from error
 
 
-def measure_here(text: str) -> int:
-    """The bytes of a case, told as JSON, in this process."""
-    told = json.loads(text)
-    torch.set_num_threads(told["threads"])
-    case = Case(**told["case"])
-    work = build(case)
+def peak_here(case: dict[str, Any], threads: int) -> int:
+    """The bytes of a case, told as plain values, in this process."""
+    torch.set_num_threads(threads)
+    work = build(Case(**case))
     work()  # libraries take what they keep from their first call at this size, which is no growth
     return peak_bytes(work)
-
-
-if __name__ == "__main__":
-    sys.exit(answer(measure_here))

@@ -1,17 +1,12 @@
-"""A cell measured in a process of its own, where nothing freed earlier hides an allocation.
+"""A cell measured in a process of its own, where nothing freed earlier hides an allocation."""
 
-``python -m visionattn.lab.profile.process`` is that process: a job as JSON on standard input, bytes
-as JSON on standard output.
-"""
-
-import json
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from visionattn.cli.fresh_process import answer, ask
+from visionattn.cli.fresh_process import ask
 from visionattn.lab.measure import peak_bytes, resident_bytes
 from visionattn.lab.profile.cells import Cell
 from visionattn.lab.profile.step import Step
@@ -76,12 +71,8 @@ def measure(job: Job) -> Bytes:
         Failed: the process failed in another way; the text is the last line that it wrote, or the
             signal that ended it.
     """
-    printed = ask(
-        "visionattn.lab.profile.process",
-        json.dumps(asdict(job)),
-        f"{job.cell.model} at {job.cell.px} px",
-    )
-    return Bytes(**json.loads(printed.splitlines()[-1]))
+    what = f"{job.cell.model} at {job.cell.px} px"
+    return Bytes(**ask(measure_told, {"job": asdict(job)}, what))
 
 
 def measure_here(job: Job) -> Bytes:
@@ -171,14 +162,9 @@ def lift_limit(job: Job) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
 
 
-def measure_told(text: str) -> str:
-    """The bytes of a job, both as JSON, in this process."""
-    told = json.loads(text)
-    job = Job(**told | {"cell": Cell(**told["cell"])})
-    if job.threads:
-        torch.set_num_threads(job.threads)
-    return json.dumps(asdict(measure_here(job)))
-
-
-if __name__ == "__main__":
-    sys.exit(answer(measure_told))
+def measure_told(job: dict[str, Any]) -> dict[str, Any]:
+    """The bytes of a job, both as plain values, in this process."""
+    told = Job(**job | {"cell": Cell(**job["cell"])})
+    if told.threads:
+        torch.set_num_threads(told.threads)
+    return asdict(measure_here(told))
