@@ -1,6 +1,6 @@
 """Which images are meant: folders, single files, lists of paths, and the embedded digits.
 
-Owns the order of the images. A listing is a ``Source``, as in ``training/images.py``, with a
+Owns the order of the images. A listing is a ``Source``, as in ``data/images.py``, with a
 length. Opens no image.
 """
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from visionattn.cli.ends import Failed
-from visionattn.cli.files import add_line, write_whole
+from visionattn.cli.files import add_line, write_text, write_whole
 from visionattn.cli.provenance import provenance_of, summary
 from visionattn.cli.tables import Record, csv_text, heading, json_text, line
 from visionattn.lab.benchmark_options import Options, parse_options
@@ -58,9 +58,7 @@ def device_of(options: Options) -> str:
 def save(path: str | None, text: str) -> None:
     """Write a file whole or not at all; None: nowhere."""
     if path is not None:
-        write_whole(
-            path, lambda temporary: temporary.write_text(text, encoding="utf-8", newline="")
-        )
+        write_text(path, text)
 
 
 def run_papers(options: Options, provenance: Record, show: Print) -> None:

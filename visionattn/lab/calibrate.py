@@ -23,7 +23,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from visionattn.cli.files import write_whole
+from visionattn.cli.files import write_text
 from visionattn.cli.provenance import processor_name
 from visionattn.ops import attentions, choice
 
@@ -261,7 +261,7 @@ def write(seconds: dict[str, dict], results: dict[str, dict[str, str]], path: Pa
     content = json.loads(path.read_text())
     content["devices"]["cpu"] = {"provenance": provenance(), "results": results, "seconds": seconds}
     text = json.dumps(content, indent=1) + "\n"
-    write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    write_text(path, text)
 
 
 def calibrate(operation: str, dtype: str, grid: Sequence[Case]) -> tuple[dict, list[Row]]:

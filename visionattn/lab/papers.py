@@ -14,7 +14,7 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
-from visionattn.cli.files import write_whole
+from visionattn.cli.files import write_text, write_whole
 from visionattn.cli.provenance import summary
 from visionattn.cli.tables import Record, csv_text, heading, line, markdown
 from visionattn.lab.cases import Case
@@ -77,11 +77,7 @@ def redraw(figure: str, folder: Path, quick: bool, provenance: Record, show: Pri
         for row in measure_together(group, plan, group[0].label if compared else None):
             records.append(record_of(row))
             show(line(list(cells_of(row).values())))
-        text = csv_text(records, provenance)
-        write_whole(
-            folder / f"{figure}.csv",
-            lambda path, text=text: path.write_text(text, encoding="utf-8", newline=""),
-        )
+        write_text(folder / f"{figure}.csv", csv_text(records, provenance))
     if chosen.table is not None:
         show("\n" + markdown(chosen.table(records)))
     draw(folder / f"{figure}.png", chosen.title, chosen.charts(records), provenance)

@@ -1,6 +1,6 @@
 """How a run stands, for programs that start runs: ``status.json`` in its folder.
 
-Owns the words for the ends of a run. The exit codes are those of ``command_line.py``.
+Owns the words for the ends of a run. The exit codes are those of ``cli/ends.py``.
 """
 
 import json

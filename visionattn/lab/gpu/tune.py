@@ -21,7 +21,7 @@ from functools import partial
 import torch
 
 from visionattn.cli.ends import Failed
-from visionattn.cli.files import check_free, write_whole
+from visionattn.cli.files import check_free, write_text
 from visionattn.cli.tables import Record, duration, heading, line
 from visionattn.lab.accuracy import errors_of, wrong
 from visionattn.lab.cases import Case
@@ -209,7 +209,7 @@ def text_of(table: Table) -> str:
 
 def save(table: Table) -> None:
     """Write the table, from which launches are taken at once."""
-    write_whole(launch.TABLE, lambda path: path.write_text(text_of(table), encoding="utf-8"))
+    write_text(launch.TABLE, text_of(table))
     launch.forget()
 
 

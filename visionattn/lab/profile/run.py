@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from visionattn.cli.ends import Failed, OutOfMemory, is_out_of_memory
-from visionattn.cli.files import write_whole
+from visionattn.cli.files import write_text, write_whole
 from visionattn.cli.parsing import parse
 from visionattn.cli.provenance import provenance_of, summary
 from visionattn.cli.tables import Record, csv_text, heading, line
@@ -202,10 +202,7 @@ class Profile:
         }
         for kind, text in texts.items():
             if kind in self.files:
-                write_whole(
-                    self.files[kind],
-                    lambda path, text=text: path.write_text(text(), encoding="utf-8", newline=""),
-                )
+                write_text(self.files[kind], text())
         if "plot" in self.files:
             rows = [record_of(row, exponents.get(row.cell.series)) for row in self.rows]
             write_whole(self.files["plot"], lambda path: self.draw(path, rows))

@@ -19,7 +19,7 @@ import jinja2
 from markupsafe import Markup
 
 import visionattn
-from visionattn.cli.files import write_whole
+from visionattn.cli.files import write_text
 from visionattn.lab.charts import Chart, Look, page_colours, svg
 from visionattn.lab.figures import heads_of, memory_of
 from visionattn.lab.profile.config import FILES
@@ -63,9 +63,7 @@ def report(argv: Sequence[str]) -> str:
     now = time.time()
     runs = [read_run(folder, name, now=now) for name, folder in wanted.runs.items()]
     text = page(wanted, runs, now=now)
-    write_whole(
-        wanted.output, lambda temporary: temporary.write_text(text, encoding="utf-8", newline="")
-    )
+    write_text(wanted.output, text)
     kinds = [rows.kind for rows in wanted.tables]
     parts = {
         "run": len(runs),
