@@ -8,7 +8,7 @@ gains. Rows of other GPUs and of the default section stay as they are.
 
 It varies the blocks, PAIRS, warps and stages of the rows, one at a time. It does not vary: stages
 of a kernel whose row has one, into how many segments the tokens are cut (``launch.segments``), the
-precision of products, the estimate by which ``form="auto"`` chooses (``ops/taylor_mean.py``), and
+precision of products, the estimate by which ``form="auto"`` chooses (``taylorshift/gpu.py``), and
 what follows from the sizes alone, such as the order of programs. Rows are timed at the tokens of
 ``OPERATIONS``, without key_mask.
 """

@@ -128,9 +128,9 @@ def kernelized_attention(
             return mean_of_pairs(q, k, value, key_mask, relative, count, feature_map=name).to(
                 v.dtype
             )
-        query, value = (
-            (q, value) if relative is None else (q.to(dtype), value.to(dtype))
-        )  # gradients of two terms add in dtype
+        query = q
+        if relative is not None:  # gradients of two terms add in dtype
+            query, value = q.to(dtype), value.to(dtype)
         sums = _content_sums(query, k, value, key_mask, feature_map, causal, form)
         if relative is not None and key_mask is not None:
             value = value.masked_fill(~key_mask[:, None, :, None], 0)

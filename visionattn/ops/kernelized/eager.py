@@ -112,6 +112,8 @@ def _causal_forward(q: Features, k: Features, v: WithMass, outputs: tuple[Tensor
     images, size = plan_chunks(values, max(n, m), k.width + v.width, BLOCK_TOKENS)
     for b in images:
         running, running_sum = s[b].flatten(0, 1).zero_(), z[b].flatten(0, 1).unsqueeze(2).zero_()
+        # Of a segment, all blocks at once: each query sees the state before its block, and within
+        # the block the keys up to its own through masked scores.
         for start in range(0, n, size):
             t = slice(start, start + size)
             queries, keys, x = (_blocks(part.load(b, t)) for part in (q, k, rows))
@@ -153,6 +155,7 @@ def _causal_backward(q: Features, k: Features, v: WithMass, g: WithMass, d_state
     images, size = plan_chunks(dq, max(n, m), k.width + v.width, BLOCK_TOKENS)
     segments = [slice(start, start + size) for start in range(0, max(n, m), size)]
     for b in images:
+        # Forward: the gradient of a query is read from the state of the keys before it.
         running = _zero_state(k, v, b)
         for t in segments[: -(-n // size)]:
             grad, keys, x = g.load(b, t), k.load(b, t), v.load(b, t)
@@ -161,6 +164,8 @@ def _causal_backward(q: Features, k: Features, v: WithMass, g: WithMass, d_state
             d_queries = torch.bmm(scores, _blocks(keys)).baddbmm_(_blocks(grad), states.mT)
             q.load(b, t)
             q.store(d_queries.view_as(keys), b, t, dq)
+        # Back: those of a key and its value are read from the state of the queries from it on, to
+        # which queries behind the last key and the gradient of the state itself belong.
         running = d_state(b)
         for t in segments[-(-m // size) :]:  # queries that see all keys
             running.baddbmm_(q.load(b, t).mT, g.load(b, t))

@@ -1,4 +1,4 @@
-"""Chunks of queries, keys, values and gradients as ``kernel_sums.py`` works on them: cast, mapped
+"""Chunks of queries, keys, values and gradients as ``eager.py`` works on them: cast, mapped
 and laid out to stay in cache.
 
 Tensors come as the caller has them: ``[B, h, tokens, width]`` of any strides and any floating
@@ -62,9 +62,8 @@ class Features:
         """Write the gradient of q or k into ``out[b, :, t]`` for that of the features loaded last;
         both are used up.
         """
-        if (
-            self.feature_map == "elu1"
-        ):  # its derivative is min(phi, 1): phi = exp(x) below 0 and 1 + x above
+        if self.feature_map == "elu1":
+            # The derivative is min(phi, 1): phi is exp(x) below 0 and 1 + x above.
             grad.mul_(self.buffer.clamp_(max=1).flatten(0, 1))
         elif self.feature_map == "relu":
             grad.mul_(self.buffer.sign_().flatten(0, 1))

@@ -7,7 +7,7 @@ last, whose weight is 0. TaylorShift's weight is a completed square, ``a x^2 + b
 + b / (2 sqrt(a)))^2 + rest``, and the rest travels with the weights of classes.
 
 Tensors come as the caller has them, ``[B, h, tokens, width]`` of any strides and any floating
-dtype. This file knows neither the sums over pairs nor autograd; ``pair_mean.py`` does.
+dtype. This file knows neither the sums over pairs nor autograd; ``mean.py`` does.
 """
 
 from collections.abc import Iterator, Sequence
@@ -69,9 +69,8 @@ class Side:
             grad.addcmul_(unit, along.mul_(self.squares > EPS * EPS), value=-1).mul_(
                 self.inverse * self.length
             )
-        elif (
-            self.feature_map == "elu1"
-        ):  # its derivative is min(phi, 1): phi = exp(x) below 0 and 1 + x above
+        elif self.feature_map == "elu1":
+            # The derivative is min(phi, 1): phi is exp(x) below 0 and 1 + x above.
             grad.mul_(self.rows.clamp(max=1))
         else:
             grad.mul_(self.rows.sign() if self.feature_map == "relu" else self.length)

@@ -74,9 +74,8 @@ class _Classes:
         self.above[:, rows] += grad[:, :, 0]
         self.below[:, rows] += grad[:, :, -1]
         window = grad[:, :, 1:-1]
-        if (
-            window.shape[1] > window.shape[2]
-        ):  # row i and class j meet at i + j: the shorter loop of the two
+        # Row i and class j meet at i + j: loop over the fewer of the two.
+        if window.shape[1] > window.shape[2]:
             window = window.transpose(1, 2)
         for i, part in enumerate(window.unbind(1), rows.start):
             self.window[:, i : i + part.shape[1]] += part

@@ -96,9 +96,8 @@ def _scale(counts: Tensor, total: Tensor | None) -> Tensor | None:
     """What the weight of a class is multiplied with to be that of each of its keys, for "mean";
     None for "sum".
     """
-    return (
-        None if total is None else total / counts.clamp(min=1)
-    )  # a class without keys adds nothing, whatever it weighs
+    # A class without keys adds nothing, whatever it weighs.
+    return None if total is None else total / counts.clamp(min=1)
 
 
 def _features(query: Tensor) -> Tensor:

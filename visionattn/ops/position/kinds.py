@@ -315,9 +315,8 @@ def _flat_relative_sums(
         if causal and total is not None:
             total = total[:, :, layout.num_prefix :]
     horizon, factor = table.shape[1] // 2, None
-    if (
-        causal and horizon == 0
-    ):  # one class: what came before and the token itself, which each weigh as the whole class does
+    if causal and horizon == 0:
+        # One class: what came before and the token itself, which each weigh as the whole class.
         table, horizon = table.expand(-1, 3, -1), 1
         total, factor = None, total
     counts = axis_classes(present, horizon, q.shape[3]).mT

@@ -17,7 +17,7 @@ with the outermost repeated; the matrix of a tile is a strided view of them, sin
 the window one key further to the left.
 
 Sums over rows above and below are running sums, never differences: nothing is lost in float32. This
-file knows neither feature maps nor counts; ``class_sums.py`` does.
+file knows neither feature maps nor counts; ``joint.py`` does.
 """
 
 from functools import cached_property
@@ -265,10 +265,13 @@ class Lines:
         self._grid(self.keys[name], name)[:, :, inside] = (
             v if name == "here" else v.sum(1, keepdim=True)
         )
+        # What lies left of a tile's window is all blocks before it, what lies right all after it:
+        # running sums of whole blocks from either end, none of them a difference.
         left, right = (blocks.sum(2) for blocks in self._blocks(name))
         self.ends[name][:, 1 : tiles.used, 0] = left.cumsum(1)[:, :-1]
         self.ends[name][:, : tiles.used - 1, 1] = right.flip(1).cumsum(1).flip(1)[:, 1:]
         if name == "here":
+            # All rows beyond the horizon are one row, their sum; its ends are the sums of theirs.
             ends = self._grid(self.ends[name], name)
             for far, up in (("above", False), ("below", True)):
                 _run_rows(
@@ -281,13 +284,11 @@ class Lines:
         """The transpose of ``fill``, which uses up keys and sums: the gradient of the values,
         ``[g, H, width, e]``.
         """
-        tiles, name, inside = (
-            self.tiles,
-            self.tiles.own,
-            slice(self.tiles.reach, self.tiles.reach + width),
-        )
+        tiles, name = self.tiles, self.tiles.own
+        inside = slice(tiles.reach, tiles.reach + width)
         total = None
         if name == "here":
+            # First the sums of far rows give their gradients to rows, running the other way.
             total = torch.zeros_like(self._grid(self.keys["above"], "above")[:, :, inside])
             own_ends = self._grid(self.ends[name], name)
             for far, up in (("above", True), ("below", False)):
@@ -295,6 +296,7 @@ class Lines:
                 own_ends += _run_rows(ends, tiles.horizons[0], torch.zeros_like(ends), up=up)
                 keys = self._grid(self.keys[far], far)[:, :, inside]
                 total += _run_rows(keys, tiles.horizons[0], torch.zeros_like(keys), up=up)
+        # Then the sums of ends do to keys, each to all of the blocks that it is the sum of.
         left, right = self._blocks(name)
         d_left, d_right = self.ends[name][:, : tiles.used].unbind(2)
         left[:, :-1] += d_left[:, 1:].flip(1).cumsum(1).flip(1).unsqueeze(2)

@@ -96,9 +96,8 @@ def taylorshift_attention(
     if not q.shape[2]:
         form = "direct"  # no query reads a state
     pairs = takes_pairs("taylorshift", form, q, v, relative)
-    if (
-        form == "auto" and not torch.compiler.is_compiling()
-    ):  # the state of a named form is kept; a compiler sees one operator
+    # The state of a named form is kept. A compiler sees one operator, which chooses within itself.
+    if form == "auto" and not torch.compiler.is_compiling():
         form = "efficient" if takes_efficient(form, q, k, v) else "direct"
     with without_autocast(q):
         value = drop_values(v.to(dtype), value_drop, generator) if value_drop else v
@@ -134,9 +133,8 @@ def _with_kernels(
     form: str,
 ) -> Tensor:
     """What ``taylorshift_attention`` returns, by one operator of GPU kernels."""
-    if (
-        form == "auto" and not torch.compiler.is_compiling()
-    ):  # the state of a named form is kept; a compiler sees one operator
+    # The state of a named form is kept. A compiler sees one operator, which chooses within itself.
+    if form == "auto" and not torch.compiler.is_compiling():
         gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
         form = "efficient" if takes_efficient_kernels(form, q, k, v, gradients) else "direct"
     value = drop_values(v.float(), value_drop, generator).to(v.dtype) if value_drop else v

@@ -206,12 +206,14 @@ def _efficient_backward(
     """
     d_values, dq, dk, dv = grads
     d_state, d_length = torch.zeros_like(state), None
+    # Queries first: they sum up the gradient of the state (and of the moments behind the mass).
     for t in step.slices(step.q.x):
         query, grad = step.q.load(t), d_values.load(t)
         d_state.baddbmm_(step.features(query), grad)
         d_query = step.features_backward(query, torch.bmm(state, grad.mT))
         part = step.q.store(mass.add_to_queries(query, t, d_query), t, dq)
         d_length = part if d_length is None else d_length + part
+    # The weights stand between the state and the features of keys, which are made anew.
     d_state.mul_(weights)
     for t in step.slices(step.k.x):
         key, value = step.k.load(t), step.v.load(t)

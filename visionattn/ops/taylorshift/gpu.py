@@ -3,8 +3,8 @@ division; with its gradient.
 
 What ``attention.py`` makes of ``taylor_sums``, ``class_sums`` and ``weighted_mean`` in eager
 PyTorch, the kernels of ``kernels`` make here. Autograd keeps q, k, v, the mean, its mass and, of a
-named efficient form, the state; queries and keys of unit length are made anew.
-``why_not`` says for which inputs.
+named efficient form, the state; queries and keys of unit length are made anew. ``why_not`` says for
+which inputs.
 """
 
 from collections.abc import Sequence
@@ -134,28 +134,23 @@ def taylor_mean(
         the mass ``[B, h, N]``, float32 and divided by M, and the two tensors of the state (of
         "efficient" alone, else empty).
     """
-    efficient, coefficients, own = (
-        takes_efficient_kernels(form, q, k, v),
-        (a, b, c),
-        position.place_from(place),
-    )
-    with form_ran("taylorshift", f"{'efficient' if efficient else 'direct'} triton"):
-        if efficient:
-            from visionattn.ops.taylorshift.kernels import efficient as taylor_efficient
+    own, options = position.place_from(place), dict(coefficients=(a, b, c), divide=not place)
+    taken = "efficient" if takes_efficient_kernels(form, q, k, v) else "direct"
+    with form_ran("taylorshift", f"{taken} triton"):
+        if taken == "efficient":
+            from visionattn.ops.taylorshift.kernels import efficient
 
-            normalised = temperature is not None
-            state = taylor_efficient.state_of_keys(
-                k, v, key_mask, coefficients, normalised=normalised
+            length = None if temperature is None else temperature.float()
+            state = efficient.state_of_keys(
+                k, v, key_mask, (a, b, c), normalised=temperature is not None
             )
-            length = temperature.float() if normalised else None
-            out, mass = taylor_efficient.forward(q, length, state, coefficients, divide=own is None)
+            out, mass = efficient.forward(q, length, state, **options)
         else:
-            from visionattn.ops.taylorshift.kernels import direct as taylor_direct
+            from visionattn.ops.taylorshift.kernels import direct
 
             query, key = _of_unit_length(q, k, temperature)
-            out, mass = taylor_direct.forward(
-                query, key, v, key_mask, coefficients, divide=own is None
-            )
+            out, mass = direct.forward(query, key, v, key_mask, **options)
+        # Beside a position the kernels leave sums, which one division makes the mean of both terms.
         if own is not None:
             out, mass = position.mean_beside_sums(q, table, v, out, mass, own)
     if form != "efficient":
@@ -192,18 +187,14 @@ def taylor_mean_backward(
     """
     coefficients, normalised = (a, b, c), temperature is not None
     length = temperature.float() if normalised else None
-    dtype = (
-        None if table is None else torch.float32
-    )  # of dq, to which the relative term adds its part before it is rounded
+    # The relative term adds its part to dq before that is rounded.
+    dtype = None if table is None else torch.float32
     if takes_efficient_kernels(form, q, k, v, gradients=True):
-        from visionattn.ops.taylorshift.kernels import efficient as taylor_efficient
-        from visionattn.ops.taylorshift.kernels import efficient_backward
+        from visionattn.ops.taylorshift.kernels import efficient, efficient_backward
 
-        state = taylor_efficient.State(features, moments)
-        if form == "auto":
-            state = taylor_efficient.state_of_keys(
-                k, v, key_mask, coefficients, normalised=normalised
-            )
+        state = efficient.State(features, moments)
+        if form == "auto":  # which keeps none
+            state = efficient.state_of_keys(k, v, key_mask, coefficients, normalised=normalised)
         grads = efficient_backward.backward(
             grad, out, mass, q, k, v, length, key_mask, state, coefficients, dtype
         )
@@ -212,9 +203,8 @@ def taylor_mean_backward(
         from visionattn.ops.taylorshift.kernels import direct_backward
 
         query, key = _of_unit_length(q, k, temperature)
-        wide = (
-            torch.float32 if normalised else None
-        )  # rounded once, after the gradient of the normalisation
+        # With a temperature, rounded once, after the gradient of the normalisation.
+        wide = torch.float32 if normalised else None
         grads = direct_backward.backward(
             grad, out, mass, query, key, v, key_mask, coefficients, wide or dtype, wide
         )

@@ -4,7 +4,7 @@ on them, and features.
 Tensors come as the caller has them: ``[B, h, tokens, width]`` of any strides and any floating
 dtype. A chunk of tokens is cast, normalised, masked and laid out with tokens contiguous; gradients
 go the same way back. The features of a token are ``[phi2(x), x, 1]``: what they are summed with,
-and why, ``taylor_sums.py`` knows.
+and why, ``eager.py`` knows.
 """
 
 import torch

@@ -1,6 +1,6 @@
 """Kernels of bidirectional kernelized attention, and how they are launched.
 
-Forward: keys and values become a state (``kernelized_state.py``), and each block of queries reads
+Forward: keys and values become a state (``state.py``), and each block of queries reads
 it once, multiplies and divides. Backward: one pass over the queries for their gradients and that of
 the state, one over the keys. Features are made in registers in each pass; nothing of size N x d is
 written but results.
@@ -9,8 +9,8 @@ The gradient of the features of a query is ``(A - <g, out> Z) / mass`` with ``A 
 that of the mean: where keys are many, a small difference of large numbers. Of content alone both
 come from one product, ``<g, out> = phi(q) . A / mass``, which saves reading the mean. S enters it
 as a high and a low part, and so does the gradient of S where the keys meet it. Beside Joint
-relative position ``A / mass`` and ``phi(q) . A / mass`` are left to ``joint_backward.py``, which
-adds its own.
+relative position ``A / mass`` and ``phi(q) . A / mass`` are left to ``position/gpu.py``, which adds
+its own.
 
 Source: Katharopoulos et al. 2020, eq. 4 to 6; the gradient of the mass is ours.
 """

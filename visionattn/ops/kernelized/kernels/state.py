@@ -4,7 +4,7 @@ of it to their sum.
 In units of the number of keys M (see ``ops/gpu``) it is ``S = sum_j phi(k_j) v_j^T / M`` and
 ``Z = sum_j phi(k_j) / M``. One stretch of float32 holds both: S ``[B, h, d, e]``, and Z
 ``[B, h, d]`` behind it. Each segment of the keys has such a stretch, one after the other. With
-``Joint`` the launches of ``kernelized_joint.py`` make it.
+``Joint`` the launches of ``with_joint.py`` make it.
 """
 
 import torch

@@ -1,8 +1,8 @@
 """What kernelized attention with ``Joint`` relative position launches before its means: two
 launches, of several kinds each.
 
-First the segments of the keys become states, and v the lines of ``joint_lines.py``: means of its
-rows and the remainders of each row. Then the states are added up, with the means of the tokens in
+First the segments of the keys become states, and v the lines of ``position``: means of its rows and
+the remainders of each row. Then the states are added up, with the means of the tokens in
 front of the grid, which are of content alone, and the remainders of the means are made. What needs
 nothing of each other is one launch, so that on small grids its programs run side by side.
 """

@@ -1,8 +1,7 @@
 """The backward pass of ``Joint`` relative position by its kernels, and that of the table.
 
-What queries receive comes of scores of classes (``joint_scores.py``,
-``joint_queries_backward.py``), what values receive of shares of keys
-(``joint_values_backward.py``).
+What queries receive comes of scores of classes (``scores.py``, ``queries_backward.py``), what
+values receive of shares of keys (``values_backward.py``).
 """
 
 import torch

@@ -3,7 +3,7 @@ mass of all terms.
 
 A program goes down a strip of the grid, some tiles of T queries wide. Of each row it makes the
 weights of the classes of all its queries in one product, then reads one line of keys (see
-``joint_lines.py``) after another: each tile gathers the weights of its pairs from those of the
+``lines.py``) after another: each tile gathers the weights of its pairs from those of the
 classes, window and tails alike, and multiplies them with the keys on the matrix units. What lies
 further away is of the outermost classes and comes as one key for each line and side, all lines in
 one product. Nothing of size N x C exists: what is gathered from is as large as the programs that

@@ -1,7 +1,7 @@
 """Kernel of ``Joint`` relative position, backward: what queries and weights of classes receive.
 
 The gradient of a weight is ``(s_c - n_c <g, out>) / mass`` with the score s_c of the class
-(``joint_scores.py``) and n_c the score of keys that are 1: where a query looks at one class, a
+(``scores.py``) and n_c the score of keys that are 1: where a query looks at one class, a
 small difference of large numbers, for which the mean as it was written is too coarse. With a state
 as content ``<g, out>`` and the mass are added up again, of weights that nothing rounds: what phi(q)
 is multiplied with for either, the products of scores and of n_c with the table, are needed for dq

@@ -2,9 +2,9 @@
 
 The same pairs as in the forward pass with the roles exchanged: a program goes down a strip of the
 grid, some tiles of T keys wide. For each row of keys it reads one row of queries after another, of
-those within the horizon, and multiplies the shares of its pairs (``joint_shares.py``) with the
+those within the horizon, and multiplies the shares of its pairs (``shares.py``) with the
 gradient of the mean on the matrix units. Queries far to the side give one vector to each tile
-(``joint_far_queries.py``). Rows of queries beyond the horizon give to keys a sum that grows from
+(``far_queries.py``). Rows of queries beyond the horizon give to keys a sum that grows from
 row to row:
 
     from above    added up on the way down: what row y - Ry of queries gives counts for all rows of

@@ -1,5 +1,5 @@
 """The kernel of direct TaylorShift, and how it is launched; its gradients are in
-``taylor_direct_backward.py``.
+``direct_backward.py``.
 
 With ``y = x + b/2a``, ``x = q.k``, the weight is ``a x^2 + b x + c = a (y^2 + r)``,
 ``r = c/a - (b/2a)^2 > 0``: the product of queries and keys starts at b/2a, one multiply-add makes

@@ -1,6 +1,6 @@
 """Kernels for the gradients of direct TaylorShift, and how they are launched.
 
-``taylor_direct.py`` has the weights ``w = a (y^2 + r)``. For ``g = grad / mass`` and
+``direct.py`` has the weights ``w = a (y^2 + r)``. For ``g = grad / mass`` and
 ``z = -<g, out>``, gradients of the sums of values and of weights, the gradient of a score is
 ``a (g_i.v_j + z_i) 2 y_ij / M``. Small per-query terms are made first; then one pass holds queries
 and goes over keys, for dq, and one holds keys and goes over queries, for dk and dv. Absent keys are
@@ -417,7 +417,7 @@ def backward(
         dq_dtype, dk_dtype: of the gradients of q and k, float32 where they are to be rounded after
             what is still to be done to them; None: those of q and k.
 
-    The other arguments are those of ``taylor_direct.forward``.
+    The other arguments are those of ``direct.forward``.
     """
     (batch, heads, queries, d), (keys, e) = q.shape, v.shape[2:]
     grad, out, q, k, v = (launch.readable(x) for x in (grad, out, q, k, v))

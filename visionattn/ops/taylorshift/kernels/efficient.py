@@ -2,7 +2,7 @@
 
 ``w_ij = a x^2 + b x + c`` with ``x = q_i . k_j`` is linear in the features ``[phi2(q), q, 1]``, so
 sums over keys are formed once. phi2 keeps products of tiles of 16 columns
-(``taylor_efficient_states.py``). The mass needs no features. Queries are not brought to their
+(``efficient_states.py``). The mass needs no features. Queries are not brought to their
 length either: what is left of it multiplies the rows of each product with the state. There are
 launches for d of 8 to 64 and e of 8 to 128, in float32 of 8 to 32 for both, in multiples of 8.
 
@@ -43,7 +43,7 @@ class State(NamedTuple):
 
     Features are ``a sum_j k_j k_j^T v_j^T / M``, symmetric in the first two axes; moments ``b K^T V
     / M``, ``c sum v / M``, ``K^T K / M``, ``sum k / M`` and the share of keys present, in one row
-    (``taylor_efficient_states.py``). In float16 both are in units of the largest number of each
+    (``efficient_states.py``). In float16 both are in units of the largest number of each
     head.
     """
 

@@ -4,7 +4,7 @@ are launched.
 ``y = length_h x / max(|x|, 1e-6)``, which is finite at the zero vector and has finite gradients
 there. Norms in float32. Each program reads the tokens of one head once and writes them once; the
 heads of the same tokens follow each other, as they lie in memory. Source: Nauen et al. 2024,
-"Normalization"; the guard is that of ``taylor_features.unit``.
+"Normalization"; the guard is that of ``features.unit``.
 """
 
 import torch
