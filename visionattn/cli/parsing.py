@@ -1,8 +1,8 @@
-"""From a YAML file and flags to a dataclass, with errors of one line.
+"""How a YAML file and flags become a dataclass, with errors of one line.
 
 Owns spelling: ``--init-from`` and ``--init_from``, ``--resume`` without a value,
-``--sizes 96 128``, and the nearest right name for a wrong one; the exit codes of tools, and files
-that are in the way. jsonargparse does the parsing; it is imported when something is parsed.
+``--sizes 96 128``, and the nearest right name for a wrong one. jsonargparse does the parsing; it is
+imported when something is parsed.
 """
 
 import argparse
@@ -21,9 +21,8 @@ from visionattn.cli.configs import find_config
 
 Config = TypeVar("Config")
 
-
 OWN_OPTIONS = ("help", "config", "print_config")
-"""Options that are no fields of a configuration."""
+"""Options besides the fields of a configuration."""
 
 
 def parse(
