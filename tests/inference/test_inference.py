@@ -82,7 +82,7 @@ def test_digits_are_those_of_training_pixel_by_pixel():
 def test_paths_on_the_command_line_mean_themselves(tmp_path, monkeypatch, path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / path).mkdir()
-    about = {"prog": "x", "description": "x"}
+    about = {"command": "predict", "description": "x"}
     for argv in (["--images", path, "y"], [f"--images={path}"]):
         options = parse_options(
             InferenceOptions, [*argv, "--model", "m", "--img-size", "native"], **about
