@@ -49,7 +49,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 EXIT_CODES = {NonFinite: 1, OutOfMemory: 3, Failed: 4}
-"""Of the ways in which a run can end through no fault of its input."""
+"""What a tool returns where a run ends through no fault of its input."""
 
 
 class Interrupted(Exception):

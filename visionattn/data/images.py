@@ -88,7 +88,7 @@ class Source(Protocol):
         ...
 
     def name(self, index: int) -> str:
-        """What a message calls the image: its path, or its file and the place within it."""
+        """Return what a message calls it: its path, or its file and the place within it."""
         ...
 
 
@@ -100,11 +100,11 @@ class Files:
         self.paths = paths
 
     def open(self, index: int) -> BinaryIO:
-        """The file."""
+        """Open the file."""
         return open(self.paths[index], "rb")
 
     def name(self, index: int) -> str:
-        """Its path."""
+        """Return its path."""
         return self.paths[index]
 
 
@@ -118,14 +118,14 @@ class TarMembers:
         self.samples, self.root = reader.samples, root
 
     def open(self, index: int) -> BinaryIO:
-        """The member's bytes, in memory; a tar within the tar is read through, one level deep."""
+        """Read the member into memory; a tar within the tar is read through, one level deep."""
         member, _, tar_within = self.samples[index]
         with open(self.root, "rb") as file:
             file.seek(member.offset_data + (tar_within.offset_data if tar_within else 0))
             return io.BytesIO(file.read(member.size))
 
     def name(self, index: int) -> str:
-        """``tar:member``."""
+        """Return ``tar:member``."""
         return f"{self.root}:{self.samples[index][0].path}"
 
 
@@ -137,11 +137,11 @@ class TableRows:
         self.reader, self.root = reader, root
 
     def open(self, index: int) -> BinaryIO:
-        """The bytes of the row's image, in memory."""
+        """Read the row's image into memory."""
         return self.reader[index][0]
 
     def name(self, index: int) -> str:
-        """``table:file``, or ``table:number`` where the row names no file."""
+        """Return ``table:file``, or ``table:number`` where the row names no file."""
         return f"{self.root}:{self.reader.filename(index) or index}"
 
 

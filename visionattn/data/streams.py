@@ -199,7 +199,7 @@ class StreamTrainBatches(_StreamBatches):
     """Give batches of a stream as ``batches.TrainBatches`` gives those of numbered images."""
 
     def __len__(self):
-        """Batches per epoch; each is full, by repeating images."""
+        """Count the batches of an epoch; each is full, by repeating images."""
         workers = max(1, self.workers)
         return workers * math.ceil(math.ceil(len(self.shards) / workers) / self.batch_size)
 
@@ -219,7 +219,7 @@ class StreamEvalBatches(_StreamBatches):
     """
 
     def __len__(self):
-        """Batches, where no image is unreadable."""
+        """Count the batches, where no image is unreadable."""
         lengths, workers = self.shards.shard_lengths, max(1, self.workers)
         return sum(
             math.ceil(sum(lengths[worker::workers]) / self.batch_size) for worker in range(workers)

@@ -38,15 +38,15 @@ class Listing(Protocol):
     def __len__(self) -> int: ...
 
     def open(self, index: int) -> BinaryIO:
-        """The encoded image, to be closed by the caller; raises OSError where there is none."""
+        """Open the encoded image, which the caller closes; raises OSError where there is none."""
         ...
 
     def name(self, index: int) -> str:
-        """Its path."""
+        """Return its path."""
         ...
 
     def digest(self) -> str:
-        """Differs where the images are others."""
+        """Return a text that differs where the images are others."""
         ...
 
 
@@ -57,7 +57,7 @@ class ListedFiles(Files):
         return len(self.paths)
 
     def digest(self) -> str:
-        """Of names, sizes in bytes and times of the last change; contents are not read."""
+        """Return one of names, sizes in bytes and times of the last change, without reading any."""
         return digest_of((path, *_state_of(path)) for path in self.paths)
 
 
@@ -82,18 +82,18 @@ class Digits:
         return len(self._names)
 
     def open(self, index: int) -> BinaryIO:
-        """A PNG in memory."""
+        """Return a PNG in memory."""
         stream = io.BytesIO()
         Image.fromarray(self._images[index]).save(stream, "png")
         stream.seek(0)
         return stream
 
     def name(self, index: int) -> str:
-        """Split and number."""
+        """Return its split and its number."""
         return self._names[index]
 
     def digest(self) -> str:
-        """Of names and pixels."""
+        """Return one of names and pixels."""
         return digest_of([*self._names, self._images.tobytes()])
 
 

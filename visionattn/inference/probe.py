@@ -15,7 +15,7 @@ from visionattn.data.folder import open_images
 from visionattn.inference.listing import Digits
 
 STEPS = 1000
-"""Of the linear probe's optimiser, at most."""
+"""The most steps that the linear probe's optimiser takes."""
 
 
 @dataclass(frozen=True)

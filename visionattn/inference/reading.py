@@ -23,7 +23,7 @@ class Sample:
     """An image as a model takes it, or why there is none."""
 
     height: int | None = None
-    """Of the image in its file, in pixels."""
+    """Height of the image in its file, in pixels."""
     width: int | None = None
     pixels: Tensor | None = None
     """uint8 ``[C, H, W]``; None where the image cannot be read."""

@@ -36,10 +36,10 @@ class Outcome:
     reason: str | None
     """Why there is no output, in one line; None where there is one."""
     height: int | None
-    """Of the image in its file, in pixels; None where it cannot be read."""
+    """Height of the image in its file, in pixels; None where it cannot be read."""
     width: int | None
     input_height: int | None
-    """Of what the model saw."""
+    """Height of what the model saw."""
     input_width: int | None
     value: Tensor | None
     """The output, on the CPU."""

@@ -81,7 +81,7 @@ class Learner:
         self.position = Position()
         size = config.data.img_size
         self.input_shape: tuple[int, ...] = (config.batch_size, spec.in_chans, size, size)
-        """Of the last batch, ``[B, C, H, W]``."""
+        """Shape of the last batch, ``[B, C, H, W]``."""
 
     @property
     def evaluated(self) -> nn.Module:
