@@ -37,8 +37,8 @@ IN_FLOAT32 = {"whole": 1e-5, "row": 4e-5}
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """How far a result may lie from float64, relative to the largest magnitude of the expected
-    one.
+    """Return how far a result may lie from float64, relative to the largest magnitude of the
+    expected one.
     """
     return {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}[
         dtype
@@ -48,8 +48,8 @@ def tolerance(dtype: torch.dtype) -> float:
 def disagreement(
     actual: dict[str, Tensor | None], expected: dict[str, Tensor | None], limit: float
 ) -> str | None:
-    """The first entry that differs by more than ``limit`` times the largest expected magnitude, in
-    words; None: all agree.
+    """Return the first entry that differs by more than ``limit`` times the largest expected
+    magnitude, in words; None: all agree.
     """
     for name, wanted in expected.items():
         got = actual[name]
@@ -75,7 +75,7 @@ def errors_of(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[st
 
 
 def wrong(errors: dict[str, float], dtype: str) -> str | None:
-    """The entry that is most beyond its limit, in words; None: all are within."""
+    """Return the entry that is most beyond its limit, in words; None: all are within."""
     limits = {name: LIMITS[dtype][name != "out"] for name in errors}
     beyond = [name for name, error in errors.items() if not error <= limits[name]]
     if not beyond:
@@ -87,8 +87,8 @@ def wrong(errors: dict[str, float], dtype: str) -> str | None:
 
 
 def beyond_eager(errors: dict[str, float], beside: dict[str, float]) -> list[str]:
-    """The entries of a model whose error is more than ``BESIDE_EAGER`` times that of PyTorch's
-    operations, ``beside``, and more than ``ALWAYS_ALLOWED``.
+    """Return the entries of a model whose error is more than ``BESIDE_EAGER`` times that of
+    PyTorch's operations, ``beside``, and more than ``ALWAYS_ALLOWED``.
     """
     limits = {name: max(ALWAYS_ALLOWED, BESIDE_EAGER * beside[name]) for name in errors}
     return [name for name in errors if not errors[name] <= limits[name]]
@@ -109,12 +109,12 @@ class Judged(NamedTuple):
 
     @property
     def passes(self) -> bool:
-        """Whether the error is allowed; one that is not a number is not."""
+        """Tell whether the error is allowed; one that is not a number is not."""
         return self.error <= self.allowed
 
 
 def allowed(measure: str, dtype: torch.dtype) -> float:
-    """The largest error of a measure, "whole" or "row", where q, k and v have the dtype."""
+    """Return the largest error of a measure, "whole" or "row", where q, k and v have the dtype."""
     if dtype == torch.float32:
         return IN_FLOAT32[measure]
     return {"whole": WHOLE, "row": ROW}[measure] * torch.finfo(dtype).eps
@@ -139,7 +139,7 @@ def errors_by_measure(actual: Tensor, expected: Tensor) -> dict[str, float]:
 def judge(
     actual: dict[str, Tensor], expected: dict[str, Tensor], dtype: torch.dtype
 ) -> list[Judged]:
-    """Every quantity by every measure that it is held to."""
+    """Return every quantity by every measure that it is held to."""
     assert actual.keys() == expected.keys()
     judged = []
     for quantity, x in expected.items():

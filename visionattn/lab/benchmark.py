@@ -48,7 +48,7 @@ def benchmark(argv: Sequence[str], show: Print) -> None:
 
 
 def device_of(options: Options) -> str:
-    """What is measured."""
+    """Return what is measured."""
     flags = options.flags
     if flags.command in ("gpu", "tune"):
         return "cpu" if flags.rehearse else "cuda"

@@ -14,21 +14,21 @@ EXAMPLE = "operations taylorshift kernelized+joint sdpa --tokens 256 512 --width
 
 
 def positive(text: str) -> int:
-    """A whole number above 0."""
+    """Return a whole number above 0."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"wanted a whole number above 0, got {text}")
     return int(text)
 
 
 def whole(text: str) -> int:
-    """A whole number from 0."""
+    """Return a whole number from 0."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"wanted a whole number from 0, got {text}")
     return int(text)
 
 
 def duration(text: str) -> float:
-    """A number from 0 that is finite."""
+    """Return a number from 0 that is finite."""
     try:
         value = float(text)
     except ValueError:
@@ -194,7 +194,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of all commands."""
+    """Return the parser of all commands."""
     given = dict(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser = _Parser(
         prog=program("benchmark"),
@@ -214,7 +214,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def parse_flags(argv: Sequence[str]) -> argparse.Namespace:
-    """The flags of the command that is named first.
+    """Return the flags of the command that is named first.
 
     Raises:
         ValueError: no command, a flag that it does not have, or a value that is none.

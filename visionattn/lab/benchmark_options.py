@@ -48,11 +48,11 @@ class Options:
 
     @property
     def paced(self) -> bool:
-        """Whether the flags say how long to measure."""
+        """Tell whether the flags say how long to measure."""
         return self.flags.rounds is not None or self.flags.seconds is not None
 
     def cases(self) -> list[list[Case]]:
-        """The cases, those of one place together."""
+        """Return the cases, those of one place together."""
         flags, groups = self.flags, []
         shared = dict(backward=flags.backward, batch=flags.batch)
         if flags.command == "operations":
@@ -73,7 +73,7 @@ class Options:
         return groups
 
     def loader_cases(self) -> "list[LoaderCase]":
-        """What ``loader`` measures, all in one run."""
+        """Return what ``loader`` measures, all in one run."""
         from visionattn.lab.loader import LoaderCase
 
         flags = self.flags
@@ -107,7 +107,7 @@ class Options:
             raise ValueError(f"--horizon does nothing here: {names} have no relative position")
 
     def baseline(self, cases: Sequence[Case]) -> str:
-        """The label of the case that ratios are taken to.
+        """Return the label of the case that ratios are taken to.
 
         Raises:
             ValueError: there is no such case.
@@ -191,7 +191,7 @@ def check_case_runs(case: Case) -> None:
 
 
 def outputs(flags: argparse.Namespace) -> list[Path]:
-    """The files that will be written."""
+    """Return the files that will be written."""
     if flags.command == "papers":
         return [Path(flags.output) / f"{flags.names}.{end}" for end in ("png", "csv")]
     named = (getattr(flags, name, None) for name in ("csv", "json", "plot"))

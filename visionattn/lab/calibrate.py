@@ -53,7 +53,7 @@ class Case:
     heads: int
 
     def work(self, operation: str, form: str) -> dict[str, int]:
-        """What the form does at these sizes, by kind; see ``choice.work``."""
+        """Return what the form does at these sizes, by kind; see ``choice.work``."""
         return choice.work(
             operation, form, self.n, self.m, self.d, self.e, heads=self.heads, batch=self.batch
         )
@@ -81,8 +81,8 @@ class Row:
 
 
 def cases(most: int = MOST_MULTIPLY_ADDS) -> list[Case]:
-    """The grid: each width at each length, with as many images and heads as keep both forms of
-    TaylorShift below ``most``.
+    """Return the grid: each width at each length, with as many images and heads as keep both forms
+    of TaylorShift below ``most``.
 
     ``most`` is in multiply-adds; a single head may take four times as many. A few cases have other
     keys or other v.
@@ -104,8 +104,8 @@ def _multiply_adds(case: Case) -> int:
 def measure(
     attention: Callable, case: Case, dtype: torch.dtype, *, rounds: int = 30, seconds: float = 0.4
 ) -> dict[str, float]:
-    """Seconds of one forward by form, the fastest of ``rounds`` rounds or of ``seconds``; four
-    rounds at least.
+    """Return seconds of one forward by form, the fastest of ``rounds`` rounds or of ``seconds``;
+    four rounds at least.
 
     The forms take turns. The fastest call and not the median: what else the machine does only ever
     adds.
@@ -134,8 +134,8 @@ def measure(
 def fit(
     operation: str, measured: Sequence[tuple[Case, dict[str, float]]]
 ) -> dict[str, dict[str, float]]:
-    """Seconds per unit of each kind of work, by form: non-negative least squares of the relative
-    error.
+    """Return seconds per unit of each kind of work, by form: non-negative least squares of the
+    relative error.
 
     The call of the efficient form costs at least that of the direct one. The difference of two
     predictions is then convex in N and not positive at 0, so it changes sign once: an attention
@@ -158,8 +158,8 @@ def fit(
 
 
 def non_negative_fit(terms: Tensor, wanted: Tensor) -> Tensor:
-    """The ``x >= 0`` that minimises ``|terms x - wanted|``, for ``terms [rows, kinds]`` of few
-    kinds: each set of kinds is tried.
+    """Return the ``x >= 0`` that minimises ``|terms x - wanted|``, for ``terms [rows, kinds]`` of
+    few kinds: each set of kinds is tried.
 
     Where x is positive the minimum is that of plain least squares of those kinds alone; the best
     such x is the answer.
@@ -179,7 +179,7 @@ def non_negative_fit(terms: Tensor, wanted: Tensor) -> Tensor:
 
 
 def predict(operation: str, case: Case, seconds: dict[str, dict[str, float]]) -> dict[str, float]:
-    """Seconds by form under the coefficients of ``fit``."""
+    """Return seconds by form under the coefficients of ``fit``."""
     return {
         form: sum(seconds[form][kind] * count for kind, count in case.work(operation, form).items())
         for form in choice.FORMS
@@ -187,7 +187,7 @@ def predict(operation: str, case: Case, seconds: dict[str, dict[str, float]]) ->
 
 
 def cross_validate(operation: str, measured: Sequence[tuple[Case, dict[str, float]]]) -> list[Row]:
-    """A row per case, predicted by a fit of all the other cases."""
+    """Return a row per case, predicted by a fit of all the other cases."""
     rows = []
     for i, (case, times) in enumerate(measured):
         others = [*measured[:i], *measured[i + 1 :]]
@@ -196,8 +196,8 @@ def cross_validate(operation: str, measured: Sequence[tuple[Case, dict[str, floa
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    """Lines with sizes, measured and predicted milliseconds of both forms, the choice and what it
-    lost.
+    """Return lines with sizes, measured and predicted milliseconds of both forms, the choice and
+    what it lost.
     """
     heads = (
         "N",
@@ -228,8 +228,8 @@ def table(rows: Sequence[Row]) -> list[str]:
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """One line: how often the faster form was chosen, what was lost, and how far predictions are
-    off.
+    """Return one line: how often the faster form was chosen, what was lost, and how far predictions
+    are off.
     """
     right = sum(row.regret == 0 for row in rows)
     errors = [
@@ -244,7 +244,7 @@ def summary(rows: Sequence[Row]) -> str:
 
 
 def provenance() -> dict[str, str | int]:
-    """Where and with what the numbers were measured."""
+    """Return where and with what the numbers were measured."""
     return {
         "cpu": processor_name(),
         "threads": torch.get_num_threads(),

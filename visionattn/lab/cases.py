@@ -79,13 +79,13 @@ class Case:
         return getattr(torch, self.dtype)
 
     def as_dict(self) -> dict:
-        """The fields, for JSON; ``Case(**fields)`` is the case again."""
+        """Return the fields, for JSON; ``Case(**fields)`` is the case again."""
         return asdict(self)
 
 
 def forms_to_check(case: Case, has_forms: bool) -> tuple[str, ...]:
-    """The form of the case. Where that is "auto" and there are several, each: the size of the check
-    may take another one.
+    """Return the form of the case. Where that is "auto" and there are several, each: the size of
+    the check may take another one.
     """
     return FORM_CHOICES if case.form == "auto" and has_forms else (case.form,)
 
@@ -102,7 +102,7 @@ class Work:
     backward: bool
 
     def forward(self) -> Tensor:
-        """The result, with a graph where gradients are enabled."""
+        """Return the result, with a graph where gradients are enabled."""
         return self.function(**self.tensors)
 
     def __call__(self) -> object:

@@ -73,8 +73,8 @@ class Plan:
 
 
 def check_case(case: Case, device: str = "cpu") -> str | None:
-    """What is wrong with the results of the case at a small size; None: they agree with their
-    definition.
+    """Return what is wrong with the results of the case at a small size; None: they agree with
+    their definition.
     """
     if case.kind == "operation":
         from visionattn.lab.operations import check_operation
@@ -86,7 +86,7 @@ def check_case(case: Case, device: str = "cpu") -> str | None:
 
 
 def measure_together(cases: Sequence[Case], plan: Plan, baseline: str | None = None) -> list[Row]:
-    """A row for each case; their times come from one interleaved run.
+    """Return a row for each case; their times come from one interleaved run.
 
     A case that disagrees with its definition is not measured further, one that does not fit is not
     timed: the status says so.
@@ -109,8 +109,8 @@ def measure_together(cases: Sequence[Case], plan: Plan, baseline: str | None = N
 
 
 def ratio_of(samples: Sequence[float], base: Sequence[float]) -> Quartiles:
-    """Quartiles of the ratios round by round: what slows the machine for a round slows both and
-    cancels.
+    """Return quartiles of the ratios round by round: what slows the machine for a round slows both
+    and cancels.
     """
     return Quartiles.of([mine / other for mine, other in zip(samples, base, strict=True)])
 
@@ -145,7 +145,7 @@ def _measure_alone(row: Row, plan: Plan) -> None:
 
 
 def _on_meta(case: Case) -> Callable[[], object]:
-    """A run without memory or work, whose shapes alone are followed."""
+    """Return a run without memory or work, whose shapes alone are followed."""
     work = build(case, "meta")
     if case.backward:
         return work
@@ -158,8 +158,8 @@ def _on_meta(case: Case) -> Callable[[], object]:
 
 
 def case_bytes_kept(case: Case, device: str = "cpu") -> int:
-    """Bytes that the case keeps for its backward pass: of an operation with its inputs, of a model
-    without its weights.
+    """Return bytes that the case keeps for its backward pass: of an operation with its inputs, of a
+    model without its weights.
     """
     work = build(replace(case, backward=True), device)
     return bytes_kept(work.forward, without=work.leaves if case.kind == "model" else ())
@@ -194,7 +194,7 @@ class _Ready:
 
 
 def record_of(row: Row) -> Record:
-    """A row as plain values, units in the names; None where nothing was measured."""
+    """Return a row as plain values, units in the names; None where nothing was measured."""
     case, record = row.case, {}
     record |= {
         "case": case.label,
@@ -223,7 +223,7 @@ def _spread(name: str, quartiles: Quartiles | None) -> Record:
 
 
 def cells_of(row: Row) -> Record:
-    """A row for people, under ``COLUMNS``."""
+    """Return a row for people, under ``COLUMNS``."""
     record = record_of(row)
     seconds = row.seconds
     ratio = row.ratio and f"{row.ratio.median:.3g} ({row.ratio.low:.3g}-{row.ratio.high:.3g})"

@@ -114,7 +114,7 @@ class LoaderRow:
     """Workers of the case that it is related to."""
 
     def record(self) -> dict[str, Any]:
-        """The row as plain values, units in the names."""
+        """Return the row as plain values, units in the names."""
         case, record = self.case, {}
         record |= {"data": case.source.label, "img_size": case.size, "augment": case.data.augment}
         record |= {"batch": case.batch, "workers": case.workers}
@@ -141,7 +141,7 @@ class LoaderRow:
         }
 
     def cells(self) -> list[Any]:
-        """The row for people, under ``COLUMNS``."""
+        """Return the row for people, under ``COLUMNS``."""
         record = self.record()
         values = [record[name] for name in ("data", "img_size", "augment", "batch", "workers")]
         values += [f"{record['images_per_second_median']:.4g}"]
@@ -196,7 +196,8 @@ def open_source(text: str, sizes: Sequence[int] | None) -> Source:
 def open_sources(
     texts: Sequence[str], sizes: Sequence[int] | None, workers: Sequence[int]
 ) -> tuple[Source, ...]:
-    """The images that are named, see ``open_source``; a name that is given twice counts once.
+    """Return the images that are named, see ``open_source``; a name that is given twice counts
+    once.
 
     Raises:
         ValueError, FileNotFoundError: something about them is wrong, or there are more workers than
@@ -220,8 +221,8 @@ def measure_loaders(
     seconds: float,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[LoaderRow]:
-    """A row for each case, from one interleaved run: each round reads with every case once, in
-    rotating order.
+    """Return a row for each case, from one interleaved run: each round reads with every case once,
+    in rotating order.
 
     The workers of a case are started for its turn and end with it, so that none works during the
     turn of another. Each turn takes other images, as long as there are some, since a file read a
@@ -258,7 +259,7 @@ def measure_loaders(
 
 
 def enough_batches(seconds_of: Callable[[int], float], wanted: float) -> int:
-    """How many batches per worker take ``wanted`` seconds, at least two.
+    """Return how many batches per worker take ``wanted`` seconds, at least two.
 
     A few batches may all be there when they are asked for, so a trial counts only if it takes a
     quarter of that time.
@@ -275,7 +276,7 @@ def row_of(
     cases: Sequence[LoaderCase],
     readings: Sequence[Sequence[Reading]],
 ):
-    """The row of a case, related to the first case of the same data and size."""
+    """Return the row of a case, related to the first case of the same data and size."""
     first = next(
         i for i, other in enumerate(cases) if (other.source, other.size) == (case.source, case.size)
     )
@@ -326,7 +327,9 @@ def read_batches(
 
 
 def open_batches(case: LoaderCase, counted: int, start: int) -> Iterator:
-    """The batches of a turn, by the loaders that training uses; close it to end the workers."""
+    """Yield the batches of a turn, by the loaders that training uses; close it to end
+    the workers.
+    """
     splits, wanted = case.source.splits, (counted + 1) * max(1, case.workers) * case.batch
     if not isinstance(splits.train, Shards):
         chosen = case.source.order[(start + np.arange(wanted)) % len(splits.train)]

@@ -65,8 +65,8 @@ def peak_bytes(work: Callable[[], object], device: torch.device | str = "cpu") -
 
 
 def resident_bytes(field: str) -> int:
-    """A field of ``/proc/self/status``: VmRSS and VmHWM are resident now and at most, VmData is
-    asked for.
+    """Return a field of ``/proc/self/status``: VmRSS and VmHWM are resident now and at most, VmData
+    is asked for.
     """
     status = Path("/proc/self/status").read_text()
     return 1024 * int(re.search(rf"^{field}:\s+(\d+) kB$", status, re.MULTILINE).group(1))
@@ -93,8 +93,8 @@ SDPA_BACKENDS = {
 
 
 def attention_backends(work: Callable[[], object]) -> tuple[str, ...]:
-    """Which implementations of attention really ran within ``work()``, as a profiler saw them;
-    sorted, empty where none did.
+    """Return which implementations of attention really ran within ``work()``, as a profiler saw
+    them; sorted, empty where none did.
 
     Ours by operation and form ("taylorshift efficient", "kernelized direct", "kernelized causal
     efficient"), with "triton" behind where GPU kernels ran; PyTorch's as "sdpa flash", "sdpa
@@ -114,8 +114,8 @@ def attention_backends(work: Callable[[], object]) -> tuple[str, ...]:
 
 
 def bytes_kept(work: Callable[[], object], without: Sequence[torch.Tensor] = ()) -> int:
-    """Bytes that autograd saves for the backward pass of what ``work()`` returns, each storage
-    counted once and whole.
+    """Return bytes that autograd saves for the backward pass of what ``work()`` returns, each
+    storage counted once and whole.
 
     Inputs count where they are saved; storages of ``without`` (say, parameters) do not.
     """
@@ -166,7 +166,7 @@ def interleaved_seconds(
     clock: Callable[[], float] = time.perf_counter,
     sample: Sample | None = None,
 ) -> list[list[float]]:
-    """Seconds of one call of each work, measured in turns: ``[works][rounds]``.
+    """Return seconds of one call of each work, measured in turns: ``[works][rounds]``.
 
     Each round samples every work once, and the order rotates by one from round to round, so that
     what slows the machine for a while slows all of them alike. A sample is the mean over as many
@@ -208,8 +208,8 @@ def _seconds(
 
 
 def model_table(names: Sequence[str], sizes: Sequence[int], **args) -> list[dict[str, str | float]]:
-    """A row per timm model, built with ``args``: name, parameters in millions, and GFLOP at each
-    square size in pixels.
+    """Return a row per timm model, built with ``args``: name, parameters in millions, and GFLOP at
+    each square size in pixels.
     """
     rows = []
     for name in names:

@@ -14,7 +14,7 @@ from visionattn.lab.measure import peak_bytes
 
 
 def build(case: Case, device: str = "cpu") -> Work:
-    """Inputs in memory and the operation or the model on them."""
+    """Return inputs in memory and the operation or the model on them."""
     if case.kind == "operation":
         from visionattn.lab.operations import build_operation
 
@@ -48,7 +48,7 @@ def case_peak_bytes(case: Case, device: str = "cpu") -> int:
 
 
 def peak_here(case: dict[str, Any], threads: int) -> int:
-    """The bytes of a case, told as plain values, in this process."""
+    """Return the bytes of a case, told as plain values, in this process."""
     torch.set_num_threads(threads)
     work = build(Case(**case))
     work()  # libraries take what they keep from their first call at this size, which is no growth

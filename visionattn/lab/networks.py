@@ -45,8 +45,8 @@ class IdentityAttention(Attention):
 
 
 def identity_twin(model: VisionAttnTransformer) -> VisionAttnTransformer:
-    """A copy of a model of ours, with equal parameters, whose attention layers return the values as
-    they are.
+    """Return a copy of a model of ours, with equal parameters, whose attention layers return the
+    values as they are.
 
     Raises:
         ValueError: a model that is not ours.
@@ -81,13 +81,13 @@ def check_name(case: Case) -> None:
 
 
 def has_forms(model: str) -> bool:
-    """Whether forms are for this model: one of ours, whose attention is there."""
+    """Tell whether forms are for this model: one of ours, whose attention is there."""
     base, *options = model.split("+")
     return timm.is_model(base) and is_ours(base) and "identity" not in options
 
 
 def read_options(case: Case) -> dict[str, str | int]:
-    """The options of a model's name: "identity", "eager", and ``heads=12``.
+    """Return the options of a model's name: "identity", "eager", and ``heads=12``.
 
     Raises:
         ValueError: another option, or two that contradict each other.
@@ -109,8 +109,8 @@ def read_options(case: Case) -> dict[str, str | int]:
 
 
 def build_model(case: Case, device: str = "cpu") -> nn.Module:
-    """The model of the case with seeded weights, in its dtype: ``eval`` for a forward, ``train``
-    for forward and backward.
+    """Return the model of the case with seeded weights, in its dtype: ``eval`` for a forward,
+    ``train`` for forward and backward.
 
     Raises:
         ValueError: an unknown name, or an option that this model has not.
@@ -178,7 +178,7 @@ def set_impl(model: nn.Module, impl: str) -> None:
 
 
 def build_network(case: Case, device: str = "cpu") -> Work:
-    """The model and an image in memory."""
+    """Return the model and an image in memory."""
     model = build_model(case, device)
     set_form(model, case.form)
     leaves = tuple(parameter for parameter in model.parameters() if parameter.requires_grad)
@@ -227,8 +227,8 @@ def check_network(case: Case, device: str = "cpu") -> str | None:
 
 
 def definition_of(kind: AttentionKind) -> Callable[..., Tensor]:
-    """The definition of an attention as a function of what the layer passes; dropout of values must
-    be off.
+    """Return the definition of an attention as a function of what the layer passes; dropout of
+    values must be off.
     """
 
     def call(q: Tensor, k: Tensor, v: Tensor, *, value_drop: float, form=None, **options) -> Tensor:

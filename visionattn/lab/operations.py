@@ -30,7 +30,7 @@ MAPS = tuple(name for name in FEATURE_MAPS if name != "elu1")
 
 
 def _options_of(kind: AttentionKind) -> tuple[str, ...]:
-    """What may stand behind the name of one of our attentions."""
+    """Return what may stand behind the name of one of our attentions."""
     maps = (*MAPS, "favor") if kind.feature_map else ()
     own = ("temperature",) * kind.temperature + maps + ("causal",) * kind.causal
     return (*own, *POSITIONS) if kind.signed else (*own, *POSITIONS, "sum", "masked")
@@ -60,13 +60,13 @@ def check_name(case: Case) -> None:
 
 
 def has_position(name: str) -> bool:
-    """Whether the operation of this name has relative position, and so a horizon."""
+    """Tell whether the operation of this name has relative position, and so a horizon."""
     base, *options = name.split("+")
     return base == "relative" or bool(set(options) & set(POSITIONS))
 
 
 def grid_of(tokens: int) -> Grid:
-    """The grid nearest to a square that has this many patches, height at most the width."""
+    """Return the grid nearest to a square that has this many patches, height at most the width."""
     height = next(h for h in range(math.isqrt(tokens), 0, -1) if tokens % h == 0)
     return Grid(height, tokens // height)
 
@@ -131,8 +131,8 @@ def position_of(case: Case, tokens: int, device: str) -> Callable[..., object]:
 def function_of(
     case: Case, tokens: int, device: str, impl: str | None = None
 ) -> Callable[..., Tensor]:
-    """The operation of the case as a function of its tensors; ``impl`` "eager" or "triton" is
-    passed on to it where it has both.
+    """Return the operation of the case as a function of its tensors; ``impl`` "eager" or "triton"
+    is passed on to it where it has both.
     """
     position, causal = position_of(case, tokens, device), "causal" in case.options
     kind, options = ATTENTIONS.get(case.base), arguments_of(case, tokens, device)
@@ -163,8 +163,8 @@ def function_of(
 
 
 def arguments_of(case: Case, tokens: int, device: str) -> dict[str, object]:
-    """What the options of one of our attentions ask for, besides relative position and what is
-    learned. With "masked" every fourth key is left out, others in each image.
+    """Return what the options of one of our attentions ask for, besides relative position and what
+    is learned. With "masked" every fourth key is left out, others in each image.
     """
     arguments: dict[str, object] = {}
     if "causal" in case.options:
@@ -179,7 +179,7 @@ def arguments_of(case: Case, tokens: int, device: str) -> dict[str, object]:
 
 
 def feature_map_of(case: Case, device: str):
-    """The name of the feature map, or FAVOR+ as an object with seeded features."""
+    """Return the name of the feature map, or FAVOR+ as an object with seeded features."""
     if "favor" not in case.options:
         return next((word for word in case.options if word in MAPS), "elu1")
     return ops.RandomFeatures(case.width, case.width, torch.Generator().manual_seed(1)).to(device)
@@ -207,7 +207,7 @@ def eager_kernelized_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = F
 
 
 def dense_relative(q: Tensor, v: Tensor, relative: Flat, causal: bool) -> Tensor:
-    """The relative term with all its weights in memory, ``A_rel`` of Scaleformer by its
+    """Return the relative term with all its weights in memory, ``A_rel`` of Scaleformer by its
     definition.
     """
     present = torch.ones(v.shape[0], v.shape[2], dtype=torch.bool, device=v.device)
@@ -216,7 +216,7 @@ def dense_relative(q: Tensor, v: Tensor, relative: Flat, causal: bool) -> Tensor
 
 
 def build_operation(case: Case, device: str = "cpu") -> Work:
-    """Inputs in memory and the operation on them."""
+    """Return inputs in memory and the operation on them."""
     check_name(case)
     tensors = make_tensors(case, case.size, device)
     if case.backward:
@@ -254,8 +254,8 @@ def check_operation(case: Case, device: str = "cpu") -> str | None:
 def results(
     function: Callable[..., Tensor], tensors: dict[str, Tensor], backward: bool
 ) -> dict[str, Tensor | None]:
-    """The result under "out" and, with ``backward``, each gradient under "gradient of <name>", for
-    one upstream gradient.
+    """Return the result under "out" and, with ``backward``, each gradient under "gradient of
+    <name>", for one upstream gradient.
     """
     if not backward:
         with torch.no_grad():
@@ -271,7 +271,9 @@ def results(
 
 
 def definition_of(case: Case, tokens: int, device: str) -> Callable[..., Tensor]:
-    """What the case means, from ``visionattn.ops.reference``, as a function of its tensors."""
+    """Return what the case means, from ``visionattn.ops.reference``, as a function of
+    its tensors.
+    """
     position, causal = position_of(case, tokens, device), "causal" in case.options
     meant = {"sdpa": "softmax", "eager": "softmax", "eager-kernelized": "kernelized"}
     kind = ATTENTIONS.get(meant.get(case.base, case.base))
@@ -290,7 +292,9 @@ def definition_of(case: Case, tokens: int, device: str) -> Callable[..., Tensor]
 
 
 def defined(kind: AttentionKind) -> Callable[..., Tensor]:
-    """The definition of an attention, which is called as the operation is but has no forms."""
+    """Return the definition of an attention, which is called as the operation is but
+    has no forms.
+    """
     definition = getattr(reference, f"{kind.name}_attention")
 
     def call(q: Tensor, k: Tensor, v: Tensor, *, relative=None, **options) -> Tensor:

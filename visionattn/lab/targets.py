@@ -43,11 +43,11 @@ class Bound:
     """Where the number may be at most the limit: it is to be at least this."""
 
     def is_for(self, gpu: str | None) -> bool:
-        """Whether there is a limit for the GPU of this name; None: any."""
+        """Tell whether there is a limit for the GPU of this name; None: any."""
         return self.limit is not None and (gpu is None or any(name in gpu for name in self.gpus))
 
     def met(self, value: float) -> bool:
-        """Whether the number is reached; one that is not a number is not."""
+        """Tell whether the number is reached; one that is not a number is not."""
         if self.limit is None:
             return True
         if self.most:
@@ -55,7 +55,7 @@ class Bound:
         return value >= self.limit
 
     def text(self, value: float) -> str:
-        """A number with its unit, three digits; infinity is "none"."""
+        """Return a number with its unit, three digits; infinity is "none"."""
         if math.isinf(value):
             return "none"
         number = (
@@ -107,7 +107,7 @@ class Target:
         return ", ".join(map(str, self.bounds))
 
     def values_of(self, by_unit: dict[str, float]) -> tuple[float, ...]:
-        """The numbers of the bounds by their units; none where one is missing."""
+        """Return the numbers of the bounds by their units; none where one is missing."""
         units = [bound.unit for bound in self.bounds]
         return tuple(by_unit[unit] for unit in units) if by_unit.keys() >= set(units) else ()
 
@@ -136,7 +136,7 @@ class Result:
 
     @property
     def broken(self) -> bool:
-        """Whether something is not as it should be, as distinct from slow or large."""
+        """Tell whether something is not as it should be, as distinct from slow or large."""
         return self.status.startswith(("wrong", "failed"))
 
     @property
@@ -159,7 +159,7 @@ class Result:
         return ", ".join(bound.text(value) for bound, value in pairs) or None
 
     def record(self) -> Record:
-        """The result as plain values."""
+        """Return the result as plain values."""
         target, ratio = self.target, self.ratio
         record: Record = {"what": target.what, "at": target.at, "reach": target.reach}
         record["measured"] = self.values[0] if self.values else None
@@ -169,7 +169,7 @@ class Result:
         return record | {"baseline_seconds": self.baseline_seconds, "rounds": self.rounds}
 
     def cells(self) -> list[str | None]:
-        """The result for people, under ``COLUMNS``."""
+        """Return the result for people, under ``COLUMNS``."""
         record = self.record()
         spread = self.ratio and f"{self.ratio.low:.3g}-{self.ratio.high:.3g}"
         measured = f"{self.values[0]:.3g}" if self.values else None
@@ -181,7 +181,8 @@ class Result:
 
 
 def choose_rows(pattern: str | None, names: Sequence[str]) -> list[int]:
-    """The places of the names that contain the regular expression; upper and lower case are one.
+    """Return the places of the names that contain the regular expression; upper and lower case are
+    one.
 
     Raises:
         ValueError: no regular expression, or it is in none of the names.
@@ -208,15 +209,15 @@ def make_target(
     high: float | None = None,
     measure: Callable[[Case], float] | None = None,
 ) -> Target:
-    """A target of a processor: a ratio of times to the baseline, or what ``measure`` gives, between
-    ``low`` and ``high``; without ``high`` it is there for comparison.
+    """Return a target of a processor: a ratio of times to the baseline, or what ``measure`` gives,
+    between ``low`` and ``high``; without ``high`` it is there for comparison.
     """
     bound = Bound(high, most=True, least=low or None)
     return Target(what, at, "figure" if measure else "ratio", case, (bound,), baseline, measure)
 
 
 def all_targets() -> list[Target]:
-    """The whole table, in order."""
+    """Return the whole table, in order."""
     return [*_operation_targets(), _memory_target(), *_model_targets(), *_kept_targets()]
 
 
@@ -339,12 +340,14 @@ def memory_over_inputs(case: Case) -> float:
 
 
 def growth_of_bytes_kept(case: Case) -> float:
-    """Bytes kept for backward at twice the tokens over those at the tokens of the case."""
+    """Return bytes kept for backward at twice the tokens over those at the tokens of the case."""
     return case_bytes_kept(replace(case, size=2 * case.size)) / case_bytes_kept(case)
 
 
 def choose(pattern: str | None) -> list[Target]:
-    """The targets whose text, ``what at``, contains the regular expression; see ``choose_rows``."""
+    """Return the targets whose text, ``what at``, contains the regular expression; see
+    ``choose_rows``.
+    """
     targets = all_targets()
     return [targets[i] for i in choose_rows(pattern, [target.name for target in targets])]
 
@@ -396,7 +399,7 @@ def _measure_place(targets: Sequence[Target], plan: Plan, few: bool) -> Iterator
 
 
 def _measure_figure(target: Target) -> Result:
-    """A figure that is not a ratio of times."""
+    """Return a figure that is not a ratio of times."""
     try:
         wrong = check_case(target.case)
         if wrong:

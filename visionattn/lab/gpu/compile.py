@@ -88,7 +88,7 @@ FIRST = operation("kernelized", 1000, 64, backward=True)
 
 
 def first_kernel(case: Case, bench: Bench) -> str | None:
-    """What is wrong with the kernels of an operation, in one line; None: nothing."""
+    """Return what is wrong with the kernels of an operation, in one line; None: nothing."""
     try:
         status, error, _ = check(case, draw(case, bench), bench)
     except Exception as failure:  # of compilers and drivers, which share no base class
@@ -116,7 +116,7 @@ def check_first(rehearse: bool) -> int:
 
 
 def bench_here() -> Bench:
-    """The GPU at hand; raises ValueError where there is none."""
+    """Return the GPU at hand; raises ValueError where there is none."""
     gpu = Gpu(pick_gpu())
     return Bench(gpu, gpu.generator(1))
 

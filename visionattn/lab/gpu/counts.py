@@ -80,7 +80,7 @@ class Launch:
     unit: str
 
     def limits(self, gpu: Gpu) -> tuple[float, float, float]:
-        """Seconds of issue, matrix unit and memory."""
+        """Return seconds of issue, matrix unit and memory."""
         if not self.programs:
             return 0.0, 0.0, 0.0
         busiest = math.ceil(self.programs / gpu.multiprocessors) / self.programs
@@ -96,7 +96,7 @@ class Launch:
         )
 
     def seconds(self, gpu: Gpu) -> float:
-        """What the launch is expected to take."""
+        """Return what the launch is expected to take."""
         issue, matrix, memory = self.limits(gpu)
         alone = min(self.resident, math.ceil(self.programs / gpu.multiprocessors)) <= 1
         return LAUNCH_SECONDS + max(memory, issue + matrix if alone else max(issue, matrix))
@@ -104,13 +104,16 @@ class Launch:
 
 @lru_cache(maxsize=1)
 def recorded() -> dict[str, dict]:
-    """The table: by version of Triton, then by ``group_of``, launches and which of them an
-    operation makes."""
+    """Return the table: by version of Triton, then by ``group_of``, launches and which of them an
+    operation makes.
+    """
     return json.loads(TABLE.read_text())
 
 
 def group_of(case: Case, value_width: int | None = None, capability: str = "9.0") -> str:
-    """What launches share that are recorded once: the GPU's compute capability, dtype and sizes."""
+    """Return what launches share that are recorded once: the GPU's compute capability, dtype and
+    sizes.
+    """
     e = value_width or case.width
     sizes = f"B={case.batch} h={case.heads} N={case.size} d={case.width} e={e}"
     return f"{capability} {case.dtype} {sizes}"
@@ -132,7 +135,7 @@ def launches_of(case: Case, triton: str | None = None) -> list[Launch] | None:
 
 
 def launch_from(name: str, values: Sequence) -> Launch:
-    """A launch of the table."""
+    """Return a launch of the table."""
     found = dict(zip(FIELDS, values, strict=True))
     own = {
         field: found[field]
@@ -142,13 +145,17 @@ def launch_from(name: str, values: Sequence) -> Launch:
 
 
 def expected_seconds(case: Case, gpu: Gpu = H100, triton: str | None = None) -> float | None:
-    """What an operation is expected to take on a GPU; None where its launches are not recorded."""
+    """Return what an operation is expected to take on a GPU; None where its launches are not
+    recorded.
+    """
     launches = launches_of(case, triton)
     return None if launches is None else sum(launch.seconds(gpu) for launch in launches)
 
 
 def operations_of(case: Case, kind: str) -> list[Case]:
-    """Operations whose counts tell the time of a figure of this kind (``gpu_figures.KINDS``)."""
+    """Return operations whose counts tell the time of a figure of this kind
+    (``gpu_figures.KINDS``).
+    """
     if kind == "operation":
         return [case]
     if kind == "crossover":

@@ -41,7 +41,7 @@ class _Writer:
 
 
 def _message(report) -> str | None:
-    """What went wrong, in one line."""
+    """Return what went wrong, in one line."""
     crash = getattr(report.longrepr, "reprcrash", None)
     if crash is None:
         return None if report.longrepr is None else str(report.longrepr)[-300:]

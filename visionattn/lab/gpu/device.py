@@ -29,7 +29,7 @@ def run_all(calls: Sequence[Call]) -> None:
 
 
 def pick_gpu() -> torch.device:
-    """The GPU at hand.
+    """Return the GPU at hand.
 
     Raises:
         ValueError: there is none that PyTorch can use.
@@ -52,11 +52,11 @@ class Gpu:
 
     @property
     def is_rehearsed(self) -> bool:
-        """Whether nothing that is measured means anything."""
+        """Tell whether nothing that is measured means anything."""
         return self.cuda is not torch.cuda
 
     def generator(self, seed: int) -> torch.Generator:
-        """Random numbers on the device."""
+        """Return random numbers on the device."""
         return torch.Generator(self.device).manual_seed(seed)
 
     def describe(self) -> dict[str, object]:
@@ -95,7 +95,7 @@ class Gpu:
         return start.elapsed_time(end) / 1000 / repeats
 
     def graph_of(self, calls: Sequence[Call]) -> Call | None:
-        """What replays the calls as one CUDA graph; None where they cannot be recorded.
+        """Return what replays the calls as one CUDA graph; None where they cannot be recorded.
 
         Raises:
             RuntimeError: the calls themselves do not run.
@@ -121,7 +121,9 @@ class Gpu:
         return graph.replay
 
     def peak_bytes(self, work: Call) -> int:
-        """The most memory that PyTorch hands out while ``work()`` runs, above the level before."""
+        """Return the most memory that PyTorch hands out while ``work()`` runs, above the level
+        before.
+        """
         gc.collect()
         self.cuda.synchronize(self.device)
         self.cuda.reset_peak_memory_stats(self.device)
@@ -201,15 +203,15 @@ class RehearsedCuda:
         self.replays = 0
 
     def Event(self, enable_timing: bool = False) -> "RehearsedEvent":
-        """A moment of the clock."""
+        """Return a moment of the clock."""
         return RehearsedEvent(self.clock, enable_timing)
 
     def Stream(self, device: torch.device | None = None) -> SimpleNamespace:
-        """A stream that is waited for by nobody."""
+        """Return a stream that is waited for by nobody."""
         return SimpleNamespace(device=device, wait_stream=lambda stream: None)
 
     def current_stream(self, device: torch.device | None = None) -> SimpleNamespace:
-        """A stream like any other."""
+        """Return a stream like any other."""
         return self.Stream(device)
 
     @contextlib.contextmanager
@@ -218,7 +220,7 @@ class RehearsedCuda:
         yield
 
     def CUDAGraph(self) -> SimpleNamespace:
-        """A graph whose replays are counted."""
+        """Return a graph whose replays are counted."""
 
         def replay() -> None:
             self.replays += 1
@@ -249,7 +251,9 @@ class RehearsedCuda:
         return 3 * 2**20
 
     def get_device_properties(self, device: torch.device | None = None) -> SimpleNamespace:
-        """Those of a GPU that is not there, with a cache so small that two sets of inputs do."""
+        """Return those of a GPU that is not there, with a cache so small that two sets of inputs
+        do.
+        """
         about = dict(name="rehearsal on a processor", major=9, minor=0, multi_processor_count=2)
         return SimpleNamespace(**about, total_memory=80 * 2**30, L2_cache_size=2**12)
 
@@ -272,5 +276,5 @@ class RehearsedEvent:
 
 
 def rehearsed(clock: Callable[[], float] | None = None) -> Gpu:
-    """A GPU that is not there; its tensors are those of the processor."""
+    """Return a GPU that is not there; its tensors are those of the processor."""
     return Gpu(torch.device("cpu"), RehearsedCuda(clock))

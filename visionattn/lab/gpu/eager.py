@@ -53,7 +53,7 @@ WIDEST_CAUSAL_FLOAT32 = 16
 
 
 def eager_cases() -> list[Case]:
-    """Where kernels are compared with eager operations: 16 bits before 32, and small before
+    """Return where kernels are compared with eager operations: 16 bits before 32, and small before
     large.
     """
     return sorted(_cases(), key=lambda case: (case.dtype == "float32", case.size))
@@ -79,7 +79,7 @@ def _cases() -> Iterator[Case]:
 
 
 def name_of(case: Case) -> str:
-    """What ``--only`` looks at."""
+    """Return what ``--only`` looks at."""
     return f"{AGAINST_EAGER} {_in_short(case)}"
 
 
@@ -92,8 +92,8 @@ def _pass(case: Case) -> str:
 
 
 def measure_against_eager(case: Case, bench: Bench) -> Record:
-    """Seconds of the kernels and of eager operations, and the error to eager operations of more
-    digits.
+    """Return seconds of the kernels and of eager operations, and the error to eager operations of
+    more digits.
     """
     tensors, where = draw(case, bench), str(bench.device)
     kernel, eager = (function_of(case, case.size, where, impl) for impl in (bench.impl, "eager"))
@@ -113,7 +113,7 @@ def measure_against_eager(case: Case, bench: Bench) -> Record:
 
 
 def record_of(case: Case, found: Record) -> Record:
-    """The row as plain values, whatever of it was measured."""
+    """Return the row as plain values, whatever of it was measured."""
     record: Record = {
         "what": AGAINST_EAGER,
         "operation": case.label,
@@ -125,7 +125,7 @@ def record_of(case: Case, found: Record) -> Record:
 
 
 def cells_of(record: Record) -> list:
-    """The row for people, under ``COLUMNS``."""
+    """Return the row for people, under ``COLUMNS``."""
     times = [record[name] and duration(record[name]) for name in ("seconds", "eager_seconds")]
     ratio, error = (
         record["ratio"] and f"{record['ratio']:.3g}",
@@ -142,13 +142,13 @@ def cells_of(record: Record) -> list:
 
 
 def is_slower(record: Record) -> bool:
-    """Whether eager operations were faster than the kernels."""
+    """Tell whether eager operations were faster than the kernels."""
     return bool(record["ratio"]) and record["ratio"] < 1
 
 
 def verdict(cases: Sequence[Case], records: Sequence[Record]) -> str:
-    """One line that names the rows in which eager operations were faster, and what to do about
-    them.
+    """Return one line that names the rows in which eager operations were faster, and what to do
+    about them.
     """
     slower = [
         _in_short(case) for case, record in zip(cases, records, strict=True) if is_slower(record)

@@ -46,8 +46,8 @@ class Cost:
 
 
 def cost_of(operation: str, form: str, tokens: int, d: int, *, groups: int, backward: bool) -> Cost:
-    """Counts of one forward, or of one forward and one backward, of ``groups`` heads with values as
-    wide as d.
+    """Return counts of one forward, or of one forward and one backward, of ``groups`` heads with
+    values as wide as d.
 
     Args:
         operation: "kernelized" or "taylorshift".
@@ -74,14 +74,15 @@ class Expected:
     """One for each bound, in its unit; None where counts say nothing of it, as of memory."""
 
     def text(self, figure: Target) -> str:
-        """The values with their units."""
+        """Return the values with their units."""
         pairs = zip(figure.bounds, self.values, strict=True)
         return ", ".join("?" if value is None else bound.text(value) for bound, value in pairs)
 
 
 def expected(figure: Target, gpu: Gpu = H100, triton: str | None = None) -> Expected | None:
-    """What a figure is expected to come to; None where the launches of its operations are not
-    recorded."""
+    """Return what a figure is expected to come to; None where the launches of its operations are
+    not recorded.
+    """
     if figure.kind not in BY_KIND:
         return None
     operations = [
@@ -94,8 +95,9 @@ def expected(figure: Target, gpu: Gpu = H100, triton: str | None = None) -> Expe
 
 
 def expected_on(name: str | None, figure: Target) -> Expected | None:
-    """What a figure is expected to come to on the GPU of this name: the rates of an H200 for one
-    that is called so, and those of an H100 for all others."""
+    """Return what a figure is expected to come to on the GPU of this name: the rates of an H200 for
+    one that is called so, and those of an H100 for all others.
+    """
     return expected(figure, H200 if name and H200.name in name else H100)
 
 

@@ -40,8 +40,8 @@ trained model.
 
 
 def make_model(name: str, case: Case, bench: Bench) -> nn.Module:
-    """A model with seeded weights: float32 for training, the dtype of the case otherwise. timm's is
-    made for the image size.
+    """Return a model with seeded weights: float32 for training, the dtype of the case otherwise.
+    timm's is made for the image size.
     """
     case = replace(case, name=name, dtype="float32" if case.backward else case.dtype)
     if is_ours(case.base):
@@ -61,21 +61,21 @@ def make_model(name: str, case: Case, bench: Bench) -> nn.Module:
 
 
 def make_images(case: Case, bench: Bench) -> Tensor:
-    """Random images ``[B, 3, height, width]``."""
+    """Return random images ``[B, 3, height, width]``."""
     dtype = torch.float32 if case.backward else case.torch_dtype
     shape = (case.batch, 3, *case.image_size)
     return torch.randn(shape, generator=bench.generator, device=bench.device, dtype=dtype)
 
 
 def compile_blocks(model: nn.Module, bench: Bench) -> nn.Module:
-    """The model, its blocks compiled for one size."""
+    """Return the model, its blocks compiled for one size."""
     for block in model.blocks:
         block.compile(dynamic=False, backend=bench.backend)
     return model
 
 
 def eager_copy(model: nn.Module) -> nn.Module:
-    """A copy whose attention layers, if it is one of ours, run PyTorch's own operations."""
+    """Return a copy whose attention layers, if it is one of ours, run PyTorch's own operations."""
     copied = copy.deepcopy(model)
     networks.set_impl(copied, "eager")
     return copied
@@ -95,13 +95,15 @@ def launches_counted() -> Iterator[list[str]]:
 
 
 def features_of(model: nn.Module, images: Tensor) -> dict[str, Tensor]:
-    """The tokens before the head."""
+    """Return the tokens before the head."""
     with torch.inference_mode():
         return {"features": model.forward_features(images)}
 
 
 def wants_kernels(bench: Bench) -> bool:
-    """Whether models are to run kernels: the bench asks for them, and nothing is left to eager."""
+    """Tell whether models are to run kernels: the bench asks for them, and nothing is left to
+    eager.
+    """
     return bench.impl == "triton" and not machine.NOT_BY_AUTO
 
 
@@ -112,8 +114,8 @@ def compare(
     *,
     kernels: bool = False,
 ) -> tuple[str, float, list[str]]:
-    """Status, largest error and notes of results by name, against eager operations in the same
-    dtype and in float32.
+    """Return status, largest error and notes of results by name, against eager operations in the
+    same dtype and in float32.
 
     Args:
         work: gives the results.
@@ -146,7 +148,7 @@ def fresh_memory(bench: Bench) -> None:
 
 
 def measure_inference(figures: Sequence[Target], bench: Bench) -> list[GpuResult]:
-    """Images per second of one model against others, at one size, in one interleaved run."""
+    """Return images per second of one model against others, at one size, in one interleaved run."""
     case = figures[0].case
     fresh_memory(bench)
     mine, images = make_model(case.name, case, bench), make_images(case, bench)
@@ -188,8 +190,8 @@ def _check_inference(
 def _against(
     figure: Target, own: Quartiles, other: float | str, error: float, notes: Sequence[str]
 ) -> GpuResult:
-    """The result of a figure for the seconds of a batch and those of the baseline, or why there are
-    none.
+    """Return the result of a figure for the seconds of a batch and those of the baseline, or why
+    there are none.
     """
     words = other if isinstance(other, str) else f"{figure.case.batch / other:.4g} images/s"
     by_unit = {"ms": 1e3 * own.median}
@@ -201,13 +203,15 @@ def _against(
 
 
 def infer(model: nn.Module, images: Tensor) -> Tensor:
-    """The classes of the images."""
+    """Return the classes of the images."""
     with torch.inference_mode():
         return model(images)
 
 
 def measure_latency(figure: Target, bench: Bench) -> GpuResult:
-    """Seconds of one image with and without a CUDA graph, against the baseline, in one run."""
+    """Return seconds of one image with and without a CUDA graph, against the baseline,
+    in one run.
+    """
     case = figure.case
     fresh_memory(bench)
     mine, image = make_model(case.name, case, bench), make_images(case, bench)
@@ -241,7 +245,7 @@ def measure_latency(figure: Target, bench: Bench) -> GpuResult:
 
 
 def measure_image(figure: Target, bench: Bench) -> GpuResult:
-    """Seconds of a plain forward of one large image, and the most memory that was allocated,
+    """Return seconds of a plain forward of one large image, and the most memory that was allocated,
     weights and image included.
     """
     case = figure.case
@@ -283,8 +287,8 @@ def _most_gib(model: nn.Module, image: Tensor, bench: Bench) -> float:
 
 
 def measure_training(figure: Target, bench: Bench) -> GpuResult:
-    """Steps per second and peak memory above weights and optimiser, against the baseline; weights
-    float32 under autocast.
+    """Return steps per second and peak memory above weights and optimiser, against the baseline;
+    weights float32 under autocast.
     """
     case = figure.case
     fresh_memory(bench)
@@ -335,8 +339,8 @@ def gradients_of(
     autocast: bool = False,
     one_by_one: bool = False,
 ) -> dict[str, Tensor]:
-    """Gradients for ``upstream [B, N, D]`` of the features, those of equal parameters of all blocks
-    together.
+    """Return gradients for ``upstream [B, N, D]`` of the features, those of equal parameters of all
+    blocks together.
 
     ``one_by_one`` takes the images in turn, which needs less memory.
     """
@@ -362,7 +366,7 @@ def gradients_of(
 
 
 def make_step(model: nn.Module, images: Tensor, bench: Bench) -> Callable[[], None]:
-    """One step of training under autocast, as ``tools/train.py`` makes it."""
+    """Return one step of training under autocast, as ``tools/train.py`` makes it."""
     amp = {torch.bfloat16: "bf16", torch.float16: "fp16"}[bench.dtype]
     step = OptimizerStep(model, OptimConfig(lr=1e-5), bench.device, amp, initial_scale=1.0)
     targets = torch.zeros(len(images), dtype=torch.int64, device=bench.device)

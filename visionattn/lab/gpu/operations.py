@@ -77,19 +77,19 @@ class Bench:
     def seconds_of(
         self, entries: Sequence[Timed], times: float = 1, rounds: int | None = None
     ) -> list[Quartiles]:
-        """Seconds of one call of each entry, in turns, for ``times`` as long as usual; at least
-        ``rounds`` rounds.
+        """Return seconds of one call of each entry, in turns, for ``times`` as long as usual; at
+        least ``rounds`` rounds.
         """
         rounds = min(self.rounds, rounds or self.rounds)
         return seconds_of(entries, self.gpu, seconds=times * self.seconds, rounds=rounds)
 
     def recorded(self, calls: Sequence[Call]) -> Timed:
-        """The calls as one CUDA graph, where that can be recorded."""
+        """Return the calls as one CUDA graph, where that can be recorded."""
         return recorded(calls, self.gpu)
 
 
 def draw(case: Case, bench: Bench, value_width: int | None = None) -> dict[str, Tensor]:
-    """Inputs by name: q, k, v ``[B, h, N, d]``, what the options ask for, and ``grad``, the
+    """Return inputs by name: q, k, v ``[B, h, N, d]``, what the options ask for, and ``grad``, the
     gradient of the result.
 
     Args:
@@ -109,7 +109,7 @@ def draw(case: Case, bench: Bench, value_width: int | None = None) -> dict[str, 
 
 
 def call_of(function: Callable[..., Tensor], tensors: dict[str, Tensor], backward: bool) -> Call:
-    """One run of the forward, or of forward and backward, on these inputs."""
+    """Return one run of the forward, or of forward and backward, on these inputs."""
     grad = tensors["grad"]
     inputs = {name: tensor.detach() for name, tensor in tensors.items() if name != "grad"}
     if not backward:
@@ -158,7 +158,8 @@ def outputs(
 
 
 def definition(case: Case, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What the case means, in float64, some queries at a time; for cases without order or position.
+    """Return what the case means, in float64, some queries at a time; for cases without order or
+    position.
 
     Source: ``visionattn.ops.reference``.
     """
@@ -188,7 +189,7 @@ def definition(case: Case, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def check(case: Case, tensors: dict[str, Tensor], bench: Bench) -> tuple[str, float, list[str]]:
-    """Status, largest error, and what to note, of the kernels on these inputs."""
+    """Return status, largest error, and what to note, of the kernels on these inputs."""
     where = str(bench.device)
     expected = definition(case, tensors)
     errors = errors_of(
@@ -233,7 +234,7 @@ def flex_of(bench: Bench) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
 
 
 def softmax_baselines(case: Case, bench: Bench) -> dict[str, Callable[..., Tensor]]:
-    """Softmax attention as PyTorch has it, by the column of the table; flex up to
+    """Return softmax attention as PyTorch has it, by the column of the table; flex up to
     ``FLEX_TOKENS``.
     """
     found = {"SDPA": _sdpa, "Flash": _flash}
@@ -241,7 +242,7 @@ def softmax_baselines(case: Case, bench: Bench) -> dict[str, Callable[..., Tenso
 
 
 def takes_flex(case: Case, bench: Bench) -> bool:
-    """Whether ``flex_attention`` is timed; on a processor, where a rehearsal runs, it has no
+    """Tell whether ``flex_attention`` is timed; on a processor, where a rehearsal runs, it has no
     gradient.
     """
     return case.size <= FLEX_TOKENS and not (case.backward and bench.device.type == "cpu")
@@ -288,7 +289,7 @@ def measure_operation(figure: Target, bench: Bench) -> GpuResult:
 def baseline(
     function: Callable[..., Tensor], sets: Sequence[dict[str, Tensor]], case: Case, bench: Bench
 ) -> Timed | str:
-    """Softmax attention checked and ready to be timed; or why it is not.
+    """Return softmax attention checked and ready to be timed; or why it is not.
 
     What cannot run here, as a form that PyTorch has for other GPUs, leaves the row as it is.
     """
@@ -333,7 +334,8 @@ def _related(result: GpuResult, case: Case, ceilings: Ceilings) -> GpuResult:
 
 
 def crossing(ratio: Callable[[int], float], low: int, high: int, within: float = 1.05) -> float:
-    """Tokens at which a ratio that grows with the tokens passes 1, by bisection of their logarithm.
+    """Return tokens at which a ratio that grows with the tokens passes 1, by bisection of their
+    logarithm.
 
     Returns:
         ``low`` where it is above 1 there already, infinity where it is not even at ``high``.
@@ -382,7 +384,7 @@ def measure_crossover(figure: Target, bench: Bench) -> GpuResult:
 
 
 def _filling(tokens: int, bench: Bench) -> int:
-    """Images of ``HEADS`` heads that fill the GPU."""
+    """Return images of ``HEADS`` heads that fill the GPU."""
     return max(1, bench.filled_tokens // (HEADS * tokens))
 
 
@@ -403,7 +405,7 @@ def auto_crossing(case: Case, batch_of: Callable[[int], int]) -> int:
 
 
 def _place(tokens: float, low: int, high: int) -> str:
-    """A crossing in words, between the tokens that it was looked for."""
+    """Return a crossing in words, between the tokens that it was looked for."""
     return (
         f"none up to {high}"
         if tokens == float("inf")
@@ -414,7 +416,7 @@ def _place(tokens: float, low: int, high: int) -> str:
 
 
 def _direct_over_efficient(case: Case, tokens: int, batch: int, bench: Bench) -> float:
-    """Seconds of the direct form over those of the efficient one."""
+    """Return seconds of the direct form over those of the efficient one."""
     case = replace(case, size=tokens, batch=batch)
     sets, entries = input_sets(case, bench), []
     for form in ("direct", "efficient"):
@@ -427,8 +429,8 @@ def _direct_over_efficient(case: Case, tokens: int, batch: int, bench: Bench) ->
 
 
 def eager_wider(case: Case, tensors: dict[str, Tensor], bench: Bench) -> dict[str, Tensor]:
-    """What PyTorch's operations, held to the definition by the tests, give for these inputs in
-    float32; in float64 for that.
+    """Return what PyTorch's operations, held to the definition by the tests, give for these inputs
+    in float32; in float64 for that.
     """
     wide = "float64" if case.dtype == "float32" else "float32"
     function = function_of(replace(case, dtype=wide), case.size, str(bench.device), "eager")

@@ -52,7 +52,7 @@ def make_bench() -> Bench:
 
 
 def shrink(case: Case) -> Case:
-    """The case in float16 at a size that the interpreter has done at once; other sizes stay
+    """Return the case in float16 at a size that the interpreter has done at once; other sizes stay
     others.
     """
     dtype = "float16" if case.dtype == "bfloat16" else case.dtype
@@ -78,7 +78,7 @@ def all_rows() -> tuple[list[Target], list[Case]]:
 
 
 def rows(only: str | None) -> tuple[list[Target], list[Case]]:
-    """The rows that ``--only`` leaves; see ``gpu.rows``."""
+    """Return the rows that ``--only`` leaves; see ``gpu.rows``."""
     figures, cases = all_rows()
     names = [figure.name for figure in figures]
     chosen = choose_rows(only, names + [gpu_eager.name_of(case) for case in cases])
@@ -91,7 +91,7 @@ def rows(only: str | None) -> tuple[list[Target], list[Case]]:
 def run_gpu(
     only: str | None, minutes: float, provenance: Record, show: gpu.Print, keep: gpu.Keep
 ) -> tuple[list[Record], int]:
-    """The table as ``gpu.run_gpu`` makes it; a row that has no time is broken."""
+    """Return the table as ``gpu.run_gpu`` makes it; a row that has no time is broken."""
     figures, cases = rows(only)
     records, broken = gpu.run_table(
         make_bench(), figures, cases, SEED, Budget(minutes), provenance, show, keep, **RATES
@@ -100,7 +100,7 @@ def run_gpu(
 
 
 def is_broken(record: Record) -> bool:
-    """Whether something of the row has no time that has one where all is well."""
+    """Tell whether something of the row has no time that has one where all is well."""
     others = [record.get(f"{name}_seconds") for name in ("sdpa", "flash", "flex", "eager")]
     return record["status"] != "ok" or any(isinstance(other, str) for other in others)
 
@@ -124,5 +124,5 @@ def run_tune(only: str | None, minutes: float, show: gpu.Print) -> list[Record]:
 
 
 def selected_tests() -> Sequence[str]:
-    """What pytest runs in a rehearsal: a test of kernels that takes no time."""
+    """Return what pytest runs in a rehearsal: a test of kernels that takes no time."""
     return ("-m", "not gpu", "tests/kernels/test_unit.py", "-k", "shorter_than_the_guard")

@@ -80,7 +80,7 @@ class Ended:
 
     @property
     def ok(self) -> bool:
-        """Whether all processes ended well, by themselves."""
+        """Tell whether all processes ended well, by themselves."""
         return not self.late and not any(self.codes)
 
     def __str__(self) -> str:
@@ -155,7 +155,7 @@ def _copy(process: subprocess.Popen, prefix: str, run: Run) -> None:
 
 
 def _wait(processes: Sequence[subprocess.Popen], seconds: float) -> bool:
-    """Whether all end within the seconds."""
+    """Tell whether all end within the seconds."""
     end = time.monotonic() + seconds
     for process in processes:
         try:
@@ -190,7 +190,7 @@ def phases(
     rehearse: bool = False,
     only: str | None = None,
 ) -> list[Phase]:
-    """What is done, in order, with the share of the time that each may take at most.
+    """Return what is done, in order, with the share of the time that each may take at most.
 
     Args:
         cores: of this machine.
@@ -249,7 +249,9 @@ def _tests(rehearse: bool) -> tuple[str, ...]:
 
 
 def with_minutes(phase: Phase, now: float) -> Phase:
-    """The phase whose command ends with ``--minutes`` given those that are left, less one row."""
+    """Return the phase whose command ends with ``--minutes`` given those that are left, less one
+    row.
+    """
     if phase.commands[0][-1] != "--minutes":
         return phase
     minutes = max(0.0, phase.until - 40 - now) / 60
@@ -257,7 +259,7 @@ def with_minutes(phase: Phase, now: float) -> Phase:
 
 
 def environment_of(rehearse: bool) -> dict[str, str]:
-    """What the processes are given: this checkout, few threads, and the interpreter in a
+    """Return what the processes are given: this checkout, few threads, and the interpreter in a
     rehearsal.
     """
     path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -267,7 +269,7 @@ def environment_of(rehearse: bool) -> dict[str, str]:
 
 
 def run_all(todo: Sequence[Phase], run: Run, environment: dict[str, str]) -> list[Ended]:
-    """The phases one after the other, and how each ended; stops where a needed one fails."""
+    """Return the phases one after the other, and how each ended; stops where a needed one fails."""
     ended: list[Ended] = []
     try:
         for phase in todo:

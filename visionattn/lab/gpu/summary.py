@@ -21,7 +21,7 @@ ABOUT = ("gpu", "driver", "torch", "triton", "timm", "commit", "date")
 
 
 def summary(out: Path, phases: Sequence[str]) -> tuple[list[str], bool]:
-    """The lines, and whether all tests that were dealt out passed and no row is wrong.
+    """Return the lines, and whether all tests that were dealt out passed and no row is wrong.
 
     Args:
         out: the folder of ``gpu_run``.
@@ -42,7 +42,7 @@ def summary(out: Path, phases: Sequence[str]) -> tuple[list[str], bool]:
 
 
 def about(rows: Sequence[Record]) -> str:
-    """What the table was measured on, in one line."""
+    """Return what the table was measured on, in one line."""
     found = next((row for row in rows if row["kind"] == "provenance"), {})
     return (
         ", ".join(f"{name} {found[name]}" for name in ABOUT if found.get(name))
@@ -74,7 +74,7 @@ def tests_lines(records: Sequence[Record]) -> tuple[list[str], bool]:
 
 
 def table_lines(records: Sequence[Record]) -> tuple[list[str], bool]:
-    """A line for each figure and some for kernels against eager; whether no row is wrong or
+    """Return a line for each figure and some for kernels against eager; whether no row is wrong or
     failed.
     """
     rows = [record for record in records if record["kind"] == "row"]

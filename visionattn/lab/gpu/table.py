@@ -29,7 +29,7 @@ MEASURED = (
 
 
 def describe_gpu(gpu: Gpu, seed: int) -> Record:
-    """What the numbers depend on besides what every benchmark notes."""
+    """Return what the numbers depend on besides what every benchmark notes."""
     import triton
 
     record: Record = gpu.describe()
@@ -38,7 +38,8 @@ def describe_gpu(gpu: Gpu, seed: int) -> Record:
 
 
 def rows(only: str | None) -> tuple[list[Target], list[Case]]:
-    """The figures, and the cases of kernels against eager operations, that ``--only`` leaves.
+    """Return the figures, and the cases of kernels against eager operations, that ``--only``
+    leaves.
 
     Raises:
         ValueError: it leaves none.
@@ -155,7 +156,7 @@ def _against_eager(
 
 
 def results_of(figures: Sequence[Target], bench: Bench, budget: Budget) -> Iterator[GpuResult]:
-    """Results as they come, those that share a run one after the other."""
+    """Yield results as they come, those that share a run one after the other."""
     places = list(dict.fromkeys(figure.place for figure in figures))
     for place in places:
         together = [figure for figure in figures if figure.place == place]
@@ -179,7 +180,7 @@ def _measure(figures: Sequence[Target], bench: Bench) -> list[GpuResult]:
 
 
 def _attempt(work: Callable, budget: Budget, instead: Callable):
-    """What ``work()`` gives; where it cannot be done, ``instead(why)``.
+    """Return what ``work()`` gives; where it cannot be done, ``instead(why)``.
 
     The other rows are to be measured all the same.
     """

@@ -55,7 +55,7 @@ class GpuResult(Result):
         return expected_on(self.gpu, self.target)
 
     def record(self) -> Record:
-        """The result as plain values."""
+        """Return the result as plain values."""
         figure, seconds = self.target, self.seconds
         record = {
             "what": figure.what,
@@ -87,7 +87,7 @@ class GpuResult(Result):
         return record | {"note": "; ".join(self.notes) or None}
 
     def cells(self) -> list[str | None]:
-        """The result for people, under ``COLUMNS``."""
+        """Return the result for people, under ``COLUMNS``."""
         record = self.record()
         times = [milliseconds(record[name]) for name in COLUMNS_OF_TIME]
         fraction = None if record["of_floor"] is None else f"{100 * record['of_floor']:.0f} %"
@@ -121,19 +121,20 @@ def operation(
     backward: bool = False,
     batch: int = BATCH,
 ) -> Case:
-    """An operation in bfloat16; TaylorShift has a temperature, as in the models."""
+    """Return an operation in bfloat16; TaylorShift has a temperature, as in the models."""
     return Case("operation", name, tokens, width, form, "bfloat16", backward, batch, HEADS)
 
 
 def published(batch: int) -> Case:
-    """A ViT-B of 8,192 tokens: 12.86 ms with softmax, 8.27 with the best hybrid, 7.37 with linear
-    attention alone are published for an H100, in eager PyTorch."""
+    """Return a ViT-B of 8,192 tokens: 12.86 ms with softmax, 8.27 with the best hybrid, 7.37 with
+    linear attention alone are published for an H100, in eager PyTorch.
+    """
     case = Case("model", "scaleformer_vit_b", 1024, None, "auto", "bfloat16", False, batch)
     return replace(case, image_width=2048)
 
 
 def model(pixels: int, backward: bool = False) -> Case:
-    """A batch of images that are ``TOKENS_PER_RUN`` patches together, or one image that is
+    """Return a batch of images that are ``TOKENS_PER_RUN`` patches together, or one image that is
     larger.
     """
     batch = max(1, TOKENS_PER_RUN // (pixels // 16) ** 2)
@@ -141,7 +142,7 @@ def model(pixels: int, backward: bool = False) -> Case:
 
 
 def all_targets() -> list[Target]:
-    """The whole table, in order."""
+    """Return the whole table, in order."""
     return [
         *_operation_figures(),
         *_model_figures(),

@@ -44,12 +44,13 @@ class Timed:
 
 
 def called(calls: Sequence[Call]) -> Timed:
-    """The calls as they are, each launch included."""
+    """Return the calls as they are, each launch included."""
     return Timed(lambda: run_all(calls), len(calls))
 
 
 def recorded(calls: Sequence[Call], gpu: Gpu) -> Timed:
-    """The calls one after the other as one CUDA graph; as they are where that cannot be recorded.
+    """Return the calls one after the other as one CUDA graph; as they are where that cannot be
+    recorded.
 
     Raises:
         RuntimeError: the calls themselves do not run.
@@ -61,7 +62,7 @@ def recorded(calls: Sequence[Call], gpu: Gpu) -> Timed:
 def seconds_of(
     entries: Sequence[Timed], gpu: Gpu, *, seconds: float = 0.25, rounds: int = 5
 ) -> list[Quartiles]:
-    """Seconds of one call of each entry, over rounds in which each has its turn.
+    """Return seconds of one call of each entry, over rounds in which each has its turn.
 
     Args:
         seconds: for each entry, while which more than ``rounds`` rounds are made, 25 at most.
@@ -105,7 +106,7 @@ def measure_ceilings(
     seconds: float = 0.5,
     rounds: int = 5,
 ) -> Ceilings:
-    """The rates of this GPU, in one interleaved run."""
+    """Return the rates of this GPU, in one interleaved run."""
     options = dict(device=gpu.device, dtype=torch.bfloat16)
     source = torch.randn(copy_bytes // 2, generator=generator, **options)
     target = torch.empty_like(source)
@@ -117,7 +118,9 @@ def measure_ceilings(
 
 
 def sets_needed(set_bytes: int, gpu: Gpu) -> int:
-    """How many sets of inputs of this size to rotate, so that none is read from the cache."""
+    """Return how many sets of inputs of this size to rotate, so that none is read from
+    the cache.
+    """
     return max(1, min(MOST_SETS, -(-CACHES * gpu.cache_bytes // max(1, set_bytes))))
 
 
@@ -130,7 +133,7 @@ def in_words(error: Exception) -> str:
 
 
 def is_fatal(error: Exception) -> bool:
-    """Whether a GPU computes nothing right in this process after the error.
+    """Tell whether a GPU computes nothing right in this process after the error.
 
     A kernel has then read or written where it must not.
     """
@@ -152,7 +155,7 @@ class Budget:
 
     @property
     def over(self) -> bool:
-        """Whether no more shall be begun."""
+        """Tell whether no more shall be begun."""
         return self.why_over is not None
 
     @property

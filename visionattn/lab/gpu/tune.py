@@ -74,7 +74,7 @@ OPERATIONS: Operations = (
 
 
 def sizes_of(row: Row) -> list[str]:
-    """What of a row can be changed: blocks, pairs, warps, stages. One stage stays one, see
+    """Return what of a row can be changed: blocks, pairs, warps, stages. One stage stays one, see
     ``candidates``.
     """
     return [
@@ -86,7 +86,7 @@ def sizes_of(row: Row) -> list[str]:
 
 
 def candidates(row: Row, name: str, d: int) -> list[int]:
-    """Values of one size that are worth a try, the present one included.
+    """Return values of one size that are worth a try, the present one included.
 
     Programs share the pairs of tiles of the widest q that the row serves, d, evenly: PAIRS divides
     1, 3, 6 or 10.
@@ -112,7 +112,8 @@ def candidates(row: Row, name: str, d: int) -> list[int]:
 
 
 def descend(row: Row, d: int, seconds: Callable[[Row], float | None]) -> tuple[Row, int]:
-    """The fastest row that is found by changing one size at a time, and how many rows were tried.
+    """Return the fastest row that is found by changing one size at a time, and how many rows were
+    tried.
 
     Args:
         d: the widest q that the row serves.
@@ -139,8 +140,8 @@ def descend(row: Row, d: int, seconds: Callable[[Row], float | None]) -> tuple[R
 
 
 def rows_of(table: Table, capability: str, kernel: str) -> list[Row]:
-    """The rows of a kernel that a GPU takes: its own, and of the default section those wider than
-    all of its own.
+    """Return the rows of a kernel that a GPU takes: its own, and of the default section those wider
+    than all of its own.
     """
     own = table.get(capability, {}).get(kernel, [])
 
@@ -153,7 +154,7 @@ def rows_of(table: Table, capability: str, kernel: str) -> list[Row]:
 
 
 def key_of(table: Table, capability: str, kernel: str, d: int, e: int, bits: int) -> Key | None:
-    """The row that serves these widths; see ``launch.launch_row``."""
+    """Return the row that serves these widths; see ``launch.launch_row``."""
     for rows in (table.get(capability, {}).get(kernel, []), table["default"].get(kernel, [])):
         fit = [row for row in rows if row["d"] >= d and row["e"] >= e and row["bits"] == bits]
         if fit:
@@ -163,7 +164,7 @@ def key_of(table: Table, capability: str, kernel: str, d: int, e: int, bits: int
 
 
 def all_keys(table: Table, capability: str) -> list[Key]:
-    """Every row of every kernel."""
+    """Return every row of every kernel."""
     return [
         (kernel, *(row[name] for name in HELD))
         for kernel in table["default"]
@@ -172,7 +173,7 @@ def all_keys(table: Table, capability: str) -> list[Key]:
 
 
 def name_of(key: Key) -> str:
-    """What ``--only`` looks at."""
+    """Return what ``--only`` looks at."""
     return "{} d = {} e = {} {} bits".format(*key)
 
 
@@ -194,7 +195,7 @@ def put(table: Table, capability: str, key: Key, row: Row) -> None:
 
 
 def text_of(table: Table) -> str:
-    """The table as JSON, one row in a line."""
+    """Return the table as JSON, one row in a line."""
 
     def kernel_text(name: str, rows: Sequence[Row]) -> str:
         lines = ",\n".join(f"      {json.dumps(row)}" for row in rows)
@@ -256,7 +257,7 @@ def replaced_row(table: Table, capability: str, key: Key, row: Row) -> Iterator[
 
 
 def again(launched: Call) -> Call:
-    """A launch made again; what it writes to may have been made for inference alone."""
+    """Return a launch made again; what it writes to may have been made for inference alone."""
 
     def call() -> None:
         with torch.inference_mode():
@@ -268,7 +269,7 @@ def again(launched: Call) -> Call:
 def workloads(
     table: Table, capability: str, operations: Operations = OPERATIONS
 ) -> Iterator[tuple[Case, int]]:
-    """Operations and widths of values, those of 16 bits and of d = e = 64, 32, 16 first."""
+    """Yield operations and widths of values, those of 16 bits and of d = e = 64, 32, 16 first."""
     widths = {
         key[1:] for key in all_keys(table, capability) if min(key[1], key[2]) >= SMALLEST_BLOCK
     }
@@ -304,8 +305,8 @@ class Workload:
         self.expected = eager_wider(case, first, bench)
 
     def prepare(self, launches: list[Call]) -> Timed | None:
-        """The launches of a row, of each set of inputs, ready to be timed; None where one does not
-        run, or is wrong.
+        """Return the launches of a row, of each set of inputs, ready to be timed; None where one
+        does not run, or is wrong.
 
         Args:
             launches: gets them as the operation makes them; see ``replaced_row``.
@@ -344,8 +345,8 @@ class Workload:
 def tune_row(
     work: Workload, table: Table, capability: str, key: Key
 ) -> tuple[Row, Row, list[float], int]:
-    """The row as it is and as it is best, the seconds of a launch with either, and how many rows
-    were tried.
+    """Return the row as it is and as it is best, the seconds of a launch with either, and how many
+    rows were tried.
     """
     held = dict(zip(HELD, key[1:], strict=True))
     old = next(row for row in rows_of(table, capability, key[0]) if row.items() >= held.items())
@@ -443,7 +444,7 @@ def run_tune(
 
 
 def keys_of(case: Case, value_width: int, table: Table, capability: str, bench: Bench) -> list[Key]:
-    """The rows that an operation takes; none where it has no kernels for these widths."""
+    """Return the rows that an operation takes; none where it has no kernels for these widths."""
     function = function_of(case, case.size, str(bench.device), bench.impl)
     with rows_asked(table, capability) as keys:
         try:
@@ -477,5 +478,5 @@ def _cells(record: Record) -> list:
 
 
 def make_bench(gpu: Gpu) -> Bench:
-    """The kernels on this GPU, with fresh random data."""
+    """Return the kernels on this GPU, with fresh random data."""
     return Bench(gpu, gpu.generator(torch.seed() % 2**31))

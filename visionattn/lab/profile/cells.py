@@ -64,12 +64,12 @@ class Cell:
         return tuple(value for name, value in self.as_dict().items() if name != "px")
 
     def as_dict(self) -> dict:
-        """The fields, for JSON; ``Cell(**fields)`` is the cell again."""
+        """Return the fields, for JSON; ``Cell(**fields)`` is the cell again."""
         return asdict(self)
 
     def build(self, device: str = "cpu") -> nn.Module:
-        """The model with seeded weights, cut to its depth, in its form, checkpointed where the cell
-        says so.
+        """Return the model with seeded weights, cut to its depth, in its form, checkpointed where
+        the cell says so.
 
         Raises:
             ValueError: an unknown name, an option or a form that the model has not, or a depth
@@ -124,7 +124,7 @@ class Shape:
         return cls(math.lcm(rows, columns), rows * columns, model.num_prefix_tokens, width)
 
     def tokens(self, px: int) -> int:
-        """Tokens of a square image."""
+        """Return tokens of a square image."""
         return px * px // self.patch_area_px + self.prefix
 
     def px(self, tokens: int) -> float:

@@ -98,8 +98,8 @@ class ProfileConfig:
         return ", ".join(f"{name} {value}" for name, value in named.items())
 
     def cells(self) -> list[Cell]:
-        """The cells, those of one series together, sizes rising; with ``largest`` one for each
-        series, whose size is open: 0.
+        """Return the cells, those of one series together, sizes rising; with ``largest`` one for
+        each series, whose size is open: 0.
         """
         sizes = self.sizes_px or [0]
         checkpointings = {"without": [False], "with": [True], "both": [False, True]}[
@@ -117,7 +117,7 @@ class ProfileConfig:
         return list(dict.fromkeys(found))
 
     def files(self) -> dict[str, Path]:
-        """What is written: "csv", "plot", "table", "snapshot"."""
+        """Return what is written: "csv", "plot", "table", "snapshot"."""
         named = {"csv": self.csv, "plot": self.plot, "snapshot": self.snapshot}
         found = {kind: Path(path) for kind, path in named.items() if path}
         if self.output:

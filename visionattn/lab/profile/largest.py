@@ -12,7 +12,7 @@ START_PATCHES = 16
 
 
 def largest_fit(fits: Callable[[int], bool], start: int = START_PATCHES) -> int:
-    """The largest whole number from 1 for which ``fits`` holds; 0 where it holds for none.
+    """Return the largest whole number from 1 for which ``fits`` holds; 0 where it holds for none.
 
     Args:
         fits: true up to some number and false beyond it; called some ``2 log2`` of the result
@@ -31,7 +31,8 @@ def largest_fit(fits: Callable[[int], bool], start: int = START_PATCHES) -> int:
 def find_largest(
     cell: Cell, shape: Shape, measure: Callable[[Cell, int], Row]
 ) -> tuple[Largest, list[Row]]:
-    """The largest image of a series, and the rows that were measured on the way, sizes rising.
+    """Return the largest image of a series, and the rows that were measured on the way, sizes
+    rising.
 
     Args:
         cell: any cell of the series.

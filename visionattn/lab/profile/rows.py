@@ -90,7 +90,7 @@ def growth(rows: Sequence[Row], fit_from_px: int) -> float | None:
 
 
 def growths(rows: Sequence[Row], fit_from_px: int) -> dict[tuple, float | None]:
-    """The exponent of each series."""
+    """Return the exponent of each series."""
     return {
         key: growth([row for row in rows if row.cell.series == key], fit_from_px)
         for key in {r.cell.series for r in rows}
@@ -98,14 +98,16 @@ def growths(rows: Sequence[Row], fit_from_px: int) -> dict[tuple, float | None]:
 
 
 def names_of(cell: Cell) -> Record:
-    """What a series is, in words."""
+    """Return what a series is, in words."""
     names = {"model": cell.model, "pass": cell.work, "precision": cell.precision}
     names["form"] = cell.form if has_forms(cell.model) else None
     return names | {"checkpointing": "no" if not cell.checkpointing else "yes"}
 
 
 def record_of(row: Row, exponent: float | None) -> Record:
-    """A row as plain values, bytes where the name says so; None where nothing was measured."""
+    """Return a row as plain values, bytes where the name says so; None where nothing
+    was measured.
+    """
     empty = dict.fromkeys(Bytes.__dataclass_fields__)
     record = names_of(row.cell) | {
         "px": row.cell.px,
@@ -121,7 +123,7 @@ def record_of(row: Row, exponent: float | None) -> Record:
 
 
 def cells_of(row: Row, exponent: float | None) -> list[str | int | None]:
-    """A row for people, under ``COLUMNS``."""
+    """Return a row for people, under ``COLUMNS``."""
     names, sizes = names_of(row.cell), row.bytes
     cells = [
         names["model"],
@@ -135,7 +137,7 @@ def cells_of(row: Row, exponent: float | None) -> list[str | int | None]:
 
 
 def in_mib(count: int | None) -> str | None:
-    """Bytes for people, in one unit for all rows."""
+    """Return bytes for people, in one unit for all rows."""
     if count is None:
         return None
     size = count / 2**20
@@ -148,14 +150,16 @@ def columns_on(device: str) -> list[int]:
 
 
 def lines_of(rows: Sequence[Row], fit_from_px: int, device: str) -> list[str]:
-    """Lines of the table for people, one for each row; exponents are those of their series."""
+    """Return lines of the table for people, one for each row; exponents are those of
+    their series.
+    """
     exponents, keep = growths(rows, fit_from_px), columns_on(device)
     cells = [cells_of(row, exponents[row.cell.series]) for row in rows]
     return [line([row[i] for i in keep]) for row in cells]
 
 
 def largest_record(found: Largest) -> Record:
-    """The largest image as plain values."""
+    """Return the largest image as plain values."""
     cell, fits = found.beyond.cell, found.fits
     record = names_of(cell) | {"batch": cell.batch, "depth": cell.depth}
     record |= {
@@ -168,7 +172,7 @@ def largest_record(found: Largest) -> Record:
 
 
 def largest_cells(found: Largest) -> list[str | int | None]:
-    """The largest image for people, under ``LARGEST_COLUMNS``."""
+    """Return the largest image for people, under ``LARGEST_COLUMNS``."""
     record = largest_record(found)
     names = [record[key] for key in ("model", "pass", "precision", "form", "checkpointing")]
     return [

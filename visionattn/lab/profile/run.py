@@ -71,8 +71,8 @@ def profile(argv: Sequence[str], show: Print) -> None:
 
 
 def shapes_of(config: ProfileConfig) -> dict[str, Shape]:
-    """The shape of each model; raises ValueError where one cannot be built or a size is no whole
-    number of its patches.
+    """Return the shape of each model; raises ValueError where one cannot be built or a size is no
+    whole number of its patches.
     """
     shapes = {}
     for cell in config.cells():
@@ -168,7 +168,7 @@ class Profile:
             self.save(records, {})
 
     def measure(self, cell: Cell, tokens: int) -> Row:
-        """The row of a cell, in a fresh process."""
+        """Return the row of a cell, in a fresh process."""
         snapshot = self.files.get("snapshot")
         job = Job(
             cell,
@@ -214,7 +214,9 @@ class Profile:
         png(path, charts, title="Peak memory of models", notes=notes)
 
     def footer(self) -> list[str]:
-        """What stands under the table: where a growth is missing why, the settings, the command."""
+        """Return what stands under the table: where a growth is missing why, the settings, the
+        command.
+        """
         found = {} if self.config.largest else growths(self.rows, self.config.fit_from)
         said = (
             f"growth -: fewer than two sizes from {self.config.fit_from} px (--fit-from) were "
@@ -224,7 +226,7 @@ class Profile:
         return ["", *missing, self.config.settings, f"command: {self.provenance['command']}"]
 
     def budget_text(self) -> str:
-        """The budget in words."""
+        """Return the budget in words."""
         return (
             "the card's memory"
             if self.budget_bytes is None
@@ -244,7 +246,7 @@ def n1_of(shapes: dict[str, Shape]) -> dict[float, str]:
 
 
 def budget_of(config: ProfileConfig, device: str) -> int | None:
-    """Bytes that a cell may take: those of the flag, on a CPU otherwise a share of what is
+    """Return bytes that a cell may take: those of the flag, on a CPU otherwise a share of what is
     available, on a GPU None.
     """
     if config.budget_gib is not None:

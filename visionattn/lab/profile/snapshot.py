@@ -101,8 +101,8 @@ def record(work, before: Sequence[Tensor] = ()) -> Record:
 
 
 def allocations(profiler: profile) -> Iterator[Any]:
-    """The events of the profiler at which memory of the CPU was taken (``alloc_size`` above 0) or
-    given back.
+    """Yield the events of the profiler at which memory of the CPU was taken (``alloc_size`` above
+    0) or given back.
     """
     waiting = list(profiler.profiler.kineto_results.experimental_event_tree())
     while waiting:
@@ -113,7 +113,7 @@ def allocations(profiler: profile) -> Iterator[Any]:
 
 
 def frames_of(event: Any) -> list[Record]:
-    """What was running, from the innermost: operators by name, Python by file and line."""
+    """Return what was running, from the innermost: operators by name, Python by file and line."""
     return list(_frames(event.parent))
 
 
@@ -126,7 +126,7 @@ def _frames(event: Any) -> Iterable[Record]:
 
 
 def segment_of(block: Record) -> Record:
-    """A block that is a segment of its own."""
+    """Return a block that is a segment of its own."""
     size = block["size"]
     inner = {
         "address": block["addr"],

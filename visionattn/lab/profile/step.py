@@ -102,15 +102,15 @@ class Step:
         return bytes_of(value for value in values if isinstance(value, Tensor))
 
     def saved_bytes(self) -> int:
-        """What autograd saves of a forward for its backward; parameters and the image, which are
-        there anyway, do not count.
+        """Return what autograd saves of a forward for its backward; parameters and the image, which
+        are there anyway, do not count.
         """
         return bytes_kept(self.forward, without=[*self.model.parameters(), self.image])
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the storages that tensors hold, each once and whole: a view of some elements keeps
-    all of them.
+    """Return bytes of the storages that tensors hold, each once and whole: a view of some elements
+    keeps all of them.
     """
     storages = [tensor.untyped_storage() for tensor in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

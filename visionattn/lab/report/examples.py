@@ -63,11 +63,11 @@ class Gallery:
 
     @property
     def small(self) -> bool:
-        """Whether each pixel is to be seen."""
+        """Tell whether each pixel is to be seen."""
         return self.size_px <= SMALL_PX
 
     def wrong(self, run: str) -> int:
-        """How many of the images shown a run gets wrong."""
+        """Return how many of the images shown a run gets wrong."""
         return sum(
             not said.right
             for example in self.examples
@@ -172,8 +172,8 @@ def predict(validation: Validation, image: np.ndarray) -> tuple[float, int]:
 
 
 def address(image: np.ndarray) -> str:
-    """An image uint8 ``[H, W, C]`` as a data address: PNG where it is small, else JPEG of at most
-    ``LARGEST_PX`` a side.
+    """Return an image uint8 ``[H, W, C]`` as a data address: PNG where it is small, else JPEG of at
+    most ``LARGEST_PX`` a side.
     """
     picture = Image.fromarray(image[..., 0] if image.shape[2] == 1 else image)
     small, stream = max(picture.size) <= SMALL_PX, io.BytesIO()

@@ -81,8 +81,8 @@ def parse_report(argv: Sequence[str]) -> Wanted:
 
 
 def as_words(flag: str, values: Sequence[str]) -> list[str]:
-    """A flag as it is parsed; folders quoted, since commas and colons in their names would divide
-    them.
+    """Return a flag as it is parsed; folders quoted, since commas and colons in their names would
+    divide them.
     """
     if flag == "runs" and values:
         values = (
@@ -139,16 +139,16 @@ def nothing_in(path: Path) -> str:
 
 
 def trainings_in(sweep: Path) -> list[Path]:
-    """The runs of a sweep's folder."""
+    """Return the runs of a sweep's folder."""
     return runs_in(sweep / "runs")
 
 
 def runs_in(folder: Path) -> list[Path]:
-    """The runs that lie in a folder."""
+    """Return the runs that lie in a folder."""
     return [path for path in sorted(folder.glob("*")) if path.is_dir() and is_run(path)]
 
 
 def title_of(paths: Sequence[Path]) -> str:
-    """The names of what is shown, the first three of many."""
+    """Return the names of what is shown, the first three of many."""
     names = [path.absolute().name for path in paths]
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

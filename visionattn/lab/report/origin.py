@@ -52,12 +52,12 @@ MOST_VALUES = 3
 
 
 def varied(kind: str, rows: Sequence[Row]) -> list[str]:
-    """The columns of conditions in which rows differ."""
+    """Return the columns of conditions in which rows differ."""
     return [key for key in CONDITIONS[kind] if len(values_of(rows, key)) > 1]
 
 
 def shared(kind: str, rows: Sequence[Row]) -> str:
-    """The conditions that all rows share, in a line."""
+    """Return the conditions that all rows share, in a line."""
     alike = [
         (key, values[0]) for key in CONDITIONS[kind] if len(values := values_of(rows, key)) == 1
     ]
@@ -71,23 +71,23 @@ def shared(kind: str, rows: Sequence[Row]) -> str:
 
 
 def shared_training(rows: Sequence[Row]) -> str | None:
-    """The form in which all networks of a sweep were trained that have forms; None where each form
-    was trained.
+    """Return the form in which all networks of a sweep were trained that have forms; None where
+    each form was trained.
     """
     forms = {row["trained_form"] for row in rows if not trained_itself(row)}
     return forms.pop() if len(forms) == 1 else None
 
 
 def values_of(rows: Sequence[Row], column: str) -> list[str]:
-    """The values of a column, each once; nothing counts as one for the number of blocks alone,
-    where it means all.
+    """Return the values of a column, each once; nothing counts as one for the number of blocks
+    alone, where it means all.
     """
     values = dict.fromkeys(row[column] for row in rows if column in row)
     return [value for value in values if value or column == "depth"]
 
 
 def in_words(column: str, value: str) -> str:
-    """A condition as part of a sentence."""
+    """Return a condition as part of a sentence."""
     name = NAMES.get(column, column)
     match name:
         case "batch" | "form":
@@ -111,19 +111,19 @@ def counted(count: int | str, what: str) -> str:
 
 
 def gibibytes(value: str) -> str:
-    """Bytes of a file in GiB; what is no number as it stands."""
+    """Return bytes of a file in GiB; what is no number as it stands."""
     count = number_in(value)
     return value if count is None else f"{count / 2**30:.3g} GiB"
 
 
 def sources(kind: str, rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """Names and values of where the numbers come from."""
+    """Return names and values of where the numbers come from."""
     found = [(name, key, values_of(rows, key)) for key, name in SOURCES[kind].items()]
     return [(name, listed(key, values)) for name, key, values in found if values]
 
 
 def listed(key: str, values: Sequence[str]) -> str:
-    """The values of a source in a line."""
+    """Return the values of a source in a line."""
     if key in ("load", "measure_load"):
         values = [f"{load:.1f}" for load in sorted(filter(None, map(number_in, values)))]
     if key in RANGES:

@@ -80,7 +80,7 @@ def report(argv: Sequence[str]) -> str:
 
 
 def page(wanted: Wanted, runs: Sequence[Run], *, now: float) -> str:
-    """The page as text.
+    """Return the page as text.
 
     Args:
         wanted: the options.
@@ -112,7 +112,7 @@ def page(wanted: Wanted, runs: Sequence[Run], *, now: float) -> str:
 
 
 def measured(found: Rows) -> Measured:
-    """The figures and the table of a file of rows."""
+    """Return the figures and the table of a file of rows."""
     rows, path = found.rows, found.path
     figures, table = {
         "sweep": lambda: (
@@ -148,17 +148,17 @@ def measured(found: Rows) -> Measured:
 
 
 def shown(charts: Sequence[Chart], caption: str = "") -> Figure:
-    """Those of the charts that show something."""
+    """Return those of the charts that show something."""
     return Figure([chart for chart in charts if not chart.empty], caption)
 
 
 def quoted(path: Path) -> str:
-    """A path as a shell takes it."""
+    """Return a path as a shell takes it."""
     return shlex.quote(str(path))
 
 
 def resource(name: str) -> str:
-    """A file that lies beside this one."""
+    """Return a file that lies beside this one."""
     return files("visionattn.lab.report").joinpath(name).read_text(encoding="utf-8")
 
 
@@ -169,8 +169,8 @@ class Charts:
         self._count = 0
 
     def draw(self, chart: Any) -> Markup:
-        """A chart as an element of the page; where numbers make that impossible, a line that says
-        so.
+        """Return a chart as an element of the page; where numbers make that impossible, a line that
+        says so.
         """
         self._count += 1
         try:

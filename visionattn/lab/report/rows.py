@@ -52,8 +52,8 @@ def read_rows(path: Path) -> Rows | None:
 
 
 def tables_in(folder: Path, problems: list[str]) -> list[Rows]:
-    """The sweeps and memory profiles that lie in a folder; a problem for each file that cannot be
-    opened.
+    """Return the sweeps and memory profiles that lie in a folder; a problem for each file that
+    cannot be opened.
     """
     found = []
     for path in sorted(folder.glob("*.csv")):
@@ -65,12 +65,14 @@ def tables_in(folder: Path, problems: list[str]) -> list[Rows]:
 
 
 def value_of(row: Row, column: str) -> float | None:
-    """A number of a row; None where there is none."""
+    """Return a number of a row; None where there is none."""
     return number_in(row.get(column))
 
 
 def number_in(text: str | float | None) -> float | None:
-    """The number that a text says; None for anything else and for what is beyond ``MOST``."""
+    """Return the number that a text says; None for anything else and for what is beyond
+    ``MOST``.
+    """
     try:
         value = float(text)  # type: ignore[arg-type]
     except (TypeError, ValueError):
@@ -79,19 +81,19 @@ def number_in(text: str | float | None) -> float | None:
 
 
 def trained_itself(row: Row) -> bool:
-    """Whether the accuracy of a sweep's row is of its own form; else the form was measured alone,
-    and another one trained.
+    """Tell whether the accuracy of a sweep's row is of its own form; else the form was measured
+    alone, and another one trained.
     """
     return row.get("trained_form", row["form"]) == row["form"]
 
 
 def distinct(rows: Sequence[Row], *columns: str) -> list[tuple[str, ...]]:
-    """The values that the columns have together, in order of appearance."""
+    """Return the values that the columns have together, in order of appearance."""
     return list(dict.fromkeys(tuple(row.get(column, "") for column in columns) for row in rows))
 
 
 def chosen(rows: Sequence[Row], columns: Sequence[str], values: Sequence[str]) -> list[Row]:
-    """The rows that have these values in these columns."""
+    """Return the rows that have these values in these columns."""
     return [
         row
         for row in rows

@@ -68,7 +68,7 @@ class Run:
         return self.folder / BEST
 
     def setting(self, *keys: str) -> Any:
-        """An entry of the configuration; None where there is none."""
+        """Return an entry of the configuration; None where there is none."""
         value: Any = self.config
         for key in keys:
             value = value.get(key) if isinstance(value, dict) else None
@@ -76,7 +76,7 @@ class Run:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder has a file that only runs have."""
+    """Tell whether a folder has a file that only runs have."""
     return any((folder / name).is_file() for name in RUN_FILES)
 
 
@@ -125,7 +125,7 @@ def add_status(run: Run, told: Values | None, *, tested: bool) -> None:
 
 
 def result_of(epochs: list[Values], steps: list[Values], test: Values | None) -> Values:
-    """What the lines alone say of the result, in the words of ``status.json``."""
+    """Return what the lines alone say of the result, in the words of ``status.json``."""
     found: Values = {}
     scored = [line for line in epochs if number(line.get("val_accuracy")) is not None]
     if scored:
@@ -151,7 +151,7 @@ def result_of(epochs: list[Values], steps: list[Values], test: Values | None) ->
 
 
 def read_lines(path: Path, problems: list[str]) -> list[Values]:
-    """The lines of ``metrics.jsonl`` that can be read; a problem for each that cannot."""
+    """Return the lines of ``metrics.jsonl`` that can be read; a problem for each that cannot."""
     if not path.is_file():
         problems.append(f"there is no {path.name}")
         return []
@@ -179,7 +179,7 @@ def read_lines(path: Path, problems: list[str]) -> list[Values]:
 
 
 def read_yaml(path: Path, problems: list[str]) -> Values:
-    """A YAML file of names and values; a problem where it is none."""
+    """Return a YAML file of names and values; a problem where it is none."""
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -194,8 +194,8 @@ def read_yaml(path: Path, problems: list[str]) -> Values:
 
 
 def read_json(path: Path, problems: list[str]) -> Values | None:
-    """A JSON file of names and values; None where there is none, with a problem where it cannot be
-    read.
+    """Return a JSON file of names and values; None where there is none, with a problem where it
+    cannot be read.
     """
     if not path.is_file():
         return None
@@ -240,14 +240,16 @@ def last_sign(path: Path, now: float) -> str:
 
 
 def number(value: Any) -> float | None:
-    """A number of at most ``MOST`` either way; None for anything else that a file may hold."""
+    """Return a number of at most ``MOST`` either way; None for anything else that a
+    file may hold.
+    """
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     return value if abs(value) <= MOST else None  # False for NaN
 
 
 def is_beyond(value: Any) -> bool:
-    """Whether a value is a number that is left out for its size."""
+    """Tell whether a value is a number that is left out for its size."""
     return isinstance(value, (int, float)) and abs(value) > MOST
 
 

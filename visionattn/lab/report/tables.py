@@ -41,7 +41,7 @@ class Table:
     rows: list[list[Cell]] = field(default_factory=list)
 
     def without_empty_columns(self) -> "Table":
-        """The table without the columns in which no row says anything."""
+        """Return the table without the columns in which no row says anything."""
         used = [
             i
             for i in range(len(self.columns))
@@ -51,7 +51,7 @@ class Table:
 
 
 def results(runs: Sequence[Run]) -> Table:
-    """What came of each run; the best accuracy of several is strong."""
+    """Return what came of each run; the best accuracy of several is strong."""
     tested = [number(run.result.get("test_accuracy")) for run in runs]
     validated = [number(run.result.get("validation_accuracy")) for run in runs]
     columns = [
@@ -90,7 +90,7 @@ def results(runs: Sequence[Run]) -> Table:
 
 
 def accuracy_cell(values: Sequence[float | None], i: int, note: str) -> Cell:
-    """An accuracy in %, strong where it is the best of several."""
+    """Return an accuracy in %, strong where it is the best of several."""
     if values[i] is None:
         return Cell(numeric=True)
     known = [value for value in values if value is not None]
@@ -106,7 +106,7 @@ def share_of(result: dict[str, Any], key: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as people say them."""
+    """Return seconds as people say them."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
@@ -114,8 +114,8 @@ def duration(seconds: float) -> str:
 
 
 def settings(runs: Sequence[Run]) -> Table:
-    """The settings in which runs differ, a column per run; of a single run those that are not the
-    defaults.
+    """Return the settings in which runs differ, a column per run; of a single run those that are
+    not the defaults.
     """
     flat = [
         {key: value for key, value in flatten(run.config).items() if key not in PLACE}
@@ -136,7 +136,7 @@ def settings(runs: Sequence[Run]) -> Table:
 
 
 def say(settings: dict[str, Any], key: str) -> str:
-    """A setting in words."""
+    """Return a setting in words."""
     if key not in settings:
         return "-"
     value = settings[key]
@@ -146,7 +146,7 @@ def say(settings: dict[str, Any], key: str) -> str:
 
 
 def provenance(runs: Sequence[Run]) -> Table:
-    """What the numbers of each run depend on besides its settings."""
+    """Return what the numbers of each run depend on besides its settings."""
     keys = ["device", "torch", "visionattn", "commit"]
     keys += [key for run in runs for key in run.provenance if key not in keys]
     used = [
@@ -162,7 +162,7 @@ def provenance(runs: Sequence[Run]) -> Table:
 
 
 def sweep(rows: Sequence[Row]) -> Table:
-    """A row per network of a sweep: means over seeds.
+    """Return a row per network of a sweep: means over seeds.
 
     A network whose form was measured alone has no accuracy and no status of its own.
     """
@@ -221,7 +221,9 @@ def seeds_cells(rows: Sequence[Row], accuracy: str) -> list[Cell]:
 
 
 def statuses(rows: Sequence[Row]) -> Cell:
-    """How the trainings of one network ended; the first reason of those that did not finish."""
+    """Return how the trainings of one network ended; the first reason of those that did
+    not finish.
+    """
     counts: dict[str, int] = {}
     for row in rows:
         counts[row["status"] or "not trained"] = counts.get(row["status"] or "not trained", 0) + 1
@@ -241,7 +243,7 @@ def statuses(rows: Sequence[Row]) -> Cell:
 def mean_cell(
     rows: Sequence[Row], column: str, factor: float = 1.0, *, status: str | None = None
 ) -> Cell:
-    """The mean of a column, or where there is none the status that says why."""
+    """Return the mean of a column, or where there is none the status that says why."""
     values = [factor * value for row in rows if (value := value_of(row, column)) is not None]
     if values:
         mean = statistics.mean(values)
@@ -253,8 +255,8 @@ def mean_cell(
 
 
 def memory(rows: Sequence[Row]) -> Table:
-    """A row per cell of a memory profile; conditions that are the same in all of them are left
-    out.
+    """Return a row per cell of a memory profile; conditions that are the same in all of them are
+    left out.
     """
     differ = varied("memory", rows)
     parts = {
@@ -290,8 +292,8 @@ def memory(rows: Sequence[Row]) -> Table:
 
 
 def largest(rows: Sequence[Row]) -> Table:
-    """A row per series of a search for the largest image that fits; conditions that are the same in
-    all are left out.
+    """Return a row per series of a search for the largest image that fits; conditions that are the
+    same in all are left out.
     """
     differ = varied("largest", rows)
     columns = ("largest px", "tokens", "peak, MiB", "too large px", "status")
@@ -309,7 +311,7 @@ def largest(rows: Sequence[Row]) -> Table:
 
 
 def conditions(row: Row, columns: Sequence[str]) -> list[Cell]:
-    """The cells of conditions in which rows differ."""
+    """Return the cells of conditions in which rows differ."""
     words = {"depth": lambda value: value or "all", "budget_bytes": gibibytes}
     return [
         Cell(
@@ -320,5 +322,5 @@ def conditions(row: Row, columns: Sequence[str]) -> list[Cell]:
 
 
 def status_of(text: str) -> str:
-    """The mark of a memory profile's status."""
+    """Return the mark of a memory profile's status."""
     return {"ok": "finished", "out of memory": "oom", "nothing fits": "oom"}.get(text, "failed")

@@ -44,7 +44,9 @@ class Attempt:
 
 
 def to_train(cells: Sequence[Cell], folder: SweepFolder, *, retry: bool) -> list[Cell]:
-    """The cells that are not finished, without those that failed by themselves unless ``retry``."""
+    """Return the cells that are not finished, without those that failed by themselves unless
+    ``retry``.
+    """
     wanted = []
     for cell in cells:
         ending = folder.ending(cell)
@@ -147,7 +149,7 @@ def start(plan: Plan, cell: Cell, folder: SweepFolder, command: Sequence[str]) -
 
 
 def end(cell: Cell, folder: SweepFolder, attempt: Attempt) -> Ending:
-    """What the end of a training's process means.
+    """Return what the end of a training's process means.
 
     A process that was killed counts as out of memory only where the system says that it ended one
     of this group for that.
@@ -185,7 +187,7 @@ def end(cell: Cell, folder: SweepFolder, attempt: Attempt) -> Ending:
 
 
 def read_status(run: Path) -> dict[str, Any]:
-    """What a run says of itself in its status file; empty where it says nothing that can be
+    """Return what a run says of itself in its status file; empty where it says nothing that can be
     read.
     """
     try:
@@ -195,7 +197,7 @@ def read_status(run: Path) -> dict[str, Any]:
 
 
 def last_words(log: Path, start: int) -> str:
-    """The last error in a log from byte ``start`` on, or its last line."""
+    """Return the last error in a log from byte ``start`` on, or its last line."""
     text = log.read_bytes()[start:].decode(errors="replace")
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith(ERROR)]
@@ -203,7 +205,7 @@ def last_words(log: Path, start: int) -> str:
 
 
 def describe(ending: Ending) -> str:
-    """An ending for people."""
+    """Return an ending for people."""
     if ending.result is None:
         return f"{ending.status}: {ending.reason}"
     tested = ending.result["test_accuracy"] is not None

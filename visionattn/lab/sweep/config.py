@@ -121,8 +121,8 @@ def check_options(config: SweepConfig) -> None:
 
 
 def read_base(config: SweepConfig) -> TrainConfig:
-    """The training that is varied, with what ``set``, ``epochs`` and ``threads`` change of its
-    file.
+    """Return the training that is varied, with what ``set``, ``epochs`` and ``threads`` change of
+    its file.
 
     Raises:
         ValueError, FileNotFoundError: the file or a key is wrong, or a key has an option of the
@@ -152,7 +152,7 @@ def read_base(config: SweepConfig) -> TrainConfig:
 
 
 def folder_of(config: SweepConfig, base: TrainConfig) -> Path:
-    """The folder of the sweep."""
+    """Return the folder of the sweep."""
     return (
         Path(config.output)
         if config.output

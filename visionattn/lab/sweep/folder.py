@@ -46,8 +46,8 @@ class Ending:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the next call resumes it without being asked: it was killed or stopped, and did
-        not fail by itself.
+        """Tell whether the next call resumes it without being asked: it was killed or stopped, and
+        did not fail by itself.
         """
         return self.status == "stopped" or (self.status == "failed" and self.exit_code < 0)
 
@@ -116,7 +116,7 @@ class SweepFolder:
             self._lock.close()
 
     def lock_number(self) -> int:
-        """The file descriptor that processes of the sweep hold, so that none of them is
+        """Return the file descriptor that processes of the sweep hold, so that none of them is
         overlooked.
         """
         return self._lock.fileno()
@@ -128,7 +128,7 @@ class SweepFolder:
             (self.path / name).unlink(missing_ok=True)
 
     def ending(self, cell: Cell) -> Ending | None:
-        """How a training ended; None where it has not."""
+        """Return how a training ended; None where it has not."""
         content = self.read(f"{CELLS}/{cell.name}.json")
         return Ending(**content["ending"]) if content else None
 
@@ -137,7 +137,7 @@ class SweepFolder:
         self.write(f"{CELLS}/{cell.name}.json", {"cell": asdict(cell), "ending": asdict(ending)})
 
     def measurement(self, network: Network) -> dict[str, Any] | None:
-        """What was measured of a network; None where nothing was."""
+        """Return what was measured of a network; None where nothing was."""
         return self.read(f"{MEASUREMENTS}/{network.name}.json")
 
     def keep_measurement(self, network: Network, measured: dict[str, Any]) -> None:
@@ -152,7 +152,7 @@ class SweepFolder:
         return content["calls"]
 
     def read(self, name: str) -> dict[str, Any] | None:
-        """A JSON file; None where there is none.
+        """Return a JSON file; None where there is none.
 
         Raises:
             ValueError: it is damaged.
@@ -173,8 +173,8 @@ class SweepFolder:
 
 
 def comparable(base: TrainConfig) -> dict[str, Any]:
-    """What two calls of one sweep share: the training without what the grid varies and what says
-    where to write.
+    """Return what two calls of one sweep share: the training without what the grid varies and what
+    says where to write.
     """
     content = {key: value for key, value in asdict(base).items() if key not in QUIET}
     content["data"] = {key: value for key, value in content["data"].items() if key != "img_size"}
@@ -188,8 +188,8 @@ def comparable(base: TrainConfig) -> dict[str, Any]:
 def differences(
     usual: dict[str, Any], old: dict[str, Any], new: dict[str, Any], prefix: str = ""
 ) -> list[str]:
-    """A few words per key whose value is another one; a key that the old does not know had its
-    usual value.
+    """Return a few words per key whose value is another one; a key that the old does not know had
+    its usual value.
     """
     lines = []
     for key in usual | old | new:

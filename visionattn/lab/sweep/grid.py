@@ -83,13 +83,15 @@ class Grid:
     """The form whose trainings count for every form; None: each form has its own."""
 
     def cell(self, network: Network, seed: int) -> Cell:
-        """The training whose accuracy counts for a network."""
+        """Return the training whose accuracy counts for a network."""
         if network.form and self.train_form:
             network = replace(network, form=self.train_form)
         return Cell(network, seed)
 
     def cells(self) -> list[Cell]:
-        """Every training once, smaller seeds first, so that an early end leaves whole tables."""
+        """Return every training once, smaller seeds first, so that an early end leaves whole
+        tables.
+        """
         return list(
             dict.fromkeys(
                 self.cell(network, seed) for seed in self.seeds for network in self.networks
@@ -111,11 +113,11 @@ class Plan:
     """Whether the data have a test split."""
 
     def model(self, network: Network) -> ModelConfig:
-        """The model of a network."""
+        """Return the model of a network."""
         return model_of(self.base.model, self.own_attention, network)
 
     def data_spec(self, network: Network) -> DataSpec:
-        """What the network expects of its images."""
+        """Return what the network expects of its images."""
         return replace(self.spec, img_size=network.img_size)
 
 
@@ -151,7 +153,7 @@ def make_plan(config: SweepConfig, base: TrainConfig) -> Plan:
 
 
 def make_grid(config: SweepConfig, own: str | None, model_name: str, sizes: list[int]) -> Grid:
-    """The grid of the options; attentions without forms have one network for all forms."""
+    """Return the grid of the options; attentions without forms have one network for all forms."""
     if own is None and (config.attention or config.form or config.train_form):
         raise ValueError(
             f"--attention, --form and --train_form are for visionattn's models, not for "
@@ -193,7 +195,8 @@ def check_heads(heads: list[int], model: nn.Module, name: str) -> None:
 
 
 def model_of(base: ModelConfig, own: str | None, network: Network) -> ModelConfig:
-    """The base model with the network's head count, form and attention, and otherwise the same.
+    """Return the base model with the network's head count, form and attention, and otherwise the
+    same.
 
     Another attention than the model's own is built from the plain ``scaleformer_vit_*`` name of the
     same size, to which the registered options of the base name (absolute position, no relative one,
@@ -224,7 +227,7 @@ def model_of(base: ModelConfig, own: str | None, network: Network) -> ModelConfi
 
 
 def on_meta(config: ModelConfig, spec: DataSpec) -> nn.Module:
-    """The model without memory for its weights.
+    """Return the model without memory for its weights.
 
     Raises:
         ValueError: it cannot be built.

@@ -64,8 +64,8 @@ class Meter:
         self._process.communicate()
 
     def ask(self, name: str, networks: Sequence[Network]) -> Told:
-        """The answer for a pass, with ``status`` "ok", "oom" or "failed" and, but for the first
-        one, a ``reason``.
+        """Return the answer for a pass, with ``status`` "ok", "oom" or "failed" and, but for the
+        first one, a ``reason``.
         """
         begin = self.log.stat().st_size
         told = self.conditions | {"task": self.task, "pass": name, "spec": asdict(self.plan.spec)}
@@ -95,7 +95,7 @@ class Meter:
 
 
 def conditions_of(config: SweepConfig, plan: Plan) -> Told:
-    """What measurements depend on besides the network."""
+    """Return what measurements depend on besides the network."""
     base = plan.base
     return {
         "device": pick_device(base.device).type if base.device == "auto" else base.device,
@@ -195,13 +195,13 @@ def keep_time(found: dict[Network, Told], name: str, answer: Told) -> None:
 
 
 def images_per_second(entry: Told | None, batch: int) -> float | None:
-    """The median over the rounds of a pass; None where it was not timed."""
+    """Return the median over the rounds of a pass; None where it was not timed."""
     return batch / statistics.median(entry["seconds"]) if entry and entry.get("seconds") else None
 
 
 def times_faster(entry: Told | None, than: Told | None) -> float | None:
-    """How many times the images per second of another entry: the median over the rounds that they
-    share.
+    """Return how many times the images per second of another entry: the median over the rounds that
+    they share.
     """
     if not (entry and than and entry.get("seconds") and than.get("seconds")):
         return None

@@ -30,7 +30,7 @@ Work = Callable[[], None]
 
 
 def make_work(told: dict[str, Any], network: dict[str, Any], batch: int) -> Work:
-    """One inference or one training step, with weights and a batch of images in memory.
+    """Return one inference or one training step, with weights and a batch of images in memory.
 
     A training step is the configured one without loading and averaging of weights: forward, loss,
     backward, clipping, update.
@@ -60,7 +60,7 @@ def make_work(told: dict[str, Any], network: dict[str, Any], batch: int) -> Work
 def training_step(
     model: nn.Module, forward: nn.Module, inputs: torch.Tensor, told: dict[str, Any], spec: DataSpec
 ) -> Work:
-    """A step of the optimiser on one batch."""
+    """Return a step of the optimiser on one batch."""
     optim, device = OptimConfig(**told["optim"]), inputs.device
     step, mix = (
         OptimizerStep(model, optim, device, told["amp"]),
@@ -95,8 +95,8 @@ def measure_memory(told: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure_time(told: dict[str, Any]) -> dict[str, Any]:
-    """Seconds of a pass of each network in turns, by name, round by round; None for one that does
-    not fit.
+    """Return seconds of a pass of each network in turns, by name, round by round; None for one that
+    does not fit.
     """
     works, warm, seconds = {}, [], {}
     for network in told["networks"]:

@@ -113,7 +113,7 @@ def check_wider(plan: Plan, folder: SweepFolder) -> None:
 
 
 def row_name(row: dict[str, str]) -> str:
-    """The name of the network and seed of a row of the table."""
+    """Return the name of the network and seed of a row of the table."""
     network = Network(
         row["attention"], int(row["heads"]), row["form"] or None, int(row["img_size"])
     )
@@ -121,7 +121,7 @@ def row_name(row: dict[str, str]) -> str:
 
 
 def none_finished(plan: Plan, folder: SweepFolder) -> bool:
-    """Whether every training ended, and none finished."""
+    """Tell whether every training ended, and none finished."""
     endings = [folder.ending(cell) for cell in plan.grid.cells()]
     return all(ending and ending.status != "finished" for ending in endings)
 

@@ -39,7 +39,7 @@ class Outcome:
         return "test_accuracy" if self.plan.tested else "validation_accuracy"
 
     def entry(self, network: Network, name: str) -> Measured | None:
-        """What was measured of a pass."""
+        """Return what was measured of a pass."""
         known = self.measured.get(network)
         return known and known[name]
 
@@ -86,7 +86,7 @@ def tables(outcome: Outcome) -> str:
 
 
 def title(outcome: Outcome, network: Network, name: str) -> str:
-    """What a table shows."""
+    """Return what a table shows."""
     plan, known = outcome.plan, outcome.measured[network]
     seeds = f"{len(plan.grid.seeds)} seed" + "s" * (len(plan.grid.seeds) > 1)
     what = f"{network.attention}, {network.img_size} px (N = {plan.facts[network].tokens}), {name}"
@@ -103,8 +103,8 @@ def title(outcome: Outcome, network: Network, name: str) -> str:
 
 
 def table(outcome: Outcome, networks: Sequence[Network], name: str) -> str:
-    """The head-count table of one attention and image size: a row per head count, the forms side by
-    side.
+    """Return the head-count table of one attention and image size: a row per head count, the forms
+    side by side.
     """
     forms = list(dict.fromkeys(network.form for network in networks))
     both = {"direct", "efficient"} <= set(forms)
@@ -143,7 +143,7 @@ def size_table(outcome: Outcome, networks: Sequence[Network]) -> str:
 
 
 def speed_and_memory(entry: Measured | None, known: Measured | None) -> list[str | None]:
-    """Images per second and MiB, or why there are none."""
+    """Return images per second and MiB, or why there are none."""
     if entry is None:
         return [None, None]
     if entry["status"] != "ok":
@@ -164,7 +164,7 @@ def ratios(outcome: Outcome, own: dict[str, Network], name: str) -> list[str | N
 
 
 def backends(outcome: Outcome) -> list[str]:
-    """Which attention really ran, a line per network form and pass."""
+    """Return which attention really ran, a line per network form and pass."""
     lines: dict[str, list[str]] = {}
     for network in outcome.plan.grid.networks:
         for name in PASSES:
@@ -182,13 +182,15 @@ def backends(outcome: Outcome) -> list[str]:
 
 
 def measured_by(outcome: Outcome) -> list[str]:
-    """Where and when the measurements were made, each place once; empty where there are none."""
+    """Return where and when the measurements were made, each place once; empty where there are
+    none.
+    """
     sources = [(known or {}).get("provenance") for known in outcome.measured.values()]
     return list(dict.fromkeys(summary(source) for source in sources if source))
 
 
 def records(outcome: Outcome) -> list[dict[str, Any]]:
-    """A row per network and seed with everything known of it; None where nothing is."""
+    """Return a row per network and seed with everything known of it; None where nothing is."""
     return [
         record_of(outcome, network, seed)
         for network in outcome.plan.grid.networks
@@ -197,7 +199,7 @@ def records(outcome: Outcome) -> list[dict[str, Any]]:
 
 
 def record_of(outcome: Outcome, network: Network, seed: int) -> dict[str, Any]:
-    """One row; units stand in the names."""
+    """Return one row; units stand in the names."""
     plan, cell = outcome.plan, outcome.plan.grid.cell(network, seed)
     facts, ending, known = plan.facts[network], outcome.endings[cell], outcome.measured[network]
     row = {
