@@ -6,7 +6,7 @@ under the marker ``gpu``, the same tests run on it, in bfloat16 too.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pytest
 import torch
@@ -51,6 +51,15 @@ every_dtype_of_every_place = pytest.mark.parametrize(
     _interpreted
     + [_place("cuda", dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32)],
 )
+
+
+SHIFTS = {
+    "keys -12": ("k", slice(None), -12),
+    "keys -16": ("k", slice(None), -16),
+    "queries -16": ("q", slice(None), -16),
+}
+SHIFTS |= {"one query -12": ("q", slice(5, 6), -12), "both -12": ("qk", slice(None), -12)}
+"""Tokens whose features are to be near the end of float16: of which tensors, and by how much."""
 
 
 def poisoned_memory() -> Iterator[None]:
@@ -106,3 +115,13 @@ def assert_within_budget(
         if not error <= (output if name == "out" else gradient)
     }
     assert not wrong, f"relative errors beyond {output:g} and {gradient:g}: {wrong}"
+
+
+def assert_rows_within_budget(
+    actual: dict[str, Tensor], expected: dict[str, Tensor], dtype: torch.dtype, rows: Iterable[int]
+) -> None:
+    """Each of the rows of "out" and of the gradient of queries for itself, within its budget."""
+    for name, budget in zip(("out", "q"), ROW_BUDGET[dtype], strict=True):
+        for i in rows:
+            error = relative_error(actual[name][:, :, i], expected[name][:, :, i])
+            assert error <= budget, (name, i, error)

@@ -2,9 +2,9 @@
 compiled as a GPU would have it.
 
 Run in a process of its own, in which Triton does not interpret:
-``python -m tests.helpers.kernel_launches MODULE``, where ``MODULE.CASES`` maps names to functions
-of nothing that launch kernels on the meta device. Prints one JSON object: for each case its
-launches.
+``python -m tests.helpers.kernel_launches MODULE...`` for modules of ``tests.helpers.launches``.
+Their ``CASES`` map names to functions of nothing that launch kernels on the meta device, their
+``SIZES`` names to a function of one argument and its values. Prints one JSON object by module.
 """
 
 import contextlib
@@ -12,9 +12,10 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from multiprocessing import get_context
 from pathlib import Path
 from unittest.mock import patch
 
@@ -115,57 +116,58 @@ def compile_launch(launch: Launch, capability: int) -> dict[str, object]:
     }
 
 
-def results(cases) -> dict[str, dict[str, list[dict]]]:
-    """By case and capability, one entry for each different kernel that it launches."""
-    found = {}
-    for name, work in cases.items():
-        found[name] = {}
-        for capability in CAPABILITIES:
-            with recorded(capability) as launches:
-                work()
-            assert launches, f"{name} launched nothing"
-            distinct = {launch.specialised(capability)[0]: launch for launch in launches}
-            found[name][str(capability)] = [
-                compile_launch(launch, capability) for launch in distinct.values()
-            ]
+def compile_case(module: str, case: str, capability: int) -> list[dict]:
+    """One entry for each different kernel that the case launches."""
+    with recorded(capability) as launches:
+        _launches_of(module).CASES[case]()
+    assert launches, f"{case} launched nothing"
+    distinct = {launch.specialised(capability)[0]: launch for launch in launches}
+    return [compile_launch(launch, capability) for launch in distinct.values()]
+
+
+def count_keys(module: str, case: str) -> dict[str, int]:
+    """By kernel, the number of different compilations over all sizes of the case."""
+    work, sizes = _launches_of(module).SIZES[case]
+    keys: dict[str, set[str]] = {}
+    for size in sizes:
+        with recorded() as launches:
+            work(size)
+        for launch in launches:
+            keys.setdefault(launch.kernel.__name__, set()).add(launch.specialised(90)[0])
+    return {kernel: len(different) for kernel, different in keys.items()}
+
+
+def _launches_of(module: str):
+    return import_module(f"tests.helpers.launches.{module}")
+
+
+def results(modules: Sequence[str]) -> dict[str, dict[str, dict]]:
+    """By module, what is ``"compiled"``, by case and capability, and the ``"keys"`` by case."""
+    found = {module: {"compiled": {}, "keys": {}} for module in modules}
+    with get_context("fork").Pool(len(os.sched_getaffinity(0))) as pool:
+        waiting = []
+        for module in modules:
+            for case in _launches_of(module).CASES:
+                found[module]["compiled"][case] = into = {}
+                for capability in CAPABILITIES:
+                    task = pool.apply_async(compile_case, (module, case, capability))
+                    waiting.append((into, str(capability), task))
+            for case in _launches_of(module).SIZES:
+                task = pool.apply_async(count_keys, (module, case))
+                waiting.append((found[module]["keys"], case, task))
+        for into, name, task in waiting:
+            into[name] = task.get()
     return found
 
 
-def compiled_in_fresh_process(module: str) -> dict[str, dict[str, list[dict]]]:
-    """``results`` of ``module.CASES``, from a process in which Triton compiles."""
-    return json.loads(_fresh(module, "compile"))
-
-
-def keys_in_fresh_process(module: str) -> dict[str, dict[str, int]]:
-    """By case of ``module.SIZES`` and kernel, the number of different compilations over all its
-    sizes.
-    """
-    return json.loads(_fresh(module, "keys"))
-
-
-def _fresh(module: str, what: str) -> str:
+def results_in_fresh_process(modules: Sequence[str]) -> dict[str, dict[str, dict]]:
+    """``results`` from a process in which Triton compiles."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.helpers.kernel_launches", what, module]
+    command = [sys.executable, "-m", "tests.helpers.kernel_launches", *modules]
     result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
     assert result.returncode == 0, result.stderr
-    return result.stdout
-
-
-def distinct_keys(cases) -> dict[str, dict[str, int]]:
-    """``cases`` maps names to a function of a number of tokens and the numbers."""
-    found = {}
-    for name, (work, sizes) in cases.items():
-        keys: dict[str, set[str]] = {}
-        for size in sizes:
-            with recorded() as launches:
-                work(size)
-            for launch in launches:
-                keys.setdefault(launch.kernel.__name__, set()).add(launch.specialised(90)[0])
-        found[name] = {kernel: len(different) for kernel, different in keys.items()}
-    return found
+    return json.loads(result.stdout)
 
 
 if __name__ == "__main__":
-    what, module = sys.argv[1:]
-    module = import_module(f"tests.helpers.{module}")
-    print(json.dumps(results(module.CASES) if what == "compile" else distinct_keys(module.SIZES)))
+    print(json.dumps(results(sys.argv[1:])))

@@ -7,18 +7,13 @@ import torch
 
 from tests.helpers.kernel_checks import (
     BUDGET,
-    ROW_BUDGET,
+    SHIFTS,
+    assert_rows_within_budget,
     assert_within_budget,
     every_place,
     guarded,
     poisoned_memory,
     relative_error,
-)
-from tests.helpers.kernel_launches import (
-    CAPABILITIES,
-    SHARED_BYTES,
-    compiled_in_fresh_process,
-    keys_in_fresh_process,
 )
 from visionattn.ops import reference
 
@@ -164,14 +159,6 @@ def test_sums_of_states_before_and_after_leave_out_their_own(which, device, dtyp
     assert relative_error(sums.sums_of_parts(x, which), wanted) < 1e-6
 
 
-SHIFTS = {
-    "keys -12": ("k", slice(None), -12),
-    "keys -16": ("k", slice(None), -16),
-    "queries -16": ("q", slice(None), -16),
-}
-SHIFTS |= {"one query -12": ("q", slice(5, 6), -12), "both -12": ("qk", slice(None), -12)}
-
-
 @every_place
 @pytest.mark.parametrize("shift", SHIFTS)
 def test_features_near_the_end_of_float16_leave_each_query_its_digits(
@@ -195,9 +182,7 @@ def test_features_near_the_end_of_float16_leave_each_query_its_digits(
         expected(*tensors.values(), None, "elu1"),
     )
     assert_within_budget(actual, wanted, dtype)
-    for name, budget in zip(("out", "q"), ROW_BUDGET[dtype], strict=True):
-        for i in range(1, 128):
-            assert relative_error(actual[name][:, :, i], wanted[name][:, :, i]) <= budget, (name, i)
+    assert_rows_within_budget(actual, wanted, dtype, range(1, 128))
 
 
 def test_chunks_that_leave_their_segment_are_refused(monkeypatch):
@@ -212,31 +197,3 @@ def test_nothing_comes_of_no_tokens():
     out, mass = kernelized_causal.causal_means(q, q, v, None, "elu1")
     gradients = kernelized_causal.causal_backward(v, out, mass, q, q, v, None, "elu1")
     assert [x.shape for x in (out, *gradients)] == [v.shape, q.shape, q.shape, v.shape]
-
-
-@pytest.fixture(scope="module")
-def compiled():
-    return compiled_in_fresh_process("causal_launches")
-
-
-def test_nothing_spills_and_shared_memory_is_in_bounds(compiled):
-    for case, capabilities in compiled.items():
-        for capability in CAPABILITIES:
-            entries = capabilities[str(capability)]
-            assert {entry["kernel"] for entry in entries} == set(KERNELS)
-            for entry in entries:
-                assert entry["spilled_bytes"] == 0, (case, capability, entry)
-                assert entry["shared_bytes"] <= SHARED_BYTES[capability], (case, capability, entry)
-
-
-def test_products_run_on_matrix_units(compiled):
-    for case, capabilities in compiled.items():
-        if "float32" not in case:
-            found = {entry["matrix"] for entry in capabilities["90"] if "causal" in entry["kernel"]}
-            assert found == {"wgmma"}, case
-
-
-def test_one_compilation_serves_every_number_of_tokens():
-    """Sums run to either side."""
-    counts = dict.fromkeys(KERNELS, 1) | {"_sums_of_parts": 2}
-    assert keys_in_fresh_process("causal_launches") == {"bfloat16": counts}

@@ -6,12 +6,6 @@ import pytest
 import torch
 
 from tests.helpers.kernel_checks import assert_within_budget, every_place, guarded, poisoned_memory
-from tests.helpers.kernel_launches import (
-    CAPABILITIES,
-    SHARED_BYTES,
-    compiled_in_fresh_process,
-    keys_in_fresh_process,
-)
 from visionattn.layout import Grid, TokenLayout
 from visionattn.ops import reference
 from visionattn.ops.position.kinds import Joint
@@ -245,42 +239,3 @@ def test_what_there_is_no_kernel_for_is_said():
     assert "up to 64 classes at this width, not for 81" in why_not(64, 64, single, (4, 4))
     assert "up to 64 classes at this width, not for 81" in why_not(72, 64, half, (4, 4))
     assert "up to 128 classes at this width, not for 143" in why_not(64, 64, half, (5, 6))
-
-
-@pytest.fixture(scope="module")
-def compiled():
-    return compiled_in_fresh_process("joint_launches")
-
-
-@pytest.mark.parametrize("capability", CAPABILITIES)
-def test_no_kernel_spills_and_shared_memory_is_enough(compiled, capability):
-    for case, kernels in compiled.items():
-        for kernel in kernels[str(capability)]:
-            assert kernel["spilled_bytes"] == 0, (case, kernel)
-            assert kernel["shared_bytes"] <= SHARED_BYTES[capability], (case, kernel)
-
-
-@pytest.mark.parametrize("capability", CAPABILITIES)
-def test_products_run_on_the_matrix_units(compiled, capability):
-    without = {"_joint_far_sums"}
-    for case, kernels in compiled.items():
-        for kernel in kernels[str(capability)]:
-            assert bool(kernel["matrix"]) == (kernel["kernel"] not in without), (case, kernel)
-
-
-def test_no_grid_compiles_anything_again():
-    kernels = [
-        "_joint_shares",
-        "_joint_means",
-        "_joint_lines",
-        "_joint_means_of_remainders",
-        "_joint_scores",
-    ]
-    kernels += [
-        "_joint_queries_backward",
-        "_joint_table_backward",
-        "_joint_far_queries",
-        "_joint_far_sums",
-    ]
-    kernels += ["_joint_rows_below_backward", "_joint_values_backward"]
-    assert keys_in_fresh_process("joint_launches") == {"bfloat16": dict.fromkeys(kernels, 1)}

@@ -10,17 +10,12 @@ import torch
 from torch import Tensor
 
 from tests.helpers.kernel_checks import (
-    ROW_BUDGET,
+    SHIFTS,
+    assert_rows_within_budget,
     assert_within_budget,
     every_place,
     guarded,
     poisoned_memory,
-    relative_error,
-)
-from tests.helpers.kernel_launches import (
-    SHARED_BYTES,
-    compiled_in_fresh_process,
-    keys_in_fresh_process,
 )
 from tests.helpers.oracles import draw
 from visionattn.ops import reference
@@ -143,14 +138,6 @@ def test_gradients_of_any_size_pass_through_weights_of_any_size(device, dtype, f
     assert_within_budget(*scaled, dtype)
 
 
-SHIFTS = {
-    "keys -12": ("k", slice(None), -12),
-    "keys -16": ("k", slice(None), -16),
-    "queries -16": ("q", slice(None), -16),
-}
-SHIFTS |= {"one query -12": ("q", slice(5, 6), -12), "both -12": ("qk", slice(None), -12)}
-
-
 @every_place
 @pytest.mark.parametrize("shift", SHIFTS)
 def test_features_near_the_end_of_float16_leave_each_query_its_digits(device, dtype, shift):
@@ -164,12 +151,7 @@ def test_features_near_the_end_of_float16_leave_each_query_its_digits(device, dt
     options = dict(key_mask=None, feature_map="elu1")
     actual, expected = with_kernels(**tensors, **options), by_definition(**tensors, **options)
     assert_within_budget(actual, expected, dtype)
-    for name, budget in zip(("out", "q"), ROW_BUDGET[dtype], strict=True):
-        for i in range(128):
-            assert relative_error(actual[name][:, :, i], expected[name][:, :, i]) <= budget, (
-                name,
-                i,
-            )
+    assert_rows_within_budget(actual, expected, dtype, range(128))
 
 
 @every_place
@@ -202,32 +184,3 @@ def test_a_layer_launches_its_state_the_sum_and_the_means_once_each(monkeypatch)
     monkeypatch.setattr(launch, "run", lambda kernel, *args, **meta: names.append(kernel.__name__))
     kernelized_attention(*(torch.empty(1, 2, 46, 16) for _ in range(3)), impl="triton")
     assert names == ["_kernelized_state", "_sums_of_parts", "_kernelized_means"]
-
-
-@pytest.fixture(scope="module")
-def compiled():
-    return compiled_in_fresh_process("kernelized_launches")
-
-
-@pytest.mark.parametrize("capability", SHARED_BYTES)
-def test_compiled_kernels_fit_their_gpu_without_spilling(compiled, capability):
-    for case, by_capability in compiled.items():
-        for found in by_capability[str(capability)]:
-            assert found["spilled_bytes"] == 0, (case, found)
-            assert found["shared_bytes"] <= SHARED_BYTES[capability], (case, found)
-            assert found["matrix"] or found["kernel"] in WITHOUT_PRODUCTS, (case, found)
-
-
-def test_wide_heads_run_on_the_matrix_units_of_a_hopper_gpu(compiled):
-    units = {found["kernel"]: found["matrix"] for found in compiled["d=64 e=64 bfloat16"]["90"]}
-    assert {units[name] for name in KERNELS if name not in WITHOUT_PRODUCTS} == {"wgmma"}
-
-
-def test_no_length_compiles_anything_anew():
-    """The backward pass over queries is compiled for content alone and for content with
-    position.
-    """
-    wanted = dict.fromkeys(KERNELS, 1) | {"_kernelized_queries_backward": 2}
-    assert all(
-        kernels == wanted for kernels in keys_in_fresh_process("kernelized_launches").values()
-    )

@@ -15,11 +15,6 @@ from tests.helpers.kernel_checks import (
     poisoned_memory,
     relative_error,
 )
-from tests.helpers.kernel_launches import (
-    SHARED_BYTES,
-    compiled_in_fresh_process,
-    keys_in_fresh_process,
-)
 from tests.helpers.oracles import draw
 from visionattn.layout import Grid, TokenLayout
 from visionattn.ops import Joint, kernelized_attention, reference
@@ -118,24 +113,3 @@ def test_one_tile_and_one_part_without_a_prefix_need_no_sum(monkeypatch):
     relative = Joint(torch.ones(2, 3, 3, 16), TokenLayout(0, Grid(5, 9)))
     kernelized_attention(q, k, v, relative=relative, impl="triton")
     assert names == [KERNELS[0], "_joint_means"]
-
-
-@pytest.fixture(scope="module")
-def compiled():
-    return compiled_in_fresh_process("kernelized_joint_launches")
-
-
-@pytest.mark.parametrize("capability", SHARED_BYTES)
-def test_compiled_kernels_fit_their_gpu_without_spilling(compiled, capability):
-    for case, by_capability in compiled.items():
-        assert [found["kernel"] for found in by_capability[str(capability)]] == list(KERNELS)
-        for found in by_capability[str(capability)]:
-            assert found["spilled_bytes"] == 0, (case, found)
-            assert found["shared_bytes"] <= SHARED_BYTES[capability], (case, found)
-            assert found["matrix"], (case, found)
-
-
-def test_no_grid_compiles_anything_anew():
-    assert keys_in_fresh_process("kernelized_joint_launches") == {
-        "bfloat16": dict.fromkeys(KERNELS, 1)
-    }

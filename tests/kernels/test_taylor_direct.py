@@ -6,12 +6,6 @@ import pytest
 import torch
 
 from tests.helpers.kernel_checks import assert_within_budget, every_place, guarded, poisoned_memory
-from tests.helpers.kernel_launches import (
-    CAPABILITIES,
-    SHARED_BYTES,
-    compiled_in_fresh_process,
-    keys_in_fresh_process,
-)
 from visionattn.ops import reference
 
 pytest.importorskip("triton", reason="GPU kernels need Triton")
@@ -186,34 +180,3 @@ def test_nothing_to_see_gives_zero(queries, keys, device, dtype):
         torch.ones_like(out), out, mass, q, k, v, None, COEFFICIENTS
     )
     assert all((x == 0).all() for x in (out, mass, *gradients))
-
-
-@pytest.fixture(scope="module")
-def compiled():
-    return compiled_in_fresh_process("taylor_direct_launches")
-
-
-def test_nothing_spills_and_shared_memory_is_in_bounds(compiled):
-    for case, capabilities in compiled.items():
-        for capability in CAPABILITIES:
-            entries = capabilities[str(capability)]
-            assert {entry["kernel"] for entry in entries} == set(KERNELS)
-            for entry in entries:
-                assert entry["spilled_bytes"] == 0, (case, capability, entry)
-                assert entry["shared_bytes"] <= SHARED_BYTES[capability], (case, capability, entry)
-
-
-def test_products_run_on_matrix_units(compiled):
-    for case, capabilities in compiled.items():
-        if case != "float32":
-            found = {
-                entry["matrix"]
-                for entry in capabilities["90"]
-                if entry["kernel"] != "_taylor_direct_terms"
-            }
-            assert found == {"wgmma"}, case
-
-
-def test_one_compilation_serves_every_number_of_tokens():
-    found = keys_in_fresh_process("taylor_direct_launches")
-    assert found == {"bfloat16": dict.fromkeys(KERNELS, 1)}

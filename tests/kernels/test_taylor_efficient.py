@@ -16,11 +16,6 @@ from tests.helpers.kernel_checks import (
     poisoned_memory,
     relative_error,
 )
-from tests.helpers.kernel_launches import (
-    SHARED_BYTES,
-    compiled_in_fresh_process,
-    keys_in_fresh_process,
-)
 from tests.helpers.oracles import draw
 from visionattn.ops import reference
 
@@ -278,36 +273,3 @@ def recorded_state(module, k: Tensor, v: Tensor):
 
     with recorded():
         return module.state_of_keys(k, v, None, DEFAULT, normalised=True)
-
-
-@pytest.fixture(scope="module")
-def compiled():
-    return compiled_in_fresh_process("taylor_efficient_launches")
-
-
-@pytest.mark.parametrize("capability", SHARED_BYTES)
-def test_compiled_kernels_fit_their_gpu_without_spilling(compiled, capability):
-    for case, by_capability in compiled.items():
-        for found in by_capability[str(capability)]:
-            assert found["spilled_bytes"] == 0, (case, found)
-            assert found["shared_bytes"] <= SHARED_BYTES[capability], (case, found)
-            assert found["matrix"] or found["kernel"] == "taylor_efficient_state", (case, found)
-
-
-def test_wide_heads_run_on_the_matrix_units_of_a_hopper_gpu(compiled):
-    by_kernel = {
-        found["kernel"]: found["matrix"] for found in compiled["d=64 e=128 bfloat16"]["90"]
-    }
-    assert {by_kernel[f"taylor_efficient_{name}"] for name in ("sums", "expand", "gradient")} == {
-        "wgmma"
-    }
-
-
-def test_no_length_compiles_anything_anew():
-    expected = {f"taylor_efficient_{name}": 2 for name in ("sums", "expand", "gradient")} | {
-        "taylor_efficient_state": 1
-    }
-    assert keys_in_fresh_process("taylor_efficient_launches") == {
-        "bfloat16": expected,
-        "float32": expected,
-    }

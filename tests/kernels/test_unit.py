@@ -6,12 +6,6 @@ import pytest
 import torch
 
 from tests.helpers.kernel_checks import assert_within_budget, every_place, guarded, poisoned_memory
-from tests.helpers.kernel_launches import (
-    CAPABILITIES,
-    SHARED_BYTES,
-    compiled_in_fresh_process,
-    keys_in_fresh_process,
-)
 
 pytest.importorskip("triton", reason="GPU kernels need Triton")
 from visionattn.ops.gpu import launch  # noqa: E402
@@ -108,25 +102,6 @@ def test_grids_beyond_what_a_gpu_launches_are_refused():
     x = torch.empty(1, 1, 1, 16, device="meta").expand(2**16, 2**16, 1, 16)
     with pytest.raises(ValueError, match="a grid of"):
         unit.unit(x, None)
-
-
-@pytest.fixture(scope="module")
-def compiled():
-    return compiled_in_fresh_process("unit_launches")
-
-
-def test_nothing_spills_and_shared_memory_is_in_bounds(compiled):
-    for case, capabilities in compiled.items():
-        for capability in CAPABILITIES:
-            entries = capabilities[str(capability)]
-            assert {entry["kernel"] for entry in entries} == {"_unit", "_unit_backward"}
-            for entry in entries:
-                assert entry["spilled_bytes"] == 0, (case, capability, entry)
-                assert entry["shared_bytes"] <= SHARED_BYTES[capability]
-
-
-def test_one_compilation_serves_every_number_of_tokens():
-    assert keys_in_fresh_process("unit_launches") == {"bfloat16": {"_unit": 1, "_unit_backward": 1}}
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What ``kernel_launches.py`` records and compiles of the normalising prologue."""
+"""The launches that are recorded and compiled of the normalising prologue."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""What ``kernel_launches.py`` records and compiles of kernelized attention."""
+"""The launches that are recorded and compiled of kernelized attention."""
 
 from functools import partial
 

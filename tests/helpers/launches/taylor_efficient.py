@@ -1,4 +1,4 @@
-"""What ``kernel_launches.py`` records and compiles of the efficient form of TaylorShift."""
+"""The launches that are recorded and compiled of the efficient form of TaylorShift."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""What ``kernel_launches.py`` records and compiles of causal kernelized attention."""
+"""The launches that are recorded and compiled of causal kernelized attention."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""What ``kernel_launches.py`` records and compiles of ``Joint`` relative position."""
+"""The launches that are recorded and compiled of ``Joint`` relative position."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""What ``kernel_launches.py`` records and compiles of direct TaylorShift."""
+"""The launches that are recorded and compiled of direct TaylorShift."""
 
 from functools import partial
 
