@@ -13,14 +13,20 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from visionattn.inference.calls import Predictions, extract_features, predict
     from visionattn.models.weights import DataSpec, load_model
+    from visionattn.training.calls import train
 
 __version__ = "0.1.0"
-__all__ = ["DataSpec", "load_model"]
+__all__ = ["DataSpec", "Predictions", "extract_features", "load_model", "predict", "train"]
 
 _HOMES = {
     "DataSpec": "visionattn.models.weights",
+    "Predictions": "visionattn.inference.calls",
+    "extract_features": "visionattn.inference.calls",
     "load_model": "visionattn.models.weights",
+    "predict": "visionattn.inference.calls",
+    "train": "visionattn.training.calls",
 }
 _PARTS = ("layers", "layout", "models", "ops")
 

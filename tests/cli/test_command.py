@@ -26,7 +26,7 @@ def test_importing_waits_for_nothing_and_registers_the_models_once_timm_is_there
         "import sys, importlib.util\n"
         "import visionattn\n"
         "importlib.util.find_spec('timm')\n"  # others ask so whether it is installed
-        "assert {'load_model', 'ops'} <= set(dir(visionattn))\n"
+        "assert {'train', 'predict', 'load_model', 'ops'} <= set(dir(visionattn))\n"
         "assert not {'timm', 'torch', 'numpy', 'jsonargparse'} & set(sys.modules)\n"
         "import timm\n"
         "assert timm.is_model('scaleformer_vit_t') and timm.is_model('taylorshift_vit_t')\n"
@@ -112,3 +112,13 @@ def test_an_installed_package_has_its_configurations_within(tmp_path, monkeypatc
     (tmp_path / "configs" / "small.yaml").write_text("epochs: 2\n")
     monkeypatch.setattr(configs, "PACKAGE", tmp_path)
     assert configs.shipped() == {"small": tmp_path / "configs" / "small.yaml"}
+
+
+def test_the_page_about_python_runs_as_it_stands(tmp_path):
+    page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    done = fresh("\n".join(["import torch; torch.set_num_threads(1)", *blocks]), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^0\.\d{3} of the test images", done.stdout, re.MULTILINE)
+    sizes = ["[3, 192]", "[3, 192, 14, 14]", *["[192, 4, 5]"] * 3]
+    assert done.stdout.splitlines()[-5:] == [f"torch.Size({size})" for size in sizes]

@@ -93,7 +93,9 @@ def test_tables_that_cannot_be_read_are_named_and_the_rest_is_shown(tmp_path):
 def test_numbers_of_a_table_that_cannot_be_are_left_out_of_its_charts(tmp_path, capsys):
     rows = memory_rows()
     rows[0] |= {"peak_bytes": 0, "above_bytes": -5}
-    rows[1] |= {"tokens": 0, "growth_exponent": "1e400"}
+    rows[1] |= {"px": 0, "growth_exponent": "1e400"}
     rows[2] |= {"above_bytes": "1e308"}
     page = page_of(write_rows(tmp_path / "memory.csv", rows), output=tmp_path / "page.html")
-    assert page.tags.count("figure") == 1 and capsys.readouterr().err == ""
+    assert page.tags.count("figure") == 2 and capsys.readouterr().err == ""
+    drawn = [title for title in page.titles if " at " in title]
+    assert drawn == ["vit_tiny_patch16_224+eager: 1,324 at 512"]

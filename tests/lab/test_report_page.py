@@ -111,7 +111,7 @@ def test_a_browser_shows_the_rows_and_has_nothing_to_complain_of(page, tmp_path)
     }
     assert wanted <= set(cells) and cells.count("<img src=x onerror=document.title=1>") >= 2
     assert (
-        document.count('<svg class="chart"') == 6 + 5 + 2
+        document.count('<svg class="chart"') == 6 + 6 + 2
         and document.count('src="data:image/png;base64,') == 5
     )
     assert document.count("</section>") == 7

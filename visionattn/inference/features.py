@@ -16,7 +16,7 @@ from visionattn.cli.files import check_folder
 from visionattn.cli.progress import Progress
 from visionattn.inference.listing import Digits, Listing, find_images, printable
 from visionattn.inference.opening import Opened, open_model
-from visionattn.inference.options import NATIVE, NATIVE_BATCH, SIZED_BATCH, InferenceOptions
+from visionattn.inference.options import NATIVE, InferenceOptions
 from visionattn.inference.probe import Division, divide_digits, divide_folder, fit_probes
 from visionattn.inference.reading import ReadImages, Sizing
 from visionattn.inference.running import last_map, pooled, run_images
@@ -206,8 +206,7 @@ class Extraction:
             self.images,
             last_map if options.dense else pooled,
             start=done,
-            batch_size=options.batch_size
-            or (NATIVE_BATCH if self.opened.img_size is None else SIZED_BATCH),
+            batch_size=options.batch_size or self.opened.usual_batch,
             workers=options.workers,
             amp=options.amp,
             dtype=DTYPES[options.dtype],

@@ -7,7 +7,7 @@ images.
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import timm
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from visionattn.cli.files import first_line
 from visionattn.inference.listing import digest_of
-from visionattn.inference.options import NATIVE, InferenceOptions
+from visionattn.inference.options import NATIVE, NATIVE_BATCH, SIZED_BATCH, InferenceOptions
 from visionattn.models.weights import (
     FORMAT,
     UNBUILDABLE,
@@ -59,6 +59,11 @@ class Opened:
     notes: tuple[str, ...]
     """Where its weights are from, as lines for people."""
 
+    @property
+    def usual_batch(self) -> int:
+        """Images per batch where nobody says how many."""
+        return NATIVE_BATCH if self.img_size is None else SIZED_BATCH
+
     def identity(self) -> dict[str, Any]:
         """Return what decides the model's outputs, as JSON types: name, arguments, images, a digest
         of its weights, the kind of device.
@@ -95,7 +100,7 @@ def open_model(options: InferenceOptions, *, classifies: bool) -> Opened:
     if options.threads:
         torch.set_num_threads(options.threads)
     device = pick_device(options.device)
-    described = _description(options.checkpoint) if options.checkpoint else None
+    described = description(options.checkpoint) if options.checkpoint else None
     if described:
         if options.model:
             raise ValueError(
@@ -115,24 +120,63 @@ def open_model(options: InferenceOptions, *, classifies: bool) -> Opened:
         name = options.model
     img_size = None if options.img_size == NATIVE else options.img_size or spec.img_size
     model = _free_size(model, name, args, spec, img_size)
-    patch_px = getattr(getattr(model, "patch_embed", None), "patch_size", (1, 1))
-    if img_size is not None and isinstance(
-        patch_px, tuple
-    ):  # some models of timm keep one number and check by themselves
-        check_img_size(model, [img_size])
+    patch_px = _patch_px(model, img_size)
     return Opened(
-        model.to(device).eval(),
-        name,
-        args,
-        spec,
-        img_size,
-        to_2tuple(patch_px),
-        device,
-        tuple(notes),
+        model.to(device).eval(), name, args, spec, img_size, patch_px, device, tuple(notes)
     )
 
 
-def _description(path: str) -> dict[str, str] | None:
+def open_module(model: nn.Module, options: InferenceOptions) -> Opened:
+    """Take a module as it is and where it is; ``data_spec``, which ``load_model`` sets, says what
+    its images are, or else timm's ``pretrained_cfg``.
+
+    Raises:
+        ValueError: nothing says what its images are, or it does not take this size; one line.
+    """
+    name = type(model).__name__
+    spec = getattr(model, "data_spec", None)
+    if spec is None:
+        cfg = getattr(model, "pretrained_cfg", None)
+        if cfg is None:
+            raise ValueError(
+                f"{name} does not say what its images are; set its data_spec to a "
+                f"visionattn.DataSpec"
+            )
+        known = {field.name for field in fields(PretrainedCfg)}
+        kept = cfg if isinstance(cfg, dict) else asdict(cfg)
+        kept = PretrainedCfg(**{key: value for key, value in kept.items() if key in known})
+        spec = _spec_of(kept, model.state_dict())
+        spec = replace(spec, num_classes=getattr(model, "num_classes", spec.num_classes))
+    fixed = _fixed_size(model)
+    wanted = options.img_size or (fixed[0] if fixed else spec.img_size)
+    img_size = None if wanted == NATIVE else wanted
+    if fixed not in (None, (img_size, img_size)):
+        raise ValueError(
+            f"{name} takes images of {fixed[0]} x {fixed[1]} pixels alone; build it with "
+            f"dynamic_img_size=True"
+        )
+    device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
+    return Opened(model, name, {}, spec, img_size, _patch_px(model, img_size), device, ())
+
+
+def _patch_px(model: nn.Module, img_size: int | None) -> tuple[int, int]:
+    """Height and width of a model's patches in pixels; raises ValueError where a size is no whole
+    number of them.
+    """
+    patch_px = getattr(getattr(model, "patch_embed", None), "patch_size", (1, 1))
+    # Some models of timm keep one number and check by themselves.
+    if img_size is not None and isinstance(patch_px, tuple):
+        check_img_size(model, [img_size])
+    return to_2tuple(patch_px)
+
+
+def _fixed_size(model: nn.Module) -> tuple[int, int] | None:
+    """Height and width in pixels of the only images that a model takes; None: it takes others."""
+    embed = getattr(model, "patch_embed", None)
+    return tuple(embed.img_size) if getattr(embed, "strict_img_size", False) else None
+
+
+def description(path: str) -> dict[str, str] | None:
     """Return what a file of ours says of its model; None for weights of other projects.
 
     Raises:
@@ -150,8 +194,7 @@ def _free_size(
     model: nn.Module, name: str, args: dict[str, Any], spec: DataSpec, img_size: int | None
 ) -> nn.Module:
     """Make a model that was built for one image size take another, or any."""
-    embed = getattr(model, "patch_embed", None)
-    fixed = tuple(embed.img_size) if getattr(embed, "strict_img_size", False) else None
+    fixed = _fixed_size(model)
     if fixed is None or fixed == (img_size, img_size):
         return model
     reason = ""

@@ -5,13 +5,14 @@ Owns the rows and how they are written as they come. A file of rows appears whol
 
 import csv
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
+from torch import Tensor
 
 from visionattn.cli.ends import OutOfMemory
 from visionattn.cli.files import check_free, write_whole
@@ -20,7 +21,7 @@ from visionattn.cli.provenance import provenance
 from visionattn.cli.tables import heading, line
 from visionattn.inference.listing import find_images, printable
 from visionattn.inference.opening import Opened, open_model
-from visionattn.inference.options import NATIVE_BATCH, SIZED_BATCH, InferenceOptions
+from visionattn.inference.options import InferenceOptions
 from visionattn.inference.reading import ReadImages, Sizing
 from visionattn.inference.running import Outcome, logits, run_images
 
@@ -91,8 +92,6 @@ class Predictor:
 
     def __init__(self, options: PredictOptions):
         self.options, self.output = options, Path(options.output) if options.output else None
-        if options.top_k is not None and options.top_k < 1:
-            raise ValueError(f"top_k must be above 0, got {options.top_k}")
         if self.output is None and options.overwrite:
             raise ValueError(
                 "overwrite replaces the file of --output, which is missing: leave it out"
@@ -103,12 +102,8 @@ class Predictor:
             check_free(self.output, options.overwrite)
         self.listing = find_images(options.images or [])
         self.opened: Opened = open_model(options, classifies=True)
-        classes = self.opened.spec.num_classes
-        if classes < 1:
-            raise ValueError(f"{self.opened.name} has no classes to predict")
-        if options.top_k is not None and options.top_k > classes:
-            raise ValueError(f"top_k {options.top_k} of a model of {classes} classes")
-        self.top_k = options.top_k or min(SHOWN if self.output is None else 5, classes)
+        usual = SHOWN if self.output is None else 5
+        self.top_k = count_of_classes(self.opened, options.top_k, usual)
         self.images = ReadImages(
             self.listing,
             self.opened.spec,
@@ -156,8 +151,7 @@ class Predictor:
             self.opened,
             self.images,
             logits,
-            batch_size=options.batch_size
-            or (NATIVE_BATCH if self.opened.img_size is None else SIZED_BATCH),
+            batch_size=options.batch_size or self.opened.usual_batch,
             workers=options.workers,
             amp=options.amp,
         )
@@ -173,9 +167,8 @@ class Predictor:
     def _prediction(self, outcome: Outcome) -> Prediction:
         if outcome.value is None:
             return Prediction(outcome, (), ())
-        probabilities, classes = torch.softmax(outcome.value, 0).topk(self.top_k)
         names = self.opened.spec.class_names
-        chosen = tuple(names[i] if names else str(i) for i in classes.tolist())
+        chosen, probabilities = most_probable(outcome.value, self.top_k, names)
         return Prediction(outcome, chosen, tuple(round(p, DIGITS) for p in probabilities.tolist()))
 
     def _write(self, path: Path, predictions: Iterator[Prediction]) -> None:
@@ -188,6 +181,32 @@ class Predictor:
                 _write_json(file, predictions, about)
             else:
                 _write_csv(file, predictions, self.top_k)
+
+
+def count_of_classes(opened: Opened, top_k: int | None, usual: int) -> int:
+    """How many classes are named per image; None: the usual number, or as many as there are.
+
+    Raises:
+        ValueError: none, or more than the model has.
+    """
+    classes = opened.spec.num_classes
+    if classes < 1:
+        raise ValueError(f"{opened.name} has no classes to predict")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k must be above 0, got {top_k}")
+    if top_k is not None and top_k > classes:
+        raise ValueError(f"top_k {top_k} of a model of {classes} classes")
+    return top_k or min(usual, classes)
+
+
+def most_probable(
+    outputs: Tensor, top_k: int, names: Sequence[str]
+) -> tuple[tuple[str, ...], Tensor]:
+    """The classes of one image ``[num_classes]`` with the largest shares of its softmax, and these
+    ``[top_k]``, in order; numbers where there are no names.
+    """
+    probabilities, classes = torch.softmax(outputs, 0).topk(top_k)
+    return tuple(names[i] if names else str(i) for i in classes.tolist()), probabilities
 
 
 def _write_csv(file: TextIO, predictions: Iterator[Prediction], top_k: int) -> None:

@@ -193,10 +193,12 @@ class Processes:
             keep: writes the reason to the run's folder. It is called on one process, and only where
                 that process waits for another one and cannot raise the reason itself.
         """
-        if self.watchdog is None:
+        watchdog = self.watchdog
+        if watchdog is None:
             yield
             return
-        self.watchdog.keep, before = keep, self.watchdog.keep
+        before = watchdog.keep
+        watchdog.keep = keep
         try:
             yield
         except (Stopped, NonFinite, Interrupted):  # the same on all
@@ -205,20 +207,20 @@ class Processes:
             after_help = isinstance(error, SystemExit) and not error.code
             if after_help or error is self._agreed:
                 raise
-            verdict, own = self._judge(error)
+            verdict, own = self._judge(error, watchdog)
             if own:
                 raise
             raise self.agree(verdict.exception()) from error
         finally:
-            self.watchdog.keep = before
+            watchdog.keep = before
 
-    def _judge(self, error: BaseException) -> tuple[Verdict, bool]:
+    def _judge(self, error: BaseException, watchdog: Watchdog) -> tuple[Verdict, bool]:
         """Agree with the others why the run ends; the flag says whether it is for this error."""
-        self.watchdog.hold()
+        watchdog.hold()
         memory = isinstance(error, OutOfMemory) or is_out_of_memory(error)
         # Perhaps of a message whose partner is gone, or torchrun's SIGTERM after another one's end.
         if isinstance(error, (RuntimeError, SystemExit)) and not memory:
-            self.watchdog.doubt()
+            watchdog.doubt()
         kind = "input" if isinstance(error, (ValueError, OSError)) else "failed"
         if memory:
             kind = "oom"
@@ -226,9 +228,9 @@ class Processes:
         if not isinstance(error, SPOKEN):
             said = f"{type(error).__name__}: {said}"
         if not self.first:  # what all of them meet is told in the words of the first one
-            self.watchdog.wait_a_beat()
+            watchdog.wait_a_beat()
         reason = f"{said} ({self.name})"
-        verdict = self.watchdog.publish(Verdict(kind, reason))
+        verdict = watchdog.publish(Verdict(kind, reason))
         return verdict, verdict.reason == reason
 
     @property
@@ -239,7 +241,7 @@ class Processes:
 
     def terminate(self, signum: int, frame: object) -> None:
         """End on SIGTERM, unless this process is about to tell why the run ends."""
-        if not self.watchdog.held:
+        if self.watchdog is None or not self.watchdog.held:
             raise SystemExit(128 + signum)
 
 

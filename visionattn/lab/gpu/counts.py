@@ -39,7 +39,7 @@ PATCH = 16
 HEADS_OF = {"s": 6, "b": 12}
 """Heads of width 64 of a ViT-S and a ViT-B, by the last letter of a model's name."""
 FILLED_TOKENS = 2**20
-"""Tokens of all heads and images at a crossover, as ``gpu_operations`` has them."""
+"""Tokens of all heads and images at a crossover, as ``operations.py`` has them."""
 LAUNCH_SECONDS = 2e-6
 """From the end of one launch to the work of the next, in a CUDA graph."""
 RATE_OF_UNIT = {"wgmma": 1.0, "tcgen05.mma": 1.0, "mma.sync": 0.62}
@@ -154,7 +154,7 @@ def expected_seconds(case: Case, gpu: Gpu = H100, triton: str | None = None) -> 
 
 def operations_of(case: Case, kind: str) -> list[Case]:
     """Return operations whose counts tell the time of a figure of this kind
-    (``gpu_figures.KINDS``).
+    (``targets.KINDS``).
     """
     if kind == "operation":
         return [case]

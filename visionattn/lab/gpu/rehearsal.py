@@ -1,6 +1,6 @@
 """The table of a GPU rehearsed on a processor: the same lines, tiny sizes, Triton's interpreter.
 
-What a clock would say is made up (``gpu_device.RehearsedCuda``), so nothing here is a measurement;
+What a clock would say is made up (``device.RehearsedCuda``), so nothing here is a measurement;
 that each kind of row runs, is right and is written is what a rehearsal shows. float16 stands for
 bfloat16, which the interpreter computes wrongly.
 """

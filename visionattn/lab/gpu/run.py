@@ -3,7 +3,7 @@
 Phases follow each other: the first kernel, kernels compiled ahead, tests, the table. Each has a
 limit, and whatever happens to one, the next begins; without the first kernel nothing does. All
 output goes to ``OUT/log.txt`` too, test results to ``OUT/tests.jsonl``, rows to ``OUT/rows.jsonl``,
-each as it comes. The end of the output is a summary (``gpu_summary``).
+each as it comes. The end of the output is a summary (``summary.py``).
 """
 
 import argparse

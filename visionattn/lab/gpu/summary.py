@@ -24,7 +24,7 @@ def summary(out: Path, phases: Sequence[str]) -> tuple[list[str], bool]:
     """Return the lines, and whether all tests that were dealt out passed and no row is wrong.
 
     Args:
-        out: the folder of ``gpu_run``.
+        out: the folder of ``run.py``.
         phases: how each ended.
     """
     tests, tests_good = tests_lines(read_lines(out / "tests.jsonl"))

@@ -1,0 +1,203 @@
+"""``visionattn.predict`` and ``visionattn.extract_features``: two commands as Python calls.
+
+Owns what a caller may pass as a model, and results in memory. Models, images and batches are run as
+the commands run them.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import timm
+import torch
+from torch import Tensor, nn
+
+from visionattn.cli.ends import OutOfMemory
+from visionattn.inference.held import Images, listing_of
+from visionattn.inference.opening import Opened, description, open_model, open_module
+from visionattn.inference.options import NATIVE, InferenceOptions, check
+from visionattn.inference.predict import count_of_classes, most_probable
+from visionattn.inference.reading import ReadImages, Sizing
+from visionattn.inference.running import Outcome, last_map, logits, pooled, run_images
+
+Size = int | Literal["native"] | None
+Fit = Literal["pad", "crop"] | None
+Amp = Literal["none", "bf16", "fp16"]
+WORDS = {"fit": (None, "pad", "crop"), "amp": ("none", "bf16", "fp16")}
+
+
+class Predictions(NamedTuple):
+    """The most probable classes of each image, in the order of the images."""
+
+    classes: list[tuple[str, ...]]
+    """Names, the most probable first; numbers where the model has no names for them."""
+    probabilities: Tensor
+    """Float32 ``[images, top_k]`` on the CPU."""
+    names: list[str]
+    """Paths, or ``image 0`` and so on."""
+
+
+def predict(
+    model: nn.Module | str | Path,
+    images: Images,
+    *,
+    top_k: int | None = None,
+    img_size: Size = None,
+    fit: Fit = None,
+    batch_size: int | None = None,
+    workers: int = 0,
+    device: str | None = None,
+    amp: Amp = "none",
+) -> Predictions:
+    """Name the classes of images, as ``visionattn predict`` does.
+
+    Args:
+        model: a module of timm or ours, which stays where it is and as it is; a checkpoint of a
+            run; or a timm name, for the weights that timm has of it.
+        images: paths of files and folders; pictures of Pillow; uint8 arrays ``[H, W]``,
+            ``[H, W, C]`` or ``[B, H, W, C]``; uint8 tensors ``[C, H, W]`` or ``[B, C, H, W]``.
+        top_k: classes per image; None: 5, or as many as there are.
+        img_size: pixels; the shorter side is resized to it and the centre cropped. ``"native"``:
+            each image at its own size. None: that of the training.
+        fit: with ``"native"``, how an image comes to whole patches: ``"pad"`` (the default) or
+            ``"crop"``.
+        batch_size: images at once; None: 16, with ``"native"`` 1.
+        workers: processes that read images; 0 reads in this one.
+        device: for names and checkpoints; None takes a GPU where there is one.
+        amp: automatic mixed precision.
+
+    Raises:
+        ValueError, FileNotFoundError: model, images or options are wrong, or an image cannot be
+            read or gives no finite result; one line with its name.
+        OutOfMemory, Failed: of ``visionattn.cli.ends``: one image does not fit into memory, or a
+            process that reads ended.
+    """
+    options = _options(img_size, fit, batch_size, workers, device, amp)
+    found = Predictions([], torch.empty(0), [])
+    probabilities = []
+    with _opened(model, options, classifies=True) as opened:
+        count = count_of_classes(opened, top_k, 5)
+        for outcome in _outcomes(opened, images, logits, options):
+            classes, shares = most_probable(outcome.value, count, opened.spec.class_names)
+            found.classes.append(classes)
+            found.names.append(outcome.path)
+            probabilities.append(shares)
+    return found._replace(probabilities=torch.stack(probabilities))
+
+
+def extract_features(
+    model: nn.Module | str | Path,
+    images: Images,
+    *,
+    dense: bool = False,
+    img_size: Size = None,
+    fit: Fit = None,
+    batch_size: int | None = None,
+    workers: int = 0,
+    device: str | None = None,
+    amp: Amp = "none",
+) -> Tensor | list[Tensor]:
+    """Compute features of images, as ``visionattn features`` does, in the order of the images.
+
+    Args:
+        model: as for ``predict``, and likewise the other arguments.
+        images: as for ``predict``.
+        dense: the last feature map, after the final norm, instead of one vector per image.
+
+    Returns:
+        Float32 ``[images, D]`` on the CPU; if ``dense``, ``[images, D, H, W]`` with the grid of
+        patches ``H`` x ``W``, and with ``img_size="native"`` a list of ``[D, H, W]``.
+
+    Raises:
+        As ``predict``; and ValueError for a model without features of the kind.
+    """
+    options = _options(img_size, fit, batch_size, workers, device, amp)
+    with _opened(model, options, classifies=False) as opened:
+        method = "forward_intermediates" if dense else "forward_head"
+        if not hasattr(opened.model, method):
+            raise ValueError(f"{opened.name} gives no features of this kind: it has no {method}")
+        compute = last_map if dense else pooled
+        values = [outcome.value for outcome in _outcomes(opened, images, compute, options)]
+    if dense and img_size == NATIVE:
+        return [value.clone() for value in values]
+    return torch.stack(values)
+
+
+def _options(
+    img_size: Size, fit: Fit, batch_size: int | None, workers: int, device: str | None, amp: Amp
+) -> InferenceOptions:
+    options = InferenceOptions(
+        img_size=img_size,
+        fit=fit,
+        batch_size=batch_size,
+        workers=workers,
+        device=device or "auto",
+        amp=amp,
+    )
+    for key, known in WORDS.items():
+        if getattr(options, key) not in known:
+            wanted = ", ".join(map(str, known))
+            raise ValueError(f"{key} must be one of {wanted}, got {getattr(options, key)!r}")
+    if not (img_size in (None, NATIVE) or isinstance(img_size, int)):
+        raise ValueError(f"img_size must be a number of pixels, native or None, got {img_size!r}")
+    return options
+
+
+@contextmanager
+def _opened(
+    model: nn.Module | str | Path, options: InferenceOptions, *, classifies: bool
+) -> Iterator[Opened]:
+    """The model, in eval mode while it lasts; a module of the caller's is given back as it was."""
+    if isinstance(model, nn.Module):
+        if options.device != "auto":
+            raise ValueError("a module stays where it is; leave device out, or move the module")
+        options.model = type(model).__name__
+        check(options)
+        opened = open_module(model, options)
+        trained = [part for part in model.modules() if part.training]
+        try:
+            model.eval()
+            yield opened
+        finally:
+            for part in trained:
+                part.training = True
+        return
+    if os.path.isfile(model):
+        options.checkpoint = os.fspath(model)
+        if description(options.checkpoint) is None:
+            raise ValueError(
+                f"{model} does not say whose weights these are; build the model, load them and "
+                f"pass the module"
+            )
+    elif timm.is_model(str(model)):
+        options.model, options.pretrained = str(model), True
+    else:
+        raise ValueError(f"{model} is neither a checkpoint that is there nor a model of timm")
+    check(options)
+    yield open_model(options, classifies=classifies)
+
+
+def _outcomes(
+    opened: Opened,
+    images: Images,
+    compute: Callable[[nn.Module, Tensor], Tensor],
+    options: InferenceOptions,
+) -> Iterator[Outcome]:
+    """What came of each image; raises for the first one that came to nothing."""
+    sizing = Sizing(opened.img_size, opened.patch_px, options.fit or "pad")
+    batches = run_images(
+        opened,
+        ReadImages(listing_of(images), opened.spec, sizing),
+        compute,
+        batch_size=options.batch_size or opened.usual_batch,
+        workers=options.workers,
+        amp=options.amp,
+    )
+    for batch in batches:
+        for outcome in batch:
+            if outcome.value is None:
+                error = OutOfMemory if outcome.status == "oom" else ValueError
+                raise error(f"{outcome.path}: {outcome.reason}")
+            yield outcome
