@@ -1,0 +1,52 @@
+"""The pages that people read: what they name exists, their Python runs, and README stays short."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "checkpoints" / "README.md"])
+LEFT_OUT = ("checkpoints/digits", "segmentation_models_pytorch", "torch.compile", "torch.export")
+"""Blocks that need the demo's weights or another package, or that tests/models holds to more."""
+
+
+def name(page):
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_and_paths_lead_somewhere(page):
+    text = page.read_text()
+    links = re.findall(r"\]\(([^)#:]+)\)", text)
+    named = re.findall(r"`((?:visionattn|tests|tools|configs|docs)/[\w./]+)`", text)
+    gone = [link for link in links if not (page.parent / link).exists()]
+    gone += [path for path in named if not (ROOT / path).exists()]
+    assert gone == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_lines_of_prose_are_at_most_120_characters(page):
+    long = [line for line in page.read_text().split("\n") if len(line) > 120]
+    assert [line for line in long if not line.startswith("|")] == []
+
+
+def blocks():
+    for page in PAGES:
+        for i, block in enumerate(
+            re.findall(r"^```python\n(.*?)^```", page.read_text(), re.S | re.M)
+        ):
+            if not any(word in block for word in LEFT_OUT):
+                yield pytest.param(block, id=f"{name(page)}-{i}")
+
+
+@pytest.mark.parametrize("block", list(blocks()))
+def test_python_in_the_pages_runs(block, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    exec(compile(block, "page", "exec"), {})
+
+
+def test_readme_is_short():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 160
+    assert len(text.split()) <= 1700
