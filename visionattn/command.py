@@ -1,7 +1,7 @@
 """The command ``visionattn`` and what its subcommands do; ``tools/*.py`` are the same ones by file.
 
 The top of the package: it may import all, nothing imports it. What a subcommand needs is imported
-when it runs, so that ``visionattn --help`` waits for nothing.
+when it runs, so that ``visionattn --help`` waits for little.
 """
 
 import sys
