@@ -17,6 +17,7 @@ test: $(INSTALLED)
 lint: $(INSTALLED)
 	$(RUN) -m ruff format --check .
 	$(RUN) -m ruff check .
+	$(RUN) -m mypy visionattn
 
 # On a machine with an NVIDIA GPU: checks the kernels, then measures them, in less than ten minutes, with what is installed there
 # (torch, triton, timm, einops, pytest). Everything is written to the folder OUT as it comes; the last lines are the summary.

@@ -72,12 +72,12 @@ def stratified_split(labels: np.ndarray, share: float, seed: int) -> tuple[np.nd
         Sorted indices of the first and of the second part; together each index once.
     """
     rng = np.random.default_rng(seed)
-    second = []
+    held = []
     for label in np.unique(labels):
         members = rng.permutation(np.flatnonzero(labels == label))
         count = min(max(1, round(len(members) * share)), len(members) - 1)
-        second.append(members[:count])
-    second = np.sort(np.concatenate(second))
+        held.append(members[:count])
+    second = np.sort(np.concatenate(held))
     return np.setdiff1d(np.arange(len(labels)), second), second
 
 

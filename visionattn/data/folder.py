@@ -80,7 +80,7 @@ def open_images(
             part.source, part.indices, part.labels, seed, augment if split == "train" else None
         )
 
-    return (dataset("train"), dataset("validation"), dataset("test")), tuple(names)
+    return (dataset("train"), dataset("validation"), dataset("test")), tuple(names)  # type: ignore[return-value]
 
 
 def _complete(

@@ -130,10 +130,10 @@ def fit_probes(
         warnings.simplefilter("always", ConvergenceWarning)
         linear.fit(x, y)
     knn = KNeighborsClassifier(neighbours, metric="cosine").fit(x, y)
-    accuracies = [
+    of_linear, of_knn = (
         float((classifier.predict(x_judged) == y_judged).mean()) for classifier in (linear, knn)
-    ]
+    )
     lost = len(division.fitted) + len(division.judged) - len(x) - len(x_judged)
     converged = not any(issubclass(entry.category, ConvergenceWarning) for entry in caught)
     sizes = (neighbours, len(x), len(x_judged), division.judged_name, len(division.class_names))
-    return ProbeResult(*accuracies, *sizes, converged, lost)
+    return ProbeResult(of_linear, of_knn, *sizes, converged, lost)

@@ -189,7 +189,7 @@ def _outcome(
     value = next(values)
     seen = (sample.height, sample.width, *size)
     if value is None:
-        return Outcome(
+        return Outcome(  # type: ignore[call-arg]
             path,
             "oom",
             f"out of memory with one image of {size[0]} x {size[1]} pixels",
@@ -198,8 +198,8 @@ def _outcome(
         )
     if not value.isfinite().all():
         hint = "; float32 may hold them" if dtype == torch.float16 else ""
-        return Outcome(path, "nan", f"outputs are not finite{hint}", *seen, None)
-    return Outcome(path, "ok", None, *seen, value)
+        return Outcome(path, "nan", f"outputs are not finite{hint}", *seen, None)  # type: ignore[call-arg]
+    return Outcome(path, "ok", None, *seen, value)  # type: ignore[call-arg]
 
 
 def _outputs(

@@ -10,7 +10,6 @@ takes by default, as users do. What is counted, and how the choice follows from 
 import argparse
 import json
 import math
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
@@ -307,4 +306,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -245,7 +245,8 @@ def _figure(size: tuple[float, float]):
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, layout="constrained")
-    figure.get_layout_engine().set(w_pad=0.1, h_pad=0.09, wspace=0.03)
+    engine = figure.get_layout_engine()
+    engine.set(w_pad=0.1, h_pad=0.09, wspace=0.03)  # type: ignore[call-arg]
     return figure
 
 

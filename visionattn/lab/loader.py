@@ -316,7 +316,7 @@ def read_batches(
             elif number == processes:
                 began = ended
     finally:
-        streams.close()
+        streams.close()  # type: ignore[attr-defined]
     if not images or began is None:
         raise ValueError(
             f"{case.source.label} has too few readable images for {processes} workers with "

@@ -207,7 +207,7 @@ def _seconds(
     return (clock() - before) / repeats
 
 
-def model_table(names: Sequence[str], sizes: Sequence[int], **args) -> list[dict[str, str | float]]:
+def model_table(names: Sequence[str], sizes: Sequence[int], **args) -> list[dict[str, object]]:
     """Return a row per timm model, built with ``args``: name, parameters in millions, and GFLOP at
     each square size in pixels.
     """

@@ -99,7 +99,7 @@ def make_tensors(case: Case, tokens: int, device: str) -> dict[str, Tensor]:
         else [word for word in case.options if word in POSITIONS]
     )
     for kind in kinds:
-        for name, extent in sides[kind].items():
+        for name, extent in sides[kind].items():  # type: ignore[attr-defined]
             tensors[name] = draw(case.heads, *extent, case.width).abs() * 16 / case.width
     return tensors
 
@@ -253,7 +253,7 @@ def check_operation(case: Case, device: str = "cpu") -> str | None:
 
 def results(
     function: Callable[..., Tensor], tensors: dict[str, Tensor], backward: bool
-) -> dict[str, Tensor | None]:
+) -> dict[str, Tensor]:
     """Return the result under "out" and, with ``backward``, each gradient under "gradient of
     <name>", for one upstream gradient.
     """

@@ -217,7 +217,7 @@ def get_feature_map(feature_map: str | FeatureMap) -> FeatureMap:
         ValueError: no map of that name, or an object that is none.
     """
     if isinstance(feature_map, str) and feature_map in FEATURE_MAPS:
-        return FEATURE_MAPS[feature_map]
+        return FEATURE_MAPS[feature_map]  # type: ignore[return-value]
     if isinstance(feature_map, str) or not all(
         callable(getattr(feature_map, name, None)) for name in ("query", "key")
     ):
@@ -256,7 +256,7 @@ def key_features(
         ValueError: features of another shape, or f other than ``width``.
     """
     if not is_per_token(feature_map):
-        return _checked(feature_map.key(k, key_mask), "key", k, width)
+        return _checked(feature_map.key(k, key_mask), "key", k, width)  # type: ignore[call-arg]
     k = k if key_mask is None else k.masked_fill(~key_mask[:, None, :, None], 0)
     return _checked(feature_map.key(k), "key", k, width)
 

@@ -14,7 +14,6 @@ Dal'Maz Silva, "Scaleformer".
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 from math import isqrt
 
@@ -336,4 +335,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -172,7 +172,8 @@ def relative_weights(relative, q: Tensor, present: Tensor, causal: bool = False)
     """
     parts, patches = _classes_and_patches(relative, q, present.shape[1])
     pairs, mean = patches & _visible(present, q, causal), relative.normalization == "mean"
-    return sum(_table_weights(elu1(q), table, classes, pairs, mean) for table, classes in parts)
+    weights = (_table_weights(elu1(q), table, classes, pairs, mean) for table, classes in parts)
+    return sum(weights, start=q.new_zeros(()))
 
 
 def elu1(x: Tensor) -> Tensor:

@@ -97,7 +97,7 @@ class TaylorState:
         )
         names = ("S2", "KV", "KK", "k_sum", "v_sum", "count")
         sums = (getattr(self, name) + getattr(other, name) for name in names)
-        return TaylorState(*sums, self.temperature, self.coefficients)
+        return TaylorState(*sums, self.temperature, self.coefficients)  # type: ignore[call-arg]
 
 
 State = KernelState | TaylorState

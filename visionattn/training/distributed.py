@@ -136,7 +136,7 @@ class Processes:
         except SHARED as own:
             error = own
         if self.sum(error is not None) == [0]:
-            return outcome
+            return outcome  # type: ignore[return-value]
         errors = [each for each in self.gather(self._portable(error)) if each is not None]
         chosen = min(errors, key=lambda each: isinstance(each, Interrupted))
         raise self.agree(chosen) from error
@@ -155,9 +155,9 @@ class Processes:
         distributed.broadcast_object_list(message)
         if message[1] is not None:
             raise self.agree(message[1]) from error
-        return message[0]
+        return message[0]  # type: ignore[return-value]
 
-    def agree(self, error: Outcome) -> Outcome:
+    def agree(self, error: BaseException) -> BaseException:
         """Note, and return, an error that all processes are about to raise at the same place."""
         self._agreed = error
         return error
@@ -182,7 +182,7 @@ class Processes:
             made = (OutOfMemory if kind is RuntimeError and is_out_of_memory(error) else kind)(
                 f"{error}{place}"
             )
-        made.place = place
+        made.place = place  # type: ignore[attr-defined]
         return made
 
     @contextmanager

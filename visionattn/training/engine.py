@@ -64,7 +64,8 @@ def train(
             "distributed.joined() as processes, call train(config, processes=processes)"
         )
     processes = processes or Processes()
-    processes.together(lambda: (check(config), choose_kind(config, processes.size)))
+    processes.together(lambda: check(config))
+    processes.together(lambda: choose_kind(config, processes.size))
     folder = processes.on_first(lambda: run_folder(config))
     states = States(folder)
     resumed = processes.on_first(lambda: config.resume and states.exist())

@@ -280,7 +280,7 @@ class Trainer(Learner):
             "val_top5": result.top5,
             "lr": self.learning_rate(),
             "skipped": position.skipped,
-            "left_out": self.batches.left_out + self.validation.left_out,
+            "left_out": self.batches.left_out + self.validation.left_out,  # type: ignore[attr-defined]
             "seconds": round(position.epoch_seconds, 3),
         }
         position.next_epoch()

@@ -154,7 +154,7 @@ def outputs(
     """GpuResult and gradients by name, written over NaN."""
     with poisoned_memory():
         result = call_of(function, tensors, backward)()
-    return result if backward else {"out": result}
+    return result if backward else {"out": result}  # type: ignore[return-value]
 
 
 def definition(case: Case, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

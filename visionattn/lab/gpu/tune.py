@@ -125,7 +125,7 @@ def descend(row: Row, d: int, seconds: Callable[[Row], float | None]) -> tuple[R
         place = tuple(trial.items())
         if place not in known:
             known[place] = seconds(trial)
-        return float("inf") if known[place] is None else known[place]
+        return float("inf") if known[place] is None else known[place]  # type: ignore[return-value]
 
     best = row
     for _ in range(PASSES):
@@ -159,7 +159,7 @@ def key_of(table: Table, capability: str, kernel: str, d: int, e: int, bits: int
         fit = [row for row in rows if row["d"] >= d and row["e"] >= e and row["bits"] == bits]
         if fit:
             least = min(fit, key=lambda row: (row["d"], row["e"]))
-            return (kernel, *(least[name] for name in HELD))
+            return (kernel, *(least[name] for name in HELD))  # type: ignore[return-value]
     return None
 
 

@@ -74,7 +74,7 @@ def number_in(text: str | float | None) -> float | None:
     ``MOST``.
     """
     try:
-        value = float(text)  # type: ignore[arg-type]
+        value = float(text)
     except (TypeError, ValueError):
         return None
     return value if abs(value) <= MOST else None

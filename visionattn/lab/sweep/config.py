@@ -40,7 +40,7 @@ class SweepConfig:
     """
     heads: list[int] | None = None
     """Head counts, e.g. ``4 8 16``; each must divide the width."""
-    attention: list[AttentionName] | None = None
+    attention: list[AttentionName] | None = None  # type: ignore[valid-type]
     """Attentions, in an otherwise equal network; None: that of the training alone."""
     form: list[FormChoice] | None = None
     """Forms of the attentions that have forms; None: direct and efficient."""

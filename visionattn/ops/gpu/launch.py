@@ -209,7 +209,7 @@ def options(kernel: str, q: Tensor, v: Tensor) -> dict[str, object]:
 
     The row of the table, widths and their blocks, and the precision.
     """
-    return remembered(_options, kernel, q.shape[3], v.shape[3], q.dtype, q.device)
+    return remembered(_options, kernel, q.shape[3], v.shape[3], q.dtype, q.device)  # type: ignore[return-value]
 
 
 def _options(

@@ -302,7 +302,7 @@ def kernel_sums(
             _direct_forward(queries, keys, x, outputs, causal)
         else:
             (_causal_forward if causal else _efficient_forward)(queries, keys, x, outputs)
-    return outputs
+    return outputs  # type: ignore[return-value]
 
 
 def _state_not_needed(causal: bool, form: str) -> Sequence[str]:
@@ -349,7 +349,7 @@ def kernel_sums_backward(
         _efficient_backward(
             queries, keys, x, grad, lambda b: _join(s, z, b, x.dtype), d_state, grads
         )
-    return grads
+    return grads  # type: ignore[return-value]
 
 
 differentiate(

@@ -83,7 +83,7 @@ def place_from(numbers: Sequence[int]) -> Place | None:
     if not numbers:
         return None
     *sizes, mean = numbers
-    return Place(*sizes, bool(mean))
+    return Place(*sizes, bool(mean))  # type: ignore[call-arg]
 
 
 def flops(q, v, table, place: Sequence[int], *, backward: bool) -> int:

@@ -89,7 +89,7 @@ class _Chunk:
 
 def _chunks(q: Tensor, table: Tensor, size: int) -> list[_Chunk]:
     """Chunks of about ``size`` heads."""
-    return [_Chunk(table, *chunk) for chunk in head_chunks(*q.shape[:2], max(1, size))]
+    return [_Chunk(table, *chunk) for chunk in head_chunks(*q.shape[:2], max(1, size))]  # type: ignore[call-arg]
 
 
 def _scale(counts: Tensor, total: Tensor | None) -> Tensor | None:

@@ -39,7 +39,8 @@ def _run_rows(x: Tensor, lag: int, out: Tensor, *, up: bool) -> Tensor:
     """
     rows, sources = (list(x.unbind(1)) for x in (out, x))
     if up:
-        rows.reverse(), sources.reverse()
+        rows.reverse()
+        sources.reverse()
     for y in range(lag, len(rows)):
         torch.add(rows[y - 1], sources[y - lag], out=rows[y])
     return out

@@ -164,7 +164,7 @@ def taylor_sums(
             else:
                 _direct_values(step, (a, b, c), out)
             _mass(step, q, k, (a, b, c), moments, out_mass)
-    return results
+    return results  # type: ignore[return-value]
 
 
 def _kept_state(state: Tensor, weights: Tensor) -> Tensor:
@@ -275,7 +275,7 @@ def taylor_sums_backward(
     weights = _weights(q.shape[3], (a, b, c), second)
     for step in passes((q, k, v, temperature, key_mask), dtype):
         own_state, *moments = (part_of(x, step.chunk) for x in (state, second, first))
-        mass = _MassGradient(part_of(d_mass, step.chunk), *moments, a, b)
+        mass = _MassGradient(part_of(d_mass, step.chunk), *moments, a, b)  # type: ignore[call-arg]
         own = (
             Values(part_of(d_values, step.chunk), dtype),
             *(part_of(x, step.chunk) for x in grads),
@@ -289,7 +289,7 @@ def taylor_sums_backward(
         if temperature is not None:
             heads = step.chunk[1]
             d_temperature[heads] += d_length.view(-1, heads.stop - heads.start).sum(0)
-    return *grads, d_temperature if temperature is None else d_temperature.to(temperature.dtype)
+    return *grads, d_temperature if temperature is None else d_temperature.to(temperature.dtype)  # type: ignore[return-value]
 
 
 differentiate(

@@ -106,7 +106,7 @@ class Pass:
         fill_features(x, self.buffer)
         self.buffer[:, f:-1] = x
         self.buffer[:, -1] = 1 if absent is None else ~absent
-        return self.buffer
+        return self.buffer  # type: ignore[return-value]
 
     def features_backward(self, x: Tensor, grad: Tensor) -> Tensor:
         """The gradient of ``x [g, d, T]`` for that of its features."""
@@ -126,5 +126,5 @@ def passes(operands: tuple, dtype: torch.dtype):
     q, k = operands[:2]
     tokens = max(1, min(max(q.shape[2], k.shape[2]), chunk_tokens(q.shape[3])))
     heads = max(1, BUFFER_ELEMENTS // ((num_features(q.shape[3]) + q.shape[3] + 1) * tokens))
-    for chunk in head_chunks(*q.shape[:2], heads * heads_at_once(q.device.type)):
+    for chunk in head_chunks(*q.shape[:2], heads * heads_at_once(q.device.type)):  # type: ignore[call-arg]
         yield Pass(chunk, operands, dtype)

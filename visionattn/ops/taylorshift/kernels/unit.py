@@ -112,7 +112,7 @@ def _unit_backward(
     )
 
 
-def _options(name: str, x: Tensor, length: Tensor | None) -> dict[str, object]:
+def _options(name: str, x: Tensor, length: Tensor | None) -> dict[str, int]:
     d = x.shape[3]
     row = launch.launch_row(name, d, d, x.dtype, x.device)
     return row | dict(D=d, BLOCK_D=launch.block(d), LENGTH=length is not None)
