@@ -33,7 +33,7 @@ pytestmark = pytest.mark.filterwarnings(
 BASELINES = {
     "vit_small_patch16_224": "vit_tiny_patch16_224",
     "scaleformer_vit_s+identity": "scaleformer_vit_t+identity",
-    "": "",
+    None: None,
 }
 
 
