@@ -254,8 +254,9 @@ def test_ctrl_c_stops_the_cells_gently_and_the_next_call_goes_on(tmp_path):
     fakes = Fakes(tmp_path, **{name: ["wait", "finish"] for name in names})
     flags = ["--attention", "softmax", "--heads", "2", "4", "8"]
     code = (
-        "import sys; from visionattn.lab.sweep.run import sweep; from visionattn.cli.parsing "
-        "import run_tool\n"
+        "import sys\n"
+        "from visionattn.cli.ends import run_tool\n"
+        "from visionattn.lab.sweep.run import sweep\n"
         f"sys.exit(run_tool(lambda: sweep(sys.argv[1:], print, train=(sys.executable, "
         f"{str(tmp_path / 'fake.py')!r}))))"
     )
@@ -278,6 +279,7 @@ def test_ctrl_c_stops_the_cells_gently_and_the_next_call_goes_on(tmp_path):
     )
     deadline = time.monotonic() + 600
     while len(list(tmp_path.glob("waits_*"))) < 2 and time.monotonic() < deadline:
+        assert process.poll() is None, process.stderr.read()
         time.sleep(0.1)
     with pytest.raises(ValueError, match="another sweep, or a training of it, is at work"):
         fakes(*flags)
