@@ -383,4 +383,4 @@ def test_help_ends_with_the_command_to_paste(main, capsys):
     with pytest.raises(SystemExit) as left:
         main(["--help"])
     assert left.value.code == 0
-    assert capsys.readouterr().out.splitlines()[-1].strip() == run.EXAMPLE
+    assert capsys.readouterr().out.splitlines()[-1].endswith(f"visionattn profile {run.EXAMPLE}")

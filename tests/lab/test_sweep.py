@@ -367,7 +367,7 @@ def test_bad_input_is_one_line_before_anything_starts(flags, tmp_path, capsys):
 
 
 def test_the_example_of_the_help_is_a_sweep_that_can_be_parsed():
-    assert parse_sweep(EXAMPLE.split()[2:]).heads == [2, 4]
+    assert parse_sweep(EXAMPLE.split()).heads == [2, 4]
 
 
 def test_a_killed_training_is_out_of_memory_only_where_the_system_says_so(tmp_path, monkeypatch):
