@@ -164,3 +164,12 @@ def test_marks_are_lines_across_or_rings_with_their_texts():
     marks = [Mark("published 73", 73), Mark("measured 155", 155, 2.0, colour=1)]
     text = svg(Chart("T", "N", "ms", line([64, 256], [1.0, 3.0]), marks, log_x=2), "c")
     assert "published 73</text>" in text and "measured 155</text>" in text
+
+
+def test_a_name_that_is_moved_beside_all_lines_stays_within_the_chart():
+    long = Series("digits", Look.of(0), range(14), [2.3, 1.7, 0.7, 0.3, *[0.1] * 10])
+    short = Series("finetune", Look.of(1), [0, 1], [1.1, 1.0])
+    text = svg(Chart("Loss", "epoch", "nats", [long, short]), "a")
+    width = float(re.search(r'viewBox="0 0 ([\d.]+) ', text).group(1))
+    left = float(re.search(r'<text[^>]* x="([\d.]+)"[^>]*>finetune<', text).group(1))
+    assert left + 8 * 4.5 < width  # eight letters of 9 points

@@ -427,33 +427,46 @@ def wrapped(name: str) -> str:
 def _place_labels(figure, charts: Sequence[Chart]) -> None:
     """Move labels that would overlap lines or each other: to the right of all lines, and apart."""
     figure.draw_without_rendering()
-    points = 72 / figure.dpi
-    for ax in figure.axes[: len(charts)]:
-        labels = [text for text in ax.texts if text.get_gid() == "label"]
-        ends = [ax.transData.transform(text.xy) for text in labels]
-        right = max((x for x, _ in ends), default=0.0)
-        columns: dict[float, list[int]] = {}
-        for i, (text, (x, _)) in enumerate(zip(labels, ends, strict=True)):
-            box = text.get_window_extent()
-            hidden = any(
-                line.get_path()
-                .interpolated(16)
-                .transformed(line.get_transform())
-                .intersects_bbox(box)
-                for line in ax.lines
-                if len(line.get_xdata()) > 1
-            )
-            columns.setdefault(right if hidden else x, []).append(i)
-        for column, here in columns.items():
-            heights = [points * ends[i][1] for i in here]
-            lines = [1 + labels[i].get_text().count("\n") for i in here]
-            moved = spread_out(heights, [LINE_POINTS * count for count in lines])
-            ups = [after - before for before, after in zip(heights, moved, strict=True)]
-            asides = [points * (column - ends[i][0]) for i in here]
-            far = [aside > 1 or abs(up) > 4 for aside, up in zip(asides, ups, strict=True)]
-            for i, aside, up, led in zip(here, asides, ups, far, strict=True):
-                labels[i].set_position((aside + (16 if any(far) else 9), up))
-                labels[i].arrow_patch.set_visible(led)
+    places = [(ax, _labels_of(ax)) for ax in figure.axes[: len(charts)]]
+    aside = [[_crosses_a_line(ax, label) for label in labels] for ax, labels in places]
+    # The layout makes room for what stands beside the axes, which then are narrower than the labels
+    # were placed for: after three rounds nothing moves by more than a pixel.
+    for _ in range(3):
+        for (ax, labels), at_the_side in zip(places, aside, strict=True):
+            _move_labels(ax, labels, at_the_side, 72 / figure.dpi)
+        figure.draw_without_rendering()
+
+
+def _labels_of(ax) -> list:
+    return [text for text in ax.texts if text.get_gid() == "label"]
+
+
+def _crosses_a_line(ax, label) -> bool:
+    box = label.get_window_extent()
+    return any(
+        line.get_path().interpolated(16).transformed(line.get_transform()).intersects_bbox(box)
+        for line in ax.lines
+        if len(line.get_xdata()) > 1
+    )
+
+
+def _move_labels(ax, labels: Sequence, at_the_side: Sequence[bool], points: float) -> None:
+    """Put each label beside the end of its line, or right of all lines; ``points`` of a pixel."""
+    ends = [ax.transData.transform(text.xy) for text in labels]
+    right = max((x for x, _ in ends), default=0.0)
+    columns: dict[float, list[int]] = {}
+    for i, (x, _) in enumerate(ends):
+        columns.setdefault(right if at_the_side[i] else x, []).append(i)
+    for column, here in columns.items():
+        heights = [points * ends[i][1] for i in here]
+        lines = [1 + labels[i].get_text().count("\n") for i in here]
+        moved = spread_out(heights, [LINE_POINTS * count for count in lines])
+        ups = [after - before for before, after in zip(heights, moved, strict=True)]
+        asides = [points * (column - ends[i][0]) for i in here]
+        far = [aside > 1 or abs(up) > 4 for aside, up in zip(asides, ups, strict=True)]
+        for i, aside, up, led in zip(here, asides, ups, far, strict=True):
+            labels[i].set_position((aside + (16 if any(far) else 9), up))
+            labels[i].arrow_patch.set_visible(led)
 
 
 def spread_out(heights: Sequence[float], sizes: Sequence[float]) -> list[float]:
