@@ -1,5 +1,6 @@
 """``--help`` of every command ends with an example, and the example works as it is pasted."""
 
+import contextlib
 import importlib.util
 import os
 import shlex
@@ -38,9 +39,9 @@ def paste(command, folder):
     )
 
 
-def example_of(name, capsys):
-    """The last line of a command's help."""
-    with pytest.raises(SystemExit) as end:
+def example_of(name, folder, capsys):
+    """The last line of a command's help, as it is printed in the folder where it is pasted."""
+    with contextlib.chdir(folder), pytest.raises(SystemExit) as end:
         main([name, "--help"])
     printed = capsys.readouterr().out
     assert end.value.code == 0 and printed.startswith(f"usage: visionattn {name} ")
@@ -69,7 +70,7 @@ def trained(folder, capsys):
     """
     kept, printed = folder / "checkpoints" / "digits", folder / "printed"
     if not kept.exists():
-        done = paste(example_of("train", capsys), folder)
+        done = paste(example_of("train", folder, capsys), folder)
         assert done.returncode == 0, done.stderr
         (folder / "checkpoints" / "try").rename(kept)
         printed.write_text(done.stdout)
@@ -88,7 +89,7 @@ def tracked_files():
 
 @pytest.mark.parametrize("name", SUBCOMMANDS)
 def test_help_ends_with_a_command_that_works_as_pasted(name, folder, trained, capsys):
-    command = example_of(name, capsys)
+    command = example_of(name, folder, capsys)
     assert f"visionattn {name} " in command
     if name == "train":
         assert "test accuracy" in trained

@@ -174,8 +174,11 @@ def test_a_loading_process_that_dies_ends_the_run_with_code_4(tmp_path, monkeypa
     assert (status["status"], status["exit_code"]) == ("failed", 4)
 
 
+@pytest.mark.parametrize(
+    "end", [ConnectionResetError(104, "Connection reset by peer"), EOFError()], ids=["reset", "end"]
+)
 def test_a_loading_process_that_dies_while_it_hands_over_a_batch_is_told_alike(
-    tmp_path, monkeypatch, capsys
+    end, tmp_path, monkeypatch, capsys
 ):
     """Its end of the connection breaks first; torch's handler of the signal then interrupts the
     writing of the status.
@@ -188,7 +191,7 @@ def test_a_loading_process_that_dies_while_it_hands_over_a_batch_is_told_alike(
         real(path, text)
 
     def broken(self):
-        raise ConnectionResetError(104, "Connection reset by peer")
+        raise end
         yield
 
     monkeypatch.setattr(status_module, "write_text", interrupted)

@@ -205,7 +205,9 @@ class _Batches:
         """
         try:
             yield from self._loader[0]
-        except ConnectionError as error:
+        except (ConnectionError, EOFError) as error:
+            if isinstance(error, EOFError) and str(error):
+                raise  # of a file: that of a broken connection has no words
             raise RuntimeError("DataLoader worker ended amid a batch") from error
 
     def _leave_out(self, image: Unreadable) -> None:

@@ -66,7 +66,8 @@ def run_papers(options: Options, provenance: Record, show: Print) -> None:
     from visionattn.lab.papers import redraw
 
     flags = options.flags
-    redraw(flags.names, Path(flags.output), flags.quick, provenance, show)
+    ways = {"quick": flags.quick, "processor_time": flags.processor_time}
+    redraw(flags.names, Path(flags.output), provenance, show, **ways)
 
 
 def run_figures(options: Options, provenance: Record, show: Print) -> tuple[list[Record], int]:

@@ -75,6 +75,11 @@ FLAGS = {
     ),
     "no-memory": SWITCH
     | dict(help="leave out peak memory, which takes a process of some seconds per case"),
+    "processor-time": SWITCH
+    | dict(
+        help="seconds that a processor spends, not those of a clock: other work on the machine "
+        "does not count; with --threads 1"
+    ),
     "threads": dict(type=positive, help="of a processor (what torch takes)"),
     "device": dict(default="cpu", help="cpu or cuda (%(default)s)"),
     "only": dict(metavar="PATTERN", help="the rows that this regular expression fits"),
@@ -150,7 +155,7 @@ COMMANDS = {
     ),
     "papers": Command(
         "a figure of the papers, redrawn on this machine",
-        "quick output threads overwrite",
+        "quick output processor-time threads overwrite",
         dict(choices=FIGURES, metavar="FIGURE", help=f"one of {', '.join(FIGURES)}"),
     ),
     "loader": Command(

@@ -141,6 +141,8 @@ def parse_options(argv: Sequence[str]) -> Options:
             )
     for path in outputs(flags):
         check_free(path, flags.overwrite)
+    if flags.command == "papers" and flags.processor_time and flags.threads != 1:
+        raise ValueError("--processor-time adds up the seconds of all threads; give --threads 1")
     if flags.command == "loader":
         from visionattn.lab.loader import open_sources
 

@@ -3,6 +3,7 @@ interleaved run.
 """
 
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -70,6 +71,19 @@ class Plan:
     kept: bool = True
     """Bytes kept for backward, of cases with a backward pass."""
     device: str = "cpu"
+    processor_time: bool = False
+    """Seconds are those that a processor spent, not those of a clock on the wall: what other work
+    on the machine takes does not count. Meant for one thread.
+    """
+    first_call: bool = False
+    """A run takes minutes: its first call is what is measured, in time and in memory, and what
+    libraries do once counts with it. ``rounds`` and ``seconds`` do nothing.
+    """
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        """What tells the seconds where no GPU does."""
+        return time.process_time if self.processor_time else time.perf_counter
 
 
 def check_case(case: Case, device: str = "cpu") -> str | None:
@@ -139,7 +153,7 @@ def _measure_alone(row: Row, plan: Plan) -> None:
         with choosing_as(device=plan.device, dtype=case.torch_dtype):
             row.flops = flops_of(_on_meta(case))
     if plan.memory:
-        row.peak_bytes = case_peak_bytes(case, plan.device)
+        row.peak_bytes = case_peak_bytes(case, plan.device, warm=not plan.first_call)
     if plan.kept and case.backward:
         row.kept_bytes = case_bytes_kept(case, plan.device)
 
@@ -170,8 +184,12 @@ def _measure_times(rows: list[Row], plan: Plan) -> None:
     ready = []
     for row in rows:
         if row.status == "ok":
-            _attempt(row, lambda row=row: ready.append(_Ready(row, plan.device)))
+            _attempt(row, lambda row=row: ready.append(_Ready(row, plan)))
     if not ready:
+        return
+    if plan.first_call:
+        for entry in ready:
+            entry.row.samples, entry.row.seconds = [entry.seconds], Quartiles.of([entry.seconds])
         return
     samples = interleaved_seconds(
         [entry.work for entry in ready],
@@ -180,6 +198,7 @@ def _measure_times(rows: list[Row], plan: Plan) -> None:
         max_rounds=plan.max_rounds,
         seconds_per_work=plan.seconds,
         device=plan.device,
+        clock=plan.clock,
     )
     for entry, times in zip(ready, samples, strict=True):
         entry.row.samples, entry.row.seconds = times, Quartiles.of(times)
@@ -188,9 +207,9 @@ def _measure_times(rows: list[Row], plan: Plan) -> None:
 class _Ready:
     """A row whose work is in memory and has run."""
 
-    def __init__(self, row: Row, device: str):
-        self.row, self.work = row, build(row.case, device)
-        self.seconds = warm_up(self.work, device=device)
+    def __init__(self, row: Row, plan: Plan):
+        self.row, self.work = row, build(row.case, plan.device)
+        self.seconds = warm_up(self.work, device=plan.device, clock=plan.clock)
 
 
 def record_of(row: Row) -> Record:

@@ -24,9 +24,15 @@ def build(case: Case, device: str = "cpu") -> Work:
     return build_network(case, device)
 
 
-def case_peak_bytes(case: Case, device: str = "cpu") -> int:
+def case_peak_bytes(case: Case, device: str = "cpu", *, warm: bool = True) -> int:
     """Peak memory of one run above the level with its inputs, and for models the weights, in place;
     the result is part of it.
+
+    Args:
+        case: what is run.
+        device: where.
+        warm: a run before it takes what libraries keep from their first call at a size (some MiB
+            for each thread), so that it does not count.
 
     Raises:
         torch.OutOfMemoryError: it does not fit, or the system ended the process that tried for want
@@ -36,20 +42,22 @@ def case_peak_bytes(case: Case, device: str = "cpu") -> int:
     """
     if device != "cpu":
         work = build(case, device)
-        work()
+        if warm:
+            work()
         return peak_bytes(work, device)
     if not sys.platform.startswith("linux"):
         raise NotImplementedError("peak memory of a CPU is measured under Linux only")
-    given = {"case": case.as_dict(), "threads": torch.get_num_threads()}
+    given = {"case": case.as_dict(), "threads": torch.get_num_threads(), "warm": warm}
     try:
         return ask(peak_here, given, f"{case.label} at {case.size}")
     except Failed as error:
         raise Failed(f"measuring the memory of {case.label} failed: {error}") from error
 
 
-def peak_here(case: dict[str, Any], threads: int) -> int:
+def peak_here(case: dict[str, Any], threads: int, warm: bool) -> int:
     """Return the bytes of a case, told as plain values, in this process."""
     torch.set_num_threads(threads)
     work = build(Case(**case))
-    work()  # libraries take what they keep from their first call at this size, which is no growth
+    if warm:
+        work()
     return peak_bytes(work)

@@ -28,6 +28,7 @@ Print = Callable[[str], None]
 PLAN = Plan(rounds=5, seconds=0.5, max_rounds=15)
 QUICK = Plan(rounds=2, seconds=0.0, max_rounds=2)
 FORMS = ("direct", "efficient")
+PROCESSOR_TIME = "seconds of the processor"
 
 PUBLISHED_HEADS = {
     4: (12060, 596, 2975, 840),
@@ -56,7 +57,15 @@ class Figure:
     """By size of the cases."""
 
 
-def redraw(figure: str, folder: Path, quick: bool, provenance: Record, show: Print) -> None:
+def redraw(
+    figure: str,
+    folder: Path,
+    provenance: Record,
+    show: Print,
+    *,
+    quick: bool = False,
+    processor_time: bool = False,
+) -> None:
     """Measure and draw a figure; ``<figure>.png`` and ``<figure>.csv`` in ``folder``, its table to
     ``show``.
 
@@ -65,15 +74,19 @@ def redraw(figure: str, folder: Path, quick: bool, provenance: Record, show: Pri
     Args:
         figure: a name of ``FIGURES``.
         folder: exists.
-        quick: few small sizes.
         provenance: what the CSV and the PNG say of the machine.
         show: gets the table line by line.
+        quick: few small sizes.
+        processor_time: as ``Plan`` has it; the CSV and the PNG say so.
     """
     chosen, records = FIGURES[figure], []
+    if processor_time:
+        provenance = provenance | {"device": f"{provenance['device']}, {PROCESSOR_TIME}"}
     show(heading(COLUMNS))
     for group in chosen.cases(quick):
         compared = chosen.table is not None
-        plan = replace(QUICK if quick else chosen.plan(group[0].size), memory=compared)
+        plan = QUICK if quick else chosen.plan(group[0].size)
+        plan = replace(plan, memory=compared, processor_time=processor_time)
         for row in measure_together(group, plan, group[0].label if compared else None):
             records.append(record_of(row))
             show(line(list(cells_of(row).values())))
@@ -328,9 +341,9 @@ def size_cases(quick: bool) -> Iterator[list[Case]]:
 
 
 def size_plan(size: int) -> Plan:
-    """One round where a forward of timm's takes minutes."""
-    rounds = 5 if size <= 1024 else 3 if size <= 2048 else 1
-    return Plan(rounds=rounds, seconds=0.0)
+    """Fewer rounds where a forward takes longer; timm's takes many minutes above 2,048 px."""
+    rounds = 5 if size <= 1024 else 3 if size < 2048 else 2
+    return Plan(rounds=rounds, seconds=0.0, first_call=size > 2048)
 
 
 def size_table(rows: Sequence[Record]) -> list[Record]:
