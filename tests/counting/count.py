@@ -15,10 +15,9 @@ from collections.abc import Iterator
 from functools import partial
 
 os.environ.pop("TRITON_INTERPRET", None)
-from tests.counting import (
-    record,  # noqa: E402
-    workloads,  # noqa: E402
-)
+from tests.counting import facts, record, workloads  # noqa: E402
+from tests.counting.counting import Count, count  # noqa: E402
+from tests.helpers.kernel_launches import Launch  # noqa: E402
 from visionattn.lab.gpu import counts as gpu_counts  # noqa: E402
 
 TARGETS = {"8.0": 80, "9.0": 90, "10.0": 100}
@@ -69,7 +68,16 @@ def counted(args: argparse.Namespace) -> Iterator[tuple[workloads.Task, str, str
 
     for task in tasks_of(args):
         wanted = partial(re.search, args.kernel)
-        yield task, *record.counted(task, change, wanted, disassemble=not args.registers)
+        counting = facts.count if args.registers else count_checked
+        yield task, *record.counted(task, change, wanted, counting)
+
+
+def count_checked(launch: Launch, capability: int) -> Count:
+    """Count a launch, whose facts are as they are on record if they are on it."""
+    found, known = facts.compiled_facts(launch, capability), facts.recorded_of(launch, capability)
+    if known not in (None, found):
+        raise ValueError(f"{launch.kernel.__name__}: {known} on record, and in truth {found}")
+    return count(launch, capability)
 
 
 def print_table(args: argparse.Namespace) -> None:
@@ -191,7 +199,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument(
         "--registers",
         action="store_true",
-        help="registers, spills and programs per multiprocessor alone, which is ten times as fast",
+        help="registers, spills and programs per multiprocessor alone, as tests/kernels/"
+        "compiled.json has them where it has the kernel",
     )
     parser.add_argument("--csv", metavar="FILE", help="write what is counted there too")
     args = parser.parse_args()

@@ -99,17 +99,11 @@ def compiled(launch: Launch, capability: int) -> Compiled:
     return _compiled[place]
 
 
-def count(launch: Launch, capability: int, *, disassemble: bool = True) -> Count:
-    """Count one launch as compiled for a GPU of this capability.
-
-    Args:
-        disassemble: count instructions; else what is made of them is 0, and counting is ten times
-            as fast.
-    """
+def count(launch: Launch, capability: int) -> Count:
+    """Count one launch as compiled for a GPU of this capability."""
     found = compiled(launch, capability)
-    code = found.code if disassemble else []
-    text = trips.read(found.ttir, launch.grid, launch.arguments)
-    loops = loops_of_source(code, found.loops if disassemble else [], text)
+    code, text = found.code, trips.read(found.ttir, launch.grid, launch.arguments)
+    loops = loops_of_source(code, found.loops, text)
     runs = times_run(code, loops, text, found.ptx)
     programs = math.prod(launch.grid)
     every = programs * found.warps
@@ -131,7 +125,7 @@ def count(launch: Launch, capability: int, *, disassemble: bool = True) -> Count
         once=total(lambda x: x.address not in inside),
         matrix=total(lambda x: x.is_matrix),
         barriers=total(lambda x: x.name == "BAR"),
-        operations=operations_of(code, runs, every, text) if disassemble else text.operations,
+        operations=operations_of(code, runs, every, text),
         bytes=touched_bytes(launch.args),
         loaded_bytes=every * 32 * sum(runs[x.address] * x.loaded_bytes for x in code),
         unit=found.unit,

@@ -60,9 +60,9 @@ def row_of(launch: Launch) -> str:
     )
 
 
-def counted(task: Task, change=None, wanted=None, disassemble=True) -> tuple[str, str, dict]:
-    """Group and operation of a task, and what goes under them; ``({},)`` where there are no kernels
-    for it."""
+def counted(task: Task, change=None, wanted=None, counting=count) -> tuple[str, str, dict]:
+    """Group and operation of a task, and what ``counting`` gives of its launches; ``({},)`` where
+    there are no kernels for it."""
     capability, case, e = task
     group = gpu_counts.group_of(case, e, f"{capability / 10:.1f}")
     launches: dict[str, list] = {}
@@ -79,14 +79,10 @@ def counted(task: Task, change=None, wanted=None, disassemble=True) -> tuple[str
         names[way] = told_apart(found, known)
         for launch, name in zip(found, names[way], strict=True):
             if name not in launches and (wanted is None or wanted(name)):
-                launches[name] = _values(launch, capability, disassemble)
+                _, *values = astuple(counting(launch, capability))
+                values = [round(x) if isinstance(x, float) else x for x in values]
+                launches[name] = [*values, row_of(launch)]
     return group, case.label, {"launches": launches, "operations": {case.label: names}}
-
-
-def _values(launch: Launch, capability: int, disassemble: bool) -> list:
-    """A launch in the table: ``gpu_counts.FIELDS`` in their order."""
-    _, *values = astuple(count(launch, capability, disassemble=disassemble))
-    return [round(x) if isinstance(x, float) else x for x in (*values, row_of(launch))]
 
 
 def table_of(tasks: Sequence[Task], processes: int = PROCESSES) -> Table:

@@ -116,7 +116,7 @@ def test_kernels_are_those_expected_and_their_products_run_on_matrix_units(
         seen |= names
         for kernel in found[str(capability)]:
             with_products = kernel["kernel"] not in expected.without_products
-            assert bool(kernel["matrix"]) == with_products, (case, kernel)
+            assert bool(kernel["unit"]) == with_products, (case, kernel)
     assert seen == expected.compilations.keys()
 
 
@@ -126,7 +126,7 @@ def test_wide_heads_run_on_the_units_of_a_hopper_gpu(launches, compiled):
     for case in expected.warp_groups:
         for kernel in compiled[launches]["compiled"][case]["90"]:
             wanted = "" if kernel["kernel"] in expected.without_products else "wgmma"
-            assert kernel["matrix"] == wanted, (case, kernel)
+            assert kernel["unit"] == wanted, (case, kernel)
 
 
 @every_module
