@@ -19,6 +19,7 @@ from typing import NamedTuple, TypeVar
 import cv2
 import numpy as np
 import torch
+from einops import rearrange
 from torch.utils.data import DataLoader, Dataset
 
 from visionattn.data.config import DataConfig
@@ -103,7 +104,7 @@ def collate(samples: list) -> tuple[torch.Tensor, torch.Tensor, list[Unreadable]
     readable = [sample for sample in samples if not isinstance(sample, Unreadable)]
     if not readable:
         return torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.int64), unreadable
-    images = np.stack([image for image, _ in readable]).transpose(0, 3, 1, 2)
+    images = rearrange([image for image, _ in readable], "b h w c -> b c h w")
     labels = torch.tensor([label for _, label in readable], dtype=torch.int64)
     return torch.from_numpy(np.ascontiguousarray(images)), labels, unreadable
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
+from einops import rearrange
 from PIL import Image
 from torch import Tensor
 
@@ -66,7 +67,7 @@ def as_pillow(picture: Picture, index: int = 0) -> Image.Image:
     array, what = picture, f"{picture.dtype} {list(picture.shape)}"
     if isinstance(array, Tensor):
         array = array.detach().cpu()
-        array = (array.permute(1, 2, 0) if array.ndim == 3 else array).numpy()
+        array = (rearrange(array, "c h w -> h w c") if array.ndim == 3 else array).numpy()
     if array.ndim == 3 and array.shape[2] == 1:
         array = array[:, :, 0]
     coloured = array.ndim == 3 and array.shape[2] in (3, 4)

@@ -10,6 +10,7 @@ from typing import Literal
 import cv2
 import numpy as np
 import torch
+from einops import rearrange
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -96,7 +97,7 @@ class ReadImages(Dataset):
             with self.listing.open(index) as file:
                 image = decode(file, self.mode)
             sample.height, sample.width = image.shape[:2]
-            pixels = self.sizing.apply(image).transpose(2, 0, 1)
+            pixels = rearrange(self.sizing.apply(image), "h w c -> c h w")
         except (*DAMAGED_IMAGE, MemoryError, cv2.error) as error:
             sample.reason = " ".join(str(error).split()) or type(error).__name__
             return sample

@@ -11,6 +11,7 @@ from functools import partial
 
 import timm
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
 import visionattn.models  # noqa: F401  registers ours with timm
@@ -143,12 +144,8 @@ def make_image(case: Case, model: nn.Module, height: int, width: int, device: st
     generator = torch.Generator().manual_seed(height + width)
     if channels == 256:
         levels = torch.randint(256, (case.batch, height, width), generator=generator)
-        return (
-            nn.functional.one_hot(levels, 256)
-            .movedim(3, 1)
-            .to(device, case.torch_dtype)
-            .contiguous()
-        )
+        images = rearrange(nn.functional.one_hot(levels, 256), "b h w level -> b level h w")
+        return images.to(device, case.torch_dtype).contiguous()
     return torch.randn(case.batch, channels, height, width, generator=generator).to(
         device, case.torch_dtype
     )

@@ -13,6 +13,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
@@ -88,6 +89,9 @@ class Bench:
         return recorded(calls, self.gpu)
 
 
+HEADS_FIRST = "b n h d -> b h n d"
+
+
 def draw(case: Case, bench: Bench, value_width: int | None = None) -> dict[str, Tensor]:
     """Return inputs by name: q, k, v ``[B, h, N, d]``, what the options ask for, and ``grad``, the
     gradient of the result.
@@ -97,15 +101,15 @@ def draw(case: Case, bench: Bench, value_width: int | None = None) -> dict[str, 
     """
     options = dict(generator=bench.generator, device=bench.device, dtype=case.torch_dtype)
     shape = (case.batch, case.size, case.heads)
-    qkv = torch.randn(*shape[:2], 3, case.heads, case.width, **options).permute(2, 0, 3, 1, 4)
+    qkv = torch.randn(*shape[:2], 3, case.heads, case.width, **options)
+    qkv = rearrange(qkv, "b n qkv h d -> qkv b h n d")
     tensors = make_tensors(case, 1, str(bench.device)) | dict(
         zip("qkv", qkv.unbind(0), strict=True)
     )
     if value_width not in (None, case.width):
-        tensors["v"] = torch.randn(*shape, value_width, **options).transpose(1, 2)
-    return tensors | {
-        "grad": torch.randn(*shape, value_width or case.width, **options).transpose(1, 2)
-    }
+        tensors["v"] = rearrange(torch.randn(*shape, value_width, **options), HEADS_FIRST)
+    grad = torch.randn(*shape, value_width or case.width, **options)
+    return tensors | {"grad": rearrange(grad, HEADS_FIRST)}
 
 
 def call_of(function: Callable[..., Tensor], tensors: dict[str, Tensor], backward: bool) -> Call:

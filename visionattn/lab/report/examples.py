@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from einops import rearrange
 from PIL import Image
 
 from visionattn.cli.ends import is_out_of_memory
@@ -163,7 +164,7 @@ def predict(validation: Validation, image: np.ndarray) -> tuple[float, int]:
     Raises:
         ValueError: the weights give numbers that are not finite.
     """
-    pixels = torch.from_numpy(np.ascontiguousarray(image.transpose(2, 0, 1)))[None]
+    pixels = rearrange(torch.from_numpy(np.ascontiguousarray(image)), "h w c -> 1 c h w")
     outputs = validation.model(validation.spec.prepare(pixels)).float()[0]
     if not outputs.isfinite().all():
         raise ValueError("the best weights give numbers that are not finite")
