@@ -1,9 +1,10 @@
-"""What the kernels share: the decorator that compiles a kernel once for all sizes, feature maps,
-and addresses.
+"""What all kernels share: a decorator that compiles a kernel once for all sizes, feature maps,
+operands in half precision, and addresses.
 
-Names in kernels: ``p_`` pointers, ``i_`` indices of programs, ``o_`` offsets, ``m_`` masks, ``b_``
-values in registers, capitals for compile-time sizes. Strides come in octets (``launch.octets``),
-multiplied by 8 here, so that the compiler knows alignment.
+Names in kernels begin with ``p_`` for pointers, ``i_`` for indices of programs, ``o_`` for offsets,
+``m_`` for masks and ``b_`` for values in registers; capitals are compile-time sizes. Strides come
+in octets (``launch.octets``) and are multiplied by 8 here, so that the compiler knows their
+alignment.
 """
 
 import inspect
@@ -16,8 +17,8 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 def kernel(function: Callable) -> Callable:
-    """``triton.jit`` without specialisation of any number: one compilation serves every N. Pointers
-    are named ``p_...``.
+    """Compile by ``triton.jit`` without specialising on any number, so that one compilation serves
+    every N. Parameters named ``p_...`` are pointers, which are left as they are.
     """
     parameters = inspect.signature(function).parameters.values()
     numbers = [
@@ -30,7 +31,7 @@ def kernel(function: Callable) -> Callable:
 
 @triton.jit
 def phi(x, MAP: tl.constexpr):
-    """Features of ``x`` in float32: "elu1", "relu", or "given", x itself."""
+    """Return the features of ``x`` in float32: by "elu1", by "relu", or, "given", x itself."""
     x = x.to(tl.float32)
     if MAP == "elu1":
         return tl.maximum(x, 0) + phi_slope(x, MAP)
@@ -42,7 +43,7 @@ def phi(x, MAP: tl.constexpr):
 
 @triton.jit
 def phi_slope(x, MAP: tl.constexpr):
-    """The derivative of ``phi`` at ``x``, float32."""
+    """Return the derivative of ``phi`` at ``x``, float32."""
     x = x.to(tl.float32)
     if MAP == "elu1":
         return tl.exp2(
@@ -56,14 +57,16 @@ def phi_slope(x, MAP: tl.constexpr):
 
 @triton.jit
 def operand(x, DTYPE: tl.constexpr, PER_ROW: tl.constexpr):
-    """``x [rows, columns]`` in ``DTYPE`` as an operand of a product, and its unit, for ``in_units``
-    of the product.
+    """Return ``x [rows, columns]`` in ``DTYPE`` as an operand of a product, and its unit, by which
+    ``in_units`` multiplies the product.
 
-    Float16 loses digits below 6e-5, ends at 6e-8 and at 65,504. There the unit makes the largest
-    magnitude 16, of each row where PER_ROW (then the unit is ``[rows]``), else of all; what two of
-    them give over 64 columns is a float16 number again. Other dtypes have the range of float32, and
-    no unit.
+    Float16 loses digits below 6e-5 and ends at 6e-8 and at 65,504. There the unit makes the largest
+    magnitude 16, of each row where PER_ROW (the unit is then ``[rows]``), else of all. A product of
+    two such operands over 64 columns is within float16 again. Other dtypes have the range of
+    float32: their unit is 1.
     """
+    # Rows may differ by more than float16 spans. Each row of a left operand can have a unit of its
+    # own, as the same row of the product takes it out again.
     if tl.float16 == DTYPE:
         most = tl.max(tl.abs(x), 1)
         if PER_ROW:
@@ -81,7 +84,9 @@ def operand(x, DTYPE: tl.constexpr, PER_ROW: tl.constexpr):
 
 @triton.jit
 def unit_of(x, DTYPE: tl.constexpr):
-    """What ``x [rows, columns]`` is divided by for a product in ``DTYPE``, as ``operand`` says."""
+    """Return what ``x [rows, columns]`` is divided by for a product in ``DTYPE``, as in
+    ``operand``.
+    """
     if tl.float16 == DTYPE:
         return tl.maximum(tl.max(tl.max(tl.abs(x), 1), 0) / 16, 1e-30)
     else:
@@ -90,18 +95,17 @@ def unit_of(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def parts(x, DTYPE: tl.constexpr):
-    """``x`` in ``DTYPE``, and what rounding took from it, in ``DTYPE`` too."""
+    """Return ``x`` in ``DTYPE``, and what rounding took from it, in ``DTYPE`` too."""
     b_high = x.to(DTYPE)
     return b_high, (x - b_high.to(tl.float32)).to(DTYPE)
 
 
 @triton.jit
 def high_and_low(x, DTYPE: tl.constexpr):
-    """``x [rows, columns]`` as two operands of ``DTYPE`` that add up to it, and the unit of both,
-    for ``in_units``.
+    """Return ``x [rows, columns]`` as two operands of ``DTYPE`` that add up to it, and the unit of
+    both, for ``product_of_both`` and ``in_units``.
 
-    They have 16 bits of ``x`` in bfloat16 and 22 in float16; for ``product_of_both``. Float32 needs
-    the first alone.
+    They keep 16 bits of ``x`` in bfloat16 and 22 in float16. Float32 needs the first alone.
     """
     unit = unit_of(x, DTYPE)
     if tl.float16 == DTYPE:
@@ -112,8 +116,8 @@ def high_and_low(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def product_of_both(left, high, low, PRECISION: tl.constexpr, LOW: tl.constexpr = True):
-    """``left`` times the sum of ``high`` and ``low``, which are of its dtype; times ``high`` alone
-    where not LOW.
+    """Multiply ``left`` by the sum of ``high`` and ``low``, which are of its dtype; where not LOW,
+    by ``high`` alone.
     """
     product = tl.dot(left, high, input_precision=PRECISION)
     if LOW and tl.float32 != left.dtype:
@@ -123,8 +127,8 @@ def product_of_both(left, high, low, PRECISION: tl.constexpr, LOW: tl.constexpr 
 
 @triton.jit
 def in_units(product, unit, DTYPE: tl.constexpr):
-    """``product`` times the units of its operands, which only float16 has: no other dtype is to
-    multiply by 1.
+    """Multiply ``product`` by the units of its operands, which only float16 has: no other dtype
+    spends an instruction on a factor of 1.
     """
     if tl.float16 == DTYPE:
         return product * unit
@@ -134,26 +138,27 @@ def in_units(product, unit, DTYPE: tl.constexpr):
 
 @triton.jit
 def head(p, i_batch, i_head, batch_octets, head_octets):
-    """The address of one head of one image."""
+    """Return the address of one head of one image."""
     return p + (i_batch.to(tl.int64) * batch_octets + i_head.to(tl.int64) * head_octets) * 8
 
 
 @triton.jit
 def rows(p, o_rows, row_octets, o_columns):
-    """Addresses ``[rows, columns]``."""
+    """Return the addresses ``[rows, columns]`` of rows and columns from ``p`` on."""
     return p + o_rows.to(tl.int64)[:, None] * (row_octets * 8) + o_columns[None, :]
 
 
 @triton.jit
 def read(p, o_rows, row_octets, o_columns, m_rows, WIDTH: tl.constexpr, SOME: tl.constexpr):
-    """``[rows, columns]`` from ``p`` on, 0 from column ``WIDTH`` on.
+    """Read ``[rows, columns]`` from ``p`` on; columns from ``WIDTH`` on are 0.
 
-    Where SOME, only the rows of ``m_rows`` are read and the others are 0; else all are, without a
-    mask for rows.
+    Where SOME, only the rows of ``m_rows`` are read and the others are 0; else all rows are read,
+    without a mask.
     """
     if SOME:
         m_read = m_rows[:, None] & (o_columns < WIDTH)[None, :]
         return tl.load(rows(p, o_rows, row_octets, o_columns), mask=m_read, other=0)
+    # A mask costs instructions: columns have one only where the block is wider than they are.
     elif o_columns.shape[0] > WIDTH:
         return tl.load(
             rows(p, o_rows, row_octets, o_columns), mask=(o_columns < WIDTH)[None, :], other=0
@@ -164,5 +169,5 @@ def read(p, o_rows, row_octets, o_columns, m_rows, WIDTH: tl.constexpr, SOME: tl
 
 @triton.jit
 def reciprocal(b_mass):
-    """``1 / mass``, and 0 where the mass is 0: a query that sees no key gets 0."""
+    """Return ``1 / mass``, and 0 where the mass is 0: a query that sees no key gets 0."""
     return tl.where(b_mass == 0, 0.0, 1 / tl.where(b_mass == 0, 1.0, b_mass))

@@ -1,8 +1,8 @@
-"""Sums of parts that programs have made each for itself: of all of them, or for each of those
-before or after it.
+"""Sums of the parts that programs leave: of all parts or, for each part, of those before or after
+it.
 
-They are added in their order, never subtracted from a total, so that a result does not depend on
-which program ended first.
+Parts are added in a fixed order, so that a result does not depend on which program ended first, and
+nothing is subtracted from a total.
 """
 
 import triton.language as tl
@@ -22,8 +22,8 @@ def _sums_of_parts(
     BLOCK_X: tl.constexpr,
     WHICH: tl.constexpr,
 ):
-    """One block of columns of ``[parts, size]``: their sum, or ``y[i]``, the sum of ``x[j]`` over
-    ``j < i`` or ``j > i``.
+    """Add one block of columns of ``[parts, size]``: write their sum, or to ``y[i]`` the sum of
+    ``x[j]`` over ``j < i`` or over ``j > i``.
     """
     o_x = tl.program_id(0).to(tl.int64) * BLOCK_X + tl.arange(0, BLOCK_X)
     m_x = o_x < size
@@ -31,6 +31,8 @@ def _sums_of_parts(
     b_before = tl.zeros([BLOCK_X], tl.float32)
     for start in range(0, parts, BLOCK_P):
         o_p = start + tl.arange(0, BLOCK_P)
+        # Row i of a running sum takes part i - 1, and "after" counts parts from the last one: the
+        # first row it writes gets 0.
         if WHICH == "all":
             m_from, i_from = o_p < parts, o_p
         else:
@@ -46,6 +48,7 @@ def _sums_of_parts(
             if WHICH == "after":
                 i_to = parts - 1 - o_p
             p_to = p_y + i_to.to(tl.int64)[:, None] * size + o_x[None, :]
+            # BLOCK_P parts are summed at once, on top of the sum of all blocks before.
             tl.store(
                 p_to,
                 b_before[None, :] + tl.cumsum(b_x, 0),
@@ -57,7 +60,7 @@ def _sums_of_parts(
 
 
 def sums_of_parts(x: Tensor, which: str) -> Tensor:
-    """Sums of ``x [parts, size]``, float32.
+    """Return sums of ``x [parts, size]``, float32.
 
     Args:
         which: "all" gives the sum of all parts, ``[1, size]``; "before" and "after" give for each

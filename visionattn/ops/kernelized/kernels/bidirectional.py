@@ -5,12 +5,12 @@ it once, multiplies and divides. Backward: one pass over the queries for their g
 the state, one over the keys. Features are made in registers in each pass; nothing of size N x d is
 written but results.
 
-The gradient of the features of a query is ``(A - <g, out> Z) / mass`` with ``A = S g``, g being
-that of the mean: where keys are many, a small difference of large numbers. Of content alone both
-come from one product, ``<g, out> = phi(q) . A / mass``, which saves reading the mean. S enters it
-as a high and a low part, and so does the gradient of S where the keys meet it. Beside Joint
-relative position ``A / mass`` and ``phi(q) . A / mass`` are left to ``position/gpu.py``, which adds
-its own.
+The gradient of the features of a query is ``(A - <g, out> Z) / mass`` with ``A = S g`` and g the
+gradient of the mean: with many keys, a small difference of large numbers. Where there is content
+alone, both come from one product, ``<g, out> = phi(q) . A / mass``, and the mean is not read. S
+enters that product as a high and a low part, and so does the gradient of S where the keys meet it.
+Beside ``Joint`` relative position ``A / mass`` and ``phi(q) . A / mass`` are left to
+``position/gpu.py``, which adds its own.
 
 Source: Katharopoulos et al. 2020, eq. 4 to 6; the gradient of the mass is ours.
 """
@@ -61,7 +61,7 @@ def _kernelized_means(
     MAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Mean and mass of one block of queries."""
+    """Write mean and mass of one block of queries."""
     i_block, i_group, i_batch, i_head = program_of(blocks, heads)
     o_n, o_d, o_e = (
         i_block * BLOCK_N + tl.arange(0, BLOCK_N),
@@ -74,14 +74,17 @@ def _kernelized_means(
         head(p_out, i_batch, i_head, out_batch, out_head),
     )
     p_s, p_z = state_at(p_state, 0, i_group, groups, D, E)
+    # The whole state of the head fits in registers, and every query of the block reads it there.
     b_q = read(p_q, o_n, q_token, o_d, m_n, D, True)  # [N, D]
     b_s = tl.load(
         p_s + o_d[:, None] * E + o_e[None, :], mask=m_d[:, None] & m_e[None, :], other=0
     )  # [D, E]
     b_z = tl.load(p_z + o_d, mask=m_d, other=0)
+    # Features beyond the width are 0, as phi(0) need not be.
     b_phi = tl.where(m_d[None, :], phi(b_q, MAP), 0)
     b_left, b_unit = operand(b_phi, b_q.dtype, True)
     b_s, b_unit_s = operand(b_s, b_q.dtype, False)
+    # The mass stays in float32 from end to end; only the product with S takes rounded operands.
     b_mass = tl.sum(b_phi * b_z[None, :], 1)
     b_scale = in_units(reciprocal(b_mass), b_unit * b_unit_s, b_q.dtype)
     b_out = tl.dot(b_left, b_s, input_precision=PRECISION) * b_scale[:, None]
@@ -130,10 +133,10 @@ def _kernelized_queries_backward(
     ALONE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Gradients of one segment of the queries of one head, and its part of that of the state, times
-    ``scale``.
+    """Write the gradients of one segment of the queries of one head, and its part of the state's
+    gradient, times ``scale``.
 
-    Where content is ALONE the mean is not read; else it and the mass are of more than the state,
+    Where content is ALONE the mean is not read. Otherwise mean and mass hold more than this state,
     and ``phi(q) . A / mass`` is written to ``p_along`` instead of being taken off.
     """
     i_segment, i_group, i_batch, i_head = program_of(segments, heads)
@@ -148,11 +151,13 @@ def _kernelized_queries_backward(
         head(p_dq, i_batch, i_head, dq_batch, dq_head),
     )
     p_s, p_z = state_at(p_state, 0, i_group, groups, D, E)
+    # The state, transposed as the product with the gradient wants it, and as two parts.
     b_s = tl.load(p_s + o_d[None, :] * E + o_e[:, None], mask=m_s, other=0)  # [E, D]
     b_high, b_low, b_unit_s = high_and_low(b_s, p_q.dtype.element_ty)
     b_z = tl.load(p_z + o_d, mask=m_d, other=0)
     b_ds, b_unit = tl.zeros([BLOCK_E, BLOCK_D], tl.float32), tl.cast(1e-30, tl.float32)
     b_dz = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    # One pass over the segment: each query is read once, for its own gradient and the state's.
     last = tl.minimum(tokens, (i_segment + 1) * segment_tokens)
     for start in range(i_segment * segment_tokens, last, BLOCK_N):
         o_n = start + tl.arange(0, BLOCK_N)
@@ -173,9 +178,12 @@ def _kernelized_queries_backward(
             b_unit = b_larger
             b_right = b_phi * (1 / b_larger)
         b_ds += tl.dot(b_left, b_right.to(b_q.dtype), input_precision=PRECISION)
+        # A = S g, with S in both parts: what follows takes a difference of it.
         b_a = in_units(
             product_of_both(b_grad, b_high, b_low, PRECISION), b_unit_s, b_q.dtype
         )  # [N, D]
+        # <g, out> from the same product A, or, where the mean holds more than this state, from the
+        # mean.
         if ALONE:
             b_along = tl.sum(b_phi * b_a, 1)
         else:
@@ -185,6 +193,7 @@ def _kernelized_queries_backward(
             b_out = read(p_out, o_n, out_token, o_e, m_n, E, True)  # [N, E]
             b_along = tl.sum(b_grad.to(tl.float32) * b_out.to(tl.float32), 1)
         b_dz -= b_phi * b_along[:, None]  # added up once, as in the state
+        # Beside other terms this is only the share of the features, left for others to finish.
         b_dq = b_a * b_inverse[:, None]
         if ALONE:
             b_dq = (
@@ -234,7 +243,7 @@ def _kernelized_keys_backward(
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Gradients of one block of keys and values."""
+    """Write the gradients of one block of keys and values."""
     i_block, i_group, i_batch, i_head = program_of(blocks, heads)
     o_n, o_d, o_e = (
         i_block * BLOCK_N + tl.arange(0, BLOCK_N),
@@ -249,18 +258,21 @@ def _kernelized_keys_backward(
         head(p_v, i_batch, i_head, v_batch, v_head), o_n, v_token, o_e, m_n, E, True
     )  # [N, E]
     p_ds, p_dz = state_at(p_d_state, 0, i_group, groups, D, E)
+    # dS in two parts, for the product that makes dk; dv takes the high part.
     b_ds = tl.load(
         p_ds + o_d[:, None] * E + o_e[None, :], mask=m_d[:, None] & m_e[None, :], other=0
     )  # [D, E]
     b_high, b_low, b_unit_ds = high_and_low(b_ds, b_k.dtype)
     b_dz = tl.load(p_dz + o_d, mask=m_d, other=0)
     b_phi, b_unit = operand(tl.where(m_d[None, :], phi(b_k, MAP), 0), b_k.dtype, True)
+    # dv = phi(k) dS and d phi(k) = dS v + dZ: the state read in both directions.
     b_dv = tl.dot(b_phi, b_high, input_precision=PRECISION)
     b_dv = in_units(b_dv, (b_unit * b_unit_ds)[:, None], b_k.dtype)
     b_dk = in_units(
         product_of_both(b_v, tl.trans(b_high), tl.trans(b_low), PRECISION), b_unit_ds, b_k.dtype
     )
     b_dk = (b_dk + b_dz[None, :]) * phi_slope(b_k, MAP)
+    # Masked keys were read like all others; their gradients are 0.
     if MASKED:
         m_some = tl.load(p_present + i_batch.to(tl.int64) * tokens + o_n, mask=m_n, other=0) != 0
         b_dk, b_dv = tl.where(m_some[:, None], b_dk, 0), tl.where(m_some[:, None], b_dv, 0)
@@ -281,8 +293,8 @@ def _kernelized_keys_backward(
 
 
 def means(q: Tensor, state: Tensor, feature_map: str, out: Tensor, mass: Tensor) -> None:
-    """Write ``out [B, h, N, e]`` and ``mass [B, h, N]`` of ``q [B, h, N, d]``, for a state of
-    ``state_of_keys``.
+    """Write ``out [B, h, N, e]`` and ``mass [B, h, N]`` of ``q [B, h, N, d]`` for a state that
+    ``state_of_keys`` made.
     """
     batch, heads, tokens, _ = q.shape
     options, q = launch.options("kernelized means", q, out), launch.readable(q)
@@ -311,18 +323,20 @@ def queries_backward(
     keys: int,
     alone: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Gradients of q, and of the state divided by the number of keys, for ``grad [B, h, N, e]`` of
-    the mean.
+    """Return the gradients of q and of the state, divided by the number of keys, for
+    ``grad [B, h, N, e]`` of the mean.
 
     Args:
-        alone: ``out`` and ``mass`` are of the state and nothing else.
+        alone: ``out`` and ``mass`` come from the state and from nothing else.
 
     Returns:
-        the gradient of q, and None; or, of a state that is not alone, that of its features in
-        float32, without what the mass receives, and what the state gives of ``<grad, out>``,
-        float32 ``[B, h, N]``. Then that of the state.
+        (dq, along, d_state). Alone, dq is the gradient of q and along is None. Otherwise dq is the
+        gradient of the features of q, float32, without what the mass receives, and along what the
+        state gives of ``<grad, out>``, float32 ``[B, h, N]``.
     """
     batch, heads, tokens, d = q.shape
+    # Each program leaves a state's gradient of its segment; the parts are added in a launch of
+    # their own.
     parts = parts_of("kernelized queries backward", q, out)
     d_states = state.new_empty(parts, state.shape[0])
     dq = launch.tokens_first(q, batch, heads, tokens, d, None if alone else torch.float32)
@@ -344,7 +358,9 @@ def queries_backward(
 def keys_backward(
     k: Tensor, v: Tensor, key_mask: Tensor | None, d_state: Tensor, feature_map: str
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of k and v for that of the state as ``queries_backward`` gives it."""
+    """Return the gradients of k and v for the gradient of the state that ``queries_backward``
+    gives.
+    """
     (batch, heads, tokens, d), e = k.shape, v.shape[3]
     options = launch.options("kernelized keys backward", k, v)
     blocks = launch.cdiv(tokens, options["BLOCK_N"])

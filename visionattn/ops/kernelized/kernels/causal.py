@@ -1,18 +1,20 @@
 """Kernels of causal kernelized attention, where query i sees keys ``j <= i``, and how they are
 launched.
 
-Tokens are cut into segments, one program each. A program goes over its segment in chunks: within a
-chunk the masked quadratic product, between chunks a running state ``S = sum phi(k) v^T``,
-``Z = sum phi(k)`` in registers, which starts from the sum of the segments before: one state for
-each segment is all that passes through memory. Backward: a sweep to the right over queries, whose
-state is that of the keys to the left, and a sweep to the left over keys, whose state is that of the
-queries to the right, ``dS = sum phi(q) g^T`` and ``dZ = sum z phi(q)`` with ``g = grad / mass``,
-``z = -<g, out>``, the mass being put to the features.
+Tokens are cut into segments, one program each. A program goes over its segment in chunks. Within a
+chunk it takes the masked quadratic product; between chunks it keeps a running state
+``S = sum phi(k) v^T``, ``Z = sum phi(k)`` in registers, which starts from the sum of the segments
+before. One state for each segment is all that passes through memory.
 
-The mass is divided by the number of tokens (see ``ops/gpu``). Sums grow from left to right, so
-what enters products in half precision is divided by the tokens it is a sum of, and multiplied back
-in float32. Float16, of less range, has units besides (``language.operand``). Registers hold widths
-up to 64 in half precision and 16 in float32; beyond, they spill.
+The backward pass is two sweeps. One goes to the right over queries; its state is that of the keys
+to the left. The other goes to the left over keys; its state is that of the queries to the right,
+``dS = sum phi(q) g^T`` and ``dZ = sum z phi(q)`` with ``g = grad / mass`` and ``z = -<g, out>``,
+where 1 / mass multiplies the features.
+
+The mass is divided by the number of tokens (see ``ops/gpu``). Sums grow from left to right: what
+enters products in half precision is divided by the number of tokens in it, and multiplied back in
+float32. Float16, which has less range, has units besides (``language.operand``). Registers hold
+widths up to 64 in half precision and 16 in float32; wider ones spill.
 
 Source: Katharopoulos et al. 2020, eq. 8 to 15; segments, chunks and the gradient of the mass are
 ours.
@@ -82,7 +84,7 @@ def _causal_means(
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Means and masses of one segment of one head, from the state of the segments before."""
+    """Write means and masses of one segment of one head, from the state of the segments before."""
     i_segment, i_group, i_batch, i_head = program_of(segments, heads)
     o_d, o_e, o_chunk = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_N)
     p_q, p_out = (
@@ -96,6 +98,7 @@ def _causal_means(
     p_present += i_batch.to(tl.int64) * tokens
     p_mass += i_group.to(tl.int64) * tokens
     m_s = (o_d < D)[:, None] & (o_e < E)[None, :]
+    # The running state starts as the sum over all tokens before the segment.
     p_s, p_z = state_at(p_state, i_segment, i_group, groups, D, E)
     b_s = tl.load(p_s + o_d[:, None] * E + o_e[None, :], mask=m_s, other=0)  # [D, E]
     b_z = tl.load(p_z + o_d, mask=o_d < D, other=0)
@@ -103,6 +106,7 @@ def _causal_means(
     for start in range(i_segment * segment_tokens, last, BLOCK_N):
         o_n = start + o_chunk
         m_n = o_n < last
+        # Tokens that the state is a sum of, by which it is divided to be an operand.
         seen = tl.maximum(tl.cast(start, tl.float32), 1.0)
         b_q = read(p_q, o_n, q_token, o_d, m_n, D, True)  # [N, D]
         b_phi_q = features_of(b_q, m_n, o_d, D, MAP)
@@ -111,17 +115,20 @@ def _causal_means(
         )
         b_left, b_unit_q = operand(b_phi_q, b_v.dtype, True)
         b_phi_k, b_unit_k = operand(b_phi, b_v.dtype, False)
+        # Within the chunk: all pairs, of which those whose key comes after the query get 0.
         b_w = tl.dot(b_left, tl.trans(b_phi_k), input_precision=PRECISION)  # [N, N]
         b_w = tl.where(o_chunk[:, None] >= o_chunk[None, :], b_w, 0)
         b_mass = in_units(tl.sum(b_w, 1), b_unit_q * b_unit_k, b_v.dtype) + tl.sum(
             b_phi_q * b_z[None, :], 1
         )
+        # Before the chunk: the state, read once by all queries.
         b_state, b_unit_s = operand(b_s / seen, b_v.dtype, False)
         b_before = in_units(tl.dot(b_left, b_state, input_precision=PRECISION), b_unit_s, b_v.dtype)
         b_within = in_units(
             tl.dot(b_w.to(b_v.dtype), b_v, input_precision=PRECISION), b_unit_k, b_v.dtype
         )
         b_values = in_units(b_within + b_before * seen, b_unit_q[:, None], b_v.dtype)
+        # A query that no key takes part for has values of 0, and keeps them.
         b_out = b_values / tl.where(b_mass == 0, 1.0, b_mass)[:, None]
         tl.store(
             rows(p_out, o_n, out_token, o_e),
@@ -129,6 +136,7 @@ def _causal_means(
             mask=m_n[:, None] & (o_e < E)[None, :],
         )
         tl.store(p_mass + o_n, b_mass * scale, mask=m_n)
+        # The chunk joins the state only now: its own queries have met its keys one by one.
         b_s += in_units(
             tl.dot(tl.trans(b_phi_k), b_v, input_precision=PRECISION), b_unit_k, b_v.dtype
         )
@@ -182,10 +190,10 @@ def _causal_queries_backward(
     EXACT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Gradients of the queries of one segment of one head, ``<g, out>``, and what the segment adds
-    to dS and dZ.
+    """Write the gradients of the queries of one segment of one head, ``<g, out>``, and what the
+    segment adds to dS and dZ.
 
-    States are ``[E, D]``. Where there are registers for it, EXACT has operands in two parts, and
+    States are ``[E, D]``. Where registers suffice, EXACT takes operands in two parts, and
     ``<g, out>`` from products instead of the rounded mean.
     """
     i_segment, i_group, i_batch, i_head = program_of(segments, heads)
@@ -202,6 +210,8 @@ def _causal_queries_backward(
     p_present += i_batch.to(tl.int64) * tokens
     p_mass += i_group.to(tl.int64) * tokens
     p_along += i_group.to(tl.int64) * tokens
+    # The state, transposed as the products with the gradient want it, and this segment's part of dS
+    # and dZ.
     o_s, m_s = o_d[None, :] * E + o_e[:, None], (o_d < D)[None, :] & (o_e < E)[:, None]
     p_s, p_z = state_at(p_state, i_segment, i_group, groups, D, E)
     b_s = tl.load(p_s + o_s, mask=m_s, other=0)  # [E, D]
@@ -212,6 +222,8 @@ def _causal_queries_backward(
     for start in range(i_segment * segment_tokens, last, BLOCK_N):
         o_n = start + o_chunk
         m_n = o_n < last
+        # Tokens before the chunk, which the state sums, and those up to its end, of which a mass is
+        # made.
         seen, upto = (
             tl.maximum(tl.cast(start, tl.float32), 1.0),
             tl.cast(start + BLOCK_N, tl.float32),
@@ -221,9 +233,12 @@ def _causal_queries_backward(
             p_k, p_v, p_present, o_n, m_n, k_token, v_token, o_d, o_e, D, E, MAP, MASKED
         )
         b_grad = read(p_grad, o_n, grad_token, o_e, m_n, E, True)  # [N, E]
+        # upto over the sum of weights: of one size wherever the chunk lies, so that features can
+        # take it.
         b_inverse = reciprocal_of(p_mass, o_n, m_n, upto * scale)
         b_phi_k, b_low_k, b_unit_k = high_and_low(b_phi, b_v.dtype)
         b_high, b_low, b_unit_s = high_and_low(b_s / seen, b_v.dtype)
+        # What g reads of the state before the chunk, and of each key within it.
         b_before = (
             in_units(product_of_both(b_grad, b_high, b_low, PRECISION, EXACT), b_unit_s, b_v.dtype)
             * seen
@@ -243,6 +258,7 @@ def _causal_queries_backward(
             b_out = read(p_mean, o_n, out_token, o_e, m_n, E, True)  # [N, E]
             b_along = tl.sum(b_grad.to(tl.float32) * b_out.to(tl.float32), 1)
         tl.store(p_along + o_n, b_along, mask=m_n)
+        # The gradient of a weight is g . v_j - <g, out>, for the keys that the query sees.
         b_dw = tl.where(o_chunk[:, None] >= o_chunk[None, :], b_dw - b_along[:, None], 0)
         b_within = product_of_both(b_dw.to(b_v.dtype), b_phi_k, b_low_k, PRECISION, EXACT)
         b_within = in_units(b_within, b_unit_k, b_v.dtype)
@@ -253,6 +269,7 @@ def _causal_queries_backward(
             b_dq.to(p_dq.dtype.element_ty),
             mask=m_n[:, None] & (o_d < D)[None, :],
         )
+        # The chunk's keys join the state, and its queries the gradient of the state.
         b_z += tl.sum(b_phi, 0)
         b_s += in_units(
             product_of_both(tl.trans(b_v), b_phi_k, b_low_k, PRECISION, EXACT), b_unit_k, b_v.dtype
@@ -318,8 +335,8 @@ def _causal_keys_backward(
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Gradients of keys and values of one segment of one head, from dS and dZ of the segments
-    after, chunks from last to first.
+    """Write the gradients of keys and values of one segment of one head from dS and dZ of the
+    segments after, chunks from last to first.
 
     The state is ``[E, D]``, as the keys want it; the gradient of the values is therefore made
     transposed.
@@ -340,12 +357,14 @@ def _causal_keys_backward(
     p_mass += i_group.to(tl.int64) * tokens
     p_along += i_group.to(tl.int64) * tokens
     m_s = (o_d < D)[None, :] & (o_e < E)[:, None]
+    # The running state here is the gradient that all queries after the segment leave.
     p_ds, p_dz = state_at(p_d_state, i_segment, i_group, groups, D, E)
     b_ds = tl.load(p_ds + o_d[None, :] * E + o_e[:, None], mask=m_s, other=0)  # [E, D]
     b_dz = tl.load(p_dz + o_d, mask=o_d < D, other=0)
     first = i_segment * segment_tokens
     last = tl.minimum(tokens, first + segment_tokens)
     chunks = tl.cdiv(last - first, BLOCK_N)
+    # From the last chunk to the first: what is behind grows on the way.
     for i_done in range(0, chunks):
         start = first + (chunks - 1 - i_done) * BLOCK_N
         o_n = start + o_chunk
@@ -363,7 +382,9 @@ def _causal_keys_backward(
         b_inverse = reciprocal_of(p_mass, o_n, m_n, upto * scale)
         b_along = tl.load(p_along + o_n, mask=m_n, other=0)
         b_phi_k, b_unit_k = operand(b_phi, b_v.dtype, True)
+        # What the queries after the chunk leave, before those of the chunk itself join it below.
         b_after, b_low, b_unit_after = high_and_low(b_ds / share, b_v.dtype)  # [E, D]
+        # The same of dZ.
         b_mass_after = b_dz
         b_phi_q *= b_inverse[:, None]
         b_dz -= tl.sum(b_phi_q * b_along[:, None], 0) / upto
@@ -374,6 +395,7 @@ def _causal_keys_backward(
             )
             / upto
         )
+        # dv: from the queries of the chunk that see the key, and from all queries after it.
         b_w = tl.dot(b_divided, tl.trans(b_phi_k), input_precision=PRECISION)  # [queries, keys]
         b_w = tl.where(o_chunk[:, None] >= o_chunk[None, :], b_w, 0)
         b_dv = tl.dot(tl.trans(b_grad), b_w.to(b_v.dtype), input_precision=PRECISION)  # [E, N]
@@ -387,8 +409,11 @@ def _causal_keys_backward(
             * share
         )
         b_dv = in_units(b_dv, b_unit_k[None, :], b_v.dtype)
+        # [E, N], so rows and columns change places in the address.
         p_columns = p_dv + o_n.to(tl.int64)[None, :] * (dv_token * 8) + o_e[:, None]
         tl.store(p_columns, b_dv.to(p_dv.dtype.element_ty), mask=m_n[None, :] & (o_e < E)[:, None])
+        # dk: g . v - <g, out> of those queries of the chunk times their features, and the state
+        # after it.
         b_dw = (
             tl.dot(b_v, tl.trans(b_grad), input_precision=PRECISION) - b_along[None, :]
         )  # [keys, queries]
@@ -419,7 +444,7 @@ def _causal_keys_backward(
 def causal_means(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, feature_map: str
 ) -> tuple[Tensor, Tensor]:
-    """The mean of the values of keys ``j <= i`` under ``phi(q_i) . phi(k_j)``, and its mass.
+    """Return the mean of the values of keys ``j <= i`` under ``phi(q_i) . phi(k_j)``, and its mass.
 
     Args:
         q, k, v: ``[B, h, N, d]``, ``[B, h, N, d]``, ``[B, h, N, e]`` of one dtype.
@@ -462,8 +487,8 @@ def causal_backward(
     key_mask: Tensor | None,
     feature_map: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v for ``grad [B, h, N, e]`` of the mean ``out``; ``mass`` as
-    ``causal_means`` gives it.
+    """Return the gradients of q, k and v for ``grad [B, h, N, e]`` of the mean ``out``; ``mass`` is
+    as ``causal_means`` gives it.
     """
     (batch, heads, tokens, d), e = q.shape, v.shape[3]
     dq, dk = (
@@ -476,6 +501,7 @@ def causal_backward(
     grad, out, q, k, v = (launch.readable(x) for x in (grad, out, q, k, v))
     key_mask = None if key_mask is None else key_mask.contiguous()
     parts, segment_tokens = segments_of(q, v)
+    # The states are made again rather than kept: they are one pass over the keys.
     states = states_before(k, v, key_mask, feature_map)
     d_states, along = torch.empty_like(states), torch.empty_like(mass)
     inputs, grid = (mass, q, k, v, q if key_mask is None else key_mask), (parts * batch * heads,)
@@ -484,6 +510,7 @@ def causal_backward(
     meta = dict(MAP=feature_map, MASKED=key_mask is not None)
 
     options = options_of("causal queries backward", q, v)
+    # EXACT does not read the mean.
     mean = grad if options["EXACT"] else out
     sizes_of_queries = (
         *sizes,
@@ -495,6 +522,7 @@ def causal_backward(
     arguments = (grad, mean, *inputs, states, dq, along, d_states, *sizes_of_queries)
     launch.run(_causal_queries_backward, grid, *arguments, **options, **meta)
 
+    # What each segment added becomes, for each, the sum of all after it.
     d_states = sums_of_parts(d_states, "after")
     sizes_of_keys = (*sizes, *launch.octets(grad), *strides, *launch.octets(dk), *launch.octets(dv))
     options = options_of("causal keys backward", q, v)

@@ -1,8 +1,8 @@
 """What the sweeps of causal kernelized attention share: segments, the states they start from, and
 how chunks are read.
 
-The state of a segment starts from the sum of the segments before it, or after it: partial sums of
-each segment are made first, then summed in order, never as differences.
+The state of a segment starts from the sum of the segments before it, or after it. Each segment's
+own sum is made first; then they are added in order, and none is ever taken off again.
 """
 
 import torch
@@ -16,14 +16,14 @@ from visionattn.ops.gpu.sums import sums_of_parts
 from visionattn.ops.kernelized.kernels.state import states_of_segments
 
 CHUNK = 64
-"""Segments are whole multiples of it, and so are they of each BLOCK_N of the causal sweeps, which
-divides it.
+"""Tokens of which a segment has a whole number of times; every BLOCK_N of the causal sweeps divides
+it.
 """
 
 
 @triton.jit
 def features_of(x, m_n, o_d, D: tl.constexpr, MAP: tl.constexpr):
-    """``phi``, 0 outside the tokens of ``m_n`` and the width; float32."""
+    """Return ``phi`` of x, 0 outside the tokens of ``m_n`` and the width; float32."""
     return tl.where(m_n[:, None] & (o_d < D)[None, :], phi(x, MAP), 0)
 
 
@@ -43,7 +43,7 @@ def keys_of(
     MAP: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Keys, their features and values of one chunk, 0 for those that take no part."""
+    """Read keys, their features and values of one chunk, 0 for those that take no part."""
     if MASKED:
         m_n = m_n & (tl.load(p_present + o_n, mask=m_n, other=0) != 0)
     b_k, b_v = (
@@ -55,16 +55,16 @@ def keys_of(
 
 @triton.jit
 def reciprocal_of(p_mass, o_n, m_n, factor):
-    """``factor / mass`` of one chunk, 0 where the mass is 0; float32.
+    """Return ``factor / mass`` of one chunk, 0 where the mass is 0; float32.
 
-    Features of queries are multiplied with it: half precision may not hold a gradient divided by a
+    Features of queries are multiplied by it: half precision may not hold a gradient divided by a
     small mass.
     """
     return factor * reciprocal(tl.load(p_mass + o_n, mask=m_n, other=0))
 
 
 def options_of(name: str, q: Tensor, v: Tensor) -> dict[str, object]:
-    """Compile-time values of a kernel whose chunks fit segments."""
+    """Return the compile-time values of a kernel, whose chunks have to fit segments."""
     options = launch.options(name, q, v)
     assert CHUNK % options["BLOCK_N"] == 0, (
         f"{name}: BLOCK_N = {options['BLOCK_N']} does not divide {CHUNK}"
@@ -73,18 +73,19 @@ def options_of(name: str, q: Tensor, v: Tensor) -> dict[str, object]:
 
 
 def segments_of(q: Tensor, v: Tensor) -> tuple[int, int]:
-    """Into how many segments to cut the tokens of ``q [B, h, N, d]``, and how many tokens each has:
-    a multiple of ``CHUNK``.
+    """Return into how many segments to cut the tokens of ``q [B, h, N, d]``, and how many tokens
+    each has: a multiple of ``CHUNK``.
     """
     batch, heads, tokens, d = q.shape
     resident = launch.resident_programs("causal means", d, v.shape[3], q.dtype, q.device)
     parts = launch.segments(tokens, batch * heads, CHUNK, resident)
+    # Whole chunks for each; rounded up, fewer segments may be enough.
     segment_tokens = max(1, launch.cdiv(tokens, parts * CHUNK)) * CHUNK
     return max(1, launch.cdiv(tokens, segment_tokens)), segment_tokens
 
 
 def states_before(k: Tensor, v: Tensor, key_mask: Tensor | None, feature_map: str) -> Tensor:
-    """The state of all keys before each segment, ``[parts, length of a state]``, float32."""
+    """Return the state of all keys before each segment, ``[parts, length of a state]``, float32."""
     (batch, heads, _, d), e = k.shape, v.shape[3]
     parts, segment_tokens = segments_of(k, v)
     if parts == 1:

@@ -1,5 +1,5 @@
-"""The state of bidirectional kernelized attention: how keys and values are reduced to it, and parts
-of it to their sum.
+"""The state of bidirectional kernelized attention: how keys and values become parts of it, and how
+the parts are added.
 
 In units of the number of keys M (see ``ops/gpu``) it is ``S = sum_j phi(k_j) v_j^T / M`` and
 ``Z = sum_j phi(k_j) / M``. One stretch of float32 holds both: S ``[B, h, d, e]``, and Z
@@ -19,8 +19,8 @@ from visionattn.ops.gpu.sums import sums_of_parts
 
 @triton.jit
 def program_of(parts, heads):
-    """Part of the tokens, head of all images, image, and head of the image that this program is
-    for.
+    """Return which part of the tokens, head of all images, image, and head of the image this
+    program works on.
     """
     i_part, i_group = tl.program_id(0) % parts, tl.program_id(0) // parts
     return i_part, i_group, i_group // heads, i_group % heads
@@ -28,7 +28,7 @@ def program_of(parts, heads):
 
 @triton.jit
 def state_at(p_state, i_part, i_group, groups, D: tl.constexpr, E: tl.constexpr):
-    """Addresses of S and of Z of one head in one part."""
+    """Return the addresses of S and of Z of one head in one part."""
     p_part = p_state + i_part * groups.to(tl.int64) * (D * E + D)
     return p_part + i_group.to(tl.int64) * (D * E), p_part + groups.to(tl.int64) * (
         D * E
@@ -63,10 +63,10 @@ def state_of_segment(
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One segment of the keys of one head: ``sum phi(k) v^T`` and ``sum phi(k)``, times ``scale``.
+    """Sum ``phi(k) v^T`` and ``phi(k)`` over one segment of the keys of one head, times ``scale``.
 
-    The features of masked keys become 0 and their values, which are to be finite, stay: a left
-    operand is best as it was loaded, and to load it by the mask holds up the pipeline.
+    The features of masked keys become 0; their values stay, and have to be finite. A left operand
+    is best as it was loaded, and loading it by the mask would hold up the pipeline.
     """
     i_segment, i_group = i_program % segments, i_program // segments
     i_batch, i_head = i_group // heads, i_group % heads
@@ -76,6 +76,7 @@ def state_of_segment(
     )
     o_d, o_e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
     last = tl.minimum(tokens, (i_segment + 1) * segment_tokens)
+    # S is summed transposed, [E, D], so that v is the left operand; Z stays apart by token.
     b_s = tl.zeros([BLOCK_E, BLOCK_D], tl.float32)
     b_z = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     for start in range(i_segment * segment_tokens, last, BLOCK_N):
@@ -88,6 +89,7 @@ def state_of_segment(
                 tl.load(p_present + i_batch.to(tl.int64) * tokens + o_n, mask=m_n, other=0) != 0
             )
         b_left = tl.trans(b_v)
+        # phi(0) may be 1: features past the segment, the width and the mask are set to 0.
         m_k = m_n[:, None] & (o_d < D)[None, :]
         if MAP == "elu1" and tl.float32 != b_v.dtype:
             # phi(k) = max(k, 0) + exp(min(k, 0)): the first needs no rounding, and the other is at
@@ -141,7 +143,7 @@ def _kernelized_state(
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One segment of the keys of one head in each program."""
+    """Let each program sum one segment of the keys of one head."""
     state_of_segment(
         tl.program_id(0), p_k, p_v, p_present, p_state, heads, groups, tokens, segment_tokens,
         segments, scale, k_batch, k_head, k_token, v_batch, v_head, v_token, D, E, BLOCK_D,
@@ -150,8 +152,8 @@ def _kernelized_state(
 
 
 def state_of_keys(k: Tensor, v: Tensor, key_mask: Tensor | None, feature_map: str) -> Tensor:
-    """The state of ``k [B, h, M, d]`` and ``v [B, h, M, e]``: float32, S ``[B, h, d, e]`` and
-    behind it Z, in one axis.
+    """Return the state of ``k [B, h, M, d]`` and ``v [B, h, M, e]``: float32, S ``[B, h, d, e]``
+    and behind it Z, in one axis.
     """
     tokens, parts = k.shape[2], parts_of("kernelized state", k, v)
     states = states_of_segments(
@@ -161,7 +163,7 @@ def state_of_keys(k: Tensor, v: Tensor, key_mask: Tensor | None, feature_map: st
 
 
 def parts_of(kernel_name: str, q: Tensor, v: Tensor) -> int:
-    """Into how many segments a kernel cuts the tokens of ``q [B, h, N, d]``."""
+    """Return into how many segments a kernel cuts the tokens of ``q [B, h, N, d]``."""
     batch, heads, tokens, d = q.shape
     asked = kernel_name, d, v.shape[3], q.dtype, q.device
     return launch.segments(
@@ -181,7 +183,7 @@ def states_of_segments(
     segment_tokens: int,
     scale: float,
 ) -> Tensor:
-    """One state for each of the segments of ``segment_tokens`` keys, times ``scale``,
+    """Return one state for each segment of ``segment_tokens`` keys, times ``scale``,
     ``[parts, length of a state]``; float32.
     """
     (batch, heads, tokens, d), e = k.shape, v.shape[3]

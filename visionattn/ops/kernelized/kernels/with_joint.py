@@ -1,10 +1,11 @@
 """What kernelized attention with ``Joint`` relative position launches before its means: two
 launches, of several kinds each.
 
-First the segments of the keys become states, and v the lines of ``position``: means of its rows and
-the remainders of each row. Then the states are added up, with the means of the tokens in
-front of the grid, which are of content alone, and the remainders of the means are made. What needs
-nothing of each other is one launch, so that on small grids its programs run side by side.
+The first launch makes a state of each segment of the keys, and of v the lines of ``position``:
+means of its rows, and the remainders of each row. The second adds up the states, makes the means of
+the tokens in front of the grid, which have content alone, and the remainders of the means of rows.
+Jobs that do not need each other's results share a launch, so that on small grids they run side by
+side.
 """
 
 import torch
@@ -64,11 +65,12 @@ def _kernelized_state_and_lines(
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """A segment of the keys, or a block of columns of the means of rows, or the remainders of a row
-    on one side.
+    """Do one of three jobs: a segment of the keys, a block of columns of the means of rows, or the
+    remainders of a row on one side.
 
-    ``p_present``, the keys that take part where MASKED, is of the segments alone.
+    ``p_present``, the keys that take part where MASKED, concerns the segments alone.
     """
+    # Programs are counted through the three jobs: segments, then means, then remainders.
     i_program, of_state, of_means = tl.program_id(0), segments * groups, 2 * blocks * groups
     if i_program < of_state:
         state_of_segment(
@@ -115,9 +117,10 @@ def _sum_and_prefix(
     BLOCK_N: tl.constexpr,
     MAP: tl.constexpr,
 ):
-    """The sum of all parts for ``BLOCK_E`` columns of S of one head, and these columns of the means
+    """Add all parts for ``BLOCK_E`` columns of S of one head, and make these columns of the means
     of the prefix.
     """
+    # Heads alone are few programs: the columns of S are cut into slices too.
     SLICES: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
     i_slice, i_group = i_program % SLICES, i_program // SLICES
     i_batch, i_head = i_group // heads, i_group % heads
@@ -130,6 +133,7 @@ def _sum_and_prefix(
     b_s = tl.zeros([BLOCK_P, BLOCK_D, BLOCK_E], tl.float32)
     b_z = tl.zeros([BLOCK_P, BLOCK_D], tl.float32)
     o_s, m_s = o_d[:, None] * E + o_e[None, :], m_d[:, None] & m_e[None, :]
+    # BLOCK_P parts at once, which are added across threads only at the end.
     for start in range(0, parts, BLOCK_P):
         m_p = start + o_p < parts
         p_s, p_z = state_at(p_parts, (start + o_p).to(tl.int64), i_group, groups, D, E)
@@ -144,6 +148,8 @@ def _sum_and_prefix(
         p_z + o_d, b_z, mask=o_d < tl.where(i_slice == 0, D, 0)
     )  # each slice has the whole of Z
 
+    # The prefix, which has content alone, reads the state while it is in registers; its few tokens
+    # are multiplied and summed in float32, without the matrix unit.
     p_q, p_out = (
         head(p_q, i_batch, i_head, q_batch, q_head),
         head(p_out, i_batch, i_head, out_batch, out_head),
@@ -200,9 +206,10 @@ def _kernelized_sum_and_remainders(
     MAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The sum of all parts of the state and the means of the prefix, or a block of columns of the
-    means of remainders.
+    """Do one of two jobs: add all parts of the state and make the means of the prefix, or make a
+    block of columns of the means of remainders.
     """
+    # Sums first, then blocks of columns of the remainders.
     i_program, of_sums = tl.program_id(0), (E + BLOCK_E - 1) // BLOCK_E * groups
     if i_program < of_sums:
         _sum_and_prefix(
@@ -228,8 +235,8 @@ def _kernelized_sum_and_remainders(
 def state_and_lines(
     q: Tensor, k: Tensor, v: Tensor, feature_map: str, place: Place, out: Tensor, mass: Tensor
 ) -> tuple[Tensor, Lines]:
-    """The state as of ``state_of_keys`` and the lines as of ``lines_of``; writes the prefix's part
-    of ``out`` and ``mass``.
+    """Return the state as ``state_of_keys`` does and the lines as ``lines_of`` does, and write the
+    prefix's part of ``out`` and ``mass``.
     """
     (batch, heads, tokens, d), e = k.shape, v.shape[3]
     groups, tiles, parts = (
@@ -239,6 +246,7 @@ def state_and_lines(
     )
     states = k.new_empty(parts, groups * d * (e + 1), dtype=mass.dtype)
     k, v, lines = launch.readable(k), launch.readable(v), empty_lines(v, place, TILE)
+    # Options follow from the sizes alone: they are made once and remembered.
     options = launch.remembered(
         _options_of_state_and_lines, d, e, v.dtype, v.device, place.beside, feature_map
     )
@@ -270,6 +278,8 @@ def state_and_lines(
         ),
         **options,
     )
+    # One part is its own sum, one tile has no remainders, and no prefix waits: nothing is left to
+    # do.
     if parts == 1 and tiles == 1 and not place.prefix:
         return states[0], lines
     return _sum_and_remainders(states, q, feature_map, place, lines, out, mass), lines
@@ -311,8 +321,8 @@ def _sum_and_remainders(
     out: Tensor,
     mass: Tensor,
 ) -> Tensor:
-    """The sum of ``states [parts, length of a state]``; writes means of remainders, and means and
-    masses of the prefix.
+    """Return the sum of ``states [parts, length of a state]``, and write the means of remainders
+    and the means and masses of the prefix.
     """
     (batch, heads, tokens, d), e, tiles = q.shape, out.shape[3], launch.cdiv(place.width, TILE)
     q, state = launch.readable(q), states.new_empty(states.shape[1])

@@ -6,9 +6,10 @@ With ``y = x + b/2a``, ``x = q.k``, the weight is ``a x^2 + b x + c = a (y^2 + r
 the weight, and there is neither an exponential nor a maximum. One program holds a block of queries
 and goes over all keys; weights never leave its registers.
 
-Sums are divided by the number of keys M (see ``ops/gpu``). Registers hold d up to 64 and e up
-to 128 in half precision, and 32 of both in float32. Source: Nauen et al. 2024, "Direct
-TaylorShift"; the completed square is ours.
+Sums are divided by the number of keys M (see ``ops/gpu``). Registers hold d up to 64 and e up to
+128 in half precision, and up to 32 of both in float32.
+
+Source: Nauen et al. 2024, "Direct TaylorShift"; the completed square is ours.
 """
 
 import torch
@@ -22,7 +23,7 @@ from visionattn.ops.gpu.language import head, kernel, read, reciprocal, rows
 
 @triton.jit
 def taking_part(p_present, o_m, keys, MASKED: tl.constexpr):
-    """Whether keys exist and are present, ``[M]``."""
+    """Tell which of the keys ``o_m`` exist and are present, ``[M]``."""
     m_m = o_m < keys
     if MASKED:
         m_m = tl.load(p_present + o_m, mask=m_m, other=0) != 0
@@ -31,7 +32,9 @@ def taking_part(p_present, o_m, keys, MASKED: tl.constexpr):
 
 @triton.jit
 def shifted_scores(b_left, b_right, shift, PRECISION: tl.constexpr):
-    """``left right^T + shift``, float32."""
+    """Return ``left right^T + shift``, float32: the product starts at the shift, which is then
+    free.
+    """
     b_start = tl.full([b_left.shape[0], b_right.shape[0]], shift, tl.float32)
     return tl.dot(b_left, tl.trans(b_right), acc=b_start, input_precision=PRECISION)
 
@@ -59,18 +62,23 @@ def _add_keys(
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Sums of values and weights with those of one block of keys, in units of a; values in float16
-    of 256 a, for its range.
+    """Add what one block of keys gives to the sums of values and of weights, both in units of a.
+
+    In float16 the sum of values is in units of 256 a, for the range of its operands.
     """
     o_m = start + tl.arange(0, BLOCK_M)
     m_m = taking_part(p_present, o_m, keys, MASKED)
     b_k = read(p_k, o_m, k_token, tl.arange(0, BLOCK_D), m_m, D, RAGGED)  # [M, D]
     b_v = read(p_v, o_m, v_token, tl.arange(0, BLOCK_E), m_m, E, RAGGED)  # [M, E]
+    # y = x + b/2a, then the weight in units of a: y^2 + r, one multiply-add for each pair.
     b_y = shifted_scores(b_q, b_k, shift, PRECISION)
     b_p = b_y * b_y + rest
+    # A key that takes no part was read as 0, which still has the weight of y = b/2a: it is set to
+    # 0.
     if RAGGED:
         b_p = tl.where(m_m[None, :], b_p, 0)
     b_mass += tl.sum(b_p, 1)
+    # Scores above 256 give weights that float16 cannot hold; the mass, in float32, is added before.
     if b_v.dtype == tl.float16:
         b_p *= 1 / 256
     b_values += tl.dot(b_p.to(b_v.dtype), b_v, input_precision=PRECISION)
@@ -114,9 +122,10 @@ def _taylor_direct_means(
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Mean, or sum of values times ``scale``, and mass of one block of queries. Keys in whole
-    blocks need no masks.
+    """Write the mass of one block of queries, and their mean or, where not DIVIDE, the sum of
+    weighted values times ``scale``.
     """
+    # Programs of one head follow each other: they read the same keys, which then stay in cache.
     i_block, i_group = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     i_batch, i_head = i_group // heads, i_group % heads
     o_n, o_d, o_e = (
@@ -130,11 +139,14 @@ def _taylor_direct_means(
     )
     p_present += i_batch.to(tl.int64) * keys
     m_n = o_n < queries
+    # Queries stay in registers for the whole pass over the keys.
     b_q = read(
         head(p_q, i_batch, i_head, q_batch, q_head), o_n, q_token, o_d, m_n, D, True
     )  # [N, D]
     b_values = tl.zeros([BLOCK_N, BLOCK_E], tl.float32)
     b_mass = tl.zeros([BLOCK_N], tl.float32)
+    # Whole blocks of keys first, without a mask; the last, ragged one after them. With a mask of
+    # keys every block is ragged.
     whole = 0
     if not MASKED:
         whole = keys - keys % BLOCK_M
@@ -174,8 +186,10 @@ def _taylor_direct_means(
             ),
             *(D, E, BLOCK_D, BLOCK_E, BLOCK_M, True, MASKED, PRECISION),
         )
+    # Undo the 256 of ``_add_keys``.
     if p_v.dtype.element_ty == tl.float16:
         b_values *= 256
+    # The factor a is common to values and mass: a mean does not need it.
     if DIVIDE:
         b_values *= reciprocal(b_mass)[:, None]
     else:
@@ -186,7 +200,7 @@ def _taylor_direct_means(
 
 
 def completed_square(coefficients: tuple[float, float, float]) -> tuple[float, float]:
-    """``b / 2a`` and ``c/a - (b/2a)^2`` of ``(a, b, c)``."""
+    """Return ``b / 2a`` and ``c/a - (b/2a)^2`` of ``(a, b, c)``: the shift y = x + b/2a, and r."""
     a, b, c = coefficients
     return b / (2 * a), c / a - (b / (2 * a)) ** 2
 
@@ -200,7 +214,7 @@ def forward(
     *,
     divide: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Mean of the values under ``a x^2 + b x + c``, and the mass.
+    """Return the mean of the values under ``a x^2 + b x + c``, and the mass.
 
     Args:
         q, k, v: ``[B, h, N, d]``, ``[B, h, M, d]``, ``[B, h, M, e]`` of one dtype, q and k as they
@@ -210,11 +224,12 @@ def forward(
         divide: whether to give the mean, or ``sum_j w_ij v_j / M`` in float32.
 
     Returns:
-        out ``[B, h, N, e]``, the mean in the dtype of v; mass ``[B, h, N]``, ``sum_j w_ij / M``,
-        float32. 0 without any key.
+        out ``[B, h, N, e]``, the mean in the dtype of v or the sum in float32, and mass
+        ``[B, h, N]``, ``sum_j w_ij / M``, float32. Both are 0 where no key takes part.
     """
     (batch, heads, queries, _), (keys, e) = q.shape, v.shape[2:]
     options = launch.options("taylor direct", q, v)
+    # One program for each block of queries of each head.
     blocks = launch.cdiv(queries, options["BLOCK_N"])
     out = launch.tokens_first(v, batch, heads, queries, e, None if divide else torch.float32)
     mass = q.new_empty(batch, heads, queries, dtype=torch.float32)

@@ -1,11 +1,13 @@
 """Kernels for the gradients of direct TaylorShift, and how they are launched.
 
-``direct.py`` has the weights ``w = a (y^2 + r)``. For ``g = grad / mass`` and
-``z = -<g, out>``, gradients of the sums of values and of weights, the gradient of a score is
-``a (g_i.v_j + z_i) 2 y_ij / M``. Small per-query terms are made first; then one pass holds queries
-and goes over keys, for dq, and one holds keys and goes over queries, for dk and dv. Absent keys are
-read as 0, queries past the last one have ``1 / mass = z = 0``: neither adds anything. The factors a
-and 1 / M enter at the end, in float32.
+``direct.py`` has the weights ``w = a (y^2 + r)``. The gradients of the sums of values and of
+weights are ``g = grad / mass`` and ``z = -<g, out>``; that of a score is
+``a (g_i.v_j + z_i) 2 y_ij / M``.
+
+A first launch makes ``1 / mass`` and z of each query. Then one pass holds queries and goes over
+keys, for dq, and one holds keys and goes over queries, for dk and dv. Absent keys are read as 0,
+and queries past the last one have ``1 / mass = z = 0``: neither adds anything. The factors a and 1
+/ M enter at the end, in float32.
 
 Source: the shape of the passes is that of Dao et al. 2022, "FlashAttention", algorithm 4; the
 gradients are ours.
@@ -41,7 +43,7 @@ def _taylor_direct_terms(
     BLOCK_E: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """``1 / mass``, or 0 where the mass is 0, and ``z`` of one block of queries."""
+    """Write ``1 / mass``, or 0 where the mass is 0, and ``z`` of one block of queries."""
     i_block, i_group = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     i_batch, i_head = i_group // heads, i_group % heads
     o_n, o_e = i_block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_E)
@@ -54,6 +56,7 @@ def _taylor_direct_terms(
     )  # [N, E]
     b_mass = tl.load(p_mass + i_first + o_n, mask=m_n, other=0)
     b_inverse = reciprocal(b_mass)
+    # Both passes read these two numbers for each pair they make: they are divided once, here.
     tl.store(p_inverse + i_first + o_n, b_inverse, mask=m_n)
     tl.store(
         p_z + i_first + o_n,
@@ -86,12 +89,14 @@ def _add_keys(
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The gradient of a block of queries with what one block of keys adds, in units of 2a / M."""
+    """Add what one block of keys gives to the gradient of a block of queries; units of 2a / M."""
     o_m = start + tl.arange(0, BLOCK_M)
     m_m = taking_part(p_present, o_m, keys, MASKED)
     b_k = read(p_k, o_m, k_token, tl.arange(0, BLOCK_D), m_m, D, RAGGED or MASKED)  # [M, D]
     b_v = read(p_v, o_m, v_token, tl.arange(0, BLOCK_E), m_m, E, RAGGED or MASKED)  # [M, E]
+    # The weight w = a (y^2 + r) has the slope 2 a y, so y is what this pass needs of the scores.
     b_y = shifted_scores(b_q, b_k, shift, PRECISION)
+    # g . v + z, with 1 / mass put after the product: grad enters it as it was given, unrounded.
     b_dp = tl.dot(b_grad, tl.trans(b_v), input_precision=PRECISION)
     b_dx = (b_dp * b_inverse[:, None] + b_z[:, None]) * b_y
     b_dq += tl.dot(b_dx.to(b_k.dtype), b_k, input_precision=PRECISION)
@@ -138,7 +143,7 @@ def _taylor_direct_queries_backward(
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Gradient of one block of queries."""
+    """Write the gradient of one block of queries."""
     i_block, i_group = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     i_batch, i_head = i_group // heads, i_group % heads
     o_n, o_d, o_e = (
@@ -152,6 +157,7 @@ def _taylor_direct_queries_backward(
     )
     p_present += i_batch.to(tl.int64) * keys
     i_first, m_n = i_group.to(tl.int64) * queries, o_n < queries
+    # What belongs to the queries stays in registers through the pass.
     b_q = read(
         head(p_q, i_batch, i_head, q_batch, q_head), o_n, q_token, o_d, m_n, D, True
     )  # [N, D]
@@ -162,6 +168,7 @@ def _taylor_direct_queries_backward(
     b_inverse = tl.load(p_inverse + i_first + o_n, mask=m_n, other=0)
     b_z = tl.load(p_z + i_first + o_n, mask=m_n, other=0)
     b_dq = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    # Whole blocks of keys without a mask for their end, then the last one, if it is ragged.
     whole = keys - keys % BLOCK_M
     for start in range(0, whole, BLOCK_M):
         b_dq = _add_keys(
@@ -229,8 +236,8 @@ def _add_queries(
     RAGGED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The gradients of a block of keys and values with what one block of queries adds, in units of
-    2a / M and a / M.
+    """Add what one block of queries gives to the gradients of a block of keys, in units of 2a / M,
+    and of its values, in units of a / M.
     """
     o_n = start + tl.arange(0, BLOCK_N)
     m_n = o_n < queries
@@ -238,14 +245,18 @@ def _add_queries(
     b_grad = read(p_grad, o_n, grad_token, tl.arange(0, BLOCK_E), m_n, E, RAGGED).to(
         b_v.dtype
     )  # [N, E]
+    # Past the last query both terms are 0, so that nothing below needs a mask.
     if RAGGED:
         b_inverse = tl.load(p_inverse + o_n, mask=m_n, other=0)
         b_z = tl.load(p_z + o_n, mask=m_n, other=0)
     else:
         b_inverse, b_z = tl.load(p_inverse + o_n), tl.load(p_z + o_n)
+    # Scores come transposed, keys by queries: then both products over queries take them as a left
+    # operand, as they are.
     b_y = shifted_scores(b_k, b_q, shift, PRECISION)  # [M, N]
     b_p = (b_y * b_y + rest) * b_inverse[None, :]
     b_dv += tl.dot(b_p.to(b_v.dtype), b_grad, input_precision=PRECISION)
+    # The gradient of the scores, as in ``_add_keys``, transposed too.
     b_dp = tl.dot(b_v, tl.trans(b_grad), input_precision=PRECISION)
     b_dx = (b_dp * b_inverse[None, :] + b_z[None, :]) * b_y
     b_dk += tl.dot(b_dx.to(b_k.dtype), b_q, input_precision=PRECISION)
@@ -297,7 +308,7 @@ def _taylor_direct_keys_backward(
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Gradients of one block of keys and values. A masked key is read as 0 and written as 0."""
+    """Write the gradients of one block of keys and values; a masked key is read as 0 and gets 0."""
     i_block, i_group = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     i_batch, i_head = i_group // heads, i_group % heads
     o_m, o_d, o_e = (
@@ -307,6 +318,7 @@ def _taylor_direct_keys_backward(
     )
     p_present += i_batch.to(tl.int64) * keys
     m_m = taking_part(p_present, o_m, keys, MASKED)
+    # What belongs to the keys stays in registers, and so do the two sums.
     b_k = read(
         head(p_k, i_batch, i_head, k_batch, k_head), o_m, k_token, o_d, m_m, D, True
     )  # [M, D]
@@ -321,6 +333,7 @@ def _taylor_direct_keys_backward(
     p_z += i_group.to(tl.int64) * queries
     b_dk = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     b_dv = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
+    # Whole blocks of queries, then the last one, if it is ragged.
     whole = queries - queries % BLOCK_N
     for start in range(0, whole, BLOCK_N):
         b_dk, b_dv = _add_queries(
@@ -362,6 +375,7 @@ def _taylor_direct_keys_backward(
             ),
             *(D, E, BLOCK_D, BLOCK_E, BLOCK_N, True, PRECISION),
         )
+    # A key that was read as 0 still has scores of b/2a, and so gradients: they are set to 0.
     if MASKED:
         m_m = (
             tl.load(p_present + o_m, mask=o_m < keys, other=0, volatile=True) != 0
@@ -377,7 +391,7 @@ def _taylor_direct_keys_backward(
 
 
 def _terms_of_queries(grad: Tensor, out: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
-    """``1 / mass`` and ``z``, float32 ``[B, h, N]``."""
+    """Return ``1 / mass`` and ``z`` of all queries, float32 ``[B, h, N]``."""
     batch, heads, queries, e = grad.shape
     row = launch.launch_row("taylor direct terms", e, e, grad.dtype, grad.device)
     blocks, inverse, z = (
@@ -409,13 +423,13 @@ def backward(
     dq_dtype: torch.dtype | None = None,
     dk_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v for ``grad [B, h, N, e]`` of the mean under all terms.
+    """Return the gradients of q, k and v for ``grad [B, h, N, e]`` of the mean under all terms.
 
     Args:
         out, mass: the mean and the sum of all weights, the latter float32 ``[B, h, N]``,
             contiguous, in units of M.
-        dq_dtype, dk_dtype: of the gradients of q and k, float32 where they are to be rounded after
-            what is still to be done to them; None: those of q and k.
+        dq_dtype, dk_dtype: dtypes of the gradients of q and k; float32 where more is done to them
+            before they are rounded. None takes those of q and k.
 
     The other arguments are those of ``direct.forward``.
     """
@@ -430,6 +444,7 @@ def backward(
     inputs = (grad, inverse, z, q, k, v, present)
     strides = [octet for x in (grad, q, k, v) for octet in launch.octets(x)]
 
+    # Hold queries, go over keys.
     options = launch.options("taylor direct queries backward", q, v)
     blocks = launch.cdiv(queries, options["BLOCK_N"])
     sizes = (heads, queries, keys, blocks, shift, 2 * scale, *strides, *launch.octets(dq))
@@ -443,6 +458,7 @@ def backward(
         MASKED=masked,
     )
 
+    # Hold keys, go over queries.
     options = launch.options("taylor direct keys backward", q, v)
     blocks = launch.cdiv(keys, options["BLOCK_M"])
     sizes = (

@@ -2,12 +2,13 @@
 
 ``w_ij = a x^2 + b x + c`` with ``x = q_i . k_j`` is linear in the features ``[phi2(q), q, 1]``, so
 sums over keys are formed once. phi2 keeps products of tiles of 16 columns
-(``efficient_states.py``). The mass needs no features. Queries are not brought to their
-length either: what is left of it multiplies the rows of each product with the state. There are
-launches for d of 8 to 64 and e of 8 to 128, in float32 of 8 to 32 for both, in multiples of 8.
+(``efficient_states.py``). The mass needs no features. Queries are not brought to their length
+beforehand: their factor multiplies the rows of each product with the state. There are launches for
+d of 8 to 64 and e of 8 to 128, in float32 for 8 to 32 of both, in multiples of 8.
 
-In units of the number of keys M (see ``ops/gpu``). Source: TaylorShift, "Efficient
-TaylorShift"; tiles and mass are ours.
+Sums are in units of the number of keys M (see ``ops/gpu``).
+
+Source: Nauen et al. 2024, "Efficient TaylorShift"; tiles and mass are ours.
 """
 
 from typing import NamedTuple
@@ -41,9 +42,9 @@ class State(NamedTuple):
     """What queries need of the keys and values: features ``[B, h, d * d, e]`` in the dtype of v,
     and moments, float32.
 
-    Features are ``a sum_j k_j k_j^T v_j^T / M``, symmetric in the first two axes; moments ``b K^T V
-    / M``, ``c sum v / M``, ``K^T K / M``, ``sum k / M`` and the share of keys present, in one row
-    (``efficient_states.py``). In float16 both are in units of the largest number of each
+    Features are ``a sum_j k_j k_j^T v_j^T / M``, symmetric in the first two axes. Moments are
+    ``b K^T V / M``, ``c sum v / M``, ``K^T K / M``, ``sum k / M`` and the share of keys present, in
+    one row (``efficient_states.py``). In float16 both are in units of the largest number of each
     head.
     """
 
@@ -54,19 +55,20 @@ class State(NamedTuple):
 def state_shapes(
     batch: int, heads: int, d: int, e: int, dtype: torch.dtype
 ) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
-    """Shape and dtype of each tensor of a state; ``dtype`` is that of v."""
+    """Return shape and dtype of each tensor of a state; ``dtype`` is that of v."""
     return ((batch, heads, d * d, e), dtype), ((batch, heads, num_moments(d, e)), torch.float32)
 
 
 @triton.jit
 def row_factors(b_x, p_length, i_head, LENGTH: tl.constexpr):
-    """For each row, float32 ``[N]``: a power of two, what brings the row to length 1 after it, and
-    the length.
+    """Return for each row, float32 ``[N]``, a power of two, what brings the row to length 1 after
+    it, and the length.
 
     Float16 rows are multiplied by the power (``times_power``), whether they are brought to a length
     or not, so that products of their elements stay in range; other dtypes have 1 there. Without
     ``LENGTH`` the second undoes the first.
     """
+    # Without a length, and outside float16, the factors are ones and nothing is computed.
     b_one = tl.full([b_x.shape[0]], 1.0, tl.float32)
     b_power, b_factor, length = b_one, b_one, 1.0
     if LENGTH or b_x.dtype == tl.float16:
@@ -84,8 +86,8 @@ def row_factors(b_x, p_length, i_head, LENGTH: tl.constexpr):
 
 @triton.jit
 def read_again(p, o_rows, row_octets, o_columns, m_rows, WIDTH: tl.constexpr):
-    """``read`` of what was read before: from cache, so that it need not stay in registers through a
-    loop.
+    """Read what ``read`` has read before: it comes from cache, and need not stay in registers
+    through a loop.
     """
     m_read = m_rows[:, None] & (o_columns < WIDTH)[None, :]
     return tl.load(
@@ -95,10 +97,12 @@ def read_again(p, o_rows, row_octets, o_columns, m_rows, WIDTH: tl.constexpr):
 
 @triton.jit
 def times_moments(b_left, p, o_rows, row, o_columns, column, m, b_start, PRECISION: tl.constexpr):
-    """``start + left @ m`` for the float32 matrix at ``p`` with strides ``row`` and ``column``,
-    split in two in half precision.
+    """Return ``start + left @ m`` for the float32 matrix at ``p`` with strides ``row`` and
+    ``column``, which is split in two in half precision.
     """
     b_right = tl.load(p + o_rows[:, None] * row + o_columns[None, :] * column, mask=m, other=0)
+    # Moments are sums of many tokens: rounded to half precision at once, they would lose what a few
+    # of them gave.
     if b_left.dtype == tl.float32:
         return tl.dot(b_left, b_right, acc=b_start, input_precision=PRECISION)
     else:
@@ -140,9 +144,11 @@ def taylor_efficient_expand(
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """``[phi2(x), x, 1]`` of one block of tokens times the state; ``MASS``: sums of weights too,
-    ``DIVIDED``: divide by them.
+    """Multiply ``[phi2(x), x, 1]`` of one block of tokens by the state.
+
+    ``MASS`` writes the sums of weights too, and ``DIVIDED`` divides by them.
     """
+    # Blocks of one head follow each other: its state stays in cache.
     i_block, i_group = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     i_batch, i_head = i_group // heads, i_group % heads
     o_n, o_d, o_e = (
@@ -154,15 +160,18 @@ def taylor_efficient_expand(
     m_x = present_rows(p_present, i_batch, tokens, o_n, m_n, MASKED)
     p_x = head(p_x, i_batch, i_head, x_batch, x_head)
     p_features += i_group.to(tl.int64) * (D * D * E)
+    # The row of moments: X^T Y, sum y, X^T X, sum x, and an octet for the count.
     p_moments += i_group.to(tl.int64) * (D * E + E + D * D + D + 8)
     b_x = read(p_x, o_n, x_token, o_d, m_x, D, True)  # [N, D]
     b_power, b_factor, length = row_factors(b_x, p_length, i_head, LENGTH)
     b_factor *= length
     b_x = times_power(b_x, b_power)
+    # The mass is a quadratic form of x itself, without features.
     if MASS:
         b_mass = mass_of_rows(b_x, b_factor, p_moments + D * E + E, a, b, c, D, BLOCK_D, PRECISION)
         unit = unit_of(p_features, p_moments, D, E)
         tl.store(p_mass + i_group.to(tl.int64) * tokens + o_n, b_mass * unit, mask=m_n)
+    # A step takes BLOCK_F = 16 ROWS features: ROWS columns of tile i times the 16 of tile j.
     ROWS: tl.constexpr = BLOCK_F // 16
     STEPS: tl.constexpr = TILES * (TILES + 1) // 2 * (16 // ROWS)
     o_i, o_j = tl.arange(0, ROWS), tl.arange(0, 16)
@@ -191,6 +200,8 @@ def taylor_efficient_expand(
         b_features = left_features(b_i * tl.where(i == j, 1.0, 2.0).to(b_i.dtype), b_j)
         b_values += tl.dot(b_features, b_state, input_precision=PRECISION)
         b_i, b_j, b_state = b_next_i, b_next_j, b_next
+    # Squares have the factor of a row twice, the linear term, divided by it before, once; the
+    # constant term, which comes now, never.
     b_values *= (b_factor * b_factor)[:, None]
     b_values += tl.load(p_moments + D * E + o_e, mask=m_e, other=0)[None, :]
     if DIVIDED:
@@ -209,8 +220,8 @@ def taylor_efficient_expand(
 
 @triton.jit
 def features_of(p_features, o_i, o_j, D: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr):
-    """Sums of the products of columns ``o_i`` and ``o_j``, both ``[F]``, with all columns of y,
-    ``[F, E]``; 0 beyond the widths.
+    """Read the sums of products of columns ``o_i`` and ``o_j``, both ``[F]``, with all columns of
+    y, ``[F, E]``; 0 beyond the widths.
     """
     o_e = tl.arange(0, BLOCK_E)
     p = p_features + ((o_i * D + o_j) * E)[:, None] + o_e[None, :]
@@ -222,9 +233,9 @@ def features_of(p_features, o_i, o_j, D: tl.constexpr, E: tl.constexpr, BLOCK_E:
 
 @triton.jit
 def left_features(b_i, b_j):
-    """Products of each column of ``b_i [N, I]`` with each of ``b_j [N, J]``, ``[N, I * J]``.
+    """Multiply each column of ``b_i [N, I]`` by each of ``b_j [N, J]``, ``[N, I * J]``.
 
-    They come as the left side of a product wants them. ``b_i [N]`` is a single column.
+    The result is what the left side of a product wants. ``b_i [N]`` is a single column.
     """
     if len(b_i.shape) == 1:
         return b_i[:, None] * b_j
@@ -237,15 +248,17 @@ def left_features(b_i, b_j):
 def mass_of_rows(
     b_x, b_factor, p_xx, a, b, c, D: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr
 ):
-    """``a y^T (K^T K) y + b y . sum k + c count`` of ``y = factor x``, ``b_x [N, D]``; float32.
+    """Return ``a y^T (K^T K) y + b y . sum k + c count`` of ``y = factor x``, ``b_x [N, D]``, in
+    float32.
 
-    ``p_xx``: the moments from ``K^T K`` on.
+    ``p_xx`` points to the moments from ``K^T K`` on.
     """
     o_d, o_c = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_D)
     m_xx = (o_d < D)[:, None] & (o_c < D)[None, :]
     b_start = tl.zeros([b_x.shape[0], BLOCK_D], tl.float32)
     b_score = times_moments(b_x, p_xx, o_d, D, o_c, 1, m_xx, b_start, PRECISION)
     b_x_sum = tl.load(p_xx + D * D + o_c, mask=o_c < D, other=0)
+    # a (K^T K) y + b sum k, whose product with y is all but the constant term.
     b_weights = a * b_score * b_factor[:, None] + b * b_x_sum[None, :]
     return tl.sum(b_weights * b_x.to(tl.float32), 1) * b_factor + c * tl.load(p_xx + D * D + D)
 
@@ -260,8 +273,8 @@ def expand(
     coefficients: tuple[float, float, float],
     divide: bool,
 ) -> None:
-    """Write ``out [B, h, N, e]`` and, unless None, ``mass [B, h, N]`` of ``x [B, h, N, d]``; rows
-    outside the mask get 0.
+    """Write ``out [B, h, N, e]`` and, unless it is None, ``mass [B, h, N]`` of ``x [B, h, N, d]``;
+    rows outside the mask get 0.
     """
     (batch, heads, tokens, d), e = x.shape, out.shape[3]
     options, x = (
@@ -307,13 +320,15 @@ def state_of_keys(
     *,
     normalised: bool,
 ) -> State:
-    """The state of ``k [B, h, M, d]``, brought to length 1 where ``normalised``, and ``v [B, h, M,
-    e]``.
+    """Return the state of ``k [B, h, M, d]``, brought to length 1 where ``normalised``, and
+    ``v [B, h, M, e]``.
 
     Args:
         key_mask: bool ``[B, M]``, True takes part.
     """
     (a, b, c), scale = coefficients, 1 / max(1, k.shape[2])
+    # Factors of the features and of each moment: the mass takes a, b and c itself
+    # (``mass_of_rows``).
     weights = a * scale, b * scale, c * scale, scale, scale, scale
     features, row = sums(k, v, int(normalised), None, key_mask, weights)
     return State(in_half_range(features, row) if v.dtype == torch.float16 else features, row)
@@ -327,7 +342,7 @@ def forward(
     *,
     divide: bool,
 ) -> tuple[Tensor, Tensor]:
-    """What ``q [B, h, N, d]``, brought to length ``temperature [h]``, reads of the state.
+    """Return what ``q [B, h, N, d]``, brought to length ``temperature [h]``, reads of the state.
 
     Args:
         temperature: float32; None takes q as it is.

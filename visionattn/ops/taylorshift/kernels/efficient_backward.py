@@ -3,13 +3,15 @@ that of keys and values.
 
 With ``g = dO / mass`` and ``z = -<g, O>`` per query, the gradient of the features' state is again a
 sum of features (``sums`` of q and g), the gradients of the moments are moments of q, g and z, and
-that of v is an expansion of k (``expand``). Gradients of q and k through their features are ``sum_c
-x_c (y . S_cr)`` with the symmetric S: products of x with y against S, so that the matrix unit
-contracts over both, and the kernel is an expansion too. Those of q and k as given, and of the
+that of v is an expansion of k (``expand``). Gradients of q and k through their features are
+``sum_c x_c (y . S_cr)`` with the symmetric S: products of x with y against S, so that the matrix
+unit contracts over both, and the kernel is an expansion too. Those of q and k as given, and of the
 temperature, follow in registers.
 
 Gradients of the state are divided by the number of keys, as the state is, and in float16 by the
-largest gradient of each head. Source: the forward pass differentiated by hand.
+largest gradient of each head.
+
+Source: the forward pass, differentiated by hand.
 """
 
 import torch
@@ -83,8 +85,8 @@ def taylor_efficient_gradient(
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Gradient of one block of x through ``<y, [phi2(x), x, 1] state>``, ``x^T (X^T X) x`` and ``x
-    . sum x``.
+    """Write the gradient of one block of x through ``<y, [phi2(x), x, 1] state>``,
+    ``x^T (X^T X) x`` and ``x . sum x``.
 
     ``DIVIDED`` takes ``g = y / mass`` for y, weights the latter two with ``z = -<g, out>``, else 1,
     and writes z. Rows are scaled after the products of matrices, whose operands then lie in memory
@@ -115,6 +117,7 @@ def taylor_efficient_gradient(
     # get 0.
     b_mass_weight = b_scale
     b_scale = tl.where(m_n, inverse_power(b_scale), 0)
+    # <y, out> comes from the scaled y, and ``b_scale`` undoes the scale: z is stored without it.
     if DIVIDED:
         b_out = read(
             head(p_out, i_batch, i_head, out_batch, out_head), o_n, out_token, o_e, m_n, E, True
@@ -130,6 +133,7 @@ def taylor_efficient_gradient(
     p_xx = p_moments + D * E + E
     b_start = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     b_left, m_xx = times_power(b_x, b_power), m_c[:, None] & m_d[None, :]
+    # xx_weight (X^T X) x + x_weight sum x, in which x has its length, times the weight of the mass.
     b_dx = (
         times_moments(b_left, p_xx, o_c, D, o_d, 1, m_xx, b_start, PRECISION)
         * (xx_weight * length * b_factor)[:, None]
@@ -190,8 +194,8 @@ def taylor_efficient_gradient(
 
 @triton.jit
 def columns_of(p_x, o_n, x_token, o_x, m_n, b_power, D: tl.constexpr, COLUMNS: tl.constexpr):
-    """Columns ``o_x`` of x, in float16 times a power of each row, ``[N, COLUMNS]``; 0 beyond the
-    width. A single one: ``[N]``.
+    """Read columns ``o_x`` of x, in float16 times a power of each row, ``[N, COLUMNS]``; 0 beyond
+    the width. A single column comes as ``[N]``.
     """
     if COLUMNS == 1:
         p_x += o_n.to(tl.int64) * (x_token * 8) + tl.max(o_x, 0)
@@ -213,8 +217,8 @@ def state_of(
     BLOCK_E: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
-    """Sums for columns of x times columns of y, ``[F]`` both, and each other column of x, ``[F,
-    D]``; 0 beyond the widths.
+    """Read the sums of columns of x times columns of y, ``[F]`` both, and each other column of x,
+    ``[F, D]``; 0 beyond the widths.
     """
     if D == BLOCK_D and E == BLOCK_E and D % (BLOCK_F // BLOCK_E) == 0:
         return tl.load(p_state)
@@ -234,14 +238,14 @@ def _gradient_of(
     weights: tuple[float, float],
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradient of ``x [B, h, N, d]`` for ``y [B, h, N, e]``; rows outside ``key_mask [B, N]`` get
-    0.
+    """Return the gradient of ``x [B, h, N, d]`` for ``y [B, h, N, e]``; rows outside
+    ``key_mask [B, N]`` get 0.
 
     Args:
         length: float32 ``[h]``, or 1, to which x is brought, or 0: x as it is.
-        divided: ``out [B, h, N, e]`` and ``mass [B, h, N]``; None: y as it is.
-        weights: of ``(X^T X) x`` and of ``sum x`` in the gradient.
-        dtype: of the gradient; None: that of x.
+        divided: ``out [B, h, N, e]`` and ``mass [B, h, N]``; None takes y as it is.
+        weights: those of ``(X^T X) x`` and of ``sum x`` in the gradient.
+        dtype: that of the gradient; None takes that of x.
 
     Returns:
         the gradient; ``z [B, h, N]`` where divided; the gradient of the length, ``[h]``, where it
@@ -256,6 +260,7 @@ def _gradient_of(
     x, y = launch.readable(x), launch.readable(y)
     out, mass = (y, state.moments) if divided is None else (launch.readable(divided[0]), divided[1])
     dx = launch.tokens_first(x, batch, heads, tokens, d, dtype)
+    # One program for each block of tokens of each head.
     blocks = triton.cdiv(tokens, options["BLOCK_N"])
     z = mass.new_empty(0 if divided is None else mass.shape)
     d_length = mass.new_empty(batch, heads, tokens if kind == 2 else 0)
@@ -291,8 +296,8 @@ def _gradient_of(
 
 
 def _largest(grad: Tensor, mass: Tensor) -> Tensor:
-    """The largest of ``|grad| / mass`` of each head, by which it is divided where float16 is to
-    hold it, float32 ``[B, h]``.
+    """Return the largest ``|grad| / mass`` of each head, float32 ``[B, h]``: float16 holds what is
+    divided by it.
     """
     shares = torch.where(mass == 0, 0, grad.abs().amax(3).float() / mass)
     return torch.nn.functional.pad(shares, (0, 1), value=1e-30).amax(2)
@@ -311,28 +316,33 @@ def backward(
     coefficients: tuple[float, float, float],
     dq_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of q, k, v and of the temperature for ``grad [B, h, N, e]`` of the mean under
-    weights that add up to ``mass``.
+    """Return the gradients of q, k, v and of the temperature for ``grad [B, h, N, e]`` of the mean
+    under weights that add up to ``mass``.
 
     Args:
-        mass: float32 ``[B, h, N]`` in units of the number of keys; out ``[B, h, N, e]`` and mass
-            may hold other terms than this one.
-        dq_dtype: of the gradient of q; None: that of q.
+        out, mass: the mean ``[B, h, N, e]``, and float32 ``[B, h, N]`` in units of the number of
+            keys; both may hold other terms beside this one.
         temperature: float32 ``[h]``; None takes q and k as they are.
+        dq_dtype: that of the gradient of q; None takes that of q.
     """
     (a, b, c), scale = coefficients, 1 / max(1, k.shape[2])
     length, one = (0, 0) if temperature is None else (temperature, 1)
     divided = out, mass
+    # Queries first: z, which their pass leaves, weights the moments of the state's gradient.
     dq, z, d_temperature = _gradient_of(q, length, grad, divided, None, state, (2 * a, b), dq_dtype)
     half = q.dtype == torch.float16
     if half:
         unit = _largest(grad, mass)
         mass, z = mass * unit[..., None], z / unit[..., None]
+    # The gradient of the state is a state of queries: the same sums, with the weights of the chain
+    # rule.
     weights = a * scale, b * scale, c * scale, a * scale, b * scale, 0.0
     d_features, d_moments = sums(q, grad, length, Divided(mass, z), None, weights)
     if half:
         d_features = in_half_range(d_features, d_moments, unit)
     d_state = State(d_features, d_moments)
+    # Keys and values read that gradient as queries read the state; their length is 1, not the
+    # temperature.
     dk, _, _ = _gradient_of(k, one, v, None, key_mask, d_state, (2.0, 1.0))
     dv = launch.tokens_first(v, *v.shape)
     expand(k, one, d_state, key_mask, dv, None, coefficients, False)

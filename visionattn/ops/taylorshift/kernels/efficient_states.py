@@ -3,17 +3,21 @@ and moments.
 
 Columns are cut into tiles of 16. Pair ``p = i (i + 1) / 2 + j`` of tiles ``i >= j`` has the 256
 features ``x_i x_j^T``. One launch sums them over segments of the tokens, with the moments as one
-more share of the work, and a second one adds the segments. The same kernels sum over keys (x = k, y
-= v) and, in the backward pass, over queries (x = q, y = grad / mass).
+more share of the work, and a second one adds the segments. The same kernels sum over keys
+(``x = k, y = v``) and, in the backward pass, over queries (``x = q, y = grad / mass``).
 
 No pass brings x to its length first: ``phi2(s x) = s^2 phi2(x)``, so the squared factor of a token
 multiplies its y. In float16 the tiles are multiplied by the power of two next to the factor, which
 rounds nothing and keeps their products in range.
 
-Moments of one head lie in one row of float32: ``X^T Y [d, e]``, ``sum y [e]``, ``X^T diag(w) X [d,
-d]``, ``sum w x [d]`` and 8 times the number of tokens present; the second of the 8 is the unit of
-the head in float16. Source: TaylorShift, "Efficient TaylorShift"; tiles and mass without features
-are ours.
+Moments of one head lie in one row of float32:
+
+    X^T Y [d, e] | sum y [e] | X^T diag(w) X [d, d] | sum w x [d] | 8 places
+
+The 8 places, an octet for alignment, all hold the number of tokens present; in float16 the second
+of them holds the unit of the head.
+
+Source: Nauen et al. 2024, "Efficient TaylorShift"; tiles and mass without features are ours.
 """
 
 from dataclasses import dataclass
@@ -29,30 +33,30 @@ from visionattn.ops.gpu.language import head, kernel, read, reciprocal
 TILE = 16
 PAIR = TILE * TILE
 PLAIN, OF_LENGTH_ONE, OF_GIVEN_LENGTH = 0, 1, 2
-"""What ``LENGTH`` of a kernel means for x: as it is, brought to length 1, or to the length of its
-head.
+"""``LENGTH`` of a kernel says what it does to x: nothing, bring it to length 1, or to the length of
+its head.
 """
 
 
 def num_tiles(d: int) -> int:
-    """Tiles of 16 columns that hold a width."""
+    """Return how many tiles of 16 columns hold a width."""
     return -(-d // TILE)
 
 
 def num_pairs(d: int) -> int:
-    """Pairs of tiles ``i >= j``."""
+    """Return the number of pairs of tiles ``i >= j``."""
     return num_tiles(d) * (num_tiles(d) + 1) // 2
 
 
 def num_moments(d: int, e: int) -> int:
-    """Length of a row of moments."""
+    """Return the length of a row of moments."""
     return d * e + e + d * d + d + launch.OCTET
 
 
 @dataclass(frozen=True)
 class Divided:
-    """Each token's y is divided by ``mass`` (0 where that is 0) and its x weighted by ``weights``;
-    both float32 ``[B, h, N]``.
+    """What each token's y is divided by, ``mass`` (0 gives 0), and what its x is weighted by,
+    ``weights``; both float32 ``[B, h, N]``.
     """
 
     mass: Tensor
@@ -61,7 +65,7 @@ class Divided:
 
 @triton.jit
 def present_rows(p_present, i_batch, tokens, o_n, m_n, MASKED: tl.constexpr):
-    """``m_n``, without the tokens that the mask of the image leaves out."""
+    """Return ``m_n`` without the tokens that the mask of the image leaves out."""
     if MASKED:
         return m_n & (
             tl.load(p_present + i_batch.to(tl.int64) * tokens + o_n, mask=m_n, other=0) != 0
@@ -72,43 +76,45 @@ def present_rows(p_present, i_batch, tokens, o_n, m_n, MASKED: tl.constexpr):
 
 @triton.jit
 def per_token(p, i_group, tokens, o_n, m_n):
-    """One number of each token of a head, ``[N]``, 0 where ``m_n`` is false; ``p``: float32 ``[B,
-    h, N]``.
+    """Read one number for each token of a head from ``p``, float32 ``[B, h, N]``: ``[N]``, 0 where
+    ``m_n`` is false.
     """
     return tl.load(p + i_group.to(tl.int64) * tokens + o_n, mask=m_n, other=0)
 
 
 @triton.jit
 def tiles_of_pair(pair):
-    """i and j of a pair of at most four tiles: i grows by one at pairs 1, 3 and 6 of the ten."""
+    """Return i and j of a pair of at most four tiles: i grows at pairs 1, 3 and 6 of the ten."""
     i = (pair + 9) // 10 + (pair + 5) // 8 + pair // 6
     return i, pair - i * (i + 1) // 2
 
 
 @triton.jit
 def inverse_length(b_x):
-    """``1 / max(|x|, 1e-6)`` of each row, float32 ``[N]``."""
+    """Return ``1 / max(|x|, 1e-6)`` of each row, float32 ``[N]``."""
     b_x = b_x.to(tl.float32)
     return tl.rsqrt(tl.maximum(tl.sum(b_x * b_x, 1), 1e-12))
 
 
 @triton.jit
 def power_above(b):
-    """The least power of two above each ``b >= 0``, float32: its exponent alone, and one more."""
+    """Return the least power of two above each ``b >= 0``, float32: its exponent alone, and one
+    more.
+    """
     bits = b.to(tl.int32, bitcast=True) & 0x7F800000
     return (bits + 0x00800000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def inverse_power(b_power):
-    """``1 / power`` of powers of two, exactly."""
+    """Return ``1 / power`` of powers of two, exactly: 254 minus the exponent's bits."""
     return (0x7F000000 - b_power.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def times_power(b_x, b_power):
-    """Rows of float16 times powers of two, exactly; rows of other dtypes have the range of float32
-    and stay as they are.
+    """Multiply rows of float16 by powers of two, exactly; rows of other dtypes, which have the
+    range of float32, stay as they are.
     """
     if b_x.dtype == tl.float16:
         return (b_x.to(tl.float32) * b_power[:, None]).to(tl.float16)
@@ -118,8 +124,8 @@ def times_power(b_x, b_power):
 
 @triton.jit
 def high_and_low(b_x, DTYPE: tl.constexpr):
-    """Float32 as the sum of two numbers of a half precision, so that products keep 16 bits and
-    more.
+    """Split float32 into two numbers of a half precision that add up to it, so that products keep
+    16 bits and more.
     """
     b_high = b_x.to(DTYPE)
     return b_high, (b_x - b_high.to(tl.float32)).to(DTYPE)
@@ -127,11 +133,12 @@ def high_and_low(b_x, DTYPE: tl.constexpr):
 
 @triton.jit
 def _factors(b_x, p_length, i_head, LENGTH: tl.constexpr):
-    """The power of two that multiplies rows in float16, and what brings a row to its length after
-    that, float32 ``[N]``.
+    """Return, for each row, the power of two that multiplies it in float16 and what brings it to
+    its length after that, float32 ``[N]``.
     """
     b_factor = inverse_length(b_x)
     b_power = power_above(b_factor)
+    # Times the power and then times the factor, a row has length 1: only the factor rounds.
     if b_x.dtype == tl.float16:
         b_factor *= inverse_power(b_power)
     if LENGTH == 2:
@@ -167,8 +174,9 @@ def _sum_features(
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Features of ``PAIRS`` pairs of tiles times y over the tokens of one segment."""
+    """Sum features of ``PAIRS`` pairs of tiles times y over the tokens of one segment."""
     o_d, o_e, o_t = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E), tl.arange(0, 16)
+    # Tuples, as the number of pairs is known when compiled: each pair has a sum and two tiles.
     b_sums, b_tiles = (), ()
     for _ in tl.static_range(PAIRS):
         b_sums = b_sums + (tl.zeros([256, BLOCK_E], tl.float32),)
@@ -189,10 +197,12 @@ def _sum_features(
             b_inverse = reciprocal(per_token(p_mass, i_group, tokens, o_n, m_n))
         b_loaded, b_next_tiles, b_next_sums = (), (), ()
         for p in tl.static_range(PAIRS):
+            # Loads of all pairs come first, so that the products below hide the time they take.
             i, j = tiles_of_pair(i_share * PAIRS + p)
             b_i = read(p_x, o_n, x_token, 16 * i + o_t, m_n, D, True)  # [N, 16]
             b_loaded = b_loaded + (b_i, read(p_x, o_n, x_token, 16 * j + o_t, m_n, D, True))
         for p in tl.static_range(PAIRS):
+            # The features of the tokens loaded before, as a left operand: [256, N].
             b_i, b_j = tl.trans(b_tiles[2 * p]), tl.trans(b_tiles[2 * p + 1])
             b_features = tl.reshape(b_i[:, None, :] * b_j[None, :, :], [256, BLOCK_N])
             b_next_sums = b_next_sums + (
@@ -212,6 +222,7 @@ def _sum_features(
             if DIVIDED:
                 b_next_y = (b_next_y.to(tl.float32) * b_inverse[:, None]).to(b_y.dtype)
         b_y, b_tiles, b_sums = b_next_y, b_next_tiles, b_next_sums
+    # Whole pairs are written, 256 rows each; columns beyond D are dropped when parts are added.
     o_f = tl.arange(0, 256)
     for p in tl.static_range(PAIRS):
         p_pair = p_part + (i_share * PAIRS + p) * (256 * E)
@@ -245,8 +256,9 @@ def _sum_moments(
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Moments over the tokens of one segment. What is scaled is split in two, so that they keep 16
-    bits in half precision.
+    """Sum the moments over the tokens of one segment.
+
+    Operands that were scaled here are split in two, so that they keep 16 bits in half precision.
     """
     o_d, o_e, o_c = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_D)
     m_d, m_e, m_c = o_d < D, o_e < E, o_c < D
@@ -268,10 +280,14 @@ def _sum_moments(
         m_n = present_rows(p_present, i_batch, tokens, o_n, o_n < last, MASKED)
         b_x = read(p_x, o_n, x_token, o_d, m_n, D, True)  # [N, D]
         b_y = read(p_y, o_n, y_token, o_e, m_n, E, True)  # [N, E]
+        # Right operands: y, divided by its mass, for X^T Y, and weighted x for X^T diag(w) X.
         b_right, b_weighted = b_y.to(tl.float32), b_x.to(tl.float32)
         if DIVIDED:
             b_right *= reciprocal(per_token(p_mass, i_group, tokens, o_n, m_n))[:, None]
         b_y_sums += b_right
+        # x itself takes only the exact power of two; the factor, which rounds, goes to the right
+        # operand, which keeps more bits. The sum of y takes no factor, that of x one, X^T Y one,
+        # X^T X two.
         if LENGTH:
             b_power, b_factor = _factors(b_x, p_length, i_head, LENGTH)
             b_x = times_power(b_x, b_power)
@@ -282,7 +298,9 @@ def _sum_moments(
         b_x_sums += b_weighted
         if LENGTH:
             b_weighted *= b_factor[:, None]
+        # Both matrices share their left operand.
         b_left = tl.trans(b_x)
+        # High and low parts are summed apart wherever registers hold both sums.
         if HALF and (LENGTH or DIVIDED):
             b_high, b_low = high_and_low(b_right, b_x.dtype)
             b_high_x, b_low_x = high_and_low(b_weighted, b_x.dtype)
@@ -297,6 +315,7 @@ def _sum_moments(
             b_xy += tl.dot(b_left, b_right.to(b_x.dtype), input_precision=PRECISION)
             b_xx += tl.dot(b_left, b_weighted.to(b_x.dtype), input_precision=PRECISION)
         b_count += m_n.to(tl.float32)
+    # The row of moments, in the order that the head of this file gives.
     tl.store(
         p_part + o_d[:, None] * E + o_e[None, :], b_xy + b_low_xy, mask=m_d[:, None] & m_e[None, :]
     )
@@ -341,12 +360,13 @@ def taylor_efficient_sums(
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One share of the sums over one segment of one head: ``PAIRS`` pairs of tiles, or, the last
-    share, the moments.
+    """Make one share of the sums over one segment of one head: ``PAIRS`` pairs of tiles or, in the
+    last share, the moments.
 
     ``DIVIDED`` takes ``y / mass`` for y, and weights x in the moments of x alone. ``LENGTH`` brings
     x to a length.
     """
+    # Shares of the same tokens follow each other, so that they read them from cache.
     i_share, i_rest = tl.program_id(0) % (SHARES + 1), tl.program_id(0) // (SHARES + 1)
     i_segment, i_group = i_rest % segments, i_rest // segments
     i_batch, i_head = i_group // heads, i_group % heads
@@ -360,6 +380,8 @@ def taylor_efficient_sums(
     )
     first = i_segment * segment_tokens
     last = tl.minimum(tokens, first + segment_tokens)
+    # Moments are one more share of the same tokens, so that no launch of their own reads them
+    # again.
     if i_share < SHARES:
         _sum_features(
             *(p_x, p_y, p_mass, p_length, p_present, p_part, i_batch, i_head, i_group, i_share),
@@ -404,7 +426,8 @@ def taylor_efficient_state(
     PAIRS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The sums of all segments times their weights, for one block of the numbers of one head.
+    """Add the sums of all segments and multiply them by their weights, for one block of the numbers
+    of one head.
 
     Features of a pair of tiles ``i > j`` are written for ``x_j x_i^T`` too: ``[D, D, E]`` is whole
     and symmetric.
@@ -412,6 +435,7 @@ def taylor_efficient_state(
     i_group = tl.program_id(0) // blocks
     SIZE: tl.constexpr = PAIRS * 256 * E
     ROW: tl.constexpr = D * E + E + D * D + D + 8
+    # Eight segments are read at once, and added in an order that no timing changes.
     o = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     o_p = tl.arange(0, 8)
     p_parts += (
@@ -454,11 +478,11 @@ def sums(
     key_mask: Tensor | None,
     weights: tuple[float, ...],
 ) -> tuple[Tensor, Tensor]:
-    """Sums over the tokens of ``x [B, h, N, d]`` and ``y [B, h, N, e]``.
+    """Return the sums over the tokens of ``x [B, h, N, d]`` and ``y [B, h, N, e]``.
 
     Args:
         length: float32 ``[h]``, or 1, to which x is brought, or 0: x as it is.
-        divided: by what y is divided and x weighted; None: y as it is, weights w = 1.
+        divided: what y is divided by and x weighted by; None takes y as it is, and w = 1.
         key_mask: bool ``[B, N]``, the tokens that count.
         weights: factors of the features and of the moments ``X^T Y``, ``sum y``, ``X^T diag(w) X``,
             ``sum w x`` and the count.
@@ -507,6 +531,7 @@ def sums(
             PRECISION=launch.precision(x.dtype),
         ),
     )
+    # Features of float16 stay in float32 until ``in_half_range`` has found their unit.
     features = y.new_empty(
         batch, heads, d * d, e, dtype=torch.float32 if y.dtype == torch.float16 else y.dtype
     )
@@ -528,22 +553,23 @@ def sums(
 
 
 def length_kind(length: Tensor | int) -> int:
-    """``LENGTH`` of a kernel for float32 ``[h]``, 1 or 0."""
+    """Return ``LENGTH`` of a kernel for a length: a tensor ``[h]``, or 1 or 0."""
     return OF_GIVEN_LENGTH if isinstance(length, Tensor) else length
 
 
 def length_pointer(x: Tensor, length: Tensor | int) -> Tensor:
-    """What a kernel is given for lengths; ``x`` where it reads none."""
+    """Return what a kernel is given for lengths: ``x`` where it reads none."""
     return length.contiguous() if isinstance(length, Tensor) else x
 
 
 def in_half_range(features: Tensor, moments: Tensor, unit: Tensor | None = None) -> Tensor:
-    """Features in float16, where both they and the moments, in place, are put in units of the
-    largest of each head.
+    """Return the features in float16, in units of the largest number of each head; put the moments
+    into the same units in place.
 
     That keeps small sums above the end of float16 at 6e-8. The unit, times ``unit [B, h]``, is left
     in the row of moments.
     """
+    # One unit for features and moments: a mean, which is a quotient of both, is free of it.
     own = (
         moments[..., : -launch.OCTET]
         .abs()
@@ -558,7 +584,7 @@ def in_half_range(features: Tensor, moments: Tensor, unit: Tensor | None = None)
 
 @triton.jit
 def unit_of(p_features, p_moments, D: tl.constexpr, E: tl.constexpr):
-    """The unit of a state; 1 but in float16."""
+    """Read the unit of a state; it is 1 except in float16."""
     if p_features.dtype.element_ty == tl.float16:
         return tl.load(p_moments + D * E + E + D * D + D + 1)
     else:

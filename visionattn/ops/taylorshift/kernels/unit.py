@@ -1,10 +1,11 @@
 """Kernels that bring queries and keys to a given length, the prologue of TaylorShift, and how they
 are launched.
 
-``y = length_h x / max(|x|, 1e-6)``, which is finite at the zero vector and has finite gradients
-there. Norms in float32. Each program reads the tokens of one head once and writes them once; the
-heads of the same tokens follow each other, as they lie in memory. Source: Nauen et al. 2024,
-"Normalization"; the guard is that of ``features.unit``.
+``y = length_h x / max(|x|, 1e-6)`` is finite at the zero vector, and so are its gradients there.
+Norms are taken in float32. Each program reads a block of tokens of one head once and writes it
+once; programs of the same tokens follow each other head by head, as the heads lie in memory.
+
+Source: Nauen et al. 2024, "Normalization"; the guard is that of ``features.unit``.
 """
 
 import torch
@@ -20,7 +21,7 @@ EPS = tl.constexpr(1e-6)
 
 @triton.jit
 def _place(heads, blocks):
-    """Image, block of tokens and head of this program, heads in turn."""
+    """Give the image, the block of tokens and the head of this program; heads come in turn."""
     i_program = tl.program_id(0)
     return i_program // (heads * blocks), i_program // heads % blocks, i_program % heads
 
@@ -44,7 +45,7 @@ def _unit(
     BLOCK_N: tl.constexpr,
     LENGTH: tl.constexpr,
 ):
-    """One block of tokens of one head."""
+    """Bring one block of tokens of one head to its length."""
     i_batch, i_block, i_head = _place(heads, blocks)
     o_n, o_d = i_block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     m_x = (o_n < tokens)[:, None] & (o_d < D)[None, :]
@@ -52,7 +53,9 @@ def _unit(
         head(p_x, i_batch, i_head, x_batch, x_head),
         head(p_y, i_batch, i_head, y_batch, y_head),
     )
+    # Squares of float16 may leave its range: the norm is made in float32.
     b_x = tl.load(rows(p_x, o_n, x_token, o_d), mask=m_x, other=0).to(tl.float32)  # [N, D]
+    # 1 / max(|x|, EPS), with the guard on the square: one instruction, and finite at 0.
     b_scale = tl.rsqrt(tl.maximum(tl.sum(b_x * b_x, 1), EPS * EPS))
     if LENGTH:
         b_scale *= tl.load(p_length + i_head).to(tl.float32)
@@ -85,7 +88,9 @@ def _unit_backward(
     BLOCK_N: tl.constexpr,
     LENGTH: tl.constexpr,
 ):
-    """One block of tokens of one head, and what it adds to the gradient of the length."""
+    """Write the gradient of one block of tokens of one head, and what it adds to that of the
+    length.
+    """
     i_batch, i_block, i_head = _place(heads, blocks)
     o_n, o_d = i_block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     m_x = (o_n < tokens)[:, None] & (o_d < D)[None, :]
@@ -96,14 +101,19 @@ def _unit_backward(
     p_grad = head(p_grad, i_batch, i_head, grad_batch, grad_head)
     b_x = tl.load(rows(p_x, o_n, x_token, o_d), mask=m_x, other=0).to(tl.float32)  # [N, D]
     b_grad = tl.load(rows(p_grad, o_n, grad_token, o_d), mask=m_x, other=0).to(tl.float32)  # [N, D]
+    # The factor of the forward pass, again: x is read here anyway, so nothing was kept for it.
     b_squares = tl.sum(b_x * b_x, 1)
     b_inverse = tl.rsqrt(tl.maximum(b_squares, EPS * EPS))
     b_unit = b_x * b_inverse[:, None]
+    # What of the gradient points along x: with a length, its sum over tokens is the length's own
+    # gradient. Each program writes its part, and the launch adds them.
     b_along = tl.sum(b_grad * b_unit, 1)
     b_scale = b_inverse
     if LENGTH:
         b_scale *= tl.load(p_length + i_head).to(tl.float32)
         tl.store(p_parts + tl.program_id(0), tl.sum(b_along, 0))
+    # A vector of given length can only turn, so what points along it is taken off. One shorter than
+    # EPS was multiplied by a constant: all of its gradient stays.
     b_across = b_grad - b_unit * tl.where(b_squares > EPS * EPS, b_along, 0)[:, None]
     tl.store(
         rows(p_dx, o_n, dx_token, o_d),
@@ -119,7 +129,7 @@ def _options(name: str, x: Tensor, length: Tensor | None) -> dict[str, int]:
 
 
 def unit(x: Tensor, length: Tensor | None) -> Tensor:
-    """``x [B, h, N, d]`` brought to ``length [h]``, or to 1 where it is None; in the dtype of x."""
+    """Bring ``x [B, h, N, d]`` to ``length [h]``, or to 1 where it is None; in the dtype of x."""
     batch, heads, tokens, d = x.shape
     options, y = _options("unit", x, length), launch.tokens_first(x, batch, heads, tokens, d)
     blocks, x = launch.cdiv(tokens, options["BLOCK_N"]), launch.readable(x)
@@ -141,8 +151,10 @@ def unit(x: Tensor, length: Tensor | None) -> Tensor:
 def unit_backward(
     x: Tensor, length: Tensor | None, grad: Tensor, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of x, in its dtype or another, and of the length, float32 ``[h]``, for
-    ``grad [B, h, N, d]`` of any dtype.
+    """Return the gradients of x and of the length for ``grad [B, h, N, d]`` of any dtype.
+
+    The first is in ``dtype``, or in that of x where it is None; the second is float32 ``[h]``, or
+    None without a length.
     """
     batch, heads, tokens, d = x.shape
     options, dx = (
@@ -151,6 +163,7 @@ def unit_backward(
     )
     blocks = launch.cdiv(tokens, options["BLOCK_N"])
     x, grad = launch.readable(x), launch.readable(grad)
+    # One number for each block of tokens and head, none without a length.
     parts = x.new_empty(0 if length is None else batch * blocks, heads, dtype=torch.float32)
     launch.run(
         _unit_backward,
