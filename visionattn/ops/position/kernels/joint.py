@@ -1,13 +1,13 @@
 """Kernels of ``Joint`` relative position on a full grid, forward, fused with the division by the
 mass of all terms.
 
-A program goes down a strip of the grid, some tiles of T queries wide. Of each row it makes the
-weights of the classes of all its queries in one product, then reads one line of keys (see
-``lines.py``) after another: each tile gathers the weights of its pairs from those of the
-classes, window and tails alike, and multiplies them with the keys on the matrix units. What lies
-further away is of the outermost classes and comes as one key for each line and side, all lines in
-one product. Nothing of size N x C exists: what is gathered from is as large as the programs that
-run at once.
+A program goes down a strip of the grid, some tiles of T queries wide. For each row it makes the
+weights of the classes of all its queries in one product, and then reads one line of keys (see
+``lines.py``) after another. Each tile gathers the weights of its pairs from those of the classes,
+within the horizon and beyond it alike, and multiplies them by the keys on the matrix units. What
+lies further away is of the outermost classes, and comes as one key for each line and side, all
+lines in one product. Nothing of size N x C exists: the weights that are gathered from take as much
+memory as the programs that run at once.
 
 Weights are kept in units in which half precision holds them on any grid. A line of several rows is
 their mean, so the weight of a key of a line is ``w_c rows(a, y)`` times that of one key of the
@@ -42,8 +42,8 @@ from visionattn.ops.position.kernels.place import TILE, Place
 
 
 class FromState(NamedTuple):
-    """Content of kernelized attention: S ``[B, h, d, e]`` and Z ``[B, h, d]``, float32, divided by
-    M, as they lie in memory.
+    """The content term of kernelized attention: S ``[B, h, d, e]`` and Z ``[B, h, d]``, float32,
+    divided by M, contiguous.
     """
 
     s: Tensor
@@ -52,8 +52,8 @@ class FromState(NamedTuple):
 
 
 class FromSums(NamedTuple):
-    """Content as sums of values ``[B, h, N, e]`` and of weights ``[B, h, N]`` of all tokens,
-    float32, divided by M.
+    """The content term as sums of values ``[B, h, N, e]`` and of weights ``[B, h, N]`` for all
+    tokens, float32, divided by M.
     """
 
     values: Tensor
@@ -62,8 +62,8 @@ class FromSums(NamedTuple):
 
 @triton.jit
 def _elu1(x):
-    """``phi(x, "elu1")`` that is 0 below some -87: to hold what is smaller ``exp`` takes three more
-    instructions.
+    """Return ``phi(x, "elu1")``, but 0 below about -87: ``exp`` needs three more instructions to
+    hold smaller numbers.
     """
     x = x.to(tl.float32)
     return tl.where(x > 0, x + 1, tl.exp2(tl.minimum(x, 0) * 1.4426950408889634))
@@ -82,11 +82,11 @@ def _table_of_lines(
     HORIZON_Y: tl.constexpr,
     HORIZON_X: tl.constexpr,
 ):
-    """``[D, LINES * SLOTS]`` in DTYPE: the table from class of rows ``i_chunk * LINES`` on, and
-    ``b_z [D]`` in free slots.
+    """Read ``[D, LINES * SLOTS]`` in DTYPE: the table from class of rows ``i_chunk * LINES`` on,
+    with ``b_z [D]`` in free slots.
 
-    Z has the slot after the last class of columns: in line 0 its rounded value, in line 1 what
-    rounding took. So the mass of the content comes with the weights of the classes, under the same
+    Z has the slot after the last class of columns: its rounded value in line 0, and in line 1 what
+    rounding took. So the mass of the content comes with the weights of the classes, from the same
     rounded features as the sums that it divides.
     """
     o_d, o_c = tl.arange(0, BLOCK_D), tl.arange(0, LINES * SLOTS)
@@ -94,6 +94,8 @@ def _table_of_lines(
     m_table = ((o_a <= 2 * HORIZON_Y) & (o_b <= 2 * HORIZON_X))[None, :] & (o_d < D)[:, None]
     p_classes = p_table + (o_a * (2 * HORIZON_X + 1) + o_b)[None, :] * D + o_d[:, None]
     b_table = tl.load(p_classes, mask=m_table, other=0).to(DTYPE)
+    # Slots after the last class of columns are free: there is one in each line, and two lines at
+    # least.
     m_z = o_b == 2 * HORIZON_X + 1
     b_high, b_low = parts(b_z, DTYPE)
     b_table = tl.where((m_z & (o_a == 0))[None, :], b_high[:, None], b_table)
@@ -121,18 +123,22 @@ def _put_weights(
     """Write the weights of LINES classes of rows for ``b_phi [BLOCK_Q, D]`` of row ``y``, and
     return their mass ``[BLOCK_Q]``.
 
-    ``b_columns [BLOCK_Q, SLOTS]`` is, with "mean", 1 / keys of the class in a row, else their
-    number times the unit of M; 0 where there is none. ``b_content [1, SLOTS]`` is the unit of Z in
-    the slot that holds it.
+    ``b_columns [BLOCK_Q, SLOTS]`` is 1 / keys of the class in a row with "mean", else their number
+    times ``Place.unit``; it is 0 where there is no key. ``b_content [1, SLOTS]`` is the unit of Z
+    in the slot that holds it.
     """
     BLOCK_Q: tl.constexpr = b_phi.shape[0]
     o_b, o_i = tl.arange(0, SLOTS), tl.arange(0, BLOCK_Q)
     o_a = i_chunk * LINES + tl.arange(0, LINES)
+    # Weights of all queries and all classes of these rows, Z's slots among them.
     b_w = tl.reshape(tl.dot(b_phi, b_table, input_precision=PRECISION), [BLOCK_Q, LINES, SLOTS])
     b_part = tl.zeros([BLOCK_Q, SLOTS], tl.float32)
+    # The content's mass, from the slots of Z in lines 0 and 1; elsewhere b_content is 0.
     if MAP == "elu1":
         b_part += tl.sum(tl.where((o_a < 2)[None, :, None], b_w, 0), 1) * b_content
+    # Keys of each class along the column of the query: none beyond the border.
     b_rows = tl.where(o_a <= 2 * HORIZON_Y, axis_keys(o_a, y, height, HORIZON_Y), 0)
+    # A mean counts each class that has a key once, a sum counts all of its keys.
     if MEAN:
         b_some = tl.sum(tl.where((b_rows > 0)[None, :, None], b_w, 0), 1)  # [BLOCK_Q, SLOTS]
         b_part += tl.where(b_columns > 0, b_some, 0)
@@ -140,6 +146,7 @@ def _put_weights(
     else:
         b_w *= (b_rows * row_scale)[None, :, None]
         b_part += tl.sum(b_w, 1) * b_columns
+    # [lines, BLOCK_Q, SLOTS], in the dtype of the product that reads them.
     o_weight = (
         (o_a * BLOCK_Q)[None, :, None] * SLOTS + o_i[:, None, None] * SLOTS + o_b[None, None, :]
     )
@@ -162,11 +169,13 @@ def far_means(
     E: tl.constexpr,
     HORIZON_Y: tl.constexpr,
 ):
-    """``[TILES, 16, E]``: for row ``y``, what lies before (even ``o_f``) and after the keys of each
-    tile, line by line.
+    """Read for row ``y`` what lies before (even ``o_f``) and after the keys of each tile, line by
+    line: ``[TILES, 16, E]``.
     """
     i_class, i_side = o_f // 2, o_f % 2
     i_row = y + i_class - HORIZON_Y
+    # The outermost classes of rows read the remainders of means, above (1) or below (2); others
+    # those of rows (0).
     i_kind = tl.where(i_class == 0, 1, tl.where(i_class == 2 * HORIZON_Y, 2, 0))
     m_some = (i_class <= 2 * HORIZON_Y) & (i_row >= 0) & (i_row < height) & (o_tile < tiles)
     o_head = (i_kind.to(tl.int64) * groups + i_group) * height
@@ -231,12 +240,12 @@ def _joint_means(
     MAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Mean and mass under content and relative term of a strip: ``strip_rows`` rows of ``BLOCK_Q``
-    queries, ``BLOCK_E`` columns.
+    """Write mean and mass under content and relative term of a strip: ``strip_rows`` rows of
+    ``BLOCK_Q`` queries, ``BLOCK_E`` columns.
 
-    ``MAP`` "" reads sums instead of a state. The weights of a row's classes go through
-    ``p_weights``, of which each program has its own ``[lines, BLOCK_Q, SLOTS]``: it is as small as
-    the caches, and to gather from it again is to read the first one.
+    ``MAP`` "" reads sums instead of a state. The weights of a row's classes pass through
+    ``p_weights``, where each program has its own ``[lines, BLOCK_Q, SLOTS]``: few enough to stay in
+    the first cache, from which they are gathered.
     """
     DTYPE: tl.constexpr = p_q.dtype.element_ty
     TILES: tl.constexpr = BLOCK_Q // BLOCK_T
@@ -307,10 +316,13 @@ def _joint_means(
     m_keys = ((o_keys >= 0) & (o_keys < width))[:, :, None] & m_e[None, None, :]
     p_means += i_group.to(tl.int64) * height * width * E
     means_below = groups.to(tl.int64) * height * width * E
+    # Row by row down the strip.
     first_row = i_strip * strip_rows
     for step in range(0, tl.minimum(strip_rows, height - first_row)):
         y = first_row + step
         o_token = prefix + y * width + o_x
+        # The features of the row's queries, and from them the weights of all classes, written for
+        # the gather below.
         b_q = tl.load(
             rows(p_q, o_token, q_token, o_d), mask=m_x[:, None] & m_d[None, :], other=0
         )  # [BLOCK_Q, D]
@@ -320,6 +332,8 @@ def _joint_means(
             b_phi, b_table, 0, p_weights, b_columns, b_content, y, height, row_scale,
             LINES, SLOTS, HORIZON_Y, MEAN, MAP, PRECISION,
         )  # fmt: skip
+        # More classes of rows than one product takes: the table of the others is read again in each
+        # row, for want of registers.
         for i_chunk in range(1, CHUNKS):
             b_more = _table_of_lines(
                 p_table, b_z, i_chunk, DTYPE, D, BLOCK_D, LINES, SLOTS, HORIZON_Y, HORIZON_X
@@ -329,6 +343,7 @@ def _joint_means(
                 LINES, SLOTS, HORIZON_Y, MEAN, MAP, PRECISION,
             )  # fmt: skip
         tl.debug_barrier()  # the threads read what others have written
+        # The content: its sums as they were made, or the features times the state.
         if MAP == "":
             b_sum = tl.load(
                 rows(p_content, o_token, content_token, o_e), mask=m_out, other=0
@@ -343,6 +358,7 @@ def _joint_means(
             if tl.float32 != DTYPE:
                 b_sum = tl.dot(b_phi, b_low, b_sum, input_precision=PRECISION)
             b_sum *= b_unit_s
+        # With "sum" all terms are added in units of H / M (see the head of this file).
         if not MEAN:
             b_sum *= 1 / unit
         b_sum = tl.reshape(b_sum, [TILES, BLOCK_T, BLOCK_E])
@@ -365,6 +381,7 @@ def _joint_means(
                 E,
                 HORIZON_Y,
             )
+            # One weight for each pair of query and key, gathered in the order of a left operand.
             b_pairs = as_operand(
                 tl.load(p_pairs + i_class * (BLOCK_Q * SLOTS)), BLOCK_T, KEYS, TILES
             )
@@ -397,6 +414,7 @@ def _joint_means(
                 )  # fmt: skip  [TILES, 16, E]
                 b_far = tl.dot(b_pairs, b_keys, input_precision=PRECISION)
                 b_sum += b_far if MEAN else b_far * far_unit
+        # One division by the mass of all terms; only the first share of columns writes the mass.
         b_inverse = reciprocal(b_mass) if MEAN else reciprocal(b_mass) * unit
         b_out = tl.reshape(b_sum, [BLOCK_Q, BLOCK_E]) * b_inverse[:, None]
         tl.store(rows(p_out, o_token, out_token, o_e), b_out.to(p_out.dtype.element_ty), mask=m_out)
@@ -406,10 +424,11 @@ def _joint_means(
 def _options_of_means(
     d: int, e: int, dtype: torch.dtype, device: torch.device, place: Place, feature_map: str
 ) -> dict[str, object]:
-    """The row of ``launches.json``, with what wider horizons leave registers for, and all else that
-    is compiled in.
+    """Return the row of ``launches.json``, made smaller for wide horizons, and all else that is
+    compiled in.
 
-    More weights of classes and addresses of pairs are held then: a program takes fewer queries.
+    With a wider horizon a program holds more weights of classes and more addresses of pairs, and so
+    takes fewer queries.
     """
     row = dict(BLOCK_E=launch.block(e)) | launch.launch_row("joint means", d, e, dtype, device)
     if place.slots > 8:
@@ -445,16 +464,16 @@ def joint_means(
     lines: Lines | None = None,
 ) -> None:
     """Write the patches' part of ``out [B, h, N, e]`` and of ``mass [B, h, N]``: the mean under
-    content and relative term.
+    content and relative term, and its mass.
 
     Args:
         q: ``[B, h, N, d]`` as given to the attention, the prefix in front.
         table: ``[h or 1, 2Ry+1, 2Rx+1, d]``, float32, non-negative.
         v: ``[B, h, N, e]``, in the dtype of q.
         content: the content term's state or sums.
-        out, mass: rows of prefix tokens are left as they are; float32 mass, contiguous, in the unit
-            of the package.
-        lines: of v, where they were made with the state; None makes them.
+        out, mass: what is written to; rows of prefix tokens stay as they are. The mass is float32,
+            contiguous, in units of the number of keys M.
+        lines: those of v, where they were made with the state; None makes them.
     """
     (batch, heads, tokens, e), d = v.shape, q.shape[3]
     q, v, table = launch.readable(q), launch.readable(v), table.contiguous()
@@ -480,11 +499,15 @@ def joint_means(
     lines = lines or lines_of(v, place, TILE, place.beside)
     tiles = launch.cdiv(place.width, TILE)
     resident = launch.resident_programs("joint means", d, e, v.dtype, v.device)
+    # Strips as high as they can be with as many programs as the device holds: state and table are
+    # read once for each.
     strips = launch.segments(place.height, blocks * shares * batch * heads, 1, resident, 1)
     strip_rows = max(1, launch.cdiv(place.height, strips))
     strips = launch.cdiv(place.height, strip_rows)  # none without rows
     programs, num_lines = shares * blocks * strips * batch * heads, options["LINES"]
     chunks = launch.cdiv(2 * place.horizon_y + 1, num_lines)
+    # Memory to gather from: that of the programs of one launch, not that of all queries and
+    # classes.
     weights = q.new_empty(programs, chunks * num_lines, options["BLOCK_Q"], options["SLOTS"])
     launch.run(
         _joint_means,

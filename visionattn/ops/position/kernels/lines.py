@@ -1,15 +1,15 @@
 """Lines of keys that ``Joint`` relative position reads, for its forward and its backward pass.
 
-For a query in row y of the grid the keys of one row class form one line along x: the row y + dy of
-the values for |dy| < Ry, the mean of all rows up to y - Ry, the mean of all rows from y + Ry on.
-The means are made here, by products with ones in each direction, and so are the sums of the parts
+For a query in row y of the grid the keys of one class of rows form one line along x: the row y + dy
+of the values for |dy| < Ry, the mean of all rows up to y - Ry, or the mean of all rows from y + Ry
+on. The means are made here, by products with ones in each direction. So are the sums of the parts
 of a line that a tile of T queries, with the keys beside it, does not read:
 
     columns      0 ..             x0 - beside ..  x0 .. x0 + T  .. x0 + T + beside         .. W
     one line     |<-- before: sum -->|<-- keys of the tile, one by one -->|<-- after: sum -->|
 
-Beyond the tile's keys every key is of the outermost column class, as beside >= Rx. All sums are
-one-sided: none is a difference.
+Beyond the tile's keys every key is of the outermost class of columns, as beside >= Rx. All sums run
+from one side: none is a difference.
 """
 
 from typing import NamedTuple
@@ -25,8 +25,12 @@ from visionattn.ops.position.kernels.place import Place
 
 @triton.jit
 def axis_keys(o_class, o_place, length, HORIZON: tl.constexpr):
-    """Keys of a class of one axis of ``length`` places as seen from one of them, float32."""
+    """Count the keys of a class on one axis of ``length`` places, as seen from ``o_place``;
+    float32.
+    """
     o_key = o_place + o_class - HORIZON
+    # A class within the horizon has the one key at its place; the outermost ones have all keys from
+    # there on.
     window = ((o_key >= 0) & (o_key < length)).to(tl.int32)
     count = tl.where(o_class == 0, tl.maximum(o_key + 1, 0), window)
     return tl.where(o_class == 2 * HORIZON, tl.maximum(length - o_key, 0), count).to(tl.float32)
@@ -45,15 +49,16 @@ def line_at(
     E: tl.constexpr,
     HORIZON_Y: tl.constexpr,
 ):
-    """Where the line of row class ``i_class`` begins, and the stride of its tokens in octets.
+    """Return where the line of class of rows ``i_class`` begins, and its tokens' stride in octets.
 
-    ``y_keys``, the row of the query plus ``i_class - Ry``, is that of the keys, and the last or
-    first one of a mean of rows. The addresses given are those of row 0 of one head; ``means_below``
-    is the distance to the other half of the means.
+    ``y_keys``, the row of the query plus ``i_class - Ry``, is the row of the keys; of a mean it is
+    the last row, or the first one. ``p_v`` and ``p_means`` are the addresses of row 0 of one head,
+    ``means_below`` the distance to the other half of the means.
     """
     is_above, is_below = i_class == 0, i_class == 2 * HORIZON_Y
     i_row = y_keys.to(tl.int64)
     p_mean = p_means + tl.where(is_below, means_below, 0) + i_row * width * E
+    # A mean of rows is contiguous, [W, E]; a row of v has the stride that v came with.
     p_line = tl.where(is_above | is_below, p_mean, p_v + (prefix + i_row * width) * v_token * 8)
     return p_line, tl.where(is_above | is_below, E // 8, v_token)
 
@@ -71,8 +76,8 @@ def _means_of_rows(
     BLOCK_C: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Means of rows 0 to y (side 0), or of rows y to the last (side 1), for the columns at
-    ``p_x [C]``, into ``p_out [C]``.
+    """Write to ``p_out [C]`` the means of rows 0 to y (side 0), or of rows y to the last (side 1),
+    of the columns at ``p_x [C]``.
 
     Addresses are those of row 0, strides are in elements.
     """
@@ -92,6 +97,7 @@ def _means_of_rows(
         tl.store(
             p_out[None, :] + y[:, None] * out_row, b_means.to(p_out.dtype.element_ty), mask=m_x
         )
+        # Now the sum has all rows of the block in each of its rows, where the next block starts.
         b_sums = tl.dot(b_others, b_x, acc=b_sums, input_precision=PRECISION)
 
 
@@ -114,8 +120,8 @@ def means_of_values(
     BLOCK_C: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One of ``2 * blocks * groups`` programs: the means of rows of v, of ``BLOCK_C`` of its
-    ``width * E`` columns.
+    """Write the means of rows of v for ``BLOCK_C`` of its ``width * E`` columns, as one of
+    ``2 * blocks * groups`` programs.
     """
     i_side, i_block, i_group = i_program % 2, i_program // 2 % blocks, i_program // 2 // blocks
     o_n = i_block * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -141,8 +147,8 @@ def means_of_remainders(
     BLOCK_C: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One of ``2 * blocks * groups`` programs: the means of rows of the remainders of v, of
-    ``BLOCK_C`` columns.
+    """Write the means of rows of the remainders of v for ``BLOCK_C`` columns, as one of
+    ``2 * blocks * groups`` programs.
     """
     i_side, i_block, i_group = i_program % 2, i_program // 2 % blocks, i_program // 2 // blocks
     columns = 2 * tiles * E
@@ -157,7 +163,7 @@ def means_of_remainders(
 
 @triton.jit
 def far_keys(i_tile, i_side, width, BLOCK_T: tl.constexpr, BESIDE: tl.constexpr):
-    """How many keys of a row lie before those that a tile reads one by one (side 0), or after them
+    """Count the keys of a row before those that a tile reads one by one (side 0), or after them
     (side 1).
     """
     first = i_tile * BLOCK_T
@@ -166,7 +172,7 @@ def far_keys(i_tile, i_side, width, BLOCK_T: tl.constexpr, BESIDE: tl.constexpr)
 
 @triton.jit
 def power_of_two(number):
-    """The largest power of two that is not above ``number``, and 0 for 0: the exponent of a
+    """Return the largest power of two that is not above ``number``, and 0 for 0: the exponent of a
     float32.
     """
     return (number.to(tl.float32).to(tl.int32, bitcast=True) & 0x7F800000).to(
@@ -194,8 +200,8 @@ def remainders_of_values(
     BLOCK_X: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One of ``2 * height * groups`` programs: for each tile of a row, what lies before the keys
-    that it reads, or after them.
+    """Write for each tile of a row what lies before the keys that it reads, or after them, as one
+    of ``2 * height * groups`` programs.
     """
     TILES: tl.constexpr = BLOCK_X // BLOCK_T
     i_side, i_row = i_program % 2, i_program // 2
@@ -209,14 +215,18 @@ def remainders_of_values(
     o_i, o_j = tl.arange(0, 16), tl.arange(0, BLOCK_X)
     b_ones = tl.where(o_j[None, :] < o_i[:, None] * BLOCK_T, 1.0, 0.0).to(p_v.dtype.element_ty)
     b_carry = tl.zeros([BLOCK_E], tl.float32)
+    # TILES tiles at a time, from the end of the row at which nothing lies beyond.
     for start in tl.range(0, tiles, TILES, num_stages=1):
         o_column = start * BLOCK_T + o_j
         o_x = tl.where(i_side == 0, o_column - BESIDE, tiles * BLOCK_T + BESIDE - 1 - o_column)
         m_x = ((o_x >= 0) & (o_x < width))[:, None] & (o_e < E)[None, :]
         b_v = tl.load(rows(p_v, o_x, v_token, o_e), mask=m_x, other=0)  # [X, E]
         b_sums = tl.dot(b_ones, b_v, input_precision=PRECISION) + b_carry[None, :]
+        # Row TILES of the product has all columns of this block: the next one starts from it.
         b_carry = tl.sum(tl.where((o_i == TILES)[:, None], b_sums, 0), 0)
         o_tile = tl.where(i_side == 0, start + o_i, tiles - 1 - start - o_i)
+        # Divided by a power of two, which rounds nothing, so that half precision holds the sum of a
+        # long row.
         b_sums *= (
             1
             / tl.maximum(power_of_two(far_keys(o_tile, i_side, width, BLOCK_T, BESIDE)), 1.0)[
@@ -252,7 +262,7 @@ def _joint_lines(
     BLOCK_X: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Means of rows of v, and where there are several tiles the remainders of its rows."""
+    """Write the means of rows of v and, for several tiles, the remainders of its rows."""
     i_program, of_means = tl.program_id(0), 2 * blocks * groups
     if i_program < of_means:
         means_of_values(
@@ -278,7 +288,7 @@ def _joint_means_of_remainders(
     BLOCK_C: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Means of rows of the remainders of v: those of the means, as both are sums."""
+    """Write the means of the remainders of rows, which are the remainders of the means of rows."""
     means_of_remainders(
         tl.program_id(0),
         p_remainders,
@@ -297,12 +307,13 @@ class Lines(NamedTuple):
     """What tiles read beside the values themselves.
 
     Args:
-        means: ``[2, B, h, H, W, e]`` in the dtype of v: the mean of rows 0 to y, and of rows y to H
-            - 1.
+        means: ``[2, B, h, H, W, e]`` in the dtype of v: the mean of rows 0 to y, and that of rows y
+            to H - 1.
         remainders: ``[3, B, h, H, tiles, 2, e]`` in the dtype of v: of row y of v, and of both
-            means, what lies before and after the keys that each tile reads one by one; empty where
-            one tile holds a row. It is the sum of these keys divided by the power of two below
-            their number, so that half precision holds it and the weight times that power.
+            means, what lies before and after the keys that each tile reads one by one. It is empty
+            where one tile holds a row. The sum of these keys is divided by the largest power of two
+            that is not above their number: half precision holds it, and the weight times that
+            power.
     """
 
     means: Tensor
@@ -310,7 +321,7 @@ class Lines(NamedTuple):
 
 
 def empty_lines(v: Tensor, place: Place, tile: int) -> Lines:
-    """Memory for the lines of ``v [B, h, N, e]``."""
+    """Return memory for the lines of ``v [B, h, N, e]``."""
     batch, heads, _, e = v.shape
     height, width, tiles = place.height, place.width, launch.cdiv(place.width, tile)
     return Lines(
@@ -320,8 +331,8 @@ def empty_lines(v: Tensor, place: Place, tile: int) -> Lines:
 
 
 def lines_of(v: Tensor, place: Place, tile: int, beside: int) -> Lines:
-    """The lines of ``v [B, h, N, e]``, readable by kernels: tiles of ``tile`` queries read
-    ``beside`` keys on either side.
+    """Return the lines of ``v [B, h, N, e]``, which kernels can read, for tiles of ``tile`` queries
+    that read ``beside`` keys on either side.
     """
     batch, heads, _, e = v.shape
     height, width, tiles, groups = (
@@ -348,6 +359,7 @@ def lines_of(v: Tensor, place: Place, tile: int, beside: int) -> Lines:
         BLOCK_T=tile,
         BESIDE=beside,
     )
+    # Their means need the remainders of all rows, and so a launch after them.
     if tiles > 1:
         row = launch.launch_row("joint means of remainders", 0, e, v.dtype, v.device)
         blocks = launch.cdiv(2 * tiles * e, row["BLOCK_C"])

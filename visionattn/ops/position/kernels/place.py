@@ -1,5 +1,5 @@
-"""The grid and the classes of ``Joint`` relative position as its kernels count them. No Triton in
-here.
+"""The grid and the classes of ``Joint`` relative position as its kernels count them, without
+Triton.
 """
 
 from typing import NamedTuple
@@ -7,17 +7,18 @@ from typing import NamedTuple
 from visionattn.ops.gpu import launch
 
 TILE = 16
-"""Queries of a tile."""
+"""How many queries a tile has."""
 
 
 class Place(NamedTuple):
-    """Where the patches lie and which of them are one class.
+    """Where the patches lie, and which of them are one class of a query.
 
     Args:
-        height, width: H and W of the grid, all of whose patches are present.
-        prefix: P, tokens in front of them, which take no part.
-        horizon_y, horizon_x: Ry and Rx, at least 1 each.
-        mean: normalization "mean"; else "sum".
+        height, width: H and W of the grid; all of its patches are present.
+        prefix: P, the tokens in front of the patches, which take no part.
+        horizon_y, horizon_x: Ry and Rx, at least 1 each: patches this far away or further, up or
+            down, left or right, are of the outermost class.
+        mean: whether the normalization is "mean"; else it is "sum".
     """
 
     height: int
@@ -29,53 +30,53 @@ class Place(NamedTuple):
 
     @property
     def classes(self) -> int:
-        """``(2Ry+1) * (2Rx+1)``."""
+        """The number of classes, ``(2Ry+1) * (2Rx+1)``."""
         return (2 * self.horizon_y + 1) * (2 * self.horizon_x + 1)
 
     @property
     def padded_classes(self) -> int:
-        """Elements from the weights of one query to those of the next: the classes, in whole
-        octets.
+        """Elements from the weights of one query to those of the next: whole octets that hold all
+        classes.
         """
         return -(-self.classes // launch.OCTET) * launch.OCTET
 
     @property
     def unit(self) -> float:
-        """What sums of weighted lines are multiplied with at the end; with "sum" H / M."""
+        """What sums of weighted lines are multiplied by at the end: 1, or H / M with "sum"."""
         return 1.0 if self.mean else self.height / max(1, self.prefix + self.height * self.width)
 
     @property
     def row_scale(self) -> float:
-        """With "sum", the weight of one key of a row in those units."""
+        """With "sum", the weight of one key of a row in units of ``unit``."""
         return 1 / max(1, self.height)
 
     @property
     def far_unit(self) -> float:
-        """With "sum", what weights of all keys of a row that a tile does not read are multiplied
-        with at the end.
+        """With "sum", what the weight of all keys of a row that a tile does not read is multiplied
+        by at the end.
         """
         return 1.0 if self.mean else float(1 << max(0, self.width - 1).bit_length())
 
     @property
     def beside(self) -> int:
-        """Keys that a tile of queries reads one by one on either side: no less than the horizon
-        along rows.
+        """Keys that a tile of queries reads one by one on either side: at least as many as the
+        horizon along rows.
         """
         return 8 if self.horizon_x <= 8 else 24
 
     @property
     def slots(self) -> int:
-        """Places for the classes of columns of one class of rows, one of which at least is free."""
+        """Places for the classes of columns in one class of rows; at least one place is free."""
         return max(8, 1 << (2 * self.horizon_x + 1).bit_length())
 
     @property
     def lines_at_once(self) -> int:
-        """Classes of rows whose weights are made in one product, of some 64 columns."""
+        """Classes of rows whose weights one product of some 64 columns makes."""
         return min(
             1 << (2 * self.horizon_y).bit_length(),
             max(1, (64 if self.slots == 8 else 32) // self.slots),
         )
 
     def horizons(self) -> dict[str, int]:
-        """What kernels have to know when they are compiled."""
+        """Return what kernels have to know of the horizons when they are compiled."""
         return dict(HORIZON_Y=self.horizon_y, HORIZON_X=self.horizon_x, PADDED=self.padded_classes)

@@ -1,12 +1,13 @@
 """Kernel of ``Joint`` relative position, backward: what queries and weights of classes receive.
 
 The gradient of a weight is ``(s_c - n_c <g, out>) / mass`` with the score s_c of the class
-(``scores.py``) and n_c the score of keys that are 1: where a query looks at one class, a
-small difference of large numbers, for which the mean as it was written is too coarse. With a state
-as content ``<g, out>`` and the mass are added up again, of weights that nothing rounds: what phi(q)
-is multiplied with for either, the products of scores and of n_c with the table, are needed for dq
-anyway. Of other content they are corrected by what rounding took from the weights. The table comes
-in two parts, and dq is rounded once, with the content's part, which comes in float32.
+(``scores.py``) and the score n_c that keys of 1 would have. Where a query looks at one class, this
+is a small difference of large numbers, and the mean as it was written is too coarse for it.
+
+With a state as content ``<g, out>`` and the mass are therefore added up again, from weights that
+nothing rounds: phi(q) meets the products of scores and of n_c with the table, which dq needs
+anyway. With other content they are corrected by what rounding took from the weights. The table
+comes in two parts, and dq is rounded once, with the content's part, which comes in float32.
 """
 
 from typing import NamedTuple
@@ -27,12 +28,12 @@ class OfContent(NamedTuple):
 
     Args:
         dq: its part of the gradient of q, ``[B, h, N, d]``, float32, readable by kernels.
-        along: ``[B, h, N]``, float32: its part of ``<g, out>``, to which the classes add theirs,
-            and then dq is that of the features, without what the mass receives; None: dq is
+        along: ``[B, h, N]``, float32: its part of ``<g, out>``, to which the classes add theirs; dq
+            is then the gradient of the features, without what the mass receives. With None dq is
             complete.
-        z: of ``[B, h, d]``, contiguous, the sum of the features of keys divided by M, where there
-            is ``along``.
-        feature_map: of the content, where there is ``along``.
+        z: ``[B, h, d]``, contiguous: the sum of the features of keys divided by M; given with
+            ``along``.
+        feature_map: that of the content; given with ``along``.
     """
 
     dq: Tensor
@@ -56,8 +57,8 @@ def _scores_and_keys(
     MEAN: tl.constexpr,
     SHARE: tl.constexpr,
 ):
-    """Scores of classes ``o_c``, those of keys that are 1, and, where SHARE, what of a weight is
-    one key's; ``[N, C]``.
+    """Read the scores of classes ``o_c``, and make those of keys that are 1 and, where SHARE, the
+    part of a weight that is one key's; ``[N, C]`` each.
     """
     COLUMNS: tl.constexpr = 2 * HORIZON_X + 1
     m_c = m_n[:, None] & (o_c < (2 * HORIZON_Y + 1) * COLUMNS)[None, :]
@@ -72,6 +73,8 @@ def _scores_and_keys(
             m_c, axis_keys((o_c // COLUMNS)[None, :], (o_n // width)[:, None], height, HORIZON_Y), 0
         )
         b_columns = axis_keys((o_c % COLUMNS)[None, :], (o_n % width)[:, None], width, HORIZON_X)
+    # A mean of keys that are 1 is 1 for any class that has a key: the others have a score of minus
+    # infinity.
     if MEAN:
         b_keys = tl.where(b_s > float("-inf"), 1.0, 0.0)
         b_s = tl.where(b_s > float("-inf"), b_s, 0)
@@ -87,9 +90,10 @@ def _scores_and_keys(
 def _add_times_table(
     b_sum, x, b_high, b_low, DTYPE: tl.constexpr, PRECISION: tl.constexpr, LOW: tl.constexpr
 ):
-    """``b_sum [N, D]`` and ``x [N, C]``, in two parts where LOW, times the table ``[C, D]`` in two
-    parts.
+    """Add to ``b_sum [N, D]`` the product of ``x [N, C]``, in two parts where LOW, and the table
+    ``[C, D]`` in two parts.
     """
+    # Of the four products of parts that of both low ones is too small to matter.
     x_high, x_low = parts(x, DTYPE)
     b_sum = tl.dot(x_high, b_high, b_sum, input_precision=PRECISION)
     if tl.float32 != DTYPE:
@@ -150,10 +154,10 @@ def _joint_queries_backward(
     MAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Gradients of one block of queries, and of the weights of their classes in the units
+    """Write the gradients of one block of queries, and of the weights of their classes in units of
     ``p_units``, which only float16 has.
 
-    ``MAP`` "" takes the content's part as it is and ``<g, out>`` of the mean that was written.
+    ``MAP`` "" takes the content's part as it is, and ``<g, out>`` from the mean that was written.
     """
     CLASSES: tl.constexpr = (2 * HORIZON_Y + 1) * (2 * HORIZON_X + 1)
     DTYPE: tl.constexpr = p_q.dtype.element_ty
@@ -217,6 +221,8 @@ def _joint_queries_backward(
         )  # [C, D]
         b_high, b_low = parts(b_table, DTYPE)
         b_to_mass = _add_times_table(b_to_mass, b_keys, b_high, b_low, DTYPE, PRECISION, not MEAN)
+        # What rounding takes: weights are made again as the forward pass rounded them, and taken
+        # off.
         if MAP == "":
             b_phi = tl.where(m_d[None, :], phi(b_q, "elu1"), 0).to(DTYPE)
             b_w = tl.dot(b_phi, tl.trans(b_high), input_precision=PRECISION)
@@ -230,6 +236,8 @@ def _joint_queries_backward(
     b_masses += tl.sum(b_phi * b_to_mass, 1)
     b_mass = tl.load(p_mass + prefix + o_n, mask=m_n, other=0)
     b_dq = tl.load(rows(p_content_dq, prefix + o_n, content_token, o_d), mask=m_q, other=0)
+    # Corrected by the difference of unrounded and rounded sums, or, beside a state, added up from
+    # scratch.
     if MAP == "":
         m_e = m_n[:, None] & (o_e < E)[None, :]
         b_grad = tl.load(rows(p_grad, prefix + o_n, grad_token, o_e), mask=m_e, other=0).to(
@@ -246,6 +254,8 @@ def _joint_queries_backward(
         ) * b_inverse
         b_dq = b_dq * (b_mass * b_inverse)[:, None] - (b_along * b_inverse)[:, None] * b_z[None, :]
     b_inverse *= unit
+    # What phi(q) receives through all weights of its classes; each term has the slope of its own
+    # feature map.
     b_to_phi = (
         b_to_values * (b_unit * b_inverse)[:, None] - b_to_mass * (b_along * b_inverse)[:, None]
     )
@@ -284,8 +294,8 @@ def queries_backward(
     content: OfContent,
     place: Place,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q and of the weights of classes, ``[B, h, H*W, C padded]`` in units
-    ``[B, h, H*W]``.
+    """Return the gradients of q and of the weights of classes, ``[B, h, H*W, C padded]``, and the
+    units of the latter, ``[B, h, H*W]``, which only float16 has.
     """
     (batch, heads, tokens, d), e = q.shape, grad.shape[3]
     row = launch.launch_row("joint queries backward", d, place.padded_classes, q.dtype, q.device)

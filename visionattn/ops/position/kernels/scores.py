@@ -1,9 +1,9 @@
 """Kernel of ``Joint`` relative position, backward: scores of classes.
 
-Tiles and lines are those of the forward pass: g of a tile of queries, the gradient of the mean,
-times the keys of a line gives a score for each pair, and scores are added up by class; what lies
+Tiles and lines are those of the forward pass. g, the gradient of the mean, of a tile of queries
+times the keys of a line gives a score for each pair, and scores are added up by class. What lies
 further away is one product for each outermost class. With "mean" the score s_c of a class is that
-of the mean of its keys, with "sum" that of the sum of them, in the units of ``joint.py``.
+of the mean of its keys, with "sum" that of their sum, in the units of ``joint.py``.
 """
 
 import torch
@@ -28,7 +28,7 @@ from visionattn.ops.position.kernels.place import TILE, Place
 def _tiles_of(
     p_x, o_n, x_token, o_e, width, TILES: tl.constexpr, BLOCK_T: tl.constexpr, E: tl.constexpr
 ):
-    """Rows ``o_n`` of x, in tiles ``[TILES, T, E]``."""
+    """Read rows ``o_n`` of x, in tiles ``[TILES, T, E]``."""
     m_x = (o_n < width)[:, None] & (o_e < E)[None, :]
     b_x = tl.load(rows(p_x, o_n, x_token, o_e), mask=m_x, other=0)
     return tl.reshape(b_x, [TILES, BLOCK_T, o_e.shape[0]])
@@ -66,7 +66,7 @@ def _joint_scores(
     MEAN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Scores of all classes for ``BLOCK_Q`` queries of one row, in tiles of ``BLOCK_T``."""
+    """Write the scores of all classes for ``BLOCK_Q`` queries of a row, in tiles of ``BLOCK_T``."""
     TILES: tl.constexpr = BLOCK_Q // BLOCK_T
     BESIDE: tl.constexpr = (KEYS - BLOCK_T) // 2
     SHARES: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
@@ -79,6 +79,7 @@ def _joint_scores(
     p_grad = head(p_grad, i_batch, i_head, grad_batch, grad_head)
     p_grad += (prefix + y * width).to(tl.int64) * grad_token * 8
     o_q = start + tl.arange(0, BLOCK_Q)
+    # The gradient stays in registers for all lines, if one share of its columns is all of them.
     b_grad = _tiles_of(p_grad, o_q, grad_token, o_e, width, TILES, BLOCK_T, E)
     p_v = head(p_v, i_batch, i_head, v_batch, v_head)
     p_means += i_group.to(tl.int64) * height * width * E
@@ -93,6 +94,8 @@ def _joint_scores(
     b_after = axis_keys(2 * HORIZON_X, o_x, width, HORIZON_X)
     p_scores += i_row.to(tl.int64) * width * PADDED
     p_first = p_scores + o_x * PADDED
+    # A pair within the horizon is the only key of its class in a line: its score has a place of its
+    # own.
     p_window = p_first[:, :, None] + (o_apart + HORIZON_X)[None, :, :]
     m_window = (o_apart > -HORIZON_X) & (o_apart < HORIZON_X)
     m_window = m_window[None, :, :] & (o_x < width)[:, :, None]
@@ -105,6 +108,8 @@ def _joint_scores(
         p_line += start.to(tl.int64) * line_token * 8
         p_keys = p_line + (o_keys - start)[:, :, None] * (line_token * 8) + o_e[None, None, :]
         m_keys = (o_keys >= 0) & (o_keys < tl.where(num_rows > 0, width, 0))
+        # Scores of the keys beside the tile, one by one; the sum over columns is made share by
+        # share.
         b_s = tl.zeros([TILES, BLOCK_T, KEYS], tl.float32)
         for i_share in tl.static_range(SHARES):
             if SHARES > 1:
@@ -114,8 +119,12 @@ def _joint_scores(
             m_line = m_keys[:, :, None] & (i_share * BLOCK_E + o_e < E)[None, None, :]
             b_keys = tl.load(p_keys + i_share * BLOCK_E, mask=m_line, other=0)  # [TILES, KEYS, E]
             b_s = tl.dot(b_grad, tl.permute(b_keys, [0, 2, 1]), b_s, input_precision=PRECISION)
+        # Keys at the horizon or beyond, on either side, are of the outermost classes: their scores
+        # are added.
         b_first = tl.sum(tl.where((o_apart <= -HORIZON_X)[None, :, :], b_s, 0), 2)  # [TILES, T]
         b_last = tl.sum(tl.where((o_apart >= HORIZON_X)[None, :, :], b_s, 0), 2)
+        # "mean" divides by the number of keys of the class in a row, and marks classes without any;
+        # "sum" multiplies by the rows that the line, a mean, stands for.
         if MEAN:
             b_s = tl.where(m_keys[:, None, :], b_s, float("-inf"))
             b_first = tl.where(
@@ -159,6 +168,7 @@ def _joint_scores(
                 b_far = tl.dot(
                     b_grad, tl.permute(b_keys, [0, 2, 1]), b_far, input_precision=PRECISION
                 )
+            # Remainders were divided by a power of two; it is put back here, in float32.
             b_scale = power_of_two(far_keys(o_tile[:, None], o_f % 2, width, BLOCK_T, BESIDE))[
                 :, None, :
             ]
@@ -179,8 +189,8 @@ def _joint_scores(
 
 
 def scores_of_classes(grad: Tensor, v: Tensor, place: Place) -> Tensor:
-    """Scores of classes, ``[B, h, H*W, C padded]``, float32; with "mean" minus infinity without a
-    key.
+    """Return the scores of classes, ``[B, h, H*W, C padded]``, float32; with "mean", a class
+    without a key has minus infinity.
     """
     (batch, heads, _, e), groups = v.shape, v.shape[0] * v.shape[1]
     row = launch.launch_row("joint scores", 0, e, v.dtype, v.device)

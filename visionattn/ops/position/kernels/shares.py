@@ -1,13 +1,13 @@
-"""The kernel of ``Joint`` relative position that makes shares: what part of the mean of a query one
-key of a class is.
+"""The kernel of ``Joint`` relative position that makes shares: which part of a query's mean one key
+of a class is.
 
 A share is the weight of one key over the mass of all terms, so that the values receive
 
     dv_j = sum over queries i of share[i, class of (i, j)] grad_i
 
-and the gradient of the mean is an operand as it was given, which no product rounds. Shares lie
-between 0 and 1, and are kept times ``UNIT``, for half precision holds less than 6e-5 with fewer
-digits. For each row of the grid they lie line by line:
+and the gradient of the mean is an operand as it was given, without another rounding. Shares lie
+between 0 and 1. They are kept times ``UNIT``, because float16 loses digits below 6e-5. For each row
+of the grid they lie line by line:
 
     shares [B, h, H, 2Ry+1, W, slots]    the class of columns last, in ``Place.slots`` places
 """
@@ -22,7 +22,7 @@ from visionattn.ops.position.kernels.joint import _elu1, _table_of_lines
 from visionattn.ops.position.kernels.place import Place
 
 UNIT = 2.0**14
-"""What shares are multiplied with: the largest one is still a number of float16."""
+"""What shares are multiplied by; float16 still holds the largest."""
 
 
 @kernel
@@ -53,10 +53,9 @@ def _joint_shares(
     MEAN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Shares of LINES classes of rows for ``part_blocks`` blocks of BLOCK_N patches, row by row of
-    the grid.
+    """Write the shares of LINES classes of rows for ``part_blocks`` blocks of BLOCK_N patches.
 
-    What no key is of has a number without meaning, which is finite as the weights are.
+    A class that has no key gets a number without meaning, finite as the weights are.
     """
     DTYPE: tl.constexpr = p_q.dtype.element_ty
     A: tl.constexpr = 2 * HORIZON_Y + 1
@@ -74,6 +73,8 @@ def _joint_shares(
     p_q = head(p_q, i_group // heads, i_head, q_batch, q_head)
     p_mass += i_group.to(tl.int64) * tokens + prefix
     p_shares += i_group.to(tl.int64) * patches * A * SLOTS
+    # The table of these classes serves all patches of the program; the free slots, which may hold
+    # Z, get zeros.
     b_table = _table_of_lines(
         p_table + i_head * table_octets * 8, tl.zeros([BLOCK_D], tl.float32), i_chunk, DTYPE, D,
         BLOCK_D, LINES, SLOTS, HORIZON_Y, HORIZON_X,
@@ -86,6 +87,7 @@ def _joint_shares(
         b_q = tl.load(
             rows(p_q, prefix + o_n, q_token, o_d), mask=m_n[:, None] & (o_d < D)[None, :], other=0
         )  # [N, D]
+        # A query without mass has shares of 0.
         b_inverse = reciprocal(tl.load(p_mass + o_n, mask=m_n, other=0)) * scale  # [N]
         b_phi = tl.where((o_d < D)[None, :], _elu1(b_q), 0).to(DTYPE)
         b_w = tl.reshape(tl.dot(b_phi, b_table, input_precision=PRECISION), [BLOCK_N, LINES, SLOTS])
@@ -104,13 +106,14 @@ def _joint_shares(
             b_w *= b_rows[:, :, None] * b_columns[:, None, :]
         else:
             b_w *= b_inverse[:, None, None]
+        # Line by line: for each row of the grid and class of rows, the patches of the row in turn.
         p_rows = p_shares + (y * (A * width) + x) * SLOTS
         p_out = p_rows[:, None, None] + (o_a * width * SLOTS)[None, :, None] + o_b[None, None, :]
         tl.store(p_out, b_w.to(DTYPE), mask=m_n[:, None, None] & (o_a < A)[None, :, None])
 
 
 def shares_of_classes(q: Tensor, table: Tensor, mass: Tensor, place: Place) -> Tensor:
-    """Shares of all classes times ``UNIT``, ``[B, h, H, 2Ry+1, W, slots]`` in the dtype of q.
+    """Return the shares of all classes times ``UNIT``, ``[B, h, H, 2Ry+1, W, slots]`` in q's dtype.
 
     Args:
         q: ``[B, h, N, d]`` as given to the attention, the prefix in front; readable.
@@ -122,6 +125,7 @@ def shares_of_classes(q: Tensor, table: Tensor, mass: Tensor, place: Place) -> T
     row, patches = launch.launch_row(*asked), place.height * place.width
     shares = q.new_empty(batch, heads, place.height, num_rows, place.width, place.slots)
     groups = batch * heads * triton.cdiv(num_rows, place.lines_at_once)
+    # About as many programs as the device holds at once, each with some blocks of patches.
     parts = launch.segments(patches, groups, row["BLOCK_N"], launch.resident_programs(*asked))
     launch.run(
         _joint_shares,

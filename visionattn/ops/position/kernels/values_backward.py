@@ -1,16 +1,16 @@
 """Kernels of ``Joint`` relative position, backward: what the values receive.
 
-The same pairs as in the forward pass with the roles exchanged: a program goes down a strip of the
-grid, some tiles of T keys wide. For each row of keys it reads one row of queries after another, of
-those within the horizon, and multiplies the shares of its pairs (``shares.py``) with the
-gradient of the mean on the matrix units. Queries far to the side give one vector to each tile
-(``far_queries.py``). Rows of queries beyond the horizon give to keys a sum that grows from
-row to row:
+The pairs are those of the forward pass with the roles exchanged: a program goes down a strip of the
+grid, some tiles of T keys wide. For each row of keys it reads the rows of queries within the
+horizon one after another, and multiplies the shares of its pairs (``shares.py``) by the gradient of
+the mean on the matrix units. Queries far to the side give one vector to each tile
+(``far_queries.py``). Rows of queries beyond the horizon give to keys a sum that grows from row to
+row:
 
-    from above    added up on the way down: what row y - Ry of queries gives counts for all rows of
-        keys from y on
-    from below    added up on a way up through the same strip, before, and kept for each row
-    other strips  their sums, of which there is one for each way
+    from above    added up on the way down: what row y - Ry of queries gives counts for all rows
+                  of keys from y on
+    from below    added up on a way up through the same strip beforehand, and kept for each row
+    other strips  their sums, one for each of the two ways
 
 No sum is a difference.
 """
@@ -41,11 +41,11 @@ def _pairs_and_queries(
     HORIZON_X: tl.constexpr,
     BYTES: tl.constexpr,
 ):
-    """Offsets in a line of shares of the pairs of keys from ``start`` on, and those of their
-    queries in a row of the gradient.
+    """Return, for the pairs of keys from ``start`` on, the offsets of their shares in a line and
+    those of their queries in a row of the gradient.
 
-    A query beside the grid is given the nearest one that is in it, and a share that is 0: that of
-    the slot after the last class.
+    In place of a query beside the grid stands the nearest one in it, with a share that is 0: that
+    of the slot after the last class.
     """
     BESIDE: tl.constexpr = (QUERIES - BLOCK_T) // 2
     o_j, o_i = pairs(BLOCK_T, QUERIES, TILES)
@@ -60,6 +60,8 @@ def _pairs_and_queries(
         start + tl.arange(0, TILES)[:, None] * BLOCK_T - BESIDE + tl.arange(0, QUERIES)[None, :]
     )  # [TILES, QUERIES]
     o_x = tl.minimum(tl.maximum(o_x, 0), width - 1)
+    # Offsets of shares in bytes and unsigned: they are held for all lines, and need one register
+    # each.
     o_pairs = (o_pairs * BYTES).to(tl.uint32)
     return o_pairs, o_x[:, :, None] * (token_octets * 8) + o_e[None, None, :]
 
@@ -80,9 +82,11 @@ def _add_line(
     PRECISION: tl.constexpr,
 ):
     """Add to ``b_sum [TILES, T, E]`` of keys what one row of queries gives in one class of rows,
-    whose line has ``p_shares``.
+    the line of which begins at ``p_shares``.
     """
     BYTE: tl.constexpr = tl.pointer_type(tl.uint8)
+    # Only the address of the line changes from row to row; what the pairs add to it stays in
+    # registers.
     p_pairs = (p_shares.to(BYTE, bitcast=True) + o_pairs).to(p_shares.dtype, bitcast=True)
     b_pairs = as_operand(tl.load(p_pairs), BLOCK_T, QUERIES, TILES)
     if E % BLOCK_E == 0:
@@ -120,11 +124,11 @@ def _joint_rows_below_backward(
     HORIZON_X: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Up a strip: what its rows receive from rows of queries far below, of those that the strip has
-    to do with.
+    """Go up a strip, and write what its rows receive from the rows of queries far below that belong
+    to this strip.
 
-    And what all rows of other strips receive through this one: those below it from above (0), those
-    above it from below (1).
+    Write too what all rows of other strips receive through this one: those below it from above (0),
+    those above it from below (1).
     """
     A: tl.constexpr = 2 * HORIZON_Y + 1
     SHARES: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
@@ -147,6 +151,8 @@ def _joint_rows_below_backward(
     first_row = i_strip * strip_rows
     num_rows = tl.minimum(strip_rows, height - first_row)
     shares_row, grad_row = width.to(tl.int64) * A * SLOTS, width.to(tl.int64) * grad_token * 8
+    # From the last row of the strip up. Row y + Ry of queries counts for row y and all above, so it
+    # is added before row y is written.
     for step in range(0, num_rows):
         y = first_row + num_rows - 1 - step
         if y + HORIZON_Y < height:
@@ -158,12 +164,15 @@ def _joint_rows_below_backward(
         b_out = tl.reshape(b_from_below, [BLOCK_K, BLOCK_E]) * inverse_unit
         p_out = p_below + (y * width + o_x).to(tl.int64)[:, None] * E + o_e[None, :]
         tl.store(p_out, b_out.to(p_below.dtype.element_ty), mask=m_out)
+        # On the same way, what row y - Ry gives to all rows below: as a total only, for the strips
+        # below.
         if y >= HORIZON_Y:
             p_line = p_shares + (y - HORIZON_Y) * shares_row + 2 * HORIZON_Y * width * SLOTS
             b_from_above = _add_line(
                 b_from_above, p_line, o_pairs, p_grad + (y - HORIZON_Y) * grad_row, o_queries, o_e,
                 E, BLOCK_E, BLOCK_T, QUERIES, TILES, PRECISION,
             )  # fmt: skip
+    # Totals lie as [2, B, h, strips, W, E]: from above first, from below second.
     p_totals += (
         (i_group.to(tl.int64) * strips + i_strip) * width * E + o_x[:, None] * E + o_e[None, :]
     )
@@ -210,7 +219,7 @@ def _joint_values_backward(
     HORIZON_X: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Down a strip: the gradient of its values, from content and the relative term."""
+    """Go down a strip, and write the gradient of its values, from content and the relative term."""
     A: tl.constexpr = 2 * HORIZON_Y + 1
     SHARES: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
     TILES: tl.constexpr = BLOCK_K // BLOCK_T
@@ -241,6 +250,7 @@ def _joint_values_backward(
     # What the strips above and below give to all rows of this one.
     b_beyond = tl.zeros([BLOCK_K, BLOCK_E], tl.float32)
     p_totals += i_group.to(tl.int64) * strips * width * E + o_x[:, None] * E + o_e[None, :]
+    # Strips above give their first total, strips below their second, in a fixed order.
     for other in range(0, strips):
         i_other = tl.where(other > i_strip, groups, 0).to(tl.int64) * strips + other
         m_other = m_out & (o_e < tl.where(other != i_strip, E, 0))[None, :]
@@ -257,12 +267,15 @@ def _joint_values_backward(
     first_row = i_strip * strip_rows
     for step in range(0, tl.minimum(strip_rows, height - first_row)):
         y = first_row + step
+        # Row y - Ry of queries is beyond the horizon from here on: it joins the sum for this row
+        # and all below.
         if y >= HORIZON_Y:
             p_line = p_shares + (y - HORIZON_Y) * line_step + (y + HORIZON_Y) * width * SLOTS
             b_beyond = _add_line(
                 b_beyond, p_line, o_pairs, p_grad + (y - HORIZON_Y) * grad_row, o_queries, o_e, E,
                 BLOCK_E, BLOCK_T, QUERIES, TILES, PRECISION,
             )  # fmt: skip
+        # What the content's backward pass left, and what comes from far below.
         o_place = y * width + o_keys
         p_keys = (
             p_content
@@ -282,6 +295,7 @@ def _joint_values_backward(
             # instructions.
             b_sum = tl.dot(b_unit, b_content, b_beyond, input_precision=PRECISION)
             b_sum = tl.dot(b_unit, b_below, b_sum, input_precision=PRECISION)
+        # The rows of queries within the horizon, one line each.
         first, end = tl.maximum(y - HORIZON_Y + 1, 0), tl.minimum(y + HORIZON_Y, height)
         p_line, p_row = (
             p_shares + first * line_step + (y + HORIZON_Y) * width * SLOTS,
@@ -294,6 +308,7 @@ def _joint_values_backward(
             )  # fmt: skip
             p_line += line_step
             p_row += grad_row
+        # Far queries before and after the tile: the same vector for each of its keys.
         p_vectors = p_far + y.to(tl.int64) * tiles * E
         b_far = tl.load(p_vectors, mask=m_far, other=0) + tl.load(
             p_vectors + far_after, mask=m_far, other=0
@@ -307,8 +322,8 @@ def _joint_values_backward(
 def _row_of_values(
     e: int, dtype: torch.dtype, device: torch.device, place: Place
 ) -> dict[str, int]:
-    """The row of ``launches.json``, with what wider horizons leave registers for: more pairs are
-    held then.
+    """Return the row of ``launches.json``, with fewer columns for wide horizons, where a program
+    holds more pairs.
     """
     row = dict(BLOCK_E=launch.block(e)) | launch.launch_row(
         "joint values backward", 0, e, dtype, device
@@ -321,10 +336,10 @@ def _row_of_values(
 def values_backward(
     q: Tensor, table: Tensor, grad: Tensor, mass: Tensor, place: Place, dv: Tensor
 ) -> None:
-    """Add to ``dv [B, h, N, e]`` what the relative term gives, for ``grad [B, h, N, e]`` of the
-    mean; all readable.
+    """Add to ``dv [B, h, N, e]`` what the relative term gives for ``grad [B, h, N, e]`` of the
+    mean.
 
-    ``q``, ``table`` and ``mass`` are those of ``shares_of_classes``.
+    ``q``, ``table`` and ``mass`` are those of ``shares_of_classes``; kernels can read all of them.
     """
     batch, heads, tokens, e = grad.shape
     groups, height, width = batch * heads, place.height, place.width
@@ -338,6 +353,7 @@ def values_backward(
     options |= dict(
         HORIZON_Y=place.horizon_y, HORIZON_X=place.horizon_x, PRECISION=launch.precision(grad.dtype)
     )
+    # Shares first, then the sums of far queries, then the strips: up, and down into dv.
     shares = shares_of_classes(q, table, mass, place)
     far = far_queries(shares, grad, place, 1 / UNIT)
     below = grad.new_empty(batch, heads, height, width, e)
