@@ -36,7 +36,7 @@ class TokenLayout(NamedTuple):
         kept: int64 ``[B, n]``, row-major indices in ``0..H*W-1`` of the patches that are present,
             in the order of the tokens; None: all of them, row by row from the top left.
         counts: keys per class of relative position as seen from each patch, which
-            ``ops.relative.count_classes`` makes once per forward; None: each call counts for
+            ``visionattn.ops.count_classes`` makes once per forward; None: each call counts for
             itself.
     """
 

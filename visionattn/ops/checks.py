@@ -1,5 +1,5 @@
-"""What every attention demands of its arguments; one ValueError that says what was wanted and what
-came.
+"""What every attention demands of its arguments. Each failure is one ValueError that says what was
+wanted and what came.
 """
 
 import torch
@@ -16,7 +16,7 @@ def _check_device(name: str, x: Tensor, device: torch.device, wanted: str = "q")
 
 
 def _described(x: object) -> str:
-    """Dtype and shape of a tensor, or what it is instead."""
+    """Describe dtype and shape of a tensor, or what came in its place."""
     if isinstance(x, Tensor):
         return f"{x.dtype} {tuple(x.shape)}"
     return f"{type(x).__name__} {' '.join(repr(x).split())[:60]}"
@@ -72,8 +72,8 @@ def check_tensors(q: Tensor | None, k: Tensor, v: Tensor, key_mask: Tensor | Non
 
 
 def _check_value_drop(value_drop: float, generator: torch.Generator | None) -> None:
-    """Raise ValueError unless ``0 <= value_drop < 1``, or for a generator that is none or has
-    nothing to draw.
+    """Raise ValueError unless ``0 <= value_drop < 1``, and for a generator that is not one of torch
+    or has nothing to draw.
     """
     if not isinstance(value_drop, int | float) or not 0 <= value_drop < 1:
         raise ValueError(f"value_drop: wanted a probability in [0, 1), got {value_drop!r}")
@@ -155,7 +155,7 @@ def check_attention(
     *,
     signed: bool = False,
 ) -> None:
-    """All checks on tensors, including those of the relative position."""
+    """Check all tensors, including those of the relative position."""
     check_tensors(q, k, v, key_mask)
     if relative is not None:
         check_relative(relative, q, k, signed=signed)
@@ -164,8 +164,8 @@ def check_attention(
 def check_relative(
     relative: RelativePosition, q: Tensor, k: Tensor, *, signed: bool = False
 ) -> None:
-    """Raise the ValueError that says what is wrong with tables or layout for ``q [B, h, N, d]`` and
-    ``k [B, h, M, d]``.
+    """Check that tables and layout fit ``q [B, h, N, d]`` and ``k [B, h, M, d]``; raise ValueError
+    where they do not.
 
     Entries are looked at where that costs little (``_is_readable``): those of unsigned tables must
     be 0 or more, and not NaN.

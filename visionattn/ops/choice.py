@@ -35,14 +35,16 @@ def choosing_as(
     dtype: torch.dtype | None = None,
     tokens: int | None = None,
 ) -> Iterator[None]:
-    """Within it, choices by size of the whole process are made as for other inputs: so that a check
-    of few tokens, or a count of shapes alone, follows the code that many tokens run elsewhere.
+    """Make all choices by size in this process, within the context, as for other inputs.
+
+    A check of few tokens, or a count of shapes alone, then follows the code that many tokens run on
+    another machine.
 
     Args:
-        device: that ``choose_form`` is asked for; None: that of the inputs.
+        device: the device that ``choose_form`` takes for given; None: that of the inputs.
         dtype: likewise.
-        tokens: for which sums over classes of positions and weights of pairs are chosen; None:
-            those of the inputs. The choice of forms goes by the inputs' own.
+        tokens: the number by which sums over classes of positions and weights of pairs are chosen;
+            None: that of the inputs. The choice of forms goes by the inputs' own.
     """
     global _asked
     before = _asked
@@ -55,12 +57,12 @@ def choosing_as(
 
 
 def tokens_asked(tokens: int) -> int:
-    """The tokens by which a choice is made: these, but within ``choosing_as``."""
+    """Return the tokens by which a choice is made: these, unless ``choosing_as`` names others."""
     return _asked.get("tokens", tokens)
 
 
 def check_sizes(least: int, **sizes: int) -> None:
-    """Raise ValueError, in one line, for a size that is no whole number from ``least``."""
+    """Raise ValueError for a size that is no whole number from ``least`` on."""
     for name, size in sizes.items():
         if not isinstance(size, int) or isinstance(size, bool) or size < least:
             raise ValueError(f"{name}={size!r}: wanted a whole number from {least}")
@@ -72,7 +74,7 @@ def packed_operations(n: int, m: int, d: int, e: int) -> int:
 
     ``F = d (d + 1) / 2`` features of each query and key, ``(2 F + 2 d) e`` to sum the values over
     them and over x itself and as many to use the sums, ``2 d^2`` to sum and to use ``K^T K`` for
-    the mass. Of what does not grow with ``n`` nor ``m`` nothing is counted.
+    the mass. What grows neither with ``n`` nor with ``m`` is not counted.
     """
     features = d * (d + 1) // 2
     per_token = features + 2 * (features + d) * e + 2 * d * d
@@ -162,8 +164,8 @@ def predicted_seconds(
         device: a device or its type.
 
     Raises:
-        ValueError: an unknown operation or form, a size that is none, or nothing measured for it on
-            this kind of device.
+        ValueError: an unknown operation or form, a size that is no whole number from 0 (d: 1), or
+            no measurement of it on this kind of device.
     """
     _check(operation, "speed", n=n, m=m, d=d, e=e, heads=heads, batch=batch)
     check_form(form, FORMS)
@@ -226,8 +228,10 @@ def _held_by_features(groups: int, tokens: int, d: int, e: int, device: str) -> 
 
 
 def _capped(groups: int, per_group: int, most: int, buffers: int = 1) -> int:
-    """Entries of buffers, each of as many heads as fit ``most`` entries, one at least; counting
-    parts of heads is monotone.
+    """Return the entries of buffers, each of as many heads as fit ``most`` entries, and one at
+    least.
+
+    Parts of heads are counted too, so that the number never falls as sizes grow.
     """
     return min(groups * per_group, max(per_group, most) * buffers)
 
@@ -273,7 +277,7 @@ def choose_form(
         by: "speed" or "memory".
 
     Raises:
-        ValueError: an unknown operation or by, or a size that is none.
+        ValueError: an unknown operation or ``by``, or a size that is no whole number from 0 (d: 1).
     """
     device, dtype = _asked.get("device", device), _asked.get("dtype", dtype)
     if by == "speed":

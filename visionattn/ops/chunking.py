@@ -6,12 +6,12 @@ HeadChunk = tuple[slice, slice]
 
 
 def chunks(length: int, size: int) -> list[slice]:
-    """Slices of at most ``size`` that cover ``0 .. length``."""
+    """Return slices of at most ``size`` that cover ``0 .. length``."""
     return [slice(start, min(start + size, length)) for start in range(0, length, size)]
 
 
 def head_chunks(batch: int, heads: int, size: int) -> list[HeadChunk]:
-    """Pairs of slices (images, heads) of about ``size`` heads: heads of one image, or whole
+    """Return pairs of slices (images, heads) of about ``size`` heads: heads of one image, or whole
     images.
     """
     if not heads:
@@ -22,13 +22,13 @@ def head_chunks(batch: int, heads: int, size: int) -> list[HeadChunk]:
 
 
 def part_of(x: Tensor, chunk: HeadChunk) -> Tensor:
-    """The part ``[g, ...]`` of ``x [B, h, ...]``: a view of one image, or of contiguous memory;
-    otherwise a copy.
+    """Return the part ``[g, ...]`` of ``x [B, h, ...]``: a view where it is of one image or of
+    contiguous memory, else a copy.
     """
     return x[chunk].flatten(0, 1)
 
 
 def part_of_shared(x: Tensor, chunk: HeadChunk) -> Tensor:
-    """The same of what all heads share, ``[1 or B, ...]``: ``[1 or g, ...]``."""
+    """Return the part of what all heads share, ``[1 or B, ...]``, as ``[1 or g, ...]``."""
     images, heads = chunk
     return x if x.shape[0] == 1 else x[images].repeat_interleave(heads.stop - heads.start, 0)

@@ -1,9 +1,10 @@
 """How an operator is made: what a compiler, autograd and a counter of operations are told of it.
 
 A function becomes ``torch.ops.visionattn.<its name>``, one node for a compiler whatever loops and
-choices stand in it. ``operator`` tells what its results look like and how many operations it takes,
-``differentiate`` which operator gives its gradients. Both go by the names of parameters: nobody
-counts places. An operator without a gradient refuses one, so nothing here has a second derivative.
+choices stand in it. ``operator`` says what its results look like and how many operations it takes,
+``differentiate`` which operator gives its gradients. Both go by the names of parameters, so that
+nobody counts places. An operator without a gradient refuses to give one: that is why nothing here
+has a second derivative.
 """
 
 import inspect
@@ -29,10 +30,10 @@ def operator(
     """Make a function of annotated tensors and numbers an operator under its own name.
 
     Args:
-        fake: results of the same shapes, dtypes and strides, of uninitialised memory.
-        flops: multiply-adds of its products, times 2; shapes stand for tensors.
+        fake: returns results of the same shapes, dtypes and strides, of uninitialised memory.
+        flops: returns the multiply-adds of its products, times 2; shapes stand for tensors.
 
-    Both take those parameters of the function that they need, under the same names.
+    Both take the parameters of the function that they need, under the same names.
     """
 
     def make(function: Callable) -> CustomOpDef:
@@ -83,6 +84,8 @@ def differentiate(
         forget: takes inputs by name and tells which of the tensors need not be kept this time:
             ``backward`` gets None for them.
     """
+    # Names are sorted out once, here: which upstream gradients, tensors and options ``backward``
+    # asks for.
     inputs, asked, results = _parameters(made), _parameters(backward), outputs.split()
     names, known = list(inputs), [*inputs, *results]
     places = {"grad": 0} | {f"d_{name}": i for i, name in enumerate(results)}
@@ -93,6 +96,7 @@ def differentiate(
     assert [*upstream, *tensors, *options, *needs] == list(asked), f"{backward}: their order"
     assert len(set(known)) == len(known), f"{made}: an output has the name of an input"
 
+    # What follows runs at each call: places instead of names, found beforehand.
     pick_upstream = _picker([places[name] for name in upstream])
     pick_tensors, pick_options = (_picker([known.index(n) for n in x]) for x in (tensors, options))
     pick_for_forget = _picker([names.index(name) for name in _parameters(forget)] if forget else [])
@@ -120,6 +124,7 @@ def differentiate(
         some = next((x for x in own if x is not None), None)
         if some is None:
             return nothing
+        # Autograd gives None for an output that nothing used; ``backward`` gets zeros for it.
         if len(filled) > 1 and any(x is None for x in own):
             own = list(own)
             for i, shape in zip(filled, ctx.shapes, strict=True):
@@ -162,8 +167,9 @@ def _may_be_none(annotation: object) -> bool:
 
 
 def _picker(places: Sequence[int]) -> Callable[[Sequence], tuple]:
-    """What takes the entries at these places out of a sequence; quick, as each call of an operator
-    uses some.
+    """Return a function that takes the entries at these places out of a sequence.
+
+    It is quick, as each call of an operator uses some.
     """
     if len(places) > 1:
         return itemgetter(*places)
@@ -171,8 +177,8 @@ def _picker(places: Sequence[int]) -> Callable[[Sequence], tuple]:
 
 
 def _by_name(asks: Callable, function: Callable) -> Callable:
-    """``asks``, whose parameters (but for those given by keyword alone) are some of ``function``'s,
-    as a function of them all.
+    """Turn ``asks``, whose parameters (except those by keyword alone) are some of ``function``'s,
+    into a function of all of them.
     """
     signature = inspect.signature(function)
     asked = inspect.signature(asks).parameters.values()
@@ -188,15 +194,15 @@ def _by_name(asks: Callable, function: Callable) -> Callable:
 
 
 def contiguous_like(*tensors: Tensor | None, like: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Uninitialised memory of the shape and dtype of each, contiguous; for None an empty tensor as
-    ``like`` is.
+    """Return uninitialised memory of the shape and dtype of each tensor, contiguous; for None, an
+    empty tensor like ``like``.
     """
     return tuple([like.new_empty(0) if x is None else x.new_empty(x.shape) for x in tensors])
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager:
-    """A context in which products on the device of ``x`` keep their dtype: sums stay float32
-    whatever autocast says.
+    """Return a context in which products on the device of ``x`` keep their dtype, so that sums stay
+    float32 whatever autocast says.
     """
     device = x.device.type
     if not (_has_autocast(device) and torch.is_autocast_enabled(device)):
@@ -206,15 +212,15 @@ def without_autocast(x: Tensor) -> AbstractContextManager:
 
 @torch.compiler.assume_constant_result
 def _has_autocast(device_type: str) -> bool:
-    """A question that torch 2.11 cannot compile."""
+    """Tell whether the device has autocast; torch 2.11 cannot compile this question."""
     return torch.amp.is_autocast_available(device_type)
 
 
 def form_ran(operation: str, form: str) -> AbstractContextManager:
-    """A context for the work of one call, say ``form_ran("taylorshift", "efficient")``, by whose
-    name a profiler sees which form runs, also within a compiled graph; nothing without a profiler.
+    """Return a context for the work of one call, such as ``form_ran("taylorshift", "efficient")``.
 
-    Operators alone enter it, whose bodies no compiler traces.
+    By its name a profiler sees which form runs, within a compiled graph too; without a profiler it
+    does nothing. Only operators enter it, as no compiler traces their bodies.
     """
     if not torch.autograd._profiler_enabled():
         return _NOTHING

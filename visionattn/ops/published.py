@@ -3,11 +3,11 @@
 
 Counts are of one image, exact integers. A multiply and an add are two operations; entries are
 numbers held at once, inputs among them. Crossovers are rounded up, to the smallest number of tokens
-at which the efficient form costs no more than the direct one; so does the table of the TaylorShift
-paper. What ``form="auto"`` takes is the matter of ``choice.py``, whose functions can be had from
-here too; operations import that module and not this one, so that this one can be run. A size that
-is no whole number from 1 is a ValueError in all of them; ``choose_form`` takes 0 for all but d,
-since an operation may have no tokens.
+at which the efficient form costs no more than the direct one, as in the table of the TaylorShift
+paper. ``choice.py`` decides what ``form="auto"`` takes, and its functions can be imported from here
+too. Operations import that module and not this one, so that this one can be run. Every function
+raises a ValueError for a size that is no whole number from 1 on; ``choose_form`` takes 0 for all
+but d, since an operation may have no tokens.
 
 Sources: Nauen, Palacio and Dengel 2024, "TaylorShift", by the titles of its sections; Favier and
 Dal'Maz Silva, "Scaleformer".
@@ -67,8 +67,9 @@ def ops_direct(n: int, d: int) -> int:
 
 
 def ops_efficient(n: int, d: int) -> int:
-    """Operations of efficient TaylorShift: ``n (4 d^3 + 10 d^2 + 9 d + 4)``. Source: TaylorShift,
-    "Floating Point Operations".
+    """Operations of efficient TaylorShift: ``n (4 d^3 + 10 d^2 + 9 d + 4)``.
+
+    Source: TaylorShift, "Floating Point Operations".
     """
     check_sizes(1, n=n, d=d)
     return n * (4 * d**3 + 10 * d**2 + 9 * d + 4)
@@ -148,8 +149,8 @@ def ops_direct_heads(n: int, dim: int, heads: int) -> int:
 
 
 def ops_efficient_heads(n: int, dim: int, heads: int) -> int:
-    """Operations of efficient TaylorShift: ``n (4 dim^3 / heads^2 + 10 dim^2 / heads + 9 dim + 4
-    heads)``.
+    """Operations of efficient TaylorShift:
+    ``n (4 dim^3 / heads^2 + 10 dim^2 / heads + 9 dim + 4 heads)``.
 
     Falls with the number of heads. Source: TaylorShift, "How can we increase the efficiency?".
     """
@@ -165,8 +166,8 @@ def entries_direct_heads(n: int, dim: int, heads: int) -> int:
 
 
 def entries_efficient_heads(n: int, dim: int, heads: int) -> int:
-    """Entries of efficient TaylorShift: ``dim^3 / heads^2 + (n + 1) dim^2 / heads + 3 n dim + n
-    heads``.
+    """Entries of efficient TaylorShift:
+    ``dim^3 / heads^2 + (n + 1) dim^2 / heads + 3 n dim + n heads``.
 
     Falls with the number of heads. Source: TaylorShift, "How can we increase the efficiency?".
     """
@@ -273,7 +274,7 @@ def _row(name: str, *cells: object) -> str:
 
 
 def _crossovers(d: int, heads: int) -> list[str]:
-    """Lines that say from how many tokens on the efficient form is the cheaper one."""
+    """Return lines that say from how many tokens on the efficient form costs less."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     basis = (
         f"measured on {device}"
@@ -296,7 +297,7 @@ def _crossovers(d: int, heads: int) -> list[str]:
 
 
 def _totals(n: int, d: int, heads: int) -> list[str]:
-    """Lines that count operations and entries of one image."""
+    """Return lines that count operations and entries of one image."""
     dim = d * heads
     return [
         f"{n:,} tokens of width {dim:,}, heads={heads}",

@@ -12,8 +12,8 @@ BLOCK_ELEMENTS = 1 << 20
 
 
 def _blocks(q: Tensor, k: Tensor):
-    """Pairs of slices (heads, queries) whose scores are at most ``BLOCK_ELEMENTS``, or one head's
-    256 rows.
+    """Return pairs of slices (heads, queries) whose scores are at most ``BLOCK_ELEMENTS``, or 256
+    rows of one head.
     """
     queries = max(1, min(BLOCK_QUERIES, q.shape[1]))
     heads = max(1, BLOCK_ELEMENTS // max(1, queries * k.shape[1]))
@@ -21,13 +21,13 @@ def _blocks(q: Tensor, k: Tensor):
 
 
 def _seen(t: slice, num_keys: int, causal: bool) -> slice:
-    """The keys that the queries of a block see between them."""
+    """Return the keys that at least one query of a block sees."""
     return slice(0, min(t.stop, num_keys) if causal else num_keys)
 
 
 def _mask_future(scores: Tensor, t: slice, causal: bool) -> Tensor:
-    """``scores [g, T, keys]`` of the queries ``t``, in place 0 where the key comes after the
-    query.
+    """Set ``scores [g, T, keys]`` of the queries ``t`` to 0, in place, where the key comes after
+    the query.
     """
     if causal:  # the keys before the block are seen by all of it
         scores[:, :, t.start :].tril_()
@@ -47,7 +47,7 @@ def blocked_scores(
     square: bool = False,
     causal: bool = False,
 ) -> Tensor:
-    """``sum_j w_ij v_j`` with ``w = q.k + shift``, or its square: ``[G, N, e]``.
+    """Return ``sum_j w_ij v_j`` with ``w = q.k + shift``, or its square: ``[G, N, e]``.
 
     Args:
         q, k, v: ``[G, N, d]``, ``[G, M, d]``, ``[G, M, e]``.
@@ -72,13 +72,15 @@ def blocked_scores_backward(
     square: bool = False,
     causal: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of ``blocked_scores`` with respect to q, k and v for ``grad [G, N, e]``."""
+    """Return the gradients of ``blocked_scores`` in q, k and v for ``grad [G, N, e]``."""
     dq, dk, dv = q.new_empty(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
     for g, t in _blocks(q, k):
         j = _seen(t, k.shape[1], causal)
+        # The scores again: keeping them would take quadratic memory.
         scores = _mask_future(_scores(q[g, t], k[g, j], shift), t, causal)
         weights = scores.square() if square else scores
         dv[g, j].baddbmm_(weights.transpose(1, 2), grad[g, t])
+        # The gradient of the scores; that of a square has the factor 2 x.
         d_scores = torch.bmm(grad[g, t], v[g, j].transpose(1, 2))
         if square:
             d_scores.mul_(scores).mul_(2)

@@ -4,8 +4,8 @@ Every function here builds the full ``[B, h, N, M]`` weights of its formula and 
 mean of the values. Tests and tools compare the fast operations with it; nothing else imports it. It
 knows nothing of forms, blocks or kernels, and it checks no arguments: the public operations do.
 
-A relative position is one of the objects of ``ops.relative``, recognised by its fields: ``rows``
-and ``columns`` (Axial), a table ``[h or 1, 2R+1, 2R+1, d]`` (Joint) or a table
+A relative position is one of the objects of ``ops.position.kinds``, recognised by its fields:
+``rows`` and ``columns`` (Axial), a table ``[h or 1, 2R+1, 2R+1, d]`` (Joint) or a table
 ``[h or 1, 2R+1, d]`` (Flat).
 """
 
@@ -45,7 +45,7 @@ def taylorshift_attention(
         ``[B, h, N, e]``; 0 where no key takes part.
 
     Source: TaylorShift (Nauen et al. 2024), eq. 2; the general polynomial and the relative term are
-    of this project.
+    ours.
     """
     a, b, c = coefficients
     present = _present(k, key_mask)
@@ -167,8 +167,7 @@ def relative_weights(relative, q: Tensor, present: Tensor, causal: bool = False)
     Returns:
         ``[B, h, N, M]``.
 
-    Source: Scaleformer, eq. 6 to 10, with delta = key minus query; both forms on grids are of this
-    project.
+    Source: Scaleformer, eq. 6 to 10, with delta = key minus query; both forms on grids are ours.
     """
     parts, patches = _classes_and_patches(relative, q, present.shape[1])
     pairs, mean = patches & _visible(present, q, causal), relative.normalization == "mean"
@@ -264,6 +263,7 @@ def _classes_and_patches(
         return [(relative.table, _classes(i, j, relative.table.shape[1]))], patches
     rows, columns, patch = _places(relative.layout, q)
     patches = patch[:, :, None] & patch[:, None, :]
+    # On a grid: two tables of one axis each, one table of both axes, or the grid read row by row.
     if hasattr(relative, "rows"):
         row_classes = _classes(rows, rows, relative.rows.shape[1])
         column_classes = _classes(columns, columns, relative.columns.shape[1])
@@ -301,6 +301,7 @@ def _table_weights(
     weights = torch.where(pairs[:, None], _class_scores(phi_q, table, classes), 0.0)
     if not mean:
         return weights
+    # For each query, how many of the pairs that it sees are of each class.
     classes, pairs = torch.broadcast_tensors(classes, pairs)
     counts = torch.zeros(*pairs.shape[:2], table.shape[1], dtype=torch.int64, device=pairs.device)
     counts.scatter_add_(2, classes, pairs.to(torch.int64))

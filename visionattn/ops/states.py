@@ -56,8 +56,8 @@ class KernelState:
     feature_map: str | FeatureMap
 
     def __add__(self, other: "KernelState") -> "KernelState":
-        """The state of the keys of both. ValueError where kind, shapes, dtype, device or feature
-        map differ.
+        """Return the state of the keys of both. ValueError where kind, shapes, dtype, device or
+        feature map differ.
         """
         _check_same(self, other, feature_map=lambda a, b: a is b or a == b)
         return KernelState(
@@ -75,7 +75,8 @@ class TaylorState:
         KK: ``sum_j k_j k_j^T``, ``[B, h, d, d]``.
         k_sum, v_sum: ``[B, h, d]`` and ``[B, h, e]``.
         count: keys that take part, int64 ``[B or 1, 1, 1]``.
-        temperature: ``[h]``, of the queries to come; keys are of unit length then. None: neither.
+        temperature: ``[h]``, the length to which queries to come are brought; keys have length 1.
+            None: queries and keys stay as they are.
         coefficients: (a, b, c).
     """
 
@@ -89,8 +90,8 @@ class TaylorState:
     coefficients: Coefficients
 
     def __add__(self, other: "TaylorState") -> "TaylorState":
-        """The state of the keys of both. ValueError where kind, shapes, dtype, device, temperature
-        or coefficients differ.
+        """Return the state of the keys of both. ValueError where kind, shapes, dtype, device,
+        temperature or coefficients differ.
         """
         _check_same(
             self, other, temperature=_same_tensor, coefficients=lambda a, b: tuple(a) == tuple(b)
@@ -148,14 +149,14 @@ def summarize(
     """Reduce keys and values to a state. States of disjoint keys add.
 
     Args:
-        k, v: ``[B, h, M, d]`` and ``[B, h, M, e]``, as given to the attention: map or normalisation
-            are applied here.
+        k, v: ``[B, h, M, d]`` and ``[B, h, M, e]``, as given to the attention: the feature map or
+            the normalisation is applied here.
         kind: "kernelized" or "taylorshift".
-        feature_map: of "kernelized" alone; None is "elu1". Not "softmax": its keys depend on each
+        feature_map: for "kernelized" alone; None is "elu1". Not "softmax": its keys depend on each
             other.
-        temperature: of "taylorshift" alone, ``[h]``; normalises keys now and queries later. None
+        temperature: for "taylorshift" alone, ``[h]``; normalises keys now and queries later. None
             takes them as they are.
-        coefficients: of "taylorshift" alone; None is (0.5, 1, 1).
+        coefficients: for "taylorshift" alone; None is (0.5, 1, 1).
         key_mask: bool ``[B, M]``, True takes part.
 
     Raises:
@@ -217,21 +218,22 @@ def _taylor_state(
     if key_mask is not None:
         absent = ~key_mask[:, None, :, None]
         k, v = k.masked_fill(absent, 0), v.masked_fill(absent, 0)
+    # All sums are plain: the weights of the polynomial enter when queries come.
     s2 = feature_state(k.flatten(0, 1), v.flatten(0, 1)).unflatten(0, k.shape[:2])
     sums = s2, product(k.mT, v), product(k.mT, k), k.sum(2), v.sum(2)
     return TaylorState(*sums, key_counts(k, key_mask, dtype=torch.int64), temperature, coefficients)
 
 
 def attend(q: Tensor, state: State) -> Sums:
-    """Sums of the queries over all keys of the state; ``.divide()`` gives the output
-    ``[B, h, N, e]``.
+    """Return the sums of the queries over all keys of the state; ``.divide()`` of them gives the
+    output ``[B, h, N, e]``.
 
     Args:
         q: ``[B, h, N, d]``, as given to the attention.
-        state: of ``summarize`` or ``step``.
+        state: what ``summarize`` or ``step`` returned.
 
     Raises:
-        ValueError: q that does not fit the state in shape, dtype or device; no state.
+        ValueError: q does not fit the state in shape, dtype or device, or ``state`` is no state.
     """
     _check_query(q, state)
     with without_autocast(q):
@@ -269,6 +271,7 @@ def _taylor_sums(q: Tensor, state: TaylorState) -> Sums:
     weighted = state.S2 * feature_weights(q.shape[3], a, q)
     second = expand_state(q.flatten(0, 1), weighted.flatten(0, 1)).unflatten(0, q.shape[:2])
     values = second + b * product(q, state.KV) + c * state.v_sum.unsqueeze(2)
+    # The mass is a quadratic form of q, without features.
     mass = a * (product(q, state.KK) * q).sum(3) + b * product(q, state.k_sum.unsqueeze(3)).squeeze(
         3
     )
@@ -286,8 +289,8 @@ def step(
     temperature: Tensor | None = None,
     coefficients: Coefficients | None = None,
 ) -> tuple[Tensor, State]:
-    """One token of causal attention at constant cost: add its key to the state, then attend with
-    its query.
+    """Take one token of causal attention at constant cost: add its key to the state, then attend
+    with its query.
 
     Args:
         q, k, v: ``[B, h, 1, d]``, ``[B, h, 1, d]``, ``[B, h, 1, e]``.

@@ -1,5 +1,7 @@
-"""The pair that each term of an attention returns. Terms add; one division at the end makes the
-output. And what all terms sum: values, of which rows may be dropped, in float32 or wider.
+"""The pair of sums that each term of an attention returns, and what all terms share.
+
+Terms add, and one division at the end makes the output. Here are too: the dropping of rows of
+values, the dtype of sums, and products that autocast leaves alone.
 """
 
 from dataclasses import dataclass
@@ -43,8 +45,8 @@ class Sums:
 
 
 def drop_values(v: Tensor, value_drop: float, generator: torch.Generator | None = None) -> Tensor:
-    """``v [B, h, M, e]`` with each row dropped with probability ``value_drop``, the others times
-    ``1 / (1 - value_drop)``: dropout of attention, with one meaning in every form.
+    """Drop each row of ``v [B, h, M, e]`` with probability ``value_drop`` and multiply the others
+    by ``1 / (1 - value_drop)``: dropout of attention, with one meaning in every form.
 
     Single weights cannot be dropped in linear time. A row that is dropped adds nothing to the sums
     of values; mass and counts stay as they are, so the expected output is that without dropout.

@@ -32,14 +32,14 @@ ROUNDS = 8
 def _table() -> tuple[
     dict[str, dict[str, list[dict[str, int]]]], dict[tuple, tuple], dict[tuple, dict]
 ]:
-    """The table, and the rows and the options that were found in it, since each launch asks for its
+    """Return the table, and the rows and the options found in it so far: each launch asks for its
     own.
     """
     return json.loads(TABLE.read_text()), {}, {}
 
 
 def forget() -> None:
-    """Read the table anew at the next launch: it was rewritten, or ``launch_row`` gives other
+    """Let the next launch read the table anew, as it was rewritten or ``launch_row`` gives other
     rows.
     """
     _table.cache_clear()
@@ -52,8 +52,8 @@ def launching_with(
     rows: Callable[..., dict[str, int]] | None = None,
     table: Path | None = None,
 ) -> Iterator[None]:
-    """Within it, launches of the whole process are made otherwise: for what counts, compiles or
-    tunes them. Contexts may be nested.
+    """Make the launches of the whole process otherwise within the context: it serves what counts,
+    compiles or tunes them. Contexts may be nested.
 
     Args:
         run: called as ``run(launch, kernel, grid, *args, **meta)`` in place of each launch, where
@@ -79,8 +79,8 @@ def launching_with(
 
 @lru_cache(maxsize=64)
 def capability(device: torch.device) -> str | None:
-    """Compute capability as "9.0"; None where the device is no GPU, or one that a fake tensor alone
-    is on.
+    """Return the compute capability, such as "9.0"; None where the device is no GPU, or one that
+    only a fake tensor is on.
     """
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
@@ -90,8 +90,8 @@ def capability(device: torch.device) -> str | None:
 def launch_row(
     kernel: str, d: int, e: int, dtype: torch.dtype, device: torch.device
 ) -> dict[str, int]:
-    """Block sizes, warps and stages of a kernel: the row of the least widths that hold ``d`` and
-    ``e``; not to be changed.
+    """Return block sizes, warps and stages of a kernel: the row of the least widths that hold ``d``
+    and ``e``. The caller must not change it.
 
     Raises:
         ValueError: no row holds these widths.
@@ -106,8 +106,8 @@ def _row_of_table(
 
 
 def resident_programs(kernel: str, d: int, e: int, dtype: torch.dtype, device: torch.device) -> int:
-    """How many programs of a kernel the GPU holds at once, by ``ctas`` of its row: 2 a
-    multiprocessor where it has none.
+    """Return how many programs of a kernel the GPU holds at once: ``ctas`` of its row for each
+    multiprocessor, or 2 where the row has none.
 
     Raises:
         ValueError: no row holds these widths.
@@ -118,7 +118,7 @@ def resident_programs(kernel: str, d: int, e: int, dtype: torch.dtype, device: t
 def _row(
     kernel: str, d: int, e: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[dict[str, int], int]:
-    """What a kernel is given of its row, and how many of its programs a multiprocessor holds."""
+    """Return what a kernel gets of its row, and how many of its programs a multiprocessor holds."""
     (sections, found, _), asked = _table(), (kernel, d, e, dtype, device)
     if asked in found:
         return found[asked]
@@ -135,7 +135,7 @@ def _row(
 
 
 def run(kernel, grid: Sequence[int], *args: object, **meta: object) -> None:
-    """Launch ``kernel[grid](*args, **meta)``. Nothing to do for an empty grid.
+    """Launch ``kernel[grid](*args, **meta)``; an empty grid launches nothing.
 
     Raises:
         ValueError: a grid beyond what CUDA launches.
@@ -175,27 +175,27 @@ def check_grid(name: str, grid: Sequence[int]) -> None:
 
 
 def cdiv(size: int, block: int) -> int:
-    """How many blocks hold ``size``. Triton's own is a function of kernels too, which takes four
-    microseconds.
+    """Return how many blocks hold ``size``. Triton's own works in kernels too, and takes four
+    microseconds a call.
     """
     return -(-size // block)
 
 
 def block(width: int) -> int:
-    """The block that holds a width: a power of two, 16 at least, as products of matrices want."""
+    """Return the block that holds a width: a power of two from 16, as products of matrices want."""
     return max(16, 1 << (width - 1).bit_length())
 
 
 def precision(dtype: torch.dtype) -> str:
-    """How products of this dtype are formed: float32 in three passes of tf32, which keeps it to
+    """Return how products of this dtype are formed: float32 in three passes of tf32, which err by
     about 1e-6.
     """
     return "tf32x3" if dtype == torch.float32 else "ieee"
 
 
 def remembered(make: Callable[..., object], *asked: Hashable) -> object:
-    """``make(*asked)``, made anew only after the table was read anew: for what rows and sizes alone
-    decide.
+    """Return ``make(*asked)``, made once for each reading of the table: for what follows from rows
+    and sizes alone.
     """
     known = _table()[2]
     place = make, asked
@@ -205,9 +205,8 @@ def remembered(make: Callable[..., object], *asked: Hashable) -> object:
 
 
 def options(kernel: str, q: Tensor, v: Tensor) -> dict[str, object]:
-    """Compile-time values for ``q [B, h, N, d]`` and ``v [B, h, M, e]``; not to be changed.
-
-    The row of the table, widths and their blocks, and the precision.
+    """Return the compile-time values for ``q [B, h, N, d]`` and ``v [B, h, M, e]``: the row of the
+    table, widths and their blocks, and the precision. The caller must not change them.
     """
     return remembered(_options, kernel, q.shape[3], v.shape[3], q.dtype, q.device)  # type: ignore[return-value]
 
@@ -220,14 +219,14 @@ def _options(
 
 
 def octets(x: Tensor) -> tuple[int, ...]:
-    """Strides of all axes but the last, in units of 8 elements, so that kernels know how addresses
-    are aligned.
+    """Return the strides of all axes but the last in units of 8 elements, so that kernels know how
+    addresses are aligned.
     """
     return tuple([stride // OCTET for stride in x.stride()[:-1]])  # noqa: C409  half the time of a generator
 
 
 def readable(x: Tensor) -> Tensor:
-    """``x`` itself where kernels can read it as it lies, else a copy.
+    """Return ``x`` itself where kernels can read it as it lies, else a copy.
 
     They can where the last axis is contiguous and all other strides are whole octets.
     """
@@ -241,15 +240,15 @@ def readable(x: Tensor) -> Tensor:
 
 @lru_cache(maxsize=1024)
 def segments(tokens: int, programs: int, block_tokens: int, resident: int, least: int = 2) -> int:
-    """Into how many parts to cut the tokens, each handled by a program of its own.
+    """Return into how many parts to cut the tokens, each of which a program of its own handles.
 
     Programs run in rounds of ``resident``, and a last round that is not full takes as long as the
-    others: of the numbers of parts that fill one to eight rounds, the one with the fewest blocks of
-    tokens in all rounds together. A part costs two blocks more than it holds, for what a program
-    does but once, so that no part is cut for next to nothing.
+    others. Of the numbers of parts that fill one to eight rounds, this takes the one with the
+    fewest blocks of tokens in all rounds together. A part counts as two blocks more than it holds,
+    for what a program does only once, so that no part is cut for next to nothing.
 
     Args:
-        tokens: of each program, before cutting.
+        tokens: those of each program, before cutting.
         programs: how many there would be without cutting.
         block_tokens: tokens of one step of a program.
         resident: how many programs the GPU holds at once (``resident_programs``).

@@ -1,7 +1,7 @@
-"""What all kernels want of the machine and of their inputs, and when ``impl="auto"`` takes them.
+"""What all kernels ask of the machine and of their inputs, and when ``impl="auto"`` takes them.
 
-Which widths and options an operation has kernels for, and the sentence that says why not, stands in
-``gpu.py`` of its room. No Triton in here, and nothing depends on N.
+Each operation says in its own ``gpu.py`` which widths and options it has kernels for, and why not
+for others. Nothing here imports Triton, and nothing depends on N.
 """
 
 import math
@@ -31,8 +31,8 @@ is in it.
 
 
 def takes_kernels(impl: str, operation: str, q: Tensor, why_not: Callable[[], str | None]) -> bool:
-    """Whether the kernels run: "eager" never, "auto" on a GPU where nothing is against it, "triton"
-    always.
+    """Tell whether the kernels run: "eager" never, "auto" on a GPU where nothing is against it,
+    "triton" always.
 
     Args:
         impl: "auto", "eager" or "triton".
@@ -51,8 +51,8 @@ def takes_kernels(impl: str, operation: str, q: Tensor, why_not: Callable[[], st
 
 
 def _left_to_eager(operation: str, q: Tensor) -> bool:
-    """Whether eager operations were faster at this size. A compiled graph serves all sizes: there
-    only infinity counts.
+    """Tell whether eager operations were faster at this size. A compiled graph serves all sizes:
+    there only infinity counts.
     """
     least = NOT_BY_AUTO.get((operation, q.dtype), 0)
     if torch.compiler.is_compiling():
@@ -65,15 +65,15 @@ def _on_gpu(x: Tensor) -> bool:
 
 
 def why_not(operation: str, widest: Widest, q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    """What this machine, the dtypes or the widths have against the kernels of an operation, in one
-    sentence; None if nothing.
+    """Return what speaks against the kernels of an operation on this machine, for these dtypes and
+    widths, in one sentence; None if nothing does.
     """
     return why_not_here(q.device, q.dtype) or _why_not_tensors(operation, widest, q, k, v)
 
 
 @torch.compiler.assume_constant_result
 def why_not_here(device: torch.device, dtype: torch.dtype) -> str | None:
-    """What this machine has against all kernels. A compiler asks once, as it traces."""
+    """Return what speaks against all kernels here. A compiler asks once, as it traces."""
     if not _has_triton():
         return "Triton is not installed; pip install triton"
     if device.type == "cpu" and is_interpreted():
@@ -101,8 +101,8 @@ def why_not_here(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def is_interpreted() -> bool:
-    """Whether Triton runs its kernels on the processor: ``TRITON_INTERPRET=1``, set before Triton
-    is imported.
+    """Tell whether Triton runs its kernels on the processor, by ``TRITON_INTERPRET=1``, set before
+    Triton is imported.
     """
     return os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -113,8 +113,8 @@ def _has_triton() -> bool:
 
 
 def _triton_version() -> tuple[int, ...]:
-    """Major and minor. Before 3.9 products that follow each other on one accumulator could be wrong
-    (Triton issue 10821).
+    """Return major and minor. Before 3.9 products that follow each other on one accumulator could
+    be wrong (Triton issue 10821).
     """
     return tuple(int(part) for part in version("triton").split(".")[:2])
 

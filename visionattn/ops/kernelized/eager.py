@@ -69,10 +69,12 @@ def _efficient_backward(
     images, size = plan_chunks(dq, max(n, m), max(k.width, v.width))
     for b in images:
         ds, s = d_state(b), state(b)
+        # Queries give the gradient of the state, and read theirs from the state.
         for t in chunks(n, size):
             grad = g.load(b, t)
             ds.baddbmm_(q.load(b, t).mT, grad)
             q.store(torch.bmm(grad, s.mT), b, t, dq)
+        # Keys and values read theirs from the gradient of the state.
         for t in chunks(m, size):
             put(torch.bmm(k.load(b, t), ds[..., :-1]), b, t, dv)
             k.store(torch.bmm(v.load(b, t), ds.mT), b, t, dk)
@@ -93,6 +95,7 @@ def _states_of_blocks(x: Tensor, y: Tensor, running: Tensor, *, reverse: bool = 
         x, y: ``[g, T, f]`` and ``[g, T, e1]``; the state of a block is ``x^T y``.
     """
     own = torch.bmm(_blocks(x).mT, _blocks(y)).view(x.shape[0], -1, x.shape[2] * y.shape[2])
+    # A product with a triangle of ones adds up the states of all blocks before (or after) each.
     others = own.new_ones(own.shape[1], own.shape[1])
     others = others.triu_(1) if reverse else others.tril_(-1)
     start = running.flatten(1).unsqueeze(1)

@@ -3,8 +3,9 @@ cache; and the way back.
 
 The weight of a pair is that of the content plus that of the class of joint relative position in
 which the pair lies, which is looked up. Pairs with a prefix token lie in a class of their own, the
-last, whose weight is 0. TaylorShift's weight is a completed square, ``a x^2 + b x + c = (sqrt(a) x
-+ b / (2 sqrt(a)))^2 + rest``, and the rest travels with the weights of classes.
+last, whose weight is 0. TaylorShift's weight is a completed square,
+``a x^2 + b x + c = (sqrt(a) x + b / (2 sqrt(a)))^2 + rest``, and the rest travels with the weights
+of classes.
 
 Tensors come as the caller has them, ``[B, h, tokens, width]`` of any strides and any floating
 dtype. This file knows neither the sums over pairs nor autograd; ``mean.py`` does.
@@ -32,7 +33,7 @@ class Side:
     for their gradients.
 
     Where ``normalised``, they are ``x / max(|x|, 1e-6)``; otherwise the feature map is applied. All
-    of them are multiplied with ``length [g, 1, 1]`` or a number; those of ``absent [g, n, 1]`` are
+    of them are multiplied by ``length [g, 1, 1]`` or a number; those of ``absent [g, n, 1]`` are
     0.
     """
 
@@ -109,6 +110,7 @@ def _pair_classes(
     (height, width), (classes_y, classes_x) = grid, (2 * horizon + 1 for horizon in horizons)
     first = min(max(start, prefix), stop)
     places = torch.arange(first - prefix, stop - prefix, device=device)
+    # Classes of rows and of columns are found apart, and meet in one sum.
     rows = _axis_classes(
         places.div(max(1, width), rounding_mode="floor"), height, horizons[0]
     ).mul_(classes_x)
@@ -249,6 +251,7 @@ class Images:
     def _block(self, q, k, v, class_weights, index, absent, by_query, by_key) -> "Block":
         shape, scores = (len(q), q.shape[1], k.shape[1]), None
         weights = self.buffer("weights", shape)
+        # The weights of classes first, then the content on top of them in place.
         if index is not None:
             index = index.expand(shape)
             torch.gather(class_weights, 2, index, out=weights)

@@ -58,6 +58,7 @@ class _Classes:
         """The sums ``[g, T, C, c]`` as seen from T rows, past to future."""
         if self.horizon == 0:
             return self.all[:, None, None].expand(-1, rows.stop - rows.start, -1, -1)
+        # All windows of rows at once, as a view.
         size = 2 * self.horizon - 1
         window = self.window[:, rows.start : rows.stop + size - 1].unfold(1, size, 1).mT
         return torch.cat(
@@ -249,9 +250,11 @@ def axis_sums_backward(
             upstream = torch.cat([grad[:, *band], grad_mass[:, *band].unsqueeze(3)], dim=3).flatten(
                 0, 1
             )
+            # To the sums of rows, and from there to all values of a row alike.
             d_classes = torch.bmm(weights.mT, upstream[..., :-1])
             d_classes = d_classes if scale is None else d_classes.mul_(scale)
             d_sums.add(d_classes.unflatten(0, (len(grad), -1)), band[0])
+            # To the table, and to the queries through elu1.
             d_weights = torch.bmm(upstream, sums.mT).view(len(grad), -1, chunk.table.shape[1])
             chunk.add_to_table(d_table, torch.bmm(d_weights.mT, phi))
             d_phi = torch.bmm(d_weights, chunk.table)

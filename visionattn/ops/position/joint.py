@@ -39,6 +39,7 @@ def axis_classes(x: Tensor, horizon: int, num_queries: int) -> Tensor:
         return x.sum(-1, keepdim=True).unsqueeze(-1).expand(*x.shape[:-1], 1, num_queries)
     tail = torch.sym_max(num_queries - num_keys, 0)
     padded = F.pad(x, (horizon, horizon + tail))
+    # The two ends are running sums from either side; each offset between is a shift.
     before = padded.cumsum(-1)[..., :num_queries]
     after = padded.flip(-1).cumsum(-1).flip(-1)[..., 2 * horizon : 2 * horizon + num_queries]
     window = [
@@ -333,6 +334,8 @@ def _tiled_backward(
             query = tiles.load(chunk.part(q), band, table)
             phi = elu1(query)
             w = _weights(phi, own_table, band_scale)
+            # The gradient of the weights: through the sums of values, and through the mass, which
+            # is weight times count.
             d_sums = tiles.load(grad, band, table).flatten(0, 1)
             d_w = multiply_backward(
                 tiles, lines, w.flatten(0, 1), band.tiles, d_sums, d_lines
@@ -357,6 +360,7 @@ def _direct_backward(
         phi = elu1(query)
         w = _weights(phi, chunk.table, scale_)
         chunk.part(dv).flatten(1, 2).copy_(torch.bmm(w.gather(2, index).mT, grad))
+        # A score for each pair, added up by class.
         d_w = (
             torch.zeros_like(w)
             .scatter_add_(2, index, torch.bmm(grad, value.mT))

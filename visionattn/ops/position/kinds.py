@@ -273,6 +273,7 @@ def relative_sums(
     else:
         total = total.unsqueeze(3) if relative.normalization == "mean" else None
         q, v, present = canvas.spread(q), canvas.spread(v), canvas.present(key_mask, dtype)
+        # Patches left out: which are there has to be counted.
         if present is None and relative.layout.kept is not None:
             everyone = torch.ones(
                 v.shape[0], relative.layout.num_tokens, dtype=torch.bool, device=v.device
@@ -319,6 +320,7 @@ def _flat_relative_sums(
         # One class: what came before and the token itself, which each weigh as the whole class.
         table, horizon = table.expand(-1, 3, -1), 1
         total, factor = None, total
+    # Keys of each class as seen from each query; causal, those of the future are none.
     counts = axis_classes(present, horizon, q.shape[3]).mT
     if causal:
         future = torch.arange(2 * horizon + 1, device=table.device) > horizon

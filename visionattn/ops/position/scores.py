@@ -157,10 +157,13 @@ def relative_scores(q: Tensor, table: Tensor, height: int, width: int, prefix: i
         return out
     for y, x, rows, columns in _blocks(q, table, height, width):
         queries, entries = _by_head(q, y, x), _classes(table, rows, columns, q)
+        # One score for each entry in reach, repeated beyond the horizon, and read with a shift that
+        # puts each key in its place.
         scores = torch.bmm(queries.flatten(1, 2), entries.mT)
         num_rows = rows.classes.stop - rows.classes.start
         scores = scores.unflatten(1, queries.shape[1:3]).unflatten(3, (num_rows, -1))
         scores = _shifted(columns.spread(scores, 4), width)
+        # Rows of keys beyond the horizon repeat the outermost row of scores.
         target, end = _by_head(pairs, y, x), rows.before + num_rows
         target[..., rows.before : end, :] = scores
         target[..., : rows.before, :] = scores[..., :1, :]
@@ -184,6 +187,7 @@ def relative_scores_backward(
         return d_q, d_table.to(table.dtype)
     for y, x, rows, columns in _blocks(q, table, height, width):
         queries, entries = _by_head(q, y, x), _classes(table, rows, columns, q)
+        # The same steps backwards: repeated scores add up, and the shifted view scatters.
         d_scores = rows.collect(_by_head(pairs, y, x), 3)
         lines = d_scores.new_zeros(*d_scores.shape[:4], x.stop - x.start - 1 + width)
         _shifted(lines, width).copy_(d_scores)

@@ -1,7 +1,7 @@
 """Sums over the classes of relative position in the tiled form: small matrix products on windows of
 the values' own memory.
 
-A row of the grid is cut into tiles of t queries. From a tile all keys within reach ``r = Rx - 1``
+A row of the grid is cut into tiles of t queries. All keys within reach ``r = Rx - 1`` of a tile
 stand in one window of ``t + 2r`` keys; those left and right of it are two sums. So for one class of
 rows the tile's output is a product of a ``t x (t + 2r)`` matrix of weights with the window, which
 is read where it lies, and one of ``t x 2`` with the two sums.
@@ -34,8 +34,8 @@ BAND_ELEMENTS, MOST_THREADS = 1 << 16, 8
 
 
 def _run_rows(x: Tensor, lag: int, out: Tensor, *, up: bool) -> Tensor:
-    """Write to ``out [g, H, ...]``, which is 0, sums of ``x`` over rows at least ``lag >= 1`` above
-    each row (``up``: below).
+    """Write to ``out [g, H, ...]``, which is 0, the sums of ``x`` over all rows at least
+    ``lag >= 1`` above each row (``up``: below it).
     """
     rows, sources = (list(x.unbind(1)) for x in (out, x))
     if up:
@@ -50,8 +50,8 @@ class Band(NamedTuple):
     """A run of tiles that is worked on at once.
 
     Args:
-        tiles: in the line of all heads.
-        heads: the heads it belongs to.
+        tiles: which tiles, counted in the line of all heads.
+        heads: the heads they belong to.
         rows, columns: the part of each head's grid that it holds.
         shape: rows and columns of memory that this part takes in each head, zeros included.
     """
@@ -82,8 +82,11 @@ class Tiles:
             like,
         )
         self.reach = max(horizons[1] - 1, 0)
+        # Tiles as wide as both margins of their window together, so that half of each product is of
+        # use, within bounds.
         fewest = TILE_QUERIES if e >= WIDE_VALUES else TILE_QUERIES_OF_NARROW_VALUES
         self.size = max(fewest, min(2 * self.reach, MOST_TILE_QUERIES))
+        # Tiles that hold queries, and with those that hold the margin behind the row.
         self.used = -(-width // self.size)
         self.per_row = self.used + -(-self.reach // self.size)
         self.pitch = self.per_row * self.size
@@ -91,6 +94,8 @@ class Tiles:
         self.period = height + self.gap
         self.window = self.size + 2 * self.reach
         self.columns = 2 * (self.reach + self.size) - 1 + 2
+        # A source is a class of rows: a row of its own for each offset within the horizon, and a
+        # sum of rows on either side.
         rows = range(-self.gap, self.gap + 1)
         self.sources = (
             [("above", 0), *(("here", a) for a in rows), ("below", 0)]
@@ -99,6 +104,7 @@ class Tiles:
         )
         self.own = "here" if horizons[0] else "all"
         self.classes = (len(self.sources), 2 * horizons[1] + 1)
+        # Weights of a band are as large as the caches of the threads that share it.
         threads = (
             min(torch.get_num_threads(), MOST_THREADS)
             if like.device.type == "cpu"
@@ -121,6 +127,7 @@ class Tiles:
         tiles_of_a_head = self.period * self.per_row
         per_band = max(1, self.band_elements // (self.size * self.classes[0] * self.columns))
         everything = slice(0, self.width)
+        # Small grids: every head in one band.
         if self.heads * tiles_of_a_head <= per_band:
             shape, rows = (self.period, self.pitch), slice(0, self.height)
             return [
@@ -135,6 +142,7 @@ class Tiles:
         bands = []
         for head in range(self.heads):
             own, first = slice(head, head + 1), head * tiles_of_a_head
+            # Larger ones: whole rows of one head, or pieces of its only row.
             if self.height > 1:
                 for rows in chunks(self.height, max(1, per_band // self.per_row)):
                     tiles = slice(
@@ -155,7 +163,7 @@ class Tiles:
         return bands
 
     def places(self, band: Band) -> slice:
-        """Where in the line of a head, as ``rows`` gives it, the queries of the band stand."""
+        """Return where in the line of a head, as ``rows`` gives it, the band's queries stand."""
         start = band.rows.start * self.pitch + band.columns.start
         return slice(start, start + band.shape[0] * band.shape[1])
 
@@ -180,8 +188,8 @@ class Tiles:
 
     @cached_property
     def repeat(self) -> Tensor:
-        """``[2R+1, columns]`` of 0 and 1: the class of each offset, and last those of the two
-        ends.
+        """The class of each offset and, last, those of the two ends, as ``[2R+1, columns]`` of 0
+        and 1.
         """
         options, horizon = dict(device=self.like.device), self.horizons[1]
         offset = torch.arange(self.columns - 2, **options) - (self.columns - 2) // 2
@@ -194,9 +202,11 @@ class Tiles:
         return (index == torch.arange(self.classes[1], **options)[:, None]).to(self.like.dtype)
 
     def matrices(self, weights: Tensor, source: int) -> tuple[Tensor, Tensor]:
-        """Matrices of the tiles for one class of rows, ``[n, t, window]`` and ``[n, t, 2]``: views
-        of the weights.
+        """Return the matrices of the tiles for one class of rows, ``[n, t, window]`` and
+        ``[n, t, 2]``, as views of the weights.
         """
+        # From a query to the next of its tile, rows of weights lie ``step`` apart; one entry less
+        # makes each query read its window one key further to the left.
         step, count, start = (
             weights.shape[1] * self.columns,
             weights.shape[0] // self.size,
@@ -212,8 +222,8 @@ class Tiles:
 
 
 class Lines:
-    """Values, or their gradients, of one chunk of heads as the tiles read them: keys, sums of rows,
-    sums of ends of rows.
+    """Values of one chunk of heads, or their gradients, as the tiles read them: keys, sums of rows,
+    and sums of the ends of rows.
     """
 
     def __init__(self, tiles: Tiles):
@@ -235,8 +245,8 @@ class Lines:
         )
 
     def _grid(self, x: Tensor, name: str) -> Tensor:
-        """The rows of all heads in ``keys`` or ``ends`` as ``[g, H, ...]``, without the margins of
-        the line.
+        """Return the rows of all heads in ``keys`` or ``ends`` as ``[g, H, ...]``, without the
+        margins of the line.
         """
         tiles, start = self.tiles, self.tiles.gap if name == "here" else 0
         x = (
@@ -249,8 +259,8 @@ class Lines:
         )[:, : tiles.height]
 
     def _blocks(self, name: str) -> tuple[Tensor, Tensor]:
-        """Blocks of t keys ``[rows, used, t, e]``: those that begin where tiles do, and those that
-        begin where windows end.
+        """Return blocks of t keys, ``[rows, used, t, e]``, twice: those that begin where tiles do,
+        and those that begin where windows end.
         """
         tiles = self.tiles
         size = (self._num_rows(name), tiles.used, tiles.size, self.e)
@@ -282,8 +292,8 @@ class Lines:
         return self
 
     def collect(self, width: int) -> Tensor:
-        """The transpose of ``fill``, which uses up keys and sums: the gradient of the values,
-        ``[g, H, width, e]``.
+        """Return the gradient of the values, ``[g, H, width, e]``: the transpose of ``fill``, which
+        uses up keys and sums.
         """
         tiles, name = self.tiles, self.tiles.own
         inside = slice(tiles.reach, tiles.reach + width)
@@ -310,8 +320,8 @@ class Lines:
         return shift + self.tiles.gap if name == "here" else 0
 
     def windows(self, source: int, band: slice, every: slice = slice(None)) -> Tensor:
-        """The keys that each tile of ``band`` sees in one class of rows, ``[n, window, e]``, where
-        they lie.
+        """Return the keys that each tile of ``band`` sees in one class of rows, ``[n, window, e]``,
+        as a view of where they lie.
         """
         tiles = self.tiles
         index = range(band.start, band.stop)[every]
@@ -322,7 +332,7 @@ class Lines:
         )
 
     def pairs(self, source: int, band: slice) -> Tensor:
-        """The sums left and right of those windows, ``[n, 2, e]``."""
+        """Return the sums left and right of those windows, ``[n, 2, e]``."""
         start = self._first_row(source) * self.tiles.per_row
         return self.ends[self.tiles.sources[source][0]].flatten(0, 1)[
             start + band.start : start + band.stop
@@ -330,17 +340,18 @@ class Lines:
 
 
 def spread_weights(tiles: Tiles, weights: Tensor) -> Tensor:
-    """Weights of classes ``[q, C]`` as those of offsets and ends, ``[q, rows, columns]``."""
+    """Turn weights of classes ``[q, C]`` into those of offsets and ends, ``[q, rows, columns]``."""
     return torch.mm(weights.view(-1, tiles.classes[1]), tiles.repeat).view(
         -1, tiles.classes[0], tiles.columns
     )
 
 
 def multiply(tiles: Tiles, lines: Lines, weights: Tensor, band: slice) -> Tensor:
-    """The sums of values ``[n * t, e]`` of the queries of ``band`` for the weights ``[n * t, C]``
-    of their classes.
+    """Return the sums of values ``[n * t, e]`` of the queries of ``band`` for the weights
+    ``[n * t, C]`` of their classes.
     """
     spread, out = spread_weights(tiles, weights), None
+    # For each class of rows one product with the keys in reach and one with the two sums beyond.
     for source in range(tiles.classes[0]):
         window, ends = tiles.matrices(spread, source)
         keys = lines.windows(source, band)
@@ -352,8 +363,8 @@ def multiply(tiles: Tiles, lines: Lines, weights: Tensor, band: slice) -> Tensor
 def multiply_backward(
     tiles: Tiles, lines: Lines, weights: Tensor, band: slice, grad: Tensor, d_lines: Lines
 ) -> Tensor:
-    """The gradient ``[n * t, C]`` of the weights for ``grad [n * t, e]`` of the sums; adds that of
-    the values to ``d_lines``.
+    """Return the gradient ``[n * t, C]`` of the weights for ``grad [n * t, e]`` of the sums; add
+    that of the values to ``d_lines``.
     """
     spread, grad = spread_weights(tiles, weights), grad.unflatten(0, (-1, tiles.size))
     d_spread, apart = torch.zeros_like(spread), -(-tiles.window // tiles.size)
@@ -362,6 +373,8 @@ def multiply_backward(
             tiles.matrices(spread, source),
             tiles.matrices(d_spread, source),
         )
+        # Into the strided view of the weights' gradient, where windows of two queries share no
+        # entry.
         d_window.copy_(torch.bmm(grad, lines.windows(source, band).mT))
         d_ends.copy_(torch.bmm(grad, lines.pairs(source, band).mT))
         d_lines.pairs(source, band).baddbmm_(ends.mT, grad)
