@@ -1,7 +1,6 @@
-"""From a configuration to a model on a device, with every reason why that cannot be as one clear
-line.
+"""From a configuration to a model on a device; what stands against it is said in one line.
 
-Owns the checks that need a model: its name, its arguments, image sizes against patches.
+The checks that need a model are here: its name, its arguments, and image sizes against patches.
 """
 
 import json
@@ -91,11 +90,11 @@ def build_model(config: ModelConfig, spec: DataSpec) -> tuple[nn.Module, dict[st
 
 
 def check_img_size(model: nn.Module, sizes: Iterable[int]) -> None:
-    """Check that square images of these sizes in pixels are whole numbers of patches, for a model
-    that has patches.
+    """Check that square images of these sizes in pixels are a whole number of patches, where the
+    model has patches.
 
     Raises:
-        ValueError: a size that is not, or that the model is not built for.
+        ValueError: a size is not a whole number of patches, or the model is not built for it.
     """
     embed = getattr(model, "patch_embed", None)
     patch = getattr(embed, "patch_size", None)
@@ -118,7 +117,7 @@ def pick_device(name: str) -> torch.device:
     """Return the device of that name; ``auto`` takes a GPU where there is one.
 
     Raises:
-        ValueError: no such device here.
+        ValueError: this machine has no such device.
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -27,9 +27,9 @@ def train(
     Args:
         config: a ``TrainConfig``, which stays as it is; or its keys and values, nested as in a YAML
             file; or the path of such a file, or the name of one that comes with the package.
-        overrides: keys with values that go before those of ``config``, nested or dotted:
+        overrides: keys with values that replace those of ``config``, nested or dotted:
             ``{"epochs": 2, "optim.lr": 3e-4}``.
-        stream: what the run prints goes there; None: standard output.
+        stream: where the run prints; None: standard output.
 
     Returns:
         What the run came to: ``checkpoint`` and ``folder`` (paths), ``validation`` (accuracy in
@@ -40,8 +40,8 @@ def train(
         ValueError, FileNotFoundError: the configuration, the data or a checkpoint is wrong, or the
             run's folder is not empty; one line, and nothing is written.
         OSError: a file cannot be read or written.
-        NonFinite, OutOfMemory, Failed, Stopped: of ``visionattn.cli.ends``; how a run can end
-            through no fault of its input.
+        NonFinite, OutOfMemory, Failed, Stopped: how a run can end through no fault of its input;
+            they are defined in ``visionattn.cli.ends``.
     """
     with joined() as processes:
         asked = processes.together(lambda: config_of(config, overrides))
@@ -49,7 +49,7 @@ def train(
 
 
 def config_of(config: Asked, overrides: Mapping[str, Any] | None = None) -> TrainConfig:
-    """The run that is meant, with a name for its folder; checked as the flags of the command are.
+    """Return the run that is meant, with a name for its folder, checked like the command's flags.
 
     Raises:
         ValueError, FileNotFoundError: a key, a value or a file is wrong; one line.
@@ -64,7 +64,7 @@ def config_of(config: Asked, overrides: Mapping[str, Any] | None = None) -> Trai
 
 
 def _words(values: Mapping[str, Any], group: str = "") -> list[str]:
-    """Keys and values as the command takes them: ``--optim.lr=0.0003``."""
+    """Return keys and values as the command takes them: ``--optim.lr=0.0003``."""
     words = []
     for key, value in values.items():
         name = f"{group}{key}"

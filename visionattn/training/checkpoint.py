@@ -1,7 +1,7 @@
 """The full state of a run in a file, and weights from elsewhere placed into a model.
 
-Owns the format of ``last.pt``: plain tensors and plain types, so that reading it runs no code.
-Weights alone are the matter of ``models/weights.py``.
+The format of ``last.pt`` is defined here: plain tensors and plain types, so that reading it runs no
+code. ``models/weights.py`` has the files of weights alone.
 """
 
 import errno
@@ -57,9 +57,7 @@ def save_state(path: str | Path, state: dict[str, Any], *, previous: Path | None
 
 
 def read_back(path: Path) -> None:
-    """Raise OSError unless each byte that ``torch.save`` wrote is on the disk, and the file
-    loads.
-    """
+    """Raise OSError unless the file loads, and every byte that ``torch.save`` wrote reads back."""
     try:
         check_sums(path)
         torch.load(path, map_location="cpu", mmap=True, weights_only=True)
@@ -68,8 +66,8 @@ def read_back(path: Path) -> None:
 
 
 def check_sums(path: Path) -> None:
-    """Raise ValueError unless the sums that ``torch.save`` keeps of its records are right;
-    ``torch.load`` does not look.
+    """Raise ValueError unless the checksums that ``torch.save`` keeps of its records are right;
+    ``torch.load`` does not check them.
     """
     try:
         with zipfile.ZipFile(path) as file:
@@ -99,7 +97,7 @@ def read_state(path: str | Path) -> dict[str, Any]:
 
 
 def check_state(state: dict[str, Any], path: str | Path, model: nn.Module, name: str) -> None:
-    """Raise ValueError unless the state, of the file ``path``, is that of this model, in this
+    """Raise ValueError unless the state, which comes from ``path``, is one of this model in this
     format.
     """
     if state["version"] != FORMAT_VERSION:
@@ -127,7 +125,7 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    """Set every global generator to a state of ``random_state``."""
+    """Set every global generator to what ``random_state`` returned."""
     torch.set_rng_state(state["torch"])
     if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(state["cuda"])
@@ -170,7 +168,7 @@ class Placement:
 
 
 def shorten(names: list[str], most: int = 12) -> str:
-    """Write names in a row, those that differ in the block's number alone as one:
+    """Join names in a line; those that differ only in the number of the block become one:
     ``blocks.{0-11}.attn.table``.
     """
     groups: dict[str, list[int]] = {}
@@ -249,9 +247,7 @@ def place_weights(model: nn.Module, name: str, path: str | Path) -> Placement:
 
 
 def filter_checkpoint(given: dict[str, Tensor], model: nn.Module, name: str) -> dict[str, Tensor]:
-    """Rename and resample a state dict for a model, by the function that its module has for
-    that.
-    """
+    """Rename and resample a state dict for a model by its module's ``checkpoint_filter_fn``."""
     if is_ours(name):
         from visionattn.models.convert import checkpoint_filter_fn as adapt
     else:

@@ -1,8 +1,8 @@
 """What a run is made of, as dataclasses: the YAML files in ``configs/`` and the flags of
 ``visionattn train`` fill them.
 
-Owns names, types, defaults and the checks that need no data and no model. A docstring under each
-field is its help text. Flags are read in ``options.py``.
+Here are names, types, defaults and the checks that need no data and no model. The docstring under a
+field is its help text. ``options.py`` reads the flags.
 """
 
 from dataclasses import dataclass, field

@@ -1,10 +1,10 @@
 """The processes of a run that ``torchrun`` has started: who they are, what each takes, and how they
 end together.
 
-Owns the process group, sums over all processes, and agreement on errors. With one process there is
-no group, and everything here returns at once. Knows nothing of models and steps: ``parallel.py``
-spreads a model over the processes. ``torchrun`` starts the processes and ends those that are left
-when one has died; why ``watchdog.py`` stands beside it is said there.
+Here are the process group, sums over all processes, and agreement on errors. With one process there
+is no group, and everything here returns at once. The module knows nothing of models and steps:
+``parallel.py`` spreads a model over the processes. ``torchrun`` starts the processes and ends those
+that are left when one has died; ``watchdog.py`` says why it stands beside that.
 """
 
 import atexit
@@ -41,7 +41,7 @@ WAITS = Waits()
 SHARED = (ValueError, OSError, RuntimeError, OutOfMemory, Failed, Interrupted)
 """Errors of one process that ``together`` and ``on_first`` raise on all."""
 SPOKEN = (ValueError, OSError, NonFinite, OutOfMemory, Failed, Stopped, KeyboardInterrupt)
-"""Errors that a tool tells in a line; one process is enough for that."""
+"""Errors that a command tells in one line, for which one process is enough."""
 
 
 class Processes:
@@ -98,7 +98,7 @@ class Processes:
         return torch.device("cuda", self.local_rank)
 
     def describe(self, device: torch.device, kind: str | None) -> str:
-        """Say for people where the run computes."""
+        """Describe for people where the run computes."""
         if self.size == 1:
             return device.type
         machines = len(set(self.hosts))
@@ -142,7 +142,7 @@ class Processes:
         raise self.agree(chosen) from error
 
     def on_first(self, work: Callable[[], Outcome]) -> Outcome:
-        """Do work on the first process alone, and return or raise on all what came of it."""
+        """Do work on the first process only, and return its result, or raise its error, on all."""
         if self.size == 1:
             return work()
         outcome, error = None, None
@@ -158,13 +158,13 @@ class Processes:
         return message[0]  # type: ignore[return-value]
 
     def agree(self, error: BaseException) -> BaseException:
-        """Note, and return, an error that all processes are about to raise at the same place."""
+        """Note and return an error that all processes are about to raise at the same place."""
         self._agreed = error
         return error
 
     def agreed(self, error: BaseException) -> bool:
-        """Tell whether all processes raise this error at the same place, so that they could do
-        something together before.
+        """Tell whether all processes raise this error at the same place, so that they can still do
+        something together.
         """
         return self.size == 1 or error is self._agreed
 
@@ -215,7 +215,7 @@ class Processes:
             watchdog.keep = before
 
     def _judge(self, error: BaseException, watchdog: Watchdog) -> tuple[Verdict, bool]:
-        """Agree with the others why the run ends; the flag says whether it is for this error."""
+        """Agree with the others why the run ends; the flag says whether by this error."""
         watchdog.hold()
         memory = isinstance(error, OutOfMemory) or is_out_of_memory(error)
         # Perhaps of a message whose partner is gone, or torchrun's SIGTERM after another one's end.
@@ -240,7 +240,7 @@ class Processes:
         return self.rank == (verdict.speaker if verdict else 0)
 
     def terminate(self, signum: int, frame: object) -> None:
-        """End on SIGTERM, unless this process is about to tell why the run ends."""
+        """End on SIGTERM, unless this process is about to say why the run ends."""
         if self.watchdog is None or not self.watchdog.held:
             raise SystemExit(128 + signum)
 
@@ -257,8 +257,8 @@ def joined(waits: Waits = WAITS) -> Iterator[Processes]:
         waits: how long to wait for others.
 
     Raises:
-        ValueError: the environment says that there are several processes and not which this one is.
-        Failed: torchrun or the first process does not answer, or a process does not come within
+        ValueError: the environment says that there are several processes, but not which one this
+        is. Failed: torchrun or the first process does not answer, or a process does not come within
             ``waits.start``.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:

@@ -1,8 +1,8 @@
 """A whole run: every check first, then training, validation after each epoch, and the test of the
 best weights.
 
-Owns the order of these, and what is kept of a run that ends early. A step is the matter of
-``trainer.py``.
+This module has the order of these, and decides what is kept of a run that ends early.
+``trainer.py`` has the loop over steps.
 """
 
 import os
@@ -40,20 +40,20 @@ from visionattn.training.trainer import Trainer
 def train(
     config: TrainConfig, *, stream: TextIO | None = None, processes: Processes | None = None
 ) -> Result:
-    """Train as configured; nothing is written before data, model, sizes and weights to start from
-    are known to be right.
+    """Train as configured. Nothing is written before data, model, sizes and weights to start from
+    have been checked.
 
     Args:
         config: the run; ``config.run`` names its folder.
         stream: where to print; None: standard output.
-        processes: of ``distributed.joined()``, where ``torchrun`` has started several; the first
-            one prints and writes.
+        processes: what ``distributed.joined()`` gives, where ``torchrun`` has started several; the
+            first one prints and writes.
 
     Raises:
         ValueError, FileNotFoundError: something about the configuration, the data or a checkpoint
             is wrong; one line.
         OSError: a file or a folder cannot be read or written.
-        NonFinite: the loss was not finite several steps in a row.
+        NonFinite: the loss or the gradient was not finite for several steps in a row.
         OutOfMemory: there is too little memory for a step or an evaluation.
         Failed: a process that loads data, or another one that trains, ended.
         Stopped: Ctrl-C or SIGTERM; the state is saved.
@@ -102,12 +102,12 @@ def train(
 
 @contextmanager
 def setting_up(status: Status, processes: Processes, *, replaces: bool) -> Iterator[None]:
-    """Let too little memory before the first step be an end of the run as it is later; bad input
-    leaves no trace.
+    """Let a lack of memory before the first step end the run as a later one would; bad input leaves
+    no trace.
 
     Args:
-        status: of the run.
-        processes: of the run.
+        status: the run's status, which then says so.
+        processes: those of the run.
         replaces: the folder holds an earlier run, which this one overwrites.
     """
 
@@ -137,8 +137,8 @@ def setting_up(status: Status, processes: Processes, *, replaces: bool) -> Itera
 def build(
     config: TrainConfig, states: States, resumed: bool, processes: Processes, device: torch.device
 ) -> tuple[Trainer, list[str]]:
-    """Make the trainer, with all checks of data, model and sizes; returns it and what there is to
-    say of its weights.
+    """Check data, model and sizes, and return the trainer and lines about the weights that it
+    starts from.
     """
 
     def prepare() -> tuple:
@@ -161,7 +161,7 @@ def build(
 
 
 def go_on(trainer: Trainer, states: States) -> list[str]:
-    """Restore the newest state that can be read; returns what there is to say of it."""
+    """Restore the newest state that can be read, and return lines about it."""
     processes, name = trainer.processes, trainer.config.model.name
     state, lines = processes.on_first(lambda: states.load(trainer.model, name))
     states.step = state["position"]["step"]
@@ -175,7 +175,7 @@ def go_on(trainer: Trainer, states: States) -> list[str]:
 def run(
     trainer: Trainer, states: States, status: Status, first_lines: list[str], stream: TextIO | None
 ) -> Result:
-    """Train and test, with a record; an end that comes early says what is kept of the run."""
+    """Train and test, with a record; an early end says what is kept of the run."""
     position = trainer.position
     since = (position.step, position.epoch)
     with (
@@ -208,8 +208,8 @@ def run(
 
 @contextmanager
 def early_ends(trainer: Trainer, states: States) -> Iterator[None]:
-    """Say of a full disk, of too little memory and of a loader's process that ended what is kept
-    and what helps.
+    """Say what is kept and what helps where the disk is full, memory is short, or a process that
+    loads data has ended.
     """
     try:
         yield

@@ -30,8 +30,8 @@ class Evaluation:
     than five classes.
     """
     images_per_second: float
-    """Images through the model per second, without the loading; the first batch does not count
-    where there are more. On several processes the sum over them.
+    """Images through the model per second, without loading them. The first batch does not count
+    where there are more. On several processes it is the sum over them.
     """
 
 
@@ -49,14 +49,14 @@ def evaluate(
     amp: str = "none",
     processes: Processes | None = None,
 ) -> Evaluation:
-    """Run the model in eval mode over batches of uint8 images and int64 labels; it is left in the
-    mode it came in.
+    """Run the model in eval mode over batches of uint8 images and int64 labels, and put it back
+    into the mode that it was in.
 
     Args:
         model: on ``device``; on several processes each has the whole of it, since nobody waits for
             others' batches.
         batches: the images, or the part of them that this process takes.
-        spec: of the images.
+        spec: what the images are.
         device: where to compute.
         amp: precision, as ``autocast`` takes it.
         processes: those that take the other parts; all get the same result, and the same error.

@@ -1,7 +1,7 @@
 """A model and what makes it learn: one optimiser step on the images of some batches.
 
-Owns the step, on one process or on several, and the state of all that it changes. Knows neither
-epochs nor files.
+The step is here, on one process or on several, with the state of all that it changes. The module
+knows neither epochs nor files.
 """
 
 import math
@@ -45,9 +45,9 @@ class Learner:
     Args:
         config: the run.
         model: on its device.
-        spec: of the images.
+        spec: what the images are.
         device: where to compute.
-        steps_per_epoch: for the schedule.
+        steps_per_epoch: optimiser steps of an epoch, which the schedule needs.
         processes: those that train together; each has a learner, and all call the same methods in
             the same order.
     """
@@ -106,8 +106,7 @@ class Learner:
 
         Returns:
             The mean loss, the norm of its gradient before clipping, and whether the weights were
-                updated: a loss or a
-            gradient that is not finite leaves them alone.
+            updated: a loss or a gradient that is not finite leaves them alone.
         """
         total, size = self.images_of(group), self.processes.size
         self.optimizer.zero_grad(set_to_none=True)
@@ -155,8 +154,8 @@ class Learner:
         return (inputs, labels) if self.mix is None else mix_batch(self.mix, inputs, labels)
 
     def at_fault(self, group: list[Batch]) -> str:
-        """Name the first module with values that are not finite, when the batches of a step run
-        once more, mixed alike.
+        """Run the batches of a step once more, mixed alike, and name the first module with values
+        that are not finite.
         """
         model = self.spread.whole(self.model, gradients=True)
 
@@ -171,7 +170,7 @@ class Learner:
         return min(faults, key=lambda fault: fault.startswith(("the gradient", "nothing")))
 
     def learning_rate(self) -> float:
-        """Return the rate of the next step, of the group with the highest one."""
+        """Return the learning rate of the next step, in the group where it is highest."""
         return max(group["lr"] for group in self.optimizer.param_groups)
 
     def weights(self) -> dict[str, Any]:
@@ -189,7 +188,7 @@ class Learner:
         """Take what ``weights()`` gave.
 
         Raises:
-            ValueError: they are of another optimiser.
+            ValueError: they belong to another optimiser.
         """
         load_whole(self.model, state["model"])
         if self.ema:

@@ -1,8 +1,8 @@
 """Optimiser, schedule, mixing and loss of a configuration, all of them timm's, and the step that
 is made of them.
 
-Owns how a configuration's words map to timm's, what a step is, and images without a partner in a
-batch that is mixed.
+This module maps a configuration's words to timm's, says what a step is, and what becomes of an
+image without a partner in a batch that is mixed.
 """
 
 from collections.abc import Callable
@@ -21,15 +21,16 @@ from visionattn.training.evaluate import autocast
 class OptimizerStep:
     """Do the step by which a model learns: forward, loss, backward, clipping and update.
 
-    ``step.add_gradients(model, inputs, targets)`` for each batch, then ``step.update()``; what
-    stands between the two in a training is in ``learner.py``.
+    Call ``step.add_gradients(model, inputs, targets)`` for each batch, then ``step.update()``;
+    ``learner.py`` has what a training does between the two.
 
     Args:
         model: on its device; its parameters are updated in place.
         config: optimiser, loss and clipping.
         device: where to compute.
         amp: ``none``, ``bf16`` or ``fp16``; the last scales the loss.
-        initial_scale: of ``fp16``. The usual one overflows in the first steps, which are skipped.
+        initial_scale: the factor with which ``fp16`` starts. The usual one overflows in the first
+            steps, which are skipped.
 
     Attributes:
         optimizer, scaler, criterion: what the step is made of.
@@ -82,14 +83,14 @@ class OptimizerStep:
         return loss.detach()
 
     def unscale(self) -> Tensor:
-        """Take the scale off the gradients; returns the norm of all of them."""
+        """Take the scale off the gradients, and return the norm of all of them."""
         self.scaler.unscale_(self.optimizer)
         return nn.utils.get_total_norm(
             [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         )
 
     def apply(self, norm: Tensor) -> None:
-        """Clip the gradients, whose norm it is, and update the parameters by them."""
+        """Clip the gradients, whose norm is given, and update the parameters by them."""
         if self.config.clip_grad:
             nn.utils.clip_grads_with_norm_(self.parameters, self.config.clip_grad, norm)
         self.scaler.step(self.optimizer)
@@ -116,8 +117,8 @@ def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimiz
 def make_scheduler(
     optimizer: torch.optim.Optimizer, config: OptimConfig, epochs: int, steps_per_epoch: int
 ) -> CosineLRScheduler:
-    """Make the schedule: linear warm-up from ``warmup_lr`` to ``lr``, then a cosine to ``min_lr``;
-    the step alone decides it.
+    """Make the schedule: linear warm-up from ``warmup_lr`` to ``lr``, then a cosine to ``min_lr``.
+    It depends on the number of the step and on nothing else.
     """
     warmup_steps = min(round(config.warmup_epochs * steps_per_epoch), epochs * steps_per_epoch - 1)
     return CosineLRScheduler(
@@ -135,7 +136,7 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict) -> None:
     """Take the moments of a saved state and keep the options of the configuration.
 
     Raises:
-        ValueError: the saved state is of other groups of parameters.
+        ValueError: the saved state has other groups of parameters.
     """
     own = optimizer.state_dict()["param_groups"]
     if [group["params"] for group in own] != [group["params"] for group in saved["param_groups"]]:
@@ -152,8 +153,8 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict) -> None:
 
 
 def make_criterion(config: OptimConfig) -> Callable[[Tensor, Tensor], Tensor]:
-    """Make the mean cross-entropy of logits ``[B, classes]`` and targets: shares of classes in
-    mixed batches, else classes.
+    """Make the mean cross-entropy of logits ``[B, classes]`` and targets, which are shares of
+    classes in mixed batches and classes in others.
     """
     if config.mixup or config.cutmix:
         return SoftTargetCrossEntropy()
@@ -181,7 +182,7 @@ def mix_batch(mix: Mixup, images: Tensor, labels: Tensor) -> tuple[Tensor, Tenso
     stays as it is.
 
     Args:
-        mix: of ``make_mixup``; draws from numpy's global generator.
+        mix: made by ``make_mixup``; it draws from numpy's global generator.
         images: ``[B, C, H, W]``, changed in place.
         labels: int64 ``[B]``.
 

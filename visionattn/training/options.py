@@ -1,4 +1,4 @@
-"""What a run is asked for, as flags, becomes a ``TrainConfig`` with a name for its folder."""
+"""The flags of ``visionattn train``, read into a ``TrainConfig`` with a name for its folder."""
 
 from collections.abc import Sequence
 from pathlib import Path

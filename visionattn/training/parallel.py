@@ -2,7 +2,7 @@
 whole tensors of both.
 
 Files hold whole tensors, in the format of one process, so that a run goes on with any number of
-processes and either way. Knows nothing of steps.
+processes, whichever way it began. The module knows nothing of steps.
 """
 
 import copy
@@ -26,8 +26,8 @@ def choose_kind(config: TrainConfig, size: int) -> Literal["ddp", "fsdp"] | None
     """Choose how the processes of a run hold its model; None for one process.
 
     Raises:
-        ValueError: there is but one process, not started by ``torchrun``, or there are more than
-            images in a batch.
+        ValueError: ``parallel`` is set for one process that ``torchrun`` has not started, or a
+            batch has too few images for all processes.
     """
     if size == 1:
         if config.parallel and "WORLD_SIZE" not in os.environ:
@@ -68,7 +68,7 @@ def check_model(model: nn.Module, name: str, size: int) -> None:
 
 
 class Spread:
-    """How the processes of a run hold its model. With one process it is the model itself, and
+    """How the processes of a run hold its model. With one process that is the model itself, and
     nothing here acts.
 
     Args:
@@ -76,8 +76,8 @@ class Spread:
         model: whole and on its device; takes the values of the first process, and ``fsdp`` cuts it
             in place.
         average: a copy of it that is never called; cut in the same way.
-        compiled: compile what is called; with ``fsdp`` each stage by itself, between which
-            parameters are gathered.
+        compiled: compile what is called; with ``fsdp`` each stage by itself, as parameters are
+            gathered between stages.
 
     Attributes:
         called: what to call in training.
@@ -157,14 +157,14 @@ class Spread:
         return value
 
     def whole(self, module: nn.Module, *, gradients: bool = False) -> nn.Module:
-        """Return the module with whole tensors, to evaluate or to keep: itself, or a copy if it is
-        cut.
+        """Return the module with whole tensors, to evaluate or to save: itself, or a copy where it
+        is cut.
 
         All processes must call it.
 
         Args:
             module: the model, or the average.
-            gradients: with its gradients.
+            gradients: whether the copy gets the gradients too.
         """
         if self.kind:
             for buffer in module.buffers():

@@ -10,9 +10,9 @@ from torch import nn
 from visionattn.training.evaluate import Evaluation
 
 LONG_WAIT = 0.2
-"""Share of time spent waiting for data that a run warns of."""
+"""The share of time spent waiting for data above which a run warns."""
 WATCH_STEPS, WATCH_SECONDS = 20, 10.0
-"""The least that such a share is measured over."""
+"""The fewest steps and seconds over which such a share is measured."""
 
 
 @dataclass
@@ -26,15 +26,15 @@ class Position:
     step: int = 0
     """Optimiser steps done, skipped ones included."""
     skipped: int = 0
-    """Steps without an update, for want of a finite loss and gradient."""
+    """Steps without an update, as the loss or the gradient was not finite."""
     non_finite_in_a_row: int = 0
-    """The last ones of these, as far as they count as a fault."""
+    """How many of these came last, one after another, as far as they count as a fault."""
     loss_sum: float = 0.0
     """Sum of the losses of the images of this epoch so far."""
     images: int = 0
     """Images of this epoch so far."""
     waited: float = 0.0
-    """Seconds of the steps of this epoch that went into waiting for data."""
+    """Seconds of the steps of this epoch that were spent waiting for data."""
     stepped: float = 0.0
     """Seconds of the steps of this epoch."""
     epoch_seconds: float = 0.0
@@ -50,7 +50,7 @@ class Position:
     best_loss: float = math.inf
     """Validation loss of the same weights; the smaller one counts among equal accuracies."""
     best_epoch: int = 0
-    """The epoch of it, counted from 1."""
+    """The epoch of these weights, counted from 1; 0 before there are any."""
 
     def add(self, loss: float, images: int, waited: float, seconds: float) -> None:
         """Count the images of a step, their mean loss, and its time."""
@@ -58,8 +58,8 @@ class Position:
         self.waited, self.stepped = self.waited + waited, self.stepped + seconds
 
     def means(self) -> dict[str, float]:
-        """Loss per image, images per second, and the share of time spent waiting for data, of this
-        epoch.
+        """Return loss per image, images per second, and the share of time spent waiting for data,
+        for this epoch.
         """
         return {
             "train_loss": self.loss_sum / self.images if self.images else math.nan,
@@ -101,8 +101,8 @@ class Window:
         self.waited, self.seconds = self.waited + waited, self.seconds + seconds
 
     def means(self) -> dict[str, float]:
-        """Loss per image, gradient norm per step, images per second, and the share of time spent
-        waiting for data.
+        """Return loss per image, gradient norm per step, images per second, and the share of time
+        spent waiting for data.
         """
         return {
             "loss": self.loss / self.images,
@@ -114,12 +114,12 @@ class Window:
 
 @dataclass
 class WaitWatch:
-    """Notice, once, that steps wait for their data; the first steps, while the loader's processes
+    """Notice, once, that steps wait for their data. The first steps, while the loader's processes
     start, do not count.
     """
 
     unwatched: int = 10
-    """Steps still to pass over."""
+    """How many more steps not to count."""
     steps: int = 0
     waited: float = 0.0
     seconds: float = 0.0
@@ -154,8 +154,8 @@ def waiting(share: float, workers: int) -> str:
 
 
 def sizes_worth_trying(model: nn.Module, img_size: int) -> tuple[int, ...]:
-    """Return the image size, and about 1.5 and 2 times it in whole patches; it alone where the
-    model takes no other.
+    """Return the image size, and about 1.5 and 2 times it in whole patches; only the first where
+    the model takes no other.
     """
     embed = getattr(model, "patch_embed", None)
     if embed is None or getattr(embed, "strict_img_size", False):

@@ -1,6 +1,6 @@
 """The folder of a run and the lines on the screen: everything a run says, except its weights.
 
-Owns the names of the files in the folder, and what may be deleted there.
+This module names the files in the folder, and decides what may be deleted there.
 """
 
 import csv
@@ -23,9 +23,9 @@ PREVIOUS, STATUS = "previous.pt", "status.json"
 CONFIG, METRICS = "config.yaml", "metrics.jsonl"
 SUMMARY = "summary.csv"
 NAMES = (BEST, LAST, PREVIOUS, STATUS, CONFIG, METRICS, SUMMARY)
-"""Files that runs write, besides TensorBoard's."""
+"""The files that runs write, besides those of TensorBoard."""
 LOCK = "run.lock"
-"""Is there while a run is at work, and after one that was killed."""
+"""A file that is there while a run is at work, and after one that was killed."""
 HELD: set[Path] = set()
 """The folders in which this process is at work."""
 
@@ -61,8 +61,8 @@ def can_go_on(folder: Path) -> bool:
     """Tell whether there is a state to go on from, or a run that ended before its first one and can
     begin anew.
 
-    Best weights are never without a state, unless somebody has deleted it: these are not for a run
-    to replace.
+    Best weights without a state are there only if somebody has deleted the state: a run does not
+    replace those.
     """
     if any((folder / name).is_file() for name in (LAST, PREVIOUS)):
         return True
@@ -96,7 +96,7 @@ def held(folder: Path) -> Iterator[None]:
     """Keep the runs of other processes out of a folder that exists; a killed process keeps nobody
     out.
 
-    The lock is of this process alone: those that load its data may outlive it for seconds.
+    Only this process holds the lock: those that load its data may outlive it by seconds.
 
     Raises:
         ValueError: another run is at work there.
@@ -120,11 +120,10 @@ def held(folder: Path) -> Iterator[None]:
 class Record:
     """Write a run's config, metrics, summary and TensorBoard events, and print its progress.
 
-    On a terminal a rich progress bar shows the current epoch; elsewhere plain lines are all there
-    is.
+    On a terminal a progress bar shows the current epoch; elsewhere there are only plain lines.
 
     Args:
-        folder: the run's folder; made if need be.
+        folder: the run's folder; it is made where it does not exist.
         config: kept as ``config.yaml``.
         since: on resumption, the optimiser steps done and the epochs done; later lines of an
             earlier process are dropped.
@@ -178,7 +177,7 @@ class Record:
             self._bar.show(what, done, total, note)
 
     def step(self, values: dict[str, Any]) -> None:
-        """Keep the means since the last such line: a line of ``metrics.jsonl`` and TensorBoard's
+        """Write the means since the last such line: a line of ``metrics.jsonl``, and TensorBoard's
         ``train/``.
         """
         self._line({"kind": "train"} | values)
@@ -187,11 +186,12 @@ class Record:
                 self._events.add_scalar(f"train/{key}", value, values["step"])
 
     def epoch(self, history: list[dict[str, Any]]) -> None:
-        """Keep an epoch's figures: a line of ``metrics.jsonl``, a row of ``summary.csv``,
+        """Write an epoch's figures: a line of ``metrics.jsonl``, a row of ``summary.csv``, and
         TensorBoard's ``epoch/``.
 
         Args:
-            history: the figures of all epochs so far; equal keys. The last one's are new.
+            history: the figures of all epochs so far, under equal keys; those of the last one are
+                new.
         """
         values = history[-1]
         self._line({"kind": "epoch"} | values)
@@ -206,12 +206,12 @@ class Record:
         self._events.flush()
 
     def event(self, kind: str, values: dict[str, Any]) -> None:
-        """Keep something that happens now and then: a line of ``metrics.jsonl``."""
+        """Write a line of ``metrics.jsonl`` about something that happens now and then."""
         self._line({"kind": kind} | values)
 
     def sync(self) -> None:
-        """Return once the lines so far are on the disk: a state that follows them never outlives
-        them.
+        """Return once the lines so far are on the disk, so that no state that is saved after them
+        outlives them.
         """
         path = self.folder / METRICS
         if path.exists():
@@ -248,10 +248,8 @@ class NoRecord:
 
 
 def forget_after(folder: Path, steps: int, epochs: int) -> None:
-    """Drop the lines of metrics and summary that lie after a state, so that a resumed run writes
-    each once.
-
-    A test lies after everything.
+    """Drop the lines of metrics and summary that were written after a state, so that a resumed run
+    writes each once. The line of a test always counts as written after it.
     """
     metrics, summary = folder / METRICS, folder / SUMMARY
     if metrics.exists():

@@ -9,8 +9,8 @@ from visionattn.training.record import CONFIG
 
 
 def report(config: TrainConfig, result: Result) -> list[str]:
-    """Say what came of a finished run; the accuracy on the test images is the last line, and its
-    only percentage.
+    """Say what came of a finished run. The last line is the accuracy on the test images, or on the
+    validation images where there are none; no other line has a percentage.
 
     Args:
         config: the run.

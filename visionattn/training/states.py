@@ -1,8 +1,8 @@
 """The states of a run in its folder: the last one, the one before it, and which of the two a
 resumed run goes on from.
 
-Owns when a file may be replaced. The format is that of ``checkpoint.py``; what a state means is the
-trainer's matter.
+This module decides when a file may be replaced. ``checkpoint.py`` has the format, and the trainer
+knows what a state means.
 """
 
 import json
@@ -31,14 +31,14 @@ keeps of each weight.
 COUNTED = ("batch_size", "optim.accumulate")
 """Options that stay until the epoch is over."""
 TRAINED = ("optim.", "data.augment", "data.img_size_choices", "batch_size")
-"""How options begin that act on training steps alone."""
+"""The beginnings of options that act on training steps only."""
 
 
 class States:
     """``last.pt`` and ``previous.pt`` of a run folder.
 
     Attributes:
-        step: of the newest state on the disk; None before the first one.
+        step: the step of the newest state on the disk; None before the first one.
     """
 
     def __init__(self, folder: Path):
@@ -46,8 +46,8 @@ class States:
         self._spoilt = False
 
     def exist(self) -> bool:
-        """Tell whether there is a file of a state, readable or not, besides that of a run at its
-        start, which holds nothing yet.
+        """Tell whether there is a file of a state, readable or not; that of a run at its start,
+        which holds nothing yet, does not count.
         """
         return self.step != 0 and any((self.folder / name).is_file() for name in (LAST, PREVIOUS))
 
@@ -68,7 +68,8 @@ class States:
         nothing is deleted.
 
         Raises:
-            ValueError: none of the two can be read, or it is the state of another model; one line.
+            ValueError: neither of the two can be read, or it is the state of another model; one
+                line.
         """
         last, previous = self.folder / LAST, self.folder / PREVIOUS
         state, reason = attempt(last)
@@ -113,7 +114,7 @@ def attempt(path: Path) -> tuple[dict[str, Any] | None, str]:
 
 @dataclass(frozen=True)
 class BestFigures:
-    """What the file of the best weights says of them."""
+    """What the file of the best weights says about them."""
 
     epoch: int
     """Counted from 1."""
@@ -128,7 +129,7 @@ class BestFigures:
 
 
 def best_figures(path: Path) -> BestFigures | None:
-    """Read the figures of a file again; None for a file that says nothing.
+    """Read the figures from a file; None where it holds none.
 
     Raises:
         FileNotFoundError, ValueError: there is no such file, or it cannot be read.
@@ -169,11 +170,11 @@ def check_options(
     Args:
         old: the configuration that the state was saved with, as a dict.
         new: that of the resumed run.
-        amid_epoch: the state is counted in batches of an epoch that is not over.
+        amid_epoch: the state is from the middle of an epoch, and counts its batches.
         done: there is no epoch left to train.
 
     Raises:
-        ValueError: one of them is another, or acts on training where none is left.
+        ValueError: one of them has changed, or acts on training where none is left.
     """
     if done:
         changed = [
@@ -203,8 +204,8 @@ def check_options(
 
 
 def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
-    """Return one line per option whose value changed, besides those that say where and how often to
-    write.
+    """Return a line for each option whose value changed, except those that say where and how often
+    to write.
     """
     lines = []
     for key in new:

@@ -1,6 +1,7 @@
 """How a run stands, for programs that start runs: ``status.json`` in its folder.
 
-Owns the words for the ends of a run. The exit codes are those of ``cli/ends.py``.
+This module has the words for the ways in which a run ends. The exit codes are those of
+``cli/ends.py``.
 """
 
 import json
@@ -24,19 +25,18 @@ ENDS = {NonFinite: "nan", OutOfMemory: "oom", Stopped: "stopped", KeyboardInterr
 
 
 class Status:
-    """Say ``running`` on entry and how the run ended on exit, and keep other runs out of the
+    """Write ``running`` on entry and how the run ended on exit, and keep other runs out of the
     folder.
 
-    The file is whole at all times, but for a moment on a full disk.
-
-    The statuses: ``running`` (also after a kill that left no time to say more), ``finished``,
-    ``stopped`` (Ctrl-C or SIGTERM), ``nan``, ``oom``, ``failed``.
+    The file is whole at all times, except for a moment on a full disk. A status is one of
+    ``running`` (which stays after a kill that left no time to say more), ``finished``, ``stopped``
+    (Ctrl-C or SIGTERM), ``nan``, ``oom`` and ``failed``.
 
     Args:
-        folder: of the run; made if need be.
+        folder: the run's folder; it is made where it does not exist.
         provenance: what the numbers depend on besides the configuration.
-        writes: whether this is the process that writes; asked each time, as it is another one if
-            the first one dies.
+        writes: tells whether this is the process that writes; it is asked each time, as another one
+            writes if the first one dies.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Status:
                 self.end(error)
 
     def end(self, error: BaseException) -> None:
-        """Say how a run ended that did not finish."""
+        """Write how a run ended that did not finish."""
         for _ in range(2):
             try:
                 return self._write(ENDS.get(type(error), "failed"), reason(error), exit_code(error))
@@ -95,7 +95,7 @@ class Status:
 
 
 def overwrite(path: Path, text: str) -> bool:
-    """Write a text in the place that a file has already, as on a full disk; returns whether it
+    """Write a text into the space that a file has already, as on a full disk; return whether it
     fits.
     """
     content = text.encode()

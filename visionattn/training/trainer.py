@@ -1,6 +1,6 @@
 """A model in training: what an epoch is, the best weights, and the state to go on from.
 
-Owns the loop. The step, data, evaluation, files and interruption have modules of their own.
+The loop is here. The step, data, evaluation, files and interruption have modules of their own.
 """
 
 import math
@@ -78,7 +78,7 @@ class Trainer(Learner):
         """When the time was last counted; None while it is not."""
 
     def batches_of(self, dataset: Dataset) -> Iterable[Batch]:
-        """Return the images to evaluate on, as far as this process takes them."""
+        """Return batches of the images to evaluate on that this process takes."""
         size = self.config.data.img_size
         batches = eval_batches(
             dataset, self.config.data, batch_size=self.eval_batch_size, img_size=size
@@ -106,11 +106,11 @@ class Trainer(Learner):
         """Train the epochs that are left, each followed by validation, the best weights and the
         state.
 
-        A state before the first step lets a run go on that is killed before any other one.
+        A state is saved before the first step, so that a run that is killed early can go on.
 
         Raises:
-            NonFinite: the loss of several steps in a row is not finite, that of a validation, or
-                that of every step.
+            NonFinite: the loss is not finite for several steps in a row, in a validation, or in
+                every step.
             ValueError: nothing is left to train, and the best weights are lost.
         """
         if self.position.epoch >= self.config.epochs and not self.position.best_epoch:
@@ -134,7 +134,7 @@ class Trainer(Learner):
             )
 
     def count_time(self) -> None:
-        """Add what has passed since the last call to the time of the epoch and of the run."""
+        """Add the time since the last call to that of the epoch and of the run."""
         if self.clock is not None:
             now = time.perf_counter()
             self.position.seconds += now - self.clock
@@ -142,7 +142,7 @@ class Trainer(Learner):
             self.clock = now
 
     def save(self, record: Record) -> None:
-        """Keep the state, and before it the lines that led to it."""
+        """Save the state, after the lines of the record that led to it."""
         self.count_time()
         record.sync()
         state = self.state()
@@ -179,8 +179,9 @@ class Trainer(Learner):
         seconds: float,
         record: Record,
     ) -> None:
-        """Add what came of a step, ``seconds`` long with ``waited`` for its data, to the sums, and
-        write them when due.
+        """Add a step to the sums, and write them when they are due.
+
+        The step took ``seconds``, ``waited`` of them for its data.
         """
         position = self.position
         if applied:
@@ -206,8 +207,8 @@ class Trainer(Learner):
         record.progress(epoch, done, len(self.batches), f"loss {loss:.3f}")
 
     def count_skipped(self, loss: float, group: list[Batch], record: Record) -> None:
-        """Count a step without an update; at the third in a row without a finite loss raise
-        ``NonFinite``.
+        """Count a step without an update; raise ``NonFinite`` at the third in a row without a
+        finite loss or gradient.
         """
         self.position.skipped += 1
         record.event(
@@ -246,11 +247,11 @@ class Trainer(Learner):
         )
 
     def close_epoch(self, model: nn.Module, result: Evaluation, record: Record) -> None:
-        """Keep the weights if they are the best so far; write and print the epoch's figures, then
-        keep the state.
+        """Save the weights if they are the best so far; write and print the epoch's figures, then
+        save the state.
 
-        In this order a kill at any moment leaves the state of an earlier step, and the same epoch
-        follows it again.
+        In this order a kill at any moment leaves the state of an earlier step, from which the same
+        epoch follows again.
 
         Raises:
             NonFinite: the loss on the validation images is not finite; the best weights stay those
@@ -351,7 +352,7 @@ class Trainer(Learner):
         }
 
     def restore(self, state: dict[str, Any]) -> list[str]:
-        """Go on from a state of ``state()``.
+        """Go on from what ``state()`` returned.
 
         Returns:
             Lines that say from where, and which options differ from those that the state was saved
@@ -359,7 +360,8 @@ class Trainer(Learner):
 
         Raises:
             ValueError: the state is of other images or of another optimiser, has no averaged
-                weights where they are asked for, or is amid an epoch of other batches.
+                weights where they are asked for, or is from the middle of an epoch of other
+                batches.
         """
         old, new = state["config"], asdict(self.config)
         done = state["position"]["epoch"] >= self.config.epochs
@@ -382,8 +384,8 @@ class Trainer(Learner):
 
 
 def check_finite(result: Evaluation, images: str) -> None:
-    """Raise ``NonFinite`` where the loss on these images is not finite: an accuracy beside it means
-    nothing.
+    """Raise ``NonFinite`` where the loss on these images is not finite, as an accuracy beside it
+    means nothing.
     """
     if not math.isfinite(result.loss):
         raise NonFinite(

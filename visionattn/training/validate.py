@@ -32,7 +32,7 @@ class Row:
     img_size: int
     """Height and width in pixels."""
     result: Evaluation | None
-    """What came of it; None where there was not enough memory."""
+    """What the model does at this size; None where there was not enough memory."""
 
     def cells(self) -> tuple[str, ...]:
         """Return the row for people, under ``COLUMNS``."""
@@ -50,7 +50,7 @@ class Row:
 
 
 def parse_validate(argv: Sequence[str]) -> ValidateConfig:
-    """Read the flags of ``visionattn validate``; what they leave open of the data comes from the
+    """Read the flags of ``visionattn validate``. What they do not say about the data comes from the
     run's ``config.yaml``.
 
     Raises:
@@ -101,7 +101,7 @@ def parse_validate(argv: Sequence[str]) -> ValidateConfig:
 
 
 def of_any_data(data: DataConfig) -> dict[str, Any]:
-    """Return the options of a run's data that hold for another data set too."""
+    """Return those options of a run's data that mean the same for another data set."""
     return {key: getattr(data, key) for key in ("root", "val_fraction", "on_error", "workers")}
 
 
@@ -109,7 +109,7 @@ class Validation:
     """Weights and the images to evaluate them on, after all checks.
 
     Args:
-        config: of ``parse_validate``.
+        config: what ``parse_validate`` returned.
 
     Attributes:
         split: ``test``, or ``validation`` where the data has no test split.
@@ -168,7 +168,7 @@ class Validation:
             yield Row(size, result)
 
     def save(self, rows: Sequence[Row]) -> None:
-        """Write rows and where they come from to ``config.json``."""
+        """Write the rows and their provenance to the file that ``config.json`` names."""
         table = [
             {"img_size": row.img_size}
             | (asdict(row.result) if row.result else {"error": "out of memory"})
@@ -184,12 +184,12 @@ class Validation:
 
 
 def align(cells: Sequence[str]) -> str:
-    """Write a line of the table."""
+    """Align cells to a line of the table."""
     return "  ".join(f"{cell:>10}" for cell in cells)
 
 
 def brief(value: Any) -> str:
-    """Write a value in a line, long tuples by their length and their first entries."""
+    """Put a value into a line; a long tuple becomes its length and its first entries."""
     if isinstance(value, tuple) and len(value) > 4:
         return f"{len(value)} ({', '.join(map(str, value[:3]))}, ...)"
     return str(value)

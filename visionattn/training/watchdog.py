@@ -13,8 +13,8 @@ is in ``docs/several-processes.md``:
 - Where another process was out of memory or could not read an image, the first one met "Connection
   closed by peer" and gave that as the reason. Here it learns the reason.
 
-Owns the verdict: why all processes end, and which of them says so. Knows nothing of training; who
-writes what a verdict says is told by ``distributed.py``.
+The verdict is made here: why all processes end, and which of them says so. The module knows nothing
+of training; ``distributed.py`` tells it who writes what a verdict says.
 """
 
 import json
@@ -53,8 +53,8 @@ class Waits:
     doubt: float = 6.0
     """The same, once a message between processes has failed."""
     grace: float = 3.0
-    """From a verdict to the end of a process that does not see to it itself, because it waits for
-    another one."""
+    """From a verdict until a process is ended that cannot end itself, because it waits for another
+    one."""
     leave: float = 20.0
     """At the end, for processes that do not end."""
 
@@ -77,18 +77,18 @@ class Verdict:
         return KINDS[self.kind][1]
 
     def exception(self) -> Exception:
-        """What the processes raise that are able to."""
+        """Return what a process raises that is able to."""
         return KINDS[self.kind][0](self.reason)
 
 
 class Watchdog:
-    """Gives signs of life, looks for those of the others, and ends this process where it cannot
-    end itself.
+    """Give signs of life, look for those of the others, and end this process where it cannot end
+    itself.
 
     One thread speaks with the store. It may wait without end, as the store's client has no limit
-    for a server that is stopped or cut off. The other thread counts beats and judges by them: while
-    this process is stopped it counts none, so a job that is stopped as a whole for a while, as
-    schedulers do, goes on.
+    for a server that is stopped or cut off. The other thread counts beats and judges by them. While
+    this process is stopped it counts none: a job that a scheduler stops as a whole for a while goes
+    on afterwards.
 
     Args:
         rank: the number of this process.
@@ -123,26 +123,26 @@ class Watchdog:
 
     @property
     def held(self) -> bool:
-        """Whether this process sees to its end itself."""
+        """Tell whether this process ends itself."""
         return self._held.is_set()
 
     def hold(self) -> None:
-        """Leave the end of this process to itself."""
+        """Let this process end itself: the watchdog no longer does."""
         self._held.set()
 
     def doubt(self) -> None:
-        """Wait, after a message between processes has failed, until it is known why, or that no
-        process is silent.
+        """Wait, after a message between processes has failed, until it is known why, or until it is
+        known that no process is silent.
         """
         self._silence = self.waits.doubt
         self._known.wait(self.waits.doubt + 3 * self.waits.beat)
 
     def wait_a_beat(self) -> None:
-        """Wait for a verdict, but no longer than for a sign of life."""
+        """Wait for a verdict, at most until the next sign of life."""
         self._known.wait(self.waits.beat)
 
     def publish(self, verdict: Verdict) -> Verdict:
-        """Tell all processes why they end; the first verdict counts, and is returned."""
+        """Tell all processes why they end, and return the verdict that counts: the first one."""
         self._proposal = self._proposal or verdict
         self._wake.set()
         self._known.wait(self.waits.doubt)
@@ -223,8 +223,8 @@ class Watchdog:
         return f"{name} did not start within {self.waits.start:.0f} s of the others"
 
     def _without_store(self, what: str) -> Verdict:
-        """The verdict where nothing can be read or told any more: each machine's first process
-        but that of the store says so.
+        """Return the verdict for a store that can no longer be read: the first process of another
+        machine than the store's says so.
         """
         place = f", on {self.hosts[0]}," if self.hosts[0] else ""
         others = [rank for rank, host in enumerate(self.hosts) if host != self.hosts[0]]
@@ -232,14 +232,14 @@ class Watchdog:
         return Verdict("failed", reason, min(others, default=1))
 
     def _settle(self, verdict: Verdict) -> Verdict:
-        """Take a verdict unless there is one; returns the one that counts."""
+        """Take a verdict unless there is one already; return the one that counts."""
         with self._lock:
             counts = self.verdict = self.verdict or verdict
         self._known.set()
         return counts
 
     def _end_process(self, verdict: Verdict) -> None:
-        """Say why, if it is for this process to say so, and end without another step."""
+        """Say why, if this process is the speaker, and end at once."""
         try:
             if self.rank == verdict.speaker:
                 self.keep(verdict)
