@@ -1,7 +1,7 @@
-"""The command ``visionattn`` and what its subcommands do; ``tools/*.py`` are the same ones by file.
+"""The command ``visionattn`` and what its subcommands do; ``tools/*.py`` call the same ones.
 
-The top of the package: it may import all, nothing imports it. What a subcommand needs is imported
-when it runs, so that ``visionattn --help`` waits for little.
+This is the top of the package: it may import everything, and nothing imports it. What a subcommand
+needs is imported when it runs, so that ``visionattn --help`` answers at once.
 """
 
 import sys
@@ -125,11 +125,11 @@ SUBCOMMANDS = {
 
 
 def run(name: str, argv: Words | None = None) -> int:
-    """Do a subcommand; returns its exit code, as ``run_tool`` has it.
+    """Run a subcommand and return its exit code, which is that of ``run_tool``.
 
     Args:
         name: one of ``SUBCOMMANDS``.
-        argv: what stands behind the name; None: the words of this process.
+        argv: the words after the name; None: those of this process.
     """
     from visionattn.cli.ends import run_tool
 
@@ -141,7 +141,9 @@ def run(name: str, argv: Words | None = None) -> int:
 
 
 def main(argv: Words | None = None) -> int:
-    """Do what ``visionattn`` is asked for; returns the exit code, 2 for no subcommand."""
+    """Run what ``visionattn`` is asked for and return the exit code, 2 where it is asked for
+    nothing.
+    """
     name, *rest = (sys.argv[1:] if argv is None else argv) or [""]
     if name in SUBCOMMANDS:
         return run(name, rest)
@@ -160,7 +162,7 @@ def main(argv: Words | None = None) -> int:
 
 
 def overview() -> str:
-    """What ``visionattn --help`` prints."""
+    """Return what ``visionattn --help`` prints."""
     rows = [f"  {name:<11}{row.about}" for name, row in SUBCOMMANDS.items()]
     return "\n".join(
         [

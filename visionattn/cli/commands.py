@@ -1,7 +1,7 @@
 """How the package's commands are called: as one types them here, and as their help names them.
 
-Owns the rule that every printed command keeps to: ``visionattn NAME``, and where that script is not
-on the path, ``python -m visionattn NAME`` with the Python that runs.
+Every printed command follows the rule of this module: ``visionattn NAME``, and where that script is
+not on the path, ``python -m visionattn NAME`` with the Python that runs.
 """
 
 import os
@@ -14,12 +14,14 @@ PACKAGE = "visionattn"
 
 
 def typed(name: str, *words: str) -> str:
-    """A line that works where it is pasted in this folder: the command ``name`` with its words."""
+    """Return a line that works when it is pasted in this folder: the command ``name`` and its
+    words.
+    """
     return shlex.join([*_caller(), name, *words])
 
 
 def _caller() -> list[str]:
-    """The script that was installed beside this Python, or this Python with the package."""
+    """Return the script that was installed beside this Python, or this Python with the package."""
     script = shutil.which(PACKAGE)
     if script and Path(script).parent == Path(sys.executable).parent:
         return [PACKAGE]
@@ -27,14 +29,14 @@ def _caller() -> list[str]:
 
 
 def started(name: str) -> tuple[str, ...]:
-    """The words that start the command ``name`` as a process of its own, from any folder whose
-    Python finds the package.
+    """Return the words that start the command ``name`` as a process of its own, from any folder
+    whose Python finds the package.
     """
     return (sys.executable, "-m", PACKAGE, name)
 
 
 def program(name: str) -> str:
-    """What the help of the command ``name`` calls it: the file of ``tools/`` that was started, or
+    """Return what its help calls the command ``name``: the file of ``tools/`` that was started, or
     ``visionattn NAME``.
     """
     file = Path(sys.argv[0])
@@ -42,11 +44,11 @@ def program(name: str) -> str:
 
 
 def python_command() -> str:
-    """How to call this Python from the current folder, as short as it works."""
+    """Return the shortest call of this Python that works in the current folder."""
     return "python" if shutil.which("python") == sys.executable else from_here(sys.executable)
 
 
 def from_here(path: str | Path) -> str:
-    """A path as one would type it: relative to the current folder where it lies within it."""
+    """Return a path as one would type it: relative where it lies in the current folder."""
     path = os.path.abspath(path)
     return os.path.relpath(path) if path.startswith(os.getcwd() + os.sep) else path

@@ -10,16 +10,15 @@ PACKAGE = Path(__file__).parents[1]
 
 
 def shipped() -> dict[str, Path]:
-    """The files that come with the package, by their names without ``.yaml``, in order."""
+    """Return the files that come with the package, by their names without ``.yaml``, in order."""
     within = PACKAGE / "configs"
     folder = within if within.is_dir() else PACKAGE.parent / "configs"
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 
 def find_config(given: str | Path) -> Path:
-    """The file of a configuration: a path, or the name of one that comes with the package.
-
-    A file of that path goes before a name.
+    """Return the file of a configuration, given by its path or, if it comes with the package, by
+    its name. A file at that path counts before a name.
 
     Raises:
         FileNotFoundError: it is neither; the line lists the names.

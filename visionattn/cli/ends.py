@@ -1,7 +1,7 @@
 """How a run can end early, and the exit code of each end.
 
-Owns the exceptions for a signal, a loss that is not finite, too little memory and a dead process,
-and what a tool prints and returns for them.
+Here are the exceptions for a signal, a loss that is not finite, too little memory and a dead
+process, and what a command prints and returns for each.
 """
 
 import os
@@ -23,7 +23,7 @@ class Stopped(Exception):
 
 
 class NonFinite(Exception):
-    """The loss was not finite several steps in a row; the text names the first module with such
+    """The loss was not finite for several steps in a row; the text names the first module with such
     values.
     """
 
@@ -88,7 +88,7 @@ class Interruption:
     def watch(self, items: Iterable[Item]) -> Iterator[Item]:
         """Pass items on, and raise ``Interrupted`` before the next one once a signal was noted.
 
-        A signal reaches the loader's processes too; what the loader then says of their end counts
+        A signal reaches the loader's processes too: the loader's error about their end then counts
         as the interruption.
         """
         iterator = iter(items)
@@ -107,11 +107,11 @@ class Interruption:
 
 
 def run_tool(work: Callable[[], None], *, several: bool = False) -> int:
-    """Do a tool's work and turn the ways in which it can end into an exit code and at most one line
-    on standard error.
+    """Do a command's work and turn the ways in which it can end into an exit code and at most one
+    line on standard error.
 
     Args:
-        work: the tool's.
+        work: what the command does.
         several: the processes that ``torchrun`` has started do it together; other tools refuse to
             start in several.
 
@@ -140,7 +140,7 @@ def run_tool(work: Callable[[], None], *, several: bool = False) -> int:
 
 
 def exit_code(error: BaseException) -> int:
-    """Return the exit code of a tool that an error ends; 1 for one that is not known here."""
+    """Return the exit code of a command that an error ends; 1 for one that is not known here."""
     if isinstance(error, (Stopped, KeyboardInterrupt)):
         return 130
     return 2 if isinstance(error, (ValueError, OSError)) else EXIT_CODES.get(type(error), 1)

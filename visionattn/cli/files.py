@@ -1,7 +1,6 @@
 """Files that are there whole or not at all, and whether one may write somewhere.
 
-Owns how a file is written, locked and refused, and how an error is told in a line. It knows no
-format.
+This module writes, locks and refuses files, and puts an error into one line. It knows no format.
 """
 
 import errno
@@ -66,7 +65,7 @@ def add_line(path: str | Path, record: dict[str, Any]) -> None:
 
 
 def read_lines(path: str | Path) -> list[dict[str, Any]]:
-    """The lines of ``add_line`` that are whole; none where there is no file."""
+    """Return the whole lines that ``add_line`` wrote; none where there is no file."""
     records = []
     for line in Path(path).read_text(encoding="utf-8").splitlines() if Path(path).exists() else ():
         with suppress(ValueError):  # the end of a process that was killed as it wrote
@@ -76,8 +75,8 @@ def read_lines(path: str | Path) -> list[dict[str, Any]]:
 
 @contextmanager
 def named(path: Path) -> Iterator[None]:
-    """Give errors of the system the name of a file where they name none, as those of a full disk,
-    or the one beside it that ``write_whole`` writes.
+    """Give errors of the system the name of a file where they have none, as on a full disk, or have
+    that of the file beside it that ``write_whole`` writes.
     """
     try:
         yield
@@ -88,8 +87,8 @@ def named(path: Path) -> Iterator[None]:
 
 
 def flush_to_disk(path: str | Path) -> None:
-    """Return once what was written is on the disk, so that a rename after it never uncovers an
-    empty file.
+    """Return once what was written is on the disk, so that renaming the file later never leaves an
+    empty one.
     """
     with open(path, "rb+") as file:
         os.fsync(file.fileno())

@@ -1,8 +1,9 @@
 """Work in a fresh process, where nothing freed earlier hides an allocation, and which may run out
 of memory.
 
-Owns what such a process is given and what its end means. ``python -m visionattn.cli.fresh_process``
-is that process: it reads from standard input which function is called with what.
+This module owns what such a process is given and what its end means.
+``python -m visionattn.cli.fresh_process`` is that process: it reads from standard input which
+function is called with what.
 """
 
 import json
@@ -26,10 +27,9 @@ PACKAGE = Path(__file__).parents[2]
 
 def memory_kills() -> int:
     """Count the processes that the system ended for want of memory: those of this control group, or
-    all where that is not counted.
+    all where groups are not counted, or 0 where nothing is.
 
-    A process that ended by SIGKILL ran out of memory where the count has grown since it began. 0
-    where nothing is counted.
+    A process that ended by SIGKILL ran out of memory where the count has grown since it began.
     """
     group = Path("/proc/self/cgroup")
     name = group.read_text().strip().rpartition(":")[2].lstrip("/") if group.exists() else ""
@@ -46,8 +46,8 @@ def environment(*, returning: bool = False) -> dict[str, str]:
     """Return the environment of this process, with the package found wherever it is started.
 
     Args:
-        returning: what is freed goes back to the system, so that the level of memory is exact; it
-            costs time.
+        returning: freed memory goes back to the system at once, which makes the level of memory
+            exact and costs time.
     """
     paths = [str(PACKAGE), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     found = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
@@ -58,7 +58,7 @@ def ask(function: Callable[..., Any], given: dict[str, Any], what: str) -> Any:
     """Return what ``function(**given)`` returns in a process of its own.
 
     Args:
-        function: of a module of the package; it takes and returns what JSON holds.
+        function: a function of a module of the package that takes and returns what JSON holds.
         given: its arguments.
         what: what is measured, for the error.
 
@@ -95,7 +95,7 @@ def first_to_end() -> None:
 
 
 def answer(told: str) -> int:
-    """Print what the function that is told returns, in such a process; returns the exit code."""
+    """Print what the function that is asked for returns, and return the exit code."""
     first_to_end()
     request = json.loads(told)
     try:

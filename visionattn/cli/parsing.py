@@ -1,6 +1,6 @@
 """How a YAML file and flags become a dataclass, with errors of one line.
 
-Owns spelling: ``--init-from`` and ``--init_from``, ``--resume`` without a value,
+This module owns spelling: ``--init-from`` and ``--init_from``, ``--resume`` without a value,
 ``--sizes 96 128``, and the nearest right name for a wrong one. jsonargparse does the parsing; it is
 imported when something is parsed.
 """
@@ -56,7 +56,7 @@ def parse(
     import jsonargparse
 
     class HelpFormatter(jsonargparse.DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):
-        """Leaves the example in a line of its own, as it is to be pasted."""
+        """Leave the example in a line of its own, so that it can be pasted."""
 
     names = field_types(config_class)
     argv = [_with_file(word) for word in spell_out(argv, names)]
@@ -85,7 +85,7 @@ def parse(
 
 
 def _with_file(word: str) -> str:
-    """A spelled-out flag; that of ``--config`` with the path of the file that it names."""
+    """Return a spelled-out flag; ``--config`` gets the path of the file that it names."""
     flag, _, value = word.partition("=")
     return f"--config={find_config(value)}" if flag == "--config" else word
 
@@ -210,7 +210,7 @@ def config_files(argv: Sequence[str]) -> list[str]:
 
 
 def check_file(path: str, names: dict[str, Any]) -> None:
-    """Check that a YAML file parses and uses existing names alone.
+    """Check that a YAML file parses and uses only names that exist.
 
     Raises:
         ValueError: it is no YAML mapping, or uses a name that does not exist.

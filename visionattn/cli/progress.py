@@ -33,7 +33,7 @@ class Progress:
             self._bar.stop()
 
     def advance(self, images: int, failed: int) -> None:
-        """Count images that are done, and how many of them came to nothing."""
+        """Count images that are done, and how many of them have no result."""
         self.done, self._unread = self.done + images, self._unread + failed
         note = f"{self._unread} without a result" if self._unread else ""
         now = time.perf_counter()
@@ -47,8 +47,8 @@ class Progress:
 
 
 class ProgressBar:
-    """Draw one line of a terminal that moves. It shows no percentage, so that those printed are
-    results.
+    """Draw a moving line on a terminal. It shows no percentage, so that every percentage on the
+    screen is a result.
     """
 
     def __init__(self, stream: TextIO):
@@ -79,7 +79,7 @@ class ProgressBar:
         self._progress.console.print(line, markup=False, soft_wrap=True)
 
     def show(self, what: str, done: int, total: int, note: str) -> None:
-        """Set the bar."""
+        """Show how far something has come."""
         self._progress.update(self._task, description=what, completed=done, total=total, note=note)
 
     def stop(self) -> None:

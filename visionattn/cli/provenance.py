@@ -1,5 +1,6 @@
-"""What a number depends on besides its configuration: machine, versions, date, command. It imports
-nothing that only reading data or training needs.
+"""What a number depends on besides its configuration: machine, versions, date and command.
+
+The module imports nothing that only reading data or training needs.
 """
 
 import os
@@ -24,7 +25,7 @@ def provenance(device: torch.device, *, threads: int | None = None) -> dict[str,
 
     Args:
         device: where the number was measured.
-        threads: of torch on a processor; None: those of this process.
+        threads: torch's threads on a processor; None: those of this process.
     """
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
@@ -50,8 +51,8 @@ def provenance_of(
 
     Args:
         device: where they are measured.
-        command: the words behind ``visionattn``: the subcommand and its flags.
-        threads: of the processes that measure; None: those of this process.
+        command: the words after ``visionattn``: the subcommand and its flags.
+        threads: threads of the processes that measure; None: those of this process.
     """
     found = provenance(torch.device(device), threads=threads)
     found["threads"] = threads or torch.get_num_threads()

@@ -1,6 +1,4 @@
-"""Tables: Markdown for people, the same rows as CSV or JSON with what the numbers depend on. It
-measures nothing.
-"""
+"""Tables: Markdown for people, and the same rows as CSV or JSON with what the numbers depend on."""
 
 import csv
 import io

@@ -1,7 +1,7 @@
-"""Augmentation pipelines of albumentations, whose draws are a function of a key alone.
+"""Augmentation pipelines of albumentations, whose draws depend on a key and on nothing else.
 
-The only module that imports albumentations, which takes seconds; whoever augments nothing does not
-import it.
+This is the only module that imports albumentations, which takes seconds; whoever augments nothing
+does not import it.
 """
 
 import os
@@ -37,7 +37,7 @@ class Augment:
         smallest_crop: float = 0.08,
         border: Literal["black", "reflect"] = "reflect",
     ):
-        """``border``: what is beyond the edge of an image that is shifted or rotated."""
+        """``border`` says what lies beyond the edge of an image that is shifted or rotated."""
         self.name, self.smallest_crop = name, smallest_crop
         self.border = cv2.BORDER_CONSTANT if border == "black" else cv2.BORDER_REFLECT_101
         self._pipelines: dict[int, A.Compose] = {}

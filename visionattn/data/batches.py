@@ -1,8 +1,8 @@
-"""Loaders whose randomness does not depend on workers or order, and what an unreadable image does.
+"""Loaders whose randomness depends on neither workers nor order, and what an unreadable image does.
 
-Owns the order and the sizes of batches. Knows data sets only as ``dataset[SampleKey]`` and the
-streams of ``streams.py``. Images leave as uint8 ``[B, C, H, W]``: the model's input is made of them
-on the device, by ``DataSpec.prepare``.
+This module owns the order and the sizes of batches. It knows data sets only as
+``dataset[SampleKey]`` and the streams of ``streams.py``. Images leave as uint8 ``[B, C, H, W]``;
+``DataSpec.prepare`` makes the model's input of them on the device.
 """
 
 import math
@@ -33,7 +33,7 @@ AUGMENT_STREAM, STEP_STREAM = 12, 13
 
 
 class SampleKey(NamedTuple):
-    """What a batch sampler yields and a data set's ``__getitem__`` takes; it and the seed decide
+    """What a batch sampler yields and a data set's ``__getitem__`` takes. With the seed it decides
     the sample.
     """
 
@@ -52,8 +52,8 @@ class Unreadable:
 
 
 def batch_size_px(sizes: tuple[int, ...], seed: int, epoch: int, number: int) -> int:
-    """Return the size in pixels of the images of one batch: one of ``sizes``, as (seed, epoch,
-    batch number) decide.
+    """Return the size in pixels of the images of one batch: one of ``sizes``, drawn by seed, epoch
+    and batch number.
     """
     if len(sizes) == 1:
         return sizes[0]
@@ -64,8 +64,8 @@ def seed_batch(seed: int, epoch: int, number: int, rank: int = 0) -> None:
     """Seed torch's, numpy's and Python's generators for one batch of one process of the training.
 
     Dropout, drop path and mixing then draw the same after a kill and a resumption, whatever was
-    drawn before. Mixing draws from numpy's, which is the same on all processes; dropout from
-    torch's, which is not.
+    drawn before. Mixing draws from numpy's generator, which is the same on all processes; dropout
+    draws from torch's, which is not.
     """
     states, own = (
         np.random.SeedSequence((seed, STEP_STREAM, epoch, number, each)).generate_state(8)
@@ -81,12 +81,12 @@ def share(keys: Sequence[Item], rank: int, size: int, *, pairs: bool) -> list[It
     together are the batch.
 
     Args:
-        keys: of the batch, in its order.
+        keys: those of the batch, in its order.
         rank: the number of the process.
-        size: how many there are; where there are more of them than keys, some parts are empty.
+        size: how many processes there are; where there are more of them than keys, some parts are
+            empty.
         pairs: keep each key with the one opposite in the batch, so that both are opposite in the
-            part too; the one in the middle of a batch of odd length is then the last, and the last
-            of its part.
+            part too. The one in the middle of a batch of odd length comes last in its part.
     """
     if not pairs:
         return list(keys[rank * len(keys) // size : (rank + 1) * len(keys) // size])
@@ -111,7 +111,7 @@ def collate(samples: list) -> tuple[torch.Tensor, torch.Tensor, list[Unreadable]
 
 def start_worker(_: int) -> None:
     """Give a worker one thread, leave Ctrl-C to the main process, and let SIGTERM end the worker
-    without a word.
+    silently.
     """
     cv2.setNumThreads(0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -119,8 +119,8 @@ def start_worker(_: int) -> None:
 
 
 class _BatchKeys:
-    """Yield the keys of the batches of an epoch, once ``epoch`` and ``start`` are set; without a
-    seed in the data set's order.
+    """Yield the keys of the batches of an epoch, once ``epoch`` and ``start`` are set. Without a
+    seed they come in the data set's order.
     """
 
     def __init__(self, length: int, batch_size: int, sizes: tuple[int, ...], seed: int | None):
@@ -201,8 +201,8 @@ class _Batches:
             yield images, labels
 
     def _loaded(self) -> Iterator[tuple]:
-        """Yield the loader's batches; a worker that dies while it hands one over is an error as
-        torch tells others.
+        """Yield the loader's batches; a worker that dies while it hands one over raises the error
+        that torch raises for other deaths.
         """
         try:
             yield from self._loader[0]
@@ -223,8 +223,8 @@ class _Batches:
 
 
 class TrainBatches(_Batches):
-    """Give batches of training images in an order that is drawn anew for each epoch; ``len()`` is
-    the batches of one.
+    """Give batches of training images in an order that is drawn anew for each epoch; ``len()``
+    counts the batches of one epoch.
     """
 
     def epoch(self, number: int, *, start: int = 0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -232,8 +232,8 @@ class TrainBatches(_Batches):
         batch, and labels int64 ``[B]``.
 
         Args:
-            number: of the epoch, from 0.
-            start: the batch to begin with; nothing of those before it is read.
+            number: the epoch, from 0.
+            start: the batch to begin with; no image of those before it is read.
 
         Raises:
             ValueError: an image cannot be read and ``on_error`` is ``fail``; one line with its

@@ -1,8 +1,8 @@
-"""The embedded data sets: scikit-learn's real 8 x 8 digits, and the canvases on which they are a
-high-resolution task.
+"""The embedded data sets: scikit-learn's real 8 x 8 digits, and canvases that make a
+high-resolution task of them.
 
-Owns the split of the digits and the drawing of a canvas. Knows nothing of loaders, batches or
-configs.
+This module owns the split of the digits and the drawing of a canvas. It knows nothing of loaders,
+batches or configs.
 """
 
 import math
@@ -66,7 +66,7 @@ def stratified_split(labels: np.ndarray, share: float, seed: int) -> tuple[np.nd
     Args:
         labels: ``[n]``.
         share: in (0, 1).
-        seed: of the draw.
+        seed: the seed of the draw.
 
     Returns:
         Sorted indices of the first and of the second part; together each index once.
@@ -102,8 +102,8 @@ def digit_splits(val_fraction: float, seed: int) -> dict[Split, Digits]:
 
 
 def _glyph(digit: np.ndarray, size_px: int, warp: tuple[float, float, float]) -> np.ndarray:
-    """Enlarge a digit, with a blank pixel around it, to ``size_px``; ``warp``: rotation in degrees,
-    shear, scale.
+    """Enlarge a digit, with a blank pixel around it, to ``size_px``; ``warp`` is a rotation in
+    degrees, a shear and a scale.
     """
     padded = cv2.copyMakeBorder(digit, 1, 1, 1, 1, cv2.BORDER_CONSTANT, value=0)
     if warp == (0.0, 0.0, 1.0):
@@ -143,10 +143,10 @@ def _fragment(glyph: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 def _place(
     rng: np.random.Generator, shape: tuple[int, int], part: tuple[int, int], *taken: np.ndarray
 ) -> Box | None:
-    """Draw a place for ``part`` that touches no taken cell of the first mask, or else of the next;
-    None: there is none.
+    """Draw a place for ``part`` that touches no taken cell of the first mask, or else of the next.
 
-    40 places are tried per mask. The place is marked as taken in the first mask.
+    40 places are tried for each mask. The place is marked as taken in the first mask. The result is
+    None where no place was found.
     """
     height, width = part
     for mask in taken:
@@ -171,17 +171,17 @@ def draw_canvas(
 ) -> Canvas:
     """Paste digit ``index`` whole, and fragments of other digits, on noisy grey.
 
-    Whole digit and fragments are enlarged to a side drawn from ``DIGIT_PX`` whatever the size of
-    the canvas. Nothing overlaps the whole digit; fragments overlap each other only where 40 draws
-    found no room, and one that cannot even be placed so is left out (canvases below 96 pixels). The
-    side of the whole digit and its looks are the first draws, so that a generator in the same state
-    gives the same digit on a canvas of another size.
+    The whole digit and the fragments are enlarged to a side drawn from ``DIGIT_PX``, whatever the
+    size of the canvas. Nothing overlaps the whole digit. Fragments overlap each other only where 40
+    draws found no room, and one that cannot be placed even so is left out (on canvases below 96
+    pixels). The side of the whole digit and its looks are drawn first, so that a generator in the
+    same state gives the same digit on a canvas of another size.
 
     Args:
         digits: where the digit and the fragments come from.
         index: which digit is the whole one.
-        height, width: of the canvas in pixels, at least ``SMALLEST_CANVAS_PX``.
-        rng: all randomness.
+        height, width: size of the canvas in pixels, at least ``SMALLEST_CANVAS_PX`` each.
+        rng: the source of all randomness.
         vary: rotate, shear and scale the digits slightly (training).
 
     Returns:
@@ -225,8 +225,7 @@ def draw_canvas(
 
 
 class CanvasDataset(Dataset):
-    """Canvases made on the fly: ``(uint8 [size, size, 1], label)`` is a function of (seed, split,
-    key).
+    """Canvases made on the fly: seed, split and key decide ``(uint8 [size, size, 1], label)``.
 
     Evaluation takes epoch 0 and goes through the digits in turn; training draws the digit.
     """
@@ -240,7 +239,7 @@ class CanvasDataset(Dataset):
         return self.length
 
     def canvas(self, index: int, epoch: int, height: int, width: int) -> Canvas:
-        """The canvas with its boxes, of any size."""
+        """Draw the canvas of an index, of any size, with its boxes."""
         entropy = np.random.SeedSequence((self.seed, _STREAM[self.split], epoch, index))
         rng = np.random.Generator(np.random.SFC64(entropy))
         count = len(self.digits.labels)

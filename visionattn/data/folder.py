@@ -1,8 +1,8 @@
 """The user's own images: class folders, a tar, a table of Hugging Face, and their division into
 splits.
 
-Owns what ``data.root`` may be, and the one line that says what is wrong with it. Streams are in
-``streams.py``.
+This module owns what ``data.root`` may be, and the one line that says what is wrong with it.
+Streams are in ``streams.py``.
 """
 
 import importlib.util
@@ -47,11 +47,11 @@ def open_images(
         root: a folder, a ``.tar`` file, or ``hfds/<name or folder>``.
         val_fraction: share of the training images held out, class by class, where there is no split
             for validation.
-        seed: of that division, and of ``augment``.
-        augment: of the training images.
+        seed: the seed of that division and of ``augment``.
+        augment: what augments the training images; None: nothing does.
 
     Returns:
-        Training, validation and test images (None: there are none), and the names of the classes.
+        Training, validation and test images (None where there are none), and the class names.
 
     Raises:
         ValueError, FileNotFoundError: one line that says what is wrong.
@@ -158,14 +158,14 @@ def _list_classes(folder: Path) -> dict[str, list[str]]:
 
 
 def _reraise(error: OSError) -> None:
-    """Raise what ``os.walk`` passes on; by itself it takes a folder that it cannot read for an
-    empty one.
+    """Raise the error that ``os.walk`` passes on; by itself it takes a folder that it cannot read
+    for an empty one.
     """
     raise error
 
 
 def _way_out(root: str) -> str:
-    """Say what to do with a tar that timm's reader, which goes by the name, would not take."""
+    """Say what to do with a tar that timm's reader does not take, as it goes by the file's name."""
     try:
         tarfile.open(root, "r:").close()
     except tarfile.ReadError:
@@ -200,7 +200,7 @@ def _open_tar(root: str) -> tuple[dict[str, _Part], list[str]]:
 
 
 def require(package: str, root: str) -> None:
-    """Raise ValueError, in one line, where the package that reads ``root`` is not installed."""
+    """Raise ValueError where the package that reads ``root`` is not installed."""
     if importlib.util.find_spec(package) is None:
         raise ValueError(f"data root {root} needs the package {package}: pip install {package}")
 

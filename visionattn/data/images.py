@@ -1,6 +1,7 @@
 """Data sets of images in memory and of images in files, tars and Hugging Face tables.
 
-Owns reading and resizing one image. Knows nothing of how images are split or batched.
+This module owns reading and resizing one image. It knows nothing of how images are split or
+batched.
 """
 
 import io
@@ -43,7 +44,7 @@ def fit(image: np.ndarray, img_size: int) -> np.ndarray:
     """Resize the shorter side to ``img_size`` and crop the centre: uint8 ``[H, W, C]`` to
     ``[img_size, img_size, C]``.
 
-    Averages over areas on the way down; bilinear on the way up.
+    Shrinking averages over areas; enlarging is bilinear.
     """
     height, width = image.shape[:2]
     shorter = min(height, width)
@@ -63,8 +64,8 @@ class ArrayDataset(Dataset):
     def __init__(
         self, images: np.ndarray, labels: np.ndarray, seed: int, augment: Augmentation | None = None
     ):
-        """``images`` uint8 ``[n, H, W, C]``, ``labels [n]``; without ``augment`` an image is
-        resized, nothing else.
+        """Take ``images`` uint8 ``[n, H, W, C]`` and ``labels [n]``; without ``augment`` images are
+        only resized.
         """
         self.images, self.labels = images, labels
         self.seed, self.augment = seed, augment
@@ -82,13 +83,13 @@ class Source(Protocol):
     """Encoded images by number."""
 
     def open(self, index: int) -> BinaryIO:
-        """The encoded image, to be closed by the caller; raises one of ``DAMAGED_IMAGE`` where
+        """Open the encoded image, which the caller closes; raises one of ``DAMAGED_IMAGE`` where
         there is none.
         """
         ...
 
     def name(self, index: int) -> str:
-        """Return what a message calls it: its path, or its file and the place within it."""
+        """Return what messages call the image: its path, or its file and the place within it."""
         ...
 
 
@@ -96,7 +97,7 @@ class Files:
     """Images that are files."""
 
     def __init__(self, paths: Sequence[str]):
-        """``paths``: one per image."""
+        """Take ``paths``, one for each image."""
         self.paths = paths
 
     def open(self, index: int) -> BinaryIO:
@@ -114,7 +115,7 @@ class TarMembers:
     """
 
     def __init__(self, reader, root: str):
-        """``reader``: timm's ``ReaderImageInTar`` of the tar file ``root``."""
+        """Take timm's ``ReaderImageInTar`` of the tar file ``root``."""
         self.samples, self.root = reader.samples, root
 
     def open(self, index: int) -> BinaryIO:
@@ -133,7 +134,7 @@ class TableRows:
     """Images that are rows of a Hugging Face table, through timm's reader."""
 
     def __init__(self, reader, root: str):
-        """``reader``: timm's ``ReaderHfds`` of the table ``root``."""
+        """Take timm's ``ReaderHfds`` of the table ``root``."""
         self.reader, self.root = reader, root
 
     def open(self, index: int) -> BinaryIO:
@@ -158,8 +159,8 @@ class ImageDataset(Dataset):
         seed: int,
         augment: Augmentation | None = None,
     ):
-        """``indices [n]``: numbers of this data set's images in ``source``; ``labels [n]``: their
-        classes.
+        """Take the numbers of this data set's images in ``source``, ``indices [n]``, and their
+        classes, ``labels [n]``.
         """
         self.source, self.indices = source, indices
         self.labels, self.seed = labels, seed
@@ -183,12 +184,12 @@ def decode(file: BinaryIO, mode: Literal["L", "RGB"]) -> np.ndarray:
     """Decode the first frame of an encoded image: uint8 ``[H, W, 1]`` for grey ("L"), ``[H, W, 3]``
     for "RGB".
 
-    Of 16 bits of grey the upper 8 are kept, as Pillow does with 16 bits of colour; transparency is
+    Of 16 bits of grey the upper 8 are kept, as Pillow does with 16 bits of colour. Transparency is
     dropped.
 
     Raises:
-        One of ``DAMAGED_IMAGE``; ValueError too for floats and other numbers whose range is not
-        known.
+        One of ``DAMAGED_IMAGE``: the image cannot be read; ValueError also for floats and other
+        numbers whose range is not known.
     """
     with large_images_allowed(), Image.open(file) as image:
         if image.mode == "F" or (
@@ -208,8 +209,8 @@ def decode(file: BinaryIO, mode: Literal["L", "RGB"]) -> np.ndarray:
 
 @contextmanager
 def large_images_allowed() -> Iterator[None]:
-    """Raise Pillow's limit of 179 million pixels, which slides and satellite images pass, while an
-    image is read.
+    """Raise Pillow's limit of 179 million pixels while an image is read, as slides and satellite
+    images exceed it.
     """
     limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, LARGEST_IMAGE_PX // 2
     try:

@@ -1,8 +1,8 @@
 """Which images a data set's name means, and how they are divided into training, validation and
 test.
 
-Owns the splits, the checks of what the user asked for, and the interface of the data: the loaders
-of ``batches.py`` are made here.
+This module owns the splits, the checks of what the user asked for, and the interface of the data:
+the loaders of ``batches.py`` are made here.
 """
 
 from dataclasses import dataclass
@@ -77,8 +77,8 @@ def train_batches(
     """Load ``splits.train``: shuffled, augmented, the last incomplete batch included.
 
     Each batch has images of one size: ``config.img_size``, or one of ``config.img_size_choices``
-    drawn by (seed, epoch, batch number). With ``config.workers`` processes, kept from epoch to
-    epoch, or in the main process.
+    drawn by seed, epoch and batch number. ``config.workers`` processes load them and stay from
+    epoch to epoch; with 0 the main process does.
     """
     sizes = (
         (config.img_size,) if config.img_size_choices is None else tuple(config.img_size_choices)
@@ -104,7 +104,7 @@ def eval_batches(
 
 
 def _check(config: DataConfig) -> None:
-    """Check what only the named data set knows; ``config.check`` has the ranges."""
+    """Check what depends on the data set's name; ``training/config.py`` checks the ranges."""
     for size in (config.img_size, *(config.img_size_choices or ())):
         _check_size(config, size)
     if config.num_classes is not None and not (

@@ -1,7 +1,7 @@
 """Images that come as a stream of shards (webdataset), through timm's reader.
 
-A stream has no numbered images: which batch an image is in, and its augmentation, depend on the
-number of workers, and timm's reader leaves unreadable images out. Everything else is as in
+A stream has no numbered images: the batch that an image is in, and its augmentation, depend on the
+number of workers, and timm's reader leaves out unreadable images. Everything else is as in
 ``batches.py``.
 """
 
@@ -70,10 +70,10 @@ def open_shards(
     Args:
         root: the folder holds ``_info.json`` with, per split, name, num_samples, filenames and
             shard_lengths.
-        num_classes: a stream does not say.
+        num_classes: how many classes there are, which a stream does not say.
         on_error: must be ``skip``, which is what timm's reader does.
-        seed: of the order and of ``augment``.
-        augment: of the training images.
+        seed: the seed of the order and of ``augment``.
+        augment: what augments the training images; None: nothing does.
 
     Raises:
         ValueError, FileNotFoundError: one line that says what is wrong.
@@ -167,7 +167,7 @@ class _StreamBatches:
         """Stays empty: timm's reader does not name the images that it leaves out."""
 
     def divide(self, rank: int, size: int, *, pairs: bool = False) -> None:
-        """Refuse, where there are several processes: which image is in which batch depends on who
+        """Raise ValueError for several processes, as the batch that an image is in depends on who
         reads the shards.
         """
         if size > 1:
@@ -207,8 +207,8 @@ class StreamTrainBatches(_StreamBatches):
         """Yield the batches of epoch ``number``: images uint8 ``[B, C, H, W]``, all of one size per
         batch, and labels int64 ``[B]``.
 
-        A stream has no other way to batch ``start`` than through those before it, which are read
-        and dropped.
+        A stream leads to batch ``start`` only through the batches before it, which are read and
+        dropped.
         """
         return islice(self._iterate(number), start, None)
 

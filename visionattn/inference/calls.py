@@ -1,7 +1,7 @@
 """``visionattn.predict`` and ``visionattn.extract_features``: two commands as Python calls.
 
-Owns what a caller may pass as a model, and results in memory. Models, images and batches are run as
-the commands run them.
+This module owns what a caller may pass as a model, and results in memory. Models, images and
+batches are run as the commands run them.
 """
 
 import os
@@ -71,8 +71,8 @@ def predict(
     Raises:
         ValueError, FileNotFoundError: model, images or options are wrong, or an image cannot be
             read or gives no finite result; one line with its name.
-        OutOfMemory, Failed: of ``visionattn.cli.ends``: one image does not fit into memory, or a
-            process that reads ended.
+        OutOfMemory, Failed: one image does not fit into memory, or a process that reads ended; they
+            are defined in ``visionattn.cli.ends``.
     """
     options = _options(img_size, fit, batch_size, workers, device, amp)
     found = Predictions([], torch.empty(0), [])
@@ -102,7 +102,7 @@ def extract_features(
     """Compute features of images, as ``visionattn features`` does, in the order of the images.
 
     Args:
-        model: as for ``predict``, and likewise the other arguments.
+        model: as for ``predict``, and likewise the arguments that are not named here.
         images: as for ``predict``.
         dense: the last feature map, after the final norm, instead of one vector per image.
 
@@ -111,7 +111,7 @@ def extract_features(
         patches ``H`` x ``W``, and with ``img_size="native"`` a list of ``[D, H, W]``.
 
     Raises:
-        As ``predict``; and ValueError for a model without features of the kind.
+        What ``predict`` raises, and ValueError for a model without features of this kind.
     """
     options = _options(img_size, fit, batch_size, workers, device, amp)
     with _opened(model, options, classifies=False) as opened:
@@ -149,7 +149,7 @@ def _options(
 def _opened(
     model: nn.Module | str | Path, options: InferenceOptions, *, classifies: bool
 ) -> Iterator[Opened]:
-    """The model, in eval mode while it lasts; a module of the caller's is given back as it was."""
+    """Give the model, in eval mode within the context; the caller's module is left as it was."""
     if isinstance(model, nn.Module):
         if options.device != "auto":
             raise ValueError("a module stays where it is; leave device out, or move the module")
@@ -185,7 +185,7 @@ def _outcomes(
     compute: Callable[[nn.Module, Tensor], Tensor],
     options: InferenceOptions,
 ) -> Iterator[Outcome]:
-    """What came of each image; raises for the first one that came to nothing."""
+    """Yield the outcome of each image, and raise for the first one without a result."""
     sizing = Sizing(opened.img_size, opened.patch_px, options.fit or "pad")
     batches = run_images(
         opened,

@@ -1,6 +1,6 @@
 """Features of many images in a folder of shards: the work of ``visionattn features``.
 
-Owns what a run writes, how it goes on after it was killed, and what it says.
+This module owns what a run writes, how it goes on after it was killed, and what it says.
 """
 
 import time
@@ -33,7 +33,7 @@ from visionattn.inference.shards import (
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16}
 NAMED_FAILURES = 5
-"""Images without features that the report names; the index names all."""
+"""How many images without features the report names; the index names all."""
 MIB = 2**20
 
 
@@ -67,12 +67,12 @@ class ExtractOptions(InferenceOptions):
 
     @property
     def seed_divides(self) -> bool:
-        """A probe holds images out, and the digits are divided."""
+        """Tell whether the seed divides images, as it does for a probe and for the digits."""
         return self.probe or self.data is not None
 
 
 def check(options: ExtractOptions) -> None:
-    """Check what only features know, before anything is opened.
+    """Check the options that only features have, before anything is opened.
 
     Raises:
         ValueError: one line with the option, what it may be, and what it is.
@@ -103,7 +103,7 @@ class Extraction:
     """Model, images and folder, after all checks; nothing is written before ``run``.
 
     Args:
-        options: of ``parse_options``.
+        options: what ``parse_options`` returned.
 
     Raises:
         ValueError, FileNotFoundError: something is wrong or in the way; one line.
@@ -161,7 +161,7 @@ class Extraction:
     def run(self, say: Callable[[str], None]) -> None:
         """Write the features that are missing and the index, and say what came of it.
 
-        With ``overwrite`` what is there goes once the first file of new features is written.
+        With ``overwrite`` earlier features are deleted once the first file of new ones is written.
 
         Raises:
             Stopped: Ctrl-C; the files that are written stay.
@@ -195,7 +195,7 @@ class Extraction:
                 say(line)
 
     def _write_shards(self, done: int) -> int:
-        """Write the shards from image ``done`` on; returns how many there are then."""
+        """Write the shards from image ``done`` on, and return how many there are then."""
         options, number = self.options, len(self.kept)
         total = len(self.listing)
         if done == total:
@@ -228,7 +228,7 @@ class Extraction:
         return number
 
     def _write(self, pending: Pending) -> None:
-        """Write a shard; after the first one goes what was there besides those that are kept."""
+        """Write a shard; after the first one, delete the earlier ones that are not kept."""
         if self._keeps_old() and not pending.bytes:
             text = (
                 f"none of the first {len(pending)} images gives features, so that those in "
@@ -270,8 +270,8 @@ class Extraction:
 
 
 def _error_of(row: dict[str, Any], text: str) -> Exception:
-    """Make an error of the text and what came of an image; it is that of too little memory where
-    that is the reason.
+    """Make an error of the text and of what happened to an image: ``OutOfMemory`` where that was
+    the reason.
     """
     error = OutOfMemory if row["status"] == "oom" else ValueError
     return error(f"{text}; the first: {row['path']}: {row['reason']}")
@@ -282,7 +282,7 @@ def _files(count: int) -> str:
 
 
 def _check_folder(folder: Path, overwrite: bool) -> None:
-    """Raise ValueError where features cannot be written, or would come among other things."""
+    """Raise ValueError where features cannot be written, or would lie among other files."""
     check_folder(folder, "choose another --output")
     if folder.exists() and not overwrite:
         check_ours(folder)

@@ -1,6 +1,6 @@
-"""Images as a caller has them: paths, or pictures in memory, as a listing that is read like files.
+"""Images as a caller has them, paths or pictures in memory, as a listing that is read like files.
 
-Owns which shapes and types of pictures are taken.
+This module owns which shapes and types of pictures are taken.
 """
 
 import io
@@ -27,32 +27,33 @@ class HeldImages:
     """Pictures in memory; their names are their numbers, ``image 0``."""
 
     def __init__(self, pictures: Sequence[Picture]):
-        """Raises ValueError for the first one that is no picture."""
+        """Take pictures; raise ValueError for the first that is none."""
         self.pictures = [as_pillow(picture, i) for i, picture in enumerate(pictures)]
 
     def __len__(self) -> int:
         return len(self.pictures)
 
     def open(self, index: int) -> BinaryIO:
-        """The picture as an uncompressed file in memory, so that it is read as files are."""
+        """Return the picture as an uncompressed file in memory, so that it is read as files are."""
         stream = io.BytesIO()
         self.pictures[index].save(stream, "tiff", compression="raw")
         stream.seek(0)
         return stream
 
     def name(self, index: int) -> str:
-        """Its number."""
+        """Return the picture's number as a name, ``image 0``."""
         return f"image {index}"
 
     def digest(self) -> str:
-        """Digests modes, sizes and pixels."""
+        """Return a digest of modes, sizes and pixels."""
         return digest_of(
             part for image in self.pictures for part in (image.mode, image.size, image.tobytes())
         )
 
 
 def as_pillow(picture: Picture, index: int = 0) -> Image.Image:
-    """A picture of Pillow, as it is; an array or a tensor of grey levels or colours as one.
+    """Return a picture of Pillow as it is, and an array or a tensor of grey levels or colours as
+    one.
 
     Raises:
         ValueError: it is neither, not uint8, or its shape is not that of a picture.
@@ -80,7 +81,7 @@ def as_pillow(picture: Picture, index: int = 0) -> Image.Image:
 
 
 def listing_of(images: Images) -> ListedFiles | HeldImages:
-    """The images that a caller means.
+    """Return the images that a caller means, as a listing.
 
     Args:
         images: a path, or several, as ``find_images`` takes them; a picture, a batch or several

@@ -1,7 +1,7 @@
 """Which images are meant: folders, single files, lists of paths, and the embedded digits.
 
-Owns the order of the images. A listing is a ``Source``, as in ``data/images.py``, with a
-length. Opens no image.
+This module owns the order of the images. A listing is a ``Source``, as in ``data/images.py``, with
+a length. It opens no image.
 """
 
 import hashlib
@@ -42,7 +42,7 @@ class Listing(Protocol):
         ...
 
     def name(self, index: int) -> str:
-        """Return its path."""
+        """Return the path of an image."""
         ...
 
     def digest(self) -> str:
@@ -57,7 +57,7 @@ class ListedFiles(Files):
         return len(self.paths)
 
     def digest(self) -> str:
-        """Return one of names, sizes in bytes and times of the last change, without reading any."""
+        """Return a digest of names, sizes in bytes and times of change, without reading a file."""
         return digest_of((path, *_state_of(path)) for path in self.paths)
 
 
@@ -66,11 +66,11 @@ class Digits:
     ``digits/train/17``.
 
     Attributes:
-        labels: the class of each, ``[n]``.
+        labels: the class of each digit, ``[n]``.
     """
 
     def __init__(self, val_fraction: float, seed: int):
-        """``val_fraction`` and ``seed`` divide them as they do for training."""
+        """Divide the digits by ``val_fraction`` and ``seed``, as for training."""
         parts = digit_splits(val_fraction, seed)
         self._names = [
             f"digits/{split}/{i}" for split, part in parts.items() for i in range(len(part.labels))
@@ -82,18 +82,18 @@ class Digits:
         return len(self._names)
 
     def open(self, index: int) -> BinaryIO:
-        """Return a PNG in memory."""
+        """Return the digit as a PNG in memory."""
         stream = io.BytesIO()
         Image.fromarray(self._images[index]).save(stream, "png")
         stream.seek(0)
         return stream
 
     def name(self, index: int) -> str:
-        """Return its split and its number."""
+        """Return split and number of the digit."""
         return self._names[index]
 
     def digest(self) -> str:
-        """Return one of names and pixels."""
+        """Return a digest of names and pixels."""
         return digest_of([*self._names, self._images.tobytes()])
 
 
@@ -101,8 +101,8 @@ def find_images(given: Sequence[str]) -> ListedFiles:
     """List the images that paths name: what lies in a folder in natural order, the rest in the
     order given.
 
-    An image that a list names and that is not there is listed too: that it cannot be read is found
-    when its turn comes.
+    An image that a list names and that does not exist is listed too: its turn will show that it
+    cannot be read.
 
     Raises:
         ValueError, FileNotFoundError: nothing is given, a path does not exist, or there are no
@@ -145,14 +145,16 @@ def _order(path: str) -> tuple[list, str]:
 
 
 def _reraise(error: OSError) -> None:
-    """Raise what ``os.walk`` passes on; by itself it takes a folder that it cannot read for an
-    empty one.
+    """Raise the error that ``os.walk`` passes on; by itself it takes a folder that it cannot read
+    for an empty one.
     """
     raise error
 
 
 def _in_list(path: str) -> list[str]:
-    """Return the lines of a list that are not empty; paths are relative to the current folder."""
+    """Return the paths in a list file, one for each line that is not empty; they are relative to
+    the current folder.
+    """
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
@@ -181,7 +183,5 @@ def digest_of(parts: Sequence[object] | Iterator[object]) -> str:
 
 
 def printable(text: str) -> str:
-    """Make a text with a path in it fit for a stream of UTF-8: bytes that are none become question
-    marks.
-    """
+    """Make a text with a path in it printable in UTF-8: other bytes become question marks."""
     return text.encode("utf-8", "replace").decode()

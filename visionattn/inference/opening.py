@@ -1,7 +1,7 @@
 """A model ready to run on images of any size, from a timm name, from weights of ours, or from both.
 
-Owns where weights come from and what a model is told of image sizes. Knows nothing of files of
-images.
+This module owns where weights come from and what a model is told of image sizes. It knows nothing
+of files of images.
 """
 
 import json
@@ -66,7 +66,7 @@ class Opened:
 
     def identity(self) -> dict[str, Any]:
         """Return what decides the model's outputs, as JSON types: name, arguments, images, a digest
-        of its weights, the kind of device.
+        of its weights, and the kind of device.
         """
         spec = asdict(self.spec)
         tensors = sorted(self.model.state_dict().items())
@@ -90,8 +90,8 @@ def open_model(options: InferenceOptions, *, classifies: bool) -> Opened:
     """Build the model that the options name and put it on its device.
 
     Args:
-        options: after ``check``.
-        classifies: its outputs are wanted; weights drawn at random are refused.
+        options: checked by ``check``.
+        classifies: its outputs are wanted, so that weights drawn at random are refused.
 
     Raises:
         ValueError, FileNotFoundError: model, weights, size or device are wrong or do not go
@@ -127,8 +127,8 @@ def open_model(options: InferenceOptions, *, classifies: bool) -> Opened:
 
 
 def open_module(model: nn.Module, options: InferenceOptions) -> Opened:
-    """Take a module as it is and where it is; ``data_spec``, which ``load_model`` sets, says what
-    its images are, or else timm's ``pretrained_cfg``.
+    """Take a module as it is and where it is. Its ``data_spec``, which ``load_model`` sets, says
+    what its images are; without one, timm's ``pretrained_cfg`` does.
 
     Raises:
         ValueError: nothing says what its images are, or it does not take this size; one line.
@@ -160,8 +160,8 @@ def open_module(model: nn.Module, options: InferenceOptions) -> Opened:
 
 
 def _patch_px(model: nn.Module, img_size: int | None) -> tuple[int, int]:
-    """Height and width of a model's patches in pixels; raises ValueError where a size is no whole
-    number of them.
+    """Return height and width of a model's patches in pixels; raise ValueError where a size is no
+    whole number of them.
     """
     patch_px = getattr(getattr(model, "patch_embed", None), "patch_size", (1, 1))
     # Some models of timm keep one number and check by themselves.
@@ -171,7 +171,9 @@ def _patch_px(model: nn.Module, img_size: int | None) -> tuple[int, int]:
 
 
 def _fixed_size(model: nn.Module) -> tuple[int, int] | None:
-    """Height and width in pixels of the only images that a model takes; None: it takes others."""
+    """Return height and width in pixels of the only images that a model takes; None where it takes
+    others.
+    """
     embed = getattr(model, "patch_embed", None)
     return tuple(embed.img_size) if getattr(embed, "strict_img_size", False) else None
 
@@ -275,7 +277,7 @@ def _classifiers(cfg: PretrainedCfg) -> tuple[str, ...]:
 
 
 def _spec_of(cfg: PretrainedCfg, given: dict[str, Tensor]) -> DataSpec:
-    """Return what timm says of a model's images, with the channels and classes that a state dict
+    """Return what timm says about a model's images, with the channels and classes that a state dict
     has.
     """
     channels, height, width = cfg.input_size

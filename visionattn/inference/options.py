@@ -1,7 +1,7 @@
 """What the tools for images in files have in common: which images, which weights, at which size.
 
-Owns the flags and the checks that need no model and no image. A docstring under each field is its
-help text.
+This module owns the flags and the checks that need no model and no image. A docstring under each
+field is its help text.
 """
 
 from collections.abc import Sequence
@@ -60,7 +60,7 @@ class InferenceOptions:
 
     @property
     def seed_divides(self) -> bool:
-        """Whether the seed divides images too, and does something where a file gives all
+        """Tell whether the seed divides images too, so that it acts even where a file gives all
         weights.
         """
         return False

@@ -1,6 +1,7 @@
 """Classes of many images as CSV, JSON or a table: the work of ``visionattn predict``.
 
-Owns the rows and how they are written as they come. A file of rows appears whole or not at all.
+This module owns the rows and how they are written as they come. A file of rows appears whole or not
+at all.
 """
 
 import csv
@@ -55,8 +56,8 @@ class Prediction:
     probabilities: tuple[float, ...]
 
     def flat(self, top_k: int) -> dict[str, Any]:
-        """Return a row of CSV: ``FIELDS``, then ``class_1``, ``probability_1`` and so on; None
-        where there is nothing.
+        """Return a row of CSV: ``FIELDS``, then ``class_1``, ``probability_1`` and so on, with None
+        for what does not exist.
         """
         row = {name: getattr(self.outcome, name) for name in FIELDS}
         for i in range(top_k):
@@ -72,7 +73,7 @@ class Prediction:
         return {name: getattr(self.outcome, name) for name in FIELDS} | {"classes": listed}
 
     def cells(self) -> list[str | None]:
-        """Return a row for people: the path, then the classes, or the reason."""
+        """Return a row for people: the path, then the classes or the reason why there are none."""
         path = printable(self.outcome.path)
         if self.outcome.value is None:
             return [path, printable(f"{self.outcome.status}: {self.outcome.reason}")]
@@ -84,7 +85,7 @@ class Predictor:
     """Model and images, after all checks; nothing is written before ``run``.
 
     Args:
-        options: of ``parse_options``.
+        options: what ``parse_options`` returned.
 
     Raises:
         ValueError, FileNotFoundError: something is wrong or in the way; one line.
@@ -184,10 +185,11 @@ class Predictor:
 
 
 def count_of_classes(opened: Opened, top_k: int | None, usual: int) -> int:
-    """How many classes are named per image; None: the usual number, or as many as there are.
+    """Return how many classes to name for an image: ``top_k``, or, where it is None, the usual
+    number or as many as there are.
 
     Raises:
-        ValueError: none, or more than the model has.
+        ValueError: ``top_k`` is below 1 or above the classes of the model, or it has none.
     """
     classes = opened.spec.num_classes
     if classes < 1:
@@ -202,8 +204,9 @@ def count_of_classes(opened: Opened, top_k: int | None, usual: int) -> int:
 def most_probable(
     outputs: Tensor, top_k: int, names: Sequence[str]
 ) -> tuple[tuple[str, ...], Tensor]:
-    """The classes of one image ``[num_classes]`` with the largest shares of its softmax, and these
-    ``[top_k]``, in order; numbers where there are no names.
+    """Return the classes with the largest shares in the softmax of one image's outputs
+    ``[num_classes]``, and these shares ``[top_k]``, the largest first. Classes without names are
+    numbers.
     """
     probabilities, classes = torch.softmax(outputs, 0).topk(top_k)
     return tuple(names[i] if names else str(i) for i in classes.tolist()), probabilities

@@ -1,7 +1,7 @@
 """A linear probe and kNN on pooled features: how much of the classes they hold.
 
-Owns which images are fitted on and which are judged, and the two classifiers. Knows features only
-by the paths of their images.
+This module owns which images are fitted on and which are judged, and the two classifiers. It knows
+features only by the paths of their images.
 """
 
 import warnings
@@ -42,7 +42,7 @@ class ProbeResult:
     judged_name: str
     classes: int
     converged: bool
-    """Whether the linear probe's optimiser came to its end."""
+    """Whether the linear probe's optimiser has converged."""
     lost: int
     """Images of either kind that have no features."""
 
@@ -82,7 +82,7 @@ def divide_folder(root: str, *, val_fraction: float, seed: int) -> Division:
 
 
 def divide_digits(digits: Digits) -> Division:
-    """Fit on the digits that training trains on, judge on its test digits."""
+    """Fit on the digits that training trains on, and judge on its test digits."""
     labels = {digits.name(i): int(label) for i, label in enumerate(digits.labels)}
     fitted, judged = (
         {path: label for path, label in labels.items() if path.startswith(f"digits/{split}/")}
@@ -98,8 +98,8 @@ def fit_probes(
 
     Args:
         features: path and features ``[D]`` of images; those that the division does not name are
-            passed over.
-        division: of the images.
+            ignored.
+        division: which images are fitted on and judged.
         neighbours: k of kNN.
 
     Raises:

@@ -1,7 +1,7 @@
 """One image from its file to the pixels that a model takes: channels, size, whole patches.
 
-Owns what "at its own size" means, and that an image that cannot be read is a sample with a reason.
-Resizing to one size is that of validation.
+This module owns what "at its own size" means, and turns an image that cannot be read into a sample
+with a reason. Images are resized to one size as in validation.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class Sample:
     pixels: Tensor | None = None
     """uint8 ``[C, H, W]``; None where the image cannot be read."""
     reason: str | None = None
-    """Why not, in one line."""
+    """Why it cannot be read, in one line."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class ReadImages(Dataset):
     """Images read when they are asked for: a ``Sample`` per number."""
 
     def __init__(self, listing: Listing, spec: DataSpec, sizing: Sizing):
-        """Grey or coloured as ``spec`` has it, whatever the files are.
+        """Read images grey or coloured, as ``spec`` asks, whatever the files are.
 
         Raises:
             ValueError: the model's channels are neither grey nor coloured.

@@ -1,8 +1,8 @@
-"""Images through a model in batches of one size: what comes out for each, in order, or why nothing
-does.
+"""Images through a model in batches of one size: the output of each, in order, or why there is
+none.
 
-Owns batching, reading ahead within bounds, and what too little memory and numbers that are not
-finite come to. Knows nothing of what becomes of the outputs.
+This module owns batching, reading ahead within bounds, and what happens where memory is short or
+numbers are not finite. It knows nothing of what becomes of the outputs.
 """
 
 import math
@@ -28,7 +28,7 @@ Status = Literal["ok", "unreadable", "oom", "nan"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one image."""
+    """The output of one image, or why there is none."""
 
     path: str
     status: Status
@@ -82,12 +82,10 @@ def read_ahead(
     images: ReadImages, start: int, *, batch_size: int, workers: int
 ) -> Iterator[Sample]:
     """Yield samples from number ``start`` on, in order, read by processes that stay a bounded
-    number of images ahead.
-
-    At one size that is two batches, else one image per process.
+    number of images ahead: two batches at one size, else one image for each process.
 
     Raises:
-        RuntimeError: a process ended; ``_is_of_a_dead_worker``.
+        RuntimeError: a process ended (``_is_of_a_dead_worker``).
     """
     ahead = 1 if images.sizing.img_size is None else math.ceil(2 * batch_size / max(workers, 1))
     loader = DataLoader(
@@ -123,19 +121,19 @@ def run_images(
     amp: str = "none",
     dtype: torch.dtype = torch.float32,
 ) -> Iterator[list[Outcome]]:
-    """Compute the outputs of images in order, batch after batch, no more than a few batches at a
-    time in memory.
+    """Compute the outputs of images in order, batch after batch, with only a few batches in memory
+    at a time.
 
     Args:
         opened: the model.
         images: all images.
-        compute: what of the model is wanted.
+        compute: which outputs of the model are wanted.
         start: the image to begin with.
         batch_size: images per batch at most; where memory is too small for a batch, halves of it
             are tried.
         workers: processes that read.
         amp: ``none``, ``bf16`` or ``fp16``.
-        dtype: of the outputs.
+        dtype: the dtype of the outputs.
 
     Raises:
         ValueError: the model does not take images of this size.

@@ -1,9 +1,9 @@
 """Features on disk: safetensors files of bounded size that know which images they hold, and the
 index of all of them.
 
-Owns the format and what of an earlier run can stay. Each shard appears whole or not at all and
-carries its rows, so that a folder of shards needs no other record of how far a run has come. Knows
-nothing of models.
+This module owns the format, and decides what of an earlier run can stay. Each shard appears whole
+or not at all and carries its rows, so that a folder of shards needs no other record of how far a
+run has come. The module knows nothing of models.
 """
 
 import csv
@@ -27,18 +27,18 @@ FORMAT_VERSION = 1
 INDEX = "index.csv"
 SHARD = re.compile(r"features-(\d{5,})\.safetensors")
 HEAD_BYTES = 2**24
-"""Of the head of a shard, which holds its rows: a shard is full there. safetensors reads no head
-above 100 MB.
+"""The size of a shard's head, which holds its rows, at which the shard is full. safetensors reads
+no head above 100 MB.
 """
 KEY_BYTES = 120
-"""What safetensors notes of a map, at most."""
+"""The most that safetensors notes about a map, in bytes."""
 POOLED = "features"
 """The one tensor of a shard of pooled features, ``[n, D]``."""
 FROM_OUTCOME = ("path", "status", "reason", "height", "width", "input_height", "input_width")
 PLACE = ("shard", "key", "row")
 COLUMNS = (*FROM_OUTCOME, *PLACE)
-"""Of the index. A pooled feature is row ``row`` of tensor ``key`` of file ``shard``; a map is the
-tensor itself.
+"""The columns of the index. A pooled feature is row ``row`` of tensor ``key`` in file ``shard``; a
+map is the tensor itself.
 """
 
 
@@ -57,14 +57,14 @@ class Pending:
     """The images of a shard that is not written yet.
 
     Attributes:
-        rows: of the index, one per image.
-        bytes: of the features so far.
-        head_bytes: of the head, for rows and maps so far.
+        rows: rows of the index, one for each image.
+        bytes: size of the features so far.
+        head_bytes: size of the head for the rows and maps so far.
     """
 
     def __init__(self, folder: Path, number: int, first: int, identity: dict[str, Any]):
-        """``identity``: what the features are, as JSON types; ``first``: number of the first
-        image.
+        """Take ``identity``, what the features are as JSON types, and ``first``, the number of the
+        first image.
         """
         self.path, self.first = shard_path(folder, number), first
         self.bytes, self.head_bytes = 0, 0
@@ -159,11 +159,12 @@ def read_shard(path: Path) -> tuple[Shard, dict[str, Any]] | None:
 
 
 def check_ours(folder: Path) -> None:
-    """Check that what a run would replace or delete in a folder is of features, and that it lies
-    among nothing else.
+    """Check that a run would replace or delete only features in a folder, and that no other files
+    lie there.
 
     Raises:
-        ValueError: an index or shards of others, or other things and no shard; one line.
+        ValueError: the folder has an index or shards that are not ours, or other files and no
+            shard; one line.
     """
     shards, index = shard_paths(folder), folder / INDEX
     if index.exists() and not _is_index(index):
@@ -252,7 +253,7 @@ def rows_of(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def write_index(folder: Path) -> Path:
-    """Write the rows of all shards to one CSV file, ``COLUMNS`` at its head; returns its path."""
+    """Write the rows of all shards to one CSV file, under ``COLUMNS``, and return its path."""
 
     def write(temporary: Path) -> None:
         with open(temporary, "w", encoding="utf-8", errors="surrogateescape", newline="") as file:

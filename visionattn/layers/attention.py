@@ -40,12 +40,12 @@ class Attention(nn.Module):
         qk_norm: normalise q and k per head with ``norm_layer``.
         scale_norm: normalise with ``norm_layer`` before the output projection.
         attn_drop: in training, probability with which a token's values are dropped for all queries;
-            see ``ops/value_drop.py``.
+            see ``drop_values`` in ``ops/sums.py``.
         proj_drop: dropout after the output projection.
 
     Raises:
-        ValueError: heads that do not divide the width, unknown names, or an option that the others
-            leave nothing to act on.
+        ValueError: heads do not divide the width, a name is unknown, or the other options leave an
+            option nothing to act on.
 
     The operation that is called is the attribute ``operation``, and may be replaced by one that
     takes the same arguments.
@@ -130,7 +130,7 @@ class Attention(nn.Module):
             self.temperature.fill_(self.temperature_init)
 
     def _layout(self, layout: TokenLayout | None, tokens: int) -> TokenLayout:
-        """The layout given, or the native one where the number of tokens fits it."""
+        """Return the layout given, or the native one where the number of tokens fits it."""
         if layout is not None:
             return layout
         native = self.native_layout
@@ -143,7 +143,7 @@ class Attention(nn.Module):
         )
 
     def _options(self, is_causal: bool) -> dict[str, Any]:
-        """What the operation takes besides what all take."""
+        """Return the options that this operation takes and others do not."""
         options: dict[str, Any] = {}
         if self.kind.forms:
             options["form"] = self.form
@@ -168,8 +168,8 @@ class Attention(nn.Module):
             x: ``[B, N, D]``.
             layout: where the tokens lie; needed for relative position, unless N is that of the
                 native grid.
-            attn_mask: bool ``[B, 1, 1, N]`` or ``[B, N]``, True takes part: a mask of keys. Others
-                cannot be had in linear time.
+            attn_mask: bool ``[B, 1, 1, N]`` or ``[B, N]``, True takes part: a mask of keys. Linear
+                time allows no other masks.
             is_causal: each token sees those up to itself; where the attention has a causal form
                 (kernelized attention with "flat" or no relative position, softmax with any).
 
@@ -209,12 +209,12 @@ class Attention(nn.Module):
 def idle_options(
     kind: AttentionKind, relative: str | None = None, feature_map: str | None = None
 ) -> dict[str, str]:
-    """Options of ``Attention`` that have nothing to act on beside these, each with the reason.
+    """Return the options of ``Attention`` that would have nothing to act on, each with the reason.
 
     Args:
         kind: the attention.
-        relative: "joint", "axial", "flat" or "none"; None: what is idle with any of them.
-        feature_map: the one that was asked for.
+        relative: "joint", "axial", "flat" or "none"; None: those options that are idle with each.
+        feature_map: the feature map that was asked for.
     """
     idle, of = {}, f"attention={kind.name!r}"
     if not kind.temperature:
@@ -240,14 +240,14 @@ def _refuse_idle(idle: dict[str, str], **options) -> None:
 
 
 def _nearest_divisors(dim: int, num_heads: int) -> str:
-    """The divisors of ``dim`` on both sides of ``num_heads``, in words."""
+    """Name the divisors of ``dim`` nearest to ``num_heads``."""
     divisors = [n for n in range(1, dim + 1) if dim % n == 0]
     near = sorted(divisors, key=lambda n: abs(n - num_heads))[:2]
     return "the nearest that do are " + " and ".join(str(n) for n in sorted(near))
 
 
 def _key_mask(attn_mask: Tensor | None, x: Tensor) -> Tensor | None:
-    """A mask of keys ``[B, N]`` from timm's ``attn_mask``."""
+    """Return timm's ``attn_mask`` as a mask of keys ``[B, N]``."""
     if attn_mask is None:
         return None
     batch, tokens = x.shape[:2]

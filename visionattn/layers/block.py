@@ -86,7 +86,7 @@ class Block(nn.Module):
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
     ) -> Tensor:
-        """``[B, N, D]`` to the same; see ``Attention.forward`` for the arguments."""
+        """Map ``[B, N, D]`` to ``[B, N, D]``; ``Attention.forward`` explains the arguments."""
         attended = self.attn(self.norm1(x), layout, attn_mask=attn_mask, is_causal=is_causal)
         x = x + self.drop_path1(self.ls1(attended))
         return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))

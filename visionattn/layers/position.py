@@ -85,7 +85,7 @@ class RelativeTables(nn.Module):
         return raw if self.signed else elu1(raw) * (REFERENCE_HEAD_DIM / raw.shape[-1])
 
     def forward(self, layout: TokenLayout) -> RelativePosition:
-        """The relative position for tokens that lie as ``layout`` says."""
+        """Return the relative position for tokens that lie as ``layout`` says."""
         if self.kind == "joint":
             return Joint(self._entries(self.table), layout, self.normalization)
         if self.kind == "axial":

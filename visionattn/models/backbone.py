@@ -55,12 +55,12 @@ class DynamicPatchEmbed(PatchEmbed):
 def wrong_size(
     height: int, width: int, patch_size: tuple[int, int], *, square: bool = False
 ) -> str:
-    """The error of an image that is not a whole number of patches, with the nearest sizes that fit.
+    """Say that an image is not a whole number of patches, and name the nearest sizes that fit.
 
     Args:
-        height, width: of the image in pixels.
+        height, width: size of the image in pixels.
         patch_size: height and width of a patch in pixels.
-        square: name sizes of squares alone; the image is one.
+        square: the image is a square; name only squares.
     """
 
     def nearest(pixels: int, patch: int) -> str:
@@ -82,10 +82,10 @@ def wrong_size(
 
 @register_notrace_function
 def class_counts_like(layout: TokenLayout, horizon: int, like: Tensor) -> Tensor | None:
-    """Keys of each class for all blocks of a forward, made once; None on a GPU, whose kernels know
-    those of a full grid.
+    """Count the keys of each class for all blocks of a forward pass, once; None for a full grid on
+    a GPU, whose kernels count by themselves.
 
-    A name without an underscore: FX wraps no others.
+    The name has no underscore, as FX wraps only such names.
     """
     if like.device.type == "cuda" and layout.kept is None:
         return None
@@ -237,8 +237,8 @@ class VisionAttnTransformer(VisionTransformer):
         self._share_native_layout()
 
     def _share_native_layout(self) -> None:
-        """Tell the attention layers the grid of ``img_size``, which serves where a block is called
-        without a layout.
+        """Tell the attention layers the grid of ``img_size``, for blocks that are called without a
+        layout.
         """
         layout = TokenLayout(self.num_prefix_tokens, Grid(*self.patch_embed.grid_size))
         for block in self.blocks:
@@ -254,8 +254,8 @@ class VisionAttnTransformer(VisionTransformer):
         self._share_native_layout()
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """A new head of ``num_classes`` outputs (0: none), on the old one's device, in its dtype
-        and mode, frozen if it was.
+        """Make a new head of ``num_classes`` outputs (0: none), on the old one's device, in its
+        dtype and mode, frozen if the old one was.
         """
         frozen = any(True for _ in self.head.parameters()) and not any(
             p.requires_grad for p in self.head.parameters()
@@ -264,13 +264,13 @@ class VisionAttnTransformer(VisionTransformer):
         self.head.requires_grad_(not frozen)
 
     def no_weight_decay(self) -> set[str]:
-        """Patterns of the parameters that are not decayed: positions, prefix tokens, relative
-        tables, temperatures.
+        """Return patterns of the parameters that do not decay: positions, prefix tokens, relative
+        tables and temperatures.
         """
         return super().no_weight_decay() | {"*.attn.relative.*", "*.attn.temperature"}
 
     def _pos_embed(self, x: Tensor) -> Tensor:
-        """Prefix tokens in front, absolute position added: ``[B, H, W, D]`` to
+        """Put prefix tokens in front and add the absolute position: ``[B, H, W, D]`` to
         ``[B, P + H*W, D]``.
         """
         grid = (x.shape[1], x.shape[2])
@@ -293,7 +293,7 @@ class VisionAttnTransformer(VisionTransformer):
         return self.pos_drop(torch.cat([*prefix, x], dim=1) + position)
 
     def _embed(self, x: Tensor) -> tuple[Tensor, TokenLayout]:
-        """Images ``[B, C, H_px, W_px]`` to tokens ``[B, P + n, D]`` and where they lie."""
+        """Turn images ``[B, C, H_px, W_px]`` into tokens ``[B, P + n, D]``; say where they lie."""
         x = self.patch_embed(x)
         grid = Grid(x.shape[1], x.shape[2])
         x = self._pos_embed(x)
@@ -321,7 +321,7 @@ class VisionAttnTransformer(VisionTransformer):
     def forward_features(
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
-        """Images ``[B, C, H_px, W_px]`` to normalised tokens ``[B, P + n, D]``."""
+        """Turn images ``[B, C, H_px, W_px]`` into normalised tokens ``[B, P + n, D]``."""
         x, layout = self._embed(x)
         for block in self.blocks:
             x = self._run_block(block, x, layout, attn_mask, is_causal)
@@ -330,10 +330,10 @@ class VisionAttnTransformer(VisionTransformer):
     def forward(
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
-        """Images ``[B, C, H_px, W_px]`` to logits ``[B, num_classes]``.
+        """Turn images ``[B, C, H_px, W_px]`` into logits ``[B, num_classes]``.
 
-        As in timm; defined here because FX looks for functions that it must not trace beside the
-        ``forward`` it traces.
+        This does what timm's does. It is defined here because FX looks for functions that it must
+        not trace in the module of the ``forward`` that it traces.
         """
         return self.forward_head(self.forward_features(x, attn_mask=attn_mask, is_causal=is_causal))
 
@@ -350,7 +350,7 @@ class VisionAttnTransformer(VisionTransformer):
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
     ):
-        """The tokens or maps after chosen blocks; arguments and results as in timm.
+        """Return the tokens or maps after chosen blocks; arguments and results are those of timm.
 
         Maps are ``[B, D, H, W]``; where patches were dropped, their places are zero.
         """
@@ -378,7 +378,7 @@ class VisionAttnTransformer(VisionTransformer):
 
 
 def _to_map(patches: Tensor, layout: TokenLayout) -> Tensor:
-    """``[B, n, D]`` to ``[B, D, H, W]``, zero where a patch is absent."""
+    """Turn ``[B, n, D]`` into ``[B, D, H, W]``, zero where a patch is absent."""
     if layout.kept is not None:
         index = layout.kept.unsqueeze(-1).expand(-1, -1, patches.shape[2])
         patches = patches.new_zeros(

@@ -19,10 +19,10 @@ def _resamples(table: Tensor, shape: torch.Size) -> bool:
 
 
 def resample_table(table: Tensor, shape: torch.Size) -> Tensor:
-    """A relative table ``[h, 2R+1, (2R+1,) d]`` at another horizon, interpolated between its
-    outermost classes.
+    """Bring a relative table ``[h, 2R+1, (2R+1,) d]`` to another horizon by interpolating between
+    its outermost classes.
 
-    The centre stays the centre; a table of another number of heads or another width cannot be
+    The centre stays the centre. A table of another number of heads or another width cannot be
     resampled.
 
     Raises:
@@ -61,7 +61,7 @@ def checkpoint_filter_fn(
 
     Args:
         state_dict: the weights, possibly under "model" or "state_dict".
-        model: what they shall fit.
+        model: the model that they are to fit.
         source_grid: (H, W) in patches that the absolute position was made for; None: the model's
             own if it has as many patches, else a square. A position that no grid explains is passed
             on as it is.
@@ -83,8 +83,8 @@ def checkpoint_filter_fn(
 
 
 def _fit_position(position: Tensor, model: nn.Module, grid: tuple[int, int] | None) -> Tensor:
-    """Absolute position ``[1, P + H*W, D]`` on the model's grid; as it is where no grid explains
-    its number of tokens.
+    """Bring an absolute position ``[1, P + H*W, D]`` to the model's grid; leave it as it is where
+    no grid explains its number of tokens.
     """
     prefix = 0 if model.no_embed_class else model.num_prefix_tokens
     patches, own = position.shape[1] - prefix, tuple(model.patch_embed.grid_size)
@@ -101,7 +101,7 @@ def _fit_position(position: Tensor, model: nn.Module, grid: tuple[int, int] | No
 
 
 def _place_norm(name: str, own: dict[str, Tensor]) -> str:
-    """The final norm's name in the model: ``norm`` before pooling, ``fc_norm`` after it."""
+    """Return the final norm's name in the model: ``norm`` before pooling, ``fc_norm`` after it."""
     module, _, leaf = name.rpartition(".")
     other = {"norm": f"fc_norm.{leaf}", "fc_norm": f"norm.{leaf}"}.get(module)
     return other if name not in own and other in own else name

@@ -37,12 +37,12 @@ PIXEL |= dict(init_values=1e-4, global_pool="token")
 
 
 def is_ours(name: str) -> bool:
-    """Whether timm has the model of this name from this package."""
+    """Tell whether timm has the model of this name from this package."""
     return model_entrypoint(name).__module__.startswith("visionattn.")
 
 
 def _family_names(family: str) -> dict[str, dict[str, Any]]:
-    """Short and long name of each size, with the arguments of the size."""
+    """Return the short and the long name of each size, with the arguments of the size."""
     names = {}
     for letter, (word, size) in SIZES.items():
         names[f"{family}_{letter}"] = names[f"{family}_{word}_patch16_224"] = size
@@ -50,7 +50,7 @@ def _family_names(family: str) -> dict[str, dict[str, Any]]:
 
 
 def _cfg(**fields) -> dict[str, Any]:
-    """timm's description of a model without weights."""
+    """Return timm's description of a model without weights."""
     cfg = dict(
         input_size=(3, 224, 224),
         num_classes=1000,
@@ -68,8 +68,8 @@ def _cfg(**fields) -> dict[str, Any]:
 
 
 def family_cfgs(family: str, pixel: str | None = None, **fields):
-    """Default configurations of a family: each of its names, untrained, and its pixel model if it
-    has one.
+    """Return the default configurations of a family: of each of its names, untrained, and of its
+    pixel model if it has one.
     """
     cfgs = {f"{name}.untrained": _cfg(**fields) for name in _family_names(family)}
     if pixel is not None:
@@ -97,8 +97,8 @@ def register_family(module: str, family: str, **options) -> None:
 
 
 def register_pixel(module: str, name: str, **options) -> None:
-    """Register the model of single pixels of grey 32 x 32 images, one-hot ``[B, 256, 32, 32]``:
-    width 256, depth 1, 4 heads.
+    """Register a model whose patches are the pixels of grey 32 x 32 images, one-hot
+    ``[B, 256, 32, 32]``: width 256, depth 1, 4 heads.
 
     Source: TaylorShift, section 5 (class token, LayerScale from 1e-4, MLP ratio 1).
     """

@@ -1,8 +1,8 @@
 """Weights on disk: a safetensors file that carries what is needed to rebuild its model, and the
 reading of any weights.
 
-Owns the format of our weight files and ``DataSpec``, the contract between a model and its images.
-Knows nothing of training.
+This module owns the format of our weight files and ``DataSpec``, the contract between a model and
+its images. It knows nothing of training.
 """
 
 import json
@@ -58,7 +58,7 @@ UNBUILDABLE = (
 
 @dataclass(frozen=True)
 class DataSpec:
-    """What a model expects of its images, and what its outputs mean; it travels with the
+    """What a model expects of its images, and what its outputs mean. It travels with the
     weights.
     """
 
@@ -123,7 +123,7 @@ def save_model(
         args: the keyword arguments that build it, besides ``num_classes`` and ``in_chans``; JSON
             types.
         spec: what its images are.
-        notes: more metadata of the file.
+        notes: further metadata for the file.
     """
     metadata = {"format": FORMAT, "version": str(FORMAT_VERSION), "model": name}
     metadata |= {"args": json.dumps(args), "data": json.dumps(asdict(spec))}
@@ -249,7 +249,7 @@ def existing(path: str | Path) -> Path:
     """Return the path of a file that is there and may be read.
 
     Raises:
-        FileNotFoundError, PermissionError: it is not, or may not.
+        FileNotFoundError, PermissionError: there is no such file, or it may not be read.
     """
     path = Path(path)
     if not path.is_file():
@@ -259,14 +259,14 @@ def existing(path: str | Path) -> Path:
 
 
 def open_safetensors(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """Read metadata and tensors; raises ``SafetensorError`` for any other file."""
+    """Read metadata and tensors; raise ``SafetensorError`` for any other file."""
     with safe_open(path, framework="pt") as file:
         names = file.keys()
         return file.metadata() or {}, {name: file.get_tensor(name) for name in names}
 
 
 def explain_safetensors(path: Path, error: SafetensorError) -> ValueError:
-    """Make the error of a file that safetensors could not read."""
+    """Make the error for a file that safetensors could not read."""
     if is_pickle(path):
         return ValueError(
             f"{path} is a pickle of torch.save, not a safetensors file; give the best.safetensors "
@@ -280,8 +280,8 @@ def explain_safetensors(path: Path, error: SafetensorError) -> ValueError:
 def is_pickle(path: Path) -> bool:
     """Tell whether a file that safetensors cannot read is a whole pickle, alone or in torch's zip.
 
-    Its first bytes do not tell, since those of a safetensors file are the length of its head, which
-    may be any number. So this follows the pickle to its end, which runs nothing of it.
+    Its first bytes do not tell: in a safetensors file they are the length of its head, which may be
+    any number. So this follows the pickle to its end, which runs nothing of it.
     """
     try:
         if zipfile.is_zipfile(path):
@@ -366,7 +366,7 @@ def read_state_dict(path: str | Path) -> dict[str, Tensor]:
 
 
 def _read_other(path: Path, error: SafetensorError) -> Any:
-    """Read what ``torch.save`` wrote; the error for a file of neither format names both."""
+    """Read what ``torch.save`` wrote; the error for a file in neither format names both."""
     try:
         return read_pickle(path)
     except ValueError as second:
@@ -379,7 +379,7 @@ def _read_other(path: Path, error: SafetensorError) -> Any:
 
 
 def _tensors_in(content: Any) -> dict[str, Tensor]:
-    """Find the tensors by name in a state dict: those that lie deepest under the usual keys."""
+    """Return the named tensors of a state dict: those that lie deepest under the usual keys."""
     if not isinstance(content, dict):
         return {}
     for key in ("ema", "state_dict_ema", "model_ema", "model", "state_dict", "module"):
