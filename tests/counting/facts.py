@@ -1,7 +1,7 @@
 """What the compiler says of kernels, remembered by all that it was given.
 
 ``tests/kernels/compiled.json`` holds it by version of Triton, which brings its ptxas, and by a
-fingerprint of the kernel's source, its specialisation, its options and the GPU. A kernel that is
+fingerprint of the kernel's code, its specialisation, its options and the GPU. A kernel that is
 on record is not compiled again.
 
 Run in a process of its own, in which Triton does not interpret: ``python -m tests.counting.facts
@@ -11,11 +11,13 @@ argument and its values; prints one JSON object by module. ``--record`` compiles
 compile, and writes the record of the Triton that is installed.
 """
 
+import ast
 import json
 import math
 import os
 import subprocess
 import sys
+import textwrap
 from collections.abc import Sequence
 from functools import cache
 from hashlib import sha256
@@ -50,12 +52,51 @@ class Facts(NamedTuple):
 
 
 def fingerprint(launch: Launch, capability: int) -> str:
-    """A name of everything that the compiler is given."""
+    """A name of all that decides what the compiler makes: not of comments and lines' numbers."""
     from triton.compiler import make_backend
 
     _, source, target, options = launch.specialised(capability)
-    given = [source.hash(), str(target), make_backend(target).parse_options(options).hash()]
-    return sha256(" ".join(given).encode()).hexdigest()[:20]
+    given = [source.signature, source.constants, source.attrs, text_of(launch.kernel), target]
+    given.append(make_backend(target).parse_options(options).hash())
+    return sha256(" ".join(map(str, given)).encode()).hexdigest()[:20]
+
+
+@cache
+def text_of(kernel) -> str:
+    """The code of a kernel, of the functions that it calls and of the values that it names, each
+    once, comments and docstrings left out.
+    """
+    from triton.language import constexpr
+    from triton.runtime import JITFunction
+
+    found: dict[str, str] = {}
+    waiting = [kernel]
+    while waiting:
+        function = waiting.pop()
+        place = f"{function.module}.{function.__name__}"
+        if place in found:
+            continue
+        tree = ast.parse(textwrap.dedent(function.src))
+        (definition,) = tree.body
+        if ast.get_docstring(definition) is not None:
+            definition.body = definition.body[1:] or [ast.Pass()]
+        found[place] = ast.unparse(definition)
+        for node in ast.walk(definition):
+            value = _value_of(node, function.fn.__globals__)
+            if isinstance(value, JITFunction):
+                waiting.append(value)
+            elif isinstance(value, (constexpr, int, float, str, tuple)):
+                found[f"{place}: {ast.unparse(node)}"] = repr(value)
+    return json.dumps(found, sort_keys=True)
+
+
+def _value_of(node: ast.AST, names: dict[str, object]) -> object:
+    """What a name or an attribute stands for among these global names; None: something local."""
+    if isinstance(node, ast.Name):
+        return names.get(node.id)
+    if isinstance(node, ast.Attribute):
+        return getattr(_value_of(node.value, names), node.attr, None)
+    return None
 
 
 @cache
