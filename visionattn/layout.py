@@ -22,7 +22,7 @@ class Grid(NamedTuple):
 
     @property
     def num_patches(self) -> int:
-        """``H * W``."""
+        """The number of patches, ``H * W``."""
         return self.height * self.width
 
 
@@ -47,6 +47,6 @@ class TokenLayout(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the sequence: P and the patches that are present."""
+        """The number of tokens in the sequence: P and the patches that are present."""
         patches = self.grid.num_patches if self.kept is None else self.kept.shape[1]
         return self.num_prefix + patches

@@ -37,7 +37,7 @@ class Augment:
         smallest_crop: float = 0.08,
         border: Literal["black", "reflect"] = "reflect",
     ):
-        """``border`` says what lies beyond the edge of an image that is shifted or rotated."""
+        """Name the pipeline; ``border`` is what lies beyond the edge of a moved image."""
         self.name, self.smallest_crop = name, smallest_crop
         self.border = cv2.BORDER_CONSTANT if border == "black" else cv2.BORDER_REFLECT_101
         self._pipelines: dict[int, A.Compose] = {}

@@ -61,7 +61,7 @@ class Opened:
 
     @property
     def usual_batch(self) -> int:
-        """Images per batch where nobody says how many."""
+        """Return how many images make a batch where nobody says so."""
         return NATIVE_BATCH if self.img_size is None else SIZED_BATCH
 
     def identity(self) -> dict[str, Any]:

@@ -46,14 +46,14 @@ class AttentionKind:
 
     @property
     def function(self) -> Callable[..., Tensor]:
-        """The operation."""
+        """Return the operation, a function of ``visionattn.ops``."""
         from visionattn import ops  # here, since operations read this table
 
         return getattr(ops, f"{self.name}_attention")
 
     @property
     def operations(self) -> tuple[str, ...]:
-        """Its names in tables of costs: causal, it is another operation."""
+        """Return its names in tables of costs; the causal operation has a name of its own."""
         return (self.name, f"{self.name} causal") if self.causal else (self.name,)
 
 
@@ -68,7 +68,7 @@ ATTENTIONS: dict[str, AttentionKind] = {
 
 
 def get_attention(name: str) -> AttentionKind:
-    """The attention of that name. ValueError where there is none."""
+    """Return the attention of that name. ValueError where there is none."""
     if name not in ATTENTIONS:
         raise ValueError(f"attention {name!r}: wanted one of {', '.join(ATTENTIONS)}")
     return ATTENTIONS[name]

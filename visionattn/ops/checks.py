@@ -23,7 +23,7 @@ def _described(x: object) -> str:
 
 
 def _is_readable(x: Tensor) -> bool:
-    """Whether looking at the entries costs little: not on an accelerator, not while a compiler
+    """Tell whether looking at the entries costs little: not on an accelerator, not while a compiler
     traces.
     """
     return x.device.type == "cpu" and not torch.compiler.is_compiling()

@@ -69,8 +69,8 @@ def check_sizes(least: int, **sizes: int) -> None:
 
 
 def packed_operations(n: int, m: int, d: int, e: int) -> int:
-    """Operations of one head of TaylorShift's efficient form with packed features, a multiply and
-    an add being two.
+    """Count the operations of one head of TaylorShift's efficient form with packed features, a
+    multiply and an add being two.
 
     ``F = d (d + 1) / 2`` features of each query and key, ``(2 F + 2 d) e`` to sum the values over
     them and over x itself and as many to use the sums, ``2 d^2`` to sum and to use ``K^T K`` for
@@ -82,7 +82,7 @@ def packed_operations(n: int, m: int, d: int, e: int) -> int:
 
 
 def direct_operations(n: int, m: int, d: int, e: int) -> int:
-    """Operations of one head of TaylorShift's direct form as published:
+    """Count the operations of one head of TaylorShift's direct form as published:
     ``2 n m (d + e) + 6 n m``.
     """
     return 2 * n * m * (d + e) + 6 * n * m
@@ -91,7 +91,8 @@ def direct_operations(n: int, m: int, d: int, e: int) -> int:
 def work(
     operation: str, form: str, n: int, m: int, d: int, e: int, *, heads: int = 1, batch: int = 1
 ) -> dict[str, int]:
-    """What a form does, by kind; predicted seconds are linear in it, with one coefficient per kind.
+    """Return what a form does, by kind of work. Predicted seconds are linear in it, with one
+    coefficient for each kind.
 
     Returns:
         multiply_adds of the large products; elements that are squared or multiplied one by one
@@ -117,7 +118,7 @@ def work(
 
 
 def _visible_pairs(n: int, m: int) -> int:
-    """Pairs of a query and a key that is not after it."""
+    """Count the pairs of a query and a key that is not after it."""
     first = min(n, m)
     return first * (first + 1) // 2 + (n - first) * m
 
@@ -128,7 +129,7 @@ def _calibration() -> dict:
 
 
 def _coefficients(operation: str, dtype: torch.dtype, device: str | torch.device) -> dict | None:
-    """Seconds per unit of work, by form; None where nothing was measured."""
+    """Return the seconds per unit of work, by form; None where nothing was measured."""
     name = "float64" if dtype == torch.float64 else "float32"
     measured = _calibration().get(torch.device(device).type)
     return None if measured is None else measured["seconds"].get(name, {}).get(operation)
@@ -137,7 +138,7 @@ def _coefficients(operation: str, dtype: torch.dtype, device: str | torch.device
 def is_calibrated(
     operation: str, *, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
 ) -> bool:
-    """Whether ``calibration.json`` holds measurements of the operation on this kind of device."""
+    """Tell whether ``calibration.json`` has measurements of the operation on such a device."""
     return _coefficients(operation, dtype, device) is not None
 
 
@@ -154,7 +155,7 @@ def predicted_seconds(
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
 ) -> float:
-    """Seconds of one forward pass, as the machine of ``calibration.json`` would take.
+    """Predict the seconds of one forward pass on the machine of ``calibration.json``.
 
     Args:
         operation: one of ``OPERATIONS``, such as "kernelized causal".
@@ -194,7 +195,7 @@ def held_elements(
     batch: int = 1,
     device: str | torch.device = "cpu",
 ) -> int:
-    """Entries of the buffers and states that a form holds above inputs and output.
+    """Count the entries of the buffers and states that a form holds above inputs and output.
 
     Direct: a block of scores and its product with the values. Efficient TaylorShift: sums over
     features and over x, and a chunk of tokens with its features, of as many heads at once as a CPU
@@ -258,8 +259,8 @@ def choose_form(
     device: str | torch.device = "cpu",
     by: str = "speed",
 ) -> str:
-    """The form that ``form="auto"`` stands for: "direct" or "efficient". A tie goes to the direct
-    form.
+    """Return the form that ``form="auto"`` stands for: "direct" or "efficient". A tie goes to the
+    direct form.
 
     By speed the one of fewer ``predicted_seconds``. Where the kind of device was not measured (a
     GPU: its entry is missing from ``calibration.json``), the one of fewer operations, packed
@@ -310,8 +311,8 @@ def _cheaper(costs: list[float]) -> str:
 
 
 def crossover(operation: str, d: int, **options) -> int | None:
-    """The smallest number of tokens N = M from which ``choose_form`` takes the efficient form, v
-    being as wide as q.
+    """Return the smallest number of tokens N = M from which ``choose_form`` takes the efficient
+    form, v being as wide as q.
 
     Args:
         options: those of ``choose_form``.

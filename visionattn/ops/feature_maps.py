@@ -19,14 +19,14 @@ class FeatureMap(Protocol):
     """
 
     def query(self, x: Tensor) -> Tensor:
-        """Features of queries, ``[B, h, N, f]``."""
+        """Return the features of queries, ``[B, h, N, f]``."""
 
     def key(self, x: Tensor) -> Tensor:
-        """Features of keys, ``[B, h, M, f]``."""
+        """Return the features of keys, ``[B, h, M, f]``."""
 
 
 def elu1(x: Tensor) -> Tensor:
-    """``elu(x) + 1``, positive everywhere. Source: Katharopoulos et al. 2020, eq. 7.
+    """Return ``elu(x) + 1``, positive everywhere. Source: Katharopoulos et al. 2020, eq. 7.
 
     Written as ``exp(min(x, 0)) + max(x, 0)``: adding 1 to ``elu`` rounds to zero below -17 in
     float32.
@@ -59,12 +59,12 @@ class PositionSoftmax:
 
     @staticmethod
     def query(x: Tensor) -> Tensor:
-        """Softmax over the last axis of ``[B, h, N, d]``."""
+        """Take the softmax over the last axis of ``[B, h, N, d]``."""
         return x.softmax(-1)
 
     @staticmethod
     def key(x: Tensor, key_mask: Tensor | None = None) -> Tensor:
-        """Softmax over the positions that ``key_mask [B, M]`` keeps, times their number; 0
+        """Take the softmax over the positions that ``key_mask [B, M]`` keeps, times their number; 0
         elsewhere.
         """
         if key_mask is None:
@@ -140,7 +140,8 @@ class RandomFeatures(nn.Module):
         self.redraw()
 
     def query(self, x: Tensor) -> Tensor:
-        """Features ``[B, h, N, m]`` of ``x [B, h, N, d]``, float32 (float64 for float64 x).
+        """Return the features ``[B, h, N, m]`` of ``x [B, h, N, d]``, float32 (float64 for float64
+        x).
 
         Raises:
             ValueError: x of another width.
@@ -157,14 +158,14 @@ class RandomFeatures(nn.Module):
     key = query
 
     def extra_repr(self) -> str:
-        """The sizes, for printing."""
+        """Return the sizes, for printing."""
         num_features, d = self.projection.shape
         return f"d={d}, num_features={num_features}"
 
 
 def orthogonal_rows(d: int, rows: int, generator: torch.Generator | None = None) -> Tensor:
-    """``[rows, d]`` in float64: each row normal, those of a group of d orthogonal to each other;
-    drawn where the generator is.
+    """Draw ``[rows, d]`` in float64: each row normal, those of a group of d orthogonal to each
+    other; drawn where the generator is.
     """
     options = dict(
         dtype=torch.float64,
@@ -189,7 +190,8 @@ by eager operations.
 def make_feature_map(
     name: str, d: int, num_features: int | None = None, *, device=None, dtype=None
 ) -> "str | RandomFeatures":
-    """The map of a layer as ``kernelized_attention`` takes it: its name, or a ``RandomFeatures``.
+    """Return the map of a layer as ``kernelized_attention`` takes it: its name, or a
+    ``RandomFeatures``.
 
     Args:
         name: of ``FEATURE_MAPS``, or "random".
@@ -211,7 +213,7 @@ def make_feature_map(
 
 
 def get_feature_map(feature_map: str | FeatureMap) -> FeatureMap:
-    """The map of that name, or the object itself.
+    """Return the map of that name, or the object itself.
 
     Raises:
         ValueError: no map of that name, or an object that is none.
@@ -230,18 +232,18 @@ def get_feature_map(feature_map: str | FeatureMap) -> FeatureMap:
 
 
 def is_per_token(feature_map: FeatureMap) -> bool:
-    """Whether a key's features depend on that key alone."""
+    """Tell whether a key's features depend on that key alone."""
     return getattr(feature_map, "per_token", True)
 
 
 def map_name(feature_map: FeatureMap) -> str:
-    """What operators call the map: its name if it is ``IN_OPERATORS``, else "given"."""
+    """Return what operators call the map: its name if it is ``IN_OPERATORS``, else "given"."""
     return next((name for name in IN_OPERATORS if FEATURE_MAPS[name] is feature_map), "given")
 
 
 def query_features(feature_map: FeatureMap, q: Tensor, width: int | None = None) -> Tensor:
-    """Features ``[B, h, N, f]`` of ``q [B, h, N, d]``. ValueError for another shape, or f other
-    than ``width``.
+    """Return the features ``[B, h, N, f]`` of ``q [B, h, N, d]``. ValueError for another shape, or
+    f other than ``width``.
     """
     return _checked(feature_map.query(q), "query", q, width)
 
@@ -249,8 +251,8 @@ def query_features(feature_map: FeatureMap, q: Tensor, width: int | None = None)
 def key_features(
     feature_map: FeatureMap, k: Tensor, key_mask: Tensor | None, width: int | None = None
 ) -> Tensor:
-    """Features ``[B, h, M, f]`` of ``k [B, h, M, d]``; what the keys hold that ``key_mask [B, M]``
-    leaves out plays no part.
+    """Return the features ``[B, h, M, f]`` of ``k [B, h, M, d]``; what the keys hold that
+    ``key_mask [B, M]`` leaves out plays no part.
 
     Raises:
         ValueError: features of another shape, or f other than ``width``.

@@ -153,7 +153,7 @@ def _refuse(ctx, *grads):
 
 
 def _parameters(function: Callable) -> dict[str, object]:
-    """The parameters of an operator or a function, with their annotations."""
+    """Return the parameters of an operator or a function, with their annotations."""
     parameters = inspect.signature(_FUNCTIONS.get(function, function)).parameters
     return {name: parameter.annotation for name, parameter in parameters.items()}
 

@@ -58,7 +58,7 @@ __all__ = [
 
 
 def ops_direct(n: int, d: int) -> int:
-    """Operations of direct TaylorShift for n tokens of width d: ``4 n^2 d + 6 n^2``.
+    """Count the operations of direct TaylorShift for n tokens of width d: ``4 n^2 d + 6 n^2``.
 
     Source: TaylorShift, "Floating Point Operations".
     """
@@ -67,7 +67,7 @@ def ops_direct(n: int, d: int) -> int:
 
 
 def ops_efficient(n: int, d: int) -> int:
-    """Operations of efficient TaylorShift: ``n (4 d^3 + 10 d^2 + 9 d + 4)``.
+    """Count the operations of efficient TaylorShift: ``n (4 d^3 + 10 d^2 + 9 d + 4)``.
 
     Source: TaylorShift, "Floating Point Operations".
     """
@@ -76,7 +76,8 @@ def ops_efficient(n: int, d: int) -> int:
 
 
 def entries_direct(n: int, d: int) -> int:
-    """Entries that direct TaylorShift holds at its peak: V, the scores, and their polynomial.
+    """Count the entries that direct TaylorShift holds at its peak: V, the scores, and their
+    polynomial.
 
     Source: TaylorShift, "Size of intermediate Results".
     """
@@ -85,7 +86,8 @@ def entries_direct(n: int, d: int) -> int:
 
 
 def entries_efficient(n: int, d: int) -> int:
-    """Entries that efficient TaylorShift holds at its peak, while it sums V over d^2 features.
+    """Count the entries that efficient TaylorShift holds at its peak, while it sums V over d^2
+    features.
 
     Source: TaylorShift, "Size of intermediate Results".
     """
@@ -94,8 +96,8 @@ def entries_efficient(n: int, d: int) -> int:
 
 
 def N0(d: int) -> int:
-    """Tokens from which efficient TaylorShift takes no more operations than direct: 73, 273, 1057,
-    4161, 16513 for d = 8 .. 128.
+    """Return the number of tokens from which efficient TaylorShift takes no more operations than
+    direct: 73, 273, 1057, 4161, 16513 for d = 8 .. 128.
 
     ``(4 d^3 + 10 d^2 + 9 d + 4) / (4 d + 6)``, rounded up; the nearest whole number gives the same
     table. Source: TaylorShift, "Floating Point Operations".
@@ -105,8 +107,8 @@ def N0(d: int) -> int:
 
 
 def N1(d: int) -> int:
-    """Tokens from which efficient TaylorShift holds no more entries than direct: 47, 159, 574,
-    2174, 8446 for d = 8 .. 128.
+    """Return the number of tokens from which efficient TaylorShift holds no more entries than
+    direct: 47, 159, 574, 2174, 8446 for d = 8 .. 128.
 
     ``(d^2 + 2 d + 1 + sqrt(d^4 + 12 d^3 + 14 d^2 + 4 d + 1)) / 4``, rounded up. The table's 159 at
     d = 16 is 158.25: only rounding up gives it. The calculator on the paper's web page shows
@@ -117,7 +119,8 @@ def N1(d: int) -> int:
 
 
 def N1_bound(d: int) -> int:
-    """Upper bound of N1, ``d^2 / 2 + 2 d + 1 / 2`` rounded up: 577 at d = 32, where N1 is 574.
+    """Return the upper bound of N1, ``d^2 / 2 + 2 d + 1 / 2`` rounded up: 577 at d = 32, where N1
+    is 574.
 
     Source: TaylorShift, "Size of intermediate Results".
     """
@@ -126,7 +129,7 @@ def N1_bound(d: int) -> int:
 
 
 def _positive_root(p: int, q: int) -> int:
-    """The smallest whole N > 0 with ``2 N^2 >= p N + q``; p and q are not negative."""
+    """Return the smallest whole N > 0 with ``2 N^2 >= p N + q``; p and q are not negative."""
     square = p * p + 8 * q
     root = isqrt(square)
     return -(-(p + root + (root * root < square)) // 4)
@@ -140,7 +143,7 @@ def _head_width(dim: int, heads: int) -> int:
 
 
 def ops_direct_heads(n: int, dim: int, heads: int) -> int:
-    """Operations of direct TaylorShift with ``heads`` heads of width ``dim / heads``:
+    """Count the operations of direct TaylorShift with ``heads`` heads of width ``dim / heads``:
     ``4 n^2 dim + 6 n^2 heads``.
 
     Grows with the number of heads. Source: TaylorShift, "Floating Point Operations", once per head.
@@ -149,7 +152,7 @@ def ops_direct_heads(n: int, dim: int, heads: int) -> int:
 
 
 def ops_efficient_heads(n: int, dim: int, heads: int) -> int:
-    """Operations of efficient TaylorShift:
+    """Count the operations of efficient TaylorShift:
     ``n (4 dim^3 / heads^2 + 10 dim^2 / heads + 9 dim + 4 heads)``.
 
     Falls with the number of heads. Source: TaylorShift, "How can we increase the efficiency?".
@@ -158,7 +161,7 @@ def ops_efficient_heads(n: int, dim: int, heads: int) -> int:
 
 
 def entries_direct_heads(n: int, dim: int, heads: int) -> int:
-    """Entries of direct TaylorShift: ``dim n + 2 heads n^2``.
+    """Count the entries of direct TaylorShift: ``dim n + 2 heads n^2``.
 
     Source: TaylorShift, "Size of intermediate Results", once per head.
     """
@@ -166,7 +169,7 @@ def entries_direct_heads(n: int, dim: int, heads: int) -> int:
 
 
 def entries_efficient_heads(n: int, dim: int, heads: int) -> int:
-    """Entries of efficient TaylorShift:
+    """Count the entries of efficient TaylorShift:
     ``dim^3 / heads^2 + (n + 1) dim^2 / heads + 3 n dim + n heads``.
 
     Falls with the number of heads. Source: TaylorShift, "How can we increase the efficiency?".
@@ -175,7 +178,7 @@ def entries_efficient_heads(n: int, dim: int, heads: int) -> int:
 
 
 def ops_efficient_packed(n: int, d: int) -> int:
-    """Operations of our efficient form: ``n (2 d^3 + 11 d^2 + 10 d + 4)``, about half of
+    """Count the operations of our efficient form: ``n (2 d^3 + 11 d^2 + 10 d + 4)``, about half of
     ``ops_efficient``.
 
     The features are the ``d (d + 1) / 2`` distinct products (the code keeps ``d (d + 4) / 2``, in
@@ -186,8 +189,8 @@ def ops_efficient_packed(n: int, d: int) -> int:
 
 
 def entries_efficient_packed(n: int, d: int, *, chunk_tokens: int | None = None) -> int:
-    """Entries that our efficient form holds for one head: q, k, v, the sums over features, and the
-    features of one chunk.
+    """Count the entries that our efficient form holds for one head: q, k, v, the sums over
+    features, and the features of one chunk.
 
     Args:
         chunk_tokens: tokens whose features are held at once; None takes those of the code.
@@ -207,16 +210,16 @@ def _chunk_tokens(given: int | None, d: int) -> int:
 
 
 def N0_packed(d: int) -> int:
-    """Tokens from which our efficient form takes no more operations than ``ops_direct``: 160, 576,
-    2175 for d = 16, 32, 64.
+    """Return the number of tokens from which our efficient form takes no more operations than
+    ``ops_direct``: 160, 576, 2175 for d = 16, 32, 64.
     """
     check_sizes(1, d=d)
     return -(-ops_efficient_packed(1, d) // ops_direct(1, d))
 
 
 def N1_packed(d: int, *, chunk_tokens: int | None = None) -> int:
-    """Tokens from which our efficient form holds no more entries than ``entries_direct``, the whole
-    matrix of scores.
+    """Return the number of tokens from which our efficient form holds no more entries than
+    ``entries_direct``, the whole matrix of scores.
 
     Our own direct form works on blocks and holds less than that: ``choose_form(by="memory")``
     compares with it.
@@ -229,8 +232,8 @@ def N1_packed(d: int, *, chunk_tokens: int | None = None) -> int:
 
 
 def scaleformer_causal_form(n: int, m: int, d: int) -> str:
-    """Form of the causal content term for n queries, m keys: direct holds ``n m``, efficient
-    ``d^2 max(n, m)``.
+    """Return the form of the causal content term for n queries, m keys: direct holds ``n m``,
+    efficient ``d^2 max(n, m)``.
 
     Source: Scaleformer, section 5, and as there without batch or heads; a tie goes to the quadratic
     form in all three rules.
@@ -240,16 +243,19 @@ def scaleformer_causal_form(n: int, m: int, d: int) -> str:
 
 
 def scaleformer_bidirectional_form(n: int, m: int, d: int) -> str:
-    """Form of the content term without a mask: direct holds ``n m``, efficient ``d^2``. Source:
-    Scaleformer, section 5.
+    """Return the form of the content term without a mask: direct holds ``n m``, efficient ``d^2``.
+
+    Source: Scaleformer, section 5.
     """
     check_sizes(1, n=n, m=m, d=d)
     return "direct" if n * m <= d * d else "efficient"
 
 
 def scaleformer_relative_form(n: int, m: int, horizon: int) -> str:
-    """Form of the relative term: direct holds ``n m``, efficient ``n (2 horizon + 1 + 4)``. Source:
-    Scaleformer, section 5.
+    """Return the form of the relative term: direct holds ``n m``, efficient
+    ``n (2 horizon + 1 + 4)``.
+
+    Source: Scaleformer, section 5.
     """
     check_sizes(1, n=n, m=m)
     check_sizes(0, horizon=horizon)

@@ -27,7 +27,7 @@ def taylorshift_attention(
     causal: bool = False,
     output_scale: bool = False,
 ) -> Tensor:
-    """Weights ``a x^2 + b x + c`` of ``x = q.k``, divided by their sum.
+    """Take the mean of v under the weights ``a x^2 + b x + c`` of ``x = q.k``.
 
     Args:
         q: ``[B, h, N, d]``.
@@ -70,7 +70,7 @@ def kernelized_attention(
     key_mask: Tensor | None = None,
     causal: bool = False,
 ) -> Tensor:
-    """Weights ``phi(q).phi(k)``, divided by their sum; 0 for a query whose weights are all 0.
+    """Take the mean of v under the weights ``phi(q).phi(k)``; 0 where all weights of a query are 0.
 
     Args:
         q: ``[B, h, N, d]``.
@@ -107,7 +107,8 @@ def softmax_attention(
     key_mask: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """``softmax(q.k / sqrt(d) + bias) v`` over the keys that take part; 0 where there are none.
+    """Return ``softmax(q.k / sqrt(d) + bias) v`` over the keys that take part; 0 where there are
+    none.
 
     Args:
         q: ``[B, h, N, d]``.
@@ -132,8 +133,8 @@ def softmax_attention(
 
 
 def relative_bias(relative, q: Tensor, num_keys: int | None = None) -> Tensor:
-    """``q_i.r_(j-i) / sqrt(d)`` of signed tables, 0 for pairs with a prefix token: the bias of the
-    softmax twin.
+    """Return ``q_i.r_(j-i) / sqrt(d)`` of signed tables, 0 for pairs with a prefix token: the bias
+    of the softmax twin.
 
     Args:
         relative: Flat, Axial or Joint; the sign of its entries is free.
@@ -151,7 +152,7 @@ def relative_bias(relative, q: Tensor, num_keys: int | None = None) -> Tensor:
 
 
 def relative_weights(relative, q: Tensor, present: Tensor, causal: bool = False) -> Tensor:
-    """The dense weights ``S_ij = elu1(q_i).r_(j-i)`` of a linear relative position.
+    """Return the dense weights ``S_ij = elu1(q_i).r_(j-i)`` of a linear relative position.
 
     The class of a pair is ``clip(key - query, -R, R) + R``; on a grid the rows give one class and
     the columns another. A pair with a prefix token or with a key that the query does not see has
@@ -176,20 +177,20 @@ def relative_weights(relative, q: Tensor, present: Tensor, causal: bool = False)
 
 
 def elu1(x: Tensor) -> Tensor:
-    """``elu(x) + 1``: ``x + 1`` above 0 and ``exp(x)`` below, without the rounding of
+    """Return ``elu(x) + 1``: ``x + 1`` above 0 and ``exp(x)`` below, without the rounding of
     ``exp(x) - 1 + 1``.
     """
     return torch.where(x > 0, x + 1, x.clamp(max=0).exp())
 
 
 def unit_length(x: Tensor) -> Tensor:
-    """``x / max(|x|, 1e-6)`` along the last axis, the norm in float32 or wider."""
+    """Return ``x / max(|x|, 1e-6)`` along the last axis, the norm in float32 or wider."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return (wide / wide.norm(dim=-1, keepdim=True).clamp(min=1e-6)).to(x.dtype)
 
 
 def _present(k: Tensor, key_mask: Tensor | None) -> Tensor:
-    """``[B, M]`` bool: the keys that take part."""
+    """Return the keys that take part, bool ``[B, M]``."""
     return (
         torch.ones(k.shape[0], k.shape[2], dtype=torch.bool, device=k.device)
         if key_mask is None
@@ -198,13 +199,13 @@ def _present(k: Tensor, key_mask: Tensor | None) -> Tensor:
 
 
 def _visible(present: Tensor, q: Tensor, causal: bool) -> Tensor:
-    """``[B, N, M]`` bool: the keys that take part and that each query sees."""
+    """Return which keys take part and are seen by each query, bool ``[B, N, M]``."""
     visible = present[:, None, :].expand(-1, q.shape[2], -1)
     return visible.tril() if causal else visible
 
 
 def _softmax_over_positions(k: Tensor, present: Tensor) -> Tensor:
-    """Softmax along M over the keys that take part, times their number; 0 for the others."""
+    """Take the softmax along M over the keys that take part, times their number; 0 elsewhere."""
     absent = ~present[:, None, :, None]
     empty = absent.all(dim=2, keepdim=True)
     weights = (
@@ -234,7 +235,7 @@ def _weighted_mean(
 
 
 def _places(layout: TokenLayout, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Row and column of every token (0 for prefix tokens) and whether it is a patch, each
+    """Return row and column of every token (0 for prefix tokens) and whether it is a patch, each
     ``[B, N]`` or ``[1, N]``.
     """
     index = layout.kept
@@ -251,8 +252,8 @@ def _places(layout: TokenLayout, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _classes_and_patches(
     relative, q: Tensor, num_keys: int
 ) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
-    """Each table ``[h or 1, C, d]`` with the class of every pair ``[B or 1, N, M]``; which pairs
-    are of patches.
+    """Return each table ``[h or 1, C, d]`` with the class of every pair ``[B or 1, N, M]``, and
+    which pairs are of patches.
     """
     if relative.layout is None:
         i, j = (
@@ -277,7 +278,7 @@ def _classes_and_patches(
 
 
 def _classes(query_places: Tensor, key_places: Tensor, num_classes: int) -> Tensor:
-    """``clip(key - query, -R, R) + R``, ``[B or 1, N, M]``, for places ``[B or 1, N]`` and
+    """Return ``clip(key - query, -R, R) + R``, ``[B or 1, N, M]``, for places ``[B or 1, N]`` and
     ``[B or 1, M]``.
     """
     horizon = num_classes // 2
@@ -285,7 +286,7 @@ def _classes(query_places: Tensor, key_places: Tensor, num_classes: int) -> Tens
 
 
 def _class_scores(features: Tensor, table: Tensor, classes: Tensor) -> Tensor:
-    """``features_i.table_c`` of each pair's class c: ``[B, h, N, d]``, ``[h or 1, C, d]`` to
+    """Return ``features_i.table_c`` of each pair's class c: ``[B, h, N, d]``, ``[h or 1, C, d]`` to
     ``[B, h, N, M]``.
     """
     scores = features @ table.mT
@@ -295,8 +296,8 @@ def _class_scores(features: Tensor, table: Tensor, classes: Tensor) -> Tensor:
 def _table_weights(
     phi_q: Tensor, table: Tensor, classes: Tensor, pairs: Tensor, mean: bool
 ) -> Tensor:
-    """The weights of one table, 0 outside ``pairs [B or 1, N, M]``; ``mean`` divides by the pairs
-    of each class.
+    """Return the weights of one table, 0 outside ``pairs [B or 1, N, M]``; ``mean`` divides by the
+    pairs of each class.
     """
     weights = torch.where(pairs[:, None], _class_scores(phi_q, table, classes), 0.0)
     if not mean:

@@ -17,14 +17,14 @@ from visionattn.ops.sums import drop_values
 
 
 def _flat_bias(q: Tensor, table: Tensor, num_keys: int, prefix: int = 0) -> Tensor:
-    """``q . r`` along the sequence, ``[B, h, P + N, P + M]`` for ``q [B, h, N, d]``: a grid of one
-    row.
+    """Return ``q . r`` along the sequence, ``[B, h, P + N, P + M]`` for ``q [B, h, N, d]``: a grid
+    of one row.
     """
     return relative_scores(q.unsqueeze(2), table.unsqueeze(1), 1, num_keys, prefix)
 
 
 def _axis_bias(q: Tensor, table: Tensor) -> Tensor:
-    """``q . r`` of each pair of places on the last axis, ``[B, h, X, N, N]`` for
+    """Return ``q . r`` of each pair of places on the last axis, ``[B, h, X, N, N]`` for
     ``q [B, h, X, N, d]``: X rides along.
     """
     batch, lines = q.shape[0], q.shape[2]
@@ -36,8 +36,8 @@ def _axis_bias(q: Tensor, table: Tensor) -> Tensor:
 
 
 def _patch_bias(q: Tensor, relative: RelativePosition, prefix: int) -> Tensor:
-    """``q . r / sqrt(d)`` of each pair of patches of the whole grid, ``[B, h, P + H*W, P + H*W]``
-    for ``q [B, h, H*W, d]``.
+    """Return ``q . r / sqrt(d)`` of each pair of patches of the whole grid,
+    ``[B, h, P + H*W, P + H*W]`` for ``q [B, h, H*W, d]``.
     """
     scale, (height, width) = q.shape[3] ** -0.5, relative.layout.grid
     if isinstance(relative, Flat):
@@ -53,12 +53,13 @@ def _patch_bias(q: Tensor, relative: RelativePosition, prefix: int) -> Tensor:
 
 
 def _add_prefix(bias: Tensor, prefix: int) -> Tensor:
-    """Rows and columns of 0 in front of ``bias [B, h, n, n]``."""
+    """Put rows and columns of 0 in front of ``bias [B, h, n, n]``."""
     return F.pad(bias, (prefix, 0, prefix, 0)) if prefix else bias
 
 
 def relative_bias(q: Tensor, relative: RelativePosition, num_keys: int) -> Tensor:
-    """``q_i . r_class(i,j) / sqrt(d)``, dense: ``[B, h, N, M]``; 0 for pairs with a prefix token.
+    """Return ``q_i . r_class(i,j) / sqrt(d)``, dense: ``[B, h, N, M]``; 0 for pairs with a prefix
+    token.
 
     Args:
         q: ``[B, h, N, d]``.
@@ -84,7 +85,7 @@ def relative_bias(q: Tensor, relative: RelativePosition, num_keys: int) -> Tenso
 
 
 def _visible(q: Tensor, k: Tensor, causal: bool, key_mask: Tensor | None) -> Tensor | None:
-    """Bool ``[B or 1, 1, N or 1, M]``, the pairs that take part; None: all of them."""
+    """Return the pairs that take part, bool ``[B or 1, 1, N or 1, M]``; None: all of them."""
     visible = None if key_mask is None else key_mask[:, None, None, :]
     if causal:
         past = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
@@ -103,7 +104,7 @@ def softmax_attention(
     value_drop: float = 0.0,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """``softmax((q k^T + q r^T) / sqrt(d)) v`` through ``F.scaled_dot_product_attention``.
+    """Compute ``softmax((q k^T + q r^T) / sqrt(d)) v`` through ``F.scaled_dot_product_attention``.
 
     Time is quadratic, and so is memory once there is a relative position or a gradient of it.
 

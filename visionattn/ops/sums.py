@@ -32,13 +32,13 @@ class Sums:
         return Sums(self.values + other.values, self.mass + other.mass)
 
     def divide(self) -> Tensor:
-        """The weighted mean ``[B, h, N, e]``; 0, with zero gradient, for a query whose weights are
-        all 0.
+        """Return the weighted mean ``[B, h, N, e]``; 0, with zero gradient, for a query whose
+        weights are all 0.
         """
         return weighted_mean(self.values, self.mass)[0]
 
     def divide_with(self, more: "Sums", skip: int) -> Tensor:
-        """The weighted mean under these weights and ``more``, which are for the tokens from
+        """Return the weighted mean under these weights and ``more``, which are for the tokens from
         ``skip`` on.
         """
         return weighted_mean(self.values, self.mass, more.values, more.mass, skip)[0]
@@ -64,7 +64,7 @@ def drop_values(v: Tensor, value_drop: float, generator: torch.Generator | None 
 
 
 def accumulation_dtype(*tensors: Tensor) -> torch.dtype:
-    """float64 if any tensor is float64, else float32: what sums and mass are held in."""
+    """Return the dtype of sums and mass: float64 if any tensor is float64, else float32."""
     return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
 
 
@@ -73,8 +73,8 @@ def accumulation_dtype(*tensors: Tensor) -> torch.dtype:
     flops=lambda x, y: 2 * prod(x) * y[-1],
 )
 def product(x: Tensor, y: Tensor) -> Tensor:
-    """``x y`` for ``x [..., n, d]`` and ``y [..., d, m]`` or ``[d, m]``, in their own dtype in both
-    directions.
+    """Return ``x y`` for ``x [..., n, d]`` and ``y [..., d, m]`` or ``[d, m]``, in their own dtype
+    in both directions.
 
     A plain product leaves autocast in the forward pass alone: its gradient takes the dtype that
     autocast gives it.
@@ -107,7 +107,7 @@ def weighted_mean(
     more_mass: Tensor | None = None,
     skip: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """The mean ``[B, h, N, e]`` under all weights, 0 where there are none, and their sum
+    """Return the mean ``[B, h, N, e]`` under all weights, 0 where there are none, and their sum
     ``[B, h, N]``.
 
     Args:
@@ -138,21 +138,21 @@ def weighted_mean(
 def tokens_first(
     like: Tensor, batch: int, heads: int, tokens: int, width: int, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Memory for ``[B, h, N, e]`` that lies as ``[B, N, h, e]``, as the projection of all heads
-    together wants it.
+    """Return memory for ``[B, h, N, e]`` that lies as ``[B, N, h, e]``, as the projection of all
+    heads together wants it.
     """
     return like.new_empty(batch, tokens, heads, width, dtype=dtype).transpose(1, 2)
 
 
 def divisor_of(mass: Tensor) -> Tensor:
-    """``mass [..., 1]`` with 1 in place of 0."""
+    """Return ``mass [..., 1]`` with 1 in place of 0."""
     return torch.where(mass == 0, 1, mass).unsqueeze(-1)
 
 
 @operator(fake=lambda out, mass: contiguous_like(out, mass))
 def weighted_mean_backward(grad: Tensor, out: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of ``weighted_mean``: ``g = grad / mass`` for the values, ``-<g, out>`` for the
-    mass.
+    """Return the gradients of ``weighted_mean``: ``g = grad / mass`` for the values, ``-<g, out>``
+    for the mass.
     """
     d_values = torch.div(grad, divisor_of(mass), out=out.new_empty(out.shape)).masked_fill_(
         (mass == 0).unsqueeze(-1), 0

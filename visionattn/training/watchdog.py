@@ -73,7 +73,7 @@ class Verdict:
 
     @property
     def exit_code(self) -> int:
-        """The exit code of every process."""
+        """Return the exit code of every process."""
         return KINDS[self.kind][1]
 
     def exception(self) -> Exception:

@@ -157,7 +157,7 @@ _row_of: Callable[..., dict[str, int]] = _row_of_table
 
 
 def _on_device_of(args: Sequence[object]) -> AbstractContextManager:
-    """Triton launches on the current GPU: switch to that of the tensors where it is another."""
+    """Switch to the GPU of the tensors, as Triton launches on the current one."""
     device = next(x.device for x in args if isinstance(x, Tensor))
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return nullcontext()

@@ -51,8 +51,8 @@ def _content_sums(
     causal: bool,
     form: str,
 ) -> Sums:
-    """Sums of the content term. A map that the operator does not know is applied here, to keys that
-    are 0 where masked.
+    """Return the sums of the content term. A map that the operator does not know is applied here,
+    to keys that are 0 where masked.
     """
     if map_name(feature_map) == "given":
         dtype = accumulation_dtype(q, k, v)
@@ -77,7 +77,7 @@ def kernelized_attention(
     form: str = "auto",
     impl: str = "auto",
 ) -> Tensor:
-    """Weighted mean of the values under ``phi(q) . phi(k)`` plus the relative term.
+    """Return the weighted mean of the values under ``phi(q) . phi(k)`` plus the relative term.
 
     Args:
         q, k, v: ``[B, h, N, d]``, ``[B, h, M, d]``, ``[B, h, M, e]``; sums are float32 (float64 for

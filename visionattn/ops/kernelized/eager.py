@@ -33,13 +33,13 @@ BLOCK_TOKENS = 64
 
 
 def _join(s: Tensor, z: Tensor, b: slice, dtype: torch.dtype) -> Tensor:
-    """S ``[B, h, f, e]`` and Z ``[B, h, f]`` of some images as one ``[g, f, e1]``."""
+    """Join S ``[B, h, f, e]`` and Z ``[B, h, f]`` of some images into one ``[g, f, e1]``."""
     return torch.cat([s[b], z[b].unsqueeze(3)], dim=3).flatten(0, 1).to(dtype)
 
 
 def _efficient_forward(q: Features, k: Features, v: WithMass, outputs: tuple[Tensor, ...]) -> None:
-    """Values and mass apart: nothing is laid out anew but the features, and the products have whole
-    widths.
+    """Fill values, mass and state, with values and mass apart: only features are laid out anew, and
+    products have whole widths.
     """
     values, mass, s, z = outputs
     n, m = q.x.shape[2], k.x.shape[2]
@@ -81,14 +81,14 @@ def _efficient_backward(
 
 
 def _blocks(x: Tensor) -> Tensor:
-    """``[g, T, c]`` as blocks, ``[g * T / 64, 64, c]``; a copy where the tokens of a head are part
-    of more.
+    """Cut ``[g, T, c]`` into blocks, ``[g * T / 64, 64, c]``; this copies where the tokens of a
+    head are part of more.
     """
     return x.reshape(-1, BLOCK_TOKENS, x.shape[2])
 
 
 def _states_of_blocks(x: Tensor, y: Tensor, running: Tensor, *, reverse: bool = False) -> Tensor:
-    """The state before each block (reverse: after it), ``[g * T / 64, f, e1]``;
+    """Return the state before each block (reverse: after it), ``[g * T / 64, f, e1]``;
     ``running [g, f, e1]`` goes on past them all.
 
     Args:
@@ -107,8 +107,8 @@ def _states_of_blocks(x: Tensor, y: Tensor, running: Tensor, *, reverse: bool = 
 
 
 def _causal_forward(q: Features, k: Features, v: WithMass, outputs: tuple[Tensor, ...]) -> None:
-    """Values and mass apart, as in ``_efficient_forward``; the state before a block is ``S`` and
-    ``Z`` there.
+    """Fill values, mass and state, with values and mass apart as in ``_efficient_forward``. The
+    state before a block is its S and Z.
     """
     values, mass, s, z = outputs
     rows, n, m = Rows(v.x, v.dtype), q.x.shape[2], k.x.shape[2]
@@ -139,8 +139,8 @@ def _causal_forward(q: Features, k: Features, v: WithMass, outputs: tuple[Tensor
 
 
 def _before_each_block(own: Tensor, running: Tensor) -> Tensor:
-    """``running [g, f, c]`` plus the sums ``own [g * blocks, f, c]`` of the blocks before each;
-    adds them all to ``running``.
+    """Return ``running [g, f, c]`` plus the sums ``own [g * blocks, f, c]`` of the blocks before
+    each; add all of them to ``running``.
     """
     own = own.view(running.shape[0], -1, *running.shape[1:])
     out, state = torch.empty_like(own), running
@@ -151,8 +151,9 @@ def _before_each_block(own: Tensor, running: Tensor) -> Tensor:
 
 
 def _causal_backward(q: Features, k: Features, v: WithMass, g: WithMass, d_state, grads) -> None:
-    """A sweep forward gives dq, a sweep back dk and dv. Source: Katharopoulos et al. 2020, eq. 13
-    to 15; the mass is ours.
+    """Write dq in a sweep forward, and dk and dv in a sweep back.
+
+    Source: Katharopoulos et al. 2020, eq. 13 to 15; the mass is ours.
     """
     (dq, dk, dv), n, m = grads, q.x.shape[2], k.x.shape[2]
     images, size = plan_chunks(dq, max(n, m), k.width + v.width, BLOCK_TOKENS)
@@ -223,7 +224,7 @@ def form_taken(
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
 ) -> str:
-    """The form that runs, "direct" or "efficient", for ``q [B, h, N, d]`` and
+    """Return the form that runs, "direct" or "efficient", for ``q [B, h, N, d]`` and
     ``v [B, h, M, e]``.
     """
     if form != "auto":
@@ -244,8 +245,8 @@ def _operands(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, feature_
 
 
 def flops(q, v, causal: bool, form: str, *, backward: bool) -> int:
-    """Multiply-adds of the products, times 2, for ``[B, h, N, f]`` and ``[B, h, M, e]``; the mass
-    is a column.
+    """Count the multiply-adds of the products, times 2, for ``[B, h, N, f]`` and ``[B, h, M, e]``;
+    the mass is a column.
     """
     (batch, heads, n, f), m, e1 = q, v[2], v[3] + 1
     state, pair = f * e1, (3 * f + 2 * e1 if backward else f + e1)
@@ -263,7 +264,7 @@ def flops(q, v, causal: bool, form: str, *, backward: bool) -> int:
 
 
 def _empty_sums(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-    """Memory for values, mass, S and Z."""
+    """Return memory for values, mass, S and Z."""
     (batch, heads, n, d), e, dtype = q.shape, v.shape[3], accumulation_dtype(q, k, v)
     shapes = (batch, heads, n, e), (batch, heads, n), (batch, heads, d, e), (batch, heads, d)
     return tuple([q.new_empty(shape, dtype=dtype) for shape in shapes])
@@ -279,7 +280,8 @@ def kernel_sums(
     causal: bool,
     form: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Sums of values and weights under ``w_ij = phi(q_i) . phi(k_j)``, and the state of the keys.
+    """Return the sums of values and weights under ``w_ij = phi(q_i) . phi(k_j)``, and the state of
+    the keys.
 
     Args:
         q, k, v: ``[B, h, N, d]``, ``[B, h, M, d]``, ``[B, h, M, e]``, any strides and floating
@@ -309,7 +311,9 @@ def kernel_sums(
 
 
 def _state_not_needed(causal: bool, form: str) -> Sequence[str]:
-    """What the gradient can do without: the state is read by the bidirectional efficient form."""
+    """Return what the gradient does not need: only the bidirectional efficient form reads the
+    state.
+    """
     return ("s", "z") if causal or form == "direct" else ()
 
 
@@ -329,8 +333,8 @@ def kernel_sums_backward(
     causal: bool,
     form: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of ``kernel_sums`` with respect to q, k and v, in their dtypes; the features are
-    made anew.
+    """Return the gradients of ``kernel_sums`` with respect to q, k and v, in their dtypes; the
+    features are made anew.
     """
     queries, keys, x = _operands(q, k, v, key_mask, feature_map)
     grad = WithMass(d_values, x.dtype, d_mass)

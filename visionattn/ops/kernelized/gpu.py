@@ -38,7 +38,7 @@ def why_not(
     causal: bool = False,
     form: str = "auto",
 ) -> str | None:
-    """Why the kernels do not run for these inputs, in one sentence; None where they do.
+    """Say why the kernels do not run for these inputs, in one sentence; None where they do.
 
     Args:
         q, k, v, key_mask, relative, causal, form: as the operation takes them, checked.
@@ -91,7 +91,7 @@ def kernel_mean(
     causal: bool,
     place: list[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The weighted mean under ``phi(q_i) . phi(k_j)`` and, with a table, the joint relative
+    """Return the weighted mean under ``phi(q_i) . phi(k_j)`` and, with a table, the joint relative
     position.
 
     Args:
@@ -165,8 +165,8 @@ def kernel_mean_backward(
     causal: bool,
     place: list[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of ``kernel_mean`` with respect to q, k, v, in their dtype, and the table (empty
-    without one).
+    """Return the gradients of ``kernel_mean`` with respect to q, k, v, in their dtype, and the
+    table (empty without one).
     """
     if causal:
         from visionattn.ops.kernelized.kernels.causal import causal_backward

@@ -28,8 +28,8 @@ class Features:
         self.buffer = self.spare = x.new_empty(0)
 
     def load(self, b: slice, t: slice) -> Tensor:
-        """Features of some images and tokens, ``[g, T, f]``; zero for tokens past the end. Valid
-        until the next load.
+        """Return the features of some images and tokens, ``[g, T, f]``; zero for tokens past the
+        end. They are valid until the next load.
         """
         x, tokens = self.x[b, :, t], t.stop - t.start
         if (
@@ -81,7 +81,7 @@ class Rows:
         self.x, self.dtype = x, dtype
 
     def load(self, b: slice, t: slice) -> Tensor:
-        """``[g, T, e]``; zero for tokens past the end. Not to be written to."""
+        """Return ``[g, T, e]``, zero for tokens past the end. The caller must not write to it."""
         x, tokens = self.x[b, :, t], t.stop - t.start
         if x.shape[2] == tokens and x.shape[0] == 1 and x.dtype == self.dtype:
             return x.flatten(0, 1)
@@ -101,7 +101,7 @@ class WithMass:
         self.buffer = x.new_empty(0)
 
     def load(self, b: slice, t: slice) -> Tensor:
-        """``[g, T, e1]``; zero for tokens past the end. Valid until the next load."""
+        """Return ``[g, T, e1]``, zero for tokens past the end; it is valid until the next load."""
         x = self.x[b, :, t]
         size = (*x.shape[:2], t.stop - t.start, self.width)
         if self.buffer.shape != size:
@@ -125,8 +125,8 @@ def put(x: Tensor, b: slice, t: slice, values: Tensor, mass: Tensor | None = Non
 
 
 def plan_chunks(x: Tensor, tokens: int, width: int, multiple: int = 1) -> tuple[list[slice], int]:
-    """Slices of the images of ``x [B, h, ...]``, and how many tokens (a multiple of ``multiple``)
-    make a chunk with them.
+    """Return slices of the images of ``x [B, h, ...]``, and how many tokens (a multiple of
+    ``multiple``) make a chunk with them.
     """
     elements = CHUNK_ELEMENTS.get(x.device.type, CHUNK_ELEMENTS_ELSEWHERE) // max(
         1, x.shape[1] * width

@@ -24,15 +24,15 @@ KEYS_OF_ALL_CLASSES, KEYS_OF_A_ROW = 60, 40
 
 
 def few_pairs(n: int, m: int) -> bool:
-    """Whether looking up the classes of all pairs costs less than sums over classes, on a CPU."""
+    """Tell whether, on a CPU, looking up all pairs' classes costs less than sums over classes."""
     return tokens_asked(n) * tokens_asked(m) <= MOST_PAIRS
 
 
 def takes_pairs(
     operation: str, form: str, q: Tensor, v: Tensor, relative: RelativePosition | None
 ) -> bool:
-    """Whether ``pair_mean`` runs: for "direct" where pairs are few, for "auto" where it is also the
-    faster.
+    """Tell whether ``pair_mean`` runs: for "direct" where pairs are few, for "auto" where it is
+    also the faster.
 
     With a position the other forms sum over classes besides, which costs a query as much as some
     keys do here, the more the more classes of rows there are. Measured on a CPU, forward and
@@ -69,7 +69,7 @@ def mean_of_pairs(
     feature_map: str = "given",
     coefficients: Sequence[float] = (),
 ) -> Tensor:
-    """``pair_mean`` for a relative position as the attentions have it.
+    """Call ``pair_mean`` for a relative position as the attentions have it.
 
     ``count [B or 1, 1, 1]`` is the number of keys that each query sees, in the dtype of the sums.
     """
@@ -78,8 +78,8 @@ def mean_of_pairs(
 
 
 def _flops(q, k, v, table, *, backward: bool) -> int:
-    """Products of each query with keys and values, and of each with the classes of joint relative
-    position.
+    """Count the products of each query with keys and values, and of each with the classes of joint
+    relative position.
     """
     (batch, heads, n, d), m, e = q, k[2], v[3]
     per_query = m * (3 * d + 2 * e if backward else d + e)
@@ -89,7 +89,7 @@ def _flops(q, k, v, table, *, backward: bool) -> int:
 
 
 def _empty_mean(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Memory for the mean, tokens before heads, and the mass."""
+    """Return memory for the mean, tokens before heads, and the mass."""
     dtype = accumulation_dtype(q, k, v)
     out = tokens_first(q, *q.shape[:3], v.shape[3], dtype=dtype)  # type: ignore[call-arg]
     return out, q.new_empty(q.shape[:3], dtype=dtype)
@@ -108,8 +108,8 @@ def pair_mean(
     feature_map: str,
     coefficients: Sequence[float],
 ) -> tuple[Tensor, Tensor]:
-    """The weighted mean under the content and, with a table, the joint relative position; and the
-    sum of the weights.
+    """Return the weighted mean under the content and, with a table, the joint relative position,
+    and the sum of the weights.
 
     Args:
         q, k, v: ``[B, h, N, d]``, ``[B, h, M, d]``, ``[B, h, M, e]``, any floating dtype and
@@ -164,8 +164,8 @@ def pair_mean_backward(
     feature_map: str,
     coefficients: Sequence[float],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of ``pair_mean`` with respect to q, k, v, in their dtype, temperature and table
-    (empty without one).
+    """Return the gradients of ``pair_mean`` with respect to q, k, v, in their dtype, temperature
+    and table (empty without one).
     """
     dq, dk, dv = (out.new_empty(x.shape) for x in (q, k, v))
     learned = [out.new_zeros(0 if x is None else x.shape) for x in (temperature, table)]

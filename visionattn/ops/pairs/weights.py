@@ -81,13 +81,13 @@ class Side:
 
 
 def elu1_rows(x: Tensor) -> Tensor:
-    """``elu1(x)`` with few passes over memory: ``exp(min(x, 0)) + max(x, 0)``."""
+    """Return ``elu1(x)`` with few passes over memory: ``exp(min(x, 0)) + max(x, 0)``."""
     return x.clamp(max=0).exp_().add_(x.clamp(min=0))
 
 
 def _axis_classes(places: Tensor, length: int, horizon: int) -> Tensor:
-    """The class of each of ``length`` keys on one axis as seen from queries at ``places [T]``:
-    ``[T, length]``.
+    """Return the class of each of ``length`` keys on one axis as seen from queries at
+    ``places [T]``: ``[T, length]``.
     """
     return (
         (torch.arange(length, device=places.device) - places[:, None])
@@ -104,8 +104,8 @@ def _pair_classes(
     stop: int,
     device: torch.device,
 ) -> Tensor:
-    """The class of each key as seen from the queries ``start .. stop``, ``[T, P + H*W]``; of a
-    prefix token one past the last.
+    """Return the class of each key as seen from the queries ``start .. stop``, ``[T, P + H*W]``; of
+    a prefix token one past the last.
     """
     (height, width), (classes_y, classes_x) = grid, (2 * horizon + 1 for horizon in horizons)
     first = min(max(start, prefix), stop)
@@ -160,7 +160,7 @@ class Position:
             self.weights += rest
 
     def classes(self, t: slice) -> Tensor:
-        """The class of each pair of the queries ``t``, ``[T, N]``."""
+        """Return the class of each pair of the queries ``t``, ``[T, N]``."""
         tokens, where = self.weights.shape[1], (self.grid, self.horizons, self.prefix)
         if tokens**2 <= REMEMBERED_PAIRS:
             return _remembered_classes(*where, 0, tokens, self.weights.device)[t]
@@ -169,8 +169,8 @@ class Position:
         return self.index
 
     def backward(self, grad: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradients of the queries and, ``[g, 2Ry+1, 2Rx+1, d]``, of the table for that of the
-        weights, which is used up.
+        """Return the gradients of the queries and, ``[g, 2Ry+1, 2Rx+1, d]``, of the table for that
+        of the weights, which is used up.
         """
         if self.scale is not None:
             grad[:, self.prefix :].mul_(self.scale)
@@ -232,7 +232,7 @@ class Images:
             )
 
     def blocks(self, by_query: Sequence[Tensor], by_key: Sequence[Tensor]) -> Iterator["Block"]:
-        """The blocks, with their parts of tensors ``[g, N, ...]`` and ``[g, M, ...]``."""
+        """Yield the blocks, with their parts of tensors ``[g, N, ...]`` and ``[g, M, ...]``."""
         by_query, by_key = [self.q.rows, *by_query], [self.k.rows, self.v, *by_key]
         if self.position is not None:
             by_query.append(self.position.weights)
@@ -268,7 +268,7 @@ class Images:
         return Block(weights, scores, index, absent, q, k, v, by_query, by_key)
 
     def buffer(self, name: str, shape: tuple[int, int, int]) -> Tensor:
-        """Memory that the next block takes over."""
+        """Return memory that the next block takes over."""
         if name not in self.buffers or self.buffers[name].shape != shape:
             self.buffers[name] = self.v.new_empty(shape)
         return self.buffers[name]
@@ -298,13 +298,13 @@ class Block(NamedTuple):
 
 
 def _of_each_head(x: Tensor, images: int, heads: int) -> Tensor:
-    """``x [h or 1, ...]`` for all heads of all images, ``[g, ...]``: a view of one image."""
+    """Repeat ``x [h or 1, ...]`` for all heads of all images, ``[g, ...]``: a view of one image."""
     return x.expand(images, heads, *x.shape[1:]).flatten(0, 1)
 
 
 def block_size(n: int, m: int) -> tuple[int, int]:
-    """Queries and heads of a block of weights that stays in cache; one head may have twice
-    ``BLOCK_ELEMENTS``.
+    """Return how many queries and heads make a block of weights that stays in cache; a block of one
+    head may have twice ``BLOCK_ELEMENTS``.
     """
     fewest, most = BLOCK_QUERIES
     queries = max(1, min(n, most, max(fewest, 2 * BLOCK_ELEMENTS // max(1, m))))
@@ -313,7 +313,7 @@ def block_size(n: int, m: int) -> tuple[int, int]:
 
 
 def batches(q: Tensor, k: Tensor) -> list[slice]:
-    """Images that are worked on together: those whose weights make one block, one at least."""
+    """Return slices of the images whose weights make one block, each of one image at least."""
     heads = q.shape[1]
     return (
         chunks(q.shape[0], max(1, block_size(q.shape[2], k.shape[2])[1] // heads)) if heads else []

@@ -32,12 +32,16 @@ Band = tuple[slice, slice]
 
 
 def _above(x: Tensor, lag: int) -> Tensor:
-    """Sums of ``x [g, H, c]`` over the rows at least ``lag`` above each row; ``lag <= H``."""
+    """Return the sums of ``x [g, H, c]`` over the rows at least ``lag`` above each row;
+    ``lag <= H``.
+    """
     return F.pad(x.cumsum(1), (0, 0, lag, 0))[:, : x.shape[1]]
 
 
 def _below(x: Tensor, lag: int) -> Tensor:
-    """Sums of ``x [g, H, c]`` over the rows at least ``lag`` below each row; ``lag <= H``."""
+    """Return the sums of ``x [g, H, c]`` over the rows at least ``lag`` below each row;
+    ``lag <= H``.
+    """
     return F.pad(x.flip(1).cumsum(1).flip(1), (0, 0, 0, lag))[:, lag:]
 
 
@@ -55,7 +59,7 @@ class _Classes:
             self.window = F.pad(rows, (0, 0, horizon - 1, horizon - 1))
 
     def load(self, rows: slice) -> Tensor:
-        """The sums ``[g, T, C, c]`` as seen from T rows, past to future."""
+        """Return the sums ``[g, T, C, c]`` as seen from T rows, past to future."""
         if self.horizon == 0:
             return self.all[:, None, None].expand(-1, rows.stop - rows.start, -1, -1)
         # All windows of rows at once, as a view.
@@ -82,7 +86,7 @@ class _Classes:
             self.window[:, i : i + part.shape[1]] += part
 
     def collect(self) -> Tensor:
-        """The gradient ``[g, H, c]`` of the rows."""
+        """Return the gradient ``[g, H, c]`` of the rows."""
         if self.horizon == 0:
             return self.all.unsqueeze(1).expand(-1, self.height, -1)
         inside = self.window[:, self.horizon - 1 : self.horizon - 1 + self.height]
@@ -120,8 +124,8 @@ class _Chunk:
         self.total = None if total is None else part_of_shared(total, chunk)
 
     def bands(self, e: int) -> list[Band]:
-        """Pairs of slices (rows, columns) that cover the grid; what one of them needs stays in
-        cache.
+        """Return pairs of slices (rows, columns) that cover the grid; what one of them needs stays
+        in cache.
         """
         heads, (height, width, d), classes = len(self.q), self.q.shape[1:], self.table.shape[1]
         columns = max(1, BAND_ELEMENTS // (heads * (2 * d + e + classes)))
@@ -129,18 +133,18 @@ class _Chunk:
         return [(y, x) for y in chunks(height, rows) for x in chunks(width, columns)]
 
     def features(self, band: Band) -> Tensor:
-        """``elu1`` of the queries of a band, ``[g, T, d]``."""
+        """Return ``elu1`` of the queries of a band, ``[g, T, d]``."""
         return elu1(self.q[:, *band].to(self.dtype)).flatten(1, 2)
 
     def weights(self, phi: Tensor, band: Band) -> Tensor:
-        """The weights ``[g * rows, columns, C]`` for features ``[g, T, d]``."""
+        """Return the weights ``[g * rows, columns, C]`` for features ``[g, T, d]``."""
         return torch.bmm(phi, self.table.mT).view(
             -1, band[1].stop - band[1].start, self.table.shape[1]
         )
 
     def class_sums(self, band: Band) -> tuple[Tensor, Tensor | None]:
-        """Sums of values and keys ``[g * rows, C, e + 1]`` that the weights multiply, and the
-        factor in them, for "mean".
+        """Return the sums of values and keys ``[g * rows, C, e + 1]`` that the weights multiply,
+        and the factor in them, for "mean".
         """
         sums, scale = self.sums.load(band[0]).flatten(0, 1), None
         if self.total is not None:
@@ -160,7 +164,7 @@ class _Chunk:
 
 
 def _row_elements(width: int, d: int, e: int, classes: int) -> int:
-    """Floats that a row of queries needs while it is worked on."""
+    """Count the floats that a row of queries needs while it is worked on."""
     return width * (2 * d + e + classes) + classes * (e + 1)
 
 
@@ -174,13 +178,13 @@ def _chunks(q: Tensor, table: Tensor, v: Tensor, keys: Tensor, total: Tensor | N
 
 
 def _empty_sums(q: Tensor, table: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Memory for values ``[B, h, H, W, e]`` and mass ``[B, h, H, W]``."""
+    """Return memory for values ``[B, h, H, W, e]`` and mass ``[B, h, H, W]``."""
     return table.new_empty(*q.shape[:4], v.shape[4]), table.new_empty(q.shape[:4])
 
 
 def _flops(q, table, v, *, backward: bool) -> int:
-    """Products of each query with the classes of rows that occur, and of those with the sums of
-    rows, the mass being a column.
+    """Count the products of each query with the classes of rows that occur, and of those with the
+    sums of rows, the mass being a column.
     """
     d, e, classes = q[4], v[4], 2 * min(table[1] // 2, q[2]) + 1
     return 2 * prod(q[:4]) * classes * (3 * d + 2 * e + 1 if backward else d + e + 1)
@@ -190,8 +194,8 @@ def _flops(q, table, v, *, backward: bool) -> int:
 def axis_sums(
     q: Tensor, table: Tensor, v: Tensor, keys: Tensor, total: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """``sum_c w_c(y, x) U_c(y)`` with ``w_c = elu1(q) . r_c``, and the sum of the weights of all
-    keys.
+    """Return ``sum_c w_c(y, x) U_c(y)`` with ``w_c = elu1(q) . r_c``, and the sum of the weights of
+    all keys.
 
     Args:
         q: ``[B, h, H, W, d]``, any dtype.
@@ -235,7 +239,7 @@ def axis_sums_backward(
     keys: Tensor,
     total: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of ``axis_sums`` with respect to q, table and any one column of v,
+    """Return the gradients of ``axis_sums`` with respect to q, table and any one column of v,
     ``[B, h, H, 1, e]``: all are the same.
     """
     e = v.shape[4]

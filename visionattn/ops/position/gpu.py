@@ -31,7 +31,7 @@ MAX_CLASSES_ELSEWHERE = 64
 def why_not(
     relative: RelativePosition | None, q: Tensor, v: Tensor, key_mask: Tensor | None
 ) -> str | None:
-    """Why there are no kernels for a relative position beside ``q [B, h, N, d]`` and
+    """Say why there are no kernels for a relative position beside ``q [B, h, N, d]`` and
     ``v [B, h, M, e]``, in one sentence; None where there are.
     """
     if relative is None:
@@ -47,8 +47,8 @@ def why_not(
 
 
 def why_not_sizes(d: int, e: int, dtype: torch.dtype, horizons: tuple[int, int]) -> str | None:
-    """What the kernels have against widths d and e, a dtype and the horizons Ry and Rx; None if
-    nothing.
+    """Return what speaks against kernels for widths d and e, a dtype and the horizons Ry and Rx;
+    None if nothing does.
     """
     size = dtype.itemsize
     odd = d % launch.OCTET or e % launch.OCTET
@@ -70,7 +70,7 @@ def why_not_sizes(d: int, e: int, dtype: torch.dtype, horizons: tuple[int, int])
 
 
 def place_of(relative: Joint | None) -> list[int]:
-    """The numbers of a ``Place`` as an operator takes them; empty without relative position."""
+    """Return the numbers of a ``Place`` as an operator takes them; none without a position."""
     if relative is None:
         return []
     grid, (_, rows, columns, _) = relative.layout.grid, relative.table.shape
@@ -79,7 +79,7 @@ def place_of(relative: Joint | None) -> list[int]:
 
 
 def place_from(numbers: Sequence[int]) -> Place | None:
-    """The ``Place`` that such a list stands for; None for an empty one."""
+    """Return the ``Place`` that such a list stands for; None for an empty one."""
     if not numbers:
         return None
     *sizes, mean = numbers
@@ -87,8 +87,8 @@ def place_from(numbers: Sequence[int]) -> Place | None:
 
 
 def flops(q, v, table, place: Sequence[int], *, backward: bool) -> int:
-    """What joint relative position adds for each patch: as many products as ``class_sums`` counts
-    in its tiled form.
+    """Count what joint relative position adds for each patch: as many products as ``class_sums``
+    counts in its tiled form.
     """
     if table is None:
         return 0
@@ -100,8 +100,9 @@ def flops(q, v, table, place: Sequence[int], *, backward: bool) -> int:
 def mean_beside_sums(
     q: Tensor, table: Tensor, v: Tensor, values: Tensor, mass: Tensor, place: Place
 ) -> tuple[Tensor, Tensor]:
-    """The mean under both terms and its mass, for sums of the content: ``values [B, h, N, e]`` and
-    ``mass [B, h, N]``, divided by M. A prefix has the content alone.
+    """Return the mean under both terms and its mass, for sums of the content:
+    ``values [B, h, N, e]`` and ``mass [B, h, N]``, divided by M. Tokens of a prefix have only
+    content.
     """
     from visionattn.ops.position.kernels.joint import FromSums, joint_means
 
@@ -142,7 +143,7 @@ def backward(
     dv: Tensor,
     *of_content: Tensor | str,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of q, and of the table in its dtype; that of the values is added to ``dv``.
+    """Return the gradients of q, and of the table in its dtype; add that of the values to ``dv``.
 
     ``of_content`` are the fields of ``OfContent``: what the content's backward pass leaves to do.
     The others are those of ``joint_backward``.

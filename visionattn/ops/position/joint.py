@@ -29,8 +29,8 @@ LINE_ELEMENTS = 1 << 20
 
 
 def axis_classes(x: Tensor, horizon: int, num_queries: int) -> Tensor:
-    """Sums of ``x [..., M]`` over the keys of each class of one axis: ``[..., 2R+1, N]``, past to
-    future.
+    """Return the sums of ``x [..., M]`` over the keys of each class of one axis:
+    ``[..., 2R+1, N]``, past to future.
 
     Plain PyTorch, differentiable, any N and M. R = 0 is one class: all keys.
     """
@@ -49,8 +49,8 @@ def axis_classes(x: Tensor, horizon: int, num_queries: int) -> Tensor:
 
 
 def direct_is_faster(keys: int, rows: int) -> bool:
-    """Whether a weight for each pair costs less than the tiled form: few keys for ``rows = 2Ry+1``
-    classes of rows.
+    """Tell whether a weight for each pair costs less than the tiled form: few keys for
+    ``rows = 2Ry+1`` classes of rows.
 
     Measured on a CPU, forward and backward: the two meet near 220 keys on one row and near 700 at R
     = 3, for e from 16 to 256. The bound does not depend on the number of queries, so memory stays
@@ -72,11 +72,11 @@ class _Chunk:
         )
 
     def part(self, x: Tensor) -> Tensor:
-        """The chunk's part ``[g, ...]`` of ``x [B, h, ...]``."""
+        """Return the chunk's part ``[g, ...]`` of ``x [B, h, ...]``."""
         return part_of(x, (self.images, self.heads))
 
     def part_shared(self, x: Tensor | None) -> Tensor | None:
-        """The same of what all heads share, ``[1 or B, ...]``."""
+        """Return the chunk's part of what all heads share, ``[1 or B, ...]``."""
         return None if x is None else part_of_shared(x, (self.images, self.heads))
 
     def add_to_table(self, d_table: Tensor, grad: Tensor) -> None:
@@ -89,12 +89,12 @@ class _Chunk:
 
 
 def _chunks(q: Tensor, table: Tensor, size: int) -> list[_Chunk]:
-    """Chunks of about ``size`` heads."""
+    """Return chunks of about ``size`` heads."""
     return [_Chunk(table, *chunk) for chunk in head_chunks(*q.shape[:2], max(1, size))]  # type: ignore[call-arg]
 
 
 def _scale(counts: Tensor, total: Tensor | None) -> Tensor | None:
-    """What the weight of a class is multiplied with to be that of each of its keys, for "mean";
+    """Return what turns the weight of a class into that of each of its keys, a factor for "mean";
     None for "sum".
     """
     # A class without keys adds nothing, whatever it weighs.
@@ -102,12 +102,12 @@ def _scale(counts: Tensor, total: Tensor | None) -> Tensor | None:
 
 
 def _features(query: Tensor) -> Tensor:
-    """``elu1(query)`` with few passes over memory; uses the query up."""
+    """Compute ``elu1(query)`` with few passes over memory; this uses the query up."""
     return query.clamp(max=0).exp_().add_(query.clamp_(min=0))
 
 
 def _weights(phi: Tensor, table: Tensor, scale: Tensor | None) -> Tensor:
-    """The weight ``[g, n, C]`` of each key of each class for features ``phi [g, n, d]``."""
+    """Return the weight ``[g, n, C]`` of each key of each class for features ``phi [g, n, d]``."""
     weights = torch.bmm(phi, table.mT)
     return weights if scale is None else weights.mul_(scale)
 
@@ -120,8 +120,8 @@ def _weights_backward(
     scale: Tensor | None,
     d_table: Tensor,
 ) -> Tensor:
-    """The gradient ``[g, n, d]`` of the queries for that of the weights, ``[g, n, C]``; adds that
-    of the table to ``d_table``.
+    """Return the gradient ``[g, n, d]`` of the queries for that of the weights, ``[g, n, C]``; add
+    that of the table to ``d_table``.
     """
     if scale is not None:
         d_weights = d_weights.mul_(scale)
@@ -130,13 +130,13 @@ def _weights_backward(
 
 
 def _empty_sums(q: Tensor, table: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Memory for values ``[B, h, H, W, e]`` and mass ``[B, h, H, W]``."""
+    """Return memory for values ``[B, h, H, W, e]`` and mass ``[B, h, H, W]``."""
     return table.new_empty(*q.shape[:4], v.shape[4]), table.new_empty(q.shape[:4])
 
 
 def _flops(q, table, v, horizon_y: int, *, backward: bool) -> int:
-    """Products of each query with the table and, in the form that runs, with sums of classes or
-    with values.
+    """Count the products of each query with the table and, in the form that runs, with sums of
+    classes or with values.
     """
     keys, e = v[2] * v[3], v[4]
     terms = keys if direct_is_faster(keys, 2 * horizon_y + 1) else table[1]
@@ -154,8 +154,8 @@ def class_sums(
     horizon_y: int,
     horizon_x: int,
 ) -> tuple[Tensor, Tensor]:
-    """``sum_ab w_ab(y, x) U_ab(y, x)`` with ``w_ab = elu1(q) . r_ab``, and the sum of the weights
-    of all keys.
+    """Return ``sum_ab w_ab(y, x) U_ab(y, x)`` with ``w_ab = elu1(q) . r_ab``, and the sum of the
+    weights of all keys.
 
     Args:
         q: ``[B, h, H, Wq, d]``, any dtype.
@@ -183,8 +183,8 @@ def class_sums(
 
 
 def _with_a_column(x: Tensor) -> Tensor:
-    """``x [..., e]``, or one column of zeros where e is 0: tiles have a width, and the mass does
-    not depend on it.
+    """Return ``x [..., e]``, or one column of zeros where e is 0: tiles need a width, and the mass
+    does not depend on it.
     """
     return x if x.shape[-1] else x.new_zeros(*x.shape[:-1], 1)
 
@@ -205,8 +205,8 @@ def _tiled_chunks(
     scale: Tensor | None,
     horizons: tuple[int, int],
 ):
-    """Chunks of the tiled form: the chunk, its tiles, the lines of its values, its counts and scale
-    as the tiles lie.
+    """Yield the chunks of the tiled form: the chunk, its tiles, the lines of its values, and its
+    counts and scale as the tiles lie.
     """
     one, lines = _tiles(1, q, table, v, horizons), None
     counts, scale = one.rows(counts), None if scale is None else one.rows(scale)
@@ -224,7 +224,7 @@ def _tiled_chunks(
 
 
 def _of_band(x: Tensor | None, tiles: Tiles, band: Band) -> Tensor | None:
-    """Counts or scale ``[1 or g, ...]`` of the queries of a band."""
+    """Return counts or scale ``[1 or g, ...]`` of the queries of a band."""
     return None if x is None else x[band.heads if len(x) > 1 else slice(None), tiles.places(band)]
 
 
@@ -250,8 +250,8 @@ def _direct_chunks(
     scale: Tensor | None,
     horizons: tuple[int, int],
 ):
-    """Chunks of the direct form: the chunk, its queries, values, counts and scale, and the class of
-    each query and key.
+    """Yield the chunks of the direct form: the chunk, its queries, values, counts and scale, and
+    the class of each query and key.
     """
     index = _class_index(tuple(q.shape[2:4]), tuple(v.shape[2:4]), horizons, v.device)
     counts, scale = counts.flatten(1, 2), None if scale is None else scale.flatten(1, 2)
@@ -270,7 +270,7 @@ def _direct_chunks(
 def _class_index(
     queries: tuple[int, int], keys: tuple[int, int], horizons: tuple[int, int], device
 ) -> Tensor:
-    """The class of each key as seen from each query, ``[Hq * Wq, Hk * Wk]``."""
+    """Return the class of each key as seen from each query, ``[Hq * Wq, Hk * Wk]``."""
     axes = []
     for n, m, horizon in zip(queries, keys, horizons, strict=True):
         delta = torch.arange(m, device=device) - torch.arange(n, device=device)[:, None]
@@ -306,8 +306,8 @@ def class_sums_backward(
     horizon_y: int,
     horizon_x: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of ``class_sums`` with respect to q, table and v; the weights are made anew, not
-    kept.
+    """Return the gradients of ``class_sums`` with respect to q, table and v; the weights are made
+    anew, not kept.
     """
     e, v, d_values = v.shape[4], _with_a_column(v), _with_a_column(d_values)
     grads = dq, d_table, dv = contiguous_like(q, table, v)

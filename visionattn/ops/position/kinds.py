@@ -86,7 +86,7 @@ KINDS: dict[str, type[RelativePosition]] = {"joint": Joint, "axial": Axial, "fla
 
 
 def tables_of(relative: RelativePosition) -> dict[str, Tensor]:
-    """The tables by name."""
+    """Return the tables by name."""
     if isinstance(relative, Axial):
         return {"rows": relative.rows, "columns": relative.columns}
     return {"table": relative.table}
@@ -99,8 +99,8 @@ def key_counts(
     num_queries: int = 0,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Keys each query sees, ``[B or 1, 1, 1]``, or causal ``[B or 1, 1, N]``, in ``dtype`` or that
-    of ``k [B, h, M, d]``.
+    """Count the keys that each query sees, ``[B or 1, 1, 1]``, or causal ``[B or 1, 1, N]``, in
+    ``dtype`` or that of ``k [B, h, M, d]``.
     """
     dtype = dtype or k.dtype
     if not causal:
@@ -114,7 +114,7 @@ def key_counts(
 
 
 def _axis_counts(length: int, horizon: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Keys per class of one full axis, ``[2R+1, length]``, in closed form."""
+    """Count the keys of each class on one full axis, ``[2R+1, length]``, in closed form."""
     if horizon == 0:
         return torch.ones(1, length, dtype=dtype, device=device) * length
     i = torch.arange(length, dtype=dtype, device=device)
@@ -133,7 +133,7 @@ def count_classes(
     device: torch.device | str = "cpu",
     present: Tensor | None = None,
 ) -> Tensor:
-    """Keys of each class as seen from each place of the grid:
+    """Count the keys of each class as seen from each place of the grid:
     ``[1 or B, H, W, (2Ry+1) * (2Rx+1)]``.
 
     Args:
@@ -183,7 +183,7 @@ class _Canvas:
         return x if self.layout.kept is None else x.gather(2, self._index(x))
 
     def present(self, key_mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-        """``[B, 1, H, W]`` of 0 and 1 under a mask of the tokens; None without one."""
+        """Return ``[B, 1, H, W]`` of 0 and 1 under a mask of the tokens; None without one."""
         return (
             None if key_mask is None else self.spread(key_mask[:, None, :, None].to(dtype))[..., 0]
         )
@@ -192,8 +192,8 @@ class _Canvas:
 def _axial_sums(
     relative: Axial, q: Tensor, v: Tensor, present: Tensor | None, total: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Values ``[B, h, H, W, e]`` and mass ``[B, h, H, W]`` of the rows and, on transposed views, of
-    the columns.
+    """Return values ``[B, h, H, W, e]`` and mass ``[B, h, H, W]`` by rows and, on transposed views,
+    by columns.
     """
     (height, width), options = q.shape[2:4], dict(dtype=relative.rows.dtype, device=q.device)
     if present is None:
@@ -213,7 +213,7 @@ def _axial_sums(
 def joint_classes(
     relative: Joint, key_mask: Tensor | None, total: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The table, the keys of each class ``[1 or B, H, W, C]`` and, for "mean", all keys
+    """Return the table, the keys of each class ``[1 or B, H, W, C]`` and, for "mean", all keys
     ``[1 or B, 1, 1, 1]``.
 
     All are in the dtype of ``total``, which is that of ``relative_sums``.
@@ -253,7 +253,7 @@ def relative_sums(
     total: Tensor,
     causal: bool = False,
 ) -> Sums:
-    """The relative term's sums of values and of weights, for the tokens after the prefix.
+    """Return the relative term's sums of values and of weights, for the tokens after the prefix.
 
     Args:
         q: ``[B, h, N, d]`` as given to the attention.
@@ -295,7 +295,9 @@ def _flat_relative_sums(
     dtype: torch.dtype,
     causal: bool,
 ) -> Sums:
-    """A sequence is a grid of one row, on which the number of queries and of keys may differ."""
+    """Return the sums along a sequence, which is a grid of one row; queries may be more or fewer
+    than keys.
+    """
     table, layout = relative.table.to(dtype), relative.layout
     if layout is None:
         present = (
@@ -346,8 +348,8 @@ def mean_with_relative(
     key_mask: Tensor | None,
     causal: bool = False,
 ) -> Tensor:
-    """The weighted mean ``[B, h, N, e]`` under content and relative term, both in the unit that
-    ``normalization`` asks for.
+    """Return the weighted mean ``[B, h, N, e]`` under content and relative term, both in the unit
+    that ``normalization`` asks for.
 
     With "mean" that is ``content / M + S / n``, all times M: the same mean, and the content stays
     as it is.

@@ -44,7 +44,7 @@ class _Reach:
     after: int
 
     def spread(self, x: Tensor, dim: int) -> Tensor:
-        """One entry for each class to one for each offset."""
+        """Turn one entry for each class into one for each offset."""
         if not (self.before or self.after):
             return x
         before, after = list(x.shape), list(x.shape)
@@ -53,7 +53,7 @@ class _Reach:
         return torch.cat([first.expand(before), x, last.expand(after)], dim)
 
     def collect(self, grad: Tensor, dim: int) -> Tensor:
-        """The transpose of ``spread``."""
+        """Apply the transpose of ``spread``."""
         if not (self.before or self.after):
             return grad
         num, last = grad.shape[dim], grad.shape[dim] - self.after
@@ -64,8 +64,8 @@ class _Reach:
 
 
 def _reach(first: int, count: int, num_classes: int) -> _Reach:
-    """Of the offsets ``first .. first + count - 1``, first <= 0, under a table of ``num_classes`` =
-    2R+1 entries.
+    """Make the reach of the offsets ``first .. first + count - 1``, first <= 0, under a table of
+    ``num_classes`` = 2R+1 entries.
     """
     horizon = num_classes // 2
     low, high = (max(-horizon, min(horizon, offset)) for offset in (first, first + count - 1))
@@ -76,8 +76,8 @@ def _reach(first: int, count: int, num_classes: int) -> _Reach:
 
 
 def _shifted(lines: Tensor, width: int) -> Tensor:
-    """``[..., b, H, width]``: lines ``[..., b, H, b - 1 + width]``, contiguous, of query i read
-    from place ``b - 1 - i`` on.
+    """Read contiguous lines ``[..., b, H, b - 1 + width]`` of query i from place ``b - 1 - i`` on:
+    ``[..., b, H, width]``.
     """
     block, heads = lines.shape[-3], lines.stride()[:-3]
     strides = (*heads, lines.stride(-3) - 1, lines.stride(-2), 1)
@@ -85,8 +85,8 @@ def _shifted(lines: Tensor, width: int) -> Tensor:
 
 
 def _blocks(q: Tensor, table: Tensor, height: int, width: int):
-    """Of each block of queries: its row, its columns, and what it reaches of the rows and the
-    columns of the table.
+    """Yield, for each block of queries, its row, its columns, and what it reaches of the rows and
+    the columns of the table.
     """
     for y in range(q.shape[2]):
         for x in chunks(q.shape[3], BLOCK_QUERIES):
@@ -95,21 +95,21 @@ def _blocks(q: Tensor, table: Tensor, height: int, width: int):
 
 
 def _by_head(x: Tensor, y: int, columns: slice) -> Tensor:
-    """The queries of one block, heads first: ``[h, B, b, ...]`` of ``[B, h, H, W, ...]``, a
+    """Return the queries of one block, heads first: ``[h, B, b, ...]`` of ``[B, h, H, W, ...]``, a
     view.
     """
     return x[:, :, y, columns].transpose(0, 1)
 
 
 def _classes(table: Tensor, rows: _Reach, columns: _Reach, q: Tensor) -> Tensor:
-    """The entries that a block reaches, in one line and in the dtype of q: ``[h, n, d]``."""
+    """Return the entries that a block reaches, in one line and in the dtype of q: ``[h, n, d]``."""
     return (
         table[:, rows.classes, columns.classes].flatten(1, 2).to(q.dtype).expand(q.shape[1], -1, -1)
     )
 
 
 def _pairs(matrix: Tensor, q: Tensor, height: int, width: int, prefix: int) -> Tensor:
-    """``[B, h, H, W, height, width]``, a view of the pairs of patches in
+    """Return a view ``[B, h, H, W, height, width]`` of the pairs of patches in
     ``matrix [B, h, P + H*W, P + height*width]``.
     """
     return matrix[:, :, prefix:, prefix:].unflatten(3, (height, width)).unflatten(2, q.shape[2:4])
@@ -120,8 +120,8 @@ def _empty_scores(q: Tensor, height: int, width: int, prefix: int) -> Tensor:
 
 
 def _flops(q, table, height: int, width: int, *, backward: bool) -> int:
-    """Products of each query with the entries that its block of queries reaches, counted as if it
-    reached them all.
+    """Count the products of each query with the entries that its block of queries reaches, counted
+    as if it reached them all.
     """
     _, _, rows, columns, _ = q
     classes = min(table[1], rows + height - 1) * min(table[2], columns + width - 1)
@@ -130,7 +130,7 @@ def _flops(q, table, height: int, width: int, *, backward: bool) -> int:
 
 @operator(fake=_empty_scores, flops=partial(_flops, backward=False))
 def relative_scores(q: Tensor, table: Tensor, height: int, width: int, prefix: int = 0) -> Tensor:
-    """``q_yx . r`` with the class ``(clip(u - y), clip(w - x))`` of each key (u, w):
+    """Return ``q_yx . r`` with the class ``(clip(u - y), clip(w - x))`` of each key (u, w):
     ``[B, h, P + H*W, P + height*width]``.
 
     Differentiable once; keeps q and the table alone. Beside the result, one block of at most 128
@@ -175,7 +175,7 @@ def relative_scores(q: Tensor, table: Tensor, height: int, width: int, prefix: i
 def relative_scores_backward(
     grad: Tensor, q: Tensor, table: Tensor, height: int, width: int, prefix: int
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of ``relative_scores`` with respect to q and the table for
+    """Return the gradients of ``relative_scores`` with respect to q and the table for
     ``grad [B, h, P + H*W, P + height*width]``.
     """
     d_q, d_table = (

@@ -113,7 +113,7 @@ class Tiles:
         self.band_elements = BAND_ELEMENTS * self.size * threads
 
     def rows(self, x: Tensor) -> Tensor:
-        """``x [g, H, W', c]`` with zeros after each row and the gap below each head:
+        """Lay out ``x [g, H, W', c]`` with zeros after each row and the gap below each head:
         ``[g, period * pitch, c]``.
         """
         line = x.new_zeros(x.shape[0], self.period, self.pitch, x.shape[3])
@@ -121,8 +121,8 @@ class Tiles:
         return line.flatten(1, 2)
 
     def bands(self) -> list[Band]:
-        """Bands whose weights stay in cache: all heads at once, or whole rows of one head, or tiles
-        of the only row of one.
+        """Return bands whose weights stay in cache: all heads at once, or whole rows of one head,
+        or tiles of the only row of one.
         """
         tiles_of_a_head = self.period * self.per_row
         per_band = max(1, self.band_elements // (self.size * self.classes[0] * self.columns))
@@ -168,7 +168,7 @@ class Tiles:
         return slice(start, start + band.shape[0] * band.shape[1])
 
     def load(self, x: Tensor, band: Band, like: Tensor) -> Tensor:
-        """The queries of the band of ``x [g, H, W', c]``, ``[heads, n, c]`` in the dtype of
+        """Copy the queries of the band of ``x [g, H, W', c]``, ``[heads, n, c]`` in the dtype of
         ``like``; zeros outside the grid.
         """
         part = x[band.heads, band.rows, band.columns]
@@ -188,8 +188,8 @@ class Tiles:
 
     @cached_property
     def repeat(self) -> Tensor:
-        """The class of each offset and, last, those of the two ends, as ``[2R+1, columns]`` of 0
-        and 1.
+        """Return the class of each offset and, last, those of the two ends, as ``[2R+1, columns]``
+        of 0 and 1.
         """
         options, horizon = dict(device=self.like.device), self.horizons[1]
         offset = torch.arange(self.columns - 2, **options) - (self.columns - 2) // 2
@@ -227,7 +227,7 @@ class Lines:
     """
 
     def __init__(self, tiles: Tiles):
-        """All zeros; ``fill`` puts values in."""
+        """Hold zeros; ``fill`` puts values in."""
         self.tiles, self.e = tiles, tiles.e
         names = dict.fromkeys(name for name, _ in tiles.sources)
         self.keys = {name: self._zeros(name) for name in names}

@@ -43,7 +43,7 @@ def taylorshift_attention(
     form: str = "auto",
     impl: str = "auto",
 ) -> Tensor:
-    """Weighted mean of the values under ``a x^2 + b x + c`` plus the relative term.
+    """Return the weighted mean of the values under ``a x^2 + b x + c`` plus the relative term.
 
     Args:
         q, k, v: ``[B, h, N, d]``, ``[B, h, M, d]``, ``[B, h, M, e]``; sums are float32 (float64 for
@@ -132,7 +132,7 @@ def _with_kernels(
     generator: torch.Generator | None,
     form: str,
 ) -> Tensor:
-    """What ``taylorshift_attention`` returns, by one operator of GPU kernels."""
+    """Return what ``taylorshift_attention`` does, by one operator of GPU kernels."""
     # The state of a named form is kept. A compiler sees one operator, which chooses within itself.
     if form == "auto" and not torch.compiler.is_compiling():
         gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))

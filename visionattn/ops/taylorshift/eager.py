@@ -27,7 +27,7 @@ from visionattn.ops.taylorshift.passes import Pass, Values, passes
 
 
 def _weights(d: int, abc: tuple[float, float, float], like: Tensor) -> Tensor:
-    """W of the features ``[phi2(x), x, 1]``, ``[F + d + 1, 1]``."""
+    """Return W of the features ``[phi2(x), x, 1]``, ``[F + d + 1, 1]``."""
     a, b, c = abc
     return torch.cat(
         [feature_weights(d, a, like), like.new_full((d, 1), b), like.new_full((1, 1), c)]
@@ -87,7 +87,7 @@ def _mass(
 
 
 def takes_efficient(form: str, q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether the efficient form runs: named, or the faster one by ``choose_form``."""
+    """Tell whether the efficient form runs: named, or the faster one by ``choose_form``."""
     if form != "auto":
         return form == "efficient"
     (batch, heads, n, d), m, e = q.shape, k.shape[2], v.shape[3]
@@ -96,7 +96,7 @@ def takes_efficient(form: str, q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def flops(q, k, v, form: str, *, backward: bool, state_kept: bool = False) -> int:
-    """Multiply-adds of the products, times 2, for ``[B, h, N, d]``, ``[B, h, M, d]`` and
+    """Count the multiply-adds of the products, times 2, for ``[B, h, N, d]``, ``[B, h, M, d]`` and
     ``[B, h, M, e]``.
 
     "auto" counts the form of fewer operations, whatever machine runs it.
@@ -113,7 +113,9 @@ def flops(q, k, v, form: str, *, backward: bool, state_kept: bool = False) -> in
 
 
 def _empty_sums(q: Tensor, k: Tensor, v: Tensor, form: str) -> tuple[Tensor, ...]:
-    """Memory for values and mass, and for what the gradient needs: state, ``K^T K``, ``sum k``."""
+    """Return memory for values and mass, and for what the gradient needs: state, ``K^T K``,
+    ``sum k``.
+    """
     (batch, heads, n, d), e, dtype = q.shape, v.shape[3], accumulation_dtype(q, k, v)
     rows = num_features(d) + d + 1 if form == "efficient" else 0
     sizes = (n, e), (n,), (rows, e), (d, d), (d,)
@@ -132,7 +134,8 @@ def taylor_sums(
     c: float,
     form: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """``sum_j w_ij v_j`` and ``sum_j w_ij`` with ``w = a x^2 + b x + c``, ``x_ij = q_i . k_j``.
+    """Return ``sum_j w_ij v_j`` and ``sum_j w_ij`` with ``w = a x^2 + b x + c``,
+    ``x_ij = q_i . k_j``.
 
     Args:
         q, k, v: ``[B, h, N, d]``, ``[B, h, M, d]``, ``[B, h, M, e]``, any floating dtype and
@@ -168,7 +171,7 @@ def taylor_sums(
 
 
 def _kept_state(state: Tensor, weights: Tensor) -> Tensor:
-    """The chunk's part of the state, or memory for it where "auto" keeps none."""
+    """Return the chunk's part of the state, or memory for it where "auto" keeps none."""
     return (
         state
         if state.shape[1]
@@ -262,7 +265,8 @@ def taylor_sums_backward(
     c: float,
     form: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of ``taylor_sums`` with respect to q, k, v and temperature (empty without one).
+    """Return the gradients of ``taylor_sums`` with respect to q, k, v and temperature (empty
+    without one).
 
     The gradients of values and mass are ``d_values [B, h, N, e]`` and ``d_mass [B, h, N]``;
     features are made anew, not kept.

@@ -24,12 +24,12 @@ CHUNK_TOKENS = (128, 1024)
 
 
 def unit(x: Tensor) -> Tensor:
-    """``x / max(|x|, 1e-6)`` over the last axis, with finite gradients at 0; differentiable."""
+    """Return ``x / max(|x|, 1e-6)`` over the last axis, with finite gradients at 0 too."""
     return x * x.square().sum(-1, keepdim=True).clamp(min=EPS * EPS).rsqrt()
 
 
 def _tiles(d: int) -> list[tuple[slice, int, int]]:
-    """For each tile: its entries of x, how many entries it is multiplied with, and where its
+    """Return for each tile its entries of x, how many entries it is multiplied by, and where its
     products begin.
     """
     tiles, begin = [], 0
@@ -40,16 +40,16 @@ def _tiles(d: int) -> list[tuple[slice, int, int]]:
 
 
 def num_features(d: int) -> int:
-    """Products that are kept of a vector of width d: ``d (d + 4) / 2`` where d is a multiple of
-    four.
+    """Count the products that are kept of a vector of width d: ``d (d + 4) / 2`` where d is a
+    multiple of four.
     """
     rows, width, begin = _tiles(d)[-1]
     return begin + (rows.stop - rows.start) * width
 
 
 def feature_weights(d: int, a: float, like: Tensor) -> Tensor:
-    """Weights ``[F, 1]`` that make the products kept count like all ``d * d``: a within a tile, 2a
-    across.
+    """Return weights ``[F, 1]`` that make the products kept count like all ``d * d``: a within a
+    tile, 2a across.
     """
     weights = like.new_full((num_features(d), 1), 2 * a)
     for rows, width, begin in _tiles(d):
@@ -59,8 +59,8 @@ def feature_weights(d: int, a: float, like: Tensor) -> Tensor:
 
 
 def chunk_tokens(d: int) -> int:
-    """Tokens whose features are held at once: a power of two for which a head's features stay in
-    cache.
+    """Return how many tokens' features are held at once: a power of two for which a head's features
+    stay in cache.
     """
     fewest, most = CHUNK_TOKENS
     return max(fewest, min(most, 1 << (BUFFER_ELEMENTS // num_features(d)).bit_length() - 1))
@@ -89,14 +89,14 @@ def add_features_backward(x: Tensor, grad: Tensor, out: Tensor) -> None:
 
 
 def _head_and_token_chunks(x: Tensor) -> list[tuple[slice, slice]]:
-    """Pairs of slices (heads, tokens) of ``x [G, N, d]`` whose features stay in cache."""
+    """Return pairs of slices (heads, tokens) of ``x [G, N, d]`` whose features stay in cache."""
     tokens = max(1, min(x.shape[1], chunk_tokens(x.shape[2])))
     heads = max(1, BUFFER_ELEMENTS // (num_features(x.shape[2]) * tokens))
     return [(g, t) for g in chunks(x.shape[0], heads) for t in chunks(x.shape[1], tokens)]
 
 
 def _features(x: Tensor) -> tuple[Tensor, Tensor]:
-    """``x [g, T, d]`` as ``[g, d, T]``, and its products ``[g, F, T]``."""
+    """Return ``x [g, T, d]`` as ``[g, d, T]``, and its products ``[g, F, T]``."""
     x = x.mT.contiguous()
     out = x.new_empty(x.shape[0], num_features(x.shape[1]), x.shape[2])
     fill_features(x, out)
@@ -104,7 +104,7 @@ def _features(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def reduce_features(x: Tensor, y: Tensor) -> Tensor:
-    """``phi2(x)^T y``: ``[G, F, e]`` for ``x [G, N, d]`` and ``y [G, N, e]``."""
+    """Return ``phi2(x)^T y``: ``[G, F, e]`` for ``x [G, N, d]`` and ``y [G, N, e]``."""
     state = y.new_zeros(x.shape[0], num_features(x.shape[2]), y.shape[2])
     for g, t in _head_and_token_chunks(x):
         state[g].baddbmm_(_features(x[g, t])[1], y[g, t])
@@ -112,7 +112,7 @@ def reduce_features(x: Tensor, y: Tensor) -> Tensor:
 
 
 def expand_features(x: Tensor, state: Tensor, out: Tensor) -> Tensor:
-    """``out + phi2(x) state`` in place: ``[G, N, e]`` for ``x [G, N, d]`` and
+    """Add ``phi2(x) state`` to ``out [G, N, e]`` in place, for ``x [G, N, d]`` and
     ``state [G, F, e]``.
     """
     for g, t in _head_and_token_chunks(x):
@@ -121,8 +121,8 @@ def expand_features(x: Tensor, state: Tensor, out: Tensor) -> Tensor:
 
 
 def expand_features_backward(x: Tensor, state: Tensor, y: Tensor, out: Tensor) -> Tensor:
-    """``out`` plus the gradient of ``sum(phi2(x) state * y)`` with respect to ``x``, in place:
-    ``[G, N, d]``.
+    """Add to ``out [G, N, d]`` in place the gradient of ``sum(phi2(x) state * y)`` with respect to
+    ``x``.
     """
     for g, t in _head_and_token_chunks(x):
         own = x[g, t].mT.contiguous()

@@ -39,8 +39,8 @@ def why_not(
     key_mask: Tensor | None = None,
     relative: RelativePosition | None = None,
 ) -> str | None:
-    """Why the kernels do not run for these inputs, which are as the operation takes them, checked;
-    None where they do.
+    """Say why the kernels do not run for these inputs, which are as the operation takes them,
+    checked; None where they do.
     """
     return machine.why_not("taylorshift", WIDEST, q, k, v) or position.why_not(
         relative, q, v, key_mask
@@ -48,8 +48,8 @@ def why_not(
 
 
 def tile_features(d: int) -> int:
-    """Products of x with itself that the kernels form, in whole pairs of tiles: 256, 768, 2560 for
-    d = 16, 32, 64.
+    """Count the products of x with itself that the kernels form, in whole pairs of tiles: 256, 768,
+    2560 for d = 16, 32, 64.
     """
     tiles = -(-d // TILE)
     return tiles * (tiles + 1) // 2 * TILE**2
@@ -58,7 +58,8 @@ def tile_features(d: int) -> int:
 def takes_efficient_kernels(
     form: str, q: Tensor, k: Tensor, v: Tensor, gradients: bool = False
 ) -> bool:
-    """Whether the efficient form runs: named, or by "auto" where it is expected to take less time.
+    """Tell whether the efficient form runs: named, or by "auto" where it is expected to take less
+    time.
 
     Args:
         gradients: a backward pass follows, or this is one.
@@ -116,7 +117,8 @@ def taylor_mean(
     form: str,
     place: list[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The weighted mean under ``a x^2 + b x + c`` and, with a table, the joint relative position.
+    """Return the weighted mean under ``a x^2 + b x + c`` and, with a table, the joint relative
+    position.
 
     Args:
         q, k, v: ``[B, h, N, d]``, ``[B, h, M, d]``, ``[B, h, M, e]`` of one dtype and any strides.
@@ -182,8 +184,8 @@ def taylor_mean_backward(
     form: str,
     place: list[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of ``taylor_mean`` with respect to q, k, v, in their dtype, temperature and table
-    (empty without one).
+    """Return the gradients of ``taylor_mean`` with respect to q, k, v, in their dtype, temperature
+    and table (empty without one).
     """
     coefficients, normalised = (a, b, c), temperature is not None
     length = temperature.float() if normalised else None

@@ -97,7 +97,7 @@ class Pass:
         return chunks(x.shape[-2], chunk_tokens(self.d))
 
     def features(self, x: Tensor, absent: Tensor | None = None) -> Tensor:
-        """``[phi2(x), x, 1]`` of ``x [g, d, T]``, in a buffer that the next call uses again:
+        """Return ``[phi2(x), x, 1]`` of ``x [g, d, T]``, in a buffer that the next call uses again:
         ``[g, F + d + 1, T]``.
         """
         size, f = (x.shape[0], num_features(self.d) + self.d + 1, x.shape[2]), num_features(self.d)
@@ -109,15 +109,15 @@ class Pass:
         return self.buffer  # type: ignore[return-value]
 
     def features_backward(self, x: Tensor, grad: Tensor) -> Tensor:
-        """The gradient of ``x [g, d, T]`` for that of its features."""
+        """Return the gradient of ``x [g, d, T]`` for that of its features."""
         out = grad[:, num_features(self.d) : -1].clone()
         add_features_backward(x, grad, out)
         return out
 
 
 def heads_at_once(device: str) -> int:
-    """Heads, or groups of them that fit one buffer, that are worked on together: one for each
-    thread of a processor, up to 8.
+    """Return how many heads, or groups of them that fit one buffer, are worked on together: one for
+    each thread of a processor, up to 8.
     """
     return min(torch.get_num_threads(), 8) if device == "cpu" else 1
 

@@ -18,7 +18,9 @@ from visionattn.ops.taylorshift.features import (
 
 
 def _flops(x, e: int) -> int:
-    """Products of the features of ``x [G, N, d]`` with a state or with values, of e columns."""
+    """Count the products of the features of ``x [G, N, d]`` with a state or with values, of e
+    columns.
+    """
     return 2 * x[0] * x[1] * num_features(x[2]) * e
 
 
@@ -27,7 +29,7 @@ def _flops(x, e: int) -> int:
     flops=lambda k, v: _flops(k, v[2]),
 )
 def feature_state(k: Tensor, v: Tensor) -> Tensor:
-    """``sum_j phi2(k_j) v_j^T``: ``[G, F, e]`` for ``k [G, M, d]`` and ``v [G, M, e]``."""
+    """Return ``sum_j phi2(k_j) v_j^T``: ``[G, F, e]`` for ``k [G, M, d]`` and ``v [G, M, e]``."""
     return (
         reduce_features(k, v)
         if k.shape[1]
@@ -37,7 +39,7 @@ def feature_state(k: Tensor, v: Tensor) -> Tensor:
 
 @operator(fake=lambda k, v: contiguous_like(k, v), flops=lambda k, v: 2 * _flops(k, v[2]))
 def feature_state_backward(grad: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of ``feature_state`` with respect to k and v for ``grad [G, F, e]``."""
+    """Return the gradients of ``feature_state`` with respect to k and v for ``grad [G, F, e]``."""
     dk, dv = k.new_zeros(k.shape), v.new_zeros(v.shape)
     if not k.shape[1]:
         return dk, dv
@@ -50,7 +52,7 @@ def feature_state_backward(grad: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, 
     flops=lambda q, state: _flops(q, state[2]),
 )
 def expand_state(q: Tensor, state: Tensor) -> Tensor:
-    """``phi2(q_i) state``: ``[G, N, e]`` for ``q [G, N, d]`` and ``state [G, F, e]``."""
+    """Return ``phi2(q_i) state``: ``[G, N, e]`` for ``q [G, N, d]`` and ``state [G, F, e]``."""
     out = state.new_zeros(*q.shape[:2], state.shape[2])
     return expand_features(q, state, out) if q.shape[1] else out
 
@@ -59,7 +61,7 @@ def expand_state(q: Tensor, state: Tensor) -> Tensor:
     fake=lambda q, state: contiguous_like(q, state), flops=lambda q, state: 2 * _flops(q, state[2])
 )
 def expand_state_backward(grad: Tensor, q: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of ``expand_state`` with respect to q and state for ``grad [G, N, e]``."""
+    """Return the gradients of ``expand_state`` in q and state for ``grad [G, N, e]``."""
     if not q.shape[1]:
         return torch.zeros_like(q), torch.zeros_like(state)
     grad = grad.contiguous()
