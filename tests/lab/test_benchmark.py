@@ -18,7 +18,7 @@ from visionattn.lab.accuracy import disagreement
 from visionattn.lab.cases import Case
 from visionattn.lab.compare import Plan, Quartiles, check_case, measure_together, ratio_of
 from visionattn.lab.memory import build, case_peak_bytes
-from visionattn.lab.networks import CHECK_GRID, IdentityAttention, identity_twin
+from visionattn.lab.networks import CHECK_GRID, IdentityAttention, build_model, identity_twin
 from visionattn.lab.operations import CHECK_TOKENS, grid_of
 from visionattn.layers import Attention
 from visionattn.layout import Grid
@@ -302,7 +302,7 @@ def test_ratios_are_taken_round_by_round():
 
 
 def test_rows_are_related_to_the_baseline_of_the_same_run(monkeypatch):
-    monkeypatch.setattr(compare, "warm_up", lambda work, device: 1.0)
+    monkeypatch.setattr(compare, "warm_up", lambda work, **options: 1.0)
     monkeypatch.setattr(
         compare, "interleaved_seconds", lambda works, *rest, **options: [[3.0, 8.0], [2.0, 4.0]]
     )
@@ -392,7 +392,7 @@ def test_a_process_that_was_killed_otherwise_is_no_error_of_memory(monkeypatch):
 
 
 def test_a_measurement_that_failed_is_a_row_that_says_so(monkeypatch):
-    def fail(case, device):
+    def fail(case, device, warm):
         raise Failed("measuring the memory of sdpa failed: killed by signal 9")
 
     monkeypatch.setattr("visionattn.lab.compare.case_peak_bytes", fail)
@@ -406,3 +406,29 @@ def test_a_process_that_fails_otherwise_says_how(monkeypatch):
     monkeypatch.setattr(subprocess, "run", lambda command, **options: done)
     with pytest.raises(Failed, match="failed: ValueError: no such thing"):
         case_peak_bytes(operation("sdpa"))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (dict(depth=2), "sdpa: depth is of models, and this is an operation"),
+        (dict(amp="bf16"), "sdpa: amp is of models"),
+        (dict(update=True), "sdpa: a step of training has a backward pass; ask for both"),
+    ],
+)
+def test_an_operation_has_nothing_that_is_of_models(given, message):
+    with pytest.raises(ValueError, match=message):
+        Case("operation", "sdpa", 77, 8, **given)
+
+
+def test_a_network_is_cut_and_checkpointed_and_no_step_of_training():
+    case = Case("model", "taylorshift_vit_t", 32, form="direct", depth=2, checkpointing=True)
+    model = build_model(case, "meta")
+    assert [block.attn.form for block in model.blocks] == [
+        "direct"
+    ] * 2 and model.grad_checkpointing
+    with pytest.raises(ValueError, match="depth 13: taylorshift_vit_t has 12 blocks"):
+        build_model(replace(case, depth=13), "meta")
+    for more in (dict(amp="bf16"), dict(backward=True, update=True)):
+        with pytest.raises(ValueError, match="is run by a profile alone"):
+            build(replace(case, **more), "meta")

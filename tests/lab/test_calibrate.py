@@ -10,8 +10,8 @@ import torch
 
 from visionattn.lab import calibrate
 from visionattn.lab.calibrate import (
-    Case,
     Row,
+    Sizes,
     cases,
     cross_validate,
     fit,
@@ -96,7 +96,7 @@ def test_each_case_is_predicted_by_the_other_cases():
 
 
 def test_prediction_is_that_of_the_choice(monkeypatch, tmp_path):
-    case = Case(77, 91, 16, 24, 2, 3)
+    case = Sizes(77, 91, 16, 24, 2, 3)
     path = tmp_path / "calibration.json"
     path.write_text(json.dumps({"about": "kept", "devices": {"cuda": {"seconds": "kept too"}}}))
     calibrate.write({"float32": SECONDS}, {"float32": {}}, path)
@@ -131,7 +131,7 @@ def test_writing_replaces_one_device_with_provenance_and_keeps_the_others(tmp_pa
 
 
 def test_regret_is_the_time_lost_against_the_faster_form():
-    case = Case(77, 91, 16, 24, 2, 3)
+    case = Sizes(77, 91, 16, 24, 2, 3)
     measured = {"direct": 3.0, "efficient": 2.0}
     wrong, right = (Row(case, measured, {"direct": t, "efficient": 2.0}) for t in (1.0, 2.5))
     assert (wrong.chosen, wrong.regret) == ("direct", 0.5)
@@ -161,7 +161,7 @@ def test_measuring_runs_both_forms_in_turn(operation):
         ran.append((form, tuple(q.shape), tuple(k.shape), tuple(v.shape), q.dtype))
         return calibrate.ATTENTIONS[operation](q, k, v, form=form)
 
-    times = measure(attention, Case(5, 7, 3, 4, 2, 11), torch.float64, rounds=4)
+    times = measure(attention, Sizes(5, 7, 3, 4, 2, 11), torch.float64, rounds=4)
     shapes = ((2, 11, 5, 3), (2, 11, 7, 3), (2, 11, 7, 4), torch.float64)
     assert ran == 5 * [
         ("direct", *shapes),
@@ -171,7 +171,7 @@ def test_measuring_runs_both_forms_in_turn(operation):
 
 
 def test_command_prints_and_writes_what_it_fitted(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(calibrate, "cases", lambda: [Case(n, n, 3, 4, 2, 1) for n in (5, 7, 11)])
+    monkeypatch.setattr(calibrate, "cases", lambda: [Sizes(n, n, 3, 4, 2, 1) for n in (5, 7, 11)])
     path = tmp_path / "calibration.json"
     path.write_text(json.dumps({"about": "", "devices": {}}))
     monkeypatch.setattr(choice, "CALIBRATION", path)
@@ -193,7 +193,7 @@ def test_help_ends_with_a_command_that_works_as_pasted_and_writes_nothing(
         calibrate.main(["--help"])
     command = capsys.readouterr().out.strip().splitlines()[-1].split()
     assert command[:3] == ["python", "-m", "visionattn.lab.calibrate"]
-    monkeypatch.setattr(calibrate, "cases", lambda: [Case(n, n, 3, 4, 2, 1) for n in (5, 7, 11)])
+    monkeypatch.setattr(calibrate, "cases", lambda: [Sizes(n, n, 3, 4, 2, 1) for n in (5, 7, 11)])
     monkeypatch.setattr(choice, "CALIBRATION", tmp_path / "absent.json")
     calibrate.main(command[3:])
     assert "taylorshift, float32" in capsys.readouterr().out and not choice.CALIBRATION.exists()

@@ -182,7 +182,7 @@ def test_rehearsed_cases_keep_what_tells_them_apart():
     ]
     assert sizes == sorted(set(sizes)) and sizes[-1] < 64
     figures, cases = rehearsal.all_rows()
-    assert all(figure.case.dtype == "float16" for figure in figures)
+    assert {figure.case.precision for figure in figures} == {"float16", "amp_fp16"}
     assert {figure.kind for figure in figures} == set(KINDS)
     wide = next(figure.case for figure in figures if figure.case.image_width)
     assert (

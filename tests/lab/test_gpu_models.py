@@ -44,11 +44,11 @@ def bench():
     return Bench(rehearsed(), torch.Generator().manual_seed(3), Ceilings(1e10, 1e11), **few)
 
 
-def small(kind, dtype="float32"):
+def small(kind):
     """The figures of a kind at one size, of models of the smallest width."""
     of_kind = [figure for figure in all_targets() if figure.kind == kind]
     figures = [figure for figure in of_kind if figure.case == of_kind[0].case]
-    case = replace(figures[0].case, name="scaleformer_vit_t", size=48, batch=2, dtype=dtype)
+    case = replace(figures[0].case, name="scaleformer_vit_t", size=48, batch=2, dtype="float32")
     return [replace(figure, case=case, baseline=BASELINES[figure.baseline]) for figure in figures]
 
 
@@ -77,9 +77,7 @@ def test_a_model_whose_attention_is_wrong_has_no_time(bench, monkeypatch):
         ),
     )
     results = list(
-        gpu.results_of(
-            [*small("model"), *small("image"), *small("training", "bfloat16")], bench, Budget(1)
-        )
+        gpu.results_of([*small("model"), *small("image"), *small("training")], bench, Budget(1))
     )
     assert len(results) == 4
     for result in results:
@@ -141,7 +139,7 @@ def test_a_large_image_counts_all_memory_that_is_allocated(bench, monkeypatch):
 def test_a_training_step_is_related_in_time_and_memory(bench, monkeypatch):
     peaks = iter([3 << 30, 4 << 30])
     monkeypatch.setattr(bench.gpu, "peak_bytes", lambda work: next(peaks))
-    (result,) = gpu.results_of(small("training", "bfloat16"), bench, Budget(1))
+    (result,) = gpu.results_of(small("training"), bench, Budget(1))
     assert result.status == "ok" and result.values == (result.sdpa / result.seconds.median, 0.75)
     assert result.notes[1:] == ["peak 3 GiB", "ViT-S 4 GiB"] and 0 < result.error < 0.05
 
@@ -190,7 +188,7 @@ def test_a_model_that_runs_no_kernel_where_it_should_has_no_time(bench, monkeypa
     figures = [
         *small("model"),
         *small("image"),
-        *small("training", "bfloat16"),
+        *small("training"),
         small("latency")[0],
     ]
     bench.impl = "triton"  # while on a processor "auto" takes eager operations

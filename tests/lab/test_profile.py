@@ -20,19 +20,21 @@ from torch.cuda import _memory_viz as viewer
 import visionattn.lab.profile.snapshot as snapshot
 from visionattn.cli import fresh_process
 from visionattn.cli.ends import Failed
+from visionattn.lab.cases import PRECISIONS, Case
 from visionattn.lab.figures import memory_of
-from visionattn.lab.profile.cells import Cell, Shape
+from visionattn.lab.networks import build_model
 from visionattn.lab.profile.largest import find_largest, largest_fit
 from visionattn.lab.profile.process import Bytes, Job, measure, measure_here
 from visionattn.lab.profile.rows import Row, growth, growths, record_of
 from visionattn.lab.profile.run import n1_of
+from visionattn.lab.profile.shape import Shape
 from visionattn.lab.profile.snapshot import PICKLE_PROTOCOL, record, write_snapshot
 from visionattn.lab.profile.step import Step
 
 linux = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="memory of a CPU is measured under Linux only"
 )
-TINY = Cell("taylorshift_vit_t", 48, depth=1)
+TINY = Case("model", "taylorshift_vit_t", 48, depth=1)
 VIEWER_OPCODES = {
     "APPEND",
     "APPENDS",
@@ -86,8 +88,8 @@ def bytes_at(above: int, **others: int) -> Bytes:
 
 
 def row_at(px: int, tokens: int, above: int | None) -> Row:
-    cell = replace(TINY, px=px)
-    return Row(cell, tokens, bytes_at(above)) if above else Row(cell, tokens, None, "out of memory")
+    case = replace(TINY, size=px)
+    return Row(case, tokens, bytes_at(above)) if above else Row(case, tokens, None, "out of memory")
 
 
 def test_growth_is_the_least_squares_slope_over_sizes_that_were_measured_from_the_given_one_up():
@@ -113,17 +115,19 @@ def test_growth_is_the_least_squares_slope_over_sizes_that_were_measured_from_th
 
 def test_each_series_has_its_own_growth():
     linear = (row_at(64, 17, 170), row_at(96, 37, 370))
-    other = [Row(replace(row.cell, work="training_step"), row.tokens, row.bytes) for row in linear]
+    other = [
+        Row(replace(row.case, backward=True, update=True), row.tokens, row.bytes) for row in linear
+    ]
     found = growths([row_at(64, 17, 17**2), row_at(96, 37, 37**2), *other], 64)
     assert sorted(found.values()) == [pytest.approx(1.0), pytest.approx(2.0)]
 
 
-def allocated_at_most(cell: Cell) -> int:
+def allocated_at_most(case: Case) -> int:
     """What PyTorch's allocator has handed out at most during a pass: the same on every
     processor.
     """
-    step = Step(cell)
-    step.place(cell.px)
+    step = Step(case)
+    step.place(case.size)
     level = most = 0
     for event in record(step.run)["device_traces"][0]:
         level += event["size"] * {"alloc": 1, "free_completed": -1}.get(event["action"], 0)
@@ -142,7 +146,9 @@ def allocated_at_most(cell: Cell) -> int:
 def test_twice_the_tokens_take_twice_the_memory_with_ours_and_four_times_with_eager_attention(
     model, form, least, most, one_thread
 ):
-    small, large = (allocated_at_most(Cell(model, px, depth=1, form=form)) for px in (512, 736))
+    small, large = (
+        allocated_at_most(Case("model", model, px, depth=1, form=form)) for px in (512, 736)
+    )
     assert least < large / small < most
 
 
@@ -187,7 +193,7 @@ def test_what_a_library_keeps_does_not_count_as_growth(tmp_path, library):
     (tmp_path / "code").write_bytes(bytes(4 << 20))
     rows = []
     for px in (512, 736):
-        told = json.dumps(asdict(Job(replace(TINY, px=px), threads=1)))
+        told = json.dumps(asdict(Job(replace(TINY, size=px), threads=1)))
         command = [sys.executable, "-c", LIBRARY, library, str(tmp_path / "code")]
         given = dict(
             input=told,
@@ -196,7 +202,7 @@ def test_what_a_library_keeps_does_not_count_as_growth(tmp_path, library):
             env=fresh_process.environment(returning=True),
         )
         printed = subprocess.run(command, check=True, **given).stdout
-        rows.append(Row(replace(TINY, px=px), (px // 16) ** 2, Bytes(**json.loads(printed))))
+        rows.append(Row(replace(TINY, size=px), (px // 16) ** 2, Bytes(**json.loads(printed))))
         assert rows[-1].bytes.above_bytes == pytest.approx(rows[-1].tokens * 4 * 4096, abs=1 << 20)
     assert growth(rows, 512) == pytest.approx(1.0, abs=0.05)
 
@@ -206,7 +212,9 @@ def test_parameters_gradients_and_optimizer_state_are_the_bytes_of_their_tensors
     own = timm.create_model("vit_tiny_patch16_224", depth=1)
     tensors = [parameter for parameter in own.parameters()]
     count = sum(parameter.numel() for parameter in tensors)
-    step = Step(Cell("vit_tiny_patch16_224", 32, "training_step", precision, depth=1))
+    dtype, amp = PRECISIONS[precision]
+    how = dict(dtype=dtype, amp=amp, backward=True, update=True, depth=1)
+    step = Step(Case("model", "vit_tiny_patch16_224", 32, **how))
     step.warm_up()
     assert step.gradients_bytes == 0 and step.image.shape == (1, 3, 32, 32)
     step.place(48)
@@ -220,9 +228,7 @@ def test_parameters_gradients_and_optimizer_state_are_the_bytes_of_their_tensors
 
 def test_a_checkpointed_block_keeps_its_input_alone():
     def saved(depth: int, checkpointing: bool) -> int:
-        step = Step(
-            replace(TINY, work="forward+backward", depth=depth, checkpointing=checkpointing)
-        )
+        step = Step(replace(TINY, backward=True, depth=depth, checkpointing=checkpointing))
         step.place(80)
         return step.saved_bytes()
 
@@ -232,7 +238,7 @@ def test_a_checkpointed_block_keeps_its_input_alone():
 
 def test_what_inference_holds_are_activations_and_a_backward_counts_what_is_saved():
     for work in ("inference", "forward+backward"):
-        sizes = measure_here(Job(replace(TINY, work=work)))
+        sizes = measure_here(Job(replace(TINY, backward=work != "inference")))
         assert sizes.reserved_bytes is None and sizes.peak_bytes > sizes.above_bytes
         if work == "inference":
             assert (
@@ -248,7 +254,7 @@ def test_what_inference_holds_are_activations_and_a_backward_counts_what_is_save
 
 def test_a_form_is_the_one_that_runs():
     for form in ("direct", "efficient"):
-        model = replace(TINY, form=form).build()
+        model = build_model(replace(TINY, form=form))
         assert [block.attn.form for block in model.blocks] == [form]
 
 
@@ -256,8 +262,8 @@ def test_tokens_are_patches_and_prefix_and_sizes_in_pixels_lead_back():
     shape = Shape.of(TINY)
     assert (shape.patch_px, shape.prefix, shape.taylor_width) == (16, 1, 64)
     assert shape.tokens(112) == 50 and shape.px(50) == 112
-    assert Shape.of(replace(TINY, model="taylorshift_vit_t+identity")).taylor_width is None
-    assert Shape.of(replace(TINY, model="scaleformer_vit_t")).taylor_width is None
+    assert Shape.of(replace(TINY, name="taylorshift_vit_t+identity")).taylor_width is None
+    assert Shape.of(replace(TINY, name="scaleformer_vit_t")).taylor_width is None
 
 
 @pytest.mark.parametrize("start", [1, 4, 16])
@@ -278,16 +284,16 @@ def test_the_largest_image_comes_with_the_next_size_that_does_not_fit():
     shape = Shape.of(TINY)
     budget = 37**2 * 1000
 
-    def measured(cell, tokens):
+    def measured(case, tokens):
         above = (tokens - 1) * 1000
-        return row_at(cell.px, tokens, above if above < budget else None)
+        return row_at(case.size, tokens, above if above < budget else None)
 
     found, rows = find_largest(TINY, shape, measured)
-    assert (found.fits.cell.px, found.beyond.cell.px, found.status) == (36 * 16, 37 * 16, "ok")
-    assert [row.cell.px for row in rows] == sorted(row.cell.px for row in rows)
-    nothing, _ = find_largest(TINY, shape, lambda cell, tokens: row_at(cell.px, tokens, None))
+    assert (found.fits.case.size, found.beyond.case.size, found.status) == (36 * 16, 37 * 16, "ok")
+    assert [row.case.size for row in rows] == sorted(row.case.size for row in rows)
+    nothing, _ = find_largest(TINY, shape, lambda case, tokens: row_at(case.size, tokens, None))
     assert (
-        nothing.fits is None and nothing.status == "nothing fits" and nothing.beyond.cell.px == 16
+        nothing.fits is None and nothing.status == "nothing fits" and nothing.beyond.case.size == 16
     )
 
 
@@ -295,10 +301,10 @@ def test_the_plot_marks_n1_in_tokens_and_pixels_for_taylorshift_alone():
     rows = [row_at(64, 17, 1 << 21), row_at(96, 37, 1 << 22)]
     shapes = {
         "taylorshift_vit_t": Shape.of(TINY),
-        "scaleformer_vit_t": Shape.of(replace(TINY, model="scaleformer_vit_t")),
+        "scaleformer_vit_t": Shape.of(replace(TINY, name="scaleformer_vit_t")),
     }
     exponents = growths(rows, 64)
-    records = [record_of(row, exponents[row.cell.series]) for row in rows]
+    records = [record_of(row, exponents[row.case.series]) for row in rows]
     (chart,) = memory_of(records, n1=n1_of(shapes))
     (line,), (mark,) = chart.series, chart.marks
     assert (list(line.x), list(line.y)) == ([64, 96], [2, 4]) and "tokens⁰·⁸⁹" in line.name
@@ -337,7 +343,7 @@ def test_a_snapshot_holds_each_allocation_with_where_it_was_made_and_where_it_wa
 
 
 def test_a_snapshot_of_a_pass_balances_and_pytorchs_own_reader_takes_it(tmp_path):
-    step = Step(replace(TINY, work="forward+backward"))
+    step = Step(replace(TINY, backward=True))
     step.warm_up()
     step.place(48)
     path = tmp_path / "pass.pickle"
@@ -363,9 +369,9 @@ def test_a_snapshot_of_a_pass_balances_and_pytorchs_own_reader_takes_it(tmp_path
 
 def test_a_cell_beyond_the_budget_ends_as_out_of_memory_in_a_process_of_its_own():
     """A matrix of 3 x 16,385 x 16,385 float32 is 3 GiB."""
-    cell = Cell("vit_tiny_patch16_224+eager", 2048, depth=1)
+    case = Case("model", "vit_tiny_patch16_224+eager", 2048, depth=1)
     with pytest.raises(torch.OutOfMemoryError, match=r"2048 px does not fit"):
-        measure(Job(cell, threads=1, budget_bytes=3 << 29))
+        measure(Job(case, threads=1, budget_bytes=3 << 29))
 
 
 def test_a_killed_process_ran_out_of_memory_only_where_the_system_says_so(monkeypatch):
@@ -414,9 +420,9 @@ def test_a_snapshot_is_written_without_the_limit_of_the_pass(tmp_path, monkeypat
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu_peaks_are_those_of_pytorchs_allocator_and_a_budget_is_a_smaller_card(tmp_path):
-    cell = Cell("vit_tiny_patch16_224+eager", 1024, "training_step", depth=1)
+    case = Case("model", "vit_tiny_patch16_224+eager", 1024, backward=True, update=True, depth=1)
     path = tmp_path / "pass.pickle"
-    sizes = measure(Job(cell, "cuda", snapshot=str(path)))
+    sizes = measure(Job(case, "cuda", snapshot=str(path)))
     matrix = 3 * 4097**2 * 4
     assert sizes.reserved_bytes >= sizes.peak_bytes >= sizes.above_bytes > 2 * matrix
     assert sizes.optimizer_bytes > 2 * sizes.parameters_bytes
@@ -429,4 +435,4 @@ def test_on_a_gpu_peaks_are_those_of_pytorchs_allocator_and_a_budget_is_a_smalle
         >= matrix
     )
     with pytest.raises(torch.OutOfMemoryError):
-        measure(Job(cell, "cuda", budget_bytes=2 * matrix))
+        measure(Job(case, "cuda", budget_bytes=2 * matrix))

@@ -45,7 +45,7 @@ def jobs(monkeypatch):
 
     def measure(job):
         seen.append(job)
-        above = 1000 * (job.cell.px // 16) ** 2
+        above = 1000 * (job.case.size // 16) ** 2
         if above >= job.budget_bytes:
             raise torch.OutOfMemoryError("too large")
         return Bytes(above + 5, None, above, 1, 2, 3, 4)
@@ -255,7 +255,7 @@ def test_a_grid_has_a_row_for_each_choice_that_acts(main, jobs, tmp_path):
     assert len(rows) == len(set(rows)) == 2 * (2 * 1 + 2 * 2) + 2 * (1 + 2)
     assert {row[3] for row in rows if row[0] == "vit_tiny_patch16_224"} == {""}
     assert {row[4] for row in rows if row[1] == "inference"} == {"no"}
-    assert {job.cell.form for job in jobs} == {"auto", "direct", "efficient"}
+    assert {job.case.form for job in jobs} == {"auto", "direct", "efficient"}
 
 
 def test_the_largest_image_is_a_row_for_each_series(main, jobs, tmp_path, capsys):
@@ -289,7 +289,7 @@ def test_a_cell_that_fails_is_a_row_and_the_others_are_measured(
     main, monkeypatch, tmp_path, capsys
 ):
     def measure(job):
-        if job.cell.px == 64:
+        if job.case.size == 64:
             raise RuntimeError("NotImplementedError: no such kernel")
         return Bytes(9, None, 8, 1, 2, 3, 4)
 

@@ -41,8 +41,11 @@ MOST_MULTIPLY_ADDS = 1_500_000_000
 
 
 @dataclass(frozen=True)
-class Case:
-    """Sizes of one attention: queries, keys, widths of q and k and of v, images and heads."""
+class Sizes:
+    """Sizes of one attention: queries, keys, widths of q and k and of v, images and heads.
+
+    A ``Case`` of the laboratory has as many queries as keys and one width; counts of work do not.
+    """
 
     n: int
     m: int
@@ -64,7 +67,7 @@ class Row:
     for it.
     """
 
-    case: Case
+    case: Sizes
     measured: dict[str, float]
     predicted: dict[str, float]
 
@@ -79,7 +82,7 @@ class Row:
         return self.measured[self.chosen] / min(self.measured.values()) - 1
 
 
-def cases(most: int = MOST_MULTIPLY_ADDS) -> list[Case]:
+def cases(most: int = MOST_MULTIPLY_ADDS) -> list[Sizes]:
     """Return the grid: each width at each length, with as many images and heads as keep both forms
     of TaylorShift below ``most``.
 
@@ -90,18 +93,18 @@ def cases(most: int = MOST_MULTIPLY_ADDS) -> list[Case]:
     groups = cycle(GROUPS)
     for d in WIDTHS:
         for n in TOKENS:
-            few, many = Case(n, n, d, d, 1, 1), Case(n, n, d, d, *next(groups))
+            few, many = Sizes(n, n, d, d, 1, 1), Sizes(n, n, d, d, *next(groups))
             grid.append(many if _multiply_adds(many) <= most else few)
-        grid += [Case(320, 1280, d, d, 1, 2), Case(900, 900, d, 2 * d, 1, 1)]
+        grid += [Sizes(320, 1280, d, d, 1, 2), Sizes(900, 900, d, 2 * d, 1, 1)]
     return [case for case in grid if _multiply_adds(case) <= 4 * most]
 
 
-def _multiply_adds(case: Case) -> int:
+def _multiply_adds(case: Sizes) -> int:
     return max(case.work("taylorshift", form)["multiply_adds"] for form in choice.FORMS)
 
 
 def measure(
-    attention: Callable, case: Case, dtype: torch.dtype, *, rounds: int = 30, seconds: float = 0.4
+    attention: Callable, case: Sizes, dtype: torch.dtype, *, rounds: int = 30, seconds: float = 0.4
 ) -> dict[str, float]:
     """Return seconds of one forward by form, the fastest of ``rounds`` rounds or of ``seconds``;
     four rounds at least.
@@ -131,7 +134,7 @@ def measure(
 
 
 def fit(
-    operation: str, measured: Sequence[tuple[Case, dict[str, float]]]
+    operation: str, measured: Sequence[tuple[Sizes, dict[str, float]]]
 ) -> dict[str, dict[str, float]]:
     """Return seconds per unit of each kind of work, by form: non-negative least squares of the
     relative error.
@@ -177,7 +180,7 @@ def non_negative_fit(terms: Tensor, wanted: Tensor) -> Tensor:
     return best
 
 
-def predict(operation: str, case: Case, seconds: dict[str, dict[str, float]]) -> dict[str, float]:
+def predict(operation: str, case: Sizes, seconds: dict[str, dict[str, float]]) -> dict[str, float]:
     """Return seconds by form under the coefficients of ``fit``."""
     return {
         form: sum(seconds[form][kind] * count for kind, count in case.work(operation, form).items())
@@ -185,7 +188,7 @@ def predict(operation: str, case: Case, seconds: dict[str, dict[str, float]]) ->
     }
 
 
-def cross_validate(operation: str, measured: Sequence[tuple[Case, dict[str, float]]]) -> list[Row]:
+def cross_validate(operation: str, measured: Sequence[tuple[Sizes, dict[str, float]]]) -> list[Row]:
     """Return a row per case, predicted by a fit of all the other cases."""
     rows = []
     for i, (case, times) in enumerate(measured):
@@ -263,7 +266,7 @@ def write(seconds: dict[str, dict], results: dict[str, dict[str, str]], path: Pa
     write_text(path, text)
 
 
-def calibrate(operation: str, dtype: str, grid: Sequence[Case]) -> tuple[dict, list[Row]]:
+def calibrate(operation: str, dtype: str, grid: Sequence[Sizes]) -> tuple[dict, list[Row]]:
     """Coefficients of the operation in the dtype, and the cross-validated rows."""
     measured = [(case, measure(ATTENTIONS[operation], case, DTYPES[dtype])) for case in grid]
     return fit(operation, measured), cross_validate(operation, measured)

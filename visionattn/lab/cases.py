@@ -1,10 +1,12 @@
-"""``Case``: one operation or model at one size, as plain values that a fresh process can be told.
+"""``Case``: what is run, as plain values that a fresh process can be told. Benchmarks, profiles,
+targets and the table of a GPU all name their work by it.
 
-Owns the names of cases. It knows nothing of how they are measured.
+Owns the names of cases, passes and precisions. It knows nothing of how they are measured. A sweep
+varies a training instead, which its configuration names (``sweep/grid.py``).
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,11 +14,19 @@ from torch import Tensor
 from visionattn.ops.attentions import FORM_CHOICES
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+PASSES = ("inference", "forward+backward", "training_step")
+PRECISIONS = {
+    "float32": ("float32", "none"),
+    "bfloat16": ("bfloat16", "none"),
+    "amp_bf16": ("float32", "bf16"),
+    "amp_fp16": ("float32", "fp16"),
+}
+"""Dtype of weights and image, and the mixed precision, of the models of a profile."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One operation or model at one size."""
+    """One operation or model at one size, and how it is run."""
 
     kind: str
     """"operation" or "model"."""
@@ -40,6 +50,22 @@ class Case:
     """R of the relative position of an operation."""
     image_width: int | None = None
     """Width in pixels of a model's image; None: as wide as high."""
+    amp: str = "none"
+    """Mixed precision of a model whose weights are in ``dtype``: "none", "bf16" or "fp16"."""
+    update: bool = False
+    """Whether the optimiser updates a model's weights after the backward: a step of training."""
+    checkpointing: bool = False
+    """Gradient checkpointing of a model's blocks."""
+    depth: int | None = None
+    """Blocks of a model that are kept, from the first; None: all."""
+
+    def __post_init__(self) -> None:
+        if self.update and not self.backward:
+            raise ValueError(f"{self.name}: a step of training has a backward pass; ask for both")
+        of_models = dict(amp="none", update=False, checkpointing=False, depth=None)
+        idle = [name for name, usual in of_models.items() if getattr(self, name) != usual]
+        if self.kind == "operation" and idle:
+            raise ValueError(f"{self.name}: {idle[0]} is of models, and this is an operation")
 
     @property
     def image_size(self) -> tuple[int, int]:
@@ -71,7 +97,23 @@ class Case:
             self.batch,
             self.kind == "model" or self.heads,
         )
-        return (self.kind, *sizes, self.dtype, self.backward)
+        how = (self.dtype, self.amp, self.backward, self.update, self.checkpointing, self.depth)
+        return (self.kind, *sizes, *how)
+
+    @property
+    def series(self) -> "Case":
+        """The same at no size: what the cases of one line of a plot share."""
+        return replace(self, size=0)
+
+    @property
+    def work(self) -> str:
+        """One of ``PASSES``."""
+        return PASSES[self.backward + self.update]
+
+    @property
+    def precision(self) -> str:
+        """The dtype, or the mixed precision that is used instead."""
+        return self.dtype if self.amp == "none" else f"amp_{self.amp}"
 
     @property
     def torch_dtype(self) -> torch.dtype:

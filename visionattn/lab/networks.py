@@ -110,11 +110,11 @@ def read_options(case: Case) -> dict[str, str | int]:
 
 
 def build_model(case: Case, device: str = "cpu") -> nn.Module:
-    """Return the model of the case with seeded weights, in its dtype: ``eval`` for a forward,
-    ``train`` for forward and backward.
+    """Return the model of the case with seeded weights, in its dtype and form, cut to its depth,
+    checkpointed where the case says so: ``eval`` for a forward, ``train`` for a backward too.
 
     Raises:
-        ValueError: an unknown name, or an option that this model has not.
+        ValueError: an unknown name, an option that this model has not, or a depth beyond its own.
     """
     check_name(case)
     options = read_options(case)
@@ -129,6 +129,13 @@ def build_model(case: Case, device: str = "cpu") -> nn.Module:
     if "eager" in options:
         for block in model.blocks:
             block.attn.fused_attn = False
+    if case.depth is not None:
+        if case.depth > len(model.blocks):
+            raise ValueError(f"depth {case.depth}: {case.name} has {len(model.blocks)} blocks")
+        model.blocks = model.blocks[: case.depth]
+    if case.checkpointing:
+        model.set_grad_checkpointing()
+    set_form(model, case.form)
     return model.to(device, case.torch_dtype).train(case.backward)
 
 
@@ -175,9 +182,14 @@ def set_impl(model: nn.Module, impl: str) -> None:
 
 
 def build_network(case: Case, device: str = "cpu") -> Work:
-    """Return the model and an image in memory."""
+    """Return the model and an image in memory.
+
+    Raises:
+        ValueError: mixed precision or a step of training, which are of ``profile/step.py``.
+    """
+    if case.amp != "none" or case.update:
+        raise ValueError(f"{case.name}: {case.work} in {case.precision} is run by a profile alone")
     model = build_model(case, device)
-    set_form(model, case.form)
     leaves = tuple(parameter for parameter in model.parameters() if parameter.requires_grad)
     inputs = {"image": make_image(case, model, case.size, case.size, device)}
     return Work(lambda image: model(image), inputs, leaves, case.backward)

@@ -21,7 +21,7 @@ from visionattn.lab.cases import Case
 from visionattn.lab.charts import Chart, Look, Mark, Series, png
 from visionattn.lab.compare import COLUMNS, Plan, cells_of, measure_together, record_of
 from visionattn.lab.figures import MIB, SHAPES, heads_of, memory_of, size_chart
-from visionattn.lab.profile.cells import Shape
+from visionattn.lab.profile.shape import Shape
 from visionattn.lab.report.rows import value_of
 
 Print = Callable[[str], None]

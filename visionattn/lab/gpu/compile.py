@@ -170,8 +170,8 @@ def _run_model(name: str, case: Case, bench: Bench) -> None:
     bench = replace(bench, depth=1)
     model = gpu_models.compile_blocks(gpu_models.make_model(name, case, bench), bench)
     images = gpu_models.make_images(case, bench)
-    if case.backward:
-        gpu_models.make_step(model, images, bench)()
+    if case.update:
+        gpu_models.make_step(model, images, case.amp, bench)()
     else:
         gpu_models.infer(model, images)
 

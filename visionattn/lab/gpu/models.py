@@ -8,7 +8,7 @@ may be twice that of those operations in its own dtype.
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -29,6 +29,7 @@ from visionattn.models.registration import is_ours
 from visionattn.ops.gpu import machine
 from visionattn.ops.gpu.launch import launching_with
 from visionattn.training.config import OptimConfig
+from visionattn.training.evaluate import autocast
 from visionattn.training.optimize import OptimizerStep
 
 CHECK_DEPTH = 2
@@ -40,10 +41,8 @@ trained model.
 
 
 def make_model(name: str, case: Case, bench: Bench) -> nn.Module:
-    """Return a model with seeded weights: float32 for training, the dtype of the case otherwise.
-    timm's is made for the image size.
-    """
-    case = replace(case, name=name, dtype="float32" if case.backward else case.dtype)
+    """Return a model with seeded weights; timm's is made for the image size."""
+    case = replace(case, name=name)
     if is_ours(case.base):
         model = networks.build_model(case, str(bench.device))
     else:
@@ -62,9 +61,10 @@ def make_model(name: str, case: Case, bench: Bench) -> nn.Module:
 
 def make_images(case: Case, bench: Bench) -> Tensor:
     """Return random images ``[B, 3, height, width]``."""
-    dtype = torch.float32 if case.backward else case.torch_dtype
     shape = (case.batch, 3, *case.image_size)
-    return torch.randn(shape, generator=bench.generator, device=bench.device, dtype=dtype)
+    return torch.randn(
+        shape, generator=bench.generator, device=bench.device, dtype=case.torch_dtype
+    )
 
 
 def compile_blocks(model: nn.Module, bench: Bench) -> nn.Module:
@@ -293,11 +293,14 @@ def measure_training(figure: Target, bench: Bench) -> GpuResult:
     case = figure.case
     fresh_memory(bench)
     mine, images = make_model(case.name, case, bench), make_images(case, bench)
-    status, error, notes = _check_training(mine, images, bench)
+    status, error, notes = _check_training(mine, images, case, bench)
     if status != "ok":
         return GpuResult(figure, status, error=error)
     baseline = compile_blocks(make_model(figure.baseline, case, bench), bench)
-    steps, peaks = [called([make_step(model, images, bench)]) for model in (mine, baseline)], []
+    steps, peaks = (
+        [called([make_step(model, images, case.amp, bench)]) for model in (mine, baseline)],
+        [],
+    )
     for step in steps:
         step.run()
         peaks.append(bench.gpu.peak_bytes(step.run))
@@ -307,7 +310,9 @@ def measure_training(figure: Target, bench: Bench) -> GpuResult:
     return GpuResult(figure, "ok", own, sdpa=other.median, values=values, error=error, notes=notes)
 
 
-def _check_training(model: nn.Module, images: Tensor, bench: Bench) -> tuple[str, float, list[str]]:
+def _check_training(
+    model: nn.Module, images: Tensor, case: Case, bench: Bench
+) -> tuple[str, float, list[str]]:
     """Compile the blocks and compare the gradients of all parameters; see ``compare``."""
     plain = eager_copy(model)
     compile_blocks(model, bench)
@@ -319,15 +324,11 @@ def _check_training(model: nn.Module, images: Tensor, bench: Bench) -> tuple[str
     upstream = torch.randn(shape, generator=bench.generator, device=bench.device)
     gradients = partial(gradients_of, images=images, upstream=upstream, bench=bench)
     return compare(
-        lambda: gradients(model, autocast=True),
-        lambda: gradients(plain, autocast=True, one_by_one=True),
+        lambda: gradients(model, amp=case.amp),
+        lambda: gradients(plain, amp=case.amp, one_by_one=True),
         lambda: gradients(plain, one_by_one=True),
         kernels=wants_kernels(bench),
     )
-
-
-def _autocast(bench: Bench, enabled: bool = True):
-    return torch.autocast(bench.device.type, bench.dtype) if enabled else nullcontext()
 
 
 def gradients_of(
@@ -336,7 +337,7 @@ def gradients_of(
     images: Tensor,
     upstream: Tensor,
     bench: Bench,
-    autocast: bool = False,
+    amp: str = "none",
     one_by_one: bool = False,
 ) -> dict[str, Tensor]:
     """Return gradients for ``upstream [B, N, D]`` of the features, those of equal parameters of all
@@ -349,7 +350,7 @@ def gradients_of(
     for part, grad in (
         zip(images.split(1), upstream.split(1), strict=True) if one_by_one else [(images, upstream)]
     ):
-        with _autocast(bench, autocast):
+        with autocast(bench.device, amp):
             features = model.forward_features(part)
         found = torch.autograd.grad(
             features, tuple(named.values()), grad.to(features.dtype), allow_unused=True
@@ -365,9 +366,8 @@ def gradients_of(
     return {f"gradient of {kind}": torch.cat(parts) for kind, parts in kinds.items()}
 
 
-def make_step(model: nn.Module, images: Tensor, bench: Bench) -> Callable[[], None]:
-    """Return one step of training under autocast, as ``tools/train.py`` makes it."""
-    amp = {torch.bfloat16: "bf16", torch.float16: "fp16"}[bench.dtype]
+def make_step(model: nn.Module, images: Tensor, amp: str, bench: Bench) -> Callable[[], None]:
+    """Return one step of training in mixed precision, as ``visionattn train`` makes it."""
     step = OptimizerStep(model, OptimConfig(lr=1e-5), bench.device, amp, initial_scale=1.0)
     targets = torch.zeros(len(images), dtype=torch.int64, device=bench.device)
 

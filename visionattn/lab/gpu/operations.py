@@ -63,8 +63,6 @@ class Bench:
     seconds: float = 0.25
     """For each work, while which more than ``rounds`` rounds are made."""
     rounds: int = 5
-    dtype: torch.dtype = torch.bfloat16
-    """Of products within training."""
     depth: int | None = None
     """Blocks of models; None: all."""
     filled_tokens: int = 2**20

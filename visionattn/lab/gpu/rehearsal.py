@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from visionattn.cli.ends import Failed
 from visionattn.cli.tables import Record
 from visionattn.lab.cases import Case
@@ -48,7 +46,7 @@ def make_bench() -> Bench:
     """
     device = rehearsed()
     few = dict(seconds=0.0, rounds=1, depth=1, filled_tokens=512, model_impl="triton")
-    return Bench(device, device.generator(SEED), backend="aot_eager", dtype=torch.float16, **few)
+    return Bench(device, device.generator(SEED), backend="aot_eager", **few)
 
 
 def shrink(case: Case) -> Case:
@@ -59,7 +57,8 @@ def shrink(case: Case) -> Case:
     if case.kind == "model":
         size = min(LARGEST_IMAGE, max(32, case.size // 64 // 16 * 16))
         wide = case.image_width and size + 16
-        return replace(case, size=size, image_width=wide, batch=min(case.batch, 2), dtype=dtype)
+        sizes = dict(size=size, image_width=wide, batch=min(case.batch, 2))
+        return replace(case, dtype=dtype, amp=case.amp.replace("bf16", "fp16"), **sizes)
     return replace(case, size=8 + 2 * case.size.bit_length(), batch=1, heads=1, dtype=dtype)
 
 

@@ -1,4 +1,4 @@
-"""The options of ``visionattn profile``, what they must be, and the cells that they name. It
+"""The options of ``visionattn profile``, what they must be, and the cases that they name. It
 measures nothing.
 """
 
@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Literal
 
 from visionattn.cli.files import check_folder, check_free
+from visionattn.lab.cases import PASSES, PRECISIONS, Case
 from visionattn.lab.networks import has_forms
-from visionattn.lab.profile.cells import PASSES, PRECISIONS, Cell
 from visionattn.ops.attentions import FORM_CHOICES
 
 DEFAULT_SIZES_PX = (1024, 1280, 1536, 1792)
@@ -87,7 +87,7 @@ class ProfileConfig:
 
     @property
     def settings(self) -> str:
-        """What the cells have in common or take in turn, in one line."""
+        """What the cases have in common or take in turn, in one line."""
         several = {name: " ".join(getattr(self, name)) for name in ("passes", "precision", "form")}
         named = (
             {"depth": self.depth or "all", "batch": self.batch}
@@ -97,8 +97,8 @@ class ProfileConfig:
         named |= {} if self.largest else {"growth from": f"{self.fit_from} px"}
         return ", ".join(f"{name} {value}" for name, value in named.items())
 
-    def cells(self) -> list[Cell]:
-        """Return the cells, those of one series together, sizes rising; with ``largest`` one for
+    def cases(self) -> list[Case]:
+        """Return the cases, those of one series together, sizes rising; with ``largest`` one for
         each series, whose size is open: 0.
         """
         sizes = self.sizes_px or [0]
@@ -107,12 +107,14 @@ class ProfileConfig:
         ]
         found = []
         for model, work, precision in product(self.models, self.passes, self.precision):
-            forms = self.form if has_forms(model) else ["auto"]
+            forms, (dtype, amp) = self.form if has_forms(model) else ["auto"], PRECISIONS[precision]
+            how = dict(dtype=dtype, amp=amp, batch=self.batch, depth=self.depth)
+            how |= dict(backward=work != "inference", update=work == "training_step")
             for form, checkpointing, px in product(
                 forms, checkpointings if work != "inference" else [False], sizes
             ):
                 found.append(
-                    Cell(model, px, work, precision, form, checkpointing, self.batch, self.depth)
+                    Case("model", model, px, form=form, checkpointing=checkpointing, **how)
                 )
         return list(dict.fromkeys(found))
 
@@ -168,7 +170,7 @@ def check(config: ProfileConfig) -> None:
 
 
 def check_acts(config: ProfileConfig) -> None:
-    """Raise ValueError for options that contradict each other, or that act on none of the cells."""
+    """Raise ValueError for options that contradict each other, or that act on none of the cases."""
     if config.form != ["auto"] and not any(map(has_forms, config.models)):
         raise ValueError(
             f"form does nothing here: {', '.join(config.models)} have no forms; they are of "
@@ -191,7 +193,7 @@ def check_acts(config: ProfileConfig) -> None:
         )
     if config.snapshot and config.largest:
         raise ValueError("snapshot holds one cell and largest measures many: leave out one of them")
-    count = len(config.cells())
+    count = len(config.cases())
     if config.snapshot and count > 1:
         raise ValueError(
             f"snapshot holds one cell, and these are {count}: name one model, size, pass, "

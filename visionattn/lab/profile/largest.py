@@ -5,8 +5,9 @@ through a function.
 from collections.abc import Callable
 from dataclasses import replace
 
-from visionattn.lab.profile.cells import Cell, Shape
+from visionattn.lab.cases import Case
 from visionattn.lab.profile.rows import Largest, Row
+from visionattn.lab.profile.shape import Shape
 
 START_PATCHES = 16
 
@@ -29,21 +30,21 @@ def largest_fit(fits: Callable[[int], bool], start: int = START_PATCHES) -> int:
 
 
 def find_largest(
-    cell: Cell, shape: Shape, measure: Callable[[Cell, int], Row]
+    case: Case, shape: Shape, measure: Callable[[Case, int], Row]
 ) -> tuple[Largest, list[Row]]:
     """Return the largest image of a series, and the rows that were measured on the way, sizes
     rising.
 
     Args:
-        cell: any cell of the series.
+        case: any case of the series.
         shape: of its model.
-        measure: the row of a cell with so many tokens.
+        measure: the row of a case with so many tokens.
     """
     rows: dict[int, Row] = {}
 
     def fits(patches: int) -> bool:
         px = patches * shape.patch_px
-        rows[patches] = measure(replace(cell, px=px), shape.tokens(px))
+        rows[patches] = measure(replace(case, size=px), shape.tokens(px))
         return rows[patches].status == "ok"
 
     found = largest_fit(fits)

@@ -1,4 +1,4 @@
-"""A cell measured in a process of its own, where nothing freed earlier hides an allocation."""
+"""A case measured in a process of its own, where nothing freed earlier hides an allocation."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from visionattn.cli.fresh_process import ask
+from visionattn.lab.cases import Case
 from visionattn.lab.measure import peak_bytes, resident_bytes
-from visionattn.lab.profile.cells import Cell
 from visionattn.lab.profile.step import Step
 
 BUILDING_BYTES, SLACK_BYTES = 2**30, 2**26
@@ -19,7 +19,7 @@ is never touched.
 
 @dataclass(frozen=True)
 class Bytes:
-    """What a cell takes."""
+    """What a case takes."""
 
     peak_bytes: int
     """Highest level during the pass: on a GPU what PyTorch's allocator handed out, on a CPU the
@@ -50,7 +50,7 @@ class Bytes:
 class Job:
     """What the process is told."""
 
-    cell: Cell
+    case: Case
     device: str = "cpu"
     threads: int | None = None
     budget_bytes: int | None = None
@@ -71,7 +71,7 @@ def measure(job: Job) -> Bytes:
         Failed: the process failed in another way; the text is the last line that it wrote, or the
             signal that ended it.
     """
-    what = f"{job.cell.model} at {job.cell.px} px"
+    what = f"{job.case.name} at {job.case.size} px"
     return Bytes(**ask(measure_told, {"job": asdict(job)}, what))
 
 
@@ -83,10 +83,10 @@ def measure_here(job: Job) -> Bytes:
             or another error of the model.
     """
     limit_memory(job, BUILDING_BYTES)
-    step = Step(job.cell, job.device)
+    step = Step(job.case, job.device)
     step.warm_up()
     limit_memory(job, SLACK_BYTES)
-    step.place(job.cell.px)
+    step.place(job.case.size)
     # Libraries keep buffers and code from their first call at a size: some 2 MiB a thread on an AMD
     # EPYC, 4 MiB on an Intel Xeon. After one pass they belong to the level, and no longer to the
     # peak.
@@ -107,7 +107,7 @@ def measure_here(job: Job) -> Bytes:
         for name in ("parameters_bytes", "gradients_bytes", "optimizer_bytes")
     }
     step.model.zero_grad(set_to_none=True)
-    saved = above if job.cell.work == "inference" else step.saved_bytes()
+    saved = above if not job.case.backward else step.saved_bytes()
     if job.snapshot:
         from visionattn.lab.profile.snapshot import write_snapshot
 
@@ -164,7 +164,7 @@ def lift_limit(job: Job) -> None:
 
 def measure_told(job: dict[str, Any]) -> dict[str, Any]:
     """Return the bytes of a job, both as plain values, in this process."""
-    told = Job(**job | {"cell": Cell(**job["cell"])})
+    told = Job(**job | {"case": Case(**job["case"])})
     if told.threads:
         torch.set_num_threads(told.threads)
     return asdict(measure_here(told))

@@ -1,4 +1,4 @@
-"""Rows: what came of cells, the exponents of their growth, and both as tables. It measures
+"""Rows: what came of cases, the exponents of their growth, and both as tables. It measures
 nothing.
 """
 
@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from visionattn.cli.tables import Record, line
+from visionattn.lab.cases import Case
 from visionattn.lab.networks import has_forms
-from visionattn.lab.profile.cells import Cell
 from visionattn.lab.profile.process import Bytes
 
 COLUMNS = (
@@ -40,9 +40,9 @@ LARGEST_COLUMNS += ("too large px", "status")
 
 @dataclass(frozen=True)
 class Row:
-    """What came of a cell."""
+    """What came of a case."""
 
-    cell: Cell
+    case: Case
     tokens: int
     bytes: Bytes | None = None
     status: str = "ok"
@@ -54,13 +54,13 @@ class Largest:
     """The largest image of a series that fits."""
 
     fits: Row | None
-    """None where not even one patch fits, or a cell failed before."""
+    """None where not even one patch fits, or a case failed before."""
     beyond: Row
     """The next size, one patch more a side, which does not."""
 
     @property
     def status(self) -> str:
-        """The word "ok", "nothing fits", or how a cell failed."""
+        """The word "ok", "nothing fits", or how a case failed."""
         if self.beyond.status.startswith("failed"):
             return self.beyond.status
         return "ok" if self.fits else "nothing fits"
@@ -80,7 +80,7 @@ def growth(rows: Sequence[Row], fit_from_px: int) -> float | None:
     fitted = [
         row
         for row in rows
-        if row.bytes and row.bytes.above_bytes > 0 and row.cell.px >= fit_from_px
+        if row.bytes and row.bytes.above_bytes > 0 and row.case.size >= fit_from_px
     ]
     if len({row.tokens for row in fitted}) < 2:
         return None
@@ -89,19 +89,19 @@ def growth(rows: Sequence[Row], fit_from_px: int) -> float | None:
     return statistics.linear_regression(x, y).slope
 
 
-def growths(rows: Sequence[Row], fit_from_px: int) -> dict[tuple, float | None]:
+def growths(rows: Sequence[Row], fit_from_px: int) -> dict[Case, float | None]:
     """Return the exponent of each series."""
     return {
-        key: growth([row for row in rows if row.cell.series == key], fit_from_px)
-        for key in {r.cell.series for r in rows}
+        key: growth([row for row in rows if row.case.series == key], fit_from_px)
+        for key in {r.case.series for r in rows}
     }
 
 
-def names_of(cell: Cell) -> Record:
+def names_of(case: Case) -> Record:
     """Return what a series is, in words."""
-    names = {"model": cell.model, "pass": cell.work, "precision": cell.precision}
-    names["form"] = cell.form if has_forms(cell.model) else None
-    return names | {"checkpointing": "no" if not cell.checkpointing else "yes"}
+    names = {"model": case.name, "pass": case.work, "precision": case.precision}
+    names["form"] = case.form if has_forms(case.name) else None
+    return names | {"checkpointing": "no" if not case.checkpointing else "yes"}
 
 
 def record_of(row: Row, exponent: float | None) -> Record:
@@ -109,11 +109,11 @@ def record_of(row: Row, exponent: float | None) -> Record:
     was measured.
     """
     empty = dict.fromkeys(Bytes.__dataclass_fields__)
-    record = names_of(row.cell) | {
-        "px": row.cell.px,
+    record = names_of(row.case) | {
+        "px": row.case.size,
         "tokens": row.tokens,
-        "batch": row.cell.batch,
-        "depth": row.cell.depth,
+        "batch": row.case.batch,
+        "depth": row.case.depth,
     }
     return (
         record
@@ -124,10 +124,10 @@ def record_of(row: Row, exponent: float | None) -> Record:
 
 def cells_of(row: Row, exponent: float | None) -> list[str | int | None]:
     """Return a row for people, under ``COLUMNS``."""
-    names, sizes = names_of(row.cell), row.bytes
+    names, sizes = names_of(row.case), row.bytes
     cells = [
         names["model"],
-        row.cell.px,
+        row.case.size,
         row.tokens,
         *(names[key] for key in ("pass", "precision", "form", "checkpointing")),
     ]
@@ -154,18 +154,18 @@ def lines_of(rows: Sequence[Row], fit_from_px: int, device: str) -> list[str]:
     their series.
     """
     exponents, keep = growths(rows, fit_from_px), columns_on(device)
-    cells = [cells_of(row, exponents[row.cell.series]) for row in rows]
+    cells = [cells_of(row, exponents[row.case.series]) for row in rows]
     return [line([row[i] for i in keep]) for row in cells]
 
 
 def largest_record(found: Largest) -> Record:
     """Return the largest image as plain values."""
-    cell, fits = found.beyond.cell, found.fits
-    record = names_of(cell) | {"batch": cell.batch, "depth": cell.depth}
+    case, fits = found.beyond.case, found.fits
+    record = names_of(case) | {"batch": case.batch, "depth": case.depth}
     record |= {
-        "largest_px": fits and fits.cell.px,
+        "largest_px": fits and fits.case.size,
         "tokens": fits and fits.tokens,
-        "too_large_px": cell.px,
+        "too_large_px": case.size,
     }
     sizes = asdict(fits.bytes) if fits else dict.fromkeys(Bytes.__dataclass_fields__)
     return record | sizes | {"status": found.status}

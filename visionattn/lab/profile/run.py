@@ -1,4 +1,4 @@
-"""What ``visionattn profile`` does: measures the cells that the flags name, prints the table,
+"""What ``visionattn profile`` does: measures the cases that the flags name, prints the table,
 writes files.
 """
 
@@ -14,9 +14,9 @@ from visionattn.cli.files import write_text, write_whole
 from visionattn.cli.parsing import parse
 from visionattn.cli.provenance import provenance_of, summary
 from visionattn.cli.tables import Record, csv_text, heading, line
+from visionattn.lab.cases import Case
 from visionattn.lab.charts import png
 from visionattn.lab.figures import memory_of
-from visionattn.lab.profile.cells import Cell, Shape
 from visionattn.lab.profile.config import ProfileConfig, check
 from visionattn.lab.profile.largest import find_largest
 from visionattn.lab.profile.process import Job, measure
@@ -31,6 +31,7 @@ from visionattn.lab.profile.rows import (
     lines_of,
     record_of,
 )
+from visionattn.lab.profile.shape import Shape
 from visionattn.ops.published import N1
 from visionattn.training.build import pick_device
 
@@ -75,9 +76,9 @@ def shapes_of(config: ProfileConfig) -> dict[str, Shape]:
     whole number of its patches.
     """
     shapes = {}
-    for cell in config.cells():
-        if cell.model not in shapes:
-            shapes[cell.model] = Shape.of(cell, config.sizes_px)
+    for case in config.cases():
+        if case.name not in shapes:
+            shapes[case.name] = Shape.of(case, config.sizes_px)
     return shapes
 
 
@@ -131,7 +132,7 @@ class Profile:
         failed = [row for row in self.rows if row.status.startswith("failed")]
         if failed:
             raise Failed(
-                f"{len(failed)} of {len(self.rows)} cells failed; {failed[0].cell.model}: "
+                f"{len(failed)} of {len(self.rows)} cells failed; {failed[0].case.name}: "
                 f"{failed[0].status}"
             )
         if "snapshot" in self.files:
@@ -144,44 +145,44 @@ class Profile:
             )
 
     def sweep(self) -> None:
-        """The cells, series by series."""
-        cells = self.config.cells()
-        for series in dict.fromkeys(cell.series for cell in cells):
+        """The cases, series by series."""
+        cases = self.config.cases()
+        for series in dict.fromkeys(case.series for case in cases):
             rows = [
-                self.measure(cell, self.shapes[cell.model].tokens(cell.px))
-                for cell in cells
-                if cell.series == series
+                self.measure(case, self.shapes[case.name].tokens(case.size))
+                for case in cases
+                if case.series == series
             ]
             self.rows += rows
             self.tell(*lines_of(rows, self.config.fit_from, self.device))
             exponents = growths(self.rows, self.config.fit_from)
-            self.save([record_of(row, exponents[row.cell.series]) for row in self.rows], exponents)
+            self.save([record_of(row, exponents[row.case.series]) for row in self.rows], exponents)
 
     def search(self) -> None:
         """The largest image of each series; the plot shows all that was measured on the way."""
         records = []
-        for cell in self.config.cells():
-            found, rows = find_largest(cell, self.shapes[cell.model], self.measure)
+        for case in self.config.cases():
+            found, rows = find_largest(case, self.shapes[case.name], self.measure)
             self.rows += rows
             records.append(largest_record(found))
             self.tell(line(largest_cells(found)))
             self.save(records, {})
 
-    def measure(self, cell: Cell, tokens: int) -> Row:
-        """Return the row of a cell, in a fresh process."""
+    def measure(self, case: Case, tokens: int) -> Row:
+        """Return the row of a case, in a fresh process."""
         snapshot = self.files.get("snapshot")
         job = Job(
-            cell,
+            case,
             self.device,
             torch.get_num_threads(),
             self.budget_bytes,
             str(snapshot.absolute()) if snapshot else None,
         )
         try:
-            return Row(cell, tokens, measure(job))
+            return Row(case, tokens, measure(job))
         except (Failed, RuntimeError, MemoryError) as error:
             return Row(
-                cell,
+                case,
                 tokens,
                 None,
                 "out of memory" if is_out_of_memory(error) else f"failed: {error}",
@@ -193,7 +194,7 @@ class Profile:
             self.lines.append(text)
             self.show(text)
 
-    def save(self, records: Sequence[Record], exponents: dict[tuple, float | None]) -> None:
+    def save(self, records: Sequence[Record], exponents: dict[Case, float | None]) -> None:
         """Write CSV, table and plot of what there is."""
         lines = [*self.lines, *self.footer()]
         texts = {
@@ -204,7 +205,7 @@ class Profile:
             if kind in self.files:
                 write_text(self.files[kind], text())
         if "plot" in self.files:
-            rows = [record_of(row, exponents.get(row.cell.series)) for row in self.rows]
+            rows = [record_of(row, exponents.get(row.case.series)) for row in self.rows]
             write_whole(self.files["plot"], lambda path: self.draw(path, rows))
 
     def draw(self, path: Path, rows: Sequence[Record]) -> None:

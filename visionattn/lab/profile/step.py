@@ -1,4 +1,5 @@
-"""What a cell runs, and the bytes of its parts. It knows nothing of processes and peaks.
+"""What a case of a profile runs, and the bytes of its parts. It knows nothing of processes and
+peaks.
 
 Parameters, gradients and optimiser state are the exact bytes of what their tensors hold. The
 gradient of the class token is a view of that of all tokens, which it keeps, so that gradients are
@@ -10,9 +11,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from visionattn.lab.cases import Case
 from visionattn.lab.measure import bytes_kept
-from visionattn.lab.networks import make_image
-from visionattn.lab.profile.cells import PRECISIONS, Cell
+from visionattn.lab.networks import build_model, make_image
 from visionattn.training.config import OptimConfig
 from visionattn.training.evaluate import autocast
 from visionattn.training.optimize import OptimizerStep
@@ -35,25 +36,24 @@ class Step:
         optimizer: None where the pass has none.
     """
 
-    def __init__(self, cell: Cell, device: str = "cpu"):
-        self.cell, self.device = cell, torch.device(device)
-        self.amp = PRECISIONS[cell.precision][1]
-        self.model: nn.Module = cell.build(device)
+    def __init__(self, case: Case, device: str = "cpu"):
+        self.case, self.device = case, torch.device(device)
+        self.model: nn.Module = build_model(case, device)
         self.image, self.labels = None, None
         # From 1: the usual start overflows, which skips the first steps and with them the
         # optimiser's state.
         self.step = OptimizerStep(
-            self.model, OptimConfig(), self.device, self.amp, initial_scale=1.0
+            self.model, OptimConfig(), self.device, case.amp, initial_scale=1.0
         )
-        self.optimizer = self.step.optimizer if cell.work == "training_step" else None
+        self.optimizer = self.step.optimizer if case.update else None
 
     def place(self, px: int) -> None:
         """Put an image of this size, and labels, on the device."""
         self.image = None  # first, so that no two are there at once
-        self.image = make_image(self.cell.case, self.model, px, px, str(self.device))
+        self.image = make_image(self.case, self.model, px, px, str(self.device))
         generator = torch.Generator().manual_seed(px)
         self.labels = torch.randint(
-            self.model.num_classes, (self.cell.batch,), generator=generator
+            self.model.num_classes, (self.case.batch,), generator=generator
         ).to(self.device)
 
     def warm_up(self) -> None:
@@ -61,13 +61,13 @@ class Step:
         are not.
         """
         rows, columns = self.model.patch_embed.patch_size
-        self.place(min(self.cell.px, WARM_UP_PATCHES * max(rows, columns)))
+        self.place(min(self.case.size, WARM_UP_PATCHES * max(rows, columns)))
         self.run()
         self.model.zero_grad(set_to_none=True)
 
     def run(self) -> None:
         """The pass."""
-        if self.cell.work == "inference":
+        if not self.case.backward:
             with torch.inference_mode():
                 self.forward()
             return
@@ -78,7 +78,7 @@ class Step:
 
     def forward(self) -> Tensor:
         """Logits, with a graph where gradients are enabled."""
-        with autocast(self.device, self.amp):
+        with autocast(self.device, self.case.amp):
             return self.model(self.image)
 
     @property

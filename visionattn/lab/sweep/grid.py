@@ -25,7 +25,12 @@ from visionattn.training.config import ModelConfig, TrainConfig
 
 @dataclass(frozen=True)
 class Network:
-    """A network of the grid; its measurements are those of one row of the tables."""
+    """A network of the grid; its measurements are those of one row of the tables.
+
+    It says what is varied of a training's configuration, which names the rest, so that no ``Case``
+    of a benchmark could stand for it: width, depth and any other argument of the model, data,
+    precision and optimiser are those of the configuration.
+    """
 
     attention: str
     """One of ours, or the name of a model that is not ours."""
