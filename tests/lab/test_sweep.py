@@ -372,7 +372,8 @@ def test_the_example_of_the_help_is_a_sweep_that_can_be_parsed():
 
 def test_a_killed_training_is_out_of_memory_only_where_the_system_says_so(tmp_path, monkeypatch):
     counts = iter([5, 6])
-    monkeypatch.setattr("visionattn.lab.sweep.cells.memory_kills", lambda: next(counts))
+    for module in ("lab.sweep.cells", "cli.fresh_process"):
+        monkeypatch.setattr(f"visionattn.{module}.memory_kills", lambda: next(counts))
     name = "softmax_h2_32px_seed0"
     fakes = Fakes(tmp_path, **{name: ["kill"]})
     with pytest.raises(

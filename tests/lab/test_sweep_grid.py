@@ -2,14 +2,17 @@
 alone.
 """
 
+import json
 from itertools import product
-from types import SimpleNamespace
+from subprocess import CompletedProcess
 
 import pytest
 import timm
-import torch
 
+from visionattn.cli.ends import Failed
+from visionattn.cli.fresh_process import OUT_OF_MEMORY
 from visionattn.data.config import DataConfig
+from visionattn.lab.sweep import meter
 from visionattn.lab.sweep.config import SweepConfig
 from visionattn.lab.sweep.folder import comparable
 from visionattn.lab.sweep.grid import Network, make_grid, make_plan, model_of, on_meta
@@ -133,46 +136,39 @@ def test_ratios_of_speed_are_taken_round_by_round_and_what_does_not_fit_has_none
     assert entries["auto"]["status"] == "oom" and "seconds" not in entries["auto"]
 
 
-def test_a_network_in_memory_is_measured_apart_and_one_that_does_not_fit_is_out_of_memory(
-    monkeypatch,
-):
-    from visionattn.lab.sweep import meter
-
-    told = {"task": "memory", "pass": "inference", "threads": 1, "networks": [{}]}
-
-    def answer(error):
-        def fail(told):
-            raise error
-
-        monkeypatch.setattr(meter, "measure_memory", fail)
-        return meter.measure_apart(told)
-
-    assert answer(torch.OutOfMemoryError("no"))["status"] == "oom"
-    assert (
-        answer(
-            RuntimeError(
-                "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"
-            )
-        )["status"]
-        == "oom"
-    )
-    assert answer(RuntimeError("shapes disagree")) == {"status": "failed", "reason": None}
+OK = {"status": "ok", "reason": None}
 
 
-def test_time_is_measured_without_what_memory_is_measured_with(tmp_path, monkeypatch):
-    from visionattn.lab.sweep import measurement
+@pytest.mark.parametrize(
+    ("end", "answer"),
+    [
+        ((0, '{"peak_bytes": 7}\n', ""), OK | {"peak_bytes": 7}),
+        ((OUT_OF_MEMORY, "", "low"), {"status": "oom", "reason": "out of memory"}),
+        ((1, "", "Traceback:\nE: no\n"), {"status": "failed", "reason": "E: no"}),
+        ((-11, "", "low"), {"status": "failed", "reason": "killed by signal 11"}),
+    ],
+)
+def test_how_a_process_ended_is_part_of_what_is_measured(end, answer):
+    told = []
 
-    seen = {}
+    class Run:
+        ended = False
 
-    class Process:
-        def __init__(self, words, env, **options):
-            seen["env"] = env
+        def __call__(self, text):
+            told.append(json.loads(text))
+            return CompletedProcess([], *end)
 
-    monkeypatch.setattr(measurement.subprocess, "Popen", Process)
-    folder = SimpleNamespace(path=tmp_path, lock_number=lambda: 0)
-    for task, threshold in (("memory", "65536"), ("time", None)):
-        Meter(None, {}, folder, task)
-        assert seen["env"].get("MALLOC_MMAP_THRESHOLD_") == threshold
+    base = TrainConfig(model=ModelConfig("scaleformer_vit_t", {"depth": 1}))
+    plan = make_plan(SweepConfig(base="", heads=[3], form=["direct"]), base)
+    asking = Meter(plan, {"batch": 5}, Run())
+    assert asking.ask(meter.measure_memory, "training", plan.grid.networks) == answer
+    (given,) = (one["given"]["told"] for one in told)
+    assert (given["batch"], given["pass"]) == (5, "training")
+    assert [network["name"] for network in given["networks"]] == ["kernelized_h3_direct_32px"]
+    Run.ended = True
+    if answer["status"] == "failed":
+        with pytest.raises(Failed, match=answer["reason"]):
+            asking.ask(meter.measure_memory, "training", plan.grid.networks)
 
 
 def test_a_second_timing_replaces_the_first():

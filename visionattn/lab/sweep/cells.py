@@ -16,7 +16,7 @@ from typing import Any
 
 from visionattn.cli.ends import Interruption
 from visionattn.cli.files import write_text
-from visionattn.cli.fresh_process import environment, memory_kills
+from visionattn.cli.fresh_process import ended_for_memory, environment, memory_kills
 from visionattn.lab.sweep.folder import Ending, SweepFolder
 from visionattn.lab.sweep.grid import Cell, Plan
 from visionattn.training.record import STATUS, can_go_on
@@ -169,7 +169,7 @@ def end(cell: Cell, folder: SweepFolder, attempt: Attempt) -> Ending:
     result = said.get("result")
     if status == "finished" and result is None:
         status, reason = "failed", f"the training ended without a result; see {log}"
-    elif exit_code == -signal.SIGKILL and memory_kills() > attempt.kills:
+    elif ended_for_memory(exit_code, attempt.kills):
         status, reason = "oom", "the system ended the process for want of memory"
     elif exit_code < 0:
         reason = f"killed by signal {-exit_code}"

@@ -5,13 +5,9 @@ Owns which measurements are still to be made. The measuring itself is in ``meter
 processes.
 """
 
-import json
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from itertools import groupby
 from typing import Any
@@ -19,9 +15,9 @@ from typing import Any
 import torch
 
 from visionattn.cli.ends import Failed
-from visionattn.cli.fresh_process import environment
+from visionattn.cli.fresh_process import Forks, ask
 from visionattn.cli.provenance import processor
-from visionattn.lab.sweep.cells import last_words
+from visionattn.lab.sweep import meter
 from visionattn.lab.sweep.config import SweepConfig
 from visionattn.lab.sweep.folder import SweepFolder
 from visionattn.lab.sweep.grid import Network, Plan
@@ -32,59 +28,36 @@ LOG = "measurements.log"
 Told = dict[str, Any]
 
 
+@dataclass(frozen=True)
 class Meter:
-    """Asks a process for measurements, one at a time; a context, at whose end the process ends.
+    """Asks for measurements in fresh processes.
 
     Args:
         plan: the sweep.
         conditions: device, precision, threads, batch and rounds; measurements under others are made
             again.
-        folder: of the sweep, open; takes the log.
-        task: "memory" or "time"; what is freed goes back to the system in the first, which costs
-            time.
+        run: runs the processes.
     """
 
-    def __init__(self, plan: Plan, conditions: Told, folder: SweepFolder, task: str):
-        self.plan, self.conditions, self.task, self.log = plan, conditions, task, folder.path / LOG
-        with open(self.log, "ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "visionattn.lab.sweep.meter"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                env=environment(returning=task == "memory"),
-                pass_fds=[folder.lock_number()],
-            )
+    plan: Plan
+    conditions: Told
+    run: Forks
 
-    def __enter__(self) -> "Meter":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._process.communicate()
-
-    def ask(self, name: str, networks: Sequence[Network]) -> Told:
-        """Return the answer for a pass, with ``status`` "ok", "oom" or "failed" and, but for the
-        first one, a ``reason``.
+    def ask(self, function: Callable[[Told], Told], name: str, networks: Sequence[Network]) -> Told:
+        """Return the answer of ``meter.py`` for a pass, with ``status`` "ok", "oom" or "failed" and
+        a ``reason``, which is None for the first one.
         """
-        begin = self.log.stat().st_size
-        told = self.conditions | {"task": self.task, "pass": name, "spec": asdict(self.plan.spec)}
-        told |= {
-            "optim": asdict(self.plan.base.optim),
-            "networks": [self._describe(network) for network in networks],
-        }
-        with suppress(BrokenPipeError):
-            self._process.stdin.write(json.dumps(told) + "\n")
-            self._process.stdin.flush()
-        line = self._process.stdout.readline()
-        if not line:
-            raise Failed(
-                f"the process that measures ended: {last_words(self.log, begin)}; see {self.log}"
-            )
-        answer = json.loads(line)
-        if answer["status"] != "failed":
-            return answer
-        return answer | {"reason": answer["reason"] or last_words(self.log, begin)}
+        told = self.conditions | {"pass": name, "spec": asdict(self.plan.spec)}
+        told["optim"] = asdict(self.plan.base.optim)
+        told["networks"] = [self._describe(network) for network in networks]
+        try:
+            return {"status": "ok", "reason": None} | ask(function, {"told": told}, name, self.run)
+        except torch.OutOfMemoryError:
+            return {"status": "oom", "reason": "out of memory"}
+        except Failed as error:
+            if self.run.ended:
+                raise
+            return {"status": "failed", "reason": str(error)}
 
     def _describe(self, network: Network) -> Told:
         return {
@@ -138,29 +111,36 @@ def measure_networks(
             )
         if all(known and known["timed"] for known in found.values()):
             continue
+        kept = dict(pass_fds=[folder.lock_number()])
         if unknown := [network for network, known in found.items() if known is None]:
-            with Meter(plan, conditions, folder, "memory") as meter:
-                found |= measure_memory(unknown, meter, folder, say)
-        with Meter(plan, conditions, folder, "time") as meter:
-            measure_time(found, meter, folder, provenance, say)
+            with Forks(folder.path / LOG, returning=True, **kept) as run:
+                found |= measure_memory(unknown, Meter(plan, conditions, run), folder, say)
+        with Forks(folder.path / LOG, **kept) as run:  # what is freed stays: returning costs time
+            measure_time(found, Meter(plan, conditions, run), folder, provenance, say)
 
 
 def measure_memory(
-    networks: Sequence[Network], meter: Meter, folder: SweepFolder, say: Callable[[str], None]
+    networks: Sequence[Network], asking: Meter, folder: SweepFolder, say: Callable[[str], None]
 ) -> dict[Network, Told]:
     """Measure the memory of each network by itself."""
     found = {}
     for network in networks:
         say(f"{network.name}: memory")
-        found[network] = {"network": asdict(network), "conditions": meter.conditions, "timed": None}
-        found[network] |= {name: meter.ask(name, [network]) for name in PASSES}
+        found[network] = {
+            "network": asdict(network),
+            "conditions": asking.conditions,
+            "timed": None,
+        }
+        found[network] |= {
+            name: asking.ask(meter.measure_memory, name, [network]) for name in PASSES
+        }
         folder.keep_measurement(network, found[network])
     return found
 
 
 def measure_time(
     found: dict[Network, Told],
-    meter: Meter,
+    asking: Meter,
     folder: SweepFolder,
     provenance: Told,
     say: Callable[[str], None],
@@ -170,7 +150,7 @@ def measure_time(
         timed = [network for network, known in found.items() if known[name]["status"] == "ok"]
         if timed:
             say(f"{timed[0].img_size} px, {name}: time of {len(timed)} networks in turns")
-            keep_time(found, name, meter.ask(name, timed))
+            keep_time(found, name, asking.ask(meter.measure_time, name, timed))
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     for network, known in found.items():
         folder.keep_measurement(network, known | {"timed": now, "provenance": provenance})

@@ -1,23 +1,17 @@
-"""A process that measures networks: ``python -m visionattn.lab.sweep.meter`` takes requests and
-gives answers, a line of JSON each.
+"""Measure networks in this process, which ``measurement.py`` has made for it: told and answered as
+plain values.
 
 Weights are fresh and images random: neither decides what is measured. It knows no files.
 """
 
-import json
-import multiprocessing
-import signal
-import sys
 from collections.abc import Callable
 from dataclasses import replace
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 from torch import nn
 
 from visionattn.cli.ends import is_out_of_memory
-from visionattn.cli.fresh_process import first_to_end, memory_kills
 from visionattn.lab.measure import attention_backends, interleaved_seconds, peak_bytes, warm_up
 from visionattn.models.weights import DataSpec
 from visionattn.training.build import build_model
@@ -25,7 +19,6 @@ from visionattn.training.config import ModelConfig, OptimConfig
 from visionattn.training.evaluate import autocast
 from visionattn.training.optimize import OptimizerStep, make_mixup, mix_batch
 
-NO_MEMORY = {"status": "oom", "reason": "out of memory"}
 Work = Callable[[], None]
 
 
@@ -36,6 +29,8 @@ def make_work(told: dict[str, Any], network: dict[str, Any], batch: int) -> Work
     backward, clipping, update.
     """
     torch.manual_seed(0)
+    if told["threads"]:
+        torch.set_num_threads(told["threads"])
     device, spec = (
         torch.device(told["device"]),
         replace(DataSpec(**told["spec"]), img_size=network["img_size"]),
@@ -111,57 +106,3 @@ def measure_time(told: dict[str, Any]) -> dict[str, Any]:
     rounds = dict(rounds=told["rounds"], max_rounds=told["rounds"], device=told["device"])
     samples = interleaved_seconds(list(works.values()), warm, **rounds) if works else []
     return {"seconds": seconds | dict(zip(works, samples, strict=True))}
-
-
-def measure(told: dict[str, Any], answer: Connection) -> None:
-    """Measure in this process, the first to end when the system runs out of memory, and send what
-    came of it.
-    """
-    first_to_end()
-    if told["threads"]:
-        torch.set_num_threads(told["threads"])
-    try:
-        found = measure_memory(told) if told["task"] == "memory" else measure_time(told)
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        found = NO_MEMORY
-    answer.send({"status": "ok", "reason": None} | found)
-
-
-def measure_apart(told: dict[str, Any]) -> dict[str, Any]:
-    """Measure in a fresh process: ``status`` is "ok", "oom" or "failed", the last with ``reason``
-    None where its traceback tells.
-
-    The process is a fork of this one, which has imported all and computed nothing: no memory was
-    freed and no thread begun.
-    """
-    context, kills = multiprocessing.get_context("fork"), memory_kills()
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=measure, args=(told, sender))
-    process.start()
-    sender.close()
-    try:
-        answer = receiver.recv()
-    except EOFError:
-        answer = None
-    process.join()
-    if answer is not None:
-        return answer
-    if process.exitcode == -signal.SIGKILL and memory_kills() > kills:
-        return NO_MEMORY
-    return {
-        "status": "failed",
-        "reason": f"killed by signal {-process.exitcode}" if process.exitcode < 0 else None,
-    }
-
-
-def main() -> int:
-    """Answer each line of standard input, one request, with a line on standard output."""
-    for line in sys.stdin:
-        print(json.dumps(measure_apart(json.loads(line))), flush=True)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
