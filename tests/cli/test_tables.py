@@ -13,6 +13,7 @@ import torch
 import visionattn.lab.targets as targets
 from visionattn.cli.provenance import provenance_of
 from visionattn.cli.tables import csv_text, duration, json_text, markdown
+from visionattn.lab import target_table
 from visionattn.lab.cases import Case
 from visionattn.lab.charts import png
 from visionattn.lab.compare import Plan, Quartiles, Row, cells_of, record_of
@@ -26,7 +27,7 @@ from visionattn.lab.papers import (
     heads_table,
     size_table,
 )
-from visionattn.lab.targets import all_targets, choose, measure_targets
+from visionattn.lab.targets import measure_targets
 
 PLAN = Plan(rounds=2, max_rounds=2, seconds=0)
 
@@ -107,8 +108,8 @@ def test_provenance_says_what_a_number_depends_on():
 
 
 def test_every_figure_to_reach_is_in_the_table_with_its_bound():
-    bounds = {f"{target.what}, {target.at}": target.reach for target in all_targets()}
-    assert len(bounds) == len(all_targets()) == 37
+    bounds = {f"{target.what}, {target.at}": target.reach for target in target_table.targets()}
+    assert len(bounds) == len(target_table.targets()) == 37
     shift = "efficient TaylorShift forward"
     for width, short, long, both in (
         (16, "0.18", "0.05", "0.25"),
@@ -128,25 +129,25 @@ def test_every_figure_to_reach_is_in_the_table_with_its_bound():
             == shifted
         )
     assert sum(reach == "1.8 to 2.1" for reach in bounds.values()) == 14
-    for case in (target.case for target in all_targets()):
+    for case in (target.case for target in target_table.targets()):
         assert (case.batch, case.dtype, case.heads) == (1, "float32", 6)
 
 
 def test_figures_are_chosen_by_a_pattern():
-    assert {target.at for target in choose("identity.*2048 px")} == {"2048 px"}
-    assert [target.case.form for target in choose("DIRECT")] == ["direct"]
-    assert len(choose(None)) == len(all_targets())
+    assert {target.at for target in target_table.choose("identity.*2048 px")} == {"2048 px"}
+    assert [target.case.form for target in target_table.choose("DIRECT")] == ["direct"]
+    assert len(target_table.choose(None)) == len(target_table.targets())
     with pytest.raises(ValueError, match="fits none"):
-        choose("nothing of this name")
+        target_table.choose("nothing of this name")
     with pytest.raises(ValueError, match="no regular expression"):
-        choose("(")
+        target_table.choose("(")
 
 
 def tiny(name, *, base="sdpa", tokens=77, high=1.0, low=0.0, measure=None, form="efficient"):
     case = Case("operation", name, tokens, 8, form=form, heads=3, backward=measure is not None)
     baseline = None if measure else Case("operation", base, tokens, 8, heads=3)
     given = dict(low=low, high=high, measure=measure)
-    return targets.make_target(name, f"N = {tokens}", case, baseline, **given)
+    return target_table.make_target(name, f"N = {tokens}", case, baseline, **given)
 
 
 def test_ratios_of_one_size_come_from_one_run_and_are_judged_by_their_bounds(monkeypatch):
@@ -191,7 +192,7 @@ def test_whole_models_at_2048_pixels_take_three_rounds(monkeypatch):
         return [Row(case, samples=[1.0], seconds=Quartiles(1, 1, 1)) for case in cases]
 
     monkeypatch.setattr(targets, "measure_together", measure)
-    list(measure_targets(choose("px|N = 16384"), Plan(rounds=5, max_rounds=30)))
+    list(measure_targets(target_table.choose("px|N = 16384"), Plan(rounds=5, max_rounds=30)))
     assert rounds["model", 2048] == (3, 5, True, False) and rounds["model", 1024] == (
         5,
         5,
@@ -199,7 +200,7 @@ def test_whole_models_at_2048_pixels_take_three_rounds(monkeypatch):
         False,
     )
     assert rounds["operation", 16384] == (5, 30, True, False)
-    list(measure_targets(choose("2048 px"), Plan(rounds=7, max_rounds=30), few=False))
+    list(measure_targets(target_table.choose("2048 px"), Plan(rounds=7, max_rounds=30), few=False))
     assert rounds["model", 2048] == (7, 30, True, False)
 
 
@@ -323,7 +324,7 @@ def test_plots_are_written_and_hold_the_slopes(tmp_path):
 
 
 def test_every_linear_form_is_asked_how_its_memory_for_the_backward_pass_grows():
-    kept = [target for target in choose("bytes kept")]
+    kept = [target for target in target_table.choose("bytes kept")]
     named = {target.case.name for target in kept}
     for case in (target.case for target in kept):
         build(

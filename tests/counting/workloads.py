@@ -92,9 +92,9 @@ def mark_tasks() -> list[Task]:
     """Operations of the marks of the GPU table, on capability 9.0: those of its models, and both
     forms at each crossover."""
     from visionattn.lab.gpu.counts import operations_of
-    from visionattn.lab.gpu.targets import all_targets
+    from visionattn.lab.target_table import gpu_targets
 
     cases = dict.fromkeys(
-        case for figure in all_targets() for case in operations_of(figure.case, figure.kind)
+        case for figure in gpu_targets() for case in operations_of(figure.case, figure.kind)
     )
     return [(90, case, case.width) for case in cases]

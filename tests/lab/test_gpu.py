@@ -32,8 +32,9 @@ from visionattn.lab.gpu.operations import (
     measure_operation,
     wrong,
 )
-from visionattn.lab.gpu.targets import GpuResult, all_targets, operation
+from visionattn.lab.gpu.results import GpuResult
 from visionattn.lab.gpu.timing import Budget, Ceilings
+from visionattn.lab.target_table import gpu_operation, gpu_targets
 from visionattn.lab.targets import Bound, choose_rows
 from visionattn.ops import reference
 from visionattn.ops.taylorshift.gpu import takes_efficient_kernels, tile_features
@@ -54,7 +55,7 @@ def bench(**more):
 
 def small(what, dtype="float32"):
     """A figure at a size that a processor has done at once."""
-    figure = next(figure for figure in all_targets() if figure.what == what)
+    figure = next(figure for figure in gpu_targets() if figure.what == what)
     return replace(figure, case=replace(figure.case, size=90, batch=1, heads=2, dtype=dtype))
 
 
@@ -221,8 +222,8 @@ ROWS = [
 
 
 def test_the_rows_are_the_figures_to_reach():
-    assert [(figure.what, figure.at, figure.reach) for figure in all_targets()] == ROWS
-    cases = {figure.what: figure.case for figure in all_targets()}
+    assert [(figure.what, figure.at, figure.reach) for figure in gpu_targets()] == ROWS
+    cases = {figure.what: figure.case for figure in gpu_targets()}
     assert all(case.dtype == "bfloat16" and case.heads == 6 for case in cases.values())
     assert (
         cases["kernelized forward+backward"].backward and not cases["kernelized forward"].backward
@@ -253,7 +254,7 @@ def test_a_bound_is_met_from_its_side_and_never_by_what_is_not_a_number():
 
 
 def test_a_result_is_shown_with_its_floor_and_whether_the_figure_is_reached():
-    figure = all_targets()[4]
+    figure = gpu_targets()[4]
     good = GpuResult(
         figure,
         seconds=Quartiles(0.9e-3, 1e-3, 1.1e-3),
@@ -282,13 +283,13 @@ def test_a_result_is_shown_with_its_floor_and_whether_the_figure_is_reached():
         GpuResult(figure, "out of memory").broken is False
         and replace(good, values=()).reached == "not measured"
     )
-    image = next(target for target in all_targets() if target.kind == "image")
+    image = next(target for target in gpu_targets() if target.kind == "image")
     large = GpuResult(image, values=(0.5, float("nan")))
     assert large.reached == "no" and large.record()["measured"] == [0.5, None]
 
 
 def test_a_mark_holds_for_the_gpus_that_it_names():
-    case = operation("kernelized", 4096, 64)
+    case = gpu_operation("kernelized", 4096, 64)
     bounds = (Bound(6, "ms", most=True, gpus=("H100",)), Bound(None, "x images/s"))
     figure = gpu.Target("b", "", "operation", case, bounds)
     for name, value, reached in (
@@ -347,7 +348,9 @@ def test_errors_beyond_their_bound_are_named_and_nan_is_one():
     "name, form", [("kernelized", "efficient"), ("taylorshift+temperature", "direct")]
 )
 def test_the_definition_in_parts_is_the_whole_one_with_its_gradients(monkeypatch, name, form):
-    case = replace(operation(name, 37, 8, form, backward=True), batch=1, heads=3, dtype="float32")
+    case = replace(
+        gpu_operation(name, 37, 8, form, backward=True), batch=1, heads=3, dtype="float32"
+    )
     tensors = draw(case, bench())
     assert tensors["q"].stride() == (37 * 3 * 3 * 8, 8, 3 * 3 * 8, 1)  # as the projection leaves it
     monkeypatch.setattr(gpu_operations, "CHUNK_ELEMENTS", 3 * 37 * 10)
@@ -468,7 +471,7 @@ def test_rows_come_as_they_are_ready_and_none_is_begun_when_the_time_is_over(mon
 
 @pytest.mark.parametrize("batch_of", [lambda n: 2, lambda n: max(1, 2**20 // (6 * n))])
 def test_where_auto_changes_is_the_first_length_at_which_it_takes_the_efficient_form(batch_of):
-    case = operation("taylorshift+temperature", 400, 16)
+    case = gpu_operation("taylorshift+temperature", 400, 16)
     found = auto_crossing(case, batch_of)
 
     def takes(n):
@@ -493,14 +496,16 @@ def test_a_crossover_notes_where_auto_changes(monkeypatch):
     monkeypatch.setattr(
         gpu_operations, "takes_efficient_kernels", lambda *x: (many if len(x[1]) > 2 else few)(*x)
     )
-    figure = next(figure for figure in all_targets() if figure.kind == "crossover")
+    figure = next(figure for figure in gpu_targets() if figure.kind == "crossover")
     result = gpu_operations.measure_crossover(figure, bench())
     assert result.values[0] == pytest.approx(300, rel=0.01)
     assert result.notes == ["auto changes at 351", "B*h = 12: 500 tokens, auto changes at 601"]
 
 
 def test_the_definition_keeps_one_gradient_of_all_keys_whatever_the_number_of_parts(monkeypatch):
-    case = replace(operation("kernelized", 40, 8, backward=True), batch=1, heads=2, dtype="float32")
+    case = replace(
+        gpu_operation("kernelized", 40, 8, backward=True), batch=1, heads=2, dtype="float32"
+    )
     monkeypatch.setattr(gpu_operations, "CHUNK_ELEMENTS", 2 * 40 * 4)
     right, made, alive = gpu_operations.outputs, [], []
 

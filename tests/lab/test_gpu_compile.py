@@ -15,7 +15,7 @@ import torch
 from visionattn.lab.gpu import compile as gpu_compile
 from visionattn.lab.gpu import rehearsal
 from visionattn.lab.gpu.compile import CompileOnly, compiling_alone, run_share, works
-from visionattn.lab.gpu.targets import KINDS, operation
+from visionattn.lab.target_table import KINDS, gpu_operation
 from visionattn.ops.gpu import launch
 
 pytest.importorskip("triton", reason="GPU kernels need Triton")
@@ -29,7 +29,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from visionattn.lab.gpu import compile as gpu_compile, rehearsal
-from visionattn.lab.gpu.targets import operation
+from visionattn.lab.target_table import gpu_operation
 from visionattn.ops.gpu import launch, machine
 
 class OfNoGpu:
@@ -39,7 +39,7 @@ class OfNoGpu:
 
 driver.set_active(OfNoGpu())
 patch = mock.patch.object
-cases = [operation("kernelized", 200, 16, backward=True, batch=1)]
+cases = [gpu_operation("kernelized", 200, 16, backward=True, batch=1)]
 found = gpu_compile.works(rehearsal.make_bench(), [], cases)
 shown, compiled = [], []
 def as_launched(launch_one, kernel, grid, *args, **meta):
@@ -177,7 +177,7 @@ def test_a_work_that_fails_is_shown_and_the_others_are_done():
 
 def test_rehearsed_cases_keep_what_tells_them_apart():
     sizes = [
-        rehearsal.shrink(operation("kernelized", n, 16)).size
+        rehearsal.shrink(gpu_operation("kernelized", n, 16)).size
         for n in (196, 1024, 4096, 16_384, 65_536)
     ]
     assert sizes == sorted(set(sizes)) and sizes[-1] < 64

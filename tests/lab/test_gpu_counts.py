@@ -10,7 +10,7 @@ from visionattn.lab.gpu import counts as gpu_counts
 from visionattn.lab.gpu import expected as gpu_expected
 from visionattn.lab.gpu.counts import H100, H200, Gpu, Launch
 from visionattn.lab.gpu.operations import auto_crossing
-from visionattn.lab.gpu.targets import WITHOUT_GRAPH, all_targets
+from visionattn.lab.target_table import WITHOUT_GRAPH, gpu_targets
 from visionattn.lab.targets import Bound, Target
 
 GPU = Gpu(
@@ -76,7 +76,7 @@ def test_an_operation_takes_what_its_launches_take_and_none_where_nothing_is_rec
 
 
 def test_every_mark_of_the_table_is_expected_to_come_to_something():
-    for figure in all_targets():
+    for figure in gpu_targets():
         found = gpu_expected.expected(figure)
         assert found is not None, figure
         known = [
@@ -89,7 +89,7 @@ def test_every_mark_of_the_table_is_expected_to_come_to_something():
 
 
 @pytest.mark.parametrize(
-    "figure", [x for x in all_targets() if x.kind == "crossover"], ids=lambda x: x.at
+    "figure", [x for x in gpu_targets() if x.kind == "crossover"], ids=lambda x: x.at
 )
 def test_auto_changes_its_form_where_counts_expect_it(figure):
     (expected,) = gpu_expected.expected(figure).values
@@ -106,7 +106,7 @@ def test_with_gradients_auto_changes_earlier(width, heads):
 
 
 def test_more_bytes_in_a_second_make_nothing_slower():
-    for figure in all_targets():
+    for figure in gpu_targets():
         assert (
             gpu_expected.expected(figure, H200).seconds
             <= gpu_expected.expected(figure, H100).seconds

@@ -13,9 +13,10 @@ from visionattn.lab.gpu import table as gpu
 from visionattn.lab.gpu.device import rehearsed
 from visionattn.lab.gpu.eager import eager_cases
 from visionattn.lab.gpu.operations import Bench, definition, draw
-from visionattn.lab.gpu.targets import GpuResult, all_targets, operation
+from visionattn.lab.gpu.results import GpuResult
 from visionattn.lab.gpu.timing import Budget
 from visionattn.lab.operations import function_of
+from visionattn.lab.target_table import gpu_operation, gpu_targets
 from visionattn.ops.gpu import machine
 from visionattn.ops.kernelized import gpu as kernelized_gpu
 from visionattn.ops.taylorshift import gpu as taylorshift_gpu
@@ -43,7 +44,7 @@ def order_of(monkeypatch, **failing):
     monkeypatch.setattr(gpu, "measure_crossover", measure("crossover"))
     monkeypatch.setattr(gpu, "measure_against_eager", measure("against"))
     figures = [
-        next(figure for figure in all_targets() if figure.kind == kind)
+        next(figure for figure in gpu_targets() if figure.kind == kind)
         for kind in ("operation", "crossover")
     ]
     records, broken = gpu.run_rows(figures, eager_cases()[:2], bench(), Budget(1), lines.append)
@@ -154,7 +155,7 @@ def test_kernels_are_compared_with_eager_operations(monkeypatch):
 
 
 def test_a_key_mask_leaves_out_every_fourth_key():
-    case = replace(operation("kernelized+masked", 9, 8), heads=1, dtype="float64")
+    case = replace(gpu_operation("kernelized+masked", 9, 8), heads=1, dtype="float64")
     tensors = draw(case, bench())
     q, k, v = (tensors[name] for name in "qkv")
     out = function_of(case, 9, "cpu")(q, k, v)

@@ -21,8 +21,8 @@ from visionattn.lab.gpu.models import (
     make_model,
 )
 from visionattn.lab.gpu.operations import Bench
-from visionattn.lab.gpu.targets import all_targets
 from visionattn.lab.gpu.timing import Budget, Ceilings
+from visionattn.lab.target_table import gpu_targets
 from visionattn.ops.gpu import launch
 
 # torch's compiler looks at gradients of tensors that are no leaves:
@@ -46,7 +46,7 @@ def bench():
 
 def small(kind):
     """The figures of a kind at one size, of models of the smallest width."""
-    of_kind = [figure for figure in all_targets() if figure.kind == kind]
+    of_kind = [figure for figure in gpu_targets() if figure.kind == kind]
     figures = [figure for figure in of_kind if figure.case == of_kind[0].case]
     case = replace(figures[0].case, name="scaleformer_vit_t", size=48, batch=2, dtype="float32")
     return [replace(figure, case=case, baseline=BASELINES[figure.baseline]) for figure in figures]
@@ -115,7 +115,7 @@ def test_one_image_is_timed_with_and_without_a_graph(bench, monkeypatch):
 
 
 def test_an_image_may_be_wider_than_high(bench):
-    figures = [f for f in all_targets() if f.case.name == "scaleformer_vit_b" and f.case.batch == 1]
+    figures = [f for f in gpu_targets() if f.case.name == "scaleformer_vit_b" and f.case.batch == 1]
     assert {f.case.image_size for f in figures} == {(1024, 2048)}
     case = replace(
         figures[0].case, name="scaleformer_vit_t", size=32, image_width=64, dtype="float32"

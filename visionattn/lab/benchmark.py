@@ -87,12 +87,12 @@ def run_figures(options: Options, provenance: Record, show: Print) -> tuple[list
 
 def run_targets(options: Options, provenance: Record, show: Print) -> list[Record]:
     """Measure the figures to reach and print each as it is ready."""
-    from visionattn.lab import targets
+    from visionattn.lab import target_table, targets
 
     show(heading(targets.COLUMNS))
     records = []
     for result in targets.measure_targets(
-        targets.choose(options.flags.only), options.plan, few=not options.paced
+        target_table.choose(options.flags.only), options.plan, few=not options.paced
     ):
         show(line(result.cells()))
         records.append(result.record())

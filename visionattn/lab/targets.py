@@ -1,8 +1,7 @@
-"""What targets and results are, and the figures that operations and models are to reach on two
-cores in float32, with what they come to here; those of a GPU are in ``gpu/targets.py``.
+"""What targets and results are, on a processor and on a GPU, and how those of a processor are
+measured. ``target_table.py`` lists all of them.
 
-Every ratio is taken within one interleaved run; targets of one size share it. One head width, six
-heads, one image.
+Every ratio is taken within one interleaved run; targets of one size share it.
 """
 
 import math
@@ -85,7 +84,8 @@ class Target:
     at: str
     """The size, in words."""
     kind: str
-    """How it is measured: "ratio" or "figure"; on a GPU one of ``gpu.targets.KINDS``."""
+    """How it is measured: "ratio" or "figure"; on a GPU one of
+    ``target_table.KINDS``."""
     case: Case
     bounds: tuple[Bound, ...]
     """What is to be reached, one for each number that is measured."""
@@ -199,137 +199,6 @@ def choose_rows(pattern: str | None, names: Sequence[str]) -> list[int]:
     return chosen
 
 
-def make_target(
-    what: str,
-    at: str,
-    case: Case,
-    baseline: Case | None = None,
-    *,
-    low: float = 0.0,
-    high: float | None = None,
-    measure: Callable[[Case], float] | None = None,
-) -> Target:
-    """Return a target of a processor: a ratio of times to the baseline, or what ``measure`` gives,
-    between ``low`` and ``high``; without ``high`` it is there for comparison.
-    """
-    bound = Bound(high, most=True, least=low or None)
-    return Target(what, at, "figure" if measure else "ratio", case, (bound,), baseline, measure)
-
-
-def all_targets() -> list[Target]:
-    """Return the whole table, in order."""
-    return [*_operation_targets(), _memory_target(), *_model_targets(), *_kept_targets()]
-
-
-def _operation(
-    name: str, tokens: int, width: int, form: str = "efficient", backward: bool = False
-) -> Case:
-    return Case("operation", name, tokens, width, form=form, backward=backward)
-
-
-def _operation_targets() -> Iterator[Target]:
-    by_width = (16, 32, 64)
-    for words, tokens, backward, limits in (
-        ("forward / SDPA", 4096, False, (0.18, 0.38, 1.0)),
-        ("forward / SDPA", 16384, False, (0.05, 0.12, 0.28)),
-        ("forward+backward / SDPA's", 4096, True, (0.25, 0.4, 1.0)),
-    ):
-        for width, limit in zip(by_width, limits, strict=True):
-            ours, sdpa = _against_sdpa("taylorshift", tokens, width)
-            case = _operation(*ours, backward)  # type: ignore[call-arg]
-            base = _operation(*sdpa, backward)  # type: ignore[call-arg]
-            yield make_target(
-                f"efficient TaylorShift {words}",
-                f"N = {tokens}, d = {width}",
-                case,
-                base,
-                high=limit,
-            )
-    for what, name, form, tokens, limit in (
-        ("direct TaylorShift", "taylorshift", "direct", 4096, 1.3),
-        ("kernelized", "kernelized", "efficient", 16384, 0.025),
-        ("kernelized + Joint R = 3", "kernelized+joint", "efficient", 16384, 0.045),
-    ):
-        case, base = _operation(name, tokens, 64, form), _operation("sdpa", tokens, 64, "auto")
-        yield make_target(f"{what} forward / SDPA", f"N = {tokens}, d = 64", case, base, high=limit)
-    chunked, blocked = (
-        _operation("kernelized+causal", 4096, 64, form) for form in ("efficient", "direct")
-    )
-    masked = _operation("eager-kernelized+causal", 4096, 64, "auto")
-    yield make_target(
-        "causal kernelized, chunked / quadratic masked",
-        "N = 4096, d = 64",
-        chunked,
-        masked,
-        high=0.1,
-    )
-    yield make_target(
-        "causal kernelized, chunked / our quadratic blocks, which skip the future",
-        "N = 4096, d = 64",
-        chunked,
-        blocked,
-    )
-
-
-def _against_sdpa(name: str, tokens: int, width: int) -> tuple[tuple, tuple]:
-    return (name, tokens, width, "efficient"), ("sdpa", tokens, width, "auto")
-
-
-def _memory_target() -> Target:
-    case = _operation("taylorshift", 65536, 64)
-    what = "memory above inputs and output, efficient TaylorShift forward / size of q, k, v"
-    return make_target(what, "N = 65536, d = 64", case, high=1.0, measure=memory_over_inputs)
-
-
-def _model_targets() -> Iterator[Target]:
-    names = {
-        "ours": "scaleformer_vit_s",
-        "twin": "scaleformer_vit_s+identity",
-        "shift": "taylorshift_vit_s+heads=12",
-    }
-    names["timm"] = "vit_small_patch16_224"
-    for of, base, limits in (
-        ("ours", "timm", (0.47, 0.16)),
-        ("ours", "twin", (1.3, 1.3)),
-        ("shift", "timm", (0.7, 0.24)),
-        ("twin", "timm", (None, None)),
-    ):
-        for pixels, limit in zip((1024, 2048), limits, strict=True):
-            case, other = (Case("model", names[key], pixels) for key in (of, base))
-            yield make_target(
-                f"{names[of]} forward / {names[base]}", f"{pixels} px", case, other, high=limit
-            )
-
-
-def _kept_targets() -> Iterator[Target]:
-    names = [
-        "taylorshift",
-        "taylorshift+temperature",
-        "taylorshift+joint",
-        "kernelized",
-        "kernelized+relu",
-        "kernelized+causal",
-    ]
-    names += ["kernelized+joint", "kernelized+axial", "kernelized+flat"]
-    names += [
-        "taylorshift+axial",
-        "taylorshift+flat",
-        "kernelized+causal+flat",
-        "kernelized+softmax",
-        "kernelized+favor",
-    ]
-    for name in names:
-        what, at = f"bytes kept for backward, N -> 2N, {name} efficient", "N = 4096 -> 8192, d = 64"
-        yield make_target(
-            what,
-            at,
-            _operation(name, 4096, 64, backward=True),
-            low=1.8,
-            high=2.1,
-            measure=growth_of_bytes_kept,
-        )
-
-
 def memory_over_inputs(case: Case) -> float:
     """Peak memory of a forward above its inputs and its output, over the size of q, k and v
     together.
@@ -344,20 +213,12 @@ def growth_of_bytes_kept(case: Case) -> float:
     return case_bytes_kept(replace(case, size=2 * case.size)) / case_bytes_kept(case)
 
 
-def choose(pattern: str | None) -> list[Target]:
-    """Return the targets whose text, ``what at``, contains the regular expression; see
-    ``choose_rows``.
-    """
-    targets = all_targets()
-    return [targets[i] for i in choose_rows(pattern, [target.name for target in targets])]
-
-
 def measure_targets(targets: Sequence[Target], plan: Plan, *, few: bool = True) -> Iterator[Result]:
     """Measure; results come as they are ready, those that share an interleaved run one after the
     other.
 
     Args:
-        targets: some of ``all_targets()``.
+        targets: some of ``target_table.targets()``.
         plan: how long; memory and counts are left out.
         few: of models, which take seconds each, no more than 5 rounds are made, 3 above 1024
             pixels.

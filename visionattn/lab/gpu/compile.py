@@ -25,9 +25,9 @@ from visionattn.lab.gpu import models as gpu_models
 from visionattn.lab.gpu.device import Gpu, pick_gpu
 from visionattn.lab.gpu.operations import Bench, call_of, check, draw, flex_of, takes_flex
 from visionattn.lab.gpu.table import rows
-from visionattn.lab.gpu.targets import operation
 from visionattn.lab.gpu.timing import in_words
 from visionattn.lab.operations import function_of
+from visionattn.lab.target_table import gpu_operation
 from visionattn.lab.targets import Target
 from visionattn.ops.gpu.launch import launching_with
 
@@ -84,7 +84,7 @@ def compiling_alone(claims: Path) -> Iterator[list[str]]:
         knobs.runtime.jit_cache_hook = before
 
 
-FIRST = operation("kernelized", 1000, 64, backward=True)
+FIRST = gpu_operation("kernelized", 1000, 64, backward=True)
 
 
 def first_kernel(case: Case, bench: Bench) -> str | None:

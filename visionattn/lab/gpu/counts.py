@@ -154,7 +154,7 @@ def expected_seconds(case: Case, gpu: Gpu = H100, triton: str | None = None) -> 
 
 def operations_of(case: Case, kind: str) -> list[Case]:
     """Return operations whose counts tell the time of a figure of this kind
-    (``targets.KINDS``).
+    (``target_table.KINDS``).
     """
     if kind == "operation":
         return [case]

@@ -14,9 +14,9 @@ from visionattn.lab.gpu.operations import (
     eager_wider,
     outputs,
 )
-from visionattn.lab.gpu.targets import BATCH, HEADS
 from visionattn.lab.gpu.timing import called, seconds_of
 from visionattn.lab.operations import function_of
+from visionattn.lab.target_table import BATCH, HEADS
 
 AGAINST_EAGER = "kernel against eager"
 COLUMNS = (

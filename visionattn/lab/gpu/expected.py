@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from visionattn.lab.cases import Case
 from visionattn.lab.gpu.counts import H100, H200, Gpu, expected_seconds, operations_of
-from visionattn.lab.gpu.targets import WITH_GRAPH
+from visionattn.lab.target_table import WITH_GRAPH
 from visionattn.lab.targets import Target
 from visionattn.ops.taylorshift.gpu import tile_features
 

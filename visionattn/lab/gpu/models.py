@@ -22,8 +22,9 @@ from visionattn.lab.accuracy import beyond_eager, errors_of
 from visionattn.lab.cases import Case
 from visionattn.lab.compare import Quartiles
 from visionattn.lab.gpu.operations import Bench
-from visionattn.lab.gpu.targets import WITH_GRAPH, WITHOUT_GRAPH, GpuResult
+from visionattn.lab.gpu.results import GpuResult
 from visionattn.lab.gpu.timing import Timed, called
+from visionattn.lab.target_table import WITH_GRAPH, WITHOUT_GRAPH
 from visionattn.lab.targets import Target
 from visionattn.models.registration import is_ours
 from visionattn.ops.gpu import machine

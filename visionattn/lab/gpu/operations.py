@@ -24,7 +24,7 @@ from visionattn.lab.cases import Case
 from visionattn.lab.compare import Quartiles
 from visionattn.lab.gpu.device import Call, Gpu
 from visionattn.lab.gpu.expected import cost_of
-from visionattn.lab.gpu.targets import BATCH, HEADS, GpuResult
+from visionattn.lab.gpu.results import GpuResult
 from visionattn.lab.gpu.timing import (
     Ceilings,
     Timed,
@@ -36,6 +36,7 @@ from visionattn.lab.gpu.timing import (
     sets_needed,
 )
 from visionattn.lab.operations import definition_of, function_of, make_tensors
+from visionattn.lab.target_table import BATCH, HEADS
 from visionattn.lab.targets import Target
 from visionattn.ops.taylorshift.gpu import takes_efficient_kernels
 

@@ -20,8 +20,8 @@ from visionattn.lab.gpu import table as gpu
 from visionattn.lab.gpu import tune
 from visionattn.lab.gpu.device import rehearsed
 from visionattn.lab.gpu.operations import Bench
-from visionattn.lab.gpu.targets import all_targets
 from visionattn.lab.gpu.timing import Budget
+from visionattn.lab.target_table import gpu_targets
 from visionattn.lab.targets import Target, choose_rows
 from visionattn.ops.gpu import launch
 
@@ -65,7 +65,7 @@ def shrink(case: Case) -> Case:
 def all_rows() -> tuple[list[Target], list[Case]]:
     """Figures, and operations against eager ones, that differ in more than their size."""
     kinds: dict[tuple, Target] = {}
-    for figure in all_targets():
+    for figure in gpu_targets():
         units = tuple(bound.unit for bound in figure.bounds)
         kinds.setdefault((figure.kind, figure.what, units, figure.case.width), figure)
     figures = [replace(figure, case=shrink(figure.case)) for figure in kinds.values()]

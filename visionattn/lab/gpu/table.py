@@ -14,8 +14,9 @@ from visionattn.lab.gpu import eager as gpu_eager
 from visionattn.lab.gpu.device import Gpu
 from visionattn.lab.gpu.eager import measure_against_eager
 from visionattn.lab.gpu.operations import Bench, measure_crossover, measure_operation
-from visionattn.lab.gpu.targets import COLUMNS, GpuResult, all_targets
+from visionattn.lab.gpu.results import COLUMNS, GpuResult
 from visionattn.lab.gpu.timing import Budget, in_words, is_fatal, measure_ceilings
+from visionattn.lab.target_table import gpu_targets
 from visionattn.lab.targets import Target, choose_rows
 
 Print = Callable[[str], None]
@@ -44,7 +45,7 @@ def rows(only: str | None) -> tuple[list[Target], list[Case]]:
     Raises:
         ValueError: it leaves none.
     """
-    figures, cases = all_targets(), gpu_eager.eager_cases()
+    figures, cases = gpu_targets(), gpu_eager.eager_cases()
     names = [figure.name for figure in figures]
     names += [gpu_eager.name_of(case) for case in cases]
     chosen, first = choose_rows(only, names), len(figures)

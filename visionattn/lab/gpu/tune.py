@@ -33,9 +33,9 @@ from visionattn.lab.gpu.operations import (
     eager_wider,
     outputs,
 )
-from visionattn.lab.gpu.targets import BATCH, HEADS
 from visionattn.lab.gpu.timing import Budget, Timed, in_words, is_fatal, sets_needed
 from visionattn.lab.operations import function_of
+from visionattn.lab.target_table import BATCH, HEADS
 from visionattn.lab.targets import choose_rows
 from visionattn.ops.gpu import launch
 from visionattn.ops.gpu.launch import launching_with
