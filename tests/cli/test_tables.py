@@ -15,8 +15,8 @@ from visionattn.cli.provenance import provenance_of
 from visionattn.cli.tables import csv_text, duration, json_text, markdown
 from visionattn.lab import target_table
 from visionattn.lab.cases import Case
-from visionattn.lab.charts import png
 from visionattn.lab.compare import Plan, Quartiles, Row, cells_of, record_of
+from visionattn.lab.drawing import png
 from visionattn.lab.figures import sizes_of, slope_of
 from visionattn.lab.memory import build
 from visionattn.lab.papers import (

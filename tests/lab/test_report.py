@@ -19,7 +19,8 @@ from tests.helpers.report_folders import (
     write_weights,
 )
 from visionattn.data.embedded import digit_splits
-from visionattn.lab.charts import Chart, Look, Series, svg, thin
+from visionattn.lab.charts import Chart, Look, Series, thin
+from visionattn.lab.drawing import svg
 from visionattn.lab.report.examples import address, galleries
 from visionattn.lab.report.page import report
 from visionattn.lab.report.runs import read_run

@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from visionattn.lab.charts import Chart, Look, Mark, Series, hidden_under, spread_out, svg
+from visionattn.lab.charts import Chart, Look, Mark, Series, hidden_under, spread_out
+from visionattn.lab.drawing import svg
 from visionattn.lab.report.figures import Figure
 from visionattn.lab.report.page import Charts
 

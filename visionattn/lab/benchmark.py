@@ -135,7 +135,7 @@ def run_sweep(options: Options, provenance: Record, show: Print) -> list[Record]
             records.append(record_of(row))
             show(line(list(cells_of(row).values())))
     if options.flags.plot:
-        from visionattn.lab.charts import png
+        from visionattn.lab.drawing import png
         from visionattn.lab.figures import sizes_of
 
         charts, notes = sizes_of(records), [summary(provenance), provenance["command"]]

@@ -18,8 +18,9 @@ from visionattn.cli.files import write_text, write_whole
 from visionattn.cli.provenance import summary
 from visionattn.cli.tables import Record, csv_text, heading, line, markdown
 from visionattn.lab.cases import Case
-from visionattn.lab.charts import Chart, Look, Mark, Series, png
+from visionattn.lab.charts import Chart, Look, Mark, Series
 from visionattn.lab.compare import COLUMNS, Plan, cells_of, measure_together, record_of
+from visionattn.lab.drawing import png
 from visionattn.lab.figures import MIB, SHAPES, heads_of, memory_of, size_chart
 from visionattn.lab.profile.shape import Shape
 from visionattn.lab.report.rows import value_of

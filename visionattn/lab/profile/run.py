@@ -15,7 +15,7 @@ from visionattn.cli.parsing import parse
 from visionattn.cli.provenance import provenance_of, summary
 from visionattn.cli.tables import Record, csv_text, heading, line
 from visionattn.lab.cases import Case
-from visionattn.lab.charts import png
+from visionattn.lab.drawing import png
 from visionattn.lab.figures import memory_of
 from visionattn.lab.profile.config import ProfileConfig, check
 from visionattn.lab.profile.largest import find_largest

@@ -20,7 +20,8 @@ from markupsafe import Markup
 
 import visionattn
 from visionattn.cli.files import write_text
-from visionattn.lab.charts import Chart, Look, page_colours, svg
+from visionattn.lab.charts import Chart, Look, page_colours
+from visionattn.lab.drawing import svg
 from visionattn.lab.figures import heads_of, memory_of
 from visionattn.lab.profile.config import FILES
 from visionattn.lab.report import origin, tables

@@ -13,7 +13,7 @@ from visionattn.cli.ends import Failed, Stopped
 from visionattn.cli.files import write_text
 from visionattn.cli.provenance import provenance_of, summary
 from visionattn.cli.tables import csv_text
-from visionattn.lab.charts import png
+from visionattn.lab.drawing import png
 from visionattn.lab.figures import heads_of
 from visionattn.lab.sweep.cells import to_train, train_cells
 from visionattn.lab.sweep.config import SweepConfig, folder_of, parse_sweep, read_base
