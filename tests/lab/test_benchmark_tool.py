@@ -46,7 +46,7 @@ def main():
 @pytest.fixture
 def without_processes(monkeypatch):
     """Peak memory as some number, without the process that measures it."""
-    monkeypatch.setattr(compare, "case_peak_bytes", lambda case, device: case.size << 14)
+    monkeypatch.setattr(compare, "case_peak_bytes", lambda case, device, warm: case.size << 14)
 
 
 def read_csv(path):
