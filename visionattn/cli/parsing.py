@@ -58,10 +58,13 @@ def parse(
     class HelpFormatter(jsonargparse.DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):
         """Leave the example in a line of its own, so that it can be pasted."""
 
+    # Names are checked before jsonargparse sees them: its errors for unknown ones run over many
+    # lines.
     names = field_types(config_class)
     argv = [_with_file(word) for word in spell_out(argv, names)]
     for path in config_files(argv):
         check_file(path, names)
+    # Docstrings under fields become the help of their flags.
     jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
     parser = jsonargparse.ArgumentParser(
         prog=program(command),
@@ -123,6 +126,7 @@ def spell_out(argv: Sequence[str], names: dict[str, Any]) -> list[str]:
     written = []
     for flag, values in split_options(argv):
         name = flag.replace("-", "_")
+        # A flag below a field of dicts, such as --args.depth, belongs to that field.
         owner = next(
             (
                 known
@@ -134,6 +138,7 @@ def spell_out(argv: Sequence[str], names: dict[str, Any]) -> list[str]:
         if owner not in (*names, *OWN_OPTIONS):
             raise ValueError(f"unknown option --{flag}; the nearest is --{nearest(name, names)}")
         kind = names.get(owner, str)
+        # What people leave out: the value of a switch, quotes of texts, brackets of a list.
         if accepts(kind, bool) and not values:
             values = ["true"]
         if values and accepts(kind, list[str]):

@@ -201,10 +201,12 @@ def draw_canvas(
             return 0.0, 0.0, 1.0
         return tuple((_WARP_LOW + (_WARP_HIGH - _WARP_LOW) * rng.random(3)).tolist())
 
+    # Everything that concerns the digit is drawn before anything that depends on the canvas.
     size_px = int(rng.integers(DIGIT_PX[0], DIGIT_PX[1] + 1))
     contrast, grey = rng.uniform(0.5, 0.7), int(rng.integers(24, 57))
     glyph = _glyph(digits.images[index], size_px, warp())
 
+    # Noise on grey, and the digit at the first place that is drawn: nothing is taken yet.
     image = np.frombuffer(rng.bytes(height * width), np.uint8).reshape(height, width)
     image = cv2.addWeighted(image, 0.15, image, 0.0, grey)
     taken = np.zeros((-(-height // _CELL_PX), -(-width // _CELL_PX)), bool)
@@ -212,6 +214,7 @@ def draw_canvas(
     _add(image, digit_box, glyph, contrast)
     only_digit = taken.copy()
 
+    # Fragments of other digits, never of this one, and as many per pixel on any canvas.
     distractors = []
     others = rng.integers(len(digits.labels) - 1, size=round(height * width * DISTRACTORS_PER_PX))
     for other in others + (others >= index):

@@ -241,6 +241,7 @@ def _build_folder(config: DataConfig, seed: int) -> Splits:
     if config.root is None:
         raise ValueError(f"data folder needs a root; {LAYOUT}, a .tar file, wds/... or hfds/...")
     augment = _augment(config, "light", "three", "rand")
+    # A stream does not know its classes; every other source names them.
     if config.root.startswith("wds/"):
         datasets = open_shards(
             config.root,

@@ -87,6 +87,7 @@ def open_shards(
         raise ValueError(
             f"timm's reader of {root} leaves unreadable images out; say so with on_error skip"
         )
+    # A folder is looked at here, for a plain error; addresses and pipes are left to timm's reader.
     place = root.removeprefix("wds/")
     if (
         "://" not in place
@@ -96,6 +97,7 @@ def open_shards(
         raise FileNotFoundError(
             f"no _info.json in {place}; wanted one with the shards of each split, as timm writes it"
         )
+    # Of two names for a split, "val" and "validation", the first that exists counts.
     found: dict[str, Shards] = {}
     for split, names in SPLIT_NAMES.items():
         for name in names:

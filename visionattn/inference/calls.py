@@ -156,6 +156,7 @@ def _opened(
         options.model = type(model).__name__
         check(options)
         opened = open_module(model, options)
+        # Modules may be partly in training mode: each one gets its own mode back.
         trained = [part for part in model.modules() if part.training]
         try:
             model.eval()
@@ -164,6 +165,7 @@ def _opened(
             for part in trained:
                 part.training = True
         return
+    # A path of a file, or the name of a model whose weights timm fetches.
     if os.path.isfile(model):
         options.checkpoint = os.fspath(model)
         if description(options.checkpoint) is None:

@@ -198,6 +198,7 @@ class Extraction:
         """Write the shards from image ``done`` on, and return how many there are then."""
         options, number = self.options, len(self.kept)
         total = len(self.listing)
+        # Nothing is left to compute; shards behind the last one are of an earlier, longer run.
         if done == total:
             delete_from(self.folder, number)
             return number
@@ -211,6 +212,8 @@ class Extraction:
             amp=options.amp,
             dtype=DTYPES[options.dtype],
         )
+        # Batches fill a shard, which is written as soon as it is full: a kill loses one shard at
+        # most.
         pending = Pending(self.folder, number, done, self.identity)
         with Progress(total, done) as progress:
             for batch in outcomes:

@@ -100,6 +100,7 @@ def open_model(options: InferenceOptions, *, classifies: bool) -> Opened:
     if options.threads:
         torch.set_num_threads(options.threads)
     device = pick_device(options.device)
+    # A file of ours says which model it is for; any other weights need --model.
     described = description(options.checkpoint) if options.checkpoint else None
     if described:
         if options.model:
@@ -118,6 +119,7 @@ def open_model(options: InferenceOptions, *, classifies: bool) -> Opened:
             )
         model, args, spec, notes = _by_name(options, classifies)
         name = options.model
+    # None stands for each image at its own size from here on.
     img_size = None if options.img_size == NATIVE else options.img_size or spec.img_size
     model = _free_size(model, name, args, spec, img_size)
     patch_px = _patch_px(model, img_size)

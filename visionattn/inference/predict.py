@@ -122,6 +122,7 @@ class Predictor:
         counts = {"ok": 0, "other": 0}
         first: list[Outcome] = []
 
+        # Rows are written as they come, so they are counted on their way.
         def counted() -> Iterator[Prediction]:
             for prediction in self._predictions():
                 failed = prediction.outcome.value is None
@@ -139,6 +140,7 @@ class Predictor:
                 say(note)
             write_whole(self.output, lambda temporary: self._write(temporary, counted()))
             say(f"{counts['ok']} of {len(self.listing)} images have classes: {self.output}")
+        # The file is there all the same: its rows say what happened to each image.
         if not counts["ok"]:
             error = OutOfMemory if first[0].status == "oom" else ValueError
             raise error(

@@ -111,6 +111,7 @@ def fit_probes(
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
 
+    # Vectors and labels, sorted into what is fitted on and what is judged.
     parts = {"fitted": ([], []), "judged": ([], [])}
     for path, vector in features:
         for name, (vectors, labels) in parts.items():
@@ -125,6 +126,7 @@ def fit_probes(
             f"a probe wants at least {neighbours} images (neighbours) of two classes to fit and "
             f"one to judge; got features of {len(x)} of {len(np.unique(y))} and of {len(x_judged)}"
         )
+    # An optimiser that has not converged is noted in the result instead of warned of.
     linear = make_pipeline(StandardScaler(), LogisticRegression(max_iter=STEPS))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", ConvergenceWarning)
@@ -133,6 +135,7 @@ def fit_probes(
     of_linear, of_knn = (
         float((classifier.predict(x_judged) == y_judged).mean()) for classifier in (linear, knn)
     )
+    # Labelled images without features, as they could not be read.
     lost = len(division.fitted) + len(division.judged) - len(x) - len(x_judged)
     converged = not any(issubclass(entry.category, ConvergenceWarning) for entry in caught)
     sizes = (neighbours, len(x), len(x_judged), division.judged_name, len(division.class_names))

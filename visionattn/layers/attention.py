@@ -81,6 +81,7 @@ class Attention(nn.Module):
                 f"num_heads {num_heads} does not divide the width {dim}; "
                 f"{_nearest_divisors(dim, num_heads)}"
             )
+        # Checks first: an option that would do nothing is refused here, not ignored.
         kind = get_attention(attention)
         if normalization not in (None, "mean", "sum"):
             raise ValueError(f"normalization {normalization!r}: wanted mean or sum")
@@ -103,9 +104,11 @@ class Attention(nn.Module):
         self.attention, self.form = attention, form
         self.kind, self.operation = kind, kind.function
         self.num_heads = num_heads
+        # ``scale`` and ``fused_attn`` are timm's attributes, which wrappers of timm look for.
         self.scale = self.head_dim**-0.5
         self.fused_attn = True
         self.native_layout: TokenLayout | None = None
+        # Parameters, under timm's names, so that its checkpoints fit.
         self.qkv = nn.Linear(dim, dim * 3, bias=qkv_bias, **dd)
         self.q_norm = norm_layer(self.head_dim, **dd) if qk_norm else nn.Identity()
         self.k_norm = norm_layer(self.head_dim, **dd) if qk_norm else nn.Identity()
@@ -189,6 +192,7 @@ class Attention(nn.Module):
                 f"{' and '.join(name for name, kind in ATTENTIONS.items() if kind.causal)} have"
             )
         batch, tokens, dim = x.shape
+        # ``[B, N, 3 D]`` to three views ``[B, h, N, d]``: nothing is copied.
         qkv = (
             self.qkv(x)
             .reshape(batch, tokens, 3, self.num_heads, self.head_dim)
@@ -199,6 +203,7 @@ class Attention(nn.Module):
         options = self._options(is_causal) | dict(
             key_mask=_key_mask(attn_mask, x), value_drop=self.attn_drop.p if self.training else 0.0
         )
+        # Only relative position asks where the tokens lie.
         if self.relative is not None:
             options["relative"] = self.relative(self._layout(layout, tokens))
         out = self.operation(q, k, v, **options)

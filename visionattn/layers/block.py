@@ -50,6 +50,8 @@ class Block(nn.Module):
     ):
         super().__init__()
         dd = {"device": device, "dtype": dtype}
+        # Two branches with timm's names: attention, then MLP, each normalised before and scaled
+        # after.
         self.norm1 = norm_layer(dim, **dd)
         self.attn = attn_layer(
             dim,

@@ -179,6 +179,7 @@ class VisionAttnTransformer(VisionTransformer):
         device=None,
         dtype=None,
     ):
+        # timm's class builds everything; blocks, attention and patch embedding are ours.
         attn_options = dict(
             attention=attention,
             relative=relative,
@@ -228,6 +229,8 @@ class VisionAttnTransformer(VisionTransformer):
             device=device,
             dtype=dtype,
         )
+        # timm was told that sizes are dynamic: our patch embedding checks them, without a compiled
+        # graph for each size.
         self.dynamic_img_size = dynamic_img_size
         self.patch_embed.strict_img_size = not dynamic_img_size
         if patch_drop_rate > 0:

@@ -141,6 +141,7 @@ def load_model(path: str | Path, *, device: str | torch.device = "cpu") -> nn.Mo
         ValueError: the file is cut off, a pickle, of another project, or its tensors are not those
             of its model.
     """
+    # What the file says of itself is checked before anything is built from it.
     metadata, tensors = read_safetensors(path)
     if metadata.get("format") != FORMAT:
         raise ValueError(
@@ -170,6 +171,7 @@ def load_model(path: str | Path, *, device: str | torch.device = "cpu") -> nn.Mo
             f"{path} holds a model {name!r}, which timm does not know; import the package that "
             "registers it"
         )
+    # Arguments that load other weights could fetch any file: a checkpoint has no need of them.
     if loading := LOADING_ARGS.intersection(args):
         raise ValueError(
             f"{path} asks for other weights to be loaded ({', '.join(sorted(loading))}): refused"
@@ -184,6 +186,7 @@ def load_model(path: str | Path, *, device: str | torch.device = "cpu") -> nn.Mo
             f"{path} names a model {name!r} that cannot be built with these args: "
             f"{describe_args(args)} ({first_line(error)})"
         ) from error
+    # Names and shapes are compared first, so that a misfit is one line.
     misfit = describe_misfit(tensors, model.state_dict())
     if misfit:
         raise ValueError(f"{path} does not fit the model {name!r} that it names: {misfit}")

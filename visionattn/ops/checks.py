@@ -50,6 +50,7 @@ def check_tensors(q: Tensor | None, k: Tensor, v: Tensor, key_mask: Tensor | Non
         _check_device(name, x, named[first].device, first)
     if k.shape[3] < 1:
         raise ValueError(f"k: wanted width >= 1, got {tuple(k.shape)}")
+    # q and k agree in images, heads and width; k and v in images, heads and number.
     if q is not None and (q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]):
         raise ValueError(
             f"k: wanted [{q.shape[0]}, {q.shape[1]}, M, {q.shape[3]}] like q, got {tuple(k.shape)}"

@@ -206,6 +206,8 @@ def place_weights(model: nn.Module, name: str, path: str | Path) -> Placement:
         FileNotFoundError: there is no such file.
         ValueError: it cannot be read, would run code, or nothing of it fits.
     """
+    # The model's own filter renames and resamples; filters of another number of channels are
+    # adapted after it.
     given = read_state_dict(path)
     filtered = filter_checkpoint(given, model, name)
     wanted = model.state_dict()
@@ -222,6 +224,7 @@ def place_weights(model: nn.Module, name: str, path: str | Path) -> Placement:
     filtered = {
         key: value for key, value in filtered.items() if value.data_ptr() not in own
     }  # fillers, not of the file
+    # What has another shape now stays in the model as it is, and is listed.
     fitting = {
         key: value
         for key, value in filtered.items()
@@ -232,6 +235,8 @@ def place_weights(model: nn.Module, name: str, path: str | Path) -> Placement:
         raise ValueError(
             f"nothing of {path} fits the model {name}: {describe_misfit(filtered, wanted)}"
         )
+    # For the list: which tensors of the file were used, under whatever name, and which were
+    # resampled.
     origins = {id(value): key for key, value in given.items()}
     used = {origins.get(id(filtered[key]), key) for key in placed}
     resampled = [

@@ -148,6 +148,7 @@ def check(config: TrainConfig) -> None:
         ValueError: one line with the key, what it may be, and what it is.
     """
     data, optim = config.data, config.optim
+    # Values by their range, each under the name that its flag has.
     positive = {
         "epochs": config.epochs,
         "batch_size": config.batch_size,
@@ -181,6 +182,7 @@ def check(config: TrainConfig) -> None:
             not isfinite(value) or value < 0 or (value == 0 and key in positive)
         ):
             raise ValueError(f"{key} must be {low} 0, got {value}")
+    # Shares: the value, and whether 0 and 1 are allowed.
     shares = {
         "data.val_fraction": (data.val_fraction, False, False),
         "optim.layer_decay": (optim.layer_decay, False, True),
@@ -194,6 +196,7 @@ def check(config: TrainConfig) -> None:
             raise ValueError(
                 f"{key} must be in {'[' if zero else '('}0, 1{']' if one else ')'}, got {value}"
             )
+    # Options that contradict each other.
     if optim.min_lr > optim.lr:
         raise ValueError(f"optim.min_lr {optim.min_lr} is above optim.lr {optim.lr}, the peak")
     if optim.warmup_epochs and optim.warmup_lr > optim.lr:

@@ -274,6 +274,7 @@ def joined(waits: Waits = WAITS) -> Iterator[Processes]:
         size=int(os.environ["WORLD_SIZE"]),
         local_rank=int(os.environ["LOCAL_RANK"]),
     )
+    # Signs of life begin before the process group, which may never come about.
     store = reach_store(processes, waits)
     watchdog = Watchdog(processes.rank, processes.size, store.clone(), waits)
     processes.watchdog = watchdog

@@ -58,12 +58,14 @@ def train(
         Failed: a process that loads data, or another one that trains, ended.
         Stopped: Ctrl-C or SIGTERM; the state is saved.
     """
+    # A script that torchrun starts must join its processes; training alone would repeat the run.
     if processes is None and (count := os.environ.get("WORLD_SIZE", "1")) != "1":
         raise ValueError(
             f"torchrun has started {count} processes, which are to train together: with "
             "distributed.joined() as processes, call train(config, processes=processes)"
         )
     processes = processes or Processes()
+    # Checks, from the cheapest to those that read data; each raises on all processes or on none.
     processes.together(lambda: check(config))
     processes.together(lambda: choose_kind(config, processes.size))
     folder = processes.on_first(lambda: run_folder(config))
@@ -77,6 +79,7 @@ def train(
     status = Status(
         folder, provenance(device) | {"processes": processes.size}, lambda: processes.speaks
     )
+    # Nothing has been written so far; a folder that this run makes, it may delete again.
     fresh = not folder.exists()
     with setting_up(status, processes, replaces=not (fresh or resumed)):
         trainer, first_lines = build(config, states, resumed, processes, device)

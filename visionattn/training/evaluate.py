@@ -93,6 +93,7 @@ def _sums(
     """
     images_seen, seconds = 0, 0.0
     first_seconds, first_images = 0.0, 0
+    # Sums stay on the device until the end: reading each would wait for the device.
     parts = [torch.zeros(3, device=device)]
     for number, (images, labels) in enumerate(batches):
         start = time.perf_counter()
@@ -106,6 +107,7 @@ def _sums(
                 [F.cross_entropy(logits, labels, reduction="sum"), hits[:, 0].sum(), hits.sum()]
             )
         )
+        # Time is that of the device, which works on after a call has returned.
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         elapsed = time.perf_counter() - start
@@ -113,6 +115,7 @@ def _sums(
             first_seconds, first_images = elapsed, len(labels)
         images_seen += len(labels)
         seconds += elapsed
+    # The first batch, in which libraries start, counts in time only if there is no other.
     if images_seen > first_images:
         seconds, timed = seconds - first_seconds, images_seen - first_images
     else:

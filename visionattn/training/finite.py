@@ -23,6 +23,7 @@ def first_non_finite(model: nn.Module, run: Callable[[], Any]) -> str | None:
     """
     found: list[str] = []
 
+    # Hooks look before and after each module; the first that finds something ends the search.
     def before(name: str):
         def hook(module: nn.Module, args: tuple) -> None:
             if found:
@@ -42,6 +43,7 @@ def first_non_finite(model: nn.Module, run: Callable[[], Any]) -> str | None:
 
         return hook
 
+    # No gradient is needed, and hooks are removed whatever happens.
     handles = []
     try:
         for name, module in model.named_modules():

@@ -110,6 +110,7 @@ class Learner:
         """
         total, size = self.images_of(group), self.processes.size
         self.optimizer.zero_grad(set_to_none=True)
+        # The number of the batch in its epoch seeds its draws, on any number of processes.
         losses = []
         for number, (images, labels) in enumerate(group, start=self.position.batch):
             share = len(labels) / total
@@ -126,6 +127,7 @@ class Learner:
                     self.spread.called, inputs, targets, share=share, factor=size
                 )
             losses.append(loss)
+        # One reading from the device for loss and norm, which decide whether the step counts.
         norm = whole_tensor(self.optimizer_step.unscale())
         loss = self.spread.total(torch.stack(losses).sum())
         loss_value, norm_value = torch.stack([loss, norm]).tolist()

@@ -176,6 +176,7 @@ def check_options(
     Raises:
         ValueError: one of them has changed, or acts on training where none is left.
     """
+    # Options of training steps act on nothing where no step is left.
     if done:
         changed = [
             line.split()[0] for line in differences(old, new) if line.split()[0].startswith(TRAINED)
@@ -185,6 +186,7 @@ def check_options(
                 f"all {new['epochs']} epochs are done, so that another {changed[0]} would change "
                 f"nothing; --epochs {new['epochs'] + 1} trains on, or leave it out"
             )
+    # Options that the state was made with.
     for key in BINDING + (COUNTED if amid_epoch else ()):
         group, _, name = key.rpartition(".")
         was, is_now = ((options[group] if group else options)[name] for options in (old, new))

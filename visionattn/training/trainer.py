@@ -155,6 +155,8 @@ class Trainer(Learner):
         self.model.train()
         batches = interruption.watch(self.batches.epoch(position.epoch, start=position.batch))
         start = time.perf_counter()
+        # A group of batches makes one optimiser step; processes agree on it, and on errors of
+        # loading.
         while group := self.processes.together(
             lambda: list(islice(batches, self.config.optim.accumulate))
         ):
@@ -260,6 +262,7 @@ class Trainer(Learner):
         position = self.position
         check_finite(result, f"the validation images of epoch {position.epoch + 1}")
         better = (result.accuracy, -result.loss) > (position.best, -position.best_loss)
+        # Best weights first: if the process is killed now, their file says how good they are.
         if better:
             figures = BestFigures(position.epoch + 1, result.accuracy, result.loss)
             position.best, position.best_loss = result.accuracy, result.loss
@@ -284,6 +287,7 @@ class Trainer(Learner):
             "left_out": self.batches.left_out + self.validation.left_out,  # type: ignore[attr-defined]
             "seconds": round(position.epoch_seconds, 3),
         }
+        # Then the figures, and the state last: what it counts as done is on the disk.
         position.next_epoch()
         self.history.append(values)
         record.epoch(self.history)

@@ -57,6 +57,7 @@ def parse_validate(argv: Sequence[str]) -> ValidateConfig:
         ValueError, FileNotFoundError: a flag is wrong, there is no checkpoint, or nothing says
             which data; one line.
     """
+    # The checkpoint is looked for before all flags are parsed, as the run beside it gives defaults.
     spelled = spell_out(argv, field_types(ValidateConfig))
     given = [word.partition("=")[2] for word in spelled if word.startswith("--checkpoint=")]
     defaults: dict[str, Any] = {}
@@ -68,6 +69,7 @@ def parse_validate(argv: Sequence[str]) -> ValidateConfig:
         if beside.is_file():
             run = parse(TrainConfig, ["--config", str(beside)])
             names = [word.partition("=")[2] for word in spelled if word.startswith("--data.name=")]
+            # Of a run's data, another data set takes only what means the same for it.
             keep = (
                 asdict(run.data)
                 if run.data.name in (names or [run.data.name])[-1:]
@@ -89,6 +91,7 @@ def parse_validate(argv: Sequence[str]) -> ValidateConfig:
     )
     if config.checkpoint is None:
         raise ValueError("--checkpoint is missing: the best.safetensors of a run")
+    # Sizes to evaluate at are --img-size; those of the data would be ignored.
     for key in ("img_size", "img_size_choices"):
         usual = defaults.get(f"data.{key}", getattr(DataConfig(), key))
         if getattr(config.data, key) != usual or any(

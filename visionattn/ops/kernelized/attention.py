@@ -117,6 +117,7 @@ def kernelized_attention(
     dtype, name = accumulation_dtype(q, k, v), map_name(feature_map)
     options = dict(key_mask=key_mask, relative=relative, feature_map=name, causal=causal, form=form)
     operation = "kernelized causal" if causal else "kernelized"
+    # One operator of GPU kernels does all of it; what follows is PyTorch's own operations.
     if takes_kernels(impl, operation, q, partial(why_not, q, k, v, **options)):
         v = drop_values(v.float(), value_drop, generator).to(v.dtype) if value_drop else v
         table = None if relative is None else relative.table

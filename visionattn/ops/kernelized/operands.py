@@ -39,6 +39,7 @@ class Features:
             and x.shape[2] == tokens
         ):
             return x.flatten(0, 1)
+        # The buffer is kept between chunks, and ``spare`` holds what elu1 needs beside it.
         size = (*x.shape[:2], tokens, self.width)
         if self.buffer.shape != size:
             self.buffer = x.new_empty(size, dtype=self.dtype)
