@@ -10,7 +10,7 @@ import json
 import os
 import re
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 from difflib import SequenceMatcher
 from pathlib import Path
@@ -23,6 +23,24 @@ Config = TypeVar("Config")
 
 OWN_OPTIONS = ("help", "config", "print_config")
 """Options besides the fields of a configuration."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser of a module that is run by itself: a wrong argument is one line and exit code 2."""
+
+    def error(self, message: str):
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def whole_from(least: int) -> Callable[[str], int]:
+    """Return what reads a whole number that is not below ``least``, for argparse."""
+
+    def read(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"wanted a whole number from {least}, got {text!r}")
+        return int(text)
+
+    return read
 
 
 def parse(

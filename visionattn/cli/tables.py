@@ -20,7 +20,10 @@ def duration(seconds: float) -> str:
 
 def mebibytes(count: int | None) -> str | None:
     """Write a number of bytes in MiB."""
-    return None if count is None else f"{count / 2**20:.3g} MiB"
+    if count is None:
+        return None
+    size = count / 2**20
+    return f"{size:.3g} MiB" if size < 999.5 else f"{size:,.0f} MiB"
 
 
 def markdown(cells: Sequence[Record]) -> str:

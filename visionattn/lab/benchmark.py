@@ -27,47 +27,32 @@ def benchmark(argv: Sequence[str], show: Print) -> None:
     """
     options = parse_options(argv)
     flags, before = options.flags, torch.get_num_threads()
+    on_gpu = flags.command in ("gpu", "tune")
+    device = "cuda" if on_gpu and not flags.rehearse else flags.device
     try:
-        torch.set_num_threads(getattr(flags, "threads", None) or before)
-        provenance = provenance_of(device_of(options), ["benchmark", *argv])
+        torch.set_num_threads(flags.threads or before)
+        provenance = provenance_of(device, ["benchmark", *argv])
         show(summary(provenance) + "\n")
-        broken, records = 0, []
-        if flags.command == "papers":
-            run_papers(options, provenance, show)
-        elif flags.command == "gpu":
-            records, broken = run_figures(options, provenance, show)
-        else:
-            records = RUN[flags.command](options, provenance, show)
-        if records:
-            save(flags.csv, csv_text(records, provenance))
-            save(flags.json, json_text(records, provenance))
+        records, broken = RUN[flags.command](options, provenance, show), 0
+        if flags.command == "gpu":
+            records, broken = records
+        for path, text_of in ((flags.csv, csv_text), (flags.json, json_text)):
+            if path and records:
+                write_text(path, text_of(records, provenance))
         if broken:
             raise Failed(f"{broken} rows are wrong or failed; the table says how")
     finally:
         torch.set_num_threads(before)
 
 
-def device_of(options: Options) -> str:
-    """Return what is measured."""
-    flags = options.flags
-    if flags.command in ("gpu", "tune"):
-        return "cpu" if flags.rehearse else "cuda"
-    return getattr(flags, "device", "cpu")
-
-
-def save(path: str | None, text: str) -> None:
-    """Write a file whole or not at all; None: nowhere."""
-    if path is not None:
-        write_text(path, text)
-
-
-def run_papers(options: Options, provenance: Record, show: Print) -> None:
-    """Redraw a figure of the papers."""
+def run_papers(options: Options, provenance: Record, show: Print) -> list[Record]:
+    """Redraw a figure of the papers, which writes its own rows."""
     from visionattn.lab.papers import redraw
 
     flags = options.flags
     ways = {"quick": flags.quick, "processor_time": flags.processor_time}
     redraw(flags.names, Path(flags.output), provenance, show, **ways)
+    return []
 
 
 def run_figures(options: Options, provenance: Record, show: Print) -> tuple[list[Record], int]:
@@ -143,5 +128,5 @@ def run_sweep(options: Options, provenance: Record, show: Print) -> list[Record]
     return records
 
 
-RUN = {"operations": run_sweep, "models": run_sweep, "targets": run_targets}
-RUN |= {"loader": run_loader, "tune": run_tune}
+RUN: dict[str, Callable] = {"operations": run_sweep, "models": run_sweep, "targets": run_targets}
+RUN |= {"papers": run_papers, "loader": run_loader, "gpu": run_figures, "tune": run_tune}

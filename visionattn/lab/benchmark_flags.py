@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from visionattn.cli.commands import program, typed
+from visionattn.cli.parsing import whole_from
 from visionattn.lab.cases import DTYPES
 from visionattn.lab.papers import FIGURES
 from visionattn.ops.attentions import FORM_CHOICES
@@ -13,18 +14,7 @@ from visionattn.ops.attentions import FORM_CHOICES
 EXAMPLE = "operations taylorshift kernelized+joint sdpa --tokens 256 512 --width 32 --no-memory"
 
 
-def positive(text: str) -> int:
-    """Return a whole number above 0."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"wanted a whole number above 0, got {text}")
-    return int(text)
-
-
-def whole(text: str) -> int:
-    """Return a whole number from 0."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"wanted a whole number from 0, got {text}")
-    return int(text)
+positive, whole = whole_from(1), whole_from(0)
 
 
 def duration(text: str) -> float:
@@ -102,6 +92,11 @@ FLAGS = {
     "overwrite": SWITCH | dict(help="replace files that exist"),
 }
 """Every flag once, as argparse takes it; what a command changes is in ``Command.changed``."""
+
+
+ABSENT = dict(threads=None, device="cpu", no_memory=False, horizon=None)
+ABSENT |= dict(csv=None, json=None, plot=None)
+"""What holds in commands without these flags."""
 
 
 @dataclass(frozen=True)
@@ -208,6 +203,7 @@ def make_parser() -> argparse.ArgumentParser:
         epilog=f"try:\n  {typed('benchmark')} {EXAMPLE}",
         **given,
     )
+    parser.set_defaults(**ABSENT)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, command in COMMANDS.items():
         one = commands.add_parser(name, help=command.about, description=command.about, **given)

@@ -42,8 +42,8 @@ class Options:
         return Plan(
             rounds=flags.rounds or TARGET_ROUNDS,
             seconds=TARGET_SECONDS if flags.seconds is None else flags.seconds,
-            memory=not getattr(flags, "no_memory", False),
-            device=getattr(flags, "device", "cpu"),
+            memory=not flags.no_memory,
+            device=flags.device,
         )
 
     @property
@@ -102,8 +102,7 @@ class Options:
         flags, names = self.flags, ", ".join(self.flags.names)
         if flags.form and not any(map(self._has_forms, flags.names)):
             raise ValueError(f"--form does nothing here: {names} have no forms")
-        horizon = getattr(flags, "horizon", None)
-        if horizon is not None and not any(map(has_position, flags.names)):
+        if flags.horizon is not None and not any(map(has_position, flags.names)):
             raise ValueError(f"--horizon does nothing here: {names} have no relative position")
 
     def baseline(self, cases: Sequence[Case]) -> str:
@@ -153,14 +152,17 @@ def parse_options(argv: Sequence[str]) -> Options:
 
 
 def check_cases(options: Options) -> None:
-    """Raise ValueError for a device that is not here, a flag without effect, and a case that cannot
-    be."""
+    """Raise ValueError for a device that is not here, a flag without effect, and a case whose name,
+    options or size do not exist or fit; shapes alone are followed.
+    """
     pick_device(options.flags.device)
     options.check_acts()
     for cases in options.cases():
         options.baseline(cases)
         for case in cases:
-            check_case_runs(case)
+            # What is not built yet is no bad input: its row will say so.
+            with contextlib.suppress(NotImplementedError), torch.no_grad():
+                build(case, "meta").forward()
 
 
 def check_gpu(flags: argparse.Namespace) -> None:
@@ -182,19 +184,8 @@ def check_gpu(flags: argparse.Namespace) -> None:
         pick_gpu()
 
 
-def check_case_runs(case: Case) -> None:
-    """Raise ValueError for a name, an option or a size that does not exist or fit; shapes alone are
-    followed.
-
-    What is not built yet is no bad input: its row will say so.
-    """
-    with contextlib.suppress(NotImplementedError), torch.no_grad():
-        build(case, "meta").forward()
-
-
 def outputs(flags: argparse.Namespace) -> list[Path]:
     """Return the files that will be written."""
     if flags.command == "papers":
         return [Path(flags.output) / f"{flags.names}.{end}" for end in ("png", "csv")]
-    named = (getattr(flags, name, None) for name in ("csv", "json", "plot"))
-    return [Path(name) for name in named if name]
+    return [Path(name) for name in (flags.csv, flags.json, flags.plot) if name]

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from visionattn.cli.files import write_text
+from visionattn.cli.parsing import Parser
 from visionattn.cli.provenance import processor_name
 from visionattn.ops import attentions, choice
 
@@ -272,16 +273,11 @@ def calibrate(operation: str, dtype: str, grid: Sequence[Sizes]) -> tuple[dict, 
     return fit(operation, measured), cross_validate(operation, measured)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        self.exit(2, f"{self.prog}: {message}\n")
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, fit and print; with ``--write`` keep the coefficients. Wrong arguments end with one
     line and exit code 2.
     """
-    parser = _Parser(
+    parser = Parser(
         prog="python -m visionattn.lab.calibrate",
         description='Measure both forms of each attention on this CPU, for form="auto". Takes two '
         "to three minutes.",

@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -112,7 +113,7 @@ def measure_together(cases: Sequence[Case], plan: Plan, baseline: str | None = N
     """
     rows = [Row(case) for case in cases]
     for row in rows:
-        _attempt(row, lambda row=row: _measure_alone(row, plan))
+        attempt(row, lambda row=row: _measure_alone(row, plan))
     if plan.time:
         _measure_times(rows, plan)
     for row in rows:
@@ -129,8 +130,8 @@ def ratio_of(samples: Sequence[float], base: Sequence[float]) -> Quartiles:
     return Quartiles.of([mine / other for mine, other in zip(samples, base, strict=True)])
 
 
-def _attempt(row: Row, stage: Callable[[], None]) -> None:
-    """Run a stage of a row; where it cannot be done the status says so."""
+def attempt(row: Any, stage: Callable[[], None]) -> None:
+    """Run a stage of what has a status; where it cannot be done the status says so."""
     try:
         stage()
     except NotImplementedError as error:
@@ -184,7 +185,7 @@ def _measure_times(rows: list[Row], plan: Plan) -> None:
     ready = []
     for row in rows:
         if row.status == "ok":
-            _attempt(row, lambda row=row: ready.append(_Ready(row, plan)))
+            attempt(row, lambda row=row: ready.append(_Ready(row, plan)))
     if not ready:
         return
     if plan.first_call:

@@ -35,6 +35,14 @@ def power(base: str, exponent: float | None) -> str:
     )
 
 
+def slope(pairs: Sequence[tuple[float, float]]) -> float | None:
+    """Slope of the least-squares line through the logarithms; None for fewer than two places."""
+    if len({x for x, _ in pairs}) < 2:
+        return None
+    x_logs, y_logs = ([math.log(pair[i]) for pair in pairs] for i in (0, 1))
+    return statistics.linear_regression(x_logs, y_logs).slope
+
+
 def slope_of(x: Sequence[float], y: Sequence[float]) -> float | None:
     """Slope of the least-squares line through ``log y`` over ``log x`` for the larger half of the
     sizes, at least two.
@@ -42,11 +50,7 @@ def slope_of(x: Sequence[float], y: Sequence[float]) -> float | None:
     Small sizes are left out since there the cost of a call outweighs the work. None for fewer than
     two points.
     """
-    pairs = sorted(zip(x, y, strict=True))[-max(2, math.ceil(len(x) / 2)) :]
-    if len({a for a, _ in pairs}) < 2:
-        return None
-    x_logs, y_logs = ([math.log(pair[i]) for pair in pairs] for i in (0, 1))
-    return statistics.linear_regression(x_logs, y_logs).slope
+    return slope(sorted(zip(x, y, strict=True))[-max(2, math.ceil(len(x) / 2)) :])
 
 
 def over(

@@ -41,10 +41,7 @@ def case_peak_bytes(case: Case, device: str = "cpu", *, warm: bool = True) -> in
         Failed: the process failed in another way.
     """
     if device != "cpu":
-        work = build(case, device)
-        if warm:
-            work()
-        return peak_bytes(work, device)
+        return _peak(case, device, warm)
     if not sys.platform.startswith("linux"):
         raise NotImplementedError("peak memory of a CPU is measured under Linux only")
     given = {"case": case.as_dict(), "threads": torch.get_num_threads(), "warm": warm}
@@ -57,7 +54,11 @@ def case_peak_bytes(case: Case, device: str = "cpu", *, warm: bool = True) -> in
 def peak_here(case: dict[str, Any], threads: int, warm: bool) -> int:
     """Return the bytes of a case, told as plain values, in this process."""
     torch.set_num_threads(threads)
-    work = build(Case(**case))
+    return _peak(Case(**case), "cpu", warm)
+
+
+def _peak(case: Case, device: str, warm: bool) -> int:
+    work = build(case, device)
     if warm:
         work()
-    return peak_bytes(work)
+    return peak_bytes(work, device)

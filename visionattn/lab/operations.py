@@ -263,11 +263,16 @@ def results(
     inputs = {name: tensor.detach().requires_grad_() for name, tensor in tensors.items()}
     out = function(**inputs)
     upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).bfloat16().to(out)
+    return with_gradients(out, inputs, upstream)
+
+
+def with_gradients(out: Tensor, inputs: dict[str, Tensor], upstream: Tensor) -> dict[str, Tensor]:
+    """Return the result and the gradient of each input by name; None where it does not depend on
+    the input.
+    """
     gradients = torch.autograd.grad(out, tuple(inputs.values()), upstream, allow_unused=True)
-    named = {
-        f"gradient of {name}": gradient for name, gradient in zip(inputs, gradients, strict=True)
-    }
-    return {"out": out.detach()} | named
+    named = zip((f"gradient of {name}" for name in inputs), gradients, strict=True)
+    return {"out": out.detach()} | dict(named)
 
 
 def definition_of(case: Case, tokens: int, device: str) -> Callable[..., Tensor]:

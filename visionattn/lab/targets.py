@@ -9,12 +9,12 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from visionattn.cli.ends import Failed, is_out_of_memory
 from visionattn.cli.tables import Record, duration
 from visionattn.lab.cases import Case
 from visionattn.lab.compare import (
     Plan,
     Quartiles,
+    attempt,
     case_bytes_kept,
     check_case,
     measure_together,
@@ -261,16 +261,12 @@ def _measure_place(targets: Sequence[Target], plan: Plan, few: bool) -> Iterator
 
 def _measure_figure(target: Target) -> Result:
     """Return a figure that is not a ratio of times."""
-    try:
-        wrong = check_case(target.case)
-        if wrong:
-            return Result(target, wrong)
-        return Result(target, values=(target.measure(target.case),))
-    except NotImplementedError as error:
-        return Result(target, f"not built: {error}")
-    except Failed as error:
-        return Result(target, f"failed: {error}")
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        return Result(target, "out of memory")
+    result = Result(target)
+
+    def measure() -> None:
+        result.status = check_case(target.case) or "ok"
+        if result.status == "ok":
+            result.values = (target.measure(target.case),)
+
+    attempt(result, measure)
+    return result

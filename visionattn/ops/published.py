@@ -19,6 +19,7 @@ from math import isqrt
 
 import torch
 
+from visionattn.cli.parsing import Parser, whole_from
 from visionattn.ops.choice import (
     check_sizes,
     choose_form,
@@ -262,17 +263,6 @@ def scaleformer_relative_form(n: int, m: int, horizon: int) -> str:
     return "direct" if n * m <= n * (2 * horizon + 1 + 4) else "efficient"
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        self.exit(2, f"{self.prog}: {message}\n")
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"wanted a whole number from 1, got {text!r}")
-    return int(text)
-
-
 def _row(name: str, *cells: object) -> str:
     return f"{name:<24}" + "".join(
         f"{cell:>20,}" if isinstance(cell, int) else f"{cell:>20}" for cell in cells
@@ -323,16 +313,17 @@ def _totals(n: int, d: int, heads: int) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the calculator; wrong arguments end with one line and exit code 2."""
     example = "python -m visionattn.ops.published --dim 32 --heads 12 --tokens 4096"
-    parser = _Parser(
+    parser = Parser(
         prog="python -m visionattn.ops.published",
         description="From how many tokens on TaylorShift's efficient form is the cheaper one.",
         epilog=f"example:\n  {example}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--dim", type=_positive, required=True, help="width d of one head")
-    parser.add_argument("--heads", type=_positive, default=1, help="number of heads (default 1)")
+    positive = whole_from(1)
+    parser.add_argument("--dim", type=positive, required=True, help="width d of one head")
+    parser.add_argument("--heads", type=positive, default=1, help="number of heads (default 1)")
     parser.add_argument(
-        "--tokens", type=_positive, help="also count operations and entries of so many tokens"
+        "--tokens", type=positive, help="also count operations and entries of so many tokens"
     )
     args = parser.parse_args(argv)
     lines = _crossovers(args.dim, args.heads)

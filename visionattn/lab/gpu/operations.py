@@ -35,7 +35,7 @@ from visionattn.lab.gpu.timing import (
     seconds_of,
     sets_needed,
 )
-from visionattn.lab.operations import definition_of, function_of, make_tensors
+from visionattn.lab.operations import definition_of, function_of, make_tensors, with_gradients
 from visionattn.lab.target_table import BATCH, HEADS
 from visionattn.lab.targets import Target
 from visionattn.ops.taylorshift.gpu import takes_efficient_kernels
@@ -123,14 +123,7 @@ def call_of(function: Callable[..., Tensor], tensors: dict[str, Tensor], backwar
 
         return forward
     leaves = {name: tensor.requires_grad_() for name, tensor in inputs.items()}
-    return lambda: _named(function(**leaves), leaves, grad)
-
-
-def _named(out: Tensor, leaves: dict[str, Tensor], grad: Tensor) -> dict[str, Tensor]:
-    gradients = torch.autograd.grad(out, tuple(leaves.values()), grad)
-    return {"out": out.detach()} | {
-        f"gradient of {name}": x for name, x in zip(leaves, gradients, strict=True)
-    }
+    return lambda: with_gradients(function(**leaves), leaves, grad)
 
 
 @contextmanager

@@ -2,13 +2,12 @@
 nothing.
 """
 
-import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from visionattn.cli.tables import Record, line
+from visionattn.cli.tables import Record, line, mebibytes
 from visionattn.lab.cases import Case
+from visionattn.lab.figures import slope
 from visionattn.lab.networks import has_forms
 from visionattn.lab.profile.process import Bytes
 
@@ -78,15 +77,11 @@ def growth(rows: Sequence[Row], fit_from_px: int) -> float | None:
         p; None for fewer than two sizes that were measured.
     """
     fitted = [
-        row
+        (row.tokens, row.bytes.above_bytes)
         for row in rows
         if row.bytes and row.bytes.above_bytes > 0 and row.case.size >= fit_from_px
     ]
-    if len({row.tokens for row in fitted}) < 2:
-        return None
-    x = [math.log(row.tokens) for row in fitted]
-    y = [math.log(row.bytes.above_bytes) for row in fitted]
-    return statistics.linear_regression(x, y).slope
+    return slope(fitted)
 
 
 def growths(rows: Sequence[Row], fit_from_px: int) -> dict[Case, float | None]:
@@ -132,16 +127,8 @@ def cells_of(row: Row, exponent: float | None) -> list[str | int | None]:
         *(names[key] for key in ("pass", "precision", "form", "checkpointing")),
     ]
     parts = ("peak", "reserved", "above", "parameters", "gradients", "optimizer", "activations")
-    cells += [in_mib(getattr(sizes, f"{part}_bytes")) if sizes else None for part in parts]
+    cells += [mebibytes(getattr(sizes, f"{part}_bytes")) if sizes else None for part in parts]
     return [*cells, "-" if exponent is None else f"{exponent:.2f}", row.status]
-
-
-def in_mib(count: int | None) -> str | None:
-    """Return bytes for people, in one unit for all rows."""
-    if count is None:
-        return None
-    size = count / 2**20
-    return f"{size:.3g} MiB" if size < 999.5 else f"{size:,.0f} MiB"
 
 
 def columns_on(device: str) -> list[int]:
@@ -179,7 +166,7 @@ def largest_cells(found: Largest) -> list[str | int | None]:
         *names,
         record["largest_px"],
         record["tokens"],
-        in_mib(record["peak_bytes"]),
+        mebibytes(record["peak_bytes"]),
         record["too_large_px"],
         found.status,
     ]
