@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from visionattn.lab.cases import Case
 from visionattn.lab.gpu.counts import H100, H200, Gpu, expected_seconds, operations_of
+from visionattn.lab.gpu.timing import Ceilings
 from visionattn.lab.target_table import WITH_GRAPH
 from visionattn.lab.targets import Target
 from visionattn.ops.taylorshift.gpu import tile_features
@@ -62,6 +63,32 @@ def cost_of(operation: str, form: str, tokens: int, d: int, *, groups: int, back
     else:
         operations = (4 + 8 * backward) * tokens * d**2
     return Cost(groups * operations, groups * (8 + 14 * backward) * tokens * d)
+
+
+def cost_of_case(case: Case) -> Cost:
+    """Return counts of an operation, of its efficient form unless it is the direct one."""
+    form = "direct" if case.form == "direct" else "efficient"
+    sizes = dict(groups=case.batch * case.heads, backward=case.backward)
+    return cost_of(case.base, form, case.size, case.width, **sizes)
+
+
+def in_units(
+    cost: Cost, seconds: float, rates: Gpu | Ceilings, sdpa: float | None
+) -> dict[str, float]:
+    """Return what seconds of an operation come to in the units of its bounds.
+
+    Args:
+        rates: of a copy and of a product of matrices.
+        sdpa: seconds of ``scaled_dot_product_attention``; None: nothing is said of them.
+    """
+    by_unit = {
+        "% of the copy": cost.bytes / seconds / rates.bytes_per_second,
+        "% of the matmul": cost.operations / seconds / rates.operations_per_second,
+        "TFLOP/s": cost.operations / seconds / 1e12,
+    }
+    if sdpa is not None:
+        by_unit |= {"x SDPA": sdpa / seconds, "TFLOP/s of SDPA": cost.operations / sdpa / 1e12}
+    return by_unit
 
 
 @dataclass(frozen=True)
@@ -127,21 +154,7 @@ def rest_of_model_seconds(case: Case, gpu: Gpu) -> float:
 
 def _operation(figure: Target, seconds: list[float], gpu: Gpu) -> tuple[float, dict[str, float]]:
     case, (own,) = figure.case, seconds
-    sizes = dict(groups=case.batch * case.heads, backward=case.backward)
-    cost = cost_of(
-        case.base,
-        "direct" if case.form == "direct" else "efficient",
-        case.size,
-        case.width,
-        **sizes,
-    )
-    return own, {
-        "% of the copy": cost.bytes / gpu.bytes_per_second / own,
-        "% of the matmul": cost.operations / gpu.operations_per_second / own,
-        "x SDPA": sdpa_seconds(case, gpu) / own,
-        "TFLOP/s": cost.operations / own / 1e12,
-        "TFLOP/s of SDPA": cost.operations / sdpa_seconds(case, gpu) / 1e12,
-    }
+    return own, in_units(cost_of_case(case), own, gpu, sdpa_seconds(case, gpu))
 
 
 def _crossover(figure: Target, seconds: list[float], gpu: Gpu) -> tuple[float, dict[str, float]]:

@@ -23,7 +23,7 @@ from visionattn.lab.accuracy import BASELINE_ERROR, BESIDE_EAGER, errors_of, wro
 from visionattn.lab.cases import Case
 from visionattn.lab.compare import Quartiles
 from visionattn.lab.gpu.device import Call, Gpu
-from visionattn.lab.gpu.expected import cost_of
+from visionattn.lab.gpu.expected import cost_of_case, in_units
 from visionattn.lab.gpu.results import GpuResult
 from visionattn.lab.gpu.timing import (
     Ceilings,
@@ -307,24 +307,10 @@ def baseline(
 
 def _related(result: GpuResult, case: Case, ceilings: Ceilings) -> GpuResult:
     """Fill in the floor and the numbers of the bounds."""
-    cost = cost_of(
-        case.base,
-        case.form,
-        case.size,
-        case.width,
-        groups=case.batch * case.heads,
-        backward=case.backward,
-    )
-    result.floor_seconds, seconds = (
-        ceilings.floor_seconds(cost),
-        result.seconds.median,
-    )
-    by_unit = {"% of the copy": cost.bytes / seconds / ceilings.bytes_per_second}
-    by_unit["% of the matmul"] = cost.operations / seconds / ceilings.operations_per_second
-    by_unit["TFLOP/s"] = cost.operations / seconds / 1e12
-    if not isinstance(result.sdpa, str):
-        by_unit["x SDPA"] = result.sdpa / seconds
-        by_unit["TFLOP/s of SDPA"] = cost.operations / result.sdpa / 1e12
+    cost, seconds = cost_of_case(case), result.seconds.median
+    result.floor_seconds = ceilings.floor_seconds(cost)
+    sdpa = None if isinstance(result.sdpa, str) else result.sdpa
+    by_unit = in_units(cost, seconds, ceilings, sdpa)
     result.values = result.target.values_of(by_unit)
     return result
 

@@ -22,7 +22,7 @@ from visionattn.lab.gpu.device import rehearsed
 from visionattn.lab.gpu.operations import Bench
 from visionattn.lab.gpu.timing import Budget
 from visionattn.lab.target_table import gpu_targets
-from visionattn.lab.targets import Target, choose_rows
+from visionattn.lab.targets import Target
 from visionattn.ops.gpu import launch
 
 SEED = 1
@@ -78,13 +78,7 @@ def all_rows() -> tuple[list[Target], list[Case]]:
 
 def rows(only: str | None) -> tuple[list[Target], list[Case]]:
     """Return the rows that ``--only`` leaves; see ``gpu.rows``."""
-    figures, cases = all_rows()
-    names = [figure.name for figure in figures]
-    chosen = choose_rows(only, names + [gpu_eager.name_of(case) for case in cases])
-    first = len(figures)
-    return [figures[i] for i in chosen if i < first], [
-        cases[i - first] for i in chosen if i >= first
-    ]
+    return gpu.chosen(only, *all_rows())
 
 
 def run_gpu(

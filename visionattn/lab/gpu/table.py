@@ -45,12 +45,17 @@ def rows(only: str | None) -> tuple[list[Target], list[Case]]:
     Raises:
         ValueError: it leaves none.
     """
-    figures, cases = gpu_targets(), gpu_eager.eager_cases()
-    names = [figure.name for figure in figures]
-    names += [gpu_eager.name_of(case) for case in cases]
-    chosen, first = choose_rows(only, names), len(figures)
-    return [figures[i] for i in chosen if i < first], [
-        cases[i - first] for i in chosen if i >= first
+    return chosen(only, gpu_targets(), gpu_eager.eager_cases())
+
+
+def chosen(
+    only: str | None, figures: list[Target], cases: list[Case]
+) -> tuple[list[Target], list[Case]]:
+    """Return those of figures and cases that ``--only`` leaves; see ``rows``."""
+    names = [figure.name for figure in figures] + [gpu_eager.name_of(case) for case in cases]
+    places, first = choose_rows(only, names), len(figures)
+    return [figures[i] for i in places if i < first], [
+        cases[i - first] for i in places if i >= first
     ]
 
 
