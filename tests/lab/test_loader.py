@@ -211,7 +211,7 @@ BAD_FLAGS = [
     (["loader", "digits+workers=3"], "digits+workers=3: workers is given by --workers"),
     (["loader", "digits+light"], "wanted options like augment=none, of root, augment"),
     (["loader", "canvas", "--img-size", "64", "40"], "canvas of 40 pixels is too small"),
-    (["loader", "digits", "--workers", "-1"], "wanted a whole number from 0, got -1"),
+    (["loader", "digits", "--workers", "-1"], "wanted a whole number from 0, got '-1'"),
     (["loader", "digits", "--device", "cuda"], "--device does nothing with loader"),
     (["loader", "digits", "--plot", "a.png"], "--plot does nothing with loader"),
     (["loader", "digits", "--no-memory"], "--no-memory does nothing with loader"),

@@ -37,6 +37,15 @@ class Quartiles:
         low, median, high = statistics.quantiles(samples, n=4, method="inclusive")
         return cls(low, median, high)
 
+    def __str__(self) -> str:
+        return f"{self.median:.3g} ({self.low:.3g}-{self.high:.3g})"
+
+
+def spread(name: str, quartiles: Quartiles | None) -> Record:
+    """Return three columns of a row; None where nothing was measured."""
+    ends = ("median", "low", "high")
+    return {f"{name}_{end}": quartiles and getattr(quartiles, end) for end in ends}
+
 
 @dataclass
 class Row:
@@ -230,28 +239,20 @@ def record_of(row: Row) -> Record:
         "pass": "forward+backward" if case.backward else "forward",
         "status": row.status,
     }
-    record |= _spread("seconds", row.seconds) | {"rounds": len(row.samples) or None}
-    record |= {"baseline": row.baseline} | _spread("ratio", row.ratio)
+    record |= spread("seconds", row.seconds) | {"rounds": len(row.samples) or None}
+    record |= {"baseline": row.baseline} | spread("ratio", row.ratio)
     return record | {"peak_bytes": row.peak_bytes, "kept_bytes": row.kept_bytes, "flops": row.flops}
-
-
-def _spread(name: str, quartiles: Quartiles | None) -> Record:
-    low, median, high = (
-        (quartiles.low, quartiles.median, quartiles.high) if quartiles else (None,) * 3
-    )
-    return {f"{name}_median": median, f"{name}_low": low, f"{name}_high": high}
 
 
 def cells_of(row: Row) -> Record:
     """Return a row for people, under ``COLUMNS``."""
     record = record_of(row)
     seconds = row.seconds
-    ratio = row.ratio and f"{row.ratio.median:.3g} ({row.ratio.low:.3g}-{row.ratio.high:.3g})"
     values = [record[name] for name in ("case", "size", "width", "heads", "batch", "dtype", "pass")]
     values += [
         seconds and duration(seconds.median),
         seconds and f"{duration(seconds.low)} - {duration(seconds.high)}",
-        ratio,
+        row.ratio and str(row.ratio),
     ]
     values += [mebibytes(row.peak_bytes), mebibytes(row.kept_bytes)]
     values += [None if row.flops is None else f"{row.flops / 1e9:.3g}", row.status]

@@ -21,7 +21,7 @@ from visionattn.cli.parsing import parse
 from visionattn.data.config import DataConfig
 from visionattn.data.splits import SampleKey, Splits, build_splits, train_batches
 from visionattn.data.streams import Shards
-from visionattn.lab.compare import Quartiles, ratio_of
+from visionattn.lab.compare import Quartiles, ratio_of, spread
 from visionattn.training.config import TrainConfig, check
 
 COLUMNS = (
@@ -118,21 +118,10 @@ class LoaderRow:
         case, record = self.case, {}
         record |= {"data": case.source.label, "img_size": case.size, "augment": case.data.augment}
         record |= {"batch": case.batch, "workers": case.workers}
-        spreads = {
-            "images_per_second": Quartiles.of(
-                [reading.images / reading.seconds for reading in self.readings]
-            ),
-            "megabytes_per_second": Quartiles.of(
-                [reading.megabytes / reading.seconds for reading in self.readings]
-            ),
-            "ratio": self.ratio,
-        }
-        for name, spread in spreads.items():
-            record |= {
-                f"{name}_median": spread.median,
-                f"{name}_low": spread.low,
-                f"{name}_high": spread.high,
-            }
+        for unit in ("images", "megabytes"):
+            rates = [getattr(reading, unit) / reading.seconds for reading in self.readings]
+            record |= spread(f"{unit}_per_second", Quartiles.of(rates))
+        record |= spread("ratio", self.ratio)
         images = sum(reading.images for reading in self.readings)
         return record | {
             "baseline_workers": self.baseline,
@@ -149,7 +138,7 @@ class LoaderRow:
         values += [f"{record['megabytes_per_second_median']:.4g}"]
         return [
             *values,
-            "{ratio_median:.3g} ({ratio_low:.3g}-{ratio_high:.3g})".format(**record),
+            str(self.ratio),
             record["rounds"],
         ]
 

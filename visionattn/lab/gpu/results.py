@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from visionattn.cli.tables import Record
+from visionattn.lab.compare import spread
 from visionattn.lab.targets import Result
 
 if TYPE_CHECKING:
@@ -51,9 +52,7 @@ class GpuResult(Result):
             "dtype": figure.case.precision,
             "status": self.status,
         }
-        record |= {
-            f"seconds_{name}": getattr(seconds, name, None) for name in ("median", "low", "high")
-        }
+        record |= spread("seconds", seconds)
         fraction = self.floor_seconds / seconds.median if seconds and self.floor_seconds else None
         record |= {
             "floor_seconds": self.floor_seconds,
