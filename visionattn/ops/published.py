@@ -19,7 +19,7 @@ from math import isqrt
 
 import torch
 
-from visionattn.cli.parsing import Parser, whole_from
+from visionattn.cli import parsing
 from visionattn.ops.choice import (
     check_sizes,
     choose_form,
@@ -313,13 +313,13 @@ def _totals(n: int, d: int, heads: int) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the calculator; wrong arguments end with one line and exit code 2."""
     example = "python -m visionattn.ops.published --dim 32 --heads 12 --tokens 4096"
-    parser = Parser(
+    parser = parsing.Parser(
         prog="python -m visionattn.ops.published",
         description="From how many tokens on TaylorShift's efficient form is the cheaper one.",
         epilog=f"example:\n  {example}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    positive = whole_from(1)
+    positive = parsing.whole_from(1)
     parser.add_argument("--dim", type=positive, required=True, help="width d of one head")
     parser.add_argument("--heads", type=positive, default=1, help="number of heads (default 1)")
     parser.add_argument(
