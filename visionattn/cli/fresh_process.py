@@ -78,7 +78,7 @@ def run_alone(told: str) -> Done:
 
 class Forks:
     """Run forks of a process that has imported all and computed nothing: no memory was freed and no
-    thread begun. A context, at whose end that process ends.
+    thread begun. It is a context, at whose end that process ends.
 
     A fork shares the pages of libraries, which its level of memory counts only once it uses them.
 

@@ -20,7 +20,7 @@ from visionattn.lab.targets import (
 WITH_GRAPH, WITHOUT_GRAPH = "x ViT-S's with a graph", "x ViT-S's without"
 """Units of speed at batch 1."""
 BATCH, HEADS = 2, Case.heads
-"""Of operations on a GPU."""
+"""Images and heads of an operation on a GPU."""
 NO_SLOWER_FROM = 512
 """Pixels from which on one image is to take no longer than through timm's ViT-S."""
 TOKENS_PER_RUN = 65_536
