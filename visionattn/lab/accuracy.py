@@ -66,7 +66,7 @@ def disagreement(
 
 
 def errors_of(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
-    """``|actual - expected| / |expected|`` of each entry; NaN where there is one."""
+    """Return ``|actual - expected| / |expected|`` of each entry; NaN where there is one."""
     norms = {
         name: ((actual[name].double() - x.double()).norm(), x.double().norm())
         for name, x in expected.items()
@@ -104,7 +104,7 @@ class Judged(NamedTuple):
 
     @property
     def margin(self) -> float:
-        """How many times larger the error might be; below 1 it is too large."""
+        """Return how many times larger the error might be; below 1 it is too large."""
         return self.allowed / max(self.error, 1e-30)
 
     @property
@@ -121,7 +121,9 @@ def allowed(measure: str, dtype: torch.dtype) -> float:
 
 
 def errors_by_measure(actual: Tensor, expected: Tensor) -> dict[str, float]:
-    """By measure. What should be 0 throughout is held against 1, the size of what goes in."""
+    """Return the errors by measure. What should be 0 throughout is held against 1, the size of what
+    goes in.
+    """
     actual, expected = (x.detach().double().cpu() for x in (actual, expected))
     assert actual.shape == expected.shape
     if expected.ndim == 1:

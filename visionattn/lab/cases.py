@@ -1,8 +1,8 @@
 """``Case``: what is run, as plain values that a fresh process can be told. Benchmarks, profiles,
 targets and the table of a GPU all name their work by it.
 
-Owns the names of cases, passes and precisions. It knows nothing of how they are measured. A sweep
-varies a training instead, which its configuration names (``sweep/grid.py``).
+This module owns the names of cases, passes and precisions. It knows nothing of how they are
+measured. A sweep varies a training instead, which its configuration names (``sweep/grid.py``).
 """
 
 from collections.abc import Callable
@@ -117,7 +117,7 @@ class Case:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype itself."""
+        """The dtype as PyTorch's object."""
         return getattr(torch, self.dtype)
 
     def as_dict(self) -> dict:
@@ -134,7 +134,7 @@ def forms_to_check(case: Case, has_forms: bool) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Work:
-    """What a case runs: call it for one run."""
+    """What a case runs; a call runs it once."""
 
     function: Callable[..., Tensor]
     """Of the tensors by name."""

@@ -1,8 +1,8 @@
 """What a chart is: its axes, lines and marks, and what follows from them without drawing: which
 lines hide others, where labels stand, how numbers are written.
 
-Owns the colours and shapes of everything that the laboratory draws; ``drawing.py`` draws it. It
-knows nothing of runs and rows.
+This module owns the colours and shapes of everything that the laboratory draws; ``drawing.py``
+draws it. It knows nothing of runs and rows.
 """
 
 import math
@@ -49,12 +49,12 @@ class Look:
 
     @classmethod
     def of(cls, number: int) -> "Look":
-        """The look of the series of this number: the first 24 differ in colour or in shape."""
+        """Return the look of the series of this number; the first 24 differ in colour or shape."""
         colours = len(SERIES_COLOURS["light"])
         return cls(number % colours, (number + number // (2 * colours)) % len(DASHES))
 
     def swatch(self) -> str:
-        """A short line of this look, as SVG for a legend."""
+        """Return a short line of this look, as SVG for a legend."""
         stroke, marker = f"stroke:var(--series-{self.colour})", MARKERS[self.shape]
         fill = f'style="fill:var(--{"panel" if self.shape else f"series-{self.colour}"});{stroke}"'
         mark = {
@@ -140,7 +140,7 @@ class Chart:
         return len(shown) <= MOST_LABELS and all(len(line) <= LABEL_WIDTH for line in lines)
 
     def points(self, series: Series) -> list[Point]:
-        """Place, height (None: a gap) and spread of what the axes can show of a series: on a
+        """Return place, height (None: a gap) and spread of what the axes can show of a series: on a
         logarithmic one, what is above 0.
         """
         spreads = series.spread or [None] * len(series.x)
@@ -152,7 +152,7 @@ class Chart:
 
 
 def page_colours() -> str:
-    """The colours as variables of a page, light and dark."""
+    """Return the colours as variables of a page, light and dark."""
 
     def variables(theme: str) -> str:
         named = NEUTRAL_COLOURS[theme] | {
@@ -164,7 +164,7 @@ def page_colours() -> str:
 
 
 def hidden_under(chart: Chart) -> list[int]:
-    """Of each series by how many of the later ones it is hidden, three at most."""
+    """Count for each series by how many of the later ones it is hidden, three at most."""
 
     def height(y: float) -> float:
         return math.log(y) if chart.log_y else y
@@ -189,7 +189,7 @@ def hidden_under(chart: Chart) -> list[int]:
 
 
 def thin(x: Sequence[float], y: Sequence[float | None]) -> tuple[list[float], list[float | None]]:
-    """A curve of at most ``MOST_POINTS`` points: means of neighbours, gaps left out of them."""
+    """Return a curve of at most ``MOST_POINTS`` points: means of neighbours without gaps."""
     step = math.ceil(len(x) / MOST_POINTS)
     if step <= 1:
         return list(x), list(y)
@@ -202,13 +202,14 @@ def thin(x: Sequence[float], y: Sequence[float | None]) -> tuple[list[float], li
 
 
 def wrapped(name: str) -> str:
-    """A name as it stands beside a line, in several lines where it is long."""
+    """Return a name as it stands beside a line, in several lines where it is long."""
     parts = textwrap.wrap(name.replace("+", " +"), LABEL_WIDTH, break_long_words=False)
     return "\n".join(part.replace(" +", "+") for part in parts)
 
 
 def spread_out(heights: Sequence[float], sizes: Sequence[float]) -> list[float]:
-    """Heights of labels that do not overlap, as near to the wanted ones as their order allows.
+    """Return heights of labels that do not overlap, as near to the wanted ones as their order
+    allows.
 
     Args:
         heights: wanted, of the middle of each label.
@@ -217,7 +218,7 @@ def spread_out(heights: Sequence[float], sizes: Sequence[float]) -> list[float]:
     groups: list[list[int]] = []
 
     def start(group: Sequence[int]) -> float:
-        """Where the lower edge of a pile of labels lies best."""
+        """Return where the lower edge of a pile of labels lies best."""
         below = [sum(sizes[j] for j in group[:k]) for k in range(len(group))]
         wanted = [heights[i] - sizes[i] / 2 - gap for i, gap in zip(group, below, strict=True)]
         return sum(wanted) / len(wanted)
@@ -238,8 +239,8 @@ def spread_out(heights: Sequence[float], sizes: Sequence[float]) -> list[float]:
 
 
 def tick_text(value: float, gap: float) -> str:
-    """A tick's number with as many digits as tell it from its neighbours, as many behind the point
-    as they have.
+    """Write a tick's number with as many digits as tell it from its neighbours, as many behind the
+    point as they have.
 
     Args:
         value: of the tick.
@@ -258,7 +259,7 @@ def tick_text(value: float, gap: float) -> str:
 
 
 def short(value: float) -> str:
-    """A number as people write it: four digits, thousands divided."""
+    """Write a number as people do: four digits, thousands divided."""
     if value and (abs(value) >= 1e7 or abs(value) < 1e-4):
         text = f"{value:.3g}"
     else:

@@ -1,6 +1,6 @@
 """Charts drawn: a PNG, or out of the same drawing SVG for a page that may be light or dark.
 
-Owns what matplotlib is told, which is imported when something is drawn.
+This module owns what matplotlib is told. matplotlib is imported when something is drawn.
 """
 
 import html
@@ -64,7 +64,7 @@ def png(
 
 
 def svg(chart: Chart, name: str) -> str:
-    """The chart as an SVG element, without its title and legend.
+    """Return the chart as an SVG element, without its title and legend.
 
     Args:
         chart: what to draw; not empty.
@@ -87,7 +87,7 @@ def svg(chart: Chart, name: str) -> str:
 
 
 def _style(colours: Mapping[str, str]):
-    """Settings of matplotlib while a chart is drawn: quiet axes, text as it stands."""
+    """Return the settings of matplotlib while a chart is drawn: quiet axes, text as it stands."""
     import matplotlib
 
     matplotlib.use("Agg")

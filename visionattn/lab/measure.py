@@ -27,8 +27,8 @@ count_operations()
 
 
 def count_flops(model: nn.Module, height: int, width: int) -> int:
-    """Floating point operations (a multiply-add is two) of one forward of one image of ``height`` x
-    ``width`` pixels.
+    """Count the floating point operations (a multiply-add is two) of one forward of one image of
+    ``height`` x ``width`` pixels.
 
     The model stays as it is. ``torch.utils.flop_counter`` counts matrix products, convolutions and
     our operators, and no elementwise work. An attention of form "auto" counts the form of fewer
@@ -42,7 +42,7 @@ def count_flops(model: nn.Module, height: int, width: int) -> int:
 
 
 def peak_bytes(work: Callable[[], object], device: torch.device | str = "cpu") -> int:
-    """Peak memory in bytes while ``work()`` runs, above the level just before it.
+    """Return the peak memory in bytes while ``work()`` runs, above the level just before it.
 
     On a GPU what PyTorch's allocator handed out. On a CPU the resident memory of the process, which
     Linux alone can measure anew; call it in a fresh process, since memory freed earlier may be used
@@ -73,7 +73,7 @@ def resident_bytes(field: str) -> int:
 
 
 def flops_of(work: Callable[[], object]) -> int:
-    """Floating point operations of ``work()``, counted as ``count_flops`` counts them; works on the
+    """Count the floating point operations of ``work()`` as ``count_flops`` does; this works on the
     meta device too.
     """
     with FlopCounterMode(display=False) as counter:
@@ -198,7 +198,7 @@ def interleaved_seconds(
 def _seconds(
     work: Callable[[], object], repeats: int, device: torch.device | str, clock: Callable[[], float]
 ) -> float:
-    """Mean seconds of ``repeats`` calls."""
+    """Return the mean seconds of ``repeats`` calls."""
     if torch.device(device).type == "cuda":
         return Gpu(torch.device(device)).seconds(work, repeats)
     before = clock()

@@ -36,7 +36,7 @@ class IdentityAttention(Attention):
     """
 
     def forward(self, x: Tensor, layout=None, attn_mask=None, is_causal: bool = False) -> Tensor:
-        """``[B, N, D]`` to the same; a mask or causality would have nothing to act on and
+        """Map ``[B, N, D]`` to the same shape; a mask or causality would have nothing to act on and
         raises.
         """
         if attn_mask is not None or is_causal:
@@ -140,7 +140,7 @@ def build_model(case: Case, device: str = "cpu") -> nn.Module:
 
 
 def make_image(case: Case, model: nn.Module, height: int, width: int, device: str) -> Tensor:
-    """Seeded images ``[B, C, height, width]``; for the models of single pixels one-hot grey
+    """Make seeded images ``[B, C, height, width]``; for the models of single pixels one-hot grey
     levels.
     """
     channels = model.patch_embed.proj.in_channels
@@ -168,7 +168,7 @@ def set_form(model: nn.Module, form: str) -> None:
 
 
 def attentions_of(model: nn.Module) -> list[Attention]:
-    """Our attention layers in a model; none in others."""
+    """Return our attention layers in a model; none in others."""
     return [layer for layer in model.modules() if isinstance(layer, Attention)]
 
 

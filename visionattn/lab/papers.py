@@ -51,7 +51,7 @@ class Figure:
     cases: Callable[[bool], Iterator[list[Case]]]
     """Cases that are measured together, size by size; few small ones if True."""
     charts: Callable[[Sequence[Record]], list[Chart]]
-    """Of rows as the CSV has them."""
+    """The charts of rows, as the CSV has them."""
     table: Callable[[Sequence[Record]], list[Record]] | None = None
     """A second table; memory is measured where there is one."""
     plan: Callable[[int], Plan] = lambda size: PLAN
@@ -105,19 +105,21 @@ def draw(path: Path, title: str, charts: Sequence[Chart], provenance: Record) ->
 
 
 def milliseconds_of(row: Record) -> float | None:
-    """Median time, where the row has one."""
+    """Return the median time in ms, where the row has one."""
     seconds = value_of(row, "seconds_median")
     return seconds and 1e3 * seconds
 
 
 def mebibytes_of(row: Record) -> float | None:
-    """Peak memory in MiB, where the row has one that is above the resolution of the measurement."""
+    """Return the peak memory in MiB, where the row has one that is above the resolution of the
+    measurement.
+    """
     peak = value_of(row, "peak_bytes")
     return peak / MIB if peak and peak > MIB else None
 
 
 def images_per_second(row: Record) -> float | None:
-    """Images per second of a forward, where it was timed."""
+    """Return the images per second of a forward, where it was timed."""
     seconds = value_of(row, "seconds_median")
     return float(row["batch"]) / seconds if seconds else None
 
@@ -127,7 +129,7 @@ def images_per_second(row: Record) -> float | None:
 
 
 def crossover_cases(quick: bool) -> Iterator[list[Case]]:
-    """Both forms of one head, over N around the published crossing of each width."""
+    """Return both forms of one head, over N around the published crossing of each width."""
     from visionattn.ops.published import N0
 
     for width in (8, 16) if quick else (8, 16, 32, 64):
@@ -144,8 +146,8 @@ def crossover_cases(quick: bool) -> Iterator[list[Case]]:
 
 
 def crossing(x: Sequence[float], rising: Sequence[float], flat: Sequence[float]) -> float | None:
-    """Where ``rising`` overtakes ``flat`` for good, by log-log interpolation between sizes; None
-    where it never does.
+    """Find where ``rising`` overtakes ``flat`` for good, by log-log interpolation between sizes;
+    None where it never does.
 
     Args:
         x: sizes in order.
@@ -159,12 +161,12 @@ def crossing(x: Sequence[float], rising: Sequence[float], flat: Sequence[float])
 
 
 def between(low: float, high: float, part: float) -> float:
-    """The value so far on the way from one to another, on a logarithmic axis."""
+    """Return the value so far on the way from one to another, on a logarithmic axis."""
     return low * (high / low) ** part
 
 
 def by_form(rows: Sequence[Record], width: int, value: Callable) -> tuple[list, list, list]:
-    """Sizes that have a value in both forms, and the values of each."""
+    """Return the sizes that have a value in both forms, and the values of each."""
     of = {
         (int(row["size"]), row["case"].split()[-1]): value(row)
         for row in rows
@@ -175,13 +177,13 @@ def by_form(rows: Sequence[Record], width: int, value: Callable) -> tuple[list, 
 
 
 def widths_of(rows: Sequence[Record]) -> list[int]:
-    """Widths of a head, in order."""
+    """Return the widths of a head, in order."""
     return sorted({int(row["width"]) for row in rows})
 
 
 def crossings(rows: Sequence[Record]) -> list[Record]:
-    """For each width the measured crossings in time and in memory beside the published N0 and
-    N1.
+    """Return, for each width, the measured crossings in time and in memory beside the published N0
+    and N1.
     """
     from visionattn.ops.published import N0, N1
 
@@ -198,7 +200,7 @@ def crossings(rows: Sequence[Record]) -> list[Record]:
 
 
 def _no_crossing(sizes: Sequence[int], direct: Sequence[float], efficient: Sequence[float]) -> str:
-    """Why there is no crossing among the sizes."""
+    """Say why there is no crossing among the sizes."""
     if not sizes:
         return "-"
     return f"below {sizes[0]}" if direct[-1] > efficient[-1] else f"none up to {sizes[-1]}"
@@ -272,7 +274,7 @@ CHOSEN = ("efficient", "auto")
 
 
 def heads_cases(quick: bool) -> Iterator[list[Case]]:
-    """The pixel model in both forms for each number of heads, at the batch of the published
+    """Return the pixel model in both forms for each number of heads, at the batch of the published
     table.
     """
     for heads in (4, 8) if quick else PUBLISHED_HEADS:
@@ -281,7 +283,7 @@ def heads_cases(quick: bool) -> Iterator[list[Case]]:
 
 
 def by_heads(rows: Sequence[Record]) -> dict[tuple[int, str], Record]:
-    """Rows by number of heads and form."""
+    """Return the rows by number of heads and form."""
     found = [(row["case"].partition("heads=")[2].split(), row) for row in rows]
     return {(int(heads), form): row for (heads, form), row in found}
 
@@ -290,7 +292,7 @@ HEADS_VALUES = {"images/s": images_per_second, "MiB": mebibytes_of}
 
 
 def heads_table(rows: Sequence[Record]) -> list[Record]:
-    """Measured and published, by number of heads."""
+    """Make the table of measured and published figures, by number of heads."""
     found, table = by_heads(rows), []
     for heads in sorted({heads for heads, _ in found}):
         published, record = iter(PUBLISHED_HEADS[heads]), {"h": heads, "d": 256 // heads}
@@ -304,7 +306,9 @@ def heads_table(rows: Sequence[Record]) -> list[Record]:
 
 
 def heads_charts(rows: Sequence[Record]) -> list[Chart]:
-    """Throughput and memory over the number of heads: measured here, and published."""
+    """Draw up charts of throughput and memory over the number of heads: measured here, and
+    published.
+    """
     found = by_heads(rows)
     heads = sorted({count for count, _ in found})
     charts = []
@@ -336,19 +340,19 @@ SIZE_MODELS = {
 
 
 def size_cases(quick: bool) -> Iterator[list[Case]]:
-    """Small models on one image."""
+    """Return the cases of small models on one image."""
     for size in (32, 64) if quick else (512, 1024, 1536, 2048, 3072, 4096):
         yield [Case("model", name, size) for name in SIZE_MODELS]
 
 
 def size_plan(size: int) -> Plan:
-    """Fewer rounds where a forward takes longer; timm's takes many minutes above 2,048 px."""
+    """Plan fewer rounds where a forward takes longer; timm's takes many minutes above 2,048 px."""
     rounds = 5 if size <= 1024 else 3 if size < 2048 else 2
     return Plan(rounds=rounds, seconds=0.0, first_call=size > 2048)
 
 
 def size_table(rows: Sequence[Record]) -> list[Record]:
-    """Speed and memory by size, and how many times as fast as timm's."""
+    """Make the table of speed and memory by size, and how many times as fast as timm's."""
     table: dict[int, Record] = {}
     for row in rows:
         speed, peak, ratio = (
@@ -364,8 +368,8 @@ def size_table(rows: Sequence[Record]) -> list[Record]:
 
 
 def size_charts(rows: Sequence[Record]) -> list[Chart]:
-    """Images per second and peak memory over the side of an image; beside the names how many times
-    as fast as timm's model the others are at the largest size.
+    """Draw up charts of images per second and peak memory over the side of an image; beside the
+    names how many times as fast as timm's model the others are at the largest size.
     """
     largest = max(int(row["size"]) for row in rows)
     ratios = {
@@ -431,7 +435,7 @@ FIGURES = {
 
 
 def profile_charts(rows: Sequence[Record]) -> list[Chart]:
-    """The memory profile of the documentation, whose TaylorShift has heads of width 64."""
+    """Draw up the memory profile of the documentation, whose TaylorShift has heads of width 64."""
     from visionattn.lab.profile.run import n1_of
 
     return memory_of(rows, n1=n1_of({"taylorshift_vit_s": Shape(16, 256, 1, 64)}))

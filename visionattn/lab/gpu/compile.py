@@ -52,7 +52,7 @@ class CompileOnly:
 
 @contextlib.contextmanager
 def compiling_alone(claims: Path) -> Iterator[list[str]]:
-    """Within it launches compile and launch nothing; the list gets the name of each kernel.
+    """Let launches within it compile and launch nothing; the list gets the name of each kernel.
 
     Args:
         claims: a folder that the processes share, in which each kernel is claimed by one of them.
@@ -62,7 +62,7 @@ def compiling_alone(claims: Path) -> Iterator[list[str]]:
     names: list[str] = []
 
     def claimed_by_another(*, key, fn, **rest) -> bool:
-        """What Triton asks before it compiles; True: leave it."""
+        """Answer what Triton asks before it compiles; True: leave it."""
         name = f"{fn.module}.{fn.name}"
         place = claims / hashlib.sha256(f"{name} {key}".encode()).hexdigest()
         try:
@@ -122,7 +122,7 @@ def bench_here() -> Bench:
 
 
 def works(bench: Bench, figures: Sequence[Target], cases: Sequence[Case]) -> list[Work]:
-    """Whatever the table launches, each once: models first, which take longest."""
+    """Return whatever the table launches, each once: models first, which take longest."""
     models = [
         (name, figure.case)
         for figure in figures
@@ -164,7 +164,7 @@ def _run_flex(case: Case, bench: Bench) -> None:
 
 
 def _run_model(name: str, case: Case, bench: Bench) -> None:
-    """One block of a model, compiled as the table compiles it; a step of training where it
+    """Run one block of a model, compiled as the table compiles it; a step of training where it
     trains.
     """
     bench = replace(bench, depth=1)

@@ -28,7 +28,7 @@ FIELDS = (
     "programs", "warps", "registers", "spilled_bytes", "shared_bytes", "resident", "looped", "once",
     "matrix", "barriers", "operations", "bytes", "loaded_bytes", "unit", "row",
 )  # fmt: skip
-"""Of a launch in the table, in this order; see ``tests/counting/counting.py``."""
+"""What the table holds of a launch, in this order; see ``tests/counting/counting.py``."""
 ISSUED_PER_CYCLE = 2.0
 """Warp instructions that a multiprocessor issues in a cycle, of the 4 that it could: what such code
 usually gets."""
@@ -43,7 +43,7 @@ FILLED_TOKENS = 2**20
 LAUNCH_SECONDS = 2e-6
 """From the end of one launch to the work of the next, in a CUDA graph."""
 RATE_OF_UNIT = {"wgmma": 1.0, "tcgen05.mma": 1.0, "mma.sync": 0.62}
-"""Of the rate of matrix products. Hopper's older instruction reaches 62 % (Luo et al. 2024,
+"""Shares of the rate of matrix products. Hopper's older instruction reaches 62 % (Luo et al. 2024,
 "Benchmarking and Dissecting the Nvidia Hopper GPU Architecture", table of tensor cores)."""
 
 
@@ -55,7 +55,7 @@ class Gpu:
     multiprocessors: int
     clock_hertz: float
     bytes_per_second: float
-    """Of a large copy."""
+    """The rate of a large copy."""
     operations_per_second: float
     """Of a large product of matrices in bfloat16."""
 
@@ -120,8 +120,8 @@ def group_of(case: Case, value_width: int | None = None, capability: str = "9.0"
 
 
 def launches_of(case: Case, triton: str | None = None) -> list[Launch] | None:
-    """Launches of an operation's forward, or of its forward and backward, on capability 9.0; None
-    where none are recorded.
+    """Return the launches of an operation's forward, or of its forward and backward, on capability
+    9.0; None where none are recorded.
 
     Args:
         triton: version, as "3.6.0"; None: the first of the table.

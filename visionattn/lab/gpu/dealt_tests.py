@@ -10,7 +10,7 @@ from visionattn.cli.files import add_line
 
 
 def pytest_addoption(parser) -> None:
-    """The two options."""
+    """Add the two options."""
     group = parser.getgroup("gpu")
     group.addoption("--share", default="0/1", help="I/N: the I-th of N processes, from 0")
     group.addoption("--results", help="JSON lines to which results are added")
@@ -33,7 +33,7 @@ class _Writer:
         self.path = path
 
     def pytest_runtest_logreport(self, report) -> None:
-        """A test ends with its call, or with a part before it that does not pass."""
+        """Write down how a test ended: with its call, or a part before it that does not pass."""
         if report.when == "call" or report.outcome != "passed":
             record = {"kind": "test", "name": report.nodeid, "outcome": report.outcome}
             record |= {"seconds": round(report.duration, 3), "message": _message(report)}

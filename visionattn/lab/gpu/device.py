@@ -23,7 +23,7 @@ DRIVER = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
 
 
 def run_all(calls: Sequence[Call]) -> None:
-    """Each call in turn; what it returns is let go at once."""
+    """Make each call in turn; what it returns is let go at once."""
     for call in calls:
         call()
 
@@ -60,7 +60,7 @@ class Gpu:
         return torch.Generator(self.device).manual_seed(seed)
 
     def describe(self) -> dict[str, object]:
-        """Name, compute capability, multiprocessors, memory, cache and driver."""
+        """Return name, compute capability, multiprocessors, memory, cache and driver."""
         found = self.cuda.get_device_properties(self.device)
         record: dict[str, object] = {"gpu": found.name, "capability": self.capability}
         record |= {"multiprocessors": found.multi_processor_count}
@@ -84,7 +84,7 @@ class Gpu:
         return self.cuda.get_device_properties(self.device).L2_cache_size
 
     def seconds(self, work: Call, repeats: int) -> float:
-        """Mean seconds of ``repeats`` calls, between two events."""
+        """Return the mean seconds of ``repeats`` calls, between two events."""
         start, end = self.cuda.Event(enable_timing=True), self.cuda.Event(enable_timing=True)
         self.cuda.synchronize(self.device)
         start.record()
@@ -133,7 +133,7 @@ class Gpu:
         return self.cuda.max_memory_allocated(self.device) - before
 
     def allocated_bytes(self) -> int:
-        """Memory that tensors hold now."""
+        """Return the bytes that tensors hold now."""
         return self.cuda.memory_allocated(self.device)
 
     def let_go(self) -> None:
@@ -143,7 +143,9 @@ class Gpu:
 
 
 def driver_version() -> str | None:
-    """Of NVIDIA's driver; None where its tool is not there or says nothing in time."""
+    """Return the version of NVIDIA's driver; None where its tool is not there or says nothing in
+    time.
+    """
     try:
         told = subprocess.run(DRIVER, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
@@ -179,7 +181,7 @@ class _Recording(TorchDispatchMode):
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """So that compiled functions run compiled within it."""
+        """Return True, so that compiled functions run compiled within it."""
         return True
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -216,7 +218,7 @@ class RehearsedCuda:
 
     @contextlib.contextmanager
     def stream(self, stream: SimpleNamespace) -> Iterator[None]:
-        """Changes nothing."""
+        """Change nothing."""
         yield
 
     def CUDAGraph(self) -> SimpleNamespace:
@@ -229,25 +231,25 @@ class RehearsedCuda:
 
     @contextlib.contextmanager
     def graph(self, cuda_graph: SimpleNamespace) -> Iterator[None]:
-        """What is called within is called, and refused where CUDA would refuse to record it."""
+        """Let what is called within run, and refuse what CUDA would refuse to record."""
         with _Recording():
             yield
 
     def synchronize(self, device: torch.device | None = None) -> None:
-        """A processor is never behind."""
+        """Do nothing: a processor is never behind."""
 
     def empty_cache(self) -> None:
-        """There is none."""
+        """Do nothing: there is no cache."""
 
     def reset_peak_memory_stats(self, device: torch.device | None = None) -> None:
-        """The peak is made up."""
+        """Do nothing: the peak is made up."""
 
     def memory_allocated(self, device: torch.device | None = None) -> int:
-        """1 MiB."""
+        """Return 1 MiB."""
         return 2**20
 
     def max_memory_allocated(self, device: torch.device | None = None) -> int:
-        """3 MiB."""
+        """Return 3 MiB."""
         return 3 * 2**20
 
     def get_device_properties(self, device: torch.device | None = None) -> SimpleNamespace:
@@ -259,7 +261,7 @@ class RehearsedCuda:
 
 
 class RehearsedEvent:
-    """A moment of a clock."""
+    """An event: it records a moment of the clock."""
 
     def __init__(self, clock: Callable[[], float], enable_timing: bool):
         self.clock, self.enable_timing = clock, enable_timing
@@ -269,7 +271,7 @@ class RehearsedEvent:
         self.at = self.clock()
 
     def elapsed_time(self, end_event: "RehearsedEvent") -> float:
-        """Milliseconds from this event to the other one."""
+        """Return the milliseconds from this event to the other one."""
         if not (self.enable_timing and end_event.enable_timing):
             raise RuntimeError("both events must be created with enable_timing=True")
         return 1000 * (end_event.at - self.at)

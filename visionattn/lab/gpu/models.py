@@ -84,7 +84,7 @@ def eager_copy(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def launches_counted() -> Iterator[list[str]]:
-    """Within it, the names of the kernels that are launched are appended to the list."""
+    """Append the names of the kernels that are launched within it to the list that it yields."""
     names: list[str] = []
 
     def counted(launch_one, kernel, *args, **meta) -> None:
@@ -282,7 +282,7 @@ def _check_image(model: nn.Module, image: Tensor, bench: Bench) -> tuple[str, fl
 
 
 def _most_gib(model: nn.Module, image: Tensor, bench: Bench) -> float:
-    """Most memory of a forward in GiB, with all that is there before it."""
+    """Return the most memory of a forward in GiB, with all that is there before it."""
     before = bench.gpu.allocated_bytes()
     return (before + bench.gpu.peak_bytes(partial(infer, model, image))) / 2**30
 

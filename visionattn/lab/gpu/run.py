@@ -44,7 +44,7 @@ PYTEST = ("-q", "-p", "no:benchmark", "-p", "no:cacheprovider", "-W", "default")
 
 
 def versions() -> str:
-    """Python and the packages that are needed, in one line; nothing is imported for it."""
+    """Return Python and the packages that are needed, in one line; nothing is imported for it."""
     found = [f"python {platform.python_version()}"]
     for name in PACKAGES:
         try:
@@ -104,7 +104,7 @@ class Run:
         self.lock = threading.Lock()
 
     def say(self, text: str) -> None:
-        """To the screen and to the log, at once."""
+        """Write to the screen and to the log, at once."""
         with self.lock:
             self.show(text)
             self.log.write(text + "\n")
@@ -112,7 +112,7 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """Since the start."""
+        """Return the seconds since the start."""
         return self.clock() - self.start
 
 

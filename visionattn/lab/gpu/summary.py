@@ -51,7 +51,7 @@ def about(rows: Sequence[Record]) -> str:
 
 
 def tests_lines(records: Sequence[Record]) -> tuple[list[str], bool]:
-    """How many tests passed, what failed, and whether that is good."""
+    """Say how many tests passed, what failed, and whether that is good."""
     dealt = sum(record["tests"] for record in records if record["kind"] == "dealt")
     tests = [record for record in records if record["kind"] == "test"]
     worst = {}  # a test may have failed in its call and in what follows

@@ -87,7 +87,7 @@ class Ceilings:
     """Of a large matrix product in bfloat16 on random numbers."""
 
     def floor_seconds(self, cost: "Cost") -> float:
-        """No version runs much faster."""
+        """Return the seconds below which no version gets by much."""
         return max(cost.operations / self.operations_per_second, cost.bytes / self.bytes_per_second)
 
     def __str__(self) -> str:
@@ -125,7 +125,7 @@ def sets_needed(set_bytes: int, gpu: Gpu) -> int:
 
 
 def in_words(error: Exception) -> str:
-    """Why something could not be measured, in one line: "out of memory", or "failed: ..."."""
+    """Say why something could not be measured, in one line: "out of memory", or "failed: ..."."""
     if is_out_of_memory(error):
         return "out of memory"
     words = " ".join(str(error).split())
@@ -160,7 +160,7 @@ class Budget:
 
     @property
     def why_over(self) -> str | None:
-        """Why no more shall be begun."""
+        """Say why no more shall be begun."""
         if self.fatal:
             return "an earlier row broke what this process computes on the GPU"
         if self.clock() - self.start < 60 * self.minutes:

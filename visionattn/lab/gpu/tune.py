@@ -216,7 +216,7 @@ def save(table: Table) -> None:
 
 @contextmanager
 def rows_asked(table: Table, capability: str) -> Iterator[list[Key]]:
-    """Within it nothing is launched; the rows that launches would take are appended to the list."""
+    """Launch nothing within it; append the rows that launches would take to the list."""
     keys: list[Key] = []
 
     def ask(row_of, kernel, d, e, dtype, device) -> Row:
@@ -236,7 +236,7 @@ MARK = "of_the_row"
 
 @contextmanager
 def replaced_row(table: Table, capability: str, key: Key, row: Row) -> Iterator[list[Call]]:
-    """Within it, launches that take the row of the key take this one.
+    """Let launches within it that take the row of the key take this one.
 
     Yields:
         A list that gets each of these launches as it is made, to be made again.
@@ -338,7 +338,7 @@ class Workload:
             return None
 
     def seconds(self, *prepared: Timed) -> list[float]:
-        """Medians of one interleaved run."""
+        """Return the medians of one interleaved run."""
         return [spread.median for spread in self.bench.seconds_of(prepared, 1 / 4)]
 
 

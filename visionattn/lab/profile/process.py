@@ -19,7 +19,7 @@ is never touched.
 
 @dataclass(frozen=True)
 class Bytes:
-    """What a case takes."""
+    """The memory that a case takes."""
 
     peak_bytes: int
     """Highest level during the pass: on a GPU what PyTorch's allocator handed out, on a CPU the
@@ -48,7 +48,7 @@ class Bytes:
 
 @dataclass(frozen=True)
 class Job:
-    """What the process is told."""
+    """The work that the process is told."""
 
     case: Case
     device: str = "cpu"

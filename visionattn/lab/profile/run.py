@@ -40,7 +40,7 @@ Print = Callable[[str], None]
 EXAMPLE = "--models taylorshift_vit_t vit_tiny_patch16_224+eager"
 EXAMPLE += " --img-size 256 384 --fit-from 256 --depth 1"
 SHARE_OF_AVAILABLE = 0.8
-"""Of a CPU's memory, where no budget is given."""
+"""The share of a CPU's memory that is taken where no budget is given."""
 
 
 def profile(argv: Sequence[str], show: Print) -> None:
@@ -145,7 +145,7 @@ class Profile:
             )
 
     def sweep(self) -> None:
-        """The cases, series by series."""
+        """Measure the cases, series by series."""
         cases = self.config.cases()
         for series in dict.fromkeys(case.series for case in cases):
             rows = [
@@ -159,7 +159,7 @@ class Profile:
             self.save([record_of(row, exponents[row.case.series]) for row in self.rows], exponents)
 
     def search(self) -> None:
-        """The largest image of each series; the plot shows all that was measured on the way."""
+        """Find the largest image of each series; the plot shows all that was measured."""
         records = []
         for case in self.config.cases():
             found, rows = find_largest(case, self.shapes[case.name], self.measure)
@@ -236,8 +236,9 @@ class Profile:
 
 
 def n1_of(shapes: dict[str, Shape]) -> dict[float, str]:
-    """N1 of each width of a head of TaylorShift, the tokens from which its efficient form holds no
-    more entries than the direct one, as published: in words, by side of an image in pixels.
+    """Return N1 of each width of a head of TaylorShift, the tokens from which its efficient form
+    holds no more entries than the direct one, as published: in words, by side of an image in
+    pixels.
     """
     return {
         shape.px(N1(width)): f"N1 of TaylorShift, d = {width}: {N1(width):,} tokens"

@@ -16,7 +16,7 @@ from visionattn.training.build import check_img_size
 
 @dataclass(frozen=True)
 class Shape:
-    """What counts tokens."""
+    """The sizes of a model that decide its tokens."""
 
     patch_px: int
     """Images are a whole number of so many pixels high and wide."""
@@ -57,5 +57,7 @@ class Shape:
         return px * px // self.patch_area_px + self.prefix
 
     def px(self, tokens: int) -> float:
-        """Side of the square image that would have so many tokens; no whole number."""
+        """Return the side in pixels of the square image that would have so many tokens; no whole
+        number.
+        """
         return (max(tokens - self.prefix, 0) * self.patch_area_px) ** 0.5

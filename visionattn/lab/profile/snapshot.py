@@ -23,7 +23,7 @@ from visionattn.lab.profile.step import Step
 
 Record = dict[str, Any]
 MAX_EVENTS = 1_000_000
-"""Of PyTorch's recording on a GPU."""
+"""The most events of PyTorch's recording on a GPU."""
 PICKLE_PROTOCOL = 4
 """The viewer reads no later one."""
 NO_POOL = (0, 0)

@@ -57,8 +57,8 @@ class Step:
         ).to(self.device)
 
     def warm_up(self) -> None:
-        """One pass over a small image, after which the optimiser's state is there and the gradients
-        are not.
+        """Run one pass over a small image, after which the optimiser's state is there and the
+        gradients are not.
         """
         rows, columns = self.model.patch_embed.patch_size
         self.place(min(self.case.size, WARM_UP_PATCHES * max(rows, columns)))
@@ -66,7 +66,7 @@ class Step:
         self.model.zero_grad(set_to_none=True)
 
     def run(self) -> None:
-        """The pass."""
+        """Run the pass."""
         if not self.case.backward:
             with torch.inference_mode():
                 self.forward()
@@ -77,25 +77,25 @@ class Step:
             self.step.update()
 
     def forward(self) -> Tensor:
-        """Logits, with a graph where gradients are enabled."""
+        """Return the logits, with a graph where gradients are enabled."""
         with autocast(self.device, self.case.amp):
             return self.model(self.image)
 
     @property
     def parameters_bytes(self) -> int:
-        """Of the parameters and buffers."""
+        """Bytes of the parameters and buffers."""
         return bytes_of([*self.model.parameters(), *self.model.buffers()])
 
     @property
     def gradients_bytes(self) -> int:
-        """Of the gradients that the last pass left."""
+        """Bytes of the gradients that the last pass left."""
         return bytes_of(
             parameter.grad for parameter in self.model.parameters() if parameter.grad is not None
         )
 
     @property
     def optimizer_bytes(self) -> int:
-        """Of the optimiser's state."""
+        """Bytes of the optimiser's state."""
         if self.optimizer is None:
             return 0
         values = [value for state in self.optimizer.state.values() for value in state.values()]

@@ -1,5 +1,5 @@
-"""Images of a run's test or validation split with what its best weights say of them. Knows nothing
-of pages.
+"""Images of a run's test or validation split with what its best weights say of them. It knows
+nothing of pages.
 
 Runs that show the same images, bit for bit and with the same names of classes, share them.
 """
@@ -134,7 +134,7 @@ def add(found: dict[tuple, Gallery], run: Run, count: int) -> None:
 
 
 def draw(validation: Validation, count: int) -> tuple[list[np.ndarray], tuple[int, ...]]:
-    """Up to ``count`` images uint8 ``[H, W, C]`` and their classes, in the order of the data;
+    """Read up to ``count`` images uint8 ``[H, W, C]`` and their classes, in the order of the data;
     unreadable ones left out.
 
     Raises:
@@ -159,7 +159,7 @@ def draw(validation: Validation, count: int) -> tuple[list[np.ndarray], tuple[in
 
 @torch.inference_mode()
 def predict(validation: Validation, image: np.ndarray) -> tuple[float, int]:
-    """Probability and number of the most probable class of an image uint8 ``[H, W, C]``.
+    """Return probability and number of the most probable class of an image uint8 ``[H, W, C]``.
 
     Raises:
         ValueError: the weights give numbers that are not finite.

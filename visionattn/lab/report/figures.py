@@ -25,8 +25,8 @@ class Figure:
 
 
 def curves_of(runs: Sequence[Run]) -> Figure:
-    """Loss, accuracy, learning rate, speed and waiting of runs over their epochs; over steps where
-    none finished one.
+    """Draw up charts of loss, accuracy, learning rate, speed and waiting of runs over their epochs;
+    over steps where none finished one.
     """
     by_epoch = all(run.epochs or not run.steps for run in runs)
     x_name = "epoch" if by_epoch else "optimiser step"
@@ -77,7 +77,7 @@ def curves_of(runs: Sequence[Run]) -> Figure:
 
 
 def position(line: Values, run: Run, by_epoch: bool) -> float:
-    """Where a line lies: in epochs that have passed, or in steps."""
+    """Return where a line lies: in epochs that have passed, or in steps."""
     step = number(line["step"]) or 0.0
     if not by_epoch:
         return step
@@ -86,7 +86,9 @@ def position(line: Values, run: Run, by_epoch: bool) -> float:
 
 
 def steps_of_epoch(run: Run) -> float | None:
-    """Optimiser steps per epoch, from the last line about an epoch; None where there is none."""
+    """Return the optimiser steps per epoch, from the last line about an epoch; None where there is
+    none.
+    """
     for line in reversed(run.epochs):
         step, epoch = number(line.get("step")), number(line.get("epoch"))
         if step and epoch:

@@ -92,8 +92,8 @@ def as_words(flag: str, values: Sequence[str]) -> list[str]:
 
 
 def find(paths: Sequence[Path], problems: list[str]) -> tuple[dict[str, Path], list[Rows]]:
-    """Runs by name, and the rows of sweeps and memory profiles; files beside them that cannot be
-    read become problems.
+    """Find runs by name, and the rows of sweeps and memory profiles; files beside them that cannot
+    be read become problems.
 
     Raises:
         FileNotFoundError, ValueError: a path does not exist, or holds nothing of these.
@@ -119,7 +119,7 @@ def find(paths: Sequence[Path], problems: list[str]) -> tuple[dict[str, Path], l
 
 
 def nothing_in(path: Path) -> str:
-    """Why a path cannot be shown, and what to name instead."""
+    """Say why a path cannot be shown, and what to name instead."""
     if not path.is_dir():
         return (
             f"{path} has neither the columns of a sweep nor those of a memory profile; name a "

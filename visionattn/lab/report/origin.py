@@ -48,7 +48,7 @@ SOURCES["largest"] = SOURCES["memory"]
 RANGES = ("measure_load", "load", "measured")
 """Sources of which the first and the last are enough."""
 MOST_VALUES = 3
-"""Of a source are shown."""
+"""How many values of a source are shown."""
 
 
 def varied(kind: str, rows: Sequence[Row]) -> list[str]:
@@ -106,7 +106,7 @@ def in_words(column: str, value: str) -> str:
 
 
 def counted(count: int | str, what: str) -> str:
-    """So many of something."""
+    """Write a number and what is counted, in the singular or plural."""
     return f"{count} {what}{'' if str(count) == '1' else 's'}"
 
 

@@ -1,5 +1,5 @@
-"""The page: what ``visionattn report`` writes. Owns its sections and that nothing in it comes from
-anywhere else.
+"""The page: what ``visionattn report`` writes. This module owns its sections, and that
+nothing in it comes from anywhere else.
 
 Whatever stands in files (names, classes, reasons) reaches the page through Jinja's escaping, and
 the page forbids scripts and any request by itself.

@@ -64,7 +64,7 @@ class Run:
 
     @property
     def weights(self) -> Path:
-        """The best weights; they need not exist."""
+        """The path of the best weights; they need not exist."""
         return self.folder / BEST
 
     def setting(self, *keys: str) -> Any:
@@ -210,7 +210,7 @@ def read_json(path: Path, problems: list[str]) -> Values | None:
 
 
 def count_parameters(path: Path, problems: list[str]) -> int | None:
-    """Numbers in a file of weights, read off its heading; a problem where it has none."""
+    """Count the numbers in a file of weights, read off its heading; a problem where it has none."""
     try:
         with safe_open(path, framework="pt") as file:
             names = [name for name in file.keys() if not name.endswith(NO_PARAMETERS)]  # noqa: SIM118  no mapping
@@ -221,7 +221,7 @@ def count_parameters(path: Path, problems: list[str]) -> int | None:
 
 
 def last_sign(path: Path, now: float) -> str:
-    """When a run that does not say how it ended wrote its last line."""
+    """Return when a run that does not say how it ended wrote its last line."""
     if not path.is_file():
         return "it has written no metrics yet"
     written = path.stat().st_mtime
@@ -254,12 +254,12 @@ def is_beyond(value: Any) -> bool:
 
 
 def text_or_none(value: Any) -> str | None:
-    """Text in one line; None for nothing."""
+    """Return text in one line; None for nothing."""
     return None if value is None else " ".join(str(value).split())
 
 
 def flatten(config: Values, prefix: str = "") -> Values:
-    """Dotted names and values of a nested configuration; an empty group has none."""
+    """Return the dotted names and values of a nested configuration; an empty group has none."""
     flat: Values = {}
     for key, value in config.items():
         if isinstance(value, dict):

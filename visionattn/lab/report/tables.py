@@ -100,7 +100,7 @@ def accuracy_cell(values: Sequence[float | None], i: int, note: str) -> Cell:
 
 
 def share_of(result: dict[str, Any], key: str) -> str:
-    """Of how many images an accuracy is."""
+    """Say of how many images an accuracy is."""
     images = number(result.get(key))
     return "" if images is None else f"of {images:,.0f} images"
 
@@ -206,8 +206,8 @@ def sweep(rows: Sequence[Row]) -> Table:
 
 
 def seeds_cells(rows: Sequence[Row], accuracy: str) -> list[Cell]:
-    """Mean accuracy over the seeds of a network, and their number; nothing where none was
-    trained.
+    """Return the mean accuracy over the seeds of a network, and their number; nothing where none
+    was trained.
     """
     scores = [100 * score for row in rows if (score := value_of(row, accuracy)) is not None]
     finished = f"{len(scores)}" if len(scores) == len(rows) else f"{len(scores)} of {len(rows)}"

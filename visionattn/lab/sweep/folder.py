@@ -33,16 +33,16 @@ class Ending:
     reason: str | None
     """One line; None for a finished one."""
     exit_code: int
-    """Of the process; below 0 the signal that killed it."""
+    """The exit code of the process; below 0, the signal that killed it."""
     seconds: float
-    """Of all its attempts."""
+    """The seconds of all its attempts."""
     attempts: int
     result: dict[str, Any] | None
     """``validation_accuracy``, ``test_accuracy`` (None without a test split) and the like; None
     unless finished.
     """
     provenance: dict[str, Any]
-    """Of the training's process, as far as it said."""
+    """The provenance of the training's process, as far as it said."""
 
     @property
     def goes_on(self) -> bool:

@@ -42,7 +42,7 @@ class Network:
 
     @property
     def name(self) -> str:
-        """As files are named."""
+        """The name of its files."""
         return "_".join(
             [
                 self.attention,
@@ -62,7 +62,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """As run folders are named."""
+        """The name of its run folder."""
         return f"{self.network.name}_seed{self.seed}"
 
 
@@ -242,7 +242,7 @@ def on_meta(config: ModelConfig, spec: DataSpec) -> nn.Module:
 
 
 def facts_of(model: nn.Module, network: Network) -> Facts:
-    """Count."""
+    """Count the tokens, parameters and operations of a network."""
     rows, columns = model.patch_embed.patch_size
     parameters = sum(parameter.numel() for parameter in model.parameters())
     flops = count_flops(model, network.img_size, network.img_size)

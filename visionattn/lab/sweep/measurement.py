@@ -1,8 +1,8 @@
 """What each network costs: memory and backend in a fresh process each, time of all networks of one
 image size in turns.
 
-Owns which measurements are still to be made. The measuring itself is in ``meter.py``, in other
-processes.
+This module owns which measurements are still to be made. The measuring itself is in ``meter.py``,
+in other processes.
 """
 
 import statistics

@@ -74,8 +74,8 @@ def training_step(
 
 
 def measure_memory(told: dict[str, Any]) -> dict[str, Any]:
-    """Peak memory of one pass above the level with weights, state of the optimiser and images, and
-    which attention ran.
+    """Measure the peak memory of one pass above the level with weights, state of the optimiser and
+    images, and note which attention ran.
 
     ``peak_bytes`` is None where the system cannot measure it.
     """

@@ -1,6 +1,6 @@
 """What ``visionattn sweep`` does: checks, trains, measures, prints tables, writes files.
 
-Owns the order of these and how a sweep ends.
+This module owns the order of these, and how a sweep ends.
 """
 
 import csv

@@ -22,12 +22,12 @@ class Outcome:
 
     plan: Plan
     endings: dict[Any, Ending | None]
-    """Of each cell."""
+    """How the training of each cell ended."""
     measured: dict[Network, Measured | None]
 
     @classmethod
     def read(cls, plan: Plan, folder: SweepFolder) -> "Outcome":
-        """From the sweep's folder."""
+        """Read it from the sweep's folder."""
         endings = {cell: folder.ending(cell) for cell in plan.grid.cells()}
         return cls(
             plan, endings, {network: folder.measurement(network) for network in plan.grid.networks}
@@ -35,7 +35,7 @@ class Outcome:
 
     @property
     def accuracy_key(self) -> str:
-        """Which accuracy counts."""
+        """Return the name of the accuracy that counts."""
         return "test_accuracy" if self.plan.tested else "validation_accuracy"
 
     def entry(self, network: Network, name: str) -> Measured | None:
@@ -44,14 +44,14 @@ class Outcome:
         return known and known[name]
 
     def accuracies(self, network: Network) -> list[float]:
-        """Of the seeds whose trainings finished, in [0, 1]."""
+        """Return the accuracies of the seeds whose trainings finished, in [0, 1]."""
         ended = [self.endings[self.plan.grid.cell(network, seed)] for seed in self.plan.grid.seeds]
         return [ending.result[self.accuracy_key] for ending in ended if ending and ending.result]
 
 
 def accuracy_text(outcome: Outcome, network: Network) -> str | None:
-    """Mean and standard deviation over the seeds in %, how many seeds where some are missing; a
-    status where all are.
+    """Write the mean and standard deviation over the seeds in %, how many seeds where some are
+    missing; a status where all are.
     """
     seeds, values = outcome.plan.grid.seeds, [100 * value for value in outcome.accuracies(network)]
     if not values:
@@ -63,8 +63,8 @@ def accuracy_text(outcome: Outcome, network: Network) -> str | None:
 
 
 def tables(outcome: Outcome) -> str:
-    """Three Markdown tables per attention and image size: inference, training step, and how large
-    the networks are.
+    """Write three Markdown tables per attention and image size: inference, training step, and how
+    large the networks are.
     """
     networks = outcome.plan.grid.networks
     groups = dict.fromkeys((network.attention, network.img_size) for network in networks)
@@ -125,7 +125,7 @@ def table(outcome: Outcome, networks: Sequence[Network], name: str) -> str:
 
 
 def size_table(outcome: Outcome, networks: Sequence[Network]) -> str:
-    """Parameters and operations of one attention and image size."""
+    """Write parameters and operations of one attention and image size."""
     forms = list(dict.fromkeys(network.form for network in networks))
     rows = []
     for heads in dict.fromkeys(network.heads for network in networks):
@@ -154,7 +154,7 @@ def speed_and_memory(entry: Measured | None, known: Measured | None) -> list[str
 
 
 def ratios(outcome: Outcome, own: dict[str, Network], name: str) -> list[str | None]:
-    """Speed and memory of the efficient form over those of the direct one."""
+    """Return speed and memory of the efficient form over those of the direct one."""
     efficient, direct = (outcome.entry(own[form], name) for form in ("efficient", "direct"))
     speed = times_faster(efficient, direct)
     peaks = [
