@@ -141,7 +141,7 @@ def errors_by_measure(actual: Tensor, expected: Tensor) -> dict[str, float]:
 def judge(
     actual: dict[str, Tensor], expected: dict[str, Tensor], dtype: torch.dtype
 ) -> list[Judged]:
-    """Return every quantity by every measure that it is held to."""
+    """Judge every quantity by every measure that it is held to."""
     assert actual.keys() == expected.keys()
     judged = []
     for quantity, x in expected.items():

@@ -215,7 +215,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def parse_flags(argv: Sequence[str]) -> argparse.Namespace:
-    """Return the flags of the command that is named first.
+    """Parse the flags of the command that is named first.
 
     Raises:
         ValueError: no command, a flag that it does not have, or a value that is none.

@@ -37,7 +37,7 @@ class Options:
 
     @property
     def plan(self) -> Plan:
-        """What to measure and how long, of a command that times."""
+        """Return what to measure and how long, of a command that times."""
         flags = self.flags
         return Plan(
             rounds=flags.rounds or TARGET_ROUNDS,

@@ -1,9 +1,9 @@
-"""Measures both forms of each attention on this machine's CPU and fits what ``form="auto"``
-predicts with.
+"""The calibration of ``form="auto"``: measures both forms of each attention on this machine's CPU
+and fits the coefficients that predict their times.
 
 ``python -m visionattn.lab.calibrate`` prints measured against predicted seconds; ``--write`` also
-replaces the CPU's entry of ``visionattn/ops/calibration.json``. Runs on as many threads as torch
-takes by default, as users do. What is counted, and how the choice follows from it, is the matter of
+replaces the CPU's entry of ``visionattn/ops/calibration.json``. It runs on as many threads as
+torch takes by default, as users do. What is counted, and how the choice follows from it, stands in
 ``ops/choice.py``.
 """
 
@@ -74,7 +74,7 @@ class Row:
 
     @property
     def chosen(self) -> str:
-        """The form that is predicted to be the faster one."""
+        """Return the form that is predicted to be the faster one."""
         return "direct" if self.predicted["direct"] <= self.predicted["efficient"] else "efficient"
 
     @property
@@ -107,8 +107,8 @@ def _multiply_adds(case: Sizes) -> int:
 def measure(
     attention: Callable, case: Sizes, dtype: torch.dtype, *, rounds: int = 30, seconds: float = 0.4
 ) -> dict[str, float]:
-    """Return seconds of one forward by form, the fastest of ``rounds`` rounds or of ``seconds``;
-    four rounds at least.
+    """Measure the seconds of one forward by form, the fastest of ``rounds`` rounds or of
+    ``seconds``; four rounds at least.
 
     The forms take turns. The fastest call and not the median: what else the machine does only ever
     adds.
@@ -268,7 +268,7 @@ def write(seconds: dict[str, dict], results: dict[str, dict[str, str]], path: Pa
 
 
 def calibrate(operation: str, dtype: str, grid: Sequence[Sizes]) -> tuple[dict, list[Row]]:
-    """Coefficients of the operation in the dtype, and the cross-validated rows."""
+    """Return the coefficients of the operation in the dtype, and the cross-validated rows."""
     measured = [(case, measure(ATTENTIONS[operation], case, DTYPES[dtype])) for case in grid]
     return fit(operation, measured), cross_validate(operation, measured)
 

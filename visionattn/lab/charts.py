@@ -177,6 +177,8 @@ def hidden_under(chart: Chart) -> list[int]:
     reach = max(every, default=0.0) - min(every, default=0.0)
 
     def coincide(one: dict[float, float], other: dict[float, float]) -> bool:
+        # Curves coincide where they share two places (or all of a shorter curve) and lie near each
+        # other at half of them.
         shared = one.keys() & other.keys()
         near = [x for x in shared if abs(one[x] - other[x]) <= COINCIDE * reach]
         enough = min(len(one), len(other), 2)
@@ -223,6 +225,7 @@ def spread_out(heights: Sequence[float], sizes: Sequence[float]) -> list[float]:
         wanted = [heights[i] - sizes[i] / 2 - gap for i, gap in zip(group, below, strict=True)]
         return sum(wanted) / len(wanted)
 
+    # From below: a label that would overlap the pile under it joins that pile, which moves.
     for i in sorted(range(len(heights)), key=lambda i: heights[i]):
         groups.append([i])
         while len(groups) > 1 and start(groups[-1]) < start(groups[-2]) + sum(
@@ -251,6 +254,7 @@ def tick_text(value: float, gap: float) -> str:
         return short(value)
     if abs(value) < gap / 2:
         return "0"
+    # As many decimals as the gap has: one more where its second digit is not 0 (0.25).
     decimals = -int(f"{gap:.0e}".partition("e")[2]) + (float(f"{gap:.1e}") != float(f"{gap:.0e}"))
     if gap >= 1e-5 and abs(value) < 1e7:
         return f"{value:,.{max(decimals, 0)}f}".replace("-", "\N{MINUS SIGN}")

@@ -31,7 +31,7 @@ class Quartiles:
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> "Quartiles":
-        """Of any number of samples above zero."""
+        """Make them of any number of samples above zero."""
         if len(samples) == 1:
             return cls(samples[0], samples[0], samples[0])
         low, median, high = statistics.quantiles(samples, n=4, method="inclusive")
@@ -49,7 +49,7 @@ def spread(name: str, quartiles: Quartiles | None) -> Record:
 
 @dataclass
 class Row:
-    """What came of a case."""
+    """The result of a case."""
 
     case: Case
     status: str = "ok"
@@ -61,7 +61,7 @@ class Row:
     kept_bytes: int | None = None
     flops: int | None = None
     ratio: Quartiles | None = None
-    """Of the seconds to those of the baseline, round by round."""
+    """The ratio of the seconds to those of the baseline, round by round."""
     baseline: str | None = None
 
 
@@ -97,8 +97,8 @@ class Plan:
 
 
 def check_case(case: Case, device: str = "cpu") -> str | None:
-    """Return what is wrong with the results of the case at a small size; None: they agree with
-    their definition.
+    """Say what is wrong with the results of the case at a small size; None: they agree with their
+    definition.
     """
     if case.kind == "operation":
         from visionattn.lab.operations import check_operation
@@ -110,7 +110,7 @@ def check_case(case: Case, device: str = "cpu") -> str | None:
 
 
 def measure_together(cases: Sequence[Case], plan: Plan, baseline: str | None = None) -> list[Row]:
-    """Return a row for each case; their times come from one interleaved run.
+    """Measure a row for each case; their times come from one interleaved run.
 
     A case that disagrees with its definition is not measured further, one that does not fit is not
     timed: the status says so.

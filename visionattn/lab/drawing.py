@@ -44,6 +44,7 @@ def png(
     """
     names = {f"series-{i}": colour for i, colour in enumerate(SERIES_COLOURS["light"])}
     colours = NEUTRAL_COLOURS["light"] | names | {"panel": "#ffffff"}
+    # Few charts make a narrower figure; one alone gets some room for its labels.
     columns = min(columns, len(charts))
     rows = math.ceil(len(charts) / columns)
     width = 5.4 * columns if columns > 1 else 7.2
@@ -72,6 +73,8 @@ def svg(chart: Chart, name: str) -> str:
     """
     variables = ["ink", "muted", "grid", "panel"]
     variables += [f"series-{i}" for i in range(len(SERIES_COLOURS["light"]))]
+    # matplotlib takes no CSS variables: each gets a colour of its own, which is replaced in the
+    # text below.
     stand_ins = {variable: f"#1e00{i:02x}" for i, variable in enumerate(variables)}
     titles: dict[str, str] = {}
     with _style(stand_ins | {"salt": name}):
@@ -131,6 +134,8 @@ def _draw_chart(
         ax.text(0.5, 0.5, text, ha="center", color=colours["muted"], transform=ax.transAxes)
         ax.set_axis_off()
         return
+    # Spreads at the same place would hide each other: on a logarithmic axis they stand a little
+    # apart.
     with_spread = [series for series in chart.series if series.spread]
     for series, wider in zip(chart.series, hidden_under(chart), strict=True):
         aside = 0.0
@@ -138,6 +143,7 @@ def _draw_chart(
             aside = 0.05 * (with_spread.index(series) - (len(with_spread) - 1) / 2)
         _draw_series(ax, series, chart.points(series), colours, titles, wider, aside)
     failing = [series for series in chart.series if series.failed]
+    # Places of failures have no height, but the axis is to reach them.
     for x in {x for series in failing for x in series.failed}:
         ax.update_datalim([(x, 1.0)], updatey=False)
     ax.margins(y=0.05 + 0.1 * len(failing))
@@ -178,6 +184,7 @@ def _draw_series(
     ax.plot(x, [math.nan if value is None else value for value in y], **line)
     if len(points) > MOST_MARKED:
         return
+    # Points are hollow where the line is dashed.
     dot = {"color": colour, "marker": marker, "markersize": 4.2 + 2 * wider, "linestyle": "none"}
     if dash != "none":
         dot["markerfacecolor"] = colours["panel"]
@@ -273,6 +280,7 @@ def _move_labels(ax, labels: Sequence, at_the_side: Sequence[bool], points: floa
     """Put each label beside the end of its line, or right of all lines; ``points`` of a pixel."""
     ends = [ax.transData.transform(text.xy) for text in labels]
     right = max((x for x, _ in ends), default=0.0)
+    # Labels of one column are moved apart; those that would cross a line share the rightmost.
     columns: dict[float, list[int]] = {}
     for i, (x, _) in enumerate(ends):
         columns.setdefault(right if at_the_side[i] else x, []).append(i)
@@ -282,6 +290,7 @@ def _move_labels(ax, labels: Sequence, at_the_side: Sequence[bool], points: floa
         moved = spread_out(heights, [LINE_POINTS * count for count in lines])
         ups = [after - before for before, after in zip(heights, moved, strict=True)]
         asides = [points * (column - ends[i][0]) for i in here]
+        # A label far from its line's end is led there by a thin line.
         far = [aside > 1 or abs(up) > 4 for aside, up in zip(asides, ups, strict=True)]
         for i, aside, up, led in zip(here, asides, ups, far, strict=True):
             labels[i].set_position((aside + (16 if any(far) else 9), up))
@@ -293,6 +302,7 @@ def _set_axes(ax, chart: Chart) -> None:
     from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
     ax.set_xlabel(chart.x_name)
+    # Where ticks may lie: on powers, or on round numbers.
     for axis, base, scale in (
         (ax.xaxis, chart.log_x, ax.set_xscale),
         (ax.yaxis, chart.log_y, ax.set_yscale),
@@ -310,6 +320,8 @@ def _set_axes(ax, chart: Chart) -> None:
         axis.set_minor_locator(NullLocator())
     if chart.from_zero:
         ax.set_ylim(0, ax.dataLim.y1 + 0.05 * max(ax.dataLim.y1, 0) or 1)
+    # A chart's own ticks come first. A single place gets one tick there; a logarithmic axis that
+    # shows fewer than two powers gets ticks as a linear one does.
     if chart.x_ticks is not None:
         ax.xaxis.set_major_locator(FixedLocator(chart.x_ticks))
     elif len(places := {x for series in chart.series for x, _, _ in chart.points(series)}) == 1:
@@ -318,6 +330,7 @@ def _set_axes(ax, chart: Chart) -> None:
         ax.xaxis.set_major_locator(MaxNLocator(6))
     if len(_ticks_in_view(ax.yaxis)) < 2:
         ax.yaxis.set_major_locator(MaxNLocator(6, min_n_ticks=3))
+    # Numbers get as many digits as even gaps need; 0 stands for gaps that are not even.
     for axis in (ax.xaxis, ax.yaxis):
         shown = _ticks_in_view(axis)
         gaps = [after - before for before, after in zip(shown, shown[1:], strict=False)]
@@ -345,11 +358,13 @@ def _for_page(text: str, title: str, name: str, titles: dict[str, str]) -> str:
     """
     box = re.search(r'viewBox="([\d. ]+)"', text)[1]
     heading = f'<svg class="chart" viewBox="{box}" role="img" aria-label="{html.escape(title)}">'
+    # What comes before the drawing is matplotlib's heading; the page has its own fonts.
     text = text[text.index(">", text.index("<svg")) + 1 :]
     text = re.sub(r"<(metadata|style)\b.*?</\1>\s*", "", text, flags=re.DOTALL)
     text = re.sub(r"font-family: [^;\"]*;?", "", text)
     text = re.sub(r"font: ([\d.]+px) [^;\"]*;", r"font-size: \1;", text)
     text = text.replace(' id="label"', "")
+    # Identifiers of all charts share one page, so each gets the chart's name in front.
     text = re.sub(r'\bid="([^"]+)"', rf'id="{name}-\1"', text)
     text = re.sub(r'xlink:href="#([^"]+)"', rf'href="#{name}-\1"', text)
     text = re.sub(r"url\(#([^)]+)\)", rf"url(#{name}-\1)", text)

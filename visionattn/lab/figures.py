@@ -19,7 +19,9 @@ from visionattn.lab.report.runs import WORDS
 Row = Mapping[str, Any]
 MIB = 2**20
 SHAPES = {"efficient": 0, "direct": 1, "auto": 2}
-"""Of lines of the forms, in every chart: the linear one is solid, the quadratic one dashed."""
+"""Shapes of the lines of the forms, in every chart: the linear one is solid, the quadratic one
+dashed.
+"""
 SUPERSCRIPTS = str.maketrans("0123456789.-", "⁰¹²³⁴⁵⁶⁷⁸⁹·⁻")
 SERIES_KEYS = ("model", "precision", "form", "checkpointing", "batch", "depth")
 """What a line of a memory profile is about, besides its pass."""
@@ -27,7 +29,7 @@ PASSES = {"inference": "inference", "training": "training step"}
 
 
 def power(base: str, exponent: float | None) -> str:
-    """How a quantity grows, " ∝ N¹·⁹⁷"; nothing where that is not known."""
+    """Write how a quantity grows, " ∝ N¹·⁹⁷"; nothing where that is not known."""
     return (
         ""
         if exponent is None
@@ -44,8 +46,8 @@ def slope(pairs: Sequence[tuple[float, float]]) -> float | None:
 
 
 def slope_of(x: Sequence[float], y: Sequence[float]) -> float | None:
-    """Slope of the least-squares line through ``log y`` over ``log x`` for the larger half of the
-    sizes, at least two.
+    """Return the slope of the least-squares line through ``log y`` over ``log x`` for the larger
+    half of the sizes, at least two.
 
     Small sizes are left out since there the cost of a call outweighs the work. None for fewer than
     two points.
@@ -64,7 +66,7 @@ def over(
     spread: bool = False,
     status: str = "status",
 ) -> Series:
-    """The mean of a column over another one; rows that have neither count for nothing.
+    """Return the mean of a column over another one; rows that have neither count for nothing.
 
     Args:
         rows: of one series.
@@ -90,7 +92,7 @@ def over(
 
 
 def deviation(values: Sequence[float]) -> float | None:
-    """Standard deviation; None for fewer than two values."""
+    """Return the standard deviation; None for fewer than two values."""
     return statistics.stdev(values) if len(values) > 1 else None
 
 
@@ -98,18 +100,22 @@ def deviation(values: Sequence[float]) -> float | None:
 
 
 def accuracy_column(rows: Sequence[Row]) -> str:
-    """The accuracy that counts: on the test images, on those of validation where there are none."""
+    """Return the column of the accuracy that counts: on the test images, or on those of validation
+    where there are none.
+    """
     tested = any(value_of(row, "test_accuracy") is not None for row in rows)
     return "test_accuracy" if tested else "validation_accuracy"
 
 
 def name_of(pair: Sequence[str | None]) -> str:
-    """An attention and its form."""
+    """Name an attention and its form."""
     return " ".join(filter(None, pair))
 
 
 def looks_of(rows: Sequence[Row]) -> dict[tuple, Look]:
-    """Of each attention and form: an attention has its colour, a form its dash and marker."""
+    """Return the look of each attention and form: an attention has its colour, a form its dash and
+    marker.
+    """
     attentions = [attention for (attention,) in distinct(rows, "attention")]
     return {
         (attention, form): Look(Look.of(attentions.index(attention)).colour, SHAPES.get(form, 0))
@@ -118,7 +124,9 @@ def looks_of(rows: Sequence[Row]) -> dict[tuple, Look]:
 
 
 def heads_of(rows: Sequence[Row], size: str | int) -> list[Chart]:
-    """Accuracy, operations, speed and memory over head counts, at one image size of a sweep."""
+    """Draw up charts of accuracy, operations, speed and memory over head counts, at one image size
+    of a sweep.
+    """
     here = [row for row in rows if row.get("img_size") == size]
     looks, form = looks_of(rows), shared_training(rows)
     ticks = sorted({heads for row in here if (heads := value_of(row, "heads"))})
@@ -168,7 +176,7 @@ def heads_of(rows: Sequence[Row], size: str | int) -> list[Chart]:
 
 
 def series_name(keys: Sequence[str], values: Sequence[str], differ: Sequence[int]) -> str:
-    """The model, and what of the rest is not the same in all series."""
+    """Name the model, and what of the rest is not the same in all series."""
     rest = [
         in_words(keys[i], str(values[i]))
         for i in differ
@@ -199,8 +207,8 @@ def memory_series(rows: Sequence[Row]) -> dict[tuple, tuple[Look, str]]:
 def memory_of(
     rows: Sequence[Row], columns: Sequence[str] = ("above_bytes",), n1: Mapping[float, str] = {}
 ) -> list[Chart]:
-    """Memory over image sizes, a chart for each pass and column, a line for each model and way to
-    run it.
+    """Draw up charts of memory over image sizes, a chart for each pass and column, a line for each
+    model and way to run it.
 
     Args:
         rows: with the columns of ``tools/profile_memory.py``.
@@ -260,7 +268,7 @@ def size_chart(
     names: Callable[[str], str] | None = None,
     **options: Any,
 ) -> Chart:
-    """A value over sizes, a line for each case.
+    """Draw up a chart of a value over sizes, a line for each case.
 
     Args:
         title, unit: of the chart.
@@ -305,7 +313,7 @@ def size_chart(
 
 
 def case_name(case: str, cases: Sequence[str]) -> str:
-    """A case in words; the form that was chosen by size is named beside a form that is fixed."""
+    """Name a case in words; a form that was chosen by size is named beside one that is fixed."""
     base, _, form = case.partition(" ")
     fixed = any(other.startswith(f"{base} ") for other in cases)
     return f"{base} {form or ('chosen' if fixed else '')}".strip()

@@ -1,8 +1,8 @@
 """Images per second of the data pipeline alone: reading, decoding, augmentation and collation, by
 number of workers.
 
-Owns what is counted and how. Knows no model and no device: what arrives are the uint8 batches that
-training would take.
+This module owns what is counted and how. It knows no model and no device: what arrives are the
+uint8 batches that training would take.
 """
 
 import re
@@ -104,12 +104,12 @@ class Reading:
 
 @dataclass(frozen=True)
 class LoaderRow:
-    """What came of a case."""
+    """The result of a case."""
 
     case: LoaderCase
     readings: Sequence[Reading]
     ratio: Quartiles
-    """Of its images/s to those of ``baseline``, round by round."""
+    """The ratio of its images/s to those of ``baseline``, round by round."""
     baseline: int
     """Workers of the case that it is related to."""
 
@@ -210,7 +210,7 @@ def measure_loaders(
     seconds: float,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[LoaderRow]:
-    """Return a row for each case, from one interleaved run: each round reads with every case once,
+    """Measure a row for each case, from one interleaved run: each round reads with every case once,
     in rotating order.
 
     The workers of a case are started for its turn and end with it, so that none works during the

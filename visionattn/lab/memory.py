@@ -14,7 +14,7 @@ from visionattn.lab.measure import peak_bytes
 
 
 def build(case: Case, device: str = "cpu") -> Work:
-    """Return inputs in memory and the operation or the model on them."""
+    """Build inputs in memory and the operation or the model on them."""
     if case.kind == "operation":
         from visionattn.lab.operations import build_operation
 
@@ -25,8 +25,8 @@ def build(case: Case, device: str = "cpu") -> Work:
 
 
 def case_peak_bytes(case: Case, device: str = "cpu", *, warm: bool = True) -> int:
-    """Peak memory of one run above the level with its inputs, and for models the weights, in place;
-    the result is part of it.
+    """Return the peak memory of one run above the level with its inputs, and for models the
+    weights, in place; the result is part of it.
 
     Args:
         case: what is run.

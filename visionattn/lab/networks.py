@@ -110,7 +110,7 @@ def read_options(case: Case) -> dict[str, str | int]:
 
 
 def build_model(case: Case, device: str = "cpu") -> nn.Module:
-    """Return the model of the case with seeded weights, in its dtype and form, cut to its depth,
+    """Build the model of the case with seeded weights, in its dtype and form, cut to its depth,
     checkpointed where the case says so: ``eval`` for a forward, ``train`` for a backward too.
 
     Raises:
@@ -182,7 +182,7 @@ def set_impl(model: nn.Module, impl: str) -> None:
 
 
 def build_network(case: Case, device: str = "cpu") -> Work:
-    """Return the model and an image in memory.
+    """Build the model and an image in memory.
 
     Raises:
         ValueError: mixed precision or a step of training, which are of ``profile/step.py``.

@@ -72,7 +72,7 @@ def grid_of(tokens: int) -> Grid:
 
 
 def make_tensors(case: Case, tokens: int, device: str) -> dict[str, Tensor]:
-    """Seeded inputs by name, in the dtype of the case: q, k, v ``[B, h, N, d]``, and what the
+    """Make seeded inputs by name, in the dtype of the case: q, k, v ``[B, h, N, d]``, and what the
     options ask for.
     """
     generator = torch.Generator().manual_seed(tokens)
@@ -105,7 +105,7 @@ def make_tensors(case: Case, tokens: int, device: str) -> dict[str, Tensor]:
 
 
 def position_of(case: Case, tokens: int, device: str) -> Callable[..., object]:
-    """From tables to the relative position; counts per class are made here, once, as a model makes
+    """Make the relative position of tables. Counts per class are made here, once, as a model makes
     them once per forward.
     """
     mode = "sum" if "sum" in case.options or case.base in ("softmax", "relative") else "mean"
@@ -186,8 +186,8 @@ def feature_map_of(case: Case, device: str):
 
 
 def eager_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
-    """``softmax(q k^T / sqrt(d)) v`` with all scores in memory: what models write without a fused
-    operator.
+    """Compute ``softmax(q k^T / sqrt(d)) v`` with all scores in memory: what models write without a
+    fused operator.
     """
     scores = torch.matmul(q * q.shape[3] ** -0.5, k.mT)
     if causal:
@@ -197,8 +197,8 @@ def eager_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Te
 
 
 def eager_kernelized_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
-    """Kernelized attention in its quadratic form with all scores in memory, masked where causal:
-    the papers' naive one.
+    """Compute kernelized attention in its quadratic form with all scores in memory, masked where
+    causal: the papers' naive one.
     """
     weights = torch.matmul(elu1(q), elu1(k).mT)
     if causal:
@@ -216,7 +216,7 @@ def dense_relative(q: Tensor, v: Tensor, relative: Flat, causal: bool) -> Tensor
 
 
 def build_operation(case: Case, device: str = "cpu") -> Work:
-    """Return inputs in memory and the operation on them."""
+    """Build inputs in memory and the operation on them."""
     check_name(case)
     tensors = make_tensors(case, case.size, device)
     if case.backward:

@@ -129,7 +129,7 @@ def images_per_second(row: Record) -> float | None:
 
 
 def crossover_cases(quick: bool) -> Iterator[list[Case]]:
-    """Return both forms of one head, over N around the published crossing of each width."""
+    """Yield both forms of one head, over N around the published crossing of each width."""
     from visionattn.ops.published import N0
 
     for width in (8, 16) if quick else (8, 16, 32, 64):
@@ -274,7 +274,7 @@ CHOSEN = ("efficient", "auto")
 
 
 def heads_cases(quick: bool) -> Iterator[list[Case]]:
-    """Return the pixel model in both forms for each number of heads, at the batch of the published
+    """Yield the pixel model in both forms for each number of heads, at the batch of the published
     table.
     """
     for heads in (4, 8) if quick else PUBLISHED_HEADS:
@@ -340,7 +340,7 @@ SIZE_MODELS = {
 
 
 def size_cases(quick: bool) -> Iterator[list[Case]]:
-    """Return the cases of small models on one image."""
+    """Yield the cases of small models on one image."""
     for size in (32, 64) if quick else (512, 1024, 1536, 2048, 3072, 4096):
         yield [Case("model", name, size) for name in SIZE_MODELS]
 

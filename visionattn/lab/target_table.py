@@ -29,7 +29,7 @@ KINDS = ("operation", "model", "image", "training", "latency", "crossover")
 """In the order in which a GPU measures them: what is wanted most comes first."""
 SHIFT = "taylorshift+temperature"
 RATES = (Bound(None, "TFLOP/s"), Bound(None, "TFLOP/s of SDPA"))
-"""Of two products each, over the time."""
+"""The rates of the two products of attention: ours, and SDPA's."""
 
 
 def targets() -> list[Target]:

@@ -37,7 +37,7 @@ class Bound:
     most: bool = False
     """Whether the number may be at most the limit; else it is to be at least that."""
     gpus: tuple[str, ...] = HOPPER
-    """Of which the names of GPUs have one, for which the limit is meant."""
+    """The limit is meant for GPUs whose name contains one of these."""
     least: float | None = None
     """Where the number may be at most the limit: it is to be at least this."""
 
@@ -94,7 +94,7 @@ class Target:
     what its kind says.
     """
     measure: Callable[[Case], float] | None = None
-    """Of a "figure": gives its number."""
+    """Gives the number of a "figure"."""
 
     @property
     def name(self) -> str:
@@ -119,16 +119,16 @@ class Target:
 
 @dataclass
 class Result:
-    """What came of a target; a GPU's has more columns."""
+    """The result of a target; that of a GPU has more columns."""
 
     target: Target
     status: str = "ok"
     seconds: Quartiles | None = None
-    """Of the case."""
+    """The seconds of the case."""
     values: tuple[float, ...] = ()
     """The numbers of the bounds."""
     ratio: Quartiles | None = None
-    """Of a "ratio": of the seconds to those of the baseline, round by round."""
+    """The seconds of a "ratio" over those of the baseline, round by round."""
     baseline_seconds: float | None = None
     rounds: int | None = None
     gpu: str | None = None
@@ -200,8 +200,8 @@ def choose_rows(pattern: str | None, names: Sequence[str]) -> list[int]:
 
 
 def memory_over_inputs(case: Case) -> float:
-    """Peak memory of a forward above its inputs and its output, over the size of q, k and v
-    together.
+    """Return the peak memory of a forward above its inputs and its output, over the size of q, k
+    and v together.
     """
     tensors = build(case, "meta").tensors
     sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
@@ -214,8 +214,8 @@ def growth_of_bytes_kept(case: Case) -> float:
 
 
 def measure_targets(targets: Sequence[Target], plan: Plan, *, few: bool = True) -> Iterator[Result]:
-    """Measure; results come as they are ready, those that share an interleaved run one after the
-    other.
+    """Measure targets and yield their results as they are ready, those of one interleaved run one
+    after the other.
 
     Args:
         targets: some of ``target_table.targets()``.
@@ -235,7 +235,7 @@ def measure_targets(targets: Sequence[Target], plan: Plan, *, few: bool = True) 
 
 
 def _measure_place(targets: Sequence[Target], plan: Plan, few: bool) -> Iterator[Result]:
-    """Ratios of one size, from one run of all their cases."""
+    """Measure the ratios of one size, in one run of all their cases."""
     targets = [target for target in targets if target.baseline is not None]
     cases = list(
         dict.fromkeys(case for target in targets for case in (target.baseline, target.case))
@@ -260,7 +260,7 @@ def _measure_place(targets: Sequence[Target], plan: Plan, few: bool) -> Iterator
 
 
 def _measure_figure(target: Target) -> Result:
-    """Return a figure that is not a ratio of times."""
+    """Measure a figure that is not a ratio of times."""
     result = Result(target)
 
     def measure() -> None:

@@ -65,6 +65,7 @@ def compiling_alone(claims: Path) -> Iterator[list[str]]:
         """Answer what Triton asks before it compiles; True: leave it."""
         name = f"{fn.module}.{fn.name}"
         place = claims / hashlib.sha256(f"{name} {key}".encode()).hexdigest()
+        # Creating a file succeeds for one process alone: that one compiles the kernel.
         try:
             os.close(os.open(place, os.O_CREAT | os.O_EXCL))
         except FileExistsError:
@@ -131,6 +132,7 @@ def works(bench: Bench, figures: Sequence[Target], cases: Sequence[Case]) -> lis
     ]
     operations = [figure.case for figure in figures if figure.kind == "operation"]
     softmax = [case for case in operations if takes_flex(case, bench)]
+    # A crossover runs both forms, whatever form its case names.
     for figure in figures:
         if figure.kind == "crossover":
             operations += [replace(figure.case, form=form) for form in ("direct", "efficient")]
@@ -206,6 +208,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--claims", type=Path, help="folder of what is claimed")
     parser.add_argument("--rehearse", action="store_true", help="on a processor, tiny")
     parser.add_argument("--only", metavar="PATTERN", help="rows of the table that this fits")
+    # Flags stand before ``--``, the arguments of pytest behind it.
     at = list(argv).index("--") if "--" in argv else len(argv)
     flags, arguments = parser.parse_args(argv[:at]), argv[at + 1 :]
     if flags.first:

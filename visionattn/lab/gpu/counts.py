@@ -96,7 +96,7 @@ class Launch:
         )
 
     def seconds(self, gpu: Gpu) -> float:
-        """Return what the launch is expected to take."""
+        """Return the seconds that the launch is expected to take."""
         issue, matrix, memory = self.limits(gpu)
         alone = min(self.resident, math.ceil(self.programs / gpu.multiprocessors)) <= 1
         return LAUNCH_SECONDS + max(memory, issue + matrix if alone else max(issue, matrix))
@@ -145,8 +145,8 @@ def launch_from(name: str, values: Sequence) -> Launch:
 
 
 def expected_seconds(case: Case, gpu: Gpu = H100, triton: str | None = None) -> float | None:
-    """Return what an operation is expected to take on a GPU; None where its launches are not
-    recorded.
+    """Return the seconds that an operation is expected to take on a GPU; None where its launches
+    are not recorded.
     """
     launches = launches_of(case, triton)
     return None if launches is None else sum(launch.seconds(gpu) for launch in launches)

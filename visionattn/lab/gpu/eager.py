@@ -79,7 +79,7 @@ def _cases() -> Iterator[Case]:
 
 
 def name_of(case: Case) -> str:
-    """Return what ``--only`` looks at."""
+    """Return the text that ``--only`` looks at."""
     return f"{AGAINST_EAGER} {_in_short(case)}"
 
 
@@ -92,8 +92,8 @@ def _pass(case: Case) -> str:
 
 
 def measure_against_eager(case: Case, bench: Bench) -> Record:
-    """Return seconds of the kernels and of eager operations, and the error to eager operations of
-    more digits.
+    """Measure the seconds of the kernels and of eager operations, and the error to eager operations
+    of more digits.
     """
     tensors, where = draw(case, bench), str(bench.device)
     kernel, eager = (function_of(case, case.size, where, impl) for impl in (bench.impl, "eager"))

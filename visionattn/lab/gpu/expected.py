@@ -38,7 +38,7 @@ BACKWARD_TIMES = 3
 
 @dataclass(frozen=True)
 class Cost:
-    """What has to be done."""
+    """The work that has to be done."""
 
     operations: float
     """Of matrix products, a multiply and an add being two."""
@@ -93,7 +93,7 @@ def in_units(
 
 @dataclass(frozen=True)
 class Expected:
-    """Of one figure."""
+    """What one figure is expected to come to."""
 
     seconds: float
     """Of what is timed."""
@@ -129,7 +129,7 @@ def expected_on(name: str | None, figure: Target) -> Expected | None:
 
 
 def sdpa_seconds(case: Case, gpu: Gpu) -> float:
-    """FlashAttention-2 on the inputs of an operation."""
+    """Return the seconds of FlashAttention-2 on the inputs of an operation."""
     pairs = case.batch * case.heads * case.size**2
     exponential = 1 / (EXPONENTIALS_PER_CYCLE * gpu.multiprocessors * gpu.clock_hertz)
     product = 2 * case.width / gpu.operations_per_second
@@ -140,7 +140,7 @@ def sdpa_seconds(case: Case, gpu: Gpu) -> float:
 
 
 def rest_of_model_seconds(case: Case, gpu: Gpu) -> float:
-    """All layers without attention, of a model's attention ``case``."""
+    """Return the seconds of all layers but attention, in a model whose attention is ``case``."""
     width, tokens = case.heads * WIDTH, case.batch * case.size
     seconds = ELEMENTS_BETWEEN * width * tokens * BYTES / gpu.bytes_per_second
     for given, made in ((1, 3), (1, 1), (1, 4), (4, 1)):

@@ -42,7 +42,7 @@ trained model.
 
 
 def make_model(name: str, case: Case, bench: Bench) -> nn.Module:
-    """Return a model with seeded weights; timm's is made for the image size."""
+    """Make a model with seeded weights; timm's is made for the image size."""
     case = replace(case, name=name)
     if is_ours(case.base):
         model = networks.build_model(case, str(bench.device))
@@ -61,7 +61,7 @@ def make_model(name: str, case: Case, bench: Bench) -> nn.Module:
 
 
 def make_images(case: Case, bench: Bench) -> Tensor:
-    """Return random images ``[B, 3, height, width]``."""
+    """Make random images ``[B, 3, height, width]``."""
     shape = (case.batch, 3, *case.image_size)
     return torch.randn(
         shape, generator=bench.generator, device=bench.device, dtype=case.torch_dtype
@@ -149,7 +149,9 @@ def fresh_memory(bench: Bench) -> None:
 
 
 def measure_inference(figures: Sequence[Target], bench: Bench) -> list[GpuResult]:
-    """Return images per second of one model against others, at one size, in one interleaved run."""
+    """Measure the images per second of one model against others, at one size, in one interleaved
+    run.
+    """
     case = figures[0].case
     fresh_memory(bench)
     mine, images = make_model(case.name, case, bench), make_images(case, bench)
@@ -210,8 +212,8 @@ def infer(model: nn.Module, images: Tensor) -> Tensor:
 
 
 def measure_latency(figure: Target, bench: Bench) -> GpuResult:
-    """Return seconds of one image with and without a CUDA graph, against the baseline,
-    in one run.
+    """Measure the seconds of one image with and without a CUDA graph, against the baseline, in one
+    run.
     """
     case = figure.case
     fresh_memory(bench)
@@ -220,6 +222,7 @@ def measure_latency(figure: Target, bench: Bench) -> GpuResult:
     if status != "ok":
         return GpuResult(figure, status, error=error)
     other = compile_blocks(make_model(figure.baseline, case, bench), bench)
+    # Each model is called twice in a round: replayed from a graph, and as a user calls it.
     calls = [[partial(infer, model, image)] for model in (mine, other)]
     graphs = [bench.recorded(call) for call in calls]
     if not all(graph.replayed for graph in graphs):
@@ -246,8 +249,8 @@ def measure_latency(figure: Target, bench: Bench) -> GpuResult:
 
 
 def measure_image(figure: Target, bench: Bench) -> GpuResult:
-    """Return seconds of a plain forward of one large image, and the most memory that was allocated,
-    weights and image included.
+    """Measure the seconds of a plain forward of one large image, and the most memory that was
+    allocated, weights and image included.
     """
     case = figure.case
     fresh_memory(bench)
@@ -288,7 +291,7 @@ def _most_gib(model: nn.Module, image: Tensor, bench: Bench) -> float:
 
 
 def measure_training(figure: Target, bench: Bench) -> GpuResult:
-    """Return steps per second and peak memory above weights and optimiser, against the baseline;
+    """Measure steps per second and peak memory above weights and optimiser, against the baseline;
     weights float32 under autocast.
     """
     case = figure.case
@@ -368,7 +371,7 @@ def gradients_of(
 
 
 def make_step(model: nn.Module, images: Tensor, amp: str, bench: Bench) -> Callable[[], None]:
-    """Return one step of training in mixed precision, as ``visionattn train`` makes it."""
+    """Make one step of training in mixed precision, as ``visionattn train`` makes it."""
     step = OptimizerStep(model, OptimConfig(lr=1e-5), bench.device, amp, initial_scale=1.0)
     targets = torch.zeros(len(images), dtype=torch.int64, device=bench.device)
 

@@ -92,7 +92,7 @@ HEADS_FIRST = "b n h d -> b h n d"
 
 
 def draw(case: Case, bench: Bench, value_width: int | None = None) -> dict[str, Tensor]:
-    """Return inputs by name: q, k, v ``[B, h, N, d]``, what the options ask for, and ``grad``, the
+    """Draw inputs by name: q, k, v ``[B, h, N, d]``, what the options ask for, and ``grad``, the
     gradient of the result.
 
     Args:
@@ -128,7 +128,7 @@ def call_of(function: Callable[..., Tensor], tensors: dict[str, Tensor], backwar
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Within it, memory that is not written yet holds NaN: what a kernel leaves out does not look
+    """Let memory that is not written yet hold NaN within it: what a kernel leaves out does not look
     right from an earlier run.
     """
     before = (
@@ -147,7 +147,7 @@ def poisoned_memory() -> Iterator[None]:
 def outputs(
     function: Callable[..., Tensor], tensors: dict[str, Tensor], backward: bool
 ) -> dict[str, Tensor]:
-    """GpuResult and gradients by name, written over NaN."""
+    """Return the result and the gradients by name, written into memory that held NaN."""
     with poisoned_memory():
         result = call_of(function, tensors, backward)()
     return result if backward else {"out": result}  # type: ignore[return-value]
@@ -185,7 +185,7 @@ def definition(case: Case, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def check(case: Case, tensors: dict[str, Tensor], bench: Bench) -> tuple[str, float, list[str]]:
-    """Return status, largest error, and what to note, of the kernels on these inputs."""
+    """Find status, largest error, and what to note, of the kernels on these inputs."""
     where = str(bench.device)
     expected = definition(case, tensors)
     errors = errors_of(
@@ -208,7 +208,7 @@ def check(case: Case, tensors: dict[str, Tensor], bench: Bench) -> tuple[str, fl
 
 
 def input_sets(case: Case, bench: Bench) -> list[dict[str, Tensor]]:
-    """As many inputs as the cache does not hold."""
+    """Return as many inputs as the cache does not hold."""
     first = draw(case, bench)
     size = sum(first[name].numel() * first[name].element_size() for name in "qkv")
     return [first, *(draw(case, bench) for _ in range(sets_needed(size, bench.gpu) - 1))]
@@ -224,7 +224,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def flex_of(bench: Bench) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """``flex_attention`` without a modification, compiled."""
+    """Return ``flex_attention`` without a modification, compiled."""
     compiled = torch.compile(flex_attention, dynamic=False, backend=bench.backend)
     return lambda q, k, v: compiled(q, k, v)
 
@@ -337,8 +337,8 @@ def crossing(ratio: Callable[[int], float], low: int, high: int, within: float =
 
 
 def measure_crossover(figure: Target, bench: Bench) -> GpuResult:
-    """From how many tokens on the efficient form is the faster one, with heads that fill the GPU,
-    and with 12 in the note.
+    """Find from how many tokens on the efficient form is the faster one, with heads that fill the
+    GPU, and with 12 in the note.
 
     What ``form="auto"`` takes is a matter of its estimate; where that changes is noted beside.
     """
@@ -371,7 +371,7 @@ def _filling(tokens: int, bench: Bench) -> int:
 
 
 def auto_crossing(case: Case, batch_of: Callable[[int], int]) -> int:
-    """From how many tokens on ``form="auto"`` takes the efficient kernels; arithmetic alone,
+    """Return from how many tokens on ``form="auto"`` takes the efficient kernels; arithmetic alone,
     nothing is measured.
 
     Args:

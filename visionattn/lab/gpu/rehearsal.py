@@ -41,8 +41,8 @@ def check_interpreter() -> None:
 
 
 def make_bench() -> Bench:
-    """Kernels in the interpreter, also in models, as on a GPU; blocks of models traced and not
-    compiled, one round of each.
+    """Make the bench: kernels in the interpreter, also in models, as on a GPU; blocks of models
+    traced and not compiled, one round of each.
     """
     device = rehearsed()
     few = dict(seconds=0.0, rounds=1, depth=1, filled_tokens=512, model_impl="triton")
@@ -63,7 +63,7 @@ def shrink(case: Case) -> Case:
 
 
 def all_rows() -> tuple[list[Target], list[Case]]:
-    """Figures, and operations against eager ones, that differ in more than their size."""
+    """Return figures, and operations against eager ones, that differ in more than their size."""
     kinds: dict[tuple, Target] = {}
     for figure in gpu_targets():
         units = tuple(bound.unit for bound in figure.bounds)
@@ -84,7 +84,7 @@ def rows(only: str | None) -> tuple[list[Target], list[Case]]:
 def run_gpu(
     only: str | None, minutes: float, provenance: Record, show: gpu.Print, keep: gpu.Keep
 ) -> tuple[list[Record], int]:
-    """Return the table as ``gpu.run_gpu`` makes it; a row that has no time is broken."""
+    """Run the table as ``gpu.run_gpu`` does; a row that has no time is broken."""
     figures, cases = rows(only)
     records, broken = gpu.run_table(
         make_bench(), figures, cases, SEED, Budget(minutes), provenance, show, keep, **RATES

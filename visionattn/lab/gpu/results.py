@@ -19,7 +19,7 @@ COLUMNS += ("reach", "expected", "measured", "reached", "error", "note")
 
 @dataclass
 class GpuResult(Result):
-    """What came of a target on a GPU."""
+    """The result of a target on a GPU."""
 
     floor_seconds: float | None = None
     sdpa: float | str | None = None
@@ -38,7 +38,7 @@ class GpuResult(Result):
 
     @property
     def expected(self) -> "Expected | None":
-        """What counts of machine code say that it comes to; None where they say nothing."""
+        """What the counts of machine code let expect; None where they say nothing."""
         from visionattn.lab.gpu.expected import expected_on
 
         return expected_on(self.gpu, self.target)
@@ -95,5 +95,5 @@ COLUMNS_OF_TIME = (
 
 
 def milliseconds(seconds: float | str | None) -> str | None:
-    """Three digits, in milliseconds; a reason as it is."""
+    """Write three digits, in milliseconds; a reason as it is."""
     return seconds if seconds is None or isinstance(seconds, str) else f"{1e3 * seconds:.3g} ms"

@@ -201,6 +201,8 @@ def phases(
     flags = ("--rehearse",) if rehearse else ()
     rows = ("--only", only) if only else ()
     tests = _tests(rehearse)
+    # One compiler per core, and half as many testers, which share the GPU; a rehearsal makes do
+    # with one or two.
     compilers, testers = (1 if only else 2,) * 2 if rehearse else (cores, max(1, cores // 2))
     compiling = tuple(
         (*module, "visionattn.lab.gpu.compile", *flags, *rows, f"--share={i}/{compilers}")
@@ -222,6 +224,7 @@ def phases(
     last = seconds - SUMMARY - GRACE - KILLED
     table = (*module, "visionattn", "benchmark", "gpu", *flags, *rows)
     table += ("--rows", str(out / "rows.jsonl"), "--minutes")
+    # Limits count from the start of the run: a phase that ends early leaves its time to the next.
     found = [
         Phase(
             "first kernel",
@@ -269,7 +272,7 @@ def environment_of(rehearse: bool) -> dict[str, str]:
 
 
 def run_all(todo: Sequence[Phase], run: Run, environment: dict[str, str]) -> list[Ended]:
-    """Return the phases one after the other, and how each ended; stops where a needed one fails."""
+    """Run phases one after the other and return how each ended; stop where a needed one fails."""
     ended: list[Ended] = []
     try:
         for phase in todo:
@@ -303,6 +306,7 @@ def main(argv: Sequence[str]) -> int:
         what = f"{flags.out} has {there[0]} of an earlier run"
         print(f"error: {what}; take another folder with OUT=folder", file=sys.stderr)
         return 2
+    # Ended by SIGTERM, the run still stops its processes, as after Ctrl-C.
     signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))
     run = Run(flags.out.resolve(), lambda text: print(text, flush=True))
     run.say(versions())

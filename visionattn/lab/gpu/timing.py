@@ -106,7 +106,7 @@ def measure_ceilings(
     seconds: float = 0.5,
     rounds: int = 5,
 ) -> Ceilings:
-    """Return the rates of this GPU, in one interleaved run."""
+    """Measure the rates of this GPU, in one interleaved run."""
     options = dict(device=gpu.device, dtype=torch.bfloat16)
     source = torch.randn(copy_bytes // 2, generator=generator, **options)
     target = torch.empty_like(source)

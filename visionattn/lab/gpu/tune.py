@@ -173,7 +173,7 @@ def all_keys(table: Table, capability: str) -> list[Key]:
 
 
 def name_of(key: Key) -> str:
-    """Return what ``--only`` looks at."""
+    """Return the text that ``--only`` looks at."""
     return "{} d = {} e = {} {} bits".format(*key)
 
 
@@ -319,6 +319,7 @@ class Workload:
                 self.case.dtype,
             ):
                 return None
+            # The check has launched, too: only what follows is timed.
             launches.clear()
             for tensors in self.sets:
                 call_of(self.function, tensors, self.case.backward)()
@@ -345,8 +346,8 @@ class Workload:
 def tune_row(
     work: Workload, table: Table, capability: str, key: Key
 ) -> tuple[Row, Row, list[float], int]:
-    """Return the row as it is and as it is best, the seconds of a launch with either, and how many
-    rows were tried.
+    """Tune a row: return it as it is and as it is best, the seconds of a launch with either, and
+    how many rows were tried.
     """
     held = dict(zip(HELD, key[1:], strict=True))
     old = next(row for row in rows_of(table, capability, key[0]) if row.items() >= held.items())
@@ -415,6 +416,7 @@ def run_tune(
     keys = all_keys(table, capability)
     left = {keys[i] for i in choose_rows(only, [name_of(key) for key in keys])}
     show(heading(COLUMNS))
+    # An operation launches several rows: its inputs are made once for all that are asked of it.
     for case, value_width in workloads(table, capability, operations):
         if not left or budget.over:
             break

@@ -163,7 +163,7 @@ def lift_limit(job: Job) -> None:
 
 
 def measure_told(job: dict[str, Any]) -> dict[str, Any]:
-    """Return the bytes of a job, both as plain values, in this process."""
+    """Measure the bytes of a job, both as plain values, in this process."""
     told = Job(**job | {"case": Case(**job["case"])})
     if told.threads:
         torch.set_num_threads(told.threads)

@@ -39,7 +39,7 @@ LARGEST_COLUMNS += ("too large px", "status")
 
 @dataclass(frozen=True)
 class Row:
-    """What came of a case."""
+    """The result of a case."""
 
     case: Case
     tokens: int
@@ -66,8 +66,8 @@ class Largest:
 
 
 def growth(rows: Sequence[Row], fit_from_px: int) -> float | None:
-    """Exponent p of ``above_bytes ~ tokens ** p``: slope of the least-squares line through the
-    logarithms.
+    """Return the exponent p of ``above_bytes ~ tokens ** p``: the slope of the least-squares line
+    through the logarithms.
 
     Args:
         rows: of one series.
@@ -132,7 +132,7 @@ def cells_of(row: Row, exponent: float | None) -> list[str | int | None]:
 
 
 def columns_on(device: str) -> list[int]:
-    """Indices of ``COLUMNS`` that say something on this device: a CPU reserves nothing."""
+    """Return the indices of the ``COLUMNS`` that this device has: a CPU reserves nothing."""
     return [i for i, name in enumerate(COLUMNS) if name != "reserved" or device != "cpu"]
 
 

@@ -129,6 +129,7 @@ class Profile:
             self.sweep()
         for text in self.footer():
             self.show(text)
+        # Everything is written by now; failures and a lacking snapshot decide the exit code.
         failed = [row for row in self.rows if row.status.startswith("failed")]
         if failed:
             raise Failed(
@@ -169,7 +170,7 @@ class Profile:
             self.save(records, {})
 
     def measure(self, case: Case, tokens: int) -> Row:
-        """Return the row of a case, in a fresh process."""
+        """Measure the row of a case, in a fresh process."""
         snapshot = self.files.get("snapshot")
         job = Job(
             case,
@@ -215,9 +216,7 @@ class Profile:
         png(path, charts, title="Peak memory of models", notes=notes)
 
     def footer(self) -> list[str]:
-        """Return what stands under the table: where a growth is missing why, the settings, the
-        command.
-        """
+        """Return the lines under the table: why a growth is missing, the settings, the command."""
         found = {} if self.config.largest else growths(self.rows, self.config.fit_from)
         said = (
             f"growth -: fewer than two sizes from {self.config.fit_from} px (--fit-from) were "

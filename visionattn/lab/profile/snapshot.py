@@ -81,6 +81,7 @@ def record(work, before: Sequence[Tensor] = ()) -> Record:
                 "size": storage.nbytes(),
                 "frames": [],
             }
+    # Each allocation is a segment of its own, which the free at its address ends.
     for event in sorted(allocations(profiler), key=lambda event: event.start_time_ns):
         fields, time_us = event.extra_fields, event.start_time_ns // 1000
         entry = {

@@ -111,6 +111,7 @@ def add(found: dict[tuple, Gallery], run: Run, count: int) -> None:
     flags += ["--data.download", "false"] if run.setting("data", "download") else []
     validation = Validation(parse_validate(flags))
     images, labels = draw(validation, count)
+    # Runs share a gallery where split, names, labels and every byte of the images agree.
     key = (
         validation.split,
         validation.spec.class_names,

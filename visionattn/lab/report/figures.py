@@ -28,6 +28,7 @@ def curves_of(runs: Sequence[Run]) -> Figure:
     """Draw up charts of loss, accuracy, learning rate, speed and waiting of runs over their epochs;
     over steps where none finished one.
     """
+    # A run that has not finished an epoch has no place on an axis of epochs.
     by_epoch = all(run.epochs or not run.steps for run in runs)
     x_name = "epoch" if by_epoch else "optimiser step"
 

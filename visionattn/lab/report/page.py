@@ -129,6 +129,7 @@ def measured(found: Rows) -> Measured:
         ),
         "largest": lambda: ([], tables.largest(rows)),
     }[found.kind]()
+    # A file of the usual name says nothing: its folder names it.
     name = path.absolute().parent.name if path.name in (ROWS, FILES["csv"]) else path.stem
     about, sources = origin.shared(found.kind, rows), origin.sources(found.kind, rows)
     trainings = len(trainings_in(path.parent)) if found.kind == "sweep" else 0

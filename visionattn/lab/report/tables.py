@@ -51,7 +51,7 @@ class Table:
 
 
 def results(runs: Sequence[Run]) -> Table:
-    """Return what came of each run; the best accuracy of several is strong."""
+    """Return the results of each run; the best accuracy of several is strong."""
     tested = [number(run.result.get("test_accuracy")) for run in runs]
     validated = [number(run.result.get("validation_accuracy")) for run in runs]
     columns = [

@@ -90,6 +90,7 @@ def train_cells(
                     cell = waiting.popleft()
                     say(f"{cell.name}: starts ({len(cells) - len(waiting)} of {len(cells)})")
                     running[cell] = start(plan, cell, folder, command)
+                # Each training is asked once; a second Ctrl-C raises KeyboardInterrupt.
                 if interruption.requested and not asked:
                     asked = True
                     say(f"stopping {len(running)} trainings; a second Ctrl-C kills them")
@@ -103,6 +104,7 @@ def train_cells(
                         say(f"{cell.name}: {describe(ending)}")
                 time.sleep(POLL_SECONDS)
         finally:
+            # Only an error or a second Ctrl-C leaves processes here.
             for attempt in running.values():
                 os.killpg(attempt.process.pid, signal.SIGKILL)
                 attempt.process.wait()
@@ -167,6 +169,8 @@ def end(cell: Cell, folder: SweepFolder, attempt: Attempt) -> Ending:
     )
     said = read_status(run)
     result = said.get("result")
+    # The exit code alone does not decide: a result has to be there, and the system may have ended
+    # the process for memory.
     if status == "finished" and result is None:
         status, reason = "failed", f"the training ended without a result; see {log}"
     elif ended_for_memory(exit_code, attempt.kills):
@@ -176,6 +180,7 @@ def end(cell: Cell, folder: SweepFolder, attempt: Attempt) -> Ending:
     elif status != "finished":
         reason = words.removeprefix(ERROR) or f"ended with exit code {exit_code}"
         status = "failed" if status == "nan" and not words.startswith(ERROR) else status
+    # Times and attempts add up over the calls of a sweep.
     seconds, attempts = (
         seconds + (before.seconds if before else 0),
         1 + (before.attempts if before else 0),

@@ -158,7 +158,7 @@ def make_plan(config: SweepConfig, base: TrainConfig) -> Plan:
 
 
 def make_grid(config: SweepConfig, own: str | None, model_name: str, sizes: list[int]) -> Grid:
-    """Return the grid of the options; attentions without forms have one network for all forms."""
+    """Make the grid of the options; attentions without forms have one network for all forms."""
     if own is None and (config.attention or config.form or config.train_form):
         raise ValueError(
             f"--attention, --form and --train_form are for visionattn's models, not for "

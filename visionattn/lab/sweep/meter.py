@@ -23,7 +23,7 @@ Work = Callable[[], None]
 
 
 def make_work(told: dict[str, Any], network: dict[str, Any], batch: int) -> Work:
-    """Return one inference or one training step, with weights and a batch of images in memory.
+    """Make one inference or one training step, with weights and a batch of images in memory.
 
     A training step is the configured one without loading and averaging of weights: forward, loss,
     backward, clipping, update.
@@ -90,8 +90,8 @@ def measure_memory(told: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure_time(told: dict[str, Any]) -> dict[str, Any]:
-    """Return seconds of a pass of each network in turns, by name, round by round; None for one that
-    does not fit.
+    """Measure the seconds of a pass of each network in turns, by name, round by round; None for one
+    that does not fit.
     """
     works, warm, seconds = {}, [], {}
     for network in told["networks"]:

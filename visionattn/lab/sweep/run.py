@@ -56,6 +56,7 @@ def sweep(argv: Sequence[str], say: Callable[[str], None], *, train: Sequence[st
         try:
             ended = work(config, plan, folder, provenance, say, train)
         finally:
+            # Also after an error: what was spent is part of what the table says.
             call = {key: provenance[key] for key in ("command", "date", "commit")}
             calls = folder.keep_call(
                 call | {"jobs": config.jobs, "seconds": round(time.monotonic() - begin, 1)}

@@ -218,6 +218,7 @@ def record_of(outcome: Outcome, network: Network, seed: int) -> dict[str, Any]:
         "status": ending.status if ending else None,
         "reason": ending.reason if ending else None,
     }
+    # What training found; empty where it has not finished.
     result = (ending.result if ending else None) or {}
     for key in (
         "best_epoch",
@@ -234,6 +235,7 @@ def record_of(outcome: Outcome, network: Network, seed: int) -> dict[str, Any]:
     }
     row |= {"train_commit": ending.provenance.get("commit") if ending else None}
     row |= {"parameters": facts.parameters, "flops": facts.flops}
+    # What was measured; empty where nothing was.
     conditions = known["conditions"] if known else {}
     for name in PASSES:
         entry = (known or {}).get(name) or {}
