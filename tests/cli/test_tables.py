@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import visionattn.lab.targets as targets
+from tests.helpers.tools import words
 from visionattn.cli.provenance import provenance_of
 from visionattn.cli.tables import csv_text, duration, json_text, markdown
 from visionattn.lab import target_table
@@ -78,12 +79,10 @@ def test_rows_as_cells_values_csv_and_json_say_the_same():
         None,
     )
     read = list(csv.DictReader(csv_text(records, provenance).splitlines()))
-    assert [line["status"] for line in read] == ["ok", "out of memory"] and read[1][
-        "seconds_median"
-    ] == ""
-    assert (
-        float(read[0]["seconds_high"]) == 0.004 and read[0]["device"] == read[1]["device"] == "cpu"
-    )
+    assert [line["status"] for line in read] == ["ok", "out of memory"]
+    assert read[1]["seconds_median"] == ""
+    assert float(read[0]["seconds_high"]) == 0.004
+    assert read[0]["device"] == read[1]["device"] == "cpu"
     assert json.loads(json_text(records, provenance)) == {"provenance": provenance, "rows": records}
 
 
@@ -193,12 +192,8 @@ def test_whole_models_at_2048_pixels_take_three_rounds(monkeypatch):
 
     monkeypatch.setattr(targets, "measure_together", measure)
     list(measure_targets(target_table.choose("px|N = 16384"), Plan(rounds=5, max_rounds=30)))
-    assert rounds["model", 2048] == (3, 5, True, False) and rounds["model", 1024] == (
-        5,
-        5,
-        True,
-        False,
-    )
+    assert rounds["model", 2048] == (3, 5, True, False)
+    assert rounds["model", 1024] == (5, 5, True, False)
     assert rounds["operation", 16384] == (5, 30, True, False)
     list(measure_targets(target_table.choose("2048 px"), Plan(rounds=7, max_rounds=30), few=False))
     assert rounds["model", 2048] == (7, 30, True, False)
@@ -298,9 +293,8 @@ def test_the_picture_of_sizes_says_how_many_times_as_fast_as_timm_at_the_largest
         "scaleformer_vit_s, 12 heads: 4 × timm",
     ]
     assert list(speed.series[2].y) == [0.5, 0.5] and list(memory.series[0].y) == [512, 1024]
-    assert (
-        memory.from_zero and size_table(records)[1]["scaleformer_vit_s+heads=12 images/s"] == "0.5"
-    )
+    assert memory.from_zero
+    assert size_table(records)[1]["scaleformer_vit_s+heads=12 images/s"] == "0.5"
 
 
 def test_plots_are_written_and_hold_the_slopes(tmp_path):
@@ -335,12 +329,9 @@ def test_every_linear_form_is_asked_how_its_memory_for_the_backward_pass_grows()
         for base in ("taylorshift", "kernelized")
         for kind in ("joint", "axial", "flat")
     }
-    assert named >= positions | {
-        "kernelized+causal+flat",
-        "kernelized+softmax",
-        "kernelized+favor",
-        "kernelized+relu",
-    }
+    assert named >= positions | set(
+        words("kernelized+causal+flat kernelized+softmax kernelized+favor kernelized+relu")
+    )
 
 
 def test_the_chosen_form_is_drawn_beside_the_efficient_one_at_every_length():

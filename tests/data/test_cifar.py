@@ -78,11 +78,8 @@ def test_validation_is_held_out_of_train_and_test_is_that_of_cifar(root):
     images, labels = all_of(splits.test, config)
     np.testing.assert_array_equal(images.permute(0, 2, 3, 1), CIFAR10(root, train=False).data)
     assert labels.tolist() == [0, 1, 2, 3, 0, 1]
-    assert (
-        splits.spec.class_names == tuple(CLASSES)
-        and splits.spec.in_chans == 3
-        and splits.spec.encoding is None
-    )
+    assert splits.spec.class_names == tuple(CLASSES) and splits.spec.in_chans == 3
+    assert splits.spec.encoding is None
 
 
 def test_the_held_out_images_depend_on_the_seed(root):

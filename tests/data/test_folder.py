@@ -255,9 +255,8 @@ def test_an_unreadable_image_stops_with_its_path_in_one_line(split_root, workers
     batches = train_batches(build_splits(config, 3), config, batch_size=4, seed=3)
     with pytest.raises(ValueError) as caught:
         list(batches.epoch(0))
-    assert str(caught.value).startswith(f"cannot read image {path}: ") and "\n" not in str(
-        caught.value
-    )
+    assert str(caught.value).startswith(f"cannot read image {path}: ")
+    assert "\n" not in str(caught.value)
     assert str(caught.value).endswith("; repair or delete it, or use on_error skip to leave it out")
 
 

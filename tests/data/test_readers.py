@@ -114,12 +114,7 @@ def shard_root(tmp_path):
                 ]
             write_tar(tmp_path / name, members)
             done += length
-        splits[split] = {
-            "name": split,
-            "num_samples": done,
-            "filenames": names,
-            "shard_lengths": lengths,
-        }
+        splits[split] = dict(name=split, num_samples=done, filenames=names, shard_lengths=lengths)
     (tmp_path / "_info.json").write_text(json.dumps({"splits": splits}))
     return tmp_path
 

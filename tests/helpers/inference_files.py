@@ -3,7 +3,6 @@ shortest code there is.
 """
 
 import csv
-import importlib.util
 from pathlib import Path
 
 import numpy as np
@@ -16,26 +15,11 @@ from visionattn.models.weights import DataSpec, save_model
 
 ROOT = Path(__file__).parents[2]
 MODEL = "scaleformer_vit_t"
-ARGS = {
-    "patch_size": 8,
-    "embed_dim": 24,
-    "depth": 2,
-    "num_heads": 3,
-    "horizon": 1,
-    "global_pool": "avg",
-}
+ARGS = dict(patch_size=8, embed_dim=24, depth=2, num_heads=3, horizon=1, global_pool="avg")
 COLOUR = DataSpec(
     3, 4, ("ash", "birch", "cedar", "elm"), (0.4, 0.5, 0.6), (0.2, 0.25, 0.3), None, 16
 )
 GREY = DataSpec(1, 3, (), (0.3,), (0.2,), None, 24)
-
-
-def load_tool(name: str):
-    """``main`` of a tool."""
-    spec = importlib.util.spec_from_file_location(f"tool_{name}", ROOT / "tools" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.main
 
 
 def flags(*more: str, output: str | None = "out") -> list[str]:
@@ -110,12 +94,3 @@ def feature_of(folder: Path, row: dict[str, str]) -> np.ndarray:
     """The feature that a row of the index points to."""
     tensor = load_file(folder / row["shard"])[row["key"]]
     return (tensor[int(row["row"])] if row["row"] else tensor).numpy()
-
-
-def written(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder."""
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file()
-    }

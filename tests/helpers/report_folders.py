@@ -23,13 +23,9 @@ CONFIG = {
     "batch_size": 32,
     "seed": 0,
 }
-RESULT = {
-    "best_epoch": 2,
-    "validation_accuracy": 0.625,
-    "test_accuracy": 0.5625,
-    "test_loss": 1.25,
-    "test_images": 359,
-}
+RESULT = dict(
+    best_epoch=2, validation_accuracy=0.625, test_accuracy=0.5625, test_loss=1.25, test_images=359
+)
 RESULT |= {"train_seconds": 7260.0, "images_per_second": 1234.5}
 
 
@@ -37,21 +33,13 @@ def lines_of(epochs, steps=4):
     """Lines of metrics: a line per step, accuracies 0.5, 0.625, 0.625 and so on."""
     for epoch in range(1, epochs + 1):
         for step in range((epoch - 1) * steps + 1, epoch * steps + 1):
-            line = {
-                "kind": "train",
-                "step": step,
-                "epoch": epoch,
-                "loss": 2 / step,
-                "images_per_second": 900.0 + step,
-            }
+            line = dict(
+                kind="train", step=step, epoch=epoch, loss=2 / step, images_per_second=900.0 + step
+            )
             yield line | {"wait_share": 0.05, "lr": 1e-3 / step, "grad_norm": 1.0, "skipped": 0}
-        line = {
-            "kind": "epoch",
-            "epoch": epoch,
-            "step": epoch * steps,
-            "train_loss": 1.0,
-            "val_loss": 2.0 - epoch / 8,
-        }
+        line = dict(
+            kind="epoch", epoch=epoch, step=epoch * steps, train_loss=1.0, val_loss=2.0 - epoch / 8
+        )
         yield line | {"val_accuracy": min(0.5 + (epoch - 1) / 8, 0.625), "seconds": 10.0}
 
 
@@ -81,13 +69,7 @@ def write_run(
     )
     if status:
         about = {"device": "a machine", "torch": "2.99", "visionattn": "0.1.0", "commit": "c0ffee"}
-        told = {
-            "status": status,
-            "reason": reason,
-            "exit_code": 0,
-            "provenance": about,
-            "result": result,
-        }
+        told = dict(status=status, reason=reason, exit_code=0, provenance=about, result=result)
         (folder / "status.json").write_text(json.dumps(told))
     if always is not None:
         write_weights(folder, always, spec)
@@ -131,19 +113,12 @@ def sweep_rows():
                     "form": form,
                     "img_size": 32,
                 }
-                row |= {
-                    "tokens": 1024,
-                    "seed": seed,
-                    "status": "finished",
-                    "reason": "",
-                    "test_accuracy": accuracy,
-                }
-                row |= {
-                    "parameters": 123_456,
-                    "flops": 2.5e9,
-                    "inference_status": "ok",
-                    "training_status": "ok",
-                }
+                row |= dict(
+                    tokens=1024, seed=seed, status="finished", reason="", test_accuracy=accuracy
+                )
+                row |= dict(
+                    parameters=123_456, flops=2.5e9, inference_status="ok", training_status="ok"
+                )
                 row |= {
                     "inference_images_per_second": speed * heads,
                     "inference_peak_bytes": heads * 2**20,
@@ -160,11 +135,7 @@ def sweep_rows():
                 rows.append(row)
     rows[3] |= {"status": "nan", "reason": "the loss was not finite", "test_accuracy": ""}
     for row in rows[2:4]:
-        row |= {
-            "training_status": "oom",
-            "training_images_per_second": "",
-            "training_peak_bytes": "",
-        }
+        row |= dict(training_status="oom", training_images_per_second="", training_peak_bytes="")
     return rows
 
 
@@ -195,12 +166,7 @@ def memory_rows():
                 "status": "ok",
             }
             rows.append(row)
-    rows[3] |= {
-        "peak_bytes": "",
-        "above_bytes": "",
-        "parameters_bytes": "",
-        "status": "out of memory",
-    }
+    rows[3] |= dict(peak_bytes="", above_bytes="", parameters_bytes="", status="out of memory")
     return rows
 
 

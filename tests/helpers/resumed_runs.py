@@ -79,16 +79,12 @@ def assert_same_end(left: Path, right: Path) -> None:
         states = [state_of(folder, name) | {"config": None} for folder in (left, right)]
         same(*states)
     same(best_of(left), best_of(right))
-    assert timeless(lines(left)) == timeless(lines(right)) and timeless(rows(left)) == timeless(
-        rows(right)
-    )
+    assert timeless(lines(left)) == timeless(lines(right))
+    assert timeless(rows(left)) == timeless(rows(right))
     ends = [status_of(folder) for folder in (left, right)]
     same(ends[0]["result"], ends[1]["result"])
-    assert (
-        not list(right.glob("*.tmp"))
-        and ends[1]["status"] == "finished"
-        and ends[1]["exit_code"] == 0
-    )
+    assert not list(right.glob("*.tmp")) and ends[1]["status"] == "finished"
+    assert ends[1]["exit_code"] == 0
 
 
 def start(config: TrainConfig, prepare=lambda: None):

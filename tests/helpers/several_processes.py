@@ -93,11 +93,9 @@ def _run(rank: int, size: int, port: int, work: Callable[[int], Any], folder: Pa
         os.dup2(file, number)
     sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w", buffering=1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
-    os.environ |= {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
+    os.environ |= dict(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True"
+    )
     torch.set_num_threads(1)
     code = work(rank)
     sys.stdout.flush()

@@ -19,12 +19,11 @@ from tests.helpers import inference_files
 from tests.helpers.inference_files import (
     direct,
     feature_of,
-    load_tool,
     read_index,
     write_folder,
     write_weights,
-    written,
 )
+from tests.helpers.tools import load_tool, written
 from visionattn.cli.progress import Progress
 
 extract = load_tool("extract_features")
@@ -60,9 +59,8 @@ def test_pooled_features_are_those_of_a_direct_forward_in_the_order_of_the_paths
     assert [row["shard"][9:14] for row in rows] == ["00000"] * 3 + ["00001"] * 3 + ["00002"]
     assert [row["row"] for row in rows] == list("0120120")
     printed = capsys.readouterr()
-    assert (
-        printed.err == "" and printed.out.splitlines()[0] == "scaleformer_vit_t of best.safetensors"
-    )
+    assert printed.err == ""
+    assert printed.out.splitlines()[0] == "scaleformer_vit_t of best.safetensors"
     assert "7 images in" in printed.out and "3 files of features and out/index.csv" in printed.out
 
 
@@ -75,10 +73,8 @@ def test_maps_have_the_shape_of_the_image_and_its_orientation(case):
     wanted = direct(folder / "best.safetensors", pixels[2])[1]
     assert np.abs(feature_of(folder / "out", rows[2]) - wanted).max() < 1e-5
     distance = corner_distance(folder, flags("--dense", "--images", "corner", output="corner_out"))
-    assert distance.shape == (5, 3) and np.unravel_index(distance.argmax(), distance.shape) == (
-        0,
-        2,
-    )
+    assert distance.shape == (5, 3)
+    assert np.unravel_index(distance.argmax(), distance.shape) == (0, 2)
 
 
 def corner_distance(folder: Path, command: list[str]) -> np.ndarray:
@@ -123,10 +119,8 @@ def test_a_model_without_maps_is_refused_for_maps_alone(case, capsys, monkeypatc
 
 def test_half_precision_in_files_is_that_of_the_numbers(case):
     folder, _ = case
-    assert (
-        extract(flags("--dense")) == 0
-        and extract(flags("--dense", "--dtype", "float16", output="half")) == 0
-    )
+    assert extract(flags("--dense")) == 0
+    assert extract(flags("--dense", "--dtype", "float16", output="half")) == 0
     for full, half in zip(read_index(folder / "out"), read_index(folder / "half"), strict=True):
         assert feature_of(folder / "half", half).dtype == np.float16
         assert (
@@ -151,10 +145,8 @@ def test_images_that_cannot_be_read_are_rows_with_the_reason_and_the_run_goes_on
     assert extract(flags("--batch_size", "4")) == 0
     rows = read_index(folder / "out")
     assert [row["status"] for row in rows] == ["ok"] * 3 + ["unreadable"] + ["ok"] * 3
-    assert (
-        "truncated" in rows[3]["reason"]
-        and rows[3]["shard"] == rows[3]["key"] == rows[3]["row"] == ""
-    )
+    assert "truncated" in rows[3]["reason"]
+    assert rows[3]["shard"] == rows[3]["key"] == rows[3]["row"] == ""
     assert rows[5]["path"] == "images/5\udcff.png" and Path(rows[5]["path"]).is_file()
     printed = capsys.readouterr().out
     assert "1 without features:\n  images/3.png: " in printed
@@ -165,9 +157,8 @@ def test_images_that_cannot_be_read_are_rows_with_the_reason_and_the_run_goes_on
     assert printed.err.startswith(
         "error: none of the 7 images gives features; the first: images/0.png: cannot identify"
     )
-    assert printed.err.count("\n") == 1 and {
-        row["status"] for row in read_index(folder / "none")
-    } == {"unreadable"}
+    assert printed.err.count("\n") == 1
+    assert {row["status"] for row in read_index(folder / "none")} == {"unreadable"}
 
 
 def test_too_little_memory_for_every_image_is_an_exit_code_of_its_own(case, capsys, monkeypatch):

@@ -12,7 +12,8 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics.pairwise import cosine_similarity
 
 from tests.helpers import inference_files
-from tests.helpers.inference_files import feature_of, load_tool, read_index, write_weights
+from tests.helpers.inference_files import feature_of, read_index, write_weights
+from tests.helpers.tools import load_tool, words
 from visionattn.inference.listing import Digits
 from visionattn.inference.probe import Division, divide_digits, divide_folder, fit_probes
 
@@ -81,10 +82,8 @@ def test_class_folders_alone_hold_a_share_out_and_a_test_split_comes_before_the_
     assert extract(flags("--val_fraction", "0.3", "--seed", "1")) == 0  # which divides them anew
     first, other = (divide_folder("images", val_fraction=0.3, seed=seed) for seed in (0, 1))
     assert first.judged != other.judged and not set(first.judged) & set(first.fitted)
-    assert (
-        first.judged | first.fitted == other.judged | other.fitted
-        and len(first.judged | first.fitted) == 30
-    )
+    assert first.judged | first.fitted == other.judged | other.fitted
+    assert len(first.judged | first.fitted) == 30
     for split, seed in (("train", 1), ("val", 2), ("test", 3)):
         write_classes(folder / "three" / split, 6, seed=seed)
     assert extract(flags("--images", "three/", "--output", "three_out")) == 0
@@ -114,14 +113,10 @@ def test_digits_are_fitted_on_those_of_training_and_judged_on_the_test_digits(fo
         for flag in flags("--data", "digits", "--img_size", "8")
         if flag not in ("--images", "images")
     ]
-    grey = [
-        "--checkpoint",
-        "null",
-        "--model",
-        "scaleformer_vit_t",
-        "--args",
+    grey = words(
+        "--checkpoint null --model scaleformer_vit_t --args {}",
         "{patch_size: 8, embed_dim: 48, depth: 1}",
-    ]
+    )
     assert extract([*command, *grey, "--batch_size", "200"]) == 0
     linear, _, knn, *sizes = figures(capsys.readouterr().out)
     assert sizes == [359, "test", 1295, 10] and linear > 80 and knn > 80

@@ -69,9 +69,8 @@ def test_a_digest_tells_other_images_and_files_of_another_size(tmp_path):
 
 def test_digits_are_those_of_training_pixel_by_pixel():
     digits, parts = Digits(0.2, 3), digit_splits(0.2, 3)
-    assert len(digits) == 1797 and digits.labels.tolist() == [
-        x for part in parts.values() for x in part.labels
-    ]
+    assert len(digits) == 1797
+    assert digits.labels.tolist() == [x for part in parts.values() for x in part.labels]
     number = len(parts["train"].labels) + len(parts["validation"].labels) + 5
     assert digits.name(number) == "digits/test/5"
     with digits.open(number) as file:
@@ -166,18 +165,13 @@ def test_files_become_grey_or_coloured_as_the_model_has_it(tmp_path):
     listing, native = find_images([str(tmp_path)]), Sizing(None, (8, 8))
     images = ReadImages(listing, COLOUR, native)
     assert (images[0].pixels.numpy() == colour.transpose(2, 0, 1)).all()
-    assert (images[1].pixels.numpy() == colour[None, ..., 0]).all() and images[1].pixels.shape == (
-        3,
-        16,
-        24,
-    )
+    assert (images[1].pixels.numpy() == colour[None, ..., 0]).all()
+    assert images[1].pixels.shape == (3, 16, 24)
     luma = colour @ np.array([0.299, 0.587, 0.114])
     for spec in (GREY, ONE_HOT):
         images = ReadImages(listing, spec, native)
-        assert (
-            images[0].pixels.shape == (1, 16, 24)
-            and np.abs(images[0].pixels[0].numpy() - luma).max() <= 1
-        )
+        assert images[0].pixels.shape == (1, 16, 24)
+        assert np.abs(images[0].pixels[0].numpy() - luma).max() <= 1
         assert (images[1].pixels[0].numpy() == colour[..., 0]).all()
     with pytest.raises(ValueError, match="the model takes 4 channels"):
         ReadImages(listing, DataSpec(4, 2, (), (0.5,) * 4, (0.5,) * 4, None, 16), native)
@@ -194,19 +188,13 @@ def test_what_cannot_be_read_is_a_sample_with_a_reason_in_one_line(tmp_path):
     )
     for number, part in enumerate(("truncated", "cannot identify", "No such file", "")):
         sample = images[number]
-        assert (
-            sample.pixels is None
-            and sample.reason
-            and part in sample.reason
-            and "\n" not in sample.reason
-        )
+        assert sample.pixels is None and sample.reason and part in sample.reason
+        assert "\n" not in sample.reason
     cropped = ReadImages(
         ListedFiles([str(tmp_path / "thin.png")]), COLOUR, Sizing(None, (8, 8), "crop")
     )[0]
-    assert "60000 x 1 pixels is smaller" in cropped.reason and (cropped.height, cropped.width) == (
-        60000,
-        1,
-    )
+    assert "60000 x 1 pixels is smaller" in cropped.reason
+    assert (cropped.height, cropped.width) == (60000, 1)
 
 
 def sample_of(shape: tuple[int, int] | None) -> Sample:

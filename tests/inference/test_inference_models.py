@@ -50,10 +50,8 @@ def test_weights_of_ours_bring_model_classes_and_size(tmp_path):
         (8, 8),
     )
     assert found.notes == (f"{MODEL} of {path}",) and not found.model.training
-    assert (
-        opened(checkpoint=path, img_size=40).img_size == 40
-        and opened(checkpoint=path, img_size="native").img_size is None
-    )
+    assert opened(checkpoint=path, img_size=40).img_size == 40
+    assert opened(checkpoint=path, img_size="native").img_size is None
 
 
 def test_a_name_alone_gives_random_weights_that_the_seed_decides_and_says_so():
@@ -138,10 +136,8 @@ def test_a_model_built_for_one_size_takes_others(tmp_path):
 
 def test_one_hot_models_are_told_by_their_channels():
     found = opened(model="scaleformer_vit_pixel")
-    assert found.spec == DataSpec(256, 10, (), (), (), "grey_one_hot", 32) and found.patch_px == (
-        1,
-        1,
-    )
+    assert found.spec == DataSpec(256, 10, (), (), (), "grey_one_hot", 32)
+    assert found.patch_px == (1, 1)
 
 
 BAD = [
@@ -207,11 +203,9 @@ def test_predictions_of_weights_that_nothing_gave_are_refused(tmp_path):
     for options, part in (
         ({"args": ARGS, "model": MODEL}, "predictions need weights"),
         (
-            {
-                "args": SOFTMAX_ARGS,
-                "model": SOFTMAX,
-                "checkpoint": str(tmp_path / "headless.safetensors"),
-            },
+            dict(
+                args=SOFTMAX_ARGS, model=SOFTMAX, checkpoint=str(tmp_path / "headless.safetensors")
+            ),
             "has no weights for",
         ),
     ):
@@ -244,9 +238,8 @@ def test_each_image_gets_the_output_of_its_own_pixels(two_shapes, batch_size):
             for batch in run_images(model, images, compute, batch_size=batch_size, workers=0)
             for x in batch
         ]
-        assert [x.path for x in outcomes] == images.listing.paths and {
-            x.status for x in outcomes
-        } == {"ok"}
+        assert [x.path for x in outcomes] == images.listing.paths
+        assert {x.status for x in outcomes} == {"ok"}
         for outcome, image in zip(outcomes, pixels, strict=True):
             assert (
                 (outcome.height, outcome.width)
@@ -254,10 +247,8 @@ def test_each_image_gets_the_output_of_its_own_pixels(two_shapes, batch_size):
                 == image.shape[:2]
             )
             wanted = direct(weights, image)[place]
-            assert (
-                outcome.value.shape == wanted.shape
-                and np.abs(outcome.value.numpy() - wanted).max() < 1e-5
-            )
+            assert outcome.value.shape == wanted.shape
+            assert np.abs(outcome.value.numpy() - wanted).max() < 1e-5
 
 
 def test_too_little_memory_for_a_batch_halves_it_and_for_an_image_is_its_status(two_shapes):
@@ -275,10 +266,8 @@ def test_too_little_memory_for_a_batch_halves_it_and_for_an_image_is_its_status(
     ]
     assert [x.status for x in outcomes] == ["ok", "ok", "ok", "oom", "ok"]
     assert tried[:5] == [(3, 3, 16), (1, 3, 16), (2, 3, 16), (1, 3, 16), (1, 3, 16)]
-    assert (
-        outcomes[3].reason == "out of memory with one image of 40 x 8 pixels"
-        and outcomes[3].value is None
-    )
+    assert outcomes[3].reason == "out of memory with one image of 40 x 8 pixels"
+    assert outcomes[3].value is None
     for number in (0, 1, 2, 4):
         assert (
             np.abs(outcomes[number].value.numpy() - direct(weights, pixels[number])[0]).max() < 1e-5

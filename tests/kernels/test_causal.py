@@ -15,6 +15,7 @@ from tests.helpers.kernel_checks import (
     poisoned_memory,
     relative_error,
 )
+from tests.helpers.tools import words
 from visionattn.ops import reference
 
 pytest.importorskip("triton", reason="GPU kernels need Triton")
@@ -26,12 +27,11 @@ from visionattn.ops.kernelized.kernels import causal as kernelized_causal  # noq
 from visionattn.ops.kernelized.kernels import causal_states  # noqa: E402
 
 poisoned = pytest.fixture(autouse=True)(poisoned_memory)
-KERNELS = (
-    "_kernelized_state",
-    "_sums_of_parts",
-    "_causal_means",
-    "_causal_queries_backward",
-    "_causal_keys_backward",
+KERNELS = tuple(
+    words(
+        "_kernelized_state _sums_of_parts _causal_means _causal_queries_backward "
+        "_causal_keys_backward"
+    )
 )
 
 

@@ -4,6 +4,8 @@ three generations of GPUs.
 
 import pytest
 
+from tests.helpers.tools import words
+
 pytest.importorskip("triton", reason="GPU kernels need Triton")
 
 import torch
@@ -20,12 +22,11 @@ from tests.helpers.kernel_checks import (
 from tests.helpers.oracles import draw
 from visionattn.ops import reference
 
-KERNELS = (
-    "_kernelized_state",
-    "_sums_of_parts",
-    "_kernelized_means",
-    "_kernelized_queries_backward",
-    "_kernelized_keys_backward",
+KERNELS = tuple(
+    words(
+        "_kernelized_state _sums_of_parts _kernelized_means _kernelized_queries_backward "
+        "_kernelized_keys_backward"
+    )
 )
 WITHOUT_PRODUCTS = ("_sums_of_parts",)
 poisoned = pytest.fixture(autouse=True)(poisoned_memory)

@@ -58,11 +58,8 @@ WITHOUT_PRODUCTS = (
 
 @pytest.mark.parametrize(("kernel", "row"), ROWS)
 def test_rows_hold_what_a_gpu_can_run(kernel, row):
-    assert (
-        row["bits"] in (16, 32)
-        and row["num_warps"] in (1, 2, 4, 8, 16)
-        and 1 <= row.get("num_stages", 1) <= 4
-    )
+    assert row["bits"] in (16, 32) and row["num_warps"] in (1, 2, 4, 8, 16)
+    assert 1 <= row.get("num_stages", 1) <= 4
     blocks = {name: size for name, size in row.items() if name.startswith("BLOCK")}
     assert all(size & (size - 1) == 0 for size in blocks.values()), (
         f"{kernel}: {blocks} are no powers of two"

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.helpers.kernel_checks import assert_within_budget, every_place, guarded, poisoned_memory
+from tests.helpers.tools import words
 from visionattn.ops import reference
 
 pytest.importorskip("triton", reason="GPU kernels need Triton")
@@ -16,11 +17,11 @@ from visionattn.ops.taylorshift.kernels import (
 
 poisoned = pytest.fixture(autouse=True)(poisoned_memory)
 COEFFICIENTS = (0.7, 1.1, 0.9)
-KERNELS = (
-    "_taylor_direct_means",
-    "_taylor_direct_terms",
-    "_taylor_direct_queries_backward",
-    "_taylor_direct_keys_backward",
+KERNELS = tuple(
+    words(
+        "_taylor_direct_means _taylor_direct_terms _taylor_direct_queries_backward "
+        "_taylor_direct_keys_backward"
+    )
 )
 
 

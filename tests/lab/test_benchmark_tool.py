@@ -1,7 +1,5 @@
 """``tools/benchmark.py`` as it is typed: what it prints and writes, and how it ends."""
 
-import csv
-import importlib.util
 import json
 from pathlib import Path
 
@@ -10,6 +8,7 @@ import torch
 
 import visionattn.lab.compare as compare
 import visionattn.lab.targets as targets
+from tests.helpers.tools import assert_one_error, load_tool, read_csv, words
 from visionattn.cli.files import read_lines
 from visionattn.cli.provenance import provenance_of
 from visionattn.lab import benchmark as run
@@ -19,28 +18,13 @@ from visionattn.lab.gpu.device import rehearsed
 from visionattn.lab.papers import FIGURES
 
 ROOT = Path(__file__).parents[2]
-SMALL = [
-    "operations",
-    "kernelized",
-    "sdpa",
-    "--tokens",
-    "45",
-    "77",
-    "--width",
-    "8",
-    "--heads",
-    "3",
-    "--no-memory",
-]
+SMALL = words("operations kernelized sdpa --tokens 45 77 --width 8 --heads 3 --no-memory")
 SMALL += ["--rounds", "2", "--seconds", "0"]
 
 
 @pytest.fixture(scope="module")
 def main():
-    spec = importlib.util.spec_from_file_location("tool_benchmark", ROOT / "tools" / "benchmark.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.main
+    return load_tool("benchmark")
 
 
 @pytest.fixture
@@ -49,23 +33,13 @@ def without_processes(monkeypatch):
     monkeypatch.setattr(compare, "case_peak_bytes", lambda case, device, warm: case.size << 14)
 
 
-def read_csv(path):
-    return list(csv.DictReader(path.read_text().splitlines()))
-
-
 def test_a_sweep_prints_the_rows_that_it_writes(main, tmp_path, capsys):
     files = [tmp_path / name for name in ("rows.csv", "rows.json", "rows.png")]
     assert (
         main(
             [
                 *SMALL,
-                "--backward",
-                "--csv",
-                str(files[0]),
-                "--json",
-                str(files[1]),
-                "--plot",
-                str(files[2]),
+                *words("--backward --csv {} --json {} --plot {}", files[0], files[1], files[2]),
             ]
         )
         == 0
@@ -80,9 +54,8 @@ def test_a_sweep_prints_the_rows_that_it_writes(main, tmp_path, capsys):
         ["| sdpa", "77"],
     ]
     content, read = json.loads(files[1].read_text()), read_csv(files[0])
-    assert len(read) == 4 and [row["case"] for row in content["rows"]] == [
-        row["case"] for row in read
-    ]
+    assert len(read) == 4
+    assert [row["case"] for row in content["rows"]] == [row["case"] for row in read]
     assert all(
         row["status"] == "ok" and row["baseline"] == "sdpa" and row["kept_bytes"] > 0
         for row in content["rows"]
@@ -95,17 +68,7 @@ def test_a_sweep_prints_the_rows_that_it_writes(main, tmp_path, capsys):
 
 def test_models_are_compared_with_twin_and_timm(main, capsys):
     names = ["scaleformer_vit_t", "scaleformer_vit_t+identity", "vit_tiny_patch16_224+eager"]
-    flags = [
-        "models",
-        *names,
-        "--img-size",
-        "32",
-        "--no-memory",
-        "--rounds",
-        "2",
-        "--seconds",
-        "0",
-    ]
+    flags = ["models", *names, *words("--img-size 32 --no-memory --rounds 2 --seconds 0")]
     assert main([*flags, "--baseline", "vit_tiny_patch16_224+eager"]) == 0
     lines = capsys.readouterr().out.splitlines()[4:]
     assert [line.split(" | ")[0] for line in lines] == [f"| {name}" for name in names]
@@ -134,27 +97,17 @@ def test_figures_are_drawn_and_their_rows_written(
     printed = capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"{figure}.csv", f"{figure}.png"]
     rows = read_csv(tmp_path / f"{figure}.csv")
-    assert len(rows) >= 4 and all(
-        row["status"] == "ok" and row["torch"] == torch.__version__ for row in rows
-    )
-    assert printed.count("\n| ") >= len(rows) and ("published" in printed) == (
-        figure in ("crossover", "taylorshift-heads")
-    )
+    assert len(rows) >= 4
+    assert all(row["status"] == "ok" and row["torch"] == torch.__version__ for row in rows)
+    assert printed.count("\n| ") >= len(rows)
+    assert ("published" in printed) == (figure in ("crossover", "taylorshift-heads"))
 
 
 def test_a_horizon_may_be_zero(main, tmp_path):
     kept = tmp_path / "rows.csv"
-    flags = [
-        "operations",
-        "relative",
-        "kernelized+joint",
-        "kernelized+flat",
-        "--tokens",
-        "245",
-        "--width",
-        "8",
-        "--no-memory",
-    ]
+    flags = words(
+        "operations relative kernelized+joint kernelized+flat --tokens 245 --width 8 --no-memory"
+    )
     assert (
         main([*flags, "--horizon", "0", "--rounds", "1", "--seconds", "0", "--csv", str(kept)]) == 0
     )
@@ -278,11 +231,8 @@ BAD_FLAGS = [
 def test_bad_input_ends_with_one_line_and_code_2(main, tmp_path, capsys, monkeypatch, flags, part):
     monkeypatch.chdir(tmp_path)
     assert main(flags) == 2
-    printed = capsys.readouterr()
-    assert (
-        printed.err.startswith("error: ") and part in printed.err and printed.err.count("\n") == 1
-    )
-    assert printed.out == "" and list(tmp_path.iterdir()) == []
+    assert_one_error(capsys, part)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("flag", ["gpu", "tune"])
@@ -327,11 +277,8 @@ def test_the_table_of_a_gpu_is_printed_and_written_and_broken_rows_end_with_code
     assert read_lines(tmp_path / "rows.jsonl") == [{"kind": "row", "what": "a"}]
     assert "cpu kernelized 3.0" in capsys.readouterr().out.splitlines()
     content = json.loads((tmp_path / "a.json").read_text())
-    assert (
-        content["provenance"]["seed"] == 7
-        and content["provenance"]["asked"] == "cuda"
-        and len(content["rows"]) == 2
-    )
+    assert content["provenance"]["seed"] == 7 and content["provenance"]["asked"] == "cuda"
+    assert len(content["rows"]) == 2
     assert [row["seed"] for row in read_csv(tmp_path / "a.csv")] == ["7", "7"]
     broken = 1
     assert main([*flags, "--json", str(tmp_path / "b.json")]) == 4
@@ -360,14 +307,11 @@ def test_files_that_exist_are_replaced_on_request_alone(main, tmp_path, capsys, 
         path = tmp_path / name
         path.write_text("mine")
         assert main([*SMALL, *flags, str(path)]) == 2
-        assert (
-            f"{path} exists; --overwrite replaces it" in capsys.readouterr().err
-            and path.read_text() == "mine"
-        )
+        assert f"{path} exists; --overwrite replaces it" in capsys.readouterr().err
+        assert path.read_text() == "mine"
     (tmp_path / "scaleformer-6.csv").write_text("mine")
     assert main(["papers", "scaleformer-6", "--quick", "--output", str(tmp_path)]) == 2
-    assert (tmp_path / "scaleformer-6.csv").read_text() == "mine" and not (
-        tmp_path / "scaleformer-6.png"
-    ).exists()
+    assert (tmp_path / "scaleformer-6.csv").read_text() == "mine"
+    assert not (tmp_path / "scaleformer-6.png").exists()
     assert main([*SMALL, "--csv", str(tmp_path / "rows.csv"), "--overwrite"]) == 0
     assert (tmp_path / "rows.csv").read_text().startswith("case,size,width")

@@ -24,13 +24,7 @@ from visionattn.ops import choice
 SECONDS = {
     "taylorshift": {
         "direct": {"multiply_adds": 2e-11, "elements": 3e-10, "values": 1e-9, "calls": 2e-4},
-        "efficient": {
-            "multiply_adds": 1e-11,
-            "elements": 5e-10,
-            "values": 2e-9,
-            "calls": 4e-4,
-            "rows": 5e-6,
-        },
+        "efficient": dict(multiply_adds=1e-11, elements=5e-10, values=2e-9, calls=4e-4, rows=5e-6),
     },
     "kernelized": {
         "direct": {"multiply_adds": 2e-11, "elements": 3e-10, "values": 1e-9, "calls": 2e-4},
@@ -120,13 +114,10 @@ def test_writing_replaces_one_device_with_provenance_and_keeps_the_others(tmp_pa
     content = json.loads(path.read_text())
     assert (content["about"], content["devices"]["cuda"]) == ("kept", "kept too")
     entry = content["devices"]["cpu"]
-    assert entry["seconds"]["float32"] == SECONDS and entry["results"]["float32"] == {
-        "kernelized": "well"
-    }
-    assert (
-        entry["provenance"]["torch"] == torch.__version__
-        and entry["provenance"]["threads"] == torch.get_num_threads()
-    )
+    assert entry["seconds"]["float32"] == SECONDS
+    assert entry["results"]["float32"] == {"kernelized": "well"}
+    assert entry["provenance"]["torch"] == torch.__version__
+    assert entry["provenance"]["threads"] == torch.get_num_threads()
     assert entry["provenance"]["cpu"] and entry["provenance"]["date"].count("-") == 2
 
 
@@ -181,9 +172,8 @@ def test_command_prints_and_writes_what_it_fitted(tmp_path, monkeypatch, capsys)
         ("float32", "float64"), set(choice.OPERATIONS)
     )
     printed = capsys.readouterr().out
-    assert printed.count("the faster form in") == 2 * len(choice.OPERATIONS) and printed.endswith(
-        f"wrote {path}\n"
-    )
+    assert printed.count("the faster form in") == 2 * len(choice.OPERATIONS)
+    assert printed.endswith(f"wrote {path}\n")
 
 
 def test_help_ends_with_a_command_that_works_as_pasted_and_writes_nothing(

@@ -226,9 +226,8 @@ def test_the_rows_are_the_figures_to_reach():
     cases = {figure.what: figure.case for figure in gpu_targets()}
     assert {case.precision for case in cases.values()} == {"bfloat16", "amp_bf16"}
     assert all(case.heads == 6 for case in cases.values())
-    assert (
-        cases["kernelized forward+backward"].backward and not cases["kernelized forward"].backward
-    )
+    assert cases["kernelized forward+backward"].backward
+    assert not cases["kernelized forward"].backward
     assert cases["direct TaylorShift forward"].form == "direct"
 
 
@@ -280,10 +279,8 @@ def test_a_result_is_shown_with_its_floor_and_whether_the_figure_is_reached():
     bad = GpuResult(figure, "wrong: error 1.0e-01 of out, allowed 4e-03", error=0.1)
     assert slow.reached == "no" and bad.reached == bad.status and bad.broken and not slow.broken
     assert bad.cells()[3:6] == [None, None, None] and bad.record()["seconds_median"] is None
-    assert (
-        GpuResult(figure, "out of memory").broken is False
-        and replace(good, values=()).reached == "not measured"
-    )
+    assert GpuResult(figure, "out of memory").broken is False
+    assert replace(good, values=()).reached == "not measured"
     image = next(target for target in gpu_targets() if target.kind == "image")
     large = GpuResult(image, values=(0.5, float("nan")))
     assert large.reached == "no" and large.record()["measured"] == [0.5, None]
@@ -326,9 +323,8 @@ def test_softmax_attention_is_checked_before_it_is_timed(monkeypatch):
 
 def test_a_crossing_lies_where_two_power_laws_meet():
     assert crossing(lambda n: n / 700, 64, 4096) == pytest.approx(700, rel=0.003)
-    assert crossing(lambda n: n / 50, 64, 4096) == 64 and crossing(
-        lambda n: n / 5000, 64, 4096
-    ) == float("inf")
+    assert crossing(lambda n: n / 50, 64, 4096) == 64
+    assert crossing(lambda n: n / 5000, 64, 4096) == float("inf")
     asked = []
     assert crossing(lambda n: asked.append(n) or (n / 900) ** 0.8, 64, 16_384) == pytest.approx(
         900, rel=0.005
@@ -384,11 +380,8 @@ def test_a_wrong_operation_has_no_time(monkeypatch):
 
     monkeypatch.setattr(ops, "kernelized_attention", call)
     result = measure_operation(small("kernelized forward"), bench(impl="triton"))
-    assert (
-        result.status == "wrong: error 1.0e-01 of out, allowed 1e-05"
-        and result.seconds is None
-        and result.sdpa is None
-    )
+    assert result.status == "wrong: error 1.0e-01 of out, allowed 1e-05" and result.seconds is None
+    assert result.sdpa is None
 
 
 def test_what_a_kernel_does_not_write_is_found_and_what_is_far_from_eager_is_noted(monkeypatch):
@@ -459,11 +452,8 @@ def test_rows_come_as_they_are_ready_and_none_is_begun_when_the_time_is_over(mon
         over,
         over,
     ]
-    assert (
-        broken == 1
-        and len(lines) == 1 + 3 + 1 + 1 + 1
-        and lines[0].startswith("| what | size | dtype | time | floor |")
-    )
+    assert broken == 1 and len(lines) == 1 + 3 + 1 + 1 + 1
+    assert lines[0].startswith("| what | size | dtype | time | floor |")
     assert lines[-1] == "\neager was faster in none of the 0 rows that were timed (1 in all)"
     provenance = {"device": "x"}
     assert len(list(csv.DictReader(csv_text(records, provenance).splitlines()))) == 4

@@ -136,20 +136,16 @@ def test_launches_within_compile_and_launch_nothing(tmp_path):
     with compiling_alone(tmp_path) as names:
         launch.run(Kernel(), (3, 1), x, 5, BLOCK=16)
         launch.run(Kernel(), (0, 1), x, 5, BLOCK=16)  # nothing to do, so nothing to compile
-    assert (
-        calls == [((x, 5), (3, 1), True, {"BLOCK": 16})]
-        and names == []
-        and launch._launch is before
-    )
+    assert calls == [((x, 5), (3, 1), True, {"BLOCK": 16})] and names == []
+    assert launch._launch is before
     assert CompileOnly(Kernel()).__name__ == "_kernel"
 
 
 def test_works_are_every_row_once_models_first():
     bench, (figures, cases) = rehearsal.make_bench(), rehearsal.all_rows()
     names = [work.name for work in works(bench, figures, cases)]
-    assert "scaleformer_vit_s+identity at" in names[2] and names[0].startswith(
-        "scaleformer_vit_s at"
-    )
+    assert "scaleformer_vit_s+identity at" in names[2]
+    assert names[0].startswith("scaleformer_vit_s at")
     for kind in (
         "scaleformer_vit_b at",
         "vit_base_patch16_224 at",
@@ -185,8 +181,6 @@ def test_rehearsed_cases_keep_what_tells_them_apart():
     assert {figure.case.precision for figure in figures} == {"float16", "amp_fp16"}
     assert {figure.kind for figure in figures} == set(KINDS)
     wide = next(figure.case for figure in figures if figure.case.image_width)
-    assert (
-        wide.image_size[1] > wide.image_size[0]
-        and replace(wide, image_width=None).image_size[0] == wide.size
-    )
+    assert wide.image_size[1] > wide.image_size[0]
+    assert replace(wide, image_width=None).image_size[0] == wide.size
     assert {"kernelized+causal", "kernelized+masked"} <= {case.name for case in cases}

@@ -126,6 +126,5 @@ def test_expected_values_are_in_the_units_of_their_bounds(tmp_path, monkeypatch)
     # operations and one exponential.
     flash = 1e4 * (256 / 1e13 + 1 / (16 * 10 * 1e9)) / 0.78
     assert found.values[:2] == pytest.approx((4 * 6400 * 2 / 1e12 / seconds, flash / seconds))
-    assert found.values[2] is None and found.text(
-        Target("k", "", "operation", case, bounds)
-    ).endswith(", ?")
+    assert found.values[2] is None
+    assert found.text(Target("k", "", "operation", case, bounds)).endswith(", ?")

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.helpers.tools import words
 from visionattn.lab.gpu import eager as gpu_eager
 from visionattn.lab.gpu import operations as gpu_operations
 from visionattn.lab.gpu import table as gpu
@@ -54,12 +55,9 @@ def order_of(monkeypatch, **failing):
 def test_kernels_against_eager_come_last_with_the_time_that_is_left(monkeypatch):
     begun, lines, records, _ = order_of(monkeypatch)
     assert begun == ["operation", "crossover", "against", "against"]
-    assert [record["what"].split()[0] for record in records] == [
-        "kernelized",
-        "crossover",
-        "kernel",
-        "kernel",
-    ]
+    assert [record["what"].split()[0] for record in records] == words(
+        "kernelized crossover kernel kernel"
+    )
     assert [text.startswith("| what |") for text in lines].count(True) == 1
     assert lines[-1].startswith("\neager was faster in none of the 2 rows")
 
@@ -87,12 +85,7 @@ def test_no_row_is_begun_after_an_error_that_breaks_the_process(monkeypatch, tex
     "text", ["out of resource: shared memory", "CUDA error: out of memory", "not illegal"]
 )
 def test_rows_go_on_after_errors_that_leave_the_gpu_whole(monkeypatch, text):
-    assert order_of(monkeypatch, operation=text)[0] == [
-        "operation",
-        "crossover",
-        "against",
-        "against",
-    ]
+    assert order_of(monkeypatch, operation=text)[0] == words("operation crossover against against")
 
 
 def test_the_rows_against_eager_cover_each_operation_small_and_16_bits_first():
@@ -148,9 +141,8 @@ def test_kernels_are_compared_with_eager_operations(monkeypatch):
     assert lines[1].startswith(
         "| kernelized+masked efficient | float32 | 70 | 16 | forward+backward | "
     )
-    assert [record["status"] for record in records] == ["ok"] * 3 and all(
-        0 < record["error"] < 1e-5 for record in records
-    )
+    assert [record["status"] for record in records] == ["ok"] * 3
+    assert all(0 < record["error"] < 1e-5 for record in records)
     assert broken == 0 and asked == [torch.float64] * 3  # what they are held to
 
 
@@ -183,9 +175,8 @@ def test_the_last_line_names_the_rows_in_which_eager_was_faster():
         text.startswith(f"eager was faster in 1 of the 2 rows that were timed (3 in all): {row} - ")
         and text.count(";") == 0
     )
-    assert "NOT_BY_AUTO in visionattn/ops/gpu/machine.py" in text and hasattr(
-        machine, "NOT_BY_AUTO"
-    )
+    assert "NOT_BY_AUTO in visionattn/ops/gpu/machine.py" in text
+    assert hasattr(machine, "NOT_BY_AUTO")
     assert [gpu_eager.cells_of(record)[-1] for record in records] == [
         "eager is faster",
         "ok",

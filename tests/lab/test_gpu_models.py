@@ -55,16 +55,12 @@ def small(kind):
 def test_models_are_timed_in_one_run_and_related_to_each_baseline(bench):
     timm, twin = gpu.results_of(small("model"), bench, Budget(1))
     assert timm.status == twin.status == "ok" and timm.seconds == twin.seconds and timm.error < 1e-5
-    assert (
-        timm.values == (timm.sdpa / timm.seconds.median,)
-        and twin.sdpa is None
-        and twin.values == (1.0,)
-    )
+    assert timm.values == (timm.sdpa / timm.seconds.median,) and twin.sdpa is None
+    assert twin.values == (1.0,)
     assert timm.notes[0] == f"{2 / timm.seconds.median:.4g} images/s"
     assert timm.notes[1] == "no kernel ran: these are eager operations"
-    assert timm.notes[2].startswith("vit_tiny_patch16_224 ") and twin.notes[2].startswith(
-        "scaleformer_vit_t+identity "
-    )
+    assert timm.notes[2].startswith("vit_tiny_patch16_224 ")
+    assert twin.notes[2].startswith("scaleformer_vit_t+identity ")
 
 
 def test_a_model_whose_attention_is_wrong_has_no_time(bench, monkeypatch):
@@ -81,11 +77,8 @@ def test_a_model_whose_attention_is_wrong_has_no_time(bench, monkeypatch):
     )
     assert len(results) == 4
     for result in results:
-        assert (
-            result.status.startswith("wrong: error ")
-            and result.seconds is None
-            and result.values == ()
-        )
+        assert result.status.startswith("wrong: error ") and result.seconds is None
+        assert result.values == ()
 
 
 def test_a_baseline_that_does_not_fit_leaves_the_others(bench, monkeypatch):
@@ -104,11 +97,8 @@ def test_a_baseline_that_does_not_fit_leaves_the_others(bench, monkeypatch):
 def test_one_image_is_timed_with_and_without_a_graph(bench, monkeypatch):
     figure = small("latency")[0]
     (result,) = gpu.results_of([figure], bench, Budget(1))
-    assert (
-        result.status == "ok"
-        and result.values == (1.0, 1.0)
-        and result.notes[-1].startswith("without a graph ")
-    )
+    assert result.status == "ok" and result.values == (1.0, 1.0)
+    assert result.notes[-1].startswith("without a graph ")
     monkeypatch.setattr(bench.gpu, "graph_of", lambda calls: None)
     (result,) = gpu.results_of([figure], bench, Budget(1))
     assert result.status == "failed: a model cannot be recorded as a CUDA graph" and result.broken
@@ -195,10 +185,8 @@ def test_a_model_that_runs_no_kernel_where_it_should_has_no_time(bench, monkeypa
     results = list(gpu.results_of(figures, bench, Budget(1)))
     assert len(results) == 5
     for result in results:
-        assert (
-            result.status == "failed: no kernel ran, these are eager operations"
-            and result.seconds is None
-        )
+        assert result.status == "failed: no kernel ran, these are eager operations"
+        assert result.seconds is None
     monkeypatch.setattr(gpu_models.machine, "NOT_BY_AUTO", {("kernelized", torch.float32): 1e9})
     assert next(gpu.results_of(small("image"), bench, Budget(1))).status == "ok"
 

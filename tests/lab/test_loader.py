@@ -1,7 +1,6 @@
 """``tools/benchmark.py loader``: what counts as loading, and how it is asked for."""
 
 import csv
-import importlib.util
 import json
 import multiprocessing
 from dataclasses import replace
@@ -13,6 +12,7 @@ import pytest
 from torch.utils.data import Dataset
 
 from tests.helpers.image_files import encoded, write_classes
+from tests.helpers.tools import assert_one_error, load_tool, words
 from visionattn.data.config import DataConfig
 from visionattn.data.splits import Splits
 from visionattn.lab.loader import (
@@ -61,10 +61,7 @@ def source_of(dataset):
 
 @pytest.fixture(scope="module")
 def main():
-    spec = importlib.util.spec_from_file_location("tool_benchmark", ROOT / "tools" / "benchmark.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.main
+    return load_tool("benchmark")
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
@@ -135,32 +132,20 @@ def test_sizes_are_those_of_the_training_unless_they_are_named():
     assert source.config.data.augment == "light" and len(source.splits.train) == 70
     assert (LoaderCase(source, 0, 3, None).size, LoaderCase(source, 0, 3, 48).size) == ("32", "48")
     mixed = open_source(str(ROOT / "configs" / "canvas.yaml"), None)
-    assert (
-        LoaderCase(mixed, 1, 3, None).size == "48/64/80"
-        and LoaderCase(mixed, 1, 3, 96).data.img_size_choices is None
-    )
+    assert LoaderCase(mixed, 1, 3, None).size == "48/64/80"
+    assert LoaderCase(mixed, 1, 3, 96).data.img_size_choices is None
 
 
 def test_the_printed_rows_are_written_with_what_they_depend_on(main, tmp_path, capsys):
     files = [str(tmp_path / name) for name in ("rows.csv", "rows.json")]
-    flags = [
-        "loader",
-        "digits+augment=light",
-        str(ROOT / "configs/canvas.yaml"),
-        "--img-size",
-        "48",
-        "--workers",
-        "0",
-        "1",
-    ]
+    flags = words(
+        "loader digits+augment=light {} --img-size 48 --workers 0 1", ROOT / "configs/canvas.yaml"
+    )
     assert main([*flags, "--batch", "9", *QUICK, "--csv", files[0], "--json", files[1]]) == 0
     printed = capsys.readouterr()
     lines = printed.out.splitlines()
-    assert (
-        printed.err == ""
-        and "first batch of each are not counted" in lines[2]
-        and lines[4].startswith("| data | size |")
-    )
+    assert printed.err == "" and "first batch of each are not counted" in lines[2]
+    assert lines[4].startswith("| data | size |")
     rows = list(csv.DictReader(Path(files[0]).read_text().splitlines()))
     content = json.loads(Path(files[1]).read_text())
     assert [
@@ -183,55 +168,35 @@ def test_an_unreadable_image_ends_with_its_path_or_is_left_out(main, tmp_path, c
     write_classes(tmp_path / "train", {"bird": 6, "cat": 6})
     write_classes(tmp_path / "val", {"bird": 1, "cat": 1})
     (tmp_path / "train" / "cat" / "3.png").write_bytes(encoded(120)[:40])
-    flags = [
-        f"folder+root={tmp_path}",
-        "--img-size",
-        "16",
-        "--workers",
-        "0",
-        "--batch",
-        "3",
-        *QUICK,
-    ]
+    flags = [*words("folder+root={} --img-size 16 --workers 0 --batch 3", tmp_path), *QUICK]
     assert main(["loader", *flags]) == 2
-    assert (
-        "cannot read image" in (printed := capsys.readouterr().err)
-        and "3.png" in printed
-        and printed.count("\n") == 1
-    )
+    assert "cannot read image" in (printed := capsys.readouterr().err) and "3.png" in printed
+    assert printed.count("\n") == 1
     with pytest.warns(UserWarning, match="left out unreadable image"):
         assert main(["loader", f"{flags[0]}+on_error=skip", *flags[1:]]) == 0
 
 
-BAD_FLAGS = [
-    (["loader", "digitz"], "data.name must be one of digits, digits_pixel, canvas"),
-    (["loader", "nowhere.yaml"], "no configuration file at nowhere.yaml"),
-    (["loader", "folder+root=nowhere"], "nowhere"),
-    (["loader", "digits+augment=three"], "augment three is not made for digits"),
-    (["loader", "digits+workers=3"], "digits+workers=3: workers is given by --workers"),
-    (["loader", "digits+light"], "wanted options like augment=none, of root, augment"),
-    (["loader", "canvas", "--img-size", "64", "40"], "canvas of 40 pixels is too small"),
-    (["loader", "digits", "--workers", "-1"], "wanted a whole number from 0, got '-1'"),
-    (["loader", "digits", "--device", "cuda"], "--device does nothing with loader"),
-    (["loader", "digits", "--plot", "a.png"], "--plot does nothing with loader"),
-    (["loader", "digits", "--no-memory"], "--no-memory does nothing with loader"),
-    (["loader", "digits", "--threads", "2"], "--threads does nothing with loader"),
-    (["loader", "digits", "--models", "vit"], "unrecognized arguments: --models vit"),
-    (
-        ["operations", "sdpa", "--workers", "1"],
-        "--workers does nothing with operations; it belongs to loader",
-    ),
-]
+BAD_FLAGS = {
+    "loader digitz": "data.name must be one of digits, digits_pixel, canvas",
+    "loader nowhere.yaml": "no configuration file at nowhere.yaml",
+    "loader folder+root=nowhere": "nowhere",
+    "loader digits+augment=three": "augment three is not made for digits",
+    "loader digits+workers=3": "digits+workers=3: workers is given by --workers",
+    "loader digits+light": "wanted options like augment=none, of root, augment",
+    "loader canvas --img-size 64 40": "canvas of 40 pixels is too small",
+    "loader digits --workers -1": "wanted a whole number from 0, got '-1'",
+    "loader digits --device cuda": "--device does nothing with loader",
+    "loader digits --plot a.png": "--plot does nothing with loader",
+    "loader digits --no-memory": "--no-memory does nothing with loader",
+    "loader digits --threads 2": "--threads does nothing with loader",
+    "loader digits --models vit": "unrecognized arguments: --models vit",
+    "operations sdpa --workers 1": "--workers does nothing with operations; it belongs to loader",
+}
 
 
-@pytest.mark.parametrize(
-    "flags, part", BAD_FLAGS, ids=lambda value: " ".join(value) if isinstance(value, list) else ""
-)
-def test_bad_input_ends_with_one_line_and_code_2(main, tmp_path, capsys, monkeypatch, flags, part):
+@pytest.mark.parametrize("flags", BAD_FLAGS)
+def test_bad_input_ends_with_one_line_and_code_2(main, tmp_path, capsys, monkeypatch, flags):
     monkeypatch.chdir(tmp_path)
-    assert main(flags) == 2
-    printed = capsys.readouterr()
-    assert (
-        printed.err.startswith("error: ") and part in printed.err and printed.err.count("\n") == 1
-    )
-    assert printed.out == "" and list(tmp_path.iterdir()) == []
+    assert main(flags.split()) == 2
+    assert_one_error(capsys, BAD_FLAGS[flags])
+    assert list(tmp_path.iterdir()) == []

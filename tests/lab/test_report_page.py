@@ -11,17 +11,15 @@ import sys
 import pytest
 
 from tests.helpers.report_folders import Page, memory_rows, sweep_rows, write_rows, write_run
+from tests.helpers.tools import words
 from visionattn.lab.report.page import report
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 BROWSER = next(filter(None, map(shutil.which, NAMES)), None)
-FLAGS = [
-    "--headless",
-    "--disable-gpu",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--enable-logging=stderr",
-]
+FLAGS = words(
+    "--headless --disable-gpu --no-first-run --disable-background-networking "
+    "--enable-logging=stderr"
+)
 FLAGS += [
     "--host-resolver-rules=MAP * ~NOTFOUND",
     "--proxy-server=127.0.0.1:9",
@@ -79,12 +77,7 @@ def page(tmp_path_factory):
     report(
         [
             *paths,
-            "--output",
-            str(folder / "report.html"),
-            "--title",
-            "Mine & <others>",
-            "--images",
-            "5",
+            *words("--output {} --title {} --images 5", folder / "report.html", "Mine & <others>"),
         ]
     )
     return folder / "report.html"
@@ -93,13 +86,11 @@ def page(tmp_path_factory):
 def test_a_browser_shows_the_rows_and_has_nothing_to_complain_of(page, tmp_path):
     document, complaints = open_page(page, tmp_path)
     assert complaints == []
-    assert "<title>Mine &amp; &lt;others&gt;</title>" in document and document.rstrip().endswith(
-        "</html>"
-    )
+    assert "<title>Mine &amp; &lt;others&gt;</title>" in document
+    assert document.rstrip().endswith("</html>")
     shown = Page(document)
-    assert "script" not in shown.tags and not any(
-        key.startswith("on") for _, key, _ in shown.attributes
-    )
+    assert "script" not in shown.tags
+    assert not any(key.startswith("on") for _, key, _ in shown.attributes)
     cells = [cell for row in shown.rows for cell in row]
     wanted = {
         "56.25 % of 359 images",
@@ -110,10 +101,8 @@ def test_a_browser_shows_the_rows_and_has_nothing_to_complain_of(page, tmp_path)
         "out of memory",
     }
     assert wanted <= set(cells) and cells.count("<img src=x onerror=document.title=1>") >= 2
-    assert (
-        document.count('<svg class="chart"') == 6 + 6 + 2
-        and document.count('src="data:image/png;base64,') == 5
-    )
+    assert document.count('<svg class="chart"') == 6 + 6 + 2
+    assert document.count('src="data:image/png;base64,') == 5
     assert document.count("</section>") == 7
 
 
@@ -124,9 +113,8 @@ def test_a_page_that_breaks_its_own_rules_would_be_noticed(page, tmp_path):
     planted = tmp_path / "planted.html"
     planted.write_text(text)
     _, complaints = open_page(planted, tmp_path)
-    assert any("img-src" in line for line in complaints) and any(
-        "script" in line for line in complaints
-    )
+    assert any("img-src" in line for line in complaints)
+    assert any("script" in line for line in complaints)
 
 
 @pytest.mark.parametrize("width", [320, 400, 1280])
@@ -142,9 +130,5 @@ def test_the_page_is_as_wide_as_the_screen_and_only_tables_scroll(page, tmp_path
     outer.write_text(f"<!DOCTYPE html><body>{frame}")
     document, _ = open_page(outer, tmp_path, "--virtual-time-budget=5000")
     found = re.search(r'data-found="(\w+),(\w+),(\d+)"', document)
-    assert (
-        found
-        and found[1] == "false"
-        and width - 20 < int(found[3]) <= width
-        and (found[2] == "true" or width > 400)
-    )
+    assert found and found[1] == "false" and width - 20 < int(found[3]) <= width
+    assert found[2] == "true" or width > 400

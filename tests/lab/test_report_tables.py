@@ -23,18 +23,12 @@ MEASURED |= {
     "measure_processor": "the card's host",
     "measure_load": 0.5,
 }
-LAST_CALL = {
-    "processor": "a laptop",
-    "torch": "2.99",
-    "commit": "f00d",
-    "device": "cpu, 9 threads",
-    "threads": 9,
-}
-LAST_CALL |= {
-    "date": "2031-05-06",
-    "command": "python tools/sweep_heads.py --measure false",
-    "sweep_seconds": 77.5,
-}
+LAST_CALL = dict(
+    processor="a laptop", torch="2.99", commit="f00d", device="cpu, 9 threads", threads=9
+)
+LAST_CALL |= dict(
+    date="2031-05-06", command="python tools/sweep_heads.py --measure false", sweep_seconds=77.5
+)
 
 
 def page_of(path, tmp_path):
@@ -60,12 +54,10 @@ def test_an_accuracy_stands_with_the_form_that_was_trained_alone(tmp_path):
         [row for row in page.rows if row[0] == f"taylorshift {form}"]
         for form in ("direct", "efficient")
     )
-    assert [row[4:6] for row in direct] == [["trained efficient", ""]] * 2 and [
-        row[-1] for row in direct
-    ] == ["", ""]
-    assert [row[4:6] for row in efficient] == [["83.0 ± 2.8", "2"]] * 2 and efficient[0][
-        -1
-    ] == "finished"
+    assert [row[4:6] for row in direct] == [["trained efficient", ""]] * 2
+    assert [row[-1] for row in direct] == ["", ""]
+    assert [row[4:6] for row in efficient] == [["83.0 ± 2.8", "2"]] * 2
+    assert efficient[0][-1] == "finished"
     assert "taylorshift: 83 ± 2.828 at 4" in page.titles
     assert not any(title.startswith("taylorshift direct: 83") for title in page.titles)
     assert "Accuracy (trained in the efficient form)" in page.texts
@@ -85,11 +77,8 @@ def test_a_sweep_says_where_and_how_it_was_measured_and_not_where_its_tables_wer
         "no mixed precision",
     ):
         assert part in page.text, part
-    assert (
-        "2031-05-01 to 2031-05-02" in page.text
-        and "--measure false" in page.text
-        and "2031-05-06" in page.text
-    )
+    assert "2031-05-01 to 2031-05-02" in page.text and "--measure false" in page.text
+    assert "2031-05-06" in page.text
     for part in ("a laptop", "2.99", "f00d", "9 threads"):
         assert part not in page.text, part
     assert "images per second, batch 16" in page.texts
@@ -168,20 +157,11 @@ def largest_rows():
         "batch": 1,
         "depth": "",
     }
-    fits = same | {
-        "model": "scaleformer_vit_t",
-        "largest_px": 3072,
-        "tokens": 36_864,
-        "too_large_px": 3088,
-    }
+    fits = same | dict(model="scaleformer_vit_t", largest_px=3072, tokens=36_864, too_large_px=3088)
     fits |= {"peak_bytes": 1500 * 2**20, "status": "ok", "budget_bytes": 2**31}
-    none = fits | {
-        "model": "vit_tiny_patch16_224",
-        "largest_px": "",
-        "tokens": "",
-        "peak_bytes": "",
-        "too_large_px": 16,
-    }
+    none = fits | dict(
+        model="vit_tiny_patch16_224", largest_px="", tokens="", peak_bytes="", too_large_px=16
+    )
     return [fits, none | {"status": "nothing fits"}]
 
 

@@ -9,6 +9,7 @@ from subprocess import CompletedProcess
 import pytest
 import timm
 
+from tests.helpers.tools import words
 from visionattn.cli.ends import Failed
 from visionattn.cli.fresh_process import OUT_OF_MEMORY
 from visionattn.data.config import DataConfig
@@ -48,12 +49,7 @@ def test_the_grid_is_every_combination_and_one_training_can_stand_for_all_forms(
     assert [cell.seed for cell in cells] == [0] * 18 + [1] * 18
 
 
-NAMES = [
-    "taylorshift_vit_pixel",
-    "scaleformer_vit_pixel",
-    "taylorshift_vit_t",
-    "taylorshift_abs_vit_t",
-]
+NAMES = words("taylorshift_vit_pixel scaleformer_vit_pixel taylorshift_vit_t taylorshift_abs_vit_t")
 
 
 @pytest.mark.parametrize("name", [*NAMES, "scaleformer_vit_tiny_patch16_224"])
@@ -74,9 +70,8 @@ def test_networks_of_a_sweep_differ_in_the_attention_alone(name):
         form = None if attention == "softmax" else "efficient"
         config = model_of(ModelConfig(name, args), own, Network(attention, 3, form, 32))
         model = on_meta(config, spec)
-        assert model.blocks[0].attn.attention == attention and model.blocks[0].attn.form == (
-            form or "auto"
-        )
+        assert model.blocks[0].attn.attention == attention
+        assert model.blocks[0].attn.form == (form or "auto")
         assert model.global_pool == base.global_pool
         assert ("blocks.0.attn.temperature" in model.state_dict()) == (attention == "taylorshift")
         other = {
@@ -99,9 +94,8 @@ def test_the_facts_of_a_network_are_those_of_its_model():
         facts, model = plan.facts[network], plan.model(network)
         built = timm.create_model(model.name, num_classes=10, in_chans=1, img_size=40, **model.args)
         assert facts.parameters == sum(parameter.numel() for parameter in built.parameters())
-        assert (facts.head_dim, facts.tokens) == (head_dim, 25) and built.blocks[
-            1
-        ].attn.head_dim == head_dim
+        assert (facts.head_dim, facts.tokens) == (head_dim, 25)
+        assert built.blocks[1].attn.head_dim == head_dim
         linear = 2 * 25 * 64 * 24 + 2 * (26 * (24 * 72 + 24 * 24 + 2 * 24 * 96) * 2) + 2 * 24 * 10
         assert linear < facts.flops < 3 * linear
 
@@ -176,11 +170,7 @@ def test_a_second_timing_replaces_the_first():
     found = {network: {"inference": {"status": "ok", "peak_bytes": 1}}}
     keep_time(found, "inference", {"status": "ok", "seconds": {network.name: [4.0]}})
     keep_time(found, "inference", {"status": "oom", "reason": "out of memory"})
-    assert found[network]["inference"] == {
-        "status": "oom",
-        "reason": "out of memory",
-        "peak_bytes": 1,
-    }
+    assert found[network]["inference"] == dict(status="oom", reason="out of memory", peak_bytes=1)
 
 
 @pytest.mark.parametrize("attention", ["taylorshift", "kernelized"])

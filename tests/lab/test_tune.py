@@ -93,9 +93,8 @@ def test_candidates_keep_what_products_and_kernels_demand():
 def test_candidates_of_a_row_are_those_worked_out_by_hand():
     row = {"BLOCK_N": 64, "BLOCK_F": 16, "PAIRS": 1, "num_warps": 4, "num_stages": 1}
     assert sizes_of(row) == ["BLOCK_N", "BLOCK_F", "PAIRS", "num_warps"]
-    assert candidates(row, "BLOCK_N", 64) == [16, 32, 64, 128, 256] and candidates(
-        row, "BLOCK_F", 64
-    ) == [16, 32, 64]
+    assert candidates(row, "BLOCK_N", 64) == [16, 32, 64, 128, 256]
+    assert candidates(row, "BLOCK_F", 64) == [16, 32, 64]
     assert candidates(row, "num_warps", 64) == [2, 4, 8]
     assert candidates(row | {"num_stages": 3}, "num_stages", 64) == [1, 2, 3, 4]
     assert candidates({"BLOCK": 1024}, "BLOCK", 64) == [256, 512, 1024]
@@ -138,9 +137,8 @@ def test_rows_are_those_that_launches_take(table):
         with rows_asked(table, "9.0") as keys:
             row = launch.launch_row("kernelized means", d, e, dtype, CPU)
         ((name, *held),) = keys
-        assert (
-            name == "kernelized means" and dict(zip(tune.HELD, held, strict=True)) | row in distinct
-        )
+        assert name == "kernelized means"
+        assert dict(zip(tune.HELD, held, strict=True)) | row in distinct
     assert key_of(table, "9.0", "kernelized means", 4096, 16, 16) is None
 
 
@@ -162,16 +160,12 @@ def test_a_section_has_all_rows_of_a_kernel_and_leaves_with_its_last_difference(
     old = table["default"]["kernelized means"][0]
     put(table, "9.0", key, {"BLOCK_N": 32, "num_warps": 2, "num_stages": 1})
     rows = table["9.0"]["kernelized means"]
-    assert (
-        rows[0] == old | {"BLOCK_N": 32, "num_warps": 2}
-        and rows[1:] == whole["default"]["kernelized means"][1:]
-    )
+    assert rows[0] == old | {"BLOCK_N": 32, "num_warps": 2}
+    assert rows[1:] == whole["default"]["kernelized means"][1:]
     assert table["default"] == whole["default"] and list(table["9.0"]) == ["kernelized means"]
     put(table, "8.0", key, {"BLOCK_N": 16, "num_warps": 2, "num_stages": 1})
-    assert table["9.0"]["kernelized means"] == rows and list(table["8.0"]) == [
-        "kernelized state",
-        "kernelized means",
-    ]
+    assert table["9.0"]["kernelized means"] == rows
+    assert list(table["8.0"]) == ["kernelized state", "kernelized means"]
     for capability in ("9.0", "8.0"):
         put(table, capability, key, {name: old[name] for name in old if name not in tune.HELD})
     assert table == whole
@@ -185,10 +179,8 @@ def test_what_is_written_serves_the_next_launch_and_leaves_the_other_sections(ta
     tune.save(table)
     assert launch.launch_row("kernelized means", 64, 64, torch.bfloat16, CPU)["BLOCK_N"] == 32
     added = launch.TABLE.read_text().removeprefix(before.removesuffix("\n}\n"))
-    assert (
-        added.startswith(',\n  "9.0": {\n    "kernelized means": [\n      {"d": 16, ')
-        and added.count("\n") == 12
-    )
+    assert added.startswith(',\n  "9.0": {\n    "kernelized means": [\n      {"d": 16, ')
+    assert added.count("\n") == 12
 
 
 def test_every_row_has_a_workload_of_its_widths_and_the_usual_ones_come_first():
@@ -251,14 +243,10 @@ def test_tuning_writes_what_is_faster_and_prints_what_changed(fake_work):
         for row in before["kernelized means"]
         if (row["d"], row["e"], row["bits"]) == (64, 64, 16)
     )
-    assert (
-        json.loads(record["now"])["BLOCK_N"] == 256
-        and json.loads(record["was"])["BLOCK_N"] == was["BLOCK_N"]
-    )
-    assert (
-        record["seconds_now"] < record["seconds_was"]
-        and record["operation"] == "kernelized efficient forward"
-    )
+    assert json.loads(record["now"])["BLOCK_N"] == 256
+    assert json.loads(record["was"])["BLOCK_N"] == was["BLOCK_N"]
+    assert record["seconds_now"] < record["seconds_was"]
+    assert record["operation"] == "kernelized efficient forward"
     written = json.loads(launch.TABLE.read_text())
     changed = [
         row for row in written["9.0"]["kernelized means"] if row not in before["kernelized means"]
@@ -273,11 +261,8 @@ def test_a_gain_within_the_noise_changes_nothing(fake_work, monkeypatch):
     )
     text = launch.TABLE.read_text()
     records, lines = run("kernelized means d = 64 e = 64 16")
-    assert (
-        records[0]["now"] == records[0]["was"]
-        and "| unchanged |" in lines[1]
-        and launch.TABLE.read_text() == text
-    )
+    assert records[0]["now"] == records[0]["was"] and "| unchanged |" in lines[1]
+    assert launch.TABLE.read_text() == text
 
 
 def test_no_row_is_begun_when_the_time_is_over(fake_work):
@@ -296,9 +281,8 @@ def test_an_operation_that_breaks_leaves_the_others(fake_work, monkeypatch):
     monkeypatch.setattr(tune, "keys_of", ask)
     later = tune.OPERATIONS[2:]  # the one that breaks comes first
     records, lines = run("kernelized means d = 64 e = 64 16", operations=later)
-    assert (
-        len(records) == 1 and records[0]["operation"] == "taylorshift+temperature efficient forward"
-    )
+    assert len(records) == 1
+    assert records[0]["operation"] == "taylorshift+temperature efficient forward"
     assert lines[1].startswith(
         "| kernelized+joint efficient: failed: AttributeError: no such place | "
     )
@@ -399,9 +383,8 @@ def test_the_launch_that_takes_the_row_is_timed_and_no_other(monkeypatch):
         kernel, grid, *_ = launched.args
         made.append((kernel.__name__, grid))
         assert launched.keywords.items() >= row.items() and tune.MARK not in launched.keywords
-    assert [grid for _, grid in made] == [(3,)] * len(work.sets) and len(
-        {name for name, _ in made}
-    ) == 1
+    assert [grid for _, grid in made] == [(3,)] * len(work.sets)
+    assert len({name for name, _ in made}) == 1
     assert timed.calls == len(work.sets)
     out = launches[0].args[5].detach()  # of the means
     expected = out.clone()

@@ -25,9 +25,8 @@ def test_each_head_starts_peaked_at_its_own_small_offset():
         dy, dx = HEAD_OFFSETS[head % 8]
         peak = entries[dy + 3, dx + 3].item()
         assert peak == pytest.approx(3.0, abs=0.5)  # elu(2) + 1
-        assert (
-            entries.flatten().sort().values[-2] < 0.12 and entries.argmax() == (dy + 3) * 7 + dx + 3
-        )
+        assert entries.flatten().sort().values[-2] < 0.12
+        assert entries.argmax() == (dy + 3) * 7 + dx + 3
 
 
 @pytest.mark.parametrize("kind", ["joint", "axial", "flat"])

@@ -60,10 +60,8 @@ def test_registered_name_keeps_the_contract_of_timm(name):
     """One walk through what clients do with a model, at the smallest size of the name."""
     model = small(name)
     assert isinstance(model, VisionTransformer)
-    assert (
-        model.default_cfg["architecture"] == name
-        and model.default_cfg["first_conv"] == "patch_embed.proj"
-    )
+    assert model.default_cfg["architecture"] == name
+    assert model.default_cfg["first_conv"] == "patch_embed.proj"
     x = image(name)
     classes = 10 if is_pixel(name) else 11
     features = model.forward_features(x)
@@ -108,20 +106,16 @@ def test_small_model_takes_an_image_of_320_by_208_pixels_and_gives_its_maps():
     with torch.inference_mode():
         maps = features(torch.randn(1, 3, 320, 208))
     assert [tuple(m.shape) for m in maps] == [(1, 384, 20, 13)] * 3
-    assert (
-        features.feature_info.channels() == [384] * 3
-        and features.feature_info.reduction() == [16] * 3
-    )
+    assert features.feature_info.channels() == [384] * 3
+    assert features.feature_info.reduction() == [16] * 3
 
 
 def test_published_model_differs_from_ours_in_position_pooling_and_temperature():
     ours, published = small("taylorshift_vit_t"), small("taylorshift_abs_vit_t")
     assert ours.pos_embed is None and ours.blocks[0].attn.relative.kind == "joint"
     assert published.pos_embed is not None and published.blocks[0].attn.relative is None
-    assert (
-        published.global_pool == "token"
-        and published.blocks[0].attn.temperature.tolist() == [1.0] * 3
-    )
+    assert published.global_pool == "token"
+    assert published.blocks[0].attn.temperature.tolist() == [1.0] * 3
     assert ours.blocks[1].attn.temperature.tolist() == [4.0] * 3
 
 

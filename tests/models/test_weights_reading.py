@@ -1,6 +1,5 @@
 """Files of weights are read by what they hold, whatever their first bytes and their names."""
 
-import importlib.util
 import pickle
 import struct
 import zipfile
@@ -11,6 +10,7 @@ import torch
 from safetensors.torch import save
 
 from tests.helpers.small_runs import MODEL, SPEC
+from tests.helpers.tools import load_tool
 from tests.training.test_checkpoint import small_model
 from visionattn.inference.opening import open_model
 from visionattn.inference.options import InferenceOptions
@@ -103,13 +103,6 @@ def test_training_ends_with_its_best_weights_whatever_the_length_of_their_head(
     assert head_length(best) == length and best_figures(best).epoch == 1
     assert validate(["--checkpoint", str(best)]) == 0
     assert capsys.readouterr().out.splitlines()[-1].split()[:2] == ["16", "359"]
-
-
-def load_tool(name: str):
-    spec = importlib.util.spec_from_file_location(f"reading_{name}", ROOT / "tools" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.main
 
 
 @pytest.mark.parametrize("length", [LIKE_A_PICKLE, 0x5880, 0x580280, LIKE_A_ZIP], ids=hex)

@@ -145,11 +145,9 @@ def test_flat_relative_position_agrees_with_the_reference(
 @pytest.mark.parametrize("normalization", ["sum", "mean"])
 def test_flat_relative_position_may_skip_a_prefix(normalization):
     tensors = draw_qkv(queries=47, d=7, e=5) | {"table": draw_table(3, 7, 7, seed=3)}
-    options = {
-        "normalization": normalization,
-        "layout": TokenLayout(2, Grid(5, 9)),
-        "key_mask": draw_mask(2, 47),
-    }
+    options = dict(
+        normalization=normalization, layout=TokenLayout(2, Grid(5, 9)), key_mask=draw_mask(2, 47)
+    )
     actual, expected = (
         run(with_table(function, **options), tensors)
         for function in (causal_attention, causal_reference)

@@ -69,9 +69,8 @@ def test_crossovers_are_those_of_the_published_table():
 def test_web_page_shows_the_upper_bound_of_the_crossover_of_memory():
     assert (published.N0(32), published.N1_bound(32)) == (1057, 577)
     for d in WIDTHS:
-        assert published.N1(d) <= published.N1_bound(d) and published.N1_bound(d) - 1 < Fraction(
-            d * d, 2
-        ) + 2 * d + Fraction(1, 2)
+        assert published.N1(d) <= published.N1_bound(d)
+        assert published.N1_bound(d) - 1 < Fraction(d * d, 2) + 2 * d + Fraction(1, 2)
 
 
 @pytest.mark.parametrize("d", ODD_WIDTHS)
@@ -297,9 +296,8 @@ def test_batch_and_heads_share_the_cost_of_a_call(calibrate_as):
 
 def test_what_was_not_measured_goes_by_operations_and_has_no_seconds(calibrate_as):
     calibrate_as({"cpu": {"seconds": {"float32": taylor_seconds(1e-9, 9e-9)}}})
-    assert choice.is_calibrated("taylorshift") and not choice.is_calibrated(
-        "taylorshift", device="cuda"
-    )
+    assert choice.is_calibrated("taylorshift")
+    assert not choice.is_calibrated("taylorshift", device="cuda")
     for d in WIDTHS:
         assert choice.crossover("taylorshift", d, device="cuda", heads=7) == published.N0_packed(d)
     assert choice.crossover("kernelized", 24, device="cuda") == 25  # 2 n^2 d against 2 n d^2

@@ -160,10 +160,8 @@ def test_features_of_a_token_do_not_depend_on_the_others():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_features_are_computed_in_float32_at_least(dtype):
     features, x = RandomFeatures(32, 64, generator()), draw(2, 3, 23, 32, seed=1).to(dtype)
-    assert (
-        features.query(x).dtype == torch.float32
-        and features.query(x.double()).dtype == torch.float64
-    )
+    assert features.query(x).dtype == torch.float32
+    assert features.query(x.double()).dtype == torch.float64
     assert relative_error(features.query(x), features.query(x.double())) < 2e-6
     tensors = {name: x.to(dtype) for name, x in draw_qkv(queries=77, d=16).items()}
     actual = run(

@@ -84,11 +84,9 @@ def test_a_probability_of_zero_draws_nothing_and_is_the_operation_without_dropou
 def test_the_mass_is_that_of_all_keys(function, form):
     # With k = 0 all 11 keys weigh the same; of values that are 1 what is left is the share of the
     # kept, scaled up.
-    tensors = {
-        "q": draw(1, 2, 3, 5, seed=1),
-        "k": torch.zeros(1, 2, 11, 5),
-        "v": torch.ones(1, 2, 11, 4),
-    }
+    tensors = dict(
+        q=draw(1, 2, 3, 5, seed=1), k=torch.zeros(1, 2, 11, 5), v=torch.ones(1, 2, 11, 4)
+    )
     tensors = {name: x.double() for name, x in tensors.items()}
     out = function(**tensors, value_drop=P, generator=seeded(), form=form)
     kept = (factors(1, 2, 11) > 0).double().sum(2, keepdim=True)

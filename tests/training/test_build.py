@@ -91,11 +91,8 @@ def test_too_little_memory_before_the_first_step_is_a_result_too(
 ):
     monkeypatch.setattr(place, no_memory)
     code, status = small_run()
-    assert (
-        code == status["exit_code"] == 3
-        and status["status"] == "oom"
-        and status["provenance"]["processes"] == 1
-    )
+    assert code == status["exit_code"] == 3 and status["status"] == "oom"
+    assert status["provenance"]["processes"] == 1
     assert status["reason"].startswith("out of memory before the first step; ")
     assert capsys.readouterr().err == f"error: {status['reason']}\n"
     assert [path.name for path in (tmp_path / "small").iterdir()] == ["status.json"]
@@ -115,11 +112,8 @@ def test_too_little_memory_on_a_resumption_replaces_the_old_status_and_keeps_the
     assert (code, status["status"], status["result"]) == (3, "oom", None)
     assert {name: (tmp_path / "small" / name).read_bytes() for name in kept} == kept
     code, status = small_run(overwrite=True, model={"num_heads": 3})
-    assert (
-        code == 2
-        and status["status"] == "oom"
-        and (tmp_path / "small" / "best.safetensors").exists()
-    )
+    assert code == 2 and status["status"] == "oom"
+    assert (tmp_path / "small" / "best.safetensors").exists()
     monkeypatch.setattr("timm.create_model", no_memory)
     assert small_run(overwrite=True)[0] == 3
     assert [path.name for path in (tmp_path / "small").iterdir()] == ["status.json"]

@@ -67,10 +67,8 @@ def test_a_saved_model_comes_back_with_its_arguments_and_its_data(tmp_path):
     assert again.data_spec == SPEC and isinstance(again.data_spec.mean, tuple)
     assert os.listdir(tmp_path) == ["a.safetensors"]
     with safe_open(tmp_path / "a.safetensors", "pt") as file:
-        assert (
-            json.loads(file.metadata()["args"]) == MODEL
-            and file.metadata()["model"] == "scaleformer_vit_t"
-        )
+        assert json.loads(file.metadata()["args"]) == MODEL
+        assert file.metadata()["model"] == "scaleformer_vit_t"
 
 
 def test_a_file_that_cannot_be_written_leaves_the_old_one_and_no_other(tmp_path, monkeypatch):
@@ -176,9 +174,8 @@ def test_a_specification_makes_the_input_of_the_model():
     torch.testing.assert_close(spec.prepare(images), expected)
     one_hot = DataSpec(256, 10, (), (), (), "grey_one_hot", 5).prepare(images[:, :1])
     assert one_hot.shape == (2, 256, 5, 7) and one_hot.dtype == torch.float32
-    assert torch.equal(one_hot.argmax(1), images[:, 0].long()) and torch.equal(
-        one_hot.sum(1), torch.ones(2, 5, 7)
-    )
+    assert torch.equal(one_hot.argmax(1), images[:, 0].long())
+    assert torch.equal(one_hot.sum(1), torch.ones(2, 5, 7))
     for wrong in (images[:, :1], images.float(), images[0]):
         with pytest.raises(ValueError, match=r"wanted uint8 images \[B, 3, H, W\], got "):
             spec.prepare(wrong)
@@ -216,10 +213,8 @@ def test_files_that_are_no_models_are_one_line_each(tmp_path):
     save_model(path, model, "resnet_of_mars", MODEL, SPEC)
     assert "holds a model 'resnet_of_mars', which timm does not know" in line()
     save_model(path, model, "scaleformer_vit_t", MODEL | {"embed_dim": 24}, SPEC)
-    assert (
-        "does not fit the model 'scaleformer_vit_t' that it names" in line()
-        and "of another shape" in line()
-    )
+    assert "does not fit the model 'scaleformer_vit_t' that it names" in line()
+    assert "of another shape" in line()
     save_model(path, model, "scaleformer_vit_t", MODEL | {"depth": 3}, SPEC)
     assert "missing (first: blocks.2." in line()
     save_model(path, model, "scaleformer_vit_t", MODEL | {"checkpoint_path": "evil.pt"}, SPEC)
@@ -302,9 +297,8 @@ def test_the_tensors_of_a_state_dict_are_found_however_it_is_nested(tmp_path, ne
     tensors = {"a.weight": torch.arange(3.0), "b": torch.ones(2)}
     torch.save(nest(tensors), tmp_path / "a.pth")
     found = read_state_dict(tmp_path / "a.pth")
-    assert found.keys() == tensors.keys() and all(
-        torch.equal(found[key], tensors[key]) for key in tensors
-    )
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[key], tensors[key]) for key in tensors)
 
 
 def test_a_file_without_tensors_is_one_line(tmp_path):
@@ -349,11 +343,8 @@ def test_weights_of_a_plain_vit_are_placed_and_the_rest_is_listed(tmp_path):
         after["blocks.1.attn.qkv.weight"], source.state_dict()["blocks.1.attn.qkv.weight"]
     )
     assert placement.resampled == ["patch_embed.proj.weight 16x1x8x8 -> 16x1x4x4"]
-    assert (
-        "head.weight" in placement.missing
-        and "head.weight" in placement.unused
-        and "pos_embed" in placement.unused
-    )
+    assert "head.weight" in placement.missing and "head.weight" in placement.unused
+    assert "pos_embed" in placement.unused
     own = [key for key in after if ".relative." in key or "temperature" in key]
     assert own and set(own) <= set(placement.missing)
     for key in after:
@@ -364,10 +355,8 @@ def test_weights_of_a_plain_vit_are_placed_and_the_rest_is_listed(tmp_path):
     assert (
         f"{len(placement.placed)} of {len(after)} tensors start from {tmp_path / 'vit.pth'}" in text
     )
-    assert (
-        "resampled (1): patch_embed.proj.weight 16x1x8x8 -> 16x1x4x4" in text
-        and "not used (3): " in text
-    )
+    assert "resampled (1): patch_embed.proj.weight 16x1x8x8 -> 16x1x4x4" in text
+    assert "not used (3): " in text
     assert "blocks.{0-1}.attn.relative" in text
 
 
@@ -381,9 +370,8 @@ def test_our_own_weights_go_to_a_model_of_another_head_size_patch_and_horizon(tm
     assert torch.equal(model.norm.bias, torch.full((16,), 0.25))
     assert placement.missing == placement.unused == ["head.weight", "head.bias"]
     text = "\n".join(placement.resampled)
-    assert (
-        "patch_embed.proj.weight 16x1x4x4 -> 16x3x8x8" in text and "blocks.0.attn.relative" in text
-    )
+    assert "patch_embed.proj.weight 16x1x4x4 -> 16x3x8x8" in text
+    assert "blocks.0.attn.relative" in text
 
 
 def test_a_plain_vit_takes_the_weights_of_another_image_size(tmp_path):
@@ -391,11 +379,8 @@ def test_a_plain_vit_takes_the_weights_of_another_image_size(tmp_path):
     save_file(source.state_dict(), tmp_path / "vit.safetensors")
     model = plain_vit()
     placement = place_weights(model, "vit_tiny_patch16_224", tmp_path / "vit.safetensors")
-    assert (
-        placement.resampled == ["pos_embed 1x37x16 -> 1x17x16"]
-        and not placement.missing
-        and not placement.unused
-    )
+    assert placement.resampled == ["pos_embed 1x37x16 -> 1x17x16"] and not placement.missing
+    assert not placement.unused
 
 
 def test_weights_of_colour_images_go_to_a_model_of_grey_ones(tmp_path):

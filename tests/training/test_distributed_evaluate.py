@@ -87,6 +87,5 @@ def test_what_one_process_meets_during_an_evaluation_ends_that_of_all(tmp_path):
 
     ended = run_processes(2, work, tmp_path)
     assert [each.code for each in ended] == [3, 3]
-    assert (
-        ended[0].err.startswith("error: CUDA out of memory (process 1 on ") and ended[1].err == ""
-    )
+    assert ended[0].err.startswith("error: CUDA out of memory (process 1 on ")
+    assert ended[1].err == ""

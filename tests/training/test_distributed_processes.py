@@ -168,10 +168,8 @@ def test_a_process_that_ends_before_it_has_joined_is_named(tmp_path, late):
     others = [each for rank, each in enumerate(ended) if rank != late]
     assert [each.code for each in others] == [4, 4]
     line = f"error: process {late} of 3 did not start within 1 s of the others"
-    assert (
-        re.findall("^error: .*", others[0].err, re.MULTILINE) == [line]
-        and "error: " not in others[1].err
-    )
+    assert re.findall("^error: .*", others[0].err, re.MULTILINE) == [line]
+    assert "error: " not in others[1].err
 
 
 def test_sigterm_ends_a_process_that_waits_for_one_that_does_not_join(tmp_path):
@@ -210,9 +208,8 @@ def test_processes_whose_store_nobody_serves_say_so(tmp_path):
         ended = run_processes(2, work, tmp_path)
     assert [each.code for each in ended] == [4, 4] and "error: " not in ended[1].err
     said = re.findall("^error: .*", ended[0].err, re.MULTILINE)
-    assert len(said) == 1 and said[0].startswith(
-        "error: torchrun or the first process does not answer at 127.0.0.1:"
-    )
+    assert len(said) == 1
+    assert said[0].startswith("error: torchrun or the first process does not answer at 127.0.0.1:")
 
 
 def wait_for(path) -> None:
@@ -361,10 +358,8 @@ def test_a_process_without_memory_ends_the_others_that_wait_for_it_in_a_message(
 
     ended = run_processes(3, work, tmp_path)
     assert [each.code for each in ended] == [3, 3, 3]
-    assert (
-        ended[0].err.startswith("error: out of memory at batch 7 (process 1 on ")
-        and ended[1].err == ended[2].err == ""
-    )
+    assert ended[0].err.startswith("error: out of memory at batch 7 (process 1 on ")
+    assert ended[1].err == ended[2].err == ""
 
 
 def test_an_unforeseen_error_shows_its_traceback_and_ends_the_others(tmp_path):
@@ -396,9 +391,8 @@ def test_ends_that_all_processes_know_of_wait_for_the_slowest_and_are_no_deaths(
         return code
 
     ended = run_processes(2, work, tmp_path)
-    assert [each.code for each in ended] == [1, 1] and ended[
-        0
-    ].err == "error: the loss was not finite\n"
+    assert [each.code for each in ended] == [1, 1]
+    assert ended[0].err == "error: the loss was not finite\n"
     assert ended[1].err == "" and ended[1].out == "['ended0', 'ended1']\n"
 
 
@@ -414,10 +408,8 @@ def test_an_interruption_of_one_process_alone_ends_the_others(tmp_path):
 
     first, second = run_processes(2, work, tmp_path)
     assert (first.code, second.code) == (4, 130)
-    assert (
-        first.err == f"error: interrupted (process 1 on {socket.gethostname()})\n"
-        and second.err == ""
-    )
+    assert first.err == f"error: interrupted (process 1 on {socket.gethostname()})\n"
+    assert second.err == ""
 
 
 def test_a_job_that_is_stopped_for_a_while_and_goes_on_has_no_dead_processes(tmp_path):

@@ -28,14 +28,9 @@ from visionattn.training.distributed import joined
 from visionattn.training.engine import train
 from visionattn.training.trainer import Trainer
 
-EVERYTHING = {
-    "mixup": 0.3,
-    "cutmix": 0.5,
-    "ema_decay": 0.9,
-    "accumulate": 3,
-    "layer_decay": 0.8,
-    "label_smoothing": 0.1,
-}
+EVERYTHING = dict(
+    mixup=0.3, cutmix=0.5, ema_decay=0.9, accumulate=3, layer_decay=0.8, label_smoothing=0.1
+)
 
 
 @pytest.fixture(autouse=True)
@@ -106,11 +101,8 @@ def test_several_processes_train_as_one_does_with_accumulation_mixing_and_an_inc
 ):
     run_on(1, tmp_path / "one", optim=EVERYTHING)
     ended = run_on(size, tmp_path / "more", optim=EVERYTHING, parallel=kind)
-    assert (
-        f"on {size} processes ({kind}), cpu" in ended[0].out
-        and "epoch 2/2" in ended[0].out
-        and ended[0].err == ""
-    )
+    assert f"on {size} processes ({kind}), cpu" in ended[0].out and "epoch 2/2" in ended[0].out
+    assert ended[0].err == ""
     assert_alike(tmp_path / "one" / "small", tmp_path / "more" / "small")
 
 
@@ -203,11 +195,8 @@ def test_too_little_memory_on_one_process_ends_all_as_that(tmp_path, monkeypatch
     monkeypatch.setattr(Trainer, "inputs", big)
     ended = run_on(2, tmp_path, code=3, parallel=kind, save_every=2)
     line = "out of memory at batches of 4 images of 16 x 16 pixels; a smaller batch_size"
-    assert (
-        ended[0].err.startswith(f"error: {line}")
-        and ended[0].err.count("\n") == 1
-        and "(process 1 on " in ended[0].err
-    )
+    assert ended[0].err.startswith(f"error: {line}") and ended[0].err.count("\n") == 1
+    assert "(process 1 on " in ended[0].err
     assert status(tmp_path)["status"] == "oom" and status(tmp_path)["reason"].startswith(line)
     assert "the state of step 2 is kept, --resume goes on from it" in ended[0].err
 
@@ -229,13 +218,10 @@ def test_too_little_memory_before_the_first_step_of_one_process_ends_all_as_that
 ):
     monkeypatch.setattr(learner, "Spread", on_second(learner.Spread, no_memory))
     ended = run_on(2, tmp_path, code=3)
-    assert ended[0].err.startswith("error: out of memory before the first step; ") and ended[
-        0
-    ].err.endswith(f" {HOST}\n")
-    assert (
-        ended[0].err == f"error: {status(tmp_path)['reason']}\n"
-        and status(tmp_path)["status"] == "oom"
-    )
+    assert ended[0].err.startswith("error: out of memory before the first step; ")
+    assert ended[0].err.endswith(f" {HOST}\n")
+    assert ended[0].err == f"error: {status(tmp_path)['reason']}\n"
+    assert status(tmp_path)["status"] == "oom"
 
 
 def test_too_little_memory_in_an_evaluation_names_the_process_and_its_batches(
@@ -277,14 +263,10 @@ def test_an_evaluation_that_is_not_finite_on_one_process_ends_all_as_that(tmp_pa
         on_second(evaluation._sums, lambda *args: (11, math.nan, 3.0, 8.0, 1.0)),
     )
     ended = run_on(2, tmp_path, code=1)
-    assert (
-        ended[0].err.startswith("error: the loss on the validation images of epoch 1 is nan")
-        and not ended[1].err
-    )
-    assert (
-        status(tmp_path)["status"] == "nan"
-        and not (tmp_path / "small" / "best.safetensors").exists()
-    )
+    assert ended[0].err.startswith("error: the loss on the validation images of epoch 1 is nan")
+    assert not ended[1].err
+    assert status(tmp_path)["status"] == "nan"
+    assert not (tmp_path / "small" / "best.safetensors").exists()
 
 
 def test_batch_norm_is_for_one_process(tmp_path):
@@ -298,15 +280,10 @@ def test_batch_norm_is_for_one_process(tmp_path):
         return run_tool(tool, several=True)
 
     ended = run_processes(2, work, tmp_path / "streams")
-    assert (
-        [each.code for each in ended] == [2, 2]
-        and ended[1].err == ""
-        and not (tmp_path / "small").exists()
-    )
-    assert (
-        ended[0].err.startswith("error: model resnet10t has batch norm (")
-        and ended[0].err.count("\n") == 1
-    )
+    assert [each.code for each in ended] == [2, 2] and ended[1].err == ""
+    assert not (tmp_path / "small").exists()
+    assert ended[0].err.startswith("error: model resnet10t has batch norm (")
+    assert ended[0].err.count("\n") == 1
 
 
 @pytest.mark.parametrize(("kind", "code"), [("ddp", 2), ("fsdp", 0)])
@@ -354,10 +331,8 @@ def test_an_image_that_one_process_cannot_read_ends_all_with_one_line_or_is_left
     )
     assert ended[0].err.startswith(line) and ended[0].err.count("\n") == 1
     state = torch.load(tmp_path / "fail" / "small" / "last.pt", weights_only=True)
-    assert (
-        f"the state of step {state['position']['step']} is kept" in ended[0].err
-        and state["position"]["step"] > 0
-    )
+    assert f"the state of step {state['position']['step']} is kept" in ended[0].err
+    assert state["position"]["step"] > 0
     config = small_config(
         tmp_path / "skip", data={"on_error": "skip"}, epochs=1, optim={"mixup": 0.2}
     )
@@ -394,11 +369,8 @@ def test_a_number_of_processes_that_does_not_fit_and_bad_input_are_one_line_from
         run_on(size, tmp_path / "out", epochs=1, **options)
         return
     ended = run_on(size, tmp_path / "out", code=2, **options)
-    assert (
-        line in ended[0].err
-        and ended[0].err.startswith("error: ")
-        and ended[0].err.count("\n") == 1
-    )
+    assert line in ended[0].err and ended[0].err.startswith("error: ")
+    assert ended[0].err.count("\n") == 1
     assert not (tmp_path / "out" / "small").exists()
 
 

@@ -74,19 +74,13 @@ def test_too_little_memory_is_a_result(tmp_path, whole, capsys):
         stop_after(patch, 6, fail)
         code = run_tool(lambda: run(config_of(tmp_path)))
     error, status = capsys.readouterr().err, status_of(tmp_path / "small")
-    assert (
-        code == status["exit_code"] == 3
-        and status["status"] == "oom"
-        and error == f"error: {status['reason']}\n"
-    )
+    assert code == status["exit_code"] == 3 and status["status"] == "oom"
+    assert error == f"error: {status['reason']}\n"
     assert error.startswith(
         "error: out of memory at batches of 8 images of 16 x 16 pixels; a smaller batch_size with "
     )
-    assert (
-        "optim.accumulate" in error
-        and "gradient checkpointing" in error
-        and "the state of step 4 is kept" in error
-    )
+    assert "optim.accumulate" in error and "gradient checkpointing" in error
+    assert "the state of step 4 is kept" in error
     run(config_of(tmp_path, resume=True))
     assert_same_end(whole, tmp_path / "small")
 
@@ -149,9 +143,8 @@ def test_a_run_in_which_no_step_changed_the_weights_has_not_finished(tmp_path, m
     for resume in (False, True):
         assert run_tool(lambda again=resume: run(replace(config, resume=again))) == 1
         status = strict(tmp_path / "small")
-        assert status["status"] == "nan" and status["reason"].startswith(
-            "none of the 4 steps had a finite loss and gradient"
-        )
+        assert status["status"] == "nan"
+        assert status["reason"].startswith("none of the 4 steps had a finite loss and gradient")
 
 
 class Deadly(Quadrants):
@@ -167,10 +160,8 @@ def test_a_loading_process_that_dies_ends_the_run_with_code_4(tmp_path, monkeypa
     )
     assert run_tool(lambda: run(config_of(tmp_path, data={"workers": 1}))) == 4
     error, status = capsys.readouterr().err, status_of(tmp_path / "small")
-    assert (
-        error.startswith("error: a process that loads data ended: DataLoader worker")
-        and error.count("\n") == 1
-    )
+    assert error.startswith("error: a process that loads data ended: DataLoader worker")
+    assert error.count("\n") == 1
     assert (status["status"], status["exit_code"]) == ("failed", 4)
 
 
@@ -198,10 +189,8 @@ def test_a_loading_process_that_dies_while_it_hands_over_a_batch_is_told_alike(
     monkeypatch.setattr(torch.utils.data.DataLoader, "__iter__", broken)
     assert run_tool(lambda: run(config_of(tmp_path))) == 4
     status = status_of(tmp_path / "small")
-    assert capsys.readouterr().err == f"error: {status['reason']}\n" and (
-        status["status"],
-        status["exit_code"],
-    ) == ("failed", 4)
+    assert capsys.readouterr().err == f"error: {status['reason']}\n"
+    assert (status["status"], status["exit_code"]) == ("failed", 4)
     assert status["reason"].startswith(
         "a process that loads data ended: DataLoader worker ended amid a batch"
     )
@@ -212,15 +201,11 @@ def test_a_finished_run_says_what_came_of_it(whole):
     assert (status["status"], status["reason"], status["exit_code"]) == ("finished", None, 0)
     assert status["provenance"] == {"device": "cpu", "processes": 1}
     result, best = status["result"], max(rows(whole), key=lambda row: float(row["val_accuracy"]))
-    assert result["best_epoch"] == int(best["epoch"]) and result["validation_accuracy"] == float(
-        best["val_accuracy"]
-    )
+    assert result["best_epoch"] == int(best["epoch"])
+    assert result["validation_accuracy"] == float(best["val_accuracy"])
     assert (result["test_accuracy"], result["test_loss"]) == (test["accuracy"], test["loss"])
-    assert (
-        result["test_images"] == 29
-        and result["train_seconds"] > 0
-        and result["images_per_second"] > 0
-    )
+    assert result["test_images"] == 29 and result["train_seconds"] > 0
+    assert result["images_per_second"] > 0
 
 
 def test_waiting_for_data_is_told_once_and_not_while_the_loaders_start(tmp_path, monkeypatch):

@@ -23,6 +23,7 @@ from tests.helpers.small_runs import (
     small_config,
     timeless,
 )
+from tests.helpers.tools import words
 from visionattn.cli.ends import NonFinite, Stopped
 from visionattn.cli.parsing import parse
 from visionattn.data.batches import Unreadable
@@ -36,14 +37,9 @@ from visionattn.training.engine import train
 from visionattn.training.evaluate import Evaluation, evaluate
 from visionattn.training.trainer import Trainer
 
-EVERYTHING = {
-    "mixup": 0.3,
-    "cutmix": 0.5,
-    "ema_decay": 0.9,
-    "accumulate": 2,
-    "label_smoothing": 0.1,
-    "layer_decay": 0.8,
-}
+EVERYTHING = dict(
+    mixup=0.3, cutmix=0.5, ema_decay=0.9, accumulate=2, label_smoothing=0.1, layer_decay=0.8
+)
 
 
 @pytest.fixture(autouse=True)
@@ -87,25 +83,15 @@ def test_a_run_leaves_weights_state_configuration_and_figures(tmp_path):
     result, printed = run(config)
     folder = tmp_path / "small"
     assert files(folder) == {
-        *(
-            "best.safetensors",
-            "last.pt",
-            "previous.pt",
-            "config.yaml",
-            "metrics.jsonl",
-            "summary.csv",
-            "status.json",
+        *words(
+            "best.safetensors last.pt previous.pt config.yaml metrics.jsonl summary.csv status.json"
         ),
         "events",
     }
-    assert (
-        result.checkpoint == folder / "best.safetensors"
-        and result.test.images == 29
-        and result.seconds > 0
-    )
-    assert [row["epoch"] for row in rows(folder)] == ["1", "2"] and [
-        row["step"] for row in rows(folder)
-    ] == ["8", "16"]
+    assert result.checkpoint == folder / "best.safetensors" and result.test.images == 29
+    assert result.seconds > 0
+    assert [row["epoch"] for row in rows(folder)] == ["1", "2"]
+    assert [row["step"] for row in rows(folder)] == ["8", "16"]
     assert max(float(row["val_accuracy"]) for row in rows(folder)) == result.validation
     kinds = [(line["kind"], line["step"]) for line in lines(folder)]
     assert kinds == [
@@ -151,9 +137,8 @@ def test_the_best_weights_are_those_of_the_best_validation_not_the_last_and_not_
     result, _ = run(small_config(tmp_path, epochs=5))
     kept = load_model(result.checkpoint).head.weight
     assert (result.best_epoch, result.validation, result.test.accuracy) == (3, 0.8, 0.95)
-    assert (
-        len(tested) == 1 and torch.equal(kept, weights[2]) and torch.equal(weights[5], weights[2])
-    )
+    assert len(tested) == 1 and torch.equal(kept, weights[2])
+    assert torch.equal(weights[5], weights[2])
     assert not torch.equal(weights[3], weights[2])
 
 
@@ -229,9 +214,8 @@ def test_a_stopped_and_resumed_run_ends_in_the_very_state_of_one_that_was_not_st
         del state["config"]
     same(*states)
     whole, parts = (tmp_path / part / "small" for part in ("whole", "parts"))
-    assert timeless(rows(whole)) == timeless(rows(parts)) and timeless(lines(whole)) == timeless(
-        lines(parts)
-    )
+    assert timeless(rows(whole)) == timeless(rows(parts))
+    assert timeless(lines(whole)) == timeless(lines(parts))
     best = [load_model(folder / "best.safetensors").state_dict() for folder in (whole, parts)]
     same(*best)
 
@@ -249,12 +233,9 @@ def test_a_compiled_run_is_stopped_and_resumed_and_its_files_are_those_of_any_ru
         return real(model, backend="aot_eager")
 
     monkeypatch.setattr(torch, "compile", compile_quickly)
-    options = {
-        "optim": {"ema_decay": 0.9},
-        "data": {"img_size_choices": [12, 20]},
-        "epochs": 1,
-        "model": {"depth": 1},
-    }
+    options = dict(
+        optim={"ema_decay": 0.9}, data={"img_size_choices": [12, 20]}, epochs=1, model={"depth": 1}
+    )
     monkeypatch.setattr(engine, "build_splits", lambda config, seed: quadrants(40))
     plain, _ = run(small_config(tmp_path / "plain", **options))
     assert not compiled
@@ -290,11 +271,8 @@ def test_a_run_that_has_finished_can_be_given_more_epochs(tmp_path):
     run(small_config(tmp_path, epochs=1))
     _, printed = run(small_config(tmp_path, epochs=2, resume=True, optim={"lr": 1e-3}))
     assert "goes on after epoch 1, step 8" in printed and "epochs is now 2, was 1" in printed
-    assert (
-        "optim.lr is now 0.001, was 0.003" in printed
-        and "epoch 1/2" not in printed
-        and "epoch 2/2" in printed
-    )
+    assert "optim.lr is now 0.001, was 0.003" in printed and "epoch 1/2" not in printed
+    assert "epoch 2/2" in printed
     assert [row["epoch"] for row in rows(tmp_path / "small")] == ["1", "2"]
     state = torch.load(tmp_path / "small" / "last.pt", weights_only=True)
     assert state["position"]["epoch"] == 2 and state["position"]["step"] == 16
@@ -508,9 +486,8 @@ def test_a_run_whose_loss_is_not_finite_keeps_its_last_state(tmp_path, monkeypat
     with pytest.raises(NonFinite, match="first at fault: the parameter blocks.1.norm1.weight"):
         run(small_config(tmp_path))
     state = torch.load(tmp_path / "small" / "last.pt", weights_only=True)
-    assert state["position"]["epoch"] == 1 and all(
-        value.isfinite().all() for value in state["model"].values()
-    )
+    assert state["position"]["epoch"] == 1
+    assert all(value.isfinite().all() for value in state["model"].values())
 
 
 class OneUnreadable(Quadrants):

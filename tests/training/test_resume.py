@@ -220,13 +220,9 @@ def test_batches_without_a_readable_image_keep_their_place_when_a_run_is_resumed
     monkeypatch.setattr(
         engine, "build_splits", lambda *_: replace(good, train=Counted(20, 1, unreadable=bad))
     )
-    options = {
-        "data": {"on_error": "skip"},
-        "batch_size": 1,
-        "eval_batch_size": 23,
-        "epochs": 2,
-        "save_every": 9,
-    }
+    options = dict(
+        data={"on_error": "skip"}, batch_size=1, eval_batch_size=23, epochs=2, save_every=9
+    )
     run(config_of(tmp_path / "whole", **options))
     with monkeypatch.context() as patch:
         stop_after(patch, 6, interrupt)
@@ -255,11 +251,8 @@ def test_processes_mix_alike_and_drop_out_differently():
     first = torch.rand(2), np.random.rand(2), random.random()
     seed_batch(7, 2, 5, 1)
     second = torch.rand(2), np.random.rand(2), random.random()
-    assert (
-        not torch.equal(first[0], second[0])
-        and (first[1] == second[1]).all()
-        and first[2] == second[2]
-    )
+    assert not torch.equal(first[0], second[0]) and (first[1] == second[1]).all()
+    assert first[2] == second[2]
 
 
 def test_what_else_draws_from_the_generators_in_a_run_does_not_change_it(

@@ -82,13 +82,10 @@ def test_without_its_last_state_a_run_goes_on_from_the_one_before(stopped, whole
         last.write_bytes(spoil(content))
     printed = run(config_of(stopped.parent, resume=True))
     line = next(line for line in printed.splitlines() if reason in line)
-    assert line.startswith(f"{last} ") and line.endswith(
-        f"; goes on from {stopped / 'previous.pt'}, step 6"
-    )
-    assert (
-        "goes on after epoch 1, step 6" in printed
-        and previous != (stopped / "previous.pt").read_bytes()
-    )
+    assert line.startswith(f"{last} ")
+    assert line.endswith(f"; goes on from {stopped / 'previous.pt'}, step 6")
+    assert "goes on after epoch 1, step 6" in printed
+    assert previous != (stopped / "previous.pt").read_bytes()
     assert_same_end(whole, stopped)
 
 
@@ -98,9 +95,8 @@ def test_a_bad_last_state_never_takes_the_place_of_the_good_one_before(stopped, 
     stop_after(monkeypatch, 1, interrupt)
     with pytest.raises(Stopped, match="stopped after step 7 "):
         run(config_of(stopped.parent, resume=True))
-    assert (stopped / "previous.pt").read_bytes() == previous and state_of(stopped)["position"][
-        "step"
-    ] == 7
+    assert (stopped / "previous.pt").read_bytes() == previous
+    assert state_of(stopped)["position"]["step"] == 7
 
 
 def test_without_any_readable_state_a_run_ends_with_one_line_and_nothing_is_touched(
@@ -111,11 +107,8 @@ def test_without_any_readable_state_a_run_ends_with_one_line_and_nothing_is_touc
     before = {path.name: path.read_bytes() for path in stopped.iterdir()}
     assert run_tool(lambda: run(config_of(stopped.parent, resume=True))) == 2
     error = capsys.readouterr().err
-    assert (
-        error.count("\n") == 1
-        and error.count("cut off or garbled") == 2
-        and "--overwrite starts the run anew" in error
-    )
+    assert error.count("\n") == 1 and error.count("cut off or garbled") == 2
+    assert "--overwrite starts the run anew" in error
     assert str(stopped / "last.pt") in error and str(stopped / "previous.pt") in error
     assert {path.name: path.read_bytes() for path in stopped.iterdir()} == before
 
@@ -280,10 +273,8 @@ def test_the_best_weights_are_never_replaced_by_worse_ones_when_an_epoch_runs_ag
     scripted(0.6, 0.7)
     run(config_of(tmp_path, resume=True))
     same(best_of(folder), best)
-    assert (
-        status_of(folder)["result"]["best_epoch"] == 2
-        and state_of(folder)["position"]["best"] == 0.8
-    )
+    assert status_of(folder)["result"]["best_epoch"] == 2
+    assert state_of(folder)["position"]["best"] == 0.8
 
 
 def test_best_weights_lost_after_the_last_epoch_ask_for_one_more(stopped):
@@ -393,8 +384,6 @@ def test_best_weights_that_are_garbled_give_way_to_those_of_the_next_epoch(stopp
     best = stopped / "best.safetensors"
     best.write_bytes(best.read_bytes()[:2000])
     printed = run(config_of(stopped.parent, resume=True))
-    assert (
-        f"{best} is no whole safetensors file" in printed
-        and "; the weights of a further epoch take its place" in printed
-    )
+    assert f"{best} is no whole safetensors file" in printed
+    assert "; the weights of a further epoch take its place" in printed
     assert status_of(stopped)["result"]["best_epoch"] > 1 and best_of(stopped)

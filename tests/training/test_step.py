@@ -135,10 +135,8 @@ def test_positions_norms_and_biases_do_not_decay_and_lower_layers_learn_slower(t
         < scale["blocks.1.mlp.fc1.weight"]
         < 1
     )
-    assert (
-        scale["head.weight"] == 1
-        and scale["blocks.0.mlp.fc1.weight"] == 0.5 * scale["blocks.1.mlp.fc1.weight"]
-    )
+    assert scale["head.weight"] == 1
+    assert scale["blocks.0.mlp.fc1.weight"] == 0.5 * scale["blocks.1.mlp.fc1.weight"]
     assert type(make_optimizer(trainer.model, config.optim)).__name__.lower() == name
 
 
@@ -207,11 +205,8 @@ def test_mixed_precision_steps_follow_those_of_full_precision(tmp_path, amp):
     low.optimizer_step.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, enabled=scaled)
     loss, norm, _ = full.step([batch(8)])
     low_loss, low_norm, applied = low.step([batch(8)])
-    assert (
-        applied
-        and low_loss == pytest.approx(loss, rel=0.02)
-        and low_norm == pytest.approx(norm, rel=0.05)
-    )
+    assert applied and low_loss == pytest.approx(loss, rel=0.02)
+    assert low_norm == pytest.approx(norm, rel=0.05)
     assert low.model.head.weight.dtype == torch.float32
     assert low.optimizer_step.scaler.is_enabled() == (amp == "fp16")
 
