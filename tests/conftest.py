@@ -23,6 +23,8 @@ if not torch.cuda.is_available():
 
         quick_interpreter.install()
 
+from tests.helpers import warm_python  # noqa: E402
+
 MOST_WORKERS = 16
 """Each takes some 2 GiB."""
 
@@ -34,6 +36,19 @@ def pytest_xdist_auto_num_workers() -> int | None:
         return None
     affinity = getattr(os, "sched_getaffinity", None)
     return min(MOST_WORKERS, len(affinity(0)) if affinity else os.cpu_count() or 1)
+
+
+@pytest.fixture(scope="session")
+def quick_python():
+    """A Python for tests that start it often: its libraries are imported, the package is not."""
+    with warm_python.serving() as python:
+        yield python
+
+
+@pytest.fixture
+def started_quickly(quick_python, monkeypatch):
+    """Let what the test starts be started by that Python."""
+    warm_python.use(quick_python, monkeypatch)
 
 
 def pytest_terminal_summary(terminalreporter) -> None:

@@ -3,7 +3,6 @@
 import contextlib
 import importlib.util
 import os
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -19,24 +18,11 @@ LONGEST_SECONDS = 600
 
 
 def paste(command, folder):
-    """Run a line as a shell does, with this Python as ``python`` and one thread."""
-    path = os.pathsep.join([str(folder.parent / "bin"), os.environ["PATH"]])
+    """Run a line as a shell does, with one thread."""
     packages = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    env = os.environ | {
-        "PATH": path,
-        "PYTHONPATH": packages,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONDONTWRITEBYTECODE": "1",
-    }
-    return subprocess.run(
-        command,
-        shell=True,
-        cwd=folder,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=LONGEST_SECONDS,
-    )
+    env = dict(PYTHONPATH=packages, OMP_NUM_THREADS="1", PYTHONDONTWRITEBYTECODE="1")
+    given = dict(cwd=folder, env=os.environ | env, timeout=LONGEST_SECONDS)
+    return subprocess.run(command, shell=True, capture_output=True, text=True, **given)
 
 
 def example_of(name, folder, capsys):
@@ -56,17 +42,13 @@ def folder(tmp_path_factory):
     place = tmp_path_factory.mktemp("pasted") / "work"
     place.mkdir()
     (place / "docs").symlink_to(ROOT / "docs")
-    python = place.parent / "bin" / "python"
-    python.parent.mkdir()
-    python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
-    python.chmod(0o755)
     return place
 
 
 @pytest.fixture
 def trained(folder, capsys):
-    """What the training of ``train --help`` printed; its run stands in for that of ``make demo``,
-    which other commands use.
+    """What the training of ``train --help`` printed, by the Python of this process; its run stands
+    in for that of ``make demo``, which other commands use.
     """
     kept, printed = folder / "checkpoints" / "digits", folder / "printed"
     if not kept.exists():
@@ -88,7 +70,9 @@ def tracked_files():
 
 
 @pytest.mark.parametrize("name", SUBCOMMANDS)
-def test_help_ends_with_a_command_that_works_as_pasted(name, folder, trained, capsys):
+def test_help_ends_with_a_command_that_works_as_pasted(
+    name, folder, trained, started_quickly, capsys
+):
     command = example_of(name, folder, capsys)
     assert f"visionattn {name} " in command
     if name == "train":

@@ -12,6 +12,7 @@ from timm.models import create_model
 
 import visionattn.lab.compare as compare
 import visionattn.ops as ops
+from tests.helpers.tools import words
 from visionattn.cli import fresh_process
 from visionattn.cli.ends import Failed
 from visionattn.lab.accuracy import disagreement
@@ -82,12 +83,9 @@ def test_operations_agree_in_other_dtypes(dtype):
     assert check_case(operation("taylorshift+temperature", "auto", dtype=dtype)) is None
 
 
-MODELS = [
-    "scaleformer_vit_t",
-    "scaleformer_vit_t+identity",
-    "taylorshift_vit_t+heads=6",
-    "vit_tiny_patch16_224",
-]
+MODELS = words(
+    "scaleformer_vit_t scaleformer_vit_t+identity taylorshift_vit_t+heads=6 vit_tiny_patch16_224"
+)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -220,14 +218,11 @@ def test_the_relative_term_is_checked_with_a_total_that_half_precision_cannot_ho
 
 
 def test_operations_are_checked_beyond_a_chunk_and_models_beyond_what_is_direct():
-    assert max(chunk_tokens(d) for d in (8, 16, 32, 64)) < CHECK_TOKENS and grid_of(
-        CHECK_TOKENS
-    ) == Grid(33, 41)
+    assert max(chunk_tokens(d) for d in (8, 16, 32, 64)) < CHECK_TOKENS
+    assert grid_of(CHECK_TOKENS) == Grid(33, 41)
     tokens = CHECK_GRID[0] * CHECK_GRID[1]
-    assert (
-        CHECK_GRID[0] != CHECK_GRID[1]
-        and choose_form("kernelized", tokens, tokens, 64, 64, heads=3) == "efficient"
-    )
+    assert CHECK_GRID[0] != CHECK_GRID[1]
+    assert choose_form("kernelized", tokens, tokens, 64, 64, heads=3) == "efficient"
 
 
 @pytest.mark.parametrize(
@@ -359,7 +354,7 @@ def test_tokens_lie_on_the_grid_nearest_to_a_square(tokens, grid):
 
 
 @linux
-def test_peak_memory_is_that_of_a_fresh_process():
+def test_peak_memory_is_that_of_a_fresh_process(started_quickly):
     case = Case("operation", "eager", 2053, 8, heads=2)
     scores = 4 * 2 * 2053 * 2053
     assert 1.9 * scores < case_peak_bytes(case) < 2.6 * scores  # the scores and their softmax
@@ -424,9 +419,8 @@ def test_an_operation_has_nothing_that_is_of_models(given, message):
 def test_a_network_is_cut_and_checkpointed_and_no_step_of_training():
     case = Case("model", "taylorshift_vit_t", 32, form="direct", depth=2, checkpointing=True)
     model = build_model(case, "meta")
-    assert [block.attn.form for block in model.blocks] == [
-        "direct"
-    ] * 2 and model.grad_checkpointing
+    assert [block.attn.form for block in model.blocks] == ["direct"] * 2
+    assert model.grad_checkpointing
     with pytest.raises(ValueError, match="depth 13: taylorshift_vit_t has 12 blocks"):
         build_model(replace(case, depth=13), "meta")
     for more in (dict(amp="bf16"), dict(backward=True, update=True)):

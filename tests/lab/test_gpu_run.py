@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.tools import words
 from visionattn.cli.files import add_line, read_lines
 from visionattn.lab.gpu import run as gpu_run
 from visionattn.lab.gpu import summary as gpu_summary
@@ -121,23 +122,16 @@ def test_the_phases_fit_into_ten_minutes_and_tests_survive_plugins_and_warnings_
     assert [phase.name for phase in todo] == ["first kernel", "compile ahead", "tests", "table"]
     assert [phase.needed for phase in todo] == [True, False, False, False]
     limits = [phase.until for phase in todo]
-    assert (
-        limits == sorted(limits)
-        and limits[-1] + gpu_run.GRACE + gpu_run.KILLED + gpu_run.SUMMARY <= gpu_run.SECONDS < 600
-    )
+    assert limits == sorted(limits)
+    assert limits[-1] + gpu_run.GRACE + gpu_run.KILLED + gpu_run.SUMMARY <= gpu_run.SECONDS < 600
     _, compiling, testing, _ = todo
-    assert (
-        dict(compiling.variables) == {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
-        and not testing.variables
-    )
+    assert dict(compiling.variables) == {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    assert not testing.variables
     assert len(compiling.commands) == 16 and len(testing.commands) == 8
     for command in testing.commands + compiling.commands:
         text = " ".join(command)
-        assert (
-            "-p no:benchmark" in text
-            and "-W default" in text
-            and "-m gpu tests/kernels/test_" in text
-        )
+        assert "-p no:benchmark" in text and "-W default" in text
+        assert "-m gpu tests/kernels/test_" in text
     shares = {
         word for command in testing.commands for word in command if word.startswith("--share")
     }
@@ -160,7 +154,7 @@ def test_a_folder_with_rows_of_an_earlier_run_is_left_alone(tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
 
 
-def test_rows_of_a_process_that_is_killed_are_kept(tmp_path):
+def test_rows_of_a_process_that_is_killed_are_kept(tmp_path, started_quickly):
     path = tmp_path / "rows.jsonl"
     code = "import os, signal, sys\nfrom visionattn.cli.files import add_line\n"
     code += (
@@ -213,10 +207,8 @@ def test_the_table_in_short_says_what_is_reached_missed_and_wrong():
         lines[0]
         == "REACHED: kernelized forward, N: 1 ms (50 % of the floor); 2 x of >= 1 x, expected 3 x"
     )
-    assert (
-        lines[1].startswith("MISSED: slow")
-        and lines[2] == "not measured: 5 minutes were over: late, N: >= 1 x"
-    )
+    assert lines[1].startswith("MISSED: slow")
+    assert lines[2] == "not measured: 5 minutes were over: late, N: >= 1 x"
     assert lines[-1] == "table: 3 figures, 1 reached, 1 missed" and good
     assert table_lines([row(status="wrong: error")])[1] is False and table_lines([])[1] is False
     lines, good = table_lines([eager_row(2.0), eager_row(0.5), eager_row(None, "failed: x")])
@@ -240,7 +232,7 @@ def test_the_summary_is_short_enough_to_be_seen_whole(tmp_path):
     assert lines[-1].endswith("rows.jsonl, tests.jsonl")
 
 
-def test_tests_are_dealt_out_among_processes_and_written_down_one_by_one(tmp_path):
+def test_tests_are_dealt_out_among_processes_and_written_down_one_by_one(tmp_path, started_quickly):
     (tmp_path / "test_some.py").write_text(
         "import pytest\n"
         "@pytest.mark.parametrize('i', range(5))\n"
@@ -248,16 +240,9 @@ def test_tests_are_dealt_out_among_processes_and_written_down_one_by_one(tmp_pat
     )
     results = tmp_path / "tests.jsonl"
     for share in range(2):
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "visionattn.lab.gpu.dealt_tests",
-            "-p",
-            "no:cacheprovider",
-        ]
+        command = words(
+            "{} -m pytest -q -p visionattn.lab.gpu.dealt_tests -p no:cacheprovider", sys.executable
+        )
         command += [f"--share={share}/2", f"--results={results}", "-c", os.devnull, str(tmp_path)]
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
         subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True)
@@ -271,16 +256,7 @@ def test_tests_are_dealt_out_among_processes_and_written_down_one_by_one(tmp_pat
     assert message.startswith("AssertionError: three is wrong")
 
 
-BLOCKED = (
-    "albumentations",
-    "cv2",
-    "jsonargparse",
-    "rich",
-    "xdist",
-    "tensorboard",
-    "sklearn",
-    "matplotlib",
-)
+BLOCKED = tuple(words("albumentations cv2 jsonargparse rich xdist tensorboard sklearn matplotlib"))
 BLOCKER = f"""
 import sys
 from importlib.machinery import PathFinder
@@ -305,24 +281,15 @@ def test_a_rehearsal_runs_where_little_is_installed_and_writes_everything(tmp_pa
     (tmp_path / "site" / "sitecustomize.py").write_text(BLOCKER)
     out = tmp_path / "out"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path / "site"), str(ROOT)])}
-    command = [
-        sys.executable,
-        "-m",
-        "visionattn.lab.gpu.run",
-        str(out),
-        "--rehearse",
-        "--only",
-        FEW,
-    ]
+    command = words(
+        "{} -m visionattn.lab.gpu.run {} --rehearse --only {}", sys.executable, out, FEW
+    )
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr
     assert done.stdout.startswith("python ") and "torch " in done.stdout.splitlines()[0]
-    assert sorted(path.name for path in out.iterdir()) == [
-        "log.txt",
-        "rows.jsonl",
-        "summary.txt",
-        "tests.jsonl",
-    ]
+    assert sorted(path.name for path in out.iterdir()) == words(
+        "log.txt rows.jsonl summary.txt tests.jsonl"
+    )
     records = read_lines(out / "rows.jsonl")
     found = [record["what"].split(" /")[0] for record in records if record["kind"] == "row"]
     assert found == ["kernelized forward", "scaleformer_vit_s inference", "kernel against eager"]
@@ -338,7 +305,7 @@ def test_a_rehearsal_runs_where_little_is_installed_and_writes_everything(tmp_pa
     assert json.loads((out / "rows.jsonl").read_text().splitlines()[0])["kind"] == "provenance"
 
 
-def test_a_rehearsal_fails_where_a_row_fails(tmp_path, capsys):
+def test_a_rehearsal_fails_where_a_row_fails(started_quickly):
     code = "import sys\nfrom visionattn.lab.gpu import table as gpu\nsys.argv = ['benchmark.py']\n"
     code += (
         "def measure(figure, bench): raise ValueError('planted')\ngpu.measure_operation = measure\n"

@@ -69,9 +69,8 @@ def test_counting_leaves_the_model_as_it_is():
 
 def test_table_has_a_row_per_model_and_grows_linearly():
     (row,) = model_table(["scaleformer_vit_t"], [1024, 2048])
-    assert row["model"] == "scaleformer_vit_t" and row["parameters (M)"] == pytest.approx(
-        5.8, abs=0.1
-    )
+    assert row["model"] == "scaleformer_vit_t"
+    assert row["parameters (M)"] == pytest.approx(5.8, abs=0.1)
     assert row["GFLOP at 2048"] / row["GFLOP at 1024"] == pytest.approx(4, rel=0.01)
 
 
@@ -209,7 +208,7 @@ def printed_by(code):
 
 
 @linux
-def test_peak_is_what_was_allocated_above_the_level_before():
+def test_peak_is_what_was_allocated_above_the_level_before(started_quickly):
     peak = printed_by(
         "import torch\n"
         "from visionattn.lab.measure import peak_bytes\n"
@@ -234,7 +233,7 @@ with torch.inference_mode():
 
 @linux
 @pytest.mark.parametrize("name, heads", [("scaleformer_vit_s", 6), ("taylorshift_vit_s", 12)])
-def test_memory_of_a_forward_grows_with_the_patches(name, heads):
+def test_memory_of_a_forward_grows_with_the_patches(name, heads, started_quickly):
     """From 1024 to 2048 px, four times the patches; depth 1 has the peak of depth 12, whose blocks
     come one by one.
     """

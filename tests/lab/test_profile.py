@@ -18,6 +18,7 @@ import torch
 from torch.cuda import _memory_viz as viewer
 
 import visionattn.lab.profile.snapshot as snapshot
+from tests.helpers.tools import words
 from visionattn.cli import fresh_process
 from visionattn.cli.ends import Failed
 from visionattn.lab.cases import PRECISIONS, Case
@@ -35,40 +36,15 @@ linux = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="memory of a CPU is measured under Linux only"
 )
 TINY = Case("model", "taylorshift_vit_t", 48, depth=1)
-VIEWER_OPCODES = {
-    "APPEND",
-    "APPENDS",
-    "BINFLOAT",
-    "BINGET",
-    "BININT",
-    "BININT1",
-    "BININT2",
-    "BINPUT",
-    "BINUNICODE",
-    "DICT",
-}
-VIEWER_OPCODES |= {
-    "EMPTY_DICT",
-    "EMPTY_LIST",
-    "EMPTY_TUPLE",
-    "FRAME",
-    "LIST",
-    "LONG1",
-    "LONG_BINGET",
-    "LONG_BINPUT",
-    "MARK",
-}
-VIEWER_OPCODES |= {
-    "MEMOIZE",
-    "NEWFALSE",
-    "NEWTRUE",
-    "NONE",
-    "PROTO",
-    "SETITEM",
-    "SETITEMS",
-    "SHORT_BINUNICODE",
-    "STOP",
-}
+VIEWER_OPCODES = set(
+    words("APPEND APPENDS BINFLOAT BINGET BININT BININT1 BININT2 BINPUT BINUNICODE DICT")
+)
+VIEWER_OPCODES |= set(
+    words("EMPTY_DICT EMPTY_LIST EMPTY_TUPLE FRAME LIST LONG1 LONG_BINGET LONG_BINPUT MARK")
+)
+VIEWER_OPCODES |= set(
+    words("MEMOIZE NEWFALSE NEWTRUE NONE PROTO SETITEM SETITEMS SHORT_BINUNICODE STOP")
+)
 VIEWER_OPCODES |= {"TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"}
 """What the unpickler of https://pytorch.org/memory_viz reads."""
 
@@ -106,11 +82,8 @@ def test_growth_is_the_least_squares_slope_over_sizes_that_were_measured_from_th
     assert growth(rows, 640) == pytest.approx(wanted, rel=1e-9)
     assert growth(rows[1:2], 640) is None and growth(rows, 1280) is None
     record = record_of(rows[-1], None)
-    assert (
-        record["status"] == "out of memory"
-        and record["peak_bytes"] is None
-        and record["tokens"] == 16385
-    )
+    assert record["status"] == "out of memory" and record["peak_bytes"] is None
+    assert record["tokens"] == 16385
 
 
 def test_each_series_has_its_own_growth():
@@ -189,7 +162,7 @@ its first at each size.
 
 @linux
 @pytest.mark.parametrize("library", ["buffer", "buffer of a size", "code"])
-def test_what_a_library_keeps_does_not_count_as_growth(tmp_path, library):
+def test_what_a_library_keeps_does_not_count_as_growth(tmp_path, started_quickly, library):
     (tmp_path / "code").write_bytes(bytes(4 << 20))
     rows = []
     for px in (512, 736):
@@ -241,15 +214,11 @@ def test_what_inference_holds_are_activations_and_a_backward_counts_what_is_save
         sizes = measure_here(Job(replace(TINY, backward=work != "inference")))
         assert sizes.reserved_bytes is None and sizes.peak_bytes > sizes.above_bytes
         if work == "inference":
-            assert (
-                sizes.activations_bytes == sizes.above_bytes
-                and sizes.gradients_bytes == sizes.optimizer_bytes == 0
-            )
+            assert sizes.activations_bytes == sizes.above_bytes
+            assert sizes.gradients_bytes == sizes.optimizer_bytes == 0
         else:
-            assert (
-                sizes.activations_bytes > 10 * 192 * 4 * 8
-                and sizes.gradients_bytes == sizes.parameters_bytes + 9 * 192 * 4
-            )
+            assert sizes.activations_bytes > 10 * 192 * 4 * 8
+            assert sizes.gradients_bytes == sizes.parameters_bytes + 9 * 192 * 4
 
 
 def test_a_form_is_the_one_that_runs():
@@ -292,9 +261,8 @@ def test_the_largest_image_comes_with_the_next_size_that_does_not_fit():
     assert (found.fits.case.size, found.beyond.case.size, found.status) == (36 * 16, 37 * 16, "ok")
     assert [row.case.size for row in rows] == sorted(row.case.size for row in rows)
     nothing, _ = find_largest(TINY, shape, lambda case, tokens: row_at(case.size, tokens, None))
-    assert (
-        nothing.fits is None and nothing.status == "nothing fits" and nothing.beyond.case.size == 16
-    )
+    assert nothing.fits is None and nothing.status == "nothing fits"
+    assert nothing.beyond.case.size == 16
 
 
 def test_the_plot_marks_n1_in_tokens_and_pixels_for_taylorshift_alone():
@@ -323,13 +291,9 @@ def test_a_snapshot_holds_each_allocation_with_where_it_was_made_and_where_it_wa
     content = record(work)
     trace = content["device_traces"][0]
     big = [event for event in trace if event["size"] == 4_000_000]
-    assert [event["action"] for event in big] == [
-        "segment_alloc",
-        "alloc",
-        "free_requested",
-        "free_completed",
-        "segment_free",
-    ]
+    assert [event["action"] for event in big] == words(
+        "segment_alloc alloc free_requested free_completed segment_free"
+    )
     assert len({event["addr"] for event in big}) == 1
     frames = big[0]["frames"]
     assert frames[0]["name"].startswith("aten::")
@@ -367,7 +331,7 @@ def test_a_snapshot_of_a_pass_balances_and_pytorchs_own_reader_takes_it(tmp_path
     assert "snapshot.pickle" in viewer.trace_plot(content)
 
 
-def test_a_cell_beyond_the_budget_ends_as_out_of_memory_in_a_process_of_its_own():
+def test_a_cell_beyond_the_budget_ends_as_out_of_memory_in_a_process_of_its_own(started_quickly):
     """A matrix of 3 x 16,385 x 16,385 float32 is 3 GiB."""
     case = Case("model", "vit_tiny_patch16_224+eager", 2048, depth=1)
     with pytest.raises(torch.OutOfMemoryError, match=r"2048 px does not fit"):

@@ -1,7 +1,5 @@
 """``tools/profile_memory.py`` as it is typed: what it prints and writes, and how it ends."""
 
-import csv
-import importlib.util
 import math
 from pathlib import Path
 
@@ -9,31 +7,20 @@ import pytest
 import torch
 
 import visionattn.lab.profile.run as run
+from tests.helpers.tools import assert_one_error, load_tool, read_csv, words
 from visionattn.lab.profile.process import Bytes
 
 ROOT = Path(__file__).parents[2]
-REAL = [
-    "--models",
-    "taylorshift_vit_t",
-    "vit_tiny_patch16_224+eager",
-    "--img-size",
-    "512",
-    "736",
-    "--fit-from",
-    "512",
-]
+REAL = words(
+    "--models taylorshift_vit_t vit_tiny_patch16_224+eager --img-size 512 736 --fit-from 512"
+)
 REAL += ["--depth", "1", "--threads", "1", "--device", "cpu"]
 FAKE = ["--models", "taylorshift_vit_t", "vit_tiny_patch16_224", "--depth", "1", "--device", "cpu"]
 
 
 @pytest.fixture(scope="module")
 def main():
-    spec = importlib.util.spec_from_file_location(
-        "tool_profile_memory", ROOT / "tools" / "profile_memory.py"
-    )
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.main
+    return load_tool("profile_memory")
 
 
 @pytest.fixture
@@ -54,10 +41,6 @@ def jobs(monkeypatch):
     return seen
 
 
-def read_csv(path):
-    return list(csv.DictReader(path.read_text().splitlines()))
-
-
 def table_in(text):
     return [
         [cell.strip() for cell in line.strip("|").split("|")]
@@ -66,7 +49,9 @@ def table_in(text):
     ]
 
 
-def test_a_profile_of_real_models_is_printed_and_written_with_its_growth(main, tmp_path, capsys):
+def test_a_profile_of_real_models_is_printed_and_written_with_its_growth(
+    main, started_quickly, tmp_path, capsys
+):
     """What libraries hold differs from processor to processor, so that no level is compared with a
     number here.
     """
@@ -81,9 +66,8 @@ def test_a_profile_of_real_models_is_printed_and_written_with_its_growth(main, t
         == [line[0] for line in cells]
         == [REAL[1], REAL[1], REAL[2], REAL[2]]
     )
-    assert [row["tokens"] for row in rows] == ["1025", "2117"] * 2 and {
-        row["status"] for row in rows
-    } == {"ok"}
+    assert [row["tokens"] for row in rows] == ["1025", "2117"] * 2
+    assert {row["status"] for row in rows} == {"ok"}
     above = [int(row["above_bytes"]) for row in rows]
     for i in (0, 2):
         slope = math.log(above[i + 1] / above[i]) / math.log(2117 / 1025)
@@ -96,9 +80,8 @@ def test_a_profile_of_real_models_is_printed_and_written_with_its_growth(main, t
     assert all(int(row["peak_bytes"]) > int(row["above_bytes"]) > 0 for row in rows)
     assert rows[0]["torch"] == torch.__version__ and rows[0]["processor"]
     assert rows[0]["command"].startswith("visionattn profile --models taylorshift_vit_t vit_tiny")
-    assert {"device", "commit", "precision", "budget_bytes", "date"} <= set(rows[0]) and rows[0][
-        "device"
-    ] == "cpu, 1 threads"
+    assert {"device", "commit", "precision", "budget_bytes", "date"} <= set(rows[0])
+    assert rows[0]["device"] == "cpu, 1 threads"
     assert (folder / "memory.png").read_bytes().startswith(b"\x89PNG")
     settings, command = printed.out.splitlines()[-2:]
     assert settings.startswith(
@@ -116,27 +99,13 @@ def test_constant_settings_and_the_command_stand_under_the_table_and_the_plot(
         "png",
         lambda path, charts, title, notes: shown.extend(notes) or path.touch(),
     )
-    sizes = [
-        "--img-size",
-        "1024",
-        "1536",
-        "--batch",
-        "3",
-        "--passes",
-        "training_step",
-        "--precision",
-        "amp_bf16",
-    ]
+    sizes = words("--img-size 1024 1536 --batch 3 --passes training_step --precision amp_bf16")
     assert (
         main(
             [
-                "--models",
-                "taylorshift_vit_t",
-                "--device",
-                "cpu",
+                *words("--models taylorshift_vit_t --device cpu"),
                 *sizes,
-                "--output",
-                str(tmp_path / "$a$"),
+                *words("--output {}", tmp_path / "$a$"),
             ]
         )
         == 0
@@ -151,28 +120,14 @@ def test_constant_settings_and_the_command_stand_under_the_table_and_the_plot(
         "command: visionattn profile --models taylorshift_vit_t --device cpu"
     )
     assert wanted in shown and "--batch 3" in shown[-1] and "torch" in shown[0]
-    assert (
-        main(
-            [
-                "--models",
-                "taylorshift_vit_t",
-                "--device",
-                "cpu",
-                "--largest",
-                "--budget-gib",
-                "0.001",
-            ]
-        )
-        == 0
-    )
+    assert main(words("--models taylorshift_vit_t --device cpu --largest --budget-gib 0.001")) == 0
     assert capsys.readouterr().out.splitlines()[-2].endswith("checkpointing without")
 
 
 def test_a_caption_with_dollars_is_drawn_as_text(main, jobs, tmp_path):
     path = tmp_path / "$a_{$.png"
-    assert (
-        main([*FAKE, "--img-size", "64", "--plot", str(path)]) == 0 and path.stat().st_size > 1000
-    )
+    assert main([*FAKE, "--img-size", "64", "--plot", str(path)]) == 0
+    assert path.stat().st_size > 1000
 
 
 def test_growth_that_cannot_be_fitted_is_said(main, jobs, capsys):
@@ -180,26 +135,15 @@ def test_growth_that_cannot_be_fitted_is_said(main, jobs, capsys):
     for sizes in (["64"], ["64", "96"]):
         assert main([*FAKE, "--img-size", *sizes]) == 0
         assert said in capsys.readouterr().out.splitlines()
-    assert (
-        main([*FAKE, "--img-size", "1024", "1536"]) == 0
-        and "growth -" not in capsys.readouterr().out
-    )
+    assert main([*FAKE, "--img-size", "1024", "1536"]) == 0
+    assert "growth -" not in capsys.readouterr().out
 
 
 def test_a_snapshot_is_named_and_where_there_is_none_the_exit_code_says_so(
     main, jobs, tmp_path, capsys
 ):
     path = tmp_path / "pass.pickle"
-    one = [
-        "--models",
-        "taylorshift_vit_t",
-        "--device",
-        "cpu",
-        "--img-size",
-        "1024",
-        "--snapshot",
-        str(path),
-    ]
+    one = words("--models taylorshift_vit_t --device cpu --img-size 1024 --snapshot {}", path)
     assert main(one) == 0
     assert (
         f"snapshot: {path}; https://pytorch.org/memory_viz shows it"
@@ -236,16 +180,7 @@ def test_rows_that_do_not_fit_the_budget_stay_and_the_others_are_fitted(
 
 def test_a_grid_has_a_row_for_each_choice_that_acts(main, jobs, tmp_path):
     path = tmp_path / "rows.csv"
-    grid = [
-        "--img-size",
-        "64",
-        "--passes",
-        "inference",
-        "training_step",
-        "--precision",
-        "float32",
-        "amp_bf16",
-    ]
+    grid = words("--img-size 64 --passes inference training_step --precision float32 amp_bf16")
     grid += ["--form", "direct", "efficient", "--checkpointing", "both", "--csv", str(path)]
     assert main([*FAKE, *grid]) == 0
     rows = [
@@ -264,13 +199,7 @@ def test_the_largest_image_is_a_row_for_each_series(main, jobs, tmp_path, capsys
         main(
             [
                 *FAKE,
-                "--largest",
-                "--budget-gib",
-                "0.001",
-                "--csv",
-                str(path),
-                "--plot",
-                str(tmp_path / "a.png"),
+                *words("--largest --budget-gib 0.001 --csv {} --plot {}", path, tmp_path / "a.png"),
             ]
         )
         == 0
@@ -279,9 +208,8 @@ def test_the_largest_image_is_a_row_for_each_series(main, jobs, tmp_path, capsys
     rows = read_csv(path)
     assert [row["largest_px"] for row in rows] == [str(16 * wanted)] * 2
     assert [row["too_large_px"] for row in rows] == [str(16 * (wanted + 1))] * 2
-    assert rows[0]["tokens"] == str(wanted**2 + 1) and rows[0]["above_bytes"] == str(
-        1000 * wanted**2
-    )
+    assert rows[0]["tokens"] == str(wanted**2 + 1)
+    assert rows[0]["above_bytes"] == str(1000 * wanted**2)
     assert table_in(capsys.readouterr().out)[1][5] == str(16 * wanted)
 
 
@@ -303,54 +231,43 @@ def test_a_cell_that_fails_is_a_row_and_the_others_are_measured(
     ]
 
 
-BAD = [
-    (["--models", "scaleformer_vit_q"], "timm knows no model 'scaleformer_vit_q'"),
-    (["--models", "resnet18"], "resnet18"),
-    (["--models", "scaleformer_vit_t+eager"], "eager attention is an option of timm's vit_*"),
-    (
-        ["--img-size", "1000"],
-        "not a whole number of 16-pixel patches; the nearest that fit: 992 or 1008",
-    ),
-    (["--img-size", "0"], "img_size[0] must be above 0, got 0"),
-    (
-        ["--passes", "forward"],
-        "passes: wanted any of inference, forward+backward, training_step, got 'forward'",
-    ),
-    (["--precision", "int8"], "precision: wanted any of float32"),
-    (
-        ["--models", "vit_tiny_patch16_224", "--form", "direct"],
-        "form does nothing here: vit_tiny_patch16_224 have no forms",
-    ),
-    (["--checkpointing", "with"], "checkpointing does nothing in inference"),
-    (["--snapshot", "new.pickle"], "snapshot holds one cell, and these are 2"),
-    (["--snapshot", "new.pickle", "--largest"], "leave out one of them"),
-    (["--largest", "--img-size", "64"], "largest searches for the image size: leave out img_size"),
-    (["--largest", "--fit-from", "64"], "fit_from does nothing with largest"),
-    (
-        ["--img-size", "64", "96", "--fit-from", "96"],
-        "fit_from 96: growth needs two sizes from there on, and img_size has 1",
-    ),
-    (["--fit-from", "64"], "fit_from 64: growth needs two sizes from there on, and img_size has 1"),
-    (["--budget-gib", "-1"], "budget_gib must be above 0, got -1"),
-    (["--budget-gib", "0"], "budget_gib must be above 0, got 0"),
-    (["--depth", "99"], "depth 99: taylorshift_vit_t has 12 blocks"),
-    (["--models"], "--models needs a value"),
-    (["--csv", "kept.csv"], "kept.csv exists; --overwrite replaces it"),
-    (["--output", "kept"], "memory.csv exists; --overwrite replaces it"),
-    (["--output", "kept.csv"], "kept.csv is a file"),
-    (["--output", "new", "--csv", "new.csv"], "leave out csv and plot, or output"),
-    (["--csv", "new", "--plot", "new"], "one file for several things: csv new, plot new"),
-    (["--plot", "nowhere/new.png"], "no folder"),
-    (["--output", "new", "--models", FAKE[1], "--snapshot", "nowhere/new.pickle"], "no folder"),
-    (["--device", "abacus"], "device 'abacus' cannot be used here"),
-]
+BAD = {
+    "--models scaleformer_vit_q": "timm knows no model 'scaleformer_vit_q'",
+    "--models resnet18": "resnet18",
+    "--models scaleformer_vit_t+eager": "eager attention is an option of timm's vit_*",
+    "--img-size 1000": "not a whole number of 16-pixel patches; the nearest that fit: 992 or 1008",
+    "--img-size 0": "img_size[0] must be above 0, got 0",
+    "--passes forward": "passes: wanted any of inference, forward+backward, training_step, got "
+    "'forward'",
+    "--precision int8": "precision: wanted any of float32",
+    "--models vit_tiny_patch16_224 --form direct": "form does nothing here: "
+    "vit_tiny_patch16_224 have no forms",
+    "--checkpointing with": "checkpointing does nothing in inference",
+    "--snapshot new.pickle": "snapshot holds one cell, and these are 2",
+    "--snapshot new.pickle --largest": "leave out one of them",
+    "--largest --img-size 64": "largest searches for the image size: leave out img_size",
+    "--largest --fit-from 64": "fit_from does nothing with largest",
+    "--img-size 64 96 --fit-from 96": "fit_from 96: growth needs two sizes from there on, and "
+    "img_size has 1",
+    "--fit-from 64": "fit_from 64: growth needs two sizes from there on, and img_size has 1",
+    "--budget-gib -1": "budget_gib must be above 0, got -1",
+    "--budget-gib 0": "budget_gib must be above 0, got 0",
+    "--depth 99": "depth 99: taylorshift_vit_t has 12 blocks",
+    "--models": "--models needs a value",
+    "--csv kept.csv": "kept.csv exists; --overwrite replaces it",
+    "--output kept": "memory.csv exists; --overwrite replaces it",
+    "--output kept.csv": "kept.csv is a file",
+    "--output new --csv new.csv": "leave out csv and plot, or output",
+    "--csv new --plot new": "one file for several things: csv new, plot new",
+    "--plot nowhere/new.png": "no folder",
+    "--output new --models taylorshift_vit_t --snapshot nowhere/new.pickle": "no folder",
+    "--device abacus": "device 'abacus' cannot be used here",
+}
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"), BAD, ids=lambda value: " ".join(value) if isinstance(value, list) else ""
-)
+@pytest.mark.parametrize("flags", BAD)
 def test_bad_input_is_one_line_and_nothing_is_measured_or_written(
-    main, jobs, flags, message, tmp_path, monkeypatch, capsys
+    main, jobs, flags, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "kept.csv").write_text("old")
@@ -358,19 +275,11 @@ def test_bad_input_is_one_line_and_nothing_is_measured_or_written(
     (tmp_path / "kept" / "memory.csv").write_text("old")
     before = sorted(tmp_path.rglob("*"))
     base = [] if "--img-size" in flags or "--largest" in flags else ["--img-size", "64"]
-    assert main([*FAKE, *base, *flags]) == 2
-    printed = capsys.readouterr()
-    assert (
-        len(printed.err.splitlines()) == 1
-        and printed.err.startswith("error: ")
-        and message in printed.err
-    )
-    assert printed.out == "" and jobs == [] and sorted(tmp_path.rglob("*")) == before
-    assert (
-        (tmp_path / "kept.csv").read_text()
-        == (tmp_path / "kept" / "memory.csv").read_text()
-        == "old"
-    )
+    assert main([*FAKE, *base, *flags.split()]) == 2
+    assert_one_error(capsys, BAD[flags])
+    assert jobs == [] and sorted(tmp_path.rglob("*")) == before
+    kept = tmp_path / "kept.csv", tmp_path / "kept" / "memory.csv"
+    assert [path.read_text() for path in kept] == ["old"] * 2
 
 
 def test_files_that_exist_are_replaced_when_asked(main, jobs, tmp_path):

@@ -2,7 +2,6 @@
 from end to end.
 """
 
-import csv
 import json
 import os
 import signal
@@ -14,6 +13,8 @@ import pytest
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tests.helpers import warm_python
+from tests.helpers.tools import read_csv, words
 from visionattn.cli.commands import started
 from visionattn.cli.ends import Failed, run_tool
 from visionattn.lab.sweep.config import EXAMPLE, parse_sweep
@@ -107,12 +108,6 @@ class Fakes:
         return found
 
 
-def rows_of(path):
-    """The rows of a CSV file."""
-    with open(path, newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def markdown_tables(text):
     """Every Markdown table of a text as a list of dicts."""
     tables, lines = [], text.splitlines()
@@ -136,18 +131,8 @@ def markdown_tables(text):
 
 def test_finished_cells_are_skipped_and_accuracies_are_means_over_seeds(tmp_path):
     fakes = Fakes(tmp_path)
-    flags = (
-        "--heads",
-        "2",
-        "8",
-        "--attention",
-        "taylorshift",
-        "softmax",
-        "--seeds",
-        "0",
-        "3",
-        "--train_form",
-        "efficient",
+    flags = tuple(
+        words("--heads 2 8 --attention taylorshift softmax --seeds 0 3 --train_form efficient")
     )
     printed = fakes(*flags, "--jobs", "3")
     names = {f"taylorshift_h{h}_efficient_32px_seed{s}" for h in (2, 8) for s in (0, 3)}
@@ -205,7 +190,7 @@ def test_failed_cells_are_kept_with_their_status_until_they_are_retried(tmp_path
     }
     assert fakes.endings() == wanted | {"softmax_h16_32px_seed0": ("finished", None)}
     rows = {
-        row["run"]: (row["status"], row["reason"]) for row in rows_of(fakes.output / "cells.csv")
+        row["run"]: (row["status"], row["reason"]) for row in read_csv(fakes.output / "cells.csv")
     }
     assert rows == wanted | {"softmax_h16_32px_seed0": ("finished", "")}
     fakes.calls()
@@ -232,7 +217,7 @@ def test_a_sweep_whose_every_cell_fails_says_the_first_reason_in_one_line(tmp_pa
         "error: every one of the 2 trainings failed, the first with failed: bad at step 7;"
     )
     assert len(fakes.endings()) == 2 and not list((fakes.output / "measurements").iterdir())
-    rows = rows_of(fakes.output / "cells.csv")
+    rows = read_csv(fakes.output / "cells.csv")
     assert [(row["status"], row["reason"]) for row in rows] == [("failed", "bad at step 7")] * 2
 
 
@@ -261,14 +246,9 @@ def test_ctrl_c_stops_the_cells_gently_and_the_next_call_goes_on(tmp_path):
         f"{str(tmp_path / 'fake.py')!r}))))"
     )
     argv = [
-        "--base",
-        str(tmp_path / "base.yaml"),
-        "--output",
-        str(fakes.output),
-        "--measure",
-        "false",
-        "--jobs",
-        "2",
+        *words(
+            "--base {} --output {} --measure false --jobs 2", tmp_path / "base.yaml", fakes.output
+        ),
         *flags,
     ]
     process = subprocess.Popen(
@@ -388,26 +368,19 @@ def test_a_killed_training_is_out_of_memory_only_where_the_system_says_so(tmp_pa
 
 
 @pytest.fixture(scope="module")
-def small_sweep(tmp_path_factory):
+def small_sweep(tmp_path_factory, quick_python):
     """A sweep of two head counts and two attentions, trained by the real trainer: its folder, what
     it printed, its flags.
     """
     folder, lines = tmp_path_factory.mktemp("real"), []
     (folder / "base.yaml").write_text(yaml.safe_dump(BASE))
-    argv = [
-        "--base",
-        str(folder / "base.yaml"),
-        "--output",
-        str(folder / "sweep"),
-        "--heads",
-        "2",
-        "8",
-        "--jobs",
-        "2",
-    ]
+    argv = ["--base", str(folder / "base.yaml"), "--output", str(folder / "sweep")]
+    argv += ["--heads", "2", "8", "--jobs", "2"]
     argv += ["--attention", "taylorshift", "softmax", "--train_form", "efficient"]
     argv += ["--measure_batch", "3", "--measure_rounds", "2"]
-    sweep(argv, lines.append, train=started("train"))
+    with pytest.MonkeyPatch.context() as patch:
+        warm_python.use(quick_python, patch)
+        sweep(argv, lines.append, train=started("train"))
     return folder / "sweep", "\n".join(lines), argv
 
 
@@ -432,7 +405,7 @@ def test_a_sweep_runs_from_end_to_end_and_its_tables_have_the_published_shape(sm
         # So small a model may fit into pages that the process has anyway: 0 MiB, and no ratio.
         assert all(float(value or 0) >= 0 for row in table for value in row.values())
     assert list(softmax[0]) == ["h", "d", "accuracy", "img/s", "MiB"]
-    cells = {(row["heads"], row["form"]): row for row in rows_of(small_sweep[0] / "cells.csv")}
+    cells = {(row["heads"], row["form"]): row for row in read_csv(small_sweep[0] / "cells.csv")}
     for name, table in (("inference", inference), ("training", training)):
         for row in table:
             direct, efficient = (cells[row["h"], form] for form in ("direct", "efficient"))
@@ -457,7 +430,7 @@ def test_a_sweep_runs_from_end_to_end_and_its_tables_have_the_published_shape(sm
 
 
 def test_the_list_of_cells_holds_every_figure_with_its_provenance(small_sweep):
-    rows = rows_of(small_sweep[0] / "cells.csv")
+    rows = read_csv(small_sweep[0] / "cells.csv")
     assert [(row["attention"], row["heads"], row["form"], row["trained_form"]) for row in rows] == [
         *(("taylorshift", h, form, "efficient") for h in "28" for form in ("direct", "efficient")),
         *(("softmax", h, "", "") for h in "28"),
@@ -465,19 +438,13 @@ def test_the_list_of_cells_holds_every_figure_with_its_provenance(small_sweep):
     for row in rows:
         assert row["status"] == "finished" and row["test_images"] == "359" and row["tokens"] == "16"
         assert int(row["head_dim"]) * int(row["heads"]) == 16
-        for key in (
-            "test_accuracy",
-            "validation_accuracy",
-            "parameters",
-            "flops",
-            "train_seconds",
-            "cell_seconds",
+        for key in words(
+            "test_accuracy validation_accuracy parameters flops train_seconds cell_seconds"
         ):
             assert float(row[key]) > 0, key
         for name in ("inference", "training"):
-            assert (
-                float(row[f"{name}_images_per_second"]) > 0 and int(row[f"{name}_peak_bytes"]) >= 0
-            )
+            assert float(row[f"{name}_images_per_second"]) > 0
+            assert int(row[f"{name}_peak_bytes"]) >= 0
             assert row[f"{name}_status"] == "ok"
             assert (
                 row["attention"] == "softmax"
@@ -488,11 +455,8 @@ def test_the_list_of_cells_holds_every_figure_with_its_provenance(small_sweep):
             "1",
             "1",
         )
-        assert (
-            row["measure_batch"] == "3"
-            and row["command"].startswith("visionattn sweep --base")
-            and row["torch"]
-        )
+        assert row["measure_batch"] == "3" and row["command"].startswith("visionattn sweep --base")
+        assert row["torch"]
     assert (
         len({row["test_accuracy"] for row in rows if row["trained_form"] and row["heads"] == "2"})
         == 1

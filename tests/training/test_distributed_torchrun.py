@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+from tests.helpers.tools import words
 from visionattn.training.watchdog import Waits
 
 ROOT = Path(__file__).parents[2]
@@ -18,35 +19,15 @@ LIMIT_S = 400
 
 def torchrun(folder: Path, *options: str, size: int = 2) -> subprocess.Popen:
     """Start it; its lines go to files in the folder."""
-    launch = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(size),
-        "--",
-    ]
-    data = [
-        "--data.name",
-        "digits",
-        "--data.img_size",
-        "16",
-        "--data.workers",
-        "1",
-        "--model.args",
-        MODEL,
-    ]
+    launch = words(
+        "{} -m torch.distributed.run --standalone --nproc-per-node {} --", sys.executable, size
+    )
+    data = words("--data.name digits --data.img_size 16 --data.workers 1 --model.args {}", MODEL)
     command = [
         *launch,
         "tools/train.py",
         *data,
-        "--batch_size",
-        "256",
-        "--output",
-        str(folder),
-        "--run",
-        "run",
+        *words("--batch_size 256 --output {} --run run", folder),
         *options,
     ]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -73,17 +54,15 @@ def process_of(launcher: subprocess.Popen, rank: int) -> int:
     raise AssertionError("torchrun has no such process")
 
 
-def test_torchrun_trains_on_two_processes(tmp_path):
+def test_torchrun_trains_on_two_processes(tmp_path, started_quickly):
     launcher = torchrun(
         tmp_path, "--epochs", "1", "--optim.warmup_epochs", "0.2", "--log_every", "1"
     )
     assert launcher.wait(LIMIT_S) == 0, (tmp_path / "err").read_text()
     out = (tmp_path / "out").read_text().splitlines()
     assert "6 steps on 2 processes (ddp), cpu" in out[0] and out[1].startswith("epoch 1/1")
-    assert (
-        out[-1].startswith("test accuracy ")
-        and len([line for line in out if "test accuracy" in line]) == 1
-    )
+    assert out[-1].startswith("test accuracy ")
+    assert len([line for line in out if "test accuracy" in line]) == 1
     kinds = [(line["kind"], line["step"]) for line in lines(tmp_path)]
     assert kinds == [*(("train", step) for step in range(1, 7)), ("epoch", 6), ("test", 6)]
     found = status(tmp_path)
