@@ -17,20 +17,15 @@ def page_of(*paths, output):
     return Page(output.read_text())
 
 
-@pytest.mark.parametrize(
-    "told",
-    [
-        {"status": ["x"]},
-        {"status": {"a": 1}},
-        {"status": 3, "provenance": [], "result": 7},
-        {"reason": {"a": ["b"]}},
-    ],
-    ids=str,
-)
-def test_a_status_of_another_kind_is_unknown(tmp_path, told):
-    run = write_run(tmp_path / "mine")
-    (run / "status.json").write_text(json.dumps(told))
-    assert page_of(run, output=tmp_path / "page.html").row("mine")[0].startswith("unknown")
+def test_a_status_of_another_kind_is_unknown(tmp_path):
+    kinds = [{"status": ["x"]}, {"status": {"a": 1}}, {"reason": {"a": ["b"]}}]
+    kinds += [{"status": 3, "provenance": [], "result": 7}]
+    runs = [write_run(tmp_path / f"run{i}") for i in range(len(kinds))]
+    for run, told in zip(runs, kinds, strict=True):
+        (run / "status.json").write_text(json.dumps(told))
+    page = page_of(*runs, output=tmp_path / "page.html")
+    for run in runs:
+        assert page.row(run.name)[0].startswith("unknown"), run
 
 
 @pytest.mark.filterwarnings("error")
@@ -59,15 +54,17 @@ def test_an_absurd_metric_leaves_the_page_whole(tmp_path, key, value):
     )
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "status.json", "config.yaml"])
 @pytest.mark.parametrize(
     "text", [DEEP, "1" * 5000, "a: 2020-13-45", '"'], ids=["deep", "long", "date", "open"]
 )
-def test_a_file_that_no_reader_takes_is_named(tmp_path, name, text):
-    run = write_run(tmp_path / "mine")
-    (run / name).write_text(text + "\n")
-    text = page_of(run, output=tmp_path / "page.html").text
-    assert (f"line 1 of {name}" if name == "metrics.jsonl" else name) + " cannot be read" in text
+def test_a_file_that_no_reader_takes_is_named(tmp_path, text):
+    names = ["metrics.jsonl", "status.json", "config.yaml"]
+    runs = [write_run(tmp_path / name.partition(".")[0]) for name in names]
+    for run, name in zip(runs, names, strict=True):
+        (run / name).write_text(text + "\n")
+    text = page_of(*runs, output=tmp_path / "page.html").text
+    for name in ("line 1 of metrics.jsonl", "status.json", "config.yaml"):
+        assert f"{name} cannot be read" in text
 
 
 def test_a_folder_in_place_of_a_file_is_named(tmp_path):
