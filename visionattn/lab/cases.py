@@ -137,7 +137,7 @@ class Work:
     """What a case runs; a call runs it once."""
 
     function: Callable[..., Tensor]
-    """Of the tensors by name."""
+    """What is run; it takes the tensors by name."""
     tensors: dict[str, Tensor]
     leaves: tuple[Tensor, ...]
     """Tensors whose gradients a backward pass takes."""

@@ -15,8 +15,8 @@ SERIES_COLOURS = {
     "light": ("#1d56b8", "#b84e0c", "#0a4a38", "#8c2f78", "#5b6470", "#6f63cc"),
     "dark": ("#6f9ff0", "#f0975a", "#a8f0c6", "#f2b6e2", "#b4bcc8", "#ab96d8"),
 }
-"""Of series, chosen to differ for colour-blind eyes and, the first four, in grey; each is text of
-its own, too, with a contrast of 4.5 at least.
+"""Colours of series, chosen to differ for colour-blind eyes and, the first four, in grey. Each is a
+colour of text, too, with a contrast of 4.5 at least.
 """
 NEUTRAL_COLOURS = {
     "light": {"ink": "#16191d", "muted": "#515a66", "grid": "#d5dae1", "panel": "#f6f7f9"},
@@ -37,7 +37,7 @@ MOST_LABELS = 8
 LINE_POINTS = 11.5
 """Height of a line of a label, in points."""
 COINCIDE = 0.012
-"""Of the height of a chart: closer lines are one to the eye."""
+"""A share of the height of a chart: closer lines are one to the eye."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Mark:
     x: float | None = None
     y: float | None = None
     colour: int | None = None
-    """Of a series; None: a quiet one."""
+    """The colour of a series; None: a quiet one."""
 
 
 @dataclass(frozen=True)

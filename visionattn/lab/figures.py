@@ -1,8 +1,8 @@
 """Which charts a table of rows becomes: head counts of a sweep, memory of a profile, cost over
 sizes of a benchmark.
 
-Rows are those that tools write as CSV, read again or still in memory, so that one description
-serves a tool's PNG and the page of ``tools/report.py``. It measures and draws nothing.
+Rows are those that commands write as CSV, read again or still in memory, so that one description
+serves a command's PNG and the page of ``visionattn report``. It measures and draws nothing.
 """
 
 import math
@@ -135,6 +135,7 @@ def heads_of(rows: Sequence[Row], size: str | int) -> list[Chart]:
 
     def chart(title: str, unit: str, column: str, factor: float, status: str = "") -> Chart:
         accuracy = column.endswith("accuracy")
+        # Only a network that was trained has an accuracy; a form that was measured alone has none.
         chosen_rows = [row for row in here if trained_itself(row)] if accuracy else here
         names = {
             pair: pair[0] if accuracy and form else name_of(pair)
@@ -150,6 +151,7 @@ def heads_of(rows: Sequence[Row], size: str | int) -> list[Chart]:
             )
             for pair, name in names.items()
         ]
+        # Times, memory and operations begin at 0; accuracies may lie close together.
         axes = {"log_x": 2, "x_ticks": ticks, "from_zero": not accuracy}
         return Chart(title, "heads", unit, series, failed_below=unit.startswith("images"), **axes)
 
@@ -211,7 +213,7 @@ def memory_of(
     model and way to run it.
 
     Args:
-        rows: with the columns of ``tools/profile_memory.py``.
+        rows: with the columns of ``visionattn profile``.
         columns: ``above_bytes``, what the pass adds to the level before it, and ``peak_bytes``.
         n1: texts at image sides in pixels.
     """
@@ -272,7 +274,7 @@ def size_chart(
 
     Args:
         title, unit: of the chart.
-        rows: with the columns of ``tools/benchmark.py``.
+        rows: with the columns of ``visionattn benchmark``.
         value: of a row, in the unit of the CSV; None where it was not measured.
         factor: to the unit of the chart.
         names: of cases, in words; None: their own. Behind them stands how the value grows, where

@@ -55,7 +55,7 @@ class Figure:
     table: Callable[[Sequence[Record]], list[Record]] | None = None
     """A second table; memory is measured where there is one."""
     plan: Callable[[int], Plan] = lambda size: PLAN
-    """By size of the cases."""
+    """How long cases of a size are measured."""
 
 
 def redraw(

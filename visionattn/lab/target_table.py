@@ -26,7 +26,7 @@ NO_SLOWER_FROM = 512
 TOKENS_PER_RUN = 65_536
 """Patches of all images of a batch that a model is timed with."""
 KINDS = ("operation", "model", "image", "training", "latency", "crossover")
-"""In the order in which a GPU measures them: what is wanted most comes first."""
+"""The kinds of figures, as a GPU measures them: what is wanted most comes first."""
 SHIFT = "taylorshift+temperature"
 RATES = (Bound(None, "TFLOP/s"), Bound(None, "TFLOP/s of SDPA"))
 """The rates of the two products of attention: ours, and SDPA's."""

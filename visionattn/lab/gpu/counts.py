@@ -57,7 +57,7 @@ class Gpu:
     bytes_per_second: float
     """The rate of a large copy."""
     operations_per_second: float
-    """Of a large product of matrices in bfloat16."""
+    """The rate of a large product of matrices in bfloat16."""
 
 
 H100 = Gpu("H100 SXM", 132, 1.755e9, 3.0e12, 790e12)

@@ -32,7 +32,7 @@ COLUMNS = (
     "status",
 )
 ROUNDS, SECONDS = 3, 0.03
-"""Of the timing of a row: there are many, and a factor is wanted, no percent."""
+"""How long a row is timed: there are many rows, and a factor is wanted, not percents."""
 TOKENS = (196, 1024, 16_384)
 """Images of 224, 512 and 2048 px."""
 SHIFT = "taylorshift+temperature"

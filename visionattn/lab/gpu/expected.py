@@ -28,12 +28,12 @@ DEPTH, WIDTH = 12, 64
 EXPONENTIALS_PER_CYCLE = 16
 FLASH_SHARE = 0.78
 PRODUCT_SHARE = 0.7
-"""Of the rate of large products that those of a layer are assumed to reach."""
+"""The share of the rate of large products that those of a layer are assumed to reach."""
 ELEMENTS_BETWEEN = 17
 """Elements of each token in units of the model's width: norm 2, sum and norm 4, GELU 8, sum 3."""
 BYTES = 2
 BACKWARD_TIMES = 3
-"""Of a layer's forward, for forward and backward."""
+"""Forward and backward of a layer take so many times its forward."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Cost:
     """The work that has to be done."""
 
     operations: float
-    """Of matrix products, a multiply and an add being two."""
+    """The operations of matrix products; a multiply and an add are two."""
     bytes: float
     """Each input read once, each output written once."""
 
@@ -96,7 +96,7 @@ class Expected:
     """What one figure is expected to come to."""
 
     seconds: float
-    """Of what is timed."""
+    """The seconds of what is timed."""
     values: tuple[float | None, ...]
     """One for each bound, in its unit; None where counts say nothing of it, as of memory."""
 

@@ -71,7 +71,7 @@ class Bench:
 
     @property
     def device(self) -> torch.device:
-        """Where tensors are."""
+        """The device that tensors are on."""
         return self.gpu.device
 
     def seconds_of(
@@ -257,11 +257,13 @@ def measure_operation(figure: Target, bench: Bench) -> GpuResult:
     entries = {
         "kernel": bench.recorded([call_of(kernel, tensors, case.backward) for tensors in sets])
     }
+    # Softmax attention knows none of the case's options; a baseline that cannot be timed says why.
     plain = [{name: tensors[name] for name in ("q", "k", "v", "grad")} for tensors in sets]
     others: dict[str, float | str] = {}
     for name, function in softmax_baselines(case, bench).items():
         found = baseline(function, plain, case, bench)
         (others if isinstance(found, str) else entries)[name] = found
+    # Eager operations may need more memory than there is: they are no reason to lose the row.
     try:
         call = call_of(eager, sets[0], case.backward)
         call()

@@ -25,18 +25,18 @@ from visionattn.lab.gpu.summary import summary
 PACKAGES = ("torch", "triton", "timm", "einops", "pytest")
 ROOT = Path(__file__).parents[3]
 SECONDS = 560
-"""Of the whole run, the summary included: a little less than ten minutes."""
+"""The time of the whole run, the summary included: a little less than ten minutes."""
 REHEARSAL_SECONDS = 1800
-"""Of a rehearsal, which takes as long as the interpreter does on that machine."""
+"""The time of a rehearsal, which depends on how fast the machine's interpreter is."""
 GRACE = 10
 """Seconds that an interrupted process has to end by itself."""
 KILLED = 5
 """Seconds until the system has ended what was killed."""
 SUMMARY = 5
 THREADS = 2
-"""Of a process: references in float64 of several processes would fight for the cores."""
+"""Threads of a process: float64 references of several processes would fight for the cores."""
 ALONE = (("TORCHINDUCTOR_COMPILE_THREADS", "1"),)
-"""Where each core has a process that compiles, none of these starts more."""
+"""Each core has a process that compiles, so none of these is to start more."""
 WRITTEN = ("log.txt", "tests.jsonl", "rows.jsonl", "summary.txt")
 TEST_FILES = ("tests/kernels/test_*.py",)
 PYTEST = ("-q", "-p", "no:benchmark", "-p", "no:cacheprovider", "-W", "default")
@@ -65,7 +65,7 @@ class Phase:
     needed: bool = False
     """Whether nothing follows where this phase fails."""
     variables: tuple[tuple[str, str], ...] = ()
-    """Of the environment, for these processes alone."""
+    """Variables of the environment, for these processes alone."""
 
 
 @dataclass

@@ -82,9 +82,9 @@ class Ceilings:
     """Rates of a GPU."""
 
     bytes_per_second: float
-    """Of a large copy, bytes read and bytes written."""
+    """The rate of a large copy, bytes read and bytes written."""
     operations_per_second: float
-    """Of a large matrix product in bfloat16 on random numbers."""
+    """The rate of a large matrix product in bfloat16 on random numbers."""
 
     def floor_seconds(self, cost: "Cost") -> float:
         """Return the seconds below which no version gets by much."""

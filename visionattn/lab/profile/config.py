@@ -164,6 +164,7 @@ def check(config: ProfileConfig) -> None:
             f"one file for several things: "
             f"{', '.join(f'{kind} {path}' for kind, path in files.items())}"
         )
+    # A folder of --output that is not there yet holds no file in the way.
     for path in files.values():
         if path.parent.is_dir() or config.output is None or path.parent != Path(config.output):
             check_free(path, config.overwrite)

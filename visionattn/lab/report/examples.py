@@ -35,7 +35,7 @@ class Prediction:
     label: str
     """Name of the most probable class."""
     probability: float
-    """In [0, 1]."""
+    """The probability of the class, in [0, 1]."""
     right: bool
 
 

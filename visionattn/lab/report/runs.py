@@ -43,7 +43,7 @@ class Run:
 
     folder: Path
     name: str
-    """As the page calls it."""
+    """The run as the page calls it."""
     config: Values = field(default_factory=dict)
     """Nested, as in ``config.yaml``; empty where there is none."""
     steps: list[Values] = field(default_factory=list)

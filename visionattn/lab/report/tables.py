@@ -193,6 +193,7 @@ def sweep(rows: Sequence[Row]) -> Table:
             Cell(values[3], True),
         ]
         cells += [Cell(here[0].get("head_dim", ""), True)]
+        # A form that was measured alone shows, in place of an accuracy, which form was trained.
         another = Cell(numeric=True, note="trained " + here[0].get("trained_form", ""))
         cells += seeds_cells(trained, accuracy) or [another, Cell(numeric=True)]
         cells += [mean_cell(here, "parameters"), mean_cell(here, "flops", 1e-9)]

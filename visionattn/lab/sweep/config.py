@@ -99,6 +99,7 @@ def check_options(config: SweepConfig) -> None:
             raise ValueError(f"{name} must be above 0, got {min(values)}")
     if min(config.seeds, default=0) < 0:
         raise ValueError(f"seeds must be at least 0, got {min(config.seeds)}")
+    # Options that would do nothing: they shape a part of the sweep that is switched off.
     usual = SweepConfig()
     pairs = {
         "train false and retry": not config.train and config.retry,
