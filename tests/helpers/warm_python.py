@@ -13,6 +13,7 @@ import json
 import os
 import random
 import runpy
+import select
 import shlex
 import signal
 import socket
@@ -36,7 +37,7 @@ PASSED_ON = signal.SIGINT, signal.SIGTERM
 
 @contextlib.contextmanager
 def serving() -> Iterator[Path]:
-    """Start a server, and give the Python that asks it."""
+    """Start a server that ends with its input, and give the Python that asks it."""
     with tempfile.TemporaryDirectory(prefix="warm") as folder:
         place, python = Path(folder) / "socket", Path(folder) / "python"
         words = [sys.executable, "-IS", __file__, "ask", str(place)]
@@ -45,12 +46,10 @@ def serving() -> Iterator[Path]:
         # Memory that is freed goes back to the system, as processes that measure it ask for.
         environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "PYTHONPATH": ""}
         command = [sys.executable, __file__, "serve", str(place), str(python)]
-        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as server:
-            try:
-                assert server.stdout.readline() == b"ready\n", "the server of processes has ended"
-                yield python
-            finally:
-                server.kill()
+        streams = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        with subprocess.Popen(command, env=environment, **streams) as server:
+            assert server.stdout.readline() == b"ready\n", "the server of processes has ended"
+            yield python
 
 
 def use(python: Path, patch: "pytest.MonkeyPatch") -> None:
@@ -81,7 +80,7 @@ def ask(place: str, words: list[str]) -> int:
 
 
 def serve(place: str, python: str) -> None:
-    """Answer each caller by a fork that keeps one of its own, until killed."""
+    """Answer each caller by a fork that keeps one of its own, until its input ends."""
     for name in LIBRARIES.split():
         __import__(name)
     signal.signal(signal.SIGCHLD, _reap)
@@ -89,7 +88,7 @@ def serve(place: str, python: str) -> None:
         listener.bind(place)
         listener.listen()
         print("ready", flush=True)
-        while True:
+        while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:
             caller, _ = listener.accept()
             if not os.fork():
                 listener.close()
