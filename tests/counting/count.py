@@ -68,16 +68,23 @@ def counted(args: argparse.Namespace) -> Iterator[tuple[workloads.Task, str, str
 
     for task in tasks_of(args):
         wanted = partial(re.search, args.kernel)
-        counting = facts.count if args.registers else count_checked
+        counting = facts.count_in_full if args.compare else count
+        counting = facts.count if args.registers else counting
+        counting = count_checked if args.anew else counting
         yield task, *record.counted(task, change, wanted, counting)
 
 
 def count_checked(launch: Launch, capability: int) -> Count:
-    """Count a launch, whose facts are as they are on record if they are on it."""
-    found, known = facts.compiled_facts(launch, capability), facts.recorded_of(launch, capability)
-    if known not in (None, found):
-        raise ValueError(f"{launch.kernel.__name__}: {known} on record, and in truth {found}")
-    return count(launch, capability)
+    """Count a launch, and hold what is on record of it to what was counted.
+
+    Raises:
+        ValueError: the record says something else.
+    """
+    made, found = facts.compiled_facts(launch, capability), count(launch, capability)
+    known = facts.recorded_of(launch, capability), facts.count_in_full(launch, capability)
+    if known not in ((made, found), (None, found)):
+        raise ValueError(f"{launch.kernel.__name__}: {known} on record, in truth {(made, found)}")
+    return found
 
 
 def print_table(args: argparse.Namespace) -> None:
@@ -135,7 +142,7 @@ def record_all(args: argparse.Namespace) -> None:
 
 def advice() -> str:
     """How what is counted now becomes what is recorded."""
-    options = " ".join(a for a in sys.argv[1:] if a not in ("--compare", "--registers"))
+    options = " ".join(a for a in sys.argv[1:] if a not in ("--compare", "--registers", "--anew"))
     return f"record it: python -m tests.counting.count --record {options}".rstrip()
 
 
@@ -195,6 +202,12 @@ def parsed() -> argparse.Namespace:
         "--compare",
         action="store_true",
         help="print what is worse than recorded; exit status 1 if anything is",
+    )
+    parser.add_argument(
+        "--anew",
+        action="store_true",
+        help="with --compare: compile and count what tests/kernels/compiled.json has too, and hold "
+        "the two to each other",
     )
     parser.add_argument(
         "--registers",

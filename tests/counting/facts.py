@@ -19,6 +19,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Sequence
+from dataclasses import astuple
 from functools import cache
 from hashlib import sha256
 from importlib import import_module
@@ -26,7 +27,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.counting import workloads
+from tests.counting import branches, counting, occupancy, sass, trips, workloads
 from tests.counting.counting import Count, compiled
 from tests.counting.occupancy import Use, programs_per_multiprocessor
 from tests.helpers.kernel_launches import CAPABILITIES, Launch, recorded
@@ -34,8 +35,11 @@ from tests.helpers.kernel_launches import CAPABILITIES, Launch, recorded
 ROOT = Path(__file__).parents[2]
 RECORD = ROOT / "tests" / "kernels" / "compiled.json"
 LAUNCHES = ROOT / "tests" / "helpers" / "launches"
-USUAL = {"targets": (80, 100), "dtype": "bfloat16", "widths": [(64, 64)]}
-"""What ``count --compare --registers`` looks at, beside the launches of the modules."""
+USUAL = {"dtype": "bfloat16", "widths": [(64, 64)]}
+"""What tests compare with the counts of ``visionattn/lab/gpu/counts.json``: registers and the like
+for 8.0 and 10.0, and all counts for 9.0."""
+COUNTED_BY = (counting, sass, trips, branches, occupancy)
+"""The code that counts: where it changes, nothing that was counted is on record."""
 
 
 class Facts(NamedTuple):
@@ -102,10 +106,42 @@ def _value_of(node: ast.AST, names: dict[str, object]) -> object:
 @cache
 def on_record() -> dict[str, Facts]:
     """What is recorded of the Triton that is installed, by fingerprint."""
+    return {name: Facts(*values) for name, values in _section("kernels").items()}
+
+
+@cache
+def counts_on_record() -> dict[str, Count]:
+    """What is recorded of launches of the Triton that is installed, by ``name_of_count``."""
+    return {name: Count(*values) for name, values in _section("counts").items()}
+
+
+def _section(name: str) -> dict[str, list]:
     import triton
 
-    whole = json.loads(RECORD.read_text(encoding="utf-8"))
-    return {name: Facts(*values) for name, values in whole.get(triton.__version__, {}).items()}
+    return json.loads(RECORD.read_text(encoding="utf-8")).get(triton.__version__, {}).get(name, {})
+
+
+def name_of_count(launch: Launch, capability: int) -> str:
+    """A name of all that decides what is counted of a launch: its kernel, its sizes, the code that
+    counts.
+    """
+    sizes = [
+        (tuple(x.shape), x.stride(), str(x.dtype)) if hasattr(x, "shape") else x
+        for x in launch.args
+    ]
+    given = [fingerprint(launch, capability), launch.grid, sizes, _counting_code()]
+    return sha256(" ".join(map(str, given)).encode()).hexdigest()[:20]
+
+
+@cache
+def _counting_code() -> str:
+    return "".join(ast.unparse(ast.parse(Path(x.__file__).read_text())) for x in COUNTED_BY)
+
+
+def count_in_full(launch: Launch, capability: int) -> Count:
+    """All counts of a launch, from the record where it is on it."""
+    known = counts_on_record().get(name_of_count(launch, capability))
+    return known or counting.count(launch, capability)
 
 
 def recorded_of(launch: Launch, capability: int) -> Facts | None:
@@ -199,14 +235,18 @@ def from_fresh_process(*arguments: str) -> dict[str, dict[str, dict]]:
     return json.loads(result.stdout)
 
 
-def facts_of_task(task: workloads.Task) -> dict[str, Facts]:
-    """Facts of an operation's launches by fingerprint, compiled here."""
+def launches_of_task(task: workloads.Task) -> tuple[dict[str, Facts], dict[str, Count]]:
+    """Facts of an operation's launches by fingerprint, and for 9.0 their counts by name, all
+    compiled here.
+    """
     capability, case, e = task
     try:
         launches = workloads.launches_of(case, capability, e)
     except (NotImplementedError, ValueError):  # there are no kernels for it
-        return {}
-    return {fingerprint(x, capability): compiled_facts(x, capability) for x in launches}
+        return {}, {}
+    kernels = {fingerprint(x, capability): compiled_facts(x, capability) for x in launches}
+    counted = launches if capability == 90 else []
+    return kernels, {name_of_count(x, 90): counting.count(x, 90) for x in counted}
 
 
 def record_all() -> None:
@@ -214,6 +254,7 @@ def record_all() -> None:
     import triton
 
     by_module = results([path.stem for path in LAUNCHES.glob("[!_]*.py")], compiling=True)
+    counts: dict[str, Sequence] = {}
     found = {
         entry["fingerprint"]: [entry[name] for name in Facts._fields]
         for of_module in by_module.values()
@@ -222,17 +263,26 @@ def record_all() -> None:
         for entry in entries
     }
     with get_context("fork").Pool(len(os.sched_getaffinity(0))) as pool:
-        tasks = workloads.usual_tasks(workloads.OPERATIONS, **USUAL)
-        for part in pool.imap_unordered(facts_of_task, tasks):
-            found |= part
+        tasks = workloads.usual_tasks(workloads.OPERATIONS, CAPABILITIES, **USUAL)
+        for kernels, counted in pool.imap_unordered(launches_of_task, tasks):
+            found |= kernels
+            counts |= {name: astuple(values) for name, values in counted.items()}
     whole = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
-    whole[triton.__version__] = found
-    sections = []
-    for version, kernels in sorted(whole.items()):
-        lines = (f"    {json.dumps(name)}: {json.dumps(kernels[name])}" for name in sorted(kernels))
-        sections.append(f"  {json.dumps(version)}: {{\n" + ",\n".join(lines) + "}")
-    RECORD.write_text("{\n" + ",\n".join(sections) + "}\n", encoding="utf-8")
-    print(f"recorded {len(found)} kernels of Triton {triton.__version__}")
+    whole[triton.__version__] = {"kernels": found, "counts": counts}
+    RECORD.write_text(_text_of(whole), encoding="utf-8")
+    print(f"recorded {len(found)} kernels, {len(counts)} launches of Triton {triton.__version__}")
+
+
+def _text_of(whole: dict[str, dict[str, dict[str, Sequence]]]) -> str:
+    """The record as JSON, one kernel or launch in a line."""
+    versions = []
+    for version, sections in sorted(whole.items()):
+        texts = []
+        for title, entries in sections.items():
+            lines = (f"{json.dumps(name)}: {json.dumps(entries[name])}" for name in sorted(entries))
+            texts.append(f" {json.dumps(title)}: {{\n  " + ",\n  ".join(lines) + "}")
+        versions.append(f"{json.dumps(version)}: {{\n" + ",\n".join(texts) + "}")
+    return "{\n" + ",\n".join(versions) + "}\n"
 
 
 if __name__ == "__main__":

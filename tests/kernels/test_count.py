@@ -235,6 +235,13 @@ def test_no_launch_on_a_hopper_gpu_is_worse_than_recorded():
 
 
 @needs_triton
+def test_what_is_on_record_is_what_the_compiler_says():
+    """Of the kernels of one operation; recording makes all anew."""
+    result = compared("--operation", "^kernelized$", "--anew")
+    assert result.returncode == 0, result.stdout
+
+
+@needs_triton
 def test_no_launch_takes_more_registers_elsewhere_than_recorded():
     result = compared("--target", "8.0", "10.0", "--registers")
     assert result.returncode == 0, result.stdout
