@@ -12,7 +12,7 @@ from tests.helpers.tools import assert_one_error, load_tool, read_csv, words
 from visionattn.cli.files import read_lines
 from visionattn.cli.provenance import provenance_of
 from visionattn.lab import benchmark as run
-from visionattn.lab import benchmark_options
+from visionattn.lab import benchmark_options, papers
 from visionattn.lab.gpu import tune
 from visionattn.lab.gpu.device import rehearsed
 from visionattn.lab.papers import FIGURES
@@ -91,8 +91,10 @@ def test_some_of_the_figures_to_reach_are_printed(main, tmp_path, capsys):
 
 @pytest.mark.parametrize("figure", FIGURES)
 def test_figures_are_drawn_and_their_rows_written(
-    main, tmp_path, capsys, figure, without_processes
+    main, tmp_path, capsys, figure, without_processes, monkeypatch
 ):
+    tiny = {"vit_tiny_patch16_224": "timm's", "scaleformer_vit_t": "ours", "taylorshift_vit_t": "t"}
+    monkeypatch.setattr(papers, "SIZE_MODELS", tiny)
     assert main(["papers", figure, "--quick", "--output", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"{figure}.csv", f"{figure}.png"]
