@@ -19,9 +19,13 @@ import torch  # noqa: E402
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
     if find_spec("triton"):
-        from tests.helpers import quick_interpreter
+        import triton
 
-        quick_interpreter.install()
+        # A Triton that this was not tried with interprets as it is, in twice the time.
+        if triton.__version__.startswith(("3.6.", "3.9.")):
+            from tests.helpers import quick_interpreter
+
+            quick_interpreter.install()
 
 from tests.helpers import warm_python  # noqa: E402
 

@@ -50,10 +50,8 @@ def test_without_a_validation_folder_a_share_of_each_class_is_held_out_by_the_se
     write_classes(tmp_path / "train" if layout == "train alone" else tmp_path, COUNTS)
     config = config_of(tmp_path, val_fraction=0.3)
     splits = build_splits(config, 3)
-    train, validation = (
-        levels_and_labels(splits.train, config),
-        levels_and_labels(splits.validation, config),
-    )
+    train = levels_and_labels(splits.train, config)
+    validation = levels_and_labels(splits.validation, config)
     assert sorted(train + validation) == expected(COUNTS)
     assert np.bincount([label for _, label in validation]).tolist() == [2, 1, 3, 1]
     assert splits.test is None

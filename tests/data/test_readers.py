@@ -33,10 +33,8 @@ def test_a_tar_of_class_folders_is_read_by_several_workers(tmp_path, workers):
     splits = build_splits(config, 3)
     splits.train[SampleKey(0, 0, 16)]
     assert splits.spec.class_names == tuple(LEVELS)
-    train, validation = (
-        levels_and_labels(splits.train, config, 2),
-        levels_and_labels(splits.validation, config, 2),
-    )
+    train = levels_and_labels(splits.train, config, 2)
+    validation = levels_and_labels(splits.validation, config, 2)
     assert sorted(train + validation) == expected(COUNTS) and len(validation) == 7
     assert pickle.loads(pickle.dumps(splits.train))[SampleKey(1, 0, 16)][0][0, 0, 0] == train[1][0]
 

@@ -30,7 +30,7 @@ def _call(function: interpreter.InterpretedFunction, *args, **kwargs):
         interpreter._patch_lang(function.fn)
     try:
         return function.rewrite()(*args, **kwargs)
-    except Exception as error:
+    except Exception as error:  # whatever a kernel raises, as Triton itself takes it
         raise interpreter.InterpreterError(repr(error)) from error
 
 

@@ -177,14 +177,12 @@ class Page(HTMLParser):
 
     def __init__(self, text):
         super().__init__()
-        self.rows, self.attributes, self.tags, self.texts, self.titles, self._inside = (
-            [],
-            [],
-            [],
-            [],
-            [],
-            [],
-        )
+        self.rows = []
+        self.attributes = []
+        self.tags = []
+        self.texts = []
+        self.titles = []
+        self._inside = []
         self.feed(text)
         self.text = " ".join(" ".join(self.texts).split())
 

@@ -45,10 +45,8 @@ class Quadrants(Dataset):
             0, 120, (key.img_size, key.img_size, 1)
         )
         label, half = key.index % 4, key.img_size // 2
-        rows, columns = (
-            slice(half * (label // 2), half * (label // 2 + 1)),
-            slice(half * (label % 2), half * (label % 2 + 1)),
-        )
+        rows = slice(half * (label // 2), half * (label // 2 + 1))
+        columns = slice(half * (label % 2), half * (label % 2 + 1))
         image[rows, columns] += 60
         return image.astype(np.uint8), label
 

@@ -160,7 +160,7 @@ def _run(words: list[str], folder: str, environment: dict[str, str], python: str
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
+    except BaseException:  # as Python does with what nobody catches
         traceback.print_exc()
         code = 1
     threading._shutdown()

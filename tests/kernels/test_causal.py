@@ -177,10 +177,8 @@ def test_features_near_the_end_of_float16_leave_each_query_its_digits(
     names, tokens, by = SHIFTS[shift]
     for name in names:
         tensors[name][:, :, tokens] += by
-    actual, wanted = (
-        computed(*tensors.values(), None, "elu1")[0],
-        expected(*tensors.values(), None, "elu1"),
-    )
+    actual = computed(*tensors.values(), None, "elu1")[0]
+    wanted = expected(*tensors.values(), None, "elu1")
     assert_within_budget(actual, wanted, dtype)
     assert_rows_within_budget(actual, wanted, dtype, range(1, 128))
 

@@ -65,11 +65,9 @@ class Case:
         self.table = torch.rand(1 if shared else heads, 2 * horizons[0] + 1, 2 * horizons[1] + 1, d)
         self.content = torch.randn(batch, heads, tokens, e), torch.rand(batch, heads, tokens) + 0.5
         self.s, self.z = torch.randn(batch, heads, d, e), torch.rand(batch, heads, d)
-        self.grad, self.dq, self.dv = (
-            torch.randn_like(self.v),
-            torch.randn_like(self.q),
-            torch.randn_like(self.v),
-        )
+        self.grad = torch.randn_like(self.v)
+        self.dq = torch.randn_like(self.q)
+        self.dv = torch.randn_like(self.v)
 
     def rounded(self, dtype):
         """The same case with everything that has the dtype of the inputs rounded to it."""

@@ -53,10 +53,8 @@ def with_kernels(
     from visionattn.ops.kernelized.kernels.state import state_of_keys
 
     (batch, heads, n, _), e = q.shape, v.shape[3]
-    out, mass = (
-        launch.tokens_first(v, batch, heads, n, e),
-        q.new_empty(batch, heads, n, dtype=torch.float32),
-    )
+    out = launch.tokens_first(v, batch, heads, n, e)
+    mass = q.new_empty(batch, heads, n, dtype=torch.float32)
     state = state_of_keys(k, v, key_mask, feature_map)
     bidirectional.means(q, state, feature_map, out, mass)
     dq, along, d_state = bidirectional.queries_backward(

@@ -169,10 +169,8 @@ def test_the_operator_of_kernelized_attention_is_sound(causal, position):
 @pytest.mark.parametrize("form", ["auto", "direct", "efficient"])
 def test_the_operator_of_taylorshift_is_sound(form):
     q, k, v = few_tokens()
-    table, tau = (
-        draw_table(1, 3, 3, 8, seed=2).float().requires_grad_(),
-        torch.tensor([2.0]).requires_grad_(),
-    )
+    table = draw_table(1, 3, 3, 8, seed=2).float().requires_grad_()
+    tau = torch.tensor([2.0]).requires_grad_()
     opcheck(
         torch.ops.visionattn.taylor_mean.default,
         (q, k, v, tau, None, table, 0.5, 1.0, 1.0, form, [2, 3, 2, 1, 1, 1]),

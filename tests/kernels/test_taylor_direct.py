@@ -142,10 +142,8 @@ def test_sums_before_the_division_are_float32_in_units_of_the_number_of_keys(mas
 def test_gradients_divide_by_the_mass_of_all_terms(device, dtype):
     """Of another term only its share in the mean and in the mass is known here."""
     q, k, v, grad = drawn(1, 2, 40, 50, 16, 24, device, dtype)
-    more_values, more_mass = (
-        torch.randn(1, 2, 40, 24).double().to(device),
-        torch.rand(1, 2, 40, 1).double().to(device),
-    )
+    more_values = torch.randn(1, 2, 40, 24).double().to(device)
+    more_mass = torch.rand(1, 2, 40, 1).double().to(device)
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     weights = weights_of(leaves[0], leaves[1], None) / 50
     mass = weights.sum(-1, keepdim=True) + more_mass

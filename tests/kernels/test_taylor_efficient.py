@@ -33,10 +33,8 @@ def inputs(
     drawn = {
         name: draw(batch, heads, *shape, seed=i) for i, (name, shape) in enumerate(shapes.items())
     }
-    drawn["q"], drawn["k"] = (
-        2 * reference.unit_length(drawn["q"]),
-        reference.unit_length(drawn["k"]),
-    )
+    drawn["q"] = 2 * reference.unit_length(drawn["q"])
+    drawn["k"] = reference.unit_length(drawn["k"])
     return {name: guarded(x.to(dtype).to(device)) for name, x in drawn.items()}
 
 
@@ -255,10 +253,8 @@ def test_many_segments_give_the_sums_of_one(device, dtype, monkeypatch):
 def test_a_state_has_the_shapes_and_dtypes_that_are_declared(d, e):
     from visionattn.ops.taylorshift.kernels import efficient
 
-    k, v = (
-        torch.randn(2, 1, 5, d, dtype=torch.float16),
-        torch.randn(2, 1, 5, e, dtype=torch.float16),
-    )
+    k = torch.randn(2, 1, 5, d, dtype=torch.float16)
+    v = torch.randn(2, 1, 5, e, dtype=torch.float16)
     with torch.device("meta"):
         declared = efficient.state_shapes(2, 1, d, e, torch.float16)
     state = recorded_state(efficient, k.to("meta"), v.to("meta"))

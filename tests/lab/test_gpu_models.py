@@ -136,10 +136,8 @@ def test_a_training_step_is_related_in_time_and_memory(bench, monkeypatch):
 
 def test_gradients_are_those_of_equal_parameters_together_and_images_in_turn_give_the_batch(bench):
     case = small("training")[0].case
-    model, images = (
-        gpu_models.make_model("scaleformer_vit_t", case, bench),
-        make_images(case, bench),
-    )
+    model = gpu_models.make_model("scaleformer_vit_t", case, bench)
+    images = make_images(case, bench)
     upstream = torch.randn(2, 10, 192)
     together = gradients_of(model, images=images, upstream=upstream, bench=bench)
     in_turn = gradients_of(model, images=images, upstream=upstream, bench=bench, one_by_one=True)

@@ -116,10 +116,8 @@ def test_a_sample_is_the_mean_of_as_many_calls_as_fill_it():
 @pytest.mark.parametrize("seconds, rounds", [(0.0, 3), (8.0, 4), (1000.0, 7)])
 def test_rounds_fill_the_time_for_each_work_between_the_two_bounds(seconds, rounds):
     clock = FakeClock()
-    works, options = (
-        [clock.work("a", 1.0), clock.work("b", 3.0)],
-        dict(rounds=3, max_rounds=7, clock=clock),
-    )
+    works = [clock.work("a", 1.0), clock.work("b", 3.0)]
+    options = dict(rounds=3, max_rounds=7, clock=clock)
     samples = interleaved_seconds(works, [1.0, 3.0], seconds_per_work=seconds, **options)
     assert [len(times) for times in samples] == [rounds, rounds]
 

@@ -292,10 +292,8 @@ def test_an_operation_that_breaks_leaves_the_others(fake_work, monkeypatch):
 def test_tuning_ends_with_an_error_that_breaks_the_process_and_keeps_what_it_wrote(
     fake_work, monkeypatch, place
 ):
-    right, text = (
-        getattr(FakeWork, place),
-        "Triton Error [CUDA]: an illegal memory access was encountered",
-    )
+    right = getattr(FakeWork, place)
+    text = "Triton Error [CUDA]: an illegal memory access was encountered"
 
     def measure(self, *prepared):
         if self.case.width == 32:

@@ -410,10 +410,8 @@ def test_one_graph_serves_several_image_sizes(name):
 
 def test_model_exports_with_symbolic_height_and_width():
     model = small("scaleformer_vit_t").eval()
-    height, width = (
-        torch.export.Dim("height", min=2, max=64),
-        torch.export.Dim("width", min=2, max=64),
-    )
+    height = torch.export.Dim("height", min=2, max=64)
+    width = torch.export.Dim("width", min=2, max=64)
     program = torch.export.export(
         model, (image("", 1, 80, 48),), dynamic_shapes=({2: 16 * height, 3: 16 * width},)
     )

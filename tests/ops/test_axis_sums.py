@@ -56,10 +56,8 @@ def by_pairs(q, table, v, present, mean):
 
 def joined(present, mean, transposed=False):
     """The operator as a function of q, table and v, with the mass behind the values."""
-    keys, total = (
-        present.sum(2).double(),
-        torch.full((1, 1, 1, 1), 13.0, dtype=torch.float64) if mean else None,
-    )
+    keys = present.sum(2).double()
+    total = torch.full((1, 1, 1, 1), 13.0, dtype=torch.float64) if mean else None
 
     def call(q, table, v):
         if transposed:  # strides of a transposed grid

@@ -97,10 +97,8 @@ def test_the_reference_is_the_mean_over_the_keys_up_to_the_query():
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_each_form_agrees_with_the_reference_for_any_lengths(form, feature_map, lengths):
     queries, keys = LENGTHS[lengths]
-    tensors, floor = (
-        draw_qkv(queries=queries, keys=keys),
-        1.0 if 1 in (queries, keys) else 0.0,
-    )  # a gradient of rounding
+    tensors = draw_qkv(queries=queries, keys=keys)
+    floor = 1.0 if 1 in (queries, keys) else 0.0  # a gradient of rounding
     agree(tensors, form, floor, feature_map=MAPS[feature_map])
     agree(tensors, form, floor, feature_map=MAPS[feature_map], key_mask=draw_mask(2, keys))
 

@@ -46,10 +46,8 @@ def compiled_and_eager(
 )
 def test_one_graph_serves_every_length(name):
     if name == "taylorshift auto":  # both of its forms are met: N0 of d = 5 is about 50
-        operation, lengths = (
-            Operation(taylorshift_attention, reference.taylorshift_attention, {}),
-            (13, 700, 64, 300),
-        )
+        operation = Operation(taylorshift_attention, reference.taylorshift_attention, {})
+        lengths = (13, 700, 64, 300)
     else:
         operation, lengths = OPERATIONS[name], (77, 300, 64, 513)
     inputs = [operation.tensors(batch=1, queries=n, keys=n // 2 + 7, d=5, e=3) for n in lengths]

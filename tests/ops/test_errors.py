@@ -90,11 +90,9 @@ def test_tables_and_layouts_that_do_not_fit_are_named_with_what_was_wanted(funct
 @pytest.mark.parametrize("function", EVERY_ATTENTION)
 def test_tensors_on_two_devices_are_refused_with_both_named(function):
     q, k, v = draw_qkv(queries=15, d=5, e=4).values()
-    table, layout, kept = (
-        draw_table(3, 3, 3, 5, seed=0),
-        TokenLayout(0, Grid(3, 5)),
-        torch.arange(15).expand(2, 15),
-    )
+    table = draw_table(3, 3, 3, 5, seed=0)
+    layout = TokenLayout(0, Grid(3, 5))
+    kept = torch.arange(15).expand(2, 15)
     for name, arguments in {"k": (q, k.to("meta"), v), "v": (q, k, v.to("meta"))}.items():
         with wrong(f"q cpu {name} meta"):
             function(*arguments)
@@ -130,11 +128,9 @@ def test_a_generator_on_another_device_is_refused(function):
 @pytest.mark.parametrize("function", EVERY_ATTENTION)
 def test_tables_and_layouts_of_the_wrong_dtype_or_range_are_refused(function):
     q, k, v = draw_qkv(queries=15, d=5, e=4).values()
-    table, layout, kept = (
-        draw_table(3, 3, 3, 5, seed=0),
-        TokenLayout(0, Grid(3, 5)),
-        torch.arange(15).expand(2, 15),
-    )
+    table = draw_table(3, 3, 3, 5, seed=0)
+    layout = TokenLayout(0, Grid(3, 5))
+    kept = torch.arange(15).expand(2, 15)
     for bad, came in (
         (table.long(), "int64"),
         (table.to(torch.complex64), "complex64"),
@@ -264,11 +260,9 @@ def second_derivatives():
     """By name: an attention, and the tensors beside q, k and v whose second derivative is asked
     for.
     """
-    layout, table, rows = (
-        TokenLayout(0, Grid(3, 5)),
-        draw_table(3, 3, 5, 16, seed=0),
-        draw_table(3, 3, 16, seed=1),
-    )
+    layout = TokenLayout(0, Grid(3, 5))
+    table = draw_table(3, 3, 5, 16, seed=0)
+    rows = draw_table(3, 3, 16, seed=1)
     kinds = {
         "joint": (lambda table: Joint(table, layout), {"table": table}),
         "flat": (lambda table: Flat(table), {"table": rows}),

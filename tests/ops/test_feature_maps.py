@@ -36,11 +36,9 @@ def test_a_feature_is_the_formula_worked_out_by_hand():
 
 def test_products_of_features_are_the_weights_of_softmax_on_average():
     q, k = draw(1, 1, 5, 8, seed=1) / 2, draw(1, 1, 7, 8, seed=2) / 2
-    exact, seeded, features = (
-        (q @ k.mT / math.sqrt(8)).exp(),
-        generator(),
-        RandomFeatures(8, 12, generator(1)),
-    )
+    exact = (q @ k.mT / math.sqrt(8)).exp()
+    seeded = generator()
+    features = RandomFeatures(8, 12, generator(1))
     draws = []
     for _ in range(3000):
         features.redraw(seeded)
@@ -88,11 +86,9 @@ def test_rows_of_a_group_are_orthogonal_and_their_lengths_those_of_normal_vector
 
 def test_orthogonal_rows_err_less_than_independent_ones():
     q, k = draw(1, 1, 9, 16, seed=1), draw(1, 1, 11, 16, seed=2)
-    exact, seeded, features = (
-        (q @ k.mT / 4).exp(),
-        generator(),
-        RandomFeatures(16, 16, generator(1)),
-    )
+    exact = (q @ k.mT / 4).exp()
+    seeded = generator()
+    features = RandomFeatures(16, 16, generator(1))
 
     def mean_square_error(rows) -> float:
         total = 0.0
@@ -137,11 +133,9 @@ def test_a_model_saves_and_loads_its_features():
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("form", ["direct", "efficient"])
 def test_attention_with_random_features_agrees_with_the_reference(form, causal):
-    tensors, mask, features = (
-        draw_qkv(queries=37, keys=41, d=7, e=5),
-        draw_mask(2, 41),
-        RandomFeatures(7, 19, generator()),
-    )
+    tensors = draw_qkv(queries=37, keys=41, d=7, e=5)
+    mask = draw_mask(2, 41)
+    features = RandomFeatures(7, 19, generator())
     options = {"feature_map": features, "causal": causal, "key_mask": mask}
     actual = run(partial(kernelized_attention, form=form, **options), tensors)
     assert_agree(actual, run(partial(reference.kernelized_attention, **options), tensors))
@@ -226,10 +220,8 @@ def test_objects_that_are_no_feature_maps_are_refused():
 
 def test_features_that_do_not_fit_each_other_or_their_tokens_are_refused():
     q, k, v = draw_qkv(queries=7, keys=11, d=5, e=4).values()
-    wider, flat = (
-        two_maps(torch.relu, lambda x: x.repeat(1, 1, 1, 2)),
-        two_maps(lambda x: x.flatten(2), torch.relu),
-    )
+    wider = two_maps(torch.relu, lambda x: x.repeat(1, 1, 1, 2))
+    flat = two_maps(lambda x: x.flatten(2), torch.relu)
     with refused("feature_map.key: wanted 5 features.*got 10"):
         kernelized_attention(q, k, v, feature_map=wider)
     with refused("feature_map.query: wanted 10 features.*got 5"):

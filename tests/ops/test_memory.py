@@ -81,10 +81,8 @@ def test_values_that_broadcast_and_a_gradient_that_broadcasts_are_right(name):
 
         return call
 
-    actual, expected = (
-        run(repeated(operation.fast), tensors),
-        run(repeated(operation.slow), tensors),
-    )
+    actual = run(repeated(operation.fast), tensors)
+    expected = run(repeated(operation.slow), tensors)
     assert_agree(actual, expected)
 
 
@@ -160,10 +158,8 @@ def kept_storages(name: str, tokens: int, masked: bool) -> tuple[int, dict[str, 
 @pytest.mark.parametrize("masked", [False, True])
 def test_what_autograd_keeps_is_the_inputs_themselves_output_mass_counts_and_a_state(name, masked):
     once, twice = 49 * 11, 49 * 22
-    (others, own), (more_others, more_own) = (
-        kept_storages(name, once, masked),
-        kept_storages(name, twice, masked),
-    )
+    others, own = kept_storages(name, once, masked)
+    more_others, more_own = kept_storages(name, twice, masked)
     per_token = (more_others - others) / (twice - once) / HEADS / 4
     counts = (
         3 if "flat" in name else 25 if "joint" in name else 0

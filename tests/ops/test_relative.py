@@ -112,10 +112,8 @@ def test_the_reference_is_the_mean_over_pairs_one_at_a_time(normalization, kind,
     tokens = q.shape[2]
     present = [[True] * tokens] * 2 if mask is None else mask.tolist()
     tau = torch.tensor([0.8, 2.0], dtype=torch.float64)
-    taylor, position = (
-        loop_taylor_weight(q, k, tau, (0.5, 1.0, 1.0)),
-        loop_relative_weight(relative, q, present),
-    )
+    taylor = loop_taylor_weight(q, k, tau, (0.5, 1.0, 1.0))
+    position = loop_relative_weight(relative, q, present)
 
     def mean_over(content):
         def weight(b, head, i, j):

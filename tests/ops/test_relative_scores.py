@@ -67,10 +67,8 @@ def test_the_bias_takes_little_more_memory_than_itself_and_keeps_its_inputs_alon
 def test_a_table_of_float32_gets_the_gradient_that_its_dtype_can_hold(dtype):
     # Thousands of queries add to the outermost class; a sum of theirs in half precision would
     # stall.
-    q, table = (
-        draw(1, 1, 1, 9001, 3, seed=1, dtype=dtype).abs(),
-        draw(1, 1, 3, 3, seed=2, dtype=torch.float32),
-    )
+    q = draw(1, 1, 1, 9001, 3, seed=1, dtype=dtype).abs()
+    table = draw(1, 1, 3, 3, seed=2, dtype=torch.float32)
     actual = run(lambda table: relative_scores(q, table, 1, 5).sum(3).float(), {"table": table})
     expected = run(
         lambda table: relative_scores(q.double(), table, 1, 5).sum(3), {"table": table.double()}

@@ -197,10 +197,8 @@ def test_states_are_float32_and_lose_no_more_than_rounding(case, dtype):
 @pytest.mark.parametrize("case", [*CASES, "random features"])
 def test_gradients_of_states_under_autocast_are_those_outside(case):
     if case == "random features":
-        tensors, options = (
-            draw_qkv(queries=29, d=7, e=5),
-            {"feature_map": RandomFeatures(7, 23, generator(1))},
-        )
+        tensors = draw_qkv(queries=29, d=7, e=5)
+        options = {"feature_map": RandomFeatures(7, 23, generator(1))}
     else:
         tensors, options, _ = draw_case(case, queries=29)
     tensors = {name: x.float() for name, x in tensors.items()}

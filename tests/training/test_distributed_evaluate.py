@@ -45,10 +45,8 @@ def test_every_image_counts_once_on_any_number_of_processes(tmp_path, size, coun
     model = small_model()
     images, labels = (torch.cat(part) for part in zip(*images_of(range(count)), strict=True))
     logits = model.eval()(SPEC.prepare(images)).double()
-    loss, hits = (
-        nn.functional.cross_entropy(logits, labels).item(),
-        (logits.argmax(1) == labels).sum().item(),
-    )
+    loss = nn.functional.cross_entropy(logits, labels).item()
+    hits = (logits.argmax(1) == labels).sum().item()
     model.train()
 
     def work(rank):

@@ -119,10 +119,8 @@ def test_positions_norms_and_biases_do_not_decay_and_lower_layers_learn_slower(t
     decay, scale = {}, {}
     for group in trainer.optimizer.param_groups:
         for value in group["params"]:
-            decay[names[id(value)]], scale[names[id(value)]] = (
-                group["weight_decay"],
-                group["lr_scale"],
-            )
+            decay[names[id(value)]] = group["weight_decay"]
+            scale[names[id(value)]] = group["lr_scale"]
     assert len(decay) == len(names)
     for key, value in trainer.model.named_parameters():
         exempt = (
@@ -182,10 +180,8 @@ def test_a_single_image_is_not_mixed():
 
 
 def test_the_loss_is_the_cross_entropy_with_smoothing_or_with_shares_of_classes():
-    logits, labels = (
-        torch.randn(5, 7, generator=torch.Generator().manual_seed(0)),
-        torch.tensor([0, 6, 3, 3, 1]),
-    )
+    logits = torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
+    labels = torch.tensor([0, 6, 3, 3, 1])
     plain = make_criterion(OptimConfig())(logits, labels)
     torch.testing.assert_close(plain, -logits.log_softmax(1)[range(5), labels].mean())
     smooth = make_criterion(OptimConfig(label_smoothing=0.2))(logits, labels)

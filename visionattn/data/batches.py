@@ -158,10 +158,8 @@ class _Batches:
         sizes: tuple[int, ...],
         seed: int | None = None,
     ):
-        self._keys, self._on_error = (
-            _BatchKeys(len(dataset), batch_size, sizes, seed),
-            config.on_error,
-        )
+        self._keys = _BatchKeys(len(dataset), batch_size, sizes, seed)
+        self._on_error = config.on_error
         self.unreadable: set[str] = set()
         loader = DataLoader(
             dataset,

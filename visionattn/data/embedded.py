@@ -110,10 +110,8 @@ def _glyph(digit: np.ndarray, size_px: int, warp: tuple[float, float, float]) ->
         return cv2.resize(padded, (size_px, size_px), interpolation=cv2.INTER_CUBIC)
     degrees, shear, scale = warp
     zoom = size_px / padded.shape[0]
-    cosine, sine = (
-        math.cos(math.radians(degrees)) * zoom * scale,
-        math.sin(math.radians(degrees)) * zoom * scale,
-    )
+    cosine = math.cos(math.radians(degrees)) * zoom * scale
+    sine = math.sin(math.radians(degrees)) * zoom * scale
     linear = np.array([[cosine, shear * cosine - sine], [sine, shear * sine + cosine]])
     source_centre, target_centre = (padded.shape[0] - 1) / 2, (size_px - 1) / 2
     shift = target_centre - linear.sum(axis=1) * source_centre

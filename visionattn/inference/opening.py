@@ -294,8 +294,6 @@ def _spec_of(cfg: PretrainedCfg, given: dict[str, Tensor]) -> DataSpec:
         return DataSpec(256, classes, (), (), (), "grey_one_hot", max(height, width))
     mean, std = cfg.mean, cfg.std
     if channels != len(mean):
-        mean, std = (
-            (math.fsum(mean) / len(mean),) * channels,
-            (math.fsum(std) / len(std),) * channels,
-        )
+        mean = (math.fsum(mean) / len(mean),) * channels
+        std = (math.fsum(std) / len(std),) * channels
     return DataSpec(channels, classes, (), tuple(mean), tuple(std), None, max(height, width))

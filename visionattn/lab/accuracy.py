@@ -145,10 +145,8 @@ def judge(
     assert actual.keys() == expected.keys()
     judged = []
     for quantity, x in expected.items():
-        found, rounded = (
-            errors_by_measure(actual[quantity], x),
-            errors_by_measure(x.to(actual[quantity].dtype), x),
-        )
+        found = errors_by_measure(actual[quantity], x)
+        rounded = errors_by_measure(x.to(actual[quantity].dtype), x)
         for measure in ("whole", "row") if x.ndim > 1 and x[..., 0].numel() >= 16 else ("row",):
             judged.append(
                 Judged(

@@ -355,11 +355,9 @@ def size_table(rows: Sequence[Record]) -> list[Record]:
     """Make the table of speed and memory by size, and how many times as fast as timm's."""
     table: dict[int, Record] = {}
     for row in rows:
-        speed, peak, ratio = (
-            images_per_second(row),
-            mebibytes_of(row),
-            value_of(row, "ratio_median"),
-        )
+        speed = images_per_second(row)
+        peak = mebibytes_of(row)
+        ratio = value_of(row, "ratio_median")
         record, name = table.setdefault(int(row["size"]), {"px": int(row["size"])}), row["case"]
         record[f"{name} images/s"] = speed and f"{speed:.3g}"
         record[f"{name} MiB"] = peak and f"{peak:,.0f}"

@@ -256,10 +256,8 @@ def _classes_and_patches(
     which pairs are of patches.
     """
     if relative.layout is None:
-        i, j = (
-            torch.arange(q.shape[2], device=q.device)[None],
-            torch.arange(num_keys, device=q.device)[None],
-        )
+        i = torch.arange(q.shape[2], device=q.device)[None]
+        j = torch.arange(num_keys, device=q.device)[None]
         patches = torch.ones(1, q.shape[2], num_keys, dtype=torch.bool, device=q.device)
         return [(relative.table, _classes(i, j, relative.table.shape[1]))], patches
     rows, columns, patch = _places(relative.layout, q)

@@ -74,10 +74,8 @@ class Position:
     def next_epoch(self) -> None:
         """Count the epoch as finished."""
         self.epoch, self.batch = self.epoch + 1, 0
-        self.images_before, self.stepped_before = (
-            self.images_before + self.images,
-            self.stepped_before + self.stepped,
-        )
+        self.images_before += self.images
+        self.stepped_before += self.stepped
         self.loss_sum, self.images = 0.0, 0
         self.waited, self.stepped = 0.0, 0.0
         self.epoch_seconds = 0.0

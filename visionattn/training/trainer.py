@@ -202,10 +202,8 @@ class Trainer(Learner):
             self.window = Window()
         if share := self.waits.add(waited, seconds):
             record.say(waiting(share, self.config.data.workers))
-        epoch, done = (
-            f"epoch {position.epoch + 1}/{self.config.epochs}",
-            position.batch + len(group),
-        )
+        epoch = f"epoch {position.epoch + 1}/{self.config.epochs}"
+        done = position.batch + len(group)
         record.progress(epoch, done, len(self.batches), f"loss {loss:.3f}")
 
     def count_skipped(self, loss: float, group: list[Batch], record: Record) -> None:

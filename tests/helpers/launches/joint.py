@@ -28,10 +28,8 @@ def both_passes(
     v, out, grad = (
         torch.empty(1, tokens, heads, e, dtype=dtype, **on).transpose(1, 2) for _ in range(3)
     )
-    table, mass = (
-        torch.empty(heads, 2 * horizons[0] + 1, 2 * horizons[1] + 1, d, **on),
-        torch.empty(1, heads, tokens, **on),
-    )
+    table = torch.empty(heads, 2 * horizons[0] + 1, 2 * horizons[1] + 1, d, **on)
+    mass = torch.empty(1, heads, tokens, **on)
     if state:
         content = joint.FromState(
             torch.empty(1, heads, d, e, **on), torch.empty(1, heads, d, **on), "elu1"

@@ -127,10 +127,8 @@ def record_of(case: Case, found: Record) -> Record:
 def cells_of(record: Record) -> list:
     """Return the row for people, under ``COLUMNS``."""
     times = [record[name] and duration(record[name]) for name in ("seconds", "eager_seconds")]
-    ratio, error = (
-        record["ratio"] and f"{record['ratio']:.3g}",
-        None if record["error"] is None else f"{record['error']:.1e}",
-    )
+    ratio = record["ratio"] and f"{record['ratio']:.3g}"
+    error = None if record["error"] is None else f"{record['error']:.1e}"
     status = "eager is faster" if is_slower(record) else record["status"]
     return [
         *(record[name] for name in ("operation", "dtype", "tokens", "width", "pass")),

@@ -301,10 +301,8 @@ def measure_training(figure: Target, bench: Bench) -> GpuResult:
     if status != "ok":
         return GpuResult(figure, status, error=error)
     baseline = compile_blocks(make_model(figure.baseline, case, bench), bench)
-    steps, peaks = (
-        [called([make_step(model, images, case.amp, bench)]) for model in (mine, baseline)],
-        [],
-    )
+    steps = [called([make_step(model, images, case.amp, bench)]) for model in (mine, baseline)]
+    peaks = []
     for step in steps:
         step.run()
         peaks.append(bench.gpu.peak_bytes(step.run))

@@ -161,10 +161,8 @@ def definition(case: Case, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """
     function = definition_of(case, case.size, str(tensors["q"].device))
     wide = {name: tensor.double() for name, tensor in tensors.items()}
-    step, rows = (
-        max(1, CHUNK_ELEMENTS // (case.batch * case.heads * case.size)),
-        {"out": [], "gradient of q": []},
-    )
+    step = max(1, CHUNK_ELEMENTS // (case.batch * case.heads * case.size))
+    rows = {"out": [], "gradient of q": []}
     sums = {
         f"gradient of {name}": torch.zeros_like(x)
         for name, x in wide.items()

@@ -104,10 +104,8 @@ def candidates(row: Row, name: str, d: int) -> list[int]:
     if name == "num_warps":
         return [warps for warps in WARPS if value <= 2 * warps and warps <= 2 * value]
     powers = [1 << power for power in range(16)]
-    low, high = (
-        max(SMALLEST_BLOCK, value // BLOCK_REACH),
-        max(value, min(LARGEST_BLOCK, value * BLOCK_REACH)),
-    )
+    low = max(SMALLEST_BLOCK, value // BLOCK_REACH)
+    high = max(value, min(LARGEST_BLOCK, value * BLOCK_REACH))
     return [power for power in powers if min(low, value) <= power <= high]
 
 

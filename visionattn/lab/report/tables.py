@@ -69,10 +69,8 @@ def results(runs: Sequence[Run]) -> Table:
     for i, run in enumerate(runs):
         epochs, result = run.setting("epochs"), run.result
         best = number(result.get("best_epoch"))
-        seconds, speed = (
-            number(result.get("train_seconds")),
-            number(result.get("images_per_second")),
-        )
+        seconds = number(result.get("train_seconds"))
+        speed = number(result.get("images_per_second"))
         table.rows.append(
             [
                 Cell(run.name, look=Look.of(i)),

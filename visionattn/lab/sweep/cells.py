@@ -156,17 +156,13 @@ def end(cell: Cell, folder: SweepFolder, attempt: Attempt) -> Ending:
     A process that was killed counts as out of memory only where the system says that it ended one
     of this group for that.
     """
-    log, run, before = (
-        folder.runs / f"{cell.name}.log",
-        folder.runs / cell.name,
-        folder.ending(cell),
-    )
+    log = folder.runs / f"{cell.name}.log"
+    run = folder.runs / cell.name
+    before = folder.ending(cell)
     exit_code, seconds = attempt.process.returncode, time.monotonic() - attempt.begin
-    status, reason, words = (
-        STATUSES.get(exit_code, "failed"),
-        None,
-        last_words(log, attempt.log_from),
-    )
+    status = STATUSES.get(exit_code, "failed")
+    reason = None
+    words = last_words(log, attempt.log_from)
     said = read_status(run)
     result = said.get("result")
     # The exit code alone does not decide: a result has to be there, and the system may have ended
@@ -181,10 +177,8 @@ def end(cell: Cell, folder: SweepFolder, attempt: Attempt) -> Ending:
         reason = words.removeprefix(ERROR) or f"ended with exit code {exit_code}"
         status = "failed" if status == "nan" and not words.startswith(ERROR) else status
     # Times and attempts add up over the calls of a sweep.
-    seconds, attempts = (
-        seconds + (before.seconds if before else 0),
-        1 + (before.attempts if before else 0),
-    )
+    seconds = seconds + (before.seconds if before else 0)
+    attempts = 1 + (before.attempts if before else 0)
     result = result if status == "finished" else None
     return Ending(
         status, reason, exit_code, round(seconds, 1), attempts, result, said.get("provenance") or {}

@@ -31,10 +31,8 @@ def make_work(told: dict[str, Any], network: dict[str, Any], batch: int) -> Work
     torch.manual_seed(0)
     if told["threads"]:
         torch.set_num_threads(told["threads"])
-    device, spec = (
-        torch.device(told["device"]),
-        replace(DataSpec(**told["spec"]), img_size=network["img_size"]),
-    )
+    device = torch.device(told["device"])
+    spec = replace(DataSpec(**told["spec"]), img_size=network["img_size"])
     model = build_model(ModelConfig(**network["model"]), spec)[0].to(device)
     channels = 1 if spec.encoding == "grey_one_hot" else spec.in_chans
     images = torch.randint(256, (batch, channels, spec.img_size, spec.img_size), dtype=torch.uint8)
@@ -57,10 +55,8 @@ def training_step(
 ) -> Work:
     """Return a step of the optimiser on one batch."""
     optim, device = OptimConfig(**told["optim"]), inputs.device
-    step, mix = (
-        OptimizerStep(model, optim, device, told["amp"]),
-        make_mixup(optim, spec.num_classes),
-    )
+    step = OptimizerStep(model, optim, device, told["amp"])
+    mix = make_mixup(optim, spec.num_classes)
     targets = torch.randint(spec.num_classes, (len(inputs),)).to(device)
     if mix is not None:
         inputs, targets = mix_batch(mix, inputs, targets)

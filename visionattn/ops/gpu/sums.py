@@ -69,10 +69,8 @@ def sums_of_parts(x: Tensor, which: str) -> Tensor:
     parts, size = x.shape
     if which == "all" and parts == 1:
         return x
-    y, row = (
-        x.new_empty(1 if which == "all" else parts, size),
-        launch.launch_row("sums of parts", 0, 0, x.dtype, x.device),
-    )
+    y = x.new_empty(1 if which == "all" else parts, size)
+    row = launch.launch_row("sums of parts", 0, 0, x.dtype, x.device)
     launch.run(
         _sums_of_parts, (launch.cdiv(size, row["BLOCK_X"]),), x, y, parts, size, **row, WHICH=which
     )

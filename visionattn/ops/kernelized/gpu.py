@@ -114,10 +114,8 @@ def kernel_mean(
         with form_ran("kernelized causal", "efficient triton"):
             out, mass = causal_means(q, k, v, key_mask, feature_map)
         return out, mass, mass.new_empty(0)
-    out, mass = (
-        tokens_first(v, batch, heads, n, e),
-        q.new_empty(batch, heads, n, dtype=torch.float32),
-    )
+    out = tokens_first(v, batch, heads, n, e)
+    mass = q.new_empty(batch, heads, n, dtype=torch.float32)
     with form_ran("kernelized", "efficient triton"):
         state = _content_and_position(
             q, k, v, key_mask, table, feature_map, position.place_from(place), out, mass

@@ -201,10 +201,8 @@ class Images:
         if self.square:
             first, second, third = coefficients
             self.factor, feature_map = sqrt(first), "given"
-            self.shift, self.rest = (
-                second / (2 * self.factor),
-                third - second * second / (4 * first),
-            )
+            self.shift = second / (2 * self.factor)
+            self.rest = third - second * second / (4 * first)
         absent, self.absent, length = None, None, self.factor
         if key_mask is not None:
             absent = (~key_mask[b]).repeat_interleave(heads, 0).unsqueeze(2)

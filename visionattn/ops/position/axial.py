@@ -114,11 +114,9 @@ class _Chunk:
         table = (table if table.shape[0] == 1 else table[heads])[:, self.classes]
         rows = v[chunk].sum(3, dtype=self.dtype)
         self.table = table.expand(*rows.shape[:2], -1, -1).flatten(0, 1)
-        self.q, rows, keys = (
-            part_of(q, chunk),
-            rows.flatten(0, 1),
-            part_of_shared(keys, chunk).unsqueeze(2),
-        )
+        self.q = part_of(q, chunk)
+        rows = rows.flatten(0, 1)
+        keys = part_of_shared(keys, chunk).unsqueeze(2)
         # The number of keys goes along as a column behind the values: it is what the mass sums.
         self.sums = _Classes(torch.cat([rows, keys.expand(len(rows), -1, -1)], dim=2), self.horizon)
         self.total = None if total is None else part_of_shared(total, chunk)

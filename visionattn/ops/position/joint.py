@@ -323,11 +323,9 @@ def _tiled_backward(
     q, table, v, counts, scale, horizons, d_values, d_mass, dq: Tensor, d_table: Tensor, dv: Tensor
 ) -> None:
     for chunk, tiles, lines, counts_, scale_ in _tiled_chunks(q, table, v, counts, scale, horizons):
-        d_lines, grad, grad_mass = (
-            Lines(tiles),
-            chunk.part(d_values),
-            chunk.part(d_mass).unsqueeze(3),
-        )
+        d_lines = Lines(tiles)
+        grad = chunk.part(d_values)
+        grad_mass = chunk.part(d_mass).unsqueeze(3)
         d_own_table = torch.zeros_like(chunk.table)
         for band in tiles.bands():
             own_table, band_scale = chunk.table[band.heads], _of_band(scale_, tiles, band)

@@ -197,10 +197,8 @@ def _axial_sums(
     """
     (height, width), options = q.shape[2:4], dict(dtype=relative.rows.dtype, device=q.device)
     if present is None:
-        in_rows, in_columns = (
-            torch.full((1, height), width, **options),
-            torch.full((1, width), height, **options),
-        )
+        in_rows = torch.full((1, height), width, **options)
+        in_columns = torch.full((1, width), height, **options)
     else:
         in_rows, in_columns = present[:, 0].sum(2), present[:, 0].sum(1)
     values, mass = axis_sums(q, relative.rows, v, in_rows, total)
@@ -235,10 +233,8 @@ def joint_classes(
 def _joint_sums(
     relative: Joint, q: Tensor, v: Tensor, key_mask: Tensor | None, total: Tensor
 ) -> tuple[Tensor, Tensor]:
-    canvas, (table, counts, total) = (
-        _Canvas(relative.layout),
-        joint_classes(relative, key_mask, total),
-    )
+    canvas = _Canvas(relative.layout)
+    table, counts, total = joint_classes(relative, key_mask, total)
     horizons = (table.shape[1] // 2, table.shape[2] // 2)
     return class_sums(
         canvas.spread(q), table.flatten(1, 2), canvas.spread(v), counts, total, *horizons
@@ -311,10 +307,8 @@ def _flat_relative_sums(
         if key_mask is None:
             key_mask = torch.ones(v.shape[0], layout.num_tokens, dtype=torch.bool, device=v.device)
         present = canvas.present(key_mask, dtype).flatten(1)
-        q, v = (
-            canvas.spread(q).flatten(2, 3).unsqueeze(2),
-            canvas.spread(v).flatten(2, 3).unsqueeze(2),
-        )
+        q = canvas.spread(q).flatten(2, 3).unsqueeze(2)
+        v = canvas.spread(v).flatten(2, 3).unsqueeze(2)
         if causal and total is not None:
             total = total[:, :, layout.num_prefix :]
     horizon, factor = table.shape[1] // 2, None

@@ -178,10 +178,8 @@ def relative_scores_backward(
     """Return the gradients of ``relative_scores`` with respect to q and the table for
     ``grad [B, h, P + H*W, P + height*width]``.
     """
-    d_q, d_table = (
-        q.new_zeros(q.shape),
-        table.new_zeros(table.shape, dtype=accumulation_dtype(q, table)),
-    )
+    d_q = q.new_zeros(q.shape)
+    d_table = table.new_zeros(table.shape, dtype=accumulation_dtype(q, table))
     pairs = _pairs(grad, q, height, width, prefix)
     if pairs.numel() == 0:
         return d_q, d_table.to(table.dtype)

@@ -73,14 +73,12 @@ class Tiles:
     def __init__(
         self, heads: int, height: int, width: int, e: int, horizons: tuple[int, int], like: Tensor
     ):
-        self.heads, self.height, self.width, self.e, self.horizons, self.like = (
-            heads,
-            height,
-            width,
-            e,
-            horizons,
-            like,
-        )
+        self.heads = heads
+        self.height = height
+        self.width = width
+        self.e = e
+        self.horizons = horizons
+        self.like = like
         self.reach = max(horizons[1] - 1, 0)
         # Tiles as wide as both margins of their window together, so that half of each product is of
         # use, within bounds.
@@ -207,11 +205,9 @@ class Tiles:
         """
         # From a query to the next of its tile, rows of weights lie ``step`` apart; one entry less
         # makes each query read its window one key further to the left.
-        step, count, start = (
-            weights.shape[1] * self.columns,
-            weights.shape[0] // self.size,
-            source * self.columns,
-        )
+        step = weights.shape[1] * self.columns
+        count = weights.shape[0] // self.size
+        start = source * self.columns
         window = weights.as_strided(
             (count, self.size, self.window), (self.size * step, step - 1, 1), start + self.size - 1
         )
@@ -369,10 +365,8 @@ def multiply_backward(
     spread, grad = spread_weights(tiles, weights), grad.unflatten(0, (-1, tiles.size))
     d_spread, apart = torch.zeros_like(spread), -(-tiles.window // tiles.size)
     for source in range(tiles.classes[0]):
-        (window, ends), (d_window, d_ends) = (
-            tiles.matrices(spread, source),
-            tiles.matrices(d_spread, source),
-        )
+        window, ends = tiles.matrices(spread, source)
+        d_window, d_ends = tiles.matrices(d_spread, source)
         # Into the strided view of the weights' gradient, where windows of two queries share no
         # entry.
         d_window.copy_(torch.bmm(grad, lines.windows(source, band).mT))

@@ -63,16 +63,12 @@ def _kernelized_means(
 ):
     """Write mean and mass of one block of queries."""
     i_block, i_group, i_batch, i_head = program_of(blocks, heads)
-    o_n, o_d, o_e = (
-        i_block * BLOCK_N + tl.arange(0, BLOCK_N),
-        tl.arange(0, BLOCK_D),
-        tl.arange(0, BLOCK_E),
-    )
+    o_n = i_block * BLOCK_N + tl.arange(0, BLOCK_N)
+    o_d = tl.arange(0, BLOCK_D)
+    o_e = tl.arange(0, BLOCK_E)
     m_n, m_d, m_e = o_n < tokens, o_d < D, o_e < E
-    p_q, p_out = (
-        head(p_q, i_batch, i_head, q_batch, q_head),
-        head(p_out, i_batch, i_head, out_batch, out_head),
-    )
+    p_q = head(p_q, i_batch, i_head, q_batch, q_head)
+    p_out = head(p_out, i_batch, i_head, out_batch, out_head)
     p_s, p_z = state_at(p_state, 0, i_group, groups, D, E)
     # The whole state of the head fits in registers, and every query of the block reads it there.
     b_q = read(p_q, o_n, q_token, o_d, m_n, D, True)  # [N, D]
@@ -142,14 +138,10 @@ def _kernelized_queries_backward(
     i_segment, i_group, i_batch, i_head = program_of(segments, heads)
     o_d, o_e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
     m_d, m_s = o_d < D, (o_d < D)[None, :] & (o_e < E)[:, None]
-    p_grad, p_out = (
-        head(p_grad, i_batch, i_head, grad_batch, grad_head),
-        head(p_out, i_batch, i_head, out_batch, out_head),
-    )
-    p_q, p_dq = (
-        head(p_q, i_batch, i_head, q_batch, q_head),
-        head(p_dq, i_batch, i_head, dq_batch, dq_head),
-    )
+    p_grad = head(p_grad, i_batch, i_head, grad_batch, grad_head)
+    p_out = head(p_out, i_batch, i_head, out_batch, out_head)
+    p_q = head(p_q, i_batch, i_head, q_batch, q_head)
+    p_dq = head(p_dq, i_batch, i_head, dq_batch, dq_head)
     p_s, p_z = state_at(p_state, 0, i_group, groups, D, E)
     # The state, transposed as the product with the gradient wants it, and as two parts.
     b_s = tl.load(p_s + o_d[None, :] * E + o_e[:, None], mask=m_s, other=0)  # [E, D]
@@ -245,11 +237,9 @@ def _kernelized_keys_backward(
 ):
     """Write the gradients of one block of keys and values."""
     i_block, i_group, i_batch, i_head = program_of(blocks, heads)
-    o_n, o_d, o_e = (
-        i_block * BLOCK_N + tl.arange(0, BLOCK_N),
-        tl.arange(0, BLOCK_D),
-        tl.arange(0, BLOCK_E),
-    )
+    o_n = i_block * BLOCK_N + tl.arange(0, BLOCK_N)
+    o_d = tl.arange(0, BLOCK_D)
+    o_e = tl.arange(0, BLOCK_E)
     m_n, m_d, m_e = o_n < tokens, o_d < D, o_e < E
     b_k = read(
         head(p_k, i_batch, i_head, k_batch, k_head), o_n, k_token, o_d, m_n, D, True
@@ -276,10 +266,8 @@ def _kernelized_keys_backward(
     if MASKED:
         m_some = tl.load(p_present + i_batch.to(tl.int64) * tokens + o_n, mask=m_n, other=0) != 0
         b_dk, b_dv = tl.where(m_some[:, None], b_dk, 0), tl.where(m_some[:, None], b_dv, 0)
-    p_dk, p_dv = (
-        head(p_dk, i_batch, i_head, dk_batch, dk_head),
-        head(p_dv, i_batch, i_head, dv_batch, dv_head),
-    )
+    p_dk = head(p_dk, i_batch, i_head, dk_batch, dk_head)
+    p_dv = head(p_dv, i_batch, i_head, dv_batch, dv_head)
     tl.store(
         rows(p_dk, o_n, dk_token, o_d),
         b_dk.to(p_dk.dtype.element_ty),
@@ -364,10 +352,8 @@ def keys_backward(
     (batch, heads, tokens, d), e = k.shape, v.shape[3]
     options = launch.options("kernelized keys backward", k, v)
     blocks = launch.cdiv(tokens, options["BLOCK_N"])
-    dk, dv = (
-        launch.tokens_first(k, batch, heads, tokens, d),
-        launch.tokens_first(v, batch, heads, tokens, e),
-    )
+    dk = launch.tokens_first(k, batch, heads, tokens, d)
+    dv = launch.tokens_first(v, batch, heads, tokens, e)
     k, v = launch.readable(k), launch.readable(v)
     launch.run(
         _kernelized_keys_backward,

@@ -87,14 +87,10 @@ def _causal_means(
     """Write means and masses of one segment of one head, from the state of the segments before."""
     i_segment, i_group, i_batch, i_head = program_of(segments, heads)
     o_d, o_e, o_chunk = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_N)
-    p_q, p_out = (
-        head(p_q, i_batch, i_head, q_batch, q_head),
-        head(p_out, i_batch, i_head, out_batch, out_head),
-    )
-    p_k, p_v = (
-        head(p_k, i_batch, i_head, k_batch, k_head),
-        head(p_v, i_batch, i_head, v_batch, v_head),
-    )
+    p_q = head(p_q, i_batch, i_head, q_batch, q_head)
+    p_out = head(p_out, i_batch, i_head, out_batch, out_head)
+    p_k = head(p_k, i_batch, i_head, k_batch, k_head)
+    p_v = head(p_v, i_batch, i_head, v_batch, v_head)
     p_present += i_batch.to(tl.int64) * tokens
     p_mass += i_group.to(tl.int64) * tokens
     m_s = (o_d < D)[:, None] & (o_e < E)[None, :]
@@ -199,14 +195,10 @@ def _causal_queries_backward(
     i_segment, i_group, i_batch, i_head = program_of(segments, heads)
     o_d, o_e, o_chunk = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_N)
     p_grad = head(p_grad, i_batch, i_head, grad_batch, grad_head)
-    p_q, p_dq = (
-        head(p_q, i_batch, i_head, q_batch, q_head),
-        head(p_dq, i_batch, i_head, dq_batch, dq_head),
-    )
-    p_k, p_v = (
-        head(p_k, i_batch, i_head, k_batch, k_head),
-        head(p_v, i_batch, i_head, v_batch, v_head),
-    )
+    p_q = head(p_q, i_batch, i_head, q_batch, q_head)
+    p_dq = head(p_dq, i_batch, i_head, dq_batch, dq_head)
+    p_k = head(p_k, i_batch, i_head, k_batch, k_head)
+    p_v = head(p_v, i_batch, i_head, v_batch, v_head)
     p_present += i_batch.to(tl.int64) * tokens
     p_mass += i_group.to(tl.int64) * tokens
     p_along += i_group.to(tl.int64) * tokens
@@ -224,10 +216,8 @@ def _causal_queries_backward(
         m_n = o_n < last
         # Tokens before the chunk, which the state sums, and those up to its end, of which a mass is
         # made.
-        seen, upto = (
-            tl.maximum(tl.cast(start, tl.float32), 1.0),
-            tl.cast(start + BLOCK_N, tl.float32),
-        )
+        seen = tl.maximum(tl.cast(start, tl.float32), 1.0)
+        upto = tl.cast(start + BLOCK_N, tl.float32)
         b_q = read(p_q, o_n, q_token, o_d, m_n, D, True)  # [N, D]
         b_k, b_phi, b_v = keys_of(
             p_k, p_v, p_present, o_n, m_n, k_token, v_token, o_d, o_e, D, E, MAP, MASKED
@@ -345,14 +335,10 @@ def _causal_keys_backward(
     o_d, o_e, o_chunk = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_N)
     p_grad = head(p_grad, i_batch, i_head, grad_batch, grad_head)
     p_q = head(p_q, i_batch, i_head, q_batch, q_head)
-    p_k, p_v = (
-        head(p_k, i_batch, i_head, k_batch, k_head),
-        head(p_v, i_batch, i_head, v_batch, v_head),
-    )
-    p_dk, p_dv = (
-        head(p_dk, i_batch, i_head, dk_batch, dk_head),
-        head(p_dv, i_batch, i_head, dv_batch, dv_head),
-    )
+    p_k = head(p_k, i_batch, i_head, k_batch, k_head)
+    p_v = head(p_v, i_batch, i_head, v_batch, v_head)
+    p_dk = head(p_dk, i_batch, i_head, dk_batch, dk_head)
+    p_dv = head(p_dv, i_batch, i_head, dv_batch, dv_head)
     p_present += i_batch.to(tl.int64) * tokens
     p_mass += i_group.to(tl.int64) * tokens
     p_along += i_group.to(tl.int64) * tokens
@@ -491,10 +477,8 @@ def causal_backward(
     as ``causal_means`` gives it.
     """
     (batch, heads, tokens, d), e = q.shape, v.shape[3]
-    dq, dk = (
-        launch.tokens_first(q, batch, heads, tokens, d),
-        launch.tokens_first(k, batch, heads, tokens, d),
-    )
+    dq = launch.tokens_first(q, batch, heads, tokens, d)
+    dk = launch.tokens_first(k, batch, heads, tokens, d)
     dv = launch.tokens_first(v, batch, heads, tokens, e)
     if not tokens:
         return dq, dk, dv

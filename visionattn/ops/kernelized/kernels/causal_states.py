@@ -46,10 +46,8 @@ def keys_of(
     """Read keys, their features and values of one chunk, 0 for those that take no part."""
     if MASKED:
         m_n = m_n & (tl.load(p_present + o_n, mask=m_n, other=0) != 0)
-    b_k, b_v = (
-        read(p_k, o_n, k_token, o_d, m_n, D, True),
-        read(p_v, o_n, v_token, o_e, m_n, E, True),
-    )
+    b_k = read(p_k, o_n, k_token, o_d, m_n, D, True)
+    b_v = read(p_v, o_n, v_token, o_e, m_n, E, True)
     return b_k, features_of(b_k, m_n, o_d, D, MAP), b_v
 
 

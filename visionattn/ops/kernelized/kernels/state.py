@@ -70,10 +70,8 @@ def state_of_segment(
     """
     i_segment, i_group = i_program % segments, i_program // segments
     i_batch, i_head = i_group // heads, i_group % heads
-    p_k, p_v = (
-        head(p_k, i_batch, i_head, k_batch, k_head),
-        head(p_v, i_batch, i_head, v_batch, v_head),
-    )
+    p_k = head(p_k, i_batch, i_head, k_batch, k_head)
+    p_v = head(p_v, i_batch, i_head, v_batch, v_head)
     o_d, o_e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
     last = tl.minimum(tokens, (i_segment + 1) * segment_tokens)
     # S is summed transposed, [E, D], so that v is the left operand; Z stays apart by token.
@@ -94,10 +92,8 @@ def state_of_segment(
         if MAP == "elu1" and tl.float32 != b_v.dtype:
             # phi(k) = max(k, 0) + exp(min(k, 0)): the first needs no rounding, and the other is at
             # most 1.
-            b_above, b_below = (
-                tl.maximum(b_k.to(tl.float32), 0),
-                tl.where(m_k, phi_slope(b_k, MAP), 0),
-            )
+            b_above = tl.maximum(b_k.to(tl.float32), 0)
+            b_below = tl.where(m_k, phi_slope(b_k, MAP), 0)
             if MASKED:
                 b_above = tl.where(m_k, b_above, 0)
             b_right, b_unit = operand(b_below, b_v.dtype, False)

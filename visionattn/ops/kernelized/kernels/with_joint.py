@@ -124,11 +124,9 @@ def _sum_and_prefix(
     SLICES: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
     i_slice, i_group = i_program % SLICES, i_program // SLICES
     i_batch, i_head = i_group // heads, i_group % heads
-    o_p, o_d, o_e = (
-        tl.arange(0, BLOCK_P),
-        tl.arange(0, BLOCK_D),
-        i_slice * BLOCK_E + tl.arange(0, BLOCK_E),
-    )
+    o_p = tl.arange(0, BLOCK_P)
+    o_d = tl.arange(0, BLOCK_D)
+    o_e = i_slice * BLOCK_E + tl.arange(0, BLOCK_E)
     m_d, m_e = o_d < D, o_e < E
     b_s = tl.zeros([BLOCK_P, BLOCK_D, BLOCK_E], tl.float32)
     b_z = tl.zeros([BLOCK_P, BLOCK_D], tl.float32)
@@ -150,10 +148,8 @@ def _sum_and_prefix(
 
     # The prefix, which has content alone, reads the state while it is in registers; its few tokens
     # are multiplied and summed in float32, without the matrix unit.
-    p_q, p_out = (
-        head(p_q, i_batch, i_head, q_batch, q_head),
-        head(p_out, i_batch, i_head, out_batch, out_head),
-    )
+    p_q = head(p_q, i_batch, i_head, q_batch, q_head)
+    p_out = head(p_out, i_batch, i_head, out_batch, out_head)
     for start in range(0, prefix, BLOCK_N):
         o_n = start + tl.arange(0, BLOCK_N)
         m_n = o_n < prefix
@@ -239,11 +235,9 @@ def state_and_lines(
     prefix's part of ``out`` and ``mass``.
     """
     (batch, heads, tokens, d), e = k.shape, v.shape[3]
-    groups, tiles, parts = (
-        batch * heads,
-        launch.cdiv(place.width, TILE),
-        parts_of("kernelized state and lines", k, v),
-    )
+    groups = batch * heads
+    tiles = launch.cdiv(place.width, TILE)
+    parts = parts_of("kernelized state and lines", k, v)
     states = k.new_empty(parts, groups * d * (e + 1), dtype=mass.dtype)
     k, v, lines = launch.readable(k), launch.readable(v), empty_lines(v, place, TILE)
     # Options follow from the sizes alone: they are made once and remembered.

@@ -65,10 +65,8 @@ def _joint_far_queries(
     A: tl.constexpr = 2 * HORIZON_Y + 1
     TILES: tl.constexpr = BLOCK_X // BLOCK_T
     i_side, i_block = tl.program_id(0) % 2, tl.program_id(0) // 2 % blocks
-    i_chunk, i_group = (
-        tl.program_id(0) // 2 // blocks % chunks,
-        tl.program_id(0) // 2 // blocks // chunks,
-    )
+    i_chunk = tl.program_id(0) // 2 // blocks % chunks
+    i_group = tl.program_id(0) // 2 // blocks // chunks
     top, shift = i_chunk * CHUNK, tl.where(i_side == 0, -BESIDE, BESIDE)
     p_grad = head(p_grad, i_group // heads, i_group % heads, grad_batch, grad_head)
     p_grad += prefix.to(tl.int64) * grad_token * 8
@@ -180,16 +178,12 @@ def far_queries(shares: Tensor, grad: Tensor, place: Place, inverse_unit: float)
     (batch, heads, _, e), height, tiles = grad.shape, place.height, triton.cdiv(place.width, TILE)
     if tiles == 1:
         return grad.new_empty(2, batch, heads, height, 0, e, dtype=torch.float32)
-    chunks, row = (
-        triton.cdiv(height, CHUNK.value),
-        launch.launch_row("joint far queries", 0, e, grad.dtype, grad.device),
-    )
+    chunks = triton.cdiv(height, CHUNK.value)
+    row = launch.launch_row("joint far queries", 0, e, grad.dtype, grad.device)
     blocks = triton.cdiv(place.width, row["BLOCK_X"])
     parts = grad.new_empty(2, batch, heads, chunks, tiles, ROWS.value, e, dtype=torch.float32)
-    sums, widths = (
-        grad.new_empty(2, batch, heads, height, tiles, e, dtype=torch.float32),
-        dict(E=e, BLOCK_E=launch.block(e)),
-    )
+    sums = grad.new_empty(2, batch, heads, height, tiles, e, dtype=torch.float32)
+    widths = dict(E=e, BLOCK_E=launch.block(e))
     launch.run(
         _joint_far_queries,
         (2 * blocks * chunks * batch * heads,),

@@ -259,17 +259,13 @@ def _joint_means(
     i_group, i_strip = i_strip // strips, i_strip % strips
     i_batch, i_head = i_group // heads, i_group % heads
     start = i_block * BLOCK_Q
-    o_x, o_d, o_e = (
-        start + tl.arange(0, BLOCK_Q),
-        tl.arange(0, BLOCK_D),
-        i_share * BLOCK_E + tl.arange(0, BLOCK_E),
-    )
+    o_x = start + tl.arange(0, BLOCK_Q)
+    o_d = tl.arange(0, BLOCK_D)
+    o_e = i_share * BLOCK_E + tl.arange(0, BLOCK_E)
     m_x, m_d, m_e = o_x < width, o_d < D, o_e < E
     m_out = m_x[:, None] & m_e[None, :]
-    p_q, p_v = (
-        head(p_q, i_batch, i_head, q_batch, q_head),
-        head(p_v, i_batch, i_head, v_batch, v_head),
-    )
+    p_q = head(p_q, i_batch, i_head, q_batch, q_head)
+    p_v = head(p_v, i_batch, i_head, v_batch, v_head)
     p_out = head(p_out, i_batch, i_head, out_batch, out_head)
     p_table += i_head * table_octets * 8
     p_mass += i_group.to(tl.int64) * tokens
@@ -363,10 +359,8 @@ def _joint_means(
             b_sum *= 1 / unit
         b_sum = tl.reshape(b_sum, [TILES, BLOCK_T, BLOCK_E])
         # Line by line, those of the keys around the tiles.
-        first_class, end_class = (
-            tl.maximum(HORIZON_Y - y, 0),
-            tl.minimum(height + HORIZON_Y - y, 2 * HORIZON_Y + 1),
-        )
+        first_class = tl.maximum(HORIZON_Y - y, 0)
+        end_class = tl.minimum(height + HORIZON_Y - y, 2 * HORIZON_Y + 1)
         for i_line in range(0, end_class - first_class):
             i_class = first_class + i_line
             p_line, line_token = line_at(
@@ -478,24 +472,18 @@ def joint_means(
     (batch, heads, tokens, e), d = v.shape, q.shape[3]
     q, v, table = launch.readable(q), launch.readable(v), table.contiguous()
     if isinstance(content, FromState):
-        sums, content_mass, feature_map, strides = (
-            content.s,
-            content.z,
-            content.feature_map,
-            (0, 0, 0),
-        )
+        sums = content.s
+        content_mass = content.z
+        feature_map = content.feature_map
+        strides = (0, 0, 0)
     else:
-        sums, content_mass, feature_map = (
-            launch.readable(content.values),
-            content.mass.contiguous(),
-            "",
-        )
+        sums = launch.readable(content.values)
+        content_mass = content.mass.contiguous()
+        feature_map = ""
         strides = launch.octets(sums)
     options = launch.remembered(_options_of_means, d, e, v.dtype, v.device, place, feature_map)
-    blocks, shares = (
-        launch.cdiv(place.width, options["BLOCK_Q"]),
-        launch.cdiv(e, options["BLOCK_E"]),
-    )
+    blocks = launch.cdiv(place.width, options["BLOCK_Q"])
+    shares = launch.cdiv(e, options["BLOCK_E"])
     lines = lines or lines_of(v, place, TILE, place.beside)
     tiles = launch.cdiv(place.width, TILE)
     resident = launch.resident_programs("joint means", d, e, v.dtype, v.device)

@@ -335,20 +335,14 @@ def lines_of(v: Tensor, place: Place, tile: int, beside: int) -> Lines:
     that read ``beside`` keys on either side.
     """
     batch, heads, _, e = v.shape
-    height, width, tiles, groups = (
-        place.height,
-        place.width,
-        launch.cdiv(place.width, tile),
-        batch * heads,
-    )
-    lines, row = (
-        empty_lines(v, place, tile),
-        launch.launch_row("joint lines", 0, e, v.dtype, v.device),
-    )
-    blocks, own = (
-        launch.cdiv(width * e, row["BLOCK_C"]),
-        dict(E=e, PRECISION=launch.precision(v.dtype)),
-    )
+    height = place.height
+    width = place.width
+    tiles = launch.cdiv(place.width, tile)
+    groups = batch * heads
+    lines = empty_lines(v, place, tile)
+    row = launch.launch_row("joint lines", 0, e, v.dtype, v.device)
+    blocks = launch.cdiv(width * e, row["BLOCK_C"])
+    own = dict(E=e, PRECISION=launch.precision(v.dtype))
     launch.run(
         _joint_lines,
         (2 * groups * (blocks + (height if tiles > 1 else 0)),),

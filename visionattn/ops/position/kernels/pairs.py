@@ -25,12 +25,10 @@ def pairs(QUERIES: tl.constexpr, KEYS: tl.constexpr, TILES: tl.constexpr):
     The shape is that of ``LANES_LAST``: ``[registers, TILES, 8, 4]`` or
     ``[4, 8, TILES, registers]``.
     """
-    o_r, o_tile, o_g, o_t = (
-        tl.arange(0, QUERIES * KEYS // 32),
-        tl.arange(0, TILES),
-        tl.arange(0, 8),
-        tl.arange(0, 4),
-    )
+    o_r = tl.arange(0, QUERIES * KEYS // 32)
+    o_tile = tl.arange(0, TILES)
+    o_g = tl.arange(0, 8)
+    o_t = tl.arange(0, 4)
     if LANES_LAST:
         o_r, o_tile = o_r[:, None, None, None], o_tile[None, :, None, None]
         o_g, o_t = o_g[None, None, :, None], o_t[None, None, None, :]

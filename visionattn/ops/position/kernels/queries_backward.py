@@ -166,14 +166,10 @@ def _joint_queries_backward(
     o_d, o_c, o_e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_E)
     m_d = o_d < D
     p_table += i_head * table_octets * 8
-    p_q, p_dq = (
-        head(p_q, i_batch, i_head, q_batch, q_head),
-        head(p_dq, i_batch, i_head, dq_batch, dq_head),
-    )
-    p_grad, p_out = (
-        head(p_grad, i_batch, i_head, grad_batch, grad_head),
-        head(p_out, i_batch, i_head, out_batch, out_head),
-    )
+    p_q = head(p_q, i_batch, i_head, q_batch, q_head)
+    p_dq = head(p_dq, i_batch, i_head, dq_batch, dq_head)
+    p_grad = head(p_grad, i_batch, i_head, grad_batch, grad_head)
+    p_out = head(p_out, i_batch, i_head, out_batch, out_head)
     p_content_dq = head(p_content_dq, i_batch, i_head, content_batch, content_head)
     p_mass += i_group.to(tl.int64) * tokens
     p_along += i_group.to(tl.int64) * tokens

@@ -63,12 +63,10 @@ def _joint_shares(
     i_chunk, i_part = tl.program_id(0) % CHUNKS, tl.program_id(0) // CHUNKS % parts
     i_group = tl.program_id(0) // CHUNKS // parts
     i_head, patches = i_group % heads, height * width
-    o_i, o_d, o_b, o_lines = (
-        tl.arange(0, BLOCK_N),
-        tl.arange(0, BLOCK_D),
-        tl.arange(0, SLOTS),
-        tl.arange(0, LINES),
-    )
+    o_i = tl.arange(0, BLOCK_N)
+    o_d = tl.arange(0, BLOCK_D)
+    o_b = tl.arange(0, SLOTS)
+    o_lines = tl.arange(0, LINES)
     o_a = i_chunk * LINES + o_lines if CHUNKS > 1 else o_lines
     p_q = head(p_q, i_group // heads, i_head, q_batch, q_head)
     p_mass += i_group.to(tl.int64) * tokens + prefix

@@ -297,10 +297,8 @@ def _joint_values_backward(
             b_sum = tl.dot(b_unit, b_below, b_sum, input_precision=PRECISION)
         # The rows of queries within the horizon, one line each.
         first, end = tl.maximum(y - HORIZON_Y + 1, 0), tl.minimum(y + HORIZON_Y, height)
-        p_line, p_row = (
-            p_shares + first * line_step + (y + HORIZON_Y) * width * SLOTS,
-            p_grad + first * grad_row,
-        )
+        p_line = p_shares + first * line_step + (y + HORIZON_Y) * width * SLOTS
+        p_row = p_grad + first * grad_row
         for _ in range(0, end - first):
             b_sum = _add_line(
                 b_sum, p_line, o_pairs, p_row, o_queries, o_e, E, BLOCK_E, BLOCK_T, QUERIES, TILES,

@@ -128,15 +128,11 @@ def _taylor_direct_means(
     # Programs of one head follow each other: they read the same keys, which then stay in cache.
     i_block, i_group = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     i_batch, i_head = i_group // heads, i_group % heads
-    o_n, o_d, o_e = (
-        i_block * BLOCK_N + tl.arange(0, BLOCK_N),
-        tl.arange(0, BLOCK_D),
-        tl.arange(0, BLOCK_E),
-    )
-    p_k, p_v = (
-        head(p_k, i_batch, i_head, k_batch, k_head),
-        head(p_v, i_batch, i_head, v_batch, v_head),
-    )
+    o_n = i_block * BLOCK_N + tl.arange(0, BLOCK_N)
+    o_d = tl.arange(0, BLOCK_D)
+    o_e = tl.arange(0, BLOCK_E)
+    p_k = head(p_k, i_batch, i_head, k_batch, k_head)
+    p_v = head(p_v, i_batch, i_head, v_batch, v_head)
     p_present += i_batch.to(tl.int64) * keys
     m_n = o_n < queries
     # Queries stay in registers for the whole pass over the keys.

@@ -146,15 +146,11 @@ def _taylor_direct_queries_backward(
     """Write the gradient of one block of queries."""
     i_block, i_group = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     i_batch, i_head = i_group // heads, i_group % heads
-    o_n, o_d, o_e = (
-        i_block * BLOCK_N + tl.arange(0, BLOCK_N),
-        tl.arange(0, BLOCK_D),
-        tl.arange(0, BLOCK_E),
-    )
-    p_k, p_v = (
-        head(p_k, i_batch, i_head, k_batch, k_head),
-        head(p_v, i_batch, i_head, v_batch, v_head),
-    )
+    o_n = i_block * BLOCK_N + tl.arange(0, BLOCK_N)
+    o_d = tl.arange(0, BLOCK_D)
+    o_e = tl.arange(0, BLOCK_E)
+    p_k = head(p_k, i_batch, i_head, k_batch, k_head)
+    p_v = head(p_v, i_batch, i_head, v_batch, v_head)
     p_present += i_batch.to(tl.int64) * keys
     i_first, m_n = i_group.to(tl.int64) * queries, o_n < queries
     # What belongs to the queries stays in registers through the pass.
@@ -311,11 +307,9 @@ def _taylor_direct_keys_backward(
     """Write the gradients of one block of keys and values; a masked key is read as 0 and gets 0."""
     i_block, i_group = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     i_batch, i_head = i_group // heads, i_group % heads
-    o_m, o_d, o_e = (
-        i_block * BLOCK_M + tl.arange(0, BLOCK_M),
-        tl.arange(0, BLOCK_D),
-        tl.arange(0, BLOCK_E),
-    )
+    o_m = i_block * BLOCK_M + tl.arange(0, BLOCK_M)
+    o_d = tl.arange(0, BLOCK_D)
+    o_e = tl.arange(0, BLOCK_E)
     p_present += i_batch.to(tl.int64) * keys
     m_m = taking_part(p_present, o_m, keys, MASKED)
     # What belongs to the keys stays in registers, and so do the two sums.
@@ -325,10 +319,8 @@ def _taylor_direct_keys_backward(
     b_v = read(
         head(p_v, i_batch, i_head, v_batch, v_head), o_m, v_token, o_e, m_m, E, True
     )  # [M, E]
-    p_q, p_grad = (
-        head(p_q, i_batch, i_head, q_batch, q_head),
-        head(p_grad, i_batch, i_head, grad_batch, grad_head),
-    )
+    p_q = head(p_q, i_batch, i_head, q_batch, q_head)
+    p_grad = head(p_grad, i_batch, i_head, grad_batch, grad_head)
     p_inverse += i_group.to(tl.int64) * queries
     p_z += i_group.to(tl.int64) * queries
     b_dk = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -394,11 +386,9 @@ def _terms_of_queries(grad: Tensor, out: Tensor, mass: Tensor) -> tuple[Tensor, 
     """Return ``1 / mass`` and ``z`` of all queries, float32 ``[B, h, N]``."""
     batch, heads, queries, e = grad.shape
     row = launch.launch_row("taylor direct terms", e, e, grad.dtype, grad.device)
-    blocks, inverse, z = (
-        launch.cdiv(queries, row["BLOCK_N"]),
-        torch.empty_like(mass),
-        torch.empty_like(mass),
-    )
+    blocks = launch.cdiv(queries, row["BLOCK_N"])
+    inverse = torch.empty_like(mass)
+    z = torch.empty_like(mass)
     launch.run(
         _taylor_direct_terms,
         (blocks * batch * heads,),

@@ -151,11 +151,9 @@ def taylor_efficient_expand(
     # Blocks of one head follow each other: its state stays in cache.
     i_block, i_group = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     i_batch, i_head = i_group // heads, i_group % heads
-    o_n, o_d, o_e = (
-        i_block * BLOCK_N + tl.arange(0, BLOCK_N),
-        tl.arange(0, BLOCK_D),
-        tl.arange(0, BLOCK_E),
-    )
+    o_n = i_block * BLOCK_N + tl.arange(0, BLOCK_N)
+    o_d = tl.arange(0, BLOCK_D)
+    o_e = tl.arange(0, BLOCK_E)
     m_n, m_d, m_e = o_n < tokens, o_d < D, o_e < E
     m_x = present_rows(p_present, i_batch, tokens, o_n, m_n, MASKED)
     p_x = head(p_x, i_batch, i_head, x_batch, x_head)
@@ -277,10 +275,8 @@ def expand(
     rows outside the mask get 0.
     """
     (batch, heads, tokens, d), e = x.shape, out.shape[3]
-    options, x = (
-        launch.launch_row("taylor efficient expand", d, e, x.dtype, x.device),
-        launch.readable(x),
-    )
+    options = launch.launch_row("taylor efficient expand", d, e, x.dtype, x.device)
+    x = launch.readable(x)
     blocks = launch.cdiv(tokens, options["BLOCK_N"])
     launch.run(
         taylor_efficient_expand,

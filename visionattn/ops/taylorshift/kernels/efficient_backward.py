@@ -94,18 +94,14 @@ def taylor_efficient_gradient(
     """
     i_block, i_group = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     i_batch, i_head = i_group // heads, i_group % heads
-    o_n, o_d, o_c = (
-        i_block * BLOCK_N + tl.arange(0, BLOCK_N),
-        tl.arange(0, BLOCK_D),
-        tl.arange(0, BLOCK_D),
-    )
+    o_n = i_block * BLOCK_N + tl.arange(0, BLOCK_N)
+    o_d = tl.arange(0, BLOCK_D)
+    o_c = tl.arange(0, BLOCK_D)
     o_e = tl.arange(0, BLOCK_E)
     m_d, m_c, m_e = o_d < D, o_c < D, o_e < E
     m_n = present_rows(p_present, i_batch, tokens, o_n, o_n < tokens, MASKED)
-    p_x, p_y = (
-        head(p_x, i_batch, i_head, x_batch, x_head),
-        head(p_y, i_batch, i_head, y_batch, y_head),
-    )
+    p_x = head(p_x, i_batch, i_head, x_batch, x_head)
+    p_y = head(p_y, i_batch, i_head, y_batch, y_head)
     p_features += i_group.to(tl.int64) * (D * D * E)
     p_moments += i_group.to(tl.int64) * (D * E + E + D * D + D + 8)
     b_y = read(p_y, o_n, y_token, o_e, m_n, E, True)  # [N, E]
@@ -147,11 +143,9 @@ def taylor_efficient_gradient(
     )
     b_dx *= (0.5 / (length * b_factor))[:, None]
     COLUMNS: tl.constexpr = BLOCK_F // BLOCK_E
-    o_x, o_fc, o_fe = (
-        tl.arange(0, COLUMNS),
-        tl.arange(0, BLOCK_F) // BLOCK_E,
-        tl.arange(0, BLOCK_F) % BLOCK_E,
-    )
+    o_x = tl.arange(0, COLUMNS)
+    o_fc = tl.arange(0, BLOCK_F) // BLOCK_E
+    o_fe = tl.arange(0, BLOCK_F) % BLOCK_E
     p_state = p_features + (o_fc * (D * E) + o_fe)[:, None] + (o_d * E)[None, :]
     b_column = columns_of(p_x, o_n, x_token, o_x, m_n, b_power, D, COLUMNS)  # [N, COLUMNS], or [N]
     b_state = state_of(p_state, o_fc, o_fe, o_d, D, E, BLOCK_D, BLOCK_E, BLOCK_F)  # [F, D]

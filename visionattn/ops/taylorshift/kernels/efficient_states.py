@@ -264,16 +264,12 @@ def _sum_moments(
     m_d, m_e, m_c = o_d < D, o_e < E, o_c < D
     HALF: tl.constexpr = p_x.dtype.element_ty != tl.float32
     b_xy, b_xx = tl.zeros([BLOCK_D, BLOCK_E], tl.float32), tl.zeros([BLOCK_D, BLOCK_D], tl.float32)
-    b_low_xy, b_low_xx = (
-        tl.zeros([BLOCK_D, BLOCK_E], tl.float32),
-        tl.zeros([BLOCK_D, BLOCK_D], tl.float32),
-    )
+    b_low_xy = tl.zeros([BLOCK_D, BLOCK_E], tl.float32)
+    b_low_xx = tl.zeros([BLOCK_D, BLOCK_D], tl.float32)
     # Sums over tokens stay apart by token of a block until the end: adding across threads once is
     # enough.
-    b_y_sums, b_x_sums = (
-        tl.zeros([BLOCK_N, BLOCK_E], tl.float32),
-        tl.zeros([BLOCK_N, BLOCK_D], tl.float32),
-    )
+    b_y_sums = tl.zeros([BLOCK_N, BLOCK_E], tl.float32)
+    b_x_sums = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     b_count = tl.zeros([BLOCK_N], tl.float32)
     for start in range(first, last, BLOCK_N):
         o_n = start + tl.arange(0, BLOCK_N)
@@ -370,10 +366,8 @@ def taylor_efficient_sums(
     i_share, i_rest = tl.program_id(0) % (SHARES + 1), tl.program_id(0) // (SHARES + 1)
     i_segment, i_group = i_rest % segments, i_rest // segments
     i_batch, i_head = i_group // heads, i_group % heads
-    p_x, p_y = (
-        head(p_x, i_batch, i_head, x_batch, x_head),
-        head(p_y, i_batch, i_head, y_batch, y_head),
-    )
+    p_x = head(p_x, i_batch, i_head, x_batch, x_head)
+    p_y = head(p_y, i_batch, i_head, y_batch, y_head)
     SIZE: tl.constexpr = PAIRS * SHARES * 256 * E
     p_part = p_parts + (i_segment.to(tl.int64) * groups + i_group) * (
         SIZE + D * E + E + D * D + D + 8

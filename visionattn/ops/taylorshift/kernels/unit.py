@@ -49,10 +49,8 @@ def _unit(
     i_batch, i_block, i_head = _place(heads, blocks)
     o_n, o_d = i_block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     m_x = (o_n < tokens)[:, None] & (o_d < D)[None, :]
-    p_x, p_y = (
-        head(p_x, i_batch, i_head, x_batch, x_head),
-        head(p_y, i_batch, i_head, y_batch, y_head),
-    )
+    p_x = head(p_x, i_batch, i_head, x_batch, x_head)
+    p_y = head(p_y, i_batch, i_head, y_batch, y_head)
     # Squares of float16 may leave its range: the norm is made in float32.
     b_x = tl.load(rows(p_x, o_n, x_token, o_d), mask=m_x, other=0).to(tl.float32)  # [N, D]
     # 1 / max(|x|, EPS), with the guard on the square: one instruction, and finite at 0.
@@ -94,10 +92,8 @@ def _unit_backward(
     i_batch, i_block, i_head = _place(heads, blocks)
     o_n, o_d = i_block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     m_x = (o_n < tokens)[:, None] & (o_d < D)[None, :]
-    p_x, p_dx = (
-        head(p_x, i_batch, i_head, x_batch, x_head),
-        head(p_dx, i_batch, i_head, dx_batch, dx_head),
-    )
+    p_x = head(p_x, i_batch, i_head, x_batch, x_head)
+    p_dx = head(p_dx, i_batch, i_head, dx_batch, dx_head)
     p_grad = head(p_grad, i_batch, i_head, grad_batch, grad_head)
     b_x = tl.load(rows(p_x, o_n, x_token, o_d), mask=m_x, other=0).to(tl.float32)  # [N, D]
     b_grad = tl.load(rows(p_grad, o_n, grad_token, o_d), mask=m_x, other=0).to(tl.float32)  # [N, D]
@@ -157,10 +153,8 @@ def unit_backward(
     None without a length.
     """
     batch, heads, tokens, d = x.shape
-    options, dx = (
-        _options("unit backward", x, length),
-        launch.tokens_first(x, batch, heads, tokens, d, dtype),
-    )
+    options = _options("unit backward", x, length)
+    dx = launch.tokens_first(x, batch, heads, tokens, d, dtype)
     blocks = launch.cdiv(tokens, options["BLOCK_N"])
     x, grad = launch.readable(x), launch.readable(grad)
     # One number for each block of tokens and head, none without a length.
