@@ -1,0 +1,121 @@
+"""How an image of any size comes to the size at which a model sees it.
+
+This module owns the sizes: which part of an image is read, how many pixels it becomes, and how
+much of the model's input it fills. It is arithmetic alone, for training and for every tool;
+``images.py`` reads the pixels.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+Fit = Literal["native", "pad", "stretch", "crop"]
+Size = tuple[int, int]
+"""Height and width in pixels."""
+
+
+class Box(NamedTuple):
+    """A rectangle of an image, in pixels."""
+
+    top: int
+    left: int
+    height: int
+    width: int
+
+
+class View(NamedTuple):
+    """What a model sees of an image."""
+
+    box: Box
+    """The part of the image that is seen."""
+    content: Size
+    """The size that this part is resized to."""
+    canvas: Size
+    """The size of the model's input, whose top left holds the content."""
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """How images of any size come to whole patches.
+
+    Args:
+        fit: ``native`` keeps the size of an image, and shrinks one that is above ``img_size`` or
+            ``max_patches``. ``pad`` scales it to fit into ``img_size`` and leaves the rest of the
+            input empty. ``stretch`` changes its aspect ratio to that of ``img_size``. ``crop``
+            covers ``img_size`` and cuts off what is outside of its centre.
+        img_size: height and width in pixels, both for ``pad``, ``stretch`` and ``crop``; the most
+            for ``native``, where None stands for no limit.
+        max_patches: the most patches of an image; for ``native`` alone.
+        patch_px: height and width of a patch in pixels.
+    """
+
+    fit: Fit
+    img_size: Size | None
+    max_patches: int | None = None
+    patch_px: Size = (1, 1)
+
+    def view(self, height: int, width: int) -> View:
+        """Say what a model sees of an image of ``height`` x ``width`` pixels.
+
+        Raises:
+            ValueError: the image is smaller than a patch.
+        """
+        if self.fit == "native":
+            if height < self.patch_px[0] or width < self.patch_px[1]:
+                rows, columns = self.patch_px
+                raise ValueError(
+                    f"image of {height} x {width} pixels is smaller than a patch of {rows} x "
+                    f"{columns}; fit pad, stretch and crop enlarge it"
+                )
+            content = self._native(height, width)
+            return View(Box(0, 0, height, width), content, self._whole(content))
+        whole = Box(0, 0, height, width)
+        if self.fit == "pad":
+            content = self._within(height, width, self.img_size)
+            return View(whole, content, self.img_size)
+        if self.fit == "crop":
+            whole = centre_box(height, width, self.img_size)
+        return View(whole, self.img_size, self.img_size)
+
+    def _whole(self, size: Size) -> Size:
+        """Return the size of the fewest whole patches that hold ``size``."""
+        return tuple(-(-px // patch) * patch for px, patch in zip(size, self.patch_px, strict=True))
+
+    def _native(self, height: int, width: int) -> Size:
+        """Return an image's own size, or a smaller one of whole patches within the limits."""
+        if self.max_patches is not None:
+            rows, columns = self._whole((height, width))
+            if rows // self.patch_px[0] * (columns // self.patch_px[1]) <= self.max_patches:
+                return height, width
+            return self._within_budget(height, width)
+        if self.img_size is None or (height <= self.img_size[0] and width <= self.img_size[1]):
+            return height, width
+        return self._within(height, width, self.img_size)
+
+    def _within(self, height: int, width: int, size: Size) -> Size:
+        """Return the size of whole patches that is nearest to the image scaled to fit ``size``."""
+        scale = min(size[0] / height, size[1] / width)
+        return tuple(
+            min(limit // patch, max(1, round(px * scale / patch))) * patch
+            for px, limit, patch in zip((height, width), size, self.patch_px, strict=True)
+        )
+
+    def _within_budget(self, height: int, width: int) -> Size:
+        """Return the largest size of whole patches within the budget that keeps the aspect ratio
+        as nearly as whole patches allow.
+        """
+        rows, columns = height / self.patch_px[0], width / self.patch_px[1]
+        scale = math.sqrt(self.max_patches / (rows * columns))
+        # Rounding may go past the budget by a row or a column; the next smaller scale does not.
+        grid = [max(1, round(rows * scale)), max(1, round(columns * scale))]
+        while grid[0] * grid[1] > self.max_patches:
+            longer = 0 if grid[0] / rows > grid[1] / columns else 1
+            grid[longer if grid[longer] > 1 else 1 - longer] -= 1
+        return grid[0] * self.patch_px[0], grid[1] * self.patch_px[1]
+
+
+def centre_box(height: int, width: int, size: Size) -> Box:
+    """Return the largest centred part of an image that has the aspect ratio of ``size``."""
+    scale = min(height / size[0], width / size[1])
+    part = min(height, max(1, round(size[0] * scale))), min(width, max(1, round(size[1] * scale)))
+    return Box((height - part[0]) // 2, (width - part[1]) // 2, *part)
