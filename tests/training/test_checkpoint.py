@@ -172,13 +172,17 @@ def test_a_specification_makes_the_input_of_the_model():
         [(images[:, i] / 255 - spec.mean[i]) / spec.std[i] for i in range(3)], dim=1
     )
     torch.testing.assert_close(spec.prepare(images), expected)
+    # values of more than 8 bits come as fractions
+    torch.testing.assert_close(spec.prepare(images / 255), expected)
     one_hot = DataSpec(256, 10, (), (), (), "grey_one_hot", 5).prepare(images[:, :1])
     assert one_hot.shape == (2, 256, 5, 7) and one_hot.dtype == torch.float32
     assert torch.equal(one_hot.argmax(1), images[:, 0].long())
     assert torch.equal(one_hot.sum(1), torch.ones(2, 5, 7))
-    for wrong in (images[:, :1], images.float(), images[0]):
-        with pytest.raises(ValueError, match=r"wanted uint8 images \[B, 3, H, W\], got "):
+    for wrong in (images[:, :1], images.double(), images[0]):
+        with pytest.raises(ValueError, match=r"wanted images of uint8, .*\[B, 3, H, W\], got "):
             spec.prepare(wrong)
+    with pytest.raises(ValueError, match=r"wanted uint8 images \[B, 1, H, W\], got "):
+        DataSpec(256, 10, (), (), (), "grey_one_hot", 5).prepare(images[:, :1] / 255)
 
 
 def truncated(path):

@@ -44,5 +44,21 @@ class DataConfig:
     """``cifar10`` and ``cifar10_pixel`` alone: fetch the data into ``root`` where it is missing."""
     on_error: Literal["fail", "skip"] = "fail"
     """What an unreadable image does: stop the run with its path, or be left out with a warning."""
+    bands: list[int] | None = None
+    """``folder`` alone: which bands of the files become the model's channels, and in which order;
+    numbers from 1. None: red, green and blue.
+    """
+    value_range: list[float] | None = None
+    """``folder`` alone: the values that become black and white, in files of more than 8 bits. None:
+    what a file states, or 12, 14 or 16 bits by the largest value of a few files.
+    """
+    page: int | None = None
+    """``folder`` alone: the page of files that have several, from 1. None: the first."""
+    mean: list[float] | None = None
+    """``folder`` alone: mean of each channel, of values in [0, 1]; ``visionattn stats`` measures
+    it. None: ImageNet's.
+    """
+    std: list[float] | None = None
+    """``folder`` alone: standard deviation of each channel, likewise."""
     workers: int = 2
     """Processes that load data; 0 loads in the main process."""

@@ -5,10 +5,7 @@ batched.
 """
 
 import io
-import struct
-import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import BinaryIO, Literal, Protocol
 
 import cv2
@@ -17,27 +14,12 @@ from PIL import Image
 from torch.utils.data import Dataset
 
 from visionattn.data.batches import AUGMENT_STREAM, SampleKey, Unreadable
+from visionattn.data.formats import DAMAGED_IMAGE, large_images_allowed
 
 Augmentation = Callable[[np.ndarray, int, tuple[int, ...]], np.ndarray]
 """``augment(image [H, W, C], img_size, entropy) -> [img_size, img_size, C]``, uint8, drawing from
 ``entropy`` alone.
 """
-
-DAMAGED_IMAGE = (
-    OSError,
-    SyntaxError,
-    ValueError,
-    EOFError,
-    struct.error,
-    zlib.error,
-    Image.DecompressionBombError,
-)
-"""What Pillow raises for files that are missing, cut off, garbled, no image at all, or suspiciously
-large.
-"""
-
-LARGEST_IMAGE_PX = 2**30
-"""Larger images count as damaged, and Pillow warns from half as many pixels on."""
 
 
 def fit(image: np.ndarray, img_size: int) -> np.ndarray:
@@ -205,18 +187,6 @@ def decode(file: BinaryIO, mode: Literal["L", "RGB"]) -> np.ndarray:
             image = image.convert("RGBA")
         pixels = np.asarray(image.convert(mode))
     return pixels.reshape(*pixels.shape[:2], -1)
-
-
-@contextmanager
-def large_images_allowed() -> Iterator[None]:
-    """Raise Pillow's limit of 179 million pixels while an image is read, as slides and satellite
-    images exceed it.
-    """
-    limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, LARGEST_IMAGE_PX // 2
-    try:
-        yield
-    finally:
-        Image.MAX_IMAGE_PIXELS = limit
 
 
 def _finish(

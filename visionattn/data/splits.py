@@ -22,6 +22,7 @@ from visionattn.data.embedded import (
     stratified_split,
 )
 from visionattn.data.folder import LAYOUT, open_images
+from visionattn.data.formats import check_reading
 from visionattn.data.images import ArrayDataset, Augmentation
 from visionattn.data.streams import Shards, StreamEvalBatches, StreamTrainBatches, open_shards
 from visionattn.models.weights import DataSpec
@@ -113,6 +114,10 @@ def _check(config: DataConfig) -> None:
         raise ValueError(
             "num_classes is for wds/... alone; other data say themselves how many classes they have"
         )
+    check_reading(config.bands, config.value_range, config.page)
+    for key in ("bands", "value_range", "page", "mean", "std"):
+        if config.name != "folder" and getattr(config, key) is not None:
+            raise ValueError(f"{key} is for folder alone, not for {config.name}; leave it out")
     if config.download and not config.name.startswith("cifar10"):
         raise ValueError(f"{config.name} cannot be downloaded; leave download out")
     for key in ("train_images", "eval_images"):

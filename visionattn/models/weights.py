@@ -63,7 +63,7 @@ class DataSpec:
     """
 
     in_chans: int
-    """Channels of the model's input: 1, 3, or 256 for one-hot grey levels."""
+    """Channels of the model's input: 256 for one-hot grey levels, else one for each band."""
     num_classes: int
     """Length of the output."""
     class_names: tuple[str, ...]
@@ -76,31 +76,41 @@ class DataSpec:
     """``grey_one_hot``: each of the 256 grey levels is a channel."""
     img_size: int
     """Height and width in pixels of the images that the model was trained on."""
+    bands: tuple[int, ...] | None = None
+    """Which bands of a file are the channels, from 1; None: grey, or red, green and blue."""
+    value_range: tuple[float, float] | None = None
+    """The values that become 0 and 1, in files of more than 8 bits; None: what a file states."""
+    page: int | None = None
+    """Which page of a file is read, from 1; None: the first."""
 
     def prepare(self, images: Tensor) -> Tensor:
-        """Turn the integers of an image file into the model's input, on the device where they are.
+        """Turn the values of image files into the model's input, on the device where they are.
 
         Args:
-            images: uint8 ``[B, C, H, W]``; C is ``in_chans``, or 1 for ``grey_one_hot``.
+            images: ``[B, C, H, W]``, uint8, or float32 in [0, 1] where the files have more than 8
+                bits; C is ``in_chans``, or 1 for ``grey_one_hot``, which takes uint8 alone.
 
         Returns:
-            float32 ``[B, in_chans, H, W]``: ``(x / 255 - mean) / std``, or one-hot grey levels.
+            float32 ``[B, in_chans, H, W]``: ``(x - mean) / std`` for x in [0, 1], or one-hot grey
+            levels.
 
         Raises:
-            ValueError: not uint8, or another number of channels.
+            ValueError: another type, or another number of channels.
         """
         channels = 1 if self.encoding == "grey_one_hot" else self.in_chans
-        if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] != channels:
+        types = [torch.uint8] if self.encoding == "grey_one_hot" else [torch.uint8, torch.float32]
+        if images.dtype not in types or images.ndim != 4 or images.shape[1] != channels:
+            wanted = "uint8 images" if len(types) == 1 else "images of uint8, or float32 in [0, 1],"
             raise ValueError(
-                f"wanted uint8 images [B, {channels}, H, W], got {images.dtype} "
-                f"{list(images.shape)}"
+                f"wanted {wanted} [B, {channels}, H, W], got {images.dtype} {list(images.shape)}"
             )
         if self.encoding == "grey_one_hot":
             levels = torch.arange(256, dtype=torch.uint8, device=images.device).view(1, 256, 1, 1)
             return (images == levels).to(torch.float32)
         mean = torch.tensor(self.mean, device=images.device).view(1, -1, 1, 1)
         std = torch.tensor(self.std, device=images.device).view(1, -1, 1, 1)
-        return images.to(torch.float32).div_(255).sub_(mean).div_(std)
+        values = images.to(torch.float32).div_(255) if images.dtype == torch.uint8 else images
+        return (values - mean).div_(std)
 
 
 def save_model(

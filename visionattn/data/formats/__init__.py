@@ -1,0 +1,22 @@
+"""Files of images in any format: which reader opens them, and how their values become pixels."""
+
+from visionattn.data.formats.options import ReadOptions, check_reading
+from visionattn.data.formats.pillow import large_images_allowed
+from visionattn.data.formats.reader import DAMAGED_IMAGE, MissingPackage, Reader
+from visionattn.data.formats.table import check_file, extensions, open_image, read_size
+from visionattn.data.formats.values import read_image, settle
+
+__all__ = [
+    "DAMAGED_IMAGE",
+    "MissingPackage",
+    "ReadOptions",
+    "Reader",
+    "check_file",
+    "check_reading",
+    "extensions",
+    "large_images_allowed",
+    "open_image",
+    "read_image",
+    "read_size",
+    "settle",
+]

@@ -1,0 +1,68 @@
+"""What is asked of image files: which bands, which values are black and white, which page.
+
+This module owns the options and their checks. It opens no file.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """What a model wants of the files.
+
+    Args:
+        channels: 1 makes images grey and 3 coloured, whatever the files are; where ``bands`` are
+            given, their number counts.
+        bands: which bands of the file become the channels, and in which order; numbers from 1.
+        value_range: the values that become 0 and 1; beyond them values are clipped. Images of 8
+            bits stay as they are.
+        page: the page, frame or picture, from 1; None: the first.
+        found: ``value_range`` was found by looking at a few files: what a file states comes first,
+            and values above the range are an error.
+    """
+
+    channels: int = 3
+    bands: tuple[int, ...] | None = None
+    value_range: tuple[float, float] | None = None
+    page: int | None = None
+    found: bool = False
+
+    def __post_init__(self) -> None:
+        check_reading(self.bands, self.value_range, self.page)
+        if self.bands is not None:
+            object.__setattr__(self, "bands", tuple(self.bands))
+            object.__setattr__(self, "channels", len(self.bands))
+        elif self.channels not in (1, 3):
+            raise ValueError(
+                f"the model takes {self.channels} channels; images in files are read with 1 or 3, "
+                "or with as many as data.bands names"
+            )
+        if self.value_range is not None:
+            object.__setattr__(self, "value_range", tuple(self.value_range))
+
+
+def check_reading(
+    bands: Sequence[int] | None, value_range: Sequence[float] | None, page: int | None
+) -> None:
+    """Check what is asked of the files, before any is opened.
+
+    Raises:
+        ValueError: one line with the option, what it may be, and what it is.
+    """
+    if bands is not None and (not bands or min(bands) < 1):
+        raise ValueError(f"data.bands must be numbers from 1, got {list(bands)}")
+    if page is not None and page < 1:
+        raise ValueError(f"data.page must be at least 1, got {page}")
+    if value_range is None:
+        return
+    if (
+        len(value_range) != 2
+        or not all(map(math.isfinite, value_range))
+        or value_range[0] >= value_range[1]
+    ):
+        raise ValueError(
+            "data.value_range must be two finite numbers, the lower one first, got "
+            f"{list(value_range)}"
+        )

@@ -1,0 +1,266 @@
+"""Images that Pillow decodes: JPEG, PNG, WebP, GIF, BMP, JPEG 2000 and plain TIFF.
+
+This module owns what Pillow's modes mean as bands and values, and reading at a smaller size where
+JPEG and JPEG 2000 allow it. Pillow has no colours of more than 8 bits: PNG of 16 bits goes through
+OpenCV, TIFF and JPEG 2000 of that kind through other readers.
+"""
+
+import struct
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import BinaryIO, NamedTuple
+
+import cv2
+import numpy as np
+from PIL import ExifTags, Image
+
+from visionattn.data.formats.reader import (
+    TURNS,
+    MissingPackage,
+    Reader,
+    check_page,
+    pick,
+    smaller_part,
+)
+from visionattn.data.geometry import Box
+
+LARGEST_IMAGE_PX = 2**30
+"""Larger images count as damaged, and Pillow warns from half as many pixels on."""
+CONVERTED = {"1": "L", "LA": "LA", "La": "LA", "PA": "RGBA", "RGBA": "RGBA", "RGBa": "RGBA"}
+"""What images of a mode are converted to; those of other modes of 8 bits become RGB."""
+BANDS = {"L": 1, "LA": 2, "RGB": 3, "RGBA": 4}
+_BITS_PER_SAMPLE, _MAX_SAMPLE_VALUE = 258, 281  # tags of TIFF
+_PNG = b"\x89PNG\r\n\x1a\n"
+_J2K_START = b"\xff\x4f\xff\x51"
+_limit = threading.Lock()
+_allowed: list[int | None] = []
+"""Pillow's own limit, once for each image that is being read."""
+
+
+@contextmanager
+def large_images_allowed() -> Iterator[None]:
+    """Raise Pillow's limit of 179 million pixels while an image is read, as slides and satellite
+    images exceed it; several threads may do so at once.
+    """
+    with _limit:
+        _allowed.append(_allowed[0] if _allowed else Image.MAX_IMAGE_PIXELS)
+        Image.MAX_IMAGE_PIXELS = LARGEST_IMAGE_PX // 2
+    try:
+        yield
+    finally:
+        with _limit:
+            before = _allowed.pop()
+            if not _allowed:
+                Image.MAX_IMAGE_PIXELS = before
+
+
+class PillowImage(Reader):
+    """An image that Pillow opens."""
+
+    def __init__(self, file: BinaryIO, page: int | None):
+        self._file, self._page = file, page
+        self._pixels: np.ndarray | None = None
+        self._scale = 1
+        self._image = self._open()
+        self._wide = _wide_png(file) if self._image.format == "PNG" else None
+        self._codestream = _codestream(file) if self._image.format == "JPEG2000" else None
+        self.stored = self._image.size[::-1]
+        if self._image.format != "TIFF":  # Pillow turns TIFF itself
+            self.turn = TURNS.get(_orientation(self._image), TURNS[1])
+        self._describe()
+
+    def _open(self) -> Image.Image:
+        self._file.seek(0)
+        with large_images_allowed():
+            image = Image.open(self._file)
+            if self._page is not None and self._page > 1:
+                image.seek(check_page(self._page, getattr(image, "n_frames", 1)))
+        return image
+
+    @property
+    def pages(self) -> int:
+        """How many frames there are."""
+        # The second picture in a phone's JPEG is a preview, a gain map or the other eye.
+        if self._image.format == "MPO" and self._page is None:
+            return 1
+        return getattr(self._image, "n_frames", 1)
+
+    def _describe(self) -> None:
+        """Say which bands and values ``read`` gives."""
+        mode = self._image.mode
+        if self._wide is not None and self._wide.bands > 1:
+            self.bands, self.alpha = self._wide.bands, self._wide.bands in (2, 4)
+            self.dtype, self.bits = np.dtype(np.uint16), self._wide.bits
+            return
+        if mode == "F" or mode.startswith("I"):
+            self.mode, self.bands = mode, 1
+            self.dtype = np.dtype({"F": "float32", "I": "int32"}.get(mode, "uint16"))
+            self.bits = self._bits()
+            return
+        self.mode = CONVERTED.get(mode, "L" if mode == "L" else "RGB")
+        if mode == "P" and "transparency" in self._image.info:
+            self.mode = "RGBA"
+        self.bands, self.alpha = BANDS[self.mode], self.mode.endswith("A")
+        self.dtype, self.bits = np.dtype(np.uint8), 8
+        self._refuse_lost_bits()
+
+    def _bits(self) -> int | None:
+        """Return the bits that integers fill, where the file states it."""
+        if self._wide is not None:
+            return self._wide.bits
+        if self._codestream is not None:
+            return self._codestream.bits if self._codestream.bits < 16 else None
+        if self._image.format == "TIFF" and self._image.mode.startswith("I;16"):
+            largest = _stated(self._image, _MAX_SAMPLE_VALUE).bit_length()
+            bits = largest or _stated(self._image, _BITS_PER_SAMPLE)
+            return bits if 0 < bits < 16 else None
+        # Pillow scales PGM and PPM to all 16 bits, by the maximum in the header.
+        return 16 if self._image.format == "PPM" else None
+
+    def _refuse_lost_bits(self) -> None:
+        """Refuse colours of which Pillow would keep the upper 8 bits alone: with 12 bits in 16 they
+        would be nearly black.
+        """
+        if (bits := _stated(self._image, _BITS_PER_SAMPLE)) > 8:
+            raise MissingPackage(
+                f"TIFF of {bits} bits and several bands needs tifffile: "
+                "pip install 'visionattn[tiff]'"
+            )
+        if self._codestream is not None and self._codestream.bits > 8:
+            raise MissingPackage(
+                f"JPEG 2000 of {self._codestream.bits} bits and several bands needs rasterio: "
+                "pip install 'visionattn[raster]'"
+            )
+
+    def _read(self, box: Box, height: int, width: int, bands: Sequence[int] | None) -> np.ndarray:
+        scale = self._largest_scale(min(box.height // height, box.width // width))
+        if self._pixels is None or self._scale > scale:
+            self._pixels, self._scale = self._decode(scale), scale
+        rows, columns = smaller_part(box, (self._scale, self._scale), self._pixels.shape)
+        return pick(self._pixels[rows, columns], bands)
+
+    def _largest_scale(self, wanted: int) -> int:
+        """Return by how much the decoder can make the image smaller, up to what is wanted."""
+        most = 1
+        if self._image.format in ("JPEG", "MPO"):
+            most = 8
+        elif self._codestream is not None:
+            most = 2**self._codestream.levels
+        while most > max(1, wanted):
+            most //= 2
+        return most
+
+    def _decode(self, scale: int) -> np.ndarray:
+        """Decode the whole image, made smaller by ``scale``: ``[H, W, bands]``."""
+        if self._wide is not None and self._wide.bands > 1:
+            return self._decode_wide_png()
+        if not getattr(self._image, "tile", True):  # it was decoded, at another size
+            self._image = self._open()
+        image = self._image
+        if self._codestream is not None:
+            image.reduce = scale.bit_length() - 1
+        elif scale > 1:
+            image.draft(None, tuple(px // scale for px in image.size))
+        with large_images_allowed():
+            if self.dtype == np.uint8 and image.mode != self.mode:
+                image = image.convert(self.mode)
+            pixels = np.asarray(image).astype(self.dtype, copy=False)
+        if self._codestream is not None and self.bits is not None and self.dtype == np.uint16:
+            pixels = pixels >> (16 - self.bits)  # Pillow scales these to 16 bits
+        if self._wide is not None:
+            pixels = self._wide.unscaled(pixels)
+        return pixels.reshape(*pixels.shape[:2], -1)
+
+    def _decode_wide_png(self) -> np.ndarray:
+        # OpenCV passes over damage, which Pillow finds by the checksums.
+        self._open().verify()
+        self._file.seek(0)
+        encoded = np.frombuffer(self._file.read(), np.uint8)
+        pixels = cv2.imdecode(encoded, cv2.IMREAD_UNCHANGED)
+        if pixels is None:
+            raise ValueError("PNG of 16 bits that cannot be decoded")
+        order = {2: [0, 3], 3: [2, 1, 0], 4: [2, 1, 0, 3]}[self.bands]
+        return self._wide.unscaled(pixels[..., order])
+
+    def close(self) -> None:
+        """Close the file."""
+        self._image.close()
+        self._file.close()
+
+
+def _stated(image: Image.Image, tag: int) -> int:
+    """Return the largest value of a tag of a TIFF; 0 where there is none."""
+    value = getattr(image, "tag_v2", {}).get(tag, 0)
+    return int(max(value)) if isinstance(value, tuple) else int(value)
+
+
+def _orientation(image: Image.Image) -> object:
+    """Return the number of EXIF that says how the image is turned; 1 where EXIF is garbled."""
+    try:
+        return image.getexif().get(ExifTags.Base.Orientation, 1)
+    except (SyntaxError, ValueError, OSError, EOFError, KeyError, TypeError, struct.error):
+        return 1
+
+
+class _WidePng(NamedTuple):
+    """What the header of a PNG of 16 bits says."""
+
+    bands: int
+    bits: int | None
+
+    def unscaled(self, pixels: np.ndarray) -> np.ndarray:
+        """Return values of ``bits`` bits. The standard asks that fewer bits are scaled to 16, by
+        zeros or by the upper bits below them; files that hold them as they are exist too.
+        """
+        if self.bits is None:
+            return pixels
+        low = pixels & (2 ** (16 - self.bits) - 1)
+        above = pixels >> (16 - self.bits)
+        repeated = above >> max(0, 2 * self.bits - 16)
+        scaled = not low.any() or np.array_equal(low, repeated)
+        return above if scaled else pixels
+
+
+def _wide_png(file: BinaryIO) -> _WidePng | None:
+    """Read the header of a PNG up to its pixels; None where it has no 16 bits."""
+    file.seek(0)
+    head = file.read(33)
+    if len(head) < 33 or head[:8] != _PNG or head[24] != 16:
+        return None
+    bands = {0: 1, 2: 3, 4: 2, 6: 4}.get(head[25], 1)
+    while len(start := file.read(8)) == 8:
+        length, kind = struct.unpack(">I4s", start)
+        if kind == b"IDAT":
+            break
+        content = file.read(length + 4)
+        if kind == b"sBIT" and length and max(content[:length]) < 16:
+            return _WidePng(bands, max(content[:length]))
+    return _WidePng(bands, None)
+
+
+class _Codestream(NamedTuple):
+    """What the header of a JPEG 2000 says."""
+
+    bits: int
+    levels: int
+    """How many times the image can be halved while it is decoded."""
+
+
+def _codestream(file: BinaryIO) -> _Codestream:
+    """Find the bits per sample and the levels in the first 64 KiB of a JPEG 2000."""
+    file.seek(0)
+    head = file.read(2**16)
+    start = head.find(_J2K_START)
+    if start < 0:
+        return _Codestream(8, 0)
+    bands = int.from_bytes(head[start + 40 : start + 42], "big")
+    sizes = head[start + 42 : start + 42 + 3 * bands : 3]
+    coding = head.find(b"\xff\x52", start)
+    levels = head[coding + 9] if 0 <= coding < len(head) - 9 else 0
+    return _Codestream(max((size & 127) + 1 for size in sizes) if sizes else 8, levels)
+
+
+def open_reader(file: BinaryIO, page: int | None) -> Reader:
+    """Open an image with Pillow."""
+    return PillowImage(file, page)

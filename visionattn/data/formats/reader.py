@@ -1,0 +1,190 @@
+"""What every reader of images has in common: size after the turns of EXIF, bands, and regions.
+
+This module knows no format. A format is a subclass of ``Reader`` and a row of ``table.py``.
+"""
+
+import importlib.util
+import struct
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from types import TracebackType
+from typing import NamedTuple, Self
+
+import numpy as np
+from PIL import Image
+
+from visionattn.data.geometry import Box
+
+DAMAGED_IMAGE = (
+    OSError,
+    SyntaxError,
+    ValueError,
+    EOFError,
+    struct.error,
+    zlib.error,
+    Image.DecompressionBombError,
+)
+"""What reading an image raises where the file is missing, cut off, garbled, no image at all or
+suspiciously large, or where its values have no known range.
+"""
+
+
+class MissingPackage(ValueError):
+    """A format needs a package that is not installed; the text has the command that installs it."""
+
+
+def require(extra: str, *packages: str, what: str) -> None:
+    """Raise ``MissingPackage`` where one of the packages that read a format is not installed.
+
+    Args:
+        extra: the extra of ``pyproject.toml`` that brings them.
+        packages: the names under which they are imported.
+        what: what needs them, for the message.
+    """
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        raise MissingPackage(
+            f"{what} needs {' and '.join(missing)}: pip install 'visionattn[{extra}]'"
+        )
+
+
+class Turn(NamedTuple):
+    """How stored pixels become the picture: flips first, then rows become columns."""
+
+    flip_rows: bool = False
+    flip_columns: bool = False
+    transpose: bool = False
+
+    def stored(self, box: Box, height: int, width: int) -> Box:
+        """Return where a part of the picture is stored, ``height`` x ``width`` being the size of
+        what is stored.
+        """
+        if self.transpose:
+            box = Box(box.left, box.top, box.width, box.height)
+        top = height - box.top - box.height if self.flip_rows else box.top
+        left = width - box.left - box.width if self.flip_columns else box.left
+        return Box(top, left, box.height, box.width)
+
+    def apply(self, pixels: np.ndarray) -> np.ndarray:
+        """Turn stored pixels ``[h, w, bands]`` into the picture; a view."""
+        pixels = pixels[:: -1 if self.flip_rows else 1, :: -1 if self.flip_columns else 1]
+        return pixels.swapaxes(0, 1) if self.transpose else pixels
+
+
+TURNS = {
+    1: Turn(),
+    2: Turn(flip_columns=True),
+    3: Turn(flip_rows=True, flip_columns=True),
+    4: Turn(flip_rows=True),
+    5: Turn(transpose=True),
+    6: Turn(flip_rows=True, transpose=True),
+    7: Turn(flip_rows=True, flip_columns=True, transpose=True),
+    8: Turn(flip_columns=True, transpose=True),
+}
+"""What the orientation of EXIF and TIFF, tag 274, means."""
+
+
+class Reader(ABC):
+    """An open image, of which parts are read; a context manager.
+
+    A subclass sets all attributes, opens the file in its constructor and closes it in ``close``.
+    """
+
+    stored: tuple[int, int]
+    """Height and width in pixels as stored, before ``turn``."""
+    turn: Turn = TURNS[1]
+    bands: int
+    """Bands that ``read`` gives, transparency included. Palettes and CMYK are RGB already."""
+    alpha: bool = False
+    """Whether the last band is transparency."""
+    dtype: np.dtype
+    bits: int | None = None
+    """Bits that the values fill, as the file states it; None where it does not."""
+
+    @property
+    def pages(self) -> int:
+        """How many pages, frames or pictures the file has."""
+        return 1
+
+    @property
+    def height(self) -> int:
+        """Height in pixels of the picture, after the turns of EXIF."""
+        return self.stored[1] if self.turn.transpose else self.stored[0]
+
+    @property
+    def width(self) -> int:
+        """Width in pixels of the picture, after the turns of EXIF."""
+        return self.stored[0] if self.turn.transpose else self.stored[1]
+
+    def read(
+        self, box: Box, height: int, width: int, bands: Sequence[int] | None = None
+    ) -> np.ndarray:
+        """Read a part of the picture, in the file's own type.
+
+        Args:
+            box: the part, within the picture.
+            height: the least number of rows that are wanted. Where the format has the part in
+                smaller sizes, the smallest that is large enough is read; else it is read in full.
+            width: the least number of columns, likewise.
+            bands: numbers of the bands from 1, in the order wanted; None: all.
+
+        Returns:
+            ``[h, w, bands]``, the whole of ``box`` and nothing else.
+        """
+        turned = (width, height) if self.turn.transpose else (height, width)
+        chosen = None if bands is None else [band - 1 for band in bands]
+        pixels = self._read(self.turn.stored(box, *self.stored), *turned, chosen)
+        return self.turn.apply(pixels)
+
+    @abstractmethod
+    def _read(self, box: Box, height: int, width: int, bands: Sequence[int] | None) -> np.ndarray:
+        """Read a part of what is stored; ``bands`` count from 0."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the file."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def check_page(page: int | None, pages: int) -> int:
+    """Return the number of the page that is wanted, from 0.
+
+    Raises:
+        ValueError: there is no such page.
+    """
+    wanted = page or 1
+    if wanted > pages:
+        held = "1 page" if pages == 1 else f"{pages} pages"
+        raise ValueError(f"wanted page {wanted}, the image has {held}")
+    return wanted - 1
+
+
+def pick(pixels: np.ndarray, bands: Sequence[int] | None) -> np.ndarray:
+    """Return bands of ``[h, w, bands]`` by their numbers from 0; None: all."""
+    return pixels if bands is None else pixels[..., list(bands)]
+
+
+def smaller_part(box: Box, scale: tuple[float, float], shape: Sequence[int]) -> tuple[slice, slice]:
+    """Return where a part of an image lies in the same image made smaller.
+
+    Args:
+        box: the part, in pixels of the large image.
+        scale: how many pixels of the large image one of the small one is high and wide.
+        shape: height and width of the small image, which bound the part.
+    """
+    ends = []
+    for start, length, by, most in zip(box[:2], box[2:], scale, shape[:2], strict=True):
+        first = min(round(start / by), most - 1)
+        ends.append(slice(first, min(max(round((start + length) / by), first + 1), most)))
+    return ends[0], ends[1]

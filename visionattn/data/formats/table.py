@@ -1,0 +1,122 @@
+"""Which reader opens which file: a table by the end of the name and by the first bytes.
+
+This module owns the table. A format is a row here and a module with its ``Reader``.
+"""
+
+import importlib
+import os
+import stat
+from dataclasses import dataclass
+from typing import BinaryIO
+
+from timm.data.readers.img_extensions import get_img_extensions
+
+from visionattn.data.formats.options import ReadOptions
+from visionattn.data.formats.reader import Reader
+
+Openable = str | os.PathLike | BinaryIO
+"""A path, or what reads the bytes of an image and may be sought in."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """A row of the table."""
+
+    module: str
+    """Below this package. Its ``open_reader(source, page)`` returns the reader."""
+    suffixes: tuple[str, ...]
+    starts: tuple[bytes, ...] = ()
+    """First bytes that tell such files, whatever their names."""
+    by_path: bool = False
+    """Whether its reader takes a path; others take an open file."""
+
+
+TABLE = (
+    Format(
+        "pillow", (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".jp2", ".pgm", ".ppm", ".tif")
+    ),
+)
+"""The last row takes what no other does."""
+
+
+def extensions() -> frozenset[str]:
+    """Return the ends of the names of files that count as images, in small letters; timm's count
+    too.
+    """
+    return frozenset(get_img_extensions()).union(*(row.suffixes for row in TABLE))
+
+
+def open_image(source: Openable, options: ReadOptions | None = None) -> Reader:
+    """Open an image: a context manager that reads parts of it.
+
+    Args:
+        source: a path, or an open file, which is closed with the reader.
+        options: of these, ``page`` counts here.
+
+    Raises:
+        One of ``DAMAGED_IMAGE``: there is no such image, or it cannot be read. ``MissingPackage``
+            is one of them: its format needs a package that is not installed.
+    """
+    page = options.page if options else None
+    if not isinstance(source, str | os.PathLike):
+        row = _row_of(_name_of(source), source)
+        if not row.by_path:
+            return _module(row).open_reader(source, page)
+        source.close()
+        source = source.name
+    check_file(source)
+    suffix = os.path.splitext(source)[1].lower()
+    if row := next((row for row in TABLE if row.by_path and suffix in row.suffixes), None):
+        return _module(row).open_reader(os.fspath(source), page)
+    file = open(source, "rb")  # noqa: SIM115  the reader closes it
+    try:
+        return _module(_row_of(source, file)).open_reader(file, page)
+    except BaseException:
+        file.close()
+        raise
+
+
+def read_size(source: Openable, options: ReadOptions | None = None) -> tuple[int, int]:
+    """Return height and width of an image in pixels from its header, as it is seen: the turns of
+    EXIF are done. Several threads may do this at once.
+
+    Raises:
+        One of ``DAMAGED_IMAGE``: it cannot be read.
+    """
+    with open_image(source, options) as reader:
+        return reader.height, reader.width
+
+
+def check_file(path: str | os.PathLike) -> None:
+    """Raise ValueError for a path that is neither a file nor a folder: opening a FIFO would wait
+    for ever.
+    """
+    mode = os.stat(path).st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise ValueError(f"{os.fspath(path)} is a pipe, a socket or a device and no image file")
+
+
+def _module(row: Format):
+    return importlib.import_module(f"visionattn.data.formats.{row.module}")
+
+
+def _name_of(file: BinaryIO) -> str:
+    """Return the path of an open file; an empty text where there is none."""
+    name = getattr(file, "name", "")
+    return name if isinstance(name, str) and os.path.exists(name) else ""
+
+
+def _row_of(name: str | os.PathLike, file: BinaryIO) -> Format:
+    """Return the row of a file by its name and its first bytes; the file stands at its start
+    again.
+    """
+    suffix = os.path.splitext(name)[1].lower()
+    file.seek(0)
+    start = file.read(16)
+    file.seek(0)
+    for row in TABLE:
+        if row.by_path and suffix in row.suffixes:
+            return row
+        if any(start.startswith(known) for known in row.starts):
+            return row
+    return TABLE[-1]

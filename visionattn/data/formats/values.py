@@ -1,0 +1,227 @@
+"""From the bands and values of a file to those of a model: which bands, and what is black and
+white.
+
+This module owns the range of values. It knows readers only as ``Reader``.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import BinaryIO, Protocol
+
+import cv2
+import numpy as np
+
+from visionattn.data.formats.options import ReadOptions
+from visionattn.data.formats.reader import DAMAGED_IMAGE, Reader
+from visionattn.data.formats.table import open_image
+from visionattn.data.geometry import Box, View
+
+GREY = np.array([0.299, 0.587, 0.114], np.float32)
+"""The weights of red, green and blue in grey, as Pillow has them (ITU-R 601-2)."""
+BITS = (12, 14, 16)
+"""What integers of 16 bits may hold where their file does not say it."""
+FEW_FILES = 8
+BLOCK_PX = 2**24
+"""The most pixels that are read at once where all of an image is looked at."""
+
+
+def read_image(reader: Reader, view: View, options: ReadOptions) -> np.ndarray:
+    """Read what a model sees of an image, at the size of the content of ``view``.
+
+    Shrinking averages over areas; enlarging is bilinear.
+
+    Returns:
+        ``[h, w, C]``: uint8 for files of 8 bits, else float32 in [0, 1].
+
+    Raises:
+        One of ``DAMAGED_IMAGE``: the image cannot be read; ValueError also where it has no such
+            bands or its values have no known range.
+    """
+    height, width = view.content
+    bands = _bands_of(reader, options)
+    pixels = reader.read(view.box, height, width, bands)
+    pixels = scale_values(pixels, reader, options)
+    if options.bands is None:
+        pixels = _coloured(pixels, options.channels)
+    return resize(pixels, height, width)
+
+
+def resize(image: np.ndarray, height: int, width: int) -> np.ndarray:
+    """Resize ``[H, W, C]`` to ``[height, width, C]``: areas are averaged, or pixels interpolated
+    where the image grows.
+    """
+    if image.shape[:2] == (height, width):
+        return image
+    shrinks = height <= image.shape[0] and width <= image.shape[1]
+    way = cv2.INTER_AREA if shrinks else cv2.INTER_LINEAR
+    # OpenCV takes 4 channels at most for some types and ways.
+    parts = [
+        cv2.resize(
+            np.ascontiguousarray(image[..., start : start + 4]), (width, height), interpolation=way
+        ).reshape(height, width, -1)
+        for start in range(0, image.shape[2], 4)
+    ]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=2)
+
+
+def _bands_of(reader: Reader, options: ReadOptions) -> list[int] | None:
+    """Return which bands to read, from 1; None: all."""
+    held = "1 band" if reader.bands == 1 else f"{reader.bands} bands"
+    if options.bands is not None:
+        if max(options.bands) > reader.bands:
+            raise ValueError(f"wanted band {max(options.bands)}, the image has {held}")
+        return list(options.bands)
+    if reader.bands > 4 or (reader.bands == 2 and not reader.alpha):
+        raise ValueError(
+            f"the image has {held}; name those to read, in their order, as in --data.bands "
+            f"{' '.join(map(str, range(1, min(reader.bands, 3) + 1)))}"
+        )
+    kept = {2: 1, 4: 3}.get(reader.bands, reader.bands)
+    return None if kept == reader.bands else list(range(1, kept + 1))
+
+
+def _coloured(pixels: np.ndarray, channels: int) -> np.ndarray:
+    """Bring grey or red, green and blue to the number of channels that is wanted."""
+    if pixels.shape[2] == channels:
+        return pixels
+    if channels == 3:
+        return np.repeat(pixels, 3, axis=2)
+    if pixels.dtype == np.uint8:
+        # As Pillow does it, in whole numbers.
+        weights = np.array([19595, 38470, 7471], np.uint32)
+        return (((pixels @ weights) + 0x8000) >> 16).astype(np.uint8)[..., None]
+    return (pixels @ GREY)[..., None]
+
+
+def range_of(reader: Reader, options: ReadOptions) -> tuple[float, float] | None:
+    """Return the values that become 0 and 1; None where nothing says it."""
+    stated = None
+    if reader.dtype.kind == "u" and reader.bits is not None:
+        stated = (0.0, float(2**reader.bits - 1))
+    elif reader.dtype == bool:
+        stated = (0.0, 1.0)
+    if options.value_range is not None and not (options.found and stated is not None):
+        return options.value_range
+    return stated
+
+
+def scale_values(pixels: np.ndarray, reader: Reader, options: ReadOptions) -> np.ndarray:
+    """Return uint8 as it is and other values as float32 in [0, 1], NaN as 0.
+
+    Raises:
+        ValueError: nothing says which values are black and white, or values are above what the
+            other files hold; one line with the smallest and the largest value.
+    """
+    if pixels.dtype == np.uint8 and reader.bits in (8, None):
+        return pixels
+    limits = range_of(reader, options)
+    if limits is None:
+        raise ValueError(_no_range(pixels))
+    low, high = limits
+    if options.found or limits != options.value_range:
+        _check_above(pixels, high)
+    scaled = pixels.astype(np.float32)
+    scaled -= np.float32(low)
+    scaled /= np.float32(high - low)
+    np.nan_to_num(scaled, copy=False, nan=0.0, posinf=1.0, neginf=0.0)
+    return np.clip(scaled, 0, 1, out=scaled)
+
+
+def _no_range(pixels: np.ndarray) -> str:
+    low, high = extremes(pixels)
+    return (
+        f"{pixels.dtype} values from {low:,.6g} to {high:,.6g}, and nothing says which of them are "
+        "black and white; give --data.value_range LOW HIGH"
+    )
+
+
+def _check_above(pixels: np.ndarray, high: float) -> None:
+    if pixels.size and (largest := pixels.max()) > high:
+        raise ValueError(
+            f"values up to {largest:,}, where those of the other images end at {high:,.0f}; give "
+            "--data.value_range LOW HIGH"
+        )
+
+
+def extremes(pixels: np.ndarray) -> tuple[float, float]:
+    """Return the smallest and the largest finite value; 0 and 0 where there is none."""
+    if pixels.dtype.kind == "f":
+        pixels = pixels[np.isfinite(pixels)]
+    return (float(pixels.min()), float(pixels.max())) if pixels.size else (0.0, 0.0)
+
+
+def blocks(reader: Reader) -> Iterator[Box]:
+    """Divide an image into parts of whole rows that fit into memory."""
+    rows = max(1, BLOCK_PX // reader.width)
+    for top in range(0, reader.height, rows):
+        yield Box(top, 0, min(rows, reader.height - top), reader.width)
+
+
+class Source(Protocol):
+    """Encoded images by number."""
+
+    def open(self, index: int) -> BinaryIO | str | os.PathLike:
+        """Return what ``open_image`` takes."""
+        ...
+
+    def name(self, index: int) -> str:
+        """Return what messages call the image."""
+        ...
+
+
+def settle(
+    source: Source, indices: Sequence[int], options: ReadOptions
+) -> tuple[ReadOptions, list[str]]:
+    """Look at a few files of a data set, evenly spread, for what is decided once for all of them.
+
+    Returns:
+        The options, with the range of values of integers whose files do not state it, and lines
+        that tell people of that range and of pages that are left out.
+
+    Raises:
+        ValueError: the values are no integers of up to 16 bits and have no range; one line with
+            the file.
+    """
+    spread = np.linspace(0, len(indices) - 1, min(FEW_FILES, len(indices))).round().astype(int)
+    largest, bits, pages, of_many = None, 0, 0, ""
+    for place in spread:
+        index = int(indices[place])
+        try:
+            with open_image(source.open(index), options) as reader:
+                if options.page is None and reader.pages > max(pages, 1):
+                    pages, of_many = reader.pages, source.name(index)
+                if reader.dtype == np.uint8 or range_of(reader, options) is not None:
+                    continue
+                low, high = _extremes_of(reader, options)
+                bits = max(bits, reader.dtype.itemsize * 8)
+                floats = reader.dtype.kind == "f"
+        except DAMAGED_IMAGE:
+            continue  # it is reported when its turn comes
+        if floats or low < 0 or high >= 2**16:
+            raise ValueError(
+                f"{source.name(index)} holds values from {low:,.6g} to {high:,.6g}, and nothing "
+                "says which of them are black and white; give --data.value_range LOW HIGH"
+            )
+        largest = max(largest or 0, int(high))
+    lines = []
+    if largest is not None:
+        held = next(few for few in BITS if largest < 2**few)
+        options = replace(options, value_range=(0.0, float(2**held - 1)), found=True)
+        lines.append(
+            f"{bits}-bit images hold values up to {largest:,}: read as {held} bits; "
+            "--data.value_range LOW HIGH says otherwise"
+        )
+    if pages:
+        lines.append(
+            f"images have several pages ({pages} in {of_many}): the first of each is read, the "
+            "others are left out; --data.page N takes another"
+        )
+    return options, lines
+
+
+def _extremes_of(reader: Reader, options: ReadOptions) -> tuple[float, float]:
+    """Return the smallest and the largest value of the bands that are read."""
+    bands = _bands_of(reader, options)
+    found = [extremes(reader.read(box, box.height, box.width, bands)) for box in blocks(reader)]
+    return min(low for low, _ in found), max(high for _, high in found)
