@@ -1,5 +1,7 @@
 """The user's own images in folders, and what is said when something is wrong with them."""
 
+import gc
+
 import numpy as np
 import pytest
 import torch
@@ -17,6 +19,13 @@ from tests.helpers.image_files import (
     write_classes,
 )
 from visionattn.data.splits import SampleKey, build_splits, eval_batches, train_batches
+
+
+@pytest.fixture(autouse=True)
+def workers_end():
+    """End the workers of loaders that a caught error still holds, as other tests count them."""
+    yield
+    gc.collect()
 
 
 @pytest.fixture

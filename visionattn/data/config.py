@@ -1,11 +1,51 @@
 """What a user says of the images: names, sizes, augmentation.
 
-A docstring under each field is its help text. ``splits.py`` and ``training/config.py`` check the
-values.
+A docstring under each field is its help text. ``splits.py``, ``presets.py`` and
+``training/config.py`` check the values.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
+
+
+@dataclass
+class AugmentConfig:
+    """Parts of the augmentation; each that is None is as the preset ``data.augment`` says."""
+
+    crop_scale: list[float] | None = None
+    """Lowest and highest share of an image's area that a random crop keeps, in (0, 1]; ``1 1``
+    crops nothing.
+    """
+    crop_ratio: list[float] | None = None
+    """Lowest and highest change of the aspect ratio by a random crop, above 0."""
+    flip_horizontal: float | None = None
+    """Probability that left and right change places."""
+    flip_vertical: float | None = None
+    """Probability that top and bottom change places."""
+    quarter_turns: float | None = None
+    """Probability of a turn by 90, 180 or 270 degrees; by 180 where an image is not square."""
+    turn: float | None = None
+    """Largest rotation either way in degrees, in [0, 180]."""
+    shift: float | None = None
+    """Largest shift either way as a share of height and of width, in [0, 1]."""
+    scale: list[float] | None = None
+    """Lowest and highest enlargement, above 0."""
+    grey: float | None = None
+    """Probability of grey; an image gets one of grey, solarise and blur at most."""
+    solarise: float | None = None
+    """Probability that values above the middle are inverted."""
+    blur: float | None = None
+    """Probability of a Gaussian blur."""
+    blur_sigma: list[float] | None = None
+    """Lowest and highest standard deviation of the blur in pixels, above 0."""
+    colour: float | None = None
+    """Largest change of brightness, contrast and, of three bands, saturation, in [0, 1]."""
+    shadow: float | None = None
+    """Probability of one or two shadows, which take 10 to 40 % of the light."""
+    noise: float | None = None
+    """Largest standard deviation of noise, drawn for each image from 0 on, in [0, 1] of white."""
+    erase: float | None = None
+    """Probability that noise replaces a rectangle of 2 to 33 % of the area (Zhong et al. 2017)."""
 
 
 @dataclass
@@ -26,10 +66,13 @@ class DataConfig:
     """Height and width of training and evaluation images in pixels."""
     img_size_choices: list[int] | None = None
     """Train each batch at one of these sizes, drawn at random; evaluation stays at ``img_size``."""
-    augment: Literal["none", "light", "three", "rand"] = "none"
-    """``light``: shift, scale, rotation. ``three``: greyscale, solarise or blur, with colour jitter
-    and flip. ``rand``: crop, flip and random colour.
+    augment: Literal["none", "light", "three", "rand", "documents", "aerial"] = "none"
+    """``light``: shift, scale, rotation. ``three``: crop, flip, greyscale, solarise or blur, and
+    colour. ``rand``: crop, flip and random colour. ``documents``: small moves, light, noise.
+    ``aerial``: quarter turns, flips, colour. ``aug`` sets their parts.
     """
+    aug: AugmentConfig = field(default_factory=AugmentConfig)
+    """Parts of the augmentation."""
     val_fraction: float = 0.1
     """Share of the training images that is held out to choose the best weights, in (0, 1), where
     there is no ``val`` split.

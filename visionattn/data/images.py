@@ -5,7 +5,7 @@ batched.
 """
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import BinaryIO, Literal, Protocol
 
 import cv2
@@ -15,11 +15,21 @@ from torch.utils.data import Dataset
 
 from visionattn.data.batches import AUGMENT_STREAM, SampleKey, Unreadable
 from visionattn.data.formats import DAMAGED_IMAGE, large_images_allowed
+from visionattn.data.geometry import Box, Size
 
-Augmentation = Callable[[np.ndarray, int, tuple[int, ...]], np.ndarray]
-"""``augment(image [H, W, C], img_size, entropy) -> [img_size, img_size, C]``, uint8, drawing from
-``entropy`` alone.
-"""
+
+class Augmentation(Protocol):
+    """What ``augment.Augment`` does; it draws from ``entropy`` alone."""
+
+    crops: bool
+
+    def box(self, height: int, width: int, canvas: Size, entropy: tuple[int, ...]) -> Box:
+        """Draw which part of an image is seen, which is to be resized to ``canvas``."""
+        ...
+
+    def __call__(self, image: np.ndarray, entropy: tuple[int, ...]) -> np.ndarray:
+        """Do the rest; the image ``[H, W, C]`` keeps its size and dtype."""
+        ...
 
 
 def fit(image: np.ndarray, img_size: int) -> np.ndarray:
@@ -192,6 +202,24 @@ def decode(file: BinaryIO, mode: Literal["L", "RGB"]) -> np.ndarray:
 def _finish(
     image: np.ndarray, key: SampleKey, seed: int, augment: Augmentation | None
 ) -> np.ndarray:
+    return augmented(image, key.img_size, augment, (seed, AUGMENT_STREAM, key.epoch, key.index))
+
+
+def augmented(
+    image: np.ndarray, img_size: int, augment: Augmentation | None, entropy: tuple[int, ...]
+) -> np.ndarray:
+    """Bring an image uint8 ``[H, W, C]`` to ``[img_size, img_size, C]``, augmented where
+    ``augment`` is given.
+    """
     if augment is None:
-        return fit(image, key.img_size)
-    return augment(image, key.img_size, (seed, AUGMENT_STREAM, key.epoch, key.index))
+        return fit(image, img_size)
+    if augment.crops:
+        size = (img_size, img_size)
+        box = augment.box(image.shape[0], image.shape[1], size, entropy)
+        image = image[box.top : box.top + box.height, box.left : box.left + box.width]
+        shrinks = min(box.height, box.width) > img_size
+        interpolation = cv2.INTER_AREA if shrinks else cv2.INTER_CUBIC
+        image = cv2.resize(image, size, interpolation=interpolation).reshape(*size, -1)
+    else:
+        image = fit(image, img_size)
+    return augment(image, entropy)

@@ -14,7 +14,7 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch.utils.data import Dataset
 
 from visionattn.data.batches import EvalBatches, SampleKey, TrainBatches
-from visionattn.data.config import DataConfig
+from visionattn.data.config import AugmentConfig, DataConfig
 from visionattn.data.embedded import (
     SMALLEST_CANVAS_PX,
     CanvasDataset,
@@ -146,12 +146,12 @@ def _allow_augment(config: DataConfig, *allowed: str) -> None:
 def _augment(config: DataConfig, *allowed: str, **options) -> Augmentation | None:
     """Return the pipeline that ``config`` names, which must be one of ``allowed``."""
     _allow_augment(config, *allowed)
-    if config.augment == "none":
+    if config.augment == "none" and config.aug == AugmentConfig():
         return None
     # Importing albumentations takes seconds.
     from visionattn.data.augment import Augment
 
-    return Augment(config.augment, **options)
+    return Augment(config.augment, config.aug, **options)
 
 
 def _digit_spec(config: DataConfig, mean: float, std: float) -> DataSpec:
@@ -164,7 +164,7 @@ def _one_hot_spec(config: DataConfig, names: tuple[str, ...]) -> DataSpec:
 
 
 def _build_digits(config: DataConfig, seed: int) -> Splits:
-    augment = _augment(config, "light", border="black")
+    augment = _augment(config, "light", border="black", bands=1)
     parts = digit_splits(config.val_fraction, seed)
     train, validation, test = (
         ArrayDataset(
@@ -186,6 +186,10 @@ def _build_digits(config: DataConfig, seed: int) -> Splits:
 
 def _build_canvas(config: DataConfig, seed: int) -> Splits:
     _allow_augment(config, "light")
+    if config.aug != AugmentConfig():
+        raise ValueError(
+            "data.aug changes images that are read, and canvas draws its own; leave it out"
+        )
     parts = digit_splits(config.val_fraction, seed)
     return Splits(
         CanvasDataset(
@@ -200,7 +204,7 @@ def _build_canvas(config: DataConfig, seed: int) -> Splits:
 def _build_cifar10(config: DataConfig, seed: int) -> Splits:
     grey = config.name == "cifar10_pixel"
     augment = (
-        _augment(config, "light")
+        _augment(config, "light", bands=1)
         if grey
         else _augment(config, "light", "three", "rand", smallest_crop=0.4)
     )
@@ -245,7 +249,7 @@ def _read_cifar10(config: DataConfig, *, train: bool) -> "CIFAR10":
 def _build_folder(config: DataConfig, seed: int) -> Splits:
     if config.root is None:
         raise ValueError(f"data folder needs a root; {LAYOUT}, a .tar file, wds/... or hfds/...")
-    augment = _augment(config, "light", "three", "rand")
+    augment = _augment(config, "light", "three", "rand", "documents", "aerial")
     # A stream does not know its classes; every other source names them.
     if config.root.startswith("wds/"):
         datasets = open_shards(

@@ -25,7 +25,7 @@ from visionattn.data.batches import (
     start_worker,
 )
 from visionattn.data.folder import SPLIT_NAMES, require
-from visionattn.data.images import Augmentation, fit
+from visionattn.data.images import Augmentation, augmented
 
 
 @dataclass(frozen=True)
@@ -138,13 +138,12 @@ class _ShardBatches(IterableDataset):
         number, batch = first, []
         for count, (image, label) in enumerate(reader):
             size = batch_size_px(self.sizes, shards.seed, self.epoch, number)
-            pixels = np.asarray(image)
-            if shards.augment is None:
-                pixels = fit(pixels, size)
-            else:
-                pixels = shards.augment(
-                    pixels, size, (shards.seed, AUGMENT_STREAM, self.epoch, count * step + first)
-                )
+            pixels = augmented(
+                np.asarray(image),
+                size,
+                shards.augment,
+                (shards.seed, AUGMENT_STREAM, self.epoch, count * step + first),
+            )
             batch.append((pixels, label))
             if len(batch) == self.batch_size:
                 yield collate(batch)

@@ -8,7 +8,7 @@ uint8 batches that training would take.
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from math import ceil
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any, get_args, get_type_hints
 import numpy as np
 from torch.utils.data import Dataset
 
-from visionattn.cli.parsing import parse
+from visionattn.cli.parsing import field_types, parse
 from visionattn.data.config import DataConfig
 from visionattn.data.splits import SampleKey, Splits, build_splits, train_batches
 from visionattn.data.streams import Shards
@@ -155,8 +155,8 @@ def open_source(text: str, sizes: Sequence[int] | None) -> Source:
         ValueError, FileNotFoundError: no such file, data or option, or something is wrong with the
             data; one line.
     """
-    base, *options = re.split(r"\+(?=\w+(?:=|\+|$))", text)
-    known = [field.name for field in fields(DataConfig) if field.name not in OWN_FLAGS]
+    base, *options = re.split(r"\+(?=[\w.]+(?:=|\+|$))", text)
+    known = [name for name in field_types(DataConfig) if name not in OWN_FLAGS]
     named = base in get_args(get_type_hints(DataConfig)["name"])
     configured = base.endswith((".yaml", ".yml")) or (not named and Path(base).is_file())
     argv = ["--config", base] if configured else ["--data.name", base]

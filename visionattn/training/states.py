@@ -30,7 +30,7 @@ keeps of each weight.
 """
 COUNTED = ("batch_size", "optim.accumulate")
 """Options that stay until the epoch is over."""
-TRAINED = ("optim.", "data.augment", "data.img_size_choices", "batch_size")
+TRAINED = ("optim.", "data.aug", "data.img_size_choices", "batch_size")
 """The beginnings of options that act on training steps only."""
 
 
