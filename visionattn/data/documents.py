@@ -1,0 +1,212 @@
+"""Pages drawn on the fly, whose classes differ in one small mark at a random place.
+
+This module owns the marks, the paper and the sizes of pages; ``typesetting.py`` sets the text. It
+knows nothing of loaders, batches or configs.
+"""
+
+import math
+from typing import NamedTuple
+
+import cv2
+import numpy as np
+from torch.utils.data import Dataset
+
+from visionattn.data.embedded import Split
+from visionattn.data.geometry import Box
+from visionattn.data.typesetting import typeset
+
+CLASS_NAMES = ("bar", "pillar", "dot", "cross")
+"""What stands in the ring that marks a page."""
+MARK_PX = (22, 32)
+"""Smallest and largest outer diameter of a mark, in pixels, on pages of any size."""
+ASPECT = (1.4, 5.0)
+"""Range of the longer side over the shorter one, from a letter to a receipt or a strip."""
+LONGEST = (0.7, 1.0)
+"""Range of the longest side of a page over the largest that is asked for."""
+SMALLEST_PAGE_PX = 40
+DISTRACTORS_PER_PX = 1 / 256**2
+
+_STREAM = {"train": 30, "validation": 31, "test": 32}
+_SHAPE_STREAM = 33
+_TEST_SEED = 20
+_SHIFT = 4  # cv2 draws with sixteenths of a pixel
+
+
+class Page(NamedTuple):
+    """A drawn page, and where its mark is."""
+
+    image: np.ndarray
+    """uint8, ``[height, width, 1]``."""
+    label: int | None
+    mark: Box
+
+
+def _points(*points: tuple[float, float]) -> np.ndarray:
+    return np.round(np.array(points) * 2**_SHIFT).astype(np.int32)
+
+
+def _stroke(image: np.ndarray, start: tuple, end: tuple, thickness: int) -> None:
+    first, second = _points(start, end).tolist()
+    cv2.line(image, first, second, 255, thickness, cv2.LINE_AA, _SHIFT)
+
+
+def _symbol(image: np.ndarray, name: str, reach: float, degrees: float, thickness: int) -> None:
+    """Draw a symbol that reaches ``reach`` pixels from the middle, turned by ``degrees``."""
+    middle = (image.shape[0] - 1) / 2
+    angles = {"bar": (0,), "pillar": (90,), "cross": (45, 135), "dot": ()}[name]
+    for angle in angles:
+        turn = math.radians(angle + degrees)
+        across, down = math.cos(turn) * reach, math.sin(turn) * reach
+        start, end = (middle - across, middle - down), (middle + across, middle + down)
+        _stroke(image, start, end, thickness)
+    if name == "dot":
+        centre = _points((middle, middle))[0].tolist()
+        radius = round(0.8 * reach * 2**_SHIFT)
+        cv2.circle(image, centre, radius, 255, cv2.FILLED, cv2.LINE_AA, _SHIFT)
+
+
+def _mark(
+    size_px: int, degrees: float, name: str | None, *, ring: bool = True
+) -> tuple[np.ndarray, np.ndarray]:
+    """Draw a mark: a ring or a square of ``size_px`` pixels, with a symbol or empty.
+
+    Returns:
+        Its ink and the area that it covers: uint8 ``[size_px, size_px]``, 0 to 255.
+    """
+    ink = np.zeros((size_px, size_px), np.uint8)
+    cover = np.zeros_like(ink)
+    thickness = max(2, round(size_px / 10))
+    if ring:
+        centre = _points(((size_px - 1) / 2,) * 2)[0].tolist()
+        radius = (size_px - 1) / 2
+        cv2.circle(cover, centre, int(radius * 2**_SHIFT), 255, cv2.FILLED, cv2.LINE_AA, _SHIFT)
+        middle_line = int((radius - thickness / 2) * 2**_SHIFT)
+        cv2.circle(ink, centre, middle_line, 255, thickness, cv2.LINE_AA, _SHIFT)
+    else:
+        cover[:] = 255
+        cv2.rectangle(ink, (0, 0), (size_px - 1, size_px - 1), 255, 2 * thickness - 1)
+    if name is not None:
+        _symbol(ink, name, 0.25 * size_px, degrees, thickness)
+    return ink, cover
+
+
+def _stamp(ink: np.ndarray, top: int, left: int, mark: np.ndarray, cover: np.ndarray) -> None:
+    """Lay a mark on the ink of a page; nothing of what it covers shines through."""
+    place = ink[top : top + mark.shape[0], left : left + mark.shape[1]]
+    kept = cv2.multiply(place, 255 - cover, scale=1 / 255)
+    np.maximum(kept, cv2.min(mark, cover), out=place)
+
+
+def _turned(ink: np.ndarray, degrees: float) -> np.ndarray:
+    height, width = ink.shape
+    turn = cv2.getRotationMatrix2D(((width - 1) / 2, (height - 1) / 2), degrees, 1.0)
+    return cv2.warpAffine(ink, turn, (width, height))
+
+
+def _on_paper(ink: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Print ink on paper and scan it: uneven light, the shadow of an edge, grain and noise."""
+    height, width = ink.shape
+    paper, strength = rng.uniform(205, 245), rng.uniform(0.6, 0.9)
+    rows = np.linspace(0, rng.uniform(-25, 25), height, dtype=np.float32)
+    columns = np.linspace(paper, paper + rng.uniform(-25, 25), width, dtype=np.float32)
+    # One edge lies in the shadow of the lid or of the spine.
+    depth, reach = rng.uniform(0, 70), rng.uniform(4, 40)
+    line = (rows, columns)[int(rng.integers(2))]
+    shadow = depth * np.exp(-np.arange(len(line), dtype=np.float32) / reach)
+    line -= shadow if rng.integers(2) else shadow[::-1]
+    page = rows[:, None] + columns[None, :]
+    page *= 1 - ink * np.float32(strength / 255)
+    # Grain spans 4 pixels, noise a single one.
+    coarse = np.frombuffer(rng.bytes((height // 4 + 1) * (width // 4 + 1)), np.uint8)
+    coarse = coarse.reshape(height // 4 + 1, width // 4 + 1)
+    grain = cv2.resize(coarse, (width, height), interpolation=cv2.INTER_LINEAR)
+    noise = np.frombuffer(rng.bytes(height * width), np.uint8).reshape(height, width)
+    noise = cv2.addWeighted(noise, rng.uniform(0.03, 0.12), grain, rng.uniform(0.02, 0.08), 0.0)
+    page += noise
+    page -= float(noise.mean())
+    return np.clip(page, 0, 255).astype(np.uint8)
+
+
+def draw_page(rng: np.random.Generator, height: int, width: int, label: int | None) -> Page:
+    """Draw a page with text, tables and lists, and a mark at a random place.
+
+    The mark is a ring around one of four symbols; what it covers is not seen. Empty rings and
+    squares around the same symbols lie about as distractors. The label decides the symbol and
+    nothing else.
+
+    Args:
+        rng: the source of all randomness.
+        height, width: size of the page in pixels, at least ``SMALLEST_PAGE_PX`` each.
+        label: which of ``CLASS_NAMES`` marks the page; None leaves the place of the mark as it is.
+
+    Raises:
+        ValueError: the page is too small.
+    """
+    if min(height, width) < SMALLEST_PAGE_PX:
+        raise ValueError(
+            f"page of {height} x {width} pixels is too small for marks of up to {MARK_PX[1]}; "
+            f"use at least {SMALLEST_PAGE_PX} pixels"
+        )
+    # The mark's looks are drawn before anything that depends on the size of the page.
+    size_px, tilt = int(rng.integers(MARK_PX[0], MARK_PX[1] + 1)), rng.uniform(-8, 8)
+    down, right = rng.random(2)
+    ink = _turned(typeset(rng, height, width), rng.uniform(-2, 2))
+
+    count = rng.poisson(height * width * DISTRACTORS_PER_PX)
+    for kind, *place in rng.random((count, 5)).tolist():
+        side = MARK_PX[0] + int(place[0] * (MARK_PX[1] + 1 - MARK_PX[0]))
+        ring = kind < 0.5
+        name = None if ring else CLASS_NAMES[int(place[1] * len(CLASS_NAMES))]
+        top, left = int(place[2] * (height - side + 1)), int(place[3] * (width - side + 1))
+        _stamp(ink, top, left, *_mark(side, tilt, name, ring=ring))
+
+    top, left = int(down * (height - size_px + 1)), int(right * (width - size_px + 1))
+    if label is not None:
+        _stamp(ink, top, left, *_mark(size_px, tilt, CLASS_NAMES[label]))
+    return Page(_on_paper(ink, rng)[:, :, None], label, Box(top, left, size_px, size_px))
+
+
+class DocumentsDataset(Dataset):
+    """Pages drawn on the fly: seed, split, index and epoch decide a page.
+
+    The shape of a page depends on the index and not on the epoch. Pages for training get their
+    class by lot, those for evaluation in turn. Test pages are the same for every seed.
+
+    Args:
+        split: which pages; those of different splits share no draw.
+        length: how many there are.
+        seed: of all draws but those of the test pages.
+    """
+
+    def __init__(self, split: Split, length: int, seed: int):
+        self.split, self.length = split, length
+        self.seed = _TEST_SEED if split == "test" else seed
+        rng = np.random.default_rng((self.seed, _STREAM[split], _SHAPE_STREAM))
+        aspects = np.exp(rng.uniform(*np.log(ASPECT), length))
+        longer = rng.uniform(*LONGEST, length)
+        self._shapes = np.stack([longer, longer / aspects], axis=1)
+        lying = rng.random(length) < 0.5
+        self._shapes[lying] = self._shapes[lying, ::-1]
+
+    def __len__(self):
+        return self.length
+
+    def shapes(self, longest_px: int) -> np.ndarray:
+        """Return height and width of each page in pixels, int64 ``[n, 2]``.
+
+        Args:
+            longest_px: the longest side that a page may have. Text and marks keep their sizes in
+                pixels whatever it is: a larger page holds more.
+        """
+        shapes = np.round(self._shapes * longest_px).astype(np.int64)
+        return np.maximum(shapes, SMALLEST_PAGE_PX)
+
+    def page(self, index: int, epoch: int, longest_px: int) -> Page:
+        """Draw the page of an index, with the box of its mark."""
+        entropy = np.random.SeedSequence((self.seed, _STREAM[self.split], epoch, index))
+        rng = np.random.Generator(np.random.SFC64(entropy))
+        drawn = int(rng.integers(len(CLASS_NAMES)))
+        label = drawn if self.split == "train" else index % len(CLASS_NAMES)
+        shape = np.round(self._shapes[index] * longest_px).astype(np.int64)
+        height, width = np.maximum(shape, SMALLEST_PAGE_PX).tolist()
+        return draw_page(rng, height, width, label)
