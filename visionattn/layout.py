@@ -11,6 +11,7 @@ like any tuple.
 
 from typing import NamedTuple
 
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -38,15 +39,37 @@ class TokenLayout(NamedTuple):
         counts: keys per class of relative position as seen from each patch, which
             ``visionattn.ops.count_classes`` makes once per forward; None: each call counts for
             itself.
+        present: bool ``[B, H*W]``, row by row: the places of the grid that hold something; None:
+            all of them. Tokens at other places are absent: no token sees them, and what they get
+            means nothing. ``Flat`` counts along the places that hold something.
     """
 
     num_prefix: int
     grid: Grid
     kept: Tensor | None = None
     counts: Tensor | None = None
+    present: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
         """The number of tokens in the sequence: P and the patches that are present."""
         patches = self.grid.num_patches if self.kept is None else self.kept.shape[1]
         return self.num_prefix + patches
+
+    def patch_mask(self) -> Tensor | None:
+        """Return which patches are not absent, in the order of the tokens, bool ``[B, n]``; None:
+        none is absent.
+        """
+        if self.present is None or self.kept is None:
+            return self.present
+        return self.present.gather(1, self.kept)
+
+    def key_mask(self, mask: Tensor | None = None) -> Tensor | None:
+        """Return the tokens that take part as keys, bool ``[B, P + n]``: those of ``mask`` that are
+        not absent. None: all of them.
+        """
+        patches = self.patch_mask()
+        if patches is None:
+            return mask
+        keys = F.pad(patches, (self.num_prefix, 0), value=True)
+        return keys if mask is None else keys & mask

@@ -14,7 +14,7 @@ from visionattn.ops import Axial, Flat, Joint
 @dataclass(frozen=True)
 class Case:
     """One comparison: grid, horizon, prefix tokens, patches present (None: all), whether keys are
-    masked, sizes.
+    masked, the rows and columns that each image fills (None: all), sizes.
     """
 
     grid: tuple[int, int]
@@ -22,6 +22,7 @@ class Case:
     prefix: int = 0
     present: int | None = None
     masked: bool = False
+    filled: tuple[tuple[int, int], ...] | None = None
     shared: bool = False
     batch: int = 2
     d: int = 7
@@ -35,7 +36,28 @@ class Case:
     def layout(self) -> TokenLayout:
         patches = self.grid[0] * self.grid[1]
         kept = None if self.present is None else draw_kept(self.batch, patches, self.present)
-        return TokenLayout(self.prefix, Grid(*self.grid), kept)
+        return TokenLayout(self.prefix, Grid(*self.grid), kept, present=self.filled_places())
+
+    def takes_part(self) -> list[list[bool]]:
+        """Which tokens of which image take part as keys, told one by one."""
+        layout, mask, places = self.layout(), self.mask(), self.filled_places()
+
+        def one(b: int, token: int) -> bool:
+            masked = mask is not None and not mask[b, token]
+            patch = token - layout.num_prefix
+            if masked or patch < 0 or places is None:
+                return not masked
+            return bool(places[b, patch if layout.kept is None else layout.kept[b, patch]])
+
+        return [[one(b, token) for token in range(layout.num_tokens)] for b in range(self.batch)]
+
+    def filled_places(self) -> torch.Tensor | None:
+        if self.filled is None:
+            return None
+        places = torch.zeros(self.batch, *self.grid, dtype=torch.bool)
+        for image, (rows, columns) in zip(places, self.filled, strict=True):
+            image[:rows, :columns] = True
+        return places.flatten(1)
 
     def mask(self) -> torch.Tensor | None:
         return draw_mask(self.batch, self.layout().num_tokens) if self.masked else None
@@ -72,6 +94,11 @@ CASES = {
     ),
     "missing and masked, horizon beyond the grid": Case(
         (5, 9), 9, prefix=1, present=31, masked=True
+    ),
+    "absent patches": Case((5, 9), 3, prefix=1, filled=((3, 7), (5, 4))),
+    "absent patches, horizon 0": Case((5, 9), 0, prefix=2, filled=((5, 9), (1, 1))),
+    "absent and missing patches and masked keys": Case(
+        (5, 9), 2, prefix=1, present=31, masked=True, filled=((4, 9), (5, 6))
     ),
     "one row": Case((1, 7), 3, prefix=1),
     "one column": Case((7, 1), 1, prefix=5, masked=True),

@@ -181,6 +181,7 @@ def loop_relative_weight(relative, q: Tensor, present: list[list[bool]]):
     ``present[b][j]`` tells whether key j takes part.
     """
     layout, kind = relative.layout, type(relative).__name__
+    width = 0 if layout is None else layout.grid.width
 
     def place(b: int, token: int) -> tuple[int, int] | None:
         if layout is None:
@@ -205,7 +206,11 @@ def loop_relative_weight(relative, q: Tensor, present: list[list[bool]]):
             return {"rows": clip(dy, relative.rows), "columns": clip(dx, relative.columns)}
         if kind == "Joint":
             return {"table": (clip(dy, relative.table), clip(dx, relative.table))}
-        width = 0 if layout is None else layout.grid.width
+        if layout is not None and layout.present is not None:
+            holds = layout.present[b].tolist()
+            order = sorted(range(len(holds)), key=lambda place: (not holds[place], place))
+            ours, theirs = (order.index(y * width + x) for y, x in (here, there))
+            return {"table": clip(theirs - ours, relative.table)}
         return {"table": clip(dy * width + dx, relative.table)}
 
     def weight(b: int, head: int, i: int, j: int) -> float:

@@ -56,6 +56,10 @@ REASONS = {
         dict(relative=Joint(half(2, 3, 3, 16), GRID), key_mask=torch.ones(1, 20, dtype=torch.bool)),
         "key_mask",
     ),
+    "absent": (
+        dict(relative=Joint(half(2, 3, 3, 16), GRID._replace(present=torch.ones(1, 20).bool()))),
+        "absent patches",
+    ),
     "kept": (
         dict(relative=Joint(half(2, 3, 3, 16), GRID._replace(kept=draw_kept(1, 20, 9)))),
         "layout.kept",

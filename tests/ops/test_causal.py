@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 
+from tests.helpers.layout_cases import Case
 from tests.helpers.oracles import (
     assert_agree,
     dot,
@@ -148,6 +149,26 @@ def test_flat_relative_position_may_skip_a_prefix(normalization):
     )
     actual, expected = (
         run(with_table(function, **options), tensors)
+        for function in (causal_attention, causal_reference)
+    )
+    assert_agree(actual, expected)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("horizon", [0, 3])
+@pytest.mark.parametrize("normalization", ["sum", "mean"])
+def test_flat_relative_position_passes_over_absent_patches(normalization, horizon, masked):
+    case = Case((5, 9), horizon, prefix=2, masked=masked, filled=((3, 7), (5, 4)))
+    tensors = case.tensors("flat")
+    options = dict(normalization=normalization, layout=case.layout(), key_mask=case.mask())
+    holds = torch.tensor(Case((5, 9), 0, prefix=2, filled=case.filled).takes_part())
+
+    def of_those_that_hold_something(function):
+        attend = with_table(function, **options)
+        return lambda **inputs: attend(**inputs) * holds[:, None, :, None]
+
+    actual, expected = (
+        run(of_those_that_hold_something(function), tensors)
         for function in (causal_attention, causal_reference)
     )
     assert_agree(actual, expected)

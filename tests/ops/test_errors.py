@@ -104,6 +104,9 @@ def test_tensors_on_two_devices_are_refused_with_both_named(function):
         function(q, k, v, relative=Axial(table[:, 0], table[:, 1].to("meta"), layout))
     with wrong("q cpu layout.kept meta"):
         function(q, k, v, relative=Joint(table, layout._replace(kept=kept.to("meta"))))
+    with wrong("q cpu layout.present meta"):
+        present = kept.to("meta", torch.bool)
+        function(q, k, v, relative=Joint(table, layout._replace(present=present)))
     with wrong("q cpu layout.counts meta"):
         function(
             q,
@@ -140,6 +143,10 @@ def test_tables_and_layouts_of_the_wrong_dtype_or_range_are_refused(function):
             function(q, k, v, relative=Joint(bad, layout))
     with wrong("layout.kept int64 int32"):
         function(q, k, v, relative=Joint(table, layout._replace(kept=kept.int())))
+    for present in (torch.ones(2, 15), torch.ones(2, 14, dtype=torch.bool), [[True] * 15] * 2):
+        came = f"{present.dtype} {tuple(present.shape)}" if torch.is_tensor(present) else "list"
+        with wrong(f"layout.present bool [2, 15] {came}"):
+            function(q, k, v, relative=Joint(table, layout._replace(present=present)))
     for shift, came in ((1, "1 to 15"), (-1, "-1 to 13")):
         with wrong(f"layout.kept 0 to 14 {came}"):
             function(q, k, v, relative=Joint(table, layout._replace(kept=kept + shift)))

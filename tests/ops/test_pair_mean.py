@@ -10,7 +10,14 @@ import torch
 from tests.helpers.operations import OPERATIONS
 from tests.helpers.oracles import assert_agree, draw_mask, draw_qkv, draw_table, peak_bytes, run
 from visionattn.layout import Grid, TokenLayout
-from visionattn.ops import Flat, Joint, kernelized_attention, reference, taylorshift_attention
+from visionattn.ops import (
+    Flat,
+    Joint,
+    count_classes,
+    kernelized_attention,
+    reference,
+    taylorshift_attention,
+)
 from visionattn.ops.pairs import weights as pair_weights
 from visionattn.ops.pairs.mean import pair_mean, takes_pairs
 from visionattn.ops.pairs.weights import _pair_classes, _remembered_classes, block_size
@@ -42,7 +49,7 @@ def attend(operation, layout, normalization, **options):
     )
 
 
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("masked", ["no key", "keys", "absent patches"])
 @pytest.mark.parametrize("normalization", ["sum", "mean"])
 @pytest.mark.parametrize(
     ("grid", "prefix", "sides", "heads"),
@@ -58,7 +65,10 @@ def test_every_block_agrees_with_the_definition(
     }
     if name == "taylorshift":
         tensors["temperature"] = torch.tensor([0.7, 1.9, 4.0], dtype=torch.float64)
-    key_mask = draw_mask(2, layout.num_tokens) if masked else None
+    key_mask = draw_mask(2, layout.num_tokens) if masked == "keys" else None
+    if masked == "absent patches":
+        layout = layout._replace(present=draw_mask(2, grid[0] * grid[1]))
+        layout = layout._replace(counts=count_classes(layout, (sides[0] // 2, sides[1] // 2)))
     fast, slow = (attend(of, layout, normalization, key_mask=key_mask) for of in ATTENTIONS[name])
     assert_agree(run(partial(fast, form="direct"), tensors), run(slow, tensors))
 

@@ -103,14 +103,15 @@ def test_the_reference_of_a_joint_table_puts_rows_first_and_past_first():
         Case((3, 2), 1, prefix=2, present=4, d=2, e=2),
         Case((3, 3), 0, prefix=1, present=5, masked=True, d=2, e=2, shared=True),
         Case((1, 5), 4, prefix=0, d=2, e=2),
+        Case((3, 3), 1, prefix=1, filled=((2, 3), (3, 2)), d=2, e=2),
+        Case((3, 3), 2, prefix=2, present=7, masked=True, filled=((1, 2), (3, 2)), d=2, e=2),
     ],
 )
 def test_the_reference_is_the_mean_over_pairs_one_at_a_time(normalization, kind, case):
     tensors, layout, mask = case.tensors(kind, heads=2), case.layout(), case.mask()
     q, k, v = (tensors.pop(name) for name in "qkv")
     relative = make_relative(kind, tensors, layout, normalization)
-    tokens = q.shape[2]
-    present = [[True] * tokens] * 2 if mask is None else mask.tolist()
+    present = case.takes_part()
     tau = torch.tensor([0.8, 2.0], dtype=torch.float64)
     taylor = loop_taylor_weight(q, k, tau, (0.5, 1.0, 1.0))
     position = loop_relative_weight(relative, q, present)
@@ -122,7 +123,7 @@ def test_the_reference_is_the_mean_over_pairs_one_at_a_time(normalization, kind,
             share = sum(present[b]) if normalization == "mean" else 1
             return content(b, head, i, j) / share + position(b, head, i, j)
 
-        return {"out": loop_mean(weight, v, queries=tokens)}
+        return {"out": loop_mean(weight, v, queries=q.shape[2])}
 
     options = {"relative": relative, "key_mask": mask}
     out = reference.taylorshift_attention(q, k, v, temperature=tau, **options)

@@ -169,8 +169,8 @@ class Attention(nn.Module):
 
         Args:
             x: ``[B, N, D]``.
-            layout: where the tokens lie; needed for relative position, unless N is that of the
-                native grid.
+            layout: where the tokens lie, and which are absent; needed for relative position, unless
+                N is that of the native grid.
             attn_mask: bool ``[B, 1, 1, N]`` or ``[B, N]``, True takes part: a mask of keys. Linear
                 time allows no other masks.
             is_causal: each token sees those up to itself; where the attention has a causal form
@@ -200,12 +200,14 @@ class Attention(nn.Module):
         )
         q, k, v = qkv.unbind(0)
         q, k = self.q_norm(q), self.k_norm(k)
-        options = self._options(is_causal) | dict(
-            key_mask=_key_mask(attn_mask, x), value_drop=self.attn_drop.p if self.training else 0.0
-        )
-        # Only relative position asks where the tokens lie.
+        key_mask, options = _key_mask(attn_mask, x), self._options(is_causal)
+        options["value_drop"] = self.attn_drop.p if self.training else 0.0
+        # Only relative position asks where the tokens lie, and takes absent ones from the layout.
         if self.relative is not None:
             options["relative"] = self.relative(self._layout(layout, tokens))
+        elif layout is not None:
+            key_mask = layout.key_mask(key_mask)
+        options["key_mask"] = key_mask
         out = self.operation(q, k, v, **options)
         out = self.norm(out.transpose(1, 2).reshape(batch, tokens, dim))
         return self.proj_drop(self.proj(out))

@@ -5,79 +5,28 @@ argument.
 """
 
 import functools
-import math
 
 import torch
-from timm.layers import PatchDropoutWithIndices, PatchEmbed, resample_abs_pos_embed
-from timm.models import (
-    VisionTransformer,
-    checkpoint,
-    register_notrace_function,
-    register_notrace_module,
-)
+from timm.models import VisionTransformer, checkpoint, register_notrace_function
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
 from visionattn.layers import Attention, Block
 from visionattn.layout import Grid, TokenLayout
+from visionattn.models.absent import (
+    PatchDropout,
+    absolute_position,
+    blank_absent,
+    filled_grids,
+    pool_present,
+    present_patches_of,
+    present_places,
+    scores_of_absent,
+    zero_absent,
+)
+from visionattn.models.patches import DynamicPatchEmbed
 from visionattn.ops import count_classes
 from visionattn.ops.sums import accumulation_dtype
-
-
-@register_notrace_module
-class DynamicPatchEmbed(PatchEmbed):
-    """timm's PatchEmbed for images of any whole number of patches, ``[B, C, H_px, W_px]`` to
-    ``[B, H, W, D]``.
-
-    Sizes are formatted into messages only after a check has failed: formatting them on the good
-    path, as timm does, makes a compiler build one graph per size.
-    """
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Embed; raises ValueError for an image that is not a whole number of patches, or (strict)
-        of another size.
-        """
-        height, width = x.shape[-2:]
-        if self.strict_img_size and (height != self.img_size[0] or width != self.img_size[1]):
-            raise ValueError(
-                f"image of {height} x {width} pixels, but dynamic_img_size=False fixes "
-                f"{self.img_size}"
-            )
-        if self.dynamic_img_pad:
-            x = nn.functional.pad(
-                x, (0, -width % self.patch_size[1], 0, -height % self.patch_size[0])
-            )
-        elif height % self.patch_size[0] or width % self.patch_size[1]:
-            raise ValueError(wrong_size(height, width, self.patch_size))
-        return self.norm(self.proj(x).permute(0, 2, 3, 1))
-
-
-def wrong_size(
-    height: int, width: int, patch_size: tuple[int, int], *, square: bool = False
-) -> str:
-    """Say that an image is not a whole number of patches, and name the nearest sizes that fit.
-
-    Args:
-        height, width: size of the image in pixels.
-        patch_size: height and width of a patch in pixels.
-        square: the image is a square; name only squares.
-    """
-
-    def nearest(pixels: int, patch: int) -> str:
-        below, above = pixels // patch * patch, -(-pixels // patch) * patch
-        return str(pixels) if below == above else f"{below} or {above}" if below else str(above)
-
-    rows, columns = patch_size
-    patch = rows if rows == columns else f"{rows} x {columns}"
-    way_out = (
-        f"the nearest that fit: {nearest(height, math.lcm(rows, columns))}"
-        if square
-        else f"crop or pad it to {nearest(height, rows)} x {nearest(width, columns)}"
-    )
-    return (
-        f"image of {height} x {width} pixels is not a whole number of {patch}-pixel patches; "
-        f"{way_out}"
-    )
 
 
 @register_notrace_function
@@ -87,7 +36,7 @@ def class_counts_like(layout: TokenLayout, horizon: int, like: Tensor) -> Tensor
 
     The name has no underscore, as FX wraps only such names.
     """
-    if like.device.type == "cuda" and layout.kept is None:
+    if like.device.type == "cuda" and layout.kept is None and layout.present is None:
         return None
     return count_classes(
         layout, (horizon, horizon), dtype=accumulation_dtype(like), device=like.device
@@ -234,7 +183,7 @@ class VisionAttnTransformer(VisionTransformer):
         self.dynamic_img_size = dynamic_img_size
         self.patch_embed.strict_img_size = not dynamic_img_size
         if patch_drop_rate > 0:
-            self.patch_drop = PatchDropoutWithIndices(
+            self.patch_drop = PatchDropout(
                 patch_drop_rate, num_prefix_tokens=self.num_prefix_tokens
             )
         self._share_native_layout()
@@ -272,11 +221,11 @@ class VisionAttnTransformer(VisionTransformer):
         """
         return super().no_weight_decay() | {"*.attn.relative.*", "*.attn.temperature"}
 
-    def _pos_embed(self, x: Tensor) -> Tensor:
+    def _pos_embed(self, x: Tensor, filled: Tensor | None = None) -> Tensor:
         """Put prefix tokens in front and add the absolute position: ``[B, H, W, D]`` to
-        ``[B, P + H*W, D]``.
+        ``[B, P + H*W, D]``; ``filled`` as ``filled_grids`` gives it.
         """
-        grid = (x.shape[1], x.shape[2])
+        grid = Grid(x.shape[1], x.shape[2])
         x = x.flatten(1, 2)
         prefix = [
             token.expand(x.shape[0], -1, -1)
@@ -285,25 +234,26 @@ class VisionAttnTransformer(VisionTransformer):
         ]
         if self.pos_embed is None:
             return self.pos_drop(torch.cat([*prefix, x], dim=1))
-        position = resample_abs_pos_embed(
-            self.pos_embed,
-            new_size=grid,
-            old_size=self.patch_embed.grid_size,
-            num_prefix_tokens=0 if self.no_embed_class else self.num_prefix_tokens,
+        num_prefix = 0 if self.no_embed_class else self.num_prefix_tokens
+        position = absolute_position(
+            self.pos_embed, grid, self.patch_embed.grid_size, num_prefix, filled
         )
         if self.no_embed_class:
             return self.pos_drop(torch.cat([*prefix, x + position], dim=1))
         return self.pos_drop(torch.cat([*prefix, x], dim=1) + position)
 
-    def _embed(self, x: Tensor) -> tuple[Tensor, TokenLayout]:
+    def _embed(self, x: Tensor, sizes: Tensor | None = None) -> tuple[Tensor, TokenLayout]:
         """Turn images ``[B, C, H_px, W_px]`` into tokens ``[B, P + n, D]``; say where they lie."""
-        x = self.patch_embed(x)
+        patch_size = self.patch_embed.patch_size
+        filled = filled_grids(x, sizes, patch_size)
+        x = self.patch_embed(blank_absent(x, filled, patch_size))
         grid = Grid(x.shape[1], x.shape[2])
-        x = self._pos_embed(x)
+        present = present_places(filled, grid)
+        x = self._pos_embed(x, filled)
         kept = None
         if not isinstance(self.patch_drop, nn.Identity):
-            x, kept = self.patch_drop(x)
-        layout = TokenLayout(self.num_prefix_tokens, grid, kept)
+            x, kept = self.patch_drop(x, present)
+        layout = TokenLayout(self.num_prefix_tokens, grid, kept, present=present)
         tables = self.blocks[0].attn.relative if len(self.blocks) else None
         if tables is not None and tables.kind == "joint" and not tables.signed:
             layout = layout._replace(counts=class_counts_like(layout, tables.horizon, x))
@@ -321,24 +271,98 @@ class VisionAttnTransformer(VisionTransformer):
             return checkpoint(block, x, layout, attn_mask, is_causal)
         return block(x, layout, attn_mask, is_causal)
 
-    def forward_features(
-        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
-    ) -> Tensor:
-        """Turn images ``[B, C, H_px, W_px]`` into normalised tokens ``[B, P + n, D]``."""
-        x, layout = self._embed(x)
+    def _tokens(
+        self, x: Tensor, attn_mask: Tensor | None, is_causal: bool, sizes: Tensor | None
+    ) -> tuple[Tensor, TokenLayout]:
+        x, layout = self._embed(x, sizes)
         for block in self.blocks:
             x = self._run_block(block, x, layout, attn_mask, is_causal)
-        return self.norm(x)
+        return zero_absent(self.norm(x), layout), layout
+
+    def forward_features(
+        self,
+        x: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        sizes: Tensor | None = None,
+    ) -> Tensor:
+        """Turn images ``[B, C, H_px, W_px]`` into normalised tokens ``[B, P + n, D]``, 0 where a
+        patch is absent; ``forward`` explains the arguments.
+        """
+        return self._tokens(x, attn_mask, is_causal, sizes)[0]
+
+    def present_patches(self, x: Tensor, sizes: Tensor | None) -> Tensor | None:
+        """Return which patches of images ``[B, C, H_px, W_px]`` are not absent, row by row, bool
+        ``[B, H*W]``, as ``forward_head`` takes them; None where ``sizes`` is, as none is absent.
+        """
+        rows, columns = self.patch_embed.patch_size
+        grid = Grid(-(-x.shape[2] // rows), -(-x.shape[3] // columns))
+        return present_places(filled_grids(x, sizes, (rows, columns)), grid)
+
+    def pool(
+        self, x: Tensor, pool_type: str | None = None, present: Tensor | None = None
+    ) -> Tensor:
+        """Pool tokens ``[B, P + n, D]`` as timm does, over the patches that are
+        ``present [B, n]``; None: all.
+        """
+        prefix, with_prefix = self.num_prefix_tokens, self.pool_include_prefix
+        if self.attn_pool is None:
+            pool_type = self.global_pool if pool_type is None else pool_type
+            return pool_present(x, present, pool_type, prefix, with_prefix)
+        if present is None:
+            return super().pool(x, pool_type)
+        scores = scores_of_absent(x, present, prefix, with_prefix)
+        if self.global_pool == "prr":
+            return self._pool_refined(x, present, scores)
+        return self.attn_pool(x if with_prefix else x[:, prefix:], attn_mask=scores)
+
+    def _pool_refined(self, x: Tensor, present: Tensor, scores: Tensor) -> Tensor:
+        """Do what timm's ``AttentionPoolPrr`` does, which takes no mask."""
+        pool = self.attn_pool
+        x = pool.pre_norm(x).unflatten(2, (pool.num_heads, -1)).transpose(1, 2)
+        x = nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=scores)
+        x = pool.post_norm(x.transpose(1, 2).flatten(2))
+        return pool_present(x, present, pool.pool, self.num_prefix_tokens, True)
+
+    def forward_head(
+        self, x: Tensor, pre_logits: bool = False, present: Tensor | None = None
+    ) -> Tensor:
+        """Turn tokens ``[B, P + n, D]`` into logits, or into pooled features (``pre_logits``).
+
+        Args:
+            present: bool ``[B, n]``, the patches that are not absent: ``present_patches`` gives
+                them, unless patches are dropped. None: all.
+        """
+        x = self.head_drop(self.fc_norm(self.pool(x, present=present)))
+        return x if pre_logits else self.head(x)
 
     def forward(
-        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
+        self,
+        x: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        sizes: Tensor | None = None,
     ) -> Tensor:
         """Turn images ``[B, C, H_px, W_px]`` into logits ``[B, num_classes]``.
 
         This does what timm's does. It is defined here because FX looks for functions that it must
         not trace in the module of the ``forward`` that it traces.
+
+        Args:
+            attn_mask, is_causal: see ``Attention.forward``.
+            sizes: int64 ``[B, 2]``, height and width in pixels of what each image holds from the
+                top left on. Patches wholly beyond are absent, whatever their pixels are: no patch
+                sees them, nothing counts or pools them, and the result is that of the image cut to
+                its patches, up to rounding. A patch that is partly filled is read as it is. None:
+                every patch holds something.
+
+        Raises:
+            ValueError: an image that is not a whole number of patches; sizes of another shape,
+                dtype or device or, on a processor and not in a compiled graph, out of range; see
+                also ``Attention.forward``.
         """
-        return self.forward_head(self.forward_features(x, attn_mask=attn_mask, is_causal=is_causal))
+        x, layout = self._tokens(x, attn_mask, is_causal, sizes)
+        return self.forward_head(x, present=present_patches_of(layout))
 
     def forward_intermediates(
         self,
@@ -352,20 +376,22 @@ class VisionAttnTransformer(VisionTransformer):
         output_dict: bool = False,
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
+        sizes: Tensor | None = None,
     ):
-        """Return the tokens or maps after chosen blocks; arguments and results are those of timm.
+        """Return the tokens or maps after chosen blocks; arguments and results are those of timm,
+        and ``sizes`` is that of ``forward``.
 
-        Maps are ``[B, D, H, W]``; where patches were dropped, their places are zero.
+        Maps are ``[B, D, H, W]``; where patches were dropped or are absent, their places are zero.
         """
         if output_fmt not in ("NCHW", "NLC"):
             raise ValueError(f"output_fmt {output_fmt!r}: wanted NCHW or NLC")
         take, last = feature_take_indices(len(self.blocks), indices)
-        x, layout = self._embed(x)
+        x, layout = self._embed(x, sizes)
         taken = []
         for i, block in enumerate(self.blocks[: last + 1] if stop_early else self.blocks):
             x = self._run_block(block, x, layout, attn_mask, is_causal)
             if i in take:
-                taken.append(self.norm(x) if norm else x)
+                taken.append(zero_absent(self.norm(x) if norm else x, layout))
         prefix = [y[:, : self.num_prefix_tokens] for y in taken] if self.num_prefix_tokens else None
         taken = [y[:, self.num_prefix_tokens :] for y in taken]
         if output_fmt == "NCHW":
@@ -374,10 +400,12 @@ class VisionAttnTransformer(VisionTransformer):
             result = {"image_intermediates": taken}
             if prefix is not None and return_prefix_tokens:
                 result["image_intermediates_prefix"] = prefix
-            return result if intermediates_only else result | {"image_features": self.norm(x)}
+            if intermediates_only:
+                return result
+            return result | {"image_features": zero_absent(self.norm(x), layout)}
         if return_prefix_tokens and prefix is not None:
             taken = list(zip(taken, prefix, strict=True))
-        return taken if intermediates_only else (self.norm(x), taken)
+        return taken if intermediates_only else (zero_absent(self.norm(x), layout), taken)
 
 
 def _to_map(patches: Tensor, layout: TokenLayout) -> Tensor:

@@ -10,19 +10,19 @@ from visionattn.ops.attentions import check_form
 from visionattn.ops.position.kinds import Flat, Joint, RelativePosition, tables_of
 
 
-def _check_device(name: str, x: Tensor, device: torch.device, wanted: str = "q") -> None:
+def check_device(name: str, x: Tensor, device: torch.device, wanted: str = "q") -> None:
     if x.device != device:
         raise ValueError(f"{wanted} is on {device}, {name} on {x.device}; move them to one device")
 
 
-def _described(x: object) -> str:
+def described(x: object) -> str:
     """Describe dtype and shape of a tensor, or what came in its place."""
     if isinstance(x, Tensor):
         return f"{x.dtype} {tuple(x.shape)}"
     return f"{type(x).__name__} {' '.join(repr(x).split())[:60]}"
 
 
-def _is_readable(x: Tensor) -> bool:
+def is_readable(x: Tensor) -> bool:
     """Tell whether looking at the entries costs little: not on an accelerator, not while a compiler
     traces.
     """
@@ -32,7 +32,7 @@ def _is_readable(x: Tensor) -> bool:
 def check_token_tensor(name: str, x: Tensor) -> None:
     """Check that x is a floating ``[B, h, tokens, width]``."""
     if not isinstance(x, Tensor) or x.ndim != 4:
-        raise ValueError(f"{name}: wanted [B, h, tokens, width], got {_described(x)}")
+        raise ValueError(f"{name}: wanted [B, h, tokens, width], got {described(x)}")
     if not x.dtype.is_floating_point:
         raise ValueError(f"{name}: wanted a floating point dtype, got {x.dtype}")
 
@@ -47,7 +47,7 @@ def check_tensors(q: Tensor | None, k: Tensor, v: Tensor, key_mask: Tensor | Non
     first = next(iter(named))
     for name, x in named.items():
         check_token_tensor(name, x)
-        _check_device(name, x, named[first].device, first)
+        check_device(name, x, named[first].device, first)
     if k.shape[3] < 1:
         raise ValueError(f"k: wanted width >= 1, got {tuple(k.shape)}")
     # q and k agree in images, heads and width; k and v in images, heads and number.
@@ -67,9 +67,9 @@ def check_tensors(q: Tensor | None, k: Tensor, v: Tensor, key_mask: Tensor | Non
         or key_mask.shape != (k.shape[0], k.shape[2])
     ):
         raise ValueError(
-            f"key_mask: wanted bool [{k.shape[0]}, {k.shape[2]}], got {_described(key_mask)}"
+            f"key_mask: wanted bool [{k.shape[0]}, {k.shape[2]}], got {described(key_mask)}"
         )
-    _check_device("key_mask", key_mask, k.device, first)
+    check_device("key_mask", key_mask, k.device, first)
 
 
 def _check_value_drop(value_drop: float, generator: torch.Generator | None) -> None:
@@ -125,7 +125,7 @@ def check_coefficients(coefficients: tuple[float, float, float]) -> None:
     raise ValueError(
         "coefficients (a, b, c): wanted three finite numbers with a > 0 and c > b^2 / (4 a), so "
         "that weights are positive, "
-        f"got {_described(coefficients)}"
+        f"got {described(coefficients)}"
     )
 
 
@@ -142,9 +142,9 @@ def check_temperature(temperature: Tensor | None, x: Tensor, name: str = "q") ->
     ):
         raise ValueError(
             f"temperature: wanted a floating tensor [{x.shape[1]}], one per head, got "
-            f"{_described(temperature)}"
+            f"{described(temperature)}"
         )
-    _check_device("temperature", temperature, x.device, name)
+    check_device("temperature", temperature, x.device, name)
 
 
 def check_attention(
@@ -168,7 +168,7 @@ def check_relative(
     """Check that tables and layout fit ``q [B, h, N, d]`` and ``k [B, h, M, d]``; raise ValueError
     where they do not.
 
-    Entries are looked at where that costs little (``_is_readable``): those of unsigned tables must
+    Entries are looked at where that costs little (``is_readable``): those of unsigned tables must
     be 0 or more, and not NaN.
     """
     if not isinstance(relative, RelativePosition):
@@ -187,7 +187,7 @@ def _check_table(name: str, table: Tensor, q: Tensor, *, sides: int, signed: boo
     heads, d = q.shape[1], q.shape[3]
     if not isinstance(table, Tensor) or not table.dtype.is_floating_point:
         raise ValueError(
-            f"{name}: wanted a tensor of a real floating point dtype, got {_described(table)}"
+            f"{name}: wanted a tensor of a real floating point dtype, got {described(table)}"
         )
     fits = table.ndim == sides + 2 and table.shape[0] in (1, heads) and table.shape[-1] == d
     if not fits or any(side % 2 == 0 for side in table.shape[1:-1]):
@@ -195,11 +195,11 @@ def _check_table(name: str, table: Tensor, q: Tensor, *, sides: int, signed: boo
         raise ValueError(
             f"{name}: wanted [{shape}] with h = {heads}, d = {d}, got {tuple(table.shape)}"
         )
-    _check_device(name, table, q.device)
+    check_device(name, table, q.device)
     if (
         not signed
         and table.numel()
-        and _is_readable(table)
+        and is_readable(table)
         and not (lowest := table.min().item()) >= 0
     ):
         raise ValueError(
@@ -211,7 +211,7 @@ def _check_table(name: str, table: Tensor, q: Tensor, *, sides: int, signed: boo
 def _check_layout(layout: TokenLayout, q: Tensor, k: Tensor) -> None:
     if not isinstance(layout, TokenLayout) or not isinstance(layout.grid, Grid):
         raise ValueError(
-            f"layout: wanted TokenLayout(num_prefix, Grid(height, width)), got {_described(layout)}"
+            f"layout: wanted TokenLayout(num_prefix, Grid(height, width)), got {described(layout)}"
         )
     kept, patches = layout.kept, layout.grid.num_patches
     if kept is not None:
@@ -223,19 +223,36 @@ def _check_layout(layout: TokenLayout, q: Tensor, k: Tensor) -> None:
         ):
             raise ValueError(
                 f"layout.kept: wanted int64 [{q.shape[0]}, n], a row for each image, got "
-                f"{_described(kept)}"
+                f"{described(kept)}"
             )
-        _check_device("layout.kept", kept, q.device)
-        if _is_readable(kept) and bool(((kept < 0) | (kept >= patches)).any()):
+        check_device("layout.kept", kept, q.device)
+        if is_readable(kept) and bool(((kept < 0) | (kept >= patches)).any()):
             raise ValueError(
                 f"layout.kept: wanted 0 to {patches - 1}, got {kept.min().item()} to "
                 f"{kept.max().item()}"
             )
+    _check_present(layout, q)
     tokens = layout.num_tokens
     if q.shape[2] != tokens or k.shape[2] != tokens:
         raise ValueError(
             f"layout has {tokens} tokens, got {q.shape[2]} queries and {k.shape[2]} keys"
         )
+
+
+def _check_present(layout: TokenLayout, q: Tensor) -> None:
+    present, wanted = layout.present, (q.shape[0], layout.grid.num_patches)
+    if present is None:
+        return
+    if (
+        not isinstance(present, Tensor)
+        or present.dtype != torch.bool
+        or tuple(present.shape) != wanted
+    ):
+        raise ValueError(
+            f"layout.present: wanted bool {list(wanted)}, a row for each image and a column for "
+            f"each place of the grid, got {described(present)}"
+        )
+    check_device("layout.present", present, q.device)
 
 
 def _check_counts(relative: Joint, q: Tensor) -> None:
@@ -249,7 +266,7 @@ def _check_counts(relative: Joint, q: Tensor) -> None:
     ):
         shape = ", ".join(map(str, ("1 or B", *wanted)))
         raise ValueError(
-            f"layout.counts: wanted [{shape}] for this grid and table, got {_described(counts)}; "
+            f"layout.counts: wanted [{shape}] for this grid and table, got {described(counts)}; "
             f"see count_classes"
         )
-    _check_device("layout.counts", counts, q.device)
+    check_device("layout.counts", counts, q.device)

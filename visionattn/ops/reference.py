@@ -48,7 +48,7 @@ def taylorshift_attention(
     ours.
     """
     a, b, c = coefficients
-    present = _present(k, key_mask)
+    present = _present(k, key_mask, relative)
     queries, keys = q, k
     if temperature is not None:
         queries, keys = temperature.to(q.dtype)[:, None, None] * unit_length(q), unit_length(k)
@@ -87,7 +87,7 @@ def kernelized_attention(
 
     Source: Katharopoulos et al. 2020, eq. 4 and 7 ("elu1"); Shen et al. 2021, eq. 7 ("softmax").
     """
-    present = _present(k, key_mask)
+    present = _present(k, key_mask, relative)
     if feature_map == "softmax":
         phi_q, phi_k = q.softmax(-1), _softmax_over_positions(k, present)
     elif isinstance(feature_map, str):
@@ -189,13 +189,20 @@ def unit_length(x: Tensor) -> Tensor:
     return (wide / wide.norm(dim=-1, keepdim=True).clamp(min=1e-6)).to(x.dtype)
 
 
-def _present(k: Tensor, key_mask: Tensor | None) -> Tensor:
-    """Return the keys that take part, bool ``[B, M]``."""
-    return (
-        torch.ones(k.shape[0], k.shape[2], dtype=torch.bool, device=k.device)
-        if key_mask is None
-        else key_mask
-    )
+def _present(k: Tensor, key_mask: Tensor | None, relative=None) -> Tensor:
+    """Return the keys that take part, bool ``[B, M]``: not those of absent patches."""
+    present = torch.ones(k.shape[0], k.shape[2], dtype=torch.bool, device=k.device)
+    if key_mask is not None:
+        present = key_mask.clone()
+    layout = None if relative is None else relative.layout
+    if layout is not None and layout.present is not None:
+        of_tokens = layout.present
+        if layout.kept is not None:
+            of_tokens = torch.stack(
+                [of[own] for of, own in zip(of_tokens, layout.kept, strict=True)]
+            )
+        present[:, layout.num_prefix :] &= of_tokens
+    return present
 
 
 def _visible(present: Tensor, q: Tensor, causal: bool) -> Tensor:
@@ -272,6 +279,10 @@ def _classes_and_patches(
         classes = _classes(rows, rows, height) * width + _classes(columns, columns, width)
         return [(relative.table.flatten(1, 2), classes)], patches
     index = rows * relative.layout.grid.width + columns
+    if relative.layout.present is not None:
+        # A sequence has the places that hold something first, then the others.
+        order = (~relative.layout.present).to(torch.uint8).argsort(dim=1, stable=True)
+        index = order.argsort(dim=1).gather(1, index.expand(q.shape[0], -1))
     return [(relative.table, _classes(index, index, relative.table.shape[1]))], patches
 
 

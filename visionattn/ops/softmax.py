@@ -11,7 +11,7 @@ from torch import Tensor
 
 from visionattn.ops.checks import check_attention, check_options
 from visionattn.ops.operator import without_autocast
-from visionattn.ops.position.kinds import Flat, Joint, RelativePosition
+from visionattn.ops.position.kinds import Flat, Joint, RelativePosition, mask_absent
 from visionattn.ops.position.scores import relative_scores
 from visionattn.ops.sums import drop_values
 
@@ -135,6 +135,7 @@ def softmax_attention(
     check_options(value_drop=value_drop, generator=generator, device=q.device)
     if relative is not None and relative.normalization != "sum":
         raise ValueError('normalization="mean" has no meaning under a softmax; leave it at "sum"')
+    relative, key_mask = mask_absent(relative, key_mask)
     mask, empty = None, None
     if key_mask is not None or (causal and relative is not None):
         mask = _visible(q, k, causal, key_mask)

@@ -17,7 +17,7 @@ from torch import nn
 import visionattn  # noqa: F401  registers the models
 from visionattn.cli.ends import is_out_of_memory
 from visionattn.cli.files import first_line
-from visionattn.models.backbone import wrong_size
+from visionattn.models.patches import wrong_size
 from visionattn.models.registration import is_ours
 from visionattn.models.weights import LOADING_ARGS, UNBUILDABLE, DataSpec, describe_args
 from visionattn.training.config import ModelConfig

@@ -22,7 +22,13 @@ from visionattn.ops.kernelized.gpu import kernel_mean, why_not
 from visionattn.ops.operator import without_autocast
 from visionattn.ops.pairs.mean import mean_of_pairs, takes_pairs
 from visionattn.ops.position.gpu import place_of
-from visionattn.ops.position.kinds import Flat, RelativePosition, key_counts, mean_with_relative
+from visionattn.ops.position.kinds import (
+    Flat,
+    RelativePosition,
+    key_counts,
+    mask_absent,
+    mean_with_relative,
+)
 from visionattn.ops.sums import Sums, accumulation_dtype, drop_values
 
 
@@ -114,6 +120,7 @@ def kernelized_attention(
     feature_map = get_feature_map(feature_map)
     if causal:
         _check_causal(feature_map, relative)
+    relative, key_mask = mask_absent(relative, key_mask)
     dtype, name = accumulation_dtype(q, k, v), map_name(feature_map)
     options = dict(key_mask=key_mask, relative=relative, feature_map=name, causal=causal, form=form)
     operation = "kernelized causal" if causal else "kernelized"

@@ -38,8 +38,8 @@ def why_not(
         return None
     if not isinstance(relative, Joint):
         return f"relative position {type(relative).__name__} has no kernel; Joint has"
-    if key_mask is not None:
-        return "Joint with a key_mask has no kernel"
+    if key_mask is not None or relative.layout.present is not None:
+        return "Joint with a key_mask or absent patches has no kernel"
     if relative.layout.kept is not None:
         return "Joint with patches left out (layout.kept) has no kernel"
     _, rows, columns, _ = relative.table.shape

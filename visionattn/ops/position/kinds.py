@@ -142,13 +142,8 @@ def count_classes(
         present: ``[B, 1, H, W]`` of 0 and 1 that replaces what the layout says; None: the layout's.
     """
     height, width = layout.grid.height, layout.grid.width
-    if present is None and layout.kept is not None:
-        ones = torch.ones(layout.kept.shape, dtype=dtype, device=device)
-        present = (
-            ones.new_zeros(ones.shape[0], height * width)
-            .scatter(1, layout.kept, ones)
-            .unflatten(1, (1, height, width))
-        )
+    if present is None:
+        present = _Canvas(layout).present(layout.key_mask(), dtype)
     if present is None:
         rows = _axis_counts(height, horizons[0], dtype, device)
         columns = _axis_counts(width, horizons[1], dtype, device)
@@ -183,10 +178,46 @@ class _Canvas:
         return x if self.layout.kept is None else x.gather(2, self._index(x))
 
     def present(self, key_mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-        """Return ``[B, 1, H, W]`` of 0 and 1 under a mask of the tokens; None without one."""
-        return (
-            None if key_mask is None else self.spread(key_mask[:, None, :, None].to(dtype))[..., 0]
-        )
+        """Return ``[B, 1, H, W]`` of 0 and 1 under a mask of the tokens, 0 where a patch was left
+        out; None where all are present.
+        """
+        kept = self.layout.kept
+        if key_mask is None and kept is None:
+            return None
+        if key_mask is None:
+            key_mask = kept.new_ones(kept.shape[0], self.layout.num_tokens, dtype=torch.bool)
+        return self.spread(key_mask[:, None, :, None].to(dtype))[..., 0]
+
+
+def mask_absent(
+    relative: RelativePosition | None, key_mask: Tensor | None
+) -> tuple[RelativePosition | None, Tensor | None]:
+    """Turn what the layout says is absent into a mask of keys, under which the relative position
+    that is returned beside it means the same. Counts of the layout stay where no other mask takes
+    keys away.
+
+    Operations call this first, so that forms and kernels know masks alone.
+    """
+    if relative is None or relative.layout is None:
+        return relative, key_mask
+    layout = relative.layout
+    mask = layout.key_mask(key_mask)
+    if mask is None:
+        return relative, None
+    if isinstance(relative, Flat) and layout.present is not None:
+        places = _places_in_sequence(layout.present)
+        kept = places if layout.kept is None else places.gather(1, layout.kept)
+        layout = layout._replace(kept=kept)
+    counts = layout.counts if key_mask is None else None
+    return replace(relative, layout=layout._replace(present=None, counts=counts)), mask
+
+
+def _places_in_sequence(present: Tensor) -> Tensor:
+    """Return where each place of the grid stands along the sequence, ``[B, H*W]``: those that hold
+    something in their order, and the others behind them.
+    """
+    there, absent = present.cumsum(1), (~present).cumsum(1)
+    return torch.where(present, there, there[:, -1:] + absent) - 1
 
 
 def _axial_sums(
@@ -217,8 +248,8 @@ def joint_classes(
     All are in the dtype of ``total``, which is that of ``relative_sums``.
     """
     dtype, counts = total.dtype, relative.layout.counts
-    present = _Canvas(relative.layout).present(key_mask, dtype)
-    if counts is None or present is not None:
+    if counts is None:
+        present = _Canvas(relative.layout).present(key_mask, dtype)
         horizons = (relative.table.shape[1] // 2, relative.table.shape[2] // 2)
         counts = count_classes(
             relative.layout, horizons, dtype=dtype, device=total.device, present=present
@@ -254,7 +285,7 @@ def relative_sums(
     Args:
         q: ``[B, h, N, d]`` as given to the attention.
         v: ``[B, h, M, e]``, zero where masked.
-        key_mask: bool ``[B, M]``; None: every key takes part.
+        key_mask: bool ``[B, M]``, all that takes part (``mask_absent``); None: every key.
         total: keys that each query sees, ``[B or 1, 1, 1 or N]``; with "mean" the sums are in units
             of the mean of so many keys.
         causal: with ``Flat``, token i sees tokens j <= i alone.
@@ -269,12 +300,6 @@ def relative_sums(
     else:
         total = total.unsqueeze(3) if relative.normalization == "mean" else None
         q, v, present = canvas.spread(q), canvas.spread(v), canvas.present(key_mask, dtype)
-        # Patches left out: which are there has to be counted.
-        if present is None and relative.layout.kept is not None:
-            everyone = torch.ones(
-                v.shape[0], relative.layout.num_tokens, dtype=torch.bool, device=v.device
-            )
-            present = canvas.present(everyone, dtype)
         relative = replace(
             relative, rows=relative.rows.to(dtype), columns=relative.columns.to(dtype)
         )
@@ -310,7 +335,7 @@ def _flat_relative_sums(
         q = canvas.spread(q).flatten(2, 3).unsqueeze(2)
         v = canvas.spread(v).flatten(2, 3).unsqueeze(2)
         if causal and total is not None:
-            total = total[:, :, layout.num_prefix :]
+            total = canvas.spread(total.unsqueeze(3)).flatten(2)
     horizon, factor = table.shape[1] // 2, None
     if causal and horizon == 0:
         # One class: what came before and the token itself, which each weigh as the whole class.

@@ -22,7 +22,12 @@ from visionattn.ops.gpu.machine import takes_kernels
 from visionattn.ops.operator import without_autocast
 from visionattn.ops.pairs.mean import mean_of_pairs, takes_pairs
 from visionattn.ops.position.gpu import place_of
-from visionattn.ops.position.kinds import RelativePosition, key_counts, mean_with_relative
+from visionattn.ops.position.kinds import (
+    RelativePosition,
+    key_counts,
+    mask_absent,
+    mean_with_relative,
+)
 from visionattn.ops.sums import Sums, accumulation_dtype, drop_values
 from visionattn.ops.taylorshift.eager import takes_efficient, taylor_sums
 from visionattn.ops.taylorshift.gpu import takes_efficient_kernels, taylor_mean, why_not
@@ -77,6 +82,7 @@ def taylorshift_attention(
     check_coefficients(coefficients)
     check_temperature(temperature, q)
     check_options(form=form, impl=impl, value_drop=value_drop, generator=generator, device=q.device)
+    relative, key_mask = mask_absent(relative, key_mask)
     reason = partial(why_not, q, k, v, key_mask=key_mask, relative=relative)
     if takes_kernels(impl, "taylorshift", q, reason):
         return _with_kernels(

@@ -1,0 +1,396 @@
+"""Images that do not fill their canvas: with ``sizes`` a model gives each of them what it gives the
+image alone, cut to its patches, whatever the padding holds.
+"""
+
+import copy
+
+import pytest
+import torch
+from timm.models import create_model
+from timm.models._features_fx import create_feature_extractor
+from torch import nn
+
+from visionattn.layout import Grid, TokenLayout
+
+HEIGHT, WIDTH, PATCH = 80, 112, 16
+SIZES = ((80, 48), (33, 112), (48, 65), (16, 16), (80, 112))
+"""Pixels that images of a canvas of 5 x 7 patches hold; two are no whole number of patches."""
+SMALL = dict(embed_dim=24, depth=2, num_heads=3, num_classes=5, img_size=64)
+POOLINGS = ("max", "avg", "avgmax", "token")
+GARBAGE = (float("nan"), float("inf"), -float("inf"), 1e30, 7.0)
+
+
+def small(name="scaleformer_vit_t", dtype=torch.float64, **options):
+    """A model whose parameters are all away from what they start with: prefix tokens and biases
+    are near 0 then.
+    """
+    torch.manual_seed(0)
+    model = create_model(name, **(SMALL | options)).to(dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model
+
+
+def batch(sizes=SIZES, dtype=torch.float64, patch=PATCH, garbage=GARBAGE):
+    """Images, their sizes, and each image alone; beyond its patches each holds other garbage."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(len(sizes), 3, HEIGHT, WIDTH, generator=generator, dtype=dtype)
+    alone = []
+    for i, (height, width) in enumerate(sizes):
+        rows, columns = (-(-pixels // patch) * patch for pixels in (height, width))
+        alone.append(x[i : i + 1, :, :rows, :columns].clone())
+        outside = torch.ones(HEIGHT, WIDTH, dtype=torch.bool)
+        outside[:rows, :columns] = False
+        x[i, :, outside] = garbage[i % len(garbage)]
+    return x, torch.tensor(sizes), alone
+
+
+def close(actual, expected, tolerance):
+    """Of one shape, and no further apart than ``tolerance`` times the largest entry, or 1."""
+    assert actual.shape == expected.shape
+    assert actual.isfinite().all()
+    if actual.numel():
+        error, largest = (actual - expected).abs().max().item(), expected.abs().max().item()
+        assert error <= tolerance * max(1.0, largest), f"off by {error:.1e}"
+
+
+def gradients(model, loss):
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    grads = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
+    return dict(zip(names, grads, strict=True))
+
+
+def assert_as_alone(model, x, sizes, alone, tolerance=1e-11, **options):
+    """Logits, tokens, maps and, of all images together, gradients are those of each image alone."""
+    prefix, weights = model.num_prefix_tokens, torch.randn(len(x), 5, dtype=x.dtype)
+    logits = model(x, sizes=sizes, **options)
+    tokens, maps = model.forward_intermediates(x, sizes=sizes, **options)
+    assert torch.equal(tokens, model.forward_features(x, sizes=sizes, **options))
+    single = [model(image, **options) for image in alone]
+    close(logits, torch.cat(single), tolerance)
+    for i, image in enumerate(alone):
+        own_tokens, own_maps = model.forward_intermediates(image, **options)
+        rows, columns = own_maps[0].shape[2:]
+        close(tokens[i : i + 1, :prefix], own_tokens[:, :prefix], tolerance)
+        patches = tokens[i : i + 1, prefix:].mT.unflatten(2, maps[0].shape[2:])
+        own_patches = own_tokens[:, prefix:].mT.unflatten(2, (rows, columns))
+        all_maps = [patches, *(of[i : i + 1] for of in maps)]
+        for got, wanted in zip(all_maps, [own_patches, *own_maps], strict=True):
+            close(got[..., :rows, :columns], wanted, tolerance)
+            assert got[..., rows:, :].eq(0).all() and got[..., columns:].eq(0).all()
+    ours = gradients(model, (logits * weights).sum())
+    theirs = gradients(model, (torch.cat(single) * weights).sum())
+    for name, wanted in theirs.items():
+        close(ours[name], wanted, tolerance * 10)
+
+
+@pytest.mark.parametrize("relative", ["joint", "axial", "flat", "none"])
+@pytest.mark.parametrize("attention", ["kernelized", "taylorshift", "softmax"])
+def test_an_image_among_larger_ones_gives_what_it_gives_alone(attention, relative):
+    model = small(attention=attention, relative=relative)
+    assert_as_alone(model, *batch())
+
+
+@pytest.mark.parametrize("relative", ["joint", "axial", "flat"])
+@pytest.mark.parametrize("attention", ["kernelized", "taylorshift"])
+def test_sums_over_classes_leave_absent_patches_out(attention, relative):
+    model = small(attention=attention, relative=relative, normalization="sum", horizon=2)
+    assert_as_alone(model, *batch())
+
+
+@pytest.mark.parametrize("form", ["direct", "efficient"])
+@pytest.mark.parametrize("attention", ["kernelized", "taylorshift"])
+def test_absent_patches_are_absent_in_each_form_and_on_grids_that_go_in_tiles(attention, form):
+    options = dict(attention=attention, form=form, horizon=1, patch_size=4, depth=1)
+    assert_as_alone(small(**options), *batch(((80, 48), (33, 112)), patch=4))
+
+
+@pytest.mark.parametrize("pooling", [*POOLINGS, "map", "prr"])
+@pytest.mark.parametrize("prefix", [False, True])
+def test_pooling_passes_over_absent_patches(pooling, prefix):
+    model = small(global_pool=pooling, pool_include_prefix=prefix, reg_tokens=2)
+    x, sizes, alone = batch()
+    features = model.forward_features(x, sizes=sizes)
+    present = model.present_patches(x, sizes)
+    assert present.shape == (5, 35) and present.sum(1).tolist() == [15, 21, 15, 1, 35]
+    pooled = model.forward_head(features, pre_logits=True, present=present)
+    wanted = [model.forward_head(model.forward_features(image), pre_logits=True) for image in alone]
+    close(pooled, torch.cat(wanted), 1e-11)
+    assert_as_alone(model, x, sizes, alone)
+
+
+@pytest.mark.parametrize("attention", ["kernelized", "taylorshift", "softmax"])
+@pytest.mark.parametrize("pooling", POOLINGS)
+@pytest.mark.parametrize("relative", ["joint", "axial", "flat", "none"])
+def test_each_attention_position_and_pooling_go_together(attention, relative, pooling):
+    options = dict(attention=attention, relative=relative, global_pool=pooling, depth=1)
+    model = small(dtype=torch.float32, **options).eval()
+    x, sizes, alone = batch(dtype=torch.float32)
+    with torch.no_grad():
+        close(model(x, sizes=sizes), torch.cat([model(image) for image in alone]), 1e-5)
+
+
+@pytest.mark.parametrize(
+    "name", ["scaleformer_vit_t", "taylorshift_vit_t", "taylorshift_abs_vit_t"]
+)
+def test_registered_models_agree_in_single_precision(name):
+    model = small(name, dtype=torch.float32)
+    assert_as_alone(model, *batch(dtype=torch.float32), tolerance=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"no_embed_class": True}, {"class_token": False}])
+def test_absolute_position_is_that_of_the_grid_that_an_image_fills(options):
+    """timm resamples it in single precision whatever the model is."""
+    model = small("taylorshift_abs_vit_t", global_pool="avg", **options)
+    assert_as_alone(model, *batch(), tolerance=1e-6)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(feature_map="softmax"),
+        dict(feature_map="random", qk_norm=True),
+        dict(feature_map="relu", relative="none"),
+        dict(class_token=False, pre_norm=True, final_norm=False),
+        dict(reg_tokens=3, horizon=0, init_values=0.1),
+    ],
+    ids=str,
+)
+def test_other_options_leave_absent_patches_out(options):
+    assert_as_alone(small(**options), *batch())
+
+
+def test_without_pooling_each_patch_that_is_there_has_the_logits_it_has_alone():
+    model, (x, sizes, alone) = small(global_pool="", class_token=False), batch()
+    for logits, there, image in zip(
+        model(x, sizes=sizes), model.present_patches(x, sizes), alone, strict=True
+    ):
+        close(logits[there], model(image)[0], 1e-11)
+
+
+def test_patches_that_are_not_square_are_counted_by_their_own_height_and_width():
+    model = small(patch_size=(16, 8), img_size=64)
+    x, _, _ = batch(garbage=(0.0,))
+    x[0, :, 48:], x[0, :, :, 40:] = float("nan"), float("nan")
+    sizes = torch.tensor([(33, 34)] + 4 * [(80, 112)])
+    alone = [x[:1, :, :48, :40], *x[1:].split(1)]
+    assert_as_alone(model, x, sizes, alone)
+
+
+@pytest.mark.parametrize("options", [{}, {"pos_embed": "learn"}])
+def test_images_that_a_model_pads_by_itself_keep_their_padding(options):
+    """Of 70 x 100 pixels the model makes 5 x 7 patches; in a batch as large as they are."""
+    model = small(dynamic_img_pad=True, **options)
+    x, _, _ = batch(garbage=(0.0,))
+    x = x[:3, :, :70, :100].contiguous()
+    sizes = torch.tensor([(70, 100), (33, 100), (70, 47)])
+    alone = [x[:1], x[1:2, :, :33], x[2:, :, :, :47]]
+    x[1, :, 33:48], x[2, :, :, 47:48] = 0, 0
+    x[1, :, 48:], x[2, :, :, 48:] = float("nan"), float("inf")
+    assert_as_alone(model, x, sizes, alone, tolerance=1e-6 if options else 1e-11)
+
+
+@pytest.mark.parametrize("relative", ["flat", "none"])
+@pytest.mark.parametrize("normalization", ["mean", "sum"])
+def test_a_causal_model_passes_over_absent_patches(relative, normalization):
+    options = {} if relative == "none" else dict(normalization=normalization, horizon=2)
+    model = small(relative=relative, **options)
+    assert_as_alone(model, *batch(), is_causal=True)
+
+
+@pytest.mark.parametrize("relative", ["joint", "axial", "flat", "none"])
+def test_a_causal_softmax_passes_over_absent_patches(relative):
+    model = small(attention="softmax", relative=relative)
+    assert_as_alone(model, *batch(), is_causal=True)
+
+
+@pytest.mark.parametrize("relative", ["joint", "axial", "flat", "none"])
+@pytest.mark.parametrize("attention", ["kernelized", "taylorshift", "softmax"])
+def test_a_mask_of_keys_takes_more_away(attention, relative):
+    model, (x, sizes, alone) = small(attention=attention, relative=relative), batch()
+    mask = torch.rand(5, 36, generator=torch.Generator().manual_seed(1)) < 0.7
+    mask[:, :2] = True
+    logits = model(x, sizes=sizes, attn_mask=mask)
+    there = model.present_patches(x, sizes)
+    for i, image in enumerate(alone):
+        own = torch.cat([mask[i, :1], mask[i, 1:][there[i]]])[None]
+        close(logits[i : i + 1], model(image, attn_mask=own), 1e-11)
+
+
+def test_sizes_of_the_whole_canvas_are_as_good_as_none():
+    x, _, _ = batch(garbage=(0.5,))
+    sizes = torch.tensor([(HEIGHT, WIDTH)]).expand(5, -1)
+    for name in ("scaleformer_vit_t", "taylorshift_abs_vit_t"):
+        model = small(name)
+        tolerance = 1e-6 if model.pos_embed is not None else 1e-12
+        close(model(x, sizes=sizes), model(x), tolerance)
+        assert model.present_patches(x, sizes).all()
+        assert model.present_patches(x, None) is None
+
+
+def test_without_sizes_no_mask_is_made(monkeypatch):
+    model, layouts = small(), []
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda block, inputs: layouts.append(inputs[1]))
+    x, sizes, _ = batch()
+    model(torch.zeros_like(x)), model(x, sizes=sizes)
+    assert [layout.present is None for layout in layouts] == [True, True, False, False]
+    assert all(layout.counts is not None for layout in layouts)
+    assert len({id(layout.counts) for layout in layouts}) == 2
+
+
+# Patches that are dropped
+
+
+class Given(nn.Module):
+    """In place of patch dropout: patches chosen beforehand."""
+
+    def __init__(self, kept):
+        super().__init__()
+        self.kept = kept
+
+    def forward(self, x, present=None):
+        index = (self.kept + 1).unsqueeze(-1).expand(-1, -1, x.shape[2])
+        return torch.cat([x[:, :1], x.gather(1, index)], dim=1), self.kept
+
+
+@pytest.mark.parametrize("relative", ["joint", "axial", "flat", "none"])
+@pytest.mark.parametrize("attention", ["kernelized", "taylorshift", "softmax"])
+def test_of_patches_kept_at_random_absent_ones_stay_absent(attention, relative):
+    model = small(attention=attention, relative=relative, patch_drop_rate=0.4).train()
+    x, sizes, alone = batch()
+    torch.manual_seed(5)
+    layout = model._embed(x, sizes)[1]
+    torch.manual_seed(5)
+    logits = model(x, sizes=sizes)
+    torch.manual_seed(5)
+    maps = model.forward_intermediates(x, sizes=sizes, intermediates_only=True)
+    for i, image in enumerate(alone):
+        places = layout.kept[i][layout.patch_mask()[i]]
+        rows, columns = (pixels // PATCH for pixels in image.shape[2:])
+        own = copy.deepcopy(model)
+        own.patch_drop = Given((places // 7 * columns + places % 7)[None])
+        close(logits[i : i + 1], own(image), 1e-11)
+        own_maps = own.forward_intermediates(image, intermediates_only=True)
+        for got, wanted in zip(maps, own_maps, strict=True):
+            close(got[i : i + 1, :, :rows, :columns], wanted, 1e-11)
+            assert got[i].ne(0).any(0).sum() == len(places)
+
+
+def test_each_image_drops_its_share_of_its_own_patches():
+    model, (x, sizes, _) = small(patch_drop_rate=0.4).train(), batch()
+    for seed in range(20):
+        torch.manual_seed(seed)
+        layout = model._embed(x, sizes)[1]
+        assert layout.kept.shape == (5, 21)
+        assert all(len(kept.unique()) == 21 for kept in layout.kept)
+        assert layout.patch_mask().sum(1).tolist() == [9, 12, 9, 1, 21]
+
+
+def test_images_that_fill_the_canvas_drop_the_patches_that_they_drop_without_sizes():
+    model, (x, _, _) = small(patch_drop_rate=0.4).train(), batch(garbage=(0.5,))
+    sizes, kept = torch.tensor([(HEIGHT, WIDTH)]).expand(5, -1), []
+    for given in (None, sizes):
+        torch.manual_seed(9)
+        kept.append(model._embed(x, given)[1].kept)
+    assert torch.equal(*kept)
+
+
+# Wrappers and compilers
+
+
+@pytest.mark.parametrize("name", ["scaleformer_vit_t", "taylorshift_vit_t"])
+def test_checkpointing_changes_no_gradient_of_images_that_do_not_fill_their_canvas(name):
+    model, (x, sizes, _) = small(name), batch()
+    wanted = gradients(model, model(x, sizes=sizes).square().sum())
+    model.set_grad_checkpointing()
+    got = gradients(model, model(x, sizes=sizes).square().sum())
+    for key, gradient in wanted.items():
+        close(got[key], gradient, 1e-12)
+
+
+@pytest.mark.parametrize("name", ["scaleformer_vit_t", "taylorshift_abs_vit_t"])
+def test_one_graph_serves_all_sizes_of_images_and_of_canvases(name):
+    torch._dynamo.reset()
+    model, graphs = small(name, dtype=torch.float32).eval(), []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    x, sizes, _ = batch(dtype=torch.float32)
+    with torch.no_grad():
+        for height, width in ((80, 112), (48, 80), (64, 48), (80, 64)):
+            given = sizes.minimum(torch.tensor((height, width)))
+            canvas = x[:, :, :height, :width]
+            close(compiled(canvas, sizes=given), model(canvas, sizes=given), 1e-5)
+        compiled(canvas, sizes=given + 1000)  # a graph looks at no entry
+    assert len(graphs) <= 2
+
+
+def test_a_model_with_sizes_is_exported_with_symbolic_height_and_width():
+    model = small(dtype=torch.float32).eval()
+    x, sizes, _ = batch(dtype=torch.float32)
+    height, width = (torch.export.Dim(name, min=2, max=64) for name in ("height", "width"))
+    shapes = {"x": {2: 16 * height, 3: 16 * width}, "sizes": None}
+    program = torch.export.export(model, (x,), {"sizes": sizes}, dynamic_shapes=shapes)
+    canvas, given = x[:, :, :48, :80], sizes.minimum(torch.tensor((48, 80)))
+    close(program.module()(canvas, sizes=given), model(canvas, sizes=given), 1e-5)
+
+
+@pytest.mark.parametrize("pooling", ["max", "map"])
+def test_fx_traces_a_model_that_takes_sizes(pooling):
+    model, (x, sizes, _) = small("taylorshift_abs_vit_t", global_pool=pooling).eval(), batch()
+    traced = create_feature_extractor(model, ["blocks.0", "head"])
+    with torch.no_grad():
+        assert torch.equal(traced(x, sizes=sizes)["head"], model(x, sizes=sizes))
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        (torch.ones(5, 2), "sizes: wanted int64 [5, 2], height and width of each image in pixels"),
+        (torch.ones(4, 2, dtype=torch.int64), "got torch.int64 (4, 2)"),
+        ([(80, 112)] * 5, "got list [(80, 112), (80, 112), (80, 112), (80, 112), (80, 112)]"),
+        (torch.tensor([(80, 112)] * 4 + [(0, 9)]), "got 0 x 9 for image 4"),
+        (torch.tensor([(80, 113)] * 5), "wanted 1 to 80 x 1 to 112 pixels, as the images have"),
+        (torch.ones(5, 2, dtype=torch.int64, device="meta"), "images is on cpu, sizes on meta"),
+    ],
+)
+def test_wrong_sizes_are_named_in_one_line(sizes, message):
+    model, (x, _, _) = small(), batch()
+    methods = model, model.forward_features, model.forward_intermediates, model.present_patches
+    for method in methods:
+        with pytest.raises(ValueError) as error:
+            method(x, sizes=sizes)
+        assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("pooling", ["max", "token", "map", "prr"])
+def test_a_wrong_mask_of_pooling_is_named_in_one_line(pooling):
+    model, features = small(global_pool=pooling), torch.zeros(2, 16, 24, dtype=torch.float64)
+    for wrong in (torch.ones(2, 15), torch.ones(2, 16, dtype=torch.bool), [[True] * 15] * 2):
+        with pytest.raises(ValueError) as error:
+            model.forward_head(features, present=wrong)
+        assert str(error.value).startswith("present: wanted bool [2, 15]")
+        assert "\n" not in str(error.value)
+
+
+def test_attention_alone_takes_what_is_absent_from_the_layout():
+    for relative in ("joint", "none"):
+        attn = small(relative=relative).blocks[0].attn
+        tokens = torch.randn(1, 7, 24, dtype=torch.float64)
+        present = torch.tensor([[True, True, False, True, True, False]])
+        layout = TokenLayout(1, Grid(2, 3), present=present)
+        other = tokens.clone()
+        other[:, [3, 6]] += 5
+        there = torch.tensor([0, 1, 2, 4, 5])
+        assert torch.equal(attn(tokens, layout)[:, there], attn(other, layout)[:, there])
+        assert not torch.equal(
+            attn(tokens, layout._replace(present=None)), attn(other, TokenLayout(1, Grid(2, 3)))
+        )
