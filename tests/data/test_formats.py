@@ -2,13 +2,27 @@
 range that are asked for.
 """
 
+import importlib.util
 import io
+import os
+import struct
+import warnings
+import zlib
 
+import cv2
 import numpy as np
 import pytest
 from PIL import Image
 
-from visionattn.data.formats import ReadOptions, open_image, read_image, read_size
+from visionattn.data.formats import (
+    DAMAGED_IMAGE,
+    MissingPackage,
+    ReadOptions,
+    open_image,
+    read_image,
+    read_size,
+    settle,
+)
 from visionattn.data.geometry import Box, Geometry
 
 HEIGHT, WIDTH = 37, 53
@@ -135,3 +149,485 @@ def test_images_shrink_by_areas():
     picture = pattern()[:36, :52]
     expected = picture.reshape(9, 4, 13, 4, 3).astype(float).mean((1, 3))
     assert np.abs(seen(saved(picture, "png"), (9, 13)) - expected).max() <= 0.51
+
+
+def tiff(pixels, **options):
+    """A stream with what tifffile writes of pixels ``[H, W, bands]``."""
+    tifffile = pytest.importorskip("tifffile")
+    stream = io.BytesIO()
+    if options.get("planarconfig") == "separate":
+        pixels = pixels.transpose(2, 0, 1)
+    elif pixels.shape[2] == 1:
+        pixels = pixels[..., 0]
+    else:
+        options["planarconfig"] = "contig"
+    writer = {name: options.pop(name) for name in ("bigtiff", "byteorder") if name in options}
+    with tifffile.TiffWriter(stream, **writer) as file:
+        file.write(pixels, **{"photometric": "minisblack"} | options)
+    stream.seek(0)
+    return stream
+
+
+LAYOUTS = {
+    "strips": {"rowsperstrip": 7},
+    "tiles": {"tile": (16, 32)},
+    "planes": {"planarconfig": "separate", "tile": (16, 16)},
+    "planes of strips": {"planarconfig": "separate", "rowsperstrip": 5},
+    "compressed": {"tile": (16, 16), "compression": "zlib", "predictor": True},
+    "LZW": {"rowsperstrip": 11, "compression": "lzw"},
+    "BigTIFF": {"bigtiff": True, "rowsperstrip": 8},
+    "big-endian": {"byteorder": ">", "tile": (16, 16)},
+}
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "int16", "float32"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_tiff_of_any_layout_gives_its_bands_whole_and_in_parts(layout, dtype):
+    pixels = pattern(5, np.uint16, 200).astype(dtype)
+    with open_image(tiff(pixels, **LAYOUTS[layout])) as reader:
+        assert (reader.height, reader.width, reader.bands) == (HEIGHT, WIDTH, 5)
+        assert reader.dtype == dtype and reader.pages == 1
+        np.testing.assert_array_equal(whole(reader), pixels)
+        part = reader.read(Box(5, 14, 29, 20), 29, 20, [4, 1])
+        np.testing.assert_array_equal(part, pixels[5:34, 14:34][..., [3, 0]])
+
+
+def test_a_part_of_a_tiff_reads_no_segment_that_it_does_not_lie_in():
+    """Of the 12 tiles all are garbled but the two that the part lies in."""
+    pixels = pattern(1)
+    stream = tiff(pixels, tile=(16, 16), compression="zlib")
+    with pytest.importorskip("tifffile").TiffFile(stream) as file:
+        places = list(zip(file.pages[0].dataoffsets, file.pages[0].databytecounts, strict=True))
+    content = bytearray(stream.getvalue())
+    for number, (start, length) in enumerate(places):
+        if number not in (5, 9):  # columns 16 to 31 of rows 16 to 47
+            content[start : start + length] = b"\xff" * length
+    with open_image(io.BytesIO(bytes(content))) as reader:
+        part = reader.read(Box(17, 18, 20, 13), 20, 13)
+        np.testing.assert_array_equal(part, pixels[17:37, 18:31])
+        with pytest.raises(ValueError, match="TIFF that cannot be read"):
+            reader.read(Box(17, 15, 20, 13), 20, 13)
+
+
+def halved(pixels):
+    height, width, bands = pixels.shape
+    blocks = pixels.reshape(height // 2, 2, width // 2, 2, bands)
+    return blocks.astype(float).mean((1, 3)).round().astype(pixels.dtype)
+
+
+@pytest.mark.parametrize("within", [True, False])
+def test_a_pyramid_gives_the_smallest_level_that_is_large_enough_and_its_levels_are_no_pages(
+    within,
+):
+    tifffile = pytest.importorskip("tifffile")
+    levels = [np.random.default_rng(1).integers(0, 256, (96, 160, 3), np.uint8)]
+    levels += [halved(levels[0])]
+    levels += [halved(levels[1])]
+    stream = io.BytesIO()
+    with tifffile.TiffWriter(stream) as file:
+        file.write(levels[0], photometric="rgb", tile=(16, 16), subifds=2 if within else 0)
+        for level in levels[1:]:
+            file.write(level, photometric="rgb", tile=(16, 16), subfiletype=1)
+    with open_image(stream) as reader:
+        assert reader.pages == 1
+        for least, level in ((16, 2), (17, 1), (32, 1), (33, 0)):
+            part = reader.read(Box(32, 48, 64, 80), least, least)
+            top, left = 32 >> level, 48 >> level
+            expected = levels[level][top : top + (64 >> level), left : left + (80 >> level)]
+            np.testing.assert_array_equal(part, expected)
+
+
+def test_pages_are_read_by_their_numbers_from_1():
+    tifffile = pytest.importorskip("tifffile")
+    pages = [pattern(seed=seed) for seed in range(2)]
+    pages[1] = pages[1][:20]
+    stream = io.BytesIO()
+    with tifffile.TiffWriter(stream) as file:
+        for page in pages:
+            file.write(page, photometric="rgb")
+    content = stream.getvalue()
+    np.testing.assert_array_equal(seen(io.BytesIO(content)), pages[0])
+    np.testing.assert_array_equal(seen(io.BytesIO(content), page=2), pages[1])
+    assert read_size(io.BytesIO(content), ReadOptions(page=2)) == (20, WIDTH)
+    with open_image(io.BytesIO(content)) as reader:
+        assert reader.pages == 2
+    with pytest.raises(ValueError, match="wanted page 3, the image has 2 pages"):
+        open_image(io.BytesIO(content), ReadOptions(page=3))
+    gif = saved(
+        Image.new("L", (4, 3), 10),
+        "gif",
+        save_all=True,
+        append_images=[Image.new("L", (4, 3), 200)],
+    )
+    assert seen(gif, page=2).tolist() == np.full((3, 4, 3), 200).tolist()
+
+
+def test_white_may_be_zero():
+    pixels = pattern(1)
+    got = seen(tiff(pixels, photometric="miniswhite"), channels=1)
+    np.testing.assert_array_equal(got, 255 - pixels)
+
+
+def test_bits_that_a_file_states_are_white_at_their_largest_value(tmp_path):
+    twelve = pattern(1, np.uint16, 4095)
+    stated = {
+        "largest value of a TIFF": tiff(twelve, extratags=[(281, 3, 1, 4095, True)]),
+        "sBIT of a PNG, unscaled": png_with_bits(twelve, 12),
+        "sBIT of a PNG, scaled": png_with_bits(twelve << 4 | twelve >> 8, 12),
+    }
+    for kind, stream in stated.items():
+        got = seen(stream, channels=1)
+        assert got.dtype == np.float32, kind
+        np.testing.assert_allclose(got, twelve / 4095, atol=1e-6, err_msg=kind)
+
+
+def png_with_bits(pixels, bits):
+    """A PNG of 16 bits with the chunk sBIT, which Pillow does not write."""
+    content = saved(pixels, "png").getvalue()
+    body = b"sBIT" + bytes([bits])
+    chunk = struct.pack(">I", 1) + body + struct.pack(">I", zlib.crc32(body))
+    return io.BytesIO(content[:33] + chunk + content[33:])
+
+
+def test_a_jpeg_2000_states_its_bits_and_is_decoded_smaller():
+    imagecodecs = pytest.importorskip("imagecodecs")
+    ramp = np.linspace(0, 4000, 64 * 96).reshape(64, 96).astype(np.uint16)
+    content = imagecodecs.jpeg2k_encode(
+        ramp, bitspersample=12, level=0, reversible=True, resolutions=5
+    )
+    with open_image(io.BytesIO(content)) as reader:
+        assert (reader.bits, reader.dtype) == (12, np.uint16)
+        assert reader.read(Box(0, 0, 64, 96), 16, 24).shape == (16, 24, 1)
+        np.testing.assert_array_equal(whole(reader)[..., 0], ramp)
+    np.testing.assert_allclose(
+        seen(io.BytesIO(content), channels=1)[..., 0], ramp / 4095, atol=1e-6
+    )
+
+
+def test_colours_of_16_bits_in_a_png_keep_all_their_bits():
+    """OpenCV writes them, blue first."""
+    pixels = pattern(3, np.uint16)
+    content = cv2.imencode(".png", np.ascontiguousarray(pixels[..., ::-1]))[1].tobytes()
+    got = seen(io.BytesIO(content), value_range=(0, 65535))
+    np.testing.assert_allclose(got, pixels / 65535, atol=1e-6)
+    garbled = bytearray(content)
+    garbled[len(garbled) // 2] ^= 255
+    for damaged in (content[:-300], bytes(garbled)):
+        with pytest.raises(DAMAGED_IMAGE):
+            seen(io.BytesIO(damaged), value_range=(0, 65535))
+
+
+def test_values_become_fractions_of_the_range_and_are_clipped_to_it():
+    pixels = np.array([[-5.0, 0.0, 2.0], [3.0, np.nan, np.inf]], np.float32)[..., None]
+    got = seen(tiff(pixels), channels=1, value_range=(-1, 3))
+    np.testing.assert_allclose(got[..., 0], [[0, 0.25, 0.75], [1, 0, 1]])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "uint16", "int32"])
+def test_values_without_a_range_are_one_line_with_the_smallest_and_the_largest(dtype):
+    pixels = pattern(1, np.uint16, 900).astype(dtype)
+    with pytest.raises(ValueError) as caught:
+        seen(tiff(pixels))
+    assert str(caught.value) == (
+        f"{dtype} values from 0 to 900, and nothing says which of them are black and white; give "
+        "--data.value_range LOW HIGH"
+    )
+
+
+def test_bands_are_picked_in_the_order_given():
+    pixels = pattern(5)
+    for bands in ((5, 2), (1,), (3, 3, 1), (1, 2, 3, 4, 5)):
+        got = seen(tiff(pixels), (9, 13), bands=bands)
+        expected = seen(
+            tiff(pixels[..., [band - 1 for band in bands]]),
+            (9, 13),
+            bands=(tuple(range(1, len(bands) + 1))),
+        )
+        np.testing.assert_array_equal(got, expected)
+        assert got.shape == (9, 13, len(bands))
+    np.testing.assert_array_equal(seen(tiff(pixels), bands=(4, 2)), pixels[..., [3, 1]])
+
+
+def test_bands_that_do_not_exist_or_are_not_named_are_one_line():
+    for bands, wanted, line in (
+        (5, (6,), "wanted band 6, the image has 5 bands"),
+        (1, (1, 2), "wanted band 2, the image has 1 band"),
+        (5, None, "the image has 5 bands; name those to read, in their order, as in --data.bands"),
+        (2, None, "the image has 2 bands; name those to read, in their order, as in --data.bands"),
+    ):
+        with pytest.raises(ValueError) as caught:
+            seen(tiff(pattern(bands)), bands=wanted)
+        assert str(caught.value).startswith(line) and "\n" not in str(caught.value)
+    # of four bands the first three are the colours, the fourth is transparency or infrared
+    four = pattern(4)
+    np.testing.assert_array_equal(seen(tiff(four)), four[..., :3])
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"bands": ()}, "data.bands must be numbers from 1, got []"),
+        ({"bands": (0, 2)}, "data.bands must be numbers from 1, got [0, 2]"),
+        ({"page": 0}, "data.page must be at least 1, got 0"),
+        ({"value_range": (3, 3)}, "data.value_range must be two finite numbers, the lower one"),
+        ({"value_range": (3, 2)}, "data.value_range must be two finite numbers, the lower one"),
+        ({"value_range": (0, np.inf)}, "data.value_range must be two finite numbers, the lower"),
+        ({"value_range": (1,)}, "data.value_range must be two finite numbers, the lower one"),
+        ({"channels": 4}, "the model takes 4 channels; images in files are read with 1 or 3"),
+    ],
+)
+def test_options_that_mean_nothing_are_one_line(options, line):
+    with pytest.raises(ValueError) as caught:
+        ReadOptions(**options)
+    assert str(caught.value).startswith(line)
+
+
+class Listed:
+    """Streams as a source of images."""
+
+    def __init__(self, *streams):
+        self.contents = [stream.getvalue() for stream in streams]
+
+    def open(self, index):
+        return io.BytesIO(self.contents[index])
+
+    def name(self, index):
+        return f"image {index}"
+
+
+@pytest.mark.parametrize(("largest", "bits"), [(4031, 12), (4096, 14), (16384, 16), (17, 12)])
+def test_the_range_of_16_bits_is_found_once_by_the_largest_value_of_a_few_files(largest, bits):
+    pixels = [pattern(1, np.uint16, high) for high in (5, largest, 11)]
+    source = Listed(*map(tiff, pixels))
+    options, lines = settle(source, range(3), ReadOptions(1))
+    assert options.value_range == (0, 2**bits - 1)
+    assert lines == [
+        f"16-bit images hold values up to {largest:,}: read as {bits} bits; "
+        "--data.value_range LOW HIGH says otherwise"
+    ]
+    with open_image(source.open(0)) as reader:
+        got = read_image(reader, Geometry("native", None).view(HEIGHT, WIDTH), options)
+    np.testing.assert_allclose(got, pixels[0] / (2**bits - 1), atol=1e-6)
+
+
+def test_values_above_the_range_that_was_found_are_an_error_and_what_a_file_states_comes_first():
+    options = settle(Listed(tiff(pattern(1, np.uint16, 4000))), [0], ReadOptions(1))[0]
+    view = Geometry("native", None).view(HEIGHT, WIDTH)
+    with (
+        open_image(tiff(pattern(1, np.uint16, 5000))) as reader,
+        pytest.raises(ValueError, match="values up to 5,000, where those of the other images end"),
+    ):
+        read_image(reader, view, options)
+    twelve = pattern(1, np.uint16, 16383)
+    with open_image(tiff(twelve, extratags=[(281, 3, 1, 16383, True)])) as reader:
+        np.testing.assert_allclose(read_image(reader, view, options), twelve / 16383, atol=1e-6)
+
+
+def test_a_range_is_not_looked_for_where_it_is_given_or_all_images_have_8_bits():
+    eight, sixteen = saved(pattern(), "png"), tiff(pattern(1, np.uint16))
+    for source, options in (
+        (Listed(eight, eight), ReadOptions()),
+        (Listed(sixteen), ReadOptions(value_range=(0, 9))),
+        (Listed(io.BytesIO(b"no image")), ReadOptions()),
+    ):
+        assert settle(source, range(len(source.contents)), options) == (options, [])
+
+
+def test_floats_without_a_range_are_one_line_that_names_the_file():
+    source = Listed(saved(pattern(), "png"), tiff(pattern(1, np.uint16, 7).astype("float32") / 4))
+    with pytest.raises(ValueError) as caught:
+        settle(source, range(2), ReadOptions())
+    assert str(caught.value) == (
+        "image 1 holds values from 0 to 1.75, and nothing says which of them are black and white; "
+        "give --data.value_range LOW HIGH"
+    )
+
+
+def test_pages_that_are_left_out_are_told_once():
+    two = saved(
+        Image.fromarray(pattern()),
+        "tiff",
+        save_all=True,
+        append_images=[Image.fromarray(pattern())],
+    )
+    source = Listed(two, two, saved(pattern(), "png"))
+    assert settle(source, range(3), ReadOptions())[1] == [
+        "images have several pages (2 in image 0): the first of each is read, the others are left "
+        "out; --data.page N takes another"
+    ]
+    assert settle(source, range(2), ReadOptions(page=2))[1] == []
+
+
+def test_npy_and_zarr_are_images_with_channels_last(tmp_path):
+    for pixels in (pattern(), pattern(7), pattern(1, np.uint16)[..., 0], pattern(1)[..., 0] > 99):
+        np.save(tmp_path / "a.npy", pixels)
+        sources = [
+            str(tmp_path / "a.npy"),
+            (tmp_path / "a.npy").open("rb"),
+            io.BytesIO((tmp_path / "a.npy").read_bytes()),
+        ]
+        if importlib.util.find_spec("zarr"):
+            import zarr
+
+            array = zarr.open_array(
+                str(tmp_path / "a.zarr"),
+                mode="w",
+                shape=pixels.shape,
+                dtype=pixels.dtype,
+                chunks=(16, 16, 1)[: pixels.ndim],
+            )
+            array[:] = pixels
+            sources.append(str(tmp_path / "a.zarr"))
+        expected = pixels * np.uint8(255) if pixels.dtype == bool else pixels
+        expected = expected.reshape(HEIGHT, WIDTH, -1)
+        for source in sources:
+            with open_image(source) as reader:
+                assert reader.dtype == expected.dtype
+                np.testing.assert_array_equal(whole(reader), expected)
+                part = reader.read(Box(5, 14, 29, 20), 29, 20)
+                np.testing.assert_array_equal(part, expected[5:34, 14:34])
+
+
+def test_an_array_that_is_no_image_is_one_line(tmp_path):
+    for array, said in (
+        (
+            np.zeros((2, 3, 4, 5)),
+            r"wanted an array of numbers, \[H, W\] or \[H, W, C\], got float64",
+        ),
+        (np.array(["a"]), "wanted an array of numbers"),
+        (np.array([None]), "Python objects in dtype"),
+    ):
+        np.save(tmp_path / "a.npy", array, allow_pickle=True)
+        with pytest.raises(ValueError, match=said):
+            open_image(str(tmp_path / "a.npy"))
+
+
+def test_a_zarr_group_of_one_image_in_several_sizes_is_a_pyramid(tmp_path):
+    zarr = pytest.importorskip("zarr")
+    levels = [np.random.default_rng(1).integers(0, 256, (96, 160, 3), np.uint8)]
+    levels += [halved(levels[0])]
+    group = zarr.open_group(str(tmp_path / "a.zarr"), mode="w")
+    for number, level in enumerate(levels):
+        group.create_array(str(number), data=np.ascontiguousarray(level.transpose(2, 0, 1)[None]))
+    axes = [{"name": name} for name in "tcyx"]
+    paths = [{"path": "0"}, {"path": "1"}]
+    group.attrs["multiscales"] = [{"axes": axes, "datasets": paths}]
+    with open_image(str(tmp_path / "a.zarr")) as reader:
+        np.testing.assert_array_equal(whole(reader), levels[0])
+        part = reader.read(Box(32, 48, 64, 80), 30, 40)
+        np.testing.assert_array_equal(part, levels[1][16:48, 24:64])
+
+
+def test_a_georeferenced_raster_is_read_by_windows_and_overviews(tmp_path):
+    rasterio = pytest.importorskip("rasterio")
+    from rasterio.enums import Resampling
+    from rasterio.transform import Affine
+
+    pixels = np.random.default_rng(1).integers(0, 4096, (96, 160, 5), np.uint16)
+    profile = dict(driver="GTiff", height=96, width=160, count=5, dtype="uint16", nbits=12)
+    profile |= dict(transform=Affine(10, 0, 100, 0, -10, 500), crs="EPSG:3857", tiled=True)
+    profile |= dict(blockxsize=16, blockysize=16)
+    path = str(tmp_path / "a.tif")
+    with rasterio.open(path, "w", **profile) as file:
+        file.write(pixels.transpose(2, 0, 1))
+    with rasterio.open(path, "r+") as file:
+        file.build_overviews([2], Resampling.average)
+    with open_image(path) as reader:
+        assert type(reader).__name__ == "Raster"
+        assert (reader.bands, reader.bits, reader.height, reader.width) == (5, 12, 96, 160)
+        np.testing.assert_array_equal(whole(reader), pixels)
+        part = reader.read(Box(32, 48, 64, 80), 33, 41, [4, 1])
+        np.testing.assert_array_equal(part, pixels[32:96, 48:128][..., [3, 0]])
+        part = reader.read(Box(32, 48, 64, 80), 32, 40, [4, 1]).astype(float)
+        assert np.abs(part - halved(pixels)[16:48, 24:64][..., [3, 0]]).max() <= 1
+    got = seen(path, bands=(5,))
+    np.testing.assert_allclose(got, pixels[..., 4:] / 4095, atol=1e-6)
+    # a stream has no path that GDAL could open
+    with open(path, "rb") as file, open_image(io.BytesIO(file.read())) as reader:
+        assert type(reader).__name__ == "TiffImage"
+        np.testing.assert_array_equal(whole(reader), pixels)
+
+
+def test_a_slide_is_read_by_its_levels(tmp_path):
+    tifffile = pytest.importorskip("tifffile")
+    pytest.importorskip("tiffslide")
+    full = np.random.default_rng(1).integers(0, 256, (128, 192, 3), np.uint8)
+    said = "Aperio Image Library v11\r\n192x128 [0,0 192x128] (64x64) JPEG/RGB|AppMag = 20"
+    path = str(tmp_path / "a.svs")
+    with tifffile.TiffWriter(path) as file:
+        options = {"photometric": "rgb", "description": said, "metadata": None}
+        file.write(full, tile=(64, 64), **options)
+        file.write(halved(halved(full)), **options)  # a thumbnail
+        file.write(halved(full), tile=(64, 64), **options)
+    with open_image(path) as reader:
+        assert (type(reader).__name__, reader.pages) == ("Slide", 1)
+        np.testing.assert_array_equal(whole(reader), full)
+        part = reader.read(Box(32, 48, 64, 80), 33, 41, [3, 1])
+        np.testing.assert_array_equal(part, full[32:96, 48:128][..., [2, 0]])
+        part = reader.read(Box(32, 48, 64, 80), 32, 40)
+        np.testing.assert_array_equal(part, halved(full)[16:48, 24:64])
+
+
+@pytest.fixture
+def without(monkeypatch):
+    """Packages that are not installed."""
+    find = importlib.util.find_spec
+
+    def hide(*names):
+        monkeypatch.setattr(
+            importlib.util, "find_spec", lambda name, *rest: None if name in names else find(name)
+        )
+
+    return hide
+
+
+def test_a_missing_package_is_one_line_that_installs_it(tmp_path, without):
+    five = tiff(pattern(5)).getvalue()
+    twelve = tiff(pattern(3, np.uint16, 4095), photometric="rgb").getvalue()
+    without("tifffile", "rasterio", "tiffslide", "zarr")
+    (tmp_path / "a.zarr").mkdir()
+    for name in ("a.svs", "a.vrt"):
+        (tmp_path / name).write_bytes(five)
+    for source, extra in (
+        (io.BytesIO(five), "tiff"),
+        (io.BytesIO(twelve), "tiff"),
+        (str(tmp_path / "a.svs"), "slides"),
+        (str(tmp_path / "a.vrt"), "raster"),
+        (str(tmp_path / "a.zarr"), "arrays"),
+    ):
+        with pytest.raises(MissingPackage) as caught:
+            seen(source)
+        assert str(caught.value).endswith(f": pip install 'visionattn[{extra}]'")
+        assert "\n" not in str(caught.value)
+
+
+def test_plain_tiff_needs_no_package_beyond_pillow(without):
+    colour, grey = pattern(), pattern(1, np.uint16, 4000)
+    without("tifffile", "rasterio")
+    np.testing.assert_array_equal(seen(saved(colour, "tiff")), colour)
+    got = seen(saved(grey, "tiff"), channels=1, value_range=(0, 4000))
+    np.testing.assert_allclose(got, grey / 4000, atol=1e-6)
+
+
+def test_a_fifo_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "a.png")
+    with pytest.raises(ValueError, match="a.png is a pipe, a socket or a device and no image file"):
+        open_image(tmp_path / "a.png")
+
+
+def test_garbled_tiffs_are_damaged_images():
+    content = tiff(pattern(), photometric="rgb", tile=(16, 16), compression="zlib").getvalue()
+    rng = np.random.default_rng(0)
+    damaged = 0
+    for _ in range(60):
+        garbled = np.frombuffer(content, np.uint8).copy()
+        garbled[rng.integers(0, 400, 4)] = rng.integers(0, 256, 4)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Pillow's, of what it passes over
+            try:
+                with open_image(io.BytesIO(garbled.tobytes())) as reader:
+                    reader.read(Box(0, 0, 1, 1), 1, 1)
+            except DAMAGED_IMAGE as error:
+                assert "\n" not in str(error)
+                damaged += 1
+    assert damaged > 20

@@ -16,6 +16,7 @@ import numpy as np
 from PIL import ExifTags, Image
 
 from visionattn.data.formats.reader import (
+    LARGEST_IMAGE_PX,
     TURNS,
     MissingPackage,
     Reader,
@@ -25,8 +26,6 @@ from visionattn.data.formats.reader import (
 )
 from visionattn.data.geometry import Box
 
-LARGEST_IMAGE_PX = 2**30
-"""Larger images count as damaged, and Pillow warns from half as many pixels on."""
 CONVERTED = {"1": "L", "LA": "LA", "La": "LA", "PA": "RGBA", "RGBA": "RGBA", "RGBa": "RGBA"}
 """What images of a mode are converted to; those of other modes of 8 bits become RGB."""
 BANDS = {"L": 1, "LA": 2, "RGB": 3, "RGBA": 4}
@@ -104,6 +103,10 @@ class PillowImage(Reader):
         self.bands, self.alpha = BANDS[self.mode], self.mode.endswith("A")
         self.dtype, self.bits = np.dtype(np.uint8), 8
         self._refuse_lost_bits()
+
+    def has_tag(self, number: int) -> bool:
+        """Whether a TIFF has a tag."""
+        return number in getattr(self._image, "tag_v2", {})
 
     def _bits(self) -> int | None:
         """Return the bits that integers fill, where the file states it."""

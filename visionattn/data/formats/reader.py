@@ -7,7 +7,8 @@ import importlib.util
 import struct
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import NamedTuple, Self
 
@@ -47,6 +48,36 @@ def require(extra: str, *packages: str, what: str) -> None:
         raise MissingPackage(
             f"{what} needs {' and '.join(missing)}: pip install 'visionattn[{extra}]'"
         )
+
+
+LARGEST_IMAGE_PX = 2**30
+"""Of larger images parts are read alone; Pillow, which reads whole images, counts them as damaged
+and warns from half as many pixels on.
+"""
+BROKEN = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError)
+"""What libraries raise for garbled files besides ``DAMAGED_IMAGE``, where they did not expect it.
+"""
+
+
+def one_line(error: BaseException) -> str:
+    """Return the text of an error in one line, at most 200 characters of it."""
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+@contextmanager
+def damage(what: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Turn what a library raises for a garbled file into one of ``DAMAGED_IMAGE``.
+
+    Args:
+        what: the kind of file, for the message.
+        kinds: the library's own errors.
+    """
+    try:
+        yield
+    except DAMAGED_IMAGE:
+        raise
+    except (*kinds, *BROKEN) as error:
+        raise ValueError(f"{what} that cannot be read: {one_line(error)}") from error
 
 
 class Turn(NamedTuple):
@@ -188,3 +219,32 @@ def smaller_part(box: Box, scale: tuple[float, float], shape: Sequence[int]) -> 
         first = min(round(start / by), most - 1)
         ends.append(slice(first, min(max(round((start + length) / by), first + 1), most)))
     return ends[0], ends[1]
+
+
+def choose_level(
+    sizes: Sequence[tuple[int, int]], box: Box, height: int, width: int
+) -> tuple[int, tuple[slice, slice]]:
+    """Choose the smallest of several sizes of an image in which a part is large enough.
+
+    Args:
+        sizes: heights and widths, the full size first and then smaller ones.
+        box: the part, in pixels of the full size.
+        height: the rows that the part must have.
+        width: its columns.
+
+    Returns:
+        The number of the size, and where the part lies in it.
+
+    Raises:
+        ValueError: the part has more pixels than are read at once.
+    """
+    for number in range(len(sizes) - 1, -1, -1):
+        scale = (sizes[0][0] / sizes[number][0], sizes[0][1] / sizes[number][1])
+        part = smaller_part(box, scale, sizes[number])
+        large = part[0].stop - part[0].start >= height and part[1].stop - part[1].start >= width
+        if large or number == 0:
+            break
+    rows, columns = part[0].stop - part[0].start, part[1].stop - part[1].start
+    if rows * columns > LARGEST_IMAGE_PX:
+        raise ValueError(f"{rows:,} x {columns:,} pixels are too many to be read at once")
+    return number, part

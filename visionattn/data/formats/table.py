@@ -32,9 +32,16 @@ class Format:
 
 
 TABLE = (
+    Format("slides", (".svs", ".ndpi", ".scn", ".bif", ".qptiff"), by_path=True),
+    Format("raster", (".vrt", ".img", ".hgt", ".ntf"), by_path=True),
+    Format("arrays", (".zarr",), by_path=True),
+    Format("arrays", (".npy",), (b"\x93NUMPY",)),
     Format(
-        "pillow", (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".jp2", ".pgm", ".ppm", ".tif")
+        "tiff",
+        (".tif", ".tiff", ".btf", ".tf8"),
+        (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"),
     ),
+    Format("pillow", (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".jp2", ".pgm", ".ppm")),
 )
 """The last row takes what no other does."""
 

@@ -1,0 +1,108 @@
+"""Arrays as images: ``.npy``, mapped into memory, and zarr, of which the chunks are read that are
+needed. Their axes are ``[H, W]`` or ``[H, W, C]``.
+"""
+
+import os
+from collections.abc import Sequence
+from typing import BinaryIO
+
+import numpy as np
+
+from visionattn.data.formats.reader import (
+    Reader,
+    check_page,
+    choose_level,
+    damage,
+    pick,
+    require,
+)
+from visionattn.data.geometry import Box
+
+
+def open_reader(source: str | BinaryIO, page: int | None) -> Reader:
+    """Open a zarr folder by its path, or the content of an ``.npy`` file."""
+    if isinstance(source, str):
+        require("arrays", "zarr", what=f"a zarr array ({source})")
+        with damage("zarr"):
+            return ArrayImage(_open_zarr(source), None, page)
+    path = getattr(source, "name", None)
+    mapped = isinstance(path, str) and os.path.isfile(path)
+    with damage("array"):
+        # Objects would be unpickled, which may run anything.
+        array = np.load(path if mapped else source, "r" if mapped else None, allow_pickle=False)
+    return ArrayImage([array], source, page)
+
+
+class ArrayImage(Reader):
+    """An array, or the same image in several sizes, the largest first."""
+
+    def __init__(self, levels: Sequence, file: BinaryIO | None, page: int | None):
+        self._levels, self._file = levels, file
+        check_page(page, 1)
+        first = levels[0]
+        if first.ndim not in (2, 3) or 0 in first.shape or first.dtype.kind not in "buif":
+            raise ValueError(
+                f"wanted an array of numbers, [H, W] or [H, W, C], got {first.dtype} "
+                f"{list(first.shape)}"
+            )
+        self.stored = first.shape[0], first.shape[1]
+        self.bands = 1 if first.ndim == 2 else first.shape[2]
+        self.dtype = np.dtype(first.dtype).newbyteorder("=")
+        self.bits = 8 if self.dtype in (np.uint8, np.bool_) else None
+        self._truth = self.dtype == np.bool_
+        if self._truth:
+            self.dtype = np.dtype(np.uint8)
+
+    def _read(self, box: Box, height: int, width: int, bands: Sequence[int] | None) -> np.ndarray:
+        sizes = [level.shape[:2] for level in self._levels]
+        number, (rows, columns) = choose_level(sizes, box, height, width)
+        with damage("array"):
+            pixels = np.asarray(self._levels[number][rows, columns])
+        pixels = pick(pixels.reshape(*pixels.shape[:2], -1), bands).astype(self.dtype)
+        return pixels * 255 if self._truth else pixels
+
+    def close(self) -> None:
+        """Close the file."""
+        self._levels = []
+        if self._file is not None:
+            self._file.close()
+
+
+def _open_zarr(path: str) -> list:
+    """Return the array of a zarr folder, or those of a group that holds one image in several sizes
+    (OME-NGFF), the largest first.
+    """
+    import zarr
+
+    found = zarr.open(path, mode="r")
+    if isinstance(found, zarr.Array):
+        return [found]
+    said = dict(found.attrs)
+    images = said.get("ome", said).get("multiscales")
+    if not images:
+        raise ValueError("a zarr group and no array; give the folder of one of its arrays")
+    axes = [axis["name"] if isinstance(axis, dict) else axis for axis in images[0].get("axes", ())]
+    levels = [_Level(found[each["path"]], axes) for each in images[0]["datasets"]]
+    return sorted(levels, key=lambda level: -level.shape[0])
+
+
+class _Level:
+    """A zarr array with named axes, seen as ``[H, W, C]``; times and depths must be one."""
+
+    def __init__(self, array, axes: Sequence[str]):
+        self._array, self._axes = array, [axis.lower() for axis in axes]
+        lengths = dict(zip(self._axes, array.shape, strict=True))
+        many = [axis for axis in self._axes if axis not in "yxc" and lengths[axis] > 1]
+        if many or not {"y", "x"} <= lengths.keys():
+            raise ValueError(
+                f"a zarr image with axes {axes} of {list(array.shape)}; wanted y, x, c"
+            )
+        self.shape = lengths["y"], lengths["x"], lengths.get("c", 1)
+        self.ndim, self.dtype = 3, array.dtype
+
+    def __getitem__(self, part: tuple[slice, slice]) -> np.ndarray:
+        chosen = {"y": part[0], "x": part[1], "c": slice(None)}
+        pixels = np.asarray(self._array[tuple(chosen.get(axis, 0) for axis in self._axes)])
+        order = [axis for axis in self._axes if axis in chosen]
+        pixels = pixels.transpose([order.index(axis) for axis in "yxc" if axis in order])
+        return pixels if pixels.ndim == 3 else pixels[..., None]
