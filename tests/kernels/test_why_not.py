@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("triton", reason="GPU kernels need Triton")
 
 import torch
+from timm.models import create_model
 
 from tests.helpers.kernel_checks import INTERPRETED
 from tests.helpers.oracles import draw_kept, draw_qkv
@@ -143,6 +144,27 @@ def test_triton_by_name_raises_the_reason_and_auto_takes_eager_on_a_processor(fu
     assert not any("triton" in name for name in attention_backends(lambda: function(q, k, v)))
     backends = attention_backends(lambda: function(q, k, v, impl="triton"))
     assert backends and all("triton" in name for name in backends)
+
+
+@interpreted
+@pytest.mark.parametrize("relative", ["joint", "none"])
+@pytest.mark.parametrize("name", ["scaleformer_vit_t", "taylorshift_vit_t"])
+def test_a_model_leaves_absent_patches_out_where_auto_takes_kernels(name, relative, monkeypatch):
+    """With a position their mask has no kernel; without one it has."""
+    monkeypatch.setattr(machine, "NOT_BY_AUTO", {})
+    monkeypatch.setattr(machine, "_on_gpu", lambda x: True)
+    options = dict(embed_dim=16, num_heads=2, depth=1, num_classes=3, relative=relative)
+    model = create_model(name, **options).eval()
+    x = torch.randn(1, 3, 64, 48, generator=torch.Generator().manual_seed(0))
+    alone, sizes = x[:, :, :32, :32].clone(), torch.tensor([(32, 20)])
+    x[:, :, 32:], x[:, :, :, 32:] = float("nan"), float("nan")
+    with torch.no_grad():
+        assert torch.allclose(model(x, sizes=sizes), model(alone), atol=1e-5)
+        ran = [
+            attention_backends(lambda: model(x, sizes=sizes)),
+            attention_backends(lambda: model(alone)),
+        ]
+    assert ["triton" in names[0] for names in ran] == [relative == "none", True]
 
 
 @interpreted

@@ -154,6 +154,7 @@ def test_absolute_position_is_that_of_the_grid_that_an_image_fills(options):
         dict(feature_map="relu", relative="none"),
         dict(class_token=False, pre_norm=True, final_norm=False),
         dict(reg_tokens=3, horizon=0, init_values=0.1),
+        dict(global_pool="prr", class_token=False),
     ],
     ids=str,
 )
@@ -238,6 +239,16 @@ def test_without_sizes_no_mask_is_made(monkeypatch):
     assert [layout.present is None for layout in layouts] == [True, True, False, False]
     assert all(layout.counts is not None for layout in layouts)
     assert len({id(layout.counts) for layout in layouts}) == 2
+
+
+@pytest.mark.parametrize("pooling", ["max", "avg", "map", "prr"])
+def test_all_that_sizes_need_is_made_on_the_device_of_the_images(pooling):
+    """The meta device refuses tensors of others, as a GPU does."""
+    for relative in ("joint", "axial", "flat", "none"):
+        options = dict(global_pool=pooling, pos_embed="learn", patch_drop_rate=0.4)
+        model = small(relative=relative, **options).train().to("meta")
+        x, sizes = (given.to("meta") for given in batch()[:2])
+        assert model(x, sizes=sizes).is_meta and model.present_patches(x, sizes).is_meta
 
 
 # Patches that are dropped
