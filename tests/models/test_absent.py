@@ -321,10 +321,9 @@ def test_checkpointing_changes_no_gradient_of_images_that_do_not_fill_their_canv
         close(got[key], gradient, 1e-12)
 
 
-@pytest.mark.parametrize("name", ["scaleformer_vit_t", "taylorshift_abs_vit_t"])
-def test_one_graph_serves_all_sizes_of_images_and_of_canvases(name):
+def test_one_graph_serves_all_sizes_of_images_and_of_canvases():
     torch._dynamo.reset()
-    model, graphs = small(name, dtype=torch.float32).eval(), []
+    model, graphs = small(dtype=torch.float32, pos_embed="learn", depth=1).eval(), []
 
     def backend(graph, inputs):
         graphs.append(graph)
@@ -333,7 +332,7 @@ def test_one_graph_serves_all_sizes_of_images_and_of_canvases(name):
     compiled = torch.compile(model, fullgraph=True, backend=backend)
     x, sizes, _ = batch(dtype=torch.float32)
     with torch.no_grad():
-        for height, width in ((80, 112), (48, 80), (64, 48), (80, 64)):
+        for height, width in ((80, 112), (48, 80), (64, 48)):
             given = sizes.minimum(torch.tensor((height, width)))
             canvas = x[:, :, :height, :width]
             close(compiled(canvas, sizes=given), model(canvas, sizes=given), 1e-5)
@@ -342,7 +341,7 @@ def test_one_graph_serves_all_sizes_of_images_and_of_canvases(name):
 
 
 def test_a_model_with_sizes_is_exported_with_symbolic_height_and_width():
-    model = small(dtype=torch.float32).eval()
+    model = small(dtype=torch.float32, depth=1).eval()
     x, sizes, _ = batch(dtype=torch.float32)
     height, width = (torch.export.Dim(name, min=2, max=64) for name in ("height", "width"))
     shapes = {"x": {2: 16 * height, 3: 16 * width}, "sizes": None}
