@@ -6,19 +6,19 @@ Streams are in ``streams.py``.
 """
 
 import importlib.util
-import os
 import tarfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from timm.data.readers import create_reader
-from timm.data.readers.img_extensions import get_img_extensions
 from timm.data.readers.reader_image_in_tar import ReaderImageInTar
 from timm.utils.misc import natural_key
 
 from visionattn.data.embedded import stratified_split
+from visionattn.data.formats import extensions
 from visionattn.data.images import Augmentation, Files, ImageDataset, Source, TableRows, TarMembers
+from visionattn.data.walk import identity, images_below
 
 LAYOUT = "wanted train/<class>/* and val/<class>/*, or <class>/*"
 SPLIT_NAMES = {"train": ("train",), "validation": ("val", "validation"), "test": ("test",)}
@@ -131,37 +131,30 @@ def _open_folder(root: Path) -> tuple[dict[str, _Part], list[str]]:
 
 def _list_classes(folder: Path) -> dict[str, list[str]]:
     """List the paths of the images of each class folder, at any depth; classes and paths stand in
-    natural order.
+    natural order. A link to the folder itself is no class, and no class has images of another.
     """
+    own = identity(folder)
     classes = sorted(
-        (path.name for path in folder.iterdir() if path.is_dir() and path.name[0] != "."),
+        (
+            path.name
+            for path in folder.iterdir()
+            if path.is_dir() and path.name[0] != "." and identity(path) != own
+        ),
         key=natural_key,
     )
     if not classes:
         raise ValueError(f"data folder {folder} has no class folders; {LAYOUT}")
-    extensions = get_img_extensions(as_set=True)
+    apart = {own, *(identity(folder / name) for name in classes)}
     listed = {}
     for name in classes:
-        walk = os.walk(folder / name, followlinks=True, onerror=_reraise)
-        files = (os.path.join(where, file) for where, _, found in walk for file in found)
-        listed[name] = sorted(
-            (file for file in files if os.path.splitext(file)[1].lower() in extensions),
-            key=natural_key,
-        )
+        listed[name] = images_below(folder / name, apart)
         if not listed[name]:
-            wanted = ", ".join(sorted(extensions))
+            wanted = ", ".join(sorted(extensions()))
             raise ValueError(
                 f"class folder {folder / name} holds no images, which end in {wanted}; add some or "
                 "delete the folder"
             )
     return listed
-
-
-def _reraise(error: OSError) -> None:
-    """Raise the error that ``os.walk`` passes on; by itself it takes a folder that it cannot read
-    for an empty one.
-    """
-    raise error
 
 
 def _way_out(root: str) -> str:

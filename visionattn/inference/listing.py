@@ -13,23 +13,11 @@ from typing import BinaryIO, Protocol
 
 import numpy as np
 from PIL import Image
-from timm.data.readers.img_extensions import get_img_extensions
-from timm.utils.misc import natural_key
 
 from visionattn.data.embedded import digit_splits
+from visionattn.data.formats import check_file, extensions, is_folder_format
 from visionattn.data.images import Files
-
-EXTENSIONS = frozenset(get_img_extensions()) | {
-    ".tif",
-    ".tiff",
-    ".webp",
-    ".bmp",
-    ".gif",
-    ".jp2",
-    ".pgm",
-    ".ppm",
-}
-"""Endings of the files that are taken from a folder."""
+from visionattn.data.walk import images_below
 
 
 class Listing(Protocol):
@@ -114,10 +102,11 @@ def find_images(given: Sequence[str]) -> ListedFiles:
         )
     paths: list[str] = []
     for path in given:
-        if os.path.isdir(path):
-            paths += _in_folder(path)
-        elif not os.path.isfile(path):
+        if not os.path.exists(path):
             raise FileNotFoundError(f"no image, folder or list at {path}")
+        check_file(path)
+        if os.path.isdir(path) and not is_folder_format(path):
+            paths += _in_folder(path)
         elif path.lower().endswith(".txt"):
             paths += _in_list(path)
         else:
@@ -126,29 +115,12 @@ def find_images(given: Sequence[str]) -> ListedFiles:
 
 
 def _in_folder(folder: str) -> list[str]:
-    walk = os.walk(Path(folder), followlinks=True, onerror=_reraise)
-    files = (
-        os.path.join(where, file) for where, _, found in walk for file in found if file[0] != "."
-    )
-    paths = sorted(
-        (file for file in files if os.path.splitext(file)[1].lower() in EXTENSIONS), key=_order
-    )
+    paths = images_below(Path(folder))
     if not paths:
         raise ValueError(
-            f"no images in {folder}; wanted files that end in {', '.join(sorted(EXTENSIONS))}"
+            f"no images in {folder}; wanted files that end in {', '.join(sorted(extensions()))}"
         )
     return paths
-
-
-def _order(path: str) -> tuple[list, str]:
-    return natural_key(path), path
-
-
-def _reraise(error: OSError) -> None:
-    """Raise the error that ``os.walk`` passes on; by itself it takes a folder that it cannot read
-    for an empty one.
-    """
-    raise error
 
 
 def _in_list(path: str) -> list[str]:

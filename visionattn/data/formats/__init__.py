@@ -3,7 +3,13 @@
 from visionattn.data.formats.options import ReadOptions, check_reading
 from visionattn.data.formats.pillow import large_images_allowed
 from visionattn.data.formats.reader import DAMAGED_IMAGE, MissingPackage, Reader
-from visionattn.data.formats.table import check_file, extensions, open_image, read_size
+from visionattn.data.formats.table import (
+    check_file,
+    extensions,
+    is_folder_format,
+    open_image,
+    read_size,
+)
 from visionattn.data.formats.values import read_image, settle
 
 __all__ = [
@@ -14,6 +20,7 @@ __all__ = [
     "check_file",
     "check_reading",
     "extensions",
+    "is_folder_format",
     "large_images_allowed",
     "open_image",
     "read_image",

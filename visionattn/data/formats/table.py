@@ -3,6 +3,7 @@
 This module owns the table. A format is a row here and a module with its ``Reader``.
 """
 
+import errno
 import importlib
 import os
 import stat
@@ -73,6 +74,8 @@ def open_image(source: Openable, options: ReadOptions | None = None) -> Reader:
         source = source.name
     check_file(source)
     suffix = os.path.splitext(source)[1].lower()
+    if os.path.isdir(source) and not is_folder_format(source):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(source))
     if row := next((row for row in TABLE if row.by_path and suffix in row.suffixes), None):
         return _module(row).open_reader(os.fspath(source), page)
     file = open(source, "rb")  # noqa: SIM115  the reader closes it
@@ -101,6 +104,11 @@ def check_file(path: str | os.PathLike) -> None:
     mode = os.stat(path).st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
         raise ValueError(f"{os.fspath(path)} is a pipe, a socket or a device and no image file")
+
+
+def is_folder_format(path: str | os.PathLike) -> bool:
+    """Whether a folder is itself an image, by its name."""
+    return os.path.splitext(path)[1].lower() == ".zarr"
 
 
 def _module(row: Format):
