@@ -198,8 +198,9 @@ def test_light_moves_as_far_as_its_table_says():
     """The mark in the centre is shifted alone, by up to 6 %."""
     made = several(Augment("light", bands=1, border="black"), marked(101, 201, 50, 100), 300)
     centres = np.array([np.argwhere(each[..., 0] > 120).mean(0) for each in made])
-    reach = np.abs(centres - (50, 100)).max(0)
-    assert 5 < reach[0] < 7 and 10.5 < reach[1] < 13.5
+    low, high = (centres - (50, 100)).min(0), (centres - (50, 100)).max(0)
+    for reach in (-low, high):
+        assert 5 < reach[0] < 7 and 10.5 < reach[1] < 13.5
 
 
 def test_given_parts_replace_those_of_the_preset():
