@@ -22,9 +22,14 @@ def train(argv: Words, say: Say) -> None:
     from visionattn.training.engine import train
     from visionattn.training.options import parse_train
     from visionattn.training.report import how_to_resume, report
+    from visionattn.training.show import show_batch
 
     with joined() as processes:
         config = processes.together(lambda: parse_train(argv))
+        if config.show_batch is not None:
+            if processes.first:
+                say(show_batch(config))
+            return
         try:
             result = train(config, processes=processes)
         except Stopped as stop:

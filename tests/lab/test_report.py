@@ -2,11 +2,14 @@
 ends.
 """
 
+import base64
+import io
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 import tests.helpers.report_folders as folders
 from tests.helpers.report_folders import (
@@ -21,6 +24,8 @@ from tests.helpers.tools import assert_one_error, load_tool
 from visionattn.data.embedded import digit_splits
 from visionattn.lab.charts import Chart, Look, Series, thin
 from visionattn.lab.drawing import svg
+from visionattn.lab.report.batches import address as sheet_address
+from visionattn.lab.report.batches import batches_of
 from visionattn.lab.report.examples import address, galleries
 from visionattn.lab.report.page import report
 from visionattn.lab.report.runs import read_run
@@ -180,7 +185,40 @@ def test_images_that_are_not_there_are_left_out_with_the_reason(tmp_path):
     assert re.search(r"away : no images, since .*nowhere", page.text)
     assert "other : no images, since the weights are for other data" in page.text
     assert "young : no images, since there is no best.safetensors" in page.text
-    assert "img" not in page.tags
+    assert page.text.count("nowhere does not exist") == 1
+    # The batches of the two that have data; they share them.
+    assert page.tags.count("img") == 1
+    assert "first batches of training and of validation of other, young" in page.text
+
+
+def test_runs_whose_first_batches_are_the_same_share_a_sheet(tmp_path):
+    folders = [
+        write_run(tmp_path / "one"),
+        write_run(tmp_path / "faster", config={"optim": {"lr": 0.5}}),
+        write_run(tmp_path / "other", config={"seed": 8}),
+        write_run(tmp_path / "gone", config={"data": {"name": "cifar10"}}),
+    ]
+    sheets, skipped = batches_of([read_run(folder, folder.name, now=0.0) for folder in folders])
+    assert [sheet.runs for sheet in sheets] == [["one", "faster"], ["other"]]
+    assert sheets[0].source != sheets[1].source
+    assert list(skipped) == ["gone"] and skipped["gone"].startswith("cifar10 needs a root")
+
+
+def test_the_sheet_of_a_run_is_the_one_that_show_batch_draws(tmp_path):
+    folder = write_run(tmp_path / "one")
+    (sheet,), _ = batches_of([read_run(folder, "one", now=0.0)])
+    given = ["--config", str(folder / "config.yaml"), "--show-batch", str(tmp_path / "seen.png")]
+    assert load_tool("train")(given) == 0
+    kind, _, content = sheet.source.partition(",")
+    assert kind == "data:image/png;base64"
+    shown = Image.open(io.BytesIO(base64.b64decode(content)))
+    with Image.open(tmp_path / "seen.png") as drawn:
+        np.testing.assert_array_equal(np.asarray(shown), np.asarray(drawn))
+
+
+def test_a_large_sheet_is_a_jpeg():
+    noise = np.random.default_rng(0).integers(0, 256, (500, 600, 3), dtype=np.uint8)
+    assert sheet_address(Image.fromarray(noise)).startswith("data:image/jpeg;base64,")
 
 
 def test_a_large_image_is_shown_small(tmp_path):
@@ -251,7 +289,7 @@ def test_nothing_of_a_file_is_taken_for_markup_and_nothing_is_fetched(tmp_path):
     page = page_of(
         run, output=tmp_path / "page.html", more=("--title", "<script>alert(5)", "--images", "2")
     )
-    assert "script" not in page.tags and "b" not in page.tags and page.tags.count("img") == 0
+    assert "script" not in page.tags and "b" not in page.tags and page.tags.count("img") == 1
     assert name in page.text and "<script>alert(5)" in page.text
     assert any(text.startswith("<b onclick") for text in page.titles)
     text = (tmp_path / "page.html").read_text()

@@ -101,6 +101,10 @@ class TrainConfig:
     """Weights to start from: a checkpoint of ours or a state dict of a timm ViT. A resumed run has
     its own.
     """
+    show_batch: str | None = None
+    """PNG file in which to draw the first batches of training and of validation as the model sees
+    them; nothing is trained then.
+    """
     log_every: int = 50
     """Optimiser steps between two lines of ``metrics.jsonl``."""
     save_every: int | None = 500
@@ -196,7 +200,11 @@ def check(config: TrainConfig) -> None:
             raise ValueError(
                 f"{key} must be in {'[' if zero else '('}0, 1{']' if one else ')'}, got {value}"
             )
+    if config.show_batch is not None and not config.show_batch.endswith(".png"):
+        raise ValueError(f"show_batch must be a file that ends in .png, got {config.show_batch}")
     # Options that contradict each other.
+    if config.show_batch is not None and config.resume:
+        raise ValueError("show_batch draws the first batch of the first epoch; leave resume out")
     if optim.min_lr > optim.lr:
         raise ValueError(f"optim.min_lr {optim.min_lr} is above optim.lr {optim.lr}, the peak")
     if optim.warmup_epochs and optim.warmup_lr > optim.lr:

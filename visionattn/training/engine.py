@@ -67,6 +67,11 @@ def train(
     processes = processes or Processes()
     # Checks, from the cheapest to those that read data; each raises on all processes or on none.
     processes.together(lambda: check(config))
+    if config.show_batch is not None:
+        raise ValueError(
+            "with show_batch nothing is trained: use `visionattn train --show-batch`, or "
+            "visionattn.training.show.show_batch(config)"
+        )
     processes.together(lambda: choose_kind(config, processes.size))
     folder = processes.on_first(lambda: run_folder(config))
     states = States(folder)

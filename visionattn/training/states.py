@@ -19,7 +19,17 @@ from visionattn.training.progress import Position
 from visionattn.training.record import LAST, PREVIOUS
 
 QUIET = frozenset(
-    {"resume", "overwrite", "output", "run", "log_every", "save_every", "init_from", "parallel"}
+    {
+        "resume",
+        "overwrite",
+        "output",
+        "run",
+        "show_batch",
+        "log_every",
+        "save_every",
+        "init_from",
+        "parallel",
+    }
 )
 """Options that say where and how often to write."""
 

@@ -29,7 +29,9 @@ class ReportConfig:
     title: str | None = None
     """Heading of the page; None: the names of what it shows."""
     images: int = 12
-    """Images shown with the predictions of each run's best weights, 0 to 100."""
+    """Images shown with the predictions of each run's best weights, 0 to 100; with 0 the page has
+    no images, the first batches of the runs included.
+    """
     overwrite: bool = False
     """Replace a page that exists."""
 

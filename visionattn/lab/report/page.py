@@ -25,6 +25,7 @@ from visionattn.lab.drawing import svg
 from visionattn.lab.figures import heads_of, memory_of
 from visionattn.lab.profile.config import FILES
 from visionattn.lab.report import origin, tables
+from visionattn.lab.report.batches import batches_of
 from visionattn.lab.report.examples import galleries
 from visionattn.lab.report.figures import Figure, curves_of
 from visionattn.lab.report.options import Wanted, parse_report, trainings_in
@@ -89,6 +90,7 @@ def page(wanted: Wanted, runs: Sequence[Run], *, now: float) -> str:
         now: seconds since 1970.
     """
     shown, skipped = galleries(runs, wanted.images) if wanted.images else ([], {})
+    seen, unseen = batches_of(runs) if wanted.images else ([], {})
     charts = Charts()
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
@@ -106,6 +108,8 @@ def page(wanted: Wanted, runs: Sequence[Run], *, now: float) -> str:
         curves=curves_of(runs),
         galleries=shown,
         skipped=skipped,
+        batches=seen,
+        unseen={name: why for name, why in unseen.items() if skipped.get(name) != why},
         settings=tables.settings(runs) if runs else None,
         provenance=tables.provenance(runs),
         measured=[measured(rows) for kind in KINDS for rows in wanted.tables if rows.kind == kind],

@@ -1,0 +1,147 @@
+"""The sheet of first batches: it shows what a training computes with, and writes nothing else."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.helpers.small_runs import SPEC, quadrants, small_config
+from tests.helpers.tools import assert_one_error, load_tool
+from visionattn.data.config import AugmentConfig, DataConfig
+from visionattn.models.weights import DataSpec
+from visionattn.training import engine
+from visionattn.training.config import check
+from visionattn.training.engine import train
+from visionattn.training.show import first_batches, named, training_changes, unprepared, visible
+
+
+@pytest.fixture(scope="module")
+def main():
+    return load_tool("train")
+
+
+def seen_in_training(config, monkeypatch):
+    """The first input of the model in training and the first in evaluation, of a whole run."""
+    seen = {}
+    build_model = engine.build_model
+
+    def watched(*args):
+        model, built = build_model(*args)
+        model.register_forward_pre_hook(keep)
+        return model, built
+
+    def keep(module, inputs):
+        seen.setdefault(module.training, inputs[0].clone())
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "build_model", watched)
+        train(config)
+    return seen[True], seen[False]
+
+
+@pytest.mark.parametrize("optim", [{}, {"mixup": 0.6, "cutmix": 0.7}])
+def test_the_pictures_are_what_the_model_gets_in_its_first_step_and_its_first_evaluation(
+    tmp_path, monkeypatch, optim
+):
+    monkeypatch.setattr(engine, "build_splits", lambda config, seed: quadrants())
+    config = small_config(tmp_path, optim=optim, epochs=1, seed=5, batch_size=23)
+    parts = first_batches(config)
+    assert list(tmp_path.iterdir()) == []
+    for part, inputs in zip(parts, seen_in_training(config, monkeypatch), strict=True):
+        assert len(part.pictures) == 16
+        for picture, image in zip(part.pictures, inputs, strict=False):
+            levels = 255 * (image * SPEC.std[0] + SPEC.mean[0])
+            np.testing.assert_allclose(picture.pixels[..., 0], levels[0].numpy(), atol=0.51)
+            assert picture.captions[1:] == ("16 x 16 px", "4 x 4 patches")
+
+
+def test_labels_are_those_of_the_images_and_mixtures_say_their_shares(tmp_path, monkeypatch):
+    """Of a quadrant's image its brightest quarter is the label."""
+    monkeypatch.setattr(engine, "build_splits", lambda config, seed: quadrants())
+    training, validation = first_batches(small_config(tmp_path, batch_size=23))
+    for picture in (*training.pictures, *validation.pictures):
+        quarters = picture.pixels[..., 0].reshape(2, 8, 2, 8).mean((1, 3)).ravel()
+        assert picture.captions[0] == SPEC.class_names[quarters.argmax()]
+    mixed, validation = first_batches(small_config(tmp_path, optim={"mixup": 1.0}))
+    names = [picture.captions[0] for picture in mixed.pictures]
+    assert any(name.count("%") == 2 for name in names)
+    assert all("%" not in picture.captions[0] for picture in validation.pictures)
+    assert "mixup 1.0" in mixed.note and "mixup" not in validation.note
+
+
+def test_names_of_mixtures_have_the_larger_share_first_whatever_the_smoothing():
+    smooth = torch.full((4,), 0.025)
+    assert named(SPEC, smooth + torch.tensor([0, 0.9, 0, 0])) == "nw"
+    assert named(SPEC, torch.tensor([0.23, 0.7, 0.045, 0.025])) == "70 % nw + 23 % ne"
+    assert named(SPEC, torch.tensor([0.0004, 0, 0, 0.9996])) == "sw"
+    plain = DataSpec(1, 4, (), (0.3,), (0.2,), None, 16)
+    assert named(plain, torch.tensor([0.0, 0, 0.0, 1])) == "3"
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        DataSpec(2, 4, (), (0.3, 0.1), (0.2, 0.4), None, 16),
+        DataSpec(256, 4, (), (), (), "grey_one_hot", 16),
+    ],
+)
+def test_inputs_are_turned_back_into_images(spec):
+    images = torch.randint(0, 256, (3, 1 if spec.encoding else 2, 5, 7), dtype=torch.uint8)
+    back = unprepared(spec, spec.prepare(images))
+    torch.testing.assert_close(back, images / 255)
+
+
+@pytest.mark.parametrize(("bands", "shown"), [(1, [0, 0, 0]), (2, [0, 0, 0]), (5, [0, 1, 2])])
+def test_images_of_any_bands_and_of_floats_are_visible(bands, shown):
+    image = torch.randint(0, 256, (bands, 5, 7), dtype=torch.uint8)
+    wanted = image[shown].permute(1, 2, 0).numpy()
+    np.testing.assert_array_equal(visible(image), wanted)
+    np.testing.assert_array_equal(visible(image / 255), wanted)
+
+
+def test_the_note_names_what_changes_training_images(tmp_path):
+    config = small_config(tmp_path, optim={"cutmix": 0.5})
+    config.data = DataConfig(augment="documents", aug=AugmentConfig(turn=3.0))
+    assert training_changes(config) == "augment documents, turn 3.0, cutmix 0.5"
+
+
+def test_the_command_draws_one_file_says_one_line_and_trains_nothing(tmp_path, main, capsys):
+    flags = f"--config digits --data.workers 0 --output {tmp_path}/runs --show-batch {tmp_path}"
+    assert main(f"{flags}/seen.png".split()) == 0
+    said = capsys.readouterr().out
+    assert said == (
+        f"{tmp_path}/seen.png: 16 training and 16 validation images as the model sees them; "
+        "nothing was trained\n"
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["seen.png"]
+    with Image.open(tmp_path / "seen.png") as sheet:
+        assert sheet.format == "PNG" and min(sheet.size) > 500
+    before = (tmp_path / "seen.png").read_bytes()
+    assert main(f"{flags}/seen.png".split()) == 2
+    assert_one_error(capsys, "seen.png exists; --overwrite replaces it")
+    assert main(f"{flags}/seen.png --seed 4 --overwrite".split()) == 0
+    assert (tmp_path / "seen.png").read_bytes() != before
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--show-batch {}/x.jpg", "show_batch must be a file that ends in .png, got "),
+        ("--show-batch {}/no/x.png", "no folder "),
+        ("--show-batch {}/x.png --resume", "show_batch draws the first batch of the first epoch"),
+        ("--show-batch {}/x.png --data.img_size 33", "33"),
+        ("--show-batch", "--show-batch needs a value: text or null"),
+    ],
+)
+def test_what_cannot_be_drawn_is_said_in_one_line(tmp_path, main, capsys, flags, message):
+    given = [word.replace("{}", str(tmp_path)) for word in flags.split()]
+    assert main(["--config", "digits", *given]) == 2
+    assert_one_error(capsys, message)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_training_in_python_refuses_to_draw(tmp_path):
+    config = small_config(tmp_path, show_batch=str(tmp_path / "x.png"))
+    check(config)
+    with pytest.raises(ValueError, match="^with show_batch nothing is trained: use "):
+        train(config)

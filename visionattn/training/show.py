@@ -1,0 +1,160 @@
+"""What a model sees of its images: the first batches of training and validation, on one sheet.
+
+The batches are made as a run makes them, and nothing of a run is written. ``sheet.py`` draws.
+"""
+
+from collections.abc import Iterable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from einops import rearrange
+from torch import Tensor
+from torch.nn.functional import one_hot
+
+from visionattn.cli.files import check_free, write_whole
+from visionattn.data.batches import seed_batch
+from visionattn.models.weights import DataSpec
+from visionattn.training import engine
+from visionattn.training.config import TrainConfig, check
+from visionattn.training.distributed import Processes
+from visionattn.training.learner import Batch
+from visionattn.training.sheet import Part, Picture, draw_sheet
+from visionattn.training.trainer import Trainer
+
+MOST_PICTURES = 16
+"""Pictures of each of the two batches."""
+
+
+def show_batch(config: TrainConfig) -> str:
+    """Draw the first batches of a run into the file ``config.show_batch``, and return a line about
+    it.
+
+    Raises:
+        ValueError, FileNotFoundError: something about the configuration, the data or the file is
+            wrong; one line, and nothing is written.
+        OSError: the file cannot be written.
+    """
+    check(config)
+    path = Path(config.show_batch or "")
+    check_free(path, config.overwrite)
+    parts = first_batches(config)
+    sheet = draw_sheet(parts)
+    write_whole(path, lambda place: sheet.save(place, format="PNG"))
+    what = " and ".join(f"{len(part.pictures)} {part.title}" for part in parts)
+    return f"{path}: {what} images as the model sees them; nothing was trained"
+
+
+def first_batches(config: TrainConfig) -> list[Part]:
+    """Make the first batch of training, augmented and mixed as configured, and the first one of
+    validation; of each, the first pictures.
+
+    Raises:
+        ValueError, FileNotFoundError: as a training does before its first step.
+    """
+    config = replace(config, parallel=None)
+    trainer, _ = engine.build(config, None, False, Processes(), torch.device("cpu"))
+    number, (images, labels) = first(trainer.batches.epoch(0), "training")
+    shares = one_hot(labels)
+    if trainer.mix is not None:
+        seed_batch(config.seed, 0, number)
+        inputs, shares = trainer.inputs(images, labels)
+        images = unprepared(trainer.spec, inputs)
+    training = part("training", trainer, images, shares, changes=training_changes(config))
+    _, (images, labels) = first(trainer.validation, "validation")
+    return [training, part("validation", trainer, images, one_hot(labels), changes="not augmented")]
+
+
+def first(batches: Iterable[Batch], name: str) -> tuple[int, Batch]:
+    """Return the first batch that has images, and its number.
+
+    Raises:
+        ValueError: there is none.
+    """
+    for number, batch in enumerate(batches):
+        if len(batch[1]):
+            return number, batch
+    raise ValueError(f"none of the {name} images can be read, so there is nothing to show")
+
+
+def unprepared(spec: DataSpec, inputs: Tensor) -> Tensor:
+    """Return what ``DataSpec.prepare`` made inputs ``[B, C, H, W]`` of, also of mixed ones: float32
+    in [0, 1], one-hot grey levels as ``[B, 1, H, W]``.
+    """
+    if spec.encoding == "grey_one_hot":
+        return torch.einsum("bchw,c->bhw", inputs, torch.linspace(0, 1, 256))[:, None]
+    mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in (spec.mean, spec.std))
+    return (inputs * std + mean).clamp(0, 1)
+
+
+def part(title: str, trainer: Trainer, images: Tensor, shares: Tensor, *, changes: str) -> Part:
+    """Return the first images of a batch as pictures with captions.
+
+    Args:
+        title: what the batch is for.
+        trainer: whose images they are.
+        images: ``[B, C, H, W]``, before ``DataSpec.prepare``.
+        shares: of classes, ``[B, classes]``.
+        changes: what was done to the images.
+    """
+    full = tuple(images.shape[2:])
+    pictures = [
+        Picture(
+            visible(image), full, (named(trainer.spec, share), *sizes(trainer.model, full, full))
+        )
+        for image, share in zip(images[:MOST_PICTURES], shares, strict=False)
+    ]
+    count, bands = len(images), images.shape[1]
+    which = f"{MOST_PICTURES} of the" if count > MOST_PICTURES else "all"
+    note = f"{which} {count} images of the first batch; {changes}"
+    if bands not in (1, 3):
+        note += f"; of {bands} bands {'the first three are' if bands > 3 else 'the first is'} drawn"
+    return Part(title, note, pictures)
+
+
+def visible(image: Tensor) -> np.ndarray:
+    """Return an image ``[C, H, W]``, uint8 or float32 in [0, 1], as uint8 ``[H, W, 3]``: its first
+    three bands, or the first one alone as grey.
+    """
+    values = rearrange(image[:3] if image.shape[0] >= 3 else image[:1], "c h w -> h w c").numpy()
+    if values.dtype != np.uint8:
+        values = np.rint(values.clip(0, 1) * 255).astype(np.uint8)
+    return np.broadcast_to(values, (*values.shape[:2], 3))
+
+
+def named(spec: DataSpec, shares: Tensor) -> str:
+    """Return the name of a class; of a mixture the names and shares of the largest two."""
+    names = spec.class_names or tuple(map(str, range(spec.num_classes)))
+    parts, classes = shares.float().topk(min(2, len(shares)))
+    # Smoothing gives every class a share; mixing gives two more than that.
+    mixed = len(parts) == 2 and parts[1] > shares.float().min() + 1e-3
+    if not mixed:
+        return names[classes[0]]
+    return " + ".join(
+        f"{100 * part:.0f} % {names[each]}"
+        for part, each in zip(parts.tolist(), classes.tolist(), strict=True)
+    )
+
+
+def sizes(model: torch.nn.Module, present: tuple[int, ...], full: tuple[int, ...]) -> list[str]:
+    """Return lines about the pixels and patches that are present, and that there is room for."""
+    rows, columns = full
+    lines = [f"{present[0]} x {present[1]} px"]
+    if present != full:
+        lines[0] += f" of {rows} x {columns}"
+    patch = getattr(getattr(model, "patch_embed", None), "patch_size", None)
+    if patch is not None:
+        grid = [-(-px // each) for px, each in zip(present, patch, strict=True)]
+        lines.append(f"{grid[0]} x {grid[1]} patches")
+    return lines
+
+
+def training_changes(config: TrainConfig) -> str:
+    """Say how training images are changed."""
+    data, optim = config.data, config.optim
+    parts = [f"{name} {value}" for name, value in asdict(data.aug).items() if value is not None]
+    parts += [
+        f"{name} {getattr(optim, name)}" for name in ("mixup", "cutmix") if getattr(optim, name)
+    ]
+    return ", ".join([f"augment {data.augment}", *parts])
