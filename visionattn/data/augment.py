@@ -152,6 +152,7 @@ class Augment:
         shadow = A.RandomShadow(
             shadow_roi=(0, 0, 1, 1),
             num_shadows_limit=(1, 2),
+            shadow_dimension=3,  # more corners cross each other into splinters
             shadow_intensity_range=(0.1, 0.4),
             p=parts.shadow,
         )

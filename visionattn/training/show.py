@@ -53,7 +53,11 @@ def first_batches(config: TrainConfig) -> list[Part]:
     Raises:
         ValueError, FileNotFoundError: as a training does before its first step.
     """
-    config = replace(config, parallel=None)
+    data = config.data
+    # Images do not depend on the processes that load them, those of a stream excepted.
+    if not (data.root or "").startswith("wds/"):
+        data = replace(data, workers=0)
+    config = replace(config, data=data, parallel=None)
     trainer, _ = engine.build(config, None, False, Processes(), torch.device("cpu"))
     number, (images, labels) = first(trainer.batches.epoch(0), "training")
     shares = one_hot(labels)
