@@ -54,6 +54,13 @@ def validate(argv: Words, say: Say) -> None:
         validation.save(rows)
 
 
+def stats(argv: Words, say: Say) -> None:
+    """Measure means and spreads of one's own training images."""
+    from visionattn.data.stats import stats
+
+    stats(argv, say)
+
+
 def predict(argv: Words, say: Say) -> None:
     """Name the classes of images in files."""
     from visionattn.inference.options import parse_options
@@ -120,6 +127,7 @@ class Subcommand:
 SUBCOMMANDS = {
     "train": Subcommand(train, "train a model on images with classes", several=True),
     "validate": Subcommand(validate, "accuracy of trained weights at several image sizes"),
+    "stats": Subcommand(stats, "mean and spread of one's own training images, band by band"),
     "predict": Subcommand(predict, "classes of images, as a table, CSV or JSON"),
     "features": Subcommand(features, "features of images, as safetensors with an index"),
     "sweep": Subcommand(sweep, "train and measure one configuration over head counts"),

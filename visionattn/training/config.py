@@ -92,7 +92,7 @@ class TrainConfig:
     output: str = "checkpoints"
     """Folder of run folders."""
     run: str | None = None
-    """Name of the run folder; None: the config file's name."""
+    """Name of the run folder; None: that of the first config file."""
     resume: bool = False
     """Go on from the last state of the run folder."""
     overwrite: bool = False

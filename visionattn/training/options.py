@@ -12,7 +12,7 @@ EXAMPLE = "--config digits --epochs 1 --optim.warmup_epochs 0.5 --run try --over
 def parse_train(argv: Sequence[str]) -> TrainConfig:
     """Read the flags of ``visionattn train``.
 
-    A run without a name has that of its configuration file, or of its data and its model.
+    A run without a name has that of its first configuration file, or of its data and its model.
 
     Raises:
         ValueError, FileNotFoundError: a flag or a file is wrong; one line.
@@ -22,6 +22,6 @@ def parse_train(argv: Sequence[str]) -> TrainConfig:
     )
     files = config_files(argv)
     config.run = config.run or (
-        Path(files[-1]).stem if files else f"{config.data.name}_{config.model.name}"
+        Path(files[0]).stem if files else f"{config.data.name}_{config.model.name}"
     )
     return config

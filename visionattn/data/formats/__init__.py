@@ -10,7 +10,7 @@ from visionattn.data.formats.table import (
     open_image,
     read_size,
 )
-from visionattn.data.formats.values import read_image, settle
+from visionattn.data.formats.values import extremes, read_blocks, read_image, settle
 
 __all__ = [
     "DAMAGED_IMAGE",
@@ -20,9 +20,11 @@ __all__ = [
     "check_file",
     "check_reading",
     "extensions",
+    "extremes",
     "is_folder_format",
     "large_images_allowed",
     "open_image",
+    "read_blocks",
     "read_image",
     "read_size",
     "settle",

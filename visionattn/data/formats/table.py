@@ -58,7 +58,8 @@ def open_image(source: Openable, options: ReadOptions | None = None) -> Reader:
     """Open an image: a context manager that reads parts of it.
 
     Args:
-        source: a path, or an open file, which is closed with the reader.
+        source: a path, or an open file, which is closed with the reader, or at once where there
+            will be none.
         options: of these, ``page`` counts here.
 
     Raises:
@@ -67,23 +68,36 @@ def open_image(source: Openable, options: ReadOptions | None = None) -> Reader:
     """
     page = options.page if options else None
     if not isinstance(source, str | os.PathLike):
-        row = _row_of(_name_of(source), source)
-        if not row.by_path:
-            return _module(row).open_reader(source, page)
+        path = _path_of(source)
+        if not _by_path(path):
+            return _open_file(source, page)
         source.close()
-        source = source.name
+        source = path
     check_file(source)
-    suffix = os.path.splitext(source)[1].lower()
     if os.path.isdir(source) and not is_folder_format(source):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(source))
-    if row := next((row for row in TABLE if row.by_path and suffix in row.suffixes), None):
+    if row := _by_path(source):
         return _module(row).open_reader(os.fspath(source), page)
-    file = open(source, "rb")  # noqa: SIM115  the reader closes it
+    return _open_file(open(source, "rb"), page)  # the reader closes it
+
+
+def _open_file(file: BinaryIO, page: int | None) -> Reader:
+    """Open an image by its first bytes; the file is closed where that fails."""
     try:
-        return _module(_row_of(source, file)).open_reader(file, page)
+        file.seek(0)
+        start = file.read(16)
+        file.seek(0)
+        known = (row for row in TABLE if any(start.startswith(each) for each in row.starts))
+        return _module(next(known, TABLE[-1])).open_reader(file, page)
     except BaseException:
         file.close()
         raise
+
+
+def _by_path(path: str | os.PathLike) -> Format | None:
+    """Return the row of a file that is opened by its path, which its name tells."""
+    suffix = os.path.splitext(path)[1].lower()
+    return next((row for row in TABLE if row.by_path and suffix in row.suffixes), None)
 
 
 def read_size(source: Openable, options: ReadOptions | None = None) -> tuple[int, int]:
@@ -115,23 +129,7 @@ def _module(row: Format):
     return importlib.import_module(f"visionattn.data.formats.{row.module}")
 
 
-def _name_of(file: BinaryIO) -> str:
+def _path_of(file: BinaryIO) -> str:
     """Return the path of an open file; an empty text where there is none."""
     name = getattr(file, "name", "")
     return name if isinstance(name, str) and os.path.exists(name) else ""
-
-
-def _row_of(name: str | os.PathLike, file: BinaryIO) -> Format:
-    """Return the row of a file by its name and its first bytes; the file stands at its start
-    again.
-    """
-    suffix = os.path.splitext(name)[1].lower()
-    file.seek(0)
-    start = file.read(16)
-    file.seek(0)
-    for row in TABLE:
-        if row.by_path and suffix in row.suffixes:
-            return row
-        if any(start.startswith(known) for known in row.starts):
-            return row
-    return TABLE[-1]

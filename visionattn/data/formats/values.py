@@ -22,6 +22,7 @@ GREY = np.array([0.299, 0.587, 0.114], np.float32)
 BITS = (12, 14, 16)
 """What integers of 16 bits may hold where their file does not say it."""
 FEW_FILES = 8
+TILE_ROWS = 256
 BLOCK_PX = 2**24
 """The most pixels that are read at once where all of an image is looked at."""
 
@@ -38,13 +39,26 @@ def read_image(reader: Reader, view: View, options: ReadOptions) -> np.ndarray:
         One of ``DAMAGED_IMAGE``: the image cannot be read; ValueError also where it has no such
             bands or its values have no known range.
     """
-    height, width = view.content
+    stored = reader.read(view.box, *view.content, _bands_of(reader, options))
+    return resize(channels_of(stored, reader, options), *view.content)
+
+
+def channels_of(stored: np.ndarray, reader: Reader, options: ReadOptions) -> np.ndarray:
+    """Make the channels of a model of the bands that were read: uint8 for files of 8 bits, else
+    float32 in [0, 1].
+    """
+    pixels = scale_values(stored, reader, options)
+    return pixels if options.bands is not None else _coloured(pixels, options.channels)
+
+
+def read_blocks(reader: Reader, options: ReadOptions) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Read an image at its full size in parts that fit into memory: what is stored and the channels
+    that it becomes, ``[h, w, bands]`` and ``[h, w, C]``.
+    """
     bands = _bands_of(reader, options)
-    pixels = reader.read(view.box, height, width, bands)
-    pixels = scale_values(pixels, reader, options)
-    if options.bands is None:
-        pixels = _coloured(pixels, options.channels)
-    return resize(pixels, height, width)
+    for box in blocks(reader):
+        stored = reader.read(box, box.height, box.width, bands)
+        yield stored, channels_of(stored, reader, options)
 
 
 def resize(image: np.ndarray, height: int, width: int) -> np.ndarray:
@@ -154,6 +168,8 @@ def extremes(pixels: np.ndarray) -> tuple[float, float]:
 def blocks(reader: Reader) -> Iterator[Box]:
     """Divide an image into parts of whole rows that fit into memory."""
     rows = max(1, BLOCK_PX // reader.width)
+    if rows > TILE_ROWS:  # so that no tile is read twice
+        rows -= rows % TILE_ROWS
     for top in range(0, reader.height, rows):
         yield Box(top, 0, min(rows, reader.height - top), reader.width)
 

@@ -1,0 +1,161 @@
+"""Means and spreads of one's own images agree with those of all pixels at once."""
+
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+
+from tests.helpers.tools import assert_one_error, load_tool, words
+from visionattn.data import stats
+from visionattn.data.formats import values
+from visionattn.training.options import parse_train
+
+measure = load_tool("stats")
+
+
+@pytest.fixture
+def pictures(tmp_path):
+    """Six pictures to train on in two classes, of all sizes, and one to validate on in each."""
+    rng = np.random.default_rng(1)
+    kept = []
+    for name, size in (("a", (30, 41)), ("b", (23, 57))):
+        for split, count in (("train", 3), ("val", 1)):
+            folder = tmp_path / "pictures" / split / name
+            folder.mkdir(parents=True)
+            for index in range(count):
+                shape = (size[0] + index, size[1], 3)
+                picture = rng.integers(20 * index, 200, shape, np.uint8, endpoint=True)
+                Image.fromarray(picture).save(folder / f"{index}.png")
+                if split == "train":
+                    kept.append(picture)
+    return tmp_path / "pictures", kept
+
+
+def written(path):
+    return yaml.safe_load(path.read_text())["data"]
+
+
+@pytest.mark.parametrize("threads", [0, 3])
+def test_mean_and_spread_are_those_of_all_training_pixels(pictures, tmp_path, threads, capsys):
+    root, kept = pictures
+    output = tmp_path / "stats.yaml"
+    flags = words("--data.root {} --output {} --data.workers {}", root, output, threads)
+    assert measure(flags) == 0
+    pixels = np.concatenate([picture.reshape(-1, 3) for picture in kept]).astype(np.float64) / 255
+    found = written(output)
+    np.testing.assert_allclose(found["mean"], pixels.mean(0), rtol=2e-9)
+    np.testing.assert_allclose(found["std"], pixels.std(0), rtol=2e-9)
+    assert set(found) == {"mean", "std"}
+    rows = capsys.readouterr().out.splitlines()
+    assert rows[0] == "| band | mean | std | smallest | largest | images | pixels |"
+    assert [row.split(" | ")[0] for row in rows[2:]] == ["| red", "| green", "| blue"]
+    assert rows[2].endswith(f"| 0 | 200 | 6 | {len(pixels):,} |")
+
+
+def test_parts_of_large_images_add_up(pictures, tmp_path, monkeypatch):
+    root, _ = pictures
+    whole, parts = tmp_path / "whole.yaml", tmp_path / "parts.yaml"
+    assert measure(words("--data.root {} --output {}", root, whole)) == 0
+    monkeypatch.setattr(values, "BLOCK_PX", 100)
+    assert measure(words("--data.root {} --output {}", root, parts)) == 0
+    for name in ("mean", "std"):
+        np.testing.assert_allclose(written(parts)[name], written(whole)[name], rtol=2e-9)
+
+
+def test_bands_of_16_bits_are_measured_in_the_range_that_is_found_and_written(tmp_path, capsys):
+    tifffile = pytest.importorskip("tifffile")
+    rng = np.random.default_rng(2)
+    kept = []
+    for name in ("a", "b"):
+        (tmp_path / "train" / name).mkdir(parents=True)
+        (tmp_path / "val" / name).mkdir(parents=True)
+        for index in range(2):
+            pixels = rng.integers(100, 4000, (5, 20, 30), np.uint16)
+            options = {"photometric": "minisblack", "planarconfig": "separate"}
+            tifffile.imwrite(tmp_path / "train" / name / f"{index}.tif", pixels, **options)
+            kept.append(pixels)
+        tifffile.imwrite(tmp_path / "val" / name / "0.tif", pixels, **options)
+    output = tmp_path / "stats.yaml"
+    flags = words("--data.root {} --output {} --data.bands 4 2", tmp_path, output)
+    assert measure(flags) == 0
+    pixels = np.stack(kept)[:, [3, 1]].astype(np.float64) / 4095
+    found = written(output)
+    np.testing.assert_allclose(found["mean"], pixels.mean((0, 2, 3)), rtol=1e-7)
+    np.testing.assert_allclose(found["std"], pixels.std((0, 2, 3)), rtol=1e-6)
+    assert (found["bands"], found["value_range"]) == ([4, 2], [0.0, 4095.0])
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].startswith("16-bit images hold values up to 3,9")
+    assert printed[3].startswith("| 4 | ")
+    assert measure([*flags[:-3], "--overwrite"]) == 2
+    assert "the image has 5 bands; name those to read" in capsys.readouterr().err
+
+
+def test_training_takes_the_file_beside_its_own_configuration(pictures, tmp_path):
+    root, _ = pictures
+    output = tmp_path / "stats.yaml"
+    assert measure(words("--data.root {} --output {}", root, output)) == 0
+    config = parse_train(words("--config finetune --config {} --data.root {}", output, root))
+    assert (config.data.mean, config.data.std) == (written(output)["mean"], written(output)["std"])
+    assert (config.data.name, config.run) == ("folder", "finetune")
+
+
+def test_an_unreadable_image_stops_with_its_path_or_is_left_out(pictures, tmp_path, capsys):
+    root, kept = pictures
+    (root / "train" / "a" / "1.png").write_bytes(b"no image")
+    output = tmp_path / "stats.yaml"
+    flags = words("--data.root {} --output {}", root, output)
+    assert measure(flags) == 2
+    assert_one_error(capsys, "train/a/1.png: cannot identify image file")
+    assert not output.exists()
+    with pytest.warns(UserWarning, match="left out unreadable image .*train/a/1.png"):
+        assert measure([*flags, "--data.on_error", "skip"]) == 0
+    pixels = np.concatenate([kept[i].reshape(-1, 3) for i in (0, 2, 3, 4, 5)]) / 255
+    np.testing.assert_allclose(written(output)["mean"], pixels.mean(0), rtol=2e-9)
+
+
+def test_a_band_of_one_value_is_named_and_nothing_is_written(tmp_path, capsys):
+    for name in ("a", "b"):
+        (tmp_path / "pictures" / name).mkdir(parents=True)
+        for index in range(2):
+            picture = np.random.default_rng(index).integers(0, 256, (9, 11, 3), np.uint8)
+            picture[..., 1] = 7
+            Image.fromarray(picture).save(tmp_path / "pictures" / name / f"{index}.png")
+    output = tmp_path / "stats.yaml"
+    assert measure(words("--data.root {} --output {}", tmp_path / "pictures", output)) == 2
+    assert "band green has one value everywhere" in capsys.readouterr().err
+    assert not output.exists()
+
+
+def test_bad_flags_are_one_line(pictures, tmp_path, capsys):
+    root, _ = pictures
+    (tmp_path / "there.yaml").write_text("")
+    for flags, part in (
+        (words("--data.root {}", root), "--output is missing"),
+        (words("--output {}", tmp_path / "a.yaml"), "data folder needs a root"),
+        (words("--data.root {} --output {}", root, tmp_path / "there.yaml"), "--overwrite"),
+        (words("--data.name digits --output a.yaml"), "stats measures images in folders"),
+        (words("--data.root wds/x --output a.yaml"), "stats measures images in folders"),
+        (
+            words("--data.root {} --output {} --data.bands 4", root, tmp_path / "a.yaml"),
+            "wanted band 4, the image has 3 bands",
+        ),
+        (
+            words("--data.root {} --output {} --data.value_range 3 1", root, tmp_path / "a.yaml"),
+            "data.value_range must be two finite numbers",
+        ),
+    ):
+        assert measure(flags) == 2
+        assert_one_error(capsys, part)
+
+
+def test_moments_of_halves_add_up_to_those_of_the_whole():
+    rng = np.random.default_rng(3)
+    fractions = rng.random((40, 30, 2), np.float32) + [[0, 1000]]
+    whole = stats.moments_of(fractions, fractions.astype(np.float32))
+    halves = [stats.moments_of(half, half.astype(np.float32)) for half in np.split(fractions, [7])]
+    joined = halves[0] + halves[1]
+    for name in ("count", "mean", "std", "low", "high"):
+        np.testing.assert_allclose(getattr(joined, name), getattr(whole, name), rtol=1e-9)
+    np.testing.assert_allclose(
+        joined.std, fractions.astype(np.float32).astype(float).std((0, 1)), rtol=1e-9
+    )

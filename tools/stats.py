@@ -1,0 +1,15 @@
+"""Means and spreads of one's own training images: ``python tools/stats.py --data.root FOLDER
+--output stats.yaml``.
+
+The file goes to ``visionattn train`` as a further ``--config``. Exit codes: 0; 2 for bad input.
+"""
+
+import sys
+from functools import partial
+
+from visionattn.command import run
+
+main = partial(run, "stats")
+
+if __name__ == "__main__":
+    sys.exit(main())

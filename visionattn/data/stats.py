@@ -1,0 +1,249 @@
+"""Means and spreads of one's own training images: the work of ``visionattn stats``.
+
+This module owns how they are added up: whole numbers exactly, fractions in float64, all pixels at
+full size, image by image in the order of the data set, whatever the number of threads.
+"""
+
+import math
+import shlex
+import warnings
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial, reduce
+from itertools import starmap
+from operator import add
+from pathlib import Path
+from typing import cast
+
+import cv2
+import numpy as np
+
+from visionattn.cli.commands import typed
+from visionattn.cli.files import check_free, write_text
+from visionattn.cli.parsing import parse
+from visionattn.cli.progress import Progress
+from visionattn.cli.tables import heading, line
+from visionattn.data.config import DataConfig
+from visionattn.data.formats import (
+    DAMAGED_IMAGE,
+    ReadOptions,
+    extremes,
+    open_image,
+    read_blocks,
+    settle,
+)
+from visionattn.data.images import ImageDataset
+from visionattn.data.splits import build_splits
+
+COLUMNS = ("band", "mean", "std", "smallest", "largest", "images", "pixels")
+EXAMPLE = "--data.root docs --output stats.yaml --overwrite"
+
+
+@dataclass
+class StatsConfig:
+    """Which images are measured."""
+
+    data: DataConfig = field(default_factory=lambda: DataConfig(name="folder"))
+    """The images, as for training; those to train on are measured."""
+    seed: int = 0
+    """Seed of the division into training and validation images, where the data have none."""
+    output: str | None = None
+    """YAML file for the result, which ``visionattn train`` takes by a further ``--config``."""
+    overwrite: bool = False
+    """Replace the file if it is there."""
+
+
+@dataclass(frozen=True)
+class Moments:
+    """What is known of the values of each channel, ``[C]`` each; two of them add up."""
+
+    count: int
+    """Pixels."""
+    mean: np.ndarray
+    """float64, of values in [0, 1]."""
+    squares: np.ndarray
+    """Sums of the squared distances from the mean, float64."""
+    low: np.ndarray
+    """The smallest values, as the files have them."""
+    high: np.ndarray
+
+    def __add__(self, other: "Moments") -> "Moments":
+        """Join both as if they had been measured together (Chan et al. 1979)."""
+        count = self.count + other.count
+        step = other.mean - self.mean
+        share = other.count / count
+        squares = self.squares + other.squares + step**2 * (self.count * share)
+        low, high = np.minimum(self.low, other.low), np.maximum(self.high, other.high)
+        return Moments(count, self.mean + step * share, squares, low, high)
+
+    @property
+    def std(self) -> np.ndarray:
+        """The standard deviation of all pixels."""
+        return np.sqrt(self.squares / self.count)
+
+
+def moments_of(stored: np.ndarray, channels: np.ndarray) -> Moments:
+    """Measure a part of an image.
+
+    Args:
+        stored: ``[h, w, bands]``, as the file has it.
+        channels: ``[h, w, C]``, uint8 or float32 in [0, 1]: what a model gets of it.
+    """
+    if stored.shape[2] != channels.shape[2]:  # grey that became colours, or colours grey
+        stored = channels
+    found = [extremes(stored[..., band]) for band in range(stored.shape[2])]
+    low, high = np.array(found).T
+    count, places = channels.shape[0] * channels.shape[1], range(channels.shape[2])
+    if channels.dtype == np.uint8:
+        both = [_of_bytes(np.ascontiguousarray(channels[..., place]), count) for place in places]
+    else:
+        both = [_of_fractions(channels[..., place]) for place in places]
+    mean, squares = np.array(both).T
+    return Moments(count, mean, squares, low, high)
+
+
+def _of_bytes(values: np.ndarray, count: int) -> tuple[float, float]:
+    """Return mean and sum of squared distances of bytes / 255, exact until the last division."""
+    # OpenCV counts in float32, which is exact for as many pixels as a part has.
+    counts = cv2.calcHist([values], [0], None, [256], [0, 256]).ravel().astype(np.int64)
+    levels = np.arange(256)
+    total, of_squares = int(counts @ levels), int(counts @ levels**2)
+    return total / (255 * count), (count * of_squares - total**2) / (255**2 * count)
+
+
+def _of_fractions(values: np.ndarray) -> tuple[float, float]:
+    wide = values.astype(np.float64)
+    mean = wide.mean()
+    wide -= mean
+    return mean, float(np.square(wide, out=wide).sum())
+
+
+def parse_stats(argv: Sequence[str]) -> StatsConfig:
+    """Read the flags of ``visionattn stats``.
+
+    Raises:
+        ValueError, FileNotFoundError: a flag is wrong, or the file is there already; one line.
+    """
+    config = parse(
+        StatsConfig,
+        argv,
+        command="stats",
+        description="Measure means and spreads of one's own training images.",
+        example=EXAMPLE,
+        defaults={"data.name": "folder"},
+    )
+    if config.data.name != "folder" or (config.data.root or "").startswith("wds/"):
+        raise ValueError(
+            "stats measures images in folders, tars and tables: --data.root FOLDER; "
+            f"{config.data.root or config.data.name} brings its own means"
+        )
+    if config.output is None:
+        raise ValueError("--output is missing: the YAML file for the result, such as stats.yaml")
+    check_free(Path(config.output), config.overwrite)
+    return config
+
+
+def measure(
+    dataset: ImageDataset, options: ReadOptions, *, threads: int = 1, skip: bool = False
+) -> tuple[Moments, int]:
+    """Measure all pixels of all images of a data set.
+
+    Args:
+        dataset: the images; nothing of their geometry counts.
+        options: which bands, and which values are black and white.
+        threads: that read images; the result does not depend on them.
+        skip: leave out images that cannot be read, with a warning.
+
+    Returns:
+        What was found, and of how many images.
+
+    Raises:
+        ValueError: an image cannot be read and ``skip`` is off, or none can; one line.
+    """
+    total, images = None, 0
+    indices = [int(index) for index in dataset.indices]
+    work = partial(_measure_one, dataset.source, options)
+    with ThreadPoolExecutor(max(1, threads)) as pool, Progress(len(indices)) as progress:
+        results = [pool.submit(work, index) for index in indices]
+        try:
+            for index, result in zip(indices, results, strict=True):
+                found = result.result()
+                if isinstance(found, str):
+                    _leave_out(dataset.source.name(index), found, skip)
+                else:
+                    total, images = found if total is None else total + found, images + 1
+                progress.advance(1, isinstance(found, str))
+        finally:
+            pool.shutdown(cancel_futures=True)
+    if total is None:
+        raise ValueError("no image could be read")
+    return total, images
+
+
+def _measure_one(source, options: ReadOptions, index: int) -> Moments | str:
+    """Measure one image; why it cannot be read, where it cannot."""
+    try:
+        with open_image(source.open(index), options) as reader:
+            return reduce(add, starmap(moments_of, read_blocks(reader, options)))
+    except DAMAGED_IMAGE as error:
+        return " ".join(str(error).split()) or type(error).__name__
+
+
+def _leave_out(path: str, reason: str, skip: bool) -> None:
+    if not skip:
+        raise ValueError(
+            f"cannot read image {path}: {reason}; repair or delete it, or use "
+            "on_error skip to leave it out"
+        )
+    warnings.warn(f"left out unreadable image {path}: {reason}", stacklevel=3)
+
+
+def stats(argv: Sequence[str], say: Callable[[str], None]) -> None:
+    """Measure, print a table and write the file."""
+    config = parse_stats(argv)
+    data = config.data
+    train = cast(
+        ImageDataset,
+        build_splits(replace(data, augment="none", mean=None, std=None), config.seed).train,
+    )
+    options = ReadOptions(3, data.bands, data.value_range, data.page)
+    options, lines = settle(train.source, train.indices, options)
+    for text in lines:
+        say(text)
+    found, images = measure(
+        train,
+        options,
+        threads=config.data.workers,
+        skip=config.data.on_error == "skip",
+    )
+    names = options.bands or (("red", "green", "blue") if options.channels == 3 else ("grey",))
+    say(heading(COLUMNS))
+    for place, name in enumerate(names):
+        row = [name, f"{found.mean[place]:.6f}", f"{found.std[place]:.6f}"]
+        row += [f"{found.low[place]:,.6g}", f"{found.high[place]:,.6g}"]
+        say(line([*row, images, f"{found.count:,}"]))
+    even = [str(name) for place, name in enumerate(names) if found.std[place] == 0]
+    if even:
+        raise ValueError(
+            f"band {', '.join(even)} has one value everywhere, which tells nothing; leave it out "
+            "with --data.bands"
+        )
+    write_text(config.output, as_yaml(found, options, argv, images))
+
+
+def as_yaml(found: Moments, options: ReadOptions, argv: Sequence[str], images: int) -> str:
+    """Return the file: what ``visionattn train`` is to know, and where it comes from."""
+    import yaml
+
+    data = {"mean": _numbers(found.mean), "std": _numbers(found.std)}
+    for name in ("bands", "value_range", "page"):
+        value = getattr(options, name)
+        if value is not None:
+            data[name] = list(value) if isinstance(value, tuple) else value
+    said = f"# {typed('stats')} {shlex.join(argv)}\n# {images:,} images, {found.count:,} pixels\n"
+    return said + yaml.safe_dump({"data": data}, sort_keys=False, default_flow_style=None)
+
+
+def _numbers(values: np.ndarray) -> list[float]:
+    return [float(f"{value:.9g}") for value in values if math.isfinite(value)]
