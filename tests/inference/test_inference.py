@@ -11,9 +11,10 @@ import torch
 from PIL import Image
 
 from tests.helpers.inference_files import COLOUR, GREY, write_image
+from visionattn.cli.files import printable
 from visionattn.data.embedded import digit_splits
 from visionattn.data.images import decode
-from visionattn.inference.listing import Digits, ListedFiles, find_images, printable
+from visionattn.inference.listing import Digits, ListedFiles, find_images
 from visionattn.inference.options import InferenceOptions, parse_options
 from visionattn.inference.reading import ReadImages, Sample, Sizing
 from visionattn.inference.running import batch_samples, read_ahead

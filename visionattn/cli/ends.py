@@ -125,6 +125,9 @@ def run_tool(work: Callable[[], None], *, several: bool = False) -> int:
                 "error: this tool runs as one process; start it without torchrun", file=sys.stderr
             )
         return 2
+    for stream in (sys.stdout, sys.stderr):  # names of files may be in any encoding
+        if getattr(stream, "errors", None) == "strict" and hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
     try:
         work()
     except (ValueError, OSError, *EXIT_CODES) as error:

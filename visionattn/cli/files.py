@@ -48,8 +48,11 @@ def write_whole(
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write a text file whole or not at all; lines end as they do in ``text``."""
-    write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8", newline=""))
+    """Write a text file whole or not at all; lines end as they do in ``text``, and bytes of names
+    that are no UTF-8 become question marks.
+    """
+    content = printable(text).encode()
+    write_whole(path, lambda temporary: temporary.write_bytes(content))
 
 
 def add_line(path: str | Path, record: dict[str, Any]) -> None:
@@ -162,3 +165,8 @@ def first_line(error: BaseException | None) -> str:
     if not lines:
         return kind
     return f"{kind}: {lines[0][:120]}" if isinstance(error, KeyError) else lines[0][:120]
+
+
+def printable(text: str) -> str:
+    """Make a text with names of files printable in UTF-8: other bytes become question marks."""
+    return text.encode("utf-8", "replace").decode()

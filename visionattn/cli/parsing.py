@@ -21,6 +21,10 @@ from visionattn.cli.configs import find_config
 
 Config = TypeVar("Config")
 
+HIDDEN = {0xDC00 + byte: 0x10DC00 + byte for byte in range(128, 256)}
+"""Bytes of file names that are no UTF-8, as Python has them, and letters of no script that stand
+for them in YAML, which takes no such bytes.
+"""
 OWN_OPTIONS = ("help", "config", "print_config")
 """Options besides the fields of a configuration."""
 
@@ -99,8 +103,8 @@ def parse(
     try:
         parsed = parser.parse_args(argv)
     except jsonargparse.ArgumentError as error:
-        raise ValueError(one_line(str(error), names)) from error
-    values = parsed.as_dict()
+        raise ValueError(_shown(one_line(str(error), names))) from error
+    values = _shown(parsed.as_dict())
     values.pop("config")
     return build(config_class, values)
 
@@ -108,7 +112,26 @@ def parse(
 def _with_file(word: str) -> str:
     """Return a spelled-out flag; ``--config`` gets the path of the file that it names."""
     flag, _, value = word.partition("=")
-    return f"--config={find_config(value)}" if flag == "--config" else word
+    return f"--config={find_config(value)}" if flag == "--config" else word.translate(HIDDEN)
+
+
+def yaml_text(values: dict[str, Any]) -> str:
+    """Write a configuration as YAML that ``parse`` reads, whatever bytes names of files have."""
+    import yaml
+
+    text = yaml.safe_dump(values, sort_keys=False)
+    return re.sub(r"\\uDC([89A-F][0-9A-F])", r"\\U0010DC\1", text)
+
+
+def _shown(value: Any) -> Any:
+    """Put the bytes that are no UTF-8 back into a parsed value."""
+    if isinstance(value, str):
+        return value.translate({letter: byte for byte, letter in HIDDEN.items()})
+    if isinstance(value, list):
+        return [_shown(each) for each in value]
+    if isinstance(value, dict):
+        return {key: _shown(each) for key, each in value.items()}
+    return value
 
 
 def field_types(config_class: type, prefix: str = "") -> dict[str, Any]:
@@ -163,7 +186,7 @@ def spell_out(argv: Sequence[str], names: dict[str, Any]) -> list[str]:
             values = (
                 values
                 if is_list(values) and not os.path.exists(values[0])
-                else [json.dumps(values)]
+                else [json.dumps(values, ensure_ascii=False)]
             )
         elif accepts(kind, list) and values not in ([], ["null"]) and not is_list(values):
             values = [f"[{', '.join(values)}]"]

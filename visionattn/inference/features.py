@@ -12,9 +12,9 @@ from typing import Any, Literal
 import torch
 
 from visionattn.cli.ends import OutOfMemory, Stopped
-from visionattn.cli.files import check_folder
+from visionattn.cli.files import check_folder, printable
 from visionattn.cli.progress import Progress
-from visionattn.inference.listing import Digits, Listing, find_images, printable
+from visionattn.inference.listing import Digits, Listing, find_images
 from visionattn.inference.opening import Opened, open_model
 from visionattn.inference.options import NATIVE, InferenceOptions
 from visionattn.inference.probe import Division, divide_digits, divide_folder, fit_probes

@@ -152,8 +152,3 @@ def digest_of(parts: Sequence[object] | Iterator[object]) -> str:
     for part in parts:
         digest.update(part if isinstance(part, bytes) else repr(part).encode() + b"\n")
     return digest.hexdigest()
-
-
-def printable(text: str) -> str:
-    """Make a text with a path in it printable in UTF-8: other bytes become question marks."""
-    return text.encode("utf-8", "replace").decode()

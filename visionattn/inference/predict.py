@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from visionattn.cli.ends import OutOfMemory
-from visionattn.cli.files import check_free, write_whole
+from visionattn.cli.files import check_free, printable, write_whole
 from visionattn.cli.progress import Progress
 from visionattn.cli.provenance import provenance
 from visionattn.cli.tables import heading, line
-from visionattn.inference.listing import find_images, printable
+from visionattn.inference.listing import find_images
 from visionattn.inference.opening import Opened, open_model
 from visionattn.inference.options import InferenceOptions
 from visionattn.inference.reading import ReadImages, Sizing

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from visionattn.cli.files import check_folder, flush_to_disk, lock, named, write_text
+from visionattn.cli.parsing import yaml_text
 from visionattn.cli.progress import ProgressBar
 from visionattn.training.config import TrainConfig
 
@@ -138,7 +139,6 @@ class Record:
         since: tuple[int, int] = (0, 0),
         stream: TextIO | None = None,
     ):
-        import yaml
         from torch.utils.tensorboard import SummaryWriter
 
         self.folder, self.stream = folder, stream or sys.stdout
@@ -146,7 +146,7 @@ class Record:
         for name in NAMES:  # of a process that was killed while it wrote
             (folder / f"{name}.tmp").unlink(missing_ok=True)
         keep = asdict(config) | {"resume": False, "overwrite": False, "parallel": None}
-        write_text(folder / CONFIG, yaml.safe_dump(keep, sort_keys=False))
+        write_text(folder / CONFIG, yaml_text(keep))
         steps, epochs = since
         forget_after(folder, steps, epochs)
         self._events = SummaryWriter(folder, purge_step=steps + 1 if steps else None)

@@ -19,7 +19,7 @@ import jinja2
 from markupsafe import Markup
 
 import visionattn
-from visionattn.cli.files import write_text
+from visionattn.cli.files import printable, write_text
 from visionattn.lab.charts import Chart, Look, page_colours
 from visionattn.lab.drawing import svg
 from visionattn.lab.figures import heads_of, memory_of
@@ -65,6 +65,7 @@ def report(argv: Sequence[str]) -> str:
     now = time.time()
     runs = [read_run(folder, name, now=now) for name, folder in wanted.runs.items()]
     text = page(wanted, runs, now=now)
+    text = printable(text)
     write_text(wanted.output, text)
     kinds = [rows.kind for rows in wanted.tables]
     parts = {

@@ -17,6 +17,7 @@ from typing import Any
 from visionattn.cli.ends import Interruption
 from visionattn.cli.files import write_text
 from visionattn.cli.fresh_process import ended_for_memory, environment, memory_kills
+from visionattn.cli.parsing import yaml_text
 from visionattn.lab.sweep.folder import Ending, SweepFolder
 from visionattn.lab.sweep.grid import Cell, Plan
 from visionattn.training.record import STATUS, can_go_on
@@ -117,8 +118,6 @@ def start(plan: Plan, cell: Cell, folder: SweepFolder, command: Sequence[str]) -
     One with a state goes on from it; one that ended with NaN would come to the same end and begins
     anew.
     """
-    import yaml
-
     run, before = folder.runs / cell.name, folder.ending(cell)
     config = replace(
         plan.base,
@@ -131,7 +130,7 @@ def start(plan: Plan, cell: Cell, folder: SweepFolder, command: Sequence[str]) -
         overwrite=False,
     )
     path = folder.runs / f"{cell.name}.yaml"
-    write_text(path, yaml.safe_dump(asdict(config), sort_keys=False))
+    write_text(path, yaml_text(asdict(config)))
     words = [*command, "--config", str(path)]
     if run.is_dir() and any(run.iterdir()):
         nan = before is not None and before.status == "nan"
