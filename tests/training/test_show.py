@@ -5,14 +5,21 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.helpers.small_runs import SPEC, quadrants, small_config
+from tests.helpers.small_runs import SPEC, quadrants, small_config, small_trainer
 from tests.helpers.tools import assert_one_error, load_tool
 from visionattn.data.config import AugmentConfig, DataConfig
 from visionattn.models.weights import DataSpec
 from visionattn.training import engine
 from visionattn.training.config import check
 from visionattn.training.engine import train
-from visionattn.training.show import first_batches, named, training_changes, unprepared, visible
+from visionattn.training.show import (
+    first_batches,
+    named,
+    part,
+    training_changes,
+    unprepared,
+    visible,
+)
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +54,9 @@ def test_the_pictures_are_what_the_model_gets_in_its_first_step_and_its_first_ev
     config = small_config(tmp_path, optim=optim, epochs=1, seed=5, batch_size=23)
     parts = first_batches(config)
     assert list(tmp_path.iterdir()) == []
-    for part, inputs in zip(parts, seen_in_training(config, monkeypatch), strict=True):
-        assert len(part.pictures) == 16
-        for picture, image in zip(part.pictures, inputs, strict=False):
+    for shown, inputs in zip(parts, seen_in_training(config, monkeypatch), strict=True):
+        assert len(shown.pictures) == 16
+        for picture, image in zip(shown.pictures, inputs, strict=False):
             levels = 255 * (image * SPEC.std[0] + SPEC.mean[0])
             np.testing.assert_allclose(picture.pixels[..., 0], levels[0].numpy(), atol=0.51)
             assert picture.captions[1:] == ("16 x 16 px", "4 x 4 patches")
@@ -67,6 +74,20 @@ def test_labels_are_those_of_the_images_and_mixtures_say_their_shares(tmp_path, 
     assert any(name.count("%") == 2 for name in names)
     assert all("%" not in picture.captions[0] for picture in validation.pictures)
     assert "mixup 1.0" in mixed.note and "mixup" not in validation.note
+
+
+def test_what_an_image_does_not_fill_is_said_and_marked(tmp_path):
+    images = torch.randint(0, 256, (2, 1, 20, 28), dtype=torch.uint8)
+    present = torch.tensor([[12, 28], [20, 28]])
+    trainer = small_trainer(small_config(tmp_path))
+    shares = torch.eye(4)[:2]
+    shown = part("training", trainer, images, shares, present, changes="nothing was")
+    assert [picture.present for picture in shown.pictures] == [(12, 28), (20, 28)]
+    assert [picture.captions for picture in shown.pictures] == [
+        ("ne", "12 x 28 px of 20 x 28", "3 x 7 patches"),
+        ("nw", "20 x 28 px", "5 x 7 patches"),
+    ]
+    assert shown.note == "all 2 images of the first batch; nothing was"
 
 
 def test_names_of_mixtures_have_the_larger_share_first_whatever_the_smoothing():

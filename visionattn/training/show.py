@@ -59,15 +59,18 @@ def first_batches(config: TrainConfig) -> list[Part]:
         data = replace(data, workers=0)
     config = replace(config, data=data, parallel=None)
     trainer, _ = engine.build(config, None, False, Processes(), torch.device("cpu"))
-    number, (images, labels) = first(trainer.batches.epoch(0), "training")
+    number, (images, labels, *present) = first(trainer.batches.epoch(0), "training")
     shares = one_hot(labels)
     if trainer.mix is not None:
         seed_batch(config.seed, 0, number)
         inputs, shares = trainer.inputs(images, labels)
         images = unprepared(trainer.spec, inputs)
-    training = part("training", trainer, images, shares, changes=training_changes(config))
-    _, (images, labels) = first(trainer.validation, "validation")
-    return [training, part("validation", trainer, images, one_hot(labels), changes="not augmented")]
+    changes = training_changes(config)
+    training = part("training", trainer, images, shares, *present, changes=changes)
+    _, (images, labels, *present) = first(trainer.validation, "validation")
+    changes = "not augmented"
+    validation = part("validation", trainer, images, one_hot(labels), *present, changes=changes)
+    return [training, validation]
 
 
 def first(batches: Iterable[Batch], name: str) -> tuple[int, Batch]:
@@ -92,7 +95,15 @@ def unprepared(spec: DataSpec, inputs: Tensor) -> Tensor:
     return (inputs * std + mean).clamp(0, 1)
 
 
-def part(title: str, trainer: Trainer, images: Tensor, shares: Tensor, *, changes: str) -> Part:
+def part(
+    title: str,
+    trainer: Trainer,
+    images: Tensor,
+    shares: Tensor,
+    present: Tensor | None = None,
+    *,
+    changes: str,
+) -> Part:
     """Return the first images of a batch as pictures with captions.
 
     Args:
@@ -100,15 +111,16 @@ def part(title: str, trainer: Trainer, images: Tensor, shares: Tensor, *, change
         trainer: whose images they are.
         images: ``[B, C, H, W]``, before ``DataSpec.prepare``.
         shares: of classes, ``[B, classes]``.
+        present: height and width in pixels of what each image fills, from the top left, ``[B, 2]``;
+            None: they fill all.
         changes: what was done to the images.
     """
-    full = tuple(images.shape[2:])
-    pictures = [
-        Picture(
-            visible(image), full, (named(trainer.spec, share), *sizes(trainer.model, full, full))
-        )
-        for image, share in zip(images[:MOST_PICTURES], shares, strict=False)
-    ]
+    full = (images.shape[2], images.shape[3])
+    pictures = []
+    for index, image in enumerate(images[:MOST_PICTURES]):
+        filled = full if present is None else tuple(present[index].tolist())
+        captions = (named(trainer.spec, shares[index]), *sizes(trainer.model, filled, full))
+        pictures.append(Picture(visible(image), filled, captions))
     count, bands = len(images), images.shape[1]
     which = f"{MOST_PICTURES} of the" if count > MOST_PICTURES else "all"
     note = f"{which} {count} images of the first batch; {changes}"
