@@ -13,6 +13,7 @@ from PIL import Image
 from tests.helpers.inference_files import COLOUR, GREY, write_image
 from visionattn.cli.files import printable
 from visionattn.data.embedded import digit_splits
+from visionattn.data.formats import ReadOptions
 from visionattn.data.images import decode
 from visionattn.inference.listing import Digits, ListedFiles, find_images
 from visionattn.inference.options import InferenceOptions, parse_options
@@ -75,7 +76,7 @@ def test_digits_are_those_of_training_pixel_by_pixel():
     number = len(parts["train"].labels) + len(parts["validation"].labels) + 5
     assert digits.name(number) == "digits/test/5"
     with digits.open(number) as file:
-        assert (decode(file, "L")[..., 0] == parts["test"].images[5]).all()
+        assert (decode(file, ReadOptions(1))[..., 0] == parts["test"].images[5]).all()
 
 
 @pytest.mark.parametrize("path", ["a, b: c #1", "[2024]", "2024", "null", 'it\'s \\ "q"'])
@@ -102,30 +103,27 @@ def encoded(image: Image.Image, **options) -> io.BytesIO:
 
 
 @pytest.mark.parametrize("dtype", ["<u2", ">u2"])
-def test_16_bits_of_grey_keep_their_upper_byte(dtype):
+def test_16_bits_of_grey_keep_all_of_them(dtype):
     pixels = np.array([[0, 255, 256], [32768, 65279, 65535]], dtype)
+    expected = pixels.astype(float) / 65535
     for options in ({"format": "tiff"}, {}):
-        assert decode(encoded(Image.fromarray(pixels), **options), "L")[..., 0].tolist() == [
-            [0, 0, 1],
-            [128, 254, 255],
-        ]
-        assert decode(encoded(Image.fromarray(pixels), **options), "RGB")[1, 0].tolist() == [
-            128,
-            128,
-            128,
-        ]
+        for channels in (1, 3):
+            read = ReadOptions(channels, value_range=(0, 65535))
+            got = decode(encoded(Image.fromarray(pixels), **options), read)
+            assert got.dtype == np.float32 and got.shape == (2, 3, channels)
+            np.testing.assert_allclose(got, expected[..., None].repeat(channels, 2), atol=1e-7)
 
 
 def test_transparency_is_dropped():
     pixels = np.zeros((2, 3, 4), np.uint8)
     pixels[..., :3] = (200, 100, 50)
-    assert decode(encoded(Image.fromarray(pixels)), "RGB")[1, 2].tolist() == [200, 100, 50]
+    assert decode(encoded(Image.fromarray(pixels)), ReadOptions(3))[1, 2].tolist() == [200, 100, 50]
     palette = Image.fromarray(pixels[..., :3]).quantize(4)
     file = encoded(
         palette, transparency=bytes([0, 255])
     )  # Pillow warns when this becomes RGB at once
-    assert decode(file, "RGB").shape == (2, 3, 3)
-    assert decode(encoded(Image.new("1", (3, 2), 1)), "L").tolist() == [[[255]] * 3] * 2
+    assert decode(file, ReadOptions(3)).shape == (2, 3, 3)
+    assert decode(encoded(Image.new("1", (3, 2), 1)), ReadOptions(1)).tolist() == [[[255]] * 3] * 2
 
 
 def test_numbers_of_unknown_range_are_no_pixels():
@@ -134,8 +132,8 @@ def test_numbers_of_unknown_range_are_no_pixels():
         np.full((2, 3), 70000, np.int32),
         np.full((2, 3), -1, np.int32),
     ):
-        with pytest.raises(ValueError, match="no known range; save it with 8 or 16 bits"):
-            decode(encoded(Image.fromarray(pixels), format="tiff"), "RGB")
+        with pytest.raises(ValueError, match="and nothing says which of them are black and white"):
+            decode(encoded(Image.fromarray(pixels), format="tiff"), ReadOptions(3))
 
 
 def test_an_image_at_its_own_size_gets_whole_patches_by_its_last_row_and_column_or_loses_the_rest():

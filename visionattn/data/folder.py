@@ -7,6 +7,7 @@ Streams are in ``streams.py``.
 
 import importlib.util
 import tarfile
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from timm.data.readers.reader_image_in_tar import ReaderImageInTar
 from timm.utils.misc import natural_key
 
 from visionattn.data.embedded import stratified_split
-from visionattn.data.formats import extensions
+from visionattn.data.formats import COLOURED, ReadOptions, extensions, settle
 from visionattn.data.images import Augmentation, Files, ImageDataset, Source, TableRows, TarMembers
 from visionattn.data.walk import identity, images_below
 
@@ -39,7 +40,12 @@ class _Part:
 
 
 def open_images(
-    root: str, *, val_fraction: float, seed: int, augment: Augmentation | None
+    root: str,
+    *,
+    val_fraction: float,
+    seed: int,
+    augment: Augmentation | None,
+    options: ReadOptions = COLOURED,
 ) -> tuple[Datasets, tuple[str, ...]]:
     """Find the images under ``root`` and divide them.
 
@@ -49,6 +55,8 @@ def open_images(
             for validation.
         seed: the seed of that division and of ``augment``.
         augment: what augments the training images; None: nothing does.
+        options: how the files are read. What is not said of their values is found by looking at a
+            few of them, with a warning that tells it.
 
     Returns:
         Training, validation and test images (None where there are none), and the class names.
@@ -71,14 +79,17 @@ def open_images(
     else:
         raise ValueError(f"data root {root} is neither a folder nor a .tar file")
     parts = _complete(parts, names, root, val_fraction, seed)
+    train = parts["train"]
+    options, lines = settle(train.source, train.indices, options)
+    for line in lines:
+        warnings.warn(line, stacklevel=2)
 
     def dataset(split: str) -> ImageDataset | None:
         part = parts.get(split)
         if part is None:
             return None
-        return ImageDataset(
-            part.source, part.indices, part.labels, seed, augment if split == "train" else None
-        )
+        chosen = augment if split == "train" else None
+        return ImageDataset(part.source, part.indices, part.labels, seed, chosen, options)
 
     return (dataset("train"), dataset("validation"), dataset("test")), tuple(names)  # type: ignore[return-value]
 

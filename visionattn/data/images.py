@@ -6,16 +6,25 @@ batched.
 
 import io
 from collections.abc import Sequence
-from typing import BinaryIO, Literal, Protocol
+from typing import BinaryIO, Protocol
 
 import cv2
 import numpy as np
-from PIL import Image
 from torch.utils.data import Dataset
 
 from visionattn.data.batches import AUGMENT_STREAM, SampleKey, Unreadable
-from visionattn.data.formats import DAMAGED_IMAGE, large_images_allowed
-from visionattn.data.geometry import Box, Size
+from visionattn.data.formats import (
+    COLOURED,
+    DAMAGED_IMAGE,
+    Openable,
+    ReadOptions,
+    check_file,
+    is_folder_format,
+    open_image,
+    read_image,
+    resize,
+)
+from visionattn.data.geometry import Box, Geometry, Size
 
 
 class Augmentation(Protocol):
@@ -42,10 +51,7 @@ def fit(image: np.ndarray, img_size: int) -> np.ndarray:
     shorter = min(height, width)
     if shorter != img_size:
         height, width = round(height * img_size / shorter), round(width * img_size / shorter)
-        interpolation = cv2.INTER_AREA if img_size < shorter else cv2.INTER_LINEAR
-        image = cv2.resize(image, (width, height), interpolation=interpolation).reshape(
-            height, width, -1
-        )
+        image = resize(image, height, width)
     top, left = (height - img_size) // 2, (width - img_size) // 2
     return image[top : top + img_size, left : left + img_size]
 
@@ -74,9 +80,9 @@ class ArrayDataset(Dataset):
 class Source(Protocol):
     """Encoded images by number."""
 
-    def open(self, index: int) -> BinaryIO:
-        """Open the encoded image, which the caller closes; raises one of ``DAMAGED_IMAGE`` where
-        there is none.
+    def open(self, index: int) -> Openable:
+        """Return what ``open_image`` takes, which closes it; raises one of ``DAMAGED_IMAGE`` where
+        there is no image.
         """
         ...
 
@@ -92,9 +98,11 @@ class Files:
         """Take ``paths``, one for each image."""
         self.paths = paths
 
-    def open(self, index: int) -> BinaryIO:
-        """Open the file."""
-        return open(self.paths[index], "rb")
+    def open(self, index: int) -> Openable:
+        """Open the file; of a folder that is an image, such as zarr, return the path."""
+        path = self.paths[index]
+        check_file(path)
+        return path if is_folder_format(path) else open(path, "rb")
 
     def name(self, index: int) -> str:
         """Return its path."""
@@ -139,8 +147,8 @@ class TableRows:
 
 
 class ImageDataset(Dataset):
-    """RGB images decoded when they are asked for: ``(uint8 [size, size, 3], label)`` per key, or
-    ``Unreadable``.
+    """Images read when they are asked for: ``([size, size, C], label)`` per key, uint8 or float32
+    in [0, 1], or ``Unreadable``.
     """
 
     def __init__(
@@ -150,10 +158,12 @@ class ImageDataset(Dataset):
         labels: np.ndarray,
         seed: int,
         augment: Augmentation | None = None,
+        options: ReadOptions = COLOURED,
     ):
         """Take the numbers of this data set's images in ``source``, ``indices [n]``, and their
-        classes, ``labels [n]``.
+        classes, ``labels [n]``; ``options`` say how the files are read.
         """
+        self.options = options
         self.source, self.indices = source, indices
         self.labels, self.seed = labels, seed
         self.augment = augment
@@ -164,39 +174,23 @@ class ImageDataset(Dataset):
     def __getitem__(self, key: SampleKey):
         index = int(self.indices[key.index])
         try:
-            with self.source.open(index) as file:
-                pixels = decode(file, "RGB")
+            pixels = decode(self.source.open(index), self.options)
         except DAMAGED_IMAGE as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             return Unreadable(self.source.name(index), reason)
         return _finish(pixels, key, self.seed, self.augment), int(self.labels[key.index])
 
 
-def decode(file: BinaryIO, mode: Literal["L", "RGB"]) -> np.ndarray:
-    """Decode the first frame of an encoded image: uint8 ``[H, W, 1]`` for grey ("L"), ``[H, W, 3]``
-    for "RGB".
-
-    Of 16 bits of grey the upper 8 are kept, as Pillow does with 16 bits of colour. Transparency is
-    dropped.
+def decode(source: Openable, options: ReadOptions) -> np.ndarray:
+    """Read a whole image at its own size: uint8 ``[H, W, C]``, or float32 in [0, 1] where the file
+    has more than 8 bits.
 
     Raises:
-        One of ``DAMAGED_IMAGE``: the image cannot be read; ValueError also for floats and other
-        numbers whose range is not known.
+        One of ``DAMAGED_IMAGE``: the image cannot be read.
     """
-    with large_images_allowed(), Image.open(file) as image:
-        if image.mode == "F" or (
-            image.mode == "I" and not 0 <= image.getextrema()[0] <= image.getextrema()[1] < 2**16
-        ):
-            raise ValueError(
-                f"pixels of Pillow's mode {image.mode} have no known range; save it with 8 or 16 "
-                "bits"
-            )
-        if image.mode.startswith("I"):
-            image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-        if image.mode == "P" and "transparency" in image.info:
-            image = image.convert("RGBA")
-        pixels = np.asarray(image.convert(mode))
-    return pixels.reshape(*pixels.shape[:2], -1)
+    with open_image(source, options) as reader:
+        whole = Geometry("native", None).view(reader.height, reader.width)
+        return read_image(reader, whole, options)
 
 
 def _finish(

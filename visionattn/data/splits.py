@@ -6,6 +6,7 @@ the loaders of ``batches.py`` are made here.
 """
 
 from dataclasses import dataclass
+from math import isfinite
 from typing import TYPE_CHECKING
 
 import cv2
@@ -22,7 +23,7 @@ from visionattn.data.embedded import (
     stratified_split,
 )
 from visionattn.data.folder import LAYOUT, open_images
-from visionattn.data.formats import check_reading
+from visionattn.data.formats import COLOURED, ReadOptions, check_reading
 from visionattn.data.images import ArrayDataset, Augmentation
 from visionattn.data.streams import Shards, StreamEvalBatches, StreamTrainBatches, open_shards
 from visionattn.models.weights import DataSpec
@@ -250,8 +251,14 @@ def _build_folder(config: DataConfig, seed: int) -> Splits:
     if config.root is None:
         raise ValueError(f"data folder needs a root; {LAYOUT}, a .tar file, wds/... or hfds/...")
     augment = _augment(config, "light", "three", "rand", "documents", "aerial")
+    options = ReadOptions(3, config.bands, config.value_range, config.page)
     # A stream does not know its classes; every other source names them.
     if config.root.startswith("wds/"):
+        if options != COLOURED:
+            raise ValueError(
+                f"timm's reader of {config.root} gives the colours of the first page; leave "
+                "bands, value_range and page out, or unpack it to a folder"
+            )
         datasets = open_shards(
             config.root,
             num_classes=config.num_classes,
@@ -261,22 +268,47 @@ def _build_folder(config: DataConfig, seed: int) -> Splits:
         )
         names, num_classes = (), config.num_classes
     else:
-        datasets, names = open_images(
-            config.root, val_fraction=config.val_fraction, seed=seed, augment=augment
+        opened, names = open_images(
+            config.root,
+            val_fraction=config.val_fraction,
+            seed=seed,
+            augment=augment,
+            options=options,
         )
-        num_classes = len(names)
+        datasets, num_classes = opened, len(names)
+        options = opened[0].options
     return Splits(
         *datasets,
         DataSpec(
-            3,
+            options.channels,
             num_classes,
             names,
-            IMAGENET_DEFAULT_MEAN,
-            IMAGENET_DEFAULT_STD,
+            _per_channel(config, "mean", IMAGENET_DEFAULT_MEAN, options.channels),
+            _per_channel(config, "std", IMAGENET_DEFAULT_STD, options.channels),
             None,
             config.img_size,
+            bands=options.bands,
+            value_range=options.value_range,
+            page=options.page,
         ),
     )
+
+
+def _per_channel(
+    config: DataConfig, key: str, usual: tuple[float, ...], channels: int
+) -> tuple[float, ...]:
+    """Return the means or the spreads of the channels: those given, else ImageNet's, or the mean of
+    these for other channels than red, green and blue.
+    """
+    given = getattr(config, key)
+    if given is None:
+        return usual if channels == 3 else (sum(usual) / len(usual),) * channels
+    if len(given) != channels:
+        raise ValueError(f"data.{key} has {len(given)} numbers for {channels} channels")
+    if not all(map(isfinite, given)) or (key == "std" and min(given) <= 0):
+        wanted = "finite" + (" and above 0" if key == "std" else "")
+        raise ValueError(f"data.{key} must be {wanted}, got {given}")
+    return tuple(given)
 
 
 _BUILDERS = {

@@ -31,7 +31,6 @@ from visionattn.data.formats import (
     extremes,
     open_image,
     read_blocks,
-    settle,
 )
 from visionattn.data.images import ImageDataset
 from visionattn.data.splits import build_splits
@@ -207,10 +206,7 @@ def stats(argv: Sequence[str], say: Callable[[str], None]) -> None:
         ImageDataset,
         build_splits(replace(data, augment="none", mean=None, std=None), config.seed).train,
     )
-    options = ReadOptions(3, data.bands, data.value_range, data.page)
-    options, lines = settle(train.source, train.indices, options)
-    for text in lines:
-        say(text)
+    options = train.options
     found, images = measure(
         train,
         options,

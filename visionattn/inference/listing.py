@@ -15,7 +15,7 @@ import numpy as np
 from PIL import Image
 
 from visionattn.data.embedded import digit_splits
-from visionattn.data.formats import check_file, extensions, is_folder_format
+from visionattn.data.formats import Openable, check_file, extensions, is_folder_format
 from visionattn.data.images import Files
 from visionattn.data.walk import images_below
 
@@ -25,8 +25,8 @@ class Listing(Protocol):
 
     def __len__(self) -> int: ...
 
-    def open(self, index: int) -> BinaryIO:
-        """Open the encoded image, which the caller closes; raises OSError where there is none."""
+    def open(self, index: int) -> Openable:
+        """Return what ``open_image`` takes, which closes it; raises OSError where there is none."""
         ...
 
     def name(self, index: int) -> str:

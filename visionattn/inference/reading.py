@@ -4,6 +4,7 @@ This module owns what "at its own size" means, and turns an image that cannot be
 with a reason. Images are resized to one size as in validation.
 """
 
+import warnings
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,7 +15,8 @@ from einops import rearrange
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from visionattn.data.images import DAMAGED_IMAGE, decode, fit
+from visionattn.data.formats import DAMAGED_IMAGE, ReadOptions, settle
+from visionattn.data.images import decode, fit
 from visionattn.inference.listing import Listing
 from visionattn.models.weights import DataSpec
 
@@ -27,7 +29,7 @@ class Sample:
     """Height of the image in its file, in pixels."""
     width: int | None = None
     pixels: Tensor | None = None
-    """uint8 ``[C, H, W]``; None where the image cannot be read."""
+    """``[C, H, W]``, uint8 or float32 in [0, 1]; None where the image cannot be read."""
     reason: str | None = None
     """Why it cannot be read, in one line."""
 
@@ -46,7 +48,7 @@ class Sizing:
     """To whole patches by repeating the last row and column, or by cropping the centre."""
 
     def apply(self, image: np.ndarray) -> np.ndarray:
-        """Bring an image, uint8 ``[H, W, C]``, to the size that a model takes.
+        """Bring an image ``[H, W, C]`` to the size that a model takes.
 
         Raises:
             ValueError: nothing is left after cropping.
@@ -75,18 +77,20 @@ class ReadImages(Dataset):
     """Images read when they are asked for: a ``Sample`` per number."""
 
     def __init__(self, listing: Listing, spec: DataSpec, sizing: Sizing):
-        """Read images grey or coloured, as ``spec`` asks, whatever the files are.
+        """Read images as ``spec`` asks, whatever the files are: grey, coloured, or by their bands.
+        What neither says of the values is found by looking at a few files, with a warning that
+        tells it.
 
         Raises:
-            ValueError: the model's channels are neither grey nor coloured.
+            ValueError: the model's channels are neither grey nor coloured nor named.
         """
         channels = 1 if spec.encoding == "grey_one_hot" else spec.in_chans
-        if channels not in (1, 3):
-            raise ValueError(
-                f"the model takes {channels} channels; images in files are read with 1 or 3"
-            )
+        options = ReadOptions(channels, spec.bands, spec.value_range, spec.page)
         self.listing, self.sizing = listing, sizing
-        self.mode = "L" if channels == 1 else "RGB"
+        self.one_hot = spec.encoding == "grey_one_hot"
+        self.options, lines = settle(listing, range(len(listing)), options, strict=False)
+        for line in lines:
+            warnings.warn(line, stacklevel=2)
 
     def __len__(self) -> int:
         return len(self.listing)
@@ -94,8 +98,9 @@ class ReadImages(Dataset):
     def __getitem__(self, index: int) -> Sample:
         sample = Sample()
         try:
-            with self.listing.open(index) as file:
-                image = decode(file, self.mode)
+            image = decode(self.listing.open(index), self.options)
+            if self.one_hot and image.dtype != np.uint8:
+                image = np.rint(image * 255).astype(np.uint8)
             sample.height, sample.width = image.shape[:2]
             pixels = rearrange(self.sizing.apply(image), "h w c -> c h w")
         except (*DAMAGED_IMAGE, MemoryError, cv2.error) as error:

@@ -140,6 +140,13 @@ class Validation:
         self.split, self.dataset = self._find_images(config.data)
 
     def _find_images(self, data: DataConfig) -> tuple[str, Dataset]:
+        # What the weights know of files holds for other folders too.
+        known = {
+            key: getattr(self.spec, key)
+            for key in ("bands", "value_range", "page")
+            if data.name == "folder" and getattr(data, key) is None
+        }
+        data = replace(data, **known)
         # As choices of the training, all sizes are checked, here and not when their turn comes.
         splits = build_splits(
             replace(data, img_size=self.sizes[0], img_size_choices=self.sizes), self.config.seed

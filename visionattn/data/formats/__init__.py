@@ -1,20 +1,29 @@
 """Files of images in any format: which reader opens them, and how their values become pixels."""
 
-from visionattn.data.formats.options import ReadOptions, check_reading
+from visionattn.data.formats.options import COLOURED, ReadOptions, check_reading
 from visionattn.data.formats.pillow import large_images_allowed
 from visionattn.data.formats.reader import DAMAGED_IMAGE, MissingPackage, Reader
 from visionattn.data.formats.table import (
+    Openable,
     check_file,
     extensions,
     is_folder_format,
     open_image,
     read_size,
 )
-from visionattn.data.formats.values import extremes, read_blocks, read_image, settle
+from visionattn.data.formats.values import (
+    extremes,
+    read_blocks,
+    read_image,
+    resize,
+    settle,
+)
 
 __all__ = [
+    "COLOURED",
     "DAMAGED_IMAGE",
     "MissingPackage",
+    "Openable",
     "ReadOptions",
     "Reader",
     "check_file",
@@ -27,5 +36,6 @@ __all__ = [
     "read_blocks",
     "read_image",
     "read_size",
+    "resize",
     "settle",
 ]

@@ -66,3 +66,7 @@ def check_reading(
             "data.value_range must be two finite numbers, the lower one first, got "
             f"{list(value_range)}"
         )
+
+
+COLOURED = ReadOptions()
+"""Red, green and blue of the first page."""

@@ -187,9 +187,16 @@ class Source(Protocol):
 
 
 def settle(
-    source: Source, indices: Sequence[int], options: ReadOptions
+    source: Source, indices: Sequence[int], options: ReadOptions, *, strict: bool = True
 ) -> tuple[ReadOptions, list[str]]:
     """Look at a few files of a data set, evenly spread, for what is decided once for all of them.
+
+    Args:
+        source: the files.
+        indices: numbers of those of the data set.
+        options: how they are read.
+        strict: raise where values have no range; otherwise such a file is an error when its turn
+            comes.
 
     Returns:
         The options, with the range of values of integers whose files do not state it, and lines
@@ -215,6 +222,8 @@ def settle(
         except DAMAGED_IMAGE:
             continue  # it is reported when its turn comes
         if floats or low < 0 or high >= 2**16:
+            if not strict:
+                continue
             raise ValueError(
                 f"{source.name(index)} holds values from {low:,.6g} to {high:,.6g}, and nothing "
                 "says which of them are black and white; give --data.value_range LOW HIGH"
