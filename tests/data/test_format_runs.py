@@ -1,0 +1,153 @@
+"""Folders of files in other formats than 8-bit colours are trained on, and the weights know how
+such files are read.
+"""
+
+import json
+import warnings
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.helpers.image_files import config_of, encoded, refused, write_classes
+from tests.helpers.tools import assert_one_error, load_tool, read_csv
+from visionattn.data.splits import SampleKey, build_splits, eval_batches, train_batches
+from visionattn.models.weights import load_model
+
+tifffile = pytest.importorskip("tifffile")
+FIVE = {"photometric": "minisblack", "planarconfig": "contig", "tile": (16, 16)}
+
+
+def write_bands(root, low=100, high=3900, dtype=np.uint16):
+    """Two classes of four images of 5 bands; those of one are brighter in band 4."""
+    rng = np.random.default_rng(0)
+    for label, name in enumerate(("bird", "cat")):
+        (root / name).mkdir(parents=True)
+        for index in range(4):
+            pixels = rng.integers(low, high // 2, (24, 32, 5)).astype(dtype)
+            pixels[..., 3] += label * dtype(high // 2)
+            tifffile.imwrite(root / name / f"{index}.tif", pixels, **FIVE)
+    return root
+
+
+def test_a_model_trained_on_bands_of_12_bits_reads_them_in_every_tool(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    root = write_bands(tmp_path / "five")
+    model = "{patch_size: 8, embed_dim: 24, depth: 1, num_heads: 3}"
+    flags = ["--data.name", "folder", "--data.root", str(root), "--data.img_size", "16"]
+    flags += ["--data.bands", "4", "2", "--data.val_fraction", "0.5", "--data.workers", "0"]
+    flags += ["--optim.warmup_epochs", "0", "--batch_size", "2", "--model.args", model]
+    with pytest.warns(UserWarning, match="16-bit images hold values up to 3,8.*read as 12 bits"):
+        assert load_tool("train")([*flags, "--epochs", "2", "--run", "run"]) == 0
+    weights = "checkpoints/run/best.safetensors"
+    spec = load_model(weights).data_spec
+    assert (spec.in_chans, spec.bands, spec.value_range) == (2, (4, 2), (0, 4095))
+    assert len(spec.mean) == len(spec.std) == 2
+    # brighter than what was found for training, and not found anew
+    bright = write_bands(tmp_path / "bright", high=30_000)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        given = ["--checkpoint", weights, "--json", "a.json"]
+        assert load_tool("validate")([*given, "--data.root", str(bright)]) == 0
+        given = ["--checkpoint", weights, "--images", str(root), "--workers", "0"]
+        assert load_tool("predict")([*given, "--output", "a.csv"]) == 0
+        assert load_tool("extract_features")([*given, "--output", "features"]) == 0
+    assert json.loads((tmp_path / "a.json").read_text())["rows"][0]["images"] == 4
+    rows = read_csv(tmp_path / "a.csv")
+    assert [row["status"] for row in rows] == ["ok"] * 8
+
+
+def test_bands_and_range_reach_the_model_as_fractions(tmp_path):
+    root = write_bands(tmp_path)
+    config = config_of(root, bands=[5, 1], value_range=[100, 2100], val_fraction=0.5, img_size=24)
+    splits = build_splits(config, 3)
+    image, label = splits.train[SampleKey(0, 0, 24)][:2]
+    path = splits.train.source.name(splits.train.indices[0])
+    stored = tifffile.imread(path)[:, 4:28, [4, 0]].astype(float)
+    np.testing.assert_allclose(image, ((stored - 100) / 2000).clip(0, 1), atol=1e-6)
+    assert image.dtype == np.float32 and label == splits.train.labels[0]
+    mean, std = splits.spec.mean[0], splits.spec.std[0]
+    assert (mean, std) == pytest.approx(((0.485 + 0.456 + 0.406) / 3, (0.229 + 0.224 + 0.225) / 3))
+    prepared = splits.spec.prepare(
+        next(iter(train_batches(splits, config, batch_size=2, seed=3).epoch(0)))[0]
+    )
+    assert prepared.shape == (2, 2, 24, 24) and prepared.min() >= -mean / std - 1e-5
+
+
+def test_given_means_and_spreads_are_those_of_the_weights(tmp_path):
+    write_classes(tmp_path, {"bird": 2, "cat": 2})
+    given = {"mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6], "val_fraction": 0.5}
+    spec = build_splits(config_of(tmp_path, **given), 3).spec
+    assert (spec.mean, spec.std) == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
+    for changes, line in (
+        ({"mean": [0.1]}, "data.mean has 1 numbers for 3 channels"),
+        ({"std": [1, 1, 0]}, "data.std must be finite and above 0, got [1, 1, 0]"),
+        ({"bands": [1]}, "data.mean has 3 numbers for 1 channels"),
+        ({"bands": []}, "data.bands must be numbers from 1, got []"),
+        ({"page": 0}, "data.page must be at least 1, got 0"),
+    ):
+        assert refused(ValueError, config_of(tmp_path, **given | changes)) == line
+    line = refused(ValueError, config_of(tmp_path, name="digits", root=None, bands=[1]))
+    assert line == "bands is for folder alone, not for digits; leave it out"
+    line = refused(ValueError, config_of("wds/x", bands=[1], num_classes=2, on_error="skip"))
+    assert line.startswith("timm's reader of wds/x gives the colours of the first page")
+
+
+def test_a_run_on_floats_without_a_range_ends_with_one_line_before_it_writes(tmp_path, capsys):
+    root = write_bands(tmp_path / "floats", dtype=np.float32)
+    flags = ["--data.name", "folder", "--data.root", str(root), "--data.bands", "1"]
+    flags += ["--output", str(tmp_path / "runs"), "--run", "run", "--data.img_size", "16"]
+    assert load_tool("train")(flags) == 2
+    assert_one_error(capsys, "and nothing says which of them are black and white; give --data.val")
+    assert not (tmp_path / "runs").exists()
+    assert load_tool("train")([*flags, "--data.value_range", "5", "1"]) == 2
+    assert_one_error(capsys, "data.value_range must be two finite numbers, the lower one first")
+
+
+def test_a_page_of_each_file_is_read_and_the_others_are_told_of(tmp_path):
+    for name in ("bird", "cat"):
+        (tmp_path / name).mkdir()
+        for index in range(2):
+            pages = [Image.new("RGB", (20, 20), (level,) * 3) for level in (50, 90)]
+            path = tmp_path / name / f"{index}.tif"
+            pages[0].save(path, save_all=True, append_images=pages[1:])
+    for page, level in ((None, 50), (1, 50), (2, 90)):
+        config = config_of(tmp_path, page=page, val_fraction=0.5)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            splits = build_splits(config, 3)
+        assert len(caught) == (page is None)
+        assert all("images have several pages (2 in " in str(line.message) for line in caught)
+        assert splits.train[SampleKey(0, 0, 16)][0].tolist() == np.full((16, 16, 3), level).tolist()
+
+
+def test_what_cannot_be_read_in_a_mixed_folder_is_one_reason_each(tmp_path):
+    write_classes(tmp_path, {"bird": 2, "cat": 2})
+    tifffile.imwrite(tmp_path / "cat" / "five.tif", np.zeros((9, 9, 5), np.uint8), **FIVE)
+    config = config_of(tmp_path, val_fraction=0.5, on_error="skip")
+    splits = build_splits(config, 3)
+    with pytest.warns(UserWarning, match="five.tif: the image has 5 bands; name those to read"):
+        for split in (splits.train, splits.validation):
+            list(eval_batches(split, config, batch_size=2, img_size=16))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_zarr_folders_are_images_in_several_processes(tmp_path, workers):
+    zarr = pytest.importorskip("zarr")
+    levels = {}
+    for name in ("bird", "cat"):
+        (tmp_path / name).mkdir()
+        for index in range(3):
+            level = 40 * (len(levels) + 1)
+            levels[level] = name
+            pixels = np.full((20, 28, 3), level, np.uint8)
+            zarr.save_array(str(tmp_path / name / f"{index}.zarr"), pixels)
+        (tmp_path / name / "3.png").write_bytes(encoded(7))
+    config = config_of(tmp_path, val_fraction=0.25, workers=workers)
+    splits = build_splits(config, 3)
+    seen = []
+    for split in (splits.train, splits.validation):
+        for images, labels in eval_batches(split, config, batch_size=2, img_size=16):
+            seen += zip(images[:, 0, 0, 0].tolist(), labels.tolist(), strict=True)
+    expected = [(level, ["bird", "cat"].index(name)) for level, name in levels.items()]
+    assert sorted(seen) == sorted([*expected, (7, 0), (7, 1)])
