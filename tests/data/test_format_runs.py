@@ -12,7 +12,10 @@ from PIL import Image
 from tests.helpers.image_files import config_of, encoded, refused, write_classes
 from tests.helpers.tools import assert_one_error, load_tool, read_csv
 from visionattn.data.splits import SampleKey, build_splits, eval_batches, train_batches
-from visionattn.models.weights import load_model
+from visionattn.inference.listing import find_images
+from visionattn.inference.reading import ReadImages, Sizing
+from visionattn.inference.running import batch_samples
+from visionattn.models.weights import DataSpec, load_model
 
 tifffile = pytest.importorskip("tifffile")
 FIVE = {"photometric": "minisblack", "planarconfig": "contig", "tile": (16, 16)}
@@ -151,3 +154,16 @@ def test_zarr_folders_are_images_in_several_processes(tmp_path, workers):
             seen += zip(images[:, 0, 0, 0].tolist(), labels.tolist(), strict=True)
     expected = [(level, ["bird", "cat"].index(name)) for level, name in levels.items()]
     assert sorted(seen) == sorted([*expected, (7, 0), (7, 1)])
+
+
+def test_features_of_files_of_8_and_of_16_bits_are_those_of_each_alone(tmp_path):
+    """The same grey levels in both; one batch would take either for what it is not."""
+    levels = np.random.default_rng(0).integers(0, 256, (16, 24), np.uint8)
+    Image.fromarray(levels).save(tmp_path / "1.png")
+    Image.fromarray(levels.astype(np.uint16) * 257).save(tmp_path / "2.png")
+    spec = DataSpec(1, 2, (), (0.3,), (0.2,), None, 16, value_range=(0, 65535))
+    images = ReadImages(find_images([str(tmp_path)]), spec, Sizing(None, (8, 8)))
+    batches = list(batch_samples(iter([images[0], images[1], images[1]]), 4))
+    assert [len(batch) for batch in batches] == [1, 2]
+    first, second = (spec.prepare(batch[0].pixels[None]) for batch in batches)
+    np.testing.assert_allclose(first, second, atol=1e-6)

@@ -45,7 +45,7 @@ def open_images(
     val_fraction: float,
     seed: int,
     augment: Augmentation | None,
-    options: ReadOptions = COLOURED,
+    options: ReadOptions | None = COLOURED,
 ) -> tuple[Datasets, tuple[str, ...]]:
     """Find the images under ``root`` and divide them.
 
@@ -56,7 +56,7 @@ def open_images(
         seed: the seed of that division and of ``augment``.
         augment: what augments the training images; None: nothing does.
         options: how the files are read. What is not said of their values is found by looking at a
-            few of them, with a warning that tells it.
+            few of them, with a warning that tells it. None: the files are only listed.
 
     Returns:
         Training, validation and test images (None where there are none), and the class names.
@@ -80,16 +80,18 @@ def open_images(
         raise ValueError(f"data root {root} is neither a folder nor a .tar file")
     parts = _complete(parts, names, root, val_fraction, seed)
     train = parts["train"]
-    options, lines = settle(train.source, train.indices, options)
-    for line in lines:
-        warnings.warn(line, stacklevel=2)
+    if options is not None:
+        options, lines = settle(train.source, train.indices, options)
+        for line in lines:
+            warnings.warn(line, stacklevel=2)
 
     def dataset(split: str) -> ImageDataset | None:
         part = parts.get(split)
         if part is None:
             return None
         chosen = augment if split == "train" else None
-        return ImageDataset(part.source, part.indices, part.labels, seed, chosen, options)
+        read = options or COLOURED
+        return ImageDataset(part.source, part.indices, part.labels, seed, chosen, read)
 
     return (dataset("train"), dataset("validation"), dataset("test")), tuple(names)  # type: ignore[return-value]
 

@@ -69,7 +69,7 @@ def divide_folder(root: str, *, val_fraction: float, seed: int) -> Division:
         ValueError, FileNotFoundError: there are no classes, or too few images; one line.
     """
     (train, validation, test), names = open_images(
-        root, val_fraction=val_fraction, seed=seed, augment=None
+        root, val_fraction=val_fraction, seed=seed, augment=None, options=None
     )
     fitted, judged = (
         {

@@ -63,12 +63,12 @@ def logits(model: nn.Module, inputs: Tensor) -> Tensor:
 
 
 def batch_samples(samples: Iterator[Sample], batch_size: int) -> Iterator[list[Sample]]:
-    """Divide samples, in order, into batches of at most ``batch_size`` whose images have one
-    size.
+    """Divide samples, in order, into batches of at most ``batch_size`` whose images have one size
+    and one type.
     """
     batch, size = [], None
     for sample in samples:
-        own = None if sample.pixels is None else sample.pixels.shape
+        own = None if sample.pixels is None else (sample.pixels.shape, sample.pixels.dtype)
         if batch and (len(batch) == batch_size or (own and size and own != size)):
             yield batch
             batch, size = [], None
