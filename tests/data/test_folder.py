@@ -185,7 +185,7 @@ def test_a_class_folder_without_images_is_named(split_root, split):
     empty.mkdir()
     (empty / "notes.txt").write_text("not an image")
     line = refused(ValueError, config_of(split_root))
-    assert line.startswith(f"class folder {empty} holds no images, which end in .bif, .bmp, ")
+    assert line.startswith(f"class folder {empty} holds no images, which end in .avif, .bif, ")
     assert " .jpg, " in line and line.endswith("; add some or delete the folder")
 
 

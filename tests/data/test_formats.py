@@ -8,6 +8,7 @@ import os
 import struct
 import warnings
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 
 import cv2
 import numpy as np
@@ -137,6 +138,37 @@ def test_cmyk_and_palettes_with_transparency_become_rgb():
     np.testing.assert_array_equal(
         seen(saved(palette, "png", transparency=0)), np.full((2, 4, 3), [200, 100, 50])
     )
+
+
+def test_a_jpeg_of_inks_is_decoded_smaller_as_rgb():
+    """No ink but black: grey from 0 to 250 in all colours."""
+    ramp = np.linspace(0, 250, 320).astype(np.uint8)[None].repeat(160, 0)
+    ink = np.stack([np.zeros_like(ramp)] * 3 + [255 - ramp], 2)
+    image = Image.frombytes("CMYK", (320, 160), ink.tobytes())
+    with open_image(saved(image, "jpeg", quality=95)) as reader:
+        part = reader.read(Box(0, 0, 160, 320), 40, 80)
+    assert part.shape == (40, 80, 3)
+    expected = ramp[:40].reshape(40, 80, 4).mean(2)[..., None]
+    assert np.abs(part - expected).max() <= 6
+
+
+def test_the_second_picture_of_a_phone_is_no_page_unless_it_is_asked_for():
+    pictures = [Image.new("RGB", (32, 16), (level,) * 3) for level in (50, 200)]
+    content = saved(pictures[0], "mpo", save_all=True, append_images=pictures[1:]).getvalue()
+    with open_image(io.BytesIO(content)) as reader:
+        assert reader.pages == 1
+        assert abs(int(whole(reader)[8, 8, 0]) - 50) <= 2
+        assert reader.read(Box(0, 0, 16, 32), 4, 8).shape == (16, 32, 3)
+    assert abs(int(seen(io.BytesIO(content), page=2)[8, 8, 0]) - 200) <= 2
+
+
+def test_threads_that_read_large_images_leave_the_limit_of_pillow_as_it_was(monkeypatch):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    content = saved(pattern(), "png").getvalue()
+    with ThreadPoolExecutor(8) as pool:
+        sizes = list(pool.map(lambda _: read_size(io.BytesIO(content)), range(200)))
+    assert sizes == [(HEIGHT, WIDTH)] * 200
+    assert Image.MAX_IMAGE_PIXELS == 100
 
 
 def test_colours_become_grey_as_pillow_makes_them():
@@ -304,7 +336,7 @@ def test_a_jpeg_2000_states_its_bits_and_is_decoded_smaller():
     )
 
 
-def test_colours_of_16_bits_in_a_png_keep_all_their_bits():
+def test_colours_of_16_bits_in_a_png_keep_all_their_bits(capfd):
     """OpenCV writes them, blue first."""
     pixels = pattern(3, np.uint16)
     content = cv2.imencode(".png", np.ascontiguousarray(pixels[..., ::-1]))[1].tobytes()
@@ -315,6 +347,7 @@ def test_colours_of_16_bits_in_a_png_keep_all_their_bits():
     for damaged in (content[:-300], bytes(garbled)):
         with pytest.raises(DAMAGED_IMAGE):
             seen(io.BytesIO(damaged), value_range=(0, 65535))
+    assert capfd.readouterr().err == ""  # of libpng
 
 
 def test_values_become_fractions_of_the_range_and_are_clipped_to_it():

@@ -176,7 +176,7 @@ class PillowImage(Reader):
         return pixels.reshape(*pixels.shape[:2], -1)
 
     def _decode_wide_png(self) -> np.ndarray:
-        # OpenCV passes over damage, which Pillow finds by the checksums.
+        # Pillow finds damage by the checksums; OpenCV would print it, and old ones pass over it.
         self._open().verify()
         self._file.seek(0)
         encoded = np.frombuffer(self._file.read(), np.uint8)

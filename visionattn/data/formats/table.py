@@ -42,7 +42,11 @@ TABLE = (
         (".tif", ".tiff", ".btf", ".tf8"),
         (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"),
     ),
-    Format("pillow", (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".jp2", ".pgm", ".ppm")),
+    Format(
+        "pillow",
+        (".jpg", ".jpeg", ".jfif", ".png", ".webp", ".avif", ".bmp", ".gif")
+        + (".jp2", ".j2k", ".pbm", ".pgm", ".ppm"),
+    ),
 )
 """The last row takes what no other does."""
 

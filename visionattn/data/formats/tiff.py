@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from functools import cached_property
 from typing import BinaryIO
 
 import numpy as np
@@ -95,7 +96,7 @@ class TiffImage(Reader):
         self.alpha = bool(first.extrasamples) and first.extrasamples[-1] in (1, 2)
         self.dtype = np.dtype(first.dtype or np.uint8)
         self.bits = self._bits()
-        self.levels = [first, *self._smaller(number)]
+        self._number = number
 
     @property
     def pages(self) -> int:
@@ -140,12 +141,13 @@ class TiffImage(Reader):
         bits = largest if 0 < largest < whole else self.page.bitspersample
         return bits if isinstance(bits, int) and bits < whole else None
 
-    def _smaller(self, number: int) -> list:
-        """Return smaller copies of the page, the largest first: those within it, and those that
+    @cached_property
+    def levels(self) -> list:
+        """The page and its smaller copies, the largest first: those within it, and those that
         follow it in the file.
         """
         found = list(self.page.pages or [])
-        for place in range(number + 1, len(self._tiff.pages)):
+        for place in range(self._number + 1, len(self._tiff.pages)):
             following = self._tiff.pages[place]
             if not following.subfiletype & (REDUCED | MASK):
                 break
@@ -158,7 +160,7 @@ class TiffImage(Reader):
             and (copy.dtype, copy.samplesperpixel) == (self.page.dtype, self.bands)
             and copy.imagelength < self.stored[0]
         ]
-        return sorted(alike, key=lambda copy: -copy.imagelength)
+        return [self.page, *sorted(alike, key=lambda copy: -copy.imagelength)]
 
     def _read(self, box: Box, height: int, width: int, bands: Sequence[int] | None) -> np.ndarray:
         # Whatever a garbled header says comes out here: sizes of nothing, lists of other lengths.
