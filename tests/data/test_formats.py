@@ -241,6 +241,27 @@ def test_a_part_of_a_tiff_reads_no_segment_that_it_does_not_lie_in():
             reader.read(Box(17, 15, 20, 13), 20, 13)
 
 
+def test_a_part_is_that_of_the_whole_image_resized():
+    pixels = pattern(3)
+    view = Geometry("crop", (11, 7)).view(HEIGHT, WIDTH)
+    got = []
+    for whole in (False, True):
+        options = ReadOptions(whole=whole)
+        with open_image(tiff(pixels, photometric="rgb", tile=(16, 16))) as reader:
+            got.append(read_image(reader, view, options))
+    np.testing.assert_array_equal(*got)
+    ramp = np.linspace(0, 250, 960)[None, :, None].repeat(640, 0).repeat(3, 2).astype(np.uint8)
+    sizes = []
+    for whole in (False, True):
+        with open_image(saved(ramp, "jpeg", quality=95)) as reader:
+            view = Geometry("stretch", (64, 96)).view(640, 960)
+            got = read_image(reader, view, ReadOptions(whole=whole))
+            expected = ramp[0].reshape(96, 10, 3).mean(1)
+            assert np.abs(got - expected).max() <= 4
+            sizes.append(reader._pixels.shape[0])
+    assert sizes == [80, 640]
+
+
 def halved(pixels):
     height, width, bands = pixels.shape
     blocks = pixels.reshape(height // 2, 2, width // 2, 2, bands)

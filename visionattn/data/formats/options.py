@@ -21,6 +21,8 @@ class ReadOptions:
         page: the page, frame or picture, from 1; None: the first.
         found: ``value_range`` was found by looking at a few files: what a file states comes first,
             and values above the range are an error.
+        whole: decode all of an image at its full size, whatever part and size of it is wanted, as
+            one would without knowing its format; for comparisons.
     """
 
     channels: int = 3
@@ -28,6 +30,7 @@ class ReadOptions:
     value_range: tuple[float, float] | None = None
     page: int | None = None
     found: bool = False
+    whole: bool = False
 
     def __post_init__(self) -> None:
         check_reading(self.bands, self.value_range, self.page)

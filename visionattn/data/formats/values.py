@@ -39,7 +39,13 @@ def read_image(reader: Reader, view: View, options: ReadOptions) -> np.ndarray:
         One of ``DAMAGED_IMAGE``: the image cannot be read; ValueError also where it has no such
             bands or its values have no known range.
     """
-    stored = reader.read(view.box, *view.content, _bands_of(reader, options))
+    bands, box = _bands_of(reader, options), view.box
+    if options.whole:
+        everything = Box(0, 0, reader.height, reader.width)
+        stored = reader.read(everything, reader.height, reader.width, bands)
+        stored = stored[box.top : box.top + box.height, box.left : box.left + box.width]
+    else:
+        stored = reader.read(box, *view.content, bands)
     return resize(channels_of(stored, reader, options), *view.content)
 
 
