@@ -96,15 +96,22 @@ def test_given_means_and_spreads_are_those_of_the_weights(tmp_path):
     assert line.startswith("timm's reader of wds/x gives the colours of the first page")
 
 
-def test_a_run_on_floats_without_a_range_ends_with_one_line_before_it_writes(tmp_path, capsys):
+def test_a_run_on_files_that_are_not_as_asked_ends_with_one_line_before_it_writes(tmp_path, capsys):
     root = write_bands(tmp_path / "floats", dtype=np.float32)
     flags = ["--data.name", "folder", "--data.root", str(root), "--data.bands", "1"]
     flags += ["--output", str(tmp_path / "runs"), "--run", "run", "--data.img_size", "16"]
     assert load_tool("train")(flags) == 2
     assert_one_error(capsys, "and nothing says which of them are black and white; give --data.val")
     assert not (tmp_path / "runs").exists()
-    assert load_tool("train")([*flags, "--data.value_range", "5", "1"]) == 2
-    assert_one_error(capsys, "data.value_range must be two finite numbers, the lower one first")
+    for changes, part in (
+        (["--data.value_range", "5", "1"], "data.value_range must be two finite numbers, the low"),
+        (["--data.bands", "6"], "wanted band 6, the image has 5 bands"),
+        (["--data.bands", "null"], "the image has 5 bands; name those to read, in their order"),
+        (["--data.page", "2"], "wanted page 2, the image has 1 page"),
+    ):
+        assert load_tool("train")([*flags, *changes]) == 2
+        assert_one_error(capsys, part)
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_page_of_each_file_is_read_and_the_others_are_told_of(tmp_path):

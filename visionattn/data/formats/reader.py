@@ -31,7 +31,11 @@ suspiciously large, or where its values have no known range.
 """
 
 
-class MissingPackage(ValueError):
+class NotAsAsked(ValueError):
+    """A file that is whole has no such page or bands, or is of another kind than what is asked."""
+
+
+class MissingPackage(NotAsAsked):
     """A format needs a package that is not installed; the text has the command that installs it."""
 
 
@@ -192,12 +196,12 @@ def check_page(page: int | None, pages: int) -> int:
     """Return the number of the page that is wanted, from 0.
 
     Raises:
-        ValueError: there is no such page.
+        NotAsAsked: there is no such page.
     """
     wanted = page or 1
     if wanted > pages:
         held = "1 page" if pages == 1 else f"{pages} pages"
-        raise ValueError(f"wanted page {wanted}, the image has {held}")
+        raise NotAsAsked(f"wanted page {wanted}, the image has {held}")
     return wanted - 1
 
 

@@ -7,13 +7,13 @@ This module owns the range of values. It knows readers only as ``Reader``.
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import BinaryIO, Protocol
+from typing import BinaryIO, NamedTuple, Protocol
 
 import cv2
 import numpy as np
 
 from visionattn.data.formats.options import ReadOptions
-from visionattn.data.formats.reader import DAMAGED_IMAGE, Reader
+from visionattn.data.formats.reader import DAMAGED_IMAGE, NotAsAsked, Reader
 from visionattn.data.formats.table import open_image
 from visionattn.data.geometry import Box, View
 
@@ -90,10 +90,10 @@ def _bands_of(reader: Reader, options: ReadOptions) -> list[int] | None:
     held = "1 band" if reader.bands == 1 else f"{reader.bands} bands"
     if options.bands is not None:
         if max(options.bands) > reader.bands:
-            raise ValueError(f"wanted band {max(options.bands)}, the image has {held}")
+            raise NotAsAsked(f"wanted band {max(options.bands)}, the image has {held}")
         return list(options.bands)
     if reader.bands > 4 or (reader.bands == 2 and not reader.alpha):
-        raise ValueError(
+        raise NotAsAsked(
             f"the image has {held}; name those to read, in their order, as in --data.bands "
             f"{' '.join(map(str, range(1, min(reader.bands, 3) + 1)))}"
         )
@@ -209,50 +209,77 @@ def settle(
         that tell people of that range and of pages that are left out.
 
     Raises:
-        ValueError: the values are no integers of up to 16 bits and have no range; one line with
-            the file.
+        ValueError: the values are no integers of up to 16 bits and have no range, or none of the
+            files has the bands or the page, or the package, that it takes; one line with the file.
     """
-    spread = np.linspace(0, len(indices) - 1, min(FEW_FILES, len(indices))).round().astype(int)
-    largest, bits, pages, of_many = None, 0, 0, ""
-    for place in spread:
-        index = int(indices[place])
+    seen: list[_Seen] = []
+    refused: list[str] = []
+    for place in np.linspace(0, len(indices) - 1, min(FEW_FILES, len(indices))).round():
+        index = int(indices[int(place)])
         try:
-            with open_image(source.open(index), options) as reader:
-                if options.page is None and reader.pages > max(pages, 1):
-                    pages, of_many = reader.pages, source.name(index)
-                if reader.dtype == np.uint8 or range_of(reader, options) is not None:
-                    continue
-                low, high = _extremes_of(reader, options)
-                bits = max(bits, reader.dtype.itemsize * 8)
-                floats = reader.dtype.kind == "f"
+            seen.append(_look(source, index, options))
+        except NotAsAsked as error:
+            refused.append(f"{source.name(index)}: {error}")
         except DAMAGED_IMAGE:
             continue  # it is reported when its turn comes
-        if floats or low < 0 or high >= 2**16:
-            if not strict:
-                continue
-            raise ValueError(
-                f"{source.name(index)} holds values from {low:,.6g} to {high:,.6g}, and nothing "
-                "says which of them are black and white; give --data.value_range LOW HIGH"
-            )
-        largest = max(largest or 0, int(high))
-    lines = []
-    if largest is not None:
-        held = next(few for few in BITS if largest < 2**few)
-        options = replace(options, value_range=(0.0, float(2**held - 1)), found=True)
+    if strict and refused and not seen:
+        raise ValueError(refused[0])
+    options, lines = _with_range(seen, options, strict)
+    many = max(seen, key=lambda file: file.pages, default=None)
+    if many and many.pages > 1:
         lines.append(
-            f"{bits}-bit images hold values up to {largest:,}: read as {held} bits; "
-            "--data.value_range LOW HIGH says otherwise"
-        )
-    if pages:
-        lines.append(
-            f"images have several pages ({pages} in {of_many}): the first of each is read, the "
-            "others are left out; --data.page N takes another"
+            f"images have several pages ({many.pages} in {many.name}): the first of each is read, "
+            "the others are left out; --data.page N takes another"
         )
     return options, lines
 
 
-def _extremes_of(reader: Reader, options: ReadOptions) -> tuple[float, float]:
-    """Return the smallest and the largest value of the bands that are read."""
-    bands = _bands_of(reader, options)
-    found = [extremes(reader.read(box, box.height, box.width, bands)) for box in blocks(reader)]
-    return min(low for low, _ in found), max(high for _, high in found)
+class _Seen(NamedTuple):
+    """What a file of a data set has."""
+
+    name: str
+    pages: int
+    """How many there are; 1 where a page is asked for."""
+    dtype: np.dtype
+    ends: tuple[float, float] | None
+    """The smallest and the largest value, where nothing says which range they have."""
+
+
+def _look(source: Source, index: int, options: ReadOptions) -> _Seen:
+    with open_image(source.open(index), options) as reader:
+        bands, ends = _bands_of(reader, options), None
+        if reader.dtype != np.uint8 and range_of(reader, options) is None:
+            parts = (reader.read(box, box.height, box.width, bands) for box in blocks(reader))
+            lows, highs = zip(*map(extremes, parts), strict=True)
+            ends = min(lows), max(highs)
+        pages = reader.pages if options.page is None else 1
+        return _Seen(source.name(index), pages, reader.dtype, ends)
+
+
+def _with_range(
+    seen: Sequence[_Seen], options: ReadOptions, strict: bool
+) -> tuple[ReadOptions, list[str]]:
+    """Return the options with the range of integers whose files do not state it, and a line that
+    tells it.
+    """
+    whole = []
+    for file in seen:
+        if file.ends is None:
+            continue
+        low, high = file.ends
+        if file.dtype.kind in "ui" and low >= 0 and high < 2**16:
+            whole.append(file)
+        elif strict:
+            raise ValueError(
+                f"{file.name} holds values from {low:,.6g} to {high:,.6g}, and nothing says which "
+                "of them are black and white; give --data.value_range LOW HIGH"
+            )
+    if not whole:
+        return options, []
+    largest = int(max(file.ends[1] for file in whole))
+    held = next(few for few in BITS if largest < 2**few)
+    bits = max(file.dtype.itemsize * 8 for file in whole)
+    return replace(options, value_range=(0.0, float(2**held - 1)), found=True), [
+        f"{bits}-bit images hold values up to {largest:,}: read as {held} bits; "
+        "--data.value_range LOW HIGH says otherwise"
+    ]
