@@ -45,6 +45,7 @@ def validate(argv: Words, say: Say) -> None:
     config = parse_validate(argv)
     validation = Validation(config)
     about = f"{config.checkpoint} on the {validation.split} images of {config.data.name}"
+    about += f", seen {validation.describe()}"
     say(f"{about}\n{align(COLUMNS)}")
     rows = []
     for row in validation.rows():

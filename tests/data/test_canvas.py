@@ -8,6 +8,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
+from tests.helpers.geometry import square
 from visionattn.data.config import DataConfig
 from visionattn.data.embedded import CanvasDataset, Digits, digit_splits, draw_canvas
 from visionattn.data.splits import SampleKey, build_splits, eval_batches
@@ -140,8 +141,10 @@ def test_training_draws_new_canvases_each_epoch_and_evaluation_goes_through_its_
     held_out,
 ):
     train = CanvasDataset(digit_splits(0.1, 5)["train"], "train", 50, seed=5)
-    assert not np.array_equal(train[SampleKey(3, 0, 96)][0], train[SampleKey(3, 1, 96)][0])
-    labels = [held_out[SampleKey(index, 0, 96)][1] for index in range(400)]
+    assert not np.array_equal(
+        train[SampleKey(3, 0, square(96))][0], train[SampleKey(3, 1, square(96))][0]
+    )
+    labels = [held_out[SampleKey(index, 0, square(96))][1] for index in range(400)]
     test_labels = held_out.digits.labels
     assert labels == [*test_labels, *test_labels[: 400 - len(test_labels)]]
 
@@ -149,14 +152,16 @@ def test_training_draws_new_canvases_each_epoch_and_evaluation_goes_through_its_
 def test_training_draws_every_digit_about_equally_often():
     digits = Digits(digit_splits(0.1, 5)["train"].images[:40], np.arange(40))
     train = CanvasDataset(digits, "train", 2000, seed=5)
-    counts = np.bincount([train[SampleKey(index, 0, 48)][1] for index in range(2000)], minlength=40)
+    counts = np.bincount(
+        [train[SampleKey(index, 0, square(48))][1] for index in range(2000)], minlength=40
+    )
     assert counts.min() > 25 and counts.max() < 80
 
 
 def test_the_canvases_of_validation_and_test_are_drawn_from_streams_of_their_own():
     digits = digit_splits(0.1, 5)["train"]
     images = [
-        CanvasDataset(digits, name, 50, seed=5)[SampleKey(3, 0, 96)][0]
+        CanvasDataset(digits, name, 50, seed=5)[SampleKey(3, 0, square(96))][0]
         for name in ("validation", "test")
     ]
     assert not np.array_equal(*images)
@@ -181,7 +186,9 @@ def test_the_splits_of_canvases_are_drawn_from_disjoint_digits():
 def test_the_specification_of_the_canvases_normalises_them():
     config = DataConfig(name="canvas", img_size=128, augment="light", workers=0, train_images=200)
     splits = build_splits(config, seed=5)
-    images, _ = next(iter(eval_batches(splits.train, config, batch_size=200, img_size=128)))
+    images, *_ = next(
+        iter(eval_batches(splits.train, config, batch_size=200, geometry=square(128)))
+    )
     prepared = splits.spec.prepare(images)
     assert abs(prepared.mean()) < 0.1 and abs(prepared.std() - 1) < 0.1
 
@@ -194,7 +201,7 @@ def test_small_canvases_are_refused_in_one_line(held_out):
     with pytest.raises(ValueError, match=line):
         build_splits(DataConfig(name="canvas", img_size=64, img_size_choices=[64, 40]), seed=5)
     with pytest.raises(ValueError, match=line):
-        eval_batches(build_splits(config, seed=5).test, config, batch_size=8, img_size=40)
+        eval_batches(build_splits(config, seed=5).test, config, batch_size=8, geometry=square(40))
     with pytest.raises(
         ValueError, match="canvas of 96 x 47 pixels is too small for digits of up to 40"
     ):
@@ -215,12 +222,12 @@ def test_a_canvas_takes_few_calls_and_three_bytes_a_pixel(px, most_calls):
     for index in range(40):
         counts.append(0)
         sys.setprofile(count)
-        train[SampleKey(index, 0, px)]
+        train[SampleKey(index, 0, square(px))]
         sys.setprofile(None)
     assert np.median(counts) < most_calls
     tracemalloc.start()
     for index in range(40):
-        train[SampleKey(index, 0, px)]
+        train[SampleKey(index, 0, square(px))]
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert most < 3 * px * px

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torchvision.datasets import CIFAR10
 
+from tests.helpers.geometry import square
 from visionattn.data.config import DataConfig
 from visionattn.data.splits import SampleKey, build_splits, eval_batches, train_batches
 
@@ -54,7 +55,9 @@ def config_of(root, name="cifar10", **changes):
 
 
 def all_of(split, config):
-    images, labels = zip(*eval_batches(split, config, batch_size=7, img_size=32), strict=True)
+    images, labels, _ = zip(
+        *eval_batches(split, config, batch_size=7, geometry=square(32)), strict=True
+    )
     return torch.cat(images), torch.cat(labels)
 
 
@@ -116,7 +119,9 @@ def test_augmentation_takes_training_images_alone_and_keeps_the_key(root):
     assert not any(
         image.permute(1, 2, 0).contiguous().numpy().tobytes() in stored for image in first
     )
-    np.testing.assert_array_equal(splits.test[SampleKey(2, 1, 32)][0], splits.test.images[2])
+    np.testing.assert_array_equal(
+        splits.test[SampleKey(2, 1, square(32))][0], splits.test.images[2]
+    )
 
 
 def test_colour_augmentation_of_grey_pixels_is_refused(root):

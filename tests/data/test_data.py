@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.helpers.geometry import square
 from visionattn.data.config import DataConfig
 from visionattn.data.splits import SampleKey, build_splits, eval_batches, train_batches
 
@@ -21,7 +22,7 @@ def epoch_of(config, epoch, batch_size=100, seed=3):
 
 def assert_same_batches(first, second):
     assert len(first) == len(second)
-    for (images, labels), (other_images, other_labels) in zip(first, second, strict=True):
+    for (images, labels, _), (other_images, other_labels, _) in zip(first, second, strict=True):
         assert images.dtype == torch.uint8 and labels.dtype == torch.int64
         torch.testing.assert_close(images, other_images, rtol=0, atol=0)
         torch.testing.assert_close(labels, other_labels, rtol=0, atol=0)
@@ -58,7 +59,9 @@ def test_every_split_of_the_digits_holds_every_class_in_the_same_share():
 def test_the_specification_of_the_digits_normalises_them():
     splits = build_splits(DIGITS, seed=1)
     assert splits.spec.class_names == tuple("0123456789") and splits.spec.num_classes == 10
-    images, _ = next(iter(eval_batches(splits.validation, DIGITS, batch_size=2000, img_size=32)))
+    images, *_ = next(
+        iter(eval_batches(splits.validation, DIGITS, batch_size=2000, geometry=square(32)))
+    )
     prepared = splits.spec.prepare(images)
     assert prepared.shape == (len(splits.validation), 1, 32, 32)
     assert abs(prepared.mean()) < 0.02 and abs(prepared.std() - 1) < 0.02
@@ -71,10 +74,13 @@ def test_pixels_of_digits_are_the_digits_with_each_grey_level_a_channel():
     )
     np.testing.assert_array_equal(grey.test.images, pixel.test.images)
     np.testing.assert_array_equal(grey.train.labels, pixel.train.labels)
-    (image,), _ = next(
+    (image,), *_ = next(
         iter(
             eval_batches(
-                pixel.test, DataConfig(name="digits_pixel", img_size=32), batch_size=1, img_size=32
+                pixel.test,
+                DataConfig(name="digits_pixel", img_size=32),
+                batch_size=1,
+                geometry=square(32),
             )
         )
     )
@@ -85,8 +91,8 @@ def test_pixels_of_digits_are_the_digits_with_each_grey_level_a_channel():
 
 def test_a_digit_enlarged_a_whole_number_of_times_keeps_its_mean():
     splits = build_splits(DIGITS, seed=1)
-    small, label = splits.test[SampleKey(5, 0, 8)]
-    large, _ = splits.test[SampleKey(5, 0, 40)]
+    small, label, _ = splits.test[SampleKey(5, 0, square(8))]
+    large, *_ = splits.test[SampleKey(5, 0, square(40))]
     assert small.shape == (8, 8, 1) and large.shape == (40, 40, 1) and large.dtype == np.uint8
     assert abs(small.mean() - large.mean()) < 3
     assert label == splits.test.labels[5]
@@ -125,21 +131,21 @@ def test_an_epoch_given_up_half_way_leaves_the_next_one_whole():
 
 def test_a_sample_does_not_depend_on_what_was_drawn_before_it():
     train = build_splits(DIGITS, seed=3).train
-    alone = build_splits(DIGITS, seed=3).train[SampleKey(41, 2, 24)][0]
+    alone = build_splits(DIGITS, seed=3).train[SampleKey(41, 2, square(24))][0]
     for index in (40, 41, 7):
-        train[SampleKey(index, 2, 24)]
-    np.testing.assert_array_equal(train[SampleKey(41, 2, 24)][0], alone)
+        train[SampleKey(index, 2, square(24))]
+    np.testing.assert_array_equal(train[SampleKey(41, 2, square(24))][0], alone)
 
 
 @pytest.mark.parametrize("changed", ["seed", "epoch", "index"])
 def test_augmentation_differs_when_any_part_of_the_key_differs(changed):
     splits = build_splits(DIGITS, seed=3)
     splits.train.images[42] = splits.train.images[41]
-    image, _ = splits.train[SampleKey(41, 2, 24)]
+    image, *_ = splits.train[SampleKey(41, 2, square(24))]
     if changed == "seed":
         splits.train.seed = 4
-    other, _ = splits.train[
-        SampleKey(42 if changed == "index" else 41, 3 if changed == "epoch" else 2, 24)
+    other, *_ = splits.train[
+        SampleKey(42 if changed == "index" else 41, 3 if changed == "epoch" else 2, square(24))
     ]
     assert np.mean(image != other) > 0.1
 
@@ -147,7 +153,7 @@ def test_augmentation_differs_when_any_part_of_the_key_differs(changed):
 def test_evaluation_is_not_augmented():
     splits = build_splits(DIGITS, seed=3)
     for part in (splits.validation, splits.test):
-        image, _ = part[SampleKey(5, 0, 8)]
+        image, *_ = part[SampleKey(5, 0, square(8))]
         np.testing.assert_array_equal(image[..., 0], part.images[5, ..., 0])
 
 
@@ -157,7 +163,9 @@ def test_each_epoch_has_every_training_image_once_in_another_order():
     batches = train_batches(splits, config, batch_size=77, seed=3)
     orders = []
     for epoch in (0, 1):
-        images, labels = (torch.cat(parts) for parts in zip(*batches.epoch(epoch), strict=True))
+        images, labels = (
+            torch.cat(parts) for parts in list(zip(*batches.epoch(epoch), strict=True))[:2]
+        )
         orders.append([image.numpy().tobytes() for image in images])
         assert sorted(orders[-1]) == sorted(image.tobytes() for image in splits.train.images)
         by_bytes = {
@@ -166,7 +174,7 @@ def test_each_epoch_has_every_training_image_once_in_another_order():
         }
         assert [by_bytes[image] for image in orders[-1]] == labels.tolist()
     assert orders[0] != orders[1]
-    sizes = [len(labels) for _, labels in batches.epoch(0)]
+    sizes = [len(labels) for _, labels, *_ in batches.epoch(0)]
     assert len(sizes) == len(batches) and sizes[:-1] == [77] * (len(batches) - 1)
     assert sizes[-1] == len(splits.train) - 77 * (len(batches) - 1)
 
@@ -175,8 +183,8 @@ def test_evaluation_gives_every_image_once_in_the_order_of_the_data():
     splits = build_splits(DIGITS, 3)
     for workers in (0, 2):
         config = DataConfig(name="digits", workers=workers)
-        batches = eval_batches(splits.test, config, batch_size=50, img_size=8)
-        images, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
+        batches = eval_batches(splits.test, config, batch_size=50, geometry=square(8))
+        images, labels = (torch.cat(parts) for parts in list(zip(*batches, strict=True))[:2])
         np.testing.assert_array_equal(images[:, 0].numpy(), splits.test.images[..., 0])
         np.testing.assert_array_equal(labels.numpy(), splits.test.labels)
         assert len(batches) == 8 and batches.left_out == 0
@@ -186,7 +194,7 @@ def test_a_training_batch_has_one_size_and_all_sizes_are_drawn_about_equally():
     config = DataConfig(name="digits", img_size=8, img_size_choices=[8, 11, 17], workers=0)
     splits = build_splits(config, 3)
     batches = train_batches(splits, config, batch_size=10, seed=3)
-    drawn = [[images.shape[-2:] for images, _ in batches.epoch(epoch)] for epoch in (0, 1)]
+    drawn = [[images.shape[-2:] for images, _, *_ in batches.epoch(epoch)] for epoch in (0, 1)]
     assert drawn[0] != drawn[1]
     counts = [
         sum(size == (side, side) for epoch in drawn for size in epoch) for side in (8, 11, 17)
@@ -232,7 +240,7 @@ def test_workers_end_by_themselves_when_their_batches_fall_to_the_garbage_collec
 def test_data_sets_can_be_sent_to_workers_that_are_not_forks(name):
     config = DataConfig(name=name, img_size=64, augment="light", workers=0)
     train = build_splits(config, 3).train
-    key = SampleKey(11, 1, 64)
+    key = SampleKey(11, 1, square(64))
     train[key]
     np.testing.assert_array_equal(pickle.loads(pickle.dumps(train))[key][0], train[key][0])
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.helpers.geometry import square
 from tests.helpers.image_files import (
     COUNTS,
     LEVELS,
@@ -62,7 +63,7 @@ def test_without_a_validation_folder_a_share_of_each_class_is_held_out_by_the_se
     train = levels_and_labels(splits.train, config)
     validation = levels_and_labels(splits.validation, config)
     assert sorted(train + validation) == expected(COUNTS)
-    assert np.bincount([label for _, label in validation]).tolist() == [2, 1, 3, 1]
+    assert np.bincount([label for _, label, *_ in validation]).tolist() == [2, 1, 3, 1]
     assert splits.test is None
     assert levels_and_labels(build_splits(config, 3).validation, config) == validation
     assert levels_and_labels(build_splits(config, 4).validation, config) != validation
@@ -92,7 +93,7 @@ def test_evaluation_resizes_the_shorter_side_and_crops_the_centre(tmp_path):
     config = config_of(tmp_path)
     validation = build_splits(config, 3).validation
     for size in (13, 40, 90):
-        image, _ = validation[SampleKey(0, 0, size)]
+        image, *_ = validation[SampleKey(0, 0, square(size))]
         assert image.shape == (size, size, 3)
         assert np.all(image[:, 2:-2] == 120)
 
@@ -127,19 +128,19 @@ def test_augmented_batches_are_a_function_of_seed_epoch_and_index_alone(tmp_path
         runs.append([batches.epoch(epoch) for epoch in (0, 1)])
         runs[-1] = [list(epoch) for epoch in runs[-1]]
     for first, second in zip(*runs, strict=True):
-        for (images, labels), (other_images, other_labels) in zip(first, second, strict=True):
+        for (images, labels, _), (other_images, other_labels, _) in zip(first, second, strict=True):
             assert torch.equal(images, other_images) and torch.equal(labels, other_labels)
 
     config = config_of(tmp_path, augment=augment)
     splits = build_splits(config, 3)
-    keys = [SampleKey(2, epoch, 32) for epoch in range(6)]
+    keys = [SampleKey(2, epoch, square(32)) for epoch in range(6)]
     images = [splits.train[key][0] for key in keys]
     assert len({image.tobytes() for image in images}) == 6
     for key, image in zip(reversed(keys), reversed(images), strict=True):
         np.testing.assert_array_equal(splits.train[key][0], image)
     # evaluation is left as it is
-    held_out = splits.validation[SampleKey(0, 0, 32)][0]
-    np.testing.assert_array_equal(splits.validation[SampleKey(0, 5, 32)][0], held_out)
+    held_out = splits.validation[SampleKey(0, 0, square(32))][0]
+    np.testing.assert_array_equal(splits.validation[SampleKey(0, 5, square(32))][0], held_out)
 
 
 def test_three_augment_makes_greyscale_solarised_and_blurred_images_about_equally_often(tmp_path):
@@ -155,7 +156,7 @@ def test_three_augment_makes_greyscale_solarised_and_blurred_images_about_equall
     train = build_splits(config_of(tmp_path, augment="three"), 3).train
     kinds = []
     for epoch in range(300):
-        red, green, blue = train[SampleKey(0, epoch, 16)][0][8, 8].astype(int)
+        red, green, blue = train[SampleKey(0, epoch, square(16))][0][8, 8].astype(int)
         kinds.append("grey" if red == green == blue else "red" if red > 90 else "solarised")
     assert all(70 < kinds.count(kind) < 130 for kind in ("grey", "red", "solarised"))
 
@@ -227,7 +228,9 @@ def test_the_steps_of_a_pipeline_draw_independently(tmp_path):
         for index in range(2):
             Image.fromarray(gradient).save(tmp_path / name / f"{index}.png")
     train = build_splits(config_of(tmp_path, augment="three"), 3).train
-    crops = np.array([train[SampleKey(0, epoch, 16)][0].astype(float) for epoch in range(200)])
+    crops = np.array(
+        [train[SampleKey(0, epoch, square(16))][0].astype(float) for epoch in range(200)]
+    )
     means = crops.mean((1, 2, 3))
     ranges = np.ptp(crops.mean((1, 3)), axis=1) / means
     assert means.std() > 10 and ranges.std() > 0.05
@@ -276,15 +279,15 @@ def test_an_unreadable_image_is_left_out_with_one_warning_and_evaluation_counts_
     splits = build_splits(config, 3)
     batches = train_batches(splits, config, batch_size=4, seed=3)
     with pytest.warns(UserWarning, match="left out unreadable image") as caught:
-        counts = [sum(len(labels) for _, labels in batches.epoch(epoch)) for epoch in (0, 1)]
+        counts = [sum(len(labels) for _, labels, *_ in batches.epoch(epoch)) for epoch in (0, 1)]
     assert counts == [sum(COUNTS.values()) - 1] * 2
     assert [str(warning.message) for warning in caught] == [str(caught[0].message)]
     assert str(caught[0].message).startswith(f"left out unreadable image {path}: ")
     assert batches.left_out == 1
 
-    validation = eval_batches(splits.validation, config, batch_size=3, img_size=16)
+    validation = eval_batches(splits.validation, config, batch_size=3, geometry=square(16))
     with pytest.warns(UserWarning, match="val/bird/1.png"):
-        assert sum(len(labels) for _, labels in validation) == sum(VAL_COUNTS.values()) - 1
+        assert sum(len(labels) for _, labels, *_ in validation) == sum(VAL_COUNTS.values()) - 1
     assert validation.left_out == 1
 
 
@@ -301,7 +304,9 @@ def test_a_batch_of_unreadable_images_alone_is_left_out_as_a_whole(tmp_path):
     with pytest.warns(UserWarning, match="left out"):
         labels = [
             labels.tolist()
-            for _, labels in eval_batches(splits.validation, config, batch_size=2, img_size=16)
+            for _, labels, _ in eval_batches(
+                splits.validation, config, batch_size=2, geometry=square(16)
+            )
         ]
     assert labels == [[1, 1]]
 

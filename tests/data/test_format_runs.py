@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.helpers.geometry import square
 from tests.helpers.image_files import config_of, encoded, refused, write_classes
 from tests.helpers.tools import assert_one_error, load_tool, read_csv
+from visionattn.data.geometry import Geometry
 from visionattn.data.splits import SampleKey, build_splits, eval_batches, train_batches
 from visionattn.inference.listing import find_images
-from visionattn.inference.reading import ReadImages, Sizing
+from visionattn.inference.reading import ReadImages
 from visionattn.inference.running import batch_samples
 from visionattn.models.weights import DataSpec, load_model
 
@@ -64,7 +66,7 @@ def test_bands_and_range_reach_the_model_as_fractions(tmp_path):
     root = write_bands(tmp_path)
     config = config_of(root, bands=[5, 1], value_range=[100, 2100], val_fraction=0.5, img_size=24)
     splits = build_splits(config, 3)
-    image, label = splits.train[SampleKey(0, 0, 24)][:2]
+    image, label, _ = splits.train[SampleKey(0, 0, square(24))]
     path = splits.train.source.name(splits.train.indices[0])
     stored = tifffile.imread(path)[:, 4:28, [4, 0]].astype(float)
     np.testing.assert_allclose(image, ((stored - 100) / 2000).clip(0, 1), atol=1e-6)
@@ -128,7 +130,10 @@ def test_a_page_of_each_file_is_read_and_the_others_are_told_of(tmp_path):
             splits = build_splits(config, 3)
         assert len(caught) == (page is None)
         assert all("images have several pages (2 in " in str(line.message) for line in caught)
-        assert splits.train[SampleKey(0, 0, 16)][0].tolist() == np.full((16, 16, 3), level).tolist()
+        assert (
+            splits.train[SampleKey(0, 0, square(16))][0].tolist()
+            == np.full((16, 16, 3), level).tolist()
+        )
 
 
 def test_what_cannot_be_read_in_a_mixed_folder_is_one_reason_each(tmp_path):
@@ -138,7 +143,7 @@ def test_what_cannot_be_read_in_a_mixed_folder_is_one_reason_each(tmp_path):
     splits = build_splits(config, 3)
     with pytest.warns(UserWarning, match="five.tif: the image has 5 bands; name those to read"):
         for split in (splits.train, splits.validation):
-            list(eval_batches(split, config, batch_size=2, img_size=16))
+            list(eval_batches(split, config, batch_size=2, geometry=square(16)))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -157,7 +162,7 @@ def test_zarr_folders_are_images_in_several_processes(tmp_path, workers):
     splits = build_splits(config, 3)
     seen = []
     for split in (splits.train, splits.validation):
-        for images, labels in eval_batches(split, config, batch_size=2, img_size=16):
+        for images, labels, _ in eval_batches(split, config, batch_size=2, geometry=square(16)):
             seen += zip(images[:, 0, 0, 0].tolist(), labels.tolist(), strict=True)
     expected = [(level, ["bird", "cat"].index(name)) for level, name in levels.items()]
     assert sorted(seen) == sorted([*expected, (7, 0), (7, 1)])
@@ -169,7 +174,7 @@ def test_features_of_files_of_8_and_of_16_bits_are_those_of_each_alone(tmp_path)
     Image.fromarray(levels).save(tmp_path / "1.png")
     Image.fromarray(levels.astype(np.uint16) * 257).save(tmp_path / "2.png")
     spec = DataSpec(1, 2, (), (0.3,), (0.2,), None, 16, value_range=(0, 65535))
-    images = ReadImages(find_images([str(tmp_path)]), spec, Sizing(None, (8, 8)))
+    images = ReadImages(find_images([str(tmp_path)]), spec, Geometry("native", None, None, (8, 8)))
     batches = list(batch_samples(iter([images[0], images[1], images[1]]), 4))
     assert [len(batch) for batch in batches] == [1, 2]
     first, second = (spec.prepare(batch[0].pixels[None]) for batch in batches)

@@ -8,6 +8,7 @@ import pickle
 import pytest
 import torch
 
+from tests.helpers.geometry import square
 from tests.helpers.image_files import (
     COUNTS,
     LEVELS,
@@ -21,7 +22,7 @@ from tests.helpers.image_files import (
     write_classes,
     write_tar,
 )
-from visionattn.data.batches import batch_size_px
+from visionattn.data.batches import batch_geometry
 from visionattn.data.splits import SampleKey, build_splits, eval_batches, train_batches
 
 
@@ -31,12 +32,15 @@ def test_a_tar_of_class_folders_is_read_by_several_workers(tmp_path, workers):
     write_tar(root, members_of(COUNTS))
     config = config_of(root, workers=workers, val_fraction=0.3)
     splits = build_splits(config, 3)
-    splits.train[SampleKey(0, 0, 16)]
+    splits.train[SampleKey(0, 0, square(16))]
     assert splits.spec.class_names == tuple(LEVELS)
     train = levels_and_labels(splits.train, config, 2)
     validation = levels_and_labels(splits.validation, config, 2)
     assert sorted(train + validation) == expected(COUNTS) and len(validation) == 7
-    assert pickle.loads(pickle.dumps(splits.train))[SampleKey(1, 0, 16)][0][0, 0, 0] == train[1][0]
+    assert (
+        pickle.loads(pickle.dumps(splits.train))[SampleKey(1, 0, square(16))][0][0, 0, 0]
+        == train[1][0]
+    )
 
 
 def test_a_tar_with_train_and_val_folders_is_divided_as_they_say(tmp_path):
@@ -148,20 +152,21 @@ def test_shards_are_streamed_through_the_reader_of_timm(shard_root, workers):
     batches = train_batches(splits, config, batch_size=2, seed=3)
     epochs = []
     for epoch in (0, 1, 0):
-        images, labels = zip(*batches.epoch(epoch), strict=True)
+        images, labels, _ = zip(*batches.epoch(epoch), strict=True)
         assert len(labels) == len(batches) and all(len(part) == 2 for part in labels)
         levels = torch.cat([part[:, 0, 0, 0] for part in images]).tolist()
         assert set(levels) == set(range(100, 109))
         assert [(level - 100) % 3 for level in levels] == torch.cat(labels).tolist()
         sizes = [part.shape[-1] for part in images]
         assert sizes == [
-            batch_size_px((16, 24), 3, epoch, number) for number in range(len(batches))
+            batch_geometry((square(16), square(24)), 3, epoch, number).img_size[0]
+            for number in range(len(batches))
         ]
         epochs.append(levels)
     assert epochs[0] == epochs[2] and epochs[0] != epochs[1]
 
-    validation = eval_batches(splits.validation, config, batch_size=2, img_size=16)
-    levels = torch.cat([images[:, 0, 0, 0] for images, _ in validation]).tolist()
+    validation = eval_batches(splits.validation, config, batch_size=2, geometry=square(16))
+    levels = torch.cat([images[:, 0, 0, 0] for images, _, _ in validation]).tolist()
     assert levels == [50, 51, 52] and len(validation) == 2 and validation.left_out == 0
 
 
@@ -182,7 +187,7 @@ def test_evaluation_on_shards_says_how_many_images_were_left_out(shard_root):
     config = config_of(f"wds/{shard_root}", num_classes=3, on_error="skip")
     validation = eval_batches(build_splits(config, 3).validation, config, batch_size=2, img_size=16)
     with pytest.warns(UserWarning, match="left out 1 unreadable images of"):
-        assert [labels.tolist() for _, labels in validation] == [[0, 2]]
+        assert [labels.tolist() for _, labels, *_ in validation] == [[0, 2]]
     assert validation.left_out == 1
 
 

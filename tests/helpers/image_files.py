@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.helpers.geometry import square
 from visionattn.data.config import DataConfig
 from visionattn.data.splits import build_splits, eval_batches
 
@@ -32,15 +33,18 @@ def write_classes(folder, counts):
 
 def config_of(root, **changes):
     return DataConfig(
-        **({"name": "folder", "root": str(root), "img_size": 16, "workers": 0} | changes)
+        **(
+            {"name": "folder", "root": str(root), "fit": "crop", "img_size": 16, "workers": 0}
+            | changes
+        )
     )
 
 
 def levels_and_labels(split, config, batch_size=5):
     """The grey level and the label of each image, as evaluation gives them."""
     pairs = []
-    for images, labels in eval_batches(
-        split, config, batch_size=batch_size, img_size=config.img_size
+    for images, labels, _ in eval_batches(
+        split, config, batch_size=batch_size, geometry=square(config.img_size)
     ):
         assert images.shape[1:] == (3, config.img_size, config.img_size)
         pairs += zip(images[:, 0, 0, 0].tolist(), labels.tolist(), strict=True)

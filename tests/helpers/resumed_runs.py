@@ -14,7 +14,14 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from tests.helpers.small_runs import lines, quadrants, rows, same, small_config, timeless
+from tests.helpers.small_runs import (
+    lines,
+    quadrants_for,
+    rows,
+    same,
+    small_config,
+    timeless,
+)
 from visionattn.training import engine
 from visionattn.training.config import TrainConfig
 from visionattn.training.engine import train
@@ -38,7 +45,7 @@ def on_small_data():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "build_splits", lambda config, seed: quadrants())
+        patch.setattr(engine, "build_splits", quadrants_for)
         patch.setattr(engine, "provenance", lambda device: {"device": str(device)})
         # For fp16: the first steps overflow, and the factor rises again within a run.
         patch.setattr(torch.amp, "GradScaler", scaler_with(init_scale=2.0**17, growth_interval=3))

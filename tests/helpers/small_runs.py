@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from tests.helpers.geometry import square
+from visionattn.data.batches import Batch, Item, collate
 from visionattn.data.config import DataConfig
 from visionattn.data.splits import SampleKey, Splits
 from visionattn.models.weights import DataSpec
@@ -30,9 +32,7 @@ TIMES |= {"images_per_second", "wait_share"}
 
 
 class Quadrants(Dataset):
-    """``length`` noisy images of ``key.img_size`` pixels; the label is the quadrant that is
-    bright.
-    """
+    """``length`` noisy square images; the label is the quadrant that is bright."""
 
     def __init__(self, length: int, seed: int):
         self.length, self.seed = length, seed
@@ -40,20 +40,27 @@ class Quadrants(Dataset):
     def __len__(self) -> int:
         return self.length
 
-    def __getitem__(self, key: SampleKey) -> tuple[np.ndarray, int]:
+    def __getitem__(self, key: SampleKey) -> Item:
+        px = key.geometry.img_size[0]
         image = np.random.default_rng((self.seed, key.epoch, key.index)).integers(
-            0, 120, (key.img_size, key.img_size, 1)
+            0, 120, (px, px, 1)
         )
-        label, half = key.index % 4, key.img_size // 2
+        label, half = key.index % 4, px // 2
         rows = slice(half * (label // 2), half * (label // 2 + 1))
         columns = slice(half * (label % 2), half * (label % 2 + 1))
         image[rows, columns] += 60
-        return image.astype(np.uint8), label
+        return Item(image.astype(np.uint8), label, (px, px))
 
 
-def quadrants(train: int = 61, *, test: bool = True) -> Splits:
-    """Splits of ``train``, 23 and 29 images."""
-    return Splits(Quadrants(train, 1), Quadrants(23, 2), Quadrants(29, 3) if test else None, SPEC)
+def quadrants(train: int = 61, *, test: bool = True, img_size: int | None = None) -> Splits:
+    """Splits of ``train``, 23 and 29 images, of 16 px where no size is given."""
+    spec = replace(SPEC, img_size=img_size or SPEC.img_size)
+    return Splits(Quadrants(train, 1), Quadrants(23, 2), Quadrants(29, 3) if test else None, spec)
+
+
+def quadrants_for(config: DataConfig, seed: int) -> Splits:
+    """Splits of the size that is configured, in place of ``build_splits``."""
+    return quadrants(img_size=config.img_size)
 
 
 def small_config(
@@ -86,13 +93,11 @@ def small_trainer(config: TrainConfig, splits: Splits | None = None) -> Trainer:
     return Trainer(config, splits, model, args, torch.device("cpu"))
 
 
-def batch(count: int, *, start: int = 0, img_size: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(count: int, *, start: int = 0, img_size: int = 16) -> Batch:
     """A batch as the loaders give it: images ``start`` to ``start + count`` of the training set."""
-    samples = [
-        Quadrants(999, 1)[SampleKey(index, 0, img_size)] for index in range(start, start + count)
-    ]
-    images = np.stack([image for image, _ in samples]).transpose(0, 3, 1, 2)
-    return torch.from_numpy(images.copy()), torch.tensor([label for _, label in samples])
+    images = Quadrants(999, 1)
+    numbers = range(start, start + count)
+    return collate([images[SampleKey(number, 0, square(img_size))] for number in numbers])[0]
 
 
 def lines(folder: Path) -> list[dict]:

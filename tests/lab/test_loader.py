@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 
 from tests.helpers.image_files import encoded, write_classes
 from tests.helpers.tools import assert_one_error, load_tool, words
+from visionattn.data.batches import Item
 from visionattn.data.config import DataConfig
 from visionattn.data.splits import Splits
 from visionattn.lab.loader import (
@@ -50,7 +51,8 @@ class Slow(Dataset):
             self.barrier.wait(300)
         self.now += self.seconds + (0 if self.asked else self.first)
         self.asked.append(key.index)
-        return np.zeros((key.img_size, key.img_size, 1), np.uint8), 0
+        size = key.geometry.img_size
+        return Item(np.zeros((*size, 1), np.uint8), 0, size)
 
 
 def source_of(dataset):

@@ -11,7 +11,7 @@ import timm
 import torch
 from torch import nn
 
-from tests.helpers.small_runs import MODEL, SPEC, quadrants, small_config
+from tests.helpers.small_runs import MODEL, SPEC, quadrants_for, small_config
 from visionattn.cli.ends import run_tool
 from visionattn.lab.measure import bytes_kept
 from visionattn.models.backbone import VisionAttnTransformer
@@ -67,7 +67,7 @@ def test_too_little_memory_for_the_weights_is_no_fault_of_the_arguments(monkeypa
 @pytest.fixture
 def small_run(tmp_path, monkeypatch):
     """Start a run with these options; returns its exit code and its status."""
-    monkeypatch.setattr(engine, "build_splits", lambda config, seed: quadrants())
+    monkeypatch.setattr(engine, "build_splits", quadrants_for)
 
     def start(**options):
         config = small_config(tmp_path, **{"epochs": 1, "optim": {"ema_decay": 0.9}} | options)

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import nn
 
+from tests.helpers.geometry import square
 from tests.helpers.several_processes import run_processes
 from tests.helpers.small_runs import MODEL, SPEC, quadrants
 from visionattn.cli.ends import run_tool
-from visionattn.data.splits import SampleKey
+from visionattn.data.batches import Batch, SampleKey, collate
 from visionattn.training.build import build_model
 from visionattn.training.config import ModelConfig
 from visionattn.training.distributed import joined
@@ -20,15 +21,11 @@ from visionattn.training.evaluate import evaluate
 CPU = torch.device("cpu")
 
 
-def images_of(indices) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def images_of(indices) -> list[Batch]:
     """Batches of four of the 23 validation images."""
     dataset = quadrants().validation
-    samples = [dataset[SampleKey(index, 0, 16)] for index in indices]
-    pixels = [torch.from_numpy(image).permute(2, 0, 1) for image, _ in samples]
-    return [
-        (torch.stack(pixels[i : i + 4]), torch.tensor([label for _, label in samples[i : i + 4]]))
-        for i in range(0, len(samples), 4)
-    ]
+    samples = [dataset[SampleKey(index, 0, square(16))] for index in indices]
+    return [collate(samples[i : i + 4])[0] for i in range(0, len(samples), 4)]
 
 
 def small_model() -> nn.Module:
@@ -43,7 +40,8 @@ def small_model() -> nn.Module:
 def test_every_image_counts_once_on_any_number_of_processes(tmp_path, size, count):
     """Five processes leave two of them without one of three images."""
     model = small_model()
-    images, labels = (torch.cat(part) for part in zip(*images_of(range(count)), strict=True))
+    parts = images_of(range(count))
+    images, labels = (torch.cat([part[i] for part in parts]) for i in (0, 1))
     logits = model.eval()(SPEC.prepare(images)).double()
     loss = nn.functional.cross_entropy(logits, labels).item()
     hits = (logits.argmax(1) == labels).sum().item()

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.helpers.geometry import square
 from tests.helpers.several_processes import Ended, run_processes
 from tests.helpers.small_runs import Quadrants, quadrants, small_config
 from visionattn.cli.ends import run_tool
@@ -392,7 +393,7 @@ def test_several_processes_are_for_torchrun_to_start_and_for_the_caller_to_join(
 
 def test_a_stream_of_shards_is_for_one_process():
     shards = Shards("wds/x", "train", (5, 4), True, 3, 0, None)
-    batches = StreamTrainBatches(shards, 0, batch_size=2, sizes=(16,))
+    batches = StreamTrainBatches(shards, 0, batch_size=2, choices=(square(16),))
     batches.divide(0, 1)
     with pytest.raises(
         ValueError, match="^wds/x is a stream of shards, which one process trains on; unpack it"

@@ -18,6 +18,7 @@ from tests.helpers.small_runs import (
     Quadrants,
     lines,
     quadrants,
+    quadrants_for,
     rows,
     same,
     small_config,
@@ -44,7 +45,7 @@ EVERYTHING = dict(
 
 @pytest.fixture(autouse=True)
 def small_data(monkeypatch):
-    monkeypatch.setattr(engine, "build_splits", lambda config, seed: quadrants())
+    monkeypatch.setattr(engine, "build_splits", quadrants_for)
 
 
 def run(config: TrainConfig) -> tuple[engine.Result, str]:
@@ -125,7 +126,7 @@ def test_the_best_weights_are_those_of_the_best_validation_not_the_last_and_not_
     weights, tested = [], []
 
     def scripted(model, batches, spec, **options):
-        images = sum(len(labels) for _, labels in batches)
+        images = sum(len(labels) for _, labels, *_ in batches)
         weights.append(model.head.weight.detach().clone())
         if images == 29:
             tested.append(model)
@@ -570,4 +571,4 @@ def test_on_a_terminal_there_is_a_bar_and_elsewhere_plain_lines(tmp_path):
     train(small_config(tmp_path, epochs=1), stream=terminal)
     _, plain = run(small_config(tmp_path, epochs=1, run="plain"))
     assert "8/8" in terminal.getvalue() and "epoch 1/1" in terminal.getvalue()
-    assert "\x1b" not in plain and "8/8" not in plain and len(plain.splitlines()) == 2
+    assert "\x1b" not in plain and "8/8" not in plain and len(plain.splitlines()) == 3

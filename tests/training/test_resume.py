@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.helpers.geometry import square
 from tests.helpers.resumed_runs import (
     assert_same_end,
     config_of,
@@ -200,7 +201,9 @@ class Counted(Quadrants):
 
 def test_the_batches_before_the_one_to_go_on_with_are_not_read():
     dataset = Counted(61, 1)
-    batches = TrainBatches(dataset, DataConfig(workers=0), batch_size=8, sizes=(16,), seed=5)
+    batches = TrainBatches(
+        dataset, DataConfig(workers=0), batch_size=8, choices=(square(16),), seed=5
+    )
     all_of_them = list(batches.epoch(3))
     for first in (0, 5, 7, 8):
         dataset.read.clear()

@@ -5,7 +5,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.helpers.small_runs import SPEC, quadrants, small_config, small_trainer
+from tests.helpers.small_runs import SPEC, quadrants_for, small_config, small_trainer
 from tests.helpers.tools import assert_one_error, load_tool
 from visionattn.data.config import AugmentConfig, DataConfig
 from visionattn.models.weights import DataSpec
@@ -50,7 +50,7 @@ def seen_in_training(config, monkeypatch):
 def test_the_pictures_are_what_the_model_gets_in_its_first_step_and_its_first_evaluation(
     tmp_path, monkeypatch, optim
 ):
-    monkeypatch.setattr(engine, "build_splits", lambda config, seed: quadrants())
+    monkeypatch.setattr(engine, "build_splits", quadrants_for)
     config = small_config(tmp_path, optim=optim, epochs=1, seed=5, batch_size=23)
     parts = first_batches(config)
     assert list(tmp_path.iterdir()) == []
@@ -64,7 +64,7 @@ def test_the_pictures_are_what_the_model_gets_in_its_first_step_and_its_first_ev
 
 def test_labels_are_those_of_the_images_and_mixtures_say_their_shares(tmp_path, monkeypatch):
     """Of a quadrant's image its brightest quarter is the label."""
-    monkeypatch.setattr(engine, "build_splits", lambda config, seed: quadrants())
+    monkeypatch.setattr(engine, "build_splits", quadrants_for)
     training, validation = first_batches(small_config(tmp_path, batch_size=23))
     for picture in (*training.pictures, *validation.pictures):
         quarters = picture.pixels[..., 0].reshape(2, 8, 2, 8).mean((1, 3)).ravel()

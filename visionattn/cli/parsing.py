@@ -188,7 +188,12 @@ def spell_out(argv: Sequence[str], names: dict[str, Any]) -> list[str]:
                 if is_list(values) and not os.path.exists(values[0])
                 else [json.dumps(values, ensure_ascii=False)]
             )
-        elif accepts(kind, list) and values not in ([], ["null"]) and not is_list(values):
+        elif (
+            accepts(kind, list)
+            and values not in ([], ["null"])
+            and not is_list(values)
+            and not (len(values) == 1 and accepts(kind, int))
+        ):
             values = [f"[{', '.join(values)}]"]
         if not values and name not in ("help", "print_config"):
             raise ValueError(f"--{flag} needs a value: {describe(kind)}")

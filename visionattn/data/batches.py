@@ -1,8 +1,9 @@
 """Loaders whose randomness depends on neither workers nor order, and what an unreadable image does.
 
 This module owns the order and the sizes of batches. It knows data sets only as
-``dataset[SampleKey]`` and the streams of ``streams.py``. Images leave as uint8 ``[B, C, H, W]``;
-``DataSpec.prepare`` makes the model's input of them on the device.
+``dataset[SampleKey]`` and, where images differ in size, ``dataset.sizes()``. Images leave as
+integers of their files or as shares of a range; ``DataSpec.prepare`` makes the model's input of
+them on the device.
 """
 
 import math
@@ -22,14 +23,17 @@ import torch
 from einops import rearrange
 from torch.utils.data import DataLoader, Dataset
 
+from visionattn.data.buckets import Buckets
 from visionattn.data.config import DataConfig
+from visionattn.data.geometry import Geometry, Size
 
-Item = TypeVar("Item")
+Key = TypeVar("Key")
 
 # Each use of randomness has a stream of its own, (seed, stream, epoch, number); the canvases own 0,
 # 1 and 2.
 ORDER_STREAM, SIZE_STREAM = 10, 11
 AUGMENT_STREAM, STEP_STREAM = 12, 13
+BATCH_STREAM = 14
 
 
 class SampleKey(NamedTuple):
@@ -39,8 +43,31 @@ class SampleKey(NamedTuple):
 
     index: int
     epoch: int
-    img_size: int
-    """Height and width in pixels of the image to make."""
+    geometry: Geometry
+    """How the image comes to the size that the model sees."""
+
+
+class Item(NamedTuple):
+    """An image as a model sees it."""
+
+    pixels: np.ndarray
+    """uint8 ``[H, W, C]``, or float32 in [0, 1]."""
+    label: int
+    present: Size
+    """Height and width in pixels of what counts, from the top left; the rest is absent."""
+
+
+class Batch(NamedTuple):
+    """Images of one size; B may be 0."""
+
+    images: torch.Tensor
+    """uint8 ``[B, C, H, W]``, or float32 in [0, 1]."""
+    labels: torch.Tensor
+    """int64 ``[B]``."""
+    sizes: torch.Tensor | None = None
+    """int64 ``[B, 2]``: height and width in pixels of what each image fills, from the top left.
+    None: they fill all.
+    """
 
 
 @dataclass(frozen=True)
@@ -51,13 +78,16 @@ class Unreadable:
     reason: str
 
 
-def batch_size_px(sizes: tuple[int, ...], seed: int, epoch: int, number: int) -> int:
-    """Return the size in pixels of the images of one batch: one of ``sizes``, drawn by seed, epoch
-    and batch number.
+def batch_geometry(
+    choices: Sequence[Geometry], seed: int | None, epoch: int, number: int
+) -> Geometry:
+    """Return the geometry of one batch: one of ``choices``, drawn by seed, epoch and batch
+    number.
     """
-    if len(sizes) == 1:
-        return sizes[0]
-    return sizes[np.random.default_rng((seed, SIZE_STREAM, epoch, number)).integers(len(sizes))]
+    if len(choices) == 1:
+        return choices[0]
+    draw = np.random.default_rng((seed, SIZE_STREAM, epoch, number))
+    return choices[draw.integers(len(choices))]
 
 
 def seed_batch(seed: int, epoch: int, number: int, rank: int = 0) -> None:
@@ -76,7 +106,7 @@ def seed_batch(seed: int, epoch: int, number: int, rank: int = 0) -> None:
     random.seed(int(states[6]) << 32 | int(states[7]))
 
 
-def share(keys: Sequence[Item], rank: int, size: int, *, pairs: bool) -> list[Item]:
+def share(keys: Sequence[Key], rank: int, size: int, *, pairs: bool) -> list[Key]:
     """Return the part of a batch that one of several processes takes; the parts are disjoint and
     together are the batch.
 
@@ -96,17 +126,29 @@ def share(keys: Sequence[Item], rank: int, size: int, *, pairs: bool) -> list[It
     return [*part, *keys[2 * half :]] if rank == 0 else part
 
 
-def collate(samples: list) -> tuple[torch.Tensor, torch.Tensor, list[Unreadable]]:
-    """Stack the readable samples into uint8 ``[B, C, H, W]`` and int64 ``[B]``, and list the
-    others; B may be 0.
-    """
+def collate(samples: Sequence[Item | Unreadable]) -> tuple[Batch, list[Unreadable]]:
+    """Stack the readable samples into a batch, and list the others."""
     unreadable = [sample for sample in samples if isinstance(sample, Unreadable)]
     readable = [sample for sample in samples if not isinstance(sample, Unreadable)]
     if not readable:
-        return torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.int64), unreadable
-    images = rearrange([image for image, _ in readable], "b h w c -> b c h w")
-    labels = torch.tensor([label for _, label in readable], dtype=torch.int64)
-    return torch.from_numpy(np.ascontiguousarray(images)), labels, unreadable
+        empty = Batch(torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.int64))
+        return empty, unreadable
+    stacked = rearrange(same_scale([item.pixels for item in readable]), "b h w c -> b c h w")
+    labels = torch.tensor([item.label for item in readable], dtype=torch.int64)
+    sizes = None
+    if any(item.present != item.pixels.shape[:2] for item in readable):
+        sizes = torch.tensor([item.present for item in readable], dtype=torch.int64)
+    images = torch.from_numpy(np.ascontiguousarray(stacked))
+    return Batch(images, labels, sizes), unreadable
+
+
+def same_scale(images: list[np.ndarray]) -> list[np.ndarray]:
+    """Return images of 8 bits as they are, unless others are shares of a range: then all are."""
+    if len({image.dtype for image in images}) == 1:
+        return images
+    return [
+        image.astype(np.float32) / 255 if image.dtype == np.uint8 else image for image in images
+    ]
 
 
 def start_worker(_: int) -> None:
@@ -121,27 +163,61 @@ def start_worker(_: int) -> None:
 class _BatchKeys:
     """Yield the keys of the batches of an epoch, once ``epoch`` and ``start`` are set. Without a
     seed they come in the data set's order.
+
+    Args:
+        length: how many images there are.
+        batch_size: images per batch, where all have one size.
+        choices: the geometries of which each batch has one.
+        seed: of the order; None: the data set's own.
+        sizes: height and width of each image in pixels, ``[length, 2]``, where images differ in
+            size; None: they do not.
+        batch_patches: the most patches of a batch, where they do.
     """
 
-    def __init__(self, length: int, batch_size: int, sizes: tuple[int, ...], seed: int | None):
+    def __init__(
+        self,
+        length: int,
+        batch_size: int,
+        choices: tuple[Geometry, ...],
+        seed: int | None,
+        sizes: np.ndarray | None = None,
+        batch_patches: int | None = None,
+    ):
         self.length, self.batch_size = length, batch_size
-        self.sizes, self.seed = sizes, seed
+        self.choices, self.seed = choices, seed
         self.epoch = self.start = 0
         self.part: Callable[[list[int]], list[int]] = list
+        self.buckets = (
+            None if sizes is None else Buckets.of(sizes, choices, batch_size, batch_patches)
+        )
 
     def __len__(self):
+        if self.buckets is not None:
+            return self.buckets.count
         return math.ceil(self.length / self.batch_size)
 
-    def __iter__(self) -> Iterator[list[SampleKey]]:
+    def batches(self) -> Sequence[np.ndarray]:
+        """Return the numbers of the images of each batch of the epoch."""
         order = np.arange(self.length)
         if self.seed is not None:
             order = np.random.default_rng((self.seed, ORDER_STREAM, self.epoch)).permutation(
                 self.length
             )
-        for number in range(self.start, len(self)):
-            size = batch_size_px(self.sizes, self.seed, self.epoch, number)
-            batch = order[number * self.batch_size : (number + 1) * self.batch_size]
-            yield [SampleKey(index, self.epoch, size) for index in self.part(batch.tolist())]
+        if self.buckets is None:
+            size = self.batch_size
+            return [order[first : first + size] for first in range(0, self.length, size)]
+        filled = self.buckets.fill(order)
+        if self.seed is None:
+            return filled
+        # The last batch of each grid is a small one; they are not all to come at the end.
+        shuffled = np.random.default_rng((self.seed, BATCH_STREAM, self.epoch))
+        return [filled[number] for number in shuffled.permutation(len(filled))]
+
+    def __iter__(self) -> Iterator[list[SampleKey]]:
+        for number, batch in enumerate(self.batches()):
+            if number >= self.start:
+                geometry = batch_geometry(self.choices, self.seed, self.epoch, number)
+                yield [SampleKey(i, self.epoch, geometry) for i in self.part(batch.tolist())]
 
 
 class _Batches:
@@ -155,10 +231,14 @@ class _Batches:
         config: DataConfig,
         *,
         batch_size: int,
-        sizes: tuple[int, ...],
+        choices: tuple[Geometry, ...],
         seed: int | None = None,
     ):
-        self._keys = _BatchKeys(len(dataset), batch_size, sizes, seed)
+        # Images are of one size wherever the geometry names it.
+        sizes = dataset.sizes() if choices[0].canvas is None else None  # type: ignore[attr-defined]
+        self._keys = _BatchKeys(
+            len(dataset), batch_size, choices, seed, sizes, config.batch_patches
+        )
         self._on_error = config.on_error
         self.unreadable: set[str] = set()
         loader = DataLoader(
@@ -192,11 +272,11 @@ class _Batches:
         """Count the unreadable images that have been left out so far."""
         return len(self.unreadable)
 
-    def _iterate(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        for images, labels, unreadable in self._loaded():
+    def _iterate(self) -> Iterator[Batch]:
+        for batch, unreadable in self._loaded():
             for image in unreadable:
                 self._leave_out(image)
-            yield images, labels
+            yield batch
 
     def _loaded(self) -> Iterator[tuple]:
         """Yield the loader's batches; a worker that dies while it hands one over raises the error
@@ -225,9 +305,8 @@ class TrainBatches(_Batches):
     counts the batches of one epoch.
     """
 
-    def epoch(self, number: int, *, start: int = 0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield the batches of epoch ``number``: images uint8 ``[B, C, H, W]``, all of one size per
-        batch, and labels int64 ``[B]``.
+    def epoch(self, number: int, *, start: int = 0) -> Iterator[Batch]:
+        """Yield the batches of epoch ``number``.
 
         Args:
             number: the epoch, from 0.
@@ -243,9 +322,9 @@ class TrainBatches(_Batches):
 
 
 class EvalBatches(_Batches):
-    """Give every image once, in the data set's order, with the errors and warnings of
-    ``TrainBatches.epoch``.
+    """Give every image once, with the errors and warnings of ``TrainBatches.epoch``: in the data
+    set's order, or where images differ in size, batch after batch as they fill.
     """
 
-    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        return (batch for batch in self._iterate() if len(batch[1]))
+    def __iter__(self) -> Iterator[Batch]:
+        return (batch for batch in self._iterate() if len(batch.labels))

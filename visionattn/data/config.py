@@ -7,6 +7,8 @@ A docstring under each field is its help text. ``splits.py``, ``presets.py`` and
 from dataclasses import dataclass, field
 from typing import Literal
 
+from visionattn.models.weights import Fit
+
 
 @dataclass
 class AugmentConfig:
@@ -62,10 +64,27 @@ class DataConfig:
     """Folder with ``train/`` and ``val/`` (and, if there is one, ``test/``) or with class folders;
     or ``wds/...``, ``hfds/...``, a tar file.
     """
-    img_size: int = 32
-    """Height and width of training and evaluation images in pixels."""
+    fit: Fit | None = None
+    """How images of any size come to the model. ``native``: each at its own size, shrunk where it
+    is above ``img_size`` or ``max_patches``. ``pad``: scaled to fit into ``img_size``, the rest
+    absent. ``stretch``: to ``img_size``, whatever the aspect ratio. ``crop``: the shorter side to
+    ``img_size``, the rest cut off. None: ``native`` for folders and documents, else ``crop``.
+    """
+    img_size: int | list[int] | None = None
+    """Size in pixels: height and width, or one number for both; with ``native`` the most that they
+    may be, one number being the longest side. None: no limit for folders, 32 for digits and
+    CIFAR-10, 128 for canvas, 512 for documents.
+    """
     img_size_choices: list[int] | None = None
     """Train each batch at one of these sizes, drawn at random; evaluation stays at ``img_size``."""
+    max_patches: int | None = None
+    """``native`` alone, instead of ``img_size``: the most patches of an image, which keeps its
+    aspect ratio.
+    """
+    batch_patches: int | None = None
+    """``native`` alone: the most patches of a batch, whose images have equal grids; a larger image
+    is a batch by itself. None: as many as ``batch_size`` images have on average.
+    """
     augment: Literal["none", "light", "three", "rand", "documents", "aerial"] = "none"
     """``light``: shift, scale, rotation. ``three``: crop, flip, greyscale, solarise or blur, and
     colour. ``rand``: crop, flip and random colour. ``documents``: small moves, light, noise.

@@ -13,7 +13,9 @@ import cv2
 import numpy as np
 from torch.utils.data import Dataset
 
-from visionattn.data.batches import SampleKey
+from visionattn.data.batches import Item, SampleKey
+from visionattn.data.geometry import Box
+from visionattn.data.images import see_array
 
 DIGIT_PX = (16, 40)
 """Smallest and largest side of a digit on a canvas, in pixels."""
@@ -28,15 +30,6 @@ _CELL_PX = 4
 _WARP_LOW, _WARP_HIGH = np.array((-12, -0.15, 0.88)), np.array((12, 0.15, 1.06))
 
 Split = Literal["train", "validation", "test"]
-
-
-class Box(NamedTuple):
-    """A rectangle on a canvas, in pixels."""
-
-    top: int
-    left: int
-    height: int
-    width: int
 
 
 class Canvas(NamedTuple):
@@ -226,7 +219,7 @@ def draw_canvas(
 
 
 class CanvasDataset(Dataset):
-    """Canvases made on the fly: seed, split and key decide ``(uint8 [size, size, 1], label)``.
+    """Canvases made on the fly at the size that is asked for: seed, split and key decide them.
 
     Evaluation takes epoch 0 and goes through the digits in turn; training draws the digit.
     """
@@ -247,6 +240,6 @@ class CanvasDataset(Dataset):
         digit = int(rng.integers(count)) if self.split == "train" else index % count
         return draw_canvas(self.digits, digit, height, width, rng, vary=self.vary)
 
-    def __getitem__(self, key: SampleKey):
-        canvas = self.canvas(key.index, key.epoch, key.img_size, key.img_size)
-        return canvas.image, canvas.label
+    def __getitem__(self, key: SampleKey) -> Item:
+        canvas = self.canvas(key.index, key.epoch, *key.geometry.img_size)
+        return see_array(canvas.image, canvas.label, key, self.seed)

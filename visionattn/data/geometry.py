@@ -6,10 +6,12 @@ much of the model's input it fills. It is arithmetic alone, for training and for
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-Fit = Literal["native", "pad", "stretch", "crop"]
+from visionattn.models.weights import DataSpec, Fit
+
 Size = tuple[int, int]
 """Height and width in pixels."""
 
@@ -32,6 +34,10 @@ class View(NamedTuple):
     """The size that this part is resized to."""
     canvas: Size
     """The size of the model's input, whose top left holds the content."""
+    present: Size
+    """The size of that part of the model's input that counts: what is beyond the content, up to
+    whole patches, repeats its last row and column; the rest is absent.
+    """
 
 
 @dataclass(frozen=True)
@@ -68,18 +74,41 @@ class Geometry:
                     f"{columns}; fit pad, stretch and crop enlarge it"
                 )
             content = self._native(height, width)
-            return View(Box(0, 0, height, width), content, self._whole(content))
+            canvas = self._whole(content)
+            return View(Box(0, 0, height, width), content, canvas, canvas)
         whole = Box(0, 0, height, width)
         if self.fit == "pad":
             content = self._within(height, width, self.img_size)
-            return View(whole, content, self.img_size)
+            return View(whole, content, self.img_size, content)
         if self.fit == "crop":
             whole = centre_box(height, width, self.img_size)
-        return View(whole, self.img_size, self.img_size)
+        return View(whole, self.img_size, self.img_size, self.img_size)
+
+    @property
+    def canvas(self) -> Size | None:
+        """Return the size of the model's input; None where each image has its own."""
+        return None if self.fit == "native" else self.img_size
+
+    def describe(self) -> str:
+        """Say in words for people what becomes of an image."""
+        if self.fit == "native":
+            limit = f", at most {self.max_patches} patches" if self.max_patches else ""
+            if self.img_size:
+                limit = f", at most {pixels(self.img_size)}"
+            return f"native: whole images at their own sizes{limit}"
+        what = {
+            "pad": "whole images, scaled to fit into",
+            "stretch": "whole images, stretched to",
+            "crop": "the centres of images, cut to",
+        }
+        return f"{self.fit}: {what[self.fit]} {pixels(self.img_size)}"
 
     def _whole(self, size: Size) -> Size:
         """Return the size of the fewest whole patches that hold ``size``."""
-        return tuple(-(-px // patch) * patch for px, patch in zip(size, self.patch_px, strict=True))
+        rows, columns = (
+            -(-px // patch) * patch for px, patch in zip(size, self.patch_px, strict=True)
+        )
+        return rows, columns
 
     def _native(self, height: int, width: int) -> Size:
         """Return an image's own size, or a smaller one of whole patches within the limits."""
@@ -95,10 +124,11 @@ class Geometry:
     def _within(self, height: int, width: int, size: Size) -> Size:
         """Return the size of whole patches that is nearest to the image scaled to fit ``size``."""
         scale = min(size[0] / height, size[1] / width)
-        return tuple(
+        rows, columns = (
             min(limit // patch, max(1, round(px * scale / patch))) * patch
             for px, limit, patch in zip((height, width), size, self.patch_px, strict=True)
         )
+        return rows, columns
 
     def _within_budget(self, height: int, width: int) -> Size:
         """Return the largest size of whole patches within the budget that keeps the aspect ratio
@@ -112,6 +142,62 @@ class Geometry:
             longer = 0 if grid[0] / rows > grid[1] / columns else 1
             grid[longer if grid[longer] > 1 else 1 - longer] -= 1
         return grid[0] * self.patch_px[0], grid[1] * self.patch_px[1]
+
+
+def pixels(size: Size) -> str:
+    """Write a size for people: ``512 x 384 px``."""
+    return f"{size[0]} x {size[1]} px"
+
+
+def sides(img_size: int | Sequence[int] | None) -> Size | None:
+    """Return height and width of a size that may be one number for both."""
+    if img_size is None:
+        return None
+    return (img_size, img_size) if isinstance(img_size, int) else (img_size[0], img_size[1])
+
+
+def geometry_of(spec: DataSpec, patch_px: Size) -> Geometry:
+    """Return the geometry that a model was, or is to be, trained with.
+
+    Args:
+        spec: what the model's images are.
+        patch_px: height and width of its patches in pixels.
+    """
+    return Geometry(spec.fit, sides(spec.img_size), spec.max_patches, patch_px)
+
+
+def check_geometry(
+    fit: Fit, img_size: int | Sequence[int] | None, max_patches: int | None, *, prefix: str = ""
+) -> None:
+    """Check that the options of a geometry are in range and do not contradict each other.
+
+    Args:
+        fit, img_size, max_patches: as ``Geometry`` takes them; ``img_size`` may be one number.
+        prefix: what stands before the options' names in messages, such as ``data.``.
+
+    Raises:
+        ValueError: one line with the option and the way out.
+    """
+    if isinstance(img_size, (list, tuple)) and len(img_size) != 2:
+        raise ValueError(
+            f"{prefix}img_size must be one number of pixels, or height and width, got "
+            f"{list(img_size)}"
+        )
+    for name, value in (("img_size", min(sides(img_size) or (1,))), ("max_patches", max_patches)):
+        if value is not None and value < 1:
+            raise ValueError(f"{prefix}{name} must be above 0, got {value}")
+    if max_patches is not None and fit != "native":
+        raise ValueError(
+            f"{prefix}max_patches is for fit native, under which images differ in size; leave it "
+            f"out, or use {prefix}img_size with fit {fit}"
+        )
+    if max_patches is not None and img_size is not None:
+        raise ValueError(
+            f"{prefix}img_size and {prefix}max_patches both limit the size of an image; give one "
+            "of them"
+        )
+    if img_size is None and fit != "native":
+        raise ValueError(f"{prefix}fit {fit} needs {prefix}img_size, the size to bring images to")
 
 
 def centre_box(height: int, width: int, size: Size) -> Box:

@@ -5,14 +5,15 @@ batched.
 """
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import BinaryIO, Protocol
 
-import cv2
 import numpy as np
 from torch.utils.data import Dataset
 
-from visionattn.data.batches import AUGMENT_STREAM, SampleKey, Unreadable
+from visionattn.cli.progress import Progress
+from visionattn.data.batches import AUGMENT_STREAM, Item, SampleKey, Unreadable
 from visionattn.data.formats import (
     COLOURED,
     DAMAGED_IMAGE,
@@ -22,9 +23,13 @@ from visionattn.data.formats import (
     is_folder_format,
     open_image,
     read_image,
+    read_size,
     resize,
 )
-from visionattn.data.geometry import Box, Geometry, Size
+from visionattn.data.geometry import Box, Size, View
+
+SIZE_THREADS = 8
+"""Threads that read the sizes of images; they wait for the disk most of the time."""
 
 
 class Augmentation(Protocol):
@@ -41,23 +46,63 @@ class Augmentation(Protocol):
         ...
 
 
-def fit(image: np.ndarray, img_size: int) -> np.ndarray:
-    """Resize the shorter side to ``img_size`` and crop the centre: uint8 ``[H, W, C]`` to
-    ``[img_size, img_size, C]``.
-
-    Shrinking averages over areas; enlarging is bilinear.
+def fill(image: np.ndarray, view: View) -> np.ndarray:
+    """Put the content of a view ``[h, w, C]`` at the top left of the model's input ``[H, W, C]``:
+    the last row and column are repeated as far as the input counts, and the rest is 0.
     """
-    height, width = image.shape[:2]
-    shorter = min(height, width)
-    if shorter != img_size:
-        height, width = round(height * img_size / shorter), round(width * img_size / shorter)
-        image = resize(image, height, width)
-    top, left = (height - img_size) // 2, (width - img_size) // 2
-    return image[top : top + img_size, left : left + img_size]
+    for size, mode in ((view.present, "edge"), (view.canvas, "constant")):
+        missing = [(0, wanted - got) for wanted, got in zip(size, image.shape[:2], strict=True)]
+        if any(after for _, after in missing):
+            image = np.pad(image, (*missing, (0, 0)), mode=mode)
+    return image
+
+
+def see(
+    size: Size,
+    read: Callable[[View], np.ndarray],
+    label: int,
+    key: SampleKey,
+    seed: int,
+    augment: Augmentation | None,
+) -> Item:
+    """Bring an image to the size that the model sees, augmented.
+
+    Args:
+        size: height and width of the image in pixels.
+        read: reads what a view shows, at the size of its content.
+        label: the class of the image.
+        key: which image it is, and its geometry.
+        seed: of the augmentation.
+        augment: what changes the image; None: nothing does.
+
+    Raises:
+        ValueError: the image is smaller than a patch.
+    """
+    view = key.geometry.view(*size)
+    if augment is None:
+        return Item(fill(read(view), view), label, view.present)
+    entropy = (seed, AUGMENT_STREAM, key.epoch, key.index)
+    if augment.crops:
+        # Whatever part of the image is drawn fills what the model sees.
+        part = augment.box(*size, view.present, entropy)
+        view = view._replace(box=part, content=view.present)
+    return Item(fill(augment(read(view), entropy), view), label, view.present)
+
+
+def see_array(
+    image: np.ndarray, label: int, key: SampleKey, seed: int, augment: Augmentation | None = None
+) -> Item:
+    """Bring an image in memory, uint8 ``[H, W, C]``, to the size that the model sees."""
+
+    def read(view: View) -> np.ndarray:
+        top, left, rows, columns = view.box
+        return resize(image[top : top + rows, left : left + columns], *view.content)
+
+    return see(image.shape[:2], read, label, key, seed, augment)
 
 
 class ArrayDataset(Dataset):
-    """Images of one size in memory: ``(uint8 [size, size, C], label)`` per key."""
+    """Images of one size in memory: an ``Item`` per key."""
 
     def __init__(
         self, images: np.ndarray, labels: np.ndarray, seed: int, augment: Augmentation | None = None
@@ -71,10 +116,13 @@ class ArrayDataset(Dataset):
     def __len__(self):
         return len(self.labels)
 
-    def __getitem__(self, key: SampleKey):
-        return _finish(self.images[key.index], key, self.seed, self.augment), int(
-            self.labels[key.index]
-        )
+    def sizes(self) -> np.ndarray:
+        """Return height and width of each image in pixels, ``[n, 2]``."""
+        return np.tile(self.images.shape[1:3], (len(self), 1))
+
+    def __getitem__(self, key: SampleKey) -> Item:
+        image, label = self.images[key.index], int(self.labels[key.index])
+        return see_array(image, label, key, self.seed, self.augment)
 
 
 class Source(Protocol):
@@ -147,9 +195,7 @@ class TableRows:
 
 
 class ImageDataset(Dataset):
-    """Images read when they are asked for: ``([size, size, C], label)`` per key, uint8 or float32
-    in [0, 1], or ``Unreadable``.
-    """
+    """Images read when they are asked for: an ``Item`` per key, or ``Unreadable``."""
 
     def __init__(
         self,
@@ -167,53 +213,43 @@ class ImageDataset(Dataset):
         self.source, self.indices = source, indices
         self.labels, self.seed = labels, seed
         self.augment = augment
+        self._sizes: np.ndarray | None = None
 
     def __len__(self):
         return len(self.labels)
 
-    def __getitem__(self, key: SampleKey):
+    def sizes(self) -> np.ndarray:
+        """Return height and width of each image in pixels, ``[n, 2]``, from the heads of their
+        files; 0 for an image that cannot be read.
+        """
+        if self._sizes is None:
+            found = []
+            with ThreadPoolExecutor(SIZE_THREADS) as pool, Progress(len(self)) as progress:
+                for size in pool.map(self._size, self.indices.tolist()):
+                    found.append(size)
+                    progress.advance(1, size == (0, 0))
+            self._sizes = np.array(found, dtype=np.int64).reshape(-1, 2)
+        return self._sizes
+
+    def _size(self, index: int) -> Size:
+        try:
+            return read_size(self.source.open(index), self.options)
+        except DAMAGED_IMAGE:
+            return (0, 0)
+
+    def __getitem__(self, key: SampleKey) -> Item | Unreadable:
         index = int(self.indices[key.index])
         try:
-            pixels = decode(self.source.open(index), self.options)
+            with open_image(self.source.open(index), self.options) as reader:
+                size = (reader.height, reader.width)
+                if self._sizes is not None and size != tuple(self._sizes[key.index]):
+                    raise ValueError("its size is not the one that it had when the run began")
+                label = int(self.labels[key.index])
+
+                def read(view: View) -> np.ndarray:
+                    return read_image(reader, view, self.options)
+
+                return see(size, read, label, key, self.seed, self.augment)
         except DAMAGED_IMAGE as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             return Unreadable(self.source.name(index), reason)
-        return _finish(pixels, key, self.seed, self.augment), int(self.labels[key.index])
-
-
-def decode(source: Openable, options: ReadOptions) -> np.ndarray:
-    """Read a whole image at its own size: uint8 ``[H, W, C]``, or float32 in [0, 1] where the file
-    has more than 8 bits.
-
-    Raises:
-        One of ``DAMAGED_IMAGE``: the image cannot be read.
-    """
-    with open_image(source, options) as reader:
-        whole = Geometry("native", None).view(reader.height, reader.width)
-        return read_image(reader, whole, options)
-
-
-def _finish(
-    image: np.ndarray, key: SampleKey, seed: int, augment: Augmentation | None
-) -> np.ndarray:
-    return augmented(image, key.img_size, augment, (seed, AUGMENT_STREAM, key.epoch, key.index))
-
-
-def augmented(
-    image: np.ndarray, img_size: int, augment: Augmentation | None, entropy: tuple[int, ...]
-) -> np.ndarray:
-    """Bring an image uint8 ``[H, W, C]`` to ``[img_size, img_size, C]``, augmented where
-    ``augment`` is given.
-    """
-    if augment is None:
-        return fit(image, img_size)
-    if augment.crops:
-        size = (img_size, img_size)
-        box = augment.box(image.shape[0], image.shape[1], size, entropy)
-        image = image[box.top : box.top + box.height, box.left : box.left + box.width]
-        shrinks = min(box.height, box.width) > img_size
-        interpolation = cv2.INTER_AREA if shrinks else cv2.INTER_CUBIC
-        image = cv2.resize(image, size, interpolation=interpolation).reshape(*size, -1)
-    else:
-        image = fit(image, img_size)
-    return augment(image, entropy)

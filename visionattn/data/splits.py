@@ -5,7 +5,7 @@ This module owns the splits, the checks of what the user asked for, and the inte
 the loaders of ``batches.py`` are made here.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,7 @@ from visionattn.data.embedded import (
 )
 from visionattn.data.folder import LAYOUT, open_images
 from visionattn.data.formats import COLOURED, ReadOptions, check_reading
+from visionattn.data.geometry import Geometry, Size, check_geometry, geometry_of, sides
 from visionattn.data.images import ArrayDataset, Augmentation
 from visionattn.data.streams import Shards, StreamEvalBatches, StreamTrainBatches, open_shards
 from visionattn.models.weights import DataSpec
@@ -41,12 +42,19 @@ __all__ = [
     "train_batches",
 ]
 
+WHOLE = frozenset({"folder"})
+"""Data sets whose images are seen whole unless the user says otherwise."""
+DRAWN = frozenset({"canvas"})
+"""Data sets whose images are drawn at the size that is asked for."""
+USUAL_PX = {"digits": 32, "digits_pixel": 32, "canvas": 128, "cifar10": 32, "cifar10_pixel": 32}
+"""Sizes in pixels where the user names none."""
+
 CIFAR10_MEAN, CIFAR10_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
 
 @dataclass(frozen=True)
 class Splits:
-    """Disjoint sets of images; indexed by ``SampleKey``, they give ``(uint8 [H, W, C], label)``."""
+    """Disjoint sets of images; indexed by ``SampleKey``, they give an ``Item``."""
 
     train: Dataset
     validation: Dataset
@@ -69,46 +77,93 @@ def build_splits(config: DataConfig, seed: int) -> Splits:
         ValueError, FileNotFoundError: one line that says what is wrong with the data and what to do
             about it.
     """
+    config = resolved(config)
     _check(config)
     return _BUILDERS[config.name](config, seed)
 
 
 def train_batches(
-    splits: Splits, config: DataConfig, *, batch_size: int, seed: int
+    splits: Splits, config: DataConfig, *, batch_size: int, seed: int, patch_px: Size = (1, 1)
 ) -> TrainBatches | StreamTrainBatches:
-    """Load ``splits.train``: shuffled, augmented, the last incomplete batch included.
+    """Load ``splits.train``: shuffled, augmented, the last incomplete batches included.
 
-    Each batch has images of one size: ``config.img_size``, or one of ``config.img_size_choices``
-    drawn by seed, epoch and batch number. ``config.workers`` processes load them and stay from
-    epoch to epoch; with 0 the main process does.
+    Each batch has images of one size: that of ``splits.spec``, with one of
+    ``config.img_size_choices`` drawn by seed, epoch and batch number. ``config.workers`` processes
+    load them and stay from epoch to epoch; with 0 the main process does.
+
+    Args:
+        splits: the images.
+        config: the options of loading.
+        batch_size: images per batch, on average where they differ in size.
+        seed: of order, sizes and augmentation.
+        patch_px: height and width of the model's patches in pixels.
+
+    Raises:
+        ValueError: the images come as a stream, whose sizes are not known beforehand.
     """
-    sizes = (
-        (config.img_size,) if config.img_size_choices is None else tuple(config.img_size_choices)
-    )
+    choices = geometry_choices(splits.spec, config, patch_px)
     if isinstance(splits.train, Shards):
-        return StreamTrainBatches(splits.train, config.workers, batch_size=batch_size, sizes=sizes)
-    return TrainBatches(splits.train, config, batch_size=batch_size, sizes=sizes, seed=seed)
+        return StreamTrainBatches(
+            splits.train, config.workers, batch_size=batch_size, choices=choices
+        )
+    return TrainBatches(splits.train, config, batch_size=batch_size, choices=choices, seed=seed)
+
+
+def geometry_choices(
+    spec: DataSpec, config: DataConfig, patch_px: Size = (1, 1)
+) -> tuple[Geometry, ...]:
+    """Return the geometries of which each batch of training has one."""
+    geometry = geometry_of(spec, patch_px)
+    if config.img_size_choices is None:
+        return (geometry,)
+    return tuple(replace(geometry, img_size=sides(size)) for size in config.img_size_choices)
 
 
 def eval_batches(
-    dataset: Dataset, config: DataConfig, *, batch_size: int, img_size: int
+    dataset: Dataset, config: DataConfig, *, batch_size: int, geometry: Geometry
 ) -> EvalBatches | StreamEvalBatches:
-    """Load ``dataset`` (a validation or test split) at ``img_size`` pixels: no augmentation, fixed
-    order.
+    """Load ``dataset`` (a validation or test split): no augmentation, fixed order.
 
     Raises:
-        ValueError: ``img_size`` is too small.
+        ValueError: the images are drawn, and the size is too small for it.
     """
-    _check_size(config, img_size)
+    if geometry.img_size is not None:
+        _check_size(config, min(geometry.img_size))
     if isinstance(dataset, Shards):
-        return StreamEvalBatches(dataset, config.workers, batch_size=batch_size, sizes=(img_size,))
-    return EvalBatches(dataset, config, batch_size=batch_size, sizes=(img_size,))
+        return StreamEvalBatches(
+            dataset, config.workers, batch_size=batch_size, choices=(geometry,)
+        )
+    return EvalBatches(dataset, config, batch_size=batch_size, choices=(geometry,))
+
+
+def resolved(config: DataConfig) -> DataConfig:
+    """Return the options with those of the geometry that the data set's name decides, checked.
+
+    Raises:
+        ValueError: they are out of range or contradict each other; one line.
+    """
+    fit = config.fit or ("native" if config.name in WHOLE else "crop")
+    usual = USUAL_PX.get(config.name) if config.max_patches is None else None
+    img_size = usual if config.img_size is None else config.img_size
+    check_geometry(fit, img_size, config.max_patches, prefix="data.")
+    if config.batch_patches is not None and fit != "native":
+        raise ValueError(
+            f"data.batch_patches is for fit native; with fit {fit} images have one size, and "
+            "batch_size says how many make a batch"
+        )
+    if config.img_size_choices is not None and config.max_patches is not None:
+        raise ValueError(
+            "data.img_size_choices are sizes in pixels, and data.max_patches limits images "
+            "otherwise; give one of them"
+        )
+    return replace(config, fit=fit, img_size=img_size)
 
 
 def _check(config: DataConfig) -> None:
     """Check what depends on the data set's name; ``training/config.py`` checks the ranges."""
     for size in (config.img_size, *(config.img_size_choices or ())):
-        _check_size(config, size)
+        if size is not None:
+            _check_size(config, min(sides(size)))
     if config.num_classes is not None and not (
         config.name == "folder" and (config.root or "").startswith("wds/")
     ):
@@ -119,6 +174,8 @@ def _check(config: DataConfig) -> None:
     for key in ("bands", "value_range", "page", "mean", "std"):
         if config.name != "folder" and getattr(config, key) is not None:
             raise ValueError(f"{key} is for folder alone, not for {config.name}; leave it out")
+    if config.name in DRAWN and config.max_patches is not None:
+        raise ValueError(f"{config.name} is drawn at data.img_size; leave data.max_patches out")
     if config.download and not config.name.startswith("cifar10"):
         raise ValueError(f"{config.name} cannot be downloaded; leave download out")
     for key in ("train_images", "eval_images"):
@@ -157,11 +214,17 @@ def _augment(config: DataConfig, *allowed: str, **options) -> Augmentation | Non
 
 def _digit_spec(config: DataConfig, mean: float, std: float) -> DataSpec:
     names = tuple(str(digit) for digit in range(10))
-    return DataSpec(1, 10, names, (mean,), (std,), None, config.img_size)
+    return DataSpec(1, 10, names, (mean,), (std,), None, *_seen_as(config))
 
 
 def _one_hot_spec(config: DataConfig, names: tuple[str, ...]) -> DataSpec:
-    return DataSpec(256, len(names), names, (), (), "grey_one_hot", config.img_size)
+    return DataSpec(256, len(names), names, (), (), "grey_one_hot", *_seen_as(config))
+
+
+def _seen_as(config: DataConfig) -> tuple:
+    """Return how images come to the model, as the last fields of ``DataSpec``."""
+    size = tuple(config.img_size) if isinstance(config.img_size, list) else config.img_size
+    return size, config.fit, config.max_patches
 
 
 def _build_digits(config: DataConfig, seed: int) -> Splits:
@@ -210,7 +273,7 @@ def _build_cifar10(config: DataConfig, seed: int) -> Splits:
         else _augment(config, "light", "three", "rand", smallest_crop=0.4)
     )
     train, test = _read_cifar10(config, train=True), _read_cifar10(config, train=False)
-    spec = DataSpec(3, 10, tuple(train.classes), CIFAR10_MEAN, CIFAR10_STD, None, config.img_size)
+    spec = DataSpec(3, 10, tuple(train.classes), CIFAR10_MEAN, CIFAR10_STD, None, *_seen_as(config))
     if grey:
         spec = _one_hot_spec(config, tuple(train.classes))
 
@@ -286,7 +349,7 @@ def _build_folder(config: DataConfig, seed: int) -> Splits:
             _per_channel(config, "mean", IMAGENET_DEFAULT_MEAN, options.channels),
             _per_channel(config, "std", IMAGENET_DEFAULT_STD, options.channels),
             None,
-            config.img_size,
+            *_seen_as(config),
             bands=options.bands,
             value_range=options.value_range,
             page=options.page,

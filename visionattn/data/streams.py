@@ -18,14 +18,16 @@ from timm.data.readers import create_reader
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from visionattn.data.batches import (
-    AUGMENT_STREAM,
     ORDER_STREAM,
-    batch_size_px,
+    Batch,
+    SampleKey,
+    batch_geometry,
     collate,
     start_worker,
 )
 from visionattn.data.folder import SPLIT_NAMES, require
-from visionattn.data.images import Augmentation, augmented
+from visionattn.data.geometry import Geometry
+from visionattn.data.images import Augmentation, see_array
 
 
 @dataclass(frozen=True)
@@ -125,9 +127,9 @@ def _split_info(place: str, name: str):
 class _ShardBatches(IterableDataset):
     """Yield the batches of one epoch, which each worker makes of its own shards."""
 
-    def __init__(self, shards: Shards, batch_size: int, sizes: tuple[int, ...], epoch: int):
+    def __init__(self, shards: Shards, batch_size: int, choices: tuple[Geometry, ...], epoch: int):
         self.shards, self.batch_size = shards, batch_size
-        self.sizes, self.epoch = sizes, epoch
+        self.choices, self.epoch = choices, epoch
 
     def __iter__(self):
         worker = get_worker_info()
@@ -137,14 +139,9 @@ class _ShardBatches(IterableDataset):
         reader.set_loader_cfg(num_workers=step)
         number, batch = first, []
         for count, (image, label) in enumerate(reader):
-            size = batch_size_px(self.sizes, shards.seed, self.epoch, number)
-            pixels = augmented(
-                np.asarray(image),
-                size,
-                shards.augment,
-                (shards.seed, AUGMENT_STREAM, self.epoch, count * step + first),
-            )
-            batch.append((pixels, label))
+            geometry = batch_geometry(self.choices, shards.seed, self.epoch, number)
+            key = SampleKey(count * step + first, self.epoch, geometry)
+            batch.append(see_array(np.asarray(image), label, key, shards.seed, shards.augment))
             if len(batch) == self.batch_size:
                 yield collate(batch)
                 number, batch = number + step, []
@@ -159,9 +156,16 @@ def _as_is(batch):
 class _StreamBatches:
     """Hold what training and evaluation share; there are no more workers than shards."""
 
-    def __init__(self, shards: Shards, workers: int, *, batch_size: int, sizes: tuple[int, ...]):
+    def __init__(
+        self, shards: Shards, workers: int, *, batch_size: int, choices: tuple[Geometry, ...]
+    ):
+        if choices[0].canvas is None:
+            raise ValueError(
+                f"{shards.root} is a stream, which does not say the sizes of its images beforehand "
+                "as fit native needs them; use fit pad, stretch or crop, with img_size"
+            )
         self.shards, self.batch_size = shards, batch_size
-        self.sizes = sizes
+        self.choices = choices
         self.workers = min(workers, len(shards.shard_lengths))
         self.left_out = 0
         self.unreadable: set[str] = set()
@@ -177,23 +181,24 @@ class _StreamBatches:
                 "to a folder of images to train on several"
             )
 
-    def _iterate(self, epoch: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _iterate(self, epoch: int) -> Iterator[Batch]:
         loader = DataLoader(
-            _ShardBatches(self.shards, self.batch_size, self.sizes, epoch),
+            _ShardBatches(self.shards, self.batch_size, self.choices, epoch),
             batch_size=None,
             num_workers=self.workers,
             collate_fn=_as_is,
             worker_init_fn=start_worker,
             generator=torch.Generator().manual_seed(self.shards.order_seed(epoch)),
         )
-        for images, labels, _ in loader:
+        for batch, _ in loader:
+            labels = batch.labels
             if labels.max() >= self.shards.num_classes or labels.min() < 0:
                 raise ValueError(
                     f"an image of {self.shards.root} has label {labels.max().item()}; with "
                     f"num_classes {self.shards.num_classes} wanted 0 to "
                     f"{self.shards.num_classes - 1}"
                 )
-            yield images, labels
+            yield batch
 
 
 class StreamTrainBatches(_StreamBatches):
@@ -204,9 +209,8 @@ class StreamTrainBatches(_StreamBatches):
         workers = max(1, self.workers)
         return workers * math.ceil(math.ceil(len(self.shards) / workers) / self.batch_size)
 
-    def epoch(self, number: int, *, start: int = 0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield the batches of epoch ``number``: images uint8 ``[B, C, H, W]``, all of one size per
-        batch, and labels int64 ``[B]``.
+    def epoch(self, number: int, *, start: int = 0) -> Iterator[Batch]:
+        """Yield the batches of epoch ``number``.
 
         A stream leads to batch ``start`` only through the batches before it, which are read and
         dropped.
@@ -226,11 +230,11 @@ class StreamEvalBatches(_StreamBatches):
             math.ceil(sum(lengths[worker::workers]) / self.batch_size) for worker in range(workers)
         )
 
-    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def __iter__(self) -> Iterator[Batch]:
         seen = 0
-        for images, labels in self._iterate(0):
-            seen += len(labels)
-            yield images, labels
+        for batch in self._iterate(0):
+            seen += len(batch.labels)
+            yield batch
         self.left_out = len(self.shards) - seen
         if self.left_out:
             warnings.warn(

@@ -5,10 +5,10 @@ batches are run as the commands run them.
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import timm
 import torch
@@ -19,13 +19,14 @@ from visionattn.inference.held import Images, listing_of
 from visionattn.inference.opening import Opened, description, open_model, open_module
 from visionattn.inference.options import NATIVE, InferenceOptions, check
 from visionattn.inference.predict import count_of_classes, most_probable
-from visionattn.inference.reading import ReadImages, Sizing
-from visionattn.inference.running import Outcome, last_map, logits, pooled, run_images
+from visionattn.inference.reading import ReadImages
+from visionattn.inference.running import Compute, Outcome, last_map, run_images
+from visionattn.models.filled import call, pooled
+from visionattn.models.weights import Fit
 
-Size = int | Literal["native"] | None
-Fit = Literal["pad", "crop"] | None
+Size = int | list[int] | Literal["native"] | None
 Amp = Literal["none", "bf16", "fp16"]
-WORDS = {"fit": (None, "pad", "crop"), "amp": ("none", "bf16", "fp16")}
+WORDS = {"fit": (None, *get_args(Fit)), "amp": ("none", "bf16", "fp16")}
 
 
 class Predictions(NamedTuple):
@@ -45,7 +46,8 @@ def predict(
     *,
     top_k: int | None = None,
     img_size: Size = None,
-    fit: Fit = None,
+    fit: Fit | None = None,
+    max_patches: int | None = None,
     batch_size: int | None = None,
     workers: int = 0,
     device: str | None = None,
@@ -59,10 +61,12 @@ def predict(
         images: paths of files and folders; pictures of Pillow; uint8 arrays ``[H, W]``,
             ``[H, W, C]`` or ``[B, H, W, C]``; uint8 tensors ``[C, H, W]`` or ``[B, C, H, W]``.
         top_k: classes per image; None: 5, or as many as there are.
-        img_size: pixels; the shorter side is resized to it and the centre cropped. ``"native"``:
-            each image at its own size. None: that of the training.
-        fit: with ``"native"``, how an image comes to whole patches: ``"pad"`` (the default) or
-            ``"crop"``.
+        img_size: size in pixels: one number, or height and width; with ``fit="native"`` the most
+            that they may be. ``"native"``: each image at its own size, without a limit. None: as in
+            training.
+        fit: how images of any size come to the model: ``"native"``, ``"pad"``, ``"stretch"`` or
+            ``"crop"``. None: as in training.
+        max_patches: with ``fit="native"``, instead of ``img_size``: the most patches of an image.
         batch_size: images at once; None: 16, with ``"native"`` 1.
         workers: processes that read images; 0 reads in this one.
         device: for names and checkpoints; None takes a GPU where there is one.
@@ -74,12 +78,12 @@ def predict(
         OutOfMemory, Failed: one image does not fit into memory, or a process that reads ended; they
             are defined in ``visionattn.cli.ends``.
     """
-    options = _options(img_size, fit, batch_size, workers, device, amp)
+    options = _options(img_size, fit, max_patches, batch_size, workers, device, amp)
     found = Predictions([], torch.empty(0), [])
     probabilities = []
     with _opened(model, options, classifies=True) as opened:
         count = count_of_classes(opened, top_k, 5)
-        for outcome in _outcomes(opened, images, logits, options):
+        for outcome in _outcomes(opened, images, call, options):
             classes, shares = most_probable(outcome.value, count, opened.spec.class_names)
             found.classes.append(classes)
             found.names.append(outcome.path)
@@ -93,7 +97,8 @@ def extract_features(
     *,
     dense: bool = False,
     img_size: Size = None,
-    fit: Fit = None,
+    fit: Fit | None = None,
+    max_patches: int | None = None,
     batch_size: int | None = None,
     workers: int = 0,
     device: str | None = None,
@@ -108,29 +113,37 @@ def extract_features(
 
     Returns:
         Float32 ``[images, D]`` on the CPU; if ``dense``, ``[images, D, H, W]`` with the grid of
-        patches ``H`` x ``W``, and with ``img_size="native"`` a list of ``[D, H, W]``.
+        patches ``H`` x ``W``, and where images are seen ``native`` a list of ``[D, H, W]``.
 
     Raises:
         What ``predict`` raises, and ValueError for a model without features of this kind.
     """
-    options = _options(img_size, fit, batch_size, workers, device, amp)
+    options = _options(img_size, fit, max_patches, batch_size, workers, device, amp)
     with _opened(model, options, classifies=False) as opened:
         method = "forward_intermediates" if dense else "forward_head"
         if not hasattr(opened.model, method):
             raise ValueError(f"{opened.name} gives no features of this kind: it has no {method}")
         compute = last_map if dense else pooled
         values = [outcome.value for outcome in _outcomes(opened, images, compute, options)]
-    if dense and img_size == NATIVE:
+        native = opened.geometry.canvas is None
+    if dense and native:
         return [value.clone() for value in values]
     return torch.stack(values)
 
 
 def _options(
-    img_size: Size, fit: Fit, batch_size: int | None, workers: int, device: str | None, amp: Amp
+    img_size: Size,
+    fit: Fit | None,
+    max_patches: int | None,
+    batch_size: int | None,
+    workers: int,
+    device: str | None,
+    amp: Amp,
 ) -> InferenceOptions:
     options = InferenceOptions(
-        img_size=img_size,
+        img_size=list(img_size) if isinstance(img_size, tuple) else img_size,
         fit=fit,
+        max_patches=max_patches,
         batch_size=batch_size,
         workers=workers,
         device=device or "auto",
@@ -140,8 +153,16 @@ def _options(
         if getattr(options, key) not in known:
             wanted = ", ".join(map(str, known))
             raise ValueError(f"{key} must be one of {wanted}, got {getattr(options, key)!r}")
-    if not (img_size in (None, NATIVE) or isinstance(img_size, int)):
-        raise ValueError(f"img_size must be a number of pixels, native or None, got {img_size!r}")
+    known = img_size in (None, NATIVE) or isinstance(img_size, (int, list, tuple))
+    if (
+        not known
+        or isinstance(img_size, (list, tuple))
+        and not all(isinstance(side, int) for side in img_size)
+    ):
+        raise ValueError(
+            "img_size must be a number of pixels, height and width, native or None, got "
+            f"{img_size!r}"
+        )
     return options
 
 
@@ -184,14 +205,13 @@ def _opened(
 def _outcomes(
     opened: Opened,
     images: Images,
-    compute: Callable[[nn.Module, Tensor], Tensor],
+    compute: Compute,
     options: InferenceOptions,
 ) -> Iterator[Outcome]:
     """Yield the outcome of each image, and raise for the first one without a result."""
-    sizing = Sizing(opened.img_size, opened.patch_px, options.fit or "pad")
     batches = run_images(
         opened,
-        ReadImages(listing_of(images), opened.spec, sizing),
+        ReadImages(listing_of(images), opened.spec, opened.geometry),
         compute,
         batch_size=options.batch_size or opened.usual_batch,
         workers=options.workers,

@@ -16,10 +16,10 @@ from visionattn.cli.files import check_folder, printable
 from visionattn.cli.progress import Progress
 from visionattn.inference.listing import Digits, Listing, find_images
 from visionattn.inference.opening import Opened, open_model
-from visionattn.inference.options import NATIVE, InferenceOptions
+from visionattn.inference.options import InferenceOptions
 from visionattn.inference.probe import Division, divide_digits, divide_folder, fit_probes
-from visionattn.inference.reading import ReadImages, Sizing
-from visionattn.inference.running import last_map, pooled, run_images
+from visionattn.inference.reading import ReadImages
+from visionattn.inference.running import last_map, run_images
 from visionattn.inference.shards import (
     Pending,
     check_ours,
@@ -30,6 +30,7 @@ from visionattn.inference.shards import (
     whole_shards,
     write_index,
 )
+from visionattn.models.filled import pooled
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16}
 NAMED_FAILURES = 5
@@ -125,7 +126,7 @@ class Extraction:
         self.images = ReadImages(
             self.listing,
             self.opened.spec,
-            Sizing(self.opened.img_size, self.opened.patch_px, options.fit or "pad"),
+            self.opened.geometry,
         )
         self.identity = self.opened.identity() | self._own_identity()
         self.kept = [] if options.overwrite else whole_shards(self.folder, self.identity)
@@ -153,8 +154,10 @@ class Extraction:
 
     def _own_identity(self) -> dict[str, Any]:
         options = self.options
-        own = {"fit": options.fit or "pad"} if options.img_size == NATIVE else {}
-        own |= {"kind": "dense" if options.dense else "pooled", "images": len(self.listing)}
+        own: dict[str, Any] = {
+            "kind": "dense" if options.dense else "pooled",
+            "images": len(self.listing),
+        }
         own |= {key: getattr(options, key) for key in ("dtype", "amp", "shard_images", "shard_mib")}
         return own | {"list_of_images": self.listing.digest()}
 

@@ -12,13 +12,14 @@ from typing import Any
 
 import timm
 import torch
-from timm.layers import to_2tuple
 from timm.models import PretrainedCfg
 from torch import Tensor, nn
 
 from visionattn.cli.files import first_line
+from visionattn.data.geometry import Geometry, Size, check_geometry, sides
 from visionattn.inference.listing import digest_of
 from visionattn.inference.options import NATIVE, NATIVE_BATCH, SIZED_BATCH, InferenceOptions
+from visionattn.models.filled import takes_sizes
 from visionattn.models.weights import (
     FORMAT,
     UNBUILDABLE,
@@ -30,7 +31,13 @@ from visionattn.models.weights import (
     read_metadata,
     read_state_dict,
 )
-from visionattn.training.build import build_model, check_img_size, pick_device
+from visionattn.training.build import (
+    build_model,
+    check_geometries,
+    fixed_size,
+    patch_size,
+    pick_device,
+)
 from visionattn.training.checkpoint import place_weights
 from visionattn.training.config import ModelConfig
 
@@ -51,10 +58,8 @@ class Opened:
     """What it was built with, besides classes and channels."""
     spec: DataSpec
     """What its images are and what its outputs mean."""
-    img_size: int | None
-    """Height and width of its images in pixels; None: each image at its own size."""
-    patch_px: tuple[int, int]
-    """Height and width that images have to be multiples of."""
+    geometry: Geometry
+    """How images of any size come to it."""
     device: torch.device
     notes: tuple[str, ...]
     """Where its weights are from, as lines for people."""
@@ -62,7 +67,7 @@ class Opened:
     @property
     def usual_batch(self) -> int:
         """Return how many images make a batch where nobody says so."""
-        return NATIVE_BATCH if self.img_size is None else SIZED_BATCH
+        return NATIVE_BATCH if self.geometry.canvas is None else SIZED_BATCH
 
     def identity(self) -> dict[str, Any]:
         """Return what decides the model's outputs, as JSON types: name, arguments, images, a digest
@@ -77,7 +82,7 @@ class Opened:
                 part for name, value in tensors for part in (name, value.shape, _bytes_of(value))
             ),
             "images_as": json.dumps([spec[key] for key in ("in_chans", "encoding", "mean", "std")]),
-            "img_size": self.img_size or NATIVE,
+            "seen": json.dumps(asdict(self.geometry)),
             "device": self.device.type,
         }
 
@@ -119,13 +124,11 @@ def open_model(options: InferenceOptions, *, classifies: bool) -> Opened:
             )
         model, args, spec, notes = _by_name(options, classifies)
         name = options.model
-    # None stands for each image at its own size from here on.
-    img_size = None if options.img_size == NATIVE else options.img_size or spec.img_size
-    model = _free_size(model, name, args, spec, img_size)
-    patch_px = _patch_px(model, img_size)
-    return Opened(
-        model.to(device).eval(), name, args, spec, img_size, patch_px, device, tuple(notes)
-    )
+    geometry = _geometry(options, spec, patch_size(model))
+    model = _free_size(model, name, args, spec, geometry.canvas)
+    check_geometries(model, [geometry])
+    notes = _with_geometry(notes, name, model, geometry)
+    return Opened(model.to(device).eval(), name, args, spec, geometry, device, notes)
 
 
 def open_module(model: nn.Module, options: InferenceOptions) -> Opened:
@@ -149,35 +152,41 @@ def open_module(model: nn.Module, options: InferenceOptions) -> Opened:
         kept = PretrainedCfg(**{key: value for key, value in kept.items() if key in known})
         spec = _spec_of(kept, model.state_dict())
         spec = replace(spec, num_classes=getattr(model, "num_classes", spec.num_classes))
-    fixed = _fixed_size(model)
-    wanted = options.img_size or (fixed[0] if fixed else spec.img_size)
-    img_size = None if wanted == NATIVE else wanted
-    if fixed not in (None, (img_size, img_size)):
+    fixed = fixed_size(model)
+    if fixed is not None and spec.fit != NATIVE:
+        spec = replace(spec, img_size=fixed)
+    geometry = _geometry(options, spec, patch_size(model))
+    if fixed not in (None, geometry.canvas):
         raise ValueError(
             f"{name} takes images of {fixed[0]} x {fixed[1]} pixels alone; build it with "
             f"dynamic_img_size=True"
         )
+    check_geometries(model, [geometry])
     device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
-    return Opened(model, name, {}, spec, img_size, _patch_px(model, img_size), device, ())
+    return Opened(model, name, {}, spec, geometry, device, ())
 
 
-def _patch_px(model: nn.Module, img_size: int | None) -> tuple[int, int]:
-    """Return height and width of a model's patches in pixels; raise ValueError where a size is no
-    whole number of them.
-    """
-    patch_px = getattr(getattr(model, "patch_embed", None), "patch_size", (1, 1))
-    # Some models of timm keep one number and check by themselves.
-    if img_size is not None and isinstance(patch_px, tuple):
-        check_img_size(model, [img_size])
-    return to_2tuple(patch_px)
+def _geometry(options: InferenceOptions, spec: DataSpec, patch_px: Size) -> Geometry:
+    """Return how images are seen: as in training, as far as no option says otherwise."""
+    if options.img_size == NATIVE:
+        return Geometry("native", None, None, patch_px)
+    fit, max_patches, img_size = options.fit or spec.fit, options.max_patches, options.img_size
+    if max_patches is None and img_size is None and fit == "native":
+        max_patches = spec.max_patches
+    if max_patches is None and img_size is None:
+        img_size = spec.img_size
+    check_geometry(fit, img_size, max_patches)
+    return Geometry(fit, sides(img_size), max_patches, patch_px)
 
 
-def _fixed_size(model: nn.Module) -> tuple[int, int] | None:
-    """Return height and width in pixels of the only images that a model takes; None where it takes
-    others.
-    """
-    embed = getattr(model, "patch_embed", None)
-    return tuple(embed.img_size) if getattr(embed, "strict_img_size", False) else None
+def _with_geometry(
+    notes: Sequence[str], name: str, model: nn.Module, geometry: Geometry
+) -> tuple[str, ...]:
+    """Add to the first of some lines how images are seen."""
+    seen = f"images are seen {geometry.describe()}"
+    if geometry.fit == "pad" and not takes_sizes(model):
+        seen += f"; {name} sees the rest as black"
+    return (f"{notes[0]}; {seen}", *notes[1:])
 
 
 def description(path: str) -> dict[str, str] | None:
@@ -195,16 +204,16 @@ def description(path: str) -> dict[str, str] | None:
 
 
 def _free_size(
-    model: nn.Module, name: str, args: dict[str, Any], spec: DataSpec, img_size: int | None
+    model: nn.Module, name: str, args: dict[str, Any], spec: DataSpec, img_size: Size | None
 ) -> nn.Module:
     """Make a model that was built for one image size take another, or any."""
-    fixed = _fixed_size(model)
-    if fixed is None or fixed == (img_size, img_size):
+    fixed = fixed_size(model)
+    if fixed is None or fixed == img_size:
         return model
     reason = ""
     try:
         if img_size is not None and hasattr(model, "set_input_size"):
-            model.set_input_size(img_size=(img_size, img_size))
+            model.set_input_size(img_size=img_size)
             return model
     except UNBUILDABLE as error:
         reason = f": {first_line(error)}"
@@ -235,9 +244,8 @@ def _by_name(
     spec = _spec_of(cfg, given)
     # Built for the size that is wanted, so that an absolute position is resampled once, from the
     # file's size to it.
-    built_for = replace(
-        spec, img_size=spec.img_size if options.img_size in (None, NATIVE) else options.img_size
-    )
+    given = options.img_size if options.img_size not in (None, NATIVE) else spec.img_size
+    built_for = replace(spec, img_size=sides(given))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(options.seed)
         model, args = build_model(

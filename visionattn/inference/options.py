@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from visionattn.cli.parsing import parse
+from visionattn.data.geometry import check_geometry
+from visionattn.models.weights import Fit
 
 NATIVE = "native"
 NATIVE_BATCH, SIZED_BATCH = 1, 16
@@ -31,14 +33,16 @@ class InferenceOptions:
     """Keyword arguments of ``model``, e.g. ``{num_heads: 6}``."""
     pretrained: bool = False
     """Fetch timm's weights of ``model``."""
-    img_size: int | Literal["native"] | None = None
-    """Pixels: the shorter side is resized to it and the centre cropped, as in validation.
-    ``native``: each image at its own size. None: that of the training.
+    img_size: int | list[int] | Literal["native"] | None = None
+    """Size in pixels: height and width, or one number for both; with ``fit native`` the most that
+    they may be. ``native``: each image at its own size, without a limit. None: as in training.
     """
-    fit: Literal["pad", "crop"] | None = None
-    """``native`` alone: to whole patches by repeating the last row and column (``pad``, the
-    default), or by cropping the centre (``crop``).
+    fit: Fit | None = None
+    """How images of any size come to the model: ``native`` (whole, shrunk where a limit is given),
+    ``pad`` (whole, the rest absent), ``stretch``, or ``crop`` (the centre). None: as in training.
     """
+    max_patches: int | None = None
+    """``fit native`` alone, instead of ``img_size``: the most patches of an image."""
     batch_size: int | None = None
     """Images per batch; with ``native`` those of one size that follow each other. None: 16, with
     ``native`` 1.
@@ -95,16 +99,15 @@ def check(options: InferenceOptions) -> None:
         value = getattr(options, key)
         if value is not None and value < least:
             raise ValueError(f"{key} must be at least {least}, got {value}")
-    if isinstance(options.img_size, int) and options.img_size < 1:
+    if options.img_size == NATIVE and (options.fit not in (None, NATIVE) or options.max_patches):
+        other = f"fit {options.fit}" if options.fit not in (None, NATIVE) else "max_patches"
         raise ValueError(
-            "img_size must be above 0, or native for each image at its own size, got "
-            f"{options.img_size}"
+            f"img_size native is each image at its own size, which {other} contradicts; name a "
+            "size, or leave one of them out"
         )
-    if options.fit and options.img_size != NATIVE:
-        raise ValueError(
-            f"fit {options.fit} is for img_size native; at one size the centre is cropped: leave "
-            "it out"
-        )
+    given = None if options.img_size == NATIVE else options.img_size
+    if given is not None or options.max_patches is not None:
+        check_geometry(options.fit or NATIVE, given, options.max_patches)
     if options.pretrained and options.checkpoint:
         raise ValueError(
             "pretrained fetches timm's weights and checkpoint names a file of others: give one of "

@@ -23,8 +23,9 @@ from visionattn.cli.tables import heading, line
 from visionattn.inference.listing import find_images
 from visionattn.inference.opening import Opened, open_model
 from visionattn.inference.options import InferenceOptions
-from visionattn.inference.reading import ReadImages, Sizing
-from visionattn.inference.running import Outcome, logits, run_images
+from visionattn.inference.reading import ReadImages
+from visionattn.inference.running import Outcome, run_images
+from visionattn.models.filled import call
 
 FIELDS = ("path", "status", "reason", "height", "width", "input_height", "input_width")
 SUFFIXES = (".csv", ".json")
@@ -108,7 +109,7 @@ class Predictor:
         self.images = ReadImages(
             self.listing,
             self.opened.spec,
-            Sizing(self.opened.img_size, self.opened.patch_px, options.fit or "pad"),
+            self.opened.geometry,
         )
 
     def run(self, say: Callable[[str], None]) -> None:
@@ -132,6 +133,7 @@ class Predictor:
                 yield prediction
 
         if self.output is None:
+            say(self.opened.notes[0])
             say(heading(["image", *(str(i + 1) for i in range(self.top_k))]))
             for prediction in counted():
                 say(line(prediction.cells()))
@@ -153,7 +155,7 @@ class Predictor:
         batches = run_images(
             self.opened,
             self.images,
-            logits,
+            call,
             batch_size=options.batch_size or self.opened.usual_batch,
             workers=options.workers,
             amp=options.amp,

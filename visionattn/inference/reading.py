@@ -1,12 +1,10 @@
-"""One image from its file to the pixels that a model takes: channels, size, whole patches.
+"""One image from its file to the pixels that a model takes, as in validation.
 
-This module owns what "at its own size" means, and turns an image that cannot be read into a sample
-with a reason. Images are resized to one size as in validation.
+This module turns an image that cannot be read into a sample with a reason.
 """
 
 import warnings
 from dataclasses import dataclass
-from typing import Literal
 
 import cv2
 import numpy as np
@@ -15,8 +13,9 @@ from einops import rearrange
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from visionattn.data.formats import DAMAGED_IMAGE, ReadOptions, settle
-from visionattn.data.images import decode, fit
+from visionattn.data.formats import DAMAGED_IMAGE, ReadOptions, open_image, read_image, settle
+from visionattn.data.geometry import Geometry, Size
+from visionattn.data.images import fill
 from visionattn.inference.listing import Listing
 from visionattn.models.weights import DataSpec
 
@@ -30,53 +29,16 @@ class Sample:
     width: int | None = None
     pixels: Tensor | None = None
     """``[C, H, W]``, uint8 or float32 in [0, 1]; None where the image cannot be read."""
+    present: Size | None = None
+    """Height and width in pixels of what the image fills of ``pixels``, from the top left."""
     reason: str | None = None
     """Why it cannot be read, in one line."""
-
-
-@dataclass(frozen=True)
-class Sizing:
-    """What becomes of an image of any size."""
-
-    img_size: int | None
-    """Height and width in pixels: resized and cropped as in validation. None: the image's own size,
-    in whole patches.
-    """
-    patch_px: tuple[int, int]
-    """Height and width of a patch."""
-    fit: Literal["pad", "crop"] = "pad"
-    """To whole patches by repeating the last row and column, or by cropping the centre."""
-
-    def apply(self, image: np.ndarray) -> np.ndarray:
-        """Bring an image ``[H, W, C]`` to the size that a model takes.
-
-        Raises:
-            ValueError: nothing is left after cropping.
-        """
-        if self.img_size is not None:
-            return fit(image, self.img_size)
-        (height, width), patch = image.shape[:2], self.patch_px
-        if self.fit == "pad":
-            missing = (-height % patch[0], -width % patch[1])
-            return (
-                np.pad(image, ((0, missing[0]), (0, missing[1]), (0, 0)), mode="edge")
-                if any(missing)
-                else image
-            )
-        rows, columns = height // patch[0] * patch[0], width // patch[1] * patch[1]
-        if not (rows and columns):
-            raise ValueError(
-                f"image of {height} x {width} pixels is smaller than a patch of {patch[0]} x "
-                f"{patch[1]}; fit pad takes it"
-            )
-        top, left = (height - rows) // 2, (width - columns) // 2
-        return image[top : top + rows, left : left + columns]
 
 
 class ReadImages(Dataset):
     """Images read when they are asked for: a ``Sample`` per number."""
 
-    def __init__(self, listing: Listing, spec: DataSpec, sizing: Sizing):
+    def __init__(self, listing: Listing, spec: DataSpec, geometry: Geometry):
         """Read images as ``spec`` asks, whatever the files are: grey, coloured, or by their bands.
         What neither says of the values is found by looking at a few files, with a warning that
         tells it.
@@ -86,7 +48,7 @@ class ReadImages(Dataset):
         """
         channels = 1 if spec.encoding == "grey_one_hot" else spec.in_chans
         options = ReadOptions(channels, spec.bands, spec.value_range, spec.page)
-        self.listing, self.sizing = listing, sizing
+        self.listing, self.geometry = listing, geometry
         self.one_hot = spec.encoding == "grey_one_hot"
         self.options, lines = settle(listing, range(len(listing)), options, strict=False)
         for line in lines:
@@ -98,13 +60,16 @@ class ReadImages(Dataset):
     def __getitem__(self, index: int) -> Sample:
         sample = Sample()
         try:
-            image = decode(self.listing.open(index), self.options)
+            with open_image(self.listing.open(index), self.options) as reader:
+                sample.height, sample.width = reader.height, reader.width
+                view = self.geometry.view(reader.height, reader.width)
+                image = read_image(reader, view, self.options)
             if self.one_hot and image.dtype != np.uint8:
                 image = np.rint(image * 255).astype(np.uint8)
-            sample.height, sample.width = image.shape[:2]
-            pixels = rearrange(self.sizing.apply(image), "h w c -> c h w")
+            pixels = rearrange(fill(image, view), "h w c -> c h w")
         except (*DAMAGED_IMAGE, MemoryError, cv2.error) as error:
             sample.reason = " ".join(str(error).split()) or type(error).__name__
             return sample
+        sample.present = view.present
         sample.pixels = torch.from_numpy(np.array(pixels, order="C"))
         return sample

@@ -19,10 +19,13 @@ from visionattn.cli.files import first_line
 from visionattn.data.batches import start_worker
 from visionattn.inference.opening import Opened
 from visionattn.inference.reading import ReadImages, Sample
+from visionattn.models.filled import takes_sizes
 from visionattn.training.evaluate import autocast
 
-Compute = Callable[[nn.Module, Tensor], Tensor]
-"""``compute(model, inputs [B, C, H, W]) -> [B, ...]``."""
+Compute = Callable[[nn.Module, Tensor, Tensor | None], Tensor]
+"""``compute(model, inputs [B, C, H, W], sizes [B, 2]) -> [B, ...]``; ``models.filled`` says what
+sizes are.
+"""
 Status = Literal["ok", "unreadable", "oom", "nan"]
 
 
@@ -45,21 +48,12 @@ class Outcome:
     """The output, on the CPU."""
 
 
-def pooled(model: nn.Module, inputs: Tensor) -> Tensor:
-    """Return the features before the classifier, ``[B, D]``."""
-    return model.forward_head(model.forward_features(inputs), pre_logits=True)
-
-
-def last_map(model: nn.Module, inputs: Tensor) -> Tensor:
+def last_map(model: nn.Module, inputs: Tensor, sizes: Tensor | None) -> Tensor:
     """Return the last feature map, after the final norm where there is one, ``[B, D, H, W]``."""
+    given = {} if sizes is None else {"sizes": sizes}
     return model.forward_intermediates(
-        inputs, indices=1, norm=True, output_fmt="NCHW", intermediates_only=True
+        inputs, indices=1, norm=True, output_fmt="NCHW", intermediates_only=True, **given
     )[-1]
-
-
-def logits(model: nn.Module, inputs: Tensor) -> Tensor:
-    """Return the outputs per class, ``[B, num_classes]``."""
-    return model(inputs)
 
 
 def batch_samples(samples: Iterator[Sample], batch_size: int) -> Iterator[list[Sample]]:
@@ -87,7 +81,7 @@ def read_ahead(
     Raises:
         RuntimeError: a process ended (``_is_of_a_dead_worker``).
     """
-    ahead = 1 if images.sizing.img_size is None else math.ceil(2 * batch_size / max(workers, 1))
+    ahead = 1 if images.geometry.canvas is None else math.ceil(2 * batch_size / max(workers, 1))
     loader = DataLoader(
         images,
         batch_size=None,
@@ -162,6 +156,7 @@ def _run_batch(
     amp: str,
     dtype: torch.dtype,
 ) -> list[Outcome]:
+    present = [sample.present for sample in batch if sample.pixels is not None]
     readable = [sample.pixels for sample in batch if sample.pixels is not None]
     for sample in batch:
         sample.pixels = None  # once they are stacked, their memory is free
@@ -170,7 +165,11 @@ def _run_batch(
         size = readable[0].shape[1:]
         stacked = torch.stack(readable)
         readable.clear()
-        values = iter(_outputs(opened, stacked, compute, amp, dtype))
+        # Only a model that leaves out what images do not fill is told of it.
+        sizes = None
+        if any(filled != size for filled in present) and takes_sizes(opened.model):
+            sizes = torch.tensor(present)
+        values = iter(_outputs(opened, stacked, sizes, compute, amp, dtype))
     return [
         _outcome(path, sample, size, values, dtype)
         for path, sample in zip(paths, batch, strict=True)
@@ -201,18 +200,21 @@ def _outcome(
 
 
 def _outputs(
-    opened: Opened, images: Tensor, compute: Compute, amp: str, dtype: torch.dtype
+    opened: Opened,
+    images: Tensor,
+    sizes: Tensor | None,
+    compute: Compute,
+    amp: str,
+    dtype: torch.dtype,
 ) -> list[Tensor | None]:
     """Return one output per image of uint8 ``[B, C, H, W]``, on the CPU; None where memory is too
     small for it alone.
     """
     try:
         with torch.inference_mode(), autocast(opened.device, amp):
-            return list(
-                compute(opened.model, opened.spec.prepare(images.to(opened.device))).to(
-                    "cpu", dtype
-                )
-            )
+            inputs = opened.spec.prepare(images.to(opened.device))
+            given = None if sizes is None else sizes.to(opened.device)
+            return list(compute(opened.model, inputs, given).to("cpu", dtype))
     except (RuntimeError, AssertionError, MemoryError) as error:
         if _is_of_a_dead_worker(error):
             raise
@@ -227,6 +229,8 @@ def _outputs(
     half = len(images) // 2
     return [
         value
-        for part in (images[:half], images[half:])
-        for value in _outputs(opened, part, compute, amp, dtype)
+        for part in (slice(half), slice(half, None))
+        for value in _outputs(
+            opened, images[part], None if sizes is None else sizes[part], compute, amp, dtype
+        )
     ]

@@ -19,11 +19,13 @@ from torch.utils.data import Dataset
 
 from visionattn.cli.parsing import field_types, parse
 from visionattn.data.config import DataConfig
-from visionattn.data.splits import SampleKey, Splits, build_splits, train_batches
+from visionattn.data.splits import SampleKey, Splits, build_splits, resolved, train_batches
 from visionattn.data.streams import Shards
 from visionattn.lab.compare import Quartiles, ratio_of, spread
 from visionattn.training.config import TrainConfig, check
 
+PATCH_PX = 16
+"""Side of the patches that images are a whole number of, where they come at sizes of their own."""
 COLUMNS = (
     "data",
     "size",
@@ -87,9 +89,19 @@ class LoaderCase:
         )
 
     @property
+    def splits(self) -> Splits:
+        """The images, to be seen at the size of this case."""
+        splits, data = self.source.splits, resolved(self.data)
+        spec = replace(splits.spec, img_size=data.img_size, fit=data.fit)
+        return replace(splits, spec=replace(spec, max_patches=data.max_patches))
+
+    @property
     def size(self) -> str:
         """The sizes in pixels."""
-        return "/".join(map(str, self.data.img_size_choices or [self.data.img_size]))
+        data = resolved(self.data)
+        sizes = data.img_size_choices or [data.img_size]
+        limit = f"{data.max_patches} patches" if data.max_patches else "own"
+        return "/".join(limit if size is None else str(size) for size in sizes)
 
 
 @dataclass(frozen=True)
@@ -319,11 +331,14 @@ def open_batches(case: LoaderCase, counted: int, start: int) -> Iterator:
     """Yield the batches of a turn, by the loaders that training uses; close it to end
     the workers.
     """
-    splits, wanted = case.source.splits, (counted + 1) * max(1, case.workers) * case.batch
+    splits, wanted = case.splits, (counted + 1) * max(1, case.workers) * case.batch
     if not isinstance(splits.train, Shards):
         chosen = case.source.order[(start + np.arange(wanted)) % len(splits.train)]
         splits = replace(splits, train=Chosen(splits.train, chosen))
-    batches = train_batches(splits, case.data, batch_size=case.batch, seed=case.source.config.seed)
+    seed = case.source.config.seed
+    batches = train_batches(
+        splits, case.data, batch_size=case.batch, seed=seed, patch_px=(PATCH_PX, PATCH_PX)
+    )
     return batches.epoch(start // wanted)
 
 
@@ -335,6 +350,10 @@ class Chosen(Dataset):
 
     def __len__(self):
         return len(self.indices)
+
+    def sizes(self) -> np.ndarray:
+        """Return height and width of each image in pixels, ``[n, 2]``."""
+        return self.dataset.sizes()[self.indices]  # type: ignore[attr-defined]
 
     def __getitem__(self, key: SampleKey):
         return self.dataset[key._replace(index=int(self.indices[key.index]))]

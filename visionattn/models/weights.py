@@ -26,7 +26,11 @@ from torch import Tensor, nn
 from visionattn.cli.files import first_line, write_whole
 
 FORMAT = "visionattn"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+READABLE_VERSIONS = ("1", "2")
+"""Version 1 knew neither ``fit`` nor ``max_patches``: its images were resized and cropped."""
+Fit = Literal["native", "pad", "stretch", "crop"]
+"""How images of any size come to a model; ``visionattn.data.geometry`` says what each does."""
 LOADING_ARGS = frozenset(
     {"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir"}
 )
@@ -74,8 +78,14 @@ class DataSpec:
     """Standard deviation per channel of images scaled to [0, 1]; empty for one-hot input."""
     encoding: Literal["grey_one_hot"] | None
     """``grey_one_hot``: each of the 256 grey levels is a channel."""
-    img_size: int
-    """Height and width in pixels of the images that the model was trained on."""
+    img_size: int | tuple[int, int] | None
+    """Size in pixels that images were brought to in training, as ``fit`` takes it: height and
+    width, or one number for both; the longest side for ``native``, where None is no limit.
+    """
+    fit: Fit = "crop"
+    """How images of any size were brought there."""
+    max_patches: int | None = None
+    """The most patches of an image, for ``native`` alone; None: no limit."""
     bands: tuple[int, ...] | None = None
     """Which bands of a file are the channels, from 1; None: grey, or red, green and blue."""
     value_range: tuple[float, float] | None = None
@@ -158,10 +168,10 @@ def load_model(path: str | Path, *, device: str | torch.device = "cpu") -> nn.Mo
             f"{path} has no description of its model; weights of other projects go through "
             "--init-from"
         )
-    if metadata.get("version") != str(FORMAT_VERSION):
+    if metadata.get("version") not in READABLE_VERSIONS:
         raise ValueError(
-            f"{path} has format {metadata.get('version')}, this visionattn reads format "
-            f"{FORMAT_VERSION}"
+            f"{path} has format {metadata.get('version')}, this visionattn reads formats "
+            f"{' and '.join(READABLE_VERSIONS)}"
         )
     try:
         name, args = metadata["model"], json.loads(metadata["args"])

@@ -12,11 +12,13 @@ from typing import Any
 
 import timm
 import torch
+from timm.layers import to_2tuple
 from torch import nn
 
 import visionattn  # noqa: F401  registers the models
 from visionattn.cli.ends import is_out_of_memory
 from visionattn.cli.files import first_line
+from visionattn.data.geometry import Geometry, Size
 from visionattn.models.patches import wrong_size
 from visionattn.models.registration import is_ours
 from visionattn.models.weights import LOADING_ARGS, UNBUILDABLE, DataSpec, describe_args
@@ -60,7 +62,10 @@ def build_model(config: ModelConfig, spec: DataSpec) -> tuple[nn.Module, dict[st
             "model.args.features_only gives a model without a head, which cannot be trained here"
         )
     args = dict(config.args)
-    if is_ours(config.name) or timm.get_pretrained_cfg_value(config.name, "fixed_input_size"):
+    ours = is_ours(config.name)
+    sized = ours or timm.get_pretrained_cfg_value(config.name, "fixed_input_size")
+    # A model of timm that is built for one size does not take native images, which is said later.
+    if sized and spec.img_size is not None and (ours or spec.fit != "native"):
         args.setdefault("img_size", spec.img_size)
     try:
         json.dumps(args)  # as they are kept beside the weights
@@ -89,28 +94,54 @@ def build_model(config: ModelConfig, spec: DataSpec) -> tuple[nn.Module, dict[st
     return model, {key: value for key, value in args.items() if key not in LOADING_ARGS}
 
 
-def check_img_size(model: nn.Module, sizes: Iterable[int]) -> None:
-    """Check that square images of these sizes in pixels are a whole number of patches, where the
-    model has patches.
+def patch_size(model: nn.Module) -> Size:
+    """Return height and width of a model's patches in pixels; 1 x 1 where it has none."""
+    return to_2tuple(getattr(getattr(model, "patch_embed", None), "patch_size", 1))
 
-    Raises:
-        ValueError: a size is not a whole number of patches, or the model is not built for it.
+
+def fixed_size(model: nn.Module) -> Size | None:
+    """Return height and width in pixels of the only images that a model takes; None where it takes
+    others.
     """
     embed = getattr(model, "patch_embed", None)
-    patch = getattr(embed, "patch_size", None)
-    if patch is None:
-        return
-    patch = (patch, patch) if isinstance(patch, int) else patch
-    padded = getattr(embed, "dynamic_img_pad", False)
-    fixed = embed.img_size if getattr(embed, "strict_img_size", False) else None
-    for size in sizes:
-        if fixed is not None and (size, size) != tuple(fixed):
+    return tuple(embed.img_size) if getattr(embed, "strict_img_size", False) else None
+
+
+def check_img_size(model: nn.Module, sizes: Iterable[int]) -> None:
+    """Check that a model takes square images of these sizes in pixels, as ``check_geometries``."""
+    check_geometries(model, [Geometry("crop", (size, size)) for size in sizes])
+
+
+def check_geometries(model: nn.Module, geometries: Iterable[Geometry]) -> None:
+    """Check that a model takes the images that come of geometries.
+
+    Raises:
+        ValueError: an image would not be a whole number of patches, or the model is built for
+            another size.
+    """
+    padded = getattr(getattr(model, "patch_embed", None), "dynamic_img_pad", False)
+    fixed, patch = fixed_size(model), patch_size(model)
+    for geometry in geometries:
+        size = geometry.canvas
+        if size is None:
+            if fixed is not None:
+                raise ValueError(
+                    f"fit native gives images of many sizes, but the model takes {fixed[0]} x "
+                    f"{fixed[1]} alone; use fit pad, stretch or crop with img_size {fixed[0]}, or "
+                    "build it with dynamic_img_size=true"
+                )
+            continue
+        if fixed is not None and size != fixed:
             raise ValueError(
-                f"image of {size} x {size} pixels, but the model takes {fixed[0]} x {fixed[1]} "
-                "alone; build it with dynamic_img_size=true"
+                f"image of {size[0]} x {size[1]} pixels, but the model takes {fixed[0]} x "
+                f"{fixed[1]} alone; build it with dynamic_img_size=true"
             )
-        if size % math.lcm(*patch) and not padded:
-            raise ValueError(wrong_size(size, size, patch, square=True))
+        if padded:
+            continue
+        if size[0] == size[1] and size[0] % math.lcm(*patch):
+            raise ValueError(wrong_size(*size, patch, square=True))
+        if any(px % of for px, of in zip(size, patch, strict=True)):
+            raise ValueError(wrong_size(*size, patch))
 
 
 def pick_device(name: str) -> torch.device:

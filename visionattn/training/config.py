@@ -10,6 +10,7 @@ from math import isfinite
 from typing import Any, Literal
 
 from visionattn.data.config import DataConfig
+from visionattn.models.weights import Fit
 
 
 @dataclass
@@ -124,9 +125,15 @@ class ValidateConfig:
     checkpoint: str | None = None
     """The ``best.safetensors`` of a run, or another file that ``visionattn.load_model`` reads."""
     img_size: list[int] | None = None
-    """Heights and widths in pixels, e.g. ``224 448 672``; of the canvas on ``canvas``. None: that
-    of the training.
+    """Sizes in pixels, e.g. ``224 448 672``: height and width, or with ``native`` the longest side;
+    of the canvas on ``canvas``. None: that of the training.
     """
+    fit: Fit | None = None
+    """How images of any size come to the model: ``native``, ``pad``, ``stretch`` or ``crop``; None:
+    as in training.
+    """
+    max_patches: int | None = None
+    """``native`` alone, instead of ``img_size``: the most patches of an image."""
     data: DataConfig = field(default_factory=DataConfig)
     """The data; its defaults are those of the ``config.yaml`` beside the checkpoint."""
     seed: int = 0
@@ -160,7 +167,7 @@ def check(config: TrainConfig) -> None:
         "threads": config.threads,
         "log_every": config.log_every,
         "save_every": config.save_every,
-        "data.img_size": data.img_size,
+        "data.batch_patches": data.batch_patches,
         "data.train_images": data.train_images,
         "data.eval_images": data.eval_images,
         "optim.accumulate": optim.accumulate,
@@ -225,6 +232,11 @@ def check(config: TrainConfig) -> None:
     if len(set(data.img_size_choices or [])) < len(data.img_size_choices or []):
         raise ValueError(
             f"data.img_size_choices {data.img_size_choices} names a size twice; name each once"
+        )
+    if data.fit == "pad" and (optim.mixup or optim.cutmix):
+        raise ValueError(
+            "optim.mixup and optim.cutmix blend images that fill the same size, which data.fit pad "
+            "does not give; use native, stretch or crop, or leave them out"
         )
     if config.resume and config.overwrite:
         raise ValueError("resume goes on with a run and overwrite deletes it: give one of them")

@@ -24,8 +24,9 @@ from visionattn.cli.ends import (
 )
 from visionattn.cli.files import first_line
 from visionattn.cli.provenance import provenance
-from visionattn.data.splits import build_splits
-from visionattn.training.build import build_model, check_img_size
+from visionattn.data.geometry import geometry_of
+from visionattn.data.splits import build_splits, geometry_choices
+from visionattn.training.build import build_model, check_geometries, patch_size
 from visionattn.training.checkpoint import place_weights
 from visionattn.training.config import TrainConfig, check
 from visionattn.training.distributed import Processes, place_of
@@ -156,7 +157,8 @@ def build(
         splits = build_splits(config.data, config.seed)
         model, args = build_model(config.model, splits.spec)
         check_model(model, config.model.name, processes.size)
-        check_img_size(model, [config.data.img_size, *(config.data.img_size_choices or [])])
+        geometries = geometry_choices(splits.spec, config.data, patch_size(model))
+        check_geometries(model, [geometry_of(splits.spec, patch_size(model)), *geometries])
         lines = []
         if (
             config.init_from and not resumed and processes.first

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
+from visionattn.data.batches import Batch
+from visionattn.models.filled import call, takes_sizes
 from visionattn.models.weights import DataSpec
 from visionattn.training.distributed import Processes
 
@@ -42,15 +44,15 @@ def autocast(device: torch.device, amp: str):
 
 def evaluate(
     model: nn.Module,
-    batches: Iterable[tuple[Tensor, Tensor]],
+    batches: Iterable[Batch],
     spec: DataSpec,
     *,
     device: torch.device,
     amp: str = "none",
     processes: Processes | None = None,
 ) -> Evaluation:
-    """Run the model in eval mode over batches of uint8 images and int64 labels, and put it back
-    into the mode that it was in.
+    """Run the model in eval mode over batches of images, and put it back into the mode that it was
+    in.
 
     Args:
         model: on ``device``; on several processes each has the whole of it, since nobody waits for
@@ -82,7 +84,7 @@ def evaluate(
 @torch.inference_mode()
 def _sums(
     model: nn.Module,
-    batches: Iterable[tuple[Tensor, Tensor]],
+    batches: Iterable[Batch],
     spec: DataSpec,
     device: torch.device,
     amp: str,
@@ -95,11 +97,13 @@ def _sums(
     first_seconds, first_images = 0.0, 0
     # Sums stay on the device until the end: reading each would wait for the device.
     parts = [torch.zeros(3, device=device)]
-    for number, (images, labels) in enumerate(batches):
+    leaves_out = takes_sizes(model)
+    for number, (images, labels, sizes) in enumerate(batches):
         start = time.perf_counter()
         labels = labels.to(device, non_blocking=True)
         with autocast(device, amp):
-            logits = model(spec.prepare(images.to(device, non_blocking=True)))
+            inputs = spec.prepare(images.to(device, non_blocking=True))
+            logits = call(model, inputs, sizes if leaves_out else None)
         logits = logits.float()
         hits = logits.topk(depth, dim=1).indices == labels[:, None]
         parts.append(

@@ -12,8 +12,11 @@ import torch
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
-from visionattn.data.batches import seed_batch
+from visionattn.data.batches import Batch, seed_batch
+from visionattn.data.geometry import geometry_of
+from visionattn.models.filled import call, takes_sizes
 from visionattn.models.weights import DataSpec
+from visionattn.training.build import patch_size
 from visionattn.training.config import TrainConfig
 from visionattn.training.distributed import Processes
 from visionattn.training.evaluate import autocast
@@ -35,8 +38,8 @@ from visionattn.training.parallel import (
 )
 from visionattn.training.progress import Position
 
-Batch = tuple[Tensor, Tensor]
-"""Images uint8 ``[B, C, H, W]`` and labels int64 ``[B]``; B may be 0."""
+SOME = (224, 224)
+"""Height and width in pixels of an image where any will do."""
 
 
 class Learner:
@@ -79,8 +82,9 @@ class Learner:
         )
         self.mix = make_mixup(config.optim, spec.num_classes)
         self.position = Position()
-        size = config.data.img_size
-        self.input_shape: tuple[int, ...] = (config.batch_size, spec.in_chans, size, size)
+        self.geometry = geometry_of(spec, patch_size(model))
+        self.leaves_out = takes_sizes(model)
+        self.input_shape: tuple[int, ...] = self.shape_of(config.batch_size)
         """Shape of the last batch, ``[B, C, H, W]``."""
 
     @property
@@ -92,7 +96,14 @@ class Learner:
 
     def images_of(self, group: list[Batch]) -> int:
         """Count the readable images of some batches, over all processes."""
-        return int(self.processes.sum(sum(len(labels) for _, labels in group))[0])
+        return int(self.processes.sum(sum(len(batch.labels) for batch in group))[0])
+
+    def shape_of(self, images: int) -> tuple[int, ...]:
+        """Return the shape of a batch of so many images; where they differ in size, that of the
+        largest ones, or of some.
+        """
+        size = self.geometry.canvas or self.geometry.view(*(self.geometry.img_size or SOME)).canvas
+        return (images, self.spec.in_chans, *size)
 
     def step(self, group: list[Batch]) -> tuple[float, float, bool]:
         """Do one optimiser step on the images of some batches.
@@ -112,19 +123,23 @@ class Learner:
         self.optimizer.zero_grad(set_to_none=True)
         # The number of the batch in its epoch seeds its draws, on any number of processes.
         losses = []
-        for number, (images, labels) in enumerate(group, start=self.position.batch):
-            share = len(labels) / total
-            if not len(labels):
+        for number, batch in enumerate(group, start=self.position.batch):
+            share = len(batch.labels) / total
+            if not len(batch.labels):
                 if size == 1:
                     continue
-                images, labels = self.stand_in()
-            self.input_shape = tuple(images.shape)
+                batch = self.stand_in()
+            self.input_shape = tuple(batch.images.shape)
             seed_batch(self.config.seed, self.position.epoch, number, self.processes.rank)
-            inputs, targets = self.inputs(images, labels)
+            inputs, targets = self.inputs(batch)
             with self.spread.summing(number == self.position.batch + len(group) - 1):
                 # Times the processes, whose gradients are averaged.
                 loss = self.optimizer_step.add_gradients(
-                    self.spread.called, inputs, targets, share=share, factor=size
+                    partial(call, self.spread.called, sizes=self.sizes_of(batch)),
+                    inputs,
+                    targets,
+                    share=share,
+                    factor=size,
                 )
             losses.append(loss)
         # One reading from the device for loss and norm, which decide whether the step counts.
@@ -142,17 +157,21 @@ class Learner:
 
     def stand_in(self) -> Batch:
         """Return a batch of one image, for a process that has none."""
-        size, channels = self.config.data.img_size, 1 if self.spec.encoding else self.spec.in_chans
-        return torch.zeros(1, channels, size, size, dtype=torch.uint8), torch.zeros(
-            1, dtype=torch.int64
-        )
+        channels = 1 if self.spec.encoding else self.spec.in_chans
+        size = self.geometry.canvas or self.geometry.view(*SOME).canvas
+        image = torch.zeros(1, channels, *size, dtype=torch.uint8)
+        return Batch(image, torch.zeros(1, dtype=torch.int64))
 
-    def inputs(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def sizes_of(self, batch: Batch) -> Tensor | None:
+        """Return what images fill, for a model that leaves out the rest; None for others."""
+        return batch.sizes if self.leaves_out else None
+
+    def inputs(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the model's input on its device, mixed if so configured, and the targets: classes
         or shares of classes.
         """
-        labels = labels.to(self.device, non_blocking=True)
-        inputs = self.spec.prepare(images.to(self.device, non_blocking=True))
+        labels = batch.labels.to(self.device, non_blocking=True)
+        inputs = self.spec.prepare(batch.images.to(self.device, non_blocking=True))
         return (inputs, labels) if self.mix is None else mix_batch(self.mix, inputs, labels)
 
     def at_fault(self, group: list[Batch]) -> str:
@@ -161,13 +180,13 @@ class Learner:
         """
         model = self.spread.whole(self.model, gradients=True)
 
-        def forward(number: int, images: Tensor, labels: Tensor) -> None:
+        def forward(number: int, batch: Batch) -> None:
             seed_batch(self.config.seed, self.position.epoch, number, self.processes.rank)
             with autocast(self.device, self.config.amp):
-                model(self.inputs(images, labels)[0])
+                call(model, self.inputs(batch)[0], self.sizes_of(batch))
 
         numbered = enumerate(group, start=self.position.batch)
-        runs = [partial(forward, number, *batch) for number, batch in numbered if len(batch[1])]
+        runs = [partial(forward, number, batch) for number, batch in numbered if len(batch.labels)]
         faults = self.processes.gather(name_fault(model, runs))
         return min(faults, key=lambda fault: fault.startswith(("the gradient", "nothing")))
 

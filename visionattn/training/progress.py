@@ -7,6 +7,7 @@ from pathlib import Path
 
 from torch import nn
 
+from visionattn.data.geometry import Geometry
 from visionattn.training.evaluate import Evaluation
 
 LONG_WAIT = 0.2
@@ -151,15 +152,18 @@ def waiting(share: float, workers: int) -> str:
     )
 
 
-def sizes_worth_trying(model: nn.Module, img_size: int) -> tuple[int, ...]:
-    """Return the image size, and about 1.5 and 2 times it in whole patches; only the first where
-    the model takes no other.
+def sizes_worth_trying(model: nn.Module, geometry: Geometry) -> tuple[int, ...]:
+    """Return the longer side of the images, and about 1.5 and 2 times it in whole patches; only the
+    first where the model takes no other, and none where images have no such size.
     """
+    if geometry.img_size is None:
+        return ()
+    longest = max(geometry.img_size)
     embed = getattr(model, "patch_embed", None)
     if embed is None or getattr(embed, "strict_img_size", False):
-        return (img_size,)
+        return (longest,)
     patch = math.lcm(*embed.patch_size)
-    return (img_size, math.ceil(1.5 * img_size / patch) * patch, 2 * img_size)
+    return (longest, math.ceil(1.5 * longest / patch) * patch, 2 * longest)
 
 
 @dataclass(frozen=True)
@@ -182,7 +186,7 @@ class Result:
     """The same weights on the test images; None where there are none."""
     sizes_px: tuple[int, ...]
     """Image sizes worth evaluating: that of the training, and larger ones where the model takes
-    them.
+    them; none where images are seen at sizes of their own.
     """
 
     def figures(self) -> dict[str, float | int | None]:

@@ -31,10 +31,13 @@ def report(config: TrainConfig, result: Result) -> list[str]:
 
 
 def next_commands(config: TrainConfig, result: Result) -> list[str]:
-    """Return two commands that work as they are: the weights at other image sizes, and a
-    fine-tuning that starts from them.
+    """Return commands that work as they are: the weights at other image sizes, and a fine-tuning
+    that starts from them; the first alone where images are seen at sizes of their own.
     """
-    size, best = result.sizes_px[len(result.sizes_px) // 2], str(result.checkpoint)
+    best = str(result.checkpoint)
+    if not result.sizes_px:
+        return [typed("validate", "--checkpoint", best)]
+    size = result.sizes_px[len(result.sizes_px) // 2]
     kept = str(result.folder / CONFIG)
     lr = max(config.optim.lr / 10, config.optim.min_lr)
     validate = ["validate", "--checkpoint", best, "--img-size", *map(str, result.sizes_px)]

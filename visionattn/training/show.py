@@ -14,12 +14,11 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from visionattn.cli.files import check_free, write_whole
-from visionattn.data.batches import seed_batch
+from visionattn.data.batches import Batch, seed_batch
 from visionattn.models.weights import DataSpec
 from visionattn.training import engine
 from visionattn.training.config import TrainConfig, check
 from visionattn.training.distributed import Processes
-from visionattn.training.learner import Batch
 from visionattn.training.sheet import Part, Picture, draw_sheet
 from visionattn.training.trainer import Trainer
 
@@ -59,17 +58,17 @@ def first_batches(config: TrainConfig) -> list[Part]:
         data = replace(data, workers=0)
     config = replace(config, data=data, parallel=None)
     trainer, _ = engine.build(config, None, False, Processes(), torch.device("cpu"))
-    number, (images, labels, *present) = first(trainer.batches.epoch(0), "training")
-    shares = one_hot(labels)
+    number, batch = first(trainer.batches.epoch(0), "training")
+    images, shares = batch.images, one_hot(batch.labels)
     if trainer.mix is not None:
         seed_batch(config.seed, 0, number)
-        inputs, shares = trainer.inputs(images, labels)
+        inputs, shares = trainer.inputs(batch)
         images = unprepared(trainer.spec, inputs)
     changes = training_changes(config)
-    training = part("training", trainer, images, shares, *present, changes=changes)
-    _, (images, labels, *present) = first(trainer.validation, "validation")
-    changes = "not augmented"
-    validation = part("validation", trainer, images, one_hot(labels), *present, changes=changes)
+    training = part("training", trainer, images, shares, batch.sizes, changes=changes)
+    _, batch = first(trainer.validation, "validation")
+    shares, changes = one_hot(batch.labels), "not augmented"
+    validation = part("validation", trainer, batch.images, shares, batch.sizes, changes=changes)
     return [training, validation]
 
 
@@ -80,7 +79,7 @@ def first(batches: Iterable[Batch], name: str) -> tuple[int, Batch]:
         ValueError: there is none.
     """
     for number, batch in enumerate(batches):
-        if len(batch[1]):
+        if len(batch.labels):
             return number, batch
     raise ValueError(f"none of the {name} images can be read, so there is nothing to show")
 
@@ -123,7 +122,7 @@ def part(
         pictures.append(Picture(visible(image), filled, captions))
     count, bands = len(images), images.shape[1]
     which = f"{MOST_PICTURES} of the" if count > MOST_PICTURES else "all"
-    note = f"{which} {count} images of the first batch; {changes}"
+    note = f"{which} {count} images of the first batch; {trainer.geometry.describe()}; {changes}"
     if bands not in (1, 3):
         note += f"; of {bands} bands {'the first three are' if bands > 3 else 'the first is'} drawn"
     return Part(title, note, pictures)

@@ -35,10 +35,11 @@ QUIET = frozenset(
 
 BINDING = ("seed", "optim.name", "optim.layer_decay")
 BINDING += ("data.name", "data.val_fraction", "data.train_images", "data.eval_images")
+BINDING += ("data.fit",)
 """Options that stay, as they say which images are trained and validated on, and what the optimiser
 keeps of each weight.
 """
-COUNTED = ("batch_size", "optim.accumulate")
+COUNTED = ("batch_size", "optim.accumulate", "data.batch_patches", "data.max_patches")
 """Options that stay until the epoch is over."""
 TRAINED = ("optim.", "data.aug", "data.img_size_choices", "batch_size")
 """The beginnings of options that act on training steps only."""
@@ -199,7 +200,7 @@ def check_options(
     # Options that the state was made with.
     for key in BINDING + (COUNTED if amid_epoch else ()):
         group, _, name = key.rpartition(".")
-        was, is_now = ((options[group] if group else options)[name] for options in (old, new))
+        was, is_now = ((options[group] if group else options).get(name) for options in (old, new))
         if was != is_now:
             until = " until the epoch is over" if key in COUNTED else ""
             raise ValueError(f"the run has {key} {was}, not {is_now}; resume with the same{until}")

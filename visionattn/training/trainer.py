@@ -15,13 +15,15 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from visionattn.cli.ends import Interruption, NonFinite
+from visionattn.data.batches import Batch
 from visionattn.data.splits import Splits, eval_batches, train_batches
 from visionattn.models.weights import load_model, save_model
+from visionattn.training.build import patch_size
 from visionattn.training.checkpoint import random_state, restore_random_state
 from visionattn.training.config import TrainConfig
 from visionattn.training.distributed import Processes
 from visionattn.training.evaluate import Evaluation, evaluate
-from visionattn.training.learner import Batch, Learner
+from visionattn.training.learner import Learner
 from visionattn.training.progress import (
     Position,
     Result,
@@ -64,7 +66,11 @@ class Trainer(Learner):
         self.splits, self.args = splits, args
         self.states = states
         self.batches = train_batches(
-            splits, config.data, batch_size=config.batch_size, seed=config.seed
+            splits,
+            config.data,
+            batch_size=config.batch_size,
+            seed=config.seed,
+            patch_px=patch_size(model),
         )
         steps = math.ceil(len(self.batches) / config.optim.accumulate)
         super().__init__(config, model, splits.spec, device, steps, processes or Processes())
@@ -79,9 +85,11 @@ class Trainer(Learner):
 
     def batches_of(self, dataset: Dataset) -> Iterable[Batch]:
         """Return batches of the images to evaluate on that this process takes."""
-        size = self.config.data.img_size
         batches = eval_batches(
-            dataset, self.config.data, batch_size=self.eval_batch_size, img_size=size
+            dataset,
+            self.config.data,
+            batch_size=self.eval_batch_size,
+            geometry=self.geometry,
         )
         batches.divide(self.processes.rank, self.processes.size)
         return batches
@@ -89,11 +97,15 @@ class Trainer(Learner):
     def describe(self) -> list[str]:
         """Describe the run in a line or two."""
         count = sum(parameter.numel() for parameter in self.model.parameters())
+        seen = f"images are seen {self.geometry.describe()}"
+        if self.geometry.fit == "pad" and not self.leaves_out:
+            seen += f"; {self.config.model.name} sees the rest as black"
         images = "{} training and {} validation images".format(*self.images())
         return [
             f"{self.config.model.name}: {count:,} parameters, {images}, {self.config.epochs} "
             f"epochs of {self.steps_per_epoch} steps on "
-            f"{self.processes.describe(self.device, self.spread.kind)}"
+            f"{self.processes.describe(self.device, self.spread.kind)}",
+            seen,
         ]
 
     def where(self) -> str:
@@ -234,13 +246,7 @@ class Trainer(Learner):
         self, model: nn.Module, batches: Iterable[Batch], interruption: Interruption
     ) -> Evaluation:
         """Evaluate in the precision of the training."""
-        size = self.config.data.img_size
-        self.input_shape = (
-            -(-self.eval_batch_size // self.processes.size),
-            self.spec.in_chans,
-            size,
-            size,
-        )
+        self.input_shape = self.shape_of(-(-self.eval_batch_size // self.processes.size))
         batches, amp = interruption.watch(batches), self.config.amp
         return evaluate(
             model, batches, self.spec, device=self.device, amp=amp, processes=self.processes
@@ -319,7 +325,7 @@ class Trainer(Learner):
                 },
             )
         best, speed = self.position, self.position.images_per_second()
-        sizes = sizes_worth_trying(self.model, self.config.data.img_size)
+        sizes = sizes_worth_trying(self.model, self.geometry)
         return Result(
             record.folder, checkpoint, best.seconds, speed, best.best_epoch, best.best, test, sizes
         )

@@ -15,9 +15,10 @@ from visionattn.cli.files import check_free, write_text
 from visionattn.cli.parsing import field_types, parse, spell_out
 from visionattn.cli.provenance import provenance
 from visionattn.data.config import DataConfig
+from visionattn.data.geometry import Geometry, check_geometry, sides
 from visionattn.data.splits import build_splits, eval_batches
 from visionattn.models.weights import DataSpec, load_model
-from visionattn.training.build import check_img_size, pick_device
+from visionattn.training.build import check_geometries, patch_size, pick_device
 from visionattn.training.config import TrainConfig, ValidateConfig
 from visionattn.training.evaluate import Evaluation, evaluate
 from visionattn.training.record import CONFIG
@@ -29,19 +30,22 @@ COLUMNS = ("size", "images", "accuracy", "top-5", "images/s")
 class Row:
     """One image size."""
 
-    img_size: int
-    """Height and width in pixels."""
+    img_size: int | tuple[int, int] | None
+    """Size in pixels; None where images have sizes of their own."""
     result: Evaluation | None
     """What the model does at this size; None where there was not enough memory."""
 
     def cells(self) -> tuple[str, ...]:
         """Return the row for people, under ``COLUMNS``."""
+        size = {None: "own"}.get(self.img_size, str(self.img_size))
+        if isinstance(self.img_size, tuple):
+            size = "x".join(map(str, self.img_size))
         if self.result is None:
-            return (str(self.img_size), "out of memory")
+            return (size, "out of memory")
         top5 = "-" if self.result.top5 is None else f"{100 * self.result.top5:.2f} %"
         speed = f"{self.result.images_per_second:.4g}"
         return (
-            str(self.img_size),
+            size,
             str(self.result.images),
             f"{100 * self.result.accuracy:.2f} %",
             top5,
@@ -91,16 +95,23 @@ def parse_validate(argv: Sequence[str]) -> ValidateConfig:
     )
     if config.checkpoint is None:
         raise ValueError("--checkpoint is missing: the best.safetensors of a run")
-    # Sizes to evaluate at are --img-size; those of the data would be ignored.
-    for key in ("img_size", "img_size_choices"):
+    # What is seen of images is told by the checkpoint and by flags; that of the data is ignored.
+    for key, flag in SEEN.items():
         usual = defaults.get(f"data.{key}", getattr(DataConfig(), key))
         if getattr(config.data, key) != usual or any(
             word.startswith(f"--data.{key}=") for word in spelled
         ):
-            raise ValueError(
-                f"data.{key} is for training; name the sizes to evaluate at with --img-size"
-            )
+            raise ValueError(f"data.{key} is for training; name {flag} instead")
     return config
+
+
+SEEN = {
+    "fit": "how images are seen with --fit",
+    "img_size": "the sizes to evaluate at with --img-size",
+    "img_size_choices": "the sizes to evaluate at with --img-size",
+    "max_patches": "the most patches with --max-patches",
+}
+"""Options of the data of a training that flags of their own stand for here."""
 
 
 def of_any_data(data: DataConfig) -> dict[str, Any]:
@@ -133,11 +144,28 @@ class Validation:
         self.config, self.device = config, pick_device(config.device)
         self.model: nn.Module = load_model(config.checkpoint, device=self.device)
         self.spec: DataSpec = self.model.data_spec
-        self.sizes = config.img_size or [self.spec.img_size]
-        if any(size < 1 for size in self.sizes):
-            raise ValueError(f"img_size must be above 0, got {min(self.sizes)}")
-        check_img_size(self.model, self.sizes)
+        self.geometries = self._find_geometries()
+        check_geometries(self.model, self.geometries)
         self.split, self.dataset = self._find_images(config.data)
+
+    def _find_geometries(self) -> list[Geometry]:
+        """Return how images are seen: as in training, as far as no flag says otherwise."""
+        config, spec = self.config, self.spec
+        fit, max_patches = config.fit or spec.fit, config.max_patches
+        if max_patches is None and config.img_size is None and fit == "native":
+            max_patches = spec.max_patches
+        usual = spec.img_size if max_patches is None else None
+        found = []
+        for size in config.img_size or [usual]:
+            check_geometry(fit, size, max_patches)
+            found.append(Geometry(fit, sides(size), max_patches, patch_size(self.model)))
+        return found
+
+    def describe(self) -> str:
+        """Say in words how images are seen; sizes where there is one."""
+        if len(self.geometries) == 1:
+            return self.geometries[0].describe()
+        return f"{self.geometries[0].fit}, at several sizes"
 
     def _find_images(self, data: DataConfig) -> tuple[str, Dataset]:
         # What the weights know of files holds for other folders too.
@@ -148,8 +176,17 @@ class Validation:
         }
         data = replace(data, **known)
         # As choices of the training, all sizes are checked, here and not when their turn comes.
+        first = self.geometries[0]
         splits = build_splits(
-            replace(data, img_size=self.sizes[0], img_size_choices=self.sizes), self.config.seed
+            replace(
+                data,
+                fit=first.fit,
+                img_size=None if first.img_size is None else list(first.img_size),
+                img_size_choices=self.config.img_size,
+                max_patches=first.max_patches,
+                batch_patches=data.batch_patches if first.fit == "native" else None,
+            ),
+            self.config.seed,
         )
         for key in ("num_classes", "class_names", "in_chans", "encoding"):
             own, other = getattr(self.spec, key), getattr(splits.spec, key)
@@ -163,9 +200,12 @@ class Validation:
 
     def rows(self) -> Iterator[Row]:
         """Evaluate at one size after the other."""
-        for size in self.sizes:
+        for geometry in self.geometries:
             batches = eval_batches(
-                self.dataset, self.config.data, batch_size=self.config.batch_size, img_size=size
+                self.dataset,
+                self.config.data,
+                batch_size=self.config.batch_size,
+                geometry=geometry,
             )
             try:
                 result = evaluate(
@@ -175,7 +215,8 @@ class Validation:
                 if not is_out_of_memory(error):
                     raise
                 result = None
-            yield Row(size, result)
+            size = geometry.img_size
+            yield Row(size[0] if size and size[0] == size[1] else size, result)
 
     def save(self, rows: Sequence[Row]) -> None:
         """Write the rows and their provenance to the file that ``config.json`` names."""
@@ -186,6 +227,7 @@ class Validation:
         ]
         content = {
             "split": self.split,
+            "seen": self.describe(),
             "rows": table,
             "provenance": provenance(self.device),
             "config": asdict(self.config),

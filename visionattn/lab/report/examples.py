@@ -15,10 +15,11 @@ from einops import rearrange
 from PIL import Image
 
 from visionattn.cli.ends import is_out_of_memory
-from visionattn.data.batches import Unreadable
-from visionattn.data.splits import SampleKey
+from visionattn.data.batches import Item, SampleKey, Unreadable
+from visionattn.data.geometry import Size
 from visionattn.data.streams import Shards
 from visionattn.lab.report.runs import Run
+from visionattn.models.filled import call, takes_sizes
 from visionattn.training.validate import Validation, parse_validate
 
 LARGEST_PX, SMALL_PX = 224, 64
@@ -110,7 +111,8 @@ def add(found: dict[tuple, Gallery], run: Run, count: int) -> None:
     flags = ["--checkpoint", str(run.weights), "--device", "cpu"]
     flags += ["--data.download", "false"] if run.setting("data", "download") else []
     validation = Validation(parse_validate(flags))
-    images, labels = draw(validation, count)
+    images, labels, filled = draw(validation, count)
+    longest = max(max(image.shape[:2]) for image in images)
     # Runs share a gallery where split, names, labels and every byte of the images agree.
     key = (
         validation.split,
@@ -124,19 +126,20 @@ def add(found: dict[tuple, Gallery], run: Run, count: int) -> None:
             Example(address(image), names[label])
             for image, label in zip(images, labels, strict=True)
         ]
-        found[key] = Gallery(
-            validation.split, len(validation.dataset), validation.sizes[0], examples
-        )
+        found[key] = Gallery(validation.split, len(validation.dataset), longest, examples)
     gallery = found[key]
     gallery.runs.append(run.name)
-    for example, image, label in zip(gallery.examples, images, labels, strict=True):
-        probability, best = predict(validation, image)
+    shown = zip(gallery.examples, images, labels, filled, strict=True)
+    for example, image, label, size in shown:
+        probability, best = predict(validation, image, size)
         example.predictions.append(Prediction(run.name, names[best], probability, best == label))
 
 
-def draw(validation: Validation, count: int) -> tuple[list[np.ndarray], tuple[int, ...]]:
-    """Read up to ``count`` images uint8 ``[H, W, C]`` and their classes, in the order of the data;
-    unreadable ones left out.
+def draw(
+    validation: Validation, count: int
+) -> tuple[list[np.ndarray], tuple[int, ...], list[Size]]:
+    """Read up to ``count`` images ``[H, W, C]``, uint8 or float32 in [0, 1], their classes, and
+    height and width of what they fill, in the order of the data; unreadable ones left out.
 
     Raises:
         ValueError: no image can be read, or they come as a stream.
@@ -145,28 +148,35 @@ def draw(validation: Validation, count: int) -> tuple[list[np.ndarray], tuple[in
     if isinstance(dataset, Shards):
         raise ValueError("the images come as a stream, of which none can be picked")
     order = np.random.default_rng(0).permutation(len(dataset))
-    found: list[tuple[int, np.ndarray, int]] = []
+    found: list[tuple[int, Item]] = []
     for index in order.tolist():
         if len(found) == count:
             break
-        sample = dataset[SampleKey(index, 0, validation.sizes[0])]
+        sample = dataset[SampleKey(index, 0, validation.geometries[0])]
         if not isinstance(sample, Unreadable):
-            found.append((index, *sample))
+            found.append((index, sample))
     if not found:
         raise ValueError("none of the images can be read")
     found.sort(key=lambda entry: entry[0])
-    return [image for _, image, _ in found], tuple(label for _, _, label in found)
+    items = [item for _, item in found]
+    labels = tuple(item.label for item in items)
+    return [item.pixels for item in items], labels, [item.present for item in items]
 
 
 @torch.inference_mode()
-def predict(validation: Validation, image: np.ndarray) -> tuple[float, int]:
-    """Return probability and number of the most probable class of an image uint8 ``[H, W, C]``.
+def predict(validation: Validation, image: np.ndarray, filled: Size) -> tuple[float, int]:
+    """Return probability and number of the most probable class of an image ``[H, W, C]`` that
+    fills so many pixels from the top left.
 
     Raises:
         ValueError: the weights give numbers that are not finite.
     """
     pixels = rearrange(torch.from_numpy(np.ascontiguousarray(image)), "h w c -> 1 c h w")
-    outputs = validation.model(validation.spec.prepare(pixels)).float()[0]
+    sizes = torch.tensor([filled]) if filled != image.shape[:2] else None
+    model = validation.model
+    if not takes_sizes(model):
+        sizes = None
+    outputs = call(model, validation.spec.prepare(pixels), sizes).float()[0]
     if not outputs.isfinite().all():
         raise ValueError("the best weights give numbers that are not finite")
     probability, best = outputs.softmax(0).max(0)
@@ -174,10 +184,12 @@ def predict(validation: Validation, image: np.ndarray) -> tuple[float, int]:
 
 
 def address(image: np.ndarray) -> str:
-    """Return an image uint8 ``[H, W, C]`` as a data address: PNG where it is small, else JPEG of at
-    most ``LARGEST_PX`` a side.
+    """Return an image ``[H, W, C]`` as a data address: PNG where it is small, else JPEG of at most
+    ``LARGEST_PX`` a side. Of many bands the first three are shown, of two the first.
     """
-    picture = Image.fromarray(image[..., 0] if image.shape[2] == 1 else image)
+    if image.dtype != np.uint8:
+        image = np.rint(image * 255).astype(np.uint8)
+    picture = Image.fromarray(image[..., 0] if image.shape[2] < 3 else image[..., :3].copy())
     small, stream = max(picture.size) <= SMALL_PX, io.BytesIO()
     picture.thumbnail((LARGEST_PX, LARGEST_PX))
     picture.save(

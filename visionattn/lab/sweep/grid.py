@@ -11,7 +11,7 @@ from itertools import product
 import torch
 from torch import nn
 
-from visionattn.data.splits import build_splits
+from visionattn.data.splits import build_splits, resolved
 from visionattn.lab.measure import count_flops
 from visionattn.lab.sweep.config import SweepConfig
 from visionattn.layers.attention import idle_options
@@ -139,7 +139,18 @@ def make_plan(config: SweepConfig, base: TrainConfig) -> Plan:
             "data.img_size_choices; "
             "add --set data.img_size_choices=null"
         )
-    sizes = config.img_size or [base.data.img_size]
+    data = resolved(base.data)
+    sizes = config.img_size or [data.img_size]
+    if not all(isinstance(size, int) for size in sizes):
+        raise ValueError(
+            "a sweep compares networks on images of one size; name data.img_size as one number, "
+            "with a data.fit of pad, stretch or crop"
+        )
+    if data.fit == "native":
+        raise ValueError(
+            "a sweep compares networks on images of one size, which data.fit native does not give; "
+            "add --set data.fit=pad"
+        )
     splits = build_splits(
         replace(base.data, img_size=sizes[0], img_size_choices=sizes), config.seeds[0]
     )

@@ -1,0 +1,31 @@
+"""Any model, of ours or of timm, on images that may not fill their input.
+
+Models of ours leave out what an image does not fill; to others it is a black part of the image.
+"""
+
+import inspect
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+
+def takes_sizes(model: nn.Module) -> bool:
+    """Tell whether a model leaves out what an image does not fill."""
+    return "sizes" in inspect.signature(model.forward).parameters
+
+
+def call(model: Callable[..., Tensor], inputs: Tensor, sizes: Tensor | None) -> Tensor:
+    """Return the outputs per class for inputs ``[B, C, H, W]`` that images fill up to ``sizes``,
+    int64 ``[B, 2]`` in pixels; None: they fill all.
+    """
+    return model(inputs) if sizes is None else model(inputs, sizes=sizes.to(inputs.device))
+
+
+def pooled(model: nn.Module, inputs: Tensor, sizes: Tensor | None) -> Tensor:
+    """Return the features before the classifier, ``[B, D]``."""
+    if sizes is None:
+        return model.forward_head(model.forward_features(inputs), pre_logits=True)
+    sizes = sizes.to(inputs.device)
+    tokens = model.forward_features(inputs, sizes=sizes)
+    present = model.present_patches(inputs, sizes)
+    return model.forward_head(tokens, pre_logits=True, present=present)
