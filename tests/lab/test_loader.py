@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 from torch.utils.data import Dataset
 
 from tests.helpers.image_files import encoded, write_classes
@@ -132,7 +133,7 @@ def test_a_configuration_may_have_any_name_and_a_data_set_is_meant_by_its_own(
 def test_sizes_are_those_of_the_training_unless_they_are_named():
     source = open_source("canvas+augment=light+train_images=70", [48])
     assert source.config.data.augment == "light" and len(source.splits.train) == 70
-    assert (LoaderCase(source, 0, 3, None).size, LoaderCase(source, 0, 3, 48).size) == ("32", "48")
+    assert (LoaderCase(source, 0, 3, None).size, LoaderCase(source, 0, 3, 48).size) == ("128", "48")
     mixed = open_source(str(ROOT / "configs" / "canvas.yaml"), None)
     assert LoaderCase(mixed, 1, 3, None).size == "48/64/80"
     assert LoaderCase(mixed, 1, 3, 96).data.img_size_choices is None
@@ -184,7 +185,7 @@ BAD_FLAGS = {
     "loader folder+root=nowhere": "nowhere",
     "loader digits+augment=three": "augment three is not made for digits",
     "loader digits+workers=3": "digits+workers=3: workers is given by --workers",
-    "loader digits+light": "wanted options like augment=none, of root, augment",
+    "loader digits+light": "wanted options like augment=none, of root, fit",
     "loader canvas --img-size 64 40": "canvas of 40 pixels is too small",
     "loader digits --workers -1": "wanted a whole number from 0, got '-1'",
     "loader digits --device cuda": "--device does nothing with loader",
@@ -202,3 +203,28 @@ def test_bad_input_ends_with_one_line_and_code_2(main, tmp_path, capsys, monkeyp
     assert main(flags.split()) == 2
     assert_one_error(capsys, BAD_FLAGS[flags])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_read_all_adds_a_row_that_decodes_all_of_the_same_images(main, tmp_path, capsys):
+    """A ramp of 640 x 960 pixels, seen at 40 x 60: libjpeg gives it at an eighth of its size."""
+    ramp = np.linspace(0, 250, 960)[None, :, None].repeat(640, 0).repeat(3, 2).astype(np.uint8)
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        for index in range(3):
+            Image.fromarray(ramp).save(tmp_path / name / f"{index}.jpg", quality=95)
+    data = f"folder+root={tmp_path}+fit=stretch"
+    flags = ["loader", data, "--img-size", "64", "--workers", "0", "--batch", "2", *QUICK]
+    assert main([*flags, "--read-all", "--csv", str(tmp_path / "a.csv")]) == 0
+    with open(tmp_path / "a.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["read"] for row in rows] == ["what is seen", "all"]
+    assert float(rows[1]["ratio_median"]) < 1
+    source = open_source(data, [64])
+    part, everything = (
+        LoaderCase(source, 0, 2, 64, read_all).splits.train.options.whole
+        for read_all in (False, True)
+    )
+    assert (part, everything, source.splits.train.options.whole) == (False, True, False)
+    capsys.readouterr()
+    assert main(["loader", "digits", "--workers", "0", "--read-all"]) == 2
+    assert_one_error(capsys, "digits has no images in files that --read-all would decode")

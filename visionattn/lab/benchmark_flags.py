@@ -54,6 +54,8 @@ FLAGS = {
         metavar="W",
         help="processes that load; 0 loads in the main process (0 1 2)",
     ),
+    "read-all": SWITCH
+    | dict(help="also decode all of each image, where a part or a smaller size is enough"),
     "baseline": dict(
         metavar="CASE",
         help="the case that ratios are taken to (sdpa, or the first case); as the table names it, "
@@ -155,7 +157,7 @@ COMMANDS = {
     ),
     "loader": Command(
         "the data pipeline alone",
-        f"img-size batch workers rounds seconds {WRITTEN}",
+        f"img-size batch workers read-all rounds seconds {WRITTEN}",
         dict(
             nargs="+",
             metavar="DATA",

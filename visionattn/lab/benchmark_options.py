@@ -78,10 +78,11 @@ class Options:
 
         flags = self.flags
         cases = [
-            LoaderCase(source, workers, flags.batch or source.config.batch_size, size)
+            LoaderCase(source, workers, flags.batch or source.config.batch_size, size, read_all)
             for source in self.sources
             for size in flags.img_size or [None]
             for workers in flags.workers
+            for read_all in ([False, True] if flags.read_all else [False])
         ]
         return list(dict.fromkeys(cases))
 
@@ -145,7 +146,8 @@ def parse_options(argv: Sequence[str]) -> Options:
     if flags.command == "loader":
         from visionattn.lab.loader import open_sources
 
-        return replace(options, sources=open_sources(flags.names, flags.img_size, flags.workers))
+        sources = open_sources(flags.names, flags.img_size, flags.workers, read_all=flags.read_all)
+        return replace(options, sources=sources)
     if flags.command in ("gpu", "tune"):
         check_gpu(flags)
     return options

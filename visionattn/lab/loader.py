@@ -8,17 +8,19 @@ uint8 batches that training would take.
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from itertools import islice
 from math import ceil
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, cast, get_args, get_type_hints
 
 import numpy as np
 from torch.utils.data import Dataset
 
 from visionattn.cli.parsing import field_types, parse
 from visionattn.data.config import DataConfig
+from visionattn.data.images import ImageDataset
 from visionattn.data.splits import SampleKey, Splits, build_splits, resolved, train_batches
 from visionattn.data.streams import Shards
 from visionattn.lab.compare import Quartiles, ratio_of, spread
@@ -30,6 +32,7 @@ COLUMNS = (
     "data",
     "size",
     "augment",
+    "read",
     "batch",
     "workers",
     "images/s",
@@ -77,6 +80,8 @@ class LoaderCase:
     batch: int
     img_size: int | None
     """Height and width in pixels; None: as the configuration says, which may be several sizes."""
+    read_all: bool = False
+    """Whether all of each image is decoded, where the format would give the part that is seen."""
 
     @property
     def data(self) -> DataConfig:
@@ -92,6 +97,10 @@ class LoaderCase:
     def splits(self) -> Splits:
         """The images, to be seen at the size of this case."""
         splits, data = self.source.splits, resolved(self.data)
+        if self.read_all:
+            train = copy(cast(ImageDataset, splits.train))
+            train.options = replace(train.options, whole=True)
+            splits = replace(splits, train=train)
         spec = replace(splits.spec, img_size=data.img_size, fit=data.fit)
         return replace(splits, spec=replace(spec, max_patches=data.max_patches))
 
@@ -129,6 +138,7 @@ class LoaderRow:
         """Return the row as plain values, units in the names."""
         case, record = self.case, {}
         record |= {"data": case.source.label, "img_size": case.size, "augment": case.data.augment}
+        record |= {"read": "all" if case.read_all else "what is seen"}
         record |= {"batch": case.batch, "workers": case.workers}
         for unit in ("images", "megabytes"):
             rates = [getattr(reading, unit) / reading.seconds for reading in self.readings]
@@ -144,7 +154,8 @@ class LoaderRow:
     def cells(self) -> list[Any]:
         """Return the row for people, under ``COLUMNS``."""
         record = self.record()
-        values = [record[name] for name in ("data", "img_size", "augment", "batch", "workers")]
+        names = ("data", "img_size", "augment", "read", "batch", "workers")
+        values = [record[name] for name in names]
         values += [f"{record['images_per_second_median']:.4g}"]
         values += ["{images_per_second_low:.4g} - {images_per_second_high:.4g}".format(**record)]
         values += [f"{record['megabytes_per_second_median']:.4g}"]
@@ -195,18 +206,24 @@ def open_source(text: str, sizes: Sequence[int] | None) -> Source:
 
 
 def open_sources(
-    texts: Sequence[str], sizes: Sequence[int] | None, workers: Sequence[int]
+    texts: Sequence[str],
+    sizes: Sequence[int] | None,
+    workers: Sequence[int],
+    *,
+    read_all: bool = False,
 ) -> tuple[Source, ...]:
     """Return the images that are named, see ``open_source``; a name that is given twice counts
     once.
 
     Raises:
-        ValueError, FileNotFoundError: something about them is wrong, or there are more workers than
-            shards.
+        ValueError, FileNotFoundError: something about them is wrong, there are more workers than
+            shards, or ``read_all`` and they are no images in files.
     """
     sources = tuple(open_source(text, sizes) for text in dict.fromkeys(texts))
     for source in sources:
         train = source.splits.train
+        if read_all and not isinstance(train, ImageDataset):
+            raise ValueError(f"{source.label} has no images in files that --read-all would decode")
         if isinstance(train, Shards) and max(workers) > len(train.shard_lengths):
             raise ValueError(
                 f"{source.label} has {len(train.shard_lengths)} shards, too few for "
@@ -308,12 +325,10 @@ def read_batches(
     images = size = 0
     began = ended = None
     try:
-        for number, (pixels, labels) in enumerate(
-            islice(streams, (counted + 1) * processes), start=1
-        ):
+        for number, batch in enumerate(islice(streams, (counted + 1) * processes), start=1):
             ended = clock()
             if number > processes:
-                images, size = images + len(labels), size + pixels.nbytes
+                images, size = images + len(batch.labels), size + batch.images.nbytes
             elif number == processes:
                 began = ended
     finally:
