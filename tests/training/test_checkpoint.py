@@ -239,8 +239,8 @@ def test_files_that_are_no_models_are_one_line_each(tmp_path):
         metadata={"format": "visionattn", "version": "1", "model": "scaleformer_vit_t"},
     )
     assert "has a garbled description of its model" in line()
-    save_file(model.state_dict(), path, metadata={"format": "visionattn", "version": "2"})
-    assert "has format 2, this visionattn reads format 1" in line()
+    save_file(model.state_dict(), path, metadata={"format": "visionattn", "version": "3"})
+    assert "has format 3, this visionattn reads formats 1 and 2" in line()
 
 
 @pytest.mark.parametrize("protocol", ["torch", 2, 4])

@@ -166,8 +166,8 @@ def status(output: Path) -> dict:
 def test_a_loss_that_is_not_finite_on_one_process_ends_all_as_that(tmp_path, monkeypatch):
     real = Trainer.inputs
 
-    def spoilt(self, images, labels):
-        inputs, targets = real(self, images, labels)
+    def spoilt(self, batch):
+        inputs, targets = real(self, batch)
         return (inputs * math.nan if self.processes.rank == 1 else inputs), targets
 
     monkeypatch.setattr(Trainer, "inputs", spoilt)
@@ -188,10 +188,10 @@ def test_a_loss_that_is_not_finite_on_one_process_ends_all_as_that(tmp_path, mon
 def test_too_little_memory_on_one_process_ends_all_as_that(tmp_path, monkeypatch, kind):
     real, calls = Trainer.inputs, iter(range(100))
 
-    def big(self, images, labels):
+    def big(self, batch):
         if self.processes.rank == 1 and next(calls) == 3:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return real(self, images, labels)
+        return real(self, batch)
 
     monkeypatch.setattr(Trainer, "inputs", big)
     ended = run_on(2, tmp_path, code=3, parallel=kind, save_every=2)

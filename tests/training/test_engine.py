@@ -27,7 +27,7 @@ from tests.helpers.small_runs import (
 from tests.helpers.tools import words
 from visionattn.cli.ends import NonFinite, Stopped
 from visionattn.cli.parsing import parse
-from visionattn.data.batches import Unreadable
+from visionattn.data.batches import Batch, Unreadable
 from visionattn.data.config import DataConfig
 from visionattn.data.splits import SampleKey, Splits
 from visionattn.models.weights import load_model
@@ -169,7 +169,7 @@ def test_every_image_counts_once_in_an_evaluation_however_it_is_batched():
             return 10 * torch.nn.functional.one_hot(torch.tensor(next(answers)), 4).float()
 
     model = Scripted().train()
-    parts = [(images[i:j], labels[i:j]) for i, j in ((0, 3), (3, 6), (6, 7))]
+    parts = [Batch(images[i:j], labels[i:j]) for i, j in ((0, 3), (3, 6), (6, 7))]
     result = evaluate(model, parts, SPEC, device=torch.device("cpu"))
     wrong, right = 10 + math.log1p(3 * math.exp(-10)), math.log1p(3 * math.exp(-10))
     assert (result.images, result.accuracy, result.top5) == (7, pytest.approx(5 / 7), None)

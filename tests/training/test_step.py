@@ -65,9 +65,10 @@ def test_an_epoch_ends_with_a_step_on_its_last_incomplete_group(tmp_path):
     trainer = small_trainer(small_config(tmp_path, optim={"accumulate": 3}))
     groups, notes = [], Notes()
     real = trainer.step
-    trainer.step = lambda group: (groups.append([len(labels) for _, labels in group]), real(group))[
-        1
-    ]
+    trainer.step = lambda group: (
+        groups.append([len(batch.labels) for batch in group]),
+        real(group),
+    )[1]
     trainer.train_epoch(notes, Interruption())
     assert groups == [[8, 8, 8], [8, 8, 8], [8, 5]]
     assert trainer.steps_per_epoch == trainer.position.step == 3 and trainer.position.images == 61
@@ -330,7 +331,7 @@ def test_batches_of_another_size_of_image_train_too(tmp_path):
     trainer, sizes = small_trainer(config, quadrants(61)), set()
     real = trainer.step
     trainer.step = lambda group: (
-        sizes.update(images.shape[-1] for images, _ in group),
+        sizes.update(batch.images.shape[-1] for batch in group),
         real(group),
     )[1]
     trainer.train_epoch(Notes(), Interruption())

@@ -241,6 +241,12 @@ class _Batches:
         )
         self._on_error = config.on_error
         self.unreadable: set[str] = set()
+        if self._keys.buckets is not None:
+            # What will not be readable is known by now, before anything is done with the rest.
+            for index in self._keys.buckets.unseen.tolist():
+                sample = dataset[SampleKey(index, 0, choices[0])]
+                if isinstance(sample, Unreadable):
+                    self._leave_out(sample)
         loader = DataLoader(
             dataset,
             batch_sampler=self._keys,

@@ -21,10 +21,12 @@ class Buckets:
     Args:
         bucket: the number of each image's bucket, ``[n]``.
         room: how many images a batch of each bucket holds, ``[buckets]``.
+        unseen: the numbers of images that the model does not take, or whose size is not known.
     """
 
     bucket: np.ndarray
     room: np.ndarray
+    unseen: np.ndarray
 
     @classmethod
     def of(
@@ -59,7 +61,8 @@ class Buckets:
         if batch_patches is None:
             batch_patches = batch_size * patches[bucket[which]].mean()
         room = np.maximum(1, np.floor(batch_patches / np.maximum(patches, 1))).astype(np.int64)
-        return cls(bucket[which].reshape(-1), room)
+        own = bucket[which].reshape(-1)
+        return cls(own, room, np.flatnonzero((patches == 0)[own]))
 
     @property
     def count(self) -> int:

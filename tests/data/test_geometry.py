@@ -1,0 +1,254 @@
+"""Which part of an image becomes how many pixels, and which images share a batch."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.helpers.tools import load_tool
+from visionattn.data.batches import SampleKey
+from visionattn.data.config import DataConfig
+from visionattn.data.geometry import Geometry, check_geometry
+from visionattn.data.splits import build_splits, eval_batches, resolved, train_batches
+
+PATCH = (16, 16)
+SHAPES = [(3000, 2000), (333, 500), (40, 4000), (512, 512), (513, 100), (16, 16), (2999, 3001)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_native_keeps_an_image_and_fills_whole_patches(shape):
+    view = Geometry("native", None, None, PATCH).view(*shape)
+    assert view.box == (0, 0, *shape) and view.content == shape
+    assert view.canvas == view.present == tuple(math.ceil(px / 16) * 16 for px in shape)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_native_with_a_limit_shrinks_to_it_and_never_enlarges(shape):
+    view = Geometry("native", (512, 400), None, PATCH).view(*shape)
+    scale = min(1, 512 / shape[0], 400 / shape[1])
+    assert view.box == (0, 0, *shape)
+    if scale == 1:
+        assert view.content == shape
+        return
+    for px, got, limit in zip(shape, view.content, (512, 400), strict=True):
+        assert got % 16 == 0 and 16 <= got <= limit
+        assert abs(got - px * scale) <= 8 or got == 16
+    assert view.canvas == view.present == view.content
+
+
+@pytest.mark.parametrize("budget", [1, 2, 7, 64, 256, 1000])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_budget_of_patches_is_kept_with_the_aspect_ratio(shape, budget):
+    view = Geometry("native", None, budget, PATCH).view(*shape)
+    rows, columns = (px // 16 for px in view.canvas)
+    own = math.ceil(shape[0] / 16) * math.ceil(shape[1] / 16)
+    assert 1 <= rows * columns <= budget
+    if own <= budget:
+        assert view.content == shape
+        return
+    assert view.content == view.canvas
+    # One row and one column are all that rounding may cost.
+    scale = math.sqrt(budget / (shape[0] * shape[1] / 256))
+    wanted = shape[0] / 16 * scale, shape[1] / 16 * scale
+    if min(wanted) >= 1:
+        assert abs(rows - wanted[0]) <= 1.5 and abs(columns - wanted[1]) <= 1.5
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_padding_scales_to_fit_and_says_what_is_present(shape):
+    view = Geometry("pad", (512, 256), None, PATCH).view(*shape)
+    scale = min(512 / shape[0], 256 / shape[1])
+    assert view.box == (0, 0, *shape) and view.canvas == (512, 256)
+    assert view.present == view.content
+    for px, got in zip(shape, view.content, strict=True):
+        assert got % 16 == 0 and (abs(got - px * scale) <= 8 or got == 16)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_stretching_takes_all_of_an_image_and_cropping_its_centre(shape):
+    stretched = Geometry("stretch", (512, 256), None, PATCH).view(*shape)
+    assert stretched == ((0, 0, *shape), (512, 256), (512, 256), (512, 256))
+    box, *sizes = Geometry("crop", (512, 256), None, PATCH).view(*shape)
+    assert sizes == [(512, 256)] * 3
+    assert box.height == shape[0] or box.width == shape[1]
+    assert abs(box.height / box.width - 2) <= 2 / box.width
+    assert abs(2 * box.top + box.height - shape[0]) <= 1
+    assert abs(2 * box.left + box.width - shape[1]) <= 1
+
+
+def test_an_image_smaller_than_a_patch_is_one_line():
+    with pytest.raises(ValueError, match="image of 15 x 40 pixels is smaller than a patch of 16"):
+        Geometry("native", None, None, PATCH).view(15, 40)
+    assert Geometry("pad", (64, 64), None, PATCH).view(15, 40).content == (32, 64)
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (("native", 512, 100), "data.img_size and data.max_patches both limit"),
+        (("pad", 512, 100), "data.max_patches is for fit native"),
+        (("crop", None, None), "data.fit crop needs data.img_size"),
+        (("native", None, 0), "data.max_patches must be above 0, got 0"),
+        (("native", [64, -1], None), "data.img_size must be above 0, got -1"),
+        (("native", [64], None), "data.img_size must be one number of pixels, or height and"),
+    ],
+)
+def test_options_that_contradict_each_other_are_one_line(options, line):
+    with pytest.raises(ValueError, match=line) as error:
+        check_geometry(*options, prefix="data.")
+    assert "\n" not in str(error.value)
+
+
+def write_pages(root, shapes, classes=("a", "b")):
+    """Pages whose grey level is their number."""
+    for number, (height, width) in enumerate(shapes):
+        folder = root / classes[number % len(classes)]
+        folder.mkdir(parents=True, exist_ok=True)
+        pixels = np.full((height, width, 3), 10 + number, np.uint8)
+        Image.fromarray(pixels).save(folder / f"{number:03}.png")
+    return root
+
+
+def many_shapes(count):
+    draw = np.random.default_rng(5)
+    return [tuple(map(int, shape)) for shape in draw.integers(20, 90, (count, 2))]
+
+
+def folder(root, **options):
+    options = {"name": "folder", "root": str(root), "workers": 0, "val_fraction": 0.2} | options
+    return DataConfig(**options)
+
+
+def levels(batch):
+    return batch.images[:, 0, 0, 0].tolist()
+
+
+def test_folders_are_seen_whole_by_default_and_a_budget_bounds_batches(tmp_path):
+    config = folder(write_pages(tmp_path, many_shapes(40)), batch_patches=24)
+    assert resolved(config).fit == "native"
+    splits = build_splits(config, 3)
+    batches = train_batches(splits, config, batch_size=99, seed=3, patch_px=PATCH)
+    epochs = [list(batches.epoch(number)) for number in (0, 1)]
+    for epoch in epochs:
+        assert len(epoch) == len(batches)
+        seen = sorted(level for batch in epoch for level in levels(batch))
+        assert len(seen) == len(set(seen)) == len(splits.train)
+        for batch in epoch:
+            patches = batch.images.shape[2] // 16 * (batch.images.shape[3] // 16)
+            assert batch.sizes is None
+            assert patches * len(batch.labels) <= 24 or len(batch.labels) == 1
+        # A grid has at most one batch that is not full.
+        grids = [tuple(batch.images.shape[2:]) for batch in epoch]
+        for grid in set(grids):
+            room = max(1, 24 // (grid[0] // 16 * (grid[1] // 16)))
+            counts = [len(b.labels) for b, own in zip(epoch, grids, strict=True) if own == grid]
+            assert sorted(counts)[1:] == [room] * (len(counts) - 1)
+    assert [levels(batch) for batch in epochs[0]] != [levels(batch) for batch in epochs[1]]
+
+
+def test_buckets_are_the_same_for_any_workers_start_and_processes(tmp_path):
+    config = folder(write_pages(tmp_path, many_shapes(30)), augment="light")
+    splits = build_splits(config, 3)
+
+    def batches(workers=0):
+        own = folder(tmp_path, augment="light", workers=workers)
+        return train_batches(splits, own, batch_size=4, seed=3, patch_px=PATCH)
+
+    whole = list(batches().epoch(2))
+    for other in (
+        list(batches(workers=2).epoch(2)),
+        [None] * 2 + list(batches().epoch(2, start=2)),
+    ):
+        for first, second in zip(whole, other, strict=True):
+            assert second is None or torch.equal(first.images, second.images)
+    parts = []
+    for rank in range(3):
+        own = batches()
+        own.divide(rank, 3)
+        parts.append(list(own.epoch(2)))
+    for number, batch in enumerate(whole):
+        divided = [part[number].labels for part in parts]
+        assert torch.equal(torch.cat(divided), batch.labels)
+
+
+def test_images_of_a_batch_are_equal_under_every_size_that_it_may_get(tmp_path):
+    shapes = [(96, 64), (64, 96), (95, 65), (48, 32), (96, 60)] * 6
+    config = folder(
+        write_pages(tmp_path, shapes), img_size=96, img_size_choices=[32, 64, 96], workers=0
+    )
+    batches = train_batches(build_splits(config, 3), config, batch_size=4, seed=3, patch_px=PATCH)
+    counts = {len(list(batches.epoch(number))) for number in range(3)}
+    assert counts == {len(batches)}
+    longest = {
+        max(batch.images.shape[2:]) for number in range(3) for batch in batches.epoch(number)
+    }
+    assert {32, 64, 96} <= longest
+
+
+def test_padding_is_empty_and_told(tmp_path):
+    config = folder(
+        write_pages(tmp_path, [(40, 80), (80, 40), (64, 64)] * 6), fit="pad", img_size=64
+    )
+    splits = build_splits(config, 3)
+    geometry = Geometry("pad", (64, 64), None, PATCH)
+    (batch,) = eval_batches(splits.train, config, batch_size=99, geometry=geometry)
+    assert batch.images.shape[1:] == (3, 64, 64)
+    assert {tuple(size) for size in batch.sizes.tolist()} == {(32, 64), (64, 32), (64, 64)}
+    for image, (height, width) in zip(batch.images, batch.sizes.tolist(), strict=True):
+        assert (image[:, :height, :width] > 0).all()
+        assert not image[:, height:].any() and not image[:, :, width:].any()
+
+
+def test_native_repeats_the_last_row_and_column_up_to_whole_patches(tmp_path):
+    pixels = np.random.default_rng(0).integers(0, 256, (37, 50, 3)).astype(np.uint8)
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        for number in range(3):
+            Image.fromarray(pixels).save(tmp_path / name / f"{number}.png")
+    dataset = build_splits(folder(tmp_path), 3).validation
+    image, _, present = dataset[SampleKey(0, 0, Geometry("native", None, None, PATCH))]
+    assert image.shape == (48, 64, 3) and present == (48, 64)
+    assert (image == np.pad(pixels, ((0, 11), (0, 14), (0, 0)), mode="edge")).all()
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (["--data.max_patches", "64", "--data.img_size", "64"], "both limit the size of an image"),
+        (["--data.max_patches", "0"], "data.max_patches must be above 0, got 0"),
+        (["--data.fit", "pad"], "data.fit pad needs data.img_size"),
+        (
+            ["--data.fit", "crop", "--data.img_size", "32", "--data.batch_patches", "9"],
+            "for fit native",
+        ),
+        (["--data.fit", "pad", "--data.img_size", "32", "--optim.mixup", "0.5"], "optim.mixup"),
+        (["--data.max_patches", "9", "--data.img_size_choices", "32"], "data.img_size_choices are"),
+        (["--model.name", "vit_tiny_patch16_224"], "but the model takes 224 x 224 alone"),
+    ],
+)
+def test_contradictions_end_a_training_with_one_line_and_nothing_written(
+    tmp_path, capsys, monkeypatch, flags, line
+):
+    monkeypatch.chdir(tmp_path)
+    write_pages(tmp_path / "pages", [(40, 60)] * 8)
+    train = load_tool("train")
+    options = ["--data.name", "folder", "--data.root", "pages", "--data.workers", "0", "--run", "x"]
+    assert train([*options, *flags]) == 2
+    error = capsys.readouterr().err
+    assert line in error and error.count("\n") == 1
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_an_image_smaller_than_a_patch_ends_a_training_before_anything_is_written(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    write_pages(tmp_path / "pages", [(40, 60)] * 8)
+    Image.new("RGB", (60, 9)).save(tmp_path / "pages" / "a" / "thin.png")
+    options = ["--data.name", "folder", "--data.root", "pages", "--data.workers", "0", "--run", "x"]
+    assert load_tool("train")(options) == 2
+    error = capsys.readouterr().err
+    assert "thin.png: image of 9 x 60 pixels is smaller than a patch of 16 x 16" in error
+    assert error.count("\n") == 1 and not (tmp_path / "checkpoints").exists()
