@@ -1,0 +1,157 @@
+"""Images keep the geometry of the training: in its batches, in its weights, and where it goes on."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.helpers.tools import load_tool
+from visionattn.data.batches import Batch
+from visionattn.data.geometry import Geometry
+from visionattn.models.weights import load_model, save_model
+from visionattn.training.build import build_model
+from visionattn.training.config import ModelConfig
+from visionattn.training.evaluate import evaluate
+
+MODEL = {"patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2, "horizon": 1}
+SHAPES = [(24, 40), (40, 24), (33, 47), (64, 16), (20, 20), (56, 56)]
+
+
+@pytest.fixture(autouse=True)
+def pages(tmp_path, monkeypatch):
+    """Pages of many shapes whose class is their brightness."""
+    monkeypatch.chdir(tmp_path)
+    draw = np.random.default_rng(3)
+    for split, count in (("train", 18), ("val", 8)):
+        for number in range(count):
+            folder = tmp_path / "pages" / split / ("dark", "light")[number % 2]
+            folder.mkdir(parents=True, exist_ok=True)
+            shape = SHAPES[number % len(SHAPES)]
+            levels = draw.integers(0, 90, (*shape, 3)) + 120 * (number % 2)
+            Image.fromarray(levels.astype(np.uint8)).save(folder / f"{number:02}.png")
+
+
+def train(*flags):
+    options = ["--data.name=folder", "--data.root=pages", "--data.workers=0", "--run=run"]
+    options += ["--model.name=scaleformer_vit_t", f"--model.args={json.dumps(MODEL)}"]
+    options += ["--epochs=2", "--optim.warmup_epochs=0.5", "--batch_size=4", "--threads=1"]
+    return load_tool("train")([*options, *flags])
+
+
+def validate(capsys, *flags):
+    capsys.readouterr()
+    code = load_tool("validate")(["--checkpoint=checkpoints/run/best.safetensors", *flags])
+    return code, capsys.readouterr()
+
+
+def test_a_checkpoint_keeps_how_its_images_were_seen_and_validation_says_it(capsys):
+    assert train("--data.max_patches=24") == 0
+    spec = load_model("checkpoints/run/best.safetensors").data_spec
+    assert (spec.fit, spec.img_size, spec.max_patches) == ("native", None, 24)
+    code, printed = validate(capsys)
+    first, _, row = printed.out.splitlines()
+    assert code == 0 and row.split()[0] == "own"
+    assert first.endswith("seen native: whole images at their own sizes, at most 24 patches")
+    kept = json.loads(Path("checkpoints/run/metrics.jsonl").read_text().splitlines()[-1])
+    assert f"{100 * kept['val_accuracy']:.2f}" == row.split()[2]
+
+    code, printed = validate(capsys, "--fit=pad", "--img-size", "32", "48", "--json=rows.json")
+    lines = printed.out.splitlines()
+    assert code == 0 and lines[0].endswith("seen pad, at several sizes")
+    assert [line.split()[0] for line in lines[2:]] == ["32", "48"]
+    assert [row["img_size"] for row in json.loads(Path("rows.json").read_text())["rows"]] == [
+        32,
+        48,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (["--data.fit=pad"], "data.fit is for training; name how images are seen with --fit"),
+        (["--fit=stretch"], "fit stretch needs img_size"),
+        (["--max-patches=9", "--img-size=32"], "both limit the size of an image"),
+        (["--max-patches=0"], "max_patches must be above 0, got 0"),
+        (["--fit=crop", "--img-size=30"], "is not a whole number of 8-pixel patches"),
+    ],
+)
+def test_validation_refuses_in_one_line_what_contradicts(capsys, flags, line):
+    assert train("--data.max_patches=24", "--epochs=1") == 0
+    code, printed = validate(capsys, *flags)
+    assert code == 2 and printed.err.count("\n") == 1 and line in printed.err, printed.err
+
+
+def test_a_run_on_images_of_many_sizes_goes_on_bit_for_bit(capsys):
+    flags = ("--data.augment=light", "--data.batch_patches=40", "--epochs=3", "--save_every=2")
+    assert train(*flags, "--run=whole") == 0
+    # Ended amid its second epoch.
+    from visionattn.training.learner import Learner
+
+    real, calls = Learner.step, iter(range(100))
+
+    def killed(self, group):
+        if next(calls) == 9:
+            raise KeyboardInterrupt
+        return real(self, group)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Learner, "step", killed)
+        assert train(*flags, "--run=cut") != 0
+    assert train(*flags, "--run=cut", "--resume") == 0
+    states = [
+        torch.load(f"checkpoints/{run}/last.pt", weights_only=True) for run in ("whole", "cut")
+    ]
+    for key, value in states[0]["model"].items():
+        assert torch.equal(value, states[1]["model"][key]), key
+    assert states[0]["position"]["step"] == states[1]["position"]["step"]
+
+
+def test_padding_changes_no_evaluation(capsys):
+    torch.manual_seed(0)
+    assert train("--data.fit=pad", "--data.img_size=64", "--epochs=1") == 0
+    model = load_model("checkpoints/run/best.safetensors")
+    draw = torch.Generator().manual_seed(1)
+    images = torch.randint(0, 256, (2, 3, 64, 64), generator=draw, dtype=torch.uint8)
+    labels = torch.tensor([0, 1])
+    sizes = torch.tensor([[64, 32], [24, 64]])
+    cpu = torch.device("cpu")
+    padded = evaluate(model, [Batch(images, labels, sizes)], model.data_spec, device=cpu)
+    alone = [
+        Batch(images[i : i + 1, :, :height, :width], labels[i : i + 1])
+        for i, (height, width) in enumerate(sizes.tolist())
+    ]
+    single = evaluate(model, alone, model.data_spec, device=cpu)
+    assert padded.loss == pytest.approx(single.loss, rel=1e-5)
+    whole = evaluate(model, [Batch(images, labels)], model.data_spec, device=cpu)
+    assert abs(whole.loss - single.loss) > 1e-4
+
+
+def test_files_of_before_are_read_as_cropped(tmp_path):
+    from safetensors import safe_open
+    from safetensors.torch import load_file, save_file
+
+    from tests.helpers.small_runs import SPEC
+
+    model, args = build_model(ModelConfig("scaleformer_vit_t", MODEL), SPEC)
+    save_model("new.safetensors", model, "scaleformer_vit_t", args, SPEC)
+    with safe_open("new.safetensors", framework="pt") as file:
+        metadata = file.metadata()
+    data = json.loads(metadata["data"])
+    old = {key: data[key] for key in ("in_chans", "num_classes", "class_names", "mean", "std")}
+    old |= {"encoding": None, "img_size": 16}
+    metadata |= {"version": "1", "data": json.dumps(old)}
+    save_file(load_file("new.safetensors"), "old.safetensors", metadata=metadata)
+    spec = load_model("old.safetensors").data_spec
+    assert (spec.fit, spec.img_size, spec.max_patches) == ("crop", 16, None)
+
+
+def test_a_model_of_timm_sees_padding_as_black_and_the_run_says_so(capsys):
+    flags = ["--model.name=vit_tiny_patch16_224", "--data.fit=pad", "--data.img_size=32"]
+    small = {"embed_dim": 12, "depth": 1, "num_heads": 2, "dynamic_img_size": True}
+    assert train(*flags, f"--model.args={json.dumps(small)}", "--epochs=1") == 0
+    assert "vit_tiny_patch16_224 sees the rest as black" in capsys.readouterr().out
+    geometry = Geometry("pad", (32, 32), None, (16, 16))
+    assert geometry.describe() == "pad: whole images, scaled to fit into 32 x 32 px"
