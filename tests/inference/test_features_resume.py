@@ -115,8 +115,12 @@ def test_other_features_are_not_mixed_nor_overwritten_unless_that_is_said(folder
     write_weights(folder / "other.safetensors", seed=6)
     others = (
         (["--checkpoint", "other.safetensors"], "weights "),
-        (["--img_size", "24"], "img_size native there, 24 here"),
-        (["--fit", "crop"], "fit pad there, crop here"),
+        (["--img_size", "24"], "img_size native there, 24 x 24 px here"),
+        (["--img_size", "null", "--fit", "native"], "img_size native there, 16 x 16 px here"),
+        (
+            ["--img_size", "null", "--fit", "native", "--max_patches", "5"],
+            "max_patches None there, 5",
+        ),
         (["--dense"], "kind pooled there, dense here"),
         (["--dtype", "float16"], "dtype float32 there, float16 here"),
         (["--amp", "bf16"], "amp none there, bf16 here"),
@@ -135,6 +139,9 @@ def test_other_features_are_not_mixed_nor_overwritten_unless_that_is_said(folder
     assert written(folder / "out") == before
     assert extract(flags("--img_size", "24", "--overwrite", "--shard_images", "2")) == 0
     assert len(read_index(folder / "out")) == 7 and written(folder / "out") != before
+    capsys.readouterr()
+    assert extract(flags("--img_size", "24", "--fit", "pad", "--shard_images", "2")) == 2
+    assert "out holds other features: fit crop there, pad here" in capsys.readouterr().err
     assert extract(flags("--overwrite")) == 0 and len(written(folder / "out")) == 2
 
 
@@ -169,13 +176,13 @@ def test_with_overwrite_old_features_stay_until_there_are_new_ones(folder, capsy
     assert extract(flags("--shard_images", "2")) == 0
     before = written(folder / "out")
 
-    def scarce(model, inputs):
+    def scarce(model, inputs, sizes):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    def broken(model, inputs):
+    def broken(model, inputs, sizes):
         raise RuntimeError("sizes of tensors must match")
 
-    def interrupted(model, inputs):
+    def interrupted(model, inputs, sizes):
         raise KeyboardInterrupt
 
     for compute, code, part in (
@@ -206,8 +213,8 @@ BAD = {
     "--images empty": "no images in empty",
     "--data digits": "give either --images or --data digits",
     "--img_size 20": "is not a whole number of 8-pixel patches; the nearest that fit: 16 or 24",
-    "--img_size big": "img_size must be a whole number or one of native or null, got big",
-    "--img_size 16 --fit pad": "fit pad is for img_size native",
+    "--img_size big": "a list of whole numbers or one of native or null, got big",
+    "--fit pad": "img_size native is each image at its own size, which fit pad contradicts",
     "--checkpoint nowhere": "no checkpoint at nowhere",
     "--checkpoint images/0.png": "is no whole safetensors file",
     "--shard_mib 0": "shard_mib must be above 0, got 0",

@@ -13,15 +13,32 @@ from PIL import Image
 from tests.helpers.inference_files import COLOUR, GREY, write_image
 from visionattn.cli.files import printable
 from visionattn.data.embedded import digit_splits
-from visionattn.data.formats import ReadOptions
-from visionattn.data.images import decode
+from visionattn.data.formats import ReadOptions, open_image, read_image
+from visionattn.data.geometry import Geometry
+from visionattn.data.images import fill
 from visionattn.inference.listing import Digits, ListedFiles, find_images
 from visionattn.inference.options import InferenceOptions, parse_options
-from visionattn.inference.reading import ReadImages, Sample, Sizing
+from visionattn.inference.reading import ReadImages, Sample
 from visionattn.inference.running import batch_samples, read_ahead
 from visionattn.models.weights import DataSpec
 
 ONE_HOT = DataSpec(256, 4, (), (), (), "grey_one_hot", 16)
+OWN_SIZES = Geometry("native", None, None, (8, 8))
+
+
+def decode(file, options: ReadOptions) -> np.ndarray:
+    """The channels of an image at its own size, ``[H, W, C]``."""
+    with open_image(file, options) as reader:
+        view = Geometry("native", None).view(reader.height, reader.width)
+        return read_image(reader, view, options)
+
+
+def seen(image: np.ndarray, geometry: Geometry) -> np.ndarray:
+    """What a model sees of an image in a file, ``[H, W, C]``."""
+    options = ReadOptions(3)
+    with open_image(encoded(Image.fromarray(image)), options) as reader:
+        view = geometry.view(*image.shape[:2])
+        return fill(read_image(reader, view, options), view)
 
 
 def test_a_folder_is_searched_to_any_depth_in_natural_order(tmp_path):
@@ -136,18 +153,18 @@ def test_numbers_of_unknown_range_are_no_pixels():
             decode(encoded(Image.fromarray(pixels), format="tiff"), ReadOptions(3))
 
 
-def test_an_image_at_its_own_size_gets_whole_patches_by_its_last_row_and_column_or_loses_the_rest():
+def test_an_image_at_its_own_size_gets_whole_patches_by_its_last_row_and_column():
     image = np.arange(11 * 21 * 3).reshape(11, 21, 3).astype(np.uint8)
-    padded = Sizing(None, (4, 8), "pad").apply(image)
+    padded = seen(image, Geometry("native", None, None, (4, 8)))
     assert padded.shape == (12, 24, 3) and (padded[:11, :21] == image).all()
     assert (padded[11, :21] == image[10]).all() and (padded[:11, 23] == image[:, 20]).all()
-    assert (Sizing(None, (4, 8), "crop").apply(image) == image[1:9, 2:18]).all()
-    assert Sizing(None, (11, 7), "pad").apply(image) is image
+    whole = seen(image, Geometry("native", None, None, (11, 7)))
+    assert whole.shape == image.shape and (whole == image).all()
     with pytest.raises(
         ValueError,
-        match="image of 11 x 21 pixels is smaller than a patch of 12 x 8; fit pad takes it",
+        match="image of 11 x 21 pixels is smaller than a patch of 12 x 8; fit pad, stretch and",
     ):
-        Sizing(None, (12, 8), "crop").apply(image)
+        seen(image, Geometry("native", None, None, (12, 8)))
 
 
 def test_an_image_at_one_size_has_its_shorter_side_resized_and_its_centre_cropped():
@@ -155,13 +172,13 @@ def test_an_image_at_one_size_has_its_shorter_side_resized_and_its_centre_croppe
     large = small.repeat(3, axis=0).repeat(
         3, axis=1
     )  # its areas have one colour each, so that averages are exact
-    assert (Sizing(16, (8, 8)).apply(large) == small[:, 4:20]).all()
+    assert (seen(large, Geometry("crop", (16, 16), None, (8, 8))) == small[:, 4:20]).all()
 
 
 def test_files_become_grey_or_coloured_as_the_model_has_it(tmp_path):
     colour = write_image(tmp_path / "colour.png", 16, 24, 1)
     Image.fromarray(colour[..., 0]).save(tmp_path / "grey.png")
-    listing, native = find_images([str(tmp_path)]), Sizing(None, (8, 8))
+    listing, native = find_images([str(tmp_path)]), OWN_SIZES
     images = ReadImages(listing, COLOUR, native)
     assert (images[0].pixels.numpy() == colour.transpose(2, 0, 1)).all()
     assert (images[1].pixels.numpy() == colour[None, ..., 0]).all()
@@ -181,19 +198,20 @@ def test_what_cannot_be_read_is_a_sample_with_a_reason_in_one_line(tmp_path):
     (tmp_path / "cut.png").write_bytes((tmp_path / "whole.png").read_bytes()[:900])
     (tmp_path / "text.png").write_text("no image")
     Image.new("RGB", (1, 60000)).save(tmp_path / "thin.png")
-    names = ["cut.png", "text.png", "missing.png", "thin.png"]
+    names = ["cut.png", "text.png", "missing.png"]
     images = ReadImages(
-        ListedFiles([str(tmp_path / name) for name in names]), COLOUR, Sizing(512, (8, 8))
+        ListedFiles([str(tmp_path / name) for name in names]), COLOUR, Geometry("crop", (512, 512))
     )
-    for number, part in enumerate(("truncated", "cannot identify", "No such file", "")):
+    for number, part in enumerate(("truncated", "cannot identify", "No such file")):
         sample = images[number]
         assert sample.pixels is None and sample.reason and part in sample.reason
         assert "\n" not in sample.reason
-    cropped = ReadImages(
-        ListedFiles([str(tmp_path / "thin.png")]), COLOUR, Sizing(None, (8, 8), "crop")
-    )[0]
-    assert "60000 x 1 pixels is smaller" in cropped.reason
-    assert (cropped.height, cropped.width) == (60000, 1)
+    thin = ReadImages(ListedFiles([str(tmp_path / "thin.png")]), COLOUR, OWN_SIZES)[0]
+    huge = Geometry("stretch", (2**30, 2**30))  # no machine has the memory for it
+    too_large = ReadImages(ListedFiles([str(tmp_path / "whole.png")]), COLOUR, huge)[0]
+    assert too_large.pixels is None and too_large.reason and "\n" not in too_large.reason
+    assert "60000 x 1 pixels is smaller than a patch of 8 x 8; fit pad" in thin.reason
+    assert (thin.height, thin.width, thin.pixels) == (60000, 1, None)
 
 
 def sample_of(shape: tuple[int, int] | None) -> Sample:
@@ -232,7 +250,7 @@ class Counted(ReadImages):
 def test_no_more_than_a_batch_of_images_is_in_memory(tmp_path):
     path = tmp_path / "a.png"
     write_image(path, 8, 16, 0)
-    images = Counted(ListedFiles([str(path)] * 41), COLOUR, Sizing(None, (8, 8)))
+    images = Counted(ListedFiles([str(path)] * 41), COLOUR, OWN_SIZES)
     seen = 0
     for batch in batch_samples(read_ahead(images, 0, batch_size=5, workers=0), 5):
         seen += len(batch)
@@ -244,6 +262,6 @@ def test_no_more_than_a_batch_of_images_is_in_memory(tmp_path):
 def test_processes_read_ahead_within_bounds_and_keep_the_order(tmp_path):
     for number in range(9):
         write_image(tmp_path / f"{number}.png", 8, 8 + 8 * number, number)
-    images = ReadImages(find_images([str(tmp_path)]), COLOUR, Sizing(None, (8, 8)))
+    images = ReadImages(find_images([str(tmp_path)]), COLOUR, OWN_SIZES)
     widths = [sample.width for sample in read_ahead(images, 2, batch_size=4, workers=2)]
     assert widths == [8 + 8 * number for number in range(2, 9)]

@@ -23,13 +23,16 @@ from tests.helpers.inference_files import (
     write_weights,
 )
 from visionattn.cli.ends import Failed
+from visionattn.data.geometry import Geometry
 from visionattn.inference.listing import ListedFiles, find_images
 from visionattn.inference.opening import Opened, open_model
 from visionattn.inference.options import InferenceOptions, check
-from visionattn.inference.reading import ReadImages, Sizing
-from visionattn.inference.running import last_map, logits, pooled, run_images
+from visionattn.inference.reading import ReadImages
+from visionattn.inference.running import last_map, run_images
+from visionattn.models.filled import call, pooled
 from visionattn.models.weights import DataSpec
 
+OWN_SIZES = Geometry("native", None, None, (8, 8))
 SOFTMAX = "vit_tiny_patch16_224"
 SOFTMAX_ARGS = {"patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3}
 
@@ -43,27 +46,27 @@ def opened(**options) -> Opened:
 def test_weights_of_ours_bring_model_classes_and_size(tmp_path):
     path = str(write_weights(tmp_path / "best.safetensors"))
     found = opened(checkpoint=path)
-    assert (found.name, found.args, found.spec, found.img_size, found.patch_px) == (
-        MODEL,
-        ARGS,
-        COLOUR,
-        16,
-        (8, 8),
-    )
-    assert found.notes == (f"{MODEL} of {path}",) and not found.model.training
-    assert opened(checkpoint=path, img_size=40).img_size == 40
-    assert opened(checkpoint=path, img_size="native").img_size is None
+    assert (found.name, found.args, found.spec) == (MODEL, ARGS, COLOUR)
+    assert found.geometry == Geometry("crop", (16, 16), None, (8, 8))
+    seen = "images are seen crop: the centres of images, cut to 16 x 16 px"
+    assert found.notes == (f"{MODEL} of {path}; {seen}",) and not found.model.training
+    assert opened(checkpoint=path, img_size=40).geometry.canvas == (40, 40)
+    assert opened(checkpoint=path, img_size="native").geometry == OWN_SIZES
 
 
 def test_a_name_alone_gives_random_weights_that_the_seed_decides_and_says_so():
     torch.manual_seed(1)
     state = torch.get_rng_state()
     first, again, other = (opened(model=MODEL, args=ARGS, seed=seed) for seed in (7, 7, 8))
-    assert first.notes == (f"{MODEL} with random weights (seed 7): no --checkpoint is given",)
+    assert first.notes == (
+        f"{MODEL} with random weights (seed 7): no --checkpoint is given; images are seen crop: "
+        "the centres of images, cut to 224 x 224 px",
+    )
     assert first.identity() == again.identity() != other.identity()
     assert first.identity() != opened(model=MODEL, args=ARGS, seed=7, img_size=32).identity()
     assert torch.equal(torch.get_rng_state(), state)
-    assert (first.spec.in_chans, first.img_size, first.spec.mean) == (3, 224, (0.485, 0.456, 0.406))
+    assert (first.spec.in_chans, first.spec.mean) == (3, (0.485, 0.456, 0.406))
+    assert first.geometry == Geometry("crop", (224, 224), None, (8, 8))
 
 
 def test_a_seed_is_for_weights_that_a_file_does_not_give(tmp_path):
@@ -109,7 +112,8 @@ def test_a_state_dict_of_timm_decides_classes_and_channels(tmp_path):
     x = torch.randn(2, 1, 48, 48)
     with torch.no_grad():
         assert torch.equal(found.model(x), weights.eval()(x))
-    assert found.notes[0] == SOFTMAX and "tensors start from" in found.notes[1]
+    assert found.notes[0].startswith(f"{SOFTMAX}; images are seen crop: ")
+    assert "tensors start from" in found.notes[1]
 
 
 def test_a_model_built_for_one_size_takes_others(tmp_path):
@@ -132,13 +136,13 @@ def test_a_model_built_for_one_size_takes_others(tmp_path):
     ):
         found = opened(model=name, args=args, img_size="native")
         assert found.model(torch.zeros(1, 3, 32, 48)).shape == (1, 1000), name
-    assert opened(model="xcit_nano_12_p16_224", img_size=32).patch_px == (16, 16)
+    assert opened(model="xcit_nano_12_p16_224", img_size=32).geometry.patch_px == (16, 16)
 
 
 def test_one_hot_models_are_told_by_their_channels():
     found = opened(model="scaleformer_vit_pixel")
     assert found.spec == DataSpec(256, 10, (), (), (), "grey_one_hot", 32)
-    assert found.patch_px == (1, 1)
+    assert found.geometry.patch_px == (1, 1)
 
 
 BAD = [
@@ -165,8 +169,11 @@ BAD = [
         {"checkpoint": "best.safetensors", "img_size": 20},
         "20 x 20 pixels is not a whole number of 8-pixel patches; the ",
     ),
-    ({"checkpoint": "best.safetensors", "img_size": 0}, "img_size must be above 0, or native"),
-    ({"checkpoint": "best.safetensors", "fit": "crop"}, "fit crop is for img_size native"),
+    ({"checkpoint": "best.safetensors", "img_size": 0}, "img_size must be above 0, got 0"),
+    (
+        {"checkpoint": "best.safetensors", "fit": "crop", "img_size": "native"},
+        "img_size native is each image at its own size, which fit crop contradicts; name a size",
+    ),
     ({"checkpoint": "best.safetensors", "batch_size": 0}, "batch_size must be at least 1, got 0"),
     ({"checkpoint": "best.safetensors", "workers": -1}, "workers must be at least 0, got -1"),
     ({"checkpoint": "best.safetensors", "device": "cuda:99"}, "cannot be used here"),
@@ -225,7 +232,7 @@ def two_shapes(tmp_path):
     return (
         weights,
         model,
-        ReadImages(find_images([str(tmp_path / "images")]), COLOUR, Sizing(None, (8, 8))),
+        ReadImages(find_images([str(tmp_path / "images")]), COLOUR, OWN_SIZES),
         pixels,
     )
 
@@ -233,7 +240,7 @@ def two_shapes(tmp_path):
 @pytest.mark.parametrize("batch_size", [1, 2, 3])
 def test_each_image_gets_the_output_of_its_own_pixels(two_shapes, batch_size):
     weights, model, images, pixels = two_shapes
-    for compute, place in ((pooled, 0), (last_map, 1), (logits, 2)):
+    for compute, place in ((pooled, 0), (last_map, 1), (call, 2)):
         outcomes = [
             x
             for batch in run_images(model, images, compute, batch_size=batch_size, workers=0)
@@ -256,11 +263,11 @@ def test_too_little_memory_for_a_batch_halves_it_and_for_an_image_is_its_status(
     weights, model, images, pixels = two_shapes
     tried = []
 
-    def scarce(module, inputs):
+    def scarce(module, inputs, sizes):
         tried.append(tuple(inputs.shape[:3]))
         if len(inputs) > 1 or inputs.shape[2] > 16:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return pooled(module, inputs)
+        return pooled(module, inputs, sizes)
 
     outcomes = [
         x for batch in run_images(model, images, scarce, batch_size=3, workers=0) for x in batch
@@ -278,7 +285,7 @@ def test_too_little_memory_for_a_batch_halves_it_and_for_an_image_is_its_status(
 def test_outputs_that_are_not_finite_are_a_status(two_shapes):
     _, model, images, _ = two_shapes
 
-    def huge(module, inputs):
+    def huge(module, inputs, sizes):
         return torch.full((len(inputs), 5), 1e5) * (float("nan") if inputs.shape[2] > 16 else 1)
 
     for dtype, wanted in (
@@ -294,7 +301,7 @@ def test_outputs_that_are_not_finite_are_a_status(two_shapes):
 def test_a_model_that_does_not_take_a_size_says_so_in_one_line(two_shapes):
     _, model, images, _ = two_shapes
 
-    def picky(module, inputs):
+    def picky(module, inputs, sizes):
         raise AssertionError("Input height (16) doesn't match model (224).\nmore")
 
     with pytest.raises(
@@ -315,14 +322,14 @@ class Deadly(ListedFiles):
 
 def test_a_process_that_ends_while_it_reads_ends_the_run_with_the_reason(two_shapes):
     _, model, images, _ = two_shapes
-    deadly = ReadImages(Deadly(images.listing.paths), COLOUR, Sizing(None, (8, 8)))
+    deadly = ReadImages(Deadly(images.listing.paths), COLOUR, OWN_SIZES)
     with pytest.raises(
         Failed,
         match=r"^a process that reads images ended \(DataLoader worker .*\); try --workers 0$",
     ):
         list(run_images(model, deadly, pooled, batch_size=1, workers=1))
 
-    def struck(module, inputs):
+    def struck(module, inputs, sizes):
         raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed.")
 
     with pytest.raises(Failed, match="pid 7"):
@@ -341,9 +348,7 @@ def test_grey_weights_see_colour_as_grey(tmp_path):
     weights = write_weights(tmp_path / "best.safetensors", GREY)
     write_image(tmp_path / "a.png", 24, 24, 0)
     model = opened(checkpoint=str(weights))
-    images = ReadImages(
-        find_images([str(tmp_path / "a.png")]), GREY, Sizing(model.img_size, model.patch_px)
-    )
+    images = ReadImages(find_images([str(tmp_path / "a.png")]), GREY, model.geometry)
     seen = images[0].pixels.numpy().transpose(1, 2, 0)
-    [[outcome]] = run_images(model, images, logits, batch_size=1, workers=0)
+    [[outcome]] = run_images(model, images, call, batch_size=1, workers=0)
     assert np.abs(outcome.value.numpy() - direct(weights, seen, GREY)[2]).max() < 1e-5

@@ -20,6 +20,9 @@ from tests.helpers.inference_files import (
 from tests.helpers.tools import assert_one_error, load_tool, read_csv, written
 
 predict = load_tool("predict")
+SEEN = (
+    "scaleformer_vit_t of best.safetensors; images are seen native: whole images at their own sizes"
+)
 SHAPES = [(16, 24), (40, 8), (16, 24), (16, 16)]
 
 
@@ -63,7 +66,7 @@ def test_csv_has_a_row_per_image_with_names_and_probabilities(case, capsys):
     ]
     printed = capsys.readouterr()
     assert printed.out.splitlines() == [
-        "scaleformer_vit_t of best.safetensors",
+        SEEN,
         "4 of 4 images have classes: out.csv",
     ]
     assert printed.err == ""
@@ -126,12 +129,12 @@ def test_without_an_output_a_table_is_printed_and_nothing_written(case, capsys):
     before = written(folder)
     assert predict(flags(output=None)) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[:2] == ["| image | 1 | 2 | 3 |", "|---|---|---|---|"] and len(lines) == 6
+    assert lines[:3] == [SEEN, "| image | 1 | 2 | 3 |", "|---|---|---|---|"] and len(lines) == 7
     cells = [
         f"{name} {100 * p:.1f} %" for name, p in by_hand(folder / "best.safetensors", pixels[1])[:3]
     ]
-    assert lines[3] == f"| images/1.png | {' | '.join(cells)} |"
-    assert lines[4].startswith("| images/2.png | unreadable: cannot identify")
+    assert lines[4] == f"| images/1.png | {' | '.join(cells)} |"
+    assert lines[5].startswith("| images/2.png | unreadable: cannot identify")
     assert written(folder) == before
 
 
@@ -144,8 +147,8 @@ def test_the_table_shows_as_many_classes_as_are_asked_for(case, capsys):
             f"{name} {100 * p:.1f} %"
             for name, p in by_hand(folder / "best.safetensors", pixels[0])[:top_k]
         ]
-        assert lines[0] == f"| image | {' | '.join(str(i + 1) for i in range(top_k))} |"
-        assert lines[2] == f"| images/0.png | {' | '.join(cells)} |"
+        assert lines[1] == f"| image | {' | '.join(str(i + 1) for i in range(top_k))} |"
+        assert lines[3] == f"| images/0.png | {' | '.join(cells)} |"
 
 
 def test_file_names_do_not_break_the_table(case, capsys):
@@ -153,8 +156,8 @@ def test_file_names_do_not_break_the_table(case, capsys):
     (folder / "images" / "0.png").rename(folder / "images" / "a|b\nc\rd.png")
     assert predict(flags("--images", "images/a|b\nc\rd.png", output=None)) == 0
     out = capsys.readouterr().out
-    assert out.count("\n") == 3 and "\r" not in out
-    assert out.split("\n")[2].startswith(r"| images/a\|b\nc\rd.png | ")
+    assert out.count("\n") == 4 and "\r" not in out
+    assert out.split("\n")[3].startswith(r"| images/a\|b\nc\rd.png | ")
 
 
 def test_a_seed_that_does_nothing_is_refused(case, capsys):
@@ -229,7 +232,7 @@ BAD = {
     "--top_k 0": "top_k must be above 0, got 0",
     "--top_k 5": "top_k 5 of a model of 4 classes",
     "--img_size 20": "is not a whole number of 8-pixel patches; the nearest that fit: 16 or 24",
-    "--fit crop --img_size 16": "fit crop is for img_size native",
+    "--fit crop": "img_size native is each image at its own size, which fit crop contradicts",
     "--output out.txt": "must end in .csv or .json",
     "--output no/out.csv": "no folder",
     "--top-n 3": "unknown option --top-n",

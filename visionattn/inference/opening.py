@@ -16,7 +16,7 @@ from timm.models import PretrainedCfg
 from torch import Tensor, nn
 
 from visionattn.cli.files import first_line
-from visionattn.data.geometry import Geometry, Size, check_geometry, sides
+from visionattn.data.geometry import Geometry, Size, check_geometry, pixels, sides
 from visionattn.inference.listing import digest_of
 from visionattn.inference.options import NATIVE, NATIVE_BATCH, SIZED_BATCH, InferenceOptions
 from visionattn.models.filled import takes_sizes
@@ -45,6 +45,8 @@ ANY_SIZE = ({"dynamic_img_size": True}, {"strict_img_size": False})
 """Arguments by which models of timm take images of any size: those with an absolute position, and
 those with windows.
 """
+READ_BY = ("in_chans", "encoding", "mean", "std", "bands", "value_range", "page")
+"""What of a ``DataSpec`` decides which numbers become of an image at its size."""
 
 
 @dataclass(frozen=True)
@@ -70,10 +72,10 @@ class Opened:
         return NATIVE_BATCH if self.geometry.canvas is None else SIZED_BATCH
 
     def identity(self) -> dict[str, Any]:
-        """Return what decides the model's outputs, as JSON types: name, arguments, images, a digest
-        of its weights, and the kind of device.
+        """Return what decides the model's outputs, as JSON types: name, arguments, a digest of its
+        weights, how images are read and seen, and the kind of device.
         """
-        spec = asdict(self.spec)
+        spec, seen = asdict(self.spec), self.geometry
         tensors = sorted(self.model.state_dict().items())
         return {
             "model": self.name,
@@ -81,8 +83,10 @@ class Opened:
             "weights": digest_of(
                 part for name, value in tensors for part in (name, value.shape, _bytes_of(value))
             ),
-            "images_as": json.dumps([spec[key] for key in ("in_chans", "encoding", "mean", "std")]),
-            "seen": json.dumps(asdict(self.geometry)),
+            "images_as": json.dumps([spec[key] for key in READ_BY]),
+            "img_size": pixels(seen.img_size) if seen.img_size else NATIVE,
+            "fit": seen.fit,
+            "max_patches": seen.max_patches,
             "device": self.device.type,
         }
 
