@@ -254,7 +254,10 @@ def test_bad_input_ends_validation_with_one_line_and_code_2(finished, tmp_path, 
             "data.img_size_choices is for training",
         ),
         (["--checkpoint", best, "--config", str(sizes)], "data.img_size is for training"),
-        (["--checkpoint", best, "--data.eval_images=9"], "eval_images is for canvas alone"),
+        (
+            ["--checkpoint", best, "--data.eval_images=9"],
+            "eval_images is for canvas and documents alone",
+        ),
     ):
         assert validate(flags) == 2, flags
         assert_one_error(capsys, part)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from visionattn.data import documents, typesetting
+from visionattn.data.config import AugmentConfig, DataConfig
 from visionattn.data.documents import (
     ASPECT,
     CLASS_NAMES,
@@ -17,7 +18,8 @@ from visionattn.data.documents import (
     DocumentsDataset,
     draw_page,
 )
-from visionattn.data.geometry import centre_box
+from visionattn.data.geometry import Geometry, centre_box
+from visionattn.data.splits import SampleKey, build_splits, eval_batches, train_batches
 from visionattn.data.typesetting import HEADING_FONTS, MONO_FONTS, TEXT_FONTS, font_file, strips
 
 SHAPES = [(40, 40), (64, 41), (103, 512), (300, 97), (211, 389)]
@@ -236,10 +238,79 @@ def test_each_font_comes_with_matplotlib_and_has_its_own_letters_and_digits(font
         assert (image[:, gaps] > 128).mean() < 0.02
 
 
+def seen_as(fit, size_px):
+    return Geometry(fit, (size_px, size_px), None, (16, 16))
+
+
+@pytest.mark.parametrize("fit", ["native", "pad", "stretch", "crop"])
+@pytest.mark.parametrize("size_px", [64, 192])
+def test_a_page_is_drawn_for_the_size_asked_and_seen_as_a_file_of_its_size_would_be(fit, size_px):
+    data = DocumentsDataset("train", 20, seed=5)
+    geometry = seen_as(fit, size_px)
+    for index in range(20):
+        item = data[SampleKey(index, 3, geometry)]
+        page = data.page(index, 3, size_px)
+        view = geometry.view(*page.image.shape[:2])
+        assert item.label == page.label and item.pixels.shape == (*view.canvas, 1)
+        assert tuple(data.canvases(geometry)[index]) == view.canvas
+        if fit == "native":
+            height, width = page.image.shape[:2]
+            np.testing.assert_array_equal(item.pixels[:height, :width], page.image)
+            assert (item.pixels[height:] == item.pixels[height - 1]).all()
+
+
+def test_batches_of_native_pages_have_one_size_each_and_as_many_patches_at_most_as_asked():
+    config = DataConfig(
+        name="documents",
+        img_size=192,
+        img_size_choices=[64, 192],
+        batch_patches=160,
+        train_images=90,
+        eval_images=40,
+        workers=0,
+    )
+    splits = build_splits(config, seed=5)
+    assert (splits.spec.fit, splits.spec.class_names) == ("native", CLASS_NAMES)
+    batches = train_batches(splits, config, batch_size=4, seed=5, patch_px=(16, 16))
+    for epoch in (0, 1):
+        found = list(batches.epoch(epoch))
+        assert len(found) == len(batches) and sum(len(batch.labels) for batch in found) == 90
+        shapes = {tuple(batch.images.shape[2:]) for batch in found}
+        assert len(shapes) > 8 and max(max(shape) for shape in shapes) == 192
+        assert min(max(shape) for shape in shapes) <= 64
+        assert all(batch.sizes is None for batch in found)
+        for batch in found:
+            assert len(batch.labels) * np.prod(batch.images.shape[2:]) <= 160 * 256
+    test = eval_batches(splits.test, config, batch_size=4, geometry=seen_as("native", 256))
+    found = list(test)
+    assert sum(len(batch.labels) for batch in found) == 40
+    assert max(max(batch.images.shape[2:]) for batch in found) == 256
+
+
+def test_the_specification_of_the_pages_normalises_them():
+    config = DataConfig(name="documents", workers=0, fit="stretch", img_size=128, train_images=200)
+    splits = build_splits(config, seed=5)
+    geometry = seen_as("stretch", 128)
+    batch = next(iter(eval_batches(splits.train, config, batch_size=200, geometry=geometry)))
+    prepared = splits.spec.prepare(batch.images)
+    assert abs(prepared.mean()) < 0.3 and abs(prepared.std() - 1) < 0.3
+
+
 def test_small_pages_are_refused_in_one_line():
     with pytest.raises(ValueError, match="page of 96 x 39 pixels is too small for marks of up to"):
         draw_page(generator(0), 96, 39, 0)
     assert DocumentsDataset("train", 100, 5).shapes(64).min() == SMALLEST_PAGE_PX
+    line = "documents of 32 pixels are too small for their marks; wanted 64 or more"
+    with pytest.raises(ValueError, match=line):
+        build_splits(DataConfig(name="documents", img_size=32), seed=5)
+    with pytest.raises(ValueError, match=line):
+        build_splits(DataConfig(name="documents", img_size_choices=[64, 32]), seed=5)
+    with pytest.raises(ValueError, match="augment light is not made for documents; choose none"):
+        build_splits(DataConfig(name="documents", augment="light"), seed=5)
+    with pytest.raises(ValueError, match="data.aug changes images that are read, and documents"):
+        build_splits(DataConfig(name="documents", aug=AugmentConfig(turn=3)), seed=5)
+    with pytest.raises(ValueError, match="documents is drawn at data.img_size; leave data.max_"):
+        build_splits(DataConfig(name="documents", max_patches=90), seed=5)
 
 
 def test_a_page_takes_few_calls_and_few_bytes_a_pixel():

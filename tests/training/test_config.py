@@ -91,8 +91,8 @@ def test_an_unknown_name_is_answered_with_the_nearest_right_one(tmp_path, wrong,
         (["--compile", "perhaps"], "compile must be true or false, got perhaps"),
         (
             ["--data.name", "mnist"],
-            "data.name must be one of digits, digits_pixel, canvas, cifar10, cifar10_pixel, "
-            "folder, got mnist",
+            "data.name must be one of digits, digits_pixel, canvas, documents, cifar10, "
+            "cifar10_pixel, folder, got mnist",
         ),
         (["--optim.clip_grad", "x"], "optim.clip_grad must be a number or null, got x"),
         (

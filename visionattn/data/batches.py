@@ -1,9 +1,9 @@
 """Loaders whose randomness depends on neither workers nor order, and what an unreadable image does.
 
 This module owns the order and the sizes of batches. It knows data sets only as
-``dataset[SampleKey]`` and, where images differ in size, ``dataset.sizes()``. Images leave as
-integers of their files or as shares of a range; ``DataSpec.prepare`` makes the model's input of
-them on the device.
+``dataset[SampleKey]`` and, where images differ in size, ``dataset.canvases(geometry)``. Images
+leave as integers of their files or as shares of a range; ``DataSpec.prepare`` makes the model's
+input of them on the device.
 """
 
 import math
@@ -180,7 +180,7 @@ class _BatchKeys:
         batch_size: int,
         choices: tuple[Geometry, ...],
         seed: int | None,
-        sizes: np.ndarray | None = None,
+        canvases: np.ndarray | None = None,
         batch_patches: int | None = None,
     ):
         self.length, self.batch_size = length, batch_size
@@ -188,7 +188,7 @@ class _BatchKeys:
         self.epoch = self.start = 0
         self.part: Callable[[list[int]], list[int]] = list
         self.buckets = (
-            None if sizes is None else Buckets.of(sizes, choices, batch_size, batch_patches)
+            None if canvases is None else Buckets.of(canvases, choices, batch_size, batch_patches)
         )
 
     def __len__(self):
@@ -235,9 +235,11 @@ class _Batches:
         seed: int | None = None,
     ):
         # Images are of one size wherever the geometry names it.
-        sizes = dataset.sizes() if choices[0].canvas is None else None  # type: ignore[attr-defined]
+        canvases = None
+        if choices[0].canvas is None:
+            canvases = np.stack([dataset.canvases(each) for each in choices], 1)  # type: ignore[attr-defined]
         self._keys = _BatchKeys(
-            len(dataset), batch_size, choices, seed, sizes, config.batch_patches
+            len(dataset), batch_size, choices, seed, canvases, config.batch_patches
         )
         self._on_error = config.on_error
         self.unreadable: set[str] = set()

@@ -31,7 +31,7 @@ class Buckets:
     @classmethod
     def of(
         cls,
-        sizes: np.ndarray,
+        canvases: np.ndarray,
         choices: Sequence[Geometry],
         batch_size: int,
         batch_patches: int | None,
@@ -42,26 +42,21 @@ class Buckets:
         at its largest: then every epoch has as many batches.
 
         Args:
-            sizes: height and width of each image in pixels, ``[n, 2]``; 0 where it is not known.
+            canvases: the size of the model's input for each image under each geometry, ``[n,
+                geometries, 2]``; 0 where it is not known.
             choices: the geometries.
             batch_size: images per batch where ``batch_patches`` is None: as many patches as they
                 have on average.
             batch_patches: the most patches of a batch; an image with more is alone.
         """
-        # Few sizes are different, and each is looked at once.
-        known, which = np.unique(sizes, axis=0, return_inverse=True)
-        canvases = [
-            [canvas_of(height, width, geometry) for geometry in choices]
-            for height, width in known.tolist()
-        ]
         distinct, bucket = np.unique(
-            np.array(canvases).reshape(len(known), -1), axis=0, return_inverse=True
+            canvases.reshape(len(canvases), -1), axis=0, return_inverse=True
         )
         patches = distinct.reshape(len(distinct), -1, 2).prod(2).max(1) / cell_px(choices[0])
         if batch_patches is None:
-            batch_patches = batch_size * patches[bucket[which]].mean()
+            batch_patches = batch_size * patches[bucket].mean()
         room = np.maximum(1, np.floor(batch_patches / np.maximum(patches, 1))).astype(np.int64)
-        own = bucket[which].reshape(-1)
+        own = bucket.reshape(-1)
         return cls(own, room, np.flatnonzero((patches == 0)[own]))
 
     @property
@@ -90,6 +85,14 @@ class Buckets:
                 (whole if len(taken) == room else rest).append((taken[-1], order[taken]))
         whole.sort(key=lambda batch: batch[0])
         return [batch for _, batch in whole + rest]
+
+
+def canvases(sizes: np.ndarray, geometry: Geometry) -> np.ndarray:
+    """Return the size of the model's input for images of some sizes, both int64 ``[n, 2]``."""
+    # Few sizes are different, and each is looked at once.
+    known, which = np.unique(sizes, axis=0, return_inverse=True)
+    seen = [canvas_of(rows, columns, geometry) for rows, columns in known.tolist()]
+    return np.array(seen, np.int64).reshape(-1, 2)[which.reshape(-1)]
 
 
 def canvas_of(height: int, width: int, geometry: Geometry) -> Size:

@@ -54,11 +54,11 @@ class AugmentConfig:
 class DataConfig:
     """Which images, at which size, with which augmentation."""
 
-    name: Literal["digits", "digits_pixel", "canvas", "cifar10", "cifar10_pixel", "folder"] = (
-        "digits"
-    )
-    """``digits`` and ``canvas`` are embedded; the others read ``root``. Grey levels of ``*_pixel``
-    are one-hot.
+    name: Literal[
+        "digits", "digits_pixel", "canvas", "documents", "cifar10", "cifar10_pixel", "folder"
+    ] = "digits"
+    """``digits``, ``canvas`` and ``documents`` are embedded; the others read ``root``. Grey levels
+    of ``*_pixel`` are one-hot.
     """
     root: str | None = None
     """Folder with ``train/`` and ``val/`` (and, if there is one, ``test/``) or with class folders;
@@ -97,9 +97,11 @@ class DataConfig:
     there is no ``val`` split.
     """
     train_images: int = 20_000
-    """``canvas`` alone: images drawn per epoch."""
+    """``canvas`` and ``documents`` alone: images drawn per epoch."""
     eval_images: int = 2_000
-    """``canvas`` alone: images of the validation split and of the test split, each."""
+    """``canvas`` and ``documents`` alone: images of the validation split and of the test split,
+    each.
+    """
     num_classes: int | None = None
     """``wds/...`` alone, and required there: how many classes there are."""
     download: bool = False

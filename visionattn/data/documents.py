@@ -11,8 +11,11 @@ import cv2
 import numpy as np
 from torch.utils.data import Dataset
 
+from visionattn.data.batches import Item, SampleKey
+from visionattn.data.buckets import canvases
 from visionattn.data.embedded import Split
-from visionattn.data.geometry import Box
+from visionattn.data.geometry import Box, Geometry
+from visionattn.data.images import see_array
 from visionattn.data.typesetting import typeset
 
 CLASS_NAMES = ("bar", "pillar", "dot", "cross")
@@ -24,6 +27,8 @@ ASPECT = (1.4, 5.0)
 LONGEST = (0.7, 1.0)
 """Range of the longest side of a page over the largest that is asked for."""
 SMALLEST_PAGE_PX = 40
+SMALLEST_SIZE_PX = 64
+"""Least size that pages are drawn for."""
 DISTRACTORS_PER_PX = 1 / 256**2
 
 _STREAM = {"train": 30, "validation": 31, "test": 32}
@@ -201,6 +206,10 @@ class DocumentsDataset(Dataset):
         shapes = np.round(self._shapes * longest_px).astype(np.int64)
         return np.maximum(shapes, SMALLEST_PAGE_PX)
 
+    def canvases(self, geometry: Geometry) -> np.ndarray:
+        """Return the size of the model's input for each page, ``[n, 2]``."""
+        return canvases(self.shapes(max(geometry.img_size)), geometry)
+
     def page(self, index: int, epoch: int, longest_px: int) -> Page:
         """Draw the page of an index, with the box of its mark."""
         entropy = np.random.SeedSequence((self.seed, _STREAM[self.split], epoch, index))
@@ -210,3 +219,7 @@ class DocumentsDataset(Dataset):
         shape = np.round(self._shapes[index] * longest_px).astype(np.int64)
         height, width = np.maximum(shape, SMALLEST_PAGE_PX).tolist()
         return draw_page(rng, height, width, label)
+
+    def __getitem__(self, key: SampleKey) -> Item:
+        page = self.page(key.index, key.epoch, max(key.geometry.img_size))
+        return see_array(page.image, page.label, key, self.seed)

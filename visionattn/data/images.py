@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 
 from visionattn.cli.progress import Progress
 from visionattn.data.batches import AUGMENT_STREAM, Item, SampleKey, Unreadable
+from visionattn.data.buckets import canvases
 from visionattn.data.formats import (
     COLOURED,
     DAMAGED_IMAGE,
@@ -26,7 +27,7 @@ from visionattn.data.formats import (
     read_size,
     resize,
 )
-from visionattn.data.geometry import Box, Size, View
+from visionattn.data.geometry import Box, Geometry, Size, View
 
 SIZE_THREADS = 8
 """Threads that read the sizes of images; they wait for the disk most of the time."""
@@ -116,9 +117,9 @@ class ArrayDataset(Dataset):
     def __len__(self):
         return len(self.labels)
 
-    def sizes(self) -> np.ndarray:
-        """Return height and width of each image in pixels, ``[n, 2]``."""
-        return np.tile(self.images.shape[1:3], (len(self), 1))
+    def canvases(self, geometry: Geometry) -> np.ndarray:
+        """Return the size of the model's input for each image, ``[n, 2]``."""
+        return canvases(np.tile(self.images.shape[1:3], (len(self), 1)), geometry)
 
     def __getitem__(self, key: SampleKey) -> Item:
         image, label = self.images[key.index], int(self.labels[key.index])
@@ -230,6 +231,10 @@ class ImageDataset(Dataset):
                     progress.advance(1, size == (0, 0))
             self._sizes = np.array(found, dtype=np.int64).reshape(-1, 2)
         return self._sizes
+
+    def canvases(self, geometry: Geometry) -> np.ndarray:
+        """Return the size of the model's input for each image, ``[n, 2]``."""
+        return canvases(self.sizes(), geometry)
 
     def _size(self, index: int) -> Size:
         try:

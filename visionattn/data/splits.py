@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 
 from visionattn.data.batches import EvalBatches, SampleKey, TrainBatches
 from visionattn.data.config import AugmentConfig, DataConfig
+from visionattn.data.documents import CLASS_NAMES, SMALLEST_SIZE_PX, DocumentsDataset
 from visionattn.data.embedded import (
     SMALLEST_CANVAS_PX,
     CanvasDataset,
@@ -42,11 +43,18 @@ __all__ = [
     "train_batches",
 ]
 
-WHOLE = frozenset({"folder"})
+DRAWN = frozenset({"canvas", "documents"})
+"""Data sets of as many images as the user asks for."""
+WHOLE = frozenset({"folder", "documents"})
 """Data sets whose images are seen whole unless the user says otherwise."""
-DRAWN = frozenset({"canvas"})
-"""Data sets whose images are drawn at the size that is asked for."""
-USUAL_PX = {"digits": 32, "digits_pixel": 32, "canvas": 128, "cifar10": 32, "cifar10_pixel": 32}
+USUAL_PX = {
+    "digits": 32,
+    "digits_pixel": 32,
+    "canvas": 128,
+    "documents": 512,
+    "cifar10": 32,
+    "cifar10_pixel": 32,
+}
 """Sizes in pixels where the user names none."""
 
 CIFAR10_MEAN, CIFAR10_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
@@ -71,7 +79,7 @@ def build_splits(config: DataConfig, seed: int) -> Splits:
 
     Args:
         config: which images, at which size, with which augmentation.
-        seed: divides train from validation, and seeds canvases and augmentation; at least 0.
+        seed: divides train from validation, and seeds drawn images and augmentation; at least 0.
 
     Raises:
         ValueError, FileNotFoundError: one line that says what is wrong with the data and what to do
@@ -176,16 +184,26 @@ def _check(config: DataConfig) -> None:
             raise ValueError(f"{key} is for folder alone, not for {config.name}; leave it out")
     if config.name in DRAWN and config.max_patches is not None:
         raise ValueError(f"{config.name} is drawn at data.img_size; leave data.max_patches out")
+    if config.name in DRAWN and config.aug != AugmentConfig():
+        raise ValueError(
+            f"data.aug changes images that are read, and {config.name} draws its own; leave it out"
+        )
     if config.download and not config.name.startswith("cifar10"):
         raise ValueError(f"{config.name} cannot be downloaded; leave download out")
     for key in ("train_images", "eval_images"):
-        if config.name != "canvas" and getattr(config, key) != getattr(DataConfig(), key):
+        if config.name not in DRAWN and getattr(config, key) != getattr(DataConfig(), key):
             raise ValueError(
-                f"{key} is for canvas alone, {config.name} has the images it has; leave it out"
+                f"{key} is for {' and '.join(sorted(DRAWN))} alone, {config.name} has the images "
+                "it has; leave it out"
             )
 
 
 def _check_size(config: DataConfig, size: int) -> None:
+    if config.name == "documents" and size < SMALLEST_SIZE_PX:
+        raise ValueError(
+            f"documents of {size} pixels are too small for their marks; wanted {SMALLEST_SIZE_PX} "
+            "or more"
+        )
     if config.name == "canvas" and size < SMALLEST_CANVAS_PX:
         raise ValueError(
             f"canvas of {size} pixels is too small for its digits; wanted {SMALLEST_CANVAS_PX} or "
@@ -196,8 +214,8 @@ def _check_size(config: DataConfig, size: int) -> None:
 def _allow_augment(config: DataConfig, *allowed: str) -> None:
     if config.augment not in ("none", *allowed):
         raise ValueError(
-            f"augment {config.augment} is not made for {config.name}; choose none, "
-            f"{', '.join(allowed)}"
+            f"augment {config.augment} is not made for {config.name}; choose "
+            f"{', '.join(('none', *allowed))}"
         )
 
 
@@ -250,10 +268,6 @@ def _build_digits(config: DataConfig, seed: int) -> Splits:
 
 def _build_canvas(config: DataConfig, seed: int) -> Splits:
     _allow_augment(config, "light")
-    if config.aug != AugmentConfig():
-        raise ValueError(
-            "data.aug changes images that are read, and canvas draws its own; leave it out"
-        )
     parts = digit_splits(config.val_fraction, seed)
     return Splits(
         CanvasDataset(
@@ -262,6 +276,16 @@ def _build_canvas(config: DataConfig, seed: int) -> Splits:
         CanvasDataset(parts["validation"], "validation", config.eval_images, seed),
         CanvasDataset(parts["test"], "test", config.eval_images, seed),
         _digit_spec(config, 0.25, 0.10),
+    )
+
+
+def _build_documents(config: DataConfig, seed: int) -> Splits:
+    _allow_augment(config)
+    return Splits(
+        DocumentsDataset("train", config.train_images, seed),
+        DocumentsDataset("validation", config.eval_images, seed),
+        DocumentsDataset("test", config.eval_images, seed),
+        DataSpec(1, len(CLASS_NAMES), CLASS_NAMES, (0.8,), (0.2,), None, *_seen_as(config)),
     )
 
 
@@ -378,6 +402,7 @@ _BUILDERS = {
     "digits": _build_digits,
     "digits_pixel": _build_digits,
     "canvas": _build_canvas,
+    "documents": _build_documents,
     "cifar10": _build_cifar10,
     "cifar10_pixel": _build_cifar10,
     "folder": _build_folder,

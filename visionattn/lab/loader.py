@@ -20,6 +20,7 @@ from torch.utils.data import Dataset
 
 from visionattn.cli.parsing import field_types, parse
 from visionattn.data.config import DataConfig
+from visionattn.data.geometry import Geometry
 from visionattn.data.images import ImageDataset
 from visionattn.data.splits import SampleKey, Splits, build_splits, resolved, train_batches
 from visionattn.data.streams import Shards
@@ -366,9 +367,9 @@ class Chosen(Dataset):
     def __len__(self):
         return len(self.indices)
 
-    def sizes(self) -> np.ndarray:
-        """Return height and width of each image in pixels, ``[n, 2]``."""
-        return self.dataset.sizes()[self.indices]  # type: ignore[attr-defined]
+    def canvases(self, geometry: Geometry) -> np.ndarray:
+        """Return the size of the model's input for each image, ``[n, 2]``."""
+        return self.dataset.canvases(geometry)[self.indices]  # type: ignore[attr-defined]
 
     def __getitem__(self, key: SampleKey):
         return self.dataset[key._replace(index=int(self.indices[key.index]))]
