@@ -42,6 +42,8 @@ def test_a_configuration_keeps_any_bytes_of_a_name_on_the_way_through_flags_and_
         assert parse(DataConfig, ["--config", str(tmp_path / "a.yaml")]) == config
 
 
+# the report may draw a batch that has the damaged image
+@pytest.mark.filterwarnings("ignore:left out unreadable image:UserWarning")
 def test_training_and_tools_take_and_print_them(root, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     model = "{patch_size: 8, embed_dim: 24, depth: 1, num_heads: 3}"

@@ -1,4 +1,4 @@
-"""Images keep the geometry of the training: in its batches, in its weights, and where it goes on."""
+"""Images keep the geometry of training: in its batches, in its weights, and where it goes on."""
 
 import json
 from pathlib import Path
