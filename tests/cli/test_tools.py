@@ -99,7 +99,8 @@ def test_validation_prints_a_row_per_size_and_keeps_it_with_its_origin(finished,
         == 0
     )
     head, columns, *rows = capsys.readouterr().out.splitlines()
-    assert head == f"{folder / 'best.safetensors'} on the test images of digits"
+    where = f"{folder / 'best.safetensors'} on the test images of digits"
+    assert head == f"{where}, seen crop, at several sizes"
     assert columns.split() == ["size", "images", "accuracy", "top-5", "images/s"]
     accuracy = printed.splitlines()[-1].split()[2]
     assert rows[0].split()[:2] == ["16", "359"] and f"{float(rows[0].split()[2]):.1f}" == accuracy
@@ -370,6 +371,7 @@ def test_ctrl_c_saves_the_state_says_how_to_go_on_and_that_works(tmp_path):
     )
     try:
         assert "epochs of 11 steps" in process.stdout.readline()
+        assert "images are seen crop" in process.stdout.readline()
         assert process.stdout.readline().startswith("epoch   1/500")
         time.sleep(0.2)
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the loader's processes too

@@ -123,6 +123,12 @@ def check_geometries(model: nn.Module, geometries: Iterable[Geometry]) -> None:
     fixed, patch = fixed_size(model), patch_size(model)
     for geometry in geometries:
         size = geometry.canvas
+        limit = geometry.img_size
+        if limit is not None and any(px < of for px, of in zip(limit, patch, strict=True)):
+            raise ValueError(
+                f"img_size {limit[0]} x {limit[1]} is smaller than a patch of {patch[0]} x "
+                f"{patch[1]} pixels"
+            )
         if size is None:
             if fixed is not None:
                 raise ValueError(
