@@ -1,0 +1,273 @@
+"""What models see of images of many sizes: by the checkpoint, by flags, and as in validation."""
+
+import math
+from dataclasses import replace
+
+import cv2
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+from timm.layers import PatchEmbed
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+import visionattn
+from tests.helpers.inference_files import (
+    COLOUR,
+    feature_of,
+    flags,
+    read_index,
+    write_image,
+    write_weights,
+)
+from tests.helpers.tools import assert_one_error, load_tool, read_csv, written
+
+predict, extract = load_tool("predict"), load_tool("extract_features")
+PATCH_PX = 8
+FOLDERS = {"ash/0": (21, 35), "birch/0": (64, 20), "cedar/0": (13, 90), "elm/0": (17, 30)}
+FOLDERS |= {"elm/1": (11, 17)}
+SHAPES = list(FOLDERS.values())
+WHOLE = [(32, 48)] * 5
+CASES = {
+    "native": ({"fit": "native", "img_size": None}, SHAPES),
+    "at most a size": (
+        {"fit": "native", "img_size": 32},
+        [(16, 32), (32, 8), (8, 32), (17, 30), (11, 17)],
+    ),
+    "at most so many patches": (
+        {"fit": "native", "img_size": None, "max_patches": 6},
+        [(16, 24), (32, 8), (8, 48), (16, 24), (11, 17)],
+    ),
+    "pad": (
+        {"fit": "pad", "img_size": (32, 48)},
+        [(32, 48), (32, 8), (8, 48), (24, 48), (32, 48)],
+    ),
+    "stretch": ({"fit": "stretch", "img_size": (32, 48)}, WHOLE),
+}
+"""How images are seen, and the height and width that each image has then, worked out by hand."""
+WAYS = [cv2.INTER_LINEAR, *[cv2.INTER_AREA] * 2, *[cv2.INTER_LINEAR] * 2]
+"""How ``pad`` resizes each image."""
+
+
+def by_hand(image: np.ndarray, content: tuple[int, int], fit: str) -> np.ndarray:
+    """The model's input ``[H, W, C]``, from the definition: normalised, and 0 where absent."""
+    if image.shape[:2] != content:
+        shrinks = image.shape[0] >= content[0] and image.shape[1] >= content[1]
+        way = cv2.INTER_AREA if shrinks else cv2.INTER_LINEAR
+        image = cv2.resize(image, content[::-1], interpolation=way)
+    image = (image / 255 - np.array(COLOUR.mean)) / np.array(COLOUR.std)
+    if fit != "native":
+        canvas = np.zeros((*WHOLE[0], 3))
+        canvas[: content[0], : content[1]] = image
+        return canvas
+    rows, columns = (math.ceil(px / PATCH_PX) * PATCH_PX for px in content)
+    return image[np.arange(rows).clip(max=content[0] - 1)][
+        :, np.arange(columns).clip(max=content[1] - 1)
+    ]
+
+
+class Watch:
+    """Keeps what reaches the patch embedding of models, an array ``[H, W, C]`` per image."""
+
+    def __init__(self):
+        self.pixels = []
+
+    def __call__(self, module, given):
+        if isinstance(module, PatchEmbed):
+            self.pixels += [image.numpy().transpose(1, 2, 0) for image in given[0]]
+
+    def take(self) -> list[np.ndarray]:
+        taken, self.pixels = self.pixels, []
+        return taken
+
+
+@pytest.fixture
+def watch():
+    watched = Watch()
+    handle = register_module_forward_pre_hook(watched)
+    yield watched
+    handle.remove()
+
+
+@pytest.fixture
+def images(tmp_path, monkeypatch):
+    """A folder with class folders of images of odd sizes, as the current folder; their pixels."""
+    monkeypatch.chdir(tmp_path)
+    for number, name in enumerate(("ash", "birch", "cedar", "elm")):
+        write_image(tmp_path / "tree" / "train" / name / "0.png", 16, 16, number)
+    (tmp_path / "images").symlink_to(tmp_path / "tree" / "val")
+    return [
+        write_image(tmp_path / "tree" / "val" / f"{name}.png", *shape, seed=50 + i)
+        for i, (name, shape) in enumerate(FOLDERS.items())
+    ]
+
+
+def checkpoint(folder, **seen) -> str:
+    return str(write_weights(folder / "best.safetensors", replace(COLOUR, **seen)))
+
+
+def as_flags(seen: dict) -> list[str]:
+    """How images are seen, as flags."""
+    size = seen["img_size"]
+    if seen == {"fit": "native", "img_size": None}:
+        return ["--img_size", "native"]
+    given = [] if size is None else ["--img_size", *map(str, size if size != 32 else [size])]
+    given += ["--max_patches", str(seen["max_patches"])] if "max_patches" in seen else []
+    return ["--fit", seen["fit"], *given]
+
+
+def assert_same(got: list[np.ndarray], wanted: list[np.ndarray]) -> None:
+    assert [image.shape for image in got] == [image.shape for image in wanted]
+    for image, other in zip(got, wanted, strict=True):
+        assert np.abs(image - other).max() < 1e-5
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("source", ["checkpoint", "flags"])
+def test_all_tools_see_images_as_the_checkpoint_or_flags_say(images, tmp_path, watch, case, source):
+    seen, contents = CASES[case]
+    path = checkpoint(tmp_path, **(seen if source == "checkpoint" else {}))
+    more, options = ([], {}) if source == "checkpoint" else (as_flags(seen), dict(seen))
+    if options and case == "native":
+        options = {"img_size": "native"}
+    wanted = [by_hand(i, c, seen["fit"]) for i, c in zip(images, contents, strict=True)]
+
+    assert predict(flags("--batch_size", "3", *more, output="out.csv")) == 0
+    assert_same(watch.take(), wanted)
+    for row, shape, image in zip(read_csv("out.csv"), SHAPES, wanted, strict=True):
+        assert (row["status"], int(row["height"]), int(row["width"])) == ("ok", *shape)
+        assert (int(row["input_height"]), int(row["input_width"])) == image.shape[:2]
+    assert extract(flags(*more)) == 0
+    assert_same(watch.take(), wanted)
+
+    classes = visionattn.predict(path, "images", top_k=1, device="cpu", **options).classes
+    assert_same(watch.take(), wanted)
+    assert [row["class_1"] for row in read_csv("out.csv")] == [first for (first,) in classes]
+    features = visionattn.extract_features(path, images, batch_size=2, device="cpu", **options)
+    assert_same(watch.take(), wanted)
+    for row, feature in zip(read_index(tmp_path / "out"), features.numpy(), strict=True):
+        assert np.abs(feature_of(tmp_path / "out", row) - feature).max() < 1e-5
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_images_are_seen_as_in_validation(images, tmp_path, watch, case):
+    seen, _ = CASES[case]
+    path = checkpoint(tmp_path, **seen)
+    visionattn.predict(path, "images", device="cpu")
+    wanted = sorted(watch.take(), key=lambda image: (image.shape, image.tobytes()))
+    command = ["--checkpoint", path, "--data.name", "folder", "--data.root", "tree"]
+    assert load_tool("validate")([*command, "--data.workers", "0", "--device", "cpu"]) == 0
+    assert_same(sorted(watch.take(), key=lambda image: (image.shape, image.tobytes())), wanted)
+
+
+def test_what_images_do_not_fill_takes_no_part_in_features(images, tmp_path):
+    seen, contents = CASES["pad"]
+    path = checkpoint(tmp_path, **seen)
+    alone = [
+        cv2.resize(image, (width, height), interpolation=way)
+        for image, (height, width), way in zip(images, contents, WAYS, strict=True)
+    ]
+    own = visionattn.extract_features(path, alone, img_size="native", device="cpu")
+    for batch_size in (1, 5):
+        padded = visionattn.extract_features(path, images, batch_size=batch_size, device="cpu")
+        torch.testing.assert_close(padded, own, rtol=0, atol=1e-5)
+    shares = visionattn.predict(path, images, device="cpu").probabilities
+    others = visionattn.predict(path, alone, img_size="native", device="cpu").probabilities
+    torch.testing.assert_close(shares, others, rtol=0, atol=1e-5)
+
+    maps = visionattn.extract_features(path, images, dense=True, device="cpu")
+    assert maps.shape == (5, 24, 4, 6)
+    found = visionattn.extract_features(
+        path, alone, dense=True, img_size="native", batch_size=1, device="cpu"
+    )
+    for padded, whole, (height, width) in zip(maps, found, contents, strict=True):
+        rows, columns = height // PATCH_PX, width // PATCH_PX
+        torch.testing.assert_close(padded[:, :rows, :columns], whole, rtol=0, atol=1e-5)
+        assert padded[:, rows:].abs().sum() == padded[:, :, columns:].abs().sum() == 0
+    assert extract(flags("--dense")) == 0
+    for row, padded in zip(read_index(tmp_path / "out"), maps.numpy(), strict=True):
+        assert np.abs(feature_of(tmp_path / "out", row) - padded).max() < 1e-5
+
+
+def test_an_image_smaller_than_a_patch_is_a_row_with_the_reason(images, tmp_path):
+    checkpoint(tmp_path, fit="native", img_size=None)
+    write_image(tmp_path / "tree" / "val" / "birch" / "thin.png", 40, 7, seed=0)
+    reason = "image of 40 x 7 pixels is smaller than a patch of 8 x 8; fit pad, stretch and crop "
+    assert predict(flags(output="out.csv")) == 0 and extract(flags()) == 0
+    for rows in (read_csv("out.csv"), read_index(tmp_path / "out")):
+        assert [row["status"] for row in rows] == ["ok"] * 2 + ["unreadable"] + ["ok"] * 3
+        assert rows[2]["reason"] == f"{reason}enlarge it"
+        assert (rows[2]["height"], rows[2]["width"]) == ("40", "7")
+    with pytest.raises(ValueError, match=f"^images/birch/thin.png: {reason}enlarge it$"):
+        visionattn.predict("best.safetensors", "images", device="cpu")
+    options = ["--overwrite", "--fit", "pad", "--img_size", "16"]
+    assert predict(flags(*options, output="out.csv")) == 0
+    assert {row["status"] for row in read_csv("out.csv")} == {"ok"}
+
+
+BAD = {
+    "--fit pad": "fit pad needs img_size, the size to bring images to",
+    "--fit stretch": "fit stretch needs img_size",
+    "--fit crop": "fit crop needs img_size",
+    "--img_size 32 --max_patches 6": "img_size and max_patches both limit the size of an image",
+    "--fit pad --max_patches 6": "max_patches is for fit native, under which images differ in size",
+    "--img_size native --max_patches 6": "each image at its own size, which max_patches contradict",
+    "--img_size native --fit pad": "each image at its own size, which fit pad contradicts",
+    "--max_patches 0": "max_patches must be above 0, got 0",
+    "--img_size 16 0": "img_size must be above 0, got 0",
+    "--img_size [16]": "img_size must be one number of pixels, or height and width, got [16]",
+    "--img_size 16 24 32": "or height and width, got [16, 24, 32]",
+    "--img_size 4 24": "img_size 4 x 24 is smaller than a patch of 8 x 8 pixels",
+    "--fit pad --img_size 20 24": "20 x 24 pixels is not a whole number of 8-pixel patches",
+    "--fit whole": "fit must be one of native, pad, stretch, crop or null, got whole",
+}
+
+
+@pytest.mark.parametrize("more", BAD)
+def test_what_contradicts_is_one_line_with_code_2_and_nothing_written(
+    images, tmp_path, capsys, more
+):
+    checkpoint(tmp_path, fit="native", img_size=None)
+    before = written(tmp_path)
+    for tool, output in ((predict, "out.csv"), (extract, "out")):
+        assert tool(flags(*more.split(), output=output)) == 2
+        assert_one_error(capsys, BAD[more])
+    assert written(tmp_path) == before and not (tmp_path / "out").exists()
+
+
+def test_the_first_line_says_how_images_are_seen_and_who_sees_black(images, tmp_path, capsys):
+    checkpoint(tmp_path, **CASES["at most so many patches"][0])
+    said = "scaleformer_vit_t of best.safetensors; images are seen "
+    for more, seen in (
+        ([], "native: whole images at their own sizes, at most 6 patches"),
+        (["--img_size", "32"], "native: whole images at their own sizes, at most 32 x 32 px"),
+        (["--img_size", "native"], "native: whole images at their own sizes"),
+        (["--fit", "pad", "--img_size", "32", "48"], "pad: whole images, scaled to fit into 32 x"),
+        (["--fit", "stretch", "--img_size", "16"], "stretch: whole images, stretched to 16 x 16"),
+    ):
+        assert predict(flags(*more, output=None)) == 0
+        first = capsys.readouterr().out.splitlines()[0]
+        assert first.startswith(said + seen) and "black" not in first
+    of_timm = ["--model", "vit_tiny_patch16_224", "--args", '{"depth": 1, "embed_dim": 24}']
+    of_timm += ["--images", "images", "--workers", "0", "--output", "out"]
+    assert extract([*of_timm, "--fit", "pad", "--img_size", "32", "48"]) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert "images are seen pad: whole images, scaled to fit into 32 x 48 px; " in first
+    assert first.endswith("vit_tiny_patch16_224 sees the rest as black")
+
+
+def test_a_model_of_timm_sees_what_is_padded_as_black(images):
+    model = timm.create_model(
+        "vit_tiny_patch16_224", img_size=32, patch_size=8, depth=1, embed_dim=24, num_classes=4
+    ).eval()
+    model.data_spec = replace(COLOUR, fit="pad", img_size=32)
+    image = images[2]
+    black = np.zeros((32, 32, 3), np.uint8)
+    black[:8] = cv2.resize(image, (32, 8), interpolation=cv2.INTER_AREA)
+    scaled = (black / 255 - np.array(COLOUR.mean)) / np.array(COLOUR.std)
+    with torch.no_grad():
+        wanted = model(torch.tensor(scaled.transpose(2, 0, 1)[None], dtype=torch.float32))
+    found = visionattn.predict(model, [Image.fromarray(image)], top_k=4)
+    values = wanted[0].softmax(0).sort(descending=True)[0]
+    torch.testing.assert_close(found.probabilities[0], values, rtol=0, atol=1e-5)
