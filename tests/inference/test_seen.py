@@ -13,6 +13,7 @@ from timm.layers import PatchEmbed
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 import visionattn
+import visionattn.inference.calls as calls
 from tests.helpers.inference_files import (
     COLOUR,
     feature_of,
@@ -22,6 +23,7 @@ from tests.helpers.inference_files import (
     write_weights,
 )
 from tests.helpers.tools import assert_one_error, load_tool, read_csv, written
+from visionattn.models.filled import pooled, takes_sizes
 
 predict, extract = load_tool("predict"), load_tool("extract_features")
 PATCH_PX = 8
@@ -188,6 +190,31 @@ def test_what_images_do_not_fill_takes_no_part_in_features(images, tmp_path):
     assert extract(flags("--dense")) == 0
     for row, padded in zip(read_index(tmp_path / "out"), maps.numpy(), strict=True):
         assert np.abs(feature_of(tmp_path / "out", row) - padded).max() < 1e-5
+
+
+def test_where_memory_is_short_and_where_a_model_is_compiled_the_rest_stays_absent(
+    images, tmp_path, monkeypatch
+):
+    path = checkpoint(tmp_path, **CASES["pad"][0])
+    features = visionattn.extract_features(path, images, batch_size=1, device="cpu")
+    found = visionattn.predict(path, images, batch_size=1, device="cpu").probabilities
+
+    compiled = torch.compile(visionattn.load_model(path), backend="eager")
+    assert takes_sizes(compiled)
+    torch.testing.assert_close(
+        visionattn.extract_features(compiled, images, batch_size=5), features, rtol=0, atol=1e-5
+    )
+    shares = visionattn.predict(compiled, images, batch_size=5).probabilities
+    torch.testing.assert_close(shares, found, rtol=0, atol=1e-5)
+
+    def scarce(model, inputs, sizes):
+        if len(inputs) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return pooled(model, inputs, sizes)
+
+    monkeypatch.setattr(calls, "pooled", scarce)
+    halved = visionattn.extract_features(path, images, batch_size=5, device="cpu")
+    torch.testing.assert_close(halved, features, rtol=0, atol=1e-5)
 
 
 def test_an_image_smaller_than_a_patch_is_a_row_with_the_reason(images, tmp_path):

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 def takes_sizes(model: nn.Module) -> bool:
     """Tell whether a model leaves out what an image does not fill."""
-    return "sizes" in inspect.signature(model.forward).parameters
+    # A compiled model's own forward takes anything.
+    forward = getattr(model, "_orig_mod", model).forward
+    return "sizes" in inspect.signature(forward).parameters
 
 
 def call(model: Callable[..., Tensor], inputs: Tensor, sizes: Tensor | None) -> Tensor:
