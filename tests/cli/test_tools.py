@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import yaml
 from safetensors.torch import save_file
 
 from tests.helpers.tools import assert_one_error, load_tool, words, written
+from visionattn.cli import ends
 
 ROOT = Path(__file__).parents[2]
 SMALL = words(
@@ -416,3 +418,16 @@ def test_help_lists_every_option_with_its_meaning(capsys):
             tool(["--help"])
         printed = capsys.readouterr().out
         assert end.value.code == 0 and option in printed and "Processes that load data" in printed
+
+
+def test_a_warning_of_the_package_is_one_line_without_a_place_in_its_code():
+    usual = warnings.formatwarning
+    own, other = str(ROOT / "visionattn" / "data" / "splits.py"), str(ROOT / "tests" / "x.py")
+    with ends.warnings_in_one_line():
+        written = [
+            warnings.formatwarning("two pages,\n one is read", kind, place, 7)
+            for kind, place in ((UserWarning, own), (UserWarning, other), (RuntimeWarning, own))
+        ]
+    assert written[0] == "note: two pages, one is read\n"
+    assert all("Warning: two pages" in line and ".py:7" in line for line in written[1:])
+    assert warnings.formatwarning is usual

@@ -8,12 +8,16 @@ import os
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TypeVar
 
 import torch
 
 Item = TypeVar("Item")
+PACKAGE = Path(__file__).parents[1]
 
 
 class Stopped(Exception):
@@ -129,7 +133,8 @@ def run_tool(work: Callable[[], None], *, several: bool = False) -> int:
         if getattr(stream, "errors", None) == "strict" and hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
     try:
-        work()
+        with warnings_in_one_line():
+            work()
     except (ValueError, OSError, *EXIT_CODES) as error:
         print(f"error: {in_one_line(error)}", file=sys.stderr)
         return exit_code(error)
@@ -140,6 +145,25 @@ def run_tool(work: Callable[[], None], *, several: bool = False) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     return 0
+
+
+@contextmanager
+def warnings_in_one_line() -> Iterator[None]:
+    """Write the warnings that this package gives to people as a line each, without the place in its
+    code.
+    """
+    usual = warnings.formatwarning
+
+    def write(message, category, filename, *where) -> str:
+        if category is not UserWarning or PACKAGE not in Path(filename).parents:
+            return usual(message, category, filename, *where)
+        return f"note: {' '.join(str(message).split())}\n"
+
+    warnings.formatwarning = write
+    try:
+        yield
+    finally:
+        warnings.formatwarning = usual
 
 
 def exit_code(error: BaseException) -> int:

@@ -194,7 +194,7 @@ def check_geometry(
     if max_patches is not None and img_size is not None:
         raise ValueError(
             f"{prefix}img_size and {prefix}max_patches both limit the size of an image; give one "
-            "of them"
+            "of them, and null for the other"
         )
     if img_size is None and fit != "native":
         raise ValueError(f"{prefix}fit {fit} needs {prefix}img_size, the size to bring images to")
