@@ -9,9 +9,10 @@ from PIL import Image
 
 from tests.helpers.tools import load_tool
 from visionattn.data.batches import SampleKey
+from visionattn.data.checks import resolved
 from visionattn.data.config import DataConfig
 from visionattn.data.geometry import Geometry, check_geometry
-from visionattn.data.splits import build_splits, eval_batches, resolved, train_batches
+from visionattn.data.splits import build_splits, eval_batches, train_batches
 
 PATCH = (16, 16)
 SHAPES = [(3000, 2000), (333, 500), (40, 4000), (512, 512), (513, 100), (16, 16), (2999, 3001)]

@@ -1,8 +1,8 @@
 """Which images a data set's name means, and how they are divided into training, validation and
 test.
 
-This module owns the splits, the checks of what the user asked for, and the interface of the data:
-the loaders of ``batches.py`` are made here.
+This module owns the splits and the interface of the data: the loaders of ``batches.py`` are made
+here. ``checks.py`` looks at what the user asked for.
 """
 
 from dataclasses import dataclass, replace
@@ -15,17 +15,17 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch.utils.data import Dataset
 
 from visionattn.data.batches import EvalBatches, SampleKey, TrainBatches
+from visionattn.data.checks import allow_augment, check_data, check_size, resolved
 from visionattn.data.config import AugmentConfig, DataConfig
-from visionattn.data.documents import CLASS_NAMES, SMALLEST_SIZE_PX, DocumentsDataset
+from visionattn.data.documents import CLASS_NAMES, DocumentsDataset
 from visionattn.data.embedded import (
-    SMALLEST_CANVAS_PX,
     CanvasDataset,
     digit_splits,
     stratified_split,
 )
 from visionattn.data.folder import LAYOUT, open_images
-from visionattn.data.formats import COLOURED, ReadOptions, check_reading
-from visionattn.data.geometry import Geometry, Size, check_geometry, geometry_of, sides
+from visionattn.data.formats import COLOURED, ReadOptions
+from visionattn.data.geometry import Geometry, Size, geometry_of, sides
 from visionattn.data.images import ArrayDataset, Augmentation
 from visionattn.data.streams import Shards, StreamEvalBatches, StreamTrainBatches, open_shards
 from visionattn.models.weights import DataSpec
@@ -42,20 +42,6 @@ __all__ = [
     "eval_batches",
     "train_batches",
 ]
-
-DRAWN = frozenset({"canvas", "documents"})
-"""Data sets of as many images as the user asks for."""
-WHOLE = frozenset({"folder", "documents"})
-"""Data sets whose images are seen whole unless the user says otherwise."""
-USUAL_PX = {
-    "digits": 32,
-    "digits_pixel": 32,
-    "canvas": 128,
-    "documents": 512,
-    "cifar10": 32,
-    "cifar10_pixel": 32,
-}
-"""Sizes in pixels where the user names none."""
 
 CIFAR10_MEAN, CIFAR10_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
@@ -86,7 +72,7 @@ def build_splits(config: DataConfig, seed: int) -> Splits:
             about it.
     """
     config = resolved(config)
-    _check(config)
+    check_data(config)
     return _BUILDERS[config.name](config, seed)
 
 
@@ -136,7 +122,7 @@ def eval_batches(
         ValueError: the images are drawn, and the size is too small for it.
     """
     if geometry.img_size is not None:
-        _check_size(config, min(geometry.img_size))
+        check_size(config, min(geometry.img_size))
     if isinstance(dataset, Shards):
         return StreamEvalBatches(
             dataset, config.workers, batch_size=batch_size, choices=(geometry,)
@@ -144,84 +130,9 @@ def eval_batches(
     return EvalBatches(dataset, config, batch_size=batch_size, choices=(geometry,))
 
 
-def resolved(config: DataConfig) -> DataConfig:
-    """Return the options with those of the geometry that the data set's name decides, checked.
-
-    Raises:
-        ValueError: they are out of range or contradict each other; one line.
-    """
-    fit = config.fit or ("native" if config.name in WHOLE else "crop")
-    usual = USUAL_PX.get(config.name) if config.max_patches is None else None
-    img_size = usual if config.img_size is None else config.img_size
-    check_geometry(fit, img_size, config.max_patches, prefix="data.")
-    if config.batch_patches is not None and fit != "native":
-        raise ValueError(
-            f"data.batch_patches is for fit native; with fit {fit} images have one size, and "
-            "batch_size says how many make a batch"
-        )
-    if config.img_size_choices is not None and config.max_patches is not None:
-        raise ValueError(
-            "data.img_size_choices are sizes in pixels, and data.max_patches limits images "
-            "otherwise; give one of them"
-        )
-    return replace(config, fit=fit, img_size=img_size)
-
-
-def _check(config: DataConfig) -> None:
-    """Check what depends on the data set's name; ``training/config.py`` checks the ranges."""
-    for size in (config.img_size, *(config.img_size_choices or ())):
-        if size is not None:
-            _check_size(config, min(sides(size)))
-    if config.num_classes is not None and not (
-        config.name == "folder" and (config.root or "").startswith("wds/")
-    ):
-        raise ValueError(
-            "num_classes is for wds/... alone; other data say themselves how many classes they have"
-        )
-    check_reading(config.bands, config.value_range, config.page)
-    for key in ("bands", "value_range", "page", "mean", "std"):
-        if config.name != "folder" and getattr(config, key) is not None:
-            raise ValueError(f"{key} is for folder alone, not for {config.name}; leave it out")
-    if config.name in DRAWN and config.max_patches is not None:
-        raise ValueError(f"{config.name} is drawn at data.img_size; leave data.max_patches out")
-    if config.name in DRAWN and config.aug != AugmentConfig():
-        raise ValueError(
-            f"data.aug changes images that are read, and {config.name} draws its own; leave it out"
-        )
-    if config.download and not config.name.startswith("cifar10"):
-        raise ValueError(f"{config.name} cannot be downloaded; leave download out")
-    for key in ("train_images", "eval_images"):
-        if config.name not in DRAWN and getattr(config, key) != getattr(DataConfig(), key):
-            raise ValueError(
-                f"{key} is for {' and '.join(sorted(DRAWN))} alone, {config.name} has the images "
-                "it has; leave it out"
-            )
-
-
-def _check_size(config: DataConfig, size: int) -> None:
-    if config.name == "documents" and size < SMALLEST_SIZE_PX:
-        raise ValueError(
-            f"documents of {size} pixels are too small for their marks; wanted {SMALLEST_SIZE_PX} "
-            "or more"
-        )
-    if config.name == "canvas" and size < SMALLEST_CANVAS_PX:
-        raise ValueError(
-            f"canvas of {size} pixels is too small for its digits; wanted {SMALLEST_CANVAS_PX} or "
-            "more"
-        )
-
-
-def _allow_augment(config: DataConfig, *allowed: str) -> None:
-    if config.augment not in ("none", *allowed):
-        raise ValueError(
-            f"augment {config.augment} is not made for {config.name}; choose "
-            f"{', '.join(('none', *allowed))}"
-        )
-
-
 def _augment(config: DataConfig, *allowed: str, **options) -> Augmentation | None:
     """Return the pipeline that ``config`` names, which must be one of ``allowed``."""
-    _allow_augment(config, *allowed)
+    allow_augment(config, *allowed)
     if config.augment == "none" and config.aug == AugmentConfig():
         return None
     # Importing albumentations takes seconds.
@@ -267,7 +178,7 @@ def _build_digits(config: DataConfig, seed: int) -> Splits:
 
 
 def _build_canvas(config: DataConfig, seed: int) -> Splits:
-    _allow_augment(config, "light")
+    allow_augment(config, "light")
     parts = digit_splits(config.val_fraction, seed)
     return Splits(
         CanvasDataset(
@@ -280,7 +191,7 @@ def _build_canvas(config: DataConfig, seed: int) -> Splits:
 
 
 def _build_documents(config: DataConfig, seed: int) -> Splits:
-    _allow_augment(config)
+    allow_augment(config)
     return Splits(
         DocumentsDataset("train", config.train_images, seed),
         DocumentsDataset("validation", config.eval_images, seed),

@@ -1,0 +1,101 @@
+"""What the user asked of a data set, checked and made whole by the data set's name.
+
+``training/config.py`` checks the ranges of values, ``presets.py`` those of augmentation.
+"""
+
+from dataclasses import replace
+
+from visionattn.data.config import AugmentConfig, DataConfig
+from visionattn.data.documents import SMALLEST_SIZE_PX
+from visionattn.data.embedded import SMALLEST_CANVAS_PX
+from visionattn.data.formats import check_reading
+from visionattn.data.geometry import check_geometry, sides
+
+DRAWN = frozenset({"canvas", "documents"})
+"""Data sets of as many images as the user asks for."""
+WHOLE = frozenset({"folder", "documents"})
+"""Data sets whose images are seen whole unless the user says otherwise."""
+USUAL_PX = {
+    "digits": 32,
+    "digits_pixel": 32,
+    "canvas": 128,
+    "documents": 512,
+    "cifar10": 32,
+    "cifar10_pixel": 32,
+}
+"""Sizes in pixels where the user names none."""
+
+
+def resolved(config: DataConfig) -> DataConfig:
+    """Return the options with those of the geometry that the data set's name decides, checked.
+
+    Raises:
+        ValueError: they are out of range or contradict each other; one line.
+    """
+    fit = config.fit or ("native" if config.name in WHOLE else "crop")
+    usual = USUAL_PX.get(config.name) if config.max_patches is None else None
+    img_size = usual if config.img_size is None else config.img_size
+    check_geometry(fit, img_size, config.max_patches, prefix="data.")
+    if config.batch_patches is not None and fit != "native":
+        raise ValueError(
+            f"data.batch_patches is for fit native; with fit {fit} images have one size, and "
+            "batch_size says how many make a batch"
+        )
+    if config.img_size_choices is not None and config.max_patches is not None:
+        raise ValueError(
+            "data.img_size_choices are sizes in pixels, and data.max_patches limits images "
+            "otherwise; give one of them"
+        )
+    return replace(config, fit=fit, img_size=img_size)
+
+
+def check_data(config: DataConfig) -> None:
+    """Check what depends on the data set's name; ``training/config.py`` checks the ranges."""
+    for size in (config.img_size, *(config.img_size_choices or ())):
+        if size is not None:
+            check_size(config, min(sides(size)))
+    if config.num_classes is not None and not (
+        config.name == "folder" and (config.root or "").startswith("wds/")
+    ):
+        raise ValueError(
+            "num_classes is for wds/... alone; other data say themselves how many classes they have"
+        )
+    check_reading(config.bands, config.value_range, config.page)
+    for key in ("bands", "value_range", "page", "mean", "std"):
+        if config.name != "folder" and getattr(config, key) is not None:
+            raise ValueError(f"{key} is for folder alone, not for {config.name}; leave it out")
+    if config.name in DRAWN and config.max_patches is not None:
+        raise ValueError(f"{config.name} is drawn at data.img_size; leave data.max_patches out")
+    if config.name in DRAWN and config.aug != AugmentConfig():
+        raise ValueError(
+            f"data.aug changes images that are read, and {config.name} draws its own; leave it out"
+        )
+    if config.download and not config.name.startswith("cifar10"):
+        raise ValueError(f"{config.name} cannot be downloaded; leave download out")
+    for key in ("train_images", "eval_images"):
+        if config.name not in DRAWN and getattr(config, key) != getattr(DataConfig(), key):
+            raise ValueError(
+                f"{key} is for {' and '.join(sorted(DRAWN))} alone, {config.name} has the images "
+                "it has; leave it out"
+            )
+
+
+def check_size(config: DataConfig, size: int) -> None:
+    if config.name == "documents" and size < SMALLEST_SIZE_PX:
+        raise ValueError(
+            f"documents of {size} pixels are too small for their marks; wanted {SMALLEST_SIZE_PX} "
+            "or more"
+        )
+    if config.name == "canvas" and size < SMALLEST_CANVAS_PX:
+        raise ValueError(
+            f"canvas of {size} pixels is too small for its digits; wanted {SMALLEST_CANVAS_PX} or "
+            "more"
+        )
+
+
+def allow_augment(config: DataConfig, *allowed: str) -> None:
+    if config.augment not in ("none", *allowed):
+        raise ValueError(
+            f"augment {config.augment} is not made for {config.name}; choose "
+            f"{', '.join(('none', *allowed))}"
+        )
