@@ -4,15 +4,18 @@ import time
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from visionattn.data.batches import Batch
 from visionattn.models.filled import call, takes_sizes
 from visionattn.models.weights import DataSpec
 from visionattn.training.distributed import Processes
+
+if TYPE_CHECKING:  # where models alone are measured, no reader of images is installed
+    from visionattn.data.batches import Batch
 
 AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -44,7 +47,7 @@ def autocast(device: torch.device, amp: str):
 
 def evaluate(
     model: nn.Module,
-    batches: Iterable[Batch],
+    batches: Iterable["Batch"],
     spec: DataSpec,
     *,
     device: torch.device,
@@ -84,7 +87,7 @@ def evaluate(
 @torch.inference_mode()
 def _sums(
     model: nn.Module,
-    batches: Iterable[Batch],
+    batches: Iterable["Batch"],
     spec: DataSpec,
     device: torch.device,
     amp: str,
