@@ -153,5 +153,8 @@ def test_a_model_of_timm_sees_padding_as_black_and_the_run_says_so(capsys):
     small = {"embed_dim": 12, "depth": 1, "num_heads": 2, "dynamic_img_size": True}
     assert train(*flags, f"--model.args={json.dumps(small)}", "--epochs=1") == 0
     assert "vit_tiny_patch16_224 sees the rest as black" in capsys.readouterr().out
+    code, printed = validate(capsys)
+    first = printed.out.splitlines()[0]
+    assert code == 0 and first.endswith("fit into 32 x 32 px; this model sees the rest as black")
     geometry = Geometry("pad", (32, 32), None, (16, 16))
     assert geometry.describe() == "pad: whole images, scaled to fit into 32 x 32 px"

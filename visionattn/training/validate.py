@@ -17,6 +17,7 @@ from visionattn.cli.provenance import provenance
 from visionattn.data.config import DataConfig
 from visionattn.data.geometry import Geometry, check_geometry, sides
 from visionattn.data.splits import build_splits, eval_batches
+from visionattn.models.filled import takes_sizes
 from visionattn.models.weights import DataSpec, load_model
 from visionattn.training.build import check_geometries, patch_size, pick_device
 from visionattn.training.config import TrainConfig, ValidateConfig
@@ -163,9 +164,11 @@ class Validation:
 
     def describe(self) -> str:
         """Say in words how images are seen; sizes where there is one."""
-        if len(self.geometries) == 1:
-            return self.geometries[0].describe()
-        return f"{self.geometries[0].fit}, at several sizes"
+        first, *others = self.geometries
+        seen = f"{first.fit}, at several sizes" if others else first.describe()
+        if first.fit == "pad" and not takes_sizes(self.model):
+            seen += "; this model sees the rest as black"
+        return seen
 
     def _find_images(self, data: DataConfig) -> tuple[str, Dataset]:
         # What the weights know of files holds for other folders too.
