@@ -12,6 +12,7 @@ from PIL import Image
 from tests.helpers.geometry import square
 from tests.helpers.image_files import config_of, encoded, refused, write_classes
 from tests.helpers.tools import assert_one_error, load_tool, read_csv
+from visionattn.data.config import AugmentConfig
 from visionattn.data.geometry import Geometry
 from visionattn.data.splits import SampleKey, build_splits, eval_batches, train_batches
 from visionattn.inference.listing import find_images
@@ -179,3 +180,40 @@ def test_features_of_files_of_8_and_of_16_bits_are_those_of_each_alone(tmp_path)
     assert [len(batch) for batch in batches] == [1, 2]
     first, second = (spec.prepare(batch[0].pixels[None]) for batch in batches)
     np.testing.assert_allclose(first, second, atol=1e-6)
+
+
+@pytest.mark.parametrize("preset", ["light", "three", "documents", "aerial"])
+@pytest.mark.parametrize("bands", [[1], [4, 2], [1, 2, 3, 4, 5]])
+def test_every_preset_takes_images_of_any_number_of_bands(tmp_path, preset, bands):
+    root = write_bands(tmp_path)
+    options = {"bands": bands, "value_range": [0, 4095], "augment": preset, "val_fraction": 0.5}
+    if preset == "three":  # of which grey and the weights of eyes need three bands
+        options["aug"] = AugmentConfig(grey=0.0)
+    splits = build_splits(config_of(root, **options), 3)
+    for epoch in range(4):
+        image, *_ = splits.train[SampleKey(0, epoch, square(24))]
+        assert image.shape == (24, 24, len(bands)) and image.dtype == np.float32
+
+
+def test_a_range_that_was_found_is_read_by_all_tools_as_in_training(tmp_path):
+    """Files of 12 bits in 16 that do not say so, and one that says that it has 14."""
+    draw = np.random.default_rng(0)
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        for number in range(3):
+            levels = draw.integers(0, 4096, (32, 32)).astype(np.uint16)
+            tifffile.imwrite(tmp_path / name / f"{number}.tif", levels)
+    stated = draw.integers(0, 2**14, (32, 32)).astype(np.uint16)
+    path = tmp_path / "a" / "stated.tif"
+    tags = [(281, "H", 1, 2**14 - 1, True)]
+    tifffile.imwrite(path, stated, extratags=tags)
+    with pytest.warns(UserWarning, match="read as 12 bits"):
+        splits = build_splits(config_of(tmp_path, val_fraction=0.3, img_size=32), 3)
+    assert splits.spec.value_range == (0, 4095) and splits.spec.range_found
+    geometry = Geometry("crop", (32, 32), None, (8, 8))
+    reader = ReadImages(find_images([str(path)]), splits.spec, geometry)
+    np.testing.assert_allclose(reader[0].pixels[0], stated / (2**14 - 1), atol=1e-6)
+    above = np.full((32, 32), 9000, np.uint16)
+    tifffile.imwrite(tmp_path / "above.tif", above)
+    reader = ReadImages(find_images([str(tmp_path / "above.tif")]), splits.spec, geometry)
+    assert reader[0].pixels is None and "give --value_range LOW HIGH" in reader[0].reason

@@ -50,11 +50,14 @@ def test_a_budget_of_patches_is_kept_with_the_aspect_ratio(shape, budget):
         assert view.content == shape
         return
     assert view.content == view.canvas
-    # One row and one column are all that rounding may cost.
-    scale = math.sqrt(budget / (shape[0] * shape[1] / 256))
-    wanted = shape[0] / 16 * scale, shape[1] / 16 * scale
-    if min(wanted) >= 1:
-        assert abs(rows - wanted[0]) <= 1.5 and abs(columns - wanted[1]) <= 1.5
+    # No other grid within the budget has more patches at so true an aspect ratio.
+    change = (rows / columns) / (shape[0] / shape[1])
+    worth = rows * columns * min(change, 1 / change)
+    for down in range(1, budget + 1):
+        across = budget // down
+        for own in (across, max(1, min(across, round(down * shape[1] / shape[0])))):
+            other = (down / own) / (shape[0] / shape[1])
+            assert worth >= 0.9 * down * own * min(other, 1 / other)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

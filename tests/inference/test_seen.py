@@ -298,3 +298,46 @@ def test_a_model_of_timm_sees_what_is_padded_as_black(images):
     found = visionattn.predict(model, [Image.fromarray(image)], top_k=4)
     values = wanted[0].softmax(0).sort(descending=True)[0]
     torch.testing.assert_close(found.probabilities[0], values, rtol=0, atol=1e-5)
+
+
+def test_a_picture_of_pillow_is_turned_as_its_file_would_be(tmp_path):
+    from PIL import Image
+
+    from visionattn.inference.held import as_pillow
+
+    turned, exif = Image.new("RGB", (6, 4)), Image.Exif()
+    exif[0x112] = 6
+    turned.save(tmp_path / "turned.jpg", exif=exif)
+    with Image.open(tmp_path / "turned.jpg") as picture:
+        assert as_pillow(picture).size == (4, 6)
+
+
+def test_bands_range_and_page_of_other_files_are_flags_too(tmp_path, monkeypatch, capsys):
+    import numpy as np
+    import tifffile
+    import timm
+
+    from tests.helpers.tools import load_tool, read_csv
+    from visionattn.models.weights import DataSpec, save_model
+
+    monkeypatch.chdir(tmp_path)
+    args = {"patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2, "img_size": 16}
+    model = timm.create_model("scaleformer_vit_t", num_classes=2, in_chans=2, **args)
+    spec = DataSpec(2, 2, (), (0.5,) * 2, (0.2,) * 2, None, 16, bands=(1, 2))
+    save_model("best.safetensors", model, "scaleformer_vit_t", args, spec)
+    levels = np.random.default_rng(0).random((16, 16, 5)).astype(np.float32)
+    tifffile.imwrite("five.tif", levels, photometric="minisblack", planarconfig="contig")
+    predict = load_tool("predict")
+    flags = ["--checkpoint=best.safetensors", "--images=five.tif", "--workers=0", "--output=o.csv"]
+    assert predict(flags) == 2
+    assert "give --value_range LOW HIGH" in capsys.readouterr().err
+    found = []
+    for bands in (["1", "2"], ["5", "4"]):
+        options = [*flags, "--overwrite", "--value_range", "0", "1", "--bands", *bands]
+        assert predict(options) == 0
+        found.append(read_csv("o.csv")[0]["probability_1"])
+    assert found[0] != found[1]
+    assert predict([*flags, "--overwrite", "--bands", "1", "2", "3"]) == 2
+    assert "bands names 3, and the model takes 2 channels" in capsys.readouterr().err
+    assert predict([*flags, "--overwrite", "--value_range", "1", "1"]) == 2
+    assert "value_range must be two finite numbers" in capsys.readouterr().err

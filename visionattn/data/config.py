@@ -114,7 +114,11 @@ class DataConfig:
     """
     value_range: list[float] | None = None
     """``folder`` alone: the values that become black and white, in files of more than 8 bits. None:
-    what a file states, or 12, 14 or 16 bits by the largest value of a few files.
+    what a file states, or 8 to 16 bits by the largest value of a few files.
+    """
+    range_found: bool = False
+    """``value_range`` was found by looking at files that do not state theirs: what a file states
+    comes first, and values above the range are an error.
     """
     page: int | None = None
     """``folder`` alone: the page of files that have several, from 1. None: the first."""

@@ -136,12 +136,29 @@ class Geometry:
         """
         rows, columns = height / self.patch_px[0], width / self.patch_px[1]
         scale = math.sqrt(self.max_patches / (rows * columns))
-        # Rounding may go past the budget by a row or a column; the next smaller scale does not.
-        grid = [max(1, round(rows * scale)), max(1, round(columns * scale))]
-        while grid[0] * grid[1] > self.max_patches:
-            longer = 0 if grid[0] / rows > grid[1] / columns else 1
-            grid[longer if grid[longer] > 1 else 1 - longer] -= 1
-        return grid[0] * self.patch_px[0], grid[1] * self.patch_px[1]
+        grids = []
+        for number in {math.floor(rows * scale), math.ceil(rows * scale)}:
+            grids.append((number, round(columns * number / rows)))
+        for number in {math.floor(columns * scale), math.ceil(columns * scale)}:
+            grids.append((round(rows * number / columns), number))
+
+        def fitting(grid: Size) -> Size:
+            # At least one row and one column, and the longer side gives way to the budget.
+            down, across = max(1, grid[0]), max(1, grid[1])
+            if down > across:
+                return max(1, min(down, self.max_patches // across)), across
+            return down, max(1, min(across, self.max_patches // down))
+
+        def worth(grid: Size) -> tuple[float, float]:
+            # Patches count less the more the aspect ratio changes; of equals, the one that changes
+            # least.
+            change = grid[0] * columns / (grid[1] * rows)
+            kept = min(change, 1 / change)
+            return round(grid[0] * grid[1] * kept, 6), kept
+
+        within = [grid for grid in map(fitting, grids) if grid[0] * grid[1] <= self.max_patches]
+        best = max(within or [(1, 1)], key=worth)
+        return best[0] * self.patch_px[0], best[1] * self.patch_px[1]
 
 
 def pixels(size: Size) -> str:

@@ -248,8 +248,11 @@ def _read_cifar10(config: DataConfig, *, train: bool) -> "CIFAR10":
 def _build_folder(config: DataConfig, seed: int) -> Splits:
     if config.root is None:
         raise ValueError(f"data folder needs a root; {LAYOUT}, a .tar file, wds/... or hfds/...")
-    augment = _augment(config, "light", "three", "rand", "documents", "aerial")
-    options = ReadOptions(3, config.bands, config.value_range, config.page)
+    options = ReadOptions(
+        3, config.bands, config.value_range, config.page, found=config.range_found
+    )
+    presets = ("light", "three", "rand", "documents", "aerial")
+    augment = _augment(config, *presets, bands=options.channels)
     # A stream does not know its classes; every other source names them.
     if config.root.startswith("wds/"):
         if options != COLOURED:
@@ -287,6 +290,7 @@ def _build_folder(config: DataConfig, seed: int) -> Splits:
             *_seen_as(config),
             bands=options.bands,
             value_range=options.value_range,
+            range_found=options.found,
             page=options.page,
         ),
     )

@@ -237,6 +237,8 @@ def as_yaml(found: Moments, options: ReadOptions, argv: Sequence[str], images: i
         value = getattr(options, name)
         if value is not None:
             data[name] = list(value) if isinstance(value, tuple) else value
+    if options.found:
+        data["range_found"] = True
     said = f"# {typed('stats')} {shlex.join(argv)}\n# {images:,} images, {found.count:,} pixels\n"
     return said + yaml.safe_dump({"data": data}, sort_keys=False, default_flow_style=None)
 

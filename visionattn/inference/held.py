@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 import numpy as np
 from einops import rearrange
-from PIL import Image
+from PIL import Image, ImageOps
 from torch import Tensor
 
 from visionattn.inference.listing import ListedFiles, digest_of, find_images
@@ -52,14 +52,14 @@ class HeldImages:
 
 
 def as_pillow(picture: Picture, index: int = 0) -> Image.Image:
-    """Return a picture of Pillow as it is, and an array or a tensor of grey levels or colours as
-    one.
+    """Return a picture of Pillow as it is to be seen, and an array or a tensor of grey levels or
+    colours as one.
 
     Raises:
         ValueError: it is neither, not uint8, or its shape is not that of a picture.
     """
     if isinstance(picture, Image.Image):
-        return picture
+        return ImageOps.exif_transpose(picture)
     if not isinstance(picture, (np.ndarray, Tensor)):
         raise ValueError(
             f"image {index}: wanted a path, a picture of Pillow, an array or a tensor, got "

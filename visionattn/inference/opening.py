@@ -128,6 +128,7 @@ def open_model(options: InferenceOptions, *, classifies: bool) -> Opened:
             )
         model, args, spec, notes = _by_name(options, classifies)
         name = options.model
+    spec = _with_files(spec, options)
     geometry = _geometry(options, spec, patch_size(model))
     model = _free_size(model, name, args, spec, geometry.canvas)
     check_geometries(model, [geometry])
@@ -168,6 +169,23 @@ def open_module(model: nn.Module, options: InferenceOptions) -> Opened:
     check_geometries(model, [geometry])
     device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
     return Opened(model, name, {}, spec, geometry, device, ())
+
+
+def _with_files(spec: DataSpec, options: InferenceOptions) -> DataSpec:
+    """Return what a model expects of its images, read from files as the options say.
+
+    Raises:
+        ValueError: there are not as many bands as the model has channels; one line.
+    """
+    if options.bands is not None:
+        if len(options.bands) != spec.in_chans:
+            raise ValueError(
+                f"bands names {len(options.bands)}, and the model takes {spec.in_chans} channels"
+            )
+        spec = replace(spec, bands=tuple(options.bands))
+    if options.value_range is not None:
+        spec = replace(spec, value_range=tuple(options.value_range), range_found=False)
+    return spec if options.page is None else replace(spec, page=options.page)
 
 
 def _geometry(options: InferenceOptions, spec: DataSpec, patch_px: Size) -> Geometry:

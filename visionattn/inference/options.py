@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from visionattn.cli.parsing import parse
+from visionattn.data.formats import check_reading
 from visionattn.data.geometry import check_geometry
 from visionattn.models.weights import Fit
 
@@ -43,6 +44,12 @@ class InferenceOptions:
     """
     max_patches: int | None = None
     """``fit native`` alone, instead of ``img_size``: the most patches of an image."""
+    bands: list[int] | None = None
+    """Which bands of the files are the model's channels, from 1; None: as in training."""
+    value_range: list[float] | None = None
+    """Values that become 0 and 1, in files of more than 8 bits; None: as in training."""
+    page: int | None = None
+    """Which page of the files is read, from 1; None: as in training."""
     batch_size: int | None = None
     """Images per batch; with ``native`` those of one size that follow each other. None: 16, with
     ``native`` 1.
@@ -105,6 +112,7 @@ def check(options: InferenceOptions) -> None:
             f"img_size native is each image at its own size, which {other} contradicts; name a "
             "size, or leave one of them out"
         )
+    check_reading(options.bands, options.value_range, options.page, prefix="")
     given = None if options.img_size == NATIVE else options.img_size
     if given is not None or options.max_patches is not None:
         check_geometry(options.fit or NATIVE, given, options.max_patches)

@@ -3,6 +3,7 @@
 This module turns an image that cannot be read into a sample with a reason.
 """
 
+import re
 import warnings
 from dataclasses import dataclass
 
@@ -47,12 +48,14 @@ class ReadImages(Dataset):
             ValueError: the model's channels are neither grey nor coloured nor named.
         """
         channels = 1 if spec.encoding == "grey_one_hot" else spec.in_chans
-        options = ReadOptions(channels, spec.bands, spec.value_range, spec.page)
+        options = ReadOptions(
+            channels, spec.bands, spec.value_range, spec.page, found=spec.range_found
+        )
         self.listing, self.geometry = listing, geometry
         self.one_hot = spec.encoding == "grey_one_hot"
         self.options, lines = settle(listing, range(len(listing)), options, strict=False)
         for line in lines:
-            warnings.warn(line, stacklevel=2)
+            warnings.warn(as_flags(line), stacklevel=2)
 
     def __len__(self) -> int:
         return len(self.listing)
@@ -68,8 +71,13 @@ class ReadImages(Dataset):
                 image = np.rint(image * 255).astype(np.uint8)
             pixels = rearrange(fill(image, view), "h w c -> c h w")
         except (*DAMAGED_IMAGE, MemoryError, cv2.error) as error:
-            sample.reason = " ".join(str(error).split()) or type(error).__name__
+            sample.reason = as_flags(" ".join(str(error).split()) or type(error).__name__)
             return sample
         sample.present = view.present
         sample.pixels = torch.from_numpy(np.array(pixels, order="C"))
         return sample
+
+
+def as_flags(text: str) -> str:
+    """Name the options of training in a message as those of this command, which have no group."""
+    return re.sub(r"\bdata\.(bands|value_range|page)\b", r"\1", text)

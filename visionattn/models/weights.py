@@ -90,6 +90,8 @@ class DataSpec:
     """Which bands of a file are the channels, from 1; None: grey, or red, green and blue."""
     value_range: tuple[float, float] | None = None
     """The values that become 0 and 1, in files of more than 8 bits; None: what a file states."""
+    range_found: bool = False
+    """``value_range`` was found by looking at files that do not state theirs, and is for those."""
     page: int | None = None
     """Which page of a file is read, from 1; None: the first."""
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from visionattn.data.checks import WHOLE
 from visionattn.models.weights import read_metadata
 from visionattn.training.checkpoint import check_state, read_state, save_state
 from visionattn.training.progress import Position
@@ -41,6 +42,8 @@ keeps of each weight.
 """
 COUNTED = ("batch_size", "optim.accumulate", "data.batch_patches", "data.max_patches")
 """Options that stay until the epoch is over."""
+SIZES = ("data.img_size", "data.img_size_choices")
+"""Options that do so too where images of many sizes make the batches."""
 TRAINED = ("optim.", "data.aug", "data.img_size_choices", "batch_size")
 """The beginnings of options that act on training steps only."""
 
@@ -198,11 +201,17 @@ def check_options(
                 f"nothing; --epochs {new['epochs'] + 1} trains on, or leave it out"
             )
     # Options that the state was made with.
-    for key in BINDING + (COUNTED if amid_epoch else ()):
+    native = new["data"]["fit"] == "native" or (
+        new["data"]["fit"] is None and new["data"]["name"] in WHOLE
+    )
+    if "fit" not in old["data"]:  # a state of before cropped, whatever the data
+        old = old | {"data": old["data"] | {"fit": "crop" if native else new["data"]["fit"]}}
+    counted = COUNTED + (SIZES if native else ())
+    for key in BINDING + (counted if amid_epoch else ()):
         group, _, name = key.rpartition(".")
         was, is_now = ((options[group] if group else options).get(name) for options in (old, new))
         if was != is_now:
-            until = " until the epoch is over" if key in COUNTED else ""
+            until = " until the epoch is over" if key in counted else ""
             raise ValueError(f"the run has {key} {was}, not {is_now}; resume with the same{until}")
     if new["init_from"] not in (None, old["init_from"]):
         raise ValueError(
@@ -222,8 +231,8 @@ def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> l
     """
     lines = []
     for key in new:
-        if isinstance(new[key], dict) and isinstance(old.get(key), dict):
-            lines += differences(old[key], new[key], f"{prefix}{key}.")
+        if isinstance(new[key], dict) and isinstance(old.get(key, {}), dict):
+            lines += differences(old.get(key, {}), new[key], f"{prefix}{key}.")
         elif key not in QUIET and old.get(key) != new[key]:
             lines.append(f"  {prefix}{key} is now {new[key]}, was {old.get(key)}")
     return lines

@@ -174,7 +174,7 @@ class Validation:
         # What the weights know of files holds for other folders too.
         known = {
             key: getattr(self.spec, key)
-            for key in ("bands", "value_range", "page")
+            for key in ("bands", "value_range", "range_found", "page")
             if data.name == "folder" and getattr(data, key) is None
         }
         data = replace(data, **known)

@@ -47,7 +47,11 @@ class ReadOptions:
 
 
 def check_reading(
-    bands: Sequence[int] | None, value_range: Sequence[float] | None, page: int | None
+    bands: Sequence[int] | None,
+    value_range: Sequence[float] | None,
+    page: int | None,
+    *,
+    prefix: str = "data.",
 ) -> None:
     """Check what is asked of the files, before any is opened.
 
@@ -55,9 +59,9 @@ def check_reading(
         ValueError: one line with the option, what it may be, and what it is.
     """
     if bands is not None and (not bands or min(bands) < 1):
-        raise ValueError(f"data.bands must be numbers from 1, got {list(bands)}")
+        raise ValueError(f"{prefix}bands must be numbers from 1, got {list(bands)}")
     if page is not None and page < 1:
-        raise ValueError(f"data.page must be at least 1, got {page}")
+        raise ValueError(f"{prefix}page must be at least 1, got {page}")
     if value_range is None:
         return
     if (
@@ -66,7 +70,7 @@ def check_reading(
         or value_range[0] >= value_range[1]
     ):
         raise ValueError(
-            "data.value_range must be two finite numbers, the lower one first, got "
+            f"{prefix}value_range must be two finite numbers, the lower one first, got "
             f"{list(value_range)}"
         )
 

@@ -19,7 +19,7 @@ from visionattn.data.geometry import Box, View
 
 GREY = np.array([0.299, 0.587, 0.114], np.float32)
 """The weights of red, green and blue in grey, as Pillow has them (ITU-R 601-2)."""
-BITS = (12, 14, 16)
+BITS = (8, 10, 12, 14, 16)
 """What integers of 16 bits may hold where their file does not say it."""
 FEW_FILES = 8
 TILE_ROWS = 256
