@@ -449,7 +449,9 @@ class Listed:
         return f"image {index}"
 
 
-@pytest.mark.parametrize(("largest", "bits"), [(4031, 12), (4096, 14), (16384, 16), (17, 8), (900, 10)])
+@pytest.mark.parametrize(
+    ("largest", "bits"), [(4031, 12), (4096, 14), (16384, 16), (17, 8), (900, 10)]
+)
 def test_the_range_of_16_bits_is_found_once_by_the_largest_value_of_a_few_files(largest, bits):
     pixels = [pattern(1, np.uint16, high) for high in (5, largest, 11)]
     source = Listed(*map(tiff, pixels))
