@@ -199,3 +199,10 @@ def test_sizes_that_make_the_batches_stay_until_the_epoch_is_over(capsys, monkey
     assert train("--data.img_size=64", "--save_every=1", "--resume") == 2
     assert "the run has data.img_size 48, not 64" in capsys.readouterr().err
     assert train(*flags, "--resume") == 0
+
+
+def test_a_sheet_of_images_of_many_sizes_is_filled_from_several_batches(capsys):
+    assert train("--show-batch=seen.png", "--data.batch_patches=40") == 0
+    assert "16 training and 8 validation images as the model sees them" in capsys.readouterr().out
+    with Image.open("seen.png") as sheet:
+        assert sheet.size[0] > 300 and not Path("checkpoints").exists()

@@ -81,7 +81,7 @@ def test_what_an_image_does_not_fill_is_said_and_marked(tmp_path):
     present = torch.tensor([[12, 28], [20, 28]])
     trainer = small_trainer(small_config(tmp_path))
     shares = torch.eye(4)[:2]
-    shown = part("training", trainer, images, shares, present, changes="nothing was")
+    shown = part("training", trainer, [(images, shares, present)], changes="nothing was")
     assert [picture.present for picture in shown.pictures] == [(12, 28), (20, 28)]
     assert [picture.captions for picture in shown.pictures] == [
         ("ne", "12 x 28 px of 20 x 28", "3 x 7 patches"),

@@ -3,7 +3,7 @@
 The batches are made as a run makes them, and nothing of a run is written. ``sheet.py`` draws.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -58,30 +58,40 @@ def first_batches(config: TrainConfig) -> list[Part]:
         data = replace(data, workers=0)
     config = replace(config, data=data, parallel=None)
     trainer, _ = engine.build(config, None, False, Processes(), torch.device("cpu"))
-    number, batch = first(trainer.batches.epoch(0), "training")
-    images, shares = batch.images, one_hot(batch.labels)
-    if trainer.mix is not None:
-        seed_batch(config.seed, 0, number)
-        inputs, shares = trainer.inputs(batch)
-        images = unprepared(trainer.spec, inputs)
-    changes = training_changes(config)
-    training = part("training", trainer, images, shares, batch.sizes, changes=changes)
-    _, batch = first(trainer.validation, "validation")
-    shares, changes = one_hot(batch.labels), "not augmented"
-    validation = part("validation", trainer, batch.images, shares, batch.sizes, changes=changes)
-    return [training, validation]
+    training = []
+    for number, batch in first(trainer.batches.epoch(0), "training"):
+        images, shares = batch.images, one_hot(batch.labels, trainer.spec.num_classes)
+        if trainer.mix is not None:
+            seed_batch(config.seed, 0, number)
+            inputs, shares = trainer.inputs(batch)
+            images = unprepared(trainer.spec, inputs)
+        training.append((images, shares, batch.sizes))
+    validation = [
+        (batch.images, one_hot(batch.labels, trainer.spec.num_classes), batch.sizes)
+        for _, batch in first(trainer.validation, "validation")
+    ]
+    return [
+        part("training", trainer, training, changes=training_changes(config)),
+        part("validation", trainer, validation, changes="not augmented"),
+    ]
 
 
-def first(batches: Iterable[Batch], name: str) -> tuple[int, Batch]:
-    """Return the first batch that has images, and its number.
+def first(batches: Iterable[Batch], name: str) -> list[tuple[int, Batch]]:
+    """Return the first batches that have images, as many as fill a sheet, and their numbers.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there are none.
     """
+    found, images = [], 0
     for number, batch in enumerate(batches):
         if len(batch.labels):
-            return number, batch
-    raise ValueError(f"none of the {name} images can be read, so there is nothing to show")
+            found.append((number, batch))
+            images += len(batch.labels)
+        if images >= MOST_PICTURES:
+            break
+    if not found:
+        raise ValueError(f"none of the {name} images can be read, so there is nothing to show")
+    return found
 
 
 def unprepared(spec: DataSpec, inputs: Tensor) -> Tensor:
@@ -97,32 +107,31 @@ def unprepared(spec: DataSpec, inputs: Tensor) -> Tensor:
 def part(
     title: str,
     trainer: Trainer,
-    images: Tensor,
-    shares: Tensor,
-    present: Tensor | None = None,
+    batches: Sequence[tuple[Tensor, Tensor, Tensor | None]],
     *,
     changes: str,
 ) -> Part:
-    """Return the first images of a batch as pictures with captions.
+    """Return the first images of batches as pictures with captions.
 
     Args:
-        title: what the batch is for.
+        title: what the batches are for.
         trainer: whose images they are.
-        images: ``[B, C, H, W]``, before ``DataSpec.prepare``.
-        shares: of classes, ``[B, classes]``.
-        present: height and width in pixels of what each image fills, from the top left, ``[B, 2]``;
-            None: they fill all.
+        batches: of each its images ``[B, C, H, W]``, before ``DataSpec.prepare``; their shares of
+            classes, ``[B, classes]``; and height and width in pixels of what each image fills, from
+            the top left, ``[B, 2]``, None where they fill all.
         changes: what was done to the images.
     """
-    full = (images.shape[2], images.shape[3])
     pictures = []
-    for index, image in enumerate(images[:MOST_PICTURES]):
-        filled = full if present is None else tuple(present[index].tolist())
-        captions = (named(trainer.spec, shares[index]), *sizes(trainer.model, filled, full))
-        pictures.append(Picture(visible(image), filled, captions))
-    count, bands = len(images), images.shape[1]
+    for images, shares, present in batches:
+        full = (images.shape[2], images.shape[3])
+        for index, image in enumerate(images[: MOST_PICTURES - len(pictures)]):
+            filled = full if present is None else tuple(present[index].tolist())
+            captions = (named(trainer.spec, shares[index]), *sizes(trainer.model, filled, full))
+            pictures.append(Picture(visible(image), filled, captions))
+    count, bands = sum(len(images) for images, *_ in batches), batches[0][0].shape[1]
     which = f"{MOST_PICTURES} of the" if count > MOST_PICTURES else "all"
-    note = f"{which} {count} images of the first batch; {trainer.geometry.describe()}; {changes}"
+    of = "batch" if len(batches) == 1 else f"{len(batches)} batches"
+    note = f"{which} {count} images of the first {of}; {trainer.geometry.describe()}; {changes}"
     if bands not in (1, 3):
         note += f"; of {bands} bands {'the first three are' if bands > 3 else 'the first is'} drawn"
     return Part(title, note, pictures)
