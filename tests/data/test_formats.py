@@ -1,20 +1,16 @@
-"""Files in every format give the pixels that the test wrote, at the size, in the bands and in the
-range that are asked for.
-"""
+"""Files in every format give the pixels that the test wrote, at the size that is asked for."""
 
 import importlib.util
 import io
 import os
-import struct
 import warnings
-import zlib
 from concurrent.futures import ThreadPoolExecutor
 
-import cv2
 import numpy as np
 import pytest
 from PIL import Image
 
+from tests.helpers.image_formats import HEIGHT, WIDTH, pattern, saved, seen, tiff, whole
 from visionattn.data.formats import (
     DAMAGED_IMAGE,
     MissingPackage,
@@ -22,44 +18,8 @@ from visionattn.data.formats import (
     open_image,
     read_image,
     read_size,
-    settle,
 )
 from visionattn.data.geometry import Box, Geometry
-
-HEIGHT, WIDTH = 37, 53
-
-
-def pattern(bands=3, dtype=np.uint8, high=None, seed=0):
-    """Values ``[37, 53, bands]`` from 0 to ``high``; None: all that the type holds."""
-    high = np.iinfo(dtype).max if high is None else high
-    rng = np.random.default_rng(seed)
-    pixels = rng.integers(0, high, (HEIGHT, WIDTH, bands), dtype, endpoint=True)
-    pixels[0, 0] = 0
-    pixels[-1, -1] = high
-    return pixels
-
-
-def saved(image, image_format, **options):
-    """A stream with what Pillow writes of an image or of pixels."""
-    if isinstance(image, np.ndarray):
-        image = Image.fromarray(image[..., 0] if image.shape[2] == 1 else image)
-    stream = io.BytesIO()
-    image.save(stream, image_format, **options)
-    stream.seek(0)
-    return stream
-
-
-def whole(reader):
-    return reader.read(Box(0, 0, reader.height, reader.width), reader.height, reader.width)
-
-
-def seen(source, size=None, **options):
-    """What a model sees of the whole image: at its own size, or at another."""
-    options = ReadOptions(**options)
-    with open_image(source, options) as reader:
-        fit = Geometry("native", None) if size is None else Geometry("stretch", size)
-        return read_image(reader, fit.view(reader.height, reader.width), options)
-
 
 STORED = {
     1: lambda picture: picture,
@@ -183,23 +143,6 @@ def test_images_shrink_by_areas():
     assert np.abs(seen(saved(picture, "png"), (9, 13)) - expected).max() <= 0.51
 
 
-def tiff(pixels, **options):
-    """A stream with what tifffile writes of pixels ``[H, W, bands]``."""
-    tifffile = pytest.importorskip("tifffile")
-    stream = io.BytesIO()
-    if options.get("planarconfig") == "separate":
-        pixels = pixels.transpose(2, 0, 1)
-    elif pixels.shape[2] == 1:
-        pixels = pixels[..., 0]
-    else:
-        options["planarconfig"] = "contig"
-    writer = {name: options.pop(name) for name in ("bigtiff", "byteorder") if name in options}
-    with tifffile.TiffWriter(stream, **writer) as file:
-        file.write(pixels, **{"photometric": "minisblack"} | options)
-    stream.seek(0)
-    return stream
-
-
 LAYOUTS = {
     "strips": {"rowsperstrip": 7},
     "tiles": {"tile": (16, 32)},
@@ -245,17 +188,17 @@ def test_a_part_is_that_of_the_whole_image_resized():
     pixels = pattern(3)
     view = Geometry("crop", (11, 7)).view(HEIGHT, WIDTH)
     got = []
-    for whole in (False, True):
-        options = ReadOptions(whole=whole)
+    for read_whole in (False, True):
+        options = ReadOptions(whole=read_whole)
         with open_image(tiff(pixels, photometric="rgb", tile=(16, 16))) as reader:
             got.append(read_image(reader, view, options))
     np.testing.assert_array_equal(*got)
     ramp = np.linspace(0, 250, 960)[None, :, None].repeat(640, 0).repeat(3, 2).astype(np.uint8)
     sizes = []
-    for whole in (False, True):
+    for read_whole in (False, True):
         with open_image(saved(ramp, "jpeg", quality=95)) as reader:
             view = Geometry("stretch", (64, 96)).view(640, 960)
-            got = read_image(reader, view, ReadOptions(whole=whole))
+            got = read_image(reader, view, ReadOptions(whole=read_whole))
             expected = ramp[0].reshape(96, 10, 3).mean(1)
             assert np.abs(got - expected).max() <= 4
             sizes.append(reader._pixels.shape[0])
@@ -313,205 +256,6 @@ def test_pages_are_read_by_their_numbers_from_1():
         append_images=[Image.new("L", (4, 3), 200)],
     )
     assert seen(gif, page=2).tolist() == np.full((3, 4, 3), 200).tolist()
-
-
-def test_white_may_be_zero():
-    pixels = pattern(1)
-    got = seen(tiff(pixels, photometric="miniswhite"), channels=1)
-    np.testing.assert_array_equal(got, 255 - pixels)
-
-
-def test_bits_that_a_file_states_are_white_at_their_largest_value(tmp_path):
-    twelve = pattern(1, np.uint16, 4095)
-    stated = {
-        "largest value of a TIFF": tiff(twelve, extratags=[(281, 3, 1, 4095, True)]),
-        "sBIT of a PNG, unscaled": png_with_bits(twelve, 12),
-        "sBIT of a PNG, scaled": png_with_bits(twelve << 4 | twelve >> 8, 12),
-    }
-    for kind, stream in stated.items():
-        got = seen(stream, channels=1)
-        assert got.dtype == np.float32, kind
-        np.testing.assert_allclose(got, twelve / 4095, atol=1e-6, err_msg=kind)
-
-
-def png_with_bits(pixels, bits):
-    """A PNG of 16 bits with the chunk sBIT, which Pillow does not write."""
-    content = saved(pixels, "png").getvalue()
-    body = b"sBIT" + bytes([bits])
-    chunk = struct.pack(">I", 1) + body + struct.pack(">I", zlib.crc32(body))
-    return io.BytesIO(content[:33] + chunk + content[33:])
-
-
-def test_a_jpeg_2000_states_its_bits_and_is_decoded_smaller():
-    imagecodecs = pytest.importorskip("imagecodecs")
-    ramp = np.linspace(0, 4000, 64 * 96).reshape(64, 96).astype(np.uint16)
-    content = imagecodecs.jpeg2k_encode(
-        ramp, bitspersample=12, level=0, reversible=True, resolutions=5
-    )
-    with open_image(io.BytesIO(content)) as reader:
-        assert (reader.bits, reader.dtype) == (12, np.uint16)
-        assert reader.read(Box(0, 0, 64, 96), 16, 24).shape == (16, 24, 1)
-        np.testing.assert_array_equal(whole(reader)[..., 0], ramp)
-    np.testing.assert_allclose(
-        seen(io.BytesIO(content), channels=1)[..., 0], ramp / 4095, atol=1e-6
-    )
-
-
-def test_colours_of_16_bits_in_a_png_keep_all_their_bits(capfd):
-    """OpenCV writes them, blue first."""
-    pixels = pattern(3, np.uint16)
-    content = cv2.imencode(".png", np.ascontiguousarray(pixels[..., ::-1]))[1].tobytes()
-    got = seen(io.BytesIO(content), value_range=(0, 65535))
-    np.testing.assert_allclose(got, pixels / 65535, atol=1e-6)
-    garbled = bytearray(content)
-    garbled[len(garbled) // 2] ^= 255
-    for damaged in (content[:-300], bytes(garbled)):
-        with pytest.raises(DAMAGED_IMAGE):
-            seen(io.BytesIO(damaged), value_range=(0, 65535))
-    assert capfd.readouterr().err == ""  # of libpng
-
-
-def test_values_become_fractions_of_the_range_and_are_clipped_to_it():
-    pixels = np.array([[-5.0, 0.0, 2.0], [3.0, np.nan, np.inf]], np.float32)[..., None]
-    got = seen(tiff(pixels), channels=1, value_range=(-1, 3))
-    np.testing.assert_allclose(got[..., 0], [[0, 0.25, 0.75], [1, 0, 1]])
-
-
-@pytest.mark.parametrize("dtype", ["float32", "uint16", "int32"])
-def test_values_without_a_range_are_one_line_with_the_smallest_and_the_largest(dtype):
-    pixels = pattern(1, np.uint16, 900).astype(dtype)
-    with pytest.raises(ValueError) as caught:
-        seen(tiff(pixels))
-    assert str(caught.value) == (
-        f"{dtype} values from 0 to 900, and nothing says which of them are black and white; give "
-        "--data.value_range LOW HIGH"
-    )
-
-
-def test_bands_are_picked_in_the_order_given():
-    pixels = pattern(5)
-    for bands in ((5, 2), (1,), (3, 3, 1), (1, 2, 3, 4, 5)):
-        got = seen(tiff(pixels), (9, 13), bands=bands)
-        expected = seen(
-            tiff(pixels[..., [band - 1 for band in bands]]),
-            (9, 13),
-            bands=(tuple(range(1, len(bands) + 1))),
-        )
-        np.testing.assert_array_equal(got, expected)
-        assert got.shape == (9, 13, len(bands))
-    np.testing.assert_array_equal(seen(tiff(pixels), bands=(4, 2)), pixels[..., [3, 1]])
-
-
-def test_bands_that_do_not_exist_or_are_not_named_are_one_line():
-    for bands, wanted, line in (
-        (5, (6,), "wanted band 6, the image has 5 bands"),
-        (1, (1, 2), "wanted band 2, the image has 1 band"),
-        (5, None, "the image has 5 bands; name those to read, in their order, as in --data.bands"),
-        (2, None, "the image has 2 bands; name those to read, in their order, as in --data.bands"),
-    ):
-        with pytest.raises(ValueError) as caught:
-            seen(tiff(pattern(bands)), bands=wanted)
-        assert str(caught.value).startswith(line) and "\n" not in str(caught.value)
-    # of four bands the first three are the colours, the fourth is transparency or infrared
-    four = pattern(4)
-    np.testing.assert_array_equal(seen(tiff(four)), four[..., :3])
-
-
-@pytest.mark.parametrize(
-    ("options", "line"),
-    [
-        ({"bands": ()}, "data.bands must be numbers from 1, got []"),
-        ({"bands": (0, 2)}, "data.bands must be numbers from 1, got [0, 2]"),
-        ({"page": 0}, "data.page must be at least 1, got 0"),
-        ({"value_range": (3, 3)}, "data.value_range must be two finite numbers, the lower one"),
-        ({"value_range": (3, 2)}, "data.value_range must be two finite numbers, the lower one"),
-        ({"value_range": (0, np.inf)}, "data.value_range must be two finite numbers, the lower"),
-        ({"value_range": (1,)}, "data.value_range must be two finite numbers, the lower one"),
-        ({"channels": 4}, "the model takes 4 channels; images in files are read with 1 or 3"),
-    ],
-)
-def test_options_that_mean_nothing_are_one_line(options, line):
-    with pytest.raises(ValueError) as caught:
-        ReadOptions(**options)
-    assert str(caught.value).startswith(line)
-
-
-class Listed:
-    """Streams as a source of images."""
-
-    def __init__(self, *streams):
-        self.contents = [stream.getvalue() for stream in streams]
-
-    def open(self, index):
-        return io.BytesIO(self.contents[index])
-
-    def name(self, index):
-        return f"image {index}"
-
-
-@pytest.mark.parametrize(
-    ("largest", "bits"), [(4031, 12), (4096, 14), (16384, 16), (17, 8), (900, 10)]
-)
-def test_the_range_of_16_bits_is_found_once_by_the_largest_value_of_a_few_files(largest, bits):
-    pixels = [pattern(1, np.uint16, high) for high in (5, largest, 11)]
-    source = Listed(*map(tiff, pixels))
-    options, lines = settle(source, range(3), ReadOptions(1))
-    assert options.value_range == (0, 2**bits - 1)
-    assert lines == [
-        f"16-bit images hold values up to {largest:,}: read as {bits} bits; "
-        "--data.value_range LOW HIGH says otherwise"
-    ]
-    with open_image(source.open(0)) as reader:
-        got = read_image(reader, Geometry("native", None).view(HEIGHT, WIDTH), options)
-    np.testing.assert_allclose(got, pixels[0] / (2**bits - 1), atol=1e-6)
-
-
-def test_values_above_the_range_that_was_found_are_an_error_and_what_a_file_states_comes_first():
-    options = settle(Listed(tiff(pattern(1, np.uint16, 4000))), [0], ReadOptions(1))[0]
-    view = Geometry("native", None).view(HEIGHT, WIDTH)
-    with (
-        open_image(tiff(pattern(1, np.uint16, 5000))) as reader,
-        pytest.raises(ValueError, match="values up to 5,000, where those of the other images end"),
-    ):
-        read_image(reader, view, options)
-    twelve = pattern(1, np.uint16, 16383)
-    with open_image(tiff(twelve, extratags=[(281, 3, 1, 16383, True)])) as reader:
-        np.testing.assert_allclose(read_image(reader, view, options), twelve / 16383, atol=1e-6)
-
-
-def test_a_range_is_not_looked_for_where_it_is_given_or_all_images_have_8_bits():
-    eight, sixteen = saved(pattern(), "png"), tiff(pattern(1, np.uint16))
-    for source, options in (
-        (Listed(eight, eight), ReadOptions()),
-        (Listed(sixteen), ReadOptions(value_range=(0, 9))),
-        (Listed(io.BytesIO(b"no image")), ReadOptions()),
-    ):
-        assert settle(source, range(len(source.contents)), options) == (options, [])
-
-
-def test_floats_without_a_range_are_one_line_that_names_the_file():
-    source = Listed(saved(pattern(), "png"), tiff(pattern(1, np.uint16, 7).astype("float32") / 4))
-    with pytest.raises(ValueError) as caught:
-        settle(source, range(2), ReadOptions())
-    assert str(caught.value) == (
-        "image 1 holds values from 0 to 1.75, and nothing says which of them are black and white; "
-        "give --data.value_range LOW HIGH"
-    )
-
-
-def test_pages_that_are_left_out_are_told_once():
-    two = saved(
-        Image.fromarray(pattern()),
-        "tiff",
-        save_all=True,
-        append_images=[Image.fromarray(pattern())],
-    )
-    source = Listed(two, two, saved(pattern(), "png"))
-    assert settle(source, range(3), ReadOptions())[1] == [
-        "images have several pages (2 in image 0): the first of each is read, the others are left "
-        "out; --data.page N takes another"
-    ]
-    assert settle(source, range(2), ReadOptions(page=2))[1] == []
 
 
 def test_npy_and_zarr_are_images_with_channels_last(tmp_path):

@@ -320,9 +320,9 @@ def describe(kind: Any) -> str:
     if get_origin(kind) in (Union, types.UnionType):
         return " or ".join(describe(member) for member in get_args(kind))
     if get_origin(kind) is list:
-        return "a list of " + {int: "whole numbers", float: "numbers"}.get(
-            get_args(kind)[0], "values"
-        )
+        words = {int: "whole numbers", float: "numbers"}
+        words[int | list[int]] = "whole numbers or of pairs of them"
+        return "a list of " + words.get(get_args(kind)[0], "values")
     if get_origin(kind) is dict:
         return "names and values"
     return "one of " + ", ".join(str(value) for value in get_args(kind))

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
-from itertools import starmap
 from operator import add
 from pathlib import Path
 from typing import cast
@@ -181,10 +180,11 @@ def measure(
 
 
 def _measure_one(source, options: ReadOptions, index: int) -> Moments | str:
-    """Measure one image; why it cannot be read, where it cannot."""
+    """Measure one image; the reason where it cannot be read or holds nothing."""
     try:
         with open_image(source.open(index), options) as reader:
-            return reduce(add, starmap(moments_of, read_blocks(reader, options)))
+            parts = [moments_of(*part) for part in read_blocks(reader, options)]
+            return reduce(add, parts) if parts else "none of its pixels holds data"
     except DAMAGED_IMAGE as error:
         return " ".join(str(error).split()) or type(error).__name__
 

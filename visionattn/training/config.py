@@ -124,9 +124,9 @@ class ValidateConfig:
 
     checkpoint: str | None = None
     """The ``best.safetensors`` of a run, or another file that ``visionattn.load_model`` reads."""
-    img_size: list[int] | None = None
+    img_size: list[int | list[int]] | None = None
     """Sizes in pixels, e.g. ``224 448 672``: height and width, or with ``native`` the longest side;
-    of the canvas on ``canvas``. None: that of the training.
+    ``[[768, 512], [1536, 1024]]`` names both sides of each. None: that of the training.
     """
     fit: Fit | None = None
     """How images of any size come to the model: ``native``, ``pad``, ``stretch`` or ``crop``; None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import nn
 
-from visionattn.data.geometry import Geometry
+from visionattn.data.geometry import Geometry, Size
 from visionattn.training.evaluate import Evaluation
 
 LONG_WAIT = 0.2
@@ -152,18 +152,19 @@ def waiting(share: float, workers: int) -> str:
     )
 
 
-def sizes_worth_trying(model: nn.Module, geometry: Geometry) -> tuple[int, ...]:
-    """Return the longer side of the images, and about 1.5 and 2 times it in whole patches; only the
-    first where the model takes no other, and none where images have no such size.
+def sizes_worth_trying(model: nn.Module, geometry: Geometry) -> tuple[Size, ...]:
+    """Return the size of the images, and about 1.5 and 2 times it in whole patches; only the first
+    where the model takes no other, and none where images have no such size.
     """
-    if geometry.img_size is None:
+    size = geometry.img_size
+    if size is None:
         return ()
-    longest = max(geometry.img_size)
     embed = getattr(model, "patch_embed", None)
     if embed is None or getattr(embed, "strict_img_size", False):
-        return (longest,)
+        return (size,)
     patch = math.lcm(*embed.patch_size)
-    return (longest, math.ceil(1.5 * longest / patch) * patch, 2 * longest)
+    larger = (math.ceil(1.5 * size[0] / patch) * patch, math.ceil(1.5 * size[1] / patch) * patch)
+    return (size, larger, (2 * size[0], 2 * size[1]))
 
 
 @dataclass(frozen=True)
@@ -184,7 +185,7 @@ class Result:
     """Their accuracy on the validation images, in [0, 1]."""
     test: Evaluation | None
     """The same weights on the test images; None where there are none."""
-    sizes_px: tuple[int, ...]
+    sizes_px: tuple[Size, ...]
     """Image sizes worth evaluating: that of the training, and larger ones where the model takes
     them; none where images are seen at sizes of their own.
     """

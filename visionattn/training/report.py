@@ -37,10 +37,16 @@ def next_commands(config: TrainConfig, result: Result) -> list[str]:
     best = str(result.checkpoint)
     if not result.sizes_px:
         return [typed("validate", "--checkpoint", best)]
-    size = result.sizes_px[len(result.sizes_px) // 2]
+    rows, columns = result.sizes_px[len(result.sizes_px) // 2]
+    square = rows == columns
+    size = str(rows) if square else str([rows, columns])
+    name = str(rows) if square else f"{rows}x{columns}"
     kept = str(result.folder / CONFIG)
     lr = max(config.optim.lr / 10, config.optim.min_lr)
-    validate = ["validate", "--checkpoint", best, "--img-size", *map(str, result.sizes_px)]
+    sizes = [str(each[0]) for each in result.sizes_px]
+    if not square:
+        sizes = [str([list(each) for each in result.sizes_px])]
+    validate = ["validate", "--checkpoint", best, "--img-size", *sizes]
     finetune = [
         "train",
         "--config",
@@ -48,9 +54,9 @@ def next_commands(config: TrainConfig, result: Result) -> list[str]:
         "--init-from",
         best,
         "--run",
-        f"{config.run}_{size}px",
+        f"{config.run}_{name}px",
         "--data.img_size",
-        str(size),
+        size,
         "--epochs",
         "2",
         "--optim.warmup_epochs",

@@ -185,7 +185,8 @@ class Validation:
                 data,
                 fit=first.fit,
                 img_size=None if first.img_size is None else list(first.img_size),
-                img_size_choices=self.config.img_size,
+                img_size_choices=[min(each.img_size) for each in self.geometries if each.img_size]
+                or None,
                 max_patches=first.max_patches,
                 batch_patches=data.batch_patches if first.fit == "native" else None,
             ),

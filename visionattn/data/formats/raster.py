@@ -33,6 +33,7 @@ class Raster(Reader):
                 raise ValueError("raster without bands; name one of its parts")
             self.stored = self._raster.shape
             self.dtype = np.dtype(np.result_type(*self._raster.dtypes))
+            self.nodata = self._raster.nodata
             self.alpha = self._raster.colorinterp[-1] == ColorInterp.alpha
             bits = self._raster.tags(1, ns="IMAGE_STRUCTURE").get("NBITS")
         whole = self.dtype.itemsize * 8

@@ -136,6 +136,10 @@ class Reader(ABC):
     dtype: np.dtype
     bits: int | None = None
     """Bits that the values fill, as the file states it; None where it does not."""
+    inverted: bool = False
+    """Whether the smallest value is white."""
+    nodata: float | None = None
+    """The value of pixels that hold nothing; None where the file names none."""
 
     @property
     def pages(self) -> int:

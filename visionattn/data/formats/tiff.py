@@ -30,6 +30,7 @@ from visionattn.data.formats.reader import (
 from visionattn.data.geometry import Box
 
 GEO_KEYS, ORIENTATION, LARGEST_VALUE = 34735, 274, 281
+GDAL_NODATA = 42113
 MIN_IS_WHITE, MIN_IS_BLACK, RGB, YCBCR = 0, 1, 2, 6
 JPEGS = (6, 7, 33007, 34892)
 REDUCED, MASK = 1, 4
@@ -73,6 +74,15 @@ def _open_without_tifffile(file: BinaryIO, page: int | None) -> PillowImage:
         ) from error
 
 
+def _named_nodata(page) -> float | None:
+    """Return the value that GDAL's tag names for pixels that hold nothing; None without one."""
+    tag = page.tags.get(GDAL_NODATA)
+    try:
+        return None if tag is None else float(str(tag.value).strip("\0 "))
+    except ValueError:
+        return None
+
+
 def damage_of_tiff() -> AbstractContextManager[None]:
     """Turn what tifffile raises for garbled files into one of ``DAMAGED_IMAGE``."""
     from tifffile import TiffFileError
@@ -96,6 +106,8 @@ class TiffImage(Reader):
         self.alpha = bool(first.extrasamples) and first.extrasamples[-1] in (1, 2)
         self.dtype = np.dtype(first.dtype or np.uint8)
         self.bits = self._bits()
+        self.inverted = first.photometric == MIN_IS_WHITE and self.dtype.kind == "u"
+        self.nodata = _named_nodata(first)
         self._number = number
 
     @property
@@ -168,9 +180,6 @@ class TiffImage(Reader):
             sizes = [(level.imagelength, level.imagewidth) for level in self.levels]
             number, part = choose_level(sizes, box, height, width)
             pixels = self._segments(self.levels[number], part, bands)
-        if self.page.photometric == MIN_IS_WHITE and self.dtype.kind == "u":
-            most = 2 ** (self.bits or self.dtype.itemsize * 8) - 1
-            pixels = self.dtype.type(most) - pixels
         return pixels
 
     def _segments(self, page, part: tuple[slice, slice], bands: Sequence[int] | None) -> np.ndarray:

@@ -4,6 +4,7 @@ white.
 This module owns the range of values. It knows readers only as ``Reader``.
 """
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -59,12 +60,18 @@ def channels_of(stored: np.ndarray, reader: Reader, options: ReadOptions) -> np.
 
 def read_blocks(reader: Reader, options: ReadOptions) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Read an image at its full size in parts that fit into memory: what is stored and the channels
-    that it becomes, ``[h, w, bands]`` and ``[h, w, C]``.
+    that it becomes, ``[h, w, bands]`` and ``[h, w, C]``. Pixels without data are left out: the
+    others of such a part stand in one row.
     """
     bands = _bands_of(reader, options)
     for box in blocks(reader):
         stored = reader.read(box, box.height, box.width, bands)
-        yield stored, channels_of(stored, reader, options)
+        channels, empty = channels_of(stored, reader, options), holds_nothing(stored, reader)
+        if empty is not None and empty.any():
+            whole = ~empty.any(axis=2)
+            stored, channels = stored[whole][None], channels[whole][None]
+        if stored.size:
+            yield stored, channels
 
 
 def resize(image: np.ndarray, height: int, width: int) -> np.ndarray:
@@ -127,29 +134,46 @@ def range_of(reader: Reader, options: ReadOptions) -> tuple[float, float] | None
 
 
 def scale_values(pixels: np.ndarray, reader: Reader, options: ReadOptions) -> np.ndarray:
-    """Return uint8 as it is and other values as float32 in [0, 1], NaN as 0.
+    """Return uint8 as it is and other values as float32 in [0, 1]; NaN and what stands for no data
+    are 0. Where the smallest value is white, so is 0.
 
     Raises:
         ValueError: nothing says which values are black and white, or values are above what the
             other files hold; one line with the smallest and the largest value.
     """
+    empty = holds_nothing(pixels, reader)
     if pixels.dtype == np.uint8 and reader.bits in (8, None):
-        return pixels
+        pixels = 255 - pixels if reader.inverted else pixels
+        return pixels if empty is None else np.where(empty, np.uint8(0), pixels)
     limits = range_of(reader, options)
     if limits is None:
-        raise ValueError(_no_range(pixels))
+        raise ValueError(_no_range(pixels, reader.nodata))
     low, high = limits
     if options.found or limits != options.value_range:
-        _check_above(pixels, high)
+        _check_above(pixels if empty is None else pixels[~empty], high)
     scaled = pixels.astype(np.float32)
     scaled -= np.float32(low)
     scaled /= np.float32(high - low)
     np.nan_to_num(scaled, copy=False, nan=0.0, posinf=1.0, neginf=0.0)
-    return np.clip(scaled, 0, 1, out=scaled)
+    np.clip(scaled, 0, 1, out=scaled)
+    if reader.inverted:
+        np.subtract(1, scaled, out=scaled)
+    if empty is not None:
+        scaled[empty] = 0
+    return scaled
 
 
-def _no_range(pixels: np.ndarray) -> str:
-    low, high = extremes(pixels)
+def holds_nothing(pixels: np.ndarray, reader: Reader) -> np.ndarray | None:
+    """Return which values of ``[h, w, bands]`` stand for no data; None where the file names no such
+    value.
+    """
+    if reader.nodata is None:
+        return None
+    return np.isnan(pixels) if math.isnan(reader.nodata) else pixels == reader.nodata
+
+
+def _no_range(pixels: np.ndarray, nodata: float | None) -> str:
+    low, high = extremes(pixels, nodata)
     return (
         f"{pixels.dtype} values from {low:,.6g} to {high:,.6g}, and nothing says which of them are "
         "black and white; give --data.value_range LOW HIGH"
@@ -164,8 +188,12 @@ def _check_above(pixels: np.ndarray, high: float) -> None:
         )
 
 
-def extremes(pixels: np.ndarray) -> tuple[float, float]:
-    """Return the smallest and the largest finite value; 0 and 0 where there is none."""
+def extremes(pixels: np.ndarray, nodata: float | None = None) -> tuple[float, float]:
+    """Return the smallest and the largest finite value besides ``nodata``; 0 and 0 where there is
+    none.
+    """
+    if nodata is not None:
+        pixels = pixels[pixels != nodata]
     if pixels.dtype.kind == "f":
         pixels = pixels[np.isfinite(pixels)]
     return (float(pixels.min()), float(pixels.max())) if pixels.size else (0.0, 0.0)
@@ -224,7 +252,10 @@ def settle(
             continue  # it is reported when its turn comes
     if strict and refused and not seen:
         raise ValueError(refused[0])
+    ranged = options.value_range is not None and not options.found
     options, lines = _with_range(seen, options, strict)
+    if ranged and seen and all(file.dtype == np.uint8 for file in seen):
+        lines.append("data.value_range changes nothing here: the images have 8 bits and stay so")
     many = max(seen, key=lambda file: file.pages, default=None)
     if many and many.pages > 1:
         lines.append(
@@ -250,7 +281,8 @@ def _look(source: Source, index: int, options: ReadOptions) -> _Seen:
         bands, ends = _bands_of(reader, options), None
         if reader.dtype != np.uint8 and range_of(reader, options) is None:
             parts = (reader.read(box, box.height, box.width, bands) for box in blocks(reader))
-            lows, highs = zip(*map(extremes, parts), strict=True)
+            found = [extremes(part, reader.nodata) for part in parts]
+            lows, highs = zip(*found, strict=True)
             ends = min(lows), max(highs)
         pages = reader.pages if options.page is None else 1
         return _Seen(source.name(index), pages, reader.dtype, ends)

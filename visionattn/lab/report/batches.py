@@ -10,9 +10,8 @@ from dataclasses import asdict, dataclass, field, replace
 
 from PIL import Image
 
-from visionattn.cli.ends import is_out_of_memory
 from visionattn.cli.parsing import parse
-from visionattn.lab.report.runs import Run
+from visionattn.lab.report.runs import Run, for_each
 from visionattn.training.config import TrainConfig, check
 from visionattn.training.record import CONFIG
 from visionattn.training.sheet import draw_sheet
@@ -40,21 +39,16 @@ def batches_of(runs: Sequence[Run]) -> tuple[list[Batches], dict[str, str]]:
         The sheets, and for the runs that have none the reason, a line each.
     """
     found: dict[str, Batches] = {}
-    skipped: dict[str, str] = {}
-    for run in runs:
-        try:
-            config = config_of(run)
-            key = repr(seen(config))
-            if key not in found:
-                sheet = draw_sheet(first_batches(config), most_px=MOST_PX)
-                found[key] = Batches(address(sheet))
-            found[key].runs.append(run.name)
-        except (ValueError, OSError) as error:
-            skipped[run.name] = " ".join(str(error).split())
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            skipped[run.name] = "out of memory"
+
+    def add(run: Run) -> None:
+        config = config_of(run)
+        key = repr(seen(config))
+        if key not in found:
+            sheet = draw_sheet(first_batches(config), most_px=MOST_PX)
+            found[key] = Batches(address(sheet))
+        found[key].runs.append(run.name)
+
+    skipped = for_each(runs, add)
     return list(found.values()), skipped
 
 

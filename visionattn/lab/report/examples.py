@@ -14,11 +14,10 @@ import torch
 from einops import rearrange
 from PIL import Image
 
-from visionattn.cli.ends import is_out_of_memory
 from visionattn.data.batches import Item, SampleKey, Unreadable
 from visionattn.data.geometry import Size
 from visionattn.data.streams import Shards
-from visionattn.lab.report.runs import Run
+from visionattn.lab.report.runs import Run, for_each
 from visionattn.models.filled import call, takes_sizes
 from visionattn.training.validate import Validation, parse_validate
 
@@ -86,16 +85,7 @@ def galleries(runs: Sequence[Run], count: int) -> tuple[list[Gallery], dict[str,
         The galleries, and for the runs that are in none the reason, a line each.
     """
     found: dict[tuple, Gallery] = {}
-    skipped: dict[str, str] = {}
-    for run in runs:
-        try:
-            add(found, run, count)
-        except (ValueError, OSError) as error:
-            skipped[run.name] = " ".join(str(error).split())
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            skipped[run.name] = "out of memory"
+    skipped = for_each(runs, lambda run: add(found, run, count))
     return list(found.values()), skipped
 
 

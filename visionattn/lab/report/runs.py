@@ -7,6 +7,7 @@ missing is missing in the page, and what cannot be read is listed in ``problems`
 
 import json
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import yaml
 from safetensors import SafetensorError, safe_open
 
+from visionattn.cli.ends import is_out_of_memory
 from visionattn.training.record import BEST, CONFIG, METRICS, STATUS
 
 Values = dict[str, Any]
@@ -267,3 +269,20 @@ def flatten(config: Values, prefix: str = "") -> Values:
         else:
             flat[f"{prefix}{key}"] = value
     return flat
+
+
+def for_each(runs: Sequence[Run], work: Callable[[Run], None]) -> dict[str, str]:
+    """Do something for each run; return, for the runs where it cannot be done, the reason in a
+    line.
+    """
+    skipped: dict[str, str] = {}
+    for run in runs:
+        try:
+            work(run)
+        except (ValueError, OSError) as error:
+            skipped[run.name] = " ".join(str(error).split())
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            skipped[run.name] = "out of memory"
+    return skipped
