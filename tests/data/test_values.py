@@ -262,3 +262,14 @@ def test_pages_that_are_left_out_are_told_once():
         "out; --data.page N takes another"
     ]
     assert settle(source, range(2), ReadOptions(page=2))[1] == []
+
+
+def test_one_file_of_pages_among_many_is_told(tmp_path):
+    for number in range(40):
+        Image.new("L", (9, 8), number).save(tmp_path / f"{number:02}.tif")
+    pages = [Image.new("L", (9, 8), number) for number in range(3)]
+    pages[0].save(tmp_path / "03.tif", save_all=True, append_images=pages[1:])
+    files = Files([str(path) for path in sorted(tmp_path.iterdir())])
+    _, lines = settle(files, range(40), ReadOptions(1))
+    assert len(lines) == 1 and "several pages (3 in" in lines[0] and "03.tif" in lines[0]
+    assert settle(files, range(40), ReadOptions(1, page=1))[1] == []

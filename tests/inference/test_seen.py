@@ -245,7 +245,7 @@ BAD = {
     "--img_size 16 0": "img_size must be above 0, got 0",
     "--img_size [16]": "img_size must be one number of pixels, or height and width, got [16]",
     "--img_size 16 24 32": "or height and width, got [16, 24, 32]",
-    "--img_size 4 24": "img_size 4 x 24 is smaller than a patch of 8 x 8 pixels",
+    "--img_size 4 24": "img_size 4 x 24 is smaller than a patch of 8 x 8 pixels; make it",
     "--fit pad --img_size 20 24": "20 x 24 pixels is not a whole number of 8-pixel patches",
     "--fit whole": "fit must be one of native, pad, stretch, crop or null, got whole",
 }
@@ -295,7 +295,8 @@ def test_a_model_of_timm_sees_what_is_padded_as_black(images):
     scaled = (black / 255 - np.array(COLOUR.mean)) / np.array(COLOUR.std)
     with torch.no_grad():
         wanted = model(torch.tensor(scaled.transpose(2, 0, 1)[None], dtype=torch.float32))
-    found = visionattn.predict(model, [Image.fromarray(image)], top_k=4)
+    with pytest.warns(UserWarning, match="sees what padding adds to images as black"):
+        found = visionattn.predict(model, [Image.fromarray(image)], top_k=4)
     values = wanted[0].softmax(0).sort(descending=True)[0]
     torch.testing.assert_close(found.probabilities[0], values, rtol=0, atol=1e-5)
 
@@ -303,13 +304,13 @@ def test_a_model_of_timm_sees_what_is_padded_as_black(images):
 def test_a_picture_of_pillow_is_turned_as_its_file_would_be(tmp_path):
     from PIL import Image
 
-    from visionattn.inference.held import as_pillow
+    from visionattn.inference.held import as_held
 
     turned, exif = Image.new("RGB", (6, 4)), Image.Exif()
     exif[0x112] = 6
     turned.save(tmp_path / "turned.jpg", exif=exif)
     with Image.open(tmp_path / "turned.jpg") as picture:
-        assert as_pillow(picture).size == (4, 6)
+        assert as_held(picture).size == (4, 6)
 
 
 def test_bands_range_and_page_of_other_files_are_flags_too(tmp_path, monkeypatch, capsys):
@@ -341,3 +342,38 @@ def test_bands_range_and_page_of_other_files_are_flags_too(tmp_path, monkeypatch
     assert "bands names 3, and the model takes 2 channels" in capsys.readouterr().err
     assert predict([*flags, "--overwrite", "--value_range", "1", "1"]) == 2
     assert "value_range must be two finite numbers" in capsys.readouterr().err
+
+
+def test_arrays_of_bands_and_of_other_values_are_seen_as_their_files_are(tmp_path, monkeypatch):
+    import numpy as np
+    import tifffile
+    import timm
+    import torch
+
+    from visionattn.models.weights import DataSpec
+
+    monkeypatch.chdir(tmp_path)
+    model = timm.create_model(
+        "scaleformer_vit_t", num_classes=2, in_chans=2, patch_size=8, embed_dim=16, depth=1,
+        num_heads=2, img_size=16,
+    )  # fmt: skip
+    model.data_spec = DataSpec(
+        2, 2, (), (0.5,) * 2, (0.2,) * 2, None, 16, bands=(5, 1), value_range=(0.0, 4095.0)
+    )
+    levels = np.random.default_rng(0).integers(0, 4096, (24, 16, 5)).astype(np.uint16)
+    tifffile.imwrite("five.tif", levels, photometric="minisblack", planarconfig="contig")
+    wanted = visionattn.predict(model, "five.tif").probabilities
+    for held in (levels, torch.from_numpy(levels.astype(np.int32)).permute(2, 0, 1)):
+        found = visionattn.predict(model, [held]).probabilities
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
+    for more in ({"bands": (5, 1)}, {"value_range": (0, 4095)}):
+        again = visionattn.predict(model, [levels], **more).probabilities
+        torch.testing.assert_close(again, wanted, rtol=0, atol=1e-6)
+    other = visionattn.predict(model, [levels], bands=(1, 5)).probabilities
+    assert (other - wanted).abs().max() > 1e-4
+    with pytest.raises(ValueError, match="bands names 3, and the model takes 2 channels"):
+        visionattn.predict(model, [levels], bands=(1, 2, 3))
+    with pytest.raises(ValueError, match=r"image 0: .*band"):
+        visionattn.predict(model, [levels[..., :3]])
+    with pytest.raises(ValueError, match="image 0: wanted numbers"):
+        visionattn.predict(model, [levels.astype(str)])

@@ -248,7 +248,11 @@ class ImageDataset(Dataset):
             with open_image(self.source.open(index), self.options) as reader:
                 size = (reader.height, reader.width)
                 if self._sizes is not None and size != tuple(self._sizes[key.index]):
-                    raise ValueError("its size is not the one that it had when the run began")
+                    raise ValueError(
+                        "its size is not the one that it had when the run began"
+                        if self._sizes[key.index].any()
+                        else "it could not be read when the run began, and now it can"
+                    )
                 label = int(self.labels[key.index])
 
                 def read(view: View) -> np.ndarray:

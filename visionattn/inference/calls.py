@@ -5,7 +5,8 @@ batches are run as the commands run them.
 """
 
 import os
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
@@ -21,7 +22,7 @@ from visionattn.inference.options import NATIVE, InferenceOptions, check
 from visionattn.inference.predict import count_of_classes, most_probable
 from visionattn.inference.reading import ReadImages
 from visionattn.inference.running import Compute, Outcome, last_map, run_images
-from visionattn.models.filled import call, pooled
+from visionattn.models.filled import call, pooled, takes_sizes
 from visionattn.models.weights import Fit
 
 Size = int | list[int] | Literal["native"] | None
@@ -48,6 +49,9 @@ def predict(
     img_size: Size = None,
     fit: Fit | None = None,
     max_patches: int | None = None,
+    bands: Sequence[int] | None = None,
+    value_range: tuple[float, float] | None = None,
+    page: int | None = None,
     batch_size: int | None = None,
     workers: int = 0,
     device: str | None = None,
@@ -58,8 +62,9 @@ def predict(
     Args:
         model: a module of timm or ours, which stays where it is and as it is; a checkpoint of a
             run; or a timm name, for the weights that timm has of it.
-        images: paths of files and folders; pictures of Pillow; uint8 arrays ``[H, W]``,
-            ``[H, W, C]`` or ``[B, H, W, C]``; uint8 tensors ``[C, H, W]`` or ``[B, C, H, W]``.
+        images: paths of files and folders; pictures of Pillow; arrays ``[H, W]``, ``[H, W, C]`` or
+            ``[B, H, W, C]``; tensors ``[C, H, W]`` or ``[B, C, H, W]``: uint8, or other numbers
+            with the range of values and the bands that the model knows, as in ``.npy`` files.
         top_k: classes per image; None: 5, or as many as there are.
         img_size: size in pixels: one number, or height and width; with ``fit="native"`` the most
             that they may be. ``"native"``: each image at its own size, without a limit. None: as in
@@ -67,6 +72,11 @@ def predict(
         fit: how images of any size come to the model: ``"native"``, ``"pad"``, ``"stretch"`` or
             ``"crop"``. None: as in training.
         max_patches: with ``fit="native"``, instead of ``img_size``: the most patches of an image.
+        bands: which bands of an image are the model's channels, counted from 1. None: as the model
+            knows.
+        value_range: the values that are black and white, where they have not 8 bits. None: as the
+            model or the files know.
+        page: which page of files with several, counted from 1. None: the first.
         batch_size: images at once; None: 16, with ``"native"`` 1.
         workers: processes that read images; 0 reads in this one.
         device: for names and checkpoints; None takes a GPU where there is one.
@@ -78,7 +88,18 @@ def predict(
         OutOfMemory, Failed: one image does not fit into memory, or a process that reads ended; they
             are defined in ``visionattn.cli.ends``.
     """
-    options = _options(img_size, fit, max_patches, batch_size, workers, device, amp)
+    options = _options(
+        img_size=img_size,
+        fit=fit,
+        max_patches=max_patches,
+        bands=None if bands is None else list(bands),
+        value_range=None if value_range is None else list(value_range),
+        page=page,
+        batch_size=batch_size,
+        workers=workers,
+        device=device or "auto",
+        amp=amp,
+    )
     found = Predictions([], torch.empty(0), [])
     probabilities = []
     with _opened(model, options, classifies=True) as opened:
@@ -99,6 +120,9 @@ def extract_features(
     img_size: Size = None,
     fit: Fit | None = None,
     max_patches: int | None = None,
+    bands: Sequence[int] | None = None,
+    value_range: tuple[float, float] | None = None,
+    page: int | None = None,
     batch_size: int | None = None,
     workers: int = 0,
     device: str | None = None,
@@ -118,7 +142,18 @@ def extract_features(
     Raises:
         What ``predict`` raises, and ValueError for a model without features of this kind.
     """
-    options = _options(img_size, fit, max_patches, batch_size, workers, device, amp)
+    options = _options(
+        img_size=img_size,
+        fit=fit,
+        max_patches=max_patches,
+        bands=None if bands is None else list(bands),
+        value_range=None if value_range is None else list(value_range),
+        page=page,
+        batch_size=batch_size,
+        workers=workers,
+        device=device or "auto",
+        amp=amp,
+    )
     with _opened(model, options, classifies=False) as opened:
         method = "forward_intermediates" if dense else "forward_head"
         if not hasattr(opened.model, method):
@@ -131,23 +166,10 @@ def extract_features(
     return torch.stack(values)
 
 
-def _options(
-    img_size: Size,
-    fit: Fit | None,
-    max_patches: int | None,
-    batch_size: int | None,
-    workers: int,
-    device: str | None,
-    amp: Amp,
-) -> InferenceOptions:
+def _options(*, img_size: Size, **given) -> InferenceOptions:
+    """Return the options of a call, of which the words and the size are checked."""
     options = InferenceOptions(
-        img_size=list(img_size) if isinstance(img_size, tuple) else img_size,
-        fit=fit,
-        max_patches=max_patches,
-        batch_size=batch_size,
-        workers=workers,
-        device=device or "auto",
-        amp=amp,
+        img_size=list(img_size) if isinstance(img_size, tuple) else img_size, **given
     )
     for key, known in WORDS.items():
         if getattr(options, key) not in known:
@@ -209,6 +231,8 @@ def _outcomes(
     options: InferenceOptions,
 ) -> Iterator[Outcome]:
     """Yield the outcome of each image, and raise for the first one without a result."""
+    if opened.geometry.fit == "pad" and not takes_sizes(opened.model):
+        warnings.warn(f"{opened.name} sees what padding adds to images as black", stacklevel=2)
     batches = run_images(
         opened,
         ReadImages(listing_of(images), opened.spec, opened.geometry),

@@ -19,7 +19,7 @@ from visionattn.inference.listing import ListedFiles, digest_of, find_images
 Picture = Image.Image | np.ndarray | Tensor
 Images = str | Path | Picture | Sequence[str | Path] | Sequence[Picture]
 WANTED = (
-    "uint8, [H, W], [H, W, C] or [B, H, W, C] as an array, [C, H, W] or [B, C, H, W] as a tensor"
+    "numbers, [H, W], [H, W, C] or [B, H, W, C] as an array, [C, H, W] or [B, C, H, W] as a tensor"
 )
 
 
@@ -28,15 +28,18 @@ class HeldImages:
 
     def __init__(self, pictures: Sequence[Picture]):
         """Take pictures; raise ValueError for the first that is none."""
-        self.pictures = [as_pillow(picture, i) for i, picture in enumerate(pictures)]
+        self.pictures = [as_held(picture, i) for i, picture in enumerate(pictures)]
 
     def __len__(self) -> int:
         return len(self.pictures)
 
     def open(self, index: int) -> BinaryIO:
         """Return the picture as an uncompressed file in memory, so that it is read as files are."""
-        stream = io.BytesIO()
-        self.pictures[index].save(stream, "tiff", compression="raw")
+        stream, picture = io.BytesIO(), self.pictures[index]
+        if isinstance(picture, np.ndarray):
+            np.save(stream, picture)
+        else:
+            picture.save(stream, "tiff", compression="raw")
         stream.seek(0)
         return stream
 
@@ -46,17 +49,18 @@ class HeldImages:
 
     def digest(self) -> str:
         """Return a digest of modes, sizes and pixels."""
-        return digest_of(
-            part for image in self.pictures for part in (image.mode, image.size, image.tobytes())
-        )
+        kinds = (getattr(each, "mode", None) or str(each.dtype) for each in self.pictures)
+        shapes = (getattr(each, "size", None) or each.shape for each in self.pictures)
+        pixels = (each.tobytes() for each in self.pictures)
+        return digest_of(part for each in zip(kinds, shapes, pixels, strict=True) for part in each)
 
 
-def as_pillow(picture: Picture, index: int = 0) -> Image.Image:
-    """Return a picture of Pillow as it is to be seen, and an array or a tensor of grey levels or
-    colours as one.
+def as_held(picture: Picture, index: int = 0) -> Image.Image | np.ndarray:
+    """Return a picture of Pillow as it is to be seen, an array or a tensor of grey levels or
+    colours as one, and one of other bands or values as the array ``[H, W, C]``.
 
     Raises:
-        ValueError: it is neither, not uint8, or its shape is not that of a picture.
+        ValueError: it is neither, holds no numbers, or its shape is not that of a picture.
     """
     if isinstance(picture, Image.Image):
         return ImageOps.exif_transpose(picture)
@@ -71,13 +75,15 @@ def as_pillow(picture: Picture, index: int = 0) -> Image.Image:
         array = (rearrange(array, "c h w -> h w c") if array.ndim == 3 else array).numpy()
     if array.ndim == 3 and array.shape[2] == 1:
         array = array[:, :, 0]
-    coloured = array.ndim == 3 and array.shape[2] in (3, 4)
-    if array.dtype != np.uint8 or not (array.ndim == 2 or coloured) or not array.size:
+    if array.dtype.kind not in "buif" or array.ndim not in (2, 3) or not array.size:
         raise ValueError(
             f"image {index}: wanted {WANTED}, got {what}; what is normalised already goes to the "
             f"model itself"
         )
-    return Image.fromarray(np.ascontiguousarray(array))
+    array = np.ascontiguousarray(array)
+    if array.dtype == np.uint8 and (array.ndim == 2 or array.shape[2] in (3, 4)):
+        return Image.fromarray(array)
+    return array
 
 
 def listing_of(images: Images) -> ListedFiles | HeldImages:

@@ -157,6 +157,7 @@ def open_module(model: nn.Module, options: InferenceOptions) -> Opened:
         kept = PretrainedCfg(**{key: value for key, value in kept.items() if key in known})
         spec = _spec_of(kept, model.state_dict())
         spec = replace(spec, num_classes=getattr(model, "num_classes", spec.num_classes))
+    spec = _with_files(spec, options)
     fixed = fixed_size(model)
     if fixed is not None and spec.fit != NATIVE:
         spec = replace(spec, img_size=fixed)

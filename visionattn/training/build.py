@@ -127,7 +127,7 @@ def check_geometries(model: nn.Module, geometries: Iterable[Geometry]) -> None:
         if limit is not None and any(px < of for px, of in zip(limit, patch, strict=True)):
             raise ValueError(
                 f"img_size {limit[0]} x {limit[1]} is smaller than a patch of {patch[0]} x "
-                f"{patch[1]} pixels"
+                f"{patch[1]} pixels; make it larger, or the model's patches smaller"
             )
         if size is None:
             if fixed is not None:

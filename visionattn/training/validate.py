@@ -103,6 +103,8 @@ def parse_validate(argv: Sequence[str]) -> ValidateConfig:
             word.startswith(f"--data.{key}=") for word in spelled
         ):
             raise ValueError(f"data.{key} is for training; name {flag} instead")
+    if any(word.startswith(("--data.augment=", "--data.aug.")) for word in spelled):
+        raise ValueError("data.augment is for training; images to evaluate on stay as they are")
     return config
 
 
@@ -180,6 +182,11 @@ class Validation:
         data = replace(data, **known)
         # As choices of the training, all sizes are checked, here and not when their turn comes.
         first = self.geometries[0]
+        if first.fit != "native" and data.batch_patches is not None and self.spec.fit != "native":
+            raise ValueError(
+                f"data.batch_patches is for fit native; with fit {first.fit} batch_size says how "
+                "many images make a batch"
+            )
         splits = build_splits(
             replace(
                 data,

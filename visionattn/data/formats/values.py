@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import BinaryIO, NamedTuple, Protocol
 
 import cv2
@@ -23,6 +24,8 @@ GREY = np.array([0.299, 0.587, 0.114], np.float32)
 BITS = (8, 10, 12, 14, 16)
 """What integers of 16 bits may hold where their file does not say it."""
 FEW_FILES = 8
+PAGED, HEADS = (".tif", ".tiff", ".btf", ".tf8", ".gif", ".webp"), 256
+"""The ends of names of formats that have pages, and how many such files are asked for theirs."""
 TILE_ROWS = 256
 BLOCK_PX = 2**24
 """The most pixels that are read at once where all of an image is looked at."""
@@ -257,6 +260,8 @@ def settle(
     if ranged and seen and all(file.dtype == np.uint8 for file in seen):
         lines.append("data.value_range changes nothing here: the images have 8 bits and stay so")
     many = max(seen, key=lambda file: file.pages, default=None)
+    if many is None or many.pages == 1:
+        many = _first_of_pages(source, indices, options)
     if many and many.pages > 1:
         lines.append(
             f"images have several pages ({many.pages} in {many.name}): the first of each is read, "
@@ -274,6 +279,23 @@ class _Seen(NamedTuple):
     dtype: np.dtype
     ends: tuple[float, float] | None
     """The smallest and the largest value, where nothing says which range they have."""
+
+
+def _first_of_pages(source: Source, indices: Sequence[int], options: ReadOptions) -> _Seen | None:
+    """Return the first file with several pages among the first ``HEADS`` whose names tell formats
+    that have pages; their heads alone are read.
+    """
+    if options.page is not None:
+        return None
+    named = (int(index) for index in indices if source.name(int(index)).lower().endswith(PAGED))
+    for index in islice(named, HEADS):
+        try:
+            with open_image(source.open(index), options) as reader:
+                if reader.pages > 1:
+                    return _Seen(source.name(index), reader.pages, reader.dtype, None)
+        except DAMAGED_IMAGE:
+            continue
+    return None
 
 
 def _look(source: Source, index: int, options: ReadOptions) -> _Seen:
