@@ -125,10 +125,10 @@ def stop_after(patch: pytest.MonkeyPatch, steps: int, what) -> None:
     """Do something in the given step, counted over all trainers."""
     real, done = Trainer.step, iter(range(1, 1000))
 
-    def step(self, group):
+    def step(self, group, *more):
         if next(done) == steps:
             what()
-        return real(self, group)
+        return real(self, group, *more)
 
     patch.setattr(Trainer, "step", step)
 

@@ -122,7 +122,12 @@ def test_what_cannot_be_done_is_one_line(given, tmp_path):
         (model, "nowhere", {}, "no image, folder or list at nowhere"),
         (model, pixels[0] / 255, {}, "image 0: float64 values from 0 to 1, and nothing says which"),
         (model, pixels[0].astype(str), {}, "image 0: wanted numbers, [H, W]"),
-        (model, torch.zeros(2, 5, 16, 16, dtype=torch.uint8), {}, "image 0: the image has 5 bands; name"),
+        (
+            model,
+            torch.zeros(2, 5, 16, 16, dtype=torch.uint8),
+            {},
+            "image 0: the image has 5 bands",
+        ),
         (model, [pixels[0], 7], {}, "image 1: wanted a path, a picture of Pillow"),
     ):
         with pytest.raises((ValueError, FileNotFoundError)) as error:

@@ -18,7 +18,8 @@ import torch
 from torch.distributed import TCPStore
 
 from tests.helpers.several_processes import run_processes
-from visionattn.cli.ends import Interrupted, NonFinite, OutOfMemory, run_tool
+from visionattn.cli.ends import NonFinite, OutOfMemory, run_tool
+from visionattn.cli.interruption import Interrupted
 from visionattn.data.batches import share
 from visionattn.training.distributed import Processes, joined
 from visionattn.training.watchdog import Waits

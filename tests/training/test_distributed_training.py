@@ -118,10 +118,10 @@ def stop_after(monkeypatch, step: int, rank: int) -> None:
     """Send SIGTERM to one process in a step, which is counted from the start of the process."""
     real, steps = Trainer.step, iter(range(1, 1000))
 
-    def stopped(self, group):
+    def stopped(self, group, *more):
         if next(steps) == step and self.processes.rank == rank:
             os.kill(os.getpid(), signal.SIGTERM)
-        return real(self, group)
+        return real(self, group, *more)
 
     monkeypatch.setattr(Trainer, "step", stopped)
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.helpers.long_operation import ended, one_long_operation
 from tests.helpers.resumed_runs import (
     FORK,
     assert_same_end,
@@ -60,6 +61,32 @@ def test_sigterm_to_all_processes_of_a_run_saves_the_state_and_ends_with_code_13
     assert status["reason"].startswith(f"stopped after step {step} ") and step < 12
     config.resume = True
     assert end(start(config)) == 0
+    assert_same_end(whole, folder)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_training_ends_within_one_operation_of_a_backward_pass_and_goes_on_bit_for_bit(
+    tmp_path, monkeypatch, whole, signum
+):
+    real, calls, begun = optimize.OptimizerStep.add_gradients, iter(range(1000)), FORK.Event()
+
+    def long(self, *given, **options):
+        loss = real(self, *given, **options)
+        if next(calls) == 9:  # in the second batch of the fifth step
+            begun.set()
+            one_long_operation()
+        return loss
+
+    config = config_of(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(optimize.OptimizerStep, "add_gradients", long)
+        code, said = ended(lambda: run(config), signum, begun, tmp_path / "errors")
+    folder = tmp_path / "small"
+    assert code == 130 and said.startswith("stopped after step 4 ") and said.count("\n") == 1
+    assert state_of(folder)["position"]["step"] == 4
+    assert not (folder / "run.lock").exists() and not list(folder.glob("*.tmp"))
+    config.resume = True
+    assert run_tool(lambda: run(config)) == 0
     assert_same_end(whole, folder)
 
 

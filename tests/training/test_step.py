@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from tests.helpers.small_runs import batch, quadrants, small_config, small_trainer
-from visionattn.cli.ends import Interruption, NonFinite
+from visionattn.cli.ends import NonFinite
+from visionattn.cli.interruption import Interruption
 from visionattn.training.config import OptimConfig
 from visionattn.training.finite import first_non_finite
 from visionattn.training.optimize import (
@@ -65,9 +66,9 @@ def test_an_epoch_ends_with_a_step_on_its_last_incomplete_group(tmp_path):
     trainer = small_trainer(small_config(tmp_path, optim={"accumulate": 3}))
     groups, notes = [], Notes()
     real = trainer.step
-    trainer.step = lambda group: (
+    trainer.step = lambda group, *more: (
         groups.append([len(batch.labels) for batch in group]),
-        real(group),
+        real(group, *more),
     )[1]
     trainer.train_epoch(notes, Interruption())
     assert groups == [[8, 8, 8], [8, 8, 8], [8, 5]]
@@ -330,9 +331,9 @@ def test_batches_of_another_size_of_image_train_too(tmp_path):
     config = small_config(tmp_path, data={"img_size_choices": [12, 16, 20]})
     trainer, sizes = small_trainer(config, quadrants(61)), set()
     real = trainer.step
-    trainer.step = lambda group: (
+    trainer.step = lambda group, *more: (
         sizes.update(batch.images.shape[-1] for batch in group),
-        real(group),
+        real(group, *more),
     )[1]
     trainer.train_epoch(Notes(), Interruption())
     assert sizes == {12, 16, 20} and trainer.position.skipped == 0

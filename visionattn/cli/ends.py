@@ -5,18 +5,16 @@ process, and what a command prints and returns for each.
 """
 
 import os
-import signal
 import sys
-import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 
-Item = TypeVar("Item")
+from visionattn.cli.interruption import STOPPED, ends_in_time
+
 PACKAGE = Path(__file__).parents[1]
 
 
@@ -56,60 +54,6 @@ EXIT_CODES = {NonFinite: 1, OutOfMemory: 3, Failed: 4}
 """What a tool returns where a run ends through no fault of its input."""
 
 
-class Interrupted(Exception):
-    """Ctrl-C or SIGTERM came; raised by ``Interruption.watch`` between two items."""
-
-
-class Interruption:
-    """While active, the first Ctrl-C is noted and a second one raises ``KeyboardInterrupt`` at
-    once.
-
-    SIGTERM, which clusters, ``timeout`` and ``torchrun`` send, some of them twice, is noted however
-    often it comes.
-    """
-
-    def __init__(self) -> None:
-        self.requested = False
-        self._previous: dict[int, object] = {}
-
-    def __enter__(self) -> "Interruption":
-        if threading.current_thread() is threading.main_thread():
-            self._previous = {
-                number: signal.signal(number, self._note)
-                for number in (signal.SIGINT, signal.SIGTERM)
-            }
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-    def _note(self, signum: int, frame: object) -> None:
-        if self.requested and signum == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.requested = True
-
-    def watch(self, items: Iterable[Item]) -> Iterator[Item]:
-        """Pass items on, and raise ``Interrupted`` before the next one once a signal was noted.
-
-        A signal reaches the loader's processes too: the loader's error about their end then counts
-        as the interruption.
-        """
-        iterator = iter(items)
-        while True:
-            if self.requested:
-                raise Interrupted
-            try:
-                item = next(iterator)
-            except StopIteration:
-                return
-            except RuntimeError as error:
-                if self.requested:
-                    raise Interrupted from error
-                raise
-            yield item
-
-
 def run_tool(work: Callable[[], None], *, several: bool = False) -> int:
     """Do a command's work and turn the ways in which it can end into an exit code and at most one
     line on standard error.
@@ -123,7 +67,8 @@ def run_tool(work: Callable[[], None], *, several: bool = False) -> int:
         0; 1 for a loss that is not finite; 2 for bad input, and for files that cannot be read or
         written; 3 for too little memory; 4 where another process of the run ended; 130 for Ctrl-C.
     """
-    if not several and os.environ.get("WORLD_SIZE", "1") != "1":
+    alone = os.environ.get("WORLD_SIZE", "1") == "1"
+    if not several and not alone:
         if os.environ.get("RANK", "0") == "0":
             print(
                 "error: this tool runs as one process; start it without torchrun", file=sys.stderr
@@ -133,18 +78,21 @@ def run_tool(work: Callable[[], None], *, several: bool = False) -> int:
         if getattr(stream, "errors", None) == "strict" and hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
     try:
-        with warnings_in_one_line():
+        with ends_in_time(alone=alone), warnings_in_one_line():
             work()
-    except (ValueError, OSError, *EXIT_CODES) as error:
-        print(f"error: {in_one_line(error)}", file=sys.stderr)
-        return exit_code(error)
-    except Stopped as error:
-        print(in_one_line(error), file=sys.stderr)
-        return 130
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    except (ValueError, OSError, Stopped, KeyboardInterrupt, *EXIT_CODES) as error:
+        return tell(error)
     return 0
+
+
+def tell(error: BaseException) -> int:
+    """Print the line of an error that ends a command, and return the exit code."""
+    if isinstance(error, KeyboardInterrupt):
+        print("interrupted", file=sys.stderr)
+    else:
+        begin = "" if isinstance(error, Stopped) else "error: "
+        print(begin + in_one_line(error), file=sys.stderr)
+    return exit_code(error)
 
 
 @contextmanager
@@ -169,7 +117,7 @@ def warnings_in_one_line() -> Iterator[None]:
 def exit_code(error: BaseException) -> int:
     """Return the exit code of a command that an error ends; 1 for one that is not known here."""
     if isinstance(error, (Stopped, KeyboardInterrupt)):
-        return 130
+        return STOPPED
     return 2 if isinstance(error, (ValueError, OSError)) else EXIT_CODES.get(type(error), 1)
 
 

@@ -23,13 +23,13 @@ from torch.distributed.elastic.utils.store import barrier
 
 from visionattn.cli.ends import (
     Failed,
-    Interrupted,
     NonFinite,
     OutOfMemory,
     Stopped,
     is_out_of_memory,
 )
 from visionattn.cli.files import first_line
+from visionattn.cli.interruption import Interrupted
 from visionattn.training.build import pick_device
 from visionattn.training.watchdog import Verdict, Waits, Watchdog
 

@@ -9,6 +9,7 @@ import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TextIO
 
 import numpy as np
@@ -16,13 +17,13 @@ import torch
 
 from visionattn.cli.ends import (
     Failed,
-    Interrupted,
-    Interruption,
     OutOfMemory,
     Stopped,
     is_out_of_memory,
+    tell,
 )
 from visionattn.cli.files import first_line
+from visionattn.cli.interruption import Interrupted, Interruption
 from visionattn.cli.provenance import provenance
 from visionattn.data.geometry import geometry_of
 from visionattn.data.splits import build_splits, geometry_choices
@@ -188,8 +189,9 @@ def run(
     """Train and test, with a record; an early end says what is kept of the run."""
     position = trainer.position
     since = (position.step, position.epoch)
+    aside = Aside(trainer, states, status)
     with (
-        Interruption() as interruption,
+        Interruption(aside.end if trainer.processes.size == 1 else None) as interruption,
         trainer.processes.guard(lambda verdict: status.end(verdict.exception())),
         early_ends(trainer, states),
         (
@@ -198,15 +200,17 @@ def run(
             else NoRecord(states.folder)
         ) as record,
     ):
+        aside.record = record
         for line in [*trainer.describe(), *first_lines]:
             record.say(line)
         try:
             trainer.fit(record, interruption)
             return trainer.finish(record, interruption)
         except Interrupted as error:
-            trainer.save(record)
-            where = f"stopped after step {position.step} ({trainer.where()})"
-            raise Stopped(f"{where}; the state is in {states.folder / LAST}") from error
+            with interruption.changing():
+                interruption.ends()
+                trainer.save(record)
+            raise Stopped(stopped(trainer, states)) from error
         except ValueError as error:  # an image that cannot be read, say
             if not position.step:
                 raise
@@ -214,6 +218,38 @@ def run(
                 raise ValueError(f"{error}; {states.kept()}") from error
             trainer.save(record)
             raise trainer.processes.agree(ValueError(f"{error}; {states.kept()}")) from error
+
+
+def stopped(trainer: Trainer, states: States) -> str:
+    """Say where a run has stopped, and where its state is."""
+    where = f"stopped after step {trainer.position.step} ({trainer.where()})"
+    return f"{where}; the state is in {states.folder / LAST}"
+
+
+@dataclass
+class Aside:
+    """End a run of one process from another thread, while one operation keeps the first one busy:
+    it has changed nothing yet that a state holds.
+    """
+
+    trainer: Trainer
+    states: States
+    status: Status
+    record: Record | None = None
+    """What the run writes; None before it has begun to."""
+
+    def end(self) -> int:
+        """Save the state, say so, and return the exit code."""
+        ended: Exception = Stopped("stopped before the first step")
+        if self.record is not None:
+            try:
+                self.trainer.save(self.record)
+                ended = Stopped(stopped(self.trainer, self.states))
+            except OSError as error:
+                ended = self.states.explain(error)
+            self.record.__exit__(Stopped)
+        self.status.end(ended)
+        return tell(ended)
 
 
 @contextmanager

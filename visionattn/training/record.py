@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from visionattn.cli.files import check_folder, flush_to_disk, lock, named, write_text
+from visionattn.cli.interruption import undone_at_end
 from visionattn.cli.parsing import yaml_text
 from visionattn.cli.progress import ProgressBar
 from visionattn.training.config import TrainConfig
@@ -108,7 +109,7 @@ def held(folder: Path) -> Iterator[None]:
     taken = (
         f"another run is at work in {folder}; wait for it or end it, or --run NAME writes elsewhere"
     )
-    with lock(folder / LOCK, taken, inherited=False):
+    with lock(folder / LOCK, taken, inherited=False), undone_at_end((folder / LOCK).unlink):
         HELD.add(folder)
         try:
             yield

@@ -6,6 +6,7 @@ The loop is here. The step, data, evaluation, files and interruption have module
 import math
 import time
 from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import asdict
 from itertools import islice
 from typing import Any
@@ -14,7 +15,8 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from visionattn.cli.ends import Interruption, NonFinite
+from visionattn.cli.ends import NonFinite
+from visionattn.cli.interruption import Interruption
 from visionattn.data.batches import Batch
 from visionattn.data.splits import Splits, eval_batches, train_batches
 from visionattn.models.weights import load_model, save_model
@@ -132,12 +134,15 @@ class Trainer(Learner):
             )
         self.clock = time.perf_counter()
         if self.states and self.states.step is None:
-            self.save(record)
+            with interruption.changing():
+                self.save(record)
         while self.position.epoch < self.config.epochs:
             self.train_epoch(record, interruption)
             model = self.spread.whole(self.evaluated)
-            self.close_epoch(model, self.evaluate(model, self.validation, interruption), record)
-            del model
+            result = self.evaluate(model, self.validation, interruption)
+            with interruption.changing():
+                self.close_epoch(model, result, record)
+            del model, result
         self.clock = None
         if self.position.step and self.position.skipped == self.position.step:
             raise NonFinite(
@@ -172,14 +177,20 @@ class Trainer(Learner):
         while group := self.processes.together(
             lambda: list(islice(batches, self.config.optim.accumulate))
         ):
-            if images := self.images_of(group):
-                waited = time.perf_counter() - start
-                outcome = self.step(group)
-                position.step += 1
-                self.count(group, images, *outcome, waited, time.perf_counter() - start, record)
-            position.batch += len(group)
-            if self.states and every and position.step % every == 0:
-                self.save(record)
+            # From the update on until all is counted, a state would be of no step.
+            with ExitStack() as update:
+
+                def begin(update=update) -> None:
+                    update.enter_context(interruption.changing())
+
+                if images := self.images_of(group):
+                    waited = time.perf_counter() - start
+                    outcome = self.step(group, begin)
+                    position.step += 1
+                    self.count(group, images, *outcome, waited, time.perf_counter() - start, record)
+                position.batch += len(group)
+                if self.states and every and position.step % every == 0:
+                    self.save(record)
             start = time.perf_counter()
 
     def count(

@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from visionattn.cli.ends import Interruption
 from visionattn.cli.files import write_text
 from visionattn.cli.fresh_process import ended_for_memory, environment, memory_kills
+from visionattn.cli.interruption import Interruption
 from visionattn.cli.parsing import yaml_text
 from visionattn.lab.sweep.folder import Ending, SweepFolder
 from visionattn.lab.sweep.grid import Cell, Plan

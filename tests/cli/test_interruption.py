@@ -1,0 +1,70 @@
+"""Ctrl-C and SIGTERM end a tool whatever it computes: one operation here takes hours."""
+
+import hashlib
+import signal
+import threading
+import time
+
+import pytest
+
+from tests.helpers.long_operation import FORK, ended, one_long_operation
+from visionattn.cli.ends import run_tool
+from visionattn.cli.interruption import Interruption, undone_at_end
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_tool_ends_within_one_operation_and_undoes_what_is_half_done(tmp_path, signum):
+    begun, half = FORK.Event(), tmp_path / "half"
+    half.write_text("half a file")
+
+    def work() -> None:
+        with undone_at_end(half.unlink):
+            begun.set()
+            one_long_operation()
+
+    assert ended(work, signum, begun, tmp_path / "errors") == (130, "interrupted\n")
+    assert not half.exists()
+
+
+def test_a_tool_that_python_can_interrupt_cleans_up_by_itself(tmp_path):
+    begun = FORK.Event()
+
+    def work() -> None:
+        try:
+            begun.set()
+            time.sleep(1000)
+        finally:
+            (tmp_path / "cleaned").touch()
+
+    assert ended(work, signal.SIGTERM, begun, tmp_path / "errors") == (130, "interrupted\n")
+    assert (tmp_path / "cleaned").exists()
+
+
+def test_nothing_ends_a_process_while_a_state_changes(tmp_path):
+    begun, log = FORK.Event(), tmp_path / "log"
+
+    def say(word: str) -> int:
+        with open(log, "a") as file:
+            file.write(word + "\n")
+        return 7
+
+    def work() -> None:
+        with Interruption(lambda: say("last resort")) as interruption:
+            with interruption.changing():
+                begun.set()
+                for _ in range(25):  # longer than the grace
+                    hashlib.pbkdf2_hmac("sha512", b"", b"", 100_000)
+                    time.sleep(0.1)
+                say("changed")
+            one_long_operation()
+
+    assert ended(work, signal.SIGINT, begun, tmp_path / "errors")[0] == 7
+    assert log.read_text() == "changed\nlast resort\n"
+
+
+def test_handlers_and_threads_are_those_of_before_once_a_tool_has_ended():
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    threads = threading.active_count()
+    assert run_tool(lambda: None) == 0
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+    assert threading.active_count() == threads and signal.set_wakeup_fd(-1) == -1

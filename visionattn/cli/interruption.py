@@ -1,0 +1,206 @@
+"""Ctrl-C and SIGTERM: a tool ends within seconds, whatever it computes.
+
+Python runs its handlers of signals between two of its own instructions, and one operation on a
+large image, or a backward pass, takes minutes. So a thread hears of a signal from the system at
+once, and ends the process where it has not ended by itself after ``GRACE``. This module owns that
+thread and what is undone before it ends the process. It knows nothing of states.
+"""
+
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from types import TracebackType
+from typing import TypeVar
+
+Item = TypeVar("Item")
+GRACE = 1.0
+"""Seconds from a signal until a process is ended that has not begun to end by itself."""
+STOPPED = 130
+"""The exit code of what Ctrl-C or SIGTERM ended."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_undone: list[Callable[[], object]] = []
+"""What is called before a process is ended from aside, the last one first."""
+_active: list["_Listener"] = []
+
+
+class Interrupted(Exception):
+    """Ctrl-C or SIGTERM came; raised by ``Interruption.watch`` between two items."""
+
+
+@contextmanager
+def undone_at_end(undo: Callable[[], object]) -> Iterator[None]:
+    """Have ``undo`` called should the process be ended within this context."""
+    _undone.append(undo)
+    try:
+        yield
+    finally:
+        _undone.remove(undo)
+
+
+class _Listener(threading.Thread):
+    """Hear of signals from the system, and end the process that does not end by itself."""
+
+    def __init__(self) -> None:
+        super().__init__(name="signals", daemon=True)
+        self.changing = threading.RLock()
+        """Held by whoever changes what ``last_resort`` saves."""
+        self.last_resort: Callable[[], int] | None = None
+        """Saves and says what there is to save and say, and returns the exit code."""
+        self.ending, self.left = False, threading.Event()
+        self._own, self._system = socket.socketpair()
+        self._system.setblocking(False)
+
+    def __enter__(self) -> "_Listener":
+        self._previous = {number: signal.signal(number, _end) for number in SIGNALS}
+        self._wakeup = signal.set_wakeup_fd(self._system.fileno(), warn_on_full_buffer=False)
+        _active.append(self)
+        self.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        _active.remove(self)
+        signal.set_wakeup_fd(self._wakeup)
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self.left.set()
+        self._system.send(b"\0")
+        self.join()
+        for end in (self._own, self._system):
+            end.close()
+
+    def run(self) -> None:
+        """Wait for a signal, then for the process to end."""
+        while not (heard := self._own.recv(1)) or heard[0] not in SIGNALS:
+            if self.left.is_set():
+                return
+        if self.left.wait(GRACE):
+            return
+        with self.changing:
+            if not (self.ending or self.left.is_set()):
+                _leave(self.last_resort or _say_interrupted)
+
+
+def _leave(last: Callable[[], int]) -> None:
+    """End the process without the thread that computes."""
+    code = STOPPED
+    try:
+        code = last()
+    finally:
+        for undo in reversed(_undone):
+            with suppress(OSError):
+                undo()
+        for child in multiprocessing.active_children():
+            child.kill()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
+
+
+def _say_interrupted() -> int:
+    print("interrupted", file=sys.stderr, flush=True)
+    return STOPPED
+
+
+def _end(signum: int, frame: object) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # some send it twice; the end is under way
+    raise KeyboardInterrupt
+
+
+def _forget_in_child() -> None:
+    """A child process hears of its own signals in its own way."""
+    if _active:
+        signal.set_wakeup_fd(-1)
+        _active.clear()
+        _undone.clear()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
+
+
+def ends_in_time(*, alone: bool):
+    """Return a context in which Ctrl-C and SIGTERM raise ``KeyboardInterrupt``, and end the process
+    where that has no effect in time.
+
+    Args:
+        alone: whether this is the only process of a run; several end together, by means of their
+            own, and so does what is not the main thread or computes within another tool.
+    """
+    main = threading.current_thread() is threading.main_thread()
+    return _Listener() if alone and main and not _active else nullcontext()
+
+
+class Interruption:
+    """While active, the first Ctrl-C is noted and a second one raises ``KeyboardInterrupt`` at
+    once.
+
+    SIGTERM, which clusters, ``timeout`` and ``torchrun`` send, some of them twice, is noted however
+    often it comes.
+
+    Args:
+        last_resort: called from another thread where a tool's process does not come to an end by
+            itself, as one operation takes longer than ``GRACE``: it saves and says what there is
+            to save and say, and returns the exit code. None: the process is left to itself.
+    """
+
+    def __init__(self, last_resort: Callable[[], int] | None = None) -> None:
+        self.requested = False
+        self._last_resort = last_resort
+        self._previous: dict[int, object] = {}
+
+    def __enter__(self) -> "Interruption":
+        if threading.current_thread() is threading.main_thread():
+            self._previous = {number: signal.signal(number, self._note) for number in SIGNALS}
+        for listener in _active:
+            listener.last_resort = self._last_resort
+            listener.ending = self._last_resort is None
+        return self
+
+    def __exit__(
+        self, kind: type | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        for listener in _active:
+            listener.last_resort, listener.ending = None, self.requested
+
+    def _note(self, signum: int, frame: object) -> None:
+        if self.requested and signum == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.requested = True
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Keep the last resort away while what it saves is changed."""
+        with _active[0].changing if _active else nullcontext():
+            yield
+
+    def ends(self) -> None:
+        """Say that the process now ends by itself, within ``changing``."""
+        for listener in _active:
+            listener.ending = True
+
+    def watch(self, items: Iterable[Item]) -> Iterator[Item]:
+        """Pass items on, and raise ``Interrupted`` before the next one once a signal was noted.
+
+        A signal reaches the loader's processes too: the loader's error about their end then counts
+        as the interruption.
+        """
+        iterator = iter(items)
+        while True:
+            if self.requested:
+                raise Interrupted
+            try:
+                item = next(iterator)
+            except StopIteration:
+                return
+            except RuntimeError as error:
+                if self.requested:
+                    raise Interrupted from error
+                raise
+            yield item
