@@ -3,7 +3,6 @@ is.
 """
 
 import gc
-import io
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -247,17 +246,3 @@ def test_progress_is_a_line_now_and_then_where_there_is_no_terminal(case, capsys
     monkeypatch.setattr("visionattn.cli.progress.SECONDS_PER_LINE", 0.0)
     assert extract(flags("--batch_size", "7", "--img_size", "16")) == 0
     assert capsys.readouterr().err.startswith("7 of 7 images, ")
-
-
-class Terminal(io.StringIO):
-    """What is printed to a terminal."""
-
-    def isatty(self) -> bool:
-        return True
-
-
-def test_progress_is_a_bar_on_a_terminal():
-    stream = Terminal()
-    with Progress(40, 8, stream) as progress:
-        progress.advance(5, 2)
-    assert "13/40" in stream.getvalue() and "2 without a result" in stream.getvalue()

@@ -87,6 +87,64 @@ def test_validation_refuses_in_one_line_what_contradicts(capsys, flags, line):
     assert code == 2 and printed.err.count("\n") == 1 and line in printed.err, printed.err
 
 
+def rename_a_class(root):
+    for split in ("train", "val"):
+        (root / split / "dark").rename(root / split / "dim")
+
+
+def swap_classes(root):
+    for split in ("train", "val"):
+        for name, other in (("dark", "kept"), ("light", "dark"), ("kept", "light")):
+            (root / split / name).rename(root / split / other)
+
+
+def exchange_a_file(root):
+    Image.fromarray(np.full((24, 40, 3), 77, np.uint8)).save(root / "train" / "dark" / "06.png")
+
+
+def swap_labels(root):
+    for name, other in (("dark/00", "kept"), ("light/01", "dark/00"), ("kept", "light/01")):
+        (root / "train" / f"{name}.png").rename(root / "train" / f"{other}.png")
+
+
+def change_one_byte(root):
+    path = root / "val" / "light" / "07.png"
+    content = bytearray(path.read_bytes())
+    content[-20] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        (rename_a_class, "classes that are gone: dark; new ones: dim"),
+        (swap_classes, "18 of 18 train images differ (pages/train/dark/01.png, "),
+        (exchange_a_file, "1 of 18 train images differ (pages/train/dark/06.png)"),
+        (swap_labels, "2 of 18 train images differ (pages/train/dark/00.png, pages/train/light/01"),
+        (change_one_byte, "1 of 8 validation images differ (pages/val/light/07.png)"),
+    ],
+)
+def test_a_run_does_not_go_on_with_other_images_of_equal_number(tmp_path, capsys, change, line):
+    assert train("--data.max_patches=24", "--epochs=1") == 0
+    folder = tmp_path / "checkpoints" / "run"
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    change(tmp_path / "pages")
+    capsys.readouterr()
+    assert train("--data.max_patches=24", "--resume", "--epochs=2") == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: the images are not those that the run began with: ")
+    assert line in error and error.count("\n") == 1
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_a_run_goes_on_with_its_images_elsewhere(tmp_path):
+    assert train("--data.max_patches=24", "--epochs=1") == 0
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "pages").rename(tmp_path / "elsewhere" / "moved")
+    moved = "--data.root=elsewhere/moved"
+    assert train("--data.max_patches=24", "--resume", "--epochs=2", moved) == 0
+
+
 def test_a_run_on_images_of_many_sizes_goes_on_bit_for_bit(capsys):
     flags = ("--data.augment=light", "--data.batch_patches=40", "--epochs=3", "--save_every=2")
     assert train(*flags, "--run=whole") == 0
@@ -95,10 +153,10 @@ def test_a_run_on_images_of_many_sizes_goes_on_bit_for_bit(capsys):
 
     real, calls = Learner.step, iter(range(100))
 
-    def killed(self, group):
+    def killed(self, group, *more):
         if next(calls) == 9:
             raise KeyboardInterrupt
-        return real(self, group)
+        return real(self, group, *more)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Learner, "step", killed)
@@ -189,10 +247,10 @@ def test_sizes_that_make_the_batches_stay_until_the_epoch_is_over(capsys, monkey
 
     real, calls = Learner.step, iter(range(100))
 
-    def stopped(self, group):
+    def stopped(self, group, *more):
         if next(calls) == 3:
             raise KeyboardInterrupt
-        return real(self, group)
+        return real(self, group, *more)
 
     flags = ("--data.img_size=48", "--save_every=1")
     with monkeypatch.context() as patch:

@@ -1,49 +1,149 @@
-"""How far a tool has come, on standard error: a bar on a terminal, elsewhere a line now and
-then.
+"""How far a tool has come, where something takes long: a bar on a terminal, elsewhere a line now
+and then.
 """
 
 import sys
 import time
-from typing import TextIO
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import TextIO, TypeVar
 
-SECONDS_PER_LINE = 10.0
+from torch import Tensor, nn
+
+from visionattn.cli.interruption import undone_at_end
+
+Item = TypeVar("Item")
+QUIET_SECONDS = 5.0
+"""What takes no longer shows nothing."""
+SECONDS_PER_LINE = 30.0
 
 
 class Progress:
-    """Show how many images are done, out of ``total``; a context manager.
+    """Show how many of ``total`` things are done, how many a second, and the time left; a context
+    manager.
 
     Args:
-        total: images in all.
-        done: images done before.
+        total: things in all.
+        done: things done before.
         stream: where to print; standard error unless given.
+        what: what is done, before the numbers.
+        unit: what is counted.
+        clock: seconds from any start.
     """
 
-    def __init__(self, total: int, done: int = 0, stream: TextIO | None = None):
+    def __init__(
+        self,
+        total: int,
+        done: int = 0,
+        stream: TextIO | None = None,
+        *,
+        what: str = "",
+        unit: str = "images",
+        clock: Callable[[], float] = time.perf_counter,
+    ):
         self.stream, self.total = stream or sys.stderr, total
-        self.done, self._unread = done, 0
-        self._bar = ProgressBar(self.stream) if self.stream.isatty() else None
-        self._start = self._last = time.perf_counter()
-        self._before = done
+        self.done, self.what, self.unit = done, what, unit
+        self._before, self._failed, self._part = done, 0, 0.0
+        self._clock = clock
+        self._start = self._told = self._moved = clock()
+        self._bar: ProgressBar | None = None
 
     def __enter__(self) -> "Progress":
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Remove the bar."""
         if self._bar:
             self._bar.stop()
+            self._bar = None
 
-    def advance(self, images: int, failed: int) -> None:
-        """Count images that are done, and how many of them have no result."""
-        self.done, self._unread = self.done + images, self._unread + failed
-        note = f"{self._unread} without a result" if self._unread else ""
-        now = time.perf_counter()
-        if self._bar:
-            self._bar.show("images", self.done, self.total, note)
-        elif now - self._last >= SECONDS_PER_LINE:
-            self._last = now
-            speed = f"{(self.done - self._before) / (now - self._start):.3g} images/s"
-            line = ", ".join(filter(None, (f"{self.done} of {self.total} images", speed, note)))
-            print(line, file=self.stream, flush=True)
+    def advance(self, count: int, failed: int = 0, note: str = "") -> None:
+        """Count things that are done, and how many of them have no result."""
+        self.done, self._failed = self.done + count, self._failed + failed
+        self._part, self._moved = 0.0, self._clock()
+        self.show(note)
+
+    def over(self, items: Iterable[Item], count: Callable[[Item], int]) -> Iterator[Item]:
+        """Pass items on, and count each once the next one is asked for."""
+        for item in items:
+            yield item
+            self.advance(count(item))
+
+    def show(self, note: str = "") -> None:
+        """Show how far it has come, where that is due."""
+        now = self._clock()
+        if now - self._start < QUIET_SECONDS:
+            return
+        came = self.done - self._before + self._part
+        speed = came / (now - self._start)
+        said = [f"{speed:.3g} {self.unit}/s" if speed else "", note]
+        said.append(f"{self._failed} without a result" if self._failed else "")
+        if self._part and now - self._moved > QUIET_SECONDS:
+            said.append(f"{self._part:.2f} of the next")
+        words = ", ".join(filter(None, said))
+        if self.stream.isatty():
+            self._bar = self._bar or ProgressBar(self.stream)
+            self._bar.show(self.what or self.unit, self.done + self._part, self.total, words)
+        elif now - self._told >= SECONDS_PER_LINE:
+            self._told = now
+            left = self.total - self._before - came
+            parts = [f"{self.done} of {self.total} {self.unit}", words]
+            parts.append(f"{duration(left / speed)} left" if speed else "")
+            begin = f"{self.what}: " if self.what else ""
+            print(begin + ", ".join(filter(None, parts)), file=self.stream, flush=True)
+
+    def say(self, line: str, say: Callable[[str], object] = print) -> None:
+        """Print a result: above the bar where both are on one terminal."""
+        if self._bar and sys.stdout.isatty():
+            self._bar.print(line)
+        else:
+            say(line)
+
+    @contextmanager
+    def within(self, model: nn.Module, images: int = 1) -> Iterator[None]:
+        """Show also how far one pass through a model has come, block by block, forward and
+        backward.
+
+        Args:
+            model: what computes; models without ``blocks`` show nothing.
+            images: how many things a pass does.
+        """
+        blocks = list(getattr(model, "blocks", ()))
+        count = len(blocks)
+
+        def reached(done: int, of: int) -> None:
+            # A block that is computed again for its gradient is no step back.
+            self._part = max(self._part, images * done / of)
+            self.show()
+
+        def hook(block: nn.Module, given: object, output: object, number: int) -> None:
+            if isinstance(output, Tensor) and output.requires_grad:
+                # The gradient arrives here once all blocks behind have theirs.
+                output.register_hook(lambda _: reached(2 * count - number, 2 * count))
+                reached(number, 2 * count)
+            else:
+                reached(number, count)
+
+        handles = [
+            block.register_forward_hook(partial(hook, number=number))
+            for number, block in enumerate(blocks, 1)
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def duration(seconds: float) -> str:
+    """Return a time for people: ``40 s``, ``12 min``, ``3.5 h``."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 class ProgressBar:
@@ -69,19 +169,26 @@ class ProgressBar:
             TextColumn("{task.fields[note]}"),
         )
         self._progress = Progress(
-            *columns, console=Console(file=stream, highlight=False), transient=True
+            *columns,
+            console=Console(file=stream, highlight=False),
+            transient=True,
+            redirect_stdout=False,  # results may go to a file while the bar is on a terminal
+            redirect_stderr=False,
         )
         self._task = self._progress.add_task("", note="")
         self._progress.start()
+        self._ended: AbstractContextManager = undone_at_end(self._progress.stop)
+        self._ended.__enter__()
 
     def print(self, line: str) -> None:
         """Print above the bar."""
         self._progress.console.print(line, markup=False, soft_wrap=True)
 
-    def show(self, what: str, done: int, total: int, note: str) -> None:
+    def show(self, what: str, done: float, total: int, note: str) -> None:
         """Show how far something has come."""
         self._progress.update(self._task, description=what, completed=done, total=total, note=note)
 
     def stop(self) -> None:
-        """Remove the bar."""
+        """Remove the bar, and give the terminal its cursor back."""
         self._progress.stop()
+        self._ended.__exit__(None, None, None)

@@ -5,6 +5,8 @@ batched.
 """
 
 import io
+import os
+import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import BinaryIO, Protocol
@@ -31,6 +33,8 @@ from visionattn.data.geometry import Box, Geometry, Size, View
 
 SIZE_THREADS = 8
 """Threads that read the sizes of images; they wait for the disk most of the time."""
+WELL_KNOWN, KNOWN_BYTES = 20_000, 8192
+"""Of so many images, so many bytes at either end tell whether an image is still the same."""
 
 
 class Augmentation(Protocol):
@@ -139,6 +143,12 @@ class Source(Protocol):
         """Return what messages call the image: its path, or its file and the place within it."""
         ...
 
+    def part(self, index: int, size: int) -> bytes:
+        """Return what tells the image from another one of its name: how many bytes it has, and the
+        first and the last ``size`` of these. Empty where there is none.
+        """
+        ...
+
 
 class Files:
     """Images that are files."""
@@ -156,6 +166,18 @@ class Files:
     def name(self, index: int) -> str:
         """Return its path."""
         return self.paths[index]
+
+    def part(self, index: int, size: int) -> bytes:
+        """Return the number of its bytes, the first and the last ones; nothing of a folder."""
+        path = self.paths[index]
+        try:
+            check_file(path)
+            if os.path.isdir(path):
+                return b""
+            with open(path, "rb") as file:
+                return ends_of(file, 0, os.fstat(file.fileno()).st_size, size)
+        except (OSError, ValueError):
+            return b""
 
 
 class TarMembers:
@@ -178,6 +200,13 @@ class TarMembers:
         """Return ``tar:member``."""
         return f"{self.root}:{self.samples[index][0].path}"
 
+    def part(self, index: int, size: int) -> bytes:
+        """Return the number of its bytes, the first and the last ones."""
+        member, _, within = self.samples[index]
+        start = member.offset_data + (within.offset_data if within else 0)
+        with open(self.root, "rb") as file:
+            return ends_of(file, start, member.size, size)
+
 
 class TableRows:
     """Images that are rows of a Hugging Face table, through timm's reader."""
@@ -193,6 +222,18 @@ class TableRows:
     def name(self, index: int) -> str:
         """Return ``table:file``, or ``table:number`` where the row names no file."""
         return f"{self.root}:{self.reader.filename(index) or index}"
+
+    def part(self, index: int, size: int) -> bytes:
+        """Return nothing: a row is decoded as a whole, and its table has a version."""
+        return b""
+
+
+def ends_of(file: BinaryIO, start: int, length: int, size: int) -> bytes:
+    """Return how many bytes a part of a file has, and up to ``size`` of them at either end."""
+    file.seek(start)
+    head = file.read(min(size, length))
+    file.seek(start + max(0, length - size))
+    return b"%d" % length + head + file.read(min(size, length))
 
 
 class ImageDataset(Dataset):
@@ -235,6 +276,27 @@ class ImageDataset(Dataset):
     def canvases(self, geometry: Geometry) -> np.ndarray:
         """Return the size of the model's input for each image, ``[n, 2]``."""
         return canvases(self.sizes(), geometry)
+
+    def digests(self) -> np.ndarray:
+        """Return a number per image, uint32 ``[n]``, that tells whether it is still the same: of
+        its path below all images, of its class, and of its content. Of the content count how many
+        bytes there are and, up to ``WELL_KNOWN`` images, ``KNOWN_BYTES`` at either end.
+        """
+        names = [self.source.name(index) for index in self.indices.tolist()]
+        shared = len(os.path.commonpath(names)) if len(names) > 1 else 0
+        size = KNOWN_BYTES if len(names) <= WELL_KNOWN else 0
+
+        def digest(place: int) -> int:
+            name = os.fsencode(names[place][shared:])
+            known = zlib.crc32(b"%d %s " % (self.labels[place], name))
+            return zlib.crc32(self.source.part(int(self.indices[place]), size), known)
+
+        with ThreadPoolExecutor(SIZE_THREADS) as pool:
+            return np.fromiter(pool.map(digest, range(len(names))), np.uint32, len(names))
+
+    def name(self, index: int) -> str:
+        """Return what messages call an image."""
+        return self.source.name(int(self.indices[index]))
 
     def _size(self, index: int) -> Size:
         try:

@@ -205,12 +205,13 @@ class Extraction:
         if done == total:
             delete_from(self.folder, number)
             return number
+        batch_size = options.batch_size or self.opened.usual_batch
         outcomes = run_images(
             self.opened,
             self.images,
             last_map if options.dense else pooled,
             start=done,
-            batch_size=options.batch_size or self.opened.usual_batch,
+            batch_size=batch_size,
             workers=options.workers,
             amp=options.amp,
             dtype=DTYPES[options.dtype],
@@ -218,7 +219,7 @@ class Extraction:
         # Batches fill a shard, which is written as soon as it is full: a kill loses one shard at
         # most.
         pending = Pending(self.folder, number, done, self.identity)
-        with Progress(total, done) as progress:
+        with Progress(total, done) as progress, progress.within(self.opened.model, batch_size):
             for batch in outcomes:
                 pending.add(batch)
                 if pending.is_full(options.shard_images, options.shard_mib * MIB):

@@ -7,7 +7,6 @@ at all.
 import csv
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -136,7 +135,7 @@ class Predictor:
             say(self.opened.notes[0])
             say(heading(["image", *(str(i + 1) for i in range(self.top_k))]))
             for prediction in counted():
-                say(line(prediction.cells()))
+                self.progress.say(line(prediction.cells()), say)
         else:
             for note in self.opened.notes:
                 say(note)
@@ -152,22 +151,21 @@ class Predictor:
 
     def _predictions(self) -> Iterator[Prediction]:
         options = self.options
+        batch_size = options.batch_size or self.opened.usual_batch
         batches = run_images(
             self.opened,
             self.images,
             call,
-            batch_size=options.batch_size or self.opened.usual_batch,
+            batch_size=batch_size,
             workers=options.workers,
             amp=options.amp,
         )
-        with (
-            Progress(len(self.listing)) if self.output else nullcontext() as progress
-        ):  # the table is progress enough
+        self.progress = Progress(len(self.listing))
+        with self.progress as progress, progress.within(self.opened.model, batch_size):
             for batch in batches:
                 for outcome in batch:
                     yield self._prediction(outcome)
-                if progress:
-                    progress.advance(len(batch), sum(outcome.value is None for outcome in batch))
+                progress.advance(len(batch), sum(outcome.value is None for outcome in batch))
 
     def _prediction(self, outcome: Outcome) -> Prediction:
         if outcome.value is None:

@@ -17,7 +17,7 @@ from typing import Any, TextIO
 from visionattn.cli.files import check_folder, flush_to_disk, lock, named, write_text
 from visionattn.cli.interruption import undone_at_end
 from visionattn.cli.parsing import yaml_text
-from visionattn.cli.progress import ProgressBar
+from visionattn.cli.progress import Progress
 from visionattn.training.config import TrainConfig
 
 BEST, LAST = "best.safetensors", "last.pt"
@@ -122,7 +122,7 @@ def held(folder: Path) -> Iterator[None]:
 class Record:
     """Write a run's config, metrics, summary and TensorBoard events, and print its progress.
 
-    On a terminal a progress bar shows the current epoch; elsewhere there are only plain lines.
+    On a terminal a progress bar shows the current epoch; elsewhere a line does every half minute.
 
     Args:
         folder: the run's folder; it is made where it does not exist.
@@ -151,14 +151,14 @@ class Record:
         steps, epochs = since
         forget_after(folder, steps, epochs)
         self._events = SummaryWriter(folder, purge_step=steps + 1 if steps else None)
-        self._bar = ProgressBar(self.stream) if self.stream.isatty() else None
+        self._progress: Progress | None = None
 
     def __enter__(self) -> "Record":
         return self
 
     def __exit__(self, kind: type | None, *exception: object) -> None:
-        if self._bar:
-            self._bar.stop()
+        if self._progress:
+            self._progress.stop()
         try:
             self._events.close()
         except OSError:
@@ -167,15 +167,20 @@ class Record:
 
     def say(self, line: str) -> None:
         """Print a line, above the progress bar where there is one."""
-        if self._bar:
-            self._bar.print(line)
+        if self._progress:
+            self._progress.say(line, self._print)
         else:
-            print(line, file=self.stream, flush=True)
+            self._print(line)
 
-    def progress(self, what: str, done: int, total: int, note: str = "") -> None:
-        """Move the progress bar; without a terminal nothing happens."""
-        if self._bar:
-            self._bar.show(what, done, total, note)
+    def _print(self, line: str) -> None:
+        print(line, file=self.stream, flush=True)
+
+    def begin(self, what: str, total: int, done: int, unit: str) -> Progress:
+        """Return what shows how far something has come, in place of what was shown before."""
+        if self._progress:
+            self._progress.stop()
+        self._progress = Progress(total, done, self.stream, what=what, unit=unit)
+        return self._progress
 
     def step(self, values: dict[str, Any]) -> None:
         """Write the means since the last such line: a line of ``metrics.jsonl``, and TensorBoard's
@@ -245,7 +250,11 @@ class NoRecord:
     def _pass(self, *what: object, **how: object) -> None:
         """Do nothing with what the first process writes and prints."""
 
-    say = progress = step = epoch = event = sync = _pass
+    def begin(self, what: str, total: int, done: int, unit: str) -> Progress:
+        """Return what shows nothing."""
+        return Progress(total, done, io.StringIO(), what=what, unit=unit)
+
+    say = step = epoch = event = sync = _pass
 
 
 def forget_after(folder: Path, steps: int, epochs: int) -> None:

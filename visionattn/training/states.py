@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from visionattn.data.checks import WHOLE
+from visionattn.data.splits import Splits
 from visionattn.models.weights import read_metadata
 from visionattn.training.checkpoint import check_state, read_state, save_state
 from visionattn.training.progress import Position
@@ -46,6 +48,10 @@ SIZES = ("data.img_size", "data.img_size_choices")
 """Options that do so too where images of many sizes make the batches."""
 TRAINED = ("optim.", "data.aug", "data.img_size_choices", "batch_size")
 """The beginnings of options that act on training steps only."""
+
+
+PARTS = ("train", "validation", "test")
+"""The splits of a data set, by the names of ``Splits``."""
 
 
 class States:
@@ -223,6 +229,32 @@ def check_options(
             f"the run has optim.ema_decay {old['optim']['ema_decay']}; it cannot be switched on or "
             "off halfway"
         )
+
+
+def changes(old: dict[str, Any] | None, new: dict[str, Any] | None, splits: Splits) -> str:
+    """Say in words how the images of a state differ from those that are there.
+
+    Args:
+        old: ``Trainer.listing()`` of the state; None where it has none.
+        new: that of the run.
+        splits: the images that are there, for their names.
+    """
+    if old is None or new is None:
+        return ""
+    was, now = set(old["class_names"]), set(new["class_names"])
+    if old["class_names"] != new["class_names"]:
+        gone, come = (", ".join(sorted(names)[:3]) for names in (was - now, now - was))
+        return f"classes that are gone: {gone or 'none'}; new ones: {come or 'none'}"
+    words = []
+    for part in PARTS:
+        held = [listing.get(part, torch.empty(0)) for listing in (old, new)]
+        if len(held[0]) != len(held[1]):
+            words.append(f"{len(held[1])} {part} images, where there were {len(held[0])}")
+        elif places := (held[0] != held[1]).nonzero().flatten().tolist():
+            names = ", ".join(getattr(splits, part).name(place) for place in places[:3])
+            more = ", ..." if len(places) > 3 else ""
+            words.append(f"{len(places)} of {len(held[0])} {part} images differ ({names}{more})")
+    return "; ".join(words)
 
 
 def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:

@@ -5,20 +5,23 @@ The loop is here. The step, data, evaluation, files and interruption have module
 
 import math
 import time
-from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import asdict
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import Dataset
 
 from visionattn.cli.ends import NonFinite
 from visionattn.cli.interruption import Interruption
-from visionattn.data.batches import Batch
+from visionattn.cli.progress import Progress
+from visionattn.data.batches import Batch, EvalBatches
+from visionattn.data.images import ImageDataset
 from visionattn.data.splits import Splits, eval_batches, train_batches
+from visionattn.data.streams import StreamEvalBatches
 from visionattn.models.weights import load_model, save_model
 from visionattn.training.build import patch_size
 from visionattn.training.checkpoint import random_state, restore_random_state
@@ -35,7 +38,14 @@ from visionattn.training.progress import (
     waiting,
 )
 from visionattn.training.record import BEST, Record
-from visionattn.training.states import BestFigures, States, check_options, differences
+from visionattn.training.states import (
+    PARTS,
+    BestFigures,
+    States,
+    changes,
+    check_options,
+    differences,
+)
 
 NON_FINITE_STEPS = 3
 """Steps in a row without a finite loss that end a run."""
@@ -82,10 +92,14 @@ class Trainer(Learner):
         self.window = Window()
         self.waits = WaitWatch()
         self.history: list[dict[str, Any]] = []
+        self.progress = Progress(0)
+        self.watched = nn.Identity() if config.compile or self.processes.size > 1 else model
+        """Whose blocks show how far a step has come; compiled ones show nothing."""
+        self._listing: dict[str, Any] | None = None
         self.clock: float | None = None
         """When the time was last counted; None while it is not."""
 
-    def batches_of(self, dataset: Dataset) -> Iterable[Batch]:
+    def batches_of(self, dataset: Dataset) -> EvalBatches | StreamEvalBatches:
         """Return batches of the images to evaluate on that this process takes."""
         batches = eval_batches(
             dataset,
@@ -139,7 +153,9 @@ class Trainer(Learner):
         while self.position.epoch < self.config.epochs:
             self.train_epoch(record, interruption)
             model = self.spread.whole(self.evaluated)
-            result = self.evaluate(model, self.validation, interruption)
+            result = self.evaluate(
+                model, self.validation, interruption, record, "validation images"
+            )
             with interruption.changing():
                 self.close_epoch(model, result, record)
             del model, result
@@ -170,6 +186,8 @@ class Trainer(Learner):
         """Train the batches that are left of the current epoch."""
         position, every = self.position, self.config.save_every
         self.model.train()
+        name = f"epoch {position.epoch + 1}/{self.config.epochs}"
+        self.progress = record.begin(name, len(self.batches), position.batch, "batches")
         batches = interruption.watch(self.batches.epoch(position.epoch, start=position.batch))
         start = time.perf_counter()
         # A group of batches makes one optimiser step; processes agree on it, and on errors of
@@ -185,7 +203,8 @@ class Trainer(Learner):
 
                 if images := self.images_of(group):
                     waited = time.perf_counter() - start
-                    outcome = self.step(group, begin)
+                    with self.progress.within(self.watched, len(group)):
+                        outcome = self.step(group, begin)
                     position.step += 1
                     self.count(group, images, *outcome, waited, time.perf_counter() - start, record)
                 position.batch += len(group)
@@ -225,9 +244,8 @@ class Trainer(Learner):
             self.window = Window()
         if share := self.waits.add(waited, seconds):
             record.say(waiting(share, self.config.data.workers))
-        epoch = f"epoch {position.epoch + 1}/{self.config.epochs}"
-        done = position.batch + len(group)
-        record.progress(epoch, done, len(self.batches), f"loss {loss:.3f}")
+        note = f"loss {loss:.3f}, {images / max(seconds, 1e-9):.3g} images/s"
+        self.progress.advance(len(group), note=note)
 
     def count_skipped(self, loss: float, group: list[Batch], record: Record) -> None:
         """Count a step without an update; raise ``NonFinite`` at the third in a row without a
@@ -254,14 +272,24 @@ class Trainer(Learner):
             )
 
     def evaluate(
-        self, model: nn.Module, batches: Iterable[Batch], interruption: Interruption
+        self,
+        model: nn.Module,
+        batches: EvalBatches | StreamEvalBatches,
+        interruption: Interruption,
+        record: Record,
+        what: str,
     ) -> Evaluation:
-        """Evaluate in the precision of the training."""
+        """Evaluate in the precision of the training; ``what`` says on which images."""
         self.input_shape = self.shape_of(-(-self.eval_batch_size // self.processes.size))
-        batches, amp = interruption.watch(batches), self.config.amp
-        return evaluate(
-            model, batches, self.spec, device=self.device, amp=amp, processes=self.processes
-        )
+        with record.begin(what, len(batches), 0, "batches") as progress, progress.within(model):
+            return evaluate(
+                model,
+                progress.over(interruption.watch(batches), lambda _: 1),
+                self.spec,
+                device=self.device,
+                amp=self.config.amp,
+                processes=self.processes,
+            )
 
     def close_epoch(self, model: nn.Module, result: Evaluation, record: Record) -> None:
         """Save the weights if they are the best so far; write and print the epoch's figures, then
@@ -299,7 +327,7 @@ class Trainer(Learner):
             "val_top5": result.top5,
             "lr": self.learning_rate(),
             "skipped": position.skipped,
-            "left_out": self.batches.left_out + self.validation.left_out,  # type: ignore[attr-defined]
+            "left_out": self.batches.left_out + self.validation.left_out,
             "seconds": round(position.epoch_seconds, 3),
         }
         # Then the figures, and the state last: what it counts as done is on the disk.
@@ -323,7 +351,8 @@ class Trainer(Learner):
         checkpoint, test = record.folder / BEST, None
         if self.splits.test is not None:
             model = self.processes.on_first(lambda: load_model(checkpoint)).to(self.device)
-            test = self.evaluate(model, self.batches_of(self.splits.test), interruption)
+            images = self.batches_of(self.splits.test)
+            test = self.evaluate(model, images, interruption, record, "test images")
             check_finite(test, "the test images")
             record.event(
                 "test",
@@ -347,6 +376,22 @@ class Trainer(Learner):
             for paths in self.processes.gather(sorted(batches.unreadable)):
                 batches.unreadable.update(paths)
 
+    def listing(self) -> dict[str, Any] | None:
+        """Return what tells the images from others: the names of the classes, and a number for each
+        image; None where images come from no files.
+        """
+        parts = {name: getattr(self.splits, name) for name in PARTS}
+        if not any(isinstance(part, ImageDataset) for part in parts.values()):
+            return None
+        if self._listing is None:
+            self._listing = {"class_names": list(self.spec.class_names)} | {
+                # torch saves no unsigned numbers of 32 bits everywhere
+                name: torch.from_numpy(part.digests().astype(np.int64))
+                for name, part in parts.items()
+                if part is not None
+            }
+        return self._listing
+
     def images(self) -> list[int]:
         """Count the images to train and to validate on."""
         return [len(self.splits.train), len(self.splits.validation)]
@@ -366,6 +411,7 @@ class Trainer(Learner):
             "window": asdict(self.window),
             "history": self.history,
             "images": self.images(),
+            "listing": self.listing(),
             "unreadable": sorted(self.batches.unreadable),
             "random": random_state(),
         }
@@ -389,6 +435,11 @@ class Trainer(Learner):
             raise ValueError(
                 "the run has {} training and {} validation images, here are {} and {}; resume with "
                 "the same".format(*images, *self.images())
+            )
+        if found := changes(state.get("listing"), self.listing(), self.splits):
+            raise ValueError(
+                f"the images are not those that the run began with: {found}; resume with the same, "
+                "or --overwrite begins anew"
             )
         self.load_weights(state)
         self.position, self.window = Position(**state["position"]), Window(**state["window"])

@@ -13,9 +13,10 @@ from torch.utils.data import Dataset
 from visionattn.cli.ends import is_out_of_memory
 from visionattn.cli.files import check_free, write_text
 from visionattn.cli.parsing import field_types, parse, spell_out
+from visionattn.cli.progress import Progress
 from visionattn.cli.provenance import provenance
 from visionattn.data.config import DataConfig
-from visionattn.data.geometry import Geometry, check_geometry, sides
+from visionattn.data.geometry import Geometry, check_geometry, pixels, sides
 from visionattn.data.splits import build_splits, eval_batches
 from visionattn.models.filled import takes_sizes
 from visionattn.models.weights import DataSpec, load_model
@@ -218,10 +219,19 @@ class Validation:
                 batch_size=self.config.batch_size,
                 geometry=geometry,
             )
+            what = f"{pixels(geometry.img_size)}" if geometry.img_size else ""
             try:
-                result = evaluate(
-                    self.model, batches, self.spec, device=self.device, amp=self.config.amp
-                )
+                with (
+                    Progress(len(self.dataset), what=what) as progress,
+                    progress.within(self.model, self.config.batch_size),
+                ):
+                    result = evaluate(
+                        self.model,
+                        progress.over(batches, lambda batch: len(batch.labels)),
+                        self.spec,
+                        device=self.device,
+                        amp=self.config.amp,
+                    )
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
