@@ -244,5 +244,8 @@ def test_the_head_of_a_file_is_bounded_too(case, monkeypatch):
 
 def test_progress_is_a_line_now_and_then_where_there_is_no_terminal(case, capsys, monkeypatch):
     monkeypatch.setattr("visionattn.cli.progress.SECONDS_PER_LINE", 0.0)
+    monkeypatch.setattr("visionattn.cli.progress.QUIET_SECONDS", 0.0)
     assert extract(flags("--batch_size", "7", "--img_size", "16")) == 0
-    assert capsys.readouterr().err.startswith("7 of 7 images, ")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("0 of 7 images, ") and " of the next" in lines[0]
+    assert lines[-1].startswith("7 of 7 images, ")

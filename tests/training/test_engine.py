@@ -182,11 +182,11 @@ def stop_at(monkeypatch, steps: int, signals: int = 1) -> None:
     """Press Ctrl-C during the given step, counted over all trainers."""
     real, done = Trainer.step, iter(range(1, 1000))
 
-    def step(self, group):
+    def step(self, group, *more):
         if next(done) == steps:
             for _ in range(signals):
                 os.kill(os.getpid(), signal.SIGINT)
-        return real(self, group)
+        return real(self, group, *more)
 
     monkeypatch.setattr(Trainer, "step", step)
 
@@ -562,7 +562,9 @@ def test_a_run_starts_from_the_weights_of_another_with_another_size(tmp_path):
     )
 
 
-def test_on_a_terminal_there_is_a_bar_and_elsewhere_plain_lines(tmp_path):
+def test_on_a_terminal_there_is_a_bar_and_elsewhere_plain_lines(tmp_path, monkeypatch):
+    monkeypatch.setattr("visionattn.cli.progress.QUIET_SECONDS", 0.0)
+
     class Terminal(io.StringIO):
         def isatty(self):
             return True

@@ -2,6 +2,7 @@
 loss.
 """
 
+import io
 import math
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch import nn
 from tests.helpers.small_runs import batch, quadrants, small_config, small_trainer
 from visionattn.cli.ends import NonFinite
 from visionattn.cli.interruption import Interruption
+from visionattn.cli.progress import Progress
 from visionattn.training.config import OptimConfig
 from visionattn.training.finite import first_non_finite
 from visionattn.training.optimize import (
@@ -39,8 +41,8 @@ class Notes:
     def event(self, kind, values):
         self.events.append((kind, values))
 
-    def progress(self, *arguments):
-        pass
+    def begin(self, what, total, done, unit):
+        return Progress(total, done, io.StringIO())
 
 
 def gradients(trainer) -> dict[str, torch.Tensor]:
