@@ -219,6 +219,17 @@ def test_a_mask_of_keys_takes_more_away(attention, relative):
         close(logits[i : i + 1], model(image, attn_mask=own), 1e-11)
 
 
+@pytest.mark.parametrize("attention", ["kernelized", "taylorshift", "softmax"])
+def test_pixels_beyond_an_image_receive_no_gradient(attention):
+    model, (x, sizes, alone) = small(attention=attention), batch()
+    (grad,) = torch.autograd.grad(model(x.requires_grad_(), sizes=sizes).sum(), x)
+    assert grad.isfinite().all()
+    for own, image in zip(grad, alone, strict=True):
+        rows, columns = image.shape[2:]
+        assert own[:, rows:].eq(0).all() and own[..., columns:].eq(0).all()
+        assert own[:, :rows, :columns].ne(0).any()
+
+
 def test_sizes_of_the_whole_canvas_are_as_good_as_none():
     x, _, _ = batch(garbage=(0.5,))
     sizes = torch.tensor([(HEIGHT, WIDTH)]).expand(5, -1)

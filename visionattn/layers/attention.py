@@ -172,7 +172,8 @@ class Attention(nn.Module):
             layout: where the tokens lie, and which are absent; needed for relative position, unless
                 N is that of the native grid.
             attn_mask: bool ``[B, 1, 1, N]`` or ``[B, N]``, True takes part: a mask of keys. Linear
-                time allows no other masks.
+                time allows no other masks. Masked tokens may hold NaN; gradients of the weights of
+                the projections, which multiply every token, need finite numbers.
             is_causal: each token sees those up to itself; where the attention has a causal form
                 (kernelized attention with "flat" or no relative position, softmax with any).
 

@@ -15,7 +15,8 @@ from timm.models import register_notrace_function, register_notrace_module
 from torch import Tensor
 
 from visionattn.layout import Grid, TokenLayout
-from visionattn.ops.checks import check_device, described, is_readable
+from visionattn.ops.checks import check_device, described
+from visionattn.ops.nonfinite import is_readable
 from visionattn.ops.sums import accumulation_dtype, product
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from visionattn.layout import Grid, TokenLayout
 from visionattn.ops.attentions import check_form
+from visionattn.ops.nonfinite import is_readable
 from visionattn.ops.position.kinds import Flat, Joint, RelativePosition, tables_of
 
 
@@ -20,13 +21,6 @@ def described(x: object) -> str:
     if isinstance(x, Tensor):
         return f"{x.dtype} {tuple(x.shape)}"
     return f"{type(x).__name__} {' '.join(repr(x).split())[:60]}"
-
-
-def is_readable(x: Tensor) -> bool:
-    """Tell whether looking at the entries costs little: not on an accelerator, not while a compiler
-    traces.
-    """
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def check_token_tensor(name: str, x: Tensor) -> None:

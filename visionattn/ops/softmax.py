@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from visionattn.ops.checks import check_attention, check_options
+from visionattn.ops.nonfinite import finite_inputs, masked
 from visionattn.ops.operator import without_autocast
 from visionattn.ops.position.kinds import Flat, Joint, RelativePosition, mask_absent
 from visionattn.ops.position.scores import relative_scores
@@ -116,7 +117,8 @@ def softmax_attention(
             allows any N and M: with ``R >= max(N, M) - 1`` each offset has an entry of its own, and
             what lies beyond a shorter R takes the outermost ones.
         key_mask: bool ``[B, M]``, True takes part. A query that sees no key gets 0, with zero
-            gradient.
+            gradient. What masked keys hold plays no part, NaN and inf included; what later tokens
+            hold neither, on a processor outside of compiled graphs.
         value_drop: drop whole rows of v with this probability and scale up the others; see
             ``drop_values``.
         generator: of the draws of value_drop.
@@ -136,6 +138,9 @@ def softmax_attention(
     if relative is not None and relative.normalization != "sum":
         raise ValueError('normalization="mean" has no meaning under a softmax; leave it at "sum"')
     relative, key_mask = mask_absent(relative, key_mask)
+    if key_mask is not None:
+        k, v = (masked(x, key_mask) for x in (k, v))
+    q, k, v, spoilt = finite_inputs(q, k, v, causal)
     mask, empty = None, None
     if key_mask is not None or (causal and relative is not None):
         mask = _visible(q, k, causal, key_mask)
@@ -152,4 +157,5 @@ def softmax_attention(
     out = F.scaled_dot_product_attention(
         q, k.to(q.dtype), v_kept, attn_mask=mask, is_causal=causal and mask is None
     )
+    out = out if spoilt is None else out + spoilt
     return (out if empty is None else out.masked_fill(empty, 0)).to(v.dtype)

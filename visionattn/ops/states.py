@@ -213,11 +213,11 @@ def _taylor_state(
 ) -> TaylorState:
     dtype = accumulation_dtype(k, v)
     k, v = k.to(dtype), v.to(dtype)
-    if temperature is not None:
-        k = unit(k)
     if key_mask is not None:
         absent = ~key_mask[:, None, :, None]
         k, v = k.masked_fill(absent, 0), v.masked_fill(absent, 0)
+    if temperature is not None:
+        k = unit(k)
     # All sums are plain: the weights of the polynomial enter when queries come.
     s2 = feature_state(k.flatten(0, 1), v.flatten(0, 1)).unflatten(0, k.shape[:2])
     sums = s2, product(k.mT, v), product(k.mT, k), k.sum(2), v.sum(2)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from visionattn.ops.chunking import chunks
+from visionattn.ops.nonfinite import skips_idle_rows
 from visionattn.ops.operator import contiguous_like, differentiate, operator, without_autocast
 
 CHUNK_ELEMENTS = 1 << 18
@@ -150,6 +151,7 @@ def divisor_of(mass: Tensor) -> Tensor:
 
 
 @operator(fake=lambda out, mass: contiguous_like(out, mass))
+@skips_idle_rows("grad", rows="out mass")
 def weighted_mean_backward(grad: Tensor, out: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of ``weighted_mean``: ``g = grad / mass`` for the values, ``-<g, out>``
     for the mass.

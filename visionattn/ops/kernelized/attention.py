@@ -19,6 +19,7 @@ from visionattn.ops.feature_maps import (
 from visionattn.ops.gpu.machine import takes_kernels
 from visionattn.ops.kernelized.eager import kernel_sums
 from visionattn.ops.kernelized.gpu import kernel_mean, why_not
+from visionattn.ops.nonfinite import finite, finite_inputs
 from visionattn.ops.operator import without_autocast
 from visionattn.ops.pairs.mean import mean_of_pairs, takes_pairs
 from visionattn.ops.position.gpu import place_of
@@ -94,7 +95,8 @@ def kernelized_attention(
             nor on a grid.
         relative: linear relative position; see ``position/kinds.py``.
         key_mask: bool ``[B, M]``, True takes part. A query without any key, or whose features meet
-            none, gets 0.
+            none, gets 0. What masked and later tokens hold plays no part, NaN and inf included
+            (later ones beside "elu1" and "relu" alone, on an accelerator and in compiled graphs).
         value_drop: drop whole rows of v with this probability and scale up the others; see
             ``drop_values``.
         generator: of the draws of value_drop.
@@ -129,6 +131,9 @@ def kernelized_attention(
         v = drop_values(v.float(), value_drop, generator).to(v.dtype) if value_drop else v
         table = None if relative is None else relative.table
         return kernel_mean(q, k, v, key_mask, table, name, causal, place_of(relative))[0]
+    spoilt = None
+    if name == "given":  # the map is PyTorch's own operations, which know nothing of this
+        q, k, v, spoilt = finite_inputs(q, k, v, causal)
     with without_autocast(q):
         value = drop_values(v.to(dtype), value_drop, generator) if value_drop else v
         count = key_counts(k, key_mask, causal, q.shape[2], dtype)
@@ -142,4 +147,7 @@ def kernelized_attention(
         sums = _content_sums(query, k, value, key_mask, feature_map, causal, form)
         if relative is not None and key_mask is not None:
             value = value.masked_fill(~key_mask[:, None, :, None], 0)
-        return mean_with_relative(sums, relative, query, value, count, key_mask, causal).to(v.dtype)
+        if relative is not None and causal:  # the sums of the content have what is left out here
+            value = finite(value)
+        out = mean_with_relative(sums, relative, query, value, count, key_mask, causal)
+        return (out if spoilt is None else out + spoilt).to(v.dtype)

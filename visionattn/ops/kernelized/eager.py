@@ -25,6 +25,7 @@ from torch import Tensor
 from visionattn.ops.choice import choose_form
 from visionattn.ops.chunking import chunks
 from visionattn.ops.kernelized.operands import Features, Rows, WithMass, plan_chunks, put
+from visionattn.ops.nonfinite import apart, masked, skips_idle_rows
 from visionattn.ops.operator import contiguous_like, differentiate, form_ran, operator
 from visionattn.ops.quadratic import blocked_scores, blocked_scores_backward
 from visionattn.ops.sums import accumulation_dtype
@@ -240,7 +241,7 @@ def _operands(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, feature_
     return (
         Features(q, feature_map, dtype),
         Features(k, feature_map, dtype, absent),
-        WithMass(v, dtype),
+        WithMass(masked(v, key_mask), dtype),
     )
 
 
@@ -286,8 +287,7 @@ def kernel_sums(
     Args:
         q, k, v: ``[B, h, N, d]``, ``[B, h, M, d]``, ``[B, h, M, e]``, any strides and floating
             dtypes.
-        key_mask: bool ``[B, M]``; features of the other keys are 0, whatever finite numbers these
-            hold.
+        key_mask: bool ``[B, M]``; features and values of the other keys are 0, whatever they hold.
         feature_map: "elu1", "relu", or "given": q and k are features already.
         causal: query i sees keys ``j <= i`` alone, all of them where ``i >= M``.
         form: "direct" works on blocks of scores, O(N M (d + e)); "efficient" is O((N + M) d e);
@@ -299,6 +299,9 @@ def kernel_sums(
 
     Source: Katharopoulos et al. 2020, eq. 6 and, causal, eq. 9 to 12; segments and blocks are ours.
     """
+    of_later = None
+    if causal:
+        v, of_later = apart(v, key_mask, q.shape[2])
     queries, keys, x = _operands(q, k, v, key_mask, feature_map)
     outputs = _empty_sums(q, k, v)
     form = form_taken(form, causal, q.shape, v.shape, dtype=x.dtype, device=q.device.type)
@@ -307,6 +310,8 @@ def kernel_sums(
             _direct_forward(queries, keys, x, outputs, causal)
         else:
             (_causal_forward if causal else _efficient_forward)(queries, keys, x, outputs)
+    if of_later is not None:
+        outputs[0].add_(of_later)
     return outputs  # type: ignore[return-value]
 
 
@@ -318,6 +323,7 @@ def _state_not_needed(causal: bool, form: str) -> Sequence[str]:
 
 
 @operator(fake=lambda q, k, v: contiguous_like(q, k, v), flops=partial(flops, backward=True))
+@skips_idle_rows("d_values d_mass", rows="q", later="k v")
 def kernel_sums_backward(
     d_values: Tensor,
     d_mass: Tensor,

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from visionattn.ops.choice import choose_form, tokens_asked
+from visionattn.ops.nonfinite import skips_idle_rows
 from visionattn.ops.operator import contiguous_like, differentiate, form_ran, operator
 from visionattn.ops.pairs.weights import Images, batches
 from visionattn.ops.position.kinds import Joint, RelativePosition, joint_classes
@@ -149,6 +150,7 @@ def _empty_gradients(out, q, k, v, temperature, table) -> tuple[Tensor, ...]:
 
 
 @operator(fake=_empty_gradients, flops=partial(_flops, backward=True))
+@skips_idle_rows("grad", rows="out mass q")
 def pair_mean_backward(
     grad: Tensor,
     out: Tensor,

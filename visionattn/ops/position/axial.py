@@ -24,6 +24,7 @@ from torch import Tensor
 
 from visionattn.ops.chunking import HeadChunk, chunks, head_chunks, part_of, part_of_shared
 from visionattn.ops.feature_maps import elu1
+from visionattn.ops.nonfinite import skips_idle_rows
 from visionattn.ops.operator import differentiate, operator
 
 BAND_ELEMENTS = 1 << 20
@@ -228,6 +229,7 @@ def _empty_gradients(q: Tensor, table: Tensor, v: Tensor) -> tuple[Tensor, Tenso
 
 
 @operator(fake=_empty_gradients, flops=lambda q, table, v: _flops(q, table, v, backward=True))
+@skips_idle_rows("d_values d_mass", rows="q")
 def axis_sums_backward(
     d_values: Tensor,
     d_mass: Tensor,

@@ -21,6 +21,7 @@ from torch import Tensor
 from visionattn.ops.choice import tokens_asked
 from visionattn.ops.chunking import head_chunks, part_of, part_of_shared
 from visionattn.ops.feature_maps import elu1
+from visionattn.ops.nonfinite import skips_idle_rows
 from visionattn.ops.operator import contiguous_like, differentiate, operator
 from visionattn.ops.position.tiles import Band, Lines, Tiles, multiply, multiply_backward
 
@@ -295,6 +296,7 @@ def _direct_forward(q, table, v, counts, scale, horizons, values: Tensor, mass: 
 @operator(
     fake=lambda q, table, v: contiguous_like(q, table, v), flops=partial(_flops, backward=True)
 )
+@skips_idle_rows("d_values d_mass", rows="q")
 def class_sums_backward(
     d_values: Tensor,
     d_mass: Tensor,

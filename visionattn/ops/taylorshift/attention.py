@@ -57,7 +57,8 @@ def taylorshift_attention(
             them as they are.
         coefficients: (a, b, c) with ``a > 0`` and ``c > b^2 / (4 a)``.
         relative: linear relative position; see ``position/kinds.py``.
-        key_mask: bool ``[B, M]``, True takes part. A query without any key gets 0.
+        key_mask: bool ``[B, M]``, True takes part. A query without any key gets 0. What masked keys
+            hold plays no part, NaN and inf included.
         output_scale: multiply the output by ``sqrt(keys / d)``, keys being those that take part.
         value_drop: drop whole rows of v with this probability and scale up the others; see
             ``drop_values``.

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from visionattn.ops.choice import choose_form
 from visionattn.ops.chunking import part_of
+from visionattn.ops.nonfinite import skips_idle_rows
 from visionattn.ops.operator import contiguous_like, differentiate, form_ran, operator
 from visionattn.ops.quadratic import blocked_scores, blocked_scores_backward
 from visionattn.ops.sums import accumulation_dtype
@@ -249,6 +250,7 @@ def _direct_backward(
     fake=lambda q, k, v, temperature: contiguous_like(q, k, v, temperature, like=q),
     flops=lambda q, k, v, state, form: flops(q, k, v, form, backward=True, state_kept=state[2] > 0),
 )
+@skips_idle_rows("d_values d_mass", rows="q")
 def taylor_sums_backward(
     d_values: Tensor,
     d_mass: Tensor,

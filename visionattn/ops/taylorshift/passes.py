@@ -36,13 +36,15 @@ class Vectors:
     def load(self, t: slice) -> Tensor:
         """Cast, normalised and masked, ``[g, d, T]``."""
         x = self.x[:, t].mT.to(self.dtype, copy=True, memory_format=torch.contiguous_format)
+        if self.absent is not None:  # before anything else: NaN would pass through products with 0
+            x.masked_fill_(self.absent[:, None, t], 0)
         if self.length is not None:
             squares = x.square().sum(1, keepdim=True)
             self.free = squares > EPS * EPS
             self.inverse = squares.clamp_(min=EPS * EPS).rsqrt_()
             self.unit = x.mul_(self.inverse)
             x = self.unit * self.length
-        return x if self.absent is None else x.masked_fill_(self.absent[:, None, t], 0)
+        return x
 
     def store(self, grad: Tensor, t: slice, out: Tensor) -> Tensor | None:
         """Write the gradient to ``out[:, t]``, for that of what was loaded last; returns that of
