@@ -176,6 +176,7 @@ BAD = [
     ),
     ({"checkpoint": "best.safetensors", "batch_size": 0}, "batch_size must be at least 1, got 0"),
     ({"checkpoint": "best.safetensors", "workers": -1}, "workers must be at least 0, got -1"),
+    ({"checkpoint": "best.safetensors", "workers": 10**6}, "workers must be at most "),
     ({"checkpoint": "best.safetensors", "device": "cuda:99"}, "cannot be used here"),
     (
         {"model": MODEL, "img_size": 40},

@@ -74,7 +74,7 @@ def test_a_profile_of_real_models_is_printed_and_written_with_its_growth(
         assert [float(row["growth_exponent"]) for row in rows[i : i + 2]] == pytest.approx(
             [slope] * 2, rel=1e-9
         )
-        assert [line[head.index("growth")] for line in cells[i : i + 2]] == [f"{slope:.2f}"] * 2
+        assert [line[head.index("growth")] for line in cells[i : i + 2]] == ["-", f"{slope:.2f}"]
     matrix = 3 * 2117**2 * 4
     assert above[3] > 2 * matrix  # the scores and their softmax
     assert all(int(row["peak_bytes"]) > int(row["above_bytes"]) > 0 for row in rows)
@@ -88,6 +88,23 @@ def test_a_profile_of_real_models_is_printed_and_written_with_its_growth(
         "depth 1, batch 1, passes inference, precision float32, form auto, checkpointing without"
     )
     assert command == f"command: {rows[0]['command']}"
+
+
+def test_each_cell_is_printed_and_written_before_the_next_is_measured(
+    main, jobs, tmp_path, capsys, monkeypatch
+):
+    counts, folder, real = [], tmp_path / "out", run.measure
+
+    def measure(job):
+        rows = read_csv(folder / "memory.csv") if jobs else []
+        drawn = (folder / "memory.png").exists()
+        counts.append((len(rows), len(table_in(capsys.readouterr().out)), drawn))
+        return real(job)
+
+    monkeypatch.setattr(run, "measure", measure)
+    assert main([*FAKE, *words("--img-size 64 96 128 --fit-from 64 --output {}", folder)]) == 0
+    head = 1
+    assert counts == [(0, head, False)] + [(done, 1, True) for done in range(1, 6)]
 
 
 def test_constant_settings_and_the_command_stand_under_the_table_and_the_plot(

@@ -17,6 +17,7 @@ from tests.helpers import warm_python
 from tests.helpers.tools import read_csv, words
 from visionattn.cli.commands import started
 from visionattn.cli.ends import Failed, run_tool
+from visionattn.lab.sweep import cells
 from visionattn.lab.sweep.config import EXAMPLE, parse_sweep
 from visionattn.lab.sweep.folder import LOCK, SweepFolder
 from visionattn.lab.sweep.run import sweep
@@ -148,6 +149,22 @@ def test_finished_cells_are_skipped_and_accuracies_are_means_over_seeds(tmp_path
     assert sorted(fakes.calls()) == sorted(
         [name.replace("h2", "h16")] for name in names if "_h2_" in name
     )
+
+
+def test_tables_and_picture_are_written_after_each_cell(tmp_path, monkeypatch):
+    """What is written while the second training is still to come."""
+    fakes, seen, real = Fakes(tmp_path), [], cells.start
+
+    def start(plan, cell, folder, command):
+        table = fakes.output / "table.md"
+        found = markdown_tables(table.read_text())[0] if table.exists() else []
+        seen.append([row["accuracy"] for row in found])
+        assert (fakes.output / "sweep.png").exists() == bool(found)
+        return real(plan, cell, folder, command)
+
+    monkeypatch.setattr(cells, "start", start)
+    fakes("--heads", "2", "4", "--attention", "softmax")
+    assert seen == [[], ["52.0", ""]]
 
 
 def test_each_form_is_trained_unless_one_stands_for_all(tmp_path):

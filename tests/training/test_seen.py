@@ -87,6 +87,11 @@ def test_validation_refuses_in_one_line_what_contradicts(capsys, flags, line):
     assert code == 2 and printed.err.count("\n") == 1 and line in printed.err, printed.err
 
 
+def test_more_loading_processes_than_a_machine_bears_are_refused(capsys):
+    assert train("--data.workers=1000000") == 2
+    assert "data.workers must be at most " in capsys.readouterr().err
+
+
 def rename_a_class(root):
     for split in ("train", "val"):
         (root / split / "dark").rename(root / split / "dim")

@@ -3,6 +3,7 @@
 ``training/config.py`` checks the ranges of values, ``presets.py`` those of augmentation.
 """
 
+import os
 from dataclasses import replace
 
 from visionattn.data.config import AugmentConfig, DataConfig
@@ -24,6 +25,9 @@ USUAL_PX = {
     "cifar10_pixel": 32,
 }
 """Sizes in pixels where the user names none."""
+
+FEW_WORKERS, WORKERS_PER_CORE = 64, 16
+"""Processes that load images: so many are allowed on any machine, and so many for each core."""
 
 
 def resolved(config: DataConfig) -> DataConfig:
@@ -49,8 +53,18 @@ def resolved(config: DataConfig) -> DataConfig:
     return replace(config, fit=fit, img_size=img_size)
 
 
+def check_workers(count: int, key: str) -> None:
+    """Raise ValueError where a count of processes would bring the machine to a stand."""
+    most = max(FEW_WORKERS, WORKERS_PER_CORE * (os.cpu_count() or 1))
+    if count < 0:
+        raise ValueError(f"{key} must be at least 0, got {count}")
+    if count > most:
+        raise ValueError(f"{key} must be at most {most} on {os.cpu_count()} cores, got {count}")
+
+
 def check_data(config: DataConfig) -> None:
     """Check what depends on the data set's name; ``training/config.py`` checks the ranges."""
+    check_workers(config.workers, "data.workers")
     for size in (config.img_size, *(config.img_size_choices or ())):
         if size is not None:
             check_size(config, min(sides(size)))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from visionattn.cli.parsing import parse
+from visionattn.data.checks import check_workers
 from visionattn.data.formats import check_reading
 from visionattn.data.geometry import check_geometry
 from visionattn.models.weights import Fit
@@ -106,6 +107,7 @@ def check(options: InferenceOptions) -> None:
         value = getattr(options, key)
         if value is not None and value < least:
             raise ValueError(f"{key} must be at least {least}, got {value}")
+    check_workers(options.workers, "workers")
     if options.img_size == NATIVE and (options.fit not in (None, NATIVE) or options.max_patches):
         other = f"fit {options.fit}" if options.fit not in (None, NATIVE) else "max_patches"
         raise ValueError(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from visionattn.cli.files import check_free
+from visionattn.data.checks import check_workers
 from visionattn.lab.benchmark_flags import parse_flags
 from visionattn.lab.cases import Case
 from visionattn.lab.compare import Plan
@@ -146,6 +147,8 @@ def parse_options(argv: Sequence[str]) -> Options:
     if flags.command == "loader":
         from visionattn.lab.loader import open_sources
 
+        for workers in flags.workers:
+            check_workers(workers, "workers")
         sources = open_sources(flags.names, flags.img_size, flags.workers, read_all=flags.read_all)
         return replace(options, sources=sources)
     if flags.command in ("gpu", "tune"):

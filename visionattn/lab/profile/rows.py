@@ -136,13 +136,12 @@ def columns_on(device: str) -> list[int]:
     return [i for i, name in enumerate(COLUMNS) if name != "reserved" or device != "cpu"]
 
 
-def lines_of(rows: Sequence[Row], fit_from_px: int, device: str) -> list[str]:
-    """Return lines of the table for people, one for each row; exponents are those of
-    their series.
+def last_line(rows: Sequence[Row], fit_from_px: int, device: str) -> str:
+    """Return the last row as a line of the table for people; its exponent is that of its series as
+    far as that was measured.
     """
-    exponents, keep = growths(rows, fit_from_px), columns_on(device)
-    cells = [cells_of(row, exponents[row.case.series]) for row in rows]
-    return [line([row[i] for i in keep]) for row in cells]
+    cells = cells_of(rows[-1], growths(rows, fit_from_px)[rows[-1].case.series])
+    return line([cells[i] for i in columns_on(device)])
 
 
 def largest_record(found: Largest) -> Record:

@@ -12,6 +12,7 @@ import torch
 from visionattn.cli.ends import Failed, OutOfMemory, is_out_of_memory
 from visionattn.cli.files import write_text, write_whole
 from visionattn.cli.parsing import parse
+from visionattn.cli.progress import Progress
 from visionattn.cli.provenance import provenance_of, summary
 from visionattn.cli.tables import Record, csv_text, heading, line
 from visionattn.lab.cases import Case
@@ -28,7 +29,7 @@ from visionattn.lab.profile.rows import (
     growths,
     largest_cells,
     largest_record,
-    lines_of,
+    last_line,
     record_of,
 )
 from visionattn.lab.profile.shape import Shape
@@ -110,8 +111,8 @@ class Profile:
         self.lines: list[str] = []
 
     def run(self) -> None:
-        """Measure, print and write; what is measured is written after each series, so that no later
-        end loses it.
+        """Measure, print and write; what is measured is printed and written after each cell, so
+        that no later end loses it.
         """
         if self.config.output:
             Path(self.config.output).mkdir(parents=True, exist_ok=True)
@@ -146,18 +147,20 @@ class Profile:
             )
 
     def sweep(self) -> None:
-        """Measure the cases, series by series."""
+        """Measure the cases, those of one series together."""
         cases = self.config.cases()
-        for series in dict.fromkeys(case.series for case in cases):
-            rows = [
-                self.measure(case, self.shapes[case.name].tokens(case.size))
-                for case in cases
-                if case.series == series
-            ]
-            self.rows += rows
-            self.tell(*lines_of(rows, self.config.fit_from, self.device))
-            exponents = growths(self.rows, self.config.fit_from)
-            self.save([record_of(row, exponents[row.case.series]) for row in self.rows], exponents)
+        with Progress(len(cases), unit="cells") as progress:
+            for series in dict.fromkeys(case.series for case in cases):
+                for case in (case for case in cases if case.series == series):
+                    self.rows.append(self.measure(case, self.shapes[case.name].tokens(case.size)))
+                    row = last_line(self.rows, self.config.fit_from, self.device)
+                    self.lines.append(row)
+                    progress.say(row, self.show)
+                    exponents = growths(self.rows, self.config.fit_from)
+                    self.save(
+                        [record_of(row, exponents[row.case.series]) for row in self.rows], exponents
+                    )
+                    progress.advance(1)
 
     def search(self) -> None:
         """Find the largest image of each series; the plot shows all that was measured."""

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from visionattn.cli.files import write_text
 from visionattn.cli.fresh_process import ended_for_memory, environment, memory_kills
 from visionattn.cli.interruption import Interruption
 from visionattn.cli.parsing import yaml_text
+from visionattn.cli.progress import Progress
 from visionattn.lab.sweep.folder import Ending, SweepFolder
 from visionattn.lab.sweep.grid import Cell, Plan
 from visionattn.training.record import STATUS, can_go_on
@@ -64,6 +65,7 @@ def train_cells(
     jobs: int,
     command: Sequence[str],
     say: Callable[[str], None],
+    after: Callable[[], None] = lambda: None,
 ) -> bool:
     """Train cells, ``jobs`` at a time, each in a process of its own, and keep how each ended.
 
@@ -77,6 +79,7 @@ def train_cells(
         jobs: processes at a time.
         command: starts a training; ``--config FILE`` and ``--resume`` or ``--overwrite`` are added.
         say: takes a line when a cell starts or ends.
+        after: called after each cell.
 
     Returns:
         Whether all were trained; False after Ctrl-C.
@@ -84,17 +87,20 @@ def train_cells(
     waiting = deque(cells)
     running: dict[Cell, Attempt] = {}
     asked = False
-    with Interruption() as interruption:
+    with Interruption() as interruption, Progress(len(cells), unit="trainings") as progress:
         try:
             while running or (waiting and not asked):
                 while waiting and len(running) < jobs and not asked:
                     cell = waiting.popleft()
-                    say(f"{cell.name}: starts ({len(cells) - len(waiting)} of {len(cells)})")
+                    count = f"{len(cells) - len(waiting)} of {len(cells)}"
+                    progress.say(f"{cell.name}: starts ({count})", say)
                     running[cell] = start(plan, cell, folder, command)
                 # Each training is asked once; a second Ctrl-C raises KeyboardInterrupt.
                 if interruption.requested and not asked:
                     asked = True
-                    say(f"stopping {len(running)} trainings; a second Ctrl-C kills them")
+                    progress.say(
+                        f"stopping {len(running)} trainings; a second Ctrl-C kills them", say
+                    )
                     for attempt in running.values():
                         attempt.process.send_signal(signal.SIGINT)
                 for cell, attempt in list(running.items()):
@@ -102,7 +108,10 @@ def train_cells(
                         del running[cell]
                         ending = end(cell, folder, attempt)
                         folder.keep_ending(cell, ending)
-                        say(f"{cell.name}: {describe(ending)}")
+                        progress.say(f"{cell.name}: {describe(ending)}", say)
+                        after()
+                        progress.advance(1, ending.result is None)
+                progress.show(at_work(running, folder))
                 time.sleep(POLL_SECONDS)
         finally:
             # Only an error or a second Ctrl-C leaves processes here.
@@ -110,6 +119,19 @@ def train_cells(
                 os.killpg(attempt.process.pid, signal.SIGKILL)
                 attempt.process.wait()
     return not asked
+
+
+def at_work(running: Iterable[Cell], folder: SweepFolder) -> str:
+    """Return what runs, and the last line that the first of it has written."""
+    cells = list(running)
+    if not cells:
+        return ""
+    with open(folder.runs / f"{cells[0].name}.log", "rb") as log:
+        log.seek(max(0, log.seek(0, os.SEEK_END) - 1000))
+        lines = log.read().decode(errors="replace").split("\n")
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    more = f" and {len(cells) - 1} more" if len(cells) > 1 else ""
+    return f"{cells[0].name}{more}: {last[:60]}" if last else f"{cells[0].name}{more}"
 
 
 def start(plan: Plan, cell: Cell, folder: SweepFolder, command: Sequence[str]) -> Attempt:

@@ -88,6 +88,7 @@ def measure_networks(
     folder: SweepFolder,
     provenance: Told,
     say: Callable[[str], None],
+    after: Callable[[], None] = lambda: None,
 ) -> None:
     """Measure what is not measured yet under the present conditions; all networks of one image size
     are timed together.
@@ -98,6 +99,7 @@ def measure_networks(
         folder: of the sweep, open; takes what is measured.
         provenance: of this call; kept with what it measures.
         say: takes a line at each start.
+        after: called after the networks of each image size.
     """
     conditions = conditions_of(config, plan)
     for _, group in groupby(plan.grid.networks, key=lambda network: network.img_size):
@@ -117,6 +119,7 @@ def measure_networks(
                 found |= measure_memory(unknown, Meter(plan, conditions, run), folder, say)
         with Forks(folder.path / LOG, **kept) as run:  # what is freed stays: returning costs time
             measure_time(found, Meter(plan, conditions, run), folder, provenance, say)
+        after()
 
 
 def measure_memory(

@@ -89,10 +89,16 @@ def work(
         f"{len(cells)} trainings of {len(plan.grid.networks)} networks in {folder.path}; "
         f"{len(wanted)} to train"
     )
-    if wanted and not train_cells(plan, wanted, folder, jobs=config.jobs, command=train, say=say):
+
+    def so_far() -> None:
+        write(plan, folder, provenance, [])
+
+    if wanted and not train_cells(
+        plan, wanted, folder, jobs=config.jobs, command=train, say=say, after=so_far
+    ):
         return False
     if config.measure and not (config.train and none_finished(plan, folder)):
-        measure_networks(config, plan, folder, provenance, say)
+        measure_networks(config, plan, folder, provenance, say, after=so_far)
     return True
 
 
@@ -146,21 +152,35 @@ def report(
     calls: Sequence[dict[str, Any]],
     say: Callable[[str], None],
 ) -> None:
-    """Print the tables and write table, rows, plot and TensorBoard's hyperparameters."""
+    """Print the tables and write all files."""
+    text, outcome = write(plan, folder, provenance, calls)
+    say("\n" + text)
+    write_hparams(folder.path / HPARAMS, outcome)
+    say(f"- written: {', '.join(str(folder.path / name) for name in (TABLE, ROWS, PLOT, HPARAMS))}")
+
+
+def write(
+    plan: Plan, folder: SweepFolder, provenance: dict[str, Any], calls: Sequence[dict[str, Any]]
+) -> tuple[str, Outcome]:
+    """Write table, rows and plot of what there is, and return the table.
+
+    Args:
+        plan: the sweep.
+        folder: of the sweep, open.
+        provenance: of this call.
+        calls: what each call of the sweep took; none while it is under way.
+    """
     outcome = Outcome.read(plan, folder)
-    took = sum(call["seconds"] for call in calls)
     trained = [ending for ending in outcome.endings.values() if ending]
     seconds = sum(ending.seconds for ending in trained)
     source = measured_by(outcome) or [summary(provenance)]
+    took = sum(call["seconds"] for call in calls)
+    whole = f"all of it took {took:.0f} s in {len(calls)} call(s)" if calls else "not at its end"
     notes = [*backends(outcome), *source]
-    notes += [
-        f"{len(trained)} trainings of together {seconds:.0f} s; all of it took {took:.0f} s in "
-        f"{len(calls)} call(s)"
-    ]
+    notes += [f"{len(trained)} trainings of together {seconds:.0f} s; {whole}"]
     text = "\n".join(
         [tables(outcome), *(f"- {note}" for note in notes), f"- `{provenance['command']}`"]
     )
-    say("\n" + text)
     write_text(folder.path / TABLE, text + "\n")
     rows = records(outcome)
     write_text(folder.path / ROWS, csv_text(rows, provenance | {"sweep_seconds": took}))
@@ -170,8 +190,7 @@ def report(
         for chart in heads_of(rows, size)
     ]
     png(folder.path / PLOT, charts, title=f"Head counts on {plan.base.data.name}", notes=source)
-    write_hparams(folder.path / HPARAMS, outcome)
-    say(f"- written: {', '.join(str(folder.path / name) for name in (TABLE, ROWS, PLOT, HPARAMS))}")
+    return text, outcome
 
 
 def check_failures(config: SweepConfig, plan: Plan, folder: SweepFolder) -> None:
