@@ -165,7 +165,7 @@ def test_every_configuration_of_the_repository_is_valid_and_has_a_header(path):
     [
         (["--epochs", "0"], "epochs must be above 0, got 0"),
         (["--optim.lr", "-0.1"], "optim.lr must be above 0, got -0.1"),
-        (["--optim.lr", ".nan"], "optim.lr must be above 0, got nan"),
+        (["--optim.lr", ".nan"], "optim.lr must be a number, got nan"),
         (["--optim.accumulate", "0"], "optim.accumulate must be above 0, got 0"),
         (["--seed", "-1"], "seed must be at least 0, got -1"),
         (["--optim.mixup", "-1"], "optim.mixup must be at least 0, got -1.0"),

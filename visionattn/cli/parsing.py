@@ -13,11 +13,12 @@ import types
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 from difflib import SequenceMatcher
-from pathlib import Path
+from functools import reduce
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from visionattn.cli.commands import program, typed
 from visionattn.cli.configs import find_config
+from visionattn.cli.untrusted import brief, checked, describe, from_yaml, read_yaml
 
 Config = TypeVar("Config")
 
@@ -106,6 +107,8 @@ def parse(
         raise ValueError(_shown(one_line(str(error), names))) from error
     values = _shown(parsed.as_dict())
     values.pop("config")
+    for name, kind in names.items():  # jsonargparse takes null for any type, and NaN for a number
+        checked(kind, reduce(dict.__getitem__, name.split("."), values), name)
     return build(config_class, values)
 
 
@@ -177,7 +180,9 @@ def spell_out(argv: Sequence[str], names: dict[str, Any]) -> list[str]:
             name,
         )
         if owner not in (*names, *OWN_OPTIONS):
-            raise ValueError(f"unknown option --{flag}; the nearest is --{nearest(name, names)}")
+            raise ValueError(
+                f"unknown option --{brief(flag)}; the nearest is --{nearest(name[:200], names)}"
+            )
         kind = names.get(owner, str)
         # What people leave out: the value of a switch, quotes of texts, brackets of a list.
         if accepts(kind, bool) and not values:
@@ -198,9 +203,24 @@ def spell_out(argv: Sequence[str], names: dict[str, Any]) -> list[str]:
         if not values and name not in ("help", "print_config"):
             raise ValueError(f"--{flag} needs a value: {describe(kind)}")
         if len(values) > 1:
-            raise ValueError(f"--{flag} takes one value, got {' '.join(values)}")
+            raise ValueError(f"--{flag} takes one value, got {brief(' '.join(values))}")
+        if values and not accepts(kind, str):
+            check_value(values[0], flag)
         written.append(f"--{name}={values[0]}" if values else f"--{name}")
     return written
+
+
+def check_value(text: str, flag: str) -> None:
+    """Check that a value that is to be parsed as YAML is within the bounds of a file of it.
+
+    Raises:
+        ValueError: it is not; one line.
+    """
+    if set("[{&*") & set(text):
+        try:
+            from_yaml(text)
+        except ValueError as error:
+            raise ValueError(f"--{flag} cannot be read: {error}") from error
 
 
 def split_options(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
@@ -213,11 +233,11 @@ def split_options(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
         if re.match(r"--?[A-Za-z]", word):
             flag, equals, value = word.lstrip("-").partition("=")
             if not word.startswith("--") and flag != "h":
-                raise ValueError(f"{word} belongs to no option; options begin with --")
+                raise ValueError(f"{brief(word)} belongs to no option; options begin with --")
             options.append(("help" if flag == "h" else flag, [value] if equals else []))
             closed = bool(equals)
         elif closed:
-            raise ValueError(f"{word} belongs to no option; options begin with --")
+            raise ValueError(f"{brief(word)} belongs to no option; options begin with --")
         else:
             options[-1][1].append(word)
     return options
@@ -264,14 +284,10 @@ def check_file(path: str, names: dict[str, Any]) -> None:
     """Check that a YAML file parses and uses only names that exist.
 
     Raises:
-        ValueError: it is no YAML mapping, or uses a name that does not exist.
+        ValueError: it is no YAML mapping, is not within the bounds of ``read_yaml``, or uses a name
+            that does not exist.
     """
-    import yaml
-
-    try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is no YAML file: {' '.join(str(error).split())[:160]}") from error
+    content = read_yaml(path)
     if content is not None and not isinstance(content, dict):
         raise ValueError(f"{path} must hold names and values, got a {type(content).__name__}")
     groups = {name[:i] for name in names for i, letter in enumerate(name) if letter == "."}
@@ -281,11 +297,14 @@ def check_file(path: str, names: dict[str, Any]) -> None:
             name = f"{prefix}{key}"
             if name in groups:
                 if not isinstance(value, dict):
-                    raise ValueError(f"{path}: {name} must hold names and values, got {value!r}")
+                    raise ValueError(
+                        f"{path}: {name} must hold names and values, got {brief(value)}"
+                    )
                 walk(value, name + ".")
             elif name not in names:
                 raise ValueError(
-                    f"{path}: unknown key {name}; the nearest is {nearest(name, names)}"
+                    f"{path}: unknown key {brief(name)}; the nearest is "
+                    f"{nearest(name[:200], names)}"
                 )
 
     walk(content or {}, "")
@@ -299,30 +318,6 @@ def one_line(message: str, names: dict[str, Any]) -> str:
     given = re.search(r"(?:Given value|Got value): (.*)", message)
     if key and key[1] in names:
         return f"{key[1]} must be {describe(names[key[1]])}" + (
-            f", got {given[1]}" if given else ""
+            f", got {brief(given[1])}" if given else ""
         )
     return " ".join(message.split())
-
-
-def describe(kind: Any) -> str:
-    """Put a type into words for people: ``a number``, ``one of none, bf16, fp16``, ``a list of
-    whole numbers or null``.
-    """
-    words = {
-        int: "a whole number",
-        float: "a number",
-        bool: "true or false",
-        str: "text",
-        type(None): "null",
-    }
-    if kind in words:
-        return words[kind]
-    if get_origin(kind) in (Union, types.UnionType):
-        return " or ".join(describe(member) for member in get_args(kind))
-    if get_origin(kind) is list:
-        words = {int: "whole numbers", float: "numbers"}
-        words[int | list[int]] = "whole numbers or of pairs of them"
-        return "a list of " + words.get(get_args(kind)[0], "values")
-    if get_origin(kind) is dict:
-        return "names and values"
-    return "one of " + ", ".join(str(value) for value in get_args(kind))

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
@@ -59,6 +59,17 @@ def provenance_of(
     found["load"] = os.getloadavg()[0] if hasattr(os, "getloadavg") else float("nan")
     found["date"] = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     return found | {"command": shlex.join(["visionattn", *command])}
+
+
+class Provenance(TypedDict):
+    """What a line of provenance is made of."""
+
+    processor: str
+    device: str
+    load: float
+    torch: str
+    commit: str | None
+    date: str
 
 
 def summary(provenance: dict[str, Any]) -> str:

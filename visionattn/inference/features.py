@@ -22,6 +22,7 @@ from visionattn.inference.reading import ReadImages
 from visionattn.inference.running import last_map, run_images
 from visionattn.inference.shards import (
     Pending,
+    check_images,
     check_ours,
     delete_from,
     read_pooled,
@@ -130,6 +131,7 @@ class Extraction:
         )
         self.identity = self.opened.identity() | self._own_identity()
         self.kept = [] if options.overwrite else whole_shards(self.folder, self.identity)
+        check_images(self.kept, self.listing.name, len(self.listing))
         self.begun = False
 
     def _divide(self) -> Division:

@@ -16,6 +16,7 @@ from timm.models import PretrainedCfg
 from torch import Tensor, nn
 
 from visionattn.cli.files import first_line
+from visionattn.cli.untrusted import brief
 from visionattn.data.geometry import Geometry, Size, check_geometry, pixels, sides
 from visionattn.inference.listing import digest_of
 from visionattn.inference.options import NATIVE, NATIVE_BATCH, SIZED_BATCH, InferenceOptions
@@ -24,6 +25,7 @@ from visionattn.models.weights import (
     FORMAT,
     UNBUILDABLE,
     DataSpec,
+    described,
     existing,
     is_pickle,
     is_safetensors,
@@ -110,15 +112,16 @@ def open_model(options: InferenceOptions, *, classifies: bool) -> Opened:
         torch.set_num_threads(options.threads)
     device = pick_device(options.device)
     # A file of ours says which model it is for; any other weights need --model.
-    described = description(options.checkpoint) if options.checkpoint else None
-    if described:
+    metadata = description(options.checkpoint) if options.checkpoint else None
+    if metadata:
         if options.model:
             raise ValueError(
-                f"{options.checkpoint} knows its model, {described.get('model')}: leave --model out"
+                f"{options.checkpoint} knows its model, {brief(metadata.get('model'))}: leave "
+                "--model out"
             )
         _check_seed(options)
-        model, name = load_model(options.checkpoint), described["model"]
-        args = json.loads(described["args"])
+        model = load_model(options.checkpoint)
+        name, args, _ = described(metadata, options.checkpoint)
         spec, notes = model.data_spec, [f"{name} of {options.checkpoint}"]
     else:
         if not (options.checkpoint or options.pretrained) and classifies:

@@ -9,10 +9,10 @@ run has come. The module knows nothing of models.
 import csv
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,7 +20,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from visionattn.cli.files import write_whole
-from visionattn.inference.running import Outcome
+from visionattn.cli.untrusted import brief, from_json
+from visionattn.inference.running import Outcome, Status
 
 FORMAT = "visionattn.features"
 FORMAT_VERSION = 1
@@ -148,14 +149,80 @@ def read_shard(path: Path) -> tuple[Shard, dict[str, Any]] | None:
     try:
         with safe_open(path, framework="pt") as file:
             text = (file.metadata() or {}).get(FORMAT)
+            shapes = {name: _shape_of(file, name) for name in file.keys()}  # noqa: SIM118  no mapping
     except SafetensorError:
         return None
-    content = json.loads(text) if text else {}
-    if content.get("version") != FORMAT_VERSION:
+    try:
+        content = from_json(_Content, text or "{}", "its description")
+        if content["version"] != FORMAT_VERSION:
+            raise ValueError(f"it has version {brief(content['version'])}")
+        check_rows(path, content, shapes)
+    except ValueError as error:
         raise ValueError(
-            f"{path} is no file of features of this visionattn; choose another --output"
-        )
+            f"{path} is no file of features of this visionattn ({error}); choose another --output"
+        ) from error
     return Shard(path, content["first"], content["rows"]), content["identity"]
+
+
+class _Row(TypedDict):
+    """A row of the index, as a shard has it."""
+
+    path: str
+    status: Status
+    reason: str | None
+    height: int | None
+    width: int | None
+    input_height: int | None
+    input_width: int | None
+    shard: str | None
+    key: str | None
+    row: int | None
+
+
+class _Content(TypedDict):
+    """What a shard says of itself."""
+
+    version: int
+    identity: dict[str, Any]
+    first: int
+    rows: list[_Row]
+
+
+def _shape_of(file: Any, name: str) -> tuple[int, ...] | None:
+    """Return the shape of a tensor in a file; None for one that is not of fractions."""
+    found = file.get_slice(name)
+    return tuple(found.get_shape()) if found.get_dtype().startswith(("F", "BF")) else None
+
+
+def check_rows(path: Path, content: _Content, shapes: dict[str, tuple[int, ...] | None]) -> None:
+    """Raise ValueError unless each row of a shard points to features that the file has, and only
+    images without features to none.
+    """
+    if content["first"] < 0:
+        raise ValueError(f"its first image is {content['first']}")
+    for row in content["rows"]:
+        if unknown := row.keys() - set(COLUMNS):
+            raise ValueError(f"a row has an unknown column {brief(min(unknown))}")
+        key, number = row["key"], row["row"]
+        if row["status"] != "ok":
+            fits = key is None and number is None
+        elif key == POOLED:
+            shape = shapes.get(POOLED) or ()
+            fits = len(shape) == 2 and number is not None and 0 <= number < shape[0]
+        else:
+            fits = len(shapes.get(key) or ()) == 3 and number is None
+        if not fits or row["shard"] not in (None, path.name):
+            raise ValueError(f"the row of {brief(row['path'])} does not fit what the file holds")
+
+
+def check_images(shards: Sequence[Shard], names: Callable[[int], str], images: int) -> None:
+    """Raise ValueError unless the rows of shards are those of the images, in order."""
+    rows = [row for shard in shards for row in shard.rows]
+    if len(rows) > images or any(row["path"] != names(i) for i, row in enumerate(rows)):
+        raise ValueError(
+            f"{shards[0].path.parent} holds rows of other images; choose another --output, or "
+            "replace them with --overwrite"
+        )
 
 
 def check_ours(folder: Path) -> None:

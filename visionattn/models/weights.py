@@ -6,6 +6,7 @@ its images. It knows nothing of training.
 """
 
 import json
+import math
 import pickle
 import pickletools
 import re
@@ -13,17 +14,21 @@ import struct
 import warnings
 import zipfile
 from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import timm
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from visionattn.cli.files import first_line, write_whole
+from visionattn.cli.untrusted import SHOWN, brief, checked, from_json
 
 FORMAT = "visionattn"
 FORMAT_VERSION = 2
@@ -58,6 +63,8 @@ UNBUILDABLE = (
     TypeError,
 )
 """What a model of timm raises for arguments that it does not take, besides ``ValueError``."""
+LONGEST_ARGS = 200
+"""The most characters of a model's arguments in an error."""
 
 
 @dataclass(frozen=True)
@@ -172,73 +179,154 @@ def load_model(path: str | Path, *, device: str | torch.device = "cpu") -> nn.Mo
         )
     if metadata.get("version") not in READABLE_VERSIONS:
         raise ValueError(
-            f"{path} has format {metadata.get('version')}, this visionattn reads formats "
+            f"{path} has format {brief(metadata.get('version'))}, this visionattn reads formats "
             f"{' and '.join(READABLE_VERSIONS)}"
         )
-    try:
-        name, args = metadata["model"], json.loads(metadata["args"])
-        spec = json.loads(metadata["data"])
-        spec = DataSpec(
-            **{
-                key: tuple(value) if isinstance(value, list) else value
-                for key, value in spec.items()
-            }
-        )
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-        raise ValueError(
-            f"{path} has a garbled description of its model: {first_line(error)}"
-        ) from error
-    if not timm.is_model(name):
-        raise ValueError(
-            f"{path} holds a model {name!r}, which timm does not know; import the package that "
-            "registers it"
-        )
-    # Arguments that load other weights could fetch any file: a checkpoint has no need of them.
-    if loading := LOADING_ARGS.intersection(args):
-        raise ValueError(
-            f"{path} asks for other weights to be loaded ({', '.join(sorted(loading))}): refused"
-        )
-    try:
-        with torch.random.fork_rng(devices=[]):
-            model = timm.create_model(
-                name, num_classes=spec.num_classes, in_chans=spec.in_chans, **args
-            )
-    except (*UNBUILDABLE, ValueError) as error:
-        raise ValueError(
-            f"{path} names a model {name!r} that cannot be built with these args: "
-            f"{describe_args(args)} ({first_line(error)})"
-        ) from error
-    # Names and shapes are compared first, so that a misfit is one line.
-    misfit = describe_misfit(tensors, model.state_dict())
-    if misfit:
+    name, args, spec = described(metadata, path)
+    # The shapes of the model are compared first, without memory for it: a description may be of
+    # any size, and a misfit is one line.
+    with bounded(len(tensors)):
+        try:
+            misfit = describe_misfit(tensors, _make("meta", name, spec, args).state_dict())
+        except (*UNBUILDABLE, ValueError):  # also for models that take no such device
+            misfit = ""
+        try:
+            model = None if misfit else _make("cpu", name, spec, args)
+        except (*UNBUILDABLE, ValueError) as error:
+            raise ValueError(
+                f"{path} names a model {name!r} that cannot be built with these args: "
+                f"{describe_args(args)} ({first_line(error)})"
+            ) from error
+    if misfit := misfit or describe_misfit(tensors, model.state_dict()):
         raise ValueError(f"{path} does not fit the model {name!r} that it names: {misfit}")
     model.load_state_dict(tensors)
     model.data_spec = spec
     return model.to(device).eval()
 
 
+def described(metadata: dict[str, str], path: str | Path) -> tuple[str, dict[str, Any], DataSpec]:
+    """Return what the metadata of a file of ours say of its model: its timm name, the arguments
+    that build it, and what its images are.
+
+    Raises:
+        ValueError: they are garbled, name no model of timm, or have other weights loaded; one line.
+    """
+    try:
+        said = checked(_Description, metadata, "metadata")
+        args = from_json(dict[str, Any], said["args"], "args")
+        spec = from_json(DataSpec, said["data"], "data")
+        check_spec(spec)
+    except ValueError as error:
+        raise ValueError(f"{path} has a garbled description of its model: {error}") from error
+    name = said["model"]
+    if not timm.is_model(name):
+        raise ValueError(
+            f"{path} holds a model {name[:SHOWN]!r}, which timm does not know; import the package "
+            "that registers it"
+        )
+    # Arguments that load other weights could fetch any file: a checkpoint has no need of them.
+    if loading := LOADING_ARGS.intersection(args):
+        raise ValueError(
+            f"{path} asks for other weights to be loaded ({', '.join(sorted(loading))}): refused"
+        )
+    return name, args, spec
+
+
+class _Description(TypedDict):
+    """What the metadata of a file of ours must have besides its format."""
+
+    model: str
+    args: str
+    data: str
+
+
+def check_spec(spec: DataSpec) -> None:
+    """Raise ValueError where what is said of images cannot be, or contradicts itself."""
+    one_hot = spec.encoding == "grey_one_hot"
+    channels = 0 if one_hot else spec.in_chans
+    sides = spec.img_size if isinstance(spec.img_size, tuple) else (spec.img_size or 1,)
+    wrong = {
+        "in_chans": spec.in_chans < 1 or (one_hot and spec.in_chans != 256),
+        "num_classes": spec.num_classes < 0,
+        "class_names": len(spec.class_names) not in (0, spec.num_classes),
+        "mean": len(spec.mean) != channels or not all(map(math.isfinite, spec.mean)),
+        "std": len(spec.std) != channels or not all(0 < std < math.inf for std in spec.std),
+        "img_size": min(sides) < 1 or spec.img_size == 0,
+        "max_patches": spec.max_patches is not None and spec.max_patches < 1,
+        "bands": spec.bands is not None and (len(spec.bands) != channels or min(spec.bands) < 1),
+        "value_range": spec.value_range is not None
+        and not -math.inf < spec.value_range[0] < spec.value_range[1] < math.inf,
+        "page": spec.page is not None and spec.page < 1,
+    }
+    for key, is_wrong in wrong.items():
+        if is_wrong:
+            raise ValueError(
+                f"data.{key} is {brief(getattr(spec, key))}, which does not go with "
+                f"in_chans {spec.in_chans} and num_classes {spec.num_classes}"
+            )
+
+
+def _make(device: str, name: str, spec: DataSpec, args: dict[str, Any]) -> nn.Module:
+    """Make the model of a description, on a device, and leave torch's generator alone."""
+    with torch.random.fork_rng(devices=[]), torch.device(device):
+        return timm.create_model(name, num_classes=spec.num_classes, in_chans=spec.in_chans, **args)
+
+
+@contextmanager
+def bounded(tensors: int) -> Iterator[None]:
+    """Raise ValueError once a model that is made within has far more parameters than a file has
+    ``tensors``, as one of a billion blocks would take for ever.
+    """
+    most, count = 4 * tensors + 1000, 0
+
+    def registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        nonlocal count
+        count += 1
+        if count > most:
+            raise ValueError(f"it has more than {most} parameters, the file {tensors}")
+
+    handle = register_module_parameter_registration_hook(registered)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
 def describe_args(args: dict[str, Any]) -> str:
-    """Write arguments as they stand in a call."""
-    return ", ".join(f"{key}={value!r}" for key, value in args.items()) or "none"
+    """Write arguments as they stand in a call, the first of many."""
+    text = ", ".join(f"{key}={_written(value)}" for key, value in args.items()) or "none"
+    return text if len(text) <= LONGEST_ARGS else f"{text[:LONGEST_ARGS]} ..."
+
+
+def _written(value: Any) -> str:
+    return repr(value) if isinstance(value, (str, bool)) or value is None else brief(value)
 
 
 def describe_misfit(given: dict[str, Tensor], wanted: dict[str, Tensor]) -> str:
-    """Say in one line how two state dicts differ in names and shapes; an empty string where they do
-    not.
+    """Say in one line how two state dicts differ in names, shapes and kinds of numbers; an empty
+    string where they do not.
     """
     missing = [key for key in wanted if key not in given]
     unexpected = [key for key in given if key not in wanted]
-    reshaped = [key for key in wanted if key in given and given[key].shape != wanted[key].shape]
+    both = [key for key in wanted if key in given]
+    reshaped = [key for key in both if given[key].shape != wanted[key].shape]
+    retyped = [key for key in both if not same_kind(given[key], wanted[key])]
     parts = [
         f"{len(keys)} {what} (first: {keys[0]})"
         for what, keys in (
             ("missing", missing),
             ("unexpected", unexpected),
             ("of another shape", reshaped),
+            ("of another type", retyped),
         )
         if keys
     ]
     return ", ".join(parts)
+
+
+def same_kind(given: Tensor, wanted: Tensor) -> bool:
+    """Tell whether both hold fractions or both do not: whole numbers are no weights."""
+    return given.is_floating_point() == wanted.is_floating_point() and not given.is_complex()
 
 
 def read_safetensors(path: str | Path) -> tuple[dict[str, str], dict[str, Tensor]]:

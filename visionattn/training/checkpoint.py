@@ -11,7 +11,7 @@ import zipfile
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 import timm
@@ -20,8 +20,17 @@ from timm.models._manipulate import adapt_input_conv
 from torch import Tensor, nn
 
 from visionattn.cli.files import first_line, flush_folder, write_whole
+from visionattn.cli.untrusted import brief, check_partly, checked
 from visionattn.models.registration import is_ours
-from visionattn.models.weights import UNREADABLE, describe_misfit, read_pickle, read_state_dict
+from visionattn.models.weights import (
+    UNREADABLE,
+    describe_misfit,
+    read_pickle,
+    read_state_dict,
+    same_kind,
+)
+from visionattn.training.config import TrainConfig
+from visionattn.training.progress import Position, Window
 
 FORMAT = "visionattn.state"
 FORMAT_VERSION = 2
@@ -87,28 +96,148 @@ def read_state(path: str | Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it cannot be read, would run code, or is no state.
+        ValueError: it cannot be read, would run code, is no state, or one of another format or with
+            something garbled; one line.
     """
     state = read_pickle(path)
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise ValueError(f"{path} is not the state of a run")
     check_sums(Path(path))
+    if state.get("version") != FORMAT_VERSION:
+        raise ValueError(
+            f"{path} has format {brief(state.get('version'))}, this visionattn reads format "
+            f"{FORMAT_VERSION}"
+        )
+    try:
+        check_content(state)
+    except ValueError as error:
+        raise ValueError(f"{path} is a garbled state of a run: {error}") from error
     return state
+
+
+class _OldConfig(TypedDict):
+    """What a state says of the options that it was saved with."""
+
+    model: dict[str, Any]
+    data: dict[str, Any]
+    optim: dict[str, Any]
+
+
+class _Optimizer(TypedDict):
+    """What is kept of an optimiser; what is kept of a weight, by its number."""
+
+    state: dict[int, dict[str, Tensor | int | float]]
+    param_groups: list[dict[str, object]]
+
+
+class _Random(TypedDict):
+    """The states of the global generators, as ``random_state`` returns them."""
+
+    torch: Tensor
+    cuda: list[Tensor]
+    numpy: tuple[str, Tensor, int, int, float]
+    python: tuple[int, list[int], float | None]
+
+
+class _Listing(TypedDict):
+    """What tells the images of a run from others: a number for each."""
+
+    class_names: list[str]
+    train: Tensor
+    validation: Tensor
+    test: NotRequired[Tensor]
+
+
+class _State(TypedDict):
+    """What a state of a run must have; ``data`` and ``args`` are for people."""
+
+    name: str
+    config: _OldConfig
+    model: dict[str, Tensor]
+    ema: dict[str, Tensor] | None
+    optimizer: _Optimizer
+    scaler: dict[str, Any]
+    position: Position
+    window: Window
+    history: list[dict[str, int | float | None]]
+    images: NotRequired[tuple[int, int]]
+    listing: NotRequired[_Listing | None]
+    unreadable: list[str]
+    random: _Random
+
+
+def check_content(state: dict[str, Any]) -> None:
+    """Check that a state has all that a run goes on from, of the right types, and that its parts go
+    together.
+
+    Raises:
+        ValueError: one line with the key, what was wanted and what came.
+    """
+    found = checked(_State, state, "state", nan=True)
+    check_partly(TrainConfig, state["config"], "state.config")
+    position: Position = found["position"]
+    for part in ("position", "window"):
+        for key, value in state[part].items():
+            least = -1 if key == "best" else 0
+            if not value >= least:
+                raise ValueError(f"state.{part}.{key} must be at least {least}, got {brief(value)}")
+    if position.epoch != len(state["history"]):
+        raise ValueError(
+            f"state.position.epoch is {position.epoch}, and state.history has "
+            f"{len(state['history'])} epochs"
+        )
+    for number, row in enumerate(state["history"], start=1):
+        if row.get("epoch") != number:
+            raise ValueError(f"epoch {number} of state.history is {brief(row.get('epoch'))}")
+    if bool(state["config"]["optim"].get("ema_decay")) != (state["ema"] is not None):
+        raise ValueError("state.ema does not go with state.config.optim.ema_decay")
+    listing = state.get("listing") or {}
+    for part, numbers in listing.items():
+        if part != "class_names" and (numbers.ndim != 1 or numbers.dtype != torch.int64):
+            raise ValueError(f"state.listing.{brief(part)} must be one number for each image")
+    check_random_state(state["random"])
+
+
+def check_random_state(state: dict[str, Any]) -> None:
+    """Raise ValueError where the states of the generators are none; numpy and Python do not check
+    all of them.
+    """
+    own, (kind, keys, position, _, _) = state["torch"], state["numpy"]
+    version, internal, _ = state["python"]
+    right = {
+        "torch": own.dtype == torch.uint8 and own.shape == torch.get_rng_state().shape,
+        "numpy": kind == "MT19937"
+        and keys.dtype == torch.int64
+        and keys.shape == (624,)
+        and _are_words(keys.tolist())
+        and 0 <= position <= 624,
+        "python": version == 3
+        and len(internal) == 625
+        and _are_words(internal)
+        and internal[-1] <= 624,
+    }
+    for name, is_right in right.items():
+        if not is_right:
+            raise ValueError(f"state.random.{name} is no state of a generator")
+
+
+def _are_words(numbers: list[int]) -> bool:
+    """Tell whether numbers fit into 32 bits."""
+    return min(numbers) >= 0 and max(numbers) < 2**32
 
 
 def check_state(state: dict[str, Any], path: str | Path, model: nn.Module, name: str) -> None:
     """Raise ValueError unless the state, which comes from ``path``, is one of this model in this
     format.
     """
-    if state["version"] != FORMAT_VERSION:
-        raise ValueError(
-            f"{path} has format {state['version']}, this visionattn reads format {FORMAT_VERSION}"
-        )
     misfit = describe_misfit(state["model"], model.state_dict())
+    if state["ema"] is not None and not misfit:
+        misfit = describe_misfit(state["ema"], model.state_dict())
     if state["name"] != name or misfit:
         reason = misfit or "another name"
         raise ValueError(
-            f"{path} is the state of another model, {state['name']}, not of this {name}: {reason}"
+            f"{path} is the state of another model, {brief(state['name'])}, not of this {name}: "
+            f"{reason}"
         )
 
 
@@ -126,7 +255,12 @@ def random_state() -> dict[str, Any]:
 
 def restore_random_state(state: dict[str, Any]) -> None:
     """Set every global generator to what ``random_state`` returned."""
-    torch.set_rng_state(state["torch"])
+    try:
+        torch.set_rng_state(state["torch"])
+    except RuntimeError as error:
+        raise ValueError(
+            f"state.random.torch is no state of a generator: {first_line(error)}"
+        ) from error
     if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(state["cuda"])
     kind, keys, *rest = state["numpy"]
@@ -228,7 +362,7 @@ def place_weights(model: nn.Module, name: str, path: str | Path) -> Placement:
     fitting = {
         key: value
         for key, value in filtered.items()
-        if key in wanted and value.shape == wanted[key].shape
+        if key in wanted and value.shape == wanted[key].shape and same_kind(value, wanted[key])
     }
     placed = [key for key in wanted if key in fitting]
     if not any(fitting[key].ndim > 1 for key in placed):

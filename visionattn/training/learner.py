@@ -24,6 +24,7 @@ from visionattn.training.evaluate import autocast
 from visionattn.training.finite import name_fault
 from visionattn.training.optimize import (
     OptimizerStep,
+    check_moments,
     make_mixup,
     make_scheduler,
     mix_batch,
@@ -214,8 +215,9 @@ class Learner:
         """Take what ``weights()`` gave.
 
         Raises:
-            ValueError: they belong to another optimiser.
+            ValueError: they belong to another optimiser, or are garbled.
         """
+        check_moments(self.optimizer, state["optimizer"]["state"])
         load_whole(self.model, state["model"])
         if self.ema:
             load_whole(self.ema.module, state["ema"])

@@ -139,7 +139,9 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict) -> None:
         ValueError: the saved state has other groups of parameters.
     """
     own = optimizer.state_dict()["param_groups"]
-    if [group["params"] for group in own] != [group["params"] for group in saved["param_groups"]]:
+    if [group["params"] for group in own] != [
+        group.get("params") for group in saved["param_groups"]
+    ]:
         raise ValueError(
             "the saved optimiser has other groups of parameters; resume with the optimiser options "
             "of the run"
@@ -150,6 +152,31 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict) -> None:
         for group, old in zip(own, saved["param_groups"], strict=True)
     ]
     optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})
+
+
+def check_moments(optimizer: torch.optim.Optimizer, moments: dict[int, dict]) -> None:
+    """Raise ValueError where moments are of other weights, which torch finds out at the next
+    step.
+    """
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    names = next((set(kept) for kept in moments.values()), set())
+    for number, kept in moments.items():
+        shapes = {
+            value.shape
+            for value in kept.values()
+            if isinstance(value, Tensor) and (value.ndim or not value.is_floating_point())
+        }
+        if (
+            not 0 <= number < len(weights)
+            or not names
+            or set(kept) != names
+            or not shapes <= {weights[number].shape}
+            or any(isinstance(v, Tensor) and not v.is_floating_point() for v in kept.values())
+        ):
+            raise ValueError(
+                f"the saved optimiser has moments of weight {number} that do not go with it; "
+                "--overwrite starts the run anew"
+            )
 
 
 def make_criterion(config: OptimConfig) -> Callable[[Tensor, Tensor], Tensor]:

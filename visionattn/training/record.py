@@ -12,12 +12,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NotRequired, TextIO, TypedDict
 
 from visionattn.cli.files import check_folder, flush_to_disk, lock, named, write_text
 from visionattn.cli.interruption import undone_at_end
 from visionattn.cli.parsing import yaml_text
 from visionattn.cli.progress import Progress
+from visionattn.cli.untrusted import from_json
 from visionattn.training.config import TrainConfig
 
 BEST, LAST = "best.safetensors", "last.pt"
@@ -266,23 +267,35 @@ def forget_after(folder: Path, steps: int, epochs: int) -> None:
         lines = metrics.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
         write_text(metrics, "".join(line for line in lines if belongs(line, steps, epochs)))
     if summary.exists():
-        header, *rows = summary.read_text(encoding="utf-8").splitlines(keepends=True)
-        write_text(
-            summary, "".join([header, *(row for row in rows if int(row.split(",")[0]) <= epochs)])
-        )
+        header, *rows = summary.read_text(encoding="utf-8", errors="replace").splitlines(
+            keepends=True
+        ) or [""]
+        write_text(summary, "".join([header, *(row for row in rows if is_of(row, epochs))]))
 
 
-def belongs(line: str, steps: int, epochs: int) -> bool:
+def is_of(row: str, epochs: int) -> bool:
+    """Tell whether a row of ``summary.csv`` is of one of the first epochs."""
+    number = row.partition(",")[0]
+    return number.isdecimal() and len(number) < 10 and int(number) <= epochs
+
+
+class _Line(TypedDict):
+    """What each line of ``metrics.jsonl`` says."""
+
+    kind: str
+    step: int
+    epoch: NotRequired[int]
+
+
+def belongs(text: str, steps: int, epochs: int) -> bool:
     """Tell whether a line of ``metrics.jsonl`` is whole, and was written before a state."""
     try:
-        values = json.loads(line)
-        kind, step = values["kind"], values["step"]
-        epoch = values.get("epoch", 0)
-    except (ValueError, KeyError, TypeError):
+        line = from_json(_Line, text, METRICS)
+    except ValueError:
         return False
     return (
-        line.endswith("\n")
-        and step <= steps
-        and kind != "test"
-        and not (kind == "epoch" and epoch > epochs)
+        text.endswith("\n")
+        and line["step"] <= steps
+        and line["kind"] != "test"
+        and not (line["kind"] == "epoch" and line.get("epoch", 0) > epochs)
     )

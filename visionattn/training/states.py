@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from visionattn.cli.untrusted import brief, from_json
 from visionattn.data.checks import WHOLE
 from visionattn.data.splits import Splits
 from visionattn.models.weights import read_metadata
@@ -121,7 +122,13 @@ class States:
 
 
 def attempt(path: Path) -> tuple[dict[str, Any] | None, str]:
-    """Return the state of a file, or None and why it cannot be read."""
+    """Return the state of a file, or None and why it cannot be read.
+
+    Raises:
+        ValueError: there is something else than a file, which no state could replace.
+    """
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is no file; move it out of the way")
     try:
         return read_state(path), ""
     except FileNotFoundError:
@@ -157,7 +164,12 @@ def best_figures(path: Path) -> BestFigures | None:
     if not path.exists():
         raise FileNotFoundError(f"{path} is missing")
     notes = read_metadata(path).get("validation")
-    return BestFigures(*json.loads(notes)) if notes else None
+    if not notes:
+        return None
+    epoch, accuracy, loss = from_json(tuple[int, float, float], notes, f"validation of {path}")
+    if epoch < 1 or not 0 <= accuracy <= 1:
+        raise ValueError(f"validation of {path} is {brief(notes)}, which cannot be")
+    return BestFigures(epoch, accuracy, loss)
 
 
 def recall_best(position: Position, path: Path) -> list[str]:
@@ -219,15 +231,15 @@ def check_options(
         if was != is_now:
             until = " until the epoch is over" if key in counted else ""
             raise ValueError(f"the run has {key} {was}, not {is_now}; resume with the same{until}")
-    if new["init_from"] not in (None, old["init_from"]):
+    if new["init_from"] not in (None, old.get("init_from")):
         raise ValueError(
             f"init_from {new['init_from']} is for a run at its start, and this one goes on with "
             "its own weights; leave it out"
         )
-    if bool(old["optim"]["ema_decay"]) != bool(new["optim"]["ema_decay"]):
+    if bool(old["optim"].get("ema_decay")) != bool(new["optim"]["ema_decay"]):
         raise ValueError(
-            f"the run has optim.ema_decay {old['optim']['ema_decay']}; it cannot be switched on or "
-            "off halfway"
+            f"the run has optim.ema_decay {old['optim'].get('ema_decay')}; it cannot be switched "
+            "on or off halfway"
         )
 
 

@@ -18,6 +18,7 @@ from torch.utils.data import Dataset
 from visionattn.cli.ends import NonFinite
 from visionattn.cli.interruption import Interruption
 from visionattn.cli.progress import Progress
+from visionattn.cli.untrusted import brief
 from visionattn.data.batches import Batch, EvalBatches
 from visionattn.data.images import ImageDataset
 from visionattn.data.splits import Splits, eval_batches, train_batches
@@ -440,6 +441,11 @@ class Trainer(Learner):
             raise ValueError(
                 f"the images are not those that the run began with: {found}; resume with the same, "
                 "or --overwrite begins anew"
+            )
+        if state["position"]["batch"] > len(self.batches):
+            raise ValueError(
+                f"the state is of batch {brief(state['position']['batch'])} of an epoch that has "
+                f"{len(self.batches)}; --overwrite starts the run anew"
             )
         self.load_weights(state)
         self.position, self.window = Position(**state["position"]), Window(**state["window"])

@@ -5,11 +5,11 @@ A file that a later version writes with more columns is still read; one that lac
 needed is no such file.
 """
 
-import csv
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from visionattn.cli.untrusted import read_csv
 from visionattn.lab.report.runs import MOST
 
 Row = dict[str, str]
@@ -38,16 +38,10 @@ def read_rows(path: Path) -> Rows | None:
         OSError: it cannot be opened.
     """
     try:
-        with open(path, encoding="utf-8", newline="") as file:
-            reader = csv.DictReader(file)
-            rows = [
-                {key: value or "" for key, value in row.items() if key is not None}
-                for row in reader
-            ]
-    except (csv.Error, UnicodeDecodeError):
+        columns, rows = read_csv(path)
+    except ValueError:
         return None
-    columns = set(reader.fieldnames or ())
-    kind = next((kind for kind, needed in NEEDED.items() if needed <= columns), None)
+    kind = next((kind for kind, needed in NEEDED.items() if needed <= set(columns)), None)
     return Rows(path, kind, rows) if kind and rows else None
 
 

@@ -5,17 +5,17 @@ A run that still trains, was killed, or ended with an error is read as far as it
 missing is missing in the page, and what cannot be read is listed in ``problems``.
 """
 
-import json
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import yaml
 from safetensors import SafetensorError, safe_open
 
+from visionattn.cli import untrusted
 from visionattn.cli.ends import is_out_of_memory
 from visionattn.training.record import BEST, CONFIG, METRICS, STATUS
 
@@ -167,13 +167,10 @@ def read_lines(path: Path, problems: list[str]) -> list[Values]:
     for position, line in enumerate(lines, start=1):
         if not line.strip():
             continue
-        try:
-            values = json.loads(line)
-        except (ValueError, RecursionError):
-            values = None
-        if isinstance(values, dict):
-            found.append(values)
-        elif position == len(lines):
+        with suppress(ValueError):
+            found.append(untrusted.from_json(Values, line, f"line {position}"))
+            continue
+        if position == len(lines):
             problems.append(f"the last line of {path.name} is cut off and left out")
         else:
             problems.append(f"line {position} of {path.name} cannot be read and is left out")
@@ -183,11 +180,11 @@ def read_lines(path: Path, problems: list[str]) -> list[Values]:
 def read_yaml(path: Path, problems: list[str]) -> Values:
     """Return a YAML file of names and values; a problem where it is none."""
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = untrusted.read_yaml(path)
     except FileNotFoundError:
         problems.append(f"there is no {path.name}")
         return {}
-    except (yaml.YAMLError, ValueError, RecursionError, OSError):
+    except (ValueError, OSError):
         values = None
     if not isinstance(values, dict):
         problems.append(f"{path.name} cannot be read")
@@ -202,13 +199,10 @@ def read_json(path: Path, problems: list[str]) -> Values | None:
     if not path.is_file():
         return None
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError, OSError):
-        values = None
-    if not isinstance(values, dict):
+        return untrusted.read_json(Values, path, "")
+    except (ValueError, OSError):
         problems.append(f"{path.name} cannot be read")
         return None
-    return values
 
 
 def count_parameters(path: Path, problems: list[str]) -> int | None:

@@ -3,7 +3,6 @@
 It knows the exit codes and the files of ``visionattn train``, and nothing of what a training does.
 """
 
-import json
 import os
 import signal
 import subprocess
@@ -12,13 +11,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from visionattn.cli.files import write_text
 from visionattn.cli.fresh_process import ended_for_memory, environment, memory_kills
 from visionattn.cli.interruption import Interruption
 from visionattn.cli.parsing import yaml_text
 from visionattn.cli.progress import Progress
+from visionattn.cli.untrusted import read_json
 from visionattn.lab.sweep.folder import Ending, SweepFolder
 from visionattn.lab.sweep.grid import Cell, Plan
 from visionattn.training.record import STATUS, can_go_on
@@ -211,9 +211,16 @@ def read_status(run: Path) -> dict[str, Any]:
     read.
     """
     try:
-        return json.loads((run / STATUS).read_text(encoding="utf-8"))
+        return read_json(_Said, run / STATUS, "")
     except (OSError, ValueError):
         return {}
+
+
+class _Said(TypedDict, total=False):
+    """What a sweep takes of a status file."""
+
+    result: dict[str, int | float | None] | None
+    provenance: dict[str, Any]
 
 
 def last_words(log: Path, start: int) -> str:

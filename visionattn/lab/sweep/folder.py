@@ -7,17 +7,22 @@ nothing.
 """
 
 import json
+import math
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Literal, NotRequired, TextIO, TypedDict
 
 from visionattn.cli.files import check_folder, lock, write_text
+from visionattn.cli.provenance import Provenance
+from visionattn.cli.untrusted import brief, check_partly, read_json
 from visionattn.lab.sweep.grid import Cell, Network
 from visionattn.training.config import TrainConfig
 
 SWEEP, TABLE, ROWS, PLOT, LOCK = "sweep.json", "table.md", "cells.csv", "sweep.png", "lock"
 RUNS, CELLS, MEASUREMENTS, HPARAMS = "runs", "cells", "measurements", "hparams"
+WAY_OUT = "delete it to repeat what it stands for"
+"""What to do with a file that cannot be read."""
 QUIET = ("output", "run", "resume", "overwrite", "log_every", "save_every", "threads", "seed")
 """Keys in which calls of one sweep may differ: those of the place, of the speed, and those that the
 grid varies.
@@ -28,8 +33,8 @@ grid varies.
 class Ending:
     """How a training ended."""
 
-    status: str
-    """"finished", "nan", "oom", "failed" or, after Ctrl-C, "stopped"."""
+    status: Literal["finished", "nan", "oom", "failed", "stopped"]
+    """"stopped": after Ctrl-C."""
     reason: str | None
     """One line; None for a finished one."""
     exit_code: int
@@ -37,7 +42,7 @@ class Ending:
     seconds: float
     """The seconds of all its attempts."""
     attempts: int
-    result: dict[str, Any] | None
+    result: dict[str, int | float | None] | None
     """``validation_accuracy``, ``test_accuracy`` (None without a test split) and the like; None
     unless finished.
     """
@@ -50,6 +55,51 @@ class Ending:
         did not fail by itself.
         """
         return self.status == "stopped" or (self.status == "failed" and self.exit_code < 0)
+
+
+class _Known(TypedDict):
+    """The file of a training that has ended; ``cell`` is for people."""
+
+    ending: Ending
+
+
+class _Call(TypedDict):
+    """A call of the sweep."""
+
+    seconds: float
+
+
+class _Sweep(TypedDict):
+    """The file of a sweep."""
+
+    base: dict[str, Any]
+    calls: list[_Call]
+
+
+class _Conditions(TypedDict):
+    """What measurements depend on, as far as tables say it."""
+
+    batch: int
+
+
+class _Pass(TypedDict):
+    """What was measured of a pass."""
+
+    status: Literal["ok", "oom", "failed"]
+    reason: str | None
+    peak_bytes: NotRequired[int | None]
+    backends: NotRequired[list[str]]
+    seconds: NotRequired[list[float]]
+
+
+class _Measured(TypedDict):
+    """The file of a network's measurements; ``network`` is for people."""
+
+    conditions: _Conditions
+    timed: str | None
+    provenance: NotRequired[Provenance]
+    inference: _Pass
+    training: _Pass
 
 
 class SweepFolder:
@@ -82,14 +132,21 @@ class SweepFolder:
             raise ValueError(
                 f"{self.path} is not empty and holds no sweep; choose another --output"
             )
-        different = differences(
-            comparable(TrainConfig()), self.read(SWEEP)["base"], comparable(base)
-        )
+        for name in (RUNS, CELLS, MEASUREMENTS):
+            if (self.path / name).exists() and not (self.path / name).is_dir():
+                raise ValueError(f"{self.path / name} is no folder; move it out of the way")
+        different = differences(comparable(TrainConfig()), self._sweep()["base"], comparable(base))
         if different and not overwrite:
             raise ValueError(
                 f"{self.path} holds a sweep of another training: {different[0]}; choose another "
                 f"--output, or --overwrite"
             )
+        if not overwrite:
+            # Everything is read once before anything is written.
+            for path in sorted((self.path / CELLS).glob("*.json")):
+                self._ending(path)
+            for path in sorted((self.path / MEASUREMENTS).glob("*.json")):
+                self._measurement(path)
 
     def open(self, base: TrainConfig, *, overwrite: bool) -> None:
         """Make the folder, empty it where asked to, and keep other sweeps out while this one or a
@@ -129,8 +186,29 @@ class SweepFolder:
 
     def ending(self, cell: Cell) -> Ending | None:
         """Return how a training ended; None where it has not."""
-        content = self.read(f"{CELLS}/{cell.name}.json")
-        return Ending(**content["ending"]) if content else None
+        return self._ending(self.path / CELLS / f"{cell.name}.json")
+
+    def _ending(self, path: Path) -> Ending | None:
+        known = self._read(_Known, path)
+        if known is None:
+            return None
+        ending = known["ending"]
+        scores = [
+            (ending.result or {}).get(key) for key in ("validation_accuracy", "test_accuracy")
+        ]
+        wrong = {
+            "seconds": not 0 <= ending.seconds < math.inf,
+            "attempts": ending.attempts < 0,
+            "result": (ending.status == "finished") != (ending.result is not None)
+            or (ending.status == "finished" and scores[0] is None)
+            or not all(0 <= score <= 1 for score in scores if score is not None)
+            or (ending.result is not None and "test_accuracy" not in ending.result),
+        }
+        for key, is_wrong in wrong.items():
+            if is_wrong:
+                said = f"ending.{key} is {brief(getattr(ending, key))}, which cannot be"
+                raise ValueError(f"{path} is damaged ({said}); {WAY_OUT}")
+        return ending
 
     def keep_ending(self, cell: Cell, ending: Ending) -> None:
         """Write how a training ended."""
@@ -138,7 +216,18 @@ class SweepFolder:
 
     def measurement(self, network: Network) -> dict[str, Any] | None:
         """Return what was measured of a network; None where nothing was."""
-        return self.read(f"{MEASUREMENTS}/{network.name}.json")
+        return self._measurement(self.path / MEASUREMENTS / f"{network.name}.json")
+
+    def _measurement(self, path: Path) -> dict[str, Any] | None:
+        known = self._read(_Measured, path)
+        for name in ("inference", "training") if known else ():
+            entry = known[name]
+            wrong = not all(0 < each < math.inf for each in entry.get("seconds", []))
+            wrong |= entry.get("seconds") == [] or (entry.get("peak_bytes") or 0) < 0
+            wrong |= entry["status"] == "ok" and not {"peak_bytes", "backends"} <= entry.keys()
+            if wrong:
+                raise ValueError(f"{path} is damaged ({name} cannot be so); {WAY_OUT}")
+        return known
 
     def keep_measurement(self, network: Network, measured: dict[str, Any]) -> None:
         """Write what was measured."""
@@ -146,26 +235,28 @@ class SweepFolder:
 
     def keep_call(self, call: dict[str, Any]) -> list[dict[str, Any]]:
         """Add a call (command, date, seconds) to the sweep's own; returns all of them."""
-        content = self.read(SWEEP)
+        content = self._sweep()
         content["calls"].append(call)
         self.write(SWEEP, content)
         return content["calls"]
 
-    def read(self, name: str) -> dict[str, Any] | None:
-        """Return a JSON file; None where there is none.
+    def _sweep(self) -> dict[str, Any]:
+        """Return the training that is varied, and the calls."""
+        path = self.path / SWEEP
+        content = self._read(_Sweep, path)
+        try:
+            check_partly(TrainConfig, content["base"], "base")
+        except ValueError as error:
+            raise ValueError(f"{path} is damaged ({error}); {WAY_OUT}") from error
+        return content
+
+    def _read(self, kind: type, path: Path) -> Any:
+        """Return a JSON file, as a type says; None where there is none.
 
         Raises:
             ValueError: it is damaged.
         """
-        path = self.path / name
-        if not path.is_file():
-            return None
-        try:
-            return json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(
-                f"{path} is damaged ({error}); delete it to repeat what it stands for"
-            ) from error
+        return read_json(kind, path, WAY_OUT) if path.exists() else None
 
     def write(self, name: str, content: dict[str, Any]) -> None:
         """Write a JSON file whole or not at all."""

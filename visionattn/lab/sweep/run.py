@@ -3,16 +3,16 @@
 This module owns the order of these, and how a sweep ends.
 """
 
-import csv
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from visionattn.cli.ends import Failed, Stopped
-from visionattn.cli.files import write_text
+from visionattn.cli.files import first_line, write_text
 from visionattn.cli.provenance import provenance_of, summary
 from visionattn.cli.tables import csv_text
+from visionattn.cli.untrusted import read_csv
 from visionattn.lab.drawing import png
 from visionattn.lab.figures import heads_of
 from visionattn.lab.sweep.cells import to_train, train_cells
@@ -110,8 +110,12 @@ def check_wider(plan: Plan, folder: SweepFolder) -> None:
     if not written.is_file():
         return
     rows = {Cell(network, seed).name for network in plan.grid.networks for seed in plan.grid.seeds}
-    with open(written, encoding="utf-8", newline="") as file:
-        missing = [name for row in csv.DictReader(file) if (name := row_name(row)) not in rows]
+    try:
+        missing = [name for row in read_csv(written)[1] if (name := row_name(row)) not in rows]
+    except (ValueError, KeyError) as error:
+        raise ValueError(
+            f"{written} is no table of a sweep ({first_line(error)}); delete it to write it anew"
+        ) from error
     if missing:
         raise ValueError(
             f"{written} has rows that this call does not name, e.g. {missing[0]}; name them too, "
