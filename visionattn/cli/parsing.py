@@ -18,13 +18,17 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from visionattn.cli.commands import program, typed
 from visionattn.cli.configs import find_config
-from visionattn.cli.untrusted import brief, checked, describe, from_yaml, read_yaml
+from visionattn.cli.untrusted import LARGEST_WHOLE, brief, checked, describe, from_yaml, read_yaml
 
 Config = TypeVar("Config")
 
 HIDDEN = {0xDC00 + byte: 0x10DC00 + byte for byte in range(128, 256)}
 """Bytes of file names that are no UTF-8, as Python has them, and letters of no script that stand
 for them in YAML, which takes no such bytes.
+"""
+MOST = {"threads": 1024, "jobs": 1024}
+"""The most that options of these names may be, in whatever tool: a machine has no more processors,
+and starting more threads or processes ends it.
 """
 OWN_OPTIONS = ("help", "config", "print_config")
 """Options besides the fields of a configuration."""
@@ -37,12 +41,17 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n")
 
 
-def whole_from(least: int) -> Callable[[str], int]:
-    """Return what reads a whole number that is not below ``least``, for argparse."""
+def whole_from(least: int, most: int = LARGEST_WHOLE) -> Callable[[str], int]:
+    """Return what reads a whole number that is not below ``least`` nor above ``most``, for
+    argparse.
+    """
 
     def read(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"wanted a whole number from {least}, got {text!r}")
+        if not text.isdecimal() or len(text) > 20 or not least <= int(text) <= most:
+            limit = f" to {most:,}" if most < LARGEST_WHOLE else ""
+            raise argparse.ArgumentTypeError(
+                f"wanted a whole number from {least}{limit}, got {brief(text)!r}"
+            )
         return int(text)
 
     return read
@@ -108,7 +117,10 @@ def parse(
     values = _shown(parsed.as_dict())
     values.pop("config")
     for name, kind in names.items():  # jsonargparse takes null for any type, and NaN for a number
-        checked(kind, reduce(dict.__getitem__, name.split("."), values), name)
+        value = checked(kind, reduce(dict.__getitem__, name.split("."), values), name)
+        most = MOST.get(name.rpartition(".")[2])
+        if most is not None and value is not None and value > most:
+            raise ValueError(f"{name} must be at most {most:,}, got {value:,}")
     return build(config_class, values)
 
 
@@ -187,12 +199,9 @@ def spell_out(argv: Sequence[str], names: dict[str, Any]) -> list[str]:
         # What people leave out: the value of a switch, quotes of texts, brackets of a list.
         if accepts(kind, bool) and not values:
             values = ["true"]
+        quoted = not is_list(values) or os.path.exists(values[0])
         if values and accepts(kind, list[str]):
-            values = (
-                values
-                if is_list(values) and not os.path.exists(values[0])
-                else [json.dumps(values, ensure_ascii=False)]
-            )
+            values = [json.dumps(values, ensure_ascii=False)] if quoted else values
         elif (
             accepts(kind, list)
             and values not in ([], ["null"])
@@ -204,8 +213,9 @@ def spell_out(argv: Sequence[str], names: dict[str, Any]) -> list[str]:
             raise ValueError(f"--{flag} needs a value: {describe(kind)}")
         if len(values) > 1:
             raise ValueError(f"--{flag} takes one value, got {brief(' '.join(values))}")
-        if values and not accepts(kind, str):
-            check_value(values[0], flag)
+        # Texts are not parsed, alone or as a list that is quoted here.
+        if values and not accepts(kind, str) and not (accepts(kind, list[str]) and quoted):
+            check_value(values[0].translate(HIDDEN), flag)
         written.append(f"--{name}={values[0]}" if values else f"--{name}")
     return written
 

@@ -1,10 +1,11 @@
 """What the user asked of a data set, checked and made whole by the data set's name.
 
-``training/config.py`` checks the ranges of values, ``presets.py`` those of augmentation.
+``presets.py`` checks the values of augmentation.
 """
 
 import os
 from dataclasses import replace
+from math import isfinite
 
 from visionattn.data.config import AugmentConfig, DataConfig
 from visionattn.data.documents import SMALLEST_SIZE_PX
@@ -62,9 +63,40 @@ def check_workers(count: int, key: str) -> None:
         raise ValueError(f"{key} must be at most {most} on {os.cpu_count()} cores, got {count}")
 
 
-def check_data(config: DataConfig) -> None:
-    """Check what depends on the data set's name; ``training/config.py`` checks the ranges."""
+def check_signs(positive: dict[str, float | None], not_negative: dict[str, float | None]) -> None:
+    """Raise ValueError for a number, by its option, that is not finite, below 0, or 0 among those
+    that must be above it; None is no number.
+    """
+    for key, value in (positive | not_negative).items():
+        low = "above" if key in positive else "at least"
+        if value is not None and (
+            not isfinite(value) or value < 0 or (value == 0 and key in positive)
+        ):
+            raise ValueError(f"{key} must be {low} 0, got {value}")
+
+
+def check_ranges(config: DataConfig) -> None:
+    """Check what values alone can be wrong, whatever the data set.
+
+    Raises:
+        ValueError: one line with the key, what it may be, and what it is.
+    """
+    positive = {
+        f"data.{key}": getattr(config, key)
+        for key in ("batch_patches", "train_images", "eval_images")
+    }
+    positive |= {
+        f"data.img_size_choices[{i}]": size for i, size in enumerate(config.img_size_choices or [])
+    }
+    check_signs(positive, {})
     check_workers(config.workers, "data.workers")
+    if not 0 < config.val_fraction < 1:
+        raise ValueError(f"data.val_fraction must be in (0, 1), got {config.val_fraction}")
+
+
+def check_data(config: DataConfig) -> None:
+    """Check the values and what depends on the data set's name."""
+    check_ranges(config)
     for size in (config.img_size, *(config.img_size_choices or ())):
         if size is not None:
             check_size(config, min(sides(size)))

@@ -72,6 +72,8 @@ def open_images(
         )
     elif Path(root).is_dir():
         parts, names = _open_folder(Path(root))
+    elif not Path(root).is_file():
+        raise ValueError(f"data root {root} is a pipe, a socket or a device; {LAYOUT}, or a tar")
     elif Path(root).suffix.lower() == ".tar":
         parts, names = _open_tar(root)
     elif tarfile.is_tarfile(root):

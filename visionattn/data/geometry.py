@@ -16,6 +16,10 @@ Size = tuple[int, int]
 """Height and width in pixels."""
 
 
+LARGEST_SIDE_PX = 2**20
+"""Images have no longer sides, and libraries that resize them take none."""
+
+
 class Box(NamedTuple):
     """A rectangle of an image, in pixels."""
 
@@ -199,6 +203,10 @@ def check_geometry(
         raise ValueError(
             f"{prefix}img_size must be one number of pixels, or height and width, got "
             f"{list(img_size)}"
+        )
+    if img_size is not None and max(sides(img_size)) > LARGEST_SIDE_PX:
+        raise ValueError(
+            f"{prefix}img_size must be at most {LARGEST_SIDE_PX:,}, got {max(sides(img_size)):,}"
         )
     for name, value in (("img_size", min(sides(img_size) or (1,))), ("max_patches", max_patches)):
         if value is not None and value < 1:

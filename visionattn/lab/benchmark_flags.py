@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from visionattn.cli.commands import program, typed
-from visionattn.cli.parsing import whole_from
+from visionattn.cli.parsing import MOST, whole_from
 from visionattn.lab.cases import DTYPES
 from visionattn.lab.papers import FIGURES
 from visionattn.ops.attentions import FORM_CHOICES
@@ -72,7 +72,7 @@ FLAGS = {
         help="seconds that a processor spends, not those of a clock: other work on the machine "
         "does not count; with --threads 1"
     ),
-    "threads": dict(type=positive, help="of a processor (what torch takes)"),
+    "threads": dict(type=whole_from(1, MOST["threads"]), help="of a processor (what torch takes)"),
     "device": dict(default="cpu", help="cpu or cuda (%(default)s)"),
     "only": dict(metavar="PATTERN", help="the rows that this regular expression fits"),
     "minutes": dict(type=duration, help="after which no row is begun (%(default)s)"),

@@ -192,9 +192,10 @@ def check_content(state: dict[str, Any]) -> None:
     if bool(state["config"]["optim"].get("ema_decay")) != (state["ema"] is not None):
         raise ValueError("state.ema does not go with state.config.optim.ema_decay")
     listing = state.get("listing") or {}
-    for part, numbers in listing.items():
-        if part != "class_names" and (numbers.ndim != 1 or numbers.dtype != torch.int64):
-            raise ValueError(f"state.listing.{brief(part)} must be one number for each image")
+    for part in ("train", "validation", "test"):
+        numbers = listing.get(part)
+        if numbers is not None and (numbers.ndim != 1 or numbers.dtype != torch.int64):
+            raise ValueError(f"state.listing.{part} must be a whole number for each image")
     check_random_state(state["random"])
 
 

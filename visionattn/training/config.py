@@ -6,9 +6,9 @@ field is its help text. ``options.py`` reads the flags.
 """
 
 from dataclasses import dataclass, field
-from math import isfinite
 from typing import Any, Literal
 
+from visionattn.data.checks import check_ranges, check_signs
 from visionattn.data.config import DataConfig
 from visionattn.models.weights import Fit
 
@@ -167,19 +167,12 @@ def check(config: TrainConfig) -> None:
         "threads": config.threads,
         "log_every": config.log_every,
         "save_every": config.save_every,
-        "data.batch_patches": data.batch_patches,
-        "data.train_images": data.train_images,
-        "data.eval_images": data.eval_images,
         "optim.accumulate": optim.accumulate,
         "optim.lr": optim.lr,
         "optim.clip_grad": optim.clip_grad,
     }
-    positive |= {
-        f"data.img_size_choices[{i}]": size for i, size in enumerate(data.img_size_choices or [])
-    }
     not_negative = {
         "seed": config.seed,
-        "data.workers": data.workers,
         "optim.min_lr": optim.min_lr,
         "optim.warmup_lr": optim.warmup_lr,
         "optim.warmup_epochs": optim.warmup_epochs,
@@ -187,15 +180,10 @@ def check(config: TrainConfig) -> None:
         "optim.mixup": optim.mixup,
         "optim.cutmix": optim.cutmix,
     }
-    for key, value in (positive | not_negative).items():
-        low = "above" if key in positive else "at least"
-        if value is not None and (
-            not isfinite(value) or value < 0 or (value == 0 and key in positive)
-        ):
-            raise ValueError(f"{key} must be {low} 0, got {value}")
+    check_signs(positive, not_negative)
+    check_ranges(data)
     # Shares: the value, and whether 0 and 1 are allowed.
     shares = {
-        "data.val_fraction": (data.val_fraction, False, False),
         "optim.layer_decay": (optim.layer_decay, False, True),
         "optim.label_smoothing": (optim.label_smoothing, True, False),
         "optim.ema_decay": (optim.ema_decay, False, False),

@@ -3,6 +3,7 @@ needed. Their axes are ``[H, W]`` or ``[H, W, C]``.
 """
 
 import os
+import tokenize
 from collections.abc import Sequence
 from typing import BinaryIO
 
@@ -27,7 +28,7 @@ def open_reader(source: str | BinaryIO, page: int | None) -> Reader:
             return ArrayImage(_open_zarr(source), None, page)
     path = getattr(source, "name", None)
     mapped = isinstance(path, str) and os.path.isfile(path)
-    with damage("array"):
+    with damage("array", tokenize.TokenError):
         # Objects would be unpickled, which may run anything.
         array = np.load(path if mapped else source, "r" if mapped else None, allow_pickle=False)
     return ArrayImage([array], source, page)

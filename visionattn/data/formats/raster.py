@@ -41,6 +41,7 @@ class Raster(Reader):
             self.bits = int(bits or 8)
 
     def _read(self, box: Box, height: int, width: int, bands: Sequence[int] | None) -> np.ndarray:
+        from rasterio import Env
         from rasterio.enums import Resampling
         from rasterio.errors import RasterioError
         from rasterio.windows import Window
@@ -49,7 +50,8 @@ class Raster(Reader):
         factor = max([1, *(each for each in self._raster.overviews(1) if each <= wanted)])
         shape = -(-box.height // factor), -(-box.width // factor)
         chosen = [band + 1 for band in (range(self.bands) if bands is None else bands)]
-        with damage("raster", RasterioError):
+        # Within an environment of its own GDAL does not print what it raises too.
+        with damage("raster", RasterioError), Env():
             pixels = self._raster.read(
                 chosen,
                 window=Window(box.left, box.top, box.width, box.height),

@@ -168,7 +168,7 @@ def read_lines(path: Path, problems: list[str]) -> list[Values]:
         if not line.strip():
             continue
         with suppress(ValueError):
-            found.append(untrusted.from_json(Values, line, f"line {position}"))
+            found.append(untrusted.from_json(dict[str, object], line, "a line"))
             continue
         if position == len(lines):
             problems.append(f"the last line of {path.name} is cut off and left out")
