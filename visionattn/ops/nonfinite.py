@@ -25,7 +25,8 @@ def is_readable(x: Tensor) -> bool:
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
-def _may_be_read(x: Tensor) -> bool:
+def may_be_read(x: Tensor) -> bool:
+    """Tell whether ``is_readable``, and no tensor that stands for others."""
     return type(x) in (Tensor, nn.Parameter) and is_readable(x)
 
 
@@ -33,7 +34,7 @@ def _is_known_finite(*tensors: Tensor) -> bool:
     """Tell whether no tensor holds NaN or inf, as far as that may be read. It is not known either
     where the sum of large entries is inf.
     """
-    return all(_may_be_read(x) and bool(x.sum().isfinite()) for x in tensors)
+    return all(may_be_read(x) and bool(x.sum().isfinite()) for x in tensors)
 
 
 def _zeroed(x: Tensor) -> Tensor:
@@ -63,7 +64,7 @@ def finite_inputs(
     What all queries see, k and v unless ``causal``, stays as it is.
     """
     own = (q, k, v) if causal else (q,)
-    if not all(map(_may_be_read, own)) or _is_known_finite(*own):
+    if not all(map(may_be_read, own)) or _is_known_finite(*own):
         return q, k, v, None
     spoilt = (q - q).detach().sum(3, keepdim=True)
     if causal:
@@ -115,7 +116,7 @@ def skips_idle_rows(upstream: str, rows: str, later: str = "") -> Callable[[Call
             on_processor = next(x for x in args if x is not None).device.type == "cpu"
             if on_processor:
                 found = function(*args, **kwargs)
-                if _is_known_finite(*(x[..., 0] if x.ndim > 3 else x for x in found)):
+                if _is_known_finite(*(x[..., :1] if x.ndim > 3 else x for x in found)):
                     return found
             given = signature.bind(*args, **kwargs)
             given.apply_defaults()
