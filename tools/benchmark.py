@@ -10,12 +10,11 @@ codes: 0; 2 for bad input, and for ``gpu`` and ``tune`` without a GPU; 4 where r
 wrong or failed; 130 for Ctrl-C.
 """
 
-import sys
 from functools import partial
 
-from visionattn.command import run
+from visionattn.command import leave, run
 
 main = partial(run, "benchmark")
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -7,12 +7,11 @@ is called again. Exit codes: 0; 2 for bad input; 3 where no image fits into memo
 process that reads images ended; 130 for Ctrl-C.
 """
 
-import sys
 from functools import partial
 
-from visionattn.command import run
+from visionattn.command import leave, run
 
 main = partial(run, "features")
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

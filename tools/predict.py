@@ -7,12 +7,11 @@ bad input; 3 where no image fits into memory; 4 where a process that reads image
 Ctrl-C.
 """
 
-import sys
 from functools import partial
 
-from visionattn.command import run
+from visionattn.command import leave, run
 
 main = partial(run, "predict")
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -8,12 +8,11 @@ bad input; 3 where the cell of ``--snapshot`` does not fit; 4 where a cell faile
 than memory; 130 for Ctrl-C.
 """
 
-import sys
 from functools import partial
 
-from visionattn.command import run
+from visionattn.command import leave, run
 
 main = partial(run, "profile")
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -6,12 +6,11 @@ differ, head counts, memory. It is ``report.html`` in the first folder unless ``
 otherwise. Exit codes: 0; 2 for bad input.
 """
 
-import sys
 from functools import partial
 
-from visionattn.command import run
+from visionattn.command import leave, run
 
 main = partial(run, "report")
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -4,12 +4,11 @@
 The file goes to ``visionattn train`` as a further ``--config``. Exit codes: 0; 2 for bad input.
 """
 
-import sys
 from functools import partial
 
-from visionattn.command import run
+from visionattn.command import leave, run
 
 main = partial(run, "stats")
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

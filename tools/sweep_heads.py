@@ -6,12 +6,11 @@ The same command goes on where an earlier one ended. Exit codes: 0; 2 for bad in
 cell failed; 4 where some did, after the tables; 130 for Ctrl-C.
 """
 
-import sys
 from functools import partial
 
-from visionattn.command import run
+from visionattn.command import leave, run
 
 main = partial(run, "sweep")
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -8,12 +8,11 @@ after which ``--resume`` goes on. On several GPUs or machines:
 has the code.
 """
 
-import sys
 from functools import partial
 
-from visionattn.command import run
+from visionattn.command import leave, run
 
 main = partial(run, "train")
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

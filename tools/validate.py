@@ -6,12 +6,11 @@ The data are those of the ``config.yaml`` beside the checkpoint, unless flags sa
 codes: 0; 2 for bad input.
 """
 
-import sys
 from functools import partial
 
-from visionattn.command import run
+from visionattn.command import leave, run
 
 main = partial(run, "validate")
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

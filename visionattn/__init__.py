@@ -8,6 +8,7 @@ first used.
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+import visionattn.cli.early  # noqa: F401, I001  before what takes seconds to import
 import visionattn.models  # noqa: F401  registers them with timm
 
 if TYPE_CHECKING:

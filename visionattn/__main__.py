@@ -1,8 +1,6 @@
 """``python -m visionattn``: the command ``visionattn`` where its script is not on the path."""
 
-import sys
-
-from visionattn.command import main
+from visionattn.command import script
 
 if __name__ == "__main__":
-    sys.exit(main())
+    script()

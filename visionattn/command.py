@@ -4,12 +4,16 @@ This is the top of the package: it may import everything, and nothing imports it
 needs is imported when it runs, so that ``visionattn --help`` answers at once.
 """
 
+import atexit
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import NoReturn
 
 import visionattn
+from visionattn.cli.interruption import STOPPED
 
 Words = Sequence[str]
 Say = Callable[[str], None]
@@ -152,6 +156,23 @@ def run(name: str, argv: Words | None = None) -> int:
     return run_tool(
         lambda: chosen.work(words, lambda text: print(text, flush=True)), several=chosen.several
     )
+
+
+def leave(code: int) -> NoReturn:
+    """End this process with an exit code: after Ctrl-C at once, as Python takes its libraries down
+    for a second or more.
+    """
+    if code == STOPPED:
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+def script() -> NoReturn:
+    """Be the command ``visionattn``."""
+    leave(main())
 
 
 def main(argv: Words | None = None) -> int:

@@ -1,15 +1,21 @@
 """Ctrl-C and SIGTERM end a tool whatever it computes: one operation here takes hours."""
 
 import hashlib
+import os
 import signal
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
-from tests.helpers.long_operation import FORK, ended, one_long_operation
+from tests.helpers.long_operation import FORK, PATIENCE, ended, one_long_operation
 from visionattn.cli.ends import run_tool
 from visionattn.cli.interruption import Interruption, undone_at_end
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
@@ -60,6 +66,42 @@ def test_nothing_ends_a_process_while_a_state_changes(tmp_path):
 
     assert ended(work, signal.SIGINT, begun, tmp_path / "errors")[0] == 7
     assert log.read_text() == "changed\nlast resort\n"
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "words", [("-m", "visionattn", "train"), ("tools/train.py",)], ids=["module", "script"]
+)
+def test_a_command_that_imports_its_libraries_ends_with_one_line(signum, words):
+    process = subprocess.Popen(
+        [sys.executable, *words],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    maps = Path(f"/proc/{process.pid}/maps")
+    while b"libtorch" not in maps.read_bytes() and process.poll() is None:
+        time.sleep(0.001)  # libraries are imported after the handlers
+    process.send_signal(signum)
+    out, errors = process.communicate(timeout=PATIENCE)
+    assert (process.returncode, out, errors) == (130, b"", b"interrupted\n")
+
+
+def test_other_programs_that_import_the_package_keep_their_handlers(tmp_path):
+    (tmp_path / "visionattn_user.py").write_text(
+        "import signal, visionattn.cli.early\n"
+        "print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)\n"
+    )
+    for words in (["visionattn_user.py"], ["-m", "visionattn_user"]):
+        done = subprocess.run(
+            [sys.executable, *words],
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+        )
+        assert done.stdout == "True\n", done.stderr
 
 
 def test_handlers_and_threads_are_those_of_before_once_a_tool_has_ended():
