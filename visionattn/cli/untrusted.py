@@ -219,8 +219,10 @@ def describe(kind: Any) -> str:
 
 def brief(value: Any, most: int = SHOWN) -> str:
     """Return a value for an error, in one line of at most ``most`` characters, whatever it is."""
-    if isinstance(value, (bool, float)) or value is None:
-        return {None: "null", True: "true", False: "false"}.get(value, str(value))
+    if isinstance(value, bool) or value is None:
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, float):
+        return str(value)
     if isinstance(value, int):
         size = value.bit_length()
         return str(value) if size < 100 else f"a number of {math.ceil(size * 0.30103)} digits"

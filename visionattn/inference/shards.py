@@ -204,6 +204,7 @@ def check_rows(path: Path, content: _Content, shapes: dict[str, tuple[int, ...] 
         if unknown := row.keys() - set(COLUMNS):
             raise ValueError(f"a row has an unknown column {brief(min(unknown))}")
         key, number = row["key"], row["row"]
+        shard = path.name if row["status"] == "ok" else None
         if row["status"] != "ok":
             fits = key is None and number is None
         elif key == POOLED:
@@ -211,7 +212,7 @@ def check_rows(path: Path, content: _Content, shapes: dict[str, tuple[int, ...] 
             fits = len(shape) == 2 and number is not None and 0 <= number < shape[0]
         else:
             fits = len(shapes.get(key) or ()) == 3 and number is None
-        if not fits or row["shard"] not in (None, path.name):
+        if not fits or row["shard"] != shard:
             raise ValueError(f"the row of {brief(row['path'])} does not fit what the file holds")
 
 

@@ -1,0 +1,156 @@
+"""Absurd values for every typed flag of every tool."""
+
+import itertools
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, Union, get_args, get_origin
+
+from tests.malformed.runner import Case
+from tests.malformed.valid import FEATURES, SWEEP
+from visionattn.cli.parsing import field_types
+from visionattn.data.stats import StatsConfig
+from visionattn.inference.features import ExtractOptions
+from visionattn.inference.predict import PredictOptions
+from visionattn.lab.benchmark_flags import COMMANDS, FLAGS
+from visionattn.lab.profile.config import ProfileConfig
+from visionattn.lab.report.options import ReportConfig
+from visionattn.lab.sweep.config import SweepConfig
+from visionattn.training.config import TrainConfig, ValidateConfig
+
+LONG = "9" * 5000
+BOMB = "[&a [x,x,x,x,x,x,x,x,x], &b [*a,*a,*a,*a,*a,*a,*a,*a,*a], &c [*b,*b,*b,*b,*b,*b,*b,*b,*b]"
+for _name, _former in zip("defghi", "cdefgh", strict=True):
+    BOMB += f", &{_name} [{','.join([f'*{_former}'] * 9)}]"
+BOMB += "]"
+LOOP, DEEP = "&a [*a]", "[" * 3000 + "]" * 3000
+WRONG = {
+    int: ("x", "1.5", "-1", "1e400", LONG, "9" * 30, ".nan", "{a: 1}", "[[1]]", LOOP),
+    float: ("x", ".nan", ".inf", "-.inf", "-1e300", LONG, "{a: 1}", "[[1]]", "1e400"),
+    bool: ("maybe", "2", "1.5", "[true]", "{a: 1}", LONG),
+    str: ("",),
+    list: ("{a: 1}", DEEP, LOOP, BOMB, "[[[1]]]", "[null]", "[{a: 1}]"),
+    dict: ("x", "[1]", "1", DEEP, LOOP, BOMB, "{1: 2}", "{a: &a [*a]}"),
+    Literal: ("wrong", "1", "[none]", LONG),
+}
+"""Values that no flag of the type takes."""
+TAKES = {"optim.clip_grad": (), "data.aug.turn": ()}
+"""What a flag takes though others of its type do not."""
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A tool as it is called where all is well, and what its flags are."""
+
+    argv: tuple[str, ...]
+    config: type
+
+
+TRAIN = ("train", "--config", "train.yaml", "--run", "out")
+TOOLS = {
+    "train": Tool(TRAIN, TrainConfig),
+    "validate": Tool(
+        ("validate", "--checkpoint", "run/best.safetensors", "--json", "out.json"), ValidateConfig
+    ),
+    "stats": Tool(
+        ("stats", "--data.root", "images", "--data.workers", "0", "--output", "out.yaml"),
+        StatsConfig,
+    ),
+    "predict": Tool(("predict", *FEATURES[1:], "--output", "out.csv"), PredictOptions),
+    "features": Tool((*FEATURES, "--output", "out"), ExtractOptions),
+    "sweep": Tool((*SWEEP[:-6], "--output", "out"), SweepConfig),
+    "profile": Tool(
+        ("profile", "--models", "vit_tiny_patch16_224", "--img_size", "32", "--depth", "1")
+        + ("--output", "out"),
+        ProfileConfig,
+    ),
+    "report": Tool(("report", "run", "--output", "out.html"), ReportConfig),
+}
+
+
+def cases() -> Iterator[Case]:
+    """Return a case for each flag and each value that it does not take."""
+    for name, tool in TOOLS.items():
+        for flag, kind in field_types(tool.config).items():
+            for value in some(list(wrong_values(flag, kind))):
+                yield Case(f"flag {name}/{flag}={shown(value)}", (*tool.argv, f"--{flag}={value}"))
+        for number, words in enumerate(ODD_WORDS):
+            yield Case(f"flag {name}/odd {number}", (*tool.argv, *words))
+    yield from benchmark_cases()
+
+
+ODD_WORDS = (
+    ("--no_such_flag", "1"),
+    ("--no_such_flag=" + "x" * 5000,),
+    ("--" + "y" * 5000, "1"),
+    ("stray",),
+    ("-x",),
+    ("--=1",),
+    ("--config",),
+    ("--config", "nowhere.yaml"),
+    ("--config", "images"),
+    ("--config", "z" * 5000),
+    ("--config", "a\0b"),
+    ("--seed.x.y.z", "1"),
+    ("--help.me", "1"),
+)
+"""Words that are no flags of a tool."""
+
+
+def wrong_values(flag: str, kind: Any) -> Iterator[str]:
+    """Return values that a flag of this type does not take."""
+    members = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+    heads = [get_origin(member) or member for member in members]
+    if type(None) not in heads and str not in heads and dict not in heads:
+        yield "null"
+    known = [set(WRONG[head]) for head in heads if head in WRONG]
+    if str in heads:
+        return
+    # Of a flag of several types what none of them takes.
+    several = len(known) > 1
+    first = next(head for head in heads if head in WRONG)
+    for value in WRONG[first]:
+        if several and value not in set.union(*known):
+            continue
+        if value in TAKES.get(flag, ()):
+            continue
+        if several and list in heads and value in ("[[1]]", "[none]"):
+            continue
+        yield value
+
+
+TURN = itertools.count()
+
+
+def some(values: list[str], most: int = 4) -> list[str]:
+    """Return some of the values, other ones from call to call; null always."""
+    start = next(TURN)
+    rest = [value for value in values if value != "null"]
+    chosen = [rest[(start + i) % len(rest)] for i in range(min(most, len(rest)))]
+    return ["null"] * (len(rest) < len(values)) + chosen
+
+
+def shown(value: str) -> str:
+    """Return a value for the name of a case."""
+    return value if len(value) < 40 else f"{value[:12]}...({len(value)})"
+
+
+def benchmark_cases() -> Iterator[Case]:
+    """Return a case for each flag of each command of the benchmark and values that it refuses."""
+    starts = {"operations": ("taylorshift",), "models": ("vit_tiny_patch16_224",)}
+    starts |= {"papers": ("taylorshift-heads",), "loader": ("digits",)}
+    for command, row in COMMANDS.items():
+        start = ("benchmark", command, *starts.get(command, ()))
+        for flag in row.flags.split():
+            told = FLAGS[flag] | (row.changed or {}).get(flag, {})
+            if told.get("action") == "store_true":
+                values = ("x",)
+            elif "type" in told or "choices" in told:
+                values = ("x", "-1", "1.5.2", ".nan", "", LONG, "9" * 30, "[1]", "1e400")
+            else:
+                continue
+            for value in some(list(values), 3):
+                words = (f"--{flag}={value}",)
+                yield Case(f"flag benchmark {command}/{flag}={shown(value)}", (*start, *words))
+    for words in ((), ("x",), ("operations",), ("operations", "nothing"), ("models", "nothing")):
+        yield Case(f"flag benchmark/{' '.join(words)}", ("benchmark", *words))

@@ -1,0 +1,67 @@
+"""A sample of the malformed inputs that ``python -m tests.malformed`` tries, and what it counts as
+a fault.
+"""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.helpers.tools import ROOT
+from tests.malformed.__main__ import all_cases
+from tests.malformed.runner import Case, Result, contents, differing
+
+SAMPLE = (
+    "^(valid resume|state position.step=list|state moments of 5 x 5|state numpy's place of 10..9"
+    "|weights args.depth=null|weights validate of a billion blocks|features True a row below 0"
+    "|sweep cell.ending.seconds=list|sweep measurement 'null'|yaml train an alias bomb"
+    "|yaml sweep a mapping in itself|yaml validate epochs null|config train data.workers=null"
+    "|flag profile/models=null|image deep.npy|root train is a pipe|table of no UTF-8)$"
+)
+
+
+def test_a_sample_of_malformed_inputs_gives_one_line_and_exit_code_2():
+    command = [sys.executable, "-m", "tests.malformed", "--only", SAMPLE]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "17 held, 0 did not" in done.stdout, done.stdout
+
+
+def test_there_are_thousands_of_cases_and_each_has_a_name_of_its_own():
+    names = [case.name for case in all_cases()]
+    assert len(names) > 3000 and len(set(names)) == len(names)
+
+
+REFUSED = Case("one", ("train",))
+GOES_ON = Case("two", ("report",), tolerated="1 run")
+
+
+@pytest.mark.parametrize(
+    "result, fault",
+    [
+        (Result(REFUSED, 2, "", "error: no\n", (), 1.0), None),
+        (Result(REFUSED, None, "", "", (), 60.0), "hangs"),
+        (Result(REFUSED, 1, "", "Traceback ...\nKeyError: 'x'\n", (), 1.0), "traceback: KeyError"),
+        (Result(REFUSED, 0, "", "", (), 1.0), "exit code 0, not 2"),
+        (Result(REFUSED, 2, "", "note: a\nerror: no\n", (), 1.0), "not one line"),
+        (Result(REFUSED, 2, "", f"error: {'x' * 600}\n", (), 1.0), "a line of 608 characters"),
+        (Result(REFUSED, 2, "", "error: no\n", ("out",), 1.0), "left behind or changed: out"),
+        (Result(GOES_ON, 0, "page: 1 run", "", (), 1.0), None),
+        (Result(GOES_ON, 0, "page", "", (), 1.0), "does not say '1 run'"),
+        (Result(GOES_ON, 2, "", "error: 1 run\n", (), 1.0), "exit code 2, not 0"),
+    ],
+)
+def test_each_way_of_breaking_the_promise_is_a_fault(result, fault):
+    found = result.faults()
+    assert found == [] if fault is None else found[0].startswith(fault), found
+
+
+def test_what_a_command_leaves_behind_changes_or_deletes_is_seen(tmp_path):
+    for name in ("a", "b", "c"):
+        (tmp_path / name).write_text(name)
+    before = contents(tmp_path)
+    (tmp_path / "a").write_text("x")
+    (tmp_path / "b").unlink()
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "e").symlink_to("nowhere")
+    assert differing(before, contents(tmp_path)) == ["a", "b", "d", "d/e"]

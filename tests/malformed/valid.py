@@ -1,0 +1,115 @@
+"""A folder of valid files that the tools wrote and read back: what malformed input is made of.
+
+``images`` (two classes), ``run`` (a training with averaged weights), ``base.yaml`` and ``sweep``
+(two head counts with everything trained and measured), ``features``, ``profile``, ``weights.pth``
+(of another project).
+"""
+
+import contextlib
+import io
+import os
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import torch
+import yaml
+from PIL import Image
+
+from tests.helpers.report_folders import memory_rows, write_rows
+
+MODEL = {"patch_size": 8, "embed_dim": 8, "depth": 1, "num_heads": 2, "mlp_ratio": 1}
+TRAINING = {
+    "model": {"name": "taylorshift_vit_t", "args": MODEL},
+    "data": {"name": "folder", "root": "images", "fit": "crop", "img_size": 16, "workers": 0},
+    "optim": {"lr": 1e-3, "warmup_epochs": 0.5, "ema_decay": 0.9},
+    "epochs": 1,
+    "batch_size": 2,
+    "threads": 1,
+    "output": ".",
+}
+SWEEP = ("sweep", "--base", "base.yaml", "--heads", "2", "4", "--form", "direct")
+SWEEP += ("--output", "sweep", "--measure_rounds", "2", "--measure_batch", "2")
+
+
+def write(folder: Path) -> None:
+    """Write everything into an empty folder; the tools print nothing."""
+    write_images(folder / "images")
+    configuration = TRAINING | {"optim": TRAINING["optim"] | {"ema_decay": None}}
+    (folder / "base.yaml").write_text(yaml.safe_dump(configuration))
+    (folder / "train.yaml").write_text(yaml.safe_dump(TRAINING))
+    write_rows(folder / "profile" / "memory.csv", memory_rows())
+    with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()) as said:
+        run("train", "--config", "train.yaml", "--run", "run")
+        run(*FEATURES, "--output", "features")
+        run(*FEATURES, "--dense", "--output", "dense")
+        write_sweep()
+        weights = torch.load("run/last.pt", weights_only=True)["model"]
+        torch.save({"state_dict": weights, "epoch": 3}, "weights.pth")
+    assert said.getvalue()
+
+
+FEATURES = ("features", "--checkpoint", "run/best.safetensors", "--images", "images")
+FEATURES += ("--workers", "0", "--threads", "1")
+
+
+def run(*argv: str) -> None:
+    """Run a command, which succeeds."""
+    from visionattn.command import main
+
+    code = main(argv)
+    assert code == 0, f"visionattn {' '.join(argv)} ended with {code}"
+
+
+def write_images(folder: Path) -> None:
+    """Write four images to train on and two to validate on, of each of two classes."""
+    drawn = np.random.default_rng(5)
+    for split, count in (("train", 4), ("val", 2)):
+        for name in ("cat", "dog"):
+            (folder / split / name).mkdir(parents=True)
+            for number in range(count):
+                pixels = drawn.integers(0, 256, (16, 16, 3), np.uint8)
+                Image.fromarray(pixels).save(folder / split / name / f"{number}.png")
+
+
+def write_sweep() -> None:
+    """Write a sweep that is done, as trainings and measurements of seconds would leave it."""
+    from visionattn.lab.sweep.config import parse_sweep, read_base
+    from visionattn.lab.sweep.folder import Ending, SweepFolder
+    from visionattn.lab.sweep.grid import make_plan
+    from visionattn.lab.sweep.measurement import PASSES, conditions_of
+
+    config = parse_sweep(SWEEP[1:])
+    base = read_base(config)
+    plan, folder = make_plan(config, base), SweepFolder(Path("sweep"))
+    folder.open(base, overwrite=False)
+    result = {"best_epoch": 1, "validation_accuracy": 0.5, "test_accuracy": None}
+    result |= {"test_loss": None, "test_images": None, "train_seconds": 2.0}
+    for cell in plan.grid.cells():
+        folder.keep_ending(cell, Ending("finished", None, 0, 3.5, 1, result, {"commit": "c0ffee"}))
+    entry = {"status": "ok", "reason": None, "peak_bytes": 2**20}
+    entry |= {"backends": ["taylorshift direct"], "seconds": [0.25, 0.5]}
+    origin = {"processor": "one", "device": "cpu", "load": 0.5, "torch": "2", "commit": None}
+    for network in plan.grid.networks:
+        known = {"network": asdict(network), "conditions": conditions_of(config, plan)}
+        known |= {"timed": "2026-01-02 03:04:05 UTC", "provenance": origin | {"date": "2026-01-02"}}
+        folder.keep_measurement(network, known | dict.fromkeys(PASSES, entry))
+    folder.close()
+    run(*SWEEP)
+
+
+def warm_up() -> None:
+    """Import what the commands import, once for all forks, and keep torch to one thread."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+
+
+RESUME = ("train", "--config", "run/config.yaml", "--resume", "--epochs", "2")
+PREDICT = ("predict", "--checkpoint", "run/best.safetensors", "--images", "images")
+PREDICT += ("--workers", "0", "--threads", "1")
+VALIDATE = ("validate", "--checkpoint", "run/best.safetensors", "--threads", "1")
+START = ("train", "--config", "train.yaml", "--run", "out", "--init_from", "run/best.safetensors")
+EXTRACT = (*FEATURES, "--output", "features")
+PROBE = (*EXTRACT, "--probe", "true", "--neighbours", "3")
+REPORT = ("report", "run", "--output", "page.html", "--images", "2")
+"""Commands as they are called on these files."""
