@@ -83,6 +83,7 @@ def test_a_training_ends_within_one_operation_of_a_backward_pass_and_goes_on_bit
         code, said = ended(lambda: run(config), signum, begun, tmp_path / "errors")
     folder = tmp_path / "small"
     assert code == 130 and said.startswith("stopped after step 4 ") and said.count("\n") == 1
+    assert "; to go on: " in said and said.endswith(" --resume\n")
     assert state_of(folder)["position"]["step"] == 4
     assert not (folder / "run.lock").exists() and not list(folder.glob("*.tmp"))
     config.resume = True

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import TypeVar
 
 Item = TypeVar("Item")
-GRACE = 1.0
+GRACE = 0.5
 """Seconds from a signal until a process is ended that has not begun to end by itself."""
 STOPPED = 130
 """The exit code of what Ctrl-C or SIGTERM ended."""

@@ -34,6 +34,7 @@ from visionattn.training.distributed import Processes, place_of
 from visionattn.training.parallel import check_model, choose_kind
 from visionattn.training.progress import Result
 from visionattn.training.record import BEST, LAST, NoRecord, Record, clear, run_folder
+from visionattn.training.report import how_to_resume
 from visionattn.training.states import States, recall_best
 from visionattn.training.status import Status
 from visionattn.training.trainer import Trainer
@@ -244,7 +245,8 @@ class Aside:
         if self.record is not None:
             try:
                 self.trainer.save(self.record)
-                ended = Stopped(stopped(self.trainer, self.states))
+                again = how_to_resume(self.trainer.config)
+                ended = Stopped(f"{stopped(self.trainer, self.states)}; to go on: {again}")
             except OSError as error:
                 ended = self.states.explain(error)
             self.record.__exit__(Stopped)
