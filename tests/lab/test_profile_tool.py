@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import visionattn.lab.profile.expected as expected
 import visionattn.lab.profile.run as run
 from tests.helpers.tools import assert_one_error, load_tool, read_csv, words
 from visionattn.lab.profile.process import Bytes
@@ -105,6 +106,28 @@ def test_each_cell_is_printed_and_written_before_the_next_is_measured(
     assert main([*FAKE, *words("--img-size 64 96 128 --fit-from 64 --output {}", folder)]) == 0
     head = 1
     assert counts == [(0, head, False)] + [(done, 1, True) for done in range(1, 6)]
+
+
+def test_a_dry_run_lists_the_cells_with_the_time_expected_and_measures_nothing(
+    main, jobs, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    ticks = iter(range(10**6))
+    monkeypatch.setattr(expected.time, "perf_counter", lambda: next(ticks))
+    given = [*FAKE, *words("--img-size 64 128 --fit-from 64 --output out --dry-run true")]
+    assert main(given) == 0
+    head, *cells = table_in(printed := capsys.readouterr().out)
+    assert [(row[0], row[1]) for row in cells] == [
+        (name, px) for name in FAKE[1:3] for px in ("64", "128")
+    ]
+    # Each reading of the clock comes a second later: a start of 1 s, and passes of 1 s at 64 px.
+    assert head[-1] == "expected" and [row[-1] for row in cells[::2]] == ["3 s", "3 s"]
+    seconds = [int(row[-1].split()[0]) for row in cells[1::2]]
+    assert all(8 <= each <= 13 for each in seconds), seconds  # 4 to 6 times the operations
+    assert printed.endswith(f"4 cells, {sum(seconds) + 6} s in all; nothing is measured yet\n")
+    assert [job.case.size for job in jobs] == [64] and not list(tmp_path.iterdir())
+    assert main([*FAKE, "--largest", "true", "--dry-run", "true"]) == 2
+    assert "largest finds its cells as it goes" in capsys.readouterr().err
 
 
 def test_constant_settings_and_the_command_stand_under_the_table_and_the_plot(

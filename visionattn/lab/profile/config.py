@@ -79,6 +79,10 @@ class ProfileConfig:
     """
     overwrite: bool = False
     """Replace files that exist."""
+    dry_run: bool = False
+    """List the cells with the minutes that they will take, from a small trial of each series, and
+    measure nothing.
+    """
 
     @property
     def sizes_px(self) -> list[int]:
@@ -184,6 +188,8 @@ def check_acts(config: ProfileConfig) -> None:
         )
     if config.largest and config.img_size:
         raise ValueError("largest searches for the image size: leave out img_size")
+    if config.largest and config.dry_run:
+        raise ValueError("largest finds its cells as it goes, so that dry_run cannot list them")
     if config.largest and config.fit_from != ProfileConfig.fit_from:
         raise ValueError("fit_from does nothing with largest, which fits no exponent")
     fitted = sum(px >= config.fit_from for px in config.sizes_px)

@@ -12,19 +12,21 @@ import torch
 from visionattn.cli.ends import Failed, OutOfMemory, is_out_of_memory
 from visionattn.cli.files import write_text, write_whole
 from visionattn.cli.parsing import parse
-from visionattn.cli.progress import Progress
+from visionattn.cli.progress import Progress, duration
 from visionattn.cli.provenance import provenance_of, summary
 from visionattn.cli.tables import Record, csv_text, heading, line
 from visionattn.lab.cases import Case
 from visionattn.lab.drawing import png
 from visionattn.lab.figures import memory_of
 from visionattn.lab.profile.config import ProfileConfig, check
+from visionattn.lab.profile.expected import expected_seconds
 from visionattn.lab.profile.largest import find_largest
 from visionattn.lab.profile.process import Job, measure
 from visionattn.lab.profile.rows import (
     COLUMNS,
     LARGEST_COLUMNS,
     Row,
+    cells_of,
     columns_on,
     growths,
     largest_cells,
@@ -67,7 +69,8 @@ def profile(argv: Sequence[str], show: Print) -> None:
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(config.threads or before)
-        Profile(config, device, shapes, argv, show).run()
+        work = Profile(config, device, shapes, argv, show)
+        work.list_cells() if config.dry_run else work.run()
     finally:
         torch.set_num_threads(before)
 
@@ -145,6 +148,20 @@ class Profile:
             self.show(
                 f"snapshot: {self.files['snapshot']}; https://pytorch.org/memory_viz shows it"
             )
+
+    def list_cells(self) -> None:
+        """Print the cells with the time that they will take, and measure none."""
+        cases, seconds = self.config.cases(), 0.0
+        self.show(heading([*COLUMNS[:7], "expected"]))
+        for case, expected in expected_seconds(cases, self.device, self.try_one):
+            seconds += expected
+            row = Row(case, self.shapes[case.name].tokens(case.size))
+            self.show(line([*cells_of(row, None)[:7], duration(expected)]))
+        self.show(f"\n{len(cases)} cells, {duration(seconds)} in all; nothing is measured yet")
+
+    def try_one(self, case: Case) -> None:
+        """Measure a small case for the time that it takes."""
+        measure(Job(case, self.device, torch.get_num_threads(), self.budget_bytes))
 
     def sweep(self) -> None:
         """Measure the cases, those of one series together."""
