@@ -71,6 +71,8 @@ def test_values_of_a_type_are_returned_as_it_says(kind, value, found):
         (float, 10**400, "it must be a number, got a number of 401 digits"),
         (str, None, "it must be text, got null"),
         (bool, 1, "it must be true or false, got 1"),
+        (list[str], "x", "it must be a list of values, got x"),
+        (dict[str, str], "x", "it must be names and values, got x"),
         (list[int], {}, "it must be a list of whole numbers, got no names and values"),
         (list[int], [1, "x"], "it[1] must be a whole number, got x"),
         (tuple[int, int], [1], "it must have 2 values, got 1"),

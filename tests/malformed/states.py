@@ -109,7 +109,10 @@ FINE_IN_STATES = {
     ("config.model", "nested"),
     ("config.data", "nested"),
     ("config.optim", "nested"),
+    ("config.model", "empty"),
+    ("config.data", "empty"),
     ("scaler", "nested"),
+    ("scaler", "empty"),
 }
 
 

@@ -109,6 +109,7 @@ FINE_IN_WEIGHTS = {
     ("data", "page=number"),
     ("data", "class_names=list"),
     ("args", "mlp_ratio=true"),
+    ("args", "img_size=true"),
     ("args", "img_size missing"),
     ("args", "img_size=huge"),
     ("args", "img_size=negative"),

@@ -126,7 +126,7 @@ class _OldConfig(TypedDict):
 class _Optimizer(TypedDict):
     """What is kept of an optimiser; what is kept of a weight, by its number."""
 
-    state: dict[int, dict[str, Tensor | int | float]]
+    state: dict[int, dict[str, Tensor]]
     param_groups: list[dict[str, object]]
 
 

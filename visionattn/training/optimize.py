@@ -154,24 +154,18 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict) -> None:
     optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})
 
 
-def check_moments(optimizer: torch.optim.Optimizer, moments: dict[int, dict]) -> None:
+def check_moments(optimizer: torch.optim.Optimizer, moments: dict[int, dict[str, Tensor]]) -> None:
     """Raise ValueError where moments are of other weights, which torch finds out at the next
     step.
     """
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     names = next((set(kept) for kept in moments.values()), set())
     for number, kept in moments.items():
-        shapes = {
-            value.shape
-            for value in kept.values()
-            if isinstance(value, Tensor) and (value.ndim or not value.is_floating_point())
-        }
-        if (
-            not 0 <= number < len(weights)
-            or not names
-            or set(kept) != names
-            or not shapes <= {weights[number].shape}
-            or any(isinstance(v, Tensor) and not v.is_floating_point() for v in kept.values())
+        known = 0 <= number < len(weights) and names and set(kept) == names
+        shape = weights[number].shape if known else None
+        if not known or not all(
+            value.is_floating_point() and (value.shape == shape or name == "step")
+            for name, value in kept.items()
         ):
             raise ValueError(
                 f"the saved optimiser has moments of weight {number} that do not go with it; "
