@@ -6,7 +6,11 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from visionattn.ops.nonfinite import may_be_read
 from visionattn.ops.sums import accumulation_dtype, product
+
+LOW = -10.0
+"""What ``elu1`` gives below it is less than 5e-5, and below -87 it is 0 in float32."""
 
 
 class FeatureMap(Protocol):
@@ -32,6 +36,27 @@ def elu1(x: Tensor) -> Tensor:
     float32.
     """
     return x.clamp(max=0).exp() + x.relu()
+
+
+def raised(x: Tensor, dims: tuple[int, ...], key_mask: Tensor | None = None) -> Tensor:
+    """Return ``x [B, h, N, d]`` with the largest entry along ``dims`` taken off where that is below
+    ``LOW``, so that not all features of ``elu1`` underflow.
+
+    All entries are negative there, and ``elu1`` of the result is that of x times one number. Of a
+    query (``dims`` (3,)) that number is a factor of all its weights, and of all keys of a head
+    ((2, 3)) one of all weights: the division takes it out. Where entries may not be read, x is
+    returned as it is.
+
+    Args:
+        key_mask: bool ``[B, N]``, the keys that count.
+    """
+    if not (may_be_read(x) and x.numel() and bool(x.amin() < LOW)):
+        return x
+    largest = x.detach().to(accumulation_dtype(x))
+    if key_mask is not None:
+        largest = largest.masked_fill(~key_mask[:, None, :, None], float("-inf"))
+    largest = largest.amax(dims, keepdim=True)
+    return x - torch.where((largest < LOW) & largest.isfinite(), largest, 0)
 
 
 class Elu1:

@@ -159,6 +159,9 @@ def summarize(
         coefficients: for "taylorshift" alone; None is (0.5, 1, 1).
         key_mask: bool ``[B, M]``, True takes part.
 
+    What reads a state of TaylorShift is its efficient form, with its range: without a temperature,
+    long queries orthogonal to long keys lose digits (see ``taylorshift_attention``).
+
     Raises:
         ValueError: shapes, dtypes, devices or names that do not fit, an option of the other kind.
     """

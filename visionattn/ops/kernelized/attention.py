@@ -15,6 +15,7 @@ from visionattn.ops.feature_maps import (
     key_features,
     map_name,
     query_features,
+    raised,
 )
 from visionattn.ops.gpu.machine import takes_kernels
 from visionattn.ops.kernelized.eager import kernel_sums
@@ -90,13 +91,18 @@ def kernelized_attention(
         q, k, v: ``[B, h, N, d]``, ``[B, h, M, d]``, ``[B, h, M, e]``; sums are float32 (float64 for
             float64 inputs).
         feature_map: "elu1", "relu", "softmax" (Shen: over features for q, over positions for k), or
-            an object with ``.query(x)`` and ``.key(x)``, such as ``RandomFeatures``.
+            an object with ``.query(x)`` and ``.key(x)``, such as ``RandomFeatures``. A weight of
+            "elu1" is 0 where every sum of an entry of q and one of k is below -87 (float64: -745),
+            and a query that has no other weight gets 0. On a processor, outside of compiled
+            graphs, such sums count from the largest entry of the query and, without ``causal`` and
+            ``relative``, from that of all keys.
         causal: query i sees the keys ``j <= i``, all of them where ``i >= M``; not for "softmax",
             nor on a grid.
         relative: linear relative position; see ``position/kinds.py``.
         key_mask: bool ``[B, M]``, True takes part. A query without any key, or whose features meet
-            none, gets 0. What masked and later tokens hold plays no part, NaN and inf included
-            (later ones beside "elu1" and "relu" alone, on an accelerator and in compiled graphs).
+            none, gets 0. What masked keys hold plays no part, NaN and inf included, and what later
+            tokens hold neither, but for GPU kernels and, with maps other than "elu1" and "relu",
+            accelerators and compiled graphs.
         value_drop: drop whole rows of v with this probability and scale up the others; see
             ``drop_values``.
         generator: of the draws of value_drop.
@@ -134,6 +140,10 @@ def kernelized_attention(
     spoilt = None
     if name == "given":  # the map is PyTorch's own operations, which know nothing of this
         q, k, v, spoilt = finite_inputs(q, k, v, causal)
+    elif name == "elu1":
+        q = raised(q, (3,))
+        if relative is None and not causal:  # else keys are weighed against a table, or come later
+            k = raised(k, (2, 3), key_mask)
     with without_autocast(q):
         value = drop_values(v.to(dtype), value_drop, generator) if value_drop else v
         count = key_counts(k, key_mask, causal, q.shape[2], dtype)

@@ -8,8 +8,9 @@ one node whatever N is.
 
 The state of the efficient form has one row for each feature of ``f(x) = [phi2(x), x, 1]``, weighted
 so that ``f(q) . state`` are the sums of the values: ``state = W sum_j f(k_j) v_j^T`` with W = a or
-2a, b, c. The mass needs no features: ``a q^T (K^T K) q + b q . sum k + c M``, in both forms. The
-relative term and the division belong to ``attention.py``.
+2a, b, c. The mass needs no features: ``a q^T (K^T K) q + b q . sum k + c M``, in both forms but for
+the direct one without a temperature, whose mass comes from its scores. The relative term and the
+division belong to ``attention.py``.
 """
 
 from functools import partial
@@ -24,6 +25,7 @@ from visionattn.ops.operator import contiguous_like, differentiate, form_ran, op
 from visionattn.ops.quadratic import blocked_scores, blocked_scores_backward
 from visionattn.ops.sums import accumulation_dtype
 from visionattn.ops.taylorshift.features import feature_weights, num_features
+from visionattn.ops.taylorshift.mass import MassGradient, cancels_little, fill_mass
 from visionattn.ops.taylorshift.passes import Pass, Values, passes
 
 
@@ -53,47 +55,51 @@ def _efficient_values(
         out[:, t] = torch.bmm(state.mT, step.features(step.q.load(t))).mT
 
 
-def _direct_values(step: Pass, abc: tuple[float, float, float], out: Tensor) -> None:
-    """Fill the chunk's sums of values ``out [g, N, e]`` through blocks of scores:
+def _direct_values(step: Pass, abc: tuple[float, float, float], v: Tensor) -> Tensor:
+    """Return the sums of ``v [g, M, c]``, ``[g, N, c]``, through blocks of scores:
     ``a ((x + b/2a)^2 + c/a - (b/2a)^2)``.
     """
     a, b, c = abc
-    everything = slice(None)
-    v = step.v.load(everything)
-    values = blocked_scores(
-        step.q.load(everything).mT, step.k.load(everything).mT, v, shift=b / (2 * a), square=True
-    )
-    torch.add(values.mul_(a), (c - b * b / (4 * a)) * v.sum(1, keepdim=True), out=out)
+    query, key = (x.load(slice(None)).mT for x in (step.q, step.k))
+    values = blocked_scores(query, key, v, shift=b / (2 * a), square=True)
+    return values.mul_(a).add_((c - b * b / (4 * a)) * v.sum(1, keepdim=True))
 
 
-def _mass(
-    step: Pass,
+def _with_ones(step: Pass, v: Tensor) -> Tensor:
+    """Return ``[v, 1]``, or ``[0, 0]`` for absent keys: the sums of it are those of values and of
+    weights, from the same scores.
+
+    Without a temperature the direct form goes this way. A mass through ``K^T K`` would lose the
+    digits that the efficient form loses.
+    """
+    ones = v.new_ones(*v.shape[:2], 1)
+    if step.absent is not None:
+        ones.masked_fill_(step.absent.unsqueeze(2), 0)
+    return torch.cat([v, ones], dim=2)
+
+
+def takes_efficient(
+    form: str,
     q: Tensor,
     k: Tensor,
+    v: Tensor,
+    temperature: Tensor | None,
+    key_mask: Tensor | None,
     abc: tuple[float, float, float],
-    moments: tuple[Tensor, Tensor],
-    out: Tensor,
-):
-    """Fill the chunk's ``K^T K [g, d, d]``, ``sum k [g, d]`` and sums of weights ``out [g, N]``."""
-    (a, b, c), (second, first) = abc, moments
-    second.zero_(), first.zero_()
-    for t in step.slices(k):
-        key = step.k.load(t)
-        second.baddbmm_(key, key.mT)
-        first += key.sum(2)
-    for t in step.slices(q):
-        query = step.q.load(t)
-        score = torch.baddbmm((b * first).unsqueeze(2), second, query, alpha=a)
-        out[:, t] = (score * query).sum(1) + c * step.count
-
-
-def takes_efficient(form: str, q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Tell whether the efficient form runs: named, or the faster one by ``choose_form``."""
+) -> bool:
+    """Tell whether the efficient form runs: named, or the faster one by ``choose_form`` that keeps
+    its digits, which it does with a temperature.
+    """
     if form != "auto":
         return form == "efficient"
     (batch, heads, n, d), m, e = q.shape, k.shape[2], v.shape[3]
     sizes = dict(heads=heads, batch=batch, dtype=accumulation_dtype(q, k, v), device=q.device.type)
-    return choose_form("taylorshift", n, m, d, e, **sizes) == "efficient"
+    if choose_form("taylorshift", n, m, d, e, **sizes) == "direct":
+        return False
+    if temperature is not None or q.device.type == "meta":
+        return True
+    # Only a processor's tensors are looked at: to ask an accelerator would be to wait for it.
+    return q.device.type == "cpu" and cancels_little(q, k, v, key_mask, abc)
 
 
 def flops(q, k, v, form: str, *, backward: bool, state_kept: bool = False) -> int:
@@ -157,7 +163,8 @@ def taylor_sums(
     Source: TaylorShift, "Efficient TaylorShift"; the packed products, the mass and the completed
     square are ours.
     """
-    dtype, efficient = accumulation_dtype(q, k, v), takes_efficient(form, q, k, v)
+    dtype = accumulation_dtype(q, k, v)
+    efficient = takes_efficient(form, q, k, v, temperature, key_mask, (a, b, c))
     results = _empty_sums(q, k, v, form)
     weights = _weights(q.shape[3], (a, b, c), results[0])
     with form_ran("taylorshift", "efficient" if efficient else "direct"):
@@ -165,9 +172,16 @@ def taylor_sums(
             out, out_mass, own_state, *moments = (part_of(x, step.chunk) for x in results)
             if efficient:
                 _efficient_values(step, q, k, weights, _kept_state(own_state, weights), out)
+            elif temperature is not None:
+                out.copy_(_direct_values(step, (a, b, c), step.v.load(slice(None))))
             else:
-                _direct_values(step, (a, b, c), out)
-            _mass(step, q, k, (a, b, c), moments, out_mass)
+                v1 = _with_ones(step, step.v.load(slice(None)))
+                both = _direct_values(step, (a, b, c), v1)
+                out.copy_(both[..., :-1]), out_mass.copy_(both[..., -1])
+                for moment in moments:  # which nothing reads
+                    moment.zero_()
+                continue
+            fill_mass(step, q, k, (a, b, c), moments, out_mass)
     return results  # type: ignore[return-value]
 
 
@@ -180,30 +194,8 @@ def _kept_state(state: Tensor, weights: Tensor) -> Tensor:
     )
 
 
-class _MassGradient:
-    """Gradients through ``a q^T (K^T K) q + b q . sum k`` of one chunk of heads, for
-    ``d_mass [g, N]``.
-    """
-
-    def __init__(self, d_mass: Tensor, second: Tensor, first: Tensor, a: float, b: float):
-        self.d_mass, self.a, self.b = d_mass, a, b
-        self.second, self.slope = second, b * first.unsqueeze(2)
-        self.d_second, self.d_first = torch.zeros_like(second), torch.zeros_like(first)
-
-    def add_to_queries(self, query: Tensor, t: slice, out: Tensor) -> Tensor:
-        """Add to ``out [g, d, T]``, and keep what the keys will need."""
-        z = self.d_mass[:, None, t]
-        self.d_second.baddbmm_(query * z, query.mT, alpha=self.a)
-        self.d_first.add_((query * z).sum(2), alpha=self.b)
-        return out.addcmul_(z, torch.baddbmm(self.slope, self.second, query, alpha=2 * self.a))
-
-    def add_to_keys(self, key: Tensor, out: Tensor) -> Tensor:
-        """Add to ``out [g, d, T]``; the queries come first."""
-        return out.baddbmm_(self.d_second, key, alpha=2).add_(self.d_first.unsqueeze(2))
-
-
 def _efficient_backward(
-    step: Pass, mass: _MassGradient, weights: Tensor, state: Tensor, grads: tuple
+    step: Pass, mass: MassGradient, weights: Tensor, state: Tensor, grads: tuple
 ) -> Tensor | None:
     """Write the chunk's gradients through the efficient form; returns that of the length of the
     queries.
@@ -230,19 +222,26 @@ def _efficient_backward(
 
 
 def _direct_backward(
-    step: Pass, mass: _MassGradient, abc: tuple[float, float, float], grads: tuple
+    step: Pass, mass: MassGradient, abc: tuple[float, float, float], grads: tuple
 ) -> Tensor | None:
     """Write the chunk's gradients through blocks of scores; returns that of the length of the
     queries.
     """
     (a, b, c), (d_values, dq, dk, dv), everything = abc, grads, slice(None)
     query, key, value, grad = (x.load(everything) for x in (step.q, step.k, step.v, d_values))
+    if step.q.length is None:  # the mass is a column of the values
+        value = _with_ones(step, value)
+        grad = torch.cat([grad, mass.d_mass.unsqueeze(2)], dim=2)
     operands = (a * grad, query.mT, key.mT, value)
     d_query, d_key, d_value = blocked_scores_backward(*operands, shift=b / (2 * a), square=True)
-    d_value = d_value.add_((c - b * b / (4 * a)) * grad.sum(1, keepdim=True))
+    d_value = d_value.add_((c - b * b / (4 * a)) * grad.sum(1, keepdim=True))[..., : dv.shape[2]]
     dv.copy_(d_value if step.absent is None else d_value.masked_fill_(step.absent.unsqueeze(2), 0))
-    d_length = step.q.store(mass.add_to_queries(query, everything, d_query.mT), everything, dq)
-    step.k.store(mass.add_to_keys(key, d_key.mT), everything, dk)
+    d_query, d_key = d_query.mT, d_key.mT
+    if step.q.length is not None:
+        d_query = mass.add_to_queries(query, everything, d_query)
+        d_key = mass.add_to_keys(key, d_key)
+    d_length = step.q.store(d_query, everything, dq)
+    step.k.store(d_key, everything, dk)
     return d_length
 
 
@@ -273,7 +272,8 @@ def taylor_sums_backward(
     The gradients of values and mass are ``d_values [B, h, N, e]`` and ``d_mass [B, h, N]``;
     features are made anew, not kept.
     """
-    dtype, efficient = accumulation_dtype(q, k, v), takes_efficient(form, q, k, v)
+    dtype = accumulation_dtype(q, k, v)
+    efficient = takes_efficient(form, q, k, v, temperature, key_mask, (a, b, c))
     grads = contiguous_like(q, k, v)
     d_temperature = (
         q.new_zeros(0) if temperature is None else torch.zeros_like(temperature, dtype=dtype)
@@ -281,7 +281,7 @@ def taylor_sums_backward(
     weights = _weights(q.shape[3], (a, b, c), second)
     for step in passes((q, k, v, temperature, key_mask), dtype):
         own_state, *moments = (part_of(x, step.chunk) for x in (state, second, first))
-        mass = _MassGradient(part_of(d_mass, step.chunk), *moments, a, b)  # type: ignore[call-arg]
+        mass = MassGradient(part_of(d_mass, step.chunk), *moments, a, b)  # type: ignore[call-arg]
         own = (
             Values(part_of(d_values, step.chunk), dtype),
             *(part_of(x, step.chunk) for x in grads),
