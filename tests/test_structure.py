@@ -81,6 +81,52 @@ def test_every_part_has_a_place_in_the_order():
     assert parts - {"__init__"} == set(RANKS)
 
 
+WRITERS = r"\.write_text|\.write_bytes|\.touch|\.savefig|save_file|\.tofile|_dump_snapshot"
+WRITERS += r"|torch\.save|os\.replace|os\.rename|mkstemp|NamedTemporaryFile|\bpng"
+"""Calls that write or rename files, besides ``open`` to write and Pillow's ``save``."""
+WITHIN = {"write_whole", "write", "_write", "png", "draw"}
+"""``write_whole``, and functions that write to the place which it gives them."""
+ELSEWHERE = {
+    "cli/fresh_process.py": "/proc/self/oom_score_adj",
+    "lab/gpu/compile.py": "os.devnull",
+    "lab/gpu/rehearsal.py": "copy.write_text",  # in a folder that is deleted
+    "lab/measure.py": "/proc/self/clear_refs",
+    "training/distributed.py": "os.devnull",
+    "training/status.py": "'rb+'",  # within a file that is there, on a full disk
+}
+"""What is written without ``cli/files.py``."""
+
+
+def calls(node, outer=()):
+    """Every call below a node, with the names of the functions and calls that it stands in."""
+    for child in ast.iter_child_nodes(node):
+        name = getattr(child, "name", None)
+        if isinstance(child, ast.Call):
+            yield ast.unparse(child), outer
+            name = ast.unparse(child.func)
+        yield from calls(child, (*outer, name) if name else outer)
+
+
+def is_written(text):
+    """Whether a call writes or renames a file; streams in memory have that name."""
+    opened = re.match(r"open\(.*, '[^']*[wax+]", text)
+    saved = re.match(r"[\w.]+\.save\(", text) and "format=" in text
+    return (opened or saved or re.match(rf"[\w.()]*({WRITERS})\(", text)) and "stream" not in text
+
+
+def test_files_are_written_through_one_check():
+    """``visionattn.cli.files`` refuses what is no regular file and keeps files whole."""
+    found = [
+        f"{name}: {text}"
+        for path in FILES
+        if (name := str(path.relative_to(PACKAGE))) != "cli/files.py"
+        for text, outer in calls(ast.parse(path.read_text()))
+        if is_written(text) and not WITHIN & set(outer)
+        if ELSEWHERE.get(name, "nowhere") not in text
+    ]
+    assert found == []
+
+
 IN_OPS = [path for path in FILES if path.relative_to(PACKAGE).parts[0] == "ops"]
 
 

@@ -2,12 +2,29 @@
 
 import errno
 import os
+import resource
+import signal
+import socket
+import stat
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from visionattn.cli.files import check_folder, check_free, lock, write_text, write_whole
+from visionattn.cli.files import (
+    add_line,
+    added_to,
+    check_folder,
+    check_free,
+    is_unfinished,
+    lock,
+    locked,
+    target_of,
+    unfinished,
+    write_text,
+    write_whole,
+)
 
 HOLD = """
 import fcntl, sys
@@ -107,3 +124,217 @@ def test_places_that_cannot_be_written_to_are_refused_with_a_way_out(tmp_path, m
         check_folder(tmp_path / "a", "away")
     with pytest.raises(ValueError, match="new cannot be written"):
         check_free(tmp_path / "new", overwrite=True)
+
+
+@pytest.fixture
+def others(tmp_path):
+    """Things in a folder that are no regular files, by what they are."""
+    os.mkfifo(tmp_path / "pipe")
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tmp_path / "socket"))
+        (tmp_path / "link").symlink_to(tmp_path / "pipe")
+        yield {name: tmp_path / name for name in ("pipe", "socket", "link")} | {
+            "device": Path("/dev/null"),
+            "standard output": Path("/dev/stdout"),
+        }
+
+
+def test_what_is_no_regular_file_is_refused_and_never_replaced_by_any_writer(others, capfd):
+    writers = {
+        "whole": lambda path: write_text(path, "x"),
+        "free": lambda path: check_free(path, overwrite=True),
+        "line": lambda path: add_line(path, {"a": 1}),
+        "end": lambda path: added_to(path),
+        "lock": lambda path: lock(path, "taken", inherited=False),
+    }
+    for what, path in others.items():
+        kind = stat.S_IFMT(os.stat(path).st_mode)
+        for name, write in writers.items():
+            with pytest.raises(OSError, match="a device, a pipe|command prints") as raised:
+                write(path)
+            assert raised.value.filename == str(path), (what, name)
+            assert stat.S_IFMT(os.stat(path).st_mode) == kind, (what, name)
+    assert os.stat("/dev/null").st_rdev == os.makedev(1, 3)
+    assert not unfinished(others["pipe"].parent) and capfd.readouterr().out == ""
+
+
+def test_a_folder_is_refused_and_stays(tmp_path):
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(IsADirectoryError):
+        write_text(tmp_path / "folder", "x")
+    assert os.listdir(tmp_path) == ["folder"]
+
+
+PRINTING = """
+import sys
+from visionattn.cli.files import write_text
+print("said", flush=True)
+try:
+    write_text(sys.argv[1], "x")
+except OSError as error:
+    print(error.strerror)
+"""
+
+
+def test_the_file_to_which_a_command_prints_is_not_replaced(tmp_path, started_quickly):
+    for given in (str(tmp_path / "out"), "/dev/stdout"):
+        with open(tmp_path / "out", "w") as out:
+            command = [sys.executable, "-c", PRINTING, given]
+            subprocess.run(command, stdout=out, check=True, cwd=Path(__file__).parents[2])
+        said = (tmp_path / "out").read_text()
+        assert said == "said\nis where this command prints; name another file\n"
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_a_link_stays_and_the_file_behind_it_is_replaced_also_where_there_is_none_yet(tmp_path):
+    (tmp_path / "behind").mkdir()
+    target, link = tmp_path / "behind" / "file", tmp_path / "link"
+    link.symlink_to(Path("behind") / "file")
+    for text in ("new", "newer"):
+        check_free(link, overwrite=True)
+        write_text(link, text)
+        assert link.is_symlink() and target.read_text() == text and not target.is_symlink()
+    assert os.listdir(tmp_path / "behind") == ["file"]
+    with pytest.raises(ValueError, match="link exists; --overwrite replaces it"):
+        check_free(link, overwrite=False)
+    link.unlink()
+    link.symlink_to(tmp_path / "nowhere" / "file")
+    with pytest.raises(ValueError, match=f"no folder {tmp_path}/nowhere for link"):
+        check_free(link, overwrite=True)
+    with pytest.raises(FileNotFoundError) as raised:
+        write_text(link, "x")
+    assert raised.value.filename == str(link) and link.is_symlink()
+    link.unlink()
+    link.symlink_to(link)
+    with pytest.raises(OSError, match="Too many levels"):
+        write_text(link, "x")
+
+
+def test_what_others_have_beside_a_file_is_not_touched(tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_text("theirs")
+    (tmp_path / "out.tmp").symlink_to(elsewhere)
+    mine = [tmp_path / name for name in ("out.csv.tmp", ".out.tmp", ".out.abc.visionattn.tmp")]
+    for path in mine:
+        path.write_text("mine")
+    before = sorted(os.listdir(tmp_path))
+    for name in ("out", "out.csv"):
+        write_text(tmp_path / name, "x")
+    assert sorted(os.listdir(tmp_path)) == sorted([*before, "out", "out.csv"])
+    assert elsewhere.read_text() == "theirs" and {path.read_text() for path in mine} == {"mine"}
+
+
+def test_names_of_what_is_being_written_are_random_hidden_and_made_anew(tmp_path, monkeypatch):
+    seen = []
+
+    def write(place):
+        seen.append(place.name)
+        assert place.read_text() == "" and is_unfinished(place) and place.name[0] == "."
+        place.write_text("x")
+
+    for _ in range(3):
+        write_whole(tmp_path / ("long name " * 24), write)
+    assert len(set(seen)) == 3 and all(len(name) < 100 for name in seen)
+    monkeypatch.setattr("secrets.token_hex", lambda count: "0" * 2 * count)
+    taken = tmp_path / ".out.0000000000000000.visionattn.tmp"
+    taken.symlink_to(tmp_path / "theirs")
+    with pytest.raises(FileExistsError):
+        write_text(tmp_path / "out", "x")
+    assert taken.is_symlink() and not (tmp_path / "theirs").exists()
+
+
+def test_files_have_the_usual_permissions_and_those_that_are_there_keep_theirs(tmp_path):
+    def private(place):  # as safetensors does, which puts another file in its place
+        place.unlink()
+        os.close(os.open(place, os.O_CREAT | os.O_WRONLY, 0o600))
+
+    def looked_at(place):
+        assert stat.S_IMODE(place.stat().st_mode) & 0o077 == 0
+
+    before = os.umask(0o027)
+    try:
+        for name in ("new", "old", "secret"):
+            path = tmp_path / name
+            if name != "new":
+                path.write_text("")
+                path.chmod(0o664 if name == "old" else 0o400)
+            wanted = 0o640 if name == "new" else stat.S_IMODE(path.stat().st_mode)
+            for write in (private, lambda place: place.write_text("x")):
+                write_whole(path, write)
+                assert stat.S_IMODE(path.stat().st_mode) == wanted, name
+        write_whole(tmp_path / "secret", looked_at)
+    finally:
+        os.umask(before)
+
+
+KILLED = """
+import os, signal, sys
+from visionattn.cli.files import write_whole
+def write(place):
+    place.write_text("half")
+    print(place.name, flush=True)
+    if sys.argv[2] == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    sys.stdin.read()
+write_whole(sys.argv[1], write)
+"""
+
+
+def test_what_a_killed_process_left_goes_when_the_file_is_written_again_and_that_of_a_living_stays(
+    tmp_path, started_quickly
+):
+    path, pipe = tmp_path / "out", subprocess.PIPE
+
+    def writer(how):
+        words = [sys.executable, "-c", KILLED, str(path), how]
+        root = Path(__file__).parents[2]
+        process = subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True, cwd=root)
+        return process, process.stdout.readline().strip()
+
+    killed, left = writer("killed")
+    assert killed.wait() == -signal.SIGKILL and os.listdir(tmp_path) == [left]
+    killed.communicate()
+    write_text(tmp_path / "other", "x")
+    assert left in os.listdir(tmp_path)
+    living, at_work = writer("living")
+    assert sorted(os.listdir(tmp_path)) == [at_work, "other"]
+    write_text(path, "mine")
+    assert path.read_text() == "mine" and at_work in os.listdir(tmp_path)
+    living.communicate("")
+    assert living.returncode == 0 and path.read_text() == "half"
+    assert sorted(os.listdir(tmp_path)) == ["other", "out"]
+
+
+def test_a_lock_whose_file_was_deleted_meanwhile_is_taken_anew(tmp_path, monkeypatch):
+    import fcntl
+
+    path, real = tmp_path / "lock", fcntl.lockf
+
+    def late(file, how):
+        if path.exists() and not late.done:  # whoever had it deletes it before we have it
+            late.done = path.unlink() is None
+        return real(file, how)
+
+    late.done = False
+    monkeypatch.setattr(fcntl, "lockf", late)
+    with locked(path, "taken"):
+        assert late.done and path.exists()
+        process, said = other(path, False)
+        assert (said, end(process)) == ("", 1)
+    assert not path.exists()
+
+
+def test_a_line_that_the_disk_has_no_room_for_is_an_error_with_the_name_of_its_file(tmp_path):
+    path, (soft, hard) = tmp_path / "rows", resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
+    try:
+        with pytest.raises(OSError) as raised:
+            add_line(path, {"text": "x" * 60_000})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert raised.value.filename == str(path)
+
+
+def test_only_files_count_as_targets(tmp_path):
+    assert target_of(tmp_path / "new") == tmp_path / "new"
+    assert target_of(str(tmp_path / "file" / "new")) == tmp_path / "file" / "new"

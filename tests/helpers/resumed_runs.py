@@ -22,6 +22,7 @@ from tests.helpers.small_runs import (
     small_config,
     timeless,
 )
+from visionattn.cli.files import unfinished
 from visionattn.training import engine
 from visionattn.training.config import TrainConfig
 from visionattn.training.engine import train
@@ -90,7 +91,7 @@ def assert_same_end(left: Path, right: Path) -> None:
     assert timeless(rows(left)) == timeless(rows(right))
     ends = [status_of(folder) for folder in (left, right)]
     same(ends[0]["result"], ends[1]["result"])
-    assert not list(right.glob("*.tmp")) and ends[1]["status"] == "finished"
+    assert not unfinished(right) and ends[1]["status"] == "finished"
     assert ends[1]["exit_code"] == 0
 
 

@@ -12,6 +12,7 @@ import visionattn.inference.features as features
 from tests.helpers import inference_files
 from tests.helpers.inference_files import ROOT, read_index, write_folder, write_image, write_weights
 from tests.helpers.tools import assert_one_error, load_tool, written
+from visionattn.cli.files import is_unfinished
 
 extract = load_tool("extract_features")
 SHAPES = [(16, 24), (16, 24), (40, 8), (16, 24), (20, 21), (16, 16), (16, 16)]
@@ -53,8 +54,8 @@ def test_a_run_killed_while_it_writes_goes_on_and_ends_with_the_same_bytes(folde
         [sys.executable, "-c", KILLED, *command], env=os.environ | {"PYTHONPATH": paths}
     )
     assert killed.returncode == -signal.SIGKILL
-    left = written(folder / "out")
-    assert sorted(left) == ["features-00000.safetensors", "features-00001.safetensors.tmp"]
+    left = sorted(written(folder / "out"))
+    assert left[1:] == ["features-00000.safetensors", "features.lock"] and is_unfinished(left[0])
     kept = (folder / "out" / "features-00000.safetensors").stat().st_mtime_ns
     assert extract(command) == 0
     assert "2 of 7 images are done: going on after 1 file of features" in capsys.readouterr().out
@@ -62,6 +63,34 @@ def test_a_run_killed_while_it_writes_goes_on_and_ends_with_the_same_bytes(folde
     resumed = written(folder / "out")
     assert extract([*command, "--overwrite"]) == 0
     assert written(folder / "out") == resumed and len(resumed) == 4
+
+
+HELD = """
+import fcntl, sys
+file = open(sys.argv[1], "a")
+fcntl.lockf(file, fcntl.LOCK_EX)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_second_extraction_into_a_folder_is_one_line_until_the_first_has_ended(folder, capsys):
+    (folder / "out").mkdir()
+    command, pipe = [sys.executable, "-c", HELD, "out/features.lock"], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as first:
+        assert first.stdout.readline() == "held\n"
+        unfinished = folder / "out" / ".index.csv.0123456789abcdef.visionattn.tmp"
+        unfinished.write_text("of the first")
+        for more in ([], ["--overwrite"]):
+            assert extract(flags(*more)) == 2
+            assert_one_error(
+                capsys,
+                "another extraction of features is at work in out; wait for it or end it",
+            )
+        assert sorted(written(folder / "out")) == [unfinished.name, "features.lock"]
+        first.communicate("")
+    assert extract(flags()) == 0
+    assert sorted(written(folder / "out")) == ["features-00000.safetensors", "index.csv"]
 
 
 def test_ctrl_c_says_that_the_same_command_goes_on_and_it_does(folder, capsys, monkeypatch):

@@ -18,6 +18,7 @@ from tests.helpers.inference_files import (
     write_weights,
 )
 from tests.helpers.tools import assert_one_error, load_tool, read_csv, written
+from visionattn.cli.files import unfinished
 
 predict = load_tool("predict")
 SEEN = (
@@ -212,7 +213,7 @@ def test_rows_are_written_as_they_come(case, monkeypatch):
     def watched(*args, **options):
         for batch in real(*args, **options):
             yield batch
-            seen.append((folder / "out.json.tmp").stat().st_size)
+            seen.append(unfinished(folder)[0].stat().st_size)
 
     def unbuffered(path, mode, **options):
         return io.TextIOWrapper(io.FileIO(path, mode), write_through=True, **options)

@@ -21,6 +21,7 @@ from tests.helpers.report_folders import (
     write_weights,
 )
 from tests.helpers.tools import assert_one_error, load_tool
+from visionattn.cli.files import unfinished
 from visionattn.data.embedded import digit_splits
 from visionattn.lab.charts import Chart, Look, Series, thin
 from visionattn.lab.drawing import svg
@@ -352,7 +353,7 @@ def test_a_page_that_exists_is_replaced_on_request_alone(main, tmp_path, capsys)
     assert (run / "report.html").read_text() == "mine"
     assert main([str(run), "--images", "0", "--overwrite"]) == 0
     assert capsys.readouterr().out.startswith(f"{run / 'report.html'}: 1 run; 0.")
-    assert "<h1>mine</h1>" in (run / "report.html").read_text() and not list(run.glob("*.tmp"))
+    assert "<h1>mine</h1>" in (run / "report.html").read_text() and not unfinished(run)
 
 
 BAD_INPUT = {

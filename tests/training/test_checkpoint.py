@@ -8,6 +8,7 @@ import os
 import pickle
 import random
 import resource
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ import visionattn
 from tests.helpers.small_runs import MODEL, SPEC, small_config, small_trainer
 from visionattn.cli import files
 from visionattn.cli.ends import run_tool
-from visionattn.cli.files import write_text
+from visionattn.cli.files import is_unfinished, write_text
 from visionattn.models.weights import DataSpec, load_model, read_pickle, read_state_dict, save_model
 from visionattn.training.checkpoint import (
     place_weights,
@@ -129,7 +130,9 @@ def test_a_state_is_on_the_disk_before_it_takes_its_name_and_its_name_when_the_c
         os, "replace", lambda old, new: (calls.append(f"-> {new}"), replace(old, new))
     )
     save_state(last, {"step": 2}, previous=tmp_path / "previous.pt")
-    assert calls == [f"{last}.tmp", f"-> {tmp_path / 'previous.pt'}", f"-> {last}", str(tmp_path)]
+    synced, *renamed, folder = calls
+    assert is_unfinished(synced) and Path(synced).parent == tmp_path
+    assert renamed == [f"-> {tmp_path / 'previous.pt'}", f"-> {last}"] and folder == str(tmp_path)
 
 
 def test_a_disk_that_fills_up_while_a_file_is_written_is_reported_with_the_file(tmp_path, capsys):

@@ -158,7 +158,12 @@ def test_a_run_killed_with_its_first_best_weights_on_the_disk_goes_on(tmp_path, 
 
 
 @pytest.mark.parametrize(
-    "left", [[], ["config.yaml"], ["config.yaml", "status.json.tmp", "run.lock"]]
+    "left",
+    [
+        [],
+        ["config.yaml"],
+        ["config.yaml", ".status.json.0123456789abcdef.visionattn.tmp", "run.lock"],
+    ],
 )
 def test_a_run_killed_before_its_first_state_begins_anew(tmp_path, rare, left):
     folder = tmp_path / "small"

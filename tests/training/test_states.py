@@ -120,9 +120,9 @@ def fail_to_flush(patch: pytest.MonkeyPatch, victim: str | None, time_of_failure
     real, count = files.flush_to_disk, iter(range(1, 1000))
 
     def flush(path) -> None:
-        if (
-            victim in (None, Path(path).name.removesuffix(".tmp"))
-            and next(count) >= time_of_failure
+        written = files.UNFINISHED.fullmatch(Path(path).name)
+        if victim in (None, written[1] if written else Path(path).name) and (
+            next(count) >= time_of_failure
         ):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         real(path)
@@ -157,7 +157,7 @@ def test_a_full_disk_ends_a_run_with_one_line_and_the_run_goes_on_when_there_is_
     line = f"{folder / victim}: No space left on device; {rest}"
     assert (code, capsys.readouterr().err) == (2, f"error: {line}\n")
     assert status_of(folder)["status"] == "failed" and status_of(folder)["reason"] == line
-    assert not list(folder.glob("*.tmp")) and (folder / "last.pt").exists() == (kept is not None)
+    assert not files.unfinished(folder) and (folder / "last.pt").exists() == (kept is not None)
     if kept is not None:
         assert state_of(folder)["position"]["step"] == kept and (not kept or best_of(folder))
     run(config_of(tmp_path, resume=True))

@@ -1,15 +1,59 @@
 """Files that are there whole or not at all, and whether one may write somewhere.
 
 This module writes, locks and refuses files, and puts an error into one line. It knows no format.
+
+Everything that is written goes through ``target_of``: files alone are written to, and what is no
+regular file is refused. What is being written has a random name beside its place, ``is_unfinished``
+tells it, and what a killed process left of a file goes when that file is written again.
 """
 
 import errno
 import json
 import os
+import re
+import secrets
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO, TextIO
+
+from visionattn.cli.interruption import undone_at_end
+
+UNFINISHED = re.compile(r"\.(.{1,48})\.[0-9a-f]{16}\.visionattn\.tmp", re.DOTALL)
+"""The names of files that are being written, with the first 48 letters of the names that they will
+have.
+"""
+
+
+def target_of(path: str | Path) -> Path:
+    """Return the file that is written where ``path`` is asked for: links are followed, also where
+    they lead to no file yet.
+
+    Raises:
+        OSError: there is a folder, a device, a pipe or a socket, or the file to which this process
+            prints; none of them may be replaced.
+    """
+    with suppress(FileNotFoundError, NotADirectoryError):
+        found = os.stat(path)
+        if stat.S_ISDIR(found.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(found.st_mode):
+            said = "is a device, a pipe or a socket; name a file"
+            raise OSError(errno.EINVAL, said, str(path))
+        if _is_printed_to(found):  # what is printed later would be lost with the old file
+            said = "is where this command prints; name another file"
+            raise OSError(errno.EINVAL, said, str(path))
+    return Path(os.path.realpath(path)) if os.path.islink(path) else Path(path)
+
+
+def _is_printed_to(found: os.stat_result) -> bool:
+    """Tell whether a file is this process's standard output or standard error."""
+    for stream in (1, 2):
+        with suppress(OSError):  # of a stream that is closed
+            if os.path.samestat(found, os.fstat(stream)):
+                return True
+    return False
 
 
 def write_whole(
@@ -20,11 +64,11 @@ def write_whole(
     previous: Path | None = None,
 ) -> None:
     """Write a file so that it is there whole or not at all: beside its place, flushed to the disk
-    and renamed.
+    and renamed. A file that is there keeps its permissions.
 
     Args:
-        path: the file; its folder exists.
-        write: writes the content to the path that it is given.
+        path: the file, as ``target_of`` takes it; its folder exists.
+        write: writes the content to the path that it is given, where there is an empty file.
         check: raises where what is on the disk, at the path that it is given, is not right.
         previous: where the file that has the name until then goes; None: it is replaced.
 
@@ -32,19 +76,89 @@ def write_whole(
         OSError: it cannot be written; ``filename`` is that of ``path``, also where the system
             leaves it open (a full disk). ``path`` and ``previous`` are as they were.
     """
-    path = Path(path)
-    temporary = path.with_name(path.name + ".tmp")
+    target = target_of(path)
+    with named(path), beside(target) as (temporary, mode):
+        write(temporary)
+        flush_to_disk(temporary)
+        if check is not None:
+            check(temporary)
+        if stat.S_IMODE(os.stat(temporary).st_mode) != mode:  # some writers make files of their own
+            os.chmod(temporary, mode)
+        if previous is not None and target.exists():
+            os.replace(target, previous)
+        os.replace(temporary, target)
+
+
+@contextmanager
+def beside(target: Path) -> Iterator[tuple[Path, int]]:
+    """Make an empty file of a random name in the folder of another one, and delete it at the end,
+    unless it was renamed. Give its path, and the permissions that it is to have.
+    """
+    forget_unfinished(target)
+    mode = stat.S_IMODE(os.stat(target).st_mode) if target.exists() else None
+    place = target.with_name(f".{target.name[:48]}.{secrets.token_hex(8)}.visionattn.tmp")
+    # O_EXCL follows no link and takes no file of others. Nobody reads what is to be private.
+    asked = 0o666 if mode is None else 0o600
+    descriptor = os.open(place, os.O_RDWR | os.O_CREAT | os.O_EXCL, asked)
     try:
-        with named(path):
-            write(temporary)
-            flush_to_disk(temporary)
-            if check is not None:
-                check(temporary)
-            if previous is not None and path.exists():
-                os.replace(path, previous)
-            os.replace(temporary, path)
+        with suppress(BlockingIOError):
+            _hold(descriptor)
+        usual = stat.S_IMODE(os.fstat(descriptor).st_mode)
+        with undone_at_end(place.unlink):
+            yield place, usual if mode is None else mode
     finally:
-        temporary.unlink(missing_ok=True)
+        place.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def is_unfinished(path: str | Path) -> bool:
+    """Tell by its name whether a file is one that is being written, or that a killed process
+    left.
+    """
+    return UNFINISHED.fullmatch(os.path.basename(path)) is not None
+
+
+def forget_unfinished(target: Path) -> None:
+    """Delete what killed processes left of a file: that of a living one is locked."""
+    for path in unfinished(target.parent):
+        if UNFINISHED.fullmatch(path.name)[1] == target.name[:48]:
+            with suppress(OSError):  # of others, or somebody else was faster
+                descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+                try:
+                    if _hold(descriptor):
+                        path.unlink()
+                finally:
+                    os.close(descriptor)
+
+
+def unfinished(folder: Path) -> list[Path]:
+    """List the files in a folder that are being written or were left by killed processes."""
+    with suppress(OSError):
+        return [folder / name for name in os.listdir(folder) if is_unfinished(name)]
+    return []
+
+
+def _hold(descriptor: int) -> bool:
+    """Lock a file until its descriptor is closed here and in all processes that have it; return
+    whether the system has such locks.
+
+    Raises:
+        BlockingIOError: another process has locked it.
+    """
+    try:
+        import fcntl  # not on every system that models run on
+
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except (ImportError, OSError):
+        return False
+    return True
+
+
+def added_to(path: str | Path) -> BinaryIO:
+    """Open a file, as ``target_of`` takes it, to write at its end."""
+    return open(target_of(path), "ab")
 
 
 def write_text(path: str | Path, text: str) -> None:
@@ -59,10 +173,13 @@ def add_line(path: str | Path, record: dict[str, Any]) -> None:
     """Add one line of JSON, at once and whole, so that several processes may add to one file; it is
     on the disk before anything else is done.
     """
-    place = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    line = (json.dumps(record) + "\n").encode()
+    place = os.open(target_of(path), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
-        os.write(place, (json.dumps(record) + "\n").encode())
-        os.fsync(place)
+        with named(path):
+            if os.write(place, line) < len(line):  # as on a full disk, with room for a part
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.fsync(place)
     finally:
         os.close(place)
 
@@ -77,16 +194,35 @@ def read_lines(path: str | Path) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def named(path: Path) -> Iterator[None]:
+def named(path: str | Path) -> Iterator[None]:
     """Give errors of the system the name of a file where they have none, as on a full disk, or have
-    that of the file beside it that ``write_whole`` writes.
+    that of the file beside it that ``write_whole`` writes. What libraries make of such errors
+    becomes the system's again.
     """
     try:
         yield
     except OSError as error:
-        if error.errno is not None and error.filename in (None, f"{path}.tmp"):
+        if error.errno is not None and (error.filename is None or _is_beside(error.filename)):
             error.filename = str(path)
         raise
+    except Exception as error:
+        if (number := _system_error(error)) is None:
+            raise
+        raise OSError(number, os.strerror(number), str(path)) from error
+
+
+def _is_beside(filename: object) -> bool:
+    return isinstance(filename, (str, os.PathLike)) and is_unfinished(filename)
+
+
+def _system_error(error: Exception) -> int | None:
+    """Return the number of the system's error that a library has put into one of its own: torch
+    raises it anew with words about positions, and libraries in Rust write it down.
+    """
+    if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
+        return error.__context__.errno
+    said = re.search(r"\(os error (\d+)\)", str(error))
+    return int(said[1]) if said else None
 
 
 def flush_to_disk(path: str | Path) -> None:
@@ -107,11 +243,16 @@ def flush_folder(path: Path) -> None:
 
 
 def check_free(path: Path, overwrite: bool) -> None:
-    """Raise ValueError where a file cannot be written, or exists and ``overwrite`` is off."""
-    folder = path.absolute().parent
+    """Raise ValueError where a file cannot be written, or exists and ``overwrite`` is off; OSError
+    for what ``target_of`` refuses.
+    """
+    if path.is_dir():
+        raise ValueError(f"{path} cannot be written")
+    target = target_of(path)
+    folder = target.absolute().parent
     if not folder.is_dir():
         raise ValueError(f"no folder {folder} for {path.name}")
-    if path.is_dir() or not os.access(folder, os.W_OK):
+    if not os.access(folder, os.W_OK):
         raise ValueError(f"{path} cannot be written")
     if path.exists() and not overwrite:
         raise ValueError(f"{path} exists; --overwrite replaces it")
@@ -147,14 +288,35 @@ def lock(path: Path, taken: str, *, inherited: bool) -> TextIO:
     """
     import fcntl  # not on every system that models run on
 
-    file = open(path, "a")  # noqa: SIM115  the caller closes it
-    try:
-        (fcntl.flock if inherited else fcntl.lockf)(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EACCES, errno.EAGAIN):
-            file.close()
-            raise ValueError(taken) from error
-    return file
+    while True:
+        file = open(target_of(path), "a")  # noqa: SIM115  the caller closes it
+        try:
+            (fcntl.flock if inherited else fcntl.lockf)(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                file.close()
+                raise ValueError(taken) from error
+        # Whoever had it may have deleted it in between: the lock of such a file keeps nobody out.
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+                return file
+        file.close()
+
+
+@contextmanager
+def locked(path: Path, taken: str) -> Iterator[None]:
+    """Keep other processes out as ``lock`` does, with a file that is there meanwhile. Only this
+    process holds it: those that it forks may outlive it by seconds.
+
+    Raises:
+        ValueError: somebody has locked it; the text is ``taken``.
+    """
+    with lock(path, taken, inherited=False), undone_at_end(path.unlink):
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # of a folder that is gone or read-only by now
+                path.unlink()
 
 
 def first_line(error: BaseException | None) -> str:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from visionattn.cli.ends import Failed, is_out_of_memory
+from visionattn.cli.files import added_to
 
 OUT_OF_MEMORY = 3
 """Exit code of a process whose work does not fit."""
@@ -90,7 +91,7 @@ class Forks:
 
     def __init__(self, log: Path, *, returning: bool = False, pass_fds: Sequence[int] = ()):
         self.log = log
-        with open(log, "ab") as errors:
+        with added_to(log) as errors:
             self._process = subprocess.Popen(
                 [*COMMAND, FORKS],
                 stdin=subprocess.PIPE,

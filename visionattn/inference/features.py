@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from visionattn.cli.ends import OutOfMemory, Stopped
-from visionattn.cli.files import check_folder, printable
+from visionattn.cli.files import check_folder, locked, printable, unfinished
 from visionattn.cli.progress import Progress
 from visionattn.inference.listing import Digits, Listing, find_images
 from visionattn.inference.opening import Opened, open_model
@@ -21,6 +21,7 @@ from visionattn.inference.probe import Division, divide_digits, divide_folder, f
 from visionattn.inference.reading import ReadImages
 from visionattn.inference.running import last_map, run_images
 from visionattn.inference.shards import (
+    LOCK,
     Pending,
     check_images,
     check_ours,
@@ -36,6 +37,7 @@ from visionattn.models.filled import pooled
 DTYPES = {"float32": torch.float32, "float16": torch.float16}
 NAMED_FAILURES = 5
 """How many images without features the report names; the index names all."""
+AT_WORK = "another extraction of features is at work"
 MIB = 2**20
 
 
@@ -170,18 +172,27 @@ class Extraction:
 
         Raises:
             Stopped: Ctrl-C; the files that are written stay.
-            ValueError: none of the images gives features, or with ``overwrite`` none of the first
-                file.
+            ValueError: another extraction is at work in the folder; none of the images gives
+                features, or with ``overwrite`` none of the first file.
             OutOfMemory: none of them fits into memory.
             Failed: a process that reads images ended.
         """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with locked(self.folder / LOCK, f"{AT_WORK} in {self.folder}; wait for it or end it"):
+            for path in unfinished(self.folder):  # of a run that was killed as it wrote
+                path.unlink()
+            if not self.options.overwrite:  # another run may have written since the check
+                self.kept = whole_shards(self.folder, self.identity)
+            self._run(say)
+
+    def _run(self, say: Callable[[str], None]) -> None:
+        """Do the work of ``run`` in a folder that is locked."""
         for note in self.opened.notes:
             say(note)
         done, total = sum(len(shard.rows) for shard in self.kept), len(self.listing)
         if done:
             say(f"{done} of {total} images are done: going on after {_files(len(self.kept))}")
         start = time.perf_counter()
-        self.folder.mkdir(parents=True, exist_ok=True)
         try:
             files = self._write_shards(done)
         except KeyboardInterrupt as error:

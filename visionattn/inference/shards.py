@@ -19,13 +19,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from visionattn.cli.files import write_whole
+from visionattn.cli.files import is_unfinished, write_whole
 from visionattn.cli.untrusted import brief, from_json
 from visionattn.inference.running import Outcome, Status
 
 FORMAT = "visionattn.features"
 FORMAT_VERSION = 1
-INDEX = "index.csv"
+INDEX, LOCK = "index.csv", "features.lock"
 SHARD = re.compile(r"features-(\d{5,})\.safetensors")
 HEAD_BYTES = 2**24
 """The size of a shard's head, which holds its rows, at which the shard is full. safetensors reads
@@ -110,16 +110,7 @@ class Pending:
         content = {"format": FORMAT, "version": FORMAT_VERSION, "identity": self._identity}
         # One entry: the order of several in the file is not defined.
         metadata = {FORMAT: json.dumps(content | {"first": self.first, "rows": self.rows})}
-
-        def write(temporary: Path) -> None:
-            temporary.touch()
-            mode = temporary.stat().st_mode
-            save_file(
-                tensors, temporary, metadata=metadata
-            )  # puts a file that others may not read in its place
-            temporary.chmod(mode)
-
-        write_whole(self.path, write)
+        write_whole(self.path, lambda place: save_file(tensors, place, metadata=metadata))
 
 
 def shard_path(folder: Path, number: int) -> Path:
@@ -245,9 +236,13 @@ def check_ours(folder: Path) -> None:
             f"{shards[0]} is no whole file of features; choose another --output, or replace it "
             "with --overwrite"
         )
-    ours = {INDEX, f"{INDEX}.tmp"}  # a run that is killed leaves what it was writing
+    ours = {INDEX, LOCK}
     other = next(
-        (path.name for path in folder.iterdir() if not (path.name in ours or _is_unfinished(path))),
+        (
+            path.name
+            for path in folder.iterdir()
+            if path.name not in ours and not is_unfinished(path)  # of a run that was killed
+        ),
         None,
     )
     if other and not shards:
@@ -263,10 +258,6 @@ def _is_index(path: Path) -> bool:
         return False
     with open(path, "rb") as file:
         return file.read(len(head)) == head
-
-
-def _is_unfinished(path: Path) -> bool:
-    return path.suffix == ".tmp" and SHARD.fullmatch(path.stem) is not None
 
 
 def whole_shards(folder: Path, identity: dict[str, Any]) -> list[Shard]:

@@ -53,13 +53,7 @@ def save_state(path: str | Path, state: dict[str, Any], *, previous: Path | None
 
     def write(temporary: Path) -> None:
         with open(temporary, "wb") as file:
-            try:
-                torch.save({"format": FORMAT, "version": FORMAT_VERSION} | state, file)
-            except RuntimeError as error:
-                # Of a full disk torch says something about positions.
-                if isinstance(error.__context__, OSError):
-                    raise error.__context__ from None
-                raise
+            torch.save({"format": FORMAT, "version": FORMAT_VERSION} | state, file)
 
     write_whole(path, write, check=read_back, previous=previous)
     flush_folder(path.parent)

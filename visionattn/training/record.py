@@ -9,13 +9,21 @@ import json
 import math
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NotRequired, TextIO, TypedDict
 
-from visionattn.cli.files import check_folder, flush_to_disk, lock, named, write_text
-from visionattn.cli.interruption import undone_at_end
+from visionattn.cli.files import (
+    added_to,
+    check_folder,
+    flush_to_disk,
+    locked,
+    named,
+    target_of,
+    unfinished,
+    write_text,
+)
 from visionattn.cli.parsing import yaml_text
 from visionattn.cli.progress import Progress
 from visionattn.cli.untrusted import from_json
@@ -49,6 +57,8 @@ def run_folder(config: TrainConfig) -> Path:
     if (folder / LOCK).exists():
         with held(folder):  # or else another run is at work
             pass
+    for name in NAMES:  # a pipe or a device of such a name is not written to
+        target_of(folder / name)
     filled = folder.is_dir() and any(folder.iterdir())
     if config.resume and not can_go_on(folder):
         raise ValueError(f"nothing to resume: {folder / LAST} does not exist; leave out --resume")
@@ -87,9 +97,9 @@ def clear(folder: Path) -> None:
 
 def written(folder: Path) -> list[Path]:
     """List the files in a folder that runs write, those of a killed process included."""
-    names = [*NAMES, *(name + ".tmp" for name in NAMES), LOCK]
     return [
-        *(folder / name for name in names if (folder / name).is_file()),
+        *(folder / name for name in (*NAMES, LOCK) if (folder / name).is_file()),
+        *unfinished(folder),
         *folder.glob("events.out.tfevents.*"),
     ]
 
@@ -110,14 +120,12 @@ def held(folder: Path) -> Iterator[None]:
     taken = (
         f"another run is at work in {folder}; wait for it or end it, or --run NAME writes elsewhere"
     )
-    with lock(folder / LOCK, taken, inherited=False), undone_at_end((folder / LOCK).unlink):
+    with locked(folder / LOCK, taken):
         HELD.add(folder)
         try:
             yield
         finally:
             HELD.discard(folder)
-            with suppress(OSError):  # of a folder that is gone or read-only by now
-                (folder / LOCK).unlink()
 
 
 class Record:
@@ -145,8 +153,8 @@ class Record:
 
         self.folder, self.stream = folder, stream or sys.stdout
         folder.mkdir(parents=True, exist_ok=True)
-        for name in NAMES:  # of a process that was killed while it wrote
-            (folder / f"{name}.tmp").unlink(missing_ok=True)
+        for path in unfinished(folder):  # of a process that was killed while it wrote
+            path.unlink(missing_ok=True)
         keep = asdict(config) | {"resume": False, "overwrite": False, "parallel": None}
         write_text(folder / CONFIG, yaml_text(keep))
         steps, epochs = since
@@ -232,8 +240,8 @@ class Record:
             for key, x in values.items()
         }
         path = self.folder / METRICS
-        with named(path), open(path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(values) + "\n")
+        with named(path), added_to(path) as file:
+            file.write((json.dumps(values) + "\n").encode())
 
 
 class NoRecord:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from visionattn.cli.files import added_to, printable, write_text
 from visionattn.lab.gpu.summary import summary
 
 PACKAGES = ("torch", "triton", "timm", "einops", "pytest")
@@ -100,14 +101,14 @@ class Run:
 
     def __post_init__(self) -> None:
         self.start = self.clock()
-        self.log = open(self.out / "log.txt", "a", encoding="utf-8")  # noqa: SIM115  as long as the run
+        self.log = added_to(self.out / "log.txt")
         self.lock = threading.Lock()
 
     def say(self, text: str) -> None:
         """Write to the screen and to the log, at once."""
         with self.lock:
             self.show(text)
-            self.log.write(text + "\n")
+            self.log.write(printable(text + "\n").encode())
             self.log.flush()
 
     @property
@@ -317,7 +318,7 @@ def main(argv: Sequence[str]) -> int:
         todo = phases(run.out, Path(claims), cores, seconds, **given)
         ended = run_all(todo, run, environment_of(flags.rehearse))
     lines, good = summary(run.out, [str(one) for one in ended])
-    (run.out / "summary.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_text(run.out / "summary.txt", "\n".join(lines) + "\n")
     run.say("\n" + "\n".join(lines))
     return 0 if good and len(ended) == len(todo) and all(one.ok for one in ended) else 1
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypedDict
 
-from visionattn.cli.files import write_text
+from visionattn.cli.files import added_to, write_text
 from visionattn.cli.fresh_process import ended_for_memory, environment, memory_kills
 from visionattn.cli.interruption import Interruption
 from visionattn.cli.parsing import yaml_text
@@ -157,7 +157,7 @@ def start(plan: Plan, cell: Cell, folder: SweepFolder, command: Sequence[str]) -
     if run.is_dir() and any(run.iterdir()):
         nan = before is not None and before.status == "nan"
         words.append("--resume" if can_go_on(run) and not nan else "--overwrite")
-    with open(folder.runs / f"{cell.name}.log", "ab") as log:
+    with added_to(folder.runs / f"{cell.name}.log") as log:
         log_from = log.tell()
         process = subprocess.Popen(
             words,

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NotRequired, TextIO, TypedDict
 
-from visionattn.cli.files import check_folder, lock, write_text
+from visionattn.cli.files import check_folder, lock, unfinished, write_text
 from visionattn.cli.provenance import Provenance
 from visionattn.cli.untrusted import brief, check_partly, read_json
 from visionattn.lab.sweep.grid import Cell, Network
@@ -164,6 +164,9 @@ class SweepFolder:
             self._clear()
         for name in (RUNS, CELLS, MEASUREMENTS):
             (self.path / name).mkdir(exist_ok=True)
+        for name in ("", RUNS, CELLS, MEASUREMENTS):
+            for path in unfinished(self.path / name):  # of a sweep that was killed as it wrote
+                path.unlink()
         if not (self.path / SWEEP).exists():
             self.write(SWEEP, {"base": comparable(base), "calls": []})
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from visionattn.cli.ends import Failed, Stopped
-from visionattn.cli.files import first_line, write_text
+from visionattn.cli.files import first_line, write_text, write_whole
 from visionattn.cli.provenance import provenance_of, summary
 from visionattn.cli.tables import csv_text
 from visionattn.cli.untrusted import read_csv
@@ -193,7 +193,8 @@ def write(
         for size in dict.fromkeys(network.img_size for network in plan.grid.networks)
         for chart in heads_of(rows, size)
     ]
-    png(folder.path / PLOT, charts, title=f"Head counts on {plan.base.data.name}", notes=source)
+    title = f"Head counts on {plan.base.data.name}"
+    write_whole(folder.path / PLOT, lambda path: png(path, charts, title=title, notes=source))
     return text, outcome
 
 
