@@ -190,7 +190,7 @@ def main(argv: Words | None = None) -> int:
         return 0
     near = get_close_matches(name, SUBCOMMANDS, 1, 0)[0]
     print(
-        f"error: visionattn has no command {name}; the nearest is {near}, --help lists all",
+        f"error: visionattn has no command {name:.80}; the nearest is {near}, --help lists all",
         file=sys.stderr,
     )
     return 2

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from timm.utils.misc import natural_key as timm_key
 
 from tests.helpers.geometry import square
 from tests.helpers.image_files import (
@@ -20,6 +21,7 @@ from tests.helpers.image_files import (
     write_classes,
 )
 from visionattn.data.splits import SampleKey, build_splits, eval_batches, train_batches
+from visionattn.data.walk import natural_key
 
 
 @pytest.fixture(autouse=True)
@@ -67,6 +69,21 @@ def test_without_a_validation_folder_a_share_of_each_class_is_held_out_by_the_se
     assert splits.test is None
     assert levels_and_labels(build_splits(config, 3).validation, config) == validation
     assert levels_and_labels(build_splits(config, 4).validation, config) != validation
+
+
+def test_classes_may_have_any_name_also_digits_that_are_no_numbers(tmp_path):
+    names = ["2", "10", "²", "½", "٣", "=cmd", "a²b", "-1"]
+    write_classes(tmp_path, dict.fromkeys(names, 2))
+    (tmp_path / "²" / "③²10.png").write_bytes(encoded(9))
+    splits = build_splits(config_of(tmp_path, val_fraction=0.5), 3)
+    found = splits.spec.class_names
+    assert sorted(found) == sorted(names) and found.index("2") < found.index("10")
+    assert len(splits.train) + len(splits.validation) == 17
+
+
+def test_names_are_sorted_as_timm_sorts_them():
+    names = ["b10", "b9", "B2", "a", "", "7", "07", "x1y22", "x1y3", "10", "٣1"]
+    assert sorted(names, key=natural_key) == sorted(names, key=timm_key)
 
 
 def test_images_are_found_at_any_depth_below_a_class_folder_and_by_their_extension(tmp_path):

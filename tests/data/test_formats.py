@@ -3,9 +3,12 @@
 import importlib.util
 import io
 import os
+import struct
 import warnings
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 
+import cv2
 import numpy as np
 import pytest
 from PIL import Image
@@ -129,6 +132,105 @@ def test_threads_that_read_large_images_leave_the_limit_of_pillow_as_it_was(monk
         sizes = list(pool.map(lambda _: read_size(io.BytesIO(content)), range(200)))
     assert sizes == [(HEIGHT, WIDTH)] * 200
     assert Image.MAX_IMAGE_PIXELS == 100
+
+
+def test_more_pixels_than_are_allowed_are_not_decoded_and_the_size_is_read_all_the_same(
+    tmp_path,
+):
+    """A header of a few bytes may claim any size."""
+    files = {
+        "png": saved(pattern(), "png").getvalue(),
+        "jpeg": saved(pattern(), "jpeg").getvalue(),
+        "webp": saved(pattern(), "webp").getvalue(),
+        "16 bits": cv2.imencode(".png", pattern().astype(np.uint16))[1].tobytes(),
+        "one tile": tiff(pattern(), tile=(256, 256), compression="zlib"),
+    }
+    np.save(tmp_path / "a.npy", pattern())
+    files["array"] = (tmp_path / "a.npy").read_bytes()
+    count = HEIGHT * WIDTH
+    for name, content in files.items():
+        content = content if isinstance(content, bytes) else content.getvalue()
+        most = 256 * 256 if name == "one tile" else count
+        for allowed, fits in ((most, True), (most - 1, False)):
+            options = ReadOptions(value_range=(0, 255), max_pixels=allowed)
+            assert read_size(io.BytesIO(content), options) == (HEIGHT, WIDTH)
+            with open_image(io.BytesIO(content), options) as reader:
+                view = Geometry("native", None, None, (1, 1)).view(HEIGHT, WIDTH)
+                if fits:
+                    assert read_image(reader, view, options).shape == (HEIGHT, WIDTH, 3)
+                    continue
+                part = f"more than data.max_pixels {allowed:,}; raise it"
+                with pytest.raises(ValueError, match=part) as raised:
+                    read_image(reader, view, options)
+                assert "\n" not in str(raised.value), name
+
+
+def test_a_bomb_of_a_few_bytes_is_one_line_at_once_and_large_images_need_no_option(monkeypatch):
+    def png(height, width):
+        head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+        parts = [(b"IHDR", head), (b"IDAT", zlib.compress(b"\0" * 1000)), (b"IEND", b"")]
+        return b"\x89PNG\r\n\x1a\n" + b"".join(
+            struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+            for kind, body in parts
+        )
+
+    monkeypatch.setattr(Image.Image, "load", lambda self: pytest.fail("it is decoded"))
+    for height, width in ((70_000, 70_000), (2**31 - 1, 2**31 - 1)):
+        content = io.BytesIO(png(height, width))
+        with open_image(content) as reader:
+            assert (reader.height, reader.width) == (height, width)
+            with pytest.raises(ValueError, match="too many to be read at once"):
+                reader.read(Box(0, 0, height, width), 224, 224)
+    assert ReadOptions().max_pixels >= 10**9
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert read_size(io.BytesIO(png(31_000, 33_000))) == (31_000, 33_000)
+
+
+EXIF = Image.Exif()
+EXIF[274] = 6
+GARBLED = {
+    "cut off": EXIF.tobytes()[:12],
+    "of other types": EXIF.tobytes().replace(b"\x12\x01\x03", b"\x12\x01\x0c"),
+    "of many values": EXIF.tobytes().replace(b"\x03\0\x01\0\0\0", b"\x03\0\xff\xff\xff\x7f"),
+    "elsewhere": b"Exif\0\0II*\0\xff\xff\xff\x7f",
+    "no EXIF": b"\xff" * 40,
+}
+
+
+@pytest.mark.parametrize("what", GARBLED)
+@pytest.mark.parametrize("image_format", ["png", "jpeg", "webp"])
+def test_garbled_exif_does_not_stop_reading(image_format, what):
+    picture = pattern()
+    content = saved(picture, image_format, exif=GARBLED[what], lossless=True).getvalue()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Pillow's, which tools print as a line
+        with open_image(io.BytesIO(content)) as reader:
+            assert {reader.height, reader.width} == {HEIGHT, WIDTH}
+            assert whole(reader).shape[:2] == (reader.height, reader.width)
+
+
+@pytest.mark.parametrize("kind", [b"eXIf", b"zTXt", None])
+def test_exif_of_png_counts_before_and_behind_the_pixels_and_only_the_latter_decodes_them(
+    monkeypatch, kind
+):
+    content = saved(pattern(), "png", exif=EXIF if kind is None else None).getvalue()
+    exif = EXIF.tobytes()[6:]
+    profile = b"\nexif\n%8d\n%s\n" % (len(exif) + 6, (b"Exif\0\0" + exif).hex().encode())
+    bodies = {b"eXIf": exif, b"zTXt": b"Raw profile type exif\0\0" + zlib.compress(profile)}
+    if kind is not None:
+        body = bodies[kind]
+        sums = struct.pack(">I", zlib.crc32(kind + body))
+        content = content[:-12] + struct.pack(">I", len(body)) + kind + body + sums + content[-12:]
+    else:
+        monkeypatch.setattr(Image.Image, "load", lambda self: pytest.fail("it is decoded"))
+    assert read_size(io.BytesIO(content)) == (WIDTH, HEIGHT)
+
+
+def test_exif_of_many_megabytes_is_read_by_its_turn():
+    exif = EXIF.tobytes()[6:] + bytes(30_000_000)
+    content = saved(pattern(), "png", exif=exif).getvalue()
+    assert len(content) > 30_000_000 and read_size(io.BytesIO(content)) == (WIDTH, HEIGHT)
 
 
 def test_colours_become_grey_as_pillow_makes_them():

@@ -47,7 +47,7 @@ def on_small_data():
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "build_splits", quadrants_for)
-        patch.setattr(engine, "provenance", lambda device: {"device": str(device)})
+        patch.setattr(engine, "provenance", lambda device, threads: {"device": str(device)})
         # For fp16: the first steps overflow, and the factor rises again within a run.
         patch.setattr(torch.amp, "GradScaler", scaler_with(init_scale=2.0**17, growth_interval=3))
         yield

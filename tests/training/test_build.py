@@ -78,6 +78,17 @@ def small_run(tmp_path, monkeypatch):
     return start
 
 
+def test_the_threads_that_a_run_asks_for_are_those_that_its_status_names(small_run):
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        assert small_run(threads=2)[1]["provenance"]["device"] == "cpu, 2 threads"
+        torch.set_num_threads(3)
+        assert small_run(overwrite=True)[1]["provenance"]["device"] == "cpu, 3 threads"
+    finally:
+        torch.set_num_threads(before)
+
+
 PLACES = [
     "timm.create_model",
     "visionattn.training.learner.ModelEmaV3",

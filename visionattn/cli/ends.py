@@ -97,15 +97,16 @@ def tell(error: BaseException) -> int:
 
 @contextmanager
 def warnings_in_one_line() -> Iterator[None]:
-    """Write the warnings that this package gives to people as a line each, without the place in its
-    code.
+    """Write the warnings that this package gives to people, and Pillow's of garbled files, as a
+    line each, without the place in the code.
     """
     usual = warnings.formatwarning
 
     def write(message, category, filename, *where) -> str:
-        if category is not UserWarning or PACKAGE not in Path(filename).parents:
+        ours = PACKAGE in Path(filename).parents or "PIL" in Path(filename).parts
+        if category is not UserWarning or not ours:
             return usual(message, category, filename, *where)
-        return f"note: {' '.join(str(message).split())}\n"
+        return f"note: {bounded(' '.join(str(message).split()))}\n"
 
     warnings.formatwarning = write
     try:
@@ -128,4 +129,25 @@ def in_one_line(error: BaseException) -> str:
         text = f"{error.filename}: {error.strerror}"
     if "Original Traceback" in text:  # of a loader's process: last comes what the data set said
         text = text.splitlines()[-1].partition(": ")[2]
-    return " ".join(text.split()) or type(error).__name__
+    return bounded(" ".join(text.split())) or type(error).__name__
+
+
+LONGEST = 600
+"""Letters of a line that people are told."""
+LONGEST_WORD = 200
+"""Letters of a word in a line that is too long: paths are shorter, garbled values are not."""
+
+
+def bounded(line: str) -> str:
+    """Return a line whole where it is short enough; else without the middles of its longest words,
+    and where that is not enough, without its own.
+    """
+    if len(line) <= LONGEST:
+        return line
+    return cut(" ".join(cut(word, LONGEST_WORD) for word in line.split(" ")), LONGEST)
+
+
+def cut(text: str, most: int) -> str:
+    """Return a text of at most ``most`` letters: of a longer one, its beginning and its end."""
+    half = (most - 5) // 2
+    return text if len(text) <= most else f"{text[:half]} ... {text[-half:]}"

@@ -18,6 +18,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from visionattn.cli.commands import program, typed
 from visionattn.cli.configs import find_config
+from visionattn.cli.ends import bounded
 from visionattn.cli.untrusted import LARGEST_WHOLE, brief, checked, describe, from_yaml, read_yaml
 
 Config = TypeVar("Config")
@@ -38,7 +39,7 @@ class Parser(argparse.ArgumentParser):
     """A parser of a module that is run by itself: a wrong argument is one line and exit code 2."""
 
     def error(self, message: str):
-        self.exit(2, f"{self.prog}: {message}\n")
+        self.exit(2, f"{self.prog}: {bounded(message)}\n")
 
 
 def whole_from(least: int, most: int = LARGEST_WHOLE) -> Callable[[str], int]:
@@ -121,7 +122,20 @@ def parse(
         most = MOST.get(name.rpartition(".")[2])
         if most is not None and value is not None and value > most:
             raise ValueError(f"{name} must be at most {most:,}, got {value:,}")
+    refuse_empty(values, names)
     return build(config_class, values)
+
+
+def refuse_empty(values: dict[str, Any], names: dict[str, Any]) -> None:
+    """Raise ValueError for an option that is an empty text: it names no file and no folder, and
+    nothing would be done with it.
+    """
+    for name in names:
+        value: Any = values
+        for key in name.split("."):
+            value = value[key]
+        if value == "" or (isinstance(value, list) and "" in value):
+            raise ValueError(f"{name} is empty; give a value, or leave it out")
 
 
 def _with_file(word: str) -> str:

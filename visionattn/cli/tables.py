@@ -1,12 +1,20 @@
-"""Tables: Markdown for people, and the same rows as CSV or JSON with what the numbers depend on."""
+"""Tables: Markdown for people, and the same rows as CSV or JSON with what the numbers depend on.
+
+Names of files and classes come from others, and spreadsheets run what begins with ``=``. In CSV
+such a text gets an apostrophe before it, as spreadsheets mark text, and ``read_rows`` takes it off.
+"""
 
 import csv
 import io
 import json
-from collections.abc import Sequence
-from typing import Any
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any, TextIO
 
 Record = dict[str, Any]
+RUN = re.compile("'*[=+\\-@\t\r\n＝＋－＠]")
+"""How a text begins that a spreadsheet would run, or that such an apostrophe stands before."""
 ESCAPED = str.maketrans({"|": r"\|", "\n": r"\n", "\r": r"\r"})
 
 
@@ -48,15 +56,42 @@ def line(values: Sequence[Any]) -> str:
     )
 
 
+def as_text(value: Any) -> Any:
+    """Return a cell of CSV that no spreadsheet runs; numbers stay as they are, ``from_text`` gives
+    texts back.
+    """
+    return f"'{value}" if isinstance(value, str) and RUN.match(value) else value
+
+
+def from_text(cell: str) -> str:
+    """Return the text that ``as_text`` made a cell of."""
+    return cell[1:] if cell[:1] == "'" and RUN.match(cell) else cell
+
+
+def write_rows(stream: TextIO, columns: Sequence[str], rows: Iterable[Record]) -> None:
+    """Write a heading and rows as CSV, as they come, with texts as ``as_text`` writes them."""
+    # Such a writer quotes whatever another program may take for the end of a line.
+    lines = SimpleNamespace(write=lambda text: stream.write(text.removesuffix("\r\n") + "\n"))
+    writer = csv.DictWriter(lines, columns, lineterminator="\r\n")
+    writer.writeheader()
+    writer.writerows({key: as_text(value) for key, value in row.items()} for row in rows)
+
+
+def read_rows(stream: Iterable[str]) -> Iterator[dict[str, str]]:
+    """Yield the rows of CSV that ``write_rows`` wrote, by column, all cells as texts; cells that
+    are missing are empty, and those beyond the columns are left out.
+    """
+    for row in csv.DictReader(stream):
+        yield {key: from_text(value or "") for key, value in row.items() if key is not None}
+
+
 def csv_text(records: Sequence[Record], provenance: Record) -> str:
     """Write rows as CSV with the provenance behind each, so that a row alone still says where it
     comes from.
     """
     stream = io.StringIO()
     rows = [record | provenance for record in records]
-    writer = csv.DictWriter(stream, list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
+    write_rows(stream, list(rows[0]), rows)
     return stream.getvalue()
 
 

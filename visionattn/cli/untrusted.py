@@ -26,6 +26,8 @@ from typing import (
     is_typeddict,
 )
 
+from visionattn.cli.tables import from_text
+
 YAML_BYTES, JSON_BYTES, CSV_BYTES = 200_000, 2**26, 2**26
 """The largest files that are read: configurations have some kB, tables and records some MB."""
 DEEPEST = 32
@@ -320,8 +322,8 @@ def read_json(kind: Any, path: Path, way_out: str) -> Any:
 
 
 def read_csv(path: str | Path) -> tuple[list[str], list[dict[str, str]]]:
-    """Return the names of the columns of a CSV file and its rows; what a row lacks is empty, and
-    what it has too much is left out.
+    """Return the names of the columns of a CSV file and its rows; what a row lacks is empty, what
+    it has too much is left out, and texts are as they were before ``tables.as_text``.
 
     Raises:
         ValueError: it is no CSV file; one line.
@@ -331,7 +333,8 @@ def read_csv(path: str | Path) -> tuple[list[str], list[dict[str, str]]]:
     try:
         reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
         rows = [
-            {key: value or "" for key, value in row.items() if key is not None} for row in reader
+            {key: from_text(value or "") for key, value in row.items() if key is not None}
+            for row in reader
         ]
     except csv.Error as error:
         raise ValueError(f"{path} is no CSV file: {error}") from error

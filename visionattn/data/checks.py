@@ -106,10 +106,10 @@ def check_data(config: DataConfig) -> None:
         raise ValueError(
             "num_classes is for wds/... alone; other data say themselves how many classes they have"
         )
-    check_reading(config.bands, config.value_range, config.page)
+    check_reading(config.bands, config.value_range, config.page, config.max_pixels)
     if config.range_found and config.value_range is None:
         raise ValueError("data.range_found is said of data.value_range, which is missing")
-    for key in ("bands", "value_range", "page", "mean", "std"):
+    for key in ("bands", "value_range", "page", "max_pixels", "mean", "std"):
         if config.name != "folder" and getattr(config, key) is not None:
             raise ValueError(f"{key} is for folder alone, not for {config.name}; leave it out")
     if config.name in DRAWN and config.max_patches is not None:

@@ -122,6 +122,10 @@ class DataConfig:
     """
     page: int | None = None
     """``folder`` alone: the page of files that have several, from 1. None: the first."""
+    max_pixels: int | None = None
+    """``folder`` alone: the most pixels of a file that are decoded at once; a file that would take
+    more counts as unreadable. None: 2^30, about 1.07 billion.
+    """
     mean: list[float] | None = None
     """``folder`` alone: mean of each channel, of values in [0, 1]; ``visionattn stats`` measures
     it. None: ImageNet's.

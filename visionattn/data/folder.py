@@ -14,12 +14,11 @@ from pathlib import Path
 import numpy as np
 from timm.data.readers import create_reader
 from timm.data.readers.reader_image_in_tar import ReaderImageInTar
-from timm.utils.misc import natural_key
 
 from visionattn.data.embedded import stratified_split
 from visionattn.data.formats import COLOURED, ReadOptions, extensions, settle
 from visionattn.data.images import Augmentation, Files, ImageDataset, Source, TableRows, TarMembers
-from visionattn.data.walk import identity, images_below
+from visionattn.data.walk import identity, images_below, natural_key
 
 LAYOUT = "wanted train/<class>/* and val/<class>/*, or <class>/*"
 SPLIT_NAMES = {"train": ("train",), "validation": ("val", "validation"), "test": ("test",)}
@@ -64,12 +63,9 @@ def open_images(
     Raises:
         ValueError, FileNotFoundError: one line that says what is wrong.
     """
+    check_there(root)
     if root.startswith("hfds/"):
         parts, names = _open_table(root)
-    elif not Path(root).exists():
-        raise FileNotFoundError(
-            f"data root {root} does not exist; {LAYOUT}, a .tar file, wds/... or hfds/..."
-        )
     elif Path(root).is_dir():
         parts, names = _open_folder(Path(root))
     elif not Path(root).is_file():
@@ -96,6 +92,14 @@ def open_images(
         return ImageDataset(part.source, part.indices, part.labels, seed, chosen, read)
 
     return (dataset("train"), dataset("validation"), dataset("test")), tuple(names)  # type: ignore[return-value]
+
+
+def check_there(root: str) -> None:
+    """Raise FileNotFoundError where a folder or a file of images does not exist."""
+    if not root.startswith(("hfds/", "wds/")) and not Path(root).exists():
+        raise FileNotFoundError(
+            f"data root {root} does not exist; {LAYOUT}, a .tar file, wds/... or hfds/..."
+        )
 
 
 def _complete(
@@ -193,6 +197,10 @@ def _open_tar(root: str) -> tuple[dict[str, _Part], list[str]]:
     except tarfile.TarError as error:
         raise ValueError(f"cannot read {root} as a tar: {error}") from error
     except ValueError as error:  # timm unpacks an empty list
+        if "invalid literal" in str(error):
+            raise ValueError(
+                f"{root} has names with digits that are no numbers, such as ²; rename them"
+            ) from error
         raise ValueError(f"no images in {root}; {LAYOUT}") from error
     names = [reader.class_idx_to_name[label] for label in range(len(reader.class_idx_to_name))]
     if "" in names:

@@ -23,8 +23,8 @@ from visionattn.data.embedded import (
     digit_splits,
     stratified_split,
 )
-from visionattn.data.folder import LAYOUT, open_images
-from visionattn.data.formats import COLOURED, ReadOptions
+from visionattn.data.folder import LAYOUT, check_there, open_images
+from visionattn.data.formats import COLOURED, LARGEST_IMAGE_PX, ReadOptions
 from visionattn.data.geometry import Geometry, Size, geometry_of, sides
 from visionattn.data.images import ArrayDataset, Augmentation
 from visionattn.data.streams import Shards, StreamEvalBatches, StreamTrainBatches, open_shards
@@ -54,6 +54,14 @@ class Splits:
     validation: Dataset
     test: Dataset | None
     spec: DataSpec
+
+
+def check_root(config: DataConfig) -> None:
+    """Raise FileNotFoundError where the folder or file of one's own images does not exist: said
+    before anything is said of where results would go.
+    """
+    if config.name == "folder" and config.root is not None:
+        check_there(config.root)
 
 
 def build_splits(config: DataConfig, seed: int) -> Splits:
@@ -249,7 +257,12 @@ def _build_folder(config: DataConfig, seed: int) -> Splits:
     if config.root is None:
         raise ValueError(f"data folder needs a root; {LAYOUT}, a .tar file, wds/... or hfds/...")
     options = ReadOptions(
-        3, config.bands, config.value_range, config.page, found=config.range_found
+        3,
+        config.bands,
+        config.value_range,
+        config.page,
+        found=config.range_found,
+        max_pixels=config.max_pixels or LARGEST_IMAGE_PX,
     )
     presets = ("light", "three", "rand", "documents", "aerial")
     augment = _augment(config, *presets, bands=options.channels)
@@ -258,7 +271,7 @@ def _build_folder(config: DataConfig, seed: int) -> Splits:
         if options != COLOURED:
             raise ValueError(
                 f"timm's reader of {config.root} gives the colours of the first page; leave "
-                "bands, value_range and page out, or unpack it to a folder"
+                "bands, value_range, page and max_pixels out, or unpack it to a folder"
             )
         datasets = open_shards(
             config.root,

@@ -32,7 +32,7 @@ from visionattn.data.formats import (
     read_blocks,
 )
 from visionattn.data.images import ImageDataset
-from visionattn.data.splits import build_splits
+from visionattn.data.splits import build_splits, check_root
 
 COLUMNS = ("band", "mean", "std", "smallest", "largest", "images", "pixels")
 EXAMPLE = "--data.root docs --output stats.yaml --overwrite"
@@ -138,6 +138,7 @@ def parse_stats(argv: Sequence[str]) -> StatsConfig:
         )
     if config.output is None:
         raise ValueError("--output is missing: the YAML file for the result, such as stats.yaml")
+    check_root(config.data)
     check_free(Path(config.output), config.overwrite)
     return config
 

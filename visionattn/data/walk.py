@@ -5,10 +5,9 @@ hidden, and pipes, sockets and devices. It opens no image.
 """
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
-
-from timm.utils.misc import natural_key
 
 from visionattn.data.formats import extensions, is_folder_format
 
@@ -36,6 +35,14 @@ def images_below(folder: str | Path, apart: set[Identity] = frozenset()) -> list
         if os.path.splitext(path)[1].lower() in known
     )
     return sorted(found, key=in_order)
+
+
+def natural_key(text: str) -> list[str | int]:
+    """Return what names are sorted by: numbers within them by their value, as in timm, whose own
+    key takes ``²`` for a number.
+    """
+    parts = re.split(r"(\d+)", text.lower())
+    return [int(part) if place % 2 else part for place, part in enumerate(parts)]
 
 
 def in_order(path: str) -> tuple[list, str]:

@@ -127,9 +127,7 @@ class Extraction:
         if options.dense and not hasattr(self.opened.model, "forward_intermediates"):
             raise ValueError(f"{self.opened.name} gives no feature maps; leave --dense out")
         self.images = ReadImages(
-            self.listing,
-            self.opened.spec,
-            self.opened.geometry,
+            self.listing, self.opened.spec, self.opened.geometry, options.max_pixels
         )
         self.identity = self.opened.identity() | self._own_identity()
         self.kept = [] if options.overwrite else whole_shards(self.folder, self.identity)

@@ -51,6 +51,10 @@ class InferenceOptions:
     """Values that become 0 and 1, in files of more than 8 bits; None: as in training."""
     page: int | None = None
     """Which page of the files is read, from 1; None: as in training."""
+    max_pixels: int | None = None
+    """The most pixels of a file that are decoded at once; a file that would take more counts as
+    unreadable. None: 2^30, about 1.07 billion.
+    """
     batch_size: int | None = None
     """Images per batch; with ``native`` those of one size that follow each other. None: 16, with
     ``native`` 1.
@@ -114,7 +118,8 @@ def check(options: InferenceOptions) -> None:
             f"img_size native is each image at its own size, which {other} contradicts; name a "
             "size, or leave one of them out"
         )
-    check_reading(options.bands, options.value_range, options.page, prefix="")
+    asked = (options.bands, options.value_range, options.page, options.max_pixels)
+    check_reading(*asked, prefix="")
     given = None if options.img_size == NATIVE else options.img_size
     if given is not None or options.max_patches is not None:
         check_geometry(options.fit or NATIVE, given, options.max_patches)

@@ -4,7 +4,6 @@ This module owns the rows and how they are written as they come. A file of rows 
 at all.
 """
 
-import csv
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -18,7 +17,7 @@ from visionattn.cli.ends import OutOfMemory
 from visionattn.cli.files import check_free, printable, write_whole
 from visionattn.cli.progress import Progress
 from visionattn.cli.provenance import provenance
-from visionattn.cli.tables import heading, line
+from visionattn.cli.tables import heading, line, write_rows
 from visionattn.inference.listing import find_images
 from visionattn.inference.opening import Opened, open_model
 from visionattn.inference.options import InferenceOptions
@@ -97,18 +96,16 @@ class Predictor:
             raise ValueError(
                 "overwrite replaces the file of --output, which is missing: leave it out"
             )
-        if self.output is not None:
-            if self.output.suffix not in SUFFIXES:
-                raise ValueError(f"--output {self.output} must end in {' or '.join(SUFFIXES)}")
-            check_free(self.output, options.overwrite)
+        if self.output is not None and self.output.suffix not in SUFFIXES:
+            raise ValueError(f"--output {self.output} must end in {' or '.join(SUFFIXES)}")
         self.listing = find_images(options.images or [])
+        if self.output is not None:
+            check_free(self.output, options.overwrite)
         self.opened: Opened = open_model(options, classifies=True)
         usual = SHOWN if self.output is None else 5
         self.top_k = count_of_classes(self.opened, options.top_k, usual)
         self.images = ReadImages(
-            self.listing,
-            self.opened.spec,
-            self.opened.geometry,
+            self.listing, self.opened.spec, self.opened.geometry, options.max_pixels
         )
 
     def run(self, say: Callable[[str], None]) -> None:
@@ -220,9 +217,7 @@ def _write_csv(file: TextIO, predictions: Iterator[Prediction], top_k: int) -> N
         *FIELDS,
         *(f"{what}_{i + 1}" for i in range(top_k) for what in ("class", "probability")),
     ]
-    writer = csv.DictWriter(file, columns, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(prediction.flat(top_k) for prediction in predictions)
+    write_rows(file, columns, (prediction.flat(top_k) for prediction in predictions))
 
 
 def _write_json(file: TextIO, predictions: Iterator[Prediction], about: dict[str, Any]) -> None:

@@ -14,7 +14,14 @@ from einops import rearrange
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from visionattn.data.formats import DAMAGED_IMAGE, ReadOptions, open_image, read_image, settle
+from visionattn.data.formats import (
+    DAMAGED_IMAGE,
+    LARGEST_IMAGE_PX,
+    ReadOptions,
+    open_image,
+    read_image,
+    settle,
+)
 from visionattn.data.geometry import Geometry, Size
 from visionattn.data.images import fill
 from visionattn.inference.listing import Listing
@@ -39,17 +46,24 @@ class Sample:
 class ReadImages(Dataset):
     """Images read when they are asked for: a ``Sample`` per number."""
 
-    def __init__(self, listing: Listing, spec: DataSpec, geometry: Geometry):
+    def __init__(
+        self, listing: Listing, spec: DataSpec, geometry: Geometry, max_pixels: int | None = None
+    ):
         """Read images as ``spec`` asks, whatever the files are: grey, coloured, or by their bands.
         What neither says of the values is found by looking at a few files, with a warning that
-        tells it.
+        tells it. ``max_pixels`` are decoded of a file at once; None: ``LARGEST_IMAGE_PX``.
 
         Raises:
             ValueError: the model's channels are neither grey nor coloured nor named.
         """
         channels = 1 if spec.encoding == "grey_one_hot" else spec.in_chans
         options = ReadOptions(
-            channels, spec.bands, spec.value_range, spec.page, found=spec.range_found
+            channels,
+            spec.bands,
+            spec.value_range,
+            spec.page,
+            found=spec.range_found,
+            max_pixels=max_pixels or LARGEST_IMAGE_PX,
         )
         self.listing, self.geometry = listing, geometry
         self.one_hot = spec.encoding == "grey_one_hot"
@@ -80,4 +94,4 @@ class ReadImages(Dataset):
 
 def as_flags(text: str) -> str:
     """Name the options of training in a message as those of this command, which have no group."""
-    return re.sub(r"\bdata\.(bands|value_range|page)\b", r"\1", text)
+    return re.sub(r"\bdata\.(bands|value_range|page|max_pixels)\b", r"\1", text)

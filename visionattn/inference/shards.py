@@ -6,7 +6,6 @@ or not at all and carries its rows, so that a folder of shards needs no other re
 run has come. The module knows nothing of models.
 """
 
-import csv
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from visionattn.cli.files import is_unfinished, write_whole
+from visionattn.cli.tables import write_rows
 from visionattn.cli.untrusted import brief, from_json
 from visionattn.inference.running import Outcome, Status
 
@@ -312,13 +312,13 @@ def rows_of(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def write_index(folder: Path) -> Path:
-    """Write the rows of all shards to one CSV file, under ``COLUMNS``, and return its path."""
+    """Write the rows of all shards to one CSV file, under ``COLUMNS``, and return its path; names
+    stand there as ``visionattn.cli.tables`` writes texts.
+    """
 
     def write(temporary: Path) -> None:
         with open(temporary, "w", encoding="utf-8", errors="surrogateescape", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows_of(folder))
+            write_rows(file, COLUMNS, rows_of(folder))
 
     write_whole(folder / INDEX, write)
     return folder / INDEX

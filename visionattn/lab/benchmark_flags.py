@@ -236,6 +236,9 @@ def parse_flags(argv: Sequence[str]) -> argparse.Namespace:
             raise ValueError(
                 f"--{name} does nothing with {flags.command}; it belongs to {' and '.join(owners)}"
             )
+    empty = next((name for name, value in vars(flags).items() if value == ""), None)
+    if empty:
+        raise ValueError(f"--{empty} is empty; give a value, or leave it out")
     if left:
         raise ValueError(
             f"unrecognized arguments: {' '.join(left)}; {flags.command} --help lists the options"

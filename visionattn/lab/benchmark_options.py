@@ -12,7 +12,7 @@ import torch
 from visionattn.cli.files import check_free
 from visionattn.data.checks import check_workers
 from visionattn.lab.benchmark_flags import parse_flags
-from visionattn.lab.cases import Case
+from visionattn.lab.cases import Case, check_sizes
 from visionattn.lab.compare import Plan
 from visionattn.lab.gpu.device import pick_gpu
 from visionattn.lab.memory import build
@@ -149,6 +149,8 @@ def parse_options(argv: Sequence[str]) -> Options:
 
         for workers in flags.workers:
             check_workers(workers, "workers")
+        for size in flags.img_size or []:
+            check_sizes(Case("model", "loader", size, batch=flags.batch or 1))
         sources = open_sources(flags.names, flags.img_size, flags.workers, read_all=flags.read_all)
         return replace(options, sources=sources)
     if flags.command in ("gpu", "tune"):
@@ -165,6 +167,7 @@ def check_cases(options: Options) -> None:
     for cases in options.cases():
         options.baseline(cases)
         for case in cases:
+            check_sizes(case)
             # What is not built yet is no bad input: its row will say so.
             with contextlib.suppress(NotImplementedError), torch.no_grad():
                 build(case, "meta").forward()

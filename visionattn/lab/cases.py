@@ -5,6 +5,8 @@ This module owns the names of cases, passes and precisions. It knows nothing of 
 measured. A sweep varies a training instead, which its configuration names (``sweep/grid.py``).
 """
 
+import math
+import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
@@ -130,6 +132,50 @@ def forms_to_check(case: Case, has_forms: bool) -> tuple[str, ...]:
     the check may take another one.
     """
     return FORM_CHOICES if case.form == "auto" and has_forms else (case.form,)
+
+
+def check_sizes(case: Case) -> None:
+    """Check that a case is within reach of a machine, before anything of its size is made or
+    followed. What may be too much is measured nevertheless: its row says so.
+
+    Raises:
+        ValueError: the inputs alone take several times the memory that there is, or a pass over all
+            pairs of tokens would take days; one line.
+    """
+    values = case.batch * 3 * math.prod(case.image_size)
+    pairs = 0
+    if case.kind == "operation":
+        classes = 2 * case.horizon + 1
+        classes = classes**2 if {"joint"} & set(case.options) else classes
+        values = case.heads * case.width * (3 * case.batch * case.size + classes)
+        if case.base in ("sdpa", "eager", "softmax") or case.form == "direct":
+            pairs = case.batch * case.heads * case.size**2 * case.width
+    inputs, memory = values * case.torch_dtype.itemsize, memory_bytes()
+    what = f"{case.label} at {case.size:,}"
+    if inputs > FAR_BEYOND * memory:
+        raise ValueError(
+            f"{what}: its inputs alone take {inputs / 2**30:,.4g} GiB, and this machine has "
+            f"{memory / 2**30:,.4g} GiB; name smaller sizes"
+        )
+    if pairs > MOST_PAIRS:
+        raise ValueError(
+            f"{what}: all pairs of tokens are {4 * pairs:.2g} operations in each run, which takes "
+            "days; name smaller sizes"
+        )
+
+
+FAR_BEYOND = 4
+"""How many times the memory of a machine inputs may take to be tried all the same."""
+MOST_PAIRS = 10**16
+"""Pairs of tokens times widths of heads in one run: 4e16 operations, 11 hours at 1e12 a second."""
+
+
+def memory_bytes() -> int:
+    """Return the memory of this machine; where the system does not tell it, a TiB."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return 2**40
 
 
 @dataclass(frozen=True)

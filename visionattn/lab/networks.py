@@ -96,7 +96,7 @@ def read_options(case: Case) -> dict[str, str | int]:
     found: dict[str, str | int] = {}
     for option in case.options:
         name, _, value = option.partition("=")
-        if name == "heads" and value.isdigit() and int(value) > 0:
+        if name == "heads" and value.isdecimal() and int(value) > 0:
             found["heads"] = int(value)
         elif option in ("identity", "eager"):
             found[option] = option

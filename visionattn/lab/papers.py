@@ -6,7 +6,6 @@ files, without measuring anything.
 """
 
 import argparse
-import csv
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ from pathlib import Path
 
 from visionattn.cli.files import write_text, write_whole
 from visionattn.cli.provenance import summary
-from visionattn.cli.tables import Record, csv_text, heading, line, markdown
+from visionattn.cli.tables import Record, csv_text, heading, line, markdown, read_rows
 from visionattn.lab.cases import Case
 from visionattn.lab.charts import Chart, Look, Mark, Series
 from visionattn.lab.compare import COLUMNS, Plan, cells_of, measure_together, record_of
@@ -455,7 +454,7 @@ def draw_again(folder: Path) -> list[str]:
     drawn = [path.stem for path in sorted(folder.glob("*.csv")) if path.stem in known]
     for name in drawn:
         with open(folder / f"{name}.csv", encoding="utf-8", newline="") as file:
-            rows = list(csv.DictReader(file))
+            rows = list(read_rows(file))
         title, charts = known[name]
         draw(folder / f"{name}.png", title, charts(rows), rows[0])
     return drawn

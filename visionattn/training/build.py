@@ -154,13 +154,17 @@ def pick_device(name: str) -> torch.device:
     """Return the device of that name; ``auto`` takes a GPU where there is one.
 
     Raises:
-        ValueError: this machine has no such device.
+        ValueError: this machine has no such device, or it computes nothing.
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
+        if device.type == "meta":
+            raise ValueError(
+                f"device {name!r} computes nothing: it knows shapes alone; use auto, cpu or cuda"
+            )
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
+    except (RuntimeError, AssertionError, ImportError) as error:
         raise ValueError(f"device {name!r} cannot be used here: {first_line(error)}") from error
     return device

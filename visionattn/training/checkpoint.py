@@ -303,7 +303,7 @@ def shorten(names: list[str], most: int = 12) -> str:
     groups: dict[str, list[int]] = {}
     for name in names:
         parts = name.split(".")
-        number = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+        number = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
         key = name if number is None else ".".join([*parts[:number], "*", *parts[number + 1 :]])
         groups.setdefault(key, []).append(-1 if number is None else int(parts[number]))
     written = [

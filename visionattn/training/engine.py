@@ -26,7 +26,7 @@ from visionattn.cli.files import first_line
 from visionattn.cli.interruption import Interrupted, Interruption
 from visionattn.cli.provenance import provenance
 from visionattn.data.geometry import geometry_of
-from visionattn.data.splits import build_splits, geometry_choices
+from visionattn.data.splits import build_splits, check_root, geometry_choices
 from visionattn.training.build import build_model, check_geometries, patch_size
 from visionattn.training.checkpoint import place_weights
 from visionattn.training.config import TrainConfig, check
@@ -76,6 +76,7 @@ def train(
             "visionattn.training.show.show_batch(config)"
         )
     processes.together(lambda: choose_kind(config, processes.size))
+    processes.on_first(lambda: check_root(config.data))
     folder = processes.on_first(lambda: run_folder(config))
     states = States(folder)
     resumed = processes.on_first(lambda: config.resume and states.exist())
@@ -84,9 +85,8 @@ def train(
             lambda: processes.local_rank == 0 and build_splits(config.data, config.seed)
         )
     device = processes.together(lambda: processes.device(config.device))
-    status = Status(
-        folder, provenance(device) | {"processes": processes.size}, lambda: processes.speaks
-    )
+    about = provenance(device, threads=config.threads) | {"processes": processes.size}
+    status = Status(folder, about, lambda: processes.speaks)
     # Nothing has been written so far; a folder that this run makes, it may delete again.
     fresh = not folder.exists()
     with setting_up(status, processes, replaces=not (fresh or resumed)):
@@ -163,7 +163,7 @@ def build(
         check_geometries(model, [geometry_of(splits.spec, patch_size(model)), *geometries])
         lines = []
         if (
-            config.init_from and not resumed and processes.first
+            config.init_from is not None and not resumed and processes.first
         ):  # the others get their weights from the first one
             lines = place_weights(model, config.model.name, config.init_from).lines()
         return splits, model.to(device), args, lines

@@ -15,6 +15,7 @@ from torch.nn.functional import one_hot
 
 from visionattn.cli.files import check_free, write_whole
 from visionattn.data.batches import Batch, seed_batch
+from visionattn.data.splits import check_root
 from visionattn.models.weights import DataSpec
 from visionattn.training import engine
 from visionattn.training.config import TrainConfig, check
@@ -36,6 +37,7 @@ def show_batch(config: TrainConfig) -> str:
         OSError: the file cannot be written.
     """
     check(config)
+    check_root(config.data)
     path = Path(config.show_batch or "")
     check_free(path, config.overwrite)
     parts = first_batches(config)

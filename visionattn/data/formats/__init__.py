@@ -1,6 +1,11 @@
 """Files of images in any format: which reader opens them, and how their values become pixels."""
 
-from visionattn.data.formats.options import COLOURED, ReadOptions, check_reading
+from visionattn.data.formats.options import (
+    COLOURED,
+    LARGEST_IMAGE_PX,
+    ReadOptions,
+    check_reading,
+)
 from visionattn.data.formats.pillow import large_images_allowed
 from visionattn.data.formats.reader import DAMAGED_IMAGE, MissingPackage, Reader
 from visionattn.data.formats.table import (
@@ -22,6 +27,7 @@ from visionattn.data.formats.values import (
 __all__ = [
     "COLOURED",
     "DAMAGED_IMAGE",
+    "LARGEST_IMAGE_PX",
     "MissingPackage",
     "Openable",
     "ReadOptions",

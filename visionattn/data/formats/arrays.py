@@ -14,6 +14,7 @@ from visionattn.data.formats.reader import (
     check_page,
     choose_level,
     damage,
+    lengths,
     pick,
     require,
 )
@@ -28,7 +29,7 @@ def open_reader(source: str | BinaryIO, page: int | None) -> Reader:
             return ArrayImage(_open_zarr(source), None, page)
     path = getattr(source, "name", None)
     mapped = isinstance(path, str) and os.path.isfile(path)
-    with damage("array", tokenize.TokenError):
+    with damage("array", tokenize.TokenError, MemoryError):
         # Objects would be unpickled, which may run anything.
         array = np.load(path if mapped else source, "r" if mapped else None, allow_pickle=False)
     return ArrayImage([array], source, page)
@@ -57,6 +58,7 @@ class ArrayImage(Reader):
     def _read(self, box: Box, height: int, width: int, bands: Sequence[int] | None) -> np.ndarray:
         sizes = [level.shape[:2] for level in self._levels]
         number, (rows, columns) = choose_level(sizes, box, height, width)
+        self.check_decoded(*lengths((rows, columns)))
         with damage("array"):
             pixels = np.asarray(self._levels[number][rows, columns])
         pixels = pick(pixels.reshape(*pixels.shape[:2], -1), bands).astype(self.dtype)

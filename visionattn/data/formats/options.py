@@ -7,6 +7,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+LARGEST_IMAGE_PX = 2**30
+"""Pixels that are decoded at once where nobody allows more: of larger images parts are read alone,
+or smaller copies.
+"""
+
 
 @dataclass(frozen=True)
 class ReadOptions:
@@ -21,6 +26,7 @@ class ReadOptions:
         page: the page, frame or picture, from 1; None: the first.
         found: ``value_range`` was found by looking at a few files: what a file states comes first,
             and values above the range are an error.
+        max_pixels: the most pixels of a file that are decoded at once.
         whole: decode all of an image at its full size, whatever part and size of it is wanted, as
             one would without knowing its format; for comparisons.
     """
@@ -30,10 +36,11 @@ class ReadOptions:
     value_range: tuple[float, float] | None = None
     page: int | None = None
     found: bool = False
+    max_pixels: int = LARGEST_IMAGE_PX
     whole: bool = False
 
     def __post_init__(self) -> None:
-        check_reading(self.bands, self.value_range, self.page)
+        check_reading(self.bands, self.value_range, self.page, self.max_pixels)
         if self.bands is not None:
             object.__setattr__(self, "bands", tuple(self.bands))
             object.__setattr__(self, "channels", len(self.bands))
@@ -50,6 +57,7 @@ def check_reading(
     bands: Sequence[int] | None,
     value_range: Sequence[float] | None,
     page: int | None,
+    max_pixels: int | None = None,
     *,
     prefix: str = "data.",
 ) -> None:
@@ -62,6 +70,8 @@ def check_reading(
         raise ValueError(f"{prefix}bands must be numbers from 1, got {list(bands)}")
     if page is not None and page < 1:
         raise ValueError(f"{prefix}page must be at least 1, got {page}")
+    if max_pixels is not None and max_pixels < 1:
+        raise ValueError(f"{prefix}max_pixels must be at least 1, got {max_pixels}")
     if value_range is None:
         return
     if (

@@ -16,11 +16,13 @@ import numpy as np
 from PIL import ExifTags, Image
 
 from visionattn.data.formats.reader import (
-    LARGEST_IMAGE_PX,
+    BROKEN,
+    DAMAGED_IMAGE,
     TURNS,
     MissingPackage,
     Reader,
     check_page,
+    damage,
     pick,
     smaller_part,
 )
@@ -39,12 +41,12 @@ _allowed: list[int | None] = []
 
 @contextmanager
 def large_images_allowed() -> Iterator[None]:
-    """Raise Pillow's limit of 179 million pixels while an image is read, as slides and satellite
-    images exceed it; several threads may do so at once.
+    """Lift Pillow's limit of 179 million pixels while an image is read, as slides and satellite
+    images exceed it: readers have a limit of their own. Several threads may do so at once.
     """
     with _limit:
         _allowed.append(_allowed[0] if _allowed else Image.MAX_IMAGE_PIXELS)
-        Image.MAX_IMAGE_PIXELS = LARGEST_IMAGE_PX // 2
+        Image.MAX_IMAGE_PIXELS = None
     try:
         yield
     finally:
@@ -66,7 +68,7 @@ class PillowImage(Reader):
         self._codestream = _codestream(file) if self._image.format == "JPEG2000" else None
         self.stored = self._image.size[::-1]
         if self._image.format != "TIFF":  # Pillow turns TIFF itself
-            self.turn = TURNS.get(_orientation(self._image), TURNS[1])
+            self.turn = TURNS.get(_orientation(self._image, file), TURNS[1])
         self._describe()
 
     def _open(self) -> Image.Image:
@@ -156,6 +158,7 @@ class PillowImage(Reader):
 
     def _decode(self, scale: int) -> np.ndarray:
         """Decode the whole image, made smaller by ``scale``: ``[H, W, bands]``."""
+        self.check_decoded(self.stored[0] // scale, self.stored[1] // scale)
         if self._wide is not None and self._wide.bands > 1:
             return self._decode_wide_png()
         if not getattr(self._image, "tile", True):  # it was decoded, at another size
@@ -180,7 +183,8 @@ class PillowImage(Reader):
         self._open().verify()
         self._file.seek(0)
         encoded = np.frombuffer(self._file.read(), np.uint8)
-        pixels = cv2.imdecode(encoded, cv2.IMREAD_UNCHANGED)
+        with damage("PNG of 16 bits", cv2.error):
+            pixels = cv2.imdecode(encoded, cv2.IMREAD_UNCHANGED)
         if pixels is None:
             raise ValueError("PNG of 16 bits that cannot be decoded")
         order = {2: [0, 3], 3: [2, 1, 0], 4: [2, 1, 0, 3]}[self.bands]
@@ -198,12 +202,36 @@ def _stated(image: Image.Image, tag: int) -> int:
     return int(max(value)) if isinstance(value, tuple) else int(value)
 
 
-def _orientation(image: Image.Image) -> object:
+def _orientation(image: Image.Image, file: BinaryIO) -> object:
     """Return the number of EXIF that says how the image is turned; 1 where EXIF is garbled."""
     try:
-        return image.getexif().get(ExifTags.Base.Orientation, 1)
-    except (SyntaxError, ValueError, OSError, EOFError, KeyError, TypeError, struct.error):
+        if image.format == "PNG" and not _exif_follows_pixels(file):
+            exif = Image.Image.getexif(image)  # of PNG, Pillow's own would decode all pixels
+        else:
+            exif = image.getexif()
+        return exif.get(ExifTags.Base.Orientation, 1)
+    except (*DAMAGED_IMAGE, *BROKEN):
         return 1
+
+
+def _exif_follows_pixels(file: BinaryIO) -> bool:
+    """Tell whether a PNG has its EXIF behind its pixels, as few have; Pillow reads that before
+    them.
+    """
+    file.seek(len(_PNG))
+    behind = False
+    while len(start := file.read(8)) == 8:
+        length, kind = struct.unpack(">I4s", start)
+        behind = behind or kind == b"IDAT"
+        if behind and kind == b"eXIf":
+            return True
+        if behind and kind in (b"tEXt", b"zTXt", b"iTXt"):
+            text = file.read(min(length, 24))
+            if text.startswith((b"Raw profile type exif", b"XML:com.adobe.xmp")):
+                return True
+            length -= len(text)
+        file.seek(length + 4, 1)
+    return False
 
 
 class _WidePng(NamedTuple):

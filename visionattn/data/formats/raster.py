@@ -49,6 +49,7 @@ class Raster(Reader):
         wanted = min(box.height // height, box.width // width)
         factor = max([1, *(each for each in self._raster.overviews(1) if each <= wanted)])
         shape = -(-box.height // factor), -(-box.width // factor)
+        self.check_decoded(*shape)
         chosen = [band + 1 for band in (range(self.bands) if bands is None else bands)]
         # Within an environment of its own GDAL does not print what it raises too.
         with damage("raster", RasterioError), Env():

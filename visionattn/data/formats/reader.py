@@ -15,6 +15,7 @@ from typing import NamedTuple, Self
 import numpy as np
 from PIL import Image
 
+from visionattn.data.formats.options import LARGEST_IMAGE_PX
 from visionattn.data.geometry import Box
 
 DAMAGED_IMAGE = (
@@ -27,7 +28,7 @@ DAMAGED_IMAGE = (
     Image.DecompressionBombError,
 )
 """What reading an image raises where the file is missing, cut off, garbled, no image at all or
-suspiciously large, or where its values have no known range.
+larger than is allowed, or where its values have no known range.
 """
 
 
@@ -54,10 +55,6 @@ def require(extra: str, *packages: str, what: str) -> None:
         )
 
 
-LARGEST_IMAGE_PX = 2**30
-"""Of larger images parts are read alone; Pillow, which reads whole images, counts them as damaged
-and warns from half as many pixels on.
-"""
 BROKEN = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError)
 """What libraries raise for garbled files besides ``DAMAGED_IMAGE``, where they did not expect it.
 """
@@ -140,6 +137,8 @@ class Reader(ABC):
     """Whether the smallest value is white."""
     nodata: float | None = None
     """The value of pixels that hold nothing; None where the file names none."""
+    most_px: int = LARGEST_IMAGE_PX
+    """The most pixels that are decoded at once."""
 
     @property
     def pages(self) -> int:
@@ -179,6 +178,16 @@ class Reader(ABC):
     @abstractmethod
     def _read(self, box: Box, height: int, width: int, bands: Sequence[int] | None) -> np.ndarray:
         """Read a part of what is stored; ``bands`` count from 0."""
+
+    def check_decoded(self, rows: int, columns: int) -> None:
+        """Raise ValueError where more pixels would be decoded at once than is allowed: a small file
+        can claim any size.
+        """
+        if rows * columns > self.most_px:
+            raise ValueError(
+                f"{rows:,} x {columns:,} pixels are too many to be read at once: more than "
+                f"data.max_pixels {self.most_px:,}; raise it where they are meant"
+            )
 
     @abstractmethod
     def close(self) -> None:
@@ -229,6 +238,11 @@ def smaller_part(box: Box, scale: tuple[float, float], shape: Sequence[int]) -> 
     return ends[0], ends[1]
 
 
+def lengths(part: tuple[slice, slice]) -> tuple[int, int]:
+    """Return height and width of a part."""
+    return part[0].stop - part[0].start, part[1].stop - part[1].start
+
+
 def choose_level(
     sizes: Sequence[tuple[int, int]], box: Box, height: int, width: int
 ) -> tuple[int, tuple[slice, slice]]:
@@ -242,9 +256,6 @@ def choose_level(
 
     Returns:
         The number of the size, and where the part lies in it.
-
-    Raises:
-        ValueError: the part has more pixels than are read at once.
     """
     for number in range(len(sizes) - 1, -1, -1):
         scale = (sizes[0][0] / sizes[number][0], sizes[0][1] / sizes[number][1])
@@ -252,7 +263,4 @@ def choose_level(
         large = part[0].stop - part[0].start >= height and part[1].stop - part[1].start >= width
         if large or number == 0:
             break
-    rows, columns = part[0].stop - part[0].start, part[1].stop - part[1].start
-    if rows * columns > LARGEST_IMAGE_PX:
-        raise ValueError(f"{rows:,} x {columns:,} pixels are too many to be read at once")
     return number, part

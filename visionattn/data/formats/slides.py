@@ -9,6 +9,7 @@ from visionattn.data.formats.reader import (
     Reader,
     check_page,
     choose_level,
+    lengths,
     pick,
     require,
 )
@@ -40,6 +41,7 @@ class Slide(Reader):
 
     def _read(self, box: Box, height: int, width: int, bands: Sequence[int] | None) -> np.ndarray:
         level, (rows, columns) = choose_level(self._sizes, box, height, width)
+        self.check_decoded(*lengths((rows, columns)))
         scale = [full / own for full, own in zip(self._sizes[0], self._sizes[level], strict=True)]
         # Where is asked in pixels of the full size, and how much in those of the level.
         corner = round(columns.start * scale[1]), round(rows.start * scale[0])

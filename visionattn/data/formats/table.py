@@ -70,7 +70,13 @@ def open_image(source: Openable, options: ReadOptions | None = None) -> Reader:
         One of ``DAMAGED_IMAGE``: there is no such image, or it cannot be read. ``MissingPackage``
             is one of them: its format needs a package that is not installed.
     """
-    page = options.page if options else None
+    options = options or ReadOptions()
+    reader = _open(source, options.page)
+    reader.most_px = options.max_pixels
+    return reader
+
+
+def _open(source: Openable, page: int | None) -> Reader:
     if not isinstance(source, str | os.PathLike):
         path = _path_of(source)
         if not _by_path(path):

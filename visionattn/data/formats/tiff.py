@@ -25,6 +25,7 @@ from visionattn.data.formats.reader import (
     check_page,
     choose_level,
     damage,
+    lengths,
     one_line,
 )
 from visionattn.data.geometry import Box
@@ -179,6 +180,8 @@ class TiffImage(Reader):
         with damage_of_tiff():
             sizes = [(level.imagelength, level.imagewidth) for level in self.levels]
             number, part = choose_level(sizes, box, height, width)
+            self.check_decoded(*lengths(part))
+            self.check_decoded(*self._segment_size(self.levels[number]))
             pixels = self._segments(self.levels[number], part, bands)
         return pixels
 

@@ -15,7 +15,7 @@ from visionattn.cli.parsing import parse
 from visionattn.cli.progress import Progress, duration
 from visionattn.cli.provenance import provenance_of, summary
 from visionattn.cli.tables import Record, csv_text, heading, line
-from visionattn.lab.cases import Case
+from visionattn.lab.cases import Case, check_sizes
 from visionattn.lab.drawing import png
 from visionattn.lab.figures import memory_of
 from visionattn.lab.profile.config import ProfileConfig, check
@@ -81,6 +81,7 @@ def shapes_of(config: ProfileConfig) -> dict[str, Shape]:
     """
     shapes = {}
     for case in config.cases():
+        check_sizes(case)
         if case.name not in shapes:
             shapes[case.name] = Shape.of(case, config.sizes_px)
     return shapes

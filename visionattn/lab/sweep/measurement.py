@@ -70,8 +70,9 @@ class Meter:
 def conditions_of(config: SweepConfig, plan: Plan) -> Told:
     """Return what measurements depend on besides the network."""
     base = plan.base
+    device = pick_device(base.device)
     return {
-        "device": pick_device(base.device).type if base.device == "auto" else base.device,
+        "device": device.type if base.device == "auto" else base.device,
         "amp": base.amp,
         "compile": base.compile,
         "threads": base.threads,

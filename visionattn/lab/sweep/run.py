@@ -13,6 +13,7 @@ from visionattn.cli.files import first_line, write_text, write_whole
 from visionattn.cli.provenance import provenance_of, summary
 from visionattn.cli.tables import csv_text
 from visionattn.cli.untrusted import read_csv
+from visionattn.data.splits import check_root
 from visionattn.lab.drawing import png
 from visionattn.lab.figures import heads_of
 from visionattn.lab.sweep.cells import to_train, train_cells
@@ -40,6 +41,7 @@ def sweep(argv: Sequence[str], say: Callable[[str], None], *, train: Sequence[st
     """
     begin, config = time.monotonic(), parse_sweep(argv)
     base = read_base(config)
+    check_root(base.data)
     folder = SweepFolder(folder_of(config, base))
     folder.check(base, overwrite=config.overwrite)
     plan = make_plan(config, base)
