@@ -158,7 +158,20 @@ def save_model(
     metadata |= {"args": json.dumps(args), "data": json.dumps(asdict(spec))}
     metadata |= notes or {}
     tensors = {key: value.detach().cpu().contiguous() for key, value in model.state_dict().items()}
-    write_whole(path, lambda temporary: temporary.write_bytes(save(tensors, metadata=metadata)))
+    content = in_order(save(tensors, metadata=metadata))
+    write_whole(path, lambda temporary: temporary.write_bytes(content))
+
+
+def in_order(content: bytes) -> bytes:
+    """Return a safetensors file with its metadata in order, so that equal weights are equal bytes:
+    safetensors writes the entries in any order.
+    """
+    end = 8 + int.from_bytes(content[:8], "little")
+    head = json.loads(content[8:end])
+    metadata = {"__metadata__": dict(sorted(head.pop("__metadata__").items()))}
+    text = json.dumps(metadata | head, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + content[end:]
 
 
 def load_model(path: str | Path, *, device: str | torch.device = "cpu") -> nn.Module:

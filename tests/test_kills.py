@@ -1,0 +1,52 @@
+"""Some of the kills of ``python -m tests.kills``: one of each kind amid a write, one at a time of
+its own.
+"""
+
+import random
+import sys
+
+import pytest
+
+from tests import kills
+from tests.helpers import warm_python
+
+
+@pytest.fixture(scope="module")
+def reference(quick_python, tmp_path_factory):
+    """What nothing happens to, by its kind; trainings of sweeps begin quickly."""
+    with pytest.MonkeyPatch.context() as patch:
+        warm_python.use(quick_python, patch)
+        patch.setenv("PYTHONPATH", str(kills.ROOT))
+        assert sys.executable == str(quick_python)
+        made = {}
+
+        def reference_of(name: str) -> kills.Reference:
+            folder = tmp_path_factory.mktemp(name)
+            return made.setdefault(name, kills.Reference(kills.KINDS[name], folder / "whole"))
+
+        yield reference_of
+
+
+@pytest.mark.parametrize(
+    ("name", "number"), [("features", 0), ("features", 1), ("training", 0), ("sweep", 3)]
+)
+def test_what_is_killed_goes_on_to_the_same_bytes_and_leaves_nothing(
+    reference, tmp_path, name, number
+):
+    said = reference(name).kill(tmp_path / "killed", number, random.Random(number))
+    assert said.endswith("same bytes")
+
+
+def test_an_end_that_differs_is_found(reference, tmp_path):
+    whole, other = reference("features"), kills.prepare(tmp_path / "other")
+    kills.again(whole.kind, other)
+    kills.check_end(whole.kind, whole.folder, other)
+    left = other / "out" / ".index.csv.0123456789abcdef.visionattn.tmp"
+    left.write_text("left")
+    with pytest.raises(AssertionError):
+        kills.check_end(whole.kind, whole.folder, other)
+    left.unlink()
+    index = other / "out" / "index.csv"
+    index.write_bytes(index.read_bytes()[:-1])
+    with pytest.raises(AssertionError, match="index.csv"):
+        kills.check_end(whole.kind, whole.folder, other)
