@@ -135,6 +135,26 @@ def test_a_state_is_on_the_disk_before_it_takes_its_name_and_its_name_when_the_c
     assert renamed == [f"-> {tmp_path / 'previous.pt'}", f"-> {last}"] and folder == str(tmp_path)
 
 
+def test_equal_weights_are_equal_files_and_their_metadata_stand_in_order(tmp_path):
+    """safetensors itself writes the entries of the metadata in any order."""
+    model, notes = small_model(), {"validation": "[1, 0.5, 0.7]", "é": 'a "note"'}
+    contents = set()
+    for number in range(8):
+        path = tmp_path / f"{number}.safetensors"
+        save_model(path, model, "scaleformer_vit_t", MODEL, SPEC, notes=notes)
+        contents.add(path.read_bytes())
+    assert len(contents) == 1
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    assert notes.items() <= metadata.items() and metadata["model"] == "scaleformer_vit_t"
+    assert all(torch.equal(tensors[name], value) for name, value in model.state_dict().items())
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    head = json.loads(content[8 : 8 + length])
+    assert length % 8 == 0 and list(head["__metadata__"]) == sorted(metadata)
+
+
 def test_a_disk_that_fills_up_while_a_file_is_written_is_reported_with_the_file(tmp_path, capsys):
     path, (soft, hard) = tmp_path / "a", resource.getrlimit(resource.RLIMIT_FSIZE)
     writers = {

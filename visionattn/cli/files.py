@@ -202,6 +202,8 @@ def named(path: str | Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if type(error) is OSError and error.errno is None:  # of a library, which knows no file
+            raise OSError(f"{path} cannot be written: {error}") from error
         if error.errno is not None and (error.filename is None or _is_beside(error.filename)):
             error.filename = str(path)
         raise
