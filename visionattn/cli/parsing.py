@@ -122,20 +122,9 @@ def parse(
         most = MOST.get(name.rpartition(".")[2])
         if most is not None and value is not None and value > most:
             raise ValueError(f"{name} must be at most {most:,}, got {value:,}")
-    refuse_empty(values, names)
-    return build(config_class, values)
-
-
-def refuse_empty(values: dict[str, Any], names: dict[str, Any]) -> None:
-    """Raise ValueError for an option that is an empty text: it names no file and no folder, and
-    nothing would be done with it.
-    """
-    for name in names:
-        value: Any = values
-        for key in name.split("."):
-            value = value[key]
-        if value == "" or (isinstance(value, list) and "" in value):
+        if value == "" or (isinstance(value, list) and "" in value):  # it names nothing
             raise ValueError(f"{name} is empty; give a value, or leave it out")
+    return build(config_class, values)
 
 
 def _with_file(word: str) -> str:
