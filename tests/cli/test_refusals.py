@@ -154,11 +154,11 @@ def test_the_reason_in_a_status_is_that_line(capsys):
 
 ABSURD = {
     "operations taylorshift sdpa --tokens 1000000000000": "its inputs alone take",
-    "operations taylorshift --tokens 64 99999999999999999999": "its inputs alone take",
+    "operations taylorshift --tokens 64 999999999999999999": "its inputs alone take",
     "operations kernelized --tokens 64 --width 1000000000000": "its inputs alone take",
     "operations kernelized --tokens 64 --heads 1000000000000000": "its inputs alone take",
     "operations kernelized+joint --tokens 64 --horizon 1000000000": "its inputs alone take",
-    "operations sdpa --tokens 64 --batch 99999999999999999999": "its inputs alone take",
+    "operations sdpa --tokens 64 --batch 999999999999999999": "its inputs alone take",
     "operations sdpa --tokens 16000000 --heads 1 --width 1 --batch 40": "takes days; name smaller",
     "operations taylorshift --form direct --tokens 8000000000 --heads 1 --width 1": "name smaller",
     "models vit_tiny_patch16_224 --img-size 100000000": "its inputs alone take",
