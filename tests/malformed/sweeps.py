@@ -98,7 +98,9 @@ def sweep_part(name: str) -> Callable[[Path], None]:
 FINE_IN_SWEEPS = {
     ("cell", "ending.reason=text"),
     ("cell", "ending.provenance=empty"),
-    ("cell", "ending.provenance=nested"),
+    ("measurement", "inference.peak_bytes=null"),
+    ("measurement", "training.peak_bytes=null"),
+    ("measurement", "timed=null"),
     ("measurement", "inference.seconds missing"),
     ("measurement", "training.seconds missing"),
     ("sweep", "calls.0.commit missing"),

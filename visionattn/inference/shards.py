@@ -203,6 +203,8 @@ def check_rows(path: Path, content: _Content, shapes: dict[str, tuple[int, ...] 
             fits = len(shape) == 2 and number is not None and 0 <= number < shape[0]
         else:
             fits = len(shapes.get(key) or ()) == 3 and number is None
+        sizes = (row["height"], row["width"], row["input_height"], row["input_width"])
+        fits = fits and all(size is None or size > 0 for size in sizes)
         if not fits or row["shard"] != shard:
             raise ValueError(f"the row of {brief(row['path'])} does not fit what the file holds")
 

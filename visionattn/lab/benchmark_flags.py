@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from visionattn.cli.commands import program, typed
 from visionattn.cli.parsing import MOST, whole_from
+from visionattn.cli.untrusted import brief
 from visionattn.lab.cases import DTYPES
 from visionattn.lab.papers import FIGURES
 from visionattn.ops.attentions import FORM_CHOICES
@@ -17,14 +18,19 @@ EXAMPLE = "operations taylorshift kernelized+joint sdpa --tokens 256 512 --width
 positive, whole = whole_from(1), whole_from(0)
 
 
+LONGEST = 1e6
+"""The most seconds or minutes that may be asked for."""
+
+
 def duration(text: str) -> float:
-    """Return a number from 0 that is finite."""
+    """Return a number from 0 to ``LONGEST``."""
     try:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"wanted 0 or more, got {text}")
+    if not 0 <= value <= LONGEST:
+        wanted = f"at most {LONGEST:,.0f}" if value > LONGEST else "0 or more"
+        raise argparse.ArgumentTypeError(f"wanted {wanted}, got {brief(text)}")
     return value
 
 

@@ -220,7 +220,7 @@ class _Said(TypedDict, total=False):
     """What a sweep takes of a status file."""
 
     result: dict[str, int | float | None] | None
-    provenance: dict[str, Any]
+    provenance: dict[str, str | int | float | bool | None]
 
 
 def last_words(log: Path, start: int) -> str:

@@ -46,7 +46,7 @@ class Ending:
     """``validation_accuracy``, ``test_accuracy`` (None without a test split) and the like; None
     unless finished.
     """
-    provenance: dict[str, Any]
+    provenance: dict[str, str | int | float | bool | None]
     """The provenance of the training's process, as far as it said."""
 
     @property
@@ -67,6 +67,10 @@ class _Call(TypedDict):
     """A call of the sweep."""
 
     seconds: float
+    command: NotRequired[str]
+    date: NotRequired[str]
+    commit: NotRequired[str | None]
+    jobs: NotRequired[int]
 
 
 class _Sweep(TypedDict):
