@@ -38,6 +38,12 @@ def elu1(x: Tensor) -> Tensor:
     return x.clamp(max=0).exp() + x.relu()
 
 
+def is_tiny(mass: Tensor) -> bool:
+    """Tell whether a sum of weights is near what its dtype can hold, as far as it may be read."""
+    least = 1e10 * torch.finfo(mass.dtype).tiny
+    return may_be_read(mass) and mass.numel() > 0 and bool(mass.detach().amin() < least)
+
+
 def raised(x: Tensor, dims: tuple[int, ...], key_mask: Tensor | None = None) -> Tensor:
     """Return ``x [B, h, N, d]`` with the largest entry along ``dims`` taken off where that is below
     ``LOW``, so that not all features of ``elu1`` underflow.

@@ -12,6 +12,7 @@ from visionattn.ops.feature_maps import (
     FeatureMap,
     get_feature_map,
     is_per_token,
+    is_tiny,
     key_features,
     map_name,
     query_features,
@@ -140,24 +141,42 @@ def kernelized_attention(
     spoilt = None
     if name == "given":  # the map is PyTorch's own operations, which know nothing of this
         q, k, v, spoilt = finite_inputs(q, k, v, causal)
-    elif name == "elu1":
-        q = raised(q, (3,))
-        if relative is None and not causal:  # else keys are weighed against a table, or come later
-            k = raised(k, (2, 3), key_mask)
     with without_autocast(q):
         value = drop_values(v.to(dtype), value_drop, generator) if value_drop else v
-        count = key_counts(k, key_mask, causal, q.shape[2], dtype)
-        if not causal and name != "given" and takes_pairs("kernelized", form, q, v, relative):
-            return mean_of_pairs(q, k, value, key_mask, relative, count, feature_map=name).to(
-                v.dtype
-            )
-        query = q
-        if relative is not None:  # gradients of two terms add in dtype
-            query, value = q.to(dtype), value.to(dtype)
-        sums = _content_sums(query, k, value, key_mask, feature_map, causal, form)
-        if relative is not None and key_mask is not None:
-            value = value.masked_fill(~key_mask[:, None, :, None], 0)
-        if relative is not None and causal:  # the sums of the content have what is left out here
-            value = finite(value)
-        out = mean_with_relative(sums, relative, query, value, count, key_mask, causal)
+        options = dict(key_mask=key_mask, relative=relative, causal=causal, form=form)
+        out, mass = _mean(q, k, value, feature_map, **options)
+        if name == "elu1" and is_tiny(mass):
+            high, keys = raised(q, (3,)), k
+            if relative is None and not causal:  # else keys meet a table, or come later
+                keys = raised(k, (2, 3), key_mask)
+            if high is not q or keys is not k:
+                out, _ = _mean(high, keys, value, feature_map, **options)
         return (out if spoilt is None else out + spoilt).to(v.dtype)
+
+
+def _mean(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    feature_map: FeatureMap,
+    *,
+    key_mask: Tensor | None,
+    relative: RelativePosition | None,
+    causal: bool,
+    form: str,
+) -> tuple[Tensor, Tensor]:
+    """Return the mean by PyTorch's own operations, and the mass ``[B, h, N]`` of the content or of
+    both terms.
+    """
+    dtype, name = accumulation_dtype(q, k, v), map_name(feature_map)
+    count = key_counts(k, key_mask, causal, q.shape[2], dtype)
+    if not causal and name != "given" and takes_pairs("kernelized", form, q, v, relative):
+        return mean_of_pairs(q, k, v, key_mask, relative, count, feature_map=name)
+    if relative is not None:  # gradients of two terms add in dtype
+        q, v = q.to(dtype), v.to(dtype)
+    sums = _content_sums(q, k, v, key_mask, feature_map, causal, form)
+    if relative is not None and key_mask is not None:
+        v = v.masked_fill(~key_mask[:, None, :, None], 0)
+    if relative is not None and causal:  # the sums of the content have what is left out here
+        v = finite(v)
+    return mean_with_relative(sums, relative, q, v, count, key_mask, causal), sums.mass

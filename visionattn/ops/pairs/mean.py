@@ -69,13 +69,13 @@ def mean_of_pairs(
     temperature: Tensor | None = None,
     feature_map: str = "given",
     coefficients: Sequence[float] = (),
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """Call ``pair_mean`` for a relative position as the attentions have it.
 
     ``count [B or 1, 1, 1]`` is the number of keys that each query sees, in the dtype of the sums.
     """
     position = (None, None, None) if relative is None else joint_classes(relative, key_mask, count)
-    return pair_mean(q, k, v, temperature, key_mask, *position, feature_map, coefficients)[0]
+    return pair_mean(q, k, v, temperature, key_mask, *position, feature_map, coefficients)
 
 
 def _flops(q, k, v, table, *, backward: bool) -> int:

@@ -119,7 +119,7 @@ def taylorshift_attention(
         count = key_counts(k, key_mask, dtype=dtype)
         if pairs:
             options = dict(temperature=temperature, coefficients=coefficients)
-            out = mean_of_pairs(q, k, value, key_mask, relative, count, **options)
+            out, _ = mean_of_pairs(q, k, value, key_mask, relative, count, **options)
         else:
             # Gradients of two terms add up in dtype.
             query, value = (q, value) if relative is None else (q.to(dtype), value.to(dtype))
