@@ -216,6 +216,8 @@ def taylor_mean_backward(
 
             dq, d_temperature = unit_backward(q, length, dq, dtype)
             dk, _ = unit_backward(k, None, dk)
+            if key_mask is not None:  # through the length of a masked key, which may be NaN
+                dk.masked_fill_(~key_mask[:, None, :, None], 0)
     d_temperature = d_temperature.to(temperature.dtype) if normalised else mass.new_empty(0)
     d_table = mass.new_empty(0)
     if table is not None:
