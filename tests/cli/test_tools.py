@@ -299,7 +299,7 @@ def test_files_and_folders_without_permission_end_tools_with_one_line(
         (images / "train" / name).mkdir(parents=True)
     best = folder / "best.safetensors"
     for locked, opener, tool, flags in (
-        (config, "io.open", train, [*SMALL, "--config", str(config)]),
+        (config, "builtins.open", train, [*SMALL, "--config", str(config)]),
         (
             images / "train",
             "os.listdir",
