@@ -40,13 +40,14 @@ def scaler_with(**options):
 
 @contextlib.contextmanager
 def on_small_data():
-    """Small images for every run, one thread, a lively factor of scaled gradients, and no call of
-    git.
+    """Small images for every run, one thread, a lively factor of scaled gradients, no trial of what
+    a step takes, which faults at some pass would count, and no call of git.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "build_splits", quadrants_for)
+        patch.setattr(engine, "forecast", lambda trainer, memory: None)
         patch.setattr(engine, "provenance", lambda device, threads: {"device": str(device)})
         # For fp16: the first steps overflow, and the factor rises again within a run.
         patch.setattr(torch.amp, "GradScaler", scaler_with(init_scale=2.0**17, growth_interval=3))

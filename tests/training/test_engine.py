@@ -575,4 +575,4 @@ def test_on_a_terminal_there_is_a_bar_and_elsewhere_plain_lines(tmp_path, monkey
     train(small_config(tmp_path, epochs=1), stream=terminal)
     _, plain = run(small_config(tmp_path, epochs=1, run="plain"))
     assert "8/8" in terminal.getvalue() and "epoch 1/1" in terminal.getvalue()
-    assert "\x1b" not in plain and "8/8" not in plain and len(plain.splitlines()) == 3
+    assert "\x1b" not in plain and "8/8" not in plain and len(plain.splitlines()) == 5

@@ -154,9 +154,9 @@ def test_a_run_on_images_of_many_sizes_goes_on_bit_for_bit(capsys):
     flags = ("--data.augment=light", "--data.batch_patches=40", "--epochs=3", "--save_every=2")
     assert train(*flags, "--run=whole") == 0
     # Ended amid its second epoch.
-    from visionattn.training.learner import Learner
+    from visionattn.training.trainer import Trainer
 
-    real, calls = Learner.step, iter(range(100))
+    real, calls = Trainer.step, iter(range(100))
 
     def killed(self, group, *more):
         if next(calls) == 9:
@@ -164,7 +164,7 @@ def test_a_run_on_images_of_many_sizes_goes_on_bit_for_bit(capsys):
         return real(self, group, *more)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Learner, "step", killed)
+        patch.setattr(Trainer, "step", killed)
         assert train(*flags, "--run=cut") != 0
     assert train(*flags, "--run=cut", "--resume") == 0
     states = [
@@ -248,9 +248,9 @@ def test_a_run_of_before_geometries_goes_on_cropped_or_not_at_all():
 
 
 def test_sizes_that_make_the_batches_stay_until_the_epoch_is_over(capsys, monkeypatch):
-    from visionattn.training.learner import Learner
+    from visionattn.training.trainer import Trainer
 
-    real, calls = Learner.step, iter(range(100))
+    real, calls = Trainer.step, iter(range(100))
 
     def stopped(self, group, *more):
         if next(calls) == 3:
@@ -259,7 +259,7 @@ def test_sizes_that_make_the_batches_stay_until_the_epoch_is_over(capsys, monkey
 
     flags = ("--data.img_size=48", "--save_every=1")
     with monkeypatch.context() as patch:
-        patch.setattr(Learner, "step", stopped)
+        patch.setattr(Trainer, "step", stopped)
         assert train(*flags) != 0
     capsys.readouterr()
     assert train("--data.img_size=64", "--save_every=1", "--resume") == 2

@@ -42,6 +42,9 @@ def seen_in_training(config, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(engine, "build_model", watched)
+        # Neither the count of memory nor the trial before the first step sees images.
+        patch.setattr(engine, "check_memory", lambda trainer, memory: None)
+        patch.setattr(engine, "forecast", lambda trainer, memory: None)
         train(config)
     return seen[True], seen[False]
 

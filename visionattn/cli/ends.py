@@ -36,6 +36,12 @@ class OutOfMemory(Exception):
     """
 
 
+class DoesNotFit(OutOfMemory):
+    """A run would need more memory than there is, and was refused before its first step; the text
+    says how much, and what would fit.
+    """
+
+
 class Failed(Exception):
     """Another process of the run, one that loads data or one that trains, ended; the text says
     which.
@@ -50,7 +56,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-EXIT_CODES = {NonFinite: 1, OutOfMemory: 3, Failed: 4}
+EXIT_CODES = {NonFinite: 1, OutOfMemory: 3, DoesNotFit: 3, Failed: 4}
 """What a tool returns where a run ends through no fault of its input."""
 
 

@@ -187,6 +187,7 @@ class _BatchKeys:
         self.choices, self.seed = choices, seed
         self.epoch = self.start = 0
         self.part: Callable[[list[int]], list[int]] = list
+        self.canvases = canvases
         self.buckets = (
             None if canvases is None else Buckets.of(canvases, choices, batch_size, batch_patches)
         )
@@ -212,6 +213,20 @@ class _BatchKeys:
         # The last batch of each grid is a small one; they are not all to come at the end.
         shuffled = np.random.default_rng((self.seed, BATCH_STREAM, self.epoch))
         return [filled[number] for number in shuffled.permutation(len(filled))]
+
+    def shapes(self) -> np.ndarray:
+        """Return how many images each batch of the epoch has, and the height and width in pixels
+        at which the model sees them, int64 ``[batches, 3]``; 0 pixels where nobody knows.
+        """
+        found = []
+        for number, batch in enumerate(self.batches()):
+            geometry = batch_geometry(self.choices, self.seed, self.epoch, number)
+            if self.canvases is None:
+                size = geometry.canvas
+            else:
+                size = self.canvases[batch[0], self.choices.index(geometry)].tolist()
+            found.append((len(batch), *size))
+        return np.array(found, np.int64).reshape(-1, 3)
 
     def __iter__(self) -> Iterator[list[SampleKey]]:
         for number, batch in enumerate(self.batches()):
@@ -274,6 +289,12 @@ class _Batches:
         divides it.
         """
         self._keys.part = partial(share, rank=rank, size=size, pairs=pairs)
+
+    def shapes(self) -> np.ndarray:
+        """Return images, height and width of each batch, over all processes, as
+        ``_BatchKeys.shapes``.
+        """
+        return self._keys.shapes()
 
     @property
     def left_out(self) -> int:

@@ -273,6 +273,11 @@ class ImageDataset(Dataset):
             self._sizes = np.array(found, dtype=np.int64).reshape(-1, 2)
         return self._sizes
 
+    @property
+    def known_sizes(self) -> np.ndarray | None:
+        """Return ``sizes()`` where they were read before, else None."""
+        return self._sizes
+
     def canvases(self, geometry: Geometry) -> np.ndarray:
         """Return the size of the model's input for each image, ``[n, 2]``."""
         return canvases(self.sizes(), geometry)

@@ -181,6 +181,14 @@ class _StreamBatches:
                 "to a folder of images to train on several"
             )
 
+    def shapes(self) -> np.ndarray:
+        """Return images, height and width of each batch, ``[batches, 3]``, each size as often as
+        the others; the last batches count as full.
+        """
+        sizes = [choice.canvas for choice in self.choices]
+        numbers = range(len(self))
+        return np.array([(self.batch_size, *sizes[n % len(sizes)]) for n in numbers], np.int64)
+
     def _iterate(self, epoch: int) -> Iterator[Batch]:
         loader = DataLoader(
             _ShardBatches(self.shards, self.batch_size, self.choices, epoch),

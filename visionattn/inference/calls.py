@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from visionattn.cli.ends import OutOfMemory
+from visionattn.inference.forecast import batch_for
 from visionattn.inference.held import Images, listing_of
 from visionattn.inference.opening import Opened, description, open_model, open_module
 from visionattn.inference.options import NATIVE, InferenceOptions, check
@@ -52,7 +53,7 @@ def predict(
     bands: Sequence[int] | None = None,
     value_range: tuple[float, float] | None = None,
     page: int | None = None,
-    batch_size: int | None = None,
+    batch_size: int | Literal["auto"] | None = None,
     workers: int = 0,
     device: str | None = None,
     amp: Amp = "none",
@@ -77,7 +78,8 @@ def predict(
         value_range: the values that are black and white, where they have not 8 bits. None: as the
             model or the files know.
         page: which page of files with several, counted from 1. None: the first.
-        batch_size: images at once; None: 16, with ``"native"`` 1.
+        batch_size: images at once; None: 16, with ``"native"`` 1; ``"auto"``: as many as fit into
+            memory.
         workers: processes that read images; 0 reads in this one.
         device: for names and checkpoints; None takes a GPU where there is one.
         amp: automatic mixed precision.
@@ -123,7 +125,7 @@ def extract_features(
     bands: Sequence[int] | None = None,
     value_range: tuple[float, float] | None = None,
     page: int | None = None,
-    batch_size: int | None = None,
+    batch_size: int | Literal["auto"] | None = None,
     workers: int = 0,
     device: str | None = None,
     amp: Amp = "none",
@@ -233,11 +235,13 @@ def _outcomes(
     """Yield the outcome of each image, and raise for the first one without a result."""
     if opened.geometry.fit == "pad" and not takes_sizes(opened.model):
         warnings.warn(f"{opened.name} sees what padding adds to images as black", stacklevel=2)
+    read = ReadImages(listing_of(images), opened.spec, opened.geometry)
+    asked, workers, amp = options.batch_size or opened.usual_batch, options.workers, options.amp
     batches = run_images(
         opened,
-        ReadImages(listing_of(images), opened.spec, opened.geometry),
+        read,
         compute,
-        batch_size=options.batch_size or opened.usual_batch,
+        batch_size=batch_for(opened, read, compute, asked, workers=workers, amp=amp),
         workers=options.workers,
         amp=options.amp,
     )

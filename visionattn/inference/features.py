@@ -14,6 +14,7 @@ import torch
 from visionattn.cli.ends import OutOfMemory, Stopped
 from visionattn.cli.files import check_folder, locked, printable, unfinished
 from visionattn.cli.progress import Progress
+from visionattn.inference.forecast import outlook
 from visionattn.inference.listing import Digits, Listing, find_images
 from visionattn.inference.opening import Opened, open_model
 from visionattn.inference.options import InferenceOptions
@@ -191,8 +192,9 @@ class Extraction:
         if done:
             say(f"{done} of {total} images are done: going on after {_files(len(self.kept))}")
         start = time.perf_counter()
+        batch_size = self._batch_size(done, say)
         try:
-            files = self._write_shards(done)
+            files = self._write_shards(done, batch_size)
         except KeyboardInterrupt as error:
             raise Stopped(self._stopped()) from error
         index = write_index(self.folder)
@@ -208,7 +210,31 @@ class Extraction:
             ).lines():
                 say(line)
 
-    def _write_shards(self, done: int) -> int:
+    def _batch_size(self, done: int, say: Callable[[str], None]) -> int:
+        """Say what the images that are left will take, and return how many make a batch.
+
+        Raises:
+            DoesNotFit: a batch clearly takes more memory than there is.
+        """
+        options = self.options
+        asked = options.batch_size or self.opened.usual_batch
+        if done == len(self.listing):
+            return 1 if asked == "auto" else asked
+        told = outlook(
+            self.opened,
+            self.images,
+            last_map if options.dense else pooled,
+            batch_size=asked,
+            workers=options.workers,
+            amp=options.amp,
+            start=done,
+            held_bytes=options.shard_mib * MIB if options.dense else 0,
+        )
+        for text in told.lines:
+            say(text)
+        return told.batch_size
+
+    def _write_shards(self, done: int, batch_size: int) -> int:
         """Write the shards from image ``done`` on, and return how many there are then."""
         options, number = self.options, len(self.kept)
         total = len(self.listing)
@@ -216,7 +242,6 @@ class Extraction:
         if done == total:
             delete_from(self.folder, number)
             return number
-        batch_size = options.batch_size or self.opened.usual_batch
         outcomes = run_images(
             self.opened,
             self.images,

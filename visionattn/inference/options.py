@@ -55,9 +55,9 @@ class InferenceOptions:
     """The most pixels of a file that are decoded at once; a file that would take more counts as
     unreadable. None: 2^30, about 1.07 billion.
     """
-    batch_size: int | None = None
+    batch_size: int | Literal["auto"] | None = None
     """Images per batch; with ``native`` those of one size that follow each other. None: 16, with
-    ``native`` 1.
+    ``native`` 1. ``auto``: the most that fit into memory.
     """
     workers: int = 2
     """Processes that load images; 0 loads in the main process."""
@@ -109,7 +109,8 @@ def check(options: InferenceOptions) -> None:
     """
     for key, least in (("batch_size", 1), ("threads", 1), ("workers", 0), ("seed", 0)):
         value = getattr(options, key)
-        if value is not None and value < least:
+        known = value is None or (key == "batch_size" and value == "auto")
+        if not known and (isinstance(value, str) or value < least):
             raise ValueError(f"{key} must be at least {least}, got {value}")
     check_workers(options.workers, "workers")
     if options.img_size == NATIVE and (options.fit not in (None, NATIVE) or options.max_patches):

@@ -18,6 +18,7 @@ from visionattn.cli.files import check_free, printable, write_whole
 from visionattn.cli.progress import Progress
 from visionattn.cli.provenance import provenance
 from visionattn.cli.tables import heading, line, write_rows
+from visionattn.inference.forecast import outlook
 from visionattn.inference.listing import find_images
 from visionattn.inference.opening import Opened, open_model
 from visionattn.inference.options import InferenceOptions
@@ -114,8 +115,21 @@ class Predictor:
         Raises:
             ValueError: none of the images gives a prediction; the rows are there nevertheless.
             OutOfMemory: none of them fits into memory.
+            DoesNotFit: a batch clearly takes more memory than there is; nothing is written.
             Failed: a process that reads images ended.
         """
+        options = self.options
+        told = outlook(
+            self.opened,
+            self.images,
+            call,
+            batch_size=options.batch_size or self.opened.usual_batch,
+            workers=options.workers,
+            amp=options.amp,
+        )
+        self.batch_size = told.batch_size
+        for text in told.lines:
+            say(text)
         counts = {"ok": 0, "other": 0}
         first: list[Outcome] = []
 
@@ -148,7 +162,7 @@ class Predictor:
 
     def _predictions(self) -> Iterator[Prediction]:
         options = self.options
-        batch_size = options.batch_size or self.opened.usual_batch
+        batch_size = self.batch_size
         batches = run_images(
             self.opened,
             self.images,

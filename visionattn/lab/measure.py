@@ -8,7 +8,6 @@ anything.
 import argparse
 import copy
 import gc
-import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from visionattn.cli.memory import resident_bytes
 from visionattn.lab.gpu.device import Gpu
 from visionattn.ops.operator import PREFIX, count_operations
 
@@ -62,14 +62,6 @@ def peak_bytes(work: Callable[[], object], device: torch.device | str = "cpu") -
     before = resident_bytes("VmRSS")
     work()
     return max(0, resident_bytes("VmHWM") - before)  # the system counts pages in batches
-
-
-def resident_bytes(field: str) -> int:
-    """Return a field of ``/proc/self/status``: VmRSS and VmHWM are resident now and at most, VmData
-    is asked for.
-    """
-    status = Path("/proc/self/status").read_text()
-    return 1024 * int(re.search(rf"^{field}:\s+(\d+) kB$", status, re.MULTILINE).group(1))
 
 
 def flops_of(work: Callable[[], object]) -> int:

@@ -16,13 +16,16 @@ from functools import wraps
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 
 def is_readable(x: Tensor) -> bool:
     """Tell whether looking at the entries costs little: not on an accelerator, not while a compiler
-    traces.
+    traces, and not of a fake tensor, which has none.
     """
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+    if torch.compiler.is_compiling():
+        return False
+    return x.device.type == "cpu" and not isinstance(x, FakeTensor)
 
 
 def may_be_read(x: Tensor) -> bool:
@@ -32,8 +35,11 @@ def may_be_read(x: Tensor) -> bool:
 
 def _is_known_finite(*tensors: Tensor) -> bool:
     """Tell whether no tensor holds NaN or inf, as far as that may be read. It is not known either
-    where the sum of large entries is inf.
+    where the sum of large entries is inf. A fake tensor, of which memory is counted, stands for one
+    without.
     """
+    if not torch.compiler.is_compiling() and all(isinstance(x, FakeTensor) for x in tensors):
+        return True
     return all(may_be_read(x) and bool(x.sum().isfinite()) for x in tensors)
 
 

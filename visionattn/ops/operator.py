@@ -21,6 +21,7 @@ PREFIX = "visionattn.ops: "
 """What a profiler sees before the names of operation and form."""
 _NOTHING = nullcontext()
 _FUNCTIONS: dict[CustomOpDef, Callable] = {}
+_BY_OVERLOAD: dict[object, Callable] = {}
 _UNCOUNTED: dict[str, Callable[..., int]] = {}
 
 
@@ -48,6 +49,13 @@ def operator(
         return made
 
     return make
+
+
+def function_of(made: object) -> Callable | None:
+    """Return the function of an operator of ours, as ``torch.ops`` has it; None for others."""
+    if len(_BY_OVERLOAD) < len(_FUNCTIONS):
+        _BY_OVERLOAD.update({each._opoverload: own for each, own in _FUNCTIONS.items()})
+    return _BY_OVERLOAD.get(made)
 
 
 def count_operations() -> None:

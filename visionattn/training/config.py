@@ -74,9 +74,10 @@ class TrainConfig:
     """The optimisation."""
     epochs: int = 10
     """Passes over the training images."""
-    batch_size: int = 64
+    batch_size: int | Literal["auto"] = 64
     """Images per batch, of all processes together; an optimiser step sees
-    ``batch_size * optim.accumulate``.
+    ``batch_size * optim.accumulate``. ``auto``: the most that fit into memory, which the run's
+    ``config.yaml`` then names.
     """
     eval_batch_size: int | None = None
     """Images per batch of evaluation; None: ``batch_size``."""
@@ -140,8 +141,8 @@ class ValidateConfig:
     """Seed of the embedded data sets' splits; its default is that of the ``config.yaml`` beside the
     checkpoint.
     """
-    batch_size: int = 64
-    """Images per batch."""
+    batch_size: int | Literal["auto"] = 64
+    """Images per batch. ``auto``: the most that fit into memory."""
     device: str = "auto"
     """``auto`` takes a GPU where there is one."""
     amp: Literal["none", "bf16", "fp16"] = "none"
@@ -162,7 +163,7 @@ def check(config: TrainConfig) -> None:
     # Values by their range, each under the name that its flag has.
     positive = {
         "epochs": config.epochs,
-        "batch_size": config.batch_size,
+        "batch_size": 1 if config.batch_size == "auto" else config.batch_size,
         "eval_batch_size": config.eval_batch_size,
         "threads": config.threads,
         "log_every": config.log_every,

@@ -7,15 +7,17 @@ This module has the order of these, and decides what is kept of a run that ends 
 
 import os
 import random
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TextIO
 
 import numpy as np
 import torch
 
 from visionattn.cli.ends import (
+    DoesNotFit,
     Failed,
     OutOfMemory,
     Stopped,
@@ -31,6 +33,8 @@ from visionattn.training.build import build_model, check_geometries, patch_size
 from visionattn.training.checkpoint import place_weights
 from visionattn.training.config import TrainConfig, check
 from visionattn.training.distributed import Processes, place_of
+from visionattn.training.forecast import forecast
+from visionattn.training.memory import Expected, TrainingMemory, check_memory, with_batch
 from visionattn.training.parallel import check_model, choose_kind
 from visionattn.training.progress import Result
 from visionattn.training.record import BEST, LAST, NoRecord, Record, clear, run_folder
@@ -90,7 +94,9 @@ def train(
     # Nothing has been written so far; a folder that this run makes, it may delete again.
     fresh = not folder.exists()
     with setting_up(status, processes, replaces=not (fresh or resumed)):
-        trainer, first_lines = build(config, states, resumed, processes, device)
+        trainer, memory, first_lines = build(
+            config, states, resumed, processes, device, stream or sys.stdout
+        )
         if resumed:
             first_lines = go_on(trainer, states)
         elif config.resume:
@@ -99,7 +105,7 @@ def train(
         clear(folder)
     try:
         with status:
-            status.result = run(trainer, states, status, first_lines, stream)
+            status.result = run(trainer, states, status, memory, first_lines, stream)
             return status.result
     except (ValueError, FileNotFoundError):
         if (
@@ -133,6 +139,8 @@ def setting_up(status: Status, processes: Processes, *, replaces: bool) -> Itera
         with processes.guard(lambda verdict: keep(verdict.exception())):
             try:
                 yield
+            except DoesNotFit:
+                raise
             except (RuntimeError, MemoryError, OutOfMemory) as error:
                 if not (isinstance(error, OutOfMemory) or is_out_of_memory(error)):
                     raise
@@ -146,10 +154,15 @@ def setting_up(status: Status, processes: Processes, *, replaces: bool) -> Itera
 
 
 def build(
-    config: TrainConfig, states: States, resumed: bool, processes: Processes, device: torch.device
-) -> tuple[Trainer, list[str]]:
-    """Check data, model and sizes, and return the trainer and lines about the weights that it
-    starts from.
+    config: TrainConfig,
+    states: States,
+    resumed: bool,
+    processes: Processes,
+    device: torch.device,
+    stream: TextIO | None = None,
+) -> tuple[Trainer, Expected, list[str]]:
+    """Check data, model, sizes and memory, and return the trainer, the memory that it will take,
+    and lines about its batches and the weights that it starts from.
     """
 
     def prepare() -> tuple:
@@ -169,7 +182,16 @@ def build(
         return splits, model.to(device), args, lines
 
     splits, model, args, lines = processes.together(prepare)
-    return Trainer(config, splits, model, args, device, states, processes), lines
+    if processes.first and stream:  # now, as reading sizes and counting memory may take long
+        counts = f"{len(splits.train)} training and {len(splits.validation)} validation images"
+        print(f"{config.run}: {counts}, looking at their sizes", file=stream, flush=True)
+    # What does not fit is refused before anything long begins.
+    memory = TrainingMemory(config, model, splits, device, processes)
+    if resumed and config.batch_size == "auto":
+        config = replace(config, **processes.on_first(lambda: states.batches(config)))
+    config, chosen = with_batch(config, splits, memory)
+    trainer = Trainer(config, splits, model, args, device, states, processes)
+    return trainer, check_memory(trainer, memory), [*chosen, *lines]
 
 
 def go_on(trainer: Trainer, states: States) -> list[str]:
@@ -185,7 +207,12 @@ def go_on(trainer: Trainer, states: States) -> list[str]:
 
 
 def run(
-    trainer: Trainer, states: States, status: Status, first_lines: list[str], stream: TextIO | None
+    trainer: Trainer,
+    states: States,
+    status: Status,
+    memory: Expected,
+    first_lines: list[str],
+    stream: TextIO | None,
 ) -> Result:
     """Train and test, with a record; an early end says what is kept of the run."""
     position = trainer.position
@@ -201,9 +228,13 @@ def run(
             else NoRecord(states.folder)
         ) as record,
     ):
-        aside.record = record
         for line in [*trainer.describe(), *first_lines]:
             record.say(line)
+        left = position.epoch < trainer.config.epochs
+        if left and (expected := forecast(trainer, memory)):
+            record.say(expected.line())
+        # From here on a state holds what is learnt; during the trial it would hold that of a trial.
+        aside.record = record
         try:
             trainer.fit(record, interruption)
             return trainer.finish(record, interruption)

@@ -36,6 +36,8 @@ def choose_kind(config: TrainConfig, size: int) -> Literal["ddp", "fsdp"] | None
                 "tools/train.py ..."
             )
         return None
+    if config.batch_size == "auto":  # it is asked for again once it is known
+        return config.parallel or "ddp"
     mixes, fewest = config.optim.mixup or config.optim.cutmix, config.batch_size // size
     if fewest < (2 if mixes else 1):
         wanted = "two images, which are mixed," if mixes else "an image"

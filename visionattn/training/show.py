@@ -59,7 +59,7 @@ def first_batches(config: TrainConfig) -> list[Part]:
     if not (data.root or "").startswith("wds/"):
         data = replace(data, workers=0)
     config = replace(config, data=data, parallel=None)
-    trainer, _ = engine.build(config, None, False, Processes(), torch.device("cpu"))
+    trainer, *_ = engine.build(config, None, False, Processes(), torch.device("cpu"))
     training = []
     for number, batch in first(trainer.batches.epoch(0), "training"):
         images, shares = batch.images, one_hot(batch.labels, trainer.spec.num_classes)

@@ -7,7 +7,7 @@ knows what a state means.
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from visionattn.data.checks import WHOLE
 from visionattn.data.splits import Splits
 from visionattn.models.weights import read_metadata
 from visionattn.training.checkpoint import check_state, read_state, save_state
+from visionattn.training.config import TrainConfig
 from visionattn.training.progress import Position
 from visionattn.training.record import LAST, PREVIOUS
 
@@ -106,6 +107,21 @@ class States:
         check_state(state, path, model, name)
         self.step = state["position"]["step"]
         return state, lines
+
+    def batches(self, config: TrainConfig) -> dict[str, Any]:
+        """Return the batch size, and the data with the patches of a batch, that the newest state
+        that can be read was saved with.
+
+        Raises:
+            ValueError: none can be read.
+        """
+        for name in (LAST, PREVIOUS):
+            state, reason = attempt(self.folder / name)
+            if state is not None:
+                was = state["config"]
+                data = replace(config.data, batch_patches=was["data"].get("batch_patches"))
+                return {"batch_size": was["batch_size"], "data": data}
+        raise ValueError(f"nothing to resume from: {reason}; --overwrite starts the run anew")
 
     def kept(self) -> str:
         """Say what of the run is on the disk, for the end of an error's line."""

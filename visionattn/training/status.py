@@ -12,7 +12,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from visionattn.cli.ends import NonFinite, OutOfMemory, Stopped, exit_code, in_one_line
+from visionattn.cli.ends import (
+    DoesNotFit,
+    NonFinite,
+    OutOfMemory,
+    Stopped,
+    exit_code,
+    in_one_line,
+)
 from visionattn.cli.files import write_text
 from visionattn.training.progress import Result
 from visionattn.training.record import STATUS, held
@@ -21,7 +28,8 @@ ROOM = 4000
 """Bytes of the file while a run is at work, most of them blanks: its end is written there where the
 disk is full.
 """
-ENDS = {NonFinite: "nan", OutOfMemory: "oom", Stopped: "stopped", KeyboardInterrupt: "stopped"}
+ENDS = {NonFinite: "nan", OutOfMemory: "oom", DoesNotFit: "oom"}
+ENDS |= {Stopped: "stopped", KeyboardInterrupt: "stopped"}
 
 
 class Status:

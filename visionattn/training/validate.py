@@ -6,15 +6,18 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import Dataset
 
 from visionattn.cli.ends import is_out_of_memory
 from visionattn.cli.files import check_free, write_text
+from visionattn.cli.memory import check_fits, sensible
 from visionattn.cli.parsing import field_types, parse, spell_out
 from visionattn.cli.progress import Progress
 from visionattn.cli.provenance import provenance
+from visionattn.data.buckets import cell_px
 from visionattn.data.config import DataConfig
 from visionattn.data.geometry import Geometry, check_geometry, pixels, sides
 from visionattn.data.splits import build_splits, eval_batches
@@ -23,6 +26,14 @@ from visionattn.models.weights import DataSpec, load_model
 from visionattn.training.build import check_geometries, patch_size, pick_device
 from visionattn.training.config import TrainConfig, ValidateConfig
 from visionattn.training.evaluate import Evaluation, evaluate
+from visionattn.training.memory import (
+    LARGEST_BATCH,
+    EvaluationMemory,
+    known,
+    largest_batch,
+    largest_images,
+    largest_shape,
+)
 from visionattn.training.record import CONFIG
 
 COLUMNS = ("size", "images", "accuracy", "top-5", "images/s")
@@ -139,7 +150,7 @@ class Validation:
 
     def __init__(self, config: ValidateConfig):
         for key, value in {"batch_size": config.batch_size, "threads": config.threads}.items():
-            if value is not None and value < 1:
+            if value not in (None, "auto") and value < 1:
                 raise ValueError(f"{key} must be above 0, got {value}")
         if config.json:
             check_free(Path(config.json), overwrite=True)
@@ -151,6 +162,56 @@ class Validation:
         self.geometries = self._find_geometries()
         check_geometries(self.model, self.geometries)
         self.split, self.dataset = self._find_images(config.data)
+        self.config = self._fitting(config)
+
+    def _fitting(self, config: ValidateConfig) -> ValidateConfig:
+        """Return the options with a number for ``batch_size auto``: the most images that fit, of
+        the largest size.
+
+        Raises:
+            DoesNotFit: a batch clearly takes more memory than there is.
+            ValueError: nobody can tell what fits.
+        """
+        pads = self.geometries[0].fit == "pad"
+        memory = EvaluationMemory(
+            self.model, self.dataset, config.data, self.spec, self.device, config.amp, pads=pads
+        )
+        if config.batch_size == "auto":
+            size, _ = largest_images(self.dataset, tuple(self.geometries))
+            most = min(LARGEST_BATCH, len(self.dataset))
+            if memory.there_bytes is None or memory.bytes_of((1, *size)) is None:
+                raise ValueError(
+                    "batch_size auto: nobody can tell the memory of this model here; name a number"
+                )
+            fitting = sensible(max(1, largest_batch(memory, size, most)))
+            data = config.data
+            if self.geometries[0].canvas is None:
+                patches = fitting * (size[0] * size[1] // cell_px(self.geometries[0]))
+                data = replace(data, batch_patches=patches)
+            config = replace(config, batch_size=fitting, data=data)
+        if self.device.type == "cuda":  # there too much is an error, and a row of the table
+            return config
+        shapes = np.concatenate(
+            [
+                eval_batches(
+                    self.dataset, config.data, batch_size=config.batch_size, geometry=geometry
+                ).shapes()
+                for geometry in self.geometries
+            ]
+        )
+        if not len(known(shapes)):
+            return config
+        shape = images, rows, columns = largest_shape(known(shapes))
+
+        def way_out() -> str:
+            fit = largest_batch(memory, (rows, columns), images - 1)
+            if fit:
+                return f"--batch-size {sensible(fit)} would fit, and auto takes the most that fits"
+            return "not even one such image would fit; name a smaller --img-size"
+
+        what = f"{images} image{'s' if images > 1 else ''} of {rows} x {columns} pixels"
+        check_fits(memory.bytes_of(shape), memory.there_bytes, what, way_out)
+        return config
 
     def _find_geometries(self) -> list[Geometry]:
         """Return how images are seen: as in training, as far as no flag says otherwise."""

@@ -5,28 +5,10 @@ through a function.
 from collections.abc import Callable
 from dataclasses import replace
 
+from visionattn.cli.memory import largest_fit
 from visionattn.lab.cases import Case
 from visionattn.lab.profile.rows import Largest, Row
 from visionattn.lab.profile.shape import Shape
-
-START_PATCHES = 16
-
-
-def largest_fit(fits: Callable[[int], bool], start: int = START_PATCHES) -> int:
-    """Return the largest whole number from 1 for which ``fits`` holds; 0 where it holds for none.
-
-    Args:
-        fits: true up to some number and false beyond it; called some ``2 log2`` of the result
-            times, never twice for a number.
-        start: what is tried first, and then doubled while it fits.
-    """
-    low, high = 0, start
-    while fits(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
 
 
 def find_largest(

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from visionattn.ops.chunking import chunks
 from visionattn.ops.sums import accumulation_dtype
@@ -162,7 +163,7 @@ class Position:
     def classes(self, t: slice) -> Tensor:
         """Return the class of each pair of the queries ``t``, ``[T, N]``."""
         tokens, where = self.weights.shape[1], (self.grid, self.horizons, self.prefix)
-        if tokens**2 <= REMEMBERED_PAIRS:
+        if tokens**2 <= REMEMBERED_PAIRS and not isinstance(self.weights, FakeTensor):
             return _remembered_classes(*where, 0, tokens, self.weights.device)[t]
         if self.made != t:
             self.made, self.index = t, _pair_classes(*where, t.start, t.stop, self.weights.device)

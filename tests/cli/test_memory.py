@@ -1,0 +1,139 @@
+"""How much memory there is, and what of a size fits."""
+
+import resource
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from visionattn.cli.ends import DoesNotFit, OutOfMemory
+from visionattn.cli.memory import (
+    check_fits,
+    free_of_groups,
+    free_of_limits,
+    free_of_machine,
+    largest_fit,
+    lasting,
+    memory_there_is,
+    sensible,
+    sized,
+)
+
+GIB = 2**30
+
+
+def write(root, files):
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def test_the_machine_gives_what_it_says_is_available(tmp_path):
+    assert free_of_machine(tmp_path) is None
+    write(tmp_path, {"proc/meminfo": "MemTotal: 900 kB\nMemFree: 7 kB\nMemAvailable:   33 kB\n"})
+    assert free_of_machine(tmp_path) == 33 * 1024
+
+
+def test_the_tightest_of_the_groups_around_a_process_counts_and_files_in_memory_can_go(tmp_path):
+    group = "sys/fs/cgroup/job.slice/step"
+    write(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/job.slice/step\n",
+            f"{group}/memory.max": "max\n",
+            f"{group}/memory.current": "5\n",
+            f"{group}/memory.stat": "anon 3\ninactive_file 1\n",
+            "sys/fs/cgroup/job.slice/memory.max": "1000\n",
+            "sys/fs/cgroup/job.slice/memory.current": "700\n",
+            "sys/fs/cgroup/job.slice/memory.stat": "anon 600\ninactive_file 40\nactive_file 7\n",
+        },
+    )
+    assert free_of_groups(tmp_path) == 1000 - 700 + 40
+    write(tmp_path, {f"{group}/memory.max": "31\n"})
+    assert free_of_groups(tmp_path) == 31 - 5 + 1
+
+
+def test_groups_of_version_1_count_and_no_limit_is_none(tmp_path):
+    top = "sys/fs/cgroup/memory"
+    write(
+        tmp_path,
+        {
+            "proc/self/cgroup": "4:cpu,cpuacct:/\n7:memory:/docker/x\n",
+            f"{top}/memory.limit_in_bytes": f"{2**63 - 4096}\n",
+            f"{top}/memory.usage_in_bytes": "9\n",
+            f"{top}/memory.stat": "total_inactive_file 2\n",
+        },
+    )
+    assert free_of_groups(tmp_path) is None
+    write(tmp_path, {f"{top}/memory.limit_in_bytes": "100\n"})
+    assert free_of_groups(tmp_path) == 93
+    assert free_of_groups(tmp_path / "nothing") is None
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits of Linux")
+def test_a_limit_of_the_process_counts_in_full_and_the_machine_by_shares(monkeypatch):
+    from visionattn.cli import memory
+
+    monkeypatch.setattr(memory, "free_of_machine", lambda: 8 * GIB)
+    monkeypatch.setattr(memory, "free_of_groups", lambda: None)
+    monkeypatch.setattr(memory, "taken_bytes", lambda device: GIB)
+    monkeypatch.setattr(memory, "free_of_limits", lambda: None)
+    cpu = torch.device("cpu")
+    assert memory_there_is(cpu) == 9 * GIB and memory_there_is(cpu, 4) == 3 * GIB
+    monkeypatch.setattr(memory, "free_of_limits", lambda: GIB)
+    assert memory_there_is(cpu, 4) == 2 * GIB
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits of Linux")
+def test_ulimit_leaves_what_is_not_asked_for_yet():
+    code = (
+        "import resource, torch; from visionattn.cli.memory import *; "
+        "taken = resident_bytes('VmSize'); "
+        "resource.setrlimit(resource.RLIMIT_AS, (taken + (1 << 30),) * 2); "
+        "assert abs(free_of_limits() - (1 << 30)) < 1 << 24, free_of_limits()"
+    )
+    if resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY:
+        assert free_of_limits() is None
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_what_is_clearly_too_much_is_refused_and_what_may_just_do_is_not():
+    for expected, there in ((None, 5), (5, None), (5, 5), (119, 100)):
+        check_fits(expected, there, "a step", lambda: pytest.fail("asked for a way out"))
+    with pytest.raises(
+        DoesNotFit,
+        match="a step would take about 3.0 GiB of memory, and there are 2.0 GiB; a smaller one",
+    ):
+        check_fits(3 * GIB, 2 * GIB, "a step", lambda: "a smaller one")
+    assert issubclass(DoesNotFit, OutOfMemory)
+
+
+def test_the_search_asks_for_no_number_above_the_most():
+    for most in (0, 1, 3, 16, 40):
+        for limit in range(45):
+            asked = []
+            found = largest_fit(lambda n, a=asked, x=limit: (a.append(n), n <= x)[1], 4, most)
+            assert found == min(limit, most)
+            assert max(asked, default=0) <= most and len(asked) == len(set(asked))
+
+
+def test_numbers_are_written_for_people():
+    assert [sensible(n) for n in (1, 2, 3, 7, 8, 15, 16, 100)] == [1, 2, 2, 4, 8, 8, 16, 96]
+    assert [sized(n * 2**20) for n in (0.4, 999, 1000, 300 * 1024)] == [
+        "0 MiB",
+        "999 MiB",
+        "1.0 GiB",
+        "300 GiB",
+    ]
+    assert [lasting(s) for s in (0.0123, 0.42, 1.26, 9.6, 59, 60, 500, 7260)] == [
+        "0.012 s",
+        "0.42 s",
+        "1.3 s",
+        "10 s",
+        "59 s",
+        "1 min 0 s",
+        "8 min 20 s",
+        "2 h 1 min",
+    ]

@@ -1,0 +1,183 @@
+"""How much memory there is for this process, how much it takes, and what of a size fits.
+
+This module reads what Linux and the driver say. It knows nothing of models and images.
+"""
+
+import math
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from visionattn.cli.ends import DoesNotFit
+
+MARGIN = 1.2
+"""An estimate is right within this factor: what is expected to take more than so many times the
+memory there is does not fit.
+"""
+SHARE = 0.85
+"""The share of the memory there is that ``--batch-size auto`` fills."""
+UNLIMITED = 1 << 60
+"""From here on, a limit of a control group stands for none."""
+
+
+def resident_bytes(field: str, process: int | str = "self") -> int:
+    """Return a field of ``/proc/self/status``: VmRSS and VmHWM are resident now and at most, VmData
+    is asked for.
+    """
+    status = Path(f"/proc/{process}/status").read_text()
+    return 1024 * int(re.search(rf"^{field}:\s+(\d+) kB$", status, re.MULTILINE).group(1))
+
+
+def taken_bytes(device: torch.device) -> int:
+    """Return what this process takes now: resident memory, or tensors on a GPU."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    return resident_bytes("VmRSS") if sys.platform.startswith("linux") else 0
+
+
+def memory_there_is(device: torch.device, processes: int = 1) -> int | None:
+    """Return the bytes that this process may take in all, what it has already taken included; None
+    where nobody says.
+
+    Args:
+        device: a GPU's free memory counts, or else that of the machine, of the control groups and
+            of the process's own limits, whichever is least.
+        processes: how many like this one share the machine; a GPU is one process's own.
+    """
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    if not sys.platform.startswith("linux"):
+        return None
+    left = [free / processes for free in (free_of_machine(), free_of_groups()) if free is not None]
+    left += [free for free in [free_of_limits()] if free is not None]
+    return None if not left else taken_bytes(device) + max(0, int(min(left)))
+
+
+def free_of_machine(root: Path = Path("/")) -> int | None:
+    """Return the bytes that the machine can give without swapping."""
+    try:
+        found = re.search(r"^MemAvailable:\s+(\d+) kB$", (root / "proc/meminfo").read_text(), re.M)
+    except OSError:
+        return None
+    return 1024 * int(found.group(1)) if found else None
+
+
+def free_of_groups(root: Path = Path("/")) -> int | None:
+    """Return the bytes that the control groups of this process leave, of both versions; None where
+    no group has a limit.
+    """
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return None
+    left = []
+    for line in lines:
+        _, controllers, name = line.split(":", 2)
+        if controllers == "":
+            top, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            top = root / "sys/fs/cgroup/memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        # A group is limited by those around it; in a container its own may be the top.
+        group = top / name.lstrip("/")
+        while group.is_relative_to(top):
+            left.append(_left_in(group, *names))
+            group = group.parent
+    return min((free for free in left if free is not None), default=None)
+
+
+def _left_in(group: Path, limit: str, usage: str, file_cache: str) -> int | None:
+    """Return the bytes that one control group leaves; what it holds of files can be given back."""
+    try:
+        most = (group / limit).read_text().strip()
+        used = int((group / usage).read_text())
+        kept = re.search(rf"^{file_cache} (\d+)$", (group / "memory.stat").read_text(), re.M)
+    except OSError:
+        return None
+    if most == "max" or int(most) >= UNLIMITED:
+        return None
+    return max(0, int(most) - used + (int(kept.group(1)) if kept else 0))
+
+
+def free_of_limits() -> int | None:
+    """Return the bytes that the limits of this process leave (``ulimit -v`` and ``-d``); None where
+    it has none.
+    """
+    import resource  # Linux has it
+
+    left = []
+    for limit, field in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
+        most = resource.getrlimit(limit)[0]
+        if most != resource.RLIM_INFINITY:
+            left.append(max(0, most - resident_bytes(field)))
+    return min(left, default=None)
+
+
+def largest_fit(fits: Callable[[int], bool], start: int = 16, most: int | None = None) -> int:
+    """Return the largest whole number from 1 for which ``fits`` holds; 0 where it holds for none.
+
+    Args:
+        fits: true up to some number and false beyond it; called some ``2 log2`` of the result
+            times, never twice for a number.
+        start: what is tried first, and then doubled while it fits.
+        most: no number above it is asked for.
+    """
+    low, high = 0, start if most is None else min(start, most)
+    while high and fits(high):
+        if high == most:
+            return high
+        low, high = high, 2 * high if most is None else min(2 * high, most)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def sensible(count: int) -> int:
+    """Return the largest number up to ``count``, 1 or more, that is a power of two, or above 8 a
+    multiple of 8.
+    """
+    return count // 8 * 8 if count >= 8 else 1 << (count.bit_length() - 1)
+
+
+def check_fits(expected: int | None, there: int | None, what: str, way_out: Callable[[], str]):
+    """Refuse what clearly takes more memory than there is.
+
+    Args:
+        expected: bytes; None where nobody can tell.
+        there: likewise.
+        what: what is to be done, for the error.
+        way_out: says what would fit; called where it does not.
+
+    Raises:
+        DoesNotFit: one line.
+    """
+    if expected is not None and there is not None and expected > MARGIN * there:
+        raise DoesNotFit(
+            f"{what} would take about {sized(expected)} of memory, and there are {sized(there)}; "
+            f"{way_out()}"
+        )
+
+
+def sized(count: float) -> str:
+    """Write bytes for people: ``812 MiB``, ``1.4 GiB``."""
+    if count < 1000 * 2**20:
+        return f"{count / 2**20:.0f} MiB"
+    return f"{count / 2**30:.{1 if count < 100 * 2**30 else 0}f} GiB"
+
+
+def lasting(seconds: float) -> str:
+    """Write a time for people: ``0.42 s``, ``8 min 20 s``, ``3 h 5 min``."""
+    if seconds < 60:
+        digits = 0 if seconds >= 9.5 else 1 - math.floor(math.log10(max(seconds, 1e-4)))
+        return f"{seconds:.{min(4, digits)}f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    hours, minutes = divmod(round(minutes + rest / 60), 60)
+    return f"{hours} h {minutes} min"

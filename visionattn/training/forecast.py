@@ -1,0 +1,140 @@
+"""What a training will take, said in a line before its first step: memory and time.
+
+``memory.py`` tells the memory, and ``trial.py`` what a step takes in seconds. Here that becomes the
+time of an epoch, on its images, with its processes.
+"""
+
+import math
+import os
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from visionattn.cli.memory import lasting
+from visionattn.data.buckets import cell_px
+from visionattn.training.memory import Expected, known, largest_shape, share_of
+from visionattn.training.trainer import Trainer
+from visionattn.training.trial import Trial, read_seconds, try_evaluation, try_steps
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a training will take."""
+
+    images: str
+    memory: Expected
+    seconds_per_step: float
+    seconds_per_epoch: float
+    epochs: int
+    """Those that are left."""
+    waits: bool
+    """Loading takes longer than computing."""
+    part: str = ""
+    """What was tried, where it was less than a step."""
+
+    def line(self) -> str:
+        """Put it into a line for people."""
+        tried = f" ({self.part})" if self.part else ""
+        waits = ", most of it for loading images" if self.waits else ""
+        left = self.epochs * self.seconds_per_epoch
+        return (
+            f"{self.images}; {self.memory}; {lasting(self.seconds_per_step)} per step{tried}, "
+            f"{lasting(self.seconds_per_epoch)} per epoch{waits}, {lasting(left)} in all"
+        )
+
+
+def forecast(trainer: Trainer, memory: Expected) -> Forecast | None:
+    """Try some steps, an evaluation and some images, and say what the run will take; all processes
+    call it together, and nothing of the run changes. None where no image can be read.
+    """
+    shapes, size = known(trainer.batches.shapes()), trainer.processes.size
+    evaluated = known(trainer.validation.shapes())
+    if not len(shapes) or not len(evaluated):
+        return None
+    ordered = shapes[np.argsort(shapes.prod(1), kind="stable")]
+    # Two shapes between which most batches lie; one where they are alike.
+    chosen = [ordered[len(ordered) * 9 // 10], ordered[len(ordered) // 10]]
+    if trainer.config.compile:
+        chosen = [shapes[0]]
+    tried = [share_of(tuple(each.tolist()), size) for each in chosen]
+    if len(set(tried)) > 1 and math.prod(tried[0]) < 1.3 * math.prod(tried[1]):
+        tried = tried[:1]
+    trials = try_steps(trainer, sorted(set(tried), key=math.prod))
+    part = max((trial for trial in trials), key=lambda trial: trial.pixels)
+    own = np.ceil(shapes[:, 0] / size) * shapes[:, 1:].prod(1)
+    computing = float(seconds_at(trials, own).sum())
+    whole = trainer.spread.whole(trainer.evaluated)
+    evaluation = try_evaluation(
+        trainer, whole, share_of(largest_shape(evaluated), size), trials[-1]
+    )
+    pixels = np.ceil(evaluated[:, 0] / size) * evaluated[:, 1:].prod(1)
+    computing += float(pixels.sum()) * evaluation.seconds / evaluation.pixels
+    loading = trainer.processes.on_first(lambda: loading_seconds(trainer, shapes, evaluated))
+    seconds = epoch_seconds(
+        computing, loading / size, trainer.config.data.workers, torch.get_num_threads()
+    )
+    per_step = float(np.median(seconds_at(trials, own))) * trainer.config.optim.accumulate
+    whole_part = part.shape in tried
+    return Forecast(
+        seen(shapes, len(trainer.splits.train), cell_px(trainer.geometry)),
+        memory,
+        per_step,
+        seconds,
+        trainer.config.epochs - trainer.position.epoch,
+        loading > computing,
+        "" if whole_part else f"{part.shape[0]} of {max(tried, key=math.prod)[0]} images tried",
+    )
+
+
+def seconds_at(trials: list[Trial], pixels: np.ndarray) -> np.ndarray:
+    """Return the seconds of steps on so many pixels: in proportion to the trial, or on the line
+    through the first and the last of several, which does not fall.
+    """
+    first, last = trials[0], trials[-1]
+    slope = 0.0
+    if last.pixels > first.pixels:
+        slope = max(0.0, (last.seconds - first.seconds) / (last.pixels - first.pixels))
+    if slope == 0.0 or first.seconds - slope * first.pixels < 0:
+        return pixels * last.seconds / last.pixels
+    return last.seconds + slope * (pixels - last.pixels)
+
+
+def loading_seconds(trainer: Trainer, shapes: np.ndarray, evaluated: np.ndarray) -> float:
+    """Return the seconds that one process takes to load all images of an epoch, without augmenting
+    those of the validation.
+    """
+    each = read_seconds(trainer.splits.train, trainer.geometry)
+    return 0.0 if each is None else each * float(shapes[:, 0].sum() + evaluated[:, 0].sum())
+
+
+def epoch_seconds(
+    computing: float, loading: float, workers: int, threads: int, cores: int | None = None
+) -> float:
+    """Return the seconds of an epoch whose images are loaded beside the computing.
+
+    Args:
+        computing: seconds of it with all ``threads``.
+        loading: seconds of it in one process.
+        workers: processes that load; 0: loading and computing take turns.
+        threads: those that compute, on a processor.
+        cores: of the machine; asked for unless given.
+    """
+    if not workers:
+        return computing + loading
+    cores = cores or os.cpu_count() or 1
+    # The slower of the two, or all the work over all cores.
+    shared = (computing * min(threads, cores) + loading) / cores
+    return max(computing, loading / min(workers, cores), shared)
+
+
+def seen(shapes: np.ndarray, count: int, cell: int) -> str:
+    """Say how many images there are, and at which sizes and patches the model sees them."""
+    pixels = shapes[:, 1:].prod(1)
+    low, high = shapes[pixels.argmin(), 1:].tolist(), shapes[pixels.argmax(), 1:].tolist()
+    patches = [rows * columns // cell for rows, columns in (low, high)]
+    size, number = f"{high[0]} x {high[1]} px", str(patches[1])
+    if low != high:
+        size = f"{low[0]} x {low[1]} to {size}"
+        number = f"{patches[0]} to {number}"
+    return f"{count} images of {size}, {number} patches"
