@@ -64,7 +64,9 @@ def cases() -> Iterator[Case]:
             continue
         number += 1
         reader = readers[number % 3]
-        if reader is VALIDATE and (kind in KINDS or place.startswith(("model", "optim", "device"))):
+        if reader is VALIDATE and (
+            kind in KINDS or place.startswith(("model", "optim", "device", "data.img_size"))
+        ):
             reader = readers[0]
         change = change_yaml("run/config.yaml", graft_into(place, tree))
         yield Case(f"config {reader[0]} {name}", reader, change)

@@ -47,11 +47,12 @@ class Raster(Reader):
         from rasterio.windows import Window
 
         wanted = min(box.height // height, box.width // width)
-        factor = max([1, *(each for each in self._raster.overviews(1) if each <= wanted)])
+        with Env():  # where GDAL does not print what it finds, here and below
+            overviews = self._raster.overviews(1)
+        factor = max([1, *(each for each in overviews if each <= wanted)])
         shape = -(-box.height // factor), -(-box.width // factor)
         self.check_decoded(*shape)
         chosen = [band + 1 for band in (range(self.bands) if bands is None else bands)]
-        # Within an environment of its own GDAL does not print what it raises too.
         with damage("raster", RasterioError), Env():
             pixels = self._raster.read(
                 chosen,

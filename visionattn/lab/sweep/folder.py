@@ -253,6 +253,8 @@ class SweepFolder:
         content = self._read(_Sweep, path)
         try:
             check_partly(TrainConfig, content["base"], "base")
+            if any(not 0 <= call["seconds"] < math.inf for call in content["calls"]):
+                raise ValueError("the seconds of a call are below 0 or without end")
         except ValueError as error:
             raise ValueError(f"{path} is damaged ({error}); {WAY_OUT}") from error
         return content
