@@ -21,6 +21,7 @@ from visionattn.cli.progress import Progress
 from visionattn.cli.untrusted import read_json
 from visionattn.lab.sweep.folder import Ending, SweepFolder
 from visionattn.lab.sweep.grid import Cell, Plan
+from visionattn.training.config import TrainConfig
 from visionattn.training.record import STATUS, can_go_on
 
 STATUSES = {0: "finished", 1: "nan", 3: "oom", 130: "stopped"}
@@ -134,6 +135,20 @@ def at_work(running: Iterable[Cell], folder: SweepFolder) -> str:
     return f"{cells[0].name}{more}: {last[:60]}" if last else f"{cells[0].name}{more}"
 
 
+def config_of(plan: Plan, cell: Cell, runs: Path) -> TrainConfig:
+    """Return the configuration of a cell's training, whose folder is in ``runs``."""
+    return replace(
+        plan.base,
+        model=plan.model(cell.network),
+        data=replace(plan.base.data, img_size=cell.network.img_size),
+        seed=cell.seed,
+        output=str(runs),
+        run=cell.name,
+        resume=False,
+        overwrite=False,
+    )
+
+
 def start(plan: Plan, cell: Cell, folder: SweepFolder, command: Sequence[str]) -> Attempt:
     """Start or resume a training.
 
@@ -141,16 +156,7 @@ def start(plan: Plan, cell: Cell, folder: SweepFolder, command: Sequence[str]) -
     anew.
     """
     run, before = folder.runs / cell.name, folder.ending(cell)
-    config = replace(
-        plan.base,
-        model=plan.model(cell.network),
-        data=replace(plan.base.data, img_size=cell.network.img_size),
-        seed=cell.seed,
-        output=str(folder.runs),
-        run=cell.name,
-        resume=False,
-        overwrite=False,
-    )
+    config = config_of(plan, cell, folder.runs)
     path = folder.runs / f"{cell.name}.yaml"
     write_text(path, yaml_text(asdict(config)))
     words = [*command, "--config", str(path)]

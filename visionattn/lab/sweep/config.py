@@ -74,6 +74,10 @@ class SweepConfig:
     """Images per batch of the measurements."""
     measure_rounds: int = 5
     """Rounds of the interleaved timing."""
+    dry_run: bool = False
+    """List the trainings that are left with the minutes that they will take, from a trial of each
+    network, and train and measure nothing.
+    """
 
 
 def check_options(config: SweepConfig) -> None:
@@ -110,6 +114,7 @@ def check_options(config: SweepConfig) -> None:
         "measure false and measure_rounds": not config.measure
         and config.measure_rounds != usual.measure_rounds,
         "train false and measure false": not config.train and not config.measure,
+        "train false and dry_run": not config.train and config.dry_run,
     }
     for names, both in pairs.items():
         if both:

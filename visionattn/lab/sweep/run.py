@@ -18,6 +18,7 @@ from visionattn.lab.drawing import png
 from visionattn.lab.figures import heads_of
 from visionattn.lab.sweep.cells import to_train, train_cells
 from visionattn.lab.sweep.config import SweepConfig, folder_of, parse_sweep, read_base
+from visionattn.lab.sweep.expected import list_cells
 from visionattn.lab.sweep.folder import HPARAMS, PLOT, ROWS, TABLE, SweepFolder
 from visionattn.lab.sweep.grid import Cell, Network, Plan, make_plan
 from visionattn.lab.sweep.hparams import write_hparams
@@ -47,6 +48,12 @@ def sweep(argv: Sequence[str], say: Callable[[str], None], *, train: Sequence[st
     plan = make_plan(config, base)
     if not config.overwrite:
         check_wider(plan, folder)
+    if config.dry_run:
+        left = plan.grid.cells()
+        if not config.overwrite:
+            left = to_train(left, folder, retry=config.retry)
+        list_cells(plan, left, config.jobs, say)
+        return
     # Of trainings and measurements the threads, not of this process.
     provenance = provenance_of(
         conditions_of(config, plan)["device"],
