@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -16,8 +17,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.helpers import warm_python
 from tests.helpers.tools import read_csv, words
 from visionattn.cli.commands import started
-from visionattn.cli.ends import Failed, run_tool
-from visionattn.lab.sweep import cells
+from visionattn.cli.ends import Failed, OutOfMemory, run_tool
+from visionattn.lab.sweep import cells, expected
 from visionattn.lab.sweep.config import EXAMPLE, parse_sweep
 from visionattn.lab.sweep.folder import LOCK, SweepFolder
 from visionattn.lab.sweep.run import sweep
@@ -165,6 +166,40 @@ def test_tables_and_picture_are_written_after_each_cell(tmp_path, monkeypatch):
     monkeypatch.setattr(cells, "start", start)
     fakes("--heads", "2", "4", "--attention", "softmax")
     assert seen == [[], ["52.0", ""]]
+
+
+def test_a_dry_run_lists_what_is_left_with_its_time_and_trains_nothing(tmp_path, monkeypatch):
+    """One network does not fit, and one is trained already."""
+    fakes, asked = Fakes(tmp_path), []
+
+    def build(config, states, resumed, processes, device):
+        asked.append((config.model.args["num_heads"], config.seed, config.data.img_size))
+        if config.model.args["num_heads"] == 8:
+            raise OutOfMemory("too little memory")
+        return config, None, []
+
+    monkeypatch.setattr(expected, "build", build)
+    monkeypatch.setattr(
+        expected,
+        "forecast",
+        lambda config, memory: SimpleNamespace(
+            epochs=config.epochs, seconds_per_epoch=60.0 / config.epochs * len(asked)
+        ),
+    )
+    flags = ("--attention", "softmax", "--seeds", "0", "3", "--dry_run", "true", "--heads")
+    printed = fakes(*flags, "2", "8")
+    assert [list(row.values()) for row in markdown_tables(printed)[0]] == [
+        ["softmax_h2_32px_seed0", "60 s", ""],
+        ["softmax_h8_32px_seed0", "-", "too little memory"],
+        ["softmax_h2_32px_seed3", "60 s", ""],
+        ["softmax_h8_32px_seed3", "-", "too little memory"],
+    ]
+    assert printed.splitlines()[-1].startswith("4 trainings of together 2 min, besides")
+    assert asked == [(2, 0, 32), (8, 0, 32)]
+    assert fakes.calls() == [] and not fakes.output.exists()
+    fakes("--attention", "softmax", "--heads", "2")
+    left = markdown_tables(fakes(*flags, "2"))[0]
+    assert [row["cell"] for row in left] == ["softmax_h2_32px_seed3"]
 
 
 def test_each_form_is_trained_unless_one_stands_for_all(tmp_path):
