@@ -48,5 +48,5 @@ def test_an_end_that_differs_is_found(reference, tmp_path):
     left.unlink()
     index = other / "out" / "index.csv"
     index.write_bytes(index.read_bytes()[:-1])
-    with pytest.raises(AssertionError, match="index.csv"):
+    with pytest.raises(AssertionError):
         kills.check_end(whole.kind, whole.folder, other)

@@ -60,7 +60,7 @@ def test_torchrun_trains_on_two_processes(tmp_path, started_quickly):
     )
     assert launcher.wait(LIMIT_S) == 0, (tmp_path / "err").read_text()
     out = (tmp_path / "out").read_text().splitlines()
-    assert "6 steps on 2 processes (ddp), cpu" in out[0] and out[2].startswith("epoch 1/1")
+    assert "6 steps on 2 processes (ddp), cpu" in out[1] and out[4].startswith("epoch 1/1")
     assert out[-1].startswith("test accuracy ")
     assert len([line for line in out if "test accuracy" in line]) == 1
     kinds = [(line["kind"], line["step"]) for line in lines(tmp_path)]

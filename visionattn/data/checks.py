@@ -1,17 +1,16 @@
 """What the user asked of a data set, checked and made whole by the data set's name.
 
-``presets.py`` checks the values of augmentation.
+``ranges.py`` checks what values alone can be wrong, and ``presets.py`` those of augmentation.
 """
 
-import os
 from dataclasses import replace
-from math import isfinite
 
 from visionattn.data.config import AugmentConfig, DataConfig
 from visionattn.data.documents import SMALLEST_SIZE_PX
 from visionattn.data.embedded import SMALLEST_CANVAS_PX
 from visionattn.data.formats import check_reading
 from visionattn.data.geometry import check_geometry, sides
+from visionattn.data.ranges import check_ranges
 
 DRAWN = frozenset({"canvas", "documents"})
 """Data sets of as many images as the user asks for."""
@@ -26,9 +25,6 @@ USUAL_PX = {
     "cifar10_pixel": 32,
 }
 """Sizes in pixels where the user names none."""
-
-FEW_WORKERS, WORKERS_PER_CORE = 64, 16
-"""Processes that load images: so many are allowed on any machine, and so many for each core."""
 
 
 def resolved(config: DataConfig) -> DataConfig:
@@ -52,46 +48,6 @@ def resolved(config: DataConfig) -> DataConfig:
             "otherwise; give one of them"
         )
     return replace(config, fit=fit, img_size=img_size)
-
-
-def check_workers(count: int, key: str) -> None:
-    """Raise ValueError where a count of processes would bring the machine to a stand."""
-    most = max(FEW_WORKERS, WORKERS_PER_CORE * (os.cpu_count() or 1))
-    if count < 0:
-        raise ValueError(f"{key} must be at least 0, got {count}")
-    if count > most:
-        raise ValueError(f"{key} must be at most {most} on {os.cpu_count()} cores, got {count}")
-
-
-def check_signs(positive: dict[str, float | None], not_negative: dict[str, float | None]) -> None:
-    """Raise ValueError for a number, by its option, that is not finite, below 0, or 0 among those
-    that must be above it; None is no number.
-    """
-    for key, value in (positive | not_negative).items():
-        low = "above" if key in positive else "at least"
-        if value is not None and (
-            not isfinite(value) or value < 0 or (value == 0 and key in positive)
-        ):
-            raise ValueError(f"{key} must be {low} 0, got {value}")
-
-
-def check_ranges(config: DataConfig) -> None:
-    """Check what values alone can be wrong, whatever the data set.
-
-    Raises:
-        ValueError: one line with the key, what it may be, and what it is.
-    """
-    positive = {
-        f"data.{key}": getattr(config, key)
-        for key in ("batch_patches", "train_images", "eval_images")
-    }
-    positive |= {
-        f"data.img_size_choices[{i}]": size for i, size in enumerate(config.img_size_choices or [])
-    }
-    check_signs(positive, {})
-    check_workers(config.workers, "data.workers")
-    if not 0 < config.val_fraction < 1:
-        raise ValueError(f"data.val_fraction must be in (0, 1), got {config.val_fraction}")
 
 
 def check_data(config: DataConfig) -> None:

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from visionattn.cli.parsing import parse
-from visionattn.data.checks import check_workers
 from visionattn.data.formats import check_reading
 from visionattn.data.geometry import check_geometry
+from visionattn.data.ranges import check_workers
 from visionattn.models.weights import Fit
 
 NATIVE = "native"

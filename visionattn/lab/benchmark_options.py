@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from visionattn.cli.files import check_free
-from visionattn.data.checks import check_workers
+from visionattn.data.ranges import check_workers
 from visionattn.lab.benchmark_flags import parse_flags
 from visionattn.lab.cases import Case, check_sizes
 from visionattn.lab.compare import Plan

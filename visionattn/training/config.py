@@ -8,8 +8,8 @@ field is its help text. ``options.py`` reads the flags.
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from visionattn.data.checks import check_ranges, check_signs
 from visionattn.data.config import DataConfig
+from visionattn.data.ranges import check_ranges, check_signs
 from visionattn.models.weights import Fit
 
 
