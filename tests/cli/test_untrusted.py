@@ -193,3 +193,19 @@ def test_any_value_is_shown_in_a_short_line():
     long = "x" * 10**6
     for value in (long, [[1] * 10**6], {long: 1}, 10**100_000, -(10**5000), "\n" * 500, ""):
         assert 0 < len(brief(value)) <= 70 and "\n" not in brief(value)
+
+
+def test_a_number_of_thousands_of_digits_is_refused_in_any_notation(tmp_path):
+    path = tmp_path / "long.yaml"
+    for text in (f"epochs: 0x{'f' * 5000}", f"epochs: {'9' * 5000}", f"a: [1, {'1_' * 3000}1]"):
+        path.write_text(text)
+        with pytest.raises(ValueError, match="a whole number has more than 100 digits"):
+            read_yaml(path)
+
+
+def test_a_table_of_ours_has_no_row_of_more_cells_than_columns(tmp_path):
+    path = tmp_path / "cells.csv"
+    path.write_text("a,b\n1,2\n1,2,3\n")
+    assert read_csv(path)[1][1] == {"a": "1", "b": "2"}
+    with pytest.raises(ValueError, match="a row has more cells than there are columns"):
+        read_csv(path, ours=True)

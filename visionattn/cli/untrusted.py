@@ -28,6 +28,7 @@ from typing import (
 
 from visionattn.cli.tables import from_text
 
+LONGEST_NUMBER = 100
 YAML_BYTES, JSON_BYTES, CSV_BYTES = 200_000, 2**26, 2**26
 """The largest files that are read: configurations have some kB, tables and records some MB."""
 DEEPEST = 32
@@ -321,9 +322,13 @@ def read_json(kind: Any, path: Path, way_out: str) -> Any:
         raise ValueError(f"{path} is damaged ({error}); {way_out}") from error
 
 
-def read_csv(path: str | Path) -> tuple[list[str], list[dict[str, str]]]:
+def read_csv(path: str | Path, *, ours: bool = False) -> tuple[list[str], list[dict[str, str]]]:
     """Return the names of the columns of a CSV file and its rows; what a row lacks is empty, what
     it has too much is left out, and texts are as they were before ``tables.as_text``.
+
+    Args:
+        path: the file.
+        ours: a tool wrote it, so that no row has more cells than there are columns.
 
     Raises:
         ValueError: it is no CSV file; one line.
@@ -332,12 +337,15 @@ def read_csv(path: str | Path) -> tuple[list[str], list[dict[str, str]]]:
     text = read_text(path, CSV_BYTES)
     try:
         reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
-        rows = [
-            {key: from_text(value or "") for key, value in row.items() if key is not None}
-            for row in reader
-        ]
+        found = list(reader)
     except csv.Error as error:
         raise ValueError(f"{path} is no CSV file: {error}") from error
+    if ours and any(None in row for row in found):
+        raise ValueError("a row has more cells than there are columns")
+    rows = [
+        {key: from_text(value or "") for key, value in row.items() if key is not None}
+        for row in found
+    ]
     return list(reader.fieldnames or ()), rows
 
 
@@ -397,6 +405,8 @@ def count_values(root: Any) -> int:
             if found is None:
                 raise ValueError("an alias stands for a value that it lies in")
             return found
+        if node.tag == "tag:yaml.org,2002:int" and len(node.value) > LONGEST_NUMBER:
+            raise ValueError(f"a whole number has more than {LONGEST_NUMBER} digits")
         known[id(node)] = None
         within = []
         if isinstance(node, yaml.MappingNode):
