@@ -14,11 +14,10 @@ from visionattn.cli.memory import (
     free_of_limits,
     free_of_machine,
     largest_fit,
-    lasting,
     memory_there_is,
     sensible,
-    sized,
 )
+from visionattn.cli.tables import lasting, sized
 
 GIB = 2**30
 

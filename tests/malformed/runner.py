@@ -169,7 +169,7 @@ def _become(argv: Sequence[str], folder: Path, place: Path) -> None:
             code = main(argv)
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else int(end.code is not None)
-        except BaseException:  # as Python does with what nobody catches
+        except (Exception, KeyboardInterrupt):  # as Python does with what nobody catches
             traceback.print_exc()
         sys.stdout.flush()
         sys.stderr.flush()

@@ -3,7 +3,6 @@
 This module reads what Linux and the driver say. It knows nothing of models and images.
 """
 
-import math
 import re
 import sys
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from pathlib import Path
 import torch
 
 from visionattn.cli.ends import DoesNotFit
+from visionattn.cli.tables import sized
 
 MARGIN = 1.2
 """An estimate is right within this factor: what is expected to take more than so many times the
@@ -162,22 +162,3 @@ def check_fits(expected: int | None, there: int | None, what: str, way_out: Call
             f"{what} would take about {sized(expected)} of memory, and there are {sized(there)}; "
             f"{way_out()}"
         )
-
-
-def sized(count: float) -> str:
-    """Write bytes for people: ``812 MiB``, ``1.4 GiB``."""
-    if count < 1000 * 2**20:
-        return f"{count / 2**20:.0f} MiB"
-    return f"{count / 2**30:.{1 if count < 100 * 2**30 else 0}f} GiB"
-
-
-def lasting(seconds: float) -> str:
-    """Write a time for people: ``0.42 s``, ``8 min 20 s``, ``3 h 5 min``."""
-    if seconds < 60:
-        digits = 0 if seconds >= 9.5 else 1 - math.floor(math.log10(max(seconds, 1e-4)))
-        return f"{seconds:.{min(4, digits)}f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest} s"
-    hours, minutes = divmod(round(minutes + rest / 60), 60)
-    return f"{hours} h {minutes} min"

@@ -12,6 +12,7 @@ from typing import TextIO, TypeVar
 from torch import Tensor, nn
 
 from visionattn.cli.interruption import undone_at_end
+from visionattn.cli.tables import lasting
 
 Item = TypeVar("Item")
 QUIET_SECONDS = 5.0
@@ -92,7 +93,7 @@ class Progress:
             self._told = now
             left = self.total - self._before - came
             parts = [f"{self.done} of {self.total} {self.unit}", words]
-            parts.append(f"{duration(left / speed)} left" if speed else "")
+            parts.append(f"{lasting(left / speed)} left" if speed else "")
             begin = f"{self.what}: " if self.what else ""
             print(begin + ", ".join(filter(None, parts)), file=self.stream, flush=True)
 
@@ -137,13 +138,6 @@ class Progress:
         finally:
             for handle in handles:
                 handle.remove()
-
-
-def duration(seconds: float) -> str:
-    """Return a time for people: ``40 s``, ``12 min``, ``3.5 h``."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 class ProgressBar:

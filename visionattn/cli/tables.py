@@ -7,6 +7,7 @@ such a text gets an apostrophe before it, as spreadsheets mark text, and ``read_
 import csv
 import io
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from types import SimpleNamespace
@@ -24,6 +25,25 @@ def duration(seconds: float) -> str:
         if seconds * factor >= 1:
             return f"{seconds * factor:.3g} {unit}"
     return f"{seconds * 1e6:.3g} us"
+
+
+def sized(count: float) -> str:
+    """Write bytes for people: ``812 MiB``, ``1.4 GiB``."""
+    if count < 1000 * 2**20:
+        return f"{count / 2**20:.0f} MiB"
+    return f"{count / 2**30:.{1 if count < 100 * 2**30 else 0}f} GiB"
+
+
+def lasting(seconds: float) -> str:
+    """Write a time for people: ``0.42 s``, ``8 min 20 s``, ``3 h 5 min``."""
+    if seconds < 60:
+        digits = 0 if seconds >= 9.5 else 1 - math.floor(math.log10(max(seconds, 1e-4)))
+        return f"{seconds:.{min(4, digits)}f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    hours, minutes = divmod(round(minutes + rest / 60), 60)
+    return f"{hours} h {minutes} min"
 
 
 def mebibytes(count: int | None) -> str | None:

@@ -85,6 +85,7 @@ def check_data(config: DataConfig) -> None:
 
 
 def check_size(config: DataConfig, size: int) -> None:
+    """Raise ValueError where images are drawn and ``size`` pixels are too few for what is drawn."""
     if config.name == "documents" and size < SMALLEST_SIZE_PX:
         raise ValueError(
             f"documents of {size} pixels are too small for their marks; wanted {SMALLEST_SIZE_PX} "
@@ -98,6 +99,7 @@ def check_size(config: DataConfig, size: int) -> None:
 
 
 def allow_augment(config: DataConfig, *allowed: str) -> None:
+    """Raise ValueError for an augmentation that is not made for this data set."""
     if config.augment not in ("none", *allowed):
         raise ValueError(
             f"augment {config.augment} is not made for {config.name}; choose "

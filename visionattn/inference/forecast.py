@@ -17,12 +17,11 @@ from visionattn.cli.memory import (
     SHARE,
     check_fits,
     largest_fit,
-    lasting,
     memory_there_is,
     sensible,
-    sized,
     taken_bytes,
 )
+from visionattn.cli.tables import lasting, sized
 from visionattn.data.buckets import canvases, cell_px
 from visionattn.data.formats import DAMAGED_IMAGE, read_size
 from visionattn.data.geometry import Size
@@ -32,6 +31,7 @@ from visionattn.inference.running import Compute
 from visionattn.models.filled import takes_sizes
 from visionattn.training.build import fixed_size
 from visionattn.training.evaluate import autocast
+from visionattn.training.forecast import images_of
 from visionattn.training.passes import Passes
 
 FEW_PIXELS = 1 << 20
@@ -111,23 +111,41 @@ def outlook(
     each = trial_seconds(opened, compute, (rows, columns), amp, clock)
     computing = None if each is None else each * total / (rows * columns)
     reading = reading_seconds(images, start, clock) * count
-    cell = cell_px(opened.geometry)
-    low = seen[pixels.argmin()].tolist()
-    of = f"{rows} x {columns} px, {rows * columns // cell}"
-    if low != [rows, columns]:
-        of = f"{low[0]} x {low[1]} to {rows} x {columns} px, {math.prod(low) // cell} to "
-        of += str(rows * columns // cell)
-    there = "" if memory.there_bytes is None else f", {sized(memory.there_bytes)} there"
-    parts = [f"{count} images of {of} patches"]
-    parts.append(
-        "memory: not known beforehand for this model"
-        if needed is None
-        else f"memory: {sized(needed)} expected{there}"
-    )
+    seconds = None
     if computing is not None:
         seconds = max(computing, reading / workers) if workers else computing + reading
+    line = describe(seen, count, cell_px(opened.geometry), needed, memory.there_bytes, seconds)
+    return Outlook(number, (*lines, line))
+
+
+def describe(
+    seen: np.ndarray,
+    count: int,
+    cell: int,
+    needed: int | None,
+    there: int | None,
+    seconds: float | None,
+) -> str:
+    """Put what a run will take into a line.
+
+    Args:
+        seen: sizes at which the model sees images, ``[n, 2]``.
+        count: how many images there are.
+        cell: pixels of a patch.
+        needed: bytes that a run takes; None where nobody can tell.
+        there: bytes that there are; likewise.
+        seconds: of all images; None where nothing was tried.
+    """
+    beside = "" if there is None else f", {sized(there)} there"
+    memory = (
+        "memory: not known beforehand for this model"
+        if needed is None
+        else f"memory: {sized(needed)} expected{beside}"
+    )
+    parts = [images_of(seen, count, cell), memory]
+    if seconds is not None:
         parts.append(f"{lasting(seconds / count)} per image, {lasting(seconds)} in all")
-    return Outlook(number, (*lines, "; ".join(parts)))
+    return "; ".join(parts)
 
 
 def batch_for(

@@ -12,6 +12,7 @@ from visionattn.ops.position.kinds import Flat, Joint, RelativePosition, tables_
 
 
 def check_device(name: str, x: Tensor, device: torch.device, wanted: str = "q") -> None:
+    """Raise ValueError where a tensor is not on the device of the one that ``wanted`` names."""
     if x.device != device:
         raise ValueError(f"{wanted} is on {device}, {name} on {x.device}; move them to one device")
 

@@ -248,7 +248,8 @@ def run(
                 raise
             if not trainer.processes.agreed(error):  # the others are elsewhere
                 raise ValueError(f"{error}; {states.kept()}") from error
-            trainer.save(record)
+            with interruption.changing():
+                trainer.save(record)
             raise trainer.processes.agree(ValueError(f"{error}; {states.kept()}")) from error
 
 

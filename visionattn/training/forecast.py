@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from visionattn.cli.memory import lasting
+from visionattn.cli.tables import lasting
 from visionattn.data.buckets import cell_px
 from visionattn.training.memory import Expected, known, largest_shape, share_of
 from visionattn.training.trainer import Trainer
@@ -77,7 +77,7 @@ def forecast(trainer: Trainer, memory: Expected) -> Forecast | None:
     per_step = float(np.median(seconds_at(trials, own))) * trainer.config.optim.accumulate
     whole_part = part.shape in tried
     return Forecast(
-        seen(shapes, len(trainer.splits.train), cell_px(trainer.geometry)),
+        images_of(shapes[:, 1:], len(trainer.splits.train), cell_px(trainer.geometry)),
         memory,
         per_step,
         seconds,
@@ -128,10 +128,12 @@ def epoch_seconds(
     return max(computing, loading / min(workers, cores), shared)
 
 
-def seen(shapes: np.ndarray, count: int, cell: int) -> str:
-    """Say how many images there are, and at which sizes and patches the model sees them."""
-    pixels = shapes[:, 1:].prod(1)
-    low, high = shapes[pixels.argmin(), 1:].tolist(), shapes[pixels.argmax(), 1:].tolist()
+def images_of(sizes: np.ndarray, count: int, cell: int) -> str:
+    """Say how many images there are, and at which sizes ``[n, 2]`` the model sees them, with
+    patches of ``cell`` pixels.
+    """
+    pixels = sizes.prod(1)
+    low, high = (sizes[at].tolist() for at in (pixels.argmin(), pixels.argmax()))
     patches = [rows * columns // cell for rows, columns in (low, high)]
     size, number = f"{high[0]} x {high[1]} px", str(patches[1])
     if low != high:

@@ -19,9 +19,9 @@ from visionattn.cli.memory import (
     largest_fit,
     memory_there_is,
     sensible,
-    sized,
     taken_bytes,
 )
+from visionattn.cli.tables import sized
 from visionattn.data.buckets import cell_px
 from visionattn.data.config import DataConfig
 from visionattn.data.geometry import Geometry, Size

@@ -7,6 +7,7 @@ import errno
 import importlib
 import os
 import stat
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import BinaryIO
 
@@ -93,15 +94,15 @@ def _open(source: Openable, page: int | None) -> Reader:
 
 def _open_file(file: BinaryIO, page: int | None) -> Reader:
     """Open an image by its first bytes; the file is closed where that fails."""
-    try:
+    with ExitStack() as failed:
+        failed.callback(file.close)
         file.seek(0)
         start = file.read(16)
         file.seek(0)
         known = (row for row in TABLE if any(start.startswith(each) for each in row.starts))
-        return _module(next(known, TABLE[-1])).open_reader(file, page)
-    except BaseException:
-        file.close()
-        raise
+        reader = _module(next(known, TABLE[-1])).open_reader(file, page)
+        failed.pop_all()
+    return reader
 
 
 def _by_path(path: str | os.PathLike) -> Format | None:

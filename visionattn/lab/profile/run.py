@@ -12,9 +12,9 @@ import torch
 from visionattn.cli.ends import Failed, OutOfMemory, is_out_of_memory
 from visionattn.cli.files import write_text, write_whole
 from visionattn.cli.parsing import parse
-from visionattn.cli.progress import Progress, duration
+from visionattn.cli.progress import Progress
 from visionattn.cli.provenance import provenance_of, summary
-from visionattn.cli.tables import Record, csv_text, heading, line
+from visionattn.cli.tables import Record, csv_text, heading, lasting, line
 from visionattn.lab.cases import Case, check_sizes
 from visionattn.lab.drawing import png
 from visionattn.lab.figures import memory_of
@@ -157,8 +157,8 @@ class Profile:
         for case, expected in expected_seconds(cases, self.device, self.try_one):
             seconds += expected
             row = Row(case, self.shapes[case.name].tokens(case.size))
-            self.show(line([*cells_of(row, None)[:7], duration(expected)]))
-        self.show(f"\n{len(cases)} cells, {duration(seconds)} in all; nothing is measured yet")
+            self.show(line([*cells_of(row, None)[:7], lasting(expected)]))
+        self.show(f"\n{len(cases)} cells, {lasting(seconds)} in all; nothing is measured yet")
 
     def try_one(self, case: Case) -> None:
         """Measure a small case for the time that it takes."""

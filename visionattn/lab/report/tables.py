@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from visionattn.cli.tables import lasting
 from visionattn.lab.charts import Look
 from visionattn.lab.figures import MIB, accuracy_column, deviation, looks_of, name_of
 from visionattn.lab.report.origin import NAMES, gibibytes, values_of, varied
@@ -79,7 +80,7 @@ def results(runs: Sequence[Run]) -> Table:
                 accuracy_cell(validated, i, ""),
                 Cell(f"{best:.0f}" + (f" of {epochs}" if epochs else "") if best else "", True),
                 Cell(f"{run.parameters:,}" if run.parameters is not None else "", True),
-                Cell(duration(seconds) if seconds is not None else "", True),
+                Cell(lasting(seconds) if seconds is not None else "", True),
                 Cell(f"{speed:,.0f}" if speed is not None else "", True),
                 Cell(str(run.setting("model", "name") or "")),
             ]
@@ -101,14 +102,6 @@ def share_of(result: dict[str, Any], key: str) -> str:
     """Say of how many images an accuracy is."""
     images = number(result.get(key))
     return "" if images is None else f"of {images:,.0f} images"
-
-
-def duration(seconds: float) -> str:
-    """Return seconds as people say them."""
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def settings(runs: Sequence[Run]) -> Table:

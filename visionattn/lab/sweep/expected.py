@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from visionattn.cli.ends import OutOfMemory, in_one_line
-from visionattn.cli.progress import duration
-from visionattn.cli.tables import heading, line
+from visionattn.cli.tables import heading, lasting, line
 from visionattn.lab.sweep.cells import config_of
 from visionattn.lab.sweep.grid import Cell, Network, Plan
 from visionattn.training.config import TrainConfig
@@ -31,12 +30,12 @@ def list_cells(plan: Plan, cells: Sequence[Cell], jobs: int, say: Callable[[str]
         if cell.network not in known:
             known[cell.network] = expected_seconds(config_of(plan, cell, Path()))
         found = known[cell.network]
-        told = ["-", found] if isinstance(found, str) else [duration(found), ""]
+        told = ["-", found] if isinstance(found, str) else [lasting(found), ""]
         say(line([cell.name, *told]))
     seconds = sum(each for cell in cells if not isinstance(each := known[cell.network], str))
     share = f", {jobs} at a time" if jobs > 1 else ""
     say(
-        f"\n{len(cells)} trainings of together {duration(seconds)}{share}, besides measurements; "
+        f"\n{len(cells)} trainings of together {lasting(seconds)}{share}, besides measurements; "
         "nothing is trained yet"
     )
 
