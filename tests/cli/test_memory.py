@@ -132,7 +132,7 @@ def test_numbers_are_written_for_people():
         "1.3 s",
         "10 s",
         "59 s",
-        "1 min 0 s",
+        "1 min",
         "8 min 20 s",
         "2 h 1 min",
     ]

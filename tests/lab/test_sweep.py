@@ -189,9 +189,9 @@ def test_a_dry_run_lists_what_is_left_with_its_time_and_trains_nothing(tmp_path,
     flags = ("--attention", "softmax", "--seeds", "0", "3", "--dry_run", "true", "--heads")
     printed = fakes(*flags, "2", "8")
     assert [list(row.values()) for row in markdown_tables(printed)[0]] == [
-        ["softmax_h2_32px_seed0", "60 s", ""],
+        ["softmax_h2_32px_seed0", "1 min", ""],
         ["softmax_h8_32px_seed0", "-", "too little memory"],
-        ["softmax_h2_32px_seed3", "60 s", ""],
+        ["softmax_h2_32px_seed3", "1 min", ""],
         ["softmax_h8_32px_seed3", "-", "too little memory"],
     ]
     assert printed.splitlines()[-1].startswith("4 trainings of together 2 min, besides")

@@ -337,7 +337,7 @@ def test_a_line_says_what_was_tried_where_that_was_less_than_a_step():
     )
     assert told.line() == (
         "3 images; memory: 2 MiB expected, 1 MiB there, which may not do; 1 min 1 s per step (1 of "
-        "4 images tried), 2 h 0 min per epoch, most of it for loading images, 4 h 0 min in all"
+        "4 images tried), 2 h per epoch, most of it for loading images, 4 h in all"
     )
 
 

@@ -35,15 +35,14 @@ def sized(count: float) -> str:
 
 
 def lasting(seconds: float) -> str:
-    """Write a time for people: ``0.42 s``, ``8 min 20 s``, ``3 h 5 min``."""
-    if seconds < 60:
+    """Write a time for people: ``0.42 s``, ``8 min 20 s``, ``3 h``."""
+    if seconds < 59.5:
         digits = 0 if seconds >= 9.5 else 1 - math.floor(math.log10(max(seconds, 1e-4)))
         return f"{seconds:.{min(4, digits)}f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest} s"
-    hours, minutes = divmod(round(minutes + rest / 60), 60)
-    return f"{hours} h {minutes} min"
+    (high, low), (whole, part) = divmod(round(seconds), 60), ("min", "s")
+    if high >= 60:
+        (high, low), (whole, part) = divmod(round(seconds / 60), 60), ("h", "min")
+    return f"{high} {whole} {low} {part}" if low else f"{high} {whole}"
 
 
 def mebibytes(count: int | None) -> str | None:
