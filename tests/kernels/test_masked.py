@@ -1,6 +1,4 @@
-"""What masked keys hold, NaN and inf too, changes nothing in kernels, and their gradients are 0; of
-bidirectional kernelized attention their values have to be finite.
-"""
+"""What masked keys hold, NaN and inf too, changes nothing in kernels, and their gradients are 0."""
 
 import numpy as np
 import pytest
@@ -12,6 +10,8 @@ from visionattn.ops import kernelized_attention, taylorshift_attention
 pytest.importorskip("triton", reason="GPU kernels need Triton")
 poisoned = pytest.fixture(autouse=True)(poisoned_memory)
 ATTENTIONS = {
+    "kernelized elu1": (kernelized_attention, {}),
+    "kernelized relu": (kernelized_attention, {"feature_map": "relu"}),
     "kernelized causal": (kernelized_attention, {"causal": True}),
     "taylorshift direct": (taylorshift_attention, {"form": "direct"}),
     "taylorshift efficient": (taylorshift_attention, {"form": "efficient"}),

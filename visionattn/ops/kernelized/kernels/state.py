@@ -65,8 +65,8 @@ def state_of_segment(
 ):
     """Sum ``phi(k) v^T`` and ``phi(k)`` over one segment of the keys of one head, times ``scale``.
 
-    The features of masked keys become 0; their values stay, and have to be finite. A left operand
-    is best as it was loaded, and loading it by the mask would hold up the pipeline.
+    The features of masked keys become 0. Their values, which may hold NaN, are read as 0: a left
+    operand is best as it was loaded, and a step waits for the mask once wherever that is used.
     """
     i_segment, i_group = i_program % segments, i_program // segments
     i_batch, i_head = i_group // heads, i_group % heads
@@ -81,11 +81,11 @@ def state_of_segment(
         o_n = start + tl.arange(0, BLOCK_N)
         m_n = o_n < last
         b_k = read(p_k, o_n, k_token, o_d, m_n, D, True)  # [N, D]
-        b_v = read(p_v, o_n, v_token, o_e, m_n, E, True)  # [N, E]
         if MASKED:
             m_n = m_n & (
                 tl.load(p_present + i_batch.to(tl.int64) * tokens + o_n, mask=m_n, other=0) != 0
             )
+        b_v = read(p_v, o_n, v_token, o_e, m_n, E, True)  # [N, E]
         b_left = tl.trans(b_v)
         # phi(0) may be 1: features past the segment, the width and the mask are set to 0.
         m_k = m_n[:, None] & (o_d < D)[None, :]
