@@ -4,13 +4,20 @@ read.
 
 import sys
 import tracemalloc
+import zlib
 
 import numpy as np
 import pytest
 
 from tests.helpers.geometry import square
 from visionattn.data.config import DataConfig
-from visionattn.data.embedded import CanvasDataset, Digits, digit_splits, draw_canvas
+from visionattn.data.embedded import (
+    CanvasDataset,
+    CanvasTask,
+    Digits,
+    digit_splits,
+    draw_canvas,
+)
 from visionattn.data.splits import SampleKey, build_splits, eval_batches
 
 SIZES = [(96, 96), (128, 128), (104, 176), (384, 384)]
@@ -231,3 +238,82 @@ def test_a_canvas_takes_few_calls_and_three_bytes_a_pixel(px, most_calls):
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert most < 3 * px * px
+
+
+@pytest.mark.parametrize("count", [0, 4, 16])
+def test_a_number_of_distractors_holds_on_canvases_of_any_size(count):
+    data = CanvasDataset(
+        digit_splits(0.1, 5)["test"], "test", 40, 5, task=CanvasTask(distractors=count)
+    )
+    for size in (128, 256, 384):
+        found = {len(data.canvas(index, 0, size, size).distractors) for index in range(20)}
+        assert found == {count}
+    # On a small canvas the digit stays free, and fragments overlap or are left out.
+    for index in range(20):
+        canvas = data.canvas(index, 0, 48, 48)
+        assert len(canvas.distractors) <= count
+        assert all(overlap(canvas.digit, box) == 0 for box in canvas.distractors)
+
+
+def test_smaller_digits_are_of_the_sides_asked_for_on_canvases_that_may_be_smaller():
+    task = CanvasTask(digit_px=(12, 20))
+    assert (task.smallest_px, CanvasTask().smallest_px) == (24, 48)
+    data = CanvasDataset(digit_splits(0.1, 5)["test"], "test", 200, 5, task=task)
+    drawn = [data.canvas(index, 0, 128, 128) for index in range(200)]
+    assert {canvas.digit.height for canvas in drawn} == set(range(12, 21))
+    assert max(max(sides(box)) for canvas in drawn for box in canvas.distractors) == 20
+    assert data.canvas(0, 0, 24, 24).image.shape == (24, 24, 1)
+
+
+def test_of_two_whole_digits_the_larger_counts():
+    """Digits of one grey level each: the brightness of a box tells which digit is in it."""
+    images = np.zeros((3, 8, 8), np.uint8)
+    images[:, 1:7, 1:7] = np.array([90, 90, 255])[:, None, None]
+    digits, task = Digits(images, np.array([4, 4, 9])), CanvasTask(distractors=0, whole_digits=2)
+    seen = set()
+    for seed in range(60):
+        canvas = draw_canvas(
+            digits, 2, 128, 128, np.random.default_rng(seed), vary=False, task=task
+        )
+        [second] = canvas.distractors
+        assert canvas.label == 9 and second.height == second.width
+        assert 16 <= second.height <= 0.8 * canvas.digit.height <= 32
+        assert overlap(second, canvas.digit) == 0
+        middle = canvas.image[second.top + second.height // 2, second.left + second.width // 2, 0]
+        assert middle < 56 + 38 + 0.7 * 90 + 10
+        seen.add(canvas.digit.height)
+    assert min(seen) < 24 and max(seen) > 36
+
+
+def test_a_task_as_it_was_draws_the_canvases_that_it_drew():
+    """Recorded before there were other tasks: figures of models rest on these canvases."""
+    data = CanvasDataset(digit_splits(0.1, 0)["test"], "test", 400, seed=0)
+    found = [zlib.crc32(data.canvas(index, 0, 128, 96).image.tobytes()) for index in (0, 7)]
+    assert found == [1282170199, 3176111324]
+
+
+@pytest.mark.parametrize(
+    ("values", "line"),
+    [
+        (dict(distractors=-1), "data.distractors must be at least 0, got -1"),
+        (dict(whole_digits=3), "data.whole_digits must be 1 or 2, got 3"),
+        (dict(digit_px=[16]), "data.digit_px wants the smallest and the largest side"),
+        (dict(digit_px=[20, 12]), "8 pixels or more, got"),
+        (dict(digit_px=[4, 12]), "8 pixels or more, got"),
+        (dict(digit_px=[20, 24], whole_digits=2), "1.25 times as large or more"),
+        (dict(digit_px=[16, 200]), "canvas of 128 pixels is too small for its digits; wanted 240"),
+        (dict(name="digits", distractors=4), "distractors is for canvas alone, not for digits"),
+        (dict(name="documents", whole_digits=2), "whole_digits is for canvas alone"),
+    ],
+)
+def test_tasks_out_of_range_are_refused_in_one_line(values, line):
+    with pytest.raises(ValueError, match=line) as error:
+        build_splits(DataConfig(**{"name": "canvas"} | values), seed=5)
+    assert "\n" not in str(error.value)
+
+
+def test_the_splits_have_the_task_that_the_options_name():
+    config = DataConfig(name="canvas", distractors=3, digit_px=[12, 30], whole_digits=2)
+    splits = build_splits(config, seed=5)
+    for part in (splits.train, splits.validation, splits.test):
+        assert part.task == CanvasTask(3, (12, 30), 2)

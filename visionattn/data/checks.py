@@ -3,11 +3,12 @@
 ``ranges.py`` checks what values alone can be wrong, and ``presets.py`` those of augmentation.
 """
 
+import math
 from dataclasses import replace
 
 from visionattn.data.config import AugmentConfig, DataConfig
 from visionattn.data.documents import SMALLEST_SIZE_PX
-from visionattn.data.embedded import SMALLEST_CANVAS_PX
+from visionattn.data.embedded import LARGER, USUAL, CanvasTask
 from visionattn.data.formats import check_reading
 from visionattn.data.geometry import check_geometry, sides
 from visionattn.data.ranges import check_ranges
@@ -53,6 +54,8 @@ def resolved(config: DataConfig) -> DataConfig:
 def check_data(config: DataConfig) -> None:
     """Check the values and what depends on the data set's name."""
     check_ranges(config)
+    if config.name == "canvas":
+        canvas_task(config)
     for size in (config.img_size, *(config.img_size_choices or ())):
         if size is not None:
             check_size(config, min(sides(size)))
@@ -76,12 +79,39 @@ def check_data(config: DataConfig) -> None:
         )
     if config.download and not config.name.startswith("cifar10"):
         raise ValueError(f"{config.name} cannot be downloaded; leave download out")
+    for key in ("distractors", "digit_px", "whole_digits"):
+        if config.name != "canvas" and getattr(config, key) != getattr(DataConfig(), key):
+            raise ValueError(f"{key} is for canvas alone, not for {config.name}; leave it out")
     for key in ("train_images", "eval_images"):
         if config.name not in DRAWN and getattr(config, key) != getattr(DataConfig(), key):
             raise ValueError(
                 f"{key} is for {' and '.join(sorted(DRAWN))} alone, {config.name} has the images "
                 "it has; leave it out"
             )
+
+
+def canvas_task(config: DataConfig) -> CanvasTask:
+    """Return how hard the canvases are that the user asked for.
+
+    Raises:
+        ValueError: a number is out of range.
+    """
+    if config.distractors is not None and config.distractors < 0:
+        raise ValueError(f"data.distractors must be at least 0, got {config.distractors}")
+    if config.whole_digits not in (1, 2):
+        raise ValueError(f"data.whole_digits must be 1 or 2, got {config.whole_digits}")
+    given = USUAL.digit_px if config.digit_px is None else config.digit_px
+    if len(given) != 2 or not 8 <= given[0] <= given[1]:
+        raise ValueError(
+            "data.digit_px wants the smallest and the largest side of digits, 8 pixels or more, "
+            f"got {given}"
+        )
+    if config.whole_digits == 2 and given[1] < math.ceil(LARGER * given[0]):
+        raise ValueError(
+            f"data.digit_px {given[0]} {given[1]}: of two whole digits the larger is {LARGER} "
+            "times as large or more; wanted a wider range"
+        )
+    return CanvasTask(config.distractors, (given[0], given[1]), config.whole_digits)
 
 
 def check_size(config: DataConfig, size: int) -> None:
@@ -91,10 +121,9 @@ def check_size(config: DataConfig, size: int) -> None:
             f"documents of {size} pixels are too small for their marks; wanted {SMALLEST_SIZE_PX} "
             "or more"
         )
-    if config.name == "canvas" and size < SMALLEST_CANVAS_PX:
+    if config.name == "canvas" and size < (smallest := canvas_task(config).smallest_px):
         raise ValueError(
-            f"canvas of {size} pixels is too small for its digits; wanted {SMALLEST_CANVAS_PX} or "
-            "more"
+            f"canvas of {size} pixels is too small for its digits; wanted {smallest} or more"
         )
 
 

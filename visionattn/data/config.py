@@ -102,6 +102,16 @@ class DataConfig:
     """``canvas`` and ``documents`` alone: images of the validation split and of the test split,
     each.
     """
+    distractors: int | None = None
+    """``canvas`` alone: fragments of digits on every canvas, as far as there is room. None: 4 per
+    128 x 128 pixels, so that a larger canvas is a harder one too.
+    """
+    digit_px: list[int] | None = None
+    """``canvas`` alone: smallest and largest side of digits and fragments, in pixels. None: 16 and
+    40.
+    """
+    whole_digits: int = 1
+    """``canvas`` alone: 1, or 2, of which the larger counts."""
     num_classes: int | None = None
     """``wds/...`` alone, and required there: how many classes there are."""
     download: bool = False

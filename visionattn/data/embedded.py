@@ -17,10 +17,11 @@ from visionattn.data.batches import Item, SampleKey
 from visionattn.data.geometry import Box
 from visionattn.data.images import see_array
 
-DIGIT_PX = (16, 40)
-"""Smallest and largest side of a digit on a canvas, in pixels."""
 DISTRACTORS_PER_PX = 4 / 128**2
-SMALLEST_CANVAS_PX = 48
+LARGER = 1.25
+"""Least side of the digit that counts, over that of a second whole one."""
+ROOM = 1.2
+"""Least side of a canvas, over that of its largest digit."""
 
 _TEST_SPLIT_SEED = 20
 _TEST_SHARE = 0.2
@@ -32,6 +33,25 @@ _WARP_LOW, _WARP_HIGH = np.array((-12, -0.15, 0.88)), np.array((12, 0.15, 1.06))
 Split = Literal["train", "validation", "test"]
 
 
+class CanvasTask(NamedTuple):
+    """How hard canvases are to read."""
+
+    distractors: int | None = None
+    """Fragments on every canvas; None: 4 per 128 x 128 pixels, on any canvas."""
+    digit_px: tuple[int, int] = (16, 40)
+    """Smallest and largest side of digits and fragments, in pixels."""
+    whole_digits: int = 1
+    """1, or 2: a second whole digit of another class, whose side is at most 0.8 of the first's."""
+
+    @property
+    def smallest_px(self) -> int:
+        """The least side of a canvas, in pixels."""
+        return math.ceil(ROOM * self.digit_px[1])
+
+
+USUAL = CanvasTask()
+
+
 class Canvas(NamedTuple):
     """A drawn canvas and where its parts lie."""
 
@@ -40,6 +60,7 @@ class Canvas(NamedTuple):
     label: int
     digit: Box
     distractors: list[Box]
+    """Of the second whole digit first, where there is one, then of the fragments."""
 
 
 @dataclass(frozen=True)
@@ -158,22 +179,31 @@ def _add(image: np.ndarray, box: Box, glyph: np.ndarray, contrast: float) -> Non
 
 
 def draw_canvas(
-    digits: Digits, index: int, height: int, width: int, rng: np.random.Generator, *, vary: bool
+    digits: Digits,
+    index: int,
+    height: int,
+    width: int,
+    rng: np.random.Generator,
+    *,
+    vary: bool,
+    task: CanvasTask = USUAL,
 ) -> Canvas:
     """Paste digit ``index`` whole, and fragments of other digits, on noisy grey.
 
-    The whole digit and the fragments are enlarged to a side drawn from ``DIGIT_PX``, whatever the
-    size of the canvas. Nothing overlaps the whole digit. Fragments overlap each other only where 40
-    draws found no room, and one that cannot be placed even so is left out (on canvases below 96
-    pixels). The side of the whole digit and its looks are drawn first, so that a generator in the
-    same state gives the same digit on a canvas of another size.
+    The whole digit and the fragments are enlarged to a side drawn from ``task.digit_px``, whatever
+    the size of the canvas. Nothing overlaps the whole digit. Fragments overlap each other only
+    where 40 draws found no room, and one that cannot be placed even so is left out (on canvases
+    below 96 pixels, if there are four on 128). The side of the whole digit and its looks are drawn
+    first, so that a generator in the same state gives the same digit on a canvas of another size.
+    A second whole digit is left out where there is no room for it.
 
     Args:
         digits: where the digit and the fragments come from.
         index: which digit is the whole one.
-        height, width: size of the canvas in pixels, at least ``SMALLEST_CANVAS_PX`` each.
+        height, width: size of the canvas in pixels, at least ``task.smallest_px`` each.
         rng: the source of all randomness.
         vary: rotate, shear and scale the digits slightly (training).
+        task: how many fragments of which size there are, and how many whole digits.
 
     Returns:
         ``Canvas``: image, label and the boxes of the parts.
@@ -181,10 +211,11 @@ def draw_canvas(
     Raises:
         ValueError: the canvas is too small.
     """
-    if min(height, width) < SMALLEST_CANVAS_PX:
+    smallest, largest = task.digit_px
+    if min(height, width) < task.smallest_px:
         raise ValueError(
-            f"canvas of {height} x {width} pixels is too small for digits of up to {DIGIT_PX[1]}; "
-            f"use at least {SMALLEST_CANVAS_PX} pixels"
+            f"canvas of {height} x {width} pixels is too small for digits of up to {largest}; "
+            f"use at least {task.smallest_px} pixels"
         )
 
     def warp():
@@ -193,7 +224,8 @@ def draw_canvas(
         return tuple((_WARP_LOW + (_WARP_HIGH - _WARP_LOW) * rng.random(3)).tolist())
 
     # Everything that concerns the digit is drawn before anything that depends on the canvas.
-    size_px = int(rng.integers(DIGIT_PX[0], DIGIT_PX[1] + 1))
+    least = smallest if task.whole_digits == 1 else math.ceil(LARGER * smallest)
+    size_px = int(rng.integers(least, largest + 1))
     contrast, grey = rng.uniform(0.5, 0.7), int(rng.integers(24, 57))
     glyph = _glyph(digits.images[index], size_px, warp())
 
@@ -203,15 +235,26 @@ def draw_canvas(
     taken = np.zeros((-(-height // _CELL_PX), -(-width // _CELL_PX)), bool)
     digit_box = _place(rng, (height, width), glyph.shape, taken)
     _add(image, digit_box, glyph, contrast)
-    only_digit = taken.copy()
-
-    # Fragments of other digits, never of this one, and as many per pixel on any canvas.
     distractors = []
-    others = rng.integers(len(digits.labels) - 1, size=round(height * width * DISTRACTORS_PER_PX))
+    if task.whole_digits == 2:
+        second = rng.choice(np.flatnonzero(digits.labels != digits.labels[index]))
+        side = int(rng.integers(smallest, int(size_px / LARGER) + 1))
+        glyph = _glyph(digits.images[second], side, warp())
+        box = _place(rng, (height, width), glyph.shape, taken)
+        if box is not None:
+            _add(image, box, glyph, rng.uniform(0.5, 0.7))
+            distractors.append(box)
+    only_digits = taken.copy()
+
+    # Fragments of other digits, never of this one.
+    count = task.distractors
+    if count is None:
+        count = round(height * width * DISTRACTORS_PER_PX)
+    others = rng.integers(len(digits.labels) - 1, size=count)
     for other in others + (others >= index):
-        side = int(rng.integers(DIGIT_PX[0], DIGIT_PX[1] + 1))
+        side = int(rng.integers(smallest, largest + 1))
         fragment = _fragment(_glyph(digits.images[other], side, warp()), rng)
-        box = _place(rng, (height, width), fragment.shape, taken, only_digit)
+        box = _place(rng, (height, width), fragment.shape, taken, only_digits)
         if box is not None:
             _add(image, box, fragment, rng.uniform(0.5, 0.7))
             distractors.append(box)
@@ -224,10 +267,19 @@ class CanvasDataset(Dataset):
     Evaluation takes epoch 0 and goes through the digits in turn; training draws the digit.
     """
 
-    def __init__(self, digits: Digits, split: Split, length: int, seed: int, *, vary: bool = False):
+    def __init__(
+        self,
+        digits: Digits,
+        split: Split,
+        length: int,
+        seed: int,
+        *,
+        vary: bool = False,
+        task: CanvasTask = USUAL,
+    ):
         self.digits, self.split = digits, split
         self.length, self.seed = length, seed
-        self.vary = vary
+        self.vary, self.task = vary, task
 
     def __len__(self):
         return self.length
@@ -238,7 +290,7 @@ class CanvasDataset(Dataset):
         rng = np.random.Generator(np.random.SFC64(entropy))
         count = len(self.digits.labels)
         digit = int(rng.integers(count)) if self.split == "train" else index % count
-        return draw_canvas(self.digits, digit, height, width, rng, vary=self.vary)
+        return draw_canvas(self.digits, digit, height, width, rng, vary=self.vary, task=self.task)
 
     def __getitem__(self, key: SampleKey) -> Item:
         canvas = self.canvas(key.index, key.epoch, *key.geometry.img_size)

@@ -15,7 +15,13 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch.utils.data import Dataset
 
 from visionattn.data.batches import EvalBatches, SampleKey, TrainBatches
-from visionattn.data.checks import allow_augment, check_data, check_size, resolved
+from visionattn.data.checks import (
+    allow_augment,
+    canvas_task,
+    check_data,
+    check_size,
+    resolved,
+)
 from visionattn.data.config import AugmentConfig, DataConfig
 from visionattn.data.documents import CLASS_NAMES, DocumentsDataset
 from visionattn.data.embedded import (
@@ -187,13 +193,12 @@ def _build_digits(config: DataConfig, seed: int) -> Splits:
 
 def _build_canvas(config: DataConfig, seed: int) -> Splits:
     allow_augment(config, "light")
-    parts = digit_splits(config.val_fraction, seed)
+    parts, task = digit_splits(config.val_fraction, seed), canvas_task(config)
+    vary = config.augment == "light"
     return Splits(
-        CanvasDataset(
-            parts["train"], "train", config.train_images, seed, vary=config.augment == "light"
-        ),
-        CanvasDataset(parts["validation"], "validation", config.eval_images, seed),
-        CanvasDataset(parts["test"], "test", config.eval_images, seed),
+        CanvasDataset(parts["train"], "train", config.train_images, seed, vary=vary, task=task),
+        CanvasDataset(parts["validation"], "validation", config.eval_images, seed, task=task),
+        CanvasDataset(parts["test"], "test", config.eval_images, seed, task=task),
         _digit_spec(config, 0.25, 0.10),
     )
 

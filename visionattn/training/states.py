@@ -40,7 +40,7 @@ QUIET = frozenset(
 
 BINDING = ("seed", "optim.name", "optim.layer_decay")
 BINDING += ("data.name", "data.val_fraction", "data.train_images", "data.eval_images")
-BINDING += ("data.fit",)
+BINDING += ("data.fit", "data.distractors", "data.digit_px", "data.whole_digits")
 """Options that stay, as they say which images are trained and validated on, and what the optimiser
 keeps of each weight.
 """
