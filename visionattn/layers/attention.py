@@ -9,10 +9,12 @@ from timm.layers import LayerNorm
 from timm.models import register_notrace_module
 from torch import Tensor, nn
 
+from visionattn.layers.local import ValueConvolution
 from visionattn.layers.position import RelativeTables
 from visionattn.layout import TokenLayout
 from visionattn.ops.attentions import ATTENTIONS, AttentionKind, check_form, get_attention
 from visionattn.ops.feature_maps import make_feature_map
+from visionattn.ops.local import centred_keys
 
 
 @register_notrace_module
@@ -36,6 +38,9 @@ class Attention(nn.Module):
         random_features: how many features "random" has; None: as many as the head is wide.
         form: "efficient" (linear), "direct" (quadratic), or "auto" for the faster one; they compute
             the same. Softmax has none.
+        value_conv: side of a depth-wise convolution of the values over the grid, 3 or 5 patches,
+            which is added to the output of the operation and starts at zero; None: none.
+        centre_keys: take from each key the mean of the keys of its head.
         qkv_bias, proj_bias: biases of the two projections.
         qk_norm: normalise q and k per head with ``norm_layer``.
         scale_norm: normalise with ``norm_layer`` before the output projection.
@@ -64,6 +69,8 @@ class Attention(nn.Module):
         feature_map: str | None = None,
         random_features: int | None = None,
         form: str = "auto",
+        value_conv: int | None = None,
+        centre_keys: bool = False,
         qkv_bias: bool = False,
         qk_norm: bool = False,
         scale_norm: bool = False,
@@ -100,6 +107,7 @@ class Attention(nn.Module):
             feature_map=feature_map,
             random_features=random_features,
             form=None if form == "auto" else form,
+            centre_keys=centre_keys or None,
         )
         self.attention, self.form = attention, form
         self.kind, self.operation = kind, kind.function
@@ -118,6 +126,8 @@ class Attention(nn.Module):
             options = dict(horizon=3 if horizon is None else horizon, signed=kind.signed)
             options["normalization"] = "sum" if kind.signed else normalization or "mean"
             self.relative = RelativeTables(relative, num_heads, self.head_dim, **options, **dd)
+        self.value_conv = None if value_conv is None else ValueConvolution(dim, value_conv, **dd)
+        self.centre_keys = centre_keys
         self.temperature_init = 4.0 if temperature_init is None else temperature_init
         self.temperature = nn.Parameter(torch.empty(num_heads, **dd)) if kind.temperature else None
         self.attn_drop = nn.Dropout(attn_drop)
@@ -175,11 +185,12 @@ class Attention(nn.Module):
                 time allows no other masks. Masked tokens may hold NaN; gradients of the weights of
                 the projections, which multiply every token, need finite numbers.
             is_causal: each token sees those up to itself; where the attention has a causal form
-                (kernelized attention with "flat" or no relative position, softmax with any).
+                (kernelized attention with "flat" or no relative position, softmax with any), and
+                without ``value_conv`` and ``centre_keys``, by which each sees later ones.
 
         Raises:
-            ValueError: relative position without a known grid, a mask of pairs, causal where there
-                is no such form, or ``fused_attn`` set to False, by which timm's
+            ValueError: relative position or ``value_conv`` without a known grid, a mask of pairs,
+                causal where there is no such form, or ``fused_attn`` set to False, by which timm's
                 ``AttentionExtract`` asks for the weights of all pairs.
         """
         if not self.fused_attn:
@@ -192,6 +203,8 @@ class Attention(nn.Module):
                 f"is_causal=True: attention={self.attention!r} has no causal form; "
                 f"{' and '.join(name for name, kind in ATTENTIONS.items() if kind.causal)} have"
             )
+        if is_causal and (self.value_conv is not None or self.centre_keys):
+            raise ValueError("is_causal=True: value_conv and centre_keys let tokens see later ones")
         batch, tokens, dim = x.shape
         # ``[B, N, 3 D]`` to three views ``[B, h, N, d]``: nothing is copied.
         qkv = (
@@ -203,13 +216,18 @@ class Attention(nn.Module):
         q, k = self.q_norm(q), self.k_norm(k)
         key_mask, options = _key_mask(attn_mask, x), self._options(is_causal)
         options["value_drop"] = self.attn_drop.p if self.training else 0.0
-        # Only relative position asks where the tokens lie, and takes absent ones from the layout.
+        # Relative position takes absent tokens from the layout; the others are told which they are.
+        if self.relative is not None or self.value_conv is not None:
+            layout = self._layout(layout, tokens)
+        if self.centre_keys:
+            k = centred_keys(k, key_mask if layout is None else layout.key_mask(key_mask))
         if self.relative is not None:
-            options["relative"] = self.relative(self._layout(layout, tokens))
-        elif layout is not None:
-            key_mask = layout.key_mask(key_mask)
-        options["key_mask"] = key_mask
+            options["relative"], options["key_mask"] = self.relative(layout), key_mask
+        else:
+            options["key_mask"] = key_mask if layout is None else layout.key_mask(key_mask)
         out = self.operation(q, k, v, **options)
+        if self.value_conv is not None:
+            out = out + self.value_conv(v, layout, key_mask)
         out = self.norm(out.transpose(1, 2).reshape(batch, tokens, dim))
         return self.proj_drop(self.proj(out))
 
@@ -225,6 +243,8 @@ def idle_options(
         feature_map: the feature map that was asked for.
     """
     idle, of = {}, f"attention={kind.name!r}"
+    if kind.name == "softmax":
+        idle["centre_keys"] = "a softmax does not notice what all keys share"
     if not kind.temperature:
         idle["temperature_init"] = f"{of} has no temperature"
     if feature_map != "random":

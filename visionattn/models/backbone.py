@@ -65,6 +65,9 @@ class VisionAttnTransformer(VisionTransformer):
             of a softmax, worse the larger q and k are; ``qk_norm`` bounds those.
         random_features: how many features of a head "random" has, as many as it is wide unless
             given.
+        value_conv: side of a depth-wise convolution of the values over the patches, 3 or 5, which
+            every attention adds to its output and which starts at zero; none unless given.
+        centre_keys: take from each key the mean of the keys of its head.
         form: of every attention: "efficient" (linear), "direct" (quadratic), or "auto" for the
             faster one at each size.
         global_pool: as in timm; "max" by default, which found small things on large images where
@@ -100,6 +103,8 @@ class VisionAttnTransformer(VisionTransformer):
         temperature_init: float | None = None,
         feature_map: str | None = None,
         random_features: int | None = None,
+        value_conv: int | None = None,
+        centre_keys: bool = False,
         form: str = "auto",
         pos_embed: str = "none",
         dynamic_img_size: bool = True,
@@ -137,6 +142,8 @@ class VisionAttnTransformer(VisionTransformer):
             temperature_init=temperature_init,
             feature_map=feature_map,
             random_features=random_features,
+            value_conv=value_conv,
+            centre_keys=centre_keys,
             form=form,
         )
         super().__init__(

@@ -4,6 +4,7 @@ from importlib.util import find_spec
 
 from visionattn.ops.feature_maps import RandomFeatures
 from visionattn.ops.kernelized.attention import kernelized_attention
+from visionattn.ops.local import centred_keys, value_convolution
 from visionattn.ops.operator import count_operations
 from visionattn.ops.position.kinds import Axial, Flat, Joint, RelativePosition, count_classes
 from visionattn.ops.softmax import softmax_attention
@@ -21,12 +22,14 @@ __all__ = [
     "Sums",
     "TaylorState",
     "attend",
+    "centred_keys",
     "count_classes",
     "kernelized_attention",
     "softmax_attention",
     "step",
     "summarize",
     "taylorshift_attention",
+    "value_convolution",
 ]
 
 if find_spec("triton") is not None:

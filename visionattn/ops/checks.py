@@ -54,6 +54,13 @@ def check_tensors(q: Tensor | None, k: Tensor, v: Tensor, key_mask: Tensor | Non
         raise ValueError(
             f"v: wanted [{k.shape[0]}, {k.shape[1]}, {k.shape[2]}, e] like k, got {tuple(v.shape)}"
         )
+    check_key_mask(key_mask, k, first)
+
+
+def check_key_mask(key_mask: Tensor | None, k: Tensor, wanted: str = "the keys") -> None:
+    """Check that a mask is bool ``[B, M]`` for keys ``k [B, h, M, d]``, on the device of the tensor
+    that ``wanted`` names.
+    """
     if key_mask is None:
         return
     if (
@@ -64,7 +71,7 @@ def check_tensors(q: Tensor | None, k: Tensor, v: Tensor, key_mask: Tensor | Non
         raise ValueError(
             f"key_mask: wanted bool [{k.shape[0]}, {k.shape[2]}], got {described(key_mask)}"
         )
-    check_device("key_mask", key_mask, k.device, first)
+    check_device("key_mask", key_mask, k.device, wanted)
 
 
 def _check_value_drop(value_drop: float, generator: torch.Generator | None) -> None:
@@ -173,7 +180,7 @@ def check_relative(
     for name, table in tables_of(relative).items():
         _check_table(name, table, q, sides=2 if isinstance(relative, Joint) else 1, signed=signed)
     if relative.layout is not None or not isinstance(relative, Flat):
-        _check_layout(relative.layout, q, k)
+        check_layout(relative.layout, q, k)
         if isinstance(relative, Joint) and relative.layout.counts is not None:
             _check_counts(relative, q)
 
@@ -203,7 +210,10 @@ def _check_table(name: str, table: Tensor, q: Tensor, *, sides: int, signed: boo
         )
 
 
-def _check_layout(layout: TokenLayout, q: Tensor, k: Tensor) -> None:
+def check_layout(layout: TokenLayout, q: Tensor, k: Tensor) -> None:
+    """Check that a layout is of as many tokens as ``q [B, h, N, d]`` and ``k [B, h, M, d]`` have,
+    and that its tensors are of their images, in range, and on their device.
+    """
     if not isinstance(layout, TokenLayout) or not isinstance(layout.grid, Grid):
         raise ValueError(
             f"layout: wanted TokenLayout(num_prefix, Grid(height, width)), got {described(layout)}"

@@ -176,6 +176,46 @@ def relative_weights(relative, q: Tensor, present: Tensor, causal: bool = False)
     return sum(weights, start=q.new_zeros(()))
 
 
+def value_convolution(
+    v: Tensor, weight: Tensor, layout: TokenLayout, *, key_mask: Tensor | None = None
+) -> Tensor:
+    """Sum, for each patch and channel, ``weight[channel, 0, dy, dx] * v`` over the patches that
+    take part and lie at ``(dy, dx)`` from ``(-K // 2, -K // 2)`` on; 0 for prefix tokens.
+
+    Args:
+        v: ``[B, h, N, e]``.
+        weight: ``[h * e, 1, K, K]``.
+        layout: where the tokens lie.
+        key_mask: ``[B, N]`` bool, True takes part.
+
+    Returns:
+        ``[B, h, N, e]``.
+    """
+    rows, columns, patch = _places(layout, v)
+    side = weight.shape[-1]
+    down = rows[:, None, :] - rows[:, :, None] + side // 2
+    right = columns[:, None, :] - columns[:, :, None] + side // 2
+    present = layout.key_mask(key_mask)
+    pairs = patch[:, :, None] & patch[:, None, :]
+    pairs = pairs & (down >= 0) & (down < side) & (right >= 0) & (right < side)
+    if present is not None:
+        pairs = pairs & present[:, None, :]
+        v = torch.where(present[:, None, :, None], v, 0.0)
+    taps = weight.reshape(v.shape[1], v.shape[3], side, side)
+    taps = taps[:, :, down.clamp(0, side - 1), right.clamp(0, side - 1)]
+    weights = torch.where(pairs, taps, 0.0).expand(-1, -1, v.shape[0], -1, -1)
+    return torch.einsum("hebij,bhje->bhie", weights, v)
+
+
+def centred_keys(k: Tensor, key_mask: Tensor | None = None) -> Tensor:
+    """Return ``k_j`` less the mean of the keys ``[B, h, M, d]`` that take part; what others become
+    means nothing.
+    """
+    present = _present(k, key_mask)[:, None, :, None]
+    own = torch.where(present, k, 0.0)
+    return own - own.sum(2, keepdim=True) / present.sum(2, keepdim=True).clamp(min=1)
+
+
 def elu1(x: Tensor) -> Tensor:
     """Return ``elu(x) + 1``: ``x + 1`` above 0 and ``exp(x)`` below, without the rounding of
     ``exp(x) - 1 + 1``.

@@ -1,0 +1,128 @@
+"""Models with a convolution of values and with centred keys: on any grid, with absent and dropped
+patches, compiled, exported, and from weights that lack them.
+"""
+
+import pytest
+import torch
+from timm import create_model
+
+from tests.helpers.oracles import draw
+from tests.models.test_absent import assert_as_alone, batch, close, small
+from visionattn.layers import Attention
+from visionattn.layout import Grid, TokenLayout
+from visionattn.models.convert import checkpoint_filter_fn
+from visionattn.ops import centred_keys, value_convolution
+
+BOTH = dict(value_conv=3, centre_keys=True)
+SMALL = dict(embed_dim=24, depth=2, num_heads=3, num_classes=5, img_size=64)
+
+
+@pytest.mark.parametrize("relative", ["joint", "none"])
+@pytest.mark.parametrize(
+    "options",
+    [dict(attention=name) | BOTH for name in ("kernelized", "taylorshift")]
+    + [dict(attention="softmax", value_conv=5)],
+    ids=lambda options: options["attention"],
+)
+def test_an_image_among_larger_ones_gives_what_it_gives_alone(options, relative):
+    model = small(relative=relative, reg_tokens=2, **options)
+    assert model.blocks[1].attn.value_conv.weight.abs().min() > 0
+    assert_as_alone(model, *batch())
+
+
+@pytest.mark.parametrize("relative", ["joint", "none"])
+def test_the_layer_adds_the_convolution_to_the_attention_of_centred_keys(relative):
+    layer = Attention(24, 3, relative=relative, **BOTH).double()
+    with torch.no_grad():
+        layer.value_conv.weight.normal_()
+    layout, x = TokenLayout(1, Grid(4, 5)), draw(2, 21, 24, seed=1)
+    q, k, v = layer.qkv(x).reshape(2, 21, 3, 3, 8).permute(2, 0, 3, 1, 4)
+    position = {} if relative == "none" else {"relative": layer.relative(layout)}
+    out = layer.operation(q, centred_keys(k), v, feature_map=layer.feature_map, **position)
+    out = out + value_convolution(v, layer.value_conv.weight, layout)
+    expected = layer.proj(out.transpose(1, 2).reshape(2, 21, 24))
+    close(layer(x, layout), expected, 1e-12)
+    with pytest.raises(ValueError, match="without a grid"):
+        layer(x)
+    layer.native_layout = layout
+    assert torch.equal(layer(x), layer(x, layout))
+
+
+def test_masked_tokens_play_no_part_in_either():
+    layer = Attention(24, 3, relative="joint", **BOTH).double()
+    with torch.no_grad():
+        layer.value_conv.weight.normal_()
+    layout, x = TokenLayout(1, Grid(3, 4)), draw(2, 13, 24, seed=1)
+    mask = torch.ones(2, 13, dtype=torch.bool)
+    mask[0, 5], mask[1, 9:] = False, False
+    spoilt = x.masked_fill(~mask[:, :, None], float("nan"))
+    out, expected = layer(spoilt, layout, attn_mask=mask), layer(x, layout, attn_mask=mask)
+    close(out[mask], expected[mask], 1e-12)
+    assert (expected - layer(x, layout))[mask].abs().max() > 1e-3
+
+
+def test_a_model_starts_as_the_one_without_a_convolution():
+    """Of all of timm's starts: some draw the weights of every convolution."""
+    for start in ("", "jax", "moco"):
+        torch.manual_seed(0)
+        model = create_model("scaleformer_vit_t", weight_init=start, value_conv=3, **SMALL)
+        assert all(not block.attn.value_conv.weight.any() for block in model.blocks)
+
+
+def test_weights_that_lack_a_convolution_leave_it_as_it_is():
+    source = create_model("scaleformer_vit_t", **SMALL)
+    model = create_model("scaleformer_vit_t", **SMALL, value_conv=3)
+    model.load_state_dict(checkpoint_filter_fn(source.state_dict(), model))
+    image = torch.randn(1, 3, 48, 64)
+    close(model.eval()(image), source.eval()(image), 1e-6)
+
+
+def test_dropped_patches_are_holes_in_the_convolution():
+    model = small(value_conv=3, patch_drop_rate=0.4).train()
+    x = torch.randn(2, 3, 64, 80, dtype=torch.float64)
+    torch.manual_seed(5)
+    model(x).sum().backward()
+    assert model.blocks[0].attn.value_conv.weight.grad.abs().max() > 0
+
+
+def test_one_graph_and_one_export_serve_all_sizes():
+    model = small(dtype=torch.float32, **BOTH).eval()
+    images = [torch.randn(2, 3, *size) for size in ((64, 64), (96, 48))]
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
+    sides = {i: 16 * torch.export.Dim(side, min=2, max=64) for i, side in ((2, "h"), (3, "w"))}
+    shapes = {"x": {0: torch.export.Dim("b", min=1, max=8)} | sides}
+    exported = torch.export.export(model, (images[0],), dynamic_shapes=shapes).module()
+    with torch.no_grad():
+        for image in images:
+            for other in (compiled, exported):
+                close(other(image), model(image), 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_mixed_precision_is_close_to_the_exact_result(dtype):
+    model = small(dtype=torch.float32, **BOTH).eval()
+    image = torch.randn(1, 3, 64, 64)
+    with torch.no_grad(), torch.autocast("cpu", dtype):
+        mixed = model(image).double()
+    exact = model.double()(image.double())
+    assert (mixed - exact).norm() <= 16 * torch.finfo(dtype).eps * exact.norm()
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (dict(value_conv=4), "value_conv: wanted an odd side of 1 patch or more, got 4"),
+        (dict(value_conv=-1), "value_conv: wanted an odd side"),
+        (dict(attention="softmax", centre_keys=True), "centre_keys=True would do nothing"),
+    ],
+)
+def test_options_that_cannot_act_are_refused_in_one_line(options, line):
+    with pytest.raises(ValueError, match=line):
+        create_model("scaleformer_vit_t", **SMALL, **options)
+
+
+@pytest.mark.parametrize("options", [dict(value_conv=3), dict(centre_keys=True)])
+def test_causal_attention_has_neither(options):
+    layer = Attention(24, 3, relative="flat", **options)
+    with pytest.raises(ValueError, match="let tokens see later ones"):
+        layer(torch.randn(1, 12, 24), TokenLayout(0, Grid(3, 4)), is_causal=True)

@@ -1,0 +1,96 @@
+"""What attention with bounded weights lacks beside a softmax, and what costs a few operations a
+token: a convolution of the values over the grid, and keys without what all of them share.
+
+Both come before or beside any attention of this package. They know nothing of its weights.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from visionattn.layout import TokenLayout
+from visionattn.ops.checks import (
+    check_device,
+    check_key_mask,
+    check_layout,
+    check_token_tensor,
+    described,
+)
+
+
+def value_convolution(
+    v: Tensor, weight: Tensor, layout: TokenLayout, *, key_mask: Tensor | None = None
+) -> Tensor:
+    """Convolve the values over the grid, each channel of each head for itself: what is added to
+    the output of an attention.
+
+    Patches that are absent or masked, and places beyond the border, count as 0. Prefix tokens take
+    no part and get 0.
+
+    Args:
+        v: ``[B, h, P + n, e]``, as attention takes it.
+        weight: ``[h * e, 1, K, K]``, K odd: that of a depth-wise ``nn.Conv2d``.
+        layout: where the tokens lie.
+        key_mask: bool ``[B, P + n]``, True takes part.
+
+    Returns:
+        ``[B, h, P + n, e]`` in the dtype of v; what absent patches get means nothing.
+
+    Raises:
+        ValueError: shapes or devices that do not fit, or a kernel of an even side.
+
+    Source: FLatten Transformer (Han et al. 2023), the depth-wise convolution of the values.
+    """
+    check_token_tensor("v", v)
+    check_key_mask(key_mask, v)
+    check_layout(layout, v, v)
+    batch, heads, _, width = v.shape
+    channels, side = heads * width, weight.shape[-1]
+    if weight.shape != (channels, 1, side, side) or side % 2 == 0:
+        raise ValueError(
+            f"weight: wanted [{channels}, 1, K, K] of an odd K, got {described(weight)}"
+        )
+    check_device("weight", weight, v.device, "v")
+    mask, (height, columns) = layout.key_mask(key_mask), layout.grid
+    if mask is not None:
+        v = v.masked_fill(~mask[:, None, :, None], 0)
+    # ``[B, h, n, e]`` as an image ``[B, h * e, H, W]``, whose channels lie next to each other.
+    patches = v[:, :, layout.num_prefix :]
+    if layout.kept is not None:
+        index = layout.kept[:, None, :, None].expand_as(patches)
+        whole = patches.new_zeros(batch, heads, layout.grid.num_patches, width)
+        patches = whole.scatter(2, index, patches)
+    image = patches.unflatten(2, (height, columns)).permute(0, 1, 4, 2, 3).flatten(1, 2)
+    out = F.conv2d(image, weight.to(image.dtype), padding=side // 2, groups=channels)
+    out = out.unflatten(1, (heads, width)).permute(0, 1, 3, 4, 2).flatten(2, 3)
+    if layout.kept is not None:
+        out = out.gather(2, index)
+    return F.pad(out, (0, 0, layout.num_prefix, 0)).to(v.dtype)
+
+
+def centred_keys(k: Tensor, key_mask: Tensor | None = None) -> Tensor:
+    """Take from each key the mean of the keys of its head.
+
+    A softmax does not notice what all keys share. The weights of TaylorShift and of feature maps
+    do, and keys of pretrained models share about half their norm.
+
+    Args:
+        k: ``[B, h, M, d]``.
+        key_mask: bool ``[B, M]``, True takes part: the mean is of these. What others hold plays no
+            part.
+
+    Returns:
+        ``[B, h, M, d]`` in the dtype of k; the mean is taken in float32 or wider.
+
+    Raises:
+        ValueError: shapes or devices that do not fit.
+    """
+    check_token_tensor("k", k)
+    check_key_mask(key_mask, k)
+    wide = torch.promote_types(k.dtype, torch.float32)
+    if key_mask is None:
+        return k - k.mean(2, keepdim=True, dtype=wide).to(k.dtype)
+    present = key_mask[:, None, :, None]
+    own = k.masked_fill(~present, 0)
+    count = present.sum(2, keepdim=True).clamp(min=1)
+    return own - (own.sum(2, keepdim=True, dtype=wide) / count).to(k.dtype)
