@@ -80,17 +80,16 @@ def centred_keys(k: Tensor, key_mask: Tensor | None = None) -> Tensor:
             part.
 
     Returns:
-        ``[B, h, M, d]`` in the dtype of k; the mean is taken in float32 or wider.
+        ``[B, h, M, d]`` in the dtype of k; sums are taken in float32 or wider.
 
     Raises:
         ValueError: shapes or devices that do not fit.
     """
     check_token_tensor("k", k)
     check_key_mask(key_mask, k)
-    wide = torch.promote_types(k.dtype, torch.float32)
     if key_mask is None:
-        return k - k.mean(2, keepdim=True, dtype=wide).to(k.dtype)
+        return k - k.mean(2, keepdim=True)
     present = key_mask[:, None, :, None]
     own = k.masked_fill(~present, 0)
-    count = present.sum(2, keepdim=True).clamp(min=1)
-    return own - (own.sum(2, keepdim=True, dtype=wide) / count).to(k.dtype)
+    total = own.sum(2, keepdim=True, dtype=torch.promote_types(k.dtype, torch.float32))
+    return own - (total / present.sum(2, keepdim=True).clamp(min=1)).to(k.dtype)
