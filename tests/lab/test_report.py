@@ -6,9 +6,11 @@ import base64
 import io
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 import tests.helpers.report_folders as folders
@@ -27,7 +29,7 @@ from visionattn.lab.charts import Chart, Look, Series, thin
 from visionattn.lab.drawing import svg
 from visionattn.lab.report.batches import address as sheet_address
 from visionattn.lab.report.batches import batches_of
-from visionattn.lab.report.examples import address, galleries
+from visionattn.lab.report.examples import address, galleries, predict
 from visionattn.lab.report.page import report
 from visionattn.lab.report.runs import read_run
 from visionattn.models.weights import DataSpec
@@ -140,6 +142,18 @@ def test_only_settings_that_differ_are_listed_a_column_per_run(tmp_path):
         ["seed", "0", "5"],
     ]
     assert "warmup_epochs" not in page.text
+
+
+def test_an_image_that_must_not_be_written_to_is_seen_without_a_warning():
+    """As digits at their own size are, which are views of what scikit-learn read."""
+    image = np.full((8, 8, 1), 3, np.uint8)
+    image.flags.writeable = False
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 2))
+    with torch.no_grad():
+        model[1].weight.copy_(torch.tensor([[1.0], [-1.0]]).expand(2, 64))
+    spec = SimpleNamespace(prepare=lambda pixels: pixels.float())
+    probability, best = predict(SimpleNamespace(model=model, spec=spec), image, (8, 8))
+    assert best == 0 and probability > 0.99
 
 
 def test_examples_are_test_images_with_the_classes_and_probabilities_of_the_best_weights(tmp_path):

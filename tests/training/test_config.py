@@ -165,6 +165,8 @@ def test_every_configuration_of_the_repository_is_valid_and_has_a_header(path):
     [
         (["--epochs", "0"], "epochs must be above 0, got 0"),
         (["--optim.lr", "-0.1"], "optim.lr must be above 0, got -0.1"),
+        (["--optim.lr", "1e30"], "optim.lr must be at most 1e+09, got 1e+30"),
+        (["--optim.clip_grad", "2e9"], "optim.clip_grad must be at most 1e+09, got 2000000000.0"),
         (["--optim.lr", ".nan"], "optim.lr must be a number, got nan"),
         (["--optim.accumulate", "0"], "optim.accumulate must be above 0, got 0"),
         (["--seed", "-1"], "seed must be at least 0, got -1"),

@@ -7,6 +7,8 @@ from math import isfinite
 
 from visionattn.data.config import DataConfig
 
+LARGEST = 1e9
+"""No rate, weight or bound of a training is above it: such a number is a slip."""
 FEW_WORKERS, WORKERS_PER_CORE = 64, 16
 """Processes that load images: so many are allowed on any machine, and so many for each core."""
 
@@ -22,7 +24,7 @@ def check_workers(count: int, key: str) -> None:
 
 def check_signs(positive: dict[str, float | None], not_negative: dict[str, float | None]) -> None:
     """Raise ValueError for a number, by its option, that is not finite, below 0, or 0 among those
-    that must be above it; None is no number.
+    that must be above it, and for a fraction above ``LARGEST``; None is no number.
     """
     for key, value in (positive | not_negative).items():
         low = "above" if key in positive else "at least"
@@ -30,6 +32,8 @@ def check_signs(positive: dict[str, float | None], not_negative: dict[str, float
             not isfinite(value) or value < 0 or (value == 0 and key in positive)
         ):
             raise ValueError(f"{key} must be {low} 0, got {value}")
+        if isinstance(value, float) and value > LARGEST:
+            raise ValueError(f"{key} must be at most {LARGEST:.0e}, got {value}")
 
 
 def check_ranges(config: DataConfig) -> None:

@@ -161,7 +161,7 @@ def predict(validation: Validation, image: np.ndarray, filled: Size) -> tuple[fl
     Raises:
         ValueError: the weights give numbers that are not finite.
     """
-    pixels = rearrange(torch.from_numpy(np.ascontiguousarray(image)), "h w c -> 1 c h w")
+    pixels = rearrange(torch.from_numpy(np.array(image, order="C")), "h w c -> 1 c h w")
     sizes = torch.tensor([filled]) if filled != image.shape[:2] else None
     model = validation.model
     if not takes_sizes(model):
