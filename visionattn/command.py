@@ -50,7 +50,10 @@ def validate(argv: Words, say: Say) -> None:
     validation = Validation(config)
     about = f"{config.checkpoint} on the {validation.split} images of {config.data.name}"
     about += f", seen {validation.describe()}"
-    say(f"{about}\n{align(COLUMNS)}")
+    say(about)
+    for line in validation.outlook():
+        say(line)
+    say(align(COLUMNS))
     rows = []
     for row in validation.rows():
         rows.append(row)

@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,27 +10,38 @@ from PIL import Image
 
 from visionattn.cli.ends import DoesNotFit
 from visionattn.inference import forecast
-from visionattn.inference.forecast import Memory, batch_for, further, outlook, scaled
+from visionattn.inference.forecast import batch_for, memory_of, outlook, sizes_seen
 from visionattn.inference.listing import find_images
 from visionattn.inference.opening import open_model
 from visionattn.inference.options import InferenceOptions
 from visionattn.inference.reading import ReadImages
 from visionattn.models.filled import pooled
+from visionattn.training import outlook as forwards
 from visionattn.training import passes
+from visionattn.training.memory import SHARE, WORKER_BYTES
 
-MODEL = {"embed_dim": 32, "depth": 1, "num_heads": 2}
+MODEL = {"embed_dim": 16, "depth": 1, "num_heads": 2, "relative": "none"}
 
 
 @pytest.fixture
 def alone(monkeypatch):
-    """What a process takes beside its tensors, which is far more than small models, is nothing."""
-    monkeypatch.setattr(forecast, "taken_bytes", lambda device: 0)
+    """What a process takes beside its tensors, which is far more than small models, is nothing, and
+    no image is too small for a word.
+    """
+    monkeypatch.setattr(forwards, "taken_bytes", lambda device: 0)
     monkeypatch.setattr(passes, "LIBRARIES_BYTES", 0)
+    monkeypatch.setattr(forecast, "FEW_PIXELS", 0)
+
+
+@pytest.fixture
+def there(monkeypatch):
+    """Sets the memory there is."""
+    return lambda count: monkeypatch.setattr(forwards, "memory_there_is", lambda device: count)
 
 
 def given(tmp_path, sizes, **options):
     folder = tmp_path / "images"
-    folder.mkdir()
+    folder.mkdir(parents=True)
     for number, (rows, columns) in enumerate(sizes):
         pixels = np.full((rows, columns, 3), number, np.uint8)
         Image.fromarray(pixels).save(folder / f"{number:03d}.png")
@@ -41,6 +53,11 @@ def given(tmp_path, sizes, **options):
 def told(opened, images, **options):
     asked = {"batch_size": 4, "workers": 0, "amp": "none"} | options
     return outlook(opened, images, pooled, **asked)
+
+
+def bytes_of(opened, images, size, **options):
+    asked = {"amp": "none", "workers": 0, "held_bytes": 0} | options
+    return memory_of(opened, pooled, **asked).bytes_of((images, *size))
 
 
 def test_a_line_says_sizes_patches_memory_and_seconds(tmp_path):
@@ -55,80 +72,150 @@ def test_a_line_says_sizes_patches_memory_and_seconds(tmp_path):
 
 def test_what_is_done_at_once_has_no_line_and_no_trial(tmp_path, monkeypatch):
     opened, images = given(tmp_path, [(64, 48)] * 3, img_size=32)
-    monkeypatch.setattr(forecast, "one_pass", lambda *given: pytest.fail("a trial"))
+    monkeypatch.setattr(forecast, "trial_seconds", lambda *given: pytest.fail("a trial"))
     assert told(opened, images).lines == ()
 
 
-def test_a_batch_that_does_not_fit_is_refused_with_the_one_that_does(tmp_path, monkeypatch, alone):
-    opened, images = given(tmp_path, [(512, 512)] * 12, img_size=512)
-    memory = Memory(opened, pooled, "none", (512, 512), 0, 0)
-    there = int(0.8 * memory.bytes_of(12))
-    monkeypatch.setattr(forecast, "memory_there_is", lambda device: there)
-    with pytest.raises(DoesNotFit, match=r"12 images of 512 x 512 pixels would take") as refused:
-        told(opened, images, batch_size=12)
+def test_seconds_are_those_of_all_images_that_are_left_and_of_their_reading(
+    tmp_path, monkeypatch, alone
+):
+    """A pixel takes a millisecond to compute, and an image three seconds to read."""
+    sizes = [(32, 32), (48, 64), (16, 32), (16, 16)]
+    opened, images = given(tmp_path, sizes, img_size="native")
+    tried = []
+
+    def trial(work, size, batch, patch_px, clock):
+        tried.append((size, batch))
+        return math.prod(size) / 1000
+
+    monkeypatch.setattr(forecast, "trial_seconds", trial)
+    monkeypatch.setattr(forecast, "reading_seconds", lambda images, start, clock: 3.0)
+
+    def seconds(**options):
+        line = told(opened, images, **options).lines[0]
+        return re.search(r"[\d.]+ s per image, (.*) in all$", line)[0]
+
+    pixels = [math.prod(size) for size in sizes]
+    computing = sum(pixels) / 1000
+    assert seconds() == f"{(computing + 12) / 4:.1f} s per image, {computing + 12:.0f} s in all"
+    assert tried.pop() == ((48, 64), 4)
+    left = sum(pixels[1:]) / 1000 + 9
+    assert seconds(start=1) == f"{left / 3:.1f} s per image, {left:.0f} s in all"
+    assert tried.pop() == ((48, 64), 3)
+    monkeypatch.setattr("os.cpu_count", lambda: 64)
+    assert seconds(workers=2).endswith(f"{max(computing, 6):.1f} s in all")
+    monkeypatch.setattr(forecast, "trial_seconds", lambda *given: None)
+    assert told(opened, images).lines[0].endswith(" there")
+
+
+def test_a_batch_that_does_not_fit_is_refused_with_the_one_that_does(tmp_path, alone, there):
+    opened, images = given(tmp_path, [(8, 8)] * 12, img_size=64)
+    there(int(0.8 * bytes_of(opened, 12, (64, 64))))
+    with pytest.raises(DoesNotFit, match=r"12 images of 64 x 64 pixels would take") as refused:
+        told(opened, images, batch_size=500)
     fit = int(re.search(r"--batch-size (\d+) would fit", str(refused.value))[1])
-    assert 1 <= fit < 12 and memory.bytes_of(fit) <= there
+    assert 1 <= fit < 12 and bytes_of(opened, fit, (64, 64)) <= forwards.memory_there_is(None)
     assert told(opened, images, batch_size=fit).batch_size == fit
 
 
-def test_auto_takes_the_most_that_fit_and_no_more_than_there_are(tmp_path, monkeypatch, alone):
-    opened, images = given(tmp_path, [(512, 512)] * 12, img_size=512)
-    memory = Memory(opened, pooled, "none", (512, 512), 0, 0)
-    there = int(memory.bytes_of(7) / forecast.SHARE) + 1
-    monkeypatch.setattr(forecast, "memory_there_is", lambda device: there)
+def test_auto_takes_the_most_that_fit_and_no_more_than_there_are(tmp_path, alone, there):
+    opened, images = given(tmp_path, [(8, 8)] * 12, img_size=64)
+    there(int(bytes_of(opened, 7, (64, 64)) / SHARE) + 1)
     found = told(opened, images, batch_size="auto")
     assert found.batch_size == 4  # of 7, a power of two
-    assert found.lines[0] == "batch_size auto: 4 images fit, of 512 x 512 pixels"
+    assert found.lines[0] == "batch_size auto: 4 images fit, of 64 x 64 pixels"
     assert batch_for(opened, images, pooled, "auto", workers=0, amp="none") == 4
     assert batch_for(opened, images, pooled, 3, workers=0, amp="none") == 3
-    monkeypatch.setattr(forecast, "memory_there_is", lambda device: 1 << 50)
+    there(1 << 50)
     assert told(opened, images, batch_size="auto").batch_size == 8
-    monkeypatch.setattr(forecast, "memory_there_is", lambda device: None)
+    there(None)
     with pytest.raises(ValueError, match="name a number"):
         told(opened, images, batch_size="auto")
 
 
-def test_where_one_image_does_not_fit_the_patches_that_do_are_named(tmp_path, monkeypatch, alone):
-    opened, images = given(tmp_path, [(1024, 2048)], img_size="native")
-    memory = Memory(opened, pooled, "none", (1024, 2048), 0, 0)
-    there = int(memory.bytes_of(1) / 2)
-    monkeypatch.setattr(forecast, "memory_there_is", lambda device: there)
+def test_auto_counts_with_the_largest_of_images_of_their_own_sizes(tmp_path, alone, there):
+    opened, images = given(tmp_path, [(32, 32), (64, 96), (48, 32)] * 4, fit="native")
+    there(int(bytes_of(opened, 5, (64, 96)) / SHARE) + 1)
+    found = told(opened, images, batch_size="auto")
+    assert found.batch_size == 4
+    assert found.lines[0] == "batch_size auto: 4 images fit, of 64 x 96 pixels"
+    assert batch_for(opened, images, pooled, "auto", workers=0, amp="none") == 4
+
+
+def test_where_one_image_does_not_fit_the_patches_that_do_are_named(tmp_path, alone, there):
+    opened, images = given(tmp_path, [(128, 256)], img_size="native")
+    there(int(bytes_of(opened, 1, (128, 256)) / 2))
     with pytest.raises(DoesNotFit) as refused:
         told(opened, images, batch_size=1)
     patches = int(re.search(r"--max-patches (\d+) would fit", str(refused.value))[1])
-    limited = tmp_path / "limited"
-    limited.mkdir()
-    opened, images = given(limited, [(1024, 2048)], fit="native", max_patches=patches)
+    opened, images = given(tmp_path / "limited", [(128, 256)], fit="native", max_patches=patches)
     assert told(opened, images, batch_size=1).batch_size == 1
-    assert patches > 1000
+    assert patches > 15
 
 
-@pytest.mark.parametrize("power", [1.0, 1.5, 2.0])
-def test_a_large_image_is_told_by_smaller_ones(tmp_path, monkeypatch, power):
-    opened, _ = given(tmp_path, [(16, 16)], img_size="native")
-    tried = []
-
-    def one_pass(opened, compute, size, amp, clock):
-        tried.append(math.prod(size))
-        return 1.0 * (math.prod(size) / 1e6) ** power
-
-    monkeypatch.setattr(forecast, "one_pass", one_pass)
-    size = (12000, 12000)
-    found = forecast.trial_seconds(opened, pooled, size, "none", lambda: 0.0)
-    assert found == pytest.approx((math.prod(size) / 1e6) ** power, rel=0.02)
-    assert max(tried) < math.prod(size) and 1.0 * (max(tried) / 1e6) ** power <= 10.1
+def test_beside_a_forward_are_readers_images_that_wait_and_what_is_to_be_written(tmp_path, alone):
+    opened, _ = given(tmp_path, [(8, 8)], img_size=64)
+    plain, image = bytes_of(opened, 5, (64, 64)), 3 * 64 * 64
+    assert bytes_of(opened, 5, (64, 64), held_bytes=77) == plain + 77
+    assert bytes_of(opened, 5, (64, 64), workers=2) == plain + 2 * WORKER_BYTES
+    forward = memory_of(opened, pooled, amp="none", workers=0, held_bytes=0)
+    assert plain == forward.passes.forward_bytes((5, 64, 64), pooled) + (2 * 5 + 5) * image
+    own, _ = given(tmp_path / "own", [(8, 8)], img_size="native")
+    alike = memory_of(own, pooled, amp="none", workers=3, held_bytes=0)
+    beside = 3 * WORKER_BYTES + (3 + 5) * image
+    assert alike.bytes_of((5, 64, 64)) == alike.passes.forward_bytes((5, 64, 64), pooled) + beside
 
 
-def test_seconds_grow_at_least_evenly_and_at_most_with_the_square():
-    assert further([(100, 2.0)], 400) == 8
-    assert further([(100, 2.0), (200, 3.0)], 400) == 6
-    assert further([(100, 1.0), (200, 9.0)], 400) == 36
-    assert scaled((640, 320), 1 / 4, (16, 16)) == (320, 160) and scaled(
-        (16, 16), 0.1, (16, 16)
-    ) == (
-        16,
-        16,
-    )
+def test_a_model_that_is_told_what_images_fill_is_counted_so(tmp_path, monkeypatch):
+    opened, _ = given(tmp_path, [(8, 8)], img_size=64, fit="pad")
+    memory = memory_of(opened, pooled, amp="none", workers=0, held_bytes=0)
+    assert memory.passes.leaves_out
+    stretched = replace(opened, geometry=replace(opened.geometry, fit="stretch"))
+    other = memory_of(stretched, pooled, amp="none", workers=0, held_bytes=0)
+    assert not other.passes.leaves_out
+
+
+def test_sizes_of_a_few_files_tell_those_of_many_and_damaged_ones_nothing(tmp_path, monkeypatch):
+    opened, images = given(tmp_path, [(16 * n, 32) for n in range(1, 10)], fit="native")
+    (tmp_path / "images" / "002.png").write_bytes(b"damaged")
+    assert sizes_seen(opened, images, 0, lambda: 0.0)[:, 0].tolist() == [
+        16 * n for n in (1, 2, 4, 5, 6, 7, 8, 9)
+    ]
+    monkeypatch.setattr(forecast, "HEADS", 3)
+    assert sizes_seen(opened, images, 1, lambda: 0.0)[:, 0].tolist() == [32, 80, 128]
+    ticks = iter(range(100))
+    monkeypatch.setattr(forecast, "HEADS", 99)
+    late = sizes_seen(opened, images, 0, lambda: 2.0 * next(ticks))
+    assert late[:, 0].tolist() == [16, 32, 64]
+    for path in (tmp_path / "images").iterdir():
+        path.write_bytes(b"damaged")
+    assert not len(sizes_seen(opened, images, 0, lambda: 0.0))
+    assert told(opened, images) == forecast.Outlook(4)
+    assert told(opened, images, batch_size="auto") == forecast.Outlook(1)
+    assert batch_for(opened, images, pooled, "auto", workers=0, amp="none") == 1
+
+
+def test_the_first_image_that_is_read_does_not_count_and_long_reading_ends():
+    read, now = [], [0.0]
+
+    class Images:
+        seconds = 5.0, 0.5
+
+        def __len__(self):
+            return 41
+
+        def __getitem__(self, index):
+            now[0] += self.seconds[0] if not read else self.seconds[1]
+            read.append(index)
+
+    def reading():
+        read.clear()
+        return forecast.reading_seconds(Images(), 1, lambda: now[0])
+
+    Images.seconds = 1.5, 0.2
+    assert reading() == pytest.approx(0.2) and read == [1, 11, 21, 31]
+    Images.seconds = 5.0, 0.2
+    assert reading() == 5.0 and read == [1]
 
 
 def test_a_wrong_batch_size_is_refused():

@@ -25,11 +25,13 @@ from tests.helpers.resumed_runs import (
     stop_after,
 )
 from tests.helpers.small_runs import Quadrants, lines, quadrants, rows
-from visionattn.cli.ends import run_tool
+from visionattn.cli.ends import OutOfMemory, run_tool
 from visionattn.data.batches import SampleKey
 from visionattn.training import engine, optimize, progress, trainer
 from visionattn.training import status as status_module
+from visionattn.training.forecast import forecast
 from visionattn.training.progress import WaitWatch
+from visionattn.training.record import LAST
 
 pytestmark = [
     pytest.mark.usefixtures("small_data"),
@@ -91,13 +93,55 @@ def test_a_training_ends_within_one_operation_of_a_backward_pass_and_goes_on_bit
     assert_same_end(whole, folder)
 
 
-def test_too_little_memory_is_a_result(tmp_path, whole, capsys):
-    def fail() -> None:
-        raise RuntimeError(
-            "[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: can't allocate memory: 9 "
-            "bytes"
-        )
+@pytest.mark.parametrize("resumes", [False, True])
+def test_a_signal_amid_the_trial_ends_at_once_and_says_which_state_is_kept(
+    tmp_path, monkeypatch, whole, resumes
+):
+    config, begun = config_of(tmp_path), FORK.Event()
+    if resumes:
+        with pytest.raises(OutOfMemory), monkeypatch.context() as patch:
+            stop_after(patch, 6, lack_of_memory)
+            run(config)
+        config.resume = True
+    folder, kept = tmp_path / "small", tmp_path / "small" / LAST
+    before = kept.read_bytes() if resumes else None
 
+    def long(trainer, memory):
+        trainer.model.zero_grad()
+        for parameter in trainer.model.parameters():  # as a step of the trial would
+            parameter.data.add_(1)
+        begun.set()
+        one_long_operation()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "forecast", long)
+        code, said = ended(lambda: run(config), signal.SIGINT, begun, tmp_path / "errors")
+    assert code == 130 and status_of(folder)["status"] == "stopped"
+    if not resumes:
+        assert said == "stopped before the first step\n" and not kept.exists()
+        return
+    step = state_of(folder)["position"]["step"]
+    assert said == (
+        f"stopped as step {step + 1} was tried; the state of step {step} is kept, --resume goes on "
+        "from it\n"
+    )
+    assert kept.read_bytes() == before
+    monkeypatch.setattr(engine, "forecast", forecast)  # a real trial changes nothing either
+    run(config)
+    assert_same_end(whole, folder)
+
+
+def lack_of_memory() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+def lack_of_main_memory() -> None:
+    where = "[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: "
+    raise RuntimeError(f"{where}can't allocate memory: 9 bytes")
+
+
+@pytest.mark.parametrize("fail", [lack_of_main_memory, lack_of_memory])
+def test_too_little_memory_is_a_result(tmp_path, whole, capsys, fail):
     with pytest.MonkeyPatch.context() as patch:
         stop_after(patch, 6, fail)
         code = run_tool(lambda: run(config_of(tmp_path)))

@@ -14,31 +14,51 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from tests.helpers.small_runs import batch, quadrants, quadrants_for, same, small_config
+from tests.helpers.small_runs import (
+    MODEL,
+    Quadrants,
+    batch,
+    quadrants,
+    quadrants_for,
+    same,
+    small_config,
+)
 from tests.helpers.small_runs import small_trainer as trainer_of
-from visionattn.cli.ends import DoesNotFit, exit_code
-from visionattn.data.batches import _BatchKeys
+from tests.helpers.stand_in_gpu import GPU, Card, OnProcessor
+from visionattn.cli.ends import DoesNotFit, exit_code, run_tool
+from visionattn.data.batches import Unreadable, _BatchKeys
 from visionattn.data.buckets import canvases
 from visionattn.data.geometry import Geometry
 from visionattn.training import engine, passes
+from visionattn.training import forecast as forecast_module
 from visionattn.training import memory as memory_module
 from visionattn.training.build import build_model
 from visionattn.training.checkpoint import random_state
+from visionattn.training.config import ModelConfig, OptimConfig
 from visionattn.training.distributed import Processes
-from visionattn.training.forecast import Forecast, epoch_seconds, seconds_at
+from visionattn.training.forecast import Forecast, forecast, seconds_at
 from visionattn.training.memory import (
     SHARE,
+    WORKER_BYTES,
     Expected,
     TrainingMemory,
-    fits,
     largest_batch,
     largest_shape,
+    share_of,
     way_out,
     with_batch,
 )
 from visionattn.training.passes import Passes
 from visionattn.training.record import BEST, CONFIG, LAST, STATUS
-from visionattn.training.trial import LONG_SECONDS, Trial, try_steps, undone
+from visionattn.training.trial import (
+    LONG_SECONDS,
+    Trial,
+    batch_of,
+    read_seconds,
+    try_evaluation,
+    try_steps,
+    undone,
+)
 
 CPU = torch.device("cpu")
 EVERYTHING = {"ema_decay": 0.9, "mixup": 0.4, "clip_grad": 0.5, "label_smoothing": 0.1}
@@ -56,6 +76,13 @@ def alone(monkeypatch):
 def small(monkeypatch):
     """Runs on images of quadrants."""
     monkeypatch.setattr(engine, "build_splits", quadrants_for)
+
+
+def cheap_config(folder, *, depth=1, **options):
+    """A run of a model that is counted quickly."""
+    args = {key: value for key, value in MODEL.items() if key != "horizon"}
+    args |= {"depth": depth, "relative": "none"}
+    return replace(small_config(folder, **options), model=ModelConfig("scaleformer_vit_t", args))
 
 
 def memory_of(config, there=None) -> TrainingMemory:
@@ -156,7 +183,7 @@ def test_one_line_says_images_patches_memory_and_seconds(tmp_path, small):
 def test_what_does_not_fit_is_refused_with_the_batch_that_would(
     tmp_path, monkeypatch, small, alone
 ):
-    config = small_config(tmp_path, data={"img_size": 32}, batch_size=32)
+    config = cheap_config(tmp_path, data={"img_size": 32}, batch_size=32)
     memory = memory_of(config)
     needed = memory.bytes_of((32, 32, 32))
     there = int(0.8 * needed)
@@ -175,24 +202,104 @@ def test_what_does_not_fit_is_refused_with_the_batch_that_would(
     run(replace(config, batch_size=batch_size, epochs=1, overwrite=True))
 
 
-def test_where_not_one_image_fits_the_size_that_would_is_named(tmp_path, alone):
+class Counted(TrainingMemory):
+    """A pixel takes a byte, and the first image 100 more."""
+
+    def __init__(self, config, there, processes=None, **splits):
+        self.config, self.there_bytes = config, there
+        self.processes, self.patch_px = processes or Processes(), (4, 4)
+        self.splits = quadrants(img_size=config.data.img_size, **splits)
+
+    def bytes_of(self, shape, evaluation=None):
+        return 100 + math.prod(shape)
+
+
+class OfGpu(TrainingMemory):
+    """Tells the memory of a run as if it were on a GPU."""
+
+    def __init__(self, config, model, splits, device, processes):
+        super().__init__(config, OfGpu.card.runs(model), splits, GPU, processes)
+
+
+def test_on_a_gpu_what_does_not_fit_is_refused_and_auto_takes_the_most_that_does(
+    tmp_path, monkeypatch, small, capsys
+):
+    """A step takes 2560 bytes of an image, besides what the optimiser keeps."""
+    config = cheap_config(tmp_path, batch_size=61, epochs=1)
+    model, _ = build_model(config.model, quadrants().spec)
+    kept = 2 * 4 * sum(parameter.numel() for parameter in model.parameters())
+    OfGpu.card = Card(monkeypatch, 1000 + kept + 20 * 2560)
+    with monkeypatch.context() as patch, OnProcessor():
+        patch.setattr(engine, "TrainingMemory", OfGpu)
+        assert run_tool(lambda: run(config)) == 3
+    error, status = capsys.readouterr().err, tmp_path / "small" / STATUS
+    assert error.startswith(
+        "error: a step on 61 images of 16 x 16 pixels would take more than the 0 MiB of memory "
+        "that there are; --batch-size 8 would fit, with --optim.accumulate 8 for as many images in "
+        "a step; --batch-size auto takes the most that fits, and model.grad_checkpointing saves"
+    )
+    assert error.count("\n") == 1 and json.loads(status.read_text())["status"] == "oom"
+    with monkeypatch.context() as patch, OnProcessor():
+        patch.setattr(engine, "TrainingMemory", OfGpu)
+        lines = run(replace(config, batch_size="auto", overwrite=True))
+    assert "batch_size auto: 8 images fit, of 16 x 16 pixels" in lines
+    assert any(re.search("; memory: 0 MiB expected, 0 MiB there; ", line) for line in lines)
+
+
+def test_on_a_gpu_the_optimiser_counts_and_what_loads_images_does_not(tmp_path, monkeypatch):
+    config = cheap_config(tmp_path, data={"workers": 3})
+    OfGpu.card = Card(monkeypatch, 1 << 30)
+    model, _ = build_model(config.model, quadrants().spec)
+    kept = 2 * 4 * sum(parameter.numel() for parameter in model.parameters())
+    with OnProcessor():
+        memory = OfGpu(config, model, quadrants(), GPU, Processes())
+        assert memory.there_bytes == 1 << 30
+        assert memory.bytes_of((5, 16, 16)) == 1000 + 5 * 2560 + kept
+        evaluated = memory.bytes_of((5, 16, 16), (9, 16, 16))
+        assert evaluated == 1000 + 9 * 2560 + kept
+        OfGpu.card.size = 1000 + 7 * 2560
+        assert memory.bytes_of((8, 16, 16)) == math.inf
+
+
+def test_where_not_one_image_fits_the_size_that_would_is_named(tmp_path):
     config = small_config(tmp_path, data={"img_size": 48}, batch_size=1)
-    memory = memory_of(config)
-    memory.there_bytes = int((memory.bytes_of((1, 48, 48)) + memory.bytes_of((1, 24, 24))) / 2)
-    memory.there_bytes = int(memory.there_bytes / SHARE)
-    said = way_out(config, memory, (1, 48, 48))
-    rows, columns = map(int, re.search(r"one image of (\d+) x (\d+) pixels", said).groups())
-    assert 24 <= rows == columns < 48 and f"--data.img_size {rows}" in said
-    assert fits(memory, (1, rows, columns))
-    assert not fits(memory, (1, rows + 4, columns + 4))
+    memory = Counted(config, there=int((100 + 30 * 30) / SHARE))
+    assert way_out(config, memory, (1, 48, 48)) == (
+        "one image of 28 x 28 pixels would fit: --data.img_size 28, and model.grad_checkpointing "
+        "saves memory"
+    )
+    assert "36 x 24 pixels would fit: --data.img_size 36 24," in way_out(
+        config, memory, (1, 48, 34)
+    )
+    memory.splits = replace(memory.splits, spec=replace(memory.splits.spec, fit="native"))
+    assert way_out(config, memory, (1, 48, 48)).startswith(
+        "one image of up to 49 patches would fit: --data.max_patches 49 with --data.img_size null, "
+        "or --data.img_size 28"
+    )
     memory.there_bytes = 1
-    assert "not even an image of one patch" in way_out(config, memory, (1, 48, 48))
+    checkpointed = replace(config, model=replace(config.model, grad_checkpointing=True))
+    assert way_out(checkpointed, memory, (1, 48, 48)) == (
+        "not even an image of one patch would fit: a smaller model takes less"
+    )
+
+
+def test_the_batch_that_would_fit_keeps_the_step(tmp_path):
+    config = small_config(tmp_path, optim={"accumulate": 2}, batch_size=32)
+    memory = Counted(config, there=int((100 + 5 * 256) / SHARE) + 1)
+    assert way_out(config, memory, (31, 16, 16)).startswith(
+        "--batch-size 4 would fit, with --optim.accumulate 16 for as many images in a step; "
+        "--batch-size auto takes the most that fits, and model.grad_checkpointing saves memory"
+    )
+    memory.splits = replace(memory.splits, spec=replace(memory.splits.spec, fit="native"))
+    assert way_out(config, memory, (31, 16, 16)).startswith(
+        "--data.batch_patches 64 would fit, 4 such images; --batch-size auto takes"
+    )
 
 
 def test_auto_takes_the_most_that_fits_and_a_resumed_run_the_same(
     tmp_path, monkeypatch, small, alone
 ):
-    config = small_config(tmp_path, data={"img_size": 32}, batch_size="auto", epochs=1)
+    config = cheap_config(tmp_path, data={"img_size": 32}, batch_size="auto", epochs=1)
     memory = memory_of(config)
     there = int(memory.bytes_of((20, 32, 32)) / SHARE)
     monkeypatch.setattr(memory_module, "memory_there_is", lambda *how: there)
@@ -204,39 +311,131 @@ def test_auto_takes_the_most_that_fits_and_a_resumed_run_the_same(
     assert yaml.safe_load((tmp_path / "small" / CONFIG).read_text())["batch_size"] == 16
 
 
-def test_auto_takes_no_more_images_than_there_are(tmp_path):
+def test_auto_takes_no_more_images_than_there_are_nor_512(tmp_path):
     config = small_config(tmp_path, batch_size="auto")
-    memory = memory_of(config, there=1 << 50)
-    chosen, _ = with_batch(config, memory.splits, memory)
+    chosen, _ = with_batch(config, quadrants(), Counted(config, 1 << 50))
     assert chosen.batch_size == 56  # of 61, in eights
+    many = Counted(config, 1 << 50, train=9999)
+    assert with_batch(config, many.splits, many)[0].batch_size == 512
     with pytest.raises(ValueError, match="name a number"):
-        with_batch(config, memory.splits, memory_of(config))
+        with_batch(config, quadrants(), Counted(config, None))
+    named = small_config(tmp_path, batch_size=7)
+    assert with_batch(named, quadrants(), Counted(named, 1)) == (named, [])
 
 
-@pytest.mark.parametrize("fit", [1, 5, 33])
-def test_the_largest_batch_is_the_largest(tmp_path, alone, fit):
-    memory = memory_of(small_config(tmp_path, data={"img_size": 32}))
-    memory.there_bytes = int((memory.bytes_of((fit, 32, 32)) + 1) / SHARE)
-    found = largest_batch(memory, (32, 32), 1000)
-    assert 0.87 * fit <= found <= fit
-    assert largest_batch(memory, (32, 32), 3) == min(fit, 3)
-    assert largest_batch(memory, (32, 32), 0) == 0
+def test_auto_takes_one_image_that_may_just_do_and_refuses_one_that_does_not(tmp_path):
+    config = small_config(tmp_path, batch_size="auto")
+    there = 100 + 256  # more than 85 % of it
+    memory = Counted(config, there)
+    assert with_batch(config, memory.splits, memory)[0].batch_size == 1
+    with pytest.raises(DoesNotFit) as refused:
+        with_batch(config, memory.splits, Counted(config, 200))
+    assert "a step on 1 image of 16 x 16 pixels would take about" in str(refused.value)
+    assert "one image of 8 x 8 pixels would fit" in str(refused.value)
 
 
-def test_more_images_pixels_and_an_average_take_more_and_checkpointing_less(tmp_path):
-    config = small_config(tmp_path)
-    taken = memory_of(config).bytes_of((8, 32, 32))
-    assert memory_of(config).bytes_of((9, 32, 32)) > taken
-    assert memory_of(config).bytes_of((8, 32, 36)) > taken
-    assert memory_of(config).bytes_of((8, 32, 32), (32, 32, 64)) >= taken
-    model, _ = build_model(config.model, quadrants().spec)
-    spec, optim = quadrants().spec, config.optim
-    plain = Passes(model, spec, CPU, "none").step_bytes((8, 32, 32), optim)
-    accumulated = replace(optim, accumulate=2)
-    assert Passes(model, spec, CPU, "none").step_bytes((8, 32, 32), accumulated) > plain
+class Own(Quadrants):
+    """Images of their own sizes: three quarters of them are small."""
+
+    def canvases(self, geometry):
+        sizes = [(16, 24), (8, 8), (8, 12), (8, 8)]
+        return np.array([sizes[n % 4] for n in range(self.length)])
+
+
+def test_auto_chooses_patches_for_images_of_their_own_sizes(tmp_path):
+    config = small_config(tmp_path, batch_size="auto", data={"fit": "native", "max_patches": 99})
+    config.data.img_size = None
+    memory = Counted(config, int((100 + 9 * 16 * 24) / SHARE) + 1)
+    spec = replace(memory.splits.spec, fit="native", img_size=None)
+    splits = replace(memory.splits, train=Own(64, 1), spec=spec)
+    chosen, lines = with_batch(config, splits, memory)
+    # 8 of the largest, of 24 patches each; a mean image has 152 pixels.
+    assert (chosen.data.batch_patches, chosen.batch_size) == (8 * 24, 16)
+    assert lines == ["batch_size auto: 192 patches fit, 8 of the largest images and 16 on average"]
+    config.data.batch_patches = 100
+    with pytest.raises(ValueError, match="chooses data.batch_patches, which is 100; leave one"):
+        with_batch(config, splits, memory)
+
+
+@pytest.mark.parametrize("fit", [1, 5, 33, 400])
+def test_the_largest_batch_is_the_largest_to_an_eighth(fit):
+    asked = []
+
+    class Memory:
+        there_bytes = int((1000 + 64 * fit) / SHARE) + 1
+
+        def bytes_of(self, shape):
+            asked.append(shape[0])
+            bend = 64 * max(0, shape[0] - 20) / 8  # grows a little faster, from 20 images on
+            return 1000 + math.prod(shape) + (bend if shape[0] > fit else 0)
+
+    found = largest_batch(Memory(), (8, 8), 1000)
+    assert 0.87 * fit <= found <= fit and len(asked) == len(set(asked)) <= 8
+    assert largest_batch(Memory(), (8, 8), 3) == min(fit, 3)
+    assert largest_batch(Memory(), (8, 8), 0) == 0
+    Memory.there_bytes = 900
+    assert largest_batch(Memory(), (8, 8), 99) == 0
+
+
+def test_a_gpu_on_which_more_is_too_much_tells_no_slope():
+    class Memory:
+        there_bytes = 3000
+
+        def bytes_of(self, shape):
+            return 100 + 64 * shape[0] if shape[0] <= 33 else math.inf
+
+    assert 28 <= largest_batch(Memory(), (8, 8), 1000) <= 33
+
+
+def test_more_images_pixels_and_larger_evaluations_take_more(tmp_path):
+    memory = memory_of(cheap_config(tmp_path))
+    taken = memory.bytes_of((8, 32, 32))
+    assert memory.bytes_of((9, 32, 32)) > taken < memory.bytes_of((8, 32, 36))
+    assert memory.bytes_of((8, 32, 32), (8, 32, 32)) == taken
+    passes, kept = memory.passes, memory.passes.kept_bytes()
+    evaluated = 400, 32, 32
+    forward = int(passes.forward_bytes(evaluated) + kept) - passes.step_bytes(
+        (8, 32, 32), memory.config.optim
+    )
+    assert forward > 0 and abs(memory.bytes_of((8, 32, 32), evaluated) - taken - forward) <= 1
+
+
+def test_an_average_moments_sums_of_gradients_and_loading_count(tmp_path, alone):
+    config = cheap_config(tmp_path)
+    plain, averaged = memory_of(config), memory_of(cheap_config(tmp_path, optim=EVERYTHING))
+    model, shape, optim = plain.passes.model, (8, 32, 32), config.optim
     weights = sum(p.numel() * 4 for p in model.parameters())
-    ddp = Passes(model, spec, CPU, "none").step_bytes((8, 32, 32), optim, kind="ddp", processes=2)
-    assert ddp - plain == pytest.approx(1.2 * weights, abs=2)
+    assert plain.base_bytes == 0 and averaged.base_bytes == sum(
+        p.numel() * 4 for p in averaged.passes.model.parameters()
+    )
+    loaded = replace(config, data=replace(config.data, workers=2))
+    batch = 8 * 32 * 32
+    assert plain.bytes_of(shape) == plain.passes.step_bytes(shape, optim) + batch
+    more = memory_of(loaded).bytes_of(shape) - plain.bytes_of(shape)
+    assert more == 2 * (WORKER_BYTES + 2 * batch) - batch
+    step = plain.passes.step_bytes
+    assert step(shape, replace(optim, accumulate=2)) > step(shape, optim)
+    ddp = step(shape, optim, kind="ddp", processes=2) - step(shape, optim)
+    assert ddp == pytest.approx(1.2 * weights, abs=2)
+    fsdp = step(shape, optim, kind="fsdp", processes=2) - step(shape, optim)
+    assert fsdp == pytest.approx(-1.2 * weights, abs=2)
+    assert plain.passes.kept_bytes() == pytest.approx(1.2 * 2 * weights)
+
+
+def test_a_share_of_a_batch_is_the_largest_that_a_process_takes():
+    assert [share_of((n, 8, 9), 4) for n in (1, 4, 5)] == [(1, 8, 9), (1, 8, 9), (2, 8, 9)]
+
+
+def test_checkpointed_blocks_hold_less_and_leave_more_gaps(tmp_path, monkeypatch):
+    def step_bytes(checkpointing):
+        model, _ = build_model(cheap_config(tmp_path, depth=4).model, quadrants().spec)
+        model.set_grad_checkpointing(checkpointing)
+        given = Passes(model, quadrants().spec, CPU, "none", checkpointing=checkpointing)
+        return given.step_bytes((8, 32, 32), OptimConfig())
+
+    usual = step_bytes(True)
+    monkeypatch.setattr(passes, "SCATTERED_CHECKPOINTED", passes.SCATTERED)
+    assert step_bytes(True) < min(usual, step_bytes(False))
 
 
 def test_a_model_that_looks_at_values_has_no_expected_memory(tmp_path):
@@ -250,7 +449,8 @@ def test_a_model_that_looks_at_values_has_no_expected_memory(tmp_path):
 
 
 def test_counting_memory_leaves_model_and_generators(tmp_path):
-    config = small_config(tmp_path, model={"drop_path_rate": 0.5})
+    config = cheap_config(tmp_path, depth=2)
+    config.model.args["drop_path_rate"] = 0.5
     memory, before = memory_of(config), random_state()
     weights = {k: v.clone() for k, v in memory.passes.model.state_dict().items()}
     memory.bytes_of((4, 16, 16))
@@ -291,6 +491,110 @@ def test_how_much_is_tried_depends_on_how_long_it_takes(
     assert sum(n * each for n in clock.tried[1:]) <= 2 * max(LONG_SECONDS, each)
 
 
+class Paces:
+    """Stands in for the trials of a run: a pixel takes a millisecond in a step and a tenth of it in
+    an evaluation, and an image ``reading`` seconds.
+    """
+
+    def __init__(self, monkeypatch, reading=0.0, most=10**9):
+        self.tried, self.evaluated, self.most = [], [], most
+        monkeypatch.setattr(forecast_module, "try_steps", self.steps)
+        monkeypatch.setattr(forecast_module, "try_evaluation", self.evaluation)
+        monkeypatch.setattr(forecast_module, "read_seconds", lambda dataset, geometry: reading)
+
+    def steps(self, learner, shapes):
+        self.tried.append(shapes)
+        shapes = [(min(images, self.most), *size) for images, *size in shapes]
+        return [Trial(shape, math.prod(shape) / 1000) for shape in shapes]
+
+    def evaluation(self, learner, model, shape, step):
+        self.evaluated.append((shape, step.shape))
+        return Trial((2, 16, 16), 2 * 256 / 10_000)
+
+
+def test_an_epoch_has_its_steps_its_evaluation_and_its_images(tmp_path, monkeypatch):
+    trainer = trainer_of(small_config(tmp_path, epochs=5, optim={"accumulate": 2}), quadrants(64))
+    trainer.position.epoch = 2
+    paces = Paces(monkeypatch, reading=0.5)
+    told = forecast(trainer, Expected(1, 2))
+    assert paces.tried == [[(8, 16, 16)]] and paces.evaluated == [((8, 16, 16), (8, 16, 16))]
+    assert told.images == "64 images of 16 x 16 px, 16 patches"
+    assert told.seconds_per_step == pytest.approx(2 * 8 * 0.256)
+    steps, evaluation, loading = 64 * 0.256, 23 * 0.0256, (64 + 23) * 0.5
+    assert told.seconds_per_epoch == pytest.approx(steps + evaluation + loading)
+    assert (told.epochs, told.part, told.waits) == (3, "", True)
+    assert told.memory == Expected(1, 2)
+    Paces(monkeypatch, most=3)
+    told = forecast(trainer, Expected(1, 2))
+    assert (told.part, told.waits) == ("3 of 8 images tried", False)
+    assert told.seconds_per_epoch == pytest.approx(steps + evaluation)
+
+
+def test_between_the_shapes_that_are_tried_most_batches_lie(tmp_path, monkeypatch):
+    trainer, paces = trainer_of(small_config(tmp_path)), Paces(monkeypatch)
+    shapes = np.array([[4, 8 * n, 8] for n in range(20, 0, -1)])
+    monkeypatch.setattr(type(trainer.batches), "shapes", lambda own: shapes)
+    forecast(trainer, Expected(1, 2))
+    assert paces.tried.pop() == [(4, 24, 8), (4, 152, 8)]
+    assert paces.evaluated.pop()[1] == (4, 152, 8)
+    shapes = np.array([[4, 80 + n, 8] for n in range(20)])
+    forecast(trainer, Expected(1, 2))
+    assert paces.tried.pop() == [(4, 98, 8)]  # as good as alike
+    trainer.config.compile = True
+    shapes = np.array([[4, 16, 8], [4, 160, 8], [4, 320, 8]])
+    forecast(trainer, Expected(1, 2))
+    assert paces.tried.pop() == [(4, 16, 8)]  # which a compiled model sees first
+    shapes = np.zeros((3, 3), np.int64)
+    assert forecast(trainer, Expected(1, 2)) is None and not paces.tried
+
+
+def test_an_evaluation_is_tried_on_as_many_images_as_half_a_second_takes(tmp_path):
+    trainer = trainer_of(small_config(tmp_path))
+    trainer.model.train()
+    trainer.model.blocks[0].eval()
+    ticks = iter((1.0, 3.5) * 3)
+    for seconds, images in ((8 * 0.1, 5), (8 * 9.0, 1), (8 * 0.001, 20)):
+        step = Trial((8, 16, 16), seconds)
+        found = try_evaluation(trainer, trainer.model, (20, 16, 16), step, lambda: next(ticks))
+        assert found == Trial((images, 16, 16), 2.5)
+    assert trainer.model.training and not trainer.model.blocks[0].training
+
+
+def test_images_are_read_evenly_and_the_first_and_damaged_ones_do_not_count():
+    read, now = [], [0.0]
+
+    class Images:
+        """The first takes 1.5 s, others 0.1 s; the fourth that is read cannot be."""
+
+        def __len__(self):
+            return 60
+
+        def __getitem__(self, key):
+            now[0] += 0.1 if read else Images.first
+            read.append((key.index, key.geometry))
+            return Unreadable("a.png", "damaged") if len(read) == 4 else (key, 0)
+
+    def seconds():
+        read.clear()
+        return read_seconds(Images(), "as seen", lambda: now[0])
+
+    Images.first = 1.5
+    assert seconds() == pytest.approx(0.1)
+    assert read == [(index, "as seen") for index in (0, 10, 20, 30, 40, 50)]
+    Images.first = 2.5
+    assert seconds() == pytest.approx(2.5) and len(read) == 1
+    assert read_seconds(object(), None) is None and read_seconds([], None) is None
+
+
+def test_trials_see_every_class_and_what_pad_leaves_empty(tmp_path):
+    trainer = trainer_of(small_config(tmp_path))
+    given = batch_of(trainer, (6, 16, 24))
+    assert given.images.shape == (6, 1, 16, 24) and given.images.dtype == torch.uint8
+    assert given.labels.tolist() == [0, 1, 2, 3, 0, 1] and given.sizes is None
+    trainer.geometry = replace(trainer.geometry, fit="pad")
+    assert batch_of(trainer, (2, 16, 24)).sizes.tolist() == [[16, 24]] * 2
+
+
 def test_seconds_lie_on_the_line_through_the_trials():
     pixels = np.array([100, 400, 1000])
     one = [Trial((1, 10, 40), 2.0)]
@@ -299,14 +603,6 @@ def test_seconds_lie_on_the_line_through_the_trials():
     assert seconds_at(two, pixels) == pytest.approx([1.0, 2.5, 5.5])
     falling = [Trial((1, 10, 10), 3.0), Trial((1, 10, 40), 2.0)]
     assert seconds_at(falling, pixels).tolist() == [0.5, 2.0, 5.0]
-
-
-def test_an_epoch_takes_as_long_as_the_slower_of_computing_and_loading():
-    assert epoch_seconds(10, 4, 0, 1, cores=8) == 14
-    assert epoch_seconds(10, 4, 2, 1, cores=8) == 10
-    assert epoch_seconds(10, 60, 2, 1, cores=8) == 30
-    assert epoch_seconds(10, 60, 16, 1, cores=8) == pytest.approx(8.75 * 1.1429, rel=1e-3)
-    assert epoch_seconds(10, 6, 2, 2, cores=2) == 13  # no core is left for loading
 
 
 def test_the_shapes_of_an_epoch_are_those_of_its_batches():

@@ -3,6 +3,7 @@
 This module reads what Linux and the driver say. It knows nothing of models and images.
 """
 
+import math
 import re
 import sys
 from collections.abc import Callable
@@ -145,11 +146,11 @@ def sensible(count: int) -> int:
     return count // 8 * 8 if count >= 8 else 1 << (count.bit_length() - 1)
 
 
-def check_fits(expected: int | None, there: int | None, what: str, way_out: Callable[[], str]):
+def check_fits(expected: float | None, there: int | None, what: str, way_out: Callable[[], str]):
     """Refuse what clearly takes more memory than there is.
 
     Args:
-        expected: bytes; None where nobody can tell.
+        expected: bytes, which may be infinite; None where nobody can tell.
         there: likewise.
         what: what is to be done, for the error.
         way_out: says what would fit; called where it does not.
@@ -158,7 +159,10 @@ def check_fits(expected: int | None, there: int | None, what: str, way_out: Call
         DoesNotFit: one line.
     """
     if expected is not None and there is not None and expected > MARGIN * there:
-        raise DoesNotFit(
-            f"{what} would take about {sized(expected)} of memory, and there are {sized(there)}; "
-            f"{way_out()}"
+        room = sized(there)
+        much = (
+            f"about {sized(expected)} of memory, and there are {room}"
+            if expected < math.inf  # a GPU on which it was tried tells no more
+            else f"more than the {room} of memory that there are"
         )
+        raise DoesNotFit(f"{what} would take {much}; {way_out()}")

@@ -274,6 +274,9 @@ class Aside:
     def end(self) -> int:
         """Save the state, say so, and return the exit code."""
         ended: Exception = Stopped("stopped before the first step")
+        if self.record is None and self.states.step is not None:
+            step = self.states.step + 1
+            ended = Stopped(f"stopped as step {step} was tried; {self.states.kept()}")
         if self.record is not None:
             try:
                 self.trainer.save(self.record)

@@ -5,7 +5,6 @@ time of an epoch, on its images, with its processes.
 """
 
 import math
-import os
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +13,7 @@ import torch
 from visionattn.cli.tables import lasting
 from visionattn.data.buckets import cell_px
 from visionattn.training.memory import Expected, known, largest_shape, share_of
+from visionattn.training.outlook import images_of, loaded_beside
 from visionattn.training.trainer import Trainer
 from visionattn.training.trial import Trial, read_seconds, try_evaluation, try_steps
 
@@ -71,7 +71,7 @@ def forecast(trainer: Trainer, memory: Expected) -> Forecast | None:
     pixels = np.ceil(evaluated[:, 0] / size) * evaluated[:, 1:].prod(1)
     computing += float(pixels.sum()) * evaluation.seconds / evaluation.pixels
     loading = trainer.processes.on_first(lambda: loading_seconds(trainer, shapes, evaluated))
-    seconds = epoch_seconds(
+    seconds = loaded_beside(
         computing, loading / size, trainer.config.data.workers, torch.get_num_threads()
     )
     per_step = float(np.median(seconds_at(trials, own))) * trainer.config.optim.accumulate
@@ -106,37 +106,3 @@ def loading_seconds(trainer: Trainer, shapes: np.ndarray, evaluated: np.ndarray)
     """
     each = read_seconds(trainer.splits.train, trainer.geometry)
     return 0.0 if each is None else each * float(shapes[:, 0].sum() + evaluated[:, 0].sum())
-
-
-def epoch_seconds(
-    computing: float, loading: float, workers: int, threads: int, cores: int | None = None
-) -> float:
-    """Return the seconds of an epoch whose images are loaded beside the computing.
-
-    Args:
-        computing: seconds of it with all ``threads``.
-        loading: seconds of it in one process.
-        workers: processes that load; 0: loading and computing take turns.
-        threads: those that compute, on a processor.
-        cores: of the machine; asked for unless given.
-    """
-    if not workers:
-        return computing + loading
-    cores = cores or os.cpu_count() or 1
-    # The slower of the two, or all the work over all cores.
-    shared = (computing * min(threads, cores) + loading) / cores
-    return max(computing, loading / min(workers, cores), shared)
-
-
-def images_of(sizes: np.ndarray, count: int, cell: int) -> str:
-    """Say how many images there are, and at which sizes ``[n, 2]`` the model sees them, with
-    patches of ``cell`` pixels.
-    """
-    pixels = sizes.prod(1)
-    low, high = (sizes[at].tolist() for at in (pixels.argmin(), pixels.argmax()))
-    patches = [rows * columns // cell for rows, columns in (low, high)]
-    size, number = f"{high[0]} x {high[1]} px", str(patches[1])
-    if low != high:
-        size = f"{low[0]} x {low[1]} to {size}"
-        number = f"{patches[0]} to {number}"
-    return f"{count} images of {size}, {number} patches"

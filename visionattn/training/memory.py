@@ -6,7 +6,9 @@ processes.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -41,6 +43,15 @@ WORKER_BYTES = 45 * 2**20
 """What a process that loads images takes of its own, without images."""
 PREFETCHED = 2
 """How many batches each of them has ready."""
+
+
+class Memory(Protocol):
+    """What tells the memory of batches."""
+
+    there_bytes: int | None
+
+    def bytes_of(self, shape: Shape, /) -> int | None:
+        """Return the memory at batches of a shape; None where nobody can tell."""
 
 
 class TrainingMemory:
@@ -110,44 +121,6 @@ def share_of(shape: Shape, processes: int) -> Shape:
     """Return the part of a batch that one of several processes takes at most."""
     images, height, width = shape
     return -(-images // processes), height, width
-
-
-class EvaluationMemory:
-    """Tell what an evaluation takes at batches of some shapes, and how much there is.
-
-    Args:
-        model: on its device.
-        dataset: the images.
-        data: how they are loaded.
-        spec: what they are.
-        device: where to compute.
-        amp: ``none``, ``bf16`` or ``fp16``.
-        pads: images may not fill the model's input.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        dataset: Dataset,
-        data: DataConfig,
-        spec: DataSpec,
-        device: torch.device,
-        amp: str,
-        *,
-        pads: bool,
-    ):
-        self.dataset, self.data, self.spec = dataset, data, spec
-        self.there_bytes, self.base_bytes = memory_there_is(device), taken_bytes(device)
-        self.passes = Passes(model, spec, device, amp, leaves_out=pads and takes_sizes(model))
-
-    def bytes_of(self, shape: Shape) -> int | None:
-        """Return the memory at batches of a shape; None where nobody can tell."""
-        forward = self.passes.forward_bytes(shape)
-        if forward is None:
-            return None
-        on_gpu = self.passes.device.type == "cuda"
-        loading = 0 if on_gpu else loading_bytes(self.data, self.dataset, self.spec, shape)
-        return self.base_bytes + forward + loading
 
 
 def loading_bytes(config: DataConfig, dataset: Dataset, spec: DataSpec, shape: Shape) -> int:
@@ -241,20 +214,10 @@ def way_out(config: TrainConfig, memory: TrainingMemory, shape: Shape) -> str:
         )
 
     # Not one image fits: a smaller one of the same aspect ratio.
-    def smaller(px: int) -> Size:
-        rows, columns = (
-            max(each, round(px * side / max(size) / each) * each)
-            for side, each in zip(size, memory.patch_px, strict=True)
-        )
-        return rows, columns
-
-    step = max(memory.patch_px)
-    count = largest_fit(
-        lambda n: fits(memory, (1, *smaller(n * step))), 8, max(1, max(size) // step - 1)
-    )
-    if not count:
+    found = largest_image(lambda one: fits(memory, (1, *one)), (size[0], size[1]), memory.patch_px)
+    if found is None:
         return f"not even an image of one patch would fit: a smaller model takes less{saves}"
-    rows, columns = smaller(count * step)
+    rows, columns = found
     if native:
         return (
             f"one image of up to {rows * columns // cell} patches would fit: --data.max_patches "
@@ -265,13 +228,30 @@ def way_out(config: TrainConfig, memory: TrainingMemory, shape: Shape) -> str:
     return f"one image of {rows} x {columns} pixels would fit: --data.img_size {size_px}{saves}"
 
 
-def fits(memory: TrainingMemory | EvaluationMemory, shape: Shape) -> bool:
+def largest_image(fits: Callable[[Size], bool], size: Size, patch_px: Size) -> Size | None:
+    """Return the largest image of about the same aspect ratio, below ``size`` and in whole patches,
+    that fits; None where none does.
+    """
+    step, longest = max(patch_px), max(size)
+
+    def smaller(number: int) -> Size:
+        rows, columns = (
+            max(each, round(number * step * side / longest / each) * each)
+            for side, each in zip(size, patch_px, strict=True)
+        )
+        return rows, columns
+
+    found = largest_fit(lambda number: fits(smaller(number)), 8, max(1, longest // step - 1))
+    return smaller(found) if found else None
+
+
+def fits(memory: Memory, shape: Shape) -> bool:
     """Tell whether a batch leaves some of the memory there is."""
     needed = memory.bytes_of(shape)
     return needed is not None and needed <= SHARE * (memory.there_bytes or math.inf)
 
 
-def largest_batch(memory: TrainingMemory | EvaluationMemory, size: Size, most: int) -> int:
+def largest_batch(memory: Memory, size: Size, most: int) -> int:
     """Return how many images of a size fit at once, ``most`` at most; 0 where not one does."""
     if most < 1:
         return 0
@@ -317,12 +297,13 @@ def with_batch(
             "batch_size auto: nobody can tell the memory of this model here; name a number"
         )
     chosen = memory.processes.on_first(lambda: largest_batch(memory, size, most))
-    if chosen < memory.processes.size:
+    if chosen < memory.processes.size:  # one image each may just do, or is refused
+        chosen = memory.processes.size
         check_fits(
-            memory.bytes_of((1, *size)),
-            0,
-            f"a step on one image of {size[0]} x {size[1]} pixels",
-            lambda: way_out(config, memory, (1, *size)),
+            memory.bytes_of((chosen, *size)),
+            memory.there_bytes,
+            f"a step on {chosen} image{'s' if chosen > 1 else ''} of {size[0]} x {size[1]} pixels",
+            lambda: way_out(config, memory, (chosen, *size)),
         )
     taken = sensible(chosen)
     native = choices[0].canvas is None

@@ -1,6 +1,8 @@
 """Accuracy of kept weights at several image sizes: the work of ``visionattn validate``."""
 
 import json
+import math
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -13,7 +15,6 @@ from torch.utils.data import Dataset
 
 from visionattn.cli.ends import is_out_of_memory
 from visionattn.cli.files import check_free, write_text
-from visionattn.cli.memory import check_fits, sensible
 from visionattn.cli.parsing import field_types, parse, spell_out
 from visionattn.cli.progress import Progress
 from visionattn.cli.provenance import provenance
@@ -27,14 +28,23 @@ from visionattn.training.build import check_geometries, patch_size, pick_device
 from visionattn.training.config import TrainConfig, ValidateConfig
 from visionattn.training.evaluate import Evaluation, evaluate
 from visionattn.training.memory import (
-    LARGEST_BATCH,
-    EvaluationMemory,
+    Expected,
     known,
-    largest_batch,
     largest_images,
     largest_shape,
+    loading_bytes,
 )
+from visionattn.training.outlook import (
+    FEW_PIXELS,
+    ForwardMemory,
+    Forwards,
+    describe,
+    loaded_beside,
+    trial_seconds,
+)
+from visionattn.training.passes import Shape
 from visionattn.training.record import CONFIG
+from visionattn.training.trial import read_seconds
 
 COLUMNS = ("size", "images", "accuracy", "top-5", "images/s")
 
@@ -162,6 +172,9 @@ class Validation:
         self.geometries = self._find_geometries()
         check_geometries(self.model, self.geometries)
         self.split, self.dataset = self._find_images(config.data)
+        self.work = Forwards(self.model.eval(), self.spec, self.device, config.amp)
+        self.notes: list[str] = []
+        self.expected: Expected | None = None
         self.config = self._fitting(config)
 
     def _fitting(self, config: ValidateConfig) -> ValidateConfig:
@@ -172,46 +185,68 @@ class Validation:
             DoesNotFit: a batch clearly takes more memory than there is.
             ValueError: nobody can tell what fits.
         """
-        pads = self.geometries[0].fit == "pad"
-        memory = EvaluationMemory(
-            self.model, self.dataset, config.data, self.spec, self.device, config.amp, pads=pads
-        )
+        first, data = self.geometries[0], config.data
+
+        def beside(shape: Shape) -> int:
+            return loading_bytes(data, self.dataset, self.spec, shape)
+
+        leaves_out = first.fit == "pad" and takes_sizes(self.model)
+        memory = ForwardMemory(self.work, first, beside, leaves_out=leaves_out)
         if config.batch_size == "auto":
             size, _ = largest_images(self.dataset, tuple(self.geometries))
-            most = min(LARGEST_BATCH, len(self.dataset))
-            if memory.there_bytes is None or memory.bytes_of((1, *size)) is None:
-                raise ValueError(
-                    "batch_size auto: nobody can tell the memory of this model here; name a number"
-                )
-            fitting = sensible(max(1, largest_batch(memory, size, most)))
-            data = config.data
-            if self.geometries[0].canvas is None:
-                patches = fitting * (size[0] * size[1] // cell_px(self.geometries[0]))
-                data = replace(data, batch_patches=patches)
-            config = replace(config, batch_size=fitting, data=data)
-        if self.device.type == "cuda":  # there too much is an error, and a row of the table
-            return config
-        shapes = np.concatenate(
-            [
+            number, line = memory.auto(size, len(self.dataset))
+            self.notes.append(line)
+            if first.canvas is None:
+                data = replace(data, batch_patches=number * (math.prod(size) // cell_px(first)))
+            config = replace(config, batch_size=number, data=data)
+        self.shapes = [
+            known(
                 eval_batches(
-                    self.dataset, config.data, batch_size=config.batch_size, geometry=geometry
+                    self.dataset, data, batch_size=config.batch_size, geometry=geometry
                 ).shapes()
-                for geometry in self.geometries
-            ]
-        )
-        if not len(known(shapes)):
+            )
+            for geometry in self.geometries
+        ]
+        if not any(map(len, self.shapes)):  # no image is known that could be tried
             return config
-        shape = images, rows, columns = largest_shape(known(shapes))
-
-        def way_out() -> str:
-            fit = largest_batch(memory, (rows, columns), images - 1)
-            if fit:
-                return f"--batch-size {sensible(fit)} would fit, and auto takes the most that fits"
-            return "not even one such image would fit; name a smaller --img-size"
-
-        what = f"{images} image{'s' if images > 1 else ''} of {rows} x {columns} pixels"
-        check_fits(memory.bytes_of(shape), memory.there_bytes, what, way_out)
+        flag = "--data.batch_patches {patches}" if first.canvas is None else "--batch-size {images}"
+        self.expected = memory.check(largest_shape(np.concatenate(self.shapes)), flag)
         return config
+
+    def outlook(self) -> Iterator[str]:
+        """Yield what ``batch_size auto`` has become, and what the evaluation will take, found by a
+        trial; nothing where all is done at once.
+        """
+        yield from self.notes
+        seen = np.concatenate(self.shapes)
+        if self.expected is None or seen.prod(1).sum() <= FEW_PIXELS:
+            return
+        times = [
+            self._seconds(geometry, shapes)
+            for geometry, shapes in zip(self.geometries, self.shapes, strict=True)
+            if len(shapes)
+        ]
+        seconds = None if None in times else sum(filter(None, times))
+        yield describe(
+            seen[:, 1:],
+            len(self.dataset),
+            cell_px(self.geometries[0]),
+            self.expected,
+            seconds,
+            sizes=len(times),
+        )
+
+    def _seconds(self, geometry: Geometry, shapes: np.ndarray) -> float | None:
+        """Return the seconds of all batches at one size; None where it cannot be tried."""
+        images, rows, columns = largest_shape(shapes)
+        clock, patch_px = time.perf_counter, geometry.patch_px
+        each = trial_seconds(self.work, (rows, columns), images, patch_px, clock)
+        if each is None:
+            return None
+        computing = each * float(shapes.prod(1).sum()) / (rows * columns)
+        loading = (read_seconds(self.dataset, geometry) or 0.0) * float(shapes[:, 0].sum())
+        workers = self.config.data.workers
+        return loaded_beside(computing, loading, workers, torch.get_num_threads())
 
     def _find_geometries(self) -> list[Geometry]:
         """Return how images are seen: as in training, as far as no flag says otherwise."""

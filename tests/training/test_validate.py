@@ -1,0 +1,207 @@
+"""What ``validate`` says before it begins: memory, time, and what would fit."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+import timm
+from PIL import Image
+
+from tests.helpers.stand_in_gpu import GPU, Card, OnProcessor
+from visionattn.command import run
+from visionattn.models.weights import DataSpec, save_model
+from visionattn.training import outlook, passes, validate
+from visionattn.training.memory import SHARE
+
+SHAPES = [(24, 40), (40, 24), (32, 48), (56, 56), (24, 24), (56, 56), (16, 16)]
+ARGS = {"patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2, "relative": "none"}
+SPEC = DataSpec(3, 2, ("dark", "light"), (0.5,) * 3, (0.25,) * 3, None, None, "native", 64)
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory):
+    """Weights of a model that sees images whole, and images of many sizes."""
+    folder = tmp_path_factory.mktemp("validate")
+    model = timm.create_model("scaleformer_vit_t", num_classes=2, **ARGS)
+    save_model(folder / "weights.safetensors", model, "scaleformer_vit_t", ARGS, SPEC)
+    for split in ("train", "val"):
+        for number, shape in enumerate(SHAPES):
+            place = folder / "pages" / split / SPEC.class_names[number % 2]
+            place.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(np.full((*shape, 3), number, np.uint8)).save(place / f"{number}.png")
+    return folder
+
+
+@pytest.fixture
+def evaluate(given, capsys, monkeypatch):
+    """Runs the command, for which no evaluation is too short for a word; returns its exit code,
+    what it printed and its error.
+    """
+    monkeypatch.setattr(outlook, "taken_bytes", lambda device: 0)
+    monkeypatch.setattr(passes, "LIBRARIES_BYTES", 0)
+    monkeypatch.setattr(validate, "FEW_PIXELS", 0)
+
+    def evaluated(*flags):
+        words = [f"--checkpoint={given / 'weights.safetensors'}", "--data.name=folder"]
+        words += [f"--data.root={given / 'pages'}", "--data.workers=0", "--device=cpu"]
+        code = run("validate", [*words, *flags])
+        printed = capsys.readouterr()
+        return code, printed.out.splitlines(), printed.err
+
+    return evaluated
+
+
+@pytest.fixture
+def there(monkeypatch):
+    """Sets the memory there is."""
+    return lambda count: monkeypatch.setattr(outlook, "memory_there_is", lambda device: count)
+
+
+def needed_for(monkeypatch, evaluate, *flags):
+    """The bytes that a run expects."""
+    seen, real = [], outlook.ForwardMemory.check
+
+    def check(memory, shape, batches):
+        seen.append((shape, memory.bytes_of(shape)))
+        return real(memory, shape, batches)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(outlook.ForwardMemory, "check", check)
+        assert evaluate(*flags)[0] == 0
+    return seen[0]
+
+
+def test_a_line_says_sizes_patches_memory_and_seconds_before_the_table(evaluate):
+    code, lines, _ = evaluate()
+    assert code == 0 and lines[2].split() == list(map(str.strip, validate.COLUMNS))
+    pattern = (
+        r"7 images of 16 x 16 to 56 x 56 px, 4 to 49 patches; memory: \d+ MiB expected, "
+        r"[\d.]+ [MG]iB there; [\d.]+ s per image, [\d.]+ s in all"
+    )
+    assert re.fullmatch(pattern, lines[1]), lines[1]
+    lines = evaluate("--fit=stretch", "--img-size", "32", "48")[1]
+    assert lines[1].startswith("7 images at 2 sizes of 32 x 32 to 48 x 48 px, 16 to 36 patches; m")
+    assert len(lines) == 5
+
+
+def test_what_is_done_at_once_has_no_line_and_no_trial(evaluate, monkeypatch):
+    monkeypatch.setattr(validate, "FEW_PIXELS", 10**6)
+    monkeypatch.setattr(validate, "trial_seconds", lambda *given: pytest.fail("a trial"))
+    assert len(evaluate()[1]) == 3
+
+
+def test_seconds_are_those_of_all_sizes_and_of_reading(evaluate, monkeypatch):
+    """A pixel takes a millisecond to compute, and an image two seconds to read."""
+    tried = []
+
+    def trial(work, size, batch, patch_px, clock):
+        tried.append((size, batch, patch_px))
+        return size[0] * size[1] / 1000
+
+    monkeypatch.setattr(validate, "trial_seconds", trial)
+    monkeypatch.setattr(validate, "read_seconds", lambda dataset, geometry: 2.0)
+    computing = 7 * (32 * 32 + 48 * 64) / 1000
+    sizes = "[[32,32],[48,64]]"
+    line = evaluate("--fit=stretch", f"--img-size={sizes}", "--batch-size=5")[1][1]
+    seconds = computing + 2 * 7 * 2
+    assert line.endswith(f"; {seconds / 14:.1f} s per image, {seconds:.0f} s in all")
+    assert tried == [((32, 32), 5, (8, 8)), ((48, 64), 5, (8, 8))]
+    own = sum(rows * columns for rows, columns in SHAPES) / 1000
+    assert evaluate()[1][1].endswith(f"{(own + 14) / 7:.1f} s per image, {own + 14:.0f} s in all")
+    monkeypatch.setattr(validate, "read_seconds", lambda dataset, geometry: None)
+    assert evaluate()[1][1].endswith(f" {own:.0f} s in all")
+    monkeypatch.setattr(validate, "trial_seconds", lambda *given: None)
+    assert evaluate()[1][1].endswith(" there")
+
+
+def test_what_does_not_fit_is_refused_with_what_would_and_writes_nothing(
+    evaluate, there, monkeypatch, tmp_path
+):
+    flags = "--fit=stretch", "--img-size=64"
+    shape, needed = needed_for(monkeypatch, evaluate, *flags)
+    assert shape == (7, 64, 64)
+    there(int(needed / 1.5))
+    code, lines, error = evaluate(*flags, f"--json={tmp_path / 'rows.json'}")
+    assert code == 3 and lines == [] and not list(tmp_path.iterdir())
+    assert re.fullmatch(
+        r"error: 7 images of 64 x 64 pixels would take about \d+ MiB of memory, and there are \d+ "
+        r"MiB; --batch-size (2|4) would fit; --batch-size auto takes the most that fits\n",
+        error,
+    )
+    fit = re.search(r"--batch-size \d", error)[0].split()
+    assert evaluate(*flags, *fit)[0] == 0
+    there(needed // 20)
+    error = evaluate(*flags)[2]
+    px = int(re.search(r"; --img-size (\d+) would fit\n", error)[1])
+    assert evaluate("--fit=stretch", f"--img-size={px}", "--batch-size=1")[0] == 0
+
+
+def test_patches_are_named_where_images_have_sizes_of_their_own(evaluate, there, monkeypatch):
+    flags = ("--data.batch_patches=999",)
+    shape, needed = needed_for(monkeypatch, evaluate, *flags)
+    assert shape == (2, 56, 56)
+    there(int(needed / 1.3))
+    error = evaluate(*flags)[2]
+    assert "; --data.batch_patches 49 would fit; --batch-size auto takes the most" in error
+    assert evaluate("--data.batch_patches=49")[0] == 0
+    there(needed // 4)
+    error = evaluate("--data.batch_patches=49")[2]
+    patches = int(re.search(r"; --fit native --max-patches (\d+) would fit", error)[1])
+    assert 4 <= patches < 49
+    flags = "--batch-size=1", "--fit=native", f"--max-patches={patches}"
+    assert evaluate(*flags)[0] == 0
+
+
+def test_auto_takes_the_most_that_fit(evaluate, there, monkeypatch, tmp_path):
+    flags = "--fit=stretch", "--img-size=64"
+    memory = []
+    real = outlook.ForwardMemory.auto
+    monkeypatch.setattr(
+        outlook.ForwardMemory,
+        "auto",
+        lambda own, *given: (memory.append(own), real(own, *given))[1],
+    )
+    lines = evaluate(*flags, "--batch-size=auto")[1]
+    assert lines[1] == "batch_size auto: 4 images fit, of 64 x 64 pixels"  # of 7
+    there(int(memory[0].bytes_of((3, 64, 64)) / SHARE) + 1)
+    path = tmp_path / "rows.json"
+    lines = evaluate(*flags, "--batch-size=auto", f"--json={path}")[1]
+    assert lines[1] == "batch_size auto: 2 images fit, of 64 x 64 pixels"
+    assert json.loads(path.read_text())["config"]["batch_size"] == 2
+    there(None)
+    assert (
+        "nobody can tell the memory of this model here; name a number"
+        in evaluate("--batch-size=auto")[2]
+    )
+
+
+def test_auto_chooses_patches_for_images_of_their_own_sizes(evaluate, there, tmp_path):
+    path = tmp_path / "rows.json"
+    there(1 << 50)
+    code, lines, _ = evaluate("--batch-size=auto", f"--json={path}")
+    assert code == 0 and lines[1] == "batch_size auto: 4 images fit, of 56 x 56 pixels"
+    config = json.loads(path.read_text())["config"]
+    assert (config["batch_size"], config["data"]["batch_patches"]) == (4, 4 * 49)
+    assert lines[-1].split()[1] == "7"
+
+
+def test_on_a_gpu_too_much_is_refused_in_the_same_words(evaluate, monkeypatch):
+    card = Card(monkeypatch, 1000 + 5 * 10 * 64 * 64)
+    real = validate.load_model
+    monkeypatch.setattr(validate, "pick_device", lambda name: GPU)
+    monkeypatch.setattr(validate, "load_model", lambda path, device: card.runs(real(path)))
+    flags = "--fit=stretch", "--img-size=64"
+    with OnProcessor():
+        code, lines, error = evaluate(*flags)
+        assert (code, lines) == (3, [])
+        assert error == (
+            "error: 7 images of 64 x 64 pixels would take more than the 0 MiB of memory that there "
+            "are; --batch-size 4 would fit; --batch-size auto takes the most that fits\n"
+        )
+        code, lines, _ = evaluate(*flags, "--batch-size=auto")
+    assert code == 0 and lines[1] == "batch_size auto: 4 images fit, of 64 x 64 pixels"
+    assert lines[2].startswith(
+        "7 images of 64 x 64 px, 64 patches; memory: 0 MiB expected, 0 MiB t"
+    )
+    assert lines[-1].split()[:2] == ["64", "7"]

@@ -1,0 +1,291 @@
+"""What forwards over many images will take, said before the first one: memory and time, and what
+would fit where the memory is not there.
+
+``passes.py`` tells the memory of a forward. Here a trial tells the time, and both become those of
+all images. Evaluations, features and predictions are such forwards; this module knows no files.
+"""
+
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from visionattn.cli.memory import check_fits, memory_there_is, sensible, taken_bytes
+from visionattn.cli.tables import lasting
+from visionattn.data.buckets import cell_px
+from visionattn.data.geometry import Geometry, Size
+from visionattn.models.filled import call
+from visionattn.models.weights import DataSpec
+from visionattn.training.build import fixed_size
+from visionattn.training.evaluate import autocast
+from visionattn.training.memory import (
+    LARGEST_BATCH,
+    Expected,
+    fits,
+    largest_batch,
+    largest_image,
+)
+from visionattn.training.passes import Compute, Passes, Shape
+
+FEW_PIXELS = 1 << 20
+"""So many pixels in all take no time worth a word."""
+TRIAL_SECONDS = 10.0
+"""How long a trial image may be expected to take; smaller ones tell of larger ones."""
+BATCH_SECONDS = 0.5
+"""How long a trial of several small images may take."""
+
+
+@dataclass(frozen=True)
+class Forwards:
+    """A model at work on images.
+
+    Args:
+        model: in eval mode, on its device.
+        spec: what its images are.
+        device: where it computes.
+        amp: ``none``, ``bf16`` or ``fp16``.
+        compute: which outputs are wanted.
+    """
+
+    model: nn.Module
+    spec: DataSpec
+    device: torch.device
+    amp: str
+    compute: Compute = call
+
+
+class ForwardMemory:
+    """Tell what forwards take at batches of some shapes, and how much there is.
+
+    Args:
+        work: the model at work.
+        geometry: how it sees images.
+        beside: returns what on a processor is there beside a forward at batches of a shape: what
+            loads images, and what waits to be written.
+        leaves_out: the model is told what images fill, and they do not fill all.
+
+    Attributes:
+        there_bytes: the memory there is for this process; None where nobody knows.
+    """
+
+    def __init__(
+        self,
+        work: Forwards,
+        geometry: Geometry,
+        beside: Callable[[Shape], int],
+        *,
+        leaves_out: bool = False,
+    ):
+        self.work, self.geometry, self.beside = work, geometry, beside
+        self.there_bytes, self.base_bytes = memory_there_is(work.device), taken_bytes(work.device)
+        self.passes = Passes(work.model, work.spec, work.device, work.amp, leaves_out=leaves_out)
+
+    def bytes_of(self, shape: Shape) -> int | None:
+        """Return the memory at batches of a shape; None where nobody can tell, and on a GPU
+        infinity where it is too much.
+        """
+        forward = self.passes.forward_bytes(shape, self.work.compute)
+        if forward is None:
+            return None
+        beside = 0 if self.work.device.type == "cuda" else self.beside(shape)
+        return self.base_bytes + forward + beside
+
+    def auto(self, size: Size, count: int) -> tuple[int, str]:
+        """Return the most images of a size, of ``count``, that ``batch_size auto`` stands for, and
+        a line that says so.
+
+        Raises:
+            ValueError: nobody can tell what fits.
+        """
+        if self.there_bytes is None or self.bytes_of((1, *size)) is None:
+            raise ValueError(
+                "batch_size auto: nobody can tell the memory of this model here; name a number"
+            )
+        found = sensible(max(1, largest_batch(self, size, min(count, LARGEST_BATCH))))
+        rows, columns = size
+        images = "1 image fits" if found == 1 else f"{found} images fit"
+        return found, f"batch_size auto: {images}, of {rows} x {columns} pixels"
+
+    def check(self, shape: Shape, batches: str = "--batch-size {images}") -> Expected:
+        """Return the memory that batches of a shape take.
+
+        Args:
+            shape: of the largest batch.
+            batches: the flag that makes batches smaller, for as many ``images`` or ``patches``.
+
+        Raises:
+            DoesNotFit: it is clearly more than there is; one line, with what would fit.
+        """
+        images, rows, columns = shape
+        expected = Expected(self.bytes_of(shape), self.there_bytes)
+        check_fits(
+            expected.needed_bytes,
+            self.there_bytes,
+            f"{images} image{'s' if images > 1 else ''} of {rows} x {columns} pixels",
+            lambda: self.way_out(shape, batches),
+        )
+        return expected
+
+    def way_out(self, shape: Shape, batches: str) -> str:
+        """Say which batch, or if none which size of images, would fit."""
+        images, *sides = shape
+        size, cell = (sides[0], sides[1]), cell_px(self.geometry)
+        fit = largest_batch(self, size, images - 1)
+        if fit:
+            fit = sensible(fit)
+            flag = batches.format(images=fit, patches=fit * (math.prod(size) // cell))
+            return f"{flag} would fit; --batch-size auto takes the most that fits"
+        if fixed_size(self.work.model):
+            return "the model takes this size alone; a smaller model takes less"
+        found = largest_image(lambda one: fits(self, (1, *one)), size, self.geometry.patch_px)
+        if found is None:
+            return "not even an image of one patch would fit: a smaller model takes less"
+        rows, columns = found
+        if self.geometry.canvas is None:
+            return (
+                f"--fit native --max-patches {rows * columns // cell} would fit, images of up to "
+                f"about {rows} x {columns} pixels"
+            )
+        return f"--img-size {rows if rows == columns else f'{rows} {columns}'} would fit"
+
+
+def describe(
+    seen: np.ndarray,
+    count: int,
+    cell: int,
+    memory: Expected,
+    seconds: float | None,
+    *,
+    sizes: int = 1,
+) -> str:
+    """Put what forwards will take into a line.
+
+    Args:
+        seen: sizes at which the model sees images, ``[n, 2]``.
+        count: how many images there are.
+        cell: pixels of a patch.
+        memory: what they take.
+        seconds: of all images; None where nothing was tried.
+        sizes: at how many sizes each image is seen.
+    """
+    parts = [images_of(seen, count, cell, sizes=sizes), str(memory)]
+    if seconds is not None:
+        each = seconds / (count * sizes)
+        parts.append(f"{lasting(each)} per image, {lasting(seconds)} in all")
+    return "; ".join(parts)
+
+
+def images_of(seen: np.ndarray, count: int, cell: int, *, sizes: int = 1) -> str:
+    """Say how many images there are, and at which sizes ``[n, 2]`` the model sees them, with
+    patches of ``cell`` pixels; ``sizes`` says at how many it sees each.
+    """
+    pixels = seen.prod(1)
+    low, high = (seen[at].tolist() for at in (pixels.argmin(), pixels.argmax()))
+    patches = [rows * columns // cell for rows, columns in (low, high)]
+    size, number = f"{high[0]} x {high[1]} px", str(patches[1])
+    if low != high:
+        size = f"{low[0]} x {low[1]} to {size}"
+        number = f"{patches[0]} to {number}"
+    several = f" at {sizes} sizes" if sizes > 1 else ""
+    return f"{count} images{several} of {size}, {number} patches"
+
+
+def loaded_beside(
+    computing: float, loading: float, workers: int, threads: int, cores: int | None = None
+) -> float:
+    """Return the seconds of a work whose images are loaded beside the computing.
+
+    Args:
+        computing: seconds of it with all ``threads``.
+        loading: seconds of it in one process.
+        workers: processes that load; 0: loading and computing take turns.
+        threads: those that compute, on a processor.
+        cores: of the machine; asked for unless given.
+    """
+    if not workers:
+        return computing + loading
+    cores = cores or os.cpu_count() or 1
+    # The slower of the two, or all the work over all cores.
+    shared = (computing * min(threads, cores) + loading) / cores
+    return max(computing, loading / min(workers, cores), shared)
+
+
+def trial_seconds(
+    work: Forwards, size: Size, batch: int, patch_px: Size, clock: Callable[[], float]
+) -> float | None:
+    """Return the seconds of a forward, per image: of a few small images at once, and of a large one
+    from smaller ones where it would take long. None where the model does not take such images, or
+    they do not fit.
+
+    Args:
+        work: the model at work.
+        size: of an image.
+        batch: how many images are computed at once, at most.
+        patch_px: of the model.
+        clock: seconds.
+    """
+    try:
+        if fixed_size(work.model) or math.prod(size) <= FEW_PIXELS:
+            return _of_small(work, size, batch, clock)
+        return _of_large(work, size, patch_px, clock)
+    except (RuntimeError, AssertionError, MemoryError, ValueError):
+        return None
+
+
+def _of_small(work: Forwards, size: Size, batch: int, clock: Callable[[], float]) -> float:
+    """Try one image, and then as many as half a second takes."""
+    seconds = one_pass(work, (1, *size), clock)
+    if seconds < 1:  # libraries start in the first pass
+        seconds = one_pass(work, (1, *size), clock)
+    several = min(batch, int(BATCH_SECONDS / max(seconds, 1e-9)))
+    return seconds if several < 2 else one_pass(work, (several, *size), clock) / several
+
+
+def _of_large(work: Forwards, size: Size, patch_px: Size, clock: Callable[[], float]) -> float:
+    """Try ever larger images of the same shape, as far as ten seconds go."""
+    known: list[tuple[int, float]] = []
+    for share in (1024, 256, 64, 16, 4, 1):
+        part = scaled(size, 1 / share, patch_px)
+        pixels = math.prod(part)
+        if known and further(known, pixels) > TRIAL_SECONDS:
+            break
+        seconds = one_pass(work, (1, *part), clock)
+        if seconds < 1:
+            seconds = one_pass(work, (1, *part), clock)
+        known.append((pixels, seconds))
+    return further(known, math.prod(size))
+
+
+def further(known: list[tuple[int, float]], pixels: int) -> float:
+    """Return the seconds at so many pixels: they grow at least evenly, at most with the square, and
+    between the two as they grew last.
+    """
+    (last, seconds), power = known[-1], 1.0
+    if len(known) > 1 and last > known[-2][0]:
+        power = math.log(seconds / known[-2][1]) / math.log(last / known[-2][0])
+    return seconds * (pixels / last) ** min(2.0, max(1.0, power))
+
+
+def scaled(size: Size, share: float, patch_px: Size) -> Size:
+    """Return a size of about this share of the pixels, in whole patches."""
+    rows, columns = (
+        max(each, round(side * math.sqrt(share) / each) * each)
+        for side, each in zip(size, patch_px, strict=True)
+    )
+    return rows, columns
+
+
+def one_pass(work: Forwards, shape: Shape, clock: Callable[[], float]) -> float:
+    """Return the seconds of a forward of black images."""
+    images, *size = shape
+    channels = 1 if work.spec.encoding else work.spec.in_chans
+    given = torch.zeros(images, channels, *size, dtype=torch.uint8, device=work.device)
+    with torch.inference_mode(), autocast(work.device, work.amp):
+        inputs = work.spec.prepare(given)
+        start = clock()
+        work.compute(work.model, inputs, None).to("cpu")
+        return clock() - start
