@@ -277,7 +277,7 @@ def test_a_sheet_of_images_of_many_sizes_is_filled_from_several_batches(capsys):
 def test_a_size_of_two_sides_is_kept_in_what_a_run_says_to_try_next(capsys):
     assert train("--data.fit=stretch", "--data.img_size", "24", "40", "--epochs=1") == 0
     lines = capsys.readouterr().out.splitlines()
-    commands = [shlex.split(line) for line in lines if "-m visionattn" in line]
+    commands = [shlex.split(line) for line in lines if line.startswith("  ")]
     validation, training = (words[words.index("visionattn") + 1 :] for words in commands)
     assert validation[-2:] == ["--img-size", "[[24, 40], [40, 64], [48, 80]]"]
     assert load_tool("validate")(validation[1:]) == 0
