@@ -19,6 +19,7 @@ from visionattn.ops import (
     reference,
     softmax_attention,
     taylorshift_attention,
+    window_attention,
 )
 
 TOKENS = 47
@@ -151,6 +152,11 @@ def relative_operations() -> dict[str, Operation]:
         )
     signed = {"table": draw(3, 5, 5, 16, seed=24)}
     named["softmax twin"] = Operation(relative(softmax_attention, Joint, "sum"), twin, signed)
+    windows = (
+        relative(function, Joint, "sum", window_size=4, shifted=True)
+        for function in (window_attention, reference.window_attention)
+    )
+    named["softmax in windows"] = Operation(*windows, signed)
     return named
 
 

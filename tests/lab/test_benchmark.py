@@ -50,6 +50,8 @@ OPERATIONS = [
     ("eager-kernelized+causal", "auto"),
     ("eager+causal", "auto"),
     ("softmax+joint", "auto"),
+    ("window", "auto"),
+    ("window+joint", "auto"),
     ("taylorshift", "auto"),
     ("taylorshift+temperature", "direct"),
     ("taylorshift+temperature+joint", "efficient"),

@@ -19,7 +19,9 @@ from visionattn.ops import Flat, kernelized_attention, taylorshift_attention
 
 CAUSAL = [name for name in OPERATIONS if " causal" in name]
 WITHOUT_ORDER = [
-    name for name in OPERATIONS if name not in RELATIVE + CAUSAL and name != "softmax twin"
+    name
+    for name in OPERATIONS
+    if name not in RELATIVE + CAUSAL and name not in ("softmax twin", "softmax in windows")
 ]
 
 

@@ -129,8 +129,8 @@ COMMANDS = {
         dict(
             nargs="+",
             metavar="NAME",
-            help="taylorshift, kernelized, softmax, relative, sdpa, eager, eager-kernelized; "
-            "options behind plus signs: taylorshift+temperature+joint",
+            help="taylorshift, kernelized, softmax, window, relative, sdpa, eager, "
+            "eager-kernelized; options behind plus signs: taylorshift+temperature+joint",
         ),
         {"form": dict(help=f"{FLAGS['form']['help']}, where there are forms (efficient)")},
     ),

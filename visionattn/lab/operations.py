@@ -33,6 +33,8 @@ def _options_of(kind: AttentionKind) -> tuple[str, ...]:
     """Return what may stand behind the name of one of our attentions."""
     maps = (*MAPS, "favor") if kind.feature_map else ()
     own = ("temperature",) * kind.temperature + maps + ("causal",) * kind.causal
+    if kind.windows:
+        return tuple(name for name in POSITIONS if KINDS[name] is not Flat)
     return (*own, *POSITIONS) if kind.signed else (*own, *POSITIONS, "sum", "masked")
 
 
@@ -108,9 +110,10 @@ def position_of(case: Case, tokens: int, device: str) -> Callable[..., object]:
     """Make the relative position of tables. Counts per class are made here, once, as a model makes
     them once per forward.
     """
-    mode = "sum" if "sum" in case.options or case.base in ("softmax", "relative") else "mean"
+    signed = case.base in ATTENTIONS and ATTENTIONS[case.base].signed
+    mode = "sum" if signed or "sum" in case.options or case.base == "relative" else "mean"
     layout = TokenLayout(0, grid_of(tokens))
-    if "joint" in case.options:
+    if "joint" in case.options and not signed:
         wide = torch.float64 if case.dtype == "float64" else torch.float32
         layout = layout._replace(
             counts=count_classes(layout, (case.horizon,) * 2, dtype=wide, device=device)
@@ -167,6 +170,8 @@ def arguments_of(case: Case, tokens: int, device: str) -> dict[str, object]:
     is learned. With "masked" every fourth key is left out, others in each image.
     """
     arguments: dict[str, object] = {}
+    if case.base in ATTENTIONS and ATTENTIONS[case.base].windows and not has_position(case.name):
+        arguments["layout"] = TokenLayout(0, grid_of(tokens))
     if "causal" in case.options:
         arguments["causal"] = True
     if "masked" in case.options:
@@ -303,7 +308,7 @@ def defined(kind: AttentionKind) -> Callable[..., Tensor]:
     definition = getattr(reference, f"{kind.name}_attention")
 
     def call(q: Tensor, k: Tensor, v: Tensor, *, relative=None, **options) -> Tensor:
-        if not kind.signed:
+        if kind.windows or not kind.signed:
             return definition(q, k, v, relative=relative, **options)
         bias = None if relative is None else reference.relative_bias(relative, q)
         return definition(q, k, v, bias=bias, **options)

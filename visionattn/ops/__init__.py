@@ -11,6 +11,7 @@ from visionattn.ops.softmax import softmax_attention
 from visionattn.ops.states import KernelState, TaylorState, attend, step, summarize
 from visionattn.ops.sums import Sums
 from visionattn.ops.taylorshift.attention import taylorshift_attention
+from visionattn.ops.window import window_attention
 
 __all__ = [
     "Axial",
@@ -30,6 +31,7 @@ __all__ = [
     "summarize",
     "taylorshift_attention",
     "value_convolution",
+    "window_attention",
 ]
 
 if find_spec("triton") is not None:

@@ -43,6 +43,10 @@ class AttentionKind:
     """Whether relative tables may have entries of any sign, as scores under a softmax have. They
     are not normalised then: ``normalization`` has no meaning.
     """
+    windows: bool = False
+    """Whether it attends in windows of a grid: it takes ``window_size`` and ``shifted``, and needs
+    a ``layout``, with or without a relative position.
+    """
 
     @property
     def function(self) -> Callable[..., Tensor]:
@@ -63,6 +67,15 @@ ATTENTIONS: dict[str, AttentionKind] = {
         AttentionKind("taylorshift", causal=False, temperature=True),
         AttentionKind("kernelized", feature_map=True),
         AttentionKind("softmax", forms=(), states=False, impl=False, signed=True),
+        AttentionKind(
+            "window",
+            forms=(),
+            causal=False,
+            states=False,
+            impl=False,
+            signed=True,
+            windows=True,
+        ),
     )
 }
 

@@ -33,7 +33,7 @@ def may_be_read(x: Tensor) -> bool:
     return type(x) in (Tensor, nn.Parameter) and is_readable(x)
 
 
-def _is_known_finite(*tensors: Tensor) -> bool:
+def is_known_finite(*tensors: Tensor) -> bool:
     """Tell whether no tensor holds NaN or inf, as far as that may be read. It is not known either
     where the sum of large entries is inf. A fake tensor, of which memory is counted, stands for one
     without.
@@ -49,14 +49,14 @@ def _zeroed(x: Tensor) -> Tensor:
 
 def finite(x: Tensor) -> Tensor:
     """Return x with 0 in place of NaN and inf: x itself where it is known to have none."""
-    return x if _is_known_finite(x) else _zeroed(x)
+    return x if is_known_finite(x) else _zeroed(x)
 
 
 def masked(x: Tensor, key_mask: Tensor | None) -> Tensor:
     """Return keys or values ``[B, h, M, c]`` that weights of 0 drop: with 0 where ``key_mask`` has
     none, or x itself where it is known to be finite.
     """
-    if key_mask is None or _is_known_finite(x):
+    if key_mask is None or is_known_finite(x):
         return x
     return x.masked_fill(~key_mask[:, None, :, None], 0)
 
@@ -70,7 +70,7 @@ def finite_inputs(
     What all queries see, k and v unless ``causal``, stays as it is.
     """
     own = (q, k, v) if causal else (q,)
-    if not all(map(may_be_read, own)) or _is_known_finite(*own):
+    if not all(map(may_be_read, own)) or is_known_finite(*own):
         return q, k, v, None
     spoilt = (q - q).detach().sum(3, keepdim=True)
     if causal:
@@ -85,7 +85,7 @@ def apart(v: Tensor, key_mask: Tensor | None, num_queries: int) -> tuple[Tensor,
     what to add to each query's sum instead, ``[B, h, N, e]``; None where they are known to be
     finite.
     """
-    if _is_known_finite(v):
+    if is_known_finite(v):
         return v, None
     v = masked(v, key_mask)
     return _zeroed(v), up_to_each(v - v, num_queries)
@@ -122,7 +122,7 @@ def skips_idle_rows(upstream: str, rows: str, later: str = "") -> Callable[[Call
             on_processor = next(x for x in args if x is not None).device.type == "cpu"
             if on_processor:
                 found = function(*args, **kwargs)
-                if _is_known_finite(*(x[..., :1] if x.ndim > 3 else x for x in found)):
+                if is_known_finite(*(x[..., :1] if x.ndim > 3 else x for x in found)):
                     return found
             given = signature.bind(*args, **kwargs)
             given.apply_defaults()

@@ -132,6 +132,50 @@ def softmax_attention(
     return scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0) @ v
 
 
+def window_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    window_size: int = 7,
+    shifted: bool = False,
+    layout: TokenLayout | None = None,
+    relative=None,
+    key_mask: Tensor | None = None,
+) -> Tensor:
+    """Return ``softmax((q.k + q.r) / sqrt(d)) v`` over the keys that take part and lie in the
+    window of the query; 0 where there are none. Prefix tokens lie in all windows.
+
+    Args:
+        q: ``[B, h, N, d]``.
+        k: ``[B, h, N, d]``.
+        v: ``[B, h, N, e]``.
+        window_size: patches along a side of a window.
+        shifted: the first window of each axis has ``window_size // 2`` patches.
+        layout: where the tokens lie, if there is no relative position.
+        relative: Axial or Joint; the sign of its entries is free.
+        key_mask: ``[B, N]`` bool, True takes part.
+
+    Source: Liu et al. 2021 (Swin), section 3.2; smaller windows at borders and prefix tokens are
+    ours.
+    """
+    layout = relative.layout if layout is None else layout
+    rows, columns, patch = _places(layout, q)
+    pairs = torch.ones_like(patch[:, :, None] & patch[:, None, :])
+    for places in (rows, columns):
+        first = window_size // 2 if shifted else 0
+        window = (places - first).div(window_size, rounding_mode="floor")
+        pairs = pairs & (window[:, :, None] == window[:, None, :])
+    pairs = pairs | ~patch[:, :, None] | ~patch[:, None, :]
+    pairs = pairs & _present(k, key_mask, layout=layout)[:, None, :]
+    scores = q @ k.mT / q.shape[-1] ** 0.5
+    if relative is not None:
+        scores = scores + relative_bias(relative, q)
+    scores = scores.masked_fill(~pairs[:, None], float("-inf"))
+    empty = ~pairs[:, None].any(-1, keepdim=True)
+    return scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0) @ v
+
+
 def relative_bias(relative, q: Tensor, num_keys: int | None = None) -> Tensor:
     """Return ``q_i.r_(j-i) / sqrt(d)`` of signed tables, 0 for pairs with a prefix token: the bias
     of the softmax twin.
@@ -229,12 +273,14 @@ def unit_length(x: Tensor) -> Tensor:
     return (wide / wide.norm(dim=-1, keepdim=True).clamp(min=1e-6)).to(x.dtype)
 
 
-def _present(k: Tensor, key_mask: Tensor | None, relative=None) -> Tensor:
+def _present(
+    k: Tensor, key_mask: Tensor | None, relative=None, layout: TokenLayout | None = None
+) -> Tensor:
     """Return the keys that take part, bool ``[B, M]``: not those of absent patches."""
     present = torch.ones(k.shape[0], k.shape[2], dtype=torch.bool, device=k.device)
     if key_mask is not None:
         present = key_mask.clone()
-    layout = None if relative is None else relative.layout
+    layout = layout if relative is None else relative.layout
     if layout is not None and layout.present is not None:
         of_tokens = layout.present
         if layout.kept is not None:

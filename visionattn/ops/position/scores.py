@@ -119,7 +119,7 @@ def _empty_scores(q: Tensor, height: int, width: int, prefix: int) -> Tensor:
     return q.new_empty(*q.shape[:2], prefix + q.shape[2] * q.shape[3], prefix + height * width)
 
 
-def _flops(q, table, height: int, width: int, *, backward: bool) -> int:
+def score_flops(q, table, height: int, width: int, *, backward: bool) -> int:
     """Count the products of each query with the entries that its block of queries reaches, counted
     as if it reached them all.
     """
@@ -128,7 +128,7 @@ def _flops(q, table, height: int, width: int, *, backward: bool) -> int:
     return 2 * prod(q) * classes * (2 if backward else 1)
 
 
-@operator(fake=_empty_scores, flops=partial(_flops, backward=False))
+@operator(fake=_empty_scores, flops=partial(score_flops, backward=False))
 def relative_scores(q: Tensor, table: Tensor, height: int, width: int, prefix: int = 0) -> Tensor:
     """Return ``q_yx . r`` with the class ``(clip(u - y), clip(w - x))`` of each key (u, w):
     ``[B, h, P + H*W, P + height*width]``.
@@ -171,7 +171,9 @@ def relative_scores(q: Tensor, table: Tensor, height: int, width: int, prefix: i
     return out
 
 
-@operator(fake=lambda q, table: contiguous_like(q, table), flops=partial(_flops, backward=True))
+@operator(
+    fake=lambda q, table: contiguous_like(q, table), flops=partial(score_flops, backward=True)
+)
 def relative_scores_backward(
     grad: Tensor, q: Tensor, table: Tensor, height: int, width: int, prefix: int
 ) -> tuple[Tensor, Tensor]:
