@@ -4,6 +4,7 @@ and properties.
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from tests.helpers.oracles import (
     assert_agree,
@@ -16,6 +17,7 @@ from tests.helpers.oracles import (
 )
 from visionattn.layout import Grid, TokenLayout
 from visionattn.ops import Joint, reference, taylorshift_attention
+from visionattn.ops.operator import count_operations, function_of
 
 FORMS = ("direct", "efficient")
 LENGTHS = {
@@ -238,3 +240,37 @@ def test_gradients_agree_with_finite_differences(form):
         return taylorshift_attention(q, k, v, temperature=tau, key_mask=mask, form=form)
 
     assert torch.autograd.gradcheck(function, inputs)
+
+
+def products_counted(operator, args):
+    """The operations that the formula of an operator counts, and those of the products that run."""
+    count_operations()
+    with FlopCounterMode(display=False) as formula:
+        results = operator(*args)
+
+    def in_place(out, left, right, *scalars, out_shape=None, **options):
+        return 2 * left[0] * left[1] * left[2] * right[2]
+
+    mapping = {torch.ops.aten.baddbmm_: in_place}
+    with FlopCounterMode(display=False, custom_mapping=mapping) as products:
+        function_of(operator)(*args)
+    return formula.get_total_flops(), products.get_total_flops(), results
+
+
+@pytest.mark.parametrize("normalised", [False, True])
+@pytest.mark.parametrize("form", ["direct", "efficient"])
+def test_the_operations_that_are_counted_are_those_of_the_products_that_run(form, normalised):
+    batch, heads, n, m, d, e = 2, 3, 37, 29, 16, 24
+    q, k, v = draw_qkv(batch=batch, heads=heads, queries=n, keys=m, d=d, e=e).values()
+    inputs = q, k, v, torch.ones(heads, dtype=q.dtype) if normalised else None, None
+    options = 0.5, 1.0, 1.0, form
+    counted, ran, kept = products_counted(
+        torch.ops.visionattn.taylor_sums.default, (*inputs, *options)
+    )
+    assert counted == ran
+    values, mass, *state = kept
+    grads = torch.ones_like(values), torch.ones_like(mass)
+    counted, ran, _ = products_counted(
+        torch.ops.visionattn.taylor_sums_backward.default, (*grads, *inputs, *state, *options)
+    )
+    assert counted == ran

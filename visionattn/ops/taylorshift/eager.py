@@ -13,8 +13,6 @@ the direct one without a temperature, whose mass comes from its scores. The rela
 division belong to ``attention.py``.
 """
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
@@ -102,21 +100,39 @@ def takes_efficient(
     return q.device.type == "cpu" and cancels_little(q, k, v, key_mask, abc)
 
 
-def flops(q, k, v, form: str, *, backward: bool, state_kept: bool = False) -> int:
+def flops(
+    q, k, v, form: str, *, backward: bool, columns: int | None = None, state_kept: bool = False
+) -> int:
     """Count the multiply-adds of the products, times 2, for ``[B, h, N, d]``, ``[B, h, M, d]`` and
     ``[B, h, M, e]``.
 
     "auto" counts the form of fewer operations, whatever machine runs it.
+
+    Args:
+        columns: what the scores of the direct form multiply, where its mass comes from them; None:
+            its mass is that of the efficient form, through ``K^T K``.
     """
     (batch, heads, n, d), m, e = q, k[2], v[3]
     groups = batch * heads
     if form == "auto":
         form = choose_form("taylorshift", n, m, d, e, heads=groups, device="meta")
-    mass = (n + m) * d * d * (3 if backward else 1)
+    mass = (2 * n + m if backward else n + m) * d * d
     if form == "direct":
-        return 2 * groups * (n * m * (3 * d + 2 * e if backward else d + e) + mass)
+        width = columns or e
+        pairs = n * m * (3 * d + 2 * width if backward else d + width)
+        return 2 * groups * (pairs + (mass if columns is None else 0))
     passes = 2 * (n + m) + (0 if state_kept else m) if backward else n + m
     return 2 * groups * (passes * (num_features(d) + d + 1) * e + mass)
+
+
+def _flops(q, k, v, temperature, form: str) -> int:
+    columns = v[3] + 1 if temperature is None else None  # ``_with_ones``
+    return flops(q, k, v, form, backward=False, columns=columns)
+
+
+def _flops_backward(q, k, v, temperature, state, form: str) -> int:
+    columns = v[3] + 1 if temperature is None else None
+    return flops(q, k, v, form, backward=True, columns=columns, state_kept=state[2] > 0)
 
 
 def _empty_sums(q: Tensor, k: Tensor, v: Tensor, form: str) -> tuple[Tensor, ...]:
@@ -129,7 +145,7 @@ def _empty_sums(q: Tensor, k: Tensor, v: Tensor, form: str) -> tuple[Tensor, ...
     return tuple([q.new_empty(batch, heads, *size, dtype=dtype) for size in sizes])
 
 
-@operator(fake=_empty_sums, flops=partial(flops, backward=False))
+@operator(fake=_empty_sums, flops=_flops)
 def taylor_sums(
     q: Tensor,
     k: Tensor,
@@ -247,7 +263,7 @@ def _direct_backward(
 
 @operator(
     fake=lambda q, k, v, temperature: contiguous_like(q, k, v, temperature, like=q),
-    flops=lambda q, k, v, state, form: flops(q, k, v, form, backward=True, state_kept=state[2] > 0),
+    flops=_flops_backward,
 )
 @skips_idle_rows("d_values d_mass", rows="q")
 def taylor_sums_backward(

@@ -82,12 +82,12 @@ def _of_unit_length(q: Tensor, k: Tensor, temperature: Tensor | None) -> tuple[T
 
 
 def _flops(q, k, v, table, form: str, place: Sequence[int]) -> int:
-    own = flops(q, k, v, form, backward=False)
+    own = flops(q, k, v, form, backward=False, columns=v[3])  # the mass is summed, no product
     return own + position.flops(q, v, table, place, backward=False)
 
 
 def _flops_backward(q, k, v, table, features, form: str, place: Sequence[int]) -> int:
-    own = flops(q, k, v, form, backward=True, state_kept=features[0] > 0)
+    own = flops(q, k, v, form, backward=True, columns=v[3], state_kept=features[0] > 0)
     return own + position.flops(q, v, table, place, backward=True)
 
 
