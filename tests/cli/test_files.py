@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from visionattn.cli import interruption
 from visionattn.cli.files import (
     add_line,
     added_to,
@@ -168,22 +169,65 @@ def test_a_folder_is_refused_and_stays(tmp_path):
 PRINTING = """
 import sys
 from visionattn.cli.files import write_text
-print("said", flush=True)
+stream = getattr(sys, sys.argv[2])
+print("said", flush=True, file=stream)
 try:
     write_text(sys.argv[1], "x")
 except OSError as error:
-    print(error.strerror)
+    print(error.strerror, file=stream)
 """
 
 
-def test_the_file_to_which_a_command_prints_is_not_replaced(tmp_path, started_quickly):
-    for given in (str(tmp_path / "out"), "/dev/stdout"):
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_the_file_to_which_a_command_prints_is_not_replaced(tmp_path, started_quickly, stream):
+    for given in (str(tmp_path / "out"), f"/dev/{stream}"):
         with open(tmp_path / "out", "w") as out:
-            command = [sys.executable, "-c", PRINTING, given]
-            subprocess.run(command, stdout=out, check=True, cwd=Path(__file__).parents[2])
+            command = [sys.executable, "-c", PRINTING, given, stream]
+            done = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL} | {stream: out}
+            subprocess.run(command, **done, check=True, cwd=Path(__file__).parents[2])
         said = (tmp_path / "out").read_text()
         assert said == "said\nis where this command prints; name another file\n"
     assert os.listdir(tmp_path) == ["out"]
+
+
+def test_what_is_written_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    done, sync, replace = [], os.fsync, os.replace
+
+    def synced(descriptor):
+        done.append(("on disk", os.fstat(descriptor).st_size))
+        sync(descriptor)
+
+    def replaced(old, new):
+        done.append(("named", os.stat(old).st_size))
+        replace(old, new)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", replaced)
+    write_text(tmp_path / "out", "four")
+    assert done == [("on disk", 4), ("named", 4)]
+    add_line(tmp_path / "lines", {"a": 1})
+    assert done[2:] == [("on disk", 9)]
+
+
+def test_a_process_that_is_ended_from_aside_leaves_nothing_half_written(tmp_path):
+    def ended(place):
+        place.write_text("half")
+        for undo in reversed(interruption._undone):
+            undo()
+        assert os.listdir(tmp_path) == []
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_whole(tmp_path / "out", ended)
+    assert os.listdir(tmp_path) == [] and not interruption._undone
+
+
+def test_a_link_named_like_what_is_being_written_is_not_touched(tmp_path):
+    link = tmp_path / f".out.{'a' * 16}.visionattn.tmp"
+    (tmp_path / "theirs").write_text("theirs")
+    link.symlink_to(tmp_path / "theirs")
+    write_text(tmp_path / "out", "x")
+    assert link.is_symlink() and link.read_text() == "theirs"
 
 
 def test_a_link_stays_and_the_file_behind_it_is_replaced_also_where_there_is_none_yet(tmp_path):

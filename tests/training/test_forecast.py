@@ -5,6 +5,7 @@ it was.
 import io
 import json
 import math
+import random
 import re
 from dataclasses import asdict, replace
 
@@ -111,6 +112,8 @@ def test_a_trial_leaves_weights_optimiser_average_and_generators_bit_for_bit(tmp
         trainer.model.train()
         trainer.step([batch(8)])
         trainer.position.step += 1
+    for seed in (torch.manual_seed, np.random.seed, random.seed):  # a step seeds them anew
+        seed(99)
     before = random_state()
     try_steps(tried, [(3, 16, 16), (8, 16, 16)])
     same(random_state(), before)
@@ -128,7 +131,9 @@ def test_a_trial_before_any_step_leaves_an_optimiser_without_moments(tmp_path):
     trainer = trainer_of(small_config(tmp_path, optim=EVERYTHING))
     weights = {name: value.clone() for name, value in trainer.model.state_dict().items()}
     rate, shape = trainer.learning_rate(), trainer.input_shape
+    trainer.model.eval().blocks[1].train()
     with undone(trainer):
+        trainer.model.train()
         trainer.step([batch(5)])
         assert any(
             not torch.equal(value, weights[name])
@@ -138,6 +143,28 @@ def test_a_trial_before_any_step_leaves_an_optimiser_without_moments(tmp_path):
     assert not trainer.optimizer.state and trainer.learning_rate() == rate
     assert trainer.input_shape == shape
     assert all(parameter.grad is None for parameter in trainer.model.parameters())
+    modes = trainer.model.training, *(block.training for block in trainer.model.blocks)
+    assert modes == (False, False, True)
+
+
+def test_a_trial_puts_buffers_and_the_scale_of_fp16_back(tmp_path, monkeypatch):
+    real = torch.amp.grad_scaler.GradScaler
+    often = lambda *given, **asked: real(*given, **asked | {"growth_interval": 1})  # noqa: E731
+    monkeypatch.setattr(torch.amp, "GradScaler", often)
+    trainer = trainer_of(small_config(tmp_path, amp="fp16"))
+    trainer.model.register_buffer("calls", torch.zeros(()))
+
+    def count(model, given):
+        model.calls += 1
+
+    trainer.model.register_forward_pre_hook(count)
+    scaler = trainer.optimizer_step.scaler
+    before = scaler.state_dict()
+    with undone(trainer):
+        for _ in range(2):
+            trainer.step([batch(5)])
+        assert trainer.model.calls == 2 and scaler.state_dict() != before
+    assert trainer.model.calls == 0 and scaler.state_dict() == before
 
 
 def test_a_run_is_bit_for_bit_that_without_a_trial(tmp_path, monkeypatch, small):
@@ -422,6 +449,15 @@ def test_an_average_moments_sums_of_gradients_and_loading_count(tmp_path, alone)
     assert plain.passes.kept_bytes() == pytest.approx(1.2 * 2 * weights)
 
 
+def test_libraries_count_once(tmp_path, monkeypatch):
+    passes_of = memory_of(cheap_config(tmp_path)).passes
+    before = passes_of.forward_bytes((2, 16, 16))
+    monkeypatch.setattr(passes, "LIBRARIES_BYTES", passes.LIBRARIES_BYTES + 7777)
+    assert passes_of.forward_bytes((3, 16, 16)) > before
+    again = Passes(passes_of.model, passes_of.spec, CPU, "none")
+    assert again.forward_bytes((2, 16, 16)) == before + 7777
+
+
 def test_a_share_of_a_batch_is_the_largest_that_a_process_takes():
     assert [share_of((n, 8, 9), 4) for n in (1, 4, 5)] == [(1, 8, 9), (1, 8, 9), (2, 8, 9)]
 
@@ -453,7 +489,12 @@ def test_counting_memory_leaves_model_and_generators(tmp_path):
     config.model.args["drop_path_rate"] = 0.5
     memory, before = memory_of(config), random_state()
     weights = {k: v.clone() for k, v in memory.passes.model.state_dict().items()}
-    memory.bytes_of((4, 16, 16))
+
+    def draw(model, given):
+        random.random(), np.random.rand(), torch.rand(3)
+
+    memory.passes.model.register_forward_pre_hook(draw)
+    assert memory.bytes_of((4, 16, 16)) is not None
     same(random_state(), before)
     same(memory.passes.model.state_dict(), weights)
     assert all(p.grad is None for p in memory.passes.model.parameters())
@@ -570,7 +611,7 @@ def test_images_are_read_evenly_and_the_first_and_damaged_ones_do_not_count():
             return 60
 
         def __getitem__(self, key):
-            now[0] += 0.1 if read else Images.first
+            now[0] += (0.3 if len(read) == 3 else 0.1) if read else Images.first
             read.append((key.index, key.geometry))
             return Unreadable("a.png", "damaged") if len(read) == 4 else (key, 0)
 
@@ -578,7 +619,7 @@ def test_images_are_read_evenly_and_the_first_and_damaged_ones_do_not_count():
         read.clear()
         return read_seconds(Images(), "as seen", lambda: now[0])
 
-    Images.first = 1.5
+    Images.first = 1.2
     assert seconds() == pytest.approx(0.1)
     assert read == [(index, "as seen") for index in (0, 10, 20, 30, 40, 50)]
     Images.first = 2.5
@@ -625,6 +666,7 @@ def test_the_shapes_of_an_epoch_are_those_of_its_batches():
 def test_the_largest_batch_has_the_most_pixels_and_then_the_largest_images():
     shapes = np.array([[4, 10, 10], [1, 20, 20], [2, 10, 10]])
     assert largest_shape(shapes) == (1, 20, 20)
+    assert largest_shape(np.array([[5, 10, 10], [1, 20, 20]])) == (5, 10, 10)
 
 
 def test_a_line_says_what_was_tried_where_that_was_less_than_a_step():

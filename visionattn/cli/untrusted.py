@@ -384,7 +384,9 @@ def from_yaml(text: str) -> Any:
             loader.dispose()
     except RecursionError as error:
         raise ValueError("it has too many levels of lists and mappings") from error
-    except (yaml.YAMLError, ValueError, OverflowError, TypeError, AttributeError) as error:
+    except (LookupError, AttributeError) as error:  # of a reader of numbers, words or dates
+        raise ValueError("a value is not of the kind that its tag names") from error
+    except (yaml.YAMLError, ValueError, OverflowError, TypeError) as error:
         raise ValueError(" ".join(str(error).split())[:160]) from error
 
 
