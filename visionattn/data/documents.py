@@ -16,6 +16,7 @@ from visionattn.data.buckets import canvases
 from visionattn.data.embedded import Split
 from visionattn.data.geometry import Box, Geometry
 from visionattn.data.images import see_array
+from visionattn.data.masks import DISTRACTOR, FIRST_CLASS, paint
 from visionattn.data.typesetting import typeset
 
 CLASS_NAMES = ("bar", "pillar", "dot", "cross")
@@ -44,6 +45,10 @@ class Page(NamedTuple):
     """uint8, ``[height, width, 1]``."""
     label: int | None
     mark: Box
+    mask: np.ndarray | None = None
+    """uint8 ``[height, width]``, as ``masks.py`` says: text is background, empty rings and squares
+    are distractors. None where it was not asked for.
+    """
 
 
 def _points(*points: tuple[float, float]) -> np.ndarray:
@@ -132,7 +137,9 @@ def _on_paper(ink: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     return np.clip(page, 0, 255).astype(np.uint8)
 
 
-def draw_page(rng: np.random.Generator, height: int, width: int, label: int | None) -> Page:
+def draw_page(
+    rng: np.random.Generator, height: int, width: int, label: int | None, *, masked: bool = False
+) -> Page:
     """Draw a page with text, tables and lists, and a mark at a random place.
 
     The mark is a ring around one of four symbols; what it covers is not seen. Empty rings and
@@ -143,6 +150,7 @@ def draw_page(rng: np.random.Generator, height: int, width: int, label: int | No
         rng: the source of all randomness.
         height, width: size of the page in pixels, at least ``SMALLEST_PAGE_PX`` each.
         label: which of ``CLASS_NAMES`` marks the page; None leaves the place of the mark as it is.
+        masked: make the mask too.
 
     Raises:
         ValueError: the page is too small.
@@ -156,6 +164,12 @@ def draw_page(rng: np.random.Generator, height: int, width: int, label: int | No
     size_px, tilt = int(rng.integers(MARK_PX[0], MARK_PX[1] + 1)), rng.uniform(-8, 8)
     down, right = rng.random(2)
     ink = _turned(typeset(rng, height, width), rng.uniform(-2, 2))
+    mask = np.zeros_like(ink) if masked else None
+
+    def stamp(top: int, left: int, part: np.ndarray, cover: np.ndarray, value: int) -> None:
+        _stamp(ink, top, left, part, cover)
+        if mask is not None:
+            paint(mask, top, left, part, value, cover)
 
     count = rng.poisson(height * width * DISTRACTORS_PER_PX)
     for kind, *place in rng.random((count, 5)).tolist():
@@ -163,12 +177,12 @@ def draw_page(rng: np.random.Generator, height: int, width: int, label: int | No
         ring = kind < 0.5
         name = None if ring else CLASS_NAMES[int(place[1] * len(CLASS_NAMES))]
         top, left = int(place[2] * (height - side + 1)), int(place[3] * (width - side + 1))
-        _stamp(ink, top, left, *_mark(side, tilt, name, ring=ring))
+        stamp(top, left, *_mark(side, tilt, name, ring=ring), DISTRACTOR)
 
     top, left = int(down * (height - size_px + 1)), int(right * (width - size_px + 1))
     if label is not None:
-        _stamp(ink, top, left, *_mark(size_px, tilt, CLASS_NAMES[label]))
-    return Page(_on_paper(ink, rng)[:, :, None], label, Box(top, left, size_px, size_px))
+        stamp(top, left, *_mark(size_px, tilt, CLASS_NAMES[label]), FIRST_CLASS + label)
+    return Page(_on_paper(ink, rng)[:, :, None], label, Box(top, left, size_px, size_px), mask)
 
 
 class DocumentsDataset(Dataset):
@@ -210,16 +224,20 @@ class DocumentsDataset(Dataset):
         """Return the size of the model's input for each page, ``[n, 2]``."""
         return canvases(self.shapes(max(geometry.img_size)), geometry)
 
-    def page(self, index: int, epoch: int, longest_px: int) -> Page:
-        """Draw the page of an index, with the box of its mark."""
+    def page(self, index: int, epoch: int, longest_px: int, *, masked: bool = False) -> Page:
+        """Draw the page of an index, with the box of its mark, and ``masked`` its mask."""
         entropy = np.random.SeedSequence((self.seed, _STREAM[self.split], epoch, index))
         rng = np.random.Generator(np.random.SFC64(entropy))
         drawn = int(rng.integers(len(CLASS_NAMES)))
         label = drawn if self.split == "train" else index % len(CLASS_NAMES)
         shape = np.round(self._shapes[index] * longest_px).astype(np.int64)
         height, width = np.maximum(shape, SMALLEST_PAGE_PX).tolist()
-        return draw_page(rng, height, width, label)
+        return draw_page(rng, height, width, label, masked=masked)
+
+    def draw(self, key: SampleKey, *, masked: bool = False) -> Page:
+        """Draw the page of a key, as large as its geometry takes."""
+        return self.page(key.index, key.epoch, max(key.geometry.img_size), masked=masked)
 
     def __getitem__(self, key: SampleKey) -> Item:
-        page = self.page(key.index, key.epoch, max(key.geometry.img_size))
+        page = self.draw(key)
         return see_array(page.image, page.label, key, self.seed)

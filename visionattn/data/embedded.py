@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 from visionattn.data.batches import Item, SampleKey
 from visionattn.data.geometry import Box
 from visionattn.data.images import see_array
+from visionattn.data.masks import DISTRACTOR, FIRST_CLASS, paint
 
 DISTRACTORS_PER_PX = 4 / 128**2
 LARGER = 1.25
@@ -61,6 +62,8 @@ class Canvas(NamedTuple):
     digit: Box
     distractors: list[Box]
     """Of the second whole digit first, where there is one, then of the fragments."""
+    mask: np.ndarray | None = None
+    """uint8 ``[height, width]``, as ``masks.py`` says; None where it was not asked for."""
 
 
 @dataclass(frozen=True)
@@ -187,6 +190,7 @@ def draw_canvas(
     *,
     vary: bool,
     task: CanvasTask = USUAL,
+    masked: bool = False,
 ) -> Canvas:
     """Paste digit ``index`` whole, and fragments of other digits, on noisy grey.
 
@@ -204,9 +208,10 @@ def draw_canvas(
         rng: the source of all randomness.
         vary: rotate, shear and scale the digits slightly (training).
         task: how many fragments of which size there are, and how many whole digits.
+        masked: make the mask too.
 
     Returns:
-        ``Canvas``: image, label and the boxes of the parts.
+        ``Canvas``: image, label, the boxes of the parts, and the mask or None.
 
     Raises:
         ValueError: the canvas is too small.
@@ -234,7 +239,15 @@ def draw_canvas(
     image = cv2.addWeighted(image, 0.15, image, 0.0, grey)
     taken = np.zeros((-(-height // _CELL_PX), -(-width // _CELL_PX)), bool)
     digit_box = _place(rng, (height, width), glyph.shape, taken)
-    _add(image, digit_box, glyph, contrast)
+    label = int(digits.labels[index])
+    mask = np.zeros((height, width), np.uint8) if masked else None
+
+    def add(box: Box, glyph: np.ndarray, contrast: float, value: int) -> None:
+        _add(image, box, glyph, contrast)
+        if mask is not None:
+            paint(mask, box.top, box.left, glyph, value, None)
+
+    add(digit_box, glyph, contrast, FIRST_CLASS + label)
     distractors = []
     if task.whole_digits == 2:
         second = rng.choice(np.flatnonzero(digits.labels != digits.labels[index]))
@@ -242,7 +255,7 @@ def draw_canvas(
         glyph = _glyph(digits.images[second], side, warp())
         box = _place(rng, (height, width), glyph.shape, taken)
         if box is not None:
-            _add(image, box, glyph, rng.uniform(0.5, 0.7))
+            add(box, glyph, rng.uniform(0.5, 0.7), DISTRACTOR)
             distractors.append(box)
     only_digits = taken.copy()
 
@@ -256,9 +269,9 @@ def draw_canvas(
         fragment = _fragment(_glyph(digits.images[other], side, warp()), rng)
         box = _place(rng, (height, width), fragment.shape, taken, only_digits)
         if box is not None:
-            _add(image, box, fragment, rng.uniform(0.5, 0.7))
+            add(box, fragment, rng.uniform(0.5, 0.7), DISTRACTOR)
             distractors.append(box)
-    return Canvas(image[:, :, None], int(digits.labels[index]), digit_box, distractors)
+    return Canvas(image[:, :, None], label, digit_box, distractors, mask)
 
 
 class CanvasDataset(Dataset):
@@ -284,14 +297,21 @@ class CanvasDataset(Dataset):
     def __len__(self):
         return self.length
 
-    def canvas(self, index: int, epoch: int, height: int, width: int) -> Canvas:
-        """Draw the canvas of an index, of any size, with its boxes."""
+    def canvas(
+        self, index: int, epoch: int, height: int, width: int, *, masked: bool = False
+    ) -> Canvas:
+        """Draw the canvas of an index, of any size, with its boxes, and ``masked`` its mask."""
         entropy = np.random.SeedSequence((self.seed, _STREAM[self.split], epoch, index))
         rng = np.random.Generator(np.random.SFC64(entropy))
         count = len(self.digits.labels)
         digit = int(rng.integers(count)) if self.split == "train" else index % count
-        return draw_canvas(self.digits, digit, height, width, rng, vary=self.vary, task=self.task)
+        how = dict(vary=self.vary, task=self.task, masked=masked)
+        return draw_canvas(self.digits, digit, height, width, rng, **how)
+
+    def draw(self, key: SampleKey, *, masked: bool = False) -> Canvas:
+        """Draw the canvas of a key, of the size that its geometry asks for."""
+        return self.canvas(key.index, key.epoch, *key.geometry.img_size, masked=masked)
 
     def __getitem__(self, key: SampleKey) -> Item:
-        canvas = self.canvas(key.index, key.epoch, *key.geometry.img_size)
+        canvas = self.draw(key)
         return see_array(canvas.image, canvas.label, key, self.seed)

@@ -1,0 +1,170 @@
+"""Masks: that they are the ink of the pictures, come to the model's size as these do, and what lies
+in a patch.
+"""
+
+import zlib
+
+import cv2
+import numpy as np
+import pytest
+
+from visionattn.data.documents import DocumentsDataset, draw_page
+from visionattn.data.embedded import CanvasDataset, CanvasTask, Digits, digit_splits, draw_canvas
+from visionattn.data.geometry import Box, Geometry
+from visionattn.data.masks import paint, patch_labels, see_mask
+from visionattn.data.splits import SampleKey
+
+
+def inside(box: Box, shape: tuple[int, int]) -> np.ndarray:
+    area = np.zeros(shape, bool)
+    area[box.top : box.top + box.height, box.left : box.left + box.width] = True
+    return area
+
+
+def canvases(task: CanvasTask, count: int = 30):
+    data = CanvasDataset(digit_splits(0.1, 5)["test"], "test", count, 5, task=task)
+    return [
+        (data.canvas(i, 0, 104, 176), data.canvas(i, 0, 104, 176, masked=True))
+        for i in range(count)
+    ]
+
+
+def test_the_ink_of_the_digit_is_where_the_picture_differs_from_one_with_an_empty_digit():
+    digits = digit_splits(0.1, 5)["validation"]
+    empty = Digits(np.zeros_like(digits.images), digits.labels)
+    task = CanvasTask(distractors=0)
+    for seed, vary in enumerate((False, True) * 10):
+        drawn, without = (
+            draw_canvas(
+                each, seed, 61, 77, np.random.default_rng(seed), vary=vary, task=task, masked=True
+            )
+            for each in (digits, empty)
+        )
+        added = drawn.image[:, :, 0].astype(int) - without.image[:, :, 0]
+        # A quarter of white, at contrasts from 0.5 to 0.7.
+        assert (drawn.mask[added > 46] == 2 + drawn.label).all() and (added > 46).sum() > 20
+        assert not drawn.mask[added < 31].any() and not without.mask.any()
+
+
+@pytest.mark.parametrize("task", [CanvasTask(), CanvasTask(9, (12, 30), 2)])
+def test_distractors_are_another_value_within_their_boxes_and_brighter_than_the_ground(task):
+    for plain, canvas in canvases(task):
+        assert plain.mask is None and (plain.image == canvas.image).all()
+        image, mask = canvas.image[:, :, 0].astype(float), canvas.mask
+        assert mask.shape == image.shape and mask.dtype == np.uint8
+        digit = inside(canvas.digit, mask.shape)
+        boxes = [inside(box, mask.shape) for box in canvas.distractors]
+        assert set(np.unique(mask)) == {0, 1, 2 + canvas.label}
+        assert not (mask[~digit] > 1).any() and not (mask[digit] == 1).any()
+        assert not mask[~np.any([digit, *boxes], axis=0)].any()
+        ground = np.median(image)
+        for box in (digit, *boxes):
+            ink = box & (mask > 0)
+            assert ink.sum() / box.sum() > 0.08 and image[ink].mean() - ground > 60
+            assert image[box & (mask == 0)].mean() - ground < 20
+
+
+@pytest.mark.parametrize("label", range(4))
+def test_the_ink_of_a_mark_and_of_distractors_is_the_dark_of_a_page(label):
+    seen = 0
+    for seed in range(8):
+        plain = draw_page(np.random.default_rng(seed), 301, 263, label)
+        page = draw_page(np.random.default_rng(seed), 301, 263, label, masked=True)
+        bare = draw_page(np.random.default_rng(seed), 301, 263, None, masked=True)
+        assert plain.mask is None and (page.image == plain.image).all()
+        box = inside(page.mark, page.mask.shape)
+        assert set(np.unique(page.mask[box])) >= {0, 2 + label} and not (page.mask[~box] > 1).any()
+        assert (page.mask[~box] == bare.mask[~box]).all() and (bare.mask < 2).all()
+        image = page.image[:, :, 0].astype(float)
+        # The disc that the mark covers; its ink, and the paper within.
+        rows, columns = np.indices(image.shape)
+        middle = (
+            page.mark.top + (page.mark.height - 1) / 2,
+            page.mark.left + (page.mark.width - 1) / 2,
+        )
+        disc = np.hypot(rows - middle[0], columns - middle[1]) < page.mark.height / 2 - 1
+        ink, paper = disc & (page.mask == 2 + label), disc & (page.mask == 0)
+        assert 0.3 < ink.sum() / disc.sum() < 0.9 and not (disc & (page.mask == 1)).any()
+        assert image[paper].mean() - image[ink].mean() > 60
+        # A distractor is as dark as the mark.
+        if (page.mask == 1).any():
+            seen += 1
+            assert abs(image[page.mask == 1].mean() - image[ink].mean()) < 40
+    assert seen > 2
+
+
+def test_pages_are_those_that_were_drawn_before_there_were_masks():
+    """Recorded then: figures of models rest on these pages."""
+    data = DocumentsDataset("test", 40, seed=0)
+    found = [
+        zlib.crc32(data.page(index, 0, px, masked=masked).image.tobytes())
+        for index, px in ((0, 320), (7, 512), (12, 200))
+        for masked in (False, True)
+    ]
+    assert found == [n for n in (3815142906, 196351148, 2185012300) for _ in range(2)]
+
+
+def test_a_part_covers_what_lies_below_it_and_its_faint_pixels_are_no_ink():
+    mask = np.full((3, 4), 1, np.uint8)
+    ink = np.array([[0, 64, 65, 255]], np.uint8)
+    paint(mask, 1, 0, ink, 7, None)
+    assert mask.tolist() == [[1] * 4, [1, 1, 7, 7], [1] * 4]
+    cover = np.array([[0, 127], [128, 255]], np.uint8)
+    paint(mask, 1, 1, np.array([[0, 0], [0, 70]], np.uint8), 5, cover)
+    assert mask.tolist() == [[1] * 4, [1, 1, 7, 7], [1, 0, 5, 1]]
+
+
+def test_a_data_set_draws_the_image_of_a_key_with_its_mask():
+    geometry = Geometry("native", (96, 200), None, (8, 8))
+    pages = DocumentsDataset("validation", 9, seed=3)
+    drawn = CanvasDataset(digit_splits(0.1, 3)["validation"], "validation", 9, 3)
+    for data in (pages, drawn):
+        key = SampleKey(4, 0, geometry)
+        part = data.draw(key, masked=True)
+        assert part.mask.shape == part.image.shape[:2] and data.draw(key).mask is None
+        item = data[key]
+        view = geometry.view(*part.mask.shape)
+        assert item.pixels.shape[:2] == see_mask(part.mask, view).shape
+    assert max(drawn.draw(key).image.shape) == 200 and max(pages.draw(key).image.shape) >= 140
+
+
+@pytest.mark.parametrize(
+    ("fit", "size"),
+    [("native", None), ("crop", (24, 56)), ("pad", (48, 40)), ("stretch", (32, 64))],
+)
+def test_a_mask_comes_to_the_size_of_the_model_with_its_image(fit, size):
+    """An image that is its own mask, of squares large enough to outlast resizing."""
+    mask = np.kron(np.array([[0, 3, 3], [1, 1, 0]], np.uint8), np.ones((15, 13), np.uint8))
+    geometry = Geometry(fit, size, None, (8, 8))
+    view = geometry.view(*mask.shape)
+    seen = see_mask(mask, view)
+    assert (
+        seen.shape == view.canvas and seen.dtype == np.uint8 and set(np.unique(seen)) == {0, 1, 3}
+    )
+    top, left, height, width = view.box
+    part = mask[top : top + height, left : left + width].astype(float)
+    smooth = cv2.resize(part, view.content[::-1], interpolation=cv2.INTER_LINEAR)
+    near = np.abs(seen[: view.content[0], : view.content[1]] - smooth)
+    assert (near < 1).mean() > 0.97 and near.mean() < 0.1
+    # What is beyond repeats the edge up to whole patches, and is else background.
+    rows, columns = view.content
+    if fit == "native":
+        assert seen.shape == (32, 40)
+        assert (seen[30:] == seen[29]).all() and (seen[:, 39] == seen[:, 38]).all()
+    assert not seen[rows if fit == "pad" else 99 :].any()
+
+
+def test_a_patch_is_what_most_of_its_ink_is_where_a_sixteenth_is_inked():
+    mask = np.zeros((8, 18), np.uint8)  # two rows of three patches of 4 x 6 pixels
+    mask[0, :2] = 4  # 2 of 24 pixels
+    mask[3, 6] = 4  # 1 of 24
+    mask[0, 12:18], mask[1, 12:16] = 1, 3
+    mask[4:8, 0:6] = 2
+    mask[4, 6:8], mask[5, 6:8] = 3, 1
+    labels = patch_labels(mask, (2, 3), 5)
+    assert labels.tolist() == [[4, 0, 1], [2, 1, 0]] and labels.dtype == np.int64
+    exact = np.zeros((16, 32), np.uint8)  # 16 of 256 pixels, and 15
+    exact[2, :16], exact[2, 16:31] = 2, 2
+    assert patch_labels(exact, (1, 2), 3).tolist() == [[2, 0]]
+    with pytest.raises(ValueError, match="8 x 18 pixels is not a whole number of patches"):
+        patch_labels(mask, (2, 4), 5)
