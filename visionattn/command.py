@@ -81,8 +81,8 @@ def predict(argv: Words, say: Say) -> None:
 
 def features(argv: Words, say: Say) -> None:
     """Write features of images in files."""
-    from visionattn.inference.features import Extraction, ExtractOptions
-    from visionattn.inference.options import parse_options
+    from visionattn.inference.feature_options import parse_extract
+    from visionattn.inference.features import Extraction
 
     example = "--model scaleformer_vit_t --images docs/figures --img_size 224 "
     about = dict(
@@ -90,7 +90,7 @@ def features(argv: Words, say: Say) -> None:
         description="Write features of images to safetensors, with an index.",
         example=example + "--output checkpoints/features/figures",
     )
-    Extraction(parse_options(ExtractOptions, argv, **about)).run(say)
+    Extraction(parse_extract(argv, **about)).run(say)
 
 
 def sweep(argv: Words, say: Say) -> None:

@@ -155,4 +155,4 @@ def test_a_probe_that_does_not_converge_says_so(monkeypatch):
         ("a", "b", "c"),
     )
     result = fit_probes(features, division, 3)
-    assert not result.converged and "(not converged after 1 steps), kNN" in result.lines()[0]
+    assert "(not converged after 1 steps), kNN" in result.lines()[0]

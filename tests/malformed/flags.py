@@ -10,7 +10,7 @@ from tests.malformed.runner import Case
 from tests.malformed.valid import FEATURES, SWEEP
 from visionattn.cli.parsing import field_types
 from visionattn.data.stats import StatsConfig
-from visionattn.inference.features import ExtractOptions
+from visionattn.inference.feature_options import ExtractOptions
 from visionattn.inference.predict import PredictOptions
 from visionattn.lab.benchmark_flags import COMMANDS, FLAGS
 from visionattn.lab.profile.config import ProfileConfig

@@ -4,20 +4,21 @@ This module owns what a run writes, how it goes on after it was killed, and what
 """
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from visionattn.cli.ends import OutOfMemory, Stopped
 from visionattn.cli.files import check_folder, locked, printable, unfinished
 from visionattn.cli.progress import Progress
+from visionattn.inference.dense_probe import probe_folder
+from visionattn.inference.drawn import Drawn
+from visionattn.inference.feature_options import ExtractOptions, check
 from visionattn.inference.forecast import outlook
 from visionattn.inference.listing import Digits, Listing, find_images
 from visionattn.inference.opening import Opened, open_model
-from visionattn.inference.options import InferenceOptions
 from visionattn.inference.probe import Division, divide_digits, divide_folder, fit_probes
 from visionattn.inference.reading import ReadImages
 from visionattn.inference.running import last_map, run_images
@@ -27,7 +28,7 @@ from visionattn.inference.shards import (
     check_images,
     check_ours,
     delete_from,
-    read_pooled,
+    read_features,
     rows_of,
     shard_paths,
     whole_shards,
@@ -40,68 +41,6 @@ NAMED_FAILURES = 5
 """How many images without features the report names; the index names all."""
 AT_WORK = "another extraction of features is at work"
 MIB = 2**20
-
-
-@dataclass
-class ExtractOptions(InferenceOptions):
-    """Features of images."""
-
-    data: Literal["digits"] | None = None
-    """Instead of ``images``: the digits that scikit-learn ships."""
-    dense: bool = False
-    """The last feature map of each image, ``[C, H, W]``, instead of one vector per image."""
-    dtype: Literal["float32", "float16"] = "float32"
-    """Of the features in the files."""
-    shard_images: int = 4096
-    """Images per file; the last batch of a file may exceed it, and rows of 16 MiB fill a file too.
-    """
-    shard_mib: int = 256
-    """MiB of features per file, which are held in memory until it is full; the last batch of a file
-    may exceed it.
-    """
-    probe: bool = False
-    """Fit a linear probe and kNN on the features; ``images`` is then one folder with ``train/`` and
-    ``val/`` (or ``test/``) that hold class folders, or with class folders.
-    """
-    neighbours: int = 5
-    """``probe`` alone: k of kNN."""
-    val_fraction: float = 0.1
-    """``probe`` alone: share of the images held out, class by class, by ``seed``, where there is no
-    ``val/``.
-    """
-
-    @property
-    def seed_divides(self) -> bool:
-        """Tell whether the seed divides images, as it does for a probe and for the digits."""
-        return self.probe or self.data is not None
-
-
-def check(options: ExtractOptions) -> None:
-    """Check the options that only features have, before anything is opened.
-
-    Raises:
-        ValueError: one line with the option, what it may be, and what it is.
-    """
-    if not options.output:
-        raise ValueError("--output is missing: a folder for the features")
-    if (options.images is None) == (options.data is None):
-        raise ValueError("give either --images or --data digits")
-    for key in ("shard_images", "shard_mib", "neighbours"):
-        if getattr(options, key) < 1:
-            raise ValueError(f"{key} must be above 0, got {getattr(options, key)}")
-    if not 0 < options.val_fraction < 1:
-        raise ValueError(f"val_fraction must be in (0, 1), got {options.val_fraction}")
-    if options.probe and options.dense:
-        raise ValueError("probe is fitted on pooled features: leave --dense out")
-    if (
-        options.probe
-        and options.images is not None
-        and (len(options.images) != 1 or not Path(options.images[0]).is_dir())
-    ):
-        raise ValueError("probe needs one folder of class folders as --images")
-    for key in ("neighbours", "val_fraction"):
-        if not options.probe and getattr(options, key) != getattr(ExtractOptions(), key):
-            raise ValueError(f"{key} is for --probe alone; leave it out")
 
 
 class Extraction:
@@ -117,16 +56,17 @@ class Extraction:
     def __init__(self, options: ExtractOptions):
         check(options)
         self.options, self.folder = options, Path(options.output)
-        self.listing: Listing = (
-            Digits(options.val_fraction, options.seed)
-            if options.data
-            else find_images(options.images)
-        )
-        self.division = self._divide() if options.probe else None
+        self.listing: Listing
+        self.division: Division | None = None
+        # Images that are drawn wait for the model, which says their size.
+        if not options.drawn:
+            self._find_images()
         _check_folder(self.folder, options.overwrite)
         self.opened: Opened = open_model(options, classifies=False)
         if options.dense and not hasattr(self.opened.model, "forward_intermediates"):
             raise ValueError(f"{self.opened.name} gives no feature maps; leave --dense out")
+        if options.drawn:
+            self._find_images()
         self.images = ReadImages(
             self.listing, self.opened.spec, self.opened.geometry, options.max_pixels
         )
@@ -135,9 +75,23 @@ class Extraction:
         check_images(self.kept, self.listing.name, len(self.listing))
         self.begun = False
 
+    def _find_images(self) -> None:
+        """List the images, and divide them for a probe of pooled features."""
+        options = self.options
+        if options.drawn:
+            self.listing = Drawn(options.drawing(), options.seed, self.opened.geometry)
+        elif options.data:
+            self.listing = Digits(options.val_fraction, options.seed)
+        else:
+            self.listing = find_images(options.images)
+        if options.probe and not options.dense:
+            self.division = self._divide()
+
     def _divide(self) -> Division:
         options = self.options
-        if isinstance(self.listing, Digits):
+        if isinstance(self.listing, Drawn):
+            division = self.listing.divide()
+        elif isinstance(self.listing, Digits):
             division = divide_digits(self.listing)
         else:
             division = divide_folder(
@@ -188,6 +142,8 @@ class Extraction:
         """Do the work of ``run`` in a folder that is locked."""
         for note in self.opened.notes:
             say(note)
+        if isinstance(self.listing, Drawn):
+            say(self.listing.describe())
         done, total = sum(len(shard.rows) for shard in self.kept), len(self.listing)
         if done:
             say(f"{done} of {total} images are done: going on after {_files(len(self.kept))}")
@@ -204,11 +160,16 @@ class Extraction:
         )
         say(f"{total} images{speed}: {_files(files)} and {index}")
         self._report_failures(say)
+        for line in self._probe():
+            say(line)
+
+    def _probe(self) -> Iterator[str]:
+        """Fit and judge the probes that are asked for, and say what came of them."""
         if self.division is not None:
-            for line in fit_probes(
-                read_pooled(self.folder), self.division, self.options.neighbours
-            ).lines():
-                say(line)
+            features = read_features(self.folder)
+            yield from fit_probes(features, self.division, self.options.neighbours).lines()
+        elif self.options.probe and isinstance(self.listing, Drawn):
+            yield from probe_folder(self.folder, self.images, self.listing, self.options.seed)
 
     def _batch_size(self, done: int, say: Callable[[str], None]) -> int:
         """Say what the images that are left will take, and return how many make a batch.

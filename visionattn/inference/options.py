@@ -85,13 +85,13 @@ class InferenceOptions:
 Options = TypeVar("Options", bound=InferenceOptions)
 
 
-def parse_options(options_class: type[Options], argv: Sequence[str], **about: str) -> Options:
+def parse_options(options_class: type[Options], argv: Sequence[str], **about: Any) -> Options:
     """Read and check the flags of a tool.
 
     Args:
         options_class: their dataclass.
         argv: the flags, without the program's name.
-        about: ``command``, ``description`` and ``example`` of ``parse``.
+        about: ``command``, ``description``, ``example`` and ``defaults`` of ``parse``.
 
     Raises:
         ValueError, FileNotFoundError: a flag is wrong, or two exclude each other; one line.

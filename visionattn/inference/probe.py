@@ -7,12 +7,16 @@ features only by the paths of their images.
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
 
 from visionattn.data.folder import open_images
 from visionattn.inference.listing import Digits
+
+if TYPE_CHECKING:
+    from sklearn.pipeline import Pipeline
 
 STEPS = 1000
 """The most steps that the linear probe's optimiser takes."""
@@ -41,24 +45,24 @@ class ProbeResult:
     judged: int
     judged_name: str
     classes: int
-    converged: bool
-    """Whether the linear probe's optimiser has converged."""
+    note: str
+    """What to say of the linear probe's fit; empty where it has converged."""
     lost: int
     """Images of either kind that have no features."""
 
     def lines(self) -> list[str]:
         """Put the result into lines for people."""
-        note = "" if self.converged else f" (not converged after {STEPS} steps)"
         lines = [
-            f"linear probe {100 * self.linear:.2f} %{note}, kNN (k = {self.neighbours}) "
+            f"linear probe {100 * self.linear:.2f} %{self.note}, kNN (k = {self.neighbours}) "
             f"{100 * self.knn:.2f} % of {self.judged} {self.judged_name} images, fitted on "
             f"{self.fitted} images of {self.classes} classes"
         ]
-        return lines + (
-            [f"labelled images without features, which count nowhere: {self.lost}"]
-            if self.lost
-            else []
-        )
+        return lines + without_features(self.lost)
+
+
+def without_features(lost: int) -> list[str]:
+    """Say how many images have no features, in a line or none."""
+    return [f"labelled images without features, which count nowhere: {lost}"] if lost else []
 
 
 def divide_folder(root: str, *, val_fraction: float, seed: int) -> Division:
@@ -91,6 +95,33 @@ def divide_digits(digits: Digits) -> Division:
     return Division(fitted, judged, "test", tuple(str(digit) for digit in range(10)))
 
 
+def fit_linear(
+    x: np.ndarray, y: np.ndarray, weights: np.ndarray | None = None
+) -> tuple["Pipeline", str]:
+    """Fit a logistic regression on standardised features.
+
+    Args:
+        x: features ``[n, D]``.
+        y: classes, ``[n]``.
+        weights: how much each row counts, ``[n]``; None: all the same.
+
+    Returns:
+        The classifier, and a note on an optimiser that has not converged, else an empty text.
+    """
+    from sklearn.exceptions import ConvergenceWarning
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    linear = make_pipeline(StandardScaler(), LogisticRegression(max_iter=STEPS))
+    given = {f"{name}__sample_weight": weights for name in linear.named_steps}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", ConvergenceWarning)
+        linear.fit(x, y, **given)
+    converged = not any(issubclass(entry.category, ConvergenceWarning) for entry in caught)
+    return linear, "" if converged else f" (not converged after {STEPS} steps)"
+
+
 def fit_probes(
     features: Iterable[tuple[str, Tensor]], division: Division, neighbours: int
 ) -> ProbeResult:
@@ -105,11 +136,7 @@ def fit_probes(
     Raises:
         ValueError: too few images, neighbours or classes are left to fit or to judge.
     """
-    from sklearn.exceptions import ConvergenceWarning
-    from sklearn.linear_model import LogisticRegression
     from sklearn.neighbors import KNeighborsClassifier
-    from sklearn.pipeline import make_pipeline
-    from sklearn.preprocessing import StandardScaler
 
     # Vectors and labels, sorted into what is fitted on and what is judged.
     parts = {"fitted": ([], []), "judged": ([], [])}
@@ -126,17 +153,12 @@ def fit_probes(
             f"a probe wants at least {neighbours} images (neighbours) of two classes to fit and "
             f"one to judge; got features of {len(x)} of {len(np.unique(y))} and of {len(x_judged)}"
         )
-    # An optimiser that has not converged is noted in the result instead of warned of.
-    linear = make_pipeline(StandardScaler(), LogisticRegression(max_iter=STEPS))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", ConvergenceWarning)
-        linear.fit(x, y)
+    linear, note = fit_linear(x, y)
     knn = KNeighborsClassifier(neighbours, metric="cosine").fit(x, y)
     of_linear, of_knn = (
         float((classifier.predict(x_judged) == y_judged).mean()) for classifier in (linear, knn)
     )
     # Labelled images without features, as they could not be read.
     lost = len(division.fitted) + len(division.judged) - len(x) - len(x_judged)
-    converged = not any(issubclass(entry.category, ConvergenceWarning) for entry in caught)
     sizes = (neighbours, len(x), len(x_judged), division.judged_name, len(division.class_names))
-    return ProbeResult(of_linear, of_knn, *sizes, converged, lost)
+    return ProbeResult(of_linear, of_knn, *sizes, note, lost)

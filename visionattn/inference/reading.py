@@ -94,4 +94,4 @@ class ReadImages(Dataset):
 
 def as_flags(text: str) -> str:
     """Name the options of training in a message as those of this command, which have no group."""
-    return re.sub(r"\bdata\.(bands|value_range|page|max_pixels)\b", r"\1", text)
+    return re.sub(r"\bdata\.(?=[a-z_]+\b)", "", text)

@@ -8,7 +8,7 @@ run has come. The module knows nothing of models.
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
@@ -326,16 +326,26 @@ def write_index(folder: Path) -> Path:
     return folder / INDEX
 
 
-def read_pooled(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield the path and the features ``[D]`` of each image that has some, in order, with one shard
-    at a time in memory.
+def read_features(
+    folder: Path, wanted: Container[str] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the path and the features of each image that has some, in order, with the pooled
+    features of one shard, or one map, at a time in memory.
+
+    Args:
+        folder: where the shards are.
+        wanted: the paths of the images that are read; None: all are.
     """
     for path in shard_paths(folder):
         read = read_shard(path)
         if read is None:
             raise ValueError(f"{path} is cut off; call the same command again")
         rows = [row for row in read[0].rows if row["status"] == "ok"]
-        if rows:
-            with safe_open(path, framework="pt") as file:
-                stacked = file.get_tensor(POOLED)
-            yield from ((row["path"], stacked[row["row"]]) for row in rows)
+        rows = [row for row in rows if wanted is None or row["path"] in wanted]
+        if not rows:
+            continue
+        with safe_open(path, framework="pt") as file:
+            pooled = file.get_tensor(POOLED) if rows[0]["key"] == POOLED else None
+            for row in rows:
+                value = file.get_tensor(row["key"]) if pooled is None else pooled[row["row"]]
+                yield row["path"], value

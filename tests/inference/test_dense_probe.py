@@ -1,0 +1,324 @@
+"""Probes of patches against masks: the figures by hand, and the command from images to its last
+line.
+"""
+
+import itertools
+import re
+
+import numpy as np
+import pytest
+import torch
+
+import visionattn.inference.features as features
+from tests.helpers.inference_files import GREY, feature_of, read_index, write_weights
+from tests.helpers.tools import assert_one_error, load_tool, written
+from visionattn.cli.parsing import yaml_text
+from visionattn.data.config import DataConfig
+from visionattn.data.embedded import CanvasDataset, CanvasTask, digit_splits
+from visionattn.data.geometry import Geometry
+from visionattn.data.masks import patch_labels
+from visionattn.inference import dense_probe
+from visionattn.inference.dense_probe import (
+    DenseResult,
+    fit_and_judge,
+    patches_of,
+    pixel_map,
+    sampled,
+)
+from visionattn.inference.drawn import Drawn
+
+extract = load_tool("extract_features")
+SHARE = r"(\d+\.\d\d) %"
+LINE = re.compile(
+    rf"(pixels|dense probe)(?: \(.*\))?: mean IoU {SHARE} \(background {SHARE}, "
+    rf"(?:distractors {SHARE}, )?(\d+) classes {SHARE}\), "
+    rf"accuracy {SHARE}"
+)
+
+
+def generator(seed: int = 0) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+def images_of(features, labels, per_image: int = 40):
+    """Patches divided into images."""
+    return [
+        (features[i : i + per_image], labels[i : i + per_image])
+        for i in range(0, len(labels), per_image)
+    ]
+
+
+def test_features_that_name_the_values_give_one_and_noise_gives_the_background_alone():
+    rng = generator()
+    labels = rng.choice(6, 2000, p=[0.7, 0.1, 0.05, 0.05, 0.05, 0.05])
+    one_hot = np.eye(6, dtype=np.float32)[labels]
+    result = fit_and_judge(images_of(one_hot, labels), images_of(one_hot, labels), 8, 0)
+    assert result.mean_iou == result.accuracy == 1 and result.note == ""
+    assert np.isnan(result.ious[6:]).all() and (result.ious[:6] == 1).all()
+    noise = rng.normal(size=(4000, 3)).astype(np.float32)
+    labels = np.concatenate([labels, rng.permutation(labels)])
+    judged = images_of(noise[2000:], labels[2000:])
+    result = fit_and_judge(images_of(noise[:2000], labels[:2000]), judged, 6, 0)
+    share = (labels[2000:] == 0).mean()
+    assert result.accuracy == pytest.approx(share) and result.mean_iou == pytest.approx(share / 6)
+
+
+def test_intersections_over_unions_are_those_of_the_table_by_hand():
+    confusion = np.zeros((5, 5), np.int64)
+    confusion[0] = [90, 4, 0, 6, 0]  # background: 90 of 100 + 2 + 1
+    confusion[1] = [2, 6, 1, 0, 1]
+    confusion[3] = [1, 0, 0, 4, 0]
+    result = DenseResult(confusion, 77, "")
+    assert result.ious[[0, 1, 3]].tolist() == [90 / 103, 6 / 14, 4 / 11]
+    assert np.isnan(result.ious[[2, 4]]).all()
+    assert result.mean_iou == pytest.approx((90 / 103 + 6 / 14 + 4 / 11) / 3)
+    assert result.accuracy == 100 / 115
+    assert result.line("pixels") == (
+        "pixels: mean IoU 55.53 % (background 87.38 %, distractors 42.86 %, 1 classes "
+        "36.36 %), accuracy 86.96 %"
+    )
+    empty = DenseResult(np.diag([3, 0, 1]), 4, " (not converged)").line("dense probe")
+    assert empty.startswith(
+        "dense probe (not converged): mean IoU 100.00 % (background 100.00 %, 1 "
+    )
+
+
+def test_all_patches_of_classes_are_fitted_on_and_the_others_stand_for_those_left_out():
+    labels = np.repeat([0, 1, 2, 3], [500, 80, 120, 7])[generator(1).permutation(707)]
+    numbers = np.arange(707, dtype=np.float32)[:, None]
+    x, y, weights = sampled((numbers, labels), generator())
+    assert np.bincount(y).tolist() == [50, 50, 120, 7] and len(np.unique(x)) == len(x)
+    assert (labels[x[:, 0].astype(int)] == y).all()
+    for value, weight in ((0, 10), (1, 1.6), (2, 1), (3, 1)):
+        assert weights[y == value] == pytest.approx(weight)
+    other = sampled((numbers, labels), generator(2))[0]
+    assert len(set(other[:, 0]) & set(x[:, 0])) < 227
+
+
+def test_a_fit_on_some_of_the_background_is_one_to_all_of_it(monkeypatch):
+    """Two bells, 2 apart: with all weights equal the border would lie at 1 instead of 2.5."""
+    rng = generator(3)
+    labels = np.repeat([0, 2], [4000, 200])
+    features = (rng.normal(size=(4200, 1)) + (labels[:, None] == 2) * 2).astype(np.float32)
+    shuffled = rng.permutation(4200)
+    images = images_of(features[shuffled], labels[shuffled], 525)
+    line = np.linspace(-5, 5, 1001, dtype=np.float32)[:, None]
+
+    def border(seed):
+        found = fit_and_judge(images, [(line, np.zeros(1001, np.int64))], 3, seed)
+        assert found.fitted == sum(
+            min(50, (known == 0).sum()) + (known == 2).sum() for _, known in images
+        )
+        return 5 - found.confusion[0, 2] / 100
+
+    assert border(0) == pytest.approx(1 + np.log(20) / 2, abs=0.3)
+    assert border(0) != border(1)
+
+
+def test_too_little_to_fit_or_to_judge_is_said():
+    one = [(np.zeros((4, 2), np.float32), np.zeros(4, np.int64))]
+    two = [(np.eye(4, dtype=np.float32), np.array([0, 0, 2, 2]))]
+    for fitted, judged, text in (
+        (one, two, "--eval-images"),
+        ([], two, "two kinds"),
+        (two, [], "judge"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            fit_and_judge(fitted, judged, 3, 0)
+
+
+def test_pixels_of_a_patch_are_its_features():
+    pixels = torch.arange(2 * 6 * 8).reshape(2, 6, 8)
+    found = pixel_map(pixels, 3, 2)
+    assert found.shape == (16, 3, 2)
+    assert set(found[:, 1, 1].tolist()) == set(pixels[:, 2:4, 4:8].flatten().tolist())
+
+
+def test_patches_that_an_image_does_not_fill_are_left_out():
+    drawn = Drawn(
+        DataConfig(name="documents", eval_images=3), 0, Geometry("pad", (160, 96), None, (16, 16))
+    )
+    for index, px in itertools.product(range(6), (16, 32)):  # 32: of a model with coarser maps
+        mask, (height, width) = drawn.mask(index)
+        assert mask.shape == (160, 96)
+        grid = (160 // px, 96 // px)
+        rows, columns = -(-height // px), -(-width // px)
+        numbered = torch.arange(grid[0] * grid[1]).reshape(1, *grid)
+        [(found, known)] = patches_of(iter([(index, numbered)]), drawn)
+        wanted = [row * grid[1] + column for row in range(rows) for column in range(columns)]
+        assert found.shape == (rows * columns, 1) and found[:, 0].tolist() == wanted
+        assert (known == patch_labels(mask, grid, 6)[:rows, :columns].ravel()).all()
+        assert px == 32 or (rows, columns) != grid
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_weights(tmp_path / "best.safetensors", GREY)
+    return tmp_path
+
+
+def flags(*more: str, output: str = "out") -> list[str]:
+    given = ["--checkpoint", "best.safetensors", "--data", "canvas", "--img_size", "48"]
+    return [*given, "--eval_images", "30", "--workers", "0", "--output", output, *more]
+
+
+def figures(line: str) -> list[str]:
+    return list(LINE.fullmatch(line).groups())
+
+
+def test_the_command_probes_the_maps_that_it_wrote_and_pixels_beside_them(folder, capsys):
+    assert extract(flags("--dense", "--probe")) == 0
+    *lines, fitted, pixels, last = capsys.readouterr().out.splitlines()
+    assert lines[1] == (
+        "canvas: 30 validation and 30 test images; distractors null, "
+        "digit_px null, whole_digits 1, val_fraction 0.1, seed 0"
+    )
+    found = [figures(line) for line in (pixels, last)]
+    assert [each[0] for each in found] == ["pixels", "dense probe"]
+    assert {each[4] for each in found} == {"9"} and " 1,080 of 30 test images" in fitted
+    # By hand: the maps of the files, the masks of the data set.
+    parts = []
+    for split in ("validation", "test"):
+        data = CanvasDataset(digit_splits(0.1, 0)[split], split, 30, 0)
+        rows = [row for row in read_index(folder / "out") if f"/{split}/" in row["path"]]
+        assert [row["path"] for row in rows] == [f"canvas/{split}/{i}" for i in range(30)]
+        masks = [data.canvas(i, 0, 48, 48, masked=True).mask for i in range(30)]
+        parts.append(
+            [
+                (
+                    feature_of(folder / "out", row).reshape(24, 36).T,
+                    patch_labels(mask, (6, 6), 12).ravel(),
+                )
+                for row, mask in zip(rows, masks, strict=True)
+            ]
+        )
+    wanted = fit_and_judge(*parts, 12, 0)
+    assert last == wanted.line("dense probe") and f"on {wanted.fitted:,} patches of 30" in fitted
+    # The same command computes nothing anew, and says the same.
+    before = written(folder / "out")
+    assert extract(flags("--dense", "--probe")) == 0
+    again = capsys.readouterr().out.splitlines()
+    assert "60 of 60 images are done" in again[2] and again[-1] == last
+    assert written(folder / "out") == before
+
+
+@pytest.mark.parametrize("data", ["canvas", "documents"])
+def test_maps_that_are_the_pixels_give_the_figures_of_the_pixels(folder, capsys, monkeypatch, data):
+    def same(model, inputs, sizes):
+        rows, columns = inputs.shape[2] // 8, inputs.shape[3] // 8
+        pixels = torch.round(255 * (inputs * GREY.std[0] + GREY.mean[0]))
+        return torch.stack([pixel_map(image, rows, columns) for image in pixels])
+
+    monkeypatch.setattr(features, "last_map", same)
+    if data == "documents":
+        more = ["--data", data, "--fit", "native", "--img_size", "100", "--batch_size", "1"]
+    else:
+        more = ["--img_size", "64", "80"]
+    assert extract(flags("--dense", "--probe", *more)) == 0
+    pixels, last = (figures(line) for line in capsys.readouterr().out.splitlines()[-2:])
+    assert pixels[1:] == last[1:]
+    assert float(last[2]) > 80 and float(last[3]) > 5
+
+
+def test_canvases_are_those_of_the_run_beside_the_weights_unless_flags_say_otherwise(
+    folder, capsys
+):
+    config = {
+        "data": {"name": "canvas", "distractors": 2, "digit_px": [12, 20], "val_fraction": 0.3}
+    }
+    (folder / "config.yaml").write_text(yaml_text(config | {"seed": 4}))
+    command = ["--dense", "--eval_images", "8"]
+    assert extract(flags(*command, "--whole_digits", "2")) == 0
+    shown = "distractors 2, digit_px [12, 20], whole_digits 2, val_fraction 0.3, seed 4"
+    assert capsys.readouterr().out.splitlines()[1].endswith(shown)
+    drawn = Drawn(
+        DataConfig(
+            name="canvas",
+            eval_images=8,
+            distractors=2,
+            digit_px=[12, 20],
+            val_fraction=0.3,
+            whole_digits=2,
+        ),
+        4,
+        Geometry("crop", (48, 48), None, (8, 8)),
+    )
+    digits = digit_splits(0.3, 4)["validation"]
+    data = CanvasDataset(digits, "validation", 8, 4, task=CanvasTask(2, (12, 20), 2))
+    assert (drawn.draw(5).image == data.canvas(5, 0, 48, 48).image).all()
+    # Nothing, too, is a value of a flag.
+    assert extract(flags(*command, "--distractors", "null", "--seed", "0", output="two")) == 0
+    shown = "distractors null, digit_px [12, 20], whole_digits 1, val_fraction 0.3, seed 0"
+    assert capsys.readouterr().out.splitlines()[1].endswith(shown)
+    other = ["--data", "documents", "--img_size", "64"]
+    assert extract(flags(*command, *other, output="three")) == 0
+    assert capsys.readouterr().out.splitlines()[1].endswith("test images; seed 0")
+    assert extract(flags(*command, "--distractors", "3")) == 2
+    assert "out holds other features: list_of_images" in capsys.readouterr().err
+
+
+def test_pooled_features_of_canvases_are_probed_for_their_classes(folder, capsys):
+    assert extract(flags("--probe", "--neighbours", "3")) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.endswith("of 30 test images, fitted on 30 images of 10 classes")
+    drawn = Drawn(
+        DataConfig(name="canvas", eval_images=30), 0, Geometry("crop", (48, 48), None, (8, 8))
+    )
+    division = drawn.divide()
+    for split, named in (("validation", division.fitted), ("test", division.judged)):
+        labels = digit_splits(0.1, 0)[split].labels[:30].tolist()
+        assert named == {f"canvas/{split}/{i}": label for i, label in enumerate(labels)}
+    assert extract(flags("--dense", "--probe", "--distractors", "0", output="two")) == 0
+    assert figures(capsys.readouterr().out.splitlines()[-1])[3] is None
+
+
+BAD = {
+    "--data digits": "digits have no masks, which a probe of patches needs: leave --dense out, or",
+    "--data null --images .": "images of files have no masks",
+    "--images .": "give either --images or --data digits, canvas or documents",
+    "--neighbours 3": "neighbours is for --probe alone, without --dense; leave it out",
+    "--data documents --distractors 3": "distractors is for --data canvas alone; leave it out",
+    "--data documents --val_fraction 0.2": "val_fraction is for --probe alone, of files and digits",
+    "--probe false --dense false --data digits --eval_images 3": "eval_images is for --data canvas",
+    "--eval_images 0": "eval_images must be above 0, got 0",
+    "--eval_images 1000001": "eval_images must be at most 1,000,000, got 1,000,001",
+    "--distractors -1": "error: distractors must be at least 0, got -1",
+    "--digit_px 40": "error: digit_px wants the smallest and the largest side of digits",
+    "--img_size 40": "canvas of 40 pixels is too small for its digits; wanted 48 or more",
+    "--img_size native": "canvas is drawn at a size in pixels; name it: --img-size",
+    "--data paper": "data must be",
+}
+
+
+@pytest.mark.parametrize("more", BAD)
+def test_what_cannot_be_drawn_or_probed_is_refused_in_one_line(folder, capsys, more):
+    given = [flag for flag in flags("--dense", "--probe") if flag not in ("--eval_images", "30")]
+    assert extract([*given, *more.split()]) == 2
+    assert_one_error(capsys, BAD[more])
+    assert not (folder / "out").exists()
+
+
+def test_images_without_maps_are_counted_and_left_out(folder, capsys, monkeypatch):
+    real = features.last_map
+
+    def some(model, inputs, sizes):
+        found = real(model, inputs, sizes)
+        found[1] = torch.nan
+        return found
+
+    monkeypatch.setattr(features, "last_map", some)
+    assert extract(flags("--dense", "--probe", "--batch_size", "20")) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[-4] == "labelled images without features, which count nowhere: 3"
+    # The second image of the last batch of three is a test image.
+    assert printed[-3].endswith("validation images and judged on 1,044 of 30 test images")
+
+
+def test_a_probe_that_does_not_converge_says_so(monkeypatch):
+    monkeypatch.setattr("visionattn.inference.probe.STEPS", 1)
+    rng = generator()
+    patches = images_of(rng.normal(size=(200, 4)).astype(np.float32), rng.integers(0, 3, 200))
+    line = fit_and_judge(patches, patches, 3, 0).line("dense probe")
+    assert line.startswith("dense probe (not converged after 1 steps): mean IoU ")
+    assert dense_probe.MOST_OF_IMAGE == 50

@@ -1,0 +1,115 @@
+"""Canvases and documents as images to compute features of, with their classes and masks.
+
+This module owns how many are drawn, how hard, and at which size. They are the ones that training
+validates and tests on.
+"""
+
+import io
+from dataclasses import replace
+from typing import BinaryIO
+
+import numpy as np
+from PIL import Image
+
+from visionattn.data.batches import SampleKey
+from visionattn.data.config import DataConfig
+from visionattn.data.documents import Page
+from visionattn.data.embedded import Canvas
+from visionattn.data.geometry import Geometry, Size
+from visionattn.data.masks import see_mask, value_names
+from visionattn.data.splits import build_splits
+from visionattn.inference.listing import digest_of
+from visionattn.inference.probe import Division
+from visionattn.inference.reading import as_flags
+
+SPLITS = ("validation", "test")
+"""Those that are drawn, in the order of their images."""
+
+
+class Drawn:
+    """Images drawn when they are asked for, validation and test one after the other:
+    ``canvas/test/17``.
+
+    Attributes:
+        class_names: what the images are named after.
+        value_names: what the values of the masks stand for.
+    """
+
+    def __init__(self, config: DataConfig, seed: int, geometry: Geometry):
+        """Take what is drawn (``config``, whose size and fit are those of ``geometry``), the seed,
+        and how a model sees images.
+
+        Raises:
+            ValueError: a value is out of range, or the geometry names no size; one line.
+        """
+        if geometry.img_size is None:
+            raise ValueError(f"{config.name} is drawn at a size in pixels; name it: --img-size")
+        config = replace(config, fit=geometry.fit, img_size=list(geometry.img_size))
+        try:
+            splits = build_splits(config, seed)
+        except ValueError as error:
+            raise ValueError(as_flags(str(error))) from error
+        self._config, self._seed, self._geometry = config, seed, geometry
+        self._datasets = (splits.validation, splits.test)
+        self.class_names = splits.spec.class_names
+        self.value_names = value_names(self.class_names)
+
+    def __len__(self) -> int:
+        return len(SPLITS) * self._config.eval_images
+
+    def draw(self, index: int, *, masked: bool = False) -> Canvas | Page:
+        """Draw an image, and ``masked`` its mask, before anything fits it to a model."""
+        split, number = divmod(index, self._config.eval_images)
+        return self._datasets[split].draw(SampleKey(number, 0, self._geometry), masked=masked)
+
+    def open(self, index: int) -> BinaryIO:
+        """Return the image as an uncompressed file in memory."""
+        stream = io.BytesIO()
+        Image.fromarray(self.draw(index).image[:, :, 0]).save(stream, "tiff", compression="raw")
+        stream.seek(0)
+        return stream
+
+    def name(self, index: int) -> str:
+        """Return data set, split and number of the image."""
+        split, number = divmod(index, self._config.eval_images)
+        return f"{self._config.name}/{SPLITS[split]}/{number}"
+
+    def numbers(self, split: str) -> range:
+        """Return the numbers of the images of a split."""
+        first = SPLITS.index(split) * self._config.eval_images
+        return range(first, first + self._config.eval_images)
+
+    def mask(self, index: int) -> tuple[np.ndarray, Size]:
+        """Return the mask of an image as a model sees it, uint8 ``[H, W]``, and the height and
+        width of what of it is present.
+        """
+        mask = self.draw(index, masked=True).mask
+        view = self._geometry.view(*mask.shape)
+        return see_mask(mask, view), view.present
+
+    def digest(self) -> str:
+        """Return a digest of what decides the images, and of the pixels of two."""
+        ends = (self.draw(index).image.tobytes() for index in (0, len(self) - 1))
+        return digest_of([*self._deciding().items(), *ends])
+
+    def divide(self) -> Division:
+        """Fit on the validation images, and judge on the test images."""
+        fitted, judged = (
+            {self.name(index): self.draw(index).label for index in self.numbers(split)}
+            for split in SPLITS
+        )
+        return Division(fitted, judged, "test", self.class_names)
+
+    def describe(self) -> str:
+        """Say for people which images are drawn."""
+        given = ", ".join(
+            f"{key} {'null' if value is None else value}" for key, value in self._deciding().items()
+        )
+        each = f"{self._config.eval_images} validation and {self._config.eval_images} test images"
+        return f"{self._config.name}: {each}; {given}"
+
+    def _deciding(self) -> dict[str, object]:
+        """Return what decides the images of one size, by the names of the flags."""
+        keys = ("distractors", "digit_px", "whole_digits", "val_fraction")
+        known = {key: getattr(self._config, key) for key in keys}
+        return (known if self._config.name == "canvas" else {}) | {"seed": self._seed}

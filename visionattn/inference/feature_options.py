@@ -1,0 +1,155 @@
+"""What a user says of features: which images, in which form, and whether a probe is fitted.
+
+This module owns the flags of ``visionattn features`` and the checks that need no model and no
+image. A docstring under each field is its help text.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from visionattn.cli.parsing import parse
+from visionattn.data.checks import DRAWN
+from visionattn.data.config import DataConfig
+from visionattn.inference.options import InferenceOptions, parse_options
+from visionattn.training.config import TrainConfig
+from visionattn.training.record import CONFIG
+
+TASK = ("distractors", "digit_px", "whole_digits")
+"""Options of ``data.`` in training that say how hard canvases are."""
+
+MOST_IMAGES = 1_000_000
+"""The most images of a split that are drawn."""
+
+
+@dataclass
+class ExtractOptions(InferenceOptions):
+    """Features of images."""
+
+    data: Literal["digits", "canvas", "documents"] | None = None
+    """Instead of ``images``: the digits that scikit-learn ships, or images of the validation and
+    the test split of ``canvas`` or ``documents``, drawn at ``img_size`` by ``seed``. Where a run's
+    ``config.yaml`` beside ``checkpoint`` trained on these, they are those of the run, unless flags
+    say otherwise.
+    """
+    eval_images: int = 500
+    """``canvas`` and ``documents`` alone: images of the validation split and of the test split,
+    each.
+    """
+    distractors: int | None = None
+    """``canvas`` alone: fragments of digits on every canvas; null: 4 per 128 x 128 pixels."""
+    digit_px: list[int] | None = None
+    """``canvas`` alone: smallest and largest side of digits and fragments, in pixels; null: 16 and
+    40.
+    """
+    whole_digits: int = 1
+    """``canvas`` alone: 1, or 2, of which the larger counts."""
+    dense: bool = False
+    """The last feature map of each image, ``[C, H, W]``, instead of one vector per image."""
+    dtype: Literal["float32", "float16"] = "float32"
+    """Of the features in the files."""
+    shard_images: int = 4096
+    """Images per file; the last batch of a file may exceed it, and rows of 16 MiB fill a file too.
+    """
+    shard_mib: int = 256
+    """MiB of features per file, which are held in memory until it is full; the last batch of a file
+    may exceed it.
+    """
+    probe: bool = False
+    """Fit a linear probe and kNN on the features; ``images`` is then one folder with ``train/`` and
+    ``val/`` (or ``test/``) that hold class folders, or with class folders. With ``dense``, of
+    ``canvas`` and ``documents`` alone, a linear probe of patches against masks.
+    """
+    neighbours: int = 5
+    """``probe`` without ``dense`` alone: k of kNN."""
+    val_fraction: float = 0.1
+    """``probe`` and ``canvas`` alone: share of the images held out, class by class, by ``seed``,
+    where there is no ``val/``; for ``canvas`` of the digits that are drawn for validation.
+    """
+
+    @property
+    def drawn(self) -> bool:
+        """Tell whether the images are drawn, at the size at which the model sees them."""
+        return self.data in DRAWN
+
+    @property
+    def seed_divides(self) -> bool:
+        """Tell whether the seed divides images, as it does for a probe and for embedded data."""
+        return self.probe or self.data is not None
+
+    def drawing(self) -> DataConfig:
+        """Return what is drawn as options of data, but for the size."""
+        keys = ("eval_images", "val_fraction", *TASK)
+        return DataConfig(name=self.data, **{key: getattr(self, key) for key in keys})
+
+
+def parse_extract(argv: Sequence[str], **about: str) -> ExtractOptions:
+    """Read the flags of ``visionattn features``; what they do not say of images that are drawn
+    comes from the run that the checkpoint is of.
+
+    Raises:
+        ValueError, FileNotFoundError: a flag is wrong, or two exclude each other; one line.
+    """
+    options = parse_options(ExtractOptions, argv, **about)
+    known = of_run(options)
+    return parse_options(ExtractOptions, argv, defaults=known, **about) if known else options
+
+
+def of_run(options: ExtractOptions) -> dict[str, Any]:
+    """Return what the run beside a checkpoint drew, where it trained on the data that is asked for.
+
+    Raises:
+        ValueError: its ``config.yaml`` is not one; one line.
+    """
+    beside = Path(options.checkpoint or "").with_name(CONFIG) if options.checkpoint else None
+    if not options.drawn or beside is None or not beside.is_file():
+        return {}
+    run = parse(TrainConfig, ["--config", str(beside)])
+    if run.data.name != options.data:
+        return {}
+    keys = (*TASK, "val_fraction") if options.data == "canvas" else ()
+    return {key: getattr(run.data, key) for key in keys} | {"seed": run.seed}
+
+
+def check(options: ExtractOptions) -> None:
+    """Check the options that only features have, before anything is opened.
+
+    Raises:
+        ValueError: one line with the option, what it may be, and what it is.
+    """
+    if not options.output:
+        raise ValueError("--output is missing: a folder for the features")
+    if (options.images is None) == (options.data is None):
+        raise ValueError("give either --images or --data digits, canvas or documents")
+    for key in ("shard_images", "shard_mib", "neighbours", "eval_images"):
+        if getattr(options, key) < 1:
+            raise ValueError(f"{key} must be above 0, got {getattr(options, key)}")
+    if options.eval_images > MOST_IMAGES:
+        raise ValueError(
+            f"eval_images must be at most {MOST_IMAGES:,}, got {options.eval_images:,}"
+        )
+    if not 0 < options.val_fraction < 1:
+        raise ValueError(f"val_fraction must be in (0, 1), got {options.val_fraction}")
+    if options.probe and options.dense and not options.drawn:
+        what = "images of files" if options.data is None else options.data
+        raise ValueError(
+            f"{what} have no masks, which a probe of patches needs: leave --dense out, or name "
+            "--data canvas or documents"
+        )
+    if (
+        options.probe
+        and options.images is not None
+        and (len(options.images) != 1 or not Path(options.images[0]).is_dir())
+    ):
+        raise ValueError("probe needs one folder of class folders as --images")
+    canvas = options.data == "canvas"
+    holds_out = canvas or (options.probe and not options.drawn)
+    for key, acts, whose in (
+        ("neighbours", options.probe and not options.dense, "--probe alone, without --dense"),
+        ("val_fraction", holds_out, "--probe alone, of files and digits, and for --data canvas"),
+        ("eval_images", options.drawn, "--data canvas and documents alone"),
+        *((key, canvas, "--data canvas alone") for key in TASK),
+    ):
+        if not acts and getattr(options, key) != getattr(ExtractOptions(), key):
+            raise ValueError(f"{key} is for {whose}; leave it out")
