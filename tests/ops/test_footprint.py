@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 import timm
@@ -9,7 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import visionattn  # noqa: F401  registers the models
-from visionattn.ops.footprint import LARGE_BYTES, counting
+from visionattn.ops.footprint import LARGE_BYTES, Footprint, counting
 
 MIB = 2**20
 
@@ -88,6 +89,36 @@ def test_what_an_operator_holds_within_counts_at_each_call():
         with torch.inference_mode():
             fake(torch.ones(1, 3, 160, 160))
     assert count.peak_bytes == first
+
+
+def step_on(model, rows, columns):
+    with counting() as (count, copied):
+        copied(model)(torch.ones(3, 3, rows, columns)).sum().backward()
+    return count
+
+
+SMALL_PATCHES = dict(depth=1, embed_dim=48, num_heads=3, patch_size=2)
+
+
+@pytest.mark.parametrize("name", ["scaleformer_vit_t", "taylorshift_vit_t"])
+def test_a_few_pieces_of_a_loop_hold_as_much_as_all(name, monkeypatch):
+    model = timm.create_model(name, **SMALL_PATCHES)
+    few = step_on(model, 80, 86)
+    monkeypatch.setattr("visionattn.ops.footprint.only_few", nullcontext)
+    every = step_on(model, 80, 86)
+    assert (few.peak_bytes, few.small_bytes) == (every.peak_bytes, every.small_bytes)
+
+
+def test_counting_four_times_the_pixels_takes_less_than_twice_the_operators(monkeypatch):
+    model = timm.create_model("taylorshift_vit_t", **SMALL_PATCHES)
+    ran, run = [], Footprint.__torch_dispatch__
+    monkeypatch.setattr(
+        Footprint, "__torch_dispatch__", lambda *args, **given: ran.append(0) or run(*args, **given)
+    )
+    step_on(model, 80, 86)
+    few = len(ran)
+    step_on(model, 160, 172)
+    assert len(ran) - few < 2 * few
 
 
 def test_no_fake_tensor_stays_behind():

@@ -1,8 +1,35 @@
 """Cutting tensors ``[B, h, ...]`` into pieces that stay in cache."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TypeVar
+
 from torch import Tensor
 
 HeadChunk = tuple[slice, slice]
+Piece = TypeVar("Piece")
+_FEW: ContextVar[bool] = ContextVar("few", default=False)
+
+
+@contextmanager
+def only_few() -> Iterator[None]:
+    """Let loops over ``in_turn`` do a few pieces alone, for whoever counts memory and reads no
+    results.
+    """
+    before = _FEW.set(True)
+    try:
+        yield
+    finally:
+        _FEW.reset(before)
+
+
+def in_turn(pieces: list[Piece]) -> list[Piece]:
+    """Return the pieces that a loop works through, where each writes to what is there already and
+    leaves nothing behind: all of them, or within ``only_few`` as many as hold as much memory. The
+    second is made beside what is left of the first, and the last may be smaller.
+    """
+    return pieces[:2] + pieces[2:][-1:] if _FEW.get() else pieces
 
 
 def chunks(length: int, size: int) -> list[slice]:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from visionattn.ops.choice import tokens_asked
-from visionattn.ops.chunking import head_chunks, part_of, part_of_shared
+from visionattn.ops.chunking import head_chunks, in_turn, part_of, part_of_shared
 from visionattn.ops.feature_maps import elu1
 from visionattn.ops.nonfinite import skips_idle_rows
 from visionattn.ops.operator import contiguous_like, differentiate, operator
@@ -211,7 +211,8 @@ def _tiled_chunks(
     """
     one, lines = _tiles(1, q, table, v, horizons), None
     counts, scale = one.rows(counts), None if scale is None else one.rows(scale)
-    for chunk in _chunks(q, table, LINE_ELEMENTS // max(1, one.period * one.pitch * one.e)):
+    size = LINE_ELEMENTS // max(1, one.period * one.pitch * one.e)
+    for chunk in in_turn(_chunks(q, table, size)):
         heads = len(chunk.table)
         if lines is None or lines.tiles.heads != heads:
             lines = Lines(_tiles(heads, q, table, v, horizons))
@@ -232,7 +233,7 @@ def _of_band(x: Tensor | None, tiles: Tiles, band: Band) -> Tensor | None:
 def _tiled_forward(q, table, v, counts, scale, horizons, values: Tensor, mass: Tensor) -> None:
     for chunk, tiles, lines, counts_, scale_ in _tiled_chunks(q, table, v, counts, scale, horizons):
         query, out, out_mass = chunk.part(q), chunk.part(values), chunk.part(mass).unsqueeze(3)
-        for band in tiles.bands():
+        for band in in_turn(tiles.bands()):
             phi = _features(tiles.load(query, band, table))
             w = _weights(phi, chunk.table[band.heads], _of_band(scale_, tiles, band))
             tiles.store((w * _of_band(counts_, tiles, band)).sum(2, keepdim=True), band, out_mass)
@@ -256,7 +257,7 @@ def _direct_chunks(
     """
     index = _class_index(tuple(q.shape[2:4]), tuple(v.shape[2:4]), horizons, v.device)
     counts, scale = counts.flatten(1, 2), None if scale is None else scale.flatten(1, 2)
-    for chunk in _chunks(q, table, PAIRS // max(1, index.numel())):
+    for chunk in in_turn(_chunks(q, table, PAIRS // max(1, index.numel()))):
         query, value = (chunk.part(x).flatten(1, 2).to(table.dtype) for x in (q, v))
         yield (
             chunk,
@@ -329,7 +330,7 @@ def _tiled_backward(
         grad = chunk.part(d_values)
         grad_mass = chunk.part(d_mass).unsqueeze(3)
         d_own_table = torch.zeros_like(chunk.table)
-        for band in tiles.bands():
+        for band in in_turn(tiles.bands()):
             own_table, band_scale = chunk.table[band.heads], _of_band(scale_, tiles, band)
             query = tiles.load(chunk.part(q), band, table)
             phi = elu1(query)

@@ -10,7 +10,14 @@ and why, ``eager.py`` knows.
 import torch
 from torch import Tensor
 
-from visionattn.ops.chunking import HeadChunk, chunks, head_chunks, part_of, part_of_shared
+from visionattn.ops.chunking import (
+    HeadChunk,
+    chunks,
+    head_chunks,
+    in_turn,
+    part_of,
+    part_of_shared,
+)
 from visionattn.ops.taylorshift.features import (
     BUFFER_ELEMENTS,
     EPS,
@@ -96,7 +103,7 @@ class Pass:
         self.buffer = None
 
     def slices(self, x: Tensor) -> list[slice]:
-        return chunks(x.shape[-2], chunk_tokens(self.d))
+        return in_turn(chunks(x.shape[-2], chunk_tokens(self.d)))
 
     def features(self, x: Tensor, absent: Tensor | None = None) -> Tensor:
         """Return ``[phi2(x), x, 1]`` of ``x [g, d, T]``, in a buffer that the next call uses again:
@@ -128,5 +135,6 @@ def passes(operands: tuple, dtype: torch.dtype):
     q, k = operands[:2]
     tokens = max(1, min(max(q.shape[2], k.shape[2]), chunk_tokens(q.shape[3])))
     heads = max(1, BUFFER_ELEMENTS // ((num_features(q.shape[3]) + q.shape[3] + 1) * tokens))
-    for chunk in head_chunks(*q.shape[:2], heads * heads_at_once(q.device.type)):  # type: ignore[call-arg]
+    heads *= heads_at_once(q.device.type)
+    for chunk in in_turn(head_chunks(q.shape[0], q.shape[1], heads)):
         yield Pass(chunk, operands, dtype)
