@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 
 import numpy as np
 import pytest
@@ -47,6 +48,14 @@ def by_hand(weights, image, spec=COLOUR) -> list[tuple[str, float]]:
     probabilities = np.exp(logits) / np.exp(logits).sum()
     names = spec.class_names or [str(i) for i in range(spec.num_classes)]
     return sorted(zip(names, probabilities, strict=True), key=lambda pair: -pair[1])
+
+
+def test_the_first_line_says_how_images_are_seen_and_the_next_what_they_cost(case, capsys):
+    folder, _ = case
+    write_image(folder / "images" / "large.png", 1100, 1100, 0)
+    assert predict(flags()) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == SEEN and re.match(r"5 images of .* expected, ", lines[1])
 
 
 def test_csv_has_a_row_per_image_with_names_and_probabilities(case, capsys):

@@ -4,6 +4,7 @@ ends.
 
 import base64
 import io
+import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,6 +31,7 @@ from visionattn.lab.drawing import svg
 from visionattn.lab.report.batches import address as sheet_address
 from visionattn.lab.report.batches import batches_of
 from visionattn.lab.report.examples import address, galleries, predict
+from visionattn.lab.report.figures import curves_of
 from visionattn.lab.report.page import report
 from visionattn.lab.report.runs import read_run
 from visionattn.models.weights import DataSpec
@@ -83,6 +85,23 @@ STATES = {
     "broken": ({"status": "failed", "reason": "no space left"}, ["failed", "no space left"]),
     "older": ({"status": None}, ["unknown"]),
 }
+
+
+def test_a_run_whose_epochs_are_too_short_for_lines_about_steps_has_all_curves(tmp_path):
+    long, short = write_run(tmp_path / "long"), write_run(tmp_path / "short")
+    lines = [json.loads(line) for line in (short / "metrics.jsonl").read_text().splitlines()]
+    of_epochs = [
+        line | {"lr": 0.1, "images_per_second": 5.0, "wait_share": 0.5}
+        for line in lines
+        if line["kind"] == "epoch"
+    ]
+    (short / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in of_epochs))
+    charts = curves_of([read_run(run, run.name, now=0.0) for run in (long, short)]).charts
+    assert len(charts) == 6
+    for chart in charts:
+        assert [series.name for series in chart.series] == ["long", "short"]
+        assert list(chart.series[1].x) == [1, 2, 3]
+    assert charts[0].series[1].y == [1.0, 1.0, 1.0] and len(charts[0].series[0].y) == 12
 
 
 def test_a_run_that_did_not_finish_is_shown_with_its_state_and_reason(tmp_path):
@@ -178,7 +197,7 @@ def test_examples_are_test_images_with_the_classes_and_probabilities_of_the_best
         assert all(abs(one.probability - sure) < 1e-5 for one in said)
     assert len(set(example.source for example in gallery.examples)) == 35
     assert f"seven: {gallery.wrong('seven')} wrong" in page.text
-    assert "35 of the 359 test images, 32 px" in page.text
+    assert "35 of the 359 test images, drawn at random, 32 px" in page.text
     assert page.text.count("(69 %)") == 70
     assert page.text.count("✗") == gallery.wrong("seven") + gallery.wrong("two")
 

@@ -154,6 +154,21 @@ def test_an_axis_that_ratios_are_read_off_begins_at_0_and_the_others_near_their_
     assert zero[0] == "0" and float(near[0]) >= 149.9
 
 
+@pytest.mark.parametrize("values", [[100.0, 100.0], [0.0, 0.0], [0.0, 100.0], [3.0, 99.0]])
+def test_an_axis_has_no_ticks_beyond_what_values_can_be(values):
+    _, texts = ticks_of(Chart("T", "epoch", "%", line([1, 2], values), bounds=(0, 100)))
+    shown = [float(text.replace("−", "-")) for text in texts]
+    assert len(shown) > 1 and min(shown) >= 0 and max(shown) <= 100
+
+
+def test_the_text_of_a_mark_at_the_right_stands_below_the_names_of_lines():
+    def height(x):
+        text = svg(Chart("T", "N", "MiB", line([64, 256], [1.0, 3.0]), [Mark("here", x)]), "c")
+        return float(re.search(r'<text[^>]* y="([\d.]+)"[^>]*>here<', text)[1])
+
+    assert height(250) > height(70) + 50  # pixels, from the top
+
+
 def test_marks_are_lines_across_or_rings_with_their_texts():
     marks = [Mark("published 73", 73), Mark("measured 155", 155, 2.0, colour=1)]
     text = svg(Chart("T", "N", "ms", line([64, 256], [1.0, 3.0]), marks, log_x=2), "c")

@@ -119,6 +119,8 @@ class Predictor:
             Failed: a process that reads images ended.
         """
         options = self.options
+        for note in self.opened.notes:
+            say(note)
         told = outlook(
             self.opened,
             self.images,
@@ -143,13 +145,10 @@ class Predictor:
                 yield prediction
 
         if self.output is None:
-            say(self.opened.notes[0])
             say(heading(["image", *(str(i + 1) for i in range(self.top_k))]))
             for prediction in counted():
                 self.progress.say(line(prediction.cells()), say)
         else:
-            for note in self.opened.notes:
-                say(note)
             write_whole(self.output, lambda temporary: self._write(temporary, counted()))
             say(f"{counts['ok']} of {len(self.listing)} images have classes: {self.output}")
         # The file is there all the same: its rows say what happened to each image.

@@ -113,6 +113,8 @@ class Chart:
     log_y: int | None = None
     from_zero: bool = False
     """Whether the vertical axis begins at 0, as where ratios are read off it."""
+    bounds: tuple[float, float] | None = None
+    """Between which values all must lie: the vertical axis has no ticks beyond."""
     x_ticks: Sequence[float] | None = None
     """Where the ticks are; None: where matplotlib puts them."""
     x_texts: Sequence[str] | None = None

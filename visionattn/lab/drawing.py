@@ -212,8 +212,9 @@ def _draw_marks(ax, chart: Chart, colours: Mapping[str, str]) -> None:
         if mark.y is None:
             right = ax.transLimits.transform(ax.transScale.transform((mark.x, 1)))[0] > 0.6
             ax.axvline(mark.x, color=colour, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
-            at, place = (mark.x, 1), ax.get_xaxis_transform()
-            away, side = (-4 if right else 4, -8), "right" if right else "left"
+            # Lines rise to the right, and their names stand there: below them is room.
+            at, place = (mark.x, 0 if right else 1), ax.get_xaxis_transform()
+            away, side = ((-4, 5), "right") if right else ((4, -8), "left")
         else:
             ax.plot([mark.x], [mark.y], "o", markersize=9, color=colour, markerfacecolor="none")
             at, place, away, side = (mark.x, mark.y), ax.transData, (-7, 6), "right"
@@ -320,6 +321,10 @@ def _set_axes(ax, chart: Chart) -> None:
         axis.set_minor_locator(NullLocator())
     if chart.from_zero:
         ax.set_ylim(0, ax.dataLim.y1 + 0.05 * max(ax.dataLim.y1, 0) or 1)
+    if chart.bounds is not None:  # a little room is left for what lies on them
+        low, high = ax.get_ylim()
+        room = 0.02 * (high - low)
+        ax.set_ylim(max(low, chart.bounds[0] - room), min(high, chart.bounds[1] + room))
     # A chart's own ticks come first. A single place gets one tick there; a logarithmic axis that
     # shows fewer than two powers gets ticks as a linear one does.
     if chart.x_ticks is not None:

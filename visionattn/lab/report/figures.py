@@ -32,43 +32,36 @@ def curves_of(runs: Sequence[Run]) -> Figure:
     by_epoch = all(run.epochs or not run.steps for run in runs)
     x_name = "epoch" if by_epoch else "optimiser step"
 
-    def curves(kind: str, key: str, factor: float = 1.0) -> list[Series]:
+    def curves(*sources: tuple[str, str], factor: float = 1.0) -> list[Series]:
+        """Return a curve of each run, from the first of the sources that has values of it: a run of
+        short epochs has lines about epochs alone.
+        """
         found = []
         for i, run in enumerate(runs):
-            lines = [line for line in getattr(run, kind) if number(line.get("step")) is not None]
-            x = [position(line, run, by_epoch) for line in lines]
-            y = [
-                None if (value := number(line.get(key))) is None else factor * value
-                for line in lines
-            ]
-            if lines:
-                found.append(Series(run.name, Look.of(i), x, y))
+            for kind, key in sources:
+                lines = [x for x in getattr(run, kind) if number(x.get("step")) is not None]
+                values = [number(line.get(key)) for line in lines]
+                if any(value is not None for value in values):
+                    x = [position(line, run, by_epoch) for line in lines]
+                    y = [None if value is None else factor * value for value in values]
+                    found.append(Series(run.name, Look.of(i), x, y))
+                    break
         return found
 
+    def of_steps(key: str) -> tuple[tuple[str, str], tuple[str, str]]:
+        return ("steps", key), ("epochs", key)
+
+    loss = curves(("steps", "loss"), ("epochs", "train_loss"))
+    accuracy = curves(("epochs", "val_accuracy"), factor=100)
+    waits = curves(*of_steps("wait_share"), factor=100)
+    speed = curves(*of_steps("images_per_second"))
     charts = [
-        Chart(
-            "Training loss",
-            x_name,
-            "nats per image",
-            curves("steps", "loss") or curves("epochs", "train_loss"),
-        ),
-        Chart("Validation loss", x_name, "nats per image", curves("epochs", "val_loss")),
-        Chart("Validation accuracy", x_name, "%", curves("epochs", "val_accuracy", 100)),
-        Chart("Learning rate", x_name, "per step", curves("steps", "lr") or curves("epochs", "lr")),
-        Chart(
-            "Speed of training",
-            x_name,
-            "images per second",
-            curves("steps", "images_per_second"),
-            from_zero=True,
-        ),
-        Chart(
-            "Waiting for data",
-            x_name,
-            "% of the time",
-            curves("steps", "wait_share", 100),
-            from_zero=True,
-        ),
+        Chart("Training loss", x_name, "nats per image", loss),
+        Chart("Validation loss", x_name, "nats per image", curves(("epochs", "val_loss"))),
+        Chart("Validation accuracy", x_name, "%", accuracy, bounds=(0, 100)),
+        Chart("Learning rate", x_name, "per step", curves(*of_steps("lr"))),
+        Chart("Speed of training", x_name, "images per second", speed, from_zero=True),
+        Chart("Waiting for data", x_name, "% of the time", waits, from_zero=True),
     ]
     data = {str(run.setting("data", "name") or "") for run in runs}
     return Figure(
