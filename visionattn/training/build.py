@@ -166,5 +166,8 @@ def pick_device(name: str) -> torch.device:
             )
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, ImportError) as error:
-        raise ValueError(f"device {name!r} cannot be used here: {first_line(error)}") from error
+        reason = first_line(error).partition(". ")[0]  # what follows is advice about drivers
+        raise ValueError(
+            f"device {name!r} cannot be used here: {reason}; auto takes what there is"
+        ) from error
     return device
