@@ -80,12 +80,27 @@ def test_one_long_pass_is_shown_block_by_block():
     assert not any(block._forward_hooks for block in model.blocks)
 
 
+def test_a_last_pass_over_fewer_things_leaves_no_time_below_zero():
+    stream, clock = io.StringIO(), Clock()
+    model = Stack(clock, 40.0)
+    progress = Progress(5, 0, stream, clock=clock)
+    with progress, progress.within(model, images=4), torch.no_grad():
+        model(torch.ones(1, 2))
+        progress.advance(4)
+        model(torch.ones(1, 2))
+        clock.now += 40
+        progress.advance(1)
+    lines = stream.getvalue().splitlines()
+    assert lines[4] == "4 of 5 images, 0.0233 images/s, 0.67 of the next, 14 s left"
+    assert "left" not in lines[-1] and lines[-1].startswith("5 of 5 images")
+
+
 @pytest.mark.parametrize("again", [False, True])
 def test_the_backward_pass_is_the_second_half_and_leaves_gradients_alone(again):
     stream, clock, parts = Terminal(), Clock(), []
     model, inputs = Stack(clock, 3.0, again=again), torch.ones(1, 2, requires_grad=True)
     wanted = torch.autograd.grad(model(inputs).sum(), list(model.parameters()))
-    progress = Progress(1, 0, stream, clock=clock)
+    progress = Progress(4, 0, stream, clock=clock)
     progress.show = lambda note="": parts.append(progress._part)
     with progress.within(model, images=4):
         found = torch.autograd.grad(model(inputs).sum(), list(model.parameters()))

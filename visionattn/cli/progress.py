@@ -93,7 +93,7 @@ class Progress:
             self._told = now
             left = self.total - self._before - came
             parts = [f"{self.done} of {self.total} {self.unit}", words]
-            parts.append(f"{lasting(left / speed)} left" if speed else "")
+            parts.append(f"{lasting(left / speed)} left" if speed and left else "")
             begin = f"{self.what}: " if self.what else ""
             print(begin + ", ".join(filter(None, parts)), file=self.stream, flush=True)
 
@@ -111,14 +111,16 @@ class Progress:
 
         Args:
             model: what computes; models without ``blocks`` show nothing.
-            images: how many things a pass does.
+            images: how many things a pass does at most.
         """
         blocks = list(getattr(model, "blocks", ()))
         count = len(blocks)
 
         def reached(done: int, of: int) -> None:
             # A block that is computed again for its gradient is no step back.
-            self._part = max(self._part, images * done / of)
+            # The last pass may do fewer things than those before.
+            do = min(images, self.total - self.done)
+            self._part = max(self._part, do * done / of)
             self.show()
 
         def hook(block: nn.Module, given: object, output: object, number: int) -> None:
