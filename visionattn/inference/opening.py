@@ -261,8 +261,8 @@ def _by_name(
     """Build a model by name, with weights from a file, from timm, or at random."""
     if not options.model:
         raise ValueError(
-            f"{options.checkpoint} does not say whose weights these are; take the "
-            "best.safetensors of a run, or name the model with --model"
+            f"{options.checkpoint} does not say whose weights these are; name the model with "
+            "--model, or take the best.safetensors of a run"
         )
     name, args = options.model, dict(options.args)
     cfg = (timm.get_pretrained_cfg(name) if timm.is_model(name) else None) or PretrainedCfg()
