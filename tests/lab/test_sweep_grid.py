@@ -16,7 +16,7 @@ from visionattn.data.config import DataConfig
 from visionattn.lab.sweep import meter
 from visionattn.lab.sweep.config import SweepConfig
 from visionattn.lab.sweep.folder import comparable
-from visionattn.lab.sweep.grid import Network, make_grid, make_plan, model_of, on_meta
+from visionattn.lab.sweep.grid import Network, attention_of, make_grid, make_plan, model_of, on_meta
 from visionattn.lab.sweep.measurement import Meter, keep_time, times_faster
 from visionattn.models.weights import DataSpec
 from visionattn.training.config import ModelConfig, TrainConfig
@@ -49,6 +49,7 @@ def test_the_grid_is_every_combination_and_one_training_can_stand_for_all_forms(
     assert [cell.seed for cell in cells] == [0] * 18 + [1] * 18
 
 
+SIZE = dict(depth=2, embed_dim=24, img_size=32, patch_size=8)
 NAMES = words("taylorshift_vit_pixel scaleformer_vit_pixel taylorshift_vit_t taylorshift_abs_vit_t")
 
 
@@ -191,3 +192,20 @@ def test_a_sweep_leaves_the_map_out_of_attentions_that_have_none():
     assert kept["kernelized"] == base.args | {"num_heads": 3}
     for attention in ("taylorshift", "softmax"):
         assert kept[attention] == {"num_heads": 3, "attention": attention}
+
+
+def test_a_model_of_several_attentions_is_swept_as_it_is_and_against_each_alone():
+    mix = dict(attention=["window", "kernelized"], window_size=5, form="efficient", horizon=2)
+    base = ModelConfig("scaleformer_vit_t", dict(SIZE, **mix))
+    own = attention_of(on_meta(base, DataSpec(3, 4, (), (0.5,) * 3, (0.5,) * 3, None, 32)))
+    assert own == "window+kernelized"
+    grid = make_grid(SweepConfig(heads=[3]), own, base.name, [32])
+    assert grid.networks == (Network(own, 3, None, 32),)
+    kept = {
+        name: model_of(base, own, Network(name, 3, None, 32)).args
+        for name in (own, "window", "softmax")
+    }
+    assert kept[own] == base.args | {"num_heads": 3}
+    size = SIZE | {"num_heads": 3}
+    assert kept["window"] == size | dict(attention="window", window_size=5)
+    assert kept["softmax"] == size | dict(attention="softmax", horizon=2)

@@ -424,7 +424,7 @@ def test_wrong_arguments_get_one_line():
         "num_heads 5 does not divide the width 24; the nearest that do are 4 and 6": dict(
             num_heads=5
         ),
-        "attention 'linear': wanted one of taylorshift, kernelized, softmax": dict(
+        "attention 'linear': wanted one of taylorshift, kernelized, softmax, window": dict(
             attention="linear"
         ),
         "relative '2d': wanted one of joint, axial, flat, none": dict(relative="2d"),

@@ -34,6 +34,14 @@ def test_flags_win_over_the_file_and_the_file_over_the_defaults(tmp_path):
     assert isinstance(config.optim, OptimConfig) and isinstance(config.data, DataConfig)
 
 
+def test_a_list_of_attentions_may_stand_in_yaml_and_on_the_command_line(tmp_path):
+    file, mix = tmp_path / "a.yaml", ["window", "kernelized"]
+    file.write_text("model:\n  args:\n    attention: [window, kernelized]\n    depth: 2\n")
+    assert read("--config", str(file)).model.args == {"attention": mix, "depth": 2}
+    flags = ("--model.args.attention", '["softmax", "window"]')
+    assert read("--config", str(file), *flags).model.args["attention"] == ["softmax", "window"]
+
+
 @pytest.mark.parametrize(
     "flags",
     [

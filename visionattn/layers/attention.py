@@ -15,6 +15,7 @@ from visionattn.layout import TokenLayout
 from visionattn.ops.attentions import ATTENTIONS, AttentionKind, check_form, get_attention
 from visionattn.ops.feature_maps import make_feature_map
 from visionattn.ops.local import centred_keys
+from visionattn.ops.window import WINDOW_SIZE, check_window_size
 
 
 @register_notrace_module
@@ -24,11 +25,12 @@ class Attention(nn.Module):
     Args:
         dim: D.
         num_heads: h, which divides D.
-        attention: a name of ``visionattn.ops.attentions``: "kernelized", "taylorshift" or
-            "softmax".
-        relative: "joint", "axial", "flat" or "none".
-        horizon: R of the relative position, in patches; None: 3.
-        normalization: "mean" or "sum"; None: "mean". Softmax has none.
+        attention: a name of ``visionattn.ops.attentions``: "kernelized", "taylorshift", "softmax"
+            or "window", a softmax within windows of the grid.
+        relative: "joint", "axial", "flat" or "none"; windows have no "flat".
+        horizon: R of the relative position, in patches; None: 3. Windows have none to choose: each
+            offset within a window has an entry of its own, R = ``window_size - 1``.
+        normalization: "mean" or "sum"; None: "mean". Softmax has none, in windows neither.
         temperature_init: TaylorShift's tau at the start, for every head; None: 4.
         feature_map: of kernelized attention: "elu1", "relu", "softmax" (Shen: over features for
             queries, over positions for keys) or "random" (FAVOR+, ``RandomFeatures``: its rows are
@@ -37,7 +39,9 @@ class Attention(nn.Module):
             position is elu1 with each of them. GPU kernels know "elu1" and "relu".
         random_features: how many features "random" has; None: as many as the head is wide.
         form: "efficient" (linear), "direct" (quadratic), or "auto" for the faster one; they compute
-            the same. Softmax has none.
+            the same. Softmax has none, in windows neither.
+        window_size: of windows: patches along a side; None: 7.
+        shifted: of windows: begin with half a window, so that what a layer with others parts meets.
         value_conv: side of a depth-wise convolution of the values over the grid, 3 or 5 patches,
             which is added to the output of the operation and starts at zero; None: none.
         centre_keys: take from each key the mean of the keys of its head.
@@ -69,6 +73,8 @@ class Attention(nn.Module):
         feature_map: str | None = None,
         random_features: int | None = None,
         form: str = "auto",
+        window_size: int | None = None,
+        shifted: bool = False,
         value_conv: int | None = None,
         centre_keys: bool = False,
         qkv_bias: bool = False,
@@ -107,8 +113,18 @@ class Attention(nn.Module):
             feature_map=feature_map,
             random_features=random_features,
             form=None if form == "auto" else form,
+            window_size=window_size,
+            shifted=shifted or None,
             centre_keys=centre_keys or None,
         )
+        if kind.windows and relative == "flat":
+            raise ValueError(
+                f"relative='flat': attention={attention!r} is on a grid; wanted joint, axial or "
+                "none"
+            )
+        self.window_size = WINDOW_SIZE if window_size is None else window_size
+        self.shifted = shifted
+        check_window_size(self.window_size)
         self.attention, self.form = attention, form
         self.kind, self.operation = kind, kind.function
         self.num_heads = num_heads
@@ -123,7 +139,8 @@ class Attention(nn.Module):
         if relative == "none":
             self.relative = None
         else:
-            options = dict(horizon=3 if horizon is None else horizon, signed=kind.signed)
+            own = self.window_size - 1 if kind.windows else 3
+            options = dict(horizon=own if horizon is None else horizon, signed=kind.signed)
             options["normalization"] = "sum" if kind.signed else normalization or "mean"
             self.relative = RelativeTables(relative, num_heads, self.head_dim, **options, **dd)
         self.value_conv = None if value_conv is None else ValueConvolution(dim, value_conv, **dd)
@@ -166,6 +183,8 @@ class Attention(nn.Module):
             options["temperature"] = self.temperature
         if self.kind.feature_map:
             options["feature_map"] = self.feature_map
+        if self.kind.windows:
+            options |= dict(window_size=self.window_size, shifted=self.shifted)
         return options
 
     def forward(
@@ -179,8 +198,8 @@ class Attention(nn.Module):
 
         Args:
             x: ``[B, N, D]``.
-            layout: where the tokens lie, and which are absent; needed for relative position, unless
-                N is that of the native grid.
+            layout: where the tokens lie, and which are absent; needed for relative position and for
+                windows, unless N is that of the native grid.
             attn_mask: bool ``[B, 1, 1, N]`` or ``[B, N]``, True takes part: a mask of keys. Linear
                 time allows no other masks. Masked tokens may hold NaN; gradients of the weights of
                 the projections, which multiply every token, need finite numbers.
@@ -189,9 +208,9 @@ class Attention(nn.Module):
                 without ``value_conv`` and ``centre_keys``, by which each sees later ones.
 
         Raises:
-            ValueError: relative position or ``value_conv`` without a known grid, a mask of pairs,
-                causal where there is no such form, or ``fused_attn`` set to False, by which timm's
-                ``AttentionExtract`` asks for the weights of all pairs.
+            ValueError: relative position, windows or ``value_conv`` without a known grid, a mask of
+                pairs, causal where there is no such form, or ``fused_attn`` set to False, by which
+                timm's ``AttentionExtract`` asks for the weights of all pairs.
         """
         if not self.fused_attn:
             raise ValueError(
@@ -216,13 +235,16 @@ class Attention(nn.Module):
         q, k = self.q_norm(q), self.k_norm(k)
         key_mask, options = _key_mask(attn_mask, x), self._options(is_causal)
         options["value_drop"] = self.attn_drop.p if self.training else 0.0
-        # Relative position takes absent tokens from the layout; the others are told which they are.
-        if self.relative is not None or self.value_conv is not None:
+        # Relative position and windows take absent tokens from the layout; the others are told
+        # which they are.
+        if self.relative is not None or self.kind.windows or self.value_conv is not None:
             layout = self._layout(layout, tokens)
         if self.centre_keys:
             k = centred_keys(k, key_mask if layout is None else layout.key_mask(key_mask))
         if self.relative is not None:
             options["relative"], options["key_mask"] = self.relative(layout), key_mask
+        elif self.kind.windows:
+            options["layout"], options["key_mask"] = layout, key_mask
         else:
             options["key_mask"] = key_mask if layout is None else layout.key_mask(key_mask)
         out = self.operation(q, k, v, **options)
@@ -243,7 +265,7 @@ def idle_options(
         feature_map: the feature map that was asked for.
     """
     idle, of = {}, f"attention={kind.name!r}"
-    if kind.name == "softmax":
+    if kind.signed:
         idle["centre_keys"] = "a softmax does not notice what all keys share"
     if not kind.temperature:
         idle["temperature_init"] = f"{of} has no temperature"
@@ -253,6 +275,10 @@ def idle_options(
         idle |= dict.fromkeys(("feature_map", "random_features"), f"{of} has no feature map")
     if not kind.forms:
         idle["form"] = f"{of} has no forms"
+    if kind.windows:
+        idle["horizon"] = f"{of} has an entry for each offset within a window"
+    else:
+        idle |= dict.fromkeys(("window_size", "shifted"), f"{of} has no windows")
     if kind.signed:
         idle["normalization"] = f"{of} normalises by itself"
     if relative == "none":

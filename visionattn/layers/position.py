@@ -85,7 +85,11 @@ class RelativeTables(nn.Module):
         return raw if self.signed else elu1(raw) * (REFERENCE_HEAD_DIM / raw.shape[-1])
 
     def forward(self, layout: TokenLayout) -> RelativePosition:
-        """Return the relative position for tokens that lie as ``layout`` says."""
+        """Return the relative position for tokens that lie as ``layout`` says. Its counts are of
+        the positive tables of a model, and signed ones have no use for them.
+        """
+        if self.signed:
+            layout = layout._replace(counts=None)
         if self.kind == "joint":
             return Joint(self._entries(self.table), layout, self.normalization)
         if self.kind == "axial":

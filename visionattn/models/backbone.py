@@ -4,7 +4,7 @@ The layout of the tokens is read off the patches once per forward and passed to 
 argument.
 """
 
-import functools
+from collections.abc import Sequence
 
 import torch
 from timm.models import VisionTransformer, checkpoint, register_notrace_function
@@ -24,6 +24,7 @@ from visionattn.models.absent import (
     scores_of_absent,
     zero_absent,
 )
+from visionattn.models.hybrid import first_counted, options_of_blocks, warn_of_softmax
 from visionattn.models.patches import DynamicPatchEmbed
 from visionattn.ops import count_classes
 from visionattn.ops.sums import accumulation_dtype
@@ -50,10 +51,13 @@ class VisionAttnTransformer(VisionTransformer):
     every call.
 
     Args:
-        attention: a name of ``visionattn.ops.attentions``: "kernelized", "taylorshift" or
-            "softmax" (the quadratic twin).
+        attention: a name of ``visionattn.ops.attentions``: "kernelized", "taylorshift", "softmax"
+            (the quadratic twin) or "window" (an exact softmax within windows of the grid, shifted
+            by half a window in every second block of windows); or a list of names, one for each
+            block. Options go to those blocks that can use them, and one that none can is refused.
         relative: relative position of the patches: "joint", "axial", "flat" or "none".
         horizon: R in patches, 3 unless given; offsets beyond it share the outermost entries.
+            Windows have an entry for each offset within them, ``window_size - 1``, whatever it is.
         normalization: "mean" (unless given) or "sum" over the keys of a class; see
             ``visionattn.ops.position.kinds``.
         pos_embed: "none", or "learn" for absolute position, resampled to other grids.
@@ -70,6 +74,7 @@ class VisionAttnTransformer(VisionTransformer):
         centre_keys: take from each key the mean of the keys of its head.
         form: of every attention: "efficient" (linear), "direct" (quadratic), or "auto" for the
             faster one at each size.
+        window_size: of windows: patches along a side, 7 unless given.
         global_pool: as in timm; "max" by default, which found small things on large images where
             "avg" and "token" did not learn in a short training (``checkpoints/README.md``).
         dynamic_img_size: False accepts only ``img_size``.
@@ -96,7 +101,7 @@ class VisionAttnTransformer(VisionTransformer):
         num_heads: int = 12,
         mlp_ratio: float = 4.0,
         *,
-        attention: str = "kernelized",
+        attention: str | Sequence[str] = "kernelized",
         relative: str = "joint",
         horizon: int | None = None,
         normalization: str | None = None,
@@ -106,6 +111,7 @@ class VisionAttnTransformer(VisionTransformer):
         value_conv: int | None = None,
         centre_keys: bool = False,
         form: str = "auto",
+        window_size: int | None = None,
         pos_embed: str = "none",
         dynamic_img_size: bool = True,
         dynamic_img_pad: bool = False,
@@ -135,7 +141,6 @@ class VisionAttnTransformer(VisionTransformer):
     ):
         # timm's class builds everything; blocks, attention and patch embedding are ours.
         attn_options = dict(
-            attention=attention,
             relative=relative,
             horizon=horizon,
             normalization=normalization,
@@ -145,7 +150,9 @@ class VisionAttnTransformer(VisionTransformer):
             value_conv=value_conv,
             centre_keys=centre_keys,
             form=form,
+            window_size=window_size,
         )
+        of_blocks = iter(options_of_blocks(attention, depth, attn_options))
         super().__init__(
             img_size=img_size,
             patch_size=patch_size,
@@ -180,7 +187,7 @@ class VisionAttnTransformer(VisionTransformer):
             embed_layer=DynamicPatchEmbed,
             norm_layer=norm_layer,
             act_layer=act_layer,
-            block_fn=functools.partial(Block, attn_options=attn_options),
+            block_fn=lambda **options: Block(**options, attn_options=next(of_blocks)),
             attn_layer=Attention,
             device=device,
             dtype=dtype,
@@ -194,6 +201,7 @@ class VisionAttnTransformer(VisionTransformer):
                 patch_drop_rate, num_prefix_tokens=self.num_prefix_tokens
             )
         self._share_native_layout()
+        self._said_what_softmax_costs = False
 
     def _share_native_layout(self) -> None:
         """Tell the attention layers the grid of ``img_size``, for blocks that are called without a
@@ -261,10 +269,13 @@ class VisionAttnTransformer(VisionTransformer):
         if not isinstance(self.patch_drop, nn.Identity):
             x, kept = self.patch_drop(x, present)
         layout = TokenLayout(self.num_prefix_tokens, grid, kept, present=present)
-        tables = self.blocks[0].attn.relative if len(self.blocks) else None
-        if tables is not None and tables.kind == "joint" and not tables.signed:
+        tables = first_counted(self.blocks)
+        if tables is not None:
             layout = layout._replace(counts=class_counts_like(layout, tables.horizon, x))
-        return self.norm_pre(x), layout
+        x = self.norm_pre(x)
+        if not self._said_what_softmax_costs and warn_of_softmax(self.blocks, x):
+            self._said_what_softmax_costs = True
+        return x, layout
 
     def _run_block(
         self,

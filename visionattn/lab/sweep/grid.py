@@ -159,7 +159,7 @@ def make_plan(config: SweepConfig, base: TrainConfig) -> Plan:
     model = on_meta(narrow, splits.spec)
     check_img_size(model, [*sizes, *(base.data.img_size_choices or [])])
     check_heads(config.heads, model, base.model.name)
-    own = model.blocks[0].attn.attention if isinstance(model, VisionAttnTransformer) else None
+    own = attention_of(model) if isinstance(model, VisionAttnTransformer) else None
     grid = make_grid(config, own, base.model.name, sizes)
     plan = Plan(base, splits.spec, own, grid, {}, splits.test is not None)
     facts = {
@@ -167,6 +167,11 @@ def make_plan(config: SweepConfig, base: TrainConfig) -> Plan:
         for network in grid.networks
     }
     return replace(plan, facts=facts)
+
+
+def attention_of(model: VisionAttnTransformer) -> str:
+    """Return the name of the model's attention; those of a model of several, joined."""
+    return "+".join(dict.fromkeys(block.attn.attention for block in model.blocks))
 
 
 def make_grid(config: SweepConfig, own: str | None, model_name: str, sizes: list[int]) -> Grid:
@@ -228,10 +233,10 @@ def model_of(base: ModelConfig, own: str | None, network: Network) -> ModelConfi
     args = base.args | {"num_heads": network.heads}
     if own is None:
         return replace(base, args=args)
-    args.pop("form", None)
     form = {"form": network.form} if network.form else {}
     if network.attention == own:
         return replace(base, args=args | form)
+    args.pop("form", None)
     published = base.name.startswith("taylorshift_abs_vit") or base.name.startswith(
         "taylorshift_vit_pixel"
     )
