@@ -3,12 +3,15 @@
 import gc
 import multiprocessing
 import pickle
+import resource
 
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from tests.helpers.geometry import square
+from visionattn.data.batches import start_worker
 from visionattn.data.config import DataConfig
 from visionattn.data.splits import SampleKey, build_splits, eval_batches, train_batches
 
@@ -279,3 +282,18 @@ def test_what_a_data_set_cannot_do_is_refused_in_one_line(changes, message):
     with pytest.raises(ValueError) as caught:
         build_splits(DataConfig(**({"name": "digits"} | changes)), seed=3)
     assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
+
+
+def test_a_worker_that_cannot_hand_over_what_it_loaded_ends_with_a_line(capfd):
+    def limited(number: int) -> None:
+        start_worker(number)
+        hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+
+    given = {"num_workers": 1, "worker_init_fn": limited, "timeout": 60}
+    loader = DataLoader([torch.zeros(10_000)], None, collate_fn=lambda image: image, **given)
+    with pytest.raises(RuntimeError, match="^DataLoader worker .* exited unexpectedly"):
+        list(loader)
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("note: a process that loads images cannot hand them over: ")
+    assert "File too large" in line and line.endswith("(workers 0)")

@@ -10,11 +10,13 @@ import math
 import os
 import random
 import signal
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.queues import Queue
 from typing import NamedTuple, TypeVar
 
 import cv2
@@ -23,6 +25,7 @@ import torch
 from einops import rearrange
 from torch.utils.data import DataLoader, Dataset
 
+from visionattn.cli.files import first_line
 from visionattn.data.buckets import Buckets
 from visionattn.data.config import DataConfig
 from visionattn.data.geometry import Geometry, Size
@@ -152,12 +155,25 @@ def same_scale(images: list[np.ndarray]) -> list[np.ndarray]:
 
 
 def start_worker(_: int) -> None:
-    """Give a worker one thread, leave Ctrl-C to the main process, and let SIGTERM end the worker
-    silently.
+    """Give a worker one thread, leave Ctrl-C to the main process, let SIGTERM end the worker
+    silently, and let it end where it cannot hand over what it loaded.
     """
     cv2.setNumThreads(0)
+    # A queue would print a traceback and drop the batch, and the main process would wait for ever.
+    Queue._on_queue_feeder_error = staticmethod(_end_worker)  # type: ignore[method-assign]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+
+
+def _end_worker(error: Exception, _: object) -> None:
+    """End a worker with a line that says why; the main process then ends with one of its own."""
+    print(
+        f"note: a process that loads images cannot hand them over: {first_line(error)}; it takes "
+        "more shared memory (/dev/shm), or no such processes (workers 0)",
+        file=sys.stderr,
+        flush=True,
+    )
+    os._exit(1)
 
 
 class _BatchKeys:
