@@ -29,6 +29,7 @@ from tests.helpers.small_runs import quadrants, same
 from visionattn.cli import files
 from visionattn.cli.ends import Stopped, run_tool
 from visionattn.training import engine, record, trainer
+from visionattn.training.checkpoint import save_state
 from visionattn.training.evaluate import Evaluation
 from visionattn.training.status import Status
 
@@ -330,6 +331,14 @@ def test_options_that_move_images_are_refused_on_resumption(stopped, options, li
         run(config_of(stopped.parent, resume=True, **options))
     assert str(error.value) == line
     assert {path.name: path.read_bytes() for path in stopped.iterdir()} == before
+
+
+def test_a_state_of_before_there_was_an_option_has_it_as_it_is_by_default(stopped):
+    state = state_of(stopped)
+    del state["config"]["data"]["whole_digits"], state["config"]["data"]["val_fraction"]
+    save_state(stopped / "last.pt", state, previous=None)
+    printed = run(config_of(stopped.parent, resume=True))
+    assert "goes on after epoch 1, step 8" in printed and "is now" not in printed
 
 
 def test_other_images_than_those_of_the_run_are_refused(stopped, monkeypatch):

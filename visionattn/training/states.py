@@ -7,7 +7,7 @@ knows what a state means.
 
 import json
 import math
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -208,6 +208,17 @@ def recall_best(position: Position, path: Path) -> list[str]:
         position.best, position.best_loss = found.accuracy, found.loss
         position.best_epoch = found.epoch
     return []
+
+
+def completed(old: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a state with those that the version that saved it did not have, as they
+    are by default: without them a run did the same.
+    """
+    defaults = asdict(TrainConfig())
+    groups = {key: value | old[key] for key, value in defaults.items() if isinstance(value, dict)}
+    if "fit" not in old["data"]:  # whose default has changed
+        del groups["data"]["fit"]
+    return defaults | old | groups
 
 
 def check_options(

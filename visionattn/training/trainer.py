@@ -45,6 +45,7 @@ from visionattn.training.states import (
     States,
     changes,
     check_options,
+    completed,
     differences,
 )
 
@@ -429,7 +430,7 @@ class Trainer(Learner):
                 weights where they are asked for, or is from the middle of an epoch of other
                 batches.
         """
-        old, new = state["config"], asdict(self.config)
+        old, new = completed(state["config"]), asdict(self.config)
         done = state["position"]["epoch"] >= self.config.epochs
         check_options(old, new, amid_epoch=state["position"]["batch"] > 0, done=done)
         if (images := state.get("images", self.images())) != self.images():
