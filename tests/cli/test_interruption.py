@@ -13,7 +13,7 @@ import pytest
 
 from tests.helpers.long_operation import FORK, PATIENCE, ended, one_long_operation
 from visionattn.cli.ends import run_tool
-from visionattn.cli.interruption import Interruption, undone_at_end
+from visionattn.cli.interruption import GRACE, Interruption, undone_at_end
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,6 +30,10 @@ def test_a_tool_ends_within_one_operation_and_undoes_what_is_half_done(tmp_path,
 
     assert ended(work, signum, begun, tmp_path / "errors") == (130, "interrupted\n")
     assert not half.exists()
+
+
+def test_two_seconds_are_enough_to_end():
+    assert GRACE <= 1  # and the rest to save a state
 
 
 def test_a_tool_that_python_can_interrupt_cleans_up_by_itself(tmp_path):
