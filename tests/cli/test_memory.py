@@ -136,3 +136,29 @@ def test_numbers_are_written_for_people():
         "8 min 20 s",
         "2 h 1 min",
     ]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits of Linux")
+def test_limits_of_data_and_of_addresses_count(monkeypatch):
+    from visionattn.cli import memory
+
+    limits = {resource.RLIMIT_AS: 9000, resource.RLIMIT_DATA: 5000}
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (limits[which], 0))
+    monkeypatch.setattr(memory, "resident_bytes", {"VmSize": 2000, "VmData": 1000}.get)
+    assert free_of_limits() == 4000
+    limits[resource.RLIMIT_DATA] = resource.RLIM_INFINITY
+    assert free_of_limits() == 7000
+
+
+def test_of_a_gpu_what_is_free_and_what_this_process_keeps_of_it_count(monkeypatch):
+    from visionattn.cli import memory
+
+    for name, value in {
+        "mem_get_info": lambda device: (300, 900),
+        "memory_reserved": lambda device: 40,
+        "memory_allocated": lambda device: 7,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    gpu = torch.device("cuda", 0)
+    assert memory_there_is(gpu) == memory_there_is(gpu, 4) == 340
+    assert memory.taken_bytes(gpu) == 7
