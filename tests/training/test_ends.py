@@ -181,7 +181,7 @@ def strict(folder) -> dict:
 def test_weights_that_are_not_finite_are_neither_kept_nor_a_result(tmp_path, capsys):
     """Two steps, too few for the count of losses in a row to end the run."""
     config = config_of(
-        tmp_path, optim={"lr": 1e30, "min_lr": 1.0, "warmup_epochs": 0}, epochs=1, batch_size=32
+        tmp_path, optim={"lr": 1e9, "min_lr": 1.0, "warmup_epochs": 0}, epochs=1, batch_size=32
     )
     assert run_tool(lambda: run(config)) == 1
     status = strict(tmp_path / "small")

@@ -160,7 +160,7 @@ def start_worker(_: int) -> None:
     """
     cv2.setNumThreads(0)
     # A queue would print a traceback and drop the batch, and the main process would wait for ever.
-    Queue._on_queue_feeder_error = staticmethod(_end_worker)  # type: ignore[method-assign]
+    Queue._on_queue_feeder_error = staticmethod(_end_worker)  # type: ignore[attr-defined]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
 
