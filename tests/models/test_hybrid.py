@@ -112,9 +112,10 @@ def test_a_layer_of_windows_is_its_definition(relative):
     layer = Attention(24, 3, attention="window", relative=relative, window_size=3, shifted=True)
     layer, layout = layer.double(), TokenLayout(1, Grid(5, 7))
     slow, x = copy.deepcopy(layer), torch.randn(2, 36, 24, dtype=torch.float64)
-    own = dict(window_size=3, shifted=True)
+    mask = torch.arange(72).view(2, 36) % 5 != 2
+    own = dict(window_size=3, shifted=True, key_mask=mask)
     slow.operation = lambda q, k, v, **options: defined(q=q, k=k, v=v, **(options | own))
-    close(layer(x, layout), slow(x, layout), 1e-12)
+    close(layer(x, layout, attn_mask=mask), slow(x, layout), 1e-12)
     with pytest.raises(ValueError, match="is_causal=True: attention='window' has no causal form"):
         layer(x, layout, is_causal=True)
     with pytest.raises(ValueError, match="36 tokens without a grid"):
