@@ -12,7 +12,7 @@ from tests.helpers.stand_in_gpu import GPU, Card, OnProcessor
 from visionattn.command import run
 from visionattn.models.weights import DataSpec, save_model
 from visionattn.training import outlook, passes, validate
-from visionattn.training.memory import SHARE
+from visionattn.training.memory import SHARE, WORKER_BYTES
 
 SHAPES = [(24, 40), (40, 24), (32, 48), (56, 56), (24, 24), (56, 56), (16, 16)]
 ARGS = {"patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2, "relative": "none"}
@@ -205,3 +205,23 @@ def test_on_a_gpu_too_much_is_refused_in_the_same_words(evaluate, monkeypatch):
         "7 images of 64 x 64 px, 64 patches; memory: 0 MiB expected, 0 MiB t"
     )
     assert lines[-1].split()[:2] == ["64", "7"]
+
+
+def test_what_loads_images_counts_and_padding_that_a_model_leaves_out(given, monkeypatch):
+    seen = []
+
+    def check(memory, shape, batches):
+        seen.append((memory.passes.leaves_out, memory.beside(shape)))
+
+    monkeypatch.setattr(outlook.ForwardMemory, "check", check)
+    for fit, workers in (("pad", 0), ("stretch", 0), ("stretch", 3)):
+        words = [f"--checkpoint={given / 'weights.safetensors'}", "--data.name=folder"]
+        words += [f"--data.root={given / 'pages'}", f"--data.workers={workers}", "--device=cpu"]
+        words += [f"--fit={fit}", "--img-size=64", "--batch-size=5"]
+        validate.Validation(validate.parse_validate(words))
+    batch = 5 * 3 * 64 * 64
+    assert seen == [
+        (True, batch),
+        (False, batch),
+        (False, 3 * (WORKER_BYTES + 2 * batch)),
+    ]
