@@ -30,6 +30,11 @@ def image(height=80, width=112, dtype=torch.float64):
 # Which block takes what
 
 
+def test_blocks_are_listed_one_by_one_as_a_file_may_claim_any_number_of_them():
+    blocks = hybrid.options_of_blocks("kernelized", 10**15, dict(horizon=2))
+    assert next(blocks) == next(blocks) == dict(attention="kernelized", horizon=2)
+
+
 def test_each_block_attends_in_its_own_way_with_the_options_that_it_has_a_use_for():
     options = dict(temperature_init=2.0, horizon=1, feature_map="relu", form="efficient")
     model = small(**OPTIONS, **options, normalization="sum")

@@ -152,7 +152,7 @@ class VisionAttnTransformer(VisionTransformer):
             form=form,
             window_size=window_size,
         )
-        of_blocks = iter(options_of_blocks(attention, depth, attn_options))
+        of_blocks = options_of_blocks(attention, depth, attn_options)
         super().__init__(
             img_size=img_size,
             patch_size=patch_size,

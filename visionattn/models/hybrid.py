@@ -4,7 +4,8 @@ quadratic softmax costs where there are many tokens.
 
 import time
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -27,8 +28,9 @@ fill an accelerator.
 
 def options_of_blocks(
     attention: str | Sequence[str], depth: int, options: dict[str, Any]
-) -> list[dict[str, Any]]:
-    """Return the options of each block's ``Attention``.
+) -> Iterator[dict[str, Any]]:
+    """Return the options of each block's ``Attention``, block by block: a depth that a file claims
+    may be one that no machine could list.
 
     Of blocks of several kinds each takes those options that it has a use for; of windows every
     second block is shifted.
@@ -42,8 +44,12 @@ def options_of_blocks(
     Raises:
         ValueError: not a name for each block, an unknown one, or an option that no block can use.
     """
-    names = [attention] * depth if isinstance(attention, str) else _names(attention, depth)
-    kinds = {name: get_attention(name) for name in names}
+    names: Iterable[str]
+    if isinstance(attention, str):
+        kinds, names = {attention: get_attention(attention)}, repeat(attention, depth)
+    else:
+        names = _names(attention, depth)
+        kinds = {name: get_attention(name) for name in names}
     given = {
         name: value
         for name, value in options.items()
@@ -57,15 +63,18 @@ def options_of_blocks(
         if kinds and all(option in of for of in idle.values()):
             reasons = "; ".join(dict.fromkeys(of[option] for of in idle.values()))
             raise ValueError(f"{option}={value!r} would do nothing: {reasons}")
-    blocks, windows = [], 0
-    for name in names:
-        own = {option: value for option, value in given.items() if option not in idle[name]}
-        own["attention"] = name
-        if kinds[name].windows:
-            own["shifted"] = windows % 2 == 1
-            windows += 1
-        blocks.append(own)
-    return blocks
+
+    def of_each() -> Iterator[dict[str, Any]]:
+        windows = 0
+        for name in names:
+            own = {option: value for option, value in given.items() if option not in idle[name]}
+            own["attention"] = name
+            if kinds[name].windows:
+                own["shifted"] = windows % 2 == 1
+                windows += 1
+            yield own
+
+    return of_each()
 
 
 def _names(attention: Sequence[str], depth: int) -> list[str]:
