@@ -235,6 +235,7 @@ def test_bad_input_ends_validation_with_one_line_and_code_2(finished, tmp_path, 
             "img_size must be a list of whole numbers or of pairs of them or null, got big",
         ),
         (["--checkpoint", best, "--batch_size", "0"], "batch_size must be above 0, got 0"),
+        (["--checkpoint", best, "--seed", "-1"], "seed must be at least 0, got -1"),
         (["--checkpoint", best, "--json", str(tmp_path / "no" / "a.json")], "for a.json"),
         (["--checkpoint", best, "--data.name=folder", "--data.root=nowhere"], "nowhere"),
         (

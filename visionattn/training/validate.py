@@ -162,6 +162,8 @@ class Validation:
         for key, value in {"batch_size": config.batch_size, "threads": config.threads}.items():
             if value not in (None, "auto") and value < 1:
                 raise ValueError(f"{key} must be above 0, got {value}")
+        if config.seed < 0:
+            raise ValueError(f"seed must be at least 0, got {config.seed}")
         if config.json:
             check_free(Path(config.json), overwrite=True)
         if config.threads:
