@@ -3,6 +3,7 @@ weights.
 """
 
 import csv
+import io
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from visionattn.data.batches import Batch, Item, collate
 from visionattn.data.config import DataConfig
 from visionattn.data.splits import SampleKey, Splits
 from visionattn.models.weights import DataSpec
+from visionattn.training import engine
 from visionattn.training.build import build_model
 from visionattn.training.config import ModelConfig, OptimConfig, TrainConfig
 from visionattn.training.trainer import Trainer
@@ -129,3 +131,10 @@ def same(left: Any, right: Any, path: str = "state") -> None:
             same(a, b, f"{path}[{i}]")
     else:
         assert left == right, f"{path}: {left} {right}"
+
+
+def lines_of(config: TrainConfig) -> list[str]:
+    """Run a training, and return the lines that it printed."""
+    stream = io.StringIO()
+    engine.train(config, stream=stream)
+    return stream.getvalue().splitlines()

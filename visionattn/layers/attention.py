@@ -41,7 +41,8 @@ class Attention(nn.Module):
         form: "efficient" (linear), "direct" (quadratic), or "auto" for the faster one; they compute
             the same. Softmax has none, in windows neither.
         window_size: of windows: patches along a side; None: 7.
-        shifted: of windows: begin with half a window, so that what a layer with others parts meets.
+        shifted: of windows: begin with half a window, so that patches see each other which the
+            windows of other layers part.
         value_conv: side of a depth-wise convolution of the values over the grid, 3 or 5 patches,
             which is added to the output of the operation and starts at zero; None: none.
         centre_keys: take from each key the mean of the keys of its head.

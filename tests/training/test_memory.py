@@ -1,0 +1,399 @@
+"""What a training takes of memory, what is refused, what would fit, and which batch ``auto`` is."""
+
+import json
+import math
+import random
+import re
+from dataclasses import asdict, replace
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from tests.helpers.small_runs import (
+    MODEL,
+    Quadrants,
+    lines_of,
+    quadrants,
+    same,
+    small_config,
+)
+from tests.helpers.stand_in_gpu import GPU, Card, OnProcessor
+from visionattn.cli.ends import DoesNotFit, exit_code, run_tool
+from visionattn.data.batches import _BatchKeys
+from visionattn.data.buckets import canvases
+from visionattn.data.geometry import Geometry
+from visionattn.training import engine, passes
+from visionattn.training import memory as memory_module
+from visionattn.training.build import build_model
+from visionattn.training.checkpoint import random_state
+from visionattn.training.config import ModelConfig, OptimConfig
+from visionattn.training.distributed import Processes
+from visionattn.training.memory import (
+    SHARE,
+    WORKER_BYTES,
+    Expected,
+    TrainingMemory,
+    largest_batch,
+    largest_shape,
+    share_of,
+    way_out,
+    with_batch,
+)
+from visionattn.training.passes import Passes
+from visionattn.training.record import CONFIG, LAST, STATUS
+
+EVERYTHING = {"ema_decay": 0.9, "mixup": 0.4, "clip_grad": 0.5, "label_smoothing": 0.1}
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """What a process takes beside its tensors, which is far more than small models, is nothing."""
+    monkeypatch.setattr(memory_module, "taken_bytes", lambda device: 0)
+    monkeypatch.setattr(passes, "LIBRARIES_BYTES", 0)
+
+
+def cheap_config(folder, *, depth=1, **options):
+    """A run of a model that is counted quickly."""
+    args = {key: value for key, value in MODEL.items() if key != "horizon"}
+    args |= {"depth": depth, "relative": "none"}
+    return replace(small_config(folder, **options), model=ModelConfig("scaleformer_vit_t", args))
+
+
+def memory_of(config, there=None) -> TrainingMemory:
+    splits = quadrants(img_size=config.data.img_size)
+    model, _ = build_model(config.model, splits.spec)
+    memory = TrainingMemory(config, model, splits, CPU, Processes())
+    memory.there_bytes = there
+    return memory
+
+
+def test_what_does_not_fit_is_refused_with_the_batch_that_would(
+    tmp_path, monkeypatch, small, alone
+):
+    config = cheap_config(tmp_path, data={"img_size": 32}, batch_size=32)
+    memory = memory_of(config)
+    needed = memory.bytes_of((32, 32, 32))
+    there = int(0.8 * needed)
+    monkeypatch.setattr(memory_module, "memory_there_is", lambda *how: there)
+    with pytest.raises(DoesNotFit) as refused:
+        lines_of(config)
+    assert exit_code(refused.value) == 3
+    text = str(refused.value)
+    assert "a step on 32 images of 32 x 32 pixels would take about" in text
+    batch_size = int(re.search(r"--batch-size (\d+) would fit", text)[1])
+    assert memory.bytes_of((batch_size, 32, 32)) <= there
+    assert f"--optim.accumulate {math.ceil(32 / batch_size)} " in text
+    status = json.loads((tmp_path / "small" / STATUS).read_text())
+    assert (status["status"], status["exit_code"]) == ("oom", 3)
+    assert not (tmp_path / "small" / LAST).exists()
+    lines_of(replace(config, batch_size=batch_size, epochs=1, overwrite=True))
+
+
+class Counted(TrainingMemory):
+    """A pixel takes a byte, and the first image 100 more."""
+
+    def __init__(self, config, there, processes=None, **splits):
+        self.config, self.there_bytes = config, there
+        self.processes, self.patch_px = processes or Processes(), (4, 4)
+        self.splits = quadrants(img_size=config.data.img_size, **splits)
+
+    def bytes_of(self, shape, evaluation=None):
+        return 100 + math.prod(shape)
+
+
+class OfGpu(TrainingMemory):
+    """Tells the memory of a run as if it were on a GPU."""
+
+    def __init__(self, config, model, splits, device, processes):
+        super().__init__(config, OfGpu.card.runs(model), splits, GPU, processes)
+
+
+def test_on_a_gpu_what_does_not_fit_is_refused_and_auto_takes_the_most_that_does(
+    tmp_path, monkeypatch, small, capsys
+):
+    """A step takes 2560 bytes of an image, besides what the optimiser keeps."""
+    config = cheap_config(tmp_path, batch_size=61, epochs=1)
+    model, _ = build_model(config.model, quadrants().spec)
+    kept = 2 * 4 * sum(parameter.numel() for parameter in model.parameters())
+    OfGpu.card = Card(monkeypatch, 1000 + kept + 20 * 2560)
+    with monkeypatch.context() as patch, OnProcessor():
+        patch.setattr(engine, "TrainingMemory", OfGpu)
+        assert run_tool(lambda: lines_of(config)) == 3
+    error, status = capsys.readouterr().err, tmp_path / "small" / STATUS
+    assert error.startswith(
+        "error: a step on 61 images of 16 x 16 pixels would take more than the 0 MiB of memory "
+        "that there are; --batch-size 8 would fit, with --optim.accumulate 8 for as many images in "
+        "a step; --batch-size auto takes the most that fits, and model.grad_checkpointing saves"
+    )
+    assert error.count("\n") == 1 and json.loads(status.read_text())["status"] == "oom"
+    with monkeypatch.context() as patch, OnProcessor():
+        patch.setattr(engine, "TrainingMemory", OfGpu)
+        lines = lines_of(replace(config, batch_size="auto", overwrite=True))
+    assert "batch_size auto: 8 images fit, of 16 x 16 pixels" in lines
+    assert any(re.search("; memory: 0 MiB expected, 0 MiB there; ", line) for line in lines)
+
+
+def test_on_a_gpu_the_optimiser_counts_and_what_loads_images_does_not(tmp_path, monkeypatch):
+    config = cheap_config(tmp_path, data={"workers": 3})
+    OfGpu.card = Card(monkeypatch, 1 << 30)
+    model, _ = build_model(config.model, quadrants().spec)
+    kept = 2 * 4 * sum(parameter.numel() for parameter in model.parameters())
+    with OnProcessor():
+        memory = OfGpu(config, model, quadrants(), GPU, Processes())
+        assert memory.there_bytes == 1 << 30
+        assert memory.bytes_of((5, 16, 16)) == 1000 + 5 * 2560 + kept
+        evaluated = memory.bytes_of((5, 16, 16), (9, 16, 16))
+        assert evaluated == 1000 + 9 * 2560 + kept
+        OfGpu.card.size = 1000 + 7 * 2560
+        assert memory.bytes_of((8, 16, 16)) == math.inf
+
+
+def test_where_not_one_image_fits_the_size_that_would_is_named(tmp_path):
+    config = small_config(tmp_path, data={"img_size": 48}, batch_size=1)
+    memory = Counted(config, there=int((100 + 30 * 30) / SHARE))
+    assert way_out(config, memory, (1, 48, 48)) == (
+        "one image of 28 x 28 pixels would fit: --data.img_size 28, and model.grad_checkpointing "
+        "saves memory"
+    )
+    assert "36 x 24 pixels would fit: --data.img_size 36 24," in way_out(
+        config, memory, (1, 48, 34)
+    )
+    memory.splits = replace(memory.splits, spec=replace(memory.splits.spec, fit="native"))
+    assert way_out(config, memory, (1, 48, 48)).startswith(
+        "one image of up to 49 patches would fit: --data.max_patches 49 with --data.img_size null, "
+        "or --data.img_size 28"
+    )
+    memory.there_bytes = 1
+    checkpointed = replace(config, model=replace(config.model, grad_checkpointing=True))
+    assert way_out(checkpointed, memory, (1, 48, 48)) == (
+        "not even an image of one patch would fit: a smaller model takes less"
+    )
+
+
+def test_the_batch_that_would_fit_keeps_the_step(tmp_path):
+    config = small_config(tmp_path, optim={"accumulate": 2}, batch_size=32)
+    memory = Counted(config, there=int((100 + 5 * 256) / SHARE) + 1)
+    assert way_out(config, memory, (31, 16, 16)).startswith(
+        "--batch-size 4 would fit, with --optim.accumulate 16 for as many images in a step; "
+        "--batch-size auto takes the most that fits, and model.grad_checkpointing saves memory"
+    )
+    memory.splits = replace(memory.splits, spec=replace(memory.splits.spec, fit="native"))
+    assert way_out(config, memory, (31, 16, 16)).startswith(
+        "--data.batch_patches 64 would fit, 4 such images; --batch-size auto takes"
+    )
+
+
+def test_auto_takes_the_most_that_fits_and_a_resumed_run_the_same(
+    tmp_path, monkeypatch, small, alone
+):
+    config = cheap_config(tmp_path, data={"img_size": 32}, batch_size="auto", epochs=1)
+    memory = memory_of(config)
+    there = int(memory.bytes_of((20, 32, 32)) / SHARE)
+    monkeypatch.setattr(memory_module, "memory_there_is", lambda *how: there)
+    assert any(
+        line == "batch_size auto: 16 images fit, of 32 x 32 pixels" for line in lines_of(config)
+    )
+    kept = yaml.safe_load((tmp_path / "small" / CONFIG).read_text())
+    assert kept["batch_size"] == 16
+    monkeypatch.setattr(memory_module, "memory_there_is", lambda *how: 100 * there)
+    lines_of(replace(config, epochs=2, resume=True))
+    assert yaml.safe_load((tmp_path / "small" / CONFIG).read_text())["batch_size"] == 16
+
+
+def test_auto_takes_no_more_images_than_there_are_nor_512(tmp_path):
+    config = small_config(tmp_path, batch_size="auto")
+    chosen, _ = with_batch(config, quadrants(), Counted(config, 1 << 50))
+    assert chosen.batch_size == 56  # of 61, in eights
+    many = Counted(config, 1 << 50, train=9999)
+    assert with_batch(config, many.splits, many)[0].batch_size == 512
+    with pytest.raises(ValueError, match="name a number"):
+        with_batch(config, quadrants(), Counted(config, None))
+    named = small_config(tmp_path, batch_size=7)
+    assert with_batch(named, quadrants(), Counted(named, 1)) == (named, [])
+
+
+def test_auto_takes_one_image_that_may_just_do_and_refuses_one_that_does_not(tmp_path):
+    config = small_config(tmp_path, batch_size="auto")
+    there = 100 + 256  # more than 85 % of it
+    memory = Counted(config, there)
+    assert with_batch(config, memory.splits, memory)[0].batch_size == 1
+    with pytest.raises(DoesNotFit) as refused:
+        with_batch(config, memory.splits, Counted(config, 200))
+    assert "a step on 1 image of 16 x 16 pixels would take about" in str(refused.value)
+    assert "one image of 8 x 8 pixels would fit" in str(refused.value)
+
+
+class Own(Quadrants):
+    """Images of their own sizes: three quarters of them are small."""
+
+    def canvases(self, geometry):
+        sizes = [(16, 24), (8, 8), (8, 12), (8, 8)]
+        return np.array([sizes[n % 4] for n in range(self.length)])
+
+
+def test_auto_chooses_patches_for_images_of_their_own_sizes(tmp_path):
+    config = small_config(tmp_path, batch_size="auto", data={"fit": "native", "max_patches": 99})
+    config.data.img_size = None
+    memory = Counted(config, int((100 + 9 * 16 * 24) / SHARE) + 1)
+    spec = replace(memory.splits.spec, fit="native", img_size=None)
+    splits = replace(memory.splits, train=Own(64, 1), spec=spec)
+    chosen, lines = with_batch(config, splits, memory)
+    # 8 of the largest, of 24 patches each; a mean image has 152 pixels.
+    assert (chosen.data.batch_patches, chosen.batch_size) == (8 * 24, 16)
+    assert lines == ["batch_size auto: 192 patches fit, 8 of the largest images and 16 on average"]
+    config.data.batch_patches = 100
+    with pytest.raises(ValueError, match="chooses data.batch_patches, which is 100; leave one"):
+        with_batch(config, splits, memory)
+
+
+@pytest.mark.parametrize("fit", [1, 5, 33, 400])
+def test_the_largest_batch_is_the_largest_to_an_eighth(fit):
+    asked = []
+
+    class Memory:
+        there_bytes = int((1000 + 64 * fit) / SHARE) + 1
+
+        def bytes_of(self, shape):
+            asked.append(shape[0])
+            bend = 64 * max(0, shape[0] - 20) / 8  # grows a little faster, from 20 images on
+            return 1000 + math.prod(shape) + (bend if shape[0] > fit else 0)
+
+    found = largest_batch(Memory(), (8, 8), 1000)
+    assert 0.87 * fit <= found <= fit and len(asked) == len(set(asked)) <= 8
+    assert largest_batch(Memory(), (8, 8), 3) == min(fit, 3)
+    assert largest_batch(Memory(), (8, 8), 0) == 0
+    Memory.there_bytes = 900
+    assert largest_batch(Memory(), (8, 8), 99) == 0
+
+
+def test_a_gpu_on_which_more_is_too_much_tells_no_slope():
+    class Memory:
+        there_bytes = 3000
+
+        def bytes_of(self, shape):
+            return 100 + 64 * shape[0] if shape[0] <= 33 else math.inf
+
+    assert 28 <= largest_batch(Memory(), (8, 8), 1000) <= 33
+
+
+def test_more_images_pixels_and_larger_evaluations_take_more(tmp_path):
+    memory = memory_of(cheap_config(tmp_path))
+    taken = memory.bytes_of((8, 32, 32))
+    assert memory.bytes_of((9, 32, 32)) > taken < memory.bytes_of((8, 32, 36))
+    assert memory.bytes_of((8, 32, 32), (8, 32, 32)) == taken
+    passes, kept = memory.passes, memory.passes.kept_bytes()
+    evaluated = 400, 32, 32
+    forward = int(passes.forward_bytes(evaluated) + kept) - passes.step_bytes(
+        (8, 32, 32), memory.config.optim
+    )
+    assert forward > 0 and abs(memory.bytes_of((8, 32, 32), evaluated) - taken - forward) <= 1
+
+
+def test_an_average_moments_sums_of_gradients_and_loading_count(tmp_path, alone):
+    config = cheap_config(tmp_path)
+    plain, averaged = memory_of(config), memory_of(cheap_config(tmp_path, optim=EVERYTHING))
+    model, shape, optim = plain.passes.model, (8, 32, 32), config.optim
+    weights = sum(p.numel() * 4 for p in model.parameters())
+    assert plain.base_bytes == 0 and averaged.base_bytes == sum(
+        p.numel() * 4 for p in averaged.passes.model.parameters()
+    )
+    loaded = replace(config, data=replace(config.data, workers=2))
+    batch = 8 * 32 * 32
+    assert plain.bytes_of(shape) == plain.passes.step_bytes(shape, optim) + batch
+    more = memory_of(loaded).bytes_of(shape) - plain.bytes_of(shape)
+    assert more == 2 * (WORKER_BYTES + 2 * batch) - batch
+    step = plain.passes.step_bytes
+    assert step(shape, replace(optim, accumulate=2)) > step(shape, optim)
+    ddp = step(shape, optim, kind="ddp", processes=2) - step(shape, optim)
+    assert ddp == pytest.approx(1.2 * weights, abs=2)
+    fsdp = step(shape, optim, kind="fsdp", processes=2) - step(shape, optim)
+    assert fsdp == pytest.approx(-1.2 * weights, abs=2)
+    assert plain.passes.kept_bytes() == pytest.approx(1.2 * 2 * weights)
+
+
+def test_libraries_count_once(tmp_path, monkeypatch):
+    passes_of = memory_of(cheap_config(tmp_path)).passes
+    before = passes_of.forward_bytes((2, 16, 16))
+    monkeypatch.setattr(passes, "LIBRARIES_BYTES", passes.LIBRARIES_BYTES + 7777)
+    assert passes_of.forward_bytes((3, 16, 16)) > before
+    again = Passes(passes_of.model, passes_of.spec, CPU, "none")
+    assert again.forward_bytes((2, 16, 16)) == before + 7777
+
+
+def test_a_share_of_a_batch_is_the_largest_that_a_process_takes():
+    assert [share_of((n, 8, 9), 4) for n in (1, 4, 5)] == [(1, 8, 9), (1, 8, 9), (2, 8, 9)]
+
+
+def test_checkpointed_blocks_hold_less_and_leave_more_gaps(tmp_path, monkeypatch):
+    def step_bytes(checkpointing):
+        model, _ = build_model(cheap_config(tmp_path, depth=4).model, quadrants().spec)
+        model.set_grad_checkpointing(checkpointing)
+        given = Passes(model, quadrants().spec, CPU, "none", checkpointing=checkpointing)
+        return given.step_bytes((8, 32, 32), OptimConfig())
+
+    usual = step_bytes(True)
+    monkeypatch.setattr(passes, "SCATTERED_CHECKPOINTED", passes.SCATTERED)
+    assert step_bytes(True) < min(usual, step_bytes(False))
+
+
+def test_a_model_that_looks_at_values_has_no_expected_memory(tmp_path):
+    class Looks(torch.nn.Linear):
+        def forward(self, images):
+            return super().forward(images.flatten(1)) * float(images.sum())
+
+    memory = Passes(Looks(256, 4), quadrants().spec, CPU, "none")
+    assert memory.step_bytes((2, 16, 16), small_config(tmp_path).optim) is None
+    assert str(Expected(None, 5)) == "memory: not known beforehand for this model"
+
+
+def test_counting_memory_leaves_model_and_generators(tmp_path):
+    config = cheap_config(tmp_path, depth=2)
+    config.model.args["drop_path_rate"] = 0.5
+    memory, before = memory_of(config), random_state()
+    weights = {k: v.clone() for k, v in memory.passes.model.state_dict().items()}
+
+    def draw(model, given):
+        random.random(), np.random.rand(), torch.rand(3)
+
+    memory.passes.model.register_forward_pre_hook(draw)
+    assert memory.bytes_of((4, 16, 16)) is not None
+    same(random_state(), before)
+    same(memory.passes.model.state_dict(), weights)
+    assert all(p.grad is None for p in memory.passes.model.parameters())
+
+
+def test_the_shapes_of_an_epoch_are_those_of_its_batches():
+    sizes = np.array([[32, 48], [32, 48], [64, 16], [10, 10], [32, 48], [64, 16], [33, 40]])
+    choices = tuple(Geometry("native", limit, None, (16, 16)) for limit in ((64, 64), (32, 32)))
+    seen = np.stack([canvases(sizes, choice) for choice in choices], 1)
+    keys = _BatchKeys(len(sizes), 2, choices, 5, seen)
+    expected = []
+    for batch_keys in keys:
+        first = batch_keys[0]
+        known = sizes[first.index].min() >= 16
+        size = first.geometry.view(*sizes[first.index]).canvas if known else (0, 0)
+        expected.append((len(batch_keys), *size))
+    assert keys.shapes().tolist() == [list(each) for each in expected]
+    assert (0, 0) in {each[1:] for each in expected} and len({e[1:] for e in expected}) > 3
+    cropped = _BatchKeys(5, 2, (Geometry("crop", (32, 48)),), None)
+    assert cropped.shapes().tolist() == [[2, 32, 48], [2, 32, 48], [1, 32, 48]]
+
+
+def test_the_largest_batch_has_the_most_pixels_and_then_the_largest_images():
+    shapes = np.array([[4, 10, 10], [1, 20, 20], [2, 10, 10]])
+    assert largest_shape(shapes) == (1, 20, 20)
+    assert largest_shape(np.array([[5, 10, 10], [1, 20, 20]])) == (5, 10, 10)
+
+
+def test_the_batch_size_is_a_number_or_auto(tmp_path):
+    from visionattn.training.options import parse_train
+
+    assert parse_train(["--batch-size", "auto"]).batch_size == "auto"
+    assert parse_train(["--batch-size", "7"]).batch_size == 7
+    for wrong in ("most", "1.5"):
+        with pytest.raises(ValueError, match="batch_size must be a whole number or one of auto"):
+            parse_train([f"--batch-size={wrong}"])
+    assert asdict(small_config(tmp_path))["batch_size"] == 8
