@@ -250,7 +250,8 @@ class Attention(nn.Module):
             options["key_mask"] = key_mask if layout is None else layout.key_mask(key_mask)
         out = self.operation(q, k, v, **options)
         if self.value_conv is not None:
-            out = out + self.value_conv(v, layout, key_mask)
+            # The first term decides how the sum lies in memory: as the projection wants it.
+            out = self.value_conv(v, layout, key_mask) + out
         out = self.norm(out.transpose(1, 2).reshape(batch, tokens, dim))
         return self.proj_drop(self.proj(out))
 

@@ -54,18 +54,23 @@ def value_convolution(
     mask, (height, columns) = layout.key_mask(key_mask), layout.grid
     if mask is not None:
         v = v.masked_fill(~mask[:, None, :, None], 0)
-    # ``[B, h, n, e]`` as an image ``[B, h * e, H, W]``, whose channels lie next to each other.
+    # ``[B, h, n, e]`` as an image ``[B, h * e, H, W]``, whose channels lie next to each other. It is
+    # said, since strides of a batch of one hide it, and a convolution of rows takes seven times as
+    # long.
     patches = v[:, :, layout.num_prefix :]
     if layout.kept is not None:
         index = layout.kept[:, None, :, None].expand_as(patches)
         whole = patches.new_zeros(batch, heads, layout.grid.num_patches, width)
         patches = whole.scatter(2, index, patches)
     image = patches.unflatten(2, (height, columns)).permute(0, 1, 4, 2, 3).flatten(1, 2)
+    image = image.contiguous(memory_format=torch.channels_last)
     out = F.conv2d(image, weight.to(image.dtype), padding=side // 2, groups=channels)
-    out = out.unflatten(1, (heads, width)).permute(0, 1, 3, 4, 2).flatten(2, 3)
+    out = out.permute(0, 2, 3, 1).flatten(1, 2)
     if layout.kept is not None:
-        out = out.gather(2, index)
-    return F.pad(out, (0, 0, layout.num_prefix, 0)).to(v.dtype)
+        out = out.gather(1, layout.kept.unsqueeze(-1).expand(-1, -1, channels))
+    if layout.num_prefix:
+        out = F.pad(out, (0, 0, layout.num_prefix, 0))
+    return out.unflatten(2, (heads, width)).transpose(1, 2).to(v.dtype)
 
 
 def centred_keys(k: Tensor, key_mask: Tensor | None = None) -> Tensor:
