@@ -54,9 +54,9 @@ def value_convolution(
     mask, (height, columns) = layout.key_mask(key_mask), layout.grid
     if mask is not None:
         v = v.masked_fill(~mask[:, None, :, None], 0)
-    # ``[B, h, n, e]`` as an image ``[B, h * e, H, W]``, whose channels lie next to each other. It is
-    # said, since strides of a batch of one hide it, and a convolution of rows takes seven times as
-    # long.
+    # ``[B, h, n, e]`` as an image ``[B, h * e, H, W]``, whose channels lie next to each other: said
+    # to torch below, as strides of a batch of one hide it, and the convolution would take seven
+    # times as long.
     patches = v[:, :, layout.num_prefix :]
     if layout.kept is not None:
         index = layout.kept[:, None, :, None].expand_as(patches)
