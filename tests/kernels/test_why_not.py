@@ -15,6 +15,7 @@ from timm.models import create_model
 from tests.helpers.kernel_checks import INTERPRETED
 from tests.helpers.oracles import draw_kept, draw_qkv
 from visionattn.lab.measure import attention_backends
+from visionattn.layers import Attention
 from visionattn.layout import Grid, TokenLayout
 from visionattn.ops import (
     Axial,
@@ -144,6 +145,27 @@ def test_triton_by_name_raises_the_reason_and_auto_takes_eager_on_a_processor(fu
     assert not any("triton" in name for name in attention_backends(lambda: function(q, k, v)))
     backends = attention_backends(lambda: function(q, k, v, impl="triton"))
     assert backends and all("triton" in name for name in backends)
+
+
+@interpreted
+@pytest.mark.parametrize("attention", ["kernelized", "taylorshift"])
+def test_layers_with_a_gate_and_a_convolution_run_the_kernels(attention):
+    """Both lie outside the operation, which is called as without them."""
+    layer = Attention(32, 2, attention=attention, output_gate=True, value_conv=3)
+    layout, x = TokenLayout(1, Grid(3, 4)), torch.randn(1, 13, 32)
+    with torch.no_grad():
+        layer.value_conv.weight.normal_()
+        expected, operation, reasons = layer(x, layout), layer.operation, []
+
+        def on_kernels(q, k, v, **options):
+            asked = {name: options[name] for name in ("relative", "key_mask")}
+            reasons.append(WHY_NOT[attention](q, k, v, **asked))
+            return operation(q, k, v, impl="triton", **options)
+
+        layer.operation = on_kernels
+        backends = attention_backends(lambda: layer(x, layout))
+        assert reasons == [None] and all("triton" in name for name in backends)
+        assert torch.allclose(layer(x, layout), expected, atol=1e-4)
 
 
 @interpreted

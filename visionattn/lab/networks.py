@@ -31,8 +31,8 @@ CHECK_DEPTH = 2
 
 
 class IdentityAttention(Attention):
-    """The attention layer without attention: the result is v. Parameters and both projections
-    stay.
+    """The attention layer without attention: the result is v. Parameters, both projections, and
+    where the layer has them the convolution of values and the output gate stay.
     """
 
     def forward(self, x: Tensor, layout=None, attn_mask=None, is_causal: bool = False) -> Tensor:
@@ -41,8 +41,12 @@ class IdentityAttention(Attention):
         """
         if attn_mask is not None or is_causal:
             raise ValueError("the identity attends to nothing: there is nothing to mask")
-        v = self.qkv(x)[..., 2 * self.num_heads * self.head_dim :]
-        return self.proj_drop(self.proj(self.norm(v)))
+        out = v = self.qkv(x)[..., 2 * self.num_heads * self.head_dim :]
+        if self.value_conv is not None:
+            heads = v.unflatten(2, (self.num_heads, self.head_dim)).transpose(1, 2)
+            near = self.value_conv(heads, self._layout(layout, x.shape[1]))
+            out = v + near.transpose(1, 2).flatten(2)
+        return self._project(out, x)
 
 
 def identity_twin(model: VisionAttnTransformer) -> VisionAttnTransformer:

@@ -14,7 +14,7 @@ from visionattn.layers.position import RelativeTables
 from visionattn.layout import TokenLayout
 from visionattn.ops.attentions import ATTENTIONS, AttentionKind, check_form, get_attention
 from visionattn.ops.feature_maps import make_feature_map
-from visionattn.ops.local import centred_keys
+from visionattn.ops.local import centred_keys, gated
 from visionattn.ops.window import WINDOW_SIZE, check_window_size
 
 
@@ -46,6 +46,9 @@ class Attention(nn.Module):
         value_conv: side of a depth-wise convolution of the values over the grid, 3 or 5 patches,
             which is added to the output of the operation and starts at zero; None: none.
         centre_keys: take from each key the mean of the keys of its head.
+        output_gate: multiply what each token gets, all heads together and the convolution included,
+            by ``silu(x W)`` of the token itself, before ``scale_norm``; W is ``[D, D]``, without a
+            bias.
         qkv_bias, proj_bias: biases of the two projections.
         qk_norm: normalise q and k per head with ``norm_layer``.
         scale_norm: normalise with ``norm_layer`` before the output projection.
@@ -78,6 +81,7 @@ class Attention(nn.Module):
         shifted: bool = False,
         value_conv: int | None = None,
         centre_keys: bool = False,
+        output_gate: bool = False,
         qkv_bias: bool = False,
         qk_norm: bool = False,
         scale_norm: bool = False,
@@ -149,6 +153,9 @@ class Attention(nn.Module):
         self.temperature_init = 4.0 if temperature_init is None else temperature_init
         self.temperature = nn.Parameter(torch.empty(num_heads, **dd)) if kind.temperature else None
         self.attn_drop = nn.Dropout(attn_drop)
+        # timm's own gate is a sigmoid after the norm: under its name, ``gate``, weights of the one
+        # would be taken for the other.
+        self.output_gate = nn.Linear(dim, dim, bias=False, **dd) if output_gate else None
         self.norm = norm_layer(dim, **dd) if scale_norm else nn.Identity()
         self.proj = nn.Linear(dim, dim, bias=proj_bias, **dd)
         self.proj_drop = nn.Dropout(proj_drop)
@@ -203,7 +210,7 @@ class Attention(nn.Module):
                 windows, unless N is that of the native grid.
             attn_mask: bool ``[B, 1, 1, N]`` or ``[B, N]``, True takes part: a mask of keys. Linear
                 time allows no other masks. Masked tokens may hold NaN; gradients of the weights of
-                the projections, which multiply every token, need finite numbers.
+                the projections and of the gate, which multiply every token, need finite numbers.
             is_causal: each token sees those up to itself; where the attention has a causal form
                 (kernelized attention with "flat" or no relative position, softmax with any), and
                 without ``value_conv`` and ``centre_keys``, by which each sees later ones.
@@ -252,8 +259,13 @@ class Attention(nn.Module):
         if self.value_conv is not None:
             # The first term decides how the sum lies in memory: as the projection wants it.
             out = self.value_conv(v, layout, key_mask) + out
-        out = self.norm(out.transpose(1, 2).reshape(batch, tokens, dim))
-        return self.proj_drop(self.proj(out))
+        return self._project(out.transpose(1, 2).reshape(batch, tokens, dim), x)
+
+    def _project(self, out: Tensor, x: Tensor) -> Tensor:
+        """Gate, normalise and project what the heads give, ``[B, N, D]``; the gate is of x."""
+        if self.output_gate is not None:
+            out = gated(out, self.output_gate(x))
+        return self.proj_drop(self.proj(self.norm(out)))
 
 
 def idle_options(

@@ -72,6 +72,8 @@ class VisionAttnTransformer(VisionTransformer):
         value_conv: side of a depth-wise convolution of the values over the patches, 3 or 5, which
             every attention adds to its output and which starts at zero; none unless given.
         centre_keys: take from each key the mean of the keys of its head.
+        output_gate: multiply the output of every attention by ``silu(x W)`` of the token itself,
+            one factor for each of its D entries, before the output projection.
         form: of every attention: "efficient" (linear), "direct" (quadratic), or "auto" for the
             faster one at each size.
         window_size: of windows: patches along a side, 7 unless given.
@@ -110,6 +112,7 @@ class VisionAttnTransformer(VisionTransformer):
         random_features: int | None = None,
         value_conv: int | None = None,
         centre_keys: bool = False,
+        output_gate: bool = False,
         form: str = "auto",
         window_size: int | None = None,
         pos_embed: str = "none",
@@ -149,6 +152,7 @@ class VisionAttnTransformer(VisionTransformer):
             random_features=random_features,
             value_conv=value_conv,
             centre_keys=centre_keys,
+            output_gate=output_gate,
             form=form,
             window_size=window_size,
         )

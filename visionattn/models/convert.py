@@ -11,7 +11,10 @@ from timm.models.vision_transformer import checkpoint_filter_fn as timm_checkpoi
 from torch import Tensor, nn
 
 MAY_BE_ABSENT = ("cls_token", "reg_token")
-OURS = (".attn.relative.", ".attn.temperature", ".attn.feature_map.", ".attn.value_conv.")
+OURS = tuple(
+    f".attn.{part}"
+    for part in ("relative.", "temperature", "feature_map.", "value_conv.", "output_gate.")
+)
 
 
 def _resamples(table: Tensor, shape: torch.Size) -> bool:
@@ -53,9 +56,10 @@ def checkpoint_filter_fn(
 
     Where the architectures differ by meaning, so does the result: a plain ViT's absolute position
     and prefix tokens are left out of a model without them, its final norm moves to where the model
-    has one (before or after pooling), and the relative tables, temperatures, random features and
-    convolutions of values that it lacks keep the model's values. Everything else that does not fit,
-    such as the tables of another number of heads, is passed on as it is, for the loader to report.
+    has one (before or after pooling), and the relative tables, temperatures, random features,
+    convolutions of values and output gates that it lacks keep the model's values. Everything else
+    that does not fit, such as the tables of another number of heads, is passed on as it is, for the
+    loader to report.
     The tables of a softmax twin are signed: placed in a linear model, or the other way round, they
     mean something else.
 

@@ -1,7 +1,8 @@
 """What attention with bounded weights lacks beside a softmax, and what costs a few operations a
-token: a convolution of the values over the grid, and keys without what all of them share.
+token: a convolution of the values over the grid, keys without what all of them share, and a gate
+on the output.
 
-Both come before or beside any attention of this package. They know nothing of its weights.
+They come before, beside or after any attention of this package, and know nothing of its weights.
 """
 
 import torch
@@ -16,6 +17,7 @@ from visionattn.ops.checks import (
     check_token_tensor,
     described,
 )
+from visionattn.ops.nonfinite import is_known_finite
 
 
 def value_convolution(
@@ -98,3 +100,42 @@ def centred_keys(k: Tensor, key_mask: Tensor | None = None) -> Tensor:
     own = k.masked_fill(~present, 0)
     total = own.sum(2, keepdim=True, dtype=torch.promote_types(k.dtype, torch.float32))
     return own - (total / present.sum(2, keepdim=True).clamp(min=1)).to(k.dtype)
+
+
+def gated(out: Tensor, gate: Tensor) -> Tensor:
+    """Return ``out * silu(gate)`` of tokens ``[B, N, D]``.
+
+    A token whose result receives no gradient adds nothing to any gradient, whatever it holds.
+    Backward passes keep both factors alone.
+    """
+    return _Gated.apply(out, gate)
+
+
+class _Gated(torch.autograd.Function):
+    """``out * silu(gate)`` with gradients that NaN in unused tokens cannot spoil: autograd's own
+    product makes NaN of their upstream gradient of 0, which attention would spread to all keys.
+    """
+
+    @staticmethod
+    def forward(out: Tensor, gate: Tensor) -> Tensor:
+        return out * F.silu(gate)
+
+    @staticmethod
+    def setup_context(ctx, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
+        out, gate = ctx.saved_tensors
+        if grad.device.type == "cpu":  # elsewhere to look would be to wait
+            found = _gated_backward(grad, out, gate)
+            if is_known_finite(*found):
+                return found
+        idle = (grad == 0).all(-1, keepdim=True)
+        return _gated_backward(grad, out.masked_fill(idle, 0), gate.masked_fill(idle, 0))
+
+
+def _gated_backward(grad: Tensor, out: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of both factors, each in its dtype."""
+    of_gate = torch.ops.aten.silu_backward((grad * out).to(gate.dtype), gate)
+    return (grad * F.silu(gate)).to(out.dtype), of_gate
