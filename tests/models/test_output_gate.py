@@ -225,10 +225,9 @@ def test_every_block_has_a_gate_of_its_own_and_models_have_none_unless_asked():
     gates = [block.attn.output_gate for block in model.blocks]
     assert all(gate.weight.shape == (DIM, DIM) and gate.bias is None for gate in gates)
     assert not torch.equal(gates[0].weight, gates[1].weight)
-    for off in ({}, dict(output_gate=False)):
-        plain = small(**off)
-        assert all(block.attn.output_gate is None for block in plain.blocks)
-        assert not any("gate" in name for name in plain.state_dict())
+    plain = small(output_gate=False)
+    assert all(block.attn.output_gate is None for block in plain.blocks)
+    assert not any("gate" in name for name in plain.state_dict())
 
 
 STARTS = {"": 0.02, "jax": 1 / 96**0.5, "jax_nlhb": 1 / 96**0.5, "moco": 1 / 96**0.5}
@@ -338,7 +337,7 @@ def test_half_precision_and_autocast_are_close_to_the_exact_result(dtype, attent
 
 
 def test_weights_that_lack_gates_leave_them_as_they_are(tmp_path):
-    source = small(dtype=torch.float32)
+    source = small(dtype=torch.float32, output_gate=False)
     model = small(dtype=torch.float32, output_gate=True)
     gates = {name: model.state_dict()[name].clone() for name in GATES}
     model.load_state_dict(checkpoint_filter_fn(source.state_dict(), model))
@@ -350,7 +349,7 @@ def test_weights_that_lack_gates_leave_them_as_they_are(tmp_path):
 
 
 def test_gates_that_a_model_has_no_place_for_are_named(tmp_path):
-    source, model = small(dtype=torch.float32, output_gate=True), small(dtype=torch.float32)
+    source, model = (small(dtype=torch.float32, output_gate=on) for on in (True, False))
     with pytest.raises(RuntimeError, match=r"Unexpected key.*blocks.0.attn.output_gate.weight"):
         model.load_state_dict(checkpoint_filter_fn(source.state_dict(), model))
     torch.save(source.state_dict(), tmp_path / "gated.pth")
@@ -370,7 +369,7 @@ def test_a_sigmoid_gate_of_timm_is_not_taken_for_ours():
 def test_files_carry_the_gate_and_say_which_tensors_are_not_there(tmp_path):
     args, x = SMALL | dict(output_gate=True), torch.randn(1, 3, 48, 64)
     del args["num_classes"]
-    model, plain = (small(dtype=torch.float32, **on).eval() for on in (dict(output_gate=True), {}))
+    model, plain = (small(dtype=torch.float32, output_gate=on).eval() for on in (True, False))
     path = tmp_path / "weights.safetensors"
     save_model(path, model, "scaleformer_vit_t", args, SPEC)
     assert torch.equal(load_model(path)(x), model(x))
@@ -395,7 +394,7 @@ def test_a_step_of_training_moves_every_gate(tmp_path):
 
 def test_operations_of_the_gate_are_counted():
     plain, gated = (
-        count_flops(small(dtype=torch.float32, **on), 64, 80) for on in ({}, dict(output_gate=True))
+        count_flops(small(dtype=torch.float32, output_gate=on), 64, 80) for on in (False, True)
     )
     assert gated - plain == 2 * 2 * 21 * DIM**2
 
@@ -416,7 +415,9 @@ def test_expected_memory_has_the_gate_in_it():
         memory = Passes(model, SPEC, torch.device("cpu"), "none")
         return memory.step_bytes((1, px, px), OptimConfig())
 
-    first, second = (expected(px, output_gate=True) - expected(px) for px in (256, 512))
+    first, second = (
+        expected(px, output_gate=True) - expected(px, output_gate=False) for px in (256, 512)
+    )
     tokens = (512**2 - 256**2) // 16**2
     assert second - first == pytest.approx(2 * 2 * tokens * DIM * 4, rel=0.2)
 

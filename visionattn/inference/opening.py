@@ -59,7 +59,7 @@ class Opened:
     name: str
     """Its timm name."""
     args: dict[str, Any]
-    """What it was built with, besides classes and channels."""
+    """What its file or the options say that it is built with, besides classes and channels."""
     spec: DataSpec
     """What its images are and what its outputs mean."""
     geometry: Geometry
@@ -122,6 +122,7 @@ def open_model(options: InferenceOptions, *, classifies: bool) -> Opened:
         _check_seed(options)
         model = load_model(options.checkpoint)
         name, args, _ = described(metadata, options.checkpoint)
+        said = json.loads(metadata["args"])
         spec, notes = model.data_spec, [f"{name} of {options.checkpoint}"]
     else:
         if not (options.checkpoint or options.pretrained) and classifies:
@@ -130,13 +131,13 @@ def open_model(options: InferenceOptions, *, classifies: bool) -> Opened:
                 "timm's own"
             )
         model, args, spec, notes = _by_name(options, classifies)
-        name = options.model
+        name, said = options.model, args
     spec = _with_files(spec, options)
     geometry = _geometry(options, spec, patch_size(model))
     model = _free_size(model, name, args, spec, geometry.canvas)
     check_geometries(model, [geometry])
     notes = _with_geometry(notes, name, model, geometry)
-    return Opened(model.to(device).eval(), name, args, spec, geometry, device, notes)
+    return Opened(model.to(device).eval(), name, said, spec, geometry, device, notes)
 
 
 def open_module(model: nn.Module, options: InferenceOptions) -> Opened:

@@ -44,7 +44,7 @@ class Attention(nn.Module):
         shifted: of windows: begin with half a window, so that patches see each other which the
             windows of other layers part.
         value_conv: side of a depth-wise convolution of the values over the grid, 3 or 5 patches,
-            which is added to the output of the operation and starts at zero; None: none.
+            which is added to the output of the operation and starts at zero; 0: none.
         centre_keys: take from each key the mean of the keys of its head.
         output_gate: multiply what each token gets, all heads together and the convolution included,
             by ``silu(x W)`` of the token itself, before ``scale_norm``; W is ``[D, D]``, without a
@@ -79,7 +79,7 @@ class Attention(nn.Module):
         form: str = "auto",
         window_size: int | None = None,
         shifted: bool = False,
-        value_conv: int | None = None,
+        value_conv: int = 0,
         centre_keys: bool = False,
         output_gate: bool = False,
         qkv_bias: bool = False,
@@ -148,7 +148,7 @@ class Attention(nn.Module):
             options = dict(horizon=own if horizon is None else horizon, signed=kind.signed)
             options["normalization"] = "sum" if kind.signed else normalization or "mean"
             self.relative = RelativeTables(relative, num_heads, self.head_dim, **options, **dd)
-        self.value_conv = None if value_conv is None else ValueConvolution(dim, value_conv, **dd)
+        self.value_conv = ValueConvolution(dim, value_conv, **dd) if value_conv else None
         self.centre_keys = centre_keys
         self.temperature_init = 4.0 if temperature_init is None else temperature_init
         self.temperature = nn.Parameter(torch.empty(num_heads, **dd)) if kind.temperature else None

@@ -70,7 +70,7 @@ class VisionAttnTransformer(VisionTransformer):
         random_features: how many features of a head "random" has, as many as it is wide unless
             given.
         value_conv: side of a depth-wise convolution of the values over the patches, 3 or 5, which
-            every attention adds to its output and which starts at zero; none unless given.
+            every attention adds to its output and which starts at zero; 0: none.
         centre_keys: take from each key the mean of the keys of its head.
         output_gate: multiply the output of every attention by ``silu(x W)`` of the token itself,
             one factor for each of its D entries, before the output projection.
@@ -110,7 +110,7 @@ class VisionAttnTransformer(VisionTransformer):
         temperature_init: float | None = None,
         feature_map: str | None = None,
         random_features: int | None = None,
-        value_conv: int | None = None,
+        value_conv: int = 0,
         centre_keys: bool = False,
         output_gate: bool = False,
         form: str = "auto",

@@ -1,5 +1,8 @@
-"""How a family of models reaches timm's registry: sizes, default configurations, entry points."""
+"""How a family of models reaches timm's registry: sizes, default configurations, entry points, and
+which arguments a name stands for, now and in older files.
+"""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +11,7 @@ from timm.models import (
     PretrainedCfg,
     build_model_with_cfg,
     generate_default_cfgs,
+    is_model,
     model_entrypoint,
     register_model,
 )
@@ -34,6 +38,12 @@ PIXEL = dict(
     mlp_ratio=1.0,
 )
 PIXEL |= dict(init_values=1e-4, global_pool="token")
+DEFAULTS: dict[str, dict[str, Any]] = {}
+"""The arguments that each name of ours stands for."""
+FORMER: dict[str, dict[str, Any]] = {}
+"""Those that it stood for when files did not state them: in formats 1 and 2 of weights and states.
+"""
+STATED_ELSEWHERE = ("img_size", "in_chans", "num_classes", "device", "dtype")
 
 
 def is_ours(name: str) -> bool:
@@ -84,16 +94,21 @@ def family_cfgs(family: str, pixel: str | None = None, **fields):
     return generate_default_cfgs(cfgs)
 
 
-def register_family(module: str, family: str, **options) -> None:
+def register_family(
+    module: str, family: str, *, former: dict[str, Any] | None = None, **options
+) -> None:
     """Register the short and the long name of each size as entry points of ``module``.
 
     Args:
         module: ``__name__`` of the module that holds the family's ``default_cfgs``.
         family: what the names begin with.
+        former: the options as they were when files did not state them, see ``FORMER``; None: the
+            same.
         options: arguments of ``VisionAttnTransformer`` that make the family.
     """
     for name, size in _family_names(family).items():
         register_model(_entry_point(module, name, size | options))
+        FORMER[name] = size | (options if former is None else former)
 
 
 def register_pixel(module: str, name: str, **options) -> None:
@@ -103,11 +118,37 @@ def register_pixel(module: str, name: str, **options) -> None:
     Source: TaylorShift, section 5 (class token, LayerScale from 1e-4, MLP ratio 1).
     """
     register_model(_entry_point(module, name, PIXEL | options))
+    FORMER[name] = PIXEL | options
+
+
+def complete(
+    name: str, args: dict[str, Any], defaults: dict[str, dict[str, Any]] = DEFAULTS
+) -> dict[str, Any]:
+    """Return the arguments of a model with all that its name or its class adds to them: they build
+    the same model when other arguments are the defaults. Those of models that are not ours stay.
+
+    A default of None cannot be stated, as timm drops it. So no name may change an option that is
+    None in the class.
+
+    Args:
+        name: a name of timm.
+        args: what was given, apart from ``STATED_ELSEWHERE``, which stays as it is.
+        defaults: what names stand for.
+    """
+    if not (is_model(name) and is_ours(name)):
+        return args
+    parameters = inspect.signature(VisionAttnTransformer).parameters.values()
+    of_class = {p.name: p.default for p in parameters if p.default is not None}
+    whole = of_class | defaults.get(name.partition(".")[0], {})
+    rest = {key: value for key, value in whole.items() if key not in STATED_ELSEWHERE}
+    return args | {key: value for key, value in rest.items() if key not in args}
 
 
 def _entry_point(module: str, name: str, args: dict[str, Any]) -> Callable[..., nn.Module]:
+    DEFAULTS[name] = args
+
     def create(pretrained: bool = False, **kwargs) -> nn.Module:
-        return _build(name, pretrained, args | kwargs)
+        return _build(name, pretrained, DEFAULTS[name] | kwargs)
 
     create.__name__ = create.__qualname__ = name
     create.__module__ = module

@@ -7,5 +7,7 @@ from visionattn.models.registration import family_cfgs, register_family, registe
 default_cfgs = family_cfgs(
     "scaleformer_vit", pixel="scaleformer_vit_pixel", paper_ids="arXiv:2006.16236"
 )
-register_family(__name__, "scaleformer_vit", attention="kernelized")
+register_family(
+    __name__, "scaleformer_vit", former=dict(attention="kernelized"), attention="kernelized"
+)
 register_pixel(__name__, "scaleformer_vit_pixel", attention="kernelized")

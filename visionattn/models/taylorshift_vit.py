@@ -13,6 +13,8 @@ PUBLISHED = dict(relative="none", pos_embed="learn", temperature_init=1.0, globa
 default_cfgs = family_cfgs("taylorshift_vit", pixel="taylorshift_vit_pixel", paper_ids=PAPER)
 default_cfgs |= family_cfgs("taylorshift_abs_vit", paper_ids=PAPER)
 
-register_family(__name__, "taylorshift_vit", attention="taylorshift")
+register_family(
+    __name__, "taylorshift_vit", former=dict(attention="taylorshift"), attention="taylorshift"
+)
 register_family(__name__, "taylorshift_abs_vit", attention="taylorshift", **PUBLISHED)
 register_pixel(__name__, "taylorshift_vit_pixel", attention="taylorshift", **PUBLISHED)

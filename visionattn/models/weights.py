@@ -29,11 +29,14 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from visionattn.cli.files import first_line, write_whole
 from visionattn.cli.untrusted import SHOWN, brief, checked, from_json
+from visionattn.models.registration import FORMER, complete
 
 FORMAT = "visionattn"
-FORMAT_VERSION = 2
-READABLE_VERSIONS = ("1", "2")
-"""Version 1 knew neither ``fit`` nor ``max_patches``: its images were resized and cropped."""
+FORMAT_VERSION = 3
+READABLE_VERSIONS = ("1", "2", "3")
+"""Version 1 knew neither ``fit`` nor ``max_patches``: its images were resized and cropped. Before
+version 3 the arguments of our models were those that were given, without defaults.
+"""
 Fit = Literal["native", "pad", "stretch", "crop"]
 """How images of any size come to a model; ``visionattn.data.geometry`` says what each does."""
 LOADING_ARGS = frozenset(
@@ -150,12 +153,12 @@ def save_model(
         model: the module whose ``state_dict`` is kept.
         name: the timm name that builds it.
         args: the keyword arguments that build it, besides ``num_classes`` and ``in_chans``; JSON
-            types.
+            types. What models of ours take by default is kept with them.
         spec: what its images are.
         notes: further metadata for the file.
     """
     metadata = {"format": FORMAT, "version": str(FORMAT_VERSION), "model": name}
-    metadata |= {"args": json.dumps(args), "data": json.dumps(asdict(spec))}
+    metadata |= {"args": json.dumps(complete(name, args)), "data": json.dumps(asdict(spec))}
     metadata |= notes or {}
     tensors = {key: value.detach().cpu().contiguous() for key, value in model.state_dict().items()}
     content = in_order(save(tensors, metadata=metadata))
@@ -193,7 +196,7 @@ def load_model(path: str | Path, *, device: str | torch.device = "cpu") -> nn.Mo
     if metadata.get("version") not in READABLE_VERSIONS:
         raise ValueError(
             f"{path} has format {brief(metadata.get('version'))}, this visionattn reads formats "
-            f"{' and '.join(READABLE_VERSIONS)}"
+            f"{', '.join(READABLE_VERSIONS)}"
         )
     name, args, spec = described(metadata, path)
     # The shapes of the model are compared first, without memory for it: a description may be of
@@ -219,7 +222,7 @@ def load_model(path: str | Path, *, device: str | torch.device = "cpu") -> nn.Mo
 
 def described(metadata: dict[str, str], path: str | Path) -> tuple[str, dict[str, Any], DataSpec]:
     """Return what the metadata of a file of ours say of its model: its timm name, the arguments
-    that build it, and what its images are.
+    that build it, whatever the defaults are by now, and what its images are.
 
     Raises:
         ValueError: they are garbled, name no model of timm, or have other weights loaded; one line.
@@ -242,7 +245,8 @@ def described(metadata: dict[str, str], path: str | Path) -> tuple[str, dict[str
         raise ValueError(
             f"{path} asks for other weights to be loaded ({', '.join(sorted(loading))}): refused"
         )
-    return name, args, spec
+    stated = metadata.get("version") not in ("1", "2")
+    return name, complete(name, args, {} if stated else FORMER), spec
 
 
 class _Description(TypedDict):

@@ -33,7 +33,9 @@ from visionattn.training.config import TrainConfig
 from visionattn.training.progress import Position, Window
 
 FORMAT = "visionattn.state"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
+READABLE_VERSIONS = (2, 3)
+"""Version 2 held the arguments of the model that were given, without defaults."""
 
 
 def save_state(path: str | Path, state: dict[str, Any], *, previous: Path | None = None) -> None:
@@ -97,10 +99,10 @@ def read_state(path: str | Path) -> dict[str, Any]:
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise ValueError(f"{path} is not the state of a run")
     check_sums(Path(path))
-    if state.get("version") != FORMAT_VERSION:
+    if state.get("version") not in READABLE_VERSIONS:
         raise ValueError(
-            f"{path} has format {brief(state.get('version'))}, this visionattn reads format "
-            f"{FORMAT_VERSION}"
+            f"{path} has format {brief(state.get('version'))}, this visionattn reads formats "
+            f"{', '.join(map(str, READABLE_VERSIONS))}"
         )
     try:
         check_content(state)
@@ -143,9 +145,10 @@ class _Listing(TypedDict):
 
 
 class _State(TypedDict):
-    """What a state of a run must have; ``data`` and ``args`` are for people."""
+    """What a state of a run must have; ``data`` is for people."""
 
     name: str
+    args: dict[str, Any]
     config: _OldConfig
     model: dict[str, Tensor]
     ema: dict[str, Tensor] | None

@@ -165,20 +165,25 @@ def build(
     and lines about its batches and the weights that it starts from.
     """
 
+    name, held = config.model.name, {}
+    if resumed:
+        held = processes.on_first(lambda: states.former_defaults(name))
+
     def prepare() -> tuple:
         if config.threads:
             torch.set_num_threads(config.threads)
         seed_everything(config.seed)
         splits = build_splits(config.data, config.seed)
-        model, args = build_model(config.model, splits.spec)
-        check_model(model, config.model.name, processes.size)
+        own = replace(config.model, args=held | config.model.args)
+        model, args = build_model(own, splits.spec)
+        check_model(model, name, processes.size)
         geometries = geometry_choices(splits.spec, config.data, patch_size(model))
         check_geometries(model, [geometry_of(splits.spec, patch_size(model)), *geometries])
         lines = []
         if (
             config.init_from is not None and not resumed and processes.first
         ):  # the others get their weights from the first one
-            lines = place_weights(model, config.model.name, config.init_from).lines()
+            lines = place_weights(model, name, config.init_from).lines()
         return splits, model.to(device), args, lines
 
     splits, model, args, lines = processes.together(prepare)
@@ -199,6 +204,11 @@ def go_on(trainer: Trainer, states: States) -> list[str]:
     processes, name = trainer.processes, trainer.config.model.name
     state, lines = processes.on_first(lambda: states.load(trainer.model, name))
     states.step = state["position"]["step"]
+    lines += [
+        f"model.args.{key} is {value}, the default when the run began"
+        for key, value in trainer.args.items()
+        if key not in trainer.config.model.args and key != "img_size"  # that of the data
+    ]
     lines += trainer.restore(state)
     recalled, trainer.position = processes.on_first(
         lambda: (recall_best(trainer.position, states.folder / BEST), trainer.position)

@@ -17,6 +17,7 @@ from torch import nn
 from visionattn.cli.untrusted import brief, from_json
 from visionattn.data.checks import WHOLE
 from visionattn.data.splits import Splits
+from visionattn.models.registration import FORMER, complete
 from visionattn.models.weights import read_metadata
 from visionattn.training.checkpoint import check_state, read_state, save_state
 from visionattn.training.config import TrainConfig
@@ -108,6 +109,16 @@ class States:
         self.step = state["position"]["step"]
         return state, lines
 
+    def former_defaults(self, name: str) -> dict[str, Any]:
+        """Return those arguments of the model that nobody gave and whose defaults have changed
+        since the newest state that can be read, as they were then.
+        """
+        for file in (LAST, PREVIOUS):
+            state, _ = attempt(self.folder / file)
+            if state is not None and state["name"] == name:
+                return former_defaults(state)
+        return {}
+
     def batches(self, config: TrainConfig) -> dict[str, Any]:
         """Return the batch size, and the data with the patches of a batch, that the newest state
         that can be read was saved with.
@@ -153,6 +164,19 @@ def attempt(path: Path) -> tuple[dict[str, Any] | None, str]:
         return None, f"{path}: {error.strerror or error}"
     except ValueError as error:
         return None, str(error)
+
+
+def former_defaults(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments that the model of a state took by default, where the default is another
+    one now.
+    """
+    name, given = state["name"], state["config"]["model"].get("args", {})
+    held = complete(name, given, FORMER) if state["version"] == 2 else state["args"]
+    return {
+        key: held[key]
+        for key, value in complete(name, {}).items()
+        if key not in given and key in held and held[key] != value
+    }
 
 
 @dataclass(frozen=True)

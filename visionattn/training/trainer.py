@@ -23,6 +23,7 @@ from visionattn.data.batches import Batch, EvalBatches
 from visionattn.data.images import ImageDataset
 from visionattn.data.splits import Splits, eval_batches, train_batches
 from visionattn.data.streams import StreamEvalBatches
+from visionattn.models.registration import complete
 from visionattn.models.weights import load_model, save_model
 from visionattn.training.build import patch_size
 from visionattn.training.checkpoint import random_state, restore_random_state
@@ -405,7 +406,7 @@ class Trainer(Learner):
         self.share_unreadable()
         return {
             "name": self.config.model.name,
-            "args": self.args,
+            "args": complete(self.config.model.name, self.args),
             "data": asdict(self.spec),
             "config": asdict(self.config),
             **self.weights(),

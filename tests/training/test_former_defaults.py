@@ -1,0 +1,182 @@
+"""Weights and runs of before a default changed are what they were: files state what a model takes
+by default, and those that did not yet are read with the defaults of their time.
+"""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from timm import create_model, list_models
+
+from tests.helpers.resumed_runs import best_of, config_of, interrupt, run, state_of, stop_after
+from tests.helpers.small_runs import MODEL, SPEC, same
+from visionattn.cli.ends import Stopped
+from visionattn.inference.opening import open_model
+from visionattn.inference.options import InferenceOptions
+from visionattn.models.registration import DEFAULTS, FORMER, complete, is_ours
+from visionattn.models.weights import load_model, read_metadata, save_model
+
+pytestmark = pytest.mark.usefixtures("small_data")
+
+NAME = "scaleformer_vit_t"
+NEW = dict(output_gate=True, value_conv=3, global_pool="avg", relative="axial")
+"""Defaults of later; ``MODEL`` gives the pooling."""
+
+
+@pytest.fixture
+def later(monkeypatch):
+    """Change what the name stands for when called."""
+
+    def change():
+        monkeypatch.setitem(DEFAULTS, NAME, DEFAULTS[NAME] | NEW)
+
+    return change
+
+
+def small(**options):
+    torch.manual_seed(0)
+    given = {"num_classes": SPEC.num_classes, "in_chans": SPEC.in_chans}
+    return create_model(NAME, **given, **MODEL | options).eval()
+
+
+def written(path, version, model, **options):
+    """Write weights as files of a version were."""
+    save_model(path, model, NAME, MODEL | options, SPEC)
+    if version < 3:
+        metadata = read_metadata(path)
+        metadata |= {"version": str(version), "args": json.dumps(MODEL | options)}
+        save_file(model.state_dict(), path, metadata=metadata)
+    return path
+
+
+@pytest.mark.parametrize("version", [1, 2, 3])
+@pytest.mark.parametrize("options", [{}, dict(output_gate=True), dict(value_conv=5)])
+def test_weights_load_as_the_model_they_were_saved_of(tmp_path, later, version, options):
+    model, image = small(**options), torch.randn(2, 1, 16, 24)
+    expected = model(image)
+    path = written(tmp_path / "a.safetensors", version, model, **options)
+    later()
+    assert small().blocks[0].attn.output_gate is not None
+    assert torch.equal(load_model(path)(image), expected)
+
+
+def test_weights_of_a_model_with_new_defaults_come_back_and_miss_nothing_in_silence(
+    tmp_path, later
+):
+    later()
+    model, image = small(), torch.randn(2, 1, 16, 24)
+    loaded = load_model(written(tmp_path / "a.safetensors", 3, model))
+    assert torch.equal(loaded(image), model(image))
+    plain = small(output_gate=False, value_conv=0, relative="joint")
+    with pytest.raises(ValueError, match="missing .first: blocks.0.attn.relative.row"):
+        load_model(written(tmp_path / "b.safetensors", 3, plain))
+    with pytest.raises(ValueError, match="unexpected .first: blocks.0.attn.output_gate.weight"):
+        load_model(written(tmp_path / "c.safetensors", 2, small(relative="joint", value_conv=0)))
+
+
+def test_arguments_say_what_was_so_far_the_default(later):
+    before = small().state_dict()
+    later()
+    model = small(output_gate=False, value_conv=0, relative="joint")
+    same(model.state_dict(), before)
+
+
+@pytest.mark.parametrize("name", [name for name in list_models("*vit*") if is_ours(name)])
+def test_complete_arguments_build_the_same_model(name, monkeypatch):
+    """Whatever the name stands for: nothing of it is left out."""
+    with torch.device("meta"):
+        expected = create_model(name)
+        whole = complete(name, {})
+        monkeypatch.setitem(DEFAULTS, name, {})
+        model = create_model(name, num_classes=expected.num_classes, **size_of(name), **whole)
+    shapes = ({n: x.shape for n, x in of.state_dict().items()} for of in (model, expected))
+    assert next(shapes) == next(shapes)
+    assert model.global_pool == expected.global_pool
+    assert complete(name, whole) == whole and complete(name, {}, FORMER) == whole
+
+
+def size_of(name):
+    """What data, not names, say of the pixel models."""
+    return {key: FORMER[name][key] for key in ("img_size", "in_chans") if key in FORMER[name]}
+
+
+def test_weights_of_before_have_the_arguments_of_their_name(tmp_path):
+    """Those of the published models, which differ from the defaults of the class."""
+    name, given = "taylorshift_abs_vit_t", {"img_size": 16, **MODEL, "global_pool": "avg"}
+    del given["horizon"]
+    model = create_model(name, num_classes=4, in_chans=1, **given).eval()
+    assert all(block.attn.output_gate is None for block in model.blocks)
+    path, image = tmp_path / "a.safetensors", torch.randn(2, 1, 16, 24)
+    save_model(path, model, name, given, SPEC)
+    metadata = read_metadata(path) | {"version": "2", "args": json.dumps(given)}
+    save_file(model.state_dict(), path, metadata=metadata)
+    assert torch.equal(load_model(path)(image), model(image))
+    opened = open_model(InferenceOptions(checkpoint=str(path)), classifies=True)
+    assert opened.identity()["args"] == json.dumps(given, sort_keys=True)
+
+
+@pytest.mark.parametrize("name", FORMER)
+def test_no_name_has_come_to_change_what_cannot_be_stated(name):
+    changed = {key for key, value in DEFAULTS[name].items() if FORMER[name].get(key) != value}
+    assert changed <= complete(name, {}, {}).keys()
+
+
+def test_arguments_of_other_models_stay_as_they_are():
+    assert complete("vit_tiny_patch16_224", {"depth": 2}) == {"depth": 2}
+    assert complete("no_such_model", {"depth": 2}) == {"depth": 2}
+    assert complete(NAME + ".untrained", {"depth": 2})["attention"] == "kernelized"
+
+
+def stopped_run(output, monkeypatch):
+    """A run of three epochs that is stopped in the second one, and its configuration."""
+    config = config_of(output)
+    with monkeypatch.context() as patch:
+        stop_after(patch, 6, interrupt)
+        with pytest.raises(Stopped):
+            run(config)
+    return config, output / "small"
+
+
+def as_before(folder):
+    """Let a folder be as runs left it when files did not state defaults."""
+    given = config_of(folder).model.args | {"img_size": 16}
+    for name in ("last.pt", "previous.pt"):
+        torch.save(state_of(folder, name) | {"version": 2, "args": given}, folder / name)
+    metadata, weights = best_of(folder)
+    metadata |= {"version": "2", "args": json.dumps(given)}
+    save_file(weights, folder / "best.safetensors", metadata=metadata)
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_runs_go_on_as_the_model_they_began_as(tmp_path, monkeypatch, later, whole, version):
+    config, folder = stopped_run(tmp_path, monkeypatch)
+    if version == 2:
+        as_before(folder)
+    later()
+    said = run(replace(config, resume=True))
+    assert "model.args.output_gate is False, the default when the run began" in said
+    assert said.count("the default when the run began") == 3  # pooling is given
+    ours, theirs = (state_of(of) | {"config": None} for of in (folder, whole))
+    same(ours, theirs)
+    (metadata, weights), (_, expected) = best_of(folder), best_of(whole)
+    same(weights, expected)
+    assert json.loads(metadata["args"])["value_conv"] == 0 and metadata["version"] == "3"
+    assert load_model(folder / "best.safetensors").blocks[0].attn.output_gate is None
+
+
+def test_runs_with_new_defaults_go_on_and_say_nothing_of_it(tmp_path, monkeypatch, later):
+    later()
+    config, folder = stopped_run(tmp_path, monkeypatch)
+    assert "the default when" not in run(replace(config, resume=True))
+    assert load_model(folder / "best.safetensors").blocks[0].attn.output_gate is not None
+
+
+def test_another_model_that_is_asked_for_by_name_is_refused(tmp_path, monkeypatch, later):
+    config, folder = stopped_run(tmp_path, monkeypatch)
+    later()
+    asked = replace(config.model, args=config.model.args | {"output_gate": True})
+    with pytest.raises(ValueError, match="2 missing .first: blocks.0.attn.output_gate.weight"):
+        run(replace(config, model=asked, resume=True))
+    assert state_of(folder)["position"]["step"] == 6
