@@ -8,6 +8,7 @@ import pytest
 
 from visionattn.lab.charts import Chart, Look, Mark, Series, hidden_under, spread_out
 from visionattn.lab.drawing import svg
+from visionattn.lab.figures import quality_of
 from visionattn.lab.report.figures import Figure
 from visionattn.lab.report.page import Charts
 
@@ -182,3 +183,26 @@ def test_a_name_that_is_moved_beside_all_lines_stays_within_the_chart():
     width = float(re.search(r'viewBox="0 0 ([\d.]+) ', text).group(1))
     left = float(re.search(r'<text[^>]* x="([\d.]+)"[^>]*>finetune<', text).group(1))
     assert left + 8 * 4.5 < width  # eight letters of 9 points
+
+
+def test_accuracy_over_sizes_is_the_mean_of_seeds_for_each_model_and_control():
+    def rows(model, control, *accuracies):
+        return [
+            dict(model=model, seed=str(seed), control=control, img_size=size, accuracy=accuracy)
+            for seed, pair in enumerate(accuracies)
+            for size, accuracy in zip(("128", "64"), pair, strict=True)
+        ]
+
+    area, four = quality_of(
+        rows("a", "area", ("0.9", "0.5"), ("0.8", "0.7"))
+        + rows("b", "area", ("0.6", "0.4"))
+        + rows("a", "four", ("0.2", "0.1"))
+    )
+    first, second = area.series
+    assert (first.name, first.x, second.name) == ("a", [64.0, 128.0], "b")
+    assert first.y == pytest.approx([60, 85])
+    assert first.spread == pytest.approx([14.1421, 7.0711], abs=1e-4)
+    assert (second.y, second.spread) == (pytest.approx([40, 60]), None)
+    assert four.series[0].y == pytest.approx([10, 20]) and not four.series[1].y
+    assert "by area" in area.title and "every canvas" in four.title
+    assert area.x_texts == ["64", "128"]

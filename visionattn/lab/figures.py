@@ -1,5 +1,5 @@
 """Which charts a table of rows becomes: head counts of a sweep, memory of a profile, cost over
-sizes of a benchmark.
+sizes of a benchmark, accuracy over sizes of trained models.
 
 Rows are those that commands write as CSV, read again or still in memory, so that one description
 serves a command's PNG and the page of ``visionattn report``. It measures and draws nothing.
@@ -319,3 +319,39 @@ def case_name(case: str, cases: Sequence[str]) -> str:
     base, _, form = case.partition(" ")
     fixed = any(other.startswith(f"{base} ") for other in cases)
     return f"{base} {form or ('chosen' if fixed else '')}".strip()
+
+
+# Accuracy over test sizes
+
+CONTROLS = {
+    "area": "Fragments by area, 4 per 128 x 128 px",
+    "four": "4 fragments on every canvas",
+}
+"""Titles of the controls of ``canvas``, as the column ``control`` has them."""
+
+
+def quality_of(rows: Sequence[Row]) -> list[Chart]:
+    """Draw up accuracy over the side of the test images, one chart per control and one line per
+    model: means over seeds, with standard deviations.
+    """
+    models = [model for (model,) in distinct(rows, "model")]
+    sizes = sorted({float(row["img_size"]) for row in rows})
+
+    def line_of(number: int, control: str) -> Series:
+        own = chosen(rows, ("model", "control"), (models[number], control))
+        name, look = models[number], Look.of(number)
+        return over(own, "img_size", "accuracy", 100.0, name, look, spread=True)
+
+    return [
+        Chart(
+            CONTROLS[control],
+            "side of the test images in px",
+            "test accuracy in %",
+            [line_of(number, control) for number in range(len(models))],
+            log_x=2,
+            bounds=(0.0, 100.0),
+            x_ticks=sizes,
+            x_texts=[f"{size:g}" for size in sizes],
+        )
+        for (control,) in distinct(rows, "control")
+    ]

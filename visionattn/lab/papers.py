@@ -20,7 +20,7 @@ from visionattn.lab.cases import Case
 from visionattn.lab.charts import Chart, Look, Mark, Series
 from visionattn.lab.compare import COLUMNS, Plan, cells_of, measure_together, record_of
 from visionattn.lab.drawing import png
-from visionattn.lab.figures import MIB, SHAPES, heads_of, memory_of, size_chart
+from visionattn.lab.figures import MIB, SHAPES, heads_of, memory_of, quality_of, size_chart
 from visionattn.lab.profile.shape import Shape
 from visionattn.lab.report.rows import value_of
 
@@ -443,6 +443,7 @@ OTHERS = {
         "Head counts of a pixel model on digits, images of 32 px",
         partial(heads_of, size="32"),
     ),
+    "quality": ("canvas: small models trained at 48 to 80 px, 4 epochs, three seeds", quality_of),
     "memory": ("Memory of one block of small models, one image, float32", profile_charts),
 }
 """Pictures of the documentation that other tools measure: title and charts."""
