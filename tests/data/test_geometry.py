@@ -255,5 +255,8 @@ def test_an_image_smaller_than_a_patch_ends_a_training_before_anything_is_writte
     options = ["--data.name", "folder", "--data.root", "pages", "--data.workers", "0", "--run", "x"]
     assert load_tool("train")(options) == 2
     error = capsys.readouterr().err
-    assert "thin.png: image of 9 x 60 pixels is smaller than a patch of 16 x 16" in error
+    assert error.endswith(
+        "thin.png: image of 9 x 60 pixels is smaller than a patch of 16 x 16; "
+        "fit pad, stretch and crop enlarge it; on_error skip leaves it out\n"
+    )
     assert error.count("\n") == 1 and not (tmp_path / "checkpoints").exists()

@@ -2,11 +2,14 @@
 
 import gzip
 import importlib.util
+import io
 import json
 import pickle
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from tests.helpers.geometry import square
 from tests.helpers.image_files import (
@@ -23,6 +26,7 @@ from tests.helpers.image_files import (
     write_tar,
 )
 from visionattn.data.batches import batch_geometry
+from visionattn.data.sources import PartOfFile
 from visionattn.data.splits import SampleKey, build_splits, eval_batches, train_batches
 
 
@@ -73,6 +77,45 @@ def test_a_tar_is_known_by_what_it_holds_and_one_of_another_name_comes_with_the_
     assert refused(ValueError, config_of(tmp_path / "images.tar")).startswith(
         f"cannot read {tmp_path / 'images.tar'} as a tar"
     )
+
+
+@pytest.mark.parametrize("image_format", ["png", "jpeg", "tiff", "bmp"])
+def test_the_size_of_a_member_of_a_tar_is_read_from_its_head_alone(
+    tmp_path, image_format, monkeypatch
+):
+    noise = np.random.default_rng(0).integers(0, 256, (301, 503, 3), np.uint8)
+    stream = io.BytesIO()
+    Image.fromarray(noise).save(stream, image_format)
+    content = stream.getvalue()
+    write_tar(tmp_path / "a.tar", [(f"cat/{index}.img.png", content) for index in range(3)])
+    split = build_splits(config_of(tmp_path / "a.tar", val_fraction=0.4), 3).train
+    counts = []
+    read = PartOfFile.readinto
+
+    def counted(self, buffer):
+        counts.append(read(self, buffer))
+        return counts[-1]
+
+    monkeypatch.setattr(PartOfFile, "readinto", counted)
+    assert split.sizes().tolist() == [[301, 503]] * 2
+    # The chunks of a PNG are looked at one by one, as its turn may be told by the last.
+    assert 0 < sum(counts) < 2 * len(content) / 5
+    with split.source.open(1) as member:
+        assert member.read() == content
+
+
+def test_a_part_of_a_file_reads_as_a_file_of_its_own(tmp_path):
+    content = bytes(range(256)) * 3
+    (tmp_path / "whole").write_bytes(content)
+    for start, length in ((0, 768), (100, 311), (748, 20)):
+        wanted = io.BytesIO(content[start : start + length])
+        with PartOfFile(str(tmp_path / "whole"), start, length) as part:
+            for offset, whence in ((7, 0), (11, 1), (-20, 2), (900, 0)):
+                assert part.seek(offset, whence) == wanted.seek(offset, whence)
+                assert part.read(40) == wanted.read(40)
+            with pytest.raises(OSError, match="Invalid argument"):
+                part.seek(-1)
+        assert part._file.closed
 
 
 @pytest.mark.parametrize(

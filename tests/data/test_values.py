@@ -19,7 +19,7 @@ from visionattn.data.formats import (
     settle,
 )
 from visionattn.data.geometry import Box, Geometry
-from visionattn.data.images import Files
+from visionattn.data.sources import Files
 
 
 def test_white_may_be_zero():

@@ -79,6 +79,16 @@ class Unreadable:
 
     path: str
     reason: str
+    refused: bool = False
+    """Whether the file is whole and the reason says what makes it fit: options, or a package."""
+
+    def __str__(self) -> str:
+        way_out = (
+            "on_error skip leaves it out"
+            if self.refused
+            else "repair or delete it, or use on_error skip to leave it out"
+        )
+        return f"cannot read image {self.path}: {self.reason}; {way_out}"
 
 
 def batch_geometry(
@@ -336,10 +346,7 @@ class _Batches:
 
     def _leave_out(self, image: Unreadable) -> None:
         if self._on_error == "fail":
-            raise ValueError(
-                f"cannot read image {image.path}: {image.reason}; repair or delete it, or use "
-                "on_error skip to leave it out"
-            )
+            raise ValueError(str(image))
         if image.path not in self.unreadable:
             self.unreadable.add(image.path)
             warnings.warn(f"left out unreadable image {image.path}: {image.reason}", stacklevel=4)

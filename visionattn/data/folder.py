@@ -17,7 +17,8 @@ from timm.data.readers.reader_image_in_tar import ReaderImageInTar
 
 from visionattn.data.embedded import stratified_split
 from visionattn.data.formats import COLOURED, ReadOptions, extensions, settle
-from visionattn.data.images import Augmentation, Files, ImageDataset, Source, TableRows, TarMembers
+from visionattn.data.images import Augmentation, ImageDataset
+from visionattn.data.sources import Files, Source, TableRows, TarMembers
 from visionattn.data.walk import identity, images_below, natural_key
 
 LAYOUT = "wanted train/<class>/* and val/<class>/*, or <class>/*"

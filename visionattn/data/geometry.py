@@ -20,6 +20,10 @@ LARGEST_SIDE_PX = 2**20
 """Images have no longer sides, and libraries that resize them take none."""
 
 
+class TooSmall(ValueError):
+    """An image is smaller than a patch."""
+
+
 class Box(NamedTuple):
     """A rectangle of an image, in pixels."""
 
@@ -68,12 +72,12 @@ class Geometry:
         """Say what a model sees of an image of ``height`` x ``width`` pixels.
 
         Raises:
-            ValueError: the image is smaller than a patch.
+            TooSmall: the image is smaller than a patch.
         """
         if self.fit == "native":
             if height < self.patch_px[0] or width < self.patch_px[1]:
                 rows, columns = self.patch_px
-                raise ValueError(
+                raise TooSmall(
                     f"image of {height} x {width} pixels is smaller than a patch of {rows} x "
                     f"{columns}; fit pad, stretch and crop enlarge it"
                 )

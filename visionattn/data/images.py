@@ -1,15 +1,14 @@
-"""Data sets of images in memory and of images in files, tars and Hugging Face tables.
+"""Data sets of images in memory and of encoded images, wherever these are kept.
 
 This module owns reading and resizing one image. It knows nothing of how images are split or
 batched.
 """
 
-import io
 import os
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import BinaryIO, Protocol
+from typing import Protocol
 
 import numpy as np
 from torch.utils.data import Dataset
@@ -20,17 +19,18 @@ from visionattn.data.buckets import canvases
 from visionattn.data.formats import (
     COLOURED,
     DAMAGED_IMAGE,
-    Openable,
+    NotAsAsked,
     ReadOptions,
-    check_file,
-    is_folder_format,
     open_image,
     read_image,
     read_size,
     resize,
 )
-from visionattn.data.geometry import Box, Geometry, Size, View
+from visionattn.data.geometry import Box, Geometry, Size, TooSmall, View
+from visionattn.data.sources import Source
 
+REFUSED = (NotAsAsked, TooSmall)
+"""What is raised for a file that is whole, but is not what the options and the model ask for."""
 SIZE_THREADS = 8
 """Threads that read the sizes of images; they wait for the disk most of the time."""
 WELL_KNOWN, KNOWN_BYTES = 20_000, 8192
@@ -81,7 +81,7 @@ def see(
         augment: what changes the image; None: nothing does.
 
     Raises:
-        ValueError: the image is smaller than a patch.
+        TooSmall: the image is smaller than a patch.
     """
     view = key.geometry.view(*size)
     if augment is None:
@@ -128,112 +128,6 @@ class ArrayDataset(Dataset):
     def __getitem__(self, key: SampleKey) -> Item:
         image, label = self.images[key.index], int(self.labels[key.index])
         return see_array(image, label, key, self.seed, self.augment)
-
-
-class Source(Protocol):
-    """Encoded images by number."""
-
-    def open(self, index: int) -> Openable:
-        """Return what ``open_image`` takes, which closes it; raises one of ``DAMAGED_IMAGE`` where
-        there is no image.
-        """
-        ...
-
-    def name(self, index: int) -> str:
-        """Return what messages call the image: its path, or its file and the place within it."""
-        ...
-
-    def part(self, index: int, size: int) -> bytes:
-        """Return what tells the image from another one of its name: how many bytes it has, and the
-        first and the last ``size`` of these. Empty where there is none.
-        """
-        ...
-
-
-class Files:
-    """Images that are files."""
-
-    def __init__(self, paths: Sequence[str]):
-        """Take ``paths``, one for each image."""
-        self.paths = paths
-
-    def open(self, index: int) -> Openable:
-        """Open the file; of a folder that is an image, such as zarr, return the path."""
-        path = self.paths[index]
-        check_file(path)
-        return path if is_folder_format(path) else open(path, "rb")
-
-    def name(self, index: int) -> str:
-        """Return its path."""
-        return self.paths[index]
-
-    def part(self, index: int, size: int) -> bytes:
-        """Return the number of its bytes, the first and the last ones; nothing of a folder."""
-        path = self.paths[index]
-        try:
-            check_file(path)
-            if os.path.isdir(path):
-                return b""
-            with open(path, "rb") as file:
-                return ends_of(file, 0, os.fstat(file.fileno()).st_size, size)
-        except (OSError, ValueError):
-            return b""
-
-
-class TarMembers:
-    """Images that are members of a tar, as listed by timm's reader; each is read through a handle
-    of its own.
-    """
-
-    def __init__(self, reader, root: str):
-        """Take timm's ``ReaderImageInTar`` of the tar file ``root``."""
-        self.samples, self.root = reader.samples, root
-
-    def open(self, index: int) -> BinaryIO:
-        """Read the member into memory; a tar within the tar is read through, one level deep."""
-        member, _, tar_within = self.samples[index]
-        with open(self.root, "rb") as file:
-            file.seek(member.offset_data + (tar_within.offset_data if tar_within else 0))
-            return io.BytesIO(file.read(member.size))
-
-    def name(self, index: int) -> str:
-        """Return ``tar:member``."""
-        return f"{self.root}:{self.samples[index][0].path}"
-
-    def part(self, index: int, size: int) -> bytes:
-        """Return the number of its bytes, the first and the last ones."""
-        member, _, within = self.samples[index]
-        start = member.offset_data + (within.offset_data if within else 0)
-        with open(self.root, "rb") as file:
-            return ends_of(file, start, member.size, size)
-
-
-class TableRows:
-    """Images that are rows of a Hugging Face table, through timm's reader."""
-
-    def __init__(self, reader, root: str):
-        """Take timm's ``ReaderHfds`` of the table ``root``."""
-        self.reader, self.root = reader, root
-
-    def open(self, index: int) -> BinaryIO:
-        """Read the row's image into memory."""
-        return self.reader[index][0]
-
-    def name(self, index: int) -> str:
-        """Return ``table:file``, or ``table:number`` where the row names no file."""
-        return f"{self.root}:{self.reader.filename(index) or index}"
-
-    def part(self, index: int, size: int) -> bytes:
-        """Return nothing: a row is decoded as a whole, and its table has a version."""
-        return b""
-
-
-def ends_of(file: BinaryIO, start: int, length: int, size: int) -> bytes:
-    """Return how many bytes a part of a file has, and up to ``size`` of them at either end."""
-    file.seek(start)
-    head = file.read(min(size, length))
-    file.seek(start + max(0, length - size))
-    return b"%d" % length + head + file.read(min(size, length))
 
 
 class ImageDataset(Dataset):
@@ -327,5 +221,10 @@ class ImageDataset(Dataset):
 
                 return see(size, read, label, key, self.seed, self.augment)
         except DAMAGED_IMAGE as error:
-            reason = " ".join(str(error).split()) or type(error).__name__
-            return Unreadable(self.source.name(index), reason)
+            return unreadable(self.source.name(index), error)
+
+
+def unreadable(name: str, error: BaseException) -> Unreadable:
+    """Say in one line why an image cannot be read."""
+    reason = " ".join(str(error).split()) or type(error).__name__
+    return Unreadable(name, reason, isinstance(error, REFUSED))

@@ -23,6 +23,7 @@ from visionattn.cli.files import check_free, write_text
 from visionattn.cli.parsing import parse
 from visionattn.cli.progress import Progress
 from visionattn.cli.tables import heading, line
+from visionattn.data.batches import Unreadable
 from visionattn.data.config import DataConfig
 from visionattn.data.formats import (
     DAMAGED_IMAGE,
@@ -31,7 +32,7 @@ from visionattn.data.formats import (
     open_image,
     read_blocks,
 )
-from visionattn.data.images import ImageDataset
+from visionattn.data.images import ImageDataset, unreadable
 from visionattn.data.splits import build_splits, check_root
 
 COLUMNS = ("band", "mean", "std", "smallest", "largest", "images", "pixels")
@@ -166,13 +167,13 @@ def measure(
     with ThreadPoolExecutor(max(1, threads)) as pool, Progress(len(indices)) as progress:
         results = [pool.submit(work, index) for index in indices]
         try:
-            for index, result in zip(indices, results, strict=True):
+            for result in results:
                 found = result.result()
-                if isinstance(found, str):
-                    _leave_out(dataset.source.name(index), found, skip)
+                if isinstance(found, Unreadable):
+                    _leave_out(found, skip)
                 else:
                     total, images = found if total is None else total + found, images + 1
-                progress.advance(1, isinstance(found, str))
+                progress.advance(1, isinstance(found, Unreadable))
         finally:
             pool.shutdown(cancel_futures=True)
     if total is None:
@@ -180,23 +181,22 @@ def measure(
     return total, images
 
 
-def _measure_one(source, options: ReadOptions, index: int) -> Moments | str:
-    """Measure one image; the reason where it cannot be read or holds nothing."""
+def _measure_one(source, options: ReadOptions, index: int) -> Moments | Unreadable:
+    """Measure one image; say why where it cannot be read or holds nothing."""
     try:
         with open_image(source.open(index), options) as reader:
             parts = [moments_of(*part) for part in read_blocks(reader, options)]
-            return reduce(add, parts) if parts else "none of its pixels holds data"
+            if not parts:
+                return Unreadable(source.name(index), "none of its pixels holds data")
+            return reduce(add, parts)
     except DAMAGED_IMAGE as error:
-        return " ".join(str(error).split()) or type(error).__name__
+        return unreadable(source.name(index), error)
 
 
-def _leave_out(path: str, reason: str, skip: bool) -> None:
+def _leave_out(image: Unreadable, skip: bool) -> None:
     if not skip:
-        raise ValueError(
-            f"cannot read image {path}: {reason}; repair or delete it, or use "
-            "on_error skip to leave it out"
-        )
-    warnings.warn(f"left out unreadable image {path}: {reason}", stacklevel=3)
+        raise ValueError(str(image))
+    warnings.warn(f"left out unreadable image {image.path}: {image.reason}", stacklevel=3)
 
 
 def stats(argv: Sequence[str], say: Callable[[str], None]) -> None:

@@ -73,6 +73,8 @@ class Extraction:
         self.identity = self.opened.identity() | self._own_identity()
         self.kept = [] if options.overwrite else whole_shards(self.folder, self.identity)
         check_images(self.kept, self.listing.name, len(self.listing))
+        if not self.kept:
+            self.images.check_asked()
         self.begun = False
 
     def _find_images(self) -> None:

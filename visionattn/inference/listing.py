@@ -16,7 +16,7 @@ from PIL import Image
 
 from visionattn.data.embedded import digit_splits
 from visionattn.data.formats import Openable, check_file, extensions, is_folder_format
-from visionattn.data.images import Files
+from visionattn.data.sources import Files
 from visionattn.data.walk import images_below
 
 

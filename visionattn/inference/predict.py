@@ -108,6 +108,7 @@ class Predictor:
         self.images = ReadImages(
             self.listing, self.opened.spec, self.opened.geometry, options.max_pixels
         )
+        self.images.check_asked()
 
     def run(self, say: Callable[[str], None]) -> None:
         """Write a row per image to the output, or print a table, and say what came of it.

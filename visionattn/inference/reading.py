@@ -23,7 +23,7 @@ from visionattn.data.formats import (
     settle,
 )
 from visionattn.data.geometry import Geometry, Size
-from visionattn.data.images import fill
+from visionattn.data.images import REFUSED, fill
 from visionattn.inference.listing import Listing
 from visionattn.models.weights import DataSpec
 
@@ -41,6 +41,8 @@ class Sample:
     """Height and width in pixels of what the image fills of ``pixels``, from the top left."""
     reason: str | None = None
     """Why it cannot be read, in one line."""
+    refused: bool = False
+    """Whether its file is whole, but is not what options and model ask for."""
 
 
 class ReadImages(Dataset):
@@ -86,10 +88,28 @@ class ReadImages(Dataset):
             pixels = rearrange(fill(image, view), "h w c -> c h w")
         except (*DAMAGED_IMAGE, MemoryError, cv2.error) as error:
             sample.reason = as_flags(" ".join(str(error).split()) or type(error).__name__)
+            sample.refused = isinstance(error, REFUSED)
             return sample
         sample.present = view.present
         sample.pixels = torch.from_numpy(np.array(pixels, order="C"))
         return sample
+
+    def check_asked(self) -> None:
+        """Read images up to the first one that is not refused, which most often is the first of
+        all, so that nothing is begun with options that no image fits.
+
+        Raises:
+            ValueError: all are refused; one line with the first.
+        """
+        first = None
+        for index in range(len(self)):
+            sample = self[index]
+            if not sample.refused:
+                return
+            first = first or f"{self.listing.name(index)}: {sample.reason}"
+        count = len(self)
+        those = f"none of the {count} images can be read so; the first: " if count > 1 else ""
+        raise ValueError(f"{those}{first}")
 
 
 def as_flags(text: str) -> str:

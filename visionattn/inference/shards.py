@@ -7,6 +7,7 @@ run has come. The module knows nothing of models.
 """
 
 import json
+import os
 import re
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
@@ -277,7 +278,7 @@ def whole_shards(folder: Path, identity: dict[str, Any]) -> list[Shard]:
         shard, other = read
         for key in identity:
             if other.get(key) != identity[key]:
-                there, here = (_brief(features.get(key)) for features in (other, identity))
+                there, here = _briefly(other.get(key), identity[key])
                 raise ValueError(
                     f"{folder} holds other features: {key} {there} there, {here} here; choose "
                     "another --output, or replace them with --overwrite"
@@ -292,9 +293,17 @@ def whole_shards(folder: Path, identity: dict[str, Any]) -> list[Shard]:
     return found
 
 
-def _brief(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 40 else text[:12] + "..."
+def _briefly(*values: Any) -> list[str]:
+    """Write values that differ for people: long ones from a little before the first difference."""
+    texts = [str(value) for value in values]
+    start = max(0, len(os.path.commonprefix(texts)) - 12)
+    before, length = ("...", 36) if start else ("", 12)
+
+    def brief(text: str) -> str:
+        after = "..." if len(text) > start + length else ""
+        return text if len(text) <= 40 else before + text[start : start + length] + after
+
+    return [brief(text) for text in texts]
 
 
 def delete_from(folder: Path, number: int) -> None:

@@ -7,7 +7,7 @@ from visionattn.data.formats.options import (
     check_reading,
 )
 from visionattn.data.formats.pillow import large_images_allowed
-from visionattn.data.formats.reader import DAMAGED_IMAGE, MissingPackage, Reader
+from visionattn.data.formats.reader import DAMAGED_IMAGE, MissingPackage, NotAsAsked, Reader
 from visionattn.data.formats.table import (
     Openable,
     check_file,
@@ -29,6 +29,7 @@ __all__ = [
     "DAMAGED_IMAGE",
     "LARGEST_IMAGE_PX",
     "MissingPackage",
+    "NotAsAsked",
     "Openable",
     "ReadOptions",
     "Reader",

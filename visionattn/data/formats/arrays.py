@@ -24,7 +24,7 @@ from visionattn.data.geometry import Box
 def open_reader(source: str | BinaryIO, page: int | None) -> Reader:
     """Open a zarr folder by its path, or the content of an ``.npy`` file."""
     if isinstance(source, str):
-        require("arrays", "zarr", what=f"a zarr array ({source})")
+        require("arrays", "zarr", what="a zarr array")
         with damage("zarr"):
             return ArrayImage(_open_zarr(source), None, page)
     path = getattr(source, "name", None)

@@ -11,7 +11,7 @@ from visionattn.data.geometry import Box
 
 def open_reader(path: str, page: int | None) -> Reader:
     """Open a raster."""
-    require("raster", "rasterio", what=f"a raster ({path})")
+    require("raster", "rasterio", what="a raster")
     return Raster(path, page)
 
 

@@ -33,7 +33,9 @@ larger than is allowed, or where its values have no known range.
 
 
 class NotAsAsked(ValueError):
-    """A file that is whole has no such page or bands, or is of another kind than what is asked."""
+    """A file that is whole has no such page or bands, values of no known range, or is of another
+    kind than what is asked; the text names what was wanted.
+    """
 
 
 class MissingPackage(NotAsAsked):

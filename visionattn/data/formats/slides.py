@@ -19,7 +19,7 @@ from visionattn.data.geometry import Box
 
 def open_reader(path: str, page: int | None) -> Reader:
     """Open a slide."""
-    require("slides", "tiffslide", what=f"a slide ({path})")
+    require("slides", "tiffslide", what="a slide")
     return Slide(path, page)
 
 

@@ -70,8 +70,9 @@ def _open_without_tifffile(file: BinaryIO, page: int | None) -> PillowImage:
     except MissingPackage:
         raise
     except DAMAGED_IMAGE as error:
+        reason = one_line(error).partition(" <")[0]  # Pillow names an open file as Python shows it
         raise MissingPackage(
-            f"{one_line(error)}; TIFF of most kinds needs tifffile: pip install 'visionattn[tiff]'"
+            f"{reason}; TIFF of most kinds needs tifffile: pip install 'visionattn[tiff]'"
         ) from error
 
 

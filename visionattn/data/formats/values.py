@@ -141,7 +141,7 @@ def scale_values(pixels: np.ndarray, reader: Reader, options: ReadOptions) -> np
     are 0. Where the smallest value is white, so is 0.
 
     Raises:
-        ValueError: nothing says which values are black and white, or values are above what the
+        NotAsAsked: nothing says which values are black and white, or values are above what the
             other files hold; one line with the smallest and the largest value.
     """
     empty = holds_nothing(pixels, reader)
@@ -150,7 +150,7 @@ def scale_values(pixels: np.ndarray, reader: Reader, options: ReadOptions) -> np
         return pixels if empty is None else np.where(empty, np.uint8(0), pixels)
     limits = range_of(reader, options)
     if limits is None:
-        raise ValueError(_no_range(pixels, reader.nodata))
+        raise NotAsAsked(_no_range(pixels, reader.nodata))
     low, high = limits
     if options.found or limits != options.value_range:
         _check_above(pixels if empty is None else pixels[~empty], high)
@@ -185,7 +185,7 @@ def _no_range(pixels: np.ndarray, nodata: float | None) -> str:
 
 def _check_above(pixels: np.ndarray, high: float) -> None:
     if pixels.size and (largest := pixels.max()) > high:
-        raise ValueError(
+        raise NotAsAsked(
             f"values up to {largest:,}, where those of the other images end at {high:,.0f}; give "
             "--data.value_range LOW HIGH"
         )
