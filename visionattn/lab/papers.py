@@ -443,7 +443,10 @@ OTHERS = {
         "Head counts of a pixel model on digits, images of 32 px",
         partial(heads_of, size="32"),
     ),
-    "quality": ("canvas: small models trained at 48 to 80 px, 4 epochs; deviations are of seeds", quality_of),
+    "quality": (
+        "canvas: small models trained at 48 to 80 px, 4 epochs; deviations are of seeds",
+        quality_of,
+    ),
     "memory": ("Memory of one block of small models, one image, float32", profile_charts),
 }
 """Pictures of the documentation that other tools measure: title and charts."""
