@@ -1,8 +1,6 @@
 """What models see of images of many sizes: by the checkpoint, by flags, and as in validation."""
 
-import importlib.util
 import math
-import re
 from dataclasses import replace
 
 import cv2
@@ -262,94 +260,6 @@ def test_what_contradicts_is_one_line_with_code_2_and_nothing_written(
     for tool, output in ((predict, "out.csv"), (extract, "out")):
         assert tool(flags(*more.split(), output=output)) == 2
         assert_one_error(capsys, BAD[more])
-    assert written(tmp_path) == before and not (tmp_path / "out").exists()
-
-
-REFUSED = {
-    "--bands 4 5 6": r"\S+ wanted band 6, the image has 3 bands",
-    "--page 3": r"\S+ wanted page 3, the image has 1 page",
-    "--value_range 5 5": r"value_range must be two finite numbers, the lower one first",
-}
-
-
-@pytest.mark.parametrize("more", REFUSED)
-def test_what_no_image_has_is_one_line_with_code_2_and_nothing_written(
-    images, tmp_path, capsys, more
-):
-    checkpoint(tmp_path, fit="native", img_size=None)
-    before = written(tmp_path)
-    for tool, output in ((predict, "out.csv"), (extract, "out")):
-        assert tool(flags(*more.split(), output=output)) == 2
-        error = capsys.readouterr().err
-        assert re.search(REFUSED[more], error) and error.count("\n") == 1
-    assert written(tmp_path) == before and not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("names", [("a.png", "b.png"), ("a.png",)])
-def test_images_that_are_all_smaller_than_a_patch_leave_nothing_behind(tmp_path, capsys, names):
-    checkpoint(tmp_path, fit="native", img_size=None)
-    for name in names:
-        write_image(tmp_path / "thin" / name, 40, 7, seed=0)
-    before = written(tmp_path)
-    given = ["--checkpoint", str(tmp_path / "best.safetensors"), "--images", str(tmp_path / "thin")]
-    for tool, output in ((predict, "out.csv"), (extract, "out")):
-        assert tool([*given, "--workers", "0", "--output", str(tmp_path / output)]) == 2
-        error = capsys.readouterr().err
-        assert error.endswith(
-            "7 pixels is smaller than a patch of 8 x 8; fit pad, stretch and crop enlarge it\n"
-        )
-        assert error.count("\n") == 1
-        assert ("none of the 2 images can be read so; the first: " in error) == (len(names) == 2)
-    assert written(tmp_path) == before and not (tmp_path / "out").exists()
-
-
-def test_an_extra_that_is_missing_is_one_line_and_nothing_is_written(tmp_path, monkeypatch, capsys):
-    checkpoint(tmp_path, fit="native", img_size=None)
-    write_image(tmp_path / "slides" / "a.png", 40, 24, seed=0)
-    (tmp_path / "slides" / "a.png").rename(tmp_path / "slides" / "a.svs")
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *_: None if name == "tiffslide" else find(name)
-    )
-    before = written(tmp_path)
-    given = [
-        "--checkpoint",
-        str(tmp_path / "best.safetensors"),
-        "--images",
-        str(tmp_path / "slides"),
-    ]
-    for tool, output in ((predict, "out.csv"), (extract, "out")):
-        assert tool([*given, "--workers", "0", "--output", str(tmp_path / output)]) == 2
-        error = capsys.readouterr().err
-        assert "pip install 'visionattn[slides]'" in error and error.count("\n") == 1
-    assert written(tmp_path) == before and not (tmp_path / "out").exists()
-
-
-UNFIT = {
-    "--images float": "and nothing says which of them are black and white; give --value_range LOW",
-    "--images five": "the image has 5 bands; name those to read, in their order, as in --bands",
-    "--images packed": "0.zarr: a zarr array needs zarr: pip install 'visionattn[arrays]'",
-}
-
-
-@pytest.mark.parametrize("more", UNFIT)
-def test_values_bands_and_extras_that_are_missing_are_one_line_with_code_2_and_nothing_written(
-    images, tmp_path, capsys, monkeypatch, more
-):
-    checkpoint(tmp_path, fit="native", img_size=None)
-    for name in ("float", "five", "packed/0.zarr"):
-        (tmp_path / name).mkdir(parents=True)
-    for number in range(2):
-        np.save(tmp_path / "float" / f"{number}.npy", np.full((16, 24), 0.5, np.float32))
-        np.save(tmp_path / "five" / f"{number}.npy", np.zeros((16, 24, 5), np.uint8))
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *_: None if name == "zarr" else find(name)
-    )
-    before = written(tmp_path)
-    for tool, output in ((predict, "out.csv"), (extract, "out")):
-        assert tool(flags(*more.split(), output=output)) == 2
-        assert_one_error(capsys, UNFIT[more])
     assert written(tmp_path) == before and not (tmp_path / "out").exists()
 
 

@@ -72,11 +72,15 @@ class ReadImages(Dataset):
         self.options, lines = settle(listing, range(len(listing)), options, strict=False)
         for line in lines:
             warnings.warn(as_flags(line), stacklevel=2)
+        self._checked: dict[int, Sample] = {}
 
     def __len__(self) -> int:
         return len(self.listing)
 
     def __getitem__(self, index: int) -> Sample:
+        return self._checked.pop(index, None) or self._read(index)
+
+    def _read(self, index: int) -> Sample:
         sample = Sample()
         try:
             with open_image(self.listing.open(index), self.options) as reader:
@@ -96,15 +100,17 @@ class ReadImages(Dataset):
 
     def check_asked(self) -> None:
         """Read images up to the first one that is not refused, which most often is the first of
-        all, so that nothing is begun with options that no image fits.
+        all, so that nothing is begun with options that no image fits. That one is kept until it is
+        asked for, as a large image is not read twice.
 
         Raises:
             ValueError: all are refused; one line with the first.
         """
         first = None
         for index in range(len(self)):
-            sample = self[index]
+            sample = self._read(index)
             if not sample.refused:
+                self._checked = {index: sample}
                 return
             first = first or f"{self.listing.name(index)}: {sample.reason}"
         count = len(self)
