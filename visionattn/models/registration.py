@@ -38,6 +38,10 @@ PIXEL = dict(
     mlp_ratio=1.0,
 )
 PIXEL |= dict(init_values=1e-4, global_pool="token")
+LOCAL = dict(value_conv=3, output_gate=True)
+"""What attention lacks beside a softmax and the models of relative position have: the finalists of
+``docs/quality.md``.
+"""
 DEFAULTS: dict[str, dict[str, Any]] = {}
 """The arguments that each name of ours stands for."""
 FORMER: dict[str, dict[str, Any]] = {}

@@ -2,12 +2,16 @@
 Scaleformer, on a grid.
 """
 
-from visionattn.models.registration import family_cfgs, register_family, register_pixel
+from visionattn.models.registration import LOCAL, family_cfgs, register_family, register_pixel
 
 default_cfgs = family_cfgs(
     "scaleformer_vit", pixel="scaleformer_vit_pixel", paper_ids="arXiv:2006.16236"
 )
 register_family(
-    __name__, "scaleformer_vit", former=dict(attention="kernelized"), attention="kernelized"
+    __name__,
+    "scaleformer_vit",
+    former=dict(attention="kernelized"),
+    attention="kernelized",
+    **LOCAL,
 )
 register_pixel(__name__, "scaleformer_vit_pixel", attention="kernelized")

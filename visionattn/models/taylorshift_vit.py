@@ -5,7 +5,7 @@ The published models have a learned absolute position, a class token and a tempe
 at 1. Source: Nauen, Palacio and Dengel 2024, "TaylorShift".
 """
 
-from visionattn.models.registration import family_cfgs, register_family, register_pixel
+from visionattn.models.registration import LOCAL, family_cfgs, register_family, register_pixel
 
 PAPER = "arXiv:2403.02920"
 PUBLISHED = dict(relative="none", pos_embed="learn", temperature_init=1.0, global_pool="token")
@@ -14,7 +14,11 @@ default_cfgs = family_cfgs("taylorshift_vit", pixel="taylorshift_vit_pixel", pap
 default_cfgs |= family_cfgs("taylorshift_abs_vit", paper_ids=PAPER)
 
 register_family(
-    __name__, "taylorshift_vit", former=dict(attention="taylorshift"), attention="taylorshift"
+    __name__,
+    "taylorshift_vit",
+    former=dict(attention="taylorshift"),
+    attention="taylorshift",
+    **LOCAL,
 )
 register_family(__name__, "taylorshift_abs_vit", attention="taylorshift", **PUBLISHED)
 register_pixel(__name__, "taylorshift_vit_pixel", attention="taylorshift", **PUBLISHED)
