@@ -196,13 +196,13 @@ def test_images_that_a_model_pads_by_itself_keep_their_padding(options):
 @pytest.mark.parametrize("normalization", ["mean", "sum"])
 def test_a_causal_model_passes_over_absent_patches(relative, normalization):
     options = {} if relative == "none" else dict(normalization=normalization, horizon=2)
-    model = small(relative=relative, **options)
+    model = small(relative=relative, value_conv=0, **options)
     assert_as_alone(model, *batch(), is_causal=True)
 
 
 @pytest.mark.parametrize("relative", ["joint", "axial", "flat", "none"])
 def test_a_causal_softmax_passes_over_absent_patches(relative):
-    model = small(attention="softmax", relative=relative)
+    model = small(attention="softmax", relative=relative, value_conv=0)
     assert_as_alone(model, *batch(), is_causal=True)
 
 

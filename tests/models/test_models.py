@@ -95,7 +95,13 @@ def test_full_sizes_build_on_the_meta_device(family, letter, parameters):
     with torch.device("meta"):
         model = create_model(f"{family}_{letter}")
     assert all(p.is_meta for p in model.parameters()) and not list(model.buffers())
-    assert sum(p.numel() for p in model.parameters()) == pytest.approx(parameters, rel=0.06)
+    of_gate_and_convolution = sum(
+        block.attn.proj.weight.numel() + 9 * model.embed_dim
+        for block in model.blocks
+        if "abs" not in family
+    )
+    count = sum(p.numel() for p in model.parameters()) - of_gate_and_convolution
+    assert count == pytest.approx(parameters, rel=0.06)
 
 
 def test_small_model_takes_an_image_of_320_by_208_pixels_and_gives_its_maps():
@@ -236,7 +242,9 @@ def test_masks_of_pairs_and_causality_are_refused():
 def test_a_causal_model_does_not_look_ahead(options):
     torch.manual_seed(0)
     model = (
-        small("scaleformer_vit_t", class_token=False, global_pool="avg", **options).double().eval()
+        small("scaleformer_vit_t", class_token=False, global_pool="avg", value_conv=0, **options)
+        .double()
+        .eval()
     )
     tokens = (
         model.blocks[0]

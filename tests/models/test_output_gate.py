@@ -431,3 +431,30 @@ def test_the_identity_twin_keeps_the_gate_and_the_convolution(change):
     close(twin(x), model(x), 1e-12)
     sizes = torch.tensor([[48, 80], [32, 48]])
     close(twin(x, sizes=sizes), model(x, sizes=sizes), 1e-12)
+
+
+@pytest.mark.parametrize("mode", ["", "jax", "moco", "reset"])
+def test_prefix_tokens_of_gated_models_start_where_a_gate_is_open(mode):
+    """A class token that starts at 1e-6, as timm's, gets nothing through its gate, and gradients of
+    what comes before the norms of it are far larger than those of others.
+    """
+    made = [
+        create_model("scaleformer_vit_t", **SMALL, reg_tokens=2, output_gate=gate, weight_init=mode)
+        for gate in (True, False)
+    ]
+    for model, std in zip(made, (0.02, 1e-6), strict=True):
+        for token in (model.cls_token, model.reg_token):
+            assert token.std().item() == pytest.approx(std, rel=0.5)
+
+
+def test_a_class_token_learns_from_patches_at_the_start():
+    torch.manual_seed(0)
+    model = create_model("scaleformer_vit_t", **SMALL, global_pool="token").double()
+    tokens = []
+    for block in model.blocks:
+        block.attn.proj.register_forward_hook(lambda *args: tokens.append(args[2]))
+    model(torch.randn(4, 3, 64, 64, dtype=torch.float64)).logsumexp(1).sum().backward()
+    for found in tokens:
+        of_class, of_patches = found[:, 0].norm(dim=-1).mean(), found[:, 1:].norm(dim=-1).mean()
+        assert of_class > 0.1 * of_patches
+    assert model.patch_embed.proj.weight.grad.norm() < 100 * model.head.weight.grad.norm()

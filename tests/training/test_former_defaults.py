@@ -10,7 +10,15 @@ import torch
 from safetensors.torch import save_file
 from timm import create_model, list_models
 
-from tests.helpers.resumed_runs import best_of, config_of, interrupt, run, state_of, stop_after
+from tests.helpers.resumed_runs import (
+    best_of,
+    config_of,
+    finished_run,
+    interrupt,
+    run,
+    state_of,
+    stop_after,
+)
 from tests.helpers.small_runs import MODEL, SPEC, same
 from visionattn.cli.ends import Stopped
 from visionattn.inference.opening import open_model
@@ -23,6 +31,18 @@ pytestmark = pytest.mark.usefixtures("small_data")
 NAME = "scaleformer_vit_t"
 NEW = dict(output_gate=True, value_conv=3, global_pool="avg", relative="axial")
 """Defaults of later; ``MODEL`` gives the pooling."""
+
+
+@pytest.fixture(autouse=True)
+def before(monkeypatch):
+    """Let the name stand for what it stood for when files did not state defaults."""
+    monkeypatch.setitem(DEFAULTS, NAME, FORMER[NAME])
+
+
+@pytest.fixture
+def whole(tmp_path_factory, before):
+    """The folder of a run of before that nothing happens to."""
+    return finished_run(tmp_path_factory.mktemp("whole"))
 
 
 @pytest.fixture
@@ -94,7 +114,7 @@ def test_complete_arguments_build_the_same_model(name, monkeypatch):
     shapes = ({n: x.shape for n, x in of.state_dict().items()} for of in (model, expected))
     assert next(shapes) == next(shapes)
     assert model.global_pool == expected.global_pool
-    assert complete(name, whole) == whole and complete(name, {}, FORMER) == whole
+    assert complete(name, whole) == whole
 
 
 def size_of(name):
@@ -115,6 +135,12 @@ def test_weights_of_before_have_the_arguments_of_their_name(tmp_path):
     assert torch.equal(load_model(path)(image), model(image))
     opened = open_model(InferenceOptions(checkpoint=str(path)), classifies=True)
     assert opened.identity()["args"] == json.dumps(given, sort_keys=True)
+
+
+@pytest.mark.parametrize("name", FORMER)
+def test_former_defaults_have_neither_gate_nor_convolution_and_differ_in_nothing_else(name):
+    whole, former = complete(name, {}), complete(name, {}, FORMER)
+    assert former == whole | dict(output_gate=False, value_conv=0)
 
 
 @pytest.mark.parametrize("name", FORMER)

@@ -28,6 +28,10 @@ CHECK_GRID = (29, 31)
 """Patches on which models are checked; no square."""
 CHECK_DEPTH = 2
 """Blocks that are checked; all are alike."""
+SHARPER = 4
+"""How many times larger the weights of q, k and v and of the gate are where results are checked."""
+NEAR = 0.2
+"""The standard deviation of convolutions of values where results are checked."""
 
 
 class IdentityAttention(Attention):
@@ -64,6 +68,24 @@ def identity_twin(model: VisionAttnTransformer) -> VisionAttnTransformer:
     for block in twin.blocks:
         block.attn.__class__ = IdentityAttention
     return twin
+
+
+@torch.no_grad()
+def as_trained(model: nn.Module) -> None:
+    """Let the result of a new model depend on its attention as that of a trained one does.
+
+    As they start, attention hardly depends on q, the gate lets a fifth of it through, and the
+    convolution of values is 0.
+    """
+    generator = torch.Generator().manual_seed(0)
+    for block in model.blocks:
+        attention = block.attn
+        attention.qkv.weight *= SHARPER
+        if getattr(attention, "output_gate", None) is not None:
+            attention.output_gate.weight *= SHARPER
+        if getattr(attention, "value_conv", None) is not None:
+            weight = attention.value_conv.weight
+            weight.copy_(NEAR * torch.randn(weight.shape, generator=generator))
 
 
 def check_name(case: Case) -> None:
@@ -211,11 +233,7 @@ def check_network(case: Case, device: str = "cpu") -> str | None:
     case = replace(case, batch=1)
     model = build_model(case, device)
     model.blocks = model.blocks[:CHECK_DEPTH]
-    with torch.no_grad():
-        for block in (
-            model.blocks
-        ):  # as a trained model has them: with those it starts with, attention hardly depends on q
-            block.attn.qkv.weight *= 4
+    as_trained(model)
     rows, columns = model.patch_embed.patch_size
     image = make_image(case, model, CHECK_GRID[0] * rows, CHECK_GRID[1] * columns, device)
     ours = isinstance(model, VisionAttnTransformer)

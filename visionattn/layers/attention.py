@@ -231,7 +231,10 @@ class Attention(nn.Module):
                 f"{' and '.join(name for name, kind in ATTENTIONS.items() if kind.causal)} have"
             )
         if is_causal and (self.value_conv is not None or self.centre_keys):
-            raise ValueError("is_causal=True: value_conv and centre_keys let tokens see later ones")
+            raise ValueError(
+                "is_causal=True: value_conv and centre_keys let tokens see later ones; build the "
+                "model with value_conv=0 and centre_keys=False"
+            )
         batch, tokens, dim = x.shape
         # ``[B, N, 3 D]`` to three views ``[B, h, N, d]``: nothing is copied.
         qkv = (

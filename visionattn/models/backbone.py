@@ -29,6 +29,13 @@ from visionattn.models.patches import DynamicPatchEmbed
 from visionattn.ops import count_classes
 from visionattn.ops.sums import accumulation_dtype
 
+PREFIX_STD = 0.02
+"""The standard deviation of class and register tokens at the start, in models with an output gate.
+
+timm's is 1e-6. The gate of a token so near 0 is closed, so nothing would reach it, and gradients
+through its norms would be some 1,000 times as large as the others.
+"""
+
 
 @register_notrace_function
 def class_counts_like(layout: TokenLayout, horizon: int, like: Tensor) -> Tensor | None:
@@ -223,6 +230,16 @@ class VisionAttnTransformer(VisionTransformer):
         for info in self.feature_info:
             info["reduction"] = self.patch_embed.feat_ratio()
         self._share_native_layout()
+
+    def init_weights(self, mode: str = "", needs_reset: bool = True) -> None:
+        """Start the weights as timm does, and class and register tokens at ``PREFIX_STD`` where
+        blocks have an output gate.
+        """
+        super().init_weights(mode, needs_reset)
+        if any(block.attn.output_gate is not None for block in self.blocks):
+            for token in (self.cls_token, self.reg_token):
+                if token is not None:
+                    nn.init.normal_(token, std=PREFIX_STD)
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """Make a new head of ``num_classes`` outputs (0: none), on the old one's device, in its

@@ -8,7 +8,14 @@ at 1. Source: Nauen, Palacio and Dengel 2024, "TaylorShift".
 from visionattn.models.registration import LOCAL, family_cfgs, register_family, register_pixel
 
 PAPER = "arXiv:2403.02920"
-PUBLISHED = dict(relative="none", pos_embed="learn", temperature_init=1.0, global_pool="token")
+PUBLISHED = dict(
+    relative="none",
+    pos_embed="learn",
+    temperature_init=1.0,
+    global_pool="token",
+    value_conv=0,
+    output_gate=False,
+)
 
 default_cfgs = family_cfgs("taylorshift_vit", pixel="taylorshift_vit_pixel", paper_ids=PAPER)
 default_cfgs |= family_cfgs("taylorshift_abs_vit", paper_ids=PAPER)

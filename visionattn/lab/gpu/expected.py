@@ -9,8 +9,9 @@ modelled more coarsely:
 - SDPA: the exponentials, 16 in a cycle of a multiprocessor, and the products, one after the other,
   over a share that gives the 335 TFLOP/s of FlashAttention-2 on an H100 (Dao 2023, section 4.1).
 - The rest of a model: each product as the slower of its operations and its bytes, and 17 D elements
-  of each token and layer that compiled code reads or writes between products; three times that
-  with a backward pass. Patch embedding and head are left out.
+  of each token and layer that compiled code reads or writes between products, 25 D with output gate
+  and convolution of values; three times that with a backward pass. Patch embedding and head are
+  left out.
 """
 
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from visionattn.lab.gpu.counts import H100, H200, Gpu, expected_seconds, operati
 from visionattn.lab.gpu.timing import Ceilings
 from visionattn.lab.target_table import WITH_GRAPH
 from visionattn.lab.targets import Target
+from visionattn.models.registration import DEFAULTS
 from visionattn.ops.taylorshift.gpu import tile_features
 
 DEPTH, WIDTH = 12, 64
@@ -31,6 +33,11 @@ PRODUCT_SHARE = 0.7
 """The share of the rate of large products that those of a layer are assumed to reach."""
 ELEMENTS_BETWEEN = 17
 """Elements of each token in units of the model's width: norm 2, sum and norm 4, GELU 8, sum 3."""
+ELEMENTS_OF_GATE = 3
+ELEMENTS_OF_CONVOLUTION = 5
+"""The same of the product with the gate, and of the convolution, 2, and its sum, 3."""
+PRODUCTS = ((1, 3), (1, 1), (1, 4), (4, 1))
+"""Widths of what each product of a layer is given and makes, in units of the model's width."""
 BYTES = 2
 BACKWARD_TIMES = 3
 """Forward and backward of a layer take so many times its forward."""
@@ -139,11 +146,21 @@ def sdpa_seconds(case: Case, gpu: Gpu) -> float:
     return pairs * passes / FLASH_SHARE
 
 
-def rest_of_model_seconds(case: Case, gpu: Gpu) -> float:
-    """Return the seconds of all layers but attention, in a model whose attention is ``case``."""
+def rest_of_model_seconds(case: Case, gpu: Gpu, model: str) -> float:
+    """Return the seconds of all layers but attention, in a model whose attention is ``case``.
+
+    Args:
+        model: its name; gate and convolution are counted where the name stands for them.
+    """
+    options = DEFAULTS.get(model, {})
     width, tokens = case.heads * WIDTH, case.batch * case.size
-    seconds = ELEMENTS_BETWEEN * width * tokens * BYTES / gpu.bytes_per_second
-    for given, made in ((1, 3), (1, 1), (1, 4), (4, 1)):
+    elements, products = ELEMENTS_BETWEEN, PRODUCTS
+    if options.get("output_gate"):
+        elements, products = elements + ELEMENTS_OF_GATE, (*products, (1, 1))
+    if options.get("value_conv"):
+        elements += ELEMENTS_OF_CONVOLUTION
+    seconds = elements * width * tokens * BYTES / gpu.bytes_per_second
+    for given, made in products:
         operations = 2 * tokens * given * made * width**2
         moved = BYTES * tokens * (given + made) * width
         seconds += max(
@@ -165,10 +182,13 @@ def _crossover(figure: Target, seconds: list[float], gpu: Gpu) -> tuple[float, d
 
 def _model(figure: Target, seconds: list[float], gpu: Gpu) -> tuple[float, dict[str, float]]:
     (attention,) = operations_of(figure.case, figure.kind)
-    rest = rest_of_model_seconds(attention, gpu)
+    rest = rest_of_model_seconds(attention, gpu, figure.case.base)
     own = rest + DEPTH * seconds[0]
-    of_identity = "identity" in (figure.baseline or "")
-    other = rest if of_identity else rest + DEPTH * sdpa_seconds(attention, gpu)
+    other = rest
+    if "identity" not in (baseline := figure.baseline or ""):
+        other = rest_of_model_seconds(attention, gpu, baseline) + DEPTH * sdpa_seconds(
+            attention, gpu
+        )
     ratio = other / own
     by_unit = {"x images/s": ratio, "x steps/s": ratio, WITH_GRAPH: ratio}
     return own, by_unit | {"s": own, "ms": 1e3 * own}

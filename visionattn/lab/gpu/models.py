@@ -35,10 +35,6 @@ from visionattn.training.optimize import OptimizerStep
 
 CHECK_DEPTH = 2
 """Blocks of the largest image that are checked."""
-SHARPER = 4
-"""Times the weights of q, k and v at the start, so that the result depends on attention as in a
-trained model.
-"""
 
 
 def make_model(name: str, case: Case, bench: Bench) -> nn.Module:
@@ -52,9 +48,7 @@ def make_model(name: str, case: Case, bench: Bench) -> nn.Module:
             model = timm.create_model(case.base, img_size=case.image_size)
         model = model.to(bench.device, case.torch_dtype).train(case.backward)
     model.blocks = model.blocks[: bench.depth]
-    with torch.no_grad():
-        for block in model.blocks:
-            block.attn.qkv.weight *= SHARPER
+    networks.as_trained(model)
     if bench.model_impl != "auto":
         networks.set_impl(model, bench.model_impl)
     return model
