@@ -1,6 +1,7 @@
 """Files that appear whole, places that are refused, and locks, against other processes."""
 
 import errno
+import multiprocessing
 import os
 import resource
 import signal
@@ -23,6 +24,7 @@ from visionattn.cli.files import (
     locked,
     target_of,
     unfinished,
+    whole_folder,
     write_text,
     write_whole,
 )
@@ -382,3 +384,64 @@ def test_a_line_that_the_disk_has_no_room_for_is_an_error_with_the_name_of_its_f
 def test_only_files_count_as_targets(tmp_path):
     assert target_of(tmp_path / "new") == tmp_path / "new"
     assert target_of(str(tmp_path / "file" / "new")) == tmp_path / "file" / "new"
+
+
+def test_a_folder_is_there_whole_or_not_at_all(tmp_path):
+    target = tmp_path / "folder"
+    with whole_folder(target) as place:
+        (place / "a").write_text("x")
+        (place / "a").chmod(0o600)
+        assert not target.exists() and place.parent == tmp_path and is_unfinished(place)
+        assert unfinished(tmp_path) == [] and unfinished(tmp_path, folders=True) == [place]
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+    usual = tmp_path / "usual"
+    usual.touch()
+    assert (target / "a").stat().st_mode == usual.stat().st_mode
+    with (
+        pytest.raises(OSError, match="No space left") as error,
+        whole_folder(tmp_path / "b") as place,
+    ):
+        (place / "c").write_text("x")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(place / "d"))
+    assert error.value.filename == str(tmp_path / "b")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "usual"]
+
+
+def test_a_folder_replaces_nothing_not_even_what_appears_meanwhile(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "dangling").symlink_to("gone")
+    for name in ("empty", "dangling"):
+        with pytest.raises(ValueError, match=f"{name} exists"), whole_folder(tmp_path / name):
+            raise AssertionError("begun")
+    with pytest.raises(ValueError, match="later exists"), whole_folder(tmp_path / "later") as place:
+        (place / "a").write_text("x")
+        (tmp_path / "later").mkdir()
+    assert os.listdir(tmp_path / "later") == []
+    with pytest.raises(ValueError, match="no folder .*no for b"), whole_folder(tmp_path / "no/b"):
+        raise AssertionError("begun")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dangling", "empty", "later"]
+
+
+def fill(path, there):
+    with whole_folder(path) as place:
+        (place / "a").write_text("x")
+        there.send(place)
+        there.recv()
+
+
+def test_what_a_killed_process_left_of_a_folder_goes_and_a_living_one_keeps_its_own(tmp_path):
+    places, others, fork = [], [], multiprocessing.get_context("fork")
+    for _ in range(2):
+        here, there = fork.Pipe()
+        process = fork.Process(target=fill, args=(tmp_path / "folder", there))
+        process.start()
+        others.append((process, here))
+        places.append(here.recv())
+    others[0][0].kill()
+    others[0][0].join()
+    with whole_folder(tmp_path / "folder") as place:
+        assert not places[0].exists() and (places[1] / "a").exists() and place not in places
+    others[1][1].send("go on")
+    others[1][0].join()
+    assert others[1][0].exitcode == 1  # the name is taken by now
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]

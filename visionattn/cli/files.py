@@ -12,9 +12,11 @@ import json
 import os
 import re
 import secrets
+import shutil
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
@@ -90,13 +92,65 @@ def write_whole(
 
 
 @contextmanager
+def whole_folder(path: str | Path) -> Iterator[Path]:
+    """Give an empty folder to write files into; at the end it is there as ``path``, whole, or not
+    at all: beside its place, flushed to the disk and renamed.
+
+    Raises:
+        ValueError: there is something of that name.
+        OSError: it cannot be written; ``filename`` is that of ``path`` where the system leaves it
+            open or names what is being written.
+    """
+    target = Path(path)
+    check_new(target)
+    forget_unfinished(target, folders=True)
+    place = _place_beside(target)
+    os.mkdir(place)
+    descriptor = os.open(place, os.O_RDONLY)
+    remove = partial(shutil.rmtree, place, ignore_errors=True)
+    try:
+        with named(path), undone_at_end(remove):
+            with suppress(BlockingIOError):
+                _hold(descriptor)
+            yield place
+            for file in place.iterdir():
+                flush_to_disk(file)
+                # Some writers make files that nobody else may read.
+                os.chmod(file, stat.S_IMODE(os.fstat(descriptor).st_mode) & 0o666)
+            flush_folder(place)
+            check_new(target)  # a rename would replace an empty folder
+            os.rename(place, target)
+    finally:
+        remove()
+        os.close(descriptor)
+
+
+def check_new(path: Path) -> None:
+    """Raise ValueError where a folder cannot be made as something new: there is something of that
+    name, there is no folder for it, or that may not be written to.
+    """
+    if os.path.lexists(path):
+        raise ValueError(f"{path} exists; name a folder that does not")
+    parent = path.absolute().parent
+    if not parent.is_dir():
+        raise ValueError(f"no folder {parent} for {path.name}")
+    if not os.access(parent, os.W_OK):
+        raise ValueError(f"no permission to write to {parent}")
+
+
+def _place_beside(target: Path) -> Path:
+    """Return the random name beside a file or folder under which it is written."""
+    return target.with_name(f".{target.name[:48]}.{secrets.token_hex(8)}.visionattn.tmp")
+
+
+@contextmanager
 def beside(target: Path) -> Iterator[tuple[Path, int]]:
     """Make an empty file of a random name in the folder of another one, and delete it at the end,
     unless it was renamed. Give its path, and the permissions that it is to have.
     """
     forget_unfinished(target)
     mode = stat.S_IMODE(os.stat(target).st_mode) if target.exists() else None
-    place = target.with_name(f".{target.name[:48]}.{secrets.token_hex(8)}.visionattn.tmp")
+    place = _place_beside(target)
     # O_EXCL follows no link and takes no file of others. Nobody reads what is to be private.
     asked = 0o666 if mode is None else 0o600
     descriptor = os.open(place, os.O_RDWR | os.O_CREAT | os.O_EXCL, asked)
@@ -118,23 +172,28 @@ def is_unfinished(path: str | Path) -> bool:
     return UNFINISHED.fullmatch(os.path.basename(path)) is not None
 
 
-def forget_unfinished(target: Path) -> None:
-    """Delete what killed processes left of a file: that of a living one is locked."""
-    for path in unfinished(target.parent):
+def forget_unfinished(target: Path, *, folders: bool = False) -> None:
+    """Delete what killed processes left of a file, or of a folder: that of a living one is
+    locked.
+    """
+    for path in unfinished(target.parent, folders=folders):
         if UNFINISHED.fullmatch(path.name)[1] == target.name[:48]:
             with suppress(OSError):  # of others, or somebody else was faster
                 descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
                 try:
                     if _hold(descriptor):
-                        path.unlink()
+                        shutil.rmtree(path) if folders else path.unlink()
                 finally:
                     os.close(descriptor)
 
 
-def unfinished(folder: Path) -> list[Path]:
-    """List the files in a folder that are being written or were left by killed processes."""
+def unfinished(folder: Path, *, folders: bool = False) -> list[Path]:
+    """List the files in a folder, or the folders, that are being written or were left by killed
+    processes.
+    """
     with suppress(OSError):
-        return [folder / name for name in os.listdir(folder) if is_unfinished(name)]
+        found = [folder / name for name in os.listdir(folder) if is_unfinished(name)]
+        return [path for path in found if path.is_dir() == folders]
     return []
 
 
@@ -214,7 +273,10 @@ def named(path: str | Path) -> Iterator[None]:
 
 
 def _is_beside(filename: object) -> bool:
-    return isinstance(filename, (str, os.PathLike)) and is_unfinished(filename)
+    """Tell whether a path is of what is being written, or of a file within it."""
+    if not isinstance(filename, (str, os.PathLike)):
+        return False
+    return is_unfinished(filename) or is_unfinished(os.path.dirname(filename))
 
 
 def _system_error(error: Exception) -> int | None:
