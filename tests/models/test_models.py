@@ -15,12 +15,13 @@ from timm.optim import param_groups_layer_decay, param_groups_weight_decay
 
 import visionattn
 from visionattn.layout import Grid, TokenLayout
+from visionattn.models import shipped
 
 NAMES = sorted(
     name for name in timm.list_models() if name.startswith(("scaleformer_vit", "taylorshift"))
 )
 UNTRAINED = dict(pretrained_cfg="untrained")
-SMALL = dict(embed_dim=24, depth=2, num_heads=3)
+SMALL = dict(embed_dim=24, depth=2, num_heads=3, patch_size=16, in_chans=3)
 
 
 def is_pixel(name):
@@ -52,7 +53,8 @@ def test_every_size_of_every_family_is_registered_under_both_names():
         for family in families
         for size in ("tiny", "small", "base", "large")
     }
-    assert set(NAMES) == short | long | {"scaleformer_vit_pixel", "taylorshift_vit_pixel"}
+    pixel = {"scaleformer_vit_pixel", "taylorshift_vit_pixel"}
+    assert set(NAMES) == short | long | pixel | set(shipped.FILES)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -376,7 +378,7 @@ def test_pretrained_weights_that_do_not_exist_are_named_as_such():
         ("scaleformer_vit_t", UNTRAINED),
     ):
         with pytest.raises(
-            ValueError, match="there are no pretrained weights of scaleformer_vit_t yet"
+            ValueError, match="there are no pretrained weights of scaleformer_vit_t; visionattn has"
         ):
             create_model(name, pretrained=True, **args)
 

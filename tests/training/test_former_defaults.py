@@ -108,9 +108,9 @@ def test_complete_arguments_build_the_same_model(name, monkeypatch):
     """Whatever the name stands for: nothing of it is left out."""
     with torch.device("meta"):
         expected = create_model(name)
-        whole = complete(name, {})
+        whole, size = complete(name, {}), size_of(name)
         monkeypatch.setitem(DEFAULTS, name, {})
-        model = create_model(name, num_classes=expected.num_classes, **size_of(name), **whole)
+        model = create_model(name, num_classes=expected.num_classes, **size, **whole)
     shapes = ({n: x.shape for n, x in of.state_dict().items()} for of in (model, expected))
     assert next(shapes) == next(shapes)
     assert model.global_pool == expected.global_pool
@@ -118,8 +118,8 @@ def test_complete_arguments_build_the_same_model(name, monkeypatch):
 
 
 def size_of(name):
-    """What data, not names, say of the pixel models."""
-    return {key: FORMER[name][key] for key in ("img_size", "in_chans") if key in FORMER[name]}
+    """What data, not names, say of the pixel models and of those that come with weights."""
+    return {key: DEFAULTS[name][key] for key in ("img_size", "in_chans") if key in DEFAULTS[name]}
 
 
 def test_weights_of_before_have_the_arguments_of_their_name(tmp_path):

@@ -280,7 +280,8 @@ def _by_name(
             built_for,
         )
     if options.pretrained:
-        return model, args, spec, [f"{name}, timm's weights"]
+        spec = getattr(model, "data_spec", spec)  # of weights of ours, which say more
+        return model, args, spec, [f"{name}, its pretrained weights"]
     if not options.checkpoint:
         return (
             model,

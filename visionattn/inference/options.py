@@ -34,7 +34,7 @@ class InferenceOptions:
     args: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of ``model``, e.g. ``{num_heads: 6}``."""
     pretrained: bool = False
-    """Fetch timm's weights of ``model``."""
+    """Take the weights that timm has of ``model``, or that come with visionattn."""
     img_size: int | list[int] | Literal["native"] | None = None
     """Size in pixels: height and width, or one number for both; with ``fit native`` the most that
     they may be. ``native``: each image at its own size, without a limit. None: as in training.

@@ -8,12 +8,13 @@ from typing import Any
 
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import (
-    PretrainedCfg,
     build_model_with_cfg,
     generate_default_cfgs,
     is_model,
+    is_model_pretrained,
     model_entrypoint,
     register_model,
+    resolve_pretrained_cfg,
 )
 from torch import nn
 
@@ -63,8 +64,8 @@ def _family_names(family: str) -> dict[str, dict[str, Any]]:
     return names
 
 
-def _cfg(**fields) -> dict[str, Any]:
-    """Return timm's description of a model without weights."""
+def model_cfg(**fields) -> dict[str, Any]:
+    """Return timm's description of a model, without weights unless ``fields`` names some."""
     cfg = dict(
         input_size=(3, 224, 224),
         num_classes=1000,
@@ -85,7 +86,7 @@ def family_cfgs(family: str, pixel: str | None = None, **fields):
     """Return the default configurations of a family: of each of its names, untrained, and of its
     pixel model if it has one.
     """
-    cfgs = {f"{name}.untrained": _cfg(**fields) for name in _family_names(family)}
+    cfgs = {f"{name}.untrained": model_cfg(**fields) for name in _family_names(family)}
     if pixel is not None:
         size = dict(
             input_size=(256, 32, 32),
@@ -94,7 +95,7 @@ def family_cfgs(family: str, pixel: str | None = None, **fields):
             mean=(0.0,) * 256,
             std=(1.0,) * 256,
         )
-        cfgs[f"{pixel}.untrained"] = _cfg(**size, **fields)
+        cfgs[f"{pixel}.untrained"] = model_cfg(**size, **fields)
     return generate_default_cfgs(cfgs)
 
 
@@ -125,6 +126,13 @@ def register_pixel(module: str, name: str, **options) -> None:
     FORMER[name] = PIXEL | options
 
 
+def register_trained(module: str, name: str, args: dict[str, Any]) -> None:
+    """Register a model of which there are weights, as the ``default_cfgs`` of ``module`` say, with
+    all arguments of ``VisionAttnTransformer`` that make it.
+    """
+    register_model(_entry_point(module, name, args))
+
+
 def complete(
     name: str, args: dict[str, Any], defaults: dict[str, dict[str, Any]] = DEFAULTS
 ) -> dict[str, Any]:
@@ -152,7 +160,13 @@ def _entry_point(module: str, name: str, args: dict[str, Any]) -> Callable[..., 
     DEFAULTS[name] = args
 
     def create(pretrained: bool = False, **kwargs) -> nn.Module:
-        return _build(name, pretrained, DEFAULTS[name] | kwargs)
+        model = _build(name, pretrained, DEFAULTS[name] | kwargs)
+        if pretrained:
+            # It knows the format of weights, which knows the defaults here.
+            from visionattn.models.images_cfg import say_images
+
+            say_images(model)
+        return model
 
     create.__name__ = create.__qualname__ = name
     create.__module__ = module
@@ -166,21 +180,17 @@ def _build(name: str, pretrained: bool, args: dict[str, Any]) -> nn.Module:
     Raises:
         ValueError: ``pretrained=True`` where there are no weights.
     """
-    overlay = args.get("pretrained_cfg_overlay") or {}
-    cfg = args.get("pretrained_cfg")
-    if isinstance(cfg, PretrainedCfg):
-        cfg = cfg.to_dict()
-    given = (
-        cfg if isinstance(cfg, dict) else {}
-    )  # a tag, as a string, names one of ours: none has weights
-    if pretrained and not any(
-        source.get(key) for source in (overlay, given) for key in WEIGHT_SOURCES
-    ):
-        raise ValueError(
-            f"there are no pretrained weights of {name} yet, nor of any other visionattn model; "
-            f"build it with pretrained=False, "
-            'or name a file of weights with pretrained_cfg_overlay=dict(file="...")'
-        )
+    if pretrained:
+        given = [args.get(key) for key in ("pretrained_cfg", "pretrained_cfg_overlay")]
+        cfg = resolve_pretrained_cfg(name, *given)
+        if not any(getattr(cfg, key) for key in WEIGHT_SOURCES):
+            known = [each for each in DEFAULTS if is_model_pretrained(each)]
+            others = f"; visionattn has some of {', '.join(known)}" if known else ""
+            raise ValueError(
+                f"there are no pretrained weights of {name}{others}; build it with "
+                "pretrained=False, or name a file of weights with "
+                'pretrained_cfg_overlay=dict(file="...")'
+            )
     args.pop("output_stride", None)
     return build_model_with_cfg(
         VisionAttnTransformer,
