@@ -93,6 +93,13 @@ def features(argv: Words, say: Say) -> None:
     Extraction(parse_extract(argv, **about)).run(say)
 
 
+def share(argv: Words, say: Say) -> None:
+    """Write a checkpoint as timm and transformers load it, or upload it."""
+    from visionattn.training.share import parse_share, share
+
+    say("\n".join(share(parse_share(argv))))
+
+
 def sweep(argv: Words, say: Say) -> None:
     """Train and measure over head counts; each training is a process of its own."""
     from visionattn.cli.commands import started
@@ -138,6 +145,7 @@ SUBCOMMANDS = {
     "stats": Subcommand(stats, "mean and spread of one's own training images, band by band"),
     "predict": Subcommand(predict, "classes of images, as a table, CSV or JSON"),
     "features": Subcommand(features, "features of images, as safetensors with an index"),
+    "share": Subcommand(share, "trained weights as timm and transformers load them"),
     "sweep": Subcommand(sweep, "train and measure one configuration over head counts"),
     "profile": Subcommand(profile, "memory of models over image sizes"),
     "benchmark": Subcommand(benchmark, "time of operations, models, kernels and data loading"),

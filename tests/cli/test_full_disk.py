@@ -67,6 +67,15 @@ def test_results_of_images_on_a_full_disk_are_one_line_and_nothing_is_left(
     assert main([name.split()[0], *given]) == 0
 
 
+def test_a_shared_model_on_a_full_disk_is_one_line_and_nothing_is_left(folder, capsys):
+    given, before = ["share", "best.safetensors", "--to", "out"], sorted(os.listdir(folder))
+    with full_disk():
+        assert main(given) == 2
+    assert capsys.readouterr().err == "error: out: File too large\n"
+    assert sorted(os.listdir(folder)) == before
+    assert main(given) == 0
+
+
 def noise(*shape):
     return np.random.default_rng(0).integers(0, 256, shape).astype(np.uint8)
 

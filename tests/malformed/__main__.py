@@ -31,6 +31,7 @@ CONTROLS = {
     "probe": valid.PROBE,
     "sweep": valid.SWEEP,
     "report": valid.REPORT,
+    "share": valid.SHARE,
     "train": valid.START,
     "table": ("report", "profile/memory.csv", "--output", "page.html"),
 }

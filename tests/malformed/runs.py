@@ -1,5 +1,6 @@
 """Configurations of runs with one wrong value, and files that are cut off or overwritten."""
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,10 @@ from tests.malformed.mutations import (
     put,
     replace_by_folder,
     rewrite,
+    write,
 )
 from tests.malformed.runner import Case
-from tests.malformed.valid import EXTRACT, PREDICT, RESUME, START, SWEEP, VALIDATE
+from tests.malformed.valid import EXTRACT, PREDICT, RESUME, SHARE, START, SWEEP, VALIDATE
 
 CONFIG_KEYS = {
     "model": {"name": "x", "args": {"depth": 1}, "grad_checkpointing": False},
@@ -52,6 +54,23 @@ FINE_IN_CONFIGS = (
 )
 
 
+STATUS = {
+    "status": "finished",
+    "result": {
+        "best_epoch": 1,
+        "validation_accuracy": 0.5,
+        "train_seconds": 2.0,
+        "test_accuracy": 0.5,
+        "test_images": 9,
+    },
+    "provenance": {"torch": "2", "visionattn": "0.1", "processor": "one", "commit": "c0ffee"},
+}
+FINE_IN_STATUS = ("result=null", "result.test_accuracy=null", "result.test_images=null")
+FINE_IN_STATUS += ("provenance.commit=null", "result.test_accuracy missing")
+FINE_IN_STATUS += ("result.test_images missing", "provenance.commit missing")
+FINE_IN_STATUS += ("provenance.processor missing",)
+
+
 def cases() -> Iterator[Case]:
     """Return cases of a run's configuration, for the tools that read it."""
     yield from bytes_cases()
@@ -70,6 +89,11 @@ def cases() -> Iterator[Case]:
             reader = readers[0]
         change = change_yaml("run/config.yaml", graft_into(place, tree))
         yield Case(f"config {reader[0]} {name}", reader, change)
+    for name, tree in few(broken_trees(STATUS), 6):
+        kind = name.partition("=")[2]
+        if kind not in KINDS and name not in FINE_IN_STATUS:
+            change = write("run/status.json", json.dumps(tree))
+            yield Case(f"share status.{name}", SHARE, change)
 
 
 def graft_into(place: str, tree: Any) -> Callable[[Any], Any]:
@@ -96,7 +120,7 @@ def change_yaml(name: str, change: Callable[[Any], Any]) -> Callable[[Path], Non
 
 
 READERS = {
-    "run/best.safetensors": (PREDICT, VALIDATE, EXTRACT, START),
+    "run/best.safetensors": (PREDICT, VALIDATE, EXTRACT, START, SHARE),
     "weights.pth": (
         ("train", "--config", "train.yaml", "--run", "out", "--init_from", "weights.pth"),
         ("features", "--model", "taylorshift_vit_t", "--checkpoint", "weights.pth")
@@ -104,7 +128,8 @@ READERS = {
     ),
     "train.yaml": (("train", "--config", "train.yaml", "--run", "out"),),
     "base.yaml": (SWEEP, ("benchmark", "loader", "base.yaml", "--seconds", "0")),
-    "run/config.yaml": (VALIDATE,),
+    "run/config.yaml": (VALIDATE, SHARE),
+    "run/status.json": (SHARE,),
     "profile/memory.csv": (("report", "profile/memory.csv", "--output", "page.html"),),
 }
 HARMLESS = {
@@ -114,6 +139,7 @@ HARMLESS = {
     ("profile/memory.csv", "less one byte"),
     ("profile/memory.csv", "half"),
     ("run/best.safetensors", "middle off"),
+    ("run/status.json", "less one byte"),
 }
 
 

@@ -1,0 +1,438 @@
+"""``visionattn share``: what it writes is what timm and transformers load in a process of their
+own, its card says what the run knows, and what cannot be shared is one line.
+"""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import huggingface_hub
+import numpy as np
+import pytest
+import timm
+import torch
+import yaml
+from huggingface_hub.errors import HfHubHTTPError
+from PIL import Image
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+import visionattn
+from tests.helpers.inference_files import ARGS, COLOUR, GREY, write_weights
+from tests.helpers.small_runs import small_config
+from tests.helpers.tools import assert_one_error, words, written
+from visionattn.command import main
+from visionattn.models import registration
+from visionattn.models.weights import DataSpec, load_model, read_metadata
+from visionattn.training import engine
+from visionattn.training.card import command_of
+from visionattn.training.options import parse_train
+
+NATIVE = DataSpec(2, 3, ("a", "b b", 'c"\n'), (0.3, 0.4), (0.2, 0.1), None, None, "native", 60)
+NATIVE = replace(NATIVE, bands=(2, 5), value_range=(-3.0, 700.0), page=2)
+ONE_HOT = DataSpec(256, 10, (), (), (), "grey_one_hot", 32)
+HEADLESS = DataSpec(3, 0, (), (0.4, 0.5, 0.6), (0.2, 0.25, 0.3), None, (24, 40), "stretch")
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+ABSOLUTE = {key: value for key, value in ARGS.items() if key != "horizon"} | {"img_size": 24}
+
+
+def shared(*flags, folder="out"):
+    """Share ``best.safetensors`` here, and return the configuration that timm reads."""
+    assert main(["share", "best.safetensors", "--to", folder, *flags]) == 0
+    return json.loads(Path(folder, "config.json").read_text())
+
+
+LOAD = """
+import sys, warnings
+import torch
+warnings.simplefilter("error")
+import timm
+import visionattn
+model = timm.create_model("local-dir:out", pretrained=True).eval()
+image = torch.load("image.pt")
+with torch.no_grad():
+    spec = str(getattr(model, "data_spec", None))
+    torch.save({"logits": model(image), "spec": spec}, "loaded.pt")
+"""
+
+
+def loaded_afresh(code, folder):
+    """What a process of its own makes of ``image.pt``, which knows only what is shared."""
+    env = os.environ | {"PYTHONPATH": str(Path(visionattn.__file__).parents[1])}
+    env |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hub")}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=folder, env=env
+    )
+    assert done.returncode == 0, done.stderr
+    return torch.load(folder / "loaded.pt")
+
+
+@pytest.mark.parametrize(
+    "name, spec, args",
+    [
+        ("scaleformer_vit_t", COLOUR, ARGS),
+        ("taylorshift_abs_vit_t", GREY, ABSOLUTE),
+        ("scaleformer_vit_t", NATIVE, ARGS | {"output_gate": False, "reg_tokens": 2}),
+        ("scaleformer_vit_t", HEADLESS, ARGS),
+        ("taylorshift_vit_pixel", ONE_HOT, {"img_size": 32, "embed_dim": 12, "num_heads": 3}),
+        ("vit_tiny_patch16_224", COLOUR, {"embed_dim": 24, "num_heads": 3, "depth": 1}),
+    ],
+    ids=["colour", "absolute", "native", "headless", "pixels", "timm"],
+)
+def test_a_fresh_process_loads_what_the_checkpoint_holds(
+    name, spec, args, here, quick_python, monkeypatch
+):
+    write_weights(here / "best.safetensors", spec, name=name, args=args)
+    size = {256: (32, 32), 1: (24, 24)}.get(spec.in_chans, (24, 40))
+    size = (224, 224) if name.startswith("vit_") else size
+    image = torch.randn(2, spec.in_chans, *size)
+    torch.save(image, "image.pt")
+    config = shared()
+    monkeypatch.setattr(sys, "executable", str(quick_python))
+    found = loaded_afresh(LOAD, here)
+    with torch.no_grad():
+        expected = load_model("best.safetensors")(image)
+    assert (found["logits"] - expected).abs().max() <= 1e-6 and expected.std() > 1e-3
+    ours = not name.startswith("vit_")
+    assert found["spec"] == (str(spec) if ours else "None")
+    assert config["architecture"] == name and config["num_classes"] == spec.num_classes
+    assert config.get("label_names", []) == list(spec.class_names)
+    assert "local-dir:out" in Path("out/README.md").read_text()
+
+
+def test_the_folder_says_what_timm_asks_about_images(here):
+    write_weights(here / "best.safetensors", COLOUR)
+    cfg = shared("--license", "cc-by-4.0")["pretrained_cfg"]
+    assert cfg["input_size"] == [3, 16, 16] and cfg["license"] == "cc-by-4.0"
+    assert (cfg["mean"], cfg["std"]) == ([0.4, 0.5, 0.6], [0.2, 0.25, 0.3])
+    assert (cfg["crop_pct"], cfg["crop_mode"], cfg["fixed_input_size"]) == (1.0, "center", False)
+    model = timm.create_model("local-dir:out", pretrained=True).eval()
+    transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
+    image = Image.effect_noise((16, 16), 60).convert("RGB")
+    pixels = torch.from_numpy(np.array(image))[None]
+    prepared = model.data_spec.prepare(pixels.permute(0, 3, 1, 2))
+    assert torch.allclose(transform(image)[None], prepared, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "spec, mode, size",
+    [
+        (replace(COLOUR, fit="pad", img_size=(24, 48)), "border", [24, 48]),
+        (replace(COLOUR, fit="native", img_size=100), "border", [96, 96]),
+        (replace(COLOUR, fit="native", img_size=None, max_patches=60), "border", [56, 56]),
+        (replace(COLOUR, fit="native", img_size=None), "border", [224, 224]),
+        (replace(COLOUR, fit="stretch"), "squash", [16, 16]),
+    ],
+)
+def test_each_way_of_seeing_images_has_its_nearest_in_timm(here, spec, mode, size):
+    write_weights(here / "best.safetensors", spec)
+    cfg = shared()["pretrained_cfg"]
+    assert (cfg["crop_mode"], cfg["input_size"]) == (mode, [3, *size])
+
+
+def test_the_same_model_is_built_whatever_the_defaults_become(here, monkeypatch):
+    write_weights(here / "best.safetensors", COLOUR, args=ARGS | {"drop_path_rate": 0.1})
+    stated = json.loads(read_metadata("best.safetensors")["args"])
+    told = shared()["model_args"]
+    assert {key: told[key] for key in stated} == stated and stated["drop_path_rate"] == 0.1
+    image = torch.randn(1, 3, 24, 40)
+    expected = load_model("best.safetensors")(image)
+    later = dict(attention="taylorshift", output_gate=False, value_conv=0, horizon=2, mlp_ratio=2)
+    later |= dict(reg_tokens=1, global_pool="token", pos_embed="learn", qk_norm=True)
+    monkeypatch.setitem(registration.DEFAULTS, "scaleformer_vit_t", later)
+    again = timm.create_model("local-dir:out", pretrained=True).eval()
+    assert torch.equal(again(image), expected)
+
+
+def test_a_new_head_and_other_channels_are_adapted_as_timm_does(here):
+    write_weights(here / "best.safetensors", COLOUR)
+    shared()
+    own = load_file("best.safetensors")
+    model = timm.create_model("local-dir:out", pretrained=True, num_classes=7, in_chans=1)
+    assert model.head.weight.shape == (7, 24) and not hasattr(model, "data_spec")
+    first = own["patch_embed.proj.weight"]
+    assert torch.allclose(model.patch_embed.proj.weight, first.sum(1, keepdim=True), atol=1e-6)
+    assert torch.equal(model.blocks[1].mlp.fc1.weight, own["blocks.1.mlp.fc1.weight"])
+    model = timm.create_model("local-dir:out", pretrained=True, num_classes=7)
+    assert model.data_spec == replace(COLOUR, num_classes=7, class_names=())
+
+
+def test_classes_are_named_by_what_is_loaded_as_by_the_checkpoint(here):
+    """At their own sizes and from bands, of which timm's own transform knows nothing."""
+    write_weights(here / "best.safetensors", replace(COLOUR, fit="native", img_size=None))
+    shared()
+    images = [torch.randint(256, (3, side, 40), dtype=torch.uint8) for side in (24, 33)]
+    model = timm.create_model("local-dir:out", pretrained=True)
+    for image in images:
+        found = visionattn.predict(model, image)
+        expected = visionattn.predict("best.safetensors", image)
+        assert found.classes == expected.classes and set(found.classes[0]) == set(
+            COLOUR.class_names
+        )
+        assert torch.equal(found.probabilities, expected.probabilities)
+
+
+TRANSFORMERS = """
+import torch
+import visionattn
+from transformers import AutoModelForImageClassification, TimmWrapperModel
+from transformers import TimmWrapperForImageClassification as Classifier
+found, image = {}, torch.load("image.pt")
+with torch.no_grad():
+    for name in NAMES:
+        model = Classifier.from_pretrained(name).eval()
+        found[name] = {"logits": model(image).logits, "labels": model.config.id2label}
+        auto = AutoModelForImageClassification.from_pretrained(name).eval()
+        found[name]["auto"] = auto(image).logits
+        found[name]["pooled"] = TimmWrapperModel.from_pretrained(name).eval()(image).pooler_output
+torch.save(found, "loaded.pt")
+"""
+
+
+def test_transformers_loads_the_folder_through_its_wrapper_of_timm(here):
+    pytest.importorskip("transformers")
+    names = {"scaleformer_vit_t": ARGS, "taylorshift_abs_vit_t": ABSOLUTE}
+    torch.save(image := torch.randn(2, 3, 24, 40), "image.pt")
+    for name, args in names.items():
+        write_weights(here / "best.safetensors", COLOUR, name=name, args=args)
+        shared(folder=name)
+        os.rename("best.safetensors", f"{name}.safetensors")
+    for name, found in loaded_afresh(TRANSFORMERS.replace("NAMES", str([*names])), here).items():
+        model = load_model(f"{name}.safetensors")
+        with torch.no_grad():
+            logits, tokens = model(image), model.forward_features(image)
+        assert (found["logits"] - logits).abs().max() <= 1e-6 and logits.std() > 1e-3
+        assert (found["auto"] - logits).abs().max() <= 1e-6
+        assert found["labels"] == dict(enumerate(COLOUR.class_names))
+        pooled = model.forward_head(tokens, pre_logits=True)
+        assert (found["pooled"] - pooled).abs().max() <= 1e-6
+
+
+def test_the_card_says_what_the_run_knows_and_no_path_of_the_machine(here, small, capsys):
+    engine.train(small_config(here / "secret" / "place", model={"mlp_ratio": 2}))
+    folder = here / "secret" / "place" / "small"
+    status = json.loads((folder / "status.json").read_text())
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    config["init_from"] = str(here / "secret" / "start.safetensors")
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    capsys.readouterr()
+    assert main(["share", str(folder / "best.safetensors"), "--to", "my model"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    call = 'timm.create_model("local-dir:my model", pretrained=True)'
+    assert said == ["written to my model", f"{call} loads it, after import visionattn"]
+    card = (here / "my model" / "README.md").read_text()
+    head = yaml.safe_load(card.split("---\n")[1])
+    assert head["library_name"] == "timm" and head["license"] == "unknown"
+    assert head["pipeline_tag"] == "image-classification" and "visionattn" in head["tags"]
+    assert "# Model card for my model" in card and call in card
+    tested, chosen = status["result"]["test_accuracy"], status["result"]["validation_accuracy"]
+    assert f"- {100 * tested:.1f} % of 29 test images\n" in card
+    best = status["result"]["best_epoch"]
+    assert f"{100 * chosen:.1f} % of the validation images, by which epoch {best} was" in card
+    assert "`ne`, `nw`, `se`, `sw`" in card and "4 classes" in card and "`digits`, embedded" in card
+    assert "1 channel: values in [0, 1], less 0.3, divided by 0.2\n" in card
+    assert "crop: the centres of images, cut to 16 x 16 px\n" in card
+    numbers = sum(tensor.numel() for tensor in load_file(folder / "best.safetensors").values())
+    assert f"`scaleformer_vit_t`, {numbers:,} parameters" in card
+    assert f"torch {torch.__version__}, visionattn {visionattn.__version__}" in card
+    assert "--init_from start.safetensors" in card
+    everything = b"".join(written(here / "my model").values()).decode("latin")
+    assert "secret" not in everything and str(here) not in everything
+
+
+def test_the_command_of_a_card_trains_with_the_same_configuration(tmp_path):
+    config = small_config(tmp_path, optim={"clip_grad": None, "ema_decay": 0.9}, seed=3)
+    config.data.img_size_choices, config.data.aug.scale = [16, 24], [0.5, 1.5]
+    line = command_of(config)
+    assert line.startswith("visionattn train --model.name scaleformer_vit_t --model.args '{")
+    again = parse_train(shlex.split(line)[2:])
+    again.output = config.output
+    assert asdict(again) == asdict(config)
+
+
+def test_a_checkpoint_without_its_run_has_a_card_without_figures(here):
+    write_weights(here / "best.safetensors", NATIVE)
+    shared()
+    card = (here / "out" / "README.md").read_text()
+    assert "Accuracy" not in card and "Training" not in card and '`a`, `b b`, `c"`' in card
+    assert "native: whole images at their own sizes, at most 60 patches" in card
+    assert "bands 2, 5 of the files" in card and "from -3 to 700 become 0 to 1" in card
+
+
+def test_a_model_without_a_head_is_shared_for_its_features(here):
+    write_weights(here / "best.safetensors", HEADLESS)
+    shared()
+    card = (here / "out" / "README.md").read_text()
+    assert "pipeline_tag: image-feature-extraction" in card and "classes" not in card
+    assert "visionattn.extract_features(model" in card
+
+
+def test_many_classes_are_not_all_listed(here):
+    names = tuple(f"class {number}" for number in range(1200))
+    write_weights(here / "best.safetensors", replace(COLOUR, num_classes=1200, class_names=names))
+    assert shared()["label_names"] == list(names)
+    card = (here / "out" / "README.md").read_text()
+    assert "`class 39` and 1,160 more, in config.json" in card and "class 40" not in card
+
+
+def test_files_are_those_of_timm_and_readable_for_others(here):
+    write_weights(here / "best.safetensors", COLOUR)
+    before = os.umask(0o022)
+    try:
+        shared()
+    finally:
+        os.umask(before)
+    assert sorted(os.listdir("out")) == ["README.md", "config.json", "model.safetensors"]
+    assert {path.stat().st_mode & 0o777 for path in Path("out").iterdir()} == {0o644}
+    assert sorted(os.listdir(here)) == ["best.safetensors", "out"]
+    with safe_open("out/model.safetensors", "pt") as file:
+        assert set(file.keys()) == set(load_file("best.safetensors"))
+
+
+REFUSED = {
+    "": "--checkpoint is missing",
+    "best.safetensors": "--to is missing: a folder or hub",
+    "nowhere.safetensors --to out": "no checkpoint at nowhere.safetensors",
+    "notes.txt --to out": "notes.txt is no whole safetensors file",
+    "plain.safetensors --to out": "has no description of its model",
+    "best.safetensors --to there": "there exists; name a folder that does not",
+    "best.safetensors --to notes.txt": "notes.txt exists; name a folder that does not",
+    "best.safetensors --to dangling": "dangling exists; name a folder that does not",
+    "best.safetensors --to no/where": "for where",
+    "best.safetensors --to local-dir:out": "to must be a folder's plain path or hf-hub:ORG/NAME",
+    "best.safetensors --to hf_hub:a/b": "to must be a folder's plain path or hf-hub:ORG/NAME",
+    "best.safetensors --to https://huggingface.co/a/b": "to must be a folder's plain path",
+    "best.safetensors --to out --license none,really": "license must be an identifier such as",
+    "best.safetensors --checkpoint best.safetensors --to out": "not both",
+    "best.safetensors best.safetensors --to out": "",
+    "best.safetensors --to out --lisense mit": "unknown option --lisense; the nearest is --license",
+    "best.safetensors --to hf-hub:name": "hf-hub:name names no organisation or user",
+    "best.safetensors --to hf-hub:": "is no name of a model on the hub",
+    "best.safetensors --to hf-hub:a/b/c": "hf-hub:a/b/c is no name of a model on the hub",
+    "best.safetensors --to hf-hub:a/b--c": "is no name of a model on the hub",
+    "best.safetensors --to hf-hub:a/b": "there is no token for the hub; hf auth login",
+}
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_bad_input_is_one_line_and_writes_nothing(line, here, capsys, monkeypatch):
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
+    write_weights(here / "best.safetensors", COLOUR)
+    (here / "notes.txt").write_text("notes")
+    (here / "there").mkdir()
+    (here / "dangling").symlink_to("gone")
+    save_file({"a": torch.zeros(3)}, here / "plain.safetensors")
+    before, names = written(here), sorted(os.listdir(here))
+    assert main(["share", *line.split()]) == 2
+    assert_one_error(capsys, REFUSED[line])
+    assert written(here) == before and sorted(os.listdir(here)) == names
+
+
+@pytest.mark.parametrize("name, text", [("status.json", "{}"), ("config.yaml", "epochs: many")])
+def test_a_garbled_run_is_one_line(name, text, here, small, capsys):
+    folder = engine.train(small_config(here, epochs=1)).folder
+    (folder / name).write_text(text)
+    capsys.readouterr()
+    assert main(["share", str(folder / "best.safetensors"), "--to", "out"]) == 2
+    assert_one_error(capsys, "status.json is damaged" if name == "status.json" else "epochs")
+    assert not Path("out").exists()
+
+
+class Hub:
+    """The hub's functions at the boundary: they keep what they are called with."""
+
+    def __init__(self, monkeypatch, *, holds=False, error=None):
+        self.calls, self.files, self.holds, self.error = [], {}, holds, error
+        monkeypatch.setattr(huggingface_hub, "get_token", lambda: "token")
+        for name in ("file_exists", "create_repo", "upload_folder"):
+            monkeypatch.setattr(huggingface_hub.HfApi, name, getattr(self, name))
+
+    def file_exists(self, repo_id, filename):
+        self.calls.append(("file_exists", repo_id, filename))
+        return self.holds
+
+    def create_repo(self, repo_id, exist_ok):
+        self.calls.append(("create_repo", repo_id, exist_ok))
+
+    def upload_folder(self, *, repo_id, folder_path, commit_message):
+        self.calls.append(("upload_folder", repo_id))
+        if self.error:
+            raise self.error
+        self.files, self.folder = written(Path(folder_path)), folder_path
+
+
+def test_a_model_is_uploaded_as_it_would_be_written(here, monkeypatch, capsys):
+    write_weights(here / "best.safetensors", COLOUR)
+    hub, before = Hub(monkeypatch), sorted(os.listdir(here))
+    assert main(words("share best.safetensors --to hf-hub:org/trees --license mit")) == 0
+    said = capsys.readouterr().out.splitlines()
+    call = 'timm.create_model("hf-hub:org/trees", pretrained=True)'
+    assert said[0] == "uploaded to https://huggingface.co/org/trees" and call in said[1]
+    assert [call[:2] for call in hub.calls] == [
+        ("file_exists", "org/trees"),
+        ("create_repo", "org/trees"),
+        ("upload_folder", "org/trees"),
+    ]
+    card = hub.files["README.md"].decode()
+    assert "license: mit" in card and call in card and "# Model card for trees" in card
+    assert not Path(hub.folder).exists() and sorted(os.listdir(here)) == before
+    shared("--license", "mit")
+    del hub.files["README.md"]
+    assert hub.files == {
+        name: text for name, text in written(here / "out").items() if "R" not in name
+    }
+
+
+def test_what_was_uploaded_is_what_the_hub_gives(here, monkeypatch):
+    """timm's own way of fetching, with the download alone replaced."""
+    write_weights(here / "best.safetensors", COLOUR)
+    hub = Hub(monkeypatch)
+    assert main(words("share best.safetensors --to hf-hub:org/trees")) == 0
+
+    def fetch(repo_id, filename, **how):
+        (here / "cache").mkdir(exist_ok=True)
+        (here / "cache" / filename).write_bytes(hub.files[filename])
+        return str(here / "cache" / filename)
+
+    monkeypatch.setattr("timm.models._hub.hf_hub_download", fetch)
+    model = timm.create_model("hf-hub:org/trees", pretrained=True).eval()
+    image = torch.randn(1, 3, 24, 40)
+    assert torch.equal(model(image), load_model("best.safetensors")(image))
+    assert model.data_spec == COLOUR
+
+
+def test_a_model_that_the_hub_holds_stays(here, monkeypatch, capsys):
+    write_weights(here / "best.safetensors", COLOUR)
+    hub = Hub(monkeypatch, holds=True)
+    assert main(words("share best.safetensors --to hf-hub:org/trees")) == 2
+    assert_one_error(capsys, "hf-hub:org/trees holds a model already; choose another name")
+    assert [name for name, *_ in hub.calls] == ["file_exists"]
+
+
+def test_what_the_hub_refuses_is_one_line(here, monkeypatch, capsys):
+    http = sys.modules[HfHubHTTPError.__mro__[1].__module__.partition(".")[0]]
+    request = http.Request("POST", "https://huggingface.co/api")
+    for error in (
+        HfHubHTTPError(
+            "403 Forbidden: no\nlonger text", response=http.Response(403, request=request)
+        ),
+        http.ConnectError("Name or service not known"),
+    ):
+        write_weights(here / "best.safetensors", COLOUR)
+        Hub(monkeypatch, error=error)
+        assert main(words("share best.safetensors --to hf-hub:org/trees")) == 2
+        said = capsys.readouterr().err
+        assert re.fullmatch(r"error: the hub does not take org/trees: .+\n", said), said
+        assert str(error).splitlines()[0] in said and "longer" not in said

@@ -1,0 +1,185 @@
+"""What ``visionattn share`` does: writes a checkpoint as the folder that
+``timm.create_model("local-dir:FOLDER")`` loads, or uploads it for ``hf-hub:ORG/NAME``.
+
+timm writes weights and configuration; here is what it leaves open: all arguments of the model, what
+its images are, names of classes, and the card.
+"""
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from shutil import rmtree
+from tempfile import TemporaryDirectory
+
+from timm.models import save_for_hf
+from torch import nn
+
+from visionattn.cli.files import check_new, first_line, whole_folder, write_text
+from visionattn.cli.interruption import undone_at_end
+from visionattn.cli.parsing import parse, split_options
+from visionattn.cli.untrusted import brief
+from visionattn.models.images_cfg import images_cfg
+from visionattn.models.weights import described, load_model, read_metadata
+from visionattn.training.build import patch_size
+from visionattn.training.card import RunFacts, card_of, facts_beside
+
+HUB = "hf-hub:"
+LICENSE = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+-]{0,60}")
+"""Identifiers of licences, such as apache-2.0."""
+ELSEWHERE = ("tag", "label_", "test_", "description", "notes", "origin_url")
+"""How the names of those fields of timm's begin that are of other weights of the architecture."""
+EXAMPLE = "checkpoints/digits/best.safetensors --to checkpoints/shared --license apache-2.0"
+
+
+@dataclass
+class ShareConfig:
+    """A checkpoint, as timm and transformers load it."""
+
+    checkpoint: str | None = None
+    """The ``best.safetensors`` of a run, or another file that ``visionattn.load_model`` reads; it
+    may stand first, without ``--checkpoint``.
+    """
+    to: str | None = None
+    """A folder that does not exist yet, or ``hf-hub:ORG/NAME`` to upload."""
+    license: str | None = None
+    """Identifier of the licence of the weights, e.g. ``apache-2.0``; None: the card says that it is
+    unknown.
+    """
+
+
+def parse_share(argv: Sequence[str]) -> ShareConfig:
+    """Read the flags of ``visionattn share`` and check what needs neither weights nor network.
+
+    Raises:
+        ValueError, FileNotFoundError: a flag is wrong or missing, or the folder exists; one line.
+    """
+    leading = bool(argv) and not argv[0].startswith("-")
+    words = ["--checkpoint", *argv] if leading else list(argv)
+    if [flag for flag, _ in split_options(words)].count("checkpoint") > 1:
+        raise ValueError("the checkpoint stands first or behind --checkpoint, not both")
+    about = "Write a checkpoint as timm and transformers load it, with a model card."
+    config = parse(ShareConfig, words, command="share", description=about, example=EXAMPLE)
+    for key, what in (("checkpoint", "the best.safetensors of a run"), ("to", "a folder or hub")):
+        if getattr(config, key) is None:
+            raise ValueError(f"--{key} is missing: {what}")
+    if config.license is not None and not LICENSE.fullmatch(config.license):
+        raise ValueError(
+            f"license must be an identifier such as apache-2.0, got {brief(config.license)}"
+        )
+    if config.to.startswith(HUB):
+        check_hub_name(config.to.removeprefix(HUB))
+    elif re.match(r"(hf[-_]hub|local-dir|https?):", config.to):
+        raise ValueError(
+            f"to must be a folder's plain path or hf-hub:ORG/NAME, got {brief(config.to)}"
+        )
+    else:
+        check_new(Path(config.to))
+    return config
+
+
+def check_hub_name(name: str) -> None:
+    """Raise ValueError where something is not ORG/NAME of a model on the hub."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise ValueError(f"{HUB}{name} is no name of a model on the hub: {error}") from error
+    if "/" not in name:
+        raise ValueError(f"{HUB}{name} names no organisation or user; wanted hf-hub:ORG/NAME")
+
+
+def share(config: ShareConfig) -> list[str]:
+    """Write the folder or upload it, and return what to say of it.
+
+    Raises:
+        ValueError, OSError: the checkpoint is none, a file of its run is garbled, the name is taken
+            or none, there is no token, or the hub refuses; one line. Nothing has been written.
+    """
+    path = Path(config.checkpoint)
+    model = load_model(path)
+    facts = facts_beside(path)
+    if config.to.startswith(HUB):
+        name = config.to.removeprefix(HUB)
+        write = prepared(path, model, facts, name.rpartition("/")[2], config.to, config.license)
+        return [f"uploaded to {upload(write, name)}", how_to_load(config.to)]
+    folder = Path(config.to)
+    # The card does not tell where it was written.
+    source = f"local-dir:{folder.name}"
+    write = prepared(path, model, facts, folder.name, source, config.license)
+    with whole_folder(folder) as place:
+        write(place)
+    return [f"written to {folder}", how_to_load(f"local-dir:{folder}")]
+
+
+def how_to_load(source: str) -> str:
+    """Say how what was shared is loaded."""
+    call = f"timm.create_model({json.dumps(source, ensure_ascii=False)}, pretrained=True)"
+    return f"{call} loads it, after import visionattn"
+
+
+def prepared(
+    path: Path, model: nn.Module, facts: RunFacts, title: str, source: str, license: str | None
+) -> Callable[[Path], None]:
+    """Return what writes the files of a shared model into a folder: ``model.safetensors``,
+    ``config.json`` and ``README.md``.
+
+    Args:
+        path: the file of the weights.
+        model: as ``load_model`` gives it.
+        facts: what is known of its training.
+        title: what the card calls it.
+        source: what ``timm.create_model`` will take.
+        license: of the weights; None: unknown.
+    """
+    name, args, spec = described(read_metadata(path), path)
+    known = model.pretrained_cfg.items()
+    kept = {key: value for key, value in known if not key.startswith(ELSEWHERE)}
+    model.pretrained_cfg = kept | {"license": license or "unknown"}
+    model.pretrained_cfg |= images_cfg(spec, patch_size(model))
+    labels = {"label_names": list(spec.class_names)} if spec.class_names else {}
+    card = card_of(model, name, args, spec, facts, title=title, source=source, license=license)
+
+    def write(folder: Path) -> None:
+        save_for_hf(
+            model, str(folder), model_config=labels, model_args=args, safe_serialization=True
+        )
+        # transformers hands both these arguments and the number of classes to the model.
+        described_again = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        described_again["model_args"].pop("num_classes", None)
+        write_text(folder / "config.json", json.dumps(described_again, indent=2) + "\n")
+        write_text(folder / "README.md", card)
+
+    return write
+
+
+def upload(write: Callable[[Path], None], name: str) -> str:
+    """Upload what is written to the hub, into a repository that is new or holds no model yet, and
+    return its address.
+
+    Raises:
+        ValueError: there is no token, or there is a model of that name.
+        OSError: the hub refuses or cannot be reached.
+    """
+    from huggingface_hub import HfApi, get_token
+    from huggingface_hub.errors import HfHubHTTPError
+
+    # The base class of what the library for HTTP raises, whichever of them the hub's library has.
+    bases = [each for each in HfHubHTTPError.__mro__ if each.__module__ != "builtins"]
+    if get_token() is None:
+        raise ValueError("there is no token for the hub; hf auth login keeps one, or set HF_TOKEN")
+    api = HfApi(library_name="visionattn")
+    try:
+        if api.file_exists(name, "config.json"):
+            raise ValueError(f"{HUB}{name} holds a model already; choose another name")
+        with TemporaryDirectory() as folder, undone_at_end(partial(rmtree, folder)):
+            write(Path(folder))
+            api.create_repo(name, exist_ok=True)
+            api.upload_folder(repo_id=name, folder_path=folder, commit_message="Add model")
+    except tuple(bases) as error:
+        raise OSError(f"the hub does not take {name}: {first_line(error)}") from error
+    return f"https://huggingface.co/{name}"
