@@ -433,7 +433,7 @@ def test_what_a_killed_process_left_of_a_folder_goes_and_a_living_one_keeps_its_
     places, others, fork = [], [], multiprocessing.get_context("fork")
     for _ in range(2):
         here, there = fork.Pipe()
-        process = fork.Process(target=fill, args=(tmp_path / "folder", there))
+        process = fork.Process(target=fill, args=(tmp_path / "folder", there), daemon=True)
         process.start()
         others.append((process, here))
         places.append(here.recv())

@@ -15,6 +15,8 @@ import torch
 from safetensors.torch import load_file
 
 import visionattn
+from visionattn.inference.opening import open_model
+from visionattn.inference.options import InferenceOptions
 from visionattn.models import shipped
 from visionattn.models.weights import load_model, read_metadata
 
@@ -67,6 +69,13 @@ def test_timm_builds_and_loads_it_as_the_checkpoint_says(name):
     assert {n: x.shape for n, x in drawn.state_dict().items()} == same
     assert not torch.equal(drawn.head.weight, model.head.weight)
     assert not hasattr(drawn, "data_spec")
+
+
+@pytest.mark.parametrize("name", shipped.FILES)
+def test_tools_see_images_as_in_its_training_and_name_its_classes(name):
+    opened = open_model(InferenceOptions(model=name, pretrained=True), classifies=True)
+    expected = open_model(InferenceOptions(checkpoint=str(shipped.FILES[name])), classifies=True)
+    assert opened.spec == expected.spec and opened.geometry == expected.geometry
 
 
 def test_timm_lists_as_pretrained_what_is_there_and_nothing_else():

@@ -250,6 +250,11 @@ def test_the_card_says_what_the_run_knows_and_no_path_of_the_machine(here, small
     assert "--init_from start.safetensors" in card
     everything = b"".join(written(here / "my model").values()).decode("latin")
     assert "secret" not in everything and str(here) not in everything
+    # What lies beside the best weights is not about others.
+    (folder / "best.safetensors").rename(folder / "other.safetensors")
+    assert main(["share", str(folder / "other.safetensors"), "--to", "other"]) == 0
+    other = (here / "other" / "README.md").read_text()
+    assert "Accuracy" not in other and "Training" not in other
 
 
 def test_the_command_of_a_card_trains_with_the_same_configuration(tmp_path):
