@@ -1,6 +1,15 @@
 """Models: importing registers their names with timm."""
 
-from visionattn.models import scaleformer_vit, shipped, taylorshift_vit
+from visionattn.models import converted_vit, scaleformer_vit, shipped, taylorshift_vit
 from visionattn.models.backbone import VisionAttnTransformer
+from visionattn.models.conversion import Converted, from_softmax
 
-__all__ = ["VisionAttnTransformer", "scaleformer_vit", "shipped", "taylorshift_vit"]
+__all__ = [
+    "Converted",
+    "VisionAttnTransformer",
+    "converted_vit",
+    "from_softmax",
+    "scaleformer_vit",
+    "shipped",
+    "taylorshift_vit",
+]

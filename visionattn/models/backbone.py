@@ -5,8 +5,10 @@ argument.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
+from timm.layers import LayerNorm, Mlp, SwiGLU, SwiGLUPacked, get_norm_layer
 from timm.models import VisionTransformer, checkpoint, register_notrace_function
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
@@ -34,6 +36,10 @@ PREFIX_STD = 0.02
 
 timm's is 1e-6. The gate of a token so near 0 is closed, so nothing would reach it, and gradients
 through its norms would be some 1,000 times as large as the others.
+"""
+MLP_LAYERS = {"mlp": Mlp, "swiglu": SwiGLU, "swiglu_packed": SwiGLUPacked}
+"""The MLPs of a block by name: timm's plain one, and two gated ones, with the gate's weights apart
+from or beside the others (``SwiGLUPacked`` of DINOv2's giants). timm hands each the ``act_layer``.
 """
 
 
@@ -83,6 +89,8 @@ class VisionAttnTransformer(VisionTransformer):
             one factor for each of its D entries, before the output projection.
         form: of every attention: "efficient" (linear), "direct" (quadratic), or "auto" for the
             faster one at each size.
+        softmax_blocks: indices of blocks, from the end where negative, that are timm's own softmax
+            instead, exact and quadratic, without relative position, convolution or gate.
         window_size: of windows: patches along a side, 7 unless given.
         global_pool: as in timm; "max" by default, which found small things on large images where
             "avg" and "token" did not learn in a short training (``checkpoints/README.md``).
@@ -91,6 +99,8 @@ class VisionAttnTransformer(VisionTransformer):
             right.
         attn_drop_rate: in training, probability with which a token's values are dropped in a
             block's attention.
+        norm_eps: epsilon of all norms; that of ``norm_layer`` unless given.
+        mlp_layer: a name of ``MLP_LAYERS``.
 
     The other arguments are those of timm's VisionTransformer.
 
@@ -121,6 +131,7 @@ class VisionAttnTransformer(VisionTransformer):
         centre_keys: bool = False,
         output_gate: bool = False,
         form: str = "auto",
+        softmax_blocks: Sequence[int] | None = None,
         window_size: int | None = None,
         pos_embed: str = "none",
         dynamic_img_size: bool = True,
@@ -128,6 +139,8 @@ class VisionAttnTransformer(VisionTransformer):
         patch_drop_rate: float = 0.0,
         qkv_bias: bool = True,
         qk_norm: bool = False,
+        scale_attn_norm: bool = False,
+        scale_mlp_norm: bool = False,
         proj_bias: bool = True,
         init_values: float | None = None,
         class_token: bool = True,
@@ -145,7 +158,9 @@ class VisionAttnTransformer(VisionTransformer):
         weight_init: str = "",
         fix_init: bool = False,
         norm_layer: str | type[nn.Module] | None = None,
+        norm_eps: float | None = None,
         act_layer: str | type[nn.Module] | None = None,
+        mlp_layer: str = "mlp",
         device=None,
         dtype=None,
     ):
@@ -163,7 +178,12 @@ class VisionAttnTransformer(VisionTransformer):
             form=form,
             window_size=window_size,
         )
-        of_blocks = options_of_blocks(attention, depth, attn_options)
+        of_blocks = options_of_blocks(attention, depth, attn_options, softmax_blocks or ())
+        if mlp_layer not in MLP_LAYERS:
+            raise ValueError(f"mlp_layer {mlp_layer!r}: wanted one of {', '.join(MLP_LAYERS)}")
+        norm = get_norm_layer(norm_layer) or LayerNorm
+        if norm_eps is not None:
+            norm = partial(norm, eps=norm_eps)
         super().__init__(
             img_size=img_size,
             patch_size=patch_size,
@@ -176,6 +196,8 @@ class VisionAttnTransformer(VisionTransformer):
             mlp_ratio=mlp_ratio,
             qkv_bias=qkv_bias,
             qk_norm=qk_norm,
+            scale_attn_norm=scale_attn_norm,
+            scale_mlp_norm=scale_mlp_norm,
             proj_bias=proj_bias,
             init_values=init_values,
             class_token=class_token,
@@ -196,8 +218,9 @@ class VisionAttnTransformer(VisionTransformer):
             weight_init=weight_init,
             fix_init=fix_init,
             embed_layer=DynamicPatchEmbed,
-            norm_layer=norm_layer,
+            norm_layer=norm,
             act_layer=act_layer,
+            mlp_layer=MLP_LAYERS[mlp_layer],
             block_fn=lambda **options: Block(**options, attn_options=next(of_blocks)),
             attn_layer=Attention,
             device=device,

@@ -82,11 +82,11 @@ def checkpoint_filter_fn(
             value = resample_table(value, own[name].shape)
         fitted[_place_norm(name, own)] = value
     if position is not None and "pos_embed" in own:
-        fitted["pos_embed"] = _fit_position(position, model, source_grid)
+        fitted["pos_embed"] = fit_position(position, model, source_grid)
     return fitted
 
 
-def _fit_position(position: Tensor, model: nn.Module, grid: tuple[int, int] | None) -> Tensor:
+def fit_position(position: Tensor, model: nn.Module, grid: tuple[int, int] | None) -> Tensor:
     """Bring an absolute position ``[1, P + H*W, D]`` to the model's grid; leave it as it is where
     no grid explains its number of tokens.
     """

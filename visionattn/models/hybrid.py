@@ -27,7 +27,10 @@ fill an accelerator.
 
 
 def options_of_blocks(
-    attention: str | Sequence[str], depth: int, options: dict[str, Any]
+    attention: str | Sequence[str],
+    depth: int,
+    options: dict[str, Any],
+    softmax_blocks: Sequence[int] = (),
 ) -> Iterator[dict[str, Any]]:
     """Return the options of each block's ``Attention``, block by block: a depth that a file claims
     may be one that no machine could list.
@@ -40,16 +43,20 @@ def options_of_blocks(
         depth: the number of blocks.
         options: those of ``Attention`` that are given once for all blocks; None, False and
             "auto" are defaults.
+        softmax_blocks: indices of blocks that are timm's own softmax, whatever ``attention`` says
+            of them; they take no option.
 
     Raises:
-        ValueError: not a name for each block, an unknown one, or an option that no block can use.
+        ValueError: not a name for each block, an unknown one, an option that no block can use, or
+            a block that does not exist.
     """
     names: Iterable[str]
+    exact = places_of_blocks(softmax_blocks, depth)
     if isinstance(attention, str):
         kinds, names = {attention: get_attention(attention)}, repeat(attention, depth)
     else:
         names = _names(attention, depth)
-        kinds = {name: get_attention(name) for name in names}
+        kinds = {name: get_attention(name) for i, name in enumerate(names) if i not in exact}
     given = {
         name: value
         for name, value in options.items()
@@ -59,6 +66,12 @@ def options_of_blocks(
         name: idle_options(kind, options.get("relative"), options.get("feature_map"))
         for name, kind in kinds.items()
     }
+    useless = [name for name in given if name != "relative" and (given[name] or name == "horizon")]
+    if 0 < depth == len(exact) and useless:
+        option = useless[0]
+        raise ValueError(
+            f"{option}={given[option]!r} would do nothing: all blocks are in softmax_blocks"
+        )
     for option, value in given.items():
         if kinds and all(option in of for of in idle.values()):
             reasons = "; ".join(dict.fromkeys(of[option] for of in idle.values()))
@@ -66,7 +79,10 @@ def options_of_blocks(
 
     def of_each() -> Iterator[dict[str, Any]]:
         windows = 0
-        for name in names:
+        for i, name in enumerate(names):
+            if i in exact:
+                yield dict(attention="softmax", relative="none")
+                continue
             own = {option: value for option, value in given.items() if option not in idle[name]}
             own["attention"] = name
             if kinds[name].windows:
@@ -75,6 +91,23 @@ def options_of_blocks(
             yield own
 
     return of_each()
+
+
+def places_of_blocks(indices: Sequence[int], depth: int) -> frozenset[int]:
+    """Return the indices of blocks from 0, of indices that may count from the end as in Python.
+
+    Raises:
+        ValueError: what is no list of whole numbers, or a block that does not exist.
+    """
+    listed = isinstance(indices, list | tuple | range | set | frozenset)
+    if not listed or not all(type(i) is int for i in indices):
+        raise ValueError(f"softmax_blocks: wanted a list of indices of blocks, got {indices!r}")
+    for i in indices:
+        if not -depth <= i < depth:
+            raise ValueError(
+                f"softmax_blocks: there is no block {i}; the {depth} blocks are 0 to {depth - 1}"
+            )
+    return frozenset(i % depth for i in indices)
 
 
 def _names(attention: Sequence[str], depth: int) -> list[str]:

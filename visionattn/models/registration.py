@@ -116,6 +116,17 @@ def register_family(
         FORMER[name] = size | (options if former is None else former)
 
 
+def one_cfg(name: str) -> dict[str, Any]:
+    """Return the default configuration of a name that is alone, untrained."""
+    return generate_default_cfgs({f"{name}.untrained": _cfg()})
+
+
+def register_one(module: str, name: str, **options) -> None:
+    """Register a name that is alone, as an entry point of ``module``."""
+    register_model(_entry_point(module, name, options))
+    FORMER[name] = options
+
+
 def register_pixel(module: str, name: str, **options) -> None:
     """Register a model whose patches are the pixels of grey 32 x 32 images, one-hot
     ``[B, 256, 32, 32]``: width 256, depth 1, 4 heads.

@@ -16,11 +16,12 @@ from typing import Any, NotRequired, TypedDict
 import numpy as np
 import timm
 import torch
-from timm.models._manipulate import adapt_input_conv
 from torch import Tensor, nn
 
 from visionattn.cli.files import first_line, flush_folder, write_whole
 from visionattn.cli.untrusted import brief, check_partly, checked
+from visionattn.models.conversion import adapt_channels
+from visionattn.models.listing import shape, shorten
 from visionattn.models.registration import is_ours
 from visionattn.models.weights import (
     UNREADABLE,
@@ -299,29 +300,6 @@ class Placement:
         ]
 
 
-def shorten(names: list[str], most: int = 12) -> str:
-    """Join names in a line; those that differ only in the number of the block become one:
-    ``blocks.{0-11}.attn.table``.
-    """
-    groups: dict[str, list[int]] = {}
-    for name in names:
-        parts = name.split(".")
-        number = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
-        key = name if number is None else ".".join([*parts[:number], "*", *parts[number + 1 :]])
-        groups.setdefault(key, []).append(-1 if number is None else int(parts[number]))
-    written = [
-        key
-        if len(numbers) == 1 and numbers[0] < 0
-        else key.replace(
-            "*", str(numbers[0]) if len(numbers) == 1 else f"{{{min(numbers)}-{max(numbers)}}}", 1
-        )
-        for key, numbers in groups.items()
-    ]
-    return ", ".join(written[:most]) + (
-        f" and {len(written) - most} more" if len(written) > most else ""
-    )
-
-
 def place_weights(model: nn.Module, name: str, path: str | Path) -> Placement:
     """Start a model from weights of another head, patch size, image size or number of channels, as
     far as they fit.
@@ -399,17 +377,3 @@ def filter_checkpoint(given: dict[str, Tensor], model: nn.Module, name: str) -> 
         raise ValueError(
             f"the weights do not suit the model {name}: {first_line(error)}"
         ) from error
-
-
-def adapt_channels(weight: Tensor, channels: int) -> Tensor:
-    """Adapt filters to another number of input channels: summed for one, repeated and rescaled for
-    more than three.
-    """
-    if weight.shape[1] == 1:
-        return weight.repeat(1, channels, 1, 1) / channels
-    return adapt_input_conv(channels, weight)
-
-
-def shape(tensor: Tensor) -> str:
-    """Write the shape of a tensor, e.g. ``192x3x16x16``."""
-    return "x".join(map(str, tensor.shape))

@@ -1,0 +1,340 @@
+"""A timm ViT as one of our models: its function where all blocks stay a softmax, its weights
+everywhere, and one line where it cannot be.
+"""
+
+import copy
+import json
+import math
+from functools import partial
+
+import pytest
+import timm
+import torch
+from timm.layers import LayerNorm, RmsNorm, SwiGLU, SwiGLUPacked
+from timm.models import VisionTransformer
+from timm.models.vision_transformer import (
+    DiffParallelScalingBlock,
+    ParallelScalingBlock,
+    ParallelThingsBlock,
+    ResPostBlock,
+)
+from torch import nn
+
+from visionattn.models import Converted, VisionAttnTransformer, from_softmax
+from visionattn.models.weights import load_model, save_model
+
+BODY = dict(img_size=(48, 32), patch_size=8, embed_dim=24, depth=3, num_heads=3, num_classes=5)
+
+
+def teacher(seed=0, **options):
+    """timm's own model in float64, none of whose weights is zero or one."""
+    torch.manual_seed(seed)
+    vit = VisionTransformer(**(BODY | options)).double().eval()
+    with torch.no_grad():
+        for parameter in vit.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.3)
+    return vit
+
+
+def image(vit, seed=1, size=None):
+    generator = torch.Generator().manual_seed(seed)
+    height, width = size or vit.patch_embed.img_size
+    return torch.randn(2, vit.in_chans, height, width, generator=generator, dtype=torch.float64)
+
+
+BODIES = {
+    "plain": dict(),
+    "no class token": dict(class_token=False, global_pool="avg"),
+    "registers": dict(reg_tokens=4),
+    "registers without position": dict(reg_tokens=3, no_embed_class=True),
+    "registers alone": dict(reg_tokens=1, class_token=False, global_pool="avg"),
+    "no position": dict(pos_embed="none"),
+    "norm of queries and keys": dict(qk_norm=True),
+    "LayerScale": dict(init_values=0.1),
+    "norm before the blocks": dict(pre_norm=True, norm_layer=partial(LayerNorm, eps=1e-3)),
+    "torch's LayerNorm": dict(norm_layer=partial(nn.LayerNorm, eps=1e-2)),
+    "RMS norm": dict(norm_layer=RmsNorm, qk_norm=True),
+    "no final norm": dict(final_norm=False),
+    "norm after pooling": dict(fc_norm=True, global_pool="token"),
+    "norm before pooling": dict(fc_norm=False, global_pool="avg"),
+    "packed SwiGLU": dict(mlp_layer=SwiGLUPacked, act_layer=nn.SiLU, mlp_ratio=2.67 * 2),
+    "SwiGLU": dict(mlp_layer=SwiGLU, act_layer=nn.SiLU),
+    "quick GELU": dict(act_layer="quick_gelu"),
+    "GELU by tanh": dict(act_layer="gelu_tanh"),
+    "torch's GELU by tanh": dict(act_layer=partial(nn.GELU, approximate="tanh")),
+    "no biases": dict(qkv_bias=False, proj_bias=False),
+    "norms within": dict(scale_attn_norm=True, scale_mlp_norm=True),
+    "pooling by attention": dict(class_token=False, global_pool="map"),
+    "pooling by attention, registers": dict(class_token=False, global_pool="map", reg_tokens=4),
+    "pooling by refined tokens": dict(global_pool="prr"),
+    "pooling of prefix too": dict(global_pool="avg", pool_include_prefix=True),
+    "maximum and mean": dict(global_pool="avgmax"),
+    "no pooling": dict(global_pool=""),
+    "no head": dict(num_classes=0),
+    "a ratio that is no whole number": dict(mlp_ratio=3.7362),
+    "a ratio that rounds down": dict(embed_dim=57, mlp_ratio=173.5 / 57),
+    "two channels, oblong patches": dict(in_chans=2, patch_size=(8, 4)),
+    "any size": dict(dynamic_img_size=True),
+    "one block, one head": dict(depth=1, num_heads=1),
+}
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_where_all_blocks_stay_a_softmax_the_model_computes_what_timm_does(body):
+    vit = teacher(**BODIES[body])
+    converted = from_softmax(vit, softmax_blocks=range(len(vit.blocks)))
+    x = image(vit)
+    with torch.no_grad():
+        torch.testing.assert_close(converted.model(x), vit(x), rtol=1e-12, atol=1e-12)
+        features = vit.forward_features(x)
+        torch.testing.assert_close(converted.model.forward_features(x), features)
+    assert converted.new == converted.left_out == converted.resampled == []
+    assert converted.taken == list(vit.state_dict())
+
+
+@pytest.mark.parametrize("attention", ["kernelized", "taylorshift", "window"])
+@pytest.mark.parametrize("body", ["plain", "norm of queries and keys", "packed SwiGLU"])
+def test_every_weight_of_the_teacher_is_copied_and_the_teacher_left_alone(body, attention):
+    vit = teacher(**BODIES[body])
+    before = copy.deepcopy(vit.state_dict())
+    converted = from_softmax(vit, attention, softmax_blocks=(-2,))
+    own = converted.model.state_dict()
+    for name, value in before.items():
+        assert torch.equal(vit.state_dict()[name], value)
+        assert torch.equal(own[name], value) and own[name].data_ptr() != value.data_ptr()
+    assert sorted(converted.taken + converted.new) == sorted(own)
+    ours = {"relative.table", "value_conv.weight"}
+    ours |= {"temperature"} if attention == "taylorshift" else set()
+    assert set(converted.new) == {f"blocks.{i}.attn.{leaf}" for i in (0, 2) for leaf in ours}
+    assert [block.attn.attention for block in converted.model.blocks] == [
+        attention,
+        "softmax",
+        attention,
+    ]
+
+
+def test_what_is_new_starts_so_that_it_changes_little():
+    model = from_softmax(teacher(), "kernelized", softmax_blocks=[1]).model
+    for block in (model.blocks[0], model.blocks[2]):
+        assert block.attn.centre_keys and block.attn.output_gate is None
+        assert block.attn.value_conv.weight.eq(0).all()
+        assert block.attn.value_conv.weight.shape[-1] == 3
+        peaks = block.attn.relative.table.mean(-1).flatten(1).argmax(1).tolist()
+        assert peaks == [3 * 7 + 2, 3 * 7 + 4, 2 * 7 + 3]  # left, right, above
+    exact = model.blocks[1].attn
+    assert exact.relative is exact.value_conv is None and not exact.centre_keys
+
+
+def test_windows_of_the_whole_grid_see_what_a_softmax_sees():
+    """Tables of windows start at zero, as any other start would change the scores."""
+    vit = teacher(reg_tokens=2)
+    model = from_softmax(vit, ["window", "softmax", "kernelized"], window_size=6).model
+    assert [block.attn.attention for block in model.blocks] == ["window", "softmax", "kernelized"]
+    assert model.blocks[1].attn.relative is None
+    with torch.no_grad():
+        tokens = vit._pos_embed(vit.patch_embed(image(vit)))
+        torch.testing.assert_close(model.blocks[0](tokens), vit.blocks[0](tokens))
+
+
+@pytest.mark.parametrize("size", [(64, 24), (24, 40)])
+@pytest.mark.parametrize("body", ["registers", "registers without position", "no class token"])
+def test_position_is_resampled_to_images_of_other_sizes_as_timm_does(body, size):
+    vit = teacher(dynamic_img_size=True, **BODIES[body])
+    model = from_softmax(vit, softmax_blocks=range(3)).model
+    x = image(vit, size=size)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), vit(x))
+    fixed = teacher(**BODIES[body])
+    with torch.no_grad():
+        torch.testing.assert_close(
+            from_softmax(fixed, softmax_blocks=range(3)).model(x), vit(x)
+        )  # what the teacher itself refuses
+
+
+def test_another_native_size_and_patch_are_those_that_timm_resamples_to():
+    vit = teacher(reg_tokens=1)
+    converted = from_softmax(
+        vit, softmax_blocks=range(3), img_size=(48, 60), patch_size=12, num_classes=7
+    )
+    vit.set_input_size(img_size=(48, 60), patch_size=(12, 12))
+    vit.reset_classifier(0)
+    x = image(vit, size=(48, 60))
+    with torch.no_grad():
+        torch.testing.assert_close(converted.model.forward_features(x), vit.forward_features(x))
+    assert converted.resampled == [
+        "pos_embed 1x26x24 -> 1x22x24",
+        "patch_embed.proj.weight 24x3x8x8 -> 24x3x12x12",
+    ]
+    assert converted.new == converted.left_out == ["head.weight", "head.bias"]
+    assert converted.model(x).shape == (2, 7)
+    assert converted.spec.img_size == (48, 60) and converted.spec.num_classes == 7
+    assert converted.lines() == [
+        "43 of 45 tensors are those of VisionTransformer",
+        "  resampled (2): pos_embed 1x26x24 -> 1x22x24, "
+        "patch_embed.proj.weight 24x3x8x8 -> 24x3x12x12",
+        "  new (2): head.weight, head.bias",
+        "  left out (2): head.weight, head.bias",
+    ]
+
+
+def test_grey_images_see_the_sum_of_the_filters():
+    vit = teacher()
+    model = from_softmax(vit, softmax_blocks=range(3), in_chans=1).model
+    x = image(vit)[:, :1]
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), vit(x.expand(-1, 3, -1, -1)))
+
+
+def test_heads_are_regrouped_at_the_same_weights():
+    vit = teacher()
+    converted = from_softmax(vit, softmax_blocks=range(3), num_heads=6)
+    assert converted.new == [] and converted.args["num_heads"] == 6
+    for block in vit.blocks:  # timm's attention with the same weights in other heads
+        block.attn.num_heads, block.attn.head_dim, block.attn.scale = 6, 4, 0.5
+    x = image(vit)
+    with torch.no_grad():
+        torch.testing.assert_close(converted.model(x), vit(x))
+
+
+@pytest.mark.parametrize("body", ["plain", "no biases", "norm of queries and keys", "RMS norm"])
+def test_temperatures_start_at_what_a_softmax_multiplies_cosines_by(body):
+    """Measured on tokens of independent entries."""
+    vit = teacher(**BODIES[body])
+    model = from_softmax(vit, "taylorshift").model
+    block = model.blocks[1]
+    x = torch.randn(1, 20000, 24, dtype=torch.float64)
+    x = (x - x.mean(-1, keepdim=True)) if body != "RMS norm" else x
+    with torch.no_grad():
+        tokens = block.norm1(x)
+        q, k, _ = block.attn.qkv(tokens).unflatten(2, (3, 3, 8)).permute(2, 0, 3, 1, 4)
+        q, k = block.attn.q_norm(q), block.attn.k_norm(k)
+        lengths = (of.square().sum(-1).mean(-1) for of in (q, k - k.mean(2, keepdim=True)))
+        wanted = (next(lengths) * next(lengths)).sqrt().flatten() / math.sqrt(8)
+    torch.testing.assert_close(block.attn.temperature.detach(), wanted, rtol=0.1, atol=0)
+    assert (
+        from_softmax(vit, "taylorshift", temperature_init=2.0).model.blocks[0].attn.temperature == 2
+    ).all()
+
+
+# What it carries
+
+
+def named(name="vit_tiny_patch16_224", **options):
+    torch.manual_seed(0)
+    small = dict(depth=2, embed_dim=24, num_heads=3, img_size=32)
+    return timm.create_model(name, **(small | options)).eval()
+
+
+@pytest.mark.parametrize("attention", ["kernelized", ["taylorshift", "window"]])
+def test_a_file_of_it_gives_the_model_back(attention, tmp_path):
+    vit = named("vit_medium_patch16_clip_224", num_classes=7)
+    converted = from_softmax(
+        vit, attention, softmax_blocks=[0] if attention == "kernelized" else ()
+    )
+    assert json.loads(json.dumps(converted.args)) == converted.args
+    path = tmp_path / "converted.safetensors"
+    save_model(path, converted.model, converted.name, converted.args, converted.spec)
+    model, x = load_model(path), torch.randn(2, 3, 48, 32)
+    assert torch.equal(model(x), converted.model(x))
+    assert model.data_spec == converted.spec
+    assert model.data_spec.mean == vit.pretrained_cfg["mean"] != (0.485, 0.456, 0.406)
+
+
+def test_what_timm_says_of_the_images_stays():
+    vit = named("vit_medium_patch16_clip_224", num_classes=7)
+    cfg = from_softmax(vit).model.pretrained_cfg
+    for key in ("mean", "std", "interpolation", "crop_pct", "license"):
+        assert cfg[key] == vit.pretrained_cfg[key]
+    assert cfg["architecture"] == "converted_vit" and cfg["num_classes"] == 7
+    assert cfg["input_size"] == (3, 32, 32)
+    assert timm.data.resolve_model_data_config(from_softmax(vit).model)["std"] == cfg["std"]
+
+
+def test_dtype_mode_and_device_are_the_teachers():
+    vit = named().to(torch.bfloat16).train()
+    model = from_softmax(vit).model
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16} and model.training
+    assert not from_softmax(named()).model.training
+    with torch.device("meta"):
+        vit = timm.create_model("vit_base_patch16_224")
+    assert all(p.is_meta for p in from_softmax(vit, "taylorshift").model.parameters())
+
+
+# What is refused, in one line
+
+
+class Changed(VisionTransformer):
+    """A class that pools in a way of its own."""
+
+    def pool(self, x, pool_type=None):
+        return x[:, -1]
+
+
+def with_another_eps(vit):
+    vit.blocks[1].norm2.eps = 0.5
+    return vit
+
+
+REFUSED = {
+    "VisionTransformer cannot be converted: its blocks normalise after": dict(
+        block_fn=ResPostBlock
+    ),
+    "its blocks run attention and MLP side by side": dict(block_fn=ParallelScalingBlock),
+    "its attention is the difference of two softmaxes": dict(block_fn=DiffParallelScalingBlock),
+    "its blocks have several attentions side by side": dict(block_fn=ParallelThingsBlock),
+    "its attention is the difference of two": dict(attn_layer="diff", embed_dim=24, num_heads=3),
+    "its patch_embed.norm is LayerNorm.*, which ours cannot be": dict(embed_norm_layer="layernorm"),
+    "its MLP is a GluMlp that ours do not have": dict(mlp_layer=timm.layers.GluMlp),
+    "it has no blocks": dict(depth=0),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_parts_that_ours_have_not_are_named(message):
+    with pytest.raises(ValueError, match=message) as error:
+        from_softmax(VisionTransformer(**(BODY | REFUSED[message])))
+    assert "\n" not in str(error.value)
+
+
+def test_models_that_are_no_vision_transformer_of_timm_are_refused():
+    for vit, message in {
+        nn.Linear(2, 2): "Linear cannot be converted: it is no VisionTransformer of timm: Linear",
+        timm.create_model("test_efficientnet"): "test_efficientnet cannot be converted: it is no",
+        Changed(**BODY): "Changed has a pool of its own",
+        VisionAttnTransformer(**BODY): "it is a model of visionattn already",
+        with_another_eps(teacher()): "its blocks.1.norm2 is LayerNorm.*eps=0.5.*ours cannot be",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            from_softmax(vit)
+
+
+WRONG = {
+    "there is no block 3; the 3 blocks are 0 to 2": dict(softmax_blocks=[0, 3]),
+    "there is no block -4": dict(softmax_blocks=[-4]),
+    "softmax_blocks: wanted a list of indices of blocks, got 2": dict(softmax_blocks=2),
+    r"softmax_blocks: wanted a list of indices of blocks, got \[True\]": dict(
+        softmax_blocks=[True]
+    ),
+    "attention 'linear': wanted one of": dict(attention="linear"),
+    "wanted a name, or 3, one for each block, got 2": dict(attention=["window", "softmax"]),
+    "embed_dim cannot be chosen, as the body is the teacher's": dict(embed_dim=48),
+    "output_gate: a gate starts near 0, which would erase": dict(output_gate=True),
+    "horizon=2 would do nothing: all blocks": dict(horizon=2, softmax_blocks=range(3)),
+    "num_heads 5 does not divide the width 24": dict(num_heads=5),
+    "cannot be converted with these options: ": dict(value_conv="wide"),
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_wrong_arguments_are_one_line(message):
+    with pytest.raises(ValueError, match=message) as error:
+        from_softmax(teacher(), **WRONG[message])
+    assert "\n" not in str(error.value)
+
+
+def test_heads_that_are_normalised_or_pool_are_not_regrouped():
+    with pytest.raises(ValueError, match="normalised in heads of 8, which cannot become 6 heads"):
+        from_softmax(teacher(qk_norm=True), num_heads=6)
+    with pytest.raises(ValueError, match="its pooling has heads too"):
+        from_softmax(teacher(class_token=False, global_pool="map"), num_heads=6)
+    assert isinstance(from_softmax(teacher(qk_norm=True), num_heads=3), Converted)
