@@ -2,18 +2,17 @@
 models.
 """
 
-import copy
 import math
-import pickle
 
 import pytest
 import timm
 import torch
-from timm.models import VisionTransformer, create_model
+from timm.models import create_model
 from timm.models._features_fx import create_feature_extractor
 from timm.optim import param_groups_layer_decay, param_groups_weight_decay
 
 import visionattn
+from tests.helpers.timm_contract import keeps_contract
 from visionattn.layout import Grid, TokenLayout
 from visionattn.models import shipped
 
@@ -61,32 +60,9 @@ def test_every_size_of_every_family_is_registered_under_both_names():
 def test_registered_name_keeps_the_contract_of_timm(name):
     """One walk through what clients do with a model, at the smallest size of the name."""
     model = small(name)
-    assert isinstance(model, VisionTransformer)
     assert model.default_cfg["architecture"] == name
-    assert model.default_cfg["first_conv"] == "patch_embed.proj"
-    x = image(name)
-    classes = 10 if is_pixel(name) else 11
-    features = model.forward_features(x)
-    assert torch.equal(model.forward_head(features), model(x))
-    assert model(x).shape == (2, classes)
-    model(x).square().sum().backward()
-    assert [n for n, p in model.named_parameters() if p.grad is None] == []
-
-    final, maps = model.forward_intermediates(x)
-    assert torch.equal(final, features)
-    grid = (32, 32) if is_pixel(name) else (5, 3)
-    assert maps[-1].shape == (2, model.embed_dim, *grid)
-    last = model.forward_intermediates(x, indices=1, norm=True, intermediates_only=True)[0]
-    assert torch.equal(last.flatten(2).mT, final[:, model.num_prefix_tokens :])
-
-    pooled = model.train(False)(x)
-    again = pickle.loads(pickle.dumps(copy.deepcopy(model)))
-    assert torch.equal(again(x), pooled)
-    model.reset_classifier(5)
-    assert model(x).shape == (2, 5) and model.get_classifier().training is False
-    model.reset_classifier(0)
-    assert model(x).shape == (2, model.num_features)
-    assert model.to(torch.bfloat16)(x.to(torch.bfloat16)).dtype == torch.bfloat16
+    grid, classes = ((32, 32), 10) if is_pixel(name) else ((5, 3), 11)
+    keeps_contract(model, image(name), grid, classes)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from torch import nn
 from visionattn.models.backbone import VisionAttnTransformer
 
 NOT_TAKEN = {
-    "Eva": "it is timm's Eva, whose rotary position has no place in linear attention",
+    "Eva": "it is timm's Eva; models with rotary position are not taken",
     "VisionTransformerRelPos": "its softmax has a relative position of its own",
     "VisionTransformerDistilled": "it has a second class token with a head of its own",
     "NaFlexVit": "it takes packed patches; build it as timm's VisionTransformer",

@@ -1,0 +1,203 @@
+"""Every ``vit_*`` of timm at tiny depth and width: it becomes one of our models, with all its
+weights and its function where the blocks stay a softmax, or is refused in one line; and what such
+models are to timm's clients.
+"""
+
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from timm.models import VisionTransformer
+from timm.models._features_fx import create_feature_extractor
+from timm.optim import param_groups_layer_decay
+
+from tests.helpers.timm_contract import keeps_contract
+from tests.models.test_absent import assert_as_alone, batch
+from visionattn.models import from_softmax
+from visionattn.models.body import body_of
+
+PAGE = Path(__file__).parents[2] / "docs" / "conversion.md"
+NAMES = timm.list_models("vit_*")
+TINY = dict(depth=2, embed_dim=24, num_heads=3, num_classes=5)
+OTHERS = {
+    "_sapiens2": dict(num_kv_heads=[3, 3]),
+    "vit_base_mci": dict(embed_dim=768, num_heads=12),
+}
+"""Arguments that make some of timm's names tiny; their number of blocks or width is in others."""
+
+
+def tiny(name, **options):
+    """timm's architecture, tiny, with weights that are neither zero nor one."""
+    torch.manual_seed(0)
+    own = next((own for part, own in OTHERS.items() if part in name), {})
+    patch = next((int(n) for n in re.findall(r"patch(\d+)", name)), 16)
+    sized = {} if "mci" in name else dict(img_size=4 * patch)
+    vit = timm.create_model(name, **(TINY | sized | own | options)).eval()
+    with torch.no_grad():
+        for parameter in vit.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    return vit
+
+
+def structure(vit):
+    """What tells bodies apart, whatever their size."""
+    own = body_of(vit)
+    sizes = ("img_size", "patch_size", "embed_dim", "depth", "num_heads", "mlp_ratio")
+    return tuple((key, value) for key, value in own.items() if key not in sizes)
+
+
+@cache
+def one_of_each():
+    """A name for each structure that there is."""
+    found = {}
+    for name in NAMES:
+        try:
+            found.setdefault(structure(tiny(name)), name)
+        except ValueError:
+            continue
+    return tuple(found.values())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_vit_of_timm_is_converted_with_all_its_weights_or_refused_in_one_line(name):
+    vit = tiny(name)
+    if refusal := said_of(name):
+        with pytest.raises(ValueError) as error:
+            from_softmax(vit)
+        assert str(error.value) == f"{name} cannot be converted: {refusal}"
+        return
+    vit = vit.double()
+    x = torch.randn(1, vit.in_chans, *vit.patch_embed.img_size, dtype=torch.float64)
+    converted = from_softmax(vit, softmax_blocks=(0, 1))
+    assert converted.taken == list(vit.state_dict()) and converted.new == []
+    with torch.no_grad():
+        torch.testing.assert_close(converted.model(x), vit(x), rtol=1e-10, atol=1e-10)
+    converted = from_softmax(vit, "taylorshift", softmax_blocks=(0,))
+    own = converted.model.state_dict()
+    assert all(torch.equal(own[key], value) for key, value in vit.state_dict().items())
+    assert {name.removeprefix("blocks.1.attn.") for name in converted.new} == {
+        "relative.table",
+        "temperature",
+        "value_conv.weight",
+    }
+    with torch.no_grad():
+        assert converted.model(x).isfinite().all() and converted.left_out == []
+
+
+def said_of(name):
+    """What the page says of a name: why it is refused, or nothing."""
+    for line in PAGE.read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        patterns = re.findall(r"`(vit_[\w*]+)`", cells[0]) if line.startswith("| `vit_") else []
+        if any(re.fullmatch(of.replace("*", ".*"), name) for of in patterns):
+            return cells[-1]
+    return None
+
+
+def test_timm_has_bodies_of_many_structures():
+    """So that the next test is one of more than a few."""
+    assert len(one_of_each()) >= 20
+    assert not any(said_of(name) for name in one_of_each())
+
+
+def test_converted_models_of_each_structure_keep_the_contract_of_timm():
+    for name in one_of_each():
+        for attention in ("kernelized", ["taylorshift", "window"]):
+            model = from_softmax(tiny(name), attention, softmax_blocks=()).model.train()
+            assert model.default_cfg["architecture"] == "converted_vit"
+            rows, columns = model.patch_embed.patch_size
+            x = torch.randn(2, 3, 5 * rows, 3 * columns)
+            keeps_contract(model, x, (5, 3), 5)
+
+
+MIXED = dict(attention=["kernelized", "taylorshift", "window", "kernelized"], softmax_blocks=[3])
+TEACHERS = (
+    "vit_small_patch14_reg4_dinov2",
+    "vit_base_patch16_siglip_256",
+    "vit_base_patch16_clip_quickgelu_224",
+)
+
+
+@pytest.fixture(params=TEACHERS)
+def mixed(request):
+    return from_softmax(tiny(request.param, depth=4), **MIXED)
+
+
+def images(model, rows=5, columns=3, batch=2):
+    height, width = model.patch_embed.patch_size
+    return torch.randn(batch, 3, rows * height, columns * width)
+
+
+def test_converted_models_give_features_by_their_arguments(mixed):
+    features = timm.create_model(
+        mixed.name,
+        features_only=True,
+        out_indices=(1, 3),
+        num_classes=5,
+        **mixed.args,
+    )
+    features.model.load_state_dict(mixed.model.state_dict(), strict=False)
+    x = images(mixed.model)
+    wanted = mixed.model.forward_intermediates(x, indices=(1, 3), intermediates_only=True)
+    for own, of in zip(features.eval()(x), wanted, strict=True):
+        torch.testing.assert_close(own, of)
+
+
+def test_converted_models_are_exported_with_open_sizes_and_traced(mixed):
+    model, (height, width) = mixed.model.eval(), mixed.model.patch_embed.patch_size
+    rows, columns = (torch.export.Dim(of, min=2, max=64) for of in ("rows", "columns"))
+    sizes = {2: height * rows, 3: width * columns}
+    program = torch.export.export(model, (images(model, 5, 3),), dynamic_shapes=(sizes,))
+    x = images(model, 3, 7)
+    torch.testing.assert_close(program.module()(x), model(x), atol=1e-5, rtol=1e-5)
+    traced = create_feature_extractor(model, ["blocks.1"])
+    assert traced(x)["blocks.1"].shape == (2, model.num_prefix_tokens + 21, 24)
+
+
+def test_one_graph_serves_converted_models_at_all_sizes(mixed):
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(1)
+        return graph
+
+    model = mixed.model.eval()
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    with torch.no_grad():
+        for rows, columns in ((5, 3), (4, 6), (7, 3), (3, 9)):
+            x = images(model, rows, columns)
+            torch.testing.assert_close(compiled(x), model(x), atol=1e-5, rtol=1e-5)
+    assert len(graphs) <= 2
+
+
+def test_gradient_checkpointing_and_layer_decay_reach_all_of_a_converted_model(mixed):
+    model, x = mixed.model.double(), images(mixed.model).double()
+    gradients = []
+    for checkpointed in (False, True):
+        model.zero_grad()
+        model.set_grad_checkpointing(checkpointed)
+        model(x).square().sum().backward()
+        gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
+    for name, value in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], value)
+    groups = param_groups_layer_decay(
+        model, 0.1, no_weight_decay_list=model.no_weight_decay(), layer_decay=0.5
+    )
+    scales = {id(p): group["lr_scale"] for group in groups for p in group["params"]}
+    assert len(scales) == len(list(model.parameters()))
+
+
+def test_converted_models_leave_out_what_images_do_not_fill():
+    for name in ("vit_small_patch16_224", "vit_base_patch16_siglip_256"):
+        model = from_softmax(tiny(name, depth=4), **MIXED).model.double().eval()
+        assert_as_alone(model, *batch(), tolerance=1e-6)  # timm resamples in float32
+
+
+def test_converted_models_are_vision_transformers_of_timm_and_cannot_be_converted_again():
+    model = from_softmax(tiny("vit_small_patch16_224")).model
+    assert isinstance(model, VisionTransformer)
+    with pytest.raises(ValueError, match="converted_vit cannot be converted: it is a model of vis"):
+        from_softmax(model)
