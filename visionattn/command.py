@@ -100,6 +100,13 @@ def share(argv: Words, say: Say) -> None:
     say("\n".join(share(parse_share(argv))))
 
 
+def convert(argv: Words, say: Say) -> None:
+    """Make one of our models of a timm ViT, with its weights."""
+    from visionattn.models.converting import convert
+
+    convert(argv, say)
+
+
 def sweep(argv: Words, say: Say) -> None:
     """Train and measure over head counts; each training is a process of its own."""
     from visionattn.cli.commands import started
@@ -146,6 +153,7 @@ SUBCOMMANDS = {
     "predict": Subcommand(predict, "classes of images, as a table, CSV or JSON"),
     "features": Subcommand(features, "features of images, as safetensors with an index"),
     "share": Subcommand(share, "trained weights as timm and transformers load them"),
+    "convert": Subcommand(convert, "one of our models of a timm ViT, with its weights"),
     "sweep": Subcommand(sweep, "train and measure one configuration over head counts"),
     "profile": Subcommand(profile, "memory of models over image sizes"),
     "benchmark": Subcommand(benchmark, "time of operations, models, kernels and data loading"),

@@ -4,9 +4,11 @@ Copied weights are a start. ``docs/conversion.md`` says what becomes of each par
 alone is worth.
 """
 
+import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 
 from visionattn.cli.ends import is_out_of_memory
 from visionattn.cli.files import first_line
+from visionattn.cli.untrusted import brief
 from visionattn.layers import Attention
 from visionattn.models.backbone import VisionAttnTransformer
 from visionattn.models.body import body_of, check_same, name_of, refused
@@ -24,14 +27,11 @@ from visionattn.models.convert import fit_position
 from visionattn.models.hybrid import places_of_blocks
 from visionattn.models.listing import shape, shorten
 from visionattn.models.registration import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from visionattn.models.weights import UNBUILDABLE, DataSpec, describe_args
+from visionattn.models.weights import KEPT, UNBUILDABLE, DataSpec, describe_args, save_model
 from visionattn.ops.attentions import get_attention
 
 NAME = "converted_vit"
 """timm's name of converted models; their arguments say the rest."""
-OF_IMAGES = ("interpolation", "crop_pct", "crop_mode", "label_names", "label_descriptions")
-OF_IMAGES += ("license", "origin_url", "paper_ids", "paper_name")
-"""What timm says of a model's images and source, and what is kept of it besides ``DataSpec``."""
 RATES = ("drop_rate", "pos_drop_rate", "patch_drop_rate", "proj_drop_rate", "attn_drop_rate")
 OF_ATTENTION = ("relative", "horizon", "normalization", "temperature_init", "feature_map")
 OF_ATTENTION += ("random_features", "value_conv", "centre_keys", "form", "window_size")
@@ -77,6 +77,17 @@ class Converted:
             *(f"  {what} ({len(names)}): {shorten(names)}" for what, names in parts if names),
         ]
 
+    def save(self, path: str | Path) -> None:
+        """Write the model to a file of ``save_model``, which ``load_model`` reads.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        cfg = self.model.pretrained_cfg
+        kept = {key: cfg[key] for key in KEPT if cfg.get(key) is not None}
+        notes = {"converted_from": self.source, "pretrained_cfg": json.dumps(kept)}
+        save_model(path, self.model, self.name, self.args, self.spec, notes=notes)
+
 
 @torch.no_grad()
 def from_softmax(
@@ -109,7 +120,8 @@ def from_softmax(
         options: arguments of ``VisionAttnTransformer`` named in ``OPTIONS``: of the attention
             (``relative``, ``value_conv``, ...), of images (``img_size``, ``patch_size``,
             ``in_chans``, ``num_classes``, ``global_pool``, ...) and rates of dropout, which are 0
-            unless given. ``value_conv`` is 3, ``centre_keys`` True unless given.
+            unless given. ``value_conv`` is 3, ``centre_keys`` True unless given. Others are taken
+            if they are what the teacher has.
 
     Returns:
         ``Converted``: the model, and lists of what was taken, resampled, new and left out.
@@ -119,7 +131,8 @@ def from_softmax(
             divide the width, blocks that do not exist, options of the teacher's body; one line.
     """
     body = body_of(vit)
-    _check_options(options)
+    _check_options(options, body)
+    options = {key: value for key, value in options.items() if key in OPTIONS}
     if num_heads is not None and num_heads != body["num_heads"]:
         _check_regrouping(vit, body, num_heads)
         body["num_heads"] = num_heads
@@ -164,17 +177,22 @@ def _built(vit: nn.Module, args: dict[str, Any], spec: DataSpec) -> VisionAttnTr
     return model
 
 
-def _check_options(options: dict[str, Any]) -> None:
-    """Raise ValueError for an option that is not the caller's."""
+def _check_options(options: dict[str, Any], body: dict[str, Any]) -> None:
+    """Raise ValueError for an option that is not the caller's, unless it is as the teacher is."""
     for name in options:
-        if name == "output_gate":
+        if name == "output_gate" and options[name]:
             raise ValueError(
                 "output_gate: a gate starts near 0, which would erase what copied weights give; "
                 "converted models have none"
             )
-        if name not in OPTIONS:
+        if name in body and name not in OPTIONS and options[name] != body[name]:
             raise ValueError(
-                f"{name} cannot be chosen, as the body is the teacher's; what can: "
+                f"{name} is the teacher's, {brief(body[name])}, and cannot be "
+                f"{brief(options[name])}"
+            )
+        if name not in (*body, *OPTIONS, "output_gate"):
+            raise ValueError(
+                f"from_softmax takes no {brief(name)}; besides attention it takes "
                 f"{', '.join(OPTIONS)}"
             )
 
@@ -226,8 +244,12 @@ def _spec(vit: nn.Module, options: dict[str, Any]) -> DataSpec:
     cfg = getattr(vit, "pretrained_cfg", None) or {}
     channels = options.get("in_chans", vit.patch_embed.proj.in_channels)
     classes = options.get("num_classes", getattr(vit.head, "out_features", 0))
+    size = options.get("img_size")
+    known = getattr(vit, "data_spec", None)
+    if known is not None:
+        return _changed(known, channels, classes, size)
     names = tuple(cfg.get("label_names") or ())
-    height, width = to_2tuple(options.get("img_size") or vit.patch_embed.img_size)
+    height, width = to_2tuple(size or vit.patch_embed.img_size)
     return DataSpec(
         in_chans=channels,
         num_classes=classes,
@@ -237,6 +259,25 @@ def _spec(vit: nn.Module, options: dict[str, Any]) -> DataSpec:
         encoding=None,
         img_size=height if height == width else (height, width),
     )
+
+
+def _changed(
+    spec: DataSpec, channels: int, classes: int, size: int | Sequence[int] | None
+) -> DataSpec:
+    """Return what a file says of its images, with the channels, classes and size asked for."""
+    if channels != spec.in_chans:
+        spec = replace(
+            spec,
+            in_chans=channels,
+            mean=_per_channel(spec.mean, channels),
+            std=_per_channel(spec.std, channels),
+            bands=None,
+        )
+    if classes != spec.num_classes:
+        spec = replace(spec, num_classes=classes, class_names=())
+    if size is not None:
+        spec = replace(spec, img_size=size if isinstance(size, int) else tuple(size))
+    return spec
 
 
 def _per_channel(values: Sequence[float], channels: int) -> tuple[float, ...]:
@@ -249,7 +290,7 @@ def _per_channel(values: Sequence[float], channels: int) -> tuple[float, ...]:
 def _cfg(vit: nn.Module, spec: DataSpec, size: tuple[int, int]) -> dict[str, Any]:
     """Return what timm says of the teacher and holds for the model too."""
     cfg = getattr(vit, "pretrained_cfg", None) or {}
-    kept = {key: cfg[key] for key in OF_IMAGES if cfg.get(key) is not None}
+    kept = {key: cfg[key] for key in KEPT if cfg.get(key) is not None}
     kept |= dict(mean=spec.mean, std=spec.std, num_classes=spec.num_classes)
     return kept | dict(input_size=(spec.in_chans, *size))
 

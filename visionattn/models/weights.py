@@ -43,6 +43,8 @@ LOADING_ARGS = frozenset(
     {"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir"}
 )
 """Arguments of ``timm.create_model`` that fetch weights; a file of weights has no need of them."""
+KEPT = ("interpolation", "crop_pct", "crop_mode", "license")
+"""What timm says of a model besides ``DataSpec``, and what a file keeps of it if it is told."""
 UNREADABLE = (
     RuntimeError,
     OSError,
@@ -217,7 +219,37 @@ def load_model(path: str | Path, *, device: str | torch.device = "cpu") -> nn.Mo
         raise ValueError(f"{path} does not fit the model {name!r} that it names: {misfit}")
     model.load_state_dict(tensors)
     model.data_spec = spec
+    if "pretrained_cfg" in metadata:
+        _tell_timm(model, metadata["pretrained_cfg"], path)
     return model.to(device).eval()
+
+
+class _Kept(TypedDict, total=False):
+    """What a file may say for timm: ``KEPT``."""
+
+    interpolation: str
+    crop_pct: float
+    crop_mode: str
+    license: str
+
+
+def _tell_timm(model: nn.Module, text: str, path: str | Path) -> None:
+    """Let a model's ``pretrained_cfg`` say of its images what its file says.
+
+    Raises:
+        ValueError: the file's text is garbled; one line.
+    """
+    try:
+        kept = from_json(_Kept, text, "pretrained_cfg")
+    except ValueError as error:
+        raise ValueError(f"{path} has a garbled description of its model: {error}") from error
+    spec, size = model.data_spec, model.patch_embed.img_size
+    model.pretrained_cfg |= dict(kept) | dict(
+        mean=spec.mean,
+        std=spec.std,
+        num_classes=spec.num_classes,
+        input_size=(spec.in_chans, *size),
+    )
 
 
 def described(metadata: dict[str, str], path: str | Path) -> tuple[str, dict[str, Any], DataSpec]:

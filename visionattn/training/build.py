@@ -44,23 +44,7 @@ def build_model(config: ModelConfig, spec: DataSpec) -> tuple[nn.Module, dict[st
         raise ValueError(
             f"model.name: timm knows no model {config.name!r}; the nearest is {near[0]!r}"
         )
-    for key, source in {
-        "num_classes": "the data",
-        "in_chans": "the data",
-        "checkpoint_path": "init_from",
-    }.items():
-        if key in config.args:
-            raise ValueError(f"model.args.{key} is given by {source}; leave it out")
-    for key, value in config.args.items():
-        if value is None:  # timm drops it
-            raise ValueError(
-                f"model.args.{key} null would do nothing; leave it out, or give a value (0 for no "
-                "LayerScale)"
-            )
-    if config.args.get("features_only"):
-        raise ValueError(
-            "model.args.features_only gives a model without a head, which cannot be trained here"
-        )
+    check_args(config)
     args = dict(config.args)
     ours = is_ours(config.name)
     sized = ours or timm.get_pretrained_cfg_value(config.name, "fixed_input_size")
@@ -92,6 +76,27 @@ def build_model(config: ModelConfig, spec: DataSpec) -> tuple[nn.Module, dict[st
                 "model.grad_checkpointing out"
             ) from error
     return model, {key: value for key, value in args.items() if key not in LOADING_ARGS}
+
+
+def check_args(config: ModelConfig) -> None:
+    """Raise ValueError for arguments of a model that others give, or that do nothing."""
+    for key, source in {
+        "num_classes": "the data",
+        "in_chans": "the data",
+        "checkpoint_path": "init_from",
+    }.items():
+        if key in config.args:
+            raise ValueError(f"model.args.{key} is given by {source}; leave it out")
+    for key, value in config.args.items():
+        if value is None:  # timm drops it
+            raise ValueError(
+                f"model.args.{key} null would do nothing; leave it out, or give a value (0 for no "
+                "LayerScale)"
+            )
+    if config.args.get("features_only"):
+        raise ValueError(
+            "model.args.features_only gives a model without a head, which cannot be trained here"
+        )
 
 
 def patch_size(model: nn.Module) -> Size:

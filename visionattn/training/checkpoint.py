@@ -6,7 +6,6 @@ code. ``models/weights.py`` has the files of weights alone.
 
 import errno
 import random
-import sys
 import zipfile
 import zlib
 from dataclasses import dataclass
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
 import numpy as np
-import timm
 import torch
 from torch import Tensor, nn
 
@@ -22,7 +20,7 @@ from visionattn.cli.files import first_line, flush_folder, write_whole
 from visionattn.cli.untrusted import brief, check_partly, checked
 from visionattn.models.conversion import adapt_channels
 from visionattn.models.listing import shape, shorten
-from visionattn.models.registration import is_ours
+from visionattn.models.teacher import filter_checkpoint
 from visionattn.models.weights import (
     UNREADABLE,
     describe_misfit,
@@ -359,21 +357,3 @@ def place_weights(model: nn.Module, name: str, path: str | Path) -> Placement:
     return Placement(
         str(path), placed, resampled, missing, [key for key in given if key not in used]
     )
-
-
-def filter_checkpoint(given: dict[str, Tensor], model: nn.Module, name: str) -> dict[str, Tensor]:
-    """Rename and resample a state dict for a model by its module's ``checkpoint_filter_fn``."""
-    if is_ours(name):
-        from visionattn.models.convert import checkpoint_filter_fn as adapt
-    else:
-        adapt = getattr(
-            sys.modules[timm.model_entrypoint(name).__module__], "checkpoint_filter_fn", None
-        )
-    if adapt is None:
-        return dict(given)
-    try:
-        return dict(adapt(dict(given), model))
-    except (RuntimeError, KeyError, AssertionError) as error:
-        raise ValueError(
-            f"the weights do not suit the model {name}: {first_line(error)}"
-        ) from error

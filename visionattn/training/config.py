@@ -100,8 +100,13 @@ class TrainConfig:
     overwrite: bool = False
     """Delete what an earlier run left in the run folder."""
     init_from: str | None = None
-    """Weights to start from: a checkpoint of ours or a state dict of a timm ViT. A resumed run has
-    its own.
+    """Weights to start from: a checkpoint of ours, a timm name such as ``vit_small_patch16_224``,
+    whose weights timm may have to download, or a state dict of a timm ViT. A ViT becomes one of
+    our models, ``converted_vit``. A resumed run has its own.
+    """
+    init_model: str | None = None
+    """The timm name of the body that a state dict in ``init_from`` has the weights of; files of
+    ours say it themselves.
     """
     show_batch: str | None = None
     """PNG file in which to draw the first batches of training and of validation as the model sees

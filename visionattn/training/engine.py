@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TextIO
+from typing import Any, TextIO
 
 import numpy as np
 import torch
@@ -29,8 +29,8 @@ from visionattn.cli.interruption import Interrupted, Interruption
 from visionattn.cli.provenance import provenance
 from visionattn.data.geometry import geometry_of
 from visionattn.data.splits import build_splits, check_root, geometry_choices
-from visionattn.training.build import build_model, check_geometries, patch_size
-from visionattn.training.checkpoint import place_weights
+from visionattn.models.conversion import NAME as CONVERTED
+from visionattn.training.build import check_geometries, patch_size
 from visionattn.training.config import TrainConfig, check
 from visionattn.training.distributed import Processes, place_of
 from visionattn.training.forecast import forecast
@@ -39,6 +39,7 @@ from visionattn.training.parallel import check_model, choose_kind
 from visionattn.training.progress import Result
 from visionattn.training.record import BEST, LAST, NoRecord, Record, clear, run_folder
 from visionattn.training.report import how_to_resume
+from visionattn.training.start import started_model
 from visionattn.training.states import States, recall_best
 from visionattn.training.status import Status
 from visionattn.training.trainer import Trainer
@@ -165,8 +166,11 @@ def build(
     and lines about its batches and the weights that it starts from.
     """
 
-    name, held = config.model.name, {}
+    held: dict[str, Any] = {}
     if resumed:
+        chosen = processes.on_first(lambda: states.started_as(config))
+        config = replace(config, model=chosen)
+        name = config.model.name
         held = processes.on_first(lambda: states.former_defaults(name))
 
     def prepare() -> tuple:
@@ -175,18 +179,16 @@ def build(
         seed_everything(config.seed)
         splits = build_splits(config.data, config.seed)
         own = replace(config.model, args=held | config.model.args)
-        model, args = build_model(own, splits.spec)
-        check_model(model, name, processes.size)
+        started = replace(config, init_from=None, init_model=None) if resumed else config
+        model, built, args, lines = started_model(started, own, splits.spec, first=processes.first)
+        check_model(model, built.name, processes.size)
         geometries = geometry_choices(splits.spec, config.data, patch_size(model))
         check_geometries(model, [geometry_of(splits.spec, patch_size(model)), *geometries])
-        lines = []
-        if (
-            config.init_from is not None and not resumed and processes.first
-        ):  # the others get their weights from the first one
-            lines = place_weights(model, name, config.init_from).lines()
-        return splits, model.to(device), args, lines
+        return splits, model.to(device), args, lines, built
 
-    splits, model, args, lines = processes.together(prepare)
+    splits, model, args, lines, built = processes.together(prepare)
+    if built.name == CONVERTED:  # what is kept of the run says the body, which a teacher gave
+        config = replace(config, model=built)
     if processes.first and stream:  # now, as reading sizes and counting memory may take long
         counts = f"{len(splits.train)} training and {len(splits.validation)} validation images"
         print(f"{config.run}: {counts}, looking at their sizes", file=stream, flush=True)

@@ -17,12 +17,15 @@ from torch import nn
 from visionattn.cli.untrusted import brief, from_json
 from visionattn.data.checks import WHOLE
 from visionattn.data.splits import Splits
+from visionattn.models.conversion import NAME as CONVERTED
+from visionattn.models.hybrid import places_of_blocks
 from visionattn.models.registration import FORMER, complete
 from visionattn.models.weights import read_metadata
 from visionattn.training.checkpoint import check_state, read_state, save_state
-from visionattn.training.config import TrainConfig
+from visionattn.training.config import ModelConfig, TrainConfig
 from visionattn.training.progress import Position
 from visionattn.training.record import LAST, PREVIOUS
+from visionattn.training.start import given_to_teacher
 
 QUIET = frozenset(
     {
@@ -34,6 +37,7 @@ QUIET = frozenset(
         "log_every",
         "save_every",
         "init_from",
+        "init_model",
         "parallel",
     }
 )
@@ -108,6 +112,37 @@ class States:
         check_state(state, path, model, name)
         self.step = state["position"]["step"]
         return state, lines
+
+    def started_as(self, config: TrainConfig) -> ModelConfig:
+        """Return the model of a run that goes on: that which a teacher in ``init_from`` has become,
+        where the flags name the teacher again, and otherwise what the flags say.
+
+        Raises:
+            ValueError: the flags would make another model of the teacher; one line.
+        """
+        model = config.model
+        for file in (LAST, PREVIOUS):
+            state, _ = attempt(self.folder / file)
+            if state is None:
+                continue
+            was = state["config"]
+            if (
+                state["name"] != CONVERTED
+                or config.init_from in (None, "")
+                or (was.get("init_from") != config.init_from)
+            ):
+                return model
+            args, depth = state["args"], state["args"]["depth"]
+            for key, value in given_to_teacher(model).items():
+                if key == "softmax_blocks":
+                    value = sorted(places_of_blocks(value, depth))
+                if args.get(key) != value:
+                    raise ValueError(
+                        f"the run has model.args.{key} {brief(args.get(key))}, not {brief(value)}; "
+                        "resume with the same"
+                    )
+            return replace(model, name=CONVERTED, args=was["model"]["args"])
+        return model
 
     def former_defaults(self, name: str) -> dict[str, Any]:
         """Return those arguments of the model that nobody gave and whose defaults have changed

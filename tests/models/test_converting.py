@@ -1,0 +1,189 @@
+"""``visionattn convert`` and where teachers come from: files, names, and what is refused with
+nothing written.
+"""
+
+import os
+
+import pytest
+import timm
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.helpers.tools import assert_one_error, load_tool
+from visionattn.models.teacher import open_teacher
+from visionattn.models.weights import DataSpec, load_model, read_metadata, save_model
+
+convert = load_tool("convert")
+TINY = dict(depth=2, embed_dim=24, num_heads=3, img_size=32, patch_size=8)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder with weights of a timm ViT in several kinds of file, as the current folder."""
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    vit = timm.create_model("vit_tiny_patch16_224", num_classes=7, **TINY)
+    save_file(vit.state_dict(), "vit.safetensors")
+    torch.save({"state_dict_ema": vit.state_dict()}, "vit.pth")
+    spec = DataSpec(3, 7, tuple("abcdefg"), (0.1,) * 3, (0.4,) * 3, None, 32, "native", 50)
+    save_model("ours.safetensors", vit, "vit_tiny_patch16_224", TINY, spec)
+    return vit
+
+
+BODY = ["--model", "vit_tiny_patch16_224", "--args", "{depth: 2, embed_dim: 24, num_heads: 3}"]
+STATE = ["vit.pth", *BODY]
+
+
+@pytest.mark.parametrize(
+    "words", [["ours.safetensors"], ["vit.safetensors", *BODY], STATE, ["--teacher", *STATE]]
+)
+def test_a_file_becomes_a_file_of_ours(folder, capsys, words):
+    assert convert([*words, "--softmax-blocks", "-1", "--output", "out.safetensors"]) == 0
+    printed = capsys.readouterr()
+    lines = printed.out.splitlines()
+    assert printed.err == "" and "32 of 34 tensors are those of vit_tiny_patch16_224" in lines
+    assert "made for 32 x 32 px" in printed.out and "(1 of kernelized, 1 of softmax)" in printed.out
+    model, given = load_model("out.safetensors"), folder.state_dict()
+    own = model.state_dict()
+    assert all(torch.equal(own[name], value) for name, value in given.items())
+    assert read_metadata("out.safetensors")["converted_from"] == "vit_tiny_patch16_224"
+
+
+def test_a_file_of_a_training_says_what_its_images_and_classes_are(folder):
+    assert convert(["ours.safetensors", "--attention", "window", "--output", "a.safetensors"]) == 0
+    spec = load_model("a.safetensors").data_spec
+    assert spec.class_names == tuple("abcdefg") and (spec.fit, spec.max_patches) == ("native", 50)
+    assert convert([*STATE, "--output", "b.safetensors"]) == 0
+    model = load_model("b.safetensors")
+    cfg = timm.get_pretrained_cfg("vit_tiny_patch16_224")
+    assert model.data_spec.mean == model.pretrained_cfg["mean"] == cfg.mean
+    assert model.pretrained_cfg["interpolation"] == cfg.interpolation == "bicubic"
+    assert model.pretrained_cfg["input_size"] == (3, 32, 32)
+
+
+def test_all_blocks_of_softmax_give_the_teachers_outputs(folder):
+    assert convert([*STATE, "--softmax-blocks", "0", "1", "--output", "a.safetensors"]) == 0
+    x = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(load_model("a.safetensors")(x), folder.eval()(x))
+
+
+def test_the_options_of_from_softmax_reach_it(folder):
+    options = "{horizon: 2, feature_map: relu, num_classes: 3, img_size: [48, 24]}"
+    words = ["--options", options, "--num-heads", "6", "--seed", "3", "--output", "a.safetensors"]
+    assert convert([*STATE, *words]) == 0
+    model = load_model("a.safetensors")
+    attn = model.blocks[1].attn
+    assert (attn.relative.horizon, attn.num_heads, model.num_classes) == (2, 6, 3)
+    assert model.patch_embed.grid_size == (6, 3)
+    assert (
+        convert([*STATE, "--attention", "taylorshift", "window", "--output", "b.safetensors"]) == 0
+    )
+    kinds = [block.attn.attention for block in load_model("b.safetensors").blocks]
+    assert kinds == ["taylorshift", "window"]
+
+
+def test_what_is_drawn_follows_the_seed(folder):
+    made = []
+    for name, seed in {"a": 1, "b": 1, "c": 2}.items():
+        words = ["--seed", str(seed), "--output", f"{name}.safetensors"]
+        assert convert(["vit_tiny_patch16_224", "--args", "{depth: 1, embed_dim: 24}", *words]) == 0
+        made.append(load_file(f"{name}.safetensors"))
+    assert all(torch.equal(made[0][name], made[1][name]) for name in made[0])
+    for name in ("blocks.0.attn.relative.table", "blocks.0.attn.qkv.weight"):
+        assert not torch.equal(made[0][name], made[2][name])
+
+
+REFUSED = {
+    "name a teacher, e.g. vit_small_patch16_224": [],
+    "timm knows no model of that name; the nearest is": ["vit_tinie"],
+    "no checkpoint at nowhere.pth": ["nowhere.pth", *BODY],
+    "vit.pth does not say whose weights these are; name the body with --model": ["vit.pth"],
+    "timm knows no model of that name; the nearest is test_vit": [
+        "vit.pth",
+        "--model",
+        "test_vitt",
+    ],
+    "vit.pth does not fit vit_tiny_patch16_224: ": ["vit.pth", "--model", "vit_tiny_patch16_224"],
+    "31 of another shape (first: cls_token)": [
+        *("vit.pth", "--model", "vit_tiny_patch16_224", "--args", "{depth: 2, num_heads: 3}")
+    ],
+    "resnet10t cannot be converted: it is no VisionTransformer of timm": ["resnet10t"],
+    "vit_small_patch16_dinov3 cannot be converted: it is timm's Eva; models with rotary": [
+        *("vit_small_patch16_dinov3", "--args.depth", "1")
+    ],
+    "softmax_blocks: there is no block 2; the 2 blocks are 0 to 1": [
+        *(*STATE, "--softmax-blocks", "2")
+    ],
+    "attention 'linear': wanted one of": [*STATE, "--attention", "linear"],
+    "wanted a name, or 2, one for each block, got 3": [
+        *(*STATE, "--attention", "window", "window", "window")
+    ],
+    "ours.safetensors says what its model is": ["ours.safetensors", *BODY],
+    "vit_tiny_patch16_224 names its own body": ["vit_tiny_patch16_224", "--model", "test_vit"],
+    "options.num_heads is given by --num_heads; leave it out": [
+        *(*STATE, "--options.num_heads", "2")
+    ],
+    "num_heads 5 does not divide the width 24": [*STATE, "--num-heads", "5"],
+    "timm cannot build vit_tiny_patch16_224 with depth='x'": [
+        *("vit_tiny_patch16_224", "--args.depth", "x")
+    ],
+    "garbled.pth is no whole file of weights": ["garbled.pth", *BODY],
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_is_wrong_is_one_line_and_nothing_is_written(folder, capsys, message):
+    with open("garbled.pth", "wb") as file:
+        file.write(b"no weights")
+    before = sorted(os.listdir())
+    assert convert([*REFUSED[message], "--output", "out.safetensors"]) == 2
+    assert_one_error(capsys, message)
+    assert sorted(os.listdir()) == before
+
+
+def test_a_file_that_is_there_is_kept_unless_it_is_to_be_replaced(folder, capsys):
+    with open("out.safetensors", "w") as file:
+        file.write("mine")
+    assert convert([*STATE, "--output", "out.safetensors"]) == 2
+    assert_one_error(capsys, "out.safetensors exists; --overwrite replaces it")
+    with open("out.safetensors") as file:
+        assert file.read() == "mine"
+    assert convert([*STATE, "--output", "out.safetensors", "--overwrite"]) == 0
+    assert convert(STATE) == 2
+    capsys.readouterr()
+    assert load_model("out.safetensors").embed_dim == 24
+
+
+def test_converted_files_are_not_converted_again(folder, capsys):
+    assert convert([*STATE, "--output", "out.safetensors"]) == 0
+    capsys.readouterr()
+    assert convert(["out.safetensors", "--output", "again.safetensors"]) == 2
+    assert_one_error(
+        capsys, "converted_vit cannot be converted: it is a model of visionattn already"
+    )
+
+
+def test_a_state_dict_shows_classes_channels_patch_and_size(tmp_path):
+    made = dict(num_classes=0, in_chans=5, img_size=40, patch_size=10)
+    vit = timm.create_model("test_vit", **made)
+    save_file(vit.state_dict(), tmp_path / "vit.safetensors")
+    read, lines = open_teacher(str(tmp_path / "vit.safetensors"), body="test_vit")
+    assert not read.training and lines == [f"{tmp_path / 'vit.safetensors'}, weights of test_vit"]
+    x = torch.randn(1, 5, 40, 40)
+    with torch.no_grad():
+        torch.testing.assert_close(read(x), vit.eval()(x))
+    # Another size is timm's to resample, and is said.
+    other, lines = open_teacher(
+        str(tmp_path / "vit.safetensors"), body="test_vit", args=dict(img_size=60)
+    )
+    assert other.patch_embed.grid_size == (6, 6)
+    assert lines[1] == "  resampled (1): pos_embed 1x17x64 -> 1x37x64"
+
+
+def test_folders_of_timm_are_teachers(tmp_path):
+    vit = timm.create_model("test_vit", num_classes=4)
+    timm.models.save_for_hf(vit, tmp_path)
+    read, lines = open_teacher(f"local-dir:{tmp_path}")
+    assert lines == [f"local-dir:{tmp_path}, timm's weights"]
+    assert torch.equal(read.head.weight, vit.head.weight)

@@ -1,0 +1,170 @@
+"""Trainings that start from a timm ViT, which becomes one of our models: what is built and kept,
+and how such a run goes on.
+"""
+
+from dataclasses import replace
+
+import pytest
+import timm
+import torch
+import yaml
+from safetensors.torch import save_file
+
+from tests.helpers.small_runs import quadrants_for, same, small_config
+from visionattn.models.weights import DataSpec, load_model, read_metadata, save_model
+from visionattn.training import engine
+from visionattn.training.config import ModelConfig, TrainConfig
+from visionattn.training.engine import train
+from visionattn.training.start import started_model
+
+SPEC = DataSpec(1, 4, (), (0.25,), (0.5,), None, 16)
+BODY = dict(img_size=16, patch_size=4, embed_dim=24, depth=2, num_heads=3)
+
+
+@pytest.fixture(autouse=True)
+def small_data(monkeypatch):
+    monkeypatch.setattr(engine, "build_splits", quadrants_for)
+
+
+@pytest.fixture
+def teacher(tmp_path):
+    """A file of a timm ViT as ``visionattn train`` writes it, and the model."""
+    torch.manual_seed(3)
+    vit = timm.create_model("vit_tiny_patch16_224", num_classes=7, in_chans=3, **BODY).eval()
+    spec = DataSpec(3, 7, (), (0.1, 0.2, 0.3), (0.5, 0.5, 0.5), None, 16)
+    path = tmp_path / "teacher.safetensors"
+    save_model(path, vit, "vit_tiny_patch16_224", BODY, spec)
+    return str(path), vit
+
+
+def started(source, name="converted_vit", body=None, **args):
+    config = TrainConfig(init_from=source, init_model=body)
+    return started_model(config, ModelConfig(name, args), SPEC)
+
+
+def test_a_teacher_in_a_file_of_ours_gives_the_body_and_the_weights(teacher):
+    path, vit = teacher
+    model, built, args, lines = started(path, softmax_blocks=[-1], drop_path_rate=0.2)
+    own, given = model.state_dict(), vit.state_dict()
+    taken = [name for name in given if not name.startswith(("head.", "patch_embed.proj.w"))]
+    assert all(torch.equal(own[name], given[name]) for name in taken)
+    filters = given["patch_embed.proj.weight"].sum(1, keepdim=True)
+    torch.testing.assert_close(own["patch_embed.proj.weight"], filters)
+    assert own["head.weight"].shape == (4, 24) and model.in_chans == 1
+    assert [block.attn.attention for block in model.blocks] == ["kernelized", "softmax"]
+    assert built == ModelConfig("converted_vit", args) and args["drop_path_rate"] == 0.2
+    assert lines[0] == path and lines[1].endswith("tensors are those of vit_tiny_patch16_224")
+    assert lines[-1] == "  its images had other values: --data.mean 0.2 --data.std 0.5"
+    rebuilt = timm.create_model("converted_vit", num_classes=4, in_chans=1, **args)
+    rebuilt.load_state_dict(own)
+
+
+def test_a_name_of_ours_says_which_attention_and_which_size(teacher):
+    path, _ = teacher
+    model, built, args, _ = started(path, "taylorshift_abs_vit_t", embed_dim=24, depth=2)
+    assert built.name == "converted_vit" and model.blocks[0].attn.attention == "taylorshift"
+    assert model.blocks[0].attn.relative is None and args["temperature_init"] == 1.0
+    with pytest.raises(ValueError) as error:
+        started(path, "scaleformer_vit_t")
+    assert str(error.value) == (
+        "the weights to start from are 24 wide, scaleformer_vit_t 192; take a model of their size, "
+        "or converted_vit, which takes theirs"
+    )
+    with pytest.raises(ValueError, match="are 2 deep, scaleformer_vit_t 12"):
+        started(path, "scaleformer_vit_t", embed_dim=24)
+
+
+def test_state_dicts_say_their_body_by_a_flag(tmp_path):
+    vit = timm.create_model("test_vit", num_classes=7, img_size=48)
+    save_file(vit.state_dict(), tmp_path / "vit.safetensors")
+    torch.save({"model": vit.state_dict()}, tmp_path / "vit.pth")
+    for name in ("vit.safetensors", "vit.pth"):
+        model, _, args, lines = started(str(tmp_path / name), body="test_vit")
+        assert torch.equal(model.blocks[3].mlp.fc1.weight, vit.blocks[3].mlp.fc1.weight)
+        assert args["img_size"] == [48, 48] and torch.equal(model.pos_embed, vit.pos_embed)
+        assert lines[0] == f"{tmp_path / name}, weights of test_vit"
+        with pytest.raises(ValueError, match="does not say what body its weights have; name it wi"):
+            started(str(tmp_path / name))
+    with pytest.raises(ValueError, match="does not fit test_vit3: .* missing .*of another shape"):
+        started(str(tmp_path / "vit.pth"), body="test_vit3")
+
+
+def test_names_of_timm_mean_the_weights_that_timm_has(tmp_path, monkeypatch):
+    vit = timm.create_model("test_vit")
+    save_file(vit.state_dict(), tmp_path / "model.safetensors")
+    asked = []
+
+    def create(name, pretrained=False, **args):
+        asked.append((name, pretrained))
+        file = dict(file=str(tmp_path / "model.safetensors")) if pretrained else None
+        return timm.models.create_model(name, pretrained, pretrained_cfg_overlay=file, **args)
+
+    monkeypatch.setattr("visionattn.models.teacher.timm.create_model", create)
+    model, _, _, lines = started("test_vit.r160_in1k")
+    assert asked[-1] == ("test_vit.r160_in1k", True)
+    assert torch.equal(model.blocks[5].attn.qkv.weight, vit.blocks[5].attn.qkv.weight)
+    assert lines[0] == "test_vit.r160_in1k, timm's weights"
+    asked.clear()
+    with pytest.raises(ValueError, match="resnet10t cannot be converted: it is no Vision"):
+        started("resnet10t.c3_in1k")
+    assert not any(pretrained for _, pretrained in asked)  # nothing is fetched for it
+
+
+def test_what_stands_against_a_start_is_one_line(teacher, tmp_path):
+    path, _ = teacher
+    for message, options in {
+        "converted_vit has the body of a teacher; name it with --init-from": dict(source=None),
+        "init_model says whose weights init_from holds": dict(source=None, body="test_vit"),
+        "init_model is for models of ours, and test_vit is none": dict(
+            name="test_vit", body="test_vit"
+        ),
+        "output_gate: a gate starts near 0": dict(output_gate=True),
+        "model.args.num_classes is given by the data": dict(num_classes=3),
+        "mlp_ratio is the teacher's, 4.0, and cannot be 2": dict(mlp_ratio=2),
+        "softmax_blocks: there is no block 2": dict(softmax_blocks=[2]),
+        "from_softmax takes no layers": dict(layers=2),
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            started(**(dict(source=path) | options))
+    with pytest.raises(FileNotFoundError, match="no checkpoint at nowhere.pth"):
+        started("nowhere.pth", body="test_vit")
+
+
+@pytest.fixture
+def finished(teacher, tmp_path):
+    """A run of one epoch from a teacher."""
+    config = small_config(tmp_path, init_from=teacher[0], epochs=1)
+    config = replace(config, model=ModelConfig("converted_vit", dict(softmax_blocks=[-1])))
+    return config, train(config, stream=None), tmp_path / "small"
+
+
+def test_a_run_from_a_teacher_is_kept_with_its_body_and_goes_on(finished, tmp_path):
+    config, result, folder = finished
+    model = load_model(result.checkpoint)
+    assert read_metadata(result.checkpoint)["model"] == "converted_vit"
+    assert model.embed_dim == 24 and model.blocks[1].attn.attention == "softmax"
+    kept = yaml.safe_load((folder / "config.yaml").read_text())
+    assert kept["model"]["name"] == "converted_vit" and kept["model"]["args"]["embed_dim"] == 24
+    # With the flags of before, without the teacher's file, and with the kept configuration.
+    (tmp_path / "teacher.safetensors").unlink()
+    again = train(replace(config, resume=True, epochs=2))
+    args = kept["model"]["args"]
+    whole = replace(config, resume=True, epochs=3, model=ModelConfig("converted_vit", args))
+    assert train(whole).checkpoint == again.checkpoint
+    for other in (dict(softmax_blocks=[0]), dict(softmax_blocks=[1], value_conv=5)):
+        changed = replace(config, model=ModelConfig("converted_vit", other))
+        with pytest.raises(ValueError, match="the run has model.args.*; resume with the same"):
+            train(replace(changed, resume=True, epochs=4))
+
+
+def test_a_kept_configuration_makes_the_run_again_and_its_weights_start_another(finished, tmp_path):
+    config, result, folder = finished
+    args = yaml.safe_load((folder / "config.yaml").read_text())["model"]["args"]
+    again = replace(config, model=ModelConfig("converted_vit", args), run="again")
+    same(
+        load_model(train(again).checkpoint).state_dict(), load_model(result.checkpoint).state_dict()
+    )
+    best = str(result.checkpoint)
+    model, built, _, lines = started(best)
+    assert built.args["softmax_blocks"] == [1] and lines[0].startswith("34 of 34 tensors start")
+    same(model.state_dict(), load_model(best).state_dict())
