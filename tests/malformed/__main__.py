@@ -17,6 +17,7 @@ from tests.malformed import (
     runs,
     states,
     sweeps,
+    teachers,
     valid,
     weights,
     yaml_texts,
@@ -33,6 +34,9 @@ CONTROLS = {
     "report": valid.REPORT,
     "share": valid.SHARE,
     "train": valid.START,
+    "convert": (*valid.CONVERT, "--softmax_blocks", "-1"),
+    "convert state": teachers.STATE,
+    "train of a teacher": (*teachers.START, "--epochs", "1"),
     "table": ("report", "profile/memory.csv", "--output", "page.html"),
 }
 """What works on valid files: else a case could fail for another reason than its own."""
@@ -42,8 +46,10 @@ def all_cases() -> Iterator[Case]:
     """Return every case; their names differ."""
     for name, argv in CONTROLS.items():
         everything = ("run", "features", "sweep", "page.html", "out", "events")
+        everything += ("out.safetensors",)
         yield Case(f"valid {name}", argv, tolerated="", writes=everything)
-    for part in (flags, states, weights, features, sweeps, runs, yaml_texts, images, reports):
+    parts = (flags, states, weights, features, sweeps, runs, yaml_texts, images, reports)
+    for part in (*parts, teachers):
         yield from part.cases()
 
 

@@ -2,7 +2,8 @@
 
 ``images`` (two classes), ``run`` (a training with averaged weights), ``base.yaml`` and ``sweep``
 (two head counts with everything trained and measured), ``features``, ``profile``, ``weights.pth``
-(of another project).
+(of another project), a timm ViT in ``teacher.safetensors`` (ours) and ``teacher.pth``, and
+``converted.safetensors``.
 """
 
 import contextlib
@@ -46,6 +47,7 @@ def write(folder: Path) -> None:
         write_sweep()
         weights = torch.load("run/last.pt", weights_only=True)["model"]
         torch.save({"state_dict": weights, "epoch": 3}, "weights.pth")
+        write_teacher()
     assert said.getvalue()
 
 
@@ -59,6 +61,20 @@ def run(*argv: str) -> None:
 
     code = main(argv)
     assert code == 0, f"visionattn {' '.join(argv)} ended with {code}"
+
+
+def write_teacher() -> None:
+    """Write a timm ViT as a training keeps it, its state dict, and the model that it becomes."""
+    import timm
+
+    from visionattn.models.weights import DataSpec, save_model
+
+    body = {"img_size": 16, **MODEL, "depth": 2}
+    vit = timm.create_model("vit_tiny_patch16_224", num_classes=2, **body)
+    spec = DataSpec(3, 2, ("cat", "dog"), (0.5,) * 3, (0.5,) * 3, None, 16)
+    save_model(TEACHER, vit, "vit_tiny_patch16_224", body, spec)
+    torch.save(vit.state_dict(), "teacher.pth")
+    run("convert", TEACHER, "--output", "converted.safetensors")
 
 
 def write_images(folder: Path) -> None:
@@ -110,6 +126,8 @@ PREDICT += ("--workers", "0", "--threads", "1")
 VALIDATE = ("validate", "--checkpoint", "run/best.safetensors", "--threads", "1")
 SHARE = ("share", "run/best.safetensors", "--to", "out")
 START = ("train", "--config", "train.yaml", "--run", "out", "--init_from", "run/best.safetensors")
+TEACHER = "teacher.safetensors"
+CONVERT = ("convert", "--teacher", TEACHER, "--output", "out.safetensors")
 EXTRACT = (*FEATURES, "--output", "features")
 PROBE = (*EXTRACT, "--probe", "true", "--neighbours", "3")
 REPORT = ("report", "run", "--output", "page.html", "--images", "2")

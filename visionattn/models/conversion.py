@@ -37,6 +37,10 @@ OF_ATTENTION = ("relative", "horizon", "normalization", "temperature_init", "fea
 OF_ATTENTION += ("random_features", "value_conv", "centre_keys", "form", "window_size")
 OF_INPUT = ("img_size", "patch_size", "in_chans", "num_classes", "global_pool")
 OF_INPUT += ("dynamic_img_size", "dynamic_img_pad")
+LEAST = {"img_size": 1, "patch_size": 1, "in_chans": 1, "num_classes": 0}
+"""Options that are whole numbers, and what they are at least."""
+SIDES = ("img_size", "patch_size")
+"""Those in pixels, which may be height and width."""
 OPTIONS = (*OF_ATTENTION, *OF_INPUT, *RATES, "drop_path_rate")
 """What a caller may choose; the rest is the teacher's."""
 
@@ -136,6 +140,7 @@ def from_softmax(
     if num_heads is not None and num_heads != body["num_heads"]:
         _check_regrouping(vit, body, num_heads)
         body["num_heads"] = num_heads
+    _check_grid(body, options)
     attending = _attending(attention, softmax_blocks, body["depth"], options)
     spec = _spec(vit, options)
     args = {**body, **attending, **options}
@@ -190,11 +195,34 @@ def _check_options(options: dict[str, Any], body: dict[str, Any]) -> None:
                 f"{name} is the teacher's, {brief(body[name])}, and cannot be "
                 f"{brief(options[name])}"
             )
+        if name in LEAST:
+            _check_sides(name, options[name])
         if name not in (*body, *OPTIONS, "output_gate"):
             raise ValueError(
                 f"from_softmax takes no {brief(name)}; besides attention it takes "
                 f"{', '.join(OPTIONS)}"
             )
+
+
+def _check_grid(body: dict[str, Any], options: dict[str, Any]) -> None:
+    """Raise ValueError where an image would be smaller than a patch."""
+    size, patch = (to_2tuple(options.get(name, body[name])) for name in SIDES)
+    if any(pixels < of for pixels, of in zip(size, patch, strict=True)):
+        raise ValueError(
+            f"img_size {size[0]} x {size[1]} is smaller than a patch of {patch[0]} x {patch[1]} "
+            "pixels; give a larger one, or a smaller patch_size"
+        )
+
+
+def _check_sides(name: str, value: Any) -> None:
+    """Raise ValueError unless an option is a whole number that is not too small, or where it has
+    two sides a list of two.
+    """
+    several = list(value) if name in SIDES and isinstance(value, list | tuple) else [value]
+    whole = all(type(number) is int and number >= LEAST[name] for number in several)
+    if not whole or (len(several) != 2 and isinstance(value, list | tuple)):
+        wanted = f"a whole number from {LEAST[name]}" + (", or two" if name in SIDES else "")
+        raise ValueError(f"{name}: wanted {wanted}, got {brief(value)}")
 
 
 def _check_regrouping(vit: nn.Module, body: dict[str, Any], num_heads: int) -> None:

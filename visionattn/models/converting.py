@@ -81,6 +81,8 @@ def parse_convert(argv: Sequence[str]) -> ConvertOptions:
             raise ValueError(
                 f"options.{name} is given by --{'teacher' if name == 'vit' else name}; leave it out"
             )
+    if options.seed < 0:
+        raise ValueError(f"seed must be 0 or more, got {options.seed}")
     if not options.attention:
         raise ValueError("attention is empty; give a name, or leave it out")
     return options

@@ -146,7 +146,8 @@ def _shaped(state: dict[str, Tensor], body: str, args: dict[str, Any]) -> dict[s
     head, patches = state.get("head.weight"), state.get("patch_embed.proj.weight")
     if patches is None or patches.ndim != 4:  # the names of another project, which timm may know
         return args
-    shown["num_classes"] = 0 if head is None else len(head)
+    if head is None or head.ndim == 2:
+        shown["num_classes"] = 0 if head is None else len(head)
     shown["in_chans"], shown["patch_size"] = patches.shape[1], tuple(patches.shape[2:])
     with torch.device("meta"):
         vit = _created(body, False, shown | args)

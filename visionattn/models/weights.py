@@ -244,7 +244,7 @@ def _tell_timm(model: nn.Module, text: str, path: str | Path) -> None:
     except ValueError as error:
         raise ValueError(f"{path} has a garbled description of its model: {error}") from error
     spec, size = model.data_spec, model.patch_embed.img_size
-    model.pretrained_cfg |= dict(kept) | dict(
+    model.pretrained_cfg |= {key: value for key, value in kept.items() if key in KEPT} | dict(
         mean=spec.mean,
         std=spec.std,
         num_classes=spec.num_classes,
