@@ -4,7 +4,6 @@ everywhere, and one line where it cannot be.
 
 import copy
 import json
-import math
 from functools import partial
 
 import pytest
@@ -196,24 +195,10 @@ def test_heads_are_regrouped_at_the_same_weights():
         torch.testing.assert_close(converted.model(x), vit(x))
 
 
-@pytest.mark.parametrize("body", ["plain", "no biases", "norm of queries and keys", "RMS norm"])
-def test_temperatures_start_at_what_a_softmax_multiplies_cosines_by(body):
-    """Measured on tokens of independent entries."""
-    vit = teacher(**BODIES[body])
-    model = from_softmax(vit, "taylorshift").model
-    block = model.blocks[1]
-    x = torch.randn(1, 20000, 24, dtype=torch.float64)
-    x = (x - x.mean(-1, keepdim=True)) if body != "RMS norm" else x
-    with torch.no_grad():
-        tokens = block.norm1(x)
-        q, k, _ = block.attn.qkv(tokens).unflatten(2, (3, 3, 8)).permute(2, 0, 3, 1, 4)
-        q, k = block.attn.q_norm(q), block.attn.k_norm(k)
-        lengths = (of.square().sum(-1).mean(-1) for of in (q, k - k.mean(2, keepdim=True)))
-        wanted = (next(lengths) * next(lengths)).sqrt().flatten() / math.sqrt(8)
-    torch.testing.assert_close(block.attn.temperature.detach(), wanted, rtol=0.1, atol=0)
-    assert (
-        from_softmax(vit, "taylorshift", temperature_init=2.0).model.blocks[0].attn.temperature == 2
-    ).all()
+def test_temperatures_start_as_those_of_the_class_or_as_asked():
+    for options, start in (({}, 4), (dict(temperature_init=2.0), 2)):
+        model = from_softmax(teacher(), "taylorshift", **options).model
+        assert all(block.attn.temperature.tolist() == [start] * 3 for block in model.blocks)
 
 
 # What it carries

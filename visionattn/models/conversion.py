@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from visionattn.cli.ends import is_out_of_memory
 from visionattn.cli.files import first_line
 from visionattn.cli.untrusted import brief
-from visionattn.layers import Attention
 from visionattn.models.backbone import VisionAttnTransformer
 from visionattn.models.body import body_of, check_same, name_of, refused
 from visionattn.models.convert import fit_position
@@ -152,8 +151,6 @@ def from_softmax(
     model = _built(vit, args, spec)
     check_same(vit, model)
     converted = _placed(vit, model, args, spec)
-    if "temperature_init" not in options:
-        _fit_temperatures(model)
     model.train(vit.training)
     return converted
 
@@ -382,42 +379,3 @@ def adapt_channels(weight: Tensor, channels: int) -> Tensor:
     if weight.shape[1] == 1:
         return weight.repeat(1, channels, 1, 1) / channels
     return adapt_input_conv(channels, weight)
-
-
-def _fit_temperatures(model: VisionAttnTransformer) -> None:
-    """Let TaylorShift's temperatures start where its weights are nearest to those of a softmax."""
-    for block in model.blocks:
-        if block.attn.temperature is not None:
-            block.attn.temperature.copy_(expected_temperatures(block.attn, block.norm1))
-
-
-def expected_temperatures(attn: Attention, norm: nn.Module) -> Tensor:
-    """Return for each head the length of queries times that of centred keys over sqrt(d), which a
-    softmax multiplies cosines by and TaylorShift has in its temperature.
-
-    The lengths are root mean squares for tokens whose entries are independent, of mean 0 and
-    variance 1, before ``norm`` scales and shifts them; where queries and keys are normalised, those
-    of the norm's weights.
-    """
-    heads, width = attn.num_heads, attn.head_dim
-    scale = getattr(norm, "weight", None)
-    shift = getattr(norm, "bias", None)
-    weights = attn.qkv.weight.float().unflatten(0, (3, heads, width))
-    biases = weights.new_zeros(3, heads, width)
-    if attn.qkv.bias is not None:
-        biases = attn.qkv.bias.float().unflatten(0, (3, heads, width))
-    if shift is not None:
-        biases = biases + weights @ shift.float()
-    if scale is not None:
-        weights = weights * scale.float()
-    squares = weights.square().sum((2, 3))
-    of_queries, of_keys = squares[0] + biases[0].square().sum(1), squares[1]
-    for normalised, of in ((attn.q_norm, "queries"), (attn.k_norm, "keys")):
-        own = getattr(normalised, "weight", None)
-        if own is not None:
-            square = own.float().square().sum().expand(heads)
-            if of == "queries":
-                of_queries = square
-            else:
-                of_keys = square
-    return (of_queries * of_keys).sqrt() / math.sqrt(width)
