@@ -118,7 +118,7 @@ def register_family(
 
 def one_cfg(name: str) -> dict[str, Any]:
     """Return the default configuration of a name that is alone, untrained."""
-    return generate_default_cfgs({f"{name}.untrained": _cfg()})
+    return generate_default_cfgs({f"{name}.untrained": model_cfg()})
 
 
 def register_one(module: str, name: str, **options) -> None:
