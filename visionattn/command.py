@@ -42,6 +42,20 @@ def train(argv: Words, say: Say) -> None:
             say("\n".join(report(config, result)))
 
 
+def distil(argv: Words, say: Say) -> None:
+    """Distil as the flags say, alone or as one of the processes that ``torchrun`` has started."""
+    from visionattn.training.distil.config import parse_distil
+    from visionattn.training.distil.report import report
+    from visionattn.training.distil.run import distil
+    from visionattn.training.distributed import joined
+
+    with joined() as processes:
+        config = processes.together(lambda: parse_distil(argv))
+        result = distil(config, processes=processes)
+        if processes.first:
+            say("\n".join(report(result)))
+
+
 def validate(argv: Words, say: Say) -> None:
     """Evaluate kept weights at several image sizes, a row of the table as each is done."""
     from visionattn.training.validate import COLUMNS, Validation, align, parse_validate
@@ -148,6 +162,9 @@ class Subcommand:
 
 SUBCOMMANDS = {
     "train": Subcommand(train, "train a model on images with classes", several=True),
+    "distil": Subcommand(
+        distil, "a linear-attention model of a softmax ViT, trained without labels", several=True
+    ),
     "validate": Subcommand(validate, "accuracy of trained weights at several image sizes"),
     "stats": Subcommand(stats, "mean and spread of one's own training images, band by band"),
     "predict": Subcommand(predict, "classes of images, as a table, CSV or JSON"),

@@ -334,3 +334,44 @@ def test_an_image_that_disappears_is_unreadable(split_root):
     (split_root / "val" / "cat" / "0.png").unlink()
     with pytest.raises(ValueError, match="cannot read image .*val/cat/0.png: .*No such file"):
         levels_and_labels(splits.validation, config)
+
+
+@pytest.mark.parametrize("layout", ["flat", "deep", "splits", "beside folders", "an empty folder"])
+def test_images_without_classes_are_found_wherever_they_lie(tmp_path, layout):
+    """Where labels are asked for, what has no class folders is refused."""
+    counts = {"": 5}
+    if layout == "deep":
+        counts = {"": 1, "2024": 3, "2024/a": 2}
+    if layout == "splits":
+        counts = {"train": 4, "train/more": 3, "val": 2}
+    if layout == "beside folders":
+        counts = {"": 2, "cat": 3, "dog": 3}
+    if layout == "an empty folder":
+        counts = {"cat": 3, "dog": 3, "empty": 0}
+    for place, count in counts.items():
+        (tmp_path / place).mkdir(parents=True, exist_ok=True)
+        for number in range(count):
+            (tmp_path / place / f"{number}.png").write_bytes(encoded(20 * number))
+    config = config_of(tmp_path, val_fraction=0.3)
+    splits = build_splits(config, 3, labelled=False)
+    assert (splits.spec.num_classes, splits.spec.class_names) == (0, ())
+    assert len(splits.train) + len(splits.validation) == sum(counts.values())
+    if layout == "splits":
+        assert (len(splits.train), len(splits.validation)) == (7, 2)
+    assert {label for _, label, *_ in levels_and_labels(splits.train, config)} == {0}
+    if layout in ("flat", "splits", "an empty folder"):
+        with pytest.raises(ValueError, match="folder"):
+            build_splits(config, 3)
+
+
+def test_class_folders_keep_their_classes_where_none_are_needed(split_root):
+    config = config_of(split_root)
+    with_labels, without = (build_splits(config, 3, labelled=kind) for kind in (True, False))
+    assert with_labels.spec == without.spec
+    assert levels_and_labels(without.train, config) == levels_and_labels(with_labels.train, config)
+
+
+def test_a_folder_without_images_is_refused_in_one_line(tmp_path):
+    (tmp_path / "notes.txt").write_text("nothing")
+    with pytest.raises(ValueError, match=r"data folder \S+ holds no images, which end in"):
+        build_splits(config_of(tmp_path), 3, labelled=False)

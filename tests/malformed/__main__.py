@@ -36,6 +36,8 @@ CONTROLS = {
     "train": valid.START,
     "convert": (*valid.CONVERT, "--softmax_blocks", "-1"),
     "convert state": teachers.STATE,
+    "distil": valid.DISTIL,
+    "distil goes on": valid.GO_ON,
     "train of a teacher": (*teachers.START, "--epochs", "1"),
     "table": ("report", "profile/memory.csv", "--output", "page.html"),
 }
@@ -46,7 +48,10 @@ def all_cases() -> Iterator[Case]:
     """Return every case; their names differ."""
     for name, argv in CONTROLS.items():
         everything = ("run", "features", "sweep", "page.html", "out", "events")
-        everything += ("out.safetensors",)
+        everything += (
+            "out.safetensors",
+            "student",
+        )
         yield Case(f"valid {name}", argv, tolerated="", writes=everything)
     parts = (flags, states, weights, features, sweeps, runs, yaml_texts, images, reports)
     for part in (*parts, teachers):

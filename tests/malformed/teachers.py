@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from tests.malformed.mutations import BYTES, GARBLED_JSON, replace_by_folder, rewrite
 from tests.malformed.runner import Case
-from tests.malformed.valid import CONVERT, TEACHER
+from tests.malformed.valid import CONVERT, DISTIL, GO_ON, TEACHER
 from tests.malformed.weights import read_weights
 
 STATE = ("convert", "teacher.pth", "--model", "vit_tiny_patch16_224", "--output", "out.safetensors")
@@ -109,13 +109,40 @@ IN_TRAINING = {
     "weights of another width": (*START, "--model.name", "scaleformer_vit_t"),
     "a name that cannot be converted": (*TRAIN, "--init_from", "vit_small_patch16_dinov3"),
 }
+DISTILLATIONS = {
+    "no ViT": ("--teacher", "test_efficientnet"),
+    "no teacher": ("--teacher", "nowhere.pth"),
+    "weights of another width": ("--teacher", "teacher.pth", "--model", "vit_small_patch16_224"),
+    "weights of ours": ("--teacher", "converted.safetensors"),
+    "blocks that do not exist": ("--softmax_blocks", "7"),
+    "nothing to learn": ("--softmax_blocks", "0", "1"),
+    "as many blocks as there are": ("--search_softmax_blocks", "2"),
+    "a folder without images": ("--data.root", "run"),
+    "other images": ("--data.name", "digits", "--data.root", "null"),
+    "a size of no patches": ("--b.img_size", "20"),
+    "a size of no tiles": ("--b.img_size", "24", "--b.teacher_size", "tiled"),
+    "tiles of images that differ": ("--data.fit", "native", "--a.teacher_size", "tiled"),
+    "two limits": ("--b.img_size", "16", "--b.max_patches", "4"),
+    "no stage": ("--stages", "[]"),
+    "stages out of order": ("--stages", "b", "a"),
+    "a place that is taken": ("--run", "student"),
+}
+GOING_ON = {
+    "another attention": ("--attention", "taylorshift"),
+    "another teacher": ("--teacher", "vit_tiny_patch16_224"),
+    "longer stages that are done": ("--a.epochs", "2"),
+    "other sizes of stages that are done": ("--b.img_size", "32"),
+}
 
 
 def cases() -> Iterator[Case]:
     """Return cases of teachers."""
-    for name, reader in ((TEACHER, CONVERT), (TEACHER, START), ("teacher.pth", STATE)):
+    readers = ((TEACHER, CONVERT), (TEACHER, START), (TEACHER, DISTIL), ("teacher.pth", STATE))
+    of_stages = (f"student/{name}" for name in ("distil.yaml", "b/best.safetensors"))
+    for name, reader in (*readers, *((name, GO_ON) for name in of_stages)):
         for kind, change in BYTES.items():
-            if kind == "middle off":  # other numbers
+            if kind in ("middle off", "less one byte" if name.endswith(".yaml") else ""):
+                # other numbers, and a file without its last new line
                 continue
             yield Case(f"teacher {reader[0]} {name} {kind}", reader, rewrite(name, change))
         yield Case(f"teacher {reader[0]} {name} is a folder", reader, replace_by_folder(name))
@@ -123,7 +150,7 @@ def cases() -> Iterator[Case]:
         yield Case(f"teacher state {kind}", STATE, change_state(change))
     for key, texts in NOTES.items():
         for number, text in enumerate(texts):
-            for reader in (CONVERT, START):
+            for reader in (CONVERT, START, DISTIL):
                 change = change_note(TEACHER, key, text)
                 yield Case(f"teacher {reader[0]} {key} {number}", reader, change)
     for number, text in enumerate(KEPT):
@@ -133,5 +160,9 @@ def cases() -> Iterator[Case]:
         yield Case(f"teacher flag {kind}", (*CONVERT, *words))
     for kind, words in IN_TRAINING.items():
         yield Case(f"teacher training {kind}", words)
+    for kind, words in DISTILLATIONS.items():
+        yield Case(f"teacher distil {kind}", (*DISTIL, *words))
+    for kind, words in GOING_ON.items():
+        yield Case(f"teacher distil goes on with {kind}", (*GO_ON, *words))
     change = change_note(TEACHER, "data", "{}")
     yield Case("teacher without a description", CONVERT, change)

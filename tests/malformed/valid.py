@@ -2,8 +2,8 @@
 
 ``images`` (two classes), ``run`` (a training with averaged weights), ``base.yaml`` and ``sweep``
 (two head counts with everything trained and measured), ``features``, ``profile``, ``weights.pth``
-(of another project), a timm ViT in ``teacher.safetensors`` (ours) and ``teacher.pth``, and
-``converted.safetensors``.
+(of another project), a timm ViT in ``teacher.safetensors`` (ours) and ``teacher.pth``,
+``converted.safetensors``, and ``student`` (its distillation in two stages, of ``distil.yaml``).
 """
 
 import contextlib
@@ -25,6 +25,15 @@ TRAINING = {
     "data": {"name": "folder", "root": "images", "fit": "crop", "img_size": 16, "workers": 0},
     "optim": {"lr": 1e-3, "warmup_epochs": 0.5, "ema_decay": 0.9},
     "epochs": 1,
+    "batch_size": 2,
+    "threads": 1,
+    "output": ".",
+}
+DISTILLING = {
+    "teacher": "teacher.safetensors",
+    "data": {"name": "folder", "root": "images", "workers": 0},
+    "a": {"epochs": 1},
+    "b": {"epochs": 1},
     "batch_size": 2,
     "threads": 1,
     "output": ".",
@@ -75,6 +84,8 @@ def write_teacher() -> None:
     save_model(TEACHER, vit, "vit_tiny_patch16_224", body, spec)
     torch.save(vit.state_dict(), "teacher.pth")
     run("convert", TEACHER, "--output", "converted.safetensors")
+    Path("distil.yaml").write_text(yaml.safe_dump(DISTILLING))
+    run("distil", "--config", "distil.yaml", "--run", "student")
 
 
 def write_images(folder: Path) -> None:
@@ -127,6 +138,8 @@ VALIDATE = ("validate", "--checkpoint", "run/best.safetensors", "--threads", "1"
 SHARE = ("share", "run/best.safetensors", "--to", "out")
 START = ("train", "--config", "train.yaml", "--run", "out", "--init_from", "run/best.safetensors")
 TEACHER = "teacher.safetensors"
+DISTIL = ("distil", "--config", "distil.yaml", "--run", "out")
+GO_ON = ("distil", "--config", "student/distil.yaml", "--resume", "--stages", "a", "b", "c")
 CONVERT = ("convert", "--teacher", TEACHER, "--output", "out.safetensors")
 EXTRACT = (*FEATURES, "--output", "features")
 PROBE = (*EXTRACT, "--probe", "true", "--neighbours", "3")

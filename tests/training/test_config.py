@@ -1,5 +1,6 @@
 """Configuration files and flags become dataclasses, and every mistake in them one line."""
 
+import re
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -10,8 +11,10 @@ from visionattn.cli.ends import run_tool
 from visionattn.cli.parsing import field_types, nearest, parse
 from visionattn.data.config import DataConfig
 from visionattn.training.config import OptimConfig, TrainConfig, check
+from visionattn.training.distil.config import parse_distil
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+DISTILLATIONS = [path for path in CONFIGS if path.stem.startswith("distil_")]
 
 
 def read(*argv: str) -> TrainConfig:
@@ -162,8 +165,11 @@ def test_the_printed_configuration_is_a_configuration(capsys, tmp_path):
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_configuration_of_the_repository_is_valid_and_has_a_header(path):
-    check(replace(read("--config", str(path)), run=path.stem))
-    header = path.read_text().split("\nmodel:")[0]
+    if path in DISTILLATIONS:
+        parse_distil(["--config", str(path)])
+    else:
+        check(replace(read("--config", str(path)), run=path.stem))
+    header = re.split("\nmodel:|\nteacher:", path.read_text())[0]
     for word in ("# Source:", "# Command:", "# Expected:", "# Hardware:", "# Time:"):
         assert word in header, word
 

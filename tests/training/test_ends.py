@@ -27,7 +27,7 @@ from tests.helpers.resumed_runs import (
 from tests.helpers.small_runs import Quadrants, lines, quadrants, rows
 from visionattn.cli.ends import OutOfMemory, run_tool
 from visionattn.data.batches import SampleKey
-from visionattn.training import engine, optimize, progress, trainer
+from visionattn.training import engine, objective, optimize, progress, trainer
 from visionattn.training import status as status_module
 from visionattn.training.forecast import forecast
 from visionattn.training.progress import WaitWatch
@@ -160,7 +160,7 @@ def test_too_little_memory_is_a_result(tmp_path, whole, capsys, fail):
 def test_a_loss_that_is_not_finite_is_a_result(tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            optimize,
+            objective,
             "make_criterion",
             lambda config: lambda logits, targets: logits.sum() * torch.nan,
         )

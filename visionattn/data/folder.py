@@ -46,6 +46,7 @@ def open_images(
     seed: int,
     augment: Augmentation | None,
     options: ReadOptions | None = COLOURED,
+    labelled: bool = True,
 ) -> tuple[Datasets, tuple[str, ...]]:
     """Find the images under ``root`` and divide them.
 
@@ -57,9 +58,12 @@ def open_images(
         augment: what augments the training images; None: nothing does.
         options: how the files are read. What is not said of their values is found by looking at a
             few of them, with a warning that tells it. None: the files are only listed.
+        labelled: whether a folder must have class folders. Otherwise one in which an image lies
+            outside of them, or which has none, holds images without classes, at any depth.
 
     Returns:
-        Training, validation and test images (None where there are none), and the class names.
+        Training, validation and test images (None where there are none), and the class names; none
+        where images have no classes, whose labels are all 0.
 
     Raises:
         ValueError, FileNotFoundError: one line that says what is wrong.
@@ -68,7 +72,7 @@ def open_images(
     if root.startswith("hfds/"):
         parts, names = _open_table(root)
     elif Path(root).is_dir():
-        parts, names = _open_folder(Path(root))
+        parts, names = _open_folder(Path(root), labelled)
     elif not Path(root).is_file():
         raise ValueError(f"data root {root} is a pipe, a socket or a device; {LAYOUT}, or a tar")
     elif Path(root).suffix.lower() == ".tar":
@@ -129,7 +133,7 @@ def _complete(
     return parts | {"train": train.take(kept), "validation": train.take(held_out)}
 
 
-def _open_folder(root: Path) -> tuple[dict[str, _Part], list[str]]:
+def _open_folder(root: Path, labelled: bool) -> tuple[dict[str, _Part], list[str]]:
     """Open class folders below the folder of each split, or below ``root`` itself."""
     folders = {
         split: root / name
@@ -137,7 +141,14 @@ def _open_folder(root: Path) -> tuple[dict[str, _Part], list[str]]:
         for name in names[::-1]
         if (root / name).is_dir()
     } or {"train": root}
-    listed = {split: _list_classes(folder) for split, folder in folders.items()}
+    try:
+        if not labelled and any(_has_images(folder) for folder in folders.values()):
+            raise _NoClasses
+        listed = {split: _list_classes(folder) for split, folder in folders.items()}
+    except _NoClasses:
+        if labelled:
+            raise
+        return {split: _without_classes(folder) for split, folder in folders.items()}, []
     names = sorted({name for classes in listed.values() for name in classes}, key=natural_key)
     parts = {}
     for split, classes in listed.items():
@@ -147,6 +158,28 @@ def _open_folder(root: Path) -> tuple[dict[str, _Part], list[str]]:
         )
         parts[split] = _Part(Files(paths), np.arange(len(paths)), labels)
     return parts, names
+
+
+class _NoClasses(ValueError):
+    """A folder is not one of class folders with images."""
+
+
+def _has_images(folder: Path) -> bool:
+    """Tell whether images lie in a folder itself."""
+    known = extensions()
+    return any(
+        path.suffix.lower() in known and path.name[0] != "." and path.is_file()
+        for path in folder.iterdir()
+    )
+
+
+def _without_classes(folder: Path) -> _Part:
+    """List the images below a folder at any depth, all with label 0."""
+    paths = images_below(folder)
+    if not paths:
+        wanted = ", ".join(sorted(extensions()))
+        raise ValueError(f"data folder {folder} holds no images, which end in {wanted}")
+    return _Part(Files(paths), np.arange(len(paths)), np.zeros(len(paths), np.int64))
 
 
 def _list_classes(folder: Path) -> dict[str, list[str]]:
@@ -163,14 +196,14 @@ def _list_classes(folder: Path) -> dict[str, list[str]]:
         key=natural_key,
     )
     if not classes:
-        raise ValueError(f"data folder {folder} has no class folders; {LAYOUT}")
+        raise _NoClasses(f"data folder {folder} has no class folders; {LAYOUT}")
     apart = {own, *(identity(folder / name) for name in classes)}
     listed = {}
     for name in classes:
         listed[name] = images_below(folder / name, apart)
         if not listed[name]:
             wanted = ", ".join(sorted(extensions()))
-            raise ValueError(
+            raise _NoClasses(
                 f"class folder {folder / name} holds no images, which end in {wanted}; add some or "
                 "delete the folder"
             )

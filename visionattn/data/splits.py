@@ -70,7 +70,7 @@ def check_root(config: DataConfig) -> None:
         check_there(config.root)
 
 
-def build_splits(config: DataConfig, seed: int) -> Splits:
+def build_splits(config: DataConfig, seed: int, *, labelled: bool = True) -> Splits:
     """Find the images of ``config.name`` and divide them.
 
     The test split is the same for every seed. Where the data has no validation split of its own,
@@ -80,6 +80,7 @@ def build_splits(config: DataConfig, seed: int) -> Splits:
     Args:
         config: which images, at which size, with which augmentation.
         seed: divides train from validation, and seeds drawn images and augmentation; at least 0.
+        labelled: whether a folder of one's own must have class folders; see ``open_images``.
 
     Raises:
         ValueError, FileNotFoundError: one line that says what is wrong with the data and what to do
@@ -87,6 +88,8 @@ def build_splits(config: DataConfig, seed: int) -> Splits:
     """
     config = resolved(config)
     check_data(config)
+    if config.name == "folder":
+        return _build_folder(config, seed, labelled)
     return _BUILDERS[config.name](config, seed)
 
 
@@ -258,7 +261,7 @@ def _read_cifar10(config: DataConfig, *, train: bool) -> "CIFAR10":
         ) from error
 
 
-def _build_folder(config: DataConfig, seed: int) -> Splits:
+def _build_folder(config: DataConfig, seed: int, labelled: bool) -> Splits:
     if config.root is None:
         raise ValueError(f"data folder needs a root; {LAYOUT}, a .tar file, wds/... or hfds/...")
     options = ReadOptions(
@@ -293,6 +296,7 @@ def _build_folder(config: DataConfig, seed: int) -> Splits:
             seed=seed,
             augment=augment,
             options=options,
+            labelled=labelled,
         )
         datasets, num_classes = opened, len(names)
         options = opened[0].options
@@ -338,5 +342,4 @@ _BUILDERS = {
     "documents": _build_documents,
     "cifar10": _build_cifar10,
     "cifar10_pixel": _build_cifar10,
-    "folder": _build_folder,
 }

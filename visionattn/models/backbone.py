@@ -313,13 +313,20 @@ class VisionAttnTransformer(VisionTransformer):
         if not isinstance(self.patch_drop, nn.Identity):
             x, kept = self.patch_drop(x, present)
         layout = TokenLayout(self.num_prefix_tokens, grid, kept, present=present)
-        tables = first_counted(self.blocks)
-        if tables is not None:
-            layout = layout._replace(counts=class_counts_like(layout, tables.horizon, x))
+        layout = self.counted(layout, x)
         x = self.norm_pre(x)
         if not self._said_what_softmax_costs and warn_of_softmax(self.blocks, x):
             self._said_what_softmax_costs = True
         return x, layout
+
+    def counted(self, layout: TokenLayout, like: Tensor) -> TokenLayout:
+        """Return the layout with what the blocks need of it counted once for all of them, on the
+        device of ``like`` and for its dtype.
+        """
+        tables = first_counted(self.blocks)
+        if tables is None:
+            return layout
+        return layout._replace(counts=class_counts_like(layout, tables.horizon, like))
 
     def _run_block(
         self,

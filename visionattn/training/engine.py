@@ -8,13 +8,14 @@ This module has the order of these, and decides what is kept of a run that ends 
 import os
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 import numpy as np
 import torch
+from torch import nn
 
 from visionattn.cli.ends import (
     DoesNotFit,
@@ -28,13 +29,14 @@ from visionattn.cli.files import first_line
 from visionattn.cli.interruption import Interrupted, Interruption
 from visionattn.cli.provenance import provenance
 from visionattn.data.geometry import geometry_of
-from visionattn.data.splits import build_splits, check_root, geometry_choices
+from visionattn.data.splits import Splits, build_splits, check_root, geometry_choices
 from visionattn.models.conversion import NAME as CONVERTED
 from visionattn.training.build import check_geometries, patch_size
-from visionattn.training.config import TrainConfig, check
+from visionattn.training.config import ModelConfig, TrainConfig, check
 from visionattn.training.distributed import Processes, place_of
 from visionattn.training.forecast import forecast
 from visionattn.training.memory import Expected, TrainingMemory, check_memory, with_batch
+from visionattn.training.objective import Objective
 from visionattn.training.parallel import check_model, choose_kind
 from visionattn.training.progress import Result
 from visionattn.training.record import BEST, LAST, NoRecord, Record, clear, run_folder
@@ -45,8 +47,59 @@ from visionattn.training.status import Status
 from visionattn.training.trainer import Trainer
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """What is trained, and on which images."""
+
+    splits: Splits
+    model: nn.Module
+    built: ModelConfig
+    """What was built: ``converted_vit`` with all arguments, where a teacher gave the body."""
+    args: dict[str, Any]
+    """The arguments that build the model again, besides ``num_classes`` and ``in_chans``."""
+    lines: list[str]
+    """What is to be said of its weights."""
+    objective: Objective | None = None
+    """What it learns; None: the classes of the images."""
+
+
+def prepare_classes(
+    config: TrainConfig, device: torch.device, *, resumed: bool, first: bool
+) -> Prepared:
+    """Make the model that is to learn the classes of the images.
+
+    Args:
+        config: the run.
+        device: where it will be trained.
+        resumed: it gets the weights of a state.
+        first: this process gives the others its weights.
+
+    Raises:
+        ValueError, FileNotFoundError: the data, the model or the weights are wrong; one line.
+    """
+    splits = build_splits(config.data, config.seed)
+    started = replace(config, init_from=None, init_model=None) if resumed else config
+    made = started_model(started, config.model, splits.spec, first=first)
+    return Prepared(splits, *made)
+
+
+class Prepare(Protocol):
+    """What makes the model of a run, as ``prepare_classes`` does."""
+
+    def __call__(
+        self, config: TrainConfig, device: torch.device, *, resumed: bool, first: bool
+    ) -> Prepared:
+        """Make it."""
+        ...
+
+
 def train(
-    config: TrainConfig, *, stream: TextIO | None = None, processes: Processes | None = None
+    config: TrainConfig,
+    *,
+    stream: TextIO | None = None,
+    processes: Processes | None = None,
+    prepare: Prepare = prepare_classes,
+    again: Callable[[TrainConfig], str] = how_to_resume,
 ) -> Result:
     """Train as configured. Nothing is written before data, model, sizes and weights to start from
     have been checked.
@@ -56,6 +109,8 @@ def train(
         stream: where to print; None: standard output.
         processes: what ``distributed.joined()`` gives, where ``torchrun`` has started several; the
             first one prints and writes.
+        prepare: makes the model, finds its images and says what it learns.
+        again: returns the command that goes on with the run.
 
     Raises:
         ValueError, FileNotFoundError: something about the configuration, the data or a checkpoint
@@ -96,7 +151,7 @@ def train(
     fresh = not folder.exists()
     with setting_up(status, processes, replaces=not (fresh or resumed)):
         trainer, memory, first_lines = build(
-            config, states, resumed, processes, device, stream or sys.stdout
+            config, states, resumed, processes, device, stream or sys.stdout, prepare
         )
         if resumed:
             first_lines = go_on(trainer, states)
@@ -106,7 +161,7 @@ def train(
         clear(folder)
     try:
         with status:
-            status.result = run(trainer, states, status, memory, first_lines, stream)
+            status.result = run(trainer, states, status, memory, first_lines, stream, again)
             return status.result
     except (ValueError, FileNotFoundError):
         if (
@@ -161,6 +216,7 @@ def build(
     processes: Processes,
     device: torch.device,
     stream: TextIO | None = None,
+    prepare: Prepare = prepare_classes,
 ) -> tuple[Trainer, Expected, list[str]]:
     """Check data, model, sizes and memory, and return the trainer, the memory that it will take,
     and lines about its batches and the weights that it starts from.
@@ -173,32 +229,33 @@ def build(
         name = config.model.name
         held = processes.on_first(lambda: states.former_defaults(name))
 
-    def prepare() -> tuple:
+    def prepared() -> Prepared:
         if config.threads:
             torch.set_num_threads(config.threads)
         seed_everything(config.seed)
-        splits = build_splits(config.data, config.seed)
         own = replace(config.model, args=held | config.model.args)
-        started = replace(config, init_from=None, init_model=None) if resumed else config
-        model, built, args, lines = started_model(started, own, splits.spec, first=processes.first)
-        check_model(model, built.name, processes.size)
-        geometries = geometry_choices(splits.spec, config.data, patch_size(model))
-        check_geometries(model, [geometry_of(splits.spec, patch_size(model)), *geometries])
-        return splits, model.to(device), args, lines, built
+        starts = replace(config, model=own)
+        made = prepare(starts, device, resumed=resumed, first=processes.first)
+        check_model(made.model, made.built.name, processes.size)
+        patch_px, spec = patch_size(made.model), made.splits.spec
+        geometries = geometry_choices(spec, config.data, patch_px)
+        check_geometries(made.model, [geometry_of(spec, patch_px), *geometries])
+        return replace(made, model=made.model.to(device))
 
-    splits, model, args, lines, built = processes.together(prepare)
-    if built.name == CONVERTED:  # what is kept of the run says the body, which a teacher gave
-        config = replace(config, model=built)
+    made = processes.together(prepared)
+    splits, model = made.splits, made.model
+    if made.built.name == CONVERTED:  # what is kept of the run says the body, which a teacher gave
+        config = replace(config, model=made.built)
     if processes.first and stream:  # now, as reading sizes and counting memory may take long
         counts = f"{len(splits.train)} training and {len(splits.validation)} validation images"
         print(f"{config.run}: {counts}, looking at their sizes", file=stream, flush=True)
     # What does not fit is refused before anything long begins.
-    memory = TrainingMemory(config, model, splits, device, processes)
+    memory = TrainingMemory(config, model, splits, device, processes, made.objective)
     if resumed and config.batch_size == "auto":
         config = replace(config, **processes.on_first(lambda: states.batches(config)))
     config, chosen = with_batch(config, splits, memory)
-    trainer = Trainer(config, splits, model, args, device, states, processes)
-    return trainer, check_memory(trainer, memory), [*chosen, *lines]
+    trainer = Trainer(config, splits, model, made.args, device, states, processes, made.objective)
+    return trainer, check_memory(trainer, memory), [*chosen, *made.lines]
 
 
 def go_on(trainer: Trainer, states: States) -> list[str]:
@@ -225,11 +282,12 @@ def run(
     memory: Expected,
     first_lines: list[str],
     stream: TextIO | None,
+    again: Callable[[TrainConfig], str],
 ) -> Result:
     """Train and test, with a record; an early end says what is kept of the run."""
     position = trainer.position
     since = (position.step, position.epoch)
-    aside = Aside(trainer, states, status)
+    aside = Aside(trainer, states, status, again)
     with (
         Interruption(aside.end if trainer.processes.size == 1 else None) as interruption,
         trainer.processes.guard(lambda verdict: status.end(verdict.exception())),
@@ -280,6 +338,7 @@ class Aside:
     trainer: Trainer
     states: States
     status: Status
+    again: Callable[[TrainConfig], str]
     record: Record | None = None
     """What the run writes; None before it has begun to."""
 
@@ -292,7 +351,7 @@ class Aside:
         if self.record is not None:
             try:
                 self.trainer.save(self.record)
-                again = how_to_resume(self.trainer.config)
+                again = self.again(self.trainer.config)
                 ended = Stopped(f"{stopped(self.trainer, self.states)}; to go on: {again}")
             except OSError as error:
                 ended = self.states.explain(error)

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from visionattn.models.filled import call, takes_sizes
+from visionattn.models.filled import takes_sizes
 from visionattn.models.weights import DataSpec
+from visionattn.training.config import OptimConfig
 from visionattn.training.distributed import Processes
+from visionattn.training.objective import Objective
 
 if TYPE_CHECKING:  # where models alone are measured, no reader of images is installed
     from visionattn.data.batches import Batch
@@ -27,9 +28,11 @@ class Evaluation:
     images: int
     """Images seen."""
     loss: float
-    """Mean cross-entropy, in nats."""
-    accuracy: float
-    """Share of images whose class has the largest output, in [0, 1]."""
+    """Mean loss; of classes the cross-entropy, in nats."""
+    accuracy: float | None
+    """Share of images whose class has the largest output, in [0, 1]; None where images have no
+    classes, or others than the model.
+    """
     top5: float | None
     """Share of images whose class is among the five largest outputs; None where there are no more
     than five classes.
@@ -53,6 +56,7 @@ def evaluate(
     device: torch.device,
     amp: str = "none",
     processes: Processes | None = None,
+    objective: Objective | None = None,
 ) -> Evaluation:
     """Run the model in eval mode over batches of images, and put it back into the mode that it was
     in.
@@ -65,23 +69,26 @@ def evaluate(
         device: where to compute.
         amp: precision, as ``autocast`` takes it.
         processes: those that take the other parts; all get the same result, and the same error.
+        objective: what the model is judged by; None: the classes of the images.
 
     Raises:
         ValueError: there are no images.
     """
     processes = processes or Processes()
+    objective = objective or Objective(OptimConfig())
     depth = min(5, spec.num_classes)
     training = model.training
     model.eval()
     try:
-        own = processes.together(lambda: _sums(model, batches, spec, device, amp, depth))
+        own = processes.together(lambda: _sums(model, batches, spec, device, amp, depth, objective))
     finally:
         model.train(training)
-    images, loss, correct, among_five, images_per_second = processes.sum(*own)
+    images, loss, correct, among_five, named, images_per_second = processes.sum(*own)
     if not images:
         raise ValueError("there are no images to evaluate")
-    top5 = among_five / images if spec.num_classes > depth else None
-    return Evaluation(int(images), loss / images, correct / images, top5, images_per_second)
+    accuracy = correct / images if named else None
+    top5 = among_five / images if named and spec.num_classes > depth else None
+    return Evaluation(int(images), loss / images, accuracy, top5, images_per_second)
 
 
 @torch.inference_mode()
@@ -92,28 +99,28 @@ def _sums(
     device: torch.device,
     amp: str,
     depth: int,
+    objective: Objective,
 ) -> tuple[float, ...]:
-    """Count images, and sum their losses, hits and hits among the ``depth`` largest outputs; the
-    last value is images per second.
+    """Count images, sum their losses, hits and hits among the ``depth`` largest outputs, and count
+    those whose outputs have their classes; the last value is images per second.
     """
     images_seen, seconds = 0, 0.0
     first_seconds, first_images = 0.0, 0
     # Sums stay on the device until the end: reading each would wait for the device.
-    parts = [torch.zeros(3, device=device)]
+    parts = [torch.zeros(4, device=device)]
     leaves_out = takes_sizes(model)
     for number, (images, labels, sizes) in enumerate(batches):
         start = time.perf_counter()
         labels = labels.to(device, non_blocking=True)
         with autocast(device, amp):
             inputs = spec.prepare(images.to(device, non_blocking=True))
-            logits = call(model, inputs, sizes if leaves_out else None)
-        logits = logits.float()
-        hits = logits.topk(depth, dim=1).indices == labels[:, None]
-        parts.append(
-            torch.stack(
-                [F.cross_entropy(logits, labels, reduction="sum"), hits[:, 0].sum(), hits.sum()]
-            )
-        )
+            judged = objective.judge(model, inputs, sizes if leaves_out else None, labels)
+        found = torch.zeros(4, device=device)
+        found[0] = judged.loss
+        if judged.logits is not None:
+            hits = judged.logits.topk(depth, dim=1).indices == labels[:, None]
+            found[1], found[2], found[3] = hits[:, 0].sum(), hits.sum(), len(labels)
+        parts.append(found)
         # Time is that of the device, which works on after a call has returned.
         if device.type == "cuda":
             torch.cuda.synchronize(device)

@@ -22,6 +22,7 @@ from visionattn.training.config import TrainConfig
 from visionattn.training.distributed import Processes
 from visionattn.training.evaluate import autocast
 from visionattn.training.finite import name_fault
+from visionattn.training.objective import Objective
 from visionattn.training.optimize import (
     OptimizerStep,
     check_moments,
@@ -55,6 +56,7 @@ class Learner:
         steps_per_epoch: optimiser steps of an epoch, which the schedule needs.
         processes: those that train together; each has a learner, and all call the same methods in
             the same order.
+        objective: what the model learns; None: the classes of the images.
     """
 
     def __init__(
@@ -65,7 +67,9 @@ class Learner:
         device: torch.device,
         steps_per_epoch: int,
         processes: Processes,
+        objective: Objective | None = None,
     ):
+        self.objective = objective or Objective(config.optim)
         self.config, self.processes = config, processes
         self.model, self.spec = model, spec
         self.device = device
@@ -76,8 +80,11 @@ class Learner:
             else None
         )
         kind, average = choose_kind(config, processes.size), self.ema.module if self.ema else None
-        self.spread = Spread(kind, model, average, compiled=config.compile)
-        self.optimizer_step = OptimizerStep(model, config.optim, device, config.amp)
+        self.called = self.objective.called(model)
+        self.spread = Spread(kind, self.called, average, compiled=config.compile)
+        self.optimizer_step = OptimizerStep(
+            model, config.optim, device, config.amp, loss=self.objective.loss
+        )
         self.optimizer = self.optimizer_step.optimizer
         self.scheduler = make_scheduler(
             self.optimizer, config.optim, config.epochs, steps_per_epoch
@@ -184,7 +191,7 @@ class Learner:
         """Run the batches of a step once more, mixed alike, and name the first module with values
         that are not finite.
         """
-        model = self.spread.whole(self.model, gradients=True)
+        model = self.spread.whole(self.called, gradients=True)
 
         def forward(number: int, batch: Batch) -> None:
             seed_batch(self.config.seed, self.position.epoch, number, self.processes.rank)

@@ -33,6 +33,7 @@ from visionattn.models.weights import DataSpec
 from visionattn.training.build import patch_size
 from visionattn.training.config import TrainConfig
 from visionattn.training.distributed import Processes
+from visionattn.training.objective import Objective
 from visionattn.training.parallel import choose_kind
 from visionattn.training.passes import Passes, Shape
 from visionattn.training.trainer import Trainer
@@ -65,6 +66,7 @@ class TrainingMemory:
         splits: the images.
         device: where to compute.
         processes: those that train together.
+        objective: what the model learns; None: the classes of the images.
 
     Attributes:
         there_bytes: the memory there is for this process; None where nobody knows.
@@ -77,6 +79,7 @@ class TrainingMemory:
         splits: Splits,
         device: torch.device,
         processes: Processes,
+        objective: Objective | None = None,
     ):
         self.config, self.splits, self.processes = config, splits, processes
         beside = processes.hosts.count(processes.hosts[processes.rank])
@@ -87,12 +90,13 @@ class TrainingMemory:
         self.patch_px = patch_size(model)
         leaves_out = splits.spec.fit == "pad" and takes_sizes(model)
         self.passes = Passes(
-            model,
+            objective.called(model) if objective else model,
             splits.spec,
             device,
             config.amp,
             leaves_out=leaves_out,
             checkpointing=config.model.grad_checkpointing,
+            objective=objective,
         )
 
     def bytes_of(self, training: Shape, evaluation: Shape | None = None) -> int | None:

@@ -9,13 +9,13 @@ from collections.abc import Callable
 
 import torch
 from timm.data.mixup import Mixup, mixup_target
-from timm.loss import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
 from timm.optim import create_optimizer_v2
 from timm.scheduler import CosineLRScheduler
 from torch import Tensor, nn
 
 from visionattn.training.config import OptimConfig
 from visionattn.training.evaluate import autocast
+from visionattn.training.objective import make_criterion
 
 
 class OptimizerStep:
@@ -29,6 +29,7 @@ class OptimizerStep:
         config: optimiser, loss and clipping.
         device: where to compute.
         amp: ``none``, ``bf16`` or ``fp16``; the last scales the loss.
+        loss: takes outputs and targets; None: that of classes, as ``config`` says.
         initial_scale: the factor with which ``fp16`` starts. The usual one overflows in the first
             steps, which are skipped.
 
@@ -44,12 +45,13 @@ class OptimizerStep:
         device: torch.device,
         amp: str,
         *,
+        loss: Callable[[Tensor, Tensor], Tensor] | None = None,
         initial_scale: float = 2.0**16,
     ):
         self.config, self.device = config, device
         self.amp = amp
         self.optimizer = make_optimizer(model, config)
-        self.criterion = make_criterion(config)
+        self.criterion = loss or make_criterion(config)
         self.scaler = torch.amp.GradScaler(
             device.type, init_scale=initial_scale, enabled=amp == "fp16"
         )
@@ -171,19 +173,6 @@ def check_moments(optimizer: torch.optim.Optimizer, moments: dict[int, dict[str,
                 f"the saved optimiser has moments of weight {number} that do not go with it; "
                 "--overwrite starts the run anew"
             )
-
-
-def make_criterion(config: OptimConfig) -> Callable[[Tensor, Tensor], Tensor]:
-    """Make the mean cross-entropy of logits ``[B, classes]`` and targets, which are shares of
-    classes in mixed batches and classes in others.
-    """
-    if config.mixup or config.cutmix:
-        return SoftTargetCrossEntropy()
-    return (
-        LabelSmoothingCrossEntropy(config.label_smoothing)
-        if config.label_smoothing
-        else nn.CrossEntropyLoss()
-    )
 
 
 def make_mixup(config: OptimConfig, num_classes: int) -> Mixup | None:

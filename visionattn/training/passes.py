@@ -19,7 +19,7 @@ from visionattn.ops.footprint import counting
 from visionattn.training.checkpoint import random_state, restore_random_state
 from visionattn.training.config import OptimConfig
 from visionattn.training.evaluate import autocast
-from visionattn.training.optimize import make_criterion
+from visionattn.training.objective import Objective
 
 Shape = tuple[int, int, int]
 """Images, height and width in pixels of a batch."""
@@ -46,6 +46,7 @@ class Passes:
         amp: ``none``, ``bf16`` or ``fp16``.
         leaves_out: the model is told what images fill, and they do not fill all.
         checkpointing: the blocks of a step are computed anew for the backward pass.
+        objective: what the model, or what is called in its place, learns; None: classes.
     """
 
     def __init__(
@@ -57,10 +58,12 @@ class Passes:
         *,
         leaves_out: bool = False,
         checkpointing: bool = False,
+        objective: Objective | None = None,
     ):
         self.model, self.spec, self.device = model, spec, device
         self.amp, self.leaves_out = amp, leaves_out
         self.checkpointing = checkpointing
+        self.objective = objective
         self._step = lru_cache(maxsize=None)(self._step_bytes)
         self._forward = lru_cache(maxsize=None)(self._forward_bytes)
 
@@ -85,7 +88,8 @@ class Passes:
 
     def kept_bytes(self, kind: str | None = None, processes: int = 1) -> float:
         """Return what the optimiser keeps between steps, and buffers for sums over processes."""
-        weights = sum(x.numel() * x.element_size() for x in self.model.parameters())
+        learnt = (x for x in self.model.parameters() if x.requires_grad)
+        weights = sum(x.numel() * x.element_size() for x in learnt)
         kept = MOMENTS * weights / (processes if kind == "fsdp" else 1)
         kept += weights if kind == "ddp" else 0
         return kept * (1 if self.device.type == "cuda" else SCATTERED)
@@ -99,21 +103,21 @@ class Passes:
         self, shape: Shape, smoothing: float, mixes: bool, accumulates: bool
     ) -> float | None:
         config = OptimConfig(label_smoothing=smoothing, mixup=float(mixes))
-        criterion = make_criterion(config)
+        objective = self.objective or Objective(config)
 
         def work(model: nn.Module) -> None:
             model.train()
             if accumulates:  # the gradients of the batches before are there
                 for parameter in model.parameters():
-                    parameter.grad = torch.zeros_like(parameter)
+                    if parameter.requires_grad:
+                        parameter.grad = torch.zeros_like(parameter)
             images, sizes = self._batch(shape)
             with autocast(self.device, self.amp):
                 logits = call(model, self.spec.prepare(images), sizes)
             classes = (len(images), logits.shape[1]) if mixes else (len(images),)
             dtype = torch.float32 if mixes else torch.int64
-            criterion(
-                logits.float(), torch.zeros(classes, dtype=dtype, device=self.device)
-            ).backward()
+            targets = torch.zeros(classes, dtype=dtype, device=self.device)
+            objective.loss(logits.float(), targets).backward()
 
         return self._peak(work, SCATTERED_CHECKPOINTED if self.checkpointing else SCATTERED)
 

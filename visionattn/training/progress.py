@@ -181,8 +181,8 @@ class Result:
     """Training images per second of all steps, waiting for data included."""
     best_epoch: int
     """The epoch, counted from 1, whose weights were best on the validation images."""
-    validation: float
-    """Their accuracy on the validation images, in [0, 1]."""
+    validation: float | None
+    """Their accuracy on the validation images, in [0, 1]; None where those have no classes."""
     test: Evaluation | None
     """The same weights on the test images; None where there are none."""
     sizes_px: tuple[Size, ...]

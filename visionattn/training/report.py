@@ -22,12 +22,18 @@ def report(config: TrainConfig, result: Result) -> list[str]:
         "try next:",
         *(f"  {command}" for command in next_commands(config, result)),
     ]
+    return [*lines, reached(result)]
+
+
+def reached(result: Result) -> str:
+    """Return a line with the accuracy of a run, or the loss where its images have no classes."""
     if result.test is None:
-        return [
-            *lines,
-            f"validation accuracy {100 * result.validation:.1f} % (there is no test split)",
-        ]
-    return [*lines, f"test accuracy {100 * result.test.accuracy:.1f} %"]
+        if result.validation is None:
+            return f"the least validation loss is that of epoch {result.best_epoch}"
+        return f"validation accuracy {100 * result.validation:.1f} % (there is no test split)"
+    if result.test.accuracy is None:
+        return f"test loss {result.test.loss:.4f}"
+    return f"test accuracy {100 * result.test.accuracy:.1f} %"
 
 
 def next_commands(config: TrainConfig, result: Result) -> list[str]:

@@ -220,10 +220,15 @@ class BestFigures:
 
     epoch: int
     """Counted from 1."""
-    accuracy: float
-    """On the validation images, in [0, 1]."""
+    accuracy: float | None
+    """On the validation images, in [0, 1]; None where those have no classes."""
     loss: float
     """On the validation images."""
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """Return what ``Position`` keeps of them as ``best`` and ``best_loss``."""
+        return -1.0 if self.accuracy is None else self.accuracy, self.loss
 
     def notes(self) -> dict[str, str]:
         """Return the figures for the metadata of the file."""
@@ -241,8 +246,10 @@ def best_figures(path: Path) -> BestFigures | None:
     notes = read_metadata(path).get("validation")
     if not notes:
         return None
-    epoch, accuracy, loss = from_json(tuple[int, float, float], notes, f"validation of {path}")
-    if epoch < 1 or not 0 <= accuracy <= 1:
+    epoch, accuracy, loss = from_json(
+        tuple[int, float | None, float], notes, f"validation of {path}"
+    )
+    if epoch < 1 or not 0 <= (accuracy or 0) <= 1:
         raise ValueError(f"validation of {path} is {brief(notes)}, which cannot be")
     return BestFigures(epoch, accuracy, loss)
 
@@ -264,7 +271,7 @@ def recall_best(position: Position, path: Path) -> list[str]:
         position.best_epoch = 0
         return [f"{error}; the weights of a further epoch take its place"]
     if found:
-        position.best, position.best_loss = found.accuracy, found.loss
+        position.best, position.best_loss = found.rank
         position.best_epoch = found.epoch
     return []
 

@@ -31,6 +31,7 @@ from visionattn.training.config import TrainConfig
 from visionattn.training.distributed import Processes
 from visionattn.training.evaluate import Evaluation, evaluate
 from visionattn.training.learner import Learner
+from visionattn.training.objective import Objective
 from visionattn.training.progress import (
     Position,
     Result,
@@ -66,6 +67,7 @@ class Trainer(Learner):
         states: where the states go; None: they are not kept.
         processes: those that train together; each has a trainer, and all call the same methods in
             the same order.
+        objective: what the model learns; None: the classes of the images.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class Trainer(Learner):
         device: torch.device,
         states: States | None = None,
         processes: Processes | None = None,
+        objective: Objective | None = None,
     ):
         self.splits, self.args = splits, args
         self.states = states
@@ -88,7 +91,9 @@ class Trainer(Learner):
             patch_px=patch_size(model),
         )
         steps = math.ceil(len(self.batches) / config.optim.accumulate)
-        super().__init__(config, model, splits.spec, device, steps, processes or Processes())
+        super().__init__(
+            config, model, splits.spec, device, steps, processes or Processes(), objective
+        )
         self.batches.divide(self.processes.rank, self.processes.size, pairs=self.mix is not None)
         self.eval_batch_size = config.eval_batch_size or config.batch_size
         self.validation = self.batches_of(splits.validation)
@@ -292,6 +297,7 @@ class Trainer(Learner):
                 device=self.device,
                 amp=self.config.amp,
                 processes=self.processes,
+                objective=self.objective,
             )
 
     def close_epoch(self, model: nn.Module, result: Evaluation, record: Record) -> None:
@@ -307,11 +313,12 @@ class Trainer(Learner):
         """
         position = self.position
         check_finite(result, f"the validation images of epoch {position.epoch + 1}")
-        better = (result.accuracy, -result.loss) > (position.best, -position.best_loss)
+        figures = BestFigures(position.epoch + 1, result.accuracy, result.loss)
+        rank = self.objective.rank
+        better = rank(*figures.rank) > rank(position.best, position.best_loss)
         # Best weights first: if the process is killed now, their file says how good they are.
         if better:
-            figures = BestFigures(position.epoch + 1, result.accuracy, result.loss)
-            position.best, position.best_loss = result.accuracy, result.loss
+            position.best, position.best_loss = figures.rank
             position.best_epoch = figures.epoch
             name, notes = self.config.model.name, figures.notes()
             self.processes.on_first(
@@ -338,10 +345,12 @@ class Trainer(Learner):
         self.history.append(values)
         record.epoch(self.history)
         self.save(record)
+        known = result.accuracy is not None
+        accuracy = f"  accuracy {100 * result.accuracy:.1f} %" if known else ""
         record.say(
             f"epoch {position.epoch:{len(str(self.config.epochs))}}/{self.config.epochs}  loss "
-            f"{values['train_loss']:.4f}  validation loss {result.loss:.4f}  accuracy "
-            f"{100 * result.accuracy:.1f} %{' *' if better else '  '}  lr "
+            f"{values['train_loss']:.4f}  validation loss {result.loss:.4f}{accuracy}"
+            f"{' *' if better else '  '}  lr "
             f"{self.learning_rate():.1e}  {values['seconds']:.1f} s"
         )
 
@@ -369,8 +378,9 @@ class Trainer(Learner):
             )
         best, speed = self.position, self.position.images_per_second()
         sizes = sizes_worth_trying(self.model, self.geometry)
+        validation = best.best if best.best >= 0 else None
         return Result(
-            record.folder, checkpoint, best.seconds, speed, best.best_epoch, best.best, test, sizes
+            record.folder, checkpoint, best.seconds, speed, best.best_epoch, validation, test, sizes
         )
 
     def share_unreadable(self) -> None:

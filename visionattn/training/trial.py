@@ -17,7 +17,6 @@ from torch.utils.data import Dataset
 
 from visionattn.data.batches import Batch, SampleKey, Unreadable
 from visionattn.data.geometry import Geometry
-from visionattn.models.filled import call
 from visionattn.training.checkpoint import random_state, restore_random_state
 from visionattn.training.evaluate import autocast
 from visionattn.training.learner import Learner
@@ -146,7 +145,8 @@ def try_evaluation(
             inputs = learner.spec.prepare(batch.images.to(learner.device))
             synchronize(learner.device)
             start = clock()
-            call(model, inputs, learner.sizes_of(batch))
+            labels = batch.labels.to(learner.device)
+            learner.objective.judge(model, inputs, learner.sizes_of(batch), labels)
             synchronize(learner.device)
             return Trial(shape, clock() - start)
     finally:
@@ -180,7 +180,7 @@ def batch_of(learner: Learner, shape: Shape) -> Batch:
     """Return a batch of black images; its classes are all there are, in turns."""
     images, *size = shape
     channels = 1 if learner.spec.encoding else learner.spec.in_chans
-    labels = torch.arange(images) % learner.spec.num_classes
+    labels = torch.arange(images) % max(1, learner.spec.num_classes)
     # With pad, a model that takes them is always told what images fill.
     sizes = torch.tensor([size] * images) if learner.geometry.fit == "pad" else None
     return Batch(torch.zeros(images, channels, *size, dtype=torch.uint8), labels, sizes)

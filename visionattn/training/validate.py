@@ -70,7 +70,7 @@ class Row:
         return (
             size,
             str(self.result.images),
-            f"{100 * self.result.accuracy:.2f} %",
+            "-" if self.result.accuracy is None else f"{100 * self.result.accuracy:.2f} %",
             top5,
             speed,
         )

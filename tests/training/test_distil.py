@@ -1,0 +1,361 @@
+"""Whole distillations: stages that follow each other, kills, several processes, and refusals."""
+
+import csv
+import json
+import os
+import random
+import signal
+import time
+from dataclasses import asdict, replace
+
+import pytest
+import timm
+import torch
+
+import visionattn
+from tests.helpers.distilled_runs import (
+    BODY,
+    NAME,
+    config_of,
+    images,
+    on_quadrants,
+    run,
+    same_softmax,
+    teacher_file,
+    vit_of,
+)
+from tests.helpers.resumed_runs import FORK, assert_same_end, best_of, states_written
+from tests.helpers.several_processes import run_processes
+from tests.helpers.small_runs import SPEC, lines, quadrants, same
+from visionattn.cli.ends import run_tool
+from visionattn.data.config import DataConfig
+from visionattn.models.weights import load_model, save_model
+from visionattn.training.distil import run as running
+from visionattn.training.distil.config import (
+    DistilOptimConfig,
+    StageConfig,
+    parse_distil,
+    stage_data,
+)
+from visionattn.training.distil.imitation import attention_losses
+from visionattn.training.distil.run import distil
+from visionattn.training.distil.student import images_of
+from visionattn.training.distributed import joined
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+
+
+@pytest.fixture(autouse=True)
+def quadrant_images():
+    with on_quadrants() as patch:
+        yield patch
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    return teacher_file(tmp_path_factory.mktemp("teacher"))
+
+
+@pytest.fixture(scope="module")
+def whole(teacher, tmp_path_factory):
+    """The folder of a distillation in all stages that nothing happens to."""
+    output = tmp_path_factory.mktemp("whole")
+    with on_quadrants():
+        run(config_of(output, teacher, stages=["a", "b", "c"]))
+    return output / "small"
+
+
+def epochs(folder, key="val_loss"):
+    return [line[key] for line in lines(folder) if line["kind"] == "epoch"]
+
+
+def test_each_stage_begins_with_the_weights_of_the_one_before_and_makes_its_loss_less(
+    whole, teacher
+):
+    vit, first = load_model(teacher), load_model(whole / "a" / "best.safetensors")
+    weights = {name: value for name, value in first.state_dict().items() if ".attn." not in name}
+    same(weights, {name: vit.state_dict()[name] for name in weights})
+    start, end = (
+        next(line for line in lines(whole / letter) if line["kind"] == "train")["loss"]
+        for letter in ("a", "b")
+    )
+    assert epochs(whole / "a")[-1] < start and epochs(whole / "b")[-1] < end
+    # Two stages at one size: the second one begins where the first has ended.
+    moved = load_model(whole / "b" / "best.safetensors").state_dict()
+    assert not torch.equal(
+        moved["blocks.0.mlp.fc1.weight"], vit.state_dict()["blocks.0.mlp.fc1.weight"]
+    )
+    assert [line["images"] for line in lines(whole / "c") if line["kind"] == "test"] == [29]
+
+
+def test_what_comes_of_it_has_the_head_and_the_classes_of_the_teacher(whole, teacher):
+    model, vit = visionattn.load_model(whole / "c" / "best.safetensors"), load_model(teacher)
+    assert model.data_spec == replace(SPEC, img_size=32)
+    assert [block.attn.attention for block in model.blocks] == ["kernelized"] * 3
+    torch.testing.assert_close(model.head.weight, vit.head.weight, rtol=0, atol=0)
+    assert model(torch.zeros(1, 1, 20, 32)).shape == (1, 4)
+    metadata, tensors = best_of(whole / "c")
+    made = timm.create_model(
+        metadata["model"], num_classes=4, in_chans=1, **json.loads(metadata["args"])
+    )
+    made.load_state_dict(tensors)
+
+
+def test_the_smallest_loss_decides_and_accuracy_stands_beside_it(whole):
+    figures = json.loads(best_of(whole / "b")[0]["validation"])
+    rows = lines(whole / "b")
+    best = min((line for line in rows if line["kind"] == "epoch"), key=lambda x: x["val_loss"])
+    assert figures == [best["epoch"], best["val_accuracy"], best["val_loss"]]
+    assert 0 <= best["val_accuracy"] <= 1
+
+
+def test_one_stage_alone_copies_and_goes_on_from_that(teacher, tmp_path):
+    said = run(config_of(tmp_path, teacher, stages=["b"], softmax_blocks=[-1]))
+    assert any("44 of 48 tensors are those of" in line for line in said), said
+    model = load_model(tmp_path / "small" / "b" / "best.safetensors")
+    assert [block.attn.attention for block in model.blocks] == ["kernelized"] * 2 + ["softmax"]
+
+
+def start(config):
+    """Distil in a process of its own that says nothing."""
+
+    def work():
+        run(config)
+        os._exit(0)
+
+    process = FORK.Process(target=work)
+    process.start()
+    return process
+
+
+@pytest.mark.parametrize("options", [{}, {"amp": "bf16"}], ids=["", "bf16"])
+def test_a_distillation_killed_at_random_moments_ends_as_one_never_interrupted(
+    whole, teacher, tmp_path, options
+):
+    if options:
+        run(config_of(tmp_path / "whole", teacher, stages=["a", "b", "c"], **options))
+        whole = tmp_path / "whole" / "small"
+    draw, folder, killed, code = random.Random(3), tmp_path / "small", 0, None
+    while code != 0:
+        going = (folder / "distil.yaml").exists()
+        config = config_of(tmp_path, teacher, stages=["a", "b", "c"], resume=going, **options)
+        process = start(config)
+        if killed < 6:
+            place = folder / "abc"[killed // 2]
+            before = states_written(place)
+            while process.is_alive() and states_written(place) == before:
+                time.sleep(0.002)
+            time.sleep(draw.uniform(0, 0.05))
+            process.kill()
+            killed += 1
+        process.join(60)
+        code = process.exitcode
+        assert code in (0, -signal.SIGKILL)
+    for letter in "abc":
+        assert_same_end(whole / letter, folder / letter)
+
+
+def test_a_stage_that_is_done_is_left_alone_and_another_one_goes_on_from_it(teacher, tmp_path):
+    config = config_of(tmp_path, teacher, stages=["a"])
+    run(config)
+    before = (tmp_path / "small" / "a" / "last.pt").stat().st_mtime_ns
+    said = run(replace(config, stages=["a", "b"], resume=True))
+    assert "stage a is done" in said
+    assert (tmp_path / "small" / "a" / "last.pt").stat().st_mtime_ns == before
+    assert f"starts from {tmp_path / 'small' / 'a' / 'best.safetensors'}" in said
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (dict(attention=["taylorshift"]), "has attention ['kernelized'], not ['taylorshift']"),
+        (dict(softmax_blocks=[1]), "has softmax_blocks [], not [1]"),
+        (dict(seed=1), "has seed 0, not 1"),
+        (dict(a=StageConfig(epochs=3, lr=3e-3)), "stage a is done, and epochs is now 3, was 2"),
+        (dict(a=StageConfig(epochs=2, lr=1e-3)), "stage a is done, and optim.lr is now 0.001"),
+        (
+            dict(c=StageConfig(epochs=1, lr=1e-3, img_size=32, teacher_size="tiled")),
+            "stage c has teacher_size same, not tiled",
+        ),
+    ],
+)
+def test_other_options_do_not_go_on(whole, teacher, options, said):
+    config = config_of(whole.parent, teacher, stages=["a", "b", "c"], resume=True)
+    noted = (whole / "distil.yaml").read_bytes()
+    with pytest.raises(ValueError) as error:
+        run(replace(config, **options))
+    assert said in str(error.value)
+    assert (whole / "distil.yaml").read_bytes() == noted
+
+
+def test_what_is_there_is_kept_unless_overwritten(whole, teacher, tmp_path):
+    with pytest.raises(ValueError, match="small is not empty; --resume goes on with it"):
+        run(config_of(whole.parent, teacher))
+    with pytest.raises(ValueError, match="nothing to resume"):
+        run(config_of(tmp_path, teacher, resume=True))
+    run(config_of(tmp_path, teacher))
+    run(config_of(tmp_path, teacher, overwrite=True, stages=["a"], seed=1))
+    assert not (tmp_path / "small" / "b" / "best.safetensors").exists()
+
+
+@pytest.mark.parametrize("stage", ["a", "b"])
+def test_two_processes_learn_what_one_does(teacher, tmp_path, stage):
+    for size in (1, 2):
+        output = tmp_path / str(size)
+        config = config_of(output, teacher, stages=[stage])
+
+        def work(rank, config=config):
+            def tool():
+                with joined() as processes:
+                    distil(config, processes=processes)
+
+            return run_tool(tool, several=True)
+
+        ended = run_processes(size, work, output / "streams")
+        assert [each.code for each in ended] == [0] * size, "".join(each.err for each in ended)
+    one, two = (tmp_path / size / "small" / stage for size in "12")
+    for key in ("train_loss", "val_loss"):
+        assert epochs(one, key) == pytest.approx(epochs(two, key), rel=1e-5)
+    weights = [best_of(folder)[1] for folder in (one, two)]
+    for name, value in weights[0].items():
+        torch.testing.assert_close(value, weights[1][name], rtol=1e-3, atol=2e-5)
+
+
+def test_the_blocks_that_are_imitated_worst_stay_softmax(teacher, tmp_path):
+    said = run(config_of(tmp_path, teacher, search_softmax_blocks=1))
+    folder = tmp_path / "small"
+    rows = list(csv.DictReader((folder / "blocks.csv").read_text().splitlines()))
+    student, own = load_model(folder / "a" / "best.safetensors"), load_model(teacher)
+    splits, _ = images_of(DataConfig(img_size=16), 0, SPEC)
+    total = torch.zeros(3)
+    from visionattn.data.batches import SampleKey, collate
+    from visionattn.data.geometry import Geometry
+
+    keys = [SampleKey(i, 0, Geometry("crop", (16, 16))) for i in range(23)]
+    batch, _ = collate([splits.validation[key] for key in keys])
+    with torch.no_grad():
+        inputs = SPEC.prepare(batch.images)
+        total = attention_losses(student, same_softmax(own), inputs, None, range(3)).mean(0)
+    assert [float(row["loss"]) for row in rows] == pytest.approx(total.tolist(), rel=1e-4)
+    worst = int(total.argmax())
+    assert [int(row["softmax"]) for row in rows] == [int(i == worst) for i in range(3)]
+    assert sum("stays softmax" in line for line in said) == 1
+    kinds = ["softmax" if i == worst else "kernelized" for i in range(3)]
+    model = load_model(folder / "b" / "best.safetensors")
+    assert [block.attn.attention for block in model.blocks] == kinds
+    # It goes on with the blocks that it began with.
+    (folder / "blocks.csv").unlink()
+    run(config_of(tmp_path, teacher, search_softmax_blocks=1, resume=True))
+    assert not (folder / "blocks.csv").exists()
+
+
+def test_images_without_classes_have_no_accuracy(teacher, tmp_path, quadrant_images):
+    def unlabelled(config, seed, *, labelled=True):
+        splits = images(config, seed)
+        return replace(splits, spec=replace(splits.spec, num_classes=0, class_names=()))
+
+    quadrant_images.setattr("visionattn.training.distil.student.build_splits", unlabelled)
+    said = run(config_of(tmp_path, teacher))
+    folder = tmp_path / "small" / "b"
+    assert epochs(folder, "val_accuracy") == [None, None]
+    assert json.loads(best_of(folder)[0]["validation"])[1] is None
+    assert not any("accuracy" in line for line in said)
+    status = json.loads((folder / "status.json").read_text())
+    assert status["result"]["validation_accuracy"] is None
+    assert load_model(folder / "best.safetensors").data_spec.num_classes == 4
+
+
+def test_a_teacher_without_a_head_teaches_too(tmp_path):
+    vit = vit_of(num_classes=0)
+    path = tmp_path / "features.safetensors"
+    save_model(path, vit, NAME, BODY, replace(SPEC, num_classes=0, class_names=()))
+    run(config_of(tmp_path, path))
+    model = load_model(tmp_path / "small" / "b" / "best.safetensors")
+    assert model(torch.zeros(1, 1, 16, 16)).shape == (1, 16)
+
+
+def test_images_are_seen_as_the_teacher_was_trained_to_unless_said_otherwise(teacher):
+    config = parse_distil(["--teacher", str(teacher), "--c.img_size", "64", "--stages", "b", "c"])
+    seen = replace(SPEC, img_size=None, fit="native", max_patches=40)
+    own = stage_data(config, "b", seen)
+    assert (own.fit, own.img_size, own.max_patches) == ("native", None, 40)
+    larger = stage_data(config, "c", seen)
+    assert (larger.fit, larger.img_size, larger.max_patches) == ("native", 64, None)
+    config.data.img_size = 48
+    own = stage_data(config, "b", seen)
+    assert (own.fit, own.img_size, own.max_patches) == (None, 48, None)
+
+
+def test_what_is_noted_is_read_again(whole):
+    config = parse_distil(["--config", str(whole / "distil.yaml")])
+    assert asdict(replace(config, run="small")) == asdict(config)
+    assert config.a == StageConfig(epochs=2, lr=3e-3) and config.optim.ema_decay == 0.9
+
+
+REFUSED = {
+    "no ViT": (["--teacher", "resnet18"], "resnet18 cannot be converted"),
+    "no such name": (["--teacher", "vit_smal_patch16_224"], "the nearest is vit_small_patch16_224"),
+    "no such file": (["--teacher", "nowhere/w.safetensors"], "no checkpoint at nowhere"),
+    "other channels": (
+        ["--teacher", NAME, "--args.depth", "1"],
+        "images of 3 channels, and those of",
+    ),
+    "no such block": (["--softmax_blocks", "7"], "there is no block 7; the 3 blocks are 0 to 2"),
+    "all softmax": (["--softmax_blocks", "0", "1", "2"], "stage a has nothing to learn"),
+    "not in tiles": (
+        ["--stages", "c", "--c.teacher_size", "tiled", "--c.img_size", "40"],
+        "stage c: img_size 40",
+    ),
+    "native tiles": (
+        ["--b.teacher_size", "tiled", "--data.fit", "native"],
+        "stage b: teacher_size tiled",
+    ),
+    "no patches": (["--stages", "a", "--a.img_size", "30"], "stage a: image of 30 x 30 pixels"),
+    "no stage": (["--stages", "b", "a"], "wanted some of a, b and c"),
+    "twice": (["--stages", "a", "a"], "wanted some of a, b and c"),
+    "tokens": (["--options.patch_size", "8"], "options.patch_size is no option of a student"),
+    "too many": (["--search_softmax_blocks", "3"], "the teacher has 3 blocks"),
+    "none": (["--search_softmax_blocks", "0"], "must be at least 1, got 0"),
+    "without a": (["--search_softmax_blocks", "1", "--stages", "b"], "add it to stages"),
+    "both": (["--search_softmax_blocks", "1", "--softmax_blocks", "1"], "do not name any"),
+    "windows": (["--search_softmax_blocks", "1", "--attention", "window"], "name softmax_blocks"),
+    "values": (["--data.mean", "0.5"], "data.mean is that of the teacher"),
+    "warm-up": (["--optim.warmup_epochs", "3"], "stage a: optim.warmup_epochs 3.0 leaves nothing"),
+    "learning rate": (["--b.lr", "0"], "stage b: optim.lr must be above 0"),
+    "choices": (["--c.img_size_choices", "32", "--stages", "c"], "c.img_size_choices goes with"),
+    "names": (["--attention", "kernelized", "linear", "kernelized"], "linear"),
+    "an option": (["--options.horizon", "-1"], "horizon"),
+    "heads": (["--num_heads", "3"], "num_heads 3"),
+    "no place": (["--run", ".."], "run must be the name of a folder"),
+}
+
+
+@pytest.mark.parametrize(("flags", "said"), REFUSED.values(), ids=REFUSED)
+def test_bad_input_is_one_line_and_nothing_is_written(teacher, tmp_path, flags, said, capsys):
+    own = [] if "--teacher" in flags else ["--teacher", str(teacher)]
+    words = [*own, "--data.workers", "0", "--output", str(tmp_path / "out"), *flags]
+    assert run_tool(lambda: distil(parse_distil(words))) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1 and error.startswith("error: "), error
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_optimiser_of_each_stage_has_what_learns_alone(whole):
+    for letter, most in (("a", 20), ("b", 60)):
+        state = torch.load(whole / letter / "last.pt", weights_only=True)
+        counted = sum(len(group["params"]) for group in state["optimizer"]["param_groups"])
+        assert counted < most
+        assert len(state["optimizer"]["state"]) == counted
+
+
+def test_mixed_precision_of_16_bits_scales_the_loss(teacher, tmp_path):
+    optim = DistilOptimConfig(warmup_epochs=0)
+    run(config_of(tmp_path, teacher, amp="fp16", optim=optim, stages=["a"]))
+    state = torch.load(tmp_path / "small" / "a" / "last.pt", weights_only=True)
+    assert state["scaler"]["scale"] > 1
+    assert epochs(tmp_path / "small" / "a")[-1] > 0
+
+
+def test_quadrants_are_the_images_of_the_teacher():
+    assert quadrants().spec == SPEC
+    assert running.DISTIL == "distil.yaml"

@@ -1,0 +1,208 @@
+"""What a student is measured by: the losses of both stages, what learns, and which token of the
+teacher belongs to which of the student.
+"""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.helpers.distilled_runs import same_softmax, vit_of
+from visionattn.layout import Grid, TokenLayout
+from visionattn.models import from_softmax
+from visionattn.training.distil.imitation import (
+    Imitation,
+    attention_losses,
+    check_teacher_size,
+    feature_losses,
+    learn,
+    teacher_features,
+)
+
+ATTENTIONS = ("kernelized", "taylorshift", "window")
+BODIES = {
+    "class token": {},
+    "registers": dict(reg_tokens=2, no_embed_class=True, init_values=0.3),
+    "no prefix": dict(class_token=False, global_pool="max"),
+}
+
+
+def images_of(batch=3, height=16, width=16):
+    return torch.randn(batch, 1, height, width, generator=torch.Generator().manual_seed(1))
+
+
+def test_a_student_whose_blocks_all_stay_softmax_has_no_loss():
+    vit = vit_of()
+    student, teacher = same_softmax(vit), same_softmax(vit)
+    x = images_of()
+    losses = attention_losses(student, teacher, x, None, range(3))
+    assert losses.shape == (3, 3) and losses.abs().max() == 0
+    assert Imitation(student, teacher, "b")(x).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
+def test_the_loss_of_attention_is_that_of_each_block_on_the_inputs_of_timms_own_model(
+    attention, body
+):
+    vit = vit_of(**body).double()
+    converted = from_softmax(vit, attention)
+    with torch.no_grad():
+        for name, value in converted.model.named_parameters():
+            if name in converted.new:
+                value.add_(0.2 * torch.randn(value.shape))
+    student, x = converted.model, images_of(2, 16, 24).double()
+    tokens = vit.norm_pre(vit._pos_embed(vit.patch_embed(x)))
+    layout = TokenLayout(vit.num_prefix_tokens, Grid(4, 6))
+    wanted = []
+    for own, block in zip(student.blocks, vit.blocks, strict=True):
+        given = block.norm1(tokens)
+        right, found = block.attn(given), own.attn(given, layout)
+        wanted.append(((found - right) ** 2).sum((1, 2)) / (right**2).sum((1, 2)))
+        tokens = block(tokens)
+    losses = attention_losses(student, same_softmax(vit), x, None, range(3))
+    assert losses.min() > 1e-3
+    torch.testing.assert_close(losses.double(), torch.stack(wanted, 1), rtol=1e-5, atol=0)
+    one = Imitation(student, same_softmax(vit), "a")(x)
+    torch.testing.assert_close(one.double(), torch.stack(wanted, 1).mean(1), rtol=1e-5, atol=0)
+
+
+def learning(student):
+    return {name for name, value in student.named_parameters() if value.requires_grad}
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_stage_a_moves_queries_keys_values_and_what_is_new_of_linear_blocks_alone(attention):
+    vit = vit_of(qk_norm=attention == "taylorshift")
+    converted = from_softmax(vit, attention, softmax_blocks=[1])
+    student = converted.model
+    learn(student, "a", converted.new)
+    Imitation(student, same_softmax(vit), "a")(images_of()).mean().backward()
+    moved = {name for name, value in student.named_parameters() if value.grad is not None}
+    linear = {f"blocks.{i}.attn.qkv.{part}" for i in (0, 2) for part in ("weight", "bias")}
+    assert moved == learning(student) == linear | set(converted.new)
+    assert all(name.startswith(("blocks.0.attn.", "blocks.2.attn.")) for name in moved)
+    assert all(value.grad is None for value in vit.parameters())
+
+
+@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
+def test_stage_b_moves_all_before_the_final_features_and_leaves_the_head(body):
+    vit = vit_of(**body)
+    converted = from_softmax(vit, softmax_blocks=[1])
+    student = converted.model
+    learn(student, "a", converted.new)
+    learn(student, "b", converted.new)
+    Imitation(student, same_softmax(vit), "b")(images_of()).mean().backward()
+    behind = {"head.weight", "head.bias"}
+    if body.get("global_pool") == "max":
+        behind |= {"fc_norm.weight", "fc_norm.bias"}
+    moved = {name for name, value in student.named_parameters() if value.grad is not None}
+    assert moved == learning(student) == set(dict(student.named_parameters())) - behind
+
+
+def test_nothing_is_to_be_learnt_by_a_student_that_is_its_teacher():
+    vit = vit_of()
+    with pytest.raises(ValueError, match="stage a has nothing to learn"):
+        learn(same_softmax(vit), "a", [])
+
+
+@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
+def test_the_loss_of_features_is_cosine_and_smooth_l1_of_the_tokens_of_timms_own_model(body):
+    vit = vit_of(**body)
+    student, x = from_softmax(vit).model, images_of(2, 24, 16)
+    losses = Imitation(student, same_softmax(vit), "b")(x)
+    with torch.no_grad():
+        right, found = vit.forward_features(x), student.forward_features(x)
+    for image in range(2):
+        total = 0.0
+        for a, b in zip(found[image].double(), right[image].double(), strict=True):
+            cosine = (a @ b) / (a @ a).sqrt() / (b @ b).sqrt()
+            far = (a - b).abs()
+            smooth = torch.where(far < 1, far**2 / 2, far - 0.5).mean()
+            total += 0.9 * (1 - cosine) + 0.1 * smooth
+        assert losses[image].item() == pytest.approx(float(total / len(found[image])), rel=1e-4)
+    assert losses.min() > 1e-3
+
+
+def test_absent_patches_have_no_part_in_either_loss():
+    """An image with nothing beside it loses what it loses alone."""
+    vit = vit_of()
+    student, teacher = from_softmax(vit).model, same_softmax(vit)
+    alone = images_of(1, 12, 8)
+    padded = torch.full((1, 1, 16, 16), 7.0)
+    padded[:, :, :12, :8] = alone
+    sizes = torch.tensor([[12, 8]])
+    for stage in ("a", "b"):
+        pair = Imitation(student, teacher, stage)
+        torch.testing.assert_close(pair(padded, sizes), pair(alone), rtol=1e-3, atol=1e-6)
+        assert (pair(padded) - pair(alone)).abs() > 1e-3
+
+
+def test_a_mask_of_tokens_divides_by_those_that_count():
+    found, wanted = torch.randn(2, 5, 8), torch.randn(2, 5, 8)
+    present = torch.tensor([[True] * 5, [True, True, False, True, False]])
+    alone = feature_losses(found[1:, [0, 1, 3]], wanted[1:, [0, 1, 3]])
+    torch.testing.assert_close(feature_losses(found, wanted, present)[1:], alone)
+    assert F.cosine_similarity(found, wanted, dim=2).shape == (2, 5)
+
+
+@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
+def test_a_tiled_teacher_gives_each_patch_the_token_that_it_has_in_its_tile(body):
+    vit = vit_of(**body, img_size=(8, 12))
+    x = images_of(2, 24, 24)  # tiles of 8 x 12 px: 3 rows and 2 columns of 2 x 3 patches
+    found = teacher_features(same_softmax(vit), x, None, "tiled")
+    prefix = vit.num_prefix_tokens
+    grid = found[:, prefix:].unflatten(1, (6, 6))
+    with torch.no_grad():
+        for row in range(3):
+            for column in range(2):
+                tile = x[:, :, 8 * row : 8 * row + 8, 12 * column : 12 * column + 12]
+                own = vit.forward_features(tile)[:, prefix:].unflatten(1, (2, 3))
+                placed = grid[:, 2 * row : 2 * row + 2, 3 * column : 3 * column + 3]
+                torch.testing.assert_close(placed, own, rtol=1e-4, atol=1e-5)
+        shrunk = nn.functional.interpolate(x, (8, 12), mode="bicubic", antialias=True)
+        whole = vit.forward_features(shrunk)[:, :prefix]
+    torch.testing.assert_close(found[:, :prefix], whole, rtol=1e-4, atol=1e-5)
+    assert found.shape == (2, prefix + 36, 16)
+
+
+def test_a_tiled_teacher_that_sees_one_tile_is_the_teacher():
+    teacher, x = same_softmax(vit_of()), images_of()
+    same, tiled = (teacher_features(teacher, x, None, how) for how in ("same", "tiled"))
+    torch.testing.assert_close(same[:, 1:], tiled[:, 1:])
+
+
+@pytest.mark.parametrize("size", [(16, 24), (24, 8), (40, 20)])
+def test_the_same_size_is_that_of_timms_own_model_whatever_the_image(size):
+    vit = vit_of(reg_tokens=1)
+    x = images_of(2, *size)
+    with torch.no_grad():
+        right = vit.forward_features(x)
+    torch.testing.assert_close(
+        teacher_features(same_softmax(vit), x, None), right, rtol=1e-4, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    ("size", "fit", "said"),
+    [
+        (
+            (40, 32),
+            "crop",
+            "img_size 40 x 32 is not a whole number of tiles of the teacher's own 16",
+        ),
+        ((8, 16), "stretch", "16 x 16 is$"),
+        ((32, 32), "pad", "fit pad gives others"),
+        (None, "native", "fit native gives others"),
+    ],
+)
+def test_tiles_that_do_not_fit_are_refused(size, fit, said):
+    with pytest.raises(ValueError, match=said):
+        check_teacher_size(same_softmax(vit_of()), size, fit)
+
+
+def test_a_student_that_trains_leaves_its_teacher_in_eval_mode():
+    vit = vit_of()
+    pair = Imitation(from_softmax(vit).model, same_softmax(vit), "b").train()
+    assert pair.student.training and not pair.teacher.training
+    assert not any(part.training for part in pair.teacher.modules())

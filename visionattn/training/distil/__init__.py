@@ -1,0 +1,1 @@
+"""Distillation: a model with linear attention learns what its softmax teacher computes."""

@@ -1,0 +1,239 @@
+"""How far a student is from its teacher: the attention of each block, and the final features.
+
+The teacher is a model of ours too, whose blocks are all softmax and which computes what the ViT of
+timm does. So both have the same tokens in the same places, whatever the size of the images is, and
+absent patches are absent in both.
+
+Source: the two stages of the conversions of 2026 (ViT-AdaLA, JetViT): attention outputs on the
+teacher's own inputs, then final features by 0.9 cosine and 0.1 smooth L1.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from visionattn.layout import TokenLayout
+from visionattn.models import VisionAttnTransformer
+
+Stage = Literal["a", "b", "c"]
+TeacherSize = Literal["same", "tiled"]
+
+COSINE, SMOOTH_L1 = 0.9, 0.1
+"""The parts of the loss of features."""
+BEHIND = ("head.", "fc_norm.", "attn_pool.")
+"""What comes after the features, and stays the teacher's."""
+
+
+def learn(student: VisionAttnTransformer, stage: Stage, new: Sequence[str]) -> None:
+    """Let those parameters learn that a stage trains, and freeze the others.
+
+    Args:
+        student: changed in place.
+        stage: ``a`` trains queries, keys and values and what is new, in blocks that are no softmax;
+            the others all but what comes after the features.
+        new: names of the parameters that the teacher does not have.
+
+    Raises:
+        ValueError: nothing would learn.
+    """
+    imitating = tuple(f"blocks.{i}.attn." for i in imitating_blocks(student))
+    for name, parameter in student.named_parameters():
+        if stage == "a":
+            learns = name.startswith(imitating) and (".attn.qkv." in name or name in new)
+        else:
+            learns = not name.startswith(BEHIND)
+        parameter.requires_grad_(learns)
+    if not any(parameter.requires_grad for parameter in student.parameters()):
+        raise ValueError(
+            "all blocks stay softmax, which is what they imitate: stage a has nothing to learn"
+        )
+
+
+def imitating_blocks(student: VisionAttnTransformer) -> list[int]:
+    """Return the blocks whose attention is another one than the teacher's."""
+    return [i for i, block in enumerate(student.blocks) if block.attn.attention != "softmax"]
+
+
+class Imitation(nn.Module):
+    """A student beside its teacher: images come in, and the loss of each image goes out.
+
+    Args:
+        student: what learns.
+        teacher: in eval mode, and stays in it; nothing of it learns.
+        stage: ``a`` for attention, ``b`` or ``c`` for features.
+        teacher_size: how the teacher sees images, see ``teacher_features``.
+    """
+
+    def __init__(
+        self,
+        student: VisionAttnTransformer,
+        teacher: VisionAttnTransformer,
+        stage: Stage,
+        teacher_size: TeacherSize = "same",
+    ):
+        super().__init__()
+        self.student, self.teacher = student, teacher
+        self.stage, self.teacher_size = stage, teacher_size
+
+    def train(self, mode: bool = True) -> "Imitation":
+        """Put the student into a mode; the teacher stays in eval mode."""
+        super().train(mode)
+        self.teacher.eval()
+        return self
+
+    def forward(self, images: Tensor, sizes: Tensor | None = None) -> Tensor:
+        """Return the loss of each image, float32 ``[B]``.
+
+        Args:
+            images: ``[B, C, H_px, W_px]``.
+            sizes: int64 ``[B, 2]``, what each image fills in pixels; None: all.
+        """
+        if self.stage == "a":
+            blocks = imitating_blocks(self.student)
+            return attention_losses(self.student, self.teacher, images, sizes, blocks).mean(1)
+        return self.judge_features(images, sizes)[0]
+
+    def judge_features(self, images: Tensor, sizes: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the loss of features of each image, ``[B]``, and the student's tokens."""
+        wanted = teacher_features(self.teacher, images, sizes, self.teacher_size)
+        tokens = self.student.forward_features(images, sizes=sizes)
+        present = self.student.present_patches(images, sizes)
+        if present is not None:
+            present = F.pad(present, (self.student.num_prefix_tokens, 0), value=True)
+        return feature_losses(tokens, wanted, present), tokens
+
+
+def attention_losses(
+    student: VisionAttnTransformer,
+    teacher: VisionAttnTransformer,
+    images: Tensor,
+    sizes: Tensor | None,
+    blocks: Sequence[int],
+) -> Tensor:
+    """Return for each image and each of some blocks the squared error of what the student's
+    attention gives for the teacher's input, relative to the square of what the teacher's gives,
+    float32 ``[B, blocks]``.
+
+    Both are taken after the output projection, over all tokens that are present.
+    """
+    with torch.no_grad(), recorded(teacher) as calls:
+        teacher.forward_features(images, sizes=sizes)
+    losses = []
+    layout: TokenLayout | None = None
+    for i in blocks:
+        given, places, wanted = calls[i]
+        layout = student.counted(places, given) if layout is None else layout
+        found = student.blocks[i].attn(given, layout).float()
+        wanted = wanted.float()
+        error, square = (found - wanted).square(), wanted.square()
+        present = places.key_mask()
+        if present is not None:  # what absent tokens get means nothing
+            absent = ~present.unsqueeze(2)
+            error, square = error.masked_fill(absent, 0), square.masked_fill(absent, 0)
+        tiny = torch.finfo(torch.float32).tiny
+        losses.append(error.sum((1, 2)) / square.sum((1, 2)).clamp(min=tiny))
+    return torch.stack(losses, 1)
+
+
+@contextmanager
+def recorded(model: VisionAttnTransformer) -> Iterator[list[tuple[Tensor, TokenLayout, Tensor]]]:
+    """Note, for each block that runs in the context, the input of its attention ``[B, N, D]``,
+    where the tokens lie, and what it gives.
+    """
+    calls: list[tuple[Tensor, TokenLayout, Tensor]] = []
+
+    def note(_: nn.Module, given: tuple, output: Tensor) -> None:
+        calls.append((given[0], given[1], output))
+
+    handles = [block.attn.register_forward_hook(note) for block in model.blocks]
+    try:
+        yield calls
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def feature_losses(found: Tensor, wanted: Tensor, present: Tensor | None = None) -> Tensor:
+    """Return 0.9 (1 - cosine) + 0.1 smooth L1 of tokens, on average over those of an image: float32
+    ``[B]``.
+
+    Args:
+        found, wanted: ``[B, N, D]``.
+        present: bool ``[B, N]``, the tokens that count; None: all.
+    """
+    found, wanted = found.float(), wanted.float()
+    apart = 1 - F.cosine_similarity(found, wanted, dim=2)
+    beside = F.smooth_l1_loss(found, wanted, reduction="none").mean(2)
+    losses = COSINE * apart + SMOOTH_L1 * beside
+    if present is None:
+        return losses.mean(1)
+    return losses.masked_fill(~present, 0).sum(1) / present.sum(1)
+
+
+@torch.no_grad()
+def teacher_features(
+    teacher: VisionAttnTransformer,
+    images: Tensor,
+    sizes: Tensor | None,
+    teacher_size: TeacherSize = "same",
+) -> Tensor:
+    """Return the teacher's tokens after its final norm, ``[B, P + H*W, D]``, each where the student
+    has the one that is to imitate it.
+
+    Args:
+        teacher_size: ``same``: it sees the images as the student does, its absolute position
+            resampled. ``tiled``: it sees them in tiles of its own size, from the top left, and each
+            patch gets the token that it has in its tile; prefix tokens are those of the whole image
+            shrunk to that size.
+    """
+    if teacher_size == "same":
+        return teacher.forward_features(images, sizes=sizes)
+    height, width = teacher.patch_embed.img_size
+    prefix, (rows, columns) = teacher.num_prefix_tokens, teacher.patch_embed.grid_size
+    down, across = images.shape[2] // height, images.shape[3] // width
+    tiles = rearrange(images, "b c (i h) (j w) -> (b i j) c h w", h=height, w=width)
+    tokens = teacher.forward_features(tiles)[:, prefix:]
+    patches = rearrange(
+        tokens,
+        "(b i j) (h w) d -> b (i h j w) d",
+        i=down,
+        j=across,
+        h=rows,
+        w=columns,
+    )
+    if not prefix:
+        return patches
+    shrunk = F.interpolate(images, (height, width), mode="bicubic", antialias=True)
+    return torch.cat([teacher.forward_features(shrunk)[:, :prefix], patches], dim=1)
+
+
+def check_teacher_size(
+    teacher: VisionAttnTransformer, size: tuple[int, int] | None, fit: str
+) -> None:
+    """Check that images come in whole tiles of the teacher's own size.
+
+    Args:
+        size: height and width of the images in pixels; None: they differ.
+        fit: how they come to it.
+
+    Raises:
+        ValueError: they do not; one line.
+    """
+    height, width = teacher.patch_embed.img_size
+    own = f"the teacher's own {height} x {width} px"
+    if size is None or fit not in ("crop", "stretch"):
+        raise ValueError(
+            f"teacher_size tiled cuts images into tiles of {own}, and fit {fit} gives others; use "
+            "data.fit crop or stretch, or teacher_size same"
+        )
+    if size[0] % height or size[1] % width:
+        raise ValueError(
+            f"img_size {size[0]} x {size[1]} is not a whole number of tiles of {own}, which "
+            f"teacher_size tiled needs; {max(1, size[0] // height) * height} x "
+            f"{max(1, size[1] // width) * width} is"
+        )

@@ -1,0 +1,191 @@
+"""A teacher and its student, on the images that both see.
+
+This module owns what becomes of the options: which teacher is opened, which student is made of it,
+and what of the images is the teacher's. It writes nothing.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from visionattn.data.checks import check_data, resolved
+from visionattn.data.config import DataConfig
+from visionattn.data.geometry import geometry_of, sides
+from visionattn.data.splits import Splits, build_splits, geometry_choices
+from visionattn.models import VisionAttnTransformer
+from visionattn.models.conversion import Converted, from_softmax
+from visionattn.models.teacher import open_teacher
+from visionattn.models.weights import DataSpec, load_model
+from visionattn.training.build import check_geometries, patch_size
+from visionattn.training.config import TrainConfig
+from visionattn.training.distil.config import DistilConfig, stage_data
+from visionattn.training.distil.imitation import check_teacher_size, learn
+from visionattn.training.distil.objective import Imitating
+from visionattn.training.engine import Prepared, seed_everything
+
+
+@dataclass(frozen=True)
+class Taught:
+    """A teacher, and what its images are."""
+
+    vit: nn.Module
+    """timm's model."""
+    model: VisionAttnTransformer
+    """The same as one of ours, all softmax, which takes images of any size."""
+    spec: DataSpec
+    lines: list[str]
+    """Where its weights come from."""
+
+
+def open_taught(config: DistilConfig) -> Taught:
+    """Open the teacher of a distillation.
+
+    Raises:
+        ValueError, FileNotFoundError: there is no such teacher, or ours cannot have its body; one
+            line.
+    """
+    seed_everything(config.seed)
+    vit, lines = open_teacher(
+        str(config.teacher), body=config.model, pretrained=config.pretrained, args=config.args
+    )
+    same = from_softmax(vit, softmax_blocks=range(len(getattr(vit, "blocks", ()))))
+    return Taught(vit, same.model, same.spec, lines)
+
+
+def student_of(config: DistilConfig, taught: Taught, softmax_blocks: Sequence[int]) -> Converted:
+    """Make the student, with the teacher's weights.
+
+    Raises:
+        ValueError: it cannot be made so; one line.
+    """
+    names = config.attention
+    return from_softmax(
+        taught.vit,
+        names[0] if len(names) == 1 else names,
+        softmax_blocks=list(softmax_blocks),
+        num_heads=config.num_heads,
+        **config.options,
+    )
+
+
+def check_student(config: DistilConfig, taught: Taught) -> None:
+    """Check that there can be such a student, and that both take the images of every stage.
+
+    Raises:
+        ValueError: one line.
+    """
+    converted = student_of(config, taught, config.softmax_blocks)
+    depth = len(converted.model.blocks)
+    if (config.search_softmax_blocks or 0) >= depth:
+        raise ValueError(
+            f"search_softmax_blocks {config.search_softmax_blocks}: the teacher has {depth} "
+            "blocks, of which some are to become linear"
+        )
+    for letter in config.stages:
+        if letter == "a":
+            learn(converted.model, "a", converted.new)
+        data = resolved(stage_data(config, letter, taught.spec))
+        check_data(data)
+        spec = replace(taught.spec, **_seen(data))
+        patch_px = patch_size(converted.model)
+        geometries = [geometry_of(spec, patch_px), *geometry_choices(spec, data, patch_px)]
+        try:
+            check_geometries(converted.model, geometries)
+            for geometry in geometries:
+                if getattr(config, letter).teacher_size == "tiled":
+                    check_teacher_size(taught.model, geometry.canvas, geometry.fit)
+        except ValueError as error:
+            raise ValueError(f"stage {letter}: {error}") from error
+
+
+def _seen(data: DataConfig) -> dict:
+    """Return how images come to the model, as fields of ``DataSpec``."""
+    return dict(fit=data.fit, img_size=sides(data.img_size), max_patches=data.max_patches)
+
+
+def images_of(data: DataConfig, seed: int, teachers: DataSpec) -> tuple[Splits, bool]:
+    """Return the images of a stage with the values that the teacher expects, and whether their
+    classes are those of its outputs.
+
+    Raises:
+        ValueError, FileNotFoundError: the data are wrong, or not of the teacher's channels; one
+            line.
+    """
+    splits = build_splits(data, seed, labelled=False)
+    own = splits.spec
+    if (own.in_chans, own.encoding) != (teachers.in_chans, teachers.encoding):
+        raise ValueError(
+            f"the teacher takes images of {teachers.in_chans} channels, and those of {data.name} "
+            f"have {own.in_chans}"
+        )
+    labelled = 0 < own.num_classes == teachers.num_classes and (
+        not (own.class_names and teachers.class_names) or own.class_names == teachers.class_names
+    )
+    spec = replace(
+        own,
+        num_classes=teachers.num_classes,
+        class_names=teachers.class_names,
+        mean=teachers.mean,
+        std=teachers.std,
+    )
+    return replace(splits, spec=spec), labelled
+
+
+@dataclass(frozen=True)
+class Preparing:
+    """What makes the student of a stage, as ``engine.train`` wants it.
+
+    Args:
+        config: the distillation.
+        taught: the teacher.
+        softmax_blocks: the student's.
+        former: weights of the stage before; None: the teacher's alone.
+    """
+
+    config: DistilConfig
+    taught: Taught
+    softmax_blocks: Sequence[int]
+    former: Path | None
+
+    def __call__(
+        self, config: TrainConfig, device: torch.device, *, resumed: bool, first: bool
+    ) -> Prepared:
+        """Make the student of the run ``config``, and find its images."""
+        letter, taught = str(config.run), self.taught
+        splits, labelled = images_of(config.data, config.seed, taught.spec)
+        converted = student_of(self.config, taught, self.softmax_blocks)
+        lines = []
+        if first and not resumed:
+            lines = converted.lines()
+            if self.former is not None:
+                carry(load_model(self.former), converted.model)
+                lines = [f"starts from {self.former}"]
+        if config.model.grad_checkpointing:
+            converted.model.set_grad_checkpointing(True)
+        learn(converted.model, letter, converted.new)
+        objective = Imitating(
+            taught.model.to(device),
+            letter,
+            getattr(self.config, letter).teacher_size,
+            labelled=labelled,
+        )
+        return Prepared(splits, converted.model, config.model, converted.args, lines, objective)
+
+
+@torch.no_grad()
+def carry(former: nn.Module, student: VisionAttnTransformer) -> None:
+    """Give a student the weights of a former one, apart from the attention of blocks that are
+    softmax now, which stays the teacher's.
+    """
+    softmax = tuple(
+        f"blocks.{i}.attn."
+        for i, block in enumerate(student.blocks)
+        if block.attn.attention == "softmax"
+    )
+    learnt = former.state_dict()
+    for name, value in student.state_dict().items():
+        if name in learnt and not (softmax and name.startswith(softmax)):
+            value.copy_(learnt[name])
