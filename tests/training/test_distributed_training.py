@@ -22,7 +22,7 @@ from visionattn.cli.ends import run_tool
 from visionattn.data.batches import Unreadable
 from visionattn.data.streams import Shards, StreamTrainBatches
 from visionattn.models.weights import load_model
-from visionattn.training import engine, learner
+from visionattn.training import engine, learner, start
 from visionattn.training import evaluate as evaluation
 from visionattn.training.config import ModelConfig
 from visionattn.training.distributed import joined
@@ -262,7 +262,7 @@ def test_an_evaluation_that_is_not_finite_on_one_process_ends_all_as_that(tmp_pa
     monkeypatch.setattr(
         evaluation,
         "_sums",
-        on_second(evaluation._sums, lambda *args: (11, math.nan, 3.0, 8.0, 1.0)),
+        on_second(evaluation._sums, lambda *args: (11, math.nan, 3.0, 8.0, 11.0, 1.0)),
     )
     ended = run_on(2, tmp_path, code=1)
     assert ended[0].err.startswith("error: the loss on the validation images of epoch 1 is nan")
@@ -292,14 +292,14 @@ def test_batch_norm_is_for_one_process(tmp_path):
 def test_a_parameter_that_takes_no_part_in_the_loss_is_told_where_it_would_stop_the_run(
     tmp_path, monkeypatch, kind, code
 ):
-    real = engine.build_model
+    real = start.build_model
 
     def build(*args):
         model, rest = real(*args)
         model.blocks[1].forward = lambda tokens, *more: 1.0 * tokens
         return model, rest
 
-    monkeypatch.setattr(engine, "build_model", build)
+    monkeypatch.setattr(start, "build_model", build)
     ended = run_on(2, tmp_path, code=code, parallel=kind, epochs=1)
     if code:
         line = (

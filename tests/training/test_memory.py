@@ -107,8 +107,8 @@ class Counted(TrainingMemory):
 class OfGpu(TrainingMemory):
     """Tells the memory of a run as if it were on a GPU."""
 
-    def __init__(self, config, model, splits, device, processes):
-        super().__init__(config, OfGpu.card.runs(model), splits, GPU, processes)
+    def __init__(self, config, model, splits, device, processes, objective=None):
+        super().__init__(config, OfGpu.card.runs(model), splits, GPU, processes, objective)
 
 
 def test_on_a_gpu_what_does_not_fit_is_refused_and_auto_takes_the_most_that_does(

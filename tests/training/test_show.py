@@ -9,7 +9,7 @@ from tests.helpers.small_runs import SPEC, quadrants_for, small_config, small_tr
 from tests.helpers.tools import assert_one_error, load_tool
 from visionattn.data.config import AugmentConfig, DataConfig
 from visionattn.models.weights import DataSpec
-from visionattn.training import engine
+from visionattn.training import engine, start
 from visionattn.training.config import check
 from visionattn.training.engine import train
 from visionattn.training.show import (
@@ -30,7 +30,7 @@ def main():
 def seen_in_training(config, monkeypatch):
     """The first input of the model in training and the first in evaluation, of a whole run."""
     seen = {}
-    build_model = engine.build_model
+    build_model = start.build_model
 
     def watched(*args):
         model, built = build_model(*args)
@@ -41,7 +41,7 @@ def seen_in_training(config, monkeypatch):
         seen.setdefault(module.training, inputs[0].clone())
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "build_model", watched)
+        patch.setattr(start, "build_model", watched)
         # Neither the count of memory nor the trial before the first step sees images.
         patch.setattr(engine, "check_memory", lambda trainer, memory: None)
         patch.setattr(engine, "forecast", lambda trainer, memory: None)
