@@ -10,10 +10,11 @@ import timm
 import torch
 
 from visionattn.data.splits import build_splits
+from visionattn.models.converting import student_of
 from visionattn.training.build import patch_size
 from visionattn.training.distil.config import parse_distil, stage_data
 from visionattn.training.distil.imitation import Imitation, learn
-from visionattn.training.distil.student import check_student, open_taught, student_of
+from visionattn.training.distil.student import check_student, open_taught
 
 ROOT = Path(__file__).parents[2]
 RECIPES = {
@@ -38,7 +39,7 @@ def test_the_body_of_a_real_teacher_teaches(name, body):
     assert config.teacher in timm.list_models(pretrained=True)
     taught = open_taught(config)
     check_student(config, taught)
-    converted = student_of(config, taught, config.softmax_blocks)
+    converted = student_of(config, taught.vit)
     student = converted.model
     assert (patch_size(student), student.embed_dim) == (patch, width)
     assert (student.global_pool, student.num_classes) == (pooling, classes)

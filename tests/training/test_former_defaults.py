@@ -25,6 +25,7 @@ from visionattn.inference.opening import open_model
 from visionattn.inference.options import InferenceOptions
 from visionattn.models.registration import DEFAULTS, FORMER, complete, is_ours
 from visionattn.models.weights import load_model, read_metadata, save_model
+from visionattn.training import states
 
 pytestmark = pytest.mark.usefixtures("small_data")
 
@@ -206,3 +207,13 @@ def test_another_model_that_is_asked_for_by_name_is_refused(tmp_path, monkeypatc
     with pytest.raises(ValueError, match="2 missing .first: blocks.0.attn.output_gate.weight"):
         run(replace(config, model=asked, resume=True))
     assert state_of(folder)["position"]["step"] == 6
+
+
+def test_a_run_that_goes_on_reads_its_state_once_for_its_options_and_once_for_its_tensors(
+    tmp_path, monkeypatch
+):
+    config, _ = stopped_run(tmp_path, monkeypatch)
+    real, read = states.read_state, []
+    monkeypatch.setattr(states, "read_state", lambda path: (read.append(path.name), real(path))[1])
+    run(replace(config, resume=True, batch_size="auto"))
+    assert read == ["last.pt", "last.pt"]

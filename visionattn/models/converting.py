@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from visionattn.cli.commands import typed
 from visionattn.cli.files import check_free
@@ -24,12 +25,12 @@ FLAGS = ("vit", "attention", "softmax_blocks", "num_heads")
 
 
 @dataclass
-class ConvertOptions:
+class StudentOptions:
     """Whose weights, and what becomes of their attention."""
 
     teacher: str | None = None
     """A timm name such as ``vit_small_patch14_dinov2.lvd142m``, ``hf-hub:...``, ``local-dir:...``,
-    or a file of weights; also as the first word, without the flag.
+    or a file of weights, such as ``visionattn train`` writes with a ``vit_*`` as its model.
     """
     pretrained: bool = False
     """Take the weights that timm has of the name, which may have to be downloaded. Without, they
@@ -48,7 +49,15 @@ class ConvertOptions:
     num_heads: int | None = None
     """Heads of the blocks; None: the teacher's. Others share the same weights out anew."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of ``visionattn.models.from_softmax``, e.g. ``{horizon: 2}``."""
+    """Further arguments of ``visionattn.models.from_softmax`` that are of the attention, e.g.
+    ``{value_conv: 5, centre_keys: false}``; ``convert`` takes all of them.
+    """
+
+
+@dataclass
+class ConvertOptions(StudentOptions):
+    """A model with the weights of another."""
+
     seed: int = 0
     """Seed of what is drawn: random weights, and the start of relative position."""
     output: str | None = None
@@ -69,7 +78,8 @@ def parse_convert(argv: Sequence[str]) -> ConvertOptions:
         ConvertOptions,
         argv,
         command="convert",
-        description="Make one of our models of a timm ViT, with its weights.",
+        description="Make one of our models of a timm ViT, with its weights; the first word may be "
+        "the teacher, without its flag.",
         example=EXAMPLE,
     )
     if options.teacher is None:
@@ -88,26 +98,42 @@ def parse_convert(argv: Sequence[str]) -> ConvertOptions:
     return options
 
 
+def teacher_of(options: StudentOptions) -> tuple[nn.Module, list[str]]:
+    """Open the teacher that options name, as ``open_teacher`` does."""
+    return open_teacher(
+        str(options.teacher),
+        body=options.model,
+        pretrained=options.pretrained,
+        args=options.args,
+    )
+
+
+def student_of(
+    options: StudentOptions, vit: nn.Module, softmax_blocks: Sequence[int] | None = None
+) -> Converted:
+    """Make the model that options ask for, as ``from_softmax`` does.
+
+    Args:
+        softmax_blocks: in place of those of the options; None: those.
+    """
+    names = options.attention
+    return from_softmax(
+        vit,
+        names[0] if len(names) == 1 else names,
+        softmax_blocks=options.softmax_blocks if softmax_blocks is None else softmax_blocks,
+        num_heads=options.num_heads,
+        **options.options,
+    )
+
+
 def convert(argv: Sequence[str], say: Callable[[str], None]) -> None:
     """Do what the flags say, and say what became of the weights."""
     options = parse_convert(argv)
     output = Path(str(options.output))
     check_free(output, options.overwrite)
     torch.manual_seed(options.seed)
-    vit, lines = open_teacher(
-        str(options.teacher),
-        body=options.model,
-        pretrained=options.pretrained,
-        args=options.args,
-    )
-    names = options.attention
-    converted = from_softmax(
-        vit,
-        names[0] if len(names) == 1 else names,
-        softmax_blocks=options.softmax_blocks,
-        num_heads=options.num_heads,
-        **options.options,
-    )
+    vit, lines = teacher_of(options)
+    converted = student_of(options, vit)
     converted.save(output)
     say("\n".join([*lines, *converted.lines(), *_closing(converted, output)]))
 

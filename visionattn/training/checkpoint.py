@@ -292,10 +292,13 @@ class Placement:
             ("keep their initial values", self.missing),
             ("not used", self.unused),
         )
-        return [
-            head,
-            *(f"  {what} ({len(names)}): {shorten(names)}" for what, names in parts if names),
-        ]
+        lines = [f"  {what} ({len(names)}): {shorten(names)}" for what, names in parts if names]
+        if any(".output_gate." in name for name in self.missing):
+            lines.append(
+                "  output gates that start near 0 let little through of the attention that is "
+                "placed; --model.args.output_gate false has none"
+            )
+        return [head, *lines]
 
 
 def place_weights(model: nn.Module, name: str, path: str | Path) -> Placement:

@@ -8,7 +8,7 @@ import io
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -41,6 +41,26 @@ HELD: set[Path] = set()
 """The folders in which this process is at work."""
 
 
+def named_folder(output: str, run: str | None, names: Sequence[str]) -> Path:
+    """Return the folder ``run`` within ``output``, after checking that files of these names may be
+    written to it; nothing is.
+
+    Raises:
+        ValueError: no usable name, or what is there cannot be written to, or another process is at
+            work there.
+    """
+    if not run or Path(run).name != run or run in (".", ".."):
+        raise ValueError(f"run must be the name of a folder within {output}, got {run!r}")
+    folder = Path(output) / run
+    check_folder(folder, "choose another output or run")
+    if (folder / LOCK).exists():
+        with held(folder):  # or else another one is at work
+            pass
+    for name in names:  # a pipe or a device of such a name is not written to
+        target_of(folder / name)
+    return folder
+
+
 def run_folder(config: TrainConfig) -> Path:
     """Return the folder of the run, after checking that the run may have it; nothing is written.
 
@@ -48,17 +68,7 @@ def run_folder(config: TrainConfig) -> Path:
         ValueError: no usable name, or the folder is in use and neither ``resume`` nor ``overwrite``
             is given, or there is nothing to resume, or another run is at work there.
     """
-    if not config.run or Path(config.run).name != config.run or config.run in (".", ".."):
-        raise ValueError(
-            f"run must be the name of a folder within {config.output}, got {config.run!r}"
-        )
-    folder = Path(config.output) / config.run
-    check_folder(folder, "choose another output or run")
-    if (folder / LOCK).exists():
-        with held(folder):  # or else another run is at work
-            pass
-    for name in NAMES:  # a pipe or a device of such a name is not written to
-        target_of(folder / name)
+    folder = named_folder(config.output, config.run, NAMES)
     filled = folder.is_dir() and any(folder.iterdir())
     if config.resume and not can_go_on(folder):
         raise ValueError(f"nothing to resume: {folder / LAST} does not exist; leave out --resume")

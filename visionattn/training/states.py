@@ -8,6 +8,7 @@ knows what a state means.
 import json
 import math
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -120,39 +121,28 @@ class States:
         Raises:
             ValueError: the flags would make another model of the teacher; one line.
         """
-        model = config.model
-        for file in (LAST, PREVIOUS):
-            state, _ = attempt(self.folder / file)
-            if state is None:
-                continue
-            was = state["config"]
-            if (
-                state["name"] != CONVERTED
-                or config.init_from in (None, "")
-                or (was.get("init_from") != config.init_from)
-            ):
-                return model
-            args, depth = state["args"], state["args"]["depth"]
-            for key, value in given_to_teacher(model).items():
-                if key == "softmax_blocks":
-                    value = sorted(places_of_blocks(value, depth))
-                if args.get(key) != value:
-                    raise ValueError(
-                        f"the run has model.args.{key} {brief(args.get(key))}, not {brief(value)}; "
-                        "resume with the same"
-                    )
-            return replace(model, name=CONVERTED, args=was["model"]["args"])
-        return model
+        model, state = config.model, self.newest[0]
+        if state is None or state["name"] != CONVERTED or not config.init_from:
+            return model
+        was, args = state["config"], state["args"]
+        if was.get("init_from") != config.init_from:
+            return model
+        for key, value in given_to_teacher(model).items():
+            if key == "softmax_blocks":
+                value = sorted(places_of_blocks(value, args["depth"]))
+            if args.get(key) != value:
+                raise ValueError(
+                    f"the run has model.args.{key} {brief(args.get(key))}, not {brief(value)}; "
+                    "resume with the same"
+                )
+        return replace(model, name=CONVERTED, args=was["model"]["args"])
 
     def former_defaults(self, name: str) -> dict[str, Any]:
         """Return those arguments of the model that nobody gave and whose defaults have changed
         since the newest state that can be read, as they were then.
         """
-        for file in (LAST, PREVIOUS):
-            state, _ = attempt(self.folder / file)
-            if state is not None and state["name"] == name:
-                return former_defaults(state)
-        return {}
+        state, _ = self.newest
+        return former_defaults(state) if state and state["name"] == name else {}
 
     def batches(self, config: TrainConfig) -> dict[str, Any]:
         """Return the batch size, and the data with the patches of a batch, that the newest state
@@ -161,13 +151,24 @@ class States:
         Raises:
             ValueError: none can be read.
         """
-        for name in (LAST, PREVIOUS):
-            state, reason = attempt(self.folder / name)
+        state, reason = self.newest
+        if state is None:
+            raise ValueError(f"nothing to resume from: {reason}; --overwrite starts the run anew")
+        was = state["config"]
+        data = replace(config.data, batch_patches=was["data"].get("batch_patches"))
+        return {"batch_size": was["batch_size"], "data": data}
+
+    @cached_property
+    def newest(self) -> tuple[dict[str, Any] | None, str]:
+        """Return what the newest state that could be read when this was first asked says of the
+        run, without tensors, or None and why none can be.
+        """
+        reason = ""
+        for file in (LAST, PREVIOUS):
+            state, reason = attempt(self.folder / file)
             if state is not None:
-                was = state["config"]
-                data = replace(config.data, batch_patches=was["data"].get("batch_patches"))
-                return {"batch_size": was["batch_size"], "data": data}
-        raise ValueError(f"nothing to resume from: {reason}; --overwrite starts the run anew")
+                return {key: state[key] for key in ("name", "args", "config", "version")}, ""
+        return None, reason
 
     def kept(self) -> str:
         """Say what of the run is on the disk, for the end of an error's line."""

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from visionattn.cli.parsing import config_files, parse
 from visionattn.data.config import DataConfig
 from visionattn.models.conversion import NAME, OF_ATTENTION, RATES
+from visionattn.models.converting import StudentOptions
 from visionattn.models.weights import DataSpec
 from visionattn.training.config import ModelConfig, OptimConfig, TrainConfig, check
 
@@ -76,35 +77,12 @@ def _stage(**options: Any) -> Any:
 
 
 @dataclass
-class DistilConfig:
+class DistilConfig(StudentOptions):
     """A whole distillation."""
 
-    teacher: str | None = None
-    """A timm name such as ``vit_small_patch14_dinov2.lvd142m``, ``hf-hub:...``, ``local-dir:...``,
-    or a file of weights, such as ``visionattn train`` writes with a ``vit_*`` as its model.
-    """
-    pretrained: bool = False
-    """Take the weights that timm has of the name, which may have to be downloaded. Without, they
-    are random.
-    """
-    model: str | None = None
-    """The timm name of the body that a file has the weights of; files of ``visionattn train`` say
-    it.
-    """
-    args: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the teacher's body, e.g. ``{img_size: 224}``."""
-    attention: list[str] = field(default_factory=lambda: ["kernelized"])
-    """``kernelized``, ``taylorshift`` or ``window``, for all blocks; or a name for each block."""
-    softmax_blocks: list[int] = field(default_factory=list)
-    """Indices of blocks that stay the teacher's softmax; -1 is the last."""
     search_softmax_blocks: int | None = None
     """How many blocks stay softmax: those whose attention was imitated worst in stage a, by the
     loss on the validation images; ``blocks.csv`` has all.
-    """
-    num_heads: int | None = None
-    """Heads of the student's blocks; None: the teacher's."""
-    options: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of the student's attention, e.g. ``{value_conv: 5, centre_keys: false}``.
     """
     stages: list[Literal["a", "b", "c"]] = field(default_factory=lambda: ["a", "b"])
     """What is done, in this order. ``a``: each block imitates the teacher's attention on the

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from visionattn.cli.commands import typed
-from visionattn.cli.files import check_folder, target_of, write_text
+from visionattn.cli.files import target_of, write_text
 from visionattn.cli.parsing import parse, yaml_text
 from visionattn.cli.untrusted import from_json
 from visionattn.data.geometry import geometry_of
 from visionattn.data.splits import check_root, eval_batches
+from visionattn.models.converting import student_of
 from visionattn.models.weights import load_model
 from visionattn.training import engine
 from visionattn.training.build import patch_size
@@ -35,18 +36,17 @@ from visionattn.training.distil.student import (
     check_student,
     images_of,
     open_taught,
-    student_of,
 )
 from visionattn.training.distributed import Processes
 from visionattn.training.record import (
     BEST,
     CONFIG,
-    LOCK,
     NAMES,
     STATUS,
     can_go_on,
     clear,
     held,
+    named_folder,
 )
 from visionattn.training.report import reached
 from visionattn.training.states import differences
@@ -129,17 +129,7 @@ def distil_folder(config: DistilConfig) -> Path:
             given; there is nothing to resume, or another distillation; or another process is at
             work there.
     """
-    if not config.run or Path(config.run).name != config.run or config.run in (".", ".."):
-        raise ValueError(
-            f"run must be the name of a folder within {config.output}, got {config.run!r}"
-        )
-    folder = Path(config.output) / config.run
-    check_folder(folder, "choose another output or run")
-    if (folder / LOCK).exists():
-        with held(folder):  # or else another one is at work
-            pass
-    for name in (DISTIL, BLOCKS):
-        target_of(folder / name)
+    folder = named_folder(config.output, config.run, (DISTIL, BLOCKS))
     there = (folder / DISTIL).is_file()
     if config.resume:
         if not there:
@@ -241,7 +231,7 @@ class Whole:
         where it was done before.
         """
         own, processes = self.folder / letter, self.processes
-        args = student_of(self.config, self.taught, blocks).args
+        args = student_of(self.config, self.taught.vit, blocks).args
         data = stage_data(self.config, letter, self.taught.spec)
         run = stage_run(self.config, letter, data, args)
         going = processes.on_first(lambda: own.is_dir() and any(own.iterdir()) and can_go_on(own))

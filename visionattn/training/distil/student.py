@@ -16,8 +16,8 @@ from visionattn.data.config import DataConfig
 from visionattn.data.geometry import geometry_of, sides
 from visionattn.data.splits import Splits, build_splits, geometry_choices
 from visionattn.models import VisionAttnTransformer
-from visionattn.models.conversion import Converted, from_softmax
-from visionattn.models.teacher import open_teacher
+from visionattn.models.conversion import from_softmax
+from visionattn.models.converting import student_of, teacher_of
 from visionattn.models.weights import DataSpec, load_model
 from visionattn.training.build import check_geometries, patch_size
 from visionattn.training.config import TrainConfig
@@ -48,27 +48,9 @@ def open_taught(config: DistilConfig) -> Taught:
             line.
     """
     seed_everything(config.seed)
-    vit, lines = open_teacher(
-        str(config.teacher), body=config.model, pretrained=config.pretrained, args=config.args
-    )
+    vit, lines = teacher_of(config)
     same = from_softmax(vit, softmax_blocks=range(len(getattr(vit, "blocks", ()))))
     return Taught(vit, same.model, same.spec, lines)
-
-
-def student_of(config: DistilConfig, taught: Taught, softmax_blocks: Sequence[int]) -> Converted:
-    """Make the student, with the teacher's weights.
-
-    Raises:
-        ValueError: it cannot be made so; one line.
-    """
-    names = config.attention
-    return from_softmax(
-        taught.vit,
-        names[0] if len(names) == 1 else names,
-        softmax_blocks=list(softmax_blocks),
-        num_heads=config.num_heads,
-        **config.options,
-    )
 
 
 def check_student(config: DistilConfig, taught: Taught) -> None:
@@ -77,7 +59,7 @@ def check_student(config: DistilConfig, taught: Taught) -> None:
     Raises:
         ValueError: one line.
     """
-    converted = student_of(config, taught, config.softmax_blocks)
+    converted = student_of(config, taught.vit)
     depth = len(converted.model.blocks)
     if (config.search_softmax_blocks or 0) >= depth:
         raise ValueError(
@@ -156,7 +138,7 @@ class Preparing:
         """Make the student of the run ``config``, and find its images."""
         letter, taught = str(config.run), self.taught
         splits, labelled = images_of(config.data, config.seed, taught.spec)
-        converted = student_of(self.config, taught, self.softmax_blocks)
+        converted = student_of(self.config, taught.vit, self.softmax_blocks)
         lines = []
         if first and not resumed:
             lines = converted.lines()

@@ -1,0 +1,293 @@
+"""Models with an output gate: what they compute, how they start, and what weights, counts, memory
+and training know of it.
+"""
+
+import copy
+
+import pytest
+import torch
+from timm import create_model
+from timm.models._features_fx import create_feature_extractor
+from timm.optim import param_groups_weight_decay
+
+from tests.helpers.oracles import assert_agree, draw
+from tests.helpers.small_runs import batch as batch_of_quadrants
+from tests.helpers.small_runs import small_config, small_trainer
+from tests.models.test_absent import assert_as_alone, batch, close, small
+from visionattn.lab.measure import bytes_kept, count_flops
+from visionattn.lab.networks import identity_twin
+from visionattn.models.convert import checkpoint_filter_fn
+from visionattn.models.weights import DataSpec, load_model, save_model
+from visionattn.ops.local import gated
+from visionattn.training.checkpoint import place_weights
+from visionattn.training.config import OptimConfig
+from visionattn.training.passes import Passes
+
+DIM, HEADS = 24, 3
+SMALL = dict(embed_dim=DIM, depth=2, num_heads=HEADS, num_classes=5, img_size=64)
+BOTH = dict(output_gate=True, value_conv=3)
+SPEC = DataSpec(3, 5, (), (0.5,) * 3, (0.5,) * 3, None, None)
+ATTENTIONS = ("kernelized", "taylorshift", "softmax", "window")
+GATES = [f"blocks.{i}.attn.output_gate.weight" for i in (0, 1)]
+
+
+# What a model computes
+
+
+@pytest.mark.parametrize("relative", ["joint", "none"])
+@pytest.mark.parametrize("attention", [*ATTENTIONS, ["window", "taylorshift"]])
+def test_an_image_among_larger_ones_gives_what_it_gives_alone(attention, relative):
+    model = small(attention=attention, relative=relative, reg_tokens=2, **BOTH)
+    assert_as_alone(model, *batch())
+
+
+def test_every_block_has_a_gate_of_its_own_and_models_have_none_where_it_is_false():
+    model = small(attention=["window", "kernelized"], output_gate=True)
+    gates = [block.attn.output_gate for block in model.blocks]
+    assert all(gate.weight.shape == (DIM, DIM) and gate.bias is None for gate in gates)
+    assert not torch.equal(gates[0].weight, gates[1].weight)
+    plain = small(output_gate=False)
+    assert all(block.attn.output_gate is None for block in plain.blocks)
+    assert not any("gate" in name for name in plain.state_dict())
+
+
+@pytest.mark.parametrize("size", ["t", "small_patch16_224", "b", "l"])
+@pytest.mark.parametrize("family", ["scaleformer_vit", "taylorshift_vit", "taylorshift_abs_vit"])
+def test_families_of_relative_position_have_gate_and_convolution_by_default(family, size):
+    with torch.device("meta"):
+        model = create_model(f"{family}_{size}")
+    for block in model.blocks:
+        parts = (block.attn.output_gate, block.attn.value_conv)
+        assert [part is not None for part in parts] == [family != "taylorshift_abs_vit"] * 2
+        assert parts[1] is None or parts[1].weight.shape[-1] == 3
+
+
+STARTS = {"": 0.02, "jax": 1 / 96**0.5, "jax_nlhb": 1 / 96**0.5, "moco": 1 / 96**0.5}
+STARTS |= dict.fromkeys(("reset", "skip"), 1 / (3 * 96) ** 0.5)
+"""The standard deviation that each of timm's starts gives to a linear layer of 96 x 96."""
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_the_gate_starts_as_the_other_linear_layers(start):
+    torch.manual_seed(0)
+    options = SMALL | dict(embed_dim=96, weight_init=start)
+    model = create_model("scaleformer_vit_t", output_gate=True, **options)
+    for block in model.blocks:
+        for weight in (block.attn.output_gate.weight, block.attn.proj.weight):
+            assert weight.std().item() == pytest.approx(STARTS[start], rel=0.05)
+            assert abs(weight.mean().item()) < 0.05 * STARTS[start]
+
+
+def test_a_gate_made_on_the_meta_device_starts_when_the_model_is_reset():
+    with torch.device("meta"):
+        model = create_model("taylorshift_vit_t", **SMALL, output_gate=True)
+    assert all(x.is_meta for x in model.state_dict().values())
+    torch.manual_seed(0)
+    model.to_empty(device="cpu").init_weights()
+    assert model.blocks[1].attn.output_gate.weight.std().item() == pytest.approx(0.02, rel=0.1)
+    assert model(torch.randn(1, 3, 48, 64)).isfinite().all()
+
+
+def test_gates_decay_as_the_other_linear_layers():
+    model = small(output_gate=True)
+    _, decayed = param_groups_weight_decay(model, 0.1, no_weight_decay_list=model.no_weight_decay())
+    decayed = {id(p) for p in decayed["params"]}
+    assert {n for n, p in model.named_parameters() if id(p) in decayed} >= set(GATES)
+
+
+def test_checkpointing_changes_no_gradient():
+    model, x = small(**BOTH), torch.randn(2, 3, 64, 80, dtype=torch.float64)
+    found = []
+    for on in (False, True):
+        model.set_grad_checkpointing(on)
+        model.zero_grad()
+        model(x).square().sum().backward()
+        found.append({name: p.grad.clone() for name, p in model.named_parameters()})
+    assert_agree(found[1], found[0])
+    assert all(found[0][name].abs().max() > 0 for name in GATES)
+
+
+# Compiled, exported, traced, in other precisions
+
+
+def test_one_graph_and_one_export_serve_all_sizes():
+    model = small(dtype=torch.float32, depth=1, relative="none", output_gate=True).eval()
+    images = [torch.randn(2, 3, *size) for size in ((64, 96), (96, 48))]
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
+    sides = {i: 16 * torch.export.Dim(side, min=2, max=64) for i, side in ((2, "h"), (3, "w"))}
+    exported = torch.export.export(model, (images[0],), dynamic_shapes=(sides,)).module()
+    with torch.no_grad():
+        for image in images:
+            for other in (compiled, exported):
+                close(other(image), model(image), 1e-5)
+
+
+def test_gradients_of_a_compiled_product_leave_unused_tokens_out():
+    """A compiled graph looks at no entries: it sets the rows to 0 beforehand."""
+    out, gate = draw(2, 7, DIM, seed=1), draw(2, 7, DIM, seed=2)
+    compiled = torch.compile(gated, fullgraph=True, backend="aot_eager")
+    results = []
+    for function, held in ((gated, 1.0), (gated, float("nan")), (compiled, float("inf"))):
+        factors = [x.clone() for x in (out, gate)]
+        for x in factors:
+            x[0, 3] = held
+            x.requires_grad_()
+        product = function(*factors)
+        results.append(torch.autograd.grad(product[:, :3].square().sum(), factors))
+    for found in results[1:]:
+        for grad, wanted in zip(found, results[0], strict=True):
+            close(grad, wanted, 1e-12)
+    assert results[0][0][:, :3].abs().min() > 0
+
+
+def test_features_are_extracted_as_from_other_models():
+    model, image = small(dtype=torch.float32, **BOTH).eval(), torch.randn(1, 3, 96, 48)
+    traced = create_feature_extractor(model, ["blocks.0", "head"])(image)
+    assert torch.equal(traced["head"], model(image))
+    final, maps = model.forward_intermediates(image)
+    assert torch.equal(final, model.forward_features(image)) and maps[0].shape == (1, DIM, 6, 3)
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_and_autocast_are_close_to_the_exact_result(dtype, attention):
+    model = small(dtype=torch.float32, attention=attention, **BOTH).eval()
+    image = torch.randn(1, 3, 64, 64)
+    with torch.no_grad(), torch.autocast("cpu", dtype):
+        mixed = model(image)
+    with torch.no_grad():
+        half = copy.deepcopy(model).to(dtype)(image.to(dtype))
+        exact = model.double()(image.double())
+    for found in (mixed, half):
+        assert found.dtype == dtype
+        error = (found.double() - exact).norm()
+        assert error <= 16 * torch.finfo(dtype).eps * exact.norm()
+
+
+# Weights
+
+
+def test_weights_that_lack_gates_leave_them_as_they_are(tmp_path):
+    source = small(dtype=torch.float32, output_gate=False)
+    model = small(dtype=torch.float32, output_gate=True)
+    gates = {name: model.state_dict()[name].clone() for name in GATES}
+    model.load_state_dict(checkpoint_filter_fn(source.state_dict(), model))
+    assert all(torch.equal(model.state_dict()[name], gate) for name, gate in gates.items())
+    torch.save(source.state_dict(), tmp_path / "plain.pth")
+    placement = place_weights(model, "scaleformer_vit_t", tmp_path / "plain.pth")
+    assert placement.missing == GATES and not placement.unused
+    *_, missing, warning = placement.lines()
+    assert "blocks.{0-1}.attn.output_gate.weight" in missing and "near 0" in warning
+
+
+def test_gates_that_a_model_has_no_place_for_are_named(tmp_path):
+    source, model = (small(dtype=torch.float32, output_gate=on) for on in (True, False))
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*blocks.0.attn.output_gate.weight"):
+        model.load_state_dict(checkpoint_filter_fn(source.state_dict(), model))
+    torch.save(source.state_dict(), tmp_path / "gated.pth")
+    assert place_weights(model, "scaleformer_vit_t", tmp_path / "gated.pth").unused == GATES
+
+
+def test_a_sigmoid_gate_of_timm_is_not_taken_for_ours():
+    model = small(dtype=torch.float32, output_gate=True)
+    weights = model.state_dict()
+    given = {name.replace("output_gate", "gate"): value + 1 for name, value in weights.items()}
+    fitted = checkpoint_filter_fn(given, model)
+    assert all(torch.equal(fitted[name], weights[name]) for name in GATES)
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*blocks.0.attn.gate.weight"):
+        model.load_state_dict(fitted)
+
+
+def test_files_carry_the_gate_and_say_which_tensors_are_not_there(tmp_path):
+    args, x = SMALL | dict(output_gate=True), torch.randn(1, 3, 48, 64)
+    del args["num_classes"]
+    model, plain = (small(dtype=torch.float32, output_gate=on).eval() for on in (True, False))
+    path = tmp_path / "weights.safetensors"
+    save_model(path, model, "scaleformer_vit_t", args, SPEC)
+    assert torch.equal(load_model(path)(x), model(x))
+    save_model(path, plain, "scaleformer_vit_t", args, SPEC)
+    with pytest.raises(ValueError, match=f"does not fit the model.*2 missing .first: {GATES[0]}"):
+        load_model(path)
+    save_model(path, model, "scaleformer_vit_t", args | dict(output_gate=False), SPEC)
+    with pytest.raises(ValueError, match=f"does not fit.*2 unexpected .first: {GATES[0]}"):
+        load_model(path)
+
+
+# Training, and what it is expected to take
+
+
+def test_a_step_of_training_moves_every_gate(tmp_path):
+    trainer = small_trainer(small_config(tmp_path, model={"output_gate": True, "value_conv": 3}))
+    before = {name: trainer.model.state_dict()[name].clone() for name in GATES}
+    trainer.step([batch_of_quadrants(8)])
+    after = trainer.model.state_dict()
+    assert all((after[name] - before[name]).abs().max() > 0 for name in GATES)
+
+
+def test_operations_of_the_gate_are_counted():
+    plain, gated = (
+        count_flops(small(dtype=torch.float32, output_gate=on), 64, 80) for on in (False, True)
+    )
+    assert gated - plain == 2 * 2 * 21 * DIM**2
+
+
+def test_backward_keeps_both_factors_and_no_other_tensor():
+    """Beside what the projection keeps, which is the product: autograd alone would keep the silu
+    of the second factor too.
+    """
+    factors = [draw(2, 7, DIM, seed=i).requires_grad_() for i in (1, 2)]
+    assert bytes_kept(lambda: gated(*factors)) == 2 * 2 * 7 * DIM * 8
+
+
+def test_expected_memory_has_the_gate_in_it():
+    """The forecast of a step grows by two tensors of a block's tokens, the factors."""
+
+    def expected(px, **options):
+        model = small(dtype=torch.float32, relative="none", **options)
+        memory = Passes(model, SPEC, torch.device("cpu"), "none")
+        return memory.step_bytes((1, px, px), OptimConfig())
+
+    first, second = (
+        expected(px, output_gate=True) - expected(px, output_gate=False) for px in (256, 512)
+    )
+    tokens = (512**2 - 256**2) // 16**2
+    assert second - first == pytest.approx(2 * 2 * tokens * DIM * 4, rel=0.2)
+
+
+@pytest.mark.parametrize("change", [{}, dict(output_gate=True, value_conv=3)])
+def test_the_identity_twin_keeps_the_gate_and_the_convolution(change):
+    model = small(relative="none", **change)
+    twin, x = identity_twin(model), torch.randn(2, 3, 48, 80, dtype=torch.float64)
+    for block in model.blocks:
+        block.attn.operation = lambda q, k, v, **options: v
+    close(twin(x), model(x), 1e-12)
+    sizes = torch.tensor([[48, 80], [32, 48]])
+    close(twin(x, sizes=sizes), model(x, sizes=sizes), 1e-12)
+
+
+@pytest.mark.parametrize("mode", ["", "jax", "moco", "reset"])
+def test_prefix_tokens_of_gated_models_start_where_a_gate_is_open(mode):
+    """A class token that starts at 1e-6, as timm's, gets nothing through its gate, and gradients of
+    what comes before the norms of it are far larger than those of others.
+    """
+    made = [
+        create_model("scaleformer_vit_t", **SMALL, reg_tokens=2, output_gate=gate, weight_init=mode)
+        for gate in (True, False)
+    ]
+    for model, std in zip(made, (0.02, 1e-6), strict=True):
+        for token in (model.cls_token, model.reg_token):
+            assert token.std().item() == pytest.approx(std, rel=0.5)
+
+
+def test_a_class_token_learns_from_patches_at_the_start():
+    torch.manual_seed(0)
+    model = create_model("scaleformer_vit_t", **SMALL, global_pool="token").double()
+    tokens = []
+    for block in model.blocks:
+        block.attn.proj.register_forward_hook(lambda *args: tokens.append(args[2]))
+    model(torch.randn(4, 3, 64, 64, dtype=torch.float64)).logsumexp(1).sum().backward()
+    for found in tokens:
+        of_class, of_patches = found[:, 0].norm(dim=-1).mean(), found[:, 1:].norm(dim=-1).mean()
+        assert of_class > 0.1 * of_patches
+    assert model.patch_embed.proj.weight.grad.norm() < 100 * model.head.weight.grad.norm()
