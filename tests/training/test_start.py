@@ -11,6 +11,7 @@ import yaml
 from safetensors.torch import save_file
 
 from tests.helpers.small_runs import quadrants_for, same, small_config
+from visionattn.models.conversion import from_softmax
 from visionattn.models.weights import DataSpec, load_model, read_metadata, save_model
 from visionattn.training import engine
 from visionattn.training.config import ModelConfig, TrainConfig
@@ -72,6 +73,18 @@ def test_a_name_of_ours_says_which_attention_and_which_size(teacher):
     )
     with pytest.raises(ValueError, match="are 2 deep, scaleformer_vit_t 12"):
         started(path, "scaleformer_vit_t", embed_dim=24)
+
+
+def test_a_body_beside_weights_of_another_is_refused_with_the_way_on(teacher, tmp_path):
+    path, vit = teacher
+    converted = from_softmax(vit)
+    converted.save(tmp_path / "converted.safetensors")
+    way_on = r"; leave it out \(--model.args '{}' drops what a configuration gives\)"
+    with pytest.raises(ValueError, match="are 24 wide, converted_vit 64" + way_on):
+        started(path, embed_dim=64)
+    with pytest.raises(ValueError, match="have depth 2, model.args 4" + way_on):
+        started(str(tmp_path / "converted.safetensors"), depth=4)
+    started(str(tmp_path / "converted.safetensors"), depth=2, drop_path_rate=0.1)
 
 
 def test_state_dicts_say_their_body_by_a_flag(tmp_path):

@@ -9,8 +9,9 @@ from typing import Any
 import timm
 from torch import nn
 
+from visionattn.cli.untrusted import brief
 from visionattn.models.body import body_of
-from visionattn.models.conversion import NAME, Converted, from_softmax
+from visionattn.models.conversion import NAME, OPTIONS, Converted, from_softmax
 from visionattn.models.registration import DEFAULTS, is_ours
 from visionattn.models.teacher import SOURCES, open_teacher
 from visionattn.models.weights import FORMAT, DataSpec, described, existing, read_metadata
@@ -20,6 +21,8 @@ from visionattn.training.config import ModelConfig, TrainConfig
 
 FAMILY = ("attention", "relative", "temperature_init")
 """What a name of ours gives to the model that a ViT becomes."""
+NONE_GIVEN = "leave it out (--model.args '{}' drops what a configuration gives)"
+"""The way on where arguments of a body stand beside weights that have another."""
 
 
 def started_model(
@@ -64,7 +67,14 @@ def started_model(
             converted.model.set_grad_checkpointing(True)
         return converted.model, chosen, converted.args, lines
     if model.name == NAME:
-        model = replace(model, args=_args_in(source) | model.args)
+        held = _args_in(source)
+        for key, asked in model.args.items():
+            if key in held and key not in OPTIONS and held[key] != asked:
+                raise ValueError(
+                    f"the weights to start from have {key} {brief(held[key])}, model.args "
+                    f"{brief(asked)}; {NONE_GIVEN}"
+                )
+        model = replace(model, args=held | model.args)
     made, chosen, args = _built(model, spec)
     return made, chosen, args, place_weights(made, model.name, source).lines() if first else []
 
@@ -138,9 +148,10 @@ def converted_for(vit: nn.Module, model: ModelConfig, spec: DataSpec) -> Convert
         has = body[key]
         asked = given.pop(key, family.get(key))
         if asked is not None and asked != has:
+            other = f"take a model of their size, or {NAME}, which takes theirs"
             raise ValueError(
-                f"the weights to start from are {has} {wanted}, {model.name} {asked}; take a model "
-                f"of their size, or {NAME}, which takes theirs"
+                f"the weights to start from are {has} {wanted}, {model.name} {asked}; "
+                f"{NONE_GIVEN if model.name == NAME else other}"
             )
     return from_softmax(vit, **given, num_classes=spec.num_classes, in_chans=spec.in_chans)
 
