@@ -1,5 +1,5 @@
-"""Kills of trainings, sweeps and extractions of features: whenever one comes, the same command,
-called again, ends with the same bytes and leaves nothing behind.
+"""Kills of trainings, distillations, sweeps and extractions of features: whenever one comes, the
+same command, called again, ends with the same bytes and leaves nothing behind.
 
 ``python -m tests.kills --count 20`` kills each kind that often, every third time in the middle of a
 write, prints a line for each kill and ends with exit code 1 where an end differs.
@@ -44,6 +44,17 @@ BASE = {
     "threads": 1,
 }
 TRAIN = "--config base.yaml --epochs 2 --run small --output out"
+TEACHER = {"img_size": 16, "patch_size": 8, "in_chans": 1, "embed_dim": 16, "depth": 2}
+TEACHER |= {"num_heads": 2, "num_classes": 10}
+DISTIL = {
+    "teacher": "vit_tiny_patch16_224",
+    "args": TEACHER,
+    "search_softmax_blocks": 1,
+    "a": {"lr": 3e-3},
+    "b": {"lr": 3e-3, "epochs": 1},
+    "optim": {"warmup_epochs": 0.1, "ema_decay": 0.9},
+} | {key: BASE[key] for key in ("data", "batch_size", "save_every", "log_every", "threads")}
+DISTILLATION = "--config distil.yaml --run small --output out"
 SWEEP = "--base base.yaml --epochs 1 --heads 2 4 --form efficient --jobs 2 --measure false"
 SWEEP += " --output out"
 FEATURES = "--checkpoint best.safetensors --images images --img_size native --batch_size 2"
@@ -96,10 +107,18 @@ class Kind:
     """Assert that the folders of two ends are equal."""
 
 
+def going_on(command: str, flags: str) -> int:
+    """Call a command, with ``--resume`` where there is something to go on from."""
+    words = flags.split()
+    return run(command, [*words, "--resume"] if any(Path("out/small").glob("*")) else words)
+
+
 def train(deadly: int, _: int) -> int:
-    """Train, or go on where there is something to go on from."""
-    words = TRAIN.split()
-    return run("train", [*words, "--resume"] if any(Path("out/small").glob("*")) else words)
+    return going_on("train", TRAIN)
+
+
+def distil(deadly: int, _: int) -> int:
+    return going_on("distil", DISTILLATION)
 
 
 def same_run(left: Path, right: Path, *names: str) -> None:
@@ -110,6 +129,16 @@ def same_run(left: Path, right: Path, *names: str) -> None:
 
 def same_training(left: Path, right: Path) -> None:
     same_run(left / "out" / "small", right / "out" / "small", "config.yaml")
+
+
+def same_distillation(left: Path, right: Path) -> None:
+    folders = [folder / "out" / "small" for folder in (left, right)]
+    names = [sorted(path.name for path in folder.iterdir()) for folder in folders]
+    assert names[0] == names[1] == ["a", "b", "blocks.csv", "distil.yaml"], names
+    for name in names[0][2:]:
+        assert len({(folder / name).read_bytes() for folder in folders}) == 1, name
+    for stage in "ab":
+        same_run(*(folder / stage for folder in folders), "config.yaml")
 
 
 def sweep_heads(deadly: int, deadly_to_training: int) -> int:
@@ -151,6 +180,7 @@ KINDS = {
     kind.name: kind
     for kind in (
         Kind("training", train, same_training),
+        Kind("distillation", distil, same_distillation),
         Kind("sweep", sweep_heads, same_sweep),
         Kind("features", extract, same_features),
     )
@@ -161,6 +191,7 @@ def prepare(folder: Path) -> Path:
     """Write what the commands read."""
     folder.mkdir()
     (folder / "base.yaml").write_text(yaml.safe_dump(BASE))
+    (folder / "distil.yaml").write_text(yaml.safe_dump(DISTIL))
     write_weights(folder / "best.safetensors")
     write_folder(folder / "images", [(16, 24), (40, 8), (16, 16)] * 5)
     for path in (folder / "images").iterdir():  # features know when their images changed

@@ -188,6 +188,29 @@ def test_other_options_do_not_go_on(whole, teacher, options, said):
     assert (whole / "distil.yaml").read_bytes() == noted
 
 
+def test_what_was_killed_before_it_was_noted_begins_anew(teacher, tmp_path):
+    folder = tmp_path / "small"
+    folder.mkdir()
+    (folder / "run.lock").touch()
+    (folder / ".distil.yaml.0123456789abcdef.visionattn.tmp").write_text("tea")
+    config = config_of(tmp_path, teacher, stages=["a"], search_softmax_blocks=1, threads=1)
+    with pytest.raises(ValueError, match="small is not empty; --resume goes on with it"):
+        run(config)
+    run(replace(config, resume=True))
+    assert sorted(path.name for path in folder.iterdir()) == ["a", "blocks.csv", "distil.yaml"]
+    # Killed after a stage had ended: what it left goes, and blocks are measured as they were.
+    (folder / "a" / "run.lock").touch()
+    table = (folder / "blocks.csv").read_bytes()
+    torch.set_num_threads(2)
+    assert "stage a is done" in run(replace(config, resume=True))
+    assert torch.get_num_threads() == 1 and (folder / "blocks.csv").read_bytes() == table
+    assert not (folder / "a" / "run.lock").exists()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "last.pt").touch()
+    with pytest.raises(ValueError, match="nothing to resume"):
+        run(config_of(tmp_path, teacher, run="other", resume=True))
+
+
 def test_what_is_there_is_kept_unless_overwritten(whole, teacher, tmp_path):
     with pytest.raises(ValueError, match="small is not empty; --resume goes on with it"):
         run(config_of(whole.parent, teacher))
@@ -202,7 +225,8 @@ def test_what_is_there_is_kept_unless_overwritten(whole, teacher, tmp_path):
 def test_two_processes_learn_what_one_does(teacher, tmp_path, stage):
     for size in (1, 2):
         output = tmp_path / str(size)
-        config = config_of(output, teacher, stages=[stage])
+        searched = 1 if stage == "a" else None
+        config = config_of(output, teacher, stages=[stage], search_softmax_blocks=searched)
 
         def work(rank, config=config):
             def tool():
@@ -219,6 +243,10 @@ def test_two_processes_learn_what_one_does(teacher, tmp_path, stage):
     weights = [best_of(folder)[1] for folder in (one, two)]
     for name, value in weights[0].items():
         torch.testing.assert_close(value, weights[1][name], rtol=1e-3, atol=2e-5)
+    if stage == "a":
+        tables = [(folder.parent / "blocks.csv").read_text().split() for folder in (one, two)]
+        losses = [[float(row.split(",")[1]) for row in table[1:]] for table in tables]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
 def test_the_blocks_that_are_imitated_worst_stay_softmax(teacher, tmp_path):

@@ -77,12 +77,13 @@ def test_stage_a_moves_queries_keys_values_and_what_is_new_of_linear_blocks_alon
     converted = from_softmax(vit, attention, softmax_blocks=[1])
     student = converted.model
     learn(student, "a", converted.new)
-    Imitation(student, same_softmax(vit), "a")(images_of()).mean().backward()
+    teacher = same_softmax(vit)
+    Imitation(student, teacher, "a")(images_of()).mean().backward()
     moved = {name for name, value in student.named_parameters() if value.grad is not None}
     linear = {f"blocks.{i}.attn.qkv.{part}" for i in (0, 2) for part in ("weight", "bias")}
     assert moved == learning(student) == linear | set(converted.new)
     assert all(name.startswith(("blocks.0.attn.", "blocks.2.attn.")) for name in moved)
-    assert all(value.grad is None for value in vit.parameters())
+    assert all(value.grad is None for value in teacher.parameters())
 
 
 @pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)

@@ -11,8 +11,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
+import torch
+
 from visionattn.cli.commands import typed
-from visionattn.cli.files import target_of, write_text
+from visionattn.cli.files import is_unfinished, target_of, unfinished, write_text
 from visionattn.cli.parsing import parse, yaml_text
 from visionattn.cli.untrusted import from_json
 from visionattn.data.geometry import geometry_of
@@ -130,19 +132,29 @@ def distil_folder(config: DistilConfig) -> Path:
             work there.
     """
     folder = named_folder(config.output, config.run, (DISTIL, BLOCKS))
-    there = (folder / DISTIL).is_file()
+    there, empty = (folder / DISTIL).is_file(), is_empty(folder)
     if config.resume:
-        if not there:
+        if there:
+            check_same(config, folder / DISTIL)
+        elif not empty:
             raise ValueError(
                 f"nothing to resume: {folder / DISTIL} does not exist; leave out --resume"
             )
-        check_same(config, folder / DISTIL)
     elif folder.is_dir() and any(folder.iterdir()) and not config.overwrite:
-        way_on = "--resume goes on with it, " if there else ""
+        way_on = "--resume goes on with it, " if there or empty else ""
         raise ValueError(
             f"{folder} is not empty; {way_on}--overwrite deletes it, --run NAME writes elsewhere"
         )
     return folder
+
+
+def is_empty(folder: Path) -> bool:
+    """Tell whether a folder holds nothing, or what a distillation leaves that was killed before it
+    had noted what it is, and that can begin anew.
+    """
+    return folder.is_dir() and all(
+        path.name == LOCK or is_unfinished(path) for path in folder.iterdir()
+    )
 
 
 def check_same(config: DistilConfig, path: Path) -> None:
@@ -206,9 +218,12 @@ class Whole:
 
     def check_done(self) -> None:
         """Raise ValueError where a stage is done, with other options than those of now or with
-        weights that cannot be read, or where its files are none.
+        weights that cannot be read, or where its files are none; or another run is at work there.
         """
         for letter in self.config.stages:
+            if (self.folder / letter / LOCK).exists():
+                with held(self.folder / letter):  # or else what a killed process left goes
+                    pass
             for name in NAMES:
                 target_of(self.folder / letter / name)
             if self.config.resume and is_done(self.folder / letter):
@@ -218,7 +233,11 @@ class Whole:
 
     def begin(self) -> None:
         """Delete what is to be overwritten, and note what is distilled."""
+        for path in unfinished(self.folder):  # of a process that was killed while it wrote
+            path.unlink(missing_ok=True)
         if self.config.overwrite:
+            # First, so that nothing goes on with what is half deleted where this is killed.
+            (self.folder / DISTIL).unlink(missing_ok=True)
             for letter in STAGES:
                 if (self.folder / letter).is_dir():
                     clear(self.folder / letter)
@@ -262,6 +281,8 @@ class Whole:
             if begun is not None:
                 return list(begun.get("softmax_blocks") or [])
         device = processes.device(run.device)
+        if run.threads:  # also where stage a was done before
+            torch.set_num_threads(run.threads)
         student = load_model(own / BEST).to(device)
         teacher = self.taught.model.to(device)
         splits, _ = images_of(run.data, run.seed, self.taught.spec)

@@ -1,0 +1,236 @@
+"""The parts of a distillation beside its losses: what is judged, which blocks stay softmax, whose
+weights a stage begins with, and which options reach it.
+"""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.helpers.distilled_runs import (
+    BODY,
+    NAME,
+    config_of,
+    on_quadrants,
+    same_softmax,
+    teacher_file,
+    vit_of,
+)
+from tests.helpers.small_runs import SPEC
+from visionattn.data.batches import Batch
+from visionattn.data.config import DataConfig
+from visionattn.models import from_softmax
+from visionattn.training.distil.config import StageConfig, stage_data, stage_run
+from visionattn.training.distil.objective import Imitating
+from visionattn.training.distil.run import Whole
+from visionattn.training.distil.search import BlockLosses, measure_blocks
+from visionattn.training.distil.student import Preparing, carry, images_of, open_taught
+from visionattn.training.distributed import Processes
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def quadrant_images():
+    with on_quadrants():
+        yield
+
+
+def pixels(*shape, seed=1):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def beside_nothing(batch, height, width, side=16):
+    """Images in the corner of larger ones, alone, and what they fill."""
+    alone = pixels(batch, 1, height, width)
+    padded = torch.full((batch, 1, side, side), 7.0)
+    padded[:, :, :height, :width] = alone
+    return padded, alone, torch.tensor([[height, width]] * batch)
+
+
+# What is judged
+
+
+@pytest.mark.parametrize("stage", ["a", "b"])
+def test_a_batch_is_judged_by_the_sum_of_its_images_and_by_the_students_outputs(stage):
+    vit = vit_of(class_token=False, global_pool="avg")
+    student, labels = from_softmax(vit).model.eval(), torch.zeros(3, dtype=torch.int64)
+    objective = Imitating(same_softmax(vit), stage, "same", labelled=True)
+    padded, alone, sizes = beside_nothing(3, 12, 8)
+    with torch.no_grad():
+        judged = objective.judge(student, padded, sizes, labels)
+        singly = [objective.judge(student, x[None], None, labels[:1]) for x in alone]
+        logits = student(alone)
+    torch.testing.assert_close(judged.loss, sum(each.loss for each in singly), rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(judged.logits, logits, rtol=1e-4, atol=1e-5)
+    unlabelled = Imitating(same_softmax(vit), stage, "same", labelled=False)
+    assert unlabelled.judge(student, padded, sizes, labels).logits is None
+
+
+def test_a_step_takes_the_mean_of_images_with_the_teacher_in_tiles_and_teaches_the_student_alone():
+    vit = vit_of(img_size=8, class_token=False, global_pool="avg")
+    teacher, student = same_softmax(vit).requires_grad_(True), from_softmax(vit).model
+    objective, x = Imitating(teacher, "b", "tiled", labelled=False), pixels(3, 1, 16, 16)
+    with torch.no_grad():
+        rows = [
+            torch.cat(
+                [
+                    vit.forward_features(x[:, :, i : i + 8, j : j + 8]).unflatten(1, (2, 2))
+                    for j in (0, 8)
+                ],
+                dim=2,
+            )
+            for i in (0, 8)
+        ]
+        wanted, found = torch.cat(rows, dim=1).flatten(1, 2), student.forward_features(x)
+        far = (found - wanted).abs()
+        smooth = torch.where(far < 1, far**2 / 2, far - 0.5).mean()
+        cosine = (found * wanted).sum(2) / found.norm(dim=2) / wanted.norm(dim=2)
+    loss = objective.loss(objective.called(student)(x), torch.zeros(3))
+    assert loss.item() == pytest.approx(float(0.9 * (1 - cosine.mean()) + 0.1 * smooth), rel=1e-4)
+    loss.backward()
+    assert all(value.grad is None for value in teacher.parameters())
+    assert student.blocks[0].attn.qkv.weight.grad is not None
+
+
+# Which blocks stay softmax
+
+
+def test_those_of_the_largest_losses_stay_softmax_and_of_equals_the_first():
+    table = BlockLosses([0.1, 0.5, 0.3, 0.5])
+    assert [table.worst(count) for count in (1, 2, 3)] == [[1], [1, 3], [1, 2, 3]]
+    assert table.csv([1]).splitlines()[1:3] == ["0,0.1,0", "1,0.5,1"]
+
+
+def losses_of_blocks(student, teacher, batches, processes=None):
+    return measure_blocks(
+        student,
+        teacher,
+        batches,
+        SPEC,
+        device=CPU,
+        amp="none",
+        processes=processes or Processes(),
+    ).losses
+
+
+def test_blocks_are_measured_by_what_images_fill_and_over_all_processes():
+    vit = vit_of(class_token=False, global_pool="avg")
+    student, teacher = from_softmax(vit).model, same_softmax(vit)
+    padded, alone, sizes = beside_nothing(3, 12, 8)
+    labels = torch.zeros(3, dtype=torch.int64)
+    whole = [Batch(alone, labels, None)]
+    wanted = losses_of_blocks(student, teacher, whole)
+    assert losses_of_blocks(student, teacher, [Batch(padded, labels, sizes)]) == pytest.approx(
+        wanted, rel=1e-3
+    )
+    parts = [[Batch(alone[:2], labels[:2], None)], [Batch(alone[2:], labels[2:], None)]]
+    told = []
+    first = SimpleNamespace(together=lambda work: work(), sum=lambda *own: told.append(own) or own)
+    losses_of_blocks(student, teacher, parts[0], first)
+    second = SimpleNamespace(
+        together=lambda work: work(),
+        sum=lambda *own: [a + b for a, b in zip(told[0], own, strict=True)],
+    )
+    assert losses_of_blocks(student, teacher, parts[1], second) == pytest.approx(wanted, rel=1e-5)
+
+
+# Whose weights
+
+
+def test_a_block_that_is_softmax_from_now_on_has_the_teachers_attention_again():
+    vit = vit_of()
+    former = from_softmax(vit, relative="none", value_conv=None).model
+    with torch.no_grad():
+        for value in former.parameters():
+            value.add_(1)
+    student = from_softmax(vit, softmax_blocks=[1], relative="none", value_conv=None).model
+    carry(former, student)
+    own, learnt, given = student.state_dict(), former.state_dict(), vit.state_dict()
+    teachers = {name for name in own if name.startswith("blocks.1.attn.")}
+    assert {"blocks.1.attn.qkv.weight", "blocks.1.attn.proj.bias"} <= teachers
+    for name, value in own.items():
+        assert torch.equal(value, (given if name in teachers else learnt)[name]), name
+
+
+def test_each_stage_begins_with_the_best_weights_of_the_one_before_it(tmp_path, monkeypatch):
+    config = config_of(tmp_path, tmp_path, stages=["a", "b", "c"], search_softmax_blocks=1)
+    begun = []
+    monkeypatch.setattr(Whole, "begin", lambda whole: None)
+    monkeypatch.setattr(Whole, "search", lambda whole, count: [count])
+    monkeypatch.setattr(Whole, "stage", lambda whole, *given: begun.append(given) or "")
+    result = Whole(config, tmp_path, SimpleNamespace(lines=[]), Processes(), None).run()
+    best = [tmp_path / letter / "best.safetensors" for letter in "abc"]
+    assert begun == [("a", [], None), ("b", [1], best[0]), ("c", [1], best[1])]
+    assert result.checkpoint == best[2]
+
+
+def test_random_weights_of_a_teacher_follow_the_seed(tmp_path):
+    named = dict(teacher=NAME, args=BODY | {"in_chans": 1})
+    weights = []
+    for drawn, seed in ((1, 0), (2, 0), (2, 1)):
+        torch.manual_seed(drawn)
+        taught = open_taught(replace(config_of(tmp_path, tmp_path), **named, seed=seed))
+        weights.append(taught.vit.patch_embed.proj.weight)
+    assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[1], weights[2])
+
+
+# Which images and options
+
+
+@pytest.mark.parametrize(
+    ("classes", "names", "labelled"),
+    [
+        (4, SPEC.class_names, True),
+        (4, (), True),
+        (4, ("up", "down", "left", "right"), False),
+        (5, (), False),
+        (0, (), False),
+    ],
+)
+def test_images_have_the_values_that_the_teacher_expects_and_its_classes_if_any(
+    classes, names, labelled
+):
+    teachers = replace(SPEC, mean=(0.7,), std=(0.4,), num_classes=classes, class_names=names)
+    splits, found = images_of(DataConfig(img_size=16), 0, teachers)
+    assert (splits.spec.mean, splits.spec.std, found) == ((0.7,), (0.4,), labelled)
+    assert (splits.spec.num_classes, splits.spec.class_names) == (classes, names)
+
+
+def test_the_options_of_a_stage_reach_its_run_and_its_student(tmp_path):
+    stage = StageConfig(2, 2e-3, 5, 32, [16, 32], None, "tiled")
+    config = config_of(
+        tmp_path, teacher_file(tmp_path), stages=["c"], c=stage, grad_checkpointing=True
+    )
+    taught = open_taught(config)
+    data = stage_data(config, "c", taught.spec)
+    assert (data.img_size, data.img_size_choices) == (32, [16, 32])
+    run = stage_run(config, "c", data, {})
+    assert (run.epochs, run.batch_size, run.optim.lr) == (2, 5, 2e-3)
+    assert stage_run(config, "a", data, {}).batch_size == config.batch_size
+    made = Preparing(config, taught, [], None)(run, CPU, resumed=False, first=True)
+    assert made.model.grad_checkpointing and made.objective.teacher_size == "tiled"
+    plain = replace(config, grad_checkpointing=False)
+    run = stage_run(plain, "b", data, {})
+    made = Preparing(plain, taught, [], None)(run, CPU, resumed=False, first=True)
+    assert not made.model.grad_checkpointing and made.objective.teacher_size == "same"
+
+
+def test_overwriting_deletes_what_says_what_there_was_first_and_all_of_it(tmp_path, monkeypatch):
+    """Where it is killed, nothing goes on with the half that is left."""
+    folder, said = tmp_path / "small", []
+    (folder / "b").mkdir(parents=True)
+    for name in ("distil.yaml", "blocks.csv", "b/best.safetensors", "b/last.pt"):
+        (folder / name).write_text("old")
+    left = folder / ".blocks.csv.0123456789abcdef.visionattn.tmp"
+    left.write_text("half")
+    monkeypatch.setattr(
+        "visionattn.training.distil.run.clear",
+        lambda path: said.append((folder / "distil.yaml").exists()),
+    )
+    whole = Whole(config_of(tmp_path, tmp_path, overwrite=True), folder, None, Processes(), None)
+    whole.begin()
+    assert said == [False]
+    assert not (folder / "blocks.csv").exists() and not left.exists()
+    assert "overwrite: false" in (folder / "distil.yaml").read_text()
