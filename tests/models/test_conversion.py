@@ -20,7 +20,7 @@ from timm.models.vision_transformer import (
 from torch import nn
 
 from visionattn.models import Converted, VisionAttnTransformer, from_softmax
-from visionattn.models.weights import load_model, save_model
+from visionattn.models.weights import DataSpec, load_model, save_model
 
 BODY = dict(img_size=(48, 32), patch_size=8, embed_dim=24, depth=3, num_heads=3, num_classes=5)
 
@@ -184,6 +184,36 @@ def test_grey_images_see_the_sum_of_the_filters():
         torch.testing.assert_close(model(x), vit(x.expand(-1, 3, -1, -1)))
 
 
+def test_colours_share_a_grey_filter():
+    vit = teacher(in_chans=1)
+    model = from_softmax(vit, softmax_blocks=range(3), in_chans=3).model
+    x = image(vit)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x.expand(-1, 3, -1, -1)), vit(x))
+
+
+def test_images_are_padded_where_the_teacher_pads_them():
+    vit = teacher(dynamic_img_size=True, dynamic_img_pad=True)
+    x = image(vit, size=(45, 30))
+    with torch.no_grad():
+        torch.testing.assert_close(from_softmax(vit, softmax_blocks=range(3)).model(x), vit(x))
+
+
+def test_other_channels_classes_and_sizes_change_what_is_said_of_the_images():
+    vit = teacher()
+    grey = from_softmax(vit, in_chans=1).spec
+    assert (*grey.mean, *grey.std) == pytest.approx((0.449, 0.226))  # those of ImageNet's three
+    said = DataSpec(
+        3, 5, tuple("abcde"), (0.2, 0.4, 0.9), (0.1, 0.2, 0.3), None, 48, bands=(3, 2, 1)
+    )
+    vit.data_spec = said
+    assert from_softmax(vit).spec == said
+    asked = from_softmax(vit, in_chans=2, num_classes=2, img_size=(24, 32)).spec
+    assert asked.mean == pytest.approx((0.5, 0.5)) and asked.std == pytest.approx((0.2, 0.2))
+    assert (asked.in_chans, asked.num_classes, asked.class_names) == (2, 2, ())
+    assert (asked.img_size, asked.bands) == ((24, 32), None)
+
+
 def test_heads_are_regrouped_at_the_same_weights():
     vit = teacher()
     converted = from_softmax(vit, softmax_blocks=range(3), num_heads=6)
@@ -320,6 +350,17 @@ def test_wrong_arguments_are_one_line(message):
     with pytest.raises(ValueError, match=message) as error:
         from_softmax(teacher(), **WRONG[message])
     assert "\n" not in str(error.value)
+
+
+def test_gates_and_narrow_heads_are_refused():
+    vit = teacher()
+    vit.blocks[1].attn.gate = nn.Linear(24, 24)
+    with pytest.raises(ValueError, match="its attention has a gate"):
+        from_softmax(vit)
+    vit = teacher()
+    vit.blocks[1].attn.head_dim = 4
+    with pytest.raises(ValueError, match="its 3 heads of 4 are not as wide as its 24 channels"):
+        from_softmax(vit)
 
 
 def test_heads_that_are_normalised_or_pool_are_not_regrouped():

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.helpers.tools import assert_one_error, load_tool
+from visionattn.models import teacher as teaching
 from visionattn.models.teacher import open_teacher
 from visionattn.models.weights import DataSpec, load_model, read_metadata, save_model
 
@@ -179,6 +180,22 @@ def test_a_state_dict_shows_classes_channels_patch_and_size(tmp_path):
     )
     assert other.patch_embed.grid_size == (6, 6)
     assert lines[1] == "  resampled (1): pos_embed 1x17x64 -> 1x37x64"
+
+
+def test_a_named_teacher_is_refused_before_its_weights_are_fetched(monkeypatch):
+    fetched, made = [], teaching._created
+    monkeypatch.setattr(
+        teaching,
+        "_created",
+        lambda name, pretrained, args: fetched.append(pretrained) or made(name, False, args),
+    )
+    with pytest.raises(ValueError, match="test_resnet cannot be converted"):
+        open_teacher("test_resnet", pretrained=True)
+    assert fetched == [False]
+    vit, lines = open_teacher("test_vit", pretrained=True)
+    assert fetched[1:] == [False, True] and lines == ["test_vit, timm's weights"]
+    assert not vit.training
+    assert "random weights" in open_teacher("test_vit")[1][0]
 
 
 def test_folders_of_timm_are_teachers(tmp_path):

@@ -84,19 +84,28 @@ def test_stage_a_moves_queries_keys_values_and_what_is_new_of_linear_blocks_alon
     assert moved == learning(student) == linear | set(converted.new)
     assert all(name.startswith(("blocks.0.attn.", "blocks.2.attn.")) for name in moved)
     assert all(value.grad is None for value in teacher.parameters())
+    assert not any(block.attn._forward_hooks for block in teacher.blocks)
 
 
-@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
+@pytest.mark.parametrize(
+    "body",
+    [*BODIES.values(), dict(class_token=False, global_pool="map")],
+    ids=[*BODIES, "pooling by attention"],
+)
 def test_stage_b_moves_all_before_the_final_features_and_leaves_the_head(body):
     vit = vit_of(**body)
     converted = from_softmax(vit, softmax_blocks=[1])
     student = converted.model
     learn(student, "a", converted.new)
     learn(student, "b", converted.new)
-    Imitation(student, same_softmax(vit), "b")(images_of()).mean().backward()
+    teacher = same_softmax(vit)
+    Imitation(student, teacher, "b")(images_of()).mean().backward()
+    assert all(value.grad is None for value in teacher.parameters())
     behind = {"head.weight", "head.bias"}
     if body.get("global_pool") == "max":
         behind |= {"fc_norm.weight", "fc_norm.bias"}
+    if body.get("global_pool") == "map":
+        behind |= {f"attn_pool.{name}" for name, _ in vit.attn_pool.named_parameters()}
     moved = {name for name, value in student.named_parameters() if value.grad is not None}
     assert moved == learning(student) == set(dict(student.named_parameters())) - behind
 
@@ -200,6 +209,13 @@ def test_the_same_size_is_that_of_timms_own_model_whatever_the_image(size):
 def test_tiles_that_do_not_fit_are_refused(size, fit, said):
     with pytest.raises(ValueError, match=said):
         check_teacher_size(same_softmax(vit_of()), size, fit)
+
+
+def test_tiles_are_counted_in_the_height_and_width_of_the_teacher():
+    oblong = same_softmax(vit_of(img_size=(8, 12)))
+    check_teacher_size(oblong, (16, 36), "crop")
+    with pytest.raises(ValueError, match="tiles of the teacher's own 8 x 12 px.*; 32 x 12 is$"):
+        check_teacher_size(oblong, (36, 16), "crop")
 
 
 def test_a_student_that_trains_leaves_its_teacher_in_eval_mode():

@@ -21,12 +21,14 @@ from tests.helpers.small_runs import SPEC
 from visionattn.data.batches import Batch
 from visionattn.data.config import DataConfig
 from visionattn.models import from_softmax
+from visionattn.training.config import OptimConfig
 from visionattn.training.distil.config import StageConfig, stage_data, stage_run
 from visionattn.training.distil.objective import Imitating
 from visionattn.training.distil.run import Whole
 from visionattn.training.distil.search import BlockLosses, measure_blocks
 from visionattn.training.distil.student import Preparing, carry, images_of, open_taught
 from visionattn.training.distributed import Processes
+from visionattn.training.objective import Objective
 
 CPU = torch.device("cpu")
 
@@ -66,6 +68,18 @@ def test_a_batch_is_judged_by_the_sum_of_its_images_and_by_the_students_outputs(
     torch.testing.assert_close(judged.logits, logits, rtol=1e-4, atol=1e-5)
     unlabelled = Imitating(same_softmax(vit), stage, "same", labelled=False)
     assert unlabelled.judge(student, padded, sizes, labels).logits is None
+
+
+def test_classes_are_judged_by_what_images_fill_and_ranked_by_accuracy_then_loss():
+    student = from_softmax(vit_of(class_token=False, global_pool="avg")).model.eval()
+    padded, alone, sizes = beside_nothing(3, 12, 8)
+    labels, objective = torch.tensor([0, 3, 1]), Objective(OptimConfig())
+    with torch.no_grad():
+        judged, wanted = objective.judge(student, padded, sizes, labels), student(alone)
+    torch.testing.assert_close(judged.logits, wanted, rtol=1e-4, atol=1e-5)
+    entropy = -wanted.log_softmax(1)[range(3), labels].sum()
+    torch.testing.assert_close(judged.loss, entropy, rtol=1e-4, atol=1e-5)
+    assert objective.rank(0.5, 0.1) > objective.rank(0.5, 0.2) > objective.rank(0.4, 0.0)
 
 
 def test_a_step_takes_the_mean_of_images_with_the_teacher_in_tiles_and_teaches_the_student_alone():
