@@ -211,6 +211,27 @@ def test_what_was_killed_before_it_was_noted_begins_anew(teacher, tmp_path):
         run(config_of(tmp_path, teacher, run="other", resume=True))
 
 
+def test_a_stage_that_cannot_begin_leaves_what_was_there(teacher, tmp_path, monkeypatch):
+    config = config_of(tmp_path, teacher, stages=["a"])
+    run(config)
+    noted, names = (tmp_path / "small" / "distil.yaml").read_bytes(), sorted(tmp_path.rglob("*"))
+
+    def refuse(*_, **__):
+        raise ValueError("there are no images")
+
+    monkeypatch.setattr(running.engine, "train", refuse)
+    more = replace(config, stages=["a", "b"], log_every=7)
+    with pytest.raises(ValueError, match="there are no images"):
+        run(replace(more, resume=True))
+    assert (tmp_path / "small" / "distil.yaml").read_bytes() == noted
+    with pytest.raises(ValueError, match="there are no images"):
+        run(replace(more, run="new"))
+    assert sorted(tmp_path.rglob("*")) == names
+    with pytest.raises(ValueError, match="there are no images"):
+        run(replace(more, overwrite=True))
+    assert not (tmp_path / "small").exists()
+
+
 def test_what_is_there_is_kept_unless_overwritten(whole, teacher, tmp_path):
     with pytest.raises(ValueError, match="small is not empty; --resume goes on with it"):
         run(config_of(whole.parent, teacher))
@@ -354,6 +375,7 @@ REFUSED = {
     "names": (["--attention", "kernelized", "linear", "kernelized"], "linear"),
     "an option": (["--options.horizon", "-1"], "horizon"),
     "heads": (["--num_heads", "3"], "num_heads 3"),
+    "no root": (["--data.root", "."], "digits is embedded and reads no data.root; for images in a"),
     "no place": (["--run", ".."], "run must be the name of a folder"),
 }
 

@@ -13,6 +13,8 @@ from visionattn.data.formats import check_reading
 from visionattn.data.geometry import check_geometry, sides
 from visionattn.data.ranges import check_ranges
 
+EMBEDDED = ("digits", "digits_pixel", "canvas", "documents")
+"""Data sets that need no files."""
 DRAWN = frozenset({"canvas", "documents"})
 """Data sets of as many images as the user asks for."""
 WHOLE = frozenset({"folder", "documents"})
@@ -54,6 +56,11 @@ def resolved(config: DataConfig) -> DataConfig:
 def check_data(config: DataConfig) -> None:
     """Check the values and what depends on the data set's name."""
     check_ranges(config)
+    if config.root is not None and config.name in EMBEDDED:
+        raise ValueError(
+            f"{config.name} is embedded and reads no data.root; for images in a folder give "
+            "--data.name folder"
+        )
     if config.name == "canvas":
         canvas_task(config)
     for size in (config.img_size, *(config.img_size_choices or ())):

@@ -16,6 +16,7 @@ from torch import nn
 from visionattn.cli.files import printable
 from visionattn.cli.parsing import field_types, parse
 from visionattn.cli.untrusted import read_json
+from visionattn.data.checks import EMBEDDED
 from visionattn.data.geometry import geometry_of
 from visionattn.models.registration import is_ours
 from visionattn.models.weights import DataSpec
@@ -25,7 +26,6 @@ from visionattn.training.record import BEST, CONFIG, STATUS
 
 MOST_CLASSES = 40
 """So many classes are listed; ``config.json`` has them all."""
-EMBEDDED = ("digits", "digits_pixel", "canvas", "documents")
 UNTOLD = ("output", "resume", "overwrite", "show_batch", "parallel")
 """Options of a run that decide nothing of its weights, or that are for several processes."""
 TOLD = ("model.name", "data.name")

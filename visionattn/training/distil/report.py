@@ -9,7 +9,9 @@ def report(result: Distilled) -> list[str]:
     best = str(result.checkpoint)
     lines = [
         f"best weights: {best}",
-        "try next, where images have classes:",
+        "try next, where the classes of the images are the teacher's:",
         f"  {typed('validate', '--checkpoint', best)}",
+        "on other images:",
+        f"  {typed('features', '--checkpoint', best, '--images', 'FOLDER')}",
     ]
     return [*lines, result.line] if result.line else lines

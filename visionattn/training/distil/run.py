@@ -43,6 +43,7 @@ from visionattn.training.distributed import Processes
 from visionattn.training.record import (
     BEST,
     CONFIG,
+    LOCK,
     NAMES,
     STATUS,
     can_go_on,
@@ -119,8 +120,12 @@ def distil(
     if not processes.first:
         return whole.run()
     folder.mkdir(parents=True, exist_ok=True)
-    with held(folder):
-        return whole.run()
+    try:
+        with held(folder):
+            return whole.run()
+    except (ValueError, OSError):
+        whole.undo()
+        raise
 
 
 def distil_folder(config: DistilConfig) -> Path:
@@ -196,6 +201,8 @@ class Whole:
     ):
         self.config, self.folder, self.taught = config, folder, taught
         self.processes, self.stream = processes, stream
+        self.former: str | None = None
+        self.begun: dict[str, str | None] = {}
 
     def say(self, line: str) -> None:
         """Print a line, on the first process alone."""
@@ -233,6 +240,8 @@ class Whole:
 
     def begin(self) -> None:
         """Delete what is to be overwritten, and note what is distilled."""
+        if self.config.resume:
+            self.former, self.begun = text_of(self.folder / DISTIL), self.configurations()
         for path in unfinished(self.folder):  # of a process that was killed while it wrote
             path.unlink(missing_ok=True)
         if self.config.overwrite:
@@ -244,6 +253,20 @@ class Whole:
             (self.folder / BLOCKS).unlink(missing_ok=True)
         kept = asdict(self.config) | {"resume": False, "overwrite": False}
         write_text(self.folder / DISTIL, yaml_text(kept))
+
+    def configurations(self) -> dict[str, str | None]:
+        """Return what each stage says that it is; None where it has not begun."""
+        return {letter: text_of(self.folder / letter / CONFIG) for letter in STAGES}
+
+    def undo(self) -> None:
+        """Take back the note of what is distilled where no stage has begun with it."""
+        if self.former is not None and self.configurations() == self.begun:
+            write_text(self.folder / DISTIL, self.former)
+        elif not any(self.configurations().values()):
+            (self.folder / DISTIL).unlink(missing_ok=True)
+            for folder in (*(self.folder / letter for letter in STAGES), self.folder):
+                if folder.is_dir() and not any(folder.iterdir()):
+                    folder.rmdir()
 
     def stage(self, letter: str, blocks: list[int], former: Path | None) -> str:
         """Train a stage, or what is left of it, and return a line that says how good it is; empty
@@ -307,6 +330,11 @@ class Whole:
         for line in table.lines(chosen):
             self.say(line)
         return chosen
+
+
+def text_of(path: Path) -> str | None:
+    """Return what a file says; None where there is none."""
+    return path.read_text(encoding="utf-8") if path.is_file() else None
 
 
 def recorded(folder: Path) -> TrainConfig:
