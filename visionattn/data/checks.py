@@ -56,11 +56,6 @@ def resolved(config: DataConfig) -> DataConfig:
 def check_data(config: DataConfig) -> None:
     """Check the values and what depends on the data set's name."""
     check_ranges(config)
-    if config.root is not None and config.name in EMBEDDED:
-        raise ValueError(
-            f"{config.name} is embedded and reads no data.root; for images in a folder give "
-            "--data.name folder"
-        )
     if config.name == "canvas":
         canvas_task(config)
     for size in (config.img_size, *(config.img_size_choices or ())):
@@ -95,6 +90,11 @@ def check_data(config: DataConfig) -> None:
                 f"{key} is for {' and '.join(sorted(DRAWN))} alone, {config.name} has the images "
                 "it has; leave it out"
             )
+    if config.root is not None and config.name in EMBEDDED:
+        raise ValueError(
+            f"{config.name} is embedded and reads no data.root; for images in a folder give "
+            "--data.name folder"
+        )
 
 
 def canvas_task(config: DataConfig) -> CanvasTask:
