@@ -9,9 +9,11 @@ import pytest
 import timm
 import torch
 
+from visionattn.cli.parsing import parse
 from visionattn.data.splits import build_splits
 from visionattn.models.converting import student_of
 from visionattn.training.build import patch_size
+from visionattn.training.config import TrainConfig
 from visionattn.training.distil.config import parse_distil, stage_data
 from visionattn.training.distil.imitation import Imitation, learn
 from visionattn.training.distil.student import check_student, open_taught
@@ -64,13 +66,17 @@ def test_a_recipe_refuses_a_depth_that_its_softmax_blocks_do_not_have():
 
 def test_the_demonstration_is_of_the_images_of_its_teacher():
     """What distil_canvas sees is what canvas_teacher was trained on."""
-    from visionattn.cli.parsing import parse
-    from visionattn.training.config import TrainConfig
-
     teacher = parse(TrainConfig, ["--config", str(ROOT / "configs" / "canvas_teacher.yaml")])
     config = parse_distil(["--config", str(ROOT / "configs" / "distil_canvas.yaml")])
     assert config.data == teacher.data
     assert config.teacher == "checkpoints/canvas_teacher/best.safetensors"
     spec = build_splits(teacher.data, 0).spec
-    larger = stage_data(config, "c", spec)
-    assert (larger.img_size, larger.img_size_choices) == (256, [96, 128, 160])
+    assert [stage_data(config, letter, spec).img_size for letter in "abc"] == [64, 64, 128]
+    assert (config.b.teacher_size, config.c.teacher_size) == ("same", "tiled")
+
+
+def test_pages_are_seen_as_their_teacher_saw_them():
+    teacher = parse(TrainConfig, ["--config", str(ROOT / "configs" / "documents_teacher.yaml")])
+    config = parse_distil(["--config", str(ROOT / "configs" / "distil_documents.yaml")])
+    assert replace(config.data, train_images=48000) == teacher.data
+    assert config.teacher == "checkpoints/documents_teacher/best.safetensors"
