@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -23,14 +24,16 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import visionattn
+from tests.helpers import distilled_runs
 from tests.helpers.inference_files import ARGS, COLOUR, GREY, write_weights
 from tests.helpers.small_runs import small_config
 from tests.helpers.tools import assert_one_error, words, written
 from visionattn.command import main
-from visionattn.models import registration
+from visionattn.models import from_softmax, registration
 from visionattn.models.weights import DataSpec, load_model, read_metadata
 from visionattn.training import engine
 from visionattn.training.card import command_of
+from visionattn.training.distil.config import DistilConfig, parse_distil
 from visionattn.training.options import parse_train
 
 NATIVE = DataSpec(2, 3, ("a", "b b", 'c"\n'), (0.3, 0.4), (0.2, 0.1), None, None, "native", 60)
@@ -265,6 +268,82 @@ def test_the_command_of_a_card_trains_with_the_same_configuration(tmp_path):
     again = parse_train(shlex.split(line)[2:])
     again.output = config.output
     assert asdict(again) == asdict(config)
+
+
+@pytest.fixture(scope="module")
+def distilled(tmp_path_factory):
+    """The folder of a distillation in two stages, on images of the teacher's classes."""
+    folder = tmp_path_factory.mktemp("secret")
+    teacher = distilled_runs.teacher_file(folder)
+    config = distilled_runs.config_of(folder, teacher, options={"relative": "none"})
+    with distilled_runs.on_quadrants():
+        distilled_runs.run(config)
+    for path in folder.glob("small/?/status.json"):  # what these runs leave out
+        status = json.loads(path.read_text())
+        status["provenance"] |= {"torch": "2", "visionattn": "0.1"}
+        path.write_text(json.dumps(status))
+    return folder / "small"
+
+
+def test_the_card_of_distilled_weights_says_whom_they_imitate(distilled, here):
+    assert main(["share", str(distilled / "b" / "best.safetensors"), "--to", "out"]) == 0
+    card = (here / "out" / "README.md").read_text()
+    (line,) = re.findall("`(visionattn .*)`", card)
+    assert line.startswith("visionattn distil --teacher teacher.safetensors --options '{")
+    again = asdict(parse_distil(shlex.split(line)[2:]))
+    noted = yaml.safe_load((distilled / "distil.yaml").read_text())
+    paths = {"output": str(distilled.parent), "teacher": str(distilled.parent / again["teacher"])}
+    assert again | paths == noted
+    assert "they imitate `teacher.safetensors`, without labels\n" in card
+    assert "- stage b of a, b: the whole net imitates the teacher's final features\n" in card
+    assert "whose licence holds for them" in card and "secret" not in card
+    epochs = (distilled / "b" / "metrics.jsonl").read_text().splitlines()
+    best = min((row for row in map(json.loads, epochs) if row["kind"] == "epoch"), key=val_loss)
+    accurate = f"- {100 * best['val_accuracy']:.1f} % of the validation images\n"
+    chosen = f"- loss of {best['val_loss']:.4g} on the validation images, by which epoch "
+    assert accurate in card and f"{chosen}{best['epoch']} was chosen\n" in card
+
+
+def val_loss(row):
+    return row["val_loss"]
+
+
+def test_weights_without_an_accuracy_are_shared_with_their_loss(distilled, here, monkeypatch):
+    """As where the images have not the classes of the teacher; from within their folder."""
+    shutil.copytree(distilled, "run")
+    status = json.loads(Path("run/a/status.json").read_text())
+    status["result"] |= {"validation_accuracy": None, "test_accuracy": None}
+    Path("run/a/status.json").write_text(json.dumps(status))
+    monkeypatch.chdir(here / "run" / "a")
+    shared()
+    card = Path("out/README.md").read_text()
+    assert "Accuracy" not in card and " %" not in card
+    assert re.search(
+        r"loss of [\d.e-]+ on the validation images, by which epoch \d was chosen", card
+    )
+    assert "stage a of a, b: each block imitates" in card
+
+
+def test_the_card_of_converted_weights_says_that_they_are_copied(here):
+    vit = timm.create_model("vit_tiny_patch16_224", embed_dim=24, num_heads=3, depth=1)
+    from_softmax(vit).save("best.safetensors")
+    Path("config.yaml").write_text("epochs: 3\n")  # of another run, which is not theirs
+    shared()
+    card = (here / "out" / "README.md").read_text()
+    assert "converted from `vit_tiny_patch16_224`, and not trained since" in card
+    licence = "the licence of the weights of `vit_tiny_patch16_224` holds for them"
+    assert f"{licence}, which timm gives as apache-2.0\n" in card
+    assert "Training" not in card and "license: unknown" in card
+
+
+def test_of_names_of_models_and_of_paths_a_command_tells_what_is_public():
+    for given, told in {
+        "hf-hub:org/name": "hf-hub:org/name",
+        "local-dir:/home/me/vit": "local-dir:vit",
+        "/home/me/vit.pth": "vit.pth",
+        "vit_tiny_patch16_224.augreg_in21k": "vit_tiny_patch16_224.augreg_in21k",
+    }.items():
+        assert f"--teacher {told} " in command_of(DistilConfig(teacher=given))
 
 
 def test_a_checkpoint_without_its_run_has_a_card_without_figures(here):

@@ -30,7 +30,8 @@ from visionattn.models.weights import (
     read_state_dict,
 )
 
-SOURCES = ("hf-hub:", "hf_hub:", "local-dir:")
+HUBS = ("hf-hub:", "hf_hub:")
+SOURCES = (*HUBS, "local-dir:")
 """What names of models begin with that timm reads from elsewhere than its registry."""
 
 

@@ -224,7 +224,7 @@ def load_model(path: str | Path, *, device: str | torch.device = "cpu") -> nn.Mo
     return model.to(device).eval()
 
 
-class _Kept(TypedDict, total=False):
+class Kept(TypedDict, total=False):
     """What a file may say for timm: ``KEPT``."""
 
     interpolation: str
@@ -240,7 +240,7 @@ def _tell_timm(model: nn.Module, text: str, path: str | Path) -> None:
         ValueError: the file's text is garbled; one line.
     """
     try:
-        kept = from_json(_Kept, text, "pretrained_cfg")
+        kept = from_json(Kept, text, "pretrained_cfg")
     except ValueError as error:
         raise ValueError(f"{path} has a garbled description of its model: {error}") from error
     spec, size = model.data_spec, model.patch_embed.img_size

@@ -5,24 +5,25 @@ The text is that of timm's cards. Of paths, which are private, it has the last p
 
 import json
 import shlex
-from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Any
 
 from timm.models._hub import generate_readme
 from torch import nn
 
 from visionattn.cli.files import printable
-from visionattn.cli.parsing import field_types, parse
-from visionattn.cli.untrusted import read_json
+from visionattn.cli.parsing import field_types
 from visionattn.data.checks import EMBEDDED
 from visionattn.data.geometry import geometry_of
 from visionattn.models.registration import is_ours
+from visionattn.models.teacher import HUBS, SOURCES
 from visionattn.models.weights import DataSpec
 from visionattn.training.build import patch_size
 from visionattn.training.config import TrainConfig
-from visionattn.training.record import BEST, CONFIG, STATUS
+from visionattn.training.distil.config import DistilConfig
+from visionattn.training.distil.run import WORDS
+from visionattn.training.facts import Figures, RunFacts, Status
 
 MOST_CLASSES = 40
 """So many classes are listed; ``config.json`` has them all."""
@@ -30,59 +31,8 @@ UNTOLD = ("output", "resume", "overwrite", "show_batch", "parallel")
 """Options of a run that decide nothing of its weights, or that are for several processes."""
 TOLD = ("model.name", "data.name")
 """Options that a card tells even where they are as usual."""
-PATHS = ("data.root", "init_from")
+PATHS = ("data.root", "init_from", "teacher")
 """Options of which a card has the last part of the path."""
-
-
-class _Result(TypedDict):
-    """What ``status.json`` says of a run that has finished, as far as a card tells it."""
-
-    best_epoch: int
-    validation_accuracy: float
-    train_seconds: float
-    test_accuracy: NotRequired[float | None]
-    test_images: NotRequired[int | None]
-
-
-class _Provenance(TypedDict):
-    """What a run depends on, as far as a card tells it."""
-
-    torch: str
-    visionattn: str
-    processor: NotRequired[str]
-    device: NotRequired[str]
-    commit: NotRequired[str | None]
-
-
-class _Status(TypedDict):
-    """``status.json``."""
-
-    status: str
-    result: _Result | None
-    provenance: _Provenance
-
-
-@dataclass(frozen=True)
-class RunFacts:
-    """What the folder of a run says; None where it does not."""
-
-    config: TrainConfig | None
-    status: _Status | None
-
-
-def facts_beside(checkpoint: Path) -> RunFacts:
-    """Read what lies beside a checkpoint: nothing, unless it is the best one of a run.
-
-    Raises:
-        ValueError, OSError: a file of the run is garbled; one line.
-    """
-    config, status = checkpoint.with_name(CONFIG), checkpoint.with_name(STATUS)
-    if checkpoint.name != BEST or not config.is_file():
-        return RunFacts(None, None)
-    known = parse(TrainConfig, ["--config", str(config)])
-    if not status.is_file():
-        return RunFacts(known, None)
-    return RunFacts(known, read_json(_Status, status, "delete it to share without its figures"))
 
 
 def card_of(
@@ -116,9 +66,13 @@ def card_of(
         details["Attention"] = f"`{args.get('attention')}`, of visionattn"
     details |= _task(spec, facts.config) | {"Images": _images(model, spec)}
     if facts.status and facts.status["result"]:
-        details["Accuracy"] = _accuracy(facts.status["result"])
+        details |= _worth(facts.status["result"], facts)
+    if facts.converted_from:
+        details["Weights"] = _converted(facts.converted_from, facts.source_license)
+    if facts.distilled:
+        details["Weights"] = _distilled(facts.distilled, facts.stage)
     if facts.config:
-        details["Training"] = _training(facts.config, facts.status)
+        details["Training"] = _training(facts.distilled or facts.config, facts.status)
     described = f"timm's `{name}`, trained with visionattn."
     if ours:
         described = (
@@ -173,18 +127,45 @@ def _numbers(values: tuple[float, ...]) -> str:
     return ", ".join(f"{value:g}" for value in values)
 
 
-def _accuracy(result: _Result) -> list[str]:
-    """Say how many images the model gets right."""
+def _worth(result: Figures, facts: RunFacts) -> dict[str, list[str]]:
+    """Say how many images the model gets right, where they have its classes, and by what its epoch
+    was chosen: of weights that imitate a teacher, by the loss.
+    """
     lines = []
     if result.get("test_accuracy") is not None:
         of = f"{result['test_images']:,} test images" if result.get("test_images") else "test"
         lines.append(f"{100 * result['test_accuracy']:.1f} % of {of}")
-    chosen = f"by which epoch {result['best_epoch']} was chosen"
-    of = f"{100 * result['validation_accuracy']:.1f} % of the validation images"
-    return [*lines, f"{of}, {chosen}"]
+    validated, epoch = result["validation_accuracy"], result["best_epoch"]
+    of = "" if validated is None else f"{100 * validated:.1f} % of the validation images"
+    if facts.distilled is None and of:
+        return {"Accuracy": [*lines, f"{of}, by which epoch {epoch} was chosen"]}
+    lines += [of] if of else []
+    loss = "" if facts.validation_loss is None else f" of {facts.validation_loss:.4g}"
+    chosen = f"loss{loss} on the validation images, by which epoch {epoch} was chosen"
+    return ({"Accuracy": lines} if lines else {}) | {"Loss": [chosen]}
 
 
-def _training(config: TrainConfig, status: _Status | None) -> list[str]:
+def _converted(source: str, license: str | None) -> list[str]:
+    """Say where copied weights are from."""
+    known = f", which timm gives as {license}" if license else ""
+    return [
+        f"converted from `{source}`, and not trained since: a start for training",
+        f"the licence of the weights of `{source}` holds for them{known}",
+    ]
+
+
+def _distilled(config: DistilConfig, stage: str | None) -> list[str]:
+    """Say whom weights imitate, and from which stage they are."""
+    teacher, body = _public(str(config.teacher)), f", a `{config.model}`" if config.model else ""
+    lines = [
+        f"they imitate `{teacher}`{body}, without labels",
+        f"stage {stage} of {', '.join(config.stages)}: {WORDS[str(stage)]}",
+        "they began as the teacher's, whose licence holds for them",
+    ]
+    return lines
+
+
+def _training(config: TrainConfig | DistilConfig, status: Status | None) -> list[str]:
     """Say how the weights were made."""
     lines = [f"`{command_of(config)}`"]
     if status:
@@ -197,19 +178,28 @@ def _training(config: TrainConfig, status: _Status | None) -> list[str]:
     return [" ".join(line.split()) for line in lines]
 
 
-def command_of(config: TrainConfig) -> str:
-    """Return the command that trains with a configuration: model, data, and each option that is
-    not as usual.
+def command_of(config: TrainConfig | DistilConfig) -> str:
+    """Return the command that trains or distils with a configuration: model or teacher, data, and
+    each option that is not as usual.
     """
-    words, usual = ["visionattn", "train"], TrainConfig()
-    for key in field_types(TrainConfig):
+    kind = type(config)
+    words, usual = ["visionattn", "train" if kind is TrainConfig else "distil"], kind()
+    for key in field_types(kind):
         value, default = (reduce(getattr, key.split("."), options) for options in (config, usual))
         if key in UNTOLD or (value == default and key not in TOLD):
             continue
         if key in PATHS:
-            value = Path(value).name
+            value = _public(value)
         words += [f"--{key}", value if isinstance(value, str) else json.dumps(value)]
     return shlex.join(words)
+
+
+def _public(source: str) -> str:
+    """Return the last part of a path; names of models on a hub are whole."""
+    if source.startswith(HUBS):
+        return source
+    kind = next((kind for kind in SOURCES if source.startswith(kind)), "")
+    return kind + Path(source.removeprefix(kind)).name
 
 
 def _usage(source: str, spec: DataSpec) -> str:

@@ -24,7 +24,8 @@ from visionattn.cli.untrusted import brief
 from visionattn.models.images_cfg import images_cfg
 from visionattn.models.weights import described, load_model, read_metadata
 from visionattn.training.build import patch_size
-from visionattn.training.card import RunFacts, card_of, facts_beside
+from visionattn.training.card import card_of
+from visionattn.training.facts import RunFacts, facts_beside
 
 HUB = "hf-hub:"
 LICENSE = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+-]{0,60}")
