@@ -439,4 +439,6 @@ def test_weights_of_which_nothing_fits_are_refused(tmp_path):
 def test_names_that_differ_in_the_block_alone_are_written_once():
     names = ["head.weight", "blocks.0.a", "blocks.1.a", "blocks.2.a", "blocks.1.b.0.c"]
     assert shorten(names) == "head.weight, blocks.{0-2}.a, blocks.1.b.0.c"
+    several = [f"blocks.{i}.a" for i in (10, 0, 1, 2, 4, 5, 12)]
+    assert shorten(several) == "blocks.{0-2,4-5,10,12}.a"
     assert shorten([f"n{i}" for i in "abcde"], most=2) == "na, nb and 3 more"
