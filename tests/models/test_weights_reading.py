@@ -166,7 +166,8 @@ def test_what_is_neither_is_one_line_that_names_both(tmp_path, name, content):
     path = tmp_path / name
     path.write_bytes(content)
     with pytest.raises(
-        ValueError, match=r"is no whole file of weights .*as safetensors: .*; as a file of torch"
+        ValueError,
+        match=r"is no whole file of weights .*, neither of safetensors nor of torch's tensors$",
     ) as error:
         read_state_dict(path)
     assert "\n" not in str(error.value)

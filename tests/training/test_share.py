@@ -30,7 +30,7 @@ from tests.helpers.small_runs import small_config
 from tests.helpers.tools import assert_one_error, words, written
 from visionattn.command import main
 from visionattn.models import from_softmax, registration
-from visionattn.models.weights import DataSpec, load_model, read_metadata
+from visionattn.models.weights import DataSpec, load_model, read_metadata, read_safetensors
 from visionattn.training import engine
 from visionattn.training.card import command_of
 from visionattn.training.distil.config import DistilConfig, parse_distil
@@ -422,6 +422,17 @@ def test_bad_input_is_one_line_and_writes_nothing(line, here, capsys, monkeypatc
     assert main(["share", *line.split()]) == 2
     assert_one_error(capsys, REFUSED[line])
     assert written(here) == before and sorted(os.listdir(here)) == names
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_not_shared(wrong, here, capsys):
+    write_weights(here / "best.safetensors", COLOUR)
+    metadata, tensors = read_safetensors("best.safetensors")
+    tensors["blocks.1.mlp.fc1.bias"][2] = wrong
+    save_file(tensors, "best.safetensors", metadata=metadata)
+    assert main(words("share best.safetensors --to out")) == 2
+    assert_one_error(capsys, "best.safetensors is no use as weights: its blocks.1.mlp.fc1.bias has")
+    assert not Path("out").exists()
 
 
 @pytest.mark.parametrize("name, text", [("status.json", "{}"), ("config.yaml", "epochs: many")])

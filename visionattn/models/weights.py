@@ -378,6 +378,18 @@ def same_kind(given: Tensor, wanted: Tensor) -> bool:
     return given.is_floating_point() == wanted.is_floating_point() and not given.is_complex()
 
 
+def check_finite(tensors: dict[str, Tensor], path: str | Path) -> None:
+    """Raise ValueError where a tensor that is to be used as weights has a NaN or an infinity.
+
+    Args:
+        tensors: by name.
+        path: where they are from, for the error.
+    """
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise ValueError(f"{path} is no use as weights: its {name} has NaN or infinity")
+
+
 def read_safetensors(path: str | Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     """Read the metadata and the tensors of a safetensors file, on the CPU.
 
@@ -516,8 +528,8 @@ def read_state_dict(path: str | Path) -> dict[str, Tensor]:
     path = existing(path)
     try:
         tensors = open_safetensors(path)[1]
-    except SafetensorError as error:
-        tensors = _tensors_in(_read_other(path, error))
+    except SafetensorError:
+        tensors = _tensors_in(_read_other(path))
     if not tensors:
         raise ValueError(f"{path} holds no tensors by name")
     for wrapper in ("module.", "_orig_mod.", "module."):
@@ -527,7 +539,7 @@ def read_state_dict(path: str | Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _read_other(path: Path, error: SafetensorError) -> Any:
+def _read_other(path: Path) -> Any:
     """Read what ``torch.save`` wrote; the error for a file in neither format names both."""
     try:
         return read_pickle(path)
@@ -535,8 +547,8 @@ def _read_other(path: Path, error: SafetensorError) -> Any:
         if is_pickle(path):
             raise
         raise ValueError(
-            f"{path} is no whole file of weights (cut off or garbled): as safetensors: "
-            f"{first_line(error)}; as a file of torch.save: {first_line(second.__cause__)}"
+            f"{path} is no whole file of weights (cut off or garbled), neither of safetensors nor "
+            "of torch's tensors"
         ) from second
 
 

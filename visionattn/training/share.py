@@ -22,7 +22,7 @@ from visionattn.cli.interruption import undone_at_end
 from visionattn.cli.parsing import parse, split_options
 from visionattn.cli.untrusted import brief
 from visionattn.models.images_cfg import images_cfg
-from visionattn.models.weights import described, load_model, read_metadata
+from visionattn.models.weights import check_finite, described, load_model, read_metadata
 from visionattn.training.build import patch_size
 from visionattn.training.card import card_of
 from visionattn.training.facts import RunFacts, facts_beside
@@ -98,11 +98,13 @@ def share(config: ShareConfig) -> list[str]:
     """Write the folder or upload it, and return what to say of it.
 
     Raises:
-        ValueError, OSError: the checkpoint is none, a file of its run is garbled, the name is taken
-            or none, there is no token, or the hub refuses; one line. Nothing has been written.
+        ValueError, OSError: the checkpoint is none or not finite, a file of its run is garbled, the
+            name is taken or none, there is no token, or the hub refuses; one line. Nothing has been
+            written.
     """
     path = Path(config.checkpoint)
     model = load_model(path)
+    check_finite(model.state_dict(), path)
     facts = facts_beside(path)
     if config.to.startswith(HUB):
         name = config.to.removeprefix(HUB)
