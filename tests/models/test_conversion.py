@@ -341,7 +341,8 @@ WRONG = {
     "output_gate: a gate starts near 0, which would erase": dict(output_gate=True),
     "horizon=2 would do nothing: all blocks": dict(horizon=2, softmax_blocks=range(3)),
     "num_heads 5 does not divide the width 24": dict(num_heads=5),
-    "cannot be converted with these options: ": dict(value_conv="wide"),
+    "value_conv: wanted a whole number from 0, got wide": dict(value_conv="wide"),
+    "cannot be converted with these options: ": dict(global_pool="wide"),
 }
 
 

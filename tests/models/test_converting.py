@@ -2,17 +2,26 @@
 nothing written.
 """
 
+import logging
+import math
 import os
 
 import pytest
 import timm
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 
 from tests.helpers.tools import assert_one_error, load_tool
 from visionattn.models import teacher as teaching
 from visionattn.models.teacher import open_teacher
-from visionattn.models.weights import DataSpec, load_model, read_metadata, save_model
+from visionattn.models.weights import (
+    DataSpec,
+    load_model,
+    read_metadata,
+    read_safetensors,
+    save_model,
+)
 
 convert = load_tool("convert")
 TINY = dict(depth=2, embed_dim=24, num_heads=3, img_size=32, patch_size=8)
@@ -126,10 +135,32 @@ REFUSED = {
         *(*STATE, "--options.num_heads", "2")
     ],
     "num_heads 5 does not divide the width 24": [*STATE, "--num-heads", "5"],
-    "timm cannot build vit_tiny_patch16_224 with depth='x'": [
+    "args.depth must be a whole number from 1, got x": [
         *("vit_tiny_patch16_224", "--args.depth", "x")
     ],
-    "garbled.pth is no whole file of weights": ["garbled.pth", *BODY],
+    "args.depth must be a whole number from 1, got -2": [
+        *("vit_tiny_patch16_224", "--args", "{depth: -2}")
+    ],
+    "got an unexpected keyword argument 'depht'; the nearest is depth": [
+        *("vit_tiny_patch16_224", "--args", "{depht: 3}")
+    ],
+    "timm cannot build vit_tiny_patch16_224 with qkv_bias=True, act_layer='x'": [
+        *("vit_tiny_patch16_224", "--args", "{qkv_bias: true, act_layer: x}")
+    ],
+    "error: hf-hub: names no model; wanted hf-hub:ORG/NAME or local-dir:FOLDER": ["hf-hub:"],
+    "pretrained is for names of timm, and vit.pth is a file": [*STATE, "--pretrained"],
+    "; give the body's own arguments to convert or distil, e.g. --args '{depth: 2}'": [
+        *("vit.pth", "--model", "vit_tiny_patch16_224", "--args", "{embed_dim: 24, num_heads: 3}")
+    ],
+    "e.g. --args '{depth: 2, embed_dim: 24}'": ["vit.pth", "--model", "vit_tiny_patch16_224"],
+    "nan.pth is no use as weights: its blocks.1.mlp.fc1.weight has NaN or": ["nan.pth", *BODY],
+    "inf.safetensors is no use as weights: its norm.bias has NaN or infinity": ["inf.safetensors"],
+    "garbled.pth is no whole file of weights (cut off or garbled), neither of safetensors nor": [
+        *("garbled.pth", *BODY)
+    ],
+    "words.pth is no whole file of weights (cut off or garbled), neither of safetensors nor": [
+        *("words.pth", *BODY)
+    ],
 }
 
 
@@ -137,6 +168,14 @@ REFUSED = {
 def test_what_is_wrong_is_one_line_and_nothing_is_written(folder, capsys, message):
     with open("garbled.pth", "wb") as file:
         file.write(b"no weights")
+    with open("words.pth", "w") as file:
+        file.write("hello there\n" * 50)
+    state = folder.state_dict()
+    state["blocks.1.mlp.fc1.weight"][3, 2] = math.nan
+    torch.save(state, "nan.pth")
+    _, weights = read_safetensors("ours.safetensors")
+    weights["norm.bias"][5] = -math.inf
+    save_file(weights, "inf.safetensors", metadata=read_metadata("ours.safetensors"))
     before = sorted(os.listdir())
     assert convert([*REFUSED[message], "--output", "out.safetensors"]) == 2
     assert_one_error(capsys, message)
@@ -154,6 +193,81 @@ def test_a_file_that_is_there_is_kept_unless_it_is_to_be_replaced(folder, capsys
     assert convert(STATE) == 2
     capsys.readouterr()
     assert load_model("out.safetensors").embed_dim == 24
+
+
+@pytest.mark.parametrize(
+    "words, output",
+    [
+        (STATE, "vit.pth"),
+        (["ours.safetensors"], "sub/../ours.safetensors"),
+        (["link.safetensors"], "ours.safetensors"),
+        (["local-dir:timm"], "timm/model.safetensors"),
+    ],
+)
+def test_the_only_file_of_a_teacher_is_kept(folder, capsys, words, output):
+    os.mkdir("sub")
+    os.symlink("ours.safetensors", "link.safetensors")
+    timm.models.save_for_hf(folder, "timm", safe_serialization=True)
+    with open(output, "rb") as file:
+        before = file.read()
+    assert convert([*words, "--output", output, "--overwrite"]) == 2
+    assert_one_error(capsys, f"{output} is of the teacher, which is kept; write to another file")
+    with open(output, "rb") as file:
+        assert file.read() == before
+
+
+def test_a_place_that_cannot_be_written_is_told_with_the_reason(folder, capsys, monkeypatch):
+    os.mkdir("adir")
+    assert convert([*STATE, "--output", "adir"]) == 2
+    assert_one_error(capsys, "adir cannot be written: it is a folder; name a file")
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # tests may run as root
+    assert convert([*STATE, "--output", "adir/out.safetensors"]) == 2
+    assert_one_error(capsys, "cannot be written: no permission to write to ")
+
+
+OPTIONS = {
+    "horizon: wanted a whole number from 0, got two": "{horizon: two}",
+    "random_features: wanted a whole number from 1, got 0": "{random_features: 0}",
+    "value_conv: wanted a whole number from 0, got 3.5": "{value_conv: 3.5}",
+    "temperature_init: wanted a finite number above 0, got nan": "{temperature_init: .nan}",
+    "temperature_init: wanted a finite number above 0, got inf": "{temperature_init: .inf}",
+    "temperature_init: wanted a finite number above 0, got -1": "{temperature_init: -1}",
+    "temperature_init: wanted a finite number above 0, got 0": "{temperature_init: 0}",
+    "temperature_init: wanted a finite number above 0, got hot": "{temperature_init: hot}",
+    "drop_rate: wanted a number from 0 to below 1, got half": "{drop_rate: half}",
+    "attn_drop_rate: wanted a number from 0 to below 1, got nan": "{attn_drop_rate: .nan}",
+    "drop_path_rate: wanted a number from 0 to below 1, got 2": "{drop_path_rate: 2}",
+    "centre_keys: wanted true or false, got no way": "{centre_keys: no way}",
+    "relative: wanted a name, got a list of 1": "{relative: [joint]}",
+}
+
+
+@pytest.mark.parametrize("message", OPTIONS)
+def test_a_wrong_option_is_named_with_what_it_may_be(folder, capsys, message):
+    words = ["--options", OPTIONS[message], "--attention", "taylorshift", "--output", "a"]
+    assert convert([*STATE, *words]) == 2
+    assert_one_error(capsys, f"error: {message}")
+
+
+def test_weights_that_cannot_be_fetched_are_told_without_the_hubs_lines(capfd, monkeypatch):
+    """As without a network: the hub's library tries again, says so and gives up."""
+    levels = []
+
+    def fetch(repo_id, filename, **how):
+        logger = logging.getLogger("huggingface_hub.utils._http")
+        logger.warning("Retrying in 1s [Retry 1/5].")
+        levels.append(logger.getEffectiveLevel())
+        raise LocalEntryNotFoundError("An error happened while trying to locate the file")
+
+    monkeypatch.setattr("timm.models._hub.hf_hub_download", fetch)
+    before = logging.getLogger("huggingface_hub").level
+    name = "vit_small_patch14_dinov2.lvd142m"
+    assert convert([name, "--pretrained", "--args", "{depth: 1}", "--output", "a"]) == 2
+    said = capfd.readouterr()
+    assert said.out == "" and "\n" not in said.err.rstrip("\n")
+    assert f"error: the weights of {name} could not be fetched: there is no connection" in said.err
+    assert "give a file of them: --teacher FILE --model NAME" in said.err
+    assert set(levels) == {logging.ERROR} and logging.getLogger("huggingface_hub").level == before
 
 
 def test_converted_files_are_not_converted_again(folder, capsys):

@@ -311,13 +311,13 @@ def check_free(path: Path, overwrite: bool) -> None:
     for what ``target_of`` refuses.
     """
     if path.is_dir():
-        raise ValueError(f"{path} cannot be written")
+        raise ValueError(f"{path} cannot be written: it is a folder; name a file")
     target = target_of(path)
     folder = target.absolute().parent
     if not folder.is_dir():
         raise ValueError(f"no folder {folder} for {path.name}")
     if not os.access(folder, os.W_OK):
-        raise ValueError(f"{path} cannot be written")
+        raise ValueError(f"{path} cannot be written: no permission to write to {folder}")
     if path.exists() and not overwrite:
         raise ValueError(f"{path} exists; --overwrite replaces it")
 

@@ -37,7 +37,10 @@ OF_ATTENTION += ("random_features", "value_conv", "centre_keys", "form", "window
 OF_INPUT = ("img_size", "patch_size", "in_chans", "num_classes", "global_pool")
 OF_INPUT += ("dynamic_img_size", "dynamic_img_pad")
 LEAST = {"img_size": 1, "patch_size": 1, "in_chans": 1, "num_classes": 0}
+LEAST |= {"horizon": 0, "random_features": 1, "value_conv": 0, "window_size": 1}
 """Options that are whole numbers, and what they are at least."""
+SWITCHES = ("centre_keys", "dynamic_img_size", "dynamic_img_pad")
+TEXTS = ("relative", "normalization", "feature_map", "form", "global_pool")
 SIDES = ("img_size", "patch_size")
 """Those in pixels, which may be height and width."""
 OPTIONS = (*OF_ATTENTION, *OF_INPUT, *RATES, "drop_path_rate")
@@ -107,9 +110,9 @@ def from_softmax(
     is resampled to each image. Its weights are copied, none is changed. What attention with bounded
     weights needs beside them starts so that it changes little: keys are centred, the convolution of
     the values and the relative tables of windows are zero, those of linear blocks have their local
-    start, and TaylorShift's temperatures follow from the weights of queries and keys. There is no
-    output gate, whose start near zero would erase what the weights give. A model whose blocks are
-    all ``softmax_blocks`` computes what the teacher does.
+    start, and TaylorShift's temperatures are 4. There is no output gate, whose start near zero
+    would erase what the weights give. A model whose blocks are all ``softmax_blocks`` computes what
+    the teacher does.
 
     Args:
         vit: the teacher, with class token or none, registers, norm of queries and keys, LayerScale,
@@ -192,8 +195,7 @@ def _check_options(options: dict[str, Any], body: dict[str, Any]) -> None:
                 f"{name} is the teacher's, {brief(body[name])}, and cannot be "
                 f"{brief(options[name])}"
             )
-        if name in LEAST:
-            _check_sides(name, options[name])
+        _check_value(name, options[name])
         if name not in (*body, *OPTIONS, "output_gate"):
             raise ValueError(
                 f"from_softmax takes no {brief(name)}; besides attention it takes "
@@ -209,6 +211,26 @@ def _check_grid(body: dict[str, Any], options: dict[str, Any]) -> None:
             f"img_size {size[0]} x {size[1]} is smaller than a patch of {patch[0]} x {patch[1]} "
             "pixels; give a larger one, or a smaller patch_size"
         )
+
+
+def _check_value(name: str, value: Any) -> None:
+    """Raise ValueError unless a value is of the kind that its option is; None is a default."""
+    if name in LEAST and (value is not None or name in OF_INPUT):
+        _check_sides(name, value)
+    if value is None:
+        return
+    wanted = ""
+    finite = type(value) in (int, float) and math.isfinite(value)
+    if name == "temperature_init" and not (finite and value > 0):
+        wanted = "a finite number above 0"
+    if name in (*RATES, "drop_path_rate") and not (finite and 0 <= value < 1):
+        wanted = "a number from 0 to below 1"
+    if name in SWITCHES and type(value) is not bool:
+        wanted = "true or false"
+    if name in TEXTS and not isinstance(value, str):
+        wanted = "a name"
+    if wanted:
+        raise ValueError(f"{name}: wanted {wanted}, got {brief(value)}")
 
 
 def _check_sides(name: str, value: Any) -> None:

@@ -16,7 +16,7 @@ from visionattn.cli.commands import typed
 from visionattn.cli.files import check_free
 from visionattn.cli.parsing import parse
 from visionattn.models.conversion import Converted, from_softmax
-from visionattn.models.teacher import open_teacher
+from visionattn.models.teacher import LOCAL, is_file, open_teacher
 
 EXAMPLE = "vit_tiny_patch16_224 --softmax-blocks 9 11 --output converted.safetensors --overwrite"
 
@@ -99,7 +99,14 @@ def parse_convert(argv: Sequence[str]) -> ConvertOptions:
 
 
 def teacher_of(options: StudentOptions) -> tuple[nn.Module, list[str]]:
-    """Open the teacher that options name, as ``open_teacher`` does."""
+    """Open the teacher that options name, as ``open_teacher`` does; a file with ``pretrained`` is a
+    ValueError.
+    """
+    if options.pretrained and is_file(str(options.teacher)):
+        raise ValueError(
+            f"pretrained is for names of timm, and {options.teacher} is a file, which has weights "
+            "of its own; leave it out"
+        )
     return open_teacher(
         str(options.teacher),
         body=options.model,
@@ -131,11 +138,19 @@ def convert(argv: Sequence[str], say: Callable[[str], None]) -> None:
     options = parse_convert(argv)
     output = Path(str(options.output))
     check_free(output, options.overwrite)
+    _check_other(output, str(options.teacher))
     torch.manual_seed(options.seed)
     vit, lines = teacher_of(options)
     converted = student_of(options, vit)
     converted.save(output)
     say("\n".join([*lines, *converted.lines(), *_closing(converted, output)]))
+
+
+def _check_other(output: Path, teacher: str) -> None:
+    """Raise ValueError where the file to write is the teacher's own."""
+    source = Path(teacher.removeprefix(LOCAL))
+    if output.exists() and source.exists() and output.resolve().is_relative_to(source.resolve()):
+        raise ValueError(f"{output} is of the teacher, which is kept; write to another file")
 
 
 def _closing(converted: Converted, output: Path) -> list[str]:

@@ -4,17 +4,24 @@ This module owns where a teacher comes from. ``conversion.py`` makes one of our 
 """
 
 import math
+import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
+from inspect import signature
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError, URLError
 
 import timm
 import torch
+from timm.models import VisionTransformer
 from torch import Tensor, nn
 
 from visionattn.cli.ends import is_out_of_memory
 from visionattn.cli.files import first_line
+from visionattn.cli.untrusted import brief
 from visionattn.models.body import body_of
 from visionattn.models.convert import checkpoint_filter_fn
 from visionattn.models.listing import shape
@@ -22,6 +29,7 @@ from visionattn.models.registration import is_ours
 from visionattn.models.weights import (
     FORMAT,
     UNBUILDABLE,
+    check_finite,
     describe_args,
     describe_misfit,
     existing,
@@ -30,9 +38,11 @@ from visionattn.models.weights import (
     read_state_dict,
 )
 
-HUBS = ("hf-hub:", "hf_hub:")
-SOURCES = (*HUBS, "local-dir:")
+HUBS, LOCAL = ("hf-hub:", "hf_hub:"), "local-dir:"
+SOURCES = (*HUBS, LOCAL)
 """What names of models begin with that timm reads from elsewhere than its registry."""
+SIZES = ("depth", "embed_dim", "num_heads")
+"""Arguments of a body that are whole numbers above 0, or lists in models that are no ViT."""
 
 
 def open_teacher(
@@ -57,21 +67,39 @@ def open_teacher(
     Raises:
         FileNotFoundError, PermissionError: the file cannot be read.
         ValueError: timm has no such model, it does not take these arguments, or the weights are not
-            its own; before weights are fetched also that the model cannot be converted; one line.
+            its own, not finite or not to be had; before weights are fetched also that the model
+            cannot be converted; one line.
     """
-    args = dict(args or {})
+    vit, lines = _opened(source, body, pretrained, dict(args or {}))
+    check_finite(vit.state_dict(), source)
+    return vit.eval(), lines
+
+
+def is_file(source: str) -> bool:
+    """Tell whether a teacher is a file of weights, be it there or not, and no name."""
     if source.startswith(SOURCES):
-        _refuse_body(source, body)
-        return _created(source, True, args).eval(), [f"{source}, timm's weights"]
-    if Path(source).exists() or (not timm.is_model(source) and _looks_like_a_file(source)):
+        return False
+    known = timm.is_model(source) or not _looks_like_a_file(source)
+    return Path(source).exists() or not known
+
+
+def _opened(
+    source: str, body: str | None, pretrained: bool, args: dict[str, Any]
+) -> tuple[nn.Module, list[str]]:
+    """Return a teacher as ``open_teacher`` does."""
+    if source in SOURCES:
+        raise ValueError(f"{source} names no model; wanted hf-hub:ORG/NAME or local-dir:FOLDER")
+    if is_file(source):
         return _from_file(existing(source), body, args)
     _refuse_body(source, body)
+    if source.startswith(SOURCES):
+        return _created(source, True, args), [f"{source}, timm's weights"]
     check_name(source)
     if pretrained:  # what is refused is refused before its weights are fetched
         with torch.device("meta"):
             body_of(_created(source, False, args))
     said = "timm's weights" if pretrained else "random weights, as --pretrained is not given"
-    return _created(source, pretrained, args).eval(), [f"{source}, {said}"]
+    return _created(source, pretrained, args), [f"{source}, {said}"]
 
 
 def _looks_like_a_file(source: str) -> bool:
@@ -95,15 +123,56 @@ def check_name(name: str) -> None:
 
 def _created(name: str, pretrained: bool, args: dict[str, Any]) -> nn.Module:
     """Make a model by timm, in one line where it cannot."""
+    for key in SIZES:
+        value = args.get(key, 1)
+        if not isinstance(value, list) and (type(value) is not int or value < 1):
+            raise ValueError(f"args.{key} must be a whole number from 1, got {brief(value)}")
     try:
-        return timm.create_model(name, pretrained=pretrained, **args)
+        with _quiet_hub():
+            return timm.create_model(name, pretrained=pretrained, **args)
     except (*UNBUILDABLE, OSError, ValueError) as error:
         if is_out_of_memory(error):
             raise
+        if _is_unreachable(error):
+            raise ValueError(
+                f"the weights of {name} could not be fetched: there is no connection to the Hub, "
+                "and they are not in its cache; try again with one, or give a file of them: "
+                "--teacher FILE --model NAME, in training --init-from FILE --init-model NAME"
+            ) from error
         what = f"timm cannot build {name}"
         if args:
             what += f" with {describe_args(args)}"
-        raise ValueError(f"{what}: {first_line(error)}") from error
+        raise ValueError(f"{what}: {first_line(error)}{_nearest(error)}") from error
+
+
+@contextmanager
+def _quiet_hub() -> Iterator[None]:
+    """Keep back the lines in which the hub's library says that it tries again."""
+    from huggingface_hub.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity(max(before, logging.ERROR))
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+def _is_unreachable(error: Exception) -> bool:
+    """Tell whether an error is that weights are neither in a cache nor to be reached."""
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    if isinstance(error, HTTPError):  # an answer
+        return False
+    return isinstance(error, LocalEntryNotFoundError | URLError)
+
+
+def _nearest(error: Exception) -> str:
+    """Return the argument of timm's ViTs that is nearest to one that an error says is unknown."""
+    unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+    names = signature(VisionTransformer).parameters
+    near = get_close_matches(unknown[1], names, n=1) if unknown else []
+    return f"; the nearest is {near[0]}" if near else ""
 
 
 def _from_file(path: Path, body: str | None, args: dict[str, Any]) -> tuple[nn.Module, list[str]]:
@@ -126,7 +195,7 @@ def _from_file(path: Path, body: str | None, args: dict[str, Any]) -> tuple[nn.M
     vit = _created(body, False, _shaped(state, body, args))
     fitted = filter_checkpoint(state, vit, body)
     if misfit := describe_misfit(fitted, vit.state_dict()):
-        raise ValueError(f"{path} does not fit {body}: {misfit}")
+        raise ValueError(f"{path} does not fit {body}: {misfit}{_other_size(fitted, vit)}")
     vit.load_state_dict(fitted)
     resampled = [
         f"{name} {shape(state[name])} -> {shape(value)}"
@@ -136,7 +205,28 @@ def _from_file(path: Path, body: str | None, args: dict[str, Any]) -> tuple[nn.M
     lines = [f"{path}, weights of {body}"]
     if resampled:
         lines.append(f"  resampled ({len(resampled)}): {', '.join(resampled)}")
-    return vit.eval(), lines
+    return vit, lines
+
+
+def _other_size(state: dict[str, Tensor], vit: nn.Module) -> str:
+    """Return the arguments by which a body would have the depth and width of a state dict; nothing
+    where it has them.
+    """
+    has, wanted = _size(state), _size(vit.state_dict())
+    other = ", ".join(
+        f"{key}: {value}" for key, value in has.items() if value != wanted.get(key, value)
+    )
+    if not other:
+        return ""
+    return f"; give the body's own arguments to convert or distil, e.g. --args '{{{other}}}'"
+
+
+def _size(state: dict[str, Tensor]) -> dict[str, int]:
+    """Return depth and width as a state dict of a ViT shows them."""
+    blocks = [int(found[1]) for name in state if (found := re.match(r"blocks\.(\d+)\.", name))]
+    patches = state.get("patch_embed.proj.weight")
+    shown = {"depth": max(blocks) + 1} if blocks else {}
+    return shown | ({"embed_dim": len(patches)} if patches is not None and patches.ndim else {})
 
 
 def _shaped(state: dict[str, Tensor], body: str, args: dict[str, Any]) -> dict[str, Any]:
