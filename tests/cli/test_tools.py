@@ -218,7 +218,7 @@ def test_bad_input_ends_validation_with_one_line_and_code_2(finished, tmp_path, 
         ([], "--checkpoint is missing"),
         (["--checkpoint", "nowhere.safetensors"], "no checkpoint at nowhere.safetensors"),
         (["--checkpoint", str(folder / "last.pt")], "give the best.safetensors of a run"),
-        (["--checkpoint", str(alone)], "name it: --data.name, --data.root"),
+        (["--checkpoint", str(alone)], "name it, e.g. --data.name folder"),
         (["--checkpoint", str(cut), "--data.name=digits"], "cut off or garbled"),
         (
             ["--checkpoint", best, "--img-size", "20"],

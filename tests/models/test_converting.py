@@ -53,6 +53,7 @@ def test_a_file_becomes_a_file_of_ours(folder, capsys, words):
     lines = printed.out.splitlines()
     assert printed.err == "" and "32 of 34 tensors are those of vit_tiny_patch16_224" in lines
     assert "made for 32 x 32 px" in printed.out and "(1 of kernelized, 1 of softmax)" in printed.out
+    assert lines[-1].endswith("--data.name folder --data.root FOLDER")
     model, given = load_model("out.safetensors"), folder.state_dict()
     own = model.state_dict()
     assert all(torch.equal(own[name], value) for name, value in given.items())

@@ -163,5 +163,5 @@ def _closing(converted: Converted, output: Path) -> list[str]:
     return [
         f"{output}: {parameters:,} parameters, {len(kinds)} blocks ({several}), made for {size} px",
         "copied weights are a start, to be trained; for data of your own:",
-        f"  {train} --data.root FOLDER",
+        f"  {train} --data.name folder --data.root FOLDER",
     ]

@@ -106,7 +106,8 @@ def parse_validate(argv: Sequence[str]) -> ValidateConfig:
             defaults |= {"seed": run.seed, "batch_size": run.eval_batch_size or run.batch_size}
         elif not any(word.startswith("--data.name=") for word in spelled):
             raise ValueError(
-                f"there is no {beside} that would say which data; name it: --data.name, --data.root"
+                f"there is no {beside} that would say which data; name it, e.g. --data.name folder "
+                "--data.root FOLDER"
             )
     config = parse(
         ValidateConfig,
