@@ -360,6 +360,7 @@ REFUSED = {
         "stage b: teacher_size tiled",
     ),
     "no patches": (["--stages", "a", "--a.img_size", "30"], "stage a: image of 30 x 30 pixels"),
+    "no size": (["--b.img_size", "0"], "stage b: data.img_size must be above 0"),
     "no stage": (["--stages", "b", "a"], "wanted some of a, b and c"),
     "twice": (["--stages", "a", "a"], "wanted some of a, b and c"),
     "tokens": (["--options.patch_size", "8"], "options.patch_size is no option of a student"),

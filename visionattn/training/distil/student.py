@@ -69,12 +69,12 @@ def check_student(config: DistilConfig, taught: Taught) -> None:
     for letter in config.stages:
         if letter == "a":
             learn(converted.model, "a", converted.new)
-        data = resolved(stage_data(config, letter, taught.spec))
-        check_data(data)
-        spec = replace(taught.spec, **_seen(data))
-        patch_px = patch_size(converted.model)
-        geometries = [geometry_of(spec, patch_px), *geometry_choices(spec, data, patch_px)]
         try:
+            data = resolved(stage_data(config, letter, taught.spec))
+            check_data(data)
+            spec = replace(taught.spec, **_seen(data))
+            patch_px = patch_size(converted.model)
+            geometries = [geometry_of(spec, patch_px), *geometry_choices(spec, data, patch_px)]
             check_geometries(converted.model, geometries)
             for geometry in geometries:
                 if getattr(config, letter).teacher_size == "tiled":
