@@ -2,6 +2,7 @@
 are timm's, with weights.
 """
 
+import csv
 from dataclasses import replace
 from pathlib import Path
 
@@ -80,3 +81,21 @@ def test_pages_are_seen_as_their_teacher_saw_them():
     config = parse_distil(["--config", str(ROOT / "configs" / "distil_documents.yaml")])
     assert replace(config.data, train_images=48000) == teacher.data
     assert config.teacher == "checkpoints/documents_teacher/best.safetensors"
+
+
+def test_the_page_has_what_was_measured():
+    """Every row of the table of the ablation is one of the recorded figures."""
+    page = (ROOT / "docs" / "distillation.md").read_text(encoding="utf-8")
+    with open(ROOT / "docs" / "figures" / "distillation.csv", encoding="utf-8") as file:
+        recorded = list(csv.DictReader(file))
+    rows: dict[str, dict[str, list[str]]] = {}
+    for row in recorded:
+        start = f"| {row['row']} | {row['attention']} |"
+        of = rows.setdefault(f"{row['task']} {start}", {"accuracy": [], "mean_iou": []})
+        for key, found in of.items():
+            found.append(f"{100 * float(row[key]):.1f}" if row[key] else "-")
+    for name, of in rows.items():
+        task, start = name.split(" ", 1)
+        cells = of["accuracy"] + (of["mean_iou"] if task == "canvas" else [])
+        assert f"{start} {' | '.join(cells)} |" in page, name
+    assert len(rows) >= 20
