@@ -32,7 +32,7 @@ from visionattn.command import main
 from visionattn.models import from_softmax, registration
 from visionattn.models.weights import DataSpec, load_model, read_metadata, read_safetensors
 from visionattn.training import engine
-from visionattn.training.card import command_of
+from visionattn.training.card import _distilled, command_of
 from visionattn.training.distil.config import DistilConfig, parse_distil
 from visionattn.training.options import parse_train
 
@@ -531,3 +531,14 @@ def test_what_the_hub_refuses_is_one_line(here, monkeypatch, capsys):
         said = capsys.readouterr().err
         assert re.fullmatch(r"error: the hub does not take org/trees: .+\n", said), said
         assert str(error).splitlines()[0] in said and "longer" not in said
+
+
+def test_a_card_tells_teachers_that_were_drawn_from_those_with_weights():
+
+    def card_lines(config):
+        return " ".join(_distilled(config, "b"))
+
+    named = DistilConfig(teacher="vit_tiny_patch16_224")
+    assert "`vit_tiny_patch16_224` with random weights, without labels" in card_lines(named)
+    for other in (replace(named, pretrained=True), DistilConfig(teacher="runs/best.safetensors")):
+        assert "random" not in card_lines(other) and "licence holds" in card_lines(other)

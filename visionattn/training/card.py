@@ -17,7 +17,7 @@ from visionattn.cli.parsing import field_types
 from visionattn.data.checks import EMBEDDED
 from visionattn.data.geometry import geometry_of
 from visionattn.models.registration import is_ours
-from visionattn.models.teacher import HUBS, SOURCES
+from visionattn.models.teacher import HUBS, SOURCES, is_file
 from visionattn.models.weights import DataSpec
 from visionattn.training.build import patch_size
 from visionattn.training.config import TrainConfig
@@ -156,13 +156,14 @@ def _converted(source: str, license: str | None) -> list[str]:
 
 def _distilled(config: DistilConfig, stage: str | None) -> list[str]:
     """Say whom weights imitate, and from which stage they are."""
-    teacher, body = _public(str(config.teacher)), f", a `{config.model}`" if config.model else ""
-    lines = [
-        f"they imitate `{teacher}`{body}, without labels",
+    source, body = str(config.teacher), f", a `{config.model}`" if config.model else ""
+    drawn = not (config.pretrained or is_file(source) or source.startswith(SOURCES))
+    random = " with random weights" if drawn else ""
+    return [
+        f"they imitate `{_public(source)}`{body}{random}, without labels",
         f"stage {stage} of {', '.join(config.stages)}: {WORDS[str(stage)]}",
-        "they began as the teacher's, whose licence holds for them",
+        "they began as the teacher's" + ("" if drawn else ", whose licence holds for them"),
     ]
-    return lines
 
 
 def _training(config: TrainConfig | DistilConfig, status: Status | None) -> list[str]:
