@@ -83,11 +83,15 @@ def status_of(folder: Path) -> dict:
 
 
 def assert_same_end(left: Path, right: Path) -> None:
-    """States, best weights and figures of two runs are equal bit for bit, but for times."""
+    """States, best weights, what these say of each class, and figures of two runs are equal bit for
+    bit, but for times.
+    """
     for name in ("last.pt", "previous.pt"):
         states = [state_of(folder, name) | {"config": None} for folder in (left, right)]
         same(*states)
     same(best_of(left), best_of(right))
+    for name in ("validation.json", "test.json"):
+        assert (left / name).read_bytes() == (right / name).read_bytes(), name
     assert timeless(lines(left)) == timeless(lines(right))
     assert timeless(rows(left)) == timeless(rows(right))
     ends = [status_of(folder) for folder in (left, right)]

@@ -85,7 +85,8 @@ def test_a_run_leaves_weights_state_configuration_and_figures(tmp_path):
     folder = tmp_path / "small"
     assert files(folder) == {
         *words(
-            "best.safetensors last.pt previous.pt config.yaml metrics.jsonl summary.csv status.json"
+            "best.safetensors last.pt previous.pt config.yaml metrics.jsonl summary.csv "
+            "status.json validation.json test.json"
         ),
         "events",
     }

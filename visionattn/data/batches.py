@@ -155,6 +155,25 @@ def collate(samples: Sequence[Item | Unreadable]) -> tuple[Batch, list[Unreadabl
     return Batch(images, labels, sizes), unreadable
 
 
+def numbered(
+    samples: Sequence[tuple[int, Item | Unreadable]],
+) -> tuple[Batch, list[Unreadable], list[int]]:
+    """Collate samples that come with their numbers, and return those of the readable ones too."""
+    batch, unreadable = collate([sample for _, sample in samples])
+    numbers = [number for number, sample in samples if not isinstance(sample, Unreadable)]
+    return batch, unreadable, numbers
+
+
+class Numbered(Dataset):
+    """Give each image of a data set with its number."""
+
+    def __init__(self, dataset: Dataset):
+        self.dataset = dataset
+
+    def __getitem__(self, key: SampleKey) -> tuple[int, Item | Unreadable]:
+        return key.index, self.dataset[key]
+
+
 def same_scale(images: list[np.ndarray]) -> list[np.ndarray]:
     """Return images of 8 bits as they are, unless others are shares of a range: then all are."""
     if len({image.dtype for image in images}) == 1:
@@ -291,10 +310,10 @@ class _Batches:
                 if isinstance(sample, Unreadable):
                     self._leave_out(sample)
         loader = DataLoader(
-            dataset,
+            Numbered(dataset),
             batch_sampler=self._keys,
             num_workers=config.workers,
-            collate_fn=collate,
+            collate_fn=numbered,
             worker_init_fn=start_worker,
             persistent_workers=config.workers > 0,
             # leaves torch's own generator alone, with workers as without
@@ -327,11 +346,12 @@ class _Batches:
         """Count the unreadable images that have been left out so far."""
         return len(self.unreadable)
 
-    def _iterate(self) -> Iterator[Batch]:
-        for batch, unreadable in self._loaded():
+    def _iterate(self) -> Iterator[tuple[Batch, list[int]]]:
+        """Yield batches, and the numbers of their images in the data set."""
+        for batch, unreadable, numbers in self._loaded():
             for image in unreadable:
                 self._leave_out(image)
-            yield batch
+            yield batch, numbers
 
     def _loaded(self) -> Iterator[tuple]:
         """Yield the loader's batches; a worker that dies while it hands one over raises the error
@@ -370,7 +390,7 @@ class TrainBatches(_Batches):
                 once.
         """
         self._keys.epoch, self._keys.start = number, start
-        return self._iterate()
+        return (batch for batch, _ in self._iterate())
 
 
 class EvalBatches(_Batches):
@@ -378,5 +398,12 @@ class EvalBatches(_Batches):
     set's order, or where images differ in size, batch after batch as they fill.
     """
 
+    numbers: list[int] | None = None
+    """The numbers in the data set of the images given since the last beginning, in their order."""
+
     def __iter__(self) -> Iterator[Batch]:
-        return (batch for batch in self._iterate() if len(batch.labels))
+        self.numbers = given = []
+        for batch, numbers in self._iterate():
+            given += numbers
+            if len(batch.labels):
+                yield batch

@@ -231,6 +231,9 @@ class StreamEvalBatches(_StreamBatches):
     workers.
     """
 
+    numbers: None = None
+    """A stream has no numbered images."""
+
     def __len__(self):
         """Count the batches, where no image is unreadable."""
         lengths, workers = self.shards.shard_lengths, max(1, self.workers)

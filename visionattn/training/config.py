@@ -112,8 +112,10 @@ class TrainConfig:
     """PNG file in which to draw the first batches of training and of validation as the model sees
     them; nothing is trained then.
     """
-    log_every: int = 50
-    """Optimiser steps between two lines of ``metrics.jsonl``."""
+    log_every: int | None = None
+    """Optimiser steps between two lines of ``metrics.jsonl``. None: 50, or less where a run is so
+    short that it would have fewer than 200 lines.
+    """
     save_every: int | None = 500
     """Optimiser steps between two states within an epoch, from which a killed run goes on; None:
     one after each epoch.

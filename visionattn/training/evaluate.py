@@ -14,6 +14,7 @@ from visionattn.models.weights import DataSpec
 from visionattn.training.config import OptimConfig
 from visionattn.training.distributed import Processes
 from visionattn.training.objective import Objective
+from visionattn.training.tally import Tally
 
 if TYPE_CHECKING:  # where models alone are measured, no reader of images is installed
     from visionattn.data.batches import Batch
@@ -57,6 +58,7 @@ def evaluate(
     amp: str = "none",
     processes: Processes | None = None,
     objective: Objective | None = None,
+    tally: Tally | None = None,
 ) -> Evaluation:
     """Run the model in eval mode over batches of images, and put it back into the mode that it was
     in.
@@ -70,6 +72,8 @@ def evaluate(
         amp: precision, as ``autocast`` takes it.
         processes: those that take the other parts; all get the same result, and the same error.
         objective: what the model is judged by; None: the classes of the images.
+        tally: notes what the model says of each image that this process takes, where images have
+            the classes of its outputs.
 
     Raises:
         ValueError: there are no images.
@@ -80,7 +84,9 @@ def evaluate(
     training = model.training
     model.eval()
     try:
-        own = processes.together(lambda: _sums(model, batches, spec, device, amp, depth, objective))
+        own = processes.together(
+            lambda: _sums(model, batches, spec, device, amp, depth, objective, tally)
+        )
     finally:
         model.train(training)
     images, loss, correct, among_five, named, images_per_second = processes.sum(*own)
@@ -100,6 +106,7 @@ def _sums(
     amp: str,
     depth: int,
     objective: Objective,
+    tally: Tally | None,
 ) -> tuple[float, ...]:
     """Count images, sum their losses, hits and hits among the ``depth`` largest outputs, and count
     those whose outputs have their classes; the last value is images per second.
@@ -118,7 +125,10 @@ def _sums(
         found = torch.zeros(4, device=device)
         found[0] = judged.loss
         if judged.logits is not None:
-            hits = judged.logits.topk(depth, dim=1).indices == labels[:, None]
+            named = judged.logits.topk(depth, dim=1).indices
+            hits = named == labels[:, None]
+            if tally is not None:
+                tally.add(labels, named[:, 0], judged.logits)
             found[1], found[2], found[3] = hits[:, 0].sum(), hits.sum(), len(labels)
         parts.append(found)
         # Time is that of the device, which works on after a call has returned.

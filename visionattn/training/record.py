@@ -33,7 +33,9 @@ BEST, LAST = "best.safetensors", "last.pt"
 PREVIOUS, STATUS = "previous.pt", "status.json"
 CONFIG, METRICS = "config.yaml", "metrics.jsonl"
 SUMMARY = "summary.csv"
-NAMES = (BEST, LAST, PREVIOUS, STATUS, CONFIG, METRICS, SUMMARY)
+BY_CLASS = {"validation": "validation.json", "test": "test.json"}
+"""What the best weights say of each class of a split, by the name of the split."""
+NAMES = (BEST, LAST, PREVIOUS, STATUS, CONFIG, METRICS, SUMMARY, *BY_CLASS.values())
 """The files that runs write, besides those of TensorBoard."""
 LOCK = "run.lock"
 """A file that is there while a run is at work, and after one that was killed."""

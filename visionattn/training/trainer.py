@@ -31,6 +31,7 @@ from visionattn.training.config import TrainConfig
 from visionattn.training.distributed import Processes
 from visionattn.training.evaluate import Evaluation, evaluate
 from visionattn.training.learner import Learner
+from visionattn.training.mistakes import Album, SplitName, by_class, write_by_class
 from visionattn.training.objective import Objective
 from visionattn.training.progress import (
     Position,
@@ -40,7 +41,7 @@ from visionattn.training.progress import (
     sizes_worth_trying,
     waiting,
 )
-from visionattn.training.record import BEST, Record
+from visionattn.training.record import BEST, BY_CLASS, Record
 from visionattn.training.states import (
     PARTS,
     BestFigures,
@@ -50,9 +51,14 @@ from visionattn.training.states import (
     completed,
     differences,
 )
+from visionattn.training.tally import Tally, merged
 
 NON_FINITE_STEPS = 3
 """Steps in a row without a finite loss that end a run."""
+LOG_EVERY, LINES = 50, 200
+"""Steps between two lines about steps where nothing is asked for; fewer, so that a run has so many
+lines.
+"""
 
 
 class Trainer(Learner):
@@ -103,6 +109,7 @@ class Trainer(Learner):
         self.progress = Progress(0)
         self.watched = nn.Identity() if config.compile or self.processes.size > 1 else model
         """Whose blocks show how far a step has come; compiled ones show nothing."""
+        self.log_every = config.log_every or max(1, min(LOG_EVERY, config.epochs * steps // LINES))
         self._listing: dict[str, Any] | None = None
         self.clock: float | None = None
         """When the time was last counted; None while it is not."""
@@ -160,13 +167,13 @@ class Trainer(Learner):
                 self.save(record)
         while self.position.epoch < self.config.epochs:
             self.train_epoch(record, interruption)
-            model = self.spread.whole(self.evaluated)
+            model, tally = self.spread.whole(self.evaluated), Tally()
             result = self.evaluate(
-                model, self.validation, interruption, record, "validation images"
+                model, self.validation, interruption, record, "validation images", tally
             )
             with interruption.changing():
-                self.close_epoch(model, result, record)
-            del model, result
+                self.close_epoch(model, result, tally, record)
+            del model, result, tally
         self.clock = None
         if self.position.step and self.position.skipped == self.position.step:
             raise NonFinite(
@@ -242,7 +249,7 @@ class Trainer(Learner):
             self.window.add(loss, norm, images, waited, seconds)
         else:
             self.count_skipped(loss, group, record)
-        if self.window.steps and position.step % self.config.log_every == 0:
+        if self.window.steps and position.step % self.log_every == 0:
             place = {"step": position.step, "epoch": position.epoch + 1}
             record.step(
                 place
@@ -286,8 +293,11 @@ class Trainer(Learner):
         interruption: Interruption,
         record: Record,
         what: str,
+        tally: Tally,
     ) -> Evaluation:
-        """Evaluate in the precision of the training; ``what`` says on which images."""
+        """Evaluate in the precision of the training; ``what`` says on which images, and ``tally``
+        notes what is said of each.
+        """
         self.input_shape = self.shape_of(-(-self.eval_batch_size // self.processes.size))
         with record.begin(what, len(batches), 0, "batches") as progress, progress.within(model):
             return evaluate(
@@ -298,9 +308,38 @@ class Trainer(Learner):
                 amp=self.config.amp,
                 processes=self.processes,
                 objective=self.objective,
+                tally=tally,
             )
 
-    def close_epoch(self, model: nn.Module, result: Evaluation, record: Record) -> None:
+    def keep_classes(
+        self,
+        split: SplitName,
+        tally: Tally,
+        batches: EvalBatches | StreamEvalBatches,
+        record: Record,
+    ) -> None:
+        """Write what the best weights say of each class of a split, and their worst mistakes;
+        nothing where images have no classes.
+
+        Args:
+            split: which images were evaluated.
+            tally: what this process has noted of its part of them.
+            batches: this part.
+        """
+        counts = merged(self.processes.gather(tally.count(batches.numbers)))
+        if not len(counts.pairs):
+            return
+        data, epoch = self.config.data, self.position.best_epoch
+        album = Album(getattr(self.splits, split), self.geometry, data.root)
+        self.processes.on_first(
+            lambda: write_by_class(
+                record.folder / BY_CLASS[split], by_class(counts, album, self.spec, split, epoch)
+            )
+        )
+
+    def close_epoch(
+        self, model: nn.Module, result: Evaluation, tally: Tally, record: Record
+    ) -> None:
         """Save the weights if they are the best so far; write and print the epoch's figures, then
         save the state.
 
@@ -316,11 +355,13 @@ class Trainer(Learner):
         figures = BestFigures(position.epoch + 1, result.accuracy, result.loss)
         rank = self.objective.rank
         better = rank(*figures.rank) > rank(position.best, position.best_loss)
-        # Best weights first: if the process is killed now, their file says how good they are.
+        # Best weights first: if the process is killed now, their file says how good they are. What
+        # they say of each class comes before them: once they are there, it is not written again.
         if better:
             position.best, position.best_loss = figures.rank
             position.best_epoch = figures.epoch
             name, notes = self.config.model.name, figures.notes()
+            self.keep_classes("validation", tally, self.validation, record)
             self.processes.on_first(
                 lambda: save_model(
                     record.folder / BEST, model, name, self.args, self.spec, notes=notes
@@ -364,8 +405,10 @@ class Trainer(Learner):
         if self.splits.test is not None:
             model = self.processes.on_first(lambda: load_model(checkpoint)).to(self.device)
             images = self.batches_of(self.splits.test)
-            test = self.evaluate(model, images, interruption, record, "test images")
+            tally = Tally()
+            test = self.evaluate(model, images, interruption, record, "test images", tally)
             check_finite(test, "the test images")
+            self.keep_classes("test", tally, images, record)
             record.event(
                 "test",
                 {

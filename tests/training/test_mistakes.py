@@ -1,0 +1,341 @@
+"""What a run keeps of each class and of its worst mistakes: counts, pictures, and what no reader
+takes.
+"""
+
+import base64
+import io
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.helpers.geometry import square
+from tests.helpers.several_processes import run_processes
+from tests.helpers.small_runs import (
+    SPEC,
+    Quadrants,
+    lines,
+    lines_of,
+    quadrants,
+    quadrants_for,
+    small_config,
+    small_trainer,
+)
+from visionattn.data.batches import EvalBatches, SampleKey, Unreadable
+from visionattn.data.config import DataConfig
+from visionattn.data.geometry import Geometry
+from visionattn.models.weights import load_model
+from visionattn.training import engine
+from visionattn.training.distributed import joined
+from visionattn.training.evaluate import evaluate
+from visionattn.training.mistakes import (
+    MOST_BYTES,
+    MOST_PAIRS,
+    Album,
+    by_class,
+    read_by_class,
+    write_by_class,
+)
+from visionattn.training.pictures import ADDRESS, address
+from visionattn.training.tally import MOST_MISTAKES, Counts, Tally, Wrong, merged
+
+
+def said_of(logits):
+    """Class and probabilities of each row, in float64 and without torch's softmax."""
+    shares = np.exp(logits.astype(np.float64))
+    return logits.argmax(1), shares / shares.sum(1, keepdims=True)
+
+
+def drawn(images=83, classes=7, seed=0):
+    draw = np.random.default_rng(seed)
+    labels = draw.integers(0, classes, images)
+    logits = draw.normal(size=(images, classes)).astype(np.float32)
+    logits[np.arange(images), labels] += 1
+    return labels, logits
+
+
+def tally_of(labels, logits, batch=9):
+    tally = Tally()
+    for start in range(0, len(labels), batch):
+        part = torch.from_numpy(logits[start : start + batch])
+        tally.add(torch.from_numpy(labels[start : start + batch]), part.argmax(1), part)
+    return tally
+
+
+def test_pairs_are_counted_and_the_mistakes_of_the_largest_loss_are_kept():
+    labels, logits = drawn()
+    said, shares = said_of(logits)
+    numbers = np.random.default_rng(1).permutation(1000)[: len(labels)]
+    found = tally_of(labels, logits).count(numbers.tolist())
+    counted = {}
+    for pair in zip(labels.tolist(), said.tolist(), strict=True):
+        counted[pair] = counted.get(pair, 0) + 1
+    assert {(a, b): n for a, b, n in found.pairs.tolist()} == counted
+    loss = -np.log(shares[np.arange(len(labels)), labels])
+    wrong = sorted((i for i in range(len(labels)) if said[i] != labels[i]), key=lambda i: -loss[i])
+    assert len(wrong) > MOST_MISTAKES
+    assert [each.number for each in found.worst] == numbers[wrong[:MOST_MISTAKES]].tolist()
+    for i, each in zip(wrong, found.worst, strict=False):
+        assert (each.label, each.said) == (labels[i], said[i])
+        assert each.loss == pytest.approx(loss[i], rel=1e-5)
+        assert each.probability == pytest.approx(shares[i].max(), rel=1e-5)
+
+
+def test_the_parts_of_an_evaluation_come_to_what_the_whole_does():
+    labels, logits = drawn()
+    whole = tally_of(labels, logits).count(range(len(labels)))
+    parts = [
+        tally_of(labels[rank::3], logits[rank::3]).count(range(rank, len(labels), 3))
+        for rank in range(3)
+    ]
+    found = merged([parts[2], Tally().count([]), *parts[:2]])
+    np.testing.assert_array_equal(found.pairs, whole.pairs)
+    assert [each[1:4] for each in found.worst] == [each[1:4] for each in whole.worst]
+
+
+def test_images_without_numbers_have_no_pictures():
+    labels, logits = drawn()
+    worst = tally_of(labels, logits).count(None).worst
+    assert {each.number for each in worst} == {-1}
+    kept = Album(None, square(16), None).mistake(worst[0])
+    assert (kept.name, kept.size, kept.picture) == (None, None, None) and kept.probability > 0
+
+
+@pytest.fixture
+def small_data(monkeypatch):
+    monkeypatch.setattr(engine, "build_splits", quadrants_for)
+
+
+def picture_of(source):
+    return np.asarray(Image.open(io.BytesIO(base64.b64decode(source.partition(",")[2]))))
+
+
+@pytest.mark.parametrize("test", [True, False])
+def test_a_run_keeps_what_its_best_weights_say_of_each_class(tmp_path, monkeypatch, test):
+    splits = quadrants(9, test=test)
+    monkeypatch.setattr(engine, "build_splits", lambda config, seed: splits)
+    config = small_config(tmp_path, epochs=1, optim={"warmup_epochs": 0.2})
+    lines_of(config)
+    folder = tmp_path / "small"
+    model = load_model(folder / "best.safetensors").eval()
+    for name in ("validation", "test"):
+        if name == "test" and not test:
+            assert not (folder / "test.json").exists()
+            continue
+        found = read_by_class(folder / f"{name}.json")
+        dataset = getattr(splits, name)
+        items = [dataset[SampleKey(i, 0, square(16))] for i in range(len(dataset))]
+        images = torch.stack([torch.from_numpy(item.pixels).permute(2, 0, 1) for item in items])
+        with torch.no_grad():
+            said, shares = said_of(model(SPEC.prepare(images)).numpy())
+        labels = np.array([item.label for item in items])
+        assert (found.split, found.epoch, found.images) == (name, 1, len(dataset))
+        assert found.class_names == list(SPEC.class_names) and "16 x 16 px" in found.seen
+        assert [list(row) for row in found.classes] == [
+            [(labels == k).sum(), ((labels == k) & (said == k)).sum(), (said == k).sum()]
+            for k in range(4)
+        ]
+        made = {(a, b): n for a, b, n in found.confusions}
+        assert made == {
+            (a, b): count
+            for a in range(4)
+            for b in range(4)
+            if a != b and (count := ((labels == a) & (said == b)).sum())
+        }
+        assert found.complete and found.mistakes
+        seen = {item.pixels.tobytes(): i for i, item in enumerate(items)}
+        for each in found.mistakes:
+            i = seen[picture_of(each.picture).tobytes()]
+            assert (each.label, each.said) == (labels[i], said[i]) and each.size == (16, 16)
+            assert each.probability == pytest.approx(shares[i].max(), abs=1e-5)
+            assert each.of_label == pytest.approx(shares[i, labels[i]], abs=1e-5)
+        chances = [each.of_label for each in found.mistakes]
+        assert chances == sorted(chances)
+
+
+def test_what_a_later_epoch_does_worse_is_not_kept(tmp_path, monkeypatch, small_data):
+    real = engine.Trainer.evaluate
+
+    def evaluate(self, *arguments):
+        result = real(self, *arguments)
+        return replace(result, accuracy=1.0 / (1 + self.position.epoch))
+
+    monkeypatch.setattr(engine.Trainer, "evaluate", evaluate)
+    lines_of(small_config(tmp_path, epochs=3))
+    assert read_by_class(tmp_path / "small" / "validation.json").epoch == 1
+
+
+class Marked(Quadrants):
+    """Images two of which cannot be read."""
+
+    def __getitem__(self, key):
+        if key.index in (2, 11):
+            return Unreadable(f"{key.index}.png", "cut off")
+        return super().__getitem__(key)
+
+
+@pytest.mark.filterwarnings("ignore:left out")
+def test_unreadable_images_do_not_shift_the_numbers_of_others():
+    config = DataConfig(workers=0, on_error="skip")
+    batches = EvalBatches(Marked(23, 2), config, batch_size=5, choices=(square(16),))
+    for _ in range(2):
+        labels = torch.cat([batch.labels for batch in batches])
+        assert batches.numbers == [i for i in range(23) if i not in (2, 11)]
+        assert labels.tolist() == [i % 4 for i in batches.numbers]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_several_processes_keep_what_one_does(tmp_path, size):
+    def kept(rank, count, processes=None):
+        trainer = small_trainer(small_config(tmp_path))
+        with torch.no_grad():
+            trainer.model.head.weight.normal_(std=0.5, generator=torch.Generator().manual_seed(2))
+        batches, tally = trainer.batches_of(trainer.splits.validation), Tally()
+        batches.divide(rank, count)
+        evaluate(
+            trainer.model, batches, SPEC, device=trainer.device, processes=processes, tally=tally
+        )
+        own = tally.count(batches.numbers)
+        parts = processes.gather(own) if processes else [own]
+        album = Album(trainer.splits.validation, trainer.geometry, None)
+        return by_class(merged(parts), album, SPEC, "validation", 1)
+
+    def work(rank):
+        with joined() as processes:
+            write_by_class(tmp_path / f"{rank}.json", kept(rank, size, processes))
+
+    write_by_class(tmp_path / "alone.json", kept(0, 1))
+    assert [each.code for each in run_processes(size, work, tmp_path)] == [0] * size
+    alone = read_by_class(tmp_path / "alone.json")
+    assert len(alone.mistakes) > 3
+    for rank in range(size):
+        found = read_by_class(tmp_path / f"{rank}.json")
+        assert (tmp_path / f"{rank}.json").read_bytes() == (tmp_path / "0.json").read_bytes()
+        assert (found.classes, found.confusions) == (alone.classes, alone.confusions)
+        for one, other in zip(found.mistakes, alone.mistakes, strict=True):
+            assert (one.picture, one.said, one.label) == (other.picture, other.said, other.label)
+            assert one.probability == pytest.approx(other.probability, abs=1e-5)
+
+
+def test_the_names_of_files_are_told_below_the_root(tmp_path):
+    draw = np.random.default_rng(3)
+    for split in ("train", "val"):
+        for kind in ("cat", "dog"):
+            (tmp_path / "mine" / split / kind).mkdir(parents=True)
+            for i in range(3):
+                coarse = draw.integers(0, 255, (11, 6, 3)).astype(np.uint8)
+                pixels = np.kron(coarse, np.ones((12, 12, 1), np.uint8))
+                Image.fromarray(pixels).save(tmp_path / "mine" / split / kind / f"{i}.png")
+    data = {"name": "folder", "root": str(tmp_path / "mine"), "fit": "native", "img_size": None}
+    lines_of(small_config(tmp_path, data=data, epochs=1, batch_size=3, optim={"warmup_epochs": 0}))
+    found = read_by_class(tmp_path / "small" / "validation.json")
+    assert found.class_names == ["cat", "dog"] and found.mistakes
+    for each in found.mistakes:
+        assert (tmp_path / "mine" / each.name).is_file()
+        assert each.name.startswith(f"val/{found.name(each.label)}/") and each.size == (132, 72)
+        with Image.open(tmp_path / "mine" / each.name) as image:
+            near = np.asarray(image, np.float64) - picture_of(each.picture)
+        assert abs(near).mean() < 20  # JPEG; of another image it is 85
+
+
+def test_a_large_picture_is_bounded_and_keeps_its_shape():
+    noise = np.random.default_rng(0).integers(0, 255, (2400, 1600, 3)).astype(np.uint8)
+    small = address(noise, (900, 600), MOST_BYTES)
+    assert ADDRESS.fullmatch(small) and len(small) < MOST_BYTES * 4 / 3 + 100
+    height, width = picture_of(small).shape[:2]
+    assert abs(height / width - 1.5) < 0.02 and 300 < width <= 600
+    smooth = np.full((3000, 3000, 1), 0.5, np.float32)
+    assert picture_of(address(smooth, (900, 600), MOST_BYTES)).shape[:2] == (600, 600)
+    bands = np.random.default_rng(0).integers(0, 255, (30, 64, 5)).astype(np.uint8)
+    np.testing.assert_array_equal(picture_of(address(bands, (9, 9), 1)), bands[..., :3])
+
+
+def many(classes=1000, images=30_000, seed=0):
+    """Counts of many classes, each pair once or twice."""
+    draw = np.random.default_rng(seed)
+    pairs = np.unique(draw.integers(0, classes, (images, 2)), axis=0)
+    pairs = np.column_stack([pairs, draw.integers(1, 3, len(pairs))])
+    return Counts(pairs, [Wrong(9.0, -1, 0, 1, 0.9)])
+
+
+def test_of_many_pairs_the_most_frequent_are_kept_and_the_file_stays_small(tmp_path):
+    spec, counts = replace(SPEC, num_classes=1000, class_names=None), many()
+    found = by_class(counts, Album(None, square(16), None), spec, "test", 3)
+    assert len(found.confusions) == MOST_PAIRS and not found.complete
+    assert {often for *_, often in found.confusions} == {2}
+    assert found.images == counts.pairs[:, 2].sum() and found.name(17) == "17"
+    write_by_class(tmp_path / "test.json", found)
+    assert (tmp_path / "test.json").stat().st_size < 100_000
+    assert read_by_class(tmp_path / "test.json") == found
+
+
+WRONG = {
+    "version": 2,
+    "split": "train",
+    "epoch": 0,
+    "images": 11,
+    "class_names": ["a"],
+    "classes": [[6, 7, 5], [4, 1, 5]],
+    "confusions": [[0, 2, 1]],
+    "mistakes": [
+        {"label": 0, "said": 1, "probability": 2.0, "of_label": 0.1}
+        | {"name": None, "size": None, "picture": None}
+    ],
+}
+PICTURES = ["http://example.org/a.png", "data:image/svg+xml;base64,AAAA", '"><script>', "x" * 10]
+
+
+def test_a_file_that_contradicts_itself_is_refused(tmp_path):
+    counts = Counts(np.array([[0, 0, 4], [0, 1, 2], [1, 0, 1], [1, 1, 3]]), [])
+    spec = replace(SPEC, num_classes=2, class_names=("a", "b"))
+    found = by_class(counts, Album(None, square(16), None), spec, "test", 1)
+    path = tmp_path / "test.json"
+    write_by_class(path, found)
+    assert read_by_class(path) == found
+    good = json.loads(path.read_text())
+    one = WRONG["mistakes"][0] | {"probability": 0.5}
+    cases = [good | {key: value} for key, value in WRONG.items()]
+    cases += [good | {"mistakes": [one | {"picture": picture}]} for picture in PICTURES]
+    cases += [good | {"confusions": [[0, 1, 5]]}, good | {"confusions": [[0, 0, 1]]}, [], {}]
+    for case in cases:
+        path.write_text(json.dumps(case))
+        with pytest.raises(ValueError, match="test.json is damaged") as error:
+            read_by_class(path)
+        assert "\n" not in str(error.value)
+
+
+def test_a_short_run_has_lines_about_each_step_and_a_long_one_about_each_fiftieth(
+    tmp_path, small_data
+):
+    lines_of(small_config(tmp_path, log_every=None, epochs=2))
+    about = [line["step"] for line in lines(tmp_path / "small") if line["kind"] == "train"]
+    assert about == list(range(1, 17))
+    for epochs, every in ((60, 2), (1000, 40), (5000, 50)):
+        assert (
+            small_trainer(small_config(tmp_path, log_every=None, epochs=epochs)).log_every == every
+        )
+    assert small_trainer(small_config(tmp_path, log_every=7)).log_every == 7
+
+
+def test_images_of_many_sizes_keep_their_numbers(tmp_path):
+    class Two(Quadrants):
+        def canvases(self, geometry):
+            return np.array([(16, 16 if i % 3 else 32) for i in range(len(self))])
+
+        def __getitem__(self, key):
+            shape = (16, 16 if key.index % 3 else 32, 1)
+            pixels = np.full(shape, key.index, np.uint8)
+            return (
+                super()
+                .__getitem__(key._replace(geometry=square(16)))
+                ._replace(pixels=pixels, present=shape[:2])
+            )
+
+    config = DataConfig(workers=0)
+    native = Geometry("native", None, None, (4, 4))
+    batches = EvalBatches(Two(23, 2), config, batch_size=4, choices=(native,))
+    values = [value for batch in batches for value in batch.images[:, 0, 0, 0].tolist()]
+    assert values == batches.numbers and sorted(values) == list(range(23)) != values
