@@ -13,6 +13,7 @@ from visionattn.lab.figures import MIB, accuracy_column, deviation, looks_of, na
 from visionattn.lab.report.origin import NAMES, gibibytes, values_of, varied
 from visionattn.lab.report.rows import Row, chosen, distinct, trained_itself, value_of
 from visionattn.lab.report.runs import WORDS, Run, flatten, number
+from visionattn.lab.report.sameness import best_of, data_words, same_data
 from visionattn.training.config import TrainConfig
 
 PLACE = ("run", "output", "resume", "overwrite")
@@ -32,6 +33,8 @@ class Cell:
     """What stands small below the text."""
     look: Look | None = None
     """The look of the run or series whose name this is."""
+    wide: bool = False
+    """Whether the text may be long: it is wrapped."""
 
 
 @dataclass
@@ -52,12 +55,18 @@ class Table:
 
 
 def results(runs: Sequence[Run]) -> Table:
-    """Return the results of each run; the best accuracy of several is strong."""
+    """Return the results of each run; the best accuracy of several on the same images is strong.
+    Where runs have different data, a column says which.
+    """
     tested = [number(run.result.get("test_accuracy")) for run in runs]
     validated = [number(run.result.get("validation_accuracy")) for run in runs]
+    best_tested = best_of(tested, [same_data(run, test=True) for run in runs])
+    best_validated = best_of(validated, [same_data(run) for run in runs])
+    words = data_words(runs)
     columns = [
         "run",
         "status",
+        *(["data"] if any(words) else []),
         "test accuracy",
         "validation accuracy",
         "best epoch",
@@ -76,8 +85,9 @@ def results(runs: Sequence[Run]) -> Table:
             [
                 Cell(run.name, look=Look.of(i)),
                 Cell(WORDS[run.status], status=run.status, note=run.reason or ""),
-                accuracy_cell(tested, i, share_of(result, "test_images")),
-                accuracy_cell(validated, i, ""),
+                *([Cell(words[i], wide=True)] if any(words) else []),
+                accuracy_cell(tested[i], best_tested[i], share_of(result, "test_images")),
+                accuracy_cell(validated[i], best_validated[i]),
                 Cell(f"{best:.0f}" + (f" of {epochs}" if epochs else "") if best else "", True),
                 Cell(f"{run.parameters:,}" if run.parameters is not None else "", True),
                 Cell(lasting(seconds) if seconds is not None else "", True),
@@ -88,14 +98,9 @@ def results(runs: Sequence[Run]) -> Table:
     return table
 
 
-def accuracy_cell(values: Sequence[float | None], i: int, note: str) -> Cell:
-    """Return an accuracy in %, strong where it is the best of several."""
-    if values[i] is None:
-        return Cell(numeric=True)
-    known = [value for value in values if value is not None]
-    return Cell(
-        f"{100 * values[i]:.2f} %", True, len(known) > 1 and values[i] == max(known), note=note
-    )
+def accuracy_cell(value: float | None, best: bool = False, note: str = "") -> Cell:
+    """Return an accuracy in %, strong where it is the best."""
+    return Cell("" if value is None else f"{100 * value:.2f} %", True, best, note=note)
 
 
 def share_of(result: dict[str, Any], key: str) -> str:
