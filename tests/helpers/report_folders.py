@@ -12,6 +12,7 @@ import yaml
 
 import visionattn  # noqa: F401  registers the models
 from visionattn.models.weights import DataSpec, save_model
+from visionattn.training.pictures import address
 
 MODEL = {"patch_size": 16, "embed_dim": 16, "depth": 1, "num_heads": 2, "img_size": 32}
 SPEC = DataSpec(1, 10, tuple(str(digit) for digit in range(10)), (0.306,), (0.324,), None, 32)
@@ -86,6 +87,28 @@ def write_weights(folder, always, spec=SPEC):
         model.head.bias.copy_(3.0 * (torch.arange(spec.num_classes) == always))
     save_model(folder / "best.safetensors", model, "scaleformer_vit_t", MODEL, spec)
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def write_classes(folder, counts, *, split="test", epoch=2, names=None, mistakes=()):
+    """What best weights say of classes: ``counts[i][j]`` images of class i were taken for j.
+
+    Args:
+        names: of the classes; None: numbers.
+        mistakes: class, what was said, the probabilities of both, name, and image or None.
+    """
+    number = len(counts)
+    classes = [[sum(counts[i]), counts[i][i], sum(row[i] for row in counts)] for i in range(number)]
+    pairs = [[i, j, counts[i][j]] for i in range(number) for j in range(number) if i != j]
+    pairs = sorted((pair for pair in pairs if pair[2]), key=lambda pair: -pair[2])
+    kept = [
+        dict(label=label, said=said, of_label=own, probability=chance, name=name)
+        | {"size": None if image is None else image.shape[:2]}
+        | {"picture": None if image is None else address(image, (900, 600), 150_000)}
+        for label, said, own, chance, name, image in mistakes
+    ]
+    found = dict(version=1, split=split, epoch=epoch, images=sum(map(sum, counts)), seen="whole")
+    found |= dict(class_names=names or [], classes=classes, confusions=pairs[:2000])
+    (folder / f"{split}.json").write_text(json.dumps(found | {"mistakes": kept}))
 
 
 def write_rows(path, rows):

@@ -26,7 +26,7 @@ from tests.helpers.report_folders import (
 from tests.helpers.tools import assert_one_error, load_tool
 from visionattn.cli.files import unfinished
 from visionattn.data.embedded import digit_splits
-from visionattn.lab.charts import Chart, Look, Series, thin
+from visionattn.lab.charts import Chart, Look, Series, reach, thin
 from visionattn.lab.drawing import svg
 from visionattn.lab.report.batches import address as sheet_address
 from visionattn.lab.report.batches import batches_of
@@ -102,6 +102,30 @@ def test_a_run_whose_epochs_are_too_short_for_lines_about_steps_has_all_curves(t
         assert [series.name for series in chart.series] == ["long", "short"]
         assert list(chart.series[1].x) == [1, 2, 3]
     assert charts[0].series[1].y == [1.0, 1.0, 1.0] and len(charts[0].series[0].y) == 12
+
+
+def test_a_curve_has_the_source_with_the_most_values(tmp_path):
+    run = write_run(tmp_path / "mine")
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    kept = [line for line in lines if line["kind"] == "epoch" or line["step"] in (4, 12)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
+    figure = curves_of([read_run(run, "mine", now=0.0)])
+    charts = {chart.title: chart.series[0] for chart in figure.charts}
+    assert charts["Training loss"].y == [1.0, 1.0, 1.0]  # of three epochs, not of two steps
+    assert list(charts["Speed of training"].y) == [904.0, 912.0] and not figure.thinned
+
+
+def test_a_page_says_that_long_curves_are_means(tmp_path):
+    run = write_run(tmp_path / "mine")
+    said = "each point is the mean of its neighbours"
+    assert said not in page_of(run, output=tmp_path / "page.html").text
+    (run / "metrics.jsonl").write_text(
+        "".join(
+            json.dumps({"kind": "train", "step": i, "epoch": 1, "loss": 1.0 / i}) + "\n"
+            for i in range(1, 302)
+        )
+    )
+    assert said in page_of(run, output=tmp_path / "other.html").text
 
 
 def test_a_run_that_did_not_finish_is_shown_with_its_state_and_reason(tmp_path):
@@ -357,6 +381,9 @@ def test_long_curves_are_thinned_and_keep_their_means():
     thin_x, thin_y = thin(x, y)
     assert len(thin_x) <= 300 and abs(sum(thin_y) / len(thin_y) - 24.5) < 0.5
     assert thin([1], [None]) == ([1], [None])
+    middles, least, largest = reach(x, [None, *y[1:]])
+    assert middles == thin_x and reach(x[:300], y[:300]) is None
+    assert least[:2] == [1.0, 0.0] and largest[:2] == [33.0, 49.0]  # groups of 34
     text = svg(
         Chart(
             "T",
@@ -366,7 +393,8 @@ def test_long_curves_are_thinned_and_keep_their_means():
         ),
         "c1",
     )
-    assert len(text) < 60_000 and "var(--series-1)" in text and "#1e00" not in text
+    assert len(text) < 80_000 and "var(--series-1)" in text and "#1e00" not in text
+    assert text.count("fill-opacity: 0.18") == 1
 
 
 def test_the_first_24_series_look_different():

@@ -38,6 +38,37 @@ ODD_METRICS = {
 }
 
 
+PICTURE = "data:image/png;base64,iVBORw0KGgo="
+BY_CLASS = {
+    "version": 1,
+    "split": "validation",
+    "epoch": 1,
+    "images": 4,
+    "seen": "whole",
+    "class_names": ["cat", "dog"],
+    "classes": [[2, 1, 2], [2, 1, 2]],
+    "confusions": [[0, 1, 1], [1, 0, 1]],
+    "mistakes": [
+        {"label": 0, "said": 1, "probability": 0.9, "of_label": 0.1}
+        | {"name": "a.png", "size": [16, 16], "picture": PICTURE}
+    ],
+}
+ODD_CLASSES = {
+    "of nothing": "",
+    "of a list": "[]",
+    "deep": "[" * 100_000,
+    "of a picture that is a link": json.dumps(BY_CLASS).replace(PICTURE, "http://example.org/a"),
+    "of a picture of 5 MB": json.dumps(BY_CLASS).replace("iVBORw0KGgo=", "A" * 5_000_000),
+    "of names of markup": json.dumps(BY_CLASS).replace("cat", "<script>alert(1)</script>"),
+    "of names of 5,000 letters": json.dumps(BY_CLASS).replace("cat", "c" * 5000),
+    "of a lone surrogate": json.dumps(BY_CLASS).replace("cat", "\\udc80"),
+    "of huge counts": json.dumps(BY_CLASS).replace(" 2,", f" {'9' * 18},"),
+    "of a million classes": json.dumps(BY_CLASS | {"classes": [[0, 0, 0]] * 1_000_000}),
+}
+FILES = ("run/metrics.jsonl", "run/status.json", "run/config.yaml", "run/best.safetensors")
+FILES += ("run/validation.json",)
+
+
 def cases() -> Iterator[Case]:
     """Return cases of runs that are shown as far as they can be read."""
     yield from table_cases()
@@ -61,7 +92,12 @@ def cases() -> Iterator[Case]:
     for name, content in HEADS.items():
         change = write("run/best.safetensors", content)
         yield Case(f"report weights head {name}", REPORT, change, **goes_on)
-    for file in ("run/metrics.jsonl", "run/status.json", "run/config.yaml", "run/best.safetensors"):
+    for name, broken in few(broken_trees(BY_CLASS), 2):
+        change = write("run/validation.json", json.dumps(broken))
+        yield Case(f"report classes {name}", REPORT, change, **goes_on)
+    for name, text in ODD_CLASSES.items():
+        yield Case(f"report classes {name}", REPORT, write("run/validation.json", text), **goes_on)
+    for file in FILES:
         for kind, change in BYTES.items():
             yield Case(f"report bytes {file} {kind}", REPORT, rewrite(file, change), **goes_on)
         yield Case(f"report {file} is a folder", REPORT, replace_by_folder(file), **goes_on)

@@ -25,7 +25,9 @@ NEUTRAL_COLOURS = {
 DASHES = ("none", "6 3", "1.5 2.5", "8 3 1.5 3")
 MARKERS = ("o", "s", "^", "D")
 MOST_POINTS = 300
-"""Longer curves are shown by means of neighbours."""
+"""Longer curves are shown by means of neighbours, with a shade between the least and the largest of
+them.
+"""
 MOST_MARKED = 40
 """Curves with at most so many points have each marked, with its values for the mouse; longer ones
 have a few.
@@ -194,15 +196,35 @@ def hidden_under(chart: Chart) -> list[int]:
 
 def thin(x: Sequence[float], y: Sequence[float | None]) -> tuple[list[float], list[float | None]]:
     """Return a curve of at most ``MOST_POINTS`` points: means of neighbours without gaps."""
-    step = math.ceil(len(x) / MOST_POINTS)
-    if step <= 1:
-        return list(x), list(y)
-    thinned_x, thinned_y = [], []
-    for start in range(0, len(x), step):
-        values = [value for value in y[start : start + step] if value is not None]
-        thinned_x.append(sum(x[start : start + step]) / len(x[start : start + step]))
-        thinned_y.append(sum(values) / len(values) if values else None)
-    return thinned_x, thinned_y
+    thinned = [
+        (sum(places) / len(places), sum(values) / len(values) if values else None)
+        for places, values in _groups(x, y)
+    ]
+    return [place for place, _ in thinned], [value for _, value in thinned]
+
+
+def reach(
+    x: Sequence[float], y: Sequence[float | None]
+) -> tuple[list[float], list[float], list[float]] | None:
+    """Return what means of ``thin`` leave out: their places with the least and the largest value
+    there; None where nothing is left out.
+    """
+    if len(x) <= MOST_POINTS:
+        return None
+    known = [(places, values) for places, values in _groups(x, y) if values]
+    middles = [sum(places) / len(places) for places, _ in known]
+    return middles, [min(values) for _, values in known], [max(values) for _, values in known]
+
+
+def _groups(
+    x: Sequence[float], y: Sequence[float | None]
+) -> list[tuple[Sequence[float], list[float]]]:
+    """Return the places of neighbours that become one point, and the values there."""
+    step = max(1, math.ceil(len(x) / MOST_POINTS))
+    return [
+        (x[i : i + step], [value for value in y[i : i + step] if value is not None])
+        for i in range(0, len(x), step)
+    ]
 
 
 def wrapped(name: str) -> str:

@@ -22,6 +22,7 @@ from visionattn.lab.charts import (
     Point,
     Series,
     hidden_under,
+    reach,
     short,
     spread_out,
     thin,
@@ -182,6 +183,8 @@ def _draw_series(
     if len(x) > MOST_MARKED:
         line |= {"marker": marker, "markersize": 4, "markevery": len(x) // 8}
     ax.plot(x, [math.nan if value is None else value for value in y], **line)
+    if left_out := reach(places, [height for _, height, _ in points]):
+        ax.fill_between(*left_out, color=colour, alpha=0.18, linewidth=0)
     if len(points) > MOST_MARKED:
         return
     # Points are hollow where the line is dashed.

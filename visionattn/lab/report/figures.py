@@ -5,7 +5,7 @@ itself.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from visionattn.lab.charts import Chart, Look, Series
+from visionattn.lab.charts import MOST_POINTS, Chart, Look, Series
 from visionattn.lab.report.runs import Run, Values, number
 
 
@@ -15,6 +15,11 @@ class Figure:
 
     charts: Sequence[Chart]
     caption: str = ""
+
+    @property
+    def thinned(self) -> bool:
+        """Tell whether a curve has more values than are drawn."""
+        return any(len(series.x) > MOST_POINTS for chart in self.charts for series in chart.series)
 
     @property
     def legend(self) -> dict[str, Look]:
@@ -33,19 +38,20 @@ def curves_of(runs: Sequence[Run]) -> Figure:
     x_name = "epoch" if by_epoch else "optimiser step"
 
     def curves(*sources: tuple[str, str], factor: float = 1.0) -> list[Series]:
-        """Return a curve of each run, from the first of the sources that has values of it: a run of
-        short epochs has lines about epochs alone.
+        """Return a curve of each run, from that of the sources which has the most values of it: a
+        run of short epochs may have few lines about steps, or none.
         """
         found = []
         for i, run in enumerate(runs):
+            curves = []
             for kind, key in sources:
                 lines = [x for x in getattr(run, kind) if number(x.get("step")) is not None]
                 values = [number(line.get(key)) for line in lines]
-                if any(value is not None for value in values):
-                    x = [position(line, run, by_epoch) for line in lines]
-                    y = [None if value is None else factor * value for value in values]
-                    found.append(Series(run.name, Look.of(i), x, y))
-                    break
+                x = [position(line, run, by_epoch) for line in lines]
+                y = [None if value is None else factor * value for value in values]
+                curves.append(Series(run.name, Look.of(i), x, y))
+            most = max(curves, key=known)
+            found += [most] if known(most) else []
         return found
 
     def of_steps(key: str) -> tuple[tuple[str, str], tuple[str, str]]:
@@ -68,6 +74,11 @@ def curves_of(runs: Sequence[Run]) -> Figure:
         [chart for chart in charts if not chart.empty],
         f"Data: {', '.join(sorted(data))}" if any(data) else "",
     )
+
+
+def known(series: Series) -> int:
+    """Count the values of a curve."""
+    return sum(value is not None for value in series.y)
 
 
 def position(line: Values, run: Run, by_epoch: bool) -> float:

@@ -20,12 +20,13 @@ from markupsafe import Markup
 
 import visionattn
 from visionattn.cli.files import printable, write_text
-from visionattn.lab.charts import Chart, Look, page_colours
+from visionattn.lab.charts import MOST_POINTS, Chart, Look, page_colours
 from visionattn.lab.drawing import svg
 from visionattn.lab.figures import heads_of, memory_of
 from visionattn.lab.profile.config import FILES
 from visionattn.lab.report import origin, tables
 from visionattn.lab.report.batches import batches_of
+from visionattn.lab.report.classes import classes_of
 from visionattn.lab.report.examples import galleries
 from visionattn.lab.report.figures import Figure, curves_of
 from visionattn.lab.report.options import Wanted, parse_report, trainings_in
@@ -94,9 +95,13 @@ def page(wanted: Wanted, runs: Sequence[Run], *, now: float) -> str:
     seen, unseen = batches_of(runs) if wanted.images else ([], {})
     charts = Charts()
     environment = jinja2.Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+        loader=jinja2.FunctionLoader(resource),
     )
-    return environment.from_string(resource("page.html")).render(
+    return environment.get_template("page.html").render(
         title=wanted.title,
         written=f"{datetime.fromtimestamp(now, UTC):%Y-%m-%d %H:%M} UTC",
         version=visionattn.__version__,
@@ -107,6 +112,8 @@ def page(wanted: Wanted, runs: Sequence[Run], *, now: float) -> str:
         looks={run.name: Look.of(i) for i, run in enumerate(runs)},
         results=tables.results(runs),
         curves=curves_of(runs),
+        most_points=MOST_POINTS,
+        classes=classes_of(runs, wanted.images),
         galleries=shown,
         skipped=skipped,
         batches=seen,

@@ -17,7 +17,8 @@ from safetensors import SafetensorError, safe_open
 
 from visionattn.cli import untrusted
 from visionattn.cli.ends import is_out_of_memory
-from visionattn.training.record import BEST, CONFIG, METRICS, STATUS
+from visionattn.training.mistakes import ByClass, read_by_class
+from visionattn.training.record import BEST, BY_CLASS, CONFIG, METRICS, STATUS
 
 Values = dict[str, Any]
 RUN_FILES = (CONFIG, METRICS, STATUS)
@@ -61,6 +62,10 @@ class Run:
     provenance: Values = field(default_factory=dict)
     parameters: int | None = None
     """Numbers that the best weights consist of."""
+    by_class: ByClass | None = None
+    """What the best weights say of each class: of the test images, or where these have not been
+    evaluated of the validation images.
+    """
     problems: list[str] = field(default_factory=list)
     """What could not be read, a line each."""
 
@@ -108,7 +113,28 @@ def read_run(folder: Path, name: str, *, now: float) -> Run:
         run.reason = last_sign(folder / METRICS, now)
     if run.weights.is_file():
         run.parameters = count_parameters(run.weights, run.problems)
+    run.by_class = find_by_class(run)
     return run
+
+
+def find_by_class(run: Run) -> ByClass | None:
+    """Return what the best weights say of each class; a problem for a file that cannot be read. A
+    file of other weights counts as none: a run that went on has not come to its test yet.
+    """
+    best = number(run.result.get("best_epoch"))
+    for split in ("test", "validation"):
+        path = run.folder / BY_CLASS[split]
+        if not path.exists():
+            continue
+        try:
+            found = read_by_class(path)
+        except (ValueError, OSError) as error:
+            said = " ".join(str(error).split()).removeprefix(f"{path} ")
+            run.problems.append(f"{path.name} cannot be read: {said[:160]}")
+            continue
+        if found.split == split and best in (None, found.epoch):
+            return found
+    return None
 
 
 def add_status(run: Run, told: Values | None, *, tested: bool) -> None:
