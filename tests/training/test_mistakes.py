@@ -24,7 +24,7 @@ from tests.helpers.small_runs import (
     small_config,
     small_trainer,
 )
-from visionattn.data.batches import EvalBatches, SampleKey, Unreadable
+from visionattn.data.batches import EvalBatches, Item, SampleKey, Unreadable
 from visionattn.data.config import DataConfig
 from visionattn.data.geometry import Geometry
 from visionattn.models.weights import load_model
@@ -251,6 +251,24 @@ def test_a_large_picture_is_bounded_and_keeps_its_shape():
     assert picture_of(address(smooth, (900, 600), MOST_BYTES)).shape[:2] == (600, 600)
     bands = np.random.default_rng(0).integers(0, 255, (30, 64, 5)).astype(np.uint8)
     np.testing.assert_array_equal(picture_of(address(bands, (9, 9), 1)), bands[..., :3])
+
+
+def test_a_broad_picture_has_more_width_than_others():
+    class Pages:
+        def __init__(self, height, width):
+            self.image = np.zeros((height + 8, width + 8, 1), np.uint8)
+            self.image[:height, :width] = 200
+
+        def __getitem__(self, key):
+            height, width = self.image.shape[0] - 8, self.image.shape[1] - 8
+            return Item(self.image, 0, (height, width))
+
+    sizes = {(1000, 4000): (300, 1200), (2000, 2000): (600, 600), (4000, 1000): (900, 225)}
+    for size, shown in sizes.items():
+        kept = Album(Pages(*size), square(16), None).mistake(Wrong(1.0, 0, 0, 1, 0.5))
+        picture = picture_of(kept.picture)
+        assert picture.shape == shown and kept.wide == (shown[1] == 1200)
+        assert abs(picture.astype(int) - 200).max() < 9  # what is absent is not shown
 
 
 def many(classes=1000, images=30_000, seed=0):

@@ -25,8 +25,12 @@ MOST_PAIRS = 2000
 """How many pairs of a class and another that it was taken for are kept, the most frequent ones: all
 of 45 classes.
 """
-MOST_PX, MOST_BYTES = (900, 600), 150_000
-"""Pictures have at most so many pixels of height and width, and so many bytes."""
+MOST_PX, MOST_PX_WIDE, WIDE = (900, 600), (600, 1200), 1.5
+"""Pictures have at most so many pixels of height and width; the second pair where the width is more
+than so many times the height.
+"""
+MOST_BYTES = 150_000
+"""Pictures have at most so many bytes."""
 
 SplitName = Literal["validation", "test"]
 
@@ -49,6 +53,11 @@ class Mistake:
     """Height and width in pixels at which the model saw it."""
     picture: str | None
     """What the model saw, as a data address; None where it could not be read again."""
+
+    @property
+    def wide(self) -> bool:
+        """Tell whether the picture is wider than those of most images."""
+        return self.size is not None and is_wide(self.size) and self.size[1] > MOST_PX[1]
 
 
 @dataclass(frozen=True)
@@ -89,6 +98,11 @@ class ByClass:
         return self.class_names[number] if self.class_names else str(number)
 
 
+def is_wide(size: tuple[int, int]) -> bool:
+    """Tell whether an image of a height and width is shown in more width than height."""
+    return size[1] > WIDE * size[0]
+
+
 class Album:
     """The images of a split, from which pictures are made.
 
@@ -111,7 +125,8 @@ class Album:
             item = self.dataset[SampleKey(wrong.number, 0, self.geometry)]
             if not isinstance(item, Unreadable):
                 size = item.present
-                picture = address(item.pixels[: size[0], : size[1]], MOST_PX, MOST_BYTES)
+                most_px = MOST_PX_WIDE if is_wide(size) else MOST_PX
+                picture = address(item.pixels[: size[0], : size[1]], most_px, MOST_BYTES)
         of_label = float(np.exp(-wrong.loss))
         said, own = (float(f"{value:.6g}") for value in (wrong.probability, of_label))
         return Mistake(wrong.label, wrong.said, said, own, name, size, picture)

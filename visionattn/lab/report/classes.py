@@ -201,7 +201,8 @@ def row_of(
     if len(group) > 1:
         return name + cells
     worst = next((pair for pair in found.confusions if pair[0] == i), None)
-    said = f"{found.name(worst[1])} ({worst[2]:,} of {images:,})" if worst else ""
+    often = f"({worst[2]:,} of {images:,})".replace(" ", "\N{NO-BREAK SPACE}") if worst else ""
+    said = f"{found.name(worst[1])} {often}" if worst else ""
     precision = Cell(f"{100 * right / taken:.1f} %" if taken else "", True)
     return [*name, *cells, precision, Cell(said, wide=True)]
 
