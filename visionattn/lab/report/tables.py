@@ -66,7 +66,6 @@ def results(runs: Sequence[Run]) -> Table:
     columns = [
         "run",
         "status",
-        *(["data"] if any(words) else []),
         "test accuracy",
         "validation accuracy",
         "best epoch",
@@ -74,6 +73,7 @@ def results(runs: Sequence[Run]) -> Table:
         "time",
         "images/s",
         "model",
+        *(["data"] if any(words) else []),
     ]
     table = Table(columns)
     for i, run in enumerate(runs):
@@ -85,7 +85,6 @@ def results(runs: Sequence[Run]) -> Table:
             [
                 Cell(run.name, look=Look.of(i)),
                 Cell(WORDS[run.status], status=run.status, note=run.reason or ""),
-                *([Cell(words[i], wide=True)] if any(words) else []),
                 accuracy_cell(tested[i], best_tested[i], share_of(result, "test_images")),
                 accuracy_cell(validated[i], best_validated[i]),
                 Cell(f"{best:.0f}" + (f" of {epochs}" if epochs else "") if best else "", True),
@@ -93,6 +92,7 @@ def results(runs: Sequence[Run]) -> Table:
                 Cell(lasting(seconds) if seconds is not None else "", True),
                 Cell(f"{speed:,.0f}" if speed is not None else "", True),
                 Cell(str(run.setting("model", "name") or "")),
+                *([Cell(words[i], wide=True)] if any(words) else []),
             ]
         )
     return table
