@@ -205,6 +205,7 @@ def read_by_class(path: Path) -> ByClass:
     for each in found.mistakes:
         wanted(0 <= each.label < count and 0 <= each.said < count, "a class is none")
         wanted(0 <= each.probability <= 1 and 0 <= each.of_label <= 1, "a probability is none")
+        wanted(each.size is None or min(each.size) >= 1, "a size is none")
         picture = each.picture
         wanted(picture is None or ADDRESS.fullmatch(picture), "a picture is none")
         wanted(len(picture or "") <= 2 * MOST_BYTES, "a picture is too large")
