@@ -364,6 +364,15 @@ def test_memory_is_linear_in_the_patches(name):
         assert large < 4096**2 * 4  # one matrix of all pairs
 
 
+def test_a_gradient_keeps_the_tokens_between_blocks_and_what_is_within_one():
+    inputs = image(64, 64, dtype=torch.float32)
+    few, many = (
+        peak_bytes(lambda: find_evidence(model, inputs))  # noqa: B023
+        for model in (build(dtype=torch.float32, depth=depth) for depth in (2, 12))
+    )
+    assert many < 2 * few
+
+
 def test_what_cannot_be_looked_at_is_one_line():
     model, inputs = build(), image()
     with pytest.raises(ValueError, match="^VisionTransformer is no model of visionattn"):

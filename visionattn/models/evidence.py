@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from timm.layers import RmsNorm
 from torch import Tensor, nn
 
 from visionattn.layers import Attention
@@ -269,8 +270,15 @@ def _contrast(logits: Tensor, target: int) -> Tensor:
     return weights
 
 
+def divides(model: VisionAttnTransformer) -> bool:
+    """Tell whether the pooling divides an output among patches."""
+    pooled = model.attn_pool is None and model.global_pool in POOLED
+    known = isinstance(model.fc_norm, nn.Identity | nn.LayerNorm | nn.RMSNorm | RmsNorm)
+    return pooled and known and isinstance(model.head, nn.Linear)
+
+
 def _how(model: VisionAttnTransformer) -> str:
-    if model.attn_pool is None and model.global_pool in POOLED:
+    if divides(model):
         return POOLED[model.global_pool]
     if model.attn_pool is None and model.global_pool == "token":
         return (
@@ -297,9 +305,9 @@ def _divided(
     those of this image, so that the margin is a sum over channels; each goes to the patch that it
     is of.
     """
-    pool = model.global_pool
-    if model.attn_pool is not None or pool not in POOLED or not isinstance(model.head, nn.Linear):
+    if not divides(model):
         return None, None
+    pool = model.global_pool
     prefix = model.num_prefix_tokens
     first = 0 if model.pool_include_prefix else prefix
     x = tokens[0, first:].double()
@@ -309,10 +317,7 @@ def _divided(
     largest, places = x.masked_fill(~there[:, None], float("-inf")).max(0)
     mean = x.masked_fill(~there[:, None], 0).sum(0) / there.sum()
     pooled = {"max": largest, "avg": mean, "avgmax": 0.5 * (largest + mean)}[pool]
-    known = _affine(model.fc_norm, pooled)
-    if known is None:
-        return None, None
-    scale, centre = known
+    scale, centre = _affine(model.fc_norm, pooled)
     weights = _contrast(logits, target).double() @ model.head.weight.detach().double() * scale
     added, channels = torch.zeros(len(x), dtype=torch.float64, device=x.device), None
     if pool != "avg":
@@ -326,9 +331,9 @@ def _divided(
     return added[prefix - first :].cpu(), channels
 
 
-def _affine(norm: nn.Module, pooled: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return by what a norm multiplies pooled features ``[D]`` and what it takes off them before;
-    None for one that is not known.
+def _affine(norm: nn.Module, pooled: Tensor) -> tuple[Tensor, Tensor]:
+    """Return by what a norm multiplies pooled features ``[D]`` and what it takes off them
+    before.
     """
     one, zero = torch.ones_like(pooled), pooled.new_zeros(())
     if isinstance(norm, nn.Identity):
@@ -338,9 +343,7 @@ def _affine(norm: nn.Module, pooled: Tensor) -> tuple[Tensor, Tensor] | None:
     if isinstance(norm, nn.LayerNorm):
         spread = (pooled.var(unbiased=False) + norm.eps).sqrt()
         return gain / spread, pooled.mean()
-    if isinstance(norm, nn.RMSNorm) or type(norm).__name__ in ("RmsNorm", "RmsNormFp32"):
-        return gain / (pooled.square().mean() + norm.eps).sqrt(), zero
-    return None
+    return gain / (pooled.square().mean() + norm.eps).sqrt(), zero
 
 
 @contextmanager
