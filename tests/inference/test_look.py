@@ -1,10 +1,11 @@
-"""``visionattn look``: which patches, tokens and classes are meant, what is drawn where, and what is
-refused before anything is written.
+"""``visionattn look``: which patches, tokens and classes are meant, what is drawn where, and what
+is refused before anything is written.
 """
 
 import json
 import os
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from visionattn.inference.look.find import of_patches, patch_at
 from visionattn.inference.look.options import parse_look, parse_queries
 from visionattn.layout import Grid
 from visionattn.models.evidence import find_evidence
-from visionattn.models.weights import load_model, save_model
+from visionattn.models.weights import DataSpec, load_model, save_model
 
 look = load_tool("look")
 MAX = ARGS | dict(global_pool="max", class_token=False)
@@ -45,6 +46,12 @@ def evidence_by_hand(path, image, **options):
     inputs = (pixels - np.array(COLOUR.mean)) / np.array(COLOUR.std)
     inputs = torch.tensor(inputs.transpose(2, 0, 1)[None], dtype=torch.float32)
     return find_evidence(model, inputs, **options)
+
+
+def opened(path):
+    """The pixels of a picture."""
+    with Image.open(path) as picture:
+        return np.asarray(picture)
 
 
 def summary(folder):
@@ -88,7 +95,7 @@ def test_the_image_is_drawn_pixel_for_pixel_with_what_patches_add(folder):
     assert set(os.listdir(folder / "out")) == {"1-winners.png", "index.html", "look.json"}
     found = evidence_by_hand(FILE, "a.png")
     added = found.patches / found.patches.abs().max()
-    drawn = np.asarray(Image.open(folder / "out" / "1-winners.png")).astype(float)
+    drawn = opened(folder / "out" / "1-winners.png").astype(float)
     times = 512 // 56
     grey = np.asarray(Image.open("a.png").convert("L")).astype(float)
     # Where nothing is boxed: a patch that is none of the highest and has none beside it.
@@ -118,8 +125,8 @@ def test_an_image_that_the_model_sees_smaller_is_drawn_at_its_own_size(folder, f
     write_image(folder / "large.png", 610, 900, seed=3)
     given = ["large.png", "--output", "out", "--show", "winners", *flags]
     assert look([FILE, *given]) == 0
-    picture = Image.open(folder / "out" / "1-winners.png")
-    assert picture.width == 900 and picture.height > 610
+    height, width = opened(folder / "out" / "1-winners.png").shape[:2]
+    assert width == 900 and height > 610
     view = summary(folder / "out")[0]["view"]
     top, left, height, width = view["box"]
     if "crop" in flags:
@@ -266,7 +273,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(folder, capsys, case):
     (folder / "a.txt.png").write_text("a text")
     argv, said = BAD[case]
     if argv[:1] == ["headless.safetensors"]:
-        spec = COLOUR.__class__(**{**COLOUR.__dict__, "num_classes": 0, "class_names": ()})
+        spec = replace(COLOUR, num_classes=0, class_names=())
         model = timm.create_model("scaleformer_vit_t", num_classes=0, **MAX)
         save_model(folder / argv[0], model, "scaleformer_vit_t", MAX, spec)
     if argv[:1] == ["timm.safetensors"]:
@@ -340,7 +347,8 @@ def test_queries_are_words_and_places():
 
 def test_values_of_any_range_and_bands_are_drawn(folder):
     """Float values and five bands: of many bands the first three are shown."""
-    spec = COLOUR.__class__(5, 2, (), (0.4,) * 5, (0.3,) * 5, None, 16, value_range=(0.0, 4.0))
+    spec = DataSpec(5, 2, (), (0.4,) * 5, (0.3,) * 5, None, 16, bands=(1, 2, 3, 4, 5))
+    spec = replace(spec, value_range=(0.0, 4.0))
     write_weights(folder / "bands.safetensors", spec, args=MAX)
     np.save("bands.npy", np.random.default_rng(3).uniform(0, 4, (40, 48, 5)).astype(np.float32))
     for flags in (NATIVE, ("--img-size", "16", "--fit", "stretch")):
@@ -350,7 +358,7 @@ def test_values_of_any_range_and_bands_are_drawn(folder):
 
 
 def test_grey_levels_that_are_channels_have_a_gradient_too(folder):
-    spec = COLOUR.__class__(256, 3, (), (), (), "grey_one_hot", 16)
+    spec = DataSpec(256, 3, (), (), (), "grey_one_hot", 16)
     write_weights(folder / "levels.safetensors", spec, args=MAX)
     assert look(["levels.safetensors", "a.png", "--output", "out"]) == 0
 
@@ -359,4 +367,4 @@ def test_a_long_strip_and_a_name_without_spaces_are_drawn(folder):
     name = "n" * 120 + ".png"
     write_image(folder / name, 8, 1600, seed=4)
     assert look([FILE, name, "--output", "out", *NATIVE]) == 0
-    assert Image.open(folder / "out" / "1-winners.png").width == 1600
+    assert opened(folder / "out" / "1-winners.png").shape[1] == 1600
