@@ -13,6 +13,7 @@ import timm
 import torch
 from PIL import Image
 
+import visionattn
 from tests.helpers.inference_files import ARGS, COLOUR, write_image, write_weights
 from tests.helpers.tools import assert_one_error, load_tool, written
 from visionattn.data.geometry import Box, Geometry
@@ -368,3 +369,46 @@ def test_a_long_strip_and_a_name_without_spaces_are_drawn(folder):
     write_image(folder / name, 8, 1600, seed=4)
     assert look([FILE, name, "--output", "out", *NATIVE]) == 0
     assert opened(folder / "out" / "1-winners.png").shape[1] == 1600
+
+
+def test_from_python_the_same_is_found_and_the_model_is_left_as_it_was(folder):
+    model = load_model(FILE).train()
+    queries = [(9, 55), "top"]
+    options = dict(queries=queries, blocks=[0], target="elm", img_size="native")
+    found = visionattn.look(
+        model,
+        ["a.png", "b.png"],
+        show=["rows", "gradient"],
+        **{**options, "queries": ["top", (9, 20)]},
+    )
+    assert model.training and all(each.requires_grad for each in model.parameters())
+    assert [each.path for each in found] == ["a.png", "b.png"] and found[0].components is None
+    pixels = np.asarray(Image.open("a.png"))
+    (again,) = visionattn.look(FILE, pixels, device="cpu", **options)
+    wanted = evidence_by_hand(FILE, "a.png", target=3)
+    for each in (again, found[0]):
+        assert each.class_name == "elm"
+        torch.testing.assert_close(each.evidence.patches, wanted.patches, rtol=0, atol=1e-5)
+        torch.testing.assert_close(each.evidence.gradient, wanted.gradient, rtol=0, atol=1e-5)
+        assert each.top == divmod(int(wanted.patches.argmax()), 7)
+    assert [row.place for row in again.rows] == [(1, 6), again.top]
+    assert again.components.shape == (3, 5, 7) and again.shares.shape == (3,)
+    assert again.patch_at(39, 0) == (4, 0) and again.box(4, 6) == Box(32, 48, 8, 8)
+    (plain,) = visionattn.look(FILE, pixels, show=["winners"], img_size="native")
+    assert plain.rows == [] and plain.evidence.gradient is None
+    for options, said in (
+        (dict(target="oak"), "no class oak"),
+        (dict(blocks=[5]), "no block 5"),
+        (dict(show=[]), "show is empty"),
+        (dict(queries=["left"]), "queries must be places"),
+        (dict(queries=[(99, 0)]), "image 0: query 99,0 is outside"),
+        (dict(img_size=20), "is not a whole number of"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            visionattn.look(FILE, pixels, **options)
+    with pytest.raises(ValueError, match="torn.png: "):
+        (folder / "torn.png").write_bytes(b"no image")
+        visionattn.look(FILE, "torn.png")
+    with pytest.raises(ValueError, match="is no model of visionattn"):
+        vit = timm.create_model("vit_tiny_patch16_224", depth=1, img_size=32)
+        visionattn.look(vit, pixels)

@@ -108,6 +108,12 @@ def check(options: LookOptions) -> None:
     Raises:
         ValueError: one line with the option, what it may be, and what it is.
     """
+    check_asked(options)
+    check_folder(options)
+
+
+def check_asked(options: LookOptions) -> None:
+    """Check what is asked for; raises ValueError as ``check`` does."""
     for key in ("show", "blocks"):
         if not getattr(options, key):
             raise ValueError(f"{key} is empty; leave it out")
@@ -122,6 +128,10 @@ def check(options: LookOptions) -> None:
     for key, value in rows.items():
         if value is not None and "rows" not in options.show:
             raise ValueError(f"{key} is for rows of attention, which show leaves out")
+
+
+def check_folder(options: LookOptions) -> None:
+    """Check the folder of the pictures; raises ValueError as ``check`` does."""
     if not options.output:
         raise ValueError("--output is missing: a folder for the pictures")
     folder = Path(options.output)
