@@ -20,6 +20,8 @@ from visionattn.data.geometry import Box, Geometry
 from visionattn.inference.look.drawing import FOR, by_rank, ranked
 from visionattn.inference.look.find import of_patches, patch_at
 from visionattn.inference.look.options import parse_look, parse_queries
+from visionattn.inference.look.run import Looking
+from visionattn.lab.report.look import look_page
 from visionattn.layout import Grid
 from visionattn.models.evidence import find_evidence
 from visionattn.models.weights import DataSpec, load_model, save_model
@@ -262,7 +264,10 @@ BAD = {
     "idle head": ([FILE, "a.png", "--show", "tables", "--head", "0"], "head is for rows"),
     "idle term": ([FILE, "a.png", "--show", "tables", "--term", "place"], "term is for rows"),
     "twice": ([FILE, "a.png", "--images", "b.png"], "images stand first or behind --images"),
-    "no place": (["plain.safetensors", "a.png", "--term", "place"], "has no share of place"),
+    "no place": (
+        ["plain.safetensors", "a.png", "--term", "place"],
+        "a.png: block 1 has no share of",
+    ),
     "batches": ([FILE, "a.png", "--batch-size", "2"], "unknown option --batch-size"),
     "folder": ([FILE, "a.png", "--output", "no/out"], "no folder "),
 }
@@ -412,3 +417,22 @@ def test_from_python_the_same_is_found_and_the_model_is_left_as_it_was(folder):
     with pytest.raises(ValueError, match="is no model of visionattn"):
         vit = timm.create_model("vit_tiny_patch16_224", depth=1, img_size=32)
         visionattn.look(vit, pixels)
+
+
+def test_a_patch_that_the_image_does_not_fill_ends_with_it(folder):
+    """On its file, whole or seen at half its size."""
+    write_image(folder / "odd.png", 21, 30, seed=5)
+    (found,) = visionattn.look(FILE, "odd.png", show=["winners"], img_size="native")
+    assert found.box(2, 3) == Box(16, 24, 5, 6) and found.box(0, 0) == Box(0, 0, 8, 8)
+    write_image(folder / "twice.png", 48, 32, seed=6)
+    (found,) = visionattn.look(FILE, "twice.png", show=["winners"], img_size=24, fit="native")
+    assert tuple(found.grid) == (3, 2) and found.box(2, 1) == Box(32, 16, 16, 16)
+
+
+def test_a_folder_that_came_meanwhile_is_kept(folder):
+    looking = Looking(parse_look([FILE, "b.png", "--output", "out"]))
+    (folder / "out").mkdir()
+    (folder / "out" / "look.json").write_text("of another")
+    with pytest.raises(ValueError, match="out exists"):
+        looking.run(print, look_page)
+    assert written(folder / "out") == {"look.json": b"of another"}
