@@ -1,6 +1,7 @@
 """How often evidence lies on what decides the class: boxes, methods, tables."""
 
 import csv
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,9 +10,20 @@ import torch
 
 from visionattn.data.geometry import Box
 from visionattn.lab import pointing
-from visionattn.lab.pointing import METHODS, SIZES, examples, main, named_by, of_pixel, within
+from visionattn.lab.pointing import (
+    METHODS,
+    SIZES,
+    examples,
+    main,
+    named_by,
+    of_pixel,
+    table,
+    within,
+)
 from visionattn.layout import Grid
 from visionattn.models.shipped import FILES
+
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 def test_a_patch_is_in_a_box_where_its_centre_is():
@@ -107,3 +119,18 @@ def test_bad_input_is_one_line(capsys, tmp_path):
 
 def test_the_models_that_are_measured_come_with_weights():
     assert set(SIZES) <= set(FILES) and pointing.GRID_ROWS == 64
+
+
+def test_the_page_has_what_was_measured():
+    path = DOCS / "figures" / "pointing.csv"
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    found = {}
+    for row in csv.DictReader(text.splitlines()):
+        known = {key: float(row[key]) for key in ("hit", "near", "chance", "near_chance")}
+        known |= {"size": int(row["size"]), "method": row["method"]}
+        found.setdefault(row["model"], []).append(known)
+    page = (DOCS / "evidence.md").read_text(encoding="utf-8")
+    assert set(found) in (set(SIZES), set())  # none before they are measured
+    assert page.count("| winning patch |") == len(found)
+    for rows in found.values():
+        assert table(rows) in page
