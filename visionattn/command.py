@@ -107,6 +107,15 @@ def features(argv: Words, say: Say) -> None:
     Extraction(parse_extract(argv, **about)).run(say)
 
 
+def look(argv: Words, say: Say) -> None:
+    """Draw where the evidence for a class lies, over images in files."""
+    from visionattn.inference.look.options import parse_look
+    from visionattn.inference.look.run import Looking
+    from visionattn.lab.report.look import look_page
+
+    Looking(parse_look(argv)).run(say, look_page)
+
+
 def share(argv: Words, say: Say) -> None:
     """Write a checkpoint as timm and transformers load it, or upload it."""
     from visionattn.training.share import parse_share, share
@@ -169,6 +178,7 @@ SUBCOMMANDS = {
     "stats": Subcommand(stats, "mean and spread of one's own training images, band by band"),
     "predict": Subcommand(predict, "classes of images, as a table, CSV or JSON"),
     "features": Subcommand(features, "features of images, as safetensors with an index"),
+    "look": Subcommand(look, "where the evidence for a class lies, drawn over images"),
     "share": Subcommand(share, "trained weights as timm and transformers load them"),
     "convert": Subcommand(convert, "one of our models of a timm ViT, with its weights"),
     "sweep": Subcommand(sweep, "train and measure one configuration over head counts"),

@@ -445,3 +445,46 @@ def test_what_a_killed_process_left_of_a_folder_goes_and_a_living_one_keeps_its_
     others[1][0].join()
     assert others[1][0].exitcode == 1  # the name is taken by now
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+def test_a_folder_is_replaced_where_it_holds_the_file_that_says_so(tmp_path, monkeypatch):
+    target = tmp_path / "out"
+
+    def write(text, **options):
+        with whole_folder(target, **options) as place:
+            (place / "mark").write_text(text)
+            (place / text).write_text(text)
+
+    write("a")
+    with pytest.raises(ValueError, match="out exists"):
+        write("b")
+    with pytest.raises(ValueError, match="out exists"):
+        write("b", replaces="other")
+    assert sorted(os.listdir(target)) == ["a", "mark"]
+    write("b", replaces="mark")
+    assert sorted(os.listdir(target)) == ["b", "mark"] and os.listdir(tmp_path) == ["out"]
+    with (
+        pytest.raises(RuntimeError),
+        whole_folder(target, replaces="mark") as place,
+    ):
+        (place / "mark").write_text("c")
+        raise RuntimeError
+    assert (target / "mark").read_text() == "b" and os.listdir(tmp_path) == ["out"]
+    # Where the new folder does not get the name, the old one keeps it.
+    rename = os.rename
+
+    def refused(source, goal):
+        if goal == target and (source / "c").exists():
+            raise OSError(5, "no")
+        rename(source, goal)
+
+    monkeypatch.setattr(os, "rename", refused)
+    with pytest.raises(OSError, match="no"):
+        write("c", replaces="mark")
+    assert (target / "mark").read_text() == "b" and os.listdir(tmp_path) == ["out"]
+    (tmp_path / "link").symlink_to(target)
+    with (
+        pytest.raises(ValueError, match="link exists"),
+        whole_folder(tmp_path / "link", replaces="mark"),
+    ):
+        pass

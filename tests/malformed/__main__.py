@@ -27,6 +27,7 @@ from tests.malformed.runner import Case, Result, run
 CONTROLS = {
     "resume": valid.RESUME,
     "predict": valid.PREDICT,
+    "look": valid.LOOK,
     "validate": valid.VALIDATE,
     "features": valid.EXTRACT,
     "probe": valid.PROBE,

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any, Literal, Union, get_args, get_origin
 
 from tests.malformed.runner import Case
-from tests.malformed.valid import CONVERT, DISTIL, FEATURES, SHARE, SWEEP
+from tests.malformed.valid import CONVERT, DISTIL, FEATURES, LOOK, SHARE, SWEEP
 from visionattn.cli.parsing import field_types
 from visionattn.data.stats import StatsConfig
 from visionattn.inference.feature_options import ExtractOptions
+from visionattn.inference.look.options import LookOptions
 from visionattn.inference.predict import PredictOptions
 from visionattn.lab.benchmark_flags import COMMANDS, FLAGS
 from visionattn.lab.profile.config import ProfileConfig
@@ -61,6 +62,7 @@ TOOLS = {
     ),
     "predict": Tool(("predict", *FEATURES[1:], "--output", "out.csv"), PredictOptions),
     "features": Tool((*FEATURES, "--output", "out"), ExtractOptions),
+    "look": Tool(LOOK, LookOptions),
     "share": Tool(SHARE, ShareConfig),
     "convert": Tool(CONVERT, ConvertOptions),
     "distil": Tool(DISTIL, DistilConfig),

@@ -66,6 +66,8 @@ def cases() -> Iterator[Case]:
             )
     for name, content in PICTURES.items():
         yield Case(f"image {name}", (*LOOK, name), write(name, content))
+        words = ("look", "run/best.safetensors", name, "--output", "out", "--threads", "1")
+        yield Case(f"image look {name}", words, write(name, content))
     for name, change in PLACES.items():
         yield Case(f"images {name}", (*LOOK, name), change)
 

@@ -134,6 +134,8 @@ def warm_up() -> None:
 RESUME = ("train", "--config", "run/config.yaml", "--resume", "--epochs", "2")
 PREDICT = ("predict", "--checkpoint", "run/best.safetensors", "--images", "images")
 PREDICT += ("--workers", "0", "--threads", "1")
+LOOK = ("look", "--checkpoint", "run/best.safetensors", "--images", "images/val/cat/0.png")
+LOOK += ("--threads", "1", "--output", "out")
 VALIDATE = ("validate", "--checkpoint", "run/best.safetensors", "--threads", "1")
 SHARE = ("share", "run/best.safetensors", "--to", "out")
 START = ("train", "--config", "train.yaml", "--run", "out", "--init_from", "run/best.safetensors")

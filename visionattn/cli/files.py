@@ -92,17 +92,22 @@ def write_whole(
 
 
 @contextmanager
-def whole_folder(path: str | Path) -> Iterator[Path]:
+def whole_folder(path: str | Path, *, replaces: str | None = None) -> Iterator[Path]:
     """Give an empty folder to write files into; at the end it is there as ``path``, whole, or not
     at all: beside its place, flushed to the disk and renamed.
 
+    Args:
+        path: the folder; the one that it lies in exists.
+        replaces: the name of a file by which a folder that is there is known as one that goes when
+            the new one is whole; None: none does.
+
     Raises:
-        ValueError: there is something of that name.
+        ValueError: there is something of that name that is not to be replaced.
         OSError: it cannot be written; ``filename`` is that of ``path`` where the system leaves it
             open or names what is being written.
     """
     target = Path(path)
-    check_new(target)
+    check_new(target, replaces=replaces)
     forget_unfinished(target, folders=True)
     place = _place_beside(target)
     os.mkdir(place)
@@ -118,18 +123,35 @@ def whole_folder(path: str | Path) -> Iterator[Path]:
                 # Some writers make files that nobody else may read.
                 os.chmod(file, stat.S_IMODE(os.fstat(descriptor).st_mode) & 0o666)
             flush_folder(place)
-            check_new(target)  # a rename would replace an empty folder
-            os.rename(place, target)
+            check_new(target, replaces=replaces)  # a rename would replace an empty folder
+            _rename_folder(place, target)
     finally:
         remove()
         os.close(descriptor)
 
 
-def check_new(path: Path) -> None:
+def _rename_folder(place: Path, target: Path) -> None:
+    """Give a folder its name; what had the name until then is deleted once it has."""
+    former = _place_beside(target) if target.exists() else None
+    if former is not None:
+        os.rename(target, former)
+    try:
+        os.rename(place, target)
+    except OSError:
+        if former is not None:
+            os.rename(former, target)
+        raise
+    if former is not None:
+        shutil.rmtree(former, ignore_errors=True)
+
+
+def check_new(path: Path, *, replaces: str | None = None) -> None:
     """Raise ValueError where a folder cannot be made as something new: there is something of that
-    name, there is no folder for it, or that may not be written to.
+    name, there is no folder for it, or that may not be written to. A folder with a file of the name
+    ``replaces`` is not in the way.
     """
-    if os.path.lexists(path):
+    known = replaces is not None and path.is_dir() and not path.is_symlink()
+    if os.path.lexists(path) and not (known and (path / str(replaces)).is_file()):
         raise ValueError(f"{path} exists; name a folder that does not")
     parent = path.absolute().parent
     if not parent.is_dir():

@@ -1,4 +1,5 @@
-"""``visionattn.predict`` and ``visionattn.extract_features``: two commands as Python calls.
+"""``visionattn.predict``, ``visionattn.extract_features`` and ``visionattn.look``: three commands
+as Python calls.
 
 This module owns what a caller may pass as a model, and results in memory. Models, images and
 batches are run as the commands run them.
@@ -18,8 +19,10 @@ from torch import Tensor, nn
 from visionattn.cli.ends import OutOfMemory
 from visionattn.inference.forecast import batch_for
 from visionattn.inference.held import Images, listing_of
+from visionattn.inference.look.find import Look, asked_of, find
+from visionattn.inference.look.options import LookOptions, check_asked
 from visionattn.inference.opening import Opened, description, open_model, open_module
-from visionattn.inference.options import NATIVE, InferenceOptions, check
+from visionattn.inference.options import NATIVE, InferenceOptions, OpenOptions, Options, check
 from visionattn.inference.predict import count_of_classes, most_probable
 from visionattn.inference.reading import ReadImages
 from visionattn.inference.running import Compute, Outcome, last_map, run_images
@@ -168,13 +171,84 @@ def extract_features(
     return torch.stack(values)
 
 
-def _options(*, img_size: Size, **given) -> InferenceOptions:
-    """Return the options of a call, of which the words and the size are checked."""
-    options = InferenceOptions(
-        img_size=list(img_size) if isinstance(img_size, tuple) else img_size, **given
+def look(
+    model: nn.Module | str | Path,
+    images: Images,
+    *,
+    target: str | int | None = None,
+    show: Sequence[str] = ("winners", "gradient", "rows", "features"),
+    queries: Sequence[str | tuple[int, int]] | None = None,
+    blocks: Sequence[int] = (-1,),
+    head: int | None = None,
+    features_block: int = -1,
+    img_size: Size = None,
+    fit: Fit | None = None,
+    max_patches: int | None = None,
+    bands: Sequence[int] | None = None,
+    value_range: tuple[float, float] | None = None,
+    page: int | None = None,
+    device: str | None = None,
+) -> list[Look]:
+    """Find where the evidence for a class lies, as ``visionattn look`` does, and draw nothing.
+
+    Args:
+        model: a module of ours, a checkpoint or a name, as for ``predict``, and likewise the
+            arguments that are not named here.
+        images: as for ``predict``.
+        target: the class, by its name or number; None: the most probable of each image.
+        show: what is wanted, some of ``winners``, ``gradient``, ``rows`` and ``features``.
+        queries: tokens whose rows of attention are wanted: places down and right in pixels of the
+            image, ``"class"`` or ``"top"``. None: ``"top"``, the patch that adds most to the class,
+            or ``"class"`` where the class token alone is pooled.
+        blocks: whose rows are wanted, from 0, or from the end where negative.
+        head: whose rows are wanted, from 0; None: the mean of all.
+        features_block: the block whose features are wanted.
+
+    Returns:
+        A ``Look`` for each image, in their order, with tensors on the CPU.
+
+    Raises:
+        What ``predict`` raises, and ValueError for a model that is none of ours, or where there is
+        no such class, block, head or token.
+    """
+    words = None
+    if queries is not None:
+        words = [each if isinstance(each, str) else ",".join(map(str, each)) for each in queries]
+    options = _options(
+        LookOptions,
+        img_size=img_size,
+        target=None if target is None else str(target),
+        show=list(show),
+        queries=words,
+        blocks=list(blocks),
+        head=head,
+        features_block=features_block,
+        fit=fit,
+        max_patches=max_patches,
+        bands=None if bands is None else list(bands),
+        value_range=None if value_range is None else list(value_range),
+        page=page,
+        device=device or "auto",
     )
+    check_asked(options)
+    found = []
+    with _opened(model, options, classifies=True) as opened:
+        asked = asked_of(options, opened)
+        read = ReadImages(listing_of(images), opened.spec, opened.geometry)
+        for index in range(len(read)):
+            sample, path = read[index], read.listing.name(index)
+            if sample.pixels is None:
+                raise ValueError(f"{path}: {sample.reason}")
+            view = opened.geometry.view(sample.height, sample.width)
+            found.append(find(opened, sample, path, view, asked))
+    return found
+
+
+def _options(kind: type[Options] = InferenceOptions, *, img_size: Size, **given) -> Options:
+    """Return the options of a call, of which the words and the size are checked."""
+    options = kind(img_size=list(img_size) if isinstance(img_size, tuple) else img_size, **given)
     for key, known in WORDS.items():
-        if getattr(options, key) not in known:
+        if getattr(options, key, known[0]) not in known:
             wanted = ", ".join(map(str, known))
             raise ValueError(f"{key} must be one of {wanted}, got {getattr(options, key)!r}")
     known = img_size in (None, NATIVE) or isinstance(img_size, (int, list, tuple))
@@ -192,7 +266,7 @@ def _options(*, img_size: Size, **given) -> InferenceOptions:
 
 @contextmanager
 def _opened(
-    model: nn.Module | str | Path, options: InferenceOptions, *, classifies: bool
+    model: nn.Module | str | Path, options: OpenOptions, *, classifies: bool
 ) -> Iterator[Opened]:
     """Give the model, in eval mode within the context; the caller's module is left as it was."""
     if isinstance(model, nn.Module):

@@ -19,7 +19,7 @@ from visionattn.cli.files import first_line
 from visionattn.cli.untrusted import brief
 from visionattn.data.geometry import Geometry, Size, check_geometry, pixels, sides
 from visionattn.inference.listing import digest_of
-from visionattn.inference.options import NATIVE, NATIVE_BATCH, SIZED_BATCH, InferenceOptions
+from visionattn.inference.options import NATIVE, NATIVE_BATCH, SIZED_BATCH, OpenOptions
 from visionattn.models.filled import takes_sizes
 from visionattn.models.weights import (
     FORMAT,
@@ -97,7 +97,7 @@ def _bytes_of(tensor: Tensor) -> bytes:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def open_model(options: InferenceOptions, *, classifies: bool) -> Opened:
+def open_model(options: OpenOptions, *, classifies: bool) -> Opened:
     """Build the model that the options name and put it on its device.
 
     Args:
@@ -140,7 +140,7 @@ def open_model(options: InferenceOptions, *, classifies: bool) -> Opened:
     return Opened(model.to(device).eval(), name, said, spec, geometry, device, notes)
 
 
-def open_module(model: nn.Module, options: InferenceOptions) -> Opened:
+def open_module(model: nn.Module, options: OpenOptions) -> Opened:
     """Take a module as it is and where it is. Its ``data_spec``, which ``load_model`` sets, says
     what its images are; without one, timm's ``pretrained_cfg`` does.
 
@@ -176,7 +176,7 @@ def open_module(model: nn.Module, options: InferenceOptions) -> Opened:
     return Opened(model, name, {}, spec, geometry, device, ())
 
 
-def _with_files(spec: DataSpec, options: InferenceOptions) -> DataSpec:
+def _with_files(spec: DataSpec, options: OpenOptions) -> DataSpec:
     """Return what a model expects of its images, read from files as the options say.
 
     Raises:
@@ -193,7 +193,7 @@ def _with_files(spec: DataSpec, options: InferenceOptions) -> DataSpec:
     return spec if options.page is None else replace(spec, page=options.page)
 
 
-def _geometry(options: InferenceOptions, spec: DataSpec, patch_px: Size) -> Geometry:
+def _geometry(options: OpenOptions, spec: DataSpec, patch_px: Size) -> Geometry:
     """Return how images are seen: as in training, as far as no option says otherwise."""
     if options.img_size == NATIVE:
         return Geometry("native", None, None, patch_px)
@@ -257,7 +257,7 @@ def _free_size(
 
 
 def _by_name(
-    options: InferenceOptions, classifies: bool
+    options: OpenOptions, classifies: bool
 ) -> tuple[nn.Module, dict[str, Any], DataSpec, Sequence[str]]:
     """Build a model by name, with weights from a file, from timm, or at random."""
     if not options.model:
@@ -300,7 +300,7 @@ def _by_name(
     return model, args, spec, [name, *placement.lines()]
 
 
-def _check_seed(options: InferenceOptions) -> None:
+def _check_seed(options: OpenOptions) -> None:
     """Raise ValueError for a seed beside a checkpoint that gives all weights."""
     if options.seed and not options.seed_divides:
         raise ValueError(

@@ -20,8 +20,8 @@ NATIVE_BATCH, SIZED_BATCH = 1, 16
 
 
 @dataclass
-class InferenceOptions:
-    """Images, weights and how they meet."""
+class OpenOptions:
+    """Images, weights and how they meet, one image at a time."""
 
     images: list[str] | None = None
     """Folders (searched to any depth), image files, and ``.txt`` files with a path per line."""
@@ -55,16 +55,8 @@ class InferenceOptions:
     """The most pixels of a file that are decoded at once; a file that would take more counts as
     unreadable. None: 2^30, about 1.07 billion.
     """
-    batch_size: int | Literal["auto"] | None = None
-    """Images per batch; with ``native`` those of one size that follow each other. None: 16, with
-    ``native`` 1. ``auto``: the most that fit into memory.
-    """
-    workers: int = 2
-    """Processes that load images; 0 loads in the main process."""
     device: str = "auto"
     """``auto`` takes a GPU where there is one."""
-    amp: Literal["none", "bf16", "fp16"] = "none"
-    """Automatic mixed precision."""
     threads: int | None = None
     """CPU threads of torch; None: torch's own choice."""
     seed: int = 0
@@ -82,7 +74,21 @@ class InferenceOptions:
         return False
 
 
-Options = TypeVar("Options", bound=InferenceOptions)
+@dataclass
+class InferenceOptions(OpenOptions):
+    """Images, weights and how they meet, in batches."""
+
+    batch_size: int | Literal["auto"] | None = None
+    """Images per batch; with ``native`` those of one size that follow each other. None: 16, with
+    ``native`` 1. ``auto``: the most that fit into memory.
+    """
+    workers: int = 2
+    """Processes that load images; 0 loads in the main process."""
+    amp: Literal["none", "bf16", "fp16"] = "none"
+    """Automatic mixed precision."""
+
+
+Options = TypeVar("Options", bound=OpenOptions)
 
 
 def parse_options(options_class: type[Options], argv: Sequence[str], **about: Any) -> Options:
@@ -101,18 +107,18 @@ def parse_options(options_class: type[Options], argv: Sequence[str], **about: An
     return options
 
 
-def check(options: InferenceOptions) -> None:
+def check(options: OpenOptions) -> None:
     """Check what needs neither model nor image.
 
     Raises:
         ValueError: one line with the option, what it may be, and what it is.
     """
     for key, least in (("batch_size", 1), ("threads", 1), ("workers", 0), ("seed", 0)):
-        value = getattr(options, key)
+        value = getattr(options, key, None)  # what goes one by one has no batches
         known = value is None or (key == "batch_size" and value == "auto")
         if not known and (isinstance(value, str) or value < least):
             raise ValueError(f"{key} must be at least {least}, got {value}")
-    check_workers(options.workers, "workers")
+    check_workers(getattr(options, "workers", 0), "workers")
     if options.img_size == NATIVE and (options.fit not in (None, NATIVE) or options.max_patches):
         other = f"fit {options.fit}" if options.fit not in (None, NATIVE) else "max_patches"
         raise ValueError(

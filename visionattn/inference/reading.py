@@ -98,6 +98,20 @@ class ReadImages(Dataset):
         sample.pixels = torch.from_numpy(np.array(pixels, order="C"))
         return sample
 
+    def whole(self, index: int) -> np.ndarray:
+        """Read an image at its own size, ``[H, W, C]``, uint8 or float32 in [0, 1].
+
+        Raises:
+            ValueError: it cannot be read, or is too large; one line.
+        """
+        try:
+            with open_image(self.listing.open(index), self.options) as reader:
+                view = Geometry("native", None).view(reader.height, reader.width)
+                return read_image(reader, view, self.options)
+        except (*DAMAGED_IMAGE, MemoryError, cv2.error) as error:
+            reason = as_flags(" ".join(str(error).split()) or type(error).__name__)
+            raise ValueError(f"{self.listing.name(index)}: {reason}") from error
+
     def check_asked(self) -> None:
         """Read images up to the first one that is not refused, which most often is the first of
         all, so that nothing is begun with options that no image fits. That one is kept until it is

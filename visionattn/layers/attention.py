@@ -15,6 +15,7 @@ from visionattn.layout import TokenLayout
 from visionattn.ops.attentions import ATTENTIONS, AttentionKind, check_form, get_attention
 from visionattn.ops.feature_maps import make_feature_map
 from visionattn.ops.local import centred_keys, gated
+from visionattn.ops.rows import ROWS, Rows
 from visionattn.ops.window import WINDOW_SIZE, check_window_size
 
 
@@ -225,6 +226,17 @@ class Attention(nn.Module):
                 "fused_attn=False asks for the weights of all pairs of tokens, which this "
                 "attention never forms"
             )
+        batch, tokens, dim = x.shape
+        q, k, v, layout, key_mask, options = self._operands(x, layout, attn_mask, is_causal)
+        options["value_drop"] = self.attn_drop.p if self.training else 0.0
+        out = self.operation(q, k, v, **options)
+        if self.value_conv is not None:
+            # The first term decides how the sum lies in memory: as the projection wants it.
+            out = self.value_conv(v, layout, key_mask) + out
+        return self._project(out.transpose(1, 2).reshape(batch, tokens, dim), x)
+
+    def _check(self, is_causal: bool) -> None:
+        """Raise ValueError where a token is to see the earlier ones alone, and cannot."""
         if is_causal and not self.kind.causal:
             raise ValueError(
                 f"is_causal=True: attention={self.attention!r} has no causal form; "
@@ -235,7 +247,19 @@ class Attention(nn.Module):
                 "is_causal=True: value_conv and centre_keys let tokens see later ones; build the "
                 "model with value_conv=0 and centre_keys=False"
             )
-        batch, tokens, dim = x.shape
+
+    def _operands(
+        self,
+        x: Tensor,
+        layout: TokenLayout | None,
+        attn_mask: Tensor | None,
+        is_causal: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, TokenLayout | None, Tensor | None, dict[str, Any]]:
+        """Return q, k and v ``[B, h, N, d]``, the layout, the mask of keys, and the options of the
+        operation but for what drops values.
+        """
+        self._check(is_causal)
+        batch, tokens, _ = x.shape
         # ``[B, N, 3 D]`` to three views ``[B, h, N, d]``: nothing is copied.
         qkv = (
             self.qkv(x)
@@ -245,7 +269,6 @@ class Attention(nn.Module):
         q, k, v = qkv.unbind(0)
         q, k = self.q_norm(q), self.k_norm(k)
         key_mask, options = _key_mask(attn_mask, x), self._options(is_causal)
-        options["value_drop"] = self.attn_drop.p if self.training else 0.0
         # Relative position and windows take absent tokens from the layout; the others are told
         # which they are.
         if self.relative is not None or self.kind.windows or self.value_conv is not None:
@@ -258,11 +281,38 @@ class Attention(nn.Module):
             options["layout"], options["key_mask"] = layout, key_mask
         else:
             options["key_mask"] = key_mask if layout is None else layout.key_mask(key_mask)
-        out = self.operation(q, k, v, **options)
-        if self.value_conv is not None:
-            # The first term decides how the sum lies in memory: as the projection wants it.
-            out = self.value_conv(v, layout, key_mask) + out
-        return self._project(out.transpose(1, 2).reshape(batch, tokens, dim), x)
+        return q, k, v, layout, key_mask, options
+
+    @torch.no_grad()
+    def weights(
+        self,
+        x: Tensor,
+        rows: Tensor,
+        layout: TokenLayout | None = None,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Rows:
+        """Return the weights with which chosen tokens see all of them: rows of the mean that
+        ``forward`` takes of the values, in time and memory linear in the tokens.
+
+        Keys are centred as in ``forward``. What ``value_conv`` adds to the mean and what
+        ``output_gate`` multiplies it with is no weight of a key, and not in it.
+
+        Args:
+            x: ``[B, N, D]``, what ``forward`` gets, as are ``layout``, ``attn_mask`` and
+                ``is_causal``.
+            rows: int64 ``[Q]``, which tokens, from 0 to N - 1.
+
+        Returns:
+            ``Rows``: shares of content and of place, ``[B, h, Q, N]``; what rows of absent patches
+            are means nothing.
+
+        Raises:
+            ValueError: what ``forward`` raises, and rows that are none.
+        """
+        q, k, _, _, _, options = self._operands(x, layout, attn_mask, is_causal)
+        options.pop("form", None)
+        return ROWS[self.attention](q, k, rows, **options)
 
     def _project(self, out: Tensor, x: Tensor) -> Tensor:
         """Gate, normalise and project what the heads give, ``[B, N, D]``; the gate is of x."""

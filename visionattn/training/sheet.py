@@ -103,8 +103,8 @@ class _Layout:
                 width = max(width, sum(map(self.cell, row)) + _GAP * (len(row) - 1))
                 height += self.row_height(row)
             words = max(
-                _font(_SMALL).getlength(self.note(part)),
-                _font(_LARGE, bold=True).getlength(part.title),
+                font_of(_SMALL).getlength(self.note(part)),
+                font_of(_LARGE, bold=True).getlength(part.title),
             )
             width = max(width, math.ceil(words))
         return height + _MARGIN - _GAP, width + 2 * _MARGIN
@@ -128,8 +128,8 @@ def draw_sheet(parts: Sequence[Part], *, most_px: int = MOST_PX) -> Image.Image:
     top = _MARGIN - _BETWEEN_PARTS
     for part in parts:
         top += _BETWEEN_PARTS
-        pen.text((_MARGIN, top), part.title, fill=INK, font=_font(_LARGE, bold=True))
-        pen.text((_MARGIN, top + _TITLE_PX), layout.note(part), fill=MUTED, font=_font(_SMALL))
+        pen.text((_MARGIN, top), part.title, fill=INK, font=font_of(_LARGE, bold=True))
+        pen.text((_MARGIN, top + _TITLE_PX), layout.note(part), fill=MUTED, font=font_of(_SMALL))
         top += _TITLE_PX + _NOTE_PX
         for row in layout.rows(part):
             left = _MARGIN
@@ -180,7 +180,7 @@ def _draw_picture(
     sheet.paste(seen, (left, top))
     pen.rectangle((left - 1, top - 1, left + width, top + height), outline=EDGE)
     for number, caption in enumerate(picture.captions):
-        font = _font(_NAME, bold=True) if number == 0 else _font(_SMALL)
+        font = font_of(_NAME, bold=True) if number == 0 else font_of(_SMALL)
         text = _shortened(printable(caption), font, layout.cell(picture))
         colour = MUTED if number else INK
         pen.text((left, top + height + 5 + number * _CAPTION_PX), text, fill=colour, font=font)
@@ -210,7 +210,7 @@ def _shortened(text: str, font: ImageFont.FreeTypeFont, width: int) -> str:
 
 
 @cache
-def _font(size: int, *, bold: bool = False) -> ImageFont.FreeTypeFont:
+def font_of(size: int, *, bold: bool = False) -> ImageFont.FreeTypeFont:
     """Return the font that comes with matplotlib, which has more alphabets than Pillow's."""
     import matplotlib
 

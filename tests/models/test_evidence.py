@@ -1,0 +1,397 @@
+"""Where the evidence of an output lies, against the plainest computation of each part."""
+
+import pytest
+import timm
+import torch
+
+import visionattn  # noqa: F401  registers the models
+from tests.helpers.oracles import peak_bytes
+from visionattn.models.evidence import (
+    block_number,
+    check_model,
+    find_evidence,
+    offset_weights,
+    principal,
+    watch,
+)
+from visionattn.ops import reference
+
+SMALL = dict(patch_size=4, embed_dim=24, depth=3, num_heads=3, horizon=2, num_classes=5)
+SMALL |= dict(class_token=False)
+
+
+def build(name="scaleformer_vit_t", dtype=torch.float64, seed=0, **args):
+    """A model of random weights of a size at which its parts differ."""
+    torch.manual_seed(seed)
+    model = timm.create_model(name, **SMALL | args).to(dtype).eval()
+    for key, value in model.named_parameters():
+        if value.ndim > 1 and "relative" not in key:
+            torch.nn.init.normal_(value, std=0.3)
+    torch.nn.init.normal_(model.head.bias)
+    for norm in (model.norm, model.fc_norm):
+        if isinstance(norm, torch.nn.LayerNorm):
+            torch.nn.init.normal_(norm.weight, mean=1, std=0.2)
+            torch.nn.init.normal_(norm.bias)
+    return model
+
+
+def image(height=20, width=28, seed=1, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(1, 3, height, width, generator=generator, dtype=dtype)
+
+
+MODELS = {
+    "kernelized": dict(name="scaleformer_vit_t"),
+    "taylorshift": dict(name="taylorshift_vit_t"),
+    "taylorshift, direct": dict(name="taylorshift_vit_t", form="direct"),
+    "taylorshift, efficient": dict(name="taylorshift_vit_t", form="efficient"),
+    "softmax": dict(attention="softmax", value_conv=0, output_gate=False),
+    "windows": dict(attention="window", window_size=3, horizon=None),
+    "softmax blocks": dict(softmax_blocks=(1,)),
+    "axial": dict(relative="axial"),
+    "flat": dict(relative="flat", normalization="sum"),
+    "no places": dict(relative="none", horizon=None, pos_embed="learn", img_size=20),
+    "centred keys": dict(centre_keys=True),
+    "centred keys of taylorshift": dict(name="taylorshift_vit_t", centre_keys=True),
+    "normalised queries and keys": dict(qk_norm=True),
+    "class token and registers": dict(class_token=True, reg_tokens=2),
+    "taylorshift with a class token": dict(
+        name="taylorshift_vit_t", class_token=True, global_pool="token"
+    ),
+    "shen": dict(feature_map="softmax"),
+    "random features": dict(feature_map="random"),
+    "relu": dict(feature_map="relu"),
+}
+DEFINITIONS = {
+    "taylorshift": reference.taylorshift_attention,
+    "kernelized": reference.kernelized_attention,
+    "softmax": reference.softmax_attention,
+    "window": reference.window_attention,
+}
+
+
+def dense_rows(model, inputs, sizes):
+    """All weights of each block, ``[h, N, N]``, by the definition of its attention, from what its
+    operation is called with.
+    """
+    found = []
+
+    def recording(block):
+        operation, definition = block.attn.operation, DEFINITIONS[block.attn.attention]
+
+        def call(q, k, v, **options):
+            given = {key: value for key, value in options.items() if key not in LEFT_OUT}
+            unit = torch.eye(k.shape[2], dtype=q.dtype).expand(*k.shape[:2], -1, -1)
+            if definition is reference.softmax_attention and given.get("relative"):
+                relative = given.pop("relative")
+                given["bias"] = reference.relative_bias(relative, q)
+                given["key_mask"] = relative.layout.key_mask(given.pop("key_mask"))
+            given = {key: value for key, value in given.items() if value is not None}
+            found.append(definition(q, k, unit, **given)[0])
+            return operation(q, k, v, **options)
+
+        block.attn.operation = call
+
+    for block in model.blocks:
+        recording(block)
+    with torch.no_grad():
+        model(inputs, sizes=sizes)
+    return found
+
+
+LEFT_OUT = ("form", "value_drop")
+
+
+@pytest.mark.parametrize("filled", [None, (15, 22)])
+@pytest.mark.parametrize("kind", MODELS)
+def test_rows_of_each_block_are_those_of_the_dense_attention(kind, filled):
+    model, inputs = build(**MODELS[kind]), image()
+    sizes = None if filled is None else torch.tensor([filled])
+    prefix = model.num_prefix_tokens
+    chosen = [*range(prefix), prefix, prefix + 9, prefix + 23]
+    rows, _ = watch(model, inputs, dict.fromkeys(range(3), chosen), sizes=sizes)
+    dense = dense_rows(model, inputs, sizes)
+    for number in range(3):
+        total = rows[number].total[0]
+        torch.testing.assert_close(total, dense[number][:, chosen], rtol=0, atol=1e-10)
+        if filled is not None:  # 4 rows of 6 patches
+            there = torch.zeros(5, 7, dtype=torch.bool)
+            there[:4, :6] = True
+            assert total[:, :, prefix:][..., ~there.flatten()].eq(0).all()
+
+
+def test_in_float32_rows_agree_to_five_digits():
+    for kind in ("kernelized", "taylorshift"):
+        model, inputs = build(**MODELS[kind], dtype=torch.float32), image(dtype=torch.float32)
+        rows, _ = watch(model, inputs, dict.fromkeys(range(3), [0, 17, 34]))
+        dense = dense_rows(model.double(), inputs.double(), None)
+        for number in range(3):
+            error = (rows[number].total[0].double() - dense[number][:, [0, 17, 34]]).abs().max()
+            assert error < 1e-5
+
+
+def test_the_map_is_that_of_the_features_and_both_come_of_one_pass():
+    model, inputs = build(), image()
+    rows, found = watch(model, inputs, {2: [3], -3: [4, 5]}, features=1)
+    with torch.no_grad():
+        wanted = model.forward_intermediates(inputs, indices=[1], norm=True)[1][0][0]
+    assert torch.equal(found, wanted) and list(rows) == [0, 2]
+    assert rows[0].total.shape == (1, 3, 2, 35)
+    assert watch(model, inputs, {}) == ({}, None)
+    assert not any(block.attn._forward_pre_hooks for block in model.blocks)
+
+
+def plain_margin(model, inputs, target, sizes=None):
+    logits = model(inputs, sizes=sizes)[0]
+    return logits[target] - logits.mean()
+
+
+def winners_by_hand(model, inputs, target):
+    """What each patch adds, channel by channel, for a maximum and a norm after it."""
+    with torch.no_grad():
+        tokens = model.forward_features(inputs)[0]
+        pooled = tokens.max(0).values
+        mean, spread = pooled.mean(), (pooled.var(unbiased=False) + model.fc_norm.eps).sqrt()
+        weights = model.head.weight[target] - model.head.weight.mean(0)
+        added, channels = [0.0] * len(tokens), [0] * len(tokens)
+        for c in range(len(pooled)):
+            winner = max(range(len(tokens)), key=lambda patch: tokens[patch, c])  # noqa: B023
+            normed = (tokens[winner, c] - mean) / spread * model.fc_norm.weight[c]
+            added[winner] += float(weights[c] * normed)
+            channels[winner] += 1
+    return torch.tensor(added, dtype=torch.float64), torch.tensor(channels)
+
+
+@pytest.mark.parametrize("target", [None, 3])
+def test_patches_that_win_add_what_their_channels_add(target):
+    model, inputs = build(), image()
+    found = find_evidence(model, inputs, target=target)
+    with torch.no_grad():
+        logits = model(inputs)[0]
+        assert found.target == (logits.argmax() if target is None else 3)
+        torch.testing.assert_close(found.logits, logits.float())
+        margin = float(plain_margin(model, inputs, found.target))
+    added, channels = winners_by_hand(model, inputs, found.target)
+    torch.testing.assert_close(found.patches.flatten(), added, rtol=0, atol=1e-10)
+    assert torch.equal(found.channels.flatten(), channels) and int(channels.sum()) == 24
+    assert found.margin == pytest.approx(margin, abs=1e-12)
+    weights = model.head.weight[found.target] - model.head.weight.mean(0)
+    biases = weights @ model.fc_norm.bias
+    biases += model.head.bias[found.target] - model.head.bias.mean()
+    assert found.rest == pytest.approx(biases.item(), abs=1e-10)
+
+
+POOLS = {
+    "max": {},
+    "avg": {},
+    "avgmax": {},
+    "max, norm before": dict(global_pool="max", fc_norm=False),
+    "avg, norm before": dict(global_pool="avg", fc_norm=False),
+    "max, rms norm": dict(global_pool="max", norm_layer="rmsnorm"),
+    "avg, rms norm": dict(global_pool="avg", norm_layer="rmsnorm"),
+}
+
+
+@pytest.mark.parametrize("filled", [None, (13, 24)])
+@pytest.mark.parametrize("pool", POOLS)
+def test_what_patches_add_does_not_depend_on_what_others_hold_but_for_the_norm(pool, filled):
+    """With the norm's numbers held, the margin is linear in what is pooled: what a patch adds is
+    what taking its share of the pooled features away takes away.
+    """
+    model = build(**{"global_pool": pool} | POOLS[pool])
+    inputs, sizes = image(), None if filled is None else torch.tensor([filled])
+    found = find_evidence(model, inputs, sizes=sizes, target=2, gradient=False)
+    with torch.no_grad():
+        tokens = model.forward_features(inputs, sizes=sizes)[0]
+        there = torch.ones(5, 7, dtype=torch.bool)
+        if filled is not None:
+            there[:] = False
+            there[:4, :6] = True
+        own = torch.where(there.flatten()[:, None], tokens, -torch.inf)
+        winner, count = own.argmax(0), int(there.sum())
+        pooled = model.pool(tokens[None], present=there.flatten()[None])[0]
+        at_norm = torch.autograd.functional.jacobian(frozen_norm(model.fc_norm, pooled), pooled)
+        weights = (model.head.weight[2] - model.head.weight.mean(0)) @ at_norm
+        centre = pooled.mean() if isinstance(model.fc_norm, torch.nn.LayerNorm) else 0.0
+        for y in range(5):
+            for x in range(7):
+                patch = y * 7 + x
+                share_max = torch.where(winner == patch, tokens[patch] - centre, 0.0)
+                share_avg = (tokens[patch] - centre) / count if there[y, x] else 0.0
+                of = {"max": share_max, "avg": share_avg}
+                of["avgmax"] = 0.5 * (share_max + share_avg)
+                added = (weights * of[pool.split(",")[0]]).sum()
+                assert float(found.patches[y, x]) == pytest.approx(float(added), abs=1e-10)
+        wanted = float(plain_margin(model, inputs, 2, sizes))
+    assert found.margin == pytest.approx(wanted, abs=1e-12)
+    assert found.gradient is None
+    assert (found.channels is None) == (pool.split(",")[0] == "avg")
+
+
+def frozen_norm(norm, pooled):
+    """A norm with the mean and the spread of ``pooled``, as a function of something else."""
+    if isinstance(norm, torch.nn.Identity):
+        return lambda x: x
+    centre = pooled.mean() if isinstance(norm, torch.nn.LayerNorm) else 0.0
+    spread = ((pooled - centre).square().mean() + norm.eps).sqrt()
+    return lambda x: (x - centre) / spread * norm.weight
+
+
+@pytest.mark.parametrize("filled", [None, (15, 22)])
+@pytest.mark.parametrize("name", ["scaleformer_vit_t", "taylorshift_vit_t"])
+def test_the_gradient_is_that_of_the_margin(name, filled):
+    model, inputs = build(name), image()
+    sizes = None if filled is None else torch.tensor([filled])
+    found = find_evidence(model, inputs, sizes=sizes)
+    own = inputs.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(plain_margin(model, own, found.target, sizes), own)
+    wanted = (grad * inputs).sum(1)[0]
+    torch.testing.assert_close(found.gradient, wanted, rtol=0, atol=1e-12)
+    assert wanted.abs().max() > 1e-3
+    if filled is not None:
+        assert found.gradient[16:].eq(0).all() and found.gradient[:, 24:].eq(0).all()
+
+
+def test_the_model_is_left_as_it_is_and_inference_mode_does_not_matter():
+    model, inputs = build(), image()
+    model.blocks[1].attn.qkv.weight.requires_grad_(False)
+    trained = [each.requires_grad for each in model.parameters()]
+    wanted = find_evidence(model, inputs)
+    with torch.inference_mode():
+        found = find_evidence(model, image())
+    torch.testing.assert_close(found.gradient, wanted.gradient)
+    assert [each.requires_grad for each in model.parameters()] == trained
+    assert all(each.grad is None for each in model.parameters())
+    assert not model.grad_checkpointing and inputs.grad is None and not inputs.requires_grad
+
+
+def test_poolings_that_divide_nothing_say_so():
+    token = find_evidence(build(class_token=True, global_pool="token"), image())
+    assert token.patches is None and token.channels is None and token.rest is None
+    assert token.how.startswith("the class token alone is pooled")
+    assert token.gradient.shape == (20, 28)
+    pooled = find_evidence(build(global_pool="map"), image())
+    assert pooled.patches is None and "pooling 'map' does not divide" in pooled.how
+
+
+def test_prefix_tokens_that_are_pooled_are_in_the_rest():
+    args = dict(class_token=True, reg_tokens=1, pool_include_prefix=True)
+    model, inputs = build(**args), image()
+    with torch.no_grad():
+        model.reg_token.fill_(40.0)  # it wins channels
+    found = find_evidence(model, inputs)
+    assert found.patches.shape == (5, 7) and int(found.channels.sum()) < 24
+    assert float(found.patches.sum()) + found.rest == pytest.approx(found.margin)
+
+
+def test_one_class_alone_has_its_output_as_margin():
+    model, inputs = build(num_classes=1), image()
+    found = find_evidence(model, inputs)
+    with torch.no_grad():
+        assert found.margin == pytest.approx(float(model(inputs)[0, 0]))
+
+
+def test_components_are_those_of_the_covariance():
+    torch.manual_seed(0)
+    features = torch.randn(6, 5, 7, dtype=torch.float64)
+    features[2] *= 5
+    there = torch.ones(5, 7, dtype=torch.bool)
+    there[4] = False
+    found, shares = principal(features, there, 3)
+    own = features[:, there].numpy().T
+    from sklearn.decomposition import PCA
+
+    pca = PCA(3).fit(own)
+    assert shares.tolist() == pytest.approx(pca.explained_variance_ratio_.tolist())
+    coordinates = torch.from_numpy(pca.transform(own)).T
+    for mine, other in zip(found[:, there], coordinates, strict=True):
+        sign = 1 if torch.dot(mine, other) > 0 else -1
+        torch.testing.assert_close(mine, sign * other)
+    assert found[:, ~there].eq(0).all()
+    assert torch.dot(found[0, there], features[2, there]) > 0  # the largest entry is positive
+    flat, none = principal(torch.ones(2, 3, 4))
+    assert flat.shape == (2, 3, 4) and flat.eq(0).all() and none.eq(0).all()
+
+
+@pytest.mark.parametrize("kind", ["joint", "axial", "flat"])
+def test_offsets_have_the_weight_that_a_query_of_zeros_gives_them(kind):
+    model = build(relative=kind)
+    attention = model.blocks[1].attn
+    found = offset_weights(attention)
+    position = attention.relative(attention.native_layout)
+    zeros = torch.zeros(1, 3, attention.native_layout.num_tokens, 8, dtype=torch.float64)
+    position = position.__class__(
+        *(table.double() for table in tables(position)), position.layout, "sum"
+    )
+    present = torch.ones(1, zeros.shape[2], dtype=torch.bool)
+    dense = reference.relative_weights(position, zeros, present)[0]
+    width, middle = attention.native_layout.grid.width, 30 * 56 + 30
+    for dy in range(-2, 3) if kind != "flat" else [0]:
+        for dx in range(-2, 3):
+            wanted = dense[:, middle, middle + dy * width + dx]
+            row = 0 if kind == "flat" else dy + 2
+            torch.testing.assert_close(found[:, row, dx + 2], wanted)
+
+
+def tables(position):
+    if hasattr(position, "rows"):
+        return position.rows.detach(), position.columns.detach()
+    return (position.table.detach(),)
+
+
+def test_offsets_under_a_softmax_have_lengths_and_without_tables_nothing():
+    model = build(**MODELS["softmax"])
+    attention = model.blocks[0].attn
+    torch.testing.assert_close(offset_weights(attention), attention.relative.table.norm(dim=-1))
+    assert offset_weights(build(**MODELS["no places"]).blocks[0].attn) is None
+
+
+@pytest.mark.parametrize("name", ["scaleformer_vit_t", "taylorshift_vit_t"])
+def test_memory_is_linear_in_the_patches(name):
+    """One float for each pair of patches would be 16 times as many for four times the patches."""
+    model = build(name, dtype=torch.float32, patch_size=2)
+
+    def peak(side, work):
+        inputs = image(side, side, dtype=torch.float32)
+        return peak_bytes(lambda: work(inputs))
+
+    def rows(inputs):
+        return watch(model, inputs, {0: [5], 2: [5]}, features=2)
+
+    for work in (lambda inputs: find_evidence(model, inputs), rows):
+        small, large = peak(64, work), peak(128, work)
+        assert large < 4.4 * small
+        assert large < 4096**2 * 4  # one matrix of all pairs
+
+
+def test_a_gradient_keeps_the_tokens_between_blocks_and_what_is_within_one():
+    inputs = image(64, 64, dtype=torch.float32)
+    few, many = (
+        peak_bytes(lambda: find_evidence(model, inputs))  # noqa: B023
+        for model in (build(dtype=torch.float32, depth=depth) for depth in (2, 12))
+    )
+    assert many < 2 * few
+
+
+def test_what_cannot_be_looked_at_is_one_line():
+    model, inputs = build(), image()
+    with pytest.raises(ValueError, match="^VisionTransformer is no model of visionattn"):
+        check_model(timm.create_model("vit_tiny_patch16_224", depth=1))
+    with pytest.raises(ValueError, match="^the model has no classes"):
+        check_model(timm.create_model("scaleformer_vit_t", depth=1, num_classes=0))
+    assert check_model(model) is model
+    assert block_number(model, -1) == 2
+    for index in (3, -4):
+        with pytest.raises(ValueError, match=f"no block {index}; the 3 blocks are 0 to 2"):
+            watch(model, inputs, {index: [0]})
+        with pytest.raises(ValueError, match=f"no block {index}"):
+            watch(model, inputs, {}, features=index)
+    with pytest.raises(ValueError, match="from 0 to 34"):
+        watch(model, inputs, {0: [35]})
+    assert not any(block.attn._forward_pre_hooks for block in model.blocks)
+    for target in (5, -1):
+        with pytest.raises(ValueError, match=f"no class {target}; the classes are 0 to 4"):
+            find_evidence(model, inputs, target=target)
+    with pytest.raises(ValueError, match="^outputs are not finite$"):
+        find_evidence(model, inputs * float("nan"))
+    assert all(each.requires_grad for each in model.parameters())

@@ -1,0 +1,1 @@
+"""Where the evidence for a class lies in images of files: the work of ``visionattn look``."""

@@ -1,0 +1,364 @@
+"""Where the evidence of an output lies: what each patch adds to it through the pooling, how the
+output answers to each pixel, with which weights tokens see each other, and what the last features
+have in common.
+
+This module owns what is computed, of one image at a time, in time and memory linear in its patches.
+It knows nothing of files and draws nothing.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from timm.layers import RmsNorm
+from torch import Tensor, nn
+
+from visionattn.layers import Attention
+from visionattn.layout import Grid
+from visionattn.models.backbone import VisionAttnTransformer
+from visionattn.ops.rows import Rows
+
+POOLED = {
+    "max": "each channel of the pooled features is that of the patch where it is largest, which "
+    "wins it",
+    "avg": "the pooled features are the mean of all patches",
+    "avgmax": "half of the pooled features is the mean of all patches, and half is of those that "
+    "win",
+}
+"""Poolings whose result is divided among patches, and how."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What speaks for a class in one image.
+
+    The margin of a class is its output less the mean of the outputs of all classes; where there is
+    one class alone, its output.
+    """
+
+    logits: Tensor
+    """The outputs of all classes, float32 ``[num_classes]``."""
+    target: int
+    """Number of the class."""
+    margin: float
+    patches: Tensor | None
+    """What each patch adds to the margin, float64 ``[H, W]``; 0 where one is absent. None where the
+    pooling does not divide it.
+    """
+    channels: Tensor | None
+    """How many channels of the pooled features each patch wins, int64 ``[H, W]``; None without a
+    maximum.
+    """
+    rest: float | None
+    """What is left of the margin: biases, and prefix tokens that are pooled. None where ``patches``
+    is.
+    """
+    gradient: Tensor | None
+    """The input times the gradient of the margin, summed over channels, float32
+    ``[H_px, W_px]``; None where it was not asked for.
+    """
+    how: str
+    """How patches come into the output, for people."""
+
+
+def check_model(model: nn.Module) -> VisionAttnTransformer:
+    """Return a model whose parts can be looked at.
+
+    Raises:
+        ValueError: it is none of ours, or it has no classes.
+    """
+    if not isinstance(model, VisionAttnTransformer):
+        raise ValueError(
+            f"{type(model).__name__} is no model of visionattn, whose blocks and pooling look reads"
+        )
+    if model.num_classes < 1:
+        raise ValueError("the model has no classes, so there is no output to find evidence of")
+    return model
+
+
+def block_number(model: VisionAttnTransformer, index: int) -> int:
+    """Return the number of a block from 0, of one that may count from the end as in Python.
+
+    Raises:
+        ValueError: there is no such block.
+    """
+    depth = len(model.blocks)
+    if not -depth <= index < depth:
+        raise ValueError(f"there is no block {index}; the {depth} blocks are 0 to {depth - 1}")
+    return index % depth
+
+
+def grid_of(model: VisionAttnTransformer, inputs: Tensor) -> Grid:
+    """Return the grid of patches of images ``[B, C, H_px, W_px]``."""
+    rows, columns = model.patch_embed.patch_size
+    return Grid(-(-inputs.shape[2] // rows), -(-inputs.shape[3] // columns))
+
+
+def find_evidence(
+    model: VisionAttnTransformer,
+    inputs: Tensor,
+    *,
+    sizes: Tensor | None = None,
+    target: int | None = None,
+    gradient: bool = True,
+) -> Evidence:
+    """Find what speaks for a class.
+
+    Args:
+        model: in eval mode; it is left as it is.
+        inputs: one image as the model takes it, ``[1, C, H_px, W_px]``.
+        sizes: what the image holds, int64 ``[1, 2]``, as the model takes it.
+        target: number of the class; None: that of the largest output.
+        gradient: make the gradient too, with the blocks computed once more backwards, so that
+            memory is that of one block and of the tokens between them.
+
+    Raises:
+        ValueError: the outputs are not finite, or there is no class of that number.
+    """
+    with torch.inference_mode(False), _frozen(model), torch.set_grad_enabled(gradient):
+        inputs = inputs.clone().requires_grad_(gradient)  # also of one made for inference alone
+        tokens = model.forward_features(inputs, sizes=sizes)
+        present = model.present_patches(inputs, sizes)
+        logits = model.forward_head(tokens, present=present)[0]
+        if not logits.isfinite().all():
+            raise ValueError("outputs are not finite")
+        if target is None:
+            target = int(logits.argmax())
+        if not 0 <= target < len(logits):
+            raise ValueError(f"there is no class {target}; the classes are 0 to {len(logits) - 1}")
+        margin = logits @ _contrast(logits, target)
+        if gradient:
+            margin.backward()
+            found = (inputs.grad * inputs.detach()).sum(1)[0].cpu()
+    logits, tokens, grid = logits.detach(), tokens.detach(), grid_of(model, inputs)
+    patches, channels = _divided(model, tokens, present, target, logits)
+    value = float(margin.detach())
+    return Evidence(
+        logits.float().cpu(),
+        target,
+        value,
+        None if patches is None else patches.unflatten(0, grid),
+        None if channels is None else channels.unflatten(0, grid),
+        None if patches is None else value - float(patches.sum()),
+        found if gradient else None,
+        _how(model),
+    )
+
+
+def watch(
+    model: VisionAttnTransformer,
+    inputs: Tensor,
+    rows: Mapping[int, Sequence[int]],
+    *,
+    sizes: Tensor | None = None,
+    features: int | None = None,
+) -> tuple[dict[int, Rows], Tensor | None]:
+    """Return rows of attention of chosen blocks, and the feature map of one.
+
+    Args:
+        model: in eval mode.
+        inputs: one image as the model takes it, ``[1, C, H_px, W_px]``.
+        rows: numbers of tokens by number of a block: prefix tokens first, then patches row by row.
+        sizes: as for ``find_evidence``.
+        features: the block whose map is wanted, after the final norm; None: none.
+
+    Returns:
+        Rows by number of the block, ``[1, h, Q, N]``; and the map, ``[D, H, W]`` or None.
+
+    Raises:
+        ValueError: there is no such block or token.
+    """
+    found: dict[int, Rows] = {}
+    asked = {block_number(model, index): list(tokens) for index, tokens in rows.items()}
+    last = None if features is None else block_number(model, features)
+    wanted = sorted({*asked} | ({last} if last is not None else set()))
+    if not wanted:
+        return {}, None
+
+    def hook_of(number: int):
+        def hook(module: Attention, args: tuple, kwargs: dict[str, Any]) -> None:
+            x, *others = args
+            chosen = torch.tensor(asked[number], dtype=torch.int64, device=x.device)
+            found[number] = module.weights(x, chosen, *others, **kwargs)
+
+        return hook
+
+    hooks = [
+        model.blocks[number].attn.register_forward_pre_hook(hook_of(number), with_kwargs=True)
+        for number in asked
+    ]
+    try:
+        with torch.no_grad():
+            maps = model.forward_intermediates(
+                inputs,
+                indices=wanted,
+                norm=True,
+                stop_early=True,
+                intermediates_only=True,
+                sizes=sizes,
+            )
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found, None if last is None else maps[wanted.index(last)][0]
+
+
+def principal(
+    features: Tensor, present: Tensor | None = None, count: int = 3
+) -> tuple[Tensor, Tensor]:
+    """Return the coordinates of patches along the directions in which they differ most.
+
+    Args:
+        features: ``[D, H, W]``.
+        present: bool ``[H, W]``, the patches that count; None: all.
+        count: directions, at most D.
+
+    Returns:
+        Coordinates, float64 ``[count, H, W]`` on the CPU, 0 where a patch is absent; and the share
+        of the variance along each direction. The largest entry of a direction is positive.
+    """
+    width, grid = features.shape[0], features.shape[1:]
+    x = features.detach().flatten(1).double().cpu()
+    there = torch.ones(x.shape[1], dtype=torch.bool)
+    if present is not None:
+        there = present.flatten().cpu()
+    own = x[:, there]
+    own = own - own.mean(1, keepdim=True)
+    values, directions = torch.linalg.eigh(own @ own.mT)
+    values = values.clamp(min=0).flip(0)
+    directions = directions.flip(1)[:, : min(count, width)]
+    largest = directions.gather(0, directions.abs().argmax(0, keepdim=True))
+    directions = directions * torch.where(largest < 0, -1.0, 1.0)
+    coordinates = torch.zeros(directions.shape[1], x.shape[1], dtype=torch.float64)
+    coordinates[:, there] = directions.mT @ own
+    total = values.sum()
+    shares = values[: directions.shape[1]] / total if total > 0 else torch.zeros(len(coordinates))
+    return coordinates.unflatten(1, tuple(grid)), shares
+
+
+@torch.no_grad()
+def offset_weights(attention: Attention) -> Tensor | None:
+    """Return how much weight a query of zeros gives to each offset: the sum of each entry of its
+    relative table, ``[h, 2R+1, 2R+1]``, rows first (``flat``: ``[h, 1, 2R+1]``). Of tables of a
+    softmax, under which such a query knows no places, the length of each entry. None where there
+    is no relative position.
+    """
+    tables = attention.relative
+    if tables is None:
+        return None
+    position: Any = tables(attention.native_layout)
+
+    def told(table: Tensor) -> Tensor:
+        return table.norm(dim=-1) if tables.signed else table.sum(-1)
+
+    if tables.kind == "axial":
+        if tables.signed:
+            return (position.rows[:, :, None] + position.columns[:, None]).norm(dim=-1).cpu()
+        return (told(position.rows)[:, :, None] + told(position.columns)[:, None]).cpu()
+    weights = told(position.table).cpu()
+    return weights[:, None] if tables.kind == "flat" else weights
+
+
+def _contrast(logits: Tensor, target: int) -> Tensor:
+    """Return what the outputs are weighed with to give the margin of a class."""
+    weights = torch.zeros_like(logits)
+    if len(logits) > 1:
+        weights -= 1 / len(logits)
+    weights[target] += 1
+    return weights
+
+
+def divides(model: VisionAttnTransformer) -> bool:
+    """Tell whether the pooling divides an output among patches."""
+    pooled = model.attn_pool is None and model.global_pool in POOLED
+    known = isinstance(model.fc_norm, nn.Identity | nn.LayerNorm | nn.RMSNorm | RmsNorm)
+    return pooled and known and isinstance(model.head, nn.Linear)
+
+
+def _how(model: VisionAttnTransformer) -> str:
+    if divides(model):
+        return POOLED[model.global_pool]
+    if model.attn_pool is None and model.global_pool == "token":
+        return (
+            "the class token alone is pooled, so that no patch adds to the output by itself: its "
+            "row of attention is shown instead"
+        )
+    return (
+        f"pooling {model.global_pool!r} does not divide the output among patches: gradient and "
+        "rows of attention are shown alone"
+    )
+
+
+def _divided(
+    model: VisionAttnTransformer,
+    tokens: Tensor,
+    present: Tensor | None,
+    target: int,
+    logits: Tensor,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return what each patch adds to the margin, float64 ``[H*W]``, and the channels that each
+    wins; None where the pooling does not say so.
+
+    The pooled features m become ``scale * (m - centre) + bias`` in the norm, whose numbers are
+    those of this image, so that the margin is a sum over channels; each goes to the patch that it
+    is of.
+    """
+    if not divides(model):
+        return None, None
+    pool = model.global_pool
+    prefix = model.num_prefix_tokens
+    first = 0 if model.pool_include_prefix else prefix
+    x = tokens[0, first:].double()
+    there = torch.ones(len(x), dtype=torch.bool, device=x.device)
+    if present is not None:
+        there[prefix - first :] = present[0]
+    largest, places = x.masked_fill(~there[:, None], float("-inf")).max(0)
+    mean = x.masked_fill(~there[:, None], 0).sum(0) / there.sum()
+    pooled = {"max": largest, "avg": mean, "avgmax": 0.5 * (largest + mean)}[pool]
+    scale, centre = _affine(model.fc_norm, pooled)
+    weights = _contrast(logits, target).double() @ model.head.weight.detach().double() * scale
+    added, channels = torch.zeros(len(x), dtype=torch.float64, device=x.device), None
+    if pool != "avg":
+        part = 1.0 if pool == "max" else 0.5
+        added.index_add_(0, places, part * weights * (largest - centre))
+        channels = torch.bincount(places, minlength=len(x))[prefix - first :].cpu()
+    if pool != "max":
+        part = 1.0 if pool == "avg" else 0.5
+        shares = (x - centre) @ weights / there.sum()
+        added += part * shares.masked_fill(~there, 0)
+    return added[prefix - first :].cpu(), channels
+
+
+def _affine(norm: nn.Module, pooled: Tensor) -> tuple[Tensor, Tensor]:
+    """Return by what a norm multiplies pooled features ``[D]`` and what it takes off them
+    before.
+    """
+    one, zero = torch.ones_like(pooled), pooled.new_zeros(())
+    if isinstance(norm, nn.Identity):
+        return one, zero
+    gain = getattr(norm, "weight", None)
+    gain = one if gain is None else gain.detach().double()
+    if isinstance(norm, nn.LayerNorm):
+        spread = (pooled.var(unbiased=False) + norm.eps).sqrt()
+        return gain / spread, pooled.mean()
+    return gain / (pooled.square().mean() + norm.eps).sqrt(), zero
+
+
+@contextmanager
+def _frozen(model: VisionAttnTransformer) -> Iterator[None]:
+    """Let a backward pass make gradients of no parameter and keep what is within a block for no
+    other; afterwards the model is as it was.
+    """
+    trained = [each for each in model.parameters() if each.requires_grad]
+    before = model.grad_checkpointing
+    try:
+        for each in trained:
+            each.requires_grad_(False)
+        model.grad_checkpointing = True
+        yield
+    finally:
+        model.grad_checkpointing = before
+        for each in trained:
+            each.requires_grad_(True)
