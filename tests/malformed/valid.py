@@ -136,6 +136,7 @@ PREDICT = ("predict", "--checkpoint", "run/best.safetensors", "--images", "image
 PREDICT += ("--workers", "0", "--threads", "1")
 VALIDATE = ("validate", "--checkpoint", "run/best.safetensors", "--threads", "1")
 SHARE = ("share", "run/best.safetensors", "--to", "out")
+EXPORT = ("export", "run/best.safetensors", "--format", "torch", "--output", "out.pt2")
 START = ("train", "--config", "train.yaml", "--run", "out", "--init_from", "run/best.safetensors")
 TEACHER = "teacher.safetensors"
 DISTIL = ("distil", "--config", "distil.yaml", "--run", "out")
