@@ -178,7 +178,7 @@ def _program(whole: nn.Module, model: nn.Module, prepare: bool) -> torch.export.
         torch.export.Dim(name, min=n, max=MOST_PATCHES) for name, n in least.items()
     )
     sizes = {0: batch, 2: rows * height, 3: columns * width}
-    images = _images(model, prepare, 2, 5 * rows, 3 * columns)
+    images = _images(model, prepare, 2, 13 * rows, 11 * columns)
     with torch.no_grad():
         program = torch.export.export(whole, (images,), dynamic_shapes=(sizes,))
         return program.run_decompositions(decompositions())

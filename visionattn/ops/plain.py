@@ -315,7 +315,7 @@ def plain_windows(
         """Turn ``[B, h, P + H*W, c]`` into ``[B, down, across, h, window^2, c]``."""
         x = F.pad(x[:, :, prefix:].unflatten(2, (height, width)), [0, 0, *pad])
         x = x.unflatten(3, (across, window)).unflatten(2, (down, window))
-        return x.permute(0, 2, 4, 1, 3, 5, 6).flatten(4, 5)
+        return _laid_out(x.permute(0, 2, 4, 1, 3, 5, 6)).flatten(4, 5)
 
     def with_prefix(x: Tensor) -> Tensor:
         own = in_windows(x)
@@ -333,11 +333,18 @@ def plain_windows(
     k, v = (x.masked_fill(~keep, 0) for x in (k, v))
     out = _softmax_sums(queries, with_prefix(k), with_prefix(v), bias, seen)
     # The way back: windows side by side, without what was added.
-    out = out.unflatten(4, (window, window)).permute(0, 3, 1, 4, 2, 5, 6)
+    out = _laid_out(out.unflatten(4, (window, window)).permute(0, 3, 1, 4, 2, 5, 6))
     out = out.flatten(4, 5).flatten(2, 3)
-    out = out[:, :, before : before + height, before : before + width].flatten(2, 3)
+    out = _laid_out(out[:, :, before : before + height, before : before + width]).flatten(2, 3)
     of_prefix = _softmax_sums(q[:, :, :prefix], k, v, None, keep.mT)
     return _tokens_first(torch.cat([of_prefix, out], 2))
+
+
+def _laid_out(x: Tensor) -> Tensor:
+    """Copy into contiguous memory, whatever the strides are: an exporter that traces a grid of one
+    window would take a copy for a view.
+    """
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _softmax_sums(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, seen: Tensor) -> Tensor:
