@@ -130,6 +130,13 @@ def convert(argv: Words, say: Say) -> None:
     convert(argv, say)
 
 
+def export(argv: Words, say: Say) -> None:
+    """Write a model as ONNX, as a program of torch.export, or compiled."""
+    from visionattn.models.exporting import export_model
+
+    export_model(argv, say)
+
+
 def sweep(argv: Words, say: Say) -> None:
     """Train and measure over head counts; each training is a process of its own."""
     from visionattn.cli.commands import started
@@ -181,6 +188,7 @@ SUBCOMMANDS = {
     "look": Subcommand(look, "where the evidence for a class lies, drawn over images"),
     "share": Subcommand(share, "trained weights as timm and transformers load them"),
     "convert": Subcommand(convert, "one of our models of a timm ViT, with its weights"),
+    "export": Subcommand(export, "a model as ONNX, as a torch.export program, or compiled"),
     "sweep": Subcommand(sweep, "train and measure one configuration over head counts"),
     "profile": Subcommand(profile, "memory of models over image sizes"),
     "benchmark": Subcommand(benchmark, "time of operations, models, kernels and data loading"),

@@ -34,6 +34,7 @@ CONTROLS = {
     "sweep": valid.SWEEP,
     "report": valid.REPORT,
     "share": valid.SHARE,
+    "export": valid.EXPORT,
     "train": valid.START,
     "convert": (*valid.CONVERT, "--softmax_blocks", "-1"),
     "convert state": teachers.STATE,
@@ -51,6 +52,7 @@ def all_cases() -> Iterator[Case]:
         everything = ("run", "features", "sweep", "page.html", "out", "events")
         everything += (
             "out.safetensors",
+            "out.pt2",
             "student",
         )
         yield Case(f"valid {name}", argv, tolerated="", writes=everything)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Union, get_args, get_origin
 
 from tests.malformed.runner import Case
-from tests.malformed.valid import CONVERT, DISTIL, FEATURES, LOOK, SHARE, SWEEP
+from tests.malformed.valid import CONVERT, DISTIL, EXPORT, FEATURES, LOOK, SHARE, SWEEP
 from visionattn.cli.parsing import field_types
 from visionattn.data.stats import StatsConfig
 from visionattn.inference.feature_options import ExtractOptions
@@ -18,6 +18,7 @@ from visionattn.lab.profile.config import ProfileConfig
 from visionattn.lab.report.options import ReportConfig
 from visionattn.lab.sweep.config import SweepConfig
 from visionattn.models.converting import ConvertOptions
+from visionattn.models.exporting import ExportOptions
 from visionattn.training.config import TrainConfig, ValidateConfig
 from visionattn.training.distil.config import DistilConfig
 from visionattn.training.share import ShareConfig
@@ -66,6 +67,7 @@ TOOLS = {
     "share": Tool(SHARE, ShareConfig),
     "convert": Tool(CONVERT, ConvertOptions),
     "distil": Tool(DISTIL, DistilConfig),
+    "export": Tool(EXPORT, ExportOptions),
     "sweep": Tool((*SWEEP[:-6], "--output", "out"), SweepConfig),
     "profile": Tool(
         ("profile", "--models", "vit_tiny_patch16_224", "--img_size", "32", "--depth", "1")

@@ -138,6 +138,7 @@ LOOK = ("look", "--checkpoint", "run/best.safetensors", "--images", "images/val/
 LOOK += ("--threads", "1", "--output", "out")
 VALIDATE = ("validate", "--checkpoint", "run/best.safetensors", "--threads", "1")
 SHARE = ("share", "run/best.safetensors", "--to", "out")
+EXPORT = ("export", "run/best.safetensors", "--format", "torch", "--output", "out.pt2")
 START = ("train", "--config", "train.yaml", "--run", "out", "--init_from", "run/best.safetensors")
 TEACHER = "teacher.safetensors"
 DISTIL = ("distil", "--config", "distil.yaml", "--run", "out")

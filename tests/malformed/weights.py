@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from tests.malformed.mutations import GARBLED_JSON, broken_trees, few, write
 from tests.malformed.runner import Case
-from tests.malformed.valid import EXTRACT, PREDICT, RESUME, SHARE, START, VALIDATE
+from tests.malformed.valid import EXPORT, EXTRACT, PREDICT, RESUME, SHARE, START, VALIDATE
 
 
 def change_metadata(change: Callable[[dict], Any]) -> Callable[[Path], None]:
@@ -79,13 +79,13 @@ def cases() -> Iterator[Case]:
             change = change_metadata(lambda m, key=key: {k: v for k, v in m.items() if k != key})
             yield Case(f"weights {reader[0]} without {key}", reader, change)
     for name, change in METADATA.items():
-        for reader in (*readers[:2], SHARE):
+        for reader in (*readers[:2], SHARE, EXPORT):
             yield Case(f"weights {reader[0]} {name}", reader, change_metadata(change))
     for name, change in TENSORS.items():
         for reader in (*readers[:2], SHARE):
             yield Case(f"weights {reader[0]} {name}", reader, change_tensors(change))
     for name, head in HEADS.items():
-        for reader in (*readers, START, SHARE):
+        for reader in (*readers, START, SHARE, EXPORT):
             yield Case(
                 f"weights {reader[0]} head {name}",
                 reader,

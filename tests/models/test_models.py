@@ -17,8 +17,11 @@ from visionattn.layout import Grid, TokenLayout
 from visionattn.models import shipped
 
 NAMES = sorted(
-    name for name in timm.list_models() if name.startswith(("scaleformer_vit", "taylorshift"))
+    name
+    for name in timm.list_models()
+    if name.startswith(("scaleformer_vit", "taylorshift")) and not name.endswith("_pyramid")
 )
+"""Those of pyramids are in ``test_pyramid.py``."""
 UNTRAINED = dict(pretrained_cfg="untrained")
 SMALL = dict(embed_dim=24, depth=2, num_heads=3, patch_size=16, in_chans=3)
 

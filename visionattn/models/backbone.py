@@ -4,8 +4,9 @@ The layout of the tokens is read off the patches once per forward and passed to 
 argument.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from timm.layers import LayerNorm, Mlp, SwiGLU, SwiGLUPacked, get_norm_layer
@@ -28,6 +29,7 @@ from visionattn.models.absent import (
 )
 from visionattn.models.hybrid import first_counted, options_of_blocks, warn_of_softmax
 from visionattn.models.patches import DynamicPatchEmbed
+from visionattn.models.placing import fitted_whole
 from visionattn.ops import count_classes
 from visionattn.ops.sums import accumulation_dtype
 
@@ -263,6 +265,15 @@ class VisionAttnTransformer(VisionTransformer):
             for token in (self.cls_token, self.reg_token):
                 if token is not None:
                     nn.init.normal_(token, std=PREFIX_STD)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ):
+        """Load as ``torch.nn.Module`` does. With ``strict`` it takes the weights of a plain ViT
+        too, and warns of what the model keeps of its own: ``fitted_whole``.
+        """
+        fitted = fitted_whole(self, state_dict) if strict else state_dict
+        return super().load_state_dict(fitted, strict, assign)
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """Make a new head of ``num_classes`` outputs (0: none), on the old one's device, in its

@@ -16,6 +16,9 @@ OURS = tuple(
     for part in ("relative.", "temperature", "feature_map.", "value_conv.", "output_gate.")
 )
 
+PYRAMID = "pyramid."
+"""How the names of a pyramid's parameters begin."""
+
 
 def _resamples(table: Tensor, shape: torch.Size) -> bool:
     return table.ndim == len(shape) and table.shape[0] == shape[0] and table.shape[-1] == shape[-1]
@@ -57,7 +60,8 @@ def checkpoint_filter_fn(
     Where the architectures differ by meaning, so does the result: a plain ViT's absolute position
     and prefix tokens are left out of a model without them, its final norm moves to where the model
     has one (before or after pooling), and the relative tables, temperatures, random features,
-    convolutions of values and output gates that it lacks keep the model's values. Everything else
+    convolutions of values, output gates and layers of a pyramid that it lacks keep the model's
+    values. Everything else
     that does not fit, such as the tables of another number of heads, is passed on as it is, for the
     loader to report.
     The tables of a softmax twin are signed: placed in a linear model, or the other way round, they
@@ -74,7 +78,11 @@ def checkpoint_filter_fn(
     state_dict = state_dict.get("model", state_dict)
     state_dict = dict(state_dict.get("state_dict", state_dict))
     position = state_dict.pop("pos_embed", None)
-    fitted = {name: value for name, value in own.items() if any(part in name for part in OURS)}
+    fitted = {
+        name: value
+        for name, value in own.items()
+        if any(part in name for part in OURS) or name.startswith(PYRAMID)
+    }
     for name, value in timm_checkpoint_filter_fn(state_dict, model).items():
         if name in MAY_BE_ABSENT and name not in own:
             continue

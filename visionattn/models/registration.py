@@ -19,7 +19,8 @@ from timm.models import (
 from torch import nn
 
 from visionattn.models.backbone import VisionAttnTransformer
-from visionattn.models.convert import checkpoint_filter_fn
+from visionattn.models.placing import FeatureMaps, filter_pretrained
+from visionattn.models.pyramid import STRIDES, PyramidTransformer
 
 SIZES = {
     "t": ("tiny", dict(embed_dim=192, depth=12, num_heads=3)),
@@ -39,6 +40,8 @@ PIXEL = dict(
     mlp_ratio=1.0,
 )
 PIXEL |= dict(init_values=1e-4, global_pool="token")
+PYRAMID = dict(pyramid_channels=256)
+"""What a name of a pyramid adds to the arguments of the model without one."""
 LOCAL = dict(value_conv=3, output_gate=True)
 """What attention lacks beside a softmax and the models of relative position have: the finalists of
 ``docs/quality.md``.
@@ -57,11 +60,19 @@ def is_ours(name: str) -> bool:
 
 
 def _family_names(family: str) -> dict[str, dict[str, Any]]:
-    """Return the short and the long name of each size, with the arguments of the size."""
+    """Return the short and the long name of each size, and that of its pyramid, with the arguments
+    of the size.
+    """
     names = {}
     for letter, (word, size) in SIZES.items():
         names[f"{family}_{letter}"] = names[f"{family}_{word}_patch16_224"] = size
+        names[f"{family}_{letter}_pyramid"] = size | PYRAMID
     return names
+
+
+def class_of(args: dict[str, Any]) -> type[VisionAttnTransformer]:
+    """Return the class of the models that are built with such arguments."""
+    return PyramidTransformer if "pyramid_channels" in args else VisionAttnTransformer
 
 
 def model_cfg(**fields) -> dict[str, Any]:
@@ -102,7 +113,8 @@ def family_cfgs(family: str, pixel: str | None = None, **fields):
 def register_family(
     module: str, family: str, *, former: dict[str, Any] | None = None, **options
 ) -> None:
-    """Register the short and the long name of each size as entry points of ``module``.
+    """Register the names of each size, short, long and of a pyramid, as entry points of
+    ``module``.
 
     Args:
         module: ``__name__`` of the module that holds the family's ``default_cfgs``.
@@ -203,11 +215,12 @@ def _build(name: str, pretrained: bool, args: dict[str, Any]) -> nn.Module:
                 'pretrained_cfg_overlay=dict(file="...")'
             )
     args.pop("output_stride", None)
+    indices = len(STRIDES) if "pyramid_channels" in args else 3
     return build_model_with_cfg(
-        VisionAttnTransformer,
+        class_of(args),
         name,
         pretrained,
-        pretrained_filter_fn=checkpoint_filter_fn,
-        feature_cfg=dict(out_indices=args.pop("out_indices", 3), feature_cls="getter"),
+        pretrained_filter_fn=filter_pretrained,
+        feature_cfg=dict(out_indices=args.pop("out_indices", indices), feature_cls=FeatureMaps),
         **args,
     )

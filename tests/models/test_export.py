@@ -1,0 +1,322 @@
+"""Exported files: they give what the model gives, at other sizes than they were made with, where
+this package is not; and what cannot be exported leaves nothing behind.
+"""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import onnxruntime
+import pytest
+import timm
+import torch
+from timm.models import create_model
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.helpers.tools import assert_one_error, load_tool, written
+from visionattn.lab.exports import NAMES, liven
+from visionattn.models import export as exporting
+from visionattn.models.export import export
+from visionattn.models.weights import DataSpec, load_model, save_model
+from visionattn.ops import plain
+
+main = load_tool("export")
+ARGS = dict(embed_dim=24, depth=1, num_heads=3)
+TINY = ARGS | dict(num_classes=5)
+WORDS = ["--args", "{embed_dim: 24, depth: 1, num_heads: 3, num_classes: 5}"]
+SIZES = ((1, 48, 48), (3, 80, 32), (2, 32, 112))
+"""Batch, height and width in pixels."""
+MOST = 1e-4
+
+
+def tiny(name, **options):
+    return liven(create_model(name, **TINY | options)).eval()
+
+
+def images(batch, height, width, channels=3):
+    generator = torch.Generator().manual_seed(height)
+    return torch.randn(batch, channels, height, width, generator=generator)
+
+
+def session(path):
+    return onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+
+
+def assert_same(run, model, sizes=SIZES):
+    """What a file gives is what the model gives."""
+    for size in sizes:
+        with torch.inference_mode():
+            wanted = model(x := images(*size))
+        found = torch.as_tensor(run(x))
+        assert found.shape == wanted.shape and wanted.abs().max() > 0.1
+        assert (found - wanted).abs().max() < MOST * max(1, wanted.abs().max()), size
+
+
+def test_the_names_are_those_of_each_size_of_each_family():
+    assert len(NAMES) == 12 and all(map(timm.is_model, NAMES))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_onnx_runtime_gives_what_each_model_gives(name, tmp_path):
+    model, path = tiny(name), tmp_path / "model.onnx"
+    trials = export(model, path, "onnx")
+    sides = [(trial.height, trial.width) for trial in trials]
+    assert len(set(sides)) == 3 and any(height != width for height, width in sides)
+    run = session(path)
+    assert_same(lambda x: run.run(None, {"images": x.numpy()})[0], model)
+    (given,) = run.get_inputs()
+    assert (given.shape, given.type) == (["batch", 3, "height", "width"], "tensor(float)")
+    assert run.get_modelmeta().custom_metadata_map["visionattn.model"] == name
+    assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
+
+
+def test_other_attentions_and_feature_maps_are_exported_too(tmp_path):
+    attention = ["window", "softmax", "kernelized"]
+    options = dict(depth=3, attention=attention, feature_map="random", relative="axial")
+    model = tiny("scaleformer_vit_t", **options, window_size=3)
+    export(model, tmp_path / "model.onnx", "onnx")
+    run = session(tmp_path / "model.onnx")
+    assert_same(lambda x: run.run(None, {"images": x.numpy()})[0], model)
+
+
+FRESH = """
+import sys, torch
+run = torch.export.load("model.pt2").module()
+torch.save([run(x) for x in torch.load("images.pt")], "found.pt")
+assert "visionattn" not in sys.modules
+"""
+
+
+@pytest.mark.parametrize("name", ["scaleformer_vit_t", "taylorshift_vit_t"])
+def test_a_program_runs_in_a_process_that_does_not_know_this_package(name, tmp_path):
+    model = tiny(name)
+    export(model, tmp_path / "model.pt2", "torch", notes={"made": "here"})
+    given = [images(*size) for size in SIZES]
+    torch.save(given, tmp_path / "images.pt")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FRESH], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    found = dict(zip((x.shape for x in given), torch.load(tmp_path / "found.pt"), strict=True))
+    assert_same(lambda x: found[x.shape].detach(), model)
+    extra = {"visionattn.json": ""}
+    torch.export.load(tmp_path / "model.pt2", extra_files=extra)
+    said = json.loads(extra["visionattn.json"])
+    assert said["visionattn.model"] == name and said["made"] == "here"
+
+
+class Largest(TorchDispatchMode):
+    """Keeps the most entries of any tensor that was made within."""
+
+    entries = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        for x in found if isinstance(found, tuple | list) else (found,):
+            if isinstance(x, torch.Tensor):
+                self.entries = max(self.entries, x.numel())
+        return found
+
+
+@pytest.mark.parametrize("name", ["scaleformer_vit_t", "taylorshift_vit_t"])
+def test_tensors_of_an_exported_program_are_linear_in_the_patches(name):
+    """Four times the patches: four times the entries of the largest, and not sixteen."""
+    model, most = tiny(name), []
+    run = exporting._program(model, model, False).module()
+    for side in (16, 32):
+        with Largest() as largest, torch.inference_mode():
+            run(images(1, 16 * side, 16 * side))
+        most.append(largest.entries)
+    assert most[1] < 4.1 * most[0]
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor needs a C++ compiler")
+def test_a_compiled_package_gives_what_its_model_gives(tmp_path):
+    model = tiny("taylorshift_abs_vit_t", embed_dim=12, mlp_ratio=1.0)
+    with torch._inductor.config.patch({"aot_inductor.compile_wrapper_opt_level": "O0"}):
+        export(model, tmp_path / "model.pt2", "compiled")
+    assert [path.name for path in tmp_path.iterdir()] == ["model.pt2"]
+    package = torch._inductor.aoti_load_package(str(tmp_path / "model.pt2"))
+    assert_same(package, model)
+    assert package.get_metadata()["visionattn.model"] == "taylorshift_abs_vit_t"
+
+
+SPEC = DataSpec(3, 5, tuple("abcde"), (0.4, 0.5, 0.6), (0.2, 0.3, 0.4), None, 48)
+
+
+@pytest.fixture
+def kept(tmp_path, monkeypatch):
+    """A folder with weights as a training keeps them, as the current one."""
+    monkeypatch.chdir(tmp_path)
+    save_model(
+        "best.safetensors", tiny("taylorshift_abs_vit_t"), "taylorshift_abs_vit_t", ARGS, SPEC
+    )
+    return tmp_path
+
+
+def test_the_tool_exports_weights_with_their_normalisation_and_classes(kept, capsys):
+    assert main(["best.safetensors", "--prepare", "true", "--output", "model.onnx"]) == 0
+    *trials, about, takes = capsys.readouterr().out.splitlines()
+    assert len(trials) == 3 and all(line.endswith("from the model") for line in trials)
+    assert about.startswith("model.onnx: ") and "uint8 [B, C, H, W]" in takes
+    run, model = session("model.onnx"), load_model("best.safetensors")
+    x = torch.randint(256, (2, 3, 64, 32), dtype=torch.uint8)
+    wanted = model(
+        (x / 255 - torch.tensor(SPEC.mean)[:, None, None]) / torch.tensor(SPEC.std)[:, None, None]
+    )
+    found = torch.from_numpy(run.run(None, {"images": x.numpy()})[0])
+    torch.testing.assert_close(found, wanted, rtol=MOST, atol=MOST)
+    said = run.get_modelmeta().custom_metadata_map
+    assert json.loads(said["class_names"]) == list("abcde")
+    assert json.loads(said["visionattn.data"])["mean"] == [0.4, 0.5, 0.6]
+    before = Path("model.onnx").read_bytes()
+    assert main(["best.safetensors", "--output", "model.onnx"]) == 2
+    assert_one_error(capsys, "model.onnx exists; --overwrite replaces it")
+    assert Path("model.onnx").read_bytes() == before
+
+
+def test_grey_levels_are_made_channels_within(tmp_path):
+    options = dict(embed_dim=12, num_heads=3)
+    model = liven(create_model("taylorshift_vit_pixel", **options)).eval()
+    model.data_spec = DataSpec(256, 10, (), (), (), "grey_one_hot", 32)
+    export(model, tmp_path / "model.pt2", "torch", prepare=True)
+    grey = torch.randint(256, (2, 1, 9, 12), dtype=torch.uint8)
+    with torch.inference_mode():
+        wanted = model(torch.nn.functional.one_hot(grey[:, 0].long(), 256).movedim(3, 1).float())
+        found = torch.export.load(tmp_path / "model.pt2").module()(grey)
+    torch.testing.assert_close(found, wanted, rtol=MOST, atol=MOST)
+
+
+def test_maps_of_a_pyramid_are_outputs(tmp_path):
+    model = tiny("taylorshift_abs_vit_t_pyramid", features_only=True, pyramid_channels=4)
+    export(model, tmp_path / "model.onnx", "onnx")
+    run, x = session(tmp_path / "model.onnx"), images(1, 48, 80)
+    assert [y.name for y in run.get_outputs()] == [f"output_{i}" for i in range(4)]
+    with torch.inference_mode():
+        for found, wanted in zip(run.run(None, {"images": x.numpy()}), model(x), strict=True):
+            torch.testing.assert_close(torch.from_numpy(found), wanted, rtol=MOST, atol=MOST)
+
+
+def test_a_file_that_does_not_give_what_the_model_gives_is_not_written(tmp_path, monkeypatch):
+    """A fault in an operator's plain form, as the weights of a trained model would show it."""
+    usual, path = plain.plain_taylor_sums, tmp_path / "model.pt2"
+
+    def wrong(*args):
+        values, mass, *rest = usual(*args)
+        return values * 1.001, mass, *rest
+
+    monkeypatch.setattr(plain, "plain_taylor_sums", wrong)
+    path.write_bytes(b"before")
+    with pytest.raises(
+        ValueError, match=r"^images of 224 x 224 px, 1 at a time: the file is .* from"
+    ):
+        export(tiny("taylorshift_abs_vit_t"), path, "torch")
+    assert written(tmp_path) == {"model.pt2": b"before"}
+
+
+def test_a_file_that_does_not_run_is_not_written(tmp_path, monkeypatch):
+    def runner(path, format):
+        raise_at_224 = RuntimeError("bad\nand worse")
+
+        def run(x):
+            raise raise_at_224
+
+        return run
+
+    monkeypatch.setattr(exporting, "_runner", runner)
+    with pytest.raises(
+        ValueError, match=r"^images of .* px, 1 at a time: the file does not run \(bad"
+    ):
+        export(tiny("taylorshift_abs_vit_t"), tmp_path / "model.pt2", "torch")
+    assert written(tmp_path) == {}
+
+
+def test_images_of_the_smallest_sides_are_run(tmp_path):
+    model = tiny("taylorshift_vit_t", img_size=16)
+    export(model, tmp_path / "model.pt2", "torch")
+    run = torch.export.load(tmp_path / "model.pt2").module()
+    with torch.inference_mode():
+        assert_same(run, model, [(1, 32, 32)])
+
+
+def test_what_is_read_is_another_process_s_file_until_it_is_whole(tmp_path, monkeypatch):
+    """On a full disk, the former file stays."""
+    path = tmp_path / "model.pt2"
+    path.write_bytes(b"before")
+    monkeypatch.setattr(exporting, "_write_program", lambda program, path, said: path.touch())
+    monkeypatch.setattr(exporting, "_trials", lambda *args: [])
+    monkeypatch.setattr(exporting, "_runner", lambda *args: None)
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(exporting.shutil, "copyfile", full)
+    with pytest.raises(OSError, match="No space left"):
+        export(tiny("taylorshift_abs_vit_t"), path, "torch")
+    assert written(tmp_path) == {"model.pt2": b"before"}
+
+
+REFUSED = [
+    ([], "name a model, e.g. scaleformer_vit_s"),
+    (["scaleformer_vit_t"], "name the file to write with --output"),
+    (["scaleformer_vit_t", "--output", "a.pt2"], "a file of format onnx ends in .onnx"),
+    (["scaleformer_vit_t", "--output", "no/a.onnx"], "no folder"),
+    (["scaleformer_vit_x", "--output", "a.onnx"], "the nearest is scaleformer_vit_"),
+    (
+        ["vit_tiny_patch16_224", "--output", "a.onnx"],
+        "vit_tiny_patch16_224 is no model of visionattn",
+    ),
+    (["vit.safetensors", "--output", "a.onnx"], "vit_tiny_patch16_224 is no model of visionattn"),
+    (["gone.safetensors", "--output", "a.onnx"], "no checkpoint at gone.safetensors"),
+    (["garbled.safetensors", "--output", "a.onnx"], "garbled.safetensors is no whole safetensors"),
+    (["best.safetensors", "--pretrained", "true", "--output", "a.onnx"], "pretrained is for names"),
+    (["best.safetensors", *WORDS, "--output", "a.onnx"], "args is for names of models"),
+    (["scaleformer_vit_t", "--pretrained", "true", "--output", "a.onnx"], "no pretrained weights"),
+    (["scaleformer_vit_t", "--prepare", "true", *WORDS, "--output", "a.onnx"], "does not say how"),
+    (
+        ["scaleformer_vit_t", "--args", "{depth: x}", "--output", "a.onnx"],
+        "does not take these args",
+    ),
+    (
+        ["scaleformer_vit_t", "--args", "{wide: 1}", "--output", "a.onnx"],
+        "does not take these args",
+    ),
+    (
+        ["scaleformer_vit_t", "--args", "{checkpoint_path: x}", "--output", "a.onnx"],
+        "loads weights",
+    ),
+    (["scaleformer_vit_t", "--seed", "-1", "--output", "a.onnx"], "seed must be 0 or more"),
+    (
+        ["scaleformer_vit_t", "--args", "{dynamic_img_size: false}", "--output", "a.onnx"],
+        "takes images of 224 x 224 px alone",
+    ),
+]
+
+
+@pytest.mark.parametrize("words, message", REFUSED)
+def test_what_cannot_be_exported_is_one_line(words, message, kept, capsys):
+    Path("garbled.safetensors").write_bytes(b"x" * 99)
+    vit = create_model("vit_tiny_patch16_224", **TINY)
+    save_model("vit.safetensors", vit, "vit_tiny_patch16_224", ARGS, SPEC)
+    before = written(kept)
+    assert main(words) == 2
+    assert_one_error(capsys, message)
+    assert written(kept) == before
+
+
+def test_packages_that_are_missing_are_named(monkeypatch, kept, capsys):
+    monkeypatch.setattr(exporting, "find_spec", lambda name: None)
+    assert main(["best.safetensors", "--output", "a.onnx"]) == 2
+    assert_one_error(capsys, "needs onnx and onnxscript and onnxruntime; pip install 'visionattn")
+
+
+def test_what_an_exporter_raises_is_one_line(monkeypatch, kept, capsys):
+    def fails(*args, **kwargs):
+        raise RuntimeError("no such thing\nand more")
+
+    monkeypatch.setattr(exporting, "_write_program", fails)
+    assert main(["best.safetensors", "--format", "torch", "--output", "a.pt2"]) == 2
+    assert_one_error(capsys, "taylorshift_abs_vit_t cannot be exported as torch: no such thing")
+    assert not Path("a.pt2").exists()

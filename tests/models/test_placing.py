@@ -1,0 +1,106 @@
+"""``timm.create_model(name, checkpoint_path=FILE)``: files of plain ViTs and of ours."""
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from timm.models import create_model
+
+from visionattn.models.weights import DataSpec, save_model
+
+SMALL = dict(embed_dim=24, depth=2, num_heads=3, num_classes=5)
+FRESH = {
+    "scaleformer_vit_t": "relative.table, value_conv.weight, output_gate.weight",
+    "taylorshift_vit_t": "temperature, relative.table, value_conv.weight, output_gate.weight",
+    "taylorshift_abs_vit_t": "temperature",
+}
+
+
+@pytest.fixture
+def vit(tmp_path):
+    """A plain ViT, and its weights in both formats."""
+    torch.manual_seed(0)
+    model = create_model("vit_tiny_patch16_224", **SMALL)
+    save_file(model.state_dict(), tmp_path / "vit.safetensors")
+    torch.save({"state_dict": model.state_dict()}, tmp_path / "vit.pth")
+    return model
+
+
+@pytest.mark.parametrize("name", FRESH)
+@pytest.mark.parametrize("file", ["vit.safetensors", "vit.pth"])
+def test_a_file_of_a_plain_vit_is_loaded_and_what_it_lacks_is_named(vit, tmp_path, name, file):
+    with pytest.warns(UserWarning) as said:
+        model = create_model(name, checkpoint_path=str(tmp_path / file), **SMALL)
+    listed = ", ".join(f"blocks.{{0-1}}.attn.{part}" for part in FRESH[name].split(", "))
+    (line,) = (str(each.message) for each in said)
+    assert line == f"not in the weights, so that they start fresh: {listed}"
+    own, given = model.state_dict(), vit.state_dict()
+    if "abs" not in name:  # no absolute position, and the last norm after pooling
+        del given["pos_embed"]
+        given |= {f"fc_norm.{part}": given.pop(f"norm.{part}") for part in ("weight", "bias")}
+    assert all(torch.equal(own[key], given[key]) for key in given)
+
+
+def test_patches_and_position_of_other_sizes_are_resampled(vit, tmp_path):
+    with pytest.warns(UserWarning, match="start fresh"):
+        model = create_model(
+            "taylorshift_abs_vit_t",
+            checkpoint_path=str(tmp_path / "vit.pth"),
+            patch_size=8,
+            img_size=(64, 96),
+            **SMALL,
+        )
+    assert model.pos_embed.shape == (1, 97, 24) and model.patch_embed.proj.weight.shape[2] == 8
+    assert torch.equal(model.pos_embed[:, :1], vit.pos_embed[:, :1])
+
+
+def test_a_file_of_a_plain_vit_is_loaded_into_a_wrapper_of_features(vit, tmp_path):
+    with pytest.warns(UserWarning, match="start fresh"):
+        wrapper = create_model(
+            "scaleformer_vit_t",
+            checkpoint_path=str(tmp_path / "vit.pth"),
+            features_only=True,
+            out_indices=[0],
+            **SMALL,
+        )
+    assert len(wrapper.model.blocks) == 1
+    assert torch.equal(wrapper.model.blocks[0].attn.qkv.weight, vit.blocks[0].attn.qkv.weight)
+
+
+def test_a_file_of_ours_is_loaded_as_it_is(tmp_path):
+    model = create_model("taylorshift_vit_t", **SMALL).eval()
+    spec = DataSpec(3, 5, tuple("abcde"), (0.5,) * 3, (0.5,) * 3, None, 32)
+    path = str(tmp_path / "best.safetensors")
+    save_model(path, model, "taylorshift_vit_t", SMALL, spec)
+    again = create_model("taylorshift_vit_t", checkpoint_path=path, **SMALL).eval()
+    x = torch.randn(1, 3, 64, 32)
+    assert torch.equal(again(x), model(x))
+
+
+def test_what_is_missing_of_a_file_of_ours_is_still_an_error():
+    model = create_model("taylorshift_vit_t", **SMALL)
+    state = model.state_dict()
+    for key in ("blocks.1.attn.relative.table", "blocks.0.mlp.fc1.weight", "fc_norm.weight"):
+        less = {name: value for name, value in state.items() if name != key}
+        with pytest.raises(RuntimeError, match=key):
+            model.load_state_dict(less)
+    plain = {name: value for name, value in state.items() if ".attn.re" not in name}
+    with pytest.raises(RuntimeError, match="relative.table"):
+        model.load_state_dict(plain)
+
+
+def test_a_plain_vit_that_lacks_a_part_is_still_an_error(vit):
+    model = create_model("scaleformer_vit_t", **SMALL)
+    state = vit.state_dict()
+    del state["blocks.1.attn.proj.weight"]
+    with (
+        pytest.warns(UserWarning, match="start fresh"),
+        pytest.raises(RuntimeError, match="blocks.1.attn.proj.weight"),
+    ):
+        model.load_state_dict(state)
+
+
+def test_without_strict_the_caller_sees_what_is_missing(vit):
+    model = create_model("scaleformer_vit_t", **SMALL)
+    found = model.load_state_dict(vit.state_dict(), strict=False)
+    assert found.unexpected_keys == ["pos_embed", "norm.weight", "norm.bias"]
+    assert len(found.missing_keys) == 2 * 3 + 2

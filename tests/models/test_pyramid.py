@@ -1,0 +1,228 @@
+"""Models with maps at four strides: their maps, their weights, and the decoders that take them."""
+
+import copy
+import pickle
+import re
+
+import pytest
+import segmentation_models_pytorch as smp
+import timm
+import torch
+from timm.models import create_model
+from torch import nn
+
+from visionattn.models.pyramid import SimplePyramid
+
+FAMILIES = ("scaleformer_vit", "taylorshift_vit", "taylorshift_abs_vit")
+NAMES = [f"{family}_{letter}_pyramid" for family in FAMILIES for letter in "tsbl"]
+SMALL = dict(embed_dim=24, depth=2, num_heads=3, pyramid_channels=20)
+STRIDES = [4, 8, 16, 32]
+NARROW = dict(embed_dim=12, num_heads=3, pyramid_channels=16)
+
+
+def image(height=96, width=160, batch=2):
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(batch, 3, height, width, generator=generator)
+
+
+def shapes(maps):
+    return [tuple(x.shape) for x in maps]
+
+
+def test_every_size_of_every_family_has_a_pyramid():
+    assert timm.list_models("*_pyramid") == sorted(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_full_models_say_on_the_meta_device_what_their_maps_are(name):
+    with torch.device("meta"):
+        model = create_model(name, features_only=True)
+        maps = model(torch.empty(1, 3, 96, 160))
+    assert model.feature_info.reduction() == STRIDES
+    assert model.feature_info.channels() == [256] * 4
+    assert shapes(maps) == [(1, 256, 96 // s, 160 // s) for s in STRIDES]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_maps_are_at_four_strides_of_images_of_any_whole_number_of_patches(family):
+    model = create_model(f"{family}_t_pyramid", features_only=True, **SMALL).eval()
+    with torch.inference_mode():
+        maps = model(image(80, 112))
+    assert shapes(maps) == [(2, 20, 20, 28), (2, 20, 10, 14), (2, 20, 5, 7), (2, 20, 3, 4)]
+
+
+@pytest.mark.parametrize("patch", [1, 4, 8, 32, 64])
+def test_strides_do_not_depend_on_the_patch(patch):
+    options = SMALL | dict(patch_size=patch)
+    model = create_model("scaleformer_vit_t_pyramid", features_only=True, **options)
+    maps = model(image(64, 128, 1))
+    assert shapes(maps) == [(1, 20, 64 // s, 128 // s) for s in STRIDES]
+    assert model.feature_info.reduction() == STRIDES
+
+
+def test_maps_are_those_of_the_published_layers():
+    """Written out here from section 3 of the paper and its code, for patches of 16 px."""
+    torch.manual_seed(0)
+    pyramid = SimplePyramid(12, 16, 7)
+    for parameter in pyramid.parameters():
+        nn.init.normal_(parameter)
+    x, own = torch.randn(2, 12, 6, 8), [list(level.parameters()) for level in pyramid.levels]
+
+    def norm(x, weight, bias):
+        mean, variance = x.mean(1, keepdim=True), x.var(1, keepdim=True, unbiased=False)
+        scale, shift = weight[:, None, None], bias[:, None, None]
+        return (x - mean) / (variance + 1e-6).sqrt() * scale + shift
+
+    def output(x, one, norm_1, bias_1, three, norm_3, bias_3):
+        x = norm(torch.einsum("oi,bihw->bohw", one[:, :, 0, 0], x), norm_1, bias_1)
+        return norm(nn.functional.conv2d(x, three, padding=1), norm_3, bias_3)
+
+    def doubled(x, weight, bias):
+        parts = torch.einsum("bihw,iouv->bohuwv", x, weight)
+        return parts.flatten(4, 5).flatten(2, 3) + bias[:, None, None]
+
+    finest = nn.functional.gelu(norm(doubled(x, *own[0][:2]), *own[0][2:4]))
+    coarsest = torch.stack([x[:, :, i::2, j::2] for i in (0, 1) for j in (0, 1)]).amax(0)
+    expected = [
+        output(doubled(finest, *own[0][4:6]), *own[0][6:]),
+        output(doubled(x, *own[1][:2]), *own[1][2:]),
+        output(x, *own[2]),
+        output(coarsest, *own[3]),
+    ]
+    for level, (found, wanted) in enumerate(zip(pyramid(x, [0, 1, 2, 3]), expected, strict=True)):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4, msg=f"level {level}")
+
+
+def test_maps_are_of_the_last_block_and_those_asked_for():
+    model = create_model("taylorshift_vit_t_pyramid", fc_norm=False, **SMALL).eval()
+    nn.init.normal_(model.norm.weight)  # else the norms of the pyramid undo it
+    x = image(64, 32)
+    final, maps = model.forward_intermediates(x)
+    plain = super(type(model), model).forward_intermediates(x, indices=1, intermediates_only=True)
+    assert all(map(torch.equal, maps, model.pyramid(plain[0], [0, 1, 2, 3])))
+    assert torch.equal(final, model.forward_features(x))
+    two = model.forward_intermediates(x, indices=[2, 0], intermediates_only=True)
+    assert all(map(torch.equal, two, (maps[2], maps[0])))
+    normed = model.forward_intermediates(x, indices=1, norm=True, intermediates_only=True)
+    grid = final[:, 1:].mT.unflatten(2, (4, 2))
+    torch.testing.assert_close(normed[0], model.pyramid(grid, [3])[0], rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(normed[0], maps[3], atol=1e-2)
+    rows = model.forward_intermediates(x, indices=1, output_fmt="NLC", intermediates_only=True)
+    assert torch.equal(rows[0], maps[3].flatten(2).mT)
+    said = model.forward_intermediates(x, return_prefix_tokens=True, output_dict=True)
+    assert all(map(torch.equal, said["image_intermediates"], maps))
+    assert shapes(said["image_intermediates_prefix"]) == [(2, 1, 24)] * 4
+    pairs = model.forward_intermediates(x, return_prefix_tokens=True, intermediates_only=True)
+    assert [tuple(pair[1].shape) for pair in pairs] == [(2, 1, 24)] * 4
+    with pytest.raises(ValueError, match="output_fmt 'NHWC': wanted NCHW or NLC"):
+        model.forward_intermediates(x, output_fmt="NHWC")
+
+
+def test_a_wrapper_of_features_has_no_parameter_that_receives_no_gradient():
+    model = create_model(
+        "scaleformer_vit_t_pyramid", features_only=True, out_indices=(1, 3), **SMALL
+    )
+    assert model.feature_info.reduction() == [8, 32]
+    maps = model(image())
+    assert shapes(maps) == [(2, 20, 12, 20), (2, 20, 3, 5)]
+    sum(x.square().sum() for x in maps).backward()
+    assert [n for n, p in model.named_parameters() if p.grad is None] == []
+
+
+def test_it_is_kept_moved_and_checkpointed_as_other_models():
+    model = create_model("scaleformer_vit_t_pyramid", features_only=True, **SMALL).eval()
+    x = image(64, 32)
+    maps = model(x)
+    again = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    assert all(map(torch.equal, again(x), maps))
+    model.model.set_grad_checkpointing(True)
+    assert all(map(torch.equal, model(x), maps))
+    assert model.to(torch.bfloat16)(x.to(torch.bfloat16))[0].dtype == torch.bfloat16
+    model = create_model("scaleformer_vit_t_pyramid", **SMALL, dtype=torch.float64)
+    assert all(p.dtype == torch.float64 for p in model.parameters())
+    model.set_input_size(img_size=(64, 96))
+    assert [info["reduction"] for info in model.feature_info] == STRIDES
+    with pytest.raises(ValueError, match="patch_size 8: the pyramid was made for patches of 16 px"):
+        model.set_input_size(patch_size=8)
+
+
+@pytest.mark.parametrize("decoder", [smp.Unet, smp.FPN, smp.UPerNet])
+@pytest.mark.parametrize("name", ["scaleformer_vit_t_pyramid", "taylorshift_vit_t_pyramid"])
+def test_decoders_take_it_and_learn(decoder, name):
+    """One step of each, on images that are not square, and every parameter moves."""
+    torch.manual_seed(0)
+    model = decoder(f"tu-{name}", encoder_weights=None, classes=3, **NARROW)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    logits = model(image(64, 96))
+    assert logits.shape == (2, 3, 64, 96)
+    nn.functional.cross_entropy(logits, torch.arange(2)[:, None, None].expand(2, 64, 96)).backward()
+    optimizer.step()
+    stayed = [n for n, p in model.named_parameters() if torch.equal(p, before[n])]
+    # The convolution of the values starts at zero.
+    assert [n for n in stayed if "value_conv" not in n] == []
+
+
+def test_plain_models_are_taken_by_dpt():
+    model = smp.DPT(
+        "tu-scaleformer_vit_t",
+        encoder_weights=None,
+        classes=3,
+        embed_dim=12,
+        num_heads=3,
+        decoder_intermediate_channels=(8, 8, 8, 8),
+        decoder_fusion_channels=8,
+    )
+    logits = model(image(64, 96))
+    assert logits.shape == (2, 3, 64, 96)
+    logits.square().mean().backward()
+
+
+PYRAMID_IS_FRESH = re.escape("not in the weights, so that they start fresh: pyramid.levels.{0-3}")
+
+
+def test_it_takes_the_weights_of_the_plain_model_and_names_what_is_new(tmp_path):
+    plain = create_model("scaleformer_vit_t", embed_dim=24, depth=2, num_heads=3).eval()
+    torch.save(plain.state_dict(), tmp_path / "plain.pth")
+    path, x = str(tmp_path / "plain.pth"), image(64, 32)
+    with pytest.warns(UserWarning, match=f"^{PYRAMID_IS_FRESH}$"):
+        model = create_model("scaleformer_vit_t_pyramid", checkpoint_path=path, **SMALL).eval()
+    assert torch.equal(model(x), plain(x))
+    with pytest.warns(UserWarning, match=f"^{PYRAMID_IS_FRESH}$"):
+        overlay = dict(file=path)
+        model = create_model(
+            "scaleformer_vit_t_pyramid", True, pretrained_cfg_overlay=overlay, **SMALL
+        ).eval()
+    assert torch.equal(model(x), plain(x))
+    with pytest.warns(UserWarning, match=f"^{PYRAMID_IS_FRESH}$"):
+        wrapper = create_model(
+            "scaleformer_vit_t_pyramid", checkpoint_path=path, features_only=True, **SMALL
+        )
+    assert torch.equal(wrapper.model.blocks[1].mlp.fc1.weight, plain.blocks[1].mlp.fc1.weight)
+    torch.save(model.state_dict(), path)
+    again = create_model("scaleformer_vit_t_pyramid", checkpoint_path=path, **SMALL)
+    wrapper = create_model(
+        "scaleformer_vit_t_pyramid",
+        checkpoint_path=path,
+        features_only=True,
+        out_indices=[1],
+        **SMALL,
+    )
+    for of in (again, wrapper.model):
+        assert torch.equal(of.pyramid.levels[1][0].weight, model.pyramid.levels[1][0].weight)
+
+
+def test_what_has_no_pyramid_is_one_line():
+    for given, message in (
+        (
+            dict(patch_size=14),
+            "patch_size 14: maps at strides 4, 8, 16, 32 need a patch of a power",
+        ),
+        (dict(patch_size=256), "patch_size 256: maps"),
+        (dict(patch_size=(8, 16)), "patch_size 8 x 16: a pyramid needs square patches"),
+        (dict(pyramid_channels=0), "pyramid_channels: wanted a whole number from 1, got 0"),
+        (dict(pyramid_channels=2.5), "pyramid_channels: wanted a whole number from 1, got 2.5"),
+    ):
+        with pytest.raises(ValueError, match=message) as error:
+            create_model("scaleformer_vit_t_pyramid", **SMALL | given)
+        assert "\n" not in str(error.value)

@@ -1,0 +1,298 @@
+"""Models as files that run elsewhere: ONNX, a program of ``torch.export``, a package that
+AOTInductor compiled. Each is run against its model before it has its name.
+
+This module owns what an exported file takes, gives and says of itself. It knows no flags.
+"""
+
+import json
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from shutil import rmtree
+from tempfile import TemporaryDirectory
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from visionattn.cli.files import first_line, write_whole
+from visionattn.cli.interruption import undone_at_end
+from visionattn.models.backbone import VisionAttnTransformer
+from visionattn.models.body import name_of
+from visionattn.models.weights import DataSpec
+from visionattn.ops.plain import decompositions
+
+Format = Literal["onnx", "torch", "compiled"]
+SUFFIXES: dict[str, str] = {"onnx": ".onnx", "torch": ".pt2", "compiled": ".pt2"}
+NEEDS = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "torch": (), "compiled": ()}
+"""Packages that a format is written and checked with, besides torch."""
+INPUT, DESCRIPTION = "images", "visionattn.json"
+MOST_DIFFERENCE = 1e-4
+"""How far an output may be from the model's, as a part of the largest one, or of 1 if that is
+less.
+"""
+MOST_PATCHES = 1 << 15
+"""The most patches along a side, and the most images, that an exported file is made for."""
+LEAST_SIDE = 2
+"""Patches along a side of the smallest image: programs of ``torch.export`` refuse sides of one."""
+USUAL_SIDE = 14
+"""Patches along a side of the first image that a file is tried on, if the model has more."""
+UNEXPORTABLE = (RuntimeError, AssertionError, AttributeError, LookupError, TypeError, ValueError)
+UNEXPORTABLE += (NotImplementedError, ArithmeticError, ImportError)
+"""What exporters raise for a model that they cannot take, or without a compiler."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run of the exported file beside the model."""
+
+    batch: int
+    height: int
+    """In pixels, as the width."""
+    width: int
+    difference: float
+    """The largest difference of an output to the model's."""
+
+
+class PreparedModel(nn.Module):
+    """A model that takes what image files hold, and normalises it as its ``DataSpec`` says."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor):
+        """Map ``[B, C, H_px, W_px]``, as ``DataSpec.prepare`` takes them, to the model's output."""
+        return self.model(self.model.data_spec.prepare(images))
+
+
+def check_format(format: str) -> None:
+    """Raise ValueError for a format that is none, or whose packages are not installed."""
+    if format not in get_args(Format):
+        raise ValueError(f"format {format!r}: wanted one of {', '.join(get_args(Format))}")
+    missing = [name for name in NEEDS[format] if find_spec(name) is None]
+    if missing:
+        raise ValueError(
+            f"format {format} needs {' and '.join(missing)}; pip install 'visionattn[export]'"
+        )
+
+
+def check_exportable(model: nn.Module) -> None:
+    """Raise ValueError for a model that has no exported form here, with the way out."""
+    inner = _body(model)
+    if not isinstance(inner, VisionAttnTransformer):
+        raise ValueError(
+            f"{name_of(model)} is no model of visionattn; torch.onnx.export and torch.export take "
+            "timm's own"
+        )
+    if inner.patch_embed.strict_img_size:
+        raise ValueError(
+            f"{name_of(model)} takes images of {' x '.join(map(str, inner.patch_embed.img_size))} "
+            "px alone (dynamic_img_size=False), and an exported file takes any size; build it "
+            "without"
+        )
+
+
+def export(
+    model: nn.Module,
+    path: str | Path,
+    format: str,
+    *,
+    prepare: bool = False,
+    notes: dict[str, str] | None = None,
+) -> list[Trial]:
+    """Write a model to a file, once the file has given what the model gives for images of three
+    sizes, one of them not square. The file is there whole and right, or not at all.
+
+    Args:
+        model: of ours, or timm's wrapper of its features, on the CPU. It is run in eval mode.
+        path: the file; its folder exists.
+        format: "onnx"; "torch", a program that ``torch.export.load`` reads wherever torch is;
+            "compiled", a package of AOTInductor for processors like this one, which needs a C++
+            compiler.
+        prepare: let the file take what image files hold, as ``DataSpec.prepare`` does; False: what
+            the model takes, normalised float32.
+        notes: further metadata.
+
+    Returns:
+        What the trials came to.
+
+    Raises:
+        ValueError: what cannot be exported, a missing package or compiler, or a file whose output
+            is more than 1e-4 from the model's; one line, and nothing has been written.
+        OSError: the file cannot be written.
+    """
+    check_format(format)
+    check_exportable(model)
+    spec = getattr(model, "data_spec", None)
+    if prepare and spec is None:
+        raise ValueError(
+            f"{name_of(model)} does not say how its images are normalised; give weights of "
+            "visionattn train, or leave prepare out"
+        )
+    was_training = model.training
+    whole = (PreparedModel(model) if prepare else model).eval()
+    write = {"onnx": _write_onnx, "torch": _write_program, "compiled": _write_compiled}[format]
+    try:
+        with TemporaryDirectory() as folder, undone_at_end(partial(rmtree, folder)):
+            built = Path(folder) / f"model{SUFFIXES[format]}"
+            with _refused(model, format), torch.random.fork_rng(devices=[]):
+                program = _program(whole, model, prepare)
+                write(program, built, _description(model, spec, prepare) | (notes or {}))
+            trials = list(_trials(whole, model, prepare, _runner(built, format)))
+            write_whole(path, lambda temporary: shutil.copyfile(built, temporary))
+    finally:
+        model.train(was_training)
+    return trials
+
+
+@contextmanager
+def _refused(model: nn.Module, format: str) -> Iterator[None]:
+    """Turn what exporters raise and warn of into one line."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    except UNEXPORTABLE as error:
+        raise ValueError(
+            f"{name_of(model)} cannot be exported as {format}: {first_line(error)}"
+        ) from error
+
+
+def _body(model: nn.Module) -> Any:
+    """Return the transformer in a model: of a wrapper of features, or under a head of pixels."""
+    parts = (getattr(model, name, None) for name in ("model", "backbone"))
+    return next((part for part in parts if isinstance(part, VisionAttnTransformer)), model)
+
+
+def _program(whole: nn.Module, model: nn.Module, prepare: bool) -> torch.export.ExportedProgram:
+    """Trace a model, with the operators of this package in plain operations."""
+    rows, columns = _body(model).patch_embed.patch_size
+    least = {"batch": 1, "rows": LEAST_SIDE, "columns": LEAST_SIDE}
+    batch, height, width = (
+        torch.export.Dim(name, min=n, max=MOST_PATCHES) for name, n in least.items()
+    )
+    sizes = {0: batch, 2: rows * height, 3: columns * width}
+    images = _images(model, prepare, 2, 13 * rows, 11 * columns)
+    with torch.no_grad():
+        program = torch.export.export(whole, (images,), dynamic_shapes=(sizes,))
+        return program.run_decompositions(decompositions())
+
+
+def _images(model: nn.Module, prepare: bool, batch: int, height: int, width: int) -> Tensor:
+    """Return images to try a model on, as an exported file takes them."""
+    generator = torch.Generator().manual_seed(height * width)
+    spec: DataSpec | None = getattr(model, "data_spec", None)
+    one_hot = spec is not None and spec.encoding == "grey_one_hot"
+    channels = 1 if one_hot and prepare else _body(model).patch_embed.proj.in_channels
+    size = (batch, channels, height, width)
+    if prepare and spec is not None and spec.value_range is not None:
+        return torch.rand(size, generator=generator)
+    if prepare:
+        return torch.randint(256, size, generator=generator, dtype=torch.uint8)
+    return torch.randn(size, generator=generator)
+
+
+def _description(model: nn.Module, spec: DataSpec | None, prepare: bool) -> dict[str, str]:
+    """Return what a file says of itself: all of it text, as ONNX has it."""
+    said = {"visionattn.model": name_of(model), "visionattn.prepared": json.dumps(prepare)}
+    if spec is not None:
+        said["visionattn.data"] = json.dumps(asdict(spec))
+        said["class_names"] = json.dumps(list(spec.class_names))
+    return said
+
+
+def _write_onnx(program: torch.export.ExportedProgram, path: Path, said: dict[str, str]) -> None:
+    names = [f"output_{i}" for i in range(len(program.graph_signature.user_outputs))]
+    made = torch.onnx.export(
+        program,
+        input_names=[INPUT],
+        output_names=names if len(names) > 1 else ["output"],
+        dynamic_shapes=({0: "batch", 2: "height", 3: "width"},),
+        dynamo=True,
+        verbose=False,
+    )
+    made.model.metadata_props.update(said)
+    made.save(path, external_data=False)
+
+
+def _write_program(program: torch.export.ExportedProgram, path: Path, said: dict[str, str]) -> None:
+    torch.export.save(program, path, extra_files={DESCRIPTION: json.dumps(said)})
+
+
+def _write_compiled(
+    program: torch.export.ExportedProgram, path: Path, said: dict[str, str]
+) -> None:
+    torch._inductor.aoti_compile_and_package(
+        program, package_path=str(path), inductor_configs={"aot_inductor.metadata": said}
+    )
+
+
+def _runner(path: Path, format: str) -> Callable[[Tensor], list[Tensor]]:
+    """Load a file as others would, and return what runs it."""
+    if format == "onnx":
+        import onnxruntime
+
+        session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+        return lambda x: [torch.from_numpy(y) for y in session.run(None, {INPUT: x.numpy()})]
+    if format == "torch":
+        run = torch.export.load(path).module()
+    else:
+        run = torch._inductor.aoti_load_package(str(path))
+    return lambda x: _listed(run(x))
+
+
+def _listed(outputs: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    return [outputs] if isinstance(outputs, Tensor) else list(outputs)
+
+
+def trial_sizes(model: nn.Module) -> list[tuple[int, int, int]]:
+    """Return batch, height and width in pixels of the images that a file is tried on: the model's
+    own size, if that is no more than 14 patches along a side, and two others.
+    """
+    embed = _body(model).patch_embed
+    rows, columns = (max(LEAST_SIDE, min(n, USUAL_SIDE)) for n in embed.grid_size)
+    grids = ((1, rows, columns), (2, rows + 3, max(LEAST_SIDE, columns - 1)), (1, 4, 9))
+    return [(b, h * embed.patch_size[0], w * embed.patch_size[1]) for b, h, w in grids]
+
+
+@torch.inference_mode()
+def _trials(
+    whole: nn.Module,
+    model: nn.Module,
+    prepare: bool,
+    run: Callable[[Tensor], list[Tensor]],
+) -> Iterator[Trial]:
+    """Run a file and the model on images of several sizes.
+
+    Raises:
+        ValueError: they differ.
+    """
+    for size in trial_sizes(model):
+        images = _images(model, prepare, *size)
+        wanted = _listed(whole(images))
+        try:
+            found = run(images)
+        except Exception as error:  # of any runtime
+            said = f"{_tried(size)}: the file does not run ({first_line(error)})"
+            raise ValueError(said) from error
+        shapes = [[list(y.shape) for y in of] for of in (found, wanted)]
+        if shapes[0] != shapes[1]:
+            raise ValueError(f"{_tried(size)}: the file gives {shapes[0]}, the model {shapes[1]}")
+        pairs = list(zip(found, wanted, strict=True))
+        difference = max(float((a - b).abs().max()) for a, b in pairs)
+        most = MOST_DIFFERENCE * max(1.0, *(float(b.abs().max()) for _, b in pairs))
+        if not difference <= most:
+            raise ValueError(
+                f"{_tried(size)}: the file is {difference:.1e} from the model, more than {most:.1e}"
+            )
+        yield Trial(*size, difference)
+
+
+def _tried(size: tuple[int, int, int]) -> str:
+    return f"images of {size[1]} x {size[2]} px, {size[0]} at a time"

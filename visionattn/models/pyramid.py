@@ -1,0 +1,192 @@
+"""``PyramidTransformer``: our transformer with maps at strides of 4, 8, 16 and 32 px, as decoders
+of segmentation and detectors take them.
+
+It owns how the maps are made of the last block's, and knows nothing of decoders.
+"""
+
+from timm.layers import LayerNorm2d, to_2tuple
+from timm.models._features import feature_take_indices
+from torch import Tensor, nn
+
+from visionattn.models.backbone import VisionAttnTransformer
+
+STRIDES = (4, 8, 16, 32)
+"""Pixels from one place of a map to the next, map by map."""
+LARGEST_PATCH = 128
+
+
+class SimplePyramid(nn.Module):
+    """Maps at four strides of one map, each by layers of its own.
+
+    A finer map is made by transposed convolutions of 2 x 2, with a norm and a GELU between two of
+    them, and a coarser one by maximum pooling; a convolution of 1 x 1 and one of 3 x 3, each
+    followed by a norm, bring every map to the same channels. Where a grid has an odd side, pooling
+    goes up to its border.
+
+    Args:
+        dim: D, channels of the map.
+        patch_px: stride of the map in pixels, a power of two up to 128.
+        channels: of each of the four maps.
+
+    Raises:
+        ValueError: another stride, or channels below 1.
+
+    Source: Li et al. 2022, "Exploring plain vision transformer backbones for object detection",
+    section 3; the layers are those of its published code.
+    """
+
+    def __init__(self, dim: int, patch_px: int, channels: int, device=None, dtype=None):
+        super().__init__()
+        if patch_px not in {1 << i for i in range(LARGEST_PATCH.bit_length())}:
+            raise ValueError(
+                f"patch_size {patch_px}: maps at strides {', '.join(map(str, STRIDES))} need a "
+                f"patch of a power of two px up to {LARGEST_PATCH}"
+            )
+        if not isinstance(channels, int) or isinstance(channels, bool) or channels < 1:
+            raise ValueError(f"pyramid_channels: wanted a whole number from 1, got {channels!r}")
+        dd = {"device": device, "dtype": dtype}
+        self.levels = nn.ModuleList(
+            _level(dim, patch_px, stride, channels, dd) for stride in STRIDES
+        )
+
+    def forward(self, x: Tensor, take: list[int]) -> list[Tensor]:
+        """Turn a map ``[B, D, H, W]`` into those of the indices in ``take``, in their order."""
+        return [self.levels[i](x) for i in take]
+
+
+def _level(dim: int, patch_px: int, stride: int, channels: int, dd: dict) -> nn.Sequential:
+    """Return the layers that make the map of one stride."""
+    layers: list[nn.Module] = []
+    while patch_px > stride:
+        if layers:
+            layers += [LayerNorm2d(dim, **dd), nn.GELU()]
+        half = max(1, dim // 2)
+        layers.append(nn.ConvTranspose2d(dim, half, 2, 2, **dd))
+        dim, patch_px = half, patch_px // 2
+    if patch_px < stride:
+        # Up to the border: no patch is left out of a grid of an odd side.
+        layers.append(nn.MaxPool2d(stride // patch_px, ceil_mode=True))
+    for inputs, side in ((dim, 1), (channels, 3)):
+        layers.append(nn.Conv2d(inputs, channels, side, padding=side // 2, bias=False, **dd))
+        layers.append(LayerNorm2d(channels, **dd))
+    return nn.Sequential(*layers)
+
+
+class PyramidTransformer(VisionAttnTransformer):
+    """A ``VisionAttnTransformer`` whose intermediates are four maps of its last block, at strides
+    of 4, 8, 16 and 32 px: what timm's ``features_only`` gives to decoders and detectors.
+
+    ``forward`` classifies as the model without a pyramid does, whose weights this one takes; the
+    layers of the pyramid have no part in it.
+
+    Args:
+        pyramid_channels: of each map.
+        args, options: those of ``VisionAttnTransformer``; a patch is a square, of a power of two
+            px.
+
+    Raises:
+        ValueError: another patch, or what ``VisionAttnTransformer`` refuses.
+
+    Source: see ``SimplePyramid``.
+    """
+
+    def __init__(self, *args, pyramid_channels: int = 256, device=None, dtype=None, **options):
+        super().__init__(*args, device=device, dtype=dtype, **options)
+        rows, columns = self.patch_embed.patch_size
+        if rows != columns:
+            raise ValueError(f"patch_size {rows} x {columns}: a pyramid needs square patches")
+        self.pyramid = SimplePyramid(self.embed_dim, rows, pyramid_channels, device, dtype)
+        self.pyramid_channels = pyramid_channels
+        self._say_maps()
+
+    def _say_maps(self) -> None:
+        """Say in timm's ``feature_info`` what the maps are."""
+        self.feature_info = [
+            dict(module=f"pyramid.levels.{i}", num_chs=self.pyramid_channels, reduction=stride)
+            for i, stride in enumerate(STRIDES)
+        ]
+
+    def set_input_size(self, img_size=None, patch_size=None) -> None:
+        """Change the native size in pixels, as ``VisionAttnTransformer`` does.
+
+        Raises:
+            ValueError: another patch size, for which the pyramid has no layers.
+        """
+        own = tuple(self.patch_embed.patch_size)
+        if patch_size is not None and to_2tuple(patch_size) != own:
+            raise ValueError(
+                f"patch_size {patch_size}: the pyramid was made for patches of {own[0]} px; build "
+                "the model with patch_size"
+            )
+        super().set_input_size(img_size=img_size)
+        self._say_maps()
+
+    def prune_intermediate_layers(
+        self,
+        indices: int | list[int] = 1,
+        prune_norm: bool = False,
+        prune_head: bool = True,
+    ) -> list[int]:
+        """Drop the layers of maps that are not asked for, and norm and head if asked to; return the
+        indices of the maps that stay.
+        """
+        take, _ = feature_take_indices(len(STRIDES), indices)
+        for i in range(len(STRIDES)):
+            if i not in take:
+                self.pyramid.levels[i] = nn.Identity()
+        if prune_norm:
+            self.norm = nn.Identity()
+        if prune_head:
+            self.fc_norm = nn.Identity()
+            self.reset_classifier(0, "")
+        return take
+
+    def forward_intermediates(
+        self,
+        x: Tensor,
+        indices: int | list[int] | None = None,
+        return_prefix_tokens: bool = False,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: str = "NCHW",
+        intermediates_only: bool = False,
+        output_dict: bool = False,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        sizes: Tensor | None = None,
+    ):
+        """Return maps at chosen strides; arguments and results are those of timm, and ``sizes`` is
+        that of ``forward``.
+
+        Map i is ``[B, pyramid_channels, ceil(H_px / s), ceil(W_px / s)]`` of stride
+        ``s = 4, 8, 16, 32``. All are of the last block, after the model's norm where ``norm`` is
+        true, and so are the prefix tokens beside each of them. ``stop_early`` changes nothing.
+        """
+        take, _ = feature_take_indices(len(STRIDES), indices)
+        said = super().forward_intermediates(
+            x,
+            indices=1,
+            return_prefix_tokens=True,
+            norm=norm,
+            output_dict=True,
+            attn_mask=attn_mask,
+            is_causal=is_causal,
+            sizes=sizes,
+        )
+        (last,), prefix = said["image_intermediates"], said.get("image_intermediates_prefix")
+        maps = self.pyramid(last, take)
+        if output_fmt == "NLC":
+            maps = [y.flatten(2).transpose(1, 2) for y in maps]
+        elif output_fmt != "NCHW":
+            raise ValueError(f"output_fmt {output_fmt!r}: wanted NCHW or NLC")
+        prefixes = prefix * len(maps) if prefix is not None and return_prefix_tokens else None
+        if output_dict:
+            result = {"image_intermediates": maps}
+            if prefixes is not None:
+                result["image_intermediates_prefix"] = prefixes
+            if intermediates_only:
+                return result
+            return result | {"image_features": said["image_features"]}
+        if prefixes is not None:
+            maps = list(zip(maps, prefixes, strict=True))
+        return maps if intermediates_only else (said["image_features"], maps)

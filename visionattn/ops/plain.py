@@ -1,0 +1,356 @@
+"""Operators in plain operations of tensors, for exporters: what ONNX, or a program that is to run
+without this package, has in place of each.
+
+A number of tokens, rows or columns may be a symbol here: nothing branches on one or loops over one.
+Loops go over classes of positions and tiles of a head's width alone. What an operator does in
+linear memory is linear here too, except where a quadratic form was asked for by name. Nothing is
+differentiated, and what an operator gives for its gradient alone is made only where a result needs
+it. ``reference.py`` says what each result is.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.library import CustomOpDef
+
+from visionattn.ops.feature_maps import elu1
+from visionattn.ops.kernelized.eager import kernel_sums
+from visionattn.ops.position.axial import axis_sums
+from visionattn.ops.position.joint import class_sums
+from visionattn.ops.position.scores import relative_scores
+from visionattn.ops.sums import accumulation_dtype, divisor_of, product, weighted_mean
+from visionattn.ops.taylorshift.eager import taylor_sums
+from visionattn.ops.taylorshift.features import EPS, num_features
+from visionattn.ops.window import windows
+
+TILES = 4
+"""Parts of a head's width, by pairs of which TaylorShift's products are made."""
+
+
+def decompositions() -> dict[torch._ops.OperatorBase, Callable]:
+    """Return the table for ``ExportedProgram.run_decompositions``: what to put in place of each
+    operator of a forward pass on a processor, outside of ``pair_mean``, which no compiler sees.
+    """
+    pairs: tuple[tuple[CustomOpDef, Callable], ...] = (
+        (product, plain_product),
+        (weighted_mean, plain_weighted_mean),
+        (kernel_sums, plain_kernel_sums),
+        (taylor_sums, plain_taylor_sums),
+        (class_sums, plain_class_sums),
+        (axis_sums, plain_axis_sums),
+        (relative_scores, plain_relative_scores),
+        (windows, plain_windows),
+    )
+    return {made._opoverload: plain for made, plain in pairs}
+
+
+def plain_product(x: Tensor, y: Tensor) -> Tensor:
+    """Do what ``product`` does."""
+    return torch.matmul(x, y)
+
+
+def plain_weighted_mean(
+    values: Tensor,
+    mass: Tensor,
+    more_values: Tensor | None = None,
+    more_mass: Tensor | None = None,
+    skip: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Do what ``weighted_mean`` does."""
+    if more_values is not None and more_mass is not None:
+        # Tokens before ``skip`` get zeros of the other term.
+        values = values + F.pad(more_values, (0, 0, skip, 0))
+        mass = mass + F.pad(more_mass, (skip, 0))
+    return _tokens_first(values / divisor_of(mass)), mass
+
+
+def _tokens_first(x: Tensor) -> Tensor:
+    """Lay ``[B, h, N, e]`` out as ``[B, N, h, e]``, as the operator does: what follows views it."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _masked(x: Tensor, key_mask: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return ``x [B, h, M, c]`` in the dtype of sums, 0 where masked."""
+    x = x.to(dtype)
+    return x if key_mask is None else x.masked_fill(~key_mask[:, None, :, None], 0)
+
+
+def plain_kernel_sums(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    feature_map: str,
+    causal: bool,
+    form: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Do what ``kernel_sums`` does, in the linear form whatever ``form`` is: weights are products
+    of features that are not negative, so that no digits are lost.
+    """
+    dtype = accumulation_dtype(q, k, v)
+    phi: Callable[[Tensor], Tensor] = {"elu1": elu1, "relu": torch.relu}.get(
+        feature_map, lambda x: x
+    )
+    queries, keys = phi(q.to(dtype)), _masked(phi(k.to(dtype)), key_mask, dtype)
+    values = _masked(v, key_mask, dtype)
+    # The mass is the sum of values that are 1: a column behind the others.
+    ones = torch.ones_like(values[..., :1])
+    with_mass = torch.cat([values, ones], 3)
+    state = torch.matmul(keys.mT, with_mass)
+    if causal:
+        # A state for each key, and each query takes that of its place, or the last.
+        states = (keys.unsqueeze(4) * with_mass.unsqueeze(3)).cumsum(2)
+        last = torch.arange(q.shape[2], device=q.device).clamp(max=k.shape[2] - 1)
+        out = torch.matmul(queries.unsqueeze(3), states[:, :, last]).squeeze(3)
+    else:
+        out = torch.matmul(queries, state)
+    return out[..., :-1], out[..., -1], state[..., :-1], state[..., -1]
+
+
+def _of_length(x: Tensor, length: Tensor | float) -> Tensor:
+    """Return vectors along the last axis at a length."""
+    squares = x.square().sum(-1, keepdim=True).clamp(min=EPS * EPS)
+    return x * squares.rsqrt() * length
+
+
+def plain_taylor_sums(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    temperature: Tensor | None,
+    key_mask: Tensor | None,
+    a: float,
+    b: float,
+    c: float,
+    form: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Do what ``taylor_sums`` does; "auto" is the linear form with a temperature, and without one
+    the direct form, which keeps its digits. The state is left empty.
+    """
+    dtype = accumulation_dtype(q, k, v)
+    queries, keys, values = q.to(dtype), _masked(k, key_mask, dtype), _masked(v, key_mask, dtype)
+    if temperature is not None:
+        queries = _of_length(queries, temperature.to(dtype)[:, None, None])
+        keys = _of_length(keys, 1.0)
+    there = torch.ones_like(values[:, :1, :, 0])
+    if key_mask is not None:
+        there = key_mask[:, None, :].to(dtype)
+    count = there.sum(2, keepdim=True)
+    first, second = keys.sum(2), torch.matmul(keys.mT, keys)
+    if form == "direct" or (form == "auto" and temperature is None):
+        scores = torch.matmul(queries, keys.mT)
+        weights = ((a * scores + b) * scores + c) * there.unsqueeze(2)
+        out, mass = torch.matmul(weights, values), weights.sum(3)
+    else:
+        out = _sums_of_squares(queries, keys, values) * a
+        out = out + b * torch.matmul(queries, torch.matmul(keys.mT, values))
+        out = out + c * values.sum(2, keepdim=True)
+        slope = a * torch.matmul(queries, second) + b * first.unsqueeze(2)
+        mass = (slope * queries).sum(3) + c * count
+    rows = num_features(q.shape[3]) + q.shape[3] + 1 if form == "efficient" else 0
+    state = out.new_zeros(*q.shape[:2], rows, v.shape[3])
+    return out, mass, state, second, first
+
+
+def _sums_of_squares(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return ``sum_j (q_i . k_j)^2 v_j`` by the products of entries: those of one part of the width
+    with it and all that follows, which count twice where they follow.
+    """
+    d, out = q.shape[3], None
+    tile = -(-d // TILES)
+    for start in range(0, d, tile):
+        stop = min(start + tile, d)
+        of_q, of_k = (
+            (x[..., start:stop].unsqueeze(4) * x[..., start:].unsqueeze(3)).flatten(3)
+            for x in (q, k)
+        )
+        size = stop - start
+        once, twice = q.new_full((size, size), 1.0), q.new_full((size, d - stop), 2.0)
+        times = torch.cat([once, twice], 1).flatten().unsqueeze(1)
+        state = torch.matmul(of_k.mT, v) * times
+        own = torch.matmul(of_q, state)
+        out = own if out is None else out + own
+    assert out is not None
+    return out
+
+
+class _Axis:
+    """The classes of one axis of a grid: three lines behind one another, of which whatever a query
+    sees of one class is one entry.
+
+    For R = 1 or more they are the running sums from the begin, the entries themselves with zeros
+    around them, and the running sums from the end; for R = 0 one line of sums of all.
+    """
+
+    def __init__(self, dim: int, num_queries: int, num_keys: int, horizon: int):
+        self.dim, self.length, self.horizon = dim, num_queries, horizon
+        self.num_classes = 2 * horizon + 1
+        # Queries behind the last key look at zeros.
+        self.tail: Any = horizon + torch.sym_max(num_queries - num_keys, 0)
+        self.inner = num_keys + horizon + self.tail
+
+    def lines(self, x: Tensor) -> Tensor:
+        """Return the lines of ``x`` along the axis."""
+        dim, horizon = self.dim, self.horizon
+        if horizon == 0:
+            total = x.sum(dim, keepdim=True)
+            return total.expand([self.length if i == dim else n for i, n in enumerate(x.shape)])
+        padded = F.pad(x, [0, 0] * (x.ndim - 1 - dim) + [horizon, self.tail])
+        before = padded.cumsum(dim).narrow(dim, 0, self.length)
+        after = padded.flip(dim).cumsum(dim).flip(dim).narrow(dim, 2 * horizon, self.length)
+        return torch.cat([before, padded, after], dim)
+
+    def begin(self, number: int) -> Any:
+        """Return where in the lines a class begins for the query at 0."""
+        if self.horizon == 0 or number == 0:
+            return 0
+        inside = number < 2 * self.horizon
+        return self.length + (number if inside else self.inner)
+
+    def places(self, device: torch.device) -> Tensor:
+        """Return where in the lines each query finds each class, ``[N * (2R+1)]``."""
+        begins = [torch.full((), self.begin(i), device=device) for i in range(self.num_classes)]
+        queries = torch.arange(self.length, device=device)
+        return (queries[:, None] + torch.stack(begins)).flatten()
+
+    def look_up(self, lines: Tensor, places: Tensor) -> Tensor:
+        """Turn the axis of lines ``[..., N, ...]`` into ``[..., N, 2R+1, ...]``."""
+        found = lines.index_select(self.dim, places)
+        return found.unflatten(self.dim, (self.length, self.num_classes))
+
+
+def plain_class_sums(
+    q: Tensor,
+    table: Tensor,
+    v: Tensor,
+    counts: Tensor,
+    total: Tensor | None,
+    horizon_y: int,
+    horizon_x: int,
+) -> tuple[Tensor, Tensor]:
+    """Do what ``class_sums`` does: the sums of the classes of one row of classes at a time, each
+    times its weight.
+    """
+    rows = _Axis(2, q.shape[2], v.shape[2], horizon_y)
+    columns = _Axis(3, q.shape[3], v.shape[3], horizon_x)
+    # ``[B, h, H, W, C]``, a weight for each class.
+    weights = torch.matmul(elu1(q.to(table.dtype)), table.mT.unsqueeze(1))
+    counts = counts.unsqueeze(1)
+    if total is not None:
+        weights = weights * (total.unsqueeze(1) / counts.clamp(min=1))
+    of_rows = weights.unflatten(4, (rows.num_classes, columns.num_classes)).unsqueeze(4)
+    lines, values = rows.lines(columns.lines(v.to(table.dtype))), None
+    places = columns.places(v.device)
+    for number in range(rows.num_classes):
+        row = lines.narrow(2, rows.begin(number), rows.length)
+        own = torch.matmul(of_rows[..., number, :], columns.look_up(row, places))
+        values = own if values is None else values + own
+    assert values is not None
+    return values.squeeze(4), (weights * counts).sum(4)
+
+
+def plain_axis_sums(
+    q: Tensor, table: Tensor, v: Tensor, keys: Tensor, total: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Do what ``axis_sums`` does."""
+    dtype, horizon = table.dtype, table.shape[1] // 2
+    rows = v.to(dtype).sum(3)
+    rows = torch.cat([rows, keys[:, None, :, None].expand(*rows.shape[:3], 1)], 3)
+    axis = _Axis(2, q.shape[2], v.shape[2], horizon)
+    sums = axis.look_up(axis.lines(rows), axis.places(q.device))
+    if total is not None:
+        counts = sums[..., -1:]
+        factor = total.unsqueeze(4) / counts.clamp(min=1)
+        sums = sums * torch.where(counts > 0, factor, torch.zeros_like(factor))
+    weights = torch.matmul(elu1(q.to(dtype)), table.mT.unsqueeze(1))
+    out = torch.matmul(weights, sums)
+    return out[..., :-1], out[..., -1]
+
+
+def _classes_of_pairs(queries: int, keys: int, horizon: int, device) -> Tensor:
+    """Return the class of each key as seen from each query of one axis, ``[queries, keys]``."""
+    places = torch.arange(keys, device=device) - torch.arange(queries, device=device)[:, None]
+    return places.clamp(-horizon, horizon) + horizon
+
+
+def plain_relative_scores(
+    q: Tensor, table: Tensor, height: int, width: int, prefix: int = 0
+) -> Tensor:
+    """Do what ``relative_scores`` does: a class looked up for each pair."""
+    across = table.shape[2]
+    rows = _classes_of_pairs(q.shape[2], height, table.shape[1] // 2, q.device)
+    columns = _classes_of_pairs(q.shape[3], width, across // 2, q.device)
+    index = rows[:, None, :, None] * across + columns[None, :, None, :]
+    index = index.flatten(2).flatten(0, 1)
+    scores = torch.matmul(q.flatten(2, 3), table.to(q.dtype).flatten(1, 2).mT)
+    scores = scores.gather(3, index.expand(*scores.shape[:2], -1, -1))
+    return F.pad(scores, (prefix, 0, prefix, 0))
+
+
+def plain_windows(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    table: Tensor | None,
+    visible: Tensor | None,
+    height: int,
+    width: int,
+    window: int,
+    shifted: bool,
+) -> Tensor:
+    """Do what ``windows`` does: the grid is padded to whole windows, whose empty places no query
+    sees.
+    """
+    prefix, first = q.shape[2] - height * width, window // 2 if shifted else 0
+    before = (window - first) % window
+    down, across = ((n + before + window - 1) // window for n in (height, width))
+    pad = [before, across * window - width - before, before, down * window - height - before]
+    if visible is None:
+        visible = torch.ones_like(q[:, 0, :, 0], dtype=torch.bool)
+
+    def in_windows(x: Tensor) -> Tensor:
+        """Turn ``[B, h, P + H*W, c]`` into ``[B, down, across, h, window^2, c]``."""
+        x = F.pad(x[:, :, prefix:].unflatten(2, (height, width)), [0, 0, *pad])
+        x = x.unflatten(3, (across, window)).unflatten(2, (down, window))
+        return _laid_out(x.permute(0, 2, 4, 1, 3, 5, 6)).flatten(4, 5)
+
+    def with_prefix(x: Tensor) -> Tensor:
+        own = in_windows(x)
+        head = x[:, None, None, :, :prefix].expand(*own.shape[:3], -1, -1, -1)
+        return torch.cat([head, own], 4)
+
+    seen = with_prefix(visible[:, None, :, None].to(q.dtype)).mT > 0
+    queries, bias = in_windows(q), None
+    if table is not None:
+        scaled = table.to(q.dtype) * q.shape[3] ** -0.5
+        flat = queries.flatten(0, 2).unflatten(2, (window, window))
+        bias = plain_relative_scores(flat, scaled, window, window, prefix)[:, :, prefix:]
+        bias = bias.unflatten(0, queries.shape[:3])
+    keep = visible[:, None, :, None]
+    k, v = (x.masked_fill(~keep, 0) for x in (k, v))
+    out = _softmax_sums(queries, with_prefix(k), with_prefix(v), bias, seen)
+    # The way back: windows side by side, without what was added.
+    out = _laid_out(out.unflatten(4, (window, window)).permute(0, 3, 1, 4, 2, 5, 6))
+    out = out.flatten(4, 5).flatten(2, 3)
+    out = _laid_out(out[:, :, before : before + height, before : before + width]).flatten(2, 3)
+    of_prefix = _softmax_sums(q[:, :, :prefix], k, v, None, keep.mT)
+    return _tokens_first(torch.cat([of_prefix, out], 2))
+
+
+def _laid_out(x: Tensor) -> Tensor:
+    """Copy into contiguous memory, whatever the strides are: an exporter that traces a grid of one
+    window would take a copy for a view.
+    """
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _softmax_sums(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, seen: Tensor) -> Tensor:
+    """Return ``softmax(q k^T / sqrt(d) + bias) v`` over the keys that are seen, 0 without any."""
+    scores = torch.matmul(q * q.shape[-1] ** -0.5, k.mT)
+    if bias is not None:
+        scores = scores + bias
+    weights = scores.masked_fill(~seen, torch.finfo(scores.dtype).min).softmax(-1)
+    return torch.matmul(weights * seen.to(weights.dtype), v)
