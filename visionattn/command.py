@@ -67,7 +67,7 @@ def validate(argv: Words, say: Say) -> None:
     say(about)
     for line in validation.outlook():
         say(line)
-    say(align(COLUMNS))
+    say(align(COLUMNS[validation.spec.task]))
     rows = []
     for row in validation.rows():
         rows.append(row)

@@ -67,6 +67,11 @@ def check_data(config: DataConfig) -> None:
         raise ValueError(
             "num_classes is for wds/... alone; other data say themselves how many classes they have"
         )
+    if config.task == "segmentation" and config.name not in (*DRAWN, "folder"):
+        raise ValueError(
+            f"{config.name} has no masks; data.task segmentation is for "
+            f"{', '.join(sorted(DRAWN))} and folder"
+        )
     check_reading(config.bands, config.value_range, config.page, config.max_pixels)
     if config.range_found and config.value_range is None:
         raise ValueError("data.range_found is said of data.value_range, which is missing")

@@ -7,7 +7,7 @@ A docstring under each field is its help text. ``checks.py``, ``presets.py`` and
 from dataclasses import dataclass, field
 from typing import Literal
 
-from visionattn.models.weights import Fit
+from visionattn.models.weights import Fit, Task
 
 
 @dataclass
@@ -59,6 +59,10 @@ class DataConfig:
     ] = "digits"
     """``digits``, ``canvas`` and ``documents`` are embedded; the others read ``root``. Grey levels
     of ``*_pixel`` are one-hot.
+    """
+    task: Task = "classification"
+    """What has a class: each image, or with ``segmentation`` each pixel, of ``canvas``,
+    ``documents`` and of a ``folder`` with masks.
     """
     root: str | None = None
     """Folder with ``train/`` and ``val/`` (and, if there is one, ``test/``) or with class folders;

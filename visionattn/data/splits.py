@@ -33,6 +33,7 @@ from visionattn.data.folder import LAYOUT, check_there, open_images
 from visionattn.data.formats import COLOURED, LARGEST_IMAGE_PX, ReadOptions
 from visionattn.data.geometry import Geometry, Size, geometry_of, sides
 from visionattn.data.images import ArrayDataset, Augmentation
+from visionattn.data.masks import value_names
 from visionattn.data.streams import Shards, StreamEvalBatches, StreamTrainBatches, open_shards
 from visionattn.models.weights import DataSpec
 
@@ -198,21 +199,32 @@ def _build_canvas(config: DataConfig, seed: int) -> Splits:
     allow_augment(config, "light")
     parts, task = digit_splits(config.val_fraction, seed), canvas_task(config)
     vary = config.augment == "light"
+    how = dict(task=task, masked=config.task == "segmentation")
     return Splits(
-        CanvasDataset(parts["train"], "train", config.train_images, seed, vary=vary, task=task),
-        CanvasDataset(parts["validation"], "validation", config.eval_images, seed, task=task),
-        CanvasDataset(parts["test"], "test", config.eval_images, seed, task=task),
-        _digit_spec(config, 0.25, 0.10),
+        CanvasDataset(parts["train"], "train", config.train_images, seed, vary=vary, **how),
+        CanvasDataset(parts["validation"], "validation", config.eval_images, seed, **how),
+        CanvasDataset(parts["test"], "test", config.eval_images, seed, **how),
+        _of_task(config, _digit_spec(config, 0.25, 0.10)),
     )
+
+
+def _of_task(config: DataConfig, spec: DataSpec) -> DataSpec:
+    """Return what drawn images are, whose pixels have classes if those are asked for."""
+    if config.task == "classification":
+        return spec
+    names = value_names(spec.class_names)
+    return replace(spec, task=config.task, num_classes=len(names), class_names=names)
 
 
 def _build_documents(config: DataConfig, seed: int) -> Splits:
     allow_augment(config)
+    masked = config.task == "segmentation"
+    spec = DataSpec(1, len(CLASS_NAMES), CLASS_NAMES, (0.8,), (0.2,), None, *_seen_as(config))
     return Splits(
-        DocumentsDataset("train", config.train_images, seed),
-        DocumentsDataset("validation", config.eval_images, seed),
-        DocumentsDataset("test", config.eval_images, seed),
-        DataSpec(1, len(CLASS_NAMES), CLASS_NAMES, (0.8,), (0.2,), None, *_seen_as(config)),
+        DocumentsDataset("train", config.train_images, seed, masked=masked),
+        DocumentsDataset("validation", config.eval_images, seed, masked=masked),
+        DocumentsDataset("test", config.eval_images, seed, masked=masked),
+        _of_task(config, spec),
     )
 
 

@@ -21,6 +21,7 @@ from visionattn.data.geometry import Geometry, Size, check_geometry, pixels, sid
 from visionattn.inference.listing import digest_of
 from visionattn.inference.options import NATIVE, NATIVE_BATCH, SIZED_BATCH, InferenceOptions
 from visionattn.models.filled import takes_sizes
+from visionattn.models.segmentation import create
 from visionattn.models.weights import (
     FORMAT,
     UNBUILDABLE,
@@ -246,9 +247,7 @@ def _free_size(
         reason = f": {first_line(error)}"
     for option in ANY_SIZE:
         try:
-            free = timm.create_model(
-                name, num_classes=spec.num_classes, in_chans=spec.in_chans, **args | option
-            )
+            free = create(name, spec.task, spec.num_classes, spec.in_chans, args | option)
         except TypeError:  # it has no such option
             continue
         free.load_state_dict(model.state_dict())
