@@ -12,12 +12,20 @@ import visionattn.cli.early  # noqa: F401, I001  before what takes seconds to im
 import visionattn.models  # noqa: F401  registers them with timm
 
 if TYPE_CHECKING:
-    from visionattn.inference.calls import Predictions, extract_features, predict
+    from visionattn.inference.calls import Predictions, extract_features, predict, segment
     from visionattn.models.weights import DataSpec, load_model
     from visionattn.training.calls import train
 
 __version__ = "0.1.0"
-__all__ = ["DataSpec", "Predictions", "extract_features", "load_model", "predict", "train"]
+__all__ = [
+    "DataSpec",
+    "Predictions",
+    "extract_features",
+    "load_model",
+    "predict",
+    "segment",
+    "train",
+]
 
 _HOMES = {
     "DataSpec": "visionattn.models.weights",
@@ -25,6 +33,7 @@ _HOMES = {
     "extract_features": "visionattn.inference.calls",
     "load_model": "visionattn.models.weights",
     "predict": "visionattn.inference.calls",
+    "segment": "visionattn.inference.calls",
     "train": "visionattn.training.calls",
 }
 

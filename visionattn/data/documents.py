@@ -241,6 +241,4 @@ class DocumentsDataset(Dataset):
 
     def __getitem__(self, key: SampleKey) -> Item:
         page = self.draw(key, masked=self.masked)
-        return see_array(
-            page.image, page.label if page.mask is None else page.mask, key, self.seed
-        )
+        return see_array(page.image, page.label if page.mask is None else page.mask, key, self.seed)

@@ -277,8 +277,8 @@ def draw_canvas(
 class CanvasDataset(Dataset):
     """Canvases made on the fly at the size that is asked for: seed, split and key decide them.
 
-    Evaluation takes epoch 0 and goes through the digits in turn; training draws the digit. Its class
-    is that of the image, or ``masked`` each pixel has one.
+    Evaluation takes epoch 0 and goes through the digits in turn; training draws the digit. Its
+    class is that of the image, or ``masked`` each pixel has one.
     """
 
     def __init__(

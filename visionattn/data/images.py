@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
+import cv2
 import numpy as np
 from torch.utils.data import Dataset
 
@@ -141,6 +142,18 @@ def see_array(
     return see(image.shape[:2], read, label, key, seed, augment)
 
 
+class Masks(Protocol):
+    """What ``mask_files.MaskFiles`` does: a mask for each image, by its number in the source."""
+
+    files: Source
+
+    def read(self, index: int, size: Size | None = None) -> np.ndarray:
+        """Return the class of each pixel, uint8 ``[height, width]``, of an image of that size;
+        raises one of ``DAMAGED_IMAGE``.
+        """
+        ...
+
+
 class ArrayDataset(Dataset):
     """Images of one size in memory: an ``Item`` per key."""
 
@@ -176,11 +189,14 @@ class ImageDataset(Dataset):
         seed: int,
         augment: Augmentation | None = None,
         options: ReadOptions = COLOURED,
+        *,
+        masks: Masks | None = None,
     ):
         """Take the numbers of this data set's images in ``source``, ``indices [n]``, and their
-        classes, ``labels [n]``; ``options`` say how the files are read.
+        classes, ``labels [n]``, or ``masks`` with those of their pixels; ``options`` say how the
+        files are read.
         """
-        self.options = options
+        self.options, self.masks = options, masks
         self.source, self.indices = source, indices
         self.labels, self.seed = labels, seed
         self.augment = augment
@@ -223,7 +239,9 @@ class ImageDataset(Dataset):
         def digest(place: int) -> int:
             name = os.fsencode(names[place][shared:])
             known = zlib.crc32(b"%d %s " % (self.labels[place], name))
-            return zlib.crc32(self.source.part(int(self.indices[place]), size), known)
+            index = int(self.indices[place])
+            known = zlib.crc32(self.source.part(index, size), known)
+            return zlib.crc32(self.masks.files.part(index, size), known) if self.masks else known
 
         with ThreadPoolExecutor(SIZE_THREADS) as pool:
             return np.fromiter(pool.map(digest, range(len(names))), np.uint32, len(names))
@@ -250,6 +268,8 @@ class ImageDataset(Dataset):
                         else "it could not be read when the run began, and now it can"
                     )
                 label = int(self.labels[key.index])
+                if self.masks is not None:
+                    label = self.masks.read(index, size)
 
                 def read(view: View) -> np.ndarray:
                     return read_image(reader, view, self.options)

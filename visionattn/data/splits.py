@@ -29,10 +29,11 @@ from visionattn.data.embedded import (
     digit_splits,
     stratified_split,
 )
-from visionattn.data.folder import LAYOUT, check_there, open_images
+from visionattn.data.folder import LAYOUT, check_there, open_images, open_masked
 from visionattn.data.formats import COLOURED, LARGEST_IMAGE_PX, ReadOptions
 from visionattn.data.geometry import Geometry, Size, geometry_of, sides
 from visionattn.data.images import ArrayDataset, Augmentation
+from visionattn.data.mask_files import MaskClasses
 from visionattn.data.masks import value_names
 from visionattn.data.streams import Shards, StreamEvalBatches, StreamTrainBatches, open_shards
 from visionattn.models.weights import DataSpec
@@ -287,7 +288,7 @@ def _build_folder(config: DataConfig, seed: int, labelled: bool) -> Splits:
     presets = ("light", "three", "rand", "documents", "aerial")
     augment = _augment(config, *presets, bands=options.channels)
     # A stream does not know its classes; every other source names them.
-    if config.root.startswith("wds/"):
+    if config.root.startswith("wds/") and config.task == "classification":
         if options != COLOURED:
             raise ValueError(
                 f"timm's reader of {config.root} gives the colours of the first page; leave "
@@ -301,6 +302,17 @@ def _build_folder(config: DataConfig, seed: int, labelled: bool) -> Splits:
             augment=augment,
         )
         names, num_classes = (), config.num_classes
+    elif config.task == "segmentation":
+        opened, names = open_masked(
+            config.root,
+            val_fraction=config.val_fraction,
+            seed=seed,
+            augment=augment,
+            options=options,
+            classes=MaskClasses.of(config),
+        )
+        datasets, num_classes = opened, len(names)
+        options = opened[0].options
     else:
         opened, names = open_images(
             config.root,
@@ -326,6 +338,8 @@ def _build_folder(config: DataConfig, seed: int, labelled: bool) -> Splits:
             value_range=options.value_range,
             range_found=options.found,
             page=options.page,
+            task=config.task,
+            colours=MaskClasses.of(config).colours,
         ),
     )
 

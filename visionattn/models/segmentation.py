@@ -83,12 +83,12 @@ class Segmenter(nn.Module):
         nn.init.zeros_(self.head.bias)
 
     @property
-    def patch_embed(self) -> nn.Module:
+    def patch_embed(self) -> Any:
         """Return the body's patch embedding, which says what images it takes."""
         return self.backbone.patch_embed
 
     @property
-    def blocks(self) -> nn.Module:
+    def blocks(self) -> Any:
         """Return the body's blocks."""
         return self.backbone.blocks
 
@@ -107,8 +107,11 @@ class Segmenter(nn.Module):
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Return timm's grouping of parameters by depth: the body's stem, its blocks, the rest."""
         return dict(
-            stem=r"^backbone\.(cls_token|reg_token|pos_embed|patch_embed|norm_pre)",
-            blocks=[(r"^backbone\.blocks\.(\d+)", None), (r"^(backbone\.norm|norms|head)", (99999,))],
+            stem=r"^backbone\.(?:cls_token|reg_token|pos_embed|patch_embed|norm_pre)",
+            blocks=[
+                (r"^backbone\.blocks\.(\d+)", None),
+                (r"^backbone\.norm", (99999,)),
+            ],
         )
 
     def forward_cells(self, x: Tensor, sizes: Tensor | None = None) -> Tensor:
@@ -150,9 +153,7 @@ class Segmenter(nn.Module):
         return enlarged(logits, self.stride)[:, :, : x.shape[2], : x.shape[3]]
 
     @torch.inference_mode()
-    def masks(
-        self, x: Tensor, sizes: Tensor | None = None, *, strip: int = 64
-    ) -> Tensor:
+    def masks(self, x: Tensor, sizes: Tensor | None = None, *, strip: int = 64) -> Tensor:
         """Return the class of each pixel, uint8 ``[B, H_px, W_px]``, without the logits of all
         pixels in memory; ``IGNORED`` where these are not finite.
 

@@ -111,6 +111,8 @@ class DataSpec:
     """Which page of a file is read, from 1; None: the first."""
     task: Task = "classification"
     """What the outputs are of: images, or pixels."""
+    colours: tuple[tuple[int, int, int], ...] | None = None
+    """Red, green and blue of each class in masks; None: a class is its number."""
 
     def prepare(self, images: Tensor) -> Tensor:
         """Turn the values of image files into the model's input, on the device where they are.
@@ -311,6 +313,7 @@ def check_spec(spec: DataSpec) -> None:
         "value_range": spec.value_range is not None
         and not -math.inf < spec.value_range[0] < spec.value_range[1] < math.inf,
         "page": spec.page is not None and spec.page < 1,
+        "colours": spec.colours is not None and len(spec.colours) != spec.num_classes,
     }
     for key, is_wrong in wrong.items():
         if is_wrong:

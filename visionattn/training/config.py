@@ -237,8 +237,8 @@ def check(config: TrainConfig) -> None:
         )
     if data.task == "segmentation" and (optim.mixup or optim.cutmix):
         raise ValueError(
-            "optim.mixup and optim.cutmix mix the classes of images, and data.task segmentation has "
-            "those of pixels; leave them out"
+            "optim.mixup and optim.cutmix mix the classes of images, and data.task segmentation "
+            "has those of pixels; leave them out"
         )
     if config.resume and config.overwrite:
         raise ValueError("resume goes on with a run and overwrite deletes it: give one of them")

@@ -1,5 +1,4 @@
-"""Accuracy, or intersection over union, and loss of a model on a set of images, each counted once.
-"""
+"""Accuracy or intersection over union, and loss, of a model on images, each counted once."""
 
 import math
 import time

@@ -30,7 +30,9 @@ def reached(result: Result) -> str:
     if result.test is None:
         if result.validation is None:
             return f"the least validation loss is that of epoch {result.best_epoch}"
-        return f"validation {result.measure} {100 * result.validation:.1f} % (there is no test split)"
+        return (
+            f"validation {result.measure} {100 * result.validation:.1f} % (there is no test split)"
+        )
     if result.test.score is None:
         return f"test loss {result.test.loss:.4f}"
     return f"test {result.measure} {100 * result.test.score:.1f} %"

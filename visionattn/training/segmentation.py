@@ -30,7 +30,7 @@ class Segmenting(Objective):
         return torch.zeros(images, *size, dtype=torch.uint8)
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean loss of a batch: of logits ``[B, classes, H, W]`` and uint8 ``[B, H, W]``,
+        """Return the mean loss of logits ``[B, classes, H, W]`` and classes uint8 ``[B, H, W]``,
         where ``IGNORED`` pixels do not count.
         """
         return self._losses(outputs, targets, self.smoothing).mean()

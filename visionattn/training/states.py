@@ -46,6 +46,7 @@ QUIET = frozenset(
 
 BINDING = ("seed", "optim.name", "optim.layer_decay")
 BINDING += ("data.name", "data.task", "data.val_fraction", "data.train_images", "data.eval_images")
+BINDING += ("data.mask_classes", "data.mask_colours", "data.mask_ignored")
 BINDING += ("data.fit", "data.distractors", "data.digit_px", "data.whole_digits")
 """Options that stay, as they say which images are trained and validated on, and what the optimiser
 keeps of each weight.
@@ -222,7 +223,8 @@ class BestFigures:
     epoch: int
     """Counted from 1."""
     score: float | None
-    """``Evaluation.score`` on the validation images, in [0, 1]; None where those have no classes."""
+    """``Evaluation.score`` on the validation images, in [0, 1]; None where these have no classes.
+    """
     loss: float
     """On the validation images."""
 
@@ -247,9 +249,7 @@ def best_figures(path: Path) -> BestFigures | None:
     notes = read_metadata(path).get("validation")
     if not notes:
         return None
-    epoch, score, loss = from_json(
-        tuple[int, float | None, float], notes, f"validation of {path}"
-    )
+    epoch, score, loss = from_json(tuple[int, float | None, float], notes, f"validation of {path}")
     if epoch < 1 or not 0 <= (score or 0) <= 1:
         raise ValueError(f"validation of {path} is {brief(notes)}, which cannot be")
     return BestFigures(epoch, score, loss)
