@@ -12,6 +12,7 @@ from visionattn.data.splits import SampleKey, build_splits
 from visionattn.models.segmentation import IGNORED
 
 COLOURS = [[0, 0, 0], [200, 30, 30], [0, 90, 255]]
+NATIVE = Geometry("native", None)
 SIZES = [(20, 30), (16, 16), (33, 17), (24, 40)]
 
 
@@ -66,7 +67,7 @@ def in_grey_colours(mask, path):
     Image.fromarray(np.stack([mask] * 3, -1)).save(path)
 
 
-def item(splits, number, geometry=Geometry("native", None), epoch=0):
+def item(splits, number, geometry=NATIVE, epoch=0):
     return splits.train[SampleKey(number, epoch, geometry)]
 
 

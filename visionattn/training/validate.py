@@ -42,6 +42,7 @@ from visionattn.training.outlook import (
     loaded_beside,
     trial_seconds,
 )
+from visionattn.training.painting import class_names
 from visionattn.training.passes import Shape
 from visionattn.training.record import CONFIG
 from visionattn.training.trial import read_seconds
@@ -278,6 +279,11 @@ class Validation:
             for key in ("bands", "value_range", "range_found", "page")
             if data.name == "folder" and getattr(data, key) is None
         }
+        if self.spec.task == "segmentation":
+            known["task"] = self.spec.task
+            if data.name == "folder" and (data.mask_classes, data.mask_colours) == (None, None):
+                known["mask_classes"] = list(class_names(self.spec))
+                known["mask_colours"] = self.spec.colours and list(map(list, self.spec.colours))
         data = replace(data, **known)
         # As choices of the training, all sizes are checked, here and not when their turn comes.
         first = self.geometries[0]
