@@ -28,6 +28,7 @@ from visionattn.lab.report import origin, tables
 from visionattn.lab.report.batches import batches_of
 from visionattn.lab.report.examples import galleries
 from visionattn.lab.report.figures import Figure, curves_of
+from visionattn.lab.report.masks import class_table, mask_galleries
 from visionattn.lab.report.options import Wanted, parse_report, trainings_in
 from visionattn.lab.report.rows import Rows, distinct
 from visionattn.lab.report.runs import Run, read_run
@@ -91,6 +92,7 @@ def page(wanted: Wanted, runs: Sequence[Run], *, now: float) -> str:
         now: seconds since 1970.
     """
     shown, skipped = galleries(runs, wanted.images) if wanted.images else ([], {})
+    masked, unmasked = mask_galleries(runs, wanted.images) if wanted.images else ([], {})
     seen, unseen = batches_of(runs) if wanted.images else ([], {})
     charts = Charts()
     environment = jinja2.Environment(
@@ -108,7 +110,9 @@ def page(wanted: Wanted, runs: Sequence[Run], *, now: float) -> str:
         results=tables.results(runs),
         curves=curves_of(runs),
         galleries=shown,
-        skipped=skipped,
+        masked=masked,
+        classes=class_table(runs),
+        skipped=skipped | unmasked,
         batches=seen,
         unseen={name: why for name, why in unseen.items() if skipped.get(name) != why},
         settings=tables.settings(runs) if runs else None,

@@ -53,13 +53,19 @@ class Table:
 
 def results(runs: Sequence[Run]) -> Table:
     """Return the results of each run; the best accuracy of several is strong."""
-    tested = [number(run.result.get("test_accuracy")) for run in runs]
-    validated = [number(run.result.get("validation_accuracy")) for run in runs]
+    # Columns of a figure that no run has are left out; that of images stands where none has any.
+    figures = {"accuracy": "accuracy", "mean IoU": "mean_iou"}
+    scores = {
+        f"{split} {name}": [number(run.result.get(f"{split}_{key}")) for run in runs]
+        for name, key in figures.items()
+        for split in ("test", "validation")
+        if (key == "mean_iou") == any(map(is_of_pixels, runs))
+        or any(f"{each}_{key}" in run.result for run in runs for each in ("test", "validation"))
+    }
     columns = [
         "run",
         "status",
-        "test accuracy",
-        "validation accuracy",
+        *scores,
         "best epoch",
         "parameters",
         "time",
@@ -76,8 +82,12 @@ def results(runs: Sequence[Run]) -> Table:
             [
                 Cell(run.name, look=Look.of(i)),
                 Cell(WORDS[run.status], status=run.status, note=run.reason or ""),
-                accuracy_cell(tested, i, share_of(result, "test_images")),
-                accuracy_cell(validated, i, ""),
+                *(
+                    accuracy_cell(
+                        values, i, share_of(result, "test_images") if "test" in name else ""
+                    )
+                    for name, values in scores.items()
+                ),
                 Cell(f"{best:.0f}" + (f" of {epochs}" if epochs else "") if best else "", True),
                 Cell(f"{run.parameters:,}" if run.parameters is not None else "", True),
                 Cell(lasting(seconds) if seconds is not None else "", True),
@@ -86,6 +96,11 @@ def results(runs: Sequence[Run]) -> Table:
             ]
         )
     return table
+
+
+def is_of_pixels(run: Run) -> bool:
+    """Tell whether a run gives classes of pixels."""
+    return run.setting("data", "task") == "segmentation"
 
 
 def accuracy_cell(values: Sequence[float | None], i: int, note: str) -> Cell:
