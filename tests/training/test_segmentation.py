@@ -10,14 +10,18 @@ import torch
 from PIL import Image
 from sklearn.metrics import jaccard_score
 
+from tests.helpers.several_processes import run_processes
 from tests.helpers.small_runs import MODEL, lines, lines_of, rows, same, small_config
 from tests.helpers.tools import assert_one_error, load_tool
+from visionattn.cli.ends import run_tool
 from visionattn.data.batches import Batch
 from visionattn.data.splits import build_splits
 from visionattn.models.segmentation import IGNORED, Segmenter
 from visionattn.models.weights import DataSpec, load_model, read_metadata, save_model
 from visionattn.training.build import build_model
 from visionattn.training.config import ModelConfig, OptimConfig, check
+from visionattn.training.distributed import joined
+from visionattn.training.engine import train
 from visionattn.training.evaluate import evaluate
 from visionattn.training.segmentation import Segmenting, confusion_of, ious_of
 from visionattn.training.start import started_model
@@ -170,6 +174,32 @@ def test_a_run_goes_on_as_if_it_had_not_stopped(run, tmp_path):
     parts = torch.load(tmp_path / "out/parts/last.pt", weights_only=True)
     for key in ("model", "ema", "optimizer", "history"):
         same(whole[key], parts[key], key)
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_two_processes_learn_what_one_does(tmp_path, parallel):
+    """Nine images in batches of four: the last one leaves a process without any."""
+    write_folder(tmp_path / "data", images=9)
+    figures = {}
+    for size in (1, 2):
+        kind = parallel if size > 1 else None
+        config = config_of(tmp_path, run=f"of_{size}", log_every=1, parallel=kind)
+
+        def work(rank, config=config):
+            def tool():
+                with joined() as processes:
+                    train(config, processes=processes)
+
+            return run_tool(tool, several=True)
+
+        ended = run_processes(size, work, tmp_path / f"streams_{size}")
+        assert [each.code for each in ended] == [0] * size, "".join(each.err for each in ended)
+        found = lines(tmp_path / "out" / f"of_{size}")
+        losses = [line["loss"] for line in found if line["kind"] in ("train", "test")]
+        test = found[-1]
+        assert test["kind"] == "test" and test["images"] == 4
+        figures[size] = [*losses, test["mean_iou"], *test["ious"], test["accuracy"]]
+    assert figures[2] == pytest.approx(figures[1], abs=1e-5)
 
 
 def test_weights_are_judged_at_several_sizes(run, tmp_path, capsys):

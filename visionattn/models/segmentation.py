@@ -127,7 +127,8 @@ class Segmenter(nn.Module):
         batch, _, height, width = logits.shape
         down, across = self.cells
         logits = logits.view(batch, self.num_classes, down, across, height, width)
-        logits = logits.permute(0, 1, 4, 2, 5, 3).flatten(4).flatten(2, 3)
+        size = (batch, self.num_classes, height * down, width * across)
+        logits = logits.permute(0, 1, 4, 2, 5, 3).reshape(size)
         return logits if sizes is None else self._extended(logits, sizes)
 
     def _extended(self, logits: Tensor, sizes: Tensor) -> Tensor:
@@ -149,8 +150,11 @@ class Segmenter(nn.Module):
             sizes: int64 ``[B, 2]``, height and width in pixels of what each image fills, for bodies
                 that leave out the rest; logits there mean nothing.
         """
-        logits = self.forward_cells(x, sizes)
-        return enlarged(logits, self.stride)[:, :, : x.shape[2], : x.shape[3]]
+        logits = enlarged(self.forward_cells(x, sizes), self.stride)
+        if getattr(self.patch_embed, "dynamic_img_pad", False):
+            # FSDP takes no views.
+            return logits[:, :, : x.shape[2], : x.shape[3]].clone()
+        return logits
 
     @torch.inference_mode()
     def masks(self, x: Tensor, sizes: Tensor | None = None, *, strip: int = 64) -> Tensor:
