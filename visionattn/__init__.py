@@ -12,12 +12,21 @@ import visionattn.cli.early  # noqa: F401, I001  before what takes seconds to im
 import visionattn.models  # noqa: F401  registers them with timm
 
 if TYPE_CHECKING:
-    from visionattn.inference.calls import Predictions, extract_features, look, predict
+    from visionattn.inference.calls import Predictions, extract_features, look, predict, segment
     from visionattn.models.weights import DataSpec, load_model
     from visionattn.training.calls import train
 
 __version__ = "0.1.0"
-__all__ = ["DataSpec", "Predictions", "extract_features", "load_model", "look", "predict", "train"]
+__all__ = [
+    "DataSpec",
+    "Predictions",
+    "extract_features",
+    "load_model",
+    "look",
+    "predict",
+    "segment",
+    "train",
+]
 
 _HOMES = {
     "DataSpec": "visionattn.models.weights",
@@ -26,6 +35,7 @@ _HOMES = {
     "load_model": "visionattn.models.weights",
     "look": "visionattn.inference.calls",
     "predict": "visionattn.inference.calls",
+    "segment": "visionattn.inference.calls",
     "train": "visionattn.training.calls",
 }
 

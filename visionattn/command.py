@@ -67,7 +67,7 @@ def validate(argv: Words, say: Say) -> None:
     say(about)
     for line in validation.outlook():
         say(line)
-    say(align(COLUMNS))
+    say(align(COLUMNS[validation.spec.task]))
     rows = []
     for row in validation.rows():
         rows.append(row)
@@ -84,13 +84,16 @@ def stats(argv: Words, say: Say) -> None:
 
 
 def predict(argv: Words, say: Say) -> None:
-    """Name the classes of images in files."""
+    """Name the classes of images in files, or of their pixels."""
     from visionattn.inference.options import parse_options
     from visionattn.inference.predict import PredictOptions, Predictor
+    from visionattn.inference.segment import MaskPredictor, gives_masks
 
     example = "--checkpoint checkpoints/digits/best.safetensors --images docs/figures"
-    about = dict(command="predict", description="Name the classes of images.", example=example)
-    Predictor(parse_options(PredictOptions, argv, **about)).run(say)
+    what = "Name the classes of images, or draw the masks of their pixels."
+    about = dict(command="predict", description=what, example=example)
+    options = parse_options(PredictOptions, argv, **about)
+    (MaskPredictor if gives_masks(options) else Predictor)(options).run(say)
 
 
 def features(argv: Words, say: Say) -> None:

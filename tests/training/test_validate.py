@@ -74,7 +74,9 @@ def needed_for(monkeypatch, evaluate, *flags):
 
 def test_a_line_says_sizes_patches_memory_and_seconds_before_the_table(evaluate):
     code, lines, _ = evaluate()
-    assert code == 0 and lines[2].split() == list(map(str.strip, validate.COLUMNS))
+    assert code == 0 and lines[2].split() == list(
+        map(str.strip, validate.COLUMNS["classification"])
+    )
     pattern = (
         r"7 images of 16 x 16 to 56 x 56 px, 4 to 49 patches; memory: \d+ MiB expected, "
         r"[\d.]+ [MG]iB there; [\d.]+ s per image, [\d.]+ s in all"

@@ -20,6 +20,7 @@ import albumentations as A
 from visionattn.data.config import AugmentConfig
 from visionattn.data.geometry import Box, Size
 from visionattn.data.presets import whole_parts
+from visionattn.models.segmentation import IGNORED
 
 _BOX_STREAM, _CALL_STREAM = 1, 2
 _BORDERS = {
@@ -109,14 +110,30 @@ class Augment:
             image: as it has been read and resized.
             entropy: decides every draw; other numbers follow from it than for ``box``.
         """
+        return self._change({"image": image}, entropy)["image"]
+
+    def both(
+        self, image: np.ndarray, mask: np.ndarray, entropy: tuple[int, ...]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Augment an image as a call does, and move its mask, uint8 ``[H, W]``, with it: each pixel
+        of the mask takes the nearest value, and ``IGNORED`` where it comes from beyond a black
+        border. What is erased, shaded or blurred keeps its class.
+        """
+        changed = self._change({"image": image, "mask": mask}, entropy)
+        return changed["image"], changed["mask"]
+
+    def _change(
+        self, given: dict[str, np.ndarray], entropy: tuple[int, ...]
+    ) -> dict[str, np.ndarray]:
         rng = np.random.default_rng((*entropy, _CALL_STREAM))
+        height, width = given["image"].shape[:2]
         # A turn by 90 degrees keeps the size of a square alone.
-        quarters = int(rng.integers(1, 4)) if image.shape[0] == image.shape[1] else 2
+        quarters = int(rng.integers(1, 4)) if height == width else 2
         if rng.random() < self.parts.quarter_turns:
-            image = np.rot90(image, quarters)
+            given = {name: np.rot90(each, quarters) for name, each in given.items()}
         # One state for all steps: set_random_seed would give each step the same draws.
         self._pipeline.set_random_state(rng, random.Random(int(rng.integers(2**63))))
-        return self._pipeline(image=np.ascontiguousarray(image))["image"]
+        return self._pipeline(**{name: np.ascontiguousarray(x) for name, x in given.items()})
 
     def _moves(self) -> list[A.BasicTransform]:
         """Return what moves pixels."""
@@ -173,7 +190,7 @@ class Augment:
             A.InvertImg(p=1),
             self._affine(0.3, (1, 1), 0),
             self._affine(0.0, (1, 1), 25),
-            A.Affine(shear=(-15, 15), border_mode=self._border, p=1),
+            A.Affine(shear=(-15, 15), border_mode=self._border, fill_mask=IGNORED, p=1),
         ]
         return [A.SomeOf(changes, n=2, replace=False, p=1)]
 
@@ -183,5 +200,6 @@ class Augment:
             scale=tuple(scale),
             rotate=(-degrees, degrees),
             border_mode=self._border,
+            fill_mask=IGNORED,
             p=1,
         )

@@ -55,7 +55,8 @@ class Item(NamedTuple):
 
     pixels: np.ndarray
     """uint8 ``[H, W, C]``, or float32 in [0, 1]."""
-    label: int
+    label: int | np.ndarray
+    """The class of the image, or uint8 ``[H, W]``, that of each pixel."""
     present: Size
     """Height and width in pixels of what counts, from the top left; the rest is absent."""
 
@@ -66,7 +67,7 @@ class Batch(NamedTuple):
     images: torch.Tensor
     """uint8 ``[B, C, H, W]``, or float32 in [0, 1]."""
     labels: torch.Tensor
-    """int64 ``[B]``."""
+    """int64 ``[B]``, the classes of images; or uint8 ``[B, H, W]``, those of their pixels."""
     sizes: torch.Tensor | None = None
     """int64 ``[B, 2]``: height and width in pixels of what each image fills, from the top left.
     None: they fill all.
@@ -147,7 +148,7 @@ def collate(samples: Sequence[Item | Unreadable]) -> tuple[Batch, list[Unreadabl
         empty = Batch(torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.int64))
         return empty, unreadable
     stacked = rearrange(same_scale([item.pixels for item in readable]), "b h w c -> b c h w")
-    labels = torch.tensor([item.label for item in readable], dtype=torch.int64)
+    labels = torch.from_numpy(np.stack([np.asarray(item.label) for item in readable]))
     sizes = None
     if any(item.present != item.pixels.shape[:2] for item in readable):
         sizes = torch.tensor([item.present for item in readable], dtype=torch.int64)

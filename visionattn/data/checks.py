@@ -12,6 +12,7 @@ from visionattn.data.embedded import LARGER, USUAL, CanvasTask
 from visionattn.data.formats import check_reading
 from visionattn.data.geometry import check_geometry, sides
 from visionattn.data.ranges import check_ranges
+from visionattn.models.segmentation import IGNORED as MOST_CLASSES
 
 EMBEDDED = ("digits", "digits_pixel", "canvas", "documents")
 """Data sets that need no files."""
@@ -67,6 +68,12 @@ def check_data(config: DataConfig) -> None:
         raise ValueError(
             "num_classes is for wds/... alone; other data say themselves how many classes they have"
         )
+    if config.task == "segmentation" and config.name not in (*DRAWN, "folder"):
+        raise ValueError(
+            f"{config.name} has no masks; data.task segmentation is for "
+            f"{', '.join(sorted(DRAWN))} and folder"
+        )
+    check_masks(config)
     check_reading(config.bands, config.value_range, config.page, config.max_pixels)
     if config.range_found and config.value_range is None:
         raise ValueError("data.range_found is said of data.value_range, which is missing")
@@ -95,6 +102,49 @@ def check_data(config: DataConfig) -> None:
             f"{config.name} is embedded and reads no data.root; for images in a folder give "
             "--data.name folder"
         )
+
+
+def check_masks(config: DataConfig) -> None:
+    """Check what is said of masks in files.
+
+    Raises:
+        ValueError: it is for other data, out of range, or contradicts itself; one line.
+    """
+    names, colours = config.mask_classes, config.mask_colours
+    ignored = config.mask_ignored
+    masked = config.name == "folder" and config.task == "segmentation"
+    for key in ("mask_classes", "mask_colours", "mask_ignored"):
+        if not masked and getattr(config, key) is not None:
+            raise ValueError(
+                f"data.{key} is for folder with data.task segmentation alone; leave it out"
+            )
+    most = MOST_CLASSES
+    for key, given in (("mask_classes", names), ("mask_colours", colours)):
+        if given is not None and not 2 <= len(given) <= most:
+            raise ValueError(f"data.{key} must name 2 to {most} classes, got {len(given)}")
+    if names is not None and (len(set(names)) < len(names) or not all(names)):
+        raise ValueError(f"data.mask_classes must be names, each once, got {names}")
+    for colour in colours or []:
+        if len(colour) != 3 or not all(0 <= level <= 255 for level in colour):
+            raise ValueError(
+                f"data.mask_colours wants red, green and blue of each class, 0 to 255, got {colour}"
+            )
+    if colours is not None and len(set(map(tuple, colours))) < len(colours):
+        raise ValueError("data.mask_colours has a colour twice; each class has its own")
+    if names is not None and colours is not None and len(names) != len(colours):
+        raise ValueError(
+            f"data.mask_classes names {len(names)} classes and data.mask_colours {len(colours)}"
+        )
+    if ignored is None:
+        return
+    wanted = 1 if colours is None else 3
+    if len(ignored) != wanted or min(ignored) < 0 or max(ignored) > (65535 if wanted == 1 else 255):
+        what = "one value" if wanted == 1 else "red, green and blue, 0 to 255"
+        raise ValueError(f"data.mask_ignored must be {what}, got {ignored}")
+    if ignored in (colours or []) or (
+        names is not None and wanted == 1 and ignored[0] < len(names)
+    ):
+        raise ValueError(f"data.mask_ignored {ignored} is that of a class; name another one")
 
 
 def canvas_task(config: DataConfig) -> CanvasTask:

@@ -7,7 +7,7 @@ A docstring under each field is its help text. ``checks.py``, ``presets.py`` and
 from dataclasses import dataclass, field
 from typing import Literal
 
-from visionattn.models.weights import Fit
+from visionattn.models.weights import Fit, Task
 
 
 @dataclass
@@ -59,6 +59,10 @@ class DataConfig:
     ] = "digits"
     """``digits``, ``canvas`` and ``documents`` are embedded; the others read ``root``. Grey levels
     of ``*_pixel`` are one-hot.
+    """
+    task: Task = "classification"
+    """What has a class: each image, or with ``segmentation`` each pixel, of ``canvas``,
+    ``documents`` and of a ``folder`` with masks.
     """
     root: str | None = None
     """Folder with ``train/`` and ``val/`` (and, if there is one, ``test/``) or with class folders;
@@ -114,6 +118,19 @@ class DataConfig:
     """``canvas`` alone: 1, or 2, of which the larger counts."""
     num_classes: int | None = None
     """``wds/...`` alone, and required there: how many classes there are."""
+    mask_classes: list[str] | None = None
+    """``folder`` with masks alone: the names of the classes of pixels, in the order of their values
+    from 0 on, or of ``mask_colours``. None: numbers up to the largest value, for which all masks
+    are read.
+    """
+    mask_colours: list[list[int]] | None = None
+    """``folder`` with masks alone: red, green and blue of each class, 0 to 255. None: the values of
+    masks are indices.
+    """
+    mask_ignored: list[int] | None = None
+    """``folder`` with masks alone: the value, or the three of a colour, of pixels that do not
+    count. None: 255, or no colour.
+    """
     download: bool = False
     """``cifar10`` and ``cifar10_pixel`` alone: fetch the data into ``root`` where it is missing."""
     on_error: Literal["fail", "skip"] = "fail"

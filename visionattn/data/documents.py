@@ -195,10 +195,11 @@ class DocumentsDataset(Dataset):
         split: which pages; those of different splits share no draw.
         length: how many there are.
         seed: of all draws but those of the test pages.
+        masked: each pixel has a class, not the page.
     """
 
-    def __init__(self, split: Split, length: int, seed: int):
-        self.split, self.length = split, length
+    def __init__(self, split: Split, length: int, seed: int, *, masked: bool = False):
+        self.split, self.length, self.masked = split, length, masked
         self.seed = _TEST_SEED if split == "test" else seed
         rng = np.random.default_rng((self.seed, _STREAM[split], _SHAPE_STREAM))
         aspects = np.exp(rng.uniform(*np.log(ASPECT), length))
@@ -239,5 +240,5 @@ class DocumentsDataset(Dataset):
         return self.page(key.index, key.epoch, max(key.geometry.img_size), masked=masked)
 
     def __getitem__(self, key: SampleKey) -> Item:
-        page = self.draw(key)
-        return see_array(page.image, page.label, key, self.seed)
+        page = self.draw(key, masked=self.masked)
+        return see_array(page.image, page.label if page.mask is None else page.mask, key, self.seed)

@@ -277,7 +277,8 @@ def draw_canvas(
 class CanvasDataset(Dataset):
     """Canvases made on the fly at the size that is asked for: seed, split and key decide them.
 
-    Evaluation takes epoch 0 and goes through the digits in turn; training draws the digit.
+    Evaluation takes epoch 0 and goes through the digits in turn; training draws the digit. Its
+    class is that of the image, or ``masked`` each pixel has one.
     """
 
     def __init__(
@@ -289,10 +290,12 @@ class CanvasDataset(Dataset):
         *,
         vary: bool = False,
         task: CanvasTask = USUAL,
+        masked: bool = False,
     ):
         self.digits, self.split = digits, split
         self.length, self.seed = length, seed
         self.vary, self.task = vary, task
+        self.masked = masked
 
     def __len__(self):
         return self.length
@@ -313,5 +316,6 @@ class CanvasDataset(Dataset):
         return self.canvas(key.index, key.epoch, *key.geometry.img_size, masked=masked)
 
     def __getitem__(self, key: SampleKey) -> Item:
-        canvas = self.draw(key)
-        return see_array(canvas.image, canvas.label, key, self.seed)
+        canvas = self.draw(key, masked=self.masked)
+        label = canvas.label if canvas.mask is None else canvas.mask
+        return see_array(canvas.image, label, key, self.seed)

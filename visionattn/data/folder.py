@@ -8,7 +8,7 @@ Streams are in ``streams.py``.
 import importlib.util
 import tarfile
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -18,10 +18,14 @@ from timm.data.readers.reader_image_in_tar import ReaderImageInTar
 from visionattn.data.embedded import stratified_split
 from visionattn.data.formats import COLOURED, ReadOptions, extensions, settle
 from visionattn.data.images import Augmentation, ImageDataset
+from visionattn.data.mask_files import MASKS, MaskClasses, MaskFiles, masks_of, with_names
 from visionattn.data.sources import Files, Source, TableRows, TarMembers
 from visionattn.data.walk import identity, images_below, natural_key
 
 LAYOUT = "wanted train/<class>/* and val/<class>/*, or <class>/*"
+MASKED_LAYOUT = (
+    "wanted images/* and masks/*, or train/images/*, train/masks/*, val/images/* and val/masks/*"
+)
 SPLIT_NAMES = {"train": ("train",), "validation": ("val", "validation"), "test": ("test",)}
 
 Datasets = tuple[ImageDataset, ImageDataset, ImageDataset | None]
@@ -29,14 +33,17 @@ Datasets = tuple[ImageDataset, ImageDataset, ImageDataset | None]
 
 @dataclass(frozen=True)
 class _Part:
-    """The images of one split: their numbers in ``source`` and their classes, ``[n]`` each."""
+    """The images of one split: their numbers in ``source`` and their classes, ``[n]`` each; of all
+    images of the source, the masks where there are some.
+    """
 
     source: Source
     indices: np.ndarray
     labels: np.ndarray
+    masks: MaskFiles | None = None
 
     def take(self, chosen: np.ndarray) -> "_Part":
-        return _Part(self.source, self.indices[chosen], self.labels[chosen])
+        return replace(self, indices=self.indices[chosen], labels=self.labels[chosen])
 
 
 def open_images(
@@ -82,11 +89,80 @@ def open_images(
     else:
         raise ValueError(f"data root {root} is neither a folder nor a .tar file")
     parts = _complete(parts, names, root, val_fraction, seed)
+    return _datasets(parts, seed, augment, options), tuple(names)
+
+
+def open_masked(
+    root: str,
+    *,
+    val_fraction: float,
+    seed: int,
+    augment: Augmentation | None,
+    options: ReadOptions,
+    classes: MaskClasses,
+) -> tuple[Datasets, tuple[str, ...]]:
+    """Find images with masks beside them under ``root``, a folder, and divide them.
+
+    Args:
+        classes: what the values of masks mean; without names, all masks are read for them.
+
+    The other arguments and what is returned are those of ``open_images``; the names are those of
+    the classes of pixels.
+
+    Raises:
+        ValueError, FileNotFoundError: one line that says what is wrong.
+    """
+    if root.startswith(("hfds/", "wds/")) or (Path(root).exists() and not Path(root).is_dir()):
+        raise ValueError(f"data root {root} is no folder, {MASKED_LAYOUT}")
+    check_there(root)
+    found = {split: _with_masks(*pair) for split, pair in _image_folders(Path(root)).items()}
+    masks = with_names(
+        [MaskFiles(files, classes, options.max_pixels) for _, files in found.values()]
+    )
+    parts = {
+        split: replace(part, masks=each)
+        for (split, (part, _)), each in zip(found.items(), masks, strict=True)
+    }
+    parts = _complete(parts, [""], root, val_fraction, seed)
+    return _datasets(parts, seed, augment, options), masks[0].classes.names
+
+
+def _image_folders(root: Path) -> dict[str, tuple[Path, Path]]:
+    """Return for each split the folders of its images and of their masks: ``train/images`` and
+    ``train/masks``, ``images/train`` and ``masks/train``, or all in ``images`` and ``masks``.
+    """
+    images, masks = root / "images", root / MASKS
+    within = images.is_dir()
+    found = {}
+    for split, names in SPLIT_NAMES.items():
+        for name in names[::-1]:
+            pair = (
+                (images / name, masks / name)
+                if within
+                else (root / name / "images", root / name / MASKS)
+            )
+            if pair[0].is_dir():
+                found[split] = pair
+    if not found and not within:
+        raise ValueError(f"data root {root} has no folder images; {MASKED_LAYOUT}")
+    return found or {"train": (images, masks)}
+
+
+def _with_masks(images: Path, masks: Path) -> tuple[_Part, Files]:
+    part = _without_classes(images)
+    assert isinstance(part.source, Files)
+    return part, Files(masks_of(part.source.paths, images, masks))
+
+
+def _datasets(
+    parts: dict[str, _Part], seed: int, augment: Augmentation | None, options: ReadOptions | None
+) -> Datasets:
+    """Make the data sets of the splits, of which the training images alone are augmented."""
     train = parts["train"]
     if options is not None:
         options, lines = settle(train.source, train.indices, options)
         for line in lines:
-            warnings.warn(line, stacklevel=2)
+            warnings.warn(line, stacklevel=3)
 
     def dataset(split: str) -> ImageDataset | None:
         part = parts.get(split)
@@ -94,9 +170,11 @@ def open_images(
             return None
         chosen = augment if split == "train" else None
         read = options or COLOURED
-        return ImageDataset(part.source, part.indices, part.labels, seed, chosen, read)
+        return ImageDataset(
+            part.source, part.indices, part.labels, seed, chosen, read, masks=part.masks
+        )
 
-    return (dataset("train"), dataset("validation"), dataset("test")), tuple(names)  # type: ignore[return-value]
+    return dataset("train"), dataset("validation"), dataset("test")  # type: ignore[return-value]
 
 
 def check_there(root: str) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
+import cv2
 import numpy as np
 from torch.utils.data import Dataset
 
@@ -28,6 +29,7 @@ from visionattn.data.formats import (
 )
 from visionattn.data.geometry import Box, Geometry, Size, TooSmall, View
 from visionattn.data.sources import Source
+from visionattn.models.segmentation import IGNORED
 
 REFUSED = (NotAsAsked, TooSmall)
 """What is raised for a file that is whole, but is not what the options and the model ask for."""
@@ -50,6 +52,12 @@ class Augmentation(Protocol):
         """Do the rest; the image ``[H, W, C]`` keeps its size and dtype."""
         ...
 
+    def both(
+        self, image: np.ndarray, mask: np.ndarray, entropy: tuple[int, ...]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Do the same to the image, and move a mask ``[H, W]`` with it."""
+        ...
+
 
 def fill(image: np.ndarray, view: View) -> np.ndarray:
     """Put the content of a view ``[h, w, C]`` at the top left of the model's input ``[H, W, C]``:
@@ -62,10 +70,28 @@ def fill(image: np.ndarray, view: View) -> np.ndarray:
     return image
 
 
+def cut_mask(mask: np.ndarray, view: View) -> np.ndarray:
+    """Return the part of a mask ``[height, width]`` that a view shows, at the size of its content:
+    each pixel takes the nearest value.
+    """
+    top, left, height, width = view.box
+    part = mask[top : top + height, left : left + width]
+    rows, columns = view.content
+    if part.shape == view.content:
+        return part
+    return cv2.resize(part, (columns, rows), interpolation=cv2.INTER_NEAREST_EXACT)
+
+
+def fill_mask(mask: np.ndarray, view: View) -> np.ndarray:
+    """Put the content of a view at the top left of the model's input; nothing else counts."""
+    missing = [(0, wanted - got) for wanted, got in zip(view.canvas, mask.shape, strict=True)]
+    return np.pad(mask, missing, constant_values=IGNORED)
+
+
 def see(
     size: Size,
     read: Callable[[View], np.ndarray],
-    label: int,
+    label: int | np.ndarray,
     key: SampleKey,
     seed: int,
     augment: Augmentation | None,
@@ -75,7 +101,7 @@ def see(
     Args:
         size: height and width of the image in pixels.
         read: reads what a view shows, at the size of its content.
-        label: the class of the image.
+        label: the class of the image, or of each of its pixels, uint8 ``[height, width]``.
         key: which image it is, and its geometry.
         seed: of the augmentation.
         augment: what changes the image; None: nothing does.
@@ -84,18 +110,28 @@ def see(
         TooSmall: the image is smaller than a patch.
     """
     view = key.geometry.view(*size)
-    if augment is None:
-        return Item(fill(read(view), view), label, view.present)
     entropy = (seed, AUGMENT_STREAM, key.epoch, key.index)
-    if augment.crops:
+    if augment is not None and augment.crops:
         # Whatever part of the image is drawn fills what the model sees.
         part = augment.box(*size, view.present, entropy)
         view = view._replace(box=part, content=view.present)
-    return Item(fill(augment(read(view), entropy), view), label, view.present)
+    image = read(view)
+    if isinstance(label, np.ndarray):
+        mask = cut_mask(label, view)
+        if augment is not None:
+            image, mask = augment.both(image, mask, entropy)
+        return Item(fill(image, view), fill_mask(mask, view), view.present)
+    if augment is not None:
+        image = augment(image, entropy)
+    return Item(fill(image, view), label, view.present)
 
 
 def see_array(
-    image: np.ndarray, label: int, key: SampleKey, seed: int, augment: Augmentation | None = None
+    image: np.ndarray,
+    label: int | np.ndarray,
+    key: SampleKey,
+    seed: int,
+    augment: Augmentation | None = None,
 ) -> Item:
     """Bring an image in memory, uint8 ``[H, W, C]``, to the size that the model sees."""
 
@@ -104,6 +140,18 @@ def see_array(
         return resize(image[top : top + rows, left : left + columns], *view.content)
 
     return see(image.shape[:2], read, label, key, seed, augment)
+
+
+class Masks(Protocol):
+    """What ``mask_files.MaskFiles`` does: a mask for each image, by its number in the source."""
+
+    files: Source
+
+    def read(self, index: int, size: Size | None = None) -> np.ndarray:
+        """Return the class of each pixel, uint8 ``[height, width]``, of an image of that size;
+        raises one of ``DAMAGED_IMAGE``.
+        """
+        ...
 
 
 class ArrayDataset(Dataset):
@@ -141,11 +189,14 @@ class ImageDataset(Dataset):
         seed: int,
         augment: Augmentation | None = None,
         options: ReadOptions = COLOURED,
+        *,
+        masks: Masks | None = None,
     ):
         """Take the numbers of this data set's images in ``source``, ``indices [n]``, and their
-        classes, ``labels [n]``; ``options`` say how the files are read.
+        classes, ``labels [n]``, or ``masks`` with those of their pixels; ``options`` say how the
+        files are read.
         """
-        self.options = options
+        self.options, self.masks = options, masks
         self.source, self.indices = source, indices
         self.labels, self.seed = labels, seed
         self.augment = augment
@@ -188,7 +239,9 @@ class ImageDataset(Dataset):
         def digest(place: int) -> int:
             name = os.fsencode(names[place][shared:])
             known = zlib.crc32(b"%d %s " % (self.labels[place], name))
-            return zlib.crc32(self.source.part(int(self.indices[place]), size), known)
+            index = int(self.indices[place])
+            known = zlib.crc32(self.source.part(index, size), known)
+            return zlib.crc32(self.masks.files.part(index, size), known) if self.masks else known
 
         with ThreadPoolExecutor(SIZE_THREADS) as pool:
             return np.fromiter(pool.map(digest, range(len(names))), np.uint32, len(names))
@@ -215,6 +268,8 @@ class ImageDataset(Dataset):
                         else "it could not be read when the run began, and now it can"
                     )
                 label = int(self.labels[key.index])
+                if self.masks is not None:
+                    label = self.masks.read(index, size)
 
                 def read(view: View) -> np.ndarray:
                     return read_image(reader, view, self.options)

@@ -6,11 +6,10 @@ A mask is uint8 ``[height, width]``, of the size of its image: ``BACKGROUND``, `
 the size at which a model sees the image, and to its patches. What draws an image paints its mask.
 """
 
-import cv2
 import numpy as np
 
 from visionattn.data.geometry import Size, View
-from visionattn.data.images import fill
+from visionattn.data.images import cut_mask, fill
 
 BACKGROUND, DISTRACTOR, FIRST_CLASS = 0, 1, 2
 INK = 64
@@ -47,12 +46,7 @@ def see_mask(mask: np.ndarray, view: View) -> np.ndarray:
     """Bring a mask to the size at which a model sees the image, as ``images.fill`` brings the
     image: each pixel takes the nearest value, and what is absent is background.
     """
-    top, left, height, width = view.box
-    part = mask[top : top + height, left : left + width]
-    rows, columns = view.content
-    if part.shape != view.content:
-        part = cv2.resize(part, (columns, rows), interpolation=cv2.INTER_NEAREST_EXACT)
-    return fill(part[:, :, None], view)[:, :, 0]
+    return fill(cut_mask(mask, view)[:, :, None], view)[:, :, 0]
 
 
 def patch_labels(mask: np.ndarray, grid: Size, values: int) -> np.ndarray:

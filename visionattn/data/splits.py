@@ -29,10 +29,12 @@ from visionattn.data.embedded import (
     digit_splits,
     stratified_split,
 )
-from visionattn.data.folder import LAYOUT, check_there, open_images
+from visionattn.data.folder import LAYOUT, check_there, open_images, open_masked
 from visionattn.data.formats import COLOURED, LARGEST_IMAGE_PX, ReadOptions
 from visionattn.data.geometry import Geometry, Size, geometry_of, sides
 from visionattn.data.images import ArrayDataset, Augmentation
+from visionattn.data.mask_files import MaskClasses
+from visionattn.data.masks import value_names
 from visionattn.data.streams import Shards, StreamEvalBatches, StreamTrainBatches, open_shards
 from visionattn.models.weights import DataSpec
 
@@ -198,21 +200,32 @@ def _build_canvas(config: DataConfig, seed: int) -> Splits:
     allow_augment(config, "light")
     parts, task = digit_splits(config.val_fraction, seed), canvas_task(config)
     vary = config.augment == "light"
+    how = dict(task=task, masked=config.task == "segmentation")
     return Splits(
-        CanvasDataset(parts["train"], "train", config.train_images, seed, vary=vary, task=task),
-        CanvasDataset(parts["validation"], "validation", config.eval_images, seed, task=task),
-        CanvasDataset(parts["test"], "test", config.eval_images, seed, task=task),
-        _digit_spec(config, 0.25, 0.10),
+        CanvasDataset(parts["train"], "train", config.train_images, seed, vary=vary, **how),
+        CanvasDataset(parts["validation"], "validation", config.eval_images, seed, **how),
+        CanvasDataset(parts["test"], "test", config.eval_images, seed, **how),
+        _of_task(config, _digit_spec(config, 0.25, 0.10)),
     )
+
+
+def _of_task(config: DataConfig, spec: DataSpec) -> DataSpec:
+    """Return what drawn images are, whose pixels have classes if those are asked for."""
+    if config.task == "classification":
+        return spec
+    names = value_names(spec.class_names)
+    return replace(spec, task=config.task, num_classes=len(names), class_names=names)
 
 
 def _build_documents(config: DataConfig, seed: int) -> Splits:
     allow_augment(config)
+    masked = config.task == "segmentation"
+    spec = DataSpec(1, len(CLASS_NAMES), CLASS_NAMES, (0.8,), (0.2,), None, *_seen_as(config))
     return Splits(
-        DocumentsDataset("train", config.train_images, seed),
-        DocumentsDataset("validation", config.eval_images, seed),
-        DocumentsDataset("test", config.eval_images, seed),
-        DataSpec(1, len(CLASS_NAMES), CLASS_NAMES, (0.8,), (0.2,), None, *_seen_as(config)),
+        DocumentsDataset("train", config.train_images, seed, masked=masked),
+        DocumentsDataset("validation", config.eval_images, seed, masked=masked),
+        DocumentsDataset("test", config.eval_images, seed, masked=masked),
+        _of_task(config, spec),
     )
 
 
@@ -275,7 +288,7 @@ def _build_folder(config: DataConfig, seed: int, labelled: bool) -> Splits:
     presets = ("light", "three", "rand", "documents", "aerial")
     augment = _augment(config, *presets, bands=options.channels)
     # A stream does not know its classes; every other source names them.
-    if config.root.startswith("wds/"):
+    if config.root.startswith("wds/") and config.task == "classification":
         if options != COLOURED:
             raise ValueError(
                 f"timm's reader of {config.root} gives the colours of the first page; leave "
@@ -289,6 +302,17 @@ def _build_folder(config: DataConfig, seed: int, labelled: bool) -> Splits:
             augment=augment,
         )
         names, num_classes = (), config.num_classes
+    elif config.task == "segmentation":
+        opened, names = open_masked(
+            config.root,
+            val_fraction=config.val_fraction,
+            seed=seed,
+            augment=augment,
+            options=options,
+            classes=MaskClasses.of(config),
+        )
+        datasets, num_classes = opened, len(names)
+        options = opened[0].options
     else:
         opened, names = open_images(
             config.root,
@@ -314,6 +338,8 @@ def _build_folder(config: DataConfig, seed: int, labelled: bool) -> Splits:
             value_range=options.value_range,
             range_found=options.found,
             page=options.page,
+            task=config.task,
+            colours=MaskClasses.of(config).colours,
         ),
     )
 

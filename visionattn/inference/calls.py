@@ -1,5 +1,4 @@
-"""``visionattn.predict``, ``visionattn.extract_features`` and ``visionattn.look``: three commands
-as Python calls.
+"""``visionattn.predict``, ``segment``, ``extract_features`` and ``look``: commands as Python calls.
 
 This module owns what a caller may pass as a model, and results in memory. Models, images and
 batches are run as the commands run them.
@@ -26,6 +25,7 @@ from visionattn.inference.options import NATIVE, InferenceOptions, OpenOptions, 
 from visionattn.inference.predict import count_of_classes, most_probable
 from visionattn.inference.reading import ReadImages
 from visionattn.inference.running import Compute, Outcome, last_map, run_images
+from visionattn.inference.segment import judged, masks
 from visionattn.models.filled import call, pooled, takes_sizes
 from visionattn.models.weights import Fit
 
@@ -108,6 +108,8 @@ def predict(
     found = Predictions([], torch.empty(0), [])
     probabilities = []
     with _opened(model, options, classifies=True) as opened:
+        if opened.spec.task == "segmentation":
+            raise ValueError(f"{opened.name} gives classes of pixels; use visionattn.segment")
         count = count_of_classes(opened, top_k, 5)
         for outcome in _outcomes(opened, images, call, options):
             classes, shares = most_probable(outcome.value, count, opened.spec.class_names)
@@ -115,6 +117,60 @@ def predict(
             found.names.append(outcome.path)
             probabilities.append(shares)
     return found._replace(probabilities=torch.stack(probabilities))
+
+
+def segment(
+    model: nn.Module | str | Path,
+    images: Images,
+    *,
+    img_size: Size = None,
+    fit: Fit | None = None,
+    max_patches: int | None = None,
+    bands: Sequence[int] | None = None,
+    value_range: tuple[float, float] | None = None,
+    page: int | None = None,
+    batch_size: int | Literal["auto"] | None = None,
+    workers: int = 0,
+    device: str | None = None,
+    amp: Amp = "none",
+) -> list[Tensor]:
+    """Give each pixel of images a class, as ``visionattn predict`` does with the weights of a
+    segmentation.
+
+    Args:
+        model: a ``Segmenter`` with ``data_spec``, as ``load_model`` returns it, or a checkpoint.
+        images: as for ``predict``, and likewise the arguments that are not named here.
+
+    Returns:
+        For each image, at its own size, the number of the class of each pixel: uint8
+        ``[height, width]`` on the CPU; 255 for pixels that the model has not seen, as ``fit`` crop
+        cuts them off.
+
+    Raises:
+        What ``predict`` raises, and ValueError for a model that gives classes of images.
+    """
+    options = _options(
+        img_size=img_size,
+        fit=fit,
+        max_patches=max_patches,
+        bands=None if bands is None else list(bands),
+        value_range=None if value_range is None else list(value_range),
+        page=page,
+        batch_size=batch_size,
+        workers=workers,
+        device=device or "auto",
+        amp=amp,
+    )
+    with _opened(model, options, classifies=True) as opened:
+        if opened.spec.task != "segmentation":
+            raise ValueError(f"{opened.name} gives classes of images; use visionattn.predict")
+        found = []
+        for outcome in _outcomes(opened, images, masks, options, dtype=torch.uint8):
+            outcome = judged(outcome, opened.geometry)
+            if outcome.value is None:
+                raise ValueError(f"{outcome.path}: {outcome.reason}")
+            found.append(outcome.value)
+    return found
 
 
 def extract_features(
@@ -160,6 +216,8 @@ def extract_features(
         amp=amp,
     )
     with _opened(model, options, classifies=False) as opened:
+        if not dense:
+            opened.check_pooled()
         method = "forward_intermediates" if dense else "forward_head"
         if not hasattr(opened.model, method):
             raise ValueError(f"{opened.name} gives no features of this kind: it has no {method}")
@@ -305,6 +363,7 @@ def _outcomes(
     images: Images,
     compute: Compute,
     options: InferenceOptions,
+    dtype: torch.dtype = torch.float32,
 ) -> Iterator[Outcome]:
     """Yield the outcome of each image, and raise for the first one without a result."""
     if opened.geometry.fit == "pad" and not takes_sizes(opened.model):
@@ -318,6 +377,7 @@ def _outcomes(
         batch_size=batch_for(opened, read, compute, asked, workers=workers, amp=amp),
         workers=options.workers,
         amp=options.amp,
+        dtype=dtype,
     )
     for batch in batches:
         for outcome in batch:

@@ -18,6 +18,7 @@ from visionattn.inference.drawn import SPLITS, Drawn
 from visionattn.inference.probe import fit_linear, without_features
 from visionattn.inference.reading import ReadImages
 from visionattn.inference.shards import read_features
+from visionattn.training.segmentation import ious_of
 
 MOST_OF_IMAGE = 50
 """The most patches of background, and of distractors, of one image that are fitted on."""
@@ -44,9 +45,7 @@ class DenseResult:
     @property
     def ious(self) -> np.ndarray:
         """Return the intersection over union of each value; NaN where no judged patch has it."""
-        right, there = np.diag(self.confusion), self.confusion.sum(1)
-        union = there + self.confusion.sum(0) - right
-        return np.where(there > 0, right / np.maximum(union, 1), np.nan)
+        return ious_of(self.confusion)
 
     @property
     def mean_iou(self) -> float:

@@ -63,6 +63,8 @@ class Extraction:
             self._find_images()
         _check_folder(self.folder, options.overwrite)
         self.opened: Opened = open_model(options, classifies=False)
+        if not options.dense:
+            self.opened.check_pooled()
         if options.dense and not hasattr(self.opened.model, "forward_intermediates"):
             raise ValueError(f"{self.opened.name} gives no feature maps; leave --dense out")
         if options.drawn:

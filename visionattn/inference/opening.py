@@ -21,6 +21,7 @@ from visionattn.data.geometry import Geometry, Size, check_geometry, pixels, sid
 from visionattn.inference.listing import digest_of
 from visionattn.inference.options import NATIVE, NATIVE_BATCH, SIZED_BATCH, OpenOptions
 from visionattn.models.filled import takes_sizes
+from visionattn.models.segmentation import HEAD_ARGS, Segmenter, create
 from visionattn.models.weights import (
     FORMAT,
     UNBUILDABLE,
@@ -67,11 +68,21 @@ class Opened:
     device: torch.device
     notes: tuple[str, ...]
     """Where its weights are from, as lines for people."""
+    body_alone: bool = False
+    """It is the body of a segmentation, which has feature maps and no vector of an image."""
 
     @property
     def usual_batch(self) -> int:
         """Return how many images make a batch where nobody says so."""
         return NATIVE_BATCH if self.geometry.canvas is None else SIZED_BATCH
+
+    def check_pooled(self) -> None:
+        """Raise ValueError where there are no features of a whole image."""
+        if self.body_alone:
+            raise ValueError(
+                f"the {self.name} of a segmentation has feature maps and no vector of an image; "
+                "use dense"
+            )
 
     def identity(self) -> dict[str, Any]:
         """Return what decides the model's outputs, as JSON types: name, arguments, a digest of its
@@ -132,12 +143,17 @@ def open_model(options: OpenOptions, *, classifies: bool) -> Opened:
             )
         model, args, spec, notes = _by_name(options, classifies)
         name, said = options.model, args
+    body_alone = isinstance(model, Segmenter) and not classifies
+    if isinstance(model, Segmenter) and not classifies:
+        model, spec = model.backbone, replace(spec, task="classification", num_classes=0)
+        args = {key: value for key, value in args.items() if key not in HEAD_ARGS}
     spec = _with_files(spec, options)
     geometry = _geometry(options, spec, patch_size(model))
     model = _free_size(model, name, args, spec, geometry.canvas)
     check_geometries(model, [geometry])
     notes = _with_geometry(notes, name, model, geometry)
-    return Opened(model.to(device).eval(), name, said, spec, geometry, device, notes)
+    model = model.to(device).eval()
+    return Opened(model, name, said, spec, geometry, device, notes, body_alone)
 
 
 def open_module(model: nn.Module, options: OpenOptions) -> Opened:
@@ -246,9 +262,7 @@ def _free_size(
         reason = f": {first_line(error)}"
     for option in ANY_SIZE:
         try:
-            free = timm.create_model(
-                name, num_classes=spec.num_classes, in_chans=spec.in_chans, **args | option
-            )
+            free = create(name, spec.task, spec.num_classes, spec.in_chans, args | option)
         except TypeError:  # it has no such option
             continue
         free.load_state_dict(model.state_dict())

@@ -8,11 +8,14 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
+from visionattn.models.segmentation import Segmenter
+
 
 def takes_sizes(model: nn.Module) -> bool:
     """Tell whether a model leaves out what an image does not fill."""
     # A compiled model's own forward takes anything.
-    forward = getattr(model, "_orig_mod", model).forward
+    plain = getattr(model, "_orig_mod", model)
+    forward = (plain.backbone if isinstance(plain, Segmenter) else plain).forward
     return "sizes" in inspect.signature(forward).parameters
 
 

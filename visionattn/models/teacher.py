@@ -26,6 +26,7 @@ from visionattn.models.body import body_of
 from visionattn.models.convert import checkpoint_filter_fn
 from visionattn.models.listing import shape
 from visionattn.models.registration import is_ours
+from visionattn.models.segmentation import Segmenter
 from visionattn.models.weights import (
     FORMAT,
     UNBUILDABLE,
@@ -184,7 +185,10 @@ def _from_file(path: Path, body: str | None, args: dict[str, Any]) -> tuple[nn.M
     if of_ours:
         if body is not None or args:
             raise ValueError(f"{path} says what its model is; leave the body and its args out")
-        return load_model(path), [f"{path}"]
+        model = load_model(path)
+        if isinstance(model, Segmenter):
+            raise ValueError(f"{path} gives classes of pixels; a teacher gives those of images")
+        return model, [f"{path}"]
     state = read_state_dict(path)
     if body is None:
         raise ValueError(

@@ -30,6 +30,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from visionattn.cli.files import first_line, write_whole
 from visionattn.cli.untrusted import SHOWN, brief, checked, from_json
 from visionattn.models.registration import FORMER, complete
+from visionattn.models.segmentation import create
 
 FORMAT = "visionattn"
 FORMAT_VERSION = 3
@@ -37,6 +38,8 @@ READABLE_VERSIONS = ("1", "2", "3")
 """Version 1 knew neither ``fit`` nor ``max_patches``: its images were resized and cropped. Before
 version 3 the arguments of our models were those that were given, without defaults.
 """
+Task = Literal["classification", "segmentation"]
+"""What has a class: an image, or each of its pixels."""
 Fit = Literal["native", "pad", "stretch", "crop"]
 """How images of any size come to a model; ``visionattn.data.geometry`` says what each does."""
 LOADING_ARGS = frozenset(
@@ -106,6 +109,10 @@ class DataSpec:
     """``value_range`` was found by looking at files that do not state theirs, and is for those."""
     page: int | None = None
     """Which page of a file is read, from 1; None: the first."""
+    task: Task = "classification"
+    """What the outputs are of: images, or pixels."""
+    colours: tuple[tuple[int, int, int], ...] | None = None
+    """Red, green and blue of each class in masks; None: a class is its number."""
 
     def prepare(self, images: Tensor) -> Tensor:
         """Turn the values of image files into the model's input, on the device where they are.
@@ -306,6 +313,7 @@ def check_spec(spec: DataSpec) -> None:
         "value_range": spec.value_range is not None
         and not -math.inf < spec.value_range[0] < spec.value_range[1] < math.inf,
         "page": spec.page is not None and spec.page < 1,
+        "colours": spec.colours is not None and len(spec.colours) != spec.num_classes,
     }
     for key, is_wrong in wrong.items():
         if is_wrong:
@@ -318,7 +326,7 @@ def check_spec(spec: DataSpec) -> None:
 def _make(device: str, name: str, spec: DataSpec, args: dict[str, Any]) -> nn.Module:
     """Make the model of a description, on a device, and leave torch's generator alone."""
     with torch.random.fork_rng(devices=[]), torch.device(device):
-        return timm.create_model(name, num_classes=spec.num_classes, in_chans=spec.in_chans, **args)
+        return create(name, spec.task, spec.num_classes, spec.in_chans, args)
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from visionattn.cli.files import first_line
 from visionattn.data.geometry import Geometry, Size
 from visionattn.models.patches import wrong_size
 from visionattn.models.registration import is_ours
+from visionattn.models.segmentation import create
 from visionattn.models.weights import LOADING_ARGS, UNBUILDABLE, DataSpec, describe_args
 from visionattn.training.config import ModelConfig
 
@@ -57,9 +58,7 @@ def build_model(config: ModelConfig, spec: DataSpec) -> tuple[nn.Module, dict[st
             warnings.filterwarnings(
                 "ignore", message="Initializing zero-element tensors"
             )  # an error follows
-            model = timm.create_model(
-                config.name, num_classes=spec.num_classes, in_chans=spec.in_chans, **args
-            )
+            model = create(config.name, spec.task, spec.num_classes, spec.in_chans, args)
     except UNBUILDABLE as error:
         if is_out_of_memory(error):
             raise

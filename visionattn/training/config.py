@@ -20,7 +20,10 @@ class ModelConfig:
     name: str = "scaleformer_vit_t"
     """A timm name: one of ours or any other model of timm."""
     args: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the model, e.g. ``{num_heads: 6, patch_size: 8}``."""
+    """Keyword arguments of the model, e.g. ``{num_heads: 6, patch_size: 8}``; with ``data.task``
+    segmentation also of its head: ``head_blocks``, the blocks whose features are used (the last),
+    and ``head_stride``, the side in pixels of cells with a logit of their own (a patch).
+    """
     grad_checkpointing: bool = False
     """Keep the inputs of blocks alone for the backward pass and compute the rest anew: less memory,
     more time.
@@ -233,6 +236,11 @@ def check(config: TrainConfig) -> None:
         raise ValueError(
             "optim.mixup and optim.cutmix blend images that fill the same size, which data.fit pad "
             "does not give; use native, stretch or crop, or leave them out"
+        )
+    if data.task == "segmentation" and (optim.mixup or optim.cutmix):
+        raise ValueError(
+            "optim.mixup and optim.cutmix mix the classes of images, and data.task segmentation "
+            "has those of pixels; leave them out"
         )
     if config.resume and config.overwrite:
         raise ValueError("resume goes on with a run and overwrite deletes it: give one of them")

@@ -1,11 +1,13 @@
-"""Accuracy and loss of a model on a set of images, each counted once."""
+"""Accuracy or intersection over union, and loss, of a model on images, each counted once."""
 
+import math
 import time
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -14,6 +16,7 @@ from visionattn.models.weights import DataSpec
 from visionattn.training.config import OptimConfig
 from visionattn.training.distributed import Processes
 from visionattn.training.objective import Objective
+from visionattn.training.segmentation import Segmenting, ious_of
 from visionattn.training.tally import Tally
 
 if TYPE_CHECKING:  # where models alone are measured, no reader of images is installed
@@ -31,8 +34,8 @@ class Evaluation:
     loss: float
     """Mean loss; of classes the cross-entropy, in nats."""
     accuracy: float | None
-    """Share of images whose class has the largest output, in [0, 1]; None where images have no
-    classes, or others than the model.
+    """Share of images, or of pixels, whose class has the largest output, in [0, 1]; None where
+    images have no classes, or others than the model.
     """
     top5: float | None
     """Share of images whose class is among the five largest outputs; None where there are no more
@@ -42,6 +45,15 @@ class Evaluation:
     """Images through the model per second, without loading them. The first batch does not count
     where there are more. On several processes it is the sum over them.
     """
+    mean_iou: float | None = None
+    """Where pixels have classes, the mean of ``ious`` over the classes that masks have."""
+    ious: tuple[float | None, ...] | None = None
+    """Intersection over union of each class, in [0, 1]; None where no mask has it."""
+
+    @property
+    def score(self) -> float | None:
+        """Return the figure by which weights are chosen: mean IoU of pixels, accuracy of images."""
+        return self.accuracy if self.mean_iou is None else self.mean_iou
 
 
 def autocast(device: torch.device, amp: str):
@@ -79,7 +91,7 @@ def evaluate(
         ValueError: there are no images.
     """
     processes = processes or Processes()
-    objective = objective or Objective(OptimConfig())
+    objective = objective or objective_of(spec, OptimConfig())
     depth = min(5, spec.num_classes)
     training = model.training
     model.eval()
@@ -89,12 +101,40 @@ def evaluate(
         )
     finally:
         model.train(training)
-    images, loss, correct, among_five, named, images_per_second = processes.sum(*own)
+    images, loss, correct, among_five, named, images_per_second, *counts = processes.sum(*own)
     if not images:
         raise ValueError("there are no images to evaluate")
+    if counts:
+        return _of_pixels(int(images), loss / images, images_per_second, counts)
     accuracy = correct / images if named else None
     top5 = among_five / images if named and spec.num_classes > depth else None
     return Evaluation(int(images), loss / images, accuracy, top5, images_per_second)
+
+
+def objective_of(spec: DataSpec, config: OptimConfig) -> Objective:
+    """Return what a model of such images learns, and is judged by, unless another objective is
+    given: the classes of the images, or of their pixels.
+    """
+    return Segmenting(config) if spec.task == "segmentation" else Objective(config)
+
+
+def _of_pixels(
+    images: int, loss: float, images_per_second: float, counts: list[float]
+) -> Evaluation:
+    """Return what the counts of ``confusion_of``, row by row, come to."""
+    classes = math.isqrt(len(counts))
+    confusion = np.array(counts).reshape(classes, classes)
+    ious = ious_of(confusion)
+    counted = confusion.sum()
+    return Evaluation(
+        images,
+        loss,
+        float(np.diag(confusion).sum() / counted) if counted else None,
+        None,
+        images_per_second,
+        float(np.nanmean(ious)) if counted else None,
+        tuple(None if math.isnan(iou) else float(iou) for iou in ious),
+    )
 
 
 @torch.inference_mode()
@@ -109,12 +149,15 @@ def _sums(
     tally: Tally | None,
 ) -> tuple[float, ...]:
     """Count images, sum their losses, hits and hits among the ``depth`` largest outputs, and count
-    those whose outputs have their classes; the last value is images per second.
+    those whose outputs have their classes; then images per second and, where pixels have classes,
+    the counts of ``confusion_of``, row by row.
     """
     images_seen, seconds = 0, 0.0
     first_seconds, first_images = 0.0, 0
     # Sums stay on the device until the end: reading each would wait for the device.
     parts = [torch.zeros(4, device=device)]
+    pixels = spec.task == "segmentation"
+    counts = torch.zeros((spec.num_classes,) * 2 if pixels else 0, dtype=torch.int64, device=device)
     leaves_out = takes_sizes(model)
     for number, (images, labels, sizes) in enumerate(batches):
         start = time.perf_counter()
@@ -130,6 +173,8 @@ def _sums(
             if tally is not None:
                 tally.add(labels, named[:, 0], judged.logits)
             found[1], found[2], found[3] = hits[:, 0].sum(), hits.sum(), len(labels)
+        if judged.confusion is not None:
+            counts += judged.confusion
         parts.append(found)
         # Time is that of the device, which works on after a call has returned.
         if device.type == "cuda":
@@ -145,4 +190,4 @@ def _sums(
     else:
         timed = images_seen
     sums = torch.stack(parts).cpu().double().sum(0).tolist()
-    return images_seen, *sums, timed / max(seconds, 1e-9)
+    return images_seen, *sums, timed / max(seconds, 1e-9), *counts.flatten().tolist()

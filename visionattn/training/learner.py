@@ -20,7 +20,7 @@ from visionattn.models.weights import DataSpec
 from visionattn.training.build import patch_size
 from visionattn.training.config import TrainConfig
 from visionattn.training.distributed import Processes
-from visionattn.training.evaluate import autocast
+from visionattn.training.evaluate import autocast, objective_of
 from visionattn.training.finite import name_fault
 from visionattn.training.objective import Objective
 from visionattn.training.optimize import (
@@ -69,7 +69,7 @@ class Learner:
         processes: Processes,
         objective: Objective | None = None,
     ):
-        self.objective = objective or Objective(config.optim)
+        self.objective = objective or objective_of(spec, config.optim)
         self.config, self.processes = config, processes
         self.model, self.spec = model, spec
         self.device = device
@@ -173,7 +173,7 @@ class Learner:
         channels = 1 if self.spec.encoding else self.spec.in_chans
         size = self.geometry.canvas or self.geometry.view(*SOME).canvas
         image = torch.zeros(1, channels, *size, dtype=torch.uint8)
-        return Batch(image, torch.zeros(1, dtype=torch.int64))
+        return Batch(image, self.objective.targets(1, size))
 
     def sizes_of(self, batch: Batch) -> Tensor | None:
         """Return what images fill, for a model that leaves out the rest; None for others."""
@@ -181,7 +181,7 @@ class Learner:
 
     def inputs(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the model's input on its device, mixed if so configured, and the targets: classes
-        or shares of classes.
+        of images or of pixels, or shares of classes.
         """
         labels = batch.labels.to(self.device, non_blocking=True)
         inputs = self.spec.prepare(batch.images.to(self.device, non_blocking=True))

@@ -8,6 +8,7 @@ several processes, precision and figures too.
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 import torch.nn.functional as F
 from timm.loss import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
 from torch import Tensor, nn
@@ -23,6 +24,10 @@ class Judged(NamedTuple):
     """Sum of the losses of its images."""
     logits: Tensor | None
     """Outputs per class, ``[B, classes]``; None where the labels are not those of the outputs."""
+    confusion: Tensor | None = None
+    """Where pixels have classes, how many of each, by row, are given which, by column: int64
+    ``[classes, classes]``.
+    """
 
 
 class Objective:
@@ -32,6 +37,9 @@ class Objective:
         config: how the loss is smoothed, and whether images are mixed.
     """
 
+    measure = "accuracy"
+    """What ``Evaluation.score`` is of, in words."""
+
     def __init__(self, config: OptimConfig):
         self.criterion = make_criterion(config)
 
@@ -40,6 +48,10 @@ class Objective:
         the model's parameters, and its outputs go to ``loss``.
         """
         return model
+
+    def targets(self, images: int, size: tuple[int, int]) -> Tensor:
+        """Return targets for so many images of a height and width in pixels, where any will do."""
+        return torch.zeros(images, dtype=torch.int64)
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the mean loss of a batch."""
@@ -58,11 +70,11 @@ class Objective:
         logits = call(model, inputs, sizes).float()
         return Judged(F.cross_entropy(logits, labels, reduction="sum"), logits)
 
-    def rank(self, accuracy: float, loss: float) -> tuple[float, ...]:
-        """Return what is larger for better weights, of their accuracy, -1 where there is none, and
-        of their loss on the validation images.
+    def rank(self, score: float, loss: float) -> tuple[float, ...]:
+        """Return what is larger for better weights, of their score, -1 where there is none, and of
+        their loss on the validation images.
         """
-        return accuracy, -loss
+        return score, -loss
 
 
 def make_criterion(config: OptimConfig) -> Callable[[Tensor, Tensor], Tensor]:

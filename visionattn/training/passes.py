@@ -18,7 +18,7 @@ from visionattn.models.weights import DataSpec
 from visionattn.ops.footprint import counting
 from visionattn.training.checkpoint import random_state, restore_random_state
 from visionattn.training.config import OptimConfig
-from visionattn.training.evaluate import autocast
+from visionattn.training.evaluate import autocast, objective_of
 from visionattn.training.objective import Objective
 
 Shape = tuple[int, int, int]
@@ -103,7 +103,7 @@ class Passes:
         self, shape: Shape, smoothing: float, mixes: bool, accumulates: bool
     ) -> float | None:
         config = OptimConfig(label_smoothing=smoothing, mixup=float(mixes))
-        objective = self.objective or Objective(config)
+        objective = self.objective or objective_of(self.spec, config)
 
         def work(model: nn.Module) -> None:
             model.train()
@@ -114,9 +114,9 @@ class Passes:
             images, sizes = self._batch(shape)
             with autocast(self.device, self.amp):
                 logits = call(model, self.spec.prepare(images), sizes)
-            classes = (len(images), logits.shape[1]) if mixes else (len(images),)
-            dtype = torch.float32 if mixes else torch.int64
-            targets = torch.zeros(classes, dtype=dtype, device=self.device)
+            targets = objective.targets(len(images), shape[1:]).to(self.device)
+            if mixes:
+                targets = torch.zeros(len(images), logits.shape[1], device=self.device)
             objective.loss(logits.float(), targets).backward()
 
         return self._peak(work, SCATTERED_CHECKPOINTED if self.checkpointing else SCATTERED)

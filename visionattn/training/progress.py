@@ -47,9 +47,9 @@ class Position:
     stepped_before: float = 0.0
     """Seconds of the steps of the epochs before."""
     best: float = -1.0
-    """Best accuracy on the validation images, in [0, 1]."""
+    """Best score on the validation images, in [0, 1]."""
     best_loss: float = math.inf
-    """Validation loss of the same weights; the smaller one counts among equal accuracies."""
+    """Validation loss of the same weights; the smaller one counts among equal scores."""
     best_epoch: int = 0
     """The epoch of these weights, counted from 1; 0 before there are any."""
 
@@ -182,20 +182,23 @@ class Result:
     best_epoch: int
     """The epoch, counted from 1, whose weights were best on the validation images."""
     validation: float | None
-    """Their accuracy on the validation images, in [0, 1]; None where those have no classes."""
+    """Their score on the validation images, in [0, 1]; None where those have no classes."""
     test: Evaluation | None
     """The same weights on the test images; None where there are none."""
     sizes_px: tuple[Size, ...]
     """Image sizes worth evaluating: that of the training, and larger ones where the model takes
     them; none where images are seen at sizes of their own.
     """
+    measure: str = "accuracy"
+    """What the score is of: ``accuracy`` of images, ``mean IoU`` of pixels."""
 
     def figures(self) -> dict[str, float | int | None]:
         """Return the result for programs, in plain types."""
+        score = self.measure.lower().replace(" ", "_")
         return {
             "best_epoch": self.best_epoch,
-            "validation_accuracy": self.validation,
-            "test_accuracy": self.test.accuracy if self.test else None,
+            f"validation_{score}": self.validation,
+            f"test_{score}": self.test.score if self.test else None,
             "test_loss": self.test.loss if self.test else None,
             "test_images": self.test.images if self.test else None,
             "train_seconds": round(self.seconds, 3),

@@ -9,7 +9,7 @@ from visionattn.training.record import CONFIG
 
 
 def report(config: TrainConfig, result: Result) -> list[str]:
-    """Say what came of a finished run. The last line is the accuracy on the test images, or on the
+    """Say what came of a finished run. The last line is the score on the test images, or on the
     validation images where there are none; no other line has a percentage.
 
     Args:
@@ -26,14 +26,16 @@ def report(config: TrainConfig, result: Result) -> list[str]:
 
 
 def reached(result: Result) -> str:
-    """Return a line with the accuracy of a run, or the loss where its images have no classes."""
+    """Return a line with the score of a run, or the loss where its images have no classes."""
     if result.test is None:
         if result.validation is None:
             return f"the least validation loss is that of epoch {result.best_epoch}"
-        return f"validation accuracy {100 * result.validation:.1f} % (there is no test split)"
-    if result.test.accuracy is None:
+        return (
+            f"validation {result.measure} {100 * result.validation:.1f} % (there is no test split)"
+        )
+    if result.test.score is None:
         return f"test loss {result.test.loss:.4f}"
-    return f"test accuracy {100 * result.test.accuracy:.1f} %"
+    return f"test {result.measure} {100 * result.test.score:.1f} %"
 
 
 def next_commands(config: TrainConfig, result: Result) -> list[str]:

@@ -104,6 +104,11 @@ def share(config: ShareConfig) -> list[str]:
     """
     path = Path(config.checkpoint)
     model = load_model(path)
+    if model.data_spec.task == "segmentation":
+        raise ValueError(
+            f"{path} gives classes of pixels, which timm and transformers have no models for; "
+            "visionattn.load_model reads the file itself"
+        )
     check_finite(model.state_dict(), path)
     facts = facts_beside(path)
     if config.to.startswith(HUB):

@@ -16,10 +16,12 @@ from torch.nn.functional import one_hot
 from visionattn.cli.files import check_free, write_whole
 from visionattn.data.batches import Batch, seed_batch
 from visionattn.data.splits import check_root
+from visionattn.models.segmentation import IGNORED
 from visionattn.models.weights import DataSpec
 from visionattn.training import engine
 from visionattn.training.config import TrainConfig, check
 from visionattn.training.distributed import Processes
+from visionattn.training.painting import class_names, painted
 from visionattn.training.sheet import Part, Picture, draw_sheet
 from visionattn.training.trainer import Trainer
 
@@ -43,8 +45,10 @@ def show_batch(config: TrainConfig) -> str:
     parts = first_batches(config)
     sheet = draw_sheet(parts)
     write_whole(path, lambda place: sheet.save(place, format="PNG"))
-    what = " and ".join(f"{len(part.pictures)} {part.title}" for part in parts)
-    return f"{path}: {what} images as the model sees them; nothing was trained"
+    masked = config.data.task == "segmentation"
+    what = " and ".join(f"{len(part.pictures) // (1 + masked)} {part.title}" for part in parts)
+    seen = "images with their masks" if masked else "images"
+    return f"{path}: {what} {seen} as the model sees them; nothing was trained"
 
 
 def first_batches(config: TrainConfig) -> list[Part]:
@@ -62,20 +66,29 @@ def first_batches(config: TrainConfig) -> list[Part]:
     trainer, *_ = engine.build(config, None, False, Processes(), torch.device("cpu"))
     training = []
     for number, batch in first(trainer.batches.epoch(0), "training"):
-        images, shares = batch.images, one_hot(batch.labels, trainer.spec.num_classes)
+        images, shares = batch.images, known(trainer.spec, batch)
         if trainer.mix is not None:
             seed_batch(config.seed, 0, number)
             inputs, shares = trainer.inputs(batch)
             images = unprepared(trainer.spec, inputs)
         training.append((images, shares, batch.sizes))
     validation = [
-        (batch.images, one_hot(batch.labels, trainer.spec.num_classes), batch.sizes)
+        (batch.images, known(trainer.spec, batch), batch.sizes)
         for _, batch in first(trainer.validation, "validation")
     ]
     return [
         part("training", trainer, training, changes=training_changes(config)),
         part("validation", trainer, validation, changes="not augmented"),
     ]
+
+
+def known(spec: DataSpec, batch: Batch) -> Tensor:
+    """Return the classes of a batch: their shares in each image, ``[B, classes]``, or masks, uint8
+    ``[B, H, W]``.
+    """
+    if spec.task == "segmentation":
+        return batch.labels
+    return one_hot(batch.labels, spec.num_classes)
 
 
 def first(batches: Iterable[Batch], name: str) -> list[tuple[int, Batch]]:
@@ -118,20 +131,29 @@ def part(
     Args:
         title: what the batches are for.
         trainer: whose images they are.
-        batches: of each its images ``[B, C, H, W]``, before ``DataSpec.prepare``; their shares of
-            classes, ``[B, classes]``; and height and width in pixels of what each image fills, from
-            the top left, ``[B, 2]``, None where they fill all.
+        batches: of each its images ``[B, C, H, W]``, before ``DataSpec.prepare``; what ``known``
+            says of them; and height and width in pixels of what each image fills, from the top
+            left, ``[B, 2]``, None where they fill all.
         changes: what was done to the images.
     """
-    pictures = []
+    masked = trainer.spec.task == "segmentation"
+    most = MOST_PICTURES // 2 if masked else MOST_PICTURES
+    pictures: list[Picture] = []
     for images, shares, present in batches:
         full = (images.shape[2], images.shape[3])
-        for index, image in enumerate(images[: MOST_PICTURES - len(pictures)]):
+        for index, image in enumerate(images[: most - len(pictures) // (1 + masked)]):
             filled = full if present is None else tuple(present[index].tolist())
-            captions = (named(trainer.spec, shares[index]), *sizes(trainer.model, filled, full))
+            lines = sizes(trainer.model, filled, full)
+            if masked:  # each image has its mask beside it
+                pictures.append(Picture(visible(image), filled, ("image", *lines)))
+                colours = painted(shares[index].numpy(), trainer.spec)
+                captions: tuple[str, ...] = ("its mask", in_mask(trainer.spec, shares[index]))
+                pictures.append(Picture(colours, filled, captions))
+                continue
+            captions = (named(trainer.spec, shares[index]), *lines)
             pictures.append(Picture(visible(image), filled, captions))
     count, bands = sum(len(images) for images, *_ in batches), batches[0][0].shape[1]
-    which = f"{MOST_PICTURES} of the" if count > MOST_PICTURES else "all"
+    which = f"{most} of the" if count > most else "all"
     of = "batch" if len(batches) == 1 else f"{len(batches)} batches"
     note = f"{which} {count} images of the first {of}; {trainer.geometry.describe()}; {changes}"
     if bands not in (1, 3):
@@ -174,6 +196,12 @@ def sizes(model: torch.nn.Module, present: tuple[int, ...], full: tuple[int, ...
         grid = [-(-px // each) for px, each in zip(present, patch, strict=True)]
         lines.append(f"{grid[0]} x {grid[1]} patches")
     return lines
+
+
+def in_mask(spec: DataSpec, mask: Tensor) -> str:
+    """Name the classes of a mask's pixels, the last first, as the first often is background."""
+    found = [value for value in mask.unique().tolist()[::-1] if value != IGNORED]
+    return ", ".join(class_names(spec)[value] for value in found) or "nothing that counts"
 
 
 def training_changes(config: TrainConfig) -> str:

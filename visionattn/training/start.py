@@ -13,6 +13,7 @@ from visionattn.cli.untrusted import brief
 from visionattn.models.body import body_of
 from visionattn.models.conversion import NAME, OPTIONS, Converted, from_softmax
 from visionattn.models.registration import DEFAULTS, is_ours
+from visionattn.models.segmentation import HEAD_ARGS, Segmenter
 from visionattn.models.teacher import SOURCES, open_teacher
 from visionattn.models.weights import FORMAT, DataSpec, described, existing, read_metadata
 from visionattn.training.build import build_model, check_args
@@ -44,6 +45,8 @@ def started_model(
         ValueError, FileNotFoundError: the model or the weights are wrong; one line.
     """
     source = config.init_from
+    if spec.task == "segmentation" and not _is_segmenter(source):
+        return _on_started_body(config, model, spec, first)
     if config.init_model is not None and not is_ours_by_name(model.name):
         raise ValueError(
             f"init_model is for models of ours, and {model.name} is none; leave it out"
@@ -77,6 +80,26 @@ def started_model(
         model = replace(model, args=held | model.args)
     made, chosen, args = _built(model, spec)
     return made, chosen, args, place_weights(made, model.name, source).lines() if first else []
+
+
+def _is_segmenter(source: str | None) -> bool:
+    """Tell whether a file holds the weights of a segmentation, its head included."""
+    said = (_metadata(source) if source else {}).get("data", "")
+    return '"task": "segmentation"' in said
+
+
+def _on_started_body(
+    config: TrainConfig, model: ModelConfig, spec: DataSpec, first: bool
+) -> tuple[nn.Module, ModelConfig, dict[str, Any], list[str]]:
+    """Put a new head of pixels on a body that starts as that of a classification would."""
+    head = {key: value for key, value in model.args.items() if key in HEAD_ARGS}
+    body_model = replace(
+        model, args={key: value for key, value in model.args.items() if key not in HEAD_ARGS}
+    )
+    body_spec = replace(spec, task="classification", num_classes=0, class_names=())
+    body, chosen, args, lines = started_model(config, body_model, body_spec, first=first)
+    made = Segmenter(body, spec.num_classes, **head)
+    return made, replace(chosen, args=chosen.args | head), args | head, lines
 
 
 def _built(model: ModelConfig, spec: DataSpec) -> tuple[nn.Module, ModelConfig, dict[str, Any]]:

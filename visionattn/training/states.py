@@ -45,7 +45,8 @@ QUIET = frozenset(
 """Options that say where and how often to write."""
 
 BINDING = ("seed", "optim.name", "optim.layer_decay")
-BINDING += ("data.name", "data.val_fraction", "data.train_images", "data.eval_images")
+BINDING += ("data.name", "data.task", "data.val_fraction", "data.train_images", "data.eval_images")
+BINDING += ("data.mask_classes", "data.mask_colours", "data.mask_ignored")
 BINDING += ("data.fit", "data.distractors", "data.digit_px", "data.whole_digits")
 """Options that stay, as they say which images are trained and validated on, and what the optimiser
 keeps of each weight.
@@ -221,19 +222,20 @@ class BestFigures:
 
     epoch: int
     """Counted from 1."""
-    accuracy: float | None
-    """On the validation images, in [0, 1]; None where those have no classes."""
+    score: float | None
+    """``Evaluation.score`` on the validation images, in [0, 1]; None where these have no classes.
+    """
     loss: float
     """On the validation images."""
 
     @property
     def rank(self) -> tuple[float, float]:
         """Return what ``Position`` keeps of them as ``best`` and ``best_loss``."""
-        return -1.0 if self.accuracy is None else self.accuracy, self.loss
+        return -1.0 if self.score is None else self.score, self.loss
 
     def notes(self) -> dict[str, str]:
         """Return the figures for the metadata of the file."""
-        return {"validation": json.dumps([self.epoch, self.accuracy, self.loss])}
+        return {"validation": json.dumps([self.epoch, self.score, self.loss])}
 
 
 def best_figures(path: Path) -> BestFigures | None:
@@ -247,12 +249,10 @@ def best_figures(path: Path) -> BestFigures | None:
     notes = read_metadata(path).get("validation")
     if not notes:
         return None
-    epoch, accuracy, loss = from_json(
-        tuple[int, float | None, float], notes, f"validation of {path}"
-    )
-    if epoch < 1 or not 0 <= (accuracy or 0) <= 1:
+    epoch, score, loss = from_json(tuple[int, float | None, float], notes, f"validation of {path}")
+    if epoch < 1 or not 0 <= (score or 0) <= 1:
         raise ValueError(f"validation of {path} is {brief(notes)}, which cannot be")
-    return BestFigures(epoch, accuracy, loss)
+    return BestFigures(epoch, score, loss)
 
 
 def recall_best(position: Position, path: Path) -> list[str]:

@@ -352,7 +352,7 @@ class Trainer(Learner):
         """
         position = self.position
         check_finite(result, f"the validation images of epoch {position.epoch + 1}")
-        figures = BestFigures(position.epoch + 1, result.accuracy, result.loss)
+        figures = BestFigures(position.epoch + 1, result.score, result.loss)
         rank = self.objective.rank
         better = rank(*figures.rank) > rank(position.best, position.best_loss)
         # Best weights first: if the process is killed now, their file says how good they are. What
@@ -376,6 +376,7 @@ class Trainer(Learner):
             "val_loss": result.loss,
             "val_accuracy": result.accuracy,
             "val_top5": result.top5,
+            **({} if result.mean_iou is None else {"val_mean_iou": result.mean_iou}),
             "lr": self.learning_rate(),
             "skipped": position.skipped,
             "left_out": self.batches.left_out + self.validation.left_out,
@@ -386,11 +387,11 @@ class Trainer(Learner):
         self.history.append(values)
         record.epoch(self.history)
         self.save(record)
-        known = result.accuracy is not None
-        accuracy = f"  accuracy {100 * result.accuracy:.1f} %" if known else ""
+        score = result.score
+        reached = "" if score is None else f"  {self.objective.measure} {100 * score:.1f} %"
         record.say(
             f"epoch {position.epoch:{len(str(self.config.epochs))}}/{self.config.epochs}  loss "
-            f"{values['train_loss']:.4f}  validation loss {result.loss:.4f}{accuracy}"
+            f"{values['train_loss']:.4f}  validation loss {result.loss:.4f}{reached}"
             f"{' *' if better else '  '}  lr "
             f"{self.learning_rate():.1e}  {values['seconds']:.1f} s"
         )
@@ -417,13 +418,22 @@ class Trainer(Learner):
                     "top5": test.top5,
                     "loss": test.loss,
                     "images": test.images,
-                },
+                }
+                | pixel_figures(test),
             )
         best, speed = self.position, self.position.images_per_second()
         sizes = sizes_worth_trying(self.model, self.geometry)
         validation = best.best if best.best >= 0 else None
         return Result(
-            record.folder, checkpoint, best.seconds, speed, best.best_epoch, validation, test, sizes
+            record.folder,
+            checkpoint,
+            best.seconds,
+            speed,
+            best.best_epoch,
+            validation,
+            test,
+            sizes,
+            self.objective.measure,
         )
 
     def share_unreadable(self) -> None:
@@ -514,9 +524,16 @@ class Trainer(Learner):
         ]
 
 
+def pixel_figures(result: Evaluation) -> dict[str, Any]:
+    """Return the figures of an evaluation that only classes of pixels have."""
+    if result.mean_iou is None:
+        return {}
+    return {"mean_iou": result.mean_iou, "ious": result.ious}
+
+
 def check_finite(result: Evaluation, images: str) -> None:
-    """Raise ``NonFinite`` where the loss on these images is not finite, as an accuracy beside it
-    means nothing.
+    """Raise ``NonFinite`` where the loss on these images is not finite, as a score beside it means
+    nothing.
     """
     if not math.isfinite(result.loss):
         raise NonFinite(

@@ -177,10 +177,12 @@ def read_seconds(
 
 
 def batch_of(learner: Learner, shape: Shape) -> Batch:
-    """Return a batch of black images; its classes are all there are, in turns."""
+    """Return a batch of black images; their classes are all there are, in turns."""
     images, *size = shape
     channels = 1 if learner.spec.encoding else learner.spec.in_chans
-    labels = torch.arange(images) % max(1, learner.spec.num_classes)
+    labels = learner.objective.targets(images, (size[0], size[1]))
+    if labels.ndim == 1:
+        labels = torch.arange(images) % max(1, learner.spec.num_classes)
     # With pad, a model that takes them is always told what images fill.
     sizes = torch.tensor([size] * images) if learner.geometry.fit == "pad" else None
     return Batch(torch.zeros(images, channels, *size, dtype=torch.uint8), labels, sizes)

@@ -42,11 +42,16 @@ from visionattn.training.outlook import (
     loaded_beside,
     trial_seconds,
 )
+from visionattn.training.painting import class_names
 from visionattn.training.passes import Shape
 from visionattn.training.record import CONFIG
 from visionattn.training.trial import read_seconds
 
-COLUMNS = ("size", "images", "accuracy", "top-5", "images/s")
+COLUMNS = {
+    "classification": ("size", "images", "accuracy", "top-5", "images/s"),
+    "segmentation": ("size", "images", "mean IoU", "pixels", "images/s"),
+}
+"""The heads of the table by task; ``pixels`` is the share of them that get their class."""
 
 
 @dataclass(frozen=True)
@@ -65,15 +70,10 @@ class Row:
             size = "x".join(map(str, self.img_size))
         if self.result is None:
             return (size, "out of memory")
-        top5 = "-" if self.result.top5 is None else f"{100 * self.result.top5:.2f} %"
-        speed = f"{self.result.images_per_second:.4g}"
-        return (
-            size,
-            str(self.result.images),
-            "-" if self.result.accuracy is None else f"{100 * self.result.accuracy:.2f} %",
-            top5,
-            speed,
-        )
+        result = self.result
+        second = result.top5 if result.ious is None else result.accuracy
+        shares = ("-" if x is None else f"{100 * x:.2f} %" for x in (result.score, second))
+        return (size, str(result.images), *shares, f"{result.images_per_second:.4g}")
 
 
 def parse_validate(argv: Sequence[str]) -> ValidateConfig:
@@ -279,6 +279,11 @@ class Validation:
             for key in ("bands", "value_range", "range_found", "page")
             if data.name == "folder" and getattr(data, key) is None
         }
+        if self.spec.task == "segmentation":
+            known["task"] = self.spec.task
+            if data.name == "folder" and (data.mask_classes, data.mask_colours) == (None, None):
+                known["mask_classes"] = list(class_names(self.spec))
+                known["mask_colours"] = self.spec.colours and list(map(list, self.spec.colours))
         data = replace(data, **known)
         # As choices of the training, all sizes are checked, here and not when their turn comes.
         first = self.geometries[0]
@@ -299,7 +304,7 @@ class Validation:
             ),
             self.config.seed,
         )
-        for key in ("num_classes", "class_names", "in_chans", "encoding"):
+        for key in ("task", "num_classes", "class_names", "in_chans", "encoding"):
             own, other = getattr(self.spec, key), getattr(splits.spec, key)
             if own != other and not (key == "class_names" and not (own and other)):
                 what = key.replace("_", " ")

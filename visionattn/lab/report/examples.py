@@ -18,6 +18,7 @@ from visionattn.data.batches import Item, SampleKey, Unreadable
 from visionattn.data.geometry import Size
 from visionattn.data.streams import Shards
 from visionattn.lab.report.runs import Run, for_each
+from visionattn.lab.report.tables import is_of_pixels
 from visionattn.models.filled import call, takes_sizes
 from visionattn.training.validate import Validation, parse_validate
 
@@ -85,7 +86,8 @@ def galleries(runs: Sequence[Run], count: int) -> tuple[list[Gallery], dict[str,
         The galleries, and for the runs that are in none the reason, a line each.
     """
     found: dict[tuple, Gallery] = {}
-    skipped = for_each(runs, lambda run: add(found, run, count))
+    named = [run for run in runs if not is_of_pixels(run)]
+    skipped = for_each(named, lambda run: add(found, run, count))
     return list(found.values()), skipped
 
 
@@ -96,12 +98,9 @@ def add(found: dict[tuple, Gallery], run: Run, count: int) -> None:
         ValueError, OSError: there are no weights or no images, or they do not go together; one
             line.
     """
-    if not run.weights.is_file():
-        raise FileNotFoundError(f"there is no {run.weights.name}")
-    flags = ["--checkpoint", str(run.weights), "--device", "cpu"]
-    flags += ["--data.download", "false"] if run.setting("data", "download") else []
-    validation = Validation(parse_validate(flags))
-    images, labels, filled = draw(validation, count)
+    validation, items = drawn(run, count)
+    images, filled = [item.pixels for item in items], [item.present for item in items]
+    labels = tuple(int(item.label) for item in items)
     longest = max(max(image.shape[:2]) for image in images)
     # Runs share a gallery where split, names, labels and every byte of the images agree.
     key = (
@@ -125,15 +124,19 @@ def add(found: dict[tuple, Gallery], run: Run, count: int) -> None:
         example.predictions.append(Prediction(run.name, names[best], probability, best == label))
 
 
-def draw(
-    validation: Validation, count: int
-) -> tuple[list[np.ndarray], tuple[int, ...], list[Size]]:
-    """Read up to ``count`` images ``[H, W, C]``, uint8 or float32 in [0, 1], their classes, and
-    height and width of what they fill, in the order of the data; unreadable ones left out.
+def drawn(run: Run, count: int) -> tuple[Validation, list[Item]]:
+    """Return the best weights of a run with their images, and up to ``count`` of these, in the
+    order of the data; unreadable ones left out.
 
     Raises:
-        ValueError: no image can be read, or they come as a stream.
+        ValueError, OSError: there are no weights, they do not go with the images, no image can be
+            read, or they come as a stream; one line.
     """
+    if not run.weights.is_file():
+        raise FileNotFoundError(f"there is no {run.weights.name}")
+    flags = ["--checkpoint", str(run.weights), "--device", "cpu"]
+    flags += ["--data.download", "false"] if run.setting("data", "download") else []
+    validation = Validation(parse_validate(flags))
     dataset = validation.dataset
     if isinstance(dataset, Shards):
         raise ValueError("the images come as a stream, of which none can be picked")
@@ -148,9 +151,7 @@ def draw(
     if not found:
         raise ValueError("none of the images can be read")
     found.sort(key=lambda entry: entry[0])
-    items = [item for _, item in found]
-    labels = tuple(item.label for item in items)
-    return [item.pixels for item in items], labels, [item.present for item in items]
+    return validation, [item for _, item in found]
 
 
 @torch.inference_mode()
@@ -173,15 +174,15 @@ def predict(validation: Validation, image: np.ndarray, filled: Size) -> tuple[fl
     return probability.item(), int(best)
 
 
-def address(image: np.ndarray) -> str:
+def address(image: np.ndarray, most_px: int = LARGEST_PX) -> str:
     """Return an image ``[H, W, C]`` as a data address: PNG where it is small, else JPEG of at most
-    ``LARGEST_PX`` a side. Of many bands the first three are shown, of two the first.
+    ``most_px`` a side. Of many bands the first three are shown, of two the first.
     """
     if image.dtype != np.uint8:
         image = np.rint(image * 255).astype(np.uint8)
     picture = Image.fromarray(image[..., 0] if image.shape[2] < 3 else image[..., :3].copy())
     small, stream = max(picture.size) <= SMALL_PX, io.BytesIO()
-    picture.thumbnail((LARGEST_PX, LARGEST_PX))
+    picture.thumbnail((most_px, most_px))
     picture.save(
         stream,
         **({"format": "PNG", "optimize": True} if small else {"format": "JPEG", "quality": 85}),

@@ -59,12 +59,14 @@ def curves_of(runs: Sequence[Run]) -> Figure:
 
     loss = curves(("steps", "loss"), ("epochs", "train_loss"))
     accuracy = curves(("epochs", "val_accuracy"), factor=100)
+    overlap = curves(("epochs", "val_mean_iou"), factor=100)
     waits = curves(*of_steps("wait_share"), factor=100)
     speed = curves(*of_steps("images_per_second"))
     charts = [
         Chart("Training loss", x_name, "nats per image", loss),
         Chart("Validation loss", x_name, "nats per image", curves(("epochs", "val_loss"))),
         Chart("Validation accuracy", x_name, "%", accuracy, bounds=(0, 100)),
+        Chart("Validation mean IoU", x_name, "%", overlap, bounds=(0, 100)),
         Chart("Learning rate", x_name, "per step", curves(*of_steps("lr"))),
         Chart("Speed of training", x_name, "images per second", speed, from_zero=True),
         Chart("Waiting for data", x_name, "% of the time", waits, from_zero=True),

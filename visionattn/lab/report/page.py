@@ -29,6 +29,7 @@ from visionattn.lab.report.batches import batches_of
 from visionattn.lab.report.classes import classes_of
 from visionattn.lab.report.examples import galleries
 from visionattn.lab.report.figures import Figure, curves_of
+from visionattn.lab.report.masks import class_table, mask_galleries
 from visionattn.lab.report.options import Wanted, parse_report, trainings_in
 from visionattn.lab.report.rows import Rows, distinct
 from visionattn.lab.report.runs import Run, read_run
@@ -92,6 +93,7 @@ def page(wanted: Wanted, runs: Sequence[Run], *, now: float) -> str:
         now: seconds since 1970.
     """
     shown, skipped = galleries(runs, wanted.images) if wanted.images else ([], {})
+    masked, unmasked = mask_galleries(runs, wanted.images) if wanted.images else ([], {})
     seen, unseen = batches_of(runs) if wanted.images else ([], {})
     charts = Charts()
     environment = jinja2.Environment(
@@ -115,7 +117,9 @@ def page(wanted: Wanted, runs: Sequence[Run], *, now: float) -> str:
         most_points=MOST_POINTS,
         classes=classes_of(runs, wanted.images),
         galleries=shown,
-        skipped=skipped,
+        masked=masked,
+        pixel_classes=class_table(runs),
+        skipped=skipped | unmasked,
         batches=seen,
         unseen={name: why for name, why in unseen.items() if skipped.get(name) != why},
         settings=tables.settings(runs) if runs else None,

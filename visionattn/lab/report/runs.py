@@ -155,14 +155,14 @@ def add_status(run: Run, told: Values | None, *, tested: bool) -> None:
 def result_of(epochs: list[Values], steps: list[Values], test: Values | None) -> Values:
     """Return what the lines alone say of the result, in the words of ``status.json``."""
     found: Values = {}
-    scored = [line for line in epochs if number(line.get("val_accuracy")) is not None]
+    figure = "mean_iou" if any("val_mean_iou" in line for line in epochs) else "accuracy"
+    key = f"val_{figure}"
+    scored = [line for line in epochs if number(line.get(key)) is not None]
     if scored:
-        # As in training, the smaller loss counts among equal accuracies, and the earlier epoch
+        # As in training, the smaller loss counts among equal scores, and the earlier epoch
         # among equal losses.
-        best = max(
-            scored, key=lambda line: (line["val_accuracy"], -(number(line.get("val_loss")) or 0.0))
-        )
-        found |= {"best_epoch": best.get("epoch"), "validation_accuracy": best["val_accuracy"]}
+        best = max(scored, key=lambda line: (line[key], -(number(line.get("val_loss")) or 0.0)))
+        found |= {"best_epoch": best.get("epoch"), f"validation_{figure}": best[key]}
         found["train_seconds"] = sum(number(line.get("seconds")) or 0.0 for line in epochs)
     speeds = [
         speed for line in steps if (speed := number(line.get("images_per_second"))) is not None
@@ -171,9 +171,10 @@ def result_of(epochs: list[Values], steps: list[Values], test: Values | None) ->
         found["images_per_second"] = sorted(speeds)[len(speeds) // 2]
     if test is not None:
         found |= {
-            "test_accuracy": test.get("accuracy"),
+            f"test_{figure}": test.get(figure),
             "test_loss": test.get("loss"),
             "test_images": test.get("images"),
+            "ious": test.get("ious"),
         }
     return found
 

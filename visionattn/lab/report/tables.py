@@ -55,19 +55,27 @@ class Table:
 
 
 def results(runs: Sequence[Run]) -> Table:
-    """Return the results of each run; the best accuracy of several on the same images is strong.
+    """Return the results of each run; the best figure of several on the same images is strong.
     Where runs have different data, a column says which.
     """
-    tested = [number(run.result.get("test_accuracy")) for run in runs]
-    validated = [number(run.result.get("validation_accuracy")) for run in runs]
-    best_tested = best_of(tested, [same_data(run, test=True) for run in runs])
-    best_validated = best_of(validated, [same_data(run) for run in runs])
+    # Columns of a figure that no run has are left out; that of images stands where none has any.
+    figures = {"accuracy": "accuracy", "mean IoU": "mean_iou"}
+    scores = {
+        f"{split} {name}": [number(run.result.get(f"{split}_{key}")) for run in runs]
+        for name, key in figures.items()
+        for split in ("test", "validation")
+        if (key == "mean_iou") == any(map(is_of_pixels, runs))
+        or any(f"{each}_{key}" in run.result for run in runs for each in ("test", "validation"))
+    }
+    strongest = {
+        name: best_of(values, [same_data(run, test=name.startswith("test")) for run in runs])
+        for name, values in scores.items()
+    }
     words = data_words(runs)
     columns = [
         "run",
         "status",
-        "test accuracy",
-        "validation accuracy",
+        *scores,
         "best epoch",
         "parameters",
         "time",
@@ -85,8 +93,14 @@ def results(runs: Sequence[Run]) -> Table:
             [
                 Cell(run.name, look=Look.of(i)),
                 Cell(WORDS[run.status], status=run.status, note=run.reason or ""),
-                accuracy_cell(tested[i], best_tested[i], share_of(result, "test_images")),
-                accuracy_cell(validated[i], best_validated[i]),
+                *(
+                    accuracy_cell(
+                        values[i],
+                        strongest[name][i],
+                        share_of(result, "test_images") if name.startswith("test") else "",
+                    )
+                    for name, values in scores.items()
+                ),
                 Cell(f"{best:.0f}" + (f" of {epochs}" if epochs else "") if best else "", True),
                 Cell(f"{run.parameters:,}" if run.parameters is not None else "", True),
                 Cell(lasting(seconds) if seconds is not None else "", True),
@@ -98,8 +112,13 @@ def results(runs: Sequence[Run]) -> Table:
     return table
 
 
+def is_of_pixels(run: Run) -> bool:
+    """Tell whether a run gives classes of pixels."""
+    return run.setting("data", "task") == "segmentation"
+
+
 def accuracy_cell(value: float | None, best: bool = False, note: str = "") -> Cell:
-    """Return an accuracy in %, strong where it is the best."""
+    """Return a figure in %, strong where it is the best."""
     return Cell("" if value is None else f"{100 * value:.2f} %", True, best, note=note)
 
 

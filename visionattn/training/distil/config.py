@@ -178,6 +178,8 @@ def check_distil(config: DistilConfig) -> None:
                 f"options.{name} is no option of a student, whose tokens are the teacher's; those "
                 f"are {', '.join(STUDENTS)}"
             )
+    if config.data.task != "classification":
+        raise ValueError("data.task segmentation is for train; a student learns no masks")
     if config.resume and config.overwrite:
         raise ValueError("resume goes on and overwrite deletes: give one of them")
     for key in ("mean", "std"):

@@ -58,6 +58,6 @@ class Imitating(Objective):
             logits = student.forward_head(tokens, present=present).float()
         return Judged(losses.sum(), logits)
 
-    def rank(self, accuracy: float, loss: float) -> tuple[float, ...]:
+    def rank(self, score: float, loss: float) -> tuple[float, ...]:
         """Return what is larger for better weights: the loss decides, as labels have no part."""
         return (-loss,)

@@ -1,0 +1,190 @@
+"""Masks of images in files: their sizes and values, the table of them, and what is refused."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import visionattn
+from tests.helpers.tools import assert_one_error, load_tool, read_csv, written
+from visionattn.models.segmentation import IGNORED, create
+from visionattn.models.weights import DataSpec, load_model, save_model
+
+predict, features = load_tool("predict"), load_tool("extract_features")
+ARGS = dict(img_size=32, patch_size=8, embed_dim=16, depth=2, num_heads=2, head_stride=2)
+COLOURS = ((0, 0, 0), (250, 10, 10), (0, 120, 240))
+NAMES = ("ground", "house", "road")
+SIZES = [(16, 24), (21, 35), (40, 8), (16, 24)]
+PAINTED = DataSpec(
+    3, 3, NAMES, (0.5,) * 3, (0.25,) * 3, None, None, "native", task="segmentation", colours=COLOURS
+)
+
+
+def write_weights(path, spec=PAINTED, bias=None):
+    torch.manual_seed(0)
+    model = create("scaleformer_vit_t", "segmentation", spec.num_classes, spec.in_chans, ARGS)
+    torch.nn.init.normal_(model.head.weight)
+    if bias is not None:
+        model.head.bias.data[:] = bias
+    save_model(path, model, "scaleformer_vit_t", ARGS, spec)
+
+
+def write_images(folder):
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+    arrays = [rng.integers(0, 256, (*size, 3), dtype=np.uint8) for size in SIZES]
+    for number, array in enumerate(arrays):
+        Image.fromarray(array).save(folder / f"{number}.png")
+    return arrays
+
+
+@pytest.fixture
+def case(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_weights(tmp_path / "best.safetensors")
+    return tmp_path, write_images(tmp_path / "images")
+
+
+def by_hand(path, image):
+    """The largest logit of each pixel of an image, whose last row and column are repeated."""
+    model = load_model(path)
+    height, width = image.shape[:2]
+    whole = np.pad(image, ((0, -height % 8), (0, -width % 8), (0, 0)), mode="edge")
+    pixels = torch.from_numpy(whole).permute(2, 0, 1)[None].float() / 255
+    with torch.no_grad():
+        logits = model((pixels - 0.5) / 0.25)[0, :, :height, :width]
+    return logits.argmax(0).numpy().astype(np.uint8)
+
+
+def agree(found, wanted):
+    return (np.asarray(found) == wanted).mean() > 0.995
+
+
+FLAGS = ["--checkpoint", "best.safetensors", "--images", "images", "--workers", "0"]
+
+
+def test_each_image_gets_a_png_of_its_size_in_the_colours_of_the_data(case, capsys):
+    folder, arrays = case
+    assert predict([*FLAGS, "--output", "out"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "4 of 4 images have masks: out"
+    for number, array in enumerate(arrays):
+        picture = Image.open(folder / "out" / f"{number}.png")
+        wanted = by_hand(folder / "best.safetensors", array)
+        assert picture.mode == "P" and agree(picture, wanted)
+        assert len(np.unique(wanted)) > 1
+        painted = np.array(picture.convert("RGB"))
+        assert np.array_equal(painted, np.array(COLOURS, np.uint8)[np.asarray(picture)])
+    for row, array in zip(read_csv(folder / "out" / "masks.csv"), arrays, strict=True):
+        assert row["status"] == "ok" and row["mask"].endswith(".png")
+        shares = [float(row[f"share_{name}"]) for name in NAMES]
+        wanted = by_hand(folder / "best.safetensors", array)
+        assert shares == pytest.approx([(wanted == value).mean() for value in range(3)], abs=0.01)
+        assert sum(shares) == pytest.approx(1, abs=1e-5)
+
+
+def test_one_image_may_become_an_array(case):
+    folder, arrays = case
+    flags = ["--checkpoint", "best.safetensors", "--images", "images/1.png"]
+    assert predict([*flags, "--output", "mask.npy"]) == 0
+    mask = np.load(folder / "mask.npy")
+    assert mask.dtype == np.uint8 and agree(mask, by_hand(folder / "best.safetensors", arrays[1]))
+    assert not (folder / "masks.csv").exists()
+
+
+@pytest.mark.parametrize("fit", ["pad", "stretch", "crop"])
+def test_masks_come_back_to_the_size_of_the_file(case, fit):
+    folder, arrays = case
+    given = ["--fit", fit, "--img-size", "32"]
+    assert predict([*FLAGS, *given, "--output", "out"]) == 0
+    for number, array in enumerate(arrays):
+        mask = np.array(Image.open(folder / "out" / f"{number}.png"))
+        assert mask.shape == array.shape[:2]
+        height, width = array.shape[:2]
+        seen = mask != IGNORED
+        if fit == "crop":  # the largest square in the middle
+            side = min(height, width)
+            wanted = np.zeros((height, width), bool)
+            top, left = (height - side) // 2, (width - side) // 2
+            wanted[top : top + side, left : left + side] = True
+            assert np.array_equal(seen, wanted)
+        else:
+            assert seen.all()
+
+
+def test_classes_without_names_or_colours_are_numbers_in_colours_of_their_own(case):
+    folder, _ = case
+    spec = DataSpec(3, 30, (), (0.5,) * 3, (0.25,) * 3, None, None, "native", task="segmentation")
+    write_weights(folder / "best.safetensors", spec)
+    assert predict([*FLAGS, "--output", "out"]) == 0
+    picture = Image.open(folder / "out" / "0.png")
+    palette = np.array(picture.getpalette()).reshape(-1, 3)
+    # Those of PASCAL VOC: aeroplane, bicycle, bird and the last one, television.
+    assert palette[:4].tolist() == [[0, 0, 0], [128, 0, 0], [0, 128, 0], [128, 128, 0]]
+    assert palette[20].tolist() == [0, 64, 128] and len(np.unique(palette[:255], axis=0)) == 255
+    assert "share_29" in read_csv(folder / "out" / "masks.csv")[0]
+
+
+def test_images_of_one_name_and_several_folders_keep_apart(case):
+    folder, _ = case
+    (folder / "images" / "deep").mkdir()
+    Image.open(folder / "images" / "0.png").save(folder / "images" / "0.bmp")
+    Image.open(folder / "images" / "1.png").save(folder / "images" / "deep" / "1.png")
+    (folder / "images" / "broken.png").write_text("no image")
+    assert predict([*FLAGS, "--output", "out"]) == 0
+    names = sorted(name for name in written(folder / "out") if name.endswith(".png"))
+    assert names == ["0.bmp.png", "0.png.png", "1.png", "2.png", "3.png", "deep/1.png"]
+    states = {row["path"]: row["status"] for row in read_csv(folder / "out" / "masks.csv")}
+    assert states["images/broken.png"] == "unreadable" and list(states.values()).count("ok") == 6
+
+
+def test_logits_that_are_not_finite_give_no_mask(case, capsys):
+    folder, _ = case
+    write_weights(folder / "best.safetensors", bias=torch.inf)
+    assert predict([*FLAGS, "--output", "out"]) == 2
+    assert "outputs are not finite" in capsys.readouterr().err
+    assert list(written(folder / "out")) == ["masks.csv"]
+
+
+def test_a_call_gives_what_the_command_writes(case):
+    folder, arrays = case
+    found = visionattn.segment("best.safetensors", arrays)
+    assert [tuple(mask.shape) for mask in found] == SIZES
+    for mask, array in zip(found, arrays, strict=True):
+        assert mask.dtype == torch.uint8
+        assert agree(mask, by_hand(folder / "best.safetensors", array))
+    with pytest.raises(ValueError, match="use visionattn.segment"):
+        visionattn.predict("best.safetensors", arrays)
+
+
+def test_the_body_gives_feature_maps_and_no_vectors(case, capsys):
+    folder, _ = case
+    assert features([*FLAGS, "--output", "f"]) == 2
+    assert_one_error(capsys, "has feature maps and no vector of an image")
+    assert features([*FLAGS, "--dense", "--output", "f"]) == 0
+    maps = visionattn.extract_features("best.safetensors", "images", dense=True)
+    assert [tuple(each.shape) for each in maps[:2]] == [(16, 2, 3), (16, 3, 5)]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ([], "--output is missing: a folder for a PNG of each mask"),
+        (["--output", "out.csv"], "this model gives masks; name a folder"),
+        (["--output", "m.npy"], "holds one mask, and there are 4 images"),
+        (["--output", "out", "--top-k", "2"], "top_k is of classes of images"),
+        (["--output", "there"], "exists; --overwrite replaces it"),
+        (["--output", "best.safetensors"], "is a file, so"),
+        (["--output", "out", "--images", "images/0.png", "images/0.png"], "is named twice"),
+    ],
+)
+def test_what_cannot_be_is_one_line_and_nothing_is_written(case, capsys, given, words):
+    folder, _ = case
+    (folder / "there").mkdir()
+    (folder / "there" / "2.png").write_text("mine")
+    before = written(folder)
+    assert predict([*FLAGS, *given]) == 2
+    assert_one_error(capsys, words)
+    assert written(folder) == before
+    if "there" in given:
+        assert predict([*FLAGS, *given, "--overwrite"]) == 0
+        assert np.asarray(Image.open(folder / "there" / "2.png")).shape == (40, 8)

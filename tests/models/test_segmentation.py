@@ -1,0 +1,156 @@
+"""The head of pixels: its logits against loops, padding, strips, and what it refuses."""
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+
+import visionattn  # noqa: F401  registers the models
+from visionattn.models.filled import takes_sizes
+from visionattn.models.segmentation import IGNORED, Segmenter, create
+from visionattn.models.weights import DataSpec, load_model, save_model
+
+BODY = dict(img_size=32, patch_size=8, embed_dim=16, depth=3, num_heads=2)
+CLASSES = 5
+
+
+def made(name="scaleformer_vit_t", **args) -> Segmenter:
+    torch.manual_seed(0)
+    model = create(name, "segmentation", CLASSES, 3, BODY | args)
+    torch.nn.init.normal_(model.head.weight)
+    return model.eval()
+
+
+def by_loops(model: Segmenter, images: torch.Tensor, blocks: list[int]) -> torch.Tensor:
+    """Logits of an image ``[1, C, H, W]``, patch by patch and cell by cell."""
+    maps = model.backbone.forward_intermediates(
+        images, indices=blocks, norm=True, intermediates_only=True
+    )
+    features = torch.cat([norm(each) for norm, each in zip(model.norms, maps, strict=True)], 1)[0]
+    down, across = model.cells
+    rows, columns = features.shape[1:]
+    cells = torch.zeros(CLASSES, rows * down, columns * across)
+    weight = model.head.weight[:, :, 0, 0].view(CLASSES, down, across, -1)
+    bias = model.head.bias.view(CLASSES, down, across)
+    for i in range(rows * down):
+        for j in range(columns * across):
+            at = i % down, j % across
+            cells[:, i, j] = weight[:, *at] @ features[:, i // down, j // across] + bias[:, *at]
+    size = images.shape[2:]
+    return F.interpolate(cells[None], size, mode="bilinear", align_corners=False)
+
+
+@pytest.mark.parametrize("stride", [1, 4, 8])
+@pytest.mark.parametrize("blocks", [[2], [0, 2], [1]])
+@pytest.mark.parametrize("name", ["scaleformer_vit_t", "taylorshift_vit_t", "vit_tiny_patch16_224"])
+@torch.no_grad()
+def test_logits_are_those_of_loops(name, blocks, stride):
+    more = {"dynamic_img_size": True} if name.startswith("vit") else {}
+    model = made(name, head_blocks=blocks, head_stride=stride, **more)
+    images = torch.randn(1, 3, 24, 40)
+    torch.testing.assert_close(model(images), by_loops(model, images, blocks), rtol=1e-4, atol=1e-4)
+
+
+def test_blocks_above_the_last_chosen_one_are_gone_and_the_rest_learns():
+    model = made(head_blocks=[0, 1])
+    assert len(model.blocks) == 2
+    model(torch.randn(2, 3, 16, 16)).square().mean().backward()
+    idle = [name for name, weight in model.named_parameters() if weight.grad is None]
+    assert idle == []
+
+
+@pytest.mark.parametrize("stride", [1, 4, 8])
+@torch.no_grad()
+def test_what_an_image_does_not_fill_changes_nothing(stride):
+    model = made(head_stride=stride)
+    image = torch.randn(1, 3, 16, 24)
+    padded = torch.full((1, 3, 32, 32), 7.0)
+    padded[:, :, :16, :24] = image
+    found = model(padded, sizes=torch.tensor([[16, 24]]))
+    torch.testing.assert_close(found[:, :, :16, :24], model(image), rtol=1e-4, atol=1e-5)
+    assert takes_sizes(model) and not takes_sizes(made("vit_tiny_patch16_224"))
+
+
+@torch.no_grad()
+def test_an_image_that_is_no_whole_number_of_patches_gets_its_own_size():
+    model = made(dynamic_img_pad=True)
+    assert model(torch.randn(1, 3, 20, 27)).shape == (1, CLASSES, 20, 27)
+
+
+@pytest.mark.parametrize("strip", [1, 2, 3, 100])
+@pytest.mark.parametrize("stride", [1, 4, 8])
+def test_masks_in_strips_are_the_largest_logits(strip, stride):
+    model = made(head_stride=stride)
+    images = torch.randn(2, 3, 40, 24)
+    with torch.no_grad():
+        logits = model(images)
+    first, second = logits.topk(2, dim=1).values.unbind(1)
+    found = model.masks(images, strip=strip)
+    assert found.dtype == torch.uint8 and found.shape == (2, 40, 24)
+    sure = first - second > 1e-4
+    assert sure.float().mean() > 0.99
+    assert torch.equal(found[sure].long(), logits.argmax(1)[sure])
+
+
+def test_logits_that_are_not_finite_have_no_class():
+    model = made(head_stride=1)
+    model.head.bias.data[0] = torch.nan  # of the first class and the first cell of each patch
+    found = model.masks(torch.randn(1, 3, 16, 16))[0]
+    wanted = torch.zeros(16, 16, dtype=torch.bool)
+    wanted[::8, ::8] = True
+    assert torch.equal(found == IGNORED, wanted)
+
+
+def test_a_file_gives_the_same_model_again(tmp_path):
+    spec = DataSpec(3, CLASSES, (), (0.5,) * 3, (0.2,) * 3, None, 32, task="segmentation")
+    args = BODY | dict(head_blocks=[0, 2], head_stride=4)
+    model = made(head_blocks=[0, 2], head_stride=4)
+    save_model(tmp_path / "m.safetensors", model, "scaleformer_vit_t", args, spec)
+    again = load_model(tmp_path / "m.safetensors")
+    images = torch.randn(1, 3, 16, 32)
+    with torch.no_grad():
+        assert isinstance(again, Segmenter) and torch.equal(again(images), model(images))
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (dict(head_blocks=[3]), "head_blocks [3]: the model has 3 blocks, from 0 to 2"),
+        (dict(head_blocks=[]), "head_blocks []: the model has 3 blocks"),
+        (dict(head_blocks=[2, -1]), "name a block twice"),
+        (dict(head_stride=3), "head_stride 3 does not divide the sides of a patch of 8 x 8"),
+        (dict(head_stride=0), "head_stride 0 does not divide"),
+    ],
+)
+def test_heads_that_cannot_be_are_one_line(args, words):
+    with pytest.raises(ValueError) as caught:
+        made(**args)
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_network_without_patch_features_is_refused():
+    body = timm.create_model("resnet18", num_classes=0)
+    with pytest.raises(ValueError, match="ResNet has no patch features"):
+        Segmenter(body, 2)
+
+
+def test_parameters_are_grouped_by_depth_and_positions_do_not_decay():
+    from timm.optim import create_optimizer_v2
+
+    model = made(pos_embed="learn")
+    groups = create_optimizer_v2(
+        model, opt="adamw", lr=1.0, weight_decay=0.1, layer_decay=0.5
+    ).param_groups
+    where = {
+        id(weight): (group["lr_scale"], group["weight_decay"])
+        for group in groups
+        for weight in group["params"]
+    }
+    of = {name: where[id(weight)] for name, weight in model.named_parameters()}
+    assert of["head.weight"] == (1.0, 0.1)
+    assert of["backbone.blocks.2.attn.qkv.weight"][0] == 0.5
+    assert of["backbone.blocks.0.attn.qkv.weight"][0] == 0.125
+    assert of["backbone.patch_embed.proj.weight"][0] == 0.0625
+    assert of["backbone.pos_embed"] == (0.0625, 0.0)
+    relative = [name for name in of if ".attn.relative." in name]
+    assert relative and all(of[name][1] == 0 for name in relative)

@@ -1,0 +1,290 @@
+"""Classes of pixels as what a training learns: the loss, the figures, and whole runs."""
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from sklearn.metrics import jaccard_score
+
+from tests.helpers.several_processes import run_processes
+from tests.helpers.small_runs import MODEL, lines, lines_of, rows, same, small_config
+from tests.helpers.tools import assert_one_error, load_tool
+from visionattn.cli.ends import run_tool
+from visionattn.data.batches import Batch
+from visionattn.data.splits import build_splits
+from visionattn.models.segmentation import IGNORED, Segmenter
+from visionattn.models.weights import DataSpec, load_model, read_metadata, save_model
+from visionattn.training.build import build_model
+from visionattn.training.config import ModelConfig, OptimConfig, check
+from visionattn.training.distributed import joined
+from visionattn.training.engine import train
+from visionattn.training.evaluate import evaluate
+from visionattn.training.segmentation import Segmenting, confusion_of, ious_of
+from visionattn.training.start import started_model
+from visionattn.training.states import best_figures
+from visionattn.training.trainer import Trainer
+
+train_tool, validate_tool = load_tool("train"), load_tool("validate")
+CLASSES = ("dark", "light", "red")
+CPU = torch.device("cpu")
+TINY = {"patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2, "horizon": 1}
+
+
+def write_folder(root, images=10, px=16, spoil=None):
+    """Images of three values in blocks, with masks; a strip of each does not count."""
+    rng = np.random.default_rng(0)
+    for split, count in (("train", images), ("val", 5), ("test", 4)):
+        for kind in ("images", "masks"):
+            (root / split / kind).mkdir(parents=True, exist_ok=True)
+        for number in range(count):
+            mask = rng.integers(0, 3, (px // 4, px // 4)).repeat(4, 0).repeat(4, 1).astype(np.uint8)
+            image = np.array([[20, 20, 20], [230, 230, 230], [200, 10, 10]], np.uint8)[mask]
+            mask[:, :1] = 255
+            Image.fromarray(image).save(root / split / "images" / f"{number}.png")
+            Image.fromarray(mask).save(root / split / "masks" / f"{number}.png")
+    return root
+
+
+def config_of(folder, **options):
+    data = dict(name="folder", task="segmentation", root=str(folder / "data"), fit="crop")
+    data |= dict(mask_classes=list(CLASSES)) | options.pop("data", {})
+    options = dict(epochs=2, batch_size=4) | options
+    return small_config(folder / "out", data=data, model=TINY | {"head_stride": 2}, **options)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("masked")
+    write_folder(folder / "data")
+    config = config_of(folder, epochs=12, optim={"lr": 1e-2, "warmup_epochs": 0.5})
+    return folder, config, lines_of(config)
+
+
+def by_pixels(logits: np.ndarray, mask: np.ndarray, smoothing: float = 0.0) -> float:
+    """The loss of an image, pixel by pixel."""
+    losses = []
+    for i in range(mask.shape[0]):
+        for j in range(mask.shape[1]):
+            if mask[i, j] != IGNORED:
+                scores = logits[:, i, j]
+                log_shares = scores - math.log(sum(math.exp(x) for x in scores))
+                own = (1 - smoothing) * log_shares[mask[i, j]]
+                losses.append(-own - smoothing * sum(log_shares) / len(scores))
+    return sum(losses) / max(1, len(losses))
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_loss_is_the_mean_over_pixels_that_count_then_over_images(smoothing):
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(3, 4, 5, 6))
+    masks = rng.integers(0, 4, (3, 5, 6)).astype(np.uint8)
+    masks[0, :2], masks[2] = IGNORED, IGNORED
+    wanted = [by_pixels(*pair, smoothing) for pair in zip(logits, masks, strict=True)]
+    assert wanted[2] == 0
+    objective = Segmenting(OptimConfig(label_smoothing=smoothing))
+    found = objective.loss(torch.from_numpy(logits), torch.from_numpy(masks))
+    assert found.item() == pytest.approx(np.mean(wanted), rel=1e-9)
+
+
+def test_intersection_over_union_is_scikit_learns():
+    rng = np.random.default_rng(1)
+    known, found = rng.integers(0, 5, (2, 40, 30))
+    known[known == 3] = IGNORED  # so that no mask has the class 3
+    known[:4] = IGNORED
+    table = confusion_of(torch.from_numpy(known.astype(np.uint8)), torch.from_numpy(found), 5)
+    counted = known != IGNORED
+    wanted = jaccard_score(
+        known[counted], found[counted], average=None, labels=range(5), zero_division=0
+    )
+    ious = ious_of(table.numpy())
+    assert np.isnan(ious[3]) and table.sum() == counted.sum()
+    assert np.delete(ious, 3) == pytest.approx(np.delete(wanted, 3), rel=1e-12)
+
+
+class Bright(torch.nn.Module):
+    """Gives pixels the class of their brightness."""
+
+    def forward(self, x):
+        return torch.cat([-x, x, torch.full_like(x, -9.0)], 1)
+
+
+@pytest.mark.parametrize("parts", [[6], [1, 5], [2, 2, 2]])
+def test_an_evaluation_does_not_depend_on_its_batches(parts):
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (6, 1, 8, 8), generator=generator, dtype=torch.uint8)
+    masks = torch.randint(0, 2, (6, 8, 8), generator=generator, dtype=torch.uint8)
+    masks[0] = IGNORED
+    spec = DataSpec(1, 3, CLASSES, (0.5,), (1.0,), None, 8, task="segmentation")
+    pairs = zip(images.split(parts), masks.split(parts), strict=True)
+    result = evaluate(Bright(), [Batch(*pair) for pair in pairs], spec, device=CPU)
+    light, counted = images[:, 0].numpy() >= 128, masks.numpy() != IGNORED
+    right = (light == masks.numpy()) & counted
+    wanted = jaccard_score(masks.numpy()[counted], light[counted], average=None)
+    assert result.images == 6 and result.top5 is None
+    assert result.accuracy == pytest.approx(right.sum() / counted.sum())
+    assert result.ious[2] is None and result.ious[:2] == pytest.approx(wanted)
+    assert result.score == result.mean_iou == pytest.approx(wanted.mean())
+    logits = Bright()(spec.prepare(images)).numpy()
+    losses = [by_pixels(*pair) for pair in zip(logits, masks.numpy(), strict=True)]
+    assert result.loss == pytest.approx(np.mean(losses), rel=1e-5)
+
+
+def test_a_run_learns_masks_and_says_how_well(run):
+    folder, config, said = run
+    out = folder / "out" / "small"
+    assert any("  mean IoU " in line and line.count("%") == 1 for line in said)
+    result = json.loads((out / "status.json").read_text())["result"]
+    scores = [float(row["val_mean_iou"]) for row in rows(out)]
+    assert result["validation_mean_iou"] == max(scores)
+    assert result["test_mean_iou"] > 0.8
+    losses = [float(row["val_loss"]) for row in rows(out)]
+    best = max(range(len(scores)), key=lambda i: (scores[i], -losses[i]))
+    assert result["best_epoch"] == 1 + best
+    [test] = [line for line in lines(out) if line["kind"] == "test"]
+    assert test["mean_iou"] == result["test_mean_iou"] == pytest.approx(np.mean(test["ious"]))
+    assert best_figures(out / "best.safetensors").score == max(scores)
+    model = load_model(out / "best.safetensors")
+    assert isinstance(model, Segmenter) and model.data_spec.class_names == CLASSES
+    assert model.stride == 2
+
+
+def test_a_run_goes_on_as_if_it_had_not_stopped(run, tmp_path):
+    folder, config, _ = run
+    write_folder(tmp_path / "data")
+    short = config_of(tmp_path, epochs=3, optim={"ema_decay": 0.9})
+    lines_of(short)
+    whole = torch.load(tmp_path / "out/small/last.pt", weights_only=True)
+    again = replace(short, run="parts", save_every=4)
+    with pytest.MonkeyPatch.context() as patch:
+        count = Trainer.count
+
+        def stopping(self, *given):
+            count(self, *given)
+            if self.position.step == 5:
+                raise MemoryError("a planted end")
+
+        patch.setattr(Trainer, "count", stopping)
+        with pytest.raises(Exception, match="out of memory"):
+            lines_of(again)
+    lines_of(replace(again, resume=True))
+    parts = torch.load(tmp_path / "out/parts/last.pt", weights_only=True)
+    for key in ("model", "ema", "optimizer", "history"):
+        same(whole[key], parts[key], key)
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_two_processes_learn_what_one_does(tmp_path, parallel):
+    """Nine images in batches of four: the last one leaves a process without any."""
+    write_folder(tmp_path / "data", images=9)
+    figures = {}
+    for size in (1, 2):
+        kind = parallel if size > 1 else None
+        config = config_of(tmp_path, run=f"of_{size}", log_every=1, parallel=kind)
+
+        def work(rank, config=config):
+            def tool():
+                with joined() as processes:
+                    train(config, processes=processes)
+
+            return run_tool(tool, several=True)
+
+        ended = run_processes(size, work, tmp_path / f"streams_{size}")
+        assert [each.code for each in ended] == [0] * size, "".join(each.err for each in ended)
+        found = lines(tmp_path / "out" / f"of_{size}")
+        losses = [line["loss"] for line in found if line["kind"] in ("train", "test")]
+        test = found[-1]
+        assert test["kind"] == "test" and test["images"] == 4
+        figures[size] = [*losses, test["mean_iou"], *test["ious"], test["accuracy"]]
+    assert figures[2] == pytest.approx(figures[1], abs=1e-5)
+
+
+def test_weights_are_judged_at_several_sizes(run, tmp_path, capsys):
+    folder, *_ = run
+    best, kept = folder / "out/small/best.safetensors", tmp_path / "rows.json"
+    code = validate_tool(
+        ["--checkpoint", str(best), "--img-size", "16", "32", "--json", str(kept), "--fit"]
+        + ["stretch"]
+    )
+    printed = capsys.readouterr().out.splitlines()
+    assert code == 0 and printed[-3].split() == [
+        "size",
+        "images",
+        "mean",
+        "IoU",
+        "pixels",
+        "images/s",
+    ]
+    found = json.loads(kept.read_text())["rows"]
+    assert [row["img_size"] for row in found] == [16, 32]
+    for row, line in zip(found, printed[-2:], strict=True):
+        assert f"{100 * row['mean_iou']:.2f} %" in line
+        assert f"{100 * row['accuracy']:.2f} %" in line
+        assert row["mean_iou"] == pytest.approx(np.mean(row["ious"]))
+
+
+def test_weights_are_judged_on_other_masks_with_the_classes_that_they_know(run, tmp_path, capsys):
+    folder, *_ = run
+    write_folder(tmp_path / "data")
+    for path in (tmp_path / "data").glob("*/masks/*.png"):  # whose masks have two classes alone
+        mask = np.array(Image.open(path))
+        Image.fromarray(np.where(mask == 2, np.uint8(255), mask)).save(path)
+    best = tmp_path / "best.safetensors"
+    best.write_bytes((folder / "out/small/best.safetensors").read_bytes())
+    given = ["--data.name", "folder", "--data.root", str(tmp_path / "data"), "--data.workers", "0"]
+    assert validate_tool(["--checkpoint", str(best), *given]) == 0
+    assert "mean IoU" in capsys.readouterr().out
+
+
+def test_a_body_starts_from_a_classification_and_the_head_is_new(tmp_path):
+    spec = DataSpec(3, 4, (), (0.5,) * 3, (0.2,) * 3, None, 16)
+    torch.manual_seed(3)
+    body, args = build_model(ModelConfig("scaleformer_vit_t", MODEL | TINY), spec)
+    save_model(tmp_path / "body.safetensors", body, "scaleformer_vit_t", args, spec)
+    write_folder(tmp_path / "data")
+    config = config_of(tmp_path, init_from=str(tmp_path / "body.safetensors"))
+    splits = build_splits(config.data, 0)
+    model, chosen, kept, said = started_model(config, config.model, splits.spec)
+    own = body.state_dict()
+    for name, value in model.backbone.state_dict().items():
+        assert torch.equal(value, own[name]), name
+    assert chosen.args["head_stride"] == 2 and kept["head_stride"] == 2
+    assert any("start from" in line for line in said)
+
+
+def test_a_segmentation_starts_from_another(run, tmp_path):
+    folder, config, _ = run
+    write_folder(tmp_path / "data")
+    best = str(folder / "out/small/best.safetensors")
+    said = lines_of(config_of(tmp_path, init_from=best, epochs=1, optim={"warmup_epochs": 0.0}))
+    tensors = len(load_model(best).state_dict())
+    assert any(f"{tensors} of {tensors} tensors start from" in line for line in said)
+    assert float(rows(tmp_path / "out/small")[0]["val_mean_iou"]) > 0.8
+
+
+def test_wrong_options_are_one_line(run, tmp_path, capsys):
+    folder, config, _ = run
+    flags = ["--config", str(folder / "out/small/config.yaml"), "--run", "x"]
+    assert train_tool([*flags, "--optim.mixup", "0.2"]) == 2
+    assert_one_error(capsys, "mix the classes of images")
+    assert train_tool([*flags, "--model.args.head_blocks", "[7]"]) == 2
+    assert_one_error(capsys, "head_blocks [7]: the model has 2 blocks")
+    assert train_tool([*flags, "--model.name", "resnet18", "--model.args", "{}"]) == 2
+    assert_one_error(capsys, "has no patch features")
+    assert train_tool([*flags, "--data.task", "boxes"]) == 2
+    assert_one_error(capsys, "task")
+    assert not (folder / "out" / "x").exists()
+    check(config)
+
+
+def test_what_is_for_classes_of_images_refuses_masks(run, tmp_path, capsys):
+    best = str(run[0] / "out/small/best.safetensors")
+    share, convert = load_tool("share"), load_tool("convert")
+    assert share([best, "--to", str(tmp_path / "shared")]) == 2
+    assert_one_error(capsys, "gives classes of pixels")
+    assert convert([best, "--output", str(tmp_path / "c.safetensors")]) == 2
+    assert_one_error(capsys, "gives classes of pixels")
+    assert read_metadata(best)["model"] == "scaleformer_vit_t" and not list(tmp_path.iterdir())

@@ -1,0 +1,240 @@
+"""Masks of many images, a PNG for each or one array: the work of ``visionattn predict`` where a
+model gives each pixel a class.
+
+This module owns the files, and how a mask comes to the size of its image. Every file appears whole
+or not at all, and the table of them last.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from visionattn.cli.ends import OutOfMemory
+from visionattn.cli.files import check_folder, check_free, write_whole
+from visionattn.cli.progress import Progress
+from visionattn.cli.tables import write_rows
+from visionattn.data.geometry import Geometry
+from visionattn.inference.forecast import outlook
+from visionattn.inference.listing import find_images
+from visionattn.inference.opening import Opened, description, open_model
+from visionattn.inference.predict import FIELDS, PredictOptions
+from visionattn.inference.reading import ReadImages
+from visionattn.inference.running import Outcome, run_images
+from visionattn.models.segmentation import IGNORED, Segmenter
+from visionattn.models.weights import described
+from visionattn.training.painting import class_names, palette
+
+TABLE = "masks.csv"
+"""The table of the masks in a folder, a row per image."""
+ARRAY = ".npy"
+"""What a file ends in that is to hold the mask of one image as an array."""
+
+
+def gives_masks(options: PredictOptions) -> bool:
+    """Tell by the head of its file whether the model of the options gives each pixel a class.
+
+    Raises:
+        FileNotFoundError, ValueError: there is no such file, or it is garbled; one line.
+    """
+    metadata = description(options.checkpoint) if options.checkpoint else None
+    return bool(metadata) and described(metadata, options.checkpoint)[2].task == "segmentation"
+
+
+@dataclass(frozen=True)
+class Masked:
+    """The mask of one image."""
+
+    outcome: Outcome
+    file: str | None
+    """Where it is; None where there is none."""
+    shares: tuple[float, ...]
+    """The share of the image's pixels that each class has; empty where there is no mask."""
+
+    def row(self, names: tuple[str, ...]) -> dict[str, Any]:
+        """Return a row of the table: ``FIELDS``, ``mask``, and ``share_`` of each class."""
+        row = {name: getattr(self.outcome, name) for name in FIELDS} | {"mask": self.file}
+        for number, name in enumerate(names):
+            row[f"share_{name}"] = round(self.shares[number], 6) if self.shares else None
+        return row
+
+
+class MaskPredictor:
+    """Model and images, after all checks; nothing is written before ``run``.
+
+    Args:
+        options: what ``parse_options`` returned.
+
+    Raises:
+        ValueError, FileNotFoundError: something is wrong or in the way; one line.
+    """
+
+    def __init__(self, options: PredictOptions):
+        self.options = options
+        if options.top_k is not None:
+            raise ValueError("top_k is of classes of images, and this model has those of pixels")
+        if options.output is None:
+            raise ValueError(
+                f"--output is missing: a folder for a PNG of each mask, or for one image a file "
+                f"that ends in {ARRAY}"
+            )
+        self.output = Path(options.output)
+        self.listing = find_images(options.images or [])
+        self.as_array = self.output.suffix == ARRAY
+        if self.as_array and len(self.listing) > 1:
+            raise ValueError(
+                f"{self.output} holds one mask, and there are {len(self.listing)} images; name a "
+                "folder"
+            )
+        paths = [self.listing.name(index) for index in range(len(self.listing))]
+        self.files = [self.output] if self.as_array else mask_files(self.output, paths)
+        self._check_output()
+        self.opened: Opened = open_model(options, classifies=True)
+        self.names = class_names(self.opened.spec)
+        self.images = ReadImages(
+            self.listing, self.opened.spec, self.opened.geometry, options.max_pixels
+        )
+        self.images.check_asked()
+
+    def _check_output(self) -> None:
+        if self.as_array:
+            check_free(self.output, self.options.overwrite)
+            return
+        if self.output.suffix.lower() in (".csv", ".json", ".png"):
+            raise ValueError(
+                f"--output {self.output}: this model gives masks; name a folder for them, or for "
+                f"one image a file that ends in {ARRAY}"
+            )
+        check_folder(self.output, "choose another output")
+        there = [path for path in (*self.files, self.output / TABLE) if path.exists()]
+        if there and not self.options.overwrite:
+            raise ValueError(f"{there[0]} exists; --overwrite replaces it")
+        folder = next((path for path in there if path.is_dir()), None)
+        if folder is not None:
+            raise ValueError(f"{folder} is a folder, where a mask would go; choose another output")
+
+    def run(self, say: Callable[[str], None]) -> None:
+        """Write the masks, and the table of them, and say what came of it.
+
+        Raises:
+            ValueError: none of the images gives a mask.
+            OutOfMemory: none of them fits into memory.
+            DoesNotFit: a batch clearly takes more memory than there is; nothing is written.
+            Failed: a process that reads images ended.
+        """
+        for note in self.opened.notes:
+            say(note)
+        options = self.options
+        how = dict(workers=options.workers, amp=options.amp)
+        asked = options.batch_size or self.opened.usual_batch
+        told = outlook(self.opened, self.images, masks, batch_size=asked, **how)
+        for text in told.lines:
+            say(text)
+        batches = run_images(
+            self.opened,
+            self.images,
+            masks,
+            batch_size=told.batch_size,
+            dtype=torch.uint8,
+            **how,
+        )
+        rows: list[Masked] = []
+        files = iter(self.files)
+        with Progress(len(self.listing)) as progress, progress.within(self.opened.model):
+            for batch in batches:
+                rows += [self._written(outcome, next(files)) for outcome in batch]
+                progress.advance(len(batch), sum(each.value is None for each in batch))
+        done = [row for row in rows if row.file is not None]
+        if not self.as_array:
+            self.output.mkdir(parents=True, exist_ok=True)
+            write_whole(self.output / TABLE, lambda place: self._write_table(place, rows))
+        if not done:
+            first = rows[0].outcome
+            raise (OutOfMemory if first.status == "oom" else ValueError)(
+                f"none of the {len(rows)} images has a mask; the first: {first.path}: "
+                f"{first.reason}"
+            )
+        say(f"{len(done)} of {len(rows)} images have masks: {self.output}")
+
+    def _written(self, outcome: Outcome, path: Path) -> Masked:
+        """Write the mask of an image, where there is one."""
+        outcome = judged(outcome, self.opened.geometry)
+        if outcome.value is None:
+            return Masked(outcome, None, ())
+        mask = outcome.value.numpy()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if self.as_array:
+            write_whole(path, lambda place: _save_array(place, mask))
+        else:
+            picture = Image.fromarray(mask)
+            picture.putpalette(palette(self.opened.spec))
+            write_whole(path, lambda place: picture.save(place, format="PNG"))
+        counts = np.bincount(mask.ravel(), minlength=IGNORED + 1)[: len(self.names)]
+        shares = tuple((counts / mask.size).tolist())
+        return Masked(replace(outcome, value=None), str(path), shares)
+
+    def _write_table(self, path: Path, rows: list[Masked]) -> None:
+        columns = [*FIELDS, "mask", *(f"share_{name}" for name in self.names)]
+        with open(path, "w", encoding="utf-8", errors="surrogateescape", newline="") as file:
+            write_rows(file, columns, (row.row(self.names) for row in rows))
+
+
+def masks(model: nn.Module, inputs: Tensor, sizes: Tensor | None) -> Tensor:
+    """Return the class of each pixel, uint8 ``[B, H, W]``, for inputs ``[B, C, H, W]``."""
+    assert isinstance(model, Segmenter)
+    return model.masks(inputs, sizes)
+
+
+def judged(outcome: Outcome, geometry: Geometry) -> Outcome:
+    """Return the outcome of an image with its mask at the size of the file, uint8
+    ``[height, width]``; without one where the logits of a pixel are not finite.
+    """
+    if outcome.value is None or outcome.height is None or outcome.width is None:
+        return outcome
+    view = geometry.view(outcome.height, outcome.width)
+    rows, columns = view.content
+    part = outcome.value[:rows, :columns].numpy()
+    if (part == IGNORED).any():
+        return replace(outcome, status="nan", reason="outputs are not finite", value=None)
+    top, left, height, width = view.box
+    if part.shape != (height, width):
+        part = cv2.resize(part, (width, height), interpolation=cv2.INTER_NEAREST_EXACT)
+    whole = np.full((outcome.height, outcome.width), IGNORED, np.uint8)
+    whole[top : top + height, left : left + width] = part
+    return replace(outcome, value=torch.from_numpy(whole))
+
+
+def mask_files(folder: Path, paths: list[str]) -> list[Path]:
+    """Return where the mask of each image goes: its path below the folder that all share, ending in
+    ``.png``; after the image's own ending where two images would have one mask.
+
+    Raises:
+        ValueError: two images are one file.
+    """
+    absolute = [os.path.abspath(path) for path in paths]
+    shared = os.path.commonpath([os.path.dirname(path) for path in absolute])
+    below = [Path(os.path.relpath(path, shared)) for path in absolute]
+    stems = [path.with_suffix("") for path in below]
+    counts: dict[Path, int] = {}
+    for stem in stems:
+        counts[stem] = counts.get(stem, 0) + 1
+    names = [
+        path.with_suffix(".png") if counts[stem] == 1 else path.with_name(f"{path.name}.png")
+        for path, stem in zip(below, stems, strict=True)
+    ]
+    if len(set(names)) < len(names):
+        twice = next(path for path in paths if absolute.count(os.path.abspath(path)) > 1)
+        raise ValueError(f"{twice} is named twice; each image has one mask")
+    return [folder / name for name in names]
+
+
+def _save_array(path: Path, mask: np.ndarray) -> None:
+    with open(path, "wb") as file:
+        np.save(file, mask)

@@ -1,0 +1,230 @@
+"""A vision transformer with a class for each pixel: a linear head on its patch features.
+
+This module owns the head and how its logits become those of pixels. The body is any ViT of ours or
+of timm, made by name as for classification.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import timm
+import torch
+import torch.nn.functional as F
+from timm.layers import LayerNorm2d, to_2tuple
+from torch import Tensor, nn
+
+IGNORED = 255
+"""The class of pixels that do not count; so there are 255 others at most."""
+HEAD_ARGS = ("head_blocks", "head_stride")
+"""The arguments of a ``Segmenter`` beside those of its body."""
+
+
+class Segmenter(nn.Module):
+    """A vision transformer whose outputs are logits of each pixel, ``[B, classes, H_px, W_px]``.
+
+    The feature maps of the chosen blocks, each after the body's final norm (or one of its own,
+    where the body pools before it) as for the linear heads of DINOv2 (Oquab et al. 2023, section
+    7.4), stand beside each other in the channels. One linear layer gives each patch the logits of
+    its cells, and bilinear interpolation those of pixels.
+
+    Args:
+        backbone: a ViT without classifier, of ours or of timm: it has ``blocks``,
+            ``patch_embed.patch_size`` and ``forward_intermediates``. Blocks above the last chosen
+            one are removed.
+        num_classes: classes of pixels.
+        head_blocks: the blocks whose features are used, from the end where negative; None: the
+            last.
+        head_stride: side in pixels of the cells that have logits of their own; it divides both
+            sides of a patch. None: the shorter side of a patch, so that square patches are one cell
+            each.
+
+    Raises:
+        ValueError: the body is no such ViT, or has no such blocks, or cells do not fill patches.
+    """
+
+    def __init__(
+        self,
+        backbone: nn.Module,
+        num_classes: int,
+        *,
+        head_blocks: Sequence[int] | None = None,
+        head_stride: int | None = None,
+    ):
+        super().__init__()
+        patch_px = getattr(getattr(backbone, "patch_embed", None), "patch_size", None)
+        parts = ("blocks", "forward_intermediates", "prune_intermediate_layers")
+        if patch_px is None or not all(hasattr(backbone, part) for part in parts):
+            raise ValueError(
+                f"{type(backbone).__name__} has no patch features for a head of pixels; take a "
+                "vision transformer, such as scaleformer_vit_s or vit_small_patch16_224"
+            )
+        rows, columns = to_2tuple(patch_px)
+        self.taken = _places(head_blocks, len(backbone.blocks))
+        self.stride = min(rows, columns) if head_stride is None else head_stride
+        if self.stride < 1 or rows % self.stride or columns % self.stride:
+            raise ValueError(
+                f"head_stride {self.stride} does not divide the sides of a patch of {rows} x "
+                f"{columns} pixels"
+            )
+        # timm's own way to drop what no chosen block needs; the final norm stays.
+        backbone.prune_intermediate_layers(self.taken, prune_norm=False, prune_head=True)
+        self.backbone = backbone
+        self.num_classes = num_classes
+        self.cells = rows // self.stride, columns // self.stride
+        """Rows and columns of cells in a patch."""
+        # A body that pools before its norm has none for patches.
+        unnormed = isinstance(backbone.norm, nn.Identity)
+        self.norms = nn.ModuleList(
+            LayerNorm2d(backbone.embed_dim) if unnormed else nn.Identity() for _ in self.taken
+        )
+        width = len(self.taken) * backbone.embed_dim
+        self.head = nn.Conv2d(width, num_classes * self.cells[0] * self.cells[1], 1)
+        nn.init.trunc_normal_(self.head.weight, std=0.02)
+        nn.init.zeros_(self.head.bias)
+
+    @property
+    def patch_embed(self) -> Any:
+        """Return the body's patch embedding, which says what images it takes."""
+        return self.backbone.patch_embed
+
+    @property
+    def blocks(self) -> Any:
+        """Return the body's blocks."""
+        return self.backbone.blocks
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Compute the blocks anew for the backward pass."""
+        self.backbone.set_grad_checkpointing(enable)
+
+    def set_input_size(self, *args, **kwargs) -> None:
+        """Change the body's native size, as it does."""
+        self.backbone.set_input_size(*args, **kwargs)
+
+    def no_weight_decay(self) -> set[str]:
+        """Return the parameters of the body that do not decay."""
+        return {f"backbone.{name}" for name in self.backbone.no_weight_decay()}
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Return timm's grouping of parameters by depth: the body's stem, its blocks, the rest."""
+        return dict(
+            stem=r"^backbone\.(?:cls_token|reg_token|pos_embed|patch_embed|norm_pre)",
+            blocks=[
+                (r"^backbone\.blocks\.(\d+)", None),
+                (r"^backbone\.norm", (99999,)),
+            ],
+        )
+
+    def forward_cells(self, x: Tensor, sizes: Tensor | None = None) -> Tensor:
+        """Return the logits of cells, ``[B, classes, rows, columns]``; arguments are those of
+        ``forward``. Cells of absent patches repeat the nearest ones that are present.
+        """
+        given = {} if sizes is None else {"sizes": sizes}
+        maps = self.backbone.forward_intermediates(
+            x, indices=self.taken, norm=True, intermediates_only=True, **given
+        )
+        normed = [norm(each) for norm, each in zip(self.norms, maps, strict=True)]
+        logits = self.head(torch.cat(normed, 1))
+        batch, _, height, width = logits.shape
+        down, across = self.cells
+        logits = logits.view(batch, self.num_classes, down, across, height, width)
+        size = (batch, self.num_classes, height * down, width * across)
+        logits = logits.permute(0, 1, 4, 2, 5, 3).reshape(size)
+        return logits if sizes is None else self._extended(logits, sizes)
+
+    def _extended(self, logits: Tensor, sizes: Tensor) -> Tensor:
+        """Repeat the last row and column of what images fill, up to whole patches, so that what is
+        absent has no part in the interpolation.
+        """
+        rows, columns = logits.shape[2:]
+        patch = torch.tensor(to_2tuple(self.patch_embed.patch_size), device=sizes.device)
+        last = (sizes + patch - 1) // patch * torch.tensor(self.cells, device=sizes.device) - 1
+        down = torch.arange(rows, device=sizes.device).minimum(last[:, :1])
+        across = torch.arange(columns, device=sizes.device).minimum(last[:, 1:])
+        batch = torch.arange(len(logits), device=sizes.device)[:, None, None]
+        return logits[batch, :, down[:, :, None], across[:, None, :]].permute(0, 3, 1, 2)
+
+    def forward(self, x: Tensor, sizes: Tensor | None = None) -> Tensor:
+        """Turn images ``[B, C, H_px, W_px]`` into logits ``[B, classes, H_px, W_px]``.
+
+        Args:
+            sizes: int64 ``[B, 2]``, height and width in pixels of what each image fills, for bodies
+                that leave out the rest; logits there mean nothing.
+        """
+        logits = enlarged(self.forward_cells(x, sizes), self.stride)
+        if getattr(self.patch_embed, "dynamic_img_pad", False):
+            # FSDP takes no views.
+            return logits[:, :, : x.shape[2], : x.shape[3]].clone()
+        return logits
+
+    @torch.inference_mode()
+    def masks(self, x: Tensor, sizes: Tensor | None = None, *, strip: int = 64) -> Tensor:
+        """Return the class of each pixel, uint8 ``[B, H_px, W_px]``, without the logits of all
+        pixels in memory; ``IGNORED`` where these are not finite.
+
+        Args:
+            x, sizes: as for ``forward``.
+            strip: rows of cells whose pixels have logits at once.
+        """
+        logits = self.forward_cells(x, sizes).float()
+        found = []
+        for first in range(0, logits.shape[2], strip):
+            # One row of cells on either side has a part in the interpolation.
+            above, last = max(0, first - 1), min(logits.shape[2], first + strip)
+            part = enlarged(logits[:, :, above : last + 1], self.stride)
+            begin = (first - above) * self.stride
+            part = part[:, :, begin : begin + (last - first) * self.stride]
+            values = part.argmax(1).to(torch.uint8)
+            found.append(values.masked_fill_(~part.isfinite().all(1), IGNORED))
+        return torch.cat(found, 1)[:, : x.shape[2], : x.shape[3]]
+
+
+def enlarged(logits: Tensor, times: int) -> Tensor:
+    """Return maps ``[B, C, H, W]`` enlarged by a whole number, bilinearly between the middles of
+    cells.
+    """
+    if times == 1:
+        return logits
+    return F.interpolate(logits, scale_factor=times, mode="bilinear", align_corners=False)
+
+
+def _places(blocks: Sequence[int] | None, depth: int) -> list[int]:
+    """Return numbers of blocks from the start, in order.
+
+    Raises:
+        ValueError: one does not exist, or is named twice.
+    """
+    if blocks is None:
+        return [depth - 1]
+    wrong = [block for block in blocks if not -depth <= block < depth]
+    if wrong or not blocks:
+        raise ValueError(
+            f"head_blocks {list(blocks)}: the model has {depth} blocks, from 0 to {depth - 1} or "
+            f"from -{depth} to -1"
+        )
+    places = sorted(block % depth for block in blocks)
+    if len(set(places)) < len(places):
+        raise ValueError(f"head_blocks {list(blocks)} name a block twice")
+    return places
+
+
+def create(
+    name: str, task: str, num_classes: int, in_chans: int, args: dict[str, Any]
+) -> nn.Module:
+    """Make the model of a task by its timm name.
+
+    Args:
+        name: of a model of timm, ours included; that of the body where pixels have classes.
+        task: ``classification`` or ``segmentation``.
+        num_classes: classes of images or of pixels.
+        in_chans: channels of the images.
+        args: of the model; for ``segmentation`` also ``HEAD_ARGS``.
+
+    Raises:
+        ValueError: see ``Segmenter``; and what the model raises for its arguments.
+    """
+    if task == "classification":
+        return timm.create_model(name, num_classes=num_classes, in_chans=in_chans, **args)
+    head = {key: value for key, value in args.items() if key in HEAD_ARGS}
+    rest = {key: value for key, value in args.items() if key not in HEAD_ARGS}
+    body = timm.create_model(name, num_classes=0, in_chans=in_chans, **rest)
+    return Segmenter(body, num_classes, **head)
