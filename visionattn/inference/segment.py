@@ -154,7 +154,7 @@ class MaskPredictor:
         done = [row for row in rows if row.file is not None]
         if not self.as_array:
             self.output.mkdir(parents=True, exist_ok=True)
-            write_whole(self.output / TABLE, lambda place: self._write_table(place, rows))
+            write_whole(self.output / TABLE, lambda place: self._write(place, rows))
         if not done:
             first = rows[0].outcome
             raise (OutOfMemory if first.status == "oom" else ValueError)(
@@ -171,7 +171,12 @@ class MaskPredictor:
         mask = outcome.value.numpy()
         path.parent.mkdir(parents=True, exist_ok=True)
         if self.as_array:
-            write_whole(path, lambda place: _save_array(place, mask))
+
+            def write(place: Path) -> None:
+                with open(place, "wb") as file:
+                    np.save(file, mask)
+
+            write_whole(path, write)
         else:
             picture = Image.fromarray(mask)
             picture.putpalette(palette(self.opened.spec))
@@ -180,7 +185,7 @@ class MaskPredictor:
         shares = tuple((counts / mask.size).tolist())
         return Masked(replace(outcome, value=None), str(path), shares)
 
-    def _write_table(self, path: Path, rows: list[Masked]) -> None:
+    def _write(self, path: Path, rows: list[Masked]) -> None:
         columns = [*FIELDS, "mask", *(f"share_{name}" for name in self.names)]
         with open(path, "w", encoding="utf-8", errors="surrogateescape", newline="") as file:
             write_rows(file, columns, (row.row(self.names) for row in rows))
@@ -233,8 +238,3 @@ def mask_files(folder: Path, paths: list[str]) -> list[Path]:
         twice = next(path for path in paths if absolute.count(os.path.abspath(path)) > 1)
         raise ValueError(f"{twice} is named twice; each image has one mask")
     return [folder / name for name in names]
-
-
-def _save_array(path: Path, mask: np.ndarray) -> None:
-    with open(path, "wb") as file:
-        np.save(file, mask)
