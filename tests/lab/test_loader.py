@@ -185,7 +185,7 @@ BAD_FLAGS = {
     "loader folder+root=nowhere": "nowhere",
     "loader digits+augment=three": "augment three is not made for digits",
     "loader digits+workers=3": "digits+workers=3: workers is given by --workers",
-    "loader digits+light": "wanted options like augment=none, of root, fit",
+    "loader digits+light": "wanted options like augment=none, of task, root, fit",
     "loader canvas --img-size 64 40": "canvas of 40 pixels is too small",
     "loader digits --workers -1": "wanted a whole number from 0, got '-1'",
     "loader digits --device cuda": "--device does nothing with loader",

@@ -29,13 +29,11 @@ from visionattn.data.config import DataConfig
 from visionattn.data.geometry import Geometry
 from visionattn.models.weights import load_model
 from visionattn.training import engine
+from visionattn.training.album import MOST_PAIRS, Album, by_class
 from visionattn.training.distributed import joined
 from visionattn.training.evaluate import evaluate
 from visionattn.training.mistakes import (
     MOST_BYTES,
-    MOST_PAIRS,
-    Album,
-    by_class,
     read_by_class,
     write_by_class,
 )

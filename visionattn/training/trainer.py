@@ -25,13 +25,14 @@ from visionattn.data.splits import Splits, eval_batches, train_batches
 from visionattn.data.streams import StreamEvalBatches
 from visionattn.models.registration import complete
 from visionattn.models.weights import load_model, save_model
+from visionattn.training.album import Album, by_class
 from visionattn.training.build import patch_size
 from visionattn.training.checkpoint import random_state, restore_random_state
 from visionattn.training.config import TrainConfig
 from visionattn.training.distributed import Processes
 from visionattn.training.evaluate import Evaluation, evaluate
 from visionattn.training.learner import Learner
-from visionattn.training.mistakes import Album, SplitName, by_class, write_by_class
+from visionattn.training.mistakes import SplitName, write_by_class
 from visionattn.training.objective import Objective
 from visionattn.training.progress import (
     Position,
