@@ -248,6 +248,9 @@ def spoil(root, what):
         indexed(np.full((height, width), 3, np.uint8), path)
     elif what == "colours":
         coloured(np.ones((height, width), np.uint8), path)
+    elif what == "floats":
+        path.unlink()
+        Image.fromarray(np.full((height, width), 0.5, np.float32)).save(path.with_suffix(".tif"))
     elif what == "garbled":
         path.write_bytes(b"no mask")
     elif what == "cut":
@@ -260,6 +263,7 @@ def spoil(root, what):
         ("size", "it has 33 x 18 pixels, its image 33 x 17"),
         ("value", "it has the value 3; with 3 classes wanted 0 to 2 or 255, which does not count"),
         ("colours", "name that of each class with data.mask_colours"),
+        ("floats", "it has floats; wanted the number of a class for each pixel"),
         ("garbled", "cannot be read"),
         ("cut", "cannot be read"),
     ],
@@ -268,7 +272,7 @@ def test_a_wrong_mask_is_the_image_that_cannot_be_read(tmp_path, what, words):
     spoil(write_folder(tmp_path), what)
     splits = build_splits(config(tmp_path, mask_classes=["a", "b", "c"]), 0)
     found = item(splits, 2)
-    assert isinstance(found, Unreadable) and words in str(found) and "2.png" in found.reason
+    assert isinstance(found, Unreadable) and words in str(found) and "masks/deep/2." in found.reason
     assert "\n" not in str(found) and not isinstance(item(splits, 1), Unreadable)
 
 

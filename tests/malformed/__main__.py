@@ -13,6 +13,7 @@ from tests.malformed import (
     features,
     flags,
     images,
+    masks,
     reports,
     runs,
     states,
@@ -42,7 +43,7 @@ CONTROLS = {
     "distil goes on": valid.GO_ON,
     "train of a teacher": (*teachers.START, "--epochs", "1"),
     "table": ("report", "profile/memory.csv", "--output", "page.html"),
-}
+} | masks.CONTROLS
 """What works on valid files: else a case could fail for another reason than its own."""
 
 
@@ -50,14 +51,10 @@ def all_cases() -> Iterator[Case]:
     """Return every case; their names differ."""
     for name, argv in CONTROLS.items():
         everything = ("run", "features", "sweep", "page.html", "out", "events")
-        everything += (
-            "out.safetensors",
-            "out.pt2",
-            "student",
-        )
+        everything += ("out.safetensors", "out.pt2", "out.npy", "student", "segmented")
         yield Case(f"valid {name}", argv, tolerated="", writes=everything)
-    parts = (flags, states, weights, features, sweeps, runs, yaml_texts, images, reports)
-    for part in (*parts, teachers):
+    parts = (flags, states, weights, features, sweeps, runs, yaml_texts, images, masks)
+    for part in (*parts, reports, teachers):
         yield from part.cases()
 
 

@@ -3,7 +3,8 @@
 ``images`` (two classes), ``run`` (a training with averaged weights), ``base.yaml`` and ``sweep``
 (two head counts with everything trained and measured), ``features``, ``profile``, ``weights.pth``
 (of another project), a timm ViT in ``teacher.safetensors`` (ours) and ``teacher.pth``,
-``converted.safetensors``, and ``student`` (its distillation in two stages, of ``distil.yaml``).
+``converted.safetensors``, and ``student`` (its distillation in two stages, of ``distil.yaml``);
+``photos`` (images with masks), and ``segmented`` (a training of ``masked.yaml`` on them).
 """
 
 import contextlib
@@ -29,6 +30,12 @@ TRAINING = {
     "threads": 1,
     "output": ".",
 }
+MASKED_TRAINING = TRAINING | {
+    "model": {"name": "taylorshift_vit_t", "args": MODEL | {"head_stride": 4}},
+    "data": TRAINING["data"]
+    | {"root": "photos", "task": "segmentation", "mask_classes": ["a", "b", "c"]},
+}
+SEGMENTED = "segmented/best.safetensors"
 DISTILLING = {
     "teacher": "teacher.safetensors",
     "data": {"name": "folder", "root": "images", "workers": 0},
@@ -48,9 +55,12 @@ def write(folder: Path) -> None:
     configuration = TRAINING | {"optim": TRAINING["optim"] | {"ema_decay": None}}
     (folder / "base.yaml").write_text(yaml.safe_dump(configuration))
     (folder / "train.yaml").write_text(yaml.safe_dump(TRAINING))
+    (folder / "masked.yaml").write_text(yaml.safe_dump(MASKED_TRAINING))
+    write_masks(folder / "photos")
     write_rows(folder / "profile" / "memory.csv", memory_rows())
     with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()) as said:
         run("train", "--config", "train.yaml", "--run", "run")
+        run("train", "--config", "masked.yaml", "--run", "segmented")
         run(*FEATURES, "--output", "features")
         run(*FEATURES, "--dense", "--output", "dense")
         write_sweep()
@@ -97,6 +107,17 @@ def write_images(folder: Path) -> None:
             for number in range(count):
                 pixels = drawn.integers(0, 256, (16, 16, 3), np.uint8)
                 Image.fromarray(pixels).save(folder / split / name / f"{number}.png")
+
+
+def write_masks(folder: Path) -> None:
+    """Write eight images with masks of three classes to train on, and two to validate on."""
+    drawn = np.random.default_rng(6)
+    for split, count in (("train", 8), ("val", 2)):
+        for kind, most, shape in (("images", 256, (16, 16, 3)), ("masks", 3, (16, 16))):
+            (folder / split / kind).mkdir(parents=True)
+            for number in range(count):
+                pixels = drawn.integers(0, most, shape, np.uint8)
+                Image.fromarray(pixels).save(folder / split / kind / f"{number}.png")
 
 
 def write_sweep() -> None:

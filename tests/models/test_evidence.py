@@ -14,6 +14,7 @@ from visionattn.models.evidence import (
     principal,
     watch,
 )
+from visionattn.models.segmentation import create
 from visionattn.ops import reference
 
 SMALL = dict(patch_size=4, embed_dim=24, depth=3, num_heads=3, horizon=2, num_classes=5)
@@ -377,6 +378,9 @@ def test_what_cannot_be_looked_at_is_one_line():
     model, inputs = build(), image()
     with pytest.raises(ValueError, match="^VisionTransformer is no model of visionattn"):
         check_model(timm.create_model("vit_tiny_patch16_224", depth=1))
+    pixels = create("scaleformer_vit_t", "segmentation", 2, 3, dict(depth=1))
+    with pytest.raises(ValueError, match="^the model gives each pixel a class"):
+        check_model(pixels)
     with pytest.raises(ValueError, match="^the model has no classes"):
         check_model(timm.create_model("scaleformer_vit_t", depth=1, num_classes=0))
     assert check_model(model) is model

@@ -1,5 +1,7 @@
 """The head of pixels: its logits against loops, padding, strips, and what it refuses."""
 
+from dataclasses import replace
+
 import pytest
 import timm
 import torch
@@ -8,7 +10,7 @@ import torch.nn.functional as F
 import visionattn  # noqa: F401  registers the models
 from visionattn.models.filled import takes_sizes
 from visionattn.models.segmentation import IGNORED, Segmenter, create
-from visionattn.models.weights import DataSpec, load_model, save_model
+from visionattn.models.weights import DataSpec, check_spec, load_model, save_model
 
 BODY = dict(img_size=32, patch_size=8, embed_dim=16, depth=3, num_heads=2)
 CLASSES = 5
@@ -120,12 +122,33 @@ def test_a_file_gives_the_same_model_again(tmp_path):
         (dict(head_blocks=[2, -1]), "name a block twice"),
         (dict(head_stride=3), "head_stride 3 does not divide the sides of a patch of 8 x 8"),
         (dict(head_stride=0), "head_stride 0 does not divide"),
+        (dict(head_blocks=["x"]), "head_blocks must be a list of whole numbers, got ['x']"),
+        (dict(head_blocks=7), "head_blocks must be a list of whole numbers, got 7"),
+        (dict(head_stride="4"), "head_stride must be a whole number, got '4'"),
     ],
 )
 def test_heads_that_cannot_be_are_one_line(args, words):
     with pytest.raises(ValueError) as caught:
         made(**args)
     assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (dict(num_classes=0), "data.num_classes is 0"),
+        (dict(num_classes=256), "data.num_classes is 256"),
+        (dict(colours=((0, 0, 0),)), "data.colours is"),
+        (dict(colours=((0, 0, -1), (0, 0, 0))), "data.colours is"),
+        (dict(colours=((0, 0, 256), (0, 0, 0))), "data.colours is"),
+    ],
+)
+def test_what_a_file_says_of_pixels_is_checked(wrong, words):
+    spec = DataSpec(3, 2, (), (0.5,) * 3, (0.2,) * 3, None, 32, task="segmentation")
+    check_spec(spec)
+    with pytest.raises(ValueError) as caught:
+        check_spec(replace(spec, **wrong))
+    assert words in str(caught.value)
 
 
 def test_a_network_without_patch_features_is_refused():

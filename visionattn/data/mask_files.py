@@ -111,6 +111,8 @@ def _indices(mask: Image.Image) -> np.ndarray:
     if mask.mode in INDEXED:
         values = np.asarray(mask)
         return values.astype(np.uint8) if values.dtype == bool else values
+    if mask.mode == "F":
+        raise NotAsAsked("it has floats; wanted the number of a class for each pixel")
     colours = np.asarray(mask.convert("RGB"))
     if (colours != colours[..., :1]).any():
         raise NotAsAsked(

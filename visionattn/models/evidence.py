@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from visionattn.layers import Attention
 from visionattn.layout import Grid
 from visionattn.models.backbone import VisionAttnTransformer
+from visionattn.models.segmentation import Segmenter
 from visionattn.ops.rows import Rows
 
 POOLED = {
@@ -69,6 +70,11 @@ def check_model(model: nn.Module) -> VisionAttnTransformer:
     Raises:
         ValueError: it is none of ours, or it has no classes.
     """
+    if isinstance(model, Segmenter):
+        raise ValueError(
+            "the model gives each pixel a class, where look draws the evidence of one class of an "
+            "image; visionattn predict writes its masks"
+        )
     if not isinstance(model, VisionAttnTransformer):
         raise ValueError(
             f"{type(model).__name__} is no model of visionattn, whose blocks and pooling look reads"

@@ -61,6 +61,8 @@ class Segmenter(nn.Module):
         rows, columns = to_2tuple(patch_px)
         self.taken = _places(head_blocks, len(backbone.blocks))
         self.stride = min(rows, columns) if head_stride is None else head_stride
+        if type(self.stride) is not int:
+            raise ValueError(f"head_stride must be a whole number, got {self.stride!r:.80}")
         if self.stride < 1 or rows % self.stride or columns % self.stride:
             raise ValueError(
                 f"head_stride {self.stride} does not divide the sides of a patch of {rows} x "
@@ -191,10 +193,14 @@ def _places(blocks: Sequence[int] | None, depth: int) -> list[int]:
     """Return numbers of blocks from the start, in order.
 
     Raises:
-        ValueError: one does not exist, or is named twice.
+        ValueError: they are no whole numbers, one does not exist, or is named twice.
     """
     if blocks is None:
         return [depth - 1]
+    # Files of weights say them too.
+    listed = isinstance(blocks, (list, tuple, range))
+    if not listed or any(type(block) is not int for block in blocks):
+        raise ValueError(f"head_blocks must be a list of whole numbers, got {blocks!r:.80}")
     wrong = [block for block in blocks if not -depth <= block < depth]
     if wrong or not blocks:
         raise ValueError(

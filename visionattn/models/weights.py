@@ -30,7 +30,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from visionattn.cli.files import first_line, write_whole
 from visionattn.cli.untrusted import SHOWN, brief, checked, from_json
 from visionattn.models.registration import FORMER, complete
-from visionattn.models.segmentation import create
+from visionattn.models.segmentation import IGNORED, create
 
 FORMAT = "visionattn"
 FORMAT_VERSION = 3
@@ -303,7 +303,8 @@ def check_spec(spec: DataSpec) -> None:
     sides = spec.img_size if isinstance(spec.img_size, tuple) else (spec.img_size or 1,)
     wrong = {
         "in_chans": spec.in_chans < 1 or (one_hot and spec.in_chans != 256),
-        "num_classes": spec.num_classes < 0,
+        "num_classes": spec.num_classes < 0
+        or (spec.task == "segmentation" and not 1 <= spec.num_classes <= IGNORED),
         "class_names": len(spec.class_names) not in (0, spec.num_classes),
         "mean": len(spec.mean) != channels or not all(map(math.isfinite, spec.mean)),
         "std": len(spec.std) != channels or not all(0 < std < math.inf for std in spec.std),
@@ -313,7 +314,11 @@ def check_spec(spec: DataSpec) -> None:
         "value_range": spec.value_range is not None
         and not -math.inf < spec.value_range[0] < spec.value_range[1] < math.inf,
         "page": spec.page is not None and spec.page < 1,
-        "colours": spec.colours is not None and len(spec.colours) != spec.num_classes,
+        "colours": spec.colours is not None
+        and (
+            len(spec.colours) != spec.num_classes
+            or not all(0 <= level <= 255 for colour in spec.colours for level in colour)
+        ),
     }
     for key, is_wrong in wrong.items():
         if is_wrong:
