@@ -14,7 +14,8 @@ from tests.helpers.small_runs import lines_of, small_config
 from tests.helpers.tools import load_tool
 from tests.training.test_segmentation import CLASSES, TINY, write_folder
 from visionattn.lab.report.masks import class_table, mask_galleries
-from visionattn.lab.report.runs import read_run
+from visionattn.lab.report.runs import Run, read_run
+from visionattn.lab.report.tables import results
 
 report = load_tool("report")
 
@@ -51,7 +52,22 @@ def test_the_page_shows_masks_and_the_figure_of_each_class(run, tmp_path, capsys
     for name in CLASSES:
         assert f"</span>{name}</li>" in page
     assert page.count('alt="its mask"') == 4 and "no images, since" not in page
+    assert "Which class is taken for which" not in page
     capsys.readouterr()
+
+
+def test_beside_a_run_that_classifies_images_each_has_its_own_figures(run):
+    images = Run(
+        run.parent, "images", result=dict(test_accuracy=0.75, test_images=8), status="finished"
+    )
+    table = results([read_run(run, "small", now=0), images])
+    masked, classified = (dict(zip(table.columns, row, strict=True)) for row in table.rows)
+    for row, empty, given in (
+        (masked, "accuracy", "mean IoU"),
+        (classified, "mean IoU", "accuracy"),
+    ):
+        assert (row[f"test {empty}"].text, row[f"test {empty}"].note) == ("", "")
+        assert row[f"test {given}"].text.endswith(" %") and row[f"test {given}"].note
 
 
 def test_shown_masks_are_the_known_ones_and_those_of_the_weights(run):

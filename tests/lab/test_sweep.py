@@ -397,6 +397,8 @@ BAD = {
     "model.args={{}}": "resnet18 does not take these args",
     "--base {base} --heads 2 --set model.name=vit_tiny_patch16_224 model.args={{}} --form "
     "direct": "are for visionattn's models",
+    "--base {base} --heads 2 --set data.name=canvas "
+    "data.task=segmentation": "has data.task segmentation, and a sweep compares accuracies",
     "--base missing.yaml --heads 2": "no configuration file at missing.yaml",
 }
 

@@ -212,6 +212,8 @@ def tool_cases() -> Iterator[Case]:
     yield Case("mask share", ("share", SEGMENTED, "--to", "out"))
     yield Case("mask features", ("features", *checkpoint, *images, "--output", "out"))
     yield Case("mask convert", ("convert", SEGMENTED, "--output", "out.safetensors"))
+    heads = ("--heads", "2", "4", "--output", "out")
+    yield Case("mask sweep", ("sweep", "--base", "masked.yaml", *heads))
     yield Case("mask distil", ("distil", "--config", "distil.yaml", "--teacher", SEGMENTED))
     yield Case("mask validate classes", (*VALIDATE, "--data.root", "images"))
     words = ("--data.root", "images", "--data.task", "classification")

@@ -9,7 +9,7 @@ from functools import partial
 
 from visionattn.lab.report.runs import Run
 from visionattn.lab.report.sameness import best_of, same_data
-from visionattn.lab.report.tables import Cell, Table
+from visionattn.lab.report.tables import Cell, Table, is_of_pixels
 from visionattn.training.mistakes import ByClass, Mistake
 from visionattn.training.pictures import SMALL_PX
 
@@ -87,7 +87,7 @@ class Classes:
     runs: Sequence[RunClasses]
     accuracies: Sequence[Accuracies]
     without: Sequence[str]
-    """Runs of which nothing is known."""
+    """Runs that classify images, but of whose classes nothing is known."""
 
 
 def classes_of(runs: Sequence[Run], images: int) -> Classes:
@@ -111,7 +111,7 @@ def classes_of(runs: Sequence[Run], images: int) -> Classes:
     return Classes(
         shown,
         [accuracies_of(group) for group in groups.values()],
-        [run.name for run in runs if run.by_class is None],
+        [run.name for run in runs if run.by_class is None and not is_of_pixels(run)],
     )
 
 

@@ -118,8 +118,8 @@ def is_of_pixels(run: Run) -> bool:
 
 
 def accuracy_cell(value: float | None, best: bool = False, note: str = "") -> Cell:
-    """Return a figure in %, strong where it is the best."""
-    return Cell("" if value is None else f"{100 * value:.2f} %", True, best, note=note)
+    """Return a figure in %, strong where it is the best, and a note; empty where it is unknown."""
+    return Cell("", True) if value is None else Cell(f"{100 * value:.2f} %", True, best, note=note)
 
 
 def share_of(result: dict[str, Any], key: str) -> str:

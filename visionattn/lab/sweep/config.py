@@ -154,6 +154,11 @@ def read_base(config: SweepConfig) -> TrainConfig:
     ]
     base = parse(TrainConfig, ["--config", config.base, *words])
     check(base)
+    if base.data.task != "classification":
+        raise ValueError(
+            f"{config.base} has data.task {base.data.task}, and a sweep compares accuracies of "
+            "classified images; train with each --model.args instead"
+        )
     return base
 
 
