@@ -31,6 +31,8 @@ from visionattn.models.weights import Fit
 
 Size = int | list[int] | Literal["native"] | None
 Amp = Literal["none", "bf16", "fp16"]
+SEQUENCES = ("bands", "value_range", "show", "blocks")
+"""Options whose values are lists, of which calls take any sequence."""
 WORDS = {"fit": (None, *get_args(Fit)), "amp": ("none", "bf16", "fp16")}
 
 
@@ -97,12 +99,12 @@ def predict(
         img_size=img_size,
         fit=fit,
         max_patches=max_patches,
-        bands=None if bands is None else list(bands),
-        value_range=None if value_range is None else list(value_range),
+        bands=bands,
+        value_range=value_range,
         page=page,
         batch_size=batch_size,
         workers=workers,
-        device=device or "auto",
+        device=device,
         amp=amp,
     )
     found = Predictions([], torch.empty(0), [])
@@ -153,12 +155,12 @@ def segment(
         img_size=img_size,
         fit=fit,
         max_patches=max_patches,
-        bands=None if bands is None else list(bands),
-        value_range=None if value_range is None else list(value_range),
+        bands=bands,
+        value_range=value_range,
         page=page,
         batch_size=batch_size,
         workers=workers,
-        device=device or "auto",
+        device=device,
         amp=amp,
     )
     with _opened(model, options, classifies=True) as opened:
@@ -207,12 +209,12 @@ def extract_features(
         img_size=img_size,
         fit=fit,
         max_patches=max_patches,
-        bands=None if bands is None else list(bands),
-        value_range=None if value_range is None else list(value_range),
+        bands=bands,
+        value_range=value_range,
         page=page,
         batch_size=batch_size,
         workers=workers,
-        device=device or "auto",
+        device=device,
         amp=amp,
     )
     with _opened(model, options, classifies=False) as opened:
@@ -276,17 +278,17 @@ def look(
         LookOptions,
         img_size=img_size,
         target=None if target is None else str(target),
-        show=list(show),
+        show=show,
         queries=words,
-        blocks=list(blocks),
+        blocks=blocks,
         head=head,
         features_block=features_block,
         fit=fit,
         max_patches=max_patches,
-        bands=None if bands is None else list(bands),
-        value_range=None if value_range is None else list(value_range),
+        bands=bands,
+        value_range=value_range,
         page=page,
-        device=device or "auto",
+        device=device,
     )
     check_asked(options)
     found = []
@@ -303,8 +305,13 @@ def look(
 
 
 def _options(kind: type[Options] = InferenceOptions, *, img_size: Size, **given) -> Options:
-    """Return the options of a call, of which the words and the size are checked."""
-    options = kind(img_size=list(img_size) if isinstance(img_size, tuple) else img_size, **given)
+    """Return the options of a call, with lists for sequences and ``auto`` for no device; the words
+    and the size are checked.
+    """
+    device = given.pop("device") or "auto"
+    lists = {key: list(given.pop(key)) for key in SEQUENCES if given.get(key) is not None}
+    size = list(img_size) if isinstance(img_size, tuple) else img_size
+    options = kind(img_size=size, device=device, **lists, **given)
     for key, known in WORDS.items():
         if getattr(options, key, known[0]) not in known:
             wanted = ", ".join(map(str, known))
