@@ -16,7 +16,7 @@ from timm.models import create_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers.tools import assert_one_error, load_tool, written
-from visionattn.lab.exports import NAMES, liven
+from visionattn.lab.exports import NAMES, liven, speeds
 from visionattn.models import export as exporting
 from visionattn.models.export import export
 from visionattn.models.weights import DataSpec, load_model, save_model
@@ -225,7 +225,7 @@ def test_a_file_that_does_not_run_is_not_written(tmp_path, monkeypatch):
 
         return run
 
-    monkeypatch.setattr(exporting, "_runner", runner)
+    monkeypatch.setattr(exporting, "runner", runner)
     with pytest.raises(
         ValueError, match=r"^images of .* px, 1 at a time: the file does not run \(bad"
     ):
@@ -247,7 +247,7 @@ def test_what_is_read_is_another_process_s_file_until_it_is_whole(tmp_path, monk
     path.write_bytes(b"before")
     monkeypatch.setattr(exporting, "_write_program", lambda program, path, said: path.touch())
     monkeypatch.setattr(exporting, "_trials", lambda *args: [])
-    monkeypatch.setattr(exporting, "_runner", lambda *args: None)
+    monkeypatch.setattr(exporting, "runner", lambda *args: None)
 
     def full(*args):
         raise OSError(28, "No space left on device")
@@ -320,3 +320,10 @@ def test_what_an_exporter_raises_is_one_line(monkeypatch, kept, capsys):
     assert main(["best.safetensors", "--format", "torch", "--output", "a.pt2"]) == 2
     assert_one_error(capsys, "taylorshift_abs_vit_t cannot be exported as torch: no such thing")
     assert not Path("a.pt2").exists()
+
+
+def test_images_of_each_size_are_timed_through_the_model_and_its_files():
+    tiny = ARGS | dict(num_classes=5)
+    found = list(speeds("taylorshift_abs_vit_t", ("torch",), (32, 64), **tiny))
+    assert [row["px"] for row in found] == [32, 64]
+    assert all(row[name] > 0 for row in found for name in ("eager", "torch"))

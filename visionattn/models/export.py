@@ -144,7 +144,7 @@ def export(
             with _refused(model, format), torch.random.fork_rng(devices=[]):
                 program = _program(whole, model, prepare)
                 write(program, built, _description(model, spec, prepare) | (notes or {}))
-            trials = list(_trials(whole, model, prepare, _runner(built, format)))
+            trials = list(_trials(whole, model, prepare, runner(built, format)))
             write_whole(path, lambda temporary: shutil.copyfile(built, temporary))
     finally:
         model.train(was_training)
@@ -233,8 +233,8 @@ def _write_compiled(
     )
 
 
-def _runner(path: Path, format: str) -> Callable[[Tensor], list[Tensor]]:
-    """Load a file as others would, and return what runs it."""
+def runner(path: Path, format: str) -> Callable[[Tensor], list[Tensor]]:
+    """Load a file as others would, and return what runs it on images ``[B, C, H_px, W_px]``."""
     if format == "onnx":
         import onnxruntime
 
