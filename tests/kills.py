@@ -1,5 +1,6 @@
-"""Kills of trainings, distillations, sweeps and extractions of features: whenever one comes, the
-same command, called again, ends with the same bytes and leaves nothing behind.
+"""Kills of trainings of classes and of masks, distillations, sweeps and extractions of features:
+whenever one comes, the same command, called again, ends with the same bytes and leaves nothing
+behind.
 
 ``python -m tests.kills --count 20`` kills each kind that often, every third time in the middle of a
 write, prints a line for each kill and ends with exit code 1 where an end differs.
@@ -43,6 +44,9 @@ BASE = {
     "log_every": 2,
     "threads": 1,
 }
+MASKED = BASE | {"batch_size": 16}
+MASKED["data"] = BASE["data"] | {"name": "canvas", "task": "segmentation", "img_size": 48}
+MASKED["data"] |= {"train_images": 160, "eval_images": 32}
 TRAIN = "--config base.yaml --epochs 2 --run small --output out"
 TEACHER = {"img_size": 16, "patch_size": 8, "in_chans": 1, "embed_dim": 16, "depth": 2}
 TEACHER |= {"num_heads": 2, "num_classes": 10}
@@ -54,6 +58,7 @@ DISTIL = {
     "b": {"lr": 3e-3, "epochs": 1},
     "optim": {"warmup_epochs": 0.1, "ema_decay": 0.9},
 } | {key: BASE[key] for key in ("data", "batch_size", "save_every", "log_every", "threads")}
+TRAIN_MASKS = "--config masked.yaml --epochs 2 --run small --output out"
 DISTILLATION = "--config distil.yaml --run small --output out"
 SWEEP = "--base base.yaml --epochs 1 --heads 2 4 --form efficient --jobs 2 --measure false"
 SWEEP += " --output out"
@@ -115,6 +120,10 @@ def going_on(command: str, flags: str) -> int:
 
 def train(deadly: int, _: int) -> int:
     return going_on("train", TRAIN)
+
+
+def train_masks(deadly: int, _: int) -> int:
+    return going_on("train", TRAIN_MASKS)
 
 
 def distil(deadly: int, _: int) -> int:
@@ -180,6 +189,7 @@ KINDS = {
     kind.name: kind
     for kind in (
         Kind("training", train, same_training),
+        Kind("masks", train_masks, same_training),
         Kind("distillation", distil, same_distillation),
         Kind("sweep", sweep_heads, same_sweep),
         Kind("features", extract, same_features),
@@ -191,6 +201,7 @@ def prepare(folder: Path) -> Path:
     """Write what the commands read."""
     folder.mkdir()
     (folder / "base.yaml").write_text(yaml.safe_dump(BASE))
+    (folder / "masked.yaml").write_text(yaml.safe_dump(MASKED))
     (folder / "distil.yaml").write_text(yaml.safe_dump(DISTIL))
     write_weights(folder / "best.safetensors")
     write_folder(folder / "images", [(16, 24), (40, 8), (16, 16)] * 5)

@@ -29,7 +29,14 @@ def reference(quick_python, tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("name", "number"),
-    [("features", 0), ("features", 1), ("training", 0), ("distillation", 0), ("sweep", 3)],
+    [
+        ("features", 0),
+        ("features", 1),
+        ("training", 0),
+        ("masks", 0),
+        ("distillation", 0),
+        ("sweep", 3),
+    ],
 )
 def test_what_is_killed_goes_on_to_the_same_bytes_and_leaves_nothing(
     reference, tmp_path, name, number
