@@ -429,7 +429,7 @@ BAD_INPUT = {
     "run --output empty": "empty cannot be written",
     "run --images -1": "images must be from 0 to 100, got -1",
     "run --images many": "images must be a whole number",
-    "run --runs run": "folders stand first or behind --runs, not both",
+    "run --runs run": "what stands first is --runs, which is given too",
     "run --titel a": "unknown option --titel; the nearest is --title",
     "run --title a run": "--title takes one value",
 }

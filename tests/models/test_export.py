@@ -261,6 +261,7 @@ def test_what_is_read_is_another_process_s_file_until_it_is_whole(tmp_path, monk
 REFUSED = [
     ([], "name a model, e.g. scaleformer_vit_s"),
     (["scaleformer_vit_t"], "name the file to write with --output"),
+    (["scaleformer_vit_t", "--model", "scaleformer_vit_s"], "first is --model, which is given too"),
     (["scaleformer_vit_t", "--output", "a.pt2"], "a file of format onnx ends in .onnx"),
     (["scaleformer_vit_t", "--output", "no/a.onnx"], "no folder"),
     (["scaleformer_vit_x", "--output", "a.onnx"], "the nearest is scaleformer_vit_"),

@@ -236,6 +236,20 @@ def check_value(text: str, flag: str) -> None:
             raise ValueError(f"--{flag} cannot be read: {error}") from error
 
 
+def with_first(argv: Sequence[str], flag: str) -> list[str]:
+    """Return the words of a command with the flag that may be left out before the first of them.
+
+    Raises:
+        ValueError: the flag is given too.
+    """
+    if not argv or argv[0].startswith("-"):
+        return list(argv)
+    words = [f"--{flag}", *argv]
+    if [name for name, _ in split_options(words)].count(flag) > 1:
+        raise ValueError(f"what stands first is --{flag}, which is given too; leave one out")
+    return words
+
+
 def split_options(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
     """Split flags from their values: the words up to the next flag, or what follows an equals sign.
     The hyphens are taken off.

@@ -14,7 +14,7 @@ from torch import nn
 
 from visionattn.cli.commands import typed
 from visionattn.cli.files import check_free
-from visionattn.cli.parsing import parse
+from visionattn.cli.parsing import parse, with_first
 from visionattn.models.conversion import Converted, from_softmax
 from visionattn.models.teacher import LOCAL, is_file, open_teacher
 
@@ -72,11 +72,9 @@ def parse_convert(argv: Sequence[str]) -> ConvertOptions:
     Raises:
         ValueError: a flag is wrong, or the teacher or the file is missing; one line.
     """
-    if argv and not argv[0].startswith("-"):
-        argv = [f"--teacher={argv[0]}", *argv[1:]]
     options = parse(
         ConvertOptions,
-        argv,
+        with_first(argv, "teacher"),
         command="convert",
         description="Make one of our models of a timm ViT, with its weights; the first word may be "
         "the teacher, without its flag.",

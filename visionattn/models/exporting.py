@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from visionattn.cli.files import check_free, first_line
-from visionattn.cli.parsing import parse
+from visionattn.cli.parsing import parse, with_first
 from visionattn.cli.tables import sized
 from visionattn.models.export import (
     SUFFIXES,
@@ -72,11 +72,9 @@ def parse_export(argv: Sequence[str]) -> ExportOptions:
     Raises:
         ValueError: a flag is wrong, or the model or the file is missing; one line.
     """
-    if argv and not argv[0].startswith("-"):
-        argv = [f"--model={argv[0]}", *argv[1:]]
     options = parse(
         ExportOptions,
-        argv,
+        with_first(argv, "model"),
         command="export",
         description="Write a model as ONNX, as a program of torch.export or as a compiled package, "
         "once the file has given what the model gives at three sizes; the first word may be the "

@@ -19,7 +19,7 @@ from torch import nn
 
 from visionattn.cli.files import check_new, first_line, whole_folder, write_text
 from visionattn.cli.interruption import undone_at_end
-from visionattn.cli.parsing import parse, split_options
+from visionattn.cli.parsing import parse, with_first
 from visionattn.cli.untrusted import brief
 from visionattn.models.images_cfg import images_cfg
 from visionattn.models.weights import check_finite, described, load_model, read_metadata
@@ -57,10 +57,7 @@ def parse_share(argv: Sequence[str]) -> ShareConfig:
     Raises:
         ValueError, FileNotFoundError: a flag is wrong or missing, or the folder exists; one line.
     """
-    leading = bool(argv) and not argv[0].startswith("-")
-    words = ["--checkpoint", *argv] if leading else list(argv)
-    if [flag for flag, _ in split_options(words)].count("checkpoint") > 1:
-        raise ValueError("the checkpoint stands first or behind --checkpoint, not both")
+    words = with_first(argv, "checkpoint")
     about = "Write a checkpoint as timm and transformers load it, with a model card."
     config = parse(ShareConfig, words, command="share", description=about, example=EXAMPLE)
     for key, what in (("checkpoint", "the best.safetensors of a run"), ("to", "a folder or hub")):

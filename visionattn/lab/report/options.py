@@ -2,13 +2,12 @@
 It writes nothing.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from visionattn.cli.files import check_free
-from visionattn.cli.parsing import parse, split_options
+from visionattn.cli.parsing import parse, with_first
 from visionattn.lab.report.rows import Rows, read_rows, tables_in
 from visionattn.lab.report.runs import is_run
 
@@ -57,13 +56,9 @@ def parse_report(argv: Sequence[str]) -> Wanted:
         ValueError, FileNotFoundError: a flag is wrong, a folder is none or holds nothing to show,
             or a file is in the way.
     """
-    leading = next((i for i, word in enumerate(argv) if word.startswith("-")), len(argv))
-    given = split_options([*(["--runs"] if leading else []), *argv])
-    if [flag for flag, _ in given].count("runs") > 1:
-        raise ValueError("folders stand first or behind --runs, not both")
     config = parse(
         ReportConfig,
-        [word for flag, values in given for word in as_words(flag, values)],
+        with_first(argv, "runs"),
         command="report",
         description="Write one page of HTML about runs, sweeps and memory profiles; it needs no "
         "network.",
@@ -80,17 +75,6 @@ def parse_report(argv: Sequence[str]) -> Wanted:
     output = Path(config.output) if config.output else place / "report.html"
     check_free(output, config.overwrite)
     return Wanted(runs, tables, output, config.title or title_of(paths), config.images, problems)
-
-
-def as_words(flag: str, values: Sequence[str]) -> list[str]:
-    """Return a flag as it is parsed; folders quoted, since commas and colons in their names would
-    divide them.
-    """
-    if flag == "runs" and values:
-        values = (
-            values if len(values) == 1 and values[0].startswith("[") else [json.dumps(list(values))]
-        )
-    return [f"--{flag}={values[0]}"] if len(values) == 1 else [f"--{flag}", *values]
 
 
 def find(paths: Sequence[Path], problems: list[str]) -> tuple[dict[str, Path], list[Rows]]:
