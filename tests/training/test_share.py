@@ -399,7 +399,7 @@ REFUSED = {
     "best.safetensors --to hf_hub:a/b": "to must be a folder's plain path or hf-hub:ORG/NAME",
     "best.safetensors --to https://huggingface.co/a/b": "to must be a folder's plain path",
     "best.safetensors --to out --license none,really": "license must be an identifier such as",
-    "best.safetensors --checkpoint best.safetensors --to out": "is --checkpoint, which is given too",
+    "best.safetensors --checkpoint best.safetensors --to out": "first is --checkpoint",
     "best.safetensors best.safetensors --to out": "",
     "best.safetensors --to out --lisense mit": "unknown option --lisense; the nearest is --license",
     "best.safetensors --to hf-hub:name": "hf-hub:name names no organisation or user",
