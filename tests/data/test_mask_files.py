@@ -1,7 +1,11 @@
 """Masks beside images: which file is whose, what values mean, and that they move with the image."""
 
+import struct
+import zlib
+
 import numpy as np
 import pytest
+import tifffile
 from PIL import Image
 
 from visionattn.data.batches import Unreadable, collate
@@ -63,6 +67,36 @@ def in_16_bits(mask, path):
     Image.fromarray(mask.astype(np.uint16)).save(path)
 
 
+def in_16_bits_with_the_high_byte_first(mask, path):
+    tifffile.imwrite(path, mask.astype(np.uint16), byteorder=">")
+
+
+def in_bits(bits):
+    """A writer of grey PNGs of so many bits, which no library that we have writes."""
+
+    def save(mask, path):
+        height, width = mask.shape
+        padded = np.zeros((height, -(-width * bits // 8) * 8 // bits), np.uint8)
+        padded[:, :width] = mask
+        places = np.unpackbits(padded[:, :, None], axis=2)[:, :, 8 - bits :]
+        rows = np.packbits(places.reshape(height, -1), axis=1)
+        lines = b"".join(b"\0" + row.tobytes() for row in rows)
+        head = struct.pack(">IIBBBBB", width, height, bits, 0, 0, 0, 0)
+        chunks = ((b"IHDR", head), (b"IDAT", zlib.compress(lines)), (b"IEND", b""))
+        path.write_bytes(
+            b"\x89PNG\r\n\x1a\n"
+            + b"".join(
+                struct.pack(">I", len(data))
+                + kind
+                + data
+                + struct.pack(">I", zlib.crc32(kind + data))
+                for kind, data in chunks
+            )
+        )
+
+    return save
+
+
 def in_grey_colours(mask, path):
     Image.fromarray(np.stack([mask] * 3, -1)).save(path)
 
@@ -79,6 +113,9 @@ def item(splits, number, geometry=NATIVE, epoch=0):
         (indexed, ".TIF", {}),
         (with_palette, ".png", {}),
         (in_16_bits, ".tif", {}),
+        (in_16_bits_with_the_high_byte_first, ".tif", {}),
+        (in_bits(2), ".png", {}),
+        (in_bits(4), ".png", {}),
         (in_grey_colours, ".bmp", {}),
         (coloured, ".png", {"mask_colours": COLOURS}),
         (with_transparency, ".png", {"mask_colours": COLOURS}),
@@ -263,7 +300,7 @@ def spoil(root, what):
         ("size", "it has 33 x 18 pixels, its image 33 x 17"),
         ("value", "it has the value 3; with 3 classes wanted 0 to 2 or 255, which does not count"),
         ("colours", "name that of each class with data.mask_colours"),
-        ("floats", "it has floats; wanted the number of a class for each pixel"),
+        ("floats", "it has pixels of the kind F; wanted the number of a class"),
         ("garbled", "cannot be read"),
         ("cut", "cannot be read"),
     ],

@@ -1,5 +1,8 @@
 """Masks of images in files: their sizes and values, the table of them, and what is refused."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -7,8 +10,10 @@ from PIL import Image
 
 import visionattn
 from tests.helpers.tools import assert_one_error, load_tool, read_csv, written
+from visionattn.inference.segment import mask_files
 from visionattn.models.segmentation import IGNORED, create
 from visionattn.models.weights import DataSpec, load_model, save_model
+from visionattn.training.painting import palette
 
 predict, features = load_tool("predict"), load_tool("extract_features")
 ARGS = dict(img_size=32, patch_size=8, embed_dim=16, depth=2, num_heads=2, head_stride=2)
@@ -137,12 +142,31 @@ def test_images_of_one_name_and_several_folders_keep_apart(case):
     assert states["images/broken.png"] == "unreadable" and list(states.values()).count("ok") == 6
 
 
+def test_files_of_masks_differ_whatever_images_are_called():
+    files = {
+        "i/a.jpg": "m/a.jpg.png",
+        "i/a.png": "m/a.png.png",
+        "i/a.jpg.png": "m/a.jpg.png.png",
+        "i/a.jpg.png.tif": "m/a.jpg.png.tif.png",
+        "i/b.jpg": "m/b.png",
+    }
+    assert list(map(str, mask_files(Path("m"), list(files)))) == list(files.values())
+
+
+def test_pixels_without_a_class_have_a_colour_that_no_class_has():
+    white = replace(PAINTED, colours=((255, 255, 255), (254, 254, 254), (0, 0, 0)))
+    for spec, ignored in ((PAINTED, [255] * 3), (white, [253] * 3)):
+        colours = np.array(palette(spec)).reshape(-1, 3)
+        assert colours[255].tolist() == ignored
+        assert ignored not in colours[:255].tolist()
+
+
 def test_logits_that_are_not_finite_give_no_mask(case, capsys):
     folder, _ = case
     write_weights(folder / "best.safetensors", bias=torch.inf)
     assert predict([*FLAGS, "--output", "out"]) == 2
     assert "outputs are not finite" in capsys.readouterr().err
-    assert list(written(folder / "out")) == ["masks.csv"]
+    assert not (folder / "out").exists()
 
 
 def test_a_call_gives_what_the_command_writes(case):
@@ -163,6 +187,11 @@ def test_the_body_gives_feature_maps_and_no_vectors(case, capsys):
     assert features([*FLAGS, "--dense", "--output", "f"]) == 0
     maps = visionattn.extract_features("best.safetensors", "images", dense=True)
     assert [tuple(each.shape) for each in maps[:2]] == [(16, 2, 3), (16, 3, 5)]
+    model = load_model("best.safetensors")
+    of_module = visionattn.extract_features(model, "images", dense=True)
+    assert all(torch.equal(*pair) for pair in zip(of_module, maps, strict=True))
+    with pytest.raises(ValueError, match="no vector of an image"):
+        visionattn.extract_features(model, "images")
 
 
 @pytest.mark.parametrize(
@@ -175,6 +204,7 @@ def test_the_body_gives_feature_maps_and_no_vectors(case, capsys):
         (["--output", "there"], "exists; --overwrite replaces it"),
         (["--output", "best.safetensors"], "is a file, so"),
         (["--output", "out", "--images", "images/0.png", "images/0.png"], "is named twice"),
+        (["--output", "images", "--overwrite"], "a mask would replace the image images/0.png"),
     ],
 )
 def test_what_cannot_be_is_one_line_and_nothing_is_written(case, capsys, given, words):

@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from tests.helpers.small_runs import lines_of, small_config
 from tests.helpers.tools import load_tool
 from tests.training.test_segmentation import CLASSES, TINY, write_folder
 from visionattn.lab.report.masks import class_table, mask_galleries
-from visionattn.lab.report.runs import Run, read_run
+from visionattn.lab.report.runs import Run, read_run, result_of
 from visionattn.lab.report.tables import results
 
 report = load_tool("report")
@@ -94,6 +95,11 @@ def test_the_table_has_a_row_for_each_class_and_the_worst_of_many(run):
     assert [row[0].text for row in table.rows] == list(CLASSES)
     for row, iou in zip(table.rows, one.result["ious"], strict=True):
         assert row[1].text == f"{100 * iou:.2f} %"
+    [best] = [line for line in one.epochs if line["epoch"] == one.result["best_epoch"]]
+    untested = result_of(one.epochs, [], None)
+    assert untested["ious"] == best["val_ious"]
+    [head] = class_table([replace(one, result=untested)]).columns[1:]
+    assert head == "small (validation)" and table.columns[1] == "small"
     one.result["ious"] = [0.9 - 0.01 * (i % 50) for i in range(50)]
     rows = class_table([one]).rows
     assert len(rows) == 40 and rows[0][0].text == "49" and rows[0][1].text == "41.00 %"

@@ -374,6 +374,18 @@ def test_a_gradient_keeps_the_tokens_between_blocks_and_what_is_within_one():
     assert many < 2 * few
 
 
+def test_a_pyramid_is_looked_at_by_its_blocks():
+    plain, inputs = build(), image()
+    pyramid = build("scaleformer_vit_t_pyramid")
+    own = pyramid.state_dict()
+    pyramid.load_state_dict(own | plain.state_dict())
+    for index in (0, 2):
+        rows, features = watch(pyramid, inputs, {index: [0, 3]}, features=index)
+        wanted, plain_features = watch(plain, inputs, {index: [0, 3]}, features=index)
+        assert torch.equal(rows[index].total, wanted[index].total)
+        assert torch.equal(features, plain_features)
+
+
 def test_what_cannot_be_looked_at_is_one_line():
     model, inputs = build(), image()
     with pytest.raises(ValueError, match="^VisionTransformer is no model of visionattn"):

@@ -19,6 +19,7 @@ from tests.helpers.tools import assert_one_error, load_tool, written
 from visionattn.lab.exports import NAMES, liven, speeds
 from visionattn.models import export as exporting
 from visionattn.models.export import export
+from visionattn.models.segmentation import create
 from visionattn.models.weights import DataSpec, load_model, save_model
 from visionattn.ops import plain
 
@@ -214,6 +215,35 @@ def test_a_file_that_does_not_give_what_the_model_gives_is_not_written(tmp_path,
     ):
         export(tiny("taylorshift_abs_vit_t"), path, "torch")
     assert written(tmp_path) == {"model.pt2": b"before"}
+
+
+def test_the_model_is_left_partly_in_training_mode_as_it_was(tmp_path):
+    model = tiny("taylorshift_abs_vit_t").train()
+    model.blocks[0].eval()
+    before = [part.training for part in model.modules()]
+    export(model, tmp_path / "model.pt2", "torch")
+    assert [part.training for part in model.modules()] == before
+
+
+@pytest.mark.parametrize("grid", [(4, 9), (9, 4), (2, 2), (14, 14), (4, 10)])
+def test_a_file_is_tried_at_three_sizes_whatever_the_model_s_own(grid):
+    model = tiny("taylorshift_abs_vit_t", img_size=tuple(16 * side for side in grid))
+    sizes = exporting.trial_sizes(model)
+    assert len({size[1:] for size in sizes}) == 3
+    assert any(height != width for _, height, width in sizes)
+
+
+def test_masks_are_exported(tmp_path):
+    args = dict(embed_dim=24, depth=2, num_heads=3, patch_size=8, head_stride=4, img_size=32)
+    model = liven(create("scaleformer_vit_t", "segmentation", 3, 3, args)).eval()
+    export(model, tmp_path / "model.onnx", "onnx")
+    run = session(tmp_path / "model.onnx")
+    for size in ((1, 32, 32), (2, 48, 24)):
+        found = run.run(None, {"images": images(*size).numpy()})[0]
+        assert found.shape == (size[0], 3, *size[1:])
+        with torch.inference_mode():
+            wanted = model(images(*size))
+        torch.testing.assert_close(torch.from_numpy(found), wanted, rtol=MOST, atol=MOST)
 
 
 def test_a_file_that_does_not_run_is_not_written(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ import torch
 from safetensors.torch import save_file
 from timm.models import create_model
 
+from visionattn.models.segmentation import create
 from visionattn.models.weights import DataSpec, save_model
 
 SMALL = dict(embed_dim=24, depth=2, num_heads=3, num_classes=5)
@@ -74,6 +75,35 @@ def test_a_file_of_ours_is_loaded_as_it_is(tmp_path):
     again = create_model("taylorshift_vit_t", checkpoint_path=path, **SMALL).eval()
     x = torch.randn(1, 3, 64, 32)
     assert torch.equal(again(x), model(x))
+
+
+def test_the_body_of_a_segmentation_is_loaded_and_a_head_is_new(tmp_path):
+    args = dict(embed_dim=24, depth=2, num_heads=3, head_stride=4)
+    masks = create("taylorshift_vit_t", "segmentation", 3, 3, args)
+    spec = DataSpec(3, 3, (), (0.5,) * 3, (0.5,) * 3, None, 32, task="segmentation")
+    path = str(tmp_path / "best.safetensors")
+    save_model(path, masks, "taylorshift_vit_t", args, spec)
+    with pytest.warns(UserWarning, match="start fresh: .*head.weight"):
+        model = create_model("taylorshift_vit_t", checkpoint_path=path, **SMALL)
+    for name, value in masks.backbone.blocks.state_dict().items():
+        assert torch.equal(model.blocks.state_dict()[name], value)
+    with pytest.warns(UserWarning, match="start fresh: pyramid.levels"):
+        wrapper = create_model(
+            "taylorshift_vit_t_pyramid", checkpoint_path=path, features_only=True, **SMALL
+        )
+    weight = masks.backbone.blocks[1].mlp.fc1.weight
+    assert torch.equal(wrapper.model.blocks[1].mlp.fc1.weight, weight)
+
+
+@pytest.mark.parametrize("pool", ["max", "token"])
+def test_a_plain_vit_is_loaded_into_a_model_without_parts_of_its_own(vit, tmp_path, pool):
+    torch.save(vit.state_dict(), tmp_path / "vit.pth")
+    own = dict(relative="none", pos_embed="learn", value_conv=0, output_gate=False)
+    own |= dict(horizon=None, global_pool=pool, class_token=True)
+    model = create_model(
+        "scaleformer_vit_t", checkpoint_path=str(tmp_path / "vit.pth"), **SMALL | own
+    )
+    assert torch.equal(model.blocks[1].attn.qkv.weight, vit.blocks[1].attn.qkv.weight)
 
 
 def test_what_is_missing_of_a_file_of_ours_is_still_an_error():

@@ -177,3 +177,11 @@ def test_parameters_are_grouped_by_depth_and_positions_do_not_decay():
     assert of["backbone.pos_embed"] == (0.0625, 0.0)
     relative = [name for name in of if ".attn.relative." in name]
     assert relative and all(of[name][1] == 0 for name in relative)
+
+
+def test_a_pyramid_is_refused_and_a_broad_patch_has_square_cells():
+    with pytest.raises(ValueError, match="gives a pyramid of maps, .* take the model without"):
+        made("scaleformer_vit_t_pyramid")
+    model = made(patch_size=(8, 12), img_size=(32, 48))
+    assert model.stride == 4 and model.cells == (2, 3)
+    assert model(torch.randn(1, 3, 16, 36)).shape == (1, CLASSES, 16, 36)

@@ -146,6 +146,10 @@ def test_a_run_learns_masks_and_says_how_well(run):
     assert result["best_epoch"] == 1 + best
     [test] = [line for line in lines(out) if line["kind"] == "test"]
     assert test["mean_iou"] == result["test_mean_iou"] == pytest.approx(np.mean(test["ious"]))
+    epochs = [line for line in lines(out) if line["kind"] == "epoch"]
+    for line in epochs:
+        assert line["val_mean_iou"] == pytest.approx(np.mean(line["val_ious"]))
+        assert len(line["val_ious"]) == len(CLASSES)
     assert best_figures(out / "best.safetensors").score == max(scores)
     model = load_model(out / "best.safetensors")
     assert isinstance(model, Segmenter) and model.data_spec.class_names == CLASSES

@@ -8,6 +8,7 @@ tells it, and what a killed process left of a file goes when that file is writte
 """
 
 import errno
+import hashlib
 import json
 import os
 import re
@@ -107,6 +108,7 @@ def whole_folder(path: str | Path, *, replaces: str | None = None) -> Iterator[P
             open or names what is being written.
     """
     target = Path(path)
+    _settle(target)
     check_new(target, replaces=replaces)
     forget_unfinished(target, folders=True)
     place = _place_beside(target)
@@ -130,9 +132,27 @@ def whole_folder(path: str | Path, *, replaces: str | None = None) -> Iterator[P
         os.close(descriptor)
 
 
+def _former(target: Path) -> Path:
+    """Return where a folder is while another one takes its name."""
+    number = hashlib.sha256(os.fsencode(target.name)).hexdigest()[:16]
+    return target.with_name(f".{target.name[:48]}.{number}.visionattn.former")
+
+
+def _settle(target: Path) -> None:
+    """End what a killed process began as it replaced a folder: give the former one its name back,
+    or delete it where the new one is there.
+    """
+    former = _former(target)
+    with suppress(OSError):  # of others, or somebody else was faster
+        if os.path.lexists(target):
+            shutil.rmtree(former)
+        else:
+            os.rename(former, target)
+
+
 def _rename_folder(place: Path, target: Path) -> None:
     """Give a folder its name; what had the name until then is deleted once it has."""
-    former = _place_beside(target) if target.exists() else None
+    former = _former(target) if target.exists() else None
     if former is not None:
         os.rename(target, former)
     try:

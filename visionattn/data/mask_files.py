@@ -5,10 +5,12 @@ divides the images, and ``images.py`` brings masks to the size that the model se
 """
 
 import os
+import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -26,8 +28,10 @@ MASKS = "masks"
 """The folder of the masks, beside that of the images."""
 SUFFIXES = (".png", ".tif", ".tiff", ".bmp", ".gif")
 """What files of masks end in; JPEG changes values."""
-INDEXED = ("1", "L", "P", "I", "I;16")
+INDEXED = ("1", "L", "P", "I", "I;16", "I;16B")
 """Modes of Pillow in which a value is an index; that of ``P`` is the place in its palette."""
+GREY = ("LA", "RGB", "RGBA", "RGBX")
+"""Those in which an index is a level of grey."""
 READ_THREADS = 4
 
 
@@ -104,15 +108,28 @@ def _packed(colours: np.ndarray) -> np.ndarray:
     return red << 16 | green << 8 | blue
 
 
+def _step(mask: Image.Image) -> int:
+    """Return by what Pillow multiplies levels of grey of 2 or 4 bits, so that the largest is 255;
+    1 where it does not. It must not have read the pixels yet.
+    """
+    tiles: Any = getattr(mask, "tile", None)
+    how = tiles[0].args if tiles else ""
+    found = re.match("L;([24])", str(how if isinstance(how, str) else how[0]))
+    return 255 // (2 ** int(found[1]) - 1) if found else 1
+
+
 def _indices(mask: Image.Image) -> np.ndarray:
     """Return the values of an index mask ``[height, width]``; colours that are all grey are their
     level.
     """
     if mask.mode in INDEXED:
-        values = np.asarray(mask)
+        step = _step(mask)
+        values = np.asarray(mask) // step if step > 1 else np.asarray(mask)
         return values.astype(np.uint8) if values.dtype == bool else values
-    if mask.mode == "F":
-        raise NotAsAsked("it has floats; wanted the number of a class for each pixel")
+    if mask.mode not in GREY:
+        raise NotAsAsked(
+            f"it has pixels of the kind {mask.mode}; wanted the number of a class for each"
+        )
     colours = np.asarray(mask.convert("RGB"))
     if (colours != colours[..., :1]).any():
         raise NotAsAsked(

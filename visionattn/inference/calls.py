@@ -27,6 +27,7 @@ from visionattn.inference.reading import ReadImages
 from visionattn.inference.running import Compute, Outcome, last_map, run_images
 from visionattn.inference.segment import judged, masks
 from visionattn.models.filled import call, pooled, takes_sizes
+from visionattn.models.modes import in_eval
 from visionattn.models.weights import Fit
 
 Size = int | list[int] | Literal["native"] | None
@@ -339,15 +340,8 @@ def _opened(
             raise ValueError("a module stays where it is; leave device out, or move the module")
         options.model = type(model).__name__
         check(options)
-        opened = open_module(model, options)
-        # Modules may be partly in training mode: each one gets its own mode back.
-        trained = [part for part in model.modules() if part.training]
-        try:
-            model.eval()
-            yield opened
-        finally:
-            for part in trained:
-                part.training = True
+        with in_eval(model):
+            yield open_module(model, options, classifies=classifies)
         return
     # A path of a file, or the name of a model whose weights timm fetches.
     if os.path.isfile(model):

@@ -144,8 +144,8 @@ def open_model(options: OpenOptions, *, classifies: bool) -> Opened:
         model, args, spec, notes = _by_name(options, classifies)
         name, said = options.model, args
     body_alone = isinstance(model, Segmenter) and not classifies
-    if isinstance(model, Segmenter) and not classifies:
-        model, spec = model.backbone, replace(spec, task="classification", num_classes=0)
+    if body_alone:
+        model, spec = _body_of(model, spec)
         args = {key: value for key, value in args.items() if key not in HEAD_ARGS}
     spec = _with_files(spec, options)
     geometry = _geometry(options, spec, patch_size(model))
@@ -156,8 +156,9 @@ def open_model(options: OpenOptions, *, classifies: bool) -> Opened:
     return Opened(model, name, said, spec, geometry, device, notes, body_alone)
 
 
-def open_module(model: nn.Module, options: OpenOptions) -> Opened:
-    """Take a module as it is and where it is. Its ``data_spec``, which ``load_model`` sets, says
+def open_module(model: nn.Module, options: OpenOptions, *, classifies: bool) -> Opened:
+    """Take a module as it is and where it is; of a segmentation its body alone, unless its outputs
+    are wanted (``classifies``). Its ``data_spec``, which ``load_model`` sets, says
     what its images are; without one, timm's ``pretrained_cfg`` does.
 
     Raises:
@@ -177,6 +178,9 @@ def open_module(model: nn.Module, options: OpenOptions) -> Opened:
         kept = PretrainedCfg(**{key: value for key, value in kept.items() if key in known})
         spec = _spec_of(kept, model.state_dict())
         spec = replace(spec, num_classes=getattr(model, "num_classes", spec.num_classes))
+    body_alone = isinstance(model, Segmenter) and not classifies
+    if body_alone:
+        model, spec = _body_of(model, spec)
     spec = _with_files(spec, options)
     fixed = fixed_size(model)
     if fixed is not None and spec.fit != NATIVE:
@@ -189,7 +193,13 @@ def open_module(model: nn.Module, options: OpenOptions) -> Opened:
         )
     check_geometries(model, [geometry])
     device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
-    return Opened(model, name, {}, spec, geometry, device, ())
+    return Opened(model, name, {}, spec, geometry, device, (), body_alone)
+
+
+def _body_of(model: nn.Module, spec: DataSpec) -> tuple[nn.Module, DataSpec]:
+    """Return the body of a segmentation, and what it expects."""
+    assert isinstance(model, Segmenter)
+    return model.backbone, replace(spec, task="classification", num_classes=0)
 
 
 def _with_files(spec: DataSpec, options: OpenOptions) -> DataSpec:

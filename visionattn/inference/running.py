@@ -8,6 +8,7 @@ numbers are not finite. It knows nothing of what becomes of the outputs.
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -19,6 +20,7 @@ from visionattn.cli.files import first_line
 from visionattn.data.batches import start_worker
 from visionattn.inference.opening import Opened
 from visionattn.inference.reading import ReadImages, Sample
+from visionattn.models.backbone import VisionAttnTransformer
 from visionattn.models.filled import takes_sizes
 from visionattn.training.evaluate import autocast
 
@@ -51,7 +53,10 @@ class Outcome:
 def last_map(model: nn.Module, inputs: Tensor, sizes: Tensor | None) -> Tensor:
     """Return the last feature map, after the final norm where there is one, ``[B, D, H, W]``."""
     given = {} if sizes is None else {"sizes": sizes}
-    return model.forward_intermediates(
+    # Of blocks: by this name a pyramid gives maps of its own.
+    ours = isinstance(model, VisionAttnTransformer)
+    forward = partial(VisionAttnTransformer.forward_intermediates, model)
+    return (forward if ours else model.forward_intermediates)(
         inputs, indices=1, norm=True, output_fmt="NCHW", intermediates_only=True, **given
     )[-1]
 

@@ -6,6 +6,7 @@ or not at all, and the table of them last.
 """
 
 import os
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -95,7 +96,7 @@ class MaskPredictor:
             )
         paths = [self.listing.name(index) for index in range(len(self.listing))]
         self.files = [self.output] if self.as_array else mask_files(self.output, paths)
-        self._check_output()
+        self._check_output(paths)
         self.opened: Opened = open_model(options, classifies=True)
         self.names = class_names(self.opened.spec)
         self.images = ReadImages(
@@ -103,7 +104,11 @@ class MaskPredictor:
         )
         self.images.check_asked()
 
-    def _check_output(self) -> None:
+    def _check_output(self, paths: list[str]) -> None:
+        images = {os.path.realpath(path): path for path in paths}
+        for file in self.files:
+            if (image := images.get(os.path.realpath(file))) is not None:
+                raise ValueError(f"a mask would replace the image {image}; choose another output")
         if self.as_array:
             check_free(self.output, self.options.overwrite)
             return
@@ -152,15 +157,14 @@ class MaskPredictor:
                 rows += [self._written(outcome, next(files)) for outcome in batch]
                 progress.advance(len(batch), sum(each.value is None for each in batch))
         done = [row for row in rows if row.file is not None]
-        if not self.as_array:
-            self.output.mkdir(parents=True, exist_ok=True)
-            write_whole(self.output / TABLE, lambda place: self._write(place, rows))
         if not done:
             first = rows[0].outcome
             raise (OutOfMemory if first.status == "oom" else ValueError)(
                 f"none of the {len(rows)} images has a mask; the first: {first.path}: "
                 f"{first.reason}"
             )
+        if not self.as_array:
+            write_whole(self.output / TABLE, lambda place: self._write(place, rows))
         say(f"{len(done)} of {len(rows)} images have masks: {self.output}")
 
     def _written(self, outcome: Outcome, path: Path) -> Masked:
@@ -224,17 +228,16 @@ def mask_files(folder: Path, paths: list[str]) -> list[Path]:
         ValueError: two images are one file.
     """
     absolute = [os.path.abspath(path) for path in paths]
-    shared = os.path.commonpath([os.path.dirname(path) for path in absolute])
-    below = [Path(os.path.relpath(path, shared)) for path in absolute]
-    stems = [path.with_suffix("") for path in below]
-    counts: dict[Path, int] = {}
-    for stem in stems:
-        counts[stem] = counts.get(stem, 0) + 1
-    names = [
-        path.with_suffix(".png") if counts[stem] == 1 else path.with_name(f"{path.name}.png")
-        for path, stem in zip(below, stems, strict=True)
-    ]
-    if len(set(names)) < len(names):
+    if len(set(absolute)) < len(absolute):
         twice = next(path for path in paths if absolute.count(os.path.abspath(path)) > 1)
         raise ValueError(f"{twice} is named twice; each image has one mask")
+    shared = os.path.commonpath([os.path.dirname(path) for path in absolute])
+    below = [Path(os.path.relpath(path, shared)) for path in absolute]
+    names = [path.with_suffix(".png") for path in below]
+    # The mask of a.jpg.png could be that of a.jpg: until all differ, those that do not grow.
+    while len(counts := Counter(names)) < len(names):
+        names = [
+            path.with_name(f"{path.name}.png") if counts[name] > 1 else name
+            for path, name in zip(below, names, strict=True)
+        ]
     return [folder / name for name in names]

@@ -197,7 +197,9 @@ def watch(
     ]
     try:
         with torch.no_grad():
-            maps = model.forward_intermediates(
+            # The maps of blocks, where a pyramid gives its own by this name.
+            maps = VisionAttnTransformer.forward_intermediates(
+                model,
                 inputs,
                 indices=wanted,
                 norm=True,

@@ -24,6 +24,7 @@ from visionattn.cli.files import first_line, write_whole
 from visionattn.cli.interruption import undone_at_end
 from visionattn.models.backbone import VisionAttnTransformer
 from visionattn.models.body import name_of
+from visionattn.models.modes import in_eval
 from visionattn.models.weights import DataSpec
 from visionattn.ops.plain import decompositions
 
@@ -135,19 +136,19 @@ def export(
             f"{name_of(model)} does not say how its images are normalised; give weights of "
             "visionattn train, or leave prepare out"
         )
-    was_training = model.training
-    whole = (PreparedModel(model) if prepare else model).eval()
     write = {"onnx": _write_onnx, "torch": _write_program, "compiled": _write_compiled}[format]
-    try:
-        with TemporaryDirectory() as folder, undone_at_end(partial(rmtree, folder)):
-            built = Path(folder) / f"model{SUFFIXES[format]}"
-            with _refused(model, format), torch.random.fork_rng(devices=[]):
-                program = _program(whole, model, prepare)
-                write(program, built, _description(model, spec, prepare) | (notes or {}))
-            trials = list(_trials(whole, model, prepare, runner(built, format)))
-            write_whole(path, lambda temporary: shutil.copyfile(built, temporary))
-    finally:
-        model.train(was_training)
+    with (
+        in_eval(model),
+        TemporaryDirectory() as folder,
+        undone_at_end(partial(rmtree, folder)),
+    ):
+        whole = (PreparedModel(model) if prepare else model).eval()
+        built = Path(folder) / f"model{SUFFIXES[format]}"
+        with _refused(model, format), torch.random.fork_rng(devices=[]):
+            program = _program(whole, model, prepare)
+            write(program, built, _description(model, spec, prepare) | (notes or {}))
+        trials = list(_trials(whole, model, prepare, runner(built, format)))
+        write_whole(path, lambda temporary: shutil.copyfile(built, temporary))
     return trials
 
 
@@ -257,7 +258,8 @@ def trial_sizes(model: nn.Module) -> list[tuple[int, int, int]]:
     """
     embed = _body(model).patch_embed
     rows, columns = (max(LEAST_SIDE, min(n, USUAL_SIDE)) for n in embed.grid_size)
-    grids = ((1, rows, columns), (2, rows + 3, max(LEAST_SIDE, columns - 1)), (1, 4, 9))
+    broad = (9, 4) if (rows, columns) == (4, 9) else (4, 9)
+    grids = ((1, rows, columns), (2, rows + 3, max(LEAST_SIDE, columns - 1)), (1, *broad))
     return [(b, h * embed.patch_size[0], w * embed.patch_size[1]) for b, h, w in grids]
 
 

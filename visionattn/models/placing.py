@@ -1,5 +1,5 @@
 """State dicts that are loaded whole and are not wholly of the model: those of a plain ViT, of a
-model without a pyramid, and of the model that a wrapper of features holds.
+segmentation, of a model without a pyramid, and of the model that a wrapper of features holds.
 
 ``timm.create_model(name, checkpoint_path=FILE)`` calls ``load_state_dict`` and nothing else, so
 that is where they are fitted. Where ``strict`` is false, everything is left to the caller.
@@ -17,6 +17,9 @@ from visionattn.models.listing import shorten
 
 PRUNED = ("head.", "norm.", "fc_norm.", "attn_pool.", PYRAMID)
 """Parts that a wrapper of features may have dropped, besides blocks."""
+BODY = "backbone."
+"""Where a segmentation has its body, which lacks what is ``ABOVE`` the patches."""
+ABOVE = ("head.", "norm.", "fc_norm.", "attn_pool.")
 
 
 def _is_ours(name: str) -> bool:
@@ -24,24 +27,29 @@ def _is_ours(name: str) -> bool:
 
 
 def fitted_whole(model: nn.Module, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a state dict to load, fitted to the model where it is that of a plain ViT, or of a
-    model without a pyramid; what the model keeps of its own is named in one warning.
+    """Return a state dict to load, fitted to the model where it is that of a plain ViT, of a
+    segmentation, or of a model without a pyramid; what the model keeps of its own is named in one
+    warning.
 
     A dict that has any part that is ours alone is of ours: what it lacks but a whole pyramid is
     missing, as torch then says.
     """
+    own, fresh = model.state_dict(), []
+    if any(name.startswith(f"{BODY}blocks.") for name in given):
+        body = {n.removeprefix(BODY): value for n, value in given.items() if n.startswith(BODY)}
+        fresh = [name for name in own if name.startswith(ABOVE) and name not in body]
+        given = {**body, **{name: own[name] for name in fresh}}
     if "blocks.0.attn.qkv.weight" not in given:
         return given
-    own, fresh = model.state_dict(), []
     if not any(name.startswith(PYRAMID) for name in given):
-        fresh = [name for name in own if name.startswith(PYRAMID)]
+        fresh += [name for name in own if name.startswith(PYRAMID)]
     fitted = {**given, **{name: own[name] for name in fresh}}
-    if any(map(_is_ours, own)) and not any(map(_is_ours, given)):
+    plain = not any(map(_is_ours, given))
+    if plain and (any(map(_is_ours, own)) or own.keys() != fitted.keys()):
         fresh += [name for name in own if _is_ours(name)]
         fitted = checkpoint_filter_fn(dict(given), model)
-    if not fresh:
-        return given
-    say_fresh(fresh)
+    if fresh:
+        say_fresh(fresh)
     return fitted
 
 

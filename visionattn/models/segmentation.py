@@ -4,6 +4,7 @@ This module owns the head and how its logits become those of pixels. The body is
 of timm, made by name as for classification.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,8 +36,7 @@ class Segmenter(nn.Module):
         head_blocks: the blocks whose features are used, from the end where negative; None: the
             last.
         head_stride: side in pixels of the cells that have logits of their own; it divides both
-            sides of a patch. None: the shorter side of a patch, so that square patches are one cell
-            each.
+            sides of a patch. None: the largest that does, so that square patches are one cell each.
 
     Raises:
         ValueError: the body is no such ViT, or has no such blocks, or cells do not fill patches.
@@ -58,9 +58,14 @@ class Segmenter(nn.Module):
                 f"{type(backbone).__name__} has no patch features for a head of pixels; take a "
                 "vision transformer, such as scaleformer_vit_s or vit_small_patch16_224"
             )
+        if hasattr(backbone, "pyramid"):
+            raise ValueError(
+                f"{type(backbone).__name__} gives a pyramid of maps, and this head takes the "
+                "features of patches; take the model without _pyramid, or a decoder for pyramids"
+            )
         rows, columns = to_2tuple(patch_px)
         self.taken = _places(head_blocks, len(backbone.blocks))
-        self.stride = min(rows, columns) if head_stride is None else head_stride
+        self.stride = math.gcd(rows, columns) if head_stride is None else head_stride
         if type(self.stride) is not int:
             raise ValueError(f"head_stride must be a whole number, got {self.stride!r:.80}")
         if self.stride < 1 or rows % self.stride or columns % self.stride:
@@ -160,8 +165,8 @@ class Segmenter(nn.Module):
 
     @torch.inference_mode()
     def masks(self, x: Tensor, sizes: Tensor | None = None, *, strip: int = 64) -> Tensor:
-        """Return the class of each pixel, uint8 ``[B, H_px, W_px]``, without the logits of all
-        pixels in memory; ``IGNORED`` where these are not finite.
+        """Return the class of each pixel, uint8 ``[B, H_px, W_px]``; ``IGNORED`` where its logits
+        are not finite. The logits of all cells are in memory, those of pixels in strips.
 
         Args:
             x, sizes: as for ``forward``.

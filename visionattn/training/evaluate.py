@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from visionattn.models.filled import takes_sizes
+from visionattn.models.modes import in_eval
 from visionattn.models.weights import DataSpec
 from visionattn.training.config import OptimConfig
 from visionattn.training.distributed import Processes
@@ -93,14 +94,10 @@ def evaluate(
     processes = processes or Processes()
     objective = objective or objective_of(spec, OptimConfig())
     depth = min(5, spec.num_classes)
-    training = model.training
-    model.eval()
-    try:
+    with in_eval(model):
         own = processes.together(
             lambda: _sums(model, batches, spec, device, amp, depth, objective, tally)
         )
-    finally:
-        model.train(training)
     images, loss, correct, among_five, named, images_per_second, *counts = processes.sum(*own)
     if not images:
         raise ValueError("there are no images to evaluate")

@@ -13,7 +13,8 @@ def class_names(spec: DataSpec) -> tuple[str, ...]:
 
 def palette(spec: DataSpec) -> list[int]:
     """Return red, green and blue of each value of a mask, 256 times: those of the data, or those of
-    PASCAL VOC, which differ as far as numbers do; white for pixels without a class.
+    PASCAL VOC, which differ as far as numbers do. Pixels without a class are white, or of the
+    lightest grey that no class has.
     """
     colours = list(spec.colours or ())
     for number in range(len(colours), IGNORED):
@@ -22,7 +23,9 @@ def palette(spec: DataSpec) -> list[int]:
             for channel in range(3):
                 levels[channel] |= (number >> (3 * bit + channel) & 1) << (7 - bit)
         colours.append((levels[0], levels[1], levels[2]))
-    return [level for colour in (*colours, (255, 255, 255)) for level in colour]
+    greys = ((level, level, level) for level in range(255, -1, -1))
+    colours.append(next(grey for grey in greys if grey not in colours))
+    return [level for colour in colours for level in colour]
 
 
 def painted(mask: np.ndarray, spec: DataSpec) -> np.ndarray:

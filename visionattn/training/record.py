@@ -212,16 +212,17 @@ class Record:
             if key not in ("step", "epoch"):
                 self._events.add_scalar(f"train/{key}", value, values["step"])
 
-    def epoch(self, history: list[dict[str, Any]]) -> None:
+    def epoch(self, history: list[dict[str, Any]], more: dict[str, Any]) -> None:
         """Write an epoch's figures: a line of ``metrics.jsonl``, a row of ``summary.csv``, and
         TensorBoard's ``epoch/``.
 
         Args:
             history: the figures of all epochs so far, under equal keys; those of the last one are
                 new.
+            more: what else the line of the last one has.
         """
         values = history[-1]
-        self._line({"kind": "epoch"} | values)
+        self._line({"kind": "epoch"} | values | more)
         text = io.StringIO(newline="")
         writer = csv.DictWriter(text, values)
         writer.writeheader()

@@ -84,8 +84,8 @@ def started_model(
 
 def _is_segmenter(source: str | None) -> bool:
     """Tell whether a file holds the weights of a segmentation, its head included."""
-    said = (_metadata(source) if source else {}).get("data", "")
-    return '"task": "segmentation"' in said
+    metadata = _metadata(source) if source else {}
+    return bool(metadata) and described(metadata, source)[2].task == "segmentation"
 
 
 def _on_started_body(

@@ -386,7 +386,8 @@ class Trainer(Learner):
         # Then the figures, and the state last: what it counts as done is on the disk.
         position.next_epoch()
         self.history.append(values)
-        record.epoch(self.history)
+        more = {f"val_{key}": value for key, value in pixel_figures(result).items()}
+        record.epoch(self.history, more)
         self.save(record)
         score = result.score
         reached = "" if score is None else f"  {self.objective.measure} {100 * score:.1f} %"

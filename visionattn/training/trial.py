@@ -17,6 +17,7 @@ from torch.utils.data import Dataset
 
 from visionattn.data.batches import Batch, SampleKey, Unreadable
 from visionattn.data.geometry import Geometry
+from visionattn.models.modes import in_eval
 from visionattn.training.checkpoint import random_state, restore_random_state
 from visionattn.training.evaluate import autocast
 from visionattn.training.learner import Learner
@@ -138,20 +139,15 @@ def try_evaluation(
     """
     each = step.seconds * shape[1] * shape[2] / step.pixels
     shape = (max(1, min(shape[0], int(0.5 / max(each, 1e-9)))), *shape[1:])
-    batch, modes = batch_of(learner, shape), [(part, part.training) for part in model.modules()]
-    model.eval()
-    try:
-        with torch.inference_mode(), autocast(learner.device, learner.config.amp):
-            inputs = learner.spec.prepare(batch.images.to(learner.device))
-            synchronize(learner.device)
-            start = clock()
-            labels = batch.labels.to(learner.device)
-            learner.objective.judge(model, inputs, learner.sizes_of(batch), labels)
-            synchronize(learner.device)
-            return Trial(shape, clock() - start)
-    finally:
-        for part, was in modes:
-            part.training = was
+    batch = batch_of(learner, shape)
+    with in_eval(model), torch.inference_mode(), autocast(learner.device, learner.config.amp):
+        inputs = learner.spec.prepare(batch.images.to(learner.device))
+        synchronize(learner.device)
+        start = clock()
+        labels = batch.labels.to(learner.device)
+        learner.objective.judge(model, inputs, learner.sizes_of(batch), labels)
+        synchronize(learner.device)
+        return Trial(shape, clock() - start)
 
 
 def read_seconds(

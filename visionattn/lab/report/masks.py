@@ -13,6 +13,7 @@ import torch
 from einops import rearrange
 from PIL import Image
 
+from visionattn.data.batches import Item
 from visionattn.lab.report.examples import LARGEST_PX, address, drawn
 from visionattn.lab.report.runs import Run, for_each, number
 from visionattn.lab.report.tables import Cell, Table, is_of_pixels
@@ -89,6 +90,7 @@ def add(found: dict[tuple, MaskGallery], run: Run, count: int) -> None:
     """
     validation, items = drawn(run, count)
     spec = validation.spec
+    given = [judged(validation, item, run.name) for item in items]
     longest = max(max(item.pixels.shape[:2]) for item in items)
     known = [np.asarray(item.label) for item in items]
     key = (
@@ -112,12 +114,24 @@ def add(found: dict[tuple, MaskGallery], run: Run, count: int) -> None:
         found[key] = MaskGallery(validation.split, len(validation.dataset), longest, legend, masked)
     gallery = found[key]
     gallery.runs.append(run.name)
-    for shown, item, mask in zip(gallery.masked, items, known, strict=True):
-        given = predicted(validation, item.pixels, item.present)
-        table = confusion_of(torch.from_numpy(mask), torch.from_numpy(given), spec.num_classes)
-        ious = ious_of(table.numpy())
-        mean = float(np.nanmean(ious)) if np.isfinite(ious).any() else math.nan
-        shown.given.append(Given(run.name, mask_address(given, spec), mean))
+    for shown, one in zip(gallery.masked, given, strict=True):
+        shown.given.append(one)
+
+
+def judged(validation: Validation, item: Item, run: str) -> Given:
+    """Return what the weights of a run give for an image.
+
+    Raises:
+        ValueError: their outputs are not finite.
+    """
+    spec, known = validation.spec, np.asarray(item.label)
+    found = predicted(validation, item.pixels, item.present)
+    if (found[known != IGNORED] == IGNORED).any():
+        raise ValueError("the outputs of its weights are not finite")
+    table = confusion_of(torch.from_numpy(known), torch.from_numpy(found), spec.num_classes)
+    ious = ious_of(table.numpy())
+    mean = float(np.nanmean(ious)) if np.isfinite(ious).any() else math.nan
+    return Given(run, mask_address(found, spec), mean)
 
 
 def predicted(validation: Validation, image: np.ndarray, filled: tuple[int, int]) -> np.ndarray:
@@ -153,23 +167,25 @@ def names_of(run: Run) -> tuple[str, ...]:
 
 
 def class_table(runs: Sequence[Run]) -> Table | None:
-    """Return the intersection over union of each class on the test images, a column for each run
-    that has it; None where none has.
+    """Return the intersection over union of each class, a column for each run that has it, of the
+    test images or, where there are none, of the validation images; None where no run has it.
     """
-    known = [(i, run) for i, run in enumerate(runs) if isinstance(run.result.get("ious"), list)]
+    known = [run for run in runs if isinstance(run.result.get("ious"), list)]
     if not known:
         return None
-    names = max((names_of(run) for _, run in known), key=len)
-    count = max(len(run.result["ious"]) for _, run in known)
+    names = max((names_of(run) for run in known), key=len)
+    count = max(len(run.result["ious"]) for run in known)
     names = [*names, *map(str, range(len(names), count))]
-    columns = [[number(iou) for iou in run.result["ious"]] for _, run in known]
+    columns = [[number(iou) for iou in run.result["ious"]] for run in known]
 
     def worst(value: int) -> float:
         ious = [column[value] for column in columns if value < len(column)]
         return min([iou for iou in ious if iou is not None], default=2.0)
 
     order = sorted(range(count), key=worst)[:MOST_CLASSES] if count > MOST_CLASSES else range(count)
-    table = Table(["class", *(run.name for _, run in known)])
+    images = {True: "", False: " (validation)"}
+    heads = [run.name + images[run.result.get("ious_of") == "test"] for run in known]
+    table = Table(["class", *heads])
     for value in order:
         cells = [column[value] if value < len(column) else None for column in columns]
         texts = ["" if iou is None else f"{100 * iou:.2f} %" for iou in cells]

@@ -163,6 +163,7 @@ def result_of(epochs: list[Values], steps: list[Values], test: Values | None) ->
         # among equal losses.
         best = max(scored, key=lambda line: (line[key], -(number(line.get("val_loss")) or 0.0)))
         found |= {"best_epoch": best.get("epoch"), f"validation_{figure}": best[key]}
+        found |= {"ious": best.get("val_ious"), "ious_of": "validation"}
         found["train_seconds"] = sum(number(line.get("seconds")) or 0.0 for line in epochs)
     speeds = [
         speed for line in steps if (speed := number(line.get("images_per_second"))) is not None
@@ -174,8 +175,9 @@ def result_of(epochs: list[Values], steps: list[Values], test: Values | None) ->
             f"test_{figure}": test.get(figure),
             "test_loss": test.get("loss"),
             "test_images": test.get("images"),
-            "ious": test.get("ious"),
         }
+        if test.get("ious") is not None:
+            found |= {"ious": test["ious"], "ious_of": "test"}
     return found
 
 
