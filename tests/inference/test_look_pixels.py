@@ -106,6 +106,15 @@ class Seen:
         )
         return picture[down][:, right]
 
+    def even(self, picture):
+        """Whether each pixel of the model's input is of one colour throughout, to its edges."""
+        case = self.case.drawn
+        side = case.each * case.times
+        top, left = (first * case.times for first in case.first)
+        height, width = (side * px for px in case.seen)
+        wanted = self.sampled(picture).repeat(side, 0).repeat(side, 1)
+        return np.array_equal(picture[top : top + height, left : left + width], wanted)
+
     def frame(self, row, column):
         """The line around a patch, one pixel away from it, as a mask of the picture."""
         case = self.case.drawn
@@ -224,6 +233,7 @@ def test_the_gradient_is_drawn_where_it_is(seen):
     wanted = np.clip(gradient[:height, :width] / most, -1, 1)
     picture = seen.picture("gradient")
     np.testing.assert_allclose(strength(seen.sampled(picture)), wanted, atol=0.01)
+    assert seen.even(picture)
     assert_paper_is_the_file(seen, "gradient")
 
 
@@ -245,6 +255,7 @@ def test_features_are_drawn_where_they_are_and_white_beside(seen):
     wanted = [of_pixels(255 * each, seen.case.seen) for each in spread]
     picture, case = seen.picture("features"), seen.case.drawn
     np.testing.assert_allclose(seen.sampled(picture), np.stack(wanted, -1), atol=1)
+    assert seen.even(picture)
     top, left, part = *case.first, [px * case.each for px in case.seen]
     inside = np.zeros(case.file, bool)
     inside[top : top + part[0], left : left + part[1]] = True
