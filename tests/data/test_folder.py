@@ -364,6 +364,14 @@ def test_images_without_classes_are_found_wherever_they_lie(tmp_path, layout):
             build_splits(config, 3)
 
 
+def test_images_beside_masks_are_no_two_classes(tmp_path):
+    for name in ("images", "masks"):
+        (tmp_path / name).mkdir()
+        Image.new("L", (8, 8)).save(tmp_path / name / "a.png")
+    with pytest.raises(ValueError, match="has the folders images and masks: --data.task segm"):
+        build_splits(config_of(tmp_path), 0)
+
+
 def test_class_folders_keep_their_classes_where_none_are_needed(split_root):
     config = config_of(split_root)
     with_labels, without = (build_splits(config, 3, labelled=kind) for kind in (True, False))

@@ -329,7 +329,7 @@ def test_a_folder_without_whole_pairs_is_refused(tmp_path, what):
         "no folder": "with the masks of",
         "no images": "has no folder images; wanted images/* and masks/*",
         "tar": "is no folder, wanted images/*",
-        "too many": "with 255 classes wanted 0 to 254",
+        "too many": "it has the value 255; wanted 0 to 254 or 9",
     }
     if what == "missing":
         (masks / "1.png").unlink()

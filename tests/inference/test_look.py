@@ -17,10 +17,10 @@ import visionattn
 from tests.helpers.inference_files import ARGS, COLOUR, write_image, write_weights
 from tests.helpers.tools import assert_one_error, load_tool, written
 from visionattn.data.geometry import Box, Geometry
-from visionattn.inference.look.drawing import FOR, by_rank, ranked
+from visionattn.inference.look.drawing import FOR, Picture, by_rank, ranked
 from visionattn.inference.look.find import of_patches, patch_at
 from visionattn.inference.look.options import parse_look, parse_queries
-from visionattn.inference.look.run import Looking
+from visionattn.inference.look.run import Looking, cut
 from visionattn.lab.report.look import look_page
 from visionattn.layout import Grid
 from visionattn.models.evidence import find_evidence
@@ -237,6 +237,11 @@ BAD = {
     "nothing": ([], "name what to run"),
     "no checkpoint": (["gone.safetensors", "a.png"], "gone.safetensors"),
     "no head": (["headless.safetensors", "a.png"], "has no classes, so there is no evidence"),
+    "of timm by name": (["vit_tiny_patch16_224", "a.png"], "is no model of visionattn"),
+    "weights of timm": (
+        ["timm.safetensors", "a.png", "--model", "vit_tiny_patch16_224"],
+        "is no model of visionattn",
+    ),
     "of timm": (["timm.safetensors", "a.png"], "is no model of visionattn"),
     "block": ([FILE, "a.png", "--blocks", "2"], "no block 2; the 2 blocks are 0 to 1"),
     "block from the end": ([FILE, "a.png", "--blocks", "-3"], "there is no block -3"),
@@ -436,3 +441,11 @@ def test_a_folder_that_came_meanwhile_is_kept(folder):
     with pytest.raises(ValueError, match="out exists"):
         looking.run(print, look_page)
     assert written(folder / "out") == {"look.json": b"of another"}
+
+
+def test_a_detail_is_of_the_image_and_not_of_the_sentences_below_it():
+    sheet = Image.new("RGB", (2000, 900), "white")
+    sheet.paste((0, 0, 0), (0, 0, 1900, 500))
+    picture = Picture("a", "a", (), sheet, Box(490, 1890, 8, 8), (1900, 500))
+    part = cut(picture)
+    assert part.size == (640, 500) and part.getextrema() == ((0, 0),) * 3

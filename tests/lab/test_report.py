@@ -427,6 +427,7 @@ BAD_INPUT = {
     "memory profile",
     "run --output nowhere/a.html": "nowhere for a.html",
     "run --output empty": "empty cannot be written",
+    "run --output page.pdf": "output page.pdf: a page is HTML; end its name in .html",
     "run --images -1": "images must be from 0 to 100, got -1",
     "run --images many": "images must be a whole number",
     "run --runs run": "what stands first is --runs, which is given too",

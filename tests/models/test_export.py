@@ -238,6 +238,9 @@ def test_masks_are_exported(tmp_path):
     model = liven(create("scaleformer_vit_t", "segmentation", 3, 3, args)).eval()
     export(model, tmp_path / "model.onnx", "onnx")
     run = session(tmp_path / "model.onnx")
+    said = run.get_modelmeta().custom_metadata_map
+    assert said["visionattn.model"] == "scaleformer_vit_t"
+    assert json.loads(said["visionattn.patch_px"]) == [8, 8]
     for size in ((1, 32, 32), (2, 48, 24)):
         found = run.run(None, {"images": images(*size).numpy()})[0]
         assert found.shape == (size[0], 3, *size[1:])

@@ -273,6 +273,11 @@ def _list_classes(folder: Path) -> dict[str, list[str]]:
         ),
         key=natural_key,
     )
+    if [name.lower() for name in classes] == ["images", "masks"]:
+        raise ValueError(
+            f"data folder {folder} has the folders images and masks: --data.task segmentation "
+            "learns masks; rename the folders if they are classes of images"
+        )
     if not classes:
         raise _NoClasses(f"data folder {folder} has no class folders; {LAYOUT}")
     apart = {own, *(identity(folder / name) for name in classes)}

@@ -76,9 +76,9 @@ class MaskClasses:
             wrong |= values < 0
         if wrong.any():
             not_counted = "" if ignored is None else f" or {self.ignored}, which does not count"
+            known = f"with {count} classes " if self.names else ""
             raise NotAsAsked(
-                f"it has the value {values[wrong][0]}; with {count} classes wanted 0 to "
-                f"{count - 1}{not_counted}"
+                f"it has the value {values[wrong][0]}; {known}wanted 0 to {count - 1}{not_counted}"
             )
         found = values.astype(np.uint8)
         if ignored is not None:
@@ -178,9 +178,9 @@ class MaskFiles:
                     )
                 return self.classes.classes(mask)
         except NotAsAsked as error:
-            raise NotAsAsked(f"its mask {name}: {error}") from error
+            raise NotAsAsked(f"the mask {name}: {error}") from error
         except DAMAGED_IMAGE as error:
-            raise ValueError(f"its mask {name} cannot be read: {error}") from error
+            raise ValueError(f"the mask {name} cannot be read: {error}") from error
 
     def largest(self, indices: Sequence[int]) -> int:
         """Return the largest class of some masks; those that cannot be read are left to their turn.

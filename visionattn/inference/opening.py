@@ -287,7 +287,7 @@ def _by_name(
     if not options.model:
         raise ValueError(
             f"{options.checkpoint} does not say whose weights these are; name the model with "
-            "--model, or take the best.safetensors of a run"
+            "--model beside --checkpoint, or take the best.safetensors of a run"
         )
     name, args = options.model, dict(options.args)
     cfg = (timm.get_pretrained_cfg(name) if timm.is_model(name) else None) or PretrainedCfg()

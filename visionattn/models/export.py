@@ -201,7 +201,12 @@ def _images(model: nn.Module, prepare: bool, batch: int, height: int, width: int
 
 def _description(model: nn.Module, spec: DataSpec | None, prepare: bool) -> dict[str, str]:
     """Return what a file says of itself: all of it text, as ONNX has it."""
-    said = {"visionattn.model": name_of(model), "visionattn.prepared": json.dumps(prepare)}
+    body = _body(model)
+    said = {
+        "visionattn.model": name_of(body),
+        "visionattn.prepared": json.dumps(prepare),
+        "visionattn.patch_px": json.dumps(list(body.patch_embed.patch_size)),
+    }
     if spec is not None:
         said["visionattn.data"] = json.dumps(asdict(spec))
         said["class_names"] = json.dumps(list(spec.class_names))
@@ -235,11 +240,15 @@ def _write_compiled(
 
 
 def runner(path: Path, format: str) -> Callable[[Tensor], list[Tensor]]:
-    """Load a file as others would, and return what runs it on images ``[B, C, H_px, W_px]``."""
+    """Load a file as others would, and return what runs it on images ``[B, C, H_px, W_px]``, with
+    as many threads as torch has.
+    """
     if format == "onnx":
         import onnxruntime
 
-        session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+        how = onnxruntime.SessionOptions()
+        how.intra_op_num_threads = torch.get_num_threads()
+        session = onnxruntime.InferenceSession(path, how, providers=["CPUExecutionProvider"])
         return lambda x: [torch.from_numpy(y) for y in session.run(None, {INPUT: x.numpy()})]
     if format == "torch":
         run = torch.export.load(path).module()

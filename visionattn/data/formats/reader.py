@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import NamedTuple, Self
 
 import numpy as np
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from visionattn.data.formats.options import LARGEST_IMAGE_PX
 from visionattn.data.geometry import Box
@@ -77,6 +77,8 @@ def damage(what: str, *kinds: type[Exception]) -> Iterator[None]:
     """
     try:
         yield
+    except UnidentifiedImageError as error:  # Pillow names an object of Python
+        raise ValueError("cannot identify image file: it is of no known format") from error
     except DAMAGED_IMAGE:
         raise
     except (*kinds, *BROKEN) as error:

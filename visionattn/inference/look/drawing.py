@@ -45,7 +45,9 @@ class Picture:
     """What it shows, in sentences."""
     image: Image.Image
     focus: Box | None
-    """Where in it the highest evidence is, in its pixels; None: nowhere."""
+    """Where in it the highest evidence or weight is, in its pixels; None: nowhere."""
+    drawn: tuple[int, int]
+    """Width and height of what is drawn, from its upper left corner; sentences stand below."""
 
 
 class Ground:
@@ -322,7 +324,7 @@ def tables(found: Sequence[tuple[int, Tensor]], signed: bool) -> Picture:
         "itself, keys above it stand above; the outermost entries are those of all offsets beyond. "
         "Colours go by the logarithm, from the least of a head to its largest, which stand below.",
     )
-    return Picture("tables", "Relative tables", lines, sheet, None)
+    return Picture("tables", "Relative tables", lines, sheet, None, sheet.size)
 
 
 @dataclass(frozen=True)
@@ -381,7 +383,7 @@ def _with_scale(
     if scale is not None:
         _draw_scale(sheet, scale, Box(top + step // 2, gap, step, width - 2 * gap), size)
     at = ground.patch_box(*focus[0]) if focus else None
-    return Picture(name, title, tuple(lines), sheet, at)
+    return Picture(name, title, tuple(lines), sheet, at, picture.size)
 
 
 def _draw_scale(sheet: Image.Image, scale: Scale, box: Box, size: int) -> None:

@@ -16,6 +16,7 @@ from visionattn.cli.files import check_new
 from visionattn.cli.parsing import split_options
 from visionattn.cli.untrusted import brief
 from visionattn.inference.options import OpenOptions, parse_options
+from visionattn.models.registration import is_ours
 
 SUMMARY = "look.json"
 """The file by which a folder is known as one of ``visionattn look``."""
@@ -80,7 +81,9 @@ def parse_look(argv: Sequence[str]) -> LookOptions:
     first, rest = list(argv[:count]), list(argv[count:])
     given = {flag.replace("-", "_") for flag, _ in split_options(rest)}
     words = rest
-    if first and not given & {"checkpoint", "model"}:
+    if first and given & {"checkpoint", "model"} == {"model"} and _is_weights(first[0]):
+        words = ["--checkpoint", first.pop(0), *rest]
+    elif first and not given & {"checkpoint", "model"}:
         model, *first = first
         # A file goes first; the name of a model that comes with weights may stand in its place.
         known = not os.path.exists(model) and timm.is_model(model)
@@ -102,12 +105,20 @@ def parse_look(argv: Sequence[str]) -> LookOptions:
     return options
 
 
+def _is_weights(word: str) -> bool:
+    return Path(word).suffix in (".safetensors", ".pth", ".pt", ".bin", ".npz")
+
+
 def check(options: LookOptions) -> None:
     """Check what needs neither model nor image.
 
     Raises:
         ValueError: one line with the option, what it may be, and what it is.
     """
+    if options.model and timm.is_model(options.model) and not is_ours(options.model):
+        raise ValueError(
+            f"{options.model} is no model of visionattn, whose blocks and pooling look reads"
+        )
     check_asked(options)
     check_folder(options)
 

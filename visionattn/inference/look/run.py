@@ -16,7 +16,6 @@ from PIL import Image
 from visionattn.cli.files import printable, whole_folder
 from visionattn.cli.progress import Progress
 from visionattn.cli.provenance import provenance
-from visionattn.data.geometry import Box
 from visionattn.inference.listing import find_images
 from visionattn.inference.look import drawing
 from visionattn.inference.look.drawing import Ground, Picture
@@ -156,6 +155,13 @@ def said(look: Look) -> list[str]:
     if evidence.patches is None:
         lines.append(f"{evidence.how[0].upper()}{evidence.how[1:]}.")
     box = look.box(*look.top)
+    seen, own = look.view.content, look.view.box
+    lines.append(
+        f"The model saw {own.height} x {own.width} px at {own.top},{own.left} as "
+        f"{seen[0]} x {seen[1]} px; what it did not see is pale."
+        if (seen != (own.height, own.width) or own.top or own.left)
+        else f"The model saw {seen[0]} x {seen[1]} px as they are."
+    )
     lines.append(
         f"The patch of the highest evidence: {box.height} x {box.width} px at {box.top},{box.left} "
         "(down and right)."
@@ -167,7 +173,7 @@ def on_page(name: str, picture: Picture) -> dict[str, Any]:
     """Return a picture as the page shows it: small, with a part of it pixel by pixel."""
     image, details = picture.image, []
     if picture.focus is not None and max(image.size) > PREVIEW_PX:
-        details.append(address(cut(image, picture.focus)))
+        details.append(address(cut(picture)))
     small = image.copy() if max(image.size) <= PREVIEW_PX else reduced(image)
     return {
         "title": picture.title,
@@ -185,14 +191,15 @@ def reduced(image: Image.Image) -> Image.Image:
     return image.resize(size, Image.Resampling.BOX, reducing_gap=2.0)
 
 
-def cut(image: Image.Image, focus: Box) -> Image.Image:
-    """Return the part of a picture around a box."""
-    left = focus.left + focus.width // 2 - DETAIL_PX // 2
-    top = focus.top + focus.height // 2 - DETAIL_PX // 2
-    left = max(0, min(left, image.width - DETAIL_PX))
-    top = max(0, min(top, image.height - DETAIL_PX))
-    right, bottom = min(image.width, left + DETAIL_PX), min(image.height, top + DETAIL_PX)
-    return image.crop((left, top, right, bottom))
+def cut(picture: Picture) -> Image.Image:
+    """Return the part of a picture around its focus, without the sentences below it."""
+    width, height = picture.drawn
+    assert picture.focus is not None
+    left = picture.focus.left + picture.focus.width // 2 - DETAIL_PX // 2
+    top = picture.focus.top + picture.focus.height // 2 - DETAIL_PX // 2
+    left, top = max(0, min(left, width - DETAIL_PX)), max(0, min(top, height - DETAIL_PX))
+    right, bottom = min(width, left + DETAIL_PX), min(height, top + DETAIL_PX)
+    return picture.image.crop((left, top, right, bottom))
 
 
 def address(image: Image.Image) -> str:

@@ -74,6 +74,8 @@ def parse_report(argv: Sequence[str]) -> Wanted:
     place = paths[0] if paths[0].is_dir() else paths[0].absolute().parent
     output = Path(config.output) if config.output else place / "report.html"
     check_free(output, config.overwrite)
+    if output.suffix.lower() not in (".html", ".htm"):
+        raise ValueError(f"output {output}: a page is HTML; end its name in .html")
     return Wanted(runs, tables, output, config.title or title_of(paths), config.images, problems)
 
 
