@@ -52,6 +52,7 @@ def test_the_page_shows_masks_and_the_figure_of_each_class(run, tmp_path, capsys
     assert "Validation mean IoU" in page and "Intersection over union of each class" in page
     for name in CLASSES:
         assert f"</span>{name}</li>" in page
+    assert "</span>does not count</li>" in page and "<figcaption>given, " in page
     assert page.count('alt="its mask"') == 4 and "no images, since" not in page
     assert "Which class is taken for which" not in page
     capsys.readouterr()

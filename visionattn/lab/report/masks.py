@@ -104,7 +104,7 @@ def add(found: dict[tuple, MaskGallery], run: Run, count: int) -> None:
         values = np.unique(np.concatenate([mask.ravel() for mask in known]))
         legend = [
             ("#{:02x}{:02x}{:02x}".format(*painted(np.array([[value]]), spec)[0, 0]), name)
-            for value, name in enumerate(class_names(spec))
+            for value, name in (*enumerate(class_names(spec)), (IGNORED, "does not count"))
             if value in values
         ]
         masked = [
