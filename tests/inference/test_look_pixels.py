@@ -7,6 +7,7 @@ the model sees is known without resampling, and no side of an image is another's
 
 import itertools
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ import visionattn
 from tests.helpers.inference_files import ARGS, COLOUR, MODEL, write_image, write_weights
 from tests.helpers.tools import load_tool
 from visionattn.inference.look import run
-from visionattn.models.evidence import find_evidence, principal, watch
+from visionattn.models.evidence import Evidence, find_evidence, principal, watch
 from visionattn.models.weights import load_model, save_model
 
 look = load_tool("look")
@@ -65,7 +66,7 @@ class Case:
 CROPPED = Case((201, 240), (32, 48), ("--img-size", "32", "48", "--fit", "crop"), 5, (20, 0), 2)
 CASES = {
     "native": Case((37, 52), (37, 52), ("--img-size", "native"), times=9),
-    "reduced": Case((200, 280), (40, 56), ("--img-size", "40", "56", "--fit", "native"), each=5),
+    "reduced": Case((280, 240), (56, 48), ("--img-size", "56", "48", "--fit", "native"), each=5),
     "cropped above and below": CROPPED,
     "cropped left and right": Case(
         (144, 131), (48, 32), ("--img-size", "48", "32", "--fit", "crop"), 3, (0, 17), 3
@@ -84,8 +85,8 @@ class Seen:
     case: Case
     grey: np.ndarray
     """The file as grey levels."""
-    folder: object
-    evidence: object
+    folder: Path
+    evidence: Evidence
     row: np.ndarray
     """With which weights the patch that is asked sees the others, the mean of all heads."""
     components: np.ndarray
@@ -223,6 +224,27 @@ def test_winners_are_drawn_where_they_are_and_the_highest_are_framed(seen):
     highest = {divmod(int(place), width) for place in np.argsort(-added, axis=None)[:5]}
     for place in np.ndindex(height, width):
         assert (orange[seen.frame(*place)].mean() > 0.5) == (place in highest)
+
+
+def test_winners_that_all_speak_for_the_class_are_drawn_where_they_are(tmp_path, monkeypatch):
+    """Each channel of the pooled features adds to the class, whose weights are those features."""
+    monkeypatch.chdir(tmp_path)
+    args = TINY | dict(global_pool="max")
+    model = load_model(write_weights(tmp_path / "random.safetensors", args=args))
+    own = write_image(tmp_path / "a.png", 40, 56, seed=4)
+    inputs = torch.tensor(((own / 255 - COLOUR.mean) / COLOUR.std).transpose(2, 0, 1)[None])
+    with torch.no_grad():
+        pooled = model.forward_head(model.forward_features(inputs.float()), pre_logits=True)[0]
+        model.head.weight.zero_()
+        model.head.weight[1] = pooled
+    save_model("best.safetensors", model, MODEL, args, COLOUR)
+    added = find_evidence(model, inputs.float(), target=1).patches.numpy()
+    assert added.min() == 0 < added.max()
+    given = ["best.safetensors", "a.png", "--output", "out", "--show", "winners"]
+    assert look([*given, "--target", "birch", "--img-size", "native"]) == 0
+    picture = np.asarray(Image.open("out/1-winners.png")).astype(float)
+    got = strength(picture[36 : 40 * 9 : 72, 36 : 56 * 9 : 72])
+    np.testing.assert_allclose(got, added / added.max(), atol=0.01)
 
 
 def test_the_gradient_is_drawn_where_it_is(seen):
