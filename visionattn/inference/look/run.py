@@ -158,7 +158,7 @@ def said(look: Look) -> list[str]:
     seen, own = look.view.content, look.view.box
     lines.append(
         f"The model saw {own.height} x {own.width} px at {own.top},{own.left} as "
-        f"{seen[0]} x {seen[1]} px; what it did not see is pale."
+        f"{seen[0]} x {seen[1]} px."
         if (seen != (own.height, own.width) or own.top or own.left)
         else f"The model saw {seen[0]} x {seen[1]} px as they are."
     )
