@@ -113,7 +113,7 @@ def key_counts(
     return F.pad(key_mask.cumsum(1, dtype=dtype), (1, 0))[:, None, visible]
 
 
-def _axis_counts(length: int, horizon: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def axis_counts(length: int, horizon: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Count the keys of each class on one full axis, ``[2R+1, length]``, in closed form."""
     if horizon == 0:
         return torch.ones(1, length, dtype=dtype, device=device) * length
@@ -145,8 +145,8 @@ def count_classes(
     if present is None:
         present = _Canvas(layout).present(layout.key_mask(), dtype)
     if present is None:
-        rows = _axis_counts(height, horizons[0], dtype, device)
-        columns = _axis_counts(width, horizons[1], dtype, device)
+        rows = axis_counts(height, horizons[0], dtype, device)
+        columns = axis_counts(width, horizons[1], dtype, device)
         return (rows.T[:, None, :, None] * columns.T[None, :, None, :]).flatten(2).unsqueeze(0)
     by_column = axis_classes(present[:, 0], horizons[1], width)
     both = axis_classes(by_column.permute(0, 2, 3, 1), horizons[0], height)

@@ -1,0 +1,321 @@
+"""Attention of a strip of rows of a grid, given the little that it needs of all other rows.
+
+A query needs of far keys only sums: the state of the content (``summarize``), and for relative
+position the sum of the values of each class. So a strip of rows is attended to exactly with the
+state of all tokens, a halo of R - 1 rows of values on either side, and the sums of what lies
+further. Those are sums from one side, never differences.
+
+    rows of the grid    0 ........ first - a | .. first .. last .. | last + b ........ H - 1
+    what a strip sees   one sum, ``above``   |     values          |   one sum, ``below``
+
+This module owns what a strip sees and its sums; who holds which rows, and how they come here, is
+the caller's. All of it can be differentiated. Prefix tokens have the content alone: ``attend``.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from visionattn.layout import Grid
+from visionattn.ops.chunking import chunks
+from visionattn.ops.feature_maps import elu1, is_tiny, raised
+from visionattn.ops.operator import without_autocast
+from visionattn.ops.position.joint import class_sums
+from visionattn.ops.position.kinds import Axial, Flat, Joint, RelativePosition, axis_counts
+from visionattn.ops.states import KernelState, State, attend
+from visionattn.ops.sums import Sums
+
+LINE_ELEMENTS = 1 << 22
+
+
+class Strip(NamedTuple):
+    """Rows ``first`` to ``last - 1`` of a grid of patches."""
+
+    grid: Grid
+    first: int
+    last: int
+
+    @property
+    def rows(self) -> int:
+        """The number of rows."""
+        return self.last - self.first
+
+    def with_halo(self, rows: int) -> "Strip":
+        """Return the strip with so many rows more on either side, as far as the grid has them."""
+        first, last = max(0, self.first - rows), min(self.grid.height, self.last + rows)
+        return Strip(self.grid, first, last)
+
+
+@dataclass(frozen=True)
+class SeenRows:
+    """What ``Joint`` needs of the values.
+
+    Args:
+        values: ``[B, h, rows, W, e]``, those of the strip with its halo (``Strip.with_halo``).
+        above, below: ``[B, h, W, e]``, the sums of all rows before and behind these; None where
+            there are none.
+    """
+
+    values: Tensor
+    above: Tensor | None
+    below: Tensor | None
+
+
+@dataclass(frozen=True)
+class SeenLines:
+    """What ``Axial`` needs of the values: sums over the whole grid.
+
+    Args:
+        rows: of each row, ``[B, h, H, e]``.
+        columns: of each column, ``[B, h, W, e]``.
+    """
+
+    rows: Tensor
+    columns: Tensor
+
+
+@dataclass(frozen=True)
+class SeenRun:
+    """What ``Flat`` with a layout needs of the values, along the sequence of all patches.
+
+    Args:
+        values: ``[B, h, n, e]``, those of the strip's patches and of up to R - 1 patches before and
+            behind them.
+        above, below: ``[B, h, e]``, the sums of all patches before and behind these; None where
+            there are none.
+    """
+
+    values: Tensor
+    above: Tensor | None
+    below: Tensor | None
+
+
+Seen = SeenRows | SeenLines | SeenRun
+
+
+def horizon_of(relative: Joint | Flat) -> int:
+    """Return R of the rows, or along the sequence."""
+    return relative.table.shape[1] // 2
+
+
+def halo_of(relative: RelativePosition | None) -> int:
+    """Return how many rows of values on either side of a strip its queries see one by one; of
+    ``Flat`` these are as many as hold R - 1 patches.
+    """
+    if relative is None or isinstance(relative, Axial):
+        return 0
+    reach = max(0, horizon_of(relative) - 1)
+    return -(-reach // relative.layout.grid.width) if isinstance(relative, Flat) else reach
+
+
+def strip_attention(
+    q: Tensor,
+    state: State,
+    relative: RelativePosition | None = None,
+    strip: Strip | None = None,
+    seen: Seen | None = None,
+) -> Tensor:
+    """Return the weighted mean of all values for the patches of a strip, as the attention of the
+    whole grid gives it, up to rounding.
+
+    Args:
+        q: ``[B, h, n, d]``, the queries of the strip's patches, row by row, as given to the
+            attention; without relative position any queries, prefix tokens too.
+        state: of all keys, those of prefix tokens too.
+        relative: of the whole grid, with all patches present.
+        strip: which rows, for relative position.
+        seen: what is seen of the values: ``SeenRows`` for ``Joint``, ``SeenLines`` for ``Axial``,
+            ``SeenRun`` for ``Flat``.
+
+    Returns:
+        ``[B, h, n, e]`` in the dtype of the state.
+
+    Raises:
+        ValueError: shapes that do not fit, what is seen is of another relative position, or patches
+            of the grid are missing.
+    """
+    mean, mass = _mean(q, state, relative, strip, seen)
+    if isinstance(state, KernelState) and state.feature_map == "elu1" and is_tiny(mass):
+        high = raised(q, (3,))
+        if high is not q:
+            mean, _ = _mean(high, state, relative, strip, seen)
+    return mean
+
+
+def _mean(
+    q: Tensor,
+    state: State,
+    relative: RelativePosition | None,
+    strip: Strip | None,
+    seen: Seen | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the mean and the mass of the content."""
+    content = attend(q, state)
+    if relative is None:
+        return content.divide(), content.mass
+    _check(q, relative, strip, seen)
+    total = state.count.to(content.mass.dtype)
+    with without_autocast(q):
+        more = strip_sums(q.to(content.values.dtype), seen, relative, strip, total)
+    return content.divide_with(more, 0), content.mass
+
+
+def _check(q: Tensor, relative: RelativePosition, strip: Strip | None, seen: Seen | None) -> None:
+    wanted = {Joint: SeenRows, Axial: SeenLines, Flat: SeenRun}[type(relative)]
+    if strip is None or not isinstance(seen, wanted):
+        raise ValueError(
+            f"{type(relative).__name__}: wanted a strip and {wanted.__name__}, got "
+            f"{type(strip).__name__} and {type(seen).__name__}"
+        )
+    layout = relative.layout
+    if layout is None or layout.kept is not None or layout.present is not None:
+        raise ValueError("strips are of grids whose patches are all present; give such a layout")
+    if layout.grid != strip.grid or not 0 <= strip.first < strip.last <= strip.grid.height:
+        raise ValueError(f"{strip}: no rows of the layout's {layout.grid}")
+    if q.shape[2] != strip.rows * strip.grid.width:
+        raise ValueError(
+            f"q: wanted {strip.rows * strip.grid.width} patches of {strip}, got {q.shape[2]}"
+        )
+
+
+def strip_sums(
+    q: Tensor, seen: Seen, relative: RelativePosition, strip: Strip, total: Tensor
+) -> Sums:
+    """Return the relative term's sums of values and of weights for the patches of a strip.
+
+    Args:
+        q: ``[B, h, n, d]``, float32 or float64, the dtype of the sums.
+        seen, relative, strip: see ``strip_attention``.
+        total: keys that each query sees, ``[1, 1, 1]``, prefix tokens included; with "mean" the
+            sums are in units of the mean of so many keys.
+    """
+    factor = total.unsqueeze(3) if relative.normalization == "mean" else None
+    if isinstance(seen, SeenRows):
+        return _joint_sums(q, seen, relative, strip, factor)
+    if isinstance(seen, SeenLines):
+        return _axial_sums(q, seen, relative, strip, factor)
+    return _flat_sums(q, seen, relative, strip, factor)
+
+
+def _joint_sums(
+    q: Tensor, seen: SeenRows, relative: Joint, strip: Strip, factor: Tensor | None
+) -> Sums:
+    """Let the sum of far rows stand as one row before the halo, and the other behind it: as seen
+    from the strip they are of the same classes as the rows that they are the sum of.
+    """
+    table, width = relative.table.to(q.dtype), strip.grid.width
+    horizons = table.shape[1] // 2, table.shape[2] // 2
+    halo = strip.with_halo(max(0, horizons[0] - 1))
+    rows = seen.values
+    if rows.shape[2:4] != (halo.rows, width):
+        raise ValueError(
+            f"seen: wanted values of {halo.rows} x {width} patches, got {list(rows.shape[2:4])}"
+        )
+    far = [None if x is None else x.unsqueeze(2) for x in (seen.above, seen.below)]
+    values = torch.cat([x.to(q.dtype) for x in (far[0], rows, far[1]) if x is not None], 2)
+    before = strip.first - halo.first + (far[0] is not None)
+    behind = halo.last - strip.last + (far[1] is not None)
+    counts = _joint_counts(strip, horizons, q)
+    # Queries of nothing stand in the other rows, whose results are left out.
+    queries = F.pad(q.unflatten(2, (strip.rows, width)), (0, 0, 0, 0, before, behind))
+    counts = F.pad(counts, (0, 0, 0, 0, before, behind))
+    sums, mass = class_sums(queries, table.flatten(1, 2), values, counts, factor, *horizons)
+    own = slice(before, before + strip.rows)
+    return Sums(sums[:, :, own].flatten(2, 3), mass[:, :, own].flatten(2, 3))
+
+
+def _joint_counts(strip: Strip, horizons: tuple[int, int], like: Tensor) -> Tensor:
+    """Return the keys of each class as seen from the strip's patches, ``[1, rows, W, C]``."""
+    (height, width), options = strip.grid, (like.dtype, like.device)
+    rows = axis_counts(height, horizons[0], *options)[:, strip.first : strip.last]
+    columns = axis_counts(width, horizons[1], *options)
+    return (rows.T[:, None, :, None] * columns.T[None, :, None, :]).flatten(2).unsqueeze(0)
+
+
+def _flat_sums(
+    q: Tensor, seen: SeenRun, relative: Flat, strip: Strip, factor: Tensor | None
+) -> Sums:
+    """Do along the sequence of patches, a grid of one row, what ``_joint_sums`` does."""
+    table, width = relative.table.to(q.dtype), strip.grid.width
+    horizon, patches = table.shape[1] // 2, strip.grid.num_patches
+    first, last = strip.first * width, strip.last * width
+    reach = max(0, horizon - 1)
+    halo = slice(max(0, first - reach), min(patches, last + reach))
+    if seen.values.shape[2] != halo.stop - halo.start:
+        raise ValueError(
+            f"seen: wanted values of {halo.stop - halo.start} patches, got {seen.values.shape[2]}"
+        )
+    far = [None if x is None else x.unsqueeze(2) for x in (seen.above, seen.below)]
+    values = torch.cat([x.to(q.dtype) for x in (far[0], seen.values, far[1]) if x is not None], 2)
+    before = first - halo.start + (far[0] is not None)
+    behind = halo.stop - last + (far[1] is not None)
+    counts = axis_counts(patches, horizon, q.dtype, q.device)[:, first:last].mT[None, None]
+    queries = F.pad(q, (0, 0, before, behind)).unsqueeze(2)
+    counts = F.pad(counts, (0, 0, before, behind))
+    sums, mass = class_sums(queries, table, values.unsqueeze(2), counts, factor, 0, horizon)
+    own = slice(before, before + q.shape[2])
+    return Sums(sums[:, :, 0, own], mass[:, :, 0, own])
+
+
+def _axial_sums(
+    q: Tensor, seen: SeenLines, relative: Axial, strip: Strip, factor: Tensor | None
+) -> Sums:
+    (height, width), queries = strip.grid, q.unflatten(2, (strip.rows, strip.grid.width))
+    rows, columns = (x.to(q.dtype) for x in (seen.rows, seen.columns))
+    if (rows.shape[2], columns.shape[2]) != (height, width):
+        raise ValueError(
+            f"seen: wanted sums of {height} rows and {width} columns, got {rows.shape[2]} and "
+            f"{columns.shape[2]}"
+        )
+    own = slice(strip.first, strip.last)
+    by_row = _line_sums(queries, relative.rows.to(q.dtype), rows, width, own, factor)
+    across = queries.transpose(2, 3)
+    every = slice(0, width)
+    by_column = _line_sums(across, relative.columns.to(q.dtype), columns, height, every, factor)
+    both = by_row + by_column.transpose(2, 3)
+    return Sums(both[..., :-1].flatten(2, 3), both[..., -1].flatten(2, 3))
+
+
+def _line_sums(
+    q: Tensor, table: Tensor, sums: Tensor, keys: int, lines: slice, factor: Tensor | None
+) -> Tensor:
+    """Return the sums of one axis with the mass behind them, ``[B, h, lines, n, e + 1]``.
+
+    Args:
+        q: ``[B, h, lines, n, d]``, the queries of some lines.
+        table: ``[h or 1, 2R+1, d]``.
+        sums: of the values of each line of the grid, ``[B, h, L, e]``.
+        keys: the patches of a line.
+        lines: which of the L lines the queries are of.
+        factor: with "mean", all keys, ``[1, 1, 1, 1]``.
+    """
+    length = sums.shape[2]
+    horizon = min(table.shape[1] // 2, length)  # no line is further away than L - 1
+    middle = table.shape[1] // 2
+    table = table[:, middle - horizon : middle + horizon + 1]
+    # The number of keys goes along behind the values: it is what the mass sums.
+    x = torch.cat([sums, sums.new_full((*sums.shape[:3], 1), keys)], 3)
+    if horizon:
+        # The two ends are running sums from either side; each line between is a class of its own.
+        above = F.pad(x.cumsum(2), (0, 0, horizon, 0))[:, :, :length]
+        below = F.pad(x.flip(2).cumsum(2).flip(2), (0, 0, 0, horizon))[:, :, horizon:]
+        near = F.pad(x, (0, 0, horizon - 1, horizon - 1)).unfold(2, 2 * horizon - 1, 1).mT
+    size = max(1, LINE_ELEMENTS // (q.shape[1] * (2 * horizon + 1) * (q.shape[3] + x.shape[3])))
+    found = []
+    for part in chunks(lines.stop - lines.start, size):
+        there = slice(lines.start + part.start, lines.start + part.stop)
+        if horizon:
+            ends = above[:, :, there, None], below[:, :, there, None]
+            classes = torch.cat([ends[0], near[:, :, there], ends[1]], 3)
+        else:
+            classes = x.sum(2)[:, :, None, None].expand(-1, -1, part.stop - part.start, -1, -1)
+        if factor is not None:
+            counts = classes[..., -1:]
+            scale = torch.where(counts > 0, factor.unsqueeze(4) / counts.clamp(min=1), 0)
+            classes = classes * scale
+        weights = elu1(q[:, :, part]) @ table[:, None].mT
+        found.append(weights @ classes)
+    return torch.cat(found, 2)
