@@ -50,7 +50,7 @@ class IdentityAttention(Attention):
             heads = v.unflatten(2, (self.num_heads, self.head_dim)).transpose(1, 2)
             near = self.value_conv(heads, self._layout(layout, x.shape[1]))
             out = v + near.transpose(1, 2).flatten(2)
-        return self._project(out, x)
+        return self.project(out, x)
 
 
 def identity_twin(model: VisionAttnTransformer) -> VisionAttnTransformer:

@@ -5,6 +5,7 @@ own.
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from timm.layers import LayerNorm
 from timm.models import register_notrace_module
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from visionattn.ops.attentions import ATTENTIONS, AttentionKind, check_form, get
 from visionattn.ops.feature_maps import make_feature_map
 from visionattn.ops.local import centred_keys, gated
 from visionattn.ops.rows import ROWS, Rows
+from visionattn.ops.states import State, summarize
 from visionattn.ops.window import WINDOW_SIZE, check_window_size
 
 
@@ -233,7 +235,7 @@ class Attention(nn.Module):
         if self.value_conv is not None:
             # The first term decides how the sum lies in memory: as the projection wants it.
             out = self.value_conv(v, layout, key_mask) + out
-        return self._project(out.transpose(1, 2).reshape(batch, tokens, dim), x)
+        return self.project(out.transpose(1, 2).reshape(batch, tokens, dim), x)
 
     def _check(self, is_causal: bool) -> None:
         """Raise ValueError where a token is to see the earlier ones alone, and cannot."""
@@ -314,7 +316,37 @@ class Attention(nn.Module):
         options.pop("form", None)
         return ROWS[self.attention](q, k, rows, **options)
 
-    def _project(self, out: Tensor, x: Tensor) -> Tensor:
+    def queries(self, x: Tensor) -> Tensor:
+        """Return the queries ``[B, h, N, d]`` of tokens ``[B, N, D]``, as ``forward`` has them."""
+        return self.q_norm(self._heads(x, slice(0, 1))[0])
+
+    def keys_and_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values ``[B, h, N, d]`` of tokens ``[B, N, D]``, as ``forward`` has them
+        before keys are centred.
+        """
+        k, v = self._heads(x, slice(1, 3))
+        return self.k_norm(k), v
+
+    def _heads(self, x: Tensor, which: slice) -> list[Tensor]:
+        """Return some of q, k and v, with heads apart; nothing else is computed."""
+        rows = slice(which.start * x.shape[2], which.stop * x.shape[2])
+        bias = self.qkv.bias
+        parts = F.linear(x, self.qkv.weight[rows], None if bias is None else bias[rows])
+        split = parts.unflatten(2, (-1, self.num_heads, self.head_dim))
+        return list(split.permute(2, 0, 3, 1, 4).unbind(0))
+
+    def summarize(self, k: Tensor, v: Tensor) -> State:
+        """Return what queries need of some keys and values for the content; states add.
+
+        Raises:
+            ValueError: a softmax, or a feature map whose keys depend on each other, has no state.
+        """
+        options = {"feature_map": self.feature_map} if self.kind.feature_map else {}
+        if self.kind.temperature:
+            options["temperature"] = self.temperature
+        return summarize(k, v, self.attention, **options)
+
+    def project(self, out: Tensor, x: Tensor) -> Tensor:
         """Gate, normalise and project what the heads give, ``[B, N, D]``; the gate is of x."""
         if self.output_gate is not None:
             out = gated(out, self.output_gate(x))

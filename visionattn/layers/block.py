@@ -90,5 +90,11 @@ class Block(nn.Module):
     ) -> Tensor:
         """Map ``[B, N, D]`` to ``[B, N, D]``; ``Attention.forward`` explains the arguments."""
         attended = self.attn(self.norm1(x), layout, attn_mask=attn_mask, is_causal=is_causal)
+        return self.added(x, attended)
+
+    def added(self, x: Tensor, attended: Tensor) -> Tensor:
+        """Return the block's output for tokens and what its attention gives for them: token by
+        token, so that it may be done in pieces.
+        """
         x = x + self.drop_path1(self.ls1(attended))
         return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))

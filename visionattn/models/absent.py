@@ -101,15 +101,15 @@ def absolute_position(
         )
     patches = position[0, num_prefix:].float().unflatten(0, own_grid)
     # Rows first, then columns: bicubic interpolation is a product with a matrix for each axis.
-    rows = _bicubic(filled[:, 0], grid[0], own_grid[0])
+    rows = axis_weights(filled[:, 0], grid[0], own_grid[0])
     own = product(rows, patches.flatten(1)).unflatten(2, patches.shape[1:])
-    columns = _bicubic(filled[:, 1], grid[1], own_grid[1])
+    columns = axis_weights(filled[:, 1], grid[1], own_grid[1])
     own = product(columns[:, None].expand(-1, grid[0], -1, -1), own)
     prefix = position[:, :num_prefix].expand(len(filled), -1, -1)
     return torch.cat([prefix, own.flatten(1, 2).to(position.dtype)], dim=1)
 
 
-def _bicubic(filled: Tensor, length: int, old: int) -> Tensor:
+def axis_weights(filled: Tensor, length: int, old: int) -> Tensor:
     """Return the weights ``[B, length, old]`` by which an axis of ``old`` entries becomes one of
     ``filled [B]``, antialiased; entries beyond those repeat the last.
 

@@ -9,7 +9,7 @@ It knows nothing of files and draws nothing.
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from timm.layers import RmsNorm
@@ -134,7 +134,7 @@ def find_evidence(
             target = int(logits.argmax())
         if not 0 <= target < len(logits):
             raise ValueError(f"there is no class {target}; the classes are 0 to {len(logits) - 1}")
-        margin = logits @ _contrast(logits, target)
+        margin = logits @ contrast(logits, target)
         if gradient:
             margin.backward()
             found = (inputs.grad * inputs.detach()).sum(1)[0].cpu()
@@ -149,7 +149,7 @@ def find_evidence(
         None if channels is None else channels.unflatten(0, grid),
         None if patches is None else value - float(patches.sum()),
         found if gradient else None,
-        _how(model),
+        described(model),
     )
 
 
@@ -269,7 +269,7 @@ def offset_weights(attention: Attention) -> Tensor | None:
     return weights[:, None] if tables.kind == "flat" else weights
 
 
-def _contrast(logits: Tensor, target: int) -> Tensor:
+def contrast(logits: Tensor, target: int) -> Tensor:
     """Return what the outputs are weighed with to give the margin of a class."""
     weights = torch.zeros_like(logits)
     if len(logits) > 1:
@@ -285,7 +285,7 @@ def divides(model: VisionAttnTransformer) -> bool:
     return pooled and known and isinstance(model.head, nn.Linear)
 
 
-def _how(model: VisionAttnTransformer) -> str:
+def described(model: VisionAttnTransformer) -> str:
     if divides(model):
         return POOLED[model.global_pool]
     if model.attn_pool is None and model.global_pool == "token":
@@ -324,19 +324,45 @@ def _divided(
         there[prefix - first :] = present[0]
     largest, places = x.masked_fill(~there[:, None], float("-inf")).max(0)
     mean = x.masked_fill(~there[:, None], 0).sum(0) / there.sum()
-    pooled = {"max": largest, "avg": mean, "avgmax": 0.5 * (largest + mean)}[pool]
-    scale, centre = _affine(model.fc_norm, pooled)
-    weights = _contrast(logits, target).double() @ model.head.weight.detach().double() * scale
+    shares = shares_of(model, largest, mean, logits, target)
     added, channels = torch.zeros(len(x), dtype=torch.float64, device=x.device), None
     if pool != "avg":
-        part = 1.0 if pool == "max" else 0.5
-        added.index_add_(0, places, part * weights * (largest - centre))
+        added.index_add_(0, places, shares.of_largest)
         channels = torch.bincount(places, minlength=len(x))[prefix - first :].cpu()
     if pool != "max":
-        part = 1.0 if pool == "avg" else 0.5
-        shares = (x - centre) @ weights / there.sum()
-        added += part * shares.masked_fill(~there, 0)
+        of_each = (x - shares.centre) @ shares.of_mean / there.sum()
+        added += of_each.masked_fill(~there, 0)
     return added[prefix - first :].cpu(), channels
+
+
+class Shares(NamedTuple):
+    """How the margin of a class is a sum over the channels of the tokens that are pooled."""
+
+    of_largest: Tensor
+    """What the largest entry of each channel adds, float64 ``[D]``."""
+    of_mean: Tensor
+    """The weight of each channel in the mean over all tokens, less ``centre``."""
+    centre: Tensor
+
+
+def shares_of(
+    model: VisionAttnTransformer, largest: Tensor, mean: Tensor, logits: Tensor, target: int
+) -> Shares:
+    """Return the shares, where ``divides`` says that there are any.
+
+    Args:
+        model: its pooling, norm and classifier count.
+        largest: of each channel over the tokens that are pooled, float64 ``[D]``.
+        mean: of each channel, likewise.
+        logits: ``[num_classes]``.
+        target: the class.
+    """
+    pool = model.global_pool
+    pooled = {"max": largest, "avg": mean, "avgmax": 0.5 * (largest + mean)}[pool]
+    scale, centre = _affine(model.fc_norm, pooled)
+    weights = contrast(logits, target).double() @ model.head.weight.detach().double() * scale
+    of_largest, of_mean = {"max": (1.0, 0.0), "avg": (0.0, 1.0), "avgmax": (0.5, 0.5)}[pool]
+    return Shares(of_largest * weights * (largest - centre), of_mean * weights, centre)
 
 
 def _affine(norm: nn.Module, pooled: Tensor) -> tuple[Tensor, Tensor]:
