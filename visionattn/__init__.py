@@ -13,6 +13,7 @@ import visionattn.models  # noqa: F401  registers them with timm
 
 if TYPE_CHECKING:
     from visionattn.inference.calls import Predictions, extract_features, look, predict, segment
+    from visionattn.models.tiled import forward_tiled
     from visionattn.models.weights import DataSpec, load_model
     from visionattn.training.calls import train
 
@@ -21,6 +22,7 @@ __all__ = [
     "DataSpec",
     "Predictions",
     "extract_features",
+    "forward_tiled",
     "load_model",
     "look",
     "predict",
@@ -32,6 +34,7 @@ _HOMES = {
     "DataSpec": "visionattn.models.weights",
     "Predictions": "visionattn.inference.calls",
     "extract_features": "visionattn.inference.calls",
+    "forward_tiled": "visionattn.models.tiled",
     "load_model": "visionattn.models.weights",
     "look": "visionattn.inference.calls",
     "predict": "visionattn.inference.calls",

@@ -248,6 +248,7 @@ class _Pass:
         self.snapshots = None
         if self.work is not None:
             self.work.mkdir(parents=True, exist_ok=True)
+            stack.callback(_delete_empty, self.work)
             own = {"want": want, "target": target, "grid": list(grid), "rows": self.plan.rows}
             self.snapshots = Snapshots(self.work, model, identity | own)
         files: Path | None = None
@@ -386,6 +387,8 @@ class _Pass:
 
     def _end_step(self, step: int) -> None:
         """Do what is to be done between two layers: prefix tokens, and second passes."""
+        if step:
+            self.layers[step - 1].restore({})  # its sums have done their work
         if step < len(self.layers):
             layer = self.layers[step]
             if layer.passes == 2:
@@ -471,6 +474,12 @@ def _keeps_values(attn: Any) -> bool:
     """Tell whether bands of a block need values besides their sums."""
     rowwise = attn.relative is not None and attn.relative.kind in ("joint", "flat")
     return attn.value_conv is not None or (rowwise and not attn.kind.windows)
+
+
+def _delete_empty(folder: Path) -> None:
+    """Delete the work folder of a pass that left nothing in it."""
+    if not any(folder.iterdir()):
+        folder.rmdir()
 
 
 def _on_cpu(result: Any) -> Any:

@@ -72,12 +72,8 @@ class Snapshots:
             raise ValueError(f"{self.path} is damaged; delete it to begin anew") from error
 
     def delete(self) -> None:
-        """Delete the snapshot of a pass that is done, and its folder where nothing else is in
-        it.
-        """
+        """Delete the snapshot of a pass that is done."""
         self.path.unlink(missing_ok=True)
-        if not any(self.folder.iterdir()):
-            self.folder.rmdir()
 
 
 def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

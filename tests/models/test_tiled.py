@@ -1,0 +1,284 @@
+"""``forward_tiled`` against the plain forward pass, which knows nothing of bands."""
+
+import warnings
+
+import numpy as np
+import pytest
+import timm
+import torch
+from torch import nn
+
+from tests.helpers.oracles import peak_bytes
+from tests.helpers.tiled import Array, Rows, draw_image, make
+from visionattn.models.evidence import find_evidence
+from visionattn.models.segmentation import Segmenter
+from visionattn.models.tiled import forward_tiled
+from visionattn.models.tiled import plan as planning
+from visionattn.models.tiled.bands import FarSums, window_bands
+from visionattn.models.tiled.forward import check_tiled
+
+GRIDS = [(13, 9), (1, 17), (17, 1), (4, 4), (30, 5), (9, 40)]
+MODELS = {
+    "kernelized": {},
+    "taylorshift": dict(attention="taylorshift"),
+    "axial": dict(relative="axial", horizon=50),
+    "axial, taylorshift": dict(attention="taylorshift", relative="axial", normalization="sum"),
+    "flat": dict(relative="flat", horizon=30),
+    "flat, one class": dict(relative="flat", horizon=0, attention="taylorshift"),
+    "no position": dict(relative="none", feature_map="relu"),
+    "one class": dict(horizon=0, class_token=False),
+    "horizon 1": dict(horizon=1, normalization="sum"),
+    "far horizon": dict(horizon=40),
+    "convolution": dict(value_conv=5, horizon=1, output_gate=True),
+    "convolution alone": dict(attention="taylorshift", relative="none", value_conv=3),
+    "centred": dict(centre_keys=True, reg_tokens=3, qk_norm=True),
+    "random features": dict(feature_map="random", qk_norm=True, relative="none"),
+    "windows": dict(attention=["window", "kernelized", "window"], window_size=4, value_conv=3),
+    "windows alone": dict(attention="window", relative="none", class_token=False, window_size=3),
+    "absolute": dict(pos_embed="learn", global_pool="token", no_embed_class=True),
+    "absolute with prefix": dict(pos_embed="learn", attention="taylorshift", pre_norm=True),
+    "avg": dict(global_pool="avg", fc_norm=False, scale_attn_norm=True, init_values=0.5),
+    "avgmax": dict(global_pool="avgmax", pool_include_prefix=True),
+    "map": dict(global_pool="map"),
+}
+
+
+def plain(model, image, want):
+    """What the model gives for an image ``[h, w, C]``, padded as ``forward_tiled`` says."""
+    x = torch.from_numpy(image).permute(2, 0, 1)[None]
+    down, across = model.patch_embed.patch_size
+    x = nn.functional.pad(x, (0, -x.shape[3] % across, 0, -x.shape[2] % down), mode="replicate")
+    with torch.inference_mode():
+        if want == "dense":
+            taken = dict(indices=1, norm=True, intermediates_only=True)
+            return model.forward_intermediates(x, **taken)[-1]
+        return model.forward_head(model.forward_features(x), pre_logits=want == "pooled")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_bands_give_what_the_whole_image_gives(name, monkeypatch):
+    model = make(**MODELS[name])
+    worst = 0.0
+    for number, grid in enumerate(GRIDS):
+        # Not a whole number of patches, where there are several.
+        less = [number % 4 * (side > 1) for side in grid]
+        image = draw_image(4 * grid[0] - less[0], 4 * grid[1] - less[1], seed=number)
+        # Bands of a few rows, down to one.
+        monkeypatch.setattr(planning, "BAND_TOKENS", grid[1] * (1, 2, 3, 1, 7, 4)[number])
+        for want in ("logits", "pooled", "dense"):
+            found = forward_tiled(model, Array(image), want=want)
+            expected = plain(model, image, want)
+            assert found.shape == expected.shape
+            worst = max(worst, float((found - expected).abs().max() / expected.abs().max()))
+    # timm resamples absolute positions in float32.
+    assert worst < (2e-6 if "absolute" in name else 1e-12)
+
+
+@pytest.mark.parametrize("name", ["kernelized", "taylorshift", "windows"])
+def test_float32_keeps_five_digits(name, monkeypatch):
+    model, image = make(**MODELS[name]).float(), draw_image(120, 90).astype(np.float32)
+    monkeypatch.setattr(planning, "BAND_TOKENS", 100)
+    for want in ("logits", "dense"):
+        found, expected = forward_tiled(model, Array(image), want=want), plain(model, image, want)
+        assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_autocast_is_that_of_the_caller(monkeypatch):
+    model, image = make().float(), draw_image(60, 50).astype(np.float32)
+    monkeypatch.setattr(planning, "BAND_TOKENS", 40)
+    exact = plain(model, image, "dense")
+    with torch.autocast("cpu", torch.bfloat16):
+        found, expected = (
+            forward_tiled(model, Array(image), want="dense"),
+            plain(model, image, "dense"),
+        )
+    error = (found - expected).abs().mean()
+    assert 0 < (expected - exact).abs().mean() < 0.1
+    assert error < 2 * (expected - exact).abs().mean()
+
+
+@pytest.mark.parametrize(
+    "head",
+    [{}, dict(head_blocks=[0, -1], head_stride=2), dict(head_stride=1)],
+    ids=["last", "several", "pixels"],
+)
+@pytest.mark.parametrize("rows", [1, 3, 50])
+def test_classes_of_pixels(head, rows, monkeypatch):
+    model = Segmenter(make(num_classes=0, attention="taylorshift"), 5, **head).double().eval()
+    nn.init.normal_(model.head.weight)
+    image = draw_image(4 * 13 - 3, 4 * 9 - 2)
+    monkeypatch.setattr(planning, "BAND_TOKENS", 9 * rows)
+    found = forward_tiled(model, Array(image), want="masks")
+    x = torch.from_numpy(image).permute(2, 0, 1)[None]
+    x = nn.functional.pad(x, (0, 2, 0, 3), mode="replicate")
+    expected = model.masks(x)[:, : image.shape[0], : image.shape[1]]
+    assert found.dtype == torch.uint8 and len(expected.unique()) > 2
+    assert torch.equal(found, expected)
+    sink = Rows()
+    assert forward_tiled(model, Array(image), sink, want="masks") is None
+    assert torch.equal(torch.from_numpy(sink.map), expected)
+
+
+def test_a_pixel_without_finite_logits_has_no_class():
+    model = Segmenter(make(num_classes=0), 5).double().eval()
+    image = draw_image(40, 40)
+    image[-1, -1] = np.nan
+    assert (forward_tiled(model, Array(image), want="masks") == 255).any()
+
+
+@pytest.mark.parametrize("pool", ["max", "avg", "avgmax", "token"])
+@pytest.mark.parametrize("with_prefix", [False, True])
+@pytest.mark.parametrize("target", [None, 2])
+def test_evidence(pool, with_prefix, target, monkeypatch):
+    if pool == "token" and with_prefix:
+        with_prefix = False
+    model = make(global_pool=pool, pool_include_prefix=with_prefix)
+    image = draw_image(60, 44)
+    monkeypatch.setattr(planning, "BAND_TOKENS", 50)
+    found = forward_tiled(model, Array(image), want="evidence", target=target)
+    x = torch.from_numpy(image).permute(2, 0, 1)[None]
+    expected = find_evidence(model, x, target=target, gradient=False)
+    assert (found.target, found.how) == (expected.target, expected.how)
+    assert found.margin == pytest.approx(expected.margin, rel=1e-9)
+    torch.testing.assert_close(found.logits, expected.logits)
+    for name in ("patches", "channels"):
+        torch.testing.assert_close(getattr(found, name), getattr(expected, name))
+    if pool == "token":
+        assert found.rest is None
+    elif with_prefix and pool != "avg":
+        assert found.rest is not None
+    else:
+        assert found.rest == pytest.approx(expected.rest, abs=1e-9)
+
+
+def test_the_file_is_read_once_and_in_order(monkeypatch):
+    model, read = make(), []
+    monkeypatch.setattr(planning, "BAND_TOKENS", 33)
+    source = Array(draw_image(50, 43))
+    reading = source.read
+    source.read = lambda rows, columns: read.append((rows, columns)) or reading(rows, columns)
+    forward_tiled(model, source)
+    assert [columns for _, columns in read] == [slice(0, 43)] * len(read)
+    assert [rows.start for rows, _ in read] == [0, *(rows.stop for rows, _ in read[:-1])]
+    assert read[-1][0].stop == 50 and len(read) > 3
+
+
+def test_whole_numbers_are_fractions_unless_prepared():
+    model, image = make(), np.arange(40 * 40 * 3, dtype=np.uint16).reshape(40, 40, 3)
+    expected = plain(model, image / 65535, "logits")
+    torch.testing.assert_close(forward_tiled(model, Array(image)), expected, rtol=1e-5, atol=1e-5)
+    twice = forward_tiled(
+        model,
+        Array(image),
+        prepare=lambda pixels: torch.from_numpy(pixels / 32767.5).permute(2, 0, 1)[None],
+    )
+    torch.testing.assert_close(twice, plain(model, image / 32767.5, "logits"))
+
+
+def test_the_model_stays_as_it_is():
+    model = make(drop_path_rate=0.5, proj_drop_rate=0.5, attn_drop_rate=0.5, patch_drop_rate=0.5)
+    image = draw_image(40, 40)
+    expected = plain(model, image, "logits")
+    model.train()
+    torch.testing.assert_close(forward_tiled(model, Array(image)), expected)
+    assert model.training and all(block.training for block in model.blocks)
+
+
+@pytest.mark.parametrize(
+    "name, memory", [("windows", 800_000), ("kernelized", 400_000), ("flat", 400_000)]
+)
+def test_tokens_in_files_are_the_same(name, memory, tmp_path):
+    model, image = make(**MODELS[name]), draw_image(160, 90)
+    said = []
+    # Less than the tokens and a band take, and more than a band.
+    found = forward_tiled(
+        model, Array(image), memory=memory, work=tmp_path / "work", say=said.append, want="dense"
+    )
+    assert "tokens in files" in said[0]
+    assert torch.equal(found, forward_tiled(model, Array(image), want="dense", memory=memory))
+    torch.testing.assert_close(found, plain(model, image, "dense"))
+    assert not (tmp_path / "work").exists()
+
+
+def test_memory_does_not_grow_with_the_image_but_for_its_tokens(monkeypatch):
+    model = make(embed_dim=96)
+    monkeypatch.setattr(planning, "BAND_TOKENS", 16 * 64)
+
+    def peak(height):
+        image = draw_image(height, 256)
+        return peak_bytes(lambda: forward_tiled(model, Array(image)))
+
+    few, many = 40, 160
+    held = (many - few) * 64 * 2 * 96 * 8
+    # Beside the tokens, sums of far rows for each band.
+    assert peak(4 * many) - peak(4 * few) < 1.2 * held
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (dict(attention="softmax"), "block 0 is a softmax over all tokens"),
+        (dict(softmax_blocks=[-1]), "block 2 is a softmax over all tokens"),
+        (dict(feature_map="softmax"), "keys depend on each other"),
+        (dict(global_pool=""), "makes no features of an image"),
+        (dict(global_pool="prr"), "cannot be computed in bands"),
+        (dict(dynamic_img_size=False, img_size=32), "dynamic_img_size=False fixes"),
+    ],
+)
+def test_what_cannot_be_computed_in_bands_is_said(args, message):
+    model = make(**args)
+    with pytest.raises(ValueError, match=message) as error:
+        forward_tiled(model, Array(draw_image(40, 40)))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(want="rows"), "wanted one of logits, pooled, dense, masks, evidence"),
+        (dict(want="masks"), "gives no classes of pixels"),
+        (dict(want="evidence", target=9), "there is no class 9"),
+        (dict(memory=1000), "below one band"),
+    ],
+)
+def test_wrong_arguments_are_said(change, message):
+    with pytest.raises(ValueError, match=message):
+        forward_tiled(make(), Array(draw_image(40, 40)), **change)
+
+
+def test_other_models_are_refused_with_a_way_out():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = timm.create_model("vit_tiny_patch16_224", depth=1)
+    with pytest.raises(ValueError, match="cut the image into tiles"):
+        check_tiled(model)
+    with pytest.raises(ValueError, match="gives classes of pixels"):
+        check_tiled(Segmenter(make(num_classes=0), 3), "logits")
+
+
+def test_an_image_below_a_patch_is_refused():
+    with pytest.raises(ValueError, match="3 x 40 pixels is smaller than a patch"):
+        forward_tiled(make(), Array(draw_image(3, 40)))
+
+
+def test_windows_are_not_parted():
+    for height, rows, window, shifted in ((40, 9, 7, True), (40, 9, 7, False), (5, 9, 7, True)):
+        bands = window_bands(height, rows, window, shifted)
+        assert bands[0][0] == 0 and bands[-1][1] == height
+        begin = window // 2 if shifted else 0
+        assert all((first - begin) % window == 0 for first, _ in bands[1:])
+
+
+def test_far_sums_are_of_all_others():
+    items = torch.randn(23, 4, dtype=torch.float64)
+    spans = [(0, 6), (3, 11), (8, 23)]
+    sums = FarSums(spans, 23, items[0])
+    for first, last in ((10, 23), (0, 5), (5, 10)):
+        sums.add(first, items[first:last])
+    for first, last in spans:
+        above, below = sums.around(first, last)
+        for found, expected in ((above, items[:first]), (below, items[last:])):
+            if len(expected):
+                torch.testing.assert_close(found, expected.sum(0))
+            else:
+                assert found is None
