@@ -29,12 +29,14 @@ from torch import Tensor, nn
 from visionattn.cli.ends import Stopped
 from visionattn.cli.interruption import Interruption
 from visionattn.cli.progress import Progress
+from visionattn.cli.tables import lasting
 from visionattn.layout import Grid, TokenLayout
 from visionattn.models.absent import axis_weights
 from visionattn.models.backbone import VisionAttnTransformer
 from visionattn.models.modes import in_eval
 from visionattn.models.segmentation import Segmenter
-from visionattn.models.tiled.bands import even_bands
+from visionattn.models.tiled.ahead import Ahead
+from visionattn.models.tiled.bands import Bands, even_bands
 from visionattn.models.tiled.ends import Sink, Source
 from visionattn.models.tiled.layers import PIECE_TOKENS, Layer, check_block, layer_of
 from visionattn.models.tiled.outputs import Dense, Evidenced, Masked, Output, Pooled
@@ -147,20 +149,19 @@ class _Image:
                     f"image of {source.height} x {source.width} pixels, but dynamic_img_size=False "
                     f"fixes {body.patch_embed.img_size}"
                 )
-        self.waited = 0.0
         self.position = None if body.pos_embed is None else self._rows_of_position()
 
-    def pixels(self, first: int, last: int) -> np.ndarray:
-        """Read the pixels of rows of patches."""
-        down = self.patch[0]
-        rows = slice(first * down, min(last * down, self.source.height))
-        return self.source.read(rows, slice(0, self.source.width))
+    def ahead(self, bands: Bands) -> Ahead:
+        """Return what reads the pixels of bands of rows of patches."""
+        down, height = self.patch[0], self.source.height
+        rows = [slice(first * down, min(last * down, height)) for first, last in bands]
+        device = self.body.patch_embed.proj.weight.device
+        return Ahead(self.source, rows, self.prepare, device)
 
-    def embed(self, first: int, pixels: np.ndarray) -> Tensor:
-        """Return the tokens ``[1, n, D]`` of rows of patches."""
+    def embed(self, first: int, x: Tensor) -> Tensor:
+        """Return the tokens ``[1, n, D]`` of rows of patches with the pixels ``[1, C, h, w]``."""
         body, (down, across) = self.body, self.patch
         weight = body.patch_embed.proj.weight
-        x = self.prepare(pixels).to(weight.device)
         if x.is_floating_point() and not torch.is_autocast_enabled(weight.device.type):
             x = x.to(weight.dtype)
         x = _repeated(x, -x.shape[2] % down, -x.shape[3] % across)
@@ -273,6 +274,7 @@ class _Pass:
         self.prefix: Tensor | None = None
         self.above: Tensor | None = None
         self.place = Place(0, 0)
+        self.waited: float | None = None
 
     def _output(self, want: Want, target: int | None, store: Callable[..., Store]) -> Output:
         if want == "masks":
@@ -312,18 +314,18 @@ class _Pass:
                 if interruption is not None:
                     self._keep(interruption.requested)
             seconds = time.perf_counter() - begun
-        if self.image.waited:
-            share = 100 * self.image.waited / seconds
+        if self.waited is not None:
+            share = 100 * self.waited / seconds
             say(
-                f"{seconds:.1f} s, of which {self.image.waited:.1f} s ({share:.1f} %) waited for "
-                "the file"
+                f"{lasting(seconds)}, of which {self.waited:.1f} s ({share:.1f} %) waited for the "
+                "file"
             )
         result = self.output.result(self._again)
         if self.snapshots is not None:
             self.snapshots.delete()
         return _on_cpu(result)
 
-    def _bands_of(self, step: int) -> list[tuple[int, int]]:
+    def _bands_of(self, step: int) -> Bands:
         if step:
             return self.layers[step - 1].bands
         return even_bands(self.grid.height, self.plan.rows)
@@ -342,16 +344,15 @@ class _Pass:
                 else:
                     yield Place(step, number + 1)
 
-    def _embed(self, bands: list[tuple[int, int]], start: int) -> Iterator[int]:
-        for number, (first, last) in enumerate(bands[start:], start):
-            before = time.perf_counter()
-            pixels = self.image.pixels(first, last)
-            self.image.waited += time.perf_counter() - before
-            x = self.image.embed(first, pixels)
-            self._hand_on(0, first, x)
-            yield number
+    def _embed(self, bands: Bands, start: int) -> Iterator[int]:
+        with self.image.ahead(bands[start:]) as ahead:
+            for number, pixels in enumerate(ahead, start):
+                first = bands[number][0]
+                self._hand_on(0, first, self.image.embed(first, pixels))
+                self.waited = ahead.waited_s
+                yield number
 
-    def _map(self, step: int, bands: list[tuple[int, int]], start: int) -> Iterator[int]:
+    def _map(self, step: int, bands: Bands, start: int) -> Iterator[int]:
         layer = self.layers[step - 1]
         if start == 0:
             self.above = self._no_rows()
