@@ -175,6 +175,15 @@ def extract(deadly: int, _: int) -> int:
     return run("features", FEATURES.split())
 
 
+def extract_parts(deadly: int, _: int) -> int:
+    """Extract parts until all are merged, as a script does that is called again."""
+    done = Path("out/index.csv").exists() and not list(Path("out").glob("*parts*"))
+    merging = Path("out").is_dir() and not Path("out/parts").exists()
+    commands = [] if merging else [f"{FEATURES} --shard {i}/3" for i in (3, 1, 2)]
+    commands += [] if done else ["--merge --output out"]
+    return max((run("features", command.split()) for command in commands), default=0)
+
+
 def same_features(left: Path, right: Path) -> None:
     found = [
         {path.name: path.read_bytes() for path in (folder / "out").iterdir()}
@@ -193,6 +202,7 @@ KINDS = {
         Kind("distillation", distil, same_distillation),
         Kind("sweep", sweep_heads, same_sweep),
         Kind("features", extract, same_features),
+        Kind("parts", extract_parts, same_features),
     )
 }
 

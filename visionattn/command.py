@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from pathlib import Path
 from typing import NoReturn
 
 import visionattn
@@ -98,7 +99,8 @@ def predict(argv: Words, say: Say) -> None:
 
 def features(argv: Words, say: Say) -> None:
     """Write features of images in files."""
-    from visionattn.inference.feature_options import parse_extract
+    from visionattn.inference.collection_merge import merge
+    from visionattn.inference.feature_options import check, parse_extract
     from visionattn.inference.features import Extraction
 
     example = "--model scaleformer_vit_t --images docs/figures --img_size 224 "
@@ -107,7 +109,12 @@ def features(argv: Words, say: Say) -> None:
         description="Write features of images to safetensors, with an index.",
         example=example + "--output checkpoints/features/figures",
     )
-    Extraction(parse_extract(argv, **about)).run(say)
+    options = parse_extract(argv, **about)
+    check(options)
+    if options.merge:
+        merge(Path(options.output), say)
+    else:
+        Extraction(options).run(say)
 
 
 def look(argv: Words, say: Say) -> None:

@@ -13,7 +13,7 @@ from tests.helpers import inference_files
 from tests.helpers.inference_files import ROOT, read_index, write_folder, write_image, write_weights
 from tests.helpers.tools import assert_one_error, load_tool, written
 from visionattn.cli.files import is_unfinished
-from visionattn.inference.shards import _briefly
+from visionattn.inference.shards import briefly
 
 extract = load_tool("extract_features")
 SHAPES = [(16, 24), (16, 24), (40, 8), (16, 24), (20, 21), (16, 16), (16, 16)]
@@ -295,8 +295,8 @@ def test_a_full_disk_ends_with_one_line_and_what_was_written_stays(folder, capsy
 
 def test_long_values_that_differ_late_are_shown_where_they_differ():
     same = "native whole images " * 4
-    assert _briefly(same + "of 32 px", same + "of 48 px") == [
+    assert briefly(same + "of 32 px", same + "of 48 px") == [
         "...e images of 32 px",
         "...e images of 48 px",
     ]
-    assert _briefly("crop", "a" * 64) == ["crop", "aaaaaaaaaaaa..."]
+    assert briefly("crop", "a" * 64) == ["crop", "aaaaaaaaaaaa..."]

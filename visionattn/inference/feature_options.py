@@ -5,13 +5,14 @@ image. A docstring under each field is its help text.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from visionattn.cli.parsing import parse
 from visionattn.data.checks import DRAWN
 from visionattn.data.config import DataConfig
+from visionattn.inference.collection import Part
 from visionattn.inference.options import InferenceOptions, parse_options
 from visionattn.training.config import TrainConfig
 from visionattn.training.record import CONFIG
@@ -67,6 +68,14 @@ class ExtractOptions(InferenceOptions):
     """``probe`` and ``canvas`` alone: share of the images held out, class by class, by ``seed``,
     where there is no ``val/``; for ``canvas`` of the digits that are drawn for validation.
     """
+    shard: str | None = None
+    """Part i of n of the images, as ``i/n``, i from 1 to n: it goes to ``parts`` within ``output``,
+    which all parts share. Any scheduler may start them, at once or one by one.
+    """
+    merge: bool = False
+    """Make of all the parts in ``output`` what one run without ``shard`` writes; nothing but
+    ``output`` is given beside it.
+    """
 
     @property
     def drawn(self) -> bool:
@@ -77,6 +86,11 @@ class ExtractOptions(InferenceOptions):
     def seed_divides(self) -> bool:
         """Tell whether the seed divides images, as it does for a probe and for embedded data."""
         return self.probe or self.data is not None
+
+    @property
+    def needs_model(self) -> bool:
+        """Tell whether features are computed, and not merged alone."""
+        return not self.merge
 
     def drawing(self) -> DataConfig:
         """Return what is drawn as options of data, but for the size."""
@@ -120,6 +134,9 @@ def check(options: ExtractOptions) -> None:
     """
     if not options.output:
         raise ValueError("--output is missing: a folder for the features")
+    _check_parts(options)
+    if options.merge:
+        return
     if (options.images is None) == (options.data is None):
         raise ValueError("give either --images or --data digits, canvas or documents")
     for key in ("shard_images", "shard_mib", "neighbours", "eval_images"):
@@ -153,3 +170,28 @@ def check(options: ExtractOptions) -> None:
     ):
         if not acts and getattr(options, key) != getattr(ExtractOptions(), key):
             raise ValueError(f"{key} is for {whose}; leave it out")
+
+
+def _check_parts(options: ExtractOptions) -> None:
+    """Check the options that divide a collection, and refuse those that would do nothing."""
+    usual = ExtractOptions()
+    if options.merge:
+        given = [
+            field.name
+            for field in fields(options)
+            if field.name not in ("output", "merge")
+            and getattr(options, field.name) != getattr(usual, field.name)
+        ]
+        if given:
+            raise ValueError(
+                f"merge takes everything from the parts in --output; leave {given[0]} out"
+            )
+        return
+    if options.shard is None:
+        return
+    Part.parse(options.shard)
+    if options.probe:
+        raise ValueError(
+            "probe wants the features of all images: call the command without shard once they "
+            "are there"
+        )

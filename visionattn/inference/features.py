@@ -5,6 +5,7 @@ This module owns what a run writes, how it goes on after it was killed, and what
 
 import time
 from collections.abc import Callable, Iterator
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from visionattn.cli.ends import OutOfMemory, Stopped
 from visionattn.cli.files import check_folder, locked, printable, unfinished
 from visionattn.cli.progress import Progress
+from visionattn.inference.collection import Part, check_beside
 from visionattn.inference.dense_probe import probe_folder
 from visionattn.inference.drawn import Drawn
 from visionattn.inference.feature_options import ExtractOptions, check
@@ -25,6 +27,7 @@ from visionattn.inference.running import last_map, run_images
 from visionattn.inference.shards import (
     LOCK,
     Pending,
+    Shard,
     check_images,
     check_ours,
     delete_from,
@@ -51,17 +54,22 @@ class Extraction:
 
     Raises:
         ValueError, FileNotFoundError: something is wrong or in the way; one line.
+
+    Attributes:
+        part: which part of the images is taken; None: all of them are.
+        numbers: those of the images that are taken, among all.
     """
 
     def __init__(self, options: ExtractOptions):
         check(options)
         self.options, self.folder = options, Path(options.output)
+        self.part = Part.parse(options.shard) if options.shard else None
         self.listing: Listing
         self.division: Division | None = None
         # Images that are drawn wait for the model, which says their size.
         if not options.drawn:
             self._find_images()
-        _check_folder(self.folder, options.overwrite)
+        self._check_folder()
         self.opened: Opened = open_model(options, classifies=False)
         if not options.dense:
             self.opened.check_pooled()
@@ -72,12 +80,57 @@ class Extraction:
         self.images = ReadImages(
             self.listing, self.opened.spec, self.opened.geometry, options.max_pixels
         )
-        self.identity = self.opened.identity() | self._own_identity()
-        self.kept = [] if options.overwrite else whole_shards(self.folder, self.identity)
-        check_images(self.kept, self.listing.name, len(self.listing))
+        self.whole_identity = self.opened.identity() | self._own_identity()
+        self._begin()
+
+    def of_part(self, part: Part) -> "Extraction":
+        """Return the same extraction of a part of the images alone, in the folder of the part.
+
+        Raises:
+            ValueError: there are fewer images than parts, or something is in the way.
+        """
+        other = copy(self)
+        other.images = copy(self.images)
+        other.part = part
+        other._check_folder()
+        other._begin()
+        return other
+
+    def _check_folder(self) -> None:
+        """Check that the features may be written, and name their folder."""
+        output = Path(self.options.output)
+        if self.part is None:
+            _check_folder(output, self.options.overwrite)
+            return
+        check_folder(output, "choose another --output")
+        check_beside(output, self.part)
+        self.folder = self.part.folder(output)
+        _check_folder(self.folder, self.options.overwrite)
+
+    def _begin(self) -> None:
+        """Find which images are to be done, and which of them are."""
+        self.numbers, self.identity = range(len(self.listing)), dict(self.whole_identity)
+        if self.part is not None:
+            size = self.batch_size
+            self.numbers = self.part.images(len(self.listing), size)
+            self.identity |= {"part": str(self.part), "batch_size": size}
+        self.images.stop = self.numbers.stop
+        self.kept = self._whole_shards()
+        check_images(self.kept, self.listing.name, self.numbers)
         if not self.kept:
             self.images.check_asked()
         self.begun = False
+
+    @property
+    def batch_size(self) -> int:
+        """Return the images of a batch; where the memory decides that, those of a usual one."""
+        asked = self.options.batch_size
+        return asked if isinstance(asked, int) else self.opened.usual_batch
+
+    def _whole_shards(self) -> list[Shard]:
+        if self.options.overwrite:
+            return []
+        return whole_shards(self.folder, self.identity, self.numbers.start)
 
     def _find_images(self) -> None:
         """List the images, and divide them for a probe of pooled features."""
@@ -138,8 +191,7 @@ class Extraction:
         with locked(self.folder / LOCK, f"{AT_WORK} in {self.folder}; wait for it or end it"):
             for path in unfinished(self.folder):  # of a run that was killed as it wrote
                 path.unlink()
-            if not self.options.overwrite:  # another run may have written since the check
-                self.kept = whole_shards(self.folder, self.identity)
+            self.kept = self._whole_shards()  # another run may have written since the check
             self._run(say)
 
     def _run(self, say: Callable[[str], None]) -> None:
@@ -148,9 +200,12 @@ class Extraction:
             say(note)
         if isinstance(self.listing, Drawn):
             say(self.listing.describe())
-        done, total = sum(len(shard.rows) for shard in self.kept), len(self.listing)
+        done, total = sum(len(shard.rows) for shard in self.kept), len(self.numbers)
+        if self.part is not None:
+            first, stop = self.numbers.start, self.numbers.stop
+            say(f"part {self.part}: images {first + 1} to {stop} of {len(self.listing)}")
         if done:
-            say(f"{done} of {total} images are done: going on after {_files(len(self.kept))}")
+            say(f"{done} of {total} images are done: going on after {count_files(len(self.kept))}")
         start = time.perf_counter()
         batch_size = self._batch_size(done, say)
         try:
@@ -162,8 +217,8 @@ class Extraction:
         speed = (
             f" in {seconds:.1f} s, {(total - done) / seconds:.3g} images/s" if done < total else ""
         )
-        say(f"{total} images{speed}: {_files(files)} and {index}")
-        self._report_failures(say)
+        say(f"{total} images{speed}: {count_files(files)} and {index}")
+        report_failures(self.folder, say, all_fail=self.part is None)
         for line in self._probe():
             say(line)
 
@@ -183,7 +238,7 @@ class Extraction:
         """
         options = self.options
         asked = options.batch_size or self.opened.usual_batch
-        if done == len(self.listing):
+        if done == len(self.numbers):
             return 1 if asked == "auto" else asked
         told = outlook(
             self.opened,
@@ -192,7 +247,7 @@ class Extraction:
             batch_size=asked,
             workers=options.workers,
             amp=options.amp,
-            start=done,
+            start=self.numbers.start + done,
             held_bytes=options.shard_mib * MIB if options.dense else 0,
         )
         for text in told.lines:
@@ -202,7 +257,7 @@ class Extraction:
     def _write_shards(self, done: int, batch_size: int) -> int:
         """Write the shards from image ``done`` on, and return how many there are then."""
         options, number = self.options, len(self.kept)
-        total = len(self.listing)
+        total, first = len(self.numbers), self.numbers.start + done
         # Nothing is left to compute; shards behind the last one are of an earlier, longer run.
         if done == total:
             delete_from(self.folder, number)
@@ -211,7 +266,7 @@ class Extraction:
             self.opened,
             self.images,
             last_map if options.dense else pooled,
-            start=done,
+            start=first,
             batch_size=batch_size,
             workers=options.workers,
             amp=options.amp,
@@ -219,7 +274,7 @@ class Extraction:
         )
         # Batches fill a shard, which is written as soon as it is full: a kill loses one shard at
         # most.
-        pending = Pending(self.folder, number, done, self.identity)
+        pending = Pending(self.folder, number, first, self.identity)
         with Progress(total, done) as progress, progress.within(self.opened.model, batch_size):
             for batch in outcomes:
                 pending.add(batch)
@@ -260,21 +315,28 @@ class Extraction:
         )
         return f"stopped; the files that are written stay in {self.folder}, {again} goes on"
 
-    def _report_failures(self, say: Callable[[str], None]) -> None:
-        failed, first = 0, []
-        for row in rows_of(self.folder):
-            if row["status"] != "ok":
-                failed += 1
-                if len(first) < NAMED_FAILURES:
-                    first.append(row)
-        if failed == len(self.listing):
-            raise _error_of(first[0], f"none of the {failed} images gives features")
-        if failed:
-            say(f"{failed} without features:")
-            for row in first:
-                say(printable(f"  {row['path']}: {row['reason']}"))
-            if failed > len(first):
-                say(f"  and {failed - len(first)} more, in the index")
+
+def report_failures(folder: Path, say: Callable[[str], None], *, all_fail: bool = True) -> None:
+    """Say which images in a folder have no features.
+
+    Raises:
+        ValueError, OutOfMemory: none has, where ``all_fail`` is on.
+    """
+    failed, total, first = 0, 0, []
+    for row in rows_of(folder):
+        total += 1
+        if row["status"] != "ok":
+            failed += 1
+            if len(first) < NAMED_FAILURES:
+                first.append(row)
+    if failed == total and all_fail:
+        raise _error_of(first[0], f"none of the {failed} images gives features")
+    if failed:
+        say(f"{failed} without features:")
+        for row in first:
+            say(printable(f"  {row['path']}: {row['reason']}"))
+        if failed > len(first):
+            say(f"  and {failed - len(first)} more, in the index")
 
 
 def _error_of(row: dict[str, Any], text: str) -> Exception:
@@ -285,7 +347,7 @@ def _error_of(row: dict[str, Any], text: str) -> Exception:
     return error(f"{text}; the first: {row['path']}: {row['reason']}")
 
 
-def _files(count: int) -> str:
+def count_files(count: int) -> str:
     return f"{count} file{'' if count == 1 else 's'} of features"
 
 

@@ -73,6 +73,11 @@ class OpenOptions:
         """
         return False
 
+    @property
+    def needs_model(self) -> bool:
+        """Tell whether there is something to run, so that a model is to be named."""
+        return True
+
 
 @dataclass
 class InferenceOptions(OpenOptions):
@@ -135,7 +140,7 @@ def check(options: OpenOptions) -> None:
             "pretrained fetches timm's weights and checkpoint names a file of others: give one of "
             "them"
         )
-    if not (options.model or options.checkpoint):
+    if options.needs_model and not (options.model or options.checkpoint):
         raise ValueError(
             "name what to run: --checkpoint with the best.safetensors of a run, or --model with a "
             "timm name"

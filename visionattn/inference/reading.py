@@ -46,7 +46,12 @@ class Sample:
 
 
 class ReadImages(Dataset):
-    """Images read when they are asked for: a ``Sample`` per number."""
+    """Images read when they are asked for: a ``Sample`` per number.
+
+    Attributes:
+        listing: all images, also where only a part of them is read.
+        stop: the number of images, or that of the first one that is not read.
+    """
 
     def __init__(
         self, listing: Listing, spec: DataSpec, geometry: Geometry, max_pixels: int | None = None
@@ -68,6 +73,7 @@ class ReadImages(Dataset):
             max_pixels=max_pixels or LARGEST_IMAGE_PX,
         )
         self.listing, self.geometry = listing, geometry
+        self.stop = len(listing)
         self.one_hot = spec.encoding == "grey_one_hot"
         self.options, lines = settle(listing, range(len(listing)), options, strict=False)
         for line in lines:
@@ -75,7 +81,7 @@ class ReadImages(Dataset):
         self._checked: dict[int, Sample] = {}
 
     def __len__(self) -> int:
-        return len(self.listing)
+        return self.stop
 
     def __getitem__(self, index: int) -> Sample:
         return self._checked.pop(index, None) or self._read(index)
@@ -120,14 +126,13 @@ class ReadImages(Dataset):
         Raises:
             ValueError: all are refused; one line with the first.
         """
-        first = None
-        for index in range(len(self)):
+        first, count = None, len(self.listing)
+        for index in range(count):
             sample = self._read(index)
             if not sample.refused:
                 self._checked = {index: sample}
                 return
             first = first or f"{self.listing.name(index)}: {sample.reason}"
-        count = len(self)
         those = f"none of the {count} images can be read so; the first: " if count > 1 else ""
         raise ValueError(f"{those}{first}")
 

@@ -6,10 +6,10 @@ numbers are not finite. It knows nothing of what becomes of the outputs.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from visionattn.models.backbone import VisionAttnTransformer
 from visionattn.models.filled import takes_sizes
 from visionattn.training.evaluate import autocast
 
+Item = TypeVar("Item")
 Compute = Callable[[nn.Module, Tensor, Tensor | None], Tensor]
 """``compute(model, inputs [B, C, H, W], sizes [B, 2]) -> [B, ...]``; ``models.filled`` says what
 sizes are.
@@ -65,13 +66,26 @@ def batch_samples(samples: Iterator[Sample], batch_size: int) -> Iterator[list[S
     """Divide samples, in order, into batches of at most ``batch_size`` whose images have one size
     and one type.
     """
+    return batched(samples, batch_size, _size_and_type)
+
+
+def _size_and_type(sample: Sample) -> tuple[torch.Size, torch.dtype] | None:
+    return None if sample.pixels is None else (sample.pixels.shape, sample.pixels.dtype)
+
+
+def batched(
+    items: Iterable[Item], batch_size: int, size_of: Callable[[Item], Any]
+) -> Iterator[list[Item]]:
+    """Divide items, in order, into batches of at most ``batch_size`` and of one size; an item whose
+    size is None goes with any.
+    """
     batch, size = [], None
-    for sample in samples:
-        own = None if sample.pixels is None else (sample.pixels.shape, sample.pixels.dtype)
+    for item in items:
+        own = size_of(item)
         if batch and (len(batch) == batch_size or (own and size and own != size)):
             yield batch
             batch, size = [], None
-        batch.append(sample)
+        batch.append(item)
         size = size or own
     if batch:
         yield batch

@@ -210,10 +210,14 @@ def check_rows(path: Path, content: _Content, shapes: dict[str, tuple[int, ...] 
             raise ValueError(f"the row of {brief(row['path'])} does not fit what the file holds")
 
 
-def check_images(shards: Sequence[Shard], names: Callable[[int], str], images: int) -> None:
-    """Raise ValueError unless the rows of shards are those of the images, in order."""
+def check_images(shards: Sequence[Shard], names: Callable[[int], str], images: range) -> None:
+    """Raise ValueError unless the rows of shards are those of the images of these numbers, in
+    order.
+    """
     rows = [row for shard in shards for row in shard.rows]
-    if len(rows) > images or any(row["path"] != names(i) for i, row in enumerate(rows)):
+    if len(rows) > len(images) or any(
+        row["path"] != names(i) for i, row in zip(images, rows, strict=False)
+    ):
         raise ValueError(
             f"{shards[0].path.parent} holds rows of other images; choose another --output, or "
             "replace them with --overwrite"
@@ -263,8 +267,8 @@ def _is_index(path: Path) -> bool:
         return file.read(len(head)) == head
 
 
-def whole_shards(folder: Path, identity: dict[str, Any]) -> list[Shard]:
-    """List the shards of an earlier run, from the first image on without a gap.
+def whole_shards(folder: Path, identity: dict[str, Any], first: int = 0) -> list[Shard]:
+    """List the shards of an earlier run, from the image of number ``first`` on without a gap.
 
     Raises:
         ValueError: some are of other features; the line names the first difference.
@@ -278,7 +282,7 @@ def whole_shards(folder: Path, identity: dict[str, Any]) -> list[Shard]:
         shard, other = read
         for key in identity:
             if other.get(key) != identity[key]:
-                there, here = _briefly(other.get(key), identity[key])
+                there, here = briefly(other.get(key), identity[key])
                 raise ValueError(
                     f"{folder} holds other features: {key} {there} there, {here} here; choose "
                     "another --output, or replace them with --overwrite"
@@ -286,14 +290,14 @@ def whole_shards(folder: Path, identity: dict[str, Any]) -> list[Shard]:
         following = (
             following
             and path == shard_path(folder, number)
-            and shard.first == sum(len(s.rows) for s in found)
+            and shard.first == first + sum(len(s.rows) for s in found)
         )
         if following:
             found.append(shard)
     return found
 
 
-def _briefly(*values: Any) -> list[str]:
+def briefly(*values: Any) -> list[str]:
     """Write values that differ for people: long ones from a little before the first difference."""
     texts = [str(value) for value in values]
     start = max(0, len(os.path.commonprefix(texts)) - 12)

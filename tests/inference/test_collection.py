@@ -1,0 +1,241 @@
+"""Parts of a collection: disjoint, complete, resumed, and merged into what one run writes."""
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+import visionattn.inference.collection_merge as merging
+from tests.helpers import inference_files
+from tests.helpers.inference_files import read_index, write_folder, write_image, write_weights
+from tests.helpers.tools import assert_one_error, load_tool, written
+from tests.inference.test_features_resume import HELD
+from visionattn.inference.collection import Part
+
+extract = load_tool("extract_features")
+SHAPES = [(16, 24), (16, 24), (40, 8), (16, 24), (20, 21), (16, 16), (16, 16), (24, 40), (8, 8)]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder with weights and nine images, one of which is broken, as the current folder."""
+    monkeypatch.chdir(tmp_path)
+    write_weights(tmp_path / "best.safetensors")
+    write_folder(tmp_path / "images", SHAPES)
+    (tmp_path / "images" / "3.png").write_bytes(b"no image")
+    return tmp_path
+
+
+def flags(*more: str, output: str = "out") -> list[str]:
+    return inference_files.flags(*more, output=output)
+
+
+def run_parts(count: int, *more: str, order=None) -> None:
+    for number in order or range(1, count + 1):
+        assert extract(flags("--shard", f"{number}/{count}", *more)) == 0
+
+
+MERGE = ["--merge", "--output", "out"]
+
+
+@pytest.mark.parametrize("total", [1, 7, 16, 33, 100])
+@pytest.mark.parametrize("batch_size", [1, 3, 16])
+def test_parts_are_disjoint_complete_and_in_order_and_cut_at_batches_where_there_are_enough(
+    total, batch_size
+):
+    for count in range(1, total + 1):
+        parts = [Part(number, count).images(total, batch_size) for number in range(1, count + 1)]
+        assert [i for part in parts for i in part] == list(range(total))
+        assert all(len(part) for part in parts)
+        if -(-total // batch_size) >= count:
+            assert {part.start % batch_size for part in parts} == {0}
+    with pytest.raises(ValueError, match=f"{total + 1} parts of {total} images"):
+        Part(1, total + 1).images(total, batch_size)
+
+
+@pytest.mark.parametrize(
+    ("count", "more"),
+    [
+        (3, ("--batch_size", "2", "--shard_images", "3")),
+        (3, ("--img_size", "native", "--dense", "--shard_images", "2")),
+        (9, ("--img_size", "native", "--shard_images", "5")),
+        (2, ("--batch_size", "2", "--dense", "--dtype", "float16")),
+        (1, ()),
+    ],
+)
+def test_merged_parts_are_the_bytes_of_one_run(folder, capsys, count, more):
+    assert extract(flags(*more, output="whole")) == 0
+    run_parts(count, *more, order=range(count, 0, -1))
+    said = capsys.readouterr().out
+    assert f"part 1/{count}: images 1 to " in said
+    assert extract(MERGE) == 0
+    assert "9 images: " in (said := capsys.readouterr().out) and "the parts are deleted" in said
+    assert "1 without features:\n  images/3.png: " in said
+    assert written(folder / "out") == written(folder / "whole")
+    assert sorted(path.name for path in (folder / "out").iterdir())[-1] == "index.csv"
+    # What is merged is a finished run like any other: nothing is computed again.
+    assert extract(flags(*more)) == 0
+    assert "9 of 9 images are done" in capsys.readouterr().out
+
+
+def test_a_whole_run_that_reads_a_range_off_its_files_lends_it_to_each_part(folder):
+    """The range of values is found by looking at some files: each part looks at the same ones."""
+    import numpy as np
+    from PIL import Image
+
+    shutil.rmtree(folder / "images")
+    (folder / "images").mkdir()
+    for i in range(8):
+        levels = np.random.default_rng(i).integers(0, 100 * (i + 1), (16, 16)).astype(np.uint16)
+        Image.fromarray(levels).save(folder / "images" / f"{i}.png")
+    with pytest.warns(UserWarning, match="range"):
+        assert extract(flags("--batch_size", "2", output="whole")) == 0
+        run_parts(4, "--batch_size", "2")
+    assert extract(MERGE) == 0
+    assert written(folder / "out") == written(folder / "whole")
+
+
+def test_a_part_goes_on_where_it_was_stopped_with_the_same_bytes(folder, capsys):
+    more = ("--shard_images", "1", "--batch_size", "1")
+    run_parts(2, *more)
+    before = written(folder / "out")
+    part = folder / "out" / "parts" / "00002-of-00002"
+    for name in ("features-00002.safetensors", "features-00003.safetensors", "index.csv"):
+        (part / name).unlink()
+    (part / "features-00001.safetensors").write_bytes(b"cut off")
+    capsys.readouterr()
+    assert extract(flags("--shard", "2/2", *more)) == 0
+    assert "1 of 5 images are done" in capsys.readouterr().out
+    assert written(folder / "out") == before
+    assert [row["path"] for row in read_index(part)] == [f"images/{i}.png" for i in range(4, 9)]
+
+
+BAD_SHARDS = {
+    "0/4": "shard must be i/n with i from 1 to n",
+    "5/4": "shard must be i/n with i from 1 to n",
+    "x": "shard must be i/n with i from 1 to n",
+    "1/1000000": "n at most 99,999, got 1/1000000",
+    "1/10": "10 parts of 9 images would leave some empty; name at most 9",
+    "1/2 --probe": "probe wants the features of all images: call the command without shard",
+    "1/2 --merge": "merge takes everything from the parts in --output; leave ",
+}
+
+
+@pytest.mark.parametrize("given", BAD_SHARDS)
+def test_shards_that_do_not_fit_are_one_line_and_write_nothing(folder, capsys, given):
+    before = written(folder)
+    assert extract(flags("--shard", *given.split())) == 2
+    assert_one_error(capsys, BAD_SHARDS[given])
+    assert written(folder) == before and not (folder / "out").exists()
+
+
+def test_parts_that_do_not_make_a_whole_are_one_line_each_and_stay(folder, capsys):
+    def refused(part: str, command=MERGE) -> None:
+        before = written(folder)
+        capsys.readouterr()
+        assert extract(command) == 2
+        assert_one_error(capsys, part)
+        assert written(folder) == before
+
+    refused("no folder out; --shard 1/n writes the first part into it")
+    run_parts(3, order=(1, 3))
+    refused("part 2/3 is missing in out; call --shard 2/3")
+    refused("out holds parts of 3 (1/3), and this is 1/4", flags("--shard", "1/4"))
+    refused("out holds other things (parts); choose another --output", flags())
+    part = folder / "out" / "parts" / "00002-of-00003"
+    part.mkdir()
+    refused("part 2/3 in out has no features yet; call --shard 2/3 again")
+    assert extract(flags("--shard", "2/3", "--dense")) == 0
+    refused("part 2/3 is of other features: kind dense there, pooled in part 1/3")
+    refused("holds other features: kind dense there, pooled here", flags("--shard", "2/3"))
+    write_weights(folder / "other.safetensors", seed=6)
+    other = ("--checkpoint", "other.safetensors")
+    assert extract(flags("--shard", "2/3", "--overwrite", *other)) == 0
+    refused("part 2/3 is of other features: weights ")
+    assert extract(flags("--shard", "2/3", "--overwrite", "--batch_size", "2")) == 0
+    refused("part 2/3 is of other features: batch_size 2 there, 16 in part 1/3")
+    write_image(folder / "images" / "5.png", 16, 16, 3)
+    assert extract(flags("--shard", "2/3", "--overwrite")) == 0
+    refused("part 2/3 is of other features: list_of_images ")
+    run_parts(3, "--overwrite", "--shard_images", "2", "--batch_size", "1")
+    (part / "features-00001.safetensors").unlink()
+    refused("part 2/3 in out has 2 of 3 images; call --shard 2/3 again")
+    shutil.copytree(part, folder / "out" / "parts" / "00002-of-00004")
+    refused("out holds parts of 3 (1/3) and of 4 (2/4)")
+    shutil.rmtree(folder / "out" / "parts" / "00002-of-00004")
+    shutil.rmtree(part)
+    shutil.copytree(folder / "out" / "parts" / "00001-of-00003", part)
+    refused("does not hold part 2/3; call --shard 2/3 again")
+    (folder / "out" / "parts" / "notes").write_text("mine")
+    refused("out/parts/notes is no part of features")
+    (folder / "full").mkdir()
+    (folder / "full" / "notes").write_text("mine")
+    refused("full holds other things (notes)", flags("--shard", "1/2", output="full"))
+    refused("full holds no parts", ["--merge", "--output", "full"])
+    refused("merge takes everything from the parts in --output; leave images out", flags("--merge"))
+    assert extract(flags(output="whole")) == 0
+    refused("holds the features of a whole run, and no parts", ["--merge", "--output", "whole"])
+    refused("whole holds features of a whole run", flags("--shard", "1/2", output="whole"))
+
+
+def test_a_part_at_work_keeps_the_merge_waiting(folder, capsys):
+    run_parts(2)
+    lock = "out/parts/00002-of-00002/features.lock"
+    command, pipe = [sys.executable, "-c", HELD, lock], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as part:
+        assert part.stdout.readline() == "held\n"
+        capsys.readouterr()
+        assert extract(MERGE) == 2
+        assert_one_error(capsys, "part 2/2 is at work in out; wait for it or end it")
+        part.communicate("")
+    assert extract(MERGE) == 0
+
+
+def test_values_of_a_shard_of_others_that_are_no_numbers_are_one_line(folder, capsys):
+    run_parts(2)
+    path = folder / "out" / "parts" / "00001-of-00002" / "features-00000.safetensors"
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    for old, new in (('"images": 9', '"images": "9"'), ('"batch_size": 16', '"batch_size": -1')):
+        assert old in metadata["visionattn.features"]
+        changed = {"visionattn.features": metadata["visionattn.features"].replace(old, new)}
+        save_file(tensors, path, changed)
+        capsys.readouterr()
+        assert extract(MERGE) == 2
+        assert_one_error(capsys, "does not hold part 1/2; call --shard 1/2 again")
+
+
+@pytest.mark.parametrize("stop", range(1, 8))
+def test_a_merge_that_ends_amid_its_work_goes_on_to_the_same_bytes(folder, monkeypatch, stop):
+    more = ("--shard_images", "2", "--batch_size", "2")
+    assert extract(flags(*more, output="whole")) == 0
+    run_parts(3, *more)
+    reached = []
+
+    def end_at(name: str, real):
+        def act(*given, **options):
+            reached.append(name)
+            if len(reached) == stop:
+                raise KeyboardInterrupt
+            return real(*given, **options)
+
+        return act
+
+    with monkeypatch.context() as patch:
+        for owner, name in (
+            (merging.Pending, "write"),
+            (merging, "write_index"),
+            (merging.shutil, "rmtree"),
+        ):
+            patch.setattr(owner, name, end_at(name, getattr(owner, name)))
+        assert extract(MERGE) == 130
+    assert reached[-1] == ("write" if stop <= 5 else "write_index" if stop == 6 else "rmtree")
+    assert extract(MERGE) == 0
+    assert written(folder / "out") == written(folder / "whole")
+    assert sorted(path.name for path in (folder / "out").iterdir()) == sorted(
+        path.name for path in (folder / "whole").iterdir()
+    )
