@@ -28,8 +28,8 @@ from visionattn.inference.listing import ListedFiles, find_images
 from visionattn.inference.opening import Opened, open_model
 from visionattn.inference.options import InferenceOptions, check
 from visionattn.inference.reading import ReadImages
-from visionattn.inference.running import last_map, run_images
-from visionattn.models.filled import call, pooled
+from visionattn.inference.running import run_images
+from visionattn.models.filled import call, last_map, pooled
 from visionattn.models.weights import DataSpec
 
 OWN_SIZES = Geometry("native", None, None, (8, 8))

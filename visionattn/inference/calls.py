@@ -24,9 +24,9 @@ from visionattn.inference.opening import Opened, description, open_model, open_m
 from visionattn.inference.options import NATIVE, InferenceOptions, OpenOptions, Options, check
 from visionattn.inference.predict import count_of_classes, most_probable
 from visionattn.inference.reading import ReadImages
-from visionattn.inference.running import Compute, Outcome, last_map, run_images
+from visionattn.inference.running import Compute, Outcome, run_images
 from visionattn.inference.segment import judged, masks
-from visionattn.models.filled import call, pooled, takes_sizes
+from visionattn.models.filled import call, last_map, pooled, takes_sizes
 from visionattn.models.modes import in_eval
 from visionattn.models.weights import Fit
 

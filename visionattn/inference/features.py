@@ -23,7 +23,7 @@ from visionattn.inference.listing import Digits, Listing, find_images
 from visionattn.inference.opening import Opened, open_model
 from visionattn.inference.probe import Division, divide_digits, divide_folder, fit_probes
 from visionattn.inference.reading import ReadImages
-from visionattn.inference.running import last_map, run_images
+from visionattn.inference.running import run_images
 from visionattn.inference.shards import (
     LOCK,
     Pending,
@@ -37,7 +37,7 @@ from visionattn.inference.shards import (
     whole_shards,
     write_index,
 )
-from visionattn.models.filled import pooled
+from visionattn.models.filled import last_map, pooled
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16}
 NAMED_FAILURES = 5

@@ -8,7 +8,6 @@ numbers are not finite. It knows nothing of what becomes of the outputs.
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -20,7 +19,6 @@ from visionattn.cli.files import first_line
 from visionattn.data.batches import start_worker
 from visionattn.inference.opening import Opened
 from visionattn.inference.reading import ReadImages, Sample
-from visionattn.models.backbone import VisionAttnTransformer
 from visionattn.models.filled import takes_sizes
 from visionattn.training.evaluate import autocast
 
@@ -49,17 +47,6 @@ class Outcome:
     input_width: int | None
     value: Tensor | None
     """The output, on the CPU."""
-
-
-def last_map(model: nn.Module, inputs: Tensor, sizes: Tensor | None) -> Tensor:
-    """Return the last feature map, after the final norm where there is one, ``[B, D, H, W]``."""
-    given = {} if sizes is None else {"sizes": sizes}
-    # Of blocks: by this name a pyramid gives maps of its own.
-    ours = isinstance(model, VisionAttnTransformer)
-    forward = partial(VisionAttnTransformer.forward_intermediates, model)
-    return (forward if ours else model.forward_intermediates)(
-        inputs, indices=1, norm=True, output_fmt="NCHW", intermediates_only=True, **given
-    )[-1]
 
 
 def batch_samples(samples: Iterator[Sample], batch_size: int) -> Iterator[list[Sample]]:

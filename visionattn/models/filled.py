@@ -5,9 +5,11 @@ Models of ours leave out what an image does not fill; to others it is a black pa
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 
 from torch import Tensor, nn
 
+from visionattn.models.backbone import VisionAttnTransformer
 from visionattn.models.segmentation import Segmenter
 
 
@@ -34,3 +36,14 @@ def pooled(model: nn.Module, inputs: Tensor, sizes: Tensor | None) -> Tensor:
     tokens = model.forward_features(inputs, sizes=sizes)
     present = model.present_patches(inputs, sizes)
     return model.forward_head(tokens, pre_logits=True, present=present)
+
+
+def last_map(model: nn.Module, inputs: Tensor, sizes: Tensor | None) -> Tensor:
+    """Return the last feature map, after the final norm where there is one, ``[B, D, H, W]``."""
+    given = {} if sizes is None else {"sizes": sizes}
+    # Of blocks: by this name a pyramid gives maps of its own.
+    ours = isinstance(model, VisionAttnTransformer)
+    forward = partial(VisionAttnTransformer.forward_intermediates, model)
+    return (forward if ours else model.forward_intermediates)(
+        inputs, indices=1, norm=True, output_fmt="NCHW", intermediates_only=True, **given
+    )[-1]

@@ -1,0 +1,471 @@
+"""Any model, of ours or of timm, over overlapping tiles of an image: what they give is averaged,
+or for maps blended over the seams.
+
+This module owns where tiles lie, and what becomes of their outputs. It knows no files: images come
+from a ``Source`` and maps go to a ``Sink`` band by band, so that neither need fit into memory. A
+tile knows nothing of what lies outside of it, so results differ from those of the whole image,
+unless each output depends on the pixels at its own place alone.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from itertools import accumulate, chain, product
+from typing import Any, Literal, NamedTuple, Protocol, get_args
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from timm.layers import to_2tuple
+from torch import Tensor, nn
+
+from visionattn.models.filled import call, last_map, pooled
+from visionattn.models.modes import in_eval
+from visionattn.models.segmentation import IGNORED, Segmenter
+
+Want = Literal["logits", "pooled", "dense", "masks"]
+Combine = Literal["mean", "max"]
+Compute = Callable[[nn.Module, Tensor, Tensor | None], Tensor]
+"""``compute(model, inputs [B, C, H, W], sizes [B, 2]) -> [B, ...]``; ``filled.py`` has some."""
+Prepare = Callable[[np.ndarray], Tensor]
+"""``prepare(pixels [h, w, C]) -> [1, C, h, w]``, as the model takes them."""
+COMPUTES: dict[str, Compute] = {
+    "logits": call,
+    "pooled": pooled,
+    "dense": last_map,
+    "masks": call,
+}
+
+
+class Source(Protocol):
+    """What is read of an image, whole or in parts."""
+
+    height: int
+    width: int
+
+    def read(self, rows: slice, columns: slice, /) -> np.ndarray:
+        """Return pixels ``[h, w, C]``."""
+
+
+class Sink(Protocol):
+    """What takes a map band by band."""
+
+    def begin(self, shape: tuple[int, int, int], dtype: np.dtype, /) -> None:
+        """Make room for a map ``[C, H, W]``."""
+
+    def write(self, first_row: int, band: np.ndarray, /) -> None:
+        """Take rows ``[C, h, W]`` of it."""
+
+    def finish(self) -> None:
+        """Make it whole."""
+
+
+class Axis(NamedTuple):
+    """Tiles along one side of an image, in pixels or in cells of a map."""
+
+    length: int
+    """Of the side, up to whole patches."""
+    tile: int
+    """Of each tile."""
+    starts: tuple[int, ...]
+    """Where tiles begin, in order; the last ends where the side ends."""
+    overlap: int
+    """Over which the weights of a tile fall towards its neighbours."""
+
+    def in_cells(self, cell: int) -> "Axis":
+        """Return the same in cells of so many pixels."""
+        starts = tuple(start // cell for start in self.starts)
+        return Axis(self.length // cell, self.tile // cell, starts, self.overlap // cell)
+
+    def shares(self) -> list[Tensor]:
+        """Return for each place in each tile its weight over that of all tiles up to this one:
+        float64 ``[tile]``. Whoever moves a running average by these shares towards tile after
+        tile has at last the average by weights, and keeps exactly what all tiles agree on.
+        """
+        middles = torch.arange(self.tile, dtype=torch.float64) + 0.5
+        ramp = (middles / max(self.overlap, 0.5)).clamp(max=1)
+        so_far = torch.zeros(self.length, dtype=torch.float64)
+        found = []
+        for number, start in enumerate(self.starts):
+            # At the borders of the image no tile lies beside this one.
+            weights = torch.ones(self.tile, dtype=torch.float64)
+            if number:
+                weights = weights.minimum(ramp)
+            if number + 1 < len(self.starts):
+                weights = weights.minimum(ramp.flip(0))
+            here = so_far[start : start + self.tile].add_(weights)
+            found.append(weights / here)
+        return found
+
+
+class Tiling(NamedTuple):
+    """Tiles of an image; all have one size."""
+
+    down: Axis
+    across: Axis
+
+    def places(self) -> Iterator[tuple[slice, slice]]:
+        """Yield the rows and columns of each tile in pixels, row after row of tiles."""
+        for top, left in product(self.down.starts, self.across.starts):
+            yield slice(top, top + self.down.tile), slice(left, left + self.across.tile)
+
+
+def tiling(height: int, width: int, tile: int, overlap: int, patch_px: tuple[int, int]) -> Tiling:
+    """Return the tiles of an image, ``tile - overlap`` pixels apart; the last ones are shifted
+    inwards to end with the image.
+
+    Args:
+        height, width: of the image in pixels; up to whole patches it is taken for larger.
+        tile: height and width of a tile in pixels; an image that is smaller is one tile.
+        overlap: pixels that neighbours share at least.
+        patch_px: height and width of a patch.
+
+    Raises:
+        ValueError: tile or overlap are out of range, or are no whole number of patches; one line.
+    """
+    if tile < 1 or not 0 <= overlap < tile:
+        raise ValueError(
+            f"tiles of {tile} pixels that overlap by {overlap}: tiles must be above 0, and the "
+            "overlap from 0 to below them"
+        )
+    step = math.lcm(*patch_px)
+    for name, value in (("tiles", tile), ("overlap", overlap)):
+        if value % step:
+            low, high = value // step * step, -(-value // step) * step
+            fit = f"{low} or {high}" if low else f"{high}"
+            raise ValueError(
+                f"{name} of {value} pixels are no whole number of {step}-pixel patches; take {fit}"
+            )
+    axes = []
+    for length, patch in zip((height, width), patch_px, strict=True):
+        whole = -(-length // patch) * patch
+        side = min(tile, whole)
+        starts = (*range(0, whole - side, tile - overlap), whole - side)
+        axes.append(Axis(whole, side, starts, overlap))
+    return Tiling(*axes)
+
+
+def usual_overlap(tile: int, patch_px: tuple[int, int]) -> int:
+    """Return an eighth of a tile, up to whole patches."""
+    step = math.lcm(*patch_px)
+    return max(0, min(-(-tile // (8 * step)) * step, tile - step))
+
+
+def cell_of(model: nn.Module, want: Want) -> tuple[int, int]:
+    """Return height and width in pixels of what tiles must be whole numbers of: patches, and for
+    ``dense`` also cells of the feature map, as timm says; 1 x 1 where there are neither.
+    """
+    rows, columns = to_2tuple(getattr(getattr(model, "patch_embed", None), "patch_size", 1))
+    told = getattr(model, "feature_info", None)
+    if want == "dense" and told and not hasattr(model, "pyramid"):
+        last = (told if isinstance(told, list) else told.get_dicts())[-1]["reduction"]
+        rows, columns = (math.lcm(side, int(last)) for side in (rows, columns))
+    return rows, columns
+
+
+def forward_tiles(
+    model: nn.Module,
+    image: Tensor | Source,
+    *,
+    tile: int = 1024,
+    overlap: int | None = None,
+    want: Want = "logits",
+    combine: Combine = "mean",
+    batch_size: int = 1,
+    prepare: Prepare | None = None,
+    sink: Sink | None = None,
+) -> Tensor | None:
+    """Run a model over overlapping tiles of an image and put together what they give, in eval mode
+    and without gradients.
+
+    Vectors (logits of classes, pooled features) become their mean or maximum over all tiles, each
+    number by itself. Maps (feature maps, logits of pixels) are averaged where tiles overlap, by
+    weights that fall evenly towards the borders of a tile, so that there are no seams; where all
+    tiles agree the result is exactly theirs. What the image does not fill of its last patches
+    repeats its last row and column.
+
+    Args:
+        model: any module that takes ``[B, C, H, W]``; ``pooled`` and ``dense`` ask for timm's
+            ``forward_head`` and ``forward_intermediates``.
+        image: ``[B, C, H, W]`` as the model takes it, or a ``Source`` that is read tile by tile.
+        tile: height and width of tiles in pixels, a whole number of patches; an image that is
+            smaller is one tile.
+        overlap: pixels that neighbours share at least, a whole number of patches; None: an eighth
+            of ``tile``, up to whole patches.
+        want: ``logits``, ``pooled`` features, the last feature map (``dense``), or the class of
+            each pixel (``masks``).
+        combine: ``mean`` or ``max`` over tiles, of vectors alone.
+        batch_size: tiles at once.
+        prepare: for a ``Source`` alone: turns pixels ``[h, w, C]`` into ``[1, C, h, w]`` as the
+            model takes them.
+        sink: takes the map of one image band by band; a row of tiles is in memory at a time.
+
+    Returns:
+        What the model gives of one image that size, on the device of ``image`` (a source's: the
+        CPU), in float32 at least; masks uint8 ``[B, H, W]``, 255 where logits are not finite. None
+        with a ``sink``, which gets ``[C, H, W]``, or masks as ``[1, H, W]``.
+
+    Raises:
+        ValueError: an argument is out of range or does nothing here, tiles are no whole patches or
+            whole cells of the map, or the model does not give what is wanted; one line.
+    """
+    if want not in get_args(Want) or combine not in get_args(Combine):
+        raise ValueError(
+            f"want {want!r} and combine {combine!r}: wanted one of {', '.join(get_args(Want))}, "
+            f"and one of {', '.join(get_args(Combine))}"
+        )
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+    if want == "dense" and isinstance(model, Segmenter):
+        model = model.backbone
+    _check_gives(model, want)
+    patch_px = cell_of(model, want)
+    overlap = usual_overlap(tile, patch_px) if overlap is None else overlap
+    run = Tiles(COMPUTES[want], tile, overlap, patch_px, combine, batch_size, want == "masks")
+    reads = _reads(image, prepare, model)
+    home = image.device if isinstance(image, Tensor) else torch.device("cpu")
+    if sink is not None and len(reads) > 1:
+        raise ValueError(f"a sink takes the map of one image, and there are {len(reads)}")
+    with torch.no_grad(), in_eval(model):
+        found = [run.of_image(model, read, size, home=home, sink=sink) for read, size in reads]
+    if sink is not None:
+        return None
+    result = torch.stack(found)
+    return result[:, 0] if want == "masks" else result
+
+
+def tiled(
+    compute: Compute,
+    *,
+    tile: int,
+    overlap: int,
+    patch_px: tuple[int, int],
+    combine: Combine = "mean",
+    batch_size: int = 1,
+    masks: bool = False,
+) -> Compute:
+    """Return a computation that does over tiles, image by image, what another does over images.
+
+    Args:
+        compute: turns images into vectors or maps; maps are blended.
+        tile, overlap, combine, batch_size: as for ``forward_tiles``.
+        patch_px: height and width of a patch.
+        masks: ``compute`` gives logits of pixels, and the class of each is wanted: uint8
+            ``[B, H, W]``.
+
+    Returns:
+        The computation. It raises ValueError where ``forward_tiles`` does, and for ``sizes``.
+    """
+    run = Tiles(compute, tile, overlap, patch_px, combine, batch_size, masks)
+
+    def over_tiles(model: nn.Module, inputs: Tensor, sizes: Tensor | None) -> Tensor:
+        if sizes is not None:
+            raise ValueError("tiles are of images that fill their input")
+        size = inputs.shape[2], inputs.shape[3]
+        reads = (_of_tensor(image, image.device) for image in inputs.split(1))
+        result = torch.stack([run.of_image(model, read, size) for read in reads])
+        return result[:, 0] if masks else result
+
+    return over_tiles
+
+
+class Tiles(NamedTuple):
+    """A computation over tiles; ``tiled`` has the arguments."""
+
+    compute: Compute
+    tile: int
+    overlap: int
+    patch_px: tuple[int, int]
+    combine: Combine
+    batch_size: int
+    masks: bool
+
+    def of_image(
+        self,
+        model: nn.Module,
+        read: Callable[[slice, slice], Tensor],
+        size: tuple[int, int],
+        *,
+        home: torch.device | None = None,
+        sink: Sink | None = None,
+    ) -> Tensor:
+        """Return what the tiles of one image come to, ``[D]`` or ``[C, H, W]``; an empty map where
+        a sink has it.
+
+        Args:
+            model: what computes.
+            read: returns the part ``[1, C, h, w]`` of rows and columns, which may end beyond the
+                image.
+            size: height and width of the image in pixels.
+            home: where outputs are put together; None: where they are computed.
+            sink: takes a map.
+        """
+        tiles = tiling(*size, self.tile, self.overlap, self.patch_px)
+        outputs = self._outputs(model, read, tiles, home)
+        first = next(outputs)
+        outputs = chain([first], outputs)
+        if first.ndim == 3:
+            if self.combine != "mean":
+                raise ValueError(f"combine {self.combine} is of vectors; maps are blended")
+            return self._blended(outputs, first, tiles, size, sink)
+        if first.ndim != 1 or self.masks:
+            what = "of an image" if first.ndim == 1 else f"of shape {list(first.shape)}"
+            raise ValueError(
+                f"{type(model).__name__} gives outputs {what}, wanted "
+                + ("logits of its pixels" if self.masks else "a vector or a map")
+            )
+        if sink is not None:
+            raise ValueError("a sink takes maps, and this is a vector of the image: leave it out")
+        if self.combine == "max":
+            return list(accumulate(outputs, torch.maximum))[-1]
+        count = len(tiles.down.starts) * len(tiles.across.starts)
+        total = first.new_zeros(first.shape, dtype=torch.float64)
+        for output in outputs:
+            total += output
+        return (total / count).to(first.dtype)
+
+    def _outputs(
+        self,
+        model: nn.Module,
+        read: Callable[[slice, slice], Tensor],
+        tiles: Tiling,
+        home: torch.device | None,
+    ) -> Iterator[Tensor]:
+        """Yield the output of each tile, in float32 at least."""
+        places = list(tiles.places())
+        for first in range(0, len(places), self.batch_size):
+            parts = [read(*place) for place in places[first : first + self.batch_size]]
+            output = self.compute(model, torch.cat(parts), None)
+            wide = torch.promote_types(output.dtype, torch.float32)
+            yield from output.to(home or output.device, wide)
+
+    def _blended(
+        self,
+        outputs: Iterator[Tensor],
+        first: Tensor,
+        tiles: Tiling,
+        size: tuple[int, int],
+        sink: Sink | None,
+    ) -> Tensor:
+        """Blend maps row of tiles after row of tiles; only the rows that the next one overlaps
+        wait for it.
+        """
+        cell = _cell(tiles, first)
+        down, across = tiles.down.in_cells(cell[0]), tiles.across.in_cells(cell[1])
+        rows, columns = (-(-px // side) for px, side in zip(size, cell, strict=True))
+        channels = 1 if self.masks else len(first)
+        if self.masks and len(first) > IGNORED:
+            raise ValueError(f"masks have at most {IGNORED} classes, and there are {len(first)}")
+        dtype = torch.uint8 if self.masks else first.dtype
+        if sink is None:
+            held = first.new_empty(channels, rows, columns, dtype=dtype)
+        else:
+            held = first.new_empty(0, dtype=dtype)
+            sink.begin((channels, rows, columns), held.cpu().numpy().dtype)
+        along = [share.to(first) for share in across.shares()]
+        beside = [share.to(first)[:, None] for share in down.shares()]
+        open_rows = first.new_empty(len(first), 0, across.length)
+        for number, top in enumerate(down.starts):
+            band = first.new_empty(len(first), down.tile, across.length)
+            reached = 0
+            for left, share in zip(across.starts, along, strict=True):
+                part, known = next(outputs), reached - left
+                there = band[:, :, left : left + across.tile]
+                there[:, :, :known].lerp_(part[:, :, :known], share[:known])
+                there[:, :, known:] = part[:, :, known:]
+                reached = left + across.tile
+            known = open_rows.shape[1]
+            band[:, :known] = open_rows.lerp_(band[:, :known], beside[number][:known])
+            # What the next row of tiles does not reach is done.
+            last = number + 1 == len(down.starts)
+            done = down.tile if last else down.starts[number + 1] - top
+            ready = band[:, : min(done, rows - top), :columns]
+            ready = _classes(ready) if self.masks else ready
+            if sink is None:
+                held[:, top : top + ready.shape[1]] = ready
+            else:
+                sink.write(top, ready.cpu().numpy())
+            open_rows = band[:, done:].clone()
+        if sink is not None:
+            sink.finish()
+        return held
+
+
+def _cell(tiles: Tiling, output: Tensor) -> tuple[int, int]:
+    """Return the pixels of a cell of a map that a tile gives.
+
+    Raises:
+        ValueError: tiles do not begin and end with whole cells.
+    """
+    found = []
+    for axis, side in zip(tiles, output.shape[1:], strict=True):
+        cell = axis.tile // max(1, side)
+        whole = cell and not any(place % cell for place in (axis.length, *axis.starts))
+        if not whole or cell * side != axis.tile:
+            raise ValueError(
+                f"tiles of {tiles.down.tile} x {tiles.across.tile} pixels give maps of "
+                f"{output.shape[1]} x {output.shape[2]} cells, which cannot be laid beside each "
+                "other: tile, overlap and image must be whole numbers of cells"
+            )
+        found.append(cell)
+    return found[0], found[1]
+
+
+def _classes(logits: Tensor) -> Tensor:
+    """Return the class of each pixel of ``[C, h, W]``, uint8 ``[1, h, W]``."""
+    found = logits.argmax(0).to(torch.uint8)
+    return found.masked_fill_(~logits.isfinite().all(0), IGNORED)[None]
+
+
+def _check_gives(model: nn.Module, want: Want) -> None:
+    """Raise ValueError where a model has no pooled features, or no feature maps."""
+    method = {"pooled": "forward_head", "dense": "forward_intermediates"}.get(want)
+    if method and not hasattr(model, method):
+        raise ValueError(f"{type(model).__name__} gives no {want} features: it has no {method}")
+
+
+def _reads(
+    image: Tensor | Source, prepare: Prepare | None, model: nn.Module
+) -> list[tuple[Callable[[slice, slice], Tensor], tuple[int, int]]]:
+    """Return for each image what reads its parts, and its size."""
+    device = next((each.device for each in model.parameters()), None)
+    if isinstance(image, Tensor):
+        if prepare is not None:
+            raise ValueError("prepare is for the pixels of a source; a tensor is prepared")
+        if image.ndim != 4 or not image.numel():
+            raise ValueError(f"wanted images [B, C, H, W], got {list(image.shape)}")
+        size = image.shape[2], image.shape[3]
+        return [(_of_tensor(one, device or image.device), size) for one in image.split(1)]
+    if prepare is None:
+        raise ValueError("the pixels of a source need prepare, which makes inputs of them")
+    return [(_of_source(image, prepare, device), (image.height, image.width))]
+
+
+def _of_tensor(image: Tensor, device: torch.device) -> Callable[[slice, slice], Tensor]:
+    """Return what cuts parts out of ``[1, C, H, W]``."""
+
+    def read(rows: slice, columns: slice) -> Tensor:
+        part = image[:, :, rows, columns].to(device)
+        below, right = (
+            each.stop - each.start - have
+            for each, have in zip((rows, columns), part.shape[2:], strict=True)
+        )
+        return F.pad(part, (0, right, 0, below), mode="replicate") if below or right else part
+
+    return read
+
+
+def _of_source(source: Source, prepare: Prepare, device: Any) -> Callable[[slice, slice], Tensor]:
+    """Return what reads parts of a source."""
+
+    def read(rows: slice, columns: slice) -> Tensor:
+        inside = [
+            slice(each.start, min(each.stop, length))
+            for each, length in ((rows, source.height), (columns, source.width))
+        ]
+        pixels = source.read(*inside)
+        short = [
+            (0, each.stop - part.stop) for each, part in zip((rows, columns), inside, strict=True)
+        ]
+        return prepare(np.pad(pixels, [*short, (0, 0)], mode="edge")).to(device)
+
+    return read
