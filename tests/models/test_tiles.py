@@ -1,0 +1,374 @@
+"""Overlapping tiles: where they lie, what vectors become, and maps that have no seams."""
+
+import re
+
+import numpy as np
+import pytest
+import timm
+import torch
+from torch import nn
+
+import visionattn  # noqa: F401  registers models
+from visionattn.models.filled import call, pooled
+from visionattn.models.segmentation import Segmenter
+from visionattn.models.tiles import forward_tiles, tiled, tiling
+
+SMALL = dict(embed_dim=24, depth=2, num_heads=3, num_classes=5)
+
+
+class Pointwise(nn.Module):
+    """Logits of pixels, each of its own pixel alone."""
+
+    def __init__(self, classes=4):
+        super().__init__()
+        self.mix = nn.Conv2d(3, classes, 1)
+
+    def forward(self, x):
+        return self.mix(x).tanh()
+
+
+class OfItsTile(nn.Module):
+    """Cells of ``side`` pixels whose values depend on all of the tile and on the place in it."""
+
+    def __init__(self, side, classes=3):
+        super().__init__()
+        self.side = side
+        self.mix = nn.Conv2d(3, classes, side, stride=side).double()
+
+    def forward(self, x):
+        maps = self.mix(x - x.mean((2, 3), keepdim=True))
+        rows = torch.arange(maps.shape[2], dtype=x.dtype)[:, None]
+        return maps + 0.1 * rows - 0.2 * torch.arange(maps.shape[3], dtype=x.dtype)
+
+
+def starts(length, tile, overlap):
+    """Where tiles begin, found one after the other."""
+    found = [0]
+    while found[-1] + tile < length:
+        found.append(min(found[-1] + tile - overlap, length - tile))
+    return found
+
+
+def one_weight(place, tile, overlap, first, last):
+    """How much a place in a tile counts along one side."""
+    near = [1.0]
+    if not first and overlap:
+        near.append((place + 0.5) / overlap)
+    if not last and overlap:
+        near.append((tile - place - 0.5) / overlap)
+    return min(near)
+
+
+def blended(run, image, tile, overlap, cell):
+    """The sum of maps times weights over the sum of weights, of a whole image in float64.
+
+    Args:
+        run: ``[1, C, h, w]`` to a map ``[K, h / cell, w / cell]``.
+    """
+    size = image.shape[2:]
+    tops, lefts = (starts(length, min(tile, length), overlap) for length in size)
+    total = weight = 0
+    for top in tops:
+        for left in lefts:
+            part = image[:, :, top : top + tile, left : left + tile]
+            values = run(part).double().numpy()
+            high, wide = values.shape[1:]
+            down, across = (
+                np.array(
+                    [
+                        one_weight(i, count, overlap // cell, place == line[0], place == line[-1])
+                        for i in range(count)
+                    ]
+                )
+                for count, place, line in ((high, top, tops), (wide, left, lefts))
+            )
+            here = np.zeros((size[0] // cell, size[1] // cell))
+            where = np.s_[top // cell : top // cell + high, left // cell : left // cell + wide]
+            here[where] = down[:, None] * across
+            there = np.zeros((len(values), *here.shape))
+            there[(slice(None), *where)] = values
+            total, weight = total + here * there, weight + here
+    return total / weight
+
+
+@pytest.mark.parametrize("tile, overlap", [(32, 8), (32, 0), (24, 20), (40, 8), (64, 32)])
+def test_maps_are_averaged_by_weights_that_fall_towards_the_borders(tile, overlap):
+    torch.manual_seed(0)
+    image = torch.randn(1, 3, 116, 76, dtype=torch.float64)
+    model = OfItsTile(4)
+    found = forward_tiles(model, image, tile=tile, overlap=overlap, batch_size=3)
+    with torch.no_grad():
+        wanted = blended(lambda part: model(part)[0], image, tile, overlap, 4)
+    assert found.dtype == torch.float64 and found.shape == (1, 3, 29, 19)
+    assert np.abs(found[0].numpy() - wanted).max() < 1e-12
+
+
+@pytest.mark.parametrize("tile, overlap", [(32, 8), (31, 0), (24, 20), (17, 5), (200, 30)])
+def test_what_depends_on_its_own_pixel_alone_is_exactly_the_same_in_tiles(tile, overlap):
+    torch.manual_seed(1)
+    images = torch.randn(2, 3, 97, 61)
+    model = Pointwise()
+    wanted = model(images).detach()
+    found = forward_tiles(model, images, tile=tile, overlap=overlap, batch_size=4)
+    assert torch.equal(found, wanted) and not found.requires_grad
+    classes = forward_tiles(model, images, tile=tile, overlap=overlap, want="masks")
+    assert torch.equal(classes, wanted.argmax(1).to(torch.uint8))
+
+
+def test_constant_maps_stay_constant():
+    class Constant(nn.Module):
+        def forward(self, x):
+            return x.new_full((len(x), 2, *x.shape[2:]), 0.1)
+
+    found = forward_tiles(Constant(), torch.zeros(1, 1, 500, 333), tile=96, overlap=37)
+    assert (found - 0.1).abs().max() <= 1e-6 and found.shape == (1, 2, 500, 333)
+
+
+def test_blending_has_no_seams_where_neighbours_disagree():
+    """Tiles that are 1 and 0 in turn: from the middle of one to that of the next it is a ramp."""
+
+    class InTurn(nn.Module):
+        def forward(self, x):
+            self.count = getattr(self, "count", -1) + len(x)
+            return x.new_full((len(x), 1, *x.shape[2:]), float(self.count % 2))
+
+    found = forward_tiles(InTurn(), torch.zeros(1, 1, 64, 224), tile=64, overlap=24)[0, 0, 0]
+    steps = found.diff().abs()
+    assert steps.max() <= 1 / 24 + 1e-6 and found.min() == 0 and found.max() == 1
+
+
+@pytest.mark.parametrize(
+    "length, tile, overlap", [(100, 30, 10), (100, 40, 10), (41, 40, 39), (40, 40, 5), (7, 40, 0)]
+)
+def test_tiles_cover_the_image_and_the_last_is_shifted_inwards(length, tile, overlap):
+    axis = tiling(length, 500, tile, overlap, (1, 1)).down
+    assert list(axis.starts) == starts(length, min(tile, length), overlap)
+    assert axis.starts[-1] + axis.tile == length == axis.length
+    assert all(b - a <= tile - overlap for a, b in zip(axis.starts, axis.starts[1:], strict=False))
+
+
+def test_vectors_are_the_mean_or_the_maximum_over_all_tiles():
+    torch.manual_seed(2)
+    model = timm.create_model("scaleformer_vit_t", **SMALL)
+    images = torch.randn(2, 3, 80, 112)
+    for want, run in (("logits", model), ("pooled", lambda x: pooled(model, x, None))):
+        with torch.no_grad():
+            model.eval()
+            each = torch.stack(
+                [
+                    run(images[:, :, top : top + 48, left : left + 48])
+                    for top in (0, 32)
+                    for left in (0, 32, 64)
+                ]
+            )
+        mean = forward_tiles(model, images, tile=48, overlap=16, want=want, batch_size=4)
+        assert (mean - each.double().mean(0)).abs().max() < 1e-6
+        most = forward_tiles(model, images, tile=48, overlap=16, want=want, combine="max")
+        assert (most - each.amax(0)).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize(
+    "name, args, cell",
+    [
+        ("scaleformer_vit_t", SMALL | {"patch_size": 8}, 8),
+        ("taylorshift_vit_t", SMALL | {"reg_tokens": 2}, 16),
+        ("vit_tiny_patch16_224", SMALL | {"dynamic_img_size": True}, 16),
+        ("resnet10t", {"num_classes": 5, "channels": [8, 8, 8, 8], "stem_width": 8}, 32),
+    ],
+)
+def test_feature_maps_of_timm_and_of_ours(name, args, cell):
+    torch.manual_seed(3)
+    model = timm.create_model(name, **args)
+    model.eval()
+    image = torch.randn(1, 3, 160, 224)
+
+    def last(part):
+        with torch.no_grad():
+            return model.forward_intermediates(part, norm=True, intermediates_only=True)[-1][0]
+
+    found = forward_tiles(model, image, tile=96, overlap=32, want="dense", batch_size=2)
+    wanted = blended(last, image, 96, 32, cell)
+    assert found.shape[2:] == (160 // cell, 224 // cell)
+    assert np.abs(found[0].numpy() - wanted).max() < 1e-5
+    # An image that is one tile is what the model makes of it.
+    one = forward_tiles(model, image, tile=224, want="dense")
+    assert torch.equal(one[0], last(image))
+    assert torch.equal(forward_tiles(model, image, tile=256), model(image))
+
+
+def test_features_of_images_of_no_whole_patches_repeat_the_last_row_and_column():
+    model = timm.create_model("scaleformer_vit_t", **SMALL)
+    image = torch.randn(1, 3, 70, 41)
+    padded = torch.from_numpy(np.pad(image.numpy(), [(0, 0), (0, 0), (0, 10), (0, 7)], mode="edge"))
+    for want in ("dense", "logits"):
+        found = forward_tiles(model, image, tile=32, overlap=16, want=want)
+        assert torch.equal(found, forward_tiles(model, padded, tile=32, overlap=16, want=want))
+
+
+@pytest.mark.parametrize("name", ["scaleformer_vit_t", "vit_tiny_patch16_224"])
+def test_logits_and_classes_of_the_pixels_of_a_segmentation(name):
+    torch.manual_seed(4)
+    args = {"dynamic_img_size": True} if name.startswith("vit") else {}
+    body = timm.create_model(name, num_classes=0, embed_dim=24, depth=2, num_heads=3, **args)
+    model = Segmenter(body, 3).eval()
+    nn.init.normal_(model.head.weight)
+    image = torch.randn(1, 3, 100, 140)
+    whole = torch.from_numpy(np.pad(image.numpy(), [(0, 0), (0, 0), (0, 12), (0, 4)], mode="edge"))
+
+    def run(part):
+        with torch.no_grad():
+            return model(part)[0]
+
+    wanted = blended(run, whole, 64, 16, 1)[:, :100, :140]
+    found = forward_tiles(model, image, tile=64, overlap=16)
+    assert found.shape == (1, 3, 100, 140)
+    assert np.abs(found[0].numpy() - wanted).max() < 1e-5
+    classes = forward_tiles(model, image, tile=64, overlap=16, want="masks")
+    clear = np.sort(wanted, 0)[-1] - np.sort(wanted, 0)[-2] > 1e-4
+    assert (classes[0].numpy() == wanted.argmax(0))[clear].all() and clear.mean() > 0.9
+    assert torch.equal(
+        forward_tiles(model, image, tile=144, want="masks")[0], model.masks(whole)[0, :100, :140]
+    )
+    assert forward_tiles(model, image, tile=64, want="dense").shape == (1, 24, 7, 9)
+
+
+class Pixels:
+    """An image that notes what is read of it."""
+
+    def __init__(self, pixels):
+        self.pixels, self.reads = pixels, []
+        self.height, self.width, self.channels = pixels.shape
+        self.dtype = pixels.dtype
+
+    def read(self, rows, columns):
+        assert 0 <= rows.start < rows.stop <= self.height
+        assert 0 <= columns.start < columns.stop <= self.width
+        self.reads.append((rows.start, rows.stop, columns.start, columns.stop))
+        return self.pixels[rows, columns]
+
+
+class Bands:
+    """A map that is put together of bands, and notes how much of the image was read by then."""
+
+    def __init__(self, source):
+        self.source, self.map, self.filled, self.done = source, None, 0, False
+        self.read_rows = []
+
+    def begin(self, shape, dtype):
+        assert self.map is None
+        self.map = np.full(shape, 99, dtype)
+
+    def write(self, first_row, band):
+        assert first_row == self.filled and not self.done
+        self.map[:, first_row : first_row + band.shape[1]] = band
+        self.filled += band.shape[1]
+        self.read_rows.append(max(stop for _, stop, _, _ in self.source.reads))
+
+    def finish(self):
+        assert self.filled == self.map.shape[1]
+        self.done = True
+
+
+def prepared(pixels):
+    return torch.from_numpy(pixels.astype(np.float32)).permute(2, 0, 1)[None] / 255
+
+
+@pytest.mark.parametrize("want", ["dense", "masks", "logits"])
+def test_a_source_is_read_tile_by_tile_and_a_sink_gets_bands_as_they_are_done(want):
+    rng = np.random.default_rng(5)
+    source = Pixels(rng.integers(0, 256, (150, 91, 3), dtype=np.uint8))
+    body = timm.create_model(
+        "scaleformer_vit_t", num_classes=0, embed_dim=24, depth=1, num_heads=3, patch_size=8
+    )
+    model = Segmenter(body, 4)
+    how = dict(tile=48, overlap=16, want=want)
+    sink = Bands(source)
+    assert forward_tiles(model, source, prepare=prepared, sink=sink, batch_size=2, **how) is None
+    held = forward_tiles(model, prepared(source.pixels), **how)
+    assert sink.done and np.array_equal(sink.map, held.numpy() if want == "masks" else held[0])
+    assert all(b - a <= 48 and d - c <= 48 for a, b, c, d in source.reads)
+    # A band comes before more is read than its row of tiles, and of the next one a batch.
+    ends = [48, 80, 112, 144, 150]
+    assert all(a <= b for a, b in zip(sink.read_rows, [*ends[1:], 150], strict=True))
+    assert len(source.reads) == len(set(source.reads)) == 5 * 3
+    again = forward_tiles(model, source, prepare=prepared, **how)
+    assert torch.equal(again, held)
+
+
+def test_a_computation_of_batches_over_tiles_is_that_of_each_image():
+    model = timm.create_model("scaleformer_vit_t", **SMALL).eval()
+    images = torch.randn(2, 3, 96, 64)
+    how = dict(tile=48, overlap=16, combine="max")
+    compute = tiled(call, patch_px=(16, 16), batch_size=2, **how)
+    with torch.inference_mode():
+        wanted = forward_tiles(model, images, batch_size=2, **how)
+        assert torch.equal(compute(model, images, None), wanted) and len(wanted) == 2
+        with pytest.raises(ValueError, match="fill their input"):
+            compute(model, images, torch.tensor([[96, 64], [80, 64]]))
+
+
+def test_numbers_that_are_not_finite_stay_so_and_masks_say_it():
+    image = torch.zeros(1, 3, 40, 40)
+    image[0, 0, 20, 30] = torch.nan
+    model = Pointwise()
+    assert forward_tiles(model, image, tile=16, overlap=8)[0, :, 20, 30].isnan().all()
+    mask = forward_tiles(model, image, tile=16, overlap=8, want="masks")[0]
+    assert mask[20, 30] == 255 and (mask == 255).sum() == 1
+    for combine in ("mean", "max"):
+        compute = tiled(
+            lambda m, x, sizes: x.mean((2, 3)), tile=16, overlap=8, patch_px=(1, 1), combine=combine
+        )
+        assert compute(model, image, None)[0].isnan().tolist() == [True, False, False]
+
+
+def test_the_model_keeps_its_mode_and_low_precision_becomes_float32():
+    model = timm.create_model("scaleformer_vit_t", **SMALL, drop_rate=0.5).train()
+    image = torch.randn(1, 3, 64, 64)
+    first = forward_tiles(model, image, tile=32)
+    assert torch.equal(first, forward_tiles(model, image, tile=32)) and model.training
+    assert forward_tiles(model.bfloat16(), image.bfloat16(), tile=32).dtype == torch.float32
+
+
+def test_an_overlap_that_is_left_out_is_an_eighth_in_whole_patches():
+    model = timm.create_model("scaleformer_vit_t", **SMALL)
+    image = torch.randn(1, 3, 240, 144)
+    for tile, overlap in ((128, 16), (144, 32), (32, 16), (16, 0)):
+        found = forward_tiles(model, image, tile=tile)
+        assert torch.equal(found, forward_tiles(model, image, tile=tile, overlap=overlap))
+
+
+IMAGE = torch.zeros(1, 3, 64, 64)
+
+
+@pytest.mark.parametrize(
+    "given, text",
+    [
+        ({"tile": 40}, "tiles of 40 pixels are no whole number of 16-pixel patches; take 32 or 48"),
+        ({"tile": 8}, "take 16"),
+        ({"tile": 32, "overlap": 8}, "overlap of 8 pixels are no whole number of 16-pixel patches"),
+        ({"tile": 32, "overlap": 32}, "overlap from 0 to below them"),
+        ({"tile": 32, "overlap": -16}, "overlap from 0 to below them"),
+        ({"tile": 0, "overlap": 0}, "tiles must be above 0"),
+        ({"tile": 32, "batch_size": 0}, "batch_size must be at least 1, got 0"),
+        ({"tile": 32, "want": "tokens"}, "wanted one of logits, pooled, dense, masks"),
+        ({"tile": 32, "combine": "sum"}, "and one of mean, max"),
+        ({"tile": 32, "want": "dense", "combine": "max"}, "combine max is of vectors; maps are"),
+        ({"tile": 32, "want": "masks"}, "gives outputs of an image, wanted logits of its pixels"),
+        ({"tile": 32, "prepare": prepared}, "prepare is for the pixels of a source"),
+        ({"tile": 32, "sink": Bands(None)}, "a sink takes maps"),
+        ({"tile": 32, "image": torch.zeros(3, 64, 64)}, r"wanted images \[B, C, H, W\]"),
+        ({"tile": 32, "image": Pixels(np.zeros((64, 64, 3)))}, "need prepare"),
+        ({"tile": 32, "sink": Bands(None), "image": IMAGE.expand(2, -1, -1, -1)}, "there are 2"),
+        ({"tile": 32, "model": nn.Flatten(), "want": "dense"}, "has no forward_intermediates"),
+        ({"tile": 32, "model": nn.AvgPool2d(8, 10), "overlap": 0}, "must be whole numbers of"),
+        ({"tile": 32, "model": nn.MaxPool2d(8), "overlap": 4}, "must be whole numbers of cells"),
+        ({"tile": 32, "model": nn.Identity(), "overlap": 4, "combine": "max"}, "maps are blended"),
+        ({"tile": 32, "model": nn.Flatten(2), "overlap": 4}, r"outputs of shape \[3, 1024\]"),
+    ],
+)
+def test_what_cannot_be_is_one_line(given, text):
+    model = timm.create_model("scaleformer_vit_t", **SMALL)
+    given = {"model": model, "image": IMAGE} | given
+    with pytest.raises(ValueError, match=text) as error:
+        forward_tiles(given.pop("model"), given.pop("image"), **given)
+    assert not re.search(r"\n", str(error.value))
