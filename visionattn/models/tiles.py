@@ -10,7 +10,7 @@ unless each output depends on the pixels at its own place alone.
 import math
 from collections.abc import Callable, Iterator
 from itertools import accumulate, chain, product
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from visionattn.models.filled import call, last_map, pooled
 from visionattn.models.modes import in_eval
 from visionattn.models.segmentation import IGNORED, Segmenter
+from visionattn.models.tiled.ends import Sink, Source
 
 Want = Literal["logits", "pooled", "dense", "masks"]
 Combine = Literal["mean", "max"]
@@ -34,29 +35,6 @@ COMPUTES: dict[str, Compute] = {
     "dense": last_map,
     "masks": call,
 }
-
-
-class Source(Protocol):
-    """What is read of an image, whole or in parts."""
-
-    height: int
-    width: int
-
-    def read(self, rows: slice, columns: slice, /) -> np.ndarray:
-        """Return pixels ``[h, w, C]``."""
-
-
-class Sink(Protocol):
-    """What takes a map band by band."""
-
-    def begin(self, shape: tuple[int, int, int], dtype: np.dtype, /) -> None:
-        """Make room for a map ``[C, H, W]``."""
-
-    def write(self, first_row: int, band: np.ndarray, /) -> None:
-        """Take rows ``[C, h, W]`` of it."""
-
-    def finish(self) -> None:
-        """Make it whole."""
 
 
 class Axis(NamedTuple):
