@@ -29,6 +29,10 @@ have.
 """
 
 
+CONTINUED = ".visionattn.part"
+"""The end of the names of what is written over several runs."""
+
+
 def target_of(path: str | Path) -> Path:
     """Return the file that is written where ``path`` is asked for: links are followed, also where
     they lead to no file yet.
@@ -207,6 +211,122 @@ def beside(target: Path) -> Iterator[tuple[Path, int]]:
         os.close(descriptor)
 
 
+class Continued:
+    """A file or folder that is written over several runs: until it is finished it has a name beside
+    its place, by which the next run finds what a killed one left. One process at a time has it.
+
+    Attributes:
+        place: the unfinished file or folder; a new one is empty.
+    """
+
+    def __init__(self, path: str | Path, *, folder: bool = False, overwrite: bool = False):
+        """Take the file or folder that it will be.
+
+        Args:
+            path: where it will be; a file as ``target_of`` takes it.
+            folder: it is a folder.
+            overwrite: what is there is replaced once the new one is whole; of folders those alone
+                of which ``finish`` is told.
+
+        Raises:
+            ValueError: it cannot be written, is in the way, or another process writes it.
+        """
+        self._path, self._folder = Path(path), folder
+        self._overwrite = overwrite
+        if folder:
+            _settle(self._path)
+            if not overwrite:
+                check_new(self._path)
+            self.target = self._path
+        else:
+            check_free(self._path, overwrite)
+            self.target = target_of(self._path)
+        self.place = self.beside(path, folder=folder)
+        self._descriptor = self._take()
+
+    @staticmethod
+    def beside(path: str | Path, *, folder: bool = False) -> Path:
+        """Return the unfinished file or folder of a path, whether or not there is one."""
+        target = Path(path) if folder else target_of(path)
+        number = hashlib.sha256(os.fsencode(target.name)).hexdigest()[:16]
+        return target.with_name(f".{target.name[:48]}.{number}{CONTINUED}")
+
+    def _take(self) -> int:
+        with named(self._path):
+            while True:
+                if self._folder:
+                    with suppress(FileExistsError):
+                        os.mkdir(self.place)
+                    flags = os.O_RDONLY | os.O_DIRECTORY
+                else:
+                    flags = os.O_RDWR | os.O_CREAT
+                descriptor = os.open(self.place, flags | os.O_NOFOLLOW, 0o666)
+                try:
+                    _hold(descriptor)
+                    # Whoever had it may have finished it in between.
+                    with suppress(FileNotFoundError):
+                        if os.path.samestat(os.fstat(descriptor), os.stat(self.place)):
+                            return descriptor
+                except BlockingIOError as error:
+                    os.close(descriptor)
+                    raise ValueError(f"{self._path} is being written by another process") from error
+                os.close(descriptor)
+
+    def empty(self) -> None:
+        """Forget what a killed process left."""
+        if self._folder:
+            for each in self.place.iterdir():
+                shutil.rmtree(each) if each.is_dir() and not each.is_symlink() else each.unlink()
+        else:
+            os.ftruncate(self._descriptor, 0)
+
+    def finish(self, *, replaces: str | None = None) -> None:
+        """Give it its name, once all of it is on the disk.
+
+        Args:
+            replaces: the name of a file by which a folder that is there is known as one that goes.
+        """
+        with named(self._path):
+            if self._folder:
+                for folder, _, names in os.walk(self.place, topdown=False):
+                    for name in names:
+                        flush_to_disk(Path(folder, name))
+                    flush_folder(Path(folder))
+                check_new(self.target, replaces=replaces if self._overwrite else None)
+                _rename_folder(self.place, self.target)
+            else:
+                check_free(self._path, self._overwrite)
+                os.fsync(self._descriptor)
+                if self.target.exists():
+                    os.chmod(self.place, stat.S_IMODE(os.stat(self.target).st_mode))
+                os.replace(self.place, self.target)
+            flush_folder(self.target.absolute().parent)
+        self.close()
+
+    def forget(self) -> None:
+        """Delete what is unfinished."""
+        shutil.rmtree(self.place) if self._folder else self.place.unlink(missing_ok=True)
+        self.close()
+
+    def close(self) -> None:
+        """Let other processes have it; what is unfinished stays."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor = -1
+
+
+def check_room(path: Path, wanted: int) -> None:
+    """Raise ValueError where the disk has no room for so many more bytes at a path, whose folder
+    exists.
+    """
+    free = shutil.disk_usage(path.absolute().parent).free
+    if wanted > free:
+        raise ValueError(
+            f"{path} needs up to {wanted / 2**30:,.1f} GiB on its disk, and {free / 2**30:,.1f} "
+            "GiB are free"
+        )
+
+
 def is_unfinished(path: str | Path) -> bool:
     """Tell by its name whether a file is one that is being written, or that a killed process
     left.
@@ -318,7 +438,10 @@ def _is_beside(filename: object) -> bool:
     """Tell whether a path is of what is being written, or of a file within it."""
     if not isinstance(filename, (str, os.PathLike)):
         return False
-    return is_unfinished(filename) or is_unfinished(os.path.dirname(filename))
+    return any(
+        is_unfinished(each) or str(each).endswith(CONTINUED)
+        for each in (filename, *Path(os.fsdecode(filename)).parents)
+    )
 
 
 def _system_error(error: Exception) -> int | None:

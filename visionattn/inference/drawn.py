@@ -15,12 +15,12 @@ from visionattn.data.batches import SampleKey
 from visionattn.data.config import DataConfig
 from visionattn.data.documents import Page
 from visionattn.data.embedded import Canvas
+from visionattn.data.formats import as_flags
 from visionattn.data.geometry import Geometry, Size
 from visionattn.data.masks import see_mask, value_names
 from visionattn.data.splits import build_splits
 from visionattn.inference.listing import digest_of
 from visionattn.inference.probe import Division
-from visionattn.inference.reading import as_flags
 
 SPLITS = ("validation", "test")
 """Those that are drawn, in the order of their images."""

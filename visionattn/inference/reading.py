@@ -3,7 +3,6 @@
 This module turns an image that cannot be read into a sample with a reason.
 """
 
-import re
 import warnings
 from dataclasses import dataclass
 
@@ -16,9 +15,9 @@ from torch.utils.data import Dataset
 
 from visionattn.data.formats import (
     DAMAGED_IMAGE,
-    LARGEST_IMAGE_PX,
-    ReadOptions,
+    as_flags,
     open_image,
+    options_of,
     read_image,
     settle,
 )
@@ -63,15 +62,7 @@ class ReadImages(Dataset):
         Raises:
             ValueError: the model's channels are neither grey nor coloured nor named.
         """
-        channels = 1 if spec.encoding == "grey_one_hot" else spec.in_chans
-        options = ReadOptions(
-            channels,
-            spec.bands,
-            spec.value_range,
-            spec.page,
-            found=spec.range_found,
-            max_pixels=max_pixels or LARGEST_IMAGE_PX,
-        )
+        options = options_of(spec, max_pixels)
         self.listing, self.geometry = listing, geometry
         self.stop = len(listing)
         self.one_hot = spec.encoding == "grey_one_hot"
@@ -135,8 +126,3 @@ class ReadImages(Dataset):
             first = first or f"{self.listing.name(index)}: {sample.reason}"
         those = f"none of the {count} images can be read so; the first: " if count > 1 else ""
         raise ValueError(f"{those}{first}")
-
-
-def as_flags(text: str) -> str:
-    """Name the options of training in a message as those of this command, which have no group."""
-    return re.sub(r"\bdata\.(?=[a-z_]+\b)", "", text)

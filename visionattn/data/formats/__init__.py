@@ -4,10 +4,18 @@ from visionattn.data.formats.options import (
     COLOURED,
     LARGEST_IMAGE_PX,
     ReadOptions,
+    as_flags,
     check_reading,
+    options_of,
 )
 from visionattn.data.formats.pillow import large_images_allowed
-from visionattn.data.formats.reader import DAMAGED_IMAGE, MissingPackage, NotAsAsked, Reader
+from visionattn.data.formats.reader import (
+    DAMAGED_IMAGE,
+    Georeference,
+    MissingPackage,
+    NotAsAsked,
+    Reader,
+)
 from visionattn.data.formats.table import (
     Openable,
     check_file,
@@ -17,22 +25,29 @@ from visionattn.data.formats.table import (
     read_size,
 )
 from visionattn.data.formats.values import (
+    bands_of,
+    channels_of,
     extremes,
     read_blocks,
     read_image,
     resize,
     settle,
+    settle_one,
 )
 
 __all__ = [
     "COLOURED",
     "DAMAGED_IMAGE",
+    "Georeference",
     "LARGEST_IMAGE_PX",
     "MissingPackage",
     "NotAsAsked",
     "Openable",
     "ReadOptions",
     "Reader",
+    "as_flags",
+    "bands_of",
+    "channels_of",
     "check_file",
     "check_reading",
     "extensions",
@@ -40,9 +55,11 @@ __all__ = [
     "is_folder_format",
     "large_images_allowed",
     "open_image",
+    "options_of",
     "read_blocks",
     "read_image",
     "read_size",
     "resize",
     "settle",
+    "settle_one",
 ]

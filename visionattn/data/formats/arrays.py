@@ -55,9 +55,22 @@ class ArrayImage(Reader):
         if self._truth:
             self.dtype = np.dtype(np.uint8)
 
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        """Heights and widths of the levels."""
+        return [tuple(level.shape[:2]) for level in self._levels]
+
+    @property
+    def piece(self) -> tuple[int, int]:
+        """Rows and columns of a chunk; a part of an array in memory is read alone."""
+        chunks = getattr(self._levels[0], "chunks", None)
+        return (1, 1) if chunks is None else (int(chunks[0]), int(chunks[1]))
+
+    def _take_level(self, level: int) -> None:
+        self._levels = self._levels[level:]
+
     def _read(self, box: Box, height: int, width: int, bands: Sequence[int] | None) -> np.ndarray:
-        sizes = [level.shape[:2] for level in self._levels]
-        number, (rows, columns) = choose_level(sizes, box, height, width)
+        number, (rows, columns) = choose_level(self.sizes, box, height, width)
         self.check_decoded(*lengths((rows, columns)))
         with damage("array"):
             pixels = np.asarray(self._levels[number][rows, columns])
@@ -102,6 +115,8 @@ class _Level:
             )
         self.shape = lengths["y"], lengths["x"], lengths.get("c", 1)
         self.ndim, self.dtype = 3, array.dtype
+        chunks = dict(zip(self._axes, array.chunks, strict=True))
+        self.chunks = chunks["y"], chunks["x"]
 
     def __getitem__(self, part: tuple[slice, slice]) -> np.ndarray:
         chosen = {"y": part[0], "x": part[1], "c": slice(None)}

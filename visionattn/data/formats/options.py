@@ -4,8 +4,11 @@ This module owns the options and their checks. It opens no file.
 """
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from visionattn.models.weights import DataSpec
 
 LARGEST_IMAGE_PX = 2**30
 """Pixels that are decoded at once where nobody allows more: of larger images parts are read alone,
@@ -51,6 +54,35 @@ class ReadOptions:
             )
         if self.value_range is not None:
             object.__setattr__(self, "value_range", tuple(self.value_range))
+
+
+def options_of(spec: DataSpec, max_pixels: int | None = None) -> ReadOptions:
+    """Return how files are read for a model: grey, coloured, or by their bands.
+
+    Args:
+        spec: what the model expects.
+        max_pixels: the most pixels of a file that are decoded at once; None:
+            ``LARGEST_IMAGE_PX``.
+
+    Raises:
+        ValueError: the model's channels are neither grey nor coloured nor named.
+    """
+    channels = 1 if spec.encoding == "grey_one_hot" else spec.in_chans
+    return ReadOptions(
+        channels,
+        spec.bands,
+        spec.value_range,
+        spec.page,
+        found=spec.range_found,
+        max_pixels=max_pixels or LARGEST_IMAGE_PX,
+    )
+
+
+def as_flags(text: str) -> str:
+    """Name the options of training in a message as those of commands and calls for inference, which
+    have no group.
+    """
+    return re.sub(r"\bdata\.(?=[a-z_]+\b)", "", text)
 
 
 def check_reading(

@@ -9,8 +9,9 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
@@ -85,6 +86,34 @@ def damage(what: str, *kinds: type[Exception]) -> Iterator[None]:
         raise ValueError(f"{what} that cannot be read: {one_line(error)}") from error
 
 
+@dataclass(frozen=True)
+class Georeference:
+    """Where a picture lies on the earth, in rasterio's own types."""
+
+    crs: Any
+    """The coordinate system, of ``transform`` or else of ``gcps``; None where there is none."""
+    transform: Any
+    """What makes coordinates of columns and rows; None where it is unknown."""
+    gcps: tuple = ()
+    """Points of the ground with their rows and columns, where these stand for ``transform``."""
+
+    def scaled(self, height: float, width: float) -> "Georeference":
+        """Return that of a map of the picture of which each cell covers ``height`` x ``width``
+        pixels.
+        """
+        from rasterio.control import GroundControlPoint
+
+        transform = self.transform
+        if transform is not None:
+            transform = transform @ transform.scale(width, height)
+        gcps = []
+        for point in self.gcps:
+            values = point.asdict()
+            values |= {"row": point.row / height, "col": point.col / width}
+            gcps.append(GroundControlPoint(**values))
+        return Georeference(self.crs, transform, tuple(gcps))
+
+
 class Turn(NamedTuple):
     """How stored pixels become the picture: flips first, then rows become columns."""
 
@@ -143,6 +172,46 @@ class Reader(ABC):
     """The value of pixels that hold nothing; None where the file names none."""
     most_px: int = LARGEST_IMAGE_PX
     """The most pixels that are decoded at once."""
+    georeference: "Georeference | None" = None
+    """Where the picture lies on the earth; None where the file does not say it."""
+
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        """Heights and widths in pixels of the sizes in which the file has the picture, as stored,
+        the largest first.
+        """
+        return [self.stored]
+
+    @property
+    def piece(self) -> tuple[int, int]:
+        """Rows and columns of what is stored that are decoded at once: of a tile, a strip or a
+        chunk, or of all where there are no parts.
+        """
+        return (1, 1)
+
+    def take_level(self, level: int) -> None:
+        """Make one of the sizes of the picture the picture.
+
+        Args:
+            level: its number in ``sizes``, from 0, the largest.
+
+        Raises:
+            NotAsAsked: there is no such level.
+        """
+        sizes = self.sizes
+        if not 0 <= level < len(sizes):
+            turned = [size[::-1] if self.turn.transpose else size for size in sizes]
+            held = ", ".join(f"{height:,} x {width:,}" for height, width in turned)
+            raise NotAsAsked(
+                f"wanted level {level}, the image has {len(sizes)}, counted from 0: {held} pixels"
+            )
+        if level:
+            self.stored = sizes[level]
+            self._take_level(level)
+
+    def _take_level(self, level: int) -> None:
+        """Read a smaller size, which there is, from now on."""
+        raise AssertionError("a reader with several sizes overrides this")
 
     @property
     def pages(self) -> int:

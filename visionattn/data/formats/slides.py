@@ -1,5 +1,6 @@
 """Slides of microscopes through tiffslide, which knows their levels."""
 
+import math
 import warnings
 from collections.abc import Sequence
 
@@ -35,21 +36,46 @@ class Slide(Reader):
             self._slide = tiffslide.TiffSlide(path)
             self._sizes = [size[::-1] for size in self._slide.level_dimensions]
             pixel = self._slide.read_region((0, 0), 0, (1, 1), as_array=True)
-        self.stored = self._sizes[0]
+        self.stored, self._taken = self._sizes[0], 0
         self.bands, self.dtype = pixel.shape[2], pixel.dtype
         self.bits = 8 if self.dtype == np.uint8 else None
+
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        """Heights and widths of the levels."""
+        return [tuple(size) for size in self._sizes]
+
+    @property
+    def piece(self) -> tuple[int, int]:
+        """Rows and columns of a tile."""
+        said, at = self._slide.properties, f"tiffslide.level[{self._taken}]"
+        rows, columns = (said.get(f"{at}.tile-{side}") for side in ("height", "width"))
+        return int(rows or self.stored[0]), int(columns or self.stored[1])
+
+    def _take_level(self, level: int) -> None:
+        self._sizes = self._sizes[level:]
+        self._taken = level
 
     def _read(self, box: Box, height: int, width: int, bands: Sequence[int] | None) -> np.ndarray:
         level, (rows, columns) = choose_level(self._sizes, box, height, width)
         self.check_decoded(*lengths((rows, columns)))
-        scale = [full / own for full, own in zip(self._sizes[0], self._sizes[level], strict=True)]
         # Where is asked in pixels of the full size, and how much in those of the level.
-        corner = round(columns.start * scale[1]), round(rows.start * scale[0])
+        number = self._taken + level
+        by = self._slide.level_downsamples[number]
+        corner = _full_px(columns.start, by), _full_px(rows.start, by)
         size = columns.stop - columns.start, rows.stop - rows.start
         with damage_of_tiff():
-            pixels = self._slide.read_region(corner, level, size, as_array=True)
+            pixels = self._slide.read_region(corner, number, size, as_array=True)
         return pick(np.asarray(pixels), bands)
 
     def close(self) -> None:
         """Close the file."""
         self._slide.close()
+
+
+def _full_px(start: int, by: float) -> int:
+    """Return the first pixel of the full size that tiffslide takes for pixel ``start`` of a level;
+    ``by`` is how many times smaller the level is, on average over height and width.
+    """
+    found = math.ceil(start * by)
+    return found if int(found / by) == start else found + 1

@@ -85,6 +85,17 @@ def _named_nodata(page) -> float | None:
         return None
 
 
+def _check_ends(starts: Sequence[int], counts: Sequence[int], size: int) -> None:
+    """Raise ValueError where tiles or strips end beyond the end of their file: some decoders fill
+    up what is missing.
+    """
+    last = max((start + count for start, count in zip(starts, counts, strict=True)), default=0)
+    if last > size:
+        raise ValueError(
+            f"TIFF that is cut off: it has {size:,} bytes, and a tile or strip ends at {last:,}"
+        )
+
+
 def damage_of_tiff() -> AbstractContextManager[None]:
     """Turn what tifffile raises for garbled files into one of ``DAMAGED_IMAGE``."""
     from tifffile import TiffFileError
@@ -176,11 +187,24 @@ class TiffImage(Reader):
         ]
         return [self.page, *sorted(alike, key=lambda copy: -copy.imagelength)]
 
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        """Heights and widths of the page and of its smaller copies."""
+        return [(int(level.imagelength), int(level.imagewidth)) for level in self.levels]
+
+    @property
+    def piece(self) -> tuple[int, int]:
+        """Rows and columns of a tile or strip."""
+        return self._segment_size(self.page)
+
+    def _take_level(self, level: int) -> None:
+        self.levels = self.levels[level:]
+        self.page = self.levels[0]
+
     def _read(self, box: Box, height: int, width: int, bands: Sequence[int] | None) -> np.ndarray:
         # Whatever a garbled header says comes out here: sizes of nothing, lists of other lengths.
         with damage_of_tiff():
-            sizes = [(level.imagelength, level.imagewidth) for level in self.levels]
-            number, part = choose_level(sizes, box, height, width)
+            number, part = choose_level(self.sizes, box, height, width)
             self.check_decoded(*lengths(part))
             self.check_decoded(*self._segment_size(self.levels[number]))
             pixels = self._segments(self.levels[number], part, bands)
@@ -200,9 +224,12 @@ class TiffImage(Reader):
             for plane_start in self._plane_starts(page, chosen if planar else [0])
             for index in self._indices(page, part)
         ]
+        starts = [page.dataoffsets[index] for index in indices]
+        counts = [page.databytecounts[index] for index in indices]
+        _check_ends(starts, counts, self._tiff.filehandle.size)
         segments = self._tiff.filehandle.read_segments(
-            [page.dataoffsets[index] for index in indices],
-            [page.databytecounts[index] for index in indices],
+            starts,
+            counts,
             indices=indices,
             flat=True,
         )

@@ -43,7 +43,7 @@ def read_image(reader: Reader, view: View, options: ReadOptions) -> np.ndarray:
         One of ``DAMAGED_IMAGE``: the image cannot be read; ValueError also where it has no such
             bands or its values have no known range.
     """
-    bands, box = _bands_of(reader, options), view.box
+    bands, box = bands_of(reader, options), view.box
     if options.whole:
         everything = Box(0, 0, reader.height, reader.width)
         stored = reader.read(everything, reader.height, reader.width, bands)
@@ -66,7 +66,7 @@ def read_blocks(reader: Reader, options: ReadOptions) -> Iterator[tuple[np.ndarr
     that it becomes, ``[h, w, bands]`` and ``[h, w, C]``. Pixels without data are left out: the
     others of such a part stand in one row.
     """
-    bands = _bands_of(reader, options)
+    bands = bands_of(reader, options)
     for box in blocks(reader):
         stored = reader.read(box, box.height, box.width, bands)
         channels, empty = channels_of(stored, reader, options), holds_nothing(stored, reader)
@@ -95,7 +95,7 @@ def resize(image: np.ndarray, height: int, width: int) -> np.ndarray:
     return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=2)
 
 
-def _bands_of(reader: Reader, options: ReadOptions) -> list[int] | None:
+def bands_of(reader: Reader, options: ReadOptions) -> list[int] | None:
     """Return which bands to read, from 1; None: all."""
     held = "1 band" if reader.bands == 1 else f"{reader.bands} bands"
     if options.bands is not None:
@@ -248,26 +248,52 @@ def settle(
     for place in np.linspace(0, len(indices) - 1, min(FEW_FILES, len(indices))).round():
         index = int(indices[int(place)])
         try:
-            seen.append(_look(source, index, options))
+            with open_image(source.open(index), options) as reader:
+                seen.append(_look(reader, source.name(index), options))
         except NotAsAsked as error:
             refused.append(f"{source.name(index)}: {error}")
         except DAMAGED_IMAGE:
             continue  # it is reported when its turn comes
     if strict and refused and not seen:
         raise ValueError(refused[0])
+    many = max(seen, key=lambda file: file.pages, default=None)
+    if many is None or many.pages == 1:
+        many = _first_of_pages(source, indices, options)
+    options, lines = _with_values(seen, options, strict)
+    return options, lines + _of_pages(many)
+
+
+def settle_one(reader: Reader, name: str, options: ReadOptions) -> tuple[ReadOptions, list[str]]:
+    """Do the same for one image that is open, of which all is looked at where nothing says which
+    range its values have.
+
+    Raises:
+        One of ``DAMAGED_IMAGE``: it cannot be read, or has no such bands.
+    """
+    seen = _look(reader, name, options)
+    options, lines = _with_values([seen], options, strict=False)
+    return options, lines + _of_pages(seen)
+
+
+def _with_values(
+    seen: Sequence["_Seen"], options: ReadOptions, strict: bool
+) -> tuple[ReadOptions, list[str]]:
+    """Return the options with the range of values, and lines that tell what is known of values."""
     ranged = options.value_range is not None and not options.found
     options, lines = _with_range(seen, options, strict)
     if ranged and seen and all(file.dtype == np.uint8 for file in seen):
         lines.append("data.value_range changes nothing here: the images have 8 bits and stay so")
-    many = max(seen, key=lambda file: file.pages, default=None)
-    if many is None or many.pages == 1:
-        many = _first_of_pages(source, indices, options)
-    if many and many.pages > 1:
-        lines.append(
-            f"images have several pages ({many.pages} in {many.name}): the first of each is read, "
-            "the others are left out; --data.page N takes another"
-        )
     return options, lines
+
+
+def _of_pages(many: "_Seen | None") -> list[str]:
+    """Return the line that tells of pages that are left out."""
+    if many is None or many.pages == 1:
+        return []
+    return [
+        f"images have several pages ({many.pages} in {many.name}): the first of each is read, "
+        "the others are left out; --data.page N takes another"
+    ]
 
 
 class _Seen(NamedTuple):
@@ -298,16 +324,15 @@ def _first_of_pages(source: Source, indices: Sequence[int], options: ReadOptions
     return None
 
 
-def _look(source: Source, index: int, options: ReadOptions) -> _Seen:
-    with open_image(source.open(index), options) as reader:
-        bands, ends = _bands_of(reader, options), None
-        if reader.dtype != np.uint8 and range_of(reader, options) is None:
-            parts = (reader.read(box, box.height, box.width, bands) for box in blocks(reader))
-            found = [extremes(part, reader.nodata) for part in parts]
-            lows, highs = zip(*found, strict=True)
-            ends = min(lows), max(highs)
-        pages = reader.pages if options.page is None else 1
-        return _Seen(source.name(index), pages, reader.dtype, ends)
+def _look(reader: Reader, name: str, options: ReadOptions) -> _Seen:
+    bands, ends = bands_of(reader, options), None
+    if reader.dtype != np.uint8 and range_of(reader, options) is None:
+        parts = (reader.read(box, box.height, box.width, bands) for box in blocks(reader))
+        found = [extremes(part, reader.nodata) for part in parts]
+        lows, highs = zip(*found, strict=True)
+        ends = min(lows), max(highs)
+    pages = reader.pages if options.page is None else 1
+    return _Seen(name, pages, reader.dtype, ends)
 
 
 def _with_range(

@@ -1,0 +1,461 @@
+"""Maps that are written by bands of rows: whole or not at all, and gone on with after a kill."""
+
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from visionattn.cli import files
+from visionattn.data.formats.reader import Georeference
+from visionattn.data.large import open_sink, open_source
+from visionattn.data.large.sink import shards_of
+
+SHAPE = (5, 83, 59)
+SUFFIXES = (".zarr", ".npy", ".tif")
+
+
+def map_of(dtype=np.float32, shape=SHAPE):
+    return (np.random.default_rng(0).normal(size=shape) * 20).astype(dtype)
+
+
+def write_bands(sink, values, rows=16, first=0):
+    for top in range(first, values.shape[1], rows):
+        sink.write(top, values[:, top : top + rows])
+
+
+def read(path):
+    """What another library reads of a map."""
+    if path.suffix == ".npy":
+        return np.load(path)
+    if path.suffix == ".zarr":
+        return pytest.importorskip("zarr").open_array(path, mode="r")[:]
+    return pytest.importorskip("tifffile").imread(path).reshape(-1, *SHAPE[1:])
+
+
+def needs(suffix):
+    package = {".zarr": "zarr", ".tif": "rasterio"}.get(suffix)
+    if package:
+        pytest.importorskip(package)
+
+
+def content(path):
+    """All bytes of a file, or of a folder by the names of its files."""
+    if path.is_file():
+        return path.read_bytes()
+    return {
+        str(each.relative_to(path)): each.read_bytes() for each in path.rglob("*") if each.is_file()
+    }
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "uint8", "int32"])
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_map_appears_whole_when_it_is_finished_and_holds_its_bands(tmp_path, suffix, dtype):
+    needs(suffix)
+    path, values = tmp_path / f"map{suffix}", map_of(dtype)
+    with open_sink(path) as sink:
+        sink.begin(SHAPE, values.dtype)
+        write_bands(sink, values)
+        assert not path.exists()
+        sink.finish()
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]
+    got = read(path)
+    assert got.dtype == dtype
+    np.testing.assert_array_equal(got, values)
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_classes_of_pixels_are_a_map_of_one_band(tmp_path, suffix):
+    needs(suffix)
+    values = map_of(np.uint8, (1, *SHAPE[1:]))
+    with open_sink(tmp_path / f"map{suffix}") as sink:
+        sink.begin(values.shape, np.dtype("uint8"))
+        write_bands(sink, values, 7)
+        sink.finish()
+    np.testing.assert_array_equal(read(tmp_path / f"map{suffix}"), values)
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_floats_are_written_as_float16_where_that_is_asked_and_holds_them(tmp_path, suffix):
+    needs(suffix)
+    path, values = tmp_path / f"map{suffix}", map_of()
+    with open_sink(path, dtype="float16") as sink:
+        sink.begin(SHAPE, values.dtype)
+        write_bands(sink, values)
+        beyond = values[:, :16].copy()
+        beyond[1, 2, 3] = -70_000
+        with pytest.raises(ValueError) as raised:
+            sink.write(0, beyond)
+        assert str(raised.value) == (
+            f"{path}: rows 0 to 16 have values up to 70,000, and float16 holds 65,504 at most; "
+            "take float32"
+        )
+        sink.finish()
+    assert read(path).dtype == np.float16
+    np.testing.assert_array_equal(read(path), values.astype(np.float16))
+    with open_sink(tmp_path / f"classes{suffix}", dtype="float16") as sink:
+        sink.begin(SHAPE, np.uint8)
+        assert sink.dtype == np.uint8
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_what_is_unfinished_is_gone_on_with_and_ends_with_the_same_bytes(tmp_path, suffix):
+    needs(suffix)
+    values, paths = map_of(), [tmp_path / side / f"map{suffix}" for side in "ab"]
+    for path in paths:
+        path.parent.mkdir()
+    with open_sink(paths[0]) as sink:
+        sink.begin(SHAPE, values.dtype)
+        write_bands(sink, values)
+        sink.finish()
+    with open_sink(paths[1]) as sink:
+        sink.begin(SHAPE, values.dtype)
+        write_bands(sink, values[:, :48])
+        sink.write(32, np.zeros_like(values[:, :9]))  # as of a kill in the middle of a band
+    assert not paths[1].exists() and len(list(paths[1].parent.iterdir())) == 1
+    with open_sink(paths[1]) as sink:
+        sink.begin(SHAPE, values.dtype)
+        write_bands(sink, values, first=32)
+        sink.finish()
+    assert content(paths[1]) == content(paths[0])
+    assert [each.name for each in paths[1].parent.iterdir()] == [paths[1].name]
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_an_unfinished_map_of_another_kind_is_begun_anew(tmp_path, suffix):
+    needs(suffix)
+    path, values = tmp_path / f"map{suffix}", map_of(np.uint8)
+    for shape, dtype in (((5, 83, 60), np.uint8), (SHAPE, np.float32), (SHAPE, np.int8)):
+        with open_sink(path) as sink:
+            sink.begin(shape, dtype)
+            sink.write(0, np.full((5, 83, shape[2]), 99, dtype))
+    with open_sink(path) as sink:
+        sink.begin(SHAPE, values.dtype)
+        sink.write(0, values[:, :32])
+        sink.finish()
+    expected = values.copy()
+    expected[:, 32:] = 0
+    np.testing.assert_array_equal(read(path), expected)
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_killed_at_any_call_the_same_writes_end_with_the_same_bytes(tmp_path, suffix):
+    """In forks of one process, as each would import the libraries anew."""
+    needs(suffix)
+    np.save(tmp_path / "values.npy", map_of(shape=(3, 40, 30)))
+    step = os.environ.get("EVERY_KILL", "7")
+    result = subprocess.run(
+        [sys.executable, "-c", KILLS, str(tmp_path), suffix, step],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=Path(__file__).parents[2],
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    killed, whole = map(int, result.stdout.split())
+    assert killed >= 4 and whole <= 2
+
+
+KILLS = """
+import os, sys, threading
+from pathlib import Path
+import numpy as np
+import visionattn.data.large.sink as module
+from visionattn.data.large import open_sink
+
+PLACES = {"_write", "_put", "_write_all", "_begin", "empty", "_write_tiff", "_reserve", "forget",
+          "flush_to_disk", "flush_folder", "_rename_folder", "_forget_parts", "_cast", "finish"}
+
+def write(path, values, at=0):
+    calls = 0
+    def count(frame, event, argument):
+        nonlocal calls
+        if event in ("call", "return") and frame.f_code.co_name in PLACES:
+            calls += 1
+            if calls == at:
+                os._exit(9)
+    threading.setprofile(count)
+    sys.setprofile(count)
+    with open_sink(path) as sink:
+        sink.begin(values.shape, values.dtype)
+        for top in range(0, values.shape[1], 16):
+            sink.write(top, values[:, top : top + 16])
+        sink.finish()
+    sys.setprofile(None)
+    return calls
+
+def content(path):
+    if path.is_file():
+        return path.read_bytes()
+    return {str(p.relative_to(path)): p.read_bytes() for p in path.rglob("*") if p.is_file()}
+folder, suffix, step = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+if suffix == ".tif":
+    import rasterio.windows, rasterio.errors
+if suffix == ".zarr":
+    import zarr
+values = np.load(folder / "values.npy")
+
+def fork(path, at):
+    child = os.fork()
+    if not child:
+        try:
+            write(path, values, at)
+        except BaseException as error:
+            print(type(error), error, file=sys.stderr, flush=True)
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+(folder / "whole").mkdir()
+assert fork(folder / "whole" / f"map{suffix}", 0) == 0
+wanted = content(folder / "whole" / f"map{suffix}")
+killed = whole = 0
+at = 1
+while True:
+    path = folder / str(at) / f"map{suffix}"
+    path.parent.mkdir()
+    code = fork(path, at)
+    assert code in (0, 9), code
+    if code == 0:
+        assert content(path) == wanted
+        break
+    if path.exists():  # killed after it had its name
+        whole += 1
+    else:
+        assert fork(path, 0) == 0, at
+        killed += 1
+        left = [each for each in path.parent.iterdir() if each != path]
+        assert not left, (at, left)
+    assert content(path) == wanted, at
+    at += step
+print(killed, whole)
+"""
+
+
+def test_only_whole_shards_are_written_by_bands_and_there_are_a_few_hundred_files():
+    for shape, itemsize in (
+        ((384, 1024, 1024), 4),
+        ((384, 1024, 1024), 2),
+        ((768, 1171, 939), 4),
+        ((1, 16384, 16384), 1),
+        ((1, 16384, 16384), 4),
+        ((1, 100_000, 90_000), 1),
+        ((5, 83, 59), 4),
+        ((4096, 3, 5), 4),
+        ((1, 1, 1), 1),
+    ):
+        shards, chunks = shards_of(shape, itemsize)
+        assert shards[0] == chunks[0] == shape[0] and shards[1] == chunks[1]
+        assert shards[2] >= shape[2] > shards[2] - chunks[2] and shards[2] % chunks[2] == 0
+        rows = shards[1]
+        assert rows & (rows - 1) == 0 and -(-shape[1] // rows) <= 256
+        row = shape[0] * shape[2] * itemsize
+        assert rows == 1 or rows * row <= 2**26
+        assert chunks[2] == 1 or np.prod(chunks) * itemsize <= 2**20
+    # 512 px of 16,384: 32 rows of patches, 512 rows of pixels
+    assert 32 % shards_of((384, 1024, 1024), 4)[0][1] == 0
+    assert 512 % shards_of((1, 16384, 16384), 1)[0][1] == 0
+
+
+def test_a_zarr_has_its_shards_and_bands_that_fit_decode_none_of_them(tmp_path, monkeypatch):
+    zarr = pytest.importorskip("zarr")
+    values, decoded = map_of(np.float32, (48, 256, 256)), []
+    decode = zarr.codecs.ZstdCodec._decode_single
+
+    async def count(codec, *given):
+        decoded.append(codec)
+        return await decode(codec, *given)
+
+    monkeypatch.setattr(zarr.codecs.ZstdCodec, "_decode_single", count)
+    with open_sink(tmp_path / "a.zarr") as sink:
+        sink.begin(values.shape, values.dtype)
+        for _ in range(2):
+            write_bands(sink, values, sink.rows)
+        assert decoded == []
+        write_bands(sink, values, sink.rows // 2)
+        assert decoded != []
+        sink.finish()
+    array = zarr.open_array(tmp_path / "a.zarr", mode="r")
+    assert array.metadata.zarr_format == 3 and array.metadata.dimension_names == ("c", "y", "x")
+    assert (array.shards, array.chunks) == shards_of(values.shape, 4)
+    assert len(content(tmp_path / "a.zarr")) == 256 // sink.rows + 1
+    with open_source(tmp_path / "a.zarr") as source:
+        assert source.height == 48  # axes of an array without a description are y, x, c
+
+
+def georeferenced(folder, **place):
+    rasterio = pytest.importorskip("rasterio")
+    path = folder / "image.tif"
+    profile = dict(driver="GTiff", height=830, width=590, count=1, dtype="uint8")
+    with rasterio.open(path, "w", **profile, **place) as file:
+        file.write(np.zeros((830, 590), np.uint8), 1)
+    return path
+
+
+def test_a_geotiff_lies_where_its_image_does_with_the_size_of_a_patch(tmp_path):
+    rasterio = pytest.importorskip("rasterio")
+    transform = rasterio.Affine(0.5, 0.1, 4e5, -0.1, -0.5, 5e6)
+    path = georeferenced(tmp_path, transform=transform, crs="EPSG:32632")
+    values = map_of()
+    with (
+        open_source(path) as source,
+        open_sink(tmp_path / "map.tif", source=source, scale=(10, 14)) as sink,
+    ):
+        sink.begin(SHAPE, values.dtype)
+        write_bands(sink, values)
+        sink.finish()
+    with rasterio.open(tmp_path / "map.tif") as file, rasterio.open(path) as image:
+        assert file.crs.to_epsg() == 32632
+        assert file.profile["tiled"] and file.profile["compress"] == "deflate"
+        np.testing.assert_array_equal(file.read(), values)
+        # the corner of cell (7, 3) is that of pixel (70, 42)
+        np.testing.assert_allclose(file.transform @ (3, 7), image.transform @ (42, 70), rtol=1e-12)
+
+
+def test_a_geotiff_has_the_ground_control_points_of_its_image(tmp_path):
+    rasterio = pytest.importorskip("rasterio")
+    from rasterio.control import GroundControlPoint
+
+    points = [GroundControlPoint(0, 0, 1, 2), GroundControlPoint(400, 280, 8, 5)]
+    path = georeferenced(tmp_path, gcps=[*points, GroundControlPoint(100, 0, 1, 5)], crs=4326)
+    with (
+        open_source(path) as source,
+        open_sink(tmp_path / "map.tif", source=source, scale=(10, 14)) as sink,
+    ):
+        sink.begin(SHAPE, np.float32)
+        sink.finish()
+    with rasterio.open(tmp_path / "map.tif") as file:
+        found, crs = file.gcps
+        assert crs.to_epsg() == 4326
+        assert [(p.row, p.col, p.x, p.y) for p in found] == [
+            (0, 0, 1, 2),
+            (40, 20, 8, 5),
+            (10, 0, 1, 5),
+        ]
+
+
+def test_without_a_place_on_the_earth_a_tiff_is_a_plain_one(tmp_path):
+    tifffile = pytest.importorskip("tifffile")
+    pytest.importorskip("rasterio")
+    with warnings.catch_warnings(), open_sink(tmp_path / "map.tif", source=None) as sink:
+        warnings.simplefilter("error")
+        sink.begin(SHAPE, np.float32)
+        sink.finish()
+    with tifffile.TiffFile(tmp_path / "map.tif") as file:
+        assert not file.is_geotiff and file.pages[0].is_tiled
+
+
+def test_a_map_of_a_level_lies_where_that_level_does():
+    rasterio = pytest.importorskip("rasterio")
+    place = Georeference("a system", rasterio.Affine(2, 0, 100, 0, -2, 500))
+    scaled = place.scaled(8, 16)
+    assert tuple(scaled.transform)[:6] == (32, 0, 100, 0, -16, 500) and scaled.crs == "a system"
+    assert Georeference("a system", None).scaled(8, 16).transform is None
+
+
+def leftovers(folder):
+    return sorted(each.name for each in folder.iterdir())
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_what_is_in_the_way_is_refused_and_stays_unless_it_is_to_be_replaced(tmp_path, suffix):
+    needs(suffix)
+    path, values = tmp_path / f"map{suffix}", map_of()
+    for dtype in (np.uint8, np.float32):
+        with open_sink(path, overwrite=dtype is np.float32) as sink:
+            sink.begin(SHAPE, dtype)
+            before = content(path) if path.exists() else None
+            write_bands(sink, values.astype(dtype))
+            assert before is None or content(path) == before
+            sink.finish()
+    np.testing.assert_array_equal(read(path), values)
+    before = content(path)
+    with pytest.raises(ValueError, match=f"map{suffix} exists") as raised:
+        open_sink(path)
+    assert "\n" not in str(raised.value)
+    with open_sink(tmp_path / f"other{suffix}") as sink:
+        sink.begin(SHAPE, np.uint8)
+        os.rename(path, tmp_path / f"other{suffix}")  # meanwhile
+        with pytest.raises(ValueError, match=f"other{suffix} exists"):
+            sink.finish()
+    assert content(tmp_path / f"other{suffix}") == before
+
+
+def test_a_folder_that_is_no_zarr_is_not_replaced(tmp_path):
+    pytest.importorskip("zarr")
+    (tmp_path / "map.zarr").mkdir()
+    (tmp_path / "map.zarr" / "mine").write_text("kept")
+    with pytest.raises(ValueError, match="map.zarr exists; name a folder that does not"):
+        open_sink(tmp_path / "map.zarr", overwrite=True)
+    (tmp_path / "map.npy").mkdir()
+    with pytest.raises(ValueError, match="map.npy cannot be written: it is a folder"):
+        open_sink(tmp_path / "map.npy", overwrite=True)
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_disk_without_room_is_told_before_anything_is_written(tmp_path, suffix, monkeypatch):
+    needs(suffix)
+    usage = SimpleNamespace(free=2**30)
+    monkeypatch.setattr(files.shutil, "disk_usage", lambda path: usage)
+    shape = (384, 1024, 1024)
+    with open_sink(tmp_path / f"map{suffix}") as sink:
+        with pytest.raises(ValueError) as raised:
+            sink.begin(shape, np.float32)
+        needed = "3.0" if suffix == ".tif" else "1.5"
+        assert str(raised.value) == (
+            f"{tmp_path / f'map{suffix}'} needs up to {needed} GiB on its disk, and 1.0 GiB are "
+            "free"
+        )
+    assert leftovers(tmp_path) == []
+
+
+def test_what_is_written_already_needs_no_room_again(tmp_path, monkeypatch):
+    with open_sink(tmp_path / "map.npy") as sink:
+        sink.begin(SHAPE, np.float32)
+    monkeypatch.setattr(files.shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
+    with open_sink(tmp_path / "map.npy") as sink:
+        sink.begin(SHAPE, np.float32)
+        sink.finish()
+    assert np.load(tmp_path / "map.npy").shape == SHAPE
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_two_processes_do_not_write_one_map(tmp_path, suffix):
+    needs(suffix)
+    path = tmp_path / f"map{suffix}"
+    with open_sink(path) as sink, open_sink(path) as second:
+        sink.begin(SHAPE, np.float32)
+        with pytest.raises(ValueError) as raised:
+            second.begin(SHAPE, np.float32)
+        assert str(raised.value) == f"{path} is being written by another process"
+    with open_sink(path) as third:
+        third.begin(SHAPE, np.float32)
+
+
+def test_names_shapes_and_types_that_no_map_has_are_one_line(tmp_path):
+    for name, options, said in (
+        ("map.png", {}, "map.png ends in none of .zarr, .npy, .tif, .tiff, so nothing says"),
+        ("map", {}, "map ends in none of"),
+        ("gone/map.npy", {}, "no folder"),
+        ("gone/map.zarr", {}, "no folder"),
+        ("map.npy", {"dtype": "uint8"}, "map.npy: wanted a type of floats, got uint8"),
+    ):
+        with pytest.raises(ValueError) as raised:
+            open_sink(tmp_path / name, **options)
+        assert said in str(raised.value) and "\n" not in str(raised.value)
+    for shape, dtype in (((0, 3, 4), np.float32), (SHAPE, np.complex64)):
+        with open_sink(tmp_path / "map.npy") as sink, pytest.raises(ValueError, match="wanted a"):
+            sink.begin(shape, dtype)
+    with open_sink(tmp_path / "map.npy") as sink:
+        sink.begin(SHAPE, np.float32)
+        for first, shape in ((80, (5, 4, 59)), (0, (5, 4, 58)), (0, (4, 4, 59)), (-1, (5, 4, 59))):
+            with pytest.raises(ValueError, match="is none of a map"):
+                sink.write(first, np.zeros(shape, np.float32))
+    if "rasterio" in sys.modules:
+        with open_sink(tmp_path / "map.tif") as sink, pytest.raises(ValueError, match="int64"):
+            sink.begin(SHAPE, np.int64)
+    assert [name for name in leftovers(tmp_path) if not name.endswith(".part")] == []

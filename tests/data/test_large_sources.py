@@ -1,0 +1,420 @@
+"""Parts of large images are what the file holds, and become what the usual reading makes of it."""
+
+import io
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.helpers.image_formats import tiff
+from visionattn.data.formats import COLOURED, NotAsAsked, ReadOptions, options_of
+from visionattn.data.geometry import Geometry
+from visionattn.data.large import open_source
+from visionattn.data.large.source import UnreadablePart
+from visionattn.inference.held import HeldImages
+from visionattn.inference.listing import ListedFiles
+from visionattn.inference.reading import ReadImages
+from visionattn.models.weights import DataSpec
+
+HEIGHT, WIDTH = 83, 59
+
+
+def pixels_of(bands=3, dtype=np.uint8, high=255, seed=0):
+    rng = np.random.default_rng(seed)
+    return rng.integers(0, high, (HEIGHT, WIDTH, bands), endpoint=True).astype(dtype)
+
+
+def spec_of(**options):
+    options = {"in_chans": 3} | options
+    channels = options["in_chans"]
+    mean = tuple(0.3 + 0.05 * i for i in range(channels))
+    std = tuple(0.2 + 0.03 * i for i in range(channels))
+    usual = dict(num_classes=2, class_names=(), mean=mean, std=std, encoding=None, img_size=None)
+    return DataSpec(**usual | options)
+
+
+def bands_of_rows(source, rows=16):
+    everything = slice(0, source.width)
+    starts = range(0, source.height, rows)
+    return [source.read(slice(top, min(top + rows, source.height)), everything) for top in starts]
+
+
+def usual(listing, spec):
+    """What the model is given of an image that is read as a whole."""
+    images = ReadImages(listing, spec, Geometry("native", None))
+    sample = images[0]
+    assert sample.reason is None, sample.reason
+    return spec.prepare(sample.pixels[None])
+
+
+FORMATS = ("array", "tensor", "memory-map", "npy", "zarr array", "zarr", "tiled", "strips", "png")
+
+
+def made(kind, pixels, folder):
+    """An image of a kind, and what opens it the usual way."""
+    path = str(folder / "image")
+    if kind in ("zarr", "zarr array"):
+        zarr = pytest.importorskip("zarr")
+        array = zarr.create_array(f"{path}.zarr", data=pixels, chunks=(16, 16, pixels.shape[2]))
+        return array if kind == "zarr array" else f"{path}.zarr", ListedFiles([f"{path}.zarr"])
+    if kind in ("tiled", "strips"):
+        way = {"tile": (16, 32)} if kind == "tiled" else {"rowsperstrip": 7}
+        (folder / "image.tif").write_bytes(tiff(pixels, compression="zlib", **way).getvalue())
+        return f"{path}.tif", ListedFiles([f"{path}.tif"])
+    if kind == "png":
+        Image.fromarray(pixels).save(f"{path}.png")
+        return f"{path}.png", ListedFiles([f"{path}.png"])
+    np.save(f"{path}.npy", pixels)
+    if kind == "npy":
+        return f"{path}.npy", ListedFiles([f"{path}.npy"])
+    if kind == "memory-map":
+        return np.load(f"{path}.npy", "r"), HeldImages([pixels])
+    if kind == "tensor":
+        return torch.from_numpy(pixels).permute(2, 0, 1), HeldImages([pixels])
+    return pixels, HeldImages([pixels])
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_bands_of_rows_are_what_an_image_holds_and_become_the_usual_input(tmp_path, kind):
+    pixels, spec = pixels_of(), spec_of()
+    image, listing = made(kind, pixels, tmp_path)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*image.png has no parts")
+        source = open_source(image)
+    with source:
+        assert (source.height, source.width, source.channels) == (HEIGHT, WIDTH, 3)
+        assert source.dtype == np.uint8 and source.georeference is None
+        bands = bands_of_rows(source)
+        np.testing.assert_array_equal(np.concatenate(bands), pixels)
+        part = source.read(slice(5, 40), slice(11, 30))
+        np.testing.assert_array_equal(part, pixels[5:40, 11:30])
+        prepare = source.prepare(spec)
+        inputs = torch.cat([prepare(band) for band in bands], 2)
+    assert inputs.dtype == torch.float32 and torch.equal(inputs, usual(listing, spec))
+
+
+def with_nodata():
+    values = np.random.default_rng(0).normal(size=(HEIGHT, WIDTH, 3)).astype(np.float32)
+    values[:9, :7] = -9999
+    values[20, 20], values[21, 20, 1], values[22, 21, 0] = np.nan, np.inf, -np.inf
+    return values
+
+
+VALUES = {
+    "8 bits": (pixels_of(), {}, {}),
+    "16 bits with a range": (pixels_of(3, np.uint16, 9000), {}, dict(value_range=(100, 8000))),
+    "16 bits, 12 of which are found": (pixels_of(3, np.uint16, 4000), {}, {}),
+    "signed": (pixels_of(3, np.int16, 900), {}, dict(value_range=(-50, 800))),
+    "floats, NaN and no data": (
+        with_nodata(),
+        {"extratags": [(42113, 2, 0, "-9999", False)]},
+        dict(value_range=(-2, 2)),
+    ),
+    "4 bands of 6": (pixels_of(6), {}, dict(in_chans=4, bands=(4, 2, 6, 1))),
+    "colours of 4": (pixels_of(4), {"photometric": "rgb", "extrasamples": [2]}, {}),
+    "grey of colours": (pixels_of(), {}, dict(in_chans=1)),
+    "colours of grey": (pixels_of(1), {}, {}),
+    "white is the smallest": (pixels_of(1), {"photometric": "miniswhite"}, {}),
+    "one-hot of 12 bits": (
+        pixels_of(1, np.uint16, 4095),
+        {},
+        dict(in_chans=256, encoding="grey_one_hot", mean=(), std=(), value_range=(0, 4095)),
+    ),
+}
+
+
+@pytest.mark.parametrize("ahead", [True, False], ids=["asked when opened", "asked later"])
+@pytest.mark.parametrize("values", VALUES)
+@pytest.mark.filterwarnings("ignore:16-bit images hold values up to 4,000. read as 12 bits")
+def test_bands_and_values_become_the_usual_input_to_the_bit(tmp_path, values, ahead):
+    pixels, writing, asked = VALUES[values]
+    spec, path = spec_of(**asked), str(tmp_path / "image.tif")
+    (tmp_path / "image.tif").write_bytes(tiff(pixels, tile=(16, 32), **writing).getvalue())
+    with open_source(path, options=options_of(spec) if ahead else None) as source:
+        held = pixels.shape[2]
+        assert source.channels == ({4: 3, 6: 4}.get(held, held) if ahead else held)
+        prepare = source.prepare(spec)
+        inputs = torch.cat([prepare(band) for band in bands_of_rows(source)], 2)
+    assert inputs.shape[1] == spec.in_chans
+    assert torch.equal(inputs, usual(ListedFiles([path]), spec))
+
+
+def test_a_range_that_is_found_is_told_and_is_that_of_the_whole_image(tmp_path):
+    pixels = pixels_of(1, np.uint16, 200)
+    pixels[-1, -1] = 4000
+    (tmp_path / "a.tif").write_bytes(tiff(pixels, rowsperstrip=7).getvalue())
+    with open_source(str(tmp_path / "a.tif")) as source:
+        with pytest.warns(UserWarning, match="read as 12 bits; --value_range LOW HIGH") as told:
+            prepare = source.prepare(spec_of(in_chans=1, mean=(0.0,), std=(1.0,)))
+        assert len(told) == 1
+        first = prepare(source.read(slice(0, 4), slice(0, WIDTH)))
+    np.testing.assert_allclose(first[0, 0], pixels[:4, :, 0] / 4095, rtol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 16, 23, HEIGHT])
+@pytest.mark.parametrize("layout", [{"tile": (32, 16)}, {"rowsperstrip": 13}, {}])
+@pytest.mark.parametrize("orientation", [1, 3, 4, 6, 8])
+def test_each_tile_and_strip_is_decoded_once_wherever_bands_end(
+    rows, layout, orientation, monkeypatch
+):
+    from tifffile import TiffPage
+
+    pixels, counted = pixels_of(2), []
+    stream = tiff(pixels, extratags=[(274, 3, 1, orientation, True)], **layout)
+    with open_source(stream, options=ReadOptions(bands=(2, 1))) as source:
+        page = source._reader.page
+        decode = page.decode
+
+        def count(content, index, **options):
+            counted.append(index)
+            return decode(content, index, **options)
+
+        # tifffile makes the function once for each page
+        monkeypatch.setattr(TiffPage, "decode", property(lambda page: count))
+        bands = bands_of_rows(source, rows)
+        whole = np.concatenate(bands)
+    turned = {1: 0, 3: 2, 6: 3, 8: 1}
+    expected = pixels[::-1] if orientation == 4 else np.rot90(pixels, turned.get(orientation, 0))
+    np.testing.assert_array_equal(whole, expected[..., ::-1])
+    assert len(counted) == len(set(counted)) == len(page.dataoffsets)
+
+
+def test_what_is_kept_of_a_band_is_a_row_of_tiles_and_no_more():
+    pixels = pixels_of()
+    with open_source(tiff(pixels, tile=(32, 16))) as source:
+        assert source.held_bytes == 32 * WIDTH * 3
+        for top, stop in ((0, 5), (5, 70), (70, 83)):
+            source.read(slice(top, stop), slice(0, WIDTH))
+            kept = 0 if source._kept is None else source._kept[2].nbytes
+            assert kept <= source.held_bytes
+            assert source._kept is None or source._kept[2].base is None or kept > 32 * WIDTH
+    with open_source(pixels) as source:
+        assert source.held_bytes == 0
+
+
+def test_what_has_no_parts_is_decoded_once_and_a_line_says_how_many_bytes_that_takes(tmp_path):
+    pixels = pixels_of()
+    Image.fromarray(pixels).save(tmp_path / "a.png")
+    with pytest.warns(UserWarning, match="all of it is decoded and kept, 14,691 bytes$") as told:
+        source = open_source(tmp_path / "a.png")
+    assert len(told) == 1 and str(told[0].message).startswith(str(tmp_path / "a.png"))
+    with source:
+        assert source.held_bytes == pixels.nbytes
+        np.testing.assert_array_equal(np.concatenate(bands_of_rows(source)), pixels)
+
+
+def pyramid(folder, kind, levels):
+    """A file of an image in several sizes."""
+    path = str(folder / "pyramid")
+    if kind == "zarr":
+        zarr = pytest.importorskip("zarr")
+        group = zarr.open_group(f"{path}.zarr", mode="w")
+        for number, level in enumerate(levels):
+            group.create_array(str(number), data=np.ascontiguousarray(level.transpose(2, 0, 1)))
+        datasets = [{"path": str(number)} for number in range(len(levels))]
+        group.attrs["multiscales"] = [{"axes": [*"cyx"], "datasets": datasets}]
+        return f"{path}.zarr"
+    tifffile = pytest.importorskip("tifffile")
+    if kind == "raster":
+        rasterio = pytest.importorskip("rasterio")
+        from rasterio.enums import Resampling
+
+        height, width, bands = levels[0].shape
+        profile = dict(driver="GTiff", height=height, width=width, count=bands, dtype="uint8")
+        profile |= dict(transform=rasterio.Affine(10, 0, 100, 0, -10, 500), crs="EPSG:3857")
+        with rasterio.open(f"{path}.tif", "w", tiled=True, **profile) as file:
+            file.write(levels[0].transpose(2, 0, 1))
+        with rasterio.open(f"{path}.tif", "r+") as file:
+            file.build_overviews([2, 4], Resampling.nearest)
+        return f"{path}.tif"
+    suffix, options = ("svs", {"metadata": None}) if kind == "slide" else ("tif", {})
+    if kind == "slide":
+        pytest.importorskip("tiffslide")
+        height, width = levels[0].shape[:2]
+        options["description"] = (
+            f"Aperio Image Library v11\r\n{width}x{height} [0,0 {width}x{height}] (64x64) JPEG/RGB"
+        )
+    with tifffile.TiffWriter(f"{path}.{suffix}") as file:
+        for number, level in enumerate(levels):
+            smaller = dict(subfiletype=1) if number and kind == "tiff" else {}
+            file.write(level, photometric="rgb", tile=(64, 64), **options, **smaller)
+            if kind == "slide" and not number:
+                file.write(levels[-1][:40, :40], photometric="rgb", **options)  # a thumbnail
+    return f"{path}.{suffix}"
+
+
+@pytest.mark.parametrize("kind", ["tiff", "slide", "zarr", "raster"])
+def test_a_level_of_a_pyramid_is_the_image_at_the_size_that_the_file_has(tmp_path, kind):
+    """Of odd sizes, so that height and width shrink by different factors."""
+    levels = [np.random.default_rng(1).integers(0, 256, (419, 277, 3), np.uint8)]
+    levels += [levels[0][::2, ::2], levels[0][::4, ::4]]
+    path = pyramid(tmp_path, kind, levels)
+    for number, level in enumerate(levels):
+        with open_source(path, level=number) as source:
+            assert (source.height, source.width) == level.shape[:2] and source.level == number
+            got = np.concatenate(bands_of_rows(source, 50))
+            part = source.read(slice(60, 90), slice(31, 70))
+            np.testing.assert_array_equal(part, got[60:90, 31:70])
+            if kind != "raster" or not number:  # whose overviews GDAL makes as it likes
+                np.testing.assert_array_equal(got, level)
+            if kind == "raster":
+                place = source.georeference.transform
+                assert tuple(place @ (source.width, source.height)) == (2870, -3690)
+    with pytest.raises(NotAsAsked) as raised:
+        open_source(path, level=3)
+    assert str(raised.value) == (
+        f"{path}: wanted level 3, the image has 3, counted from 0: 419 x 277, 210 x 139, 105 x 70 "
+        "pixels"
+    )
+
+
+def test_ground_control_points_are_those_of_the_level(tmp_path):
+    rasterio = pytest.importorskip("rasterio")
+    from rasterio.control import GroundControlPoint
+    from rasterio.enums import Resampling
+
+    points = [GroundControlPoint(0, 0, 1, 2), GroundControlPoint(40, 20, 8, 5)]
+    points += [GroundControlPoint(10, 0, 1, 5)]
+    path = str(tmp_path / "a.tif")
+    profile = dict(driver="GTiff", height=80, width=40, count=1, dtype="uint8")
+    with rasterio.open(path, "w", gcps=points, crs="EPSG:4326", **profile) as file:
+        file.write(pixels_of(1)[:80, :40, 0], 1)
+    with rasterio.open(path, "r+") as file:
+        file.build_overviews([2], Resampling.nearest)
+    for level, by in ((0, 1), (1, 2)):
+        with open_source(path, level=level) as source:
+            found = source.georeference
+            assert found.transform is None and found.crs.to_epsg() == 4326
+            assert [(p.row, p.col, p.x) for p in found.gcps] == [
+                (p.row / by, p.col / by, p.x) for p in points
+            ]
+
+
+def test_the_identity_tells_another_image_and_another_reading_and_nothing_else(tmp_path):
+    pixels = pixels_of(4)
+    kinds = [made(kind, pixels, tmp_path)[0] for kind in ("array", "npy", "zarr", "tiled")]
+    for image in kinds:
+        with open_source(image) as source, open_source(image) as again:
+            identity = source.identity()
+            assert identity == again.identity()
+        with open_source(image, options=COLOURED) as other:
+            assert other.identity() != identity
+    changed = pixels.copy()
+    changed[HEIGHT // 2, 3] += 1
+    with open_source(pixels) as one, open_source(changed) as other:
+        assert one.identity() != other.identity()
+    before = open_source(kinds[3])
+    identity = before.identity()
+    (tmp_path / "image.tif").write_bytes((tmp_path / "image.tif").read_bytes() + b"0")
+    assert before.identity() == identity | {
+        "bytes": identity["bytes"] + 1,
+        "digest": before.identity()["digest"],
+    }
+    before.close()
+
+
+def cut(path, share=0.5):
+    content = path.read_bytes()
+    path.write_bytes(content[: int(len(content) * share)])
+
+
+@pytest.mark.parametrize("compression", [None, "zlib", "jpeg", "lzw"])
+@pytest.mark.parametrize("layout", [{"tile": (16, 32)}, {"rowsperstrip": 8}])
+def test_a_tiff_that_is_cut_off_names_the_rows_that_are_missing_and_the_file(
+    tmp_path, compression, layout
+):
+    path = tmp_path / "a.tif"
+    options = dict(photometric="rgb", compression=compression, **layout)
+    path.write_bytes(tiff(pixels_of(), **options).getvalue())
+    cut(path, 0.6)
+    everything = slice(0, WIDTH)
+    with open_source(path) as source:
+        assert source.read(slice(0, 16), everything).shape == (16, WIDTH, 3)
+        with pytest.raises(UnreadablePart) as raised:
+            source.read(slice(64, 80), everything)
+    line = str(raised.value)
+    assert line.startswith(f"rows 64 to 80 of {path} cannot be read: TIFF that is cut off: it has ")
+    assert "\n" not in line
+
+
+def test_a_slide_that_is_cut_off_names_the_rows(tmp_path):
+    levels = [np.random.default_rng(1).integers(0, 256, (419, 277, 3), np.uint8)]
+    path = tmp_path / "pyramid.svs"
+    pyramid(tmp_path, "slide", levels)
+    cut(path, 0.7)
+    with open_source(path) as source:
+        source.read(slice(0, 64), slice(0, 277))
+        with pytest.raises(UnreadablePart, match="rows 320 to 419 of .*svs cannot be read: "):
+            source.read(slice(320, 419), slice(0, 277))
+
+
+def test_a_raster_that_is_cut_off_names_the_rows(tmp_path):
+    levels = [np.random.default_rng(1).integers(0, 256, (419, 277, 3), np.uint8)]
+    path = tmp_path / "pyramid.tif"
+    rasterio = pytest.importorskip("rasterio")
+    profile = dict(driver="GTiff", height=419, width=277, count=3, dtype="uint8", blockysize=16)
+    profile |= dict(transform=rasterio.Affine(10, 0, 100, 0, -10, 500), crs="EPSG:3857")
+    with rasterio.open(path, "w", **profile, interleave="pixel") as file:
+        file.write(levels[0].transpose(2, 0, 1))
+    cut(path, 0.7)
+    with open_source(path) as source:
+        source.read(slice(0, 64), slice(0, 277))
+        with pytest.raises(UnreadablePart, match="rows 320 to 419 of .*tif cannot be read: raster"):
+            source.read(slice(320, 419), slice(0, 277))
+
+
+def test_files_that_are_shorter_than_they_say_are_one_line_with_their_name(tmp_path):
+    np.save(tmp_path / "a.npy", pixels_of())
+    cut(tmp_path / "a.npy", 0.9)
+    (tmp_path / "b.tif").write_bytes(b"II*\0\x08\0\0\0")
+    for name in ("a.npy", "b.tif", "gone.tif"):
+        with pytest.raises((ValueError, OSError)) as raised:
+            open_source(tmp_path / name)
+        assert name in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_chunks_that_a_zarr_has_not_are_background(tmp_path):
+    zarr = pytest.importorskip("zarr")
+    path, pixels = tmp_path / "a.zarr", pixels_of()
+    zarr.create_array(path, data=pixels, chunks=(16, 16, 3), fill_value=7)
+    (path / "c" / "2" / "1" / "0").unlink()
+    pixels[32:48, 16:32] = 7
+    with open_source(path) as source:
+        np.testing.assert_array_equal(np.concatenate(bands_of_rows(source)), pixels)
+    (path / "c" / "1" / "1" / "0").write_bytes(b"garbled")
+    said = r"rows 16 to 32 of .*a.zarr cannot be read: "
+    with open_source(path) as source, pytest.raises(UnreadablePart, match=said):
+        bands_of_rows(source)
+
+
+def test_what_is_no_image_or_not_what_the_model_takes_is_one_line(tmp_path):
+    (tmp_path / "a.tif").write_bytes(tiff(pixels_of(5), tile=(16, 16)).getvalue())
+    path = str(tmp_path / "a.tif")
+    for image, options, said in (
+        ([1, 2], None, "the image: wanted a path, an array or a tensor, got list"),
+        (np.zeros((2, 3, 4, 5)), None, "the array: wanted an array of numbers"),
+        (torch.zeros(3, 4, 5, dtype=torch.bfloat16), None, "a tensor of torch.bfloat16; make it"),
+        (path, COLOURED, f"{path}: the image has 5 bands; name those to read"),
+        (path, ReadOptions(bands=(6,)), f"{path}: wanted band 6, the image has 5 bands"),
+        (path, ReadOptions(page=2), f"{path}: wanted page 2, the image has 1 page"),
+        (io.BytesIO(b"nothing"), None, "cannot identify image file"),
+    ):
+        with pytest.raises(ValueError) as raised:
+            open_source(image, options=options)
+        assert said in str(raised.value) and "\n" not in str(raised.value)
+    with open_source(path) as source:
+        with pytest.raises(NotAsAsked, match="has 5 bands; name those to read, .* as in --bands"):
+            source.prepare(spec_of())
+        for rows, columns in ((slice(0, 84), slice(0, 5)), (slice(0, 3), slice(5, 5))):
+            with pytest.raises(ValueError, match="which has"):
+                source.read(rows, columns)
+    two = ReadOptions(bands=(3, 2))
+    said = "the model takes 3 channels, and 2 are read"
+    with open_source(path, options=two) as source, pytest.raises(NotAsAsked, match=said):
+        source.prepare(spec_of())
+    with open_source(pixels_of(3, np.float32)) as source:
+        prepare = source.prepare(spec_of())
+        with pytest.raises(NotAsAsked, match="nothing says which of them are black and white"):
+            prepare(source.read(slice(0, 4), slice(0, 4)))

@@ -1,0 +1,443 @@
+"""Maps that are written by bands of rows: zarr with shards, ``.npy`` and GeoTIFF.
+
+This module owns the three formats. Each map appears whole or not at all, under its name only when
+it is finished; until then it lies beside its place, where the same writes go on after a kill and
+end with the same bytes. The module knows nothing of what maps hold.
+"""
+
+import io
+import math
+import os
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from visionattn.cli.files import Continued, check_free, check_new, check_room, named, write_whole
+from visionattn.data.formats.reader import Georeference, require
+
+Shape = tuple[int, int, int]
+"""Bands, rows and columns of a map."""
+FILES = 128
+"""About how many shards a map has at most."""
+SHARD_BYTES = (2**22, 2**26)
+"""Bytes of a shard before it is compressed: shards grow to the first, and not above the second."""
+CHUNK_BYTES = 2**20
+"""About as many bytes, before they are compressed, are decoded at once of a zarr."""
+TILE_PX = 256
+"""Height and width of the tiles of a TIFF."""
+DRIVER_BYTES = 2**26
+"""The cache that GDAL may use."""
+HEAD, ZARR = 128, "zarr.json"
+"""Bytes of an ``.npy`` that do for the head of any map, and the file that makes a folder a zarr."""
+
+
+class MapSink(ABC):
+    """A map ``[C, H, W]`` that is written by bands of rows, a context manager; ``open_sink`` makes
+    it.
+
+    Attributes:
+        rows: bands of a multiple of so many rows, which begin at such a multiple, are written the
+            fastest; known once the map is begun.
+    """
+
+    rows: int = 1
+
+    def __init__(self, path: Path, overwrite: bool, dtype: np.dtype | None):
+        """Take where the map will be."""
+        self.path, self._overwrite, self._asked = path, overwrite, dtype
+        self._shape: Shape | None = None
+        self._place: Continued | None = None
+
+    def begin(self, shape: Shape, dtype: Any) -> None:
+        """Make room for a map, or go on with an unfinished one of the same shape and type.
+
+        Args:
+            shape: bands, rows and columns.
+            dtype: of the map; a sink of float16 writes floats as that.
+
+        Raises:
+            ValueError: there is not enough room for it on the disk, something is in the way, or
+                another process writes it; one line, and nothing is written.
+            OSError: it cannot be written.
+        """
+        assert self._place is None, "a sink takes one map"
+        bands, height, width = (int(side) for side in shape)
+        dtype = np.dtype(dtype)
+        if min(bands, height, width) < 1 or dtype.kind not in "buif":
+            raise ValueError(f"{self.path}: wanted a map of numbers, got {dtype} {list(shape)}")
+        if self._asked is not None and dtype.kind == "f":
+            dtype = self._asked
+        self._shape, self.dtype = (bands, height, width), dtype
+        self._check()
+        self._check_room()
+        place = Continued(self.path, folder=self._is_folder, overwrite=self._overwrite)
+        try:
+            with named(self.path):
+                self._begin(place)
+        except BaseException:
+            place.close()
+            raise
+        self._place = place
+
+    def write(self, first_row: int, band: np.ndarray) -> None:
+        """Write a band of rows; the same rows may be written again.
+
+        Args:
+            first_row: the number of its first row.
+            band: ``[C, h, W]``.
+
+        Raises:
+            ValueError: it is no band of this map, or float16 does not hold its values.
+            OSError: it cannot be written.
+        """
+        assert self._shape is not None and self._place is not None, "begin comes first"
+        bands, height, width = self._shape
+        rows = slice(first_row, first_row + (band.shape[1] if band.ndim == 3 else 0))
+        fits = band.ndim == 3 and (band.shape[0], band.shape[2]) == (bands, width)
+        if not fits or not 0 <= rows.start < rows.stop <= height:
+            raise ValueError(
+                f"{self.path}: a band {list(band.shape)} from row {first_row} is none of a map "
+                f"{list(self._shape)}"
+            )
+        with named(self.path):
+            self._write(rows, self._cast(rows, band))
+
+    def _cast(self, rows: slice, band: np.ndarray) -> np.ndarray:
+        if band.dtype == self.dtype:
+            return band
+        with np.errstate(over="ignore"):
+            cast = band.astype(self.dtype)
+        if self.dtype.kind == "f" and (np.isinf(cast) & np.isfinite(band)).any():
+            raise ValueError(
+                f"{self.path}: rows {rows.start:,} to {rows.stop:,} have values up to "
+                f"{np.abs(band[np.isfinite(band)]).max():,.6g}, and {self.dtype} holds "
+                f"{np.finfo(self.dtype).max:,.6g} at most; take float32"
+            )
+        return cast
+
+    def finish(self) -> None:
+        """Give the map its name, once all of it is on the disk.
+
+        Raises:
+            ValueError: something is in the way by now.
+            OSError: it cannot be written.
+        """
+        assert self._place is not None, "begin comes first"
+        with named(self.path):
+            self._finish(self._place)
+
+    def close(self) -> None:
+        """Let go of the map; what is unfinished stays for the next time."""
+        if self._place is not None:
+            self._place.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    _is_folder = False
+
+    def _check(self) -> None:
+        """Raise ValueError where something is in the way, or the format has no such maps."""
+        check_free(self.path, self._overwrite)
+
+    def _bytes(self) -> int:
+        """Return how many bytes the map takes."""
+        return math.prod(self._shape) * self.dtype.itemsize + HEAD
+
+    def _check_room(self) -> None:
+        there = _bytes_of(Continued.beside(self.path, folder=self._is_folder))
+        check_room(self.path, max(0, self._bytes() - there))
+
+    @abstractmethod
+    def _begin(self, place: Continued) -> None:
+        """Make an empty map, or find that the unfinished one is of this kind."""
+
+    @abstractmethod
+    def _write(self, rows: slice, band: np.ndarray) -> None:
+        """Write some rows."""
+
+    @abstractmethod
+    def _finish(self, place: Continued) -> None:
+        """Give it its name."""
+
+
+class NpySink(MapSink):
+    """A map as an ``.npy`` file, of which all bytes are reserved before the first band."""
+
+    def _begin(self, place: Continued) -> None:
+        head, size = self._head(), self._size()
+        with open(place.place, "rb+") as file:
+            if os.fstat(file.fileno()).st_size == size and file.read(len(head)) == head:
+                return
+            place.empty()
+            _reserve(file.fileno(), size)
+            # The head comes last: without it nobody goes on with this file.
+            file.seek(0)
+            file.write(head)
+
+    def _head(self) -> bytes:
+        stream = io.BytesIO()
+        said = {"descr": np.lib.format.dtype_to_descr(self.dtype), "fortran_order": False}
+        np.lib.format.write_array_header_1_0(stream, said | {"shape": self._shape})
+        return stream.getvalue()
+
+    def _size(self) -> int:
+        return len(self._head()) + math.prod(self._shape) * self.dtype.itemsize
+
+    def _write(self, rows: slice, band: np.ndarray) -> None:
+        # Not through a memory-map: its pages count as memory of this process, and a full disk ends
+        # it without a word.
+        _, height, width = self._shape
+        start, row_bytes = len(self._head()), width * self.dtype.itemsize
+        with open(self._place.place, "rb+", buffering=0) as file:
+            for number, plane in enumerate(band):
+                file.seek(start + (number * height + rows.start) * row_bytes)
+                _write_all(file, np.ascontiguousarray(plane))
+
+    def _finish(self, place: Continued) -> None:
+        place.finish()
+
+
+class ZarrSink(MapSink):
+    """A map as a zarr of version 3, in shards of whole rows."""
+
+    _is_folder = True
+
+    def _check(self) -> None:
+        require("arrays", "zarr", what="a zarr array")
+        check_new(self.path, replaces=ZARR if self._overwrite else None)
+
+    def _begin(self, place: Continued) -> None:
+        import zarr
+
+        shards, chunks = shards_of(self._shape, self.dtype.itemsize)
+        self.rows = shards[1]
+        if self._is_unfinished(place.place, shards, chunks):
+            _forget_parts(place.place)
+            self._array = zarr.open_array(place.place, mode="r+")
+            return
+        place.empty()
+        self._array = zarr.create_array(
+            place.place,
+            shape=self._shape,
+            dtype=self.dtype,
+            chunks=chunks,
+            shards=shards,
+            dimension_names=("c", "y", "x"),
+        )
+
+    def _is_unfinished(self, place: Path, shards: Shape, chunks: Shape) -> bool:
+        import zarr
+
+        if not (place / ZARR).is_file():
+            return False
+        try:
+            found = zarr.open_array(place, mode="r+")
+        except (ValueError, KeyError, TypeError):
+            return False
+        same = (found.shape, found.dtype) == (self._shape, self.dtype)
+        return same and (found.shards, found.chunks) == (shards, chunks)
+
+    def _write(self, rows: slice, band: np.ndarray) -> None:
+        self._array[:, rows] = band
+
+    def _finish(self, place: Continued) -> None:
+        _forget_parts(place.place)
+        place.finish(replaces=ZARR)
+
+
+class TiffSink(NpySink):
+    """A map as a GeoTIFF of deflated tiles, and as a plain TIFF where nothing says where its image
+    lies. A TIFF cannot be gone on with, so the map is an ``.npy`` until it is finished.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        overwrite: bool,
+        dtype: np.dtype | None,
+        georeference: Georeference | None,
+    ):
+        """Take where the map lies on the earth, besides where it will be on the disk."""
+        super().__init__(path, overwrite, dtype)
+        self._georeference = georeference
+
+    def _check(self) -> None:
+        super()._check()
+        require("raster", "rasterio", what="writing a GeoTIFF")
+        if self.dtype == np.int64 or self.dtype == np.uint64 or self.dtype == bool:
+            raise ValueError(f"{self.path}: a TIFF is not written of {self.dtype}; take another")
+        if self._shape[0] > 2**16 - 1:
+            raise ValueError(
+                f"{self.path}: {self._shape[0]:,} bands, and a TIFF has 65,535 at most"
+            )
+
+    def _bytes(self) -> int:
+        # The TIFF is written beside the .npy; what cannot be compressed grows a little.
+        return math.ceil(2.01 * super()._bytes())
+
+    def _finish(self, place: Continued) -> None:
+        # What is there is refused here, as write_whole replaces it.
+        check_free(self.path, self._overwrite)
+        write_whole(self.path, self._write_tiff)
+        place.forget()
+
+    def _write_tiff(self, target: Path) -> None:
+        import rasterio
+        from rasterio.errors import NotGeoreferencedWarning, RasterioError
+        from rasterio.windows import Window
+
+        assert self._shape is not None and self._place is not None
+        bands, height, width = self._shape
+        half = self.dtype == np.float16  # which GDAL has as floats of 16 bits
+        profile: dict[str, Any] = {
+            "driver": "GTiff",
+            "count": bands,
+            "height": height,
+            "width": width,
+            "dtype": "float32" if half else self.dtype.name,
+            "tiled": True,
+            "blockxsize": TILE_PX,
+            "blockysize": TILE_PX,
+            "compress": "deflate",
+            "predictor": 3 if self.dtype.kind == "f" else 1,
+            "interleave": "band",
+            "bigtiff": "if_safer",
+        }
+        if half:
+            profile["nbits"] = 16
+        place = self._georeference
+        if place is not None:
+            given = {"crs": place.crs, "transform": place.transform, "gcps": list(place.gcps)}
+            profile |= {name: value for name, value in given.items() if value}
+        with rasterio.Env(GDAL_CACHEMAX=DRIVER_BYTES), warnings.catch_warnings():
+            warnings.simplefilter("ignore", NotGeoreferencedWarning)
+            try:
+                with rasterio.open(target, "w", **profile) as file:
+                    for band, top, part in self._parts():
+                        window = Window(0, top, width, len(part))
+                        file.write(part.astype(np.float32) if half else part, band, window=window)
+            except RasterioError as error:
+                raise OSError(f"{self.path} cannot be written: {error}") from error
+
+    def _parts(self) -> Iterator[tuple[int, int, np.ndarray]]:
+        """Read the ``.npy`` by rows of tiles: number of the band from 1, first row, values."""
+        bands, height, width = self._shape
+        with open(self._place.place, "rb") as file:
+            file.seek(len(self._head()))
+            for band in range(1, bands + 1):
+                for top in range(0, height, TILE_PX):
+                    rows = min(TILE_PX, height - top)
+                    part = np.empty((rows, width), self.dtype)
+                    if file.readinto(part.reshape(-1).view(np.uint8)) != part.nbytes:
+                        raise OSError(f"{self._place.place} is cut off")
+                    yield band, top, part
+
+
+def shards_of(shape: Shape, itemsize: int) -> tuple[Shape, Shape]:
+    """Choose shards and chunks of a zarr, ``[C, rows, columns]`` each.
+
+    A shard holds all columns and all bands of a power of two of rows, so that bands of rows fill
+    whole shards: so many that there are about ``FILES`` of them at most, as far as they do not grow
+    above ``SHARD_BYTES``.
+    """
+    bands, height, width = shape
+    row = bands * width * itemsize
+    rows = _power(max(height / FILES, SHARD_BYTES[0] / row))
+    while rows > 1 and rows * row > SHARD_BYTES[1]:
+        rows //= 2
+    rows = min(rows, _power(height))
+    columns = max(1, _power(CHUNK_BYTES / (bands * rows * itemsize) + 1) // 2)
+    columns = min(columns, _power(width))
+    return (bands, rows, math.ceil(width / columns) * columns), (bands, rows, columns)
+
+
+def _power(least: float) -> int:
+    """Return the smallest power of two that is not below a number."""
+    return 1 << max(0, math.ceil(least) - 1).bit_length()
+
+
+def _reserve(descriptor: int, size: int) -> None:
+    """Make a file so large that writing within it cannot fill the disk, where the system can."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, 0, size)
+    else:
+        os.ftruncate(descriptor, size)
+
+
+def _write_all(file: io.RawIOBase, plane: np.ndarray) -> None:
+    left = memoryview(plane).cast("B")
+    while left:
+        left = left[file.write(left) :]
+
+
+def _bytes_of(place: Path) -> int:
+    """Return how many bytes a file, or a folder with all below it, takes on the disk."""
+    if not place.is_dir():
+        return place.stat().st_size if place.exists() else 0
+    found = (Path(folder, name) for folder, _, names in os.walk(place) for name in names)
+    return sum(path.stat().st_size for path in found)
+
+
+def _forget_parts(place: Path) -> None:
+    """Delete what zarr was writing when it was killed."""
+    for part in place.rglob("*.partial"):
+        part.unlink(missing_ok=True)
+
+
+SINKS = {".zarr": ZarrSink, ".npy": NpySink, ".tif": TiffSink, ".tiff": TiffSink}
+
+
+def open_sink(
+    path: str | os.PathLike,
+    *,
+    source: Any = None,
+    scale: tuple[float, float] = (1, 1),
+    overwrite: bool = False,
+    dtype: Any = None,
+) -> MapSink:
+    """Return what writes a map, by the end of the name: ``.zarr``, ``.npy``, ``.tif`` or ``.tiff``.
+
+    Args:
+        path: the file, or for zarr the folder; the folder that it lies in exists.
+        source: the image that it is a map of; a GeoTIFF lies where its ``georeference`` says.
+        scale: how many pixels of ``source`` a cell of the map is high and wide: a patch for
+            features, 1 for classes of pixels.
+        overwrite: what has the name is replaced, once the map is whole; of folders those that are
+            zarr.
+        dtype: ``float16`` or another type of floats that maps of floats are written as; None: their
+            own.
+
+    Raises:
+        ValueError, OSError: the name ends otherwise, something is in the way, or a package is
+            missing; one line.
+    """
+    path = Path(path)
+    suffix = path.suffix.lower()
+    if suffix not in SINKS:
+        raise ValueError(f"{path} ends in none of {', '.join(SINKS)}, so nothing says its format")
+    asked = None if dtype is None else np.dtype(dtype)
+    if asked is not None and asked.kind != "f":
+        raise ValueError(f"{path}: wanted a type of floats, got {asked}")
+    if suffix == ".zarr":
+        check_new(path, replaces=ZARR if overwrite else None)
+        return ZarrSink(path, overwrite, asked)
+    check_free(path, overwrite)
+    if suffix == ".npy":
+        return NpySink(path, overwrite, asked)
+    georeference = getattr(source, "georeference", None)
+    placed = None if georeference is None else georeference.scaled(*scale)
+    return TiffSink(path, overwrite, asked, placed)

@@ -1,0 +1,321 @@
+"""Images of which parts are read: arrays, memory-maps, zarr, and files in every format.
+
+This module owns what a part of an image is, how a band of rows becomes a model's input, and what is
+told of a part that cannot be read. Formats are those of ``visionattn.data.formats``.
+"""
+
+import hashlib
+import os
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from visionattn.data.formats import (
+    DAMAGED_IMAGE,
+    NotAsAsked,
+    Openable,
+    Reader,
+    ReadOptions,
+    as_flags,
+    bands_of,
+    channels_of,
+    open_image,
+    options_of,
+    settle_one,
+)
+from visionattn.data.formats.arrays import ArrayImage
+from visionattn.data.formats.pillow import PillowImage
+from visionattn.data.formats.reader import pick
+from visionattn.data.geometry import Box
+from visionattn.data.images import KNOWN_BYTES
+from visionattn.data.sources import ends_of
+from visionattn.models.weights import DataSpec
+
+MUCH = 2**30
+"""Bytes of a row of tiles, strips or chunks from which on people are told of them."""
+
+
+class UnreadablePart(ValueError):
+    """A part of an image cannot be read; the text names its rows and the file."""
+
+
+class ImageSource:
+    """An open image of which parts are read, a context manager; ``open_source`` makes it.
+
+    Parts are read by one thread at a time, which may be any thread.
+
+    Attributes:
+        name: what messages call the image.
+        height: pixels.
+        width: pixels.
+        channels: bands that ``read`` gives.
+        dtype: of what ``read`` gives.
+        level: which size of a pyramid it is; 0 is the largest.
+        georeference: where it lies on the earth, at this level; None where the file does not say.
+        held_bytes: what reading keeps besides what ``read`` returns: the image where its format has
+            no parts, else the row of tiles, strips or chunks in which a band ends.
+    """
+
+    def __init__(self, reader: Reader, name: str, level: int, options: ReadOptions | None):
+        """Take an open reader, whose level is taken already."""
+        self._reader, self._options = reader, options
+        self._bands = None if options is None else bands_of(reader, options)
+        self.name, self.level = name, level
+        self.height, self.width = reader.height, reader.width
+        self.channels = reader.bands if self._bands is None else len(self._bands)
+        self.dtype = reader.dtype
+        self.georeference = reader.georeference
+        self._rows_of_piece, self._first_piece = _pieces(reader)
+        self._kept: tuple[int, slice, np.ndarray] | None = None
+        rows = self.height if isinstance(reader, PillowImage) else self._rows_of_piece
+        self.held_bytes = 0
+        if rows > 1:
+            row = self.width * reader.bands * self.dtype.itemsize
+            self.held_bytes = min(rows, self.height) * row
+
+    def read(self, rows: slice, columns: slice) -> np.ndarray:
+        """Read a part in the file's own type.
+
+        Bands that follow each other decode each tile, strip or chunk once, wherever they end.
+
+        Args:
+            rows: ``slice(start, stop)`` within the image.
+            columns: likewise.
+
+        Returns:
+            ``[h, w, channels]``.
+
+        Raises:
+            UnreadablePart: it cannot be read; one line with the rows and the file.
+            ValueError: there are no such rows or columns.
+        """
+        for part, most, what in ((rows, self.height, "rows"), (columns, self.width, "columns")):
+            if part.step not in (None, 1) or not 0 <= part.start < part.stop <= most:
+                raise ValueError(
+                    f"wanted {what} {part.start} to {part.stop} of {self.name}, which has {most}"
+                )
+        try:
+            return self._read(rows, columns)
+        except DAMAGED_IMAGE as error:
+            columns_too = "" if columns == slice(0, self.width) else f", {_said(columns)} across,"
+            raise UnreadablePart(
+                f"rows {_said(rows)}{columns_too} of {self.name} cannot be read: {_line(error)}"
+            ) from error
+
+    def _read(self, rows: slice, columns: slice) -> np.ndarray:
+        start, parts = rows.start, []
+        if self._kept is not None:
+            first, across, pixels = self._kept
+            if across == columns and first <= start < first + len(pixels):
+                stop = min(rows.stop, first + len(pixels))
+                parts.append(pixels[start - first : stop - first])
+                start = stop
+        if start < rows.stop:
+            last = min(self._piece_start(rows.stop - 1) + self._rows_of_piece, self.height)
+            box = Box(start, columns.start, last - start, columns.stop - columns.start)
+            pixels = self._reader.read(box, box.height, box.width, self._bands)
+            parts.append(pixels[: rows.stop - start])
+            self._kept = None
+            if last > rows.stop:
+                first = max(start, self._piece_start(rows.stop - 1))
+                rest = pixels[first - start :]
+                # A view would keep all of the band in memory.
+                rest = rest.copy() if 2 * len(rest) < len(pixels) else rest
+                self._kept = first, columns, rest
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _piece_start(self, row: int) -> int:
+        """Return the first row of the tile, strip or chunk that a row lies in; that of the first
+        one may be above the image.
+        """
+        return row - (row - self._first_piece) % self._rows_of_piece
+
+    def prepare(self, spec: DataSpec) -> Callable[[np.ndarray], Tensor]:
+        """Return what makes a model's input of pixels that were read: bands, values and
+        normalisation are those with which files are read at their own size.
+
+        Where nothing says which range the values have, all of the image is read once, here, for its
+        largest value, and a warning tells it.
+
+        Args:
+            spec: what the model expects.
+
+        Returns:
+            A function of pixels ``[h, w, channels]`` that returns float32 ``[1, in_chans, h, w]``.
+            Of what it is given it raises ``NotAsAsked`` where values have no known range, or are
+            above it.
+
+        Raises:
+            ValueError: the model takes other bands or another number of them; one line.
+            UnreadablePart, or one of ``DAMAGED_IMAGE``: the image cannot be read.
+        """
+        options = self._options or options_of(spec)
+        try:
+            wanted = bands_of(self._reader, options)
+            options, lines = settle_one(self._reader, self.name, options)
+        except DAMAGED_IMAGE as error:
+            raise _renamed(self.name, error) from error
+        channels = 1 if spec.encoding == "grey_one_hot" else spec.in_chans
+        if options.channels != channels:
+            raise NotAsAsked(
+                f"{self.name}: the model takes {channels} channels, and {options.channels} are read"
+            )
+        for line in lines:
+            warnings.warn(as_flags(line), stacklevel=2)
+        chosen = wanted if self._options is None and wanted is not None else None
+        chosen = None if chosen is None else [band - 1 for band in chosen]
+
+        def prepare(pixels: np.ndarray) -> Tensor:
+            image = channels_of(pick(pixels, chosen), self._reader, options)
+            if spec.encoding == "grey_one_hot" and image.dtype != np.uint8:
+                image = np.rint(image * 255).astype(np.uint8)
+            planes = np.array(rearrange(image, "h w c -> 1 c h w"), order="C")
+            return spec.prepare(torch.from_numpy(planes))
+
+        return prepare
+
+    def identity(self) -> dict[str, Any]:
+        """Return, as JSON types, what tells whether it is the same image, read in the same way: the
+        name of the file, how many bytes it has and a digest of the first and the last of them; of
+        arrays and folders a digest of the first, the middle and the last row instead.
+        """
+        found = {"name": os.path.basename(self.name), "height": self.height, "width": self.width}
+        found |= {"level": self.level, "bands": self._bands, "dtype": self.dtype.str}
+        found |= {"page": None if self._options is None else self._options.page}
+        if os.path.isfile(self.name):
+            with open(self.name, "rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                known = ends_of(file, 0, size, KNOWN_BYTES)
+            return found | {"bytes": size, "digest": hashlib.sha256(known).hexdigest()}
+        digest = hashlib.sha256()
+        for row in (0, self.height // 2, self.height - 1):
+            box = Box(row, 0, 1, self.width)
+            digest.update(self._reader.read(box, 1, self.width, self._bands).tobytes())
+        return found | {"bytes": None, "digest": digest.hexdigest()}
+
+    def close(self) -> None:
+        """Close the file; an array stays."""
+        self._kept = None
+        self._reader.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def open_source(
+    image: Openable | np.ndarray | Tensor | Any,
+    *,
+    level: int | None = None,
+    options: ReadOptions | None = None,
+    name: str | None = None,
+) -> ImageSource:
+    """Open an image of any size to read parts of it.
+
+    JPEG, PNG and whatever else has no parts is decoded as a whole when the first part is asked for,
+    and kept; a warning says how many bytes that takes.
+
+    Args:
+        image: an array or a memory-map ``[H, W]`` or ``[H, W, C]``, or whatever is sliced like one,
+            such as an array of zarr; a tensor ``[H, W]`` or ``[C, H, W]``; a path of a file in any
+            format of ``docs/files.md``, or an open file.
+        level: which size of a pyramid (a slide, OME-NGFF, a TIFF with smaller copies, a raster with
+            overviews), from 0, the largest; None: 0.
+        options: how it is read: bands, page, range of values; ``options_of(spec)`` has what a model
+            asks for. None: all bands, of which ``prepare`` takes those that the model takes.
+        name: what messages call it; None: its path, or "the array".
+
+    Raises:
+        ValueError, OSError: there is no such image, level, band or page, or it cannot be read; one
+            line with its name.
+    """
+    with ExitStack() as failed:
+        name = name or _name_of(image)
+        try:
+            reader = _open(image, options or ReadOptions())
+            failed.callback(reader.close)
+            reader.take_level(level or 0)
+            source = ImageSource(reader, name, level or 0, options)
+        except DAMAGED_IMAGE as error:
+            raise _renamed(name, error) from error
+        failed.pop_all()
+    if isinstance(reader, PillowImage):
+        warnings.warn(
+            f"{name} has no parts that can be read alone: all of it is decoded and kept, "
+            f"{source.held_bytes:,} bytes",
+            stacklevel=2,
+        )
+    elif source.held_bytes > MUCH:
+        warnings.warn(
+            f"{name} is stored in parts of {source._rows_of_piece:,} rows: {source.held_bytes:,} "
+            "bytes are kept while it is read",
+            stacklevel=2,
+        )
+    return source
+
+
+def _name_of(image: object) -> str:
+    if isinstance(image, (str, os.PathLike)):
+        return os.fspath(image)
+    name = getattr(image, "name", None)
+    if hasattr(image, "read") and isinstance(name, str):
+        return name
+    return "the array" if hasattr(image, "shape") else "the image"
+
+
+def _open(image: Any, options: ReadOptions) -> Reader:
+    if isinstance(image, Tensor):
+        try:
+            image = image.detach().cpu().numpy()
+        except TypeError as error:  # numpy has no bfloat16
+            raise ValueError(f"a tensor of {image.dtype}; make it float32") from error
+        image = image.transpose(1, 2, 0) if image.ndim == 3 else image
+    if hasattr(image, "shape") and hasattr(image, "dtype") and hasattr(image, "__getitem__"):
+        reader = ArrayImage([image], None, options.page)
+        reader.most_px = options.max_pixels
+        return reader
+    if not isinstance(image, (str, os.PathLike)) and not hasattr(image, "read"):
+        raise ValueError(f"wanted a path, an array or a tensor, got {type(image).__name__}")
+    return open_image(image, options)
+
+
+def _pieces(reader: Reader) -> tuple[int, int]:
+    """Return how many rows of the picture tiles, strips or chunks have, and the first row at which
+    one begins.
+    """
+    side = 1 if reader.turn.transpose else 0
+    rows, stored = reader.piece[side], reader.stored[side]
+    flipped = reader.turn.flip_columns if side else reader.turn.flip_rows
+    rows = max(1, min(rows, stored))
+    return rows, stored % rows if flipped else 0
+
+
+def _said(part: slice) -> str:
+    return f"{part.start:,} to {part.stop:,}"
+
+
+def _line(error: BaseException) -> str:
+    """Return the text of an error as one line."""
+    return as_flags(" ".join(str(error).split())) or type(error).__name__
+
+
+def _renamed(name: str, error: BaseException) -> Exception:
+    """Return an error with the name of the image in its line."""
+    if isinstance(error, OSError) and error.filename:
+        return error
+    kind = type(error) if isinstance(error, NotAsAsked) else ValueError
+    return kind(f"{name}: {_line(error)}")
