@@ -14,6 +14,7 @@ import visionattn.models  # noqa: F401  registers them with timm
 if TYPE_CHECKING:
     from visionattn.inference.calls import Predictions, extract_features, look, predict, segment
     from visionattn.models.tiled import forward_tiled
+    from visionattn.models.tiles import forward_tiles
     from visionattn.models.weights import DataSpec, load_model
     from visionattn.training.calls import train
 
@@ -23,6 +24,7 @@ __all__ = [
     "Predictions",
     "extract_features",
     "forward_tiled",
+    "forward_tiles",
     "load_model",
     "look",
     "predict",
@@ -35,6 +37,7 @@ _HOMES = {
     "Predictions": "visionattn.inference.calls",
     "extract_features": "visionattn.inference.calls",
     "forward_tiled": "visionattn.models.tiled",
+    "forward_tiles": "visionattn.models.tiles",
     "load_model": "visionattn.models.weights",
     "look": "visionattn.inference.calls",
     "predict": "visionattn.inference.calls",

@@ -11,7 +11,7 @@ from torch import nn
 import visionattn  # noqa: F401  registers models
 from visionattn.models.filled import call, pooled
 from visionattn.models.segmentation import Segmenter
-from visionattn.models.tiles import forward_tiles, tiled, tiling
+from visionattn.models.tiles import forward_tiles, over_tiles, tiling
 
 SMALL = dict(embed_dim=24, depth=2, num_heads=3, num_classes=5)
 
@@ -291,7 +291,7 @@ def test_a_source_is_read_tile_by_tile_and_a_sink_gets_bands_as_they_are_done(wa
     ends = [48, 80, 112, 144, 150]
     assert all(a <= b for a, b in zip(sink.read_rows, [*ends[1:], 150], strict=True))
     assert len(source.reads) == len(set(source.reads)) == 5 * 3
-    again = forward_tiles(model, source, prepare=prepared, **how)
+    again = forward_tiles(model, source, **how)  # as fractions of 255
     assert torch.equal(again, held)
 
 
@@ -299,7 +299,7 @@ def test_a_computation_of_batches_over_tiles_is_that_of_each_image():
     model = timm.create_model("scaleformer_vit_t", **SMALL).eval()
     images = torch.randn(2, 3, 96, 64)
     how = dict(tile=48, overlap=16, combine="max")
-    compute = tiled(call, patch_px=(16, 16), batch_size=2, **how)
+    compute = over_tiles(call, patch_px=(16, 16), batch_size=2, **how)
     with torch.inference_mode():
         wanted = forward_tiles(model, images, batch_size=2, **how)
         assert torch.equal(compute(model, images, None), wanted) and len(wanted) == 2
@@ -315,7 +315,7 @@ def test_numbers_that_are_not_finite_stay_so_and_masks_say_it():
     mask = forward_tiles(model, image, tile=16, overlap=8, want="masks")[0]
     assert mask[20, 30] == 255 and (mask == 255).sum() == 1
     for combine in ("mean", "max"):
-        compute = tiled(
+        compute = over_tiles(
             lambda m, x, sizes: x.mean((2, 3)), tile=16, overlap=8, patch_px=(1, 1), combine=combine
         )
         assert compute(model, image, None)[0].isnan().tolist() == [True, False, False]
@@ -357,7 +357,6 @@ IMAGE = torch.zeros(1, 3, 64, 64)
         ({"tile": 32, "prepare": prepared}, "prepare is for the pixels of a source"),
         ({"tile": 32, "sink": Bands(None)}, "a sink takes maps"),
         ({"tile": 32, "image": torch.zeros(3, 64, 64)}, r"wanted images \[B, C, H, W\]"),
-        ({"tile": 32, "image": Pixels(np.zeros((64, 64, 3)))}, "need prepare"),
         ({"tile": 32, "sink": Bands(None), "image": IMAGE.expand(2, -1, -1, -1)}, "there are 2"),
         ({"tile": 32, "model": nn.Flatten(), "want": "dense"}, "has no forward_intermediates"),
         ({"tile": 32, "model": nn.AvgPool2d(8, 10), "overlap": 0}, "must be whole numbers of"),

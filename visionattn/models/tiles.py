@@ -22,13 +22,12 @@ from visionattn.models.filled import call, last_map, pooled
 from visionattn.models.modes import in_eval
 from visionattn.models.segmentation import IGNORED, Segmenter
 from visionattn.models.tiled.ends import Sink, Source
+from visionattn.models.tiled.forward import Prepare, as_fractions
 
 Want = Literal["logits", "pooled", "dense", "masks"]
 Combine = Literal["mean", "max"]
 Compute = Callable[[nn.Module, Tensor, Tensor | None], Tensor]
 """``compute(model, inputs [B, C, H, W], sizes [B, 2]) -> [B, ...]``; ``filled.py`` has some."""
-Prepare = Callable[[np.ndarray], Tensor]
-"""``prepare(pixels [h, w, C]) -> [1, C, h, w]``, as the model takes them."""
 COMPUTES: dict[str, Compute] = {
     "logits": call,
     "pooled": pooled,
@@ -174,8 +173,9 @@ def forward_tiles(
         combine: ``mean`` or ``max`` over tiles, of vectors alone.
         batch_size: tiles at once.
         prepare: for a ``Source`` alone: turns pixels ``[h, w, C]`` into ``[1, C, h, w]`` as the
-            model takes them.
-        sink: takes the map of one image band by band; a row of tiles is in memory at a time.
+            model takes them. None: floating values as they are, and others scaled to [0, 1].
+        sink: takes the map of one image band by band; a row of tiles is in memory at a time. It
+            stays the caller's to close.
 
     Returns:
         What the model gives of one image that size, on the device of ``image`` (a source's: the
@@ -211,7 +211,7 @@ def forward_tiles(
     return result[:, 0] if want == "masks" else result
 
 
-def tiled(
+def over_tiles(
     compute: Compute,
     *,
     tile: int,
@@ -235,7 +235,7 @@ def tiled(
     """
     run = Tiles(compute, tile, overlap, patch_px, combine, batch_size, masks)
 
-    def over_tiles(model: nn.Module, inputs: Tensor, sizes: Tensor | None) -> Tensor:
+    def run_tiles(model: nn.Module, inputs: Tensor, sizes: Tensor | None) -> Tensor:
         if sizes is not None:
             raise ValueError("tiles are of images that fill their input")
         size = inputs.shape[2], inputs.shape[3]
@@ -243,11 +243,11 @@ def tiled(
         result = torch.stack([run.of_image(model, read, size) for read in reads])
         return result[:, 0] if masks else result
 
-    return over_tiles
+    return run_tiles
 
 
 class Tiles(NamedTuple):
-    """A computation over tiles; ``tiled`` has the arguments."""
+    """A computation over tiles; ``over_tiles`` has the arguments."""
 
     compute: Compute
     tile: int
@@ -413,9 +413,8 @@ def _reads(
             raise ValueError(f"wanted images [B, C, H, W], got {list(image.shape)}")
         size = image.shape[2], image.shape[3]
         return [(_of_tensor(one, device or image.device), size) for one in image.split(1)]
-    if prepare is None:
-        raise ValueError("the pixels of a source need prepare, which makes inputs of them")
-    return [(_of_source(image, prepare, device), (image.height, image.width))]
+    read = _of_source(image, prepare or as_fractions, device)
+    return [(read, (image.height, image.width))]
 
 
 def _of_tensor(image: Tensor, device: torch.device) -> Callable[[slice, slice], Tensor]:
