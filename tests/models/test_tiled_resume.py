@@ -100,11 +100,11 @@ def test_a_pass_that_is_killed_goes_on_from_the_last_snapshot(tmp_path, monkeypa
     class Killed(BaseException):
         pass
 
-    def writing(self, *args):
+    def writing(self, *args, **options):
         done.append(args[0])
         if len(done) % 3 == 0:
             raise Killed
-        write(self, *args)
+        write(self, *args, **options)
 
     monkeypatch.setattr(snapshots.Snapshots, "write", writing)
     sink, kills = Rows(), 0
@@ -153,3 +153,24 @@ def test_other_files_of_the_folder_stay(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     run(make(depth=2), None, tmp_path, "logits")
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def full(*args):
+    raise OSError(28, "No space left on device", "a")
+
+
+def test_a_snapshot_that_has_no_room_does_not_end_the_pass(tmp_path, monkeypatch):
+    monkeypatch.setattr(snapshots, "EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(snapshots, "save_file", full)
+    expected = result_of(make(depth=2), "logits")
+    with pytest.warns(UserWarning, match="cannot be written"):
+        assert torch.equal(result_of(make(depth=2), "logits", tmp_path), expected)
+
+
+def test_tokens_that_have_no_room_are_said_before_the_first_band(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    source = Array(draw_image(160, 90))
+    source.read = None
+    with pytest.raises(OSError, match="no room for .* of tokens: No space left on device"):
+        forward_tiled(make(), source, memory=400_000, work=tmp_path / "work")
+    assert not (tmp_path / "work").exists()

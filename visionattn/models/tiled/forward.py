@@ -422,7 +422,7 @@ class _Pass:
         assert self.snapshots is not None
         ended = self.place.step > len(self.layers)
         if not ended and (stop or self.snapshots.due()):
-            self.snapshots.write(*self._state())
+            self.snapshots.write(*self._state(), needed=stop)
         if stop and not ended:
             raise Stopped(f"stopped; {self.work} keeps the work so far, the same command goes on")
 

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from visionattn.cli.files import forget_unfinished, write_whole
+from visionattn.cli.files import first_line, forget_unfinished, write_whole
 
 NAME = "progress.safetensors"
 EVERY_SECONDS = 120.0
@@ -39,12 +40,28 @@ class Snapshots:
         passed = time.perf_counter() - self.last
         return passed > max(EVERY_SECONDS, self.took / MOST_SHARE)
 
-    def write(self, place: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        """Write one in place of the last."""
+    def write(
+        self, place: dict[str, Any], tensors: dict[str, Tensor], *, needed: bool = True
+    ) -> None:
+        """Write one in place of the last. Where there is no room for it, a warning says so, unless
+        it is ``needed``: the pass itself goes on.
+
+        Raises:
+            OSError: it is needed and cannot be written; the last one stays.
+        """
         begun = time.perf_counter()
         kept = {name: x.detach().to("cpu").contiguous() for name, x in tensors.items()}
         about = {"identity": self.identity, "place": json.dumps(place)}
-        write_whole(self.path, lambda path: save_file(_apart(kept), path, about))
+        try:
+            write_whole(self.path, lambda path: save_file(_apart(kept), path, about))
+        except OSError as error:
+            if needed:
+                raise
+            warnings.warn(
+                f"{self.path} cannot be written ({first_line(error)}): a pass that is killed goes "
+                "on from the last one that could",
+                stacklevel=2,
+            )
         self.last = time.perf_counter()
         self.took = self.last - begun
 

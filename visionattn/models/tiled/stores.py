@@ -1,10 +1,13 @@
 """Tokens and values of a whole image: in memory, or in a file that is mapped into it."""
 
+import os
 from math import prod
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from visionattn.cli.tables import sized
 
 
 class Store:
@@ -30,6 +33,7 @@ class Store:
         if path is None:
             self.rows = torch.empty(shape, dtype=dtype, device=device)
         else:
+            reserve(path, prod(shape) * dtype.itemsize)
             mapped = torch.from_file(str(path), shared=True, size=prod(shape), dtype=dtype)
             self.rows = mapped.view(shape)
 
@@ -40,3 +44,24 @@ class Store:
     def write(self, first: int, rows: Tensor) -> None:
         """Keep rows ``[n, W, width]`` in place of those from ``first`` on."""
         self.rows[first : first + len(rows)] = rows
+
+
+def reserve(path: Path, size: int) -> None:
+    """Make a file of so many bytes that are the disk's already: a mapped file that the disk has no
+    room for would end the process without a word.
+
+    Raises:
+        OSError: there is no room; the file is gone.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    except OSError as error:
+        path.unlink()
+        raise OSError(
+            error.errno,
+            f"no room for {sized(size)} of tokens: {os.strerror(error.errno)}",
+            str(path.parent),
+        ) from error
+    finally:
+        os.close(descriptor)
