@@ -1,0 +1,363 @@
+"""One image on several processes: values and gradients of one process, in float64, and the bytes
+that are sent.
+
+Each number of processes starts once and computes all cases; the tests look at what it found.
+"""
+
+import json
+import warnings
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.helpers.several_processes import run_processes
+from visionattn.layout import Grid
+from visionattn.models.backbone import VisionAttnTransformer
+from visionattn.models.sequence import parallelize
+from visionattn.models.sequence.model import check_dropout, check_model
+from visionattn.models.sequence.share import cut_rows
+from visionattn.models.sequence.traffic import ring_bytes, state_numbers, table, traffic_of
+
+BASE = dict(img_size=(28, 20), patch_size=4, embed_dim=12, depth=2, num_heads=2, num_classes=3)
+BASE |= dict(in_chans=1, mlp_ratio=2.0)
+HEIGHT, WIDTH = 28, 20
+"""Pixels of the images: 7 rows of 5 patches, so that ranks have 3 and 4, or 2, 2 and 3 rows."""
+WINDOWS = dict(attention="window", reg_tokens=1)
+CASES = {
+    f"{attention} {relative} {normalization}": dict(
+        attention=attention, relative=relative, normalization=normalization
+    )
+    for attention in ("kernelized", "taylorshift")
+    for relative in ("joint", "axial", "flat")
+    for normalization in ("mean", "sum")
+} | {
+    "kernelized none": dict(relative="none"),
+    "taylorshift none": dict(attention="taylorshift", relative="none"),
+    "one class": dict(horizon=0),
+    "a halo of more rows than a rank has": dict(horizon=6),
+    "flat over more than a row": dict(relative="flat", horizon=9),
+    "value_conv": dict(value_conv=3),
+    "value_conv beyond the halo": dict(value_conv=5, horizon=1),
+    "value_conv alone": dict(value_conv=5, relative="none"),
+    "value_conv and axial": dict(value_conv=3, relative="axial"),
+    "value_conv and flat": dict(value_conv=3, relative="flat"),
+    "centre_keys": dict(centre_keys=True, attention="taylorshift"),
+    "gate and registers": dict(output_gate=True, reg_tokens=2, global_pool="avg"),
+    "pos_embed": dict(pos_embed="learn", global_pool="avgmax"),
+    "pos_embed of patches": dict(pos_embed="learn", no_embed_class=True, global_pool="token"),
+    "no prefix": dict(class_token=False, global_pool="avg"),
+    "prefix pooled": dict(pool_include_prefix=True, global_pool="avgmax"),
+    "prefix in the maximum": dict(pool_include_prefix=True, reg_tokens=2),
+    "windows of 2": dict(window_size=2, **WINDOWS),
+    "windows of 3": dict(window_size=3, **WINDOWS),
+    "windows of 5": dict(window_size=5, **WINDOWS),
+    "windows of all rows": dict(window_size=7, **WINDOWS),
+    "windows without prefix": dict(
+        attention="window", window_size=3, relative="none", class_token=False
+    ),
+    "windows beside a state": dict(
+        attention=["window", "taylorshift", "window"],
+        depth=3,
+        window_size=4,
+        value_conv=3,
+        centre_keys=True,
+        relative="axial",
+    ),
+    "random features": dict(feature_map="random", qk_norm=True),
+    "relu": dict(feature_map="relu"),
+    "gradient checkpointing": dict(value_conv=3),
+    "stochastic depth": dict(drop_path_rate=0.5),
+    "an image of one value": dict(relative="none", global_pool="max"),
+}
+"""The last ones are prepared by ``prepared`` too."""
+
+
+def prepared(name: str) -> tuple[VisionAttnTransformer, torch.Tensor]:
+    """The model and the images of a case, the same on all processes."""
+    torch.manual_seed(0)
+    model = VisionAttnTransformer(**(BASE | CASES[name])).double()
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if "relative" not in key:
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    model.set_grad_checkpointing(name == "gradient checkpointing")
+    images = torch.randn(
+        2, 1, HEIGHT, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    )
+    # Of an image of one value all patches are the largest, on all ranks.
+    return model, torch.ones_like(images) if name == "an image of one value" else images
+
+
+def loss_of(logits: torch.Tensor) -> torch.Tensor:
+    factors = torch.arange(logits.numel(), dtype=logits.dtype).view_as(logits)
+    return (logits * factors).sum() + logits.square().sum()
+
+
+def gradients(model, averaged: bool = False) -> dict[str, torch.Tensor]:
+    """By name; averaged over all processes."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        grad = parameter.grad
+        found[name] = torch.zeros_like(parameter) if grad is None else grad.clone()
+        if averaged:
+            distributed.all_reduce(found[name])
+            found[name] /= distributed.get_world_size()
+        parameter.grad = None
+    return found
+
+
+def wrong_by(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((found - expected).abs().max() / (expected.abs().max() + 1e-6)).item()
+
+
+def compared(name: str) -> dict[str, float]:
+    """How far logits and gradients are from those of one process."""
+    model, images = prepared(name)
+    torch.manual_seed(5)
+    whole = model(images)
+    loss_of(whole).backward()
+    expected = gradients(model)
+    rows = parallelize(model)
+    torch.manual_seed(5)
+    logits = rows(images)
+    loss_of(logits).backward()
+    found = gradients(model, averaged=True)
+    wrong = {key: wrong_by(found[key], expected[key]) for key in expected}
+    wrong["logits"] = wrong_by(logits, whole)
+    moved = sum(grad.abs().max().item() > 0 for grad in expected.values())
+    with torch.inference_mode():
+        model.eval()
+        own = images[:, :, rows.own_rows(HEIGHT)]
+        wrong["inference"] = wrong_by(rows(own, HEIGHT), model(images))
+    return wrong | {"without a gradient": float(len(expected) - moved)}
+
+
+class Sent(TorchDispatchMode):
+    """Counts the bytes that collectives are given, but for what a rank sends itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name, size = str(func), 0
+        if "all_reduce" in name or "all_to_all" in name:
+            size = args[0].numel() * args[0].element_size()
+            self.found.append([name.split(".")[1], size])
+        return func(*args, **(kwargs or {}))
+
+
+TRAFFIC = {
+    "joint": dict(horizon=3),
+    "wide halo": dict(horizon=6, value_conv=3, centre_keys=True),
+    "taylorshift axial": dict(attention="taylorshift", relative="axial"),
+    "flat": dict(relative="flat", horizon=9, feature_map="random", random_features=5),
+    "conv": dict(relative="none", value_conv=3),
+}
+
+
+def traffic(rank: int) -> dict[str, list]:
+    """What the block's collectives are given forward and backward, and what the formulas say."""
+    found = {}
+    for name, options in TRAFFIC.items():
+        model = VisionAttnTransformer(**(BASE | options | dict(depth=1)))
+        rows = parallelize(model)
+        x = torch.randn(2, 1, HEIGHT, WIDTH)
+        with Sent() as sent:
+            tokens = rows.forward_features(x)
+            forward = list(sent.found)
+            tokens.sum().backward()
+        size = distributed.get_world_size()
+        grid, layer = Grid(7, 5), model.blocks[0].attn
+        said = traffic_of(layer, grid, size, rank=rank, images=2)
+        backward = sent.found[len(forward) :]
+        found[name] = [forward, backward, said.summed_bytes, said.exchanged_bytes]
+    return found
+
+
+def dropped() -> list[float]:
+    """Logits of a class token where values are dropped, and where none are."""
+    torch.manual_seed(0)
+    model = VisionAttnTransformer(**(BASE | dict(attn_drop_rate=0.5, global_pool="token")))
+    rows, images = parallelize(model.double()), torch.ones(1, 1, HEIGHT, WIDTH).double()
+    torch.manual_seed(3)
+    first = rows(images)
+    return [*first.flatten().tolist(), *rows(images)[0].tolist(), *rows.eval()(images)[0].tolist()]
+
+
+def refusals() -> list[str]:
+    model = VisionAttnTransformer(**BASE)
+    rows, said = parallelize(model), []
+    few = VisionAttnTransformer(**(BASE | dict(dynamic_img_size=False)))
+    for call in (
+        lambda: rows(torch.zeros(1, 1, 4, 20)),
+        lambda: rows(torch.zeros(1, 1, 28, 21)),
+        lambda: rows(torch.zeros(1, 1, 28, 20), 32),
+        lambda: rows(torch.zeros(1, 1, 28, 20), sizes=torch.tensor([[28, 20]])),
+        lambda: parallelize(few)(torch.zeros(1, 1, 32, 20)),
+        lambda: parallelize(model, init_device_mesh("cpu", (1, distributed.get_world_size()))),
+    ):
+        try:
+            call()
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+@lru_cache
+def found_by(size: int, folder: Path) -> list[dict]:
+    """What each of so many processes finds in all cases."""
+
+    def work(rank):
+        distributed.init_process_group("gloo")
+        cases = {name: compared(name) for name in CASES}
+        more = dict(traffic=traffic(rank), dropped=dropped(), refused=refusals())
+        print(json.dumps(more | {"cases": cases}))
+        distributed.destroy_process_group()
+
+    ended = run_processes(size, work, folder / str(size))
+    assert all(each.code == 0 for each in ended), ended[0].err
+    return [json.loads(each.out) for each in ended]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("sequence")
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_logits_and_gradients_are_those_of_one_process(size, name, folder):
+    for of_rank in found_by(size, folder):
+        wrong = dict(of_rank["cases"][name])
+        # A shift of all keys, the bias of keys among them, may have no gradient; weights all have.
+        assert wrong.pop("without a gradient") < 3
+        assert max(wrong.values()) < 1e-10, wrong
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", TRAFFIC)
+def test_the_bytes_that_are_sent_are_those_of_the_formula(size, name, folder):
+    for of_rank in found_by(size, folder):
+        forward, backward, summed, exchanged = of_rank["traffic"][name]
+        kinds = [kind for kind, _ in forward]
+        sums = 2 if "centre_keys" in TRAFFIC[name] else 1
+        exchanges = 0 if "axial" in name else 1
+        assert kinds.count("all_reduce") == sums and kinds.count("all_to_all_single") == exchanges
+        assert sum(size for kind, size in forward if kind == "all_reduce") == summed
+        assert sum(size for kind, size in forward if kind != "all_reduce") == exchanged
+        # Backward what came goes back, in as many messages.
+        assert sorted(kind for kind, _ in backward) == sorted(kinds)
+        assert sum(size for kind, size in backward if kind == "all_reduce") == summed
+    everything = [each["traffic"][name] for each in found_by(size, folder)]
+    assert sum(size for of in everything for kind, size in of[1] if kind != "all_reduce") == sum(
+        of[3] for of in everything
+    )
+
+
+def test_dropped_values_are_the_same_draws_of_what_all_ranks_have(folder):
+    one, *others = (each["dropped"] for each in found_by(3, folder))
+    assert others == [one, one]
+    first, second, whole = one[:3], one[3:6], one[6:]
+    assert first != second and second != whole and first != whole
+
+
+def test_what_does_not_fit_is_refused_in_one_line(folder):
+    said = found_by(3, folder)[1]["refused"]
+    starts = [
+        "an image of 1 row of patches is too low for 3 processes",
+        "image of 28 x 21 pixels is not a whole number of 4-pixel patches",
+        "rank 1 has rows 8 to 19 of 32, which are 12, got 28 rows",
+        "one image on several processes takes images that fill their canvas",
+        "image of 32 x 20 pixels, but dynamic_img_size=False",
+        "mesh: wanted one dimension",
+    ]
+    assert len(said) == len(starts)
+    assert all(a.startswith(b) for a, b in zip(said, starts, strict=True)), said
+    assert not any("\n" in line for line in said)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"softmax_blocks": [1]}, r"block 1 has attention='softmax', whose tokens see each other"),
+        ({"feature_map": "softmax"}, "feature_map=.softmax. has no states"),
+        ({"form": "direct"}, "form=.direct. sees each other"),
+        ({"patch_drop_rate": 0.5}, "patch_drop_rate leaves no whole rows"),
+        ({"global_pool": "map"}, "global_pool='map' sees all tokens; wanted max, avg, avgmax or"),
+    ],
+)
+def test_models_that_need_all_tokens_are_refused(options, message):
+    with pytest.raises(ValueError, match=f"^one image on several processes: .*{message}"):
+        check_model(VisionAttnTransformer(**(BASE | options)))
+
+
+def test_other_models_operations_and_dropout_are_refused():
+    with pytest.raises(ValueError, match="wanted a classification model of this package, got Lin"):
+        check_model(torch.nn.Linear(1, 1))
+    model = VisionAttnTransformer(**BASE)
+    model.blocks[0].attn.operation = print
+    with pytest.raises(ValueError, match="block 0 has another operation"):
+        check_model(model)
+    check_dropout(VisionAttnTransformer(**(BASE | dict(drop_rate=0.1, attn_drop_rate=0.1))))
+    with pytest.raises(ValueError, match=r"blocks\.0\.attn\.proj_drop drops single entries"):
+        check_dropout(VisionAttnTransformer(**(BASE | dict(proj_drop_rate=0.1))))
+
+
+def test_without_a_process_group_there_is_nobody_to_share_with():
+    with pytest.raises(ValueError, match="^there is no process group: start the program with tor"):
+        parallelize(VisionAttnTransformer(**BASE))
+
+
+def test_rows_are_divided_as_equally_as_they_can_be():
+    assert cut_rows(7, 3) == (0, 2, 4, 7)
+    assert cut_rows(3, 3) == (0, 1, 2, 3)
+    with pytest.raises(ValueError, match="^an image of 2 rows of patches is too low for 3"):
+        cut_rows(2, 3)
+
+
+def test_two_images_on_two_processes_each_learn_what_one_process_does(tmp_path):
+    """A mesh of data and sequence, under plain DDP over all of its processes."""
+
+    def work(rank):
+        distributed.init_process_group("gloo")
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "sequence"))
+        model, images = prepared("value_conv")
+        (loss_of(model(images[:1])) + loss_of(model(images[1:]))).div(2).backward()
+        expected = gradients(model)
+        rows = DistributedDataParallel(parallelize(model, mesh["sequence"]))
+        own = mesh["data"].get_local_rank()
+        with warnings.catch_warnings():
+            # Of tokens of one image, whose strides mean nothing.
+            warnings.filterwarnings("ignore", message="Grad strides do not match")
+            loss_of(rows(images[own : own + 1])).backward()
+        found = gradients(model)
+        print(max(wrong_by(found[name], expected[name]) for name in expected))
+        distributed.destroy_process_group()
+
+    for each in run_processes(4, work, tmp_path):
+        assert each.code == 0, each.err
+        assert float(each.out) < 1e-10
+
+
+def test_the_table_has_states_that_do_not_grow_and_rings_that_do():
+    model = VisionAttnTransformer(**(BASE | dict(depth=1)))
+    layer = model.blocks[0].attn
+    assert state_numbers(layer) == 2 * (6 * 6 + 6)
+    assert ring_bytes(11, 12, 4) == 2 * 11 * 12 * 4 * 3 // 4
+    small, large = table(model, [32, 128], [4])
+    assert (small["side_px"], large["ranks"]) == (32, 4)
+    assert small["summed_bytes"] == large["summed_bytes"] == 4 * state_numbers(layer)
+    # Sums and rows are as long as the image is wide; keys and values as it is large.
+    assert large["exchanged_bytes"] == 4 * 12 * 32 * (2 * 2 + 3)
+    assert large["ring_bytes"] == ring_bytes(1 + 32 * 32, 12, 4)
+    assert large["sent_bytes"] == 2 * large["summed_bytes"] * 3 // 4 + large["exchanged_bytes"]
+    windows = VisionAttnTransformer(**(BASE | dict(attention="window")))
+    with pytest.raises(ValueError, match="^attention='window' has no state"):
+        traffic_of(windows.blocks[0].attn, Grid(7, 5), 2)

@@ -1,0 +1,126 @@
+"""Sums, maxima and exchanges over the ranks of a group that can be differentiated.
+
+What is differentiated is the sum of the losses of all ranks: the gradient of a sum over ranks is
+the sum of the gradients of all ranks, and that of an exchange is the exchange back. So where every
+rank has the same loss, each gets a part of the gradients of the weights, and the mean over the
+ranks of these parts, which is what DDP takes, is the gradient of the loss.
+
+The ranks call the same functions in the same order. They are PyTorch's functional collectives, over
+gloo or NCCL, forward and backward; a group of one rank sends nothing.
+"""
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+import torch.distributed._functional_collectives as functional
+from torch import Tensor, distributed
+from torch.distributed import ProcessGroup
+
+from visionattn.ops.sums import accumulation_dtype
+
+
+def _waited(x: Tensor) -> Tensor:
+    """Return what a collective gives, once it is there."""
+    return x.wait() if isinstance(x, functional.AsyncCollectiveTensor) else x
+
+
+def _reduced(x: Tensor, how: str, group: ProcessGroup) -> Tensor:
+    return _waited(functional.all_reduce(x.contiguous(), how, group))
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _reduced(x, "sum", group)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return _reduced(grad, "sum", ctx.group), None
+
+
+def summed(tensors: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
+    """Return the sums over the ranks of tensors that have the same shapes on all of them, in one
+    message.
+
+    Args:
+        tensors: of one dtype.
+        group: the ranks.
+    """
+    if distributed.get_world_size(group) == 1:
+        return list(tensors)
+    flat = _Sum.apply(torch.cat([x.flatten() for x in tensors]), group)
+    parts = flat.split([x.numel() for x in tensors])
+    return [part.view(x.shape) for part, x in zip(parts, tensors, strict=True)]
+
+
+class _Largest(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, count: Tensor, group: ProcessGroup) -> Tensor:
+        found = _reduced(x, "max", group)
+        ctx.group = group
+        # A rank whose largest is not that of all has no part in the gradient.
+        ctx.save_for_backward(torch.where(x == found, count, 0))
+        return found
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        (count,) = ctx.saved_tensors
+        wide = torch.stack([grad.to(accumulation_dtype(grad)), count.to(accumulation_dtype(grad))])
+        total, holders = _reduced(wide, "sum", ctx.group)
+        return (total * (count / holders.clamp(min=1))).to(grad.dtype), None, None
+
+
+def largest(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Return the largest entries of all tokens of all ranks, ``[B, D]`` of ``x [B, n, D]``.
+
+    As in ``amax``, those that are equally large take equal parts of the gradient.
+    """
+    own = x.amax(1)
+    if distributed.get_world_size(group) == 1:
+        return own
+    count = (x.detach() == own.detach().unsqueeze(1)).sum(1)
+    return _Largest.apply(own, count, group)
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx, x: Tensor, received: list[int], sent: list[int], group: ProcessGroup
+    ) -> Tensor:
+        ctx.options = sent, received, group
+        return _waited(functional.all_to_all_single(x, received, sent, group))
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        back = functional.all_to_all_single(grad.contiguous(), *ctx.options)
+        return _waited(back), None, None, None
+
+
+def exchanged(
+    sent: Sequence[Sequence[Tensor]],
+    shapes: Sequence[Sequence[tuple[int, ...]]],
+    group: ProcessGroup,
+) -> list[list[Tensor]]:
+    """Return what the ranks send to this one, in one message.
+
+    Every rank sends something to another one, if only a tensor without entries, and uses all that
+    comes: one that did not would not call the exchange of the gradients.
+
+    Args:
+        sent: tensors for each rank, of one dtype; none for this one.
+        shapes: of the tensors that each rank sends here.
+        group: the ranks.
+    """
+    flat = torch.cat([x.flatten() for parts in sent for x in parts])
+    sizes = [sum(prod(shape) for shape in each) for each in shapes]
+    out = [sum(x.numel() for x in parts) for parts in sent]
+    found = _Exchange.apply(flat, sizes, out, group).split(sizes)
+    return [
+        [
+            part.view(shape)
+            for part, shape in zip(own.split([prod(each) for each in of]), of, strict=True)
+        ]
+        for own, of in zip(found, shapes, strict=True)
+    ]

@@ -1,0 +1,280 @@
+"""A model whose image is divided by rows among the processes of a group.
+
+This module owns what is done once for an image: the rows of each rank, patches and positions, and
+pooling. ``attention.py`` has what is done in each block.
+"""
+
+import torch
+from timm.models import checkpoint
+from torch import Tensor, distributed, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from visionattn.layers import Block
+from visionattn.layout import Grid
+from visionattn.models.absent import absolute_position
+from visionattn.models.backbone import VisionAttnTransformer
+from visionattn.models.patches import wrong_size
+from visionattn.models.pyramid import PyramidTransformer
+from visionattn.models.sequence.attention import attention_of_rows
+from visionattn.models.sequence.collectives import largest, summed
+from visionattn.models.sequence.share import Share, cut_rows
+from visionattn.ops.feature_maps import get_feature_map, is_per_token
+from visionattn.ops.sums import accumulation_dtype
+
+POOLS = ("max", "avg", "avgmax", "token")
+"""Poolings that can be taken over the tokens of several processes."""
+
+
+class RowParallel(nn.Module):
+    """A model that computes the tokens of some rows of each image, as one of a group of processes
+    that have the other rows, and gives the logits of the whole image on each of them.
+
+    Values are those of the model on one process, up to rounding. Gradients are those of the sum of
+    the losses of all ranks: where they all have the loss of the whole image, the mean of the
+    gradients over the ranks, which is what DDP takes, is that of the image.
+
+    Prefix tokens are on all ranks. Random draws have to be the same on all of them, as those of
+    stochastic depth are of whole images: ``torch.manual_seed`` with the same number before each
+    step. Dropped values (``attn_drop_rate``) are drawn for each rank's patches apart.
+
+    Args:
+        model: whole on each rank, with the same weights; the parameters stay its own.
+        group: the ranks.
+
+    Raises:
+        ValueError: see ``parallelize``.
+    """
+
+    def __init__(self, model: VisionAttnTransformer, group: ProcessGroup):
+        super().__init__()
+        check_model(model)
+        self.model, self.group = model, group
+
+    def share(self, height: int, width: int) -> Share:
+        """Return which rows of patches this rank has of images of so many pixels.
+
+        Raises:
+            ValueError: they are no whole number of patches, or have fewer rows than there are
+                ranks.
+        """
+        embed = self.model.patch_embed
+        patch = embed.patch_size
+        if embed.strict_img_size and (height, width) != tuple(embed.img_size):
+            raise ValueError(
+                f"image of {height} x {width} pixels, but dynamic_img_size=False fixes "
+                f"{embed.img_size}"
+            )
+        if not embed.dynamic_img_pad and (height % patch[0] or width % patch[1]):
+            raise ValueError(wrong_size(height, width, patch))
+        grid = Grid(-(-height // patch[0]), -(-width // patch[1]))
+        cuts = cut_rows(grid.height, distributed.get_world_size(self.group))
+        rank = distributed.get_rank(self.group)
+        return Share(grid, cuts, rank, self.group, self.model.num_prefix_tokens)
+
+    def own_rows(self, height: int) -> slice:
+        """Return the rows of pixels that this rank needs of images of so many rows of pixels."""
+        patch = self.model.patch_embed.patch_size
+        ranks, rank = (of(self.group) for of in (distributed.get_world_size, distributed.get_rank))
+        cuts = cut_rows(-(-height // patch[0]), ranks)
+        return slice(cuts[rank] * patch[0], min(height, cuts[rank + 1] * patch[0]))
+
+    def forward_features(self, x: Tensor, height: int | None = None) -> Tensor:
+        """Return the normalised tokens of this rank, ``[B, P + rows * W, D]``; ``forward`` explains
+        the arguments.
+        """
+        share = self._share(x, height)
+        if height is None:
+            x = x[:, :, self.own_rows(x.shape[2])]
+        x = self._embedded(x, share)
+        for block in self.model.blocks:
+            if self.model.grad_checkpointing and torch.is_grad_enabled():
+                x = checkpoint(block_of_rows, block, x, share)
+            else:
+                x = block_of_rows(block, x, share)
+        return self.model.norm(x)
+
+    def _share(self, x: Tensor, height: int | None) -> Share:
+        """Return who has which rows of images, after checking that this rank's are there."""
+        if height is None:
+            return self.share(*x.shape[2:])
+        share, rows = self.share(height, x.shape[3]), self.own_rows(height)
+        if x.shape[2] != rows.stop - rows.start:
+            raise ValueError(
+                f"rank {share.rank} has rows {rows.start} to {rows.stop - 1} of {height}, which "
+                f"are {rows.stop - rows.start}, got {x.shape[2]} rows of pixels"
+            )
+        return share
+
+    def _embedded(self, x: Tensor, share: Share) -> Tensor:
+        """Return the tokens of this rank's rows of pixels ``[B, C, h_px, W_px]``."""
+        model, embed, own = self.model, self.model.patch_embed, share.strip
+        if embed.dynamic_img_pad:
+            x = nn.functional.pad(
+                x, (0, -x.shape[3] % embed.patch_size[1], 0, -x.shape[2] % embed.patch_size[0])
+            )
+        x = embed.norm(embed.proj(x).permute(0, 2, 3, 1)).flatten(1, 2)
+        tokens = (model.cls_token, model.reg_token)
+        prefix = [token.expand(len(x), -1, -1) for token in tokens if token is not None]
+        if model.pos_embed is not None:
+            lead = 0 if model.no_embed_class else model.num_prefix_tokens
+            position = absolute_position(model.pos_embed, share.grid, embed.grid_size, lead, None)
+            width = share.grid.width
+            x = x + position[:, lead + own.first * width : lead + own.last * width]
+            if lead:
+                prefix = [torch.cat(prefix, 1) + position[:, :lead]]
+        return model.norm_pre(torch.cat([*prefix, x], 1))
+
+    def pooled(self, x: Tensor) -> Tensor:
+        """Return the features of whole images, ``[B, D]``, of this rank's tokens."""
+        model, how = self.model, self.model.global_pool
+        if how == "token":
+            return x[:, 0]
+        number, prefix = distributed.get_rank(self.group), model.num_prefix_tokens
+        # Prefix tokens that are pooled too are those of one rank alone, so that they count once.
+        own = x if model.pool_include_prefix and number == 0 else x[:, prefix:]
+        found = []
+        if how in ("max", "avgmax"):
+            found.append(largest(own, self.group))
+        if how in ("avg", "avgmax"):
+            wide = accumulation_dtype(x)
+            count = x.new_full((1,), own.shape[1], dtype=wide)
+            total, count = summed([own.sum(1, dtype=wide), count], self.group)
+            found.append((total / count.detach()).to(x.dtype))
+        return found[0] if len(found) == 1 else 0.5 * (found[0] + found[1])
+
+    def forward(
+        self, x: Tensor, height: int | None = None, *, sizes: Tensor | None = None
+    ) -> Tensor:
+        """Turn images into logits ``[B, num_classes]``, the same on all ranks.
+
+        Args:
+            x: ``[B, C, H_px, W_px]``, the same on all ranks; or, with ``height``, the rank's own
+                rows of pixels alone (``own_rows``).
+            height: H_px, where x are the rank's own rows.
+            sizes: None; images that do not fill their canvas are refused.
+
+        Raises:
+            ValueError: an image that is not a whole number of patches, or has fewer rows of them
+                than there are ranks; sizes; in training, dropout of single entries of tokens
+                (``pos_drop_rate``, ``proj_drop_rate``).
+        """
+        if sizes is not None:
+            raise ValueError(
+                "one image on several processes takes images that fill their canvas; see images "
+                "native, stretch or crop, not pad"
+            )
+        model = self.model
+        if self.training:
+            check_dropout(model)
+        x = model.fc_norm(self.pooled(self.forward_features(x, height)))
+        return model.head(model.head_drop(x))
+
+
+def block_of_rows(block: Block, x: Tensor, share: Share) -> Tensor:
+    """Map the tokens of a rank, ``[B, P + rows * W, D]``, as ``Block`` maps those of an image."""
+    attended = attention_of_rows(block.attn, block.norm1(x), share)
+    x = x + block.drop_path1(block.ls1(attended))
+    return x + block.drop_path2(block.ls2(block.mlp(block.norm2(x))))
+
+
+def parallelize(
+    model: VisionAttnTransformer, mesh: DeviceMesh | ProcessGroup | None = None
+) -> RowParallel:
+    """Divide each image by rows of patches among the processes of a group.
+
+    Args:
+        model: of this package, whole on each process and with the same weights.
+        mesh: the processes that share an image: a ``DeviceMesh`` of one dimension, such as
+            ``mesh["sequence"]`` of one of two, or a process group; None: all processes.
+
+    Returns:
+        A module with the model's parameters, which takes whole images, or a process's own rows, and
+        gives the model's logits on each process. It can be trained, under DDP over all processes of
+        both dimensions, and be called under ``torch.inference_mode()``.
+
+    Raises:
+        ValueError: there is no process group, the mesh has several dimensions, or the model has
+            parts that need all tokens on one process: blocks of softmax, ``feature_map="softmax"``,
+            ``form="direct"``, dropped patches, pooling by attention, a
+            pyramid or a head of pixels.
+    """
+    if not distributed.is_available() or not distributed.is_initialized():
+        raise ValueError(
+            "there is no process group: start the program with torchrun, and call "
+            "torch.distributed.init_process_group first"
+        )
+    if isinstance(mesh, DeviceMesh):
+        if mesh.ndim != 1:
+            raise ValueError(
+                f"mesh: wanted one dimension, that of the processes which share an image, got "
+                f"{mesh.mesh_dim_names or mesh.ndim}; take one of them, as mesh['sequence']"
+            )
+        mesh = mesh.get_group()
+    return RowParallel(model, group_apart(mesh))
+
+
+def group_apart(group: ProcessGroup | None) -> ProcessGroup:
+    """Return a group of the same processes whose messages do not meet those of others: where they
+    are all processes, DDP sums gradients among them while a backward pass exchanges rows.
+    """
+    whole = group is None or group is distributed.group.WORLD
+    return distributed.new_group() if whole else group
+
+
+def refused(why: str) -> ValueError:
+    """Make the error for a model that cannot be divided."""
+    return ValueError(f"one image on several processes: {why}")
+
+
+def check_model(model: nn.Module) -> None:
+    """Raise ValueError where the tokens of a model cannot be divided by rows among processes."""
+    if not isinstance(model, VisionAttnTransformer) or isinstance(model, PyramidTransformer):
+        raise refused(
+            f"wanted a classification model of this package, got {type(model).__name__}; pixels "
+            "and pyramids are computed on one process"
+        )
+    if model.attn_pool is not None or model.global_pool not in POOLS:
+        raise refused(f"global_pool={model.global_pool!r} sees all tokens; wanted {_one_of(POOLS)}")
+    if not isinstance(model.patch_drop, nn.Identity):
+        raise refused("patch_drop_rate leaves no whole rows; leave it out")
+    for number, block in enumerate(model.blocks):
+        _check_block(number, block)
+
+
+def check_dropout(model: nn.Module) -> None:
+    """Raise ValueError where a model in training would drop entries of the prefix tokens of each
+    process by other draws.
+    """
+    for name, module in model.named_modules():
+        # The head's is of whole images, and values have draws of their own.
+        shared = name.endswith(("head_drop", "attn_drop"))
+        if isinstance(module, nn.Dropout) and module.p and not shared:
+            raise refused(
+                f"{name} drops single entries of tokens, and of prefix tokens other ones on each; "
+                "leave pos_drop_rate and proj_drop_rate at 0"
+            )
+
+
+def _check_block(number: int, block: nn.Module) -> None:
+    if type(block) is not Block:
+        raise refused(f"block {number} is a {type(block).__name__}")
+    layer = block.attn
+    if layer.operation is not layer.kind.function:
+        raise refused(f"block {number} has another operation than that of its attention")
+    if not (layer.kind.states or layer.kind.windows):
+        raise refused(
+            f"block {number} has attention={layer.attention!r}, whose tokens see each other pair "
+            "by pair; wanted kernelized, taylorshift or window"
+        )
+    if layer.form == "direct":
+        raise refused('form="direct" sees each other pair by pair; leave it at "auto"')
+    if layer.feature_map is not None and not is_per_token(get_feature_map(layer.feature_map)):
+        raise refused(
+            'feature_map="softmax" has no states, as its keys depend on each other; wanted elu1, '
+            "relu or random"
+        )
+
+
+def _one_of(names: tuple[str, ...]) -> str:
+    return f"{', '.join(names[:-1])} or {names[-1]}"
