@@ -123,9 +123,13 @@ class TrainConfig:
     """Optimiser steps between two states within an epoch, from which a killed run goes on; None:
     one after each epoch.
     """
-    parallel: Literal["ddp", "fsdp"] | None = None
-    """Under ``torchrun`` alone: each process has the whole model (``ddp``), or its share of it
-    (``fsdp``). None: ``ddp``.
+    parallel: Literal["ddp", "fsdp", "sequence"] | None = None
+    """Under ``torchrun`` alone: each process has the whole model (``ddp``), its share of it
+    (``fsdp``), or the whole model and some rows of each image (``sequence``). None: ``ddp``.
+    """
+    sequence_ranks: int | None = None
+    """With ``parallel`` sequence: how many processes share an image, which divides the number of
+    processes; None: all.
     """
 
 
@@ -178,6 +182,7 @@ def check(config: TrainConfig) -> None:
         "threads": config.threads,
         "log_every": config.log_every,
         "save_every": config.save_every,
+        "sequence_ranks": config.sequence_ranks,
         "optim.accumulate": optim.accumulate,
         "optim.lr": optim.lr,
         "optim.clip_grad": optim.clip_grad,
@@ -242,5 +247,24 @@ def check(config: TrainConfig) -> None:
             "optim.mixup and optim.cutmix mix the classes of images, and data.task segmentation "
             "has those of pixels; leave them out"
         )
+    if config.sequence_ranks is not None and config.parallel != "sequence":
+        raise ValueError("sequence_ranks is for parallel sequence; give both, or neither")
+    if config.parallel == "sequence":
+        _check_sequence(config)
     if config.resume and config.overwrite:
         raise ValueError("resume goes on with a run and overwrite deletes it: give one of them")
+
+
+def _check_sequence(config: TrainConfig) -> None:
+    """Raise ValueError for what several processes that share an image do not do."""
+    idle = {
+        "compile": config.compile,
+        "data.fit pad": config.data.fit == "pad",
+        "data.task segmentation": config.data.task == "segmentation",
+    }
+    for name, given in idle.items():
+        if given:
+            raise ValueError(
+                f"parallel sequence shares the rows of images that fill their canvas among "
+                f"processes, for classes of images and without compiling; not with {name}"
+            )

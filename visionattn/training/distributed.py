@@ -59,6 +59,10 @@ class Processes:
     ):
         self.rank, self.size = rank, size
         self.local_rank, self.hosts = local_rank, list(hosts)
+        self.per_image = 1
+        """How many processes share each image: those of neighbouring numbers, whose batches are the
+        same.
+        """
         self.watchdog: Watchdog | None = None
         self._agreed: BaseException | None = None
 
@@ -66,6 +70,21 @@ class Processes:
     def first(self) -> bool:
         """Tell whether this is the process that prints and writes."""
         return self.rank == 0
+
+    @property
+    def data_rank(self) -> int:
+        """The number of the part of each batch that this process takes."""
+        return self.rank // self.per_image
+
+    @property
+    def data_size(self) -> int:
+        """The number of parts of each batch."""
+        return self.size // self.per_image
+
+    @property
+    def counts(self) -> bool:
+        """Tell whether what this process finds of its images is not what another one finds too."""
+        return self.rank % self.per_image == 0
 
     @property
     def name(self) -> str:
@@ -102,7 +121,8 @@ class Processes:
         if self.size == 1:
             return device.type
         machines = len(set(self.hosts))
-        return f"{self.size} processes ({kind}), {device.type}" + (
+        shared = f", {self.per_image} for each image" if self.per_image > 1 else ""
+        return f"{self.size} processes ({kind}{shared}), {device.type}" + (
             f", {machines} machines" if machines > 1 else ""
         )
 
@@ -258,8 +278,8 @@ def joined(waits: Waits = WAITS) -> Iterator[Processes]:
 
     Raises:
         ValueError: the environment says that there are several processes, but not which one this
-        is. Failed: torchrun or the first process does not answer, or a process does not come within
-            ``waits.start``.
+            is; or torchrun or the first process does not answer within ``waits.start``.
+        Failed: a process does not come within ``waits.start``.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield Processes()
@@ -297,7 +317,7 @@ def reach_store(processes: Processes, waits: Waits) -> distributed.Store:
     """Connect to the store with which the processes find each other.
 
     Raises:
-        Failed: the store does not answer; one process of each machine says so.
+        ValueError: the store does not answer; one process of each machine says so.
     """
     try:
         store, *_ = next(
@@ -312,8 +332,9 @@ def reach_store(processes: Processes, waits: Waits) -> distributed.Store:
         if processes.local_rank:
             _be_quiet()
         place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        raise Failed(
-            f"torchrun or the first process does not answer at {place}: {first_line(error)}"
+        raise ValueError(
+            f"torchrun or the first process does not answer at {place}: {first_line(error)}; start "
+            "torchrun on each machine with the same reachable --rdzv-endpoint"
         ) from error
     store.set_timeout(distributed.default_pg_timeout)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")

@@ -37,7 +37,7 @@ from visionattn.training.distributed import Processes, place_of
 from visionattn.training.forecast import forecast
 from visionattn.training.memory import Expected, TrainingMemory, check_memory, with_batch
 from visionattn.training.objective import Objective
-from visionattn.training.parallel import check_model, choose_kind
+from visionattn.training.parallel import check_model, choose_kind, ranks_per_image
 from visionattn.training.progress import Result
 from visionattn.training.record import BEST, LAST, NoRecord, Record, clear, run_folder
 from visionattn.training.report import how_to_resume
@@ -136,6 +136,7 @@ def train(
             "visionattn.training.show.show_batch(config)"
         )
     processes.together(lambda: choose_kind(config, processes.size))
+    processes.per_image = ranks_per_image(config, processes.size)
     processes.on_first(lambda: check_root(config.data))
     folder = processes.on_first(lambda: run_folder(config))
     states = States(folder)
@@ -236,7 +237,8 @@ def build(
         own = replace(config.model, args=held | config.model.args)
         starts = replace(config, model=own)
         made = prepare(starts, device, resumed=resumed, first=processes.first)
-        check_model(made.model, made.built.name, processes.size)
+        kind = choose_kind(replace(config, batch_size="auto"), processes.size)
+        check_model(made.model, made.built.name, processes.size, kind)
         patch_px, spec = patch_size(made.model), made.splits.spec
         geometries = geometry_choices(spec, config.data, patch_px)
         check_geometries(made.model, [geometry_of(spec, patch_px), *geometries])
@@ -255,6 +257,7 @@ def build(
         config = replace(config, **processes.on_first(lambda: states.batches(config)))
     config, chosen = with_batch(config, splits, memory)
     trainer = Trainer(config, splits, model, made.args, device, states, processes, made.objective)
+    processes.together(trainer.check_rows)
     return trainer, check_memory(trainer, memory), [*chosen, *made.lines]
 
 

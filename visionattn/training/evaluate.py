@@ -78,7 +78,7 @@ def evaluate(
 
     Args:
         model: on ``device``; on several processes each has the whole of it, since nobody waits for
-            others' batches.
+            others' batches; those that share images (``per_image``) have one for their rows.
         batches: the images, or the part of them that this process takes.
         spec: what the images are.
         device: where to compute.
@@ -95,10 +95,16 @@ def evaluate(
     objective = objective or objective_of(spec, OptimConfig())
     depth = min(5, spec.num_classes)
     with in_eval(model):
-        own = processes.together(
-            lambda: _sums(model, batches, spec, device, amp, depth, objective, tally)
-        )
-    images, loss, correct, among_five, named, images_per_second, *counts = processes.sum(*own)
+
+        def work() -> tuple[float, ...]:
+            return _sums(model, batches, spec, device, amp, depth, objective, tally)
+
+        # Processes that share an image speak with each other as they work.
+        own = work() if processes.per_image > 1 else processes.together(work)
+    total = processes.sum(*own)
+    if processes.per_image > 1:  # and count the same images
+        total = [each / processes.per_image for each in total]
+    images, loss, correct, among_five, named, images_per_second, *counts = total
     if not images:
         raise ValueError("there are no images to evaluate")
     if counts:

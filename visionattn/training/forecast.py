@@ -48,7 +48,7 @@ def forecast(trainer: Trainer, memory: Expected) -> Forecast | None:
     """Try some steps, an evaluation and some images, and say what the run will take; all processes
     call it together, and nothing of the run changes. None where no image can be read.
     """
-    shapes, size = known(trainer.batches.shapes()), trainer.processes.size
+    shapes, size = known(trainer.batches.shapes()), trainer.processes.data_size
     evaluated = known(trainer.validation.shapes())
     if not len(shapes) or not len(evaluated):
         return None
@@ -66,7 +66,10 @@ def forecast(trainer: Trainer, memory: Expected) -> Forecast | None:
     computing = float(seconds_at(trials, own).sum())
     whole = trainer.spread.whole(trainer.evaluated)
     evaluation = try_evaluation(
-        trainer, whole, share_of(largest_shape(evaluated), size), trials[-1]
+        trainer,
+        trainer.spread.evaluated(whole),
+        share_of(largest_shape(evaluated), size),
+        trials[-1],
     )
     pixels = np.ceil(evaluated[:, 0] / size) * evaluated[:, 1:].prod(1)
     computing += float(pixels.sum()) * evaluation.seconds / evaluation.pixels

@@ -81,7 +81,13 @@ class Learner:
         )
         kind, average = choose_kind(config, processes.size), self.ema.module if self.ema else None
         self.called = self.objective.called(model)
-        self.spread = Spread(kind, self.called, average, compiled=config.compile)
+        if kind == "sequence" and self.called is not model:
+            raise ValueError(
+                "parallel sequence is for a model that learns classes of images alone; take ddp"
+            )
+        self.spread = Spread(
+            kind, self.called, average, compiled=config.compile, per_image=processes.per_image
+        )
         self.optimizer_step = OptimizerStep(
             model, config.optim, device, config.amp, loss=self.objective.loss
         )
@@ -105,7 +111,8 @@ class Learner:
 
     def images_of(self, group: list[Batch]) -> int:
         """Count the readable images of some batches, over all processes."""
-        return int(self.processes.sum(sum(len(batch.labels) for batch in group))[0])
+        counted = self.processes.sum(sum(len(batch.labels) for batch in group))[0]
+        return int(counted) // self.processes.per_image
 
     def shape_of(self, images: int) -> tuple[int, ...]:
         """Return the shape of a batch of so many images; where they differ in size, that of the
@@ -136,13 +143,14 @@ class Learner:
         # The number of the batch in its epoch seeds its draws, on any number of processes.
         losses = []
         for number, batch in enumerate(group, start=self.position.batch):
-            share = len(batch.labels) / total
+            # Processes that share an image have its loss each.
+            share = len(batch.labels) / (total * self.processes.per_image)
             if not len(batch.labels):
                 if size == 1:
                     continue
                 batch = self.stand_in()
             self.input_shape = tuple(batch.images.shape)
-            seed_batch(self.config.seed, self.position.epoch, number, self.processes.rank)
+            seed_batch(self.config.seed, self.position.epoch, number, self.processes.data_rank)
             inputs, targets = self.inputs(batch)
             with self.spread.summing(number == self.position.batch + len(group) - 1):
                 # Times the processes, whose gradients are averaged.
@@ -194,7 +202,7 @@ class Learner:
         model = self.spread.whole(self.called, gradients=True)
 
         def forward(number: int, batch: Batch) -> None:
-            seed_batch(self.config.seed, self.position.epoch, number, self.processes.rank)
+            seed_batch(self.config.seed, self.position.epoch, number, self.processes.data_rank)
             with autocast(self.device, self.config.amp):
                 call(model, self.inputs(batch)[0], self.sizes_of(batch))
 

@@ -106,19 +106,28 @@ class TrainingMemory:
         size = self.processes.size
         kind = choose_kind(replace(self.config, batch_size="auto"), size)
         step = self.passes.step_bytes(
-            share_of(training, size), self.config.optim, kind=kind, processes=size
+            self.own_part(training), self.config.optim, kind=kind, processes=size
         )
         if step is None:
             return None
         # An evaluation beside what the optimiser keeps, where its batches are the larger ones.
         if evaluation is not None and math.prod(evaluation) > math.prod(training):
-            forward = self.passes.forward_bytes(share_of(evaluation, size)) or 0
+            forward = self.passes.forward_bytes(self.own_part(evaluation)) or 0
             step = max(step, forward + self.passes.kept_bytes(kind, size))
         loading = loading_bytes(
-            self.config.data, self.splits.train, self.splits.spec, share_of(training, size)
+            self.config.data,
+            self.splits.train,
+            self.splits.spec,
+            share_of(training, self.processes.data_size),
         )
         on_gpu = self.passes.device.type == "cuda"
         return self.base_bytes + step + (0 if on_gpu else loading)
+
+    def own_part(self, shape: Shape) -> Shape:
+        """Return what one process computes of a batch: some images, or some rows of them."""
+        images, height, width = share_of(shape, self.processes.data_size)
+        rows = -(-height // self.patch_px[0])
+        return images, -(-rows // self.processes.per_image) * self.patch_px[0], width
 
 
 def share_of(shape: Shape, processes: int) -> Shape:
@@ -203,7 +212,7 @@ def way_out(config: TrainConfig, memory: TrainingMemory, shape: Shape) -> str:
     patch = memory.patch_px[0] * memory.patch_px[1]
     cell = patch if patch > 1 else 256
     saves = "" if config.model.grad_checkpointing else ", and model.grad_checkpointing saves memory"
-    if fit >= memory.processes.size:
+    if fit >= memory.processes.data_size:
         fit = max(1, sensible(fit))
         if native:
             patches = fit * (size[0] * size[1] // cell)
@@ -294,15 +303,15 @@ def with_batch(
     if config.batch_size != "auto":
         return config, []
     choices = geometry_choices(splits.spec, config.data, memory.patch_px)
-    most = min(LARGEST_BATCH * memory.processes.size, len(splits.train))
+    most = min(LARGEST_BATCH * memory.processes.data_size, len(splits.train))
     size, mean = largest_images(splits.train, choices)
     if memory.there_bytes is None or memory.bytes_of((1, *size)) is None:
         raise ValueError(
             "batch_size auto: nobody can tell the memory of this model here; name a number"
         )
     chosen = memory.processes.on_first(lambda: largest_batch(memory, size, most))
-    if chosen < memory.processes.size:  # one image each may just do, or is refused
-        chosen = memory.processes.size
+    if chosen < memory.processes.data_size:  # one image each may just do, or is refused
+        chosen = memory.processes.data_size
         check_fits(
             memory.bytes_of((chosen, *size)),
             memory.there_bytes,

@@ -1,5 +1,5 @@
-"""A model that several processes train: whole on each of them (DDP) or cut into parts (FSDP2), and
-whole tensors of both.
+"""A model that several processes train: whole on each of them (DDP; also where some of them share
+the rows of each image), or cut into parts (FSDP2), and whole tensors of both.
 
 Files hold whole tensors, in the format of one process, so that a run goes on with any number of
 processes, whichever way it began. The module knows nothing of steps.
@@ -19,16 +19,40 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from visionattn.models.sequence import RowParallel, parallelize
+from visionattn.models.sequence.model import check_dropout
+from visionattn.models.sequence.model import check_model as check_divisible
 from visionattn.training.config import TrainConfig
 
+Kind = Literal["ddp", "fsdp", "sequence"]
 
-def choose_kind(config: TrainConfig, size: int) -> Literal["ddp", "fsdp"] | None:
+
+def ranks_per_image(config: TrainConfig, size: int) -> int:
+    """Return how many of so many processes share each image.
+
+    Raises:
+        ValueError: ``sequence_ranks`` does not divide their number.
+    """
+    if config.parallel != "sequence":
+        return 1
+    ranks = size if config.sequence_ranks is None else config.sequence_ranks
+    if size % ranks:
+        raise ValueError(
+            f"sequence_ranks {ranks} does not divide the {size} process{'es' * (size > 1)} that "
+            "torchrun has started"
+        )
+    return ranks
+
+
+def choose_kind(config: TrainConfig, size: int) -> Kind | None:
     """Choose how the processes of a run hold its model; None for one process.
 
     Raises:
-        ValueError: ``parallel`` is set for one process that ``torchrun`` has not started, or a
-            batch has too few images for all processes.
+        ValueError: ``parallel`` is set for one process that ``torchrun`` has not started,
+            ``sequence_ranks`` does not divide their number, or a batch has too few images for all
+            processes.
     """
+    parts = size // ranks_per_image(config, size)
     if size == 1:
         if config.parallel and "WORLD_SIZE" not in os.environ:
             raise ValueError(
@@ -38,24 +62,27 @@ def choose_kind(config: TrainConfig, size: int) -> Literal["ddp", "fsdp"] | None
         return None
     if config.batch_size == "auto":  # it is asked for again once it is known
         return config.parallel or "ddp"
-    mixes, fewest = config.optim.mixup or config.optim.cutmix, config.batch_size // size
+    mixes, fewest = config.optim.mixup or config.optim.cutmix, config.batch_size // parts
     if fewest < (2 if mixes else 1):
         wanted = "two images, which are mixed," if mixes else "an image"
         raise ValueError(
             f"batch_size {config.batch_size} is that of all {size} processes together and leaves "
-            f"some without {wanted} of a batch; wanted at least {(2 if mixes else 1) * size}, or "
+            f"some without {wanted} of a batch; wanted at least {(2 if mixes else 1) * parts}, or "
             "fewer processes"
         )
     return config.parallel or "ddp"
 
 
-def check_model(model: nn.Module, name: str, size: int) -> None:
+def check_model(model: nn.Module, name: str, size: int, kind: Kind | None = None) -> None:
     """Check that the model trains on several processes as it does on one.
 
     Raises:
         ValueError: it has batch norm, whose statistics would be those of each process's part of a
-            batch.
+            batch; or, with ``sequence``, its tokens cannot be divided (``sequence.parallelize``).
     """
+    if kind == "sequence":
+        check_divisible(model)
+        check_dropout(model)
     norms = [
         place
         for place, module in model.named_modules()
@@ -74,12 +101,13 @@ class Spread:
     nothing here acts.
 
     Args:
-        kind: ``ddp``, ``fsdp``, or None for one process.
+        kind: ``ddp``, ``fsdp``, ``sequence``, or None for one process.
         model: whole and on its device; takes the values of the first process, and ``fsdp`` cuts it
             in place.
         average: a copy of it that is never called; cut in the same way.
         compiled: compile what is called; with ``fsdp`` each stage by itself, as parameters are
             gathered between stages.
+        per_image: with ``sequence``, how many processes share an image.
 
     Attributes:
         called: what to call in training.
@@ -87,26 +115,36 @@ class Spread:
 
     def __init__(
         self,
-        kind: Literal["ddp", "fsdp"] | None,
+        kind: Kind | None,
         model: nn.Module,
         average: nn.Module | None = None,
         *,
         compiled: bool = False,
+        per_image: int = 1,
     ):
         self.kind, self._module = kind, model
         self._whole = None
+        self._group: distributed.ProcessGroup | None = None
         if kind:
-            self._spread(model, average, compiled)
+            self._spread(model, average, compiled, per_image)
         self.called = torch.compile(self._module) if compiled and kind != "fsdp" else self._module
 
-    def _spread(self, model: nn.Module, average: nn.Module | None, compiled: bool) -> None:
+    def _spread(
+        self, model: nn.Module, average: nn.Module | None, compiled: bool, per_image: int
+    ) -> None:
         for module in filter(None, (model, average)):
             for tensor in module.state_dict().values():
                 distributed.broadcast(tensor, src=0)
         device = next(model.parameters()).device
-        if self.kind == "ddp":
+        if self.kind != "fsdp":
+            called = model
+            if self.kind == "sequence":
+                sides = distributed.get_world_size() // per_image, per_image
+                mesh = init_device_mesh(device.type, sides, mesh_dim_names=("data", "sequence"))
+                called = parallelize(model, mesh["sequence"])
+                self._group = called.group
             self._module = DistributedDataParallel(
-                model, device_ids=[device] if device.type == "cuda" else None
+                called, device_ids=[device] if device.type == "cuda" else None
             )
             return
         self._whole = copy.deepcopy(model).to("cpu")
@@ -131,14 +169,14 @@ class Spread:
             self._module.set_requires_gradient_sync(last)
         with (
             warnings.catch_warnings(),
-            self._module.no_sync() if self.kind == "ddp" and not last else nullcontext(),
+            self._module.no_sync() if self.kind != "fsdp" and not last else nullcontext(),
         ):
             # Of convolutions of one channel, whose strides mean nothing.
             warnings.filterwarnings(
                 "ignore", message="Grad strides do not match bucket view strides"
             )
             yield
-        if self.kind == "ddp" and last:
+        if self.kind != "fsdp" and last:
             self._check_gradients()
 
     def _check_gradients(self) -> None:
@@ -147,10 +185,18 @@ class Spread:
         """
         for name, parameter in self._module.module.named_parameters():
             if parameter.requires_grad and parameter.grad is None:
+                name = name.removeprefix("model.") if self._group else name
                 raise ValueError(
-                    f"the parameter {name} of the model takes no part in the loss, and ddp waits "
-                    "for its gradient; use parallel fsdp, or train on one process"
+                    f"the parameter {name} of the model takes no part in the loss, and "
+                    f"{self.kind} waits for its gradient; use parallel fsdp, or train on one "
+                    "process"
                 )
+
+    def evaluated(self, model: nn.Module) -> nn.Module:
+        """Return what evaluates a whole model: itself, or with the rows of each image shared among
+        processes.
+        """
+        return model if self._group is None else RowParallel(model, self._group)
 
     def total(self, value: Tensor) -> Tensor:
         """Sum a value over all processes, on its device."""

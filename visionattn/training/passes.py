@@ -91,7 +91,7 @@ class Passes:
         learnt = (x for x in self.model.parameters() if x.requires_grad)
         weights = sum(x.numel() * x.element_size() for x in learnt)
         kept = MOMENTS * weights / (processes if kind == "fsdp" else 1)
-        kept += weights if kind == "ddp" else 0
+        kept += weights if kind in ("ddp", "sequence") else 0
         return kept * (1 if self.device.type == "cuda" else SCATTERED)
 
     def forward_bytes(self, shape: Shape, compute: Compute = call) -> int | None:

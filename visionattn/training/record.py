@@ -167,7 +167,8 @@ class Record:
         folder.mkdir(parents=True, exist_ok=True)
         for path in unfinished(folder):  # of a process that was killed while it wrote
             path.unlink(missing_ok=True)
-        keep = asdict(config) | {"resume": False, "overwrite": False, "parallel": None}
+        keep = asdict(config) | {"resume": False, "overwrite": False}
+        keep |= {"parallel": None, "sequence_ranks": None}
         write_text(folder / CONFIG, yaml_text(keep))
         steps, epochs = since
         forget_after(folder, steps, epochs)

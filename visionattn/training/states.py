@@ -40,6 +40,7 @@ QUIET = frozenset(
         "init_from",
         "init_model",
         "parallel",
+        "sequence_ranks",
     }
 )
 """Options that say where and how often to write."""

@@ -22,8 +22,9 @@ from visionattn.cli.untrusted import brief
 from visionattn.data.batches import Batch, EvalBatches
 from visionattn.data.images import ImageDataset
 from visionattn.data.splits import Splits, eval_batches, train_batches
-from visionattn.data.streams import StreamEvalBatches
+from visionattn.data.streams import StreamEvalBatches, StreamTrainBatches
 from visionattn.models.registration import complete
+from visionattn.models.sequence.share import cut_rows
 from visionattn.models.weights import load_model, save_model
 from visionattn.training.album import Album, by_class
 from visionattn.training.build import patch_size
@@ -101,7 +102,10 @@ class Trainer(Learner):
         super().__init__(
             config, model, splits.spec, device, steps, processes or Processes(), objective
         )
-        self.batches.divide(self.processes.rank, self.processes.size, pairs=self.mix is not None)
+        parts = self.processes.data_rank, self.processes.data_size
+        if isinstance(self.batches, StreamTrainBatches):  # of which one process alone has the order
+            parts = self.processes.rank, self.processes.size
+        self.batches.divide(*parts, pairs=self.mix is not None)
         self.eval_batch_size = config.eval_batch_size or config.batch_size
         self.validation = self.batches_of(splits.validation)
         self.window = Window()
@@ -123,8 +127,20 @@ class Trainer(Learner):
             batch_size=self.eval_batch_size,
             geometry=self.geometry,
         )
-        batches.divide(self.processes.rank, self.processes.size)
+        batches.divide(self.processes.data_rank, self.processes.data_size)
         return batches
+
+    def check_rows(self) -> None:
+        """Raise ValueError where an image has too few rows of patches for the processes that share
+        it, as far as sizes are known.
+        """
+        if self.processes.per_image == 1:
+            return
+        test = [] if self.splits.test is None else [self.batches_of(self.splits.test)]
+        for batches in (self.batches, self.validation, *test):
+            heights = batches.shapes()[:, 1]
+            if len(known := heights[heights > 0]):
+                cut_rows(int(known.min()) // patch_size(self.model)[0], self.processes.per_image)
 
     def describe(self) -> list[str]:
         """Describe the run in a line or two."""
@@ -299,17 +315,17 @@ class Trainer(Learner):
         """Evaluate in the precision of the training; ``what`` says on which images, and ``tally``
         notes what is said of each.
         """
-        self.input_shape = self.shape_of(-(-self.eval_batch_size // self.processes.size))
+        self.input_shape = self.shape_of(-(-self.eval_batch_size // self.processes.data_size))
         with record.begin(what, len(batches), 0, "batches") as progress, progress.within(model):
             return evaluate(
-                model,
+                self.spread.evaluated(model),
                 progress.over(interruption.watch(batches), lambda _: 1),
                 self.spec,
                 device=self.device,
                 amp=self.config.amp,
                 processes=self.processes,
                 objective=self.objective,
-                tally=tally,
+                tally=tally if self.processes.counts else None,
             )
 
     def keep_classes(

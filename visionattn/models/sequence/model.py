@@ -218,8 +218,11 @@ def group_apart(group: ProcessGroup | None) -> ProcessGroup:
     """Return a group of the same processes whose messages do not meet those of others: where they
     are all processes, DDP sums gradients among them while a backward pass exchanges rows.
     """
-    whole = group is None or group is distributed.group.WORLD
-    return distributed.new_group() if whole else group
+    if group is None or group is distributed.group.WORLD:
+        made = distributed.new_group()
+        assert isinstance(made, ProcessGroup)  # all processes are in it
+        return made
+    return group
 
 
 def refused(why: str) -> ValueError:

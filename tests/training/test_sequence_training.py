@@ -1,0 +1,152 @@
+"""Training with the rows of each image shared among processes: the losses and weights of one
+process, also beside data parallel, after a resumption, and with everything that is drawn.
+"""
+
+import json
+import os
+import signal
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.helpers.several_processes import run_processes
+from tests.helpers.small_runs import quadrants, small_config
+from tests.training.test_distributed_processes import QUICK
+from tests.training.test_distributed_training import (
+    EVERYTHING,
+    assert_alike,
+    run_on,
+    stop_after,
+    weights,
+)
+from visionattn.cli.ends import run_tool
+from visionattn.models.sequence import attention
+from visionattn.training import engine
+from visionattn.training.config import check
+from visionattn.training.distributed import joined
+from visionattn.training.engine import train
+from visionattn.training.parallel import ranks_per_image
+from visionattn.training.record import BY_CLASS
+
+
+@pytest.fixture(autouse=True)
+def small_data(monkeypatch):
+    """Batches of 8 and a last one of 1 image, of 4 x 4 patches."""
+    monkeypatch.setattr(engine, "build_splits", lambda config, seed: quadrants(57))
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    """The folder of a run of one process."""
+    folder = tmp_path_factory.mktemp("one")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "build_splits", lambda config, seed: quadrants(57))
+        run_on(1, folder, optim=EVERYTHING)
+    return folder / "small"
+
+
+@pytest.mark.parametrize(("size", "ranks"), [(3, None), (4, 2)])
+def test_processes_that_share_images_train_as_one_does(tmp_path, one, size, ranks):
+    """Of four, two have half of each batch, and of the last batch one pair has nothing."""
+    options = {"optim": EVERYTHING, "parallel": "sequence", "sequence_ranks": ranks}
+    ended = run_on(size, tmp_path, **options)
+    said = f"on {size} processes (sequence, {ranks or size} for each image), cpu"
+    assert said in ended[0].out and "epoch 2/2" in ended[0].out and ended[0].err == ""
+    assert_alike(one, tmp_path / "small")
+    # Each image is counted once.
+    for split in BY_CLASS.values():
+        several, alone = (json.loads((of / split).read_text()) for of in (tmp_path / "small", one))
+        assert several["classes"] == alone["classes"]
+
+
+def test_a_run_goes_on_with_images_shared_and_not(tmp_path, one, monkeypatch):
+    for number, (size, kind) in enumerate(((2, "sequence"), (2, "ddp"), (3, "sequence"))):
+        options = {"optim": EVERYTHING, "parallel": kind, "resume": number > 0}
+        with monkeypatch.context() as patch:
+            if number < 2:
+                stop_after(patch, 1 if number else 2, rank=size - 1)
+            run_on(size, tmp_path, code=130 if number < 2 else 0, **options)
+    assert_alike(one, tmp_path / "small")
+
+
+def test_all_that_share_an_image_draw_alike_and_a_resumed_run_ends_in_the_same_bits(
+    tmp_path, monkeypatch
+):
+    model = {"drop_path_rate": 0.2, "drop_rate": 0.1, "attn_drop_rate": 0.1}
+    options = {"parallel": "sequence", "sequence_ranks": 2, "model": model, "epochs": 1}
+    run_on(4, tmp_path / "whole", **options)
+    with monkeypatch.context() as patch:
+        stop_after(patch, 2, rank=1)
+        run_on(4, tmp_path / "parts", code=130, **options)
+    run_on(4, tmp_path / "parts", resume=True, **options)
+    whole, parts = weights(tmp_path / "whole" / "small"), weights(tmp_path / "parts" / "small")
+    assert [name for name in whole if not torch.equal(whole[name], parts[name])] == []
+
+
+def test_stochastic_depth_of_one_pair_is_that_of_one_process(tmp_path):
+    options = {"model": {"drop_path_rate": 0.3, "drop_rate": 0.2}, "epochs": 1}
+    run_on(1, tmp_path / "one", **options)
+    run_on(2, tmp_path / "two", parallel="sequence", **options)
+    assert_alike(tmp_path / "one" / "small", tmp_path / "two" / "small")
+
+
+@pytest.mark.parametrize(
+    ("size", "options", "line"),
+    [
+        (3, {"sequence_ranks": 2}, "sequence_ranks 2 does not divide the 3 processes that torchru"),
+        (2, {"model": {"softmax_blocks": [0]}}, "block 0 has attention='softmax', whose tokens"),
+        (2, {"model": {"proj_drop_rate": 0.1}}, "proj_drop drops single entries of tokens"),
+        (3, {"model": {"patch_size": 8}}, "an image of 2 rows of patches is too low for 3 process"),
+        (4, {"batch_size": 1, "sequence_ranks": 2}, "wanted at least 2, or fewer processes"),
+        (2, {"compile": True}, "not with compile"),
+    ],
+)
+def test_what_cannot_be_shared_is_one_line_before_anything_is_written(
+    tmp_path, size, options, line
+):
+    ended = run_on(size, tmp_path, code=2, parallel="sequence", **options)
+    assert ended[0].err.startswith("error: ") and ended[0].err.count("\n") == 1
+    assert line in ended[0].err
+    assert not (tmp_path / "small").exists()
+
+
+def test_options_that_contradict_each_other_are_refused(tmp_path):
+    config = small_config(tmp_path, parallel="sequence")
+    for change, line in (
+        ({"data": replace(config.data, fit="pad")}, "not with data.fit pad"),
+        ({"data": replace(config.data, task="segmentation")}, "not with data.task segmentation"),
+        ({"sequence_ranks": 0}, "sequence_ranks must be above 0"),
+        ({"parallel": "ddp", "sequence_ranks": 2}, "sequence_ranks is for parallel sequence"),
+    ):
+        with pytest.raises(ValueError, match=line):
+            check(replace(config, **change))
+    with pytest.raises(ValueError, match="^parallel sequence is for several processes"):
+        train(config)
+    assert ranks_per_image(config, 6) == 6
+    assert ranks_per_image(replace(config, sequence_ranks=2), 6) == 2
+    assert ranks_per_image(replace(config, parallel="ddp"), 6) == 1
+
+
+def test_a_process_that_dies_ends_those_that_wait_for_its_rows(tmp_path, monkeypatch):
+    """They wait in the middle of a layer, in an evaluation too."""
+    real, calls = attention.with_halo, iter(range(10**6))
+
+    def dying(*args, **options):
+        if os.environ["RANK"] == "1" and next(calls) == 40:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*args, **options)
+
+    monkeypatch.setattr(attention, "with_halo", dying)
+    config = small_config(tmp_path, parallel="sequence", epochs=1)
+
+    def work(rank):
+        def tool():
+            with joined(QUICK) as processes:
+                train(config, processes=processes)
+
+        return run_tool(tool, several=True)
+
+    ended = run_processes(2, work, tmp_path / "streams")
+    assert [each.code for each in ended] == [4, -signal.SIGKILL]
+    assert ended[0].err.count("error: ") == 1
