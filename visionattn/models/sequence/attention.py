@@ -41,7 +41,7 @@ def attention_of_rows(layer: Attention, x: Tensor, share: Share) -> Tensor:
         if halo is None or dropped is not v:
             halo = with_halo(_patches(v, share), share, _around(share, _side(layer)))
         out = _convolved(layer, halo, v, share) + out
-    return layer._project(out.transpose(1, 2).reshape(batch, tokens, dim), x)
+    return layer.project(out.transpose(1, 2).reshape(batch, tokens, dim), x)
 
 
 def _patches(x: Tensor, share: Share) -> Tensor:
