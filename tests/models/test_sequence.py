@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -135,6 +136,12 @@ def compared(name: str) -> dict[str, float]:
         model.eval()
         own = images[:, :, rows.own_rows(HEIGHT)]
         wrong["inference"] = wrong_by(rows(own, HEIGHT), model(images))
+        # Divided as tensors are: 12 and 12, or 8, 8 and 8 rows of pixels.
+        even = torch.cat([images, images], 2)[:, :, :24]
+        divided = distribute_tensor(
+            even, init_device_mesh("cpu", (distributed.get_world_size(),)), [Shard(2)]
+        )
+        wrong["divided"] = wrong_by(rows(divided), model(even))
     return wrong | {"without a gradient": float(len(expected) - moved)}
 
 
@@ -194,12 +201,15 @@ def dropped() -> list[float]:
 def refusals() -> list[str]:
     model = VisionAttnTransformer(**BASE)
     rows, said = parallelize(model), []
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
     few = VisionAttnTransformer(**(BASE | dict(dynamic_img_size=False)))
     for call in (
         lambda: rows(torch.zeros(1, 1, 4, 20)),
         lambda: rows(torch.zeros(1, 1, 28, 21)),
         lambda: rows(torch.zeros(1, 1, 28, 20), 32),
         lambda: rows(torch.zeros(1, 1, 28, 20), sizes=torch.tensor([[28, 20]])),
+        lambda: rows(distribute_tensor(torch.zeros(1, 1, 32, 20), mesh, [Shard(2)])),
+        lambda: rows(distribute_tensor(torch.zeros(1, 1, 32, 20), mesh, [Shard(0)])),
         lambda: parallelize(few)(torch.zeros(1, 1, 32, 20)),
         lambda: parallelize(model, init_device_mesh("cpu", (1, distributed.get_world_size()))),
     ):
@@ -275,6 +285,8 @@ def test_what_does_not_fit_is_refused_in_one_line(folder):
         "image of 28 x 21 pixels is not a whole number of 4-pixel patches",
         "rank 1 has rows 8 to 19 of 32, which are 12, got 28 rows",
         "one image on several processes takes images that fill their canvas",
+        "rows of pixels of the processes, 11, 11, 10: wanted whole patches of 4 rows for each",
+        "images: wanted them divided by rows, Shard(2), among the 3 processes, got [Shard(dim=0)]",
         "image of 32 x 20 pixels, but dynamic_img_size=False",
         "mesh: wanted one dimension",
     ]

@@ -18,7 +18,7 @@ from visionattn.models.sequence.share import Share
 from visionattn.ops.local import value_convolution
 from visionattn.ops.operator import without_autocast
 from visionattn.ops.position.kinds import Axial, RelativePosition
-from visionattn.ops.states import KernelState, State, attend, summarize
+from visionattn.ops.states import KernelState, State, attend
 from visionattn.ops.strips import SeenLines, Strip, halo_of, strip_attention
 from visionattn.ops.sums import accumulation_dtype, drop_values
 from visionattn.ops.window import window_attention
@@ -84,12 +84,8 @@ def _to_states(
     relative: RelativePosition | None = None
     if layer.relative is not None:
         relative = layer.relative(TokenLayout(prefix, share.grid))
-    options = {"feature_map": layer.feature_map} if layer.kind.feature_map else {}
-    if layer.kind.temperature:
-        options = {"temperature": layer.temperature}
     # Prefix tokens are keys of one rank alone, so that they count once.
-    keys, values = k[:, :, share.skipped :], v[:, :, share.skipped :]
-    own = summarize(keys, values, layer.attention, **options)
+    own = layer.summarize(k[:, :, share.skipped :], v[:, :, share.skipped :])
     with without_autocast(q):
         patches = _patches(v, share).to(accumulation_dtype(q, k, v))
         state, lines = _whole(own, patches if isinstance(relative, Axial) else None, share)

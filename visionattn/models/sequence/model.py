@@ -4,6 +4,9 @@ This module owns what is done once for an image: the rows of each rank, patches 
 pooling. ``attention.py`` has what is done in each block.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from timm.models import checkpoint
 from torch import Tensor, distributed, nn
@@ -51,12 +54,16 @@ class RowParallel(nn.Module):
         check_model(model)
         self.model, self.group = model, group
 
-    def share(self, height: int, width: int) -> Share:
+    def share(self, height: int, width: int, parts: Sequence[int] | None = None) -> Share:
         """Return which rows of patches this rank has of images of so many pixels.
+
+        Args:
+            height, width: of the image, in pixels.
+            parts: rows of pixels of each rank; None: as ``own_rows`` divides them.
 
         Raises:
             ValueError: they are no whole number of patches, or have fewer rows than there are
-                ranks.
+                ranks; parts that do not begin and end at patches.
         """
         embed = self.model.patch_embed
         patch = embed.patch_size
@@ -69,6 +76,14 @@ class RowParallel(nn.Module):
             raise ValueError(wrong_size(height, width, patch))
         grid = Grid(-(-height // patch[0]), -(-width // patch[1]))
         cuts = cut_rows(grid.height, distributed.get_world_size(self.group))
+        if parts is not None:
+            if min(parts) < 1 or any(part % patch[0] for part in parts[:-1]):
+                raise ValueError(
+                    f"rows of pixels of the processes, {', '.join(map(str, parts))}: wanted whole "
+                    f"patches of {patch[0]} rows for each; divide an image of a height that is a "
+                    "whole number of patches for each process"
+                )
+            cuts = tuple(-(-sum(parts[:i]) // patch[0]) for i in range(len(parts) + 1))
         rank = distributed.get_rank(self.group)
         return Share(grid, cuts, rank, self.group, self.model.num_prefix_tokens)
 
@@ -83,9 +98,11 @@ class RowParallel(nn.Module):
         """Return the normalised tokens of this rank, ``[B, P + rows * W, D]``; ``forward`` explains
         the arguments.
         """
-        share = self._share(x, height)
-        if height is None:
-            x = x[:, :, self.own_rows(x.shape[2])]
+        if hasattr(x, "placements"):
+            x, share = self._sharded(x)
+        else:
+            share = self._share(x, height)
+            x = x if height is not None else x[:, :, self.own_rows(x.shape[2])]
         x = self._embedded(x, share)
         for block in self.model.blocks:
             if self.model.grad_checkpointing and torch.is_grad_enabled():
@@ -105,6 +122,23 @@ class RowParallel(nn.Module):
                 f"are {rows.stop - rows.start}, got {x.shape[2]} rows of pixels"
             )
         return share
+
+    def _sharded(self, x: Any) -> tuple[Tensor, Share]:
+        """Return the rows of pixels that this rank has of images that are divided already, and who
+        has the others.
+        """
+        placed, ranks = tuple(x.placements), distributed.get_world_size(self.group)
+        if len(placed) != 1 or not placed[0].is_shard(2) or x.device_mesh.size() != ranks:
+            raise ValueError(
+                f"images: wanted them divided by rows, Shard(2), among the {ranks} processes, got "
+                f"{list(placed)} among {x.device_mesh.size()}"
+            )
+        own = x.to_local()
+        # Each kind of divided tensor cuts in its own way, and says so in its own.
+        parts = [own.new_zeros(ranks, dtype=torch.float64)]
+        parts[0][distributed.get_rank(self.group)] = own.shape[2]
+        heights = [int(part) for part in summed(parts, self.group)[0].tolist()]
+        return own, self.share(sum(heights), own.shape[3], heights)
 
     def _embedded(self, x: Tensor, share: Share) -> Tensor:
         """Return the tokens of this rank's rows of pixels ``[B, C, h_px, W_px]``."""
@@ -150,7 +184,10 @@ class RowParallel(nn.Module):
 
         Args:
             x: ``[B, C, H_px, W_px]``, the same on all ranks; or, with ``height``, the rank's own
-                rows of pixels alone (``own_rows``).
+                rows of pixels alone (``own_rows``); or a ``DTensor``, or what has its
+                ``placements``, ``device_mesh`` and ``to_local``, as the ``ShardTensor`` of
+                PhysicsNeMo, that is divided among the ranks by rows (``Shard(2)``), of whole
+                patches each.
             height: H_px, where x are the rank's own rows.
             sizes: None; images that do not fill their canvas are refused.
 
@@ -173,9 +210,7 @@ class RowParallel(nn.Module):
 
 def block_of_rows(block: Block, x: Tensor, share: Share) -> Tensor:
     """Map the tokens of a rank, ``[B, P + rows * W, D]``, as ``Block`` maps those of an image."""
-    attended = attention_of_rows(block.attn, block.norm1(x), share)
-    x = x + block.drop_path1(block.ls1(attended))
-    return x + block.drop_path2(block.ls2(block.mlp(block.norm2(x))))
+    return block.added(x, attention_of_rows(block.attn, block.norm1(x), share))
 
 
 def parallelize(
