@@ -198,6 +198,20 @@ def dropped() -> list[float]:
     return [*first.flatten().tolist(), *rows(images)[0].tolist(), *rows.eval()(images)[0].tolist()]
 
 
+def halved() -> dict[str, float]:
+    """How far logits of mixed precision are from those of one process in it."""
+    found = {}
+    for name in ("value_conv", "windows beside a state", "taylorshift axial mean"):
+        model, images = prepared(name)
+        model, images = model.float(), images.float()
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = parallelize(model)(images)
+            found[name] = wrong_by(logits, model(images))
+        logits.sum().backward()
+        assert all(grad.isfinite().all() for grad in gradients(model).values())
+    return found
+
+
 def refusals() -> list[str]:
     model = VisionAttnTransformer(**BASE)
     rows, said = parallelize(model), []
@@ -227,7 +241,7 @@ def found_by(size: int, folder: Path) -> list[dict]:
     def work(rank):
         distributed.init_process_group("gloo")
         cases = {name: compared(name) for name in CASES}
-        more = dict(traffic=traffic(rank), dropped=dropped(), refused=refusals())
+        more = dict(traffic=traffic(rank), dropped=dropped(), refused=refusals(), halved=halved())
         print(json.dumps(more | {"cases": cases}))
         distributed.destroy_process_group()
 
@@ -276,6 +290,11 @@ def test_dropped_values_are_the_same_draws_of_what_all_ranks_have(folder):
     assert others == [one, one]
     first, second, whole = one[:3], one[3:6], one[6:]
     assert first != second and second != whole and first != whole
+
+
+def test_mixed_precision_agrees_within_its_digits(folder):
+    for of_rank in found_by(2, folder):
+        assert max(of_rank["halved"].values()) < 0.03, of_rank["halved"]
 
 
 def test_what_does_not_fit_is_refused_in_one_line(folder):

@@ -211,6 +211,7 @@ def test_processes_whose_store_nobody_serves_say_so(tmp_path):
     said = re.findall("^error: .*", ended[0].err, re.MULTILINE)
     assert len(said) == 1
     assert said[0].startswith("error: torchrun or the first process does not answer at 127.0.0.1:")
+    assert ended[0].err.count("\n") == 1 and "refused; start torchrun on each machine" in said[0]
 
 
 def wait_for(path) -> None:

@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -38,6 +39,8 @@ Outcome = TypeVar("Outcome")
 
 WAITS = Waits()
 """How long a process waits for the others."""
+RETRY_SECONDS = 0.5
+"""Between two attempts to reach a server."""
 SHARED = (ValueError, OSError, RuntimeError, OutOfMemory, Failed, Interrupted)
 """Errors of one process that ``together`` and ``on_first`` raise on all."""
 SPOKEN = (ValueError, OSError, NonFinite, OutOfMemory, Failed, Stopped, KeyboardInterrupt)
@@ -319,7 +322,12 @@ def reach_store(processes: Processes, waits: Waits) -> distributed.Store:
     Raises:
         ValueError: the store does not answer; one process of each machine says so.
     """
+    host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     try:
+        # Where torchrun serves no store, the first process does. PyTorch would tell each attempt of
+        # the others on standard error.
+        if processes.rank or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            wait_for_server(host, int(port), waits.start)
         store, *_ = next(
             distributed.rendezvous(
                 "env://",
@@ -328,10 +336,10 @@ def reach_store(processes: Processes, waits: Waits) -> distributed.Store:
                 timeout=timedelta(seconds=waits.start),
             )
         )
-    except distributed.DistError as error:
+    except (distributed.DistError, OSError) as error:
         if processes.local_rank:
             _be_quiet()
-        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        place = f"{host}:{port}"
         raise ValueError(
             f"torchrun or the first process does not answer at {place}: {first_line(error)}; start "
             "torchrun on each machine with the same reachable --rdzv-endpoint"
@@ -339,6 +347,24 @@ def reach_store(processes: Processes, waits: Waits) -> distributed.Store:
     store.set_timeout(distributed.default_pg_timeout)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return distributed.PrefixStore(f"visionattn/{attempt}", store)
+
+
+def wait_for_server(host: str, port: int, seconds: float) -> None:
+    """Wait until somebody takes connections at an address.
+
+    Raises:
+        OSError: nobody does within so many seconds; what was wrong last.
+    """
+    until = time.monotonic() + seconds
+    while True:
+        left = until - time.monotonic()
+        try:
+            socket.create_connection((host, port), timeout=max(0.1, left)).close()
+            return
+        except OSError:
+            if left < RETRY_SECONDS:
+                raise
+            time.sleep(RETRY_SECONDS)
 
 
 def join_group(processes: Processes, store: distributed.Store) -> None:

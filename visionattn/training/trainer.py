@@ -140,7 +140,9 @@ class Trainer(Learner):
         for batches in (self.batches, self.validation, *test):
             heights = batches.shapes()[:, 1]
             if len(known := heights[heights > 0]):
-                cut_rows(int(known.min()) // patch_size(self.model)[0], self.processes.per_image)
+                cut_rows(
+                    -(-int(known.min()) // patch_size(self.model)[0]), self.processes.per_image
+                )
 
     def describe(self) -> list[str]:
         """Describe the run in a line or two."""
