@@ -52,7 +52,6 @@ def choose_kind(config: TrainConfig, size: int) -> Kind | None:
             ``sequence_ranks`` does not divide their number, or a batch has too few images for all
             processes.
     """
-    parts = size // ranks_per_image(config, size)
     if size == 1:
         if config.parallel and "WORLD_SIZE" not in os.environ:
             raise ValueError(
@@ -60,6 +59,7 @@ def choose_kind(config: TrainConfig, size: int) -> Kind | None:
                 "tools/train.py ..."
             )
         return None
+    parts = size // ranks_per_image(config, size)
     if config.batch_size == "auto":  # it is asked for again once it is known
         return config.parallel or "ddp"
     mixes, fewest = config.optim.mixup or config.optim.cutmix, config.batch_size // parts
