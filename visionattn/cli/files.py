@@ -9,6 +9,7 @@ tells it, and what a killed process left of a file goes when that file is writte
 
 import errno
 import hashlib
+import io
 import json
 import os
 import re
@@ -271,6 +272,12 @@ class Continued:
                     os.close(descriptor)
                     raise ValueError(f"{self._path} is being written by another process") from error
                 os.close(descriptor)
+
+    def open(self) -> io.FileIO:
+        """Open the unfinished file at its start, to read and write without a buffer."""
+        file = io.FileIO(os.dup(self._descriptor), "rb+")
+        file.seek(0)
+        return file
 
     def empty(self) -> None:
         """Forget what a killed process left."""

@@ -179,14 +179,14 @@ class NpySink(MapSink):
 
     def _begin(self, place: Continued) -> None:
         head, size = self._head(), self._size()
-        with open(place.place, "rb+") as file:
+        with place.open() as file:
             if os.fstat(file.fileno()).st_size == size and file.read(len(head)) == head:
                 return
             place.empty()
             _reserve(file.fileno(), size)
             # The head comes last: without it nobody goes on with this file.
             file.seek(0)
-            file.write(head)
+            _write_all(file, np.frombuffer(head, np.uint8))
 
     def _head(self) -> bytes:
         stream = io.BytesIO()
@@ -202,7 +202,7 @@ class NpySink(MapSink):
         # it without a word.
         _, height, width = self._shape
         start, row_bytes = len(self._head()), width * self.dtype.itemsize
-        with open(self._place.place, "rb+", buffering=0) as file:
+        with self._place.open() as file:
             for number, plane in enumerate(band):
                 file.seek(start + (number * height + rows.start) * row_bytes)
                 _write_all(file, np.ascontiguousarray(plane))
@@ -336,14 +336,13 @@ class TiffSink(NpySink):
     def _parts(self) -> Iterator[tuple[int, int, np.ndarray]]:
         """Read the ``.npy`` by rows of tiles: number of the band from 1, first row, values."""
         bands, height, width = self._shape
-        with open(self._place.place, "rb") as file:
+        with self._place.open() as file:
             file.seek(len(self._head()))
             for band in range(1, bands + 1):
                 for top in range(0, height, TILE_PX):
                     rows = min(TILE_PX, height - top)
                     part = np.empty((rows, width), self.dtype)
-                    if file.readinto(part.reshape(-1).view(np.uint8)) != part.nbytes:
-                        raise OSError(f"{self._place.place} is cut off")
+                    _read_all(file, part)
                     yield band, top, part
 
 
@@ -382,6 +381,15 @@ def _write_all(file: io.RawIOBase, plane: np.ndarray) -> None:
     left = memoryview(plane).cast("B")
     while left:
         left = left[file.write(left) :]
+
+
+def _read_all(file: io.RawIOBase, part: np.ndarray) -> None:
+    left = memoryview(part).cast("B")
+    while left:
+        count = file.readinto(left)
+        if not count:
+            raise ValueError("what is unfinished was cut off by another process")
+        left = left[count:]
 
 
 def _bytes_of(place: Path) -> int:
