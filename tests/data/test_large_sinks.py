@@ -283,7 +283,9 @@ def test_a_zarr_has_its_shards_and_bands_that_fit_decode_none_of_them(tmp_path, 
     assert (array.shards, array.chunks) == shards_of(values.shape, 4)
     assert len(content(tmp_path / "a.zarr")) == 256 // sink.rows + 1
     with open_source(tmp_path / "a.zarr") as source:
-        assert source.height == 48  # axes of an array without a description are y, x, c
+        assert (source.height, source.width, source.channels) == (256, 256, 48)
+        part = source.read(slice(100, 200), slice(7, 30))
+    np.testing.assert_array_equal(part, values[:, 100:200, 7:30].transpose(1, 2, 0))
 
 
 def georeferenced(folder, **place):

@@ -92,7 +92,7 @@ def _open_zarr(path: str) -> list:
 
     found = zarr.open(path, mode="r")
     if isinstance(found, zarr.Array):
-        return [found]
+        return [with_axes(found)]
     said = dict(found.attrs)
     images = said.get("ome", said).get("multiscales")
     if not images:
@@ -100,6 +100,14 @@ def _open_zarr(path: str) -> list:
     axes = [axis["name"] if isinstance(axis, dict) else axis for axis in images[0].get("axes", ())]
     levels = [_Level(found[each["path"]], axes) for each in images[0]["datasets"]]
     return sorted(levels, key=lambda level: -level.shape[0])
+
+
+def with_axes(array):
+    """Return an array of zarr as it is, or, where it names its axes y and x, seen as
+    ``[H, W, C]``.
+    """
+    names = getattr(getattr(array, "metadata", None), "dimension_names", None) or ()
+    return _Level(array, names) if {"y", "x"} <= set(names) else array
 
 
 class _Level:

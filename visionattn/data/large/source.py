@@ -30,7 +30,7 @@ from visionattn.data.formats import (
     options_of,
     settle_one,
 )
-from visionattn.data.formats.arrays import ArrayImage
+from visionattn.data.formats.arrays import ArrayImage, with_axes
 from visionattn.data.formats.pillow import PillowImage
 from visionattn.data.formats.reader import pick
 from visionattn.data.geometry import Box
@@ -173,7 +173,10 @@ class ImageSource:
         chosen = None if chosen is None else [band - 1 for band in chosen]
 
         def prepare(pixels: np.ndarray) -> Tensor:
-            image = channels_of(pick(pixels, chosen), self._reader, options)
+            try:
+                image = channels_of(pick(pixels, chosen), self._reader, options)
+            except NotAsAsked as error:
+                raise _renamed(self.name, error) from error
             if spec.encoding == "grey_one_hot" and image.dtype != np.uint8:
                 image = np.rint(image * 255).astype(np.uint8)
             planes = np.array(rearrange(image, "h w c -> 1 c h w"), order="C")
@@ -230,9 +233,10 @@ def open_source(
     and kept; a warning says how many bytes that takes.
 
     Args:
-        image: an array or a memory-map ``[H, W]`` or ``[H, W, C]``, or whatever is sliced like one,
-            such as an array of zarr; a tensor ``[H, W]`` or ``[C, H, W]``; a path of a file in any
-            format of ``docs/files.md``, or an open file.
+        image: an array or a memory-map ``[H, W]`` or ``[H, W, C]``, or whatever is sliced like one;
+            an array of zarr, whose axes may also be named y, x and c, in any order; a tensor
+            ``[H, W]`` or ``[C, H, W]``; a path of a file in any format of ``docs/files.md``, or an
+            open file.
         level: which size of a pyramid (a slide, OME-NGFF, a TIFF with smaller copies, a raster with
             overviews), from 0, the largest; None: 0.
         options: how it is read: bands, page, range of values; ``options_of(spec)`` has what a model
@@ -285,7 +289,7 @@ def _open(image: Any, options: ReadOptions) -> Reader:
             raise ValueError(f"a tensor of {image.dtype}; make it float32") from error
         image = image.transpose(1, 2, 0) if image.ndim == 3 else image
     if hasattr(image, "shape") and hasattr(image, "dtype") and hasattr(image, "__getitem__"):
-        reader = ArrayImage([image], None, options.page)
+        reader = ArrayImage([with_axes(image)], None, options.page)
         reader.most_px = options.max_pixels
         return reader
     if not isinstance(image, (str, os.PathLike)) and not hasattr(image, "read"):
