@@ -113,6 +113,10 @@ def features(argv: Words, say: Say) -> None:
     check(options)
     if options.merge:
         merge(Path(options.output), say)
+    elif options.engine == "ray":
+        from visionattn.integrations.ray_engine import extract
+
+        extract(options, say)
     else:
         Extraction(options).run(say)
 

@@ -121,6 +121,9 @@ BAD_SHARDS = {
     "1/10": "10 parts of 9 images would leave some empty; name at most 9",
     "1/2 --probe": "probe wants the features of all images: call the command without shard",
     "1/2 --merge": "merge takes everything from the parts in --output; leave ",
+    "1/2 --parts 3": "parts is for --engine ray alone",
+    "1/2 --address auto": "address is for --engine ray alone",
+    "1/2 --engine ray --address local": "engine ray divides the images by itself; leave shard out",
 }
 
 

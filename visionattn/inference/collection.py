@@ -76,6 +76,8 @@ def parts_in(output: Path) -> dict[Part, Path]:
     """
     found = {}
     for path in sorted((output / PARTS).iterdir()) if (output / PARTS).is_dir() else ():
+        if path.name == LOCK:
+            continue
         name = FOLDER.fullmatch(path.name)
         if name is None or not 1 <= int(name[1]) <= int(name[2]) or not path.is_dir():
             raise ValueError(f"{path} is no part of features; choose another --output")

@@ -4,12 +4,14 @@ This module owns the flags of ``visionattn features`` and the checks that need n
 image. A docstring under each field is its help text.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from visionattn.cli.parsing import parse
+from visionattn.cli.untrusted import brief
 from visionattn.data.checks import DRAWN
 from visionattn.data.config import DataConfig
 from visionattn.inference.collection import Part
@@ -75,6 +77,16 @@ class ExtractOptions(InferenceOptions):
     merge: bool = False
     """Make of all the parts in ``output`` what one run without ``shard`` writes; nothing but
     ``output`` is given beside it.
+    """
+    engine: Literal["here", "ray"] = "here"
+    """``ray``: the nodes of a Ray cluster extract parts, which this process merges."""
+    address: str | None = None
+    """``engine ray`` alone: ``local`` (a cluster of this machine, which ends with the command),
+    ``auto`` (the one that runs here or that ``RAY_ADDRESS`` names), or host:port.
+    """
+    parts: int | None = None
+    """``engine ray`` alone: in how many parts the images are divided, each of which is the work of
+    one process; None: one for each 512 images.
     """
 
     @property
@@ -187,11 +199,35 @@ def _check_parts(options: ExtractOptions) -> None:
                 f"merge takes everything from the parts in --output; leave {given[0]} out"
             )
         return
-    if options.shard is None:
-        return
-    Part.parse(options.shard)
-    if options.probe:
+    ray = options.engine == "ray"
+    if options.shard is not None:
+        Part.parse(options.shard)
+        if ray:
+            raise ValueError("engine ray divides the images by itself; leave shard out")
+    if options.probe and (ray or options.shard is not None):
+        which = "engine" if ray else "shard"
         raise ValueError(
-            "probe wants the features of all images: call the command without shard once they "
+            f"probe wants the features of all images: call the command without {which} once they "
             "are there"
         )
+    for key in ("address", "parts"):
+        if not ray and getattr(options, key) is not None:
+            raise ValueError(f"{key} is for --engine ray alone; leave it out")
+    if not ray:
+        return
+    if options.overwrite:
+        raise ValueError("engine ray overwrites nothing; name an --output that does not exist")
+    if options.parts is not None and options.parts < 1:
+        raise ValueError(f"parts must be above 0, got {options.parts}")
+    check_address(options.address)
+
+
+def check_address(address: str | None) -> None:
+    """Raise ValueError unless it is ``local``, ``auto`` or ``host:port``."""
+    if address is None:
+        raise ValueError("engine ray needs --address: local, auto, or host:port of a cluster")
+    host, _, port = address.rpartition(":")
+    named = re.fullmatch(r"[\w.-]+|\[[\da-f:]+\]", host, re.ASCII) is not None
+    numbered = re.fullmatch(r"\d{1,5}", port, re.ASCII) is not None and 0 < int(port) < 2**16
+    if address not in ("local", "auto") and not (named and numbered):
+        raise ValueError(f"address must be local, auto or host:port, got {brief(address)}")

@@ -81,10 +81,12 @@ class Extraction:
             self.listing, self.opened.spec, self.opened.geometry, options.max_pixels
         )
         self.whole_identity = self.opened.identity() | self._own_identity()
-        self._begin()
+        if options.engine == "here":
+            self._begin()
 
     def of_part(self, part: Part) -> "Extraction":
-        """Return the same extraction of a part of the images alone, in the folder of the part.
+        """Return the same extraction of a part of the images alone, in the folder of the part;
+        with another engine than this process, an extraction is of parts alone.
 
         Raises:
             ValueError: there are fewer images than parts, or something is in the way.
@@ -100,7 +102,8 @@ class Extraction:
         """Check that the features may be written, and name their folder."""
         output = Path(self.options.output)
         if self.part is None:
-            _check_folder(output, self.options.overwrite)
+            if self.options.engine == "here":
+                _check_folder(output, self.options.overwrite)
             return
         check_folder(output, "choose another --output")
         check_beside(output, self.part)
@@ -120,6 +123,11 @@ class Extraction:
         if not self.kept:
             self.images.check_asked()
         self.begun = False
+
+    @property
+    def done(self) -> int:
+        """Return how many images are done."""
+        return sum(len(shard.rows) for shard in self.kept)
 
     @property
     def batch_size(self) -> int:
@@ -200,7 +208,7 @@ class Extraction:
             say(note)
         if isinstance(self.listing, Drawn):
             say(self.listing.describe())
-        done, total = sum(len(shard.rows) for shard in self.kept), len(self.numbers)
+        done, total = self.done, len(self.numbers)
         if self.part is not None:
             first, stop = self.numbers.start, self.numbers.stop
             say(f"part {self.part}: images {first + 1} to {stop} of {len(self.listing)}")

@@ -1,0 +1,158 @@
+"""Features on a cluster of Ray: those of one run, whatever dies, and one line where there is no
+cluster.
+"""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import inference_files
+from tests.helpers.inference_files import write_folder, write_weights
+from tests.helpers.ray_cluster import environment, two_nodes
+from tests.helpers.tools import assert_one_error, load_tool, written
+
+extract = load_tool("extract_features")
+needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
+SECONDS = 400
+"""Until a command counts as one that hangs: other tests may hold the machine."""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder with weights and images, as the current folder."""
+    monkeypatch.chdir(tmp_path)
+    write_weights(tmp_path / "best.safetensors")
+    write_folder(tmp_path / "images", [(16, 24)] * 5)
+    return tmp_path
+
+
+def flags(*more: str, output: str = "out") -> list[str]:
+    return inference_files.flags(*more, output=output)
+
+
+def on_ray(address: str, *more: str, output: str = "out") -> list[str]:
+    return flags("--engine", "ray", "--address", address, *more, output=output)
+
+
+def start(folder: Path, words: list[str]) -> subprocess.Popen:
+    """The command in a process of its own, as it is typed; a group of its own, as of a terminal."""
+    command, pipe = [sys.executable, "-m", "visionattn", "features", *words], subprocess.PIPE
+    where = {"cwd": folder, "env": environment(), "start_new_session": True}
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, **where)
+
+
+def until_at_work(process: subprocess.Popen, out: Path, parts: int) -> None:
+    """Wait until so many parts are being written at once."""
+    until = time.monotonic() + SECONDS
+    while len(list(out.glob("parts/*-of-*/features.lock"))) < parts:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < until
+        time.sleep(0.005)
+
+
+@needs_ray
+def test_a_node_that_is_killed_amid_its_parts_loses_nothing_and_nothing_is_there_twice(folder):
+    shutil.rmtree(folder / "images")
+    write_folder(folder / "images", [(400, 600)] * 36)
+    (folder / "images" / "7.png").write_bytes(b"no image")
+    more = ("--img_size", "native", "--shard_images", "4")
+    assert extract(flags(*more, output="whole")) == 0
+    with two_nodes() as nodes:
+        command = on_ray(nodes.address, *more, "--parts", "6")
+        with start(folder, command) as process:
+            until_at_work(process, folder / "out", 2)
+            nodes.kill_second()
+            said, errors = process.communicate(timeout=SECONDS)
+        assert process.returncode == 0, errors
+        assert "a cluster of 2 nodes with 2 processors" in said
+        assert "36 images: 9 files of features and out/index.csv; the parts are deleted" in said
+        assert "1 without features:\n  images/7.png: cannot identify" in said
+        assert errors == ""
+        assert written(folder / "out") == written(folder / "whole")
+        assert extract(command) == 0  # all is done, for which no cluster is needed
+
+
+@needs_ray
+def test_ctrl_c_ends_a_cluster_of_this_machine_and_the_same_command_goes_on(folder):
+    shutil.rmtree(folder / "images")
+    write_folder(folder / "images", [(400, 600)] * 24)
+    more = ("--img_size", "native", "--shard_images", "2")
+    assert extract(flags(*more, output="whole")) == 0
+    command = on_ray("local", *more, "--parts", "2")
+    with start(folder, command) as process:
+        until_at_work(process, folder / "out", 1)
+        os.kill(process.pid, signal.SIGINT)
+        _, errors = process.communicate(timeout=SECONDS)
+    assert process.returncode == 130
+    assert errors == ("stopped; the parts that are written stay in out, the same command goes on\n")
+    with start(folder, command) as process:
+        said, errors = process.communicate(timeout=SECONDS)
+    assert (process.returncode, errors) == (0, "")
+    assert written(folder / "out") == written(folder / "whole")
+
+
+def test_an_address_without_a_cluster_is_one_line_within_seconds(folder, capsys, monkeypatch):
+    pytest.importorskip("ray", reason="Ray is not installed")
+    monkeypatch.setattr("visionattn.integrations.ray_engine.ANSWER_SECONDS", 3)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        begin = time.monotonic()
+        assert extract(on_ray(f"127.0.0.1:{port}")) == 2
+        assert time.monotonic() - begin < 60
+        assert_one_error(capsys, f"no Ray cluster at 127.0.0.1:{port}: nothing answers within 3 s")
+    assert extract(on_ray(f"127.0.0.1:{port}")) == 2
+    assert_one_error(capsys, f"no Ray cluster at 127.0.0.1:{port} ([Errno")
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
+    assert extract(on_ray("auto")) == 2
+    assert_one_error(capsys, f"no Ray cluster at auto (RAY_ADDRESS 127.0.0.1:{port}) ([Errno")
+    assert not (folder / "out").exists()
+
+
+BAD = {
+    "--engine ray": "engine ray needs --address: local, auto, or host:port of a cluster",
+    "--engine ray --address here": "address must be local, auto or host:port, got here",
+    "--engine ray --address host:99999": "address must be local, auto or host:port",
+    "--engine ray --address local --parts 0": "parts must be above 0, got 0",
+    "--engine ray --address local --probe": "call the command without engine once they are there",
+    "--engine ray --address local --overwrite": "engine ray overwrites nothing",
+    "--address local": "address is for --engine ray alone; leave it out",
+    "--parts 2": "parts is for --engine ray alone; leave it out",
+    "--engine dask": "engine must be one of here, ray, got dask",
+}
+
+
+@pytest.mark.parametrize("more", BAD)
+def test_options_that_do_not_go_together_are_one_line_and_write_nothing(folder, capsys, more):
+    before = written(folder)
+    assert extract(flags(*more.split())) == 2
+    assert_one_error(capsys, BAD[more])
+    assert written(folder) == before and not (folder / "out").exists()
+
+
+def test_without_ray_a_line_says_how_to_install_it(folder, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert extract(on_ray("local")) == 2
+    assert_one_error(capsys, "engine ray needs ray: pip install 'visionattn[ray]'")
+    assert not (folder / "out").exists()
+
+
+@needs_ray
+def test_more_parts_than_images_and_folders_of_others_are_refused_before_a_cluster_starts(
+    folder, capsys
+):
+    assert extract(on_ray("local", "--parts", "6")) == 2
+    assert_one_error(capsys, "6 parts of 5 images would leave some empty; name at most 5")
+    assert not (folder / "out").exists()
+    assert extract(flags("--shard", "1/3")) == 0
+    capsys.readouterr()
+    assert extract(on_ray("local", "--parts", "2")) == 2
+    assert_one_error(capsys, "out holds parts of 3 (1/3), and this is 1/2")

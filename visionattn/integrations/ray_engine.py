@@ -1,0 +1,286 @@
+"""``visionattn features --engine ray``: the nodes of a Ray cluster extract parts of a collection,
+and this process merges them.
+
+This module owns the connection to the cluster, which parts are handed out, and how a run ends. The
+unit of work is a part, as ``--shard`` writes it: its files have their names only when they are
+whole, so that Ray may start a part again wherever a worker died, or twice, and the merge finds each
+image once. Nothing but the numbers of parts goes through Ray.
+"""
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from visionattn.cli.ends import Failed, OutOfMemory, Stopped, exit_code, in_one_line
+from visionattn.cli.files import first_line, locked
+from visionattn.cli.interruption import Interruption
+from visionattn.cli.progress import Progress
+from visionattn.inference.collection import PARTS, Part
+from visionattn.inference.collection_merge import DONE, merge
+from visionattn.inference.feature_options import ExtractOptions
+from visionattn.inference.features import AT_WORK, Extraction
+from visionattn.inference.shards import INDEX, LOCK, briefly
+
+IMAGES_OF_PART = 512
+"""Images of a part where ``parts`` does not say how many parts there are."""
+CONNECT_SECONDS, ANSWER_SECONDS = 5, 30
+"""Until a port that does not open, and a cluster that does not answer, count as not there."""
+RETRIES = 10
+"""How often Ray starts a part again whose worker or node died."""
+LOCK_SECONDS = 120
+"""How long a part waits for the worker of a node that is lost, which may live on for a while."""
+STORE_BYTES = 100 * 2**20
+"""Of Ray's store of objects in a cluster of this machine, through which nothing large goes."""
+LOOK_SECONDS = 0.2
+"""Between two looks at whether Ctrl-C came."""
+PROBE = "import sys, ray; ray.init(sys.argv[1], logging_level='ERROR', log_to_driver=False)"
+QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",  # nothing is sent anywhere
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # else it warns of a change to come
+}
+
+
+class End(NamedTuple):
+    """What came of a part."""
+
+    part: str
+    code: int
+    """0, or the exit code of the error."""
+    reason: str
+
+
+def import_ray() -> Any:
+    """Return the module ``ray``.
+
+    Raises:
+        ValueError: it is not installed; one line with how it is.
+    """
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+    try:
+        import ray
+    except ImportError as error:
+        raise ValueError("engine ray needs ray: pip install 'visionattn[ray]'") from error
+    return ray
+
+
+def extract(options: ExtractOptions, say: Callable[[str], None]) -> None:
+    """Extract features as the options say, part by part on the nodes of a cluster, and merge them.
+
+    Raises:
+        ValueError, FileNotFoundError: options, images, model, folder or cluster are wrong; one
+            line.
+        Stopped: Ctrl-C; the parts that are written stay.
+        OutOfMemory, Failed: a part could not be done.
+    """
+    output = Path(options.output)
+    if _is_done(output):
+        Extraction(replace(options, engine="here", address=None, parts=None)).run(say)
+        return
+    ray = import_ray()
+    if options.address != "local":
+        check_there(options.address)
+    extraction = Extraction(options)
+    total = len(extraction.listing)
+    count = options.parts or -(-total // IMAGES_OF_PART)
+    parts = [extraction.of_part(Part(number, count)) for number in range(1, count + 1)]
+    left = {str(of.part): len(of.numbers) - of.done for of in parts if of.done < len(of.numbers)}
+    for note in extraction.opened.notes:
+        say(note)
+    done = total - sum(left.values())
+    say(f"{total} images in {count} part{'' if count == 1 else 's'}, {done} images are done")
+    if left:
+        with _Cluster(ray, options) as cluster:
+            say(f"{cluster.describe()} at {options.address}")
+            (output / PARTS).mkdir(parents=True, exist_ok=True)
+            taken = f"{AT_WORK} in {output}; wait for it or end it"
+            with locked(output / PARTS / LOCK, taken), Progress(total, done) as progress:
+                cluster.extract(extraction, left, progress)
+    merge(output, say)
+
+
+def _is_done(output: Path) -> bool:
+    """Tell whether a folder holds what an earlier call has merged."""
+    begun = any((output / name).exists() for name in (PARTS, DONE))
+    return (output / INDEX).is_file() and not begun
+
+
+class _Cluster:
+    """A connection to a cluster; a context manager."""
+
+    def __init__(self, ray: Any, options: ExtractOptions):
+        self.ray, self.options = ray, options
+        self.cpus = options.threads or 1
+
+    def __enter__(self) -> "_Cluster":
+        address = self.options.address
+        given = {"object_store_memory": STORE_BYTES, "include_dashboard": False}
+        if address != "local":
+            given = {}
+        self.ray.init(address, log_to_driver=False, logging_level=logging.ERROR, **given)
+        try:
+            self._check_nodes()
+        except BaseException:
+            self.ray.shutdown()
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.ray.shutdown()
+
+    def _nodes(self) -> list[dict[str, float]]:
+        """Return the resources of each node."""
+        return [node["Resources"] for node in self.ray.nodes() if node["Alive"]]
+
+    def _check_nodes(self) -> None:
+        largest = max((node.get("CPU", 0) for node in self._nodes()), default=0)
+        if largest < self.cpus:
+            raise ValueError(
+                f"no node of the cluster has {self.cpus} processors (threads); the largest has "
+                f"{largest:g}"
+            )
+
+    def describe(self) -> str:
+        """Say for people how large the cluster is."""
+        nodes = self._nodes()
+        cpus = sum(node.get("CPU", 0) for node in nodes)
+        plural = "" if len(nodes) == 1 else "s"
+        return f"a cluster of {len(nodes)} node{plural} with {cpus:g} processors"
+
+    def extract(self, extraction: Extraction, left: dict[str, int], progress: Progress) -> None:
+        """Have the parts that are left extracted.
+
+        Args:
+            extraction: of all images.
+            left: the images that are left of each part.
+            progress: is told of each part that is done.
+        """
+        on_gpu = extraction.opened.device.type == "cuda"
+        remote = self.ray.remote(
+            num_cpus=self.cpus, num_gpus=int(on_gpu), max_retries=RETRIES, max_calls=0
+        )(extract_part)
+        options = replace(self.options, shard=None)
+        given = (self.ray.put((options, os.getcwd(), extraction.whole_identity)),)
+        with Interruption() as interruption:
+            open_ = {remote.remote(*given, part): part for part in left}
+            while open_ and not interruption.requested:
+                ready, _ = self.ray.wait(list(open_), timeout=LOOK_SECONDS)
+                for reference in ready:
+                    part = open_.pop(reference)
+                    self._check(part, reference)
+                    progress.advance(left[part])
+            if interruption.requested:
+                self.ray.shutdown()
+                raise Stopped(
+                    f"stopped; the parts that are written stay in {self.options.output}, the same "
+                    "command goes on"
+                )
+
+    def _check(self, part: str, reference: Any) -> None:
+        """Raise what came of a part where that is an error."""
+        try:
+            end = End(*self.ray.get(reference))
+        except self.ray.exceptions.RayError as error:
+            kind = (
+                OutOfMemory if isinstance(error, self.ray.exceptions.OutOfMemoryError) else Failed
+            )
+            raise kind(
+                f"part {part} could not be done on the cluster ({type(error).__name__}: "
+                f"{first_line(error.__cause__ or error)}); the same command goes on"
+            ) from error
+        if end.code:
+            raise {3: OutOfMemory, 4: Failed}.get(end.code, ValueError)(
+                f"part {part}: {end.reason}"
+            )
+
+
+def check_there(address: str) -> None:
+    """Check within seconds that a cluster answers at an address other than ``local``.
+
+    Raises:
+        ValueError: none does; one line.
+    """
+    named = os.environ.get("RAY_ADDRESS", "") if address == "auto" else address
+    host, _, port = named.rpartition(":")
+    said = address if named in ("", address) else f"{address} (RAY_ADDRESS {named})"
+    wanted = "start one with ray start --head, or use --address local"
+    if host and port.isdecimal():
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
+        except (OSError, OverflowError) as error:
+            raise ValueError(f"no Ray cluster at {said} ({first_line(error)}); {wanted}") from error
+    # Ray itself waits for most of a minute for what is no cluster, and writes pages of text.
+    command = [sys.executable, "-c", PROBE, address]
+    try:
+        probe = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_SECONDS)
+    except subprocess.TimeoutExpired as error:
+        raise ValueError(
+            f"no Ray cluster at {said}: nothing answers within {ANSWER_SECONDS} s; {wanted}"
+        ) from error
+    if probe.returncode:
+        lines = probe.stderr.strip().splitlines() or [f"exit code {probe.returncode}"]
+        raise ValueError(f"no Ray cluster at {said} ({lines[-1][:200]}); {wanted}")
+
+
+_known: dict[str, Extraction] = {}
+"""The extraction of this worker: one model, and one list of images."""
+
+
+def extract_part(
+    given: tuple[ExtractOptions, str, dict[str, Any]], number: str
+) -> tuple[str, int, str]:
+    """Extract a part, in a process of Ray's: ``End``.
+
+    Args:
+        given: the options, the folder that paths are relative to, and what decides the features
+            where the command was called.
+        number: the part.
+    """
+    options, folder, identity = given
+    try:
+        key = repr((options, folder))
+        if key not in _known:
+            _known.clear()
+            _known[key] = _open(options, folder, identity)
+        _write(_known[key], Part.parse(number))
+    except (ValueError, OSError, OutOfMemory, Failed) as error:
+        return End(number, exit_code(error), f"{in_one_line(error)} (on {socket.gethostname()})")
+    return End(number, 0, "")
+
+
+def _open(options: ExtractOptions, folder: str, identity: dict[str, Any]) -> Extraction:
+    """Open model and images in a worker, and check that they are those of the caller."""
+    try:
+        os.chdir(folder)
+    except OSError as error:
+        raise ValueError(
+            f"{folder} is not there; images, weights and --output lie on a file system that all "
+            "nodes share, at the same paths"
+        ) from error
+    extraction = Extraction(options)
+    for key, wanted in identity.items():
+        found = extraction.whole_identity.get(key)
+        if found != wanted:
+            here, there = briefly(found, wanted)
+            raise ValueError(f"{key} is {here} here and {there} where the command was called")
+    return extraction
+
+
+def _write(extraction: Extraction, part: Part) -> None:
+    """Write a part; where a worker whose node is lost still writes it, once that has ended."""
+    until = time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            extraction.of_part(part).run(lambda text: None)
+            return
+        except ValueError as error:
+            if not str(error).startswith(AT_WORK) or time.monotonic() > until:
+                raise
+        time.sleep(1)
