@@ -1,0 +1,189 @@
+"""Bags of features: what the order, the place of the bag, absent tiles and empty rows mean."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from visionattn.models.bag import BagEncoder, layout_of
+
+IN, D, HEADS, CLASSES = 11, 24, 3, 5
+OPTIONS = [
+    {"attention": "kernelized", "relative": "joint", "global_pool": "max"},
+    {"attention": "taylorshift", "relative": "axial", "global_pool": "avg"},
+    {"attention": "kernelized", "relative": "joint", "global_pool": "token"},
+    {"attention": "softmax", "relative": "joint", "global_pool": "avg"},
+    {"attention": "taylorshift", "relative": "none", "global_pool": "token"},
+]
+
+
+def encoder(horizon: int = 2, **options) -> BagEncoder:
+    """An encoder in float64 whose attention matters."""
+    torch.manual_seed(3)
+    model = BagEncoder(IN, D, 2, HEADS, CLASSES, horizon=horizon, **options).double().eval()
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def bag(tiles: int = 29, height: int = 7, width: int = 9, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Features ``[n, IN]`` and places ``[n, 2]`` of tiles on some of the places of a grid."""
+    draw = torch.Generator().manual_seed(seed)
+    chosen = torch.randperm(height * width, generator=draw)[:tiles]
+    places = torch.stack([chosen // width, chosen % width], dim=1)
+    return torch.randn(tiles, IN, generator=draw, dtype=torch.float64), places
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_the_order_of_the_tiles_and_the_place_of_the_bag_change_nothing(options):
+    model, (features, places) = encoder(**options), bag()
+    wanted = model(features, places)
+    assert wanted.shape == (CLASSES,)
+    order = torch.randperm(len(features))
+    torch.testing.assert_close(model(features[order], places[order]), wanted)
+    torch.testing.assert_close(model(features, places + torch.tensor([-4, 1000])), wanted)
+    if options["relative"] != "none":  # but which tile lies where does
+        assert (model(features[order], places) - wanted).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("options", OPTIONS[:3], ids=str)
+def test_where_all_tiles_are_there_the_result_is_that_of_blocks_on_a_dense_grid(options):
+    from visionattn.layout import Grid, TokenLayout
+
+    model, (features, places) = encoder(**options), bag(63)
+    x = model.embed(features[(places[:, 0] * 9 + places[:, 1]).argsort()])[None]
+    if model.cls_token is not None:
+        x = torch.cat([model.cls_token, x], dim=1)
+    for block in model.blocks:
+        x = block(x, TokenLayout(model.num_prefix_tokens, Grid(7, 9)))
+    x = model.norm(x)
+    pool = options["global_pool"]
+    pooled = x[:, 0] if pool == "token" else x.amax(1) if pool == "max" else x.mean(1)
+    torch.testing.assert_close(model(features, places), model.head(pooled)[0])
+
+
+def dense_reference(model: BagEncoder, features: Tensor, places: Tensor) -> Tensor:
+    """The blocks over the tiles alone, with the relative position of all pairs written out for one
+    head after the other: kernelized attention with ``Joint`` and "mean".
+    """
+    from visionattn.ops.feature_maps import elu1
+
+    x, horizon = model.embed(features), model.horizon
+    offset = (places[None] - places[:, None]).clamp(-horizon, horizon) + horizon
+    for block in model.blocks:
+        attn = block.attn
+        y = block.norm1(x)
+        q, k, v = attn.qkv(y).view(len(x), 3, HEADS, -1).permute(1, 2, 0, 3)
+        table = attn.relative(layout_of(places[None], None, 0, horizon)).table
+        out = []
+        for head in range(HEADS):
+            phi_q, phi_k = elu1(q[head]), elu1(k[head])
+            entry = table[head][offset[..., 0], offset[..., 1]]
+            number = offset[..., 0] * (2 * horizon + 1) + offset[..., 1]
+            same = (number[:, :, None] == number[:, None, :]).sum(2)
+            content = phi_q @ phi_k.T / len(x)
+            weights = content + torch.einsum("nd,nmd->nm", phi_q, entry) / same
+            out.append(weights @ v[head] / weights.sum(1, keepdim=True))
+        x = x + attn.proj(torch.stack(out, 1).flatten(1))
+        x = x + block.mlp(block.norm2(x))
+    return model.head(model.norm(x).amax(0))
+
+
+def test_a_sparse_bag_is_what_all_pairs_written_out_give():
+    model, (features, places) = encoder(relative="joint"), bag(17)
+    scattered = places * torch.tensor([1, 40])  # columns far beyond the horizon
+    for where in (places, scattered):
+        torch.testing.assert_close(
+            model(features, where), dense_reference(model, features, where), rtol=1e-9, atol=1e-9
+        )
+
+
+@pytest.mark.parametrize("options", OPTIONS[:2] + OPTIONS[4:], ids=str)
+def test_a_batch_of_bags_of_different_sizes_gives_each_what_it_gives_alone(options):
+    model = encoder(**options)
+    bags = [bag(29, 7, 9, 1), bag(4, 13, 3, 2), bag(1, 2, 2, 3)]
+    most = max(len(features) for features, _ in bags)
+    features = torch.full((3, most, IN), float("nan"), dtype=torch.float64)
+    places = torch.full((3, most, 2), 10**9)
+    present = torch.zeros(3, most, dtype=torch.bool)
+    for i, (own, where) in enumerate(bags):  # the tiles that are there lie anywhere in the row
+        at = torch.randperm(most)[: len(own)].sort().values
+        features[i, at], places[i, at], present[i, at] = own, where, True
+    features.requires_grad_(True)
+    out = model(features, places, present)
+    for i, (own, where) in enumerate(bags):
+        torch.testing.assert_close(out[i], model(own, where))
+    (out**2).sum().backward()
+    assert features.grad.isfinite().all()
+    assert (features.grad[~present] == 0).all()
+    assert (features.grad[present].abs().sum(1) > 0).all()
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_gradients_reach_every_parameter_and_are_those_of_differences(options):
+    model, (features, places) = encoder(**options), bag(13, 5, 6)
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)
+    out = model(features, places).square().sum()
+    grads = dict(
+        zip(
+            [name for name, _ in model.named_parameters()],
+            torch.autograd.grad(out, list(model.parameters())),
+            strict=True,
+        )
+    )
+    for name, parameter in model.named_parameters():
+        assert grads[name].isfinite().all(), name
+        # Where the class token alone is pooled, no place counts in the last block.
+        unused = model.cls_token is not None and name == "blocks.1.attn.relative.table"
+        assert (grads[name] != 0).any() != unused, name
+        direction = torch.randn_like(parameter)
+        with torch.no_grad():
+            step, ends = 1e-6, []
+            for sign in (1, -1):
+                parameter.add_(direction, alpha=sign * step)
+                ends.append(model(features, places).square().sum())
+                parameter.sub_(direction, alpha=sign * step)
+        slope = (ends[0] - ends[1]) / (2 * step)
+        torch.testing.assert_close((grads[name] * direction).sum(), slope, rtol=1e-4, atol=1e-6)
+
+
+def test_gaps_beyond_the_horizon_take_no_places():
+    places = torch.tensor([[[0, 5], [1, 5], [1000, 6], [1002, 10**12]]])
+    layout = layout_of(places, None, 0, 3)
+    assert tuple(layout.grid) == (7, 5)
+    assert layout.kept.tolist() == [[0, 5, 21, 34]]
+    assert tuple(layout_of(places, None, 0, 0).grid) == (4, 3)
+
+
+BAD = {
+    "features: wanted [n, 11] or [B, n, 11] with a tile or more": lambda f, p: (f[:, :9], p),
+    "with a tile or more, got": lambda f, p: (f[:0], p[:0]),
+    "places: wanted int64 [1, 29, 2]": lambda f, p: (f, p.float()),
+    "[1, 29, 2], row and column of each tile": lambda f, p: (f, p[:5]),
+    "present: wanted bool [1, 29]": lambda f, p: (f, p, torch.ones(29)),
+    "present: a bag has no tile": lambda f, p: (f, p, torch.zeros(29, dtype=torch.bool)),
+    "two tiles at row 77, column 78; leave one out": lambda f, p: (
+        f,
+        torch.cat([p[:27], torch.tensor([[77, 78], [77, 78]])]),
+    ),
+    "give each part of the slide as a bag of its own": lambda f, p: (
+        f[:1].expand(200, -1),
+        torch.arange(200)[:, None].expand(-1, 2) * 7,
+    ),
+}
+
+
+@pytest.mark.parametrize("said", BAD)
+def test_bags_that_are_none_are_one_line(said):
+    with pytest.raises(ValueError) as error:
+        encoder()(*BAD[said](*bag()))
+    assert said in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "options", [{"attention": "window"}, {"relative": "flat"}, {"global_pool": "map"}]
+)
+def test_options_that_mean_nothing_for_a_bag_are_refused(options):
+    with pytest.raises(ValueError, match="wanted one of"):
+        BagEncoder(IN, D, 1, HEADS, **options)
