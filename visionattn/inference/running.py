@@ -145,7 +145,7 @@ def run_images(
         for batch in batch_samples(samples, batch_size):
             paths = [images.listing.name(i) for i in range(number, number + len(batch))]
             number += len(batch)
-            yield _run_batch(opened, batch, paths, compute, amp, dtype)
+            yield run_batch(opened, batch, paths, compute, amp, dtype)
     except RuntimeError as error:
         if not _is_of_a_dead_worker(error):
             raise
@@ -154,14 +154,17 @@ def run_images(
         ) from error
 
 
-def _run_batch(
+def run_batch(
     opened: Opened,
     batch: list[Sample],
     paths: list[str],
     compute: Compute,
-    amp: str,
-    dtype: torch.dtype,
+    amp: str = "none",
+    dtype: torch.dtype = torch.float32,
 ) -> list[Outcome]:
+    """Compute the outputs of images of one size; ``run_images`` explains the arguments. The pixels
+    of the samples are given up.
+    """
     present = [sample.present for sample in batch if sample.pixels is not None]
     readable = [sample.pixels for sample in batch if sample.pixels is not None]
     for sample in batch:

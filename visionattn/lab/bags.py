@@ -29,7 +29,7 @@ SIZES |= {"fused softmax": (6_250, 12_500, 25_000), "softmax by its scores": (6_
 
 def measure(work: str, tiles: int, threads: int, backward: bool) -> dict[str, float]:
     """Return the processor's ``seconds`` of one forward, or of a forward and a backward pass, of a
-    bag, and ``peak_bytes`` of this process.
+    bag, ``peak_bytes`` of this process, and ``level_bytes``, its peak before with the inputs.
 
     Args:
         work: an attention of ``BagEncoder``, or the softmax attention alone of as many blocks and
@@ -50,14 +50,18 @@ def measure(work: str, tiles: int, threads: int, backward: bool) -> dict[str, fl
         operands = [torch.randn(shape, requires_grad=backward) for _ in range(3)]
         attend = scaled_dot_product_attention if work == "fused softmax" else by_scores
         compute = lambda: sum(attend(*operands).sum() for _ in range(DEPTH))  # noqa: E731
+    level = _peak_bytes()
     begin = time.process_time()
     with torch.set_grad_enabled(backward):
         out = compute()
         if backward:
             out.backward()
     seconds = time.process_time() - begin
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return {"seconds": seconds, "peak_bytes": peak}
+    return {"seconds": seconds, "peak_bytes": _peak_bytes(), "level_bytes": level}
+
+
+def _peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def by_scores(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -90,7 +94,8 @@ def main(argv: Sequence[str]) -> int:
             given = {"work": work, "tiles": tiles, "threads": flags.threads}
             try:
                 found = ask(named, given | {"backward": flags.backward}, work)
-                said = f"{found['seconds']:8.2f} s {found['peak_bytes'] / 2**30:7.2f} GiB"
+                peak, level = (found[key] / 2**30 for key in ("peak_bytes", "level_bytes"))
+                said = f"{found['seconds']:8.2f} s {peak:7.2f} GiB, {level:.2f} before"
             except (Failed, torch.OutOfMemoryError) as error:
                 said = str(error)
             print(f"{work:<23}{tiles:>9,} tiles {said}", flush=True)

@@ -1,0 +1,143 @@
+"""Stages of Ray Data: as plain calls on batches of rows, and on a cluster that loses a node."""
+
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+
+from tests.helpers.inference_files import write_folder, write_image, write_weights
+from tests.helpers.ray_cluster import environment, two_nodes
+from visionattn.inference.calls import extract_features
+from visionattn.integrations.ray import DECODED, Decode, Embed
+
+SHAPES = [(16, 24), (16, 24), (40, 8), (16, 24), (20, 21), (16, 16)]
+SECONDS = 400
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_weights(tmp_path / "best.safetensors")
+    write_folder(tmp_path / "images", SHAPES)
+    (tmp_path / "images" / "3.png").write_bytes(b"no image")
+    return tmp_path
+
+
+def rows_of(folder) -> dict[str, np.ndarray]:
+    paths = [str(folder / "images" / f"{i}.png") for i in range(len(SHAPES))]
+    return {"path": np.array(paths), "slide": np.arange(len(paths)) * 10}
+
+
+@pytest.mark.parametrize("img_size", [16, "native"])
+@pytest.mark.parametrize("dense", [False, True])
+def test_both_stages_or_the_second_alone_give_the_features_of_the_command(folder, img_size, dense):
+    weights, rows = folder / "best.safetensors", rows_of(folder)
+    good = [i for i in range(len(SHAPES)) if i != 3]
+    wanted = extract_features(
+        weights, [rows["path"][i] for i in good], dense=dense, img_size=img_size, fit=None
+    )
+    embed = Embed(weights, img_size=img_size, dense=dense)
+    decode = Decode(weights, img_size=img_size)
+    contents = [(folder / "images" / f"{i}.png").read_bytes() for i in range(len(SHAPES))]
+    held = np.empty(len(contents), object)
+    held[:] = contents
+    of_bytes = {"content": held, "slide": rows["slide"]}
+    options = {"column": "content", "img_size": img_size}
+    for found in (
+        embed(rows),
+        embed(decode(rows)),
+        Embed(weights, dense=dense, **options)(of_bytes),
+        Embed(weights, dense=dense, **options)(Decode(weights, **options)(of_bytes)),
+    ):
+        assert not set(DECODED) & set(found) and "content" not in found
+        assert found["slide"].tolist() == [0, 10, 20, 30, 40, 50]
+        assert found["status"].tolist() == ["ok"] * 3 + ["unreadable"] + ["ok"] * 2
+        assert found["reason"][3].startswith("cannot identify image file")
+        assert "".join(found["reason"][good]) == ""
+        assert (found["height"][good] == [SHAPES[i][0] for i in good]).all()
+        assert (found["width"][3], found["input_width"][3]) == (0, 0)
+        for number, i in enumerate(good):
+            assert np.abs(found["features"][i] - wanted[number].numpy()).max() < 1e-5
+        if dense:
+            assert found["features"][3].shape == (24, 0, 0)
+        else:
+            assert np.isnan(found["features"][3]).all() and found["features"].shape == (6, 24)
+
+
+def test_a_range_of_values_that_a_batch_alone_would_tell_fails_as_a_row(folder):
+    from PIL import Image
+
+    levels = np.random.default_rng(0).integers(0, 900, (16, 16)).astype(np.uint16)
+    path = folder / "images" / "grey.png"
+    Image.fromarray(levels).save(path)
+    rows, weights = {"path": np.array([str(path)])}, folder / "best.safetensors"
+    found = Embed(weights)(rows)
+    assert found["status"].tolist() == ["unreadable"]
+    assert "value_range" in found["reason"][0]
+    assert Embed(weights, value_range=(0, 1023))(rows)["status"].tolist() == ["ok"]
+
+
+def test_a_stage_says_in_one_line_what_is_wrong(folder):
+    weights = folder / "best.safetensors"
+    with pytest.raises(ValueError, match="rows have no column file; there are path, slide"):
+        Embed(weights, column="file")(rows_of(folder))
+    with pytest.raises(ValueError, match="img_size native is each image at its own size"):
+        Decode(weights, img_size="native", fit="pad")
+
+
+PIPELINE = """
+import json, sys
+import ray
+from visionattn.integrations.ray import Decode, Embed
+
+address, weights, *paths = sys.argv[1:]
+ray.init(address, log_to_driver=False)
+ray.data.DataContext.get_current().enable_progress_bars = False
+how = {"model": weights, "img_size": "native"}
+pool = ray.data.ActorPoolStrategy
+rows = ray.data.from_items([{"path": path} for path in paths], override_num_blocks=len(paths) // 2)
+rows = rows.map_batches(
+    Decode, fn_constructor_kwargs=how, batch_size=2, num_cpus=0.4, compute=pool(size=1)
+)
+rows = rows.map_batches(
+    Embed, fn_constructor_kwargs=how, batch_size=2, num_cpus=0.4,
+    compute=pool(min_size=1, max_size=2),
+)
+for row in rows.iter_rows():
+    values = [float(value) for value in row["features"]]
+    print("row", json.dumps([row["path"], row["status"], row["reason"], values]), flush=True)
+"""
+
+
+@pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
+def test_a_pipeline_that_loses_a_node_gives_every_row_once(folder):
+    paths = []
+    for number in range(40):
+        paths.append(str(folder / "many" / f"{number}.png"))
+        write_image(folder / "many" / f"{number}.png", 200, 304, number)
+    (folder / "many" / "7.png").write_bytes(b"no image")
+    good = [path for path in paths if not path.endswith("/7.png")]
+    weights = folder / "best.safetensors"
+    wanted = dict(
+        zip(good, extract_features(weights, good, img_size="native").numpy(), strict=True)
+    )
+    found = []
+    with two_nodes() as nodes, open(folder / "errors", "w+") as errors:
+        command = [sys.executable, "-c", PIPELINE, nodes.address, str(weights), *paths]
+        pipes = {"stdout": subprocess.PIPE, "stderr": errors, "text": True}
+        with subprocess.Popen(command, env=environment(), **pipes) as process:
+            for line in process.stdout:
+                if line.startswith("row "):
+                    found.append(json.loads(line[4:]))
+                if len(found) == 1:
+                    nodes.kill_second()
+        errors.seek(0)
+        assert process.returncode == 0, errors.read()[-3000:]
+    assert sorted(path for path, *_ in found) == sorted(paths)
+    for path, status, reason, values in found:
+        if path in wanted:
+            assert status == "ok" and np.abs(np.array(values) - wanted[path]).max() < 1e-5
+        else:
+            assert status == "unreadable" and reason.startswith("cannot identify image file")
