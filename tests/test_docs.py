@@ -7,8 +7,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "checkpoints" / "README.md"])
-LEFT_OUT = ("checkpoints/digits", "torch.compile", "torch.export")
-"""Blocks that need the demo's weights, or that tests/models holds to more."""
+LEFT_OUT = ("checkpoints/digits", "torch.compile", "torch.export", "import ray")
+"""Blocks that need the demo's weights, or that tests/models and tests/integrations hold to more."""
 
 
 def name(page):

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +19,10 @@ from tests.helpers import inference_files
 from tests.helpers.inference_files import write_folder, write_weights
 from tests.helpers.ray_cluster import environment, two_nodes
 from tests.helpers.tools import assert_one_error, load_tool, written
+from tests.inference.test_features_resume import HELD
+from visionattn.inference.feature_options import parse_extract
+from visionattn.inference.features import Extraction
+from visionattn.integrations.ray_engine import End, _Cluster, extract_part
 
 extract = load_tool("extract_features")
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
@@ -156,3 +161,64 @@ def test_more_parts_than_images_and_folders_of_others_are_refused_before_a_clust
     capsys.readouterr()
     assert extract(on_ray("local", "--parts", "2")) == 2
     assert_one_error(capsys, "out holds parts of 3 (1/3), and this is 1/2")
+
+
+def given(*more: str):
+    """What a worker is told."""
+    options = parse_extract(on_ray("local", *more))
+    return options, os.getcwd(), Extraction(options).whole_identity
+
+
+def test_a_worker_writes_the_part_that_it_is_told_once_another_has_left_it(folder):
+    """A node that counts as lost may go on writing for a while."""
+    alone = ("--batch_size", "1")
+    assert extract(flags(*alone, output="whole")) == 0
+    told, lock = given(*alone), folder / "out" / "parts" / "00002-of-00002" / "features.lock"
+    lock.parent.mkdir(parents=True)
+    command, pipe = [sys.executable, "-c", HELD, str(lock)], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as first:
+        assert first.stdout.readline() == "held\n"
+        waiting = threading.Timer(1.5, lambda: first.stdin.close())
+        waiting.start()
+        begin = time.monotonic()
+        assert extract_part(told, "2/2") == End("2/2", 0, "")
+        assert time.monotonic() - begin > 1
+        waiting.join()
+    assert extract_part(told, "1/2") == End("1/2", 0, "")
+    assert extract_part(told, "2/2") == End("2/2", 0, "")  # again, as where Ray lost the answer
+    assert extract(["--merge", "--output", "out"]) == 0
+    assert written(folder / "out") == written(folder / "whole")
+
+
+def test_a_worker_that_sees_other_files_says_so(folder):
+    options, here, identity = given()
+    end = End(*extract_part((options, str(folder / "nowhere"), identity), "1/2"))
+    assert end.code == 2 and end.reason.startswith(
+        f"{folder}/nowhere is not there; images, weights"
+    )
+    end = End(*extract_part((options, here, identity | {"weights": "others"}), "1/2"))
+    assert end.code == 2 and end.reason.startswith("weights is ")
+    assert "and others where the command was called (on " in end.reason
+    assert not (folder / "out").exists()
+    (folder / "best.safetensors").unlink()
+    end = End(*extract_part((options, here, identity | {"seed": 1}), "1/2"))
+    assert (end.code, end.reason.partition(" (on")[0]) == (2, "no checkpoint at best.safetensors")
+
+
+class StandIn:
+    """As much of the module ``ray`` as a cluster of two nodes shows."""
+
+    def nodes(self):
+        return [{"Alive": True, "Resources": {"CPU": n}} for n in (2.0, 4.0)] + [
+            {"Alive": False, "Resources": {"CPU": 64.0}}
+        ]
+
+
+def test_more_threads_than_any_node_has_are_refused_as_no_part_would_ever_begin(folder):
+    options = parse_extract(on_ray("local", "--threads", "5"))
+    cluster = _Cluster(StandIn(), options)
+    assert cluster.describe() == "a cluster of 2 nodes with 6 processors"
+    with pytest.raises(ValueError, match="no node of the cluster has 5 processors .*; the largest"):
+        cluster._check_nodes()
+    options.threads = 4
+    _Cluster(StandIn(), options)._check_nodes()
