@@ -172,6 +172,8 @@ def check(options: ExtractOptions) -> None:
         and (len(options.images) != 1 or not Path(options.images[0]).is_dir())
     ):
         raise ValueError("probe needs one folder of class folders as --images")
+    if options.dense and options.combine is not None:
+        raise ValueError("combine is of vectors; dense maps are blended: leave it out")
     canvas = options.data == "canvas"
     holds_out = canvas or (options.probe and not options.drawn)
     for key, acts, whose in (

@@ -37,6 +37,7 @@ from visionattn.inference.shards import (
     whole_shards,
     write_index,
 )
+from visionattn.inference.tiling import work_of
 from visionattn.models.filled import last_map, pooled
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16}
@@ -80,6 +81,7 @@ class Extraction:
         self.images = ReadImages(
             self.listing, self.opened.spec, self.opened.geometry, options.max_pixels
         )
+        self.work = work_of(options, self.opened, last_map if options.dense else pooled)
         self.whole_identity = self.opened.identity() | self._own_identity()
         if options.engine == "here":
             self._begin()
@@ -132,7 +134,7 @@ class Extraction:
     @property
     def batch_size(self) -> int:
         """Return the images of a batch; where the memory decides that, those of a usual one."""
-        asked = self.options.batch_size
+        asked = self.work.batch_size
         return asked if isinstance(asked, int) else self.opened.usual_batch
 
     def _whole_shards(self) -> list[Shard]:
@@ -181,6 +183,7 @@ class Extraction:
             "images": len(self.listing),
         }
         own |= {key: getattr(options, key) for key in ("dtype", "amp", "shard_images", "shard_mib")}
+        own |= {key: getattr(options, key) for key in ("tiles", "overlap", "combine")}
         return own | {"list_of_images": self.listing.digest()}
 
     def run(self, say: Callable[[str], None]) -> None:
@@ -204,7 +207,7 @@ class Extraction:
 
     def _run(self, say: Callable[[str], None]) -> None:
         """Do the work of ``run`` in a folder that is locked."""
-        for note in self.opened.notes:
+        for note in (*self.opened.notes, *self.work.lines):
             say(note)
         if isinstance(self.listing, Drawn):
             say(self.listing.describe())
@@ -245,13 +248,13 @@ class Extraction:
             DoesNotFit: a batch clearly takes more memory than there is.
         """
         options = self.options
-        asked = options.batch_size or self.opened.usual_batch
+        asked = self.work.batch_size
         if done == len(self.numbers):
             return 1 if asked == "auto" else asked
         told = outlook(
             self.opened,
             self.images,
-            last_map if options.dense else pooled,
+            self.work.compute,
             batch_size=asked,
             workers=options.workers,
             amp=options.amp,
@@ -273,7 +276,7 @@ class Extraction:
         outcomes = run_images(
             self.opened,
             self.images,
-            last_map if options.dense else pooled,
+            self.work.compute,
             start=first,
             batch_size=batch_size,
             workers=options.workers,
@@ -283,7 +286,7 @@ class Extraction:
         # Batches fill a shard, which is written as soon as it is full: a kill loses one shard at
         # most.
         pending = Pending(self.folder, number, first, self.identity)
-        with Progress(total, done) as progress, progress.within(self.opened.model, batch_size):
+        with Progress(total, done) as progress, progress.within(self.work.shown, batch_size):
             for batch in outcomes:
                 pending.add(batch)
                 if pending.is_full(options.shard_images, options.shard_mib * MIB):

@@ -19,7 +19,13 @@ from visionattn.cli.files import first_line
 from visionattn.cli.untrusted import brief
 from visionattn.data.geometry import Geometry, Size, check_geometry, pixels, sides
 from visionattn.inference.listing import digest_of
-from visionattn.inference.options import NATIVE, NATIVE_BATCH, SIZED_BATCH, OpenOptions
+from visionattn.inference.options import (
+    NATIVE,
+    NATIVE_BATCH,
+    SIZED_BATCH,
+    OpenOptions,
+    in_tiles,
+)
 from visionattn.models.filled import takes_sizes
 from visionattn.models.segmentation import HEAD_ARGS, Segmenter, create
 from visionattn.models.weights import (
@@ -149,7 +155,8 @@ def open_model(options: OpenOptions, *, classifies: bool) -> Opened:
         args = {key: value for key, value in args.items() if key not in HEAD_ARGS}
     spec = _with_files(spec, options)
     geometry = _geometry(options, spec, patch_size(model))
-    model = _free_size(model, name, args, spec, geometry.canvas)
+    seen = None if in_tiles(options) else geometry.canvas
+    model = _free_size(model, name, args, spec, seen)
     check_geometries(model, [geometry])
     notes = _with_geometry(notes, name, model, geometry)
     model = model.to(device).eval()
@@ -220,8 +227,11 @@ def _with_files(spec: DataSpec, options: OpenOptions) -> DataSpec:
 
 
 def _geometry(options: OpenOptions, spec: DataSpec, patch_px: Size) -> Geometry:
-    """Return how images are seen: as in training, as far as no option says otherwise."""
-    if options.img_size == NATIVE:
+    """Return how images are seen: as in training, as far as no option says otherwise; to be cut
+    into tiles, at their own sizes.
+    """
+    asked = options.img_size or options.fit or options.max_patches or getattr(options, "data", None)
+    if options.img_size == NATIVE or (in_tiles(options) and not asked):
         return Geometry("native", None, None, patch_px)
     fit, max_patches, img_size = options.fit or spec.fit, options.max_patches, options.img_size
     if max_patches is None and img_size is None and fit == "native":

@@ -91,6 +91,17 @@ class InferenceOptions(OpenOptions):
     """Processes that load images; 0 loads in the main process."""
     amp: Literal["none", "bf16", "fp16"] = "none"
     """Automatic mixed precision."""
+    tiles: int | None = None
+    """Side in pixels of overlapping tiles that the model sees instead of whole images, which then
+    come at their own sizes unless a size is named; ``batch_size`` counts tiles, and is 1. None:
+    whole images.
+    """
+    overlap: int | None = None
+    """``tiles`` alone: pixels that neighbours share at least. None: an eighth of ``tiles``."""
+    combine: Literal["mean", "max"] | None = None
+    """``tiles`` alone: what becomes of the vectors of all tiles; None: their mean. Maps are blended
+    instead.
+    """
 
 
 Options = TypeVar("Options", bound=OpenOptions)
@@ -124,6 +135,8 @@ def check(options: OpenOptions) -> None:
         if not known and (isinstance(value, str) or value < least):
             raise ValueError(f"{key} must be at least {least}, got {value}")
     check_workers(getattr(options, "workers", 0), "workers")
+    if isinstance(options, InferenceOptions):
+        _check_tiles(options)
     if options.img_size == NATIVE and (options.fit not in (None, NATIVE) or options.max_patches):
         other = f"fit {options.fit}" if options.fit not in (None, NATIVE) else "max_patches"
         raise ValueError(
@@ -149,3 +162,21 @@ def check(options: OpenOptions) -> None:
         raise ValueError(
             "args are those of model, which is missing; a best.safetensors brings its own"
         )
+
+
+def in_tiles(options: OpenOptions) -> bool:
+    """Tell whether images are cut into tiles."""
+    return getattr(options, "tiles", None) is not None
+
+
+def _check_tiles(options: InferenceOptions) -> None:
+    """Raise ValueError where options of tiles are out of range, or do nothing."""
+    if options.tiles is None:
+        for key in ("overlap", "combine"):
+            if getattr(options, key) is not None:
+                raise ValueError(f"{key} is for --tiles alone; leave it out, or name their size")
+        return
+    if options.batch_size == "auto":
+        raise ValueError("batch_size counts tiles beside --tiles: name a number instead of auto")
+    if options.fit == "pad":
+        raise ValueError("fit pad adds to images what no tile should see; name another --fit")

@@ -24,6 +24,7 @@ from visionattn.inference.opening import Opened, open_model
 from visionattn.inference.options import InferenceOptions
 from visionattn.inference.reading import ReadImages
 from visionattn.inference.running import Outcome, run_images
+from visionattn.inference.tiling import work_of
 from visionattn.models.filled import call
 
 FIELDS = ("path", "status", "reason", "height", "width", "input_height", "input_width")
@@ -109,6 +110,7 @@ class Predictor:
             self.listing, self.opened.spec, self.opened.geometry, options.max_pixels
         )
         self.images.check_asked()
+        self.work = work_of(options, self.opened, call)
 
     def run(self, say: Callable[[str], None]) -> None:
         """Write a row per image to the output, or print a table, and say what came of it.
@@ -120,13 +122,13 @@ class Predictor:
             Failed: a process that reads images ended.
         """
         options = self.options
-        for note in self.opened.notes:
+        for note in (*self.opened.notes, *self.work.lines):
             say(note)
         told = outlook(
             self.opened,
             self.images,
-            call,
-            batch_size=options.batch_size or self.opened.usual_batch,
+            self.work.compute,
+            batch_size=self.work.batch_size,
             workers=options.workers,
             amp=options.amp,
         )
@@ -166,13 +168,13 @@ class Predictor:
         batches = run_images(
             self.opened,
             self.images,
-            call,
+            self.work.compute,
             batch_size=batch_size,
             workers=options.workers,
             amp=options.amp,
         )
         self.progress = Progress(len(self.listing))
-        with self.progress as progress, progress.within(self.opened.model, batch_size):
+        with self.progress as progress, progress.within(self.work.shown, batch_size):
             for batch in batches:
                 for outcome in batch:
                     yield self._prediction(outcome)

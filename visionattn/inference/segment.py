@@ -29,6 +29,8 @@ from visionattn.inference.opening import Opened, description, open_model
 from visionattn.inference.predict import FIELDS, PredictOptions
 from visionattn.inference.reading import ReadImages
 from visionattn.inference.running import Outcome, run_images
+from visionattn.inference.tiling import work_of
+from visionattn.models.filled import call
 from visionattn.models.segmentation import IGNORED, Segmenter
 from visionattn.models.weights import described
 from visionattn.training.painting import class_names, palette
@@ -81,6 +83,8 @@ class MaskPredictor:
         self.options = options
         if options.top_k is not None:
             raise ValueError("top_k is of classes of images, and this model has those of pixels")
+        if options.combine is not None:
+            raise ValueError("combine is of vectors; the masks of tiles are blended: leave it out")
         if options.output is None:
             raise ValueError(
                 f"--output is missing: a folder for a PNG of each mask, or for one image a file "
@@ -103,6 +107,7 @@ class MaskPredictor:
             self.listing, self.opened.spec, self.opened.geometry, options.max_pixels
         )
         self.images.check_asked()
+        self.work = work_of(options, self.opened, masks, masks=call)
 
     def _check_output(self, paths: list[str]) -> None:
         images = {os.path.realpath(path): path for path in paths}
@@ -134,25 +139,25 @@ class MaskPredictor:
             DoesNotFit: a batch clearly takes more memory than there is; nothing is written.
             Failed: a process that reads images ended.
         """
-        for note in self.opened.notes:
+        for note in (*self.opened.notes, *self.work.lines):
             say(note)
         options = self.options
         how = dict(workers=options.workers, amp=options.amp)
-        asked = options.batch_size or self.opened.usual_batch
-        told = outlook(self.opened, self.images, masks, batch_size=asked, **how)
+        work = self.work
+        told = outlook(self.opened, self.images, work.compute, batch_size=work.batch_size, **how)
         for text in told.lines:
             say(text)
         batches = run_images(
             self.opened,
             self.images,
-            masks,
+            work.compute,
             batch_size=told.batch_size,
             dtype=torch.uint8,
             **how,
         )
         rows: list[Masked] = []
         files = iter(self.files)
-        with Progress(len(self.listing)) as progress, progress.within(self.opened.model):
+        with Progress(len(self.listing)) as progress, progress.within(work.shown):
             for batch in batches:
                 rows += [self._written(outcome, next(files)) for outcome in batch]
                 progress.advance(len(batch), sum(each.value is None for each in batch))

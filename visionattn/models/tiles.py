@@ -59,7 +59,7 @@ class Axis(NamedTuple):
         tile has at last the average by weights, and keeps exactly what all tiles agree on.
         """
         middles = torch.arange(self.tile, dtype=torch.float64) + 0.5
-        ramp = (middles / max(self.overlap, 0.5)).clamp(max=1)
+        ramp = middles / max(self.overlap, 0.5)
         so_far = torch.zeros(self.length, dtype=torch.float64)
         found = []
         for number, start in enumerate(self.starts):
@@ -99,6 +99,18 @@ def tiling(height: int, width: int, tile: int, overlap: int, patch_px: tuple[int
     Raises:
         ValueError: tile or overlap are out of range, or are no whole number of patches; one line.
     """
+    check_tiles(tile, overlap, patch_px)
+    axes = []
+    for length, patch in zip((height, width), patch_px, strict=True):
+        whole = -(-length // patch) * patch
+        side = min(tile, whole)
+        starts = (*range(0, whole - side, tile - overlap), whole - side)
+        axes.append(Axis(whole, side, starts, overlap))
+    return Tiling(*axes)
+
+
+def check_tiles(tile: int, overlap: int, patch_px: tuple[int, int]) -> None:
+    """Raise ValueError where tile or overlap are out of range or no whole number of patches."""
     if tile < 1 or not 0 <= overlap < tile:
         raise ValueError(
             f"tiles of {tile} pixels that overlap by {overlap}: tiles must be above 0, and the "
@@ -112,13 +124,6 @@ def tiling(height: int, width: int, tile: int, overlap: int, patch_px: tuple[int
             raise ValueError(
                 f"{name} of {value} pixels are no whole number of {step}-pixel patches; take {fit}"
             )
-    axes = []
-    for length, patch in zip((height, width), patch_px, strict=True):
-        whole = -(-length // patch) * patch
-        side = min(tile, whole)
-        starts = (*range(0, whole - side, tile - overlap), whole - side)
-        axes.append(Axis(whole, side, starts, overlap))
-    return Tiling(*axes)
 
 
 def usual_overlap(tile: int, patch_px: tuple[int, int]) -> int:

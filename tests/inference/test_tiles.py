@@ -1,0 +1,148 @@
+"""``--tiles`` of predict and features: what the tiles of an image come to, what is refused."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.helpers.inference_files import (
+    COLOUR,
+    direct,
+    feature_of,
+    flags,
+    read_index,
+    write_folder,
+    write_weights,
+)
+from tests.helpers.tools import assert_one_error, load_tool, read_csv, written
+from tests.models.test_tiles import blended
+from visionattn.models.segmentation import create
+from visionattn.models.weights import DataSpec, load_model, save_model
+
+predict, features = load_tool("predict"), load_tool("extract_features")
+SHAPES = [(40, 72), (56, 24), (16, 24)]
+TILES = ["--tiles", "24", "--overlap", "8"]
+
+
+@pytest.fixture
+def case(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_weights(tmp_path / "best.safetensors")
+    return tmp_path / "best.safetensors", write_folder(tmp_path / "images", SHAPES)
+
+
+def parts(image):
+    """The tiles of 24 pixels that overlap by 8, of an image whose sides these fill."""
+    height, width = image.shape[:2]
+    tops, lefts = (range(0, max(1, side - 8), 16) for side in (height, width))
+    return [image[top : top + 24, left : left + 24] for top in tops for left in lefts]
+
+
+@pytest.mark.parametrize("combine, put", [(None, np.mean), ("mean", np.mean), ("max", np.max)])
+def test_classes_are_those_of_the_mean_or_the_maximum_of_logits(case, combine, put, capsys):
+    weights, images = case
+    more = ["--combine", combine] if combine else []
+    assert predict(flags(*TILES, *more, "--top-k", "4", output="out.csv")) == 0
+    for row, image in zip(read_csv("out.csv"), images, strict=True):
+        logits = put([direct(weights, part)[2] for part in parts(image)], axis=0)
+        shares = np.exp(logits) / np.exp(logits).sum()
+        found = {row[f"class_{i}"]: float(row[f"probability_{i}"]) for i in (1, 2, 3, 4)}
+        assert found == pytest.approx(dict(zip(COLOUR.class_names, shares, strict=True)), abs=2e-6)
+        assert (int(row["input_height"]), int(row["input_width"])) == image.shape[:2]
+    kind = "maximum" if combine == "max" else "mean"
+    assert capsys.readouterr().out.splitlines()[1] == (
+        f"images are cut into tiles of 24 px that overlap by 8 px: the {kind} of their outputs"
+    )
+
+
+def test_features_of_tiles_are_averaged_and_maps_blended(case, capsys):
+    weights, images = case
+    assert features(flags(*TILES, "--batch_size", "3", output="vectors")) == 0
+    for row, image in zip(read_index(weights.parent / "vectors"), images, strict=True):
+        wanted = np.mean([direct(weights, part)[0] for part in parts(image)], axis=0)
+        assert feature_of(weights.parent / "vectors", row) == pytest.approx(wanted, abs=1e-5)
+    assert features(flags(*TILES, "--dense", output="maps")) == 0
+    assert "that overlap by 8 px: maps are blended" in capsys.readouterr().out
+    for row, image in zip(read_index(weights.parent / "maps"), images, strict=True):
+
+        def last(part):
+            pixels = part[0].permute(1, 2, 0).numpy()
+            return torch.from_numpy(direct(weights, pixels)[1])
+
+        given = torch.from_numpy(image.transpose(2, 0, 1)[None].copy())
+        wanted = blended(last, given, 24, 8, 8)
+        found = feature_of(weights.parent / "maps", row)
+        assert found.shape == wanted.shape and np.abs(found - wanted).max() < 1e-4
+
+
+def test_masks_of_tiles_are_those_of_blended_logits(case):
+    spec = DataSpec(3, 3, (), (0.5,) * 3, (0.25,) * 3, None, None, "native", task="segmentation")
+    args = dict(patch_size=8, embed_dim=16, depth=1, num_heads=2, head_stride=2)
+    torch.manual_seed(0)
+    model = create("scaleformer_vit_t", "segmentation", 3, 3, args)
+    torch.nn.init.normal_(model.head.weight)
+    save_model("best.safetensors", model, "scaleformer_vit_t", args, spec)
+    assert predict(flags(*TILES, "--batch_size", "2", output="out")) == 0
+    model = load_model("best.safetensors")
+    for number, image in enumerate(case[1]):
+        pixels = torch.from_numpy(image.transpose(2, 0, 1)[None].copy()).float() / 255
+
+        def run(part):
+            with torch.no_grad():
+                return model((part - 0.5) / 0.25)[0]
+
+        found = np.asarray(Image.open(f"out/{number}.png"))
+        assert (found == blended(run, pixels, 24, 8, 1).argmax(0)).mean() > 0.995
+    again = flags(*TILES, "--combine", "max", output="other")
+    assert predict(again) == 2 and not (case[0].parent / "other").exists()
+
+
+def test_models_of_one_size_take_tiles_of_images_of_any(case):
+    given = ["--model", "vit_tiny_patch16_224", "--images", "images", "--workers", "0"]
+    size = ["--args", "{embed_dim: 24, depth: 1, num_heads: 3, img_size: 32}", "--output", "out"]
+    assert features([*given, *size, "--tiles", "32", "--overlap", "16"]) == 0
+    rows = read_index(case[0].parent / "out")
+    assert [row["status"] for row in rows] == ["ok"] * 3
+    assert [int(row["input_height"]) for row in rows] == [48, 64, 16]
+
+
+def test_features_go_on_with_the_same_tiles_alone(case, capsys):
+    assert features(flags(*TILES, output="out")) == 0
+    before, _ = written(case[0].parent / "out"), capsys.readouterr()
+    for more in ([], ["--tiles", "24"], [*TILES, "--combine", "max"]):
+        given = flags("--img-size", "native", *more, output="out")
+        assert features(given) == 2
+        assert_one_error(capsys, "holds other features")
+    assert features(flags(*TILES, output="out")) == 0
+    assert written(case[0].parent / "out") == before
+
+
+@pytest.mark.parametrize(
+    "given, text",
+    [
+        (["--overlap", "8"], "overlap is for --tiles alone"),
+        (["--combine", "mean"], "combine is for --tiles alone"),
+        (["--tiles", "20"], "tiles of 20 pixels are no whole number of 8-pixel patches; take 16"),
+        (["--tiles", "24", "--overlap", "4"], "overlap of 4 pixels are no whole number"),
+        (["--tiles", "24", "--overlap", "24"], "overlap from 0 to below them"),
+        (["--tiles", "24", "--overlap", "-8"], "overlap from 0 to below them"),
+        (["--tiles", "0"], "tiles must be above 0"),
+        (["--tiles", "24", "--img-size", "24"], "do nothing: images are brought to 24 x 24 px"),
+        (["--tiles", "24", "--img-size", "16", "32", "--fit", "pad"], "no tile should see"),
+        (["--tiles", "24", "--batch-size", "auto"], "batch_size counts tiles"),
+        (["--tiles", "24", "--batch-size", "0"], "batch_size must be at least 1"),
+    ],
+)
+@pytest.mark.parametrize("tool", [predict, features], ids=["predict", "features"])
+def test_what_does_nothing_or_cannot_be_is_refused(case, tool, given, text, capsys):
+    assert tool(flags(*given, output="out.csv" if tool is predict else "out")) == 2
+    assert_one_error(capsys, text)
+    assert sorted(path.name for path in case[0].parent.iterdir()) == ["best.safetensors", "images"]
+
+
+def test_a_size_as_in_training_that_pads_is_refused_and_so_is_the_maximum_of_maps(case, capsys):
+    write_weights(case[0], DataSpec(3, 4, (), (0.5,) * 3, (0.2,) * 3, None, 64, "pad"))
+    assert predict(flags("--tiles", "24", "--img-size", "64", output="out.csv")) == 2
+    assert_one_error(capsys, "fit pad, as in training")
+    assert features(flags(*TILES, "--dense", "--combine", "mean")) == 2
+    assert_one_error(capsys, "dense maps are blended")
