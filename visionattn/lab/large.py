@@ -7,6 +7,7 @@ Accuracy is that of the same images for all; seconds are those of one forward, t
 memory is that of the largest of the images, above weights and image, each in a fresh process.
 """
 
+import json
 import shlex
 import sys
 import time
@@ -21,7 +22,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from visionattn.cli.ends import run_tool
-from visionattn.cli.files import check_free, write_text
+from visionattn.cli.files import add_line, check_free, write_text
 from visionattn.cli.fresh_process import ask
 from visionattn.cli.parsing import Parser, whole_from
 from visionattn.cli.provenance import provenance_of, summary
@@ -80,7 +81,78 @@ def of_tiles(model: nn.Module, inputs: Tensor, cut: Cut) -> tuple[Tensor, Tensor
     return model.get_classifier()(features), features
 
 
-def measure(name: str, px: int, cuts: Sequence[Cut], count: int) -> list[Record]:
+def see(
+    model: nn.Module, inputs: Tensor, label: int, cuts: Sequence[Cut], turn: int
+) -> list[Record]:
+    """Return for an image ``[1, C, H, W]``, whole and in each kind of tiles, how many tiles there
+    are, which ways name its class, and the seconds.
+
+    Args:
+        turn: the number of the kind that comes first.
+    """
+    kinds: list[Cut | None] = [None, *cuts]
+    turn %= len(kinds)
+    found = []
+    for kind in (*kinds[turn:], *kinds[:turn]):
+        begun = time.process_time()
+        if kind is None:
+            logits, values = model(inputs), {}
+        else:
+            logits, features = of_tiles(model, inputs, kind)
+            head = model.get_classifier()
+            values = {way: put(logits, features, head) for way, put in WAYS.items()}
+        seconds = time.process_time() - begun
+        values = values or {WHOLE: logits[0]}
+        right = {way: int(value.argmax()) == label for way, value in values.items()}
+        row = {"cut": kind, "tiles": len(logits), "right": right, "seconds": seconds}
+        found.append(row | {"pixels": inputs[0, 0].numel()})
+    return found
+
+
+def see_all(
+    name: str, px: int, cuts: Sequence[Cut], count: int, kept: Path | None
+) -> list[list[Record]]:
+    """Return what ``see`` returns of each of so many images; those in the file ``kept`` are not
+    computed again, and others are added to it.
+    """
+    model = timm.create_model(name, pretrained=True).eval()
+    known = _read(kept, name, px, cuts)
+    warm = False
+    found = []
+    with torch.inference_mode():
+        for index, (inputs, label) in enumerate(_inputs(model, name, px, count)):
+            if index not in known:
+                if not warm:  # libraries start in the first pass
+                    see(model, inputs, label, cuts, index)
+                    warm = True
+                known[index] = see(model, inputs, label, cuts, index)
+                if kept is not None:
+                    said = {"model": name, "px": px, "index": index, "rows": known[index]}
+                    add_line(kept, said)
+            found.append(known[index])
+    return found
+
+
+def _read(kept: Path | None, name: str, px: int, cuts: Sequence[Cut]) -> dict[int, list[Record]]:
+    """Return the rows of images that a file has, by their numbers; of the same tiles alone."""
+    found: dict[int, list[Record]] = {}
+    if kept is None or not kept.exists():
+        return found
+    kinds = {None, *cuts}
+    for text in kept.read_text(encoding="utf-8").splitlines():
+        try:
+            said = json.loads(text)
+        except ValueError:  # the line in which an earlier run was killed
+            continue
+        rows = [row | {"cut": row["cut"] and Cut(*row["cut"])} for row in said["rows"]]
+        if (said["model"], said["px"], {row["cut"] for row in rows}) == (name, px, kinds):
+            found[said["index"]] = rows
+    return found
+
+
+def measure(
+    name: str, px: int, cuts: Sequence[Cut], count: int, kept: Path | None = None
+) -> list[Record]:
     """Return a row of plain values for the whole image, and for each way of each kind of tiles.
 
     Args:
@@ -88,44 +160,28 @@ def measure(name: str, px: int, cuts: Sequence[Cut], count: int) -> list[Record]
         px: longest side of the images.
         cuts: kinds of tiles.
         count: how many images.
+        kept: a file of what is known of images; None: all are computed.
     """
-    model = timm.create_model(name, pretrained=True).eval()
-    head = model.get_classifier()
-    kinds: list[Cut | None] = [None, *cuts]
-    seconds: dict[Cut | None, list[float]] = {kind: [] for kind in kinds}
-    right: dict[tuple[Cut | None, str], list[bool]] = {}
-    numbers: dict[Cut | None, list[int]] = {kind: [] for kind in kinds}
-    largest = (0, 0)
-    with torch.inference_mode():
-        for index, (inputs, label) in enumerate(_inputs(model, name, px, count)):
-            largest = max(largest, (inputs.numel(), -index))
-            if not index:  # libraries start in the first pass
-                model(inputs)
-            turn = index % len(kinds)
-            for kind in (*kinds[turn:], *kinds[:turn]):
-                begun = time.process_time()
-                if kind is None:
-                    logits, found = model(inputs), {WHOLE: None}
-                else:
-                    logits, features = of_tiles(model, inputs, kind)
-                    found = {way: put(logits, features, head) for way, put in WAYS.items()}
-                seconds[kind].append(time.process_time() - begun)
-                numbers[kind].append(len(logits))
-                for way, values in found.items():
-                    chosen = int((logits[0] if values is None else values).argmax())
-                    right.setdefault((kind, way), []).append(chosen == label)
+    found = see_all(name, px, cuts, count, kept)
+    largest = max(range(count), key=lambda index: found[index][0]["pixels"])
+    of_kind = {
+        kind: [row for rows in found for row in rows if row["cut"] == kind]
+        for kind in (None, *cuts)
+    }
+    whole = of_kind[None]
     records = []
-    peaks = {kind: _peak(name, px, -largest[1], kind) for kind in kinds}
-    for kind in kinds:
-        for way in [WHOLE] if kind is None else WAYS:
-            cut = (None, None, None) if kind is None else kind
-            record = {"model": name, "px": px, "images": count, "method": way}
-            record |= dict(zip(Cut._fields, cut, strict=True))
-            record["tiles_mean"] = float(np.mean(numbers[kind]))
-            record |= accuracies(right[kind, way], right[None, WHOLE])
-            record |= spread("seconds", Quartiles.of(seconds[kind]))
-            record |= spread("ratio", ratio_of(seconds[kind], seconds[None]))
-            records.append(record | {"peak_bytes": peaks[kind]})
+    for kind, rows in of_kind.items():
+        seconds = [row["seconds"] for row in rows]
+        shared = {"tiles_mean": float(np.mean([row["tiles"] for row in rows]))}
+        shared |= spread("seconds", Quartiles.of(seconds))
+        shared |= spread("ratio", ratio_of(seconds, [row["seconds"] for row in whole]))
+        shared |= {"peak_bytes": _peak(name, px, largest, kind)}
+        cut = dict(zip(Cut._fields, kind or (None, None, None), strict=True))
+        for way in rows[0]["right"]:
+            right = [row["right"][way] for row in rows]
+            pairs = accuracies(right, [row["right"][WHOLE] for row in whole])
+            about = {"model": name, "px": px, "images": count, "method": way}
+            records.append(about | cut | pairs | shared)
     return records
 
 
@@ -225,14 +281,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--images", type=whole_from(1), default=200, help="test images of each")
     parser.add_argument("--threads", type=whole_from(1, 1024), default=1, help="threads of torch")
     parser.add_argument("--csv", help="file for the rows, which is replaced")
+    kept = "file to which each image is added when it is done, and from which the next call goes on"
+    parser.add_argument("--kept", help=kept)
     flags = parser.parse_args(argv)
 
     def work() -> None:
         names = flags.names or [*CASES]
         if unknown := [name for name in names if name not in CASES]:
             raise ValueError(f"{unknown[0]} is none of those measured here: {', '.join(CASES)}")
-        if flags.csv:
-            check_free(Path(flags.csv), overwrite=True)
+        kept = Path(flags.kept) if flags.kept else None
+        for path in (flags.csv, flags.kept):
+            if path:
+                check_free(Path(path), overwrite=True)
         words = ["python", "-m", "visionattn.lab.large", *(argv or sys.argv[1:])]
         provenance = provenance_of("cpu", [], threads=flags.threads)
         provenance["command"] = shlex.join(words)
@@ -241,7 +301,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         torch.set_num_threads(flags.threads)
         try:
             for name in names:
-                found = measure(name, PX, CASES[name], flags.images)
+                found = measure(name, PX, CASES[name], flags.images, kept)
                 print(f"\n{name}\n\n{table(found)}", flush=True)
                 records += found
                 if flags.csv:  # as soon as a model is done
