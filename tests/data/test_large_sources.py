@@ -313,6 +313,13 @@ def test_the_identity_tells_another_image_and_another_reading_and_nothing_else(t
         "digest": before.identity()["digest"],
     }
     before.close()
+    # an array keeps its identity beside a file that is called as it is
+    (tmp_path / "the array").write_bytes(b"a file")
+    with open_source(pixels, name=str(tmp_path / "the array")) as source:
+        assert source.identity()["bytes"] is None
+    stream = open(tmp_path / "image.tif", "rb")  # noqa: SIM115  the source closes it
+    with open_source(stream) as one, open_source(tmp_path / "image.tif") as other:
+        assert one.identity() == other.identity()
 
 
 def cut(path, share=0.5):

@@ -63,8 +63,16 @@ class ImageSource:
             no parts, else the row of tiles, strips or chunks in which a band ends.
     """
 
-    def __init__(self, reader: Reader, name: str, level: int, options: ReadOptions | None):
-        """Take an open reader, whose level is taken already."""
+    def __init__(
+        self,
+        reader: Reader,
+        name: str,
+        level: int,
+        options: ReadOptions | None,
+        path: str | None = None,
+    ):
+        """Take an open reader, whose level is taken already, and the path of its file."""
+        self._path = path
         self._reader, self._options = reader, options
         self._bands = None if options is None else bands_of(reader, options)
         self.name, self.level = name, level
@@ -192,8 +200,8 @@ class ImageSource:
         found = {"name": os.path.basename(self.name), "height": self.height, "width": self.width}
         found |= {"level": self.level, "bands": self._bands, "dtype": self.dtype.str}
         found |= {"page": None if self._options is None else self._options.page}
-        if os.path.isfile(self.name):
-            with open(self.name, "rb") as file:
+        if self._path is not None and os.path.isfile(self._path):
+            with open(self._path, "rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 known = ends_of(file, 0, size, KNOWN_BYTES)
             return found | {"bytes": size, "digest": hashlib.sha256(known).hexdigest()}
@@ -253,7 +261,7 @@ def open_source(
             reader = _open(image, options or ReadOptions())
             failed.callback(reader.close)
             reader.take_level(level or 0)
-            source = ImageSource(reader, name, level or 0, options)
+            source = ImageSource(reader, name, level or 0, options, _path_of(image))
         except DAMAGED_IMAGE as error:
             raise _renamed(name, error) from error
         failed.pop_all()
@@ -272,13 +280,16 @@ def open_source(
     return source
 
 
-def _name_of(image: object) -> str:
+def _path_of(image: object) -> str | None:
+    """Return the path of a file, which may be open; None where there is none."""
     if isinstance(image, (str, os.PathLike)):
         return os.fspath(image)
     name = getattr(image, "name", None)
-    if hasattr(image, "read") and isinstance(name, str):
-        return name
-    return "the array" if hasattr(image, "shape") else "the image"
+    return name if hasattr(image, "read") and isinstance(name, str) else None
+
+
+def _name_of(image: object) -> str:
+    return _path_of(image) or ("the array" if hasattr(image, "shape") else "the image")
 
 
 def _open(image: Any, options: ReadOptions) -> Reader:
