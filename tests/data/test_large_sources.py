@@ -141,6 +141,20 @@ def test_bands_and_values_become_the_usual_input_to_the_bit(tmp_path, values, ah
     assert torch.equal(inputs, usual(ListedFiles([path]), spec))
 
 
+def test_pages_that_are_left_out_are_told_and_another_one_is_read(tmp_path):
+    tifffile = pytest.importorskip("tifffile")
+    pages = [pixels_of(), pixels_of(seed=1)[:50]]
+    with tifffile.TiffWriter(tmp_path / "a.tif") as file:
+        for page in pages:
+            file.write(page, photometric="rgb")
+    said = "several pages .2 in .*--page N takes another"
+    with open_source(tmp_path / "a.tif") as source, pytest.warns(UserWarning, match=said):
+        source.prepare(spec_of())
+    with open_source(tmp_path / "a.tif", options=options_of(spec_of(page=2))) as source:
+        np.testing.assert_array_equal(np.concatenate(bands_of_rows(source)), pages[1])
+        source.prepare(spec_of(page=2))
+
+
 def test_a_range_that_is_found_is_told_and_is_that_of_the_whole_image(tmp_path):
     pixels = pixels_of(1, np.uint16, 200)
     pixels[-1, -1] = 4000
