@@ -6,6 +6,7 @@ Each number of processes starts once and computes all cases; the tests look at w
 
 import json
 import warnings
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from tests.helpers.several_processes import run_processes
 from visionattn.layout import Grid
 from visionattn.models.backbone import VisionAttnTransformer
 from visionattn.models.sequence import parallelize
+from visionattn.models.sequence.attention import _dropped
 from visionattn.models.sequence.model import check_dropout, check_model
 from visionattn.models.sequence.share import cut_rows
 from visionattn.models.sequence.traffic import ring_bytes, state_numbers, table, traffic_of
@@ -188,14 +190,18 @@ def traffic(rank: int) -> dict[str, list]:
     return found
 
 
-def dropped() -> list[float]:
-    """Logits of a class token where values are dropped, and where none are."""
+def dropped() -> tuple[list[float], list[float]]:
+    """Logits of a class token where values are dropped, and where none are; and what is left of
+    values of 1, of 8 prefix tokens and 40 patches.
+    """
     torch.manual_seed(0)
     model = VisionAttnTransformer(**(BASE | dict(attn_drop_rate=0.5, global_pool="token")))
     rows, images = parallelize(model.double()), torch.ones(1, 1, HEIGHT, WIDTH).double()
     torch.manual_seed(3)
     first = rows(images)
-    return [*first.flatten().tolist(), *rows(images)[0].tolist(), *rows.eval()(images)[0].tolist()]
+    second, share = rows(images), replace(rows.share(HEIGHT, WIDTH), num_prefix=8)
+    left = _dropped(torch.ones(1, 1, 48, 1), 0.5, share).flatten().tolist()
+    return torch.cat([first, second, rows.eval()(images)]).flatten().tolist(), left
 
 
 def halved() -> dict[str, float]:
@@ -286,8 +292,12 @@ def test_the_bytes_that_are_sent_are_those_of_the_formula(size, name, folder):
 
 
 def test_dropped_values_are_the_same_draws_of_what_all_ranks_have(folder):
-    one, *others = (each["dropped"] for each in found_by(3, folder))
+    found = [each["dropped"] for each in found_by(3, folder)]
+    one, *others = (logits for logits, _ in found)
     assert others == [one, one]
+    left = [tuple(values) for _, values in found]
+    assert {value for values in left for value in values} == {0, 2}
+    assert len({values[:8] for values in left}) == 1 and len({values[8:] for values in left}) == 3
     first, second, whole = one[:3], one[3:6], one[6:]
     assert first != second and second != whole and first != whole
 
