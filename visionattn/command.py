@@ -86,6 +86,7 @@ def stats(argv: Words, say: Say) -> None:
 
 def predict(argv: Words, say: Say) -> None:
     """Name the classes of images in files, or of their pixels."""
+    from visionattn.inference.maps import MapOfImage, is_map
     from visionattn.inference.options import parse_options
     from visionattn.inference.predict import PredictOptions, Predictor
     from visionattn.inference.segment import MaskPredictor, gives_masks
@@ -94,7 +95,12 @@ def predict(argv: Words, say: Say) -> None:
     what = "Name the classes of images, or draw the masks of their pixels."
     about = dict(command="predict", description=what, example=example)
     options = parse_options(PredictOptions, argv, **about)
-    (MaskPredictor if gives_masks(options) else Predictor)(options).run(say)
+    if not gives_masks(options):
+        Predictor(options).run(say)
+    elif is_map(options.output):
+        MapOfImage(options).run(say)
+    else:
+        MaskPredictor(options).run(say)
 
 
 def features(argv: Words, say: Say) -> None:
@@ -102,6 +108,7 @@ def features(argv: Words, say: Say) -> None:
     from visionattn.inference.collection_merge import merge
     from visionattn.inference.feature_options import check, parse_extract
     from visionattn.inference.features import Extraction
+    from visionattn.inference.maps import MapOfImage, is_map
 
     example = "--model scaleformer_vit_t --images docs/figures --img_size 224 "
     about = dict(
@@ -117,6 +124,8 @@ def features(argv: Words, say: Say) -> None:
         from visionattn.integrations.ray_engine import extract
 
         extract(options, say)
+    elif is_map(options.output, features=True):
+        MapOfImage(options).run(say)
     else:
         Extraction(options).run(say)
 

@@ -10,6 +10,7 @@ from PIL import Image
 
 from visionattn.cli.ends import DoesNotFit
 from visionattn.inference import forecast
+from visionattn.inference.banded import Banding
 from visionattn.inference.forecast import batch_for, memory_of, outlook, sizes_seen
 from visionattn.inference.listing import find_images
 from visionattn.inference.opening import open_model
@@ -53,6 +54,11 @@ def given(tmp_path, sizes, **options):
 def told(opened, images, **options):
     asked = {"batch_size": 4, "workers": 0, "amp": "none"} | options
     return outlook(opened, images, pooled, **asked)
+
+
+def batch_of(opened, images, asked):
+    banding = Banding(opened, images, pooled, amp="none", workers=0, memory_gib=None)
+    return batch_for(opened, images, asked, banding)
 
 
 def bytes_of(opened, images, size, **options):
@@ -124,8 +130,8 @@ def test_auto_takes_the_most_that_fit_and_no_more_than_there_are(tmp_path, alone
     found = told(opened, images, batch_size="auto")
     assert found.batch_size == 4  # of 7, a power of two
     assert found.lines[0] == "batch_size auto: 4 images fit, of 64 x 64 pixels"
-    assert batch_for(opened, images, pooled, "auto", workers=0, amp="none") == 4
-    assert batch_for(opened, images, pooled, 3, workers=0, amp="none") == 3
+    assert batch_of(opened, images, "auto") == 4
+    assert batch_of(opened, images, 3) == 3
     there(1 << 50)
     assert told(opened, images, batch_size="auto").batch_size == 8
     there(None)
@@ -139,7 +145,7 @@ def test_auto_counts_with_the_largest_of_images_of_their_own_sizes(tmp_path, alo
     found = told(opened, images, batch_size="auto")
     assert found.batch_size == 4
     assert found.lines[0] == "batch_size auto: 4 images fit, of 64 x 96 pixels"
-    assert batch_for(opened, images, pooled, "auto", workers=0, amp="none") == 4
+    assert batch_of(opened, images, "auto") == 4
 
 
 def test_where_one_image_does_not_fit_the_patches_that_do_are_named(tmp_path, alone, there):
@@ -192,7 +198,7 @@ def test_sizes_of_a_few_files_tell_those_of_many_and_damaged_ones_nothing(tmp_pa
     assert not len(sizes_seen(opened, images, 0, lambda: 0.0))
     assert told(opened, images) == forecast.Outlook(4)
     assert told(opened, images, batch_size="auto") == forecast.Outlook(1)
-    assert batch_for(opened, images, pooled, "auto", workers=0, amp="none") == 1
+    assert batch_of(opened, images, "auto") == 1
 
 
 def test_the_first_image_that_is_read_does_not_count_and_long_reading_ends():

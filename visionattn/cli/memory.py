@@ -146,7 +146,27 @@ def sensible(count: int) -> int:
     return count // 8 * 8 if count >= 8 else 1 << (count.bit_length() - 1)
 
 
-def check_fits(expected: float | None, there: int | None, what: str, way_out: Callable[[], str]):
+def clearly_above(expected: float | None, there: int | None, *, bounded: bool = False) -> bool:
+    """Tell whether something clearly takes more memory than there is, or, if ``bounded``, more than
+    is allowed; no where nobody can tell.
+    """
+    known = expected is not None and there is not None
+    return known and expected > (1.0 if bounded else MARGIN) * there
+
+
+def room_of(there: int, *, bounded: bool) -> str:
+    """Say how much memory there is, or, if ``bounded``, which option allows so much."""
+    return f"memory_gib is {there / 2**30:.3g}" if bounded else f"there are {sized(there)}"
+
+
+def check_fits(
+    expected: float | None,
+    there: int | None,
+    what: str,
+    way_out: Callable[[], str],
+    *,
+    bounded: bool = False,
+):
     """Refuse what clearly takes more memory than there is.
 
     Args:
@@ -154,14 +174,16 @@ def check_fits(expected: float | None, there: int | None, what: str, way_out: Ca
         there: likewise.
         what: what is to be done, for the error.
         way_out: says what would fit; called where it does not.
+        bounded: ``there`` is what ``memory_gib`` allows, and no estimate.
 
     Raises:
         DoesNotFit: one line.
     """
-    if expected is not None and there is not None and expected > MARGIN * there:
+    if clearly_above(expected, there, bounded=bounded):
+        assert expected is not None and there is not None
         room = sized(there)
         much = (
-            f"about {sized(expected)} of memory, and there are {room}"
+            f"about {sized(expected)} of memory, and {room_of(there, bounded=bounded)}"
             if expected < math.inf  # a GPU on which it was tried tells no more
             else f"more than the {room} of memory that there are"
         )

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from visionattn.cli.ends import OutOfMemory
+from visionattn.inference.banded import banding_of
 from visionattn.inference.forecast import batch_for
 from visionattn.inference.held import Images, listing_of
 from visionattn.inference.look.find import Look, asked_of, find
@@ -24,8 +25,8 @@ from visionattn.inference.opening import Opened, description, open_model, open_m
 from visionattn.inference.options import NATIVE, InferenceOptions, OpenOptions, Options, check
 from visionattn.inference.predict import count_of_classes, most_probable
 from visionattn.inference.reading import ReadImages
-from visionattn.inference.running import Compute, Outcome, run_images
-from visionattn.inference.segment import judged, masks
+from visionattn.inference.running import Compute, Outcome, masks, run_images
+from visionattn.inference.segment import judged
 from visionattn.models.filled import call, last_map, pooled, takes_sizes
 from visionattn.models.modes import in_eval
 from visionattn.models.weights import Fit
@@ -63,6 +64,7 @@ def predict(
     workers: int = 0,
     device: str | None = None,
     amp: Amp = "none",
+    memory_gib: float | None = None,
 ) -> Predictions:
     """Name the classes of images, as ``visionattn predict`` does.
 
@@ -89,12 +91,15 @@ def predict(
         workers: processes that read images; 0 reads in this one.
         device: for names and checkpoints; None takes a GPU where there is one.
         amp: automatic mixed precision.
+        memory_gib: GiB that a pass may take beside the model; None: the memory there is. An image
+            that alone would take more, and that is seen at its own size, is computed band by band,
+            with the same result up to rounding; a warning says so.
 
     Raises:
         ValueError, FileNotFoundError: model, images or options are wrong, or an image cannot be
             read or gives no finite result; one line with its name.
-        OutOfMemory, Failed: one image does not fit into memory, or a process that reads ended; they
-            are defined in ``visionattn.cli.ends``.
+        OutOfMemory, Failed: one image does not fit into memory, or into ``memory_gib``, or a
+            process that reads ended; they are defined in ``visionattn.cli.ends``.
     """
     options = _options(
         img_size=img_size,
@@ -107,6 +112,7 @@ def predict(
         workers=workers,
         device=device,
         amp=amp,
+        memory_gib=memory_gib,
     )
     found = Predictions([], torch.empty(0), [])
     probabilities = []
@@ -136,6 +142,7 @@ def segment(
     workers: int = 0,
     device: str | None = None,
     amp: Amp = "none",
+    memory_gib: float | None = None,
 ) -> list[Tensor]:
     """Give each pixel of images a class, as ``visionattn predict`` does with the weights of a
     segmentation.
@@ -163,6 +170,7 @@ def segment(
         workers=workers,
         device=device,
         amp=amp,
+        memory_gib=memory_gib,
     )
     with _opened(model, options, classifies=True) as opened:
         if opened.spec.task != "segmentation":
@@ -191,6 +199,7 @@ def extract_features(
     workers: int = 0,
     device: str | None = None,
     amp: Amp = "none",
+    memory_gib: float | None = None,
 ) -> Tensor | list[Tensor]:
     """Compute features of images, as ``visionattn features`` does, in the order of the images.
 
@@ -217,6 +226,7 @@ def extract_features(
         workers=workers,
         device=device,
         amp=amp,
+        memory_gib=memory_gib,
     )
     with _opened(model, options, classifies=False) as opened:
         if not dense:
@@ -370,15 +380,18 @@ def _outcomes(
     if opened.geometry.fit == "pad" and not takes_sizes(opened.model):
         warnings.warn(f"{opened.name} sees what padding adds to images as black", stacklevel=2)
     read = ReadImages(listing_of(images), opened.spec, opened.geometry)
-    asked, workers, amp = options.batch_size or opened.usual_batch, options.workers, options.amp
+    banding = banding_of(opened, read, compute, options)
+    for line in banding.lines:
+        warnings.warn(line, stacklevel=4)
     batches = run_images(
         opened,
         read,
         compute,
-        batch_size=batch_for(opened, read, compute, asked, workers=workers, amp=amp),
+        batch_size=batch_for(opened, read, options.batch_size or opened.usual_batch, banding),
         workers=options.workers,
         amp=options.amp,
         dtype=dtype,
+        banded=banding.outcome,
     )
     for batch in batches:
         for outcome in batch:

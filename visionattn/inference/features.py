@@ -14,6 +14,7 @@ import torch
 from visionattn.cli.ends import OutOfMemory, Stopped
 from visionattn.cli.files import check_folder, locked, printable, unfinished
 from visionattn.cli.progress import Progress
+from visionattn.inference.banded import banding_of, folder_of
 from visionattn.inference.collection import Part, check_beside
 from visionattn.inference.dense_probe import probe_folder
 from visionattn.inference.drawn import Drawn
@@ -79,7 +80,11 @@ class Extraction:
         if options.drawn:
             self._find_images()
         self.images = ReadImages(
-            self.listing, self.opened.spec, self.opened.geometry, options.max_pixels
+            self.listing,
+            self.opened.spec,
+            self.opened.geometry,
+            options.max_pixels,
+            level=options.level,
         )
         self.work = work_of(options, self.opened, last_map if options.dense else pooled)
         self.whole_identity = self.opened.identity() | self._own_identity()
@@ -122,6 +127,15 @@ class Extraction:
         self.images.stop = self.numbers.stop
         self.kept = self._whole_shards()
         check_images(self.kept, self.listing.name, self.numbers)
+        options = self.options
+        self.banding = banding_of(
+            self.opened,
+            self.images,
+            self.work.compute,
+            options,
+            folder_of(self.opened, self.images, options, self._beside),
+            held_bytes=options.shard_mib * MIB if options.dense else 0,
+        )
         if not self.kept:
             self.images.check_asked()
         self.begun = False
@@ -130,6 +144,12 @@ class Extraction:
     def done(self) -> int:
         """Return how many images are done."""
         return sum(len(shard.rows) for shard in self.kept)
+
+    @property
+    def _beside(self) -> Path:
+        """Return beside what the work of large images is kept: nothing else lies among parts."""
+        output, part = Path(self.options.output or ""), self.part
+        return output if part is None else Path(f"{output}.{part.number}-of-{part.of}")
 
     @property
     def batch_size(self) -> int:
@@ -184,6 +204,8 @@ class Extraction:
         }
         own |= {key: getattr(options, key) for key in ("dtype", "amp", "shard_images", "shard_mib")}
         own |= {key: getattr(options, key) for key in ("tiles", "overlap", "combine")}
+        # What earlier versions wrote has no level.
+        own |= {"level": options.level} if options.level else {}
         return own | {"list_of_images": self.listing.digest()}
 
     def run(self, say: Callable[[str], None]) -> None:
@@ -220,7 +242,9 @@ class Extraction:
         start = time.perf_counter()
         batch_size = self._batch_size(done, say)
         try:
-            files = self._write_shards(done, batch_size)
+            self.banding.say = say
+            with self.banding.at_work():
+                files = self._write_shards(done, batch_size)
         except KeyboardInterrupt as error:
             raise Stopped(self._stopped()) from error
         index = write_index(self.folder)
@@ -259,7 +283,7 @@ class Extraction:
             workers=options.workers,
             amp=options.amp,
             start=self.numbers.start + done,
-            held_bytes=options.shard_mib * MIB if options.dense else 0,
+            banding=self.banding,
         )
         for text in told.lines:
             say(text)
@@ -282,11 +306,13 @@ class Extraction:
             workers=options.workers,
             amp=options.amp,
             dtype=DTYPES[options.dtype],
+            banded=self.banding.outcome,
         )
         # Batches fill a shard, which is written as soon as it is full: a kill loses one shard at
         # most.
         pending = Pending(self.folder, number, first, self.identity)
         with Progress(total, done) as progress, progress.within(self.work.shown, batch_size):
+            self.banding.before = progress.stop
             for batch in outcomes:
                 pending.add(batch)
                 if pending.is_full(options.shard_images, options.shard_mib * MIB):

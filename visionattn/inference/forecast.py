@@ -8,17 +8,20 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from visionattn.cli.ends import DoesNotFit
 from visionattn.data.buckets import canvases, cell_px
 from visionattn.data.formats import DAMAGED_IMAGE, read_size
+from visionattn.data.geometry import Size
 from visionattn.inference.opening import Opened
 from visionattn.inference.reading import ReadImages
 from visionattn.inference.running import Compute
 from visionattn.models.filled import takes_sizes
-from visionattn.training.memory import WORKER_BYTES
+from visionattn.training.memory import WORKER_BYTES, Expected
 from visionattn.training.outlook import (
     FEW_PIXELS,
     ForwardMemory,
@@ -28,6 +31,9 @@ from visionattn.training.outlook import (
     trial_seconds,
 )
 from visionattn.training.passes import Shape
+
+if TYPE_CHECKING:  # which reads the sizes of images by this module
+    from visionattn.inference.banded import Banding
 
 HEADS, HEADS_SECONDS = 2000, 5.0
 """How many images' sizes are read at most, evenly among all, and how long."""
@@ -53,6 +59,7 @@ def outlook(
     amp: str,
     start: int = 0,
     held_bytes: int = 0,
+    banding: "Banding | None" = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Outlook:
     """Say what a run over images will take, from the sizes of some of them and a trial image.
@@ -66,6 +73,7 @@ def outlook(
         amp: precision.
         start: the image that the run begins with.
         held_bytes: what waits in memory to be written.
+        banding: which of the images are computed band by band; None: none of them.
         clock: seconds.
 
     Raises:
@@ -73,22 +81,28 @@ def outlook(
         ValueError: nobody can tell the memory for ``auto``.
     """
     seen = sizes_seen(opened, images, start, clock)
-    count = len(images) - start
-    if not len(seen):  # none of them can be read, which their turn will show
-        return Outlook(1 if batch_size == "auto" else int(batch_size))
+    lines = [] if banding is None else list(banding.lines)
+    share = 0.0 if banding is None else banding.share
+    count = max(1, round((len(images) - start) * (1 - share)))
+    if not len(seen):  # none of them can be read, which their turn will show, or all in bands
+        return Outlook(1 if batch_size == "auto" else int(batch_size), tuple(lines))
     pixels = seen.prod(1)
     total = float(pixels.mean()) * count
     rows, columns = seen[pixels.argmax()].tolist()
-    memory = memory_of(opened, compute, amp=amp, workers=workers, held_bytes=held_bytes)
-    lines, number = [], batch_size
+    if banding is None:
+        memory = memory_of(opened, compute, amp=amp, workers=workers, held_bytes=held_bytes)
+    else:
+        memory = banding.memory
+    number = batch_size
     if number == "auto":
         number, line = memory.auto((rows, columns), count)
         lines.append(line)
     number = int(number)
+    together = min(number, count)
+    if total > FEW_PIXELS or memory.bounded:
+        expected = _check(memory, (together, rows, columns), banding)
     if total <= FEW_PIXELS:
         return Outlook(number, tuple(lines))
-    together = min(number, count)
-    expected = memory.check((together, rows, columns))
     patch_px = opened.geometry.patch_px
     each = trial_seconds(memory.work, (rows, columns), together, patch_px, clock)
     seconds = None
@@ -101,9 +115,17 @@ def outlook(
 
 
 def memory_of(
-    opened: Opened, compute: Compute, *, amp: str, workers: int, held_bytes: int
+    opened: Opened,
+    compute: Compute,
+    *,
+    amp: str,
+    workers: int,
+    held_bytes: int,
+    bound_bytes: int | None = None,
 ) -> ForwardMemory:
-    """Return what tells the memory of a run over images in files; ``outlook`` has the arguments."""
+    """Return what tells the memory of a run over images in files; ``outlook`` and ``ForwardMemory``
+    have the arguments.
+    """
 
     def beside(shape: Shape) -> int:
         image = opened.spec.in_chans * math.prod(shape[1:])
@@ -113,43 +135,69 @@ def memory_of(
 
     leaves_out = opened.geometry.fit == "pad" and takes_sizes(opened.model)
     work = Forwards(opened.model, opened.spec, opened.device, amp, compute)
-    return ForwardMemory(work, opened.geometry, beside, leaves_out=leaves_out)
+    return ForwardMemory(
+        work, opened.geometry, beside, leaves_out=leaves_out, bound_bytes=bound_bytes
+    )
 
 
-def batch_for(
-    opened: Opened,
-    images: ReadImages,
-    compute: Compute,
-    asked: int | str,
-    *,
-    workers: int,
-    amp: str,
-) -> int:
+def batch_for(opened: Opened, images: ReadImages, asked: int | str, banding: "Banding") -> int:
     """Return how many images make a batch: as many as asked, or with ``auto`` as fit into memory.
+
+    Args:
+        opened: the model.
+        images: all images.
+        asked: a number, or ``auto``.
+        banding: which of the images are computed band by band; it tells the memory of the others.
 
     Raises:
         ValueError: nobody can tell the memory for ``auto``.
+        DoesNotFit: a batch takes more than the bound of memory that was given.
     """
-    if asked != "auto":
+    memory = banding.memory
+    if asked != "auto" and not memory.bounded:
         return int(asked)
     seen = sizes_seen(opened, images, 0, time.perf_counter)
     if not len(seen):
-        return 1
+        return 1 if asked == "auto" else int(asked)
     rows, columns = seen[seen.prod(1).argmax()].tolist()
-    memory = memory_of(opened, compute, amp=amp, workers=workers, held_bytes=0)
-    return memory.auto((rows, columns), len(images))[0]
+    size = rows, columns
+    number = memory.auto(size, len(images))[0] if asked == "auto" else int(asked)
+    if memory.bounded:
+        _check(memory, (min(number, len(images)), *size), banding)
+    return number
+
+
+def _check(memory: ForwardMemory, shape: Shape, banding: "Banding | None") -> Expected:
+    """Check a batch as ``ForwardMemory.check`` does, and say why an image that does not fit is not
+    computed band by band.
+    """
+    try:
+        return memory.check(shape)
+    except DoesNotFit as error:
+        if banding is None or banding.reason is None:
+            raise
+        raise DoesNotFit(f"{error}; {banding.reason}") from error
 
 
 def sizes_seen(
     opened: Opened, images: ReadImages, start: int, clock: Callable[[], float]
 ) -> np.ndarray:
     """Return the sizes at which the model sees images, ``[n, 2]``: one where all are equal, else
-    those of some of them.
+    those of some of them, without those that are computed band by band.
     """
     geometry = opened.geometry
     if geometry.canvas is not None:
         return np.array([geometry.canvas])
-    found, begin = [], clock()
+    found = [size for size in sizes_read(images, start, clock) if not images.is_banded(*size)]
+    if not found:
+        return np.empty((0, 2), np.int64)
+    seen = canvases(np.array(found, np.int64), geometry)
+    return seen[seen.prod(1) > 0]
+
+
+def sizes_read(images: ReadImages, start: int, clock: Callable[[], float]) -> list[Size]:
+    """Return heights and widths of some images in their files, from number ``start`` on."""
+    found, begin = list[Size](), clock()
     step = max(1, math.ceil((len(images) - start) / HEADS))
     for index in range(start, len(images), step):
         try:
@@ -158,10 +206,7 @@ def sizes_seen(
             continue
         if clock() - begin > HEADS_SECONDS:
             break
-    if not found:
-        return np.empty((0, 2), np.int64)
-    seen = canvases(np.array(found, np.int64), geometry)
-    return seen[seen.prod(1) > 0]
+    return found
 
 
 def reading_seconds(images: ReadImages, start: int, clock: Callable[[], float]) -> float:

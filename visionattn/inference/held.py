@@ -43,6 +43,13 @@ class HeldImages:
         stream.seek(0)
         return stream
 
+    def array(self, index: int) -> np.ndarray | None:
+        """Return the picture as the array that it is read as; None where its file says more."""
+        picture = self.pictures[index]
+        if isinstance(picture, np.ndarray):
+            return picture
+        return np.asarray(picture) if picture.mode in ("L", "RGB") else None
+
     def name(self, index: int) -> str:
         """Return the picture's number as a name, ``image 0``."""
         return f"image {index}"

@@ -17,6 +17,7 @@ from visionattn.models.weights import Fit
 NATIVE = "native"
 NATIVE_BATCH, SIZED_BATCH = 1, 16
 """Images per batch where ``batch_size`` is left out: at their own sizes, and at one size."""
+MOST_GIB = 2**20
 
 
 @dataclass
@@ -102,6 +103,17 @@ class InferenceOptions(OpenOptions):
     """``tiles`` alone: what becomes of the vectors of all tiles; None: their mean. Maps are blended
     instead.
     """
+    level: int = 0
+    """Which size of files that hold several (slides, OME-NGFF, overviews), from 0, the largest."""
+    memory_gib: float | None = None
+    """GiB that a pass may take beside the model. Where one image alone would take more, and is seen
+    at its own size, it is computed band by band, with the same result. None: the memory there is.
+    """
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """Return the bound in bytes."""
+        return None if self.memory_gib is None else int(self.memory_gib * 2**30)
 
 
 Options = TypeVar("Options", bound=OpenOptions)
@@ -137,6 +149,11 @@ def check(options: OpenOptions) -> None:
     check_workers(getattr(options, "workers", 0), "workers")
     if isinstance(options, InferenceOptions):
         _check_tiles(options)
+    level, memory_gib = getattr(options, "level", 0), getattr(options, "memory_gib", None)
+    if level < 0:
+        raise ValueError(f"level must be at least 0, got {level}")
+    if memory_gib is not None and not 0 < memory_gib < MOST_GIB:
+        raise ValueError(f"memory_gib must be above 0 and below {MOST_GIB:,}, got {memory_gib}")
     if options.img_size == NATIVE and (options.fit not in (None, NATIVE) or options.max_patches):
         other = f"fit {options.fit}" if options.fit not in (None, NATIVE) else "max_patches"
         raise ValueError(

@@ -18,6 +18,7 @@ from visionattn.cli.files import check_free, printable, write_whole
 from visionattn.cli.progress import Progress
 from visionattn.cli.provenance import provenance
 from visionattn.cli.tables import heading, line, write_rows
+from visionattn.inference.banded import banding_of, folder_of
 from visionattn.inference.forecast import outlook
 from visionattn.inference.listing import find_images
 from visionattn.inference.opening import Opened, open_model
@@ -107,10 +108,16 @@ class Predictor:
         usual = SHOWN if self.output is None else 5
         self.top_k = count_of_classes(self.opened, options.top_k, usual)
         self.images = ReadImages(
-            self.listing, self.opened.spec, self.opened.geometry, options.max_pixels
+            self.listing,
+            self.opened.spec,
+            self.opened.geometry,
+            options.max_pixels,
+            level=options.level,
         )
-        self.images.check_asked()
         self.work = work_of(options, self.opened, call)
+        folder = None if self.output is None else folder_of(self.opened, self.images, options)
+        self.banding = banding_of(self.opened, self.images, self.work.compute, options, folder)
+        self.images.check_asked()
 
     def run(self, say: Callable[[str], None]) -> None:
         """Write a row per image to the output, or print a table, and say what came of it.
@@ -131,10 +138,16 @@ class Predictor:
             batch_size=self.work.batch_size,
             workers=options.workers,
             amp=options.amp,
+            banding=self.banding,
         )
         self.batch_size = told.batch_size
         for text in told.lines:
             say(text)
+        with self.banding.at_work():
+            self._run(say)
+
+    def _run(self, say: Callable[[str], None]) -> None:
+        """Do the work of ``run``."""
         counts = {"ok": 0, "other": 0}
         first: list[Outcome] = []
 
@@ -152,6 +165,7 @@ class Predictor:
             for prediction in counted():
                 self.progress.say(line(prediction.cells()), say)
         else:
+            self.banding.say = say
             write_whole(self.output, lambda temporary: self._write(temporary, counted()))
             say(f"{counts['ok']} of {len(self.listing)} images have classes: {self.output}")
         # The file is there all the same: its rows say what happened to each image.
@@ -172,8 +186,10 @@ class Predictor:
             batch_size=batch_size,
             workers=options.workers,
             amp=options.amp,
+            banded=self.banding.outcome,
         )
         self.progress = Progress(len(self.listing))
+        self.banding.before = self.progress.stop
         with self.progress as progress, progress.within(self.work.shown, batch_size):
             for batch in batches:
                 for outcome in batch:

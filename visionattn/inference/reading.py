@@ -4,7 +4,8 @@ This module turns an image that cannot be read into a sample with a reason.
 """
 
 import warnings
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
 import cv2
 import numpy as np
@@ -16,12 +17,13 @@ from torch.utils.data import Dataset
 from visionattn.data.formats import (
     DAMAGED_IMAGE,
     as_flags,
+    bands_of,
     open_image,
     options_of,
     read_image,
     settle,
 )
-from visionattn.data.geometry import Geometry, Size
+from visionattn.data.geometry import Box, Geometry, Size, TooSmall
 from visionattn.data.images import REFUSED, fill
 from visionattn.inference.listing import Listing
 from visionattn.models.weights import DataSpec
@@ -42,6 +44,8 @@ class Sample:
     """Why it cannot be read, in one line."""
     refused: bool = False
     """Whether its file is whole, but is not what options and model ask for."""
+    banded: bool = False
+    """Whether it was not read, as it is to be computed band by band."""
 
 
 class ReadImages(Dataset):
@@ -50,19 +54,29 @@ class ReadImages(Dataset):
     Attributes:
         listing: all images, also where only a part of them is read.
         stop: the number of images, or that of the first one that is not read.
+        most_px: images that the model sees at their own size, and of more pixels in whole patches,
+            are not read but left to be computed band by band; None: there are none.
     """
 
     def __init__(
-        self, listing: Listing, spec: DataSpec, geometry: Geometry, max_pixels: int | None = None
+        self,
+        listing: Listing,
+        spec: DataSpec,
+        geometry: Geometry,
+        max_pixels: int | None = None,
+        *,
+        level: int = 0,
     ):
         """Read images as ``spec`` asks, whatever the files are: grey, coloured, or by their bands.
         What neither says of the values is found by looking at a few files, with a warning that
         tells it. ``max_pixels`` are decoded of a file at once; None: ``LARGEST_IMAGE_PX``.
+        ``level`` is read of files that hold several sizes.
 
         Raises:
             ValueError: the model's channels are neither grey nor coloured nor named.
         """
-        options = options_of(spec, max_pixels)
+        options = replace(options_of(spec, max_pixels), level=level)
+        self.most_px: int | None = None
         self.listing, self.geometry = listing, geometry
         self.stop = len(listing)
         self.one_hot = spec.encoding == "grey_one_hot"
@@ -77,12 +91,33 @@ class ReadImages(Dataset):
     def __getitem__(self, index: int) -> Sample:
         return self._checked.pop(index, None) or self._read(index)
 
+    def own_canvas(self, height: int, width: int) -> Size | None:
+        """Return the size of the model's input for an image that is seen at its own size; None for
+        one that is not.
+        """
+        with suppress(TooSmall):
+            view = self.geometry.view(height, width)
+            if (view.content, view.box) == ((height, width), Box(0, 0, height, width)):
+                return view.canvas
+        return None
+
+    def is_banded(self, height: int, width: int) -> bool:
+        """Tell whether an image is left to be computed band by band."""
+        if self.most_px is None:
+            return False
+        seen = self.own_canvas(height, width)
+        return seen is not None and seen[0] * seen[1] > self.most_px
+
     def _read(self, index: int) -> Sample:
         sample = Sample()
         try:
             with open_image(self.listing.open(index), self.options) as reader:
                 sample.height, sample.width = reader.height, reader.width
                 view = self.geometry.view(reader.height, reader.width)
+                if self.is_banded(reader.height, reader.width):
+                    bands_of(reader, self.options)  # raises where there are no such bands
+                    sample.banded = True
+                    return sample
                 image = read_image(reader, view, self.options)
             if self.one_hot and image.dtype != np.uint8:
                 image = np.rint(image * 255).astype(np.uint8)

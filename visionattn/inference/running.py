@@ -7,7 +7,7 @@ numbers are not finite. It knows nothing of what becomes of the outputs.
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -20,6 +20,7 @@ from visionattn.data.batches import start_worker
 from visionattn.inference.opening import Opened
 from visionattn.inference.reading import ReadImages, Sample
 from visionattn.models.filled import takes_sizes
+from visionattn.models.segmentation import Segmenter
 from visionattn.training.evaluate import autocast
 
 Item = TypeVar("Item")
@@ -49,11 +50,21 @@ class Outcome:
     """The output, on the CPU."""
 
 
+Banded = Callable[[int, Sample, torch.dtype], Outcome]
+"""Computes an image by its number, its sample without pixels, and the dtype of its output."""
+
+
+def masks(model: nn.Module, inputs: Tensor, sizes: Tensor | None) -> Tensor:
+    """Return the class of each pixel, uint8 ``[B, H, W]``, for inputs ``[B, C, H, W]``."""
+    assert isinstance(model, Segmenter)
+    return model.masks(inputs, sizes)
+
+
 def batch_samples(samples: Iterator[Sample], batch_size: int) -> Iterator[list[Sample]]:
     """Divide samples, in order, into batches of at most ``batch_size`` whose images have one size
     and one type.
     """
-    return batched(samples, batch_size, _size_and_type)
+    return batched(samples, batch_size, _size_and_type, lambda sample: sample.banded)
 
 
 def _size_and_type(sample: Sample) -> tuple[torch.Size, torch.dtype] | None:
@@ -61,13 +72,22 @@ def _size_and_type(sample: Sample) -> tuple[torch.Size, torch.dtype] | None:
 
 
 def batched(
-    items: Iterable[Item], batch_size: int, size_of: Callable[[Item], Any]
+    items: Iterable[Item],
+    batch_size: int,
+    size_of: Callable[[Item], Any],
+    is_alone: Callable[[Item], bool] = lambda item: False,
 ) -> Iterator[list[Item]]:
     """Divide items, in order, into batches of at most ``batch_size`` and of one size; an item whose
-    size is None goes with any.
+    size is None goes with any, and one that ``is_alone`` is a batch of its own.
     """
     batch, size = [], None
     for item in items:
+        if is_alone(item):
+            if batch:
+                yield batch
+            yield [item]
+            batch, size = [], None
+            continue
         own = size_of(item)
         if batch and (len(batch) == batch_size or (own and size and own != size)):
             yield batch
@@ -120,6 +140,7 @@ def run_images(
     workers: int,
     amp: str = "none",
     dtype: torch.dtype = torch.float32,
+    banded: Banded | None = None,
 ) -> Iterator[list[Outcome]]:
     """Compute the outputs of images in order, batch after batch, with only a few batches in memory
     at a time.
@@ -134,17 +155,24 @@ def run_images(
         workers: processes that read.
         amp: ``none``, ``bf16`` or ``fp16``.
         dtype: the dtype of the outputs.
+        banded: computes an image that was not read as it does not fit into memory, by its number;
+            None: there are none.
 
     Raises:
         ValueError: the model does not take images of this size.
+        What ``banded`` raises.
         Failed: a process that reads ended.
     """
     samples = read_ahead(images, start, batch_size=batch_size, workers=workers)
     number = start
     try:
         for batch in batch_samples(samples, batch_size):
-            paths = [images.listing.name(i) for i in range(number, number + len(batch))]
-            number += len(batch)
+            first, number = number, number + len(batch)
+            if batch[0].banded:
+                assert banded is not None
+                yield [banded(first, batch[0], dtype)]
+                continue
+            paths = [images.listing.name(i) for i in range(first, number)]
             yield run_batch(opened, batch, paths, compute, amp, dtype)
     except RuntimeError as error:
         if not _is_of_a_dead_worker(error):
@@ -202,10 +230,15 @@ def _outcome(
             *seen,
             None,
         )
-    if not value.isfinite().all():
-        hint = "; float32 may hold them" if dtype == torch.float16 else ""
-        return Outcome(path, "nan", f"outputs are not finite{hint}", *seen, None)  # type: ignore[call-arg]
-    return Outcome(path, "ok", None, *seen, value)  # type: ignore[call-arg]
+    return finished(Outcome(path, "ok", None, *seen, value), dtype)  # type: ignore[call-arg]
+
+
+def finished(outcome: Outcome, dtype: torch.dtype) -> Outcome:
+    """Return an outcome as it is, or without its output where that is not finite."""
+    if outcome.value is None or outcome.value.isfinite().all():
+        return outcome
+    hint = "; float32 may hold them" if dtype == torch.float16 else ""
+    return replace(outcome, status="nan", reason=f"outputs are not finite{hint}", value=None)
 
 
 def _outputs(

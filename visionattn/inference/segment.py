@@ -16,22 +16,22 @@ import cv2
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor, nn
 
 from visionattn.cli.ends import OutOfMemory
 from visionattn.cli.files import check_folder, check_free, write_whole
 from visionattn.cli.progress import Progress
 from visionattn.cli.tables import write_rows
 from visionattn.data.geometry import Geometry
+from visionattn.inference.banded import banding_of, folder_of
 from visionattn.inference.forecast import outlook
 from visionattn.inference.listing import find_images
 from visionattn.inference.opening import Opened, description, open_model
 from visionattn.inference.predict import FIELDS, PredictOptions
 from visionattn.inference.reading import ReadImages
-from visionattn.inference.running import Outcome, run_images
+from visionattn.inference.running import Outcome, masks, run_images
 from visionattn.inference.tiling import work_of
 from visionattn.models.filled import call
-from visionattn.models.segmentation import IGNORED, Segmenter
+from visionattn.models.segmentation import IGNORED
 from visionattn.models.weights import described
 from visionattn.training.painting import class_names, palette
 
@@ -104,10 +104,16 @@ class MaskPredictor:
         self.opened: Opened = open_model(options, classifies=True)
         self.names = class_names(self.opened.spec)
         self.images = ReadImages(
-            self.listing, self.opened.spec, self.opened.geometry, options.max_pixels
+            self.listing,
+            self.opened.spec,
+            self.opened.geometry,
+            options.max_pixels,
+            level=options.level,
         )
-        self.images.check_asked()
         self.work = work_of(options, self.opened, masks, masks=call)
+        folder = folder_of(self.opened, self.images, options)
+        self.banding = banding_of(self.opened, self.images, self.work.compute, options, folder)
+        self.images.check_asked()
 
     def _check_output(self, paths: list[str]) -> None:
         images = {os.path.realpath(path): path for path in paths}
@@ -144,20 +150,37 @@ class MaskPredictor:
         options = self.options
         how = dict(workers=options.workers, amp=options.amp)
         work = self.work
-        told = outlook(self.opened, self.images, work.compute, batch_size=work.batch_size, **how)
-        for text in told.lines:
-            say(text)
-        batches = run_images(
+        told = outlook(
             self.opened,
             self.images,
             work.compute,
-            batch_size=told.batch_size,
-            dtype=torch.uint8,
+            batch_size=work.batch_size,
+            banding=self.banding,
             **how,
+        )
+        for text in told.lines:
+            say(text)
+        self.banding.say = say
+        with self.banding.at_work():
+            self._run(say, told.batch_size)
+
+    def _run(self, say: Callable[[str], None], batch_size: int) -> None:
+        """Do the work of ``run``."""
+        options = self.options
+        batches = run_images(
+            self.opened,
+            self.images,
+            self.work.compute,
+            batch_size=batch_size,
+            workers=options.workers,
+            amp=options.amp,
+            dtype=torch.uint8,
+            banded=self.banding.outcome,
         )
         rows: list[Masked] = []
         files = iter(self.files)
-        with Progress(len(self.listing)) as progress, progress.within(work.shown):
+        with Progress(len(self.listing)) as progress, progress.within(self.work.shown):
+            self.banding.before = progress.stop
             for batch in batches:
                 rows += [self._written(outcome, next(files)) for outcome in batch]
                 progress.advance(len(batch), sum(each.value is None for each in batch))
@@ -198,12 +221,6 @@ class MaskPredictor:
         columns = [*FIELDS, "mask", *(f"share_{name}" for name in self.names)]
         with open(path, "w", encoding="utf-8", errors="surrogateescape", newline="") as file:
             write_rows(file, columns, (row.row(self.names) for row in rows))
-
-
-def masks(model: nn.Module, inputs: Tensor, sizes: Tensor | None) -> Tensor:
-    """Return the class of each pixel, uint8 ``[B, H, W]``, for inputs ``[B, C, H, W]``."""
-    assert isinstance(model, Segmenter)
-    return model.masks(inputs, sizes)
 
 
 def judged(outcome: Outcome, geometry: Geometry) -> Outcome:

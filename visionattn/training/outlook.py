@@ -14,7 +14,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from visionattn.cli.memory import check_fits, memory_there_is, sensible, taken_bytes
+from visionattn.cli.memory import (
+    check_fits,
+    clearly_above,
+    memory_there_is,
+    sensible,
+    taken_bytes,
+)
 from visionattn.cli.tables import lasting
 from visionattn.data.buckets import cell_px
 from visionattn.data.geometry import Geometry, Size
@@ -67,9 +73,11 @@ class ForwardMemory:
         beside: returns what on a processor is there beside a forward at batches of a shape: what
             loads images, and what waits to be written.
         leaves_out: the model is told what images fill, and they do not fill all.
+        bound_bytes: what a pass may take beside the model; None: what there is.
 
     Attributes:
-        there_bytes: the memory there is for this process; None where nobody knows.
+        there_bytes: the memory there is for this process, or the bound; None where nobody knows.
+        bounded: whether it is the bound.
     """
 
     def __init__(
@@ -79,9 +87,13 @@ class ForwardMemory:
         beside: Callable[[Shape], int],
         *,
         leaves_out: bool = False,
+        bound_bytes: int | None = None,
     ):
         self.work, self.geometry, self.beside = work, geometry, beside
+        self.bounded = bound_bytes is not None
         self.there_bytes, self.base_bytes = memory_there_is(work.device), taken_bytes(work.device)
+        if self.bounded:
+            self.there_bytes, self.base_bytes = bound_bytes, 0
         self.passes = Passes(work.model, work.spec, work.device, work.amp, leaves_out=leaves_out)
 
     def bytes_of(self, shape: Shape) -> int | None:
@@ -91,7 +103,8 @@ class ForwardMemory:
         forward = self.passes.forward_bytes(shape, self.work.compute)
         if forward is None:
             return None
-        beside = 0 if self.work.device.type == "cuda" else self.beside(shape)
+        alone = self.bounded or self.work.device.type == "cuda"
+        beside = 0 if alone else self.beside(shape)
         return self.base_bytes + forward + beside
 
     def auto(self, size: Size, count: int) -> tuple[int, str]:
@@ -121,14 +134,19 @@ class ForwardMemory:
             DoesNotFit: it is clearly more than there is; one line, with what would fit.
         """
         images, rows, columns = shape
-        expected = Expected(self.bytes_of(shape), self.there_bytes)
+        needed = self.bytes_of(shape)
         check_fits(
-            expected.needed_bytes,
+            needed,
             self.there_bytes,
             f"{images} image{'s' if images > 1 else ''} of {rows} x {columns} pixels",
             lambda: self.way_out(shape, batches),
+            bounded=self.bounded,
         )
-        return expected
+        return Expected(needed, None if self.bounded else self.there_bytes)
+
+    def too_much(self, size: Size) -> bool:
+        """Tell whether one image of a size clearly takes more memory than there is."""
+        return clearly_above(self.bytes_of((1, *size)), self.there_bytes, bounded=self.bounded)
 
     def way_out(self, shape: Shape, batches: str) -> str:
         """Say which batch, or if none which size of images, would fit."""

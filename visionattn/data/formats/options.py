@@ -32,6 +32,7 @@ class ReadOptions:
         max_pixels: the most pixels of a file that are decoded at once.
         whole: decode all of an image at its full size, whatever part and size of it is wanted, as
             one would without knowing its format; for comparisons.
+        level: which size of files that hold several is the image, from 0, the largest.
     """
 
     channels: int = 3
@@ -41,6 +42,7 @@ class ReadOptions:
     found: bool = False
     max_pixels: int = LARGEST_IMAGE_PX
     whole: bool = False
+    level: int = 0
 
     def __post_init__(self) -> None:
         check_reading(self.bands, self.value_range, self.page, self.max_pixels)

@@ -65,7 +65,7 @@ def open_image(source: Openable, options: ReadOptions | None = None) -> Reader:
     Args:
         source: a path, or an open file, which is closed with the reader, or at once where there
             will be none.
-        options: of these, ``page`` counts here.
+        options: of these, ``page``, ``level`` and ``max_pixels`` count here.
 
     Raises:
         One of ``DAMAGED_IMAGE``: there is no such image, or it cannot be read. ``MissingPackage``
@@ -74,6 +74,11 @@ def open_image(source: Openable, options: ReadOptions | None = None) -> Reader:
     options = options or ReadOptions()
     reader = _open(source, options.page)
     reader.most_px = options.max_pixels
+    if options.level:
+        with ExitStack() as failed:
+            failed.callback(reader.close)
+            reader.take_level(options.level)
+            failed.pop_all()
     return reader
 
 

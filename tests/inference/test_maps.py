@@ -1,0 +1,235 @@
+"""The map of one image in a file of its own: as in one pass, and whole or not at all."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tifffile
+import torch
+
+import visionattn
+from tests.helpers.inference_files import COLOUR, write_weights
+from tests.helpers.tools import assert_one_error, written
+from visionattn.command import run
+from visionattn.models.segmentation import create
+from visionattn.models.tiled import forward
+from visionattn.models.weights import DataSpec, save_model
+
+PAINTED = DataSpec(3, 3, (), (0.5,) * 3, (0.25,) * 3, None, None, "native", task="segmentation")
+ARGS = dict(patch_size=8, embed_dim=16, depth=2, num_heads=2, head_stride=2, horizon=1)
+BOUND = ("--memory_gib", "0.0003")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_weights(tmp_path / "best.safetensors")
+    torch.manual_seed(0)
+    model = create("scaleformer_vit_t", "segmentation", 3, 3, ARGS)
+    torch.nn.init.normal_(model.head.weight)
+    save_model(tmp_path / "painter.safetensors", model, "scaleformer_vit_t", ARGS, PAINTED)
+    write_tiff(tmp_path / "slide.tif")
+    return tmp_path
+
+
+def write_tiff(path: Path, height: int = 133, width: int = 104, seed: int = 1, **how):
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3)).astype(np.uint8)
+    tifffile.imwrite(path, pixels, tile=(32, 32), photometric="rgb", **how)
+    return pixels
+
+
+def words(*more: str, output: str, images=("slide.tif",)) -> list[str]:
+    given = ["--checkpoint", "best.safetensors", "--images", *images, "--img_size", "native"]
+    return [*given, *more, "--output", output]
+
+
+def opened(path: str) -> np.ndarray:
+    if path.endswith(".npy"):
+        return np.load(path)
+    if path.endswith(".zarr"):
+        import zarr
+
+        return zarr.open_array(path, mode="r")[:]
+    found = tifffile.imread(path)
+    return found if found.ndim == 3 else found[None]
+
+
+@pytest.mark.parametrize("output", ["map.npy", "map.zarr", "map.tif"])
+def test_features_become_a_map_band_by_band(folder, capsys, output):
+    assert run("features", words("--dense", *BOUND, output=output)) == 0
+    said = capsys.readouterr().out
+    assert said.splitlines()[-1] == f"{output}: 24 x 17 x 13 float32"
+    assert "17 x 13 patches in " in said and " 1 bands" not in said
+    whole = visionattn.extract_features(
+        "best.safetensors", "slide.tif", dense=True, img_size="native"
+    )[0].numpy()
+    found = opened(output)
+    assert found.shape == whole.shape and np.abs(found - whole).max() < 1e-5 * np.abs(whole).max()
+    names = ["best.safetensors", output, "painter.safetensors", "slide.tif"]
+    assert sorted(path.name for path in folder.iterdir()) == sorted(names)
+
+
+@pytest.mark.parametrize("output", ["mask.zarr", "mask.tif"])
+def test_classes_of_pixels_become_a_map(folder, capsys, output):
+    given = ["--checkpoint", "painter.safetensors", "--images", "slide.tif", *BOUND]
+    assert run("predict", [*given, "--output", output]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"{output}: 1 x 133 x 104 uint8"
+    whole = visionattn.segment("painter.safetensors", "slide.tif")[0].numpy()
+    found = opened(output)[0]
+    assert found.shape == whole.shape and (found == whole).mean() > 0.999
+    assert len(np.unique(whole)) > 1
+    assert run("predict", [*given, "--output", "mask.npy"]) == 0
+    assert "band by band" in capsys.readouterr().out
+    assert np.array_equal(np.load("mask.npy"), found)
+
+
+BAD = {
+    "--images slide.tif slide.tif": "map.npy holds the map of one image, and there are 2",
+    "--img_size 64": "slide.tif of 133 x 104 px is seen crop: the centres of images, cut to 64 x",
+    "--img_size null": "seen crop: the centres of images, cut to 16 x 16 px, and map.npy is for",
+    "--memory_gib 1e-6": "memory 0 MiB is below one band",
+    "--memory_gib 0": "memory_gib must be above 0",
+    "--level 1": "wanted level 1, the image has 1, counted from 0: 133 x 104 pixels",
+    "--level -1": "level must be at least 0, got -1",
+    "--images small.tif": "is smaller than a patch of 8 x 8",
+    "--images cut.tif --memory_gib 0.0003": " of cut.tif cannot be read: TIFF that is cut off",
+    "--images nowhere.tif": "no image, folder or list at nowhere.tif",
+    "--output there.npy": "there.npy exists",
+    "--output nowhere/map.npy": "no folder",
+    "--batch_size 2": "batch_size does nothing for the map of one image",
+    "--dense false": "add --dense, or name a folder",
+    "--checkpoint other.safetensors": "is written band by band: ",
+}
+
+
+@pytest.mark.parametrize("more", BAD)
+def test_bad_input_ends_with_one_line_code_2_and_nothing_written(folder, capsys, more):
+    write_tiff(folder / "small.tif", 5, 40)
+    (folder / "cut.tif").write_bytes((folder / "slide.tif").read_bytes()[:20_000])
+    (folder / "there.npy").write_bytes(b"mine")
+    args = dict(patch_size=8, embed_dim=24, depth=1, num_heads=3, attention="softmax")
+    args |= dict(relative="none")
+    write_weights(folder / "other.safetensors", args=args, name="scaleformer_vit_t")
+    before = written(folder)
+    assert run("features", words("--dense", output="map.npy") + more.split()) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and BAD[more] in error and error.count("\n") == 1, error
+    assert written(folder) == before
+    assert sorted(path.name for path in folder.iterdir()) == sorted(before)
+
+
+def drop_calls(monkeypatch, numbers):
+    """Ask for an end at calls of ``_keep`` with these numbers, as Ctrl-C does at a band."""
+    real, calls = forward._Pass._keep, []
+
+    def keep(self, stop):
+        calls.append(1)
+        real(self, stop or len(calls) in numbers)
+
+    monkeypatch.setattr(forward._Pass, "_keep", keep)
+
+
+@pytest.mark.parametrize("output", ["map.npy", "map.zarr", "map.tif"])
+def test_what_was_stopped_at_a_band_goes_on_to_the_same_bytes(folder, capsys, monkeypatch, output):
+    command = words("--dense", *BOUND, output=output)
+    assert run("features", words("--dense", *BOUND, output=f"whole.{output}")) == 0
+    with monkeypatch.context() as patch:
+        drop_calls(patch, {7, 11})
+        for _ in range(2):
+            capsys.readouterr()
+            assert run("features", command) == 130
+            error = capsys.readouterr().err
+            assert error.startswith("stopped; ") and error.endswith("the same command goes on\n")
+            assert not (folder / output).exists()
+        left = sorted(path.name for path in folder.iterdir() if path.name.startswith("."))
+        assert len(left) == 2 and all(name.endswith(".visionattn.part") for name in left)
+        # Another image, or other weights, do not take it over.
+        write_tiff(folder / "other.tif", seed=2)
+        kept = written(folder)
+        assert run("features", [*command, "--images", "other.tif"]) == 2
+        part = "keeps the work of other images, weights or options that was to become"
+        assert_one_error(capsys, part)
+        assert written(folder) == kept
+        assert run("features", command) == 0
+        assert "going on with band " in capsys.readouterr().out
+    assert contents(folder / output) == contents(folder / f"whole.{output}")
+    assert not [path for path in folder.iterdir() if path.name.startswith(".")]
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    return written(path) if path.is_dir() else {"": path.read_bytes()}
+
+
+def test_with_overwrite_the_old_map_stays_until_there_is_a_new_one(folder, capsys, monkeypatch):
+    assert run("features", words("--dense", *BOUND, output="map.npy")) == 0
+    before = (folder / "map.npy").read_bytes()
+    write_tiff(folder / "slide.tif", seed=3)
+    again = words("--dense", "--overwrite", *BOUND, output="map.npy")
+    with monkeypatch.context() as patch:
+        drop_calls(patch, {5})
+        assert run("features", again) == 130
+        assert (folder / "map.npy").read_bytes() == before
+        assert run("features", again) == 0
+    assert "going on with band " in capsys.readouterr().out
+    assert (folder / "map.npy").read_bytes() != before
+    assert not [path for path in folder.iterdir() if path.name.startswith(".")]
+
+
+def test_a_damaged_tile_ends_it_with_its_rows_and_leaves_nothing(folder, capsys):
+    write_tiff(folder / "slide.tif", compression="zlib")
+    with tifffile.TiffFile(folder / "slide.tif") as file:
+        place = file.pages[0].dataoffsets[8]  # of the third row of tiles
+    data = bytearray((folder / "slide.tif").read_bytes())
+    data[place : place + 64] = bytes(64)
+    (folder / "slide.tif").write_bytes(data)
+    before = written(folder)
+    for output in ("map.npy", "map.zarr", "map.tif"):
+        capsys.readouterr()
+        assert run("features", words("--dense", *BOUND, output=output)) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("error: rows ") and " of slide.tif cannot be read: " in error
+        assert error.count("\n") == 1 and written(folder) == before
+        assert not [path for path in folder.iterdir() if path.name.startswith(".")]
+
+
+def test_without_room_nothing_is_begun(folder, capsys, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 99})())
+    before = written(folder)
+    assert run("features", words("--dense", output="map.npy")) == 2
+    assert "map.npy needs up to 0.0 GiB on its disk" in capsys.readouterr().err
+    assert written(folder) == before
+    assert not [path for path in folder.iterdir() if path.name.startswith(".")]
+
+
+def test_numbers_that_are_not_finite_make_no_map(folder, capsys, monkeypatch):
+    model = visionattn.load_model("best.safetensors")
+    model.blocks[1].mlp.fc2.bias.data[3] = float("nan")
+    args = {"patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3, "horizon": 1}
+    args |= {"global_pool": "avg"}
+    save_model(folder / "nan.safetensors", model, "scaleformer_vit_t", args, COLOUR)
+    command = words("--dense", output="map.npy") + ["--checkpoint", "nan.safetensors"]
+    assert run("features", command) == 2
+    assert "error: slide.tif: outputs are not finite in rows 0 to " in capsys.readouterr().err
+    assert not [path for path in folder.iterdir() if path.name.startswith(".")]
+
+
+def test_a_map_lies_where_its_image_does_and_smaller_sizes_are_levels(folder):
+    import rasterio
+    from affine import Affine
+
+    pixels = np.random.default_rng(0).integers(0, 256, (3, 128, 96)).astype(np.uint8)
+    profile = dict(driver="GTiff", count=3, height=128, width=96, dtype="uint8", tiled=True)
+    profile |= dict(blockxsize=32, blockysize=32, crs="EPSG:32633", photometric="rgb")
+    profile["transform"] = Affine(10, 0, 5e5, 0, -10, 5e6)
+    with rasterio.open("land.tif", "w", **profile) as file:
+        file.write(pixels)
+        file.build_overviews([2])
+    for level, side in ((0, 80), (1, 160)):
+        output = f"map{level}.tif"
+        given = ["--dense", "--level", str(level)]
+        assert run("features", words(*given, output=output, images=("land.tif",))) == 0
+        with rasterio.open(output) as file:
+            assert (file.height, file.width) == (16 >> level, 12 >> level)
+            assert file.crs == profile["crs"] and file.count == 24
+            wanted = Affine(side, 0, 5e5, 0, -side, 5e6)
+            assert file.transform.almost_equals(wanted)
