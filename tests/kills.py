@@ -1,6 +1,6 @@
-"""Kills of trainings of classes and of masks, distillations, sweeps and extractions of features:
-whenever one comes, the same command, called again, ends with the same bytes and leaves nothing
-behind.
+"""Kills of trainings of classes and of masks, distillations, sweeps, extractions of features and
+maps that are computed band by band: whenever one comes, the same command, called again, ends with
+the same bytes and leaves nothing behind.
 
 ``python -m tests.kills --count 20`` kills each kind that often, every third time in the middle of a
 write, prints a line for each kill and ends with exit code 1 where an end differs.
@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from shutil import rmtree
 
+import numpy as np
+import tifffile
 import torch
 import yaml
 
@@ -29,6 +31,7 @@ from tests.helpers.warm_python import serving
 from visionattn.cli.files import is_unfinished
 from visionattn.command import run
 from visionattn.lab.sweep.run import sweep
+from visionattn.models.tiled import snapshot
 
 ROOT = Path(__file__).parents[1]
 FORK = multiprocessing.get_context("fork")
@@ -64,6 +67,8 @@ SWEEP = "--base base.yaml --epochs 1 --heads 2 4 --form efficient --jobs 2 --mea
 SWEEP += " --output out"
 FEATURES = "--checkpoint best.safetensors --images images --img_size native --batch_size 2"
 FEATURES += " --shard_images 3 --workers 0 --output out"
+MAP = "--dense --checkpoint best.safetensors --images large.tif --img_size native"
+MAP += " --memory_gib 0.0015 --output map.npy"
 SECONDS = 120
 """Until a command that does not end counts as one that hangs."""
 TIMES = {"train_seconds", "images_per_second", "attempts", "date", "load", "sweep_seconds"}
@@ -194,6 +199,18 @@ def same_features(left: Path, right: Path) -> None:
     assert len(found[0]) == 6
 
 
+def write_map(deadly: int, _: int) -> int:
+    """Write a map band by band, with a snapshot after each."""
+    snapshot.EVERY_SECONDS, snapshot.MOST_SHARE = 0.0, 1e9
+    return run("features", MAP.split())
+
+
+def same_map(left: Path, right: Path) -> None:
+    assert (left / "map.npy").read_bytes() == (right / "map.npy").read_bytes()
+    left_over = [path.name for path in right.iterdir() if path.name.startswith(".")]
+    assert left_over == [], left_over
+
+
 KINDS = {
     kind.name: kind
     for kind in (
@@ -202,6 +219,7 @@ KINDS = {
         Kind("distillation", distil, same_distillation),
         Kind("sweep", sweep_heads, same_sweep),
         Kind("features", extract, same_features),
+        Kind("bands", write_map, same_map),
         Kind("parts", extract_parts, same_features),
     )
 }
@@ -215,7 +233,10 @@ def prepare(folder: Path) -> Path:
     (folder / "distil.yaml").write_text(yaml.safe_dump(DISTIL))
     write_weights(folder / "best.safetensors")
     write_folder(folder / "images", [(16, 24), (40, 8), (16, 16)] * 5)
-    for path in (folder / "images").iterdir():  # features know when their images changed
+    pixels = np.random.default_rng(0).integers(0, 256, (640, 480, 3)).astype(np.uint8)
+    tifffile.imwrite(folder / "large.tif", pixels, tile=(64, 64), photometric="rgb")
+    # Features know when their images changed.
+    for path in (*(folder / "images").iterdir(), folder / "large.tif"):
         os.utime(path, (1e9, 1e9))
     return folder
 

@@ -32,6 +32,8 @@ def reference(quick_python, tmp_path_factory):
     [
         ("features", 0),
         ("features", 1),
+        ("bands", 0),
+        ("bands", 1),
         ("parts", 0),
         ("parts", 2),
         ("training", 0),

@@ -1,11 +1,13 @@
 """Images that are computed band by band: the same rows, features and masks as in one pass."""
 
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tifffile
 import torch
+from PIL import Image
 
 import visionattn
 from tests.helpers.inference_files import (
@@ -15,7 +17,16 @@ from tests.helpers.inference_files import (
     write_weights,
 )
 from tests.helpers.tools import read_csv, written
+from visionattn.cli.ends import OutOfMemory
 from visionattn.command import run
+from visionattn.inference import banded, forecast, reading
+from visionattn.inference.opening import open_model
+from visionattn.inference.options import InferenceOptions
+from visionattn.models.segmentation import create
+from visionattn.models.tiled import forward
+from visionattn.models.weights import DataSpec, save_model
+from visionattn.training import outlook, passes
+from visionattn.training.passes import Passes
 
 SHAPES = [(16, 24), (40, 120), (21, 35), (133, 64)]
 BOUND = ("--memory_gib", "0.0002")
@@ -99,3 +110,163 @@ def test_calls_are_those_of_one_pass_and_say_so(folder):
                 )
             for one, other in zip(whole, parts, strict=True):
                 assert torch.allclose(one, other, atol=1e-4, rtol=1e-5)
+
+
+@pytest.fixture
+def there(monkeypatch):
+    """Sets the memory there is, of which a process takes nothing before its first pass."""
+    monkeypatch.setattr(outlook, "taken_bytes", lambda device: 0)
+    monkeypatch.setattr(banded, "taken_bytes", lambda device: 0)
+    monkeypatch.setattr(passes, "LIBRARIES_BYTES", 0)
+    monkeypatch.setattr(forecast, "FEW_PIXELS", 0)
+    monkeypatch.setattr(banded, "FEW_PIXELS", 0)
+    return lambda count: monkeypatch.setattr(outlook, "memory_there_is", lambda device: count)
+
+
+def test_only_images_that_clearly_do_not_fit_are_computed_so_and_never_read(
+    folder, capsys, monkeypatch, there
+):
+    """The smaller image takes no more than 1.2 times the memory there is, the larger one more."""
+    for number in (0, 2):
+        (folder / "images" / f"{number}.tif").unlink()
+    opened = open_model(InferenceOptions(checkpoint="best.safetensors"), classifies=True)
+    needed = {
+        pixels: Passes(opened.model, opened.spec, opened.device, "none").forward_bytes(pixels)
+        for pixels in ((1, 40, 120), (1, 136, 64))
+    }
+    sums = [count + 2 * 3 * h * w for (_, h, w), count in needed.items()]
+    there(int(sums[0] / 1.19))
+    assert sums[1] > sums[0] * 1.01
+    read = []
+    real = reading.read_image
+
+    def noted(reader, view, options):
+        read.append((reader.height, reader.width))
+        return real(reader, view, options)
+
+    monkeypatch.setattr(reading, "read_image", noted)
+    assert run("predict", native(output="some.csv")) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"1 image of 133 x 64 px would take \d+ MiB in one pass, and there are", said)
+    assert "it is computed band by band, with the same result up to rounding" in said
+    assert "images/3.tif: 17 x 8 patches in " in said and set(read) == {(40, 120)}
+    there(1 << 40)
+    assert run("predict", native(output="plain.csv")) == 0
+    assert "band" not in capsys.readouterr().out
+    for one, other in zip(
+        read_csv(folder / "some.csv"), read_csv(folder / "plain.csv"), strict=True
+    ):
+        assert one["class_1"] == other["class_1"]
+        shares = [float(row["probability_1"]) for row in (one, other)]
+        assert shares[0] == pytest.approx(shares[1], abs=2e-5)
+
+
+def test_a_model_that_cannot_be_computed_so_says_why(folder, capsys):
+    args = dict(patch_size=8, embed_dim=24, depth=1, num_heads=3, attention="softmax")
+    write_weights(folder / "softmax.safetensors", args=args | {"relative": "none"})
+    command = native(*BOUND, output="out.csv") + ["--checkpoint", "softmax.safetensors"]
+    before = written(folder)
+    assert run("predict", command) == 3
+    error = capsys.readouterr().err
+    assert error.startswith("error: 1 image of 136 x 64 pixels would take about ")
+    assert "memory_gib is 0.0002" in error and "it is not computed band by band: " in error
+    assert error.count("\n") == 1 and written(folder) == before
+    with pytest.raises(OutOfMemory, match="it is not computed band by band: "):
+        visionattn.predict("softmax.safetensors", "images", img_size="native", memory_gib=0.0002)
+
+
+def test_images_at_another_size_than_their_own_are_not_computed_so(folder, capsys):
+    assert run("predict", flags("--img_size", "64", *BOUND, output="out.csv")) == 3
+    assert "memory_gib is 0.0002" in capsys.readouterr().err
+
+
+def test_one_that_cannot_be_read_to_its_end_is_told_of_beside_the_others(folder, capsys):
+    pixels = np.zeros((133, 64, 3), np.uint8)
+    tifffile.imwrite(folder / "images" / "3.tif", pixels, tile=(16, 16), compression="zlib")
+    data = bytearray((folder / "images" / "3.tif").read_bytes())
+    with tifffile.TiffFile(folder / "images" / "3.tif") as file:
+        place = file.pages[0].dataoffsets[16]
+    data[place : place + 8] = bytes(8)
+    (folder / "images" / "3.tif").write_bytes(data)
+    for kind in ([], ["--dense"]):
+        assert run("features", native(*kind, *BOUND, "--overwrite")) == 0
+        said = capsys.readouterr().out
+        assert "1 without features:" in said and " of images/3.tif cannot be read: " in said
+        rows = read_index(folder / "out")
+        assert [row["status"] for row in rows] == ["ok", "ok", "ok", "unreadable"]
+        assert re.match(r"rows \d+ to \d+ of images/3.tif cannot be read", rows[3]["reason"])
+    assert not [path for path in folder.iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize("kind", ["classes", "features", "maps", "masks"])
+def test_what_was_stopped_goes_on_to_the_same_bytes(folder, capsys, monkeypatch, kind):
+    """Of several images, those that are done are not computed again."""
+    write_segmenter(folder / "painter.safetensors")
+    tool, command = {
+        "classes": ("predict", native(*BOUND, output=None)),
+        "features": ("features", native(*BOUND, output=None)),
+        "maps": ("features", native("--dense", *BOUND, output=None)),
+        "masks": (
+            "predict",
+            [*native(*BOUND, output=None), "--checkpoint", "painter.safetensors"],
+        ),
+    }[kind]
+    end = ".csv" if kind == "classes" else ""
+    assert run(tool, [*command, "--output", f"whole{end}"]) == 0
+    calls, begun = [], []
+    real, real_tiled = forward._Pass._keep, banded.forward_tiled
+
+    def keep(self, stop):
+        calls.append(1)
+        real(self, stop or len(calls) == 19)
+
+    def tiled(model, source, *more, **options):
+        begun.append(source.name)
+        return real_tiled(model, source, *more, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(forward._Pass, "_keep", keep)
+        patch.setattr(banded, "forward_tiled", tiled)
+        assert run(tool, [*command, "--output", f"out{end}"]) == 130
+        assert capsys.readouterr().err.endswith("the same command goes on\n")
+        first = begun[:]
+        assert run(tool, [*command, "--output", f"out{end}"]) == 0
+    assert "going on with band" in capsys.readouterr().out
+    assert begun[len(first)] == first[-1] and len(begun) == 5
+    if end:
+        assert (folder / "out.csv").read_bytes() == (folder / "whole.csv").read_bytes()
+    elif kind == "masks":
+        for number in range(4):
+            name = f"{number}.png"
+            one, other = ((folder / each / name).read_bytes() for each in ("out", "whole"))
+            assert one == other
+    else:
+        assert written(folder / "out") == written(folder / "whole")
+    assert not [path for path in folder.iterdir() if path.name.startswith(".")]
+
+
+def write_segmenter(path: Path) -> None:
+    args = dict(patch_size=8, embed_dim=16, depth=2, num_heads=2, head_stride=2, horizon=1)
+    spec = DataSpec(3, 3, (), (0.5,) * 3, (0.25,) * 3, None, None, "native", task="segmentation")
+    torch.manual_seed(0)
+    model = create("scaleformer_vit_t", "segmentation", 3, 3, args)
+    torch.nn.init.normal_(model.head.weight)
+    save_model(path, model, "scaleformer_vit_t", args, spec)
+
+
+def test_masks_are_those_of_one_pass(folder, capsys):
+    write_segmenter(folder / "painter.safetensors")
+    command = ["--checkpoint", "painter.safetensors", "--images", "images"]
+    assert run("predict", [*command, "--output", "plain"]) == 0
+    assert "band by band" not in capsys.readouterr().out
+    assert run("predict", [*command, *BOUND, "--output", "bands"]) == 0
+    assert "4 images of up to 133 x 64 px" in capsys.readouterr().out
+    for number in range(4):
+        one, other = (
+            np.asarray(Image.open(folder / each / f"{number}.png")) for each in ("plain", "bands")
+        )
+        assert one.shape == other.shape and (one == other).mean() > 0.999
+        assert len(np.unique(one)) > 1
+    with pytest.warns(UserWarning, match="band by band"):
+        found = visionattn.segment("painter.safetensors", "images/3.tif", memory_gib=0.0002)
+    assert np.array_equal(found[0].numpy(), other)
