@@ -255,7 +255,6 @@ class ZarrSink(MapSink):
         self._array[:, rows] = band
 
     def _finish(self, place: Continued) -> None:
-        _forget_parts(place.place)
         place.finish(replaces=ZARR)
 
 
