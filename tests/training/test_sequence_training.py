@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.helpers.several_processes import run_processes
-from tests.helpers.small_runs import quadrants, small_config
+from tests.helpers.small_runs import quadrants, small_config, small_trainer
 from tests.training.test_distributed_processes import QUICK
 from tests.training.test_distributed_training import (
     EVERYTHING,
@@ -23,6 +23,7 @@ from tests.training.test_distributed_training import (
 from visionattn.cli.ends import run_tool
 from visionattn.models.sequence import attention
 from visionattn.training import engine
+from visionattn.training import evaluate as evaluation
 from visionattn.training.config import check
 from visionattn.training.distributed import joined
 from visionattn.training.engine import train
@@ -89,6 +90,29 @@ def test_stochastic_depth_of_one_pair_is_that_of_one_process(tmp_path):
     run_on(1, tmp_path / "one", **options)
     run_on(2, tmp_path / "two", parallel="sequence", **options)
     assert_alike(tmp_path / "one" / "small", tmp_path / "two" / "small")
+
+
+def test_evaluation_shares_images_too(tmp_path, monkeypatch):
+    real = evaluation._sums
+
+    def noted(model, *args):
+        with open(tmp_path / os.environ["RANK"], "a") as file:
+            file.write(f"{type(model).__name__} ")
+        return real(model, *args)
+
+    monkeypatch.setattr(evaluation, "_sums", noted)
+    run_on(2, tmp_path, parallel="sequence", epochs=1)
+    assert [(tmp_path / rank).read_text().split() for rank in "01"] == [["RowParallel"] * 2] * 2
+
+
+def test_images_that_are_too_low_are_found_before_the_first_step(tmp_path):
+    trainer = small_trainer(small_config(tmp_path))
+    trainer.check_rows()
+    trainer.processes.per_image = 4
+    trainer.check_rows()
+    trainer.processes.per_image = 5
+    with pytest.raises(ValueError, match="^an image of 4 rows of patches is too low for 5"):
+        trainer.check_rows()
 
 
 @pytest.mark.parametrize(
