@@ -3,6 +3,7 @@ cluster.
 """
 
 import os
+import re
 import shutil
 import signal
 import socket
@@ -26,7 +27,7 @@ from visionattn.integrations.ray_engine import End, _Cluster, extract_part
 
 extract = load_tool("extract_features")
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
-SECONDS = 400
+SECONDS = 600
 """Until a command counts as one that hangs: other tests may hold the machine."""
 
 
@@ -52,6 +53,11 @@ def start(folder: Path, words: list[str]) -> subprocess.Popen:
     command, pipe = [sys.executable, "-m", "visionattn", "features", *words], subprocess.PIPE
     where = {"cwd": folder, "env": environment(), "start_new_session": True}
     return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, **where)
+
+
+def besides_progress(errors: str) -> str:
+    """What a command says on standard error but for lines of how far it is, on a busy machine."""
+    return re.sub(r"^\d+ of \d+ images, .*images/s.*\n", "", errors, flags=re.MULTILINE)
 
 
 def until_at_work(process: subprocess.Popen, out: Path, parts: int) -> None:
@@ -80,7 +86,7 @@ def test_a_node_that_is_killed_amid_its_parts_loses_nothing_and_nothing_is_there
         assert "a cluster of 2 nodes with 2 processors" in said
         assert "36 images: 9 files of features and out/index.csv; the parts are deleted" in said
         assert "1 without features:\n  images/7.png: cannot identify" in said
-        assert errors == ""
+        assert besides_progress(errors) == ""
         assert written(folder / "out") == written(folder / "whole")
         assert extract(command) == 0  # all is done, for which no cluster is needed
 
@@ -97,10 +103,12 @@ def test_ctrl_c_ends_a_cluster_of_this_machine_and_the_same_command_goes_on(fold
         os.kill(process.pid, signal.SIGINT)
         _, errors = process.communicate(timeout=SECONDS)
     assert process.returncode == 130
-    assert errors == ("stopped; the parts that are written stay in out, the same command goes on\n")
+    assert besides_progress(errors) == (
+        "stopped; the parts that are written stay in out, the same command goes on\n"
+    )
     with start(folder, command) as process:
         said, errors = process.communicate(timeout=SECONDS)
-    assert (process.returncode, errors) == (0, "")
+    assert (process.returncode, besides_progress(errors)) == (0, "")
     assert written(folder / "out") == written(folder / "whole")
 
 
