@@ -174,6 +174,18 @@ TRAFFIC = {
 }
 
 
+def recomputed() -> list[int]:
+    """How many messages a backward pass sends, without and with gradient checkpointing."""
+    found = []
+    for name in ("value_conv", "gradient checkpointing"):
+        model, images = prepared(name)
+        tokens = parallelize(model).forward_features(images)
+        with Sent() as sent:
+            tokens.sum().backward()
+        found.append(len(sent.found))
+    return found
+
+
 def traffic(rank: int) -> dict[str, list]:
     """What the block's collectives are given forward and backward, and what the formulas say."""
     found = {}
@@ -257,6 +269,7 @@ def found_by(size: int, folder: Path) -> list[dict]:
                         patch.setattr(module, "drop_values", lambda v, *drawn: 0.5 * v)
                 cases[name] = compared(name)
         more = dict(traffic=traffic(rank), dropped=dropped(), refused=refusals(), halved=halved())
+        more["recomputed"] = recomputed()
         print(json.dumps(more | {"cases": cases}))
         distributed.destroy_process_group()
 
@@ -298,6 +311,11 @@ def test_the_bytes_that_are_sent_are_those_of_the_formula(size, name, folder):
     assert sum(size for of in everything for kind, size in of[1] if kind != "all_reduce") == sum(
         of[3] for of in everything
     )
+
+
+def test_checkpointed_blocks_send_again_what_they_compute_again(folder):
+    """Two blocks send two messages each; computed again, they send these two once more."""
+    assert [each["recomputed"] for each in found_by(2, folder)] == [[4, 8]] * 2
 
 
 def test_dropped_values_are_the_same_draws_of_what_all_ranks_have(folder):
