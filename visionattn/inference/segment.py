@@ -30,6 +30,7 @@ from visionattn.inference.predict import FIELDS, PredictOptions
 from visionattn.inference.reading import ReadImages
 from visionattn.inference.running import Outcome, masks, run_images
 from visionattn.inference.tiling import work_of
+from visionattn.inference.work import is_begun
 from visionattn.models.filled import call
 from visionattn.models.segmentation import IGNORED
 from visionattn.models.weights import described
@@ -130,7 +131,8 @@ class MaskPredictor:
             )
         check_folder(self.output, "choose another output")
         there = [path for path in (*self.files, self.output / TABLE) if path.exists()]
-        if there and not self.options.overwrite:
+        # What a command that was stopped has written goes on, once it is known to be this one.
+        if there and not self.options.overwrite and not is_begun(self.output):
             raise ValueError(f"{there[0]} exists; --overwrite replaces it")
         folder = next((path for path in there if path.is_dir()), None)
         if folder is not None:

@@ -21,6 +21,16 @@ from visionattn.inference.listing import digest_of
 STATE = "work.json"
 
 
+def _beside(output: Path) -> Path:
+    whole = Path(os.path.abspath(output))
+    return whole.parent / f"{whole.name}.work"
+
+
+def is_begun(output: Path) -> bool:
+    """Tell whether a command for an output was stopped, and left its work."""
+    return Continued.beside(_beside(output), folder=True).exists()
+
+
 class WorkFolder:
     """The work of one command; a context manager within which it may be used.
 
@@ -36,9 +46,7 @@ class WorkFolder:
 
     def __init__(self, output: Path, identity: Callable[[], dict[str, Any]], *, overwrite: bool):
         self.output, self.overwrite = output, overwrite
-        whole = Path(os.path.abspath(output))
-        self._path = whole.parent / f"{whole.name}.work"
-        self._identity = identity
+        self._path, self._identity = _beside(output), identity
         self._held: Continued | None = None
         self._memory: int | None = None
 
