@@ -219,7 +219,7 @@ class Banding:
         assert self.want is not None
         done = None if self.work is None else self.work.result(index)
         if done is not None and done.exists():
-            return torch.from_numpy(np.load(done, mmap_mode="c"))[...]
+            return self._kept(done)
         options = {} if self.work is None else self.work.options(index, self.memory_bytes())
         with open_image_source(self.images, index) as source:
             sink = None
@@ -237,12 +237,16 @@ class Banding:
                 )
         if found is None:
             assert done is not None
-            found = torch.from_numpy(np.load(done, mmap_mode="c"))
-            return found[0] if self.want == "masks" else found
+            return self._kept(done)
         value: Tensor = found[0]
         if done is not None:
             write_whole(done, lambda place: _write(place, value.numpy()))
         return value
+
+    def _kept(self, done: Path) -> Tensor:
+        """Return an output that is kept in a file, of which maps stay there until they are used."""
+        found = torch.from_numpy(np.load(done, mmap_mode="c"))
+        return found[0] if self.want == "masks" else found
 
 
 def banding_of(
