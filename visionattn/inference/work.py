@@ -22,7 +22,7 @@ STATE = "work.json"
 
 
 def _beside(output: Path) -> Path:
-    whole = Path(os.path.abspath(output))
+    whole = Path(os.path.abspath(output)) if output.name in ("", "..") else output
     return whole.parent / f"{whole.name}.work"
 
 
