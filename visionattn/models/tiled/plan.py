@@ -57,14 +57,15 @@ def plan(
         if rows < least:
             bound = "the memory there is" if there is not None else f"memory {sized(memory)}"
             raise ValueError(
-                f"{bound} is below one band: {least} rows of {grid.width} patches take "
-                f"{sized(row * least)}"
+                f"{bound} is below one band: {least} row{'s' * (least > 1)} of {grid.width} patches "
+                f"take{'s' * (least == 1)} {sized(row * least)}"
             )
         rows = min(rows, usual)
     rows = min(rows, grid.height)
+    bands = -(-grid.height // rows)
     where = "in files" if mapped else "in memory"
     line = (
-        f"{grid.height} x {grid.width} patches in {-(-grid.height // rows)} bands, tokens {where} "
+        f"{grid.height} x {grid.width} patches in {bands} band{'s' * (bands > 1)}, tokens {where} "
         f"({sized(held)})"
     )
     return Plan(rows, mapped, line)
