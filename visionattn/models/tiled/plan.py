@@ -56,9 +56,10 @@ def plan(
         rows = (memory - (0 if mapped else held)) // row
         if rows < least:
             bound = "the memory there is" if there is not None else f"memory {sized(memory)}"
+            fewest = "1 row" if least == 1 else f"{least} rows"
             raise ValueError(
-                f"{bound} is below one band: {least} row{'s' * (least > 1)} of {grid.width} patches "
-                f"take{'s' * (least == 1)} {sized(row * least)}"
+                f"{bound} is below one band: {sized(row * least)} for {fewest} of {grid.width} "
+                "patches"
             )
         rows = min(rows, usual)
     rows = min(rows, grid.height)
