@@ -104,6 +104,10 @@ def test_models_of_one_size_take_tiles_of_images_of_any(case):
     rows = read_index(case[0].parent / "out")
     assert [row["status"] for row in rows] == ["ok"] * 3
     assert [int(row["input_height"]) for row in rows] == [48, 64, 16]
+    crop = ["--img-size", "64", "--fit", "crop", "--overwrite"]
+    assert features([*given, *size, "--tiles", "32", "--overlap", "16", *crop]) == 0
+    rows = read_index(case[0].parent / "out")
+    assert [(row["status"], row["input_height"]) for row in rows] == [("ok", "64")] * 3
 
 
 def test_features_go_on_with_the_same_tiles_alone(case, capsys):

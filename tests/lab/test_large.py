@@ -109,6 +109,9 @@ def test_rows_are_of_the_same_images_and_a_call_goes_on_with_those_kept(small, t
             if one["cut"] and one["cut"][0] == tile
         ]
         assert float(row["accuracy"]) == pytest.approx(np.mean(mine)) and len(mine) == 3
+        apart = np.subtract(mine, right, dtype=float)
+        assert float(row["difference"]) == pytest.approx(apart.mean())
+        assert float(row["difference_error"]) == pytest.approx(apart.std() / 3**0.5)
         assert row["tiles_mean"] == ("9.0" if tile == 48 else "4.0")
     assert {row["peak_bytes"] for row in rows} == {str(3 * 2**20)}
     printed = capsys.readouterr().out
