@@ -1,5 +1,6 @@
 """Images that are computed band by band: the same rows, features and masks as in one pass."""
 
+import json
 import re
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from tests.helpers.tools import read_csv, written
 from visionattn.cli.ends import OutOfMemory
 from visionattn.command import run
 from visionattn.inference import banded, forecast, reading
+from visionattn.inference.look import run as look
 from visionattn.inference.opening import open_model
 from visionattn.inference.options import InferenceOptions
 from visionattn.models.segmentation import create
@@ -270,3 +272,38 @@ def test_masks_are_those_of_one_pass(folder, capsys):
     with pytest.warns(UserWarning, match="band by band"):
         found = visionattn.segment("painter.safetensors", "images/3.tif", memory_gib=0.0002)
     assert np.array_equal(found[0].numpy(), other)
+
+
+def test_look_draws_the_winners_of_one_pass_over_a_smaller_picture(
+    folder, capsys, monkeypatch, there
+):
+    opened = open_model(InferenceOptions(checkpoint="best.safetensors"), classifies=True)
+    forward_bytes = Passes(opened.model, opened.spec, opened.device, "none").forward_bytes
+    flags = ["best.safetensors", "images/3.tif", "--img_size", "native"]
+    there(1 << 40)
+    assert run("look", [*flags, "--output", "plain"]) == 0
+    there(int(forward_bytes((1, 136, 64)) / 2))
+    monkeypatch.setattr(look, "REDUCED_PX", 133 * 64 // 4)
+    capsys.readouterr()
+    assert run("look", [*flags, "--output", "bands"]) == 0
+    said = capsys.readouterr().out
+    assert "1 image of 133 x 64 px would take" in said and "images/3.tif: " in said
+    plain, bands = (
+        json.loads((folder / each / "look.json").read_text())["images"][0]
+        for each in ("plain", "bands")
+    )
+    for key in ("class", "grid", "patch_px", "view"):
+        assert plain[key] == bands[key]
+    assert bands["margin"] == pytest.approx(plain["margin"], rel=1e-4)
+    for one, other in zip(plain["winners"], bands["winners"], strict=True):
+        assert other["box"] == one["box"]
+        assert other["added"] == pytest.approx(one["added"], rel=1e-3)
+    assert bands["rows"] == [] and "band by band" in (folder / "bands" / "index.html").read_text()
+    names = sorted(path.name for path in (folder / "bands").iterdir())
+    assert names == ["1-winners.png", "index.html", "look.json", "tables.png"]
+    with pytest.warns(UserWarning, match="band by band"):
+        found = visionattn.look("best.safetensors", "images/3.tif", img_size="native")[0]
+    assert found.in_bands and found.evidence.gradient is None
+    assert [*found.box(*found.top)] == plain["winners"][0]["box"]
+    assert run("look", [*flags, "--show", "rows", "--output", "rows"]) == 2
+    assert "band by band there are winners alone" in capsys.readouterr().err

@@ -32,6 +32,7 @@ from visionattn.inference.reading import ReadImages, Sample
 from visionattn.inference.running import Compute, Outcome, finished, masks
 from visionattn.inference.work import WorkFolder
 from visionattn.layout import Grid
+from visionattn.models.evidence import Evidence
 from visionattn.models.filled import call, last_map, pooled
 from visionattn.models.segmentation import Segmenter
 from visionattn.models.tiled.forward import Want, check_tiled, forward_tiled
@@ -242,6 +243,24 @@ class Banding:
         if done is not None:
             write_whole(done, lambda place: _write(place, value.numpy()))
         return value
+
+    def evidence(self, index: int, target: int | None) -> Evidence:
+        """Find what speaks for a class in an image, without the gradient.
+
+        Raises:
+            UnreadableImage: it cannot be read.
+            ValueError: outputs are not finite, or the bound is below one band.
+        """
+        with open_image_source(self.images, index) as source:
+            return compute_bands(
+                self.opened,
+                source,
+                want="evidence",
+                target=target,
+                amp=self.amp,
+                memory=self.memory_bytes(),
+                say=self.say,
+            )
 
     def _kept(self, done: Path) -> Tensor:
         """Return an output that is kept in a file, of which maps stay there until they are used."""

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from visionattn.cli.ends import OutOfMemory
-from visionattn.inference.banded import banding_of
+from visionattn.inference.banded import Banding, banding_of
 from visionattn.inference.forecast import batch_for
 from visionattn.inference.held import Images, listing_of
-from visionattn.inference.look.find import Look, asked_of, find
+from visionattn.inference.look.find import Look, asked_of, find, find_in_bands
 from visionattn.inference.look.options import LookOptions, check_asked
 from visionattn.inference.opening import Opened, description, open_model, open_module
 from visionattn.inference.options import NATIVE, InferenceOptions, OpenOptions, Options, check
@@ -306,8 +306,14 @@ def look(
     with _opened(model, options, classifies=True) as opened:
         asked = asked_of(options, opened)
         read = ReadImages(listing_of(images), opened.spec, opened.geometry)
+        banding = Banding(opened, read, call, amp="none", workers=0, memory_gib=None)
+        for line in banding.lines:
+            warnings.warn(line, stacklevel=2)
         for index in range(len(read)):
             sample, path = read[index], read.listing.name(index)
+            if sample.banded:
+                found.append(find_in_bands(banding, index, sample, path, asked))
+                continue
             if sample.pixels is None:
                 raise ValueError(f"{path}: {sample.reason}")
             view = opened.geometry.view(sample.height, sample.width)

@@ -3,6 +3,7 @@
 This module turns an image that cannot be read into a sample with a reason.
 """
 
+import math
 import warnings
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from visionattn.data.formats import (
     read_image,
     settle,
 )
-from visionattn.data.geometry import Box, Geometry, Size, TooSmall
+from visionattn.data.geometry import Box, Geometry, Size, TooSmall, View
 from visionattn.data.images import REFUSED, fill
 from visionattn.inference.listing import Listing
 from visionattn.models.weights import DataSpec
@@ -140,6 +141,27 @@ class ReadImages(Dataset):
             with open_image(self.listing.open(index), self.options) as reader:
                 view = Geometry("native", None).view(reader.height, reader.width)
                 return read_image(reader, view, self.options)
+        except (*DAMAGED_IMAGE, MemoryError, cv2.error) as error:
+            reason = as_flags(" ".join(str(error).split()) or type(error).__name__)
+            raise ValueError(f"{self.listing.name(index)}: {reason}") from error
+
+    def reduced(self, index: int, most_px: int) -> np.ndarray:
+        """Read an image at a size of about ``most_px`` pixels at most, ``[h, w, C]``, a few rows at
+        a time.
+
+        Raises:
+            ValueError: it cannot be read; one line.
+        """
+        try:
+            with open_image(self.listing.open(index), self.options) as reader:
+                height, width = reader.height, reader.width
+                by = max(1, math.ceil(math.sqrt(height * width / most_px)))
+                columns, rows, parts = -(-width // by), by * -(-256 // by), []
+                for top in range(0, height, rows):
+                    box = Box(top, 0, min(rows, height - top), width)
+                    size = -(-box.height // by), columns
+                    parts.append(read_image(reader, View(box, size, size, size), self.options))
+                return np.concatenate(parts)
         except (*DAMAGED_IMAGE, MemoryError, cv2.error) as error:
             reason = as_flags(" ".join(str(error).split()) or type(error).__name__)
             raise ValueError(f"{self.listing.name(index)}: {reason}") from error

@@ -14,6 +14,7 @@ from visionattn.cli.ends import OutOfMemory, is_out_of_memory
 from visionattn.cli.files import first_line
 from visionattn.cli.untrusted import brief
 from visionattn.data.geometry import Box, Size, View, pixels
+from visionattn.inference.banded import Banding
 from visionattn.inference.look.options import CLASS, TOP, Asked, LookOptions, parse_queries
 from visionattn.inference.opening import Opened
 from visionattn.inference.reading import Sample
@@ -82,6 +83,8 @@ class Look:
     """
     shares: Tensor | None = None
     """The share of the variance along each of them."""
+    in_bands: bool = False
+    """Whether it was computed band by band, without gradient, rows and features."""
 
     @property
     def top(self) -> tuple[int, int]:
@@ -282,6 +285,41 @@ def _find(opened: Opened, sample: Sample, path: str, view: View, asked: Asked) -
         return look
     components, shares = principal(features, there)
     return replace(look, components=components, shares=shares)
+
+
+def find_in_bands(banding: Banding, index: int, sample: Sample, path: str, asked: Asked) -> Look:
+    """Find the evidence in an image that is computed band by band: without the gradient, rows of
+    attention and features.
+
+    Raises:
+        ValueError: the pooling does not say what patches add, or as ``find``.
+    """
+    opened = banding.opened
+    model = check_model(opened.model)
+    if "winners" not in asked.show or not divides(model):
+        raise ValueError(
+            f"{path} does not fit into memory in one pass, and band by band there are winners "
+            "alone, of models that pool by the maximum or the mean; name a smaller --img-size"
+        )
+    assert sample.height is not None and sample.width is not None
+    view = opened.geometry.view(sample.height, sample.width)
+    patch_px = tuple(model.patch_embed.patch_size)
+    try:
+        evidence = banding.evidence(index, asked.target)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    names = opened.spec.class_names
+    return Look(
+        path,
+        names[evidence.target] if names else str(evidence.target),
+        float(evidence.logits.softmax(0)[evidence.target]),
+        evidence,
+        Grid(view.canvas[0] // patch_px[0], view.canvas[1] // patch_px[1]),
+        patch_px,
+        view,
+        None,
+        in_bands=True,
+    )
 
 
 def _row(

@@ -6,7 +6,7 @@ import base64
 import io
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +16,23 @@ from PIL import Image
 from visionattn.cli.files import printable, whole_folder
 from visionattn.cli.progress import Progress
 from visionattn.cli.provenance import provenance
+from visionattn.data.geometry import Box
+from visionattn.inference.banded import Banding
 from visionattn.inference.listing import find_images
 from visionattn.inference.look import drawing
 from visionattn.inference.look.drawing import Ground, Picture
-from visionattn.inference.look.find import Look, asked_of, find
+from visionattn.inference.look.find import Look, asked_of, find, find_in_bands
 from visionattn.inference.look.options import SUMMARY, Asked, LookOptions
 from visionattn.inference.opening import Opened, open_model
 from visionattn.inference.reading import ReadImages
 from visionattn.models.evidence import offset_weights
+from visionattn.models.filled import call
 
 PAGE = "index.html"
 MOST_DRAWN_PX = 2**27
 """Files of more pixels are drawn at the size at which the model saw them."""
+REDUCED_PX = 2**24
+"""Files that the model sees band by band are drawn at about so many pixels at most."""
 PREVIEW_PX, DETAIL_PX = 1000, 640
 """The longest side of a picture on the page, and of the part of it that is shown pixel by pixel."""
 LISTED = 10
@@ -58,6 +63,9 @@ class Looking:
         self.images = ReadImages(
             self.listing, self.opened.spec, self.opened.geometry, options.max_pixels
         )
+        self.banding = Banding(
+            self.opened, self.images, call, amp="none", workers=0, memory_gib=None
+        )
         self.images.check_asked()
 
     def run(self, say: Callable[[str], None], page: PageOf) -> None:
@@ -67,12 +75,13 @@ class Looking:
             ValueError: an image cannot be read, or a query lies outside of it; nothing is written.
             OutOfMemory: an image does not fit into memory.
         """
-        for note in self.opened.notes:
+        for note in (*self.opened.notes, *self.banding.lines):
             say(note)
         replaces = SUMMARY if self.options.overwrite else None
         parts, numbers = [], []
         progress = Progress(len(self.listing))
         with whole_folder(self.folder, replaces=replaces) as place, progress:
+            self.banding.before = progress.stop
             for index in range(len(self.listing)):
                 look, image = self.look(index)
                 figures = []
@@ -106,7 +115,10 @@ class Looking:
         """
         sample, path = self.images[index], self.listing.name(index)
         if sample.pixels is None:
-            raise ValueError(f"{path}: {sample.reason}")
+            if not sample.banded:
+                raise ValueError(f"{path}: {sample.reason}")
+            look = find_in_bands(self.banding, index, sample, path, self.asked)
+            return look, self.images.reduced(index, REDUCED_PX)
         view = self.images.geometry.view(sample.height, sample.width)
         look = find(self.opened, sample, path, view, self.asked)
         height, width = view.content
@@ -133,6 +145,11 @@ class Looking:
 
 def drawn(look: Look, image: np.ndarray, asked: Asked) -> Iterator[Picture]:
     """Draw what was asked for of one image, as far as the model has it, picture by picture."""
+    if look.in_bands:  # over a smaller picture of the file
+        height, width = image.shape[:2]
+        look = replace(look, view=look.view._replace(box=Box(0, 0, height, width)))
+        yield drawing.winners(Ground(image, look))
+        return
     ground = Ground(image, look)
     if "winners" in asked.show and look.evidence.patches is not None:
         yield drawing.winners(ground)
@@ -152,6 +169,11 @@ def said(look: Look) -> list[str]:
         f"{look.class_name}, {100 * look.probability:.1f} %, {evidence.margin:.3g} above the mean "
         "of all classes"
     ]
+    if look.in_bands:
+        lines.append(
+            "It was computed band by band: gradients, rows of attention and features need all "
+            "patches at once, and are left out."
+        )
     if evidence.patches is None:
         lines.append(f"{evidence.how[0].upper()}{evidence.how[1:]}.")
     box = look.box(*look.top)
