@@ -1,11 +1,15 @@
 """Small models and images for passes over bands of rows."""
 
+from contextlib import suppress
+
 import numpy as np
 import timm
 import torch
 from torch import nn
 
 import visionattn  # noqa: F401
+from visionattn.layout import Grid
+from visionattn.models.tiled.plan import plan
 
 
 class Array:
@@ -56,3 +60,12 @@ def make(**args):
         if "value_conv" in name or "token" in name or "pos_embed" in name:
             nn.init.normal_(value, std=0.3)
     return model
+
+
+def least_memory(model, height, width):
+    """The least bound of memory, in KiB, under which an image has bands of patches of 4 px."""
+    grid = Grid(-(-height // 4), -(-width // 4))
+    for kib in range(16, 1 << 20, 16):
+        with suppress(ValueError):
+            plan(model, grid, kib * 1024, "dense", model)
+            return kib * 1024

@@ -1,6 +1,7 @@
 """``forward_tiled`` against the plain forward pass, which knows nothing of bands."""
 
 import warnings
+from functools import partial
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.helpers.oracles import peak_bytes
-from tests.helpers.tiled import Array, Rows, draw_image, make
+from tests.helpers.tiled import Array, Rows, draw_image, least_memory, make
 from visionattn.models.evidence import find_evidence
 from visionattn.models.segmentation import Segmenter
 from visionattn.models.tiled import forward_tiled
@@ -184,13 +185,12 @@ def test_the_model_stays_as_it_is():
     assert model.training and all(block.training for block in model.blocks)
 
 
-@pytest.mark.parametrize(
-    "name, memory", [("windows", 800_000), ("kernelized", 400_000), ("flat", 400_000)]
-)
-def test_tokens_in_files_are_the_same(name, memory, tmp_path):
+@pytest.mark.parametrize("name", ["windows", "kernelized", "flat"])
+def test_tokens_in_files_are_the_same(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(planning, "WORKING_BYTES", 0)
     model, image = make(**MODELS[name]), draw_image(160, 90)
+    memory = least_memory(model, 160, 90)
     said = []
-    # Less than the tokens and a band take, and more than a band.
     found = forward_tiled(
         model, Array(image), memory=memory, work=tmp_path / "work", say=said.append, want="dense"
     )
@@ -212,6 +212,29 @@ def test_memory_does_not_grow_with_the_image_but_for_its_tokens(monkeypatch):
     held = (many - few) * 64 * 2 * 96 * 8
     # Beside the tokens, sums of far rows for each band.
     assert peak(4 * many) - peak(4 * few) < 1.2 * held
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        {},
+        dict(horizon=12),
+        dict(attention="taylorshift", num_heads=4),
+        dict(relative="axial", horizon=40),
+        dict(relative="flat", horizon=200),
+        dict(relative="none", value_conv=5),
+        dict(attention=["window", "kernelized"] * 1, value_conv=3),
+    ],
+    ids=["joint", "far", "taylorshift", "axial", "flat", "convolution", "windows"],
+)
+def test_a_pass_stays_within_its_bound_of_memory(args, tmp_path):
+    model, image = make(**dict(embed_dim=64, depth=2) | args).float(), draw_image(256, 256)
+    least, source = least_memory(model, 256, 256), Array(image.astype(np.float32))
+    for memory in (least, 2 * least, 4 * least):
+        run = partial(forward_tiled, model, source, Rows(), want="dense", memory=memory)
+        peak = peak_bytes(run)
+        print(f"{peak / memory:.2f} of {memory} bytes")
+        assert peak <= memory
 
 
 @pytest.mark.parametrize(
@@ -254,6 +277,11 @@ def test_other_models_are_refused_with_a_way_out():
         check_tiled(model)
     with pytest.raises(ValueError, match="gives classes of pixels"):
         check_tiled(Segmenter(make(num_classes=0), 3), "logits")
+
+
+def test_other_channels_are_said():
+    with pytest.raises(ValueError, match="the image has 1 channels, and the model takes 3"):
+        forward_tiled(make(), Array(draw_image(40, 40)[..., :1]))
 
 
 def test_an_image_below_a_patch_is_refused():

@@ -162,6 +162,10 @@ class _Image:
         """Return the tokens ``[1, n, D]`` of rows of patches with the pixels ``[1, C, h, w]``."""
         body, (down, across) = self.body, self.patch
         weight = body.patch_embed.proj.weight
+        if x.shape[1] != weight.shape[1]:
+            raise ValueError(
+                f"the image has {x.shape[1]} channels, and the model takes {weight.shape[1]}"
+            )
         if x.is_floating_point() and not torch.is_autocast_enabled(weight.device.type):
             x = x.to(weight.dtype)
         x = _repeated(x, -x.shape[2] % down, -x.shape[3] % across)
@@ -244,14 +248,20 @@ class _Pass:
     ):
         self.model, self.body, self.image, self.sink = model, body, image, sink
         self.grid = grid = image.grid
-        self.plan: Plan = plan(body, grid, memory, want, model)
         self.work = None if work is None else Path(work)
         self.snapshots = None
+        # A pass goes on with the bands that it began with, whatever memory there is now.
+        begun: dict[str, Any] = {}
         if self.work is not None:
+            made = not self.work.exists()
             self.work.mkdir(parents=True, exist_ok=True)
-            stack.callback(_delete_empty, self.work)
-            own = {"want": want, "target": target, "grid": list(grid), "rows": self.plan.rows}
+            own = {"want": want, "target": target, "grid": list(grid)}
             self.snapshots = Snapshots(self.work, model, identity | own)
+            begun = self.snapshots.place() or {"made": made}
+            if begun["made"]:
+                stack.callback(_delete_empty, self.work)
+        self.made = begun.get("made", False)
+        self.plan: Plan = plan(body, grid, memory, want, model, rows=begun.get("rows"))
         files: Path | None = None
         if self.plan.mapped:
             files = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=self.work)))
@@ -407,9 +417,10 @@ class _Pass:
         if self.prefix is not None and step < len(self.layers):
             self.layers[step].take_prefix(self.prefix)
 
-    def _again(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield all tokens as they are now, rows and ``[1, n, D]``."""
-        for first, last in even_bands(self.grid.height, self._piece_rows):
+    def _again(self, rows: int | None = None) -> Iterator[tuple[int, Tensor]]:
+        """Yield tokens as they are now, rows and ``[1, n, D]``: all, or those of the first rows."""
+        height = self.grid.height if rows is None else rows
+        for first, last in even_bands(height, self._piece_rows):
             yield first, self.tokens.read(first, last).flatten(0, 1)[None]
 
     def _said(self) -> str:
@@ -444,7 +455,8 @@ class _Pass:
             tensors["prefix"] = self.prefix
         if self.above is not None:
             tensors["above"] = self.above
-        return {"step": step, "band": self.place.band}, tensors
+        place = {"step": step, "band": self.place.band, "rows": self.plan.rows, "made": self.made}
+        return place, tensors
 
     def _restore(self, place: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         self.place = Place(place["step"], place["band"])
@@ -467,6 +479,9 @@ class _Pass:
         if step < len(self.layers):
             self.layers[step].restore(of("next"))
         self.output.restore(of("output"))
+        if step - 1 in self.taps:
+            done = self._bands_of(step)[self.place.band][0]
+            self.output.replay(step - 1, self._again(done))
         self.prefix = tensors["prefix"].to(device) if "prefix" in tensors else None
         self.above = tensors["above"].to(device) if "above" in tensors else None
 

@@ -42,6 +42,11 @@ class Output:
     def end_band(self, number: int) -> None:
         """Hear that the tokens so far are those of a whole band."""
 
+    def replay(self, number: int, pieces: Iterable[tuple[int, Tensor]]) -> None:
+        """Take tokens behind a block that an earlier pass had taken before it was stopped: a map
+        may have lost their rows since.
+        """
+
     def result(self, again: Pieces) -> Any:
         """Return what came of it."""
         raise NotImplementedError
@@ -223,6 +228,12 @@ class Dense(Output):
         """Write a band."""
         self.writer.flush()
 
+    def replay(self, number: int, pieces: Iterable[tuple[int, Tensor]]) -> None:
+        """Write the rows once more."""
+        for first, x in pieces:
+            self.take(number, first, x)
+            self.writer.flush()
+
     def result(self, again: Pieces) -> Tensor | None:
         """Return the map ``[1, D, H, W]``, or None where it was written."""
         return self.writer.finish()
@@ -297,6 +308,14 @@ class Masked(Output):
         """Write a band."""
         if number == self.model.taken[-1]:
             self.writer.flush()
+
+    def replay(self, number: int, pieces: Iterable[tuple[int, Tensor]]) -> None:
+        """Write the rows once more, from the first one on."""
+        if number == self.model.taken[-1]:
+            self.waiting, self.next = None, 0
+            for first, x in pieces:
+                self.take(number, first, x)
+                self.writer.flush()
 
     def result(self, again: Pieces) -> Tensor | None:
         """Return the classes, uint8 ``[1, H_px, W_px]``, or None where they were written."""

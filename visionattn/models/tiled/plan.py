@@ -16,6 +16,10 @@ BAND_TOKENS = 1 << 16
 """Tokens of a band where memory does not ask for fewer: more of them gain nothing."""
 VECTORS = 20
 """Vectors as wide as the model that a token of a band takes while it is worked on, measured."""
+CLASS_COPIES = 6
+"""How often the numbers of keys of each class are in memory, as they are laid out for a band."""
+WORKING_BYTES = 3 << 23
+"""What operations take beside their operands, whatever the band: pieces that stay in cache."""
 SHARE = 0.8
 """The share of the memory there is that is used unless a bound is given."""
 
@@ -33,9 +37,16 @@ class Plan:
 
 
 def plan(
-    body: VisionAttnTransformer, grid: Grid, memory: int | None, want: str, model: nn.Module
+    body: VisionAttnTransformer,
+    grid: Grid,
+    memory: int | None,
+    want: str,
+    model: nn.Module,
+    *,
+    rows: int | None = None,
 ) -> Plan:
-    """Return how a pass is done within ``memory`` bytes; None: within what there is.
+    """Return how a pass is done within ``memory`` bytes; None: within what there is. One that goes
+    on has bands of so many ``rows`` already.
 
     Raises:
         ValueError: the bound is below one band.
@@ -46,23 +57,26 @@ def plan(
         there = memory_there_is(weight.device)
         memory = None if there is None else int(SHARE * (there - taken_bytes(weight.device)))
     held = _held_bytes(body, grid, want, model)
-    least = _least_rows(body)
-    row = grid.width * _token_bytes(body)
+    least = min(_least_rows(body), grid.height)
     usual = max(least, min(grid.height, -(-BAND_TOKENS // grid.width)))
-    if memory is None:
+    takes = {each: _band_bytes(body, grid, each) for each in range(least, usual + 1)}
+    if rows is not None:
+        mapped = memory is not None and held + takes.get(rows, 0) > memory
+    elif memory is None:
         rows, mapped = usual, False
     else:
-        mapped = held + row * least > memory
-        rows = (memory - (0 if mapped else held)) // row
-        if rows < least:
+        mapped = held + min(takes.values()) > memory
+        room = memory - (0 if mapped else held)
+        fitting = [each for each, taken in takes.items() if taken <= room]
+        if not fitting:
             bound = "the memory there is" if there is not None else f"memory {sized(memory)}"
-            fewest = "1 row" if least == 1 else f"{least} rows"
+            fewest = min(takes, key=takes.__getitem__)
+            said = "1 row" if fewest == 1 else f"{fewest} rows"
             raise ValueError(
-                f"{bound} is below one band: {sized(row * least)} for {fewest} of {grid.width} "
+                f"{bound} is below one band: {sized(takes[fewest])} for {said} of {grid.width} "
                 "patches"
             )
-        rows = min(rows, usual)
-    rows = min(rows, grid.height)
+        rows = max(fitting)
     bands = -(-grid.height // rows)
     where = "in files" if mapped else "in memory"
     line = (
@@ -80,17 +94,31 @@ def _held_bytes(body: VisionAttnTransformer, grid: Grid, want: str, model: nn.Mo
     return grid.num_patches * wide * body.patch_embed.proj.weight.element_size()
 
 
-def _token_bytes(body: VisionAttnTransformer) -> int:
-    """Return what a token of a band takes."""
-    size = body.patch_embed.proj.weight.element_size()
-    down, across = body.patch_embed.patch_size
-    pixels = body.patch_embed.proj.in_channels * down * across
-    classes = 0
+def _band_bytes(body: VisionAttnTransformer, grid: Grid, rows: int) -> int:
+    """Return what bands of so many rows take: one of them with its halo and a row for the sums on
+    either side, and those sums, for each band of the two layers at work.
+    """
+    weight, classes, halo, far = body.patch_embed.proj.weight, 0, 0, 0
+    pixels = weight[0].numel()
+    bands = -(-grid.height // rows)
     for block in body.blocks:
-        tables = block.attn.relative
-        if tables is not None and tables.kind == "joint" and not block.attn.kind.windows:
-            classes = max(classes, (2 * tables.horizon + 1) ** 2)
-    return size * (VECTORS * body.embed_dim + max(3 * pixels, 4 * classes))
+        tables, conv = block.attn.relative, block.attn.value_conv
+        if conv is not None:
+            halo = max(halo, conv.weight.shape[-1] // 2)
+        if tables is None or block.attn.kind.windows:
+            continue
+        if tables.kind == "joint":
+            halo, classes = max(halo, tables.horizon), max(classes, (2 * tables.horizon + 1) ** 2)
+            far = 4 * bands * grid.width * body.embed_dim
+        elif tables.kind == "flat":
+            halo = max(halo, -(-tables.horizon // grid.width))
+            classes = max(classes, 2 * tables.horizon + 1)
+        else:
+            longest = min(tables.horizon, max(grid))
+            far = max(far, 4 * longest * body.embed_dim)
+    token = VECTORS * body.embed_dim + max(3 * pixels, CLASS_COPIES * classes)
+    high = min(rows + 2 * halo, grid.height) + 2
+    return WORKING_BYTES + weight.element_size() * (token * high * grid.width + far)
 
 
 def _least_rows(body: VisionAttnTransformer) -> int:

@@ -65,13 +65,26 @@ class Snapshots:
         self.last = time.perf_counter()
         self.took = self.last - begun
 
+    def place(self) -> dict[str, Any] | None:
+        """Return how far the last snapshot had come; None without one.
+
+        Raises:
+            ValueError: it is of another pass, or damaged.
+        """
+        found = self._read()
+        return None if found is None else found[0]
+
     def load(self) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
-        """Return place and tensors of the last snapshot; None without one.
+        """Return place and tensors of the last snapshot; None without one. The tensors are views of
+        the mapped file.
 
         Raises:
             ValueError: it is of another pass, or damaged.
         """
         forget_unfinished(self.path)
+        return self._read()
+
+    def _read(self) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
         if not self.path.exists():
             return None
         try:
@@ -82,7 +95,6 @@ class Snapshots:
                         f"{self.folder} keeps the work of another image, model or options; delete "
                         "it or name another folder"
                     )
-                # Views of the mapped file, which are copied to their places one by one.
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
                 return json.loads(about["place"]), tensors
         except (SafetensorError, KeyError, json.JSONDecodeError) as error:
