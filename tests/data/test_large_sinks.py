@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from visionattn.cli import files
+from visionattn.cli.tables import sized
 from visionattn.data.formats.reader import Georeference
 from visionattn.data.large import open_sink, open_source
 from visionattn.data.large.sink import shards_of
@@ -409,9 +410,9 @@ def test_a_disk_without_room_is_told_before_anything_is_written(tmp_path, suffix
     with open_sink(tmp_path / f"map{suffix}") as sink:
         with pytest.raises(ValueError) as raised:
             sink.begin(shape, np.float32)
-        needed = "3.0" if suffix == ".tif" else "1.5"
+        needed = sized(3 * 2**30 if suffix == ".tif" else 3 * 2**29)
         assert str(raised.value) == (
-            f"{tmp_path / f'map{suffix}'} needs up to {needed} GiB on its disk, and 1.0 GiB are "
+            f"{tmp_path / f'map{suffix}'} needs up to {needed} on its disk, and {sized(2**30)} are "
             "free"
         )
     assert leftovers(tmp_path) == []

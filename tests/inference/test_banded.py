@@ -26,17 +26,19 @@ from visionattn.inference.opening import open_model
 from visionattn.inference.options import InferenceOptions
 from visionattn.models.segmentation import create
 from visionattn.models.tiled import forward
+from visionattn.models.tiled import plan as planning
 from visionattn.models.weights import DataSpec, save_model
 from visionattn.training import outlook, passes
 from visionattn.training.passes import Passes
 
 SHAPES = [(16, 24), (40, 120), (21, 35), (133, 64)]
-BOUND = ("--memory_gib", "0.0002")
+BOUND = ("--memory_gib", "0.0005")
 """Below what any pass over a whole image takes, and above two rows of patches of these images."""
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(planning, "BAND_TOKENS", 16)
     monkeypatch.chdir(tmp_path)
     write_weights(tmp_path / "best.safetensors")
     (tmp_path / "images").mkdir()
@@ -62,7 +64,7 @@ def test_classes_are_those_of_one_pass(folder, capsys):
     assert run("predict", native("--top_k", "4", *BOUND, output="bands.csv")) == 0
     said = capsys.readouterr().out
     assert "4 images of up to 133 x 64 px would take up to " in said
-    assert "memory_gib is 0.0002: they are computed band by band, with the same results" in said
+    assert "memory_gib is 0.0005: they are computed band by band, with the same results" in said
     plain, bands = read_csv(folder / "plain.csv"), read_csv(folder / "bands.csv")
     for one, other in zip(plain, bands, strict=True):
         for key in one:
@@ -96,7 +98,7 @@ def test_calls_are_those_of_one_pass_and_say_so(folder):
     paths = [f"images/{i}.tif" for i in range(4)]
     arrays = [tifffile.imread(path) for path in paths]
     for given in (paths, arrays):
-        options = dict(img_size="native", memory_gib=0.0002)
+        options = dict(img_size="native", memory_gib=0.0005)
         plain = visionattn.predict("best.safetensors", given, img_size="native")
         with pytest.warns(UserWarning, match=r"4 images of up to 133 x 64 px .* band by band"):
             bands = visionattn.predict("best.safetensors", given, **options)
@@ -171,15 +173,15 @@ def test_a_model_that_cannot_be_computed_so_says_why(folder, capsys):
     assert run("predict", command) == 3
     error = capsys.readouterr().err
     assert error.startswith("error: 1 image of 136 x 64 pixels would take about ")
-    assert "memory_gib is 0.0002" in error and "it is not computed band by band: " in error
+    assert "memory_gib is 0.0005" in error and "it is not computed band by band: " in error
     assert error.count("\n") == 1 and written(folder) == before
     with pytest.raises(OutOfMemory, match="it is not computed band by band: "):
-        visionattn.predict("softmax.safetensors", "images", img_size="native", memory_gib=0.0002)
+        visionattn.predict("softmax.safetensors", "images", img_size="native", memory_gib=0.0005)
 
 
 def test_images_at_another_size_than_their_own_are_not_computed_so(folder, capsys):
     assert run("predict", flags("--img_size", "64", *BOUND, output="out.csv")) == 3
-    assert "memory_gib is 0.0002" in capsys.readouterr().err
+    assert "memory_gib is 0.0005" in capsys.readouterr().err
 
 
 def test_one_that_cannot_be_read_to_its_end_is_told_of_beside_the_others(folder, capsys):
@@ -270,7 +272,7 @@ def test_masks_are_those_of_one_pass(folder, capsys):
         assert one.shape == other.shape and (one == other).mean() > 0.999
         assert len(np.unique(one)) > 1
     with pytest.warns(UserWarning, match="band by band"):
-        found = visionattn.segment("painter.safetensors", "images/3.tif", memory_gib=0.0002)
+        found = visionattn.segment("painter.safetensors", "images/3.tif", memory_gib=0.0005)
     assert np.array_equal(found[0].numpy(), other)
 
 

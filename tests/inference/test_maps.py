@@ -1,5 +1,6 @@
 """The map of one image in a file of its own: as in one pass, and whole or not at all."""
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -12,12 +13,12 @@ from tests.helpers.inference_files import COLOUR, write_weights
 from tests.helpers.tools import assert_one_error, written
 from visionattn.command import run
 from visionattn.models.segmentation import create
-from visionattn.models.tiled import forward
+from visionattn.models.tiled import forward, snapshot
 from visionattn.models.weights import DataSpec, save_model
 
 PAINTED = DataSpec(3, 3, (), (0.5,) * 3, (0.25,) * 3, None, None, "native", task="segmentation")
 ARGS = dict(patch_size=8, embed_dim=16, depth=2, num_heads=2, head_stride=2, horizon=1)
-BOUND = ("--memory_gib", "0.0003")
+BOUND = ("--memory_gib", "0.0005")
 
 
 @pytest.fixture
@@ -92,7 +93,7 @@ BAD = {
     "--level 1": "wanted level 1, the image has 1, counted from 0: 133 x 104 pixels",
     "--level -1": "level must be at least 0, got -1",
     "--images small.tif": "is smaller than a patch of 8 x 8",
-    "--images cut.tif --memory_gib 0.0003": " of cut.tif cannot be read: TIFF that is cut off",
+    "--images cut.tif --memory_gib 0.0005": " of cut.tif cannot be read: TIFF that is cut off",
     "--images nowhere.tif": "no image, folder or list at nowhere.tif",
     "--output there.npy": "there.npy exists",
     "--output nowhere/map.npy": "no folder",
@@ -192,11 +193,53 @@ def test_a_damaged_tile_ends_it_with_its_rows_and_leaves_nothing(folder, capsys)
         assert not [path for path in folder.iterdir() if path.name.startswith(".")]
 
 
+@pytest.mark.parametrize("output", ["map.npy", "map.zarr", "map.tif"])
+@pytest.mark.parametrize("more", [(), ("--overwrite", "true")])
+def test_a_kill_once_the_map_has_its_name_leaves_a_whole_map(
+    folder, capsys, monkeypatch, output, more
+):
+    assert run("features", words("--dense", *BOUND, output=output)) == 0
+    expected = opened(output)
+    path = folder / output
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    class Killed(BaseException):
+        pass
+
+    def delete(self):
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(snapshot, "EVERY_SECONDS", 0.0)
+        patch.setattr(snapshot, "MOST_SHARE", float("inf"))
+        patch.setattr(snapshot.Snapshots, "delete", delete)
+        with pytest.raises(Killed):
+            run("features", words("--dense", *BOUND, *more, output=output))
+    assert path.exists() and [each for each in folder.iterdir() if each.name.startswith(".")]
+    assert run("features", words("--dense", *BOUND, *more, output=output)) == 0, capsys.readouterr()
+    assert np.array_equal(opened(output), expected)
+    assert not [each for each in folder.iterdir() if each.name.startswith(".")]
+
+
+@pytest.mark.parametrize("suffix", [".tif", ".npy"])
+def test_a_map_replaces_no_image(folder, capsys, suffix):
+    image = folder / f"own{suffix}"
+    pixels = write_tiff(folder / "own.tif")
+    np.save(folder / "own.npy", pixels)
+    (folder / f"link{suffix}").symlink_to(image)
+    before = image.read_bytes()
+    for name in (image.name, f"link{suffix}"):
+        given = words("--dense", "--overwrite", "true", output=image.name, images=(name,))
+        assert run("features", given) == 2
+        assert_one_error(capsys, "would replace the image")
+        assert image.read_bytes() == before
+
+
 def test_without_room_nothing_is_begun(folder, capsys, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 99})())
     before = written(folder)
     assert run("features", words("--dense", output="map.npy")) == 2
-    assert "map.npy needs up to 0.0 GiB on its disk" in capsys.readouterr().err
+    assert "map.npy needs up to 0 MiB on its disk" in capsys.readouterr().err
     assert written(folder) == before
     assert not [path for path in folder.iterdir() if path.name.startswith(".")]
 

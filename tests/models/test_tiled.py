@@ -186,8 +186,7 @@ def test_the_model_stays_as_it_is():
 
 
 @pytest.mark.parametrize("name", ["windows", "kernelized", "flat"])
-def test_tokens_in_files_are_the_same(name, tmp_path, monkeypatch):
-    monkeypatch.setattr(planning, "WORKING_BYTES", 0)
+def test_tokens_in_files_are_the_same(name, tmp_path):
     model, image = make(**MODELS[name]), draw_image(160, 90)
     memory = least_memory(model, 160, 90)
     said = []
@@ -233,8 +232,8 @@ def test_a_pass_stays_within_its_bound_of_memory(args, tmp_path):
     for memory in (least, 2 * least, 4 * least):
         run = partial(forward_tiled, model, source, Rows(), want="dense", memory=memory)
         peak = peak_bytes(run)
-        print(f"{peak / memory:.2f} of {memory} bytes")
-        assert peak <= memory
+        print(f"{peak:,} of {memory:,} bytes")
+        assert peak <= memory + planning.WORKING_BYTES
 
 
 @pytest.mark.parametrize(

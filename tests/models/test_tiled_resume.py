@@ -25,7 +25,6 @@ MODELS = {
 @pytest.fixture(autouse=True)
 def few_rows(monkeypatch):
     monkeypatch.setattr(planning, "BAND_TOKENS", 5 * 9)
-    monkeypatch.setattr(planning, "WORKING_BYTES", 0)
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
 from visionattn.cli.interruption import undone_at_end
+from visionattn.cli.tables import sized
 
 UNFINISHED = re.compile(r"\.(.{1,48})\.[0-9a-f]{16}\.visionattn\.tmp", re.DOTALL)
 """The names of files that are being written, with the first 48 letters of the names that they will
@@ -329,8 +330,7 @@ def check_room(path: Path, wanted: int) -> None:
     free = shutil.disk_usage(path.absolute().parent).free
     if wanted > free:
         raise ValueError(
-            f"{path} needs up to {wanted / 2**30:,.1f} GiB on its disk, and {free / 2**30:,.1f} "
-            "GiB are free"
+            f"{path} needs up to {sized(wanted)} on its disk, and {sized(free)} are free"
         )
 
 

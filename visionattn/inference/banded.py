@@ -172,7 +172,7 @@ class Banding:
         return int(SHARE * (self.memory.there_bytes - taken_bytes(self.opened.device)))
 
     def _said(self, count: int, known: int, largest: Size, shape: Size) -> str:
-        needed, there = self.memory.bytes_of((1, *shape)), self.memory.there_bytes
+        needed, there = self.memory.about(shape), self.memory.there_bytes
         assert there is not None
         much = f"take {sized(needed)}" if needed is not None and needed < 1 << 60 else "not fit"
         end = f"in one pass, and {room_of(there, bounded=self.memory.bounded)}"

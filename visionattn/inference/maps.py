@@ -6,6 +6,7 @@ This module owns which options such a map takes, and what is said of it. Maps ar
 ``data/large``, and computed by ``models/tiled``.
 """
 
+import os
 import shutil
 import time
 from collections.abc import Callable
@@ -33,6 +34,7 @@ from visionattn.inference.options import InferenceOptions
 from visionattn.inference.predict import PredictOptions
 from visionattn.inference.reading import ReadImages
 from visionattn.inference.running import masks
+from visionattn.inference.work import is_begun
 from visionattn.models.filled import last_map
 from visionattn.models.segmentation import IGNORED
 from visionattn.models.tiled.forward import check_tiled
@@ -80,7 +82,8 @@ class MapOfImage:
                 "name a folder"
             )
         self.path = self.listing.name(0)
-        open_sink(self.output, overwrite=options.overwrite)  # raises where it cannot be
+        check_apart(self.path, self.output)
+        in_the_way = self._in_the_way()
         self.opened: Opened = open_model(options, classifies=not dense)
         compute = last_map if dense else masks
         self.want = "dense" if dense else "masks"
@@ -96,10 +99,28 @@ class MapOfImage:
             level=options.level,
         )
         self.work = folder_of(self.opened, self.images, options)
+        # A run that was killed once the map had its name has nothing left to do but to tidy up.
+        self.finished = in_the_way is not None and self.work.is_finishing()
+        if in_the_way is not None and not self.finished:
+            raise in_the_way
         self.banding: Banding = banding_of(
             self.opened, self.images, compute, options, self.work, always=True
         )
         self._check_size()
+
+    def _in_the_way(self) -> ValueError | None:
+        """Return what keeps the map from its name where a run that was killed may have given it.
+
+        Raises:
+            ValueError: something else does, or there is no work of such a run.
+        """
+        try:
+            open_sink(self.output, overwrite=self.options.overwrite)
+        except ValueError as error:
+            if not (os.path.lexists(self.output) and is_begun(self.output)):
+                raise
+            return error
+        return None
 
     def _check_unused(self, options: InferenceOptions) -> None:
         usual = type(options)()
@@ -132,6 +153,11 @@ class MapOfImage:
         """
         for note in self.opened.notes:
             say(note)
+        if self.finished:
+            with self.work:
+                self._drop()
+            say(f"{self.output} is whole")
+            return
         with self.work:
             try:
                 sink = self._write(say)
@@ -150,7 +176,7 @@ class MapOfImage:
             say(f"{self.path} of {size} is computed band by band")
             given = dict(source=source, scale=scale, overwrite=options.overwrite, dtype=dtype)
             with open_sink(self.output, **given) as sink:
-                checked = _Checked(sink)
+                checked = _Checked(sink, self.work.finish)
                 compute_bands(
                     self.opened,
                     source,
@@ -170,6 +196,13 @@ class MapOfImage:
         shutil.rmtree(begun, ignore_errors=True) if folder else begun.unlink(missing_ok=True)
 
 
+def check_apart(image: str, output: Path) -> None:
+    """Raise ValueError where a map would replace the image that it is made of, or lie within it."""
+    of_image, of_map = Path(os.path.realpath(image)), Path(os.path.realpath(output))
+    if of_map == of_image or of_image in of_map.parents:
+        raise ValueError(f"{output} would replace the image {image}; choose another output")
+
+
 class NoMap(ValueError):
     """What came of an image is no map; the text says why."""
 
@@ -177,8 +210,9 @@ class NoMap(ValueError):
 class _Checked:
     """A sink that takes finite numbers and classes alone."""
 
-    def __init__(self, sink: MapSink):
-        self.sink = sink
+    def __init__(self, sink: MapSink, finishing: Callable[[], object]):
+        """Take the sink, and what is called before the map has its name."""
+        self.sink, self.finishing = sink, finishing
         self.shape: tuple[int, ...] = ()
 
     def begin(self, shape: tuple[int, int, int], dtype: np.dtype) -> None:
@@ -196,6 +230,7 @@ class _Checked:
             raise NoMap(str(error)) from error
 
     def finish(self) -> None:
+        self.finishing()
         self.sink.finish()
 
     def close(self) -> None:

@@ -107,6 +107,17 @@ class WorkFolder:
             write_text(self._held.place / STATE, json.dumps(state))
         return {"work": self._held.place / f"{index:06d}", "memory": self._memory}
 
+    def finish(self) -> None:
+        """Note that from now on the output may be there."""
+        assert self._held is not None
+        state = (self._state() or {}) | {"of": self._digest, "finishing": True}
+        write_text(self._held.place / STATE, json.dumps(state))
+
+    def is_finishing(self) -> bool:
+        """Tell whether this command was killed as its output got its name."""
+        found = self._state() or {}
+        return bool(found.get("finishing")) and found.get("of") == self._digest
+
     def result(self, index: int) -> Path:
         """Return the file in which the output of an image is kept until the command is done."""
         assert self._held is not None

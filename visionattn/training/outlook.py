@@ -39,6 +39,10 @@ from visionattn.training.passes import Compute, Passes, Shape
 
 FEW_PIXELS = 1 << 20
 """So many pixels in all take no time worth a word."""
+SHARES = (1 / 256, 1 / 64, 1 / 16, 1 / 4)
+"""Parts of the pixels of a large image that are looked at before all of them."""
+ABOUT_PIXELS = 1 << 22
+"""Pixels from which on what an image takes is told from smaller ones."""
 TRIAL_SECONDS = 10.0
 """How long a trial image may be expected to take; smaller ones tell of larger ones."""
 BATCH_SECONDS = 0.5
@@ -145,7 +149,29 @@ class ForwardMemory:
         return Expected(needed, None if self.bounded else self.there_bytes)
 
     def too_much(self, size: Size) -> bool:
-        """Tell whether one image of a size clearly takes more memory than there is."""
+        """Tell whether one image of a size clearly takes more memory than there is.
+
+        To count what a large one takes is long work itself: smaller ones come first.
+        """
+        for share in SHARES:
+            part = scaled(size, share, self.geometry.patch_px)
+            if math.prod(part) > FEW_PIXELS and self._too_much(part):
+                return True
+        return self._too_much(size)
+
+    def about(self, size: Size) -> int | None:
+        """Return about what one image of a size takes; of a large one in proportion to a smaller
+        one, as attention that is linear in patches has it. None where nobody can tell.
+        """
+        share = min(1.0, ABOUT_PIXELS / math.prod(size))
+        part = size if share == 1 else scaled(size, share, self.geometry.patch_px)
+        found = self.bytes_of((1, *part))
+        if found is None or part == size:
+            return found
+        more = (found - self.base_bytes) * math.prod(size) / math.prod(part)
+        return self.base_bytes + int(min(more, 1 << 62))
+
+    def _too_much(self, size: Size) -> bool:
         return clearly_above(self.bytes_of((1, *size)), self.there_bytes, bounded=self.bounded)
 
     def way_out(self, shape: Shape, batches: str) -> str:

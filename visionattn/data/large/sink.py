@@ -440,6 +440,8 @@ def open_sink(
     if asked is not None and asked.kind != "f":
         raise ValueError(f"{path}: wanted a type of floats, got {asked}")
     if suffix == ".zarr":
+        if not overwrite and (path / ZARR).is_file():
+            raise ValueError(f"{path} exists; --overwrite replaces it")
         check_new(path, replaces=ZARR if overwrite else None)
         return ZarrSink(path, overwrite, asked)
     check_free(path, overwrite)

@@ -77,7 +77,8 @@ def forward_tiled(
             "masks", of a ``Segmenter``, the class of each pixel, uint8 ``[1, H_px, W_px]``;
             "evidence", what speaks for a class (``models/evidence.py``), without the gradient.
         target: of "evidence", the number of the class; None: the most probable.
-        memory: bytes that the pass may take, beside the model; where tokens do not fit into them,
+        memory: bytes that the pass may take, beside the model and some 24 MiB that operations take
+            in any case (``plan.WORKING_BYTES``); where tokens do not fit into them,
             they are in files in ``work``, or in the system's folder for such files. None: 80 % of
             what there is.
         work: a folder, made where there is none, in which the pass keeps how far it has come, every
@@ -136,6 +137,11 @@ class _Image:
     def __init__(self, body: VisionAttnTransformer, source: Source, prepare: Prepare | None):
         self.body, self.source, self.prepare = body, source, prepare or as_fractions
         self.patch = body.patch_embed.patch_size
+        if not all(hasattr(source, name) for name in ("height", "width", "read")):
+            raise ValueError(
+                f"wanted a source, got {type(source).__name__}: visionattn.data.large.open_source "
+                "makes one of paths, arrays and tensors"
+            )
         if source.height < self.patch[0] or source.width < self.patch[1]:
             raise ValueError(
                 f"image of {source.height} x {source.width} pixels is smaller than a patch of "

@@ -19,7 +19,9 @@ VECTORS = 20
 CLASS_COPIES = 6
 """How often the numbers of keys of each class are in memory, as they are laid out for a band."""
 WORKING_BYTES = 3 << 23
-"""What operations take beside their operands, whatever the band: pieces that stay in cache."""
+"""What operations take at most beside their operands, whatever the band: pieces that stay in cache.
+It comes on top of a bound.
+"""
 SHARE = 0.8
 """The share of the memory there is that is used unless a bound is given."""
 
@@ -118,7 +120,7 @@ def _band_bytes(body: VisionAttnTransformer, grid: Grid, rows: int) -> int:
             far = max(far, 4 * longest * body.embed_dim)
     token = VECTORS * body.embed_dim + max(3 * pixels, CLASS_COPIES * classes)
     high = min(rows + 2 * halo, grid.height) + 2
-    return WORKING_BYTES + weight.element_size() * (token * high * grid.width + far)
+    return weight.element_size() * (token * high * grid.width + far)
 
 
 def _least_rows(body: VisionAttnTransformer) -> int:
