@@ -2,6 +2,7 @@
 
 import csv
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,11 +19,13 @@ from visionattn.lab.large import (
     main,
     of_tiles,
     peak_here,
+    table,
 )
 from visionattn.lab.pointing import examples
 from visionattn.models.tiles import forward_tiles
 
 NAME = "taylorshift_vit_canvas"
+DOCS = Path(__file__).parents[2] / "docs"
 CUTS = (Cut(48, 16, 2), Cut(64, 24, 1))
 
 
@@ -144,3 +147,30 @@ def test_bad_input_is_one_line(capsys, tmp_path):
     with pytest.raises(SystemExit) as end:
         main(["--images", "0"])
     assert end.value.code == 2
+
+
+def test_the_page_has_what_was_measured():
+    path = DOCS / "figures" / "large.csv"
+    page = (DOCS / "large.md").read_text(encoding="utf-8")
+    with open(path, encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    names = list(dict.fromkeys(row["model"] for row in rows))
+    assert set(names) <= set(CASES) and names
+    for name in names:
+        own = []
+        for row in rows:
+            if row["model"] != name:
+                continue
+            known = {key: row[key] for key in ("model", "method")}
+            for key in ("tile", "overlap", "peak_bytes", "images", "px"):
+                known[key] = int(row[key]) if row[key] else None
+            numbers = ("accuracy", "standard_error", "difference", "difference_error")
+            for key in (*numbers, "tiles_mean", "seconds_median", "ratio_median"):
+                known[key] = float(row[key])
+            own.append(known)
+        assert {(row["tile"], row["overlap"]) for row in own} == {
+            (None, None),
+            *((cut.tile, cut.overlap) for cut in CASES[name]),
+        }
+        assert table(own) in page and f"`{name}`, {own[0]['images']} images" in page
+        assert {row["px"] for row in own} == {2048}
