@@ -68,7 +68,7 @@ SWEEP += " --output out"
 FEATURES = "--checkpoint best.safetensors --images images --img_size native --batch_size 2"
 FEATURES += " --shard_images 3 --workers 0 --output out"
 MAP = "--dense --checkpoint best.safetensors --images large.tif --img_size native"
-MAP += " --memory_gib 0.0015 --output map.npy"
+MAP += " --memory_gib 0.003 --output map.npy"
 SECONDS = 120
 """Until a command that does not end counts as one that hangs."""
 TIMES = {"train_seconds", "images_per_second", "attempts", "date", "load", "sweep_seconds"}

@@ -143,8 +143,13 @@ def test_a_pass_that_is_killed_goes_on_from_the_last_snapshot(tmp_path, monkeypa
 
 def test_a_stop_without_a_folder_is_an_interruption(stopping):
     stopping["at"] = 2
-    with pytest.raises(KeyboardInterrupt):
-        run(make(depth=2), None, None, "logits")
+    # What runs in the background of a shell would not hear of the signal.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run(make(depth=2), None, None, "logits")
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from visionattn.cli.ends import Failed
 from visionattn.cli.fresh_process import ask
 from visionattn.cli.parsing import Parser, whole_from
 from visionattn.models.bag import BagEncoder
+from visionattn.ops.attentions import ATTENTIONS
 
 IN_FEATURES, EMBED_DIM, DEPTH, HEADS = 384, 192, 2, 3
 FILLED = 5 / 6
@@ -40,7 +41,7 @@ def measure(work: str, tiles: int, threads: int, backward: bool) -> dict[str, fl
     """
     torch.set_num_threads(threads)
     torch.manual_seed(0)
-    if work in ("kernelized", "taylorshift"):
+    if work in ATTENTIONS and ATTENTIONS[work].states:
         features, places = slide(tiles)
         options = {"attention": work, "relative": "joint", "global_pool": "max"}
         model = BagEncoder(IN_FEATURES, EMBED_DIM, DEPTH, HEADS, 2, **options)

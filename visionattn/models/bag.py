@@ -15,9 +15,11 @@ from visionattn.layout import Grid, TokenLayout
 from visionattn.models.absent import pool_present
 from visionattn.models.backbone import class_counts_like
 from visionattn.models.hybrid import first_counted
+from visionattn.ops.attentions import ATTENTIONS
 from visionattn.ops.checks import described
 
-ATTENTIONS = ("kernelized", "taylorshift", "softmax")
+KNOWN = tuple(name for name, kind in ATTENTIONS.items() if not kind.windows)
+"""The attentions that a bag can have: windows need a grid without holes."""
 RELATIVE = ("joint", "axial", "none")
 POOLS = ("max", "avg", "token")
 FREE_PLACES = 2**16
@@ -70,7 +72,7 @@ class BagEncoder(nn.Module):
     ):
         super().__init__()
         for name, value, known in (
-            ("attention", attention, ATTENTIONS),
+            ("attention", attention, KNOWN),
             ("relative", relative, RELATIVE),
             ("global_pool", global_pool, POOLS),
         ):
