@@ -43,9 +43,17 @@ def blocks():
 
 
 @pytest.mark.parametrize("block", list(blocks()))
-def test_python_in_the_pages_runs(block, tmp_path, monkeypatch):
+def test_python_in_the_pages_runs_and_prints_what_it_says(block, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     exec(compile(block, "page", "exec"), {})
+    printed = squeezed(capsys.readouterr().out)
+    # What stands behind a print, as a result.
+    said = re.findall(r"^print\(.*\)  # ([\[(\d].*)$", block, re.M)
+    assert [each for each in said if squeezed(each) not in printed] == []
+
+
+def squeezed(text):
+    return re.sub(r"\s+|torch\.Size", "", text).replace("([", "[").replace("])", "]")
 
 
 def test_readme_is_short():

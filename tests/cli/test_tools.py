@@ -376,7 +376,7 @@ def test_ctrl_c_saves_the_state_says_how_to_go_on_and_that_works(tmp_path):
     try:
         said = list(takewhile(lambda line: line[:5] != "epoch", iter(process.stdout.readline, "")))
         assert "epochs of 11 steps" in said[1] and "images are seen crop" in said[2]
-        assert "MiB expected" in said[3] and " per step" in said[3]
+        assert re.search(r"memory: [\d.]+ [MG]iB expected", said[3]) and " per step" in said[3]
         time.sleep(0.2)
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the loader's processes too
         _, errors = process.communicate(timeout=600)

@@ -385,6 +385,7 @@ def _error_of(row: dict[str, Any], text: str) -> Exception:
 
 
 def count_files(count: int) -> str:
+    """Say how many files of features there are."""
     return f"{count} file{'' if count == 1 else 's'} of features"
 
 

@@ -141,7 +141,8 @@ def read_shard(path: Path) -> tuple[Shard, dict[str, Any]] | None:
     try:
         with safe_open(path, framework="pt") as file:
             text = (file.metadata() or {}).get(FORMAT)
-            shapes = {name: _shape_of(file, name) for name in file.keys()}  # noqa: SIM118  no mapping
+            names = file.keys()  # the file is no mapping
+            shapes = {name: _shape_of(file, name) for name in names}
     except SafetensorError:
         return None
     try:

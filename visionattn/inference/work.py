@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -79,11 +79,10 @@ class WorkFolder:
         self.check()
         self._path.parent.mkdir(parents=True, exist_ok=True)
         held = Continued(self._path, folder=True, overwrite=True)
-        try:
+        with ExitStack() as failed:
+            failed.callback(held.close)
             self._begin(held)
-        except BaseException:
-            held.close()
-            raise
+            failed.pop_all()
         self._held = held
         return self
 

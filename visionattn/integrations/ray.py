@@ -35,37 +35,13 @@ the height and width the image fills.
 class _Reader:
     """What both stages are told: a model, how it sees images, and where they are."""
 
-    def __init__(
-        self,
-        model: str | os.PathLike,
-        *,
-        column: str = "path",
-        img_size: int | list[int] | Literal["native"] | None = None,
-        fit: Fit | None = None,
-        max_patches: int | None = None,
-        bands: Sequence[int] | None = None,
-        value_range: Sequence[float] | None = None,
-        page: int | None = None,
-        device: str = "cpu",
-        amp: Literal["none", "bf16", "fp16"] = "none",
-        threads: int | None = None,
-    ):
+    def __init__(self, model: str | os.PathLike, column: str, **how: Any):
         path = os.fspath(model)
-        is_file = os.path.isfile(path)
-        options = InferenceOptions(
-            checkpoint=path if is_file else None,
-            model=None if is_file else path,
-            pretrained=not is_file,
-            img_size=img_size,
-            fit=fit,
-            max_patches=max_patches,
-            bands=None if bands is None else list(bands),
-            value_range=None if value_range is None else list(value_range),
-            page=page,
-            device=device,
-            amp=amp,
-            threads=threads,
+        which = (
+            {"checkpoint": path} if os.path.isfile(path) else {"model": path, "pretrained": True}
         )
+        lists = {key: list(how[key]) for key in ("bands", "value_range") if how[key] is not None}
+        options = InferenceOptions(**which, **how | lists)
         check(options)
         self.column = column
         self.opened: Opened = open_model(options, classifies=False)
@@ -138,13 +114,14 @@ class Decode(_Reader):
     ):
         super().__init__(
             model,
-            column=column,
+            column,
             img_size=img_size,
             fit=fit,
             max_patches=max_patches,
             bands=bands,
             value_range=value_range,
             page=page,
+            device="cpu",
         )
         self.opened = replace(self.opened, model=torch.nn.Identity())
 
@@ -206,7 +183,7 @@ class Embed(_Reader):
     ):
         super().__init__(
             model,
-            column=column,
+            column,
             img_size=img_size,
             fit=fit,
             max_patches=max_patches,

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -125,11 +126,10 @@ class _Cluster:
         if address != "local":
             given = {}
         self.ray.init(address, log_to_driver=False, logging_level=logging.ERROR, **given)
-        try:
-            self._check_nodes()
-        except BaseException:
-            self.ray.shutdown()
-            raise
+        with ExitStack() as failed:
+            failed.callback(self.ray.shutdown)
+            self._check_nodes("CPU", self.cpus, "processors (threads)")
+            failed.pop_all()
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -139,12 +139,12 @@ class _Cluster:
         """Return the resources of each node."""
         return [node["Resources"] for node in self.ray.nodes() if node["Alive"]]
 
-    def _check_nodes(self) -> None:
-        largest = max((node.get("CPU", 0) for node in self._nodes()), default=0)
-        if largest < self.cpus:
+    def _check_nodes(self, resource: str, wanted: int, what: str) -> None:
+        """Raise ValueError where no node has what a task asks for: Ray would wait for one."""
+        largest = max((node.get(resource, 0) for node in self._nodes()), default=0)
+        if largest < wanted:
             raise ValueError(
-                f"no node of the cluster has {self.cpus} processors (threads); the largest has "
-                f"{largest:g}"
+                f"no node of the cluster has {wanted} {what}; the largest has {largest:g}"
             )
 
     def describe(self) -> str:
@@ -163,6 +163,8 @@ class _Cluster:
             progress: is told of each part that is done.
         """
         on_gpu = extraction.opened.device.type == "cuda"
+        if on_gpu:
+            self._check_nodes("GPU", 1, "GPU; --device cpu takes processors")
         remote = self.ray.remote(
             num_cpus=self.cpus, num_gpus=int(on_gpu), max_retries=RETRIES, max_calls=0
         )(extract_part)

@@ -286,6 +286,7 @@ def divides(model: VisionAttnTransformer) -> bool:
 
 
 def described(model: VisionAttnTransformer) -> str:
+    """Say how patches come into the output, for people."""
     if divides(model):
         return POOLED[model.global_pool]
     if model.attn_pool is None and model.global_pool == "token":

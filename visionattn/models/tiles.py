@@ -22,7 +22,7 @@ from visionattn.models.filled import call, last_map, pooled
 from visionattn.models.modes import in_eval
 from visionattn.models.segmentation import IGNORED, Segmenter
 from visionattn.models.tiled.ends import Sink, Source
-from visionattn.models.tiled.forward import Prepare, as_fractions
+from visionattn.models.tiled.image import Prepare, as_fractions
 
 Want = Literal["logits", "pooled", "dense", "masks"]
 Combine = Literal["mean", "max"]

@@ -10,6 +10,7 @@ Sources: Katharopoulos et al. 2020, eq. 16 to 20 (the recurrence); TaylorShift (
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -37,6 +38,8 @@ from visionattn.ops.taylorshift.features import feature_weights, unit
 from visionattn.ops.taylorshift.state import expand_state, feature_state
 
 Coefficients = tuple[float, float, float]
+COEFFICIENTS: Coefficients = (0.5, 1.0, 1.0)
+"""Those of TaylorShift unless others are given."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,8 @@ class KernelState:
     Z: Tensor
     count: Tensor
     feature_map: str | FeatureMap
+    SUMS: ClassVar = ("S", "Z")
+    """Names of what adds, besides the count."""
 
     def __add__(self, other: "KernelState") -> "KernelState":
         """Return the state of the keys of both. ValueError where kind, shapes, dtype, device or
@@ -88,6 +93,8 @@ class TaylorState:
     count: Tensor
     temperature: Tensor | None
     coefficients: Coefficients
+    SUMS: ClassVar = ("S2", "KV", "KK", "k_sum", "v_sum")
+    """Names of what adds, besides the count."""
 
     def __add__(self, other: "TaylorState") -> "TaylorState":
         """Return the state of the keys of both. ValueError where kind, shapes, dtype, device,
@@ -96,8 +103,7 @@ class TaylorState:
         _check_same(
             self, other, temperature=_same_tensor, coefficients=lambda a, b: tuple(a) == tuple(b)
         )
-        names = ("S2", "KV", "KK", "k_sum", "v_sum", "count")
-        sums = (getattr(self, name) + getattr(other, name) for name in names)
+        sums = (getattr(self, name) + getattr(other, name) for name in (*self.SUMS, "count"))
         return TaylorState(*sums, self.temperature, self.coefficients)  # type: ignore[call-arg]
 
 
@@ -174,7 +180,7 @@ def summarize(
             k,
             v,
             temperature,
-            (0.5, 1.0, 1.0) if coefficients is None else tuple(coefficients),
+            COEFFICIENTS if coefficients is None else tuple(coefficients),
             key_mask,
         )
 

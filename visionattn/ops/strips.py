@@ -111,6 +111,16 @@ def halo_of(relative: RelativePosition | None) -> int:
     return -(-reach // relative.layout.grid.width) if isinstance(relative, Flat) else reach
 
 
+def seen_span(relative: Joint | Flat, strip: Strip) -> slice:
+    """Return which rows of the grid, or for ``Flat`` which patches, a strip sees one by one."""
+    if isinstance(relative, Joint):
+        whole = strip.with_halo(halo_of(relative))
+        return slice(whole.first, whole.last)
+    reach, (_, width) = max(0, horizon_of(relative) - 1), strip.grid
+    first, last = strip.first * width - reach, strip.last * width + reach
+    return slice(max(0, first), min(last, strip.grid.num_patches))
+
+
 def strip_attention(
     q: Tensor,
     state: State,
@@ -242,8 +252,7 @@ def _flat_sums(
     table, width = relative.table.to(q.dtype), strip.grid.width
     horizon, patches = table.shape[1] // 2, strip.grid.num_patches
     first, last = strip.first * width, strip.last * width
-    reach = max(0, horizon - 1)
-    halo = slice(max(0, first - reach), min(patches, last + reach))
+    halo = seen_span(relative, strip)
     if seen.values.shape[2] != halo.stop - halo.start:
         raise ValueError(
             f"seen: wanted values of {halo.stop - halo.start} patches, got {seen.values.shape[2]}"

@@ -11,6 +11,7 @@ import os
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -76,12 +77,10 @@ class MapSink(ABC):
         self._check()
         self._check_room()
         place = Continued(self.path, folder=self._is_folder, overwrite=self._overwrite)
-        try:
-            with named(self.path):
-                self._begin(place)
-        except BaseException:
-            place.close()
-            raise
+        with ExitStack() as failed, named(self.path):
+            failed.callback(place.close)
+            self._begin(place)
+            failed.pop_all()
         self._place = place
 
     def write(self, first_row: int, band: np.ndarray) -> None:

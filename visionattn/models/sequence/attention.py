@@ -18,7 +18,7 @@ from visionattn.models.sequence.share import Share
 from visionattn.ops.local import value_convolution
 from visionattn.ops.operator import without_autocast
 from visionattn.ops.position.kinds import Axial, RelativePosition
-from visionattn.ops.states import KernelState, State, attend
+from visionattn.ops.states import State, attend
 from visionattn.ops.strips import SeenLines, Strip, halo_of, strip_attention
 from visionattn.ops.sums import accumulation_dtype, drop_values
 from visionattn.ops.window import window_attention
@@ -108,7 +108,7 @@ def _whole(state: State, patches: Tensor | None, share: Share) -> tuple[State, S
     """Return the state of all ranks' tokens, and the sums of all rows and columns of patches
     ``[B, h, rows, W, e]`` where they are given, by one sum over the ranks.
     """
-    names = ("S", "Z") if isinstance(state, KernelState) else ("S2", "KV", "KK", "k_sum", "v_sum")
+    names = state.SUMS
     parts = [getattr(state, name) for name in names]
     if patches is not None:
         own, height = share.strip, share.grid.height

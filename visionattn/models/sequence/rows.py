@@ -13,7 +13,7 @@ from torch import Tensor
 from visionattn.models.sequence.collectives import exchanged
 from visionattn.models.sequence.share import Share
 from visionattn.ops.position.kinds import Flat, Joint
-from visionattn.ops.strips import SeenRows, SeenRun, Strip, halo_of, horizon_of
+from visionattn.ops.strips import SeenRows, SeenRun, Strip, halo_of, seen_span
 
 Sides = tuple[slice, slice]
 
@@ -45,12 +45,9 @@ def far_sides(relative: Joint | Flat | None, strip: Strip) -> Sides | None:
     """
     if relative is None:
         return None
-    if isinstance(relative, Joint):
-        seen = strip.with_halo(halo_of(relative))
-        return slice(0, seen.first), slice(seen.last, strip.grid.height)
-    reach, width = max(0, horizon_of(relative) - 1), strip.grid.width
-    first, last = strip.first * width - reach, strip.last * width + reach
-    return slice(0, max(0, first)), slice(min(last, strip.grid.num_patches), strip.grid.num_patches)
+    seen, grid = seen_span(relative, strip), strip.grid
+    total = grid.height if isinstance(relative, Joint) else grid.num_patches
+    return slice(0, seen.start), slice(seen.stop, total)
 
 
 def _common(places: slice, begin: int, end: int) -> slice:

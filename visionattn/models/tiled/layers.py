@@ -18,7 +18,7 @@ from visionattn.models.tiled.softmax import RunningSoftmax
 from visionattn.models.tiled.stores import Store
 from visionattn.ops.feature_maps import get_feature_map, is_per_token
 from visionattn.ops.position.kinds import Axial, Flat, Joint
-from visionattn.ops.states import KernelState, State, TaylorState
+from visionattn.ops.states import COEFFICIENTS, KernelState, State, TaylorState
 from visionattn.ops.strips import (
     Seen,
     SeenLines,
@@ -26,7 +26,7 @@ from visionattn.ops.strips import (
     SeenRun,
     Strip,
     halo_of,
-    horizon_of,
+    seen_span,
     strip_attention,
 )
 from visionattn.ops.sums import accumulation_dtype
@@ -224,13 +224,9 @@ class LinearLayer(Layer):
 
     def _span(self, strip: Strip) -> tuple[int, int]:
         """Return the rows, or for ``Flat`` the patches, that a strip sees one by one."""
-        assert self.relative is not None
-        if isinstance(self.relative, Joint):
-            whole = strip.with_halo(halo_of(self.relative))
-            return whole.first, whole.last
-        reach, width = max(0, horizon_of(self.relative) - 1), self.grid.width
-        first, last = strip.first * width - reach, strip.last * width + reach
-        return max(0, first), min(self.grid.num_patches, last)
+        assert isinstance(self.relative, Joint | Flat)
+        span = seen_span(self.relative, strip)
+        return span.start, span.stop
 
     def take_again(self, first: int, x: Tensor | None) -> None:
         """Take keys once more, without what all of them share."""
@@ -280,7 +276,9 @@ class LinearLayer(Layer):
         """Return the parts of the state and the sums of values."""
         found: dict[str, Tensor] = {}
         if self.state is not None:
-            found |= {f"state.{name}": getattr(self.state, name) for name in _parts(self.state)}
+            found |= {
+                f"state.{name}": getattr(self.state, name) for name in (*self.state.SUMS, "count")
+            }
         if self.key_sum is not None:
             found["key_sum"] = self.key_sum
         if self.far is not None:
@@ -306,14 +304,7 @@ class LinearLayer(Layer):
         if "S" in parts:
             return KernelState(**parts, feature_map=self.attn.feature_map)
         options: dict[str, Any] = {"temperature": self.attn.temperature}
-        return TaylorState(**parts, **options, coefficients=(0.5, 1.0, 1.0))
-
-
-def _parts(state: State) -> tuple[str, ...]:
-    """Return the names of a state's tensors that are sums."""
-    if isinstance(state, KernelState):
-        return "S", "Z", "count"
-    return "S2", "KV", "KK", "k_sum", "v_sum", "count"
+        return TaylorState(**parts, **options, coefficients=COEFFICIENTS)
 
 
 class WindowLayer(Layer):
