@@ -222,11 +222,11 @@ class StandIn:
         ]
 
 
-def test_more_threads_than_any_node_has_are_refused_as_no_part_would_ever_begin(folder):
-    options = parse_extract(on_ray("local", "--threads", "5"))
-    cluster = _Cluster(StandIn(), options)
+def test_more_than_any_node_has_is_refused_as_no_part_would_ever_begin(folder):
+    cluster = _Cluster(StandIn(), parse_extract(on_ray("local", "--threads", "5")))
     assert cluster.describe() == "a cluster of 2 nodes with 6 processors"
-    with pytest.raises(ValueError, match="no node of the cluster has 5 processors .*; the largest"):
-        cluster._check_nodes()
-    options.threads = 4
-    _Cluster(StandIn(), options)._check_nodes()
+    with pytest.raises(ValueError, match="no node of the cluster has 5 threads; the largest has 4"):
+        cluster._check_nodes("CPU", 5, "threads")
+    cluster._check_nodes("CPU", 4, "threads")
+    with pytest.raises(ValueError, match="no node of the cluster has 1 GPU; the largest has 0"):
+        cluster._check_nodes("GPU", 1, "GPU")
