@@ -241,7 +241,8 @@ class Attention(nn.Module):
         """Raise ValueError where a token is to see the earlier ones alone, and cannot."""
         if is_causal and not self.kind.causal:
             raise ValueError(
-                f"is_causal=True: attention={self.attention!r} has no causal form; "
+                f"is_causal=True: attention={self.attention!r} has no causal form "
+                f"({self.kind.why_not_causal}); "
                 f"{' and '.join(name for name, kind in ATTENTIONS.items() if kind.causal)} have"
             )
         if is_causal and (self.value_conv is not None or self.centre_keys):

@@ -3,9 +3,11 @@
 from visionattn.models import converted_vit, scaleformer_vit, shipped, taylorshift_vit
 from visionattn.models.backbone import VisionAttnTransformer
 from visionattn.models.conversion import Converted, from_softmax
+from visionattn.models.pixel_decoder import PixelDecoder
 
 __all__ = [
     "Converted",
+    "PixelDecoder",
     "VisionAttnTransformer",
     "converted_vit",
     "from_softmax",

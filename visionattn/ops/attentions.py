@@ -31,6 +31,8 @@ class AttentionKind:
     """Its forms, between which ``form`` chooses; empty where there is one way alone."""
     causal: bool = True
     """Whether it takes ``causal``."""
+    why_not_causal: str = ""
+    """Where it does not, the reason."""
     temperature: bool = False
     """Whether it takes a ``temperature`` for each head, which a model learns."""
     feature_map: bool = False
@@ -64,13 +66,20 @@ class AttentionKind:
 ATTENTIONS: dict[str, AttentionKind] = {
     kind.name: kind
     for kind in (
-        AttentionKind("taylorshift", causal=False, temperature=True),
+        AttentionKind(
+            "taylorshift",
+            causal=False,
+            why_not_causal="its linear form multiplies each query with one sum over all keys, of d "
+            "(d + 1) / 2 x e numbers; sums up to each token are not built",
+            temperature=True,
+        ),
         AttentionKind("kernelized", feature_map=True),
         AttentionKind("softmax", forms=(), states=False, impl=False, signed=True),
         AttentionKind(
             "window",
             forms=(),
             causal=False,
+            why_not_causal="tokens of a window follow the grid, not an order",
             states=False,
             impl=False,
             signed=True,

@@ -1,0 +1,216 @@
+"""A pixel decoder gives each value its likelihood under those before it, at once or in steps."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load, save
+
+from visionattn.models import PixelDecoder
+
+SMALL = {"embed_dim": 16, "depth": 2, "num_heads": 2, "mlp_ratio": 2.0}
+KINDS = {
+    "kernelized": {},
+    "relu, sums": {"feature_map": "relu", "normalization": "sum"},
+    "random, no position": {"feature_map": "random", "relative": "none"},
+    "softmax": {"attention": "softmax"},
+    "softmax, no position": {"attention": "softmax", "relative": "none"},
+    "colour": {"in_chans": 3, "reach": 1},
+    "mixture": {"output": "mixture", "mixtures": 3, "rows": 1},
+    "conditioned": {"conditioned": True, "num_classes": 5, "in_chans": 2},
+}
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def make(kind="kernelized", dtype=torch.float64, **more):
+    torch.manual_seed(0)
+    return PixelDecoder(**SMALL | KINDS[kind] | more).to(dtype).eval()
+
+
+def draw(model, batch=3, size=(5, 7), seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    shape = batch, model.in_chans, *size
+    images = torch.randint(model.levels, shape, generator=generator, dtype=torch.int64)
+    labels = torch.arange(batch) % 5 if model.conditioned else None
+    return images.to(torch.uint8), labels
+
+
+def in_order(images):
+    return images.permute(0, 2, 3, 1).flatten(1).long()
+
+
+def stepped(model, images, labels, state=None):
+    values = in_order(images)
+    state = state or model.begin(len(images), tuple(images.shape[2:]), labels)
+    logits = [
+        model.step(values[:, i - 1] if i else None, state)
+        for i in range(state.position, values.shape[1])
+    ]
+    return torch.stack(logits, 1)
+
+
+@every_kind
+@pytest.mark.parametrize("dtype, bound", [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+def test_steps_give_what_the_whole_image_gives(kind, dtype, bound):
+    model = make(kind, dtype)
+    images, labels = draw(model)
+    with torch.inference_mode():
+        at_once = model(images, labels).permute(0, 3, 4, 2, 1).flatten(1, 3)
+        one_by_one = stepped(model, images, labels)
+    assert one_by_one.shape == at_once.shape
+    assert (one_by_one - at_once).abs().max() < bound
+
+
+@every_kind
+def test_steps_agree_in_bfloat16_within_what_it_rounds(kind):
+    exact = make(kind)
+    images, labels = draw(exact)
+    model = make(kind, torch.float32)
+    with torch.inference_mode():
+        wanted = exact(images, labels).permute(0, 3, 4, 2, 1).flatten(1, 3)
+        with torch.autocast("cpu", torch.bfloat16):
+            at_once = model(images, labels).permute(0, 3, 4, 2, 1).flatten(1, 3).double()
+            one_by_one = stepped(model, images, labels).double()
+    error = (at_once - wanted).abs().max()
+    assert (one_by_one - wanted).abs().max() < 2 * error
+
+
+@every_kind
+def test_no_value_sees_itself_or_what_follows(kind):
+    model = make(kind)
+    images, labels = draw(model, size=(4, 3))
+    with torch.inference_mode():
+        before = model(images, labels).permute(0, 3, 4, 2, 1).flatten(1, 3)
+        for place in range(before.shape[1]):
+            values = in_order(images)
+            values[:, place] = (values[:, place] + 17) % 256
+            other = values.unflatten(1, (4, 3, model.in_chans)).permute(0, 3, 1, 2)
+            after = model(other, labels).permute(0, 3, 4, 2, 1).flatten(1, 3)
+            assert torch.equal(after[:, : place + 1], before[:, : place + 1])
+            if place + 1 < before.shape[1]:
+                assert not torch.equal(after[:, place + 1], before[:, place + 1])
+
+
+@every_kind
+def test_likelihoods_are_those_of_the_levels(kind):
+    model = make(kind)
+    images, labels = draw(model)
+    wanted = -F.cross_entropy(model(images, labels), images.long(), reduction="none")
+    torch.testing.assert_close(model.log_likelihood(images, labels), wanted)
+
+
+def test_a_mixture_has_the_mass_of_logistic_distributions_over_each_level():
+    model = make("mixture", levels=8)
+    out = torch.randn(11, 9, dtype=torch.float64) * 2
+    found = model._log_mixture(out, torch.arange(8)).exp()
+    weights, means, scales = out.chunk(3, 1)
+    inner, ends = torch.arange(7, dtype=torch.float64) / 3.5 - 6 / 7, torch.tensor([math.inf])
+    edges = torch.cat([-ends, inner, ends])
+    below = torch.sigmoid((edges[:, None, None] - means) / scales.exp())
+    wanted = ((below[1:] - below[:-1]) * weights.softmax(1)).sum(2).T
+    torch.testing.assert_close(found, wanted, atol=1e-12, rtol=0)
+    torch.testing.assert_close(found.sum(1), torch.ones(11, dtype=torch.float64))
+
+
+def test_a_mixture_keeps_gradients_where_it_is_sure_and_wrong():
+    model = make("mixture", torch.float32)
+    out = torch.tensor([[0.0, 0.0, 0.0, -0.9, -0.9, -0.9, -9.0, -9.0, -9.0]], requires_grad=True)
+    loss = -model._log_mixture(out, torch.tensor([[250]])).sum()
+    loss.backward()
+    assert loss.isfinite() and out.grad.isfinite().all() and (out.grad[:, 3:6] < 0).all()
+
+
+@pytest.mark.parametrize("kind", ["kernelized", "softmax", "conditioned"])
+def test_a_state_that_was_saved_goes_on_with_the_same_bits(kind):
+    model = make(kind, torch.float32)
+    images, labels = draw(model)
+    with torch.inference_mode():
+        whole = stepped(model, images, labels)
+        state = model.begin(3, (5, 7), labels)
+        for i in range(9):
+            model.step(in_order(images)[:, i - 1] if i else None, state)
+        restored = model.restore(load(save(state.tensors())))
+        assert restored.position == 9
+        assert torch.equal(stepped(model, images, labels, restored), whole[:, 9:])
+
+
+def test_a_state_has_the_same_size_from_the_first_value_to_the_last():
+    model = make()
+    state = model.begin(2, (6, 6))
+    size = sum(x.nbytes for x in state.tensors().values())
+    for i in range(36):
+        model.step(torch.zeros(2, dtype=torch.int64) if i else None, state)
+        assert sum(x.nbytes for x in state.tensors().values()) == size
+    # Of larger images only the rows above that are told apart grow.
+    wide = sum(x.nbytes for x in model.begin(2, (100, 6)).tensors().values())
+    assert wide == size
+
+
+@every_kind
+def test_every_parameter_learns_and_checkpointing_changes_nothing(kind):
+    model = make(kind).train()
+    images, labels = draw(model, size=(6, 9))
+    gradients = []
+    for enabled in (False, True):
+        model.set_grad_checkpointing(enabled)
+        model.zero_grad()
+        (-model.log_likelihood(images, labels).mean()).backward()
+        gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
+    for name, gradient in gradients[0].items():
+        assert gradient.abs().sum() > 0, name
+        torch.testing.assert_close(gradients[1][name], gradient)
+
+
+def test_labels_change_what_is_written_and_size_does_not_need_training():
+    model = make("conditioned")
+    images, _ = draw(model, batch=1, size=(4, 6))
+    one, other = (model(images, torch.tensor([label])) for label in (0, 3))
+    assert not torch.equal(one, other)
+    assert model(images[:, :, :1, :1], torch.tensor([1])).shape == (1, 256, 2, 1, 1)
+
+
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        ({"attention": "taylorshift"}, "has no causal form .its linear form"),
+        ({"output": "gauss"}, "output 'gauss': wanted categorical or mixture"),
+        ({"mixtures": 3}, "mixtures would do nothing"),
+        ({"output": "mixture", "mixtures": 0}, "mixtures: wanted a whole number from 1 on, got 0"),
+        ({"levels": 1}, "levels: wanted a whole number from 2 on, got 1"),
+        ({"conditioned": True}, "there are no classes"),
+        ({"relative": "none", "rows": 2}, "rows and reach would do nothing"),
+        ({"depth": 0}, "depth: wanted a whole number from 1 on, got 0"),
+    ],
+)
+def test_options_that_do_nothing_or_cannot_be_are_refused(wrong, said):
+    with pytest.raises(ValueError, match=said):
+        PixelDecoder(**SMALL | wrong)
+
+
+def test_calls_that_do_not_fit_are_refused():
+    model, named = make(), make("conditioned")
+    images, _ = draw(model)
+    with pytest.raises(ValueError, match=r"wanted whole numbers \[B, 1, H, W\], got torch.uint8"):
+        model(images.expand(-1, 3, -1, -1))
+    with pytest.raises(ValueError, match="got torch.float32"):
+        model(images.float())
+    with pytest.raises(ValueError, match="labels: the model is not conditioned"):
+        model(images, torch.zeros(3, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"conditioned and wants \[3\], got none"):
+        named(images.expand(-1, 2, -1, -1))
+    with pytest.raises(ValueError, match="wanted fewer than the 35 values of the images, got 35"):
+        model.predict(in_order(images), (5, 7))
+    with pytest.raises(ValueError, match="images of 0 x 7 pixels have no pixels"):
+        model.begin(1, (0, 7))
+    state = model.begin(1, (1, 1))
+    with pytest.raises(ValueError, match="values: wanted none before the first one"):
+        model.step(torch.zeros(1, dtype=torch.int64), state)
+    model.step(None, state)
+    with pytest.raises(ValueError, match="the images have all their 1 values"):
+        model.step(torch.zeros(1, dtype=torch.int64), state)
+    tensors = model.begin(2, (5, 7)).tensors()
+    with pytest.raises(ValueError, match="the tensors are no state of this model: 'blocks.1.far'"):
+        model.restore({name: x for name, x in tensors.items() if name != "blocks.1.far"})
+    with pytest.raises(ValueError, match="no state of this model: S is"):
+        make(num_heads=4).restore(tensors)

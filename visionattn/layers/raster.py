@@ -1,0 +1,224 @@
+"""Causal attention along the raster of an image, whose relative position knows the pixel above.
+
+A sequence of values row by row is a line, and ``Flat`` position clips the offset along it. Here its
+entries are made from a small table of rows and columns, so that one layer fits images of any width.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from visionattn.layers.attention import Attention
+from visionattn.layers.position import (
+    REFERENCE_HEAD_DIM,
+    START_FLOOR,
+    START_NOISE,
+    START_PEAK,
+)
+from visionattn.layout import TokenLayout
+from visionattn.ops.feature_maps import RandomFeatures, elu1, get_feature_map, is_per_token
+from visionattn.ops.position.kinds import Flat, Normalization
+from visionattn.ops.recurrence import KeyValueCache, PastTable, RecurrentState
+
+PEAKS = ((0, 1), (1, 0), (1, 1), (1, -1), (0, 2), (2, 0), (1, 2), (0, 3))
+"""Where heads look at the start: rows up, and pixels to the left, of the value that is asked
+for.
+"""
+
+
+class RasterTables(nn.Module):
+    """A ``Flat`` table of an image's raster, for keys of the past.
+
+    Token i holds the value before value i, which it is to tell; offsets count from the value that
+    is asked for to the value that a token holds, so the pixel above is just one row back. Each
+    offset within ``reach`` pixels of the value itself or of one up to ``rows`` rows above has an
+    entry of its own; the other values of each row share one, and all rows farther up share one.
+
+    Args:
+        num_heads: h; every head has its own table.
+        head_dim: d.
+        rows: how many rows above are told apart.
+        reach: how many pixels to either side have entries of their own.
+        channels: values of a pixel, which lie beside each other.
+        normalization: "mean" or "sum"; see ``visionattn.ops.position.kinds``.
+        signed: use the parameters as they are, for softmax attention.
+
+    Source: Scaleformer, section 4 (clipped relative position); rows and columns are ours.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        *,
+        rows: int = 2,
+        reach: int = 3,
+        channels: int = 1,
+        normalization: Normalization = "mean",
+        signed: bool = False,
+        device=None,
+        dtype=None,
+    ):
+        super().__init__()
+        if rows < 0 or reach < 0:
+            raise ValueError(f"rows {rows}, reach {reach}: wanted whole numbers from 0 on")
+        self.rows, self.channels = rows, channels
+        self.span = (reach + 1) * channels - 1
+        """Values to either side that have entries of their own."""
+        self.normalization: Normalization = normalization
+        self.signed = signed
+        dd = {"device": device, "dtype": dtype}
+        side = 2 * self.span + 1
+        self.near = nn.Parameter(torch.empty(num_heads, rows + 1, side, head_dim, **dd))
+        # The rest of each row, and, last, all that is farther up.
+        self.rest = nn.Parameter(torch.empty(num_heads, rows + 2, head_dim, **dd))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw the start anew: each head peaked at another pixel nearby."""
+        for parameter in self.parameters():
+            parameter.normal_(std=START_NOISE).add_(START_FLOOR)
+        for head in range(len(self.near)):
+            up, left = PEAKS[head % len(PEAKS)]
+            place = self.span + max(-self.span, min(self.span, left * self.channels))
+            self.near[head, min(up, self.rows), place] += START_PEAK - START_FLOOR
+
+    def index(self, row: int, tokens: int) -> Tensor:
+        """Return which entry each offset along the sequence has, int64 ``[R + 1]``, among those of
+        ``near`` row by row and then of ``rest``. The last is of all offsets from R on.
+
+        Args:
+            row: values in a row of the image, its width times the channels.
+            tokens: the most tokens of a sequence: offsets beyond have no entries.
+        """
+        side, device = 2 * self.span + 1, self.near.device
+        horizon = min(self.rows * row + self.span, tokens)
+        # The value before is in the token itself.
+        offset = torch.arange(1, horizon + 1, device=device)
+        nearest = (offset + row // 2) // row
+        beside = offset - nearest * row
+        is_near = (nearest <= self.rows) & (beside.abs() <= self.span)
+        others = (self.rows + 1) * side
+        index = torch.where(
+            is_near,
+            nearest * side + beside + self.span,
+            others + (offset // row).clamp(max=self.rows),
+        )
+        return F.pad(index, (0, 1), value=others + self.rows + 1)
+
+    def forward(self, layout: TokenLayout) -> Flat:
+        """Return the relative position of the tokens of an image whose rows of values are those of
+        the layout's grid.
+        """
+        grid = layout.grid
+        raw = torch.cat([self.near.flatten(1, 2), self.rest], 1)
+        entries = raw if self.signed else elu1(raw) * (REFERENCE_HEAD_DIM / raw.shape[-1])
+        past = entries[:, self.index(grid.width, grid.num_patches)].flip(1)
+        # No token sees what follows: those entries are never read.
+        return Flat(F.pad(past, (0, 0, 0, past.shape[1] - 1)), None, self.normalization)
+
+
+class RasterAttention(Attention):
+    """Causal self-attention over the values of an image in raster order, ``[B, N, D]``.
+
+    Args:
+        dim, num_heads: see ``Attention``.
+        relative: "flat" (``RasterTables``) or "none".
+        rows, reach, channels: see ``RasterTables``.
+        normalization: "mean" or "sum"; None: "mean". Softmax has none.
+        options: further arguments of ``Attention``.
+
+    Raises:
+        ValueError: the attention has no causal form, or keys of its feature map depend on each
+            other, and what ``Attention`` raises.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int = 8,
+        *,
+        relative: str = "flat",
+        rows: int = 2,
+        reach: int = 3,
+        channels: int = 1,
+        normalization: str | None = None,
+        device=None,
+        dtype=None,
+        **options: Any,
+    ):
+        if relative not in ("flat", "none"):
+            raise ValueError(f"relative {relative!r}: wanted flat, along the raster, or none")
+        super().__init__(dim, num_heads, relative="none", device=device, dtype=dtype, **options)
+        self._check(is_causal=True)
+        if self.kind.feature_map and not is_per_token(get_feature_map(self.feature_map)):
+            raise ValueError(
+                f"feature_map={options['feature_map']!r} has no causal form: its keys depend on "
+                "those that follow; take elu1, relu or random"
+            )
+        if normalization is not None and (self.kind.signed or relative == "none"):
+            raise ValueError(f"normalization={normalization!r} would do nothing here; leave it out")
+        if relative == "flat":
+            self.relative = RasterTables(
+                num_heads,
+                self.head_dim,
+                rows=rows,
+                reach=reach,
+                channels=channels,
+                normalization="sum" if self.kind.signed else normalization or "mean",
+                signed=self.kind.signed,
+                device=device,
+                dtype=dtype,
+            )
+
+    def forward(
+        self,
+        x: Tensor,
+        layout: TokenLayout | None = None,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = True,
+    ) -> Tensor:
+        """Attend to what came before and to the token itself; arguments as ``Attention.forward``
+        takes them. The grid of the layout says how many values a row of the image has; tokens may
+        be fewer than the grid has places.
+        """
+        return super().forward(x, layout, attn_mask, True)
+
+    def begin(
+        self, batch: int, layout: TokenLayout
+    ) -> tuple[RecurrentState | KeyValueCache, PastTable | None]:
+        """Return the state of no tokens, and the table by which ``step`` weighs them.
+
+        Args:
+            batch: B.
+            layout: of the whole image to come.
+        """
+        tokens = layout.grid.num_patches
+        table = None if self.relative is None else PastTable(self.relative(layout), tokens)
+        weight, width = self.qkv.weight, self.head_dim
+        # Sums, keys and values in float32 or more.
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        options = {"dtype": dtype, "device": weight.device}
+        if self.kind.signed:
+            shape = batch, self.num_heads, width, width
+            return KeyValueCache.begin(shape, tokens, **options), table
+        drawn = isinstance(self.feature_map, RandomFeatures)
+        features = len(self.feature_map.projection) if drawn else width
+        horizon = 0 if table is None else table.horizon
+        shape = batch, self.num_heads, features, width
+        return RecurrentState.begin(shape, horizon, **options), table
+
+    def step(
+        self, x: Tensor, state: RecurrentState | KeyValueCache, table: PastTable | None
+    ) -> Tensor:
+        """Attend with one token ``[B, 1, D]``, and take it into the state, which is changed."""
+        q, k, v = self._heads(x, slice(0, 3))
+        q, k = self.q_norm(q), self.k_norm(k)
+        if isinstance(state, KeyValueCache):
+            out = state.step(q, k, v, table)
+        else:
+            out = state.step(q, k, v, self.feature_map, table)
+        return self.project(out.transpose(1, 2).reshape(x.shape), x)

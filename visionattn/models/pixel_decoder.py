@@ -1,0 +1,457 @@
+"""A model that writes images value by value: causal attention along the raster, no encoder.
+
+The parallel form gives the likelihoods of all values of given images at once, for training; the
+recurrence gives those of the next value, for writing. They are the same function.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from visionattn.layers.block import Block
+from visionattn.layers.raster import RasterAttention
+from visionattn.layout import Grid, TokenLayout
+from visionattn.ops.recurrence import KeyValueCache, PastTable, RecurrentState
+
+WAVES = 32
+"""Wavelengths of the sinusoids of a place along an axis, in pixels and, four, in whole axes."""
+OUTPUTS = ("categorical", "mixture")
+Size = tuple[int, int]
+
+
+@dataclass
+class DecoderState:
+    """What a ``PixelDecoder`` keeps of the values so far.
+
+    Args:
+        size: height and width of the images in pixels.
+        labels: int64 ``[B]``; None where the model is not conditioned.
+        position: how many values came.
+        blocks: of each block the state, and the table of its relative position.
+        places: what the rows, the columns and the channels of pixels add to tokens, ``[H, D]``,
+            ``[W, D]`` and ``[C, D]``.
+        about: what the labels add, ``[B, D]`` or ``[D]``.
+    """
+
+    size: Size
+    labels: Tensor | None
+    position: int
+    blocks: list[tuple[RecurrentState | KeyValueCache, PastTable | None]]
+    places: tuple[Tensor, Tensor, Tensor]
+    about: Tensor
+
+    @property
+    def values(self) -> int:
+        """The number of values of an image."""
+        return math.prod(map(len, self.places))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return all that cannot be made anew from the weights, as tensors by name, which
+        ``PixelDecoder.restore`` takes.
+        """
+        held = {"size": torch.tensor(self.size), "position": torch.tensor(self.position)}
+        if self.labels is not None:
+            held["labels"] = self.labels
+        for number, (state, _) in enumerate(self.blocks):
+            held |= {f"blocks.{number}.{name}": x for name, x in state.tensors().items()}
+        return held
+
+
+class PixelDecoder(nn.Module):
+    """Give every value of an image its likelihood under the values before it, in raster order.
+
+    Tokens are values, row by row from the top left, the channels of a pixel beside each other:
+    images ``[B, C, H, W]`` are sequences ``[B, N]`` with ``N = H * W * C``. Token i holds value
+    i - 1 and where value i is, and tells value i. Any height and width; what a width trained on
+    knows of another one is a matter of training.
+
+    Args:
+        in_chans: C.
+        num_classes: how many classes labels have.
+        embed_dim: D.
+        depth: blocks.
+        num_heads: h.
+        mlp_ratio: hidden width of the MLPs over D.
+        levels: values are whole numbers from 0 to ``levels - 1``.
+        attention: "kernelized", whose steps take constant time and memory, or "softmax", the
+            quadratic twin, whose steps read a cache of keys and values.
+        feature_map: of kernelized attention: "elu1", "relu" or "random"; None: "elu1".
+        relative: "flat", see ``RasterTables``, or "none".
+        rows, reach: of the relative position; see ``RasterTables``. None: 2 and 3.
+        normalization: "mean" or "sum"; None: "mean".
+        output: "categorical": a probability for each level; "mixture": a mixture of logistic
+            distributions, each of which is summed over the width of a level.
+        mixtures: how many; None: 10.
+        conditioned: whether images are written of a class: every call takes labels then.
+        init_values: start of LayerScale; None: none.
+        proj_drop, drop_path: dropout after projections, and of residual branches.
+
+    Raises:
+        ValueError: an attention without a causal form, numbers out of range, or options that would
+            do nothing.
+
+    Sources: Katharopoulos et al. 2020, section 4.2 (images by linear attention); Salimans et al.
+    2017, section 2.1 (discretised logistic mixture).
+    """
+
+    def __init__(
+        self,
+        in_chans: int = 1,
+        num_classes: int = 0,
+        *,
+        embed_dim: int = 128,
+        depth: int = 4,
+        num_heads: int = 4,
+        mlp_ratio: float = 4.0,
+        levels: int = 256,
+        attention: str = "kernelized",
+        feature_map: str | None = None,
+        relative: str = "flat",
+        rows: int | None = None,
+        reach: int | None = None,
+        normalization: str | None = None,
+        output: str = "categorical",
+        mixtures: int | None = None,
+        conditioned: bool = False,
+        init_values: float | None = None,
+        proj_drop: float = 0.0,
+        drop_path: float = 0.0,
+    ):
+        super().__init__()
+        _check(in_chans, num_classes, depth, levels, output, mixtures, conditioned)
+        if relative == "none" and not (rows is None and reach is None):
+            raise ValueError("rows and reach would do nothing: there is no relative position")
+        self.in_chans, self.num_classes, self.levels = in_chans, num_classes, levels
+        self.embed_dim, self.attention, self.output = embed_dim, attention, output
+        self.conditioned = conditioned
+        self.grad_checkpointing = False
+        # The last row stands for the value before the first one.
+        self.value_embed = nn.Embedding(levels + 1, embed_dim)
+        self.row_embed = nn.Linear(2 * (WAVES + 4), embed_dim, bias=False)
+        self.column_embed = nn.Linear(2 * (WAVES + 4), embed_dim, bias=False)
+        self.channel_embed = nn.Embedding(in_chans, embed_dim)
+        self.class_embed = nn.Embedding(num_classes, embed_dim) if conditioned else None
+        options = {"attention": attention, "feature_map": feature_map, "relative": relative}
+        options |= {"normalization": normalization, "channels": in_chans}
+        options |= {} if rows is None else {"rows": rows}
+        options |= {} if reach is None else {"reach": reach}
+        self.blocks = nn.ModuleList(
+            Block(
+                embed_dim,
+                num_heads,
+                mlp_ratio=mlp_ratio,
+                qkv_bias=True,
+                init_values=init_values,
+                proj_drop=proj_drop,
+                drop_path=drop_path * number / max(1, depth - 1),
+                attn_layer=RasterAttention,
+                attn_options=options,
+            )
+            for number in range(depth)
+        )
+        self.norm = nn.LayerNorm(embed_dim)
+        self.mixtures = 10 if mixtures is None else mixtures
+        outputs = levels if output == "categorical" else 3 * self.mixtures
+        self.head = nn.Linear(embed_dim, outputs)
+        self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Start projections at timm's spread; values near each other are embedded alike, and
+        logistic distributions cover the range.
+        """
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.trunc_normal_(module.weight, std=0.02)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+        for embed in (self.channel_embed, self.class_embed):
+            if embed is not None:
+                nn.init.normal_(embed.weight, std=0.2)
+        for line in (self.row_embed, self.column_embed):
+            nn.init.normal_(line.weight, std=0.5 / math.sqrt(WAVES + 4))
+        phase, turns = torch.rand(2, self.embed_dim) * 2 * math.pi
+        level = torch.linspace(0, 1, self.levels)[:, None]
+        self.value_embed.weight[:-1] = torch.cos(level * 4 * turns + phase) * 0.5
+        nn.init.normal_(self.value_embed.weight[-1:], std=0.35)
+        if self.output == "mixture":
+            _, means, scales = self.head.bias.chunk(3)
+            means.copy_(torch.linspace(-1, 1, self.mixtures))
+            scales.fill_(-2)
+
+    def no_weight_decay(self) -> set[str]:
+        """Return patterns of the parameters that do not decay: embeddings and relative tables."""
+        return {"*_embed.weight", "*.attn.relative.*"}
+
+    def group_matcher(self, coarse: bool = False) -> dict:
+        """Return timm's grouping of parameters by depth."""
+        return dict(
+            stem=r"^(?:value|row|column|channel|class)_embed",
+            blocks=[(r"^blocks\.(\d+)", None), (r"^norm", (99999,))],
+        )
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Compute the blocks anew for the backward pass."""
+        self.grad_checkpointing = enable
+
+    def forward(self, images: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Return log-probabilities of all levels at every value, up to a constant for each value.
+
+        Args:
+            images: whole numbers ``[B, C, H, W]``, uint8 or int64.
+            labels: int64 ``[B]``, for a conditioned model alone.
+
+        Returns:
+            ``[B, levels, C, H, W]``, as ``F.cross_entropy`` takes it.
+        """
+        values, size = self._values(images)
+        logits = self.predict(values[:, :-1], size, labels)
+        return logits.unflatten(1, (*size, self.in_chans)).permute(0, 4, 3, 1, 2)
+
+    def log_likelihood(self, images: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Return the log-probability of every value in nats, ``[B, C, H, W]`` in float32 or more;
+        arguments are those of ``forward``.
+        """
+        values, size = self._values(images)
+        out = _full(self.head(self._features(values[:, :-1], size, labels)))
+        if self.output == "categorical":
+            found = -F.cross_entropy(out.mT, values, reduction="none")
+        else:
+            found = self._log_mixture(out, values[..., None])[..., 0]
+        return found.unflatten(1, (*size, self.in_chans)).permute(0, 3, 1, 2)
+
+    def predict(self, values: Tensor, size: Size, labels: Tensor | None = None) -> Tensor:
+        """Return log-probabilities of all levels, up to a constant for each value, of the values so
+        far and of the next one.
+
+        Args:
+            values: the first t values of images, int64 ``[B, t]``, fewer than the images have.
+            size: height and width of the images in pixels.
+            labels: int64 ``[B]``, for a conditioned model alone.
+
+        Returns:
+            ``[B, t + 1, levels]``.
+        """
+        return self._logits(self.head(self._features(values, size, labels)))
+
+    @torch.no_grad()
+    def begin(self, batch: int, size: Size, labels: Tensor | None = None) -> DecoderState:
+        """Return the state of no values, from which ``step`` writes images.
+
+        Args:
+            batch: B.
+            size: height and width in pixels.
+            labels: int64 ``[B]``, for a conditioned model alone.
+        """
+        self._check_size(size)
+        about, layout = self._about(batch, labels), self._layout(size)
+        blocks = [block.attn.begin(batch, layout) for block in self.blocks]
+        return DecoderState(size, labels, 0, blocks, self._places(size), about)
+
+    @torch.no_grad()
+    def step(self, values: Tensor | None, state: DecoderState) -> Tensor:
+        """Take the value before the next one, and return log-probabilities of the levels of that,
+        up to a constant, ``[B, levels]``. The state is changed.
+
+        Args:
+            values: int64 ``[B]``; None before the first value.
+            state: of ``begin``, ``restore`` or earlier steps, of the weights as they are.
+
+        Raises:
+            ValueError: the image is whole, or values are missing, or given where there are none.
+        """
+        if (values is None) != (state.position == 0):
+            wanted = "none before the first one" if state.position == 0 else "the last ones"
+            raise ValueError(f"values: wanted {wanted}, at position {state.position}")
+        if state.position == state.values:
+            raise ValueError(f"the images have all their {state.values} values")
+        pixel, channel = divmod(state.position, self.in_chans)
+        rows, columns, channels = state.places
+        y, x = divmod(pixel, state.size[1])
+        before = self.value_embed.weight[-1] if values is None else self.value_embed(values)
+        token = before + rows[y] + columns[x] + channels[channel] + state.about
+        token = token.expand(self._batch(state), -1).unsqueeze(1)
+        for block, (past, table) in zip(self.blocks, state.blocks, strict=True):
+            token = block.added(token, block.attn.step(block.norm1(token), past, table))
+        state.position += 1
+        return self._logits(self.head(self.norm(token[:, 0])))
+
+    @torch.no_grad()
+    def restore(self, tensors: dict[str, Tensor]) -> DecoderState:
+        """Return the state that ``DecoderState.tensors`` was called of.
+
+        Raises:
+            ValueError: the tensors are of another model, or not of a state.
+        """
+        try:
+            size = int(tensors["size"][0]), int(tensors["size"][1])
+            first = tensors["blocks.0." + ("keys" if self._is_cached else "S")]
+            state = self.begin(len(first), size, tensors.get("labels"))
+            state.position = int(tensors["position"])
+            for number, (past, _) in enumerate(state.blocks):
+                saved = {name: tensors[f"blocks.{number}.{name}"] for name in past.tensors()}
+                past.count = int(saved.pop("count"))
+                for name, value in saved.items():
+                    place = getattr(past, name)
+                    place = place[:, :, : past.count] if self._is_cached else place
+                    if place.shape != value.shape:
+                        raise ValueError(f"{name} is {list(value.shape)}")
+                    place.copy_(value)
+        except (KeyError, IndexError, ValueError) as error:
+            raise ValueError(f"the tensors are no state of this model: {error}") from error
+        return state
+
+    @property
+    def _is_cached(self) -> bool:
+        return self.attention == "softmax"
+
+    def _batch(self, state: DecoderState) -> int:
+        past = state.blocks[0][0]
+        return len(past.keys if isinstance(past, KeyValueCache) else past.S)
+
+    def _values(self, images: Tensor) -> tuple[Tensor, Size]:
+        """Return the values of images in raster order, int64 ``[B, N]``, and their size."""
+        if images.ndim != 4 or images.shape[1] != self.in_chans or images.is_floating_point():
+            raise ValueError(
+                f"wanted whole numbers [B, {self.in_chans}, H, W], got {images.dtype} "
+                f"{list(images.shape)}"
+            )
+        size = images.shape[2], images.shape[3]
+        self._check_size(size)
+        return images.permute(0, 2, 3, 1).flatten(1).long(), size
+
+    def _check_size(self, size: Size) -> None:
+        if min(size) < 1:
+            raise ValueError(f"images of {size[0]} x {size[1]} pixels have no pixels")
+
+    def _layout(self, size: Size) -> TokenLayout:
+        return TokenLayout(0, Grid(size[0], size[1] * self.in_chans))
+
+    def _about(self, batch: int, labels: Tensor | None) -> Tensor:
+        """Return what the labels add to every token, ``[B, D]``; without labels ``[D]``."""
+        if self.class_embed is None:
+            if labels is not None:
+                raise ValueError("labels: the model is not conditioned; build it with conditioned")
+            return self.value_embed.weight.new_zeros(self.embed_dim)
+        if labels is None or tuple(labels.shape) != (batch,):
+            got = "none" if labels is None else list(labels.shape)
+            raise ValueError(f"labels: the model is conditioned and wants [{batch}], got {got}")
+        return self.class_embed(labels)
+
+    def _places(self, size: Size) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what rows, columns and channels add: ``[H, D]``, ``[W, D]`` and ``[C, D]``."""
+        weight = self.row_embed.weight
+        rows, columns = (
+            embed(sinusoids(length, weight.device).to(weight.dtype))
+            for embed, length in zip((self.row_embed, self.column_embed), size, strict=True)
+        )
+        return rows, columns, self.channel_embed.weight
+
+    def _features(self, values: Tensor, size: Size, labels: Tensor | None) -> Tensor:
+        """Return what the blocks make of the first values and of nothing before them,
+        ``[B, t + 1, D]``.
+        """
+        self._check_size(size)
+        batch, given = values.shape
+        rows, columns, channels = self._places(size)
+        tokens = len(rows) * len(columns) * len(channels)
+        if given >= tokens:
+            raise ValueError(f"wanted fewer than the {tokens} values of the images, got {given}")
+        places = rows[:, None, None] + columns[:, None] + channels
+        about = self._about(batch, labels)
+        x = self.value_embed(F.pad(values, (1, 0), value=self.levels))
+        x = x + places.flatten(0, 2)[: given + 1] + (about if about.ndim == 1 else about[:, None])
+        layout = self._layout(size)
+        for block in self.blocks:
+            if self.grad_checkpointing and self.training:
+                x = checkpoint(block, x, layout, use_reentrant=False)
+            else:
+                x = block(x, layout)
+        return self.norm(x)
+
+    def _logits(self, out: Tensor) -> Tensor:
+        """Return log-probabilities of all levels for what the head gives, ``[..., levels]``."""
+        if self.output == "categorical":
+            return out
+        return self._log_mixture(_full(out), torch.arange(self.levels, device=out.device))
+
+    def _log_mixture(self, out: Tensor, values: Tensor) -> Tensor:
+        """Return the log-probability of levels under mixtures of logistic distributions.
+
+        The probability of a level is that of the interval of its width around it, on a scale from
+        -1 to 1; the outermost levels have all that lies beyond. Of an interval (a, b) in units of
+        the scale it is ``sigmoid(b) sigmoid(-a) (1 - exp(a - b))``, which keeps its digits in the
+        tails.
+
+        Args:
+            out: ``[..., 3 K]``: logits, means, logarithms of scales.
+            values: whole numbers, ``[V]`` or ``[..., V]``.
+
+        Returns:
+            ``[..., V]``.
+        """
+        weights, means, scales = (x.unsqueeze(-2) for x in out.chunk(3, -1))
+        values = values.unsqueeze(-1).to(out.dtype)
+        half = 1 / (self.levels - 1)
+        inverse = torch.exp(-scales.clamp(min=-7))
+        offset = values * (2 * half) - 1 - means
+        below, above = (offset - half) * inverse, (offset + half) * inverse
+        at_bottom, at_top = F.logsigmoid(above), F.logsigmoid(-below)
+        # The width of an interval in units of the scale does not depend on where it is.
+        inside = at_bottom + at_top + torch.log(-torch.expm1(-2 * half * inverse))
+        found = torch.where(values == 0, at_bottom, inside)
+        found = torch.where(values == self.levels - 1, at_top, found)
+        return torch.logsumexp(F.log_softmax(weights, -1) + found, -1)
+
+
+def _full(x: Tensor) -> Tensor:
+    """Return a tensor in float32, or float64 where it is."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def sinusoids(length: int, device: torch.device | str = "cpu") -> Tensor:
+    """Return sines and cosines of places along an axis, float32 ``[length, 2 * (WAVES + 4)]``: of
+    wavelengths from 6 pixels up, as transformers have them, and of a half, one, two and four waves
+    on the whole axis.
+
+    Source: Vaswani et al. 2017, section 3.5.
+    """
+    place = torch.arange(length, device=device, dtype=torch.float32)[:, None]
+    powers = torch.arange(WAVES, device=device, dtype=torch.float32) / WAVES
+    along = place * 10_000.0**-powers
+    whole = (place + 0.5) / length * math.pi * torch.tensor([1.0, 2.0, 4.0, 8.0], device=device)
+    angles = torch.cat([along, whole], 1)
+    return torch.cat([angles.sin(), angles.cos()], 1)
+
+
+def _check(
+    in_chans: int,
+    num_classes: int,
+    depth: int,
+    levels: int,
+    output: str,
+    mixtures: int | None,
+    conditioned: bool,
+) -> None:
+    """Raise ValueError for numbers out of range and for options that do not go together."""
+    least: Sequence[tuple[str, int, int]] = (
+        ("in_chans", in_chans, 1),
+        ("num_classes", num_classes, 0),
+        ("depth", depth, 1),
+        ("levels", levels, 2),
+        ("mixtures", 1 if mixtures is None else mixtures, 1),
+    )
+    for name, value, lowest in least:
+        if type(value) is not int or value < lowest:
+            raise ValueError(f"{name}: wanted a whole number from {lowest} on, got {value!r}")
+    if output not in OUTPUTS:
+        raise ValueError(f"output {output!r}: wanted {' or '.join(OUTPUTS)}")
+    if mixtures is not None and output != "mixture":
+        raise ValueError("mixtures would do nothing: output='mixture' has them")
+    if conditioned and not num_classes:
+        raise ValueError("conditioned: there are no classes; num_classes says how many")
