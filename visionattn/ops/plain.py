@@ -230,10 +230,12 @@ def plain_class_sums(
     total: Tensor | None,
     horizon_y: int,
     horizon_x: int,
+    later: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Do what ``class_sums`` does: the sums of the classes of one row of classes at a time, each
     times its weight.
     """
+    v = F.pad(v, (0, 0, later, 0)) if later else v
     rows = _Axis(2, q.shape[2], v.shape[2], horizon_y)
     columns = _Axis(3, q.shape[3], v.shape[3], horizon_x)
     # ``[B, h, H, W, C]``, a weight for each class.

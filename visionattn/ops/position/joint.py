@@ -154,6 +154,7 @@ def class_sums(
     total: Tensor | None,
     horizon_y: int,
     horizon_x: int,
+    later: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Return ``sum_ab w_ab(y, x) U_ab(y, x)`` with ``w_ab = elu1(q) . r_ab``, and the sum of the
     weights of all keys.
@@ -169,6 +170,7 @@ def class_sums(
         total: with "mean", what broadcasts to ``[1 or B, H, Wq, 1]``: a key weighs
             ``w_ab total / counts``. None: ``w_ab``.
         horizon_y, horizon_x: Ry and Rx.
+        later: places by which keys stand farther to the right than ``v`` says, on a single row.
 
     Returns:
         values ``[B, h, H, Wq, e]`` and mass ``[B, h, H, Wq]``.
@@ -176,7 +178,7 @@ def class_sums(
     Source: the linear relative position of Scaleformer (section 4) in one dimension; in two it is
     ours.
     """
-    e, v = v.shape[4], _with_a_column(v)
+    e, v = v.shape[4], _moved(_with_a_column(v), later)
     values, mass = _empty_sums(q, table, v)
     run = _direct_forward if _takes_direct(v, horizon_y) else _tiled_forward
     run(q, table, v, counts, _scale(counts, total), (horizon_y, horizon_x), values, mass)
@@ -188,6 +190,11 @@ def _with_a_column(x: Tensor) -> Tensor:
     does not depend on it.
     """
     return x if x.shape[-1] else x.new_zeros(*x.shape[:-1], 1)
+
+
+def _moved(v: Tensor, later: int) -> Tensor:
+    """Return values with so many places of zeros before them."""
+    return F.pad(v, (0, 0, later, 0)) if later else v
 
 
 def _takes_direct(v: Tensor, horizon_y: int) -> bool:
@@ -308,18 +315,20 @@ def class_sums_backward(
     total: Tensor | None,
     horizon_y: int,
     horizon_x: int,
+    later: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of ``class_sums`` with respect to q, table and v; the weights are made
     anew, not kept.
     """
-    e, v, d_values = v.shape[4], _with_a_column(v), _with_a_column(d_values)
+    e, v = v.shape[4], _moved(_with_a_column(v), later)
+    d_values = _with_a_column(d_values)
     grads = dq, d_table, dv = contiguous_like(q, table, v)
     d_table.zero_()
     run = _direct_backward if _takes_direct(v, horizon_y) else _tiled_backward
     run(
         q, table, v, counts, _scale(counts, total), (horizon_y, horizon_x), d_values, d_mass, *grads
     )
-    return dq, d_table, dv[..., :e]
+    return dq, d_table, dv[:, :, :, later:, :e].contiguous()
 
 
 def _tiled_backward(

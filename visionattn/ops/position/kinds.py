@@ -341,16 +341,16 @@ def _flat_relative_sums(
         # One class: what came before and the token itself, which each weigh as the whole class.
         table, horizon = table.expand(-1, 3, -1), 1
         total, factor = None, total
-    past = horizon
+    past, later = horizon, 0
     if causal:
-        table, v, present = _of_the_past(table, v, present)
-        horizon = table.shape[1] // 2
+        table, later = _of_the_past(table)
+        present, horizon = F.pad(present, (later, 0)), table.shape[1] // 2
     # Keys of each class as seen from each query; causal, those of the future are none.
     counts = axis_classes(present, horizon, q.shape[3]).mT
     if causal:
         future = torch.arange(2 * horizon + 1, device=table.device) > past
         counts = counts.masked_fill(future, 0)
-    options = (None if total is None else total.unsqueeze(3), 0, horizon)
+    options = (None if total is None else total.unsqueeze(3), 0, horizon, later)
     values, mass = (x.squeeze(2) for x in class_sums(q, table, v, counts.unsqueeze(1), *options))
     if factor is not None:
         visible = counts.sum(2).unsqueeze(1)
@@ -362,17 +362,16 @@ def _flat_relative_sums(
     return Sums(canvas.collect(values), canvas.collect(mass.unsqueeze(4)).squeeze(3))
 
 
-def _of_the_past(table: Tensor, v: Tensor, present: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a table, values and which keys are there, for classes of the past alone: about half as
-    many as ``table [h or 1, 2R+1, d]`` has.
+def _of_the_past(table: Tensor) -> tuple[Tensor, int]:
+    """Return a table of the classes of the past alone, about half as many as
+    ``table [h or 1, 2R+1, d]`` has, and by how many places keys have to stand later for it.
 
-    Keys stand so much later that the offsets from -R to 0 become those from ``-R'`` to ``R - R'``,
-    with ``R' = R // 2 + 1``; what follows weighs nothing.
+    So the offsets from -R to 0 become those from ``-R'`` to ``R - R'`` with ``R' = R // 2 + 1``;
+    what follows weighs nothing.
     """
     horizon = table.shape[1] // 2
     later = (horizon - 1) // 2
-    table = F.pad(table[:, : horizon + 1], (0, 0, 0, horizon - 2 * later))
-    return table, F.pad(v, (0, 0, later, 0)), F.pad(present, (later, 0))
+    return F.pad(table[:, : horizon + 1], (0, 0, 0, horizon - 2 * later)), later
 
 
 def mean_with_relative(
