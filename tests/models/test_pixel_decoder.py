@@ -56,7 +56,7 @@ def test_steps_give_what_the_whole_image_gives(kind, dtype, bound):
     model = make(kind, dtype)
     images, labels = draw(model)
     with torch.inference_mode():
-        at_once = model(images, labels).permute(0, 3, 4, 2, 1).flatten(1, 3)
+        at_once = model.logits(images, labels).permute(0, 3, 4, 2, 1).flatten(1, 3)
         one_by_one = stepped(model, images, labels)
     assert one_by_one.shape == at_once.shape
     assert (one_by_one - at_once).abs().max() < bound
@@ -68,9 +68,9 @@ def test_steps_agree_in_bfloat16_within_what_it_rounds(kind):
     images, labels = draw(exact)
     model = make(kind, torch.float32)
     with torch.inference_mode():
-        wanted = exact(images, labels).permute(0, 3, 4, 2, 1).flatten(1, 3)
+        wanted = exact.logits(images, labels).permute(0, 3, 4, 2, 1).flatten(1, 3)
         with torch.autocast("cpu", torch.bfloat16):
-            at_once = model(images, labels).permute(0, 3, 4, 2, 1).flatten(1, 3).double()
+            at_once = model.logits(images, labels).permute(0, 3, 4, 2, 1).flatten(1, 3).double()
             one_by_one = stepped(model, images, labels).double()
     error = (at_once - wanted).abs().max()
     assert (one_by_one - wanted).abs().max() < 2 * error
@@ -81,12 +81,12 @@ def test_no_value_sees_itself_or_what_follows(kind):
     model = make(kind)
     images, labels = draw(model, size=(4, 3))
     with torch.inference_mode():
-        before = model(images, labels).permute(0, 3, 4, 2, 1).flatten(1, 3)
+        before = model.logits(images, labels).permute(0, 3, 4, 2, 1).flatten(1, 3)
         for place in range(before.shape[1]):
             values = in_order(images)
             values[:, place] = (values[:, place] + 17) % 256
             other = values.unflatten(1, (4, 3, model.in_chans)).permute(0, 3, 1, 2)
-            after = model(other, labels).permute(0, 3, 4, 2, 1).flatten(1, 3)
+            after = model.logits(other, labels).permute(0, 3, 4, 2, 1).flatten(1, 3)
             assert torch.equal(after[:, : place + 1], before[:, : place + 1])
             if place + 1 < before.shape[1]:
                 assert not torch.equal(after[:, place + 1], before[:, place + 1])
@@ -96,8 +96,8 @@ def test_no_value_sees_itself_or_what_follows(kind):
 def test_likelihoods_are_those_of_the_levels(kind):
     model = make(kind)
     images, labels = draw(model)
-    wanted = -F.cross_entropy(model(images, labels), images.long(), reduction="none")
-    torch.testing.assert_close(model.log_likelihood(images, labels), wanted)
+    wanted = -F.cross_entropy(model.logits(images, labels), images.long(), reduction="none")
+    torch.testing.assert_close(model(images, labels), wanted)
 
 
 def test_a_mixture_has_the_mass_of_logistic_distributions_over_each_level():
@@ -155,7 +155,7 @@ def test_every_parameter_learns_and_checkpointing_changes_nothing(kind):
     for enabled in (False, True):
         model.set_grad_checkpointing(enabled)
         model.zero_grad()
-        (-model.log_likelihood(images, labels).mean()).backward()
+        (-model(images, labels).mean()).backward()
         gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
     for name, gradient in gradients[0].items():
         assert gradient.abs().sum() > 0, name
@@ -165,9 +165,9 @@ def test_every_parameter_learns_and_checkpointing_changes_nothing(kind):
 def test_labels_change_what_is_written_and_size_does_not_need_training():
     model = make("conditioned")
     images, _ = draw(model, batch=1, size=(4, 6))
-    one, other = (model(images, torch.tensor([label])) for label in (0, 3))
+    one, other = (model.logits(images, torch.tensor([label])) for label in (0, 3))
     assert not torch.equal(one, other)
-    assert model(images[:, :, :1, :1], torch.tensor([1])).shape == (1, 256, 2, 1, 1)
+    assert model.logits(images[:, :, :1, :1], torch.tensor([1])).shape == (1, 256, 2, 1, 1)
 
 
 @pytest.mark.parametrize(

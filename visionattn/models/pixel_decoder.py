@@ -200,22 +200,14 @@ class PixelDecoder(nn.Module):
         self.grad_checkpointing = enable
 
     def forward(self, images: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Return log-probabilities of all levels at every value, up to a constant for each value.
+        """Return the log-probability of every value in nats.
 
         Args:
             images: whole numbers ``[B, C, H, W]``, uint8 or int64.
             labels: int64 ``[B]``, for a conditioned model alone.
 
         Returns:
-            ``[B, levels, C, H, W]``, as ``F.cross_entropy`` takes it.
-        """
-        values, size = self._values(images)
-        logits = self.predict(values[:, :-1], size, labels)
-        return logits.unflatten(1, (*size, self.in_chans)).permute(0, 4, 3, 1, 2)
-
-    def log_likelihood(self, images: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Return the log-probability of every value in nats, ``[B, C, H, W]`` in float32 or more;
-        arguments are those of ``forward``.
+            ``[B, C, H, W]``, float32 (float64 of a model in float64).
         """
         values, size = self._values(images)
         out = _full(self.head(self._features(values[:, :-1], size, labels)))
@@ -224,6 +216,15 @@ class PixelDecoder(nn.Module):
         else:
             found = self._log_mixture(out, values[..., None])[..., 0]
         return found.unflatten(1, (*size, self.in_chans)).permute(0, 3, 1, 2)
+
+    def logits(self, images: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Return log-probabilities of all levels at every value, up to a constant for each value:
+        ``[B, levels, C, H, W]``, as ``F.cross_entropy`` takes it; arguments are those of
+        ``forward``.
+        """
+        values, size = self._values(images)
+        logits = self.predict(values[:, :-1], size, labels)
+        return logits.unflatten(1, (*size, self.in_chans)).permute(0, 4, 3, 1, 2)
 
     def predict(self, values: Tensor, size: Size, labels: Tensor | None = None) -> Tensor:
         """Return log-probabilities of all levels, up to a constant for each value, of the values so
