@@ -24,7 +24,7 @@ from visionattn.inference import banded, forecast, reading
 from visionattn.inference.look import run as look
 from visionattn.inference.opening import open_model
 from visionattn.inference.options import InferenceOptions
-from visionattn.models.segmentation import create
+from visionattn.models.tasks import create
 from visionattn.models.tiled import forward
 from visionattn.models.tiled import plan as planning
 from visionattn.models.weights import DataSpec, save_model

@@ -14,7 +14,7 @@ from visionattn.models.evidence import (
     principal,
     watch,
 )
-from visionattn.models.segmentation import create
+from visionattn.models.tasks import create
 from visionattn.ops import reference
 
 SMALL = dict(patch_size=4, embed_dim=24, depth=3, num_heads=3, horizon=2, num_classes=5)

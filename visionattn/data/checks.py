@@ -7,6 +7,7 @@ import math
 from dataclasses import replace
 
 from visionattn.data.config import AugmentConfig, DataConfig
+from visionattn.data.crops import LARGEST_PIECE_PX
 from visionattn.data.documents import SMALLEST_SIZE_PX
 from visionattn.data.embedded import LARGER, USUAL, CanvasTask
 from visionattn.data.formats import check_reading
@@ -29,6 +30,10 @@ USUAL_PX = {
     "cifar10_pixel": 32,
 }
 """Sizes in pixels where the user names none."""
+WRITTEN_PX = USUAL_PX | {"canvas": 48, "documents": 32, "folder": 32}
+"""Those of images that are written value by value."""
+LEVELS = ("digits", "canvas", "documents", "cifar10", "folder")
+"""Data sets whose values can be written."""
 
 
 def resolved(config: DataConfig) -> DataConfig:
@@ -37,8 +42,11 @@ def resolved(config: DataConfig) -> DataConfig:
     Raises:
         ValueError: they are out of range or contradict each other; one line.
     """
-    fit = config.fit or ("native" if config.name in WHOLE else "crop")
-    usual = USUAL_PX.get(config.name) if config.max_patches is None else None
+    written = config.task == "generate"
+    whole = config.name in WHOLE and not written
+    fit = config.fit or ("native" if whole else "crop")
+    usual = (WRITTEN_PX if written else USUAL_PX).get(config.name)
+    usual = usual if config.max_patches is None else None
     img_size = usual if config.img_size is None else config.img_size
     check_geometry(fit, img_size, config.max_patches, prefix="data.")
     if config.batch_patches is not None and fit != "native":
@@ -73,6 +81,8 @@ def check_data(config: DataConfig) -> None:
             f"{config.name} has no masks; data.task segmentation is for "
             f"{', '.join(sorted(DRAWN))} and folder"
         )
+    if config.task == "generate":
+        check_writing(config)
     check_masks(config)
     check_reading(config.bands, config.value_range, config.page, config.max_pixels)
     if config.range_found and config.value_range is None:
@@ -102,6 +112,26 @@ def check_data(config: DataConfig) -> None:
             f"{config.name} is embedded and reads no data.root; for images in a folder give "
             "--data.name folder"
         )
+
+
+def check_writing(config: DataConfig) -> None:
+    """Raise ValueError for data whose values cannot be written one after the other."""
+    if config.name not in LEVELS:
+        other = config.name.removesuffix("_pixel")
+        raise ValueError(
+            f"the grey levels of {config.name} are one-hot, for models that tell classes; "
+            f"data.task generate takes {other}"
+        )
+    if config.name == "documents" and config.fit != "crop":
+        raise ValueError(
+            f"data.task generate takes pieces of documents at their own scale, not fit "
+            f"{config.fit}; leave data.fit out"
+        )
+    for key in ("mean", "std"):
+        if getattr(config, key) is not None:
+            raise ValueError(
+                f"data.{key} would do nothing: data.task generate takes values as they are"
+            )
 
 
 def check_masks(config: DataConfig) -> None:
@@ -173,6 +203,13 @@ def canvas_task(config: DataConfig) -> CanvasTask:
 
 def check_size(config: DataConfig, size: int) -> None:
     """Raise ValueError where images are drawn and ``size`` pixels are too few for what is drawn."""
+    if config.task == "generate" and config.name == "documents":
+        if size > LARGEST_PIECE_PX:
+            raise ValueError(
+                f"pieces of documents of {size} pixels are too large to be written; wanted "
+                f"{LARGEST_PIECE_PX} at most"
+            )
+        return
     if config.name == "documents" and size < SMALLEST_SIZE_PX:
         raise ValueError(
             f"documents of {size} pixels are too small for their marks; wanted {SMALLEST_SIZE_PX} "

@@ -7,7 +7,8 @@ A docstring under each field is its help text. ``checks.py``, ``presets.py`` and
 from dataclasses import dataclass, field
 from typing import Literal
 
-from visionattn.models.weights import Fit, Task
+from visionattn.models.tasks import Task
+from visionattn.models.weights import Fit
 
 
 @dataclass
@@ -62,7 +63,8 @@ class DataConfig:
     """
     task: Task = "classification"
     """What has a class: each image, or with ``segmentation`` each pixel, of ``canvas``,
-    ``documents`` and of a ``folder`` with masks.
+    ``documents`` and of a ``folder`` with masks. ``generate``: nothing; the values of images are
+    written one after the other by a ``pixel_decoder``, those of ``documents`` as pieces of pages.
     """
     root: str | None = None
     """Folder with ``train/`` and ``val/`` (and, if there is one, ``test/``) or with class folders;

@@ -23,6 +23,7 @@ from visionattn.data.checks import (
     resolved,
 )
 from visionattn.data.config import AugmentConfig, DataConfig
+from visionattn.data.crops import PagePieces
 from visionattn.data.documents import CLASS_NAMES, DocumentsDataset
 from visionattn.data.embedded import (
     CanvasDataset,
@@ -188,11 +189,12 @@ def _build_digits(config: DataConfig, seed: int) -> Splits:
         for name in ("train", "validation", "test")
     )
     spec = _digit_spec(config, 0.306, 0.324)
+    one_hot = "pixel" in config.name
     return Splits(
         train,
         validation,
         test,
-        _one_hot_spec(config, spec.class_names) if "pixel" in config.name else spec,
+        _one_hot_spec(config, spec.class_names) if one_hot else _of_task(config, spec),
     )
 
 
@@ -210,15 +212,28 @@ def _build_canvas(config: DataConfig, seed: int) -> Splits:
 
 
 def _of_task(config: DataConfig, spec: DataSpec) -> DataSpec:
-    """Return what drawn images are, whose pixels have classes if those are asked for."""
+    """Return what images are whose pixels have classes, or whose values are written, if that is
+    asked for.
+    """
     if config.task == "classification":
         return spec
+    if config.task == "generate":
+        return replace(spec, task=config.task, mean=(), std=())
     names = value_names(spec.class_names)
     return replace(spec, task=config.task, num_classes=len(names), class_names=names)
 
 
 def _build_documents(config: DataConfig, seed: int) -> Splits:
     allow_augment(config)
+    if config.task == "generate":
+        pieces = (
+            PagePieces("train", config.train_images, seed),
+            PagePieces("validation", config.eval_images, seed),
+            PagePieces("test", config.eval_images, seed),
+        )
+        return Splits(
+            *pieces, _of_task(config, DataSpec(1, 0, (), (), (), None, *_seen_as(config)))
+        )
     masked = config.task == "segmentation"
     spec = DataSpec(1, len(CLASS_NAMES), CLASS_NAMES, (0.8,), (0.2,), None, *_seen_as(config))
     return Splits(
@@ -238,8 +253,7 @@ def _build_cifar10(config: DataConfig, seed: int) -> Splits:
     )
     train, test = _read_cifar10(config, train=True), _read_cifar10(config, train=False)
     spec = DataSpec(3, 10, tuple(train.classes), CIFAR10_MEAN, CIFAR10_STD, None, *_seen_as(config))
-    if grey:
-        spec = _one_hot_spec(config, tuple(train.classes))
+    spec = _one_hot_spec(config, spec.class_names) if grey else _of_task(config, spec)
 
     def dataset(part: "CIFAR10", chosen: np.ndarray | slice, augment=None) -> ArrayDataset:
         images = part.data[chosen]
@@ -288,7 +302,7 @@ def _build_folder(config: DataConfig, seed: int, labelled: bool) -> Splits:
     presets = ("light", "three", "rand", "documents", "aerial")
     augment = _augment(config, *presets, bands=options.channels)
     # A stream does not know its classes; every other source names them.
-    if config.root.startswith("wds/") and config.task == "classification":
+    if config.root.startswith("wds/") and config.task != "segmentation":
         if options != COLOURED:
             raise ValueError(
                 f"timm's reader of {config.root} gives the colours of the first page; leave "
@@ -320,18 +334,19 @@ def _build_folder(config: DataConfig, seed: int, labelled: bool) -> Splits:
             seed=seed,
             augment=augment,
             options=options,
-            labelled=labelled,
+            labelled=labelled and config.task != "generate",
         )
         datasets, num_classes = opened, len(names)
         options = opened[0].options
+    values = config.task != "generate"
     return Splits(
         *datasets,
         DataSpec(
             options.channels,
             num_classes,
             names,
-            _per_channel(config, "mean", IMAGENET_DEFAULT_MEAN, options.channels),
-            _per_channel(config, "std", IMAGENET_DEFAULT_STD, options.channels),
+            _per_channel(config, "mean", IMAGENET_DEFAULT_MEAN, options.channels) if values else (),
+            _per_channel(config, "std", IMAGENET_DEFAULT_STD, options.channels) if values else (),
             None,
             *_seen_as(config),
             bands=options.bands,

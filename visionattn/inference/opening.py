@@ -27,7 +27,8 @@ from visionattn.inference.options import (
     in_tiles,
 )
 from visionattn.models.filled import takes_sizes
-from visionattn.models.segmentation import HEAD_ARGS, Segmenter, create
+from visionattn.models.segmentation import HEAD_ARGS, Segmenter
+from visionattn.models.tasks import create
 from visionattn.models.weights import (
     FORMAT,
     UNBUILDABLE,

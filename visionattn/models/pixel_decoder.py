@@ -10,12 +10,15 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from timm.models import generate_default_cfgs
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from visionattn.layers.block import Block
 from visionattn.layers.raster import RasterAttention
 from visionattn.layout import Grid, TokenLayout
+from visionattn.models.registration import register_writer
+from visionattn.ops.nonfinite import is_readable
 from visionattn.ops.recurrence import KeyValueCache, PastTable, RecurrentState
 
 WAVES = 32
@@ -324,6 +327,11 @@ class PixelDecoder(nn.Module):
             )
         size = images.shape[2], images.shape[3]
         self._check_size(size)
+        if is_readable(images) and images.numel() and int(images.max()) >= self.levels:
+            raise ValueError(
+                f"a value of the images is {int(images.max())}, and the model has levels "
+                f"{self.levels}: wanted 0 to {self.levels - 1}"
+            )
         return images.permute(0, 2, 3, 1).flatten(1).long(), size
 
     def _check_size(self, size: Size) -> None:
@@ -408,6 +416,12 @@ class PixelDecoder(nn.Module):
         found = torch.where(values == 0, at_bottom, inside)
         found = torch.where(values == self.levels - 1, at_top, found)
         return torch.logsumexp(F.log_softmax(weights, -1) + found, -1)
+
+
+default_cfgs = generate_default_cfgs(
+    {"pixel_decoder.untrained": dict(input_size=(1, 32, 32), num_classes=0, fixed_input_size=False)}
+)
+register_writer(__name__, "pixel_decoder", PixelDecoder)
 
 
 def _full(x: Tensor) -> Tensor:

@@ -48,6 +48,8 @@ LOCAL = dict(value_conv=3, output_gate=True)
 """
 DEFAULTS: dict[str, dict[str, Any]] = {}
 """The arguments that each name of ours stands for."""
+WRITERS: dict[str, type[nn.Module]] = {}
+"""The models that write images value by value, by their names: no vision transformers."""
 FORMER: dict[str, dict[str, Any]] = {}
 """Those that it stood for when files did not state them: in formats 1 and 2 of weights and states.
 """
@@ -55,8 +57,8 @@ STATED_ELSEWHERE = ("img_size", "in_chans", "num_classes", "device", "dtype")
 
 
 def is_ours(name: str) -> bool:
-    """Tell whether timm has the model of this name from this package."""
-    return model_entrypoint(name).__module__.startswith("visionattn.")
+    """Tell whether timm has the vision transformer of this name from this package."""
+    return model_entrypoint(name).__module__.startswith("visionattn.") and name not in WRITERS
 
 
 def _family_names(family: str) -> dict[str, dict[str, Any]]:
@@ -156,6 +158,32 @@ def register_trained(module: str, name: str, args: dict[str, Any]) -> None:
     register_model(_entry_point(module, name, args))
 
 
+def register_writer(module: str, name: str, kind: type[nn.Module]) -> None:
+    """Register a model that writes images value by value, as an entry point of ``module``.
+
+    It is built as it stands: it has neither features nor pretrained weights of timm's kind.
+
+    Args:
+        module: ``__name__`` of the module that calls this.
+        name: its name.
+        kind: its class, which takes ``in_chans``, ``num_classes`` and its options.
+    """
+    WRITERS[name] = kind
+
+    def create(pretrained: bool = False, **kwargs) -> nn.Module:
+        if pretrained:
+            raise ValueError(
+                f"there are no pretrained weights of {name}; build it with pretrained=False"
+            )
+        timms = ("pretrained_cfg", "pretrained_cfg_overlay", "cache_dir")
+        return kind(**{key: value for key, value in kwargs.items() if key not in timms})
+
+    create.__name__ = create.__qualname__ = name
+    create.__module__ = module
+    create.__doc__ = kind.__doc__
+    register_model(create)
+
+
 def complete(
     name: str, args: dict[str, Any], defaults: dict[str, dict[str, Any]] = DEFAULTS
 ) -> dict[str, Any]:
@@ -170,9 +198,10 @@ def complete(
         args: what was given, apart from ``STATED_ELSEWHERE``, which stays as it is.
         defaults: what names stand for.
     """
-    if not (is_model(name) and is_ours(name)):
+    if name not in WRITERS and not (is_model(name) and is_ours(name)):
         return args
-    parameters = inspect.signature(VisionAttnTransformer).parameters.values()
+    kind = WRITERS.get(name, VisionAttnTransformer)
+    parameters = inspect.signature(kind).parameters.values()
     of_class = {p.name: p.default for p in parameters if p.default is not None}
     whole = of_class | defaults.get(name.partition(".")[0], {})
     rest = {key: value for key, value in whole.items() if key not in STATED_ELSEWHERE}

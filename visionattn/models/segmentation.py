@@ -8,7 +8,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import timm
 import torch
 import torch.nn.functional as F
 from timm.layers import LayerNorm2d, to_2tuple
@@ -216,26 +215,3 @@ def _places(blocks: Sequence[int] | None, depth: int) -> list[int]:
     if len(set(places)) < len(places):
         raise ValueError(f"head_blocks {list(blocks)} name a block twice")
     return places
-
-
-def create(
-    name: str, task: str, num_classes: int, in_chans: int, args: dict[str, Any]
-) -> nn.Module:
-    """Make the model of a task by its timm name.
-
-    Args:
-        name: of a model of timm, ours included; that of the body where pixels have classes.
-        task: ``classification`` or ``segmentation``.
-        num_classes: classes of images or of pixels.
-        in_chans: channels of the images.
-        args: of the model; for ``segmentation`` also ``HEAD_ARGS``.
-
-    Raises:
-        ValueError: see ``Segmenter``; and what the model raises for its arguments.
-    """
-    if task == "classification":
-        return timm.create_model(name, num_classes=num_classes, in_chans=in_chans, **args)
-    head = {key: value for key, value in args.items() if key in HEAD_ARGS}
-    rest = {key: value for key, value in args.items() if key not in HEAD_ARGS}
-    body = timm.create_model(name, num_classes=0, in_chans=in_chans, **rest)
-    return Segmenter(body, num_classes, **head)

@@ -30,7 +30,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from visionattn.cli.files import first_line, write_whole
 from visionattn.cli.untrusted import SHOWN, brief, checked, from_json
 from visionattn.models.registration import FORMER, complete
-from visionattn.models.segmentation import IGNORED, create
+from visionattn.models.segmentation import IGNORED
+from visionattn.models.tasks import Task, create
 
 FORMAT = "visionattn"
 FORMAT_VERSION = 3
@@ -38,8 +39,6 @@ READABLE_VERSIONS = ("1", "2", "3")
 """Version 1 knew neither ``fit`` nor ``max_patches``: its images were resized and cropped. Before
 version 3 the arguments of our models were those that were given, without defaults.
 """
-Task = Literal["classification", "segmentation"]
-"""What has a class: an image, or each of its pixels."""
 Fit = Literal["native", "pad", "stretch", "crop"]
 """How images of any size come to a model; ``visionattn.data.geometry`` says what each does."""
 LOADING_ARGS = frozenset(
@@ -88,9 +87,9 @@ class DataSpec:
     class_names: tuple[str, ...]
     """Name of each output, in order; empty where the data has none."""
     mean: tuple[float, ...]
-    """Mean per channel of images scaled to [0, 1]; empty for one-hot input."""
+    """Mean per channel of images scaled to [0, 1]; empty where values are levels."""
     std: tuple[float, ...]
-    """Standard deviation per channel of images scaled to [0, 1]; empty for one-hot input."""
+    """Standard deviation per channel of images scaled to [0, 1], likewise."""
     encoding: Literal["grey_one_hot"] | None
     """``grey_one_hot``: each of the 256 grey levels is a channel."""
     img_size: int | tuple[int, int] | None
@@ -110,7 +109,7 @@ class DataSpec:
     page: int | None = None
     """Which page of a file is read, from 1; None: the first."""
     task: Task = "classification"
-    """What the outputs are of: images, or pixels."""
+    """What the outputs are of: images, pixels, or values to be written, which are levels."""
     colours: tuple[tuple[int, int, int], ...] | None = None
     """Red, green and blue of each class in masks; None: a class is its number."""
 
@@ -123,13 +122,14 @@ class DataSpec:
 
         Returns:
             float32 ``[B, in_chans, H, W]``: ``(x - mean) / std`` for x in [0, 1], or one-hot grey
-            levels.
+            levels; for ``generate`` the levels as they are, uint8.
 
         Raises:
             ValueError: another type, or another number of channels.
         """
         channels = 1 if self.encoding == "grey_one_hot" else self.in_chans
-        types = [torch.uint8] if self.encoding == "grey_one_hot" else [torch.uint8, torch.float32]
+        levels_alone = self.encoding == "grey_one_hot" or self.task == "generate"
+        types = [torch.uint8] if levels_alone else [torch.uint8, torch.float32]
         if images.dtype not in types or images.ndim != 4 or images.shape[1] != channels:
             wanted = "uint8 images" if len(types) == 1 else "images of uint8, or float32 in [0, 1],"
             raise ValueError(
@@ -138,6 +138,8 @@ class DataSpec:
         if self.encoding == "grey_one_hot":
             levels = torch.arange(256, dtype=torch.uint8, device=images.device).view(1, 256, 1, 1)
             return (images == levels).to(torch.float32)
+        if self.task == "generate":
+            return images
         mean = torch.tensor(self.mean, device=images.device).view(1, -1, 1, 1)
         std = torch.tensor(self.std, device=images.device).view(1, -1, 1, 1)
         values = images.to(torch.float32).div_(255) if images.dtype == torch.uint8 else images
@@ -299,7 +301,7 @@ class _Description(TypedDict):
 def check_spec(spec: DataSpec) -> None:
     """Raise ValueError where what is said of images cannot be, or contradicts itself."""
     one_hot = spec.encoding == "grey_one_hot"
-    channels = 0 if one_hot else spec.in_chans
+    channels = 0 if one_hot or spec.task == "generate" else spec.in_chans
     sides = spec.img_size if isinstance(spec.img_size, tuple) else (spec.img_size or 1,)
     wrong = {
         "in_chans": spec.in_chans < 1 or (one_hot and spec.in_chans != 256),
@@ -310,7 +312,8 @@ def check_spec(spec: DataSpec) -> None:
         "std": len(spec.std) != channels or not all(0 < std < math.inf for std in spec.std),
         "img_size": min(sides) < 1 or spec.img_size == 0,
         "max_patches": spec.max_patches is not None and spec.max_patches < 1,
-        "bands": spec.bands is not None and (len(spec.bands) != channels or min(spec.bands) < 1),
+        "bands": spec.bands is not None
+        and (len(spec.bands) != (0 if one_hot else spec.in_chans) or min(spec.bands) < 1),
         "value_range": spec.value_range is not None
         and not -math.inf < spec.value_range[0] < spec.value_range[1] < math.inf,
         "page": spec.page is not None and spec.page < 1,

@@ -247,6 +247,8 @@ def check(config: TrainConfig) -> None:
             "optim.mixup and optim.cutmix mix the classes of images, and data.task segmentation "
             "has those of pixels; leave them out"
         )
+    if data.task == "generate":
+        _check_writing(config)
     if config.sequence_ranks is not None and config.parallel != "sequence":
         raise ValueError("sequence_ranks is for parallel sequence; give both, or neither")
     if config.parallel == "sequence":
@@ -255,12 +257,28 @@ def check(config: TrainConfig) -> None:
         raise ValueError("resume goes on with a run and overwrite deletes it: give one of them")
 
 
+def _check_writing(config: TrainConfig) -> None:
+    """Raise ValueError for what would do nothing where images are written, or make them others."""
+    idle = {
+        "optim.mixup": config.optim.mixup,
+        "optim.cutmix": config.optim.cutmix,
+        "optim.label_smoothing": config.optim.label_smoothing,
+        "data.fit pad": config.data.fit == "pad",
+    }
+    for name, given in idle.items():
+        if given:
+            raise ValueError(
+                f"data.task generate learns the values of whole images, and {name} changes them; "
+                "leave it out"
+            )
+
+
 def _check_sequence(config: TrainConfig) -> None:
     """Raise ValueError for what several processes that share an image do not do."""
     idle = {
         "compile": config.compile,
         "data.fit pad": config.data.fit == "pad",
-        "data.task segmentation": config.data.task == "segmentation",
+        f"data.task {config.data.task}": config.data.task != "classification",
     }
     for name, given in idle.items():
         if given:

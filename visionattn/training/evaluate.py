@@ -19,6 +19,7 @@ from visionattn.training.distributed import Processes
 from visionattn.training.objective import Objective
 from visionattn.training.segmentation import Segmenting, ious_of
 from visionattn.training.tally import Tally
+from visionattn.training.writing import Writing
 
 if TYPE_CHECKING:  # where models alone are measured, no reader of images is installed
     from visionattn.data.batches import Batch
@@ -33,7 +34,9 @@ class Evaluation:
     images: int
     """Images seen."""
     loss: float
-    """Mean loss; of classes the cross-entropy, in nats."""
+    """Mean loss; of classes the cross-entropy, in nats; of images that are written, bits per
+    dimension.
+    """
     accuracy: float | None
     """Share of images, or of pixels, whose class has the largest output, in [0, 1]; None where
     images have no classes, or others than the model.
@@ -116,9 +119,10 @@ def evaluate(
 
 def objective_of(spec: DataSpec, config: OptimConfig) -> Objective:
     """Return what a model of such images learns, and is judged by, unless another objective is
-    given: the classes of the images, or of their pixels.
+    given: the classes of the images, or of their pixels, or how images are written.
     """
-    return Segmenting(config) if spec.task == "segmentation" else Objective(config)
+    kinds = {"segmentation": Segmenting, "generate": Writing}
+    return kinds.get(spec.task, Objective)(config)
 
 
 def _of_pixels(

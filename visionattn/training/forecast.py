@@ -79,8 +79,11 @@ def forecast(trainer: Trainer, memory: Expected) -> Forecast | None:
     )
     per_step = float(np.median(seconds_at(trials, own))) * trainer.config.optim.accumulate
     whole_part = part.shape in tried
+    cell, cells = cell_px(trainer.geometry), "patches"
+    if trainer.spec.task == "generate":
+        cell, cells = 1, "pixels"
     return Forecast(
-        images_of(shapes[:, 1:], len(trainer.splits.train), cell_px(trainer.geometry)),
+        images_of(shapes[:, 1:], len(trainer.splits.train), cell, cells=cells),
         memory,
         per_step,
         seconds,

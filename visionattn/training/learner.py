@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from visionattn.data.batches import Batch, seed_batch
 from visionattn.data.geometry import geometry_of
-from visionattn.models.filled import call, takes_sizes
+from visionattn.models.filled import takes_sizes
 from visionattn.models.weights import DataSpec
 from visionattn.training.build import patch_size
 from visionattn.training.config import TrainConfig
@@ -155,7 +155,12 @@ class Learner:
             with self.spread.summing(number == self.position.batch + len(group) - 1):
                 # Times the processes, whose gradients are averaged.
                 loss = self.optimizer_step.add_gradients(
-                    partial(call, self.spread.called, sizes=self.sizes_of(batch)),
+                    partial(
+                        self.objective.outputs,
+                        self.spread.called,
+                        sizes=self.sizes_of(batch),
+                        targets=targets,
+                    ),
                     inputs,
                     targets,
                     share=share,
@@ -204,7 +209,8 @@ class Learner:
         def forward(number: int, batch: Batch) -> None:
             seed_batch(self.config.seed, self.position.epoch, number, self.processes.data_rank)
             with autocast(self.device, self.config.amp):
-                call(model, self.inputs(batch)[0], self.sizes_of(batch))
+                inputs, targets = self.inputs(batch)
+                self.objective.outputs(model, inputs, self.sizes_of(batch), targets)
 
         numbered = enumerate(group, start=self.position.batch)
         runs = [partial(forward, number, batch) for number, batch in numbered if len(batch.labels)]

@@ -39,6 +39,8 @@ class Objective:
 
     measure = "accuracy"
     """What ``Evaluation.score`` is of, in words."""
+    unit = ""
+    """What follows the number of a loss, for people."""
 
     def __init__(self, config: OptimConfig):
         self.criterion = make_criterion(config)
@@ -48,6 +50,19 @@ class Objective:
         the model's parameters, and its outputs go to ``loss``.
         """
         return model
+
+    def outputs(
+        self, called: nn.Module, inputs: Tensor, sizes: Tensor | None, targets: Tensor
+    ) -> Tensor:
+        """Return what is to go to ``loss``.
+
+        Args:
+            called: what ``called`` returned, or what stands for it on several processes.
+            inputs: ``[B, C, H, W]``.
+            sizes: what images fill, as ``call`` takes it.
+            targets: those of the batch.
+        """
+        return call(called, inputs, sizes)
 
     def targets(self, images: int, size: tuple[int, int]) -> Tensor:
         """Return targets for so many images of a height and width in pixels, where any will do."""

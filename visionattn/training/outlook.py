@@ -223,9 +223,11 @@ def describe(
     return "; ".join(parts)
 
 
-def images_of(seen: np.ndarray, count: int, cell: int, *, sizes: int = 1) -> str:
+def images_of(
+    seen: np.ndarray, count: int, cell: int, *, sizes: int = 1, cells: str = "patches"
+) -> str:
     """Say how many images there are, and at which sizes ``[n, 2]`` the model sees them, with
-    patches of ``cell`` pixels; ``sizes`` says at how many it sees each.
+    patches (or other ``cells``) of ``cell`` pixels; ``sizes`` says at how many it sees each.
     """
     pixels = seen.prod(1)
     low, high = (seen[at].tolist() for at in (pixels.argmin(), pixels.argmax()))
@@ -235,7 +237,7 @@ def images_of(seen: np.ndarray, count: int, cell: int, *, sizes: int = 1) -> str
         size = f"{low[0]} x {low[1]} to {size}"
         number = f"{patches[0]} to {number}"
     several = f" at {sizes} sizes" if sizes > 1 else ""
-    return f"{count} images{several} of {size}, {number} patches"
+    return f"{count} images{several} of {size}, {number} {cells}"
 
 
 def loaded_beside(

@@ -112,9 +112,9 @@ class Passes:
                     if parameter.requires_grad:
                         parameter.grad = torch.zeros_like(parameter)
             images, sizes = self._batch(shape)
-            with autocast(self.device, self.amp):
-                logits = call(model, self.spec.prepare(images), sizes)
             targets = objective.targets(len(images), shape[1:]).to(self.device)
+            with autocast(self.device, self.amp):
+                logits = objective.outputs(model, self.spec.prepare(images), sizes, targets)
             if mixes:
                 targets = torch.zeros(len(images), logits.shape[1], device=self.device)
             objective.loss(logits.float(), targets).backward()

@@ -191,6 +191,8 @@ class Result:
     """
     measure: str = "accuracy"
     """What the score is of: ``accuracy`` of images, ``mean IoU`` of pixels."""
+    unit: str = ""
+    """What follows the number of a loss, for people."""
 
     def figures(self) -> dict[str, float | int | None]:
         """Return the result for programs, in plain types."""

@@ -34,7 +34,7 @@ def reached(result: Result) -> str:
             f"validation {result.measure} {100 * result.validation:.1f} % (there is no test split)"
         )
     if result.test.score is None:
-        return f"test loss {result.test.loss:.4f}"
+        return f"test loss {result.test.loss:.4f}{result.unit}"
     return f"test {result.measure} {100 * result.test.score:.1f} %"
 
 
@@ -43,6 +43,12 @@ def next_commands(config: TrainConfig, result: Result) -> list[str]:
     that starts from them; the first alone where images are seen at sizes of their own.
     """
     best = str(result.checkpoint)
+    if config.data.task == "generate":
+        samples = str(result.folder / "samples.png")
+        return [
+            typed("generate", best, "--output", samples),
+            typed("validate", "--checkpoint", best),
+        ]
     if not result.sizes_px:
         return [typed("validate", "--checkpoint", best)]
     rows, columns = result.sizes_px[len(result.sizes_px) // 2]

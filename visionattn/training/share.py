@@ -106,6 +106,11 @@ def share(config: ShareConfig) -> list[str]:
             f"{path} gives classes of pixels, which timm and transformers have no models for; "
             "visionattn.load_model reads the file itself"
         )
+    if model.data_spec.task == "generate":
+        raise ValueError(
+            f"{path} writes images value by value, which timm and transformers have no models for; "
+            "visionattn.load_model reads the file itself"
+        )
     check_finite(model.state_dict(), path)
     facts = facts_beside(path)
     if config.to.startswith(HUB):

@@ -411,7 +411,8 @@ class Trainer(Learner):
         reached = "" if score is None else f"  {self.objective.measure} {100 * score:.1f} %"
         record.say(
             f"epoch {position.epoch:{len(str(self.config.epochs))}}/{self.config.epochs}  loss "
-            f"{values['train_loss']:.4f}  validation loss {result.loss:.4f}{reached}"
+            f"{values['train_loss']:.4f}  validation loss {result.loss:.4f}{self.objective.unit}"
+            f"{reached}"
             f"{' *' if better else '  '}  lr "
             f"{self.learning_rate():.1e}  {values['seconds']:.1f} s"
         )
@@ -454,6 +455,7 @@ class Trainer(Learner):
             test,
             sizes,
             self.objective.measure,
+            self.objective.unit,
         )
 
     def share_unreadable(self) -> None:

@@ -23,6 +23,7 @@ from visionattn.data.config import DataConfig
 from visionattn.data.geometry import Geometry, check_geometry, pixels, sides
 from visionattn.data.splits import build_splits, eval_batches
 from visionattn.models.filled import takes_sizes
+from visionattn.models.tasks import Task
 from visionattn.models.weights import DataSpec, load_model
 from visionattn.training.build import check_geometries, patch_size, pick_device
 from visionattn.training.config import TrainConfig, ValidateConfig
@@ -50,6 +51,7 @@ from visionattn.training.trial import read_seconds
 COLUMNS = {
     "classification": ("size", "images", "accuracy", "top-5", "images/s"),
     "segmentation": ("size", "images", "mean IoU", "pixels", "images/s"),
+    "generate": ("size", "images", "bits/dim", "images/s"),
 }
 """The heads of the table by task; ``pixels`` is the share of them that get their class."""
 
@@ -62,6 +64,8 @@ class Row:
     """Size in pixels; None where images have sizes of their own."""
     result: Evaluation | None
     """What the model does at this size; None where there was not enough memory."""
+    task: Task = "classification"
+    """What the model's outputs are of."""
 
     def cells(self) -> tuple[str, ...]:
         """Return the row for people, under ``COLUMNS``."""
@@ -71,6 +75,9 @@ class Row:
         if self.result is None:
             return (size, "out of memory")
         result = self.result
+        if self.task == "generate":
+            speed = f"{result.images_per_second:.4g}"
+            return (size, str(result.images), f"{result.loss:.4f}", speed)
         second = result.top5 if result.ious is None else result.accuracy
         shares = ("-" if x is None else f"{100 * x:.2f} %" for x in (result.score, second))
         return (size, str(result.images), *shares, f"{result.images_per_second:.4g}")
@@ -279,11 +286,12 @@ class Validation:
             for key in ("bands", "value_range", "range_found", "page")
             if data.name == "folder" and getattr(data, key) is None
         }
-        if self.spec.task == "segmentation":
+        if self.spec.task != "classification":
             known["task"] = self.spec.task
-            if data.name == "folder" and (data.mask_classes, data.mask_colours) == (None, None):
-                known["mask_classes"] = list(class_names(self.spec))
-                known["mask_colours"] = self.spec.colours and list(map(list, self.spec.colours))
+        masked = self.spec.task == "segmentation" and data.name == "folder"
+        if masked and (data.mask_classes, data.mask_colours) == (None, None):
+            known["mask_classes"] = list(class_names(self.spec))
+            known["mask_colours"] = self.spec.colours and list(map(list, self.spec.colours))
         data = replace(data, **known)
         # As choices of the training, all sizes are checked, here and not when their turn comes.
         first = self.geometries[0]
@@ -341,7 +349,8 @@ class Validation:
                     raise
                 result = None
             size = geometry.img_size
-            yield Row(size[0] if size and size[0] == size[1] else size, result)
+            side = size[0] if size and size[0] == size[1] else size
+            yield Row(side, result, self.spec.task)
 
     def save(self, rows: Sequence[Row]) -> None:
         """Write the rows and their provenance to the file that ``config.json`` names."""
