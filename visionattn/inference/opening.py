@@ -28,7 +28,7 @@ from visionattn.inference.options import (
 )
 from visionattn.models.filled import takes_sizes
 from visionattn.models.segmentation import HEAD_ARGS, Segmenter
-from visionattn.models.tasks import create
+from visionattn.models.tasks import check_reads, create
 from visionattn.models.weights import (
     FORMAT,
     UNBUILDABLE,
@@ -139,6 +139,7 @@ def open_model(options: OpenOptions, *, classifies: bool) -> Opened:
             )
         _check_seed(options)
         model = load_model(options.checkpoint)
+        check_reads(model)
         name, args, _ = described(metadata, options.checkpoint)
         said = json.loads(metadata["args"])
         spec, notes = model.data_spec, [f"{name} of {options.checkpoint}"]
@@ -172,6 +173,7 @@ def open_module(model: nn.Module, options: OpenOptions, *, classifies: bool) -> 
     Raises:
         ValueError: nothing says what its images are, or it does not take this size; one line.
     """
+    check_reads(model)
     name = type(model).__name__
     spec = getattr(model, "data_spec", None)
     if spec is None:

@@ -25,6 +25,7 @@ from visionattn.cli.interruption import undone_at_end
 from visionattn.models.backbone import VisionAttnTransformer
 from visionattn.models.body import name_of
 from visionattn.models.modes import in_eval
+from visionattn.models.tasks import check_reads
 from visionattn.models.weights import DataSpec
 from visionattn.ops.plain import decompositions
 
@@ -85,6 +86,7 @@ def check_format(format: str) -> None:
 
 def check_exportable(model: nn.Module) -> None:
     """Raise ValueError for a model that has no exported form here, with the way out."""
+    check_reads(model)
     inner = _body(model)
     if not isinstance(inner, VisionAttnTransformer):
         raise ValueError(

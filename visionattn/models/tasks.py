@@ -39,6 +39,16 @@ def create(
     return Segmenter(body, num_classes, **head)
 
 
+def check_reads(model: nn.Module) -> None:
+    """Raise ValueError for a model that writes images, where one is wanted that reads them."""
+    name = next((name for name, kind in WRITERS.items() if isinstance(model, kind)), None)
+    if name is not None:
+        raise ValueError(
+            f"{name} writes images, and gives neither classes nor features of images; visionattn "
+            "generate lets it write some"
+        )
+
+
 def _not_for(name: str, task: str, args: dict[str, Any]) -> str:
     """Say why a model is not for a task: where it could not write images, for which reason."""
     if name in WRITERS:

@@ -83,11 +83,13 @@ def first_batches(config: TrainConfig) -> list[Part]:
 
 
 def known(spec: DataSpec, batch: Batch) -> Tensor:
-    """Return the classes of a batch: their shares in each image, ``[B, classes]``, or masks, uint8
-    ``[B, H, W]``.
+    """Return the classes of a batch: their shares in each image, ``[B, classes]``, of no class
+    where images have none, or masks, uint8 ``[B, H, W]``.
     """
     if spec.task == "segmentation":
         return batch.labels
+    if not spec.num_classes:
+        return batch.images.new_zeros(len(batch.images), 0)
     return one_hot(batch.labels, spec.num_classes)
 
 
@@ -173,6 +175,8 @@ def visible(image: Tensor) -> np.ndarray:
 
 def named(spec: DataSpec, shares: Tensor) -> str:
     """Return the name of a class; of a mixture the names and shares of the largest two."""
+    if not len(shares):
+        return "no class"
     names = spec.class_names or tuple(map(str, range(spec.num_classes)))
     parts, classes = shares.float().topk(min(2, len(shares)))
     # Smoothing gives every class a share; mixing gives two more than that.
