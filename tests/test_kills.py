@@ -38,6 +38,7 @@ def reference(quick_python, tmp_path_factory):
         ("parts", 2),
         ("training", 0),
         ("masks", 0),
+        ("written", 0),
         ("distillation", 0),
         ("sweep", 3),
     ],

@@ -218,7 +218,8 @@ class PixelDecoder(nn.Module):
             found = -F.cross_entropy(out.mT, values, reduction="none")
         else:
             found = self._log_mixture(out, values[..., None])[..., 0]
-        return found.unflatten(1, (*size, self.in_chans)).permute(0, 3, 1, 2)
+        # FSDP takes no views.
+        return found.unflatten(1, (*size, self.in_chans)).permute(0, 3, 1, 2).clone()
 
     def logits(self, images: Tensor, labels: Tensor | None = None) -> Tensor:
         """Return log-probabilities of all levels at every value, up to a constant for each value:

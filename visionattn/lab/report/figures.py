@@ -62,9 +62,12 @@ def curves_of(runs: Sequence[Run]) -> Figure:
     overlap = curves(("epochs", "val_mean_iou"), factor=100)
     waits = curves(*of_steps("wait_share"), factor=100)
     speed = curves(*of_steps("images_per_second"))
+    written = {run.setting("data", "task") == "generate" for run in runs}
+    unit = {True: "bits per dimension", False: "nats per image"}
+    nats = "nats per image, or bits per dimension" if len(written) > 1 else unit[max(written)]
     charts = [
-        Chart("Training loss", x_name, "nats per image", loss),
-        Chart("Validation loss", x_name, "nats per image", curves(("epochs", "val_loss"))),
+        Chart("Training loss", x_name, nats, loss),
+        Chart("Validation loss", x_name, nats, curves(("epochs", "val_loss"))),
         Chart("Validation accuracy", x_name, "%", accuracy, bounds=(0, 100)),
         Chart("Validation mean IoU", x_name, "%", overlap, bounds=(0, 100)),
         Chart("Learning rate", x_name, "per step", curves(*of_steps("lr"))),

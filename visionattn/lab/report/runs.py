@@ -164,6 +164,11 @@ def result_of(epochs: list[Values], steps: list[Values], test: Values | None) ->
         best = max(scored, key=lambda line: (line[key], -(number(line.get("val_loss")) or 0.0)))
         found |= {"best_epoch": best.get("epoch"), f"validation_{figure}": best[key]}
         found |= {"ious": best.get("val_ious"), "ious_of": "validation"}
+    judged = [line for line in epochs if number(line.get("val_loss")) is not None]
+    if judged and not scored:  # weights are chosen by their loss
+        best = min(judged, key=lambda line: line["val_loss"])
+        found |= {"best_epoch": best.get("epoch"), "validation_loss": best["val_loss"]}
+    if judged:
         found["train_seconds"] = sum(number(line.get("seconds")) or 0.0 for line in epochs)
     speeds = [
         speed for line in steps if (speed := number(line.get("images_per_second"))) is not None

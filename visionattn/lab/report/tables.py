@@ -64,18 +64,24 @@ def results(runs: Sequence[Run]) -> Table:
         f"{split} {name}": [number(run.result.get(f"{split}_{key}")) for run in runs]
         for name, key in figures.items()
         for split in ("test", "validation")
-        if (key == "mean_iou") == any(map(is_of_pixels, runs))
-        or any(f"{each}_{key}" in run.result for run in runs for each in ("test", "validation"))
+        if not all(map(writes, runs))
+        and (
+            (key == "mean_iou") == any(map(is_of_pixels, runs))
+            or any(f"{each}_{key}" in run.result for run in runs for each in ("test", "validation"))
+        )
     }
     strongest = {
         name: best_of(values, [same_data(run, test=name.startswith("test")) for run in runs])
         for name, values in scores.items()
     }
+    bits = {f"{split} bits/dim": bits_of(runs, split) for split in ("test", "validation")}
+    bits = bits if any(map(writes, runs)) else {}
     words = data_words(runs)
     columns = [
         "run",
         "status",
         *scores,
+        *bits,
         "best epoch",
         "parameters",
         "time",
@@ -101,6 +107,7 @@ def results(runs: Sequence[Run]) -> Table:
                     )
                     for name, values in scores.items()
                 ),
+                *(cells[i] for cells in bits.values()),
                 Cell(f"{best:.0f}" + (f" of {epochs}" if epochs else "") if best else "", True),
                 Cell(f"{run.parameters:,}" if run.parameters is not None else "", True),
                 Cell(lasting(seconds) if seconds is not None else "", True),
@@ -110,6 +117,24 @@ def results(runs: Sequence[Run]) -> Table:
             ]
         )
     return table
+
+
+def bits_of(runs: Sequence[Run], split: str) -> list[Cell]:
+    """Return the bits per dimension of the runs that write images; the least of several on the same
+    images is strong.
+    """
+    found = [number(run.result.get(f"{split}_loss")) if writes(run) else None for run in runs]
+    lower = [None if value is None else -value for value in found]
+    strong = best_of(lower, [same_data(run, test=split == "test") for run in runs])
+    return [
+        Cell("" if value is None else f"{value:.4f}", True, best)
+        for value, best in zip(found, strong, strict=True)
+    ]
+
+
+def writes(run: Run) -> bool:
+    """Tell whether a run learns to write images."""
+    return run.setting("data", "task") == "generate"
 
 
 def is_of_pixels(run: Run) -> bool:

@@ -1,0 +1,303 @@
+"""Images that are written value by value as what a training learns: the figure, and whole runs."""
+
+import io
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from PIL import Image
+
+import visionattn
+from tests.helpers.several_processes import run_processes
+from tests.helpers.small_runs import lines, lines_of, quadrants, same, small_config
+from tests.helpers.tools import assert_one_error, load_tool
+from visionattn.cli.ends import run_tool
+from visionattn.data.batches import SampleKey
+from visionattn.data.documents import draw_page
+from visionattn.data.geometry import Geometry
+from visionattn.data.splits import build_splits
+from visionattn.models.export import check_exportable
+from visionattn.models.pixel_decoder import PixelDecoder
+from visionattn.models.weights import load_model
+from visionattn.training import engine
+from visionattn.training.config import ModelConfig, OptimConfig
+from visionattn.training.distributed import joined
+from visionattn.training.evaluate import evaluate
+from visionattn.training.report import report
+from visionattn.training.share import ShareConfig, share
+from visionattn.training.show import show_batch
+from visionattn.training.trainer import Trainer
+from visionattn.training.writing import Writing
+
+train_tool, validate_tool = load_tool("train"), load_tool("validate")
+CPU = torch.device("cpu")
+TINY = {"embed_dim": 16, "depth": 2, "num_heads": 2, "mlp_ratio": 2.0, "rows": 1, "reach": 1}
+
+
+def quadrants_to_write(config, seed):
+    """57 training, 23 validation and 29 test images of four classes, in place of build_splits."""
+    splits = quadrants(57, img_size=config.img_size)
+    return replace(splits, spec=replace(splits.spec, task="generate", mean=(), std=()))
+
+
+def config_of(folder, *, model=None, data=None, **options):
+    """A run on digits of 8 pixels, a tenth of them."""
+    data = {"name": "digits", "task": "generate", "img_size": 8} | (data or {})
+    config = small_config(folder, data=data, **{"epochs": 1, "batch_size": 64} | options)
+    return replace(config, model=ModelConfig("pixel_decoder", TINY | (model or {})))
+
+
+def bits_by_value(model, images, labels, counted=None) -> list[float]:
+    """Bits per dimension of each image, value by value, from the probabilities of all levels."""
+    logits = model.logits(images, labels).double().detach().numpy()
+    found = []
+    for number, image in enumerate(images.numpy()):
+        bits = []
+        for place in np.ndindex(image.shape):
+            scores = logits[number, :, *place]
+            log_sum = scores.max() + math.log(np.exp(scores - scores.max()).sum())
+            if counted is None or counted[number, place[1], place[2]]:
+                bits.append(-(scores[image[place]] - log_sum) / math.log(2))
+        found.append(sum(bits) / len(bits))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["plain", "conditioned", "counted"])
+def test_the_figure_is_the_mean_of_bits_over_values_then_over_images(kind):
+    torch.manual_seed(0)
+    conditioned = {"num_classes": 5, "conditioned": True} if kind == "conditioned" else {}
+    model = PixelDecoder(2, **TINY, levels=9, **conditioned).eval()
+    images = torch.randint(0, 9, (3, 2, 4, 5), dtype=torch.uint8)
+    labels = torch.tensor([4, 0, 2])
+    counted = (torch.rand(3, 4, 5) < [0.2, 0.6][kind == "plain"]).to(torch.uint8)
+    counted[:, 0, 0] = 1
+    targets = counted if kind == "counted" else labels
+    wanted = bits_by_value(
+        model, images, labels if conditioned else None, counted if kind == "counted" else None
+    )
+    objective = Writing(OptimConfig())
+    found = objective.loss(objective.outputs(model, images, None, targets), targets)
+    assert found.item() == pytest.approx(np.mean(wanted), rel=1e-5)
+    judged = objective.judge(model, images, None, targets)
+    assert judged.loss.item() == pytest.approx(sum(wanted), rel=1e-5) and judged.logits is None
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("written")
+    config = config_of(
+        folder, epochs=2, batch_size=32, optim={"lr": 1e-2}, model={"conditioned": True}
+    )
+    stream = io.StringIO()
+    result = engine.train(config, stream=stream)
+    return folder, config, [*stream.getvalue().splitlines(), *report(config, result)]
+
+
+def test_a_run_learns_and_says_bits_per_dimension(run):
+    folder, config, said = run
+    epochs = [line for line in lines(folder / "small") if line["kind"] == "epoch"]
+    assert epochs[-1]["val_loss"] < epochs[0]["val_loss"] < 8
+    assert epochs[-1]["val_accuracy"] is None and epochs[-1]["val_top5"] is None
+    last = f"validation loss {epochs[-1]['val_loss']:.4f} bits/dim *"
+    assert any(last in line for line in said) and "64 pixels;" in said[3]
+    model = load_model(folder / "small" / "best.safetensors")
+    assert isinstance(model, PixelDecoder) and model.conditioned and model.num_classes == 10
+    assert model.data_spec.task == "generate" and model.data_spec.class_names[3] == "3"
+    splits = build_splits(config.data, config.seed)
+    found = evaluate(
+        model,
+        Trainer(config, splits, model, {}, CPU).batches_of(splits.test),
+        model.data_spec,
+        device=CPU,
+    )
+    assert said[-1] == f"test loss {found.loss:.4f} bits/dim" and found.accuracy is None
+    assert any(" generate " in line and "samples.png" in line for line in said)
+
+
+def test_validate_gives_bits_per_dimension_at_other_sizes(run, capsys):
+    folder, _, said = run
+    command = ["--checkpoint", str(folder / "small" / "best.safetensors"), "--img-size", "8", "10"]
+    assert validate_tool(command) == 0
+    table = [line.split() for line in capsys.readouterr().out.splitlines()[-3:]]
+    assert table[0] == ["size", "images", "bits/dim", "images/s"]
+    assert table[1][:3] == ["8", "359", said[-1].split()[2]] and table[2][:2] == ["10", "359"]
+
+
+def test_a_run_goes_on_as_if_it_had_not_stopped(tmp_path, monkeypatch):
+    monkeypatch.setattr(engine, "build_splits", quadrants_to_write)
+    options = dict(model={"conditioned": True, "drop_path": 0.2, "proj_drop": 0.1})
+    options |= dict(optim={"ema_decay": 0.9, "accumulate": 2})
+    config = config_of(tmp_path, batch_size=4, epochs=2, save_every=3, **options)
+    lines_of(config)
+    whole = torch.load(tmp_path / "small/last.pt", weights_only=True)
+    again = replace(config, run="parts")
+    with pytest.MonkeyPatch.context() as patch:
+        count = Trainer.count
+
+        def stopping(self, *given):
+            count(self, *given)
+            if self.position.step == 8:
+                raise MemoryError("a planted end")
+
+        patch.setattr(Trainer, "count", stopping)
+        with pytest.raises(Exception, match="out of memory"):
+            lines_of(again)
+    lines_of(replace(again, resume=True))
+    parts = torch.load(tmp_path / "parts/last.pt", weights_only=True)
+    for key in ("model", "ema", "optimizer", "history"):
+        same(whole[key], parts[key], key)
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_two_processes_learn_what_one_does(tmp_path, monkeypatch, parallel):
+    """57 images in batches of 8: the last one leaves a process without any."""
+    monkeypatch.setattr(engine, "build_splits", quadrants_to_write)
+    figures = {}
+    for size in (1, 2):
+        config = config_of(
+            tmp_path,
+            run=f"of_{size}",
+            batch_size=8,
+            log_every=1,
+            parallel=parallel if size > 1 else None,
+            model={"conditioned": True},
+        )
+
+        def work(rank, config=config):
+            def tool():
+                with joined() as processes:
+                    engine.train(config, processes=processes)
+
+            return run_tool(tool, several=True)
+
+        ended = run_processes(size, work, tmp_path / f"streams_{size}")
+        assert [each.code for each in ended] == [0] * size, "".join(each.err for each in ended)
+        found = lines(tmp_path / f"of_{size}")
+        figures[size] = [line["loss"] for line in found if line["kind"] in ("train", "test")]
+    assert len(figures[1]) == 9 and figures[2] == pytest.approx(figures[1], abs=1e-4)
+
+
+def test_gradients_are_those_of_the_mean_however_images_are_batched(tmp_path):
+    config = config_of(tmp_path, model={"conditioned": True})
+    splits = build_splits(config.data, 0)
+    found = []
+    for batch, accumulate in ((6, 1), (2, 3)):
+        config = replace(config, batch_size=batch, optim=OptimConfig(accumulate=accumulate, lr=0.1))
+        torch.manual_seed(0)
+        model = PixelDecoder(1, 10, **TINY, conditioned=True)
+        trainer = Trainer(config, splits, model, {}, CPU)
+        batches = iter(trainer.batches.epoch(0))
+        loss, norm, _ = trainer.step([next(batches) for _ in range(accumulate)])
+        found.append((loss, norm))
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
+def test_pieces_of_pages_come_from_pages_at_their_own_scale(tmp_path):
+    config = config_of(tmp_path, data={"name": "documents", "img_size": [24, 40]}).data
+    config = replace(config, train_images=7, eval_images=5)
+    splits = build_splits(config, 3)
+    assert splits.spec.num_classes == 0 and splits.spec.in_chans == 1
+    key = SampleKey(2, 0, Geometry("crop", (24, 40)))
+    items = {name: getattr(splits, name)[key] for name in ("train", "validation", "test")}
+    for item in items.values():
+        assert item.pixels.shape == (24, 40, 1) and item.pixels.dtype == np.uint8
+    assert np.array_equal(items["train"].pixels, build_splits(config, 3).train[key].pixels)
+    again = [splits.train[key._replace(epoch=1)], build_splits(config, 4).train[key]]
+    again += [items["validation"], items["test"]]
+    assert not any(np.array_equal(items["train"].pixels, each.pixels) for each in again)
+    assert np.array_equal(items["test"].pixels, build_splits(config, 4).test[key].pixels)
+    # The piece is part of the page that the same draws give, to the pixel.
+    entropy = np.random.SeedSequence((3, 40, 0, 2))
+    page = draw_page(np.random.Generator(np.random.SFC64(entropy)), 128, 128, None).image[..., 0]
+    windows = np.lib.stride_tricks.sliding_window_view(page, (24, 40))
+    assert (windows == items["train"].pixels[..., 0]).all((2, 3)).sum() == 1
+
+
+def test_a_folder_needs_no_classes_and_is_learnt_as_it_is(tmp_path):
+    rng = np.random.default_rng(0)
+    (tmp_path / "pictures").mkdir()
+    for number in range(12):
+        pixels = rng.integers(0, 256, (9 + number, 12, 3), np.uint8)
+        Image.fromarray(pixels).save(tmp_path / "pictures" / f"{number:02d}.png")
+    data = {"name": "folder", "root": str(tmp_path / "pictures"), "img_size": 6, "fit": "crop"}
+    config = config_of(tmp_path, data=data, batch_size=4)
+    splits = build_splits(config.data, 0)
+    assert splits.spec.num_classes == 0 and splits.spec.in_chans == 3 and splits.spec.mean == ()
+    assert "bits/dim *" in lines_of(config)[-1]
+    images = torch.randint(256, (2, 3, 6, 6), dtype=torch.uint8)
+    assert torch.equal(splits.spec.prepare(images), images)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--model.name", "scaleformer_vit_t"], "gives classes and writes no images"),
+        (["--model.name", "taylorshift_vit_t"], "attention='taylorshift' has no causal form"),
+        (["--model.args.attention", "taylorshift"], "has no causal form (its linear form"),
+        (["--data.task", "classification"], "pixel_decoder writes images and gives no classes"),
+        (["--data.name", "digits_pixel"], "are one-hot, for models that tell classes"),
+        (["--data.fit", "pad"], "learns the values of whole images, and data.fit pad changes"),
+        (["--optim.mixup", "0.2"], "and optim.mixup changes them; leave it out"),
+        (["--optim.label_smoothing", "0.1"], "and optim.label_smoothing changes them"),
+        (["--data.name", "documents", "--data.fit", "native"], "pieces of documents at their own"),
+        (["--data.name", "documents", "--data.img_size", "300"], "too large to be written"),
+        (["--data.name", "documents", "--model.args.conditioned", "true"], "there are no classes"),
+        (["--model.args.levels", "1"], "levels: wanted a whole number from 2 on, got 1"),
+        (["--model.args.output", "gauss"], "output 'gauss': wanted categorical or mixture"),
+        (["--init-from", "nothing.safetensors"], "no checkpoint at nothing.safetensors"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_cannot_be_written_is_refused_in_one_line(tmp_path, capsys, flags, said):
+    path = tmp_path / "written.yaml"
+    path.write_text(yaml.safe_dump({"model": {"name": "pixel_decoder", "args": TINY}}))
+    command = ["--config", str(path), "--data.task", "generate", "--data.img_size", "8"]
+    command += ["--output", str(tmp_path / "out"), *flags]
+    assert train_tool(command) == 2
+    assert_one_error(capsys, said)
+    assert not (tmp_path / "out").exists()
+
+
+def test_values_beyond_the_levels_end_a_run_in_one_line(tmp_path):
+    config = config_of(tmp_path, model={"levels": 200})
+    with pytest.raises(ValueError, match="a value of the images is 255, and the model has levels"):
+        lines_of(config)
+
+
+def test_what_reads_images_refuses_a_model_that_writes_them(run, tmp_path):
+    folder, *_ = run
+    best = folder / "small" / "best.safetensors"
+    said = "pixel_decoder writes images, and gives neither classes nor features"
+    picture = str(tmp_path / "a.png")
+    Image.new("L", (8, 8)).save(picture)
+    calls = [
+        lambda: visionattn.predict(best, [picture]),
+        lambda: visionattn.extract_features(load_model(best), [picture]),
+        lambda: visionattn.look(best, picture),
+        lambda: check_exportable(load_model(best)),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=said):
+            call()
+    with pytest.raises(ValueError, match="writes images value by value, which timm and"):
+        share(ShareConfig(checkpoint=str(best), to=str(tmp_path / "shared")))
+
+
+def test_the_first_batches_are_shown_with_classes_or_without(tmp_path):
+    for name in ("digits", "documents"):
+        config = config_of(tmp_path, data={"name": name}, batch_size=16)
+        said = show_batch(replace(config, show_batch=str(tmp_path / f"{name}.png")))
+        assert "16 training and 16 validation images" in said
+        with Image.open(tmp_path / f"{name}.png") as sheet:
+            assert sheet.size[0] > 500
+
+
+def test_a_run_starts_from_the_weights_of_another(run, tmp_path):
+    folder, config, _ = run
+    best = folder / "small" / "best.safetensors"
+    again = replace(config, output=str(tmp_path), init_from=str(best), epochs=1)
+    made = engine.prepare_classes(again, CPU, resumed=False, first=True)
+    same(made.model.state_dict(), load_model(best).state_dict())
