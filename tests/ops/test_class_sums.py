@@ -112,3 +112,15 @@ def test_tiles_shorter_than_the_reach_agree_with_the_definition(monkeypatch, gri
 def test_a_horizon_as_long_as_the_sequence_does_not_lengthen_the_tiles():
     tiles = class_tiles.Tiles(1, 1, 2048, 16, (0, 1500), torch.empty(0))
     assert tiles.size == class_tiles.MOST_TILE_QUERIES < tiles.reach
+
+
+@pytest.mark.parametrize("horizons", [(0, 6), (0, 33), (2, 13)])
+def test_weights_spread_by_copies_are_those_of_a_product(monkeypatch, horizons):
+    tiles = class_tiles.Tiles(2, 5, 90, 16, horizons, torch.empty(0, dtype=torch.float64))
+    weights = draw(77, tiles.classes[0] * tiles.classes[1], seed=1)
+    grad = draw(77, tiles.classes[0], tiles.columns, seed=2)
+    copied = class_tiles.spread_weights(tiles, weights), class_tiles.collect_weights(tiles, grad)
+    monkeypatch.setattr(class_tiles, "MANY_CLASSES", 1 << 30)
+    assert tiles.middle is None
+    assert torch.equal(copied[0], class_tiles.spread_weights(tiles, weights))
+    torch.testing.assert_close(copied[1], class_tiles.collect_weights(tiles, grad))

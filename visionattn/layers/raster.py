@@ -215,7 +215,8 @@ class RasterAttention(Attention):
         self, x: Tensor, state: RecurrentState | KeyValueCache, table: PastTable | None
     ) -> Tensor:
         """Attend with one token ``[B, 1, D]``, and take it into the state, which is changed."""
-        q, k, v = self._heads(x, slice(0, 3))
+        parts = self.qkv(x).view(len(x), 1, 3, self.num_heads, self.head_dim)
+        q, k, v = parts.permute(2, 0, 3, 1, 4).unbind(0)
         q, k = self.q_norm(q), self.k_norm(k)
         if isinstance(state, KeyValueCache):
             out = state.step(q, k, v, table)

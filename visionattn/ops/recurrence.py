@@ -10,12 +10,14 @@ Scaleformer, section 4 (clipped relative position); the ring of recent values is
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from visionattn.ops.feature_maps import (
+    FEATURE_MAPS,
     FeatureMap,
     elu1,
     get_feature_map,
@@ -25,7 +27,7 @@ from visionattn.ops.feature_maps import (
 )
 from visionattn.ops.operator import without_autocast
 from visionattn.ops.position.kinds import Flat
-from visionattn.ops.sums import Sums
+from visionattn.ops.sums import accumulation_dtype, divisor_of
 
 
 class PastTable:
@@ -40,14 +42,38 @@ class PastTable:
         if relative.layout is not None:
             raise ValueError("relative: wanted Flat without a layout: every token takes a step")
         past = relative.table[:, : relative.table.shape[1] // 2 + 1].flip(1)
+        # In the dtype of sums, once for all steps.
+        past = past.to(accumulation_dtype(past))
         self.horizon = min(past.shape[1] - 1, tokens)
         self.entries = past[:, : self.horizon + 1]
         """Entry o is that of the key o tokens before the query; the last is of all from R on."""
         self.is_mean = relative.normalization == "mean"
-        # Twice one after the other: whichever place of the ring is the newest, the entries of all
-        # places are one slice.
-        falling = self.entries[:, : self.horizon].flip(1)
-        self.ring = torch.cat([falling, falling], 1)
+        self.last = self.entries[:, -1:].mT
+        """The entry of all far keys, ``[h or 1, d, 1]``."""
+        self.falling = self.entries[:, : self.horizon].flip(1)
+        """The others in the order of the sequence, the oldest key first, ``[h or 1, R, d]``."""
+
+    @cached_property
+    def ring(self) -> Tensor:
+        """Return ``falling`` twice one after the other, ``[h or 1, 2R, d]``: whichever place of the
+        ring is the newest, the entries of all places are one slice.
+        """
+        return torch.cat([self.falling, self.falling], 1)
+
+    @cached_property
+    def beyond_far(self) -> Tensor:
+        """Return by how much the entries of ``falling`` exceed that of far keys, over
+        ``sqrt(d)``.
+        """
+        return (self.falling - self.last.mT) * self.last.shape[1] ** -0.5
+
+
+def _by_head(x: Tensor, entries: Tensor) -> Tensor:
+    """Return ``x r^T`` of one token, ``[B, h, 1, n]`` for ``x [B, h, 1, d]`` and entries
+    ``[h or 1, n, d]``, as a product for each head: the table is not copied for each image.
+    """
+    heads = x.squeeze(2).transpose(0, 1)
+    return torch.matmul(heads, entries.mT).transpose(0, 1).unsqueeze(2)
 
 
 @dataclass
@@ -122,16 +148,22 @@ class RecurrentState:
         with without_autocast(q):
             query = q.to(dtype)
             with_mass = F.pad(v.to(dtype), (0, 1), value=1.0)
-            self.S += key_features(phi, k.to(dtype), None).mT * with_mass
-            sums = query_features(phi, query, self.S.shape[2]) @ self.S
+            self.S.addcmul_(key_features(phi, k.to(dtype), None).mT, with_mass)
+            phi_q = query_features(phi, query, self.S.shape[2])
+            sums = phi_q @ self.S
             if table is not None:
-                sums = sums + self._placed(elu1(query), with_mass, table)
+                is_elu1 = phi is FEATURE_MAPS["elu1"]
+                self._add_placed(sums, phi_q if is_elu1 else elu1(query), with_mass, table)
             self.count += 1
-            return Sums(sums[..., :-1], sums[..., -1]).divide().to(v.dtype)
+            return (sums[..., :-1] / divisor_of(sums[..., -1])).to(v.dtype)
 
-    def _placed(self, phi_q: Tensor, with_mass: Tensor, table: PastTable) -> Tensor:
-        """Take in the value, and return the sums ``[B, h, 1, e+1]`` of the relative term."""
-        horizon, far = table.horizon, self.far
+    def _add_placed(self, sums: Tensor, phi_q: Tensor, with_mass: Tensor, table: PastTable) -> None:
+        """Take in the value, and add the relative term to ``sums [B, h, 1, e+1]``."""
+        horizon, far, place = table.horizon, self.far, 0
+        # With "mean" each class is in units of its mean, times all keys, as content is. Each of
+        # those nearby has one key.
+        times = self.count + 1 if table.is_mean else 1
+        many = max(1, self.count + 1 - horizon) if table.is_mean else 1
         if horizon:
             # The oldest value makes room for the new one, and joins the far ones.
             place = self.count % horizon
@@ -139,16 +171,11 @@ class RecurrentState:
             far += oldest
             oldest.copy_(with_mass)
             start = horizon - 1 - place
-            entries = table.ring[:, start : start + horizon]
-            near = (phi_q @ entries.to(phi_q.dtype).mT) @ self.recent
+            weights = _by_head(phi_q, table.ring[:, start : start + horizon])
+            sums.add_(weights @ self.recent, alpha=times)
         else:  # one class: all keys
             far += with_mass
-            near = torch.zeros_like(far)
-        weight = phi_q @ table.entries[:, -1:].to(phi_q.dtype).mT
-        if not table.is_mean:
-            return near + weight * far
-        # Each class in units of its mean, times all keys, as content is.
-        return (near + weight * far / far[..., -1:].clamp(min=1)) * (self.count + 1)
+        sums.addcmul_(torch.matmul(phi_q, table.last), far, value=times / many)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all that it holds, as tensors by name."""
@@ -161,7 +188,8 @@ class KeyValueCache:
     """Keys and values of the tokens before, with room for those to come, for softmax attention.
 
     Args:
-        keys: ``[B, h, N, d]``.
+        keys: ``[B, h, N, d]``; in memory ``[B, h, d, N]``, as the product of one query with all of
+            them reads them fastest on a processor.
         values: ``[B, h, N, e]``.
         count: how many tokens came.
     """
@@ -185,11 +213,9 @@ class KeyValueCache:
             shape: B, h, d and e.
             tokens: N, the most tokens to come.
         """
-        batch, heads, *widths = shape
-        made = (
-            torch.zeros(batch, heads, tokens, width, dtype=dtype, device=device) for width in widths
-        )
-        return cls(*made)
+        batch, heads, d, e = shape
+        keys = torch.zeros(batch, heads, d, tokens, dtype=dtype, device=device)
+        return cls(keys.mT, torch.zeros(batch, heads, tokens, e, dtype=dtype, device=device))
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, table: PastTable | None = None) -> Tensor:
         """Take one token, at a cost that grows with their number, and return what it gets of all up
@@ -210,23 +236,19 @@ class KeyValueCache:
         self.keys[:, :, self.count] = k[:, :, 0]
         self.values[:, :, self.count] = v[:, :, 0]
         self.count += 1
-        dtype = self.keys.dtype
+        # Two plain products read the slices where they lie. For one query they take less time than
+        # the fused attention of PyTorch, which they agree with.
+        keys, values = (x.flatten(0, 1)[:, : self.count] for x in (self.keys, self.values))
         with without_autocast(q):
-            query = q.to(dtype)
-            bias = None if table is None else self._bias(query, table)
-            out = F.scaled_dot_product_attention(
-                query,
-                self.keys[:, :, : self.count],
-                self.values[:, :, : self.count],
-                attn_mask=bias,
-            )
-        return out.to(v.dtype)
-
-    def _bias(self, q: Tensor, table: PastTable) -> Tensor:
-        """Return ``q . r / sqrt(d)`` of every key so far, ``[B, h, 1, count]``."""
-        scores = q @ (table.entries.to(q.dtype) * q.shape[3] ** -0.5).mT
-        past = torch.arange(self.count - 1, -1, -1, device=q.device)
-        return scores.index_select(3, past.clamp(max=table.horizon))
+            query = q.to(keys.dtype) * q.shape[3] ** -0.5
+            scores = torch.bmm(query.flatten(0, 1), keys.mT)
+            if table is not None and table.horizon:
+                # Far keys share one entry, and a softmax does not notice what all keys share.
+                own = table.beyond_far[:, -self.count :]
+                near = scores[:, :, -own.shape[1] :].unflatten(0, q.shape[:2])
+                near += _by_head(q.to(keys.dtype), own)
+            out = torch.bmm(scores.softmax(2), values)
+        return out.unflatten(0, q.shape[:2]).to(v.dtype)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all that it holds, as tensors by name."""

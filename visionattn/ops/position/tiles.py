@@ -29,6 +29,8 @@ from torch import Tensor
 from visionattn.ops.chunking import chunks
 
 WIDE_VALUES = 32
+MANY_CLASSES = 12
+"""From so many classes of columns on, spreading weights by copies is faster than by a product."""
 TILE_QUERIES, TILE_QUERIES_OF_NARROW_VALUES, MOST_TILE_QUERIES = 8, 16, 64
 BAND_ELEMENTS, MOST_THREADS = 1 << 16, 8
 
@@ -199,6 +201,17 @@ class Tiles:
         )
         return (index == torch.arange(self.classes[1], **options)[:, None]).to(self.like.dtype)
 
+    @property
+    def middle(self) -> slice | None:
+        """Return where in a row of ``repeat`` the classes between the outermost stand, one beside
+        the other; None for few classes, which a product with ``repeat`` spreads faster.
+        """
+        classes = self.classes[1]
+        if classes < MANY_CLASSES:
+            return None
+        outermost = (self.columns - classes) // 2
+        return slice(outermost, outermost + classes - 2)
+
     def matrices(self, weights: Tensor, source: int) -> tuple[Tensor, Tensor]:
         """Return the matrices of the tiles for one class of rows, ``[n, t, window]`` and
         ``[n, t, 2]``, as views of the weights.
@@ -337,9 +350,29 @@ class Lines:
 
 def spread_weights(tiles: Tiles, weights: Tensor) -> Tensor:
     """Turn weights of classes ``[q, C]`` into those of offsets and ends, ``[q, rows, columns]``."""
-    return torch.mm(weights.view(-1, tiles.classes[1]), tiles.repeat).view(
-        -1, tiles.classes[0], tiles.columns
-    )
+    given, middle = weights.view(-1, tiles.classes[1]), tiles.middle
+    if middle is None:
+        spread = torch.mm(given, tiles.repeat)
+    else:
+        spread = given.new_empty(len(given), tiles.columns)
+        spread[:, : middle.start] = given[:, :1]
+        spread[:, middle] = given[:, 1:-1]
+        spread[:, middle.stop : -2] = given[:, -1:]
+        spread[:, -2:] = given[:, :: tiles.classes[1] - 1]
+    return spread.view(-1, tiles.classes[0], tiles.columns)
+
+
+def collect_weights(tiles: Tiles, spread: Tensor) -> Tensor:
+    """Return the gradient of ``spread_weights``: sums ``[q * rows, 2R+1]`` of offsets and ends."""
+    given, middle = spread.view(-1, tiles.columns), tiles.middle
+    if middle is None:
+        return torch.mm(given, tiles.repeat.T)
+    sums = given.new_empty(len(given), tiles.classes[1])
+    sums[:, 1:-1] = given[:, middle]
+    torch.sum(given[:, : middle.start], 1, out=sums[:, 0])
+    torch.sum(given[:, middle.stop : -2], 1, out=sums[:, -1])
+    sums[:, :: tiles.classes[1] - 1] += given[:, -2:]
+    return sums
 
 
 def multiply(tiles: Tiles, lines: Lines, weights: Tensor, band: slice) -> Tensor:
@@ -375,4 +408,4 @@ def multiply_backward(
         for first in range(min(apart, len(grad))):  # windows of tiles so far apart do not overlap
             every = slice(first, None, apart)
             d_lines.windows(source, band, every).baddbmm_(window[every].mT, grad[every])
-    return torch.mm(d_spread.view(-1, tiles.columns), tiles.repeat.T).view_as(weights)
+    return collect_weights(tiles, d_spread).view_as(weights)
