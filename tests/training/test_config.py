@@ -102,7 +102,7 @@ def test_an_unknown_name_is_answered_with_the_nearest_right_one(tmp_path, wrong,
         (["--compile", "perhaps"], "compile must be true or false, got perhaps"),
         (
             ["--data.name", "mnist"],
-            "data.name must be one of digits, digits_pixel, canvas, documents, cifar10, "
+            "data.name must be one of digits, digits_pixel, canvas, documents, copy, cifar10, "
             "cifar10_pixel, folder, got mnist",
         ),
         (["--optim.clip_grad", "x"], "optim.clip_grad must be a number or null, got x"),
@@ -204,6 +204,19 @@ def test_every_configuration_of_the_repository_is_valid_and_has_a_header(path):
             "optim.warmup_lr 1.0 is above optim.lr 0.001, to which the warm-up leads",
         ),
         (["--optim.min_lr", "1"], "optim.min_lr 1.0 is above optim.lr 0.001, the peak"),
+        (["--optim.drop_epochs", "0"], "optim.drop_epochs must be above 0, got 0.0"),
+        (
+            ["--optim.drop_epochs", "10"],
+            "optim.drop_epochs must be above optim.warmup_epochs 1.0 and below epochs 10, got 10.0",
+        ),
+        (
+            ["--optim.drop_epochs", "1"],
+            "optim.drop_epochs must be above optim.warmup_epochs 1.0 and below epochs 10, got 1.0",
+        ),
+        (
+            ["--optim.drop_epochs", "3", "--optim.min_lr", "1e-3"],
+            "optim.drop_epochs would do nothing: optim.min_lr is optim.lr, 0.001",
+        ),
         (
             ["--optim.warmup_epochs", "10"],
             "optim.warmup_epochs 10.0 leaves nothing of epochs 10 for the cosine",

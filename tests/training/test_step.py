@@ -102,6 +102,35 @@ def test_the_rate_warms_up_linearly_and_falls_as_a_cosine_by_the_step():
     assert rates[14] == pytest.approx(0.055) and rates[24] == pytest.approx(0.01)
 
 
+@pytest.mark.parametrize(
+    ("warmup_epochs", "first"), [(0.0, [0.1] * 4), (0.5, [0.02, 0.04, 0.06, 0.08])]
+)
+def test_the_rate_falls_once_after_so_many_epochs(warmup_epochs, first):
+    optim = {"lr": 0.1, "min_lr": 0.01, "warmup_lr": 0.02, "drop_epochs": 1.5}
+    config = OptimConfig(**optim, warmup_epochs=warmup_epochs)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    scheduler = make_scheduler(optimizer, config, epochs=3, steps_per_epoch=8)
+    rates = [optimizer.param_groups[0]["lr"]]
+    for step in range(1, 24):
+        scheduler.step_update(step)
+        rates.append(optimizer.param_groups[0]["lr"])
+    # Twelve updates before it falls, those of the warm-up among them.
+    assert rates == pytest.approx([*first, *[0.1] * 8, *[0.01] * 12])
+
+
+def test_radam_decays_weights_apart_from_the_gradient():
+    optim = {"name": "radam", "lr": 0.01, "weight_decay": 0.5, "warmup_epochs": 0}
+    model = nn.Linear(3, 2)
+    optimizer = make_optimizer(model, OptimConfig(**optim))
+    assert isinstance(optimizer, torch.optim.RAdam)
+    before = model.weight.detach().clone()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    # Without a gradient nothing but the decay acts, by the rate and not by moments.
+    assert torch.allclose(model.weight, before * (1 - 0.01 * 0.5), rtol=1e-6, atol=0)
+
+
 def test_the_step_that_ends_the_warm_up_has_the_full_rate(tmp_path):
     trainer = small_trainer(
         small_config(tmp_path, optim={"lr": 0.01, "warmup_epochs": 0.25, "warmup_lr": 0.001})
@@ -115,7 +144,7 @@ def test_the_step_that_ends_the_warm_up_has_the_full_rate(tmp_path):
     assert rates[:2] == pytest.approx([0.0055, 0.01]) and rates[2] < 0.01
 
 
-@pytest.mark.parametrize("name", ["adamw", "lamb"])
+@pytest.mark.parametrize("name", ["adamw", "lamb", "radam"])
 def test_positions_norms_and_biases_do_not_decay_and_lower_layers_learn_slower(tmp_path, name):
     config = small_config(tmp_path, optim={"name": name, "layer_decay": 0.5, "weight_decay": 0.3})
     trainer = small_trainer(config)

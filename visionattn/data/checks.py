@@ -7,32 +7,36 @@ import math
 from dataclasses import replace
 
 from visionattn.data.config import AugmentConfig, DataConfig
+from visionattn.data.copying import SHORTEST
 from visionattn.data.crops import LARGEST_PIECE_PX
 from visionattn.data.documents import SMALLEST_SIZE_PX
 from visionattn.data.embedded import LARGER, USUAL, CanvasTask
 from visionattn.data.formats import check_reading
-from visionattn.data.geometry import check_geometry, sides
+from visionattn.data.geometry import Size, check_geometry, sides
 from visionattn.data.ranges import check_ranges
 from visionattn.models.segmentation import IGNORED as MOST_CLASSES
 
-EMBEDDED = ("digits", "digits_pixel", "canvas", "documents")
+EMBEDDED = ("digits", "digits_pixel", "canvas", "documents", "copy")
 """Data sets that need no files."""
 DRAWN = frozenset({"canvas", "documents"})
+"""Data sets of pictures that are drawn, and their masks."""
+COUNTED = DRAWN | {"copy"}
 """Data sets of as many images as the user asks for."""
 WHOLE = frozenset({"folder", "documents"})
 """Data sets whose images are seen whole unless the user says otherwise."""
-USUAL_PX = {
+USUAL_PX: dict[str, int | list[int]] = {
     "digits": 32,
     "digits_pixel": 32,
     "canvas": 128,
     "documents": 512,
+    "copy": [1, 128],
     "cifar10": 32,
     "cifar10_pixel": 32,
 }
 """Sizes in pixels where the user names none."""
 WRITTEN_PX = USUAL_PX | {"canvas": 48, "documents": 32, "folder": 32}
 """Those of images that are written value by value."""
-LEVELS = ("digits", "canvas", "documents", "cifar10", "folder")
+LEVELS = ("digits", "canvas", "documents", "copy", "cifar10", "folder")
 """Data sets whose values can be written."""
 
 
@@ -69,7 +73,7 @@ def check_data(config: DataConfig) -> None:
         canvas_task(config)
     for size in (config.img_size, *(config.img_size_choices or ())):
         if size is not None:
-            check_size(config, min(sides(size)))
+            check_size(config, sides(size))
     if config.num_classes is not None and not (
         config.name == "folder" and (config.root or "").startswith("wds/")
     ):
@@ -83,6 +87,8 @@ def check_data(config: DataConfig) -> None:
         )
     if config.task == "generate":
         check_writing(config)
+    elif config.name == "copy":
+        raise ValueError("copy has no classes, only values to write; wanted data.task generate")
     check_masks(config)
     check_reading(config.bands, config.value_range, config.page, config.max_pixels)
     if config.range_found and config.value_range is None:
@@ -90,9 +96,9 @@ def check_data(config: DataConfig) -> None:
     for key in ("bands", "value_range", "page", "max_pixels", "mean", "std"):
         if config.name != "folder" and getattr(config, key) is not None:
             raise ValueError(f"{key} is for folder alone, not for {config.name}; leave it out")
-    if config.name in DRAWN and config.max_patches is not None:
+    if config.name in COUNTED and config.max_patches is not None:
         raise ValueError(f"{config.name} is drawn at data.img_size; leave data.max_patches out")
-    if config.name in DRAWN and config.aug != AugmentConfig():
+    if config.name in COUNTED and config.aug != AugmentConfig():
         raise ValueError(
             f"data.aug changes images that are read, and {config.name} draws its own; leave it out"
         )
@@ -102,9 +108,9 @@ def check_data(config: DataConfig) -> None:
         if config.name != "canvas" and getattr(config, key) != getattr(DataConfig(), key):
             raise ValueError(f"{key} is for canvas alone, not for {config.name}; leave it out")
     for key in ("train_images", "eval_images"):
-        if config.name not in DRAWN and getattr(config, key) != getattr(DataConfig(), key):
+        if config.name not in COUNTED and getattr(config, key) != getattr(DataConfig(), key):
             raise ValueError(
-                f"{key} is for {' and '.join(sorted(DRAWN))} alone, {config.name} has the images "
+                f"{key} is for {', '.join(sorted(COUNTED))} alone, {config.name} has the images "
                 "it has; leave it out"
             )
     if config.root is not None and config.name in EMBEDDED:
@@ -201,8 +207,14 @@ def canvas_task(config: DataConfig) -> CanvasTask:
     return CanvasTask(config.distractors, (given[0], given[1]), config.whole_digits)
 
 
-def check_size(config: DataConfig, size: int) -> None:
-    """Raise ValueError where images are drawn and ``size`` pixels are too few for what is drawn."""
+def check_size(config: DataConfig, both: Size) -> None:
+    """Raise ValueError where images are drawn, and height and width are not for what is drawn."""
+    size = min(both)
+    if config.name == "copy" and (both[0] != 1 or both[1] < SHORTEST):
+        raise ValueError(
+            f"copy has sequences of one row and {SHORTEST} values at least; wanted an img_size "
+            f"such as 1 128, got {both[0]} {both[1]}"
+        )
     if config.task == "generate" and config.name == "documents":
         if size > LARGEST_PIECE_PX:
             raise ValueError(

@@ -56,10 +56,18 @@ class DataConfig:
     """Which images, at which size, with which augmentation."""
 
     name: Literal[
-        "digits", "digits_pixel", "canvas", "documents", "cifar10", "cifar10_pixel", "folder"
+        "digits",
+        "digits_pixel",
+        "canvas",
+        "documents",
+        "copy",
+        "cifar10",
+        "cifar10_pixel",
+        "folder",
     ] = "digits"
-    """``digits``, ``canvas`` and ``documents`` are embedded; the others read ``root``. Grey levels
-    of ``*_pixel`` are one-hot.
+    """``digits``, ``canvas``, ``documents`` and ``copy`` are embedded; the others read ``root``.
+    Grey levels of ``*_pixel`` are one-hot. ``copy``, for ``generate`` alone, has sequences that say
+    a word twice as images of one row, of which the second word counts.
     """
     task: Task = "classification"
     """What has a class: each image, or with ``segmentation`` each pixel, of ``canvas``,
@@ -79,7 +87,7 @@ class DataConfig:
     img_size: int | list[int] | None = None
     """Size in pixels: height and width, or one number for both; with ``native`` the most that they
     may be, one number being the longest side. None: no limit for folders, 32 for digits and
-    CIFAR-10, 128 for canvas, 512 for documents.
+    CIFAR-10, 128 for canvas, 512 for documents, ``1 128`` for ``copy``.
     """
     img_size_choices: list[int] | None = None
     """Train each batch at one of these sizes, drawn at random; evaluation stays at ``img_size``."""
@@ -103,10 +111,10 @@ class DataConfig:
     there is no ``val`` split.
     """
     train_images: int = 20_000
-    """``canvas`` and ``documents`` alone: images drawn per epoch."""
+    """``canvas``, ``documents`` and ``copy`` alone: images drawn per epoch."""
     eval_images: int = 2_000
-    """``canvas`` and ``documents`` alone: images of the validation split and of the test split,
-    each.
+    """``canvas``, ``documents`` and ``copy`` alone: images of the validation split and of the test
+    split, each.
     """
     distractors: int | None = None
     """``canvas`` alone: fragments of digits on every canvas, as far as there is room. None: 4 per

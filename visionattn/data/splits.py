@@ -23,6 +23,7 @@ from visionattn.data.checks import (
     resolved,
 )
 from visionattn.data.config import AugmentConfig, DataConfig
+from visionattn.data.copying import CopyingDataset
 from visionattn.data.crops import PagePieces
 from visionattn.data.documents import CLASS_NAMES, DocumentsDataset
 from visionattn.data.embedded import (
@@ -142,7 +143,7 @@ def eval_batches(
         ValueError: the images are drawn, and the size is too small for it.
     """
     if geometry.img_size is not None:
-        check_size(config, min(geometry.img_size))
+        check_size(config, geometry.img_size)
     if isinstance(dataset, Shards):
         return StreamEvalBatches(
             dataset, config.workers, batch_size=batch_size, choices=(geometry,)
@@ -241,6 +242,16 @@ def _build_documents(config: DataConfig, seed: int) -> Splits:
         DocumentsDataset("validation", config.eval_images, seed, masked=masked),
         DocumentsDataset("test", config.eval_images, seed, masked=masked),
         _of_task(config, spec),
+    )
+
+
+def _build_copy(config: DataConfig, seed: int) -> Splits:
+    allow_augment(config)
+    return Splits(
+        CopyingDataset("train", config.train_images, seed),
+        CopyingDataset("validation", config.eval_images, seed),
+        CopyingDataset("test", config.eval_images, seed),
+        _of_task(config, DataSpec(1, 0, (), (), (), None, *_seen_as(config))),
     )
 
 
@@ -381,6 +392,7 @@ _BUILDERS = {
     "digits_pixel": _build_digits,
     "canvas": _build_canvas,
     "documents": _build_documents,
+    "copy": _build_copy,
     "cifar10": _build_cifar10,
     "cifar10_pixel": _build_cifar10,
 }

@@ -92,7 +92,9 @@ class Series:
 
 @dataclass(frozen=True)
 class Mark:
-    """Something that a chart points at: a place where x and y are given, else a line across it."""
+    """Something that a chart points at: a place where x and y are given, else a line across it at
+    the one of them that is.
+    """
 
     text: str
     x: float | None = None

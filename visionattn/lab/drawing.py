@@ -218,6 +218,9 @@ def _draw_marks(ax, chart: Chart, colours: Mapping[str, str]) -> None:
             # Lines rise to the right, and their names stand there: below them is room.
             at, place = (mark.x, 0 if right else 1), ax.get_xaxis_transform()
             away, side = ((-4, 5), "right") if right else ((4, -8), "left")
+        elif mark.x is None:
+            ax.axhline(mark.y, color=colour, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
+            at, place, away, side = (0, mark.y), ax.get_yaxis_transform(), (4, 3), "left"
         else:
             ax.plot([mark.x], [mark.y], "o", markersize=9, color=colour, markerfacecolor="none")
             at, place, away, side = (mark.x, mark.y), ax.transData, (-7, 6), "right"
@@ -242,10 +245,10 @@ def _draw_failures(ax, chart: Chart, colours: Mapping[str, str]) -> None:
 
 
 def _label_ends(ax, chart: Chart, colours: Mapping[str, str]) -> None:
-    """Put the name of each series at its last point."""
+    """Put the name of each series that has one at its last point."""
     for series in chart.series:
         ends = [(x, y) for x, y, _ in chart.points(series) if y is not None]
-        if ends:
+        if ends and series.name:
             colour = colours[f"series-{series.look.colour}"]
             leader = {"arrowstyle": "-", "color": colour, "linewidth": 0.6, "shrinkA": 1,
                       "shrinkB": 4, "relpos": (0, 0.5)}  # fmt: skip

@@ -34,12 +34,16 @@ class ModelConfig:
 class OptimConfig:
     """Optimiser, schedule and regularisation."""
 
-    name: Literal["adamw", "lamb"] = "adamw"
-    """Any of the two, from timm."""
+    name: Literal["adamw", "lamb", "radam"] = "adamw"
+    """Any of the three, from timm; ``radam`` is Adam that warms up by itself (Liu et al. 2020)."""
     lr: float = 1e-3
     """Peak learning rate."""
     min_lr: float = 1e-5
-    """Learning rate at the end of the cosine."""
+    """Learning rate at the end of the cosine, or after ``drop_epochs``."""
+    drop_epochs: float | None = None
+    """Epochs, of the warm-up too, after which the learning rate falls from ``lr`` to ``min_lr`` at
+    once; fractions are allowed. None: it falls by a cosine.
+    """
     warmup_epochs: float = 1.0
     """Epochs of linear warm-up; fractions are allowed."""
     warmup_lr: float = 1e-6
@@ -186,6 +190,7 @@ def check(config: TrainConfig) -> None:
         "optim.accumulate": optim.accumulate,
         "optim.lr": optim.lr,
         "optim.clip_grad": optim.clip_grad,
+        "optim.drop_epochs": optim.drop_epochs,
     }
     not_negative = {
         "seed": config.seed,
@@ -228,6 +233,8 @@ def check(config: TrainConfig) -> None:
             f"optim.warmup_epochs {optim.warmup_epochs} leaves nothing of epochs {config.epochs} "
             "for the cosine"
         )
+    if optim.drop_epochs is not None:
+        _check_drop(config, optim.drop_epochs)
     if data.img_size_choices is not None and not data.img_size_choices:
         raise ValueError(
             "data.img_size_choices is empty; name the sizes, or leave it out to train at "
@@ -255,6 +262,20 @@ def check(config: TrainConfig) -> None:
         _check_sequence(config)
     if config.resume and config.overwrite:
         raise ValueError("resume goes on with a run and overwrite deletes it: give one of them")
+
+
+def _check_drop(config: TrainConfig, drop_epochs: float) -> None:
+    """Raise ValueError where the learning rate would never be at its peak, or never fall."""
+    optim = config.optim
+    if not optim.warmup_epochs < drop_epochs < config.epochs:
+        raise ValueError(
+            f"optim.drop_epochs must be above optim.warmup_epochs {optim.warmup_epochs} and below "
+            f"epochs {config.epochs}, got {drop_epochs}"
+        )
+    if optim.min_lr == optim.lr:
+        raise ValueError(
+            f"optim.drop_epochs would do nothing: optim.min_lr is optim.lr, {optim.lr}"
+        )
 
 
 def _check_writing(config: TrainConfig) -> None:

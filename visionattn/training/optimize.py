@@ -6,11 +6,13 @@ image without a partner in a batch that is mixed.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from timm.data.mixup import Mixup, mixup_target
 from timm.optim import create_optimizer_v2
-from timm.scheduler import CosineLRScheduler
+from timm.scheduler import CosineLRScheduler, MultiStepLRScheduler
+from timm.scheduler.scheduler import Scheduler
 from torch import Tensor, nn
 
 from visionattn.training.config import OptimConfig
@@ -104,12 +106,13 @@ class OptimizerStep:
 
 
 def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
-    """Make AdamW or LAMB; one-dimensional parameters and those of ``model.no_weight_decay()`` do
-    not decay.
+    """Make AdamW, LAMB or RAdam; one-dimensional parameters and those of
+    ``model.no_weight_decay()`` do not decay.
     """
     return create_optimizer_v2(
         model,
-        opt=config.name,
+        # timm's name of the one whose weight decay is decoupled.
+        opt="radamw" if config.name == "radam" else config.name,
         lr=config.lr,
         weight_decay=config.weight_decay,
         layer_decay=config.layer_decay,
@@ -118,19 +121,31 @@ def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimiz
 
 def make_scheduler(
     optimizer: torch.optim.Optimizer, config: OptimConfig, epochs: int, steps_per_epoch: int
-) -> CosineLRScheduler:
-    """Make the schedule: linear warm-up from ``warmup_lr`` to ``lr``, then a cosine to ``min_lr``.
-    It depends on the number of the step and on nothing else.
+) -> Scheduler:
+    """Make the schedule: linear warm-up from ``warmup_lr`` to ``lr``, then a cosine to ``min_lr``,
+    or after ``drop_epochs`` ``min_lr`` at once. It depends on the number of the step and on nothing
+    else.
     """
     warmup_steps = min(round(config.warmup_epochs * steps_per_epoch), epochs * steps_per_epoch - 1)
+    warmup: dict[str, Any] = dict(warmup_t=warmup_steps, warmup_lr_init=config.warmup_lr)
+    if config.drop_epochs is not None:
+        drop = round(config.drop_epochs * steps_per_epoch)
+        return MultiStepLRScheduler(
+            optimizer,
+            # timm lets the rate fall at the step before the one that it is told.
+            decay_t=[drop + 1],
+            decay_rate=config.min_lr / config.lr,
+            warmup_prefix=False,
+            t_in_epochs=False,
+            **warmup,
+        )
     return CosineLRScheduler(
         optimizer,
         t_initial=epochs * steps_per_epoch - warmup_steps,
         lr_min=config.min_lr,
-        warmup_t=warmup_steps,
-        warmup_lr_init=config.warmup_lr,
         warmup_prefix=True,
         t_in_epochs=False,
+        **warmup,
     )
 
 
