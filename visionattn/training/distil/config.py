@@ -179,7 +179,9 @@ def check_distil(config: DistilConfig) -> None:
                 f"are {', '.join(STUDENTS)}"
             )
     if config.data.task != "classification":
-        raise ValueError("data.task segmentation is for train; a student learns no masks")
+        raise ValueError(
+            f"data.task {config.data.task} is for train; a student learns no masks and writes nothing"
+        )
     if config.resume and config.overwrite:
         raise ValueError("resume goes on and overwrite deletes: give one of them")
     for key in ("mean", "std"):
