@@ -25,6 +25,7 @@ from visionattn.inference import banded, forecast, reading
 from visionattn.inference.look import run as look
 from visionattn.inference.opening import open_model
 from visionattn.inference.options import InferenceOptions
+from visionattn.inference.work import WorkFolder
 from visionattn.models.tasks import create
 from visionattn.models.tiled import forward
 from visionattn.models.tiled import plan as planning
@@ -256,6 +257,25 @@ def test_another_bound_of_memory_goes_on_and_other_options_say_which_they_are(
     assert "going on with band" in capsys.readouterr().out
     assert [row["status"] for row in read_index(folder / "out")] == ["ok"] * 4
     assert not [path for path in folder.iterdir() if path.name.startswith(".")]
+
+
+def test_the_memory_of_the_first_pass_stays_unless_another_bound_is_asked_for(tmp_path):
+    def work(bound_gib):
+        return WorkFolder(tmp_path / "out", lambda: {"a": 1}, overwrite=False, bound_gib=bound_gib)
+
+    with pytest.raises(KeyboardInterrupt), work(None) as first:
+        assert [first.options(index, 100 - index)["memory"] for index in (0, 7)] == [100, 100]
+        first.result(0).write_bytes(b"done")
+        raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt), work(None) as same:
+        assert same.options(8, 60)["memory"] == 100
+        raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt), work(0.5) as other:
+        assert [other.options(index, 50 - index)["memory"] for index in (8, 9)] == [42, 42]
+        raise KeyboardInterrupt
+    with work(0.5) as last:
+        assert last.options(9, 1)["memory"] == 42 and last.result(0).read_bytes() == b"done"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_where_the_work_cannot_be_kept_beside_the_output_a_line_says_so_at_once(
