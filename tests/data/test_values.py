@@ -12,6 +12,7 @@ from PIL import Image
 from tests.helpers.image_formats import HEIGHT, WIDTH, pattern, saved, seen, tiff, whole
 from visionattn.data.formats import (
     DAMAGED_IMAGE,
+    NotAsAsked,
     ReadOptions,
     open_image,
     read_blocks,
@@ -227,6 +228,23 @@ def test_values_above_the_range_that_was_found_are_an_error_and_what_a_file_stat
     twelve = pattern(1, np.uint16, 16383)
     with open_image(tiff(twelve, extratags=[(281, 3, 1, 16383, True)])) as reader:
         np.testing.assert_allclose(read_image(reader, view, options), twelve / 16383, atol=1e-6)
+
+
+def test_the_range_that_was_found_for_integers_is_not_that_of_floats_nor_of_values_below_0():
+    options = settle(Listed(tiff(pattern(1, np.uint16, 4000))), [0], ReadOptions(1))[0]
+    assert options.value_range == (0, 4095)
+    view = Geometry("native", None).view(HEIGHT, WIDTH)
+    below = pattern(1, np.uint8, 90).astype(np.int16) - 7
+    for pixels, said in (
+        (pattern(1, np.uint8, 3).astype(np.float32) / 4, "^float32 values from 0 to 0.75, and not"),
+        (below, "^values from -7, where those of the other images begin at 0; give"),
+    ):
+        with open_image(tiff(pixels)) as reader, pytest.raises(NotAsAsked, match=said):
+            read_image(reader, view, options)
+        given = ReadOptions(1, value_range=(-7, 83))
+        with open_image(tiff(pixels)) as reader:
+            found = read_image(reader, view, given)
+        np.testing.assert_allclose(found, (pixels.astype(np.float32) + 7) / 90, atol=1e-6)
 
 
 def test_a_range_is_not_looked_for_where_it_is_given_or_all_images_have_8_bits():

@@ -18,12 +18,14 @@ from tests.helpers.inference_files import (
     write_weights,
 )
 from tests.helpers.tools import read_csv, written
+from visionattn.cli import files
 from visionattn.cli.ends import OutOfMemory
 from visionattn.command import run
 from visionattn.inference import banded, forecast, reading
 from visionattn.inference.look import run as look
 from visionattn.inference.opening import open_model
 from visionattn.inference.options import InferenceOptions
+from visionattn.inference.work import WorkFolder
 from visionattn.models.tasks import create
 from visionattn.models.tiled import forward
 from visionattn.models.tiled import plan as planning
@@ -200,6 +202,116 @@ def test_one_that_cannot_be_read_to_its_end_is_told_of_beside_the_others(folder,
         assert [row["status"] for row in rows] == ["ok", "ok", "ok", "unreadable"]
         assert re.match(r"rows \d+ to \d+ of images/3.tif cannot be read", rows[3]["reason"])
     assert not [path for path in folder.iterdir() if path.name.startswith(".")]
+
+
+def test_a_bound_below_one_band_of_any_image_is_told_before_the_first(folder, capsys):
+    # A wide image takes more for a band than one that has more pixels.
+    write_tiff(folder / "images" / "4.tif", 24, 320, 4)
+    before = written(folder)
+    assert run("features", native(*BOUND)) == 2
+    error = capsys.readouterr().err
+    assert re.fullmatch(
+        r"error: memory \d+ \S+ is below one band: \d+ \S+ for 1 row of 40 patches of an image of "
+        r"24 x 320 px\n",
+        error,
+    ), error
+    assert written(folder) == before and not (folder / "out").exists()
+
+
+def test_an_image_whose_size_nobody_looked_at_is_a_row_where_the_bound_is_below_its_bands(
+    folder, monkeypatch
+):
+    write_tiff(folder / "images" / "4.tif", 24, 320, 4)
+    monkeypatch.setattr(forecast, "HEADS", 4)
+    monkeypatch.setattr(banded, "sizes_read", lambda *_: SHAPES)
+    assert run("features", native(*BOUND)) == 0
+    rows = read_index(folder / "out")
+    assert [row["status"] for row in rows] == ["ok"] * 4 + ["oom"]
+    assert "is below one band: " in rows[4]["reason"]
+
+
+def stopped_at(monkeypatch, call):
+    """Ask for an end at a call of ``_keep``, as Ctrl-C does at a band."""
+    calls, real = [], forward._Pass._keep
+
+    def keep(self, stop):
+        calls.append(1)
+        real(self, stop or len(calls) == call)
+
+    monkeypatch.setattr(forward._Pass, "_keep", keep)
+
+
+def test_another_bound_of_memory_goes_on_and_other_options_say_which_they_are(
+    folder, capsys, monkeypatch
+):
+    with monkeypatch.context() as patch:
+        stopped_at(patch, 19)
+        assert run("features", native("--dense", *BOUND)) == 130
+    kept = written(folder)
+    capsys.readouterr()
+    assert run("features", native("--dense", *BOUND, "--dtype", "float16")) == 2
+    error = capsys.readouterr().err
+    assert 'that was to become out: dtype "float32" there, "float16" here; delete it' in error
+    assert error.count("\n") == 1 and written(folder) == kept
+    assert run("features", native("--dense", "--memory_gib", "0.0007")) == 0
+    assert "going on with band" in capsys.readouterr().out
+    assert [row["status"] for row in read_index(folder / "out")] == ["ok"] * 4
+    assert not [path for path in folder.iterdir() if path.name.startswith(".")]
+
+
+def test_the_memory_of_the_first_pass_stays_unless_another_bound_is_asked_for(tmp_path):
+    def work(bound_gib):
+        return WorkFolder(tmp_path / "out", lambda: {"a": 1}, overwrite=False, bound_gib=bound_gib)
+
+    with pytest.raises(KeyboardInterrupt), work(None) as first:
+        assert [first.options(index, 100 - index)["memory"] for index in (0, 7)] == [100, 100]
+        first.result(0).write_bytes(b"done")
+        raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt), work(None) as same:
+        assert same.options(8, 60)["memory"] == 100
+        raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt), work(0.5) as other:
+        assert [other.options(index, 50 - index)["memory"] for index in (8, 9)] == [42, 42]
+        raise KeyboardInterrupt
+    with work(0.5) as last:
+        assert last.options(9, 1)["memory"] == 42 and last.result(0).read_bytes() == b"done"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_where_the_work_cannot_be_kept_beside_the_output_a_line_says_so_at_once(
+    folder, capsys, monkeypatch
+):
+    (folder / "there").mkdir()
+    real = files.os.access
+    monkeypatch.setattr(files.os, "access", lambda path, how: path != folder and real(path, how))
+    assert run("features", native(*BOUND, output="there")) == 2
+    error = capsys.readouterr().err
+    assert error == (
+        f"error: no permission to write to {folder}; the work on there is kept there meanwhile; "
+        "choose another --output\n"
+    )
+
+
+def test_features_of_no_image_keep_nobody_from_another_try(folder, capsys):
+    for path in (folder / "images").iterdir():
+        path.unlink()
+    values = np.random.default_rng(0).random((133, 64, 3)).astype(np.float32)
+    tifffile.imwrite(folder / "images" / "0.tif", values, tile=(16, 16), photometric="rgb")
+    assert run("features", native(*BOUND)) == 2
+    assert "give --value_range LOW HIGH" in capsys.readouterr().err.replace("-range", "_range")
+    assert run("features", native(*BOUND, "--value_range", "0", "1")) == 0
+    assert [row["status"] for row in read_index(folder / "out")] == ["ok"]
+    capsys.readouterr()
+    assert run("features", native(*BOUND, "--value_range", "0", "2")) == 2
+    assert "out holds other features" in capsys.readouterr().err
+
+
+def test_what_does_not_fit_and_is_not_computed_in_bands_leaves_no_folder(folder, capsys):
+    args = dict(patch_size=8, embed_dim=24, depth=1, num_heads=3, attention="softmax")
+    write_weights(folder / "softmax.safetensors", args=args | {"relative": "none"})
+    assert run("features", [*native(*BOUND), "--checkpoint", "softmax.safetensors"]) == 3
+    assert "cut the image" not in capsys.readouterr().err
+    assert not (folder / "out").exists()
 
 
 @pytest.mark.parametrize("kind", ["classes", "features", "maps", "masks"])

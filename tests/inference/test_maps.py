@@ -148,7 +148,7 @@ def test_what_was_stopped_at_a_band_goes_on_to_the_same_bytes(folder, capsys, mo
         write_tiff(folder / "other.tif", seed=2)
         kept = written(folder)
         assert run("features", [*command, "--images", "other.tif"]) == 2
-        part = "keeps the work of other images, weights or options that was to become"
+        part = f"keeps other work that was to become {output}: list_of_images "
         assert_one_error(capsys, part)
         assert written(folder) == kept
         assert run("features", command) == 0

@@ -99,10 +99,10 @@ how = {"model": weights, "img_size": "native"}
 pool = ray.data.ActorPoolStrategy
 rows = ray.data.from_items([{"path": path} for path in paths], override_num_blocks=len(paths) // 2)
 rows = rows.map_batches(
-    Decode, fn_constructor_kwargs=how, batch_size=2, num_cpus=0.4, compute=pool(size=1)
+    Decode, fn_constructor_kwargs=how, batch_size=2, num_cpus=0.3, compute=pool(size=1)
 )
 rows = rows.map_batches(
-    Embed, fn_constructor_kwargs=how, batch_size=2, num_cpus=0.4,
+    Embed, fn_constructor_kwargs=how, batch_size=2, num_cpus=0.3,
     compute=pool(min_size=1, max_size=2),
 )
 for row in rows.iter_rows():

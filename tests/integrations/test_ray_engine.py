@@ -137,6 +137,7 @@ BAD = {
     "--engine ray --address local --parts 0": "parts must be above 0, got 0",
     "--engine ray --address local --probe": "call the command without engine once they are there",
     "--engine ray --address local --overwrite": "engine ray overwrites nothing",
+    "--engine ray --address local --dense --output a.zarr": "folder of features, and a.zarr is a",
     "--address local": "address is for --engine ray alone; leave it out",
     "--parts 2": "parts is for --engine ray alone; leave it out",
     "--engine dask": "engine must be one of here, ray, got dask",

@@ -75,6 +75,38 @@ def test_bands_give_what_the_whole_image_gives(name, monkeypatch):
     assert worst < (2e-6 if "absolute" in name else 1e-12)
 
 
+PREFIXES = {
+    "no prefix": dict(class_token=False),
+    "class": {},
+    "class and registers": dict(reg_tokens=3),
+}
+
+
+@pytest.mark.parametrize("windows", [False, True])
+@pytest.mark.parametrize("prefix", PREFIXES)
+@pytest.mark.parametrize("relative", ["joint", "axial", "flat"])
+@pytest.mark.parametrize("attention", ["kernelized", "taylorshift"])
+def test_each_attention_with_each_position_prefix_and_windows(
+    attention, relative, prefix, windows, monkeypatch
+):
+    if windows and relative == "flat":
+        with pytest.raises(ValueError, match="attention='window' is on a grid"):
+            make(attention=[attention, "window"], relative=relative, depth=2)
+        return
+    kinds = dict(attention=[attention, "window"], window_size=4) if windows else {}
+    given = dict(attention=attention, relative=relative, horizon=3, depth=2)
+    model = make(**given | PREFIXES[prefix] | kinds)
+    for number, grid in enumerate(GRIDS):
+        image = draw_image(4 * grid[0], 4 * grid[1], seed=number)
+        monkeypatch.setattr(planning, "BAND_TOKENS", grid[1] * (1, 2, 3, 1, 7, 4)[number])
+        for want in ("logits", "dense"):
+            found, expected = (
+                forward_tiled(model, Array(image), want=want),
+                plain(model, image, want),
+            )
+            assert (found - expected).abs().max() < 1e-12 * expected.abs().max()
+
+
 @pytest.mark.parametrize("name", ["kernelized", "taylorshift", "windows"])
 def test_float32_keeps_five_digits(name, monkeypatch):
     model, image = make(**MODELS[name]).float(), draw_image(120, 90).astype(np.float32)

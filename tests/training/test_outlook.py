@@ -220,6 +220,27 @@ def test_a_large_image_is_told_by_smaller_ones(monkeypatch, power):
     assert {images for images, _, _ in clock.tried} == {1}
 
 
+def test_images_too_large_to_be_counted_are_told_from_smaller_ones(monkeypatch, memory):
+    outlooks = memory(Geometry("native", None, None, (16, 16)), there=2**40)
+    counted = {size: outlooks.bytes_of((2, *size)) for size in ((4800, 3600), (480, 36000))}
+    monkeypatch.setattr(outlook, "COUNTED_PIXELS", 1 << 22)
+    monkeypatch.setattr(outlook, "ABOUT_PIXELS", 1 << 19)
+    told = memory(Geometry("native", None, None, (16, 16)), there=2**40)
+    real, shapes = told.passes.forward_bytes, []
+
+    def forward_bytes(shape, compute):
+        shapes.append(shape)
+        return real(shape, compute)
+
+    monkeypatch.setattr(told.passes, "forward_bytes", forward_bytes)
+    for size, count in counted.items():
+        assert told.bytes_of((2, *size)) == pytest.approx(count, rel=0.05)
+    # A head may say anything.
+    assert told.too_much((4_000_000, 4_000_000)) and told.too_much((16, 2**40))
+    assert not told.too_much((4800, 3600))
+    assert max(math.prod(shape[1:]) for shape in shapes) <= 1 << 22
+
+
 def test_a_large_image_that_is_quick_is_tried_whole(monkeypatch):
     size = (2048, 1024)
     assert math.prod(size) > FEW_PIXELS

@@ -35,8 +35,8 @@ from visionattn.layout import Grid
 from visionattn.models.evidence import Evidence
 from visionattn.models.filled import call, last_map, pooled
 from visionattn.models.segmentation import Segmenter
-from visionattn.models.tiled.forward import Want, check_tiled, forward_tiled
-from visionattn.models.tiled.plan import SHARE, plan
+from visionattn.models.tiled.forward import CUT, Want, check_tiled, forward_tiled
+from visionattn.models.tiled.plan import SHARE, BelowOneBand, plan
 from visionattn.training.evaluate import autocast
 
 WANTS: dict[Compute, Want] = {
@@ -144,7 +144,8 @@ class Banding:
         banded = [size for size in found if self.images.is_banded(*size)]
         self.share = len(banded) / len(found)
         largest = max(banded, key=lambda size: size[0] * size[1])
-        self._check_bound(canvases[largest])
+        for canvas in dict.fromkeys(canvases[size] for size in banded):
+            self._check_bound(canvas)
         self.lines = (self._said(len(banded), len(found), largest, shapes[-1]),)
 
     def _reason(self) -> str | None:
@@ -154,7 +155,8 @@ class Banding:
         try:
             check_tiled(self.opened.model, self.want)
         except ValueError as error:
-            return f"it is not computed band by band: {error}; --tiles SIDE cuts images into tiles"
+            reason = str(error).removesuffix(CUT)
+            return f"it is not computed band by band: {reason}; --tiles SIDE cuts images into tiles"
         return None
 
     def _check_bound(self, canvas: Size) -> None:
@@ -163,7 +165,12 @@ class Banding:
         body = model.backbone if isinstance(model, Segmenter) else model
         down, across = self.opened.geometry.patch_px
         grid = Grid(canvas[0] // down, canvas[1] // across)
-        plan(body, grid, self.memory_bytes(), self.want, model)
+        try:
+            plan(body, grid, self.memory_bytes(), self.want, model)
+        except BelowOneBand as error:
+            if len(self.images) == 1:
+                raise
+            raise ValueError(f"{error} of an image of {pixels(canvas)}") from error
 
     def memory_bytes(self) -> int | None:
         """Return what a pass may take beside the model, as far as that is known."""
@@ -194,7 +201,7 @@ class Banding:
         """Compute the output of an image band by band.
 
         Raises:
-            ValueError: the bound is below one band, or ``work`` keeps the work of another image.
+            ValueError: ``work`` keeps the work of another image.
             Stopped: Ctrl-C, where there is ``work``.
         """
         self.before()
@@ -209,6 +216,8 @@ class Banding:
             if self.work is not None:
                 self.work.drop(index)
             return replace(failed, reason=reason, input_height=None, input_width=None)
+        except BelowOneBand as error:
+            return replace(failed, status="oom", reason=str(error))
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -285,7 +294,7 @@ def banding_of(
     """
     if work is not None:
         work.check()
-    return Banding(
+    banding = Banding(
         opened,
         images,
         compute,
@@ -296,6 +305,9 @@ def banding_of(
         work=work,
         always=always,
     )
+    if work is not None and (always or banding.lines):
+        work.check_writable()
+    return banding
 
 
 def folder_of(
@@ -306,12 +318,13 @@ def folder_of(
     """
 
     def identity() -> dict[str, Any]:
-        keys = ("amp", "level", "memory_gib", "dense", "dtype")
+        keys = ("amp", "level", "dense", "dtype")
         known = opened.identity() | {key: getattr(options, key, None) for key in keys}
         return known | {"images": len(images), "list_of_images": images.listing.digest()}
 
     output = output or Path(options.output or "")
-    return WorkFolder(output, identity, overwrite=options.overwrite)
+    bound = options.memory_gib
+    return WorkFolder(output, identity, overwrite=options.overwrite, bound_gib=bound)
 
 
 class UnreadableImage(ValueError):

@@ -14,6 +14,7 @@ from visionattn.cli.parsing import parse
 from visionattn.cli.untrusted import brief
 from visionattn.data.checks import DRAWN
 from visionattn.data.config import DataConfig
+from visionattn.data.large.sink import SINKS
 from visionattn.inference.collection import Part
 from visionattn.inference.options import InferenceOptions, parse_options
 from visionattn.training.config import TrainConfig
@@ -217,6 +218,8 @@ def _check_parts(options: ExtractOptions) -> None:
             raise ValueError(f"{key} is for --engine ray alone; leave it out")
     if not ray:
         return
+    if Path(options.output or "").suffix.lower() in SINKS:
+        raise ValueError(f"engine ray writes a folder of features, and {options.output} is a map")
     if options.overwrite:
         raise ValueError("engine ray overwrites nothing; name an --output that does not exist")
     if options.parts is not None and options.parts < 1:

@@ -5,6 +5,7 @@ This module owns what a run writes, how it goes on after it was killed, and what
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from visionattn.inference.shards import (
     check_images,
     check_ours,
     delete_from,
+    has_features,
     read_features,
     rows_of,
     shard_paths,
@@ -160,7 +162,13 @@ class Extraction:
     def _whole_shards(self) -> list[Shard]:
         if self.options.overwrite:
             return []
-        return whole_shards(self.folder, self.identity, self.numbers.start)
+        try:
+            return whole_shards(self.folder, self.identity, self.numbers.start)
+        except ValueError:
+            # Where no image gave features, as with a wrong option, there is nothing to keep.
+            if has_features(self.folder):
+                raise
+            return []
 
     def _find_images(self) -> None:
         """List the images, and divide them for a probe of pooled features."""
@@ -220,8 +228,12 @@ class Extraction:
             OutOfMemory: none of them fits into memory.
             Failed: a process that reads images ended.
         """
+        made = not self.folder.exists()
         self.folder.mkdir(parents=True, exist_ok=True)
-        with locked(self.folder / LOCK, f"{AT_WORK} in {self.folder}; wait for it or end it"):
+        with (
+            emptied_at_end(self.folder, made),
+            locked(self.folder / LOCK, f"{AT_WORK} in {self.folder}; wait for it or end it"),
+        ):
             for path in unfinished(self.folder):  # of a run that was killed as it wrote
                 path.unlink()
             self.kept = self._whole_shards()  # another run may have written since the check
@@ -351,6 +363,17 @@ class Extraction:
             "the same command without --overwrite" if self.options.overwrite else "the same command"
         )
         return f"stopped; the files that are written stay in {self.folder}, {again} goes on"
+
+
+@contextmanager
+def emptied_at_end(folder: Path, made: bool) -> Iterator[None]:
+    """Delete a folder in the end that was made for what then was not begun."""
+    try:
+        yield
+    finally:
+        if made:
+            with suppress(OSError):  # something is in it
+                folder.rmdir()
 
 
 def report_failures(folder: Path, say: Callable[[str], None], *, all_fail: bool = True) -> None:

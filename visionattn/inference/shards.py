@@ -327,6 +327,12 @@ def rows_of(folder: Path) -> Iterator[dict[str, Any]]:
         yield from read[0].rows
 
 
+def has_features(folder: Path) -> bool:
+    """Tell whether any image of a folder gave features, as far as its files can be read."""
+    found = (read_shard(path) for path in shard_paths(folder))
+    return any(row["status"] == "ok" for each in found if each for row in each[0].rows)
+
+
 def write_index(folder: Path) -> Path:
     """Write the rows of all shards to one CSV file, under ``COLUMNS``, and return its path; names
     stand there as ``visionattn.cli.tables`` writes texts.

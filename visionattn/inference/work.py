@@ -15,8 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from visionattn.cli.files import Continued, write_text
-from visionattn.inference.listing import digest_of
+from visionattn.cli.files import Continued, check_folder, write_text
+from visionattn.inference.shards import briefly
 
 STATE = "work.json"
 
@@ -42,10 +42,18 @@ class WorkFolder:
         identity: returns JSON types that tell this work from that of other commands; it is asked
             where there is work alone.
         overwrite: work of another command is deleted instead of refused.
+        bound_gib: the bound of memory that was asked for, which may be another one later.
     """
 
-    def __init__(self, output: Path, identity: Callable[[], dict[str, Any]], *, overwrite: bool):
-        self.output, self.overwrite = output, overwrite
+    def __init__(
+        self,
+        output: Path,
+        identity: Callable[[], dict[str, Any]],
+        *,
+        overwrite: bool,
+        bound_gib: float | None = None,
+    ):
+        self.output, self.overwrite, self.bound_gib = output, overwrite, bound_gib
         self._path, self._identity = _beside(output), identity
         self._held: Continued | None = None
         self._memory: int | None = None
@@ -56,17 +64,33 @@ class WorkFolder:
         return Continued.beside(self._path, folder=True)
 
     @cached_property
-    def _digest(self) -> str:
-        return digest_of([json.dumps(self._identity(), sort_keys=True, default=str)])
+    def _own(self) -> dict[str, str]:
+        """Return what tells the work from others, by name, as texts."""
+        return {
+            key: json.dumps(value, sort_keys=True, default=str)
+            for key, value in self._identity().items()
+        }
 
     def check(self) -> None:
         """Raise ValueError where there is the work of another command; one line."""
-        if not self.overwrite and (found := self._state()) and found.get("of") != self._digest:
-            raise ValueError(
-                f"{self.folder} keeps the work of other images, weights or options that was to "
-                f"become {self.output}; delete it, choose another --output, or begin anew with "
-                "--overwrite"
-            )
+        if self.overwrite or not (found := self._state()) or self._is_ours(found):
+            return
+        other = found.get("of") if isinstance(found.get("of"), dict) else {}
+        key = next(key for key in self._own if other.get(key) != self._own[key])
+        there, here = briefly(other.get(key), self._own[key])
+        raise ValueError(
+            f"{self.folder} keeps other work that was to become {self.output}: {key} {there} "
+            f"there, {here} here; delete it, choose another --output, or begin anew with "
+            "--overwrite"
+        )
+
+    def check_writable(self) -> None:
+        """Raise ValueError where the folder cannot be made; one line."""
+        way_out = f"the work on {self.output} is kept there meanwhile; choose another --output"
+        check_folder(self._path, way_out)
+
+    def _is_ours(self, found: dict[str, Any]) -> bool:
+        return found.get("of") == self._own
 
     def _state(self) -> dict[str, Any] | None:
         """Return what the folder says of itself; None where there is none, or it says nothing."""
@@ -88,7 +112,7 @@ class WorkFolder:
 
     def _begin(self, held: Continued) -> None:
         found = self._state()
-        if found is None or found.get("of") != self._digest:
+        if found is None or not self._is_ours(found):
             held.empty()
             found = None
         for place in held.place.glob("*/tmp*"):  # files that a killed pass had mapped
@@ -97,25 +121,27 @@ class WorkFolder:
 
     def options(self, index: int, memory: int | None) -> dict[str, Any]:
         """Return options of ``forward_tiled`` for an image: its folder, and the memory with which
-        the first of these passes began, as the same bands lead to the same bytes.
+        the first of these passes began, as the same bands lead to the same bytes, unless another
+        bound is asked for since.
         """
         assert self._held is not None
-        if self._state() is None:
+        found = self._state()
+        if found is None or found.get("bound_gib") != self.bound_gib:
             self._memory = memory
-            state = {"of": self._digest, "memory": memory}
+            state = {"of": self._own, "memory": memory, "bound_gib": self.bound_gib}
             write_text(self._held.place / STATE, json.dumps(state))
         return {"work": self._held.place / f"{index:06d}", "memory": self._memory}
 
     def finish(self) -> None:
         """Note that from now on the output may be there."""
         assert self._held is not None
-        state = (self._state() or {}) | {"of": self._digest, "finishing": True}
+        state = (self._state() or {}) | {"of": self._own, "finishing": True}
         write_text(self._held.place / STATE, json.dumps(state))
 
     def is_finishing(self) -> bool:
         """Tell whether this command was killed as its output got its name."""
         found = self._state() or {}
-        return bool(found.get("finishing")) and found.get("of") == self._digest
+        return bool(found.get("finishing")) and self._is_ours(found)
 
     def result(self, index: int) -> Path:
         """Return the file in which the output of an image is kept until the command is done."""

@@ -39,10 +39,10 @@ from visionattn.training.passes import Compute, Passes, Shape
 
 FEW_PIXELS = 1 << 20
 """So many pixels in all take no time worth a word."""
-SHARES = (1 / 256, 1 / 64, 1 / 16, 1 / 4)
-"""Parts of the pixels of a large image that are looked at before all of them."""
 ABOUT_PIXELS = 1 << 22
 """Pixels from which on what an image takes is told from smaller ones."""
+COUNTED_PIXELS = 1 << 25
+"""Pixels of the largest image that is counted itself: larger ones take minutes to count."""
 TRIAL_SECONDS = 10.0
 """How long a trial image may be expected to take; smaller ones tell of larger ones."""
 BATCH_SECONDS = 0.5
@@ -102,14 +102,31 @@ class ForwardMemory:
 
     def bytes_of(self, shape: Shape) -> int | None:
         """Return the memory at batches of a shape; None where nobody can tell, and on a GPU
-        infinity where it is too much.
+        infinity where it is too much. What images of more than ``COUNTED_PIXELS`` take is told from
+        two smaller sizes.
         """
+        images, *size = shape
+        if math.prod(size) > COUNTED_PIXELS:
+            return self._extended(images, (size[0], size[1]))
         forward = self.passes.forward_bytes(shape, self.work.compute)
         if forward is None:
             return None
         alone = self.bounded or self.work.device.type == "cuda"
         beside = 0 if alone else self.beside(shape)
         return self.base_bytes + forward + beside
+
+    def _extended(self, images: int, size: Size) -> int | None:
+        """Return the memory at images that are too large to be counted: as it grows from an eighth
+        of ``COUNTED_PIXELS`` to a half of them, so it goes on.
+        """
+        share = COUNTED_PIXELS / math.prod(size)
+        less, more = (scaled(size, part * share, self.geometry.patch_px) for part in (1 / 8, 1 / 2))
+        few, many = self.bytes_of((images, *less)), self.bytes_of((images, *more))
+        if few is None or many is None or many == math.inf:
+            return many
+        pixels = math.prod(more)
+        grown = max(0, many - few) / max(1, pixels - math.prod(less)) * (math.prod(size) - pixels)
+        return many + int(min(grown, 1 << 62))
 
     def auto(self, size: Size, count: int) -> tuple[int, str]:
         """Return the most images of a size, of ``count``, that ``batch_size auto`` stands for, and
@@ -153,10 +170,11 @@ class ForwardMemory:
 
         To count what a large one takes is long work itself: smaller ones come first.
         """
-        for share in SHARES:
-            part = scaled(size, share, self.geometry.patch_px)
-            if math.prod(part) > FEW_PIXELS and self._too_much(part):
+        pixels, part = math.prod(size), ABOUT_PIXELS
+        while part < min(pixels / 2, COUNTED_PIXELS):
+            if self._too_much(scaled(size, part / pixels, self.geometry.patch_px)):
                 return True
+            part *= 4
         return self._too_much(size)
 
     def about(self, size: Size) -> int | None:

@@ -31,7 +31,15 @@ def open_reader(source: str | BinaryIO, page: int | None) -> Reader:
     mapped = isinstance(path, str) and os.path.isfile(path)
     with damage("array", tokenize.TokenError, MemoryError):
         # Objects would be unpickled, which may run anything.
-        array = np.load(path if mapped else source, "r" if mapped else None, allow_pickle=False)
+        try:
+            array = np.load(path if mapped else source, "r" if mapped else None, allow_pickle=False)
+        except ValueError as error:
+            if "mmap length" not in str(error):
+                raise
+            raise ValueError(
+                f"array that is cut off: it has {os.path.getsize(path):,} bytes, and its head says "
+                "more"
+            ) from error
     return ArrayImage([array], source, page)
 
 

@@ -5,7 +5,6 @@ JPEG and JPEG 2000 allow it. Pillow has no colours of more than 8 bits: PNG of 1
 OpenCV, TIFF and JPEG 2000 of that kind through other readers.
 """
 
-import struct
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ import cv2
 import numpy as np
 from PIL import ExifTags, Image
 
+from visionattn.data.formats.png import check_rows, exif_follows_pixels, wide_png
 from visionattn.data.formats.reader import (
     BROKEN,
     DAMAGED_IMAGE,
@@ -32,7 +32,6 @@ CONVERTED = {"1": "L", "LA": "LA", "La": "LA", "PA": "RGBA", "RGBA": "RGBA", "RG
 """What images of a mode are converted to; those of other modes of 8 bits become RGB."""
 BANDS = {"L": 1, "LA": 2, "RGB": 3, "RGBA": 4}
 _BITS_PER_SAMPLE, _MAX_SAMPLE_VALUE = 258, 281  # tags of TIFF
-_PNG = b"\x89PNG\r\n\x1a\n"
 _J2K_START = b"\xff\x4f\xff\x51"
 _limit = threading.Lock()
 _allowed: list[int | None] = []
@@ -64,7 +63,7 @@ class PillowImage(Reader):
         self._pixels: np.ndarray | None = None
         self._scale = 1
         self._image = self._open()
-        self._wide = _wide_png(file) if self._image.format == "PNG" else None
+        self._wide = wide_png(file) if self._image.format == "PNG" else None
         self._codestream = _codestream(file) if self._image.format == "JPEG2000" else None
         self.stored = self._image.size[::-1]
         if self._image.format != "TIFF":  # Pillow turns TIFF itself
@@ -169,6 +168,8 @@ class PillowImage(Reader):
         elif scale > 1:
             image.draft(None, tuple(px // scale for px in image.size))
         with large_images_allowed():
+            if image.format == "PNG":
+                self._check_last_rows(image)
             if self.dtype == np.uint8 and image.mode != self.mode:
                 image = image.convert(self.mode)
             pixels = np.asarray(image).astype(self.dtype, copy=False)
@@ -178,9 +179,17 @@ class PillowImage(Reader):
             pixels = self._wide.unscaled(pixels)
         return pixels.reshape(*pixels.shape[:2], -1)
 
+    def _check_last_rows(self, image: Image.Image) -> None:
+        """Raise ValueError for rows that a PNG says it has and does not: Pillow leaves them 0."""
+        # Of an interlaced file either of the last two rows may be among those that come last.
+        last = np.asarray(image.crop((0, max(0, image.height - 2), image.width, image.height)))
+        if not all(row.any() for row in last):
+            check_rows(self._file)
+
     def _decode_wide_png(self) -> np.ndarray:
         # Pillow finds damage by the checksums; OpenCV would print it, and old ones pass over it.
         self._open().verify()
+        check_rows(self._file)
         self._file.seek(0)
         encoded = np.frombuffer(self._file.read(), np.uint8)
         with damage("PNG of 16 bits", cv2.error):
@@ -205,69 +214,13 @@ def _stated(image: Image.Image, tag: int) -> int:
 def _orientation(image: Image.Image, file: BinaryIO) -> object:
     """Return the number of EXIF that says how the image is turned; 1 where EXIF is garbled."""
     try:
-        if image.format == "PNG" and not _exif_follows_pixels(file):
+        if image.format == "PNG" and not exif_follows_pixels(file):
             exif = Image.Image.getexif(image)  # of PNG, Pillow's own would decode all pixels
         else:
             exif = image.getexif()
         return exif.get(ExifTags.Base.Orientation, 1)
     except (*DAMAGED_IMAGE, *BROKEN):
         return 1
-
-
-def _exif_follows_pixels(file: BinaryIO) -> bool:
-    """Tell whether a PNG has its EXIF behind its pixels, as few have; Pillow reads that before
-    them.
-    """
-    file.seek(len(_PNG))
-    behind = False
-    while len(start := file.read(8)) == 8:
-        length, kind = struct.unpack(">I4s", start)
-        behind = behind or kind == b"IDAT"
-        if behind and kind == b"eXIf":
-            return True
-        if behind and kind in (b"tEXt", b"zTXt", b"iTXt"):
-            text = file.read(min(length, 24))
-            if text.startswith((b"Raw profile type exif", b"XML:com.adobe.xmp")):
-                return True
-            length -= len(text)
-        file.seek(length + 4, 1)
-    return False
-
-
-class _WidePng(NamedTuple):
-    """What the header of a PNG of 16 bits says."""
-
-    bands: int
-    bits: int | None
-
-    def unscaled(self, pixels: np.ndarray) -> np.ndarray:
-        """Return values of ``bits`` bits. The standard asks that fewer bits are scaled to 16, by
-        zeros or by the upper bits below them; files that hold them as they are exist too.
-        """
-        if self.bits is None:
-            return pixels
-        low = pixels & (2 ** (16 - self.bits) - 1)
-        above = pixels >> (16 - self.bits)
-        repeated = above >> max(0, 2 * self.bits - 16)
-        scaled = not low.any() or np.array_equal(low, repeated)
-        return above if scaled else pixels
-
-
-def _wide_png(file: BinaryIO) -> _WidePng | None:
-    """Read the header of a PNG up to its pixels; None where it has no 16 bits."""
-    file.seek(0)
-    head = file.read(33)
-    if len(head) < 33 or head[:8] != _PNG or head[24] != 16:
-        return None
-    bands = {0: 1, 2: 3, 4: 2, 6: 4}.get(head[25], 1)
-    while len(start := file.read(8)) == 8:
-        length, kind = struct.unpack(">I4s", start)
-        if kind == b"IDAT":
-            break
-        content = file.read(length + 4)
-        if kind == b"sBIT" and length and max(content[:length]) < 16:
-            return _WidePng(bands, max(content[:length]))
-    return _WidePng(bands, None)
 
 
 class _Codestream(NamedTuple):

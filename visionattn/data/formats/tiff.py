@@ -33,7 +33,8 @@ from visionattn.data.geometry import Box
 GEO_KEYS, ORIENTATION, LARGEST_VALUE = 34735, 274, 281
 GDAL_NODATA = 42113
 MIN_IS_WHITE, MIN_IS_BLACK, RGB, YCBCR = 0, 1, 2, 6
-JPEGS = (6, 7, 33007, 34892)
+OLD_JPEG = 6
+JPEGS = (OLD_JPEG, 7, 33007, 34892)
 REDUCED, MASK = 1, 4
 """Bits of the tag that tells smaller copies and masks from pages."""
 # tifffile logs what it finds wrong; the error says it too.
@@ -122,6 +123,7 @@ class TiffImage(Reader):
         self.inverted = first.photometric == MIN_IS_WHITE and self.dtype.kind == "u"
         self.nodata = _named_nodata(first)
         self._number = number
+        self._check_segments(first)
 
     @property
     def pages(self) -> int:
@@ -212,6 +214,7 @@ class TiffImage(Reader):
 
     def _segments(self, page, part: tuple[slice, slice], bands: Sequence[int] | None) -> np.ndarray:
         """Decode the tiles or strips that a part of a page lies in, of the planes of ``bands``."""
+        self._check_segments(page)
         planar = page.planarconfig == 2 and self.bands > 1
         chosen = list(range(self.bands)) if bands is None else list(bands)
         shape = (part[0].stop - part[0].start, part[1].stop - part[1].start, len(chosen))
@@ -255,6 +258,19 @@ class TiffImage(Reader):
             for row in range(part[0].start // height, (part[0].stop - 1) // height + 1)
             for column in range(part[1].start // width, (part[1].stop - 1) // width + 1)
         ]
+
+    def _check_segments(self, page) -> None:
+        """Raise ValueError where a page is said to be larger than the tiles or strips it lists."""
+        if page.imagedepth != 1 or page.compression == OLD_JPEG:  # these count them otherwise
+            return
+        height, width = self._segment_size(page)
+        planes = page.samplesperpixel if page.planarconfig == 2 else 1
+        wanted = math.ceil(page.imagelength / height) * math.ceil(page.imagewidth / width) * planes
+        if len(page.dataoffsets) < wanted:
+            raise ValueError(
+                f"TIFF that says it has {page.imagelength:,} x {page.imagewidth:,} pixels, in "
+                f"{wanted:,} tiles or strips, and lists {len(page.dataoffsets):,}"
+            )
 
     def _segment_size(self, page) -> tuple[int, int]:
         if page.is_tiled:

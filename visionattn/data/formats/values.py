@@ -131,9 +131,12 @@ def range_of(reader: Reader, options: ReadOptions) -> tuple[float, float] | None
         stated = (0.0, float(2**reader.bits - 1))
     elif reader.dtype == bool:
         stated = (0.0, 1.0)
-    if options.value_range is not None and not (options.found and stated is not None):
-        return options.value_range
-    return stated
+    if options.value_range is None:
+        return stated
+    # What was found of other files holds for integers whose file does not state their range.
+    if options.found and (stated is not None or reader.dtype.kind not in "ui"):
+        return stated
+    return options.value_range
 
 
 def scale_values(pixels: np.ndarray, reader: Reader, options: ReadOptions) -> np.ndarray:
@@ -141,7 +144,7 @@ def scale_values(pixels: np.ndarray, reader: Reader, options: ReadOptions) -> np
     are 0. Where the smallest value is white, so is 0.
 
     Raises:
-        NotAsAsked: nothing says which values are black and white, or values are above what the
+        NotAsAsked: nothing says which values are black and white, or values are beyond what the
             other files hold; one line with the smallest and the largest value.
     """
     empty = holds_nothing(pixels, reader)
@@ -153,7 +156,7 @@ def scale_values(pixels: np.ndarray, reader: Reader, options: ReadOptions) -> np
         raise NotAsAsked(_no_range(pixels, reader.nodata))
     low, high = limits
     if options.found or limits != options.value_range:
-        _check_above(pixels if empty is None else pixels[~empty], high)
+        _check_within(pixels if empty is None else pixels[~empty], low, high)
     scaled = pixels.astype(np.float32)
     scaled -= np.float32(low)
     scaled /= np.float32(high - low)
@@ -183,7 +186,12 @@ def _no_range(pixels: np.ndarray, nodata: float | None) -> str:
     )
 
 
-def _check_above(pixels: np.ndarray, high: float) -> None:
+def _check_within(pixels: np.ndarray, low: float, high: float) -> None:
+    if pixels.size and (smallest := pixels.min()) < low:
+        raise NotAsAsked(
+            f"values from {smallest:,}, where those of the other images begin at {low:,.0f}; give "
+            "--data.value_range LOW HIGH"
+        )
     if pixels.size and (largest := pixels.max()) > high:
         raise NotAsAsked(
             f"values up to {largest:,}, where those of the other images end at {high:,.0f}; give "

@@ -42,6 +42,8 @@ from visionattn.models.tiled.snapshot import Snapshots
 from visionattn.models.tiled.stores import Store
 
 Want = Literal["logits", "pooled", "dense", "masks", "evidence"]
+CUT = "; cut the image into tiles"
+"""How the line of a model that cannot be computed in bands ends."""
 
 
 def forward_tiled(
@@ -115,8 +117,8 @@ def _body_of(model: nn.Module, want: Want) -> VisionAttnTransformer:
     body = model.backbone if isinstance(model, Segmenter) else model
     if not isinstance(body, VisionAttnTransformer):
         raise ValueError(
-            f"{type(body).__name__} is no model of visionattn: its blocks need all tokens at once; "
-            "cut the image into tiles"
+            f"{type(body).__name__} is no model of visionattn: its blocks need all tokens at once"
+            f"{CUT}"
         )
     if isinstance(model, Segmenter) != (want == "masks") and want != "dense":
         given = "classes of pixels" if isinstance(model, Segmenter) else "no classes of pixels"

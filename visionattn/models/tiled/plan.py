@@ -38,6 +38,10 @@ class Plan:
     """What it will take, in words."""
 
 
+class BelowOneBand(ValueError):
+    """A bound of memory is below one band; the text says what a band takes."""
+
+
 def plan(
     body: VisionAttnTransformer,
     grid: Grid,
@@ -51,7 +55,7 @@ def plan(
     on has bands of so many ``rows`` already.
 
     Raises:
-        ValueError: the bound is below one band.
+        BelowOneBand: the bound of memory allows no band.
     """
     weight = body.patch_embed.proj.weight
     there = None
@@ -74,7 +78,7 @@ def plan(
             bound = "the memory there is" if there is not None else f"memory {sized(memory)}"
             fewest = min(takes, key=takes.__getitem__)
             said = "1 row" if fewest == 1 else f"{fewest} rows"
-            raise ValueError(
+            raise BelowOneBand(
                 f"{bound} is below one band: {sized(takes[fewest])} for {said} of {grid.width} "
                 "patches"
             )
