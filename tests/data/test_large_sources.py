@@ -420,7 +420,7 @@ def test_what_is_no_image_or_not_what_the_model_takes_is_one_line(tmp_path):
         (path, COLOURED, f"{path}: the image has 5 bands; name those to read"),
         (path, ReadOptions(bands=(6,)), f"{path}: wanted band 6, the image has 5 bands"),
         (path, ReadOptions(page=2), f"{path}: wanted page 2, the image has 1 page"),
-        (io.BytesIO(b"nothing"), None, "cannot identify image file"),
+        (io.BytesIO(b"nothing"), None, "cannot identify image file: it is of no known format"),
     ):
         with pytest.raises(ValueError) as raised:
             open_source(image, options=options)

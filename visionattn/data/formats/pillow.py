@@ -247,4 +247,5 @@ def _codestream(file: BinaryIO) -> _Codestream:
 
 def open_reader(file: BinaryIO, page: int | None) -> Reader:
     """Open an image with Pillow."""
-    return PillowImage(file, page)
+    with damage("image"):
+        return PillowImage(file, page)
