@@ -1,6 +1,7 @@
 """Kills of trainings of classes, of masks and of models that write images, distillations, sweeps,
-extractions of features and maps that are computed band by band: whenever one comes, the same
-command, called again, ends with the same bytes and leaves nothing behind.
+extractions of features, maps that are computed band by band and images that are written value by
+value: whenever one comes, the same command, called again, ends with the same bytes and leaves
+nothing behind.
 
 ``python -m tests.kills --count 20`` kills each kind that often, every third time in the middle of a
 write, prints a line for each kill and ends with exit code 1 where an end differs.
@@ -24,12 +25,13 @@ import tifffile
 import torch
 import yaml
 
-from tests.helpers.inference_files import write_folder, write_weights
+from tests.helpers.inference_files import write_decoder, write_folder, write_weights
 from tests.helpers.resumed_runs import assert_same_end
 from tests.helpers.tools import read_csv
 from tests.helpers.warm_python import serving
 from visionattn.cli.files import is_unfinished
 from visionattn.command import run
+from visionattn.inference.generate import run as writing
 from visionattn.lab.sweep.run import sweep
 from visionattn.models.tiled import snapshot
 
@@ -74,6 +76,7 @@ FEATURES = "--checkpoint best.safetensors --images images --img_size native --ba
 FEATURES += " --shard_images 3 --workers 0 --output out"
 MAP = "--dense --checkpoint best.safetensors --images large.tif --img_size native"
 MAP += " --memory_gib 0.003 --output map.npy"
+WRITE = "writer.safetensors --count 5 --batch_size 2 --output out"
 SECONDS = 120
 """Until a command that does not end counts as one that hangs."""
 TIMES = {"train_seconds", "images_per_second", "attempts", "date", "load", "sweep_seconds"}
@@ -198,14 +201,14 @@ def extract_parts(deadly: int, _: int) -> int:
     return max((run("features", command.split()) for command in commands), default=0)
 
 
-def same_features(left: Path, right: Path) -> None:
+def same_features(left: Path, right: Path, files: int = 6) -> None:
     found = [
         {path.name: path.read_bytes() for path in (folder / "out").iterdir()}
         for folder in (left, right)
     ]
     assert found[0].keys() == found[1].keys(), (found[0].keys(), found[1].keys())
     assert [name for name in found[0] if found[0][name] != found[1][name]] == []
-    assert len(found[0]) == 6
+    assert len(found[0]) == files
 
 
 def write_map(deadly: int, _: int) -> int:
@@ -216,6 +219,18 @@ def write_map(deadly: int, _: int) -> int:
 
 def same_map(left: Path, right: Path) -> None:
     assert (left / "map.npy").read_bytes() == (right / "map.npy").read_bytes()
+    left_over = [path.name for path in right.iterdir() if path.name.startswith(".")]
+    assert left_over == [], left_over
+
+
+def write_images(deadly: int, _: int) -> int:
+    """Write images, which are kept after each value."""
+    writing.KEEP_SECONDS = 0.0
+    return run("generate", WRITE.split())
+
+
+def same_images(left: Path, right: Path) -> None:
+    same_features(left, right, 7)
     left_over = [path.name for path in right.iterdir() if path.name.startswith(".")]
     assert left_over == [], left_over
 
@@ -231,6 +246,7 @@ KINDS = {
         Kind("features", extract, same_features),
         Kind("bands", write_map, same_map),
         Kind("parts", extract_parts, same_features),
+        Kind("images", write_images, same_images),
     )
 }
 
@@ -243,6 +259,7 @@ def prepare(folder: Path) -> Path:
     (folder / "written.yaml").write_text(yaml.safe_dump(WRITTEN))
     (folder / "distil.yaml").write_text(yaml.safe_dump(DISTIL))
     write_weights(folder / "best.safetensors")
+    write_decoder(folder / "writer.safetensors")
     write_folder(folder / "images", [(16, 24), (40, 8), (16, 16)] * 5)
     pixels = np.random.default_rng(0).integers(0, 256, (640, 480, 3)).astype(np.uint8)
     tifffile.imwrite(folder / "large.tif", pixels, tile=(64, 64), photometric="rgb")

@@ -13,6 +13,7 @@ import visionattn.models  # noqa: F401  registers them with timm
 
 if TYPE_CHECKING:
     from visionattn.inference.calls import Predictions, extract_features, look, predict, segment
+    from visionattn.inference.generate.call import Generated, generate
     from visionattn.models.tiled import forward_tiled
     from visionattn.models.tiles import forward_tiles
     from visionattn.models.weights import DataSpec, load_model
@@ -21,10 +22,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "DataSpec",
+    "Generated",
     "Predictions",
     "extract_features",
     "forward_tiled",
     "forward_tiles",
+    "generate",
     "load_model",
     "look",
     "predict",
@@ -34,10 +37,12 @@ __all__ = [
 
 _HOMES = {
     "DataSpec": "visionattn.models.weights",
+    "Generated": "visionattn.inference.generate.call",
     "Predictions": "visionattn.inference.calls",
     "extract_features": "visionattn.inference.calls",
     "forward_tiled": "visionattn.models.tiled",
     "forward_tiles": "visionattn.models.tiles",
+    "generate": "visionattn.inference.generate.call",
     "load_model": "visionattn.models.weights",
     "look": "visionattn.inference.calls",
     "predict": "visionattn.inference.calls",

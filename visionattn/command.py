@@ -139,6 +139,14 @@ def look(argv: Words, say: Say) -> None:
     Looking(parse_look(argv)).run(say, look_page)
 
 
+def generate(argv: Words, say: Say) -> None:
+    """Write images with a pixel decoder, or the lower part of images in files."""
+    from visionattn.inference.generate.options import parse_generate
+    from visionattn.inference.generate.run import Generating
+
+    Generating(parse_generate(argv)).run(say)
+
+
 def share(argv: Words, say: Say) -> None:
     """Write a checkpoint as timm and transformers load it, or upload it."""
     from visionattn.training.share import parse_share, share
@@ -209,6 +217,7 @@ SUBCOMMANDS = {
     "predict": Subcommand(predict, "classes of images, as a table, CSV or JSON"),
     "features": Subcommand(features, "features of images, as safetensors with an index"),
     "look": Subcommand(look, "where the evidence for a class lies, drawn over images"),
+    "generate": Subcommand(generate, "images that a pixel decoder writes, or completes"),
     "share": Subcommand(share, "trained weights as timm and transformers load them"),
     "convert": Subcommand(convert, "one of our models of a timm ViT, with its weights"),
     "export": Subcommand(export, "a model as ONNX, as a torch.export program, or compiled"),

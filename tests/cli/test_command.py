@@ -116,6 +116,7 @@ def test_the_page_about_python_runs_as_it_stands(tmp_path, started_quickly):
     assert re.search(r"^0\.\d{3} of the test images", done.stdout, re.MULTILINE)
     sizes = ["[3, 192]", "[3, 192, 14, 14]", *["[192, 4, 5]"] * 3]
     *before, evidence, patches, place, top = done.stdout.splitlines()
+    assert "torch.Size([6, 1, 8, 8]) ['image 0', 'image 0', 'image 1'," in done.stdout
     assert before[-5:] == [f"torch.Size({size})" for size in sizes]
     assert float(evidence.split()[1]) > 0 and patches.startswith("torch.Size([8, 8]) (")
     assert place == "row 2, column 7 torch.Size([8, 8]) torch.Size([8, 8])"

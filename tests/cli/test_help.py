@@ -59,6 +59,12 @@ def trained(folder, capsys):
     return printed.read_text()
 
 
+WRITER = """visionattn train --data.name digits --data.task generate --data.workers 0 \\
+    --model.name pixel_decoder --model.args '{embed_dim: 8, depth: 1, num_heads: 1}' \\
+    --epochs 1 --optim.warmup_epochs 0.5 --run digits_written"""
+"""A training of seconds that stands in for that of the run which ``generate --help`` names."""
+
+
 def tracked_files():
     """Files of the repository's folders, which commands are to leave alone."""
     return sorted(
@@ -78,6 +84,9 @@ def test_help_ends_with_a_command_that_works_as_pasted(
     if name == "train":
         assert "test accuracy" in trained
         return
+    if name == "generate":
+        made = paste(WRITER.replace("visionattn", f"{sys.executable} -m visionattn", 1), folder)
+        assert made.returncode == 0, made.stderr
     before = tracked_files()
     done = paste(command, folder)
     assert done.returncode == 0, done.stderr

@@ -3,6 +3,7 @@ shortest code there is.
 """
 
 import csv
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,9 @@ import timm
 import torch
 from PIL import Image
 from safetensors.torch import load_file
+from torch import nn
 
+from visionattn.models.tasks import create
 from visionattn.models.weights import DataSpec, save_model
 
 ROOT = Path(__file__).parents[2]
@@ -19,6 +22,7 @@ ARGS = dict(patch_size=8, embed_dim=24, depth=2, num_heads=3, horizon=1, global_
 COLOUR = DataSpec(
     3, 4, ("ash", "birch", "cedar", "elm"), (0.4, 0.5, 0.6), (0.2, 0.25, 0.3), None, 16
 )
+DECODER = dict(embed_dim=16, depth=2, num_heads=2, mlp_ratio=2.0)
 GREY = DataSpec(1, 3, (), (0.3,), (0.2,), None, 24)
 
 
@@ -42,6 +46,30 @@ def write_weights(
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, std=0.3) if parameter.ndim > 1 else None
     save_model(path, model, name, args, spec)
+    return path
+
+
+def write_decoder(
+    path: Path,
+    channels: int = 1,
+    size: tuple[int, int] | None = (6, 9),
+    fit: str = "crop",
+    change: Callable[[nn.Module], object] | None = None,
+    **more: object,
+) -> Path:
+    """A checkpoint of a decoder of random weights, which ``change`` may change; its classes, where
+    it is conditioned, are three.
+    """
+    args = DECODER | more
+    names = ("ash", "birch", "cedar") if args.get("conditioned") else ()
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        model = create("pixel_decoder", "generate", len(names), channels, args)
+        torch.nn.init.normal_(model.head.weight, std=0.5)
+    if change is not None:
+        change(model)
+    spec = DataSpec(channels, len(names), names, (), (), None, size, fit, task="generate")
+    save_model(path, model, "pixel_decoder", args, spec)
     return path
 
 

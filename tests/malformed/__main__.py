@@ -21,6 +21,7 @@ from tests.malformed import (
     teachers,
     valid,
     weights,
+    writers,
     yaml_texts,
 )
 from tests.malformed.runner import Case, Result, run
@@ -42,6 +43,9 @@ CONTROLS = {
     "distil": valid.DISTIL,
     "distil goes on": valid.GO_ON,
     "train of a teacher": (*teachers.START, "--epochs", "1"),
+    "generate": valid.GENERATE,
+    "generate a grid": (*valid.GENERATE[:-1], "out.png"),
+    "complete": (*valid.GENERATE, "--complete", "images/val"),
     "table": ("report", "profile/memory.csv", "--output", "page.html"),
 } | masks.CONTROLS
 """What works on valid files: else a case could fail for another reason than its own."""
@@ -51,10 +55,10 @@ def all_cases() -> Iterator[Case]:
     """Return every case; their names differ."""
     for name, argv in CONTROLS.items():
         everything = ("run", "features", "sweep", "page.html", "out", "events")
-        everything += ("out.safetensors", "out.pt2", "out.npy", "student", "segmented")
+        everything += ("out.safetensors", "out.pt2", "out.npy", "student", "segmented", "out.png")
         yield Case(f"valid {name}", argv, tolerated="", writes=everything)
     parts = (flags, states, weights, features, sweeps, runs, yaml_texts, images, masks)
-    for part in (*parts, reports, teachers):
+    for part in (*parts, reports, teachers, writers):
         yield from part.cases()
 
 

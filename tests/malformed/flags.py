@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any, Literal, Union, get_args, get_origin
 
 from tests.malformed.runner import Case
-from tests.malformed.valid import CONVERT, DISTIL, EXPORT, FEATURES, LOOK, SHARE, SWEEP
+from tests.malformed.valid import CONVERT, DISTIL, EXPORT, FEATURES, GENERATE, LOOK, SHARE, SWEEP
 from visionattn.cli.parsing import field_types
 from visionattn.data.stats import StatsConfig
 from visionattn.inference.feature_options import ExtractOptions
+from visionattn.inference.generate.options import GenerateOptions
 from visionattn.inference.look.options import LookOptions
 from visionattn.inference.predict import PredictOptions
 from visionattn.lab.benchmark_flags import COMMANDS, FLAGS
@@ -64,6 +65,7 @@ TOOLS = {
     "predict": Tool(("predict", *FEATURES[1:], "--output", "out.csv"), PredictOptions),
     "features": Tool((*FEATURES, "--output", "out"), ExtractOptions),
     "look": Tool(LOOK, LookOptions),
+    "generate": Tool(GENERATE, GenerateOptions),
     "share": Tool(SHARE, ShareConfig),
     "convert": Tool(CONVERT, ConvertOptions),
     "distil": Tool(DISTIL, DistilConfig),

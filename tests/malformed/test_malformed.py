@@ -17,7 +17,8 @@ SAMPLE = (
     "|sweep cell.ending.seconds=list|sweep measurement 'null'|yaml train an alias bomb"
     "|yaml sweep a mapping in itself|yaml validate epochs null|config train data.workers=null"
     "|flag profile/models=null|image deep.npy|image look wide.tif|root train is a pipe"
-    "|table of no UTF-8|mask of a class beyond|mask look|mask predict where one is)$"
+    "|table of no UTF-8|mask of a class beyond|mask look|mask predict where one is"
+    "|writer count of nothing|writer args rows=-1|writer of nan|writer prompt half)$"
 )
 
 
@@ -25,7 +26,7 @@ def test_a_sample_of_malformed_inputs_gives_one_line_and_exit_code_2():
     command = [sys.executable, "-m", "tests.malformed", "--only", SAMPLE]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "21 held, 0 did not" in done.stdout, done.stdout
+    assert "25 held, 0 did not" in done.stdout, done.stdout
 
 
 def test_there_are_thousands_of_cases_and_each_has_a_name_of_its_own():

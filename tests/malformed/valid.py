@@ -4,7 +4,8 @@
 (two head counts with everything trained and measured), ``features``, ``profile``, ``weights.pth``
 (of another project), a timm ViT in ``teacher.safetensors`` (ours) and ``teacher.pth``,
 ``converted.safetensors``, and ``student`` (its distillation in two stages, of ``distil.yaml``);
-``photos`` (images with masks), and ``segmented`` (a training of ``masked.yaml`` on them).
+``photos`` (images with masks), and ``segmented`` (a training of ``masked.yaml`` on them);
+``writer`` (a training of ``writing.yaml``, which writes the images of ``images``).
 """
 
 import contextlib
@@ -35,6 +36,14 @@ MASKED_TRAINING = TRAINING | {
     "data": TRAINING["data"]
     | {"root": "photos", "task": "segmentation", "mask_classes": ["a", "b", "c"]},
 }
+WRITING_TRAINING = TRAINING | {
+    "model": {
+        "name": "pixel_decoder",
+        "args": {"embed_dim": 8, "depth": 1, "num_heads": 2, "reach": 1, "conditioned": True},
+    },
+    "data": TRAINING["data"] | {"task": "generate", "img_size": 4},
+}
+WRITER = "writer/best.safetensors"
 SEGMENTED = "segmented/best.safetensors"
 DISTILLING = {
     "teacher": "teacher.safetensors",
@@ -56,11 +65,13 @@ def write(folder: Path) -> None:
     (folder / "base.yaml").write_text(yaml.safe_dump(configuration))
     (folder / "train.yaml").write_text(yaml.safe_dump(TRAINING))
     (folder / "masked.yaml").write_text(yaml.safe_dump(MASKED_TRAINING))
+    (folder / "writing.yaml").write_text(yaml.safe_dump(WRITING_TRAINING))
     write_masks(folder / "photos")
     write_rows(folder / "profile" / "memory.csv", memory_rows())
     with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()) as said:
         run("train", "--config", "train.yaml", "--run", "run")
         run("train", "--config", "masked.yaml", "--run", "segmented")
+        run("train", "--config", "writing.yaml", "--run", "writer")
         run(*FEATURES, "--output", "features")
         run(*FEATURES, "--dense", "--output", "dense")
         write_sweep()
@@ -157,6 +168,7 @@ PREDICT = ("predict", "--checkpoint", "run/best.safetensors", "--images", "image
 PREDICT += ("--workers", "0", "--threads", "1")
 LOOK = ("look", "--checkpoint", "run/best.safetensors", "--images", "images/val/cat/0.png")
 LOOK += ("--threads", "1", "--output", "out")
+GENERATE = ("generate", WRITER, "--count", "2", "--threads", "1", "--output", "out")
 VALIDATE = ("validate", "--checkpoint", "run/best.safetensors", "--threads", "1")
 SHARE = ("share", "run/best.safetensors", "--to", "out")
 EXPORT = ("export", "run/best.safetensors", "--format", "torch", "--output", "out.pt2")

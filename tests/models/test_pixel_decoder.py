@@ -180,6 +180,9 @@ def test_labels_change_what_is_written_and_size_does_not_need_training():
         ({"levels": 1}, "levels: wanted a whole number from 2 on, got 1"),
         ({"conditioned": True}, "there are no classes"),
         ({"relative": "none", "rows": 2}, "rows and reach would do nothing"),
+        ({"embed_dim": 0}, "embed_dim: wanted a whole number from 1 on, got 0"),
+        ({"normalization": "wrong"}, "normalization 'wrong': wanted mean or sum"),
+        ({"conditioned": "x", "num_classes": 2}, "conditioned: wanted true or false, got 'x'"),
         ({"depth": 0}, "depth: wanted a whole number from 1 on, got 0"),
     ],
 )

@@ -68,6 +68,10 @@ class Progress:
         self._part, self._moved = 0.0, self._clock()
         self.show(note)
 
+    def resume(self, count: int) -> None:
+        """Count things that were done before, so that they do not count for the speed."""
+        self.done, self._before = self.done + count, self._before + count
+
     def over(self, items: Iterable[Item], count: Callable[[Item], int]) -> Iterator[Item]:
         """Pass items on, and count each once the next one is asked for."""
         for item in items:

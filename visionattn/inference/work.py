@@ -1,8 +1,8 @@
-"""The folder beside an output in which images that are computed band by band keep how far they have
-come, so that the same command goes on after a kill.
+"""The folder beside an output in which images that are computed band by band, or written value by
+value, keep how far they have come, so that the same command goes on after a kill.
 
 This module owns its name, whose work it is, and when it goes. What is in it is written by
-``models/tiled`` and ``inference/banded.py``.
+``models/tiled``, ``inference/banded.py`` and ``inference/generate``.
 """
 
 import json
@@ -119,17 +119,27 @@ class WorkFolder:
             shutil.rmtree(place, ignore_errors=True)
         self._memory = (found or {}).get("memory")
 
-    def options(self, index: int, memory: int | None) -> dict[str, Any]:
-        """Return options of ``forward_tiled`` for an image: its folder, and the memory with which
-        the first of these passes began, as the same bands lead to the same bytes, unless another
-        bound is asked for since.
-        """
+    def describe(self, memory: int | None = None) -> None:
+        """Note whose work it is, before anything is kept."""
         assert self._held is not None
         found = self._state()
         if found is None or found.get("bound_gib") != self.bound_gib:
             self._memory = memory
             state = {"of": self._own, "memory": memory, "bound_gib": self.bound_gib}
             write_text(self._held.place / STATE, json.dumps(state))
+
+    def file(self, name: str) -> Path:
+        """Return where a command keeps a file of this name, other than those of images."""
+        assert self._held is not None
+        return self._held.place / name
+
+    def options(self, index: int, memory: int | None) -> dict[str, Any]:
+        """Return options of ``forward_tiled`` for an image: its folder, and the memory with which
+        the first of these passes began, as the same bands lead to the same bytes, unless another
+        bound is asked for since.
+        """
+        assert self._held is not None
+        self.describe(memory)
         return {"work": self._held.place / f"{index:06d}", "memory": self._memory}
 
     def finish(self) -> None:

@@ -4,7 +4,7 @@ A sequence of values row by row is a line, and ``Flat`` position clips the offse
 entries are made from a small table of rows and columns, so that one layer fits images of any width.
 """
 
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
@@ -64,6 +64,8 @@ class RasterTables(nn.Module):
         super().__init__()
         if rows < 0 or reach < 0:
             raise ValueError(f"rows {rows}, reach {reach}: wanted whole numbers from 0 on")
+        if normalization not in get_args(Normalization):
+            raise ValueError(f"normalization {normalization!r}: wanted mean or sum")
         self.rows, self.channels = rows, channels
         self.span = (reach + 1) * channels - 1
         """Values to either side that have entries of their own."""

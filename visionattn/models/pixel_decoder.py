@@ -126,7 +126,7 @@ class PixelDecoder(nn.Module):
         drop_path: float = 0.0,
     ):
         super().__init__()
-        _check(in_chans, num_classes, depth, levels, output, mixtures, conditioned)
+        _check(in_chans, num_classes, embed_dim, depth, levels, output, mixtures, conditioned)
         if relative == "none" and not (rows is None and reach is None):
             raise ValueError("rows and reach would do nothing: there is no relative position")
         self.in_chans, self.num_classes, self.levels = in_chans, num_classes, levels
@@ -448,6 +448,7 @@ def sinusoids(length: int, device: torch.device | str = "cpu") -> Tensor:
 def _check(
     in_chans: int,
     num_classes: int,
+    embed_dim: int,
     depth: int,
     levels: int,
     output: str,
@@ -458,6 +459,7 @@ def _check(
     least: Sequence[tuple[str, int, int]] = (
         ("in_chans", in_chans, 1),
         ("num_classes", num_classes, 0),
+        ("embed_dim", embed_dim, 1),
         ("depth", depth, 1),
         ("levels", levels, 2),
         ("mixtures", 1 if mixtures is None else mixtures, 1),
@@ -469,5 +471,7 @@ def _check(
         raise ValueError(f"output {output!r}: wanted {' or '.join(OUTPUTS)}")
     if mixtures is not None and output != "mixture":
         raise ValueError("mixtures would do nothing: output='mixture' has them")
+    if not isinstance(conditioned, bool):
+        raise ValueError(f"conditioned: wanted true or false, got {conditioned!r}")
     if conditioned and not num_classes:
         raise ValueError("conditioned: there are no classes; num_classes says how many")

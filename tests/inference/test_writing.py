@@ -1,0 +1,440 @@
+"""Images written value by value are those that the parallel form writes with the same numbers."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load, save
+
+import visionattn
+from visionattn.inference.generate.decoder import memory_of
+from visionattn.inference.generate.options import GenerateOptions
+from visionattn.inference.generate.writing import BLOCK, Asked, Writing, choose, uniform
+from visionattn.models.pixel_decoder import PixelDecoder
+from visionattn.models.weights import DataSpec
+
+SMALL = {"embed_dim": 16, "depth": 2, "num_heads": 2, "mlp_ratio": 2.0}
+KINDS = {
+    "kernelized": {},
+    "softmax": {"attention": "softmax"},
+    "colour": {"in_chans": 3, "reach": 1},
+    "mixture": {"output": "mixture", "mixtures": 3, "rows": 1},
+    "conditioned": {"conditioned": True, "num_classes": 3, "in_chans": 2},
+}
+every_kind = pytest.mark.parametrize("kind", KINDS)
+SIZE = 5, 7
+NAMES = ("ash", "birch", "cedar")
+
+
+def make(kind="kernelized", dtype=torch.float64, spread=0.4, **more):
+    """A decoder of random weights whose levels differ in probability, and what its images are."""
+    torch.manual_seed(0)
+    model = PixelDecoder(**SMALL | KINDS[kind] | more)
+    if model.output == "categorical":
+        torch.nn.init.normal_(model.head.weight, std=spread)
+    names = NAMES if model.conditioned else ()
+    channels = model.in_chans
+    half = (0.5,) * channels
+    model.data_spec = DataSpec(channels, len(names), names, half, half, None, SIZE)
+    return model.to(dtype).eval()
+
+
+def numbers_of(seed, image, copy, count):
+    """The random numbers of an image, by numpy's own means."""
+    source = np.random.Philox(key=np.array([seed, image], np.uint64), counter=[0, 0, 0, copy])
+    return np.random.Generator(source).random(count)
+
+
+def by_the_parallel_form(model, count, labels, seed, temperature=1.0, size=SIZE):
+    """Images ``[B, C, H, W]`` of which each value is drawn from the probabilities that a pass over
+    all values before it gives.
+    """
+    values = torch.zeros(count, 0, dtype=torch.int64)
+    total = math.prod(size) * model.in_chans
+    drawn = [numbers_of(seed, i, 0, total) for i in range(count)]
+    for place in range(total):
+        with torch.no_grad():
+            logits = model.predict(values, size, labels)[:, -1].double().numpy()
+        found = []
+        for i in range(count):
+            odds = np.exp((logits[i] - logits[i].max()) / temperature)
+            below = np.cumsum(odds / odds.sum()) <= drawn[i][place]
+            found.append(int(below.sum()))
+        values = torch.cat([values, torch.tensor(found)[:, None]], 1)
+    return values.unflatten(1, (*size, model.in_chans)).permute(0, 3, 1, 2).to(torch.uint8)
+
+
+@every_kind
+@pytest.mark.parametrize("temperature", [1.0, 0.4])
+def test_the_recurrence_writes_what_the_parallel_form_writes(kind, temperature):
+    model = make(kind)
+    labels = torch.arange(4) % 3 if model.conditioned else None
+    wanted = by_the_parallel_form(model, 4, labels, 11, temperature)
+    found = visionattn.generate(model, 4, seed=11, temperature=temperature)
+    assert torch.equal(found.images, wanted)
+    assert found.classes == ([NAMES[i] for i in (0, 1, 2, 0)] if model.conditioned else [])
+    assert len(wanted.unique()) > (1 if kind == "mixture" else 10)
+
+
+def recorded(model, monkeypatch, **options):
+    """Images that a model writes, and the logits of its steps ``[B, N, levels]``."""
+    logits, step = [], PixelDecoder.step
+
+    def watched(self, values, state):
+        logits.append(step(self, values, state))
+        return logits[-1]
+
+    monkeypatch.setattr(PixelDecoder, "step", watched)
+    images = visionattn.generate(model, 4, seed=5, **options).images
+    monkeypatch.undo()
+    return images, torch.stack(logits, 1).double()
+
+
+def at_once(model, images):
+    labels = torch.arange(4) % 3 if model.conditioned else None
+    with torch.no_grad():
+        return model.logits(images, labels).permute(0, 3, 4, 2, 1).flatten(1, 3).double()
+
+
+@every_kind
+def test_logits_of_both_forms_agree_to_1e_5_over_images_that_are_written(kind, monkeypatch):
+    model = make(kind, torch.float32)
+    images, logits = recorded(model, monkeypatch)
+    assert (logits - at_once(model, images)).abs().max() < 1e-5
+
+
+@every_kind
+def test_logits_of_both_forms_agree_in_bfloat16_within_what_it_rounds(kind, monkeypatch):
+    exact = make(kind)
+    model = make(kind, torch.float32)
+    images, logits = recorded(model, monkeypatch, amp="bf16")
+    wanted = at_once(exact, images)
+    with torch.autocast("cpu", torch.bfloat16):
+        error = (at_once(model, images) - wanted).abs().max()
+    assert error > 1e-4
+    assert (logits - wanted).abs().max() < 2 * error
+
+
+@pytest.mark.parametrize("kind", ["colour", "conditioned"])
+def test_an_image_depends_on_the_seed_and_its_number_alone(kind):
+    model = make(kind)
+    before = torch.random.get_rng_state()
+    seven = visionattn.generate(model, 7, seed=3, batch_size=3)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    four = visionattn.generate(model, 4, seed=3, batch_size=1)
+    assert torch.equal(seven.images[:4], four.images)
+    torch.testing.assert_close(seven.bits_per_dim[:4], four.bits_per_dim, rtol=1e-12, atol=0)
+    other = visionattn.generate(model, 4, seed=4)
+    assert not torch.equal(other.images[0], four.images[0])
+    assert not torch.equal(four.images[1], four.images[0])
+
+
+def test_temperature_0_takes_the_most_probable_level_whatever_the_seed():
+    model = make()
+    one, other = (visionattn.generate(model, 2, temperature=0, seed=seed) for seed in (1, 2))
+    assert torch.equal(one.images, other.images)
+    with torch.no_grad():
+        assert torch.equal(model.logits(one.images).argmax(1).to(torch.uint8), one.images)
+    # As the limit of low temperatures, however low they are.
+    for temperature in (1e-4, 1e-300):
+        found = visionattn.generate(model, 2, temperature=temperature)
+        assert torch.equal(found.images, one.images)
+
+
+def chi_square(counts, odds):
+    """Of counts against probabilities, in standard deviations above its mean."""
+    expected = counts.sum() * odds
+    found = ((counts - expected) ** 2 / expected).sum()
+    return (found - (len(odds) - 1)) / math.sqrt(2 * (len(odds) - 1))
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.6])
+def test_values_are_as_frequent_as_they_are_probable(temperature):
+    # The first value of each image, of which all have the same probabilities.
+    model = make(spread=0.2)
+    found = visionattn.generate(
+        model, 30_000, img_size=1, temperature=temperature, batch_size=10_000, seed=8
+    )
+    counts = np.bincount(found.images.flatten().numpy(), minlength=256)
+    with torch.no_grad():
+        logits = model.logits(found.images[:1]).flatten()
+    odds = (logits / temperature).softmax(0).numpy()
+    assert chi_square(counts, odds) < 4
+    # Of another temperature the same counts are far off.
+    wrong = (logits / (1.5 * temperature)).softmax(0).numpy()
+    assert chi_square(counts, wrong) > 20
+
+
+def test_levels_without_probability_are_never_chosen():
+    logits = torch.tensor([[-math.inf, 0.0, -math.inf, 0.0, -math.inf]], dtype=torch.float64)
+    numbers = torch.tensor([0.0, 0.25, 0.5 - 2**-53, 0.5, 1 - 2**-53], dtype=torch.float64)
+    found = choose(logits.expand(5, -1), 1.0, numbers)
+    assert found.tolist() == [1, 1, 1, 3, 3]
+
+
+def test_numbers_are_the_same_wherever_one_begins():
+    whole = uniform(7, 2, 1, 0, 50)
+    assert np.array_equal(whole, numbers_of(7, 2, 1, 50))
+    for start in range(9):
+        assert np.array_equal(uniform(7, 2, 1, start, 13), whole[start : start + 13])
+    largest = uniform(2**63 - 1, 2**20, 5, 0, 9)
+    assert np.array_equal(largest, numbers_of(2**63 - 1, 2**20, 5, 9))
+
+
+def test_images_of_more_values_than_are_drawn_at_once_are_those_of_the_parallel_form():
+    model, size = make(depth=1, embed_dim=4), (2, BLOCK // 2 + 3)
+    found = visionattn.generate(model, 1, img_size=size, temperature=1.0, seed=1).images
+    values = found.permute(0, 2, 3, 1).flatten().numpy()
+    with torch.no_grad():
+        logits = model.logits(found).permute(0, 3, 4, 2, 1).flatten(0, 3)
+    up_to = logits.softmax(1).cumsum(1).numpy()
+    drawn = numbers_of(1, 0, 0, len(values))
+    assert [int((row <= u).sum()) for row, u in zip(up_to, drawn, strict=True)] == values.tolist()
+
+
+@every_kind
+def test_bits_are_those_of_the_model_whatever_the_temperature(kind):
+    model = make(kind)
+    found = visionattn.generate(model, 4, temperature=0.5)
+    labels = torch.arange(4) % 3 if model.conditioned else None
+    with torch.no_grad():
+        nats = -model(found.images, labels).mean((1, 2, 3))
+    torch.testing.assert_close(found.bits_per_dim, nats / math.log(2), rtol=1e-12, atol=0)
+
+
+def prompts_of(model, count=3, seed=2):
+    shape = count, *SIZE, model.in_chans
+    return np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
+
+
+@pytest.mark.parametrize("kind", ["kernelized", "colour", "softmax"])
+def test_completions_keep_the_given_rows_and_see_no_others(kind):
+    model = make(kind)
+    prompts = prompts_of(model)
+    found = visionattn.generate(model, 2, complete=prompts, keep=0.4, batch_size=4)
+    rows = torch.from_numpy(prompts).permute(0, 3, 1, 2).repeat_interleave(2, 0)
+    assert torch.equal(found.images[:, :, :2], rows[:, :, :2])
+    assert not torch.equal(found.images[:, :, 2:], rows[:, :, 2:])
+    assert not torch.equal(found.images[0], found.images[1])
+    assert found.names == [f"image {i}" for i in (0, 0, 1, 1, 2, 2)]
+    prompts[:, 2:] = 9
+    again = visionattn.generate(model, 2, complete=prompts, keep=0.4)
+    assert torch.equal(again.images, found.images)
+    # Other completions and other prompts change none.
+    alone = visionattn.generate(model, 1, complete=prompts[:2], keep=0.4)
+    assert torch.equal(alone.images, found.images[[0, 2]])
+    with torch.no_grad():
+        nats = -model(found.images)[:, :, 2:].mean((1, 2, 3))
+    torch.testing.assert_close(found.bits_per_dim, nats / math.log(2), rtol=1e-12, atol=0)
+
+
+def test_a_completion_goes_on_as_the_whole_image_would():
+    model = make("colour")
+    whole = visionattn.generate(model, 3, seed=6).images
+    prompts = whole.permute(0, 2, 3, 1).numpy()
+    found = visionattn.generate(model, 1, complete=prompts, keep=0.6, seed=6)
+    assert torch.equal(found.images, whole)
+
+
+def test_prompts_have_the_class_under_which_their_rows_are_the_most_likely():
+    model = make("conditioned", in_chans=1)
+    torch.nn.init.normal_(model.class_embed.weight, std=2)
+    prompts = prompts_of(model, 8)
+    with torch.no_grad():
+        likelihoods = [
+            model(
+                torch.from_numpy(prompts).permute(0, 3, 1, 2),
+                torch.full((8,), label),
+            )[:, :, :2].sum((1, 2, 3))
+            for label in range(3)
+        ]
+    wanted = torch.stack(likelihoods).argmax(0)
+    assert len(wanted.unique()) > 1
+    found = visionattn.generate(model, 1, complete=prompts, keep=0.4)
+    assert found.classes == [NAMES[i] for i in wanted]
+    named = visionattn.generate(model, 2, complete=prompts[:2], classes=["cedar", 0])
+    assert named.classes == ["cedar", "ash", "cedar", "ash"]
+
+
+def test_named_classes_are_taken_in_turn():
+    model = make("conditioned")
+    found = visionattn.generate(model, 5, classes=["birch", 2])
+    assert found.classes == ["birch", "cedar", "birch", "cedar", "birch"]
+    other = visionattn.generate(model, 5, classes=["birch"])
+    assert torch.equal(found.images[::2], other.images[::2])
+    assert not torch.equal(found.images[1], other.images[1])
+
+
+def begun(model, steps=0):
+    labels = torch.arange(3) if model.conditioned else None
+    given = torch.arange(6).reshape(3, 2)
+    asked = Asked(SIZE, ((0, 0), (1, 0), (1, 1)), labels, given)
+    writing = Writing(model, asked, temperature=0.9, seed=4)
+    for _ in range(steps):
+        writing.step()
+    return writing
+
+
+@every_kind
+@pytest.mark.parametrize("steps", [1, 9, 34, 35])
+def test_what_was_kept_goes_on_with_the_same_bits(kind, steps):
+    model = make(kind, torch.float32)
+    with torch.inference_mode():
+        whole = begun(model)
+        while not whole.is_done:
+            whole.step()
+        kept = load(save(begun(model, steps).tensors()))
+        writing = begun(model)
+        writing.restore(kept)
+        assert writing.position == steps
+        while not writing.is_done:
+            writing.step()
+    assert torch.equal(writing.values, whole.values) and torch.equal(writing.nats, whole.nats)
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"nats": None}, "values or sums are missing"),
+        ({"nats": torch.zeros(2, 2)}, "values or sums are missing, or of other images"),
+        ({"values": torch.zeros(2, 9, dtype=torch.int32)}, "values are .2, 9."),
+        ({"values": torch.zeros(3, 99, dtype=torch.int32)}, "values are .3, 99."),
+        ({"values": torch.full((3, 9), 256, dtype=torch.int32)}, "values are no levels"),
+        ({"values": torch.full((3, 9), -1, dtype=torch.int32)}, "values are no levels"),
+        ({"values": torch.zeros(3, 9)}, "values are no levels"),
+        ({"values": torch.zeros(3, 8, dtype=torch.int32)}, "the state is at value 9, not at 8"),
+        ({"state.size": None}, "the state is missing, or of images of another size"),
+        ({"state.size": torch.tensor([2**40, 2**40])}, "of images of another size"),
+        ({"state.blocks.1.S": None}, "the tensors are no state of this model"),
+    ],
+)
+def test_what_was_kept_of_others_is_refused(change, said):
+    model = make()
+    with torch.inference_mode():
+        kept = begun(model, 9).tensors() | change
+        kept = {name: value for name, value in kept.items() if value is not None}
+        with pytest.raises(ValueError, match=said):
+            begun(model).restore(kept)
+
+
+@every_kind
+def test_the_memory_of_writing_is_told_without_taking_it(kind):
+    model = make(kind, torch.float32)
+    _, each = memory_of(model, SIZE)
+    labels = torch.zeros(2, dtype=torch.int64) if model.conditioned else None
+    parts = [past for past, _ in model.begin(2, SIZE, labels).blocks]
+    held = [x for past in parts for x in vars(past).values() if isinstance(x, torch.Tensor)]
+    values = math.prod(SIZE) * model.in_chans
+    assert 2 * each == sum(x.nbytes for x in held) + 2 * 24 * values
+    # No memory is large enough for these, and none is taken.
+    assert memory_of(model, (2**20, 2**6))[1] > 2**25
+
+
+def test_a_module_is_given_back_as_it_was():
+    model = make().train()
+    model.blocks[0].eval()
+    visionattn.generate(model, 1)
+    assert model.training and not model.blocks[0].training and model.blocks[1].training
+
+
+WRONG = [
+    ({"count": 0}, "count must be at least 1, got 0"),
+    ({"temperature": -1.0}, "temperature must be 0 or above, and finite, got -1.0"),
+    ({"temperature": math.inf}, "temperature must be 0 or above, and finite, got inf"),
+    ({"temperature": math.nan}, "temperature must be 0 or above, and finite, got nan"),
+    ({"seed": -1}, "seed must be at least 0"),
+    ({"seed": 2**63}, "seed must be at most"),
+    ({"batch_size": 0}, "batch_size must be at least 1"),
+    ({"img_size": 0}, "img_size must be above 0"),
+    ({"img_size": (2**14, 2**14)}, "268,435,456 values for each image"),
+    ({"keep": 0.5}, "keep is a share of the images of --complete, which is missing"),
+    ({"classes": ["ash"]}, "classes do nothing"),
+    ({"amp": "fp16"}, "amp must be one of none, bf16"),
+    ({"device": "cpu"}, "a module stays where it is"),
+]
+
+
+@pytest.mark.parametrize("options, said", WRONG, ids=[said for _, said in WRONG])
+def test_options_that_cannot_be_are_refused(options, said):
+    with pytest.raises(ValueError, match=said):
+        visionattn.generate(make(), **options)
+
+
+PICTURE = np.zeros((5, 7), np.uint8)
+WRONG_PROMPTS = [
+    (PICTURE, {"keep": 1.0}, "keep must be above 0 and below 1, got 1.0, which is the whole image"),
+    (PICTURE, {"keep": 1.5}, "got 1.5, which is larger than the image"),
+    (PICTURE, {"keep": 0.0}, "got 0.0, which is no part of an image"),
+    (PICTURE, {"keep": 0.05}, "keep 0.05 of 5 rows is none of them"),
+    (PICTURE, {"keep": 0.99}, "keep 0.99 of 5 rows is all of them"),
+    (PICTURE, {"img_size": (4, 7)}, "image 0 of 5 x 7 px is larger than the image of 4 x 7 px"),
+    (PICTURE, {"img_size": (5, 6)}, "is larger than the image of 5 x 6 px"),
+    (np.zeros((5, 7, 3), np.uint8), {}, "of another depth: it has 3 channels, and the model wri"),
+    (np.zeros((5, 7, 6), np.uint8), {}, "of another depth: it has 6 channels"),
+    (np.zeros((5, 7), np.uint16), {}, "of another depth: it has .*16.*, and the model writes 8"),
+    (np.zeros((5, 7), np.float32), {}, "of another depth: it has float32 values"),
+    ([], {}, "there are no images"),
+    ("nowhere", {}, "no image, folder or list at nowhere"),
+]
+
+
+@pytest.mark.parametrize("prompt, options, said", WRONG_PROMPTS)
+def test_prompts_that_do_not_fit_are_refused_without_a_warning(prompt, options, said):
+    with pytest.raises((ValueError, FileNotFoundError), match=said):
+        visionattn.generate(make(), complete=prompt, **options)
+
+
+def test_a_model_of_few_levels_writes_them_and_takes_no_others():
+    model = make(levels=16)
+    assert visionattn.generate(model, 4).images.max() == 15
+    prompts = np.full((1, *SIZE), 15, np.uint8)
+    assert visionattn.generate(model, complete=prompts[0]).images.shape == (1, 1, *SIZE)
+    prompts[0, 4, 6] = 16
+    with pytest.raises(ValueError, match="values up to 16, and the model knows levels 0 to 15"):
+        visionattn.generate(model, complete=prompts[0])
+
+
+def test_classes_that_there_are_not_are_refused():
+    model = make("conditioned")
+    for wrong in ("oak", 3, -1):
+        with pytest.raises(ValueError, match=f"no class {wrong}; the classes are ash, birch"):
+            visionattn.generate(model, classes=[wrong])
+    with pytest.raises(ValueError, match="classes is empty"):
+        visionattn.generate(model, classes=[])
+
+
+def test_outputs_that_are_not_finite_are_one_error():
+    model = make()
+    with torch.no_grad():
+        model.head.bias[3] = math.nan
+    with pytest.raises(ValueError, match="the outputs of the model are not finite by value 1"):
+        visionattn.generate(model, 1)
+
+
+def test_models_that_write_no_images_say_why():
+    timm = pytest.importorskip("timm")
+    small = dict(patch_size=8, embed_dim=16, depth=1, num_heads=2)
+    shifted = timm.create_model("taylorshift_vit_t", **small)
+    with pytest.raises(ValueError, match="attention='taylorshift' has no causal form .its linear"):
+        visionattn.generate(shifted)
+    seen = "is no pixel decoder and writes no images"
+    for name in ("scaleformer_vit_t", "vit_tiny_patch16_224"):
+        with pytest.raises(ValueError, match=seen):
+            visionattn.generate(timm.create_model(name, **small))
+    with pytest.raises(ValueError, match="writes values of 300 levels, and those of pictures have"):
+        visionattn.generate(make(levels=300))
+    silent = make()
+    del silent.data_spec
+    with pytest.raises(ValueError, match="PixelDecoder does not say what its images are"):
+        visionattn.generate(silent)
+
+
+def test_options_have_the_defaults_of_the_call():
+    import inspect
+
+    said = inspect.signature(visionattn.generate).parameters
+    usual = GenerateOptions()
+    for name in ("count", "img_size", "classes", "temperature", "seed", "complete", "keep"):
+        assert said[name].default == getattr(usual, name), name
+    assert said["batch_size"].default == usual.batch_size and said["amp"].default == usual.amp

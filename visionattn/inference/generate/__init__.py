@@ -1,0 +1,1 @@
+"""Images that a pixel decoder writes value by value."""
