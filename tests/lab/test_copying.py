@@ -8,6 +8,7 @@ import pytest
 import yaml
 from PIL import Image
 
+from visionattn.lab.charts import hidden_under
 from visionattn.lab.copying import charts_of, ends_of, main, rows_of
 from visionattn.lab.papers import draw_again
 from visionattn.lab.report.runs import read_run
@@ -77,7 +78,7 @@ def test_the_tool_draws_a_picture_that_is_drawn_again_from_its_table(tmp_path, c
     assert "| 32 | 8 | elu1 | 1 | 15 | 15 | 0.069 |" in capsys.readouterr().out
     with open(picture.with_suffix(".csv"), newline="") as file:
         table = list(csv.DictReader(file))
-    assert len(table) == 6 and table[0]["command"].startswith("python -m visionattn.lab.copying")
+    assert len(table) == 6 and table[0]["command"] == "python -m visionattn.lab.copying, 2 runs"
     before = Image.open(picture).convert("RGB")
     shutil.copy(picture.with_suffix(".csv"), tmp_path / "copy.csv")
     assert draw_again(tmp_path) == ["copy"]
@@ -100,3 +101,10 @@ def test_what_cannot_be_drawn_is_one_line(tmp_path, capsys, run, output, line):
     error = capsys.readouterr().err
     assert line in error and error.count("\n") == 1
     assert not (tmp_path / output).exists()
+
+
+def test_seeds_that_lie_on_each_other_are_drawn_alike(tmp_path):
+    folders = [write_run(tmp_path / name, [3.0, 2.0, 1.0], seed=i) for i, name in enumerate("ab")]
+    folders.append(write_run(tmp_path / "c", [3.0, 2.0, 1.0], feature_map="relu"))
+    # Only the line of another map hides those of the seeds.
+    assert hidden_under(charts_of(rows(*folders))[0]) == [1, 1, 0]

@@ -170,7 +170,9 @@ def page_colours() -> str:
 
 
 def hidden_under(chart: Chart) -> list[int]:
-    """Count for each series by how many of the later ones it is hidden, three at most."""
+    """Count for each series by how many of the later ones it is hidden, three at most; those of the
+    same look, as the seeds of a model, hide nothing.
+    """
 
     def height(y: float) -> float:
         return math.log(y) if chart.log_y else y
@@ -191,8 +193,15 @@ def hidden_under(chart: Chart) -> list[int]:
         return 0 < enough <= len(shared) <= 2 * len(near)
 
     return [
-        min(3, sum(coincide(series, later) for later in points[i + 1 :]))
-        for i, series in enumerate(points)
+        min(
+            3,
+            sum(
+                coincide(points[i], points[later])
+                for later in range(i + 1, len(points))
+                if chart.series[later].look != series.look
+            ),
+        )
+        for i, series in enumerate(chart.series)
     ]
 
 

@@ -8,8 +8,6 @@ Source: Katharopoulos et al. 2020, figure 2 (convergence on a sequence duplicati
 """
 
 import math
-import shlex
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -115,8 +113,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             if not is_run(folder):
                 raise ValueError(f"{folder} is no folder of a run")
             rows += rows_of(read_run(folder, folder.name, now=time.time()))
-        words = ["python", "-m", "visionattn.lab.copying", *(argv or sys.argv[1:])]
-        provenance = provenance_of("cpu", [], threads=1) | {"command": shlex.join(words)}
+        # Each row names the command: the paths of all runs would be most of the file.
+        command = f"python -m visionattn.lab.copying, {len(flags.runs)} runs"
+        provenance = provenance_of("cpu", [], threads=1) | {"command": command}
         write_text(flags.output.with_suffix(".csv"), csv_text(rows, provenance))
         draw(flags.output, TITLE, charts_of(rows), provenance)
         print(markdown(ends_of(rows)))
