@@ -8,20 +8,15 @@ import torch
 
 from visionattn.cli.ends import Failed
 from visionattn.lab import writing
-from visionattn.lab.writing import (
+from visionattn.lab.writing import Case, Timed, Writer, check, main, measure, middle
+from visionattn.lab.written import (
     CACHE,
     NO_CACHE,
     RECURRENCE,
     SEGMENTS,
     WAYS,
-    Case,
-    Timed,
-    Writer,
-    check,
+    charts,
     crossover,
-    main,
-    measure,
-    middle,
     segment,
     table,
 )
@@ -116,6 +111,10 @@ def test_rows_say_what_was_timed_and_a_batch_may_be_so_many_images(monkeypatch):
     assert alone["seconds_median"] == pytest.approx(last["seconds_median"])
     assert alone["step_seconds_by_segment"] == last["step_seconds_by_segment"]
     assert "| 5 |" in table(rows) and "(5 x)" in table(rows)
+    drawn = charts(rows)
+    assert [chart.title for chart in drawn[:2]] == [f"Batch {n}, relative position" for n in (1, 5)]
+    assert drawn[1].series[2].y == [pytest.approx(1 / 49e-3)]
+    assert drawn[-1].series[0].y == [pytest.approx(1.0)] * SEGMENTS
 
 
 def test_the_crossover_is_where_the_cache_stays_slower():

@@ -32,18 +32,23 @@ from visionattn.cli.files import check_free, write_text
 from visionattn.cli.fresh_process import Done, Forks, ask, run_alone
 from visionattn.cli.parsing import Parser, whole_from
 from visionattn.cli.provenance import provenance_of, summary
-from visionattn.cli.tables import Record, csv_text, duration, markdown, mebibytes
-from visionattn.lab.charts import Chart, Look, Series
+from visionattn.cli.tables import Record, csv_text
 from visionattn.lab.compare import Quartiles, ratio_of, spread
 from visionattn.lab.measure import peak_bytes
+from visionattn.lab.written import (
+    NO_CACHE,
+    RECURRENCE,
+    SEGMENTS,
+    WAYS,
+    draw,
+    segment,
+    table,
+)
 from visionattn.models import PixelDecoder
 from visionattn.models.pixel_decoder import DecoderState
 
-RECURRENCE, CACHE, NO_CACHE = "recurrence", "softmax, cache", "softmax, no cache"
-WAYS = (RECURRENCE, CACHE, NO_CACHE)
 RELATIVE = ("flat", "none")
 MODEL = {"embed_dim": 128, "depth": 4, "num_heads": 4}
-SEGMENTS = 12
 PAIRS = 1 << 20
 """Without a cache so many pairs of values are computed at once at most, or one image: 16 images of
 1,024 values at once took 1.27 times as long as one after the other."""
@@ -155,11 +160,6 @@ def check(relative: str, side: int = 6, bound: float = 1e-4) -> None:
         error = (found - wanted).abs().max().item()
         if not error < bound:
             raise Failed(f"{way} differs from the whole image by {error:.2g}, more than {bound:g}")
-
-
-def segment(number: int, values: int) -> range:
-    """Return the positions of a segment."""
-    return range(number * values // SEGMENTS, (number + 1) * values // SEGMENTS)
 
 
 def middle(steps: range, count: int) -> range:
@@ -315,99 +315,6 @@ def measure(
     return records
 
 
-def crossover(records: Sequence[Record], case: Record) -> int | None:
-    """Return the position from which a step with a cache takes longer than one of the recurrence,
-    for the rows of the size, the batch and the relative position of ``case``; None: it never does.
-
-    It is the middle of the first segment from which on that holds.
-    """
-    steps = {}
-    for row in records:
-        if all(row[key] == case[key] for key in ("relative", "values", "batch")):
-            steps[row["way"]] = [float(x) for x in row["step_seconds_by_segment"].split()]
-    slower = [c > r for c, r in zip(steps[CACHE], steps[RECURRENCE], strict=True)]
-    first = len(slower)
-    while first and slower[first - 1]:
-        first -= 1
-    if first == len(slower):
-        return None
-    part = segment(first, case["values"])
-    return (part.start + part.stop) // 2
-
-
-def table(records: Sequence[Record]) -> str:
-    """Return the rows in Markdown: one for each relative position, size and batch."""
-    cells = []
-    for base in records:
-        if base["way"] != RECURRENCE:
-            continue
-        same = [
-            row
-            for row in records
-            if all(row[key] == base[key] for key in ("relative", "values", "batch"))
-        ]
-        by_way = {row["way"]: row for row in same}
-        cell: Record = {"relative": base["relative"], "values": f"{base['values']:,}"}
-        cell |= {"batch": base["batch"]}
-        for way in WAYS:
-            row = by_way[way]
-            times = "" if way == RECURRENCE else f" ({row['times_recurrence_median']:.3g} x)"
-            mark = "" if row["timed"] == "whole" else "~"
-            cell[f"{way}: images/s"] = f"{mark}{row['images_per_second']:.3g}{times}"
-        last = {way: by_way[way]["step_seconds_by_segment"].split()[-1] for way in WAYS[:2]}
-        cell["last steps"] = " / ".join(duration(float(last[way])) for way in WAYS[:2])
-        found = crossover(records, base)
-        cell["cache slower from"] = "never" if found is None else f"{found:,}"
-        cell["states"] = " / ".join(str(mebibytes(by_way[way]["state_bytes"])) for way in WAYS[:2])
-        peaks = [mebibytes(by_way[way]["peak_bytes"]) or "out of memory" for way in WAYS]
-        cells.append(cell | {"peak memory": " / ".join(peaks)})
-    return markdown(cells)
-
-
-def charts(records: Sequence[Record]) -> list[Chart]:
-    """Return images per second over the values of an image for each relative position and batch,
-    then memory, and seconds of a step along the longest sequence, of the largest batch.
-    """
-    relatives = list(dict.fromkeys(row["relative"] for row in records))
-    batches = sorted({row["batch"] for row in records})
-    named = {"flat": "relative position", "none": "no relative position"}
-
-    def over(relative: str, batch: int, column: str) -> list[Series]:
-        series = []
-        for number, way in enumerate(WAYS):
-            of_way = [row for row in records if (row["way"], row["batch"]) == (way, batch)]
-            rows = [row for row in of_way if row["relative"] == relative]
-            heights = [row[column] for row in rows]
-            if column == "peak_bytes":
-                heights = [None if y is None else y / 2**20 for y in heights]
-            series.append(Series(way, Look(number), [row["values"] for row in rows], heights))
-        return series
-
-    found = []
-    sizes = sorted({row["values"] for row in records})
-    axis = {"log_x": 4, "log_y": 10, "x_ticks": sizes}
-    for relative in relatives:
-        for batch in batches:
-            title = f"Batch {batch}, {named[relative]}"
-            series = over(relative, batch, "images_per_second")
-            found.append(Chart(title, "values of an image", "images per second", series, **axis))
-    relative, batch = relatives[0], batches[-1]
-    title = f"Memory, batch {batch}, {named[relative]}"
-    series = over(relative, batch, "peak_bytes")
-    found.append(Chart(title, "values of an image", "peak memory, MiB", series, **axis))
-    rows = [row for row in records if (row["relative"], row["batch"]) == (relative, batch)]
-    lines = []
-    for number, way in enumerate(WAYS):
-        row = next(row for row in rows if row["way"] == way and row["values"] == sizes[-1])
-        steps = [1000 * float(x) for x in row["step_seconds_by_segment"].split()]
-        parts = [segment(i, sizes[-1]) for i in range(SEGMENTS)]
-        places = [(part.start + part.stop) / 2 for part in parts]
-        lines.append(Series(way, Look(number), places, steps))
-    title = f"A step of {sizes[-1]:,}, batch {batch}, {named[relative]}"
-    found.append(Chart(title, "position", "milliseconds", lines, log_y=10))
-    return found
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print the table, and write rows and picture; return the exit code."""
     about = "Measure how fast images are written value by value, and with how much memory."
@@ -469,15 +376,6 @@ def measure_all(flags: argparse.Namespace) -> Iterator[list[Record]]:
                     Case(way, relative, side, batch) for batch in flags.batches for way in WAYS
                 ]
                 yield measure(cases, flags.rounds, flags.seconds, flags.whole_seconds, run)
-
-
-def draw(path: Path, records: Sequence[Record], provenance: Record) -> None:
-    """Write the picture of the rows."""
-    from visionattn.lab.drawing import png
-
-    about = "4 blocks of width 128, 4 heads; seconds of the processor, one run in turns"
-    notes = [f"{about}. {summary(provenance)}"]
-    png(path, charts(records), title="Images written value by value", notes=notes)
 
 
 if __name__ == "__main__":
