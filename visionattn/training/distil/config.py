@@ -180,7 +180,8 @@ def check_distil(config: DistilConfig) -> None:
             )
     if config.data.task != "classification":
         raise ValueError(
-            f"data.task {config.data.task} is for train; a student learns no masks and writes nothing"
+            f"data.task {config.data.task} is for train; a student learns no masks and writes "
+            "nothing"
         )
     if config.resume and config.overwrite:
         raise ValueError("resume goes on and overwrite deletes: give one of them")
