@@ -61,7 +61,7 @@ def trained(folder, capsys):
 
 WRITER = """visionattn train --data.name digits --data.task generate --data.workers 0 \\
     --model.name pixel_decoder --model.args '{embed_dim: 8, depth: 1, num_heads: 1}' \\
-    --epochs 1 --optim.warmup_epochs 0.5 --run digits_written"""
+    --epochs 1 --optim.warmup_epochs 0.5 --run digits_generate"""
 """A training of seconds that stands in for that of the run which ``generate --help`` names."""
 
 

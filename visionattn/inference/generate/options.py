@@ -19,7 +19,7 @@ SUMMARY = "generate.json"
 """The file by which a folder is known as one of ``visionattn generate``."""
 PICTURE, ARRAY = ".png", ".npy"
 MOST_IMAGES = 2**24
-EXAMPLE = "checkpoints/digits_written/best.safetensors --count 40 --output checkpoints/written.png"
+EXAMPLE = "checkpoints/digits_generate/best.safetensors --count 40 --output checkpoints/written.png"
 
 
 @dataclass
