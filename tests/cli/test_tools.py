@@ -261,7 +261,7 @@ def test_bad_input_ends_validation_with_one_line_and_code_2(finished, tmp_path, 
         (["--checkpoint", best, "--config", str(sizes)], "data.img_size is for training"),
         (
             ["--checkpoint", best, "--data.eval_images=9"],
-            "eval_images is for canvas and documents alone",
+            "eval_images is for canvas, documents and copy alone",
         ),
     ):
         assert validate(flags) == 2, flags

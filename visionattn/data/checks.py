@@ -110,7 +110,7 @@ def check_data(config: DataConfig) -> None:
     for key in ("train_images", "eval_images"):
         if config.name not in COUNTED and getattr(config, key) != getattr(DataConfig(), key):
             raise ValueError(
-                f"{key} is for {', '.join(sorted(COUNTED))} alone, {config.name} has the images "
+                f"{key} is for canvas, documents and copy alone, {config.name} has the images "
                 "it has; leave it out"
             )
     if config.root is not None and config.name in EMBEDDED:
