@@ -254,13 +254,13 @@ def test_data_sets_can_be_sent_to_workers_that_are_not_forks(name):
         ({"augment": "three"}, "augment three is not made for digits; choose none, light"),
         (
             {"train_images": 7},
-            "train_images is for canvas, documents and copy alone, digits has the images it has; leave "
-            "it out",
+            "train_images is for canvas, documents and copy alone, digits has the images it has; "
+            "leave it out",
         ),
         (
             {"name": "folder", "root": "x", "eval_images": 7},
-            "eval_images is for canvas, documents and copy alone, folder has the images it has; leave "
-            "it out",
+            "eval_images is for canvas, documents and copy alone, folder has the images it has; "
+            "leave it out",
         ),
         ({"download": True}, "digits cannot be downloaded; leave download out"),
         (

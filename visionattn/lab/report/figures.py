@@ -64,7 +64,11 @@ def curves_of(runs: Sequence[Run]) -> Figure:
     speed = curves(*of_steps("images_per_second"))
     written = {run.setting("data", "task") == "generate" for run in runs}
     unit = {True: "bits per dimension", False: "nats per image"}
-    nats = "nats per image, or bits per dimension" if len(written) > 1 else unit[max(written, default=False)]
+    nats = (
+        "nats per image, or bits per dimension"
+        if len(written) > 1
+        else unit[max(written, default=False)]
+    )
     charts = [
         Chart("Training loss", x_name, nats, loss),
         Chart("Validation loss", x_name, nats, curves(("epochs", "val_loss"))),
