@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from visionattn.data import documents, typesetting
+from visionattn.data import drawn, typesetting
 from visionattn.data.config import AugmentConfig, DataConfig
 from visionattn.data.documents import (
     ASPECT,
@@ -176,7 +176,7 @@ def test_splits_share_no_page_and_the_test_pages_are_those_of_every_seed():
     pages = {
         (split, seed): [DocumentsDataset(split, 8, seed).page(i, 0, 100) for i in range(8)]
         for split in ("train", "validation", "test")
-        for seed in (5, 6, documents._TEST_SEED)
+        for seed in (5, 6, drawn.TEST_SEED)
     }
     tests = [[page.image.tobytes() for page in pages["test", seed]] for seed in (5, 6)]
     assert tests[0] == tests[1]
@@ -204,7 +204,7 @@ def test_the_centre_crop_of_a_page_holds_the_mark_of_37_percent_of_test_pages():
     data = DocumentsDataset("test", 2000, seed=0)
     seen = []
     for index, (height, width) in enumerate(data.shapes(512).tolist()):
-        entropy = np.random.SeedSequence((documents._TEST_SEED, 32, 0, index))
+        entropy = np.random.SeedSequence((drawn.TEST_SEED, 32, 0, index))
         rng = np.random.Generator(np.random.SFC64(entropy))
         rng.integers(4)
         side = int(rng.integers(MARK_PX[0], MARK_PX[1] + 1))

@@ -18,6 +18,7 @@ from visionattn.data.large import open_sink, open_source
 from visionattn.data.large.source import UnreadablePart
 from visionattn.inference.listing import ListedFiles
 from visionattn.inference.reading import ReadImages
+from visionattn.models.tiled import ahead as reading_ahead
 from visionattn.models.tiled import forward_tiled
 from visionattn.models.tiled.ahead import Ahead
 from visionattn.models.weights import DataSpec
@@ -130,16 +131,43 @@ def test_one_band_is_read_ahead_in_another_thread_and_none_beyond_it():
     assert len(source.threads) == 1 and threading.get_ident() not in source.threads
 
 
-def test_what_is_waited_and_read_is_counted():
-    """Six bands of 50 ms, while the caller computes for 100 ms: the first is waited for, from
-    whenever its reading has begun, and the others were read before.
+class Clocked(Slow):
+    """An image whose bands take 50 ms each of a clock of its own. The caller looks at the clock as
+    it begins to wait, and again after it has waited; each look lets one band be read.
     """
-    source = Slow(0.05)
+
+    def __init__(self):
+        super().__init__()
+        self.now, self.caller = 0.0, threading.get_ident()
+        self.may_read, self.have_read = threading.Semaphore(0), threading.Semaphore(0)
+
+    def clock(self):
+        now = self.now
+        if threading.get_ident() == self.caller:
+            self.may_read.release()
+        return now
+
+    def read(self, rows, columns):
+        assert self.may_read.acquire(timeout=60)
+        self.now += 0.05
+        self.have_read.release()
+        return super().read(rows, columns)
+
+
+def test_what_is_waited_and_read_is_counted(monkeypatch):
+    """Six bands of 50 ms, while the caller computes for longer: the first is waited for, and the
+    others were read before.
+    """
+    source = Clocked()
+    monkeypatch.setattr(reading_ahead, "perf_counter", source.clock)
     with in_tens(source) as ahead:
-        for _ in ahead:
-            time.sleep(0.1)
-    assert ahead.read_s >= 6 * 0.05
-    assert 0 < ahead.waited_s < ahead.read_s
+        for number, _ in enumerate(ahead):
+            assert source.have_read.acquire(timeout=60)
+            if number < 5:  # until the next one is read
+                assert source.have_read.acquire(timeout=60)
+                source.have_read.release()
+    assert ahead.read_s == pytest.approx(6 * 0.05)
+    assert ahead.waited_s == pytest.approx(0.05)
 
 
 def test_what_a_band_raises_comes_up_in_its_turn():

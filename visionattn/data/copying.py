@@ -9,18 +9,14 @@ those of the authors' code, a quarter of a sequence.
 """
 
 import numpy as np
-from torch.utils.data import Dataset
 
 from visionattn.data.batches import Item, SampleKey
-from visionattn.data.embedded import Split
+from visionattn.data.drawn import DrawnDataset
 
 SYMBOLS = 10
 """Values are 0, the separator, and as many symbols from 1 on."""
 SHORTEST = 4
 """Least length of a sequence: both separators and a symbol twice."""
-
-_STREAM = {"train": 50, "validation": 51, "test": 52}
-_TEST_SEED = 20
 
 
 def word_lengths(length: int) -> tuple[int, int]:
@@ -48,26 +44,15 @@ def draw_sequence(rng: np.random.Generator, length: int) -> tuple[np.ndarray, np
     return values, counted
 
 
-class CopyingDataset(Dataset):
-    """A sequence of its own for each key: seed, split, index and epoch decide it. Test sequences
-    are the same for every seed. Items have the mask of the values that count in place of a class.
-
-    Args:
-        split: which sequences; those of different splits share no draw.
-        length: how many there are.
-        seed: of all draws but those of the test split.
+class CopyingDataset(DrawnDataset):
+    """A sequence of its own for each key. Items have the mask of the values that count in place of
+    a class.
     """
 
-    def __init__(self, split: Split, length: int, seed: int):
-        self.split, self.length = split, length
-        self.seed = _TEST_SEED if split == "test" else seed
-
-    def __len__(self):
-        return self.length
+    STREAMS = {"train": 50, "validation": 51, "test": 52}
+    SEEN = "as sequences of one row"
 
     def __getitem__(self, key: SampleKey) -> Item:
         rows, columns = key.geometry.img_size
-        entropy = np.random.SeedSequence((self.seed, _STREAM[self.split], key.epoch, key.index))
-        rng = np.random.Generator(np.random.SFC64(entropy))
-        values, counted = draw_sequence(rng, columns)
+        values, counted = draw_sequence(self.draws(key.index, key.epoch), columns)
         return Item(values[None, :, None], counted[None], (rows, columns))

@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import cv2
 import numpy as np
-from torch.utils.data import Dataset
 
 from visionattn.data.batches import Item, SampleKey
 from visionattn.data.buckets import canvases
+from visionattn.data.drawn import DrawnDataset
 from visionattn.data.embedded import Split
 from visionattn.data.geometry import Box, Geometry
 from visionattn.data.images import see_array
@@ -32,9 +32,7 @@ SMALLEST_SIZE_PX = 64
 """Least size that pages are drawn for."""
 DISTRACTORS_PER_PX = 1 / 256**2
 
-_STREAM = {"train": 30, "validation": 31, "test": 32}
 _SHAPE_STREAM = 33
-_TEST_SEED = 20
 _SHIFT = 4  # cv2 draws with sixteenths of a pixel
 
 
@@ -185,31 +183,28 @@ def draw_page(
     return Page(_on_paper(ink, rng)[:, :, None], label, Box(top, left, size_px, size_px), mask)
 
 
-class DocumentsDataset(Dataset):
-    """Pages drawn on the fly: seed, split, index and epoch decide a page.
+class DocumentsDataset(DrawnDataset):
+    """Pages drawn on the fly.
 
     The shape of a page depends on the index and not on the epoch. Pages for training get their
-    class by lot, those for evaluation in turn. Test pages are the same for every seed.
+    class by lot, those for evaluation in turn.
 
     Args:
-        split: which pages; those of different splits share no draw.
-        length: how many there are.
-        seed: of all draws but those of the test pages.
+        split, length, seed: see ``DrawnDataset``.
         masked: each pixel has a class, not the page.
     """
 
+    STREAMS = {"train": 30, "validation": 31, "test": 32}
+
     def __init__(self, split: Split, length: int, seed: int, *, masked: bool = False):
-        self.split, self.length, self.masked = split, length, masked
-        self.seed = _TEST_SEED if split == "test" else seed
-        rng = np.random.default_rng((self.seed, _STREAM[split], _SHAPE_STREAM))
+        super().__init__(split, length, seed)
+        self.masked = masked
+        rng = np.random.default_rng((self.seed, self.STREAMS[split], _SHAPE_STREAM))
         aspects = np.exp(rng.uniform(*np.log(ASPECT), length))
         longer = rng.uniform(*LONGEST, length)
         self._shapes = np.stack([longer, longer / aspects], axis=1)
         lying = rng.random(length) < 0.5
         self._shapes[lying] = self._shapes[lying, ::-1]
-
-    def __len__(self):
-        return self.length
 
     def shapes(self, longest_px: int) -> np.ndarray:
         """Return height and width of each page in pixels, int64 ``[n, 2]``.
@@ -227,8 +222,7 @@ class DocumentsDataset(Dataset):
 
     def page(self, index: int, epoch: int, longest_px: int, *, masked: bool = False) -> Page:
         """Draw the page of an index, with the box of its mark, and ``masked`` its mask."""
-        entropy = np.random.SeedSequence((self.seed, _STREAM[self.split], epoch, index))
-        rng = np.random.Generator(np.random.SFC64(entropy))
+        rng = self.draws(index, epoch)
         drawn = int(rng.integers(len(CLASS_NAMES)))
         label = drawn if self.split == "train" else index % len(CLASS_NAMES)
         shape = np.round(self._shapes[index] * longest_px).astype(np.int64)

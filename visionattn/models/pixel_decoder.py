@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from visionattn.layers.block import Block
 from visionattn.layers.raster import RasterAttention
 from visionattn.layout import Grid, TokenLayout
+from visionattn.models.mixture import log_mixture
 from visionattn.models.registration import register_writer
 from visionattn.ops.nonfinite import is_readable
 from visionattn.ops.recurrence import KeyValueCache, PastTable, RecurrentState
@@ -217,7 +218,7 @@ class PixelDecoder(nn.Module):
         if self.output == "categorical":
             found = -F.cross_entropy(out.mT, values, reduction="none")
         else:
-            found = self._log_mixture(out, values[..., None])[..., 0]
+            found = log_mixture(out, values[..., None], self.levels)[..., 0]
         # FSDP takes no views.
         return found.unflatten(1, (*size, self.in_chans)).permute(0, 3, 1, 2).clone()
 
@@ -388,35 +389,7 @@ class PixelDecoder(nn.Module):
         """Return log-probabilities of all levels for what the head gives, ``[..., levels]``."""
         if self.output == "categorical":
             return out
-        return self._log_mixture(_full(out), torch.arange(self.levels, device=out.device))
-
-    def _log_mixture(self, out: Tensor, values: Tensor) -> Tensor:
-        """Return the log-probability of levels under mixtures of logistic distributions.
-
-        The probability of a level is that of the interval of its width around it, on a scale from
-        -1 to 1; the outermost levels have all that lies beyond. Of an interval (a, b) in units of
-        the scale it is ``sigmoid(b) sigmoid(-a) (1 - exp(a - b))``, which keeps its digits in the
-        tails.
-
-        Args:
-            out: ``[..., 3 K]``: logits, means, logarithms of scales.
-            values: whole numbers, ``[V]`` or ``[..., V]``.
-
-        Returns:
-            ``[..., V]``.
-        """
-        weights, means, scales = (x.unsqueeze(-2) for x in out.chunk(3, -1))
-        values = values.unsqueeze(-1).to(out.dtype)
-        half = 1 / (self.levels - 1)
-        inverse = torch.exp(-scales.clamp(min=-7))
-        offset = values * (2 * half) - 1 - means
-        below, above = (offset - half) * inverse, (offset + half) * inverse
-        at_bottom, at_top = F.logsigmoid(above), F.logsigmoid(-below)
-        # The width of an interval in units of the scale does not depend on where it is.
-        inside = at_bottom + at_top + torch.log(-torch.expm1(-2 * half * inverse))
-        found = torch.where(values == 0, at_bottom, inside)
-        found = torch.where(values == self.levels - 1, at_top, found)
-        return torch.logsumexp(F.log_softmax(weights, -1) + found, -1)
+        return log_mixture(_full(out), torch.arange(self.levels, device=out.device), self.levels)
 
 
 default_cfgs = generate_default_cfgs(

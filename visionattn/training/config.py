@@ -218,7 +218,12 @@ def check(config: TrainConfig) -> None:
             )
     if config.show_batch is not None and not config.show_batch.endswith(".png"):
         raise ValueError(f"show_batch must be a file that ends in .png, got {config.show_batch}")
-    # Options that contradict each other.
+    _check_together(config)
+
+
+def _check_together(config: TrainConfig) -> None:
+    """Raise ValueError for options that contradict each other."""
+    data, optim = config.data, config.optim
     if config.show_batch is not None and config.resume:
         raise ValueError("show_batch draws the first batch of the first epoch; leave resume out")
     if optim.min_lr > optim.lr:

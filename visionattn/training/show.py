@@ -15,6 +15,7 @@ from torch.nn.functional import one_hot
 
 from visionattn.cli.files import check_free, write_whole
 from visionattn.data.batches import Batch, seed_batch
+from visionattn.data.drawn import seen_as
 from visionattn.data.splits import check_root
 from visionattn.models.segmentation import IGNORED
 from visionattn.models.weights import DataSpec
@@ -157,7 +158,8 @@ def part(
     count, bands = sum(len(images) for images, *_ in batches), batches[0][0].shape[1]
     which = f"{most} of the" if count > most else "all"
     of = "batch" if len(batches) == 1 else f"{len(batches)} batches"
-    note = f"{which} {count} images of the first {of}; {trainer.geometry.describe()}; {changes}"
+    seen = seen_as(trainer.splits.train, trainer.geometry)
+    note = f"{which} {count} images of the first {of}; {seen}; {changes}"
     if bands not in (1, 3):
         note += f"; of {bands} bands {'the first three are' if bands > 3 else 'the first is'} drawn"
     return Part(title, note, pictures)

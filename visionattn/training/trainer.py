@@ -20,6 +20,7 @@ from visionattn.cli.interruption import Interruption
 from visionattn.cli.progress import Progress
 from visionattn.cli.untrusted import brief
 from visionattn.data.batches import Batch, EvalBatches
+from visionattn.data.drawn import seen_as
 from visionattn.data.images import ImageDataset
 from visionattn.data.splits import Splits, eval_batches, train_batches
 from visionattn.data.streams import StreamEvalBatches, StreamTrainBatches
@@ -147,7 +148,7 @@ class Trainer(Learner):
     def describe(self) -> list[str]:
         """Describe the run in a line or two."""
         count = sum(parameter.numel() for parameter in self.model.parameters())
-        seen = f"images are seen {self.geometry.describe()}"
+        seen = f"images are seen {seen_as(self.splits.train, self.geometry)}"
         if self.geometry.fit == "pad" and not self.leaves_out:
             seen += f"; {self.config.model.name} sees the rest as black"
         images = "{} training and {} validation images".format(*self.images())

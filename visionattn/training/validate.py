@@ -20,6 +20,7 @@ from visionattn.cli.progress import Progress
 from visionattn.cli.provenance import provenance
 from visionattn.data.buckets import cell_px
 from visionattn.data.config import DataConfig
+from visionattn.data.drawn import seen_as
 from visionattn.data.geometry import Geometry, check_geometry, pixels, sides
 from visionattn.data.splits import build_splits, eval_batches
 from visionattn.models.filled import takes_sizes
@@ -274,7 +275,7 @@ class Validation:
     def describe(self) -> str:
         """Say in words how images are seen; sizes where there is one."""
         first, *others = self.geometries
-        seen = f"{first.fit}, at several sizes" if others else first.describe()
+        seen = f"{first.fit}, at several sizes" if others else seen_as(self.dataset, first)
         if first.fit == "pad" and not takes_sizes(self.model):
             seen += "; this model sees the rest as black"
         return seen
