@@ -2,10 +2,12 @@
 
 import io
 import math
+import warnings
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import tifffile
 import torch
 import yaml
 from PIL import Image
@@ -17,6 +19,7 @@ from tests.helpers.tools import assert_one_error, load_tool
 from visionattn.cli.ends import run_tool
 from visionattn.data.batches import SampleKey
 from visionattn.data.documents import draw_page
+from visionattn.data.drawn import seen_as
 from visionattn.data.geometry import Geometry
 from visionattn.data.splits import build_splits
 from visionattn.models.export import check_exportable
@@ -200,6 +203,8 @@ def test_pieces_of_pages_come_from_pages_at_their_own_scale(tmp_path):
     config = replace(config, train_images=7, eval_images=5)
     splits = build_splits(config, 3)
     assert splits.spec.num_classes == 0 and splits.spec.in_chans == 1
+    seen = seen_as(splits.train, Geometry("crop", (24, 40)))
+    assert seen == "as pieces of pages at the pages' own scale, 24 x 40 px"
     key = SampleKey(2, 0, Geometry("crop", (24, 40)))
     items = {name: getattr(splits, name)[key] for name in ("train", "validation", "test")}
     for item in items.values():
@@ -229,6 +234,27 @@ def test_a_folder_needs_no_classes_and_is_learnt_as_it_is(tmp_path):
     assert "bits/dim *" in lines_of(config)[-1]
     images = torch.randint(256, (2, 3, 6, 6), dtype=torch.uint8)
     assert torch.equal(splits.spec.prepare(images), images)
+
+
+@pytest.mark.parametrize("bits", [12, 16])
+def test_an_image_of_more_than_8_bits_is_named_or_left_out(tmp_path, bits):
+    rng = np.random.default_rng(0)
+    (tmp_path / "pictures").mkdir()
+    for number in range(12):
+        pixels = rng.integers(0, 256, (9, 12), np.uint8)
+        Image.fromarray(pixels).save(tmp_path / "pictures" / f"{number:02d}.png")
+    deep = tmp_path / "pictures" / "deep.tif"
+    tifffile.imwrite(deep, rng.integers(0, 2**bits, (9, 12)).astype(np.uint16))
+    data = {"name": "folder", "root": str(tmp_path / "pictures"), "img_size": 6, "fit": "crop"}
+    config = config_of(tmp_path, data=data | {"bands": [1]}, batch_size=4)
+    said = "cannot read image .*deep.tif: it has more than 8 bits, and data.task generate writes"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # which range the values have
+        with pytest.raises(ValueError, match=said):
+            lines_of(config)
+        skips = replace(config, run="skips", data=replace(config.data, on_error="skip"))
+        assert "bits/dim *" in lines_of(skips)[-1]
+    assert lines(tmp_path / "skips")[-1]["left_out"] == 1
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,7 @@ def open_images(
     augment: Augmentation | None,
     options: ReadOptions | None = COLOURED,
     labelled: bool = True,
+    levels: bool = False,
 ) -> tuple[Datasets, tuple[str, ...]]:
     """Find the images under ``root`` and divide them.
 
@@ -67,6 +68,7 @@ def open_images(
             few of them, with a warning that tells it. None: the files are only listed.
         labelled: whether a folder must have class folders. Otherwise one in which an image lies
             outside of them, or which has none, holds images without classes, at any depth.
+        levels: whether images must be of 8 bits, as their values are to be written.
 
     Returns:
         Training, validation and test images (None where there are none), and the class names; none
@@ -89,7 +91,7 @@ def open_images(
     else:
         raise ValueError(f"data root {root} is neither a folder nor a .tar file")
     parts = _complete(parts, names, root, val_fraction, seed)
-    return _datasets(parts, seed, augment, options), tuple(names)
+    return _datasets(parts, seed, augment, options, levels=levels), tuple(names)
 
 
 def open_masked(
@@ -155,7 +157,12 @@ def _with_masks(images: Path, masks: Path) -> tuple[_Part, Files]:
 
 
 def _datasets(
-    parts: dict[str, _Part], seed: int, augment: Augmentation | None, options: ReadOptions | None
+    parts: dict[str, _Part],
+    seed: int,
+    augment: Augmentation | None,
+    options: ReadOptions | None,
+    *,
+    levels: bool = False,
 ) -> Datasets:
     """Make the data sets of the splits, of which the training images alone are augmented."""
     train = parts["train"]
@@ -170,9 +177,8 @@ def _datasets(
             return None
         chosen = augment if split == "train" else None
         read = options or COLOURED
-        return ImageDataset(
-            part.source, part.indices, part.labels, seed, chosen, read, masks=part.masks
-        )
+        kinds = {"masks": part.masks, "levels": levels}
+        return ImageDataset(part.source, part.indices, part.labels, seed, chosen, read, **kinds)
 
     return dataset("train"), dataset("validation"), dataset("test")  # type: ignore[return-value]
 

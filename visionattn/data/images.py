@@ -191,12 +191,14 @@ class ImageDataset(Dataset):
         options: ReadOptions = COLOURED,
         *,
         masks: Masks | None = None,
+        levels: bool = False,
     ):
         """Take the numbers of this data set's images in ``source``, ``indices [n]``, and their
         classes, ``labels [n]``, or ``masks`` with those of their pixels; ``options`` say how the
-        files are read.
+        files are read. With ``levels`` images of more than 8 bits are ``Unreadable``.
         """
         self.options, self.masks = options, masks
+        self.levels = levels
         self.source, self.indices = source, indices
         self.labels, self.seed = labels, seed
         self.augment = augment
@@ -274,9 +276,15 @@ class ImageDataset(Dataset):
                 def read(view: View) -> np.ndarray:
                     return read_image(reader, view, self.options)
 
-                return see(size, read, label, key, self.seed, self.augment)
+                item = see(size, read, label, key, self.seed, self.augment)
         except DAMAGED_IMAGE as error:
             return unreadable(self.source.name(index), error)
+        if self.levels and item.pixels.dtype != np.uint8:
+            reason = (
+                "it has more than 8 bits, and data.task generate writes levels of 8; convert it"
+            )
+            return Unreadable(self.source.name(index), reason, refused=True)
+        return item
 
 
 def unreadable(name: str, error: BaseException) -> Unreadable:

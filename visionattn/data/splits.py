@@ -346,6 +346,7 @@ def _build_folder(config: DataConfig, seed: int, labelled: bool) -> Splits:
             augment=augment,
             options=options,
             labelled=labelled and config.task != "generate",
+            levels=config.task == "generate",
         )
         datasets, num_classes = opened, len(names)
         options = opened[0].options
