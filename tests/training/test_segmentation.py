@@ -243,6 +243,52 @@ def test_weights_are_judged_on_other_masks_with_the_classes_that_they_know(run, 
     assert "mean IoU" in capsys.readouterr().out
 
 
+def rewrite(root, values, dtype=np.uint8):
+    """Give the classes of all masks other values."""
+    for path in root.glob("*/masks/*.png"):
+        mask = np.array(Image.open(path))
+        Image.fromarray(np.array(values, dtype)[np.where(mask == 255, 0, mask)]).save(path)
+
+
+@pytest.mark.filterwarnings("ignore:the masks of .* are black and white")
+def test_black_and_white_masks_mean_the_same_to_all_that_read_them(tmp_path, capsys):
+    rewrite(write_folder(tmp_path / "data"), (0, 255, 255))
+    config = config_of(tmp_path, data={"mask_classes": None}, optim={"lr": 1e-2}, epochs=6)
+    lines_of(config)
+    out = tmp_path / "out" / "small"
+    [test] = [line for line in lines(out) if line["kind"] == "test"]
+    assert min(test["ious"]) > 0.3 and test["mean_iou"] < 1
+    best = tmp_path / "best.safetensors"
+    best.write_bytes((out / "best.safetensors").read_bytes())
+    assert load_model(best).data_spec.colours == ((0, 0, 0), (255, 255, 255))
+    # Elsewhere, without the run, whatever else is there.
+    rewrite(write_folder(tmp_path / "other"), (0, 65535, 65535), np.uint16)
+    given = ["--data.name", "folder", "--data.root", str(tmp_path / "other"), "--data.workers", "0"]
+    judge = ["--checkpoint", str(best), "--fit", "crop", *given, "--json", str(tmp_path / "rows")]
+    assert validate_tool(judge) == 0
+    [row] = json.loads((tmp_path / "rows").read_text())["rows"]
+    assert row["ious"] == pytest.approx(test["ious"], abs=1e-6)
+    rewrite(write_folder(tmp_path / "more"), (0, 128, 255))
+    given[3] = str(tmp_path / "more")
+    capsys.readouterr()
+    assert validate_tool(["--checkpoint", str(best), "--fit", "crop", *given]) == 2
+    assert "it has the colour 128 128 128, which is none of" in capsys.readouterr().err
+    # A state of a run for which 255 did not count is of other masks.
+    state = torch.load(out / "last.pt", weights_only=True)
+    torch.save(state | {"data": state["data"] | {"colours": None}}, out / "last.pt")
+    with pytest.raises(ValueError, match="took the values of its masks for other classes"):
+        lines_of(replace(config, resume=True, epochs=7))
+
+
+def test_weights_of_more_classes_are_not_judged_by_black_and_white_masks(run, tmp_path, capsys):
+    rewrite(write_folder(tmp_path / "data"), (0, 255, 255))
+    best = tmp_path / "best.safetensors"
+    best.write_bytes((run[0] / "out/small/best.safetensors").read_bytes())
+    given = ["--data.name", "folder", "--data.root", str(tmp_path / "data"), "--data.workers", "0"]
+    assert validate_tool(["--checkpoint", str(best), *given]) == 2
+    assert_one_error(capsys, "class dark alone counts in the 4 test masks, as the value 255")
+
+
 def test_a_body_starts_from_a_classification_and_the_head_is_new(tmp_path):
     spec = DataSpec(3, 4, (), (0.5,) * 3, (0.2,) * 3, None, 16)
     torch.manual_seed(3)
@@ -280,6 +326,10 @@ def test_wrong_options_are_one_line(run, tmp_path, capsys):
     assert_one_error(capsys, "has no patch features")
     assert train_tool([*flags, "--data.task", "boxes"]) == 2
     assert_one_error(capsys, "task")
+    assert train_tool([*flags, "--data.root", str(folder / "none")]) == 2
+    assert_one_error(capsys, "does not exist; wanted images/* and masks/*")
+    assert train_tool([*flags, "--data.mask_classes", "[dark, light, red, blue]"]) == 2
+    assert_one_error(capsys, "no pixel of the 10 training masks has the class blue: add masks")
     assert not (folder / "out" / "x").exists()
     check(config)
 

@@ -130,8 +130,8 @@ class DataConfig:
     """``wds/...`` alone, and required there: how many classes there are."""
     mask_classes: list[str] | None = None
     """``folder`` with masks alone: the names of the classes of pixels, in the order of their values
-    from 0 on, or of ``mask_colours``. None: numbers up to the largest value, for which all masks
-    are read.
+    from 0 on, or of ``mask_colours``. None: numbers up to the largest value, or 0 and 1 for black
+    and white masks; all masks are read for this.
     """
     mask_colours: list[list[int]] | None = None
     """``folder`` with masks alone: red, green and blue of each class, 0 to 255. None: the values of
@@ -139,7 +139,7 @@ class DataConfig:
     """
     mask_ignored: list[int] | None = None
     """``folder`` with masks alone: the value, or the three of a colour, of pixels that do not
-    count. None: 255, or no colour.
+    count. None: 255 where masks have other values than 0 and 255, or no colour.
     """
     download: bool = False
     """``cifar10`` and ``cifar10_pixel`` alone: fetch the data into ``root`` where it is missing."""

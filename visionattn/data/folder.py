@@ -18,7 +18,8 @@ from timm.data.readers.reader_image_in_tar import ReaderImageInTar
 from visionattn.data.embedded import stratified_split
 from visionattn.data.formats import COLOURED, ReadOptions, extensions, settle
 from visionattn.data.images import Augmentation, ImageDataset
-from visionattn.data.mask_files import MASKS, MaskClasses, MaskFiles, masks_of, with_names
+from visionattn.data.mask_files import MASKS, MaskFiles, masks_of, settle_classes
+from visionattn.data.mask_values import MaskClasses
 from visionattn.data.sources import Files, Source, TableRows, TarMembers
 from visionattn.data.walk import identity, images_below, natural_key
 
@@ -102,31 +103,34 @@ def open_masked(
     augment: Augmentation | None,
     options: ReadOptions,
     classes: MaskClasses,
-) -> tuple[Datasets, tuple[str, ...]]:
+) -> tuple[Datasets, MaskClasses]:
     """Find images with masks beside them under ``root``, a folder, and divide them.
 
     Args:
-        classes: what the values of masks mean; without names, all masks are read for them.
+        classes: what the values of masks mean, as far as somebody has said it.
 
-    The other arguments and what is returned are those of ``open_images``; the names are those of
-    the classes of pixels.
+    The other arguments are those of ``open_images``.
+
+    Returns:
+        Training, validation and test images (None where there are none), and the classes of their
+        pixels.
 
     Raises:
         ValueError, FileNotFoundError: one line that says what is wrong.
     """
     if root.startswith(("hfds/", "wds/")) or (Path(root).exists() and not Path(root).is_dir()):
         raise ValueError(f"data root {root} is no folder, {MASKED_LAYOUT}")
-    check_there(root)
+    check_there(root, MASKED_LAYOUT)
     found = {split: _with_masks(*pair) for split, pair in _image_folders(Path(root)).items()}
-    masks = with_names(
-        [MaskFiles(files, classes, options.max_pixels) for _, files in found.values()]
+    masks = settle_classes(
+        [MaskFiles(files, classes, options.max_pixels) for _, files in found.values()], root
     )
     parts = {
         split: replace(part, masks=each)
         for (split, (part, _)), each in zip(found.items(), masks, strict=True)
     }
     parts = _complete(parts, [""], root, val_fraction, seed)
-    return _datasets(parts, seed, augment, options), masks[0].classes.names
+    return _datasets(parts, seed, augment, options), masks[0].classes
 
 
 def _image_folders(root: Path) -> dict[str, tuple[Path, Path]]:
@@ -183,12 +187,10 @@ def _datasets(
     return dataset("train"), dataset("validation"), dataset("test")  # type: ignore[return-value]
 
 
-def check_there(root: str) -> None:
+def check_there(root: str, wanted: str = f"{LAYOUT}, a .tar file, wds/... or hfds/...") -> None:
     """Raise FileNotFoundError where a folder or a file of images does not exist."""
     if not root.startswith(("hfds/", "wds/")) and not Path(root).exists():
-        raise FileNotFoundError(
-            f"data root {root} does not exist; {LAYOUT}, a .tar file, wds/... or hfds/..."
-        )
+        raise FileNotFoundError(f"data root {root} does not exist; {wanted}")
 
 
 def _complete(

@@ -1,25 +1,26 @@
-"""Masks in files beside images: index PNGs, or colours that stand for classes.
+"""Masks in files beside images: where they are, and what the values of all of them mean together.
 
-This module owns where the mask of an image is, and how its values become classes. ``folder.py``
-divides the images, and ``images.py`` brings masks to the size that the model sees.
+``mask_values.py`` turns the values of a mask into classes, ``folder.py`` divides the images, and
+``images.py`` brings masks to the size that the model sees.
 """
 
 import os
-import re
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 from PIL import Image
 
 from visionattn.cli.progress import Progress
-from visionattn.data.config import DataConfig
 from visionattn.data.formats import DAMAGED_IMAGE, LARGEST_IMAGE_PX, large_images_allowed
 from visionattn.data.formats.reader import NotAsAsked, damage
 from visionattn.data.geometry import Size
+from visionattn.data.mask_values import GREY_STEP, MaskClasses, Pairs, pairs_of
 from visionattn.data.sources import Files
 from visionattn.data.walk import images_below
 from visionattn.models.segmentation import IGNORED
@@ -28,115 +29,12 @@ MASKS = "masks"
 """The folder of the masks, beside that of the images."""
 SUFFIXES = (".png", ".tif", ".tiff", ".bmp", ".gif")
 """What files of masks end in; JPEG changes values."""
-INDEXED = ("1", "L", "P", "I", "I;16", "I;16B")
-"""Modes of Pillow in which a value is an index; that of ``P`` is the place in its palette."""
-GREY = ("LA", "RGB", "RGBA", "RGBX")
-"""Those in which an index is a level of grey."""
-READ_THREADS = 4
+READ_THREADS, READ_AHEAD = 4, 64
+"""Threads that read masks, and how many masks they read before somebody looks at the first."""
+MOST_EMPTY = 0.5
+"""A larger share of classes without a pixel says that values are no numbers of classes."""
 
-
-@dataclass(frozen=True)
-class MaskClasses:
-    """What the values of masks mean."""
-
-    names: tuple[str, ...] = ()
-    """Of the classes, from value 0 on; empty where they are still to be found."""
-    colours: tuple[tuple[int, int, int], ...] | None = None
-    """Red, green and blue of each class; None: values are indices."""
-    ignored: int | tuple[int, int, int] | None = IGNORED
-    """The index or the colour of pixels that do not count; None: all count."""
-
-    @classmethod
-    def of(cls, config: DataConfig) -> "MaskClasses":
-        """Return what the options say; ``check_masks`` has checked them."""
-        colours = None
-        if config.mask_colours is not None:
-            colours = tuple((red, green, blue) for red, green, blue in config.mask_colours)
-        given = config.mask_ignored
-        ignored: int | tuple[int, int, int] | None = None if colours else IGNORED
-        if given is not None:
-            ignored = (given[0], given[1], given[2]) if len(given) == 3 else given[0]
-        names = tuple(config.mask_classes or map(str, range(len(colours or ()))))
-        return cls(names, colours, ignored)
-
-    def classes(self, mask: Image.Image) -> np.ndarray:
-        """Return the class of each pixel of a mask, uint8 ``[height, width]``, ``IGNORED`` where it
-        does not count.
-
-        Raises:
-            NotAsAsked: a value or a colour stands for no class, or the mask is of another kind.
-        """
-        if self.colours is not None:
-            return self._of_colours(mask)
-        values = _indices(mask)
-        ignored = values == self.ignored if isinstance(self.ignored, int) else None
-        count = len(self.names) or IGNORED
-        wrong = values >= count if ignored is None else (values >= count) & ~ignored
-        if values.dtype.kind == "i":
-            wrong |= values < 0
-        if wrong.any():
-            not_counted = "" if ignored is None else f" or {self.ignored}, which does not count"
-            known = f"with {count} classes " if self.names else ""
-            raise NotAsAsked(
-                f"it has the value {values[wrong][0]}; {known}wanted 0 to {count - 1}{not_counted}"
-            )
-        found = values.astype(np.uint8)
-        if ignored is not None:
-            found[ignored] = IGNORED
-        return found
-
-    def _of_colours(self, mask: Image.Image) -> np.ndarray:
-        known = [*(self.colours or ()), *([self.ignored] if self.ignored is not None else ())]
-        classes = [*range(len(self.colours or ())), IGNORED][: len(known)]
-        numbers = _packed(np.array(known, np.uint8))
-        order = np.argsort(numbers)
-        pixels = _packed(np.asarray(mask.convert("RGB")))
-        places = np.searchsorted(numbers[order], pixels).clip(max=len(known) - 1)
-        wrong = numbers[order][places] != pixels
-        if wrong.any():
-            value = int(pixels[wrong][0])
-            raise NotAsAsked(
-                f"it has the colour {value >> 16} {value >> 8 & 255} {value & 255}, which is none "
-                "of data.mask_colours and not data.mask_ignored"
-            )
-        return np.array(classes, np.uint8)[order][places]
-
-
-def _packed(colours: np.ndarray) -> np.ndarray:
-    """Return colours ``[..., 3]`` as one number each."""
-    red, green, blue = np.moveaxis(colours.astype(np.uint32), -1, 0)
-    return red << 16 | green << 8 | blue
-
-
-def _step(mask: Image.Image) -> int:
-    """Return by what Pillow multiplies levels of grey of 2 or 4 bits, so that the largest is 255;
-    1 where it does not. It must not have read the pixels yet.
-    """
-    tiles: Any = getattr(mask, "tile", None)
-    how = tiles[0].args if tiles else ""
-    found = re.match("L;([24])", str(how if isinstance(how, str) else how[0]))
-    return 255 // (2 ** int(found[1]) - 1) if found else 1
-
-
-def _indices(mask: Image.Image) -> np.ndarray:
-    """Return the values of an index mask ``[height, width]``; colours that are all grey are their
-    level.
-    """
-    if mask.mode in INDEXED:
-        step = _step(mask)
-        values = np.asarray(mask) // step if step > 1 else np.asarray(mask)
-        return values.astype(np.uint8) if values.dtype == bool else values
-    if mask.mode not in GREY:
-        raise NotAsAsked(
-            f"it has pixels of the kind {mask.mode}; wanted the number of a class for each"
-        )
-    colours = np.asarray(mask.convert("RGB"))
-    if (colours != colours[..., :1]).any():
-        raise NotAsAsked(
-            "it has colours, and nothing says what they stand for: name that of each class with "
-            "data.mask_colours"
-        )
-    return colours[..., 0]
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -158,6 +56,21 @@ class MaskFiles:
             ValueError: one of ``DAMAGED_IMAGE``, whose text names the mask: it cannot be read, is
                 of another size, or has values that stand for no class.
         """
+        with self._open(index) as mask:
+            own = (mask.height, mask.width)
+            if size is not None and own != size:
+                raise NotAsAsked(
+                    f"it has {own[0]} x {own[1]} pixels, its image {size[0]} x {size[1]}"
+                )
+            return self.classes.classes(mask)
+
+    def pairs(self, index: int) -> Pairs:
+        """Return the values of a mask with their colours; raises what ``read`` does."""
+        with self._open(index) as mask:
+            return pairs_of(mask)
+
+    @contextmanager
+    def _open(self, index: int) -> Iterator[Image.Image]:
         name = self.files.name(index)
         try:
             with (
@@ -166,44 +79,57 @@ class MaskFiles:
                 open(name, "rb") as file,
                 Image.open(file) as mask,
             ):
-                own = (mask.height, mask.width)
-                if size is not None and own != size:
+                if mask.height * mask.width > self.max_pixels:
                     raise NotAsAsked(
-                        f"it has {own[0]} x {own[1]} pixels, its image {size[0]} x {size[1]}"
-                    )
-                if own[0] * own[1] > self.max_pixels:
-                    raise NotAsAsked(
-                        f"it has {own[0]} x {own[1]} pixels, more than data.max_pixels "
+                        f"it has {mask.height} x {mask.width} pixels, more than data.max_pixels "
                         f"{self.max_pixels:,}"
                     )
-                return self.classes.classes(mask)
+                yield mask
         except NotAsAsked as error:
             raise NotAsAsked(f"the mask {name}: {error}") from error
         except DAMAGED_IMAGE as error:
             raise ValueError(f"the mask {name} cannot be read: {error}") from error
 
-    def largest(self, indices: Sequence[int]) -> int:
-        """Return the largest class of some masks; those that cannot be read are left to their turn.
+    def each(
+        self, read: Callable[[int], Found], indices: Sequence[int]
+    ) -> Iterator[tuple[int, Found]]:
+        """Read some masks, and yield the number of each with what ``read`` gives; masks that cannot
+        be read are left to their turn.
 
         Raises:
-            NotAsAsked: a mask has a value that can be no class.
+            NotAsAsked: classes have no names yet, and a mask has no values that could be classes.
         """
 
-        def of(index: int) -> int:
+        def of(index: int) -> Found | None:
             try:
-                found = self.read(index)
-            except NotAsAsked:
-                raise
-            except ValueError:
-                return 0
-            return int(found[found != IGNORED].max(initial=0))
+                return read(index)
+            except ValueError as error:
+                if isinstance(error, NotAsAsked) and not self.classes.names:
+                    raise
+                return None
 
-        largest = 0
-        with ThreadPoolExecutor(READ_THREADS) as pool, Progress(len(indices)) as progress:
-            for found in pool.map(of, indices):
-                largest = max(largest, found)
-                progress.advance(1)
-        return largest
+        with (
+            ThreadPoolExecutor(READ_THREADS) as pool,
+            Progress(len(indices), what="masks: ", unit="masks") as progress,
+        ):
+            for start in range(0, len(indices), READ_AHEAD):
+                some = indices[start : start + READ_AHEAD]
+                for index, found in zip(some, pool.map(of, some), strict=True):
+                    progress.advance(1)
+                    if found is not None:
+                        yield index, found
+
+    def classes_in(self, indices: np.ndarray, enough: int) -> tuple[set[int], bool]:
+        """Return classes that some masks have, until ``enough`` are found, and whether there are
+        pixels that do not count. Masks are read in random order, the same each time.
+        """
+        classes: set[int] = set()
+        order = np.random.default_rng(0).permutation(indices).tolist()
+        for _, found in self.each(lambda index: set(np.unique(self.read(index)).tolist()), order):
+            classes |= found
+            if len(classes - {IGNORED}) >= enough:
+                break
+        return classes - {IGNORED}, IGNORED in classes
 
 
 def masks_of(paths: Sequence[str], images: Path, masks: Path) -> list[str]:
@@ -240,15 +166,75 @@ def masks_of(paths: Sequence[str], images: Path, masks: Path) -> list[str]:
     return [found[stem] for stem in stems]
 
 
-def with_names(masks: Sequence[MaskFiles]) -> list[MaskFiles]:
-    """Return the masks of all splits with the names of the classes, found by their values where
-    nobody has named them.
+def settle_classes(masks: Sequence[MaskFiles], root: str) -> list[MaskFiles]:
+    """Return the masks of all splits with what their values mean, as far as nobody has said it.
+
+    Masks that are black and white have two classes, and white (255, or 65535 of 16 bits) is class
+    1. Other values are numbers of classes, up to the largest. All masks are read for this; where
+    two classes have names, until a mask has another value than black and white.
 
     Raises:
-        NotAsAsked: a value can be no class.
+        ValueError: a value can be no class, or most classes have no pixel; one line.
     """
-    if masks[0].classes.names:
+    classes = masks[0].classes
+    if classes.colours is not None or len(classes.names) > 2:
         return list(masks)
-    largest = max(each.largest(range(len(each.files.paths))) for each in masks)
-    names = tuple(map(str, range(max(2, largest + 1))))
-    return [replace(each, classes=replace(each.classes, names=names)) for each in masks]
+    kinds: dict[Pairs, tuple[MaskFiles, int]] = {}
+    for files in masks:
+        for index, found in files.each(files.pairs, range(len(files.files.paths))):
+            kinds.setdefault(found, (files, index))
+            if classes.names and not classes.may_be_binary(found):
+                return list(masks)
+    pairs = frozenset[tuple[int, int]]().union(*kinds)
+    settled = classes.as_binary(pairs)
+    if settled is not None:
+        values = sorted({value for value, _ in pairs})
+        name = f" ({settled.names[1]})" if settled.names[1] != "1" else ""
+        rest = f", {classes.ignored} does not count" if classes.stated else ""
+        warnings.warn(
+            f"the masks of {root} are black and white (values {', '.join(map(str, values))}): "
+            f"white is class 1{name}{rest}",
+            stacklevel=5,
+        )
+    elif not classes.names:
+        settled = replace(classes, names=_numbers(kinds, root))
+    return [replace(each, classes=settled or classes) for each in masks]
+
+
+def _numbers(kinds: dict[Pairs, tuple[MaskFiles, int]], root: str) -> tuple[str, ...]:
+    """Return the numbers of classes up to the largest value.
+
+    Args:
+        kinds: all sets of values that masks have, each with a mask that has it.
+        root: where they are.
+    """
+    ignored = None
+    found: set[int] = set()
+    for pairs, (files, index) in kinds.items():
+        ignored = files.classes.ignored
+        values = {value for value, _ in pairs} - {ignored}
+        if not values <= set(range(IGNORED)):
+            files.read(index)  # raises what is wrong with it
+        found |= values
+    count = max(2, max(found, default=0) + 1)
+    empty = count - len(found)
+    if found and empty > MOST_EMPTY * count:
+        there = sorted({value for pairs in kinds for value, _ in pairs})
+        colours = (
+            [[value] * 3 for value in there] if len(there) < 9 else "[[red, green, blue], ...]"
+        )
+        raise ValueError(
+            f"the masks of {root} have the values {', '.join(map(str, there))}, so that {empty} "
+            f"of {count} classes have no pixel; where values are colours, name that of each class: "
+            f"--data.mask_colours '{colours}'"
+        )
+    having = [pairs for pairs in kinds if (IGNORED, IGNORED * GREY_STEP) in pairs]
+    alone = all({value for value, _ in pairs} <= {0, IGNORED} for pairs in having)
+    if having and alone and ignored == IGNORED and not files.classes.stated:
+        files, index = kinds[having[0]]
+        warnings.warn(
+            f"255 does not count in {files.files.name(index)}, where all else is class 0, as other "
+            f"masks have values up to {max(found)}; where it is an object, write its class",
+            stacklevel=6,
+        )
+    return tuple(map(str, range(count)))

@@ -31,11 +31,11 @@ from visionattn.data.embedded import (
     digit_splits,
     stratified_split,
 )
-from visionattn.data.folder import LAYOUT, check_there, open_images, open_masked
+from visionattn.data.folder import LAYOUT, MASKED_LAYOUT, check_there, open_images, open_masked
 from visionattn.data.formats import COLOURED, LARGEST_IMAGE_PX, ReadOptions
 from visionattn.data.geometry import Geometry, Size, geometry_of, sides
 from visionattn.data.images import ArrayDataset, Augmentation
-from visionattn.data.mask_files import MaskClasses
+from visionattn.data.mask_values import MaskClasses
 from visionattn.data.masks import value_names
 from visionattn.data.streams import Shards, StreamEvalBatches, StreamTrainBatches, open_shards
 from visionattn.models.weights import DataSpec
@@ -71,7 +71,7 @@ def check_root(config: DataConfig) -> None:
     before anything is said of where results would go.
     """
     if config.name == "folder" and config.root is not None:
-        check_there(config.root)
+        check_there(config.root, *([MASKED_LAYOUT] if config.task == "segmentation" else []))
 
 
 def build_splits(config: DataConfig, seed: int, *, labelled: bool = True) -> Splits:
@@ -312,6 +312,7 @@ def _build_folder(config: DataConfig, seed: int, labelled: bool) -> Splits:
     )
     presets = ("light", "three", "rand", "documents", "aerial")
     augment = _augment(config, *presets, bands=options.channels)
+    colours = None
     # A stream does not know its classes; every other source names them.
     if config.root.startswith("wds/") and config.task != "segmentation":
         if options != COLOURED:
@@ -328,7 +329,7 @@ def _build_folder(config: DataConfig, seed: int, labelled: bool) -> Splits:
         )
         names, num_classes = (), config.num_classes
     elif config.task == "segmentation":
-        opened, names = open_masked(
+        opened, classes = open_masked(
             config.root,
             val_fraction=config.val_fraction,
             seed=seed,
@@ -336,7 +337,8 @@ def _build_folder(config: DataConfig, seed: int, labelled: bool) -> Splits:
             options=options,
             classes=MaskClasses.of(config),
         )
-        datasets, num_classes = opened, len(names)
+        datasets, names, num_classes = opened, classes.names, len(classes.names)
+        colours = classes.colours
         options = opened[0].options
     else:
         opened, names = open_images(
@@ -366,7 +368,7 @@ def _build_folder(config: DataConfig, seed: int, labelled: bool) -> Splits:
             range_found=options.found,
             page=options.page,
             task=config.task,
-            colours=MaskClasses.of(config).colours,
+            colours=colours,
         ),
     )
 

@@ -29,6 +29,7 @@ from visionattn.cli.files import first_line
 from visionattn.cli.interruption import Interrupted, Interruption
 from visionattn.cli.provenance import provenance
 from visionattn.data.geometry import geometry_of
+from visionattn.data.mask_checks import check_trained
 from visionattn.data.splits import Splits, build_splits, check_root, geometry_choices
 from visionattn.models.conversion import NAME as CONVERTED
 from visionattn.training.build import check_geometries, patch_size
@@ -78,6 +79,7 @@ def prepare_classes(
         ValueError, FileNotFoundError: the data, the model or the weights are wrong; one line.
     """
     splits = build_splits(config.data, config.seed)
+    check_trained(splits, named=bool(config.data.mask_classes or config.data.mask_colours))
     started = replace(config, init_from=None, init_model=None) if resumed else config
     made = started_model(started, config.model, splits.spec, first=first)
     return Prepared(splits, *made)

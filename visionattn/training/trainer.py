@@ -530,6 +530,10 @@ class Trainer(Learner):
                 f"the images are not those that the run began with: {found}; resume with the same, "
                 "or --overwrite begins anew"
             )
+        if (state["data"].get("colours") or ()) != (self.spec.colours or ()):
+            raise ValueError(
+                "the run took the values of its masks for other classes; --overwrite begins anew"
+            )
         if state["position"]["batch"] > len(self.batches):
             raise ValueError(
                 f"the state is of batch {brief(state['position']['batch'])} of an epoch that has "

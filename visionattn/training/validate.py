@@ -22,6 +22,7 @@ from visionattn.data.buckets import cell_px
 from visionattn.data.config import DataConfig
 from visionattn.data.drawn import seen_as
 from visionattn.data.geometry import Geometry, check_geometry, pixels, sides
+from visionattn.data.mask_checks import check_judged, held_out
 from visionattn.data.splits import build_splits, eval_batches
 from visionattn.models.filled import takes_sizes
 from visionattn.models.tasks import Task
@@ -290,9 +291,13 @@ class Validation:
         if self.spec.task != "classification":
             known["task"] = self.spec.task
         masked = self.spec.task == "segmentation" and data.name == "folder"
-        if masked and (data.mask_classes, data.mask_colours) == (None, None):
+        if masked and (data.mask_classes or data.mask_colours) is None:
             known["mask_classes"] = list(class_names(self.spec))
-            known["mask_colours"] = self.spec.colours and list(map(list, self.spec.colours))
+        named = len(data.mask_classes or self.spec.colours or ())
+        if masked and data.mask_colours is None and named == len(self.spec.colours or ()) > 0:
+            known["mask_colours"] = list(map(list, self.spec.colours))
+            if len(data.mask_ignored or ()) == 1:  # a level of grey, where colours were found
+                known["mask_ignored"] = data.mask_ignored * 3
         data = replace(data, **known)
         # As choices of the training, all sizes are checked, here and not when their turn comes.
         first = self.geometries[0]
@@ -321,7 +326,10 @@ class Validation:
                     f"the weights are for other data: their {what}: {brief(own)}; the data's: "
                     f"{brief(other)}"
                 )
-        return ("validation", splits.validation) if splits.test is None else ("test", splits.test)
+        split = "validation" if splits.test is None else "test"
+        chance = split == "validation" and held_out(splits)
+        check_judged(getattr(splits, split), self.spec, split, may_lack=chance)
+        return split, getattr(splits, split)
 
     def rows(self) -> Iterator[Row]:
         """Evaluate at one size after the other."""

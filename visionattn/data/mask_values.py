@@ -1,0 +1,208 @@
+"""What the values of masks mean: the number of a class, or a colour that stands for one.
+
+This module turns the pixels of one mask into classes. ``mask_files.py`` owns where masks are.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import cv2
+import numpy as np
+from PIL import Image
+
+from visionattn.data.config import DataConfig
+from visionattn.data.formats.reader import NotAsAsked
+from visionattn.models.segmentation import IGNORED
+
+INDEXED = ("1", "L", "P", "I", "I;16", "I;16B")
+"""Modes of Pillow in which a value is an index; that of ``P`` is the place in its palette."""
+GREY = ("LA", "RGB", "RGBA", "RGBX")
+"""Those in which an index is a level of grey."""
+WHITE, GREY_STEP = 0xFFFFFF, 0x010101
+"""Packed colours: white, and the difference between two levels of grey."""
+
+Pairs = frozenset[tuple[int, int]]
+"""Values of a mask, each with the packed colour (red << 16 | green << 8 | blue) that viewers show;
+-1 for a value of more than 8 bits that is not white.
+"""
+
+
+@dataclass(frozen=True)
+class MaskClasses:
+    """What the values of masks mean."""
+
+    names: tuple[str, ...] = ()
+    """Of the classes, from value 0 on; empty where they are still to be found."""
+    colours: tuple[tuple[int, int, int], ...] | None = None
+    """Red, green and blue of each class; None: values are indices."""
+    ignored: int | tuple[int, int, int] | None = IGNORED
+    """The index or the colour of pixels that do not count; None: all count."""
+    stated: bool = False
+    """The user has said which pixels do not count."""
+
+    @classmethod
+    def of(cls, config: DataConfig) -> "MaskClasses":
+        """Return what the options say; ``check_masks`` has checked them."""
+        colours = None
+        if config.mask_colours is not None:
+            colours = tuple((red, green, blue) for red, green, blue in config.mask_colours)
+        given = config.mask_ignored
+        ignored: int | tuple[int, int, int] | None = None if colours else IGNORED
+        if given is not None:
+            ignored = (given[0], given[1], given[2]) if len(given) == 3 else given[0]
+        names = tuple(config.mask_classes or map(str, range(len(colours or ()))))
+        return cls(names, colours, ignored, given is not None)
+
+    def classes(self, mask: Image.Image) -> np.ndarray:
+        """Return the class of each pixel of a mask, uint8 ``[height, width]``, ``IGNORED`` where it
+        does not count.
+
+        Raises:
+            NotAsAsked: a value or a colour stands for no class, or the mask is of another kind.
+        """
+        values, colour = _values(mask, coloured=self.colours is not None)
+        if self.colours is None:
+            found = {value: self._of_index(value) for value in _used(values)}
+        else:
+            known = {_packed(each): number for number, each in enumerate(self.colours)}
+            if isinstance(self.ignored, tuple):
+                known[_packed(self.ignored)] = IGNORED
+            found = {value: self._of_colour(colour(value), known) for value in _used(values)}
+        before, after = list(found), np.array(list(found.values()), np.uint8)
+        if before == after.tolist():
+            return values.astype(np.uint8)
+        if values.dtype != np.uint8:
+            return after[np.searchsorted(before, values)]
+        table = np.zeros(256, np.uint8)
+        table[before] = after
+        return cv2.LUT(values, table)
+
+    def _of_index(self, value: int) -> int:
+        if value == self.ignored:
+            return IGNORED
+        count = len(self.names) or IGNORED
+        if not 0 <= value < count:
+            not_counted = (
+                "" if self.ignored is None else f" or {self.ignored}, which does not count"
+            )
+            known = f"with {count} classes " if self.names else ""
+            raise NotAsAsked(
+                f"it has the value {value}; {known}wanted 0 to {count - 1}{not_counted}"
+            )
+        return value
+
+    def _of_colour(self, colour: int, known: dict[int, int]) -> int:
+        if colour in known:
+            return known[colour]
+        wanted = ", ".join(" ".join(map(str, each)) for each in (self.colours or ())[:8])
+        given = f"the colour {colour >> 16} {colour >> 8 & 255} {colour & 255}"
+        raise NotAsAsked(
+            f"it has {given if colour >= 0 else 'a value above 255'}, which is none of "
+            f"data.mask_colours ({wanted}) and not data.mask_ignored"
+        )
+
+    def may_be_binary(self, pairs: Pairs) -> bool:
+        """Tell whether all values that count are shown black or white: 255 counts too, unless the
+        user has named it as ignored.
+        """
+        level = self.ignored if self.stated else None
+        if level is not None:
+            if not isinstance(level, int) or not 0 < level < 255:
+                return False
+            if any(colour != level * GREY_STEP for value, colour in pairs if value == level):
+                return False
+        return {colour for value, colour in pairs if value != level} <= {0, WHITE}
+
+    def as_binary(self, pairs: Pairs) -> "MaskClasses | None":
+        """Return the classes of masks whose pixels are shown black (class 0) and white (class 1);
+        None for other masks, and where their values are the classes 0 and 1 already.
+        """
+        binary = self.may_be_binary(pairs) and WHITE in {colour for _, colour in pairs}
+        if not binary or pairs <= {(0, 0), (1, WHITE)}:
+            return None
+        level = self.ignored if self.stated else None
+        ignored = (level, level, level) if isinstance(level, int) else None
+        colours = ((0, 0, 0), (255, 255, 255))
+        return replace(self, names=self.names or ("0", "1"), colours=colours, ignored=ignored)
+
+
+def pairs_of(mask: Image.Image) -> Pairs:
+    """Return the values of a mask with their colours.
+
+    Raises:
+        NotAsAsked: it has colours that are not grey and no palette, or is of another kind.
+    """
+    values, colour = _values(mask, coloured=False)
+    return frozenset((value, colour(value)) for value in _used(values))
+
+
+def _packed(colour: tuple[int, int, int]) -> int:
+    return colour[0] << 16 | colour[1] << 8 | colour[2]
+
+
+def _used(values: np.ndarray) -> list[int]:
+    """Return the values that occur, in order."""
+    if values.dtype == np.uint8:
+        return np.flatnonzero(cv2.calcHist([values], [0], None, [256], [0, 256])).tolist()
+    if values.dtype == np.uint16:
+        return np.flatnonzero(np.bincount(values.ravel())).tolist()
+    return np.unique(values).tolist()
+
+
+def _step(mask: Image.Image) -> int:
+    """Return by what Pillow multiplies levels of grey of 2 or 4 bits, so that the largest is 255;
+    1 where it does not. It must not have read the pixels yet.
+    """
+    tiles: Any = getattr(mask, "tile", None)
+    how = tiles[0].args if tiles else ""
+    found = re.match("L;([24])", str(how if isinstance(how, str) else how[0]))
+    return 255 // (2 ** int(found[1]) - 1) if found else 1
+
+
+def _values(mask: Image.Image, *, coloured: bool) -> tuple[np.ndarray, Callable[[int], int]]:
+    """Return the values of a mask ``[height, width]``, and what gives the packed colour of each.
+
+    Colours that are all grey are their level. With ``coloured`` other colours are values too,
+    packed.
+    """
+    if mask.mode == "P":
+        values, palette = np.asarray(mask), _palette(mask)
+        grey = all(palette[value] % GREY_STEP == 0 for value in _used(values))
+        if mask.format == "GIF" and grey:  # its palette has the levels that occur
+            return cv2.LUT(values, np.array([each & 255 for each in palette], np.uint8)), _grey
+        return values, palette.__getitem__
+    if mask.mode in INDEXED:
+        step = _step(mask)
+        values = np.asarray(mask)
+        if mask.mode == "1":
+            return values.astype(np.uint8), WHITE.__mul__
+        return values // step if step > 1 else values, lambda value: _grey(value * step)
+    if mask.mode not in GREY and not coloured:
+        raise NotAsAsked(
+            f"it has pixels of the kind {mask.mode}; wanted the number of a class for each"
+        )
+    red, green, blue = (np.asarray(band) for band in mask.convert("RGB").split())
+    if np.array_equal(red, green) and np.array_equal(red, blue):
+        return red, _grey
+    if not coloured:
+        raise NotAsAsked(
+            "it has colours, and nothing says what they stand for: name that of each class with "
+            "data.mask_colours"
+        )
+    return red.astype(np.uint32) << 16 | green.astype(np.uint16) << 8 | blue, int
+
+
+def _grey(level: int) -> int:
+    """Return the packed colour of a level of grey, of 8 bits or the largest one of 16."""
+    if level == 65535:
+        return WHITE
+    return level * GREY_STEP if 0 <= level <= 255 else -1
+
+
+def _palette(mask: Image.Image) -> list[int]:
+    """Return the packed colours of 256 values; -1 where the palette has none."""
+    levels = mask.getpalette("RGB") or []
+    colours = [_packed(tuple(levels[at : at + 3])) for at in range(0, len(levels), 3)]
+    return colours + [-1] * (256 - len(colours))
