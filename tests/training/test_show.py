@@ -124,6 +124,23 @@ def test_images_of_any_bands_and_of_floats_are_visible(bands, shown):
     np.testing.assert_array_equal(visible(image / 255), wanted)
 
 
+def test_what_does_not_count_in_a_mask_is_striped(tmp_path):
+    for kind in ("images", "masks"):
+        (tmp_path / kind).mkdir()
+        for number in range(2):
+            mask = np.full((32, 32), 1, np.uint8)
+            mask[:8], mask[8:16] = 0, 255
+            Image.fromarray(mask).save(tmp_path / kind / f"{number}.png")
+    data = dict(name="folder", task="segmentation", root=str(tmp_path), img_size=32)
+    data |= {"mask_classes": ["road", "roof"]}
+    training, _ = first_batches(small_config(tmp_path, data=data))
+    picture = training.pictures[1]
+    assert picture.captions == ("its mask", "roof, road", "striped: 25% does not count")
+    shown = {tuple(colour) for colour in picture.pixels[8:16].reshape(-1, 3).tolist()}
+    classes = {tuple(picture.pixels[row, 0].tolist()) for row in (0, 20)}
+    assert len(shown) == 2 and not shown & classes
+
+
 def test_the_note_names_what_changes_training_images(tmp_path):
     config = small_config(tmp_path, optim={"cutmix": 0.5})
     config.data = DataConfig(augment="documents", aug=AugmentConfig(turn=3.0))

@@ -13,8 +13,8 @@ def class_names(spec: DataSpec) -> tuple[str, ...]:
 
 def palette(spec: DataSpec) -> list[int]:
     """Return red, green and blue of each value of a mask, 256 times: those of the data, or those of
-    PASCAL VOC, which differ as far as numbers do. Pixels without a class are white, or of the
-    lightest grey that no class has.
+    PASCAL VOC, which differ as far as numbers do. Pixels without a class are of the grey that is
+    farthest from the colours of all classes, white in most cases.
     """
     colours = list(spec.colours or ())
     for number in range(len(colours), IGNORED):
@@ -23,11 +23,24 @@ def palette(spec: DataSpec) -> list[int]:
             for channel in range(3):
                 levels[channel] |= (number >> (3 * bit + channel) & 1) << (7 - bit)
         colours.append((levels[0], levels[1], levels[2]))
-    greys = ((level, level, level) for level in range(255, -1, -1))
-    colours.append(next(grey for grey in greys if grey not in colours))
+    known = np.array(colours[: spec.num_classes])
+
+    def distance(grey: tuple[int, int, int]) -> int:
+        return int(abs(known - grey).max(1).min())
+
+    greys = [(level,) * 3 for level in range(255, -1, -1) if (level,) * 3 not in colours]
+    colours.append(max(greys, key=distance))
     return [level for colour in colours for level in colour]
 
 
 def painted(mask: np.ndarray, spec: DataSpec) -> np.ndarray:
     """Return a mask ``[H, W]`` in colours, uint8 ``[H, W, 3]``."""
     return np.array(palette(spec), np.uint8).reshape(-1, 3)[mask]
+
+
+def striped(mask: np.ndarray, spec: DataSpec) -> np.ndarray:
+    """Return a mask as ``painted`` does, with stripes of two greys where pixels do not count."""
+    colours = painted(mask, spec)
+    rows, columns = np.indices(mask.shape)
+    stripes = (mask == IGNORED) & ((rows + columns) % 4 < 2)
+    return np.where(stripes[..., None], colours ^ 64, colours)

@@ -22,7 +22,7 @@ from visionattn.models.weights import DataSpec
 from visionattn.training import engine
 from visionattn.training.config import TrainConfig, check
 from visionattn.training.distributed import Processes
-from visionattn.training.painting import class_names, painted
+from visionattn.training.painting import class_names, striped
 from visionattn.training.sheet import Part, Picture, draw_sheet
 from visionattn.training.trainer import Trainer
 
@@ -149,11 +149,13 @@ def part(
             lines = sizes(trainer.model, filled, full)
             if masked:  # each image has its mask beside it
                 pictures.append(Picture(visible(image), filled, ("image", *lines)))
-                colours = painted(shares[index].numpy(), trainer.spec)
-                captions: tuple[str, ...] = ("its mask", in_mask(trainer.spec, shares[index]))
-                pictures.append(Picture(colours, filled, captions))
+                mask = shares[index][: filled[0], : filled[1]]
+                colours = striped(shares[index].numpy(), trainer.spec)
+                pictures.append(
+                    Picture(colours, filled, ("its mask", *in_mask(trainer.spec, mask)))
+                )
                 continue
-            captions = (named(trainer.spec, shares[index]), *lines)
+            captions: tuple[str, ...] = (named(trainer.spec, shares[index]), *lines)
             pictures.append(Picture(visible(image), filled, captions))
     count, bands = sum(len(images) for images, *_ in batches), batches[0][0].shape[1]
     which = f"{most} of the" if count > most else "all"
@@ -204,10 +206,14 @@ def sizes(model: torch.nn.Module, present: tuple[int, ...], full: tuple[int, ...
     return lines
 
 
-def in_mask(spec: DataSpec, mask: Tensor) -> str:
-    """Name the classes of a mask's pixels, the last first, as the first often is background."""
+def in_mask(spec: DataSpec, mask: Tensor) -> list[str]:
+    """Name the classes of a mask's pixels, the last first, as the first often is background, and
+    say what share of the pixels does not count.
+    """
     found = [value for value in mask.unique().tolist()[::-1] if value != IGNORED]
-    return ", ".join(class_names(spec)[value] for value in found) or "nothing that counts"
+    named = ", ".join(class_names(spec)[value] for value in found) or "nothing that counts"
+    ignored = (mask == IGNORED).float().mean().item()
+    return [named, *([f"striped: {ignored:.0%} does not count"] if ignored else [])]
 
 
 def training_changes(config: TrainConfig) -> str:
