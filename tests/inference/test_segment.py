@@ -170,6 +170,13 @@ def test_logits_that_are_not_finite_give_no_mask(case, capsys):
     assert not (folder / "out").exists()
 
 
+def test_a_state_of_a_run_is_no_file_of_weights(case, capsys):
+    folder, _ = case
+    torch.save({"model": load_model(folder / "best.safetensors").state_dict()}, folder / "last.pt")
+    assert predict(["--checkpoint", "last.pt", "--images", "images", "--output", "out"]) == 2
+    assert_one_error(capsys, "last.pt does not say whose weights these are")
+
+
 def test_a_call_gives_what_the_command_writes(case):
     folder, arrays = case
     found = visionattn.segment("best.safetensors", arrays)

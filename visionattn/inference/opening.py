@@ -269,6 +269,14 @@ def description(path: str) -> dict[str, str] | None:
     return metadata if metadata.get("format") == FORMAT else None
 
 
+def of_no_model(path: str | None) -> ValueError:
+    """Make the error for weights that do not describe their model, where no option names it."""
+    return ValueError(
+        f"{path} does not say whose weights these are; name the model with --model beside "
+        "--checkpoint, or take the best.safetensors of a run"
+    )
+
+
 def _free_size(
     model: nn.Module, name: str, args: dict[str, Any], spec: DataSpec, img_size: Size | None
 ) -> nn.Module:
@@ -298,10 +306,7 @@ def _by_name(
 ) -> tuple[nn.Module, dict[str, Any], DataSpec, Sequence[str]]:
     """Build a model by name, with weights from a file, from timm, or at random."""
     if not options.model:
-        raise ValueError(
-            f"{options.checkpoint} does not say whose weights these are; name the model with "
-            "--model beside --checkpoint, or take the best.safetensors of a run"
-        )
+        raise of_no_model(options.checkpoint)
     name, args = options.model, dict(options.args)
     cfg = (timm.get_pretrained_cfg(name) if timm.is_model(name) else None) or PretrainedCfg()
     given = read_state_dict(options.checkpoint) if options.checkpoint else {}

@@ -25,7 +25,7 @@ from visionattn.data.geometry import Geometry
 from visionattn.inference.banded import banding_of, folder_of
 from visionattn.inference.forecast import outlook
 from visionattn.inference.listing import find_images
-from visionattn.inference.opening import Opened, description, open_model
+from visionattn.inference.opening import Opened, description, of_no_model, open_model
 from visionattn.inference.predict import FIELDS, PredictOptions
 from visionattn.inference.reading import ReadImages
 from visionattn.inference.running import Outcome, masks, run_images
@@ -46,9 +46,12 @@ def gives_masks(options: PredictOptions) -> bool:
     """Tell by the head of its file whether the model of the options gives each pixel a class.
 
     Raises:
-        FileNotFoundError, ValueError: there is no such file, or it is garbled; one line.
+        FileNotFoundError, ValueError: there is no such file, it is garbled, or nothing says which
+            model it is for; one line.
     """
     metadata = description(options.checkpoint) if options.checkpoint else None
+    if options.checkpoint and not (metadata or options.model):
+        raise of_no_model(options.checkpoint)
     return bool(metadata) and described(metadata, options.checkpoint)[2].task == "segmentation"
 
 
