@@ -19,6 +19,7 @@ from visionattn.models.absent import absolute_position
 from visionattn.models.backbone import VisionAttnTransformer
 from visionattn.models.patches import wrong_size
 from visionattn.models.pyramid import PyramidTransformer
+from visionattn.models.rowwise import check_rowwise
 from visionattn.models.sequence.attention import attention_of_rows
 from visionattn.models.sequence.collectives import largest, summed
 from visionattn.models.sequence.share import Share, cut_rows
@@ -157,7 +158,7 @@ class RowParallel(nn.Module):
             x = x + position[:, lead + own.first * width : lead + own.last * width]
             if lead:
                 prefix = [torch.cat(prefix, 1) + position[:, :lead]]
-        return model.norm_pre(torch.cat([*prefix, x], 1))
+        return model.norm_pre(model.pos_drop(torch.cat([*prefix, x], 1)))
 
     def pooled(self, x: Tensor) -> Tensor:
         """Return the features of whole images, ``[B, D]``, of this rank's tokens."""
@@ -276,6 +277,10 @@ def check_model(model: nn.Module) -> None:
         raise refused(f"global_pool={model.global_pool!r} sees all tokens; wanted {_one_of(POOLS)}")
     if not isinstance(model.patch_drop, nn.Identity):
         raise refused("patch_drop_rate leaves no whole rows; leave it out")
+    try:
+        check_rowwise(model)
+    except ValueError as error:
+        raise refused(str(error)) from error
     for number, block in enumerate(model.blocks):
         _check_block(number, block)
 
@@ -295,11 +300,7 @@ def check_dropout(model: nn.Module) -> None:
 
 
 def _check_block(number: int, block: nn.Module) -> None:
-    if type(block) is not Block:
-        raise refused(f"block {number} is a {type(block).__name__}")
     layer = block.attn
-    if layer.operation is not layer.kind.function:
-        raise refused(f"block {number} has another operation than that of its attention")
     if not (layer.kind.states or layer.kind.windows):
         raise refused(
             f"block {number} has attention={layer.attention!r}, whose tokens see each other pair "

@@ -72,7 +72,7 @@ class Layer:
         self.block, self.attn, self.layout = block, block.attn, layout
         self.grid, self.values = layout.grid, values
         conv = self.attn.value_conv
-        self.conv_reach = 0 if conv is None else conv.weight.shape[-1] // 2
+        self.conv_reach = 0 if conv is None else conv.reach
 
     def take_prefix(self, x: Tensor) -> None:
         """Take the prefix tokens ``[1, P, D]``, before all others."""
@@ -289,8 +289,6 @@ class LinearLayer(Layer):
 
     def restore(self, sums: dict[str, Tensor]) -> None:
         """Take up the state and the sums."""
-        device = self.attn.qkv.weight.device
-        sums = {name: value.to(device) for name, value in sums.items()}
         self.key_sum = sums.get("key_sum")
         parts = {n.removeprefix("state."): x for n, x in sums.items() if n.startswith("state.")}
         self.state = self._state(parts) if parts else None
@@ -374,6 +372,5 @@ class WindowLayer(Layer):
 
     def restore(self, sums: dict[str, Tensor]) -> None:
         """Take them up."""
-        device = self.attn.qkv.weight.device
-        self.running.sums = [sums[f"running.{i}"].to(device) for i in range(len(sums) - 1)]
-        self.prefix_x = sums["prefix"].to(device) if "prefix" in sums else None
+        self.running.sums = [sums[f"running.{i}"] for i in range(len(sums) - 1)]
+        self.prefix_x = sums.get("prefix")
