@@ -356,8 +356,8 @@ def test_what_does_not_fit_is_refused_in_one_line(folder):
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"softmax_blocks": [1]}, r"block 1 has attention='softmax', whose tokens see each other"),
-        ({"feature_map": "softmax"}, "feature_map=.softmax. has no states"),
+        ({"softmax_blocks": [1]}, "block 1 is a softmax over all tokens"),
+        ({"feature_map": "softmax"}, "block 0 has feature_map=.softmax., whose keys"),
         ({"form": "direct"}, "form=.direct. sees each other"),
         ({"patch_drop_rate": 0.5}, "patch_drop_rate leaves no whole rows"),
         ({"global_pool": "map"}, "global_pool='map' sees all tokens; wanted max, avg, avgmax or"),

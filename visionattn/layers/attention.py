@@ -332,10 +332,10 @@ class Attention(nn.Module):
     def _heads(self, x: Tensor, which: slice) -> list[Tensor]:
         """Return some of q, k and v, with heads apart; a plain projection computes nothing else."""
         rows = slice(which.start * x.shape[2], which.stop * x.shape[2])
-        plain = changed(self.qkv, nn.Linear) is None
-        if plain and type(self.qkv.weight) in (Tensor, nn.Parameter):
+        weight = None if changed(self.qkv, nn.Linear) else self.qkv.weight
+        if type(weight) in (Tensor, nn.Parameter):
             bias = self.qkv.bias
-            parts = F.linear(x, self.qkv.weight[rows], None if bias is None else bias[rows])
+            parts = F.linear(x, weight[rows], None if bias is None else bias[rows])
         else:  # LoRA, quantisation, hooks
             parts = self.qkv(x)[..., rows].contiguous()
         split = parts.unflatten(2, (-1, self.num_heads, self.head_dim))

@@ -5,13 +5,15 @@ pieces and does not call it.
 import torch
 from torch import nn
 
+WATCHERS = ("visionattn.", "torch.utils.module_tracker")
+"""Homes of hooks that change nothing: progress bars of this package, counters of torch."""
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def changed(module: nn.Module, kind: type[nn.Module]) -> str | None:
     """Say why a call of a module is not ``kind.forward`` alone; None where it is.
 
-    Parametrizations change parameters and not the call. Hooks of this package only watch.
+    Parametrizations change parameters and not the call.
     """
     own = type(module)
     if not isinstance(module, kind):
@@ -22,13 +24,13 @@ def changed(module: nn.Module, kind: type[nn.Module]) -> str | None:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Tell whether hooks of others than this package act on a call of the module."""
+    """Tell whether hooks other than ``WATCHERS`` act on a call of the module."""
     common = torch.nn.modules.module
     hooks = [*common._global_forward_pre_hooks.values(), *common._global_forward_hooks.values()]
     for name in HOOKS:
         hooks += getattr(module, name).values()
     homes = [getattr(getattr(hook, "func", hook), "__module__", None) or "" for hook in hooks]
-    return not all(home.startswith("visionattn.") for home in homes)
+    return not all(home.startswith(WATCHERS) for home in homes)
 
 
 def check_unchanged(name: str, module: nn.Module, kind: type[nn.Module]) -> None:

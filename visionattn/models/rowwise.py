@@ -4,7 +4,7 @@ They do the work of blocks and attention layers in pieces, so these have to be w
 say. The modules within are called with some tokens, so each token has to be alone in them.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import chain
 
 import torch
@@ -19,10 +19,10 @@ from visionattn.models.backbone import VisionAttnTransformer
 from visionattn.models.modes import in_eval
 from visionattn.models.patches import DynamicPatchEmbed
 from visionattn.models.segmentation import Segmenter
+from visionattn.ops.feature_maps import get_feature_map, is_per_token
 
 TOKENS = 4
 """Tokens with which modules are tried."""
-Run = Callable[[Tensor], list[Tensor]]
 
 
 def weight_like(body: VisionAttnTransformer) -> Tensor:
@@ -35,40 +35,45 @@ def check_rowwise(model: VisionAttnTransformer | Segmenter) -> None:
     """Check that a model can be computed from some rows of tokens at a time.
 
     Raises:
-        ValueError: a module whose call is left out is replaced or has hooks, or a module that is
-            called gives a token another output beside other tokens; one line.
+        ValueError: a module whose call is left out is replaced or has hooks, an attention needs all
+            tokens at once, or a module that is called gives a token another output beside other
+            tokens; one line.
     """
     body = model.backbone if isinstance(model, Segmenter) else model
-    for name, module, kind in _left_out(model, body):
-        check_unchanged(name, module, kind)
+    lead = ""
+    if body is not model:
+        check_unchanged("", model, Segmenter)
+        lead = "backbone."
+    check_unchanged(lead.removesuffix("."), body, VisionAttnTransformer)
+    check_unchanged(f"{lead}patch_embed", body.patch_embed, DynamicPatchEmbed)
+    if isinstance(body.attn_pool, AttentionPoolLatent):
+        check_unchanged(f"{lead}attn_pool", body.attn_pool, AttentionPoolLatent)
     for number, block in enumerate(body.blocks):
-        layer = block.attn
-        if layer.operation is not layer.kind.function:
-            raise ValueError(f"block {number} has another operation than that of its attention")
+        name = f"{lead}blocks.{number}"
+        check_unchanged(name, block, Block)
+        check_unchanged(f"{name}.attn", block.attn, Attention)
+        _check_attention(f"block {number}", block.attn)
     if weight_like(body).device.type != "meta":
         with torch.no_grad(), in_eval(model):
             _check_tokens(model, body)
 
 
-def _left_out(
-    model: nn.Module, body: VisionAttnTransformer
-) -> Iterator[tuple[str, nn.Module, type[nn.Module]]]:
-    """Yield name, module and class of what is done in pieces."""
-    lead = "" if body is model else "backbone."
-    if body is not model:
-        yield "", model, Segmenter
-    yield lead.removesuffix("."), body, VisionAttnTransformer
-    yield f"{lead}patch_embed", body.patch_embed, DynamicPatchEmbed
-    if isinstance(body.attn_pool, AttentionPoolLatent):
-        yield f"{lead}attn_pool", body.attn_pool, AttentionPoolLatent
-    for number, block in enumerate(body.blocks):
-        name = f"{lead}blocks.{number}"
-        yield name, block, Block
-        yield f"{name}.attn", block.attn, Attention
-        for part, kind in (("relative", RelativeTables), ("value_conv", ValueConvolution)):
-            module = getattr(block.attn, part)
-            if not isinstance(module, kind | None):
-                yield f"{name}.attn.{part}", module, kind
+def _check_attention(name: str, layer: Attention) -> None:
+    for part, kind in (("relative", RelativeTables), ("value_conv", ValueConvolution)):
+        if not isinstance(module := getattr(layer, part), kind | None):
+            raise ValueError(f"{name} has a {type(module).__name__} as {part}")
+    if layer.operation is not layer.kind.function:
+        raise ValueError(f"{name} has another operation than that of its attention")
+    if not layer.kind.states and not layer.kind.windows:
+        raise ValueError(
+            f"{name} is a softmax over all tokens, of which every query needs every key; wanted "
+            "kernelized, taylorshift or window"
+        )
+    if layer.feature_map is not None and not is_per_token(get_feature_map(layer.feature_map)):
+        raise ValueError(
+            f'{name} has feature_map="softmax", whose keys depend on each other; wanted elu1, '
+            "relu or random"
+        )
 
 
 def _check_tokens(model: nn.Module, body: VisionAttnTransformer) -> None:
@@ -81,13 +86,6 @@ def _check_tokens(model: nn.Module, body: VisionAttnTransformer) -> None:
         x = part.norm(part.proj(pixels).permute(0, 2, 3, 1)).flatten(1, 2)
         return [body.norm_pre(body.pos_drop(x))]
 
-    dtype = _tried("patch_embed", embed, body.in_chans * down * across, like, like.dtype)
-    for number, block in enumerate(body.blocks):
-        name = f"blocks.{number}"
-        found = _tried(name, _parts_of(block), body.embed_dim, like, dtype)
-        if found != dtype and not torch.is_autocast_enabled(like.device.type):
-            raise ValueError(f"{name} turns tokens of {dtype} into {found}; give it one dtype")
-
     def last(x: Tensor) -> list[Tensor]:
         x = body.norm(x)
         if isinstance(body.attn_pool, AttentionPoolLatent):
@@ -97,10 +95,16 @@ def _check_tokens(model: nn.Module, body: VisionAttnTransformer) -> None:
         maps = x.transpose(1, 2).unsqueeze(3)
         return [model.head(torch.cat([norm(maps) for norm in model.norms], 1)).flatten(2).mT]
 
+    dtype = _tried("patch_embed", embed, body.in_chans * down * across, like, like.dtype)
+    for number, block in enumerate(body.blocks):
+        name = f"blocks.{number}"
+        found = _tried(name, _parts_of(block), body.embed_dim, like, dtype)
+        if found != dtype and not torch.is_autocast_enabled(like.device.type):
+            raise ValueError(f"{name} turns tokens of {dtype} into {found}; give it one dtype")
     _tried("norm, head or pooling", last, body.embed_dim, like, dtype)
 
 
-def _parts_of(block: Block) -> Run:
+def _parts_of(block: Block) -> Callable[[Tensor], list[Tensor]]:
     """Return what a block gives tokens, but for what its attention takes of others; behind it the
     queries, keys and values.
     """
@@ -114,7 +118,13 @@ def _parts_of(block: Block) -> Run:
     return run
 
 
-def _tried(name: str, run: Run, width: int, like: Tensor, dtype: torch.dtype) -> torch.dtype:
+def _tried(
+    name: str,
+    run: Callable[[Tensor], list[Tensor]],
+    width: int,
+    like: Tensor,
+    dtype: torch.dtype,
+) -> torch.dtype:
     """Try a token among others, and at another place among yet others; return the dtype of what
     comes of it.
 

@@ -23,7 +23,6 @@ from visionattn.models.rowwise import check_rowwise
 from visionattn.models.sequence.attention import attention_of_rows
 from visionattn.models.sequence.collectives import largest, summed
 from visionattn.models.sequence.share import Share, cut_rows
-from visionattn.ops.feature_maps import get_feature_map, is_per_token
 from visionattn.ops.sums import accumulation_dtype
 
 POOLS = ("max", "avg", "avgmax", "token")
@@ -281,8 +280,8 @@ def check_model(model: nn.Module) -> None:
         check_rowwise(model)
     except ValueError as error:
         raise refused(str(error)) from error
-    for number, block in enumerate(model.blocks):
-        _check_block(number, block)
+    if any(block.attn.form == "direct" for block in model.blocks):
+        raise refused('form="direct" sees each other pair by pair; leave it at "auto"')
 
 
 def check_dropout(model: nn.Module) -> None:
@@ -297,22 +296,6 @@ def check_dropout(model: nn.Module) -> None:
                 f"{name} drops single entries of tokens, and of prefix tokens other ones on each; "
                 "leave pos_drop_rate and proj_drop_rate at 0"
             )
-
-
-def _check_block(number: int, block: nn.Module) -> None:
-    layer = block.attn
-    if not (layer.kind.states or layer.kind.windows):
-        raise refused(
-            f"block {number} has attention={layer.attention!r}, whose tokens see each other pair "
-            "by pair; wanted kernelized, taylorshift or window"
-        )
-    if layer.form == "direct":
-        raise refused('form="direct" sees each other pair by pair; leave it at "auto"')
-    if layer.feature_map is not None and not is_per_token(get_feature_map(layer.feature_map)):
-        raise refused(
-            'feature_map="softmax" has no states, as its keys depend on each other; wanted elu1, '
-            "relu or random"
-        )
 
 
 def _one_of(names: tuple[str, ...]) -> str:

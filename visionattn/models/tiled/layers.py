@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from visionattn.layers import Attention, Block
+from visionattn.layers import Block
 from visionattn.layout import Grid, TokenLayout
 from visionattn.models.tiled.bands import Bands, FarSums, even_bands, window_bands
 from visionattn.models.tiled.softmax import RunningSoftmax
 from visionattn.models.tiled.stores import Store
-from visionattn.ops.feature_maps import get_feature_map, is_per_token
 from visionattn.ops.position.kinds import Axial, Flat, Joint
 from visionattn.ops.states import COEFFICIENTS, KernelState, State, TaylorState
 from visionattn.ops.strips import (
@@ -33,22 +32,6 @@ from visionattn.ops.sums import accumulation_dtype
 
 PIECE_TOKENS = 8192
 """Tokens whose MLP is computed at once: its hidden layer is four times as wide."""
-
-
-def check_block(number: int, attn: Attention) -> None:
-    """Raise ValueError for a block whose attention needs more of all tokens than a state and a few
-    rows.
-    """
-    if not attn.kind.states and not attn.kind.windows:
-        raise ValueError(
-            f"block {number} is a softmax over all tokens, of which every query needs every key; "
-            "only blocks of kernelized attention, TaylorShift or windows can be computed in bands"
-        )
-    if attn.feature_map is not None and not is_per_token(get_feature_map(attn.feature_map)):
-        raise ValueError(
-            f'block {number} has feature_map="softmax", whose keys depend on each other; it cannot '
-            "be computed in bands"
-        )
 
 
 def layer_of(block: Block, layout: TokenLayout, rows: int, values: Store | None) -> "Layer":
