@@ -347,34 +347,34 @@ def test_hooks_that_show_progress_change_nothing():
         check_tiled(model)
 
 
-@pytest.mark.parametrize("blocks", [[-1], [0, -1]], ids=["one block", "several"])
+BY_BLOCK = "^head .*, which would not run: its weights are applied block by block, of 2 head_blo"
+BESIDE = "^norm, head or pooling has a module whose output for a token depends on others"
+
+
 @pytest.mark.parametrize(
-    "change",
+    "change, one, several",
     [
-        adapt("head"),
-        hook("head", lambda out: out.roll(1, 1)),
-        put("head", lambda old: nn.Sequential(old, nn.Tanh())),
-        lambda model: parametrizations.weight_norm(model.head),
-        put("head", lambda old: nn.Conv2d(old.in_channels, 5, 3, padding=1).double()),
+        (adapt("head"), None, BY_BLOCK),
+        (hook("head", lambda out: out.roll(1, 1)), None, BY_BLOCK),
+        (put("head", lambda old: nn.Sequential(old, nn.Tanh())), None, BY_BLOCK),
+        (lambda model: parametrizations.weight_norm(model.head), None, None),
+        (put("head", lambda old: nn.Conv2d(old.in_channels, 5, 3, 1, 1).double()), BESIDE, BESIDE),
     ],
     ids=["LoRA", "hook", "more layers", "parametrized", "pixels beside"],
 )
-def test_a_changed_head_of_pixels_is_called_or_refused(change, blocks, monkeypatch, request):
-    model = Segmenter(make(num_classes=0), 5, head_blocks=blocks).double().eval()
-    nn.init.normal_(model.head.weight)
-    change(model)
-    image, name = draw_image(60, 44), request.node.callspec.id
+def test_a_changed_head_of_pixels_is_called_or_refused(change, one, several, monkeypatch):
+    image = draw_image(60, 44)
     monkeypatch.setattr(planning, "BAND_TOKENS", 40)
-    if "pixels beside" in name:
-        message = "^norm, head or pooling has a module whose output for a token depends on"
-    elif "several" in name and "parametrized" not in name:
-        message = "^head .*, which would not run: its weights are applied block by block"
-    else:
-        expected = model.masks(torch.from_numpy(image).permute(2, 0, 1)[None])
-        assert torch.equal(forward_tiled(model, Array(image), want="masks"), expected)
-        return
-    with pytest.raises(ValueError, match=message):
-        forward_tiled(model, Array(image), want="masks")
+    for blocks, message in (([-1], one), ([0, -1], several)):
+        model = Segmenter(make(num_classes=0), 5, head_blocks=blocks).double().eval()
+        nn.init.normal_(model.head.weight)
+        change(model)
+        if message is None:
+            expected = model.masks(torch.from_numpy(image).permute(2, 0, 1)[None])
+            assert torch.equal(forward_tiled(model, Array(image), want="masks"), expected)
+        else:
+            with pytest.raises(ValueError, match=message):
+                forward_tiled(model, Array(image), want="masks")
 
 
 def test_other_channels_are_said():
