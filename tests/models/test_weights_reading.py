@@ -88,9 +88,9 @@ def test_a_model_saved_with_a_head_of_any_length_comes_back(tmp_path):
 
 @pytest.mark.parametrize("name", ["scaleformer_vit_t", "vit_tiny_patch16_224"])
 def test_a_model_without_width_is_one_line(tmp_path, name):
-    args = MODEL | {"embed_dim": 0}
+    args = {"embed_dim": 0, "depth": 2}
     save_model(tmp_path / "best.safetensors", small_model(), name, args, SPEC)
-    with pytest.raises(ValueError, match="cannot be built with these args: embed_dim=0"):
+    with pytest.raises(ValueError, match="cannot be built with these args: embed_dim=0, depth=2"):
         load_model(tmp_path / "best.safetensors")
 
 
