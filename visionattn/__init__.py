@@ -12,10 +12,9 @@ import visionattn.cli.early  # noqa: F401, I001  before what takes seconds to im
 import visionattn.models  # noqa: F401  registers them with timm
 
 if TYPE_CHECKING:
+    from visionattn.data.large.over_files import forward_tiled, forward_tiles
     from visionattn.inference.calls import Predictions, extract_features, look, predict, segment
     from visionattn.inference.generate.call import Generated, generate
-    from visionattn.models.tiled import forward_tiled
-    from visionattn.models.tiles import forward_tiles
     from visionattn.models.weights import DataSpec, load_model
     from visionattn.training.calls import train
 
@@ -40,8 +39,8 @@ _HOMES = {
     "Generated": "visionattn.inference.generate.call",
     "Predictions": "visionattn.inference.calls",
     "extract_features": "visionattn.inference.calls",
-    "forward_tiled": "visionattn.models.tiled",
-    "forward_tiles": "visionattn.models.tiles",
+    "forward_tiled": "visionattn.data.large.over_files",
+    "forward_tiles": "visionattn.data.large.over_files",
     "generate": "visionattn.inference.generate.call",
     "load_model": "visionattn.models.weights",
     "look": "visionattn.inference.calls",

@@ -56,6 +56,14 @@ class TokenLayout(NamedTuple):
         patches = self.grid.num_patches if self.kept is None else self.kept.shape[1]
         return self.num_prefix + patches
 
+    def check_sizes(self) -> None:
+        """Raise ValueError for a negative number of rows, columns or prefix tokens."""
+        if self.num_prefix < 0 or self.grid.height < 0 or self.grid.width < 0:
+            raise ValueError(
+                f"layout: wanted no negative number, got {self.num_prefix} prefix tokens and "
+                f"{self.grid.height} x {self.grid.width} patches"
+            )
+
     def patch_mask(self) -> Tensor | None:
         """Return which patches are not absent, in the order of the tokens, bool ``[B, n]``; None:
         none is absent.

@@ -236,6 +236,23 @@ def test_a_pass_over_a_file_that_ends_in_the_middle_names_its_rows(tmp_path, mod
     assert not (tmp_path / "map.npy").exists()
 
 
+def test_passes_open_what_can_be_opened(tmp_path, model):
+    pixels = pixels_of(48, 40)
+    (tmp_path / "image.tif").write_bytes(tiff(pixels, photometric="rgb", tile=(16, 16)).getvalue())
+    np.save(tmp_path / "image.npy", pixels)
+    planes = torch.from_numpy(pixels).permute(2, 0, 1)
+    with open_source(pixels) as source:
+        whole = visionattn.forward_tiled(model, source)
+        tiled = visionattn.forward_tiles(model, source, tile=32)
+    for image in (pixels, planes, planes[None] / 255, tmp_path / "image.npy"):
+        assert torch.equal(visionattn.forward_tiled(model, image), whole)
+    image = str(tmp_path / "image.tif")
+    assert torch.equal(visionattn.forward_tiled(model, source=image), whole)
+    assert torch.equal(visionattn.forward_tiles(model, image, tile=32), tiled)
+    with pytest.raises(ValueError, match="wanted a path, an array or a tensor, got int"):
+        visionattn.forward_tiled(model, 3)
+
+
 def test_a_sink_without_room_ends_a_pass_before_it_reads_a_row(tmp_path, model, monkeypatch):
     from types import SimpleNamespace
 

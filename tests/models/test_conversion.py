@@ -19,6 +19,7 @@ from timm.models.vision_transformer import (
 )
 from torch import nn
 
+from tests.helpers.changed_modules import adapt, hook, patch, prune_all
 from visionattn.models import Converted, VisionAttnTransformer, from_softmax
 from visionattn.models.weights import DataSpec, load_model, save_model
 
@@ -321,6 +322,28 @@ def test_models_that_are_no_vision_transformer_of_timm_are_refused():
     }.items():
         with pytest.raises(ValueError, match=message):
             from_softmax(vit)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (
+            adapt("blocks.1.attn.qkv"),
+            r"one of its layers is tests\.helpers.*Adapted; merge adapters",
+        ),
+        (adapt("patch_embed.proj"), "one of its layers is"),
+        (adapt("head"), "one of its layers is"),
+        (hook("blocks.1", torch.sin), r"blocks\.1 has hooks or another forward"),
+        (patch("blocks.1.mlp"), r"blocks\.1\.mlp has hooks or another forward"),
+        (prune_all, "patch_embed.proj has hooks or another forward"),
+    ],
+    ids=["LoRA", "LoRA on patches", "LoRA on head", "hook", "another forward", "pruned"],
+)
+def test_what_is_not_in_the_weights_is_not_left_out(change, message):
+    vit = teacher()
+    change(vit)
+    with pytest.raises(ValueError, match=f"VisionTransformer cannot be converted: {message}"):
+        from_softmax(vit)
 
 
 WRONG = {

@@ -5,6 +5,7 @@ import timm
 import torch
 
 import visionattn  # noqa: F401  registers the models
+from tests.helpers.changed_modules import adapt, hook
 from tests.helpers.oracles import peak_bytes
 from visionattn.models.evidence import (
     block_number,
@@ -191,6 +192,23 @@ POOLS = {
     "max, rms norm": dict(global_pool="max", norm_layer="rmsnorm"),
     "avg, rms norm": dict(global_pool="avg", norm_layer="rmsnorm"),
 }
+
+
+@pytest.mark.parametrize(
+    "change, name",
+    [
+        (hook("head", torch.sin), "head"),
+        (hook("fc_norm", torch.sin), "fc_norm"),
+        (adapt("head"), "head"),
+    ],
+    ids=["hook", "hook on the norm", "LoRA"],
+)
+def test_what_is_not_in_the_weights_is_not_divided_among_patches(change, name):
+    model = build(global_pool="max")
+    change(model)
+    found = find_evidence(model, image(), gradient=False)
+    assert found.patches is None and found.rest is None
+    assert found.how.startswith(f"{name} may do more than the weights say")
 
 
 @pytest.mark.parametrize("filled", [None, (13, 24)])

@@ -3,6 +3,7 @@ models.
 """
 
 import math
+import warnings
 
 import pytest
 import timm
@@ -424,6 +425,14 @@ def test_wrong_arguments_get_one_line():
         with pytest.raises(ValueError) as error:
             small("scaleformer_vit_t", **kwargs)
         assert str(error.value) == message
+
+
+def test_tracing_names_what_exports():
+    model = timm.create_model("taylorshift_vit_t", **SMALL).eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        with pytest.raises(ValueError, match=r"^torch\.jit\.trace is not supported.*export$"):
+            torch.jit.trace(model, torch.zeros(1, 3, 32, 32))
 
 
 def test_version_is_that_of_the_package():

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load, save
 
+from tests.helpers.changed_modules import adapt, hook
 from visionattn.models import PixelDecoder
 from visionattn.models.mixture import log_mixture
 
@@ -49,6 +50,20 @@ def stepped(model, images, labels, state=None):
         for i in range(state.position, values.shape[1])
     ]
     return torch.stack(logits, 1)
+
+
+def test_steps_call_changed_modules_and_refuse_what_they_would_leave_out():
+    model = make("colour")
+    for name in ("value_embed", "channel_embed"):
+        hook(name, lambda out: 1.5 * out)(model)
+    adapt("blocks.0.attn.qkv", "blocks.1.mlp.fc2", "row_embed", "head")(model)
+    images, _ = draw(model)
+    with torch.inference_mode():
+        at_once = model.logits(images).permute(0, 3, 4, 2, 1).flatten(1, 3)
+    torch.testing.assert_close(stepped(model, images, None), at_once, rtol=1e-12, atol=1e-12)
+    hook("blocks.1", torch.sin)(model)
+    with pytest.raises(ValueError, match=r"^blocks\.1 has hooks, which would not run"):
+        model.begin(1, (5, 7))
 
 
 @every_kind

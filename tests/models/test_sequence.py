@@ -18,7 +18,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.helpers.changed_modules import CALLED, REFUSED
 from tests.helpers.several_processes import run_processes
+from tests.helpers.tiled import make
 from visionattn.layout import Grid
 from visionattn.models.backbone import VisionAttnTransformer
 from visionattn.models.sequence import attention as rows_attention
@@ -354,8 +356,8 @@ def test_what_does_not_fit_is_refused_in_one_line(folder):
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"softmax_blocks": [1]}, r"block 1 has attention='softmax', whose tokens see each other"),
-        ({"feature_map": "softmax"}, "feature_map=.softmax. has no states"),
+        ({"softmax_blocks": [1]}, "block 1 is a softmax over all tokens"),
+        ({"feature_map": "softmax"}, "block 0 has feature_map=.softmax., whose keys"),
         ({"form": "direct"}, "form=.direct. sees each other"),
         ({"patch_drop_rate": 0.5}, "patch_drop_rate leaves no whole rows"),
         ({"global_pool": "map"}, "global_pool='map' sees all tokens; wanted max, avg, avgmax or"),
@@ -366,16 +368,29 @@ def test_models_that_need_all_tokens_are_refused(options, message):
         check_model(VisionAttnTransformer(**(BASE | options)))
 
 
-def test_other_models_operations_and_dropout_are_refused():
+def test_other_models_and_dropout_are_refused():
     with pytest.raises(ValueError, match="wanted a classification model of this package, got Lin"):
         check_model(torch.nn.Linear(1, 1))
-    model = VisionAttnTransformer(**BASE)
-    model.blocks[0].attn.operation = print
-    with pytest.raises(ValueError, match="block 0 has another operation"):
-        check_model(model)
     check_dropout(VisionAttnTransformer(**(BASE | dict(drop_rate=0.1, attn_drop_rate=0.1))))
     with pytest.raises(ValueError, match=r"blocks\.0\.attn\.proj_drop drops single entries"):
         check_dropout(VisionAttnTransformer(**(BASE | dict(proj_drop_rate=0.1))))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_changes_that_would_be_left_out_are_refused(name):
+    change, message = REFUSED[name]
+    model = make()
+    change(model)
+    message = message.removeprefix("^")
+    with pytest.raises(ValueError, match=f"^one image on several processes: {message}"):
+        check_model(model)
+
+
+def test_changes_that_count_are_not_refused():
+    for change in CALLED.values():
+        model = make()
+        change(model)
+        check_model(model)
 
 
 def test_without_a_process_group_there_is_nobody_to_share_with():

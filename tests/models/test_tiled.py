@@ -8,9 +8,12 @@ import pytest
 import timm
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations
 
+from tests.helpers.changed_modules import CALLED, REFUSED, adapt, hook, put
 from tests.helpers.oracles import peak_bytes
 from tests.helpers.tiled import Array, Rows, draw_image, least_memory, make
+from visionattn.cli.progress import Progress
 from visionattn.models.evidence import find_evidence
 from visionattn.models.segmentation import Segmenter
 from visionattn.models.tiled import forward_tiled
@@ -308,6 +311,70 @@ def test_other_models_are_refused_with_a_way_out():
         check_tiled(model)
     with pytest.raises(ValueError, match="gives classes of pixels"):
         check_tiled(Segmenter(make(num_classes=0), 3), "logits")
+
+
+@pytest.mark.parametrize("name", CALLED)
+def test_changed_modules_are_called(name, monkeypatch):
+    model, image = make(), draw_image(60, 44)
+    monkeypatch.setattr(planning, "BAND_TOKENS", 40)
+    before = plain(model, image, "logits")
+    CALLED[name](model)
+    found, expected = forward_tiled(model, Array(image)), plain(model, image, "logits")
+    assert (found - expected).abs().max() < 1e-12 * expected.abs().max()
+    assert (before - expected).abs().max() > 1e-6 * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_changes_that_would_be_left_out_are_refused(name):
+    change, message = REFUSED[name]
+    model = make()
+    change(model)
+    with pytest.raises(ValueError, match=f"{message}[^\n]*; cut the image into tiles$"):
+        forward_tiled(model, Array(draw_image(40, 40)))
+
+
+def test_quantisation_that_depends_on_all_tokens_is_refused():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = torch.ao.quantization.quantize_dynamic(make().float(), {nn.Linear})
+    with pytest.raises(ValueError, match=r"^blocks\.0 has a module whose output for a token dep"):
+        check_tiled(model)
+
+
+def test_hooks_that_show_progress_change_nothing():
+    model = make()
+    with Progress(1).within(model):
+        check_tiled(model)
+
+
+BY_BLOCK = "^head .*, which would not run: its weights are applied block by block, of 2 head_blo"
+BESIDE = "^norm, head or pooling has a module whose output for a token depends on others"
+
+
+@pytest.mark.parametrize(
+    "change, one, several",
+    [
+        (adapt("head"), None, BY_BLOCK),
+        (hook("head", lambda out: out.roll(1, 1)), None, BY_BLOCK),
+        (put("head", lambda old: nn.Sequential(old, nn.Tanh())), None, BY_BLOCK),
+        (lambda model: parametrizations.weight_norm(model.head), None, None),
+        (put("head", lambda old: nn.Conv2d(old.in_channels, 5, 3, 1, 1).double()), BESIDE, BESIDE),
+    ],
+    ids=["LoRA", "hook", "more layers", "parametrized", "pixels beside"],
+)
+def test_a_changed_head_of_pixels_is_called_or_refused(change, one, several, monkeypatch):
+    image = draw_image(60, 44)
+    monkeypatch.setattr(planning, "BAND_TOKENS", 40)
+    for blocks, message in (([-1], one), ([0, -1], several)):
+        model = Segmenter(make(num_classes=0), 5, head_blocks=blocks).double().eval()
+        nn.init.normal_(model.head.weight)
+        change(model)
+        if message is None:
+            expected = model.masks(torch.from_numpy(image).permute(2, 0, 1)[None])
+            assert torch.equal(forward_tiled(model, Array(image), want="masks"), expected)
+        else:
+            with pytest.raises(ValueError, match=message):
+                forward_tiled(model, Array(image), want="masks")
 
 
 def test_other_channels_are_said():

@@ -86,6 +86,14 @@ def test_a_model_saved_with_a_head_of_any_length_comes_back(tmp_path):
     assert b"PK" in starts and any(start[:1] == b"\x80" for start in starts)
 
 
+@pytest.mark.parametrize("name", ["scaleformer_vit_t", "vit_tiny_patch16_224"])
+def test_a_model_without_width_is_one_line(tmp_path, name):
+    args = {"embed_dim": 0, "depth": 2}
+    save_model(tmp_path / "best.safetensors", small_model(), name, args, SPEC)
+    with pytest.raises(ValueError, match="cannot be built with these args: embed_dim=0, depth=2"):
+        load_model(tmp_path / "best.safetensors")
+
+
 @pytest.mark.parametrize("length", [0x1080, LIKE_A_ZIP], ids=hex)
 def test_training_ends_with_its_best_weights_whatever_the_length_of_their_head(
     tmp_path, monkeypatch, capsys, length

@@ -150,6 +150,15 @@ def test_tables_and_layouts_of_the_wrong_dtype_or_range_are_refused(function):
     for shift, came in ((1, "1 to 15"), (-1, "-1 to 13")):
         with wrong(f"layout.kept 0 to 14 {came}"):
             function(q, k, v, relative=Joint(table, layout._replace(kept=kept + shift)))
+    twice = kept.clone()
+    twice[1, 3] = 7
+    with wrong("layout.kept each patch once twice"):
+        function(q, k, v, relative=Joint(table, layout._replace(kept=twice)))
+    for sides in ((0, Grid(-3, -5)), (16, Grid(-1, 1)), (-15, Grid(5, 6))):
+        with wrong("layout no negative number"):
+            function(q, k, v, relative=Joint(table, TokenLayout(*sides)))
+        with wrong("layout no negative number"):
+            count_classes(TokenLayout(*sides), (1, 1))
     for other, horizons in ((layout, (1, 2)), (TokenLayout(0, Grid(5, 3)), (1, 1))):
         counts = count_classes(other, horizons)
         with wrong(f"layout.counts 3 5 9 {tuple(counts.shape)}"):

@@ -271,6 +271,17 @@ def later_tokens(attention, position, n, m, first, masked):
         assert_one_column_changes_nothing(call, tensors, later, ~later)
 
 
+@pytest.mark.parametrize("position", ["none", "flat"])
+@pytest.mark.parametrize("attention", CAUSAL)
+def test_masked_keys_before_a_query_hold_anything(attention, position):
+    mask = torch.ones(2, 45, dtype=torch.bool)
+    mask[0, 10], mask[1, 30:32] = False, False
+    relative = Flat(draw(3, 5, 7, seed=3).abs(), None, "sum") if position == "flat" else None
+    call = partial(CAUSAL[attention], key_mask=mask, causal=True, relative=relative)
+    tensors = draw_qkv(queries=45, d=7, e=5)
+    assert_nothing_changes(call, tensors, ~mask, everything(2, 45), "kv")
+
+
 @pytest.mark.parametrize("attention", CAUSAL)
 def test_of_tokens_that_count_nan_is_not_hidden(attention):
     """From the token that holds it on, results are NaN, in the columns of v that do if it is v."""

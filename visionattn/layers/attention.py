@@ -10,6 +10,7 @@ from timm.layers import LayerNorm
 from timm.models import register_notrace_module
 from torch import Tensor, nn
 
+from visionattn.layers.changed import changed
 from visionattn.layers.local import ValueConvolution
 from visionattn.layers.position import RelativeTables
 from visionattn.layout import TokenLayout
@@ -329,10 +330,14 @@ class Attention(nn.Module):
         return self.k_norm(k), v
 
     def _heads(self, x: Tensor, which: slice) -> list[Tensor]:
-        """Return some of q, k and v, with heads apart; nothing else is computed."""
+        """Return some of q, k and v, with heads apart; a plain projection computes nothing else."""
         rows = slice(which.start * x.shape[2], which.stop * x.shape[2])
-        bias = self.qkv.bias
-        parts = F.linear(x, self.qkv.weight[rows], None if bias is None else bias[rows])
+        weight = None if changed(self.qkv, nn.Linear) else self.qkv.weight
+        if type(weight) in (Tensor, nn.Parameter):
+            bias = self.qkv.bias
+            parts = F.linear(x, weight[rows], None if bias is None else bias[rows])
+        else:  # LoRA, quantisation, hooks
+            parts = self.qkv(x)[..., rows].contiguous()
         split = parts.unflatten(2, (-1, self.num_heads, self.head_dim))
         return list(split.permute(2, 0, 3, 1, 4).unbind(0))
 

@@ -25,6 +25,8 @@ class ValueConvolution(nn.Module):
         super().__init__()
         if side < 1 or side % 2 == 0:
             raise ValueError(f"value_conv: wanted an odd side of 1 patch or more, got {side}")
+        self.reach = side // 2
+        """Rows and columns of patches on either side that a patch sees."""
         self.weight = nn.Parameter(torch.empty(dim, 1, side, side, device=device, dtype=dtype))
         self.reset_parameters()
 

@@ -200,10 +200,10 @@ class RasterAttention(Attention):
         """
         tokens = layout.grid.num_patches
         table = None if self.relative is None else PastTable(self.relative(layout), tokens)
-        weight, width = self.qkv.weight, self.head_dim
+        like, width = next(self.parameters(), torch.empty(0)), self.head_dim
         # Sums, keys and values in float32 or more.
-        dtype = torch.promote_types(weight.dtype, torch.float32)
-        options = {"dtype": dtype, "device": weight.device}
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        options = {"dtype": dtype, "device": like.device}
         if self.kind.signed:
             shape = batch, self.num_heads, width, width
             return KeyValueCache.begin(shape, tokens, **options), table

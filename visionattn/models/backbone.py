@@ -31,6 +31,7 @@ from visionattn.models.hybrid import first_counted, options_of_blocks, warn_of_s
 from visionattn.models.patches import DynamicPatchEmbed
 from visionattn.models.placing import fitted_whole
 from visionattn.ops import count_classes
+from visionattn.ops.checks import refuse_tracing
 from visionattn.ops.sums import accumulation_dtype
 
 PREFIX_STD = 0.02
@@ -181,6 +182,9 @@ class VisionAttnTransformer(VisionTransformer):
             window_size=window_size,
         )
         of_blocks = options_of_blocks(attention, depth, attn_options, softmax_blocks or ())
+        for name, value in (("embed_dim", embed_dim), ("in_chans", in_chans)):
+            if value < 1:
+                raise ValueError(f"{name}: wanted a whole number from 1 on, got {value}")
         if mlp_layer not in MLP_LAYERS:
             raise ValueError(f"mlp_layer {mlp_layer!r}: wanted one of {', '.join(MLP_LAYERS)}")
         norm = get_norm_layer(norm_layer) or LayerNorm
@@ -314,6 +318,7 @@ class VisionAttnTransformer(VisionTransformer):
 
     def _embed(self, x: Tensor, sizes: Tensor | None = None) -> tuple[Tensor, TokenLayout]:
         """Turn images ``[B, C, H_px, W_px]`` into tokens ``[B, P + n, D]``; say where they lie."""
+        refuse_tracing()
         patch_size = self.patch_embed.patch_size
         filled = filled_grids(x, sizes, patch_size)
         x = self.patch_embed(blank_absent(x, filled, patch_size))

@@ -21,6 +21,7 @@ from timm.models import VisionTransformer
 from timm.models.vision_transformer import Block
 from torch import nn
 
+from visionattn.layers.changed import has_hooks
 from visionattn.models.backbone import VisionAttnTransformer
 
 NOT_TAKEN = {
@@ -43,6 +44,8 @@ NORMS = ("rmsnorm", "simplenorm", "layernormfp32", "rmsnormfp32", "simplenormfp3
 """timm's names of norms of tokens, besides the default."""
 ACTIVATIONS = ("gelu_tanh", "quick_gelu", "relu", "silu", "mish", "leaky_relu", "elu", "tanh")
 """timm's names of activations that a teacher may have, besides the default GELU."""
+MERGE = "merge adapters, and remove hooks, whose effect weights do not hold"
+"""What to do with a teacher that does more than its weights say."""
 IGNORED = (nn.Dropout, nn.Identity)
 """Modules that do nothing when a teacher is evaluated, by which models may differ."""
 
@@ -120,6 +123,7 @@ def _check_kind(vit: nn.Module) -> None:
         raise refused(vit, type(vit.patch_embed).__name__)
     if not len(vit.blocks):
         raise refused(vit, "no blocks")
+    layers = [vit.patch_embed.proj, vit.head]
     for block in vit.blocks:
         if type(block) is not Block:
             raise refused(vit, type(block).__name__)
@@ -133,6 +137,15 @@ def _check_kind(vit: nn.Module) -> None:
             raise refused(vit, "", f"its {heads} are not as wide as its {vit.embed_dim} channels")
         if type(mlp) not in (Mlp, SwiGLU, GluMlp) or getattr(mlp, "gate_last", False):
             raise refused(vit, "", f"its MLP is a {type(mlp).__name__} that ours do not have")
+        first = mlp.fc1_g if isinstance(mlp, SwiGLU) else mlp.fc1
+        layers += [attn.qkv, attn.proj, first, mlp.fc2]
+    for layer in layers:
+        if not isinstance(layer, nn.Linear | nn.Conv2d | nn.Identity):
+            kind = f"{type(layer).__module__}.{type(layer).__name__}"
+            raise refused(vit, "", f"one of its layers is {kind}; {MERGE}")
+    for name, module in vit.named_modules():
+        if has_hooks(module) or "forward" in vars(module):
+            raise refused(vit, "", f"{name or 'it'} has hooks or another forward; {MERGE}")
 
 
 def _ratio(hidden: int, width: int) -> float:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from visionattn.layers.block import Block
+from visionattn.layers.changed import check_unchanged
 from visionattn.layers.raster import RasterAttention
 from visionattn.layout import Grid, TokenLayout
 from visionattn.models.mixture import log_mixture
@@ -253,8 +254,15 @@ class PixelDecoder(nn.Module):
             batch: B.
             size: height and width in pixels.
             labels: int64 ``[B]``, for a conditioned model alone.
+
+        Raises:
+            ValueError: a block or its attention, whose work ``step`` does in parts, is replaced or
+                has hooks.
         """
         self._check_size(size)
+        for number, block in enumerate(self.blocks):
+            check_unchanged(f"blocks.{number}", block, Block)
+            check_unchanged(f"blocks.{number}.attn", block.attn, RasterAttention)
         about, layout = self._about(batch, labels), self._layout(size)
         blocks = [block.attn.begin(batch, layout) for block in self.blocks]
         return DecoderState(size, labels, 0, blocks, self._places(size), about)
@@ -279,7 +287,9 @@ class PixelDecoder(nn.Module):
         pixel, channel = divmod(state.position, self.in_chans)
         rows, columns, channels = state.places
         y, x = divmod(pixel, state.size[1])
-        before = self.value_embed.weight[-1] if values is None else self.value_embed(values)
+        if values is None:
+            values = torch.full((1,), self.levels, device=rows.device)
+        before = self.value_embed(values)
         token = before + rows[y] + columns[x] + channels[channel] + state.about
         token = token.expand(self._batch(state), -1).unsqueeze(1)
         for block, (past, table) in zip(self.blocks, state.blocks, strict=True):
@@ -348,7 +358,7 @@ class PixelDecoder(nn.Module):
         if self.class_embed is None:
             if labels is not None:
                 raise ValueError("labels: the model is not conditioned; build it with conditioned")
-            return self.value_embed.weight.new_zeros(self.embed_dim)
+            return self._like.new_zeros(self.embed_dim)
         if labels is None or tuple(labels.shape) != (batch,):
             got = "none" if labels is None else list(labels.shape)
             raise ValueError(f"labels: the model is conditioned and wants [{batch}], got {got}")
@@ -356,12 +366,17 @@ class PixelDecoder(nn.Module):
 
     def _places(self, size: Size) -> tuple[Tensor, Tensor, Tensor]:
         """Return what rows, columns and channels add: ``[H, D]``, ``[W, D]`` and ``[C, D]``."""
-        weight = self.row_embed.weight
+        like = self._like
         rows, columns = (
-            embed(sinusoids(length, weight.device).to(weight.dtype))
+            embed(sinusoids(length, like.device).to(like.dtype))
             for embed, length in zip((self.row_embed, self.column_embed), size, strict=True)
         )
-        return rows, columns, self.channel_embed.weight
+        return rows, columns, self.channel_embed(torch.arange(self.in_chans, device=like.device))
+
+    @property
+    def _like(self) -> Tensor:
+        """Return a parameter, whose device and dtype are those of the tokens."""
+        return next(self.value_embed.parameters())
 
     def _features(self, values: Tensor, size: Size, labels: Tensor | None) -> Tensor:
         """Return what the blocks make of the first values and of nothing before them,

@@ -84,7 +84,9 @@ class Segmenter(nn.Module):
             LayerNorm2d(backbone.embed_dim) if unnormed else nn.Identity() for _ in self.taken
         )
         width = len(self.taken) * backbone.embed_dim
-        self.head = nn.Conv2d(width, num_classes * self.cells[0] * self.cells[1], 1)
+        self.cell_logits = num_classes * math.prod(self.cells)
+        """Logits of a patch, those of all its cells."""
+        self.head = nn.Conv2d(width, self.cell_logits, 1)
         nn.init.trunc_normal_(self.head.weight, std=0.02)
         nn.init.zeros_(self.head.bias)
 

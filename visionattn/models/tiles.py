@@ -10,7 +10,7 @@ unless each output depends on the pixels at its own place alone.
 import math
 from collections.abc import Callable, Iterator
 from itertools import accumulate, chain, product
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -168,7 +168,8 @@ def forward_tiles(
     Args:
         model: any module that takes ``[B, C, H, W]``; ``pooled`` and ``dense`` ask for timm's
             ``forward_head`` and ``forward_intermediates``.
-        image: ``[B, C, H, W]`` as the model takes it, or a ``Source`` that is read tile by tile.
+        image: ``[B, C, H, W]`` as the model takes it, or a ``Source`` that is read tile by tile;
+            for ``visionattn.forward_tiles`` also a path or an array, as ``open_source`` opens it.
         tile: height and width of tiles in pixels, a whole number of patches; an image that is
             smaller is one tile.
         overlap: pixels that neighbours share at least, a whole number of patches; None: an eighth
@@ -410,7 +411,8 @@ def _reads(
     image: Tensor | Source, prepare: Prepare | None, model: nn.Module
 ) -> list[tuple[Callable[[slice, slice], Tensor], tuple[int, int]]]:
     """Return for each image what reads its parts, and its size."""
-    device = next((each.device for each in model.parameters()), None)
+    like = next((each for each in model.parameters() if each.is_floating_point()), None)
+    device = None if like is None else like.device
     if isinstance(image, Tensor):
         if prepare is not None:
             raise ValueError("prepare is for the pixels of a source; a tensor is prepared")
@@ -418,7 +420,7 @@ def _reads(
             raise ValueError(f"wanted images [B, C, H, W], got {list(image.shape)}")
         size = image.shape[2], image.shape[3]
         return [(_of_tensor(one, device or image.device), size) for one in image.split(1)]
-    read = _of_source(image, prepare or as_fractions, device)
+    read = _of_source(image, prepare or as_fractions, like)
     return [(read, (image.height, image.width))]
 
 
@@ -436,8 +438,10 @@ def _of_tensor(image: Tensor, device: torch.device) -> Callable[[slice, slice], 
     return read
 
 
-def _of_source(source: Source, prepare: Prepare, device: Any) -> Callable[[slice, slice], Tensor]:
-    """Return what reads parts of a source."""
+def _of_source(
+    source: Source, prepare: Prepare, like: Tensor | None
+) -> Callable[[slice, slice], Tensor]:
+    """Return what reads parts of a source, in the dtype of the weights."""
 
     def read(rows: slice, columns: slice) -> Tensor:
         inside = [
@@ -448,6 +452,7 @@ def _of_source(source: Source, prepare: Prepare, device: Any) -> Callable[[slice
         short = [
             (0, each.stop - part.stop) for each, part in zip((rows, columns), inside, strict=True)
         ]
-        return prepare(np.pad(pixels, [*short, (0, 0)], mode="edge")).to(device)
+        part = prepare(np.pad(pixels, [*short, (0, 0)], mode="edge"))
+        return part if like is None else part.to(like)
 
     return read

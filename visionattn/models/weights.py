@@ -333,7 +333,9 @@ def check_spec(spec: DataSpec) -> None:
 
 def _make(device: str, name: str, spec: DataSpec, args: dict[str, Any]) -> nn.Module:
     """Make the model of a description, on a device, and leave torch's generator alone."""
-    with torch.random.fork_rng(devices=[]), torch.device(device):
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), torch.device(device):
+        # A width of 0 is an error, or does not fit; torch would warn of it first.
+        warnings.filterwarnings("ignore", message="Initializing zero-element tensors")
         return create(name, spec.task, spec.num_classes, spec.in_chans, args)
 
 

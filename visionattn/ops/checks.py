@@ -11,6 +11,15 @@ from visionattn.ops.nonfinite import is_readable
 from visionattn.ops.position.kinds import Flat, Joint, RelativePosition, tables_of
 
 
+def refuse_tracing() -> None:
+    """Raise ValueError under ``torch.jit.trace``, which would fix sizes and choices by size."""
+    if torch.jit.is_tracing():
+        raise ValueError(
+            "torch.jit.trace is not supported: it fixes the size of images; use "
+            "torch.export.export(model, (image,)) or the command visionattn export"
+        )
+
+
 def check_device(name: str, x: Tensor, device: torch.device, wanted: str = "q") -> None:
     """Raise ValueError where a tensor is not on the device of the one that ``wanted`` names."""
     if x.device != device:
@@ -38,6 +47,7 @@ def check_tensors(q: Tensor | None, k: Tensor, v: Tensor, key_mask: Tensor | Non
 
     Without q, keys and values alone.
     """
+    refuse_tracing()
     named = {"k": k, "v": v} if q is None else {"q": q, "k": k, "v": v}
     first = next(iter(named))
     for name, x in named.items():
@@ -218,6 +228,7 @@ def check_layout(layout: TokenLayout, q: Tensor, k: Tensor) -> None:
         raise ValueError(
             f"layout: wanted TokenLayout(num_prefix, Grid(height, width)), got {described(layout)}"
         )
+    layout.check_sizes()
     kept, patches = layout.kept, layout.grid.num_patches
     if kept is not None:
         if (
@@ -236,6 +247,10 @@ def check_layout(layout: TokenLayout, q: Tensor, k: Tensor) -> None:
                 f"layout.kept: wanted 0 to {patches - 1}, got {kept.min().item()} to "
                 f"{kept.max().item()}"
             )
+        if is_readable(kept):
+            there = kept.new_zeros(len(kept), patches, dtype=torch.bool).scatter_(1, kept, True)
+            if int(there.sum()) < kept.numel():
+                raise ValueError("layout.kept: wanted each patch once, got one twice in an image")
     _check_present(layout, q)
     tokens = layout.num_tokens
     if q.shape[2] != tokens or k.shape[2] != tokens:

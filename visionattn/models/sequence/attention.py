@@ -15,7 +15,6 @@ from visionattn.layout import Grid, TokenLayout
 from visionattn.models.sequence.collectives import summed
 from visionattn.models.sequence.rows import Halo, seen_rows, with_halo
 from visionattn.models.sequence.share import Share
-from visionattn.ops.local import value_convolution
 from visionattn.ops.operator import without_autocast
 from visionattn.ops.position.kinds import Axial, RelativePosition
 from visionattn.ops.states import State, attend
@@ -56,7 +55,7 @@ def _around(share: Share, rows: int) -> list[Strip]:
 
 def _side(layer: Attention) -> int:
     """Return how many rows on either side the convolution of a layer reaches."""
-    return 0 if layer.value_conv is None else layer.value_conv.weight.shape[-1] // 2
+    return 0 if layer.value_conv is None else layer.value_conv.reach
 
 
 def _centred(k: Tensor, share: Share) -> Tensor:
@@ -127,7 +126,7 @@ def _convolved(layer: Attention, halo: Halo, v: Tensor, share: Share) -> Tensor:
     around = own.with_halo(_side(layer))
     rows = halo.rows_of(around)[..., -v.shape[3] :].to(v.dtype).flatten(2, 3)
     layout = TokenLayout(0, Grid(around.rows, share.grid.width))
-    out = value_convolution(rows, layer.value_conv.weight, layout)
+    out = layer.value_conv(rows, layout)
     begin = (own.first - around.first) * share.grid.width
     out = out[:, :, begin : begin + own.rows * share.grid.width]
     return torch.nn.functional.pad(out, (0, 0, prefix, 0))

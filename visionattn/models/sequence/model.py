@@ -19,10 +19,10 @@ from visionattn.models.absent import absolute_position
 from visionattn.models.backbone import VisionAttnTransformer
 from visionattn.models.patches import wrong_size
 from visionattn.models.pyramid import PyramidTransformer
+from visionattn.models.rowwise import check_rowwise
 from visionattn.models.sequence.attention import attention_of_rows
 from visionattn.models.sequence.collectives import largest, summed
 from visionattn.models.sequence.share import Share, cut_rows
-from visionattn.ops.feature_maps import get_feature_map, is_per_token
 from visionattn.ops.sums import accumulation_dtype
 
 POOLS = ("max", "avg", "avgmax", "token")
@@ -157,7 +157,7 @@ class RowParallel(nn.Module):
             x = x + position[:, lead + own.first * width : lead + own.last * width]
             if lead:
                 prefix = [torch.cat(prefix, 1) + position[:, :lead]]
-        return model.norm_pre(torch.cat([*prefix, x], 1))
+        return model.norm_pre(model.pos_drop(torch.cat([*prefix, x], 1)))
 
     def pooled(self, x: Tensor) -> Tensor:
         """Return the features of whole images, ``[B, D]``, of this rank's tokens."""
@@ -276,8 +276,12 @@ def check_model(model: nn.Module) -> None:
         raise refused(f"global_pool={model.global_pool!r} sees all tokens; wanted {_one_of(POOLS)}")
     if not isinstance(model.patch_drop, nn.Identity):
         raise refused("patch_drop_rate leaves no whole rows; leave it out")
-    for number, block in enumerate(model.blocks):
-        _check_block(number, block)
+    try:
+        check_rowwise(model)
+    except ValueError as error:
+        raise refused(str(error)) from error
+    if any(block.attn.form == "direct" for block in model.blocks):
+        raise refused('form="direct" sees each other pair by pair; leave it at "auto"')
 
 
 def check_dropout(model: nn.Module) -> None:
@@ -292,26 +296,6 @@ def check_dropout(model: nn.Module) -> None:
                 f"{name} drops single entries of tokens, and of prefix tokens other ones on each; "
                 "leave pos_drop_rate and proj_drop_rate at 0"
             )
-
-
-def _check_block(number: int, block: nn.Module) -> None:
-    if type(block) is not Block:
-        raise refused(f"block {number} is a {type(block).__name__}")
-    layer = block.attn
-    if layer.operation is not layer.kind.function:
-        raise refused(f"block {number} has another operation than that of its attention")
-    if not (layer.kind.states or layer.kind.windows):
-        raise refused(
-            f"block {number} has attention={layer.attention!r}, whose tokens see each other pair "
-            "by pair; wanted kernelized, taylorshift or window"
-        )
-    if layer.form == "direct":
-        raise refused('form="direct" sees each other pair by pair; leave it at "auto"')
-    if layer.feature_map is not None and not is_per_token(get_feature_map(layer.feature_map)):
-        raise refused(
-            'feature_map="softmax" has no states, as its keys depend on each other; wanted elu1, '
-            "relu or random"
-        )
 
 
 def _one_of(names: tuple[str, ...]) -> str:

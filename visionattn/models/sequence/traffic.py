@@ -89,7 +89,7 @@ def traffic_of(
     if kind == "axial":
         summed += (grid.height + grid.width) * dim
     # Halo rows that come one by one, and beyond which rows or patches come as a sum.
-    side = 0 if layer.value_conv is None else layer.value_conv.weight.shape[-1] // 2
+    side = 0 if layer.value_conv is None else layer.value_conv.reach
     reach = 0 if kind in (None, "axial") else max(0, layer.relative.horizon - 1)
     halo = max(side, -(-reach // grid.width) if kind == "flat" else reach)
     for other in range(ranks):

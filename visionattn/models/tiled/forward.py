@@ -28,14 +28,16 @@ from visionattn.cli.ends import Stopped
 from visionattn.cli.interruption import Interruption
 from visionattn.cli.progress import Progress
 from visionattn.cli.tables import lasting
+from visionattn.layers.changed import changed
 from visionattn.layout import TokenLayout
 from visionattn.models.backbone import VisionAttnTransformer
 from visionattn.models.modes import in_eval
+from visionattn.models.rowwise import check_rowwise, weight_like
 from visionattn.models.segmentation import Segmenter
 from visionattn.models.tiled.bands import Bands, even_bands
 from visionattn.models.tiled.ends import Sink, Source
 from visionattn.models.tiled.image import PatchedImage, Prepare
-from visionattn.models.tiled.layers import PIECE_TOKENS, Layer, check_block, layer_of
+from visionattn.models.tiled.layers import PIECE_TOKENS, Layer, layer_of
 from visionattn.models.tiled.outputs import Dense, Evidenced, Masked, Output, Pooled
 from visionattn.models.tiled.plan import Plan, plan
 from visionattn.models.tiled.snapshot import Snapshots
@@ -67,7 +69,8 @@ def forward_tiled(
     Args:
         model: a ``VisionAttnTransformer`` or a ``Segmenter`` of one, in any mode; it is run in eval
             mode, where it is and in its dtype.
-        source: the image, which is read once, from top to bottom.
+        source: the image, which is read once, from top to bottom: a ``Source``, or for
+            ``visionattn.forward_tiled`` whatever ``open_source`` opens: a path, an array, a tensor.
         sink: where a map goes; None: it is returned.
         want: "logits" ``[1, num_classes]``; "pooled", the features before the classifier
             ``[1, D]``; "dense", the last feature map after the final norm ``[1, D, H, W]``;
@@ -117,14 +120,20 @@ def _body_of(model: nn.Module, want: Want) -> VisionAttnTransformer:
     body = model.backbone if isinstance(model, Segmenter) else model
     if not isinstance(body, VisionAttnTransformer):
         raise ValueError(
-            f"{type(body).__name__} is no model of visionattn: its blocks need all tokens at once"
-            f"{CUT}"
+            f"wanted a VisionAttnTransformer, or a Segmenter of one, got {type(body).__name__}{CUT}"
         )
     if isinstance(model, Segmenter) != (want == "masks") and want != "dense":
         given = "classes of pixels" if isinstance(model, Segmenter) else "no classes of pixels"
         raise ValueError(f"want {want!r}: the model gives {given}")
-    for number, block in enumerate(body.blocks):
-        check_block(number, block.attn)
+    try:
+        check_rowwise(model)
+    except ValueError as error:
+        raise ValueError(f"{error}{CUT}") from error
+    if want == "masks" and len(model.taken) > 1 and (why := changed(model.head, nn.Conv2d)):
+        raise ValueError(
+            f"head {why}, which would not run: its weights are applied block by block, of "
+            f"{len(model.taken)} head_blocks{CUT}"
+        )
     return body
 
 
@@ -171,11 +180,10 @@ class _Pass:
         files: Path | None = None
         if self.plan.mapped:
             files = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=self.work)))
-        device, dtype = body.patch_embed.proj.weight.device, body.patch_embed.proj.weight.dtype
-        wide = body.embed_dim
+        like, wide = weight_like(body), body.embed_dim
 
         def store(name: str, width: int) -> Store:
-            return Store(grid, width, dtype, device, files and files / name)
+            return Store(grid, width, like.dtype, like.device, files and files / name)
 
         self.tokens = store("tokens", wide)
         layout = TokenLayout(body.num_prefix_tokens, grid)
@@ -198,7 +206,7 @@ class _Pass:
             source = self.image.source
             cells = len(self.model.taken) > 1
             if cells:
-                self.cells = store("cells", self.model.head.out_channels)
+                self.cells = store("cells", self.model.cell_logits)
             size = source.height, source.width
             return Masked(self.model, self.grid, size, self.sink, self.cells)
         if want == "dense":
@@ -377,7 +385,8 @@ class _Pass:
 
         def of(name: str) -> dict[str, Tensor]:
             begin = f"{name}."
-            return {k.removeprefix(begin): x for k, x in tensors.items() if k.startswith(begin)}
+            found = {k: x.to(device) for k, x in tensors.items() if k.startswith(begin)}
+            return {k.removeprefix(begin): x for k, x in found.items()}
 
         step = self.place.step
         if step:

@@ -10,6 +10,7 @@ from torch import Tensor
 from visionattn.layout import Grid
 from visionattn.models.absent import axis_weights
 from visionattn.models.backbone import VisionAttnTransformer
+from visionattn.models.rowwise import weight_like
 from visionattn.models.tiled.ahead import Ahead
 from visionattn.models.tiled.bands import Bands
 from visionattn.models.tiled.ends import Source
@@ -27,8 +28,8 @@ class PatchedImage:
         self.patch = body.patch_embed.patch_size
         if not all(hasattr(source, name) for name in ("height", "width", "read")):
             raise ValueError(
-                f"wanted a source, got {type(source).__name__}: visionattn.data.large.open_source "
-                "makes one of paths, arrays and tensors"
+                f"wanted a source, got {type(source).__name__}: visionattn.forward_tiled opens "
+                "paths, arrays and tensors"
             )
         if source.height < self.patch[0] or source.width < self.patch[1]:
             raise ValueError(
@@ -49,16 +50,15 @@ class PatchedImage:
         """Return what reads the pixels of bands of rows of patches."""
         down, height = self.patch[0], self.source.height
         rows = [slice(first * down, min(last * down, height)) for first, last in bands]
-        device = self.body.patch_embed.proj.weight.device
-        return Ahead(self.source, rows, self.prepare, device)
+        return Ahead(self.source, rows, self.prepare, weight_like(self.body).device)
 
     def embed(self, first: int, x: Tensor) -> Tensor:
         """Return the tokens ``[1, n, D]`` of rows of patches with the pixels ``[1, C, h, w]``."""
         body, (down, across) = self.body, self.patch
-        weight = body.patch_embed.proj.weight
-        if x.shape[1] != weight.shape[1]:
+        weight = weight_like(body)
+        if x.shape[1] != body.in_chans:
             raise ValueError(
-                f"the image has {x.shape[1]} channels, and the model takes {weight.shape[1]}"
+                f"the image has {x.shape[1]} channels, and the model takes {body.in_chans}"
             )
         if x.is_floating_point() and not torch.is_autocast_enabled(weight.device.type):
             x = x.to(weight.dtype)

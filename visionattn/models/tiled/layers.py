@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from visionattn.layers import Attention, Block
+from visionattn.layers import Block
 from visionattn.layout import Grid, TokenLayout
 from visionattn.models.tiled.bands import Bands, FarSums, even_bands, window_bands
 from visionattn.models.tiled.softmax import RunningSoftmax
 from visionattn.models.tiled.stores import Store
-from visionattn.ops.feature_maps import get_feature_map, is_per_token
 from visionattn.ops.position.kinds import Axial, Flat, Joint
 from visionattn.ops.states import COEFFICIENTS, KernelState, State, TaylorState
 from visionattn.ops.strips import (
@@ -33,22 +32,6 @@ from visionattn.ops.sums import accumulation_dtype
 
 PIECE_TOKENS = 8192
 """Tokens whose MLP is computed at once: its hidden layer is four times as wide."""
-
-
-def check_block(number: int, attn: Attention) -> None:
-    """Raise ValueError for a block whose attention needs more of all tokens than a state and a few
-    rows.
-    """
-    if not attn.kind.states and not attn.kind.windows:
-        raise ValueError(
-            f"block {number} is a softmax over all tokens, of which every query needs every key; "
-            "only blocks of kernelized attention, TaylorShift or windows can be computed in bands"
-        )
-    if attn.feature_map is not None and not is_per_token(get_feature_map(attn.feature_map)):
-        raise ValueError(
-            f'block {number} has feature_map="softmax", whose keys depend on each other; it cannot '
-            "be computed in bands"
-        )
 
 
 def layer_of(block: Block, layout: TokenLayout, rows: int, values: Store | None) -> "Layer":
@@ -72,7 +55,7 @@ class Layer:
         self.block, self.attn, self.layout = block, block.attn, layout
         self.grid, self.values = layout.grid, values
         conv = self.attn.value_conv
-        self.conv_reach = 0 if conv is None else conv.weight.shape[-1] // 2
+        self.conv_reach = 0 if conv is None else conv.reach
 
     def take_prefix(self, x: Tensor) -> None:
         """Take the prefix tokens ``[1, P, D]``, before all others."""
@@ -289,8 +272,6 @@ class LinearLayer(Layer):
 
     def restore(self, sums: dict[str, Tensor]) -> None:
         """Take up the state and the sums."""
-        device = self.attn.qkv.weight.device
-        sums = {name: value.to(device) for name, value in sums.items()}
         self.key_sum = sums.get("key_sum")
         parts = {n.removeprefix("state."): x for n, x in sums.items() if n.startswith("state.")}
         self.state = self._state(parts) if parts else None
@@ -374,6 +355,5 @@ class WindowLayer(Layer):
 
     def restore(self, sums: dict[str, Tensor]) -> None:
         """Take them up."""
-        device = self.attn.qkv.weight.device
-        self.running.sums = [sums[f"running.{i}"].to(device) for i in range(len(sums) - 1)]
-        self.prefix_x = sums["prefix"].to(device) if "prefix" in sums else None
+        self.running.sums = [sums[f"running.{i}"] for i in range(len(sums) - 1)]
+        self.prefix_x = sums.get("prefix")

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from visionattn.layout import Grid
 from visionattn.models.backbone import VisionAttnTransformer
 from visionattn.models.evidence import Evidence, contrast, described, divides, shares_of
+from visionattn.models.rowwise import weight_like
 from visionattn.models.segmentation import IGNORED, Segmenter, enlarged
 from visionattn.models.tiled.ends import Sink
 from visionattn.models.tiled.softmax import RunningSoftmax
@@ -150,8 +151,6 @@ class Pooled(Output):
 
     def restore(self, sums: dict[str, Tensor]) -> None:
         """Take them up."""
-        device = self.model.patch_embed.proj.weight.device
-        sums = {name: x.to(device) for name, x in sums.items()}
         self.softmax.sums = [sums.pop(f"softmax.{i}") for i in range(3) if f"softmax.{i}" in sums]
         self.gathered = sums
 
@@ -212,8 +211,7 @@ class Dense(Output):
 
     def __init__(self, model: VisionAttnTransformer, grid: Grid, sink: Sink | None):
         self.model, self.grid = model, grid
-        dtype = model.patch_embed.proj.weight.dtype
-        self.writer = Writer((model.embed_dim, *grid), dtype, sink)
+        self.writer = Writer((model.embed_dim, *grid), weight_like(model).dtype, sink)
 
     def taps(self) -> set[int]:
         """Return the last block."""
@@ -262,15 +260,20 @@ class Masked(Output):
         width = self.model.backbone.embed_dim
         rows = self.model.backbone.norm(x)[0].unflatten(0, (-1, self.grid.width))
         normed = self.model.norms[place](rows.permute(2, 0, 1)[None])
-        weight = self.model.head.weight[:, place * width : (place + 1) * width]
-        logits = nn.functional.conv2d(normed, weight)[0].permute(1, 2, 0)
-        last = number == self.model.taken[-1]
-        if place:
-            logits = logits + self.cells.read(first, first + len(logits))
-        if not last:
-            self.cells.write(first, logits)
-            return
-        logits = logits + self.model.head.bias
+        if len(self.model.taken) == 1:
+            logits = self.model.head(normed)[0].permute(1, 2, 0)
+        else:
+            # A sum over blocks, so that no features wait for those of the next block.
+            head = self.model.head
+            weight = head.weight[:, place * width : (place + 1) * width]
+            last = number == self.model.taken[-1]
+            bias = head.bias if last else None
+            logits = nn.functional.conv2d(normed, weight, bias)[0].permute(1, 2, 0)
+            if place:
+                logits = logits + self.cells.read(first, first + len(logits))
+            if not last:
+                self.cells.write(first, logits)
+                return
         down, across = self.model.cells
         # ``[r, W, classes * cells]`` to ``[classes, r * down, W * across]``.
         parts = logits.unflatten(2, (self.model.num_classes, down, across))
@@ -331,7 +334,7 @@ class Masked(Output):
     def restore(self, sums: dict[str, Tensor]) -> None:
         """Take it up."""
         if sums:
-            self.waiting = sums["waiting"].to(self.model.head.weight.device)
+            self.waiting = sums["waiting"]
             self.next = int(sums["next"])
 
 

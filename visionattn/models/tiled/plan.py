@@ -3,6 +3,7 @@ memory.
 """
 
 from dataclasses import dataclass
+from math import prod
 
 from torch import nn
 
@@ -10,6 +11,7 @@ from visionattn.cli.memory import memory_there_is, taken_bytes
 from visionattn.cli.tables import sized
 from visionattn.layout import Grid
 from visionattn.models.backbone import VisionAttnTransformer
+from visionattn.models.rowwise import weight_like
 from visionattn.models.segmentation import Segmenter
 
 BAND_TOKENS = 1 << 16
@@ -57,11 +59,10 @@ def plan(
     Raises:
         BelowOneBand: the bound of memory allows no band.
     """
-    weight = body.patch_embed.proj.weight
-    there = None
+    device, there = weight_like(body).device, None
     if memory is None:
-        there = memory_there_is(weight.device)
-        memory = None if there is None else int(SHARE * (there - taken_bytes(weight.device)))
+        there = memory_there_is(device)
+        memory = None if there is None else int(SHARE * (there - taken_bytes(device)))
     held = _held_bytes(body, grid, want, model)
     least = min(_least_rows(body), grid.height)
     usual = max(least, min(grid.height, -(-BAND_TOKENS // grid.width)))
@@ -96,21 +97,21 @@ def _held_bytes(body: VisionAttnTransformer, grid: Grid, want: str, model: nn.Mo
     """Return what is held of all tokens: themselves, the values of a layer, and logits of cells."""
     wide = 2 * body.embed_dim
     if isinstance(model, Segmenter) and len(model.taken) > 1 and want == "masks":
-        wide += model.head.out_channels
-    return grid.num_patches * wide * body.patch_embed.proj.weight.element_size()
+        wide += model.cell_logits
+    return grid.num_patches * wide * weight_like(body).element_size()
 
 
 def _band_bytes(body: VisionAttnTransformer, grid: Grid, rows: int) -> int:
     """Return what bands of so many rows take: one of them with its halo and a row for the sums on
     either side, and those sums, for each band of the two layers at work.
     """
-    weight, classes, halo, far = body.patch_embed.proj.weight, 0, 0, 0
-    pixels = weight[0].numel()
+    classes, halo, far = 0, 0, 0
+    pixels = body.in_chans * prod(body.patch_embed.patch_size)
     bands = -(-grid.height // rows)
     for block in body.blocks:
         tables, conv = block.attn.relative, block.attn.value_conv
         if conv is not None:
-            halo = max(halo, conv.weight.shape[-1] // 2)
+            halo = max(halo, conv.reach)
         if tables is None or block.attn.kind.windows:
             continue
         if tables.kind == "joint":
@@ -124,7 +125,7 @@ def _band_bytes(body: VisionAttnTransformer, grid: Grid, rows: int) -> int:
             far = max(far, 4 * longest * body.embed_dim)
     token = VECTORS * body.embed_dim + max(3 * pixels, CLASS_COPIES * classes)
     high = min(rows + 2 * halo, grid.height) + 2
-    return weight.element_size() * (token * high * grid.width + far)
+    return weight_like(body).element_size() * (token * high * grid.width + far)
 
 
 def _least_rows(body: VisionAttnTransformer) -> int:

@@ -140,7 +140,11 @@ def count_classes(
         layout: the grid, and which patches are present.
         horizons: Ry and Rx.
         present: ``[B, 1, H, W]`` of 0 and 1 that replaces what the layout says; None: the layout's.
+
+    Raises:
+        ValueError: a grid of negative sides.
     """
+    layout.check_sizes()
     height, width = layout.grid.height, layout.grid.width
     if present is None:
         present = _Canvas(layout).present(layout.key_mask(), dtype)

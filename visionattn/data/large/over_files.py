@@ -1,0 +1,36 @@
+"""``forward_tiled`` and ``forward_tiles`` of paths, arrays and tensors."""
+
+from contextlib import nullcontext
+from functools import wraps
+from typing import Any
+
+from torch import Tensor, nn
+
+from visionattn.data.large.source import open_source
+from visionattn.models import tiled, tiles
+
+SOURCE = ("height", "width", "channels", "read")
+"""What a ``Source`` has."""
+
+
+@wraps(tiled.forward_tiled)
+def forward_tiled(model: nn.Module, source: Any, *args: Any, **options: Any) -> Any:
+    """Open the image, compute, and close what was opened."""
+    with _opened(source) as image:
+        return tiled.forward_tiled(model, image, *args, **options)
+
+
+@wraps(tiles.forward_tiles)
+def forward_tiles(model: nn.Module, image: Any, **options: Any) -> Tensor | None:
+    """Do the same over tiles, of tensors as the model takes them."""
+    with nullcontext(image) if isinstance(image, Tensor) else _opened(image) as opened:
+        return tiles.forward_tiles(model, opened, **options)
+
+
+def _opened(image: Any) -> Any:
+    """Return a context with the source of an image."""
+    if all(hasattr(image, name) for name in SOURCE):
+        return nullcontext(image)
+    if isinstance(image, Tensor) and image.ndim == 4 and len(image) == 1:
+        image = image[0]
+    return open_source(image)

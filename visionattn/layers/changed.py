@@ -1,0 +1,47 @@
+"""Whether a call of a module does what its class says, for code that does the work of a module in
+pieces and does not call it.
+"""
+
+import torch
+from torch import nn
+
+WATCHERS = ("visionattn.", "torch.utils.module_tracker")
+"""Homes of hooks that change nothing: progress bars of this package, counters of torch."""
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def changed(module: nn.Module, kind: type[nn.Module]) -> str | None:
+    """Say why a call of a module is not ``kind.forward`` alone; None where it is.
+
+    Parametrizations change parameters and not the call.
+    """
+    own = type(module)
+    if not isinstance(module, kind):
+        return f"is a {own.__module__}.{own.__qualname__}"
+    if getattr(module.forward, "__func__", None) is not kind.forward:
+        return "has another forward"
+    return "has hooks" if has_hooks(module) else None
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Tell whether hooks other than ``WATCHERS`` act on a call of the module."""
+    common = torch.nn.modules.module
+    hooks = [*common._global_forward_pre_hooks.values(), *common._global_forward_hooks.values()]
+    for name in HOOKS:
+        hooks += getattr(module, name).values()
+    homes = [getattr(getattr(hook, "func", hook), "__module__", None) or "" for hook in hooks]
+    return not all(home.startswith(WATCHERS) for home in homes)
+
+
+def check_unchanged(name: str, module: nn.Module, kind: type[nn.Module]) -> None:
+    """Raise ValueError where a module whose parts are called without it is not what it should be.
+
+    Args:
+        name: of the module in its model, for the message; "": the model itself.
+        kind: the class whose ``forward`` it should have.
+    """
+    if (why := changed(module, kind)) is not None:
+        raise ValueError(
+            f"{name or 'the model'} {why}, which would not run: only the parts of "
+            f"{kind.__name__} are called"
+        )
