@@ -18,7 +18,7 @@ FREE += ("fix_init", "device", "dtype", "features_only", "out_indices", "output_
 them.
 """
 FITTED = ("patch_size", "horizon", "in_chans", "num_classes")
-"""Arguments to which ``checkpoint_filter_fn`` and timm fit weights that ``pretrained=True`` loads."""
+"""Arguments to which weights are fitted that ``pretrained=True`` loads."""
 
 
 def checkpoint_of_caller() -> Any:
