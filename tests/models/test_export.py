@@ -6,12 +6,15 @@ import json
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
+import onnx
 import onnxruntime
 import pytest
 import timm
 import torch
+from onnxruntime.transformers.float16 import convert_float_to_float16
 from timm.models import create_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -22,6 +25,7 @@ from visionattn.models.export import export
 from visionattn.models.tasks import create
 from visionattn.models.weights import DataSpec, load_model, save_model
 from visionattn.ops import plain
+from visionattn.ops.taylorshift.eager import taylor_sums
 
 main = load_tool("export")
 ARGS = dict(embed_dim=24, depth=1, num_heads=3)
@@ -59,7 +63,47 @@ def test_the_names_are_those_of_each_size_of_each_family():
     assert len(NAMES) == 12 and all(map(timm.is_model, NAMES))
 
 
-@pytest.mark.parametrize("name", NAMES)
+DIRECT = {
+    "scaleformer_vit_t": dict(global_pool="avg"),
+    "taylorshift_vit_t": dict(relative="axial"),
+    "taylorshift_abs_vit_t_pyramid": dict(features_only=True, out_indices=[1], pyramid_channels=4),
+}
+
+
+@pytest.mark.parametrize("name", DIRECT)
+def test_torch_s_own_exporter_takes_a_model_and_float16_made_of_the_file_is_finite(name, tmp_path):
+    """As users of timm call it, at any batch and size; float16 as ONNX Runtime's tool makes it."""
+    model, path = tiny(name, patch_size=4, **DIRECT[name]), tmp_path / "model.onnx"
+    sizes = {0: "batch", 2: "height", 3: "width"}
+    options = dict(dynamic_shapes=(sizes,), input_names=["images"], dynamo=True, verbose=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(model, (images(2, 36, 44),), path, **options)
+        half = convert_float_to_float16(onnx.load(path), keep_io_types=True)
+    half = onnxruntime.InferenceSession(half.SerializeToString())
+    for run, size, most in (
+        (session(path), (3, 12, 40), 1e-3),
+        (session(path), (1, 64, 20), 1e-3),
+        (half, (1, 24, 24), 1e-2),
+        (half, (1, 400, 400), 1e-2),
+    ):
+        with torch.inference_mode():
+            wanted = model(x := images(*size))
+        wanted = wanted if isinstance(wanted, torch.Tensor) else wanted[0]
+        found = torch.from_numpy(run.run(None, {"images": x.numpy()})[0])
+        assert found.shape == wanted.shape
+        assert (found - wanted).abs().max() < most * max(1, wanted.abs().max()), size
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_models_of_low_precision_are_exported(dtype, tmp_path):
+    model = tiny("taylorshift_abs_vit_t").to(dtype)
+    export(model, tmp_path / "model.pt2", "torch")
+    run, x = torch.export.load(tmp_path / "model.pt2").module(), images(1, 48, 80).to(dtype)
+    torch.testing.assert_close(run(x), model(x), rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("name", NAMES[:3])
 def test_onnx_runtime_gives_what_each_model_gives(name, tmp_path):
     model, path = tiny(name), tmp_path / "model.onnx"
     trials = export(model, path, "onnx")
@@ -208,7 +252,7 @@ def test_a_file_that_does_not_give_what_the_model_gives_is_not_written(tmp_path,
         values, mass, *rest = usual(*args)
         return values * 1.001, mass, *rest
 
-    monkeypatch.setattr(plain, "plain_taylor_sums", wrong)
+    monkeypatch.setitem(plain.PLAIN, taylor_sums, wrong)
     path.write_bytes(b"before")
     with pytest.raises(
         ValueError, match=r"^images of 224 x 224 px, 1 at a time: the file is .* from"

@@ -95,6 +95,19 @@ def test_the_body_of_a_segmentation_is_loaded_and_a_head_is_new(tmp_path):
     assert torch.equal(wrapper.model.blocks[1].mlp.fc1.weight, weight)
 
 
+def test_the_body_of_a_segmentation_has_the_blocks_that_its_head_reads(tmp_path):
+    args = dict(embed_dim=24, depth=4, num_heads=3, head_blocks=[-4, 1], softmax_blocks=[-3, -1])
+    masks = create("taylorshift_vit_t", "segmentation", 3, 3, args)
+    spec = DataSpec(3, 3, (), (0.5,) * 3, (0.5,) * 3, None, 32, task="segmentation")
+    path = str(tmp_path / "best.safetensors")
+    save_model(path, masks, "taylorshift_vit_t", args, spec)
+    options = dict(checkpoint_path=path, features_only=True, out_indices=[1])
+    wrapper = create_model("taylorshift_vit_t", **options)
+    weight = masks.backbone.blocks[1].mlp.fc1.weight
+    assert len(wrapper.model.blocks) == 2
+    assert torch.equal(wrapper.model.blocks[1].mlp.fc1.weight, weight)
+
+
 @pytest.mark.parametrize("pool", ["max", "token"])
 def test_a_plain_vit_is_loaded_into_a_model_without_parts_of_its_own(vit, tmp_path, pool):
     torch.save(vit.state_dict(), tmp_path / "vit.pth")

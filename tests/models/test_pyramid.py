@@ -12,6 +12,7 @@ from timm.models import create_model
 from torch import nn
 
 from visionattn.models.pyramid import SimplePyramid
+from visionattn.models.weights import DataSpec, save_model
 
 FAMILIES = ("scaleformer_vit", "taylorshift_vit", "taylorshift_abs_vit")
 NAMES = [f"{family}_{letter}_pyramid" for family in FAMILIES for letter in "tsbl"]
@@ -176,6 +177,54 @@ def test_plain_models_are_taken_by_dpt():
     logits = model(image(64, 96))
     assert logits.shape == (2, 3, 64, 96)
     logits.square().mean().backward()
+
+
+FINETUNED = dict(embed_dim=24, depth=4, num_heads=4, global_pool="max", class_token=False)
+
+
+@pytest.fixture
+def finetuned(tmp_path):
+    """A file as a run of ``configs/finetune.yaml`` writes it, and its model."""
+    model = create_model("taylorshift_vit_t", num_classes=4, **FINETUNED).eval()
+    spec = DataSpec(3, 4, tuple("abcd"), (0.5,) * 3, (0.5,) * 3, None, 64)
+    save_model(tmp_path / "best.safetensors", model, "taylorshift_vit_t", FINETUNED, spec)
+    return model, str(tmp_path / "best.safetensors")
+
+
+@pytest.mark.filterwarnings("ignore:not in the weights", "ignore:Encoder does not have prefix")
+def test_a_decoder_and_timm_build_the_model_that_a_file_of_a_run_states(finetuned):
+    model, path = finetuned
+    name, x = "taylorshift_vit_t", image(64, 32)
+    options = dict(encoder_weights=None, classes=3, checkpoint_path=path)
+    unet = smp.Unet(f"tu-{name}_pyramid", pyramid_channels=8, **options)
+    dpt = smp.DPT(f"tu-{name}", decoder_fusion_channels=8, **options)
+    overlay = dict(pretrained=True, pretrained_cfg_overlay=dict(file=path))
+    for given in (dict(checkpoint_path=path), overlay):
+        assert torch.equal(create_model(name, drop_path_rate=0.1, **given).eval()(x), model(x))
+        wrapper = create_model(name, features_only=True, out_indices=[3], **given).eval()
+        kept = model.forward_intermediates(x, indices=[3], intermediates_only=True)
+        assert torch.equal(wrapper(x)[0], kept[0])
+        pyramid = create_model(f"{name}_pyramid", features_only=True, **given)
+        bodies = (pyramid.model, unet.encoder.model.model, dpt.encoder.model)
+        for body in bodies:
+            assert torch.equal(body.blocks[3].mlp.fc1.weight, model.blocks[3].mlp.fc1.weight)
+    assert create_model(name, **overlay).data_spec.class_names == tuple("abcd")
+    assert create_model(name, num_classes=7, in_chans=1, **overlay)(x[:, :1]).shape == (2, 7)
+
+
+@pytest.mark.parametrize(
+    "name, given, message",
+    [
+        ("taylorshift_vit_t", dict(embed_dim=96), "expected embed_dim 24 as in .*, got 96"),
+        ("taylorshift_vit_t_pyramid", dict(depth=3), "expected depth 4 as in .*, got 3"),
+        ("taylorshift_vit_t", dict(patch_size=8), "expected patch_size 16 as in .*, got 8"),
+        ("scaleformer_vit_t", {}, "holds a taylorshift_vit_t, of attention taylorshift"),
+    ],
+)
+def test_arguments_that_contradict_a_file_are_one_line(finetuned, name, given, message):
+    with pytest.raises(ValueError, match=message) as error:
+        create_model(name, checkpoint_path=finetuned[1], **given)
+    assert "\n" not in str(error.value)
 
 
 PYRAMID_IS_FRESH = re.escape("not in the weights, so that they start fresh: pyramid.levels.{0-3}")

@@ -3,16 +3,20 @@ is linear stays linear.
 """
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from visionattn import ops
 from visionattn.layout import Grid, TokenLayout
 from visionattn.ops import plain, reference
 from visionattn.ops.feature_maps import RandomFeatures
-from visionattn.ops.position.kinds import Axial, Flat, Joint
+from visionattn.ops.position.kinds import Axial, Flat, Joint, tables_of
 
 B, HEADS, D, E, PREFIX, GRID = 2, 3, 8, 5, 2, Grid(5, 7)
 HOMES = {
@@ -90,9 +94,85 @@ def test_there_is_one_for_each_operator_of_a_forward_pass():
     forward = {name for name in made if not name.endswith("_backward")}
     others = {"pair_mean", "kernel_mean", "taylor_mean", "feature_state", "expand_state"}
     assert forward - others == set(HOMES)
-    table = plain.decompositions()
-    assert {made.name().split("::")[1] for made in table} == set(HOMES)
-    assert all(f"plain_{made.name().split('::')[1]}" == f.__name__ for made, f in table.items())
+    names = {made._qualname.split("::")[1]: form.__name__ for made, form in plain.PLAIN.items()}
+    assert names == {name: f"plain_{name}" for name in HOMES}
+
+
+class Attends(nn.Module):
+    """Kernelized attention with a joint position, as a module for exporters."""
+
+    relative = relative_of("joint", "mean", 1)
+
+    def forward(self, q, k, v):
+        return ops.kernelized_attention(q, k, v, relative=self.relative)
+
+
+def operators_of(graph):
+    return {str(n.target).split(".")[1] for n in graph.nodes if "visionattn" in str(n.target)}
+
+
+def test_programs_keep_operators_until_they_are_decomposed_and_compilers_for_good(monkeypatch):
+    monkeypatch.setenv("CI", "true")  # with it, inductor refuses operators of torch's own table
+    made, model, given, compiled = {"kernel_sums", "class_sums", "weighted_mean"}, Attends(), [], []
+    given = tokens()
+    program = torch.export.export(model, given)
+    assert operators_of(program.graph) == made
+    plainly = program.run_decompositions()
+    assert operators_of(plainly.graph) == set()
+    close(plainly.module()(*given), model(*given))
+
+    def record(graph, inputs):
+        compiled.append(operators_of(graph.graph))
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    backend = aot_autograd(fw_compiler=record)
+    close(torch.compile(model, backend=backend)(*given), model(*given))
+    assert compiled == [made]
+
+
+LARGE = {
+    "kernelized": dict(),
+    "relu": dict(feature_map="relu"),
+    "tempered": dict(temperature=torch.full((1,), 4.0)),
+    "direct": dict(form="direct", temperature=torch.full((1,), 4.0)),
+}
+
+
+PLACES = [None, *itertools.product(["joint", "axial", "flat"], ["mean", "sum"])]
+
+
+@pytest.mark.parametrize(
+    "name, place",
+    [*itertools.product(["kernelized", "tempered"], PLACES), ("relu", None), ("direct", None)],
+    ids=str,
+)
+def test_many_tokens_do_not_overflow_float16(called, monkeypatch, name, place):
+    """What a tool makes float16 of is all but the counting: here sums are of float16 too."""
+    grid = Grid(48, 48) if name == "direct" else Grid(260, 260)
+    layout, taylor = TokenLayout(1, grid), name in ("tempered", "direct")
+    q, k, v = (drawn(1, 1, layout.num_tokens, 4, seed=i) for i in range(3))
+    # As coarse as float16, so that the inputs are the same.
+    q, k, v = (x.half().double() for x in (q, k, v + 3))
+    relative, options = None, LARGE[name]
+    if place:
+        relative = relative_of(*place, 1, layout=layout)
+        tables = {n: x[:1, ..., :4].half().double() for n, x in tables_of(relative).items()}
+        relative = replace(relative, **tables)
+    attend = ops.taylorshift_attention if taylor else ops.kernelized_attention
+    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: True)
+    monkeypatch.setattr("visionattn.ops.taylorshift.attention.takes_pairs", lambda *args: False)
+    form = options | {"form": options.get("form", "efficient")}
+    wanted = attend(q, k, v, relative=relative, **form)
+    for module in ("plain", "sums", "position.kinds", "kernelized.attention"):
+        monkeypatch.setattr(f"visionattn.ops.{module}.accumulation_dtype", lambda *x: torch.half)
+    for module in ("taylorshift.attention", "feature_maps"):
+        monkeypatch.setattr(f"visionattn.ops.{module}.accumulation_dtype", lambda *x: torch.half)
+    q, k, v = (x.half() for x in (q, k, v))
+    if relative:
+        relative = replace(relative, **{n: x.half() for n, x in tables_of(relative).items()})
+    found = attend(q, k, v, relative=relative, **form)
+    assert (found.double() - wanted).abs().max() < 2e-2
 
 
 POSITIONS = [None, *itertools.product(["joint", "axial", "flat"], ["mean", "sum"], [0, 1, 3, 9])]

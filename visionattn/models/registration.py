@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.layers import to_2tuple
 from timm.models import (
     build_model_with_cfg,
     generate_default_cfgs,
@@ -19,6 +20,7 @@ from timm.models import (
 from torch import nn
 
 from visionattn.models.backbone import VisionAttnTransformer
+from visionattn.models.file_args import args_of_file, checkpoint_of_caller
 from visionattn.models.placing import FeatureMaps, filter_pretrained
 from visionattn.models.pyramid import STRIDES, PyramidTransformer
 
@@ -212,12 +214,22 @@ def _entry_point(module: str, name: str, args: dict[str, Any]) -> Callable[..., 
     DEFAULTS[name] = args
 
     def create(pretrained: bool = False, **kwargs) -> nn.Module:
-        model = _build(name, pretrained, DEFAULTS[name] | kwargs)
-        if pretrained:
-            # It knows the format of weights, which knows the defaults here.
-            from visionattn.models.images_cfg import say_images
+        overlay = kwargs.get("pretrained_cfg_overlay") or {}
+        path = overlay.get("file") if pretrained else checkpoint_of_caller()
+        stated, spec = {}, None
+        if path:
+            stated, spec = args_of_file(path, name, DEFAULTS[name], kwargs, fitted=pretrained)
+        args = DEFAULTS[name] | stated | kwargs
+        if not pretrained:
+            return _build(name, pretrained, args)
+        # It knows the format of weights, which knows the defaults here.
+        from visionattn.models.images_cfg import images_cfg, say_images
 
-            say_images(model)
+        if spec is not None:
+            said = images_cfg(spec, to_2tuple(args.get("patch_size", 16)))
+            args["pretrained_cfg_overlay"] = said | overlay
+        model = _build(name, pretrained, args)
+        say_images(model)
         return model
 
     create.__name__ = create.__qualname__ = name

@@ -63,7 +63,7 @@ class Segmenter(nn.Module):
                 "features of patches; take the model without _pyramid, or a decoder for pyramids"
             )
         rows, columns = to_2tuple(patch_px)
-        self.taken = _places(head_blocks, len(backbone.blocks))
+        self.taken = block_places(head_blocks, len(backbone.blocks))
         self.stride = math.gcd(rows, columns) if head_stride is None else head_stride
         if type(self.stride) is not int:
             raise ValueError(f"head_stride must be a whole number, got {self.stride!r:.80}")
@@ -195,7 +195,7 @@ def enlarged(logits: Tensor, times: int) -> Tensor:
     return F.interpolate(logits, scale_factor=times, mode="bilinear", align_corners=False)
 
 
-def _places(blocks: Sequence[int] | None, depth: int) -> list[int]:
+def block_places(blocks: Sequence[int] | None, depth: int) -> list[int]:
     """Return numbers of blocks from the start, in order.
 
     Raises:

@@ -2,6 +2,7 @@
 
 from importlib.util import find_spec
 
+import visionattn.ops.plain  # noqa: F401  lets exporters put plain operations in place of operators
 from visionattn.ops.feature_maps import RandomFeatures
 from visionattn.ops.kernelized.attention import kernelized_attention
 from visionattn.ops.local import centred_keys, value_convolution

@@ -6,6 +6,11 @@ Loops go over classes of positions and tiles of a head's width alone. What an op
 linear memory is linear here too, except where a quadratic form was asked for by name. Nothing is
 differentiated, and what an operator gives for its gradient alone is made only where a result needs
 it. ``reference.py`` says what each result is.
+
+Sums over keys are divided here by the number of keys that the query sees, so that a program that a
+tool brings to float16 does not overflow, however many tokens there are: both terms of an attention
+alike, and the mean under them is the same. Factors are divided before their products are summed,
+each by a root of the number: neither sums nor what is left of a single key leaves float16.
 """
 
 from collections.abc import Callable
@@ -14,12 +19,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.library import CustomOpDef
 
 from visionattn.ops.feature_maps import elu1
 from visionattn.ops.kernelized.eager import kernel_sums
 from visionattn.ops.position.axial import axis_sums
 from visionattn.ops.position.joint import class_sums
+from visionattn.ops.position.kinds import key_counts
 from visionattn.ops.position.scores import relative_scores
 from visionattn.ops.sums import accumulation_dtype, divisor_of, product, weighted_mean
 from visionattn.ops.taylorshift.eager import taylor_sums
@@ -28,23 +35,6 @@ from visionattn.ops.window import windows
 
 TILES = 4
 """Parts of a head's width, by pairs of which TaylorShift's products are made."""
-
-
-def decompositions() -> dict[torch._ops.OperatorBase, Callable]:
-    """Return the table for ``ExportedProgram.run_decompositions``: what to put in place of each
-    operator of a forward pass on a processor, outside of ``pair_mean``, which no compiler sees.
-    """
-    pairs: tuple[tuple[CustomOpDef, Callable], ...] = (
-        (product, plain_product),
-        (weighted_mean, plain_weighted_mean),
-        (kernel_sums, plain_kernel_sums),
-        (taylor_sums, plain_taylor_sums),
-        (class_sums, plain_class_sums),
-        (axis_sums, plain_axis_sums),
-        (relative_scores, plain_relative_scores),
-        (windows, plain_windows),
-    )
-    return {made._opoverload: plain for made, plain in pairs}
 
 
 def plain_product(x: Tensor, y: Tensor) -> Tensor:
@@ -87,8 +77,8 @@ def plain_kernel_sums(
     causal: bool,
     form: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Do what ``kernel_sums`` does, in the linear form whatever ``form`` is: weights are products
-    of features that are not negative, so that no digits are lost.
+    """Do what ``kernel_sums`` does, divided by the number of keys, in the linear form whatever
+    ``form`` is: weights are products of features that are not negative, so that no digits are lost.
     """
     dtype = accumulation_dtype(q, k, v)
     phi: Callable[[Tensor], Tensor] = {"elu1": elu1, "relu": torch.relu}.get(
@@ -99,21 +89,33 @@ def plain_kernel_sums(
     # The mass is the sum of values that are 1: a column behind the others.
     ones = torch.ones_like(values[..., :1])
     with_mass = torch.cat([values, ones], 3)
+    count = key_counts(k, key_mask, causal, q.shape[2], torch.float64).unsqueeze(3)
+    if not causal:
+        root = _part(count, 2, dtype)
+        keys, with_mass = keys * root, with_mass * root
     state = torch.matmul(keys.mT, with_mass)
     if causal:
         # A state for each key, and each query takes that of its place, or the last.
         states = (keys.unsqueeze(4) * with_mass.unsqueeze(3)).cumsum(2)
         last = torch.arange(q.shape[2], device=q.device).clamp(max=k.shape[2] - 1)
         out = torch.matmul(queries.unsqueeze(3), states[:, :, last]).squeeze(3)
+        out = out * _part(count, 1, dtype)
     else:
         out = torch.matmul(queries, state)
     return out[..., :-1], out[..., -1], state[..., :-1], state[..., -1]
 
 
+def _part(count: Tensor, root: int, dtype: torch.dtype) -> Tensor:
+    """Return ``count ** (-1 / root)``: so many factors of it divide a sum by a number of keys."""
+    return count.clamp(min=1).pow(-1 / root).to(dtype)
+
+
 def _of_length(x: Tensor, length: Tensor | float) -> Tensor:
-    """Return vectors along the last axis at a length."""
-    squares = x.square().sum(-1, keepdim=True).clamp(min=EPS * EPS)
-    return x * squares.rsqrt() * length
+    """Return vectors along the last axis at a length, those below ``EPS`` shorter. Their squares
+    are of entries up to 1.
+    """
+    x = x / x.abs().amax(-1, keepdim=True).clamp(min=EPS)
+    return x * x.square().sum(-1, keepdim=True).clamp(min=1).rsqrt() * length
 
 
 def plain_taylor_sums(
@@ -127,29 +129,30 @@ def plain_taylor_sums(
     c: float,
     form: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Do what ``taylor_sums`` does; "auto" is the linear form with a temperature, and without one
-    the direct form, which keeps its digits. The state is left empty.
+    """Do what ``taylor_sums`` does, divided by the number of keys; "auto" is the linear form with a
+    temperature, and without one the direct form, which keeps its digits. The state is left empty.
     """
     dtype = accumulation_dtype(q, k, v)
     queries, keys, values = q.to(dtype), _masked(k, key_mask, dtype), _masked(v, key_mask, dtype)
     if temperature is not None:
         queries = _of_length(queries, temperature.to(dtype)[:, None, None])
         keys = _of_length(keys, 1.0)
-    there = torch.ones_like(values[:, :1, :, 0])
+    there = torch.ones_like(values[:, :1, :, :1])
     if key_mask is not None:
-        there = key_mask[:, None, :].to(dtype)
-    count = there.sum(2, keepdim=True)
-    first, second = keys.sum(2), torch.matmul(keys.mT, keys)
+        there = key_mask[:, None, :, None].to(dtype)
+    root = _part(key_counts(k, key_mask, dtype=torch.float64).unsqueeze(3), 2, dtype)
+    parts, values, there = keys * root, values * root, there * root
+    first, second = parts.sum(2) * root[..., 0], torch.matmul(parts.mT, parts)
     if form == "direct" or (form == "auto" and temperature is None):
         scores = torch.matmul(queries, keys.mT)
-        weights = ((a * scores + b) * scores + c) * there.unsqueeze(2)
-        out, mass = torch.matmul(weights, values), weights.sum(3)
+        weights = ((a * scores + b) * scores + c) * there.mT
+        out, mass = torch.matmul(weights, values), weights.sum(3) * root[..., 0]
     else:
-        out = _sums_of_squares(queries, keys, values) * a
-        out = out + b * torch.matmul(queries, torch.matmul(keys.mT, values))
-        out = out + c * values.sum(2, keepdim=True)
+        out = _sums_of_squares(queries, keys * root.sqrt(), values) * a
+        out = out + b * torch.matmul(queries, torch.matmul(parts.mT, values))
+        out = out + c * (values.sum(2, keepdim=True) * root)
         slope = a * torch.matmul(queries, second) + b * first.unsqueeze(2)
-        mass = (slope * queries).sum(3) + c * count
+        mass = (slope * queries).sum(3) + c * (there.sum(2) * root[..., 0])
     rows = num_features(q.shape[3]) + q.shape[3] + 1 if form == "efficient" else 0
     state = out.new_zeros(*q.shape[:2], rows, v.shape[3])
     return out, mass, state, second, first
@@ -231,45 +234,76 @@ def plain_class_sums(
     horizon_y: int,
     horizon_x: int,
     later: int = 0,
+    mean: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Do what ``class_sums`` does: the sums of the classes of one row of classes at a time, each
-    times its weight.
+    """Do what ``class_sums`` does, divided by the number of keys: the sums of the classes of one
+    row of classes at a time, each times its weight.
     """
     v = F.pad(v, (0, 0, later, 0)) if later else v
+    root, per_key, per_class = _class_factors(counts.unsqueeze(1), total, mean, table.dtype)
+    v = v.to(table.dtype) * root
     rows = _Axis(2, q.shape[2], v.shape[2], horizon_y)
     columns = _Axis(3, q.shape[3], v.shape[3], horizon_x)
     # ``[B, h, H, W, C]``, a weight for each class.
     weights = torch.matmul(elu1(q.to(table.dtype)), table.mT.unsqueeze(1))
-    counts = counts.unsqueeze(1)
-    if total is not None:
-        weights = weights * (total.unsqueeze(1) / counts.clamp(min=1))
-    of_rows = weights.unflatten(4, (rows.num_classes, columns.num_classes)).unsqueeze(4)
-    lines, values = rows.lines(columns.lines(v.to(table.dtype))), None
+    of_rows = (weights * per_key).unflatten(4, (rows.num_classes, columns.num_classes))
+    of_rows = of_rows.unsqueeze(4)
+    lines, values = rows.lines(columns.lines(v)), None
     places = columns.places(v.device)
     for number in range(rows.num_classes):
         row = lines.narrow(2, rows.begin(number), rows.length)
         own = torch.matmul(of_rows[..., number, :], columns.look_up(row, places))
         values = own if values is None else values + own
     assert values is not None
-    return values.squeeze(4), (weights * counts).sum(4)
+    return values.squeeze(4), (weights * per_class).sum(4)
+
+
+def _class_factors(
+    counts: Tensor, total: Tensor | None, mean: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what sums over classes are multiplied with in place of the number of keys.
+
+    Args:
+        counts: keys of each class, ``[1 or B, 1, H, W, C]``.
+        total: all keys that a query sees, ``[1 or B, 1 or H, 1 or W, 1]``; None: 1.
+        mean: the sums are those of means of classes.
+
+    Returns:
+        What values are multiplied with, ``[1 or B, 1, 1, 1, 1]``; then weights, for the sums of
+        values, and weights, for their own sum, ``[1 or B, 1, H, W, C]``.
+    """
+    counts = counts.double()
+    if total is None:
+        total, mean = counts.new_ones(1, 1, 1, 1), False
+    total = total.double().clamp(min=1).unsqueeze(1)
+    most = total.amax((2, 3), keepdim=True)
+    # The third root: weights take up two, and where a class has one key, as much as values lose.
+    root = most.pow(-1 / 3)
+    if mean:
+        per_key, per_class = 1 / (counts.clamp(min=1) * root), (counts > 0).to(dtype)
+    else:
+        per_key, per_class = 1 / (total * root), counts / total
+    return root.to(dtype), per_key.to(dtype), per_class.to(dtype)
 
 
 def plain_axis_sums(
-    q: Tensor, table: Tensor, v: Tensor, keys: Tensor, total: Tensor | None
+    q: Tensor,
+    table: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    total: Tensor | None,
+    mean: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Do what ``axis_sums`` does."""
-    dtype, horizon = table.dtype, table.shape[1] // 2
-    rows = v.to(dtype).sum(3)
-    rows = torch.cat([rows, keys[:, None, :, None].expand(*rows.shape[:3], 1)], 3)
-    axis = _Axis(2, q.shape[2], v.shape[2], horizon)
-    sums = axis.look_up(axis.lines(rows), axis.places(q.device))
-    if total is not None:
-        counts = sums[..., -1:]
-        factor = total.unsqueeze(4) / counts.clamp(min=1)
-        sums = sums * torch.where(counts > 0, factor, torch.zeros_like(factor))
+    """Do what ``axis_sums`` does, divided by the number of keys."""
+    dtype = table.dtype
+    axis = _Axis(2, q.shape[2], v.shape[2], table.shape[1] // 2)
+    places = axis.places(q.device)
+    counts = axis.look_up(axis.lines(keys.double()[:, None, :, None]), places)
+    root, per_key, per_class = _class_factors(counts.mT, total, mean, dtype)
+    sums = axis.look_up(axis.lines((v.to(dtype) * root).sum(3)), places)
     weights = torch.matmul(elu1(q.to(dtype)), table.mT.unsqueeze(1))
-    out = torch.matmul(weights, sums)
-    return out[..., :-1], out[..., -1]
+    # A class without keys has sums of 0.
+    return torch.matmul(weights, sums * per_key.mT), (weights * per_class).sum(4)
 
 
 def _classes_of_pairs(queries: int, keys: int, horizon: int, device) -> Tensor:
@@ -356,3 +390,39 @@ def _softmax_sums(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, seen: Te
         scores = scores + bias
     weights = scores.masked_fill(~seen, torch.finfo(scores.dtype).min).softmax(-1)
     return torch.matmul(weights * seen.to(weights.dtype), v)
+
+
+PLAIN: dict[CustomOpDef, Callable] = {
+    product: plain_product,
+    weighted_mean: plain_weighted_mean,
+    kernel_sums: plain_kernel_sums,
+    taylor_sums: plain_taylor_sums,
+    class_sums: plain_class_sums,
+    axis_sums: plain_axis_sums,
+    relative_scores: plain_relative_scores,
+    windows: plain_windows,
+}
+"""What stands in place of each operator of a forward pass on a processor, outside of ``pair_mean``,
+which no compiler sees.
+"""
+
+
+def _decompose_in_exports(made: CustomOpDef) -> None:
+    """Let ``ExportedProgram.run_decompositions``, and so ``torch.onnx.export``, put the plain form
+    in place of an operator. A program keeps the operator until then, and compilers for good.
+
+    torch's own table of decompositions would not do: with it ``torch.compile`` would take shapes
+    from plain forms, and refuse our operators where the variable ``CI`` is set.
+    """
+
+    def dispatched(mode: FunctionalTensorMode, op, types, args, kwargs):
+        if mode.pre_dispatch or not torch.compiler.is_exporting():
+            return mode.__torch_dispatch__(op, types, args, kwargs)
+        with mode:
+            return PLAIN[made](*args, **kwargs)
+
+    made.register_torch_dispatch(FunctionalTensorMode, dispatched)
+
+
+for _made in PLAIN:
+    _decompose_in_exports(_made)

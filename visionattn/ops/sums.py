@@ -69,6 +69,15 @@ def accumulation_dtype(*tensors: Tensor) -> torch.dtype:
     return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
 
 
+def counting_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which tokens are counted: float64 for floats where ``torch.export``
+    traces. A tool that makes float16 of an exported program leaves float64 as it is, and float16
+    holds no number above 65,504.
+    """
+    exporting = dtype.is_floating_point and torch.compiler.is_exporting()
+    return torch.float64 if exporting else dtype
+
+
 @operator(
     fake=lambda x, y: x.new_empty(*x.shape[:-1], y.shape[-1]),
     flops=lambda x, y: 2 * prod(x) * y[-1],

@@ -167,9 +167,10 @@ def _row_elements(width: int, d: int, e: int, classes: int) -> int:
     return width * (2 * d + e + classes) + classes * (e + 1)
 
 
-def _chunks(q: Tensor, table: Tensor, v: Tensor, keys: Tensor, total: Tensor | None):
+def _chunks(q: Tensor, table: Tensor, v: Tensor, keys: Tensor, total: Tensor | None, mean: bool):
     (batch, heads, height, width, d), e = q.shape, v.shape[4]
     classes = 2 * min(table.shape[1] // 2, height) + 1
+    total = total.to(table.dtype) if mean and total is not None else None
     for chunk in head_chunks(
         batch, heads, BAND_ELEMENTS // max(1, height * _row_elements(width, d, e, classes))
     ):
@@ -191,7 +192,7 @@ def _flops(q, table, v, *, backward: bool) -> int:
 
 @operator(fake=_empty_sums, flops=lambda q, table, v: _flops(q, table, v, backward=False))
 def axis_sums(
-    q: Tensor, table: Tensor, v: Tensor, keys: Tensor, total: Tensor | None
+    q: Tensor, table: Tensor, v: Tensor, keys: Tensor, total: Tensor | None, mean: bool = True
 ) -> tuple[Tensor, Tensor]:
     """Return ``sum_c w_c(y, x) U_c(y)`` with ``w_c = elu1(q) . r_c``, and the sum of the weights of
     all keys.
@@ -202,8 +203,9 @@ def axis_sums(
             dtype of the sums.
         v: ``[B, h, H, W, e]``, any dtype, zero where a patch is absent.
         keys: number of patches present in each row, ``[1 or B, H]``, in the dtype of the table.
-        total: with "mean", ``[1 or B, 1, 1, 1]``: a key weighs ``w_c total / n``, n being the keys
-            of its class as seen from the query. None: ``w_c``.
+        total: all keys, ``[1 or B, 1, 1, 1]``: with ``mean`` a key weighs ``w_c total / n``, n
+            being the keys of its class as seen from the query. Without, or None: ``w_c``.
+        mean: see ``total``, by which the plain form divides either way.
 
     Returns:
         values ``[B, h, H, W, e]`` and mass ``[B, h, H, W]``.
@@ -211,7 +213,7 @@ def axis_sums(
     Source: ours, after the linear relative position of Scaleformer (section 4).
     """
     e, (values, mass) = v.shape[4], _empty_sums(q, table, v)
-    for chunk in _chunks(q, table, v, keys, total):
+    for chunk in _chunks(q, table, v, keys, total, mean):
         out, out_mass = part_of(values, chunk.chunk), part_of(mass, chunk.chunk)
         for band in chunk.bands(e):
             there = out[:, *band]
@@ -238,6 +240,7 @@ def axis_sums_backward(
     v: Tensor,
     keys: Tensor,
     total: Tensor | None,
+    mean: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of ``axis_sums`` with respect to q, table and any one column of v,
     ``[B, h, H, 1, e]``: all are the same.
@@ -245,7 +248,7 @@ def axis_sums_backward(
     e = v.shape[4]
     dq, d_table, dv = _empty_gradients(q, table, v)
     d_table.zero_()
-    for chunk in _chunks(q, table, v, keys, total):
+    for chunk in _chunks(q, table, v, keys, total, mean):
         grad, grad_mass, own_dq = (part_of(x, chunk.chunk) for x in (d_values, d_mass, dq))
         d_sums = _Classes(table.new_zeros(len(grad), q.shape[2], e), chunk.horizon)
         for band in chunk.bands(e):
@@ -275,8 +278,9 @@ def _gradients(
     v: Tensor,
     keys: Tensor,
     total: Tensor | None,
+    mean: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dq, d_table, dv = axis_sums_backward(d_values, d_mass, q, table, v, keys, total)
+    dq, d_table, dv = axis_sums_backward(d_values, d_mass, q, table, v, keys, total, mean)
     return dq, d_table, dv.expand(v.shape)
 
 

@@ -94,12 +94,17 @@ def _chunks(q: Tensor, table: Tensor, size: int) -> list[_Chunk]:
     return [_Chunk(table, *chunk) for chunk in head_chunks(*q.shape[:2], max(1, size))]  # type: ignore[call-arg]
 
 
-def _scale(counts: Tensor, total: Tensor | None) -> Tensor | None:
-    """Return what turns the weight of a class into that of each of its keys, a factor for "mean";
-    None for "sum".
+def _counts_and_scale(
+    counts: Tensor, total: Tensor | None, mean: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    """Return counts in a dtype, and what turns the weight of a class into that of each of its keys,
+    a factor for "mean"; None for "sum".
     """
+    counts = counts.to(dtype)
+    if total is None or not mean:
+        return counts, None
     # A class without keys adds nothing, whatever it weighs.
-    return None if total is None else total / counts.clamp(min=1)
+    return counts, total.to(dtype) / counts.clamp(min=1)
 
 
 def _features(query: Tensor) -> Tensor:
@@ -155,6 +160,7 @@ def class_sums(
     horizon_y: int,
     horizon_x: int,
     later: int = 0,
+    mean: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Return ``sum_ab w_ab(y, x) U_ab(y, x)`` with ``w_ab = elu1(q) . r_ab``, and the sum of the
     weights of all keys.
@@ -165,12 +171,12 @@ def class_sums(
             the dtype of the sums.
         v: ``[B, h, H, Wk, e]``, any dtype, zero where a patch is absent. Wq and Wk differ on a
             single row alone.
-        counts: keys of each class as seen from each query, ``[1 or B, H, Wq, C]``, in the dtype of
-            the table.
-        total: with "mean", what broadcasts to ``[1 or B, H, Wq, 1]``: a key weighs
-            ``w_ab total / counts``. None: ``w_ab``.
+        counts: keys of each class as seen from each query, ``[1 or B, H, Wq, C]``.
+        total: all keys, what broadcasts to ``[1 or B, H, Wq, 1]``: with ``mean`` a key weighs
+            ``w_ab total / counts``. Without, or None: ``w_ab``.
         horizon_y, horizon_x: Ry and Rx.
         later: places by which keys stand farther to the right than ``v`` says, on a single row.
+        mean: see ``total``, by which the plain form divides either way.
 
     Returns:
         values ``[B, h, H, Wq, e]`` and mass ``[B, h, H, Wq]``.
@@ -181,7 +187,8 @@ def class_sums(
     e, v = v.shape[4], _moved(_with_a_column(v), later)
     values, mass = _empty_sums(q, table, v)
     run = _direct_forward if _takes_direct(v, horizon_y) else _tiled_forward
-    run(q, table, v, counts, _scale(counts, total), (horizon_y, horizon_x), values, mass)
+    counted = _counts_and_scale(counts, total, mean, table.dtype)
+    run(q, table, v, *counted, (horizon_y, horizon_x), values, mass)
     return values[..., :e], mass
 
 
@@ -316,6 +323,7 @@ def class_sums_backward(
     horizon_y: int,
     horizon_x: int,
     later: int = 0,
+    mean: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of ``class_sums`` with respect to q, table and v; the weights are made
     anew, not kept.
@@ -325,9 +333,8 @@ def class_sums_backward(
     grads = dq, d_table, dv = contiguous_like(q, table, v)
     d_table.zero_()
     run = _direct_backward if _takes_direct(v, horizon_y) else _tiled_backward
-    run(
-        q, table, v, counts, _scale(counts, total), (horizon_y, horizon_x), d_values, d_mass, *grads
-    )
+    counted = _counts_and_scale(counts, total, mean, table.dtype)
+    run(q, table, v, *counted, (horizon_y, horizon_x), d_values, d_mass, *grads)
     return dq, d_table, dv[:, :, :, later:, :e].contiguous()
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from visionattn.layout import TokenLayout
 from visionattn.ops.position.axial import axis_sums
 from visionattn.ops.position.joint import axis_classes, class_sums
-from visionattn.ops.sums import Sums
+from visionattn.ops.sums import Sums, accumulation_dtype, counting_dtype
 
 Normalization = Literal["sum", "mean"]
 
@@ -99,10 +99,10 @@ def key_counts(
     num_queries: int = 0,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Count the keys that each query sees, ``[B or 1, 1, 1]``, or causal ``[B or 1, 1, N]``, in
-    ``dtype`` or that of ``k [B, h, M, d]``.
+    """Count the keys that each query sees, ``[B or 1, 1, 1]``, or causal ``[B or 1, 1, N]``, in the
+    ``counting_dtype`` of ``dtype`` or of ``k [B, h, M, d]``.
     """
-    dtype = dtype or k.dtype
+    dtype = counting_dtype(dtype or k.dtype)
     if not causal:
         if key_mask is None:
             return torch.full((1, 1, 1), k.shape[2], dtype=dtype, device=k.device)
@@ -146,6 +146,7 @@ def count_classes(
     """
     layout.check_sizes()
     height, width = layout.grid.height, layout.grid.width
+    dtype = counting_dtype(dtype)
     if present is None:
         present = _Canvas(layout).present(layout.key_mask(), dtype)
     if present is None:
@@ -225,20 +226,21 @@ def _places_in_sequence(present: Tensor) -> Tensor:
 
 
 def _axial_sums(
-    relative: Axial, q: Tensor, v: Tensor, present: Tensor | None, total: Tensor | None
+    relative: Axial, q: Tensor, v: Tensor, present: Tensor | None, total: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return values ``[B, h, H, W, e]`` and mass ``[B, h, H, W]`` by rows and, on transposed views,
     by columns.
     """
     (height, width), options = q.shape[2:4], dict(dtype=relative.rows.dtype, device=q.device)
+    mean = relative.normalization == "mean"
     if present is None:
         in_rows = torch.full((1, height), width, **options)
         in_columns = torch.full((1, width), height, **options)
     else:
         in_rows, in_columns = present[:, 0].sum(2), present[:, 0].sum(1)
-    values, mass = axis_sums(q, relative.rows, v, in_rows, total)
+    values, mass = axis_sums(q, relative.rows, v, in_rows, total, mean)
     by_column, column_mass = axis_sums(
-        q.transpose(2, 3), relative.columns, v.transpose(2, 3), in_columns, total
+        q.transpose(2, 3), relative.columns, v.transpose(2, 3), in_columns, total, mean
     )
     return values + by_column.transpose(2, 3), mass + column_mass.transpose(2, 3)
 
@@ -251,29 +253,38 @@ def joint_classes(
 
     All are in the dtype of ``total``, which is that of ``relative_sums``.
     """
-    dtype, counts = total.dtype, relative.layout.counts
-    if counts is None:
-        present = _Canvas(relative.layout).present(key_mask, dtype)
-        horizons = (relative.table.shape[1] // 2, relative.table.shape[2] // 2)
-        counts = count_classes(
-            relative.layout, horizons, dtype=dtype, device=total.device, present=present
-        )
+    dtype = total.dtype
     return (
         relative.table.to(dtype),
-        counts.to(dtype),
+        _joint_counts(relative, key_mask, dtype, total.device).to(dtype),
         total.unsqueeze(3) if relative.normalization == "mean" else None,
     )
 
 
+def _joint_counts(
+    relative: Joint, key_mask: Tensor | None, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Return the keys of each class, those of the layout if it has them."""
+    if relative.layout.counts is not None:
+        return relative.layout.counts
+    present = _Canvas(relative.layout).present(key_mask, dtype)
+    horizons = (relative.table.shape[1] // 2, relative.table.shape[2] // 2)
+    return count_classes(relative.layout, horizons, dtype=dtype, device=device, present=present)
+
+
 def _joint_sums(
-    relative: Joint, q: Tensor, v: Tensor, key_mask: Tensor | None, total: Tensor
+    relative: Joint,
+    q: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    total: Tensor,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    canvas = _Canvas(relative.layout)
-    table, counts, total = joint_classes(relative, key_mask, total)
+    canvas, table = _Canvas(relative.layout), relative.table.to(dtype)
+    counts = _joint_counts(relative, key_mask, dtype, v.device)
     horizons = (table.shape[1] // 2, table.shape[2] // 2)
-    return class_sums(
-        canvas.spread(q), table.flatten(1, 2), canvas.spread(v), counts, total, *horizons
-    )
+    options = (counts, total.unsqueeze(3), *horizons, 0, relative.normalization == "mean")
+    return class_sums(canvas.spread(q), table.flatten(1, 2), canvas.spread(v), *options)
 
 
 def relative_sums(
@@ -294,20 +305,18 @@ def relative_sums(
             of the mean of so many keys.
         causal: with ``Flat``, token i sees tokens j <= i alone.
     """
-    dtype = total.dtype
+    dtype = accumulation_dtype(q, v)
     if isinstance(relative, Flat):
-        total = total if relative.normalization == "mean" else None
         return _flat_relative_sums(relative, q, v, key_mask, total, dtype, causal)
     canvas = _Canvas(relative.layout)
     if isinstance(relative, Joint):
-        values, mass = _joint_sums(relative, q, v, key_mask, total)
+        values, mass = _joint_sums(relative, q, v, key_mask, total, dtype)
     else:
-        total = total.unsqueeze(3) if relative.normalization == "mean" else None
         q, v, present = canvas.spread(q), canvas.spread(v), canvas.present(key_mask, dtype)
         relative = replace(
             relative, rows=relative.rows.to(dtype), columns=relative.columns.to(dtype)
         )
-        values, mass = _axial_sums(relative, q, v, present, total)
+        values, mass = _axial_sums(relative, q, v, present, total.unsqueeze(3))
     return Sums(canvas.collect(values), canvas.collect(mass.unsqueeze(4)).squeeze(3))
 
 
@@ -316,7 +325,7 @@ def _flat_relative_sums(
     q: Tensor,
     v: Tensor,
     key_mask: Tensor | None,
-    total: Tensor | None,
+    total: Tensor,
     dtype: torch.dtype,
     causal: bool,
 ) -> Sums:
@@ -324,27 +333,28 @@ def _flat_relative_sums(
     than keys.
     """
     table, layout = relative.table.to(dtype), relative.layout
+    counted, mean = counting_dtype(dtype), relative.normalization == "mean"
     if layout is None:
         present = (
-            torch.ones(1, v.shape[2], dtype=dtype, device=v.device)
+            torch.ones(1, v.shape[2], dtype=counted, device=v.device)
             if key_mask is None
-            else key_mask.to(dtype)
+            else key_mask.to(counted)
         )
         q, v = q.unsqueeze(2), v.unsqueeze(2)
     else:
         canvas = _Canvas(layout)
         if key_mask is None:
             key_mask = torch.ones(v.shape[0], layout.num_tokens, dtype=torch.bool, device=v.device)
-        present = canvas.present(key_mask, dtype).flatten(1)
+        present = canvas.present(key_mask, counted).flatten(1)
         q = canvas.spread(q).flatten(2, 3).unsqueeze(2)
         v = canvas.spread(v).flatten(2, 3).unsqueeze(2)
-        if causal and total is not None:
+        if causal:
             total = canvas.spread(total.unsqueeze(3)).flatten(2)
     horizon, factor = table.shape[1] // 2, None
     if causal and horizon == 0:
         # One class: what came before and the token itself, which each weigh as the whole class.
         table, horizon = table.expand(-1, 3, -1), 1
-        total, factor = None, total
+        mean, factor = False, total if mean else None
     past, later = horizon, 0
     if causal:
         table, later = _of_the_past(table)
@@ -354,11 +364,11 @@ def _flat_relative_sums(
     if causal:
         future = torch.arange(2 * horizon + 1, device=table.device) > past
         counts = counts.masked_fill(future, 0)
-    options = (None if total is None else total.unsqueeze(3), 0, horizon, later)
+    options = (total.unsqueeze(3), 0, horizon, later, mean)
     values, mass = (x.squeeze(2) for x in class_sums(q, table, v, counts.unsqueeze(1), *options))
     if factor is not None:
         visible = counts.sum(2).unsqueeze(1)
-        factor = torch.where(visible > 0, factor / visible.clamp(min=1), 0)
+        factor = torch.where(visible > 0, factor / visible.clamp(min=1), 0).to(dtype)
         values, mass = values * factor.unsqueeze(3), mass * factor
     if layout is None:
         return Sums(values, mass)
