@@ -11,32 +11,45 @@ import math
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from functools import cached_property
 from typing import BinaryIO
 
+import cv2
 import numpy as np
+from PIL import UnidentifiedImageError
 
 from visionattn.data.formats.pillow import PillowImage
 from visionattn.data.formats.reader import (
     DAMAGED_IMAGE,
     TURNS,
     MissingPackage,
+    NotAsAsked,
     Reader,
     check_page,
     choose_level,
     damage,
     lengths,
     one_line,
+    smaller_part,
+)
+from visionattn.data.formats.tiff_pages import (
+    GDAL_METADATA,
+    GDAL_NODATA,
+    GEO_KEYS,
+    PALETTE,
+    Plane,
+    meaning_of,
+    named_images,
+    named_parts,
+    page_parts,
+    page_places,
+    page_size,
 )
 from visionattn.data.geometry import Box
 
-GEO_KEYS, ORIENTATION, LARGEST_VALUE = 34735, 274, 281
-GDAL_NODATA = 42113
+ORIENTATION, LARGEST_VALUE, DESCRIPTION, PHOTOMETRIC = 274, 281, 270, 262
 MIN_IS_WHITE, MIN_IS_BLACK, RGB, YCBCR = 0, 1, 2, 6
 OLD_JPEG = 6
 JPEGS = (OLD_JPEG, 7, 33007, 34892)
-REDUCED, MASK = 1, 4
-"""Bits of the tag that tells smaller copies and masks from pages."""
 # tifffile logs what it finds wrong; the error says it too.
 logging.getLogger("tifffile").addHandler(logging.NullHandler())
 
@@ -47,15 +60,17 @@ def open_reader(file: BinaryIO, page: int | None) -> Reader:
     path = path if isinstance(path, str) and os.path.isfile(path) else None
     with_rasterio = path is not None and importlib.util.find_spec("rasterio") is not None
     if importlib.util.find_spec("tifffile") is None:
-        with_pillow = _open_without_tifffile(file, page)
-        if with_rasterio and with_pillow.has_tag(GEO_KEYS) and with_pillow.pages == 1:
-            return _with_rasterio(with_pillow, path)
-        return with_pillow
+        image = _open_without_tifffile(file, page)
+        if with_rasterio and image.tag(GEO_KEYS) and image.pages == 1:
+            return _with_rasterio(image, path)
+        return _check_known_to_pillow(image)
     with damage_of_tiff():
         image = TiffImage(file, page)
-        if with_rasterio and GEO_KEYS in image.page.tags and image.pages == 1 and image.plain:
+        known = image.plain or image.page.photometric == PALETTE
+        of_gdal = GEO_KEYS in image.page.tags or os.path.isfile(f"{path}.msk")
+        if with_rasterio and known and of_gdal and image.pages == 1:
             return _with_rasterio(image, path)
-        return image if image.plain else PillowImage(file, page)
+        return image if image.plain else _of_other_kinds(image, file, page)
 
 
 def _with_rasterio(image: Reader, path: str) -> Reader:
@@ -63,6 +78,19 @@ def _with_rasterio(image: Reader, path: str) -> Reader:
 
     image.close()
     return open_reader(path, None)
+
+
+def _of_other_kinds(image: "TiffImage", file: BinaryIO, page: int | None) -> Reader:
+    """Open with Pillow what tifffile gives no colours of."""
+    try:
+        return PillowImage(file, page)
+    except (MissingPackage, UnidentifiedImageError) as error:
+        said, kind = image.page, image.page.photometric
+        raise NotAsAsked(
+            f"TIFF of photometric interpretation {getattr(kind, 'name', kind)}, compression "
+            f"{getattr(said.compression, 'name', said.compression)} and {said.bitspersample} bits, "
+            "which cannot be read as colours; convert it to RGB or grey"
+        ) from error
 
 
 def _open_without_tifffile(file: BinaryIO, page: int | None) -> PillowImage:
@@ -77,13 +105,18 @@ def _open_without_tifffile(file: BinaryIO, page: int | None) -> PillowImage:
         ) from error
 
 
-def _named_nodata(page) -> float | None:
-    """Return the value that GDAL's tag names for pixels that hold nothing; None without one."""
-    tag = page.tags.get(GDAL_NODATA)
-    try:
-        return None if tag is None else float(str(tag.value).strip("\0 "))
-    except ValueError:
-        return None
+def _check_known_to_pillow(image: PillowImage) -> PillowImage:
+    """Raise ``MissingPackage`` for a TIFF whose tags say what Pillow does not know."""
+    said = str(image.tag(DESCRIPTION))
+    known = {
+        "scale, offset or nodata": not (image.tag(GDAL_METADATA) or image.tag(GDAL_NODATA)),
+        "channels": not (said.startswith("ImageJ=") or said.rstrip().endswith("OME>")),
+        "white zeros": image.tag(PHOTOMETRIC) != MIN_IS_WHITE or image.dtype == np.uint8,
+    }
+    for what, is_known in known.items():
+        if not is_known:
+            raise MissingPackage(f"TIFF with {what} needs tifffile: pip install 'visionattn[tiff]'")
+    return image
 
 
 def _check_ends(starts: Sequence[int], counts: Sequence[int], size: int) -> None:
@@ -105,51 +138,47 @@ def damage_of_tiff() -> AbstractContextManager[None]:
 
 
 class TiffImage(Reader):
-    """A TIFF whose values are grey levels, colours or bands as they are."""
+    """A TIFF whose values are grey levels, colours or bands as they are, or become colours."""
 
     def __init__(self, file: BinaryIO, page: int | None):
         import tifffile
 
         self._file = file
         self._tiff = tifffile.TiffFile(file)
-        number = 0 if page is None else self._number_of(page)
-        self.page = first = self._tiff.pages[number]
-        self.stored = int(first.imagelength), int(first.imagewidth)
+        self._named = named_images(self._tiff)
+        if self._named:
+            self.levels, self._masks = named_parts(*self._named[check_page(page, self.pages)])
+        else:
+            places = [0] if page is None else page_places(self._tiff)
+            self.levels, self._masks = page_parts(self._tiff, places[check_page(page, len(places))])
+        self.page = first = self.levels[0][0].page
+        self.stored = page_size(first)
         self.turn = TURNS.get(self._tag(ORIENTATION, 1), TURNS[1])
-        self.bands = first.samplesperpixel
-        self.alpha = bool(first.extrasamples) and first.extrasamples[-1] in (1, 2)
+        self.bands = first.samplesperpixel * len(self.levels[0])
+        last = (first.extrasamples or (0,))[-1]
+        self.alpha = last in (1, 2) and len(self.levels[0]) == 1
         self.dtype = np.dtype(first.dtype or np.uint8)
         self.bits = self._bits()
-        self.inverted = first.photometric == MIN_IS_WHITE and self.dtype.kind == "u"
-        self.nodata = _named_nodata(first)
-        self._number = number
+        self.inverted = first.photometric == MIN_IS_WHITE
+        meaning = meaning_of(first, self.bands, alpha=self.alpha)
+        self.interpret(meaning)
         self._check_segments(first)
 
     @property
     def pages(self) -> int:
-        """How many pages there are; smaller copies and masks are none."""
-        pages = sum(not page.subfiletype & (REDUCED | MASK) for page in self._tiff.pages)
-        return max(pages, (self._tiff.imagej_metadata or {}).get("images", 1))
-
-    def _number_of(self, page: int) -> int:
-        """Return the place in the file of a page that is counted from 1."""
-        places = [
-            place
-            for place, each in enumerate(self._tiff.pages)
-            if not each.subfiletype & (REDUCED | MASK)
-        ]
-        return places[check_page(page, len(places))]
+        """How many pages there are; smaller copies, masks and channels are none."""
+        return len(self._named) or len(page_places(self._tiff))
 
     @property
     def plain(self) -> bool:
-        """Whether the values are grey levels, colours or bands as they are."""
+        """Whether the values can be read as grey levels, colours or bands."""
         page = self.page
-        colours = (MIN_IS_WHITE, MIN_IS_BLACK, RGB)
-        plain = page.photometric in colours or (
+        plain = page.photometric in (MIN_IS_WHITE, MIN_IS_BLACK, RGB) or (
             page.photometric == YCBCR and page.compression in JPEGS
         )
+        plain = plain or self.meaning.coloured
         whole = page.dtype is not None and page.dtype.kind in "uif" and page.imagedepth == 1
-        return plain and whole and not (self.dtype == np.uint8 and page.bitspersample != 8)
+        return plain and whole and not (page.dtype == np.uint8 and page.bitspersample != 8)
 
     def _tag(self, number: int, default: int) -> int:
         tag = self.page.tags.get(number)
@@ -168,31 +197,10 @@ class TiffImage(Reader):
         bits = largest if 0 < largest < whole else self.page.bitspersample
         return bits if isinstance(bits, int) and bits < whole else None
 
-    @cached_property
-    def levels(self) -> list:
-        """The page and its smaller copies, the largest first: those within it, and those that
-        follow it in the file.
-        """
-        found = list(self.page.pages or [])
-        for place in range(self._number + 1, len(self._tiff.pages)):
-            following = self._tiff.pages[place]
-            if not following.subfiletype & (REDUCED | MASK):
-                break
-            found.append(following)
-        alike = [
-            copy
-            for copy in found
-            if copy.subfiletype & REDUCED
-            and not copy.subfiletype & MASK
-            and (copy.dtype, copy.samplesperpixel) == (self.page.dtype, self.bands)
-            and copy.imagelength < self.stored[0]
-        ]
-        return [self.page, *sorted(alike, key=lambda copy: -copy.imagelength)]
-
     @property
     def sizes(self) -> list[tuple[int, int]]:
         """Heights and widths of the page and of its smaller copies."""
-        return [(int(level.imagelength), int(level.imagewidth)) for level in self.levels]
+        return [page_size(planes[0].page) for planes in self.levels]
 
     @property
     def piece(self) -> tuple[int, int]:
@@ -201,24 +209,54 @@ class TiffImage(Reader):
 
     def _take_level(self, level: int) -> None:
         self.levels = self.levels[level:]
-        self.page = self.levels[0]
+        self.page = self.levels[0][0].page
 
     def _read(self, box: Box, height: int, width: int, bands: Sequence[int] | None) -> np.ndarray:
         # Whatever a garbled header says comes out here: sizes of nothing, lists of other lengths.
         with damage_of_tiff():
             number, part = choose_level(self.sizes, box, height, width)
+            planes = self.levels[number]
             self.check_decoded(*lengths(part))
-            self.check_decoded(*self._segment_size(self.levels[number]))
-            pixels = self._segments(self.levels[number], part, bands)
-        return pixels
+            self.check_decoded(*self._segment_size(planes[0].page))
+            samples = self.page.samplesperpixel
+            if len(planes) == 1:
+                chosen = None if bands is None else [band % samples for band in bands]
+                return self._segments(planes[0], part, chosen)
+            count = samples * len(planes)
+            wanted = [band % count for band in (range(count) if bands is None else bands)]
+            parts = [
+                self._segments(planes[band // samples], part, [band % samples]) for band in wanted
+            ]
+        return np.concatenate(parts, 2)
 
-    def _segments(self, page, part: tuple[slice, slice], bands: Sequence[int] | None) -> np.ndarray:
+    def _empty(self, box: Box, height: int, width: int) -> np.ndarray | None:
+        if not self._masks:
+            return None
+        with damage_of_tiff():
+            number, part = choose_level(self.sizes, box, height, width)
+            size, shape = self.sizes[number], lengths(part)
+            mask = next((each for each in self._masks if page_size(each) == size), self._masks[0])
+            scale = size[0] / mask.imagelength, size[1] / mask.imagewidth
+            rows, columns = part
+            box = Box(rows.start, columns.start, *shape)
+            part = smaller_part(box, scale, page_size(mask))
+            self.check_decoded(*lengths(part))
+            values = self._segments(Plane(mask), part, [0])[..., 0] == 0
+        if values.shape == shape:
+            return values
+        nearest = cv2.INTER_NEAREST_EXACT
+        return cv2.resize(values.view(np.uint8), shape[::-1], interpolation=nearest) > 0
+
+    def _segments(
+        self, plane: Plane, part: tuple[slice, slice], bands: Sequence[int] | None
+    ) -> np.ndarray:
         """Decode the tiles or strips that a part of a page lies in, of the planes of ``bands``."""
+        page = plane.page
         self._check_segments(page)
-        planar = page.planarconfig == 2 and self.bands > 1
-        chosen = list(range(self.bands)) if bands is None else list(bands)
+        planar = page.planarconfig == 2 and page.samplesperpixel > 1
+        chosen = list(range(page.samplesperpixel)) if bands is None else list(bands)
         shape = (part[0].stop - part[0].start, part[1].stop - part[1].start, len(chosen))
-        pixels = np.full(shape, page.nodata or 0, self.dtype)
+        pixels = np.full(shape, page.nodata or 0, page.dtype)
         arguments = {}
         if page.compression in JPEGS:
             arguments = {"jpegtables": page.jpegtables, "jpegheader": page.jpegheader}
@@ -227,16 +265,11 @@ class TiffImage(Reader):
             for plane_start in self._plane_starts(page, chosen if planar else [0])
             for index in self._indices(page, part)
         ]
-        starts = [page.dataoffsets[index] for index in indices]
+        starts = [page.dataoffsets[index] + plane.shift for index in indices]
         counts = [page.databytecounts[index] for index in indices]
-        _check_ends(starts, counts, self._tiff.filehandle.size)
-        segments = self._tiff.filehandle.read_segments(
-            starts,
-            counts,
-            indices=indices,
-            flat=True,
-        )
-        for content, index in segments:
+        file = page.parent.filehandle
+        _check_ends(starts, counts, file.size)
+        for content, index in file.read_segments(starts, counts, indices=indices, flat=True):
             segment, place, size = page.decode(content, index, **arguments)
             if segment is None:  # nothing is stored where all is background
                 continue

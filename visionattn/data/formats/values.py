@@ -4,7 +4,6 @@ white.
 This module owns the range of values. It knows readers only as ``Reader``.
 """
 
-import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -55,7 +54,7 @@ def read_image(reader: Reader, view: View, options: ReadOptions) -> np.ndarray:
 
 def channels_of(stored: np.ndarray, reader: Reader, options: ReadOptions) -> np.ndarray:
     """Make the channels of a model of the bands that were read: uint8 for files of 8 bits, else
-    float32 in [0, 1].
+    float32 in [0, 1]; 0 where pixels hold nothing.
     """
     pixels = scale_values(stored, reader, options)
     return pixels if options.bands is not None else _coloured(pixels, options.channels)
@@ -63,18 +62,18 @@ def channels_of(stored: np.ndarray, reader: Reader, options: ReadOptions) -> np.
 
 def read_blocks(reader: Reader, options: ReadOptions) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Read an image at its full size in parts that fit into memory: what is stored and the channels
-    that it becomes, ``[h, w, bands]`` and ``[h, w, C]``. Pixels without data are left out: the
-    others of such a part stand in one row.
+    that it becomes, ``[h, w, bands]`` and ``[h, w, C]``, masked arrays where pixels hold nothing.
     """
     bands = bands_of(reader, options)
     for box in blocks(reader):
         stored = reader.read(box, box.height, box.width, bands)
-        channels, empty = channels_of(stored, reader, options), holds_nothing(stored, reader)
-        if empty is not None and empty.any():
-            whole = ~empty.any(axis=2)
-            stored, channels = stored[whole][None], channels[whole][None]
-        if stored.size:
-            yield stored, channels
+        channels = channels_of(stored, reader, options)
+        if isinstance(stored, np.ma.MaskedArray):
+            empty = np.ma.getmaskarray(stored)
+            if empty.shape != channels.shape:  # grey that became colours, or colours grey
+                empty = np.broadcast_to(empty.any(2, keepdims=True), channels.shape)
+            channels = np.ma.MaskedArray(channels, empty)
+        yield stored, channels
 
 
 def resize(image: np.ndarray, height: int, width: int) -> np.ndarray:
@@ -140,71 +139,58 @@ def range_of(reader: Reader, options: ReadOptions) -> tuple[float, float] | None
 
 
 def scale_values(pixels: np.ndarray, reader: Reader, options: ReadOptions) -> np.ndarray:
-    """Return uint8 as it is and other values as float32 in [0, 1]; NaN and what stands for no data
-    are 0. Where the smallest value is white, so is 0.
+    """Return uint8 as it is and other values as float32 in [0, 1]; what holds nothing is 0. Where
+    the smallest value is white, so is the lower end of the range.
 
     Raises:
         NotAsAsked: nothing says which values are black and white, or values are beyond what the
             other files hold; one line with the smallest and the largest value.
     """
-    empty = holds_nothing(pixels, reader)
-    if pixels.dtype == np.uint8 and reader.bits in (8, None):
-        pixels = 255 - pixels if reader.inverted else pixels
-        return pixels if empty is None else np.where(empty, np.uint8(0), pixels)
+    values, empty = np.ma.getdata(pixels), np.ma.getmask(pixels)
+    if values.dtype == np.uint8 and reader.bits in (8, None):
+        values = 255 - values if reader.inverted else values
+        return values if empty is np.ma.nomask else np.where(empty, np.uint8(0), values)
     limits = range_of(reader, options)
     if limits is None:
-        raise NotAsAsked(_no_range(pixels, reader.nodata))
+        raise NotAsAsked(no_range(reader, extremes(pixels)))
     low, high = limits
     if options.found or limits != options.value_range:
-        _check_within(pixels if empty is None else pixels[~empty], low, high)
-    scaled = pixels.astype(np.float32)
+        _check_within(pixels, low, high)
+    scaled = values.astype(np.float32)
     scaled -= np.float32(low)
     scaled /= np.float32(high - low)
     np.nan_to_num(scaled, copy=False, nan=0.0, posinf=1.0, neginf=0.0)
     np.clip(scaled, 0, 1, out=scaled)
     if reader.inverted:
         np.subtract(1, scaled, out=scaled)
-    if empty is not None:
-        scaled[empty] = 0
+    scaled[empty] = 0
     return scaled
 
 
-def holds_nothing(pixels: np.ndarray, reader: Reader) -> np.ndarray | None:
-    """Return which values of ``[h, w, bands]`` stand for no data; None where the file names no such
-    value.
-    """
-    if reader.nodata is None:
-        return None
-    return np.isnan(pixels) if math.isnan(reader.nodata) else pixels == reader.nodata
-
-
-def _no_range(pixels: np.ndarray, nodata: float | None) -> str:
-    low, high = extremes(pixels, nodata)
+def no_range(reader: Reader, ends: tuple[float, float]) -> str:
+    """Say that nothing tells which range the values of an image have."""
+    units = "values in physical units" if reader.meaning.scale else f"{reader.dtype} values"
     return (
-        f"{pixels.dtype} values from {low:,.6g} to {high:,.6g}, and nothing says which of them are "
+        f"{units} from {ends[0]:,.6g} to {ends[1]:,.6g}, and nothing says which of them are "
         "black and white; give --data.value_range LOW HIGH"
     )
 
 
 def _check_within(pixels: np.ndarray, low: float, high: float) -> None:
-    if pixels.size and (smallest := pixels.min()) < low:
-        raise NotAsAsked(
-            f"values from {smallest:,}, where those of the other images begin at {low:,.0f}; give "
-            "--data.value_range LOW HIGH"
-        )
-    if pixels.size and (largest := pixels.max()) > high:
-        raise NotAsAsked(
-            f"values up to {largest:,}, where those of the other images end at {high:,.0f}; give "
-            "--data.value_range LOW HIGH"
-        )
+    smallest, largest = extremes(pixels)
+    wrong = f"from {smallest:,.6g}, where those of the other images begin at {low:,.6g}"
+    if smallest >= low:
+        wrong = f"up to {largest:,.6g}, where those of the other images end at {high:,.6g}"
+    if smallest < low or largest > high:
+        raise NotAsAsked(f"values {wrong}; give --data.value_range LOW HIGH")
 
 
-def extremes(pixels: np.ndarray, nodata: float | None = None) -> tuple[float, float]:
-    """Return the smallest and the largest finite value besides ``nodata``; 0 and 0 where there is
-    none.
+def extremes(pixels: np.ndarray) -> tuple[float, float]:
+    """Return the smallest and the largest finite value of pixels that hold something; 0 and 0 where
+    there is none.
     """
-    if nodata is not None:
-        pixels = pixels[pixels != nodata]
+    if isinstance(pixels, np.ma.MaskedArray):
+        pixels = pixels.compressed()
     if pixels.dtype.kind == "f":
         pixels = pixels[np.isfinite(pixels)]
     return (float(pixels.min()), float(pixels.max())) if pixels.size else (0.0, 0.0)
@@ -313,6 +299,8 @@ class _Seen(NamedTuple):
     dtype: np.dtype
     ends: tuple[float, float] | None
     """The smallest and the largest value, where nothing says which range they have."""
+    unknown: str = ""
+    """What is said where nobody gives that range."""
 
 
 def _first_of_pages(source: Source, indices: Sequence[int], options: ReadOptions) -> _Seen | None:
@@ -333,14 +321,15 @@ def _first_of_pages(source: Source, indices: Sequence[int], options: ReadOptions
 
 
 def _look(reader: Reader, name: str, options: ReadOptions) -> _Seen:
-    bands, ends = bands_of(reader, options), None
+    bands, ends, unknown = bands_of(reader, options), None, ""
     if reader.dtype != np.uint8 and range_of(reader, options) is None:
         parts = (reader.read(box, box.height, box.width, bands) for box in blocks(reader))
-        found = [extremes(part, reader.nodata) for part in parts]
+        found = [extremes(part) for part in parts]
         lows, highs = zip(*found, strict=True)
         ends = min(lows), max(highs)
+        unknown = no_range(reader, ends)
     pages = reader.pages if options.page is None else 1
-    return _Seen(name, pages, reader.dtype, ends)
+    return _Seen(name, pages, reader.dtype, ends, unknown)
 
 
 def _with_range(
@@ -357,10 +346,7 @@ def _with_range(
         if file.dtype.kind in "ui" and low >= 0 and high < 2**16:
             whole.append(file)
         elif strict:
-            raise ValueError(
-                f"{file.name} holds values from {low:,.6g} to {high:,.6g}, and nothing says which "
-                "of them are black and white; give --data.value_range LOW HIGH"
-            )
+            raise ValueError(f"{file.name}: {file.unknown}")
     if not whole:
         return options, []
     largest = int(max(file.ends[1] for file in whole))
