@@ -23,6 +23,7 @@ from visionattn.data.formats import (
 )
 from visionattn.data.geometry import Box, Geometry
 from visionattn.data.large import open_source
+from visionattn.data.mask_files import MaskClasses, MaskFiles
 from visionattn.data.sources import Files
 from visionattn.data.stats import moments_of
 from visionattn.models.weights import DataSpec
@@ -377,11 +378,43 @@ def test_physical_units_need_a_range_and_mix_with_no_other_values(tmp_path):
     said = "a.tif: values in physical units from -0.1 to 0.7, and nothing says which of them are"
     with pytest.raises(ValueError, match=said):
         settle(Files([str(path)]), [0], ReadOptions(1))
-    found = ReadOptions(1, value_range=(0, 255), found=True)
+    _, lines = settle(Files([str(path)]), [0], ReadOptions(1, value_range=(0, 1)))
+    assert len(lines) == 1 and "scale and offset, which are applied: data.value_range" in lines[0]
     with pytest.raises(NotAsAsked, match="^values in physical units from"):
-        seen(str(path), channels=1, value_range=found.value_range, found=True)
+        seen(str(path), channels=1, value_range=(0, 255), found=True)
 
 
 def test_the_transparency_of_a_png_is_left_out():
     pixels = pattern(4)
     np.testing.assert_array_equal(seen(saved(pixels, "png")), pixels[..., :3])
+
+
+def test_masks_of_64_bits_and_of_wide_palettes_are_numbers_of_classes(tmp_path):
+    classes = np.random.default_rng(0).integers(0, 3, (5, 7))
+    table = np.random.default_rng(1).integers(0, 2**16, (3, 2**16)).astype(np.uint16)
+    files = {
+        "64 bits": tiff(classes[..., None]),
+        "palette": tiff(
+            classes.astype(np.uint16)[..., None], photometric="palette", colormap=table
+        ),
+    }
+    for name, stream in files.items():
+        (tmp_path / f"{name}.tif").write_bytes(stream.getvalue())
+        masks = MaskFiles(Files([str(tmp_path / f"{name}.tif")]), MaskClasses(("a", "b", "c")))
+        np.testing.assert_array_equal(masks.read(0), classes)
+
+
+def test_what_no_library_reads_is_one_line_that_says_what_it_is(tmp_path):
+    pixels = pattern(4, np.uint16).astype(np.complex64)
+    for stream, said in (
+        (tiff(pixels), "photometric interpretation MINISBLACK, compression NONE and 64 bits"),
+        (tiff(pattern(5, np.uint16), photometric="separated"), "interpretation SEPARATED, "),
+    ):
+        with pytest.raises(NotAsAsked, match=said):
+            seen(stream)
+    path, *_ = CASES["OME"](tmp_path)
+    with pytest.raises(NotAsAsked, match="has 1; its 3 channels are bands, as in --data.bands 2$"):
+        seen(str(path), page=2)
+    pixels = pattern(1, np.uint16).astype(np.complex64)
+    with pytest.raises(NotAsAsked, match="wanted whole or real numbers, got complex64"):
+        open_image(str(write(tmp_path / "a.img", pixels, driver="HFA")))

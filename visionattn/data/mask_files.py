@@ -19,6 +19,7 @@ from visionattn.cli.progress import Progress
 from visionattn.data.config import DataConfig
 from visionattn.data.formats import DAMAGED_IMAGE, LARGEST_IMAGE_PX, large_images_allowed
 from visionattn.data.formats.reader import NotAsAsked, damage
+from visionattn.data.formats.tiff import open_mask
 from visionattn.data.geometry import Size
 from visionattn.data.sources import Files
 from visionattn.data.walk import images_below
@@ -164,7 +165,7 @@ class MaskFiles:
                 damage("a file"),
                 large_images_allowed(),
                 open(name, "rb") as file,
-                Image.open(file) as mask,
+                open_mask(file) as mask,
             ):
                 own = (mask.height, mask.width)
                 if size is not None and own != size:

@@ -28,7 +28,7 @@ class Meaning:
         nodata: of each stored band the value that stands for no data; empty where there is none.
             Where all bands have the same value, a pixel holds nothing where all bands have it, as
             in GDAL; else each band counts by itself.
-        alpha: the last band is 0 where a pixel holds nothing.
+        alpha: the last band is 0 where a pixel holds nothing, whatever its other bands are.
     """
 
     palette: np.ndarray | None = None
@@ -64,19 +64,19 @@ class Meaning:
         stored_bands = None if self.coloured else bands
         beside = self.alpha and empty is None and stored_bands is not None
         stored = read([*stored_bands, -1] if beside else stored_bands)
+        last = stored[..., -1:]
+        stored = stored[..., :-1] if beside else stored
         if empty is not None:
             empty = empty[..., None]
-        elif self.alpha:
-            empty = stored[..., -1:] == 0
-        elif self.nodata:
-            empty = self._without_data(stored, read, stored_bands)
-        stored = stored[..., :-1] if beside else stored
+        else:
+            empty = last == 0 if self.alpha else np.zeros(1, bool)
+            if self.nodata:
+                empty = empty | self._without_data(stored, read, stored_bands)
         if self.palette is not None:
             table = np.pad(self.palette, ((0, 1), (0, 0)))
             stored = table.take(stored[..., 0], axis=0, mode="clip")
             if stored.shape[2] == 4:
-                transparent = stored[..., 3:] == 0
-                empty = transparent if empty is None else empty | transparent
+                empty = empty | (stored[..., 3:] == 0)
         if self.colours is not None:
             stored = self.colours(stored)
         if self.coloured:
@@ -86,8 +86,8 @@ class Meaning:
             scale, offset = np.array(self.scale)[chosen], np.array(self.offset)[chosen]
             stored = (stored * scale + offset).astype(np.float32)
         if stored.dtype.kind == "f" and (lost := np.isnan(stored)).any():
-            empty = lost if empty is None else empty | lost
-        if empty is None or not empty.any():
+            empty = empty | lost
+        if not empty.any():
             return stored
         return np.ma.MaskedArray(stored, np.broadcast_to(empty, stored.shape))
 

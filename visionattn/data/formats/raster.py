@@ -58,7 +58,7 @@ class Raster(Reader):
             self.dtype = self._dtype = np.dtype(np.result_type(*self._raster.dtypes))
             self.alpha = self._raster.colorinterp[-1] == ColorInterp.alpha
             flags = self._raster.mask_flag_enums[0]
-            self._masked = MaskFlags.per_dataset in flags and not self.alpha
+            self._masked = MaskFlags.per_dataset in flags and MaskFlags.alpha not in flags
             bits = self._raster.tags(1, ns="IMAGE_STRUCTURE").get("NBITS")
             self.georeference = self._placed()
             self.inverted = _zero_is_white(self._raster)

@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 import cv2
 import numpy as np
-from PIL import UnidentifiedImageError
+from PIL import Image, UnidentifiedImageError
 
 from visionattn.data.formats.pillow import PillowImage
 from visionattn.data.formats.reader import (
@@ -71,6 +71,29 @@ def open_reader(file: BinaryIO, page: int | None) -> Reader:
         if with_rasterio and known and of_gdal and image.pages == 1:
             return _with_rasterio(image, path)
         return image if image.plain else _of_other_kinds(image, file, page)
+
+
+def open_mask(file: BinaryIO) -> Image.Image:
+    """Open a mask whose values, also places in a palette, are numbers of classes: with Pillow, or
+    with tifffile what Pillow does not know, such as 64 bits.
+    """
+    try:
+        return Image.open(file)
+    except UnidentifiedImageError:
+        file.seek(0)
+        if file.read(2) not in (b"II", b"MM") or importlib.util.find_spec("tifffile") is None:
+            raise
+    file.seek(0)
+    with damage_of_tiff():
+        image = TiffImage(file, None)
+        if image.page.samplesperpixel > 1 or image.page.dtype.kind not in "ui":
+            raise NotAsAsked(
+                f"it has {image.page.samplesperpixel} values of {image.page.dtype} for each pixel; "
+                "wanted the number of a class"
+            )
+        values = image.turn.apply(image._read(Box(0, 0, *image.stored), *image.stored, None))
+    most = np.iinfo(np.int32)
+    return Image.fromarray(values[..., 0].clip(most.min, most.max).astype(np.int32))
 
 
 def _with_rasterio(image: Reader, path: str) -> Reader:
@@ -147,7 +170,14 @@ class TiffImage(Reader):
         self._tiff = tifffile.TiffFile(file)
         self._named = named_images(self._tiff)
         if self._named:
-            self.levels, self._masks = named_parts(*self._named[check_page(page, self.pages)])
+            pages, channels = len(self._named), len(self._named[0][1])
+            if page is not None and pages < page <= channels:
+                raise NotAsAsked(
+                    f"wanted page {page}, the image has {pages}; its {channels} channels are bands,"
+                    f" as in --data.bands {page}"
+                )
+            number = check_page(page, pages)
+            self.levels, self._masks = named_parts(*self._named[number])
         else:
             places = [0] if page is None else page_places(self._tiff)
             self.levels, self._masks = page_parts(self._tiff, places[check_page(page, len(places))])

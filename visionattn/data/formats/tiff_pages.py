@@ -127,8 +127,9 @@ def palette_of(page, bands: int) -> np.ndarray | None:
     indexed = page.photometric == PALETTE or (page.photometric == 1 and GEO_KEYS in page.tags)
     if not indexed or bands != 1 or page.colormap is None or page.dtype.kind != "u":
         return None
-    bits = 8 if page.colormap.max(initial=0) > 255 else 0  # old files have colours of 8 bits
-    return (page.colormap.T >> bits).astype(np.uint8)
+    # As GDAL does it; old files have colours of 8 bits.
+    step = 256 if not (page.colormap % 256).any() else 257
+    return (page.colormap.T // (step if page.colormap.max() > 255 else 1)).astype(np.uint8)
 
 
 def meaning_of(page, bands: int, *, alpha: bool) -> Meaning:

@@ -277,6 +277,11 @@ def _with_values(
     options, lines = _with_range(seen, options, strict)
     if ranged and seen and all(file.dtype == np.uint8 for file in seen):
         lines.append("data.value_range changes nothing here: the images have 8 bits and stay so")
+    if scaled := [file.name for file in seen if file.scaled]:
+        lines.append(
+            f"{scaled[0]} states scale and offset, which are applied: data.value_range is in "
+            "physical units"
+        )
     return options, lines
 
 
@@ -301,6 +306,8 @@ class _Seen(NamedTuple):
     """The smallest and the largest value, where nothing says which range they have."""
     unknown: str = ""
     """What is said where nobody gives that range."""
+    scaled: bool = False
+    """Whether it states scale and offset."""
 
 
 def _first_of_pages(source: Source, indices: Sequence[int], options: ReadOptions) -> _Seen | None:
@@ -329,7 +336,7 @@ def _look(reader: Reader, name: str, options: ReadOptions) -> _Seen:
         ends = min(lows), max(highs)
         unknown = no_range(reader, ends)
     pages = reader.pages if options.page is None else 1
-    return _Seen(name, pages, reader.dtype, ends, unknown)
+    return _Seen(name, pages, reader.dtype, ends, unknown, reader.meaning.scale is not None)
 
 
 def _with_range(
