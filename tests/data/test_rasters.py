@@ -2,6 +2,7 @@
 whole and in parts, from a path and from a stream.
 """
 
+import importlib.util
 import io
 import warnings
 from functools import reduce
@@ -14,6 +15,7 @@ from PIL import Image, ImageCms
 
 from tests.helpers.image_formats import HEIGHT, WIDTH, pattern, saved, seen, tiff, whole
 from visionattn.data.formats import (
+    MissingPackage,
     NotAsAsked,
     ReadOptions,
     open_image,
@@ -29,6 +31,7 @@ from visionattn.data.stats import moments_of
 from visionattn.models.weights import DataSpec
 
 rasterio = pytest.importorskip("rasterio")
+shutil = pytest.importorskip("rasterio.shutil")
 tifffile = pytest.importorskip("tifffile")
 GEO = [(33550, "d", 3, (1.0, 1.0, 0.0), True), (33922, "d", 6, (0.0,) * 6, True)]
 GEO += [(34735, "H", 8, (1, 1, 0, 1, 1024, 0, 1, 1), True)]
@@ -130,19 +133,20 @@ def white_zeros(folder, dtype, wrap, **options):
     return path, {"value_range": (0, 255), "bands": (1,)}, 1 - pixels / 255, empty
 
 
-def palette(folder, driver, transparent=255, dtype="uint8", **profile):
-    index = pattern(1, np.uint8, 255).astype(dtype)
-    table = {n: (n, 255 - n, 77, transparent if n < 20 else 255) for n in range(256)}
+def palette(folder, driver, transparent=255, dtype="uint8", wrap=False, **profile):
+    most = 2 ** profile.get("nbits", 8)
+    index = pattern(1, np.uint8, most - 1).astype(dtype)
+    table = {n: (n, 255 - n, 77, transparent if n < 20 else 255) for n in range(most)}
     path = write(folder / f"a.{'img' if driver == 'HFA' else 'tif'}", index, driver=driver,
                  colours=table, dtype=dtype, **profile)  # fmt: skip
-    if driver == "VRT":
-        rasterio.shutil.copy(path, folder / "a.vrt", driver="VRT")
+    if wrap:
+        shutil.copy(path, folder / "a.vrt", driver="VRT")
         path = folder / "a.vrt"
     values = index[..., 0]
     empty = values == profile.get("nodata", -1)
     if driver == "HFA":  # a palette of TIFF has no transparency
         empty |= (values < 20) & (transparent == 0)
-    colours = np.array([table[n][:3] for n in range(256)])[values]
+    colours = np.array([table[n][:3] for n in range(most)])[values]
     return path, {}, colours / 255, empty
 
 
@@ -239,6 +243,8 @@ CASES = {
     "white zeros, signed, VRT": lambda f: white_zeros(f, "int16", True),
     "palette, ground": lambda f: palette(f, "GTiff"),
     "palette, nodata": lambda f: palette(f, "GTiff", nodata=3),
+    "palette of 4 bits": lambda f: palette(f, "GTiff", nbits=4, nodata=3, photometric="palette"),
+    "palette, VRT": lambda f: palette(f, "GTiff", nodata=3, wrap=True),
     "palette, .img": lambda f: palette(f, "HFA"),
     "palette, .img, transparent": lambda f: palette(f, "HFA", 0),
     "palette, .img, 16 bits": lambda f: palette(f, "HFA", dtype="uint16"),
@@ -418,3 +424,15 @@ def test_what_no_library_reads_is_one_line_that_says_what_it_is(tmp_path):
     pixels = pattern(1, np.uint16).astype(np.complex64)
     with pytest.raises(NotAsAsked, match="wanted whole or real numbers, got complex64"):
         open_image(str(write(tmp_path / "a.img", pixels, driver="HFA")))
+
+
+@pytest.mark.parametrize("case", ["nodata in one band", "white zeros, signed", "ImageJ"])
+def test_what_pillow_does_not_know_of_a_tiff_needs_tifffile(tmp_path, case, monkeypatch):
+    path, *_ = CASES[case](tmp_path)
+    find = importlib.util.find_spec
+    hidden = ("tifffile", "rasterio")
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name in hidden else find(name)
+    )
+    with pytest.raises(MissingPackage, match=r"needs tifffile: pip install 'visionattn\[tiff\]'$"):
+        open_image(str(path))

@@ -25,7 +25,8 @@ class Meaning:
         colours: makes red, green and blue of all stored bands.
         scale: physical units of one step of each band; None: values are as they are stored.
         offset: physical value of 0 of each band.
-        nodata: of each stored band the value that stands for no data; empty where there is none.
+        nodata: of each stored band the value that stands for no data, without that of transparency
+            where this has none; empty where there is none.
             Where all bands have the same value, a pixel holds nothing where all bands have it, as
             in GDAL; else each band counts by itself.
         alpha: the last band is 0 where a pixel holds nothing, whatever its other bands are.
@@ -80,7 +81,7 @@ class Meaning:
         if self.colours is not None:
             stored = self.colours(stored)
         if self.coloured:
-            stored = stored[..., [0, 1, 2] if bands is None else list(bands)]
+            stored = stored[..., slice(3) if bands is None else list(bands)]
         elif self.scale is not None:
             chosen = slice(None) if bands is None else list(bands)
             scale, offset = np.array(self.scale)[chosen], np.array(self.offset)[chosen]
@@ -98,10 +99,11 @@ class Meaning:
         bands: Sequence[int] | None,
     ) -> np.ndarray:
         """Return which values of ``[h, w, n]`` stand for no data, or ``[h, w, 1]`` of all bands."""
+        stored = stored[..., : len(self.nodata)]
         if len(set(map(str, self.nodata))) > 1:
             own = self.nodata if bands is None else [self.nodata[band] for band in bands]
             return np.stack([_equal(stored[..., i], value) for i, value in enumerate(own)], 2)
-        empty = _equal(stored, self.nodata[0]).all(2, keepdims=True)
+        empty = np.asarray(_equal(stored, self.nodata[0]).all(2, keepdims=True))
         others = [] if bands is None else sorted({*range(len(self.nodata))} - {*bands})
         if others and empty.any():
             empty &= _equal(read(others), self.nodata[0]).all(2, keepdims=True)
@@ -111,7 +113,7 @@ class Meaning:
 def _equal(values: np.ndarray, nodata: float | None) -> np.ndarray:
     if nodata is None:
         return np.zeros(values.shape, bool)
-    return np.isnan(values) if math.isnan(nodata) else values == nodata
+    return np.isnan(values) if math.isnan(nodata) else np.equal(values, nodata)
 
 
 def scaling(scales: Sequence[float], offsets: Sequence[float]) -> dict[str, Sequence[float]]:

@@ -15,7 +15,7 @@ import numpy as np
 from PIL import ExifTags, Image
 
 from visionattn.data.formats.meaning import Meaning
-from visionattn.data.formats.png import check_rows, exif_follows_pixels, wide_png
+from visionattn.data.formats.png import exif_follows_pixels, wide_png
 from visionattn.data.formats.reader import (
     BROKEN,
     DAMAGED_IMAGE,
@@ -168,8 +168,6 @@ class PillowImage(Reader):
         elif scale > 1:
             image.draft(None, tuple(px // scale for px in image.size))
         with large_images_allowed():
-            if image.format == "PNG":
-                self._check_last_rows(image)
             if self.dtype == np.uint8 and image.mode != self.mode:
                 image = image.convert(self.mode)
             pixels = np.asarray(image).astype(self.dtype, copy=False)
@@ -179,17 +177,9 @@ class PillowImage(Reader):
             pixels = self._wide.unscaled(pixels)
         return pixels.reshape(*pixels.shape[:2], -1)
 
-    def _check_last_rows(self, image: Image.Image) -> None:
-        """Raise ValueError for rows that a PNG says it has and does not: Pillow leaves them 0."""
-        # Of an interlaced file either of the last two rows may be among those that come last.
-        last = np.asarray(image.crop((0, max(0, image.height - 2), image.width, image.height)))
-        if not all(row.any() for row in last):
-            check_rows(self._file)
-
     def _decode_wide_png(self) -> np.ndarray:
         # Pillow finds damage by the checksums; OpenCV would print it, and old ones pass over it.
         self._open().verify()
-        check_rows(self._file)
         self._file.seek(0)
         encoded = np.frombuffer(self._file.read(), np.uint8)
         with damage("PNG of 16 bits", cv2.error):

@@ -70,6 +70,7 @@ class Raster(Reader):
             self.close()
             raise NotAsAsked(f"wanted whole or real numbers, got {self.dtype}")
         nodata = self._raster.nodatavals
+        nodata = nodata[:-1] if self.alpha and nodata[-1] is None else nodata
         meaning = Meaning(
             palette,
             nodata=nodata if any(value is not None for value in nodata) else (),

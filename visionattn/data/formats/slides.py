@@ -15,7 +15,7 @@ from visionattn.data.formats.reader import (
     pick,
     require,
 )
-from visionattn.data.formats.tiff import damage_of_tiff
+from visionattn.data.formats.tiff_image import damage_of_tiff
 from visionattn.data.formats.tiff_pages import colours_of
 from visionattn.data.geometry import Box
 

@@ -20,8 +20,8 @@ from visionattn.data.formats.meaning import (
 from visionattn.data.formats.reader import NotAsAsked
 
 GEO_KEYS, GDAL_METADATA, GDAL_NODATA = 34735, 42112, 42113
-PALETTE, INKS, LAB = 3, 5, 8
-"""Photometric interpretations of which colours are made."""
+MIN_IS_WHITE, MIN_IS_BLACK, RGB, PALETTE, INKS, YCBCR, LAB = 0, 1, 2, 3, 5, 6, 8
+"""Photometric interpretations."""
 APERIO_YCBCR = 33003
 """The compression whose values are luma and chroma, whatever the photometric interpretation."""
 REDUCED, MASK = 1, 4
@@ -94,18 +94,18 @@ def named_images(tiff) -> list[tuple[Any, np.ndarray]]:
     return images
 
 
-def named_parts(series, numbers: np.ndarray) -> Parts:
+def named_parts(tiff, series, numbers: np.ndarray) -> Parts:
     """Return the parts of one of ``named_images``."""
-    return Parts([_planes(level, numbers) for level in series.levels], [])
+    return Parts([_planes(tiff, level, numbers) for level in series.levels], [])
 
 
-def _planes(series, numbers: np.ndarray) -> list[Plane]:
+def _planes(tiff, series, numbers: np.ndarray) -> list[Plane]:
     if series.is_truncated:  # ImageJ lists the first page of large stacks alone
         page = series.pages[0]
         return [Plane(page, int(number) * page.nbytes) for number in numbers]
     pages = [series.pages[int(number)] for number in numbers]
-    if None in pages:
-        raise NotAsAsked("channels of this OME-TIFF are in other files, which are not there")
+    if any(page is None or page.parent is not tiff for page in pages):
+        raise NotAsAsked("channels of this OME-TIFF are in other files; write them into one")
     return [Plane(page.aspage()) for page in pages]
 
 
@@ -124,7 +124,9 @@ def colours_of(page, bands: int) -> Callable[[np.ndarray], np.ndarray] | None:
 def palette_of(page, bands: int) -> np.ndarray | None:
     """Return the palette of a page with ``bands`` values, uint8 ``[n, 3]``; None without one."""
     # rasterio leaves zeros black in the tag, and GDAL takes the palette all the same.
-    indexed = page.photometric == PALETTE or (page.photometric == 1 and GEO_KEYS in page.tags)
+    indexed = page.photometric == PALETTE or (
+        page.photometric == MIN_IS_BLACK and GEO_KEYS in page.tags
+    )
     if not indexed or bands != 1 or page.colormap is None or page.dtype.kind != "u":
         return None
     # As GDAL does it; old files have colours of 8 bits.
