@@ -19,6 +19,7 @@ from PIL import Image
 from visionattn.cli.progress import Progress
 from visionattn.data.formats import DAMAGED_IMAGE, LARGEST_IMAGE_PX, large_images_allowed
 from visionattn.data.formats.reader import NotAsAsked, damage
+from visionattn.data.formats.tiff import open_mask
 from visionattn.data.geometry import Size
 from visionattn.data.mask_values import GREY_STEP, MaskClasses, Pairs, pairs_of
 from visionattn.data.sources import Files
@@ -77,7 +78,7 @@ class MaskFiles:
                 damage("a file"),
                 large_images_allowed(),
                 open(name, "rb") as file,
-                Image.open(file) as mask,
+                open_mask(file) as mask,
             ):
                 if mask.height * mask.width > self.max_pixels:
                     raise NotAsAsked(

@@ -57,8 +57,8 @@ class StatsConfig:
 class Moments:
     """What is known of the values of each channel, ``[C]`` each; two of them add up."""
 
-    count: int
-    """Pixels."""
+    count: np.ndarray
+    """Pixels that hold something."""
     mean: np.ndarray
     """float64, of values in [0, 1]."""
     squares: np.ndarray
@@ -71,7 +71,7 @@ class Moments:
         """Join both as if they had been measured together (Chan et al. 1979)."""
         count = self.count + other.count
         step = other.mean - self.mean
-        share = other.count / count
+        share = other.count / np.maximum(count, 1)
         squares = self.squares + other.squares + step**2 * (self.count * share)
         low, high = np.minimum(self.low, other.low), np.maximum(self.high, other.high)
         return Moments(count, self.mean + step * share, squares, low, high)
@@ -79,11 +79,11 @@ class Moments:
     @property
     def std(self) -> np.ndarray:
         """The standard deviation of all pixels."""
-        return np.sqrt(self.squares / self.count)
+        return np.sqrt(self.squares / np.maximum(self.count, 1))
 
 
 def moments_of(stored: np.ndarray, channels: np.ndarray) -> Moments:
-    """Measure a part of an image.
+    """Measure a part of an image; what is masked does not count.
 
     Args:
         stored: ``[h, w, bands]``, as the file has it.
@@ -91,21 +91,22 @@ def moments_of(stored: np.ndarray, channels: np.ndarray) -> Moments:
     """
     if stored.shape[2] != channels.shape[2]:  # grey that became colours, or colours grey
         stored = channels
-    found = [extremes(stored[..., band]) for band in range(stored.shape[2])]
-    low, high = np.array(found).T
-    count, places = channels.shape[0] * channels.shape[1], range(channels.shape[2])
-    if channels.dtype == np.uint8:
-        both = [_of_bytes(np.ascontiguousarray(channels[..., place]), count) for place in places]
-    else:
-        both = [_of_fractions(channels[..., place]) for place in places]
-    mean, squares = np.array(both).T
-    return Moments(count, mean, squares, low, high)
+    rows = []
+    for band in range(channels.shape[2]):
+        values = np.ma.MaskedArray(channels[..., band]).compressed()
+        if not values.size:
+            rows.append((0, 0.0, 0.0, math.inf, -math.inf))
+            continue
+        of = _of_bytes if values.dtype == np.uint8 else _of_fractions
+        rows.append((values.size, *of(values), *extremes(stored[..., band])))
+    return Moments(*np.array(rows).T)
 
 
-def _of_bytes(values: np.ndarray, count: int) -> tuple[float, float]:
+def _of_bytes(values: np.ndarray) -> tuple[float, float]:
     """Return mean and sum of squared distances of bytes / 255, exact until the last division."""
     # OpenCV counts in float32, which is exact for as many pixels as a part has.
     counts = cv2.calcHist([values], [0], None, [256], [0, 256]).ravel().astype(np.int64)
+    count = values.size
     levels = np.arange(256)
     total, of_squares = int(counts @ levels), int(counts @ levels**2)
     return total / (255 * count), (count * of_squares - total**2) / (255**2 * count)
@@ -185,10 +186,10 @@ def _measure_one(source, options: ReadOptions, index: int) -> Moments | Unreadab
     """Measure one image; say why where it cannot be read or holds nothing."""
     try:
         with open_image(source.open(index), options) as reader:
-            parts = [moments_of(*part) for part in read_blocks(reader, options)]
-            if not parts:
+            found = reduce(add, (moments_of(*part) for part in read_blocks(reader, options)))
+            if not found.count.any():
                 return Unreadable(source.name(index), "none of its pixels holds data")
-            return reduce(add, parts)
+            return found
     except DAMAGED_IMAGE as error:
         return unreadable(source.name(index), error)
 
@@ -219,12 +220,12 @@ def stats(argv: Sequence[str], say: Callable[[str], None]) -> None:
     for place, name in enumerate(names):
         row = [name, f"{found.mean[place]:.6f}", f"{found.std[place]:.6f}"]
         row += [f"{found.low[place]:,.6g}", f"{found.high[place]:,.6g}"]
-        say(line([*row, images, f"{found.count:,}"]))
+        say(line([*row, images, f"{found.count[place]:,.0f}"]))
     even = [str(name) for place, name in enumerate(names) if found.std[place] == 0]
     if even:
         raise ValueError(
-            f"band {', '.join(even)} has one value everywhere, which tells nothing; leave it out "
-            "with --data.bands"
+            f"band {', '.join(even)} has one value everywhere, or none, which tells nothing; leave "
+            "it out with --data.bands"
         )
     write_text(config.output, as_yaml(found, options, argv, images))
 
@@ -240,7 +241,8 @@ def as_yaml(found: Moments, options: ReadOptions, argv: Sequence[str], images: i
             data[name] = list(value) if isinstance(value, tuple) else value
     if options.found:
         data["range_found"] = True
-    said = f"# {typed('stats')} {shlex.join(argv)}\n# {images:,} images, {found.count:,} pixels\n"
+    said = f"# {typed('stats')} {shlex.join(argv)}\n"
+    said += f"# {images:,} images, {found.count.max():,.0f} pixels\n"
     return said + yaml.safe_dump({"data": data}, sort_keys=False, default_flow_style=None)
 
 

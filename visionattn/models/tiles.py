@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from itertools import accumulate, chain, product
 from typing import Literal, NamedTuple, get_args
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from timm.layers import to_2tuple
@@ -428,12 +427,7 @@ def _of_tensor(image: Tensor, device: torch.device) -> Callable[[slice, slice], 
     """Return what cuts parts out of ``[1, C, H, W]``."""
 
     def read(rows: slice, columns: slice) -> Tensor:
-        part = image[:, :, rows, columns].to(device)
-        below, right = (
-            each.stop - each.start - have
-            for each, have in zip((rows, columns), part.shape[2:], strict=True)
-        )
-        return F.pad(part, (0, right, 0, below), mode="replicate") if below or right else part
+        return _filled(image[:, :, rows, columns].to(device), rows, columns)
 
     return read
 
@@ -448,11 +442,16 @@ def _of_source(
             slice(each.start, min(each.stop, length))
             for each, length in ((rows, source.height), (columns, source.width))
         ]
-        pixels = source.read(*inside)
-        short = [
-            (0, each.stop - part.stop) for each, part in zip((rows, columns), inside, strict=True)
-        ]
-        part = prepare(np.pad(pixels, [*short, (0, 0)], mode="edge"))
+        part = _filled(prepare(source.read(*inside)), rows, columns)
         return part if like is None else part.to(like)
 
     return read
+
+
+def _filled(part: Tensor, rows: slice, columns: slice) -> Tensor:
+    """Repeat the last row and column of a part beyond which the image ends."""
+    below, right = (
+        each.stop - each.start - have
+        for each, have in zip((rows, columns), part.shape[2:], strict=True)
+    )
+    return F.pad(part, (0, right, 0, below), mode="replicate") if below or right else part

@@ -8,13 +8,14 @@ OpenCV, TIFF and JPEG 2000 of that kind through other readers.
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import cv2
 import numpy as np
 from PIL import ExifTags, Image
 
-from visionattn.data.formats.png import check_rows, exif_follows_pixels, wide_png
+from visionattn.data.formats.meaning import Meaning
+from visionattn.data.formats.png import exif_follows_pixels, wide_png
 from visionattn.data.formats.reader import (
     BROKEN,
     DAMAGED_IMAGE,
@@ -103,11 +104,17 @@ class PillowImage(Reader):
             self.mode = "RGBA"
         self.bands, self.alpha = BANDS[self.mode], self.mode.endswith("A")
         self.dtype, self.bits = np.dtype(np.uint8), 8
-        self._refuse_lost_bits()
+        # Elsewhere transparency is left out, as usual; of TIFF it hides pixels, as in GDAL.
+        self.meaning = Meaning(alpha=self.alpha and self._image.format == "TIFF")
+        if (bits := _stated(self._image, _BITS_PER_SAMPLE)) > 8:
+            raise MissingPackage(
+                f"TIFF of {bits} bits and several bands needs tifffile: "
+                "pip install 'visionattn[tiff]'"
+            )
 
-    def has_tag(self, number: int) -> bool:
-        """Whether a TIFF has a tag."""
-        return number in getattr(self._image, "tag_v2", {})
+    def tag(self, number: int) -> Any:
+        """Return the value of a tag of a TIFF; None where it has none."""
+        return getattr(self._image, "tag_v2", {}).get(number)
 
     def _bits(self) -> int | None:
         """Return the bits that integers fill, where the file states it."""
@@ -122,20 +129,13 @@ class PillowImage(Reader):
         # Pillow scales PGM and PPM to all 16 bits, by the maximum in the header.
         return 16 if self._image.format == "PPM" else None
 
-    def _refuse_lost_bits(self) -> None:
-        """Refuse colours of which Pillow would keep the upper 8 bits alone: with 12 bits in 16 they
-        would be nearly black.
+    @property
+    def lost_bits(self) -> int:
+        """The bits of a JPEG 2000 of which Pillow would keep the upper 8 alone: with 12 bits in 16
+        it would be nearly black. 0 where it keeps all.
         """
-        if (bits := _stated(self._image, _BITS_PER_SAMPLE)) > 8:
-            raise MissingPackage(
-                f"TIFF of {bits} bits and several bands needs tifffile: "
-                "pip install 'visionattn[tiff]'"
-            )
-        if self._codestream is not None and self._codestream.bits > 8:
-            raise MissingPackage(
-                f"JPEG 2000 of {self._codestream.bits} bits and several bands needs rasterio: "
-                "pip install 'visionattn[raster]'"
-            )
+        bits = 0 if self._codestream is None else self._codestream.bits
+        return bits if bits > 8 and self.dtype == np.uint8 else 0
 
     def _read(self, box: Box, height: int, width: int, bands: Sequence[int] | None) -> np.ndarray:
         scale = self._largest_scale(min(box.height // height, box.width // width))
@@ -168,8 +168,6 @@ class PillowImage(Reader):
         elif scale > 1:
             image.draft(None, tuple(px // scale for px in image.size))
         with large_images_allowed():
-            if image.format == "PNG":
-                self._check_last_rows(image)
             if self.dtype == np.uint8 and image.mode != self.mode:
                 image = image.convert(self.mode)
             pixels = np.asarray(image).astype(self.dtype, copy=False)
@@ -179,17 +177,9 @@ class PillowImage(Reader):
             pixels = self._wide.unscaled(pixels)
         return pixels.reshape(*pixels.shape[:2], -1)
 
-    def _check_last_rows(self, image: Image.Image) -> None:
-        """Raise ValueError for rows that a PNG says it has and does not: Pillow leaves them 0."""
-        # Of an interlaced file either of the last two rows may be among those that come last.
-        last = np.asarray(image.crop((0, max(0, image.height - 2), image.width, image.height)))
-        if not all(row.any() for row in last):
-            check_rows(self._file)
-
     def _decode_wide_png(self) -> np.ndarray:
         # Pillow finds damage by the checksums; OpenCV would print it, and old ones pass over it.
         self._open().verify()
-        check_rows(self._file)
         self._file.seek(0)
         encoded = np.frombuffer(self._file.read(), np.uint8)
         with damage("PNG of 16 bits", cv2.error):
@@ -246,6 +236,12 @@ def _codestream(file: BinaryIO) -> _Codestream:
 
 
 def open_reader(file: BinaryIO, page: int | None) -> Reader:
-    """Open an image with Pillow."""
+    """Open an image with Pillow, or with rasterio where Pillow would lose bits."""
+    from visionattn.data.formats import raster
+
     with damage("image"):
-        return PillowImage(file, page)
+        image = PillowImage(file, page)
+    if not image.lost_bits:
+        return image
+    what = f"JPEG 2000 of {image.lost_bits} bits and several bands"
+    return raster.open_reader(file, page, what)

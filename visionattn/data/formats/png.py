@@ -1,22 +1,11 @@
-"""What the chunks of a PNG say that Pillow does not: bits of 16-bit files, where EXIF stands, and
-whether all rows are there.
-"""
+"""What the chunks of a PNG say that Pillow does not: bits of 16-bit files, where EXIF stands."""
 
 import struct
-import zlib
-from collections.abc import Iterator
-from math import ceil
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
 _PNG = b"\x89PNG\r\n\x1a\n"
-_BANDS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}
-"""Values of a pixel by the colour type of the header."""
-_ADAM7 = ((0, 0, 8, 8), (0, 4, 8, 8), (4, 0, 8, 4), (0, 2, 4, 4), (2, 0, 4, 2), (0, 1, 2, 2))
-_ADAM7 += ((1, 0, 2, 1),)
-"""First row and column, and steps of rows and columns, of each pass of an interlaced file."""
-_PIECE_BYTES = 2**20
 
 
 def exif_follows_pixels(file: BinaryIO) -> bool:
@@ -73,48 +62,3 @@ def wide_png(file: BinaryIO) -> WidePng | None:
         if kind == b"sBIT" and length and max(content[:length]) < 16:
             return WidePng(bands, max(content[:length]))
     return WidePng(bands, None)
-
-
-def check_rows(file: BinaryIO) -> None:
-    """Raise ValueError where a PNG holds fewer rows than its header says.
-
-    The pixels are decompressed and counted, not kept.
-    """
-    file.seek(0)
-    head = file.read(33)
-    width, height, bits, colour, _, _, interlaced = struct.unpack(">IIBBBBB", head[16:29])
-    wanted = _stored_bytes(height, width, bits * _BANDS.get(colour, 1), bool(interlaced))
-    found = sum(_decompressed(file))
-    if found < wanted:
-        raise ValueError(
-            f"PNG that says it has {height:,} x {width:,} pixels and holds {found:,} of their "
-            f"{wanted:,} bytes"
-        )
-
-
-def _stored_bytes(height: int, width: int, bits: int, interlaced: bool) -> int:
-    """Return how many bytes pixels of so many bits have before they are compressed, with the byte
-    that stands before each row.
-    """
-    total = 0
-    for top, left, down, across in _ADAM7 if interlaced else ((0, 0, 1, 1),):
-        rows, columns = ceil((height - top) / down), ceil((width - left) / across)
-        if rows > 0 and columns > 0:
-            total += rows * (1 + ceil(columns * bits / 8))
-    return total
-
-
-def _decompressed(file: BinaryIO) -> Iterator[int]:
-    """Yield the lengths of pieces of the pixels of a PNG, whose next chunk begins here."""
-    stream = zlib.decompressobj()
-    while len(start := file.read(8)) == 8:
-        length, kind = struct.unpack(">I4s", start)
-        if kind != b"IDAT":
-            file.seek(length + 4, 1)
-            continue
-        while length > 0 and (content := file.read(min(length, _PIECE_BYTES))):
-            length -= len(content)
-            while content and not stream.eof:
-                yield len(stream.decompress(content, _PIECE_BYTES))
-                content = stream.unconsumed_tail
-        file.seek(4, 1)

@@ -1,12 +1,18 @@
 """Georeferenced rasters through rasterio: windows, overviews and whatever else GDAL reads."""
 
+import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import lru_cache
+from typing import Any, BinaryIO
 
 import numpy as np
 
+from visionattn.data.formats.meaning import Meaning, scaling
 from visionattn.data.formats.reader import (
     Georeference,
+    NotAsAsked,
     Reader,
     check_page,
     damage,
@@ -16,38 +22,76 @@ from visionattn.data.formats.reader import (
 from visionattn.data.geometry import Box
 
 
-def open_reader(path: str, page: int | None) -> Reader:
-    """Open a raster."""
-    require("raster", "rasterio", what="a raster")
-    return Raster(path, page)
+def open_reader(source: str | BinaryIO, page: int | None, what: str = "a raster") -> Reader:
+    """Open a raster by its path, or the content of a file that has none; ``what`` it is called
+    where rasterio is not installed.
+    """
+    require("raster", "rasterio", what=what)
+    return Raster(source, page)
 
 
 class Raster(Reader):
     """A raster that GDAL opens, with all its bands."""
 
-    def __init__(self, path: str, page: int | None):
+    def __init__(self, source: str | BinaryIO, page: int | None):
         import rasterio
-        from rasterio.enums import ColorInterp
+        from rasterio.enums import ColorInterp, MaskFlags
         from rasterio.errors import NotGeoreferencedWarning, RasterioError
 
         check_page(page, 1)
-        self._path = path
+        self._content = None
+        self._path = source if isinstance(source, str) else getattr(source, "name", None)
+        if not isinstance(source, str):
+            if not (isinstance(self._path, str) and os.path.isfile(self._path)):
+                source.seek(0)
+                self._content = rasterio.MemoryFile(source.read())
+                self._path = self._content.name
+            source.close()
         with damage("raster", RasterioError), warnings.catch_warnings():
             warnings.simplefilter("ignore", NotGeoreferencedWarning)
-            self._raster = rasterio.open(path)
+            self._raster = rasterio.open(self._path)
             self.bands = self._raster.count
             if not self.bands:
-                self._raster.close()
+                self.close()
                 raise ValueError("raster without bands; name one of its parts")
             self.stored = self._raster.shape
-            self.dtype = np.dtype(np.result_type(*self._raster.dtypes))
-            self.nodata = self._raster.nodata
+            self.dtype = self._dtype = np.dtype(np.result_type(*self._raster.dtypes))
             self.alpha = self._raster.colorinterp[-1] == ColorInterp.alpha
+            flags = self._raster.mask_flag_enums[0]
+            self._masked = MaskFlags.per_dataset in flags and MaskFlags.alpha not in flags
             bits = self._raster.tags(1, ns="IMAGE_STRUCTURE").get("NBITS")
             self.georeference = self._placed()
+            self.inverted = _zero_is_white(self._raster)
+            palette = self._palette()
         whole = self.dtype.itemsize * 8
         if self.dtype.kind == "u" and (whole == 8 or (bits and int(bits) < whole)):
             self.bits = int(bits or 8)
+        if self.dtype.kind not in "uif":
+            self.close()
+            raise NotAsAsked(f"wanted whole or real numbers, got {self.dtype}")
+        nodata = self._raster.nodatavals
+        nodata = nodata[:-1] if self.alpha and nodata[-1] is None else nodata
+        meaning = Meaning(
+            palette,
+            nodata=nodata if any(value is not None for value in nodata) else (),
+            alpha=self.alpha,
+            **scaling(self._raster.scales, self._raster.offsets),
+        )
+        self.interpret(meaning)
+
+    def _palette(self) -> np.ndarray | None:
+        """Return the colours of a raster's values, uint8 ``[n, 4]``; None where it has none."""
+        from rasterio.enums import ColorInterp
+
+        # GDAL gives grey levels of which zero is white a palette, which is wrong beyond 8 bits.
+        if self._raster.colorinterp[0] != ColorInterp.palette or self.inverted:
+            return None
+        if self.bands - self.alpha != 1 or self._raster.dtypes[0] not in ("uint8", "uint16"):
+            return None
+        colours = self._raster.colormap(1)
+        palette = np.zeros((max(colours) + 1, 4), np.uint8)
+        palette[list(colours)] = list(colours.values())
+        return palette
 
     def _placed(self) -> Georeference | None:
         """Return where the raster lies, as the file says it."""
@@ -94,6 +138,23 @@ class Raster(Reader):
             self.georeference = after if before.transform or before.gcps else before
 
     def _read(self, box: Box, height: int, width: int, bands: Sequence[int] | None) -> np.ndarray:
+        count = self._raster.count
+        chosen = [band % count + 1 for band in (range(count) if bands is None else bands)]
+        alike = len(set(self._raster.dtypes)) == 1  # else rasterio reads single bands alone
+        together = [chosen] if alike else [[band] for band in chosen]
+        parts = [self._ask(self._raster.read, each, box, height, width) for each in together]
+        pixels = parts[0] if alike else np.concatenate(parts)
+        return np.ascontiguousarray(pixels.transpose(1, 2, 0)).astype(self._dtype, copy=False)
+
+    def _empty(self, box: Box, height: int, width: int) -> np.ndarray | None:
+        if not self._masked:
+            return None
+        return self._ask(self._raster.read_masks, [1], box, height, width)[0] == 0
+
+    def _ask(
+        self, method: Callable[..., np.ndarray], bands: list[int], box: Box, height: int, width: int
+    ) -> np.ndarray:
+        """Call a method of rasterio that reads bands, numbers from 1, of a part: ``[n, h, w]``."""
         from rasterio import Env
         from rasterio.enums import Resampling
         from rasterio.errors import RasterioError
@@ -105,20 +166,50 @@ class Raster(Reader):
         factor = max([1, *(each for each in overviews if each <= wanted)])
         shape = -(-box.height // factor), -(-box.width // factor)
         self.check_decoded(*shape)
-        chosen = [band + 1 for band in (range(self.bands) if bands is None else bands)]
+        average = factor > 1 and self.meaning.palette is None
         with damage("raster", RasterioError), Env():
             try:
-                pixels = self._raster.read(
-                    chosen,
+                return method(
+                    bands,
                     window=Window(box.left, box.top, box.width, box.height),
-                    out_shape=(len(chosen), *shape),
-                    resampling=Resampling.average if factor > 1 else Resampling.nearest,
+                    out_shape=(len(bands), *shape),
+                    resampling=Resampling.average if average else Resampling.nearest,
                 )
             except RasterioError as error:  # whose text may only tell of its cause
                 said = one_line(error.__cause__ or error)
                 raise ValueError(f"raster that cannot be read: {said}") from error
-        return np.ascontiguousarray(pixels.transpose(1, 2, 0))
 
     def close(self) -> None:
         """Close the file."""
         self._raster.close()
+        if self._content is not None:
+            self._content.close()
+
+
+def _zero_is_white(raster: Any) -> bool:
+    """Tell whether the smallest value of a raster is white, or that of the files that a VRT is
+    made of.
+    """
+    if raster.driver != "VRT":
+        return raster.tags(ns="IMAGE_STRUCTURE").get("MINISWHITE") == "YES"
+    with open(raster.name, encoding="utf-8", errors="replace") as file:
+        if "<ColorTableComponent>" in file.read():  # which turns them into colours already
+            return False
+    found = {path: _is_of_white_zeros(path) for path in raster.files[1:]}
+    if len(set(found.values())) > 1:
+        white, black = (
+            next(path for path, zero_is_white in found.items() if zero_is_white == wanted)
+            for wanted in (True, False)
+        )
+        raise NotAsAsked(f"zero is white in {white} and black in {black}; convert one of them")
+    return any(found.values())
+
+
+@lru_cache(2**16)
+def _is_of_white_zeros(path: str) -> bool:
+    import rasterio
+    from rasterio.errors import RasterioError
+
+    with suppress(RasterioError), rasterio.open(path) as raster:
+        return _zero_is_white(raster)
+    return False

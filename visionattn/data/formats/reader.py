@@ -10,12 +10,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
+from visionattn.data.formats.meaning import Meaning
 from visionattn.data.formats.options import LARGEST_IMAGE_PX
 from visionattn.data.geometry import Box
 
@@ -168,12 +170,22 @@ class Reader(ABC):
     """Bits that the values fill, as the file states it; None where it does not."""
     inverted: bool = False
     """Whether the smallest value is white."""
-    nodata: float | None = None
-    """The value of pixels that hold nothing; None where the file names none."""
+    meaning: Meaning = Meaning()
+    """What the stored values stand for; ``interpret`` sets it."""
     most_px: int = LARGEST_IMAGE_PX
     """The most pixels that are decoded at once."""
     georeference: "Georeference | None" = None
     """Where the picture lies on the earth; None where the file does not say it."""
+
+    def interpret(self, meaning: Meaning) -> None:
+        """Take what the stored values, whose type is ``dtype``, stand for."""
+        self.meaning = meaning
+        if meaning.coloured:
+            self.bands, self.alpha = 3, False
+            self.dtype = np.dtype(np.uint8) if meaning.palette is not None else self.dtype
+            self.bits = self.dtype.itemsize * 8
+        elif meaning.scale is not None:
+            self.dtype, self.bits = np.dtype(np.float32), None
 
     @property
     def sizes(self) -> list[tuple[int, int]]:
@@ -231,7 +243,8 @@ class Reader(ABC):
     def read(
         self, box: Box, height: int, width: int, bands: Sequence[int] | None = None
     ) -> np.ndarray:
-        """Read a part of the picture, in the file's own type.
+        """Read a part of the picture: values as the file has them, of its own type, or colours, or
+        float32 in physical units where it states scale and offset.
 
         Args:
             box: the part, within the picture.
@@ -241,16 +254,24 @@ class Reader(ABC):
             bands: numbers of the bands from 1, in the order wanted; None: all.
 
         Returns:
-            ``[h, w, bands]``, the whole of ``box`` and nothing else.
+            ``[h, w, bands]``, the whole of ``box`` and nothing else; a masked array where pixels
+            hold nothing.
         """
         turned = (width, height) if self.turn.transpose else (height, width)
+        part = self.turn.stored(box, *self.stored), *turned
         chosen = None if bands is None else [band - 1 for band in bands]
-        pixels = self._read(self.turn.stored(box, *self.stored), *turned, chosen)
-        return self.turn.apply(pixels)
+        values = self.meaning.values(partial(self._read, *part), self._empty(*part), chosen)
+        return self.turn.apply(values)
 
     @abstractmethod
     def _read(self, box: Box, height: int, width: int, bands: Sequence[int] | None) -> np.ndarray:
-        """Read a part of what is stored; ``bands`` count from 0."""
+        """Read a part of what is stored; ``bands`` count from 0, and -1 is the last."""
+
+    def _empty(self, box: Box, height: int, width: int) -> np.ndarray | None:
+        """Return where a mask of the file says that a part of what is stored holds nothing, bool
+        ``[h, w]`` as large as ``_read`` gives it; None where the file has no mask.
+        """
+        return None
 
     def check_decoded(self, rows: int, columns: int) -> None:
         """Raise ValueError where more pixels would be decoded at once than is allowed: a small file

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from visionattn.data.formats.meaning import Meaning
 from visionattn.data.formats.reader import (
     Reader,
     check_page,
@@ -14,7 +15,8 @@ from visionattn.data.formats.reader import (
     pick,
     require,
 )
-from visionattn.data.formats.tiff import damage_of_tiff
+from visionattn.data.formats.tiff_image import damage_of_tiff
+from visionattn.data.formats.tiff_pages import colours_of
 from visionattn.data.geometry import Box
 
 
@@ -39,6 +41,8 @@ class Slide(Reader):
         self.stored, self._taken = self._sizes[0], 0
         self.bands, self.dtype = pixel.shape[2], pixel.dtype
         self.bits = 8 if self.dtype == np.uint8 else None
+        page = self._slide.ts_tifffile.pages[0]
+        self.interpret(Meaning(colours=colours_of(page, self.bands)))
 
     @property
     def sizes(self) -> list[tuple[int, int]]:

@@ -4,28 +4,17 @@ white.
 This module owns the range of values. It knows readers only as ``Reader``.
 """
 
-import math
-import os
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from itertools import islice
-from typing import BinaryIO, NamedTuple, Protocol
+from collections.abc import Iterator
 
 import cv2
 import numpy as np
 
 from visionattn.data.formats.options import ReadOptions
-from visionattn.data.formats.reader import DAMAGED_IMAGE, NotAsAsked, Reader
-from visionattn.data.formats.table import open_image
+from visionattn.data.formats.reader import NotAsAsked, Reader
 from visionattn.data.geometry import Box, View
 
 GREY = np.array([0.299, 0.587, 0.114], np.float32)
 """The weights of red, green and blue in grey, as Pillow has them (ITU-R 601-2)."""
-BITS = (8, 10, 12, 14, 16)
-"""What integers of 16 bits may hold where their file does not say it."""
-FEW_FILES = 8
-PAGED, HEADS = (".tif", ".tiff", ".btf", ".tf8", ".gif", ".webp"), 256
-"""The ends of names of formats that have pages, and how many such files are asked for theirs."""
 TILE_ROWS = 256
 BLOCK_PX = 2**24
 """The most pixels that are read at once where all of an image is looked at."""
@@ -55,7 +44,7 @@ def read_image(reader: Reader, view: View, options: ReadOptions) -> np.ndarray:
 
 def channels_of(stored: np.ndarray, reader: Reader, options: ReadOptions) -> np.ndarray:
     """Make the channels of a model of the bands that were read: uint8 for files of 8 bits, else
-    float32 in [0, 1].
+    float32 in [0, 1]; 0 where pixels hold nothing.
     """
     pixels = scale_values(stored, reader, options)
     return pixels if options.bands is not None else _coloured(pixels, options.channels)
@@ -63,18 +52,18 @@ def channels_of(stored: np.ndarray, reader: Reader, options: ReadOptions) -> np.
 
 def read_blocks(reader: Reader, options: ReadOptions) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Read an image at its full size in parts that fit into memory: what is stored and the channels
-    that it becomes, ``[h, w, bands]`` and ``[h, w, C]``. Pixels without data are left out: the
-    others of such a part stand in one row.
+    that it becomes, ``[h, w, bands]`` and ``[h, w, C]``, masked arrays where pixels hold nothing.
     """
     bands = bands_of(reader, options)
     for box in blocks(reader):
         stored = reader.read(box, box.height, box.width, bands)
-        channels, empty = channels_of(stored, reader, options), holds_nothing(stored, reader)
-        if empty is not None and empty.any():
-            whole = ~empty.any(axis=2)
-            stored, channels = stored[whole][None], channels[whole][None]
-        if stored.size:
-            yield stored, channels
+        channels = channels_of(stored, reader, options)
+        if isinstance(stored, np.ma.MaskedArray):
+            empty = np.ma.getmaskarray(stored)
+            if empty.shape != channels.shape:  # grey that became colours, or colours grey
+                empty = np.broadcast_to(empty.any(2, keepdims=True), channels.shape)
+            channels = np.ma.MaskedArray(channels, empty)
+        yield stored, channels
 
 
 def resize(image: np.ndarray, height: int, width: int) -> np.ndarray:
@@ -140,71 +129,58 @@ def range_of(reader: Reader, options: ReadOptions) -> tuple[float, float] | None
 
 
 def scale_values(pixels: np.ndarray, reader: Reader, options: ReadOptions) -> np.ndarray:
-    """Return uint8 as it is and other values as float32 in [0, 1]; NaN and what stands for no data
-    are 0. Where the smallest value is white, so is 0.
+    """Return uint8 as it is and other values as float32 in [0, 1]; what holds nothing is 0. Where
+    the smallest value is white, so is the lower end of the range.
 
     Raises:
         NotAsAsked: nothing says which values are black and white, or values are beyond what the
             other files hold; one line with the smallest and the largest value.
     """
-    empty = holds_nothing(pixels, reader)
-    if pixels.dtype == np.uint8 and reader.bits in (8, None):
-        pixels = 255 - pixels if reader.inverted else pixels
-        return pixels if empty is None else np.where(empty, np.uint8(0), pixels)
+    values, empty = np.ma.getdata(pixels), np.ma.getmask(pixels)
+    if values.dtype == np.uint8 and reader.bits in (8, None):
+        values = 255 - values if reader.inverted else values
+        return values if empty is np.ma.nomask else np.where(empty, np.uint8(0), values)
     limits = range_of(reader, options)
     if limits is None:
-        raise NotAsAsked(_no_range(pixels, reader.nodata))
+        raise NotAsAsked(no_range(reader, extremes(pixels)))
     low, high = limits
     if options.found or limits != options.value_range:
-        _check_within(pixels if empty is None else pixels[~empty], low, high)
-    scaled = pixels.astype(np.float32)
+        _check_within(pixels, low, high)
+    scaled = values.astype(np.float32)
     scaled -= np.float32(low)
     scaled /= np.float32(high - low)
     np.nan_to_num(scaled, copy=False, nan=0.0, posinf=1.0, neginf=0.0)
     np.clip(scaled, 0, 1, out=scaled)
     if reader.inverted:
         np.subtract(1, scaled, out=scaled)
-    if empty is not None:
-        scaled[empty] = 0
+    scaled[empty] = 0
     return scaled
 
 
-def holds_nothing(pixels: np.ndarray, reader: Reader) -> np.ndarray | None:
-    """Return which values of ``[h, w, bands]`` stand for no data; None where the file names no such
-    value.
-    """
-    if reader.nodata is None:
-        return None
-    return np.isnan(pixels) if math.isnan(reader.nodata) else pixels == reader.nodata
-
-
-def _no_range(pixels: np.ndarray, nodata: float | None) -> str:
-    low, high = extremes(pixels, nodata)
+def no_range(reader: Reader, ends: tuple[float, float]) -> str:
+    """Say that nothing tells which range the values of an image have."""
+    units = "values in physical units" if reader.meaning.scale else f"{reader.dtype} values"
     return (
-        f"{pixels.dtype} values from {low:,.6g} to {high:,.6g}, and nothing says which of them are "
+        f"{units} from {ends[0]:,.6g} to {ends[1]:,.6g}, and nothing says which of them are "
         "black and white; give --data.value_range LOW HIGH"
     )
 
 
 def _check_within(pixels: np.ndarray, low: float, high: float) -> None:
-    if pixels.size and (smallest := pixels.min()) < low:
-        raise NotAsAsked(
-            f"values from {smallest:,}, where those of the other images begin at {low:,.0f}; give "
-            "--data.value_range LOW HIGH"
-        )
-    if pixels.size and (largest := pixels.max()) > high:
-        raise NotAsAsked(
-            f"values up to {largest:,}, where those of the other images end at {high:,.0f}; give "
-            "--data.value_range LOW HIGH"
-        )
+    smallest, largest = extremes(pixels)
+    wrong = f"from {smallest:,.6g}, where those of the other images begin at {low:,.6g}"
+    if smallest >= low:
+        wrong = f"up to {largest:,.6g}, where those of the other images end at {high:,.6g}"
+    if smallest < low or largest > high:
+        raise NotAsAsked(f"values {wrong}; give --data.value_range LOW HIGH")
 
 
-def extremes(pixels: np.ndarray, nodata: float | None = None) -> tuple[float, float]:
-    """Return the smallest and the largest finite value besides ``nodata``; 0 and 0 where there is
-    none.
+def extremes(pixels: np.ndarray) -> tuple[float, float]:
+    """Return the smallest and the largest finite value of pixels that hold something; 0 and 0 where
+    there is none.
     """
-    if nodata is not None:
-        pixels = pixels[pixels != nodata]
+    if isinstance(pixels, np.ma.MaskedArray):
+        pixels = pixels.compressed()
     if pixels.dtype.kind == "f":
         pixels = pixels[np.isfinite(pixels)]
     return (float(pixels.min()), float(pixels.max())) if pixels.size else (0.0, 0.0)
@@ -217,156 +193,3 @@ def blocks(reader: Reader) -> Iterator[Box]:
         rows -= rows % TILE_ROWS
     for top in range(0, reader.height, rows):
         yield Box(top, 0, min(rows, reader.height - top), reader.width)
-
-
-class Source(Protocol):
-    """Encoded images by number."""
-
-    def open(self, index: int) -> BinaryIO | str | os.PathLike:
-        """Return what ``open_image`` takes."""
-        ...
-
-    def name(self, index: int) -> str:
-        """Return what messages call the image."""
-        ...
-
-
-def settle(
-    source: Source, indices: Sequence[int], options: ReadOptions, *, strict: bool = True
-) -> tuple[ReadOptions, list[str]]:
-    """Look at a few files of a data set, evenly spread, for what is decided once for all of them.
-
-    Args:
-        source: the files.
-        indices: numbers of those of the data set.
-        options: how they are read.
-        strict: raise where values have no range; otherwise such a file is an error when its turn
-            comes.
-
-    Returns:
-        The options, with the range of values of integers whose files do not state it, and lines
-        that tell people of that range and of pages that are left out.
-
-    Raises:
-        ValueError: the values are no integers of up to 16 bits and have no range, or none of the
-            files has the bands or the page, or the package, that it takes; one line with the file.
-    """
-    seen: list[_Seen] = []
-    refused: list[str] = []
-    for place in np.linspace(0, len(indices) - 1, min(FEW_FILES, len(indices))).round():
-        index = int(indices[int(place)])
-        try:
-            with open_image(source.open(index), options) as reader:
-                seen.append(_look(reader, source.name(index), options))
-        except NotAsAsked as error:
-            refused.append(f"{source.name(index)}: {error}")
-        except DAMAGED_IMAGE:
-            continue  # it is reported when its turn comes
-    if strict and refused and not seen:
-        raise ValueError(refused[0])
-    many = max(seen, key=lambda file: file.pages, default=None)
-    if many is None or many.pages == 1:
-        many = _first_of_pages(source, indices, options)
-    options, lines = _with_values(seen, options, strict)
-    return options, lines + _of_pages(many)
-
-
-def settle_one(reader: Reader, name: str, options: ReadOptions) -> tuple[ReadOptions, list[str]]:
-    """Do the same for one image that is open, of which all is looked at where nothing says which
-    range its values have.
-
-    Raises:
-        One of ``DAMAGED_IMAGE``: it cannot be read, or has no such bands.
-    """
-    seen = _look(reader, name, options)
-    options, lines = _with_values([seen], options, strict=False)
-    return options, lines + _of_pages(seen)
-
-
-def _with_values(
-    seen: Sequence["_Seen"], options: ReadOptions, strict: bool
-) -> tuple[ReadOptions, list[str]]:
-    """Return the options with the range of values, and lines that tell what is known of values."""
-    ranged = options.value_range is not None and not options.found
-    options, lines = _with_range(seen, options, strict)
-    if ranged and seen and all(file.dtype == np.uint8 for file in seen):
-        lines.append("data.value_range changes nothing here: the images have 8 bits and stay so")
-    return options, lines
-
-
-def _of_pages(many: "_Seen | None") -> list[str]:
-    """Return the line that tells of pages that are left out."""
-    if many is None or many.pages == 1:
-        return []
-    return [
-        f"images have several pages ({many.pages} in {many.name}): the first of each is read, "
-        "the others are left out; --data.page N takes another"
-    ]
-
-
-class _Seen(NamedTuple):
-    """What a file of a data set has."""
-
-    name: str
-    pages: int
-    """How many there are; 1 where a page is asked for."""
-    dtype: np.dtype
-    ends: tuple[float, float] | None
-    """The smallest and the largest value, where nothing says which range they have."""
-
-
-def _first_of_pages(source: Source, indices: Sequence[int], options: ReadOptions) -> _Seen | None:
-    """Return the first file with several pages among the first ``HEADS`` whose names tell formats
-    that have pages; their heads alone are read.
-    """
-    if options.page is not None:
-        return None
-    named = (int(index) for index in indices if source.name(int(index)).lower().endswith(PAGED))
-    for index in islice(named, HEADS):
-        try:
-            with open_image(source.open(index), options) as reader:
-                if reader.pages > 1:
-                    return _Seen(source.name(index), reader.pages, reader.dtype, None)
-        except DAMAGED_IMAGE:
-            continue
-    return None
-
-
-def _look(reader: Reader, name: str, options: ReadOptions) -> _Seen:
-    bands, ends = bands_of(reader, options), None
-    if reader.dtype != np.uint8 and range_of(reader, options) is None:
-        parts = (reader.read(box, box.height, box.width, bands) for box in blocks(reader))
-        found = [extremes(part, reader.nodata) for part in parts]
-        lows, highs = zip(*found, strict=True)
-        ends = min(lows), max(highs)
-    pages = reader.pages if options.page is None else 1
-    return _Seen(name, pages, reader.dtype, ends)
-
-
-def _with_range(
-    seen: Sequence[_Seen], options: ReadOptions, strict: bool
-) -> tuple[ReadOptions, list[str]]:
-    """Return the options with the range of integers whose files do not state it, and a line that
-    tells it.
-    """
-    whole = []
-    for file in seen:
-        if file.ends is None:
-            continue
-        low, high = file.ends
-        if file.dtype.kind in "ui" and low >= 0 and high < 2**16:
-            whole.append(file)
-        elif strict:
-            raise ValueError(
-                f"{file.name} holds values from {low:,.6g} to {high:,.6g}, and nothing says which "
-                "of them are black and white; give --data.value_range LOW HIGH"
-            )
-    if not whole:
-        return options, []
-    largest = int(max(file.ends[1] for file in whole))
-    held = next(few for few in BITS if largest < 2**few)
-    bits = max(file.dtype.itemsize * 8 for file in whole)
-    return replace(options, value_range=(0.0, float(2**held - 1)), found=True), [
-        f"{bits}-bit images hold values up to {largest:,}: read as {held} bits; "
-        "--data.value_range LOW HIGH says otherwise"
-    ]

@@ -31,6 +31,7 @@ from visionattn.data.formats import (
     settle_one,
 )
 from visionattn.data.formats.arrays import ArrayImage, with_axes
+from visionattn.data.formats.meaning import join
 from visionattn.data.formats.pillow import PillowImage
 from visionattn.data.formats.reader import pick
 from visionattn.data.geometry import Box
@@ -89,7 +90,7 @@ class ImageSource:
             self.held_bytes = min(rows, self.height) * row
 
     def read(self, rows: slice, columns: slice) -> np.ndarray:
-        """Read a part in the file's own type.
+        """Read a part: values of the file's own type, or colours, or float32 in physical units.
 
         Bands that follow each other decode each tile, strip or chunk once, wherever they end.
 
@@ -98,7 +99,7 @@ class ImageSource:
             columns: likewise.
 
         Returns:
-            ``[h, w, channels]``.
+            ``[h, w, channels]``; a masked array where pixels hold nothing.
 
         Raises:
             UnreadablePart: it cannot be read; one line with the rows and the file.
@@ -137,7 +138,7 @@ class ImageSource:
                 # A view would keep all of the band in memory.
                 rest = rest.copy() if 2 * len(rest) < len(pixels) else rest
                 self._kept = first, columns, rest
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return join(parts)
 
     def _piece_start(self, row: int) -> int:
         """Return the first row of the tile, strip or chunk that a row lies in; that of the first

@@ -1,0 +1,438 @@
+"""Rasters and TIFF files give the values, colours and holes that GDAL, tifffile or a formula say,
+whole and in parts, from a path and from a stream.
+"""
+
+import importlib.util
+import io
+import warnings
+from functools import reduce
+from operator import add
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageCms
+
+from tests.helpers.image_formats import HEIGHT, WIDTH, pattern, saved, seen, tiff, whole
+from visionattn.data.formats import (
+    MissingPackage,
+    NotAsAsked,
+    ReadOptions,
+    open_image,
+    read_blocks,
+    read_image,
+    settle,
+)
+from visionattn.data.geometry import Box, Geometry
+from visionattn.data.large import open_source
+from visionattn.data.mask_files import MaskClasses, MaskFiles
+from visionattn.data.sources import Files
+from visionattn.data.stats import moments_of
+from visionattn.models.weights import DataSpec
+
+rasterio = pytest.importorskip("rasterio")
+shutil = pytest.importorskip("rasterio.shutil")
+tifffile = pytest.importorskip("tifffile")
+GEO = [(33550, "d", 3, (1.0, 1.0, 0.0), True), (33922, "d", 6, (0.0,) * 6, True)]
+GEO += [(34735, "H", 8, (1, 1, 0, 1, 1024, 0, 1, 1), True)]
+HOLE = np.s_[3:9, 5:20]
+
+
+def write(path, pixels, mask=None, colours=None, scales=None, offsets=None, **profile):
+    """Write ``[H, W, bands]`` with rasterio, as ground unless told otherwise."""
+    place = {"transform": rasterio.Affine(10, 0, 100, 0, -10, 500), "crs": "EPSG:3857"}
+    profile = place | {"count": pixels.shape[2], "dtype": pixels.dtype} | profile
+    with rasterio.open(path, "w", height=HEIGHT, width=WIDTH, **profile) as file:
+        file.write(pixels.transpose(2, 0, 1))
+        if mask is not None:
+            file.write_mask(mask)
+        if colours is not None:
+            file.write_colormap(1, colours)
+        if scales is not None:
+            file.scales, file.offsets = scales, offsets
+    return path
+
+
+def vrt(path, *bands):
+    """Write a VRT of bands: type, file, and what else the element of the band holds."""
+    elements = [
+        f'<VRTRasterBand dataType="{kind}" band="{number}">{more}<SimpleSource>'
+        f"<SourceFilename>{source}</SourceFilename><SourceBand>1</SourceBand></SimpleSource>"
+        "</VRTRasterBand>"
+        for number, (kind, source, more) in enumerate(bands, 1)
+    ]
+    size = f'rasterXSize="{WIDTH}" rasterYSize="{HEIGHT}"'
+    ground = "<GeoTransform>100, 10, 0, 500, 0, -10</GeoTransform>"
+    path.write_text(f"<VRTDataset {size}>{ground}{''.join(elements)}</VRTDataset>")
+    return path
+
+
+def nodata(folder, dtype, value, bands, **profile):
+    """Bands of which one has the value outside of the hole too."""
+    pixels = pattern(bands, np.uint16, 200).clip(1).astype(dtype)
+    pixels[HOLE] = value if dtype.startswith("f") else 255
+    pixels[20, 20, 0] = pixels[4, 5, 0]
+    if bands == 4:
+        pixels[25, 25, :3] = 255
+    path = folder / "a.tif"
+    if value == -9999:  # which rasterio does not write
+        tags = [*GEO, (42113, "s", 0, "-9999", True)]
+        path.write_bytes(tiff(pixels, photometric="rgb", extratags=tags).getvalue())
+    else:
+        write(path, pixels, nodata=value, **profile)
+    with rasterio.open(path) as file:
+        empty = file.dataset_mask() == 0
+    assert empty.sum() == (value != -9999) * (90 + (bands == 1))
+    empty = empty[..., None] | np.isnan(pixels)  # which GDAL counts where another band has a value
+    return path, {"value_range": (0, 255)}, pixels / 255, empty
+
+
+def masked(folder, kind):
+    pixels = pattern(4 if kind == "alpha" else 3)
+    mask = np.full((HEIGHT, WIDTH), 255, np.uint8)
+    mask[HOLE] = 0
+    if kind == "alpha":
+        pixels[..., 3] = mask
+    options = {"photometric": "RGB"} if kind == "alpha" else {}
+    options |= {"nodata": 7} if kind == "beside nodata" else {}
+    with rasterio.Env(GDAL_TIFF_INTERNAL_MASK=kind != "file"):
+        given = None if kind == "alpha" else mask
+        path = write(folder / "a.tif", pixels, given, tiled=True, blockxsize=16, blockysize=16,
+                     **options)  # fmt: skip
+    assert (folder / "a.tif.msk").exists() == (kind == "file")
+    with rasterio.open(path) as file:
+        empty = file.dataset_mask() == 0
+    return path, {}, pixels[..., :3] / 255, empty
+
+
+def bands_of_vrt(folder, kinds, values):
+    """A VRT of bands of several types, each with nodata of its own."""
+    names = {"int16": "Int16", "uint16": "UInt16", "float32": "Float32", "uint8": "Byte"}
+    pixels, entries = pattern(len(kinds), np.uint16, 200), []
+    for band, (kind, value) in enumerate(zip(kinds, values, strict=True)):
+        stored = pixels[..., band : band + 1].astype(kind)
+        if value is not None:
+            stored[10 * band : 10 * band + 5] = value
+        more = "" if value is None else f"<NoDataValue>{value}</NoDataValue>"
+        source = write(folder / f"{band}.tif", stored, nodata=value)
+        entries.append((names[kind], source, more))
+    path = vrt(folder / "a.vrt", *entries)
+    with rasterio.open(path) as file:
+        empty = np.stack([file.read_masks(band) for band in file.indexes], 2) == 0
+    return path, {"value_range": (0, 255)}, pixels / 255, empty
+
+
+def white_zeros(folder, dtype, wrap, **options):
+    pixels = pattern(1, np.uint16, 200).astype(dtype)
+    path = folder / "a.tif"
+    path.write_bytes(tiff(pixels, photometric="miniswhite", **options).getvalue())
+    if wrap:
+        name = {"uint8": "Byte", "uint16": "UInt16", "int16": "Int16", "float32": "Float32"}[dtype]
+        path = vrt(folder / "b.vrt", (name, vrt(folder / "a.vrt", (name, path, "")), ""))
+    empty = np.zeros((HEIGHT, WIDTH), bool)
+    return path, {"value_range": (0, 255), "bands": (1,)}, 1 - pixels / 255, empty
+
+
+def palette(folder, driver, transparent=255, dtype="uint8", wrap=False, **profile):
+    most = 2 ** profile.get("nbits", 8)
+    index = pattern(1, np.uint8, most - 1).astype(dtype)
+    table = {n: (n, 255 - n, 77, transparent if n < 20 else 255) for n in range(most)}
+    path = write(folder / f"a.{'img' if driver == 'HFA' else 'tif'}", index, driver=driver,
+                 colours=table, dtype=dtype, **profile)  # fmt: skip
+    if wrap:
+        shutil.copy(path, folder / "a.vrt", driver="VRT")
+        path = folder / "a.vrt"
+    values = index[..., 0]
+    empty = values == profile.get("nodata", -1)
+    if driver == "HFA":  # a palette of TIFF has no transparency
+        empty |= (values < 20) & (transparent == 0)
+    colours = np.array([table[n][:3] for n in range(most)])[values]
+    return path, {}, colours / 255, empty
+
+
+def scaled(folder, scales, offsets, **profile):
+    pixels = pattern(len(scales), np.uint16, 8000).astype(profile.pop("dtype", "uint16"))
+    path = write(folder / "a.tif", pixels, scales=scales, offsets=offsets, **profile)
+    values = (pixels * np.array(scales) + np.array(offsets) + 1) / 2
+    empty = (pixels == profile.get("nodata", -1)).all(2)
+    return path, {"value_range": (-1, 1)}, values.clip(0, 1), empty
+
+
+def inks(folder):
+    pixels = pattern(4, np.uint16)
+    path = folder / "a.tif"
+    path.write_bytes(tiff(pixels, photometric="separated").getvalue())
+    light = 1 - pixels / 65535
+    return path, {}, light[..., :3] * light[..., 3:], np.zeros((HEIGHT, WIDTH), bool)
+
+
+def wide_palette(folder):
+    index = pattern(1, np.uint16, 999)
+    table = np.random.default_rng(1).integers(0, 256, (3, 2**16)) * 257
+    path = folder / "a.tif"
+    options = {"photometric": "palette", "colormap": table.astype(np.uint16)}
+    path.write_bytes(tiff(index, **options).getvalue())
+    return path, {}, table.T[index[..., 0]] / 65535, np.zeros((HEIGHT, WIDTH), bool)
+
+
+def wide_jpeg_2000(folder, bits):
+    pixels = pattern(3, np.uint16, 2**bits - 1)
+    path = folder / "a.jp2"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", rasterio.errors.NotGeoreferencedWarning)
+        write(path, pixels, driver="JP2OpenJPEG", quality=100, reversible="YES", nbits=bits,
+              transform=None, crs=None)  # fmt: skip
+    options = {"value_range": (0, 65535)} if bits == 16 else {}
+    return path, options, pixels / (2**bits - 1), np.zeros((HEIGHT, WIDTH), bool)
+
+
+def channels(folder, kind, shape, **options):
+    """Channels that are pages: a file of OME or ImageJ, of which page 2 is read where it has any
+    depths or times.
+    """
+    axes = options.get("axes", "CYX")
+    stored = np.random.default_rng(0).integers(0, 256, (*shape, HEIGHT, WIDTH), np.uint8)
+    path = folder / f"a.{kind}.tif"
+    written = {"imagej": True} if kind == "imagej" else {"ome": True}
+    layout = {} if kind == "imagej" else {"tile": (16, 16)}
+    tifffile.imwrite(path, stored, **written, **layout, metadata=options, photometric="minisblack")
+    if options.get("one_page"):
+        tifffile.imwrite(path, stored, imagej=True, metadata={"axes": axes}, contiguous=True)
+        shorten(path)
+    picture = np.moveaxis(stored, axes.index("C"), -1)
+    pages = picture.reshape(-1, HEIGHT, WIDTH, picture.shape[-1])
+    page = 1 if len(pages) > 1 else 0
+    asked = {"page": page + 1} if page else {}
+    if picture.shape[-1] != 3:
+        asked["bands"] = tuple(range(1, picture.shape[-1] + 1))
+    return path, asked, pages[page] / 255, np.zeros((HEIGHT, WIDTH), bool)
+
+
+def shorten(path):
+    """Leave the first page of a stack out of which ImageJ finds the others, as in large files."""
+    content = bytearray(path.read_bytes())
+    with tifffile.TiffFile(path) as file:
+        place = file.pages[0].offset
+    entries = int.from_bytes(content[place : place + 2], "little")
+    content[place + 2 + 12 * entries : place + 6 + 12 * entries] = bytes(4)
+    path.write_bytes(content)
+
+
+CASES = {
+    "nodata in three bands": lambda f: nodata(f, "uint8", 255, 3),
+    "nodata in one band": lambda f: nodata(f, "uint16", 255, 1),
+    "nodata beyond the type": lambda f: nodata(f, "uint8", -9999, 3),
+    "nodata that is NaN": lambda f: nodata(f, "float32", np.nan, 2, interleave="band"),
+    "nodata in three of four bands": lambda f: nodata(f, "uint8", 255, 4, photometric="MINISBLACK"),
+    "internal mask": lambda f: masked(f, "internal"),
+    "mask and nodata": lambda f: masked(f, "beside nodata"),
+    "mask file": lambda f: masked(f, "file"),
+    "alpha": lambda f: masked(f, "alpha"),
+    "VRT, nodata of its own": lambda f: bands_of_vrt(f, ["uint16"] * 3, (65535, 60000, 50000)),
+    "VRT, several types": lambda f: bands_of_vrt(
+        f, ["int16", "uint16", "float32"], (-1, None, np.nan)
+    ),
+    "VRT, bytes and others": lambda f: bands_of_vrt(f, ["uint8", "int16", "uint8"], (3, None, 5)),
+    "white zeros": lambda f: white_zeros(f, "uint8", False),
+    "white zeros, ground": lambda f: white_zeros(f, "uint8", False, extratags=GEO),
+    "white zeros, 16 bits": lambda f: white_zeros(f, "uint16", False, extratags=GEO),
+    "white zeros, signed": lambda f: white_zeros(f, "int16", False, tile=(16, 16)),
+    "white zeros, float": lambda f: white_zeros(f, "float32", False, bigtiff=True),
+    "white zeros, VRT": lambda f: white_zeros(f, "uint8", True),
+    "white zeros, float, VRT": lambda f: white_zeros(f, "float32", True),
+    "white zeros, signed, VRT": lambda f: white_zeros(f, "int16", True),
+    "palette, ground": lambda f: palette(f, "GTiff"),
+    "palette, nodata": lambda f: palette(f, "GTiff", nodata=3),
+    "palette of 4 bits": lambda f: palette(f, "GTiff", nbits=4, nodata=3, photometric="palette"),
+    "palette, VRT": lambda f: palette(f, "GTiff", nodata=3, wrap=True),
+    "palette, .img": lambda f: palette(f, "HFA"),
+    "palette, .img, transparent": lambda f: palette(f, "HFA", 0),
+    "palette, .img, 16 bits": lambda f: palette(f, "HFA", dtype="uint16"),
+    "scale": lambda f: scaled(f, [1e-4, 2e-4, 1e-4], [-0.1, 0.2, 0.0]),
+    "scale, nodata": lambda f: scaled(f, [1e-4], [0.5], dtype="int16", nodata=0),
+    "inks": inks,
+    "palette of 16 bits": wide_palette,
+    "JPEG 2000, 12 bits": lambda f: wide_jpeg_2000(f, 12),
+    "JPEG 2000, 16 bits": lambda f: wide_jpeg_2000(f, 16),
+    "OME": lambda f: channels(f, "ome", (3,), axes="CYX"),
+    "OME, depths": lambda f: channels(f, "ome", (3, 4), axes="CZYX"),
+    "OME, times and 5 channels": lambda f: channels(f, "ome", (2, 5), axes="TCYX"),
+    "ImageJ": lambda f: channels(f, "imagej", (3,), axes="CYX"),
+    "ImageJ, depths and 2 channels": lambda f: channels(f, "imagej", (3, 2), axes="ZCYX"),
+    "ImageJ, one page": lambda f: channels(f, "imagej", (3,), axes="CYX", one_page=True),
+}
+
+
+def taken(path, asked, wanted, empty):
+    """The options that read the bands that are wanted, and these, with 0 in holes."""
+    if "bands" not in asked:
+        count = {1: 1, 2: 2}.get(wanted.shape[2], 3)
+        asked = asked | ({"bands": (1, 2)} if count == 2 else {"channels": count})
+        wanted = wanted[..., :count]
+    if empty.ndim == 2:
+        empty = empty[..., None]
+    empty = np.broadcast_to(empty[..., : wanted.shape[2]], wanted.shape)
+    return ReadOptions(**asked), np.where(empty, 0, wanted), ~empty
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_whole_images_parts_and_statistics_are_those_of_the_file(tmp_path, case):
+    path, *rest = CASES[case](tmp_path)
+    options, wanted, valid = taken(path, *rest)
+    sources = [str(path)]
+    if path.suffix in (".tif", ".jp2") and not (tmp_path / "a.tif.msk").exists():
+        sources.append(io.BytesIO(path.read_bytes()))
+    view = Geometry("native", None).view(HEIGHT, WIDTH)
+    for source in sources:
+        with open_image(source, options) as reader:
+            got = read_image(reader, view, options)
+            found = reduce(add, (moments_of(*part) for part in read_blocks(reader, options)))
+        got = got / 255 if got.dtype == np.uint8 else got
+        np.testing.assert_allclose(got, wanted, atol=2e-5)
+        assert found.count.tolist() == valid.sum((0, 1)).tolist()
+        np.testing.assert_allclose(found.mean, wanted.mean((0, 1)) / valid.mean((0, 1)), rtol=1e-4)
+
+    count = wanted.shape[2]
+    spec = DataSpec(count, 2, (), (0.0,) * count, (1.0,) * count, None, None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of pages, and of files of one part
+        with open_source(str(path), options=options) as source:
+            prepare = source.prepare(spec)
+            rows = [slice(top, min(top + 5, HEIGHT)) for top in range(0, HEIGHT, 5)]
+            parts = [prepare(source.read(each, slice(7, WIDTH))) for each in rows]
+    got = torch.cat(parts, 2)[0].permute(1, 2, 0)
+    np.testing.assert_allclose(got, wanted[:, 7:], atol=2e-5)
+
+
+def test_a_range_that_is_found_counts_no_holes(tmp_path):
+    path, *_ = CASES["VRT, nodata of its own"](tmp_path)
+    options, lines = settle(Files([str(path)]), [0], ReadOptions())
+    assert options.value_range == (0, 255) and "hold values up to 200" in lines[0]
+
+
+def test_smaller_copies_have_holes_too(tmp_path):
+    pixels, mask = np.full((64, 96, 3), 200, np.uint8), np.full((64, 96), 255, np.uint8)
+    mask[:32, :48] = 0
+    path = tmp_path / "a.tif"
+    profile = {"driver": "GTiff", "height": 64, "width": 96, "count": 3, "dtype": "uint8"}
+    profile |= {"transform": rasterio.Affine(10, 0, 100, 0, -10, 500), "crs": "EPSG:3857"}
+    with rasterio.Env(GDAL_TIFF_INTERNAL_MASK=True):
+        with rasterio.open(path, "w", tiled=True, blockxsize=16, blockysize=16, **profile) as file:
+            file.write(pixels.transpose(2, 0, 1))
+            file.write_mask(mask)
+        with rasterio.open(path, "r+") as file:
+            file.build_overviews([2], rasterio.enums.Resampling.nearest)
+    for source in (str(path), io.BytesIO(path.read_bytes())):
+        with open_image(source) as reader:
+            part = reader.read(Box(8, 16, 56, 80), 28, 40)
+            assert part.shape == (28, 40, 3)
+            assert part.mask[:12, :16].all() and part.mask.sum() == 12 * 16 * 3
+    with open_source(str(path), level=1) as source:
+        assert source.read(slice(0, 32), slice(0, 48)).mask.sum() == 16 * 24 * 3
+
+
+def test_files_of_which_zero_is_white_in_some_only_are_one_line_in_a_vrt(tmp_path):
+    names = [tmp_path / "white.tif", tmp_path / "black.tif"]
+    for name, photometric in zip(names, ("miniswhite", "minisblack"), strict=True):
+        name.write_bytes(tiff(pattern(1), photometric=photometric).getvalue())
+    path = vrt(tmp_path / "a.vrt", *(("Byte", name, "") for name in names))
+    said = f"zero is white in {names[0]} and black in {names[1]}; convert one of them"
+    with pytest.raises(NotAsAsked, match=said):
+        open_image(str(path))
+
+
+def test_white_may_be_zero_in_one_bit_too():
+    pixels = pattern(1) > 99
+    got = seen(tiff(pixels, photometric="miniswhite"), channels=1)
+    np.testing.assert_array_equal(got, np.where(pixels, 0, 255))
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+def test_lab_is_the_rgb_that_colour_management_makes_of_it(dtype):
+    picture = np.asarray(Image.effect_noise((WIDTH, HEIGHT), 60).resize((WIDTH, HEIGHT)))
+    picture = np.stack([picture, np.roll(picture, 1, 0), np.roll(picture, 2, 1)], 2) // 2 + 60
+    srgb, lab = ImageCms.createProfile("sRGB"), ImageCms.createProfile("LAB")
+    converted = ImageCms.profileToProfile(Image.fromarray(picture), srgb, lab, outputMode="LAB")
+    levels = np.frombuffer(converted.tobytes(), np.uint8).reshape(picture.shape).astype(dtype)
+    levels[..., 0] *= 257 if dtype == np.uint16 else 1
+    levels[..., 1:] *= 256 if dtype == np.uint16 else 1
+    got = seen(tiff(levels, photometric="cielab"))
+    got = got * 255 if dtype == np.uint16 else got.astype(float)
+    assert np.abs(got - picture).max() < 6 and np.abs(got - picture).mean() < 1
+
+
+@pytest.mark.parametrize(("code", "suffix"), [(33003, "tif"), (33003, "svs"), (33005, "tif")])
+def test_jpeg_2000_of_aperio_is_rgb(tmp_path, code, suffix):
+    pytest.importorskip("tiffslide")
+    picture = np.kron(pattern(3)[:4, :6], np.ones((64, 64, 1), np.uint8))
+    stored = picture
+    if code == 33003:
+        stored = np.asarray(Image.fromarray(picture).convert("YCbCr"))
+    path = tmp_path / f"a.{suffix}"
+    said = "Aperio Image Library v11\r\n384x256 [0,0 384x256] (128x128) J2K/YUV16"
+    written = {"photometric": "rgb", "tile": (128, 128), "description": said, "metadata": None}
+    tifffile.imwrite(path, stored, compression=code, **written)
+    with open_image(str(path)) as reader:
+        assert np.abs(whole(reader).astype(int) - picture).max() <= 3
+    with open_source(str(path)) as source:
+        part = source.read(slice(60, 200), slice(30, 300))
+        assert np.abs(part.astype(int) - picture[60:200, 30:300]).max() <= 3
+
+
+def test_physical_units_need_a_range_and_mix_with_no_other_values(tmp_path):
+    path, *_ = scaled(tmp_path, [1e-4], [-0.1])
+    said = "a.tif: values in physical units from -0.1 to 0.7, and nothing says which of them are"
+    with pytest.raises(ValueError, match=said):
+        settle(Files([str(path)]), [0], ReadOptions(1))
+    _, lines = settle(Files([str(path)]), [0], ReadOptions(1, value_range=(0, 1)))
+    assert len(lines) == 1 and "scale and offset, which are applied: data.value_range" in lines[0]
+    with pytest.raises(NotAsAsked, match="^values in physical units from"):
+        seen(str(path), channels=1, value_range=(0, 255), found=True)
+
+
+def test_the_transparency_of_a_png_is_left_out():
+    pixels = pattern(4)
+    np.testing.assert_array_equal(seen(saved(pixels, "png")), pixels[..., :3])
+
+
+def test_masks_of_64_bits_and_of_wide_palettes_are_numbers_of_classes(tmp_path):
+    classes = np.random.default_rng(0).integers(0, 3, (5, 7))
+    table = np.random.default_rng(1).integers(0, 2**16, (3, 2**16)).astype(np.uint16)
+    files = {
+        "64 bits": tiff(classes[..., None]),
+        "palette": tiff(
+            classes.astype(np.uint16)[..., None], photometric="palette", colormap=table
+        ),
+    }
+    for name, stream in files.items():
+        (tmp_path / f"{name}.tif").write_bytes(stream.getvalue())
+        masks = MaskFiles(Files([str(tmp_path / f"{name}.tif")]), MaskClasses(("a", "b", "c")))
+        np.testing.assert_array_equal(masks.read(0), classes)
+
+
+def test_what_no_library_reads_is_one_line_that_says_what_it_is(tmp_path):
+    pixels = pattern(4, np.uint16).astype(np.complex64)
+    for stream, said in (
+        (tiff(pixels), "photometric interpretation MINISBLACK, compression NONE and 64 bits"),
+        (tiff(pattern(5, np.uint16), photometric="separated"), "interpretation SEPARATED, "),
+    ):
+        with pytest.raises(NotAsAsked, match=said):
+            seen(stream)
+    path, *_ = CASES["OME"](tmp_path)
+    with pytest.raises(NotAsAsked, match="has 1; its 3 channels are bands, as in --data.bands 2$"):
+        seen(str(path), page=2)
+    pixels = pattern(1, np.uint16).astype(np.complex64)
+    with pytest.raises(NotAsAsked, match="wanted whole or real numbers, got complex64"):
+        open_image(str(write(tmp_path / "a.img", pixels, driver="HFA")))
+
+
+@pytest.mark.parametrize("case", ["nodata in one band", "white zeros, signed", "ImageJ"])
+def test_what_pillow_does_not_know_of_a_tiff_needs_tifffile(tmp_path, case, monkeypatch):
+    path, *_ = CASES[case](tmp_path)
+    find = importlib.util.find_spec
+    hidden = ("tifffile", "rasterio")
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name in hidden else find(name)
+    )
+    with pytest.raises(MissingPackage, match=r"needs tifffile: pip install 'visionattn\[tiff\]'$"):
+        open_image(str(path))

@@ -1,0 +1,274 @@
+"""TIFF through tifffile: tiles, strips, BigTIFF, planes, pages and pyramids, of which the segments
+are read that a part of the image lies in.
+"""
+
+import logging
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import BinaryIO
+
+import cv2
+import numpy as np
+
+from visionattn.data.formats.reader import (
+    TURNS,
+    NotAsAsked,
+    Reader,
+    check_page,
+    choose_level,
+    damage,
+    lengths,
+    smaller_part,
+)
+from visionattn.data.formats.tiff_pages import (
+    MIN_IS_BLACK,
+    MIN_IS_WHITE,
+    RGB,
+    YCBCR,
+    Plane,
+    meaning_of,
+    named_images,
+    named_parts,
+    page_parts,
+    page_places,
+    page_size,
+)
+from visionattn.data.geometry import Box
+
+ORIENTATION, LARGEST_VALUE = 274, 281
+OLD_JPEG = 6
+JPEGS = (OLD_JPEG, 7, 33007, 34892)
+# tifffile logs what it finds wrong; the error says it too.
+logging.getLogger("tifffile").addHandler(logging.NullHandler())
+
+
+def _check_ends(starts: Sequence[int], counts: Sequence[int], size: int) -> None:
+    """Raise ValueError where tiles or strips end beyond the end of their file: some decoders fill
+    up what is missing.
+    """
+    last = max((start + count for start, count in zip(starts, counts, strict=True)), default=0)
+    if last > size:
+        raise ValueError(
+            f"TIFF that is cut off: it has {size:,} bytes, and a tile or strip ends at {last:,}"
+        )
+
+
+def damage_of_tiff() -> AbstractContextManager[None]:
+    """Turn what tifffile raises for garbled files into one of ``DAMAGED_IMAGE``."""
+    from tifffile import TiffFileError
+
+    return damage("TIFF", TiffFileError, MemoryError)
+
+
+class TiffImage(Reader):
+    """A TIFF whose values are grey levels, colours or bands as they are, or become colours."""
+
+    def __init__(self, file: BinaryIO, page: int | None):
+        import tifffile
+
+        self._file = file
+        self._tiff = tifffile.TiffFile(file)
+        self._named = named_images(self._tiff)
+        if self._named:
+            pages, channels = len(self._named), len(self._named[0][1])
+            if page is not None and pages < page <= channels:
+                raise NotAsAsked(
+                    f"wanted page {page}, the image has {pages}; its {channels} channels are bands,"
+                    f" as in --data.bands {page}"
+                )
+            number = check_page(page, pages)
+            self.levels, self._masks = named_parts(self._tiff, *self._named[number])
+        else:
+            places = [0] if page is None else page_places(self._tiff)
+            self.levels, self._masks = page_parts(self._tiff, places[check_page(page, len(places))])
+        self.page = first = self.levels[0][0].page
+        self.stored = page_size(first)
+        self.turn = TURNS.get(self._tag(ORIENTATION, 1), TURNS[1])
+        self.bands = first.samplesperpixel * len(self.levels[0])
+        last = (first.extrasamples or (0,))[-1]
+        self.alpha = last in (1, 2) and len(self.levels[0]) == 1
+        self.dtype = np.dtype(first.dtype or np.uint8)
+        self.bits = self._bits()
+        self.inverted = first.photometric == MIN_IS_WHITE
+        meaning = meaning_of(first, self.bands, alpha=self.alpha)
+        self.interpret(meaning)
+        self._check_segments(first)
+
+    @property
+    def pages(self) -> int:
+        """How many pages there are; smaller copies, masks and channels are none."""
+        return len(self._named) or len(page_places(self._tiff))
+
+    @property
+    def plain(self) -> bool:
+        """Whether the values can be read as grey levels, colours or bands."""
+        page = self.page
+        plain = page.photometric in (MIN_IS_WHITE, MIN_IS_BLACK, RGB) or (
+            page.photometric == YCBCR and page.compression in JPEGS
+        )
+        plain = plain or self.meaning.coloured
+        whole = page.dtype is not None and page.dtype.kind in "uif" and page.imagedepth == 1
+        few = page.dtype == np.uint8 and page.bitspersample != 8
+        return plain and whole and (self.meaning.palette is not None or not few)
+
+    @property
+    def holes(self) -> bool:
+        """Whether the file says that pixels may hold nothing."""
+        return bool(self.meaning.nodata or self._masks)
+
+    def _tag(self, number: int, default: int) -> int:
+        tag = self.page.tags.get(number)
+        if tag is None:
+            return default
+        return max(tag.value) if isinstance(tag.value, tuple) else tag.value
+
+    def _bits(self) -> int | None:
+        """Return the bits that the values fill, where fewer are stated than their type has."""
+        if self.dtype.kind != "u":
+            return None
+        if self.dtype == np.uint8:
+            return 8
+        whole = self.dtype.itemsize * 8
+        largest = int(self._tag(LARGEST_VALUE, 0)).bit_length()
+        bits = largest if 0 < largest < whole else self.page.bitspersample
+        return bits if isinstance(bits, int) and bits < whole else None
+
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        """Heights and widths of the page and of its smaller copies."""
+        return [page_size(planes[0].page) for planes in self.levels]
+
+    @property
+    def piece(self) -> tuple[int, int]:
+        """Rows and columns of a tile or strip."""
+        return self._segment_size(self.page)
+
+    def _take_level(self, level: int) -> None:
+        self.levels = self.levels[level:]
+        self.page = self.levels[0][0].page
+
+    def _read(self, box: Box, height: int, width: int, bands: Sequence[int] | None) -> np.ndarray:
+        # Whatever a garbled header says comes out here: sizes of nothing, lists of other lengths.
+        with damage_of_tiff():
+            number, part = choose_level(self.sizes, box, height, width)
+            planes = self.levels[number]
+            self.check_decoded(*lengths(part))
+            self.check_decoded(*self._segment_size(planes[0].page))
+            samples = self.page.samplesperpixel
+            if len(planes) == 1:
+                chosen = None if bands is None else [band % samples for band in bands]
+                return self._segments(planes[0], part, chosen)
+            count = samples * len(planes)
+            wanted = [band % count for band in (range(count) if bands is None else bands)]
+            parts = [
+                self._segments(planes[band // samples], part, [band % samples]) for band in wanted
+            ]
+        return np.concatenate(parts, 2)
+
+    def _empty(self, box: Box, height: int, width: int) -> np.ndarray | None:
+        if not self._masks:
+            return None
+        with damage_of_tiff():
+            number, part = choose_level(self.sizes, box, height, width)
+            size, shape = self.sizes[number], lengths(part)
+            mask = next((each for each in self._masks if page_size(each) == size), self._masks[0])
+            scale = size[0] / mask.imagelength, size[1] / mask.imagewidth
+            rows, columns = part
+            box = Box(rows.start, columns.start, *shape)
+            part = smaller_part(box, scale, page_size(mask))
+            self.check_decoded(*lengths(part))
+            values = self._segments(Plane(mask), part, [0])[..., 0] == 0
+        if values.shape == shape:
+            return values
+        nearest = cv2.INTER_NEAREST_EXACT
+        return cv2.resize(values.view(np.uint8), shape[::-1], interpolation=nearest) > 0
+
+    def _segments(
+        self, plane: Plane, part: tuple[slice, slice], bands: Sequence[int] | None
+    ) -> np.ndarray:
+        """Decode the tiles or strips that a part of a page lies in, of the planes of ``bands``."""
+        page = plane.page
+        self._check_segments(page)
+        planar = page.planarconfig == 2 and page.samplesperpixel > 1
+        chosen = list(range(page.samplesperpixel)) if bands is None else list(bands)
+        shape = (part[0].stop - part[0].start, part[1].stop - part[1].start, len(chosen))
+        pixels = np.full(shape, page.nodata or 0, page.dtype)
+        arguments = {}
+        if page.compression in JPEGS:
+            arguments = {"jpegtables": page.jpegtables, "jpegheader": page.jpegheader}
+        indices = [
+            plane_start + index
+            for plane_start in self._plane_starts(page, chosen if planar else [0])
+            for index in self._indices(page, part)
+        ]
+        starts = [page.dataoffsets[index] + plane.shift for index in indices]
+        counts = [page.databytecounts[index] for index in indices]
+        file = page.parent.filehandle
+        _check_ends(starts, counts, file.size)
+        for content, index in file.read_segments(starts, counts, indices=indices, flat=True):
+            segment, place, size = page.decode(content, index, **arguments)
+            if segment is None:  # nothing is stored where all is background
+                continue
+            segment = segment[0, : size[1], : size[2]]
+            for band, source in enumerate(chosen):
+                if planar and source != place[0]:
+                    continue
+                self._place(
+                    pixels[..., band], segment[..., 0 if planar else source], part, place[2:4]
+                )
+        return pixels
+
+    def _indices(self, page, part: tuple[slice, slice]) -> list[int]:
+        """Return the numbers of the segments of the first plane that a part lies in."""
+        height, width = self._segment_size(page)
+        columns = math.ceil(page.imagewidth / width)
+        return [
+            row * columns + column
+            for row in range(part[0].start // height, (part[0].stop - 1) // height + 1)
+            for column in range(part[1].start // width, (part[1].stop - 1) // width + 1)
+        ]
+
+    def _check_segments(self, page) -> None:
+        """Raise ValueError where a page is said to be larger than the tiles or strips it lists."""
+        if page.imagedepth != 1 or page.compression == OLD_JPEG:  # these count them otherwise
+            return
+        height, width = self._segment_size(page)
+        planes = page.samplesperpixel if page.planarconfig == 2 else 1
+        wanted = math.ceil(page.imagelength / height) * math.ceil(page.imagewidth / width) * planes
+        if len(page.dataoffsets) < wanted:
+            raise ValueError(
+                f"TIFF that says it has {page.imagelength:,} x {page.imagewidth:,} pixels, in "
+                f"{wanted:,} tiles or strips, and lists {len(page.dataoffsets):,}"
+            )
+
+    def _segment_size(self, page) -> tuple[int, int]:
+        if page.is_tiled:
+            return page.tilelength, page.tilewidth
+        return min(page.rowsperstrip, page.imagelength) or page.imagelength, page.imagewidth
+
+    def _plane_starts(self, page, planes: Sequence[int]) -> list[int]:
+        """Return the numbers of the first segments of planes."""
+        height, width = self._segment_size(page)
+        each = math.ceil(page.imagelength / height) * math.ceil(page.imagewidth / width)
+        return [plane * each for plane in dict.fromkeys(planes)]
+
+    def _place(
+        self,
+        target: np.ndarray,
+        segment: np.ndarray,
+        part: tuple[slice, slice],
+        corner: tuple[int, int],
+    ) -> None:
+        """Copy what a segment shares with the part that is read."""
+        into, out_of = [], []
+        for wanted, start, length in zip(part, corner, segment.shape, strict=True):
+            first, last = max(wanted.start, start), min(wanted.stop, start + length)
+            into.append(slice(first - wanted.start, last - wanted.start))
+            out_of.append(slice(first - start, last - start))
+        target[tuple(into)] = segment[tuple(out_of)]
+
+    def close(self) -> None:
+        """Close the file."""
+        self._tiff.close()
+        self._file.close()

@@ -1,0 +1,153 @@
+"""Which parts of a TIFF are one image, and what its tags say of the values: channels that are pages
+of OME and ImageJ files, smaller copies, masks, palettes, inks and GDAL's metadata.
+"""
+
+import math
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NamedTuple
+from xml.etree import ElementTree
+
+import numpy as np
+
+from visionattn.data.formats.meaning import (
+    Meaning,
+    of_inks,
+    of_lab,
+    of_ycbcr,
+    scaling,
+)
+from visionattn.data.formats.reader import NotAsAsked
+
+GEO_KEYS, GDAL_METADATA, GDAL_NODATA = 34735, 42112, 42113
+MIN_IS_WHITE, MIN_IS_BLACK, RGB, PALETTE, INKS, YCBCR, LAB = 0, 1, 2, 3, 5, 6, 8
+"""Photometric interpretations."""
+APERIO_YCBCR = 33003
+"""The compression whose values are luma and chroma, whatever the photometric interpretation."""
+REDUCED, MASK = 1, 4
+"""Bits of the tag that tells smaller copies and masks from pages."""
+
+
+class Plane(NamedTuple):
+    """A page of the file, or one of several images that are stored behind each other in it."""
+
+    page: Any
+    shift: int = 0
+    """Bytes from the page's own image."""
+
+
+class Parts(NamedTuple):
+    """One image of a file."""
+
+    levels: list[list[Plane]]
+    """Its planes, which are its bands, and those of its smaller copies, the largest first."""
+    masks: list
+    """Pages that are 0 where it holds nothing, the largest first."""
+
+
+def page_size(page) -> tuple[int, int]:
+    """Return height and width of a page."""
+    return int(page.imagelength), int(page.imagewidth)
+
+
+def page_places(tiff) -> list[int]:
+    """Return where the pages are in a file that are no smaller copies and no masks."""
+    return [n for n, page in enumerate(tiff.pages) if not page.subfiletype & (REDUCED | MASK)]
+
+
+def page_parts(tiff, place: int) -> Parts:
+    """Return the parts of a page: those within it, and those that follow it in the file."""
+    page = tiff.pages[place]
+    found = list(page.pages or [])
+    for following in range(place + 1, len(tiff.pages)):
+        if not tiff.pages[following].subfiletype & (REDUCED | MASK):
+            break
+        found.append(tiff.pages[following])
+    found.sort(key=page_size, reverse=True)
+    kind = page.dtype, page.samplesperpixel
+    copies = [
+        copy
+        for copy in found
+        if copy.subfiletype & (REDUCED | MASK) == REDUCED
+        and (copy.dtype, copy.samplesperpixel) == kind
+        and copy.imagelength < page.imagelength
+    ]
+    masks = [each for each in found if each.subfiletype & MASK]
+    return Parts([[Plane(each)] for each in (page, *copies)], masks)
+
+
+def named_images(tiff) -> list[tuple[Any, np.ndarray]]:
+    """Return the images of a file of OME or ImageJ, whose axes are named: for each depth and time
+    the series and the numbers of its channels in it; empty for other files.
+    """
+    images = []
+    for series in tiff.series if tiff.is_ome or tiff.is_imagej else ():
+        lengths = {
+            axis: length
+            for axis, length in zip(series.axes, series.shape, strict=True)
+            if axis not in "SYX"
+        }
+        numbers = np.arange(math.prod(lengths.values())).reshape(*lengths.values(), 1)
+        if "C" in lengths:
+            numbers = np.moveaxis(numbers, list(lengths).index("C"), -1)
+        images += [(series, each) for each in numbers.reshape(-1, lengths.get("C", 1))]
+    return images
+
+
+def named_parts(tiff, series, numbers: np.ndarray) -> Parts:
+    """Return the parts of one of ``named_images``."""
+    return Parts([_planes(tiff, level, numbers) for level in series.levels], [])
+
+
+def _planes(tiff, series, numbers: np.ndarray) -> list[Plane]:
+    if series.is_truncated:  # ImageJ lists the first page of large stacks alone
+        page = series.pages[0]
+        return [Plane(page, int(number) * page.nbytes) for number in numbers]
+    pages = [series.pages[int(number)] for number in numbers]
+    if any(page is None or page.parent is not tiff for page in pages):
+        raise NotAsAsked("channels of this OME-TIFF are in other files; write them into one")
+    return [Plane(page.aspage()) for page in pages]
+
+
+def colours_of(page, bands: int) -> Callable[[np.ndarray], np.ndarray] | None:
+    """Return what makes red, green and blue of ``bands`` values, without transparency; None where
+    the values are grey levels, colours or bands already.
+    """
+    if (page.compression, bands) == (APERIO_YCBCR, 3):
+        return of_ycbcr
+    if (page.photometric, bands) == (LAB, 3) and page.dtype in (np.uint8, np.uint16):
+        return of_lab
+    # Inks of 8 bits are left to Pillow: JPEG may hold them as negatives.
+    return of_inks if (page.photometric, bands, page.dtype) == (INKS, 4, np.uint16) else None
+
+
+def palette_of(page, bands: int) -> np.ndarray | None:
+    """Return the palette of a page with ``bands`` values, uint8 ``[n, 3]``; None without one."""
+    # rasterio leaves zeros black in the tag, and GDAL takes the palette all the same.
+    indexed = page.photometric == PALETTE or (
+        page.photometric == MIN_IS_BLACK and GEO_KEYS in page.tags
+    )
+    if not indexed or bands != 1 or page.colormap is None or page.dtype.kind != "u":
+        return None
+    # As GDAL does it; old files have colours of 8 bits.
+    step = 256 if not (page.colormap % 256).any() else 257
+    return (page.colormap.T // (step if page.colormap.max() > 255 else 1)).astype(np.uint8)
+
+
+def meaning_of(page, bands: int, *, alpha: bool) -> Meaning:
+    """Return what the ``bands`` stored values of a page stand for; ``alpha`` tells that the last is
+    transparency.
+    """
+    nodata: tuple[float, ...] = ()
+    with suppress(ValueError):
+        said = page.tags.valueof(GDAL_NODATA)
+        nodata = () if said is None else (float(str(said).strip("\0 ")),) * bands
+    scales, offsets = [1.0] * bands, [0.0] * bands
+    with suppress(ValueError, LookupError, ElementTree.ParseError):
+        for item in ElementTree.fromstring(page.tags.valueof(GDAL_METADATA, "<none/>")):
+            numbers = {"scale": scales, "offset": offsets}.get(item.get("role", ""))
+            if numbers is not None:
+                numbers[int(item.get("sample", 0))] = float(item.text or "")
+    palette, colours = (make(page, bands - alpha) for make in (palette_of, colours_of))
+    units = scaling(scales, offsets)
+    return Meaning(palette, colours, nodata=nodata, alpha=alpha, **units)
