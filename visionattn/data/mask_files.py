@@ -21,7 +21,7 @@ from visionattn.data.formats import DAMAGED_IMAGE, LARGEST_IMAGE_PX, large_image
 from visionattn.data.formats.reader import NotAsAsked, damage
 from visionattn.data.geometry import Size
 from visionattn.data.sources import Files
-from visionattn.data.walk import images_below
+from visionattn.data.walk import composed, images_below
 from visionattn.models.segmentation import IGNORED
 
 MASKS = "masks"
@@ -223,13 +223,13 @@ def masks_of(paths: Sequence[str], images: Path, masks: Path) -> list[str]:
         )
     found: dict[str, str] = {}
     for path in images_below(masks):
-        stem, suffix = os.path.splitext(os.path.relpath(path, masks))
+        stem, suffix = os.path.splitext(composed(os.path.relpath(path, masks)))
         if suffix.lower() not in SUFFIXES:
             continue
         if stem in found:
             raise ValueError(f"{found[stem]} and {path} are masks of one image; keep one of them")
         found[stem] = path
-    stems = [os.path.splitext(os.path.relpath(path, images))[0] for path in paths]
+    stems = [os.path.splitext(composed(os.path.relpath(path, images)))[0] for path in paths]
     missing = [path for path, stem in zip(paths, stems, strict=True) if stem not in found]
     if missing:
         wanted = masks / Path(os.path.relpath(missing[0], images)).with_suffix(SUFFIXES[0])
