@@ -1,4 +1,4 @@
-"""Images in a tar, and in a table of Hugging Face: which of them there are, and of which classes.
+"""Images in a tar and in a table of Hugging Face, with their splits and classes.
 
 A tar holds what the folder that it was made of holds.
 """
@@ -50,7 +50,7 @@ def open_tar(root: str, labelled: bool, known: Sequence[str]) -> Found:
 
 
 def _members(tar: tarfile.TarFile, within: str = "", start: int = 0) -> Iterator[Member]:
-    """Yield the files of a tar that are not hidden; those of a tar in it, one level deep."""
+    """Yield the files of a tar, and of tars in it, that are not hidden."""
     for info in tar:
         path = posixpath.join(within, info.name)
         if not info.isfile() or any(map(is_hidden, _parts(path))):

@@ -30,8 +30,8 @@ IMAGES = "images"
 """The folder of the images that have masks."""
 
 Datasets = dict[str, ImageDataset]
-"""By split: ``train``, ``validation`` and, where there is one, ``test``. Of images that weights are
-judged on, those splits that there are, and ``all``.
+"""By split: ``train``, ``validation`` and, where there is one, ``test``. Images to judge weights on
+have the splits that the root has, and ``all``.
 """
 
 
@@ -90,7 +90,7 @@ def open_images(
         missing = np.setdiff1d(np.arange(len(names)), parts["all"].labels)
         if len(missing):
             without = listed(names[label] for label in missing)
-            warnings.warn(f"classes of which {root} has no images: {without}", stacklevel=2)
+            warnings.warn(f"{root} has no images of the classes {without}", stacklevel=2)
     return _datasets(parts, seed, augment, options, levels=levels), names
 
 
@@ -241,7 +241,7 @@ def _open_folder(root: Path, labelled: bool, known: Sequence[str] | None) -> Fou
 def _split_folders(
     root: Path, labelled: bool, known: Sequence[str], left_out: LeftOut
 ) -> dict[str, Path]:
-    """Return the folders of the splits; ``root`` as that of ``train`` where there are none."""
+    """Return the folder of each split; ``root`` for ``train`` where there are no splits."""
     names = subfolders(root)
     named = [
         name

@@ -61,8 +61,8 @@ class Found:
         Args:
             source: the images.
             places: of each of them; None: left out.
-            left_out: what is told of what is left out.
-            masks: those of the images.
+            left_out: what the root holds besides.
+            masks: of the images, where there are some.
         """
         known = [place and (place[0], composed(place[1])) for place in places]
         names = tuple(sorted({place[1] for place in known if place}, key=in_order))
@@ -76,8 +76,8 @@ class Found:
         return cls(parts, () if names == ("",) else names, left_out)
 
     def to_train(self, root: str, val_fraction: float, seed: int) -> dict[str, Part]:
-        """Check that the classes of all splits are those of ``train``, and hold out a validation
-        split where there is none.
+        """Check that ``train`` has the classes of all splits, and hold out a validation split where
+        there is none.
         """
         train = self.parts.get("train")
         if train is None:
@@ -102,7 +102,7 @@ class Found:
     def to_judge(
         self, root: str, names: Sequence[str], val_fraction: float, seed: int
     ) -> dict[str, Part]:
-        """Return the images that weights may be judged on: ``all``, and those of each split.
+        """Return the images to judge weights on: ``all``, and each split.
 
         Args:
             root: what was opened.

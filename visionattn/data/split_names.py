@@ -1,4 +1,4 @@
-"""Which folders of a data set are its splits, and what is left out of it.
+"""Names of splits, and the line that tells what a data set leaves out.
 
 This module knows names only: ``folder.py`` and ``archives.py`` find them.
 """
@@ -97,7 +97,7 @@ class LeftOut:
         return f"; it holds {counted(self.suffixes)}" if self.suffixes else ""
 
     def warn(self, root: object) -> None:
-        """Say in one line what is left out, if anything is."""
+        """Tell in one line what is left out."""
         words = []
         if self.folders:
             words.append(listed(self.folders))

@@ -1,7 +1,7 @@
 """The images below a folder: which files and folders count, each real folder once.
 
-This module owns what is left out: folders that a link leads to for the second time, hidden files,
-pipes, sockets and devices, and files of other kinds, which it counts. It opens no image.
+It leaves out folders that a link leads to for the second time, hidden files, pipes, sockets and
+devices, and counts files of other kinds. It opens no image.
 """
 
 import os
@@ -21,7 +21,7 @@ TEXTS = frozenset(
     + (".csv", ".tsv", ".json", ".jsonl", ".xml", ".yaml", ".yml", ".db", ".parquet", ".xlsx")
     + (".tfw", ".pgw", ".jgw", ".wld", ".prj", ".ovr", ".msk", ".aux")
 )
-"""Texts, tables and the companions of rasters, which nobody takes for images."""
+"""Texts, tables and the companions of rasters, never counted as lost images."""
 MOST_SUFFIXES = 10
 """How many suffixes a line names."""
 

@@ -122,7 +122,7 @@ def find_images(given: Sequence[str]) -> ListedFiles:
 
 def _in_folder(folder: str) -> list[str]:
     left_out = LeftOut()
-    paths = images_below(folder, others=left_out.suffixes)
+    paths = images_below(Path(folder), others=left_out.suffixes)
     if not paths:
         wanted = ", ".join(sorted(extensions()))
         raise ValueError(

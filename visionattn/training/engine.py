@@ -246,7 +246,7 @@ def build(
         return replace(made, model=made.model.to(device))
 
     with warnings.catch_warnings():
-        if not processes.first:  # what is left out is told once
+        if not processes.first:  # each process gives the same warnings
             warnings.simplefilter("ignore", UserWarning)
         made = processes.together(prepared)
     splits, model = made.splits, made.model

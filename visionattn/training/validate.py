@@ -287,7 +287,7 @@ class Validation:
         return found
 
     def about(self) -> str:
-        """Say in words which weights are judged on which images, and how these are seen."""
+        """Say in words which weights are judged on which images, and the preprocessing."""
         images = {"all": "all", "train": "the training"}.get(self.split, f"the {self.split}")
         data = self.config.data
         place = data.root if data.name == "folder" else data.name
@@ -394,7 +394,7 @@ class Validation:
             name for name, iou in zip(class_names(self.spec), ious, strict=False) if iou is None
         ]
         if names:
-            warnings.warn(f"classes of which no mask has a pixel: {listed(names)}", stacklevel=2)
+            warnings.warn(f"no mask has a pixel of the classes {listed(names)}", stacklevel=2)
 
     def save(self, rows: Sequence[Row]) -> None:
         """Write the rows and their provenance to the file that ``config.json`` names."""
