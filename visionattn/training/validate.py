@@ -381,7 +381,7 @@ class Validation:
                 if not is_out_of_memory(error):
                     raise
                 result = None
-            if geometry is self.geometries[0]:
+            if geometry is self.geometries[0] and self.config.data.name == "folder":
                 self._tell_absent(result)
             size = geometry.img_size
             side = size[0] if size and size[0] == size[1] else size
