@@ -63,9 +63,7 @@ def validate(argv: Words, say: Say) -> None:
 
     config = parse_validate(argv)
     validation = Validation(config)
-    about = f"{config.checkpoint} on the {validation.split} images of {config.data.name}"
-    about += f", seen {validation.describe()}"
-    say(about)
+    say(validation.about())
     for line in validation.outlook():
         say(line)
     say(align(COLUMNS[validation.spec.task]))

@@ -304,7 +304,7 @@ def test_files_and_folders_without_permission_end_tools_with_one_line(
         (config, "builtins.open", train, [*SMALL, "--config", str(config)]),
         (
             images / "train",
-            "os.listdir",
+            "os.scandir",
             train,
             [*SMALL, "--data.name=folder", f"--data.root={images}"],
         ),
@@ -349,7 +349,7 @@ def test_weights_are_not_evaluated_on_the_classes_of_other_data(finished, tmp_pa
     flags = ["--data.name=folder", f"--data.root={tmp_path / 'images'}"]
     assert validate(["--checkpoint", str(folder / "best.safetensors"), *flags]) == 2
     assert (
-        "the weights are for other data: their num classes: 10; the data's: 2"
+        "images has classes that the weights do not know: cat, dog; its classes: cat, dog; the "
         in capsys.readouterr().err
     )
 

@@ -1,6 +1,9 @@
 """The user's own images in folders, and what is said when something is wrong with them."""
 
 import gc
+import shutil
+import unicodedata
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -17,8 +20,10 @@ from tests.helpers.image_files import (
     encoded,
     expected,
     levels_and_labels,
+    members_of,
     refused,
     write_classes,
+    write_tar,
 )
 from visionattn.data.splits import SampleKey, build_splits, eval_batches, train_batches
 from visionattn.data.walk import natural_key
@@ -53,6 +58,100 @@ def test_a_test_folder_is_the_test_split(split_root):
     assert sorted(levels_and_labels(build_splits(config, 3).test, config)) == expected(
         {"cat": 2, "bird": 1}
     )
+
+
+@pytest.mark.parametrize("tar", [False, True])
+@pytest.mark.parametrize(
+    "names", [("Train", "Val", "Test"), ("training", "VALIDATION", "testing"), ("TRAIN", "dev", "")]
+)
+def test_splits_are_known_by_their_names_in_any_case(tmp_path, names, tar):
+    counts = {names[0]: COUNTS, names[1]: VAL_COUNTS} | ({names[2]: VAL_COUNTS} if names[2] else {})
+    root = tmp_path / ("a.tar" if tar else "a")
+    if tar:
+        write_tar(root, sum((members_of(each, f"./{name}/") for name, each in counts.items()), []))
+    for name, each in () if tar else counts.items():
+        write_classes(root / name, each)
+    splits, config = build_splits(config_of(root), 3), config_of(root)
+    assert splits.spec.class_names == tuple(LEVELS)
+    assert sorted(levels_and_labels(splits.train, config)) == expected(COUNTS)
+    assert sorted(levels_and_labels(splits.validation, config)) == expected(VAL_COUNTS)
+    assert (splits.test is not None) == bool(names[2])
+
+
+@pytest.mark.parametrize("tar", [False, True])
+def test_two_names_for_one_split_are_refused(tmp_path, tar):
+    names, root = ("train", "valid", "Val"), tmp_path / ("a.tar" if tar else "a")
+    if tar:
+        write_tar(root, sum((members_of(VAL_COUNTS, f"{name}/") for name in names), []))
+    for name in () if tar else names:
+        write_classes(root / name, VAL_COUNTS)
+    assert refused(ValueError, config_of(root)) == (
+        f"data root {root} has two validation splits, Val and valid; wanted one: join them, or "
+        "rename one"
+    )
+    if not tar:  # of a folder and a link to it, one counts
+        shutil.rmtree(root / "Val")
+        (root / "Val").symlink_to("valid")
+        assert len(build_splits(config_of(root), 3).validation) == sum(VAL_COUNTS.values())
+
+
+@pytest.mark.parametrize("tar", [False, True])
+@pytest.mark.parametrize("deep", [False, True])
+def test_a_folder_named_train_next_to_classes_is_a_class(tmp_path, deep, tar):
+    places = ["bus", "car", *(["train/steam", "train/diesel"] if deep else ["train"])]
+    root = tmp_path / ("a.tar" if tar else "a")
+    if tar:
+        write_tar(root, [(f"{place}/{i}.png", encoded(i)) for place in places for i in range(2)])
+    else:
+        write_classes(root, dict.fromkeys(places, 2))
+    words = pytest.warns(UserWarning, match="train count as classes, as do bus, car next to them")
+    with words if deep else nullcontext():
+        splits = build_splits(config_of(root), 3)
+    assert splits.spec.class_names == ("bus", "car", "train")
+    assert len(splits.train) + len(splits.validation) == 2 * len(places)
+
+
+def test_what_is_left_out_of_a_folder_is_told_in_one_line(split_root):
+    write_classes(split_root, {"unlabelled": 2, "annotations": 0, ".git": 1, "__MACOSX": 1})
+    write_classes(split_root / "train" / "cat", {".ipynb_checkpoints": 1})
+    for name in ("stray.png", "film.MOV", "README.md", "train/cat/9.heic", "val/cat/notes.txt"):
+        (split_root / name).write_bytes(b"")
+    with pytest.warns(UserWarning) as caught:
+        splits = build_splits(config_of(split_root), 3)
+    assert [str(each.message) for each in caught] == [
+        f"left out of {split_root}: annotations, unlabelled; images in no class or split folder: 1"
+        "; files of other kinds: 1 .heic, 1 .mov"
+    ]
+    assert len(splits.train) == sum(COUNTS.values())
+
+
+def test_splits_may_lie_in_a_folder_of_their_own(tmp_path):
+    write_classes(tmp_path / "photos" / "train", COUNTS)
+    write_classes(tmp_path / "photos" / "val", VAL_COUNTS)
+    assert len(build_splits(config_of(tmp_path), 3).validation) == sum(VAL_COUNTS.values())
+
+
+TIES = ("01", "1", "DOG", "DOg", "DoG", "Dog", "dOG", "dOg", "doG", "dog")
+"""Names that are equal but for case or leading zeros, in their order."""
+
+
+@pytest.mark.parametrize("tar", [False, True])
+def test_the_order_of_classes_depends_on_their_names_only(tmp_path, tar):
+    root = tmp_path / ("a.tar" if tar else "a")
+    if tar:
+        write_tar(root, [(f"{name}/{i}.png", encoded(i)) for name in TIES for i in range(2)])
+    else:
+        write_classes(root, dict.fromkeys(TIES, 2))
+    assert build_splits(config_of(root), 3).spec.class_names == TIES
+
+
+def test_a_name_is_the_same_in_both_forms_of_unicode(tmp_path):
+    composed, apart = (unicodedata.normalize(form, "é") for form in ("NFC", "NFD"))
+    write_classes(tmp_path / "train", {composed: 2, "a": 2})
+    write_classes(tmp_path / "val", {apart: 1, "a": 1})
+    splits = build_splits(config_of(tmp_path), 3)
+    assert splits.spec.class_names == ("a", composed)
+    assert splits.validation.labels.tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("layout", ["train alone", "classes alone"])

@@ -58,7 +58,7 @@ def test_a_model_trained_on_bands_of_12_bits_reads_them_in_every_tool(tmp_path, 
         given = ["--checkpoint", weights, "--images", str(root), "--workers", "0"]
         assert load_tool("predict")([*given, "--output", "a.csv"]) == 0
         assert load_tool("extract_features")([*given, "--output", "features"]) == 0
-    assert json.loads((tmp_path / "a.json").read_text())["rows"][0]["images"] == 4
+    assert json.loads((tmp_path / "a.json").read_text())["rows"][0]["images"] == 8
     rows = read_csv(tmp_path / "a.csv")
     assert [row["status"] for row in rows] == ["ok"] * 8
 

@@ -1,6 +1,8 @@
 """Masks beside images: which file is whose, what values mean, and that they move with the image."""
 
 import struct
+import unicodedata
+import warnings
 import zlib
 
 import numpy as np
@@ -130,6 +132,35 @@ def test_each_pixel_has_the_class_that_its_mask_says(tmp_path, layout, save, suf
         seen = item(splits, number)
         assert seen.label.dtype == np.uint8 and seen.label.shape == size
         assert np.array_equal(seen.label * 100, seen.pixels[..., 0])
+
+
+@pytest.mark.parametrize("layout", ["{split}/{kind}", "{kind}/{split}"])
+def test_splits_of_masks_are_known_by_their_names_in_any_case(tmp_path, layout):
+    write_folder(tmp_path / "a", layout=layout)
+    for folder in (tmp_path / "a", tmp_path / "a" / "images", tmp_path / "a" / "masks"):
+        for split, name in (("train", "Training"), ("val", "VALID"), ("images", "Images")):
+            if (folder / split).is_dir():
+                (folder / split).rename(folder / name)
+    (tmp_path / "a" / "sketches").mkdir()
+    with pytest.warns(UserWarning, match=f"^left out of {tmp_path / 'a'}: sketches$"):
+        splits = build_splits(config(tmp_path / "a"), 0)
+    assert (len(splits.train), len(splits.validation)) == (4, 4)
+    write_folder(tmp_path / "a", layout=layout)
+    with (
+        pytest.raises(ValueError, match="has two .* splits, .*; wanted one"),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        build_splits(config(tmp_path / "a"), 0)
+
+
+def test_a_mask_may_have_the_name_of_its_image_in_another_form_of_unicode(tmp_path):
+    for kind, form in (("images", "NFC"), ("masks", "NFD")):
+        (tmp_path / kind).mkdir()
+        for number in range(2):
+            name = unicodedata.normalize(form, f"é{number}.png")
+            indexed(np.eye(8, dtype=np.uint8), tmp_path / kind / name)
+    assert len(build_splits(config(tmp_path, val_fraction=0.5), 0).train) == 1
 
 
 def test_without_splits_some_images_are_held_out(tmp_path):

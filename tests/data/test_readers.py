@@ -5,6 +5,7 @@ import importlib.util
 import io
 import json
 import pickle
+import tarfile
 
 import numpy as np
 import pytest
@@ -79,6 +80,55 @@ def test_a_tar_is_known_by_what_it_holds_and_one_of_another_name_comes_with_the_
     )
 
 
+def test_a_tar_holds_what_the_folder_does_that_it_was_made_of(tmp_path):
+    """Deep images, hidden ones, files of other kinds, a folder around all; and tars in the tar."""
+    folder = tmp_path / "photos"
+    write_classes(folder / "TRAIN", COUNTS)
+    write_classes(folder / "Valid", VAL_COUNTS)
+    for name in (
+        "TRAIN/cat/kittens/9.webp",
+        "TRAIN/cat/._0.png",
+        "__MACOSX/cat/1.png",
+        "a.heic",
+        "b.webp",
+    ):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(encoded(LEVELS["cat"] + 9, image_format="webp"))
+    write_classes(folder / "unlabelled", {"many": 2})
+    with tarfile.open(tmp_path / "photos.tar", "w") as tar:
+        tar.add(folder, "./photos")
+    found = []
+    for root in (folder, tmp_path / "photos.tar"):
+        with pytest.warns(UserWarning) as caught:
+            splits = build_splits(config_of(root), 3)
+        assert [str(each.message) for each in caught] == [
+            f"left out of {root}: unlabelled; images in no class or split folder: 1; files of "
+            "other kinds: 1 .heic"
+        ]
+        parts = [
+            levels_and_labels(part, config_of(root)) for part in (splits.train, splits.validation)
+        ]
+        found.append([sorted(part) for part in parts] + [splits.spec])
+    assert found[0] == found[1] and len(found[0][0]) == sum(COUNTS.values()) + 1
+    for name in ("cat", "bird"):
+        write_tar(
+            tmp_path / f"{name}.tar", [(f"{i}.png", encoded(LEVELS[name] + i)) for i in range(3)]
+        )
+    inner = [
+        (f"dev/{name}.tar", (tmp_path / f"{name}.tar").read_bytes()) for name in ("cat", "bird")
+    ]
+    write_tar(tmp_path / "tars.tar", [*members_of({"bird": 2, "cat": 2}, "train/"), *inner])
+    config = config_of(tmp_path / "tars.tar")
+    splits = build_splits(config, 3)
+    assert sorted(levels_and_labels(splits.validation, config)) == expected({"bird": 3, "cat": 3})
+
+
+def test_a_tar_may_hold_images_without_classes_where_none_are_needed(tmp_path):
+    write_tar(tmp_path / "a.tar", [(f"a/{name}.png", encoded(3)) for name in ("0", "b/1", "c/d/2")])
+    splits = build_splits(config_of(tmp_path / "a.tar", val_fraction=0.4), 3, labelled=False)
+    assert splits.spec.class_names == () and len(splits.train) + len(splits.validation) == 3
+
+
 @pytest.mark.parametrize("image_format", ["png", "jpeg", "tiff", "bmp"])
 def test_the_size_of_a_member_of_a_tar_is_read_from_its_head_alone(
     tmp_path, image_format, monkeypatch
@@ -124,7 +174,7 @@ def test_a_part_of_a_file_reads_as_a_file_of_its_own(tmp_path):
         (None, "cannot read {} as a tar: "),
         ([("readme.txt", b"none")], "no images in {}; wanted train/<class>/*"),
         (
-            [("0.png", encoded(3)), ("cat/1.png", encoded(3))],
+            [("0.png", encoded(3)), ("./1.png", encoded(3))],
             "{} has images outside of class folders; wanted",
         ),
     ],
@@ -228,7 +278,9 @@ def test_evaluation_on_shards_says_how_many_images_were_left_out(shard_root):
         ],
     )
     config = config_of(f"wds/{shard_root}", num_classes=3, on_error="skip")
-    validation = eval_batches(build_splits(config, 3).validation, config, batch_size=2, img_size=16)
+    validation = eval_batches(
+        build_splits(config, 3).validation, config, batch_size=2, geometry=square(16)
+    )
     with pytest.warns(UserWarning, match="left out 1 unreadable images of"):
         assert [labels.tolist() for _, labels, *_ in validation] == [[0, 2]]
     assert validation.left_out == 1
@@ -248,11 +300,12 @@ def test_what_shards_lack_is_said_in_one_line(shard_root, tmp_path_factory):
         FileNotFoundError, config_of(f"wds/{empty}", num_classes=3, on_error="skip")
     ).startswith(f"no _info.json in {empty}; wanted one")
     info = json.loads((shard_root / "_info.json").read_text())
-    del info["splits"]["validation"]
+    info["splits"]["extra"] = info["splits"].pop("validation")
     (shard_root / "_info.json").write_text(json.dumps(info))
-    assert refused(ValueError, config_of(root, num_classes=3, on_error="skip")) == (
-        f"_info.json of {shard_root} has no split named val or validation"
-    )
+    with pytest.warns(UserWarning, match=f"left out of {root}: extra"):
+        assert refused(ValueError, config_of(root, num_classes=3, on_error="skip")) == (
+            f"_info.json of {shard_root} has no validation split; it has train, extra"
+        )
 
 
 @unclosed

@@ -59,15 +59,37 @@ def test_files_and_lists_keep_the_order_given_and_lists_name_images_that_are_not
     assert find_images(given).paths == [given[0], given[2], "nowhere/a, b.png", given[2]]
 
 
+def test_a_list_may_begin_with_a_byte_order_mark(tmp_path):
+    (tmp_path / "list.txt").write_text("é.png\r\nb.png\n", encoding="utf-8-sig")
+    assert find_images([str(tmp_path / "list.txt")]).paths == ["é.png", "b.png"]
+
+
+def test_files_that_are_left_out_of_a_folder_are_counted_by_suffix(tmp_path):
+    names = ("a.png", "b.heic", "c.HEIC", "d.vsi", "e/f.mp4", "IM01", "notes.txt", ".DS_Store")
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"")
+    with pytest.warns(UserWarning) as caught:
+        assert len(find_images([str(tmp_path)])) == 1
+    assert [str(each.message) for each in caught] == [
+        f"left out of {tmp_path}: files of other kinds: 2 .heic, 1 without a suffix, 1 .mp4, 1 .vsi"
+    ]
+
+
 def test_what_holds_no_images_is_refused_in_one_line(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty.txt").write_text("\n \n")
     (tmp_path / "latin.txt").write_bytes(b"\xe9.png\n")
+    (tmp_path / "table.CSV").write_text("path\na.png\n")
+    (tmp_path / "phone").mkdir()
+    (tmp_path / "phone" / "a.HEIC").write_bytes(b"")
     for given, error, part in (
         ([], ValueError, "--images is missing"),
         ([str(tmp_path / "empty")], ValueError, "no images in"),
         ([str(tmp_path / "empty.txt")], ValueError, "names no images"),
         ([str(tmp_path / "latin.txt")], ValueError, "no text file in UTF-8"),
+        ([str(tmp_path / "table.CSV")], ValueError, "a list of images is a .txt file with a path"),
+        ([str(tmp_path / "phone")], ValueError, "phone; it holds 1 .heic; wanted files that end"),
         (["nowhere/x.png"], FileNotFoundError, "no image, folder or list at nowhere/x.png"),
     ):
         with pytest.raises(error) as caught:

@@ -158,7 +158,7 @@ def test_images_are_seen_as_in_validation(images, tmp_path, watch, case):
     path = checkpoint(tmp_path, **seen)
     visionattn.predict(path, "images", device="cpu")
     wanted = sorted(watch.take(), key=lambda image: (image.shape, image.tobytes()))
-    command = ["--checkpoint", path, "--data.name", "folder", "--data.root", "tree"]
+    command = ["--checkpoint", path, "--data.name", "folder", "--data.root", "tree", "--split=val"]
     assert load_tool("validate")([*command, "--data.workers", "0", "--device", "cpu"]) == 0
     assert_same(sorted(watch.take(), key=lambda image: (image.shape, image.tobytes())), wanted)
 

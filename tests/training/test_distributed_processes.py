@@ -136,6 +136,25 @@ def test_an_error_of_one_process_is_raised_on_all_and_told_once(tmp_path, case, 
     assert [each.err for each in ended[1:]] == ["", ""]
 
 
+def test_processes_with_other_images_or_classes_are_refused_on_all(tmp_path):
+    def work(rank):
+        def tool():
+            with joined() as processes:
+                processes.check_same({"classes": ["a", "é\udcff"], "training images": ["/0", "/1"]})
+                images = ["/0", "/3"] if rank == 2 else ["/0", "/1", "/2"]
+                processes.check_same({"classes": ["a"], "training images": images})
+
+        return run_tool(tool, several=True)
+
+    ended = run_processes(3, work, tmp_path)
+    assert [each.code for each in ended] == [2] * 3
+    assert re.fullmatch(
+        r"error: process 2 on \S+ has 2 training images, the first process 3; the first that "
+        r"differs: '/3' for '/1'; wanted the same data on every machine\n",
+        ended[0].err,
+    )
+
+
 def test_what_only_the_first_process_does_fails_on_all(tmp_path):
     def work(rank):
         def fail():

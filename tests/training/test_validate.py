@@ -1,4 +1,6 @@
-"""What ``validate`` says before it begins: memory, time, and what would fit."""
+"""Which images ``validate`` judges, and what it says before it begins: memory, time, and what would
+fit.
+"""
 
 import json
 import re
@@ -8,12 +10,14 @@ import pytest
 import timm
 from PIL import Image
 
+from tests.helpers.image_files import members_of, write_classes, write_tar
 from tests.helpers.stand_in_gpu import GPU, Card, OnProcessor
 from visionattn.command import run
 from visionattn.models.weights import DataSpec, save_model
 from visionattn.training import outlook, passes, validate
 from visionattn.training.memory import SHARE, WORKER_BYTES
 
+NAMES = ("bird", "cat", "dog 2")
 SHAPES = [(24, 40), (40, 24), (32, 48), (56, 56), (24, 24), (56, 56), (16, 16)]
 ARGS = {"patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2, "relative": "none"}
 SPEC = DataSpec(3, 2, ("dark", "light"), (0.5,) * 3, (0.25,) * 3, None, None, "native", 64)
@@ -45,6 +49,7 @@ def evaluate(given, capsys, monkeypatch):
     def evaluated(*flags):
         words = [f"--checkpoint={given / 'weights.safetensors'}", "--data.name=folder"]
         words += [f"--data.root={given / 'pages'}", "--data.workers=0", "--device=cpu"]
+        words += ["--split=val"]
         code = run("validate", [*words, *flags])
         printed = capsys.readouterr()
         return code, printed.out.splitlines(), printed.err
@@ -219,7 +224,7 @@ def test_what_loads_images_counts_and_padding_that_a_model_leaves_out(given, mon
     for fit, workers in (("pad", 0), ("stretch", 0), ("stretch", 3)):
         words = [f"--checkpoint={given / 'weights.safetensors'}", "--data.name=folder"]
         words += [f"--data.root={given / 'pages'}", f"--data.workers={workers}", "--device=cpu"]
-        words += [f"--fit={fit}", "--img-size=64", "--batch-size=5"]
+        words += [f"--fit={fit}", "--img-size=64", "--batch-size=5", "--split=val"]
         validate.Validation(validate.parse_validate(words))
     batch = 5 * 3 * 64 * 64
     assert seen == [
@@ -227,3 +232,84 @@ def test_what_loads_images_counts_and_padding_that_a_model_leaves_out(given, mon
         (False, batch),
         (False, 3 * (WORKER_BYTES + 2 * batch)),
     ]
+
+
+@pytest.fixture
+def weights(tmp_path):
+    """Weights of three classes, with the run that they are of."""
+    spec = DataSpec(3, 3, NAMES, (0.5,) * 3, (0.25,) * 3, None, 16)
+    model = timm.create_model("scaleformer_vit_t", num_classes=3, **ARGS)
+    save_model(tmp_path / "best.safetensors", model, "scaleformer_vit_t", ARGS, spec)
+    write_classes(tmp_path / "own/Train", dict.fromkeys(NAMES, 4))
+    write_classes(tmp_path / "own/valid", dict.fromkeys(NAMES, 2))
+    write_classes(tmp_path / "own/test", dict.fromkeys(NAMES, 1))
+    data = f"{{name: folder, root: {tmp_path / 'own'}, workers: 0}}"
+    (tmp_path / "config.yaml").write_text(f"data: {data}\n")
+    return tmp_path / "best.safetensors"
+
+
+def judged(weights, *flags):
+    words = [f"--checkpoint={weights}", "--data.workers=0", "--device=cpu", *flags]
+    found = validate.Validation(validate.parse_validate(words))
+    return found.split, np.bincount(found.dataset.labels, minlength=3).tolist()
+
+
+def test_of_the_folder_of_the_training_its_validation_images_are_judged(
+    weights, tmp_path, monkeypatch
+):
+    (tmp_path / "link").symlink_to(tmp_path / "own")
+    monkeypatch.chdir(tmp_path)
+    for flags in ([], ["--data.root=own/../own/"], ["--data.root=link"], ["--split=val"]):
+        assert judged(weights, *flags) == ("validation", [2, 2, 2])
+    assert judged(weights, "--split=train") == ("train", [4, 4, 4])
+    assert judged(weights, "--split=test") == ("test", [1, 1, 1])
+    assert judged(weights, "--split=all") == ("all", [7, 7, 7])
+    assert judged(weights, "--data.root=own/test") == ("all", [1, 1, 1])
+
+
+@pytest.mark.parametrize("tar", [False, True])
+def test_of_another_folder_all_images_are_judged_by_the_classes_of_the_weights(
+    weights, tmp_path, tar
+):
+    counts, more = {"cat": 5, "dog 2": 3}, {"cat": 2, "dog 10": 1}
+    root = tmp_path / "other"
+    if tar:
+        root = tmp_path / "other.tar"
+        write_tar(root, members_of(counts, "./Test/"))
+        write_tar(tmp_path / "strange.tar", members_of(more))
+    else:
+        write_classes(root / "Test", counts | {"bird": 0})
+        write_classes(tmp_path / "strange", more)
+    flags = [f"--data.root={root}", "--img-size", "16", "24"]
+    with pytest.warns(UserWarning, match=f"^{root} has no images of the classes bird$"):
+        assert judged(weights, *flags) == ("all", [0, 5, 3])
+    with pytest.warns(UserWarning, match="no images"):
+        assert judged(weights, *flags, "--split=test") == ("test", [0, 5, 3])
+    with (
+        pytest.raises(ValueError, match=r"no images for --split val; it has test, all$"),
+        pytest.warns(UserWarning, match="no images"),
+    ):
+        judged(weights, *flags, "--split=val")
+    strange = root.with_name(root.name.replace("other", "strange"))
+    with pytest.raises(ValueError) as caught:
+        judged(weights, f"--data.root={strange}")
+    assert str(caught.value) == (
+        f"{strange} has classes that the weights do not know: dog 10; its classes: cat, dog 10; "
+        "the classes of the weights: bird, cat, dog 2"
+    )
+
+
+def test_images_that_are_judged_are_not_augmented(weights, tmp_path):
+    config = tmp_path / "config.yaml"
+    config.write_text(config.read_text().replace("workers: 0", "workers: 0, augment: three"))
+    flags = [f"--checkpoint={weights}", "--split=train", "--device=cpu"]
+    assert validate.Validation(validate.parse_validate(flags)).dataset.augment is None
+
+
+def test_without_the_run_of_the_weights_a_whole_folder_is_judged(weights, tmp_path, capsys):
+    (tmp_path / "config.yaml").unlink()
+    flags = [f"--checkpoint={weights}", "--data.name=folder", "--data.workers=0", "--device=cpu"]
+    assert run("validate", [*flags, f"--data.root={tmp_path / 'own'}"]) == 0
+    out, _ = capsys.readouterr()
+    assert f"on all images of {tmp_path / 'own'}, seen" in out
+    assert out.splitlines()[-1].split()[1] == "21"

@@ -76,7 +76,7 @@ class DataConfig:
     """
     root: str | None = None
     """Folder with ``train/`` and ``val/`` (and, if there is one, ``test/``) or with class folders;
-    or ``wds/...``, ``hfds/...``, a tar file.
+    or a tar file of one, ``wds/...``, ``hfds/...``.
     """
     fit: Fit | None = None
     """How images of any size come to the model. ``native``: each at its own size, shrunk where it

@@ -1,50 +1,39 @@
-"""The user's own images: class folders, a tar, a table of Hugging Face, and their division into
-splits.
+"""The user's own images: which of them ``data.root`` means, with which classes or masks.
 
-This module owns what ``data.root`` may be, and the one line that says what is wrong with it.
-Streams are in ``streams.py``.
+This module owns folders, and the one line that says what is wrong with a root. Tars and tables are
+in ``archives.py``, streams in ``streams.py``.
 """
 
-import importlib.util
 import tarfile
 import warnings
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
 
 import numpy as np
-from timm.data.readers import create_reader
-from timm.data.readers.reader_image_in_tar import ReaderImageInTar
 
-from visionattn.data.embedded import stratified_split
+from visionattn.data.archives import open_table, open_tar
 from visionattn.data.formats import COLOURED, ReadOptions, extensions, settle
 from visionattn.data.images import Augmentation, ImageDataset
 from visionattn.data.mask_files import MASKS, MaskFiles, masks_of, settle_classes
 from visionattn.data.mask_values import MaskClasses
-from visionattn.data.sources import Files, Source, TableRows, TarMembers
-from visionattn.data.walk import identity, images_below, natural_key
-
-LAYOUT = "wanted train/<class>/* and val/<class>/*, or <class>/*"
-MASKED_LAYOUT = (
-    "wanted images/* and masks/*, or train/images/*, train/masks/*, val/images/* and val/masks/*"
+from visionattn.data.parts import LAYOUT, MASKED_LAYOUT, Found, Part
+from visionattn.data.sources import Files
+from visionattn.data.split_names import LeftOut, are_splits, by_split, listed, split_of
+from visionattn.data.walk import (
+    holds_images,
+    identity,
+    images_below,
+    subfolders,
 )
-SPLIT_NAMES = {"train": ("train",), "validation": ("val", "validation"), "test": ("test",)}
 
-Datasets = tuple[ImageDataset, ImageDataset, ImageDataset | None]
+IMAGES = "images"
+"""The folder of the images that have masks."""
 
-
-@dataclass(frozen=True)
-class _Part:
-    """The images of one split: their numbers in ``source`` and their classes, ``[n]`` each; of all
-    images of the source, the masks where there are some.
-    """
-
-    source: Source
-    indices: np.ndarray
-    labels: np.ndarray
-    masks: MaskFiles | None = None
-
-    def take(self, chosen: np.ndarray) -> "_Part":
-        return replace(self, indices=self.indices[chosen], labels=self.labels[chosen])
+Datasets = dict[str, ImageDataset]
+"""By split: ``train``, ``validation`` and, where there is one, ``test``. Images to judge weights on
+have the splits that the root has, and ``all``.
+"""
 
 
 def open_images(
@@ -56,6 +45,7 @@ def open_images(
     options: ReadOptions | None = COLOURED,
     labelled: bool = True,
     levels: bool = False,
+    known: Sequence[str] | None = None,
 ) -> tuple[Datasets, tuple[str, ...]]:
     """Find the images under ``root`` and divide them.
 
@@ -70,29 +60,39 @@ def open_images(
         labelled: whether a folder must have class folders. Otherwise one in which an image lies
             outside of them, or which has none, holds images without classes, at any depth.
         levels: whether images must be of 8 bits, as their values are to be written.
+        known: the class names of weights that are to be judged on the images, empty where they have
+            none: these number the classes, and splits and classes may lack. None: a training.
 
     Returns:
-        Training, validation and test images (None where there are none), and the class names; none
-        where images have no classes, whose labels are all 0.
+        The images of each split, and the class names; none where images have no classes, whose
+        labels are all 0.
 
     Raises:
         ValueError, FileNotFoundError: one line that says what is wrong.
     """
     check_there(root)
     if root.startswith("hfds/"):
-        parts, names = _open_table(root)
+        found = open_table(root)
     elif Path(root).is_dir():
-        parts, names = _open_folder(Path(root), labelled)
+        found = _open_folder(Path(root), labelled, known)
     elif not Path(root).is_file():
         raise ValueError(f"data root {root} is a pipe, a socket or a device; {LAYOUT}, or a tar")
     elif Path(root).suffix.lower() == ".tar":
-        parts, names = _open_tar(root)
+        found = open_tar(root, labelled, known or ())
     elif tarfile.is_tarfile(root):
         raise ValueError(f"data root {root} is a tar {_way_out(root)}")
     else:
         raise ValueError(f"data root {root} is neither a folder nor a .tar file")
-    parts = _complete(parts, names, root, val_fraction, seed)
-    return _datasets(parts, seed, augment, options, levels=levels), tuple(names)
+    found.left_out.warn(root)
+    if known is None:
+        parts, names = found.to_train(root, val_fraction, seed), found.names
+    else:
+        parts, names = found.to_judge(root, known, val_fraction, seed), tuple(known) or found.names
+        missing = np.setdiff1d(np.arange(len(names)), parts["all"].labels)
+        if len(missing):
+            without = listed(names[label] for label in missing)
+            warnings.warn(f"{root} has no images of the classes {without}", stacklevel=2)
+    return _datasets(parts, seed, augment, options, levels=levels), names
 
 
 def open_masked(
@@ -103,11 +103,13 @@ def open_masked(
     augment: Augmentation | None,
     options: ReadOptions,
     classes: MaskClasses,
+    judged: bool = False,
 ) -> tuple[Datasets, MaskClasses]:
     """Find images with masks beside them under ``root``, a folder, and divide them.
 
     Args:
         classes: what the values of masks mean, as far as somebody has said it.
+        judged: weights are to be judged on the images, so that splits may lack.
 
     The other arguments are those of ``open_images``.
 
@@ -121,70 +123,21 @@ def open_masked(
     if root.startswith(("hfds/", "wds/")) or (Path(root).exists() and not Path(root).is_dir()):
         raise ValueError(f"data root {root} is no folder, {MASKED_LAYOUT}")
     check_there(root, MASKED_LAYOUT)
-    found = {split: _with_masks(*pair) for split, pair in _image_folders(Path(root)).items()}
-    masks = settle_classes(
-        [MaskFiles(files, classes, options.max_pixels) for _, files in found.values()], root
-    )
-    parts = {
-        split: replace(part, masks=each)
-        for (split, (part, _)), each in zip(found.items(), masks, strict=True)
-    }
-    parts = _complete(parts, [""], root, val_fraction, seed)
-    return _datasets(parts, seed, augment, options), masks[0].classes
-
-
-def _image_folders(root: Path) -> dict[str, tuple[Path, Path]]:
-    """Return for each split the folders of its images and of their masks: ``train/images`` and
-    ``train/masks``, ``images/train`` and ``masks/train``, or all in ``images`` and ``masks``.
-    """
-    images, masks = root / "images", root / MASKS
-    within = images.is_dir()
-    found = {}
-    for split, names in SPLIT_NAMES.items():
-        for name in names[::-1]:
-            pair = (
-                (images / name, masks / name)
-                if within
-                else (root / name / "images", root / name / MASKS)
-            )
-            if pair[0].is_dir():
-                found[split] = pair
-    if not found and not within:
-        raise ValueError(f"data root {root} has no folder images; {MASKED_LAYOUT}")
-    return found or {"train": (images, masks)}
-
-
-def _with_masks(images: Path, masks: Path) -> tuple[_Part, Files]:
-    part = _without_classes(images)
-    assert isinstance(part.source, Files)
-    return part, Files(masks_of(part.source.paths, images, masks))
-
-
-def _datasets(
-    parts: dict[str, _Part],
-    seed: int,
-    augment: Augmentation | None,
-    options: ReadOptions | None,
-    *,
-    levels: bool = False,
-) -> Datasets:
-    """Make the data sets of the splits, of which the training images alone are augmented."""
-    train = parts["train"]
-    if options is not None:
-        options, lines = settle(train.source, train.indices, options)
-        for line in lines:
-            warnings.warn(line, stacklevel=3)
-
-    def dataset(split: str) -> ImageDataset | None:
-        part = parts.get(split)
-        if part is None:
-            return None
-        chosen = augment if split == "train" else None
-        read = options or COLOURED
-        kinds = {"masks": part.masks, "levels": levels}
-        return ImageDataset(part.source, part.indices, part.labels, seed, chosen, read, **kinds)
-
-    return dataset("train"), dataset("validation"), dataset("test")  # type: ignore[return-value]
+    left_out = LeftOut()
+    images, masks, places = [], [], []
+    for split, folders in _image_folders(Path(root), left_out).items():
+        paths = _without_classes(folders[0], left_out)
+        images += paths
+        masks += masks_of(paths, *folders)
+        places += [(split, "")] * len(paths)
+    left_out.warn(root)
+    (files,) = settle_classes([MaskFiles(Files(masks), classes, options.max_pixels)], root)
+    found = Found.placed(Files(images), places, left_out, files)
+    if judged:
+        parts = found.to_judge(root, (), val_fraction, seed)
+    else:
+        parts = found.to_train(root, val_fraction, seed)
+    return _datasets(parts, seed, augment, options), files.classes
 
 
 def check_there(root: str, wanted: str = f"{LAYOUT}, a .tar file, wds/... or hfds/...") -> None:
@@ -193,116 +146,184 @@ def check_there(root: str, wanted: str = f"{LAYOUT}, a .tar file, wds/... or hfd
         raise FileNotFoundError(f"data root {root} does not exist; {wanted}")
 
 
-def _complete(
-    parts: dict[str, _Part], names: list[str], root: str, val_fraction: float, seed: int
-) -> dict[str, _Part]:
-    """Check that the classes of all splits are those of ``train``, and hold out a validation split
-    where there is none.
+def _datasets(
+    parts: dict[str, Part],
+    seed: int,
+    augment: Augmentation | None,
+    options: ReadOptions | None,
+    *,
+    levels: bool = False,
+) -> Datasets:
+    """Make the data sets of the splits, of which the training images alone are augmented."""
+    first = parts.get("all") or parts["train"]
+    if options is not None:
+        options, lines = settle(first.source, first.indices, options)
+        for line in lines:
+            warnings.warn(line, stacklevel=3)
+    return {
+        split: ImageDataset(
+            part.source,
+            part.indices,
+            part.labels,
+            seed,
+            augment if split == "train" else None,
+            options or COLOURED,
+            masks=part.masks,
+            levels=levels,
+            held_out=part.held_out,
+        )
+        for split, part in parts.items()
+    }
+
+
+def _image_folders(root: Path, left_out: LeftOut) -> dict[str, tuple[Path, Path]]:
+    """Return for each split the folders of its images and of their masks: ``train/images`` and
+    ``train/masks``, ``images/train`` and ``masks/train``, or all in ``images`` and ``masks``.
     """
-    train = parts.get("train")
-    if train is None:
-        raise ValueError(
-            f"data root {root} has {' and '.join(parts)} images but none to train on; {LAYOUT}"
-        )
-    for split, part in parts.items():
-        strange = np.setdiff1d(part.labels, train.labels)
-        if len(strange):
-            listed = ", ".join(names[label] for label in strange)
-            raise ValueError(f"classes of {root} that are in {split} but not in train: {listed}")
-    if "validation" in parts:
-        return parts
-    kept, held_out = stratified_split(train.labels, val_fraction, seed)
-    if not len(held_out):
-        raise ValueError(
-            f"too few images in {root} to hold some out for validation; wanted two of some class"
-        )
-    return parts | {"train": train.take(kept), "validation": train.take(held_out)}
+    top = subfolders(root)
+    images, masks = _images_and_masks(root)
+    if not images.is_dir():
+        splits = [
+            name for name in top if split_of(name) and _images_and_masks(root / name)[0].is_dir()
+        ]
+        found = {
+            split: _images_and_masks(root / name) for split, name in by_split(splits, root).items()
+        }
+        if not found:
+            raise ValueError(f"data root {root} has no folder images; {MASKED_LAYOUT}")
+        left_out.folders += [name for name in top if name not in splits]
+        return found
+    left_out.folders += [name for name in top if name not in (images.name, masks.name)]
+    splits = [name for name in subfolders(images) if split_of(name)]
+    others = [name for name in subfolders(images) if name not in splits]
+    direct = images_below(images, deep=False)
+    holding = [name for name in others if holds_images(images / name)] + direct
+    if not are_splits(splits, holding, images):
+        return {"train": (images, masks)}
+    left_out.folders += [f"{images.name}/{name}" for name in others]
+    left_out.outside += len(direct)
+    of_masks = by_split(subfolders(masks), masks) if masks.is_dir() else {}
+    return {
+        split: (images / name, masks / of_masks.get(split, name))
+        for split, name in by_split(splits, images).items()
+    }
 
 
-def _open_folder(root: Path, labelled: bool) -> tuple[dict[str, _Part], list[str]]:
+def _images_and_masks(folder: Path) -> tuple[Path, Path]:
+    """Return the folders of images and of masks in a folder, whose names may be in any case."""
+    there = subfolders(folder)
+    named = {name.lower(): name for name in there} | {name: name for name in there}
+    return folder / named.get(IMAGES, IMAGES), folder / named.get(MASKS, MASKS)
+
+
+def _open_folder(root: Path, labelled: bool, known: Sequence[str] | None) -> Found:
     """Open class folders below the folder of each split, or below ``root`` itself."""
-    folders = {
-        split: root / name
-        for split, names in SPLIT_NAMES.items()
-        for name in names[::-1]
-        if (root / name).is_dir()
-    } or {"train": root}
+    left_out = LeftOut()
+    folders = _split_folders(root, labelled, known or (), left_out)
+    if root not in folders.values():
+        left_out.outside = len(images_below(root, others=left_out.suffixes, deep=False))
+    around = deepcopy(left_out)
     try:
-        if not labelled and any(_has_images(folder) for folder in folders.values()):
+        if not labelled and any(images_below(folder, deep=False) for folder in folders.values()):
             raise _NoClasses
-        listed = {split: _list_classes(folder) for split, folder in folders.items()}
+        paths = {split: _list_classes(folder, known, left_out) for split, folder in folders.items()}
     except _NoClasses:
         if labelled:
             raise
-        return {split: _without_classes(folder) for split, folder in folders.items()}, []
-    names = sorted({name for classes in listed.values() for name in classes}, key=natural_key)
-    parts = {}
-    for split, classes in listed.items():
-        paths = [path for images in classes.values() for path in images]
-        labels = np.repeat(
-            [names.index(name) for name in classes], [len(images) for images in classes.values()]
-        )
-        parts[split] = _Part(Files(paths), np.arange(len(paths)), labels)
-    return parts, names
+        left_out = around
+        paths = {split: {"": _without_classes(each, left_out)} for split, each in folders.items()}
+    flat = [
+        (path, (split, name))
+        for split, classes in paths.items()
+        for name, images in classes.items()
+        for path in images
+    ]
+    return Found.placed(Files([path for path, _ in flat]), [place for _, place in flat], left_out)
+
+
+def _split_folders(
+    root: Path, labelled: bool, known: Sequence[str], left_out: LeftOut
+) -> dict[str, Path]:
+    """Return the folder of each split; ``root`` for ``train`` where there are no splits."""
+    names = subfolders(root)
+    named = [
+        name
+        for name in names
+        if split_of(name) and not (name in known and images_below(root / name, deep=False))
+    ]
+    # Of a folder and links to it, one counts.
+    of_folder = {(split_of(name), identity(root / name)): name for name in named}
+    named = list(of_folder.values())
+    places = {place for _, place in of_folder}
+    others = [name for name in names if identity(root / name) not in places]
+    holding = [name for name in others if named and holds_images(root / name)]
+
+    def classes_of(name: str) -> list[str]:
+        return subfolders(root / name)
+
+    if are_splits(named, holding, root, classes_of=classes_of if labelled else None):
+        left_out.folders += others
+        return {split: root / name for split, name in by_split(named, root).items()}
+    # A folder around the splits says nothing.
+    if (
+        len(names) == 1
+        and names[0] not in known
+        and any(map(split_of, subfolders(root / names[0])))
+    ):
+        return _split_folders(root / names[0], labelled, known, left_out)
+    return {"train": root}
 
 
 class _NoClasses(ValueError):
     """A folder is not one of class folders with images."""
 
 
-def _has_images(folder: Path) -> bool:
-    """Tell whether images lie in a folder itself."""
-    known = extensions()
-    return any(
-        path.suffix.lower() in known and path.name[0] != "." and path.is_file()
-        for path in folder.iterdir()
-    )
-
-
-def _without_classes(folder: Path) -> _Part:
-    """List the images below a folder at any depth, all with label 0."""
-    paths = images_below(folder)
+def _without_classes(folder: Path, left_out: LeftOut) -> list[str]:
+    """List the images below a folder at any depth."""
+    paths = images_below(folder, others=left_out.suffixes)
     if not paths:
-        wanted = ", ".join(sorted(extensions()))
-        raise ValueError(f"data folder {folder} holds no images, which end in {wanted}")
-    return _Part(Files(paths), np.arange(len(paths)), np.zeros(len(paths), np.int64))
+        raise ValueError(f"data folder {folder} {_no_images(left_out)}")
+    return paths
 
 
-def _list_classes(folder: Path) -> dict[str, list[str]]:
+def _no_images(left_out: LeftOut) -> str:
+    wanted = ", ".join(sorted(extensions()))
+    return f"holds no images, which end in {wanted}{left_out.files_there()}"
+
+
+def _list_classes(
+    folder: Path, known: Sequence[str] | None, left_out: LeftOut
+) -> dict[str, list[str]]:
     """List the paths of the images of each class folder, at any depth; classes and paths stand in
     natural order. A link to the folder itself is no class, and no class has images of another.
     """
-    own = identity(folder)
-    classes = sorted(
-        (
-            path.name
-            for path in folder.iterdir()
-            if path.is_dir() and path.name[0] != "." and identity(path) != own
-        ),
-        key=natural_key,
-    )
-    if [name.lower() for name in classes] == ["images", "masks"]:
+    classes = subfolders(folder)
+    if [name.lower() for name in classes] == [IMAGES, MASKS]:
         raise ValueError(
             f"data folder {folder} has the folders images and masks: --data.task segmentation "
             "learns masks; rename the folders if they are classes of images"
         )
     if not classes:
         raise _NoClasses(f"data folder {folder} has no class folders; {LAYOUT}")
-    apart = {own, *(identity(folder / name) for name in classes)}
-    listed = {}
+    left_out.outside += len(images_below(folder, others=left_out.suffixes, deep=False))
+    apart = {identity(folder), *(identity(folder / name) for name in classes)}
+    paths: dict[str, list[str]] = {}
     for name in classes:
-        listed[name] = images_below(folder / name, apart)
-        if not listed[name]:
-            wanted = ", ".join(sorted(extensions()))
+        own = LeftOut()
+        found = images_below(folder / name, apart, own.suffixes)
+        if not found and known is None:
             raise _NoClasses(
-                f"class folder {folder / name} holds no images, which end in {wanted}; add some or "
-                "delete the folder"
+                f"class folder {folder / name} {_no_images(own)}; add some or delete the folder"
             )
-    return listed
+        if not found and name not in (known or ()):
+            left_out.folders.append(name)
+        left_out.suffixes += own.suffixes
+        paths[name] = found
+    return paths
 
 
 def _way_out(root: str) -> str:
-    """Say what to do with a tar that timm's reader does not take, as it goes by the file's name."""
+    """Say what to do with a tar that is not read as it is."""
     try:
         tarfile.open(root, "r:").close()
     except tarfile.ReadError:
@@ -311,63 +332,3 @@ def _way_out(root: str) -> str:
             "file"
         )
     return "whose name does not end in .tar; rename it"
-
-
-def _open_tar(root: str) -> tuple[dict[str, _Part], list[str]]:
-    """Open a tar with timm's reader; a class is the folder that an image lies in, a split the first
-    folder of its path.
-    """
-    try:
-        reader = ReaderImageInTar(root)
-    except tarfile.TarError as error:
-        raise ValueError(f"cannot read {root} as a tar: {error}") from error
-    except ValueError as error:  # timm unpacks an empty list
-        if "invalid literal" in str(error):
-            raise ValueError(
-                f"{root} has names with digits that are no numbers, such as ²; rename them"
-            ) from error
-        raise ValueError(f"no images in {root}; {LAYOUT}") from error
-    names = [reader.class_idx_to_name[label] for label in range(len(reader.class_idx_to_name))]
-    if "" in names:
-        raise ValueError(f"{root} has images outside of class folders; {LAYOUT}")
-    source = TarMembers(reader, root)
-    first = np.array([sample[0].path.removeprefix("./").split("/")[0] for sample in reader.samples])
-    parts = {}
-    for split, split_names in SPLIT_NAMES.items():
-        indices = np.flatnonzero(np.isin(first, split_names))
-        if len(indices):
-            parts[split] = _Part(source, indices, reader.targets[indices])
-    return parts or {"train": _Part(source, np.arange(len(reader)), reader.targets)}, names
-
-
-def require(package: str, root: str) -> None:
-    """Raise ValueError where the package that reads ``root`` is not installed."""
-    if importlib.util.find_spec(package) is None:
-        raise ValueError(f"data root {root} needs the package {package}: pip install {package}")
-
-
-def _open_table(root: str) -> tuple[dict[str, _Part], list[str]]:
-    """Open a Hugging Face data set with timm's reader, by the columns ``image`` and ``label``."""
-    require("datasets", root)
-    import datasets
-
-    parts, names = {}, []
-    try:
-        available = datasets.get_dataset_split_names(root.removeprefix("hfds/"))
-        for split, split_names in SPLIT_NAMES.items():
-            for name in [name for name in split_names if name in available][:1]:
-                reader = create_reader(root, split=name)
-                labels = np.array(reader.dataset[reader.label_key])
-                parts[split] = _Part(
-                    TableRows(reader, f"{root}/{name}"), np.arange(len(labels)), labels
-                )
-                names = names or list(reader.class_to_idx)
-    except (
-        OSError
-    ) as error:  # its own errors of a missing data set and of the network are of this kind
-        raise FileNotFoundError(f"cannot open {root}: {' '.join(str(error).split())}") from error
-    if not names:
-        raise ValueError(
-            f"{root} has no split train, val, validation or test whose labels have names"
-        )
-    return parts, names

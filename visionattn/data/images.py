@@ -192,13 +192,15 @@ class ImageDataset(Dataset):
         *,
         masks: Masks | None = None,
         levels: bool = False,
+        held_out: bool = False,
     ):
         """Take the numbers of this data set's images in ``source``, ``indices [n]``, and their
         classes, ``labels [n]``, or ``masks`` with those of their pixels; ``options`` say how the
-        files are read. With ``levels`` images of more than 8 bits are ``Unreadable``.
+        files are read. With ``levels`` images of more than 8 bits are ``Unreadable``. ``held_out``
+        tells that chance took the images from the training images.
         """
         self.options, self.masks = options, masks
-        self.levels = levels
+        self.levels, self.held_out = levels, held_out
         self.source, self.indices = source, indices
         self.labels, self.seed = labels, seed
         self.augment = augment
@@ -229,17 +231,22 @@ class ImageDataset(Dataset):
         """Return the size of the model's input for each image, ``[n, 2]``."""
         return canvases(self.sizes(), geometry)
 
+    def names(self) -> list[str]:
+        """Return the path of each image below the folder that holds them all."""
+        names = [self.source.name(index) for index in self.indices.tolist()]
+        shared = len(os.path.commonpath(names)) if len(names) > 1 else 0
+        return [name[shared:] for name in names]
+
     def digests(self) -> np.ndarray:
         """Return a number per image, uint32 ``[n]``, that tells whether it is still the same: of
         its path below all images, of its class, and of its content. Of the content count how many
         bytes there are and, up to ``WELL_KNOWN`` images, ``KNOWN_BYTES`` at either end.
         """
-        names = [self.source.name(index) for index in self.indices.tolist()]
-        shared = len(os.path.commonpath(names)) if len(names) > 1 else 0
+        names = self.names()
         size = KNOWN_BYTES if len(names) <= WELL_KNOWN else 0
 
         def digest(place: int) -> int:
-            name = os.fsencode(names[place][shared:])
+            name = os.fsencode(names[place])
             known = zlib.crc32(b"%d %s " % (self.labels[place], name))
             index = int(self.indices[place])
             known = zlib.crc32(self.source.part(index, size), known)

@@ -35,28 +35,18 @@ def check_trained(splits: Splits, *, named: bool) -> None:
     missing = [name for number, name in enumerate(spec.class_names) if number not in found]
     if found and missing:
         text = f"no pixel of the {len(train)} training masks has the class {', '.join(missing)}"
-        apart = (
-            f"; --seed holds out {len(splits.validation)} other masks" if held_out(splits) else ""
-        )
+        count = len(splits.validation) if getattr(splits.validation, "held_out", False) else 0
+        apart = f"; --seed holds out {count} other masks" if count else ""
         if named:
             raise ValueError(
                 f"{text}: add masks with it, or name only classes that masks have{apart}"
             )
         warnings.warn(text + apart, stacklevel=2)
-    check_judged(splits.validation, spec, "validation", may_lack=held_out(splits))
+    check_judged(splits.validation, spec, "validation")
     check_judged(splits.test, spec, "test")
 
 
-def held_out(splits: Splits) -> bool:
-    """Tell whether the validation images were drawn among the training images."""
-    parts = (splits.train, splits.validation)
-    sources = [part.source for part in parts if isinstance(part, ImageDataset)]
-    return len(sources) == 2 and sources[0] is sources[1]
-
-
-def check_judged(
-    dataset: Dataset | None, spec: DataSpec, split: str, *, may_lack: bool = False
-) -> None:
+def check_judged(dataset: Dataset | None, spec: DataSpec, split: str) -> None:
     """Warn where one class alone counts in the masks that judge weights, as their mean IoU then
     says little.
 
@@ -64,11 +54,10 @@ def check_judged(
         dataset: the images.
         spec: names the classes.
         split: what the images are called.
-        may_lack: the images were drawn among others, so that chance may have left a class out.
 
     Raises:
-        ValueError: only one class counts and other pixels do not, which may well be another class;
-            one line.
+        ValueError: only one class counts and other pixels do not, which may well be another class,
+            unless chance held the images out, which may have left a class out; one line.
     """
     if not isinstance(dataset, ImageDataset) or not isinstance(dataset.masks, MaskFiles):
         return
@@ -76,9 +65,11 @@ def check_judged(
     if len(found) > 1 or not (found or ignored):  # or none can be read, which is said in its turn
         return
     text = f"{_counting(dataset, spec, split, found, ignored)}; their mean IoU says little"
-    if ignored and not may_lack:
+    if ignored and not dataset.held_out:
         raise ValueError(text)
-    warnings.warn(text + (", another --seed holds out others" if may_lack else ""), stacklevel=2)
+    warnings.warn(
+        text + (", another --seed holds out others" if dataset.held_out else ""), stacklevel=2
+    )
 
 
 def _counting(

@@ -23,7 +23,7 @@ from visionattn.data.formats.tiff import open_mask
 from visionattn.data.geometry import Size
 from visionattn.data.mask_values import GREY_STEP, MaskClasses, Pairs, pairs_of
 from visionattn.data.sources import Files
-from visionattn.data.walk import images_below
+from visionattn.data.walk import composed, images_below
 from visionattn.models.segmentation import IGNORED
 
 MASKS = "masks"
@@ -150,13 +150,13 @@ def masks_of(paths: Sequence[str], images: Path, masks: Path) -> list[str]:
         )
     found: dict[str, str] = {}
     for path in images_below(masks):
-        stem, suffix = os.path.splitext(os.path.relpath(path, masks))
+        stem, suffix = os.path.splitext(composed(os.path.relpath(path, masks)))
         if suffix.lower() not in SUFFIXES:
             continue
         if stem in found:
             raise ValueError(f"{found[stem]} and {path} are masks of one image; keep one of them")
         found[stem] = path
-    stems = [os.path.splitext(os.path.relpath(path, images))[0] for path in paths]
+    stems = [os.path.splitext(composed(os.path.relpath(path, images)))[0] for path in paths]
     missing = [path for path, stem in zip(paths, stems, strict=True) if stem not in found]
     if missing:
         wanted = masks / Path(os.path.relpath(missing[0], images)).with_suffix(SUFFIXES[0])

@@ -6,8 +6,8 @@ This module owns finding and opening one image by its number. It knows nothing o
 import errno
 import io
 import os
-from collections.abc import Sequence
-from typing import BinaryIO, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
 from visionattn.data.formats import Openable, check_file, is_folder_format
 
@@ -102,48 +102,61 @@ class PartOfFile(io.RawIOBase):
         super().close()
 
 
+class Member(NamedTuple):
+    """A file in a tar."""
+
+    path: str
+    """As the tar names it."""
+    start: int
+    """The byte of the tar at which it begins."""
+    size: int
+    """In bytes."""
+
+
 class TarMembers:
-    """Images that are members of a tar, as listed by timm's reader; each is read through a handle
-    of its own, and no further than its reader asks.
+    """Images that are members of a tar; each is read through a handle of its own, and no further
+    than its reader asks.
     """
 
-    def __init__(self, reader, root: str):
-        """Take timm's ``ReaderImageInTar`` of the tar file ``root``."""
-        self.samples, self.root = reader.samples, root
+    def __init__(self, members: Sequence[Member], root: str):
+        """Take the members of the tar file ``root`` that are images."""
+        self.members, self.root = members, root
 
     def open(self, index: int) -> BinaryIO:
-        """Open the member; a tar within the tar is read through, one level deep."""
-        return io.BufferedReader(PartOfFile(self.root, *self._place(index)))
+        """Open the member."""
+        _, start, size = self.members[index]
+        return io.BufferedReader(PartOfFile(self.root, start, size))
 
     def name(self, index: int) -> str:
         """Return ``tar:member``."""
-        return f"{self.root}:{self.samples[index][0].path}"
+        return f"{self.root}:{self.members[index].path}"
 
     def part(self, index: int, size: int) -> bytes:
         """Return the number of its bytes, the first and the last ones."""
+        _, start, length = self.members[index]
         with open(self.root, "rb") as file:
-            return ends_of(file, *self._place(index), size)
-
-    def _place(self, index: int) -> tuple[int, int]:
-        """Return at which byte of the tar a member begins, and how many bytes it has."""
-        member, _, within = self.samples[index]
-        return member.offset_data + (within.offset_data if within else 0), member.size
+            return ends_of(file, start, length, size)
 
 
 class TableRows:
-    """Images that are rows of a Hugging Face table, through timm's reader."""
+    """Images that are rows of Hugging Face tables, through timm's reader."""
 
-    def __init__(self, reader, root: str):
-        """Take timm's ``ReaderHfds`` of the table ``root``."""
-        self.reader, self.root = reader, root
+    def __init__(self, readers: Mapping[str, Any], root: str):
+        """Take timm's ``ReaderHfds`` of each split of ``root``, by name; rows are numbered through
+        all of them.
+        """
+        self.readers, self.root = readers, root
+        self.rows = [(name, row) for name, reader in readers.items() for row in range(len(reader))]
 
     def open(self, index: int) -> BinaryIO:
         """Read the row's image into memory."""
-        return self.reader[index][0]
+        name, row = self.rows[index]
+        return self.readers[name][row][0]
 
     def name(self, index: int) -> str:
         """Return ``table:file``, or ``table:number`` where the row names no file."""
-        return f"{self.root}:{self.reader.filename(index) or index}"
+        name, row = self.rows[index]
+        return f"{self.root}/{name}:{self.readers[name].filename(row) or row}"
 
     def part(self, index: int, size: int) -> bytes:
         """Return nothing: a row is decoded as a whole, and its table has a version."""

@@ -5,6 +5,7 @@ This module owns the splits and the interface of the data: the loaders of ``batc
 here. ``checks.py`` looks at what the user asked for.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 from typing import TYPE_CHECKING
@@ -31,13 +32,15 @@ from visionattn.data.embedded import (
     digit_splits,
     stratified_split,
 )
-from visionattn.data.folder import LAYOUT, MASKED_LAYOUT, check_there, open_images, open_masked
+from visionattn.data.folder import check_there, open_images, open_masked
 from visionattn.data.formats import COLOURED, LARGEST_IMAGE_PX, ReadOptions
 from visionattn.data.geometry import Geometry, Size, geometry_of, sides
-from visionattn.data.images import ArrayDataset, Augmentation
+from visionattn.data.images import ArrayDataset, Augmentation, ImageDataset
 from visionattn.data.mask_values import MaskClasses
 from visionattn.data.masks import value_names
+from visionattn.data.parts import LAYOUT, MASKED_LAYOUT
 from visionattn.data.streams import Shards, StreamEvalBatches, StreamTrainBatches, open_shards
+from visionattn.data.walk import composed
 from visionattn.models.weights import DataSpec
 
 if TYPE_CHECKING:
@@ -64,6 +67,15 @@ class Splits:
     validation: Dataset
     test: Dataset | None
     spec: DataSpec
+
+    def lists(self) -> dict[str, list[str]]:
+        """Return what processes that train together must agree on, by what it is."""
+        parts = {"training": self.train, "validation": self.validation, "test": self.test}
+        return {"classes": list(self.spec.class_names)} | {
+            f"{name} images": part.names()
+            for name, part in parts.items()
+            if isinstance(part, ImageDataset)
+        }
 
 
 def check_root(config: DataConfig) -> None:
@@ -92,9 +104,38 @@ def build_splits(config: DataConfig, seed: int, *, labelled: bool = True) -> Spl
     """
     config = resolved(config)
     check_data(config)
+    if config.name != "folder":
+        return _BUILDERS[config.name](config, seed)
+    datasets, spec = _open_root(config, seed, labelled=labelled)
+    return Splits(datasets["train"], datasets["validation"], datasets.get("test"), spec)
+
+
+def images_to_judge(
+    config: DataConfig, seed: int, class_names: Sequence[str]
+) -> tuple[dict[str, Dataset], DataSpec]:
+    """Find the images of ``config.name`` that weights may be judged on.
+
+    Args:
+        config: which images, at which size.
+        seed: as for ``build_splits``.
+        class_names: of the weights; they number the classes of a folder's images. Empty where the
+            weights have none.
+
+    Returns:
+        The images by split: ``train``, ``validation`` and ``test``, as far as there are some, and
+        ``all`` of them where they are files of one's own; and what they are.
+
+    Raises:
+        ValueError, FileNotFoundError: one line that says what is wrong with the data, or which
+            classes the weights do not know.
+    """
     if config.name == "folder":
-        return _build_folder(config, seed, labelled)
-    return _BUILDERS[config.name](config, seed)
+        config = resolved(config)
+        check_data(config)
+        return _open_root(config, seed, known=class_names)
+    splits = build_splits(config, seed)
+    found = {name: getattr(splits, name) for name in ("train", "validation", "test")}
+    return {name: part for name, part in found.items() if part is not None}, splits.spec
 
 
 def train_batches(
@@ -299,7 +340,13 @@ def _read_cifar10(config: DataConfig, *, train: bool) -> "CIFAR10":
         ) from error
 
 
-def _build_folder(config: DataConfig, seed: int, labelled: bool) -> Splits:
+def _open_root(
+    config: DataConfig, seed: int, *, labelled: bool = True, known: Sequence[str] | None = None
+) -> tuple[dict[str, Dataset], DataSpec]:
+    """Open the user's own images; ``known`` are the class names of weights that are to be judged
+    on them, see ``open_images``.
+    """
+    datasets: Mapping[str, Dataset]
     if config.root is None:
         raise ValueError(f"data folder needs a root; {LAYOUT}, a .tar file, wds/... or hfds/...")
     options = ReadOptions(
@@ -326,6 +373,7 @@ def _build_folder(config: DataConfig, seed: int, labelled: bool) -> Splits:
             on_error=config.on_error,
             seed=seed,
             augment=augment,
+            judged=known is not None,
         )
         names, num_classes = (), config.num_classes
     elif config.task == "segmentation":
@@ -336,10 +384,11 @@ def _build_folder(config: DataConfig, seed: int, labelled: bool) -> Splits:
             augment=augment,
             options=options,
             classes=MaskClasses.of(config),
+            judged=known is not None,
         )
         datasets, names, num_classes = opened, classes.names, len(classes.names)
         colours = classes.colours
-        options = opened[0].options
+        options = next(iter(opened.values())).options
     else:
         opened, names = open_images(
             config.root,
@@ -349,27 +398,25 @@ def _build_folder(config: DataConfig, seed: int, labelled: bool) -> Splits:
             options=options,
             labelled=labelled and config.task != "generate",
             levels=config.task == "generate",
+            known=known,
         )
         datasets, num_classes = opened, len(names)
-        options = opened[0].options
+        options = next(iter(opened.values())).options
     values = config.task != "generate"
-    return Splits(
-        *datasets,
-        DataSpec(
-            options.channels,
-            num_classes,
-            names,
-            _per_channel(config, "mean", IMAGENET_DEFAULT_MEAN, options.channels) if values else (),
-            _per_channel(config, "std", IMAGENET_DEFAULT_STD, options.channels) if values else (),
-            None,
-            *_seen_as(config),
-            bands=options.bands,
-            value_range=options.value_range,
-            range_found=options.found,
-            page=options.page,
-            task=config.task,
-            colours=colours,
-        ),
+    return dict(datasets), DataSpec(
+        options.channels,
+        num_classes,
+        tuple(map(composed, names)),
+        _per_channel(config, "mean", IMAGENET_DEFAULT_MEAN, options.channels) if values else (),
+        _per_channel(config, "std", IMAGENET_DEFAULT_STD, options.channels) if values else (),
+        None,
+        *_seen_as(config),
+        bands=options.bands,
+        value_range=options.value_range,
+        range_found=options.found,
+        page=options.page,
+        task=config.task,
+        colours=colours,
     )
 
 

@@ -17,6 +17,7 @@ import torch
 from timm.data.readers import create_reader
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from visionattn.data.archives import require
 from visionattn.data.batches import (
     ORDER_STREAM,
     Batch,
@@ -25,9 +26,9 @@ from visionattn.data.batches import (
     collate,
     start_worker,
 )
-from visionattn.data.folder import SPLIT_NAMES, require
 from visionattn.data.geometry import Geometry
 from visionattn.data.images import Augmentation, see_array
+from visionattn.data.split_names import LeftOut, by_split, listed
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,14 @@ class Shards:
 
 
 def open_shards(
-    root: str, *, num_classes: int | None, on_error: str, seed: int, augment: Augmentation | None
-) -> tuple[Shards, Shards, Shards | None]:
+    root: str,
+    *,
+    num_classes: int | None,
+    on_error: str,
+    seed: int,
+    augment: Augmentation | None,
+    judged: bool = False,
+) -> dict[str, Shards]:
     """Open ``wds/<folder or address>``: shards of ``<key>.jpg|png|webp`` and ``<key>.cls``, listed
     in ``_info.json``.
 
@@ -76,6 +83,7 @@ def open_shards(
         on_error: must be ``skip``, which is what timm's reader does.
         seed: the seed of the order and of ``augment``.
         augment: what augments the training images; None: nothing does.
+        judged: weights are to be judged on the images, so that splits may lack.
 
     Raises:
         ValueError, FileNotFoundError: one line that says what is wrong.
@@ -99,29 +107,29 @@ def open_shards(
         raise FileNotFoundError(
             f"no _info.json in {place}; wanted one with the shards of each split, as timm writes it"
         )
-    # Of two names for a split, "val" and "validation", the first that exists counts.
-    found: dict[str, Shards] = {}
-    for split, names in SPLIT_NAMES.items():
-        for name in names:
-            info = _split_info(place, name)
-            if info is not None and split not in found:
-                chosen = augment if split == "train" else None
-                found[split] = Shards(
-                    place, name, info.shard_lengths, split == "train", num_classes, seed, chosen
-                )
-    for split in ("train", "validation"):
-        if split not in found:
+    # timm has no public way to ask which splits there are.
+    from timm.data.readers.reader_wds import _load_info
+
+    available = list(_load_info(place).get("splits", {}))
+    splits = by_split(available, root)
+    LeftOut([name for name in available if name not in splits.values()]).warn(root)
+    for split in () if judged else ("train", "validation"):
+        if split not in splits:
             raise ValueError(
-                f"_info.json of {place} has no split named {' or '.join(SPLIT_NAMES[split])}"
+                f"_info.json of {place} has no {split} split; it has {listed(available) or 'none'}"
             )
-    return found["train"], found["validation"], found.get("test")
-
-
-def _split_info(place: str, name: str):
-    try:
-        return create_reader("wds/", root=place, split=name).split_info
-    except RuntimeError:  # no such split
-        return None
+    return {
+        split: Shards(
+            place,
+            name,
+            create_reader("wds/", root=place, split=name).split_info.shard_lengths,
+            split == "train",
+            num_classes,
+            seed,
+            augment if split == "train" else None,
+        )
+        for split, name in splits.items()
+    }
 
 
 class _ShardBatches(IterableDataset):

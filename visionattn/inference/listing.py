@@ -17,7 +17,8 @@ from PIL import Image
 from visionattn.data.embedded import digit_splits
 from visionattn.data.formats import Openable, check_file, extensions, is_folder_format
 from visionattn.data.sources import Files
-from visionattn.data.walk import images_below
+from visionattn.data.split_names import LeftOut
+from visionattn.data.walk import TEXTS, images_below, suffix_of
 
 
 class Listing(Protocol):
@@ -107,19 +108,27 @@ def find_images(given: Sequence[str]) -> ListedFiles:
         check_file(path)
         if os.path.isdir(path) and not is_folder_format(path):
             paths += _in_folder(path)
-        elif path.lower().endswith(".txt"):
+        elif suffix_of(path) == ".txt":
             paths += _in_list(path)
+        elif suffix_of(path) in TEXTS:
+            raise ValueError(
+                f"{path} is no image; a list of images is a .txt file with a path per line, "
+                "relative to the current folder"
+            )
         else:
             paths.append(path)
     return ListedFiles(paths)
 
 
 def _in_folder(folder: str) -> list[str]:
-    paths = images_below(Path(folder))
+    left_out = LeftOut()
+    paths = images_below(Path(folder), others=left_out.suffixes)
     if not paths:
+        wanted = ", ".join(sorted(extensions()))
         raise ValueError(
-            f"no images in {folder}; wanted files that end in {', '.join(sorted(extensions()))}"
+            f"no images in {folder}{left_out.files_there()}; wanted files that end in {wanted}"
         )
+    left_out.warn(folder)
     return paths
 
 
@@ -128,7 +137,7 @@ def _in_list(path: str) -> list[str]:
     the current folder.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is no text file in UTF-8 with a path per line") from error
     paths = [line.strip() for line in lines if line.strip()]

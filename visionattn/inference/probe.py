@@ -72,17 +72,18 @@ def divide_folder(root: str, *, val_fraction: float, seed: int) -> Division:
     Raises:
         ValueError, FileNotFoundError: there are no classes, or too few images; one line.
     """
-    (train, validation, test), names = open_images(
+    parts, names = open_images(
         root, val_fraction=val_fraction, seed=seed, augment=None, options=None
     )
+    judged_name = "test" if "test" in parts else "validation"
     fitted, judged = (
         {
             part.source.name(index): int(label)
             for index, label in zip(part.indices, part.labels, strict=True)
         }
-        for part in (train, test or validation)
+        for part in (parts["train"], parts[judged_name])
     )
-    return Division(fitted, judged, "test" if test else "validation", names)
+    return Division(fitted, judged, judged_name, names)
 
 
 def divide_digits(digits: Digits) -> Division:

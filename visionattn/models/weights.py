@@ -11,12 +11,13 @@ import pickle
 import pickletools
 import re
 import struct
+import unicodedata
 import warnings
 import zipfile
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
@@ -273,6 +274,9 @@ def described(metadata: dict[str, str], path: str | Path) -> tuple[str, dict[str
         args = from_json(dict[str, Any], said["args"], "args")
         spec = from_json(DataSpec, said["data"], "data")
         check_spec(spec)
+        # macOS writes é as e and an accent: names are compared in their composed form.
+        names = tuple(unicodedata.normalize("NFC", name) for name in spec.class_names)
+        spec = replace(spec, class_names=names)
     except ValueError as error:
         raise ValueError(f"{path} has a garbled description of its model: {error}") from error
     name = said["model"]

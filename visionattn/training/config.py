@@ -155,6 +155,10 @@ class ValidateConfig:
     """``native`` alone, instead of ``img_size``: the most patches of an image."""
     data: DataConfig = field(default_factory=DataConfig)
     """The data; its defaults are those of the ``config.yaml`` beside the checkpoint."""
+    split: Literal["train", "val", "test", "all"] | None = None
+    """Which images: ``all`` is for one's own. None: of the folder of the training its validation
+    images, of another one all, of other data the test images where there are some.
+    """
     seed: int = 0
     """Seed of the embedded data sets' splits; its default is that of the ``config.yaml`` beside the
     checkpoint.

@@ -8,14 +8,16 @@ that are left when one has died; ``watchdog.py`` says why it stands beside that.
 """
 
 import atexit
+import hashlib
 import os
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from itertools import zip_longest
 from typing import TypeVar
 
 import torch
@@ -179,6 +181,29 @@ class Processes:
         if message[1] is not None:
             raise self.agree(message[1]) from error
         return message[0]  # type: ignore[return-value]
+
+    def check_same(self, lists: Mapping[str, Sequence[str]]) -> None:
+        """Raise ValueError on all processes where one has other lists than the first process.
+
+        Args:
+            lists: by what they are of, for people.
+        """
+        for what, own in lists.items():
+            digest = hashlib.sha256("\0".join(own).encode("utf-8", "surrogateescape")).digest()
+            digests = self.gather(digest)
+            other = next((rank for rank in range(self.size) if digests[rank] != digests[0]), None)
+            if other is None:
+                continue
+            theirs, firsts = (self.gather(list(own))[rank] for rank in (other, 0))
+            pairs = zip_longest(theirs, firsts, fillvalue="nothing")
+            differ = next(f"{one!r} for {two!r}" for one, two in pairs if one != two)
+            raise self.agree(
+                ValueError(
+                    f"process {other} on {self.hosts[other]} has {len(theirs)} {what}, the first "
+                    f"process {len(firsts)}; the first that differs: {differ}; wanted the same "
+                    "data on every machine"
+                )
+            )
 
     def agree(self, error: BaseException) -> BaseException:
         """Note and return an error that all processes are about to raise at the same place."""

@@ -8,6 +8,7 @@ This module has the order of these, and decides what is kept of a run that ends 
 import os
 import random
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -246,8 +247,13 @@ def build(
         check_geometries(made.model, [geometry_of(spec, patch_px), *geometries])
         return replace(made, model=made.model.to(device))
 
-    made = processes.together(prepared)
+    with warnings.catch_warnings():
+        if not processes.first:  # each process gives the same warnings
+            warnings.simplefilter("ignore", UserWarning)
+        made = processes.together(prepared)
     splits, model = made.splits, made.model
+    if processes.size > 1:
+        processes.check_same(splits.lists())
     if made.built.name == CONVERTED:  # what is kept of the run says the body, which a teacher gave
         config = replace(config, model=made.built)
     if processes.first and stream:  # now, as reading sizes and counting memory may take long

@@ -17,7 +17,9 @@ from torch import nn
 
 from visionattn.cli.untrusted import brief, from_json
 from visionattn.data.checks import WHOLE
+from visionattn.data.split_names import listed
 from visionattn.data.splits import Splits
+from visionattn.data.walk import composed
 from visionattn.models.conversion import NAME as CONVERTED
 from visionattn.models.hybrid import places_of_blocks
 from visionattn.models.registration import FORMER, complete
@@ -348,10 +350,13 @@ def changes(old: dict[str, Any] | None, new: dict[str, Any] | None, splits: Spli
     """
     if old is None or new is None:
         return ""
-    was, now = set(old["class_names"]), set(new["class_names"])
-    if old["class_names"] != new["class_names"]:
-        gone, come = (", ".join(sorted(names)[:3]) for names in (was - now, now - was))
+    names = [list(map(composed, listing["class_names"])) for listing in (old, new)]
+    was, now = map(set, names)
+    if was != now:
+        gone, come = (", ".join(sorted(each)[:3]) for each in (was - now, now - was))
         return f"classes that are gone: {gone or 'none'}; new ones: {come or 'none'}"
+    if names[0] != names[1]:
+        return f"the classes were in the order {listed(names[0])}, and are {listed(names[1])}"
     words = []
     for part in PARTS:
         held = [listing.get(part, torch.empty(0)) for listing in (old, new)]

@@ -2,7 +2,9 @@
 
 import json
 import math
+import os
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -19,11 +21,12 @@ from visionattn.cli.parsing import field_types, parse, spell_out
 from visionattn.cli.progress import Progress
 from visionattn.cli.provenance import provenance
 from visionattn.data.buckets import cell_px
-from visionattn.data.config import DataConfig
+from visionattn.data.config import AugmentConfig, DataConfig
 from visionattn.data.drawn import seen_as
 from visionattn.data.geometry import Geometry, check_geometry, pixels, sides
-from visionattn.data.mask_checks import check_judged, held_out
-from visionattn.data.splits import build_splits, eval_batches
+from visionattn.data.mask_checks import check_judged
+from visionattn.data.split_names import listed
+from visionattn.data.splits import eval_batches, images_to_judge
 from visionattn.models.filled import takes_sizes
 from visionattn.models.tasks import Task
 from visionattn.models.weights import DataSpec, load_model
@@ -97,6 +100,7 @@ def parse_validate(argv: Sequence[str]) -> ValidateConfig:
     spelled = spell_out(argv, field_types(ValidateConfig))
     given = [word.partition("=")[2] for word in spelled if word.startswith("--checkpoint=")]
     defaults: dict[str, Any] = {}
+    trained_on = None
     if given:
         path = Path(given[-1])
         if not path.is_file():
@@ -113,6 +117,7 @@ def parse_validate(argv: Sequence[str]) -> ValidateConfig:
             )
             defaults = {f"data.{key}": value for key, value in keep.items()}
             defaults |= {"seed": run.seed, "batch_size": run.eval_batch_size or run.batch_size}
+            trained_on = run.data
         elif not any(word.startswith("--data.name=") for word in spelled):
             raise ValueError(
                 f"there is no {beside} that would say which data; name it, e.g. --data.name folder "
@@ -137,7 +142,16 @@ def parse_validate(argv: Sequence[str]) -> ValidateConfig:
             raise ValueError(f"data.{key} is for training; name {flag} instead")
     if any(word.startswith(("--data.augment=", "--data.aug.")) for word in spelled):
         raise ValueError("data.augment is for training; images to evaluate on stay as they are")
+    if config.split is None and trained_on and _same_root(config.data, trained_on):
+        return replace(config, split="val")
     return config
+
+
+def _same_root(data: DataConfig, other: DataConfig) -> bool:
+    """Tell whether both mean the same images of one's own, whatever path leads to them."""
+    if data.root is None or other.root is None or (data.name, other.name) != ("folder", "folder"):
+        return False
+    return data.root == other.root or os.path.realpath(data.root) == os.path.realpath(other.root)
 
 
 SEEN = {
@@ -161,7 +175,7 @@ class Validation:
         config: what ``parse_validate`` returned.
 
     Attributes:
-        split: ``test``, or ``validation`` where the data has no test split.
+        split: the images that are judged: ``train``, ``validation``, ``test`` or ``all``.
 
     Raises:
         ValueError, FileNotFoundError: checkpoint, data, sizes or device are wrong or do not go
@@ -273,6 +287,13 @@ class Validation:
             found.append(Geometry(fit, sides(size), max_patches, patch_size(self.model)))
         return found
 
+    def about(self) -> str:
+        """Say in words which weights are judged on which images, and the preprocessing."""
+        images = {"all": "all", "train": "the training"}.get(self.split, f"the {self.split}")
+        data = self.config.data
+        place = data.root if data.name == "folder" else data.name
+        return f"{self.config.checkpoint} on {images} images of {place}, seen {self.describe()}"
+
     def describe(self) -> str:
         """Say in words how images are seen; sizes where there is one."""
         first, *others = self.geometries
@@ -283,7 +304,7 @@ class Validation:
 
     def _find_images(self, data: DataConfig) -> tuple[str, Dataset]:
         # What the weights know of files holds for other folders too.
-        known = {
+        known: dict[str, Any] = {
             key: getattr(self.spec, key)
             for key in ("bands", "value_range", "range_found", "page")
             if data.name == "folder" and getattr(data, key) is None
@@ -306,9 +327,11 @@ class Validation:
                 f"data.batch_patches is for fit native; with fit {first.fit} batch_size says how "
                 "many images make a batch"
             )
-        splits = build_splits(
+        found, spec = images_to_judge(
             replace(
                 data,
+                augment="none",
+                aug=AugmentConfig(),
                 fit=first.fit,
                 img_size=None if first.img_size is None else list(first.img_size),
                 img_size_choices=[min(each.img_size) for each in self.geometries if each.img_size]
@@ -317,19 +340,26 @@ class Validation:
                 batch_patches=data.batch_patches if first.fit == "native" else None,
             ),
             self.config.seed,
+            self.spec.class_names,
         )
         for key in ("task", "num_classes", "class_names", "in_chans", "encoding"):
-            own, other = getattr(self.spec, key), getattr(splits.spec, key)
+            own, other = getattr(self.spec, key), getattr(spec, key)
             if own != other and not (key == "class_names" and not (own and other)):
                 what = key.replace("_", " ")
                 raise ValueError(
                     f"the weights are for other data: their {what}: {brief(own)}; the data's: "
                     f"{brief(other)}"
                 )
-        split = "validation" if splits.test is None else "test"
-        chance = split == "validation" and held_out(splits)
-        check_judged(getattr(splits, split), self.spec, split, may_lack=chance)
-        return split, getattr(splits, split)
+        split = self.config.split
+        usual = next(name for name in ("all", "test", "validation", "train") if name in found)
+        chosen = usual if split is None else {"val": "validation"}.get(split, split)
+        if chosen not in found:
+            there = ", ".join("val" if name == "validation" else name for name in found)
+            raise ValueError(
+                f"{data.root or data.name} has no images for --split {split}; it has {there}"
+            )
+        check_judged(found[chosen], self.spec, chosen)
+        return chosen, found[chosen]
 
     def rows(self) -> Iterator[Row]:
         """Evaluate at one size after the other."""
@@ -357,9 +387,20 @@ class Validation:
                 if not is_out_of_memory(error):
                     raise
                 result = None
+            if geometry is self.geometries[0] and self.config.data.name == "folder":
+                self._tell_absent(result)
             size = geometry.img_size
             side = size[0] if size and size[0] == size[1] else size
             yield Row(side, result, self.spec.task)
+
+    def _tell_absent(self, result: Evaluation | None) -> None:
+        """Name the classes of pixels that no mask has."""
+        ious = result.ious if result and result.ious else ()
+        names = [
+            name for name, iou in zip(class_names(self.spec), ious, strict=False) if iou is None
+        ]
+        if names:
+            warnings.warn(f"no mask has a pixel of the classes {listed(names)}", stacklevel=2)
 
     def save(self, rows: Sequence[Row]) -> None:
         """Write the rows and their provenance to the file that ``config.json`` names."""
@@ -384,7 +425,5 @@ def align(cells: Sequence[str]) -> str:
 
 
 def brief(value: Any) -> str:
-    """Put a value into a line; a long tuple becomes its length and its first entries."""
-    if isinstance(value, tuple) and len(value) > 4:
-        return f"{len(value)} ({', '.join(map(str, value[:3]))}, ...)"
-    return str(value)
+    """Put a value into a line."""
+    return f"{len(value)} ({listed(value)})" if isinstance(value, tuple) else str(value)

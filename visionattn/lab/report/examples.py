@@ -136,6 +136,7 @@ def drawn(run: Run, count: int) -> tuple[Validation, list[Item]]:
         raise FileNotFoundError(f"there is no {run.weights.name}")
     flags = ["--checkpoint", str(run.weights), "--device", "cpu"]
     flags += ["--data.download", "false"] if run.setting("data", "download") else []
+    flags += ["--split", "test"] if run.result.get("test_images") else []
     validation = Validation(parse_validate(flags))
     dataset = validation.dataset
     if isinstance(dataset, Shards):
