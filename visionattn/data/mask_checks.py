@@ -79,7 +79,8 @@ def _counting(
     assert isinstance(dataset.masks, MaskFiles)
     names = spec.class_names or tuple(map(str, range(spec.num_classes)))
     what = f"class {names[min(found)]} alone counts" if found else "no pixel counts"
-    text = f"{what} in the {len(dataset)} {split} masks"
+    count = len(dataset)
+    text = f"{what} in {f'all {count}' if split == 'all' else f'the {count} {split}'} masks"
     classes = dataset.masks.classes
     if ignored and isinstance(classes.ignored, int):
         other = (
