@@ -41,13 +41,11 @@ from visionattn.training.outlook import (
     ForwardMemory,
     Forwards,
     describe,
-    loaded_beside,
     trial_seconds,
 )
 from visionattn.training.painting import class_names
 from visionattn.training.passes import Shape
 from visionattn.training.record import CONFIG
-from visionattn.training.trial import read_seconds
 
 COLUMNS = {
     "classification": ("size", "images", "accuracy", "top-5", "images/s"),
@@ -248,16 +246,13 @@ class Validation:
         )
 
     def _seconds(self, geometry: Geometry, shapes: np.ndarray) -> float | None:
-        """Return the seconds of all batches at one size; None where it cannot be tried."""
+        """Return the seconds that all batches at one size compute; None where none can be tried."""
         images, rows, columns = largest_shape(shapes)
         clock, patch_px = time.perf_counter, geometry.patch_px
         each = trial_seconds(self.work, (rows, columns), images, patch_px, clock)
         if each is None:
             return None
-        computing = each * float(shapes.prod(1).sum()) / (rows * columns)
-        loading = (read_seconds(self.dataset, geometry) or 0.0) * float(shapes[:, 0].sum())
-        workers = self.config.data.workers
-        return loaded_beside(computing, loading, workers, torch.get_num_threads())
+        return each * float(shapes.prod(1).sum()) / (rows * columns)
 
     def _find_geometries(self) -> list[Geometry]:
         """Return how images are seen: as in training, as far as no flag says otherwise."""
