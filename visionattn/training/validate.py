@@ -25,7 +25,7 @@ from visionattn.data.geometry import Geometry, check_geometry, pixels, sides
 from visionattn.data.splits import build_splits, eval_batches
 from visionattn.models.filled import takes_sizes
 from visionattn.models.tasks import Task
-from visionattn.models.weights import DataSpec, load_model
+from visionattn.models.weights import DataSpec, existing, load_model
 from visionattn.training.build import check_geometries, patch_size, pick_device
 from visionattn.training.config import TrainConfig, ValidateConfig
 from visionattn.training.evaluate import Evaluation, evaluate
@@ -95,9 +95,7 @@ def parse_validate(argv: Sequence[str]) -> ValidateConfig:
     given = [word.partition("=")[2] for word in spelled if word.startswith("--checkpoint=")]
     defaults: dict[str, Any] = {}
     if given:
-        path = Path(given[-1])
-        if not path.is_file():
-            raise FileNotFoundError(f"no checkpoint at {path}")
+        path = existing(given[-1])
         beside = path.with_name(CONFIG)
         if beside.is_file():
             run = parse(TrainConfig, ["--config", str(beside)])
