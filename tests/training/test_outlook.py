@@ -221,6 +221,7 @@ def test_a_large_image_is_told_by_smaller_ones(monkeypatch, power):
 
 def test_images_too_large_to_be_counted_are_told_from_smaller_ones(monkeypatch, memory):
     outlooks = memory(Geometry("native", None, None, (16, 16)), there=2**40)
+    monkeypatch.setattr(outlook, "COUNTED_PIXELS", 1 << 25)
     counted = {size: outlooks.bytes_of((2, *size)) for size in ((4800, 3600), (480, 36000))}
     monkeypatch.setattr(outlook, "COUNTED_PIXELS", 1 << 22)
     monkeypatch.setattr(outlook, "ABOUT_PIXELS", 1 << 19)

@@ -40,7 +40,7 @@ FEW_PIXELS = 1 << 20
 """So many pixels in all take no time worth a word."""
 ABOUT_PIXELS = 1 << 22
 """Pixels from which on what an image takes is told from smaller ones."""
-COUNTED_PIXELS = 1 << 25
+COUNTED_PIXELS = 1 << 22
 """Pixels of the largest image that is counted itself: larger ones take minutes to count."""
 TRIAL_SECONDS = 10.0
 """How long a trial image may be expected to take; smaller ones tell of larger ones."""
