@@ -9,6 +9,7 @@ import socket
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -33,19 +34,17 @@ HOLD = """
 import fcntl, sys
 file = open(sys.argv[1], "a")
 try:
-    fcntl.{call}(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 except OSError:
     sys.exit("taken")
 print("held", flush=True)
 sys.stdin.read()
 """
-CALLS = {True: "flock", False: "lockf"}
 
 
-def other(path, inherited):
+def other(path):
     """Another process that takes the lock by the system's own call, and what it says of it."""
-    command = [sys.executable, "-c", HOLD.format(call=CALLS[inherited]), str(path)]
-    pipe = subprocess.PIPE
+    command, pipe = [sys.executable, "-c", HOLD, str(path)], subprocess.PIPE
     process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
     return process, process.stdout.readline().strip()
 
@@ -55,31 +54,37 @@ def end(process):
     return process.returncode
 
 
-@pytest.mark.parametrize("inherited", [True, False])
-def test_a_lock_keeps_others_out_until_it_is_closed(tmp_path, inherited):
+def test_a_lock_keeps_others_out_until_all_that_have_its_file_close_it(tmp_path):
     path = tmp_path / "lock"
-    with lock(path, "taken", inherited=inherited):
-        process, said = other(path, inherited)
-        assert (said, end(process)) == ("", 1)
-    process, said = other(path, inherited)
-    assert said == "held"
-    with pytest.raises(ValueError, match="^somebody is at work$"):
-        lock(path, "somebody is at work", inherited=inherited)
-    assert end(process) == 0
-    lock(path, "taken", inherited=inherited).close()
-
-
-@pytest.mark.parametrize("inherited", [True, False])
-def test_an_inherited_lock_is_also_that_of_a_process_that_has_the_file(tmp_path, inherited):
-    path = tmp_path / "lock"
-    file = lock(path, "taken", inherited=inherited)
+    file = lock(path, "taken")
     wait = [sys.executable, "-c", "import sys; sys.stdin.read()"]
     child = subprocess.Popen(wait, stdin=subprocess.PIPE, pass_fds=[file.fileno()])
     file.close()
-    process, said = other(path, inherited)
-    assert said == ("" if inherited else "held")
-    end(process), child.communicate(b"")
-    lock(path, "taken", inherited=inherited).close()
+    with pytest.raises(ValueError, match="^somebody is at work$"):
+        lock(path, "somebody is at work")
+    child.communicate(b"")
+    lock(path, "taken").close()
+
+
+def test_what_is_locked_is_so_for_others_until_its_end_and_not_by_forks_that_outlive_it(tmp_path):
+    path = tmp_path / "lock"
+    process, said = other(path)
+    assert said == "held"
+    with (
+        pytest.raises(ValueError, match="^somebody is at work$"),
+        locked(path, "somebody is at work"),
+    ):
+        pass
+    assert end(process) == 0
+    with locked(path, "taken"):
+        process, said = other(path)
+        assert (said, end(process)) == ("", 1)
+        fork = multiprocessing.get_context("fork").Process(target=time.sleep, args=(30,))
+        fork.start()
+    with locked(path, "taken"):
+        fork.kill()
+    fork.join()
+    assert not path.exists()
 
 
 def test_a_file_whose_check_fails_leaves_it_and_the_previous_one_as_they_were(tmp_path):
@@ -148,7 +153,7 @@ def test_what_is_no_regular_file_is_refused_and_never_replaced_by_any_writer(oth
         "free": lambda path: check_free(path, overwrite=True),
         "line": lambda path: add_line(path, {"a": 1}),
         "end": lambda path: added_to(path),
-        "lock": lambda path: lock(path, "taken", inherited=False),
+        "lock": lambda path: lock(path, "taken"),
     }
     for what, path in others.items():
         kind = stat.S_IFMT(os.stat(path).st_mode)
@@ -354,7 +359,7 @@ def test_what_a_killed_process_left_goes_when_the_file_is_written_again_and_that
 def test_a_lock_whose_file_was_deleted_meanwhile_is_taken_anew(tmp_path, monkeypatch):
     import fcntl
 
-    path, real = tmp_path / "lock", fcntl.lockf
+    path, real = tmp_path / "lock", fcntl.flock
 
     def late(file, how):
         if path.exists() and not late.done:  # whoever had it deletes it before we have it
@@ -362,10 +367,10 @@ def test_a_lock_whose_file_was_deleted_meanwhile_is_taken_anew(tmp_path, monkeyp
         return real(file, how)
 
     late.done = False
-    monkeypatch.setattr(fcntl, "lockf", late)
+    monkeypatch.setattr(fcntl, "flock", late)
     with locked(path, "taken"):
         assert late.done and path.exists()
-        process, said = other(path, False)
+        process, said = other(path)
         assert (said, end(process)) == ("", 1)
     assert not path.exists()
 

@@ -1,8 +1,10 @@
 """On a full disk every writer ends with one line and exit code 2, and leaves nothing behind."""
 
 import contextlib
+import errno
 import os
 import resource
+import threading
 
 import numpy as np
 import pytest
@@ -74,6 +76,24 @@ def test_a_shared_model_on_a_full_disk_is_one_line_and_nothing_is_left(folder, c
     assert capsys.readouterr().err == "error: out: File too large\n"
     assert sorted(os.listdir(folder)) == before
     assert main(given) == 0
+
+
+def test_a_disk_that_fills_under_events_is_told_once(tmp_path, capsys, monkeypatch):
+    """TensorBoard writes in a thread, whose error Python would print with a traceback."""
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    def write(self, data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    threads = []
+    monkeypatch.setattr(threading, "excepthook", threads.append)
+    monkeypatch.setattr(RecordWriter, "write", write)
+    small = ["--data.workers=0", "--optim.warmup_epochs=0", "--epochs=1"]
+    small += ['--model.args={"embed_dim": 16, "depth": 1, "num_heads": 2, "patch_size": 16}']
+    assert main(["train", "--config=digits", f"--output={tmp_path}", "--run=a", *small]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and "No space left on device" in error
+    assert error.count("\n") == 1 and threads == []
 
 
 def noise(*shape):

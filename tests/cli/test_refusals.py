@@ -51,6 +51,29 @@ def test_a_device_that_computes_nothing_is_refused_by_every_tool(folder, capsys,
     assert sorted(os.listdir(folder)) == before
 
 
+READS_WEIGHTS = [
+    "train --config digits --init-from run",
+    "validate --checkpoint run",
+    "predict --checkpoint run --images images",
+    "features --checkpoint run --images images --output out",
+    "look run images/a.png --output out",
+    "generate run --output out.png",
+    "share run --to out",
+    "export run --output out.onnx",
+    "convert run --output out.safetensors",
+    "distil --teacher run --data.name digits",
+]
+
+
+@pytest.mark.parametrize("command", READS_WEIGHTS)
+def test_of_a_folder_in_place_of_weights_those_in_it_are_named(folder, capsys, command):
+    for name in ("a", "best"):
+        (folder / "run").mkdir(exist_ok=True)
+        (folder / "run" / f"{name}.safetensors").touch()
+    assert main(command.split()) == 2
+    assert_one_error(capsys, "at run: it is a folder; name the weights in it, run/best.safetensors")
+
+
 EMPTY = {
     "train --init-from=": "init_from is empty; give a value, or leave it out",
     "train --data.root=": "data.root is empty",

@@ -173,8 +173,9 @@ import numpy as np
 import visionattn.data.large.sink as module
 from visionattn.data.large import open_sink
 
-PLACES = {"_write", "_put", "_write_all", "_begin", "empty", "_write_tiff", "_reserve", "forget",
-          "flush_to_disk", "flush_folder", "_rename_folder", "_forget_parts", "_cast", "finish"}
+PLACES = {"_write", "_put", "_write_all", "_begin", "empty", "_write_tiff", "forget",
+          "reserve_bytes", "flush_to_disk", "flush_folder", "_rename_folder", "_forget_parts",
+          "_cast", "finish"}
 
 def write(path, values, at=0):
     calls = 0

@@ -104,7 +104,7 @@ def test_calls_are_those_of_one_pass_and_say_so(folder):
         plain = visionattn.predict("best.safetensors", given, img_size="native")
         with pytest.warns(UserWarning, match=r"4 images of up to 133 x 64 px .* band by band"):
             bands = visionattn.predict("best.safetensors", given, **options)
-        assert plain.classes == bands.classes and plain.names == bands.names
+        assert plain.classes == bands.classes and plain.paths == bands.paths
         assert torch.allclose(plain.probabilities, bands.probabilities, atol=1e-5)
         for dense in (False, True):
             whole = visionattn.extract_features(

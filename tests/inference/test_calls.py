@@ -42,7 +42,7 @@ def test_classes_and_probabilities_are_those_of_the_model_whatever_the_images_ar
             assert found.classes[i] == tuple(COLOUR.class_names[j] for j in best)
             torch.testing.assert_close(found.probabilities[i], wanted[i][best], rtol=0, atol=1e-6)
         named = isinstance(images, list) and isinstance(images[0], str) or images is folder
-        assert found.names == (files if named else ["image 0", "image 1", "image 2"])
+        assert found.paths == (files if named else ["image 0", "image 1", "image 2"])
     one = visionattn.predict(path, pixels[1], device="cpu")
     torch.testing.assert_close(one.probabilities[0], wanted[1].sort(descending=True)[0])
 

@@ -71,7 +71,7 @@ def test_a_line_says_sizes_patches_memory_and_seconds(tmp_path):
     found = told(opened, images, batch_size=1)
     pattern = (
         r"3 images of 800 x 320 to 1600 x 640 px, 1000 to 4000 patches; memory: [\d.]+ [MG]iB "
-        r"expected, [\d.]+ [MG]iB there; [\d.]+ s per image, [\d.]+ s in all"
+        r"expected, [\d.]+ [MG]iB there; computing takes [\d.]+ s per image, [\d.]+ s in all"
     )
     assert found.batch_size == 1 and re.fullmatch(pattern, found.lines[0])
 
@@ -82,10 +82,8 @@ def test_what_is_done_at_once_has_no_line_and_no_trial(tmp_path, monkeypatch):
     assert told(opened, images).lines == ()
 
 
-def test_seconds_are_those_of_all_images_that_are_left_and_of_their_reading(
-    tmp_path, monkeypatch, alone
-):
-    """A pixel takes a millisecond to compute, and an image three seconds to read."""
+def test_seconds_are_those_of_computing_all_images_that_are_left(tmp_path, monkeypatch, alone):
+    """A pixel takes a millisecond."""
     sizes = [(32, 32), (48, 64), (16, 32), (16, 16)]
     opened, images = given(tmp_path, sizes, img_size="native")
     tried = []
@@ -95,7 +93,6 @@ def test_seconds_are_those_of_all_images_that_are_left_and_of_their_reading(
         return math.prod(size) / 1000
 
     monkeypatch.setattr(forecast, "trial_seconds", trial)
-    monkeypatch.setattr(forecast, "reading_seconds", lambda images, start, clock: 3.0)
 
     def seconds(**options):
         line = told(opened, images, **options).lines[0]
@@ -103,13 +100,11 @@ def test_seconds_are_those_of_all_images_that_are_left_and_of_their_reading(
 
     pixels = [math.prod(size) for size in sizes]
     computing = sum(pixels) / 1000
-    assert seconds() == f"{(computing + 12) / 4:.1f} s per image, {computing + 12:.0f} s in all"
+    assert seconds() == f"{computing / 4:.1f} s per image, {computing:.1f} s in all"
     assert tried.pop() == ((48, 64), 4)
-    left = sum(pixels[1:]) / 1000 + 9
-    assert seconds(start=1) == f"{left / 3:.1f} s per image, {left:.0f} s in all"
+    left = sum(pixels[1:]) / 1000
+    assert seconds(start=1) == f"{left / 3:.1f} s per image, {left:.1f} s in all"
     assert tried.pop() == ((48, 64), 3)
-    monkeypatch.setattr("os.cpu_count", lambda: 64)
-    assert seconds(workers=2).endswith(f"{max(computing, 6):.1f} s in all")
     monkeypatch.setattr(forecast, "trial_seconds", lambda *given: None)
     assert told(opened, images).lines[0].endswith(" there")
 
@@ -199,29 +194,6 @@ def test_sizes_of_a_few_files_tell_those_of_many_and_damaged_ones_nothing(tmp_pa
     assert told(opened, images) == forecast.Outlook(4)
     assert told(opened, images, batch_size="auto") == forecast.Outlook(1)
     assert batch_of(opened, images, "auto") == 1
-
-
-def test_the_first_image_that_is_read_does_not_count_and_long_reading_ends():
-    read, now = [], [0.0]
-
-    class Images:
-        seconds = 5.0, 0.5
-
-        def __len__(self):
-            return 41
-
-        def __getitem__(self, index):
-            now[0] += self.seconds[0] if not read else self.seconds[1]
-            read.append(index)
-
-    def reading():
-        read.clear()
-        return forecast.reading_seconds(Images(), 1, lambda: now[0])
-
-    Images.seconds = 1.5, 0.2
-    assert reading() == pytest.approx(0.2) and read == [1, 11, 21, 31]
-    Images.seconds = 5.0, 0.2
-    assert reading() == 5.0 and read == [1]
 
 
 def test_a_wrong_batch_size_is_refused():

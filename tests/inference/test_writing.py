@@ -217,7 +217,7 @@ def test_completions_keep_the_given_rows_and_see_no_others(kind):
     assert torch.equal(found.images[:, :, :2], rows[:, :, :2])
     assert not torch.equal(found.images[:, :, 2:], rows[:, :, 2:])
     assert not torch.equal(found.images[0], found.images[1])
-    assert found.names == [f"image {i}" for i in (0, 0, 1, 1, 2, 2)]
+    assert found.paths == [f"image {i}" for i in (0, 0, 1, 1, 2, 2)]
     prompts[:, 2:] = 9
     again = visionattn.generate(model, 2, complete=prompts, keep=0.4)
     assert torch.equal(again.images, found.images)

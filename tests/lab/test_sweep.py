@@ -385,6 +385,11 @@ BAD = {
     "--base {base} --heads 2 --train false --measure false": "train false and measure false "
     "contradict",
     "--base {base} --heads 2 --set optim.lr": "set: wanted KEY=VALUE",
+    "--base {base} --heads 2 --data.root a": "--data.root is an option of the training in --base; "
+    "--set data.root=VALUE changes it",
+    "--base {base} --heads 2 --model.args.depth 3": "--set model.args.depth=VALUE changes it",
+    "--base {base} --heads 2 --seed 3": "of the training in --base; use --seeds",
+    "--base {base} --heads 2 --resume": "each training of the sweep has its own",
     "--base {base} --heads 2 --set seed=3": "set: seed cannot be set here; use --seeds",
     "--base {base} --heads 2 --set optim.learning=3": "unknown option --optim.learning",
     "--base {base} --heads 2 --epochs 1 --set "

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from visionattn.cli.ends import run_tool
-from visionattn.cli.parsing import field_types, nearest, parse
+from visionattn.cli.parsing import field_types, parse, way_out
 from visionattn.data.config import DataConfig
 from visionattn.training.config import OptimConfig, TrainConfig, check
 from visionattn.training.distil.config import parse_distil
@@ -81,7 +81,7 @@ def test_optional_values_can_be_switched_off_and_negative_numbers_are_values():
     ],
 )
 def test_an_unknown_name_is_answered_with_the_nearest_right_one(tmp_path, wrong, right):
-    assert nearest(wrong, list(field_types(TrainConfig))) == right
+    assert way_out(wrong, list(field_types(TrainConfig))) == f"the nearest is {right}"
     with pytest.raises(ValueError, match=f"^unknown option --{wrong}; the nearest is --{right}$"):
         read(f"--{wrong}", "3")
     group, _, leaf = wrong.rpartition(".")
@@ -114,6 +114,7 @@ def test_an_unknown_name_is_answered_with_the_nearest_right_one(tmp_path, wrong,
         (["--optim.lr="], "optim.lr must be a number, got "),
         (["--config", "--epochs=3"], "--config needs a value: text"),
         (["--epochs", "32", "48"], "--epochs takes one value, got 32 48"),
+        (["--quick", "true"], "unknown option --quick; --help lists all"),
         (["--model", "scaleformer_vit_t"], "unknown option --model; the nearest is --model.name"),
         (["--model.args", "depth=3"], "model.args must be names and values, got depth=3"),
         (["-lr", "3"], "-lr belongs to no option; options begin with --"),

@@ -63,7 +63,7 @@ def test_one_line_says_images_patches_memory_and_seconds(tmp_path, small):
     said = lines_of(small_config(tmp_path, epochs=1))[3]
     pattern = (
         r"61 images of 16 x 16 px, 16 patches; memory: [\d.]+ [MG]iB expected, [\d.]+ [MG]iB there"
-        r"; [\d.]+ s per step, [\d.]+ s per epoch, [\d.]+ s in all"
+        r"; computing takes [\d.]+ s per step, [\d.]+ s per epoch, [\d.]+ s in all"
     )
     assert re.fullmatch(pattern, said)
     assert not any(
@@ -73,14 +73,13 @@ def test_one_line_says_images_patches_memory_and_seconds(tmp_path, small):
 
 class Paces:
     """Stands in for the trials of a run: a pixel takes a millisecond in a step and a tenth of it in
-    an evaluation, and an image ``reading`` seconds.
+    an evaluation.
     """
 
-    def __init__(self, monkeypatch, reading=0.0, most=10**9):
+    def __init__(self, monkeypatch, most=10**9):
         self.tried, self.evaluated, self.most = [], [], most
         monkeypatch.setattr(forecast_module, "try_steps", self.steps)
         monkeypatch.setattr(forecast_module, "try_evaluation", self.evaluation)
-        monkeypatch.setattr(forecast_module, "read_seconds", lambda dataset, geometry: reading)
 
     def steps(self, learner, shapes):
         self.tried.append(shapes)
@@ -92,21 +91,21 @@ class Paces:
         return Trial((2, 16, 16), 2 * 256 / 10_000)
 
 
-def test_an_epoch_has_its_steps_its_evaluation_and_its_images(tmp_path, monkeypatch):
+def test_an_epoch_computes_its_steps_and_its_evaluation(tmp_path, monkeypatch):
     trainer = trainer_of(small_config(tmp_path, epochs=5, optim={"accumulate": 2}), quadrants(64))
     trainer.position.epoch = 2
-    paces = Paces(monkeypatch, reading=0.5)
+    paces = Paces(monkeypatch)
     told = forecast(trainer, Expected(1, 2))
     assert paces.tried == [[(8, 16, 16)]] and paces.evaluated == [((8, 16, 16), (8, 16, 16))]
     assert told.images == "64 images of 16 x 16 px, 16 patches"
     assert told.seconds_per_step == pytest.approx(2 * 8 * 0.256)
-    steps, evaluation, loading = 64 * 0.256, 23 * 0.0256, (64 + 23) * 0.5
-    assert told.seconds_per_epoch == pytest.approx(steps + evaluation + loading)
-    assert (told.epochs, told.part, told.waits) == (3, "", True)
+    steps, evaluation = 64 * 0.256, 23 * 0.0256
+    assert told.seconds_per_epoch == pytest.approx(steps + evaluation)
+    assert (told.epochs, told.part) == (3, "")
     assert told.memory == Expected(1, 2)
     Paces(monkeypatch, most=3)
     told = forecast(trainer, Expected(1, 2))
-    assert (told.part, told.waits) == ("3 of 8 images tried", False)
+    assert told.part == "3 of 8 images tried"
     assert told.seconds_per_epoch == pytest.approx(steps + evaluation)
 
 
@@ -139,10 +138,8 @@ def test_seconds_lie_on_the_line_through_the_trials():
 
 
 def test_a_line_says_what_was_tried_where_that_was_less_than_a_step():
-    told = Forecast(
-        "3 images", Expected(2 * MIB, MIB), 61.0, 7200.0, 2, True, "1 of 4 images tried"
-    )
+    told = Forecast("3 images", Expected(2 * MIB, MIB), 61.0, 7200.0, 2, "1 of 4 images tried")
     assert told.line() == (
-        "3 images; memory: 2 MiB expected, 1 MiB there, which may not do; 1 min 1 s per step (1 of "
-        "4 images tried), 2 h per epoch, most of it for loading images, 4 h in all"
+        "3 images; memory: 2 MiB expected, 1 MiB there, which may not do; computing takes 1 min "
+        "1 s per step (1 of 4 images tried), 2 h per epoch, 4 h in all"
     )

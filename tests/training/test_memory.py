@@ -92,6 +92,23 @@ def test_what_does_not_fit_is_refused_with_the_batch_that_would(
     lines_of(replace(config, batch_size=batch_size, epochs=1, overwrite=True))
 
 
+def test_steps_on_images_too_large_to_be_counted_are_told_from_smaller_ones(tmp_path, monkeypatch):
+    config = cheap_config(tmp_path, data={"img_size": 32}, batch_size=2)
+    memory = memory_of(config)
+    shapes = [(2, 800, 640), (1, 1200, 400)]
+    counted = [memory.bytes_of(shape) for shape in shapes]
+    monkeypatch.setattr(memory_module, "COUNTED_PATCHES", 1 << 13)
+    seen, count = [], memory.passes.step_bytes
+    monkeypatch.setattr(
+        memory.passes,
+        "step_bytes",
+        lambda shape, *how, **more: (seen.append(shape), count(shape, *how, **more))[1],
+    )
+    assert [memory.bytes_of(shape) for shape in shapes] == pytest.approx(counted, rel=0.05)
+    assert memory.bytes_of((2, 100_000, 100_000), (2, 100_000, 100_000)) > 2**40
+    assert max(math.prod(shape[1:]) for shape in seen) <= (1 << 12) * 16
+
+
 class Counted(TrainingMemory):
     """A pixel takes a byte, and the first image 100 more."""
 

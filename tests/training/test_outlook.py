@@ -22,7 +22,6 @@ from visionattn.training.outlook import (
     describe,
     further,
     images_of,
-    loaded_beside,
     scaled,
     trial_seconds,
 )
@@ -222,6 +221,7 @@ def test_a_large_image_is_told_by_smaller_ones(monkeypatch, power):
 
 def test_images_too_large_to_be_counted_are_told_from_smaller_ones(monkeypatch, memory):
     outlooks = memory(Geometry("native", None, None, (16, 16)), there=2**40)
+    monkeypatch.setattr(outlook, "COUNTED_PIXELS", 1 << 25)
     counted = {size: outlooks.bytes_of((2, *size)) for size in ((4800, 3600), (480, 36000))}
     monkeypatch.setattr(outlook, "COUNTED_PIXELS", 1 << 22)
     monkeypatch.setattr(outlook, "ABOUT_PIXELS", 1 << 19)
@@ -283,24 +283,16 @@ def test_seconds_grow_at_least_evenly_and_at_most_with_the_square():
     assert scaled((16, 16), 0.1, (16, 16)) == (16, 16)
 
 
-def test_a_work_takes_as_long_as_the_slower_of_computing_and_loading():
-    assert loaded_beside(10, 4, 0, 1, cores=8) == 14
-    assert loaded_beside(10, 4, 2, 1, cores=8) == 10
-    assert loaded_beside(10, 60, 2, 1, cores=8) == 30
-    assert loaded_beside(10, 60, 16, 1, cores=8) == pytest.approx(8.75 * 1.1429, rel=1e-3)
-    assert loaded_beside(10, 6, 2, 2, cores=2) == 13  # no core is left for loading
-
-
 def test_a_line_says_images_sizes_patches_memory_and_seconds():
     seen = np.array([[64, 32], [32, 32], [64, 64]])
     told = Expected(3 * MIB, 9 * MIB)
     assert describe(seen, 10, 256, told, 50.0) == (
         "10 images of 32 x 32 to 64 x 64 px, 4 to 16 patches; memory: 3 MiB expected, 9 MiB there; "
-        "5.0 s per image, 50 s in all"
+        "computing takes 5.0 s per image, 50 s in all"
     )
     assert describe(seen[:1], 10, 256, told, 60.0, sizes=3) == (
         "10 images at 3 sizes of 64 x 32 px, 8 patches; memory: 3 MiB expected, 9 MiB there; "
-        "2.0 s per image, 1 min in all"
+        "computing takes 2.0 s per image, 1 min in all"
     )
     assert describe(seen[:1], 1, 256, Expected(None, 9), None) == (
         "1 images of 64 x 32 px, 8 patches; memory: not known beforehand for this model"

@@ -13,13 +13,11 @@ from tests.helpers.small_runs import (
     small_config,
 )
 from tests.helpers.small_runs import small_trainer as trainer_of
-from visionattn.data.batches import Unreadable
 from visionattn.training.checkpoint import random_state
 from visionattn.training.trial import (
     LONG_SECONDS,
     Trial,
     batch_of,
-    read_seconds,
     try_evaluation,
     try_steps,
     undone,
@@ -137,32 +135,6 @@ def test_an_evaluation_is_tried_on_as_many_images_as_half_a_second_takes(tmp_pat
         found = try_evaluation(trainer, trainer.model, (20, 16, 16), step, lambda: next(ticks))
         assert found == Trial((images, 16, 16), 2.5)
     assert trainer.model.training and not trainer.model.blocks[0].training
-
-
-def test_images_are_read_evenly_and_the_first_and_damaged_ones_do_not_count():
-    read, now = [], [0.0]
-
-    class Images:
-        """The first takes 1.5 s, others 0.1 s; the fourth that is read cannot be."""
-
-        def __len__(self):
-            return 60
-
-        def __getitem__(self, key):
-            now[0] += (0.3 if len(read) == 3 else 0.1) if read else Images.first
-            read.append((key.index, key.geometry))
-            return Unreadable("a.png", "damaged") if len(read) == 4 else (key, 0)
-
-    def seconds():
-        read.clear()
-        return read_seconds(Images(), "as seen", lambda: now[0])
-
-    Images.first = 1.2
-    assert seconds() == pytest.approx(0.1)
-    assert read == [(index, "as seen") for index in (0, 10, 20, 30, 40, 50)]
-    Images.first = 2.5
-    assert seconds() == pytest.approx(2.5) and len(read) == 1
-    assert read_seconds(object(), None) is None and read_seconds([], None) is None
 
 
 def test_trials_see_every_class_and_what_pad_leaves_empty(tmp_path):

@@ -6,6 +6,7 @@ process, and what a command prints and returns for each.
 
 import os
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -84,7 +85,7 @@ def run_tool(work: Callable[[], None], *, several: bool = False) -> int:
         if getattr(stream, "errors", None) == "strict" and hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
     try:
-        with ends_in_time(alone=alone), warnings_in_one_line():
+        with ends_in_time(alone=alone), warnings_in_one_line(), writers_tell_once():
             work()
     except (ValueError, OSError, Stopped, KeyboardInterrupt, *EXIT_CODES) as error:
         return tell(error)
@@ -119,6 +120,25 @@ def warnings_in_one_line() -> Iterator[None]:
         yield
     finally:
         warnings.formatwarning = usual
+
+
+@contextmanager
+def writers_tell_once() -> Iterator[None]:
+    """Let errors of the system in TensorBoard's thread be told where it raises them again: in the
+    main thread, at the next line that is written.
+    """
+    usual = threading.excepthook
+
+    def tell_others(failed: threading.ExceptHookArgs) -> None:
+        thread = type(failed.thread).__module__
+        if not (isinstance(failed.exc_value, OSError) and thread.startswith("tensorboard.")):
+            usual(failed)
+
+    threading.excepthook = tell_others
+    try:
+        yield
+    finally:
+        threading.excepthook = usual
 
 
 def exit_code(error: BaseException) -> int:

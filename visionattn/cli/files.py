@@ -17,10 +17,12 @@ import secrets
 import shutil
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
+
+from filelock import FileLock, Timeout, lock_descriptor
 
 from visionattn.cli.interruption import undone_at_end
 from visionattn.cli.tables import sized
@@ -33,6 +35,10 @@ have.
 
 CONTINUED = ".visionattn.part"
 """The end of the names of what is written over several runs."""
+POSIX = hasattr(os, "O_DIRECTORY")
+"""Folders can be opened and open files renamed. Windows does neither: what a killed process was
+writing stays there.
+"""
 
 
 def target_of(path: str | Path) -> Path:
@@ -119,23 +125,19 @@ def whole_folder(path: str | Path, *, replaces: str | None = None) -> Iterator[P
     forget_unfinished(target, folders=True)
     place = _place_beside(target)
     os.mkdir(place)
-    descriptor = os.open(place, os.O_RDONLY)
     remove = partial(shutil.rmtree, place, ignore_errors=True)
-    try:
-        with named(path), undone_at_end(remove):
-            with suppress(BlockingIOError):
-                _hold(descriptor)
+    with _alive(place), named(path), undone_at_end(remove):
+        try:
             yield place
             for file in place.iterdir():
                 flush_to_disk(file)
                 # Some writers make files that nobody else may read.
-                os.chmod(file, stat.S_IMODE(os.fstat(descriptor).st_mode) & 0o666)
+                os.chmod(file, stat.S_IMODE(place.stat().st_mode) & 0o666)
             flush_folder(place)
             check_new(target, replaces=replaces)  # a rename would replace an empty folder
             _rename_folder(place, target)
-    finally:
-        remove()
-        os.close(descriptor)
+        finally:
+            remove()
 
 
 def _former(target: Path) -> Path:
@@ -201,16 +203,31 @@ def beside(target: Path) -> Iterator[tuple[Path, int]]:
     place = _place_beside(target)
     # O_EXCL follows no link and takes no file of others. Nobody reads what is to be private.
     asked = 0o666 if mode is None else 0o600
-    descriptor = os.open(place, os.O_RDWR | os.O_CREAT | os.O_EXCL, asked)
-    try:
-        with suppress(BlockingIOError):
-            _hold(descriptor)
-        usual = stat.S_IMODE(os.fstat(descriptor).st_mode)
-        with undone_at_end(place.unlink):
-            yield place, usual if mode is None else mode
-    finally:
-        place.unlink(missing_ok=True)
-        os.close(descriptor)
+    os.close(os.open(place, os.O_RDWR | os.O_CREAT | os.O_EXCL, asked))
+    with _alive(place), undone_at_end(place.unlink):
+        try:
+            yield place, stat.S_IMODE(place.stat().st_mode) if mode is None else mode
+        finally:
+            place.unlink(missing_ok=True)
+
+
+@contextmanager
+def _alive(place: Path) -> Iterator[None]:
+    """Lock what is being written, by which ``forget_unfinished`` knows that its writer lives."""
+    with ExitStack() as held:
+        if POSIX:
+            held.callback(os.close, descriptor := os.open(place, os.O_RDONLY))
+            _is_free(descriptor)
+        yield
+
+
+def _is_free(descriptor: int) -> bool:
+    """Lock a file until its descriptor is closed; return whether no other process has locked it.
+    A file system without locks keeps nobody out.
+    """
+    with suppress(OSError):
+        return lock_descriptor(descriptor, blocking=False)
+    return True
 
 
 class Continued:
@@ -244,7 +261,11 @@ class Continued:
             check_free(self._path, overwrite)
             self.target = target_of(self._path)
         self.place = self.beside(path, folder=folder)
-        self._descriptor = self._take()
+        self._held = ExitStack()
+        with named(path):
+            guard = self.place.with_name(f"{self.place.name}.lock")
+            self._held.enter_context(locked(guard, f"{path} is being written by another process"))
+            self.place.mkdir(exist_ok=True) if folder else self.place.touch()
 
     @staticmethod
     def beside(path: str | Path, *, folder: bool = False) -> Path:
@@ -253,32 +274,9 @@ class Continued:
         number = hashlib.sha256(os.fsencode(target.name)).hexdigest()[:16]
         return target.with_name(f".{target.name[:48]}.{number}{CONTINUED}")
 
-    def _take(self) -> int:
-        with named(self._path):
-            while True:
-                if self._folder:
-                    with suppress(FileExistsError):
-                        os.mkdir(self.place)
-                    flags = os.O_RDONLY | os.O_DIRECTORY
-                else:
-                    flags = os.O_RDWR | os.O_CREAT
-                descriptor = os.open(self.place, flags | os.O_NOFOLLOW, 0o666)
-                try:
-                    _hold(descriptor)
-                    # Whoever had it may have finished it in between.
-                    with suppress(FileNotFoundError):
-                        if os.path.samestat(os.fstat(descriptor), os.stat(self.place)):
-                            return descriptor
-                except BlockingIOError as error:
-                    os.close(descriptor)
-                    raise ValueError(f"{self._path} is being written by another process") from error
-                os.close(descriptor)
-
     def open(self) -> io.FileIO:
         """Open the unfinished file at its start, to read and write without a buffer."""
-        file = io.FileIO(os.dup(self._descriptor), "rb+")
-        file.seek(0)
-        return file
+        return io.FileIO(self.place, "rb+")
 
     def empty(self) -> None:
         """Forget what a killed process left."""
@@ -286,7 +284,7 @@ class Continued:
             for each in self.place.iterdir():
                 shutil.rmtree(each) if each.is_dir() and not each.is_symlink() else each.unlink()
         else:
-            os.ftruncate(self._descriptor, 0)
+            os.truncate(self.place, 0)
 
     def finish(self, *, replaces: str | None = None) -> None:
         """Give it its name, once all of it is on the disk.
@@ -304,7 +302,7 @@ class Continued:
                 _rename_folder(self.place, self.target)
             else:
                 check_free(self._path, self._overwrite)
-                os.fsync(self._descriptor)
+                flush_to_disk(self.place)
                 if self.target.exists():
                     os.chmod(self.place, stat.S_IMODE(os.stat(self.target).st_mode))
                 os.replace(self.place, self.target)
@@ -318,9 +316,7 @@ class Continued:
 
     def close(self) -> None:
         """Let other processes have it; what is unfinished stays."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-        self._descriptor = -1
+        self._held.close()
 
 
 def check_room(path: Path, wanted: int) -> None:
@@ -334,6 +330,14 @@ def check_room(path: Path, wanted: int) -> None:
         )
 
 
+def reserve_bytes(descriptor: int, size: int) -> None:
+    """Make a file so large that writing within it cannot fill the disk, where the system can."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, 0, size)
+    else:
+        os.ftruncate(descriptor, size)
+
+
 def is_unfinished(path: str | Path) -> bool:
     """Tell by its name whether a file is one that is being written, or that a killed process
     left.
@@ -345,12 +349,12 @@ def forget_unfinished(target: Path, *, folders: bool = False) -> None:
     """Delete what killed processes left of a file, or of a folder: that of a living one is
     locked.
     """
-    for path in unfinished(target.parent, folders=folders):
+    for path in unfinished(target.parent, folders=folders) if POSIX else ():
         if UNFINISHED.fullmatch(path.name)[1] == target.name[:48]:
             with suppress(OSError):  # of others, or somebody else was faster
                 descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
                 try:
-                    if _hold(descriptor):
+                    if lock_descriptor(descriptor, blocking=False):
                         shutil.rmtree(path) if folders else path.unlink()
                 finally:
                     os.close(descriptor)
@@ -364,24 +368,6 @@ def unfinished(folder: Path, *, folders: bool = False) -> list[Path]:
         found = [folder / name for name in os.listdir(folder) if is_unfinished(name)]
         return [path for path in found if path.is_dir() == folders]
     return []
-
-
-def _hold(descriptor: int) -> bool:
-    """Lock a file until its descriptor is closed here and in all processes that have it; return
-    whether the system has such locks.
-
-    Raises:
-        BlockingIOError: another process has locked it.
-    """
-    try:
-        import fcntl  # not on every system that models run on
-
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise
-    except (ImportError, OSError):
-        return False
-    return True
 
 
 def added_to(path: str | Path) -> BinaryIO:
@@ -470,12 +456,13 @@ def flush_to_disk(path: str | Path) -> None:
 
 
 def flush_folder(path: Path) -> None:
-    """Return once the names in a folder are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    """Return once the names in a folder are on the disk, where the system can be asked for it."""
+    if POSIX:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def check_free(path: Path, overwrite: bool) -> None:
@@ -507,52 +494,46 @@ def check_folder(folder: Path, way_out: str) -> None:
         raise ValueError(f"no permission to write to {existing}; {way_out}")
 
 
-def lock(path: Path, taken: str, *, inherited: bool) -> TextIO:
-    """Open a file and keep others from locking it until it is closed or the process ends.
-
-    A file system that has no locks keeps nobody out.
+def lock(path: Path, taken: str) -> TextIO:
+    """Open a file and keep others from locking it until it is closed here and in all processes that
+    were started with its descriptor.
 
     Args:
         path: the file; it is made where it is missing.
         taken: the error where somebody has locked it.
-        inherited: processes that are started with the file's descriptor hold the lock too, and the
-            last of them gives it up; otherwise it is that of this process alone.
 
     Raises:
         ValueError: somebody has locked it.
         OSError: the file cannot be opened.
     """
-    import fcntl  # not on every system that models run on
-
-    while True:
-        file = open(target_of(path), "a")  # noqa: SIM115  the caller closes it
-        try:
-            (fcntl.flock if inherited else fcntl.lockf)(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EACCES, errno.EAGAIN):
-                file.close()
-                raise ValueError(taken) from error
-        # Whoever had it may have deleted it in between: the lock of such a file keeps nobody out.
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
-                return file
+    file = open(target_of(path), "a")  # noqa: SIM115  the caller closes it
+    if not _is_free(file.fileno()):
         file.close()
+        raise ValueError(taken)
+    return file
 
 
 @contextmanager
 def locked(path: Path, taken: str) -> Iterator[None]:
-    """Keep other processes out as ``lock`` does, with a file that is there meanwhile. Only this
-    process holds it: those that it forks may outlive it by seconds.
+    """Keep other processes out, with a file that is there meanwhile. Only this process holds it:
+    those that it forks may outlive it by seconds.
 
     Raises:
         ValueError: somebody has locked it; the text is ``taken``.
     """
-    with lock(path, taken, inherited=False), undone_at_end(path.unlink):
+    # Tried again for a moment: whoever had it may just be deleting it.
+    guard = FileLock(target_of(path), timeout=0.1, thread_local=False)
+    try:
+        guard.acquire()
+    except Timeout as error:
+        raise ValueError(taken) from error
+    with undone_at_end(path.unlink):
         try:
             yield
         finally:
             with suppress(OSError):  # of a folder that is gone or read-only by now
                 path.unlink()
+            guard.release()
 
 
 def first_line(error: BaseException | None) -> str:

@@ -10,7 +10,6 @@ fork of itself.
 import json
 import multiprocessing
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -29,6 +28,8 @@ OUT_OF_MEMORY = 3
 PACKAGE = Path(__file__).parents[2]
 COMMAND = (sys.executable, "-m", "visionattn.cli.fresh_process")
 FORKS = "--forks"
+KILLED = 9
+"""The number of SIGKILL, which Windows lacks."""
 Done = subprocess.CompletedProcess
 
 
@@ -68,7 +69,7 @@ def ended_for_memory(code: int, kills: int) -> bool:
         code: of its end; below 0 the signal that killed it.
         kills: what ``memory_kills`` said before it began.
     """
-    return code == -signal.SIGKILL and memory_kills() > kills
+    return code == -KILLED and memory_kills() > kills
 
 
 def run_alone(told: str) -> Done:

@@ -120,7 +120,8 @@ def _forget_in_child() -> None:
         _undone.clear()
 
 
-os.register_at_fork(after_in_child=_forget_in_child)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def ends_in_time(*, alone: bool):

@@ -109,8 +109,10 @@ def free_of_limits() -> int | None:
     """Return the bytes that the limits of this process leave (``ulimit -v`` and ``-d``); None where
     it has none.
     """
-    import resource  # Linux has it
-
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
     left = []
     for limit, field in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
         most = resource.getrlimit(limit)[0]

@@ -195,9 +195,7 @@ def spell_out(argv: Sequence[str], names: dict[str, Any]) -> list[str]:
             name,
         )
         if owner not in (*names, *OWN_OPTIONS):
-            raise ValueError(
-                f"unknown option --{brief(flag)}; the nearest is --{nearest(name[:200], names)}"
-            )
+            raise ValueError(f"unknown option --{brief(flag)}; {way_out(name, names, '--')}")
         kind = names.get(owner, str)
         # What people leave out: the value of a switch, quotes of texts, brackets of a list.
         if accepts(kind, bool) and not values:
@@ -283,10 +281,15 @@ def accepts(kind: Any, wanted: Any) -> bool:
     return any(wanted in (member, get_origin(member)) for member in members)
 
 
-def nearest(name: str, names: Sequence[str]) -> str:
+ALIKE = 0.6
+"""How much a known name looks like a wrong one, of 1, to be taken for what was meant."""
+
+
+def way_out(name: str, names: Sequence[str], dashes: str = "") -> str:
     """Return the known dotted name that looks most like a wrong one: as a whole, by its last part,
-    or by its initials.
+    or by its initials; or where all are listed, if none does.
     """
+    name = name[:200]
     leaf = name.rpartition(".")[2]
     initials = "".join(part[:1] for part in leaf.split("_"))
 
@@ -299,7 +302,10 @@ def nearest(name: str, names: Sequence[str]) -> str:
             + 0.01 * whole
         )
 
-    return max(names, key=likeness)
+    best = max(names, key=likeness)
+    if likeness(best) < ALIKE:
+        return "--help lists all"
+    return f"the nearest is {dashes}{best}"
 
 
 def config_files(argv: Sequence[str]) -> list[str]:
@@ -329,10 +335,7 @@ def check_file(path: str, names: dict[str, Any]) -> None:
                     )
                 walk(value, name + ".")
             elif name not in names:
-                raise ValueError(
-                    f"{path}: unknown key {brief(name)}; the nearest is "
-                    f"{nearest(name[:200], names)}"
-                )
+                raise ValueError(f"{path}: unknown key {brief(name)}; {way_out(name, names)}")
 
     walk(content or {}, "")
 

@@ -42,11 +42,13 @@ class Predictions(NamedTuple):
     """The most probable classes of each image, in the order of the images."""
 
     classes: list[tuple[str, ...]]
-    """Names, the most probable first; numbers where the model has no names for them."""
+    """Names of the ``top_k`` classes of each image, the most probable first; their numbers where
+    the model has no names for them.
+    """
     probabilities: Tensor
-    """Float32 ``[images, top_k]`` on the CPU."""
-    names: list[str]
-    """Paths, or ``image 0`` and so on."""
+    """Of these classes, float32 ``[images, top_k]`` on the CPU."""
+    paths: list[str]
+    """Where each image was read; ``image 0`` and so on for images in memory."""
 
 
 def predict(
@@ -95,6 +97,10 @@ def predict(
             that alone would take more, and that is seen at its own size, is computed band by band,
             with the same result up to rounding; a warning says so.
 
+    Returns:
+        For each image, in their order: ``classes``, names of classes; ``probabilities``, float32
+        ``[images, top_k]``; ``paths``, where the image was read.
+
     Raises:
         ValueError, FileNotFoundError: model, images or options are wrong, or an image cannot be
             read or gives no finite result; one line with its name.
@@ -123,7 +129,7 @@ def predict(
         for outcome in _outcomes(opened, images, call, options):
             classes, shares = most_probable(outcome.value, count, opened.spec.class_names)
             found.classes.append(classes)
-            found.names.append(outcome.path)
+            found.paths.append(outcome.path)
             probabilities.append(shares)
     return found._replace(probabilities=torch.stack(probabilities))
 
@@ -360,7 +366,7 @@ def _opened(
             yield open_module(model, options, classifies=classifies)
         return
     # A path of a file, or the name of a model whose weights timm fetches.
-    if os.path.isfile(model):
+    if os.path.isfile(model) or (os.path.isdir(model) and not timm.is_model(str(model))):
         options.checkpoint = os.fspath(model)
         if description(options.checkpoint) is None:
             raise ValueError(

@@ -1,7 +1,7 @@
 """What features or predictions of images in files will take, said before the first one: memory and
 time, and what would fit where the memory is not there.
 
-``training/outlook.py`` tells both of forwards. Here are the sizes of the files, and their reading.
+``training/outlook.py`` tells both of forwards. Here are the sizes of the files.
 """
 
 import math
@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from visionattn.cli.ends import DoesNotFit
 from visionattn.data.buckets import canvases, cell_px
@@ -27,7 +26,6 @@ from visionattn.training.outlook import (
     ForwardMemory,
     Forwards,
     describe,
-    loaded_beside,
     trial_seconds,
 )
 from visionattn.training.passes import Shape
@@ -105,11 +103,7 @@ def outlook(
         return Outlook(number, tuple(lines))
     patch_px = opened.geometry.patch_px
     each = trial_seconds(memory.work, (rows, columns), together, patch_px, clock)
-    seconds = None
-    if each is not None:
-        computing = each * total / (rows * columns)
-        reading = reading_seconds(images, start, clock) * count
-        seconds = loaded_beside(computing, reading, workers, torch.get_num_threads())
+    seconds = None if each is None else each * total / (rows * columns)
     line = describe(seen, count, cell_px(opened.geometry), expected, seconds)
     return Outlook(number, (*lines, line))
 
@@ -207,15 +201,3 @@ def sizes_read(images: ReadImages, start: int, clock: Callable[[], float]) -> li
         if clock() - begin > HEADS_SECONDS:
             break
     return found
-
-
-def reading_seconds(images: ReadImages, start: int, clock: Callable[[], float]) -> float:
-    """Return the seconds of reading an image, over a few that lie evenly among all."""
-    found, length = [], len(images) - start
-    for index in sorted({start + length * i // 4 for i in range(4)}):
-        begin = clock()
-        images[index]
-        found.append(clock() - begin)
-        if sum(found) > 2:
-            break
-    return float(np.mean(found[1:] or found))

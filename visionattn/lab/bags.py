@@ -1,12 +1,11 @@
 """Processor seconds and memory of a slide as a bag of features, beside dense softmax attention.
 
 ``python -m visionattn.lab.bags`` prints a row for each model and number of tiles, each measured in
-a fresh process of its own, whose peak is that of ``ru_maxrss``.
+a fresh process of its own, whose peak is that of ``VmHWM``.
 """
 
 import argparse
 import math
-import resource
 import sys
 import time
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from visionattn.cli.ends import Failed
 from visionattn.cli.fresh_process import ask
+from visionattn.cli.memory import resident_bytes
 from visionattn.cli.parsing import Parser, whole_from
 from visionattn.models.bag import BagEncoder
 from visionattn.ops.attentions import ATTENTIONS
@@ -51,18 +51,14 @@ def measure(work: str, tiles: int, threads: int, backward: bool) -> dict[str, fl
         operands = [torch.randn(shape, requires_grad=backward) for _ in range(3)]
         attend = scaled_dot_product_attention if work == "fused softmax" else by_scores
         compute = lambda: sum(attend(*operands).sum() for _ in range(DEPTH))  # noqa: E731
-    level = _peak_bytes()
+    level = resident_bytes("VmHWM")
     begin = time.process_time()
     with torch.set_grad_enabled(backward):
         out = compute()
         if backward:
             out.backward()
     seconds = time.process_time() - begin
-    return {"seconds": seconds, "peak_bytes": _peak_bytes(), "level_bytes": level}
-
-
-def _peak_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {"seconds": seconds, "peak_bytes": resident_bytes("VmHWM"), "level_bytes": level}
 
 
 def by_scores(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -448,6 +448,11 @@ def existing(path: str | Path) -> Path:
         FileNotFoundError, PermissionError: there is no such file, or it may not be read.
     """
     path = Path(path)
+    if path.is_dir():
+        inside = sorted(path.glob("*.safetensors"))
+        best = next((each for each in inside if each.stem == "best"), *inside[:1] or [None])
+        way_out = f"name the weights in it, {best}" if best else "name a file of weights"
+        raise FileNotFoundError(f"no checkpoint at {path}: it is a folder; {way_out}")
     if not path.is_file():
         raise FileNotFoundError(f"no checkpoint at {path}")
     with open(path, "rb"):  # safetensors says of a file without permission that it is not there

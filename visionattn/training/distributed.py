@@ -29,6 +29,7 @@ from visionattn.cli.ends import (
     NonFinite,
     OutOfMemory,
     Stopped,
+    exit_code,
     is_out_of_memory,
 )
 from visionattn.cli.files import first_line
@@ -414,7 +415,8 @@ def part(watchdog: Watchdog, store: distributed.Store) -> None:
     if watchdog.verdict is None:
         distributed.destroy_process_group()
     else:  # a message that is on its way to a dead process would hold up the usual end
-        atexit.register(_end_at_once, watchdog.verdict.exit_code)
+        own = sys.exception()
+        atexit.register(_end_at_once, exit_code(own) if own else watchdog.verdict.exit_code)
 
 
 def place_of(error: BaseException) -> str:

@@ -1,21 +1,20 @@
 """What a training will take, said in a line before its first step: memory and time.
 
 ``memory.py`` tells the memory, and ``trial.py`` what a step takes in seconds. Here that becomes the
-time of an epoch, on its images, with its processes.
+time that an epoch computes: how long its images take to load is not known before they do.
 """
 
 import math
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from visionattn.cli.tables import lasting
 from visionattn.data.buckets import cell_px
 from visionattn.training.memory import Expected, known, largest_shape, share_of
-from visionattn.training.outlook import images_of, loaded_beside
+from visionattn.training.outlook import images_of
 from visionattn.training.trainer import Trainer
-from visionattn.training.trial import Trial, read_seconds, try_evaluation, try_steps
+from visionattn.training.trial import Trial, try_evaluation, try_steps
 
 
 @dataclass(frozen=True)
@@ -28,25 +27,22 @@ class Forecast:
     seconds_per_epoch: float
     epochs: int
     """Those that are left."""
-    waits: bool
-    """Loading takes longer than computing."""
     part: str = ""
     """What was tried, where it was less than a step."""
 
     def line(self) -> str:
         """Put it into a line for people."""
         tried = f" ({self.part})" if self.part else ""
-        waits = ", most of it for loading images" if self.waits else ""
         left = self.epochs * self.seconds_per_epoch
         return (
-            f"{self.images}; {self.memory}; {lasting(self.seconds_per_step)} per step{tried}, "
-            f"{lasting(self.seconds_per_epoch)} per epoch{waits}, {lasting(left)} in all"
+            f"{self.images}; {self.memory}; computing takes {lasting(self.seconds_per_step)} per "
+            f"step{tried}, {lasting(self.seconds_per_epoch)} per epoch, {lasting(left)} in all"
         )
 
 
 def forecast(trainer: Trainer, memory: Expected) -> Forecast | None:
-    """Try some steps, an evaluation and some images, and say what the run will take; all processes
-    call it together, and nothing of the run changes. None where no image can be read.
+    """Try some steps and an evaluation, and say what the run will take; all processes call it
+    together, and nothing of the run changes. None where no image can be read.
     """
     shapes, size = known(trainer.batches.shapes()), trainer.processes.data_size
     evaluated = known(trainer.validation.shapes())
@@ -73,10 +69,6 @@ def forecast(trainer: Trainer, memory: Expected) -> Forecast | None:
     )
     pixels = np.ceil(evaluated[:, 0] / size) * evaluated[:, 1:].prod(1)
     computing += float(pixels.sum()) * evaluation.seconds / evaluation.pixels
-    loading = trainer.processes.on_first(lambda: loading_seconds(trainer, shapes, evaluated))
-    seconds = loaded_beside(
-        computing, loading / size, trainer.config.data.workers, torch.get_num_threads()
-    )
     per_step = float(np.median(seconds_at(trials, own))) * trainer.config.optim.accumulate
     whole_part = part.shape in tried
     cell, cells = cell_px(trainer.geometry), "patches"
@@ -86,9 +78,8 @@ def forecast(trainer: Trainer, memory: Expected) -> Forecast | None:
         images_of(shapes[:, 1:], len(trainer.splits.train), cell, cells=cells),
         memory,
         per_step,
-        seconds,
+        computing,
         trainer.config.epochs - trainer.position.epoch,
-        loading > computing,
         "" if whole_part else f"{part.shape[0]} of {max(tried, key=math.prod)[0]} images tried",
     )
 
@@ -104,11 +95,3 @@ def seconds_at(trials: list[Trial], pixels: np.ndarray) -> np.ndarray:
     if slope == 0.0 or first.seconds - slope * first.pixels < 0:
         return pixels * last.seconds / last.pixels
     return last.seconds + slope * (pixels - last.pixels)
-
-
-def loading_seconds(trainer: Trainer, shapes: np.ndarray, evaluated: np.ndarray) -> float:
-    """Return the seconds that one process takes to load all images of an epoch, without augmenting
-    those of the validation.
-    """
-    each = read_seconds(trainer.splits.train, trainer.geometry)
-    return 0.0 if each is None else each * float(shapes[:, 0].sum() + evaluated[:, 0].sum())

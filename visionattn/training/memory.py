@@ -38,6 +38,8 @@ from visionattn.training.parallel import choose_kind
 from visionattn.training.passes import Passes, Shape
 from visionattn.training.trainer import Trainer
 
+COUNTED_PATCHES = 1 << 14
+"""Patches of the largest image whose step is counted itself: larger ones take minutes to count."""
 LARGEST_BATCH = 512
 """The most images that ``batch_size auto`` takes."""
 WORKER_BYTES = 45 * 2**20
@@ -105,14 +107,17 @@ class TrainingMemory:
         """
         size = self.processes.size
         kind = choose_kind(replace(self.config, batch_size="auto"), size)
-        step = self.passes.step_bytes(
-            self.own_part(training), self.config.optim, kind=kind, processes=size
+        step = self._told(
+            lambda shape: self.passes.step_bytes(
+                shape, self.config.optim, kind=kind, processes=size
+            ),
+            self.own_part(training),
         )
         if step is None:
             return None
         # An evaluation beside what the optimiser keeps, where its batches are the larger ones.
         if evaluation is not None and math.prod(evaluation) > math.prod(training):
-            forward = self.passes.forward_bytes(self.own_part(evaluation)) or 0
+            forward = self._told(self.passes.forward_bytes, self.own_part(evaluation)) or 0
             step = max(step, forward + self.passes.kept_bytes(kind, size))
         loading = loading_bytes(
             self.config.data,
@@ -122,6 +127,22 @@ class TrainingMemory:
         )
         on_gpu = self.passes.device.type == "cuda"
         return self.base_bytes + step + (0 if on_gpu else loading)
+
+    def _told(self, count: Callable[[Shape], int | None], shape: Shape) -> int | None:
+        """Return what ``count`` says of a batch, or of images that take long to count what follows
+        from two smaller ones: memory grows at least evenly with the pixels.
+        """
+        patch = math.prod(self.patch_px)
+        patches = math.prod(shape[1:]) // patch
+        if patches <= COUNTED_PATCHES or self.passes.device.type == "cuda":
+            return count(shape)
+        sides = [math.isqrt(COUNTED_PATCHES // part) for part in (8, 2)]
+        less, more = (tuple(side * each for each in self.patch_px) for side in sides)
+        few, many = count((shape[0], *less)), count((shape[0], *more))
+        if few is None or many is None:
+            return None
+        grown = (many - few) / (sides[1] ** 2 - sides[0] ** 2)
+        return few + int(grown * (patches - sides[0] ** 2))
 
     def own_part(self, shape: Shape) -> Shape:
         """Return what one process computes of a batch: some images, or some rows of them."""
@@ -254,7 +275,8 @@ def largest_image(fits: Callable[[Size], bool], size: Size, patch_px: Size) -> S
         )
         return rows, columns
 
-    found = largest_fit(lambda number: fits(smaller(number)), 8, max(1, longest // step - 1))
+    most = max(1, longest // step - 1)
+    found = largest_fit(lambda number: fits(smaller(number)), max(8, most // 2), most)
     return smaller(found) if found else None
 
 

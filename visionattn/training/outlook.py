@@ -6,7 +6,6 @@ all images. Evaluations, features and predictions are such forwards; this module
 """
 
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -41,7 +40,7 @@ FEW_PIXELS = 1 << 20
 """So many pixels in all take no time worth a word."""
 ABOUT_PIXELS = 1 << 22
 """Pixels from which on what an image takes is told from smaller ones."""
-COUNTED_PIXELS = 1 << 25
+COUNTED_PIXELS = 1 << 22
 """Pixels of the largest image that is counted itself: larger ones take minutes to count."""
 TRIAL_SECONDS = 10.0
 """How long a trial image may be expected to take; smaller ones tell of larger ones."""
@@ -231,13 +230,13 @@ def describe(
         count: how many images there are.
         cell: pixels of a patch.
         memory: what they take.
-        seconds: of all images; None where nothing was tried.
+        seconds: of computing all images; None where nothing was tried.
         sizes: at how many sizes each image is seen.
     """
     parts = [images_of(seen, count, cell, sizes=sizes), str(memory)]
     if seconds is not None:
         each = seconds / (count * sizes)
-        parts.append(f"{lasting(each)} per image, {lasting(seconds)} in all")
+        parts.append(f"computing takes {lasting(each)} per image, {lasting(seconds)} in all")
     return "; ".join(parts)
 
 
@@ -256,26 +255,6 @@ def images_of(
         number = f"{patches[0]} to {number}"
     several = f" at {sizes} sizes" if sizes > 1 else ""
     return f"{count} images{several} of {size}, {number} {cells}"
-
-
-def loaded_beside(
-    computing: float, loading: float, workers: int, threads: int, cores: int | None = None
-) -> float:
-    """Return the seconds of a work whose images are loaded beside the computing.
-
-    Args:
-        computing: seconds of it with all ``threads``.
-        loading: seconds of it in one process.
-        workers: processes that load; 0: loading and computing take turns.
-        threads: those that compute, on a processor.
-        cores: of the machine; asked for unless given.
-    """
-    if not workers:
-        return computing + loading
-    cores = cores or os.cpu_count() or 1
-    # The slower of the two, or all the work over all cores.
-    shared = (computing * min(threads, cores) + loading) / cores
-    return max(computing, loading / min(workers, cores), shared)
 
 
 def trial_seconds(

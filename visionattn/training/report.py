@@ -39,8 +39,8 @@ def reached(result: Result) -> str:
 
 
 def next_commands(config: TrainConfig, result: Result) -> list[str]:
-    """Return commands that work as they are: the weights at other image sizes, and a fine-tuning
-    that starts from them; the first alone where images are seen at sizes of their own.
+    """Return commands that work as they are and judge what came of the run: the weights at several
+    image sizes, which say whether a larger one is worth a fine-tuning; written samples.
     """
     best = str(result.checkpoint)
     if config.data.task == "generate":
@@ -49,37 +49,14 @@ def next_commands(config: TrainConfig, result: Result) -> list[str]:
             typed("generate", best, "--output", samples),
             typed("validate", "--checkpoint", best),
         ]
-    if not result.sizes_px:
-        return [typed("validate", "--checkpoint", best)]
-    rows, columns = result.sizes_px[len(result.sizes_px) // 2]
-    square = rows == columns
-    size = str(rows) if square else str([rows, columns])
-    name = str(rows) if square else f"{rows}x{columns}"
-    kept = str(result.folder / CONFIG)
-    lr = max(config.optim.lr / 10, config.optim.min_lr)
-    sizes = [str(each[0]) for each in result.sizes_px]
-    if not square:
-        sizes = [str([list(each) for each in result.sizes_px])]
-    validate = ["validate", "--checkpoint", best, "--img-size", *sizes]
-    finetune = [
-        "train",
-        "--config",
-        kept,
-        "--init-from",
-        best,
-        "--run",
-        f"{config.run}_{name}px",
-        "--data.img_size",
-        size,
-        "--epochs",
-        "2",
-        "--optim.warmup_epochs",
-        "0.5",
-        "--optim.lr",
-        f"{lr:g}",
-        "--overwrite",
-    ]
-    return [typed(*validate), typed(*finetune)]
+    validate = ["validate", "--checkpoint", best]
+    if result.sizes_px:
+        square = all(rows == columns for rows, columns in result.sizes_px)
+        sizes = [str(rows) for rows, _ in result.sizes_px]
+        if not square:
+            sizes = [str([list(each) for each in result.sizes_px])]
+        validate += ["--img-size", *sizes]
+    return [typed(*validate)]
 
 
 def how_to_resume(config: TrainConfig) -> str:

@@ -1,4 +1,4 @@
-"""A trial before the first step: what steps, evaluations and images take in seconds.
+"""A trial before the first step: what steps and evaluations take in seconds.
 
 Steps are real ones whose effects are undone, so that the training is bit for bit what it would be
 without them. This module owns how much is tried; ``forecast.py`` makes an estimate of it.
@@ -10,13 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import Dataset
 
-from visionattn.data.batches import Batch, SampleKey, Unreadable
-from visionattn.data.geometry import Geometry
+from visionattn.data.batches import Batch
 from visionattn.models.modes import in_eval
 from visionattn.training.checkpoint import random_state, restore_random_state
 from visionattn.training.evaluate import autocast
@@ -27,8 +24,6 @@ LONG_SECONDS = 20.0
 """A step that takes longer is not tried whole, nor twice."""
 SHORT_SECONDS = 2.0
 """A step that takes longer is timed the first time that it runs."""
-READING_SECONDS, READ_IMAGES = 2.0, 6
-"""How long images are read at most, one excepted, and how many."""
 
 
 @dataclass(frozen=True)
@@ -148,28 +143,6 @@ def try_evaluation(
         learner.objective.judge(model, inputs, learner.sizes_of(batch), labels)
         synchronize(learner.device)
         return Trial(shape, clock() - start)
-
-
-def read_seconds(
-    dataset: Dataset, geometry: Geometry, clock: Callable[[], float] = time.perf_counter
-) -> float | None:
-    """Return the mean seconds of reading an image, over some that lie evenly in the data set; None
-    where none of them can be read, or images have no numbers.
-    """
-    if not hasattr(dataset, "__getitem__") or not len(dataset):
-        return None
-    length = len(dataset)
-    chosen = sorted({length * i // READ_IMAGES for i in range(READ_IMAGES)})
-    found, begin = [], clock()
-    for index in chosen:
-        start = clock()
-        sample = dataset[SampleKey(index, 0, geometry)]
-        if not isinstance(sample, Unreadable):
-            found.append(clock() - start)
-        if clock() - begin > READING_SECONDS:
-            break
-    # The first one starts libraries.
-    return float(np.mean(found[1:] or found)) if found else None
 
 
 def batch_of(learner: Learner, shape: Shape) -> Batch:

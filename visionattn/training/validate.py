@@ -29,7 +29,7 @@ from visionattn.data.split_names import listed
 from visionattn.data.splits import eval_batches, images_to_judge
 from visionattn.models.filled import takes_sizes
 from visionattn.models.tasks import Task
-from visionattn.models.weights import DataSpec, load_model
+from visionattn.models.weights import DataSpec, existing, load_model
 from visionattn.training.build import check_geometries, patch_size, pick_device
 from visionattn.training.config import TrainConfig, ValidateConfig
 from visionattn.training.evaluate import Evaluation, evaluate
@@ -45,13 +45,11 @@ from visionattn.training.outlook import (
     ForwardMemory,
     Forwards,
     describe,
-    loaded_beside,
     trial_seconds,
 )
 from visionattn.training.painting import class_names
 from visionattn.training.passes import Shape
 from visionattn.training.record import CONFIG
-from visionattn.training.trial import read_seconds
 
 COLUMNS = {
     "classification": ("size", "images", "accuracy", "top-5", "images/s"),
@@ -102,9 +100,7 @@ def parse_validate(argv: Sequence[str]) -> ValidateConfig:
     defaults: dict[str, Any] = {}
     trained_on = None
     if given:
-        path = Path(given[-1])
-        if not path.is_file():
-            raise FileNotFoundError(f"no checkpoint at {path}")
+        path = existing(given[-1])
         beside = path.with_name(CONFIG)
         if beside.is_file():
             run = parse(TrainConfig, ["--config", str(beside)])
@@ -263,16 +259,13 @@ class Validation:
         )
 
     def _seconds(self, geometry: Geometry, shapes: np.ndarray) -> float | None:
-        """Return the seconds of all batches at one size; None where it cannot be tried."""
+        """Return the seconds that all batches at one size compute; None where none can be tried."""
         images, rows, columns = largest_shape(shapes)
         clock, patch_px = time.perf_counter, geometry.patch_px
         each = trial_seconds(self.work, (rows, columns), images, patch_px, clock)
         if each is None:
             return None
-        computing = each * float(shapes.prod(1).sum()) / (rows * columns)
-        loading = (read_seconds(self.dataset, geometry) or 0.0) * float(shapes[:, 0].sum())
-        workers = self.config.data.workers
-        return loaded_beside(computing, loading, workers, torch.get_num_threads())
+        return each * float(shapes.prod(1).sum()) / (rows * columns)
 
     def _find_geometries(self) -> list[Geometry]:
         """Return how images are seen: as in training, as far as no flag says otherwise."""

@@ -18,7 +18,15 @@ from typing import Any, Self
 
 import numpy as np
 
-from visionattn.cli.files import Continued, check_free, check_new, check_room, named, write_whole
+from visionattn.cli.files import (
+    Continued,
+    check_free,
+    check_new,
+    check_room,
+    named,
+    reserve_bytes,
+    write_whole,
+)
 from visionattn.data.formats.reader import Georeference, require
 
 Shape = tuple[int, int, int]
@@ -182,7 +190,7 @@ class NpySink(MapSink):
             if os.fstat(file.fileno()).st_size == size and file.read(len(head)) == head:
                 return
             place.empty()
-            _reserve(file.fileno(), size)
+            reserve_bytes(file.fileno(), size)
             # The head comes last: without it nobody goes on with this file.
             file.seek(0)
             _write_all(file, np.frombuffer(head, np.uint8))
@@ -365,14 +373,6 @@ def shards_of(shape: Shape, itemsize: int) -> tuple[Shape, Shape]:
 def _power(least: float) -> int:
     """Return the smallest power of two that is not below a number."""
     return 1 << max(0, math.ceil(least) - 1).bit_length()
-
-
-def _reserve(descriptor: int, size: int) -> None:
-    """Make a file so large that writing within it cannot fill the disk, where the system can."""
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(descriptor, 0, size)
-    else:
-        os.ftruncate(descriptor, size)
 
 
 def _write_all(file: io.RawIOBase, plane: np.ndarray) -> None:

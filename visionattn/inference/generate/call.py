@@ -29,8 +29,8 @@ class Generated(NamedTuple):
     """float64 ``[images]``: minus the binary logarithm of the probability that the model gives to
     the values that were written, over their number, whatever the temperature.
     """
-    names: list[str]
-    """Of each the image that it completes, as ``predict`` names images; empty where there are
+    paths: list[str]
+    """Where the image that each completes was read, as ``predict`` has it; empty where there are
     none.
     """
 

@@ -2,7 +2,6 @@
 writes files.
 """
 
-import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ import torch
 
 from visionattn.cli.ends import Failed, OutOfMemory, is_out_of_memory
 from visionattn.cli.files import write_text, write_whole
+from visionattn.cli.memory import free_of_machine
 from visionattn.cli.parsing import parse
 from visionattn.cli.progress import Progress
 from visionattn.cli.provenance import provenance_of, summary
@@ -275,7 +275,4 @@ def budget_of(config: ProfileConfig, device: str) -> int | None:
         return int(config.budget_gib * 2**30)
     if device != "cpu":
         return None
-    available = re.search(
-        r"^MemAvailable:\s+(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE
-    )
-    return int(SHARE_OF_AVAILABLE * 1024 * int(available.group(1)))
+    return int(SHARE_OF_AVAILABLE * free_of_machine())

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from visionattn.cli.parsing import parse
+from visionattn.cli.parsing import field_types, parse, split_options
 from visionattn.ops.attentions import ATTENTIONS, FormChoice
 from visionattn.training.config import TrainConfig, check
 
@@ -139,12 +139,7 @@ def read_base(config: SweepConfig) -> TrainConfig:
         key, equals, value = text.partition("=")
         if not equals:
             raise ValueError(f"set: wanted KEY=VALUE such as optim.lr=1e-3, got {text!r}")
-        if key in VARIED or key in FIXED:
-            way_out = (
-                f"use --{VARIED[key]}"
-                if key in VARIED
-                else "each training of the sweep has its own"
-            )
+        if way_out := _elsewhere(key):
             raise ValueError(f"set: {key} cannot be set here; {way_out}")
         words.append(f"--{key}={value}")
     words += [
@@ -162,6 +157,13 @@ def read_base(config: SweepConfig) -> TrainConfig:
     return base
 
 
+def _elsewhere(key: str) -> str | None:
+    """Say where an option of the training is set that ``set`` does not take; None for others."""
+    if key in VARIED:
+        return f"use --{VARIED[key]}"
+    return "each training of the sweep has its own" if key in FIXED else None
+
+
 def folder_of(config: SweepConfig, base: TrainConfig) -> Path:
     """Return the folder of the sweep."""
     return (
@@ -177,6 +179,12 @@ def parse_sweep(argv: Sequence[str]) -> SweepConfig:
     Raises:
         ValueError, FileNotFoundError: a flag is wrong; one line.
     """
+    training = tuple(field_types(TrainConfig).keys() - field_types(SweepConfig).keys())
+    for flag, _ in split_options(argv):
+        name = flag.replace("-", "_")
+        if name in training or name.startswith("model.args."):
+            way_out = _elsewhere(name) or f"--set {name}=VALUE changes it"
+            raise ValueError(f"--{name} is an option of the training in --base; {way_out}")
     config = parse(
         SweepConfig,
         argv,

@@ -163,7 +163,7 @@ class SweepFolder:
         taken = (
             f"another sweep, or a training of it, is at work in {self.path}; wait for it or end it"
         )
-        self._lock = lock(self.path / LOCK, taken, inherited=True)
+        self._lock = lock(self.path / LOCK, taken)
         if overwrite:
             self._clear()
         for name in (RUNS, CELLS, MEASUREMENTS):

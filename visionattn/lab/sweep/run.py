@@ -3,6 +3,7 @@
 This module owns the order of these, and how a sweep ends.
 """
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -41,6 +42,8 @@ def sweep(argv: Sequence[str], say: Callable[[str], None], *, train: Sequence[st
         Stopped: Ctrl-C; the trainings' states are saved.
     """
     begin, config = time.monotonic(), parse_sweep(argv)
+    if not hasattr(os, "killpg"):
+        raise ValueError("a sweep ends its trainings as Linux and macOS do; this system cannot")
     base = read_base(config)
     check_root(base.data)
     folder = SweepFolder(folder_of(config, base))

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from visionattn.cli.files import reserve_bytes
 from visionattn.cli.tables import sized
 
 
@@ -55,7 +56,7 @@ def reserve(path: Path, size: int) -> None:
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        os.posix_fallocate(descriptor, 0, size)
+        reserve_bytes(descriptor, size)
     except OSError as error:
         path.unlink()
         raise OSError(
