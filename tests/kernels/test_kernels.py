@@ -81,21 +81,22 @@ SMALL = {"keys -12": ("k", -12), "keys -16": ("k", -16), "queries -16": ("q", -1
 
 @interpreted
 @pytest.mark.parametrize("shift", SMALL)
-def test_features_and_gradients_near_the_ends_of_float16_keep_their_digits(shift):
+def test_features_near_the_end_of_float16_keep_their_digits(shift):
     """elu1(-12) is 6e-6 and elu1(-16) 1e-7: as float16 they have six bits and one."""
     tensors, grad, _ = Case("kernelized", d=16, e=16).tensors()
     name, by = SMALL[shift]
     tensors[name] += by
     given = {x: t.half() for x, t in tensors.items()}
-    found = with_kernels("kernelized, elu1", given, 1024 * grad.half(), None)
-    wanted = Case("kernelized").defined(given, 1024 * grad.half(), None)
+    with np.errstate(all="ignore"):  # the interpreter warns of rows past the last key
+        found = with_kernels("kernelized, elu1", given, grad.half(), None)
+    wanted = Case("kernelized").defined(given, grad.half(), None)
     assert_within_budget(found, wanted, torch.float16)
 
 
 @interpreted
 @pytest.mark.parametrize("name", ["direct, plain", "efficient, plain"])
 def test_scores_of_hundreds_and_small_gradients_stay_within_float16(name):
-    tensors, grad, _ = Case("taylorshift", queries=33, keys=40, d=64, e=16).tensors()
+    tensors, grad, _ = Case("taylorshift", queries=17, keys=20, d=64, e=16).tensors()
     given = {x: (t if x == "v" else 6 * t).half() for x, t in tensors.items()}
     found = with_kernels(name, given, (grad / 1024).half(), None)
     wanted = CASES[name].defined(given, (grad / 1024).half(), None)

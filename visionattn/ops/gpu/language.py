@@ -181,25 +181,24 @@ def read(
     m_rows,
     WIDTH: tl.constexpr,
     SOME: tl.constexpr = True,
-    EVICT: tl.constexpr = "",
+    AGAIN: tl.constexpr = False,
 ):
     """Read ``[rows, columns]`` from ``p`` on; columns from ``WIDTH`` on are 0.
 
     Where SOME, only the rows of ``m_rows`` are read and the others are 0; else all rows are read,
-    without a mask.
+    without a mask. Rows that are read AGAIN come from cache, and need not stay there.
     """
-    if SOME:
-        m_read = m_rows[:, None] & (o_columns < WIDTH)[None, :]
-        return tl.load(
-            rows(p, o_rows, row_octets, o_columns), mask=m_read, other=0, eviction_policy=EVICT
-        )
+    p_rows = rows(p, o_rows, row_octets, o_columns)
+    m_some = m_rows[:, None] & (o_columns < WIDTH)[None, :]
+    if AGAIN:
+        return tl.load(p_rows, mask=m_some, other=0, eviction_policy="evict_first")
+    elif SOME:
+        return tl.load(p_rows, mask=m_some, other=0)
     # A mask costs instructions: columns have one only where the block is wider than they are.
     elif o_columns.shape[0] > WIDTH:
-        return tl.load(
-            rows(p, o_rows, row_octets, o_columns), mask=(o_columns < WIDTH)[None, :], other=0
-        )
+        return tl.load(p_rows, mask=(o_columns < WIDTH)[None, :], other=0)
     else:
-        return tl.load(rows(p, o_rows, row_octets, o_columns))
+        return tl.load(p_rows)
 
 
 @triton.jit

@@ -172,7 +172,7 @@ def taylor_efficient_gradient(
     i_first, o_r = (i_block * BLOCK_N).to(tl.int64), tl.arange(0, BLOCK_N)
     m_dx = o_r < tokens - i_block * BLOCK_N
     m_r = present_rows(p_present + i_first, o_r, m_dx, MASKED)
-    b_x = read(p_x + i_first * (x_token * 8), o_r, x_token, o_d, m_r, D, True, "evict_first")
+    b_x = read(p_x + i_first * (x_token * 8), o_r, x_token, o_d, m_r, D, AGAIN=True)
     b_power, b_factor, length = row_factors(b_x, p_length, i_head, LENGTH)
     b_dx *= (2 * length * b_factor * b_scale)[:, None] * unit_of(p_features, p_moments, D, E)
     if LENGTH:
