@@ -51,6 +51,9 @@ every_place = pytest.mark.parametrize(
     + [_place("cuda", dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32)],
 )
 """float16 has code of its own, which keeps sums in its range."""
+once = pytest.mark.parametrize(
+    ("device", "dtype"), [_place("cpu", torch.float32), _place("cuda", torch.bfloat16)]
+)
 
 
 @pytest.fixture

@@ -14,6 +14,15 @@ pytest.importorskip("triton", reason="GPU kernels need Triton")
 SHARED_BYTES = 227 * 1024
 OF_CI = "3.9."
 """The Triton in which no kernel spills a register."""
+CASES = (
+    "kernelized 64 64 bf16 joint",
+    "kernelized 128 128 fp16",
+    "direct 64 64 bf16",
+    "direct 40 24 fp16 joint",
+    "efficient 64 128 bf16",
+    "efficient 32 32 fp32",
+)
+"""Every kernel; ``python -m tests.helpers.kernel_launches`` compiles at more widths."""
 PER_CASE = {"kernelized": 4, "direct": 3, "efficient": 4}
 """Kernels that each operation has at least."""
 
@@ -22,7 +31,7 @@ PER_CASE = {"kernelized": 4, "direct": 3, "efficient": 4}
 def compiled() -> dict[str, dict]:
     """What ``tests.helpers.kernel_launches`` prints, in a process that does not interpret."""
     given = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.helpers.kernel_launches"]
+    command = [sys.executable, "-m", "tests.helpers.kernel_launches", "--cases", *CASES]
     options = dict(capture_output=True, text=True, env=given, cwd=Path(__file__).parents[2])
     done = subprocess.run(command, **options)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -18,12 +18,15 @@ from tests.helpers.kernel_checks import (
     guarded,
     interpreted,
     on_gpu,
+    once,
     poisoned_memory,  # noqa: F401
 )
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 PARTS = 3
 """Into how many parts the tokens are cut, so that parts are added too."""
+IN_FLOAT16 = ("kernelized, elu1", "direct, plain", "efficient, learned, masked", "direct, joint")
+"""Operations that have all code of float16 between them."""
 MASKED = ["kernelized, relu, masked", "direct, learned, masked", "efficient, learned, masked"]
 
 
@@ -31,6 +34,8 @@ MASKED = ["kernelized, relu, masked", "direct, learned, masked", "efficient, lea
 @pytest.mark.parametrize("name", CASES)
 def test_mean_and_every_gradient_are_those_of_the_definition(name, device, dtype, monkeypatch):
     """And a fault of one key, one query or one class would be seen."""
+    if device == "cpu" and dtype == torch.float16 and name not in IN_FLOAT16:
+        pytest.skip("the interpreter takes its time, and float32 runs")
     case = CASES[name]
     monkeypatch.setattr("visionattn.ops.gpu.launch.segments", lambda *args: PARTS)
     tensors, grad, mask = case.tensors()
@@ -58,7 +63,7 @@ def test_mean_and_every_gradient_are_those_of_the_definition(name, device, dtype
     assert beyond_budget(actual, case.defined(given, grad, mask), dtype)
 
 
-@every_place
+@once
 @pytest.mark.parametrize("name", MASKED)
 def test_masked_keys_hold_anything_and_get_no_gradient(name, device, dtype):
     tensors, grad, mask = CASES[name].tensors()
@@ -67,8 +72,10 @@ def test_masked_keys_hold_anything_and_get_no_gradient(name, device, dtype):
     mask[1] = False
     absent, results = ~mask[:, None, :, None], []
     with np.errstate(all="ignore"):  # the interpreter warns of what it makes of masked rows
-        for number in (0, torch.nan, torch.inf):
-            held = {x: given[x].masked_fill(absent, number) for x in "kv"}
+        odd = torch.arange(mask.shape[1], device=device)[:, None] % 2 == 1
+        for even in (0.0, torch.nan):
+            number = torch.where(odd & (even != 0), torch.inf, even).to(dtype)
+            held = {x: torch.where(absent, number, given[x]) for x in "kv"}
             results.append(with_kernels(name, given | held, grad, mask))
     for x, wanted in results[0].items():
         assert all(torch.equal(found[x], wanted) for found in results[1:]), x
