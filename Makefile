@@ -21,14 +21,14 @@ lint: $(INSTALLED)
 
 # On a machine with an NVIDIA GPU: checks the kernels, then measures them, in less than ten minutes, with what is installed there
 # (torch, triton, timm, einops, pytest). Everything is written to the folder OUT as it comes; the last lines are the summary.
-# ONLY names rows. gpu-rehearsal runs the same lines without a GPU: tiny sizes, Triton's interpreter, made-up times.
+# ONLY names rows. gpu-rehearsal runs the same lines without a GPU: tiny sizes, Triton's interpreter.
 gpu: OUT ?= gpu-$(shell date +%Y%m%d-%H%M%S)
 gpu-rehearsal: OUT ?= $(shell mktemp -d)
 gpu gpu-rehearsal: export PYTHONPATH := .$(if $(PYTHONPATH),:$(PYTHONPATH))
 gpu:
-	@$(PYTHON) -u -m visionattn.lab.gpu.run $(OUT) $(if $(ONLY),--only "$(ONLY)")
+	@$(PYTHON) -u -m visionattn.lab.gpu.phases $(OUT) $(if $(ONLY),--only "$(ONLY)")
 gpu-rehearsal: $(INSTALLED)
-	@$(RUN) -u -m visionattn.lab.gpu.run $(OUT) --rehearse $(if $(ONLY),--only "$(ONLY)")
+	@$(RUN) -u -m visionattn.lab.gpu.phases $(OUT) --rehearse $(if $(ONLY),--only "$(ONLY)")
 
 $(INSTALLED): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "visionattn needs Python 3.11 or newer; try make PYTHON=python3.12")'

@@ -1,11 +1,8 @@
 """Before any test: one thread, and where there is no GPU, Triton interprets its kernels on the
 processor. torch and Triton read this when they are imported.
-
-After the tests: what the rule of accuracy leaves kernels to spare, where tests have recorded it.
 """
 
 import os
-from importlib.util import find_spec
 
 import pytest
 
@@ -18,14 +15,6 @@ import torch  # noqa: E402
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
-    if find_spec("triton"):
-        import triton
-
-        # A Triton that this was not tried with interprets as it is, in twice the time.
-        if triton.__version__.startswith(("3.6.", "3.9.")):
-            from tests.helpers import quick_interpreter
-
-            quick_interpreter.install()
 
 from tests.helpers import warm_python  # noqa: E402
 
@@ -53,24 +42,3 @@ def quick_python():
 def started_quickly(quick_python, monkeypatch):
     """Let what the test starts be started by that Python."""
     warm_python.use(quick_python, monkeypatch)
-
-
-def pytest_terminal_summary(terminalreporter) -> None:
-    """One line for each operation and dtype whose accuracy was tested: the smallest margin, and
-    where it was found.
-    """
-    reports = (
-        report for kind in ("passed", "failed") for report in terminalreporter.getreports(kind)
-    )
-    recorded = [
-        value for report in reports for name, value in report.user_properties if name == "accuracy"
-    ]
-    worst = {}
-    for operation, dtype, margin, error in recorded:
-        worst[operation, dtype] = min(
-            worst.get((operation, dtype), (margin, error)), (margin, error)
-        )
-    if worst:
-        terminalreporter.section("accuracy of kernels: smallest margin, allowed over found")
-    for (operation, dtype), (margin, error) in worst.items():
-        terminalreporter.write_line(f"{operation:33}{dtype:9}{margin:8.2f}  ({error})")

@@ -24,8 +24,6 @@ RANKS = {
 ROOMS = ("taylorshift", "kernelized", "position")
 INNER = (("eager",), ("kernels",))
 """Rooms of ``ops``: none imports the ``eager`` operators or the ``kernels`` of another."""
-TWO_ROOMS_IN_ONE_LAUNCH = {"ops/kernelized/kernels/with_joint.py": {("position", "kernels")}}
-"""Kernels that call those of another room, and of which: state and lines are made side by side."""
 LANGUAGE = {"ops/gpu/language.py", "ops/gpu/sums.py"}
 """Outside of ``kernels``, what imports Triton."""
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -89,8 +87,6 @@ WITHIN = {"write_whole", "write", "_write", "png", "draw"}
 ELSEWHERE = {
     "cli/fresh_process.py": "/proc/self/oom_score_adj",
     "data/large/sink.py": "'rb+'",  # within a map that is not finished
-    "lab/gpu/compile.py": "os.devnull",
-    "lab/gpu/rehearsal.py": "copy.write_text",  # in a folder that is deleted
     "lab/measure.py": "/proc/self/clear_refs",
     "training/distributed.py": "os.devnull",
     "training/status.py": "'rb+'",  # within a file that is there, on a full disk
@@ -137,14 +133,14 @@ def of_ops(path):
 
 @pytest.mark.parametrize("path", IN_OPS, ids=of_ops)
 def test_rooms_of_operations_leave_the_operators_and_kernels_of_others_alone(path):
-    name, room = str(path.relative_to(PACKAGE)), path.relative_to(PACKAGE).parts[1]
+    room = path.relative_to(PACKAGE).parts[1]
     entered = {
         names[1:3]
         for names in imported_modules(path)
         if names[0] == "ops" and set(names[1:2]) <= set(ROOMS) and names[2:3] in INNER
     }
     from_others = {names for names in entered if room in ROOMS and names[0] != room}
-    assert from_others == TWO_ROOMS_IN_ONE_LAUNCH.get(name, set())
+    assert from_others == set()
 
 
 @pytest.mark.parametrize("path", IN_OPS, ids=of_ops)

@@ -9,12 +9,11 @@ import torch
 import visionattn.lab.compare as compare
 import visionattn.lab.targets as targets
 from tests.helpers.tools import assert_one_error, load_tool, read_csv, words
-from visionattn.cli.files import read_lines
 from visionattn.cli.provenance import provenance_of
 from visionattn.lab import benchmark as run
 from visionattn.lab import benchmark_options, papers
 from visionattn.lab.gpu import tune
-from visionattn.lab.gpu.device import rehearsed
+from visionattn.lab.gpu.gpu_operations import Bench
 from visionattn.lab.papers import FIGURES
 
 ROOT = Path(__file__).parents[2]
@@ -133,7 +132,7 @@ def test_rounds_and_seconds_act_on_the_figures_to_reach(main, monkeypatch, flags
 
     def measure(chosen, plan, few):
         asked.append((plan.rounds, plan.seconds, few))
-        return iter([targets.Result(chosen[0], values=(1.0,))])
+        return iter([targets.Result(chosen[0], value=1.0)])
 
     monkeypatch.setattr(targets, "measure_targets", measure)
     assert main(["targets", *flags]) == 0
@@ -219,6 +218,7 @@ BAD_FLAGS = [
     (["gpu", "--minutes", "-1"], "--minutes: wanted 0 or more, got -1;"),
     (["gpu", "--tokens", "64"], "--tokens does nothing with gpu; it belongs to operations"),
     (["tune", "--device", "cpu"], "--device does nothing with tune"),
+    (["tune", "--rehearse"], "--rehearse does nothing with tune; it belongs to gpu"),
     (
         ["targets", "--minutes", "1"],
         "--minutes does nothing with targets; it belongs to gpu and tune",
@@ -249,55 +249,21 @@ def test_without_a_gpu_there_is_one_line_and_code_2(main, capsys, monkeypatch, f
     )
 
 
-@pytest.fixture
-def as_if_on_a_gpu(monkeypatch):
-    """The command takes the processor for a GPU."""
-    monkeypatch.setattr(run, "pick_gpu", lambda: torch.device("cpu"))
-    monkeypatch.setattr(benchmark_options, "pick_gpu", lambda: torch.device("cpu"))
-    monkeypatch.setattr(run, "Gpu", lambda device: rehearsed())
-    monkeypatch.setattr(
-        run,
-        "provenance_of",
-        lambda device, command: provenance_of("cpu", command) | {"asked": device},
-    )
-
-
-def test_the_table_of_a_gpu_is_printed_and_written_and_broken_rows_end_with_code_4(
-    main, tmp_path, capsys, monkeypatch, as_if_on_a_gpu
-):
-    def measure(gpu, only, minutes, provenance, show, keep):
-        show(f"{gpu.device} {only} {minutes}")
-        keep({"kind": "row", "what": "a"})
-        provenance["seed"] = 7
-        return [{"what": "a", "status": "ok"}, {"what": "b", "status": "wrong: all of it"}], broken
-
-    monkeypatch.setattr(run, "run_gpu", measure)
-    broken = 0
-    flags = ["gpu", "--only", "kernelized", "--minutes", "3"]
-    written = ["--json", str(tmp_path / "a.json"), "--csv", str(tmp_path / "a.csv")]
-    assert main([*flags, *written, "--rows", str(tmp_path / "rows.jsonl")]) == 0
-    assert read_lines(tmp_path / "rows.jsonl") == [{"kind": "row", "what": "a"}]
-    assert "cpu kernelized 3.0" in capsys.readouterr().out.splitlines()
-    content = json.loads((tmp_path / "a.json").read_text())
-    assert content["provenance"]["seed"] == 7 and content["provenance"]["asked"] == "cuda"
-    assert len(content["rows"]) == 2
-    assert [row["seed"] for row in read_csv(tmp_path / "a.csv")] == ["7", "7"]
-    broken = 1
-    assert main([*flags, "--json", str(tmp_path / "b.json")]) == 4
-    assert capsys.readouterr().err == "error: 1 rows are wrong or failed; the table says how\n"
-    assert (tmp_path / "b.json").exists()
-
-
-def test_launches_are_tuned_for_as_long_as_is_said(main, capsys, monkeypatch, as_if_on_a_gpu):
+def test_launches_are_tuned_for_as_long_as_is_said(main, monkeypatch):
     asked = []
 
     def tune_all(only, minutes, bench, capability, show):
-        asked.append((only, minutes, bench.device.type, capability))
+        asked.append((only, minutes, capability))
         return []
 
+    bench = Bench.on(torch.device("cpu"))
+    monkeypatch.setattr(run, "make_bench", lambda rehearse: bench)
+    monkeypatch.setattr(benchmark_options, "make_bench", lambda rehearse: bench)
+    monkeypatch.setattr(run, "capability", lambda device: "9.0")
+    monkeypatch.setattr(run, "provenance_of", lambda device, command: provenance_of("cpu", command))
     monkeypatch.setattr(tune, "run_tune", tune_all)
     assert main(["tune"]) == 0 and main(["tune", "--only", "taylor direct", "--minutes", "2"]) == 0
-    assert asked == [(None, 20.0, "cpu", "9.0"), ("taylor direct", 2.0, "cpu", "9.0")]
+    assert asked == [(None, 20.0, "9.0"), ("taylor direct", 2.0, "9.0")]
 
 
 def test_files_that_exist_are_replaced_on_request_alone(main, tmp_path, capsys, without_processes):

@@ -11,8 +11,9 @@ from visionattn.cli.provenance import provenance_of, summary
 from visionattn.cli.tables import Record, csv_text, heading, json_text, line
 from visionattn.lab.benchmark_options import Options, parse_options
 from visionattn.lab.compare import COLUMNS, cells_of, measure_together, record_of
-from visionattn.lab.gpu.device import Gpu, pick_gpu
-from visionattn.lab.gpu.table import run_gpu
+from visionattn.lab.gpu import tune
+from visionattn.lab.gpu.gpu_table import make_bench, run_gpu
+from visionattn.ops.gpu.launch import capability
 
 Print = Callable[[str], None]
 
@@ -63,11 +64,7 @@ def run_figures(options: Options, provenance: Record, show: Print) -> tuple[list
         if flags.rows:
             add_line(flags.rows, record)
 
-    if flags.rehearse:
-        from visionattn.lab.gpu import rehearsal
-
-        return rehearsal.run_gpu(flags.only, flags.minutes, provenance, show, keep)
-    return run_gpu(Gpu(pick_gpu()), flags.only, flags.minutes, provenance, show, keep)
+    return run_gpu(flags.only, flags.minutes, flags.rehearse, provenance, show, keep)
 
 
 def run_targets(options: Options, provenance: Record, show: Print) -> list[Record]:
@@ -85,16 +82,10 @@ def run_targets(options: Options, provenance: Record, show: Print) -> list[Recor
 
 
 def run_tune(options: Options, provenance: Record, show: Print) -> list[Record]:
-    """Tune the launches of kernels on the GPU at hand, and write their table; or rehearse it."""
-    from visionattn.lab.gpu import tune
-
-    flags = options.flags
-    if flags.rehearse:
-        from visionattn.lab.gpu import rehearsal
-
-        return rehearsal.run_tune(flags.only, flags.minutes, show)
-    gpu = Gpu(pick_gpu())
-    return tune.run_tune(flags.only, flags.minutes, tune.make_bench(gpu), gpu.capability, show)
+    """Tune the launches of kernels on the GPU at hand, and write their table."""
+    bench = make_bench(rehearse=False)
+    flags, section = options.flags, str(capability(bench.device))
+    return tune.run_tune(flags.only, flags.minutes, bench, section, show)
 
 
 def run_loader(options: Options, provenance: Record, show: Print) -> list[Record]:

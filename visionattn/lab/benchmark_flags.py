@@ -83,7 +83,7 @@ FLAGS = {
     "only": dict(metavar="PATTERN", help="the rows that this regular expression fits"),
     "minutes": dict(type=duration, help="after which no row is begun (%(default)s)"),
     "rehearse": SWITCH
-    | dict(help="the same lines on a processor, at tiny sizes and with made-up times; minutes"),
+    | dict(help="the same lines on a processor, at tiny sizes, kernels interpreted; minutes"),
     "quick": SWITCH | dict(help="a short version that shows no more than that it runs"),
     "rows": dict(
         metavar="FILE",
@@ -102,7 +102,7 @@ FLAGS = {
 """Every flag once, as argparse takes it; what a command changes is in ``Command.changed``."""
 
 
-ABSENT = dict(threads=None, device="cpu", no_memory=False, horizon=None)
+ABSENT = dict(threads=None, device="cpu", no_memory=False, horizon=None, rehearse=False)
 ABSENT |= dict(csv=None, json=None, plot=None)
 """What holds in commands without these flags."""
 
@@ -184,9 +184,9 @@ COMMANDS = {
         changed={"minutes": dict(default=5.0)},
     ),
     "tune": Command(
-        "on an NVIDIA GPU: blocks, pairs, warps, stages of kernels, no segments; writes "
+        "on an NVIDIA GPU: blocks, warps and stages of kernels; writes "
         "visionattn/ops/gpu/launches.json",
-        f"only minutes rehearse {WRITTEN}",
+        f"only minutes {WRITTEN}",
         changed={"minutes": dict(default=20.0)},
     ),
 }

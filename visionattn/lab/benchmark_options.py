@@ -14,7 +14,9 @@ from visionattn.data.ranges import check_workers
 from visionattn.lab.benchmark_flags import parse_flags
 from visionattn.lab.cases import Case, check_sizes
 from visionattn.lab.compare import Plan
-from visionattn.lab.gpu.device import pick_gpu
+from visionattn.lab.gpu.gpu_rows import chosen
+from visionattn.lab.gpu.gpu_table import make_bench
+from visionattn.lab.gpu.tune import check_rows
 from visionattn.lab.memory import build
 from visionattn.lab.networks import has_forms
 from visionattn.lab.operations import FORMED, has_position
@@ -176,20 +178,12 @@ def check_cases(options: Options) -> None:
 def check_gpu(flags: argparse.Namespace) -> None:
     """Raise ValueError for an ``--only`` of ``gpu`` or ``tune`` that leaves no row, and where
     there is no GPU.
-
-    A rehearsal wants Triton's interpreter instead of a GPU.
     """
-    if flags.rehearse:
-        from visionattn.lab.gpu.rehearsal import check_interpreter
-
-        check_interpreter()
     if flags.command == "gpu":
-        from visionattn.lab.gpu.table import rows as check_rows
+        chosen(flags.only, rehearse=flags.rehearse)
     else:
-        from visionattn.lab.gpu.tune import check_rows
-    check_rows(flags.only)
-    if not flags.rehearse:
-        pick_gpu()
+        check_rows(flags.only)
+    make_bench(flags.rehearse)
 
 
 def outputs(flags: argparse.Namespace) -> list[Path]:

@@ -11,7 +11,6 @@ import gc
 import sys
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 
 import timm
@@ -20,7 +19,6 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from visionattn.cli.memory import resident_bytes
-from visionattn.lab.gpu.device import Gpu
 from visionattn.ops.operator import PREFIX, count_operations
 
 count_operations()
@@ -54,7 +52,12 @@ def peak_bytes(work: Callable[[], object], device: torch.device | str = "cpu") -
         NotImplementedError: a CPU under another system than Linux.
     """
     if torch.device(device).type == "cuda":
-        return Gpu(torch.device(device)).peak_bytes(work)
+        gc.collect()
+        torch.cuda.reset_peak_memory_stats(device)
+        held = torch.cuda.memory_allocated(device)
+        work()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - held
     if not sys.platform.startswith("linux"):
         raise NotImplementedError("peak memory of a CPU is measured under Linux only")
     gc.collect()
@@ -127,23 +130,17 @@ def bytes_kept(work: Callable[[], object], without: Sequence[torch.Tensor] = ())
     return total
 
 
-Sample = Callable[[Callable[[], object], int], float]
-"""Mean seconds of a work that is called so many times."""
-
-
 def warm_up(
     work: Callable[[], object],
     *,
     device: torch.device | str = "cpu",
     clock: Callable[[], float] = time.perf_counter,
-    sample: Sample | None = None,
 ) -> float:
     """Call ``work`` once or, where that took less than half a second, twice; returns the seconds of
     the last call.
     """
-    sample = sample or partial(_seconds, device=device, clock=clock)
-    seconds = sample(work, 1)
-    return seconds if seconds >= 0.5 else sample(work, 1)
+    seconds = _seconds(work, 1, device, clock)
+    return seconds if seconds >= 0.5 else _seconds(work, 1, device, clock)
 
 
 def interleaved_seconds(
@@ -156,7 +153,6 @@ def interleaved_seconds(
     sample_seconds: float = 0.02,
     device: torch.device | str = "cpu",
     clock: Callable[[], float] = time.perf_counter,
-    sample: Sample | None = None,
 ) -> list[list[float]]:
     """Return seconds of one call of each work, measured in turns: ``[works][rounds]``.
 
@@ -174,16 +170,14 @@ def interleaved_seconds(
         sample_seconds: length of a sample at least.
         device: where the works run; on a GPU events measure.
         clock: seconds; used on other devices.
-        sample: measures instead of the events of the device and of the clock.
     """
-    sample = sample or partial(_seconds, device=device, clock=clock)
     repeats = [max(1, round(sample_seconds / max(seconds, 1e-7))) for seconds in warm_seconds]
     per_round = sum(n * seconds for n, seconds in zip(repeats, warm_seconds, strict=True))
     count = max(rounds, min(max_rounds, int(seconds_per_work * len(works) / max(per_round, 1e-9))))
     samples: list[list[float]] = [[] for _ in works]
     for turn in range(count):
         for index in (*range(turn % len(works), len(works)), *range(turn % len(works))):
-            samples[index].append(sample(works[index], repeats[index]))
+            samples[index].append(_seconds(works[index], repeats[index], device, clock))
     return samples
 
 
@@ -192,7 +186,14 @@ def _seconds(
 ) -> float:
     """Return the mean seconds of ``repeats`` calls."""
     if torch.device(device).type == "cuda":
-        return Gpu(torch.device(device)).seconds(work, repeats)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize(device)
+        start.record()
+        for _ in range(repeats):
+            work()
+        end.record()
+        torch.cuda.synchronize(device)
+        return start.elapsed_time(end) / 1000 / repeats
     before = clock()
     for _ in range(repeats):
         work()

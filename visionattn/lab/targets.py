@@ -23,78 +23,24 @@ from visionattn.lab.compare import (
 from visionattn.lab.memory import build, case_peak_bytes
 
 COLUMNS = ("what", "at", "reach", "measured", "spread", "met", "time", "baseline time", "rounds")
-HOPPER = ("H100", "H200")
-
-
-@dataclass(frozen=True)
-class Bound:
-    """A number to reach."""
-
-    limit: float | None
-    """None: the number is there for comparison."""
-    unit: str = ""
-    """What stands behind the number; empty: it is a plain ratio, told as a number alone."""
-    most: bool = False
-    """Whether the number may be at most the limit; else it is to be at least that."""
-    gpus: tuple[str, ...] = HOPPER
-    """The limit is meant for GPUs whose name contains one of these."""
-    least: float | None = None
-    """Where the number may be at most the limit: it is to be at least this."""
-
-    def is_for(self, gpu: str | None) -> bool:
-        """Tell whether there is a limit for the GPU of this name; None: any."""
-        return self.limit is not None and (gpu is None or any(name in gpu for name in self.gpus))
-
-    def met(self, value: float) -> bool:
-        """Tell whether the number is reached; one that is not a number is not."""
-        if self.limit is None:
-            return True
-        if self.most:
-            return value <= self.limit and (self.least is None or value >= self.least)
-        return value >= self.limit
-
-    def text(self, value: float) -> str:
-        """Return a number with its unit, three digits; infinity is "none"."""
-        if math.isinf(value):
-            return "none"
-        number = (
-            f"{100 * value:.3g}"
-            if self.unit.startswith("%")
-            else f"{value:.0f}"
-            if value >= 1000
-            else f"{value:.3g}"
-        )
-        return f"{number} {self.unit}"
-
-    def __str__(self) -> str:
-        if not self.unit:
-            at_least = "" if self.least is None else f"{self.least:g} to "
-            return "-" if self.limit is None else f"{at_least}{self.limit:g}"
-        if self.limit is None:
-            return f"({self.unit})"
-        where = "" if self.gpus == HOPPER else f" on {' or '.join(self.gpus)}"
-        return f"{'<=' if self.most else '>='} {self.text(self.limit)}{where}"
 
 
 @dataclass(frozen=True)
 class Target:
-    """A row of a table of targets, on a processor or on a GPU."""
+    """A row of the table of targets."""
 
     what: str
     at: str
     """The size, in words."""
-    kind: str
-    """How it is measured: "ratio" or "figure"; on a GPU one of
-    ``target_table.KINDS``."""
     case: Case
-    bounds: tuple[Bound, ...]
-    """What is to be reached, one for each number that is measured."""
-    baseline: Case | str | None = None
-    """What the case is compared with: a case, or on a GPU the name of a model; None: nothing, or
-    what its kind says.
-    """
+    most: float | None
+    """The number may be at most this; None: it is there for comparison."""
+    least: float | None = None
+    """The number is to be at least this; None: any."""
+    baseline: Case | None = None
+    """The case that times are taken to."""
     measure: Callable[[Case], float] | None = None
-    """Gives the number of a "figure"."""
+    """Gives the number, where it is no ratio of times."""
 
     @property
     def name(self) -> str:
@@ -103,76 +49,49 @@ class Target:
 
     @property
     def reach(self) -> str:
-        """The bounds in words."""
-        return ", ".join(map(str, self.bounds))
-
-    def values_of(self, by_unit: dict[str, float]) -> tuple[float, ...]:
-        """Return the numbers of the bounds by their units; none where one is missing."""
-        units = [bound.unit for bound in self.bounds]
-        return tuple(by_unit[unit] for unit in units) if by_unit.keys() >= set(units) else ()
-
-    @property
-    def place(self) -> tuple:
-        """What targets of a GPU share that are measured in one run."""
-        return (self.kind, self.case)
+        """What is to be reached, in words."""
+        if self.most is None:
+            return "-"
+        return f"{self.most:g}" if self.least is None else f"{self.least:g} to {self.most:g}"
 
 
 @dataclass
 class Result:
-    """The result of a target; that of a GPU has more columns."""
+    """The result of a target."""
 
     target: Target
     status: str = "ok"
+    value: float | None = None
     seconds: Quartiles | None = None
     """The seconds of the case."""
-    values: tuple[float, ...] = ()
-    """The numbers of the bounds."""
     ratio: Quartiles | None = None
-    """The seconds of a "ratio" over those of the baseline, round by round."""
+    """The seconds of the case over those of the baseline, round by round."""
     baseline_seconds: float | None = None
     rounds: int | None = None
-    gpu: str | None = None
-    """Name of the GPU; None: one for which the marks are meant, or none at all."""
 
     @property
-    def broken(self) -> bool:
-        """Tell whether something is not as it should be, as distinct from slow or large."""
-        return self.status.startswith(("wrong", "failed"))
-
-    @property
-    def reached(self) -> str:
-        """ "yes" or "no"; without numbers the status, and "no mark" where none is meant for this
-        machine.
-        """
+    def met(self) -> str:
+        """ "yes" or "no", "-" where nothing is to be reached; without a number the status."""
         if self.status != "ok":
             return self.status
-        if not self.values:
-            return "not measured"
-        pairs = zip(self.target.bounds, self.values, strict=True)
-        met = [bound.met(value) for bound, value in pairs if bound.is_for(self.gpu)]
-        return "no mark" if not met else "yes" if all(met) else "no"
-
-    @property
-    def shown(self) -> str | None:
-        """The numbers of the bounds in words."""
-        pairs = zip(self.target.bounds, self.values, strict=False)
-        return ", ".join(bound.text(value) for bound, value in pairs) or None
+        if self.target.most is None:
+            return "-"
+        low = -math.inf if self.target.least is None else self.target.least
+        return "yes" if low <= self.value <= self.target.most else "no"
 
     def record(self) -> Record:
         """Return the result as plain values."""
         target, ratio = self.target, self.ratio
         record: Record = {"what": target.what, "at": target.at, "reach": target.reach}
-        record["measured"] = self.values[0] if self.values else None
-        record |= {"low": ratio and ratio.low, "high": ratio and ratio.high}
-        record["met"] = "-" if self.reached == "no mark" else self.reached
-        record["seconds"] = self.seconds and self.seconds.median
+        record |= {"measured": self.value, "low": ratio and ratio.low, "high": ratio and ratio.high}
+        record |= {"met": self.met, "seconds": self.seconds and self.seconds.median}
         return record | {"baseline_seconds": self.baseline_seconds, "rounds": self.rounds}
 
     def cells(self) -> list[str | None]:
         """Return the result for people, under ``COLUMNS``."""
         record = self.record()
         spread = self.ratio and f"{self.ratio.low:.3g}-{self.ratio.high:.3g}"
-        measured = f"{self.values[0]:.3g}" if self.values else None
+        measured = None if self.value is None else f"{self.value:.3g}"
         times = [
             record[name] and duration(record[name]) for name in ("seconds", "baseline_seconds")
         ]
@@ -251,7 +170,7 @@ def _measure_place(targets: Sequence[Target], plan: Plan, few: bool) -> Iterator
         result.baseline_seconds = base.seconds and base.seconds.median
         if row.samples and base.samples:
             result.ratio = ratio_of(row.samples, base.samples)
-            result.values = (result.ratio.median,)
+            result.value = result.ratio.median
         else:
             result.status = next(r.status for r in (row, base) if r.status != "ok")
         if row.seconds is None:
@@ -266,7 +185,7 @@ def _measure_figure(target: Target) -> Result:
     def measure() -> None:
         result.status = check_case(target.case) or "ok"
         if result.status == "ok":
-            result.values = (target.measure(target.case),)
+            result.value = target.measure(target.case)
 
     attempt(result, measure)
     return result

@@ -1,3 +1,1 @@
-"""Kernels and models measured on an NVIDIA GPU, and what is expected of them where there is
-none.
-"""
+"""What runs on the GPU at hand: ``make gpu`` and ``visionattn benchmark gpu`` and ``tune``."""

@@ -1,482 +1,216 @@
 """``visionattn benchmark tune``: block sizes, warps and stages of the kernels, timed on the GPU at
 hand, into ``launches.json``.
 
-A row of the table is tuned within the operation that launches it: another row is put in its place
-and the result is checked against PyTorch's operations in float32. Then the launches that take the
-row are replayed alone and timed, so that a kernel of a small part of the operation gains what it
-gains. Rows of other GPUs and of the default section stay as they are.
-
-It varies the blocks, PAIRS, warps and stages of the rows, one at a time. It does not vary: stages
-of a kernel whose row has one, into how many segments the tokens are cut (``launch.segments``), the
-precision of products, the estimate by which ``form="auto"`` chooses (``taylorshift/gpu.py``), and
-what follows from the sizes alone, such as the order of programs. Rows are timed at the tokens of
-``OPERATIONS``, without key_mask.
+A row of the table is tuned within an operation that launches it: another row is put in its place,
+the result is checked, and the launches that take the row are replayed alone and timed. Sizes of a
+row are varied one at a time. Rows of other GPUs and of the default section stay as they are.
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import re
+import time
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
+from torch import Tensor
 
-from visionattn.cli.ends import Failed
 from visionattn.cli.files import check_free, write_text
 from visionattn.cli.tables import Record, duration, heading, line
-from visionattn.lab.accuracy import errors_of, wrong
 from visionattn.lab.cases import Case
-from visionattn.lab.gpu.device import Call, Gpu
-from visionattn.lab.gpu.operations import (
+from visionattn.lab.gpu.gpu_operations import (
     Bench,
     call_of,
+    check,
     draw,
-    eager_wider,
-    outputs,
+    expected_of,
+    operation_of,
 )
-from visionattn.lab.gpu.timing import Budget, Timed, in_words, is_fatal, sets_needed
-from visionattn.lab.operations import function_of
-from visionattn.lab.target_table import BATCH, HEADS
+from visionattn.lab.gpu.gpu_rows import SHIFT, operation
+from visionattn.lab.gpu.gpu_timing import is_broken, seconds_of
 from visionattn.lab.targets import choose_rows
 from visionattn.ops.gpu import launch
 from visionattn.ops.gpu.launch import launching_with
 from visionattn.ops.taylorshift.gpu import TILE, tile_features
 
 Row = dict[str, int]
-Table = dict[str, dict[str, list[Row]]]
-Key = tuple[str, int, int, int]
-"""Kernel, and the d, e and bits of a row of it."""
-Print = Callable[[str], None]
-
-HELD = ("d", "e", "bits")
-SMALLEST_BLOCK, LARGEST_BLOCK = 16, 256
-"""A product of matrices wants 16 at least; larger blocks than the largest only where the row has
-one.
-"""
-BLOCK_REACH = 4
-"""A block may become this many times larger or smaller."""
-WARPS = (2, 4, 8, 16)
-STAGES = (1, 2, 3, 4)
-PASSES = 2
-"""How often each size of a row has its turn."""
+BLOCKS = (16, 256)
+"""The smallest block, which products of matrices want, and the largest."""
 GAIN = 0.02
 """A row is replaced by one that is faster by this part at least."""
-COLUMNS = ("kernel", "d", "e", "bits", "operation", "was", "now", "time was", "time now", "tried")
-Operations = Sequence[tuple[str, str, int]]
-OPERATIONS: Operations = (
-    ("kernelized", "efficient", 16_384),
-    ("kernelized+causal", "efficient", 16_384),
-    ("kernelized+joint", "efficient", 16_384),
-    ("taylorshift+temperature", "efficient", 16_384),
-    ("taylorshift+temperature", "direct", 4096),
-)
-"""What launches the kernels: name, form and tokens; of each the forward, then forward and backward.
-"""
+COLUMNS = ("row", "was", "now", "time was", "time now")
+TUNED = ("kernelized", 16_384, "efficient"), ("kernelized+joint", 16_384, "efficient")
+TUNED += (SHIFT, 16_384, "efficient"), (SHIFT, 4096, "direct")
+"""What launches the kernels: name, tokens and form; of each forward and backward."""
 
 
-def sizes_of(row: Row) -> list[str]:
-    """Return what of a row can be changed: blocks, pairs, warps, stages. One stage stays one, see
-    ``candidates``.
+def name_of(kernel: str, row: Row) -> str:
+    """Return the text that ``--only`` looks at."""
+    return "{} d = {d} e = {e} {bits} bits".format(kernel, **row)
+
+
+def check_rows(only: str | None) -> list[str]:
+    """Return the names of the rows of the table that ``--only`` fits.
+
+    Raises:
+        ValueError, OSError: it fits none, or the table cannot be written.
     """
-    return [
-        name
-        for name in row
-        if name.startswith(("BLOCK", "PAIRS", "num_warps"))
-        or (name == "num_stages" and row[name] > 1)
-    ]
+    check_free(launch.TABLE, overwrite=True)
+    default = json.loads(launch.TABLE.read_text())["default"]
+    names = [name_of(kernel, row) for kernel, rows in default.items() for row in rows]
+    return [names[i] for i in choose_rows(only, names)]
 
 
-def candidates(row: Row, name: str, d: int) -> list[int]:
-    """Return values of one size that are worth a try, the present one included.
-
-    Programs share the pairs of tiles of the widest q that the row serves, d, evenly: PAIRS divides
-    1, 3, 6 or 10.
+def candidates(row: Row) -> Iterator[Row]:
+    """Yield rows that differ in one size: blocks and warps halved and doubled, stages, and shares
+    of the pairs of tiles of q, which programs take evenly.
 
     A kernel whose loops must not be pipelined has one stage and keeps it: Triton before 3.9
     miscompiles products whose left operand is computed in such a loop, which a check need not
     notice.
     """
-    value = row[name]
-    if name == "PAIRS":
-        pairs = tile_features(d) // TILE**2
-        return [part for part in range(1, pairs + 1) if pairs % part == 0]
-    if name == "num_stages":
-        return list(STAGES)
-    if name == "num_warps":
-        return [warps for warps in WARPS if value <= 2 * warps and warps <= 2 * value]
-    powers = [1 << power for power in range(16)]
-    low = max(SMALLEST_BLOCK, value // BLOCK_REACH)
-    high = max(value, min(LARGEST_BLOCK, value * BLOCK_REACH))
-    return [power for power in powers if min(low, value) <= power <= high]
+    pairs = tile_features(row["d"]) // TILE**2
+    for name, value in row.items():
+        others = [value // 2, value * 2]
+        if name.startswith("BLOCK"):
+            others = [x for x in others if BLOCKS[0] <= x <= max(value, BLOCKS[1])]
+        elif name == "PAIRS":
+            others = [x for x in range(1, pairs + 1) if pairs % x == 0]
+        elif name == "num_stages":
+            others = [1, 2, 3, 4] if value > 1 else []
+        elif name != "num_warps":
+            others = []
+        yield from (row | {name: x} for x in others if x not in (0, value))
 
 
-def descend(row: Row, d: int, seconds: Callable[[Row], float | None]) -> tuple[Row, int]:
-    """Return the fastest row that is found by changing one size at a time, and how many rows were
-    tried.
-
-    Args:
-        d: the widest q that the row serves.
-        seconds: of a row; None: it does not run, or is wrong.
+def descend(row: Row, seconds: Callable[[Row], float]) -> tuple[Row, float]:
+    """Return the fastest row that is found by changing one size at a time, and its seconds;
+    infinite seconds stand for a row that does not run or is wrong.
     """
-    known: dict[tuple, float | None] = {}
-
-    def of(trial: Row) -> float:
-        place = tuple(trial.items())
-        if place not in known:
-            known[place] = seconds(trial)
-        return float("inf") if known[place] is None else known[place]  # type: ignore[return-value]
-
-    best = row
-    for _ in range(PASSES):
-        before = best
-        for name in sizes_of(row):
-            best = min(
-                [best, *(best | {name: value} for value in candidates(row, name, d))], key=of
-            )
-        if best == before:
-            break
-    return best, len(known)
+    best, least = row, seconds(row)
+    while True:
+        trials = [(seconds(trial), trial) for trial in candidates(best)]
+        fastest, trial = min(trials, key=lambda pair: pair[0])
+        if fastest >= (1 - GAIN) * least:
+            return best, least
+        best, least = trial, fastest
 
 
-def rows_of(table: Table, capability: str, kernel: str) -> list[Row]:
-    """Return the rows of a kernel that a GPU takes: its own, and of the default section those wider
-    than all of its own.
+def put(capability: str, kernel: str, row: Row) -> None:
+    """Write a row into the section of a GPU, which gets all rows of the kernel that it has not;
+    launches take it at once.
     """
-    own = table.get(capability, {}).get(kernel, [])
-
-    def is_held(row: Row) -> bool:
-        return any(
-            x["d"] >= row["d"] and x["e"] >= row["e"] and x["bits"] == row["bits"] for x in own
-        )
-
-    return own + [row for row in table["default"].get(kernel, []) if not is_held(row)]
-
-
-def key_of(table: Table, capability: str, kernel: str, d: int, e: int, bits: int) -> Key | None:
-    """Return the row that serves these widths; see ``launch.launch_row``."""
-    for rows in (table.get(capability, {}).get(kernel, []), table["default"].get(kernel, [])):
-        fit = [row for row in rows if row["d"] >= d and row["e"] >= e and row["bits"] == bits]
-        if fit:
-            least = min(fit, key=lambda row: (row["d"], row["e"]))
-            return (kernel, *(least[name] for name in HELD))  # type: ignore[return-value]
-    return None
-
-
-def all_keys(table: Table, capability: str) -> list[Key]:
-    """Return every row of every kernel."""
-    return [
-        (kernel, *(row[name] for name in HELD))
-        for kernel in table["default"]
-        for row in rows_of(table, capability, kernel)
-    ]
-
-
-def name_of(key: Key) -> str:
-    """Return the text that ``--only`` looks at."""
-    return "{} d = {} e = {} {} bits".format(*key)
-
-
-def put(table: Table, capability: str, key: Key, row: Row) -> None:
-    """Give the section of a GPU this row. The section has all rows of a kernel or none, and none
-    that is all default.
-    """
-    kernel, *held = key
-    section = table.setdefault(capability, {})
-    rows = [dict(old) for old in rows_of(table, capability, kernel)]
-    section[kernel] = [
-        dict(zip(HELD, held, strict=True)) | row if [old[n] for n in HELD] == held else old
-        for old in rows
-    ]
-    if section[kernel] == table["default"].get(kernel):
-        del section[kernel]
-    if not section:
-        del table[capability]
-
-
-def text_of(table: Table) -> str:
-    """Return the table as JSON, one row in a line."""
-
-    def kernel_text(name: str, rows: Sequence[Row]) -> str:
-        lines = ",\n".join(f"      {json.dumps(row)}" for row in rows)
-        return f"    {json.dumps(name)}: [\n{lines}\n    ]"
-
-    sections = []
-    for name, kernels in table.items():
-        inside = ",\n".join(kernel_text(kernel, rows) for kernel, rows in kernels.items())
-        sections.append(f"  {json.dumps(name)}: {{\n{inside}\n  }}")
-    return "{\n" + ",\n".join(sections) + "\n}\n"
-
-
-def save(table: Table) -> None:
-    """Write the table, from which launches are taken at once."""
-    write_text(launch.TABLE, text_of(table))
+    table = json.loads(launch.TABLE.read_text())
+    rows = table.setdefault(capability, {}).setdefault(kernel, table["default"][kernel])
+    others = [old for old in rows if name_of(kernel, old) != name_of(kernel, row)]
+    table[capability][kernel] = [*others, row]
+    text = json.dumps(table, indent=2)
+    # One row in a line.
+    text = re.sub(r"\{\s+([^{}]*?)\s+\}", lambda found: f"{{{' '.join(found[1].split())}}}", text)
+    write_text(launch.TABLE, text + "\n")
     launch.forget()
-
-
-@contextmanager
-def rows_asked(table: Table, capability: str) -> Iterator[list[Key]]:
-    """Launch nothing within it; append the rows that launches would take to the list."""
-    keys: list[Key] = []
-
-    def ask(row_of, kernel, d, e, dtype, device) -> Row:
-        key = key_of(table, capability, kernel, d, e, 8 * dtype.itemsize)
-        if key not in keys:
-            keys.append(key)
-        return row_of(kernel, d, e, dtype, device)
-
-    with launching_with(run=lambda *launched, **meta: None, rows=ask):
-        yield keys
-
-
-MARK = "of_the_row"
-"""Among the compile-time values of a launch while a row is replaced: the launch took them from it.
-"""
-
-
-@contextmanager
-def replaced_row(table: Table, capability: str, key: Key, row: Row) -> Iterator[list[Call]]:
-    """Let launches within it that take the row of the key take this one.
-
-    Yields:
-        A list that gets each of these launches as it is made, to be made again.
-    """
-    launches: list[Call] = []
-
-    def take(row_of, kernel, d, e, dtype, device) -> Row:
-        asked = key_of(table, capability, kernel, d, e, 8 * dtype.itemsize)
-        return row | {MARK: True} if asked == key else row_of(kernel, d, e, dtype, device)
-
-    def note(launch_one, kernel, grid, *args, **meta) -> None:
-        if meta.pop(MARK, False):
-            launches.append(partial(launch_one, kernel, grid, *args, **meta))
-        launch_one(kernel, grid, *args, **meta)
-
-    with launching_with(run=note, rows=take):
-        yield launches
-
-
-def again(launched: Call) -> Call:
-    """Return a launch made again; what it writes to may have been made for inference alone."""
-
-    def call() -> None:
-        with torch.inference_mode():
-            launched()
-
-    return call
-
-
-def workloads(
-    table: Table, capability: str, operations: Operations = OPERATIONS
-) -> Iterator[tuple[Case, int]]:
-    """Yield operations and widths of values, those of 16 bits and of d = e = 64, 32, 16 first."""
-    widths = {
-        key[1:] for key in all_keys(table, capability) if min(key[1], key[2]) >= SMALLEST_BLOCK
-    }
-    usual = (64, 32, 16)
-    order = sorted(
-        widths,
-        key=lambda w: (
-            w[2] != 16,
-            w[0] != w[1],
-            usual.index(w[0]) if w[0] in usual else len(usual),
-            w,
-        ),
-    )
-    for d, e, bits in order:
-        for name, form, tokens in operations:
-            for backward in (False, True):
-                dtype = "bfloat16" if bits == 16 else "float32"
-                yield Case("operation", name, tokens, d, form, dtype, backward, BATCH, HEADS), e
 
 
 class Workload:
     """An operation on inputs in memory, whose result is known."""
 
-    def __init__(self, case: Case, value_width: int, bench: Bench):
+    def __init__(self, case: Case, bench: Bench):
         self.case, self.bench = case, bench
-        self.function = function_of(case, case.size, str(bench.device), bench.impl)
-        first = draw(case, bench, value_width)
-        size = sum(first[name].numel() * first[name].element_size() for name in "qkv")
-        self.sets = [
-            first,
-            *(draw(case, bench, value_width) for _ in range(sets_needed(size, bench.gpu) - 1)),
-        ]
-        self.expected = eager_wider(case, first, bench)
+        self.tensors: dict[str, Tensor] = draw(case, bench)
+        self.expected = expected_of(case, self.tensors, bench)
 
-    def prepare(self, launches: list[Call]) -> Timed | None:
-        """Return the launches of a row, of each set of inputs, ready to be timed; None where one
-        does not run, or is wrong.
+    def rows(self) -> dict[str, tuple[str, Row]]:
+        """Return kernel and row of each row that the operation takes, by name; nothing is
+        launched.
+        """
+        found: dict[str, tuple[str, Row]] = {}
 
-        Args:
-            launches: gets them as the operation makes them; see ``replaced_row``.
+        def ask(row_of, *asked) -> Row:
+            row = launch.table_row(*asked)
+            found[name_of(asked[0], row)] = asked[0], row
+            return row_of(*asked)
+
+        with launching_with(run=lambda *launched, **meta: None, rows=ask):
+            call_of(operation_of(self.case, self.bench), self.tensors, self.case.backward)()
+        return found
+
+    def seconds(self, kernel: str, row: Row) -> float:
+        """Return the seconds of the launches that take a row of this kernel and these widths, with
+        this one in its place; infinity where they do not run, or the result is wrong.
         """
         from triton.errors import TritonError
 
+        launches: list[Callable[[], None]] = []
+
+        def take(row_of, *asked) -> Row:
+            its = name_of(asked[0], launch.table_row(*asked)) == name_of(kernel, row)
+            return launch.given_of(row) | {"OF_THE_ROW": True} if its else row_of(*asked)
+
+        def note(launch_one, kernel, grid, *args, **meta) -> None:
+            its = meta.pop("OF_THE_ROW", False)
+            work = partial(launch_one, kernel, grid, *args, **meta)
+            work()
+            if its:
+                launches.append(work)
+
         try:
-            if wrong(
-                errors_of(outputs(self.function, self.sets[0], self.case.backward), self.expected),
-                self.case.dtype,
-            ):
-                return None
-            # The check has launched, too: only what follows is timed.
-            launches.clear()
-            for tensors in self.sets:
-                call_of(self.function, tensors, self.case.backward)()
-            return (
-                self.bench.recorded([again(launched) for launched in launches])
-                if launches
-                else None
-            )
-        except (
-            TritonError,
-            RuntimeError,
-            ValueError,
-            AssertionError,
-        ) as error:  # too large, not compiled, not launched
-            if is_fatal(error):
+            with launching_with(run=note, rows=take):
+                status, _ = check(self.case, self.tensors, self.expected, self.bench)
+            if status != "ok":
+                return float("inf")
+            with torch.inference_mode():  # some of what launches write to was made in it
+                return seconds_of(lambda: [work() for work in launches], self.bench.device)
+        except (TritonError, RuntimeError, ValueError, AssertionError) as error:
+            if is_broken(error):
                 raise
-            return None
-
-    def seconds(self, *prepared: Timed) -> list[float]:
-        """Return the medians of one interleaved run."""
-        return [spread.median for spread in self.bench.seconds_of(prepared, 1 / 4)]
+            return float("inf")
 
 
-def tune_row(
-    work: Workload, table: Table, capability: str, key: Key
-) -> tuple[Row, Row, list[float], int]:
-    """Tune a row: return it as it is and as it is best, the seconds of a launch with either, and
-    how many rows were tried.
-    """
-    held = dict(zip(HELD, key[1:], strict=True))
-    old = next(row for row in rows_of(table, capability, key[0]) if row.items() >= held.items())
-    row = {name: value for name, value in old.items() if name not in HELD}
-
-    def prepared(trial: Row) -> Timed | None:
-        with replaced_row(table, capability, key, trial) as launches:
-            return work.prepare(launches)
-
-    def seconds(trial: Row) -> float | None:
-        found = prepared(trial)
-        return None if found is None else work.seconds(found)[0]
-
-    best, tried = descend(row, held["d"], seconds)
-    entries = [found for found in map(prepared, (row, best)) if found is not None]
-    times = work.seconds(*entries) if entries else []
-    if len(times) == 2 and times[1] > (1 - GAIN) * times[0]:
-        best, times = row, times[:1]
-    return row, best, times, tried
+def workloads(bench: Bench, tokens: int | None) -> Iterator[Workload]:
+    """Yield operations that have kernels, those of 16 bits and wide heads first."""
+    for dtype in ("float16" if bench.rehearsed else "bfloat16", "float32"):
+        for width in (64, 32, 16):
+            for name, size, form in TUNED:
+                given = dict(dtype=dtype, backward=True)
+                work = Workload(operation(name, tokens or size, width, form, **given), bench)
+                try:
+                    work.rows()
+                except NotImplementedError:  # no kernels so wide in float32
+                    continue
+                yield work
 
 
-def check_rows(only: str | None) -> None:
-    """Raise ValueError for an ``--only`` that fits no row of the table, and for a table that cannot
-    be written.
-    """
-    table = json.loads(launch.TABLE.read_text())
-    choose_rows(only, [name_of(key) for key in all_keys(table, "default")])
-    check_free(launch.TABLE, overwrite=True)
-
-
-@contextmanager
-def ended_by_fatal_errors() -> Iterator[None]:
-    """Raise Failed where a kernel has broken what this process computes on the GPU."""
-    try:
-        yield
-    except Exception as error:
-        if is_fatal(error):
-            raise Failed(
-                f"{in_words(error)}; rows that were tuned before are written, others need a new "
-                f"process"
-            ) from error
-        raise
-
-
-@ended_by_fatal_errors()
 def run_tune(
     only: str | None,
     minutes: float,
     bench: Bench,
     capability: str,
-    show: Print,
-    operations: Operations = OPERATIONS,
+    show: Callable[[str], None],
+    tokens: int | None = None,
 ) -> list[Record]:
     """Tune rows until the time is over, print each, and write the table after each that changes.
 
     Args:
         only: regular expression over rows, such as "taylor direct d = 64"; None: all.
         minutes: after which no row is begun.
-        capability: of the GPU, as "9.0".
-        operations: that launch the rows.
-
-    Raises:
-        Failed: a kernel has broken what this process computes on the GPU.
+        tokens: of the operations; None: as ``TUNED`` says.
     """
-    table, budget, records = json.loads(launch.TABLE.read_text()), Budget(minutes), []
-    keys = all_keys(table, capability)
-    left = {keys[i] for i in choose_rows(only, [name_of(key) for key in keys])}
+    left, end = set(check_rows(only)), time.monotonic() + 60 * minutes
+    records: list[Record] = []
     show(heading(COLUMNS))
-    # An operation launches several rows: its inputs are made once for all that are asked of it.
-    for case, value_width in workloads(table, capability, operations):
-        if not left or budget.over:
-            break
-        try:
-            asked = keys_of(case, value_width, table, capability, bench)
-            work = Workload(case, value_width, bench) if left.intersection(asked) else None
-        except Exception as error:  # the other operations are tuned all the same
-            if is_fatal(error):
-                raise
-            show(line([f"{case.label}: {in_words(error)}", *[None] * (len(COLUMNS) - 1)]))
-            continue
-        for key in asked:
-            if key not in left or budget.over:
+    for work in workloads(bench, tokens):
+        for name, (kernel, row) in work.rows().items():
+            if name not in left or time.monotonic() > end:
                 continue
-            left.remove(key)
-            row, best, times, tried = tune_row(work, table, capability, key)
+            left.discard(name)
+            before = work.seconds(kernel, row)
+            best, after = descend(row, partial(work.seconds, kernel))
             if best != row:
-                put(table, capability, key, best)
-                save(table)
-            records.append(_record(key, case, row, best, times, tried))
-            show(line(_cells(records[-1])))
-    show(
-        f"\n{len(records)} rows tuned, {sum(r['now'] != r['was'] for r in records)} changed, "
-        f"{len(left)} not reached"
-    )
+                put(capability, kernel, best)
+            values = name, json.dumps(row), json.dumps(best), duration(before), duration(after)
+            records.append(dict(zip(COLUMNS, values, strict=True)))
+            show(line(values))
+        if not left or time.monotonic() > end:
+            break
+    show(f"\n{len(records)} rows tuned, {len(left)} not reached")
     return records
-
-
-def keys_of(case: Case, value_width: int, table: Table, capability: str, bench: Bench) -> list[Key]:
-    """Return the rows that an operation takes; none where it has no kernels for these widths."""
-    function = function_of(case, case.size, str(bench.device), bench.impl)
-    with rows_asked(table, capability) as keys:
-        try:
-            outputs(function, draw(case, bench, value_width), case.backward)
-        except (NotImplementedError, ValueError):
-            return []
-    return [key for key in keys if key is not None]
-
-
-def _record(
-    key: Key, case: Case, row: Row, best: Row, times: Sequence[float], tried: int
-) -> Record:
-    way = "forward+backward" if case.backward else "forward"
-    record: Record = dict(zip(("kernel", *HELD), key, strict=True)) | {
-        "operation": f"{case.label} {way}"
-    }
-    record |= {"was": json.dumps(row), "now": json.dumps(best)}
-    padded = [*times, None, None]
-    return record | {"seconds_was": padded[0], "seconds_now": padded[1], "tried": tried}
-
-
-def _cells(record: Record) -> list:
-    now = record["now"] if record["now"] != record["was"] else "unchanged"
-    times = [record[name] and duration(record[name]) for name in ("seconds_was", "seconds_now")]
-    return [
-        *(record[name] for name in ("kernel", *HELD, "operation", "was")),
-        now,
-        *times,
-        record["tried"],
-    ]
-
-
-def make_bench(gpu: Gpu) -> Bench:
-    """Return the kernels on this GPU, with fresh random data."""
-    return Bench(gpu, gpu.generator(torch.seed() % 2**31))

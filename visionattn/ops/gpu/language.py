@@ -1,5 +1,6 @@
-"""What all kernels share: a decorator that compiles a kernel once for all sizes, feature maps,
-operands in half precision, and addresses.
+"""What all kernels share: a decorator that compiles a kernel once for all sizes, which program does
+what, reading and writing rows, ``1 / mass``, sums of parts, feature maps, and operands in half
+precision.
 
 Names in kernels begin with ``p_`` for pointers, ``i_`` for indices of programs, ``o_`` for offsets,
 ``m_`` for masks and ``b_`` for values in registers; capitals are compile-time sizes. Strides come
@@ -67,19 +68,17 @@ def operand(x, DTYPE: tl.constexpr, PER_ROW: tl.constexpr):
     """
     # Rows may differ by more than float16 spans. Each row of a left operand can have a unit of its
     # own, as the same row of the product takes it out again.
-    if tl.float16 == DTYPE:
-        most = tl.max(tl.abs(x), 1)
-        if PER_ROW:
-            unit = tl.maximum(most / 16, 1e-30)
+    if PER_ROW:
+        unit = tl.full([x.shape[0]], 1.0, tl.float32)
+        if tl.float16 == DTYPE:
+            unit = tl.maximum(tl.max(tl.abs(x), 1) / 16, 1e-30)
             x = x * (1 / unit)[:, None]
-        else:
-            unit = tl.maximum(tl.max(most, 0) / 16, 1e-30)
+        return x.to(DTYPE), unit
+    else:
+        unit = unit_of(x, DTYPE)
+        if tl.float16 == DTYPE:
             x = x * (1 / unit)
         return x.to(DTYPE), unit
-    elif PER_ROW:
-        return x.to(DTYPE), tl.full([x.shape[0]], 1.0, tl.float32)
-    else:
-        return x.to(DTYPE), 1.0
 
 
 @triton.jit
@@ -91,6 +90,20 @@ def unit_of(x, DTYPE: tl.constexpr):
         return tl.maximum(tl.max(tl.max(tl.abs(x), 1), 0) / 16, 1e-30)
     else:
         return 1.0
+
+
+@triton.jit
+def in_larger_unit(b_sum, unit, x, DTYPE: tl.constexpr):
+    """Return a sum of products, its unit, and ``x [rows, columns]``, an operand of the next
+    product, all in one unit that grows with x; only float16 has one.
+
+    There are no registers for a product beside its sum, which would take a unit of its own.
+    """
+    if tl.float16 == DTYPE:
+        larger = tl.maximum(unit, unit_of(x, DTYPE))
+        return b_sum * (unit / larger), larger, x * (1 / larger)
+    else:
+        return b_sum, unit, x
 
 
 @triton.jit
@@ -137,6 +150,17 @@ def in_units(product, unit, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def program_of(parts, heads):
+    """Return which part of the tokens, head of all images, image, and head of the image this
+    program works on.
+
+    Parts of one head follow each other: what they share stays in cache.
+    """
+    i_part, i_group = tl.program_id(0) % parts, tl.program_id(0) // parts
+    return i_part, i_group, i_group // heads, i_group % heads
+
+
+@triton.jit
 def head(p, i_batch, i_head, batch_octets, head_octets):
     """Return the address of one head of one image."""
     return p + (i_batch.to(tl.int64) * batch_octets + i_head.to(tl.int64) * head_octets) * 8
@@ -149,25 +173,87 @@ def rows(p, o_rows, row_octets, o_columns):
 
 
 @triton.jit
-def read(p, o_rows, row_octets, o_columns, m_rows, WIDTH: tl.constexpr, SOME: tl.constexpr):
+def read(
+    p,
+    o_rows,
+    row_octets,
+    o_columns,
+    m_rows,
+    WIDTH: tl.constexpr,
+    SOME: tl.constexpr = True,
+    AGAIN: tl.constexpr = False,
+):
     """Read ``[rows, columns]`` from ``p`` on; columns from ``WIDTH`` on are 0.
 
     Where SOME, only the rows of ``m_rows`` are read and the others are 0; else all rows are read,
-    without a mask.
+    without a mask. Rows that are read AGAIN come from cache, and need not stay there.
     """
-    if SOME:
-        m_read = m_rows[:, None] & (o_columns < WIDTH)[None, :]
-        return tl.load(rows(p, o_rows, row_octets, o_columns), mask=m_read, other=0)
+    p_rows = rows(p, o_rows, row_octets, o_columns)
+    m_some = m_rows[:, None] & (o_columns < WIDTH)[None, :]
+    if AGAIN:
+        return tl.load(p_rows, mask=m_some, other=0, eviction_policy="evict_first")
+    elif SOME:
+        return tl.load(p_rows, mask=m_some, other=0)
     # A mask costs instructions: columns have one only where the block is wider than they are.
     elif o_columns.shape[0] > WIDTH:
-        return tl.load(
-            rows(p, o_rows, row_octets, o_columns), mask=(o_columns < WIDTH)[None, :], other=0
-        )
+        return tl.load(p_rows, mask=(o_columns < WIDTH)[None, :], other=0)
     else:
-        return tl.load(rows(p, o_rows, row_octets, o_columns))
+        return tl.load(p_rows)
+
+
+@triton.jit
+def write(p, o_rows, row_octets, o_columns, b, m_rows, WIDTH: tl.constexpr):
+    """Write the rows of ``m_rows`` of ``b [rows, columns]`` from ``p`` on, in the dtype there, and
+    the columns before ``WIDTH``.
+    """
+    m_write = m_rows[:, None] & (o_columns < WIDTH)[None, :]
+    tl.store(rows(p, o_rows, row_octets, o_columns), b.to(p.dtype.element_ty), mask=m_write)
+
+
+@triton.jit
+def present_rows(p_present, o_rows, m_rows, MASKED: tl.constexpr):
+    """Return ``m_rows`` without the tokens that the mask of the image, ``p_present``, leaves
+    out.
+    """
+    if MASKED:
+        return m_rows & (tl.load(p_present + o_rows, mask=m_rows, other=0) != 0)
+    else:
+        return m_rows
 
 
 @triton.jit
 def reciprocal(b_mass):
     """Return ``1 / mass``, and 0 where the mass is 0: a query that sees no key gets 0."""
     return tl.where(b_mass == 0, 0.0, 1 / tl.where(b_mass == 0, 1.0, b_mass))
+
+
+@triton.jit
+def inverse_mass(p_mass, o_rows, m_rows):
+    """Read the masses of the queries of one head, and return their ``reciprocal``."""
+    return reciprocal(tl.load(p_mass + o_rows, mask=m_rows, other=0))
+
+
+@triton.jit
+def inverse_length(b_x):
+    """Return ``1 / max(|x|, 1e-6)`` of each row, float32 ``[rows]``.
+
+    Squares of float16 may leave its range, so the norm is made in float32, and the guard is put on
+    the square: one instruction, and finite at 0.
+    """
+    b_x = b_x.to(tl.float32)
+    return tl.rsqrt(tl.maximum(tl.sum(b_x * b_x, 1), 1e-12))
+
+
+@triton.jit
+def sum_of_parts(p, part, parts, m, BLOCK_P: tl.constexpr):
+    """Return the sum of what lies at ``p [X]`` in each of the parts, ``part`` elements apart;
+    float32.
+
+    BLOCK_P parts are read at once, and added in an order that no timing changes.
+    """
+    o_p = tl.arange(0, BLOCK_P)
+    b_sums = tl.zeros([BLOCK_P, p.shape[0]], tl.float32)
+    for start in range(0, parts, BLOCK_P):
+        p_part = p[None, :] + (start + o_p).to(tl.int64)[:, None] * part
+        b_sums += tl.load(p_part, mask=(start + o_p < parts)[:, None] & m[None, :], other=0)
+    return tl.sum(b_sums, 0)

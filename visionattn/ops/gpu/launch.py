@@ -29,13 +29,9 @@ ROUNDS = 8
 
 
 @lru_cache(maxsize=1)
-def _table() -> tuple[
-    dict[str, dict[str, list[dict[str, int]]]], dict[tuple, tuple], dict[tuple, dict]
-]:
-    """Return the table, and the rows and the options found in it so far: each launch asks for its
-    own.
-    """
-    return json.loads(TABLE.read_text()), {}, {}
+def _table() -> tuple[dict[str, dict[str, list[dict[str, int]]]], dict[tuple, object]]:
+    """Return the table, and what was made of its rows so far: each launch asks for its own."""
+    return json.loads(TABLE.read_text()), {}
 
 
 def forget() -> None:
@@ -50,30 +46,27 @@ def launching_with(
     *,
     run: Callable[..., None] | None = None,
     rows: Callable[..., dict[str, int]] | None = None,
-    table: Path | None = None,
 ) -> Iterator[None]:
-    """Make the launches of the whole process otherwise within the context: it serves what counts,
-    compiles or tunes them. Contexts may be nested.
+    """Make the launches of the whole process otherwise within the context: it serves what
+    counts, compiles or tunes them. Contexts may be nested.
 
     Args:
         run: called as ``run(launch, kernel, grid, *args, **meta)`` in place of each launch, where
             ``launch(kernel, grid, *args, **meta)`` makes it; None: launches are made.
         rows: called as ``rows(row_of, kernel, d, e, dtype, device)`` for the row of a launch, where
             ``row_of(kernel, d, e, dtype, device)`` is that of the table; None: that one.
-        table: a file that is read in place of ``launches.json``.
     """
-    global _launch, _row_of, TABLE
-    before = _launch, _row_of, TABLE
+    global _launch, _row_of
+    before = _launch, _row_of
     if run is not None:
         _launch = partial(run, _launch)
     if rows is not None:
         _row_of = partial(rows, _row_of)
-    TABLE = table or TABLE
     forget()
     try:
         yield
     finally:
-        _launch, _row_of, TABLE = before
+        _launch, _row_of = before
         forget()
 
 
@@ -102,7 +95,11 @@ def launch_row(
 def _row_of_table(
     kernel: str, d: int, e: int, dtype: torch.dtype, device: torch.device
 ) -> dict[str, int]:
-    return _row(kernel, d, e, dtype, device)[0]
+    return remembered(_given_row, kernel, d, e, dtype, device)  # type: ignore[return-value]
+
+
+def _given_row(*asked) -> dict[str, int]:
+    return given_of(table_row(*asked))
 
 
 def resident_programs(kernel: str, d: int, e: int, dtype: torch.dtype, device: torch.device) -> int:
@@ -112,26 +109,31 @@ def resident_programs(kernel: str, d: int, e: int, dtype: torch.dtype, device: t
     Raises:
         ValueError: no row holds these widths.
     """
-    return _row(kernel, d, e, dtype, device)[1] * _multiprocessors(device)
+    row: dict[str, int] = remembered(table_row, kernel, d, e, dtype, device)
+    return row.get("ctas", 2) * _multiprocessors(device)
 
 
-def _row(
+def table_row(
     kernel: str, d: int, e: int, dtype: torch.dtype, device: torch.device
-) -> tuple[dict[str, int], int]:
-    """Return what a kernel gets of its row, and how many of its programs a multiprocessor holds."""
-    (sections, found, _), asked = _table(), (kernel, d, e, dtype, device)
-    if asked in found:
-        return found[asked]
-    bits = 8 * dtype.itemsize
+) -> dict[str, int]:
+    """Return the row as the table has it: that of the GPU's own section, or of the default one,
+    with the least widths that hold ``d`` and ``e``.
+
+    Raises:
+        ValueError: no row holds these widths.
+    """
+    sections, bits = _table()[0], 8 * dtype.itemsize
     for section in (capability(device), "default"):
         rows = sections.get(section, {}).get(kernel, ())
         fit = [row for row in rows if row["d"] >= d and row["e"] >= e and row["bits"] == bits]
         if fit:
-            row = min(fit, key=lambda row: (row["d"], row["e"]))
-            given = {name: value for name, value in row.items() if name not in NOT_OF_KERNELS}
-            found[asked] = given, row.get("ctas", 2)
-            return found[asked]
+            return min(fit, key=lambda row: (row["d"], row["e"]))
     raise ValueError(f"{kernel}: no launch of d = {d}, e = {e} in {bits} bits in {TABLE.name}")
+
+
+def given_of(row: dict[str, int]) -> dict[str, int]:
+    """Return what a kernel is given of a row of the table."""
+    return {name: value for name, value in row.items() if name not in NOT_OF_KERNELS}
 
 
 def run(kernel, grid: Sequence[int], *args: object, **meta: object) -> None:
@@ -197,7 +199,7 @@ def remembered(make: Callable[..., object], *asked: Hashable) -> object:
     """Return ``make(*asked)``, made once for each reading of the table: for what follows from rows
     and sizes alone.
     """
-    known = _table()[2]
+    known = _table()[1]
     place = make, asked
     if place not in known:
         known[place] = make(*asked)

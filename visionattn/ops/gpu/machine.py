@@ -23,7 +23,7 @@ Widest = Mapping[int, tuple[int, int]]
 """The widest d and e of an operation by the bits of an element."""
 NOT_BY_AUTO: Mapping[tuple[str, torch.dtype], float] = MappingProxyType({})
 """Below how many rows of queries (batch x heads x N) ``impl="auto"`` leaves an operation
-("taylorshift", "kernelized", "kernelized causal") in a dtype to eager.
+("taylorshift", "kernelized") in a dtype to eager.
 
 Kernels were slower there; infinity leaves all sizes to eager. Nothing was measured yet, so nothing
 is in it.

@@ -102,8 +102,8 @@ def kernelized_attention(
         relative: linear relative position; see ``position/kinds.py``.
         key_mask: bool ``[B, M]``, True takes part. A query without any key, or whose features meet
             none, gets 0. What masked keys hold plays no part, NaN and inf included, and what later
-            tokens hold neither, but for GPU kernels and, with maps other than "elu1" and "relu",
-            accelerators and compiled graphs.
+            tokens hold neither, but with maps other than "elu1" and "relu" on accelerators and in
+            compiled graphs.
         value_drop: drop whole rows of v with this probability and scale up the others; see
             ``drop_values``.
         generator: of the draws of value_drop.
@@ -132,12 +132,11 @@ def kernelized_attention(
     relative, key_mask = mask_absent(relative, key_mask)
     dtype, name = accumulation_dtype(q, k, v), map_name(feature_map)
     options = dict(key_mask=key_mask, relative=relative, feature_map=name, causal=causal, form=form)
-    operation = "kernelized causal" if causal else "kernelized"
     # One operator of GPU kernels does all of it; what follows is PyTorch's own operations.
-    if takes_kernels(impl, operation, q, partial(why_not, q, k, v, **options)):
+    if takes_kernels(impl, "kernelized", q, partial(why_not, q, k, v, **options)):
         v = drop_values(v.float(), value_drop, generator).to(v.dtype) if value_drop else v
         table = None if relative is None else relative.table
-        return kernel_mean(q, k, v, key_mask, table, name, causal, place_of(relative))[0]
+        return kernel_mean(q, k, v, key_mask, table, name, place_of(relative))[0]
     spoilt = None
     if name == "given":  # the map is PyTorch's own operations, which know nothing of this
         k, v = masked(k, key_mask), masked(v, key_mask)

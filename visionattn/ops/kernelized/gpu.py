@@ -3,7 +3,7 @@ division, with its gradient.
 
 What ``attention.py`` makes of ``kernel_sums``, ``class_sums`` and ``weighted_mean`` in eager
 PyTorch, the kernels of ``kernels`` make here without sums in memory. Autograd keeps q, k, v, the
-mean, its mass and, of bidirectional attention, the state. ``why_not`` says for which inputs.
+mean, its mass and the state. ``why_not`` says for which inputs.
 """
 
 from collections.abc import Sequence
@@ -20,10 +20,7 @@ from visionattn.ops.position import gpu as position
 from visionattn.ops.position.kinds import RelativePosition
 from visionattn.ops.sums import tokens_first
 
-WIDEST: dict[str, machine.Widest] = {
-    "kernelized": {16: (128, 128), 32: (64, 64)},
-    "kernelized causal": {16: (64, 64), 32: (16, 16)},
-}
+WIDEST: machine.Widest = {16: (128, 128), 32: (64, 64)}
 """As far as the kernels compile without a spilled register."""
 
 
@@ -44,15 +41,16 @@ def why_not(
         q, k, v, key_mask, relative, causal, form: as the operation takes them, checked.
         feature_map: "elu1", "relu", or "given" for a map that the kernels do not know.
     """
-    name = "kernelized causal" if causal else "kernelized"
     return (
-        machine.why_not(name, WIDEST[name], q, k, v)
-        or _why_not_options(q, k, feature_map, causal, form)
+        machine.why_not("kernelized", WIDEST, q, k, v)
+        or _why_not_options(feature_map, causal, form)
         or position.why_not(relative, q, v, key_mask)
     )
 
 
-def _why_not_options(q: Tensor, k: Tensor, feature_map: str, causal: bool, form: str) -> str | None:
+def _why_not_options(feature_map: str, causal: bool, form: str) -> str | None:
+    if causal:
+        return 'causal attention has no kernel; impl="eager" runs it on a GPU too'
     if form == "direct":
         return 'form="direct" of kernelized attention has no kernel; "efficient" and "auto" have'
     if feature_map not in IN_OPERATORS:
@@ -60,23 +58,18 @@ def _why_not_options(q: Tensor, k: Tensor, feature_map: str, causal: bool, form:
             'the kernels know the feature maps "elu1" and "relu"; "softmax", random features and '
             "maps of your own have none"
         )
-    if causal and q.shape[2] != k.shape[2]:
-        return (
-            f"causal with {q.shape[2]} queries and {k.shape[2]} keys has no kernel; equal "
-            f"numbers have"
-        )
     return None
 
 
-def _flops(q, v, table, causal: bool, place: Sequence[int], *, backward: bool) -> int:
-    own = flops(q, v, causal, "efficient", backward=backward)
+def _flops(q, v, table, place: Sequence[int], *, backward: bool) -> int:
+    own = flops(q, v, False, "efficient", backward=backward)
     return own + position.flops(q, v, table, place, backward=backward)
 
 
-def _empty_mean(q: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _empty_mean(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     (batch, heads, n, d), e = q.shape, v.shape[3]
     mass = q.new_empty(batch, heads, n, dtype=torch.float32)
-    state = mass.new_empty(0 if causal else batch * heads * d * (e + 1))
+    state = mass.new_empty(batch * heads * d * (e + 1))
     return tokens_first(v, batch, heads, n, e), mass, state
 
 
@@ -88,7 +81,6 @@ def kernel_mean(
     key_mask: Tensor | None,
     table: Tensor | None,
     feature_map: str,
-    causal: bool,
     place: list[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the weighted mean under ``phi(q_i) . phi(k_j)`` and, with a table, the joint relative
@@ -97,51 +89,36 @@ def kernel_mean(
     Args:
         q, k, v: ``[B, h, N, d]``, ``[B, h, M, d]``, ``[B, h, M, e]`` of one dtype and any strides.
         key_mask: bool ``[B, M]``, True takes part; not with a table.
-        table: ``[h or 1, 2Ry+1, 2Rx+1, d]``; not with causal.
+        table: ``[h or 1, 2Ry+1, 2Rx+1, d]``.
         feature_map: "elu1" or "relu".
-        causal: query i sees keys ``j <= i`` alone; N = M.
         place: the numbers of ``place_of`` where there is a table, else empty.
 
     Returns:
         the mean ``[B, h, N, e]`` in the dtype of v, tokens before heads in memory; and, float32,
         for the gradient: the mass ``[B, h, N]`` and the state, S ``[B, h, d, e]`` and behind it Z
-        ``[B, h, d]`` in one axis, all divided by M (the state is empty where causal).
+        ``[B, h, d]`` in one axis, all divided by M.
     """
     (batch, heads, n, _), e = q.shape, v.shape[3]
-    if causal:
-        from visionattn.ops.kernelized.kernels.causal import causal_means
+    from visionattn.ops.kernelized.kernels.bidirectional import means
+    from visionattn.ops.kernelized.kernels.state import state_of_keys
 
-        with form_ran("kernelized causal", "efficient triton"):
-            out, mass = causal_means(q, k, v, key_mask, feature_map)
-        return out, mass, mass.new_empty(0)
     out = tokens_first(v, batch, heads, n, e)
     mass = q.new_empty(batch, heads, n, dtype=torch.float32)
+    own = position.place_from(place)
+    # Beside a position only tokens of the prefix have content alone.
+    alone = slice(0, n if own is None else own.prefix)
     with form_ran("kernelized", "efficient triton"):
-        state = _content_and_position(
-            q, k, v, key_mask, table, feature_map, position.place_from(place), out, mass
-        )
+        state = state_of_keys(k, v, key_mask, feature_map)
+        means(q[:, :, alone], state, feature_map, out[:, :, alone], mass)
+        if own is not None:
+            content = state, _z_of(state, q, v), feature_map
+            position.write_means_beside_state(q, table, v, content, own, out, mass)
     return out, mass, state
 
 
-def _content_and_position(
-    q, k, v, key_mask, table, feature_map: str, place, out: Tensor, mass: Tensor
-) -> Tensor:
-    """Write mean and mass and return the state. Prefix tokens have content alone; of patches both
-    terms are divided at once.
-    """
-    from visionattn.ops.kernelized.kernels import bidirectional
-    from visionattn.ops.kernelized.kernels.state import state_of_keys
-    from visionattn.ops.kernelized.kernels.with_joint import state_and_lines
-
-    if place is None:
-        state = state_of_keys(k, v, key_mask, feature_map)
-        bidirectional.means(q, state, feature_map, out, mass)
-    else:
-        state, lines = state_and_lines(q, k, v, feature_map, place, out, mass)
-        z = state[q.shape[0] * q.shape[1] * q.shape[3] * v.shape[3] :]
-        content = state, z, feature_map
-        position.write_means_beside_state(q, table, v, content, place, (out, mass), lines)
-    return state
+def _z_of(state: Tensor, q: Tensor, v: Tensor) -> Tensor:
+    """Return Z, which lies behind S."""
+    return state[q.shape[0] * q.shape[1] * q.shape[3] * v.shape[3] :]
 
 
 def _empty_gradients(mass, q, k, v, table) -> tuple[Tensor, ...]:
@@ -160,16 +137,11 @@ def kernel_mean_backward(
     table: Tensor | None,
     state: Tensor,
     feature_map: str,
-    causal: bool,
     place: list[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of ``kernel_mean`` with respect to q, k, v, in their dtype, and the
     table (empty without one).
     """
-    if causal:
-        from visionattn.ops.kernelized.kernels.causal import causal_backward
-
-        return *causal_backward(grad, out, mass, q, k, v, key_mask, feature_map), mass.new_empty(0)
     from visionattn.ops.kernelized.kernels import bidirectional
 
     own = position.place_from(place)
@@ -179,8 +151,7 @@ def kernel_mean_backward(
     dk, dv = bidirectional.keys_backward(k, v, key_mask, d_state, feature_map)
     if own is None:
         return dq, dk, dv, mass.new_empty(0)
-    z = state[q.shape[0] * q.shape[1] * q.shape[3] * v.shape[3] :]
-    content = dq, along, z, feature_map
+    content = dq, along, _z_of(state, q, v), feature_map
     dq, d_table = position.backward(grad, out, mass, q, table, v, own, dv, *content)
     return dq, dk, dv, d_table
 

@@ -5,7 +5,6 @@ Other rooms take the kernels of this one from here alone. Triton is imported whe
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,9 +13,6 @@ from visionattn.ops.gpu import launch
 from visionattn.ops.position.kernels.place import Place
 from visionattn.ops.position.kinds import Joint, RelativePosition
 from visionattn.ops.sums import tokens_first
-
-if TYPE_CHECKING:
-    from visionattn.ops.position.kernels.lines import Lines
 
 MAX_HORIZON_X = {2: 16, 4: 8}
 """Largest Rx by the bytes of an element: as far as kernels compile without a spilled register."""
@@ -121,15 +117,15 @@ def write_means_beside_state(
     v: Tensor,
     state: tuple[Tensor, Tensor, str],
     place: Place,
-    outputs: tuple[Tensor, Tensor],
-    lines: "Lines",
+    out: Tensor,
+    mass: Tensor,
 ) -> None:
-    """Write the patches' part of mean and mass, the ``outputs``, for a content of S, Z and the
-    feature map, the ``state``; ``lines`` were made with it.
+    """Write the patches' part of mean and mass for a content of S, Z and the feature map, the
+    ``state``.
     """
     from visionattn.ops.position.kernels.joint import FromState, joint_means
 
-    joint_means(q, table, v, FromState(*state), place, *outputs, lines)
+    joint_means(q, table, v, FromState(*state), place, out, mass)
 
 
 def backward(

@@ -27,8 +27,8 @@ FORWARD_COSTS = 1.45, 2e8
 BOTH_COST = 1.15, 2e7
 """What decides between the forms, in multiply-adds of the direct kernels: what these do with each
 pair beside its products; then of the efficient kernels, forward, and forward and backward, how much
-longer a multiply-add takes, and what few heads, which do not fill a GPU, lose. They are fitted to
-counted times (docs/kernels-count.md, "Which form"); no GPU has measured them."""
+longer a multiply-add takes, and what few heads, which do not fill a GPU, lose. They were fitted to
+counts of machine code; no GPU has measured them."""
 
 
 def why_not(

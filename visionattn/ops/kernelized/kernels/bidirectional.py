@@ -23,18 +23,22 @@ from visionattn.ops.gpu import launch
 from visionattn.ops.gpu.language import (
     head,
     high_and_low,
+    in_larger_unit,
     in_units,
+    inverse_mass,
     kernel,
     operand,
     phi,
     phi_slope,
+    present_rows,
     product_of_both,
+    program_of,
     read,
     reciprocal,
-    rows,
+    write,
 )
 from visionattn.ops.gpu.sums import sums_of_parts
-from visionattn.ops.kernelized.kernels.state import parts_of, program_of, state_at
+from visionattn.ops.kernelized.kernels.state import parts_of, state_at
 
 
 @kernel
@@ -47,6 +51,7 @@ def _kernelized_means(
     groups,
     tokens,
     blocks,
+    mass_head,
     q_batch,
     q_head,
     q_token,
@@ -71,7 +76,7 @@ def _kernelized_means(
     p_out = head(p_out, i_batch, i_head, out_batch, out_head)
     p_s, p_z = state_at(p_state, 0, i_group, groups, D, E)
     # The whole state of the head fits in registers, and every query of the block reads it there.
-    b_q = read(p_q, o_n, q_token, o_d, m_n, D, True)  # [N, D]
+    b_q = read(p_q, o_n, q_token, o_d, m_n, D)  # [N, D]
     b_s = tl.load(
         p_s + o_d[:, None] * E + o_e[None, :], mask=m_d[:, None] & m_e[None, :], other=0
     )  # [D, E]
@@ -84,12 +89,8 @@ def _kernelized_means(
     b_mass = tl.sum(b_phi * b_z[None, :], 1)
     b_scale = in_units(reciprocal(b_mass), b_unit * b_unit_s, b_q.dtype)
     b_out = tl.dot(b_left, b_s, input_precision=PRECISION) * b_scale[:, None]
-    tl.store(
-        rows(p_out, o_n, out_token, o_e),
-        b_out.to(p_out.dtype.element_ty),
-        mask=m_n[:, None] & m_e[None, :],
-    )
-    tl.store(p_mass + i_group.to(tl.int64) * tokens + o_n, b_mass, mask=m_n)
+    write(p_out, o_n, out_token, o_e, b_out, m_n, E)
+    tl.store(p_mass + i_group.to(tl.int64) * mass_head + o_n, b_mass, mask=m_n)
 
 
 @kernel
@@ -142,6 +143,7 @@ def _kernelized_queries_backward(
     p_out = head(p_out, i_batch, i_head, out_batch, out_head)
     p_q = head(p_q, i_batch, i_head, q_batch, q_head)
     p_dq = head(p_dq, i_batch, i_head, dq_batch, dq_head)
+    p_mass += i_group.to(tl.int64) * tokens
     p_s, p_z = state_at(p_state, 0, i_group, groups, D, E)
     # The state, transposed as the product with the gradient wants it, and as two parts.
     b_s = tl.load(p_s + o_d[None, :] * E + o_e[:, None], mask=m_s, other=0)  # [E, D]
@@ -154,22 +156,13 @@ def _kernelized_queries_backward(
     for start in range(i_segment * segment_tokens, last, BLOCK_N):
         o_n = start + tl.arange(0, BLOCK_N)
         m_n = o_n < last
-        b_q = read(p_q, o_n, q_token, o_d, m_n, D, True)  # [N, D]
-        b_grad = read(p_grad, o_n, grad_token, o_e, m_n, E, True)  # [N, E]
-        b_inverse = reciprocal(
-            tl.load(p_mass + i_group.to(tl.int64) * tokens + o_n, mask=m_n, other=0)
-        )
+        b_q = read(p_q, o_n, q_token, o_d, m_n, D)  # [N, D]
+        b_grad = read(p_grad, o_n, grad_token, o_e, m_n, E)  # [N, E]
+        b_inverse = inverse_mass(p_mass, o_n, m_n)
         # Features take the 1 / mass: half precision may not hold a gradient divided by a small one.
         b_phi = tl.where(m_d[None, :], phi(b_q, MAP), 0) * b_inverse[:, None]
-        b_left, b_right = tl.trans(b_grad), b_phi
-        if (
-            tl.float16 == b_q.dtype
-        ):  # the unit of the sum grows, for there are no registers for a product beside the sum
-            b_larger = tl.maximum(b_unit, tl.max(tl.max(tl.abs(b_phi), 1), 0) / 16)
-            b_ds *= b_unit / b_larger
-            b_unit = b_larger
-            b_right = b_phi * (1 / b_larger)
-        b_ds += tl.dot(b_left, b_right.to(b_q.dtype), input_precision=PRECISION)
+        b_ds, b_unit, b_right = in_larger_unit(b_ds, b_unit, b_phi, b_q.dtype)
+        b_ds += tl.dot(tl.trans(b_grad), b_right.to(b_q.dtype), input_precision=PRECISION)
         # A = S g, with S in both parts: what follows takes a difference of it.
         b_a = in_units(
             product_of_both(b_grad, b_high, b_low, PRECISION), b_unit_s, b_q.dtype
@@ -182,7 +175,7 @@ def _kernelized_queries_backward(
             tl.store(
                 p_along + i_group.to(tl.int64) * tokens + o_n, tl.sum(b_phi * b_a, 1), mask=m_n
             )
-            b_out = read(p_out, o_n, out_token, o_e, m_n, E, True)  # [N, E]
+            b_out = read(p_out, o_n, out_token, o_e, m_n, E)  # [N, E]
             b_along = tl.sum(b_grad.to(tl.float32) * b_out.to(tl.float32), 1)
         b_dz -= b_phi * b_along[:, None]  # added up once, as in the state
         # Beside other terms this is only the share of the features, left for others to finish.
@@ -191,11 +184,7 @@ def _kernelized_queries_backward(
             b_dq = (
                 (b_a - b_along[:, None] * b_z[None, :]) * b_inverse[:, None] * phi_slope(b_q, MAP)
             )
-        tl.store(
-            rows(p_dq, o_n, dq_token, o_d),
-            b_dq.to(p_dq.dtype.element_ty),
-            mask=m_n[:, None] & m_d[None, :],
-        )
+        write(p_dq, o_n, dq_token, o_d, b_dq, m_n, D)
     b_ds = in_units(b_ds, b_unit, p_q.dtype.element_ty)
     p_ds, p_dz = state_at(p_d_state, i_segment, i_group, groups, D, E)
     tl.store(p_ds + o_d[None, :] * E + o_e[:, None], b_ds * scale, mask=m_s)
@@ -241,12 +230,8 @@ def _kernelized_keys_backward(
     o_d = tl.arange(0, BLOCK_D)
     o_e = tl.arange(0, BLOCK_E)
     m_n, m_d, m_e = o_n < tokens, o_d < D, o_e < E
-    b_k = read(
-        head(p_k, i_batch, i_head, k_batch, k_head), o_n, k_token, o_d, m_n, D, True
-    )  # [N, D]
-    b_v = read(
-        head(p_v, i_batch, i_head, v_batch, v_head), o_n, v_token, o_e, m_n, E, True
-    )  # [N, E]
+    b_k = read(head(p_k, i_batch, i_head, k_batch, k_head), o_n, k_token, o_d, m_n, D)  # [N, D]
+    b_v = read(head(p_v, i_batch, i_head, v_batch, v_head), o_n, v_token, o_e, m_n, E)  # [N, E]
     p_ds, p_dz = state_at(p_d_state, 0, i_group, groups, D, E)
     # dS in two parts, for the product that makes dk; dv takes the high part.
     b_ds = tl.load(
@@ -264,30 +249,22 @@ def _kernelized_keys_backward(
     b_dk = (b_dk + b_dz[None, :]) * phi_slope(b_k, MAP)
     # Masked keys were read like all others; their gradients are 0.
     if MASKED:
-        m_some = tl.load(p_present + i_batch.to(tl.int64) * tokens + o_n, mask=m_n, other=0) != 0
+        m_some = present_rows(p_present + i_batch.to(tl.int64) * tokens, o_n, m_n, MASKED)
         b_dk, b_dv = tl.where(m_some[:, None], b_dk, 0), tl.where(m_some[:, None], b_dv, 0)
     p_dk = head(p_dk, i_batch, i_head, dk_batch, dk_head)
     p_dv = head(p_dv, i_batch, i_head, dv_batch, dv_head)
-    tl.store(
-        rows(p_dk, o_n, dk_token, o_d),
-        b_dk.to(p_dk.dtype.element_ty),
-        mask=m_n[:, None] & m_d[None, :],
-    )
-    tl.store(
-        rows(p_dv, o_n, dv_token, o_e),
-        b_dv.to(p_dv.dtype.element_ty),
-        mask=m_n[:, None] & m_e[None, :],
-    )
+    write(p_dk, o_n, dk_token, o_d, b_dk, m_n, D)
+    write(p_dv, o_n, dv_token, o_e, b_dv, m_n, E)
 
 
 def means(q: Tensor, state: Tensor, feature_map: str, out: Tensor, mass: Tensor) -> None:
     """Write ``out [B, h, N, e]`` and ``mass [B, h, N]`` of ``q [B, h, N, d]`` for a state that
-    ``state_of_keys`` made.
+    ``state_of_keys`` made. The mass may have more tokens, which stay as they are.
     """
     batch, heads, tokens, _ = q.shape
     options, q = launch.options("kernelized means", q, out), launch.readable(q)
     blocks = launch.cdiv(tokens, options["BLOCK_N"])
-    sizes = (heads, batch * heads, tokens, blocks, *launch.octets(q), *launch.octets(out))
+    sizes = heads, batch * heads, tokens, blocks, mass.shape[2]
     launch.run(
         _kernelized_means,
         (blocks * batch * heads,),
@@ -295,7 +272,7 @@ def means(q: Tensor, state: Tensor, feature_map: str, out: Tensor, mass: Tensor)
         state,
         out,
         mass,
-        *sizes,
+        *(*sizes, *launch.octets(q), *launch.octets(out)),
         **options,
         MAP=feature_map,
     )
@@ -340,7 +317,7 @@ def queries_backward(
         MAP=feature_map,
         ALONE=alone,
     )
-    return dq, None if alone else along, sums_of_parts(d_states, "all")[0]
+    return dq, None if alone else along, sums_of_parts(d_states)
 
 
 def keys_backward(

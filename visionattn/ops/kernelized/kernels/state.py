@@ -3,8 +3,7 @@ the parts are added.
 
 In units of the number of keys M (see ``ops/gpu``) it is ``S = sum_j phi(k_j) v_j^T / M`` and
 ``Z = sum_j phi(k_j) / M``. One stretch of float32 holds both: S ``[B, h, d, e]``, and Z
-``[B, h, d]`` behind it. Each segment of the keys has such a stretch, one after the other. With
-``Joint`` the launches of ``with_joint.py`` make it.
+``[B, h, d]`` behind it. Each segment of the keys has such a stretch, one after the other.
 """
 
 import torch
@@ -13,17 +12,18 @@ import triton.language as tl
 from torch import Tensor
 
 from visionattn.ops.gpu import launch
-from visionattn.ops.gpu.language import head, in_units, kernel, operand, phi, phi_slope, read
+from visionattn.ops.gpu.language import (
+    head,
+    in_units,
+    kernel,
+    operand,
+    phi,
+    phi_slope,
+    present_rows,
+    program_of,
+    read,
+)
 from visionattn.ops.gpu.sums import sums_of_parts
-
-
-@triton.jit
-def program_of(parts, heads):
-    """Return which part of the tokens, head of all images, image, and head of the image this
-    program works on.
-    """
-    i_part, i_group = tl.program_id(0) % parts, tl.program_id(0) // parts
-    return i_part, i_group, i_group // heads, i_group % heads
 
 
 @triton.jit
@@ -35,9 +35,8 @@ def state_at(p_state, i_part, i_group, groups, D: tl.constexpr, E: tl.constexpr)
     ) + i_group.to(tl.int64) * D
 
 
-@triton.jit
-def state_of_segment(
-    i_program,
+@kernel
+def _kernelized_state(
     p_k,
     p_v,
     p_present,
@@ -68,8 +67,8 @@ def state_of_segment(
     The features of masked keys become 0. Their values, which may hold NaN, are read as 0: a left
     operand is best as it was loaded, and a step waits for the mask once wherever that is used.
     """
-    i_segment, i_group = i_program % segments, i_program // segments
-    i_batch, i_head = i_group // heads, i_group % heads
+    i_segment, i_group, i_batch, i_head = program_of(segments, heads)
+    p_present += i_batch.to(tl.int64) * tokens
     p_k = head(p_k, i_batch, i_head, k_batch, k_head)
     p_v = head(p_v, i_batch, i_head, v_batch, v_head)
     o_d, o_e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
@@ -80,12 +79,9 @@ def state_of_segment(
     for start in range(i_segment * segment_tokens, last, BLOCK_N):
         o_n = start + tl.arange(0, BLOCK_N)
         m_n = o_n < last
-        b_k = read(p_k, o_n, k_token, o_d, m_n, D, True)  # [N, D]
-        if MASKED:
-            m_n = m_n & (
-                tl.load(p_present + i_batch.to(tl.int64) * tokens + o_n, mask=m_n, other=0) != 0
-            )
-        b_v = read(p_v, o_n, v_token, o_e, m_n, E, True)  # [N, E]
+        b_k = read(p_k, o_n, k_token, o_d, m_n, D)  # [N, D]
+        m_n = present_rows(p_present, o_n, m_n, MASKED)
+        b_v = read(p_v, o_n, v_token, o_e, m_n, E)  # [N, E]
         b_left = tl.trans(b_v)
         # phi(0) may be 1: features past the segment, the width and the mask are set to 0.
         m_k = m_n[:, None] & (o_d < D)[None, :]
@@ -112,52 +108,6 @@ def state_of_segment(
     tl.store(p_z + o_d, tl.sum(b_z, 0) * scale, mask=o_d < D)
 
 
-@kernel
-def _kernelized_state(
-    p_k,
-    p_v,
-    p_present,
-    p_state,
-    heads,
-    groups,
-    tokens,
-    segment_tokens,
-    segments,
-    scale,
-    k_batch,
-    k_head,
-    k_token,
-    v_batch,
-    v_head,
-    v_token,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    MAP: tl.constexpr,
-    MASKED: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Let each program sum one segment of the keys of one head."""
-    state_of_segment(
-        tl.program_id(0), p_k, p_v, p_present, p_state, heads, groups, tokens, segment_tokens,
-        segments, scale, k_batch, k_head, k_token, v_batch, v_head, v_token, D, E, BLOCK_D,
-        BLOCK_E, BLOCK_N, MAP, MASKED, PRECISION,
-    )  # fmt: skip
-
-
-def state_of_keys(k: Tensor, v: Tensor, key_mask: Tensor | None, feature_map: str) -> Tensor:
-    """Return the state of ``k [B, h, M, d]`` and ``v [B, h, M, e]``: float32, S ``[B, h, d, e]``
-    and behind it Z, in one axis.
-    """
-    tokens, parts = k.shape[2], parts_of("kernelized state", k, v)
-    states = states_of_segments(
-        k, v, key_mask, feature_map, parts, launch.cdiv(tokens, parts), 1 / max(1, tokens)
-    )
-    return sums_of_parts(states, "all")[0]
-
-
 def parts_of(kernel_name: str, q: Tensor, v: Tensor) -> int:
     """Return into how many segments a kernel cuts the tokens of ``q [B, h, N, d]``."""
     batch, heads, tokens, d = q.shape
@@ -170,29 +120,22 @@ def parts_of(kernel_name: str, q: Tensor, v: Tensor) -> int:
     )
 
 
-def states_of_segments(
-    k: Tensor,
-    v: Tensor,
-    key_mask: Tensor | None,
-    feature_map: str,
-    parts: int,
-    segment_tokens: int,
-    scale: float,
-) -> Tensor:
-    """Return one state for each segment of ``segment_tokens`` keys, times ``scale``,
-    ``[parts, length of a state]``; float32.
+def state_of_keys(k: Tensor, v: Tensor, key_mask: Tensor | None, feature_map: str) -> Tensor:
+    """Return the state of ``k [B, h, M, d]`` and ``v [B, h, M, e]``: float32, S ``[B, h, d, e]``
+    and behind it Z, in one axis.
     """
     (batch, heads, tokens, d), e = k.shape, v.shape[3]
+    parts = parts_of("kernelized state", k, v)
     states = k.new_empty(parts, batch * heads * d * (e + 1), dtype=torch.float32)
     k, v = launch.readable(k), launch.readable(v)
     launch.run(
         _kernelized_state,
         (parts * batch * heads,),
         *(k, v, k if key_mask is None else key_mask.contiguous(), states),
-        *(heads, batch * heads, tokens, segment_tokens, parts, scale),
+        *(heads, batch * heads, tokens, launch.cdiv(tokens, parts), parts, 1 / max(1, tokens)),
         *(*launch.octets(k), *launch.octets(v)),
         **launch.options("kernelized state", k, v),
         MAP=feature_map,
         MASKED=key_mask is not None,
     )
-    return states
+    return sums_of_parts(states)

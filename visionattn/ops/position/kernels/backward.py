@@ -9,7 +9,15 @@ import triton.language as tl
 from torch import Tensor
 
 from visionattn.ops.gpu import launch
-from visionattn.ops.gpu.language import head, kernel, phi, rows
+from visionattn.ops.gpu.language import (
+    head,
+    in_larger_unit,
+    in_units,
+    kernel,
+    phi,
+    program_of,
+    read,
+)
 from visionattn.ops.position.kernels.place import Place
 from visionattn.ops.position.kernels.queries_backward import OfContent, queries_backward
 from visionattn.ops.position.kernels.scores import scores_of_classes
@@ -42,8 +50,8 @@ def _joint_table_backward(
 ):
     """Write what one segment of the queries of one head gives to the gradient of the table."""
     CLASSES: tl.constexpr = (2 * HORIZON_Y + 1) * (2 * HORIZON_X + 1)
-    i_segment, i_group = tl.program_id(0) % segments, tl.program_id(0) // segments
-    p_q = head(p_q, i_group // heads, i_group % heads, q_batch, q_head)
+    i_segment, i_group, i_batch, i_head = program_of(segments, heads)
+    p_q = head(p_q, i_batch, i_head, q_batch, q_head)
     o_d, o_c = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_C)
     # The gradient of a row of the table is the sum over queries of phi(q) times the gradient of its
     # weight.
@@ -52,28 +60,20 @@ def _joint_table_backward(
     for start in range(i_segment * segment_patches, last, BLOCK_N):
         o_n = start + tl.arange(0, BLOCK_N)
         m_n = o_n < last
-        m_q = m_n[:, None] & (o_d < D)[None, :]
         # Gradients of weights come as the operand they are for, in float16 divided by a unit of
         # each query.
         p_rows = (
             p_d_weights + (i_group.to(tl.int64) * patches + o_n)[:, None] * PADDED + o_c[None, :]
         )
         b_d = tl.load(p_rows, mask=m_n[:, None] & (o_c < PADDED)[None, :], other=0)  # [N, C]
-        b_q = tl.load(rows(p_q, prefix + o_n, q_token, o_d), mask=m_q, other=0)  # [N, D]
-        b_phi = tl.where(m_q, phi(b_q, "elu1"), 0)
-        if (
-            tl.float16 == b_q.dtype
-        ):  # the unit of the sum grows, as there are no registers for a product beside the sum
-            b_phi *= tl.load(p_units + i_group.to(tl.int64) * patches + o_n, mask=m_n, other=0)[
-                :, None
-            ]
-            b_larger = tl.maximum(b_unit, tl.max(tl.max(tl.abs(b_phi), 1), 0) / 16)
-            b_d_table *= b_unit / b_larger
-            b_unit = b_larger
-            b_phi *= 1 / b_larger
+        b_q = read(p_q, prefix + o_n, q_token, o_d, m_n, D)  # [N, D]
+        b_phi = tl.where(m_n[:, None] & (o_d < D)[None, :], phi(b_q, "elu1"), 0)
+        if tl.float16 == b_q.dtype:
+            p_unit = p_units + i_group.to(tl.int64) * patches + o_n
+            b_phi *= tl.load(p_unit, mask=m_n, other=0)[:, None]
+        b_d_table, b_unit, b_phi = in_larger_unit(b_d_table, b_unit, b_phi, b_q.dtype)
         b_d_table += tl.dot(tl.trans(b_phi.to(b_q.dtype)), b_d, input_precision=PRECISION)
-    if tl.float16 == p_q.dtype.element_ty:
-        b_d_table *= b_unit
+    b_d_table = in_units(b_d_table, b_unit, p_q.dtype.element_ty)
     p_d_table += (
         (i_segment.to(tl.int64) * groups + i_group) * CLASSES * D + o_c[None, :] * D + o_d[:, None]
     )

@@ -18,7 +18,6 @@ and below.
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -175,33 +174,20 @@ def far_queries(shares: Tensor, grad: Tensor, place: Place, inverse_unit: float)
 
     ``grad [B, h, N, e]`` is readable by kernels, and ``shares`` are those of ``shares_of_classes``.
     """
-    (batch, heads, _, e), height, tiles = grad.shape, place.height, triton.cdiv(place.width, TILE)
+    (batch, heads, _, e), height, tiles = grad.shape, place.height, launch.cdiv(place.width, TILE)
     if tiles == 1:
         return grad.new_empty(2, batch, heads, height, 0, e, dtype=torch.float32)
-    chunks = triton.cdiv(height, CHUNK.value)
+    chunks = launch.cdiv(height, CHUNK.value)
     row = launch.launch_row("joint far queries", 0, e, grad.dtype, grad.device)
-    blocks = triton.cdiv(place.width, row["BLOCK_X"])
+    blocks = launch.cdiv(place.width, row["BLOCK_X"])
     parts = grad.new_empty(2, batch, heads, chunks, tiles, ROWS.value, e, dtype=torch.float32)
     sums = grad.new_empty(2, batch, heads, height, tiles, e, dtype=torch.float32)
     widths = dict(E=e, BLOCK_E=launch.block(e))
     launch.run(
         _joint_far_queries,
         (2 * blocks * chunks * batch * heads,),
-        *(
-            shares,
-            grad,
-            parts,
-            heads,
-            batch * heads,
-            height,
-            place.width,
-            place.prefix,
-            tiles,
-            blocks,
-            chunks,
-            inverse_unit,
-        ),
-        *launch.octets(grad),
+        *(shares, grad, parts, heads, batch * heads, height, place.width, place.prefix),
+        *(tiles, blocks, chunks, inverse_unit, *launch.octets(grad)),
         **row,
         **widths,
         BLOCK_T=TILE,

@@ -28,9 +28,17 @@ import triton.language as tl
 from torch import Tensor
 
 from visionattn.ops.gpu import launch
-from visionattn.ops.gpu.language import head, kernel, parts, phi, reciprocal, rows, unit_of
+from visionattn.ops.gpu.language import (
+    head,
+    kernel,
+    parts,
+    phi,
+    read,
+    reciprocal,
+    unit_of,
+    write,
+)
 from visionattn.ops.position.kernels.lines import (
-    Lines,
     axis_keys,
     far_keys,
     line_at,
@@ -61,16 +69,7 @@ class FromSums(NamedTuple):
 
 
 @triton.jit
-def _elu1(x):
-    """Return ``phi(x, "elu1")``, but 0 below about -87: ``exp`` needs three more instructions to
-    hold smaller numbers.
-    """
-    x = x.to(tl.float32)
-    return tl.where(x > 0, x + 1, tl.exp2(tl.minimum(x, 0) * 1.4426950408889634))
-
-
-@triton.jit
-def _table_of_lines(
+def table_of_lines(
     p_table,
     b_z,
     i_chunk,
@@ -263,7 +262,6 @@ def _joint_means(
     o_d = tl.arange(0, BLOCK_D)
     o_e = i_share * BLOCK_E + tl.arange(0, BLOCK_E)
     m_x, m_d, m_e = o_x < width, o_d < D, o_e < E
-    m_out = m_x[:, None] & m_e[None, :]
     p_q = head(p_q, i_batch, i_head, q_batch, q_head)
     p_v = head(p_v, i_batch, i_head, v_batch, v_head)
     p_out = head(p_out, i_batch, i_head, out_batch, out_head)
@@ -281,7 +279,7 @@ def _joint_means(
         b_unit_s, b_unit_z = unit_of(b_s, DTYPE), unit_of(b_z[None, :], DTYPE)
         b_high, b_low = parts(b_s / b_unit_s, DTYPE)
         b_z /= b_unit_z
-    b_table = _table_of_lines(
+    b_table = table_of_lines(
         p_table, b_z if MAP == "elu1" else tl.zeros_like(b_z), 0, DTYPE, D, BLOCK_D, LINES, SLOTS,
         HORIZON_Y, HORIZON_X
     )  # fmt: skip
@@ -319,10 +317,8 @@ def _joint_means(
         o_token = prefix + y * width + o_x
         # The features of the row's queries, and from them the weights of all classes, written for
         # the gather below.
-        b_q = tl.load(
-            rows(p_q, o_token, q_token, o_d), mask=m_x[:, None] & m_d[None, :], other=0
-        )  # [BLOCK_Q, D]
-        b_phi = tl.where(m_d[None, :], _elu1(b_q), 0).to(DTYPE)
+        b_q = read(p_q, o_token, q_token, o_d, m_x, D)  # [BLOCK_Q, D]
+        b_phi = tl.where(m_d[None, :], phi(b_q, "elu1"), 0).to(DTYPE)
         tl.debug_barrier()  # all have read the weights of the row before
         b_mass = _put_weights(
             b_phi, b_table, 0, p_weights, b_columns, b_content, y, height, row_scale,
@@ -331,7 +327,7 @@ def _joint_means(
         # More classes of rows than one product takes: the table of the others is read again in each
         # row, for want of registers.
         for i_chunk in range(1, CHUNKS):
-            b_more = _table_of_lines(
+            b_more = table_of_lines(
                 p_table, b_z, i_chunk, DTYPE, D, BLOCK_D, LINES, SLOTS, HORIZON_Y, HORIZON_X
             )
             b_mass += _put_weights(
@@ -341,9 +337,7 @@ def _joint_means(
         tl.debug_barrier()  # the threads read what others have written
         # The content: its sums as they were made, or the features times the state.
         if MAP == "":
-            b_sum = tl.load(
-                rows(p_content, o_token, content_token, o_e), mask=m_out, other=0
-            )  # [BLOCK_Q, E]
+            b_sum = read(p_content, o_token, content_token, o_e, m_x, E)  # [BLOCK_Q, E]
             b_mass += tl.load(p_content_mass + o_token, mask=m_x, other=0)
         else:
             if MAP != "elu1":
@@ -364,17 +358,9 @@ def _joint_means(
         for i_line in range(0, end_class - first_class):
             i_class = first_class + i_line
             p_line, line_token = line_at(
-                p_v,
-                p_means,
-                i_class,
-                y + i_class - HORIZON_Y,
-                prefix,
-                width,
-                v_token,
-                means_below,
-                E,
-                HORIZON_Y,
-            )
+                p_v, p_means, i_class, y + i_class - HORIZON_Y, prefix, width, v_token,
+                means_below, E, HORIZON_Y,
+            )  # fmt: skip
             # One weight for each pair of query and key, gathered in the order of a left operand.
             b_pairs = as_operand(
                 tl.load(p_pairs + i_class * (BLOCK_Q * SLOTS)), BLOCK_T, KEYS, TILES
@@ -393,25 +379,15 @@ def _joint_means(
                 ).to(tl.float32)
                 b_pairs = as_operand((b_pairs * b_far_scale).to(DTYPE), BLOCK_T, 16, TILES)
                 b_keys = far_means(
-                    p_remainders,
-                    first + tl.arange(0, 16)[None, :],
-                    o_tile,
-                    y,
-                    i_group,
-                    groups,
-                    height,
-                    width,
-                    tiles,
-                    o_e,
-                    E,
-                    HORIZON_Y,
-                )  # fmt: skip  [TILES, 16, E]
+                    p_remainders, first + tl.arange(0, 16)[None, :], o_tile, y, i_group, groups,
+                    height, width, tiles, o_e, E, HORIZON_Y,
+                )  # fmt: skip
                 b_far = tl.dot(b_pairs, b_keys, input_precision=PRECISION)
                 b_sum += b_far if MEAN else b_far * far_unit
         # One division by the mass of all terms; only the first share of columns writes the mass.
         b_inverse = reciprocal(b_mass) if MEAN else reciprocal(b_mass) * unit
         b_out = tl.reshape(b_sum, [BLOCK_Q, BLOCK_E]) * b_inverse[:, None]
-        tl.store(rows(p_out, o_token, out_token, o_e), b_out.to(p_out.dtype.element_ty), mask=m_out)
+        write(p_out, o_token, out_token, o_e, b_out, m_x, E)
         tl.store(p_mass + o_token, b_mass, mask=o_x < tl.where(i_share == 0, width, 0))
 
 
@@ -455,7 +431,6 @@ def joint_means(
     place: Place,
     out: Tensor,
     mass: Tensor,
-    lines: Lines | None = None,
 ) -> None:
     """Write the patches' part of ``out [B, h, N, e]`` and of ``mass [B, h, N]``: the mean under
     content and relative term, and its mass.
@@ -467,7 +442,6 @@ def joint_means(
         content: the content term's state or sums.
         out, mass: what is written to; rows of prefix tokens stay as they are. The mass is float32,
             contiguous, in units of the number of keys M.
-        lines: those of v, where they were made with the state; None makes them.
     """
     (batch, heads, tokens, e), d = v.shape, q.shape[3]
     q, v, table = launch.readable(q), launch.readable(v), table.contiguous()
@@ -484,7 +458,6 @@ def joint_means(
     options = launch.remembered(_options_of_means, d, e, v.dtype, v.device, place, feature_map)
     blocks = launch.cdiv(place.width, options["BLOCK_Q"])
     shares = launch.cdiv(e, options["BLOCK_E"])
-    lines = lines or lines_of(v, place, TILE, place.beside)
     tiles = launch.cdiv(place.width, TILE)
     resident = launch.resident_programs("joint means", d, e, v.dtype, v.device)
     # Strips as high as they can be with as many programs as the device holds: state and table are
@@ -500,7 +473,7 @@ def joint_means(
     launch.run(
         _joint_means,
         (programs,),
-        *(q, table, weights, v, *lines, sums, content_mass, out, mass),
+        *(q, table, weights, v, *lines_of(v, place), sums, content_mass, out, mass),
         *(heads, batch * heads, tokens, place.height, place.width, place.prefix, blocks, tiles),
         *(strips, strip_rows, table.stride(0) // launch.OCTET if table.shape[0] > 1 else 0),
         *(place.row_scale, place.unit, place.far_unit),

@@ -19,8 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from visionattn.ops.gpu import launch
-from visionattn.ops.gpu.language import head, kernel, rows
-from visionattn.ops.position.kernels.place import Place
+from visionattn.ops.gpu.language import head, kernel, read
+from visionattn.ops.position.kernels.place import TILE, Place
 
 
 @triton.jit
@@ -102,7 +102,26 @@ def _means_of_rows(
 
 
 @triton.jit
-def means_of_values(
+def far_keys(i_tile, i_side, width, BLOCK_T: tl.constexpr, BESIDE: tl.constexpr):
+    """Count the keys of a row before those that a tile reads one by one (side 0), or after them
+    (side 1).
+    """
+    first = i_tile * BLOCK_T
+    return tl.maximum(tl.where(i_side == 0, first - BESIDE, width - first - BLOCK_T - BESIDE), 0)
+
+
+@triton.jit
+def power_of_two(number):
+    """Return the largest power of two that is not above ``number``, and 0 for 0: the exponent of a
+    float32.
+    """
+    return (number.to(tl.float32).to(tl.int32, bitcast=True) & 0x7F800000).to(
+        tl.float32, bitcast=True
+    )
+
+
+@triton.jit
+def _means_of_values(
     i_program,
     p_v,
     p_means,
@@ -135,53 +154,7 @@ def means_of_values(
 
 
 @triton.jit
-def means_of_remainders(
-    i_program,
-    p_remainders,
-    groups,
-    height,
-    tiles,
-    blocks,
-    E: tl.constexpr,
-    BLOCK_Y: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Write the means of rows of the remainders of v for ``BLOCK_C`` columns, as one of
-    ``2 * blocks * groups`` programs.
-    """
-    i_side, i_block, i_group = i_program % 2, i_program // 2 % blocks, i_program // 2 // blocks
-    columns = 2 * tiles * E
-    o_n = i_block * BLOCK_C + tl.arange(0, BLOCK_C)
-    p_remainders += i_group.to(tl.int64) * height * columns + o_n
-    p_out = p_remainders + (1 + i_side.to(tl.int64)) * groups * height * columns
-    _means_of_rows(
-        p_remainders, p_out, o_n < columns, i_side, height, columns, columns,
-        BLOCK_Y, BLOCK_C, PRECISION,
-    )  # fmt: skip
-
-
-@triton.jit
-def far_keys(i_tile, i_side, width, BLOCK_T: tl.constexpr, BESIDE: tl.constexpr):
-    """Count the keys of a row before those that a tile reads one by one (side 0), or after them
-    (side 1).
-    """
-    first = i_tile * BLOCK_T
-    return tl.maximum(tl.where(i_side == 0, first - BESIDE, width - first - BLOCK_T - BESIDE), 0)
-
-
-@triton.jit
-def power_of_two(number):
-    """Return the largest power of two that is not above ``number``, and 0 for 0: the exponent of a
-    float32.
-    """
-    return (number.to(tl.float32).to(tl.int32, bitcast=True) & 0x7F800000).to(
-        tl.float32, bitcast=True
-    )
-
-
-@triton.jit
-def remainders_of_values(
+def _remainders_of_values(
     i_program,
     p_v,
     p_remainders,
@@ -219,8 +192,7 @@ def remainders_of_values(
     for start in tl.range(0, tiles, TILES, num_stages=1):
         o_column = start * BLOCK_T + o_j
         o_x = tl.where(i_side == 0, o_column - BESIDE, tiles * BLOCK_T + BESIDE - 1 - o_column)
-        m_x = ((o_x >= 0) & (o_x < width))[:, None] & (o_e < E)[None, :]
-        b_v = tl.load(rows(p_v, o_x, v_token, o_e), mask=m_x, other=0)  # [X, E]
+        b_v = read(p_v, o_x, v_token, o_e, (o_x >= 0) & (o_x < width), E)  # [X, E]
         b_sums = tl.dot(b_ones, b_v, input_precision=PRECISION) + b_carry[None, :]
         # Row TILES of the product has all columns of this block: the next one starts from it.
         b_carry = tl.sum(tl.where((o_i == TILES)[:, None], b_sums, 0), 0)
@@ -265,12 +237,12 @@ def _joint_lines(
     """Write the means of rows of v and, for several tiles, the remainders of its rows."""
     i_program, of_means = tl.program_id(0), 2 * blocks * groups
     if i_program < of_means:
-        means_of_values(
+        _means_of_values(
             i_program, p_v, p_means, heads, groups, height, width, prefix, blocks, v_batch, v_head,
             v_token, E, BLOCK_Y, BLOCK_C, PRECISION,
         )  # fmt: skip
     else:
-        remainders_of_values(
+        _remainders_of_values(
             i_program - of_means, p_v, p_remainders, heads, height, width, prefix, tiles, v_batch,
             v_head, v_token, E, BLOCK_E, BLOCK_T, BESIDE, BLOCK_X, PRECISION,
         )  # fmt: skip
@@ -289,18 +261,15 @@ def _joint_means_of_remainders(
     PRECISION: tl.constexpr,
 ):
     """Write the means of the remainders of rows, which are the remainders of the means of rows."""
-    means_of_remainders(
-        tl.program_id(0),
-        p_remainders,
-        groups,
-        height,
-        tiles,
-        blocks,
-        E,
-        BLOCK_Y,
-        BLOCK_C,
+    i_side, i_block = tl.program_id(0) % 2, tl.program_id(0) // 2 % blocks
+    i_group, columns = tl.program_id(0) // 2 // blocks, 2 * tiles * E
+    o_n = i_block * BLOCK_C + tl.arange(0, BLOCK_C)
+    p_remainders += i_group.to(tl.int64) * height * columns + o_n
+    p_out = p_remainders + (1 + i_side.to(tl.int64)) * groups * height * columns
+    _means_of_rows(
+        p_remainders, p_out, o_n < columns, i_side, height, columns, columns, BLOCK_Y, BLOCK_C,
         PRECISION,
-    )
+    )  # fmt: skip
 
 
 class Lines(NamedTuple):
@@ -320,26 +289,14 @@ class Lines(NamedTuple):
     remainders: Tensor
 
 
-def empty_lines(v: Tensor, place: Place, tile: int) -> Lines:
-    """Return memory for the lines of ``v [B, h, N, e]``."""
-    batch, heads, _, e = v.shape
-    height, width, tiles = place.height, place.width, launch.cdiv(place.width, tile)
-    return Lines(
+def lines_of(v: Tensor, place: Place) -> Lines:
+    """Return the lines of ``v [B, h, N, e]``, which kernels can read."""
+    (batch, heads, _, e), height, width = v.shape, place.height, place.width
+    tiles, groups = launch.cdiv(width, TILE), batch * heads
+    lines = Lines(
         v.new_empty(2, batch, heads, height, width, e),
         v.new_empty(3, batch, heads, height, tiles if tiles > 1 else 0, 2, e),
     )
-
-
-def lines_of(v: Tensor, place: Place, tile: int, beside: int) -> Lines:
-    """Return the lines of ``v [B, h, N, e]``, which kernels can read, for tiles of ``tile`` queries
-    that read ``beside`` keys on either side.
-    """
-    batch, heads, _, e = v.shape
-    height = place.height
-    width = place.width
-    tiles = launch.cdiv(place.width, tile)
-    groups = batch * heads
-    lines = empty_lines(v, place, tile)
     row = launch.launch_row("joint lines", 0, e, v.dtype, v.device)
     blocks = launch.cdiv(width * e, row["BLOCK_C"])
     own = dict(E=e, PRECISION=launch.precision(v.dtype))
@@ -350,19 +307,17 @@ def lines_of(v: Tensor, place: Place, tile: int, beside: int) -> Lines:
         **row,
         **own,
         BLOCK_E=launch.block(e),
-        BLOCK_T=tile,
-        BESIDE=beside,
+        BLOCK_T=TILE,
+        BESIDE=place.beside,
     )
     # Their means need the remainders of all rows, and so a launch after them.
     if tiles > 1:
         row = launch.launch_row("joint means of remainders", 0, e, v.dtype, v.device)
         blocks = launch.cdiv(2 * tiles * e, row["BLOCK_C"])
-        sizes = groups, height, tiles, blocks
         launch.run(
             _joint_means_of_remainders,
             (2 * blocks * groups,),
-            lines.remainders,
-            *sizes,
+            *(lines.remainders, groups, height, tiles, blocks),
             **row,
             **own,
         )

@@ -18,7 +18,18 @@ import triton.language as tl
 from torch import Tensor
 
 from visionattn.ops.gpu import launch
-from visionattn.ops.gpu.language import head, kernel, parts, phi, phi_slope, reciprocal, rows
+from visionattn.ops.gpu.language import (
+    head,
+    inverse_mass,
+    kernel,
+    parts,
+    phi,
+    phi_slope,
+    program_of,
+    read,
+    reciprocal,
+    write,
+)
 from visionattn.ops.position.kernels.lines import axis_keys
 from visionattn.ops.position.kernels.place import Place
 
@@ -161,8 +172,7 @@ def _joint_queries_backward(
     """
     CLASSES: tl.constexpr = (2 * HORIZON_Y + 1) * (2 * HORIZON_X + 1)
     DTYPE: tl.constexpr = p_q.dtype.element_ty
-    i_block, i_group = tl.program_id(0) % blocks, tl.program_id(0) // blocks
-    i_batch, i_head = i_group // heads, i_group % heads
+    i_block, i_group, i_batch, i_head = program_of(blocks, heads)
     o_d, o_c, o_e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_E)
     m_d = o_d < D
     p_table += i_head * table_octets * 8
@@ -177,19 +187,17 @@ def _joint_queries_backward(
     # Tokens of the prefix have content alone.
     for start in range(0, tl.where(i_block == 0, prefix, 0), BLOCK_N):
         o_n = start + tl.arange(0, BLOCK_N)
-        m_q = (o_n < prefix)[:, None] & m_d[None, :]
-        b_dq = tl.load(rows(p_content_dq, o_n, content_token, o_d), mask=m_q, other=0)
+        m_n = o_n < prefix
+        b_dq = read(p_content_dq, o_n, content_token, o_d, m_n, D)
         if MAP != "":
-            b_q = tl.load(rows(p_q, o_n, q_token, o_d), mask=m_q, other=0)
+            b_q = read(p_q, o_n, q_token, o_d, m_n, D)
             b_z = tl.load(p_z + i_group.to(tl.int64) * D + o_d, mask=m_d, other=0)
-            b_along = tl.load(p_along + o_n, mask=o_n < prefix, other=0)
-            b_along *= reciprocal(tl.load(p_mass + o_n, mask=o_n < prefix, other=0))
+            b_along = tl.load(p_along + o_n, mask=m_n, other=0) * inverse_mass(p_mass, o_n, m_n)
             b_dq = (b_dq - b_along[:, None] * b_z[None, :]) * phi_slope(b_q, MAP)
-        tl.store(rows(p_dq, o_n, dq_token, o_d), b_dq.to(p_dq.dtype.element_ty), mask=m_q)
+        write(p_dq, o_n, dq_token, o_d, b_dq, m_n, D)
     o_n = i_block * BLOCK_N + tl.arange(0, BLOCK_N)
     m_n = o_n < height * width
-    m_q = m_n[:, None] & m_d[None, :]
-    b_q = tl.load(rows(p_q, prefix + o_n, q_token, o_d), mask=m_q, other=0)  # [N, D]
+    b_q = read(p_q, prefix + o_n, q_token, o_d, m_n, D)  # [N, D]
     # Float16 holds the scores of a query divided by the largest.
     b_unit = tl.full([BLOCK_N], 1.0, tl.float32)
     if tl.float16 == DTYPE:
@@ -231,15 +239,12 @@ def _joint_queries_backward(
     b_values += tl.sum(b_phi * b_to_values, 1) * b_unit
     b_masses += tl.sum(b_phi * b_to_mass, 1)
     b_mass = tl.load(p_mass + prefix + o_n, mask=m_n, other=0)
-    b_dq = tl.load(rows(p_content_dq, prefix + o_n, content_token, o_d), mask=m_q, other=0)
+    b_dq = read(p_content_dq, prefix + o_n, content_token, o_d, m_n, D)
     # Corrected by the difference of unrounded and rounded sums, or, beside a state, added up from
     # scratch.
     if MAP == "":
-        m_e = m_n[:, None] & (o_e < E)[None, :]
-        b_grad = tl.load(rows(p_grad, prefix + o_n, grad_token, o_e), mask=m_e, other=0).to(
-            tl.float32
-        )
-        b_out = tl.load(rows(p_out, prefix + o_n, out_token, o_e), mask=m_e, other=0).to(tl.float32)
+        b_grad = read(p_grad, prefix + o_n, grad_token, o_e, m_n, E).to(tl.float32)
+        b_out = read(p_out, prefix + o_n, out_token, o_e, m_n, E).to(tl.float32)
         b_inverse = reciprocal(b_mass + b_masses * unit)
         b_along = (tl.sum(b_grad * b_out, 1) * b_mass + b_values * unit) * b_inverse
     else:
@@ -261,7 +266,7 @@ def _joint_queries_backward(
         b_dq += b_to_phi * b_slope
     else:
         b_dq = b_dq * phi_slope(b_q, MAP) + b_to_phi * b_slope
-    tl.store(rows(p_dq, prefix + o_n, dq_token, o_d), b_dq.to(p_dq.dtype.element_ty), mask=m_q)
+    write(p_dq, prefix + o_n, dq_token, o_d, b_dq, m_n, D)
     # Gradients of the weights, which float16 holds divided by no less than the largest.
     i_first = i_group.to(tl.int64) * height * width
     if tl.float16 == DTYPE:

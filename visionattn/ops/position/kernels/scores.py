@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from visionattn.ops.gpu import launch
-from visionattn.ops.gpu.language import head, kernel, rows
+from visionattn.ops.gpu.language import head, kernel, read
 from visionattn.ops.position.kernels.joint import far_means
 from visionattn.ops.position.kernels.lines import (
     axis_keys,
@@ -29,8 +29,7 @@ def _tiles_of(
     p_x, o_n, x_token, o_e, width, TILES: tl.constexpr, BLOCK_T: tl.constexpr, E: tl.constexpr
 ):
     """Read rows ``o_n`` of x, in tiles ``[TILES, T, E]``."""
-    m_x = (o_n < width)[:, None] & (o_e < E)[None, :]
-    b_x = tl.load(rows(p_x, o_n, x_token, o_e), mask=m_x, other=0)
+    b_x = read(p_x, o_n, x_token, o_e, o_n < width, E)
     return tl.reshape(b_x, [TILES, BLOCK_T, o_e.shape[0]])
 
 
@@ -102,9 +101,9 @@ def _joint_scores(
     for i_class in range(0, 2 * HORIZON_Y + 1):
         num_rows = axis_keys(i_class, y, height, HORIZON_Y)
         p_line, line_token = line_at(
-            *(p_v, p_means, i_class, y + i_class - HORIZON_Y, prefix, width, v_token, means_below),
-            *(E, HORIZON_Y),
-        )
+            p_v, p_means, i_class, y + i_class - HORIZON_Y, prefix, width, v_token, means_below, E,
+            HORIZON_Y,
+        )  # fmt: skip
         p_line += start.to(tl.int64) * line_token * 8
         p_keys = p_line + (o_keys - start)[:, :, None] * (line_token * 8) + o_e[None, None, :]
         m_keys = (o_keys >= 0) & (o_keys < tl.where(num_rows > 0, width, 0))
@@ -151,20 +150,9 @@ def _joint_scores(
                 if SHARES > 1:
                     b_grad = _tiles_of(p_grad, o_q, grad_token, o_share, width, TILES, BLOCK_T, E)
                 b_keys = far_means(
-                    *(
-                        p_remainders,
-                        o_f,
-                        o_tile[:, None],
-                        y,
-                        i_group,
-                        groups,
-                        height,
-                        width,
-                        tiles,
-                        o_share,
-                    ),
-                    *(E, HORIZON_Y),
-                )  # [TILES, 16, E]
+                    p_remainders, o_f, o_tile[:, None], y, i_group, groups, height, width, tiles,
+                    o_share, E, HORIZON_Y,
+                )  # fmt: skip
                 b_far = tl.dot(
                     b_grad, tl.permute(b_keys, [0, 2, 1]), b_far, input_precision=PRECISION
                 )
@@ -196,7 +184,7 @@ def scores_of_classes(grad: Tensor, v: Tensor, place: Place) -> Tensor:
     row = launch.launch_row("joint scores", 0, e, v.dtype, v.device)
     if place.beside > 8:  # of as many more pairs
         row = row | dict(BLOCK_Q=row["BLOCK_Q"] // 2)
-    lines, patches = lines_of(v, place, TILE, place.beside), place.height * place.width
+    lines, patches = lines_of(v, place), place.height * place.width
     scores = v.new_empty(batch, heads, patches, place.padded_classes, dtype=torch.float32)
     blocks, tiles = launch.cdiv(place.width, row["BLOCK_Q"]), launch.cdiv(place.width, TILE)
     sizes = heads, groups, place.height, place.width, place.prefix, blocks, tiles, place.row_scale

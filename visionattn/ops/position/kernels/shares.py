@@ -12,13 +12,12 @@ of the grid they lie line by line:
     shares [B, h, H, 2Ry+1, W, slots]    the class of columns last, in ``Place.slots`` places
 """
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from visionattn.ops.gpu import launch
-from visionattn.ops.gpu.language import head, kernel, reciprocal, rows
-from visionattn.ops.position.kernels.joint import _elu1, _table_of_lines
+from visionattn.ops.gpu.language import head, inverse_mass, kernel, phi, read
+from visionattn.ops.position.kernels.joint import table_of_lines
 from visionattn.ops.position.kernels.place import Place
 
 UNIT = 2.0**14
@@ -73,7 +72,7 @@ def _joint_shares(
     p_shares += i_group.to(tl.int64) * patches * A * SLOTS
     # The table of these classes serves all patches of the program; the free slots, which may hold
     # Z, get zeros.
-    b_table = _table_of_lines(
+    b_table = table_of_lines(
         p_table + i_head * table_octets * 8, tl.zeros([BLOCK_D], tl.float32), i_chunk, DTYPE, D,
         BLOCK_D, LINES, SLOTS, HORIZON_Y, HORIZON_X,
     )  # fmt: skip
@@ -82,12 +81,10 @@ def _joint_shares(
         o_n = start + o_i
         m_n, y = o_n < patches, o_n // width
         x = o_n - y * width
-        b_q = tl.load(
-            rows(p_q, prefix + o_n, q_token, o_d), mask=m_n[:, None] & (o_d < D)[None, :], other=0
-        )  # [N, D]
+        b_q = read(p_q, prefix + o_n, q_token, o_d, m_n, D)  # [N, D]
         # A query without mass has shares of 0.
-        b_inverse = reciprocal(tl.load(p_mass + o_n, mask=m_n, other=0)) * scale  # [N]
-        b_phi = tl.where((o_d < D)[None, :], _elu1(b_q), 0).to(DTYPE)
+        b_inverse = inverse_mass(p_mass, o_n, m_n) * scale  # [N]
+        b_phi = tl.where((o_d < D)[None, :], phi(b_q, "elu1"), 0).to(DTYPE)
         b_w = tl.reshape(tl.dot(b_phi, b_table, input_precision=PRECISION), [BLOCK_N, LINES, SLOTS])
         if MEAN:
             # The outermost classes have many keys, and each of them its part of the weight.
@@ -122,14 +119,14 @@ def shares_of_classes(q: Tensor, table: Tensor, mass: Tensor, place: Place) -> T
     asked = "joint shares", d, place.padded_classes, q.dtype, q.device
     row, patches = launch.launch_row(*asked), place.height * place.width
     shares = q.new_empty(batch, heads, place.height, num_rows, place.width, place.slots)
-    groups = batch * heads * triton.cdiv(num_rows, place.lines_at_once)
+    groups = batch * heads * launch.cdiv(num_rows, place.lines_at_once)
     # About as many programs as the device holds at once, each with some blocks of patches.
     parts = launch.segments(patches, groups, row["BLOCK_N"], launch.resident_programs(*asked))
     launch.run(
         _joint_shares,
         (parts * groups,),
         *(q, table, mass, shares, heads, tokens, place.height, place.width, place.prefix),
-        *(parts, triton.cdiv(triton.cdiv(patches, parts), row["BLOCK_N"])),
+        *(parts, launch.cdiv(launch.cdiv(patches, parts), row["BLOCK_N"])),
         *(
             table.stride(0) // launch.OCTET if table.shape[0] > 1 else 0,
             UNIT if place.mean else UNIT / tokens,

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from visionattn.ops.gpu import launch
-from visionattn.ops.gpu.language import head, kernel, rows
+from visionattn.ops.gpu.language import head, kernel, write
 from visionattn.ops.position.kernels.far_queries import far_queries
 from visionattn.ops.position.kernels.pairs import as_operand, class_of, pairs
 from visionattn.ops.position.kernels.place import TILE, Place
@@ -313,8 +313,7 @@ def _joint_values_backward(
         )
         b_dv = b_sum * inverse_unit + b_far[:, None, :]
         o_token = prefix + y * width + o_x
-        b_dv = tl.reshape(b_dv, [BLOCK_K, BLOCK_E])
-        tl.store(rows(p_dv, o_token, dv_token, o_e), b_dv.to(p_dv.dtype.element_ty), mask=m_out)
+        write(p_dv, o_token, dv_token, o_e, tl.reshape(b_dv, [BLOCK_K, BLOCK_E]), m_x, E)
 
 
 def _row_of_values(
@@ -342,11 +341,11 @@ def values_backward(
     batch, heads, tokens, e = grad.shape
     groups, height, width = batch * heads, place.height, place.width
     row = _row_of_values(e, grad.dtype, grad.device, place)
-    blocks, e_shares = triton.cdiv(width, row["BLOCK_K"]), triton.cdiv(e, row["BLOCK_E"])
+    blocks, e_shares = launch.cdiv(width, row["BLOCK_K"]), launch.cdiv(e, row["BLOCK_E"])
     resident = launch.resident_programs("joint values backward", 0, e, grad.dtype, grad.device)
     strips = launch.segments(height, blocks * e_shares * groups, 1, resident, 1)
-    strip_rows = max(1, triton.cdiv(height, strips))
-    strips = triton.cdiv(height, strip_rows)  # none without rows
+    strip_rows = max(1, launch.cdiv(height, strips))
+    strips = launch.cdiv(height, strip_rows)  # none without rows
     options = row | dict(E=e, BLOCK_T=TILE, QUERIES=TILE + 2 * place.beside, SLOTS=place.slots)
     options |= dict(
         HORIZON_Y=place.horizon_y, HORIZON_X=place.horizon_x, PRECISION=launch.precision(grad.dtype)
@@ -361,39 +360,15 @@ def values_backward(
     launch.run(
         _joint_rows_below_backward,
         programs,
-        *(
-            shares,
-            grad,
-            below,
-            totals,
-            heads,
-            groups,
-            height,
-            width,
-            place.prefix,
-            *strip,
-            *launch.octets(grad),
-        ),
+        *(shares, grad, below, totals, heads, groups, height, width, place.prefix, *strip),
+        *launch.octets(grad),
         **options,
     )
     launch.run(
         _joint_values_backward,
         programs,
-        *(
-            shares,
-            grad,
-            below,
-            totals,
-            far,
-            dv,
-            dv,
-            heads,
-            groups,
-            height,
-            width,
-            place.prefix,
-            triton.cdiv(width, TILE),
-        ),
-        *(*strip, *launch.octets(grad), *launch.octets(dv), *launch.octets(dv)),
+        *(shares, grad, below, totals, far, dv, dv, heads, groups, height, width, place.prefix),
+        *(launch.cdiv(width, TILE), *strip),
+        *(*launch.octets(grad), *launch.octets(dv), *launch.octets(dv)),
         **options,
     )

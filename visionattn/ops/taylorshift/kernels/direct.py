@@ -18,16 +18,15 @@ import triton.language as tl
 from torch import Tensor
 
 from visionattn.ops.gpu import launch
-from visionattn.ops.gpu.language import head, kernel, read, reciprocal, rows
-
-
-@triton.jit
-def taking_part(p_present, o_m, keys, MASKED: tl.constexpr):
-    """Tell which of the keys ``o_m`` exist and are present, ``[M]``."""
-    m_m = o_m < keys
-    if MASKED:
-        m_m = tl.load(p_present + o_m, mask=m_m, other=0) != 0
-    return m_m
+from visionattn.ops.gpu.language import (
+    head,
+    kernel,
+    present_rows,
+    program_of,
+    read,
+    reciprocal,
+    write,
+)
 
 
 @triton.jit
@@ -67,7 +66,7 @@ def _add_keys(
     In float16 the sum of values is in units of 256 a, for the range of its operands.
     """
     o_m = start + tl.arange(0, BLOCK_M)
-    m_m = taking_part(p_present, o_m, keys, MASKED)
+    m_m = present_rows(p_present, o_m, o_m < keys, MASKED)
     b_k = read(p_k, o_m, k_token, tl.arange(0, BLOCK_D), m_m, D, RAGGED)  # [M, D]
     b_v = read(p_v, o_m, v_token, tl.arange(0, BLOCK_E), m_m, E, RAGGED)  # [M, E]
     # y = x + b/2a, then the weight in units of a: y^2 + r, one multiply-add for each pair.
@@ -125,9 +124,7 @@ def _taylor_direct_means(
     """Write the mass of one block of queries, and their mean or, where not DIVIDE, the sum of
     weighted values times ``scale``.
     """
-    # Programs of one head follow each other: they read the same keys, which then stay in cache.
-    i_block, i_group = tl.program_id(0) % blocks, tl.program_id(0) // blocks
-    i_batch, i_head = i_group // heads, i_group % heads
+    i_block, i_group, i_batch, i_head = program_of(blocks, heads)
     o_n = i_block * BLOCK_N + tl.arange(0, BLOCK_N)
     o_d = tl.arange(0, BLOCK_D)
     o_e = tl.arange(0, BLOCK_E)
@@ -136,9 +133,7 @@ def _taylor_direct_means(
     p_present += i_batch.to(tl.int64) * keys
     m_n = o_n < queries
     # Queries stay in registers for the whole pass over the keys.
-    b_q = read(
-        head(p_q, i_batch, i_head, q_batch, q_head), o_n, q_token, o_d, m_n, D, True
-    )  # [N, D]
+    b_q = read(head(p_q, i_batch, i_head, q_batch, q_head), o_n, q_token, o_d, m_n, D)  # [N, D]
     b_values = tl.zeros([BLOCK_N, BLOCK_E], tl.float32)
     b_mass = tl.zeros([BLOCK_N], tl.float32)
     # Whole blocks of keys first, without a mask; the last, ragged one after them. With a mask of
@@ -148,40 +143,14 @@ def _taylor_direct_means(
         whole = keys - keys % BLOCK_M
         for start in range(0, whole, BLOCK_M):
             b_values, b_mass = _add_keys(
-                *(
-                    b_values,
-                    b_mass,
-                    b_q,
-                    p_k,
-                    p_v,
-                    p_present,
-                    start,
-                    keys,
-                    shift,
-                    rest,
-                    k_token,
-                    v_token,
-                ),
-                *(D, E, BLOCK_D, BLOCK_E, BLOCK_M, False, MASKED, PRECISION),
-            )
+                b_values, b_mass, b_q, p_k, p_v, p_present, start, keys, shift, rest, k_token,
+                v_token, D, E, BLOCK_D, BLOCK_E, BLOCK_M, False, MASKED, PRECISION,
+            )  # fmt: skip
     for start in range(whole, keys, BLOCK_M):
         b_values, b_mass = _add_keys(
-            *(
-                b_values,
-                b_mass,
-                b_q,
-                p_k,
-                p_v,
-                p_present,
-                start,
-                keys,
-                shift,
-                rest,
-                k_token,
-                v_token,
-            ),
-            *(D, E, BLOCK_D, BLOCK_E, BLOCK_M, True, MASKED, PRECISION),
-        )
+            b_values, b_mass, b_q, p_k, p_v, p_present, start, keys, shift, rest, k_token,
+            v_token, D, E, BLOCK_D, BLOCK_E, BLOCK_M, True, MASKED, PRECISION,
+        )  # fmt: skip
     # Undo the 256 of ``_add_keys``.
     if p_v.dtype.element_ty == tl.float16:
         b_values *= 256
@@ -190,8 +159,8 @@ def _taylor_direct_means(
         b_values *= reciprocal(b_mass)[:, None]
     else:
         b_values *= scale
-    p_out = rows(head(p_out, i_batch, i_head, out_batch, out_head), o_n, out_token, o_e)
-    tl.store(p_out, b_values.to(p_out.dtype.element_ty), mask=m_n[:, None] & (o_e < E)[None, :])
+    p_out = head(p_out, i_batch, i_head, out_batch, out_head)
+    write(p_out, o_n, out_token, o_e, b_values, m_n, E)
     tl.store(p_mass + i_group.to(tl.int64) * queries + o_n, b_mass * scale, mask=m_n)
 
 

@@ -4,10 +4,10 @@
 weights are ``g = grad / mass`` and ``z = -<g, out>``; that of a score is
 ``a (g_i.v_j + z_i) 2 y_ij / M``.
 
-A first launch makes ``1 / mass`` and z of each query. Then one pass holds queries and goes over
-keys, for dq, and one holds keys and goes over queries, for dk and dv. Absent keys are read as 0,
-and queries past the last one have ``1 / mass = z = 0``: neither adds anything. The factors a and 1
-/ M enter at the end, in float32.
+A first launch holds queries and goes over keys, for dq; it leaves ``1 / mass`` and z of each query
+to the second, which holds keys and goes over queries, for dk and dv. Absent keys are read as 0, and
+queries past the last one have ``1 / mass = z = 0``: neither adds anything. The factors a and 1 / M
+enter at the end, in float32.
 
 Source: the shape of the passes is that of Dao et al. 2022, "FlashAttention", algorithm 4; the
 gradients are ours.
@@ -19,50 +19,16 @@ import triton.language as tl
 from torch import Tensor
 
 from visionattn.ops.gpu import launch
-from visionattn.ops.gpu.language import head, kernel, read, reciprocal, rows
-from visionattn.ops.taylorshift.kernels.direct import completed_square, shifted_scores, taking_part
-
-
-@kernel
-def _taylor_direct_terms(
-    p_grad,
-    p_out,
-    p_mass,
-    p_inverse,
-    p_z,
-    heads,
-    queries,
-    blocks,
-    grad_batch,
-    grad_head,
-    grad_token,
-    out_batch,
-    out_head,
-    out_token,
-    E: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Write ``1 / mass``, or 0 where the mass is 0, and ``z`` of one block of queries."""
-    i_block, i_group = tl.program_id(0) % blocks, tl.program_id(0) // blocks
-    i_batch, i_head = i_group // heads, i_group % heads
-    o_n, o_e = i_block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_E)
-    i_first, m_n = i_group.to(tl.int64) * queries, o_n < queries
-    b_grad = read(
-        head(p_grad, i_batch, i_head, grad_batch, grad_head), o_n, grad_token, o_e, m_n, E, True
-    )  # [N, E]
-    b_out = read(
-        head(p_out, i_batch, i_head, out_batch, out_head), o_n, out_token, o_e, m_n, E, True
-    )  # [N, E]
-    b_mass = tl.load(p_mass + i_first + o_n, mask=m_n, other=0)
-    b_inverse = reciprocal(b_mass)
-    # Both passes read these two numbers for each pair they make: they are divided once, here.
-    tl.store(p_inverse + i_first + o_n, b_inverse, mask=m_n)
-    tl.store(
-        p_z + i_first + o_n,
-        -b_inverse * tl.sum(b_grad.to(tl.float32) * b_out.to(tl.float32), 1),
-        mask=m_n,
-    )
+from visionattn.ops.gpu.language import (
+    head,
+    inverse_mass,
+    kernel,
+    present_rows,
+    program_of,
+    read,
+    write,
+)
+from visionattn.ops.taylorshift.kernels.direct import completed_square, shifted_scores
 
 
 @triton.jit
@@ -91,7 +57,7 @@ def _add_keys(
 ):
     """Add what one block of keys gives to the gradient of a block of queries; units of 2a / M."""
     o_m = start + tl.arange(0, BLOCK_M)
-    m_m = taking_part(p_present, o_m, keys, MASKED)
+    m_m = present_rows(p_present, o_m, o_m < keys, MASKED)
     b_k = read(p_k, o_m, k_token, tl.arange(0, BLOCK_D), m_m, D, RAGGED or MASKED)  # [M, D]
     b_v = read(p_v, o_m, v_token, tl.arange(0, BLOCK_E), m_m, E, RAGGED or MASKED)  # [M, E]
     # The weight w = a (y^2 + r) has the slope 2 a y, so y is what this pass needs of the scores.
@@ -106,13 +72,15 @@ def _add_keys(
 @kernel
 def _taylor_direct_queries_backward(
     p_grad,
-    p_inverse,
-    p_z,
+    p_out,
+    p_mass,
     p_q,
     p_k,
     p_v,
     p_present,
     p_dq,
+    p_inverse,
+    p_z,
     heads,
     queries,
     keys,
@@ -122,6 +90,9 @@ def _taylor_direct_queries_backward(
     grad_batch,
     grad_head,
     grad_token,
+    out_batch,
+    out_head,
+    out_token,
     q_batch,
     q_head,
     q_token,
@@ -143,9 +114,10 @@ def _taylor_direct_queries_backward(
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Write the gradient of one block of queries."""
-    i_block, i_group = tl.program_id(0) % blocks, tl.program_id(0) // blocks
-    i_batch, i_head = i_group // heads, i_group % heads
+    """Write the gradient of one block of queries, and ``1 / mass``, or 0 where the mass is 0, and
+    z.
+    """
+    i_block, i_group, i_batch, i_head = program_of(blocks, heads)
     o_n = i_block * BLOCK_N + tl.arange(0, BLOCK_N)
     o_d = tl.arange(0, BLOCK_D)
     o_e = tl.arange(0, BLOCK_E)
@@ -154,58 +126,30 @@ def _taylor_direct_queries_backward(
     p_present += i_batch.to(tl.int64) * keys
     i_first, m_n = i_group.to(tl.int64) * queries, o_n < queries
     # What belongs to the queries stays in registers through the pass.
-    b_q = read(
-        head(p_q, i_batch, i_head, q_batch, q_head), o_n, q_token, o_d, m_n, D, True
-    )  # [N, D]
-    b_grad = read(
-        head(p_grad, i_batch, i_head, grad_batch, grad_head), o_n, grad_token, o_e, m_n, E, True
-    )  # [N, E]
+    b_q = read(head(p_q, i_batch, i_head, q_batch, q_head), o_n, q_token, o_d, m_n, D)  # [N, D]
+    p_grad = head(p_grad, i_batch, i_head, grad_batch, grad_head)
+    b_grad = read(p_grad, o_n, grad_token, o_e, m_n, E)  # [N, E]
+    p_out = head(p_out, i_batch, i_head, out_batch, out_head)
+    b_out = read(p_out, o_n, out_token, o_e, m_n, E)  # [N, E]
+    b_inverse = inverse_mass(p_mass + i_first, o_n, m_n)
+    b_z = -b_inverse * tl.sum(b_grad.to(tl.float32) * b_out.to(tl.float32), 1)
+    tl.store(p_inverse + i_first + o_n, b_inverse, mask=m_n)
+    tl.store(p_z + i_first + o_n, b_z, mask=m_n)
     b_grad = b_grad.to(b_q.dtype)
-    b_inverse = tl.load(p_inverse + i_first + o_n, mask=m_n, other=0)
-    b_z = tl.load(p_z + i_first + o_n, mask=m_n, other=0)
     b_dq = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     # Whole blocks of keys without a mask for their end, then the last one, if it is ragged.
     whole = keys - keys % BLOCK_M
     for start in range(0, whole, BLOCK_M):
         b_dq = _add_keys(
-            *(
-                b_dq,
-                b_q,
-                b_grad,
-                b_inverse,
-                b_z,
-                p_k,
-                p_v,
-                p_present,
-                start,
-                keys,
-                shift,
-                k_token,
-                v_token,
-            ),
-            *(D, E, BLOCK_D, BLOCK_E, BLOCK_M, False, MASKED, PRECISION),
-        )
+            b_dq, b_q, b_grad, b_inverse, b_z, p_k, p_v, p_present, start, keys, shift, k_token,
+            v_token, D, E, BLOCK_D, BLOCK_E, BLOCK_M, False, MASKED, PRECISION,
+        )  # fmt: skip
     if whole < keys:
         b_dq = _add_keys(
-            *(
-                b_dq,
-                b_q,
-                b_grad,
-                b_inverse,
-                b_z,
-                p_k,
-                p_v,
-                p_present,
-                whole,
-                keys,
-                shift,
-                k_token,
-                v_token,
-            ),
-            *(D, E, BLOCK_D, BLOCK_E, BLOCK_M, True, MASKED, PRECISION),
-        )
-    p_dq = rows(head(p_dq, i_batch, i_head, dq_batch, dq_head), o_n, dq_token, o_d)
-    tl.store(p_dq, (b_dq * scale).to(p_dq.dtype.element_ty), mask=m_n[:, None] & (o_d < D)[None, :])
+            b_dq, b_q, b_grad, b_inverse, b_z, p_k, p_v, p_present, whole, keys, shift, k_token,
+            v_token, D, E, BLOCK_D, BLOCK_E, BLOCK_M, True, MASKED, PRECISION,
+        )  # fmt: skip
+    write(head(p_dq, i_batch, i_head, dq_batch, dq_head), o_n, dq_token, o_d, b_dq * scale, m_n, D)
 
 
 @triton.jit
@@ -305,20 +249,15 @@ def _taylor_direct_keys_backward(
     PRECISION: tl.constexpr,
 ):
     """Write the gradients of one block of keys and values; a masked key is read as 0 and gets 0."""
-    i_block, i_group = tl.program_id(0) % blocks, tl.program_id(0) // blocks
-    i_batch, i_head = i_group // heads, i_group % heads
+    i_block, i_group, i_batch, i_head = program_of(blocks, heads)
     o_m = i_block * BLOCK_M + tl.arange(0, BLOCK_M)
     o_d = tl.arange(0, BLOCK_D)
     o_e = tl.arange(0, BLOCK_E)
     p_present += i_batch.to(tl.int64) * keys
-    m_m = taking_part(p_present, o_m, keys, MASKED)
+    m_m = present_rows(p_present, o_m, o_m < keys, MASKED)
     # What belongs to the keys stays in registers, and so do the two sums.
-    b_k = read(
-        head(p_k, i_batch, i_head, k_batch, k_head), o_m, k_token, o_d, m_m, D, True
-    )  # [M, D]
-    b_v = read(
-        head(p_v, i_batch, i_head, v_batch, v_head), o_m, v_token, o_e, m_m, E, True
-    )  # [M, E]
+    b_k = read(head(p_k, i_batch, i_head, k_batch, k_head), o_m, k_token, o_d, m_m, D)  # [M, D]
+    b_v = read(head(p_v, i_batch, i_head, v_batch, v_head), o_m, v_token, o_e, m_m, E)  # [M, E]
     p_q = head(p_q, i_batch, i_head, q_batch, q_head)
     p_grad = head(p_grad, i_batch, i_head, grad_batch, grad_head)
     p_inverse += i_group.to(tl.int64) * queries
@@ -329,44 +268,14 @@ def _taylor_direct_keys_backward(
     whole = queries - queries % BLOCK_N
     for start in range(0, whole, BLOCK_N):
         b_dk, b_dv = _add_queries(
-            *(
-                b_dk,
-                b_dv,
-                b_k,
-                b_v,
-                p_q,
-                p_grad,
-                p_inverse,
-                p_z,
-                start,
-                queries,
-                shift,
-                rest,
-                q_token,
-                grad_token,
-            ),
-            *(D, E, BLOCK_D, BLOCK_E, BLOCK_N, False, PRECISION),
-        )
+            b_dk, b_dv, b_k, b_v, p_q, p_grad, p_inverse, p_z, start, queries, shift, rest,
+            q_token, grad_token, D, E, BLOCK_D, BLOCK_E, BLOCK_N, False, PRECISION,
+        )  # fmt: skip
     if whole < queries:
         b_dk, b_dv = _add_queries(
-            *(
-                b_dk,
-                b_dv,
-                b_k,
-                b_v,
-                p_q,
-                p_grad,
-                p_inverse,
-                p_z,
-                whole,
-                queries,
-                shift,
-                rest,
-                q_token,
-                grad_token,
-            ),
-            *(D, E, BLOCK_D, BLOCK_E, BLOCK_N, True, PRECISION),
-        )
+            b_dk, b_dv, b_k, b_v, p_q, p_grad, p_inverse, p_z, whole, queries, shift, rest,
+            q_token, grad_token, D, E, BLOCK_D, BLOCK_E, BLOCK_N, True, PRECISION,
+        )  # fmt: skip
     # A key that was read as 0 still has scores of b/2a, and so gradients: they are set to 0.
     if MASKED:
         m_m = (
@@ -374,31 +283,10 @@ def _taylor_direct_keys_backward(
         )  # again: there is no register to keep it
         b_dk, b_dv = tl.where(m_m[:, None], b_dk, 0), tl.where(m_m[:, None], b_dv, 0)
     m_m = o_m < keys
-    p_dk = rows(head(p_dk, i_batch, i_head, dk_batch, dk_head), o_m, dk_token, o_d)
-    p_dv = rows(head(p_dv, i_batch, i_head, dv_batch, dv_head), o_m, dv_token, o_e)
-    tl.store(
-        p_dk, (b_dk * (2 * scale)).to(p_dk.dtype.element_ty), mask=m_m[:, None] & (o_d < D)[None, :]
-    )
-    tl.store(p_dv, (b_dv * scale).to(p_dv.dtype.element_ty), mask=m_m[:, None] & (o_e < E)[None, :])
-
-
-def _terms_of_queries(grad: Tensor, out: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``1 / mass`` and ``z`` of all queries, float32 ``[B, h, N]``."""
-    batch, heads, queries, e = grad.shape
-    row = launch.launch_row("taylor direct terms", e, e, grad.dtype, grad.device)
-    blocks = launch.cdiv(queries, row["BLOCK_N"])
-    inverse = torch.empty_like(mass)
-    z = torch.empty_like(mass)
-    launch.run(
-        _taylor_direct_terms,
-        (blocks * batch * heads,),
-        *(grad, out, mass, inverse, z),
-        *(heads, queries, blocks, *launch.octets(grad), *launch.octets(out)),
-        **row,
-        E=e,
-        BLOCK_E=launch.block(e),
-    )
-    return inverse, z
+    p_dk = head(p_dk, i_batch, i_head, dk_batch, dk_head)
+    p_dv = head(p_dv, i_batch, i_head, dv_batch, dv_head)
+    write(p_dk, o_m, dk_token, o_d, b_dk * (2 * scale), m_m, D)
+    write(p_dv, o_m, dv_token, o_e, b_dv * scale, m_m, E)
 
 
 def backward(
@@ -425,25 +313,22 @@ def backward(
     """
     (batch, heads, queries, d), (keys, e) = q.shape, v.shape[2:]
     grad, out, q, k, v = (launch.readable(x) for x in (grad, out, q, k, v))
-    inverse, z = _terms_of_queries(grad, out, mass)
+    inverse, z = torch.empty_like(mass), torch.empty_like(mass)
     dq = launch.tokens_first(q, batch, heads, queries, d, dq_dtype)
     dk = launch.tokens_first(k, batch, heads, keys, d, dk_dtype)
     dv, scale = launch.tokens_first(v, batch, heads, keys, e), coefficients[0] / max(1, keys)
     present, masked = q if key_mask is None else key_mask.contiguous(), key_mask is not None
     shift, rest = completed_square(coefficients)
-    inputs = (grad, inverse, z, q, k, v, present)
-    strides = [octet for x in (grad, q, k, v) for octet in launch.octets(x)]
 
     # Hold queries, go over keys.
     options = launch.options("taylor direct queries backward", q, v)
     blocks = launch.cdiv(queries, options["BLOCK_N"])
-    sizes = (heads, queries, keys, blocks, shift, 2 * scale, *strides, *launch.octets(dq))
     launch.run(
         _taylor_direct_queries_backward,
         (blocks * batch * heads,),
-        *inputs,
-        dq,
-        *sizes,
+        *(grad, out, mass, q, k, v, present, dq, inverse, z),
+        *(heads, queries, keys, blocks, shift, 2 * scale),
+        *(octet for x in (grad, out, q, k, v, dq) for octet in launch.octets(x)),
         **options,
         MASKED=masked,
     )
@@ -451,25 +336,12 @@ def backward(
     # Hold keys, go over queries.
     options = launch.options("taylor direct keys backward", q, v)
     blocks = launch.cdiv(keys, options["BLOCK_M"])
-    sizes = (
-        heads,
-        queries,
-        keys,
-        blocks,
-        shift,
-        rest,
-        scale,
-        *strides,
-        *launch.octets(dk),
-        *launch.octets(dv),
-    )
     launch.run(
         _taylor_direct_keys_backward,
         (blocks * batch * heads,),
-        *inputs,
-        dk,
-        dv,
-        *sizes,
+        *(grad, inverse, z, q, k, v, present, dk, dv),
+        *(heads, queries, keys, blocks, shift, rest, scale),
+        *(octet for x in (grad, q, k, v, dk, dv) for octet in launch.octets(x)),
         **options,
         MASKED=masked,
     )

@@ -19,18 +19,25 @@ import triton.language as tl
 from torch import Tensor
 
 from visionattn.ops.gpu import launch
-from visionattn.ops.gpu.language import head, kernel, read, reciprocal, rows
-from visionattn.ops.taylorshift.kernels.efficient_states import (
-    high_and_low,
-    in_half_range,
+from visionattn.ops.gpu.language import (
+    head,
     inverse_length,
+    kernel,
+    parts,
+    present_rows,
+    program_of,
+    read,
+    reciprocal,
+    write,
+)
+from visionattn.ops.taylorshift.kernels.efficient_states import (
+    in_half_range,
     inverse_power,
     length_kind,
     length_pointer,
     num_moments,
     num_tiles,
     power_above,
-    present_rows,
     sums,
     tiles_of_pair,
     times_power,
@@ -85,17 +92,6 @@ def row_factors(b_x, p_length, i_head, LENGTH: tl.constexpr):
 
 
 @triton.jit
-def read_again(p, o_rows, row_octets, o_columns, m_rows, WIDTH: tl.constexpr):
-    """Read what ``read`` has read before: it comes from cache, and need not stay in registers
-    through a loop.
-    """
-    m_read = m_rows[:, None] & (o_columns < WIDTH)[None, :]
-    return tl.load(
-        rows(p, o_rows, row_octets, o_columns), mask=m_read, other=0, eviction_policy="evict_first"
-    )
-
-
-@triton.jit
 def times_moments(b_left, p, o_rows, row, o_columns, column, m, b_start, PRECISION: tl.constexpr):
     """Return ``start + left @ m`` for the float32 matrix at ``p`` with strides ``row`` and
     ``column``, which is split in two in half precision.
@@ -106,7 +102,7 @@ def times_moments(b_left, p, o_rows, row, o_columns, column, m, b_start, PRECISI
     if b_left.dtype == tl.float32:
         return tl.dot(b_left, b_right, acc=b_start, input_precision=PRECISION)
     else:
-        b_high, b_low = high_and_low(b_right, b_left.dtype)
+        b_high, b_low = parts(b_right, b_left.dtype)
         return tl.dot(b_left, b_low, acc=tl.dot(b_left, b_high, acc=b_start))
 
 
@@ -148,19 +144,17 @@ def taylor_efficient_expand(
 
     ``MASS`` writes the sums of weights too, and ``DIVIDED`` divides by them.
     """
-    # Blocks of one head follow each other: its state stays in cache.
-    i_block, i_group = tl.program_id(0) % blocks, tl.program_id(0) // blocks
-    i_batch, i_head = i_group // heads, i_group % heads
+    i_block, i_group, i_batch, i_head = program_of(blocks, heads)
     o_n = i_block * BLOCK_N + tl.arange(0, BLOCK_N)
     o_d = tl.arange(0, BLOCK_D)
     o_e = tl.arange(0, BLOCK_E)
     m_n, m_d, m_e = o_n < tokens, o_d < D, o_e < E
-    m_x = present_rows(p_present, i_batch, tokens, o_n, m_n, MASKED)
+    m_x = present_rows(p_present + i_batch.to(tl.int64) * tokens, o_n, m_n, MASKED)
     p_x = head(p_x, i_batch, i_head, x_batch, x_head)
     p_features += i_group.to(tl.int64) * (D * D * E)
     # The row of moments: X^T Y, sum y, X^T X, sum x, and an octet for the count.
     p_moments += i_group.to(tl.int64) * (D * E + E + D * D + D + 8)
-    b_x = read(p_x, o_n, x_token, o_d, m_x, D, True)  # [N, D]
+    b_x = read(p_x, o_n, x_token, o_d, m_x, D)  # [N, D]
     b_power, b_factor, length = row_factors(b_x, p_length, i_head, LENGTH)
     b_factor *= length
     b_x = times_power(b_x, b_power)
@@ -174,8 +168,8 @@ def taylor_efficient_expand(
     STEPS: tl.constexpr = TILES * (TILES + 1) // 2 * (16 // ROWS)
     o_i, o_j = tl.arange(0, ROWS), tl.arange(0, 16)
     o_fi, o_fj = tl.arange(0, BLOCK_F) // 16, tl.arange(0, BLOCK_F) % 16
-    b_i = times_power(read(p_x, o_n, x_token, o_i, m_x, D, True), b_power)  # [N, ROWS]
-    b_j = times_power(read(p_x, o_n, x_token, o_j, m_x, D, True), b_power)  # [N, 16]
+    b_i = times_power(read(p_x, o_n, x_token, o_i, m_x, D), b_power)  # [N, ROWS]
+    b_j = times_power(read(p_x, o_n, x_token, o_j, m_x, D), b_power)  # [N, 16]
     b_state = features_of(p_features, o_fi, o_fj, D, E, BLOCK_E)  # [F, E]
     # The linear term comes first, divided by one of the two factors that all sums are multiplied by
     # at the end.
@@ -191,8 +185,8 @@ def taylor_efficient_expand(
         following = tl.minimum(step + 1, STEPS - 1)
         next_i, next_j = tiles_of_pair(following // (16 // ROWS))
         next_i_column, next_j_column = 16 * next_i + ROWS * (following % (16 // ROWS)), 16 * next_j
-        b_next_i = times_power(read(p_x, o_n, x_token, next_i_column + o_i, m_x, D, True), b_power)
-        b_next_j = times_power(read(p_x, o_n, x_token, next_j_column + o_j, m_x, D, True), b_power)
+        b_next_i = times_power(read(p_x, o_n, x_token, next_i_column + o_i, m_x, D), b_power)
+        b_next_j = times_power(read(p_x, o_n, x_token, next_j_column + o_j, m_x, D), b_power)
         b_next = features_of(p_features, next_i_column + o_fi, next_j_column + o_fj, D, E, BLOCK_E)
         # Pairs of unequal tiles stand for their mirror image too.
         b_features = left_features(b_i * tl.where(i == j, 1.0, 2.0).to(b_i.dtype), b_j)
@@ -209,11 +203,7 @@ def taylor_efficient_expand(
     if MASKED:
         b_values = tl.where(m_x[:, None], b_values, 0)
     p_out = head(p_out, i_batch, i_head, out_batch, out_head)
-    tl.store(
-        rows(p_out, o_n, out_token, o_e),
-        b_values.to(p_out.dtype.element_ty),
-        mask=m_n[:, None] & m_e[None, :],
-    )
+    write(p_out, o_n, out_token, o_e, b_values, m_n, E)
 
 
 @triton.jit
@@ -274,37 +264,22 @@ def expand(
     """Write ``out [B, h, N, e]`` and, unless it is None, ``mass [B, h, N]`` of ``x [B, h, N, d]``;
     rows outside the mask get 0.
     """
-    (batch, heads, tokens, d), e = x.shape, out.shape[3]
-    options = launch.launch_row("taylor efficient expand", d, e, x.dtype, x.device)
-    x = launch.readable(x)
+    batch, heads, tokens, d = x.shape
+    options, x = launch.options("taylor efficient expand", x, out), launch.readable(x)
     blocks = launch.cdiv(tokens, options["BLOCK_N"])
     launch.run(
         taylor_efficient_expand,
         (blocks * batch * heads,),
-        *(
-            x,
-            length_pointer(x, length),
-            *state,
-            x if key_mask is None else key_mask.contiguous(),
-            out,
-        ),
+        *(x, length_pointer(x, length), *state),
+        *(x if key_mask is None else key_mask.contiguous(), out),
         state.moments if mass is None else mass,
         *(heads, tokens, blocks, *map(float, coefficients), *launch.octets(x), *launch.octets(out)),
         **options,
-        **dict(
-            D=d,
-            E=e,
-            TILES=num_tiles(d),
-            BLOCK_D=launch.block(d),
-            BLOCK_E=launch.block(e),
-            LENGTH=length_kind(length),
-        ),
-        **dict(
-            MASS=mass is not None,
-            DIVIDED=divide,
-            MASKED=key_mask is not None,
-            PRECISION=launch.precision(x.dtype),
-        ),
+        TILES=num_tiles(d),
+        LENGTH=length_kind(length),
+        MASS=mass is not None,
+        DIVIDED=divide,
+        MASKED=key_mask is not None,
     )
 
 

@@ -20,12 +20,19 @@ import triton.language as tl
 from torch import Tensor
 
 from visionattn.ops.gpu import launch
-from visionattn.ops.gpu.language import head, kernel, read, reciprocal, rows
+from visionattn.ops.gpu.language import (
+    head,
+    inverse_mass,
+    kernel,
+    present_rows,
+    program_of,
+    read,
+    write,
+)
 from visionattn.ops.taylorshift.kernels.efficient import (
     State,
     expand,
     left_features,
-    read_again,
     row_factors,
     times_moments,
 )
@@ -35,9 +42,7 @@ from visionattn.ops.taylorshift.kernels.efficient_states import (
     inverse_power,
     length_kind,
     length_pointer,
-    per_token,
     power_above,
-    present_rows,
     sums,
     times_power,
     unit_of,
@@ -92,19 +97,19 @@ def taylor_efficient_gradient(
     and writes z. Rows are scaled after the products of matrices, whose operands then lie in memory
     as they are.
     """
-    i_block, i_group = tl.program_id(0) % blocks, tl.program_id(0) // blocks
-    i_batch, i_head = i_group // heads, i_group % heads
+    i_block, i_group, i_batch, i_head = program_of(blocks, heads)
     o_n = i_block * BLOCK_N + tl.arange(0, BLOCK_N)
     o_d = tl.arange(0, BLOCK_D)
     o_c = tl.arange(0, BLOCK_D)
     o_e = tl.arange(0, BLOCK_E)
     m_d, m_c, m_e = o_d < D, o_c < D, o_e < E
-    m_n = present_rows(p_present, i_batch, tokens, o_n, o_n < tokens, MASKED)
+    p_present += i_batch.to(tl.int64) * tokens
+    m_n = present_rows(p_present, o_n, o_n < tokens, MASKED)
     p_x = head(p_x, i_batch, i_head, x_batch, x_head)
     p_y = head(p_y, i_batch, i_head, y_batch, y_head)
     p_features += i_group.to(tl.int64) * (D * D * E)
     p_moments += i_group.to(tl.int64) * (D * E + E + D * D + D + 8)
-    b_y = read(p_y, o_n, y_token, o_e, m_n, E, True)  # [N, E]
+    b_y = read(p_y, o_n, y_token, o_e, m_n, E)  # [N, E]
     b_scale = tl.full([BLOCK_N], 1.0, tl.float32)
     if b_y.dtype == tl.float16:  # products with small gradients are to stay in range too
         b_scale = power_above(1 / tl.maximum(tl.max(tl.abs(b_y), 1).to(tl.float32), 1e-30))
@@ -115,16 +120,15 @@ def taylor_efficient_gradient(
     b_scale = tl.where(m_n, inverse_power(b_scale), 0)
     # <y, out> comes from the scaled y, and ``b_scale`` undoes the scale: z is stored without it.
     if DIVIDED:
-        b_out = read(
-            head(p_out, i_batch, i_head, out_batch, out_head), o_n, out_token, o_e, m_n, E, True
-        )  # [N, E]
+        p_out = head(p_out, i_batch, i_head, out_batch, out_head)
+        b_out = read(p_out, o_n, out_token, o_e, m_n, E)  # [N, E]
         b_mass_weight = -tl.sum(b_y.to(tl.float32) * b_out.to(tl.float32), 1)
-        b_scale *= reciprocal(per_token(p_mass, i_group, tokens, o_n, m_n))
+        b_scale *= inverse_mass(p_mass + i_group.to(tl.int64) * tokens, o_n, m_n)
         tl.store(
             p_z + i_group.to(tl.int64) * tokens + o_n, b_mass_weight * b_scale, mask=o_n < tokens
         )
     # The gradient of the mass, and that of the linear term.
-    b_x = read(p_x, o_n, x_token, o_d, m_n, D, True)  # [N, D]
+    b_x = read(p_x, o_n, x_token, o_d, m_n, D)  # [N, D]
     b_power, b_factor, length = row_factors(b_x, p_length, i_head, LENGTH)
     p_xx = p_moments + D * E + E
     b_start = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
@@ -166,10 +170,9 @@ def taylor_efficient_gradient(
     # Rows and their factors again, and addresses from the first row of the block on: then the loop
     # keeps registers for neither.
     i_first, o_r = (i_block * BLOCK_N).to(tl.int64), tl.arange(0, BLOCK_N)
-    m_r = present_rows(
-        p_present + i_first, i_batch, tokens, o_r, o_r < tokens - i_block * BLOCK_N, MASKED
-    )
-    b_x = read_again(p_x + i_first * (x_token * 8), o_r, x_token, o_d, m_r, D)
+    m_dx = o_r < tokens - i_block * BLOCK_N
+    m_r = present_rows(p_present + i_first, o_r, m_dx, MASKED)
+    b_x = read(p_x + i_first * (x_token * 8), o_r, x_token, o_d, m_r, D, AGAIN=True)
     b_power, b_factor, length = row_factors(b_x, p_length, i_head, LENGTH)
     b_dx *= (2 * length * b_factor * b_scale)[:, None] * unit_of(p_features, p_moments, D, E)
     if LENGTH:
@@ -181,9 +184,8 @@ def taylor_efficient_gradient(
             b_inverse < 0.9999e6, b_along, 0
         )  # shorter vectors are multiplied by a constant
         b_dx = (b_dx - b_x * (b_along * b_inverse)[:, None]) * (b_inverse * length)[:, None]
-    m_dx = (o_r < tokens - i_block * BLOCK_N)[:, None] & m_d[None, :]
     p_dx = head(p_dx, i_batch, i_head, dx_batch, dx_head) + i_first * (dx_token * 8)
-    tl.store(rows(p_dx, o_r, dx_token, o_d), b_dx.to(p_dx.dtype.element_ty), mask=m_dx)
+    write(p_dx, o_r, dx_token, o_d, b_dx, m_dx, D)
 
 
 @triton.jit
@@ -196,7 +198,7 @@ def columns_of(p_x, o_n, x_token, o_x, m_n, b_power, D: tl.constexpr, COLUMNS: t
         b_x = tl.load(p_x, mask=m_n, other=0)
         return (b_x.to(tl.float32) * b_power).to(b_x.dtype)
     else:
-        return times_power(read(p_x, o_n, x_token, o_x, m_n, D, True), b_power)
+        return times_power(read(p_x, o_n, x_token, o_x, m_n, D), b_power)
 
 
 @triton.jit
@@ -246,45 +248,27 @@ def _gradient_of(
         is given.
     """
     (batch, heads, tokens, d), e = x.shape, y.shape[3]
-    options = launch.launch_row("taylor efficient gradient", d, e, x.dtype, x.device)
-    kind = length_kind(length)
+    options, kind = launch.options("taylor efficient gradient", x, y), length_kind(length)
     if kind == 0 and x.dtype != torch.float32:  # the second product of low parts takes registers
         smaller = dict(BLOCK_N=min(64, options["BLOCK_N"])) if e > 64 else dict(BLOCK_F=64)
         options = options | smaller
     x, y = launch.readable(x), launch.readable(y)
     out, mass = (y, state.moments) if divided is None else (launch.readable(divided[0]), divided[1])
     dx = launch.tokens_first(x, batch, heads, tokens, d, dtype)
-    # One program for each block of tokens of each head.
-    blocks = triton.cdiv(tokens, options["BLOCK_N"])
+    blocks = launch.cdiv(tokens, options["BLOCK_N"])
     z = mass.new_empty(0 if divided is None else mass.shape)
     d_length = mass.new_empty(batch, heads, tokens if kind == 2 else 0)
     launch.run(
         taylor_efficient_gradient,
         (blocks * batch * heads,),
-        *(
-            x,
-            length_pointer(x, length),
-            y,
-            out,
-            mass,
-            x if key_mask is None else key_mask.contiguous(),
-            *state,
-            dx,
-            z,
-            d_length,
-        ),
+        *(x, length_pointer(x, length), y, out, mass),
+        *(x if key_mask is None else key_mask.contiguous(), *state, dx, z, d_length),
         *(heads, tokens, blocks, *map(float, weights)),
         *(octet for tensor in (x, y, out, dx) for octet in launch.octets(tensor)),
         **options,
-        **dict(
-            D=d,
-            E=e,
-            BLOCK_D=launch.block(d),
-            BLOCK_E=launch.block(e),
-            PRECISION=launch.precision(x.dtype),
-            LENGTH=kind,
-        ),
-        **dict(DIVIDED=divided is not None, MASKED=key_mask is not None),
+        LENGTH=kind,
+        DIVIDED=divided is not None,
+        MASKED=key_mask is not None,
     )
     return dx, z, d_length.sum((0, 2)) if kind == 2 else d_length
 

@@ -28,7 +28,16 @@ import triton.language as tl
 from torch import Tensor
 
 from visionattn.ops.gpu import launch
-from visionattn.ops.gpu.language import head, kernel, read, reciprocal
+from visionattn.ops.gpu.language import (
+    head,
+    inverse_length,
+    inverse_mass,
+    kernel,
+    parts,
+    present_rows,
+    read,
+    sum_of_parts,
+)
 
 TILE = 16
 PAIR = TILE * TILE
@@ -64,36 +73,10 @@ class Divided:
 
 
 @triton.jit
-def present_rows(p_present, i_batch, tokens, o_n, m_n, MASKED: tl.constexpr):
-    """Return ``m_n`` without the tokens that the mask of the image leaves out."""
-    if MASKED:
-        return m_n & (
-            tl.load(p_present + i_batch.to(tl.int64) * tokens + o_n, mask=m_n, other=0) != 0
-        )
-    else:
-        return m_n
-
-
-@triton.jit
-def per_token(p, i_group, tokens, o_n, m_n):
-    """Read one number for each token of a head from ``p``, float32 ``[B, h, N]``: ``[N]``, 0 where
-    ``m_n`` is false.
-    """
-    return tl.load(p + i_group.to(tl.int64) * tokens + o_n, mask=m_n, other=0)
-
-
-@triton.jit
 def tiles_of_pair(pair):
     """Return i and j of a pair of at most four tiles: i grows at pairs 1, 3 and 6 of the ten."""
     i = (pair + 9) // 10 + (pair + 5) // 8 + pair // 6
     return i, pair - i * (i + 1) // 2
-
-
-@triton.jit
-def inverse_length(b_x):
-    """Return ``1 / max(|x|, 1e-6)`` of each row, float32 ``[N]``."""
-    b_x = b_x.to(tl.float32)
-    return tl.rsqrt(tl.maximum(tl.sum(b_x * b_x, 1), 1e-12))
 
 
 @triton.jit
@@ -123,15 +106,6 @@ def times_power(b_x, b_power):
 
 
 @triton.jit
-def high_and_low(b_x, DTYPE: tl.constexpr):
-    """Split float32 into two numbers of a half precision that add up to it, so that products keep
-    16 bits and more.
-    """
-    b_high = b_x.to(DTYPE)
-    return b_high, (b_x - b_high.to(tl.float32)).to(DTYPE)
-
-
-@triton.jit
 def _factors(b_x, p_length, i_head, LENGTH: tl.constexpr):
     """Return, for each row, the power of two that multiplies it in float16 and what brings it to
     its length after that, float32 ``[N]``.
@@ -154,11 +128,8 @@ def _sum_features(
     p_length,
     p_present,
     p_part,
-    i_batch,
     i_head,
-    i_group,
     i_share,
-    tokens,
     first,
     last,
     x_token,
@@ -189,18 +160,18 @@ def _sum_features(
     # unit works.
     for start in range(first - BLOCK_N, last, BLOCK_N):
         o_n = start + BLOCK_N + tl.arange(0, BLOCK_N)
-        m_n = present_rows(p_present, i_batch, tokens, o_n, o_n < last, MASKED)
-        b_next_y = read(p_y, o_n, y_token, o_e, m_n, E, True)  # [N, E]
+        m_n = present_rows(p_present, o_n, o_n < last, MASKED)
+        b_next_y = read(p_y, o_n, y_token, o_e, m_n, E)  # [N, E]
         if LENGTH:
-            b_x = read(p_x, o_n, x_token, o_d, m_n, D, True)  # [N, D], for the length alone
+            b_x = read(p_x, o_n, x_token, o_d, m_n, D)  # [N, D], for the length alone
         if DIVIDED:
-            b_inverse = reciprocal(per_token(p_mass, i_group, tokens, o_n, m_n))
+            b_inverse = inverse_mass(p_mass, o_n, m_n)
         b_loaded, b_next_tiles, b_next_sums = (), (), ()
         for p in tl.static_range(PAIRS):
             # Loads of all pairs come first, so that the products below hide the time they take.
             i, j = tiles_of_pair(i_share * PAIRS + p)
-            b_i = read(p_x, o_n, x_token, 16 * i + o_t, m_n, D, True)  # [N, 16]
-            b_loaded = b_loaded + (b_i, read(p_x, o_n, x_token, 16 * j + o_t, m_n, D, True))
+            b_i = read(p_x, o_n, x_token, 16 * i + o_t, m_n, D)  # [N, 16]
+            b_loaded = b_loaded + (b_i, read(p_x, o_n, x_token, 16 * j + o_t, m_n, D))
         for p in tl.static_range(PAIRS):
             # The features of the tokens loaded before, as a left operand: [256, N].
             b_i, b_j = tl.trans(b_tiles[2 * p]), tl.trans(b_tiles[2 * p + 1])
@@ -238,10 +209,7 @@ def _sum_moments(
     p_length,
     p_present,
     p_part,
-    i_batch,
     i_head,
-    i_group,
-    tokens,
     first,
     last,
     x_token,
@@ -273,13 +241,13 @@ def _sum_moments(
     b_count = tl.zeros([BLOCK_N], tl.float32)
     for start in range(first, last, BLOCK_N):
         o_n = start + tl.arange(0, BLOCK_N)
-        m_n = present_rows(p_present, i_batch, tokens, o_n, o_n < last, MASKED)
-        b_x = read(p_x, o_n, x_token, o_d, m_n, D, True)  # [N, D]
-        b_y = read(p_y, o_n, y_token, o_e, m_n, E, True)  # [N, E]
+        m_n = present_rows(p_present, o_n, o_n < last, MASKED)
+        b_x = read(p_x, o_n, x_token, o_d, m_n, D)  # [N, D]
+        b_y = read(p_y, o_n, y_token, o_e, m_n, E)  # [N, E]
         # Right operands: y, divided by its mass, for X^T Y, and weighted x for X^T diag(w) X.
         b_right, b_weighted = b_y.to(tl.float32), b_x.to(tl.float32)
         if DIVIDED:
-            b_right *= reciprocal(per_token(p_mass, i_group, tokens, o_n, m_n))[:, None]
+            b_right *= inverse_mass(p_mass, o_n, m_n)[:, None]
         b_y_sums += b_right
         # x itself takes only the exact power of two; the factor, which rounds, goes to the right
         # operand, which keeps more bits. The sum of y takes no factor, that of x one, X^T Y one,
@@ -290,7 +258,7 @@ def _sum_moments(
             b_right *= b_factor[:, None]
             b_weighted = b_x.to(tl.float32) * b_factor[:, None]
         if DIVIDED:
-            b_weighted *= per_token(p_weights, i_group, tokens, o_n, m_n)[:, None]
+            b_weighted *= tl.load(p_weights + o_n, mask=m_n, other=0)[:, None]
         b_x_sums += b_weighted
         if LENGTH:
             b_weighted *= b_factor[:, None]
@@ -298,8 +266,8 @@ def _sum_moments(
         b_left = tl.trans(b_x)
         # High and low parts are summed apart wherever registers hold both sums.
         if HALF and (LENGTH or DIVIDED):
-            b_high, b_low = high_and_low(b_right, b_x.dtype)
-            b_high_x, b_low_x = high_and_low(b_weighted, b_x.dtype)
+            b_high, b_low = parts(b_right, b_x.dtype)
+            b_high_x, b_low_x = parts(b_weighted, b_x.dtype)
             b_xy += tl.dot(b_left, b_high)
             b_xx += tl.dot(b_left, b_high_x)
             if BLOCK_E > 64:  # of wide values registers hold the sums of both parts alone
@@ -368,6 +336,9 @@ def taylor_efficient_sums(
     i_batch, i_head = i_group // heads, i_group % heads
     p_x = head(p_x, i_batch, i_head, x_batch, x_head)
     p_y = head(p_y, i_batch, i_head, y_batch, y_head)
+    p_present += i_batch.to(tl.int64) * tokens
+    p_mass += i_group.to(tl.int64) * tokens
+    p_weights += i_group.to(tl.int64) * tokens
     SIZE: tl.constexpr = PAIRS * SHARES * 256 * E
     p_part = p_parts + (i_segment.to(tl.int64) * groups + i_group) * (
         SIZE + D * E + E + D * D + D + 8
@@ -378,27 +349,14 @@ def taylor_efficient_sums(
     # again.
     if i_share < SHARES:
         _sum_features(
-            *(p_x, p_y, p_mass, p_length, p_present, p_part, i_batch, i_head, i_group, i_share),
-            *(tokens, first, last, x_token, y_token),
-            *(D, E, BLOCK_D, BLOCK_E, BLOCK_N, PAIRS, LENGTH, DIVIDED, MASKED, PRECISION),
-        )
+            p_x, p_y, p_mass, p_length, p_present, p_part, i_head, i_share, first, last, x_token,
+            y_token, D, E, BLOCK_D, BLOCK_E, BLOCK_N, PAIRS, LENGTH, DIVIDED, MASKED, PRECISION,
+        )  # fmt: skip
     else:
         _sum_moments(
-            *(
-                p_x,
-                p_y,
-                p_mass,
-                p_weights,
-                p_length,
-                p_present,
-                p_part + SIZE,
-                i_batch,
-                i_head,
-                i_group,
-            ),
-            *(tokens, first, last, x_token, y_token),
-            *(D, E, BLOCK_D, BLOCK_E, BLOCK_N, LENGTH, DIVIDED, MASKED, PRECISION),
-        )
+            p_x, p_y, p_mass, p_weights, p_length, p_present, p_part + SIZE, i_head, first, last,
+            x_token, y_token, D, E, BLOCK_D, BLOCK_E, BLOCK_N, LENGTH, DIVIDED, MASKED, PRECISION,
+        )  # fmt: skip
 
 
 @kernel
@@ -408,7 +366,7 @@ def taylor_efficient_state(
     p_moments,
     groups,
     blocks,
-    parts,
+    segments,
     pair_weight,
     xy_weight,
     y_weight,
@@ -429,21 +387,9 @@ def taylor_efficient_state(
     i_group = tl.program_id(0) // blocks
     SIZE: tl.constexpr = PAIRS * 256 * E
     ROW: tl.constexpr = D * E + E + D * D + D + 8
-    # Eight segments are read at once, and added in an order that no timing changes.
     o = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
-    o_p = tl.arange(0, 8)
-    p_parts += (
-        i_group.to(tl.int64) * (SIZE + ROW)
-        + o_p.to(tl.int64)[:, None] * groups * (SIZE + ROW)
-        + o[None, :]
-    )
-    b_sums = tl.zeros([8, BLOCK], tl.float32)
-    for start in range(0, parts, 8):
-        b_sums += tl.load(
-            p_parts, mask=(start + o_p < parts)[:, None] & (o < SIZE + ROW)[None, :], other=0
-        )
-        p_parts += groups.to(tl.int64) * (8 * (SIZE + ROW))
-    b_sum = tl.sum(b_sums, 0)
+    p_parts += i_group.to(tl.int64) * (SIZE + ROW) + o
+    b_sum = sum_of_parts(p_parts, groups.to(tl.int64) * (SIZE + ROW), segments, o < SIZE + ROW, 8)
     # Features: i and j of the pair, the columns that are multiplied, and the column of y.
     o_f, o_e = o // E, o % E
     i, j = tiles_of_pair(o_f // 256)
@@ -487,43 +433,28 @@ def sums(
     """
     (batch, heads, tokens, d), e = x.shape, y.shape[3]
     pairs, groups = num_pairs(d), batch * heads
-    options = launch.launch_row("taylor efficient sums", d, e, x.dtype, x.device)
+    options = launch.options("taylor efficient sums", x, y)
     shares = pairs // options["PAIRS"]
     assert shares * options["PAIRS"] == pairs, "programs share the pairs evenly"
     # A partial sum is as large as what it is made of some hundreds of tokens: segments are longer
     # than elsewhere.
     resident = launch.resident_programs("taylor efficient sums", d, e, x.dtype, x.device)
-    parts = launch.segments(tokens, (shares + 1) * groups, 4 * options["BLOCK_N"], resident)
-    partial = x.new_empty(parts, groups, pairs * PAIR * e + num_moments(d, e), dtype=torch.float32)
+    segments = launch.segments(tokens, (shares + 1) * groups, 4 * options["BLOCK_N"], resident)
+    size = pairs * PAIR * e + num_moments(d, e)
+    partial = x.new_empty(segments, groups, size, dtype=torch.float32)
     x, y = launch.readable(x), launch.readable(y)
     launch.run(
         taylor_efficient_sums,
-        ((shares + 1) * parts * groups,),
+        ((shares + 1) * segments * groups,),
         *(x, y, *((x, x) if divided is None else (divided.mass, divided.weights))),
         *(length_pointer(x, length), x if key_mask is None else key_mask.contiguous(), partial),
-        *(
-            heads,
-            groups,
-            tokens,
-            launch.cdiv(tokens, parts),
-            parts,
-            *launch.octets(x),
-            *launch.octets(y),
-        ),
+        *(heads, groups, tokens, launch.cdiv(tokens, segments), segments),
+        *(*launch.octets(x), *launch.octets(y)),
         **options,
-        **dict(
-            D=d,
-            E=e,
-            BLOCK_D=launch.block(d),
-            BLOCK_E=launch.block(e),
-            SHARES=shares,
-            LENGTH=length_kind(length),
-        ),
-        **dict(
-            DIVIDED=divided is not None,
-            MASKED=key_mask is not None,
-            PRECISION=launch.precision(x.dtype),
-        ),
+        SHARES=shares,
+        LENGTH=length_kind(length),
+        DIVIDED=divided is not None,
+        MASKED=key_mask is not None,
     )
     # Features of float16 stay in float32 until ``in_half_range`` has found their unit.
     features = y.new_empty(
@@ -531,13 +462,11 @@ def sums(
     )
     moments = partial.new_empty(batch, heads, num_moments(d, e))
     row = launch.launch_row("taylor efficient state", 0, 0, torch.float32, x.device)
-    blocks = launch.cdiv(partial.shape[2], row["BLOCK"])
-    sizes = partial, features, moments, groups, blocks, parts
+    blocks = launch.cdiv(size, row["BLOCK"])
     launch.run(
         taylor_efficient_state,
         (blocks * groups,),
-        *sizes,
-        *map(float, weights),
+        *(partial, features, moments, groups, blocks, segments, *map(float, weights)),
         D=d,
         E=e,
         PAIRS=pairs,

@@ -14,9 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from visionattn.ops.gpu import launch
-from visionattn.ops.gpu.language import head, kernel, rows
-
-EPS = tl.constexpr(1e-6)
+from visionattn.ops.gpu.language import head, inverse_length, kernel, read, write
 
 
 @triton.jit
@@ -48,18 +46,13 @@ def _unit(
     """Bring one block of tokens of one head to its length."""
     i_batch, i_block, i_head = _place(heads, blocks)
     o_n, o_d = i_block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
-    m_x = (o_n < tokens)[:, None] & (o_d < D)[None, :]
     p_x = head(p_x, i_batch, i_head, x_batch, x_head)
     p_y = head(p_y, i_batch, i_head, y_batch, y_head)
-    # Squares of float16 may leave its range: the norm is made in float32.
-    b_x = tl.load(rows(p_x, o_n, x_token, o_d), mask=m_x, other=0).to(tl.float32)  # [N, D]
-    # 1 / max(|x|, EPS), with the guard on the square: one instruction, and finite at 0.
-    b_scale = tl.rsqrt(tl.maximum(tl.sum(b_x * b_x, 1), EPS * EPS))
+    b_x = read(p_x, o_n, x_token, o_d, o_n < tokens, D).to(tl.float32)  # [N, D]
+    b_scale = inverse_length(b_x)
     if LENGTH:
         b_scale *= tl.load(p_length + i_head).to(tl.float32)
-    tl.store(
-        rows(p_y, o_n, y_token, o_d), (b_x * b_scale[:, None]).to(p_y.dtype.element_ty), mask=m_x
-    )
+    write(p_y, o_n, y_token, o_d, b_x * b_scale[:, None], o_n < tokens, D)
 
 
 @kernel
@@ -91,15 +84,14 @@ def _unit_backward(
     """
     i_batch, i_block, i_head = _place(heads, blocks)
     o_n, o_d = i_block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
-    m_x = (o_n < tokens)[:, None] & (o_d < D)[None, :]
+    m_n = o_n < tokens
     p_x = head(p_x, i_batch, i_head, x_batch, x_head)
     p_dx = head(p_dx, i_batch, i_head, dx_batch, dx_head)
     p_grad = head(p_grad, i_batch, i_head, grad_batch, grad_head)
-    b_x = tl.load(rows(p_x, o_n, x_token, o_d), mask=m_x, other=0).to(tl.float32)  # [N, D]
-    b_grad = tl.load(rows(p_grad, o_n, grad_token, o_d), mask=m_x, other=0).to(tl.float32)  # [N, D]
+    b_x = read(p_x, o_n, x_token, o_d, m_n, D).to(tl.float32)  # [N, D]
+    b_grad = read(p_grad, o_n, grad_token, o_d, m_n, D).to(tl.float32)  # [N, D]
     # The factor of the forward pass, again: x is read here anyway, so nothing was kept for it.
-    b_squares = tl.sum(b_x * b_x, 1)
-    b_inverse = tl.rsqrt(tl.maximum(b_squares, EPS * EPS))
+    b_inverse = inverse_length(b_x)
     b_unit = b_x * b_inverse[:, None]
     # What of the gradient points along x: with a length, its sum over tokens is the length's own
     # gradient. Each program writes its part, and the launch adds them.
@@ -109,13 +101,9 @@ def _unit_backward(
         b_scale *= tl.load(p_length + i_head).to(tl.float32)
         tl.store(p_parts + tl.program_id(0), tl.sum(b_along, 0))
     # A vector of given length can only turn, so what points along it is taken off. One shorter than
-    # EPS was multiplied by a constant: all of its gradient stays.
-    b_across = b_grad - b_unit * tl.where(b_squares > EPS * EPS, b_along, 0)[:, None]
-    tl.store(
-        rows(p_dx, o_n, dx_token, o_d),
-        (b_across * b_scale[:, None]).to(p_dx.dtype.element_ty),
-        mask=m_x,
-    )
+    # the guard was multiplied by a constant: all of its gradient stays.
+    b_across = b_grad - b_unit * tl.where(b_inverse < 0.9999e6, b_along, 0)[:, None]
+    write(p_dx, o_n, dx_token, o_d, b_across * b_scale[:, None], m_n, D)
 
 
 def _options(name: str, x: Tensor, length: Tensor | None) -> dict[str, int]:

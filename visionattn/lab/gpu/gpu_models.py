@@ -1,0 +1,180 @@
+"""Models on a GPU: inference, one large image, a step of training; ours against timm's ViT with
+SDPA and against the same network with attention replaced by the identity.
+
+Blocks are compiled with ``torch.compile``, one by one, so that twelve equal ones are compiled once.
+What is timed is checked against the same model in float32 with PyTorch's own operations: its error
+may be twice that of those operations in its own dtype.
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import timm
+import torch
+from torch import Tensor, nn
+
+from visionattn.cli.ends import is_out_of_memory
+from visionattn.cli.tables import Record
+from visionattn.lab import networks
+from visionattn.lab.accuracy import beyond_eager, errors_of
+from visionattn.lab.cases import Case
+from visionattn.lab.gpu.gpu_operations import Bench
+from visionattn.lab.gpu.gpu_rows import GpuRow
+from visionattn.lab.gpu.gpu_timing import Call, fresh_memory, in_words, peak_bytes, seconds_of
+from visionattn.models.registration import is_ours
+from visionattn.ops.gpu.launch import launching_with
+from visionattn.training.config import OptimConfig
+from visionattn.training.evaluate import autocast
+from visionattn.training.optimize import OptimizerStep
+
+CHECK_DEPTH = 2
+"""Blocks of a model that are checked; all are alike."""
+LARGE = 2**26
+"""Pixels from which on a model is called as it is, without a graph and compiled blocks."""
+
+
+def make_model(case: Case, bench: Bench, name: str | None = None) -> nn.Module:
+    """Make the model of the case, or one of another name for the same images; timm's is made for
+    the image size. Weights are seeded.
+    """
+    case = replace(case, name=name or case.name)
+    if is_ours(case.base):
+        model = networks.build_model(case, str(bench.device))
+    else:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = timm.create_model(case.base, img_size=case.image_size)
+        model = model.to(bench.device, case.torch_dtype).train(case.backward)
+        model.blocks = model.blocks[: case.depth]
+    networks.as_trained(model)
+    if bench.rehearsed:  # on a GPU "auto" takes the kernels
+        networks.set_impl(model, "triton")
+    return model
+
+
+def make_images(case: Case, bench: Bench) -> Tensor:
+    """Make random images ``[B, 3, height, width]``."""
+    options = dict(generator=bench.generator, device=bench.device, dtype=case.torch_dtype)
+    return torch.randn(case.batch, 3, *case.image_size, **options)
+
+
+def compiled(model: nn.Module, case: Case, bench: Bench) -> nn.Module:
+    """Return the model, its blocks compiled for one size, unless the image is very large."""
+    if case.size * (case.image_width or case.size) < LARGE:
+        for block in model.blocks:
+            block.compile(dynamic=False, backend="aot_eager" if bench.rehearsed else "inductor")
+    return model
+
+
+def infer(model: nn.Module, images: Tensor) -> Tensor:
+    """Return the logits of the images."""
+    with torch.inference_mode():
+        return model(images)
+
+
+def gradients_of(model: nn.Module, images: Tensor, upstream: Tensor, amp: str) -> dict[str, Tensor]:
+    """Return gradients for ``upstream [B, N, D]`` of the features, those of equal parameters of all
+    blocks together.
+    """
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    with autocast(images.device, amp):
+        features = model.forward_features(images)
+    found = torch.autograd.grad(
+        features, tuple(named.values()), upstream.to(features.dtype), allow_unused=True
+    )
+    kinds: dict[str, list[Tensor]] = {}
+    for name, x in zip(named, found, strict=True):
+        if x is not None:
+            kind = ".".join(word for word in name.split(".") if not word.isdigit())
+            kinds.setdefault(f"gradient of {kind}", []).append(x.flatten())
+    return {kind: torch.cat(parts) for kind, parts in kinds.items()}
+
+
+def features_of(model: nn.Module, images: Tensor) -> dict[str, Tensor]:
+    """Return the tokens before the head, of one image."""
+    with torch.inference_mode():
+        return {"features": model.forward_features(images[:1])}
+
+
+def check_model(case: Case, images: Tensor, bench: Bench) -> Record:
+    """Hold the first blocks of a model against eager operations, in the same dtype and in float32:
+    the tokens of one image, or in training all gradients. It fails where no kernel is launched.
+    """
+    model = make_model(replace(case, depth=min(CHECK_DEPTH, case.depth or CHECK_DEPTH)), bench)
+    plain = copy.deepcopy(model)
+    networks.set_impl(plain, "eager")
+    exact = copy.deepcopy(plain).float()
+    given: Callable[..., dict[str, Tensor]] = features_of
+    if case.backward:
+        images = images[:1]
+        upstream = torch.randn_like(features_of(plain, images)["features"])
+        given = partial(gradients_of, upstream=upstream, amp=case.amp)
+    model = compiled(model, case, bench)
+    names: list[str] = []
+
+    def counted(launch_one, kernel, *args, **meta) -> None:
+        names.append(kernel.__name__)
+        launch_one(kernel, *args, **meta)
+
+    with launching_with(run=counted):
+        actual = given(model, images)
+    beside = given(plain, images)
+    if case.backward:
+        given = partial(gradients_of, upstream=upstream, amp="none")
+    expected = given(exact, images.float())
+    errors, eager = errors_of(actual, expected), errors_of(beside, expected)
+    record: Record = {"status": "ok", "error": max(errors.values())}
+    if beyond := beyond_eager(errors, eager):
+        name = beyond[0]
+        record["status"] = f"wrong: error {errors[name]:.1e} of {name}, eager's {eager[name]:.1e}"
+    elif not names:
+        record["status"] = "failed: no kernel ran, these are eager operations"
+    return record
+
+
+def work_of(case: Case, images: Tensor, bench: Bench, name: str | None = None) -> Call:
+    """Return one inference, or one step of training as ``visionattn train`` makes it, of the model
+    of the case or of another name.
+    """
+    model = compiled(make_model(case, bench, name), case, bench)
+    if not case.update:
+        return partial(infer, model, images)
+    step = OptimizerStep(model, OptimConfig(lr=1e-5), bench.device, case.amp, initial_scale=1.0)
+    targets = torch.zeros(len(images), dtype=torch.int64, device=bench.device)
+
+    def run() -> None:
+        model.zero_grad(set_to_none=True)
+        step.add_gradients(model, images, targets)
+        step.update()
+
+    return run
+
+
+def measure_model(row: GpuRow, bench: Bench) -> Record:
+    """Check the model, then time it and what it is compared with; steps of training and large
+    images have no graph, and their memory is measured.
+    """
+    case, images = row.case, make_images(row.case, bench)
+    fresh_memory()
+    record = check_model(case, images, bench)
+    if record["status"] != "ok":
+        return record
+    names = {"seconds": None}
+    if row.sdpa is not None:
+        names |= {"sdpa_seconds": row.sdpa, "identity_seconds": f"{case.name}+identity"}
+    graph = not case.update and row.sdpa is not None
+    for column, name in names.items():
+        fresh_memory()
+        try:
+            work = work_of(case, images, bench, name)
+            record[column] = seconds_of(work, bench.device, graph=graph)
+            if not graph and not bench.rehearsed:
+                record[column.replace("seconds", "gib")] = peak_bytes(work) / 2**30
+            del work
+        except RuntimeError as failure:
+            if name is None or not is_out_of_memory(failure):
+                raise
+            record[column] = in_words(failure)
+    return record

@@ -1,0 +1,145 @@
+"""Operations on a GPU: held against PyTorch's own operations in float64, which the tests hold to
+the definition, then timed beside SDPA, FlashAttention and eager operations.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from visionattn.cli.tables import Record
+from visionattn.lab.accuracy import errors_of, wrong
+from visionattn.lab.cases import Case
+from visionattn.lab.gpu.gpu_rows import GpuRow
+from visionattn.lab.gpu.gpu_timing import Ceilings, in_words, is_broken, seconds_of
+from visionattn.lab.operations import function_of, make_tensors, with_gradients
+
+
+@dataclass
+class Bench:
+    """Where and how rows are measured."""
+
+    device: torch.device
+    generator: torch.Generator
+    rehearsed: bool = False
+    """On a processor, in Triton's interpreter."""
+    ceilings: Ceilings | None = None
+
+    @classmethod
+    def on(cls, device: torch.device, seed: int = 1) -> "Bench":
+        """Return a bench whose random numbers begin at the seed."""
+        generator = torch.Generator(device).manual_seed(seed)
+        return cls(device, generator, device.type != "cuda")
+
+
+def draw(case: Case, bench: Bench, value_width: int | None = None) -> dict[str, Tensor]:
+    """Draw inputs by name: q, k, v ``[B, h, N, d]``, as a model's projection leaves them, what the
+    options ask for, and ``grad``, the gradient of the result. v is ``value_width`` wide.
+    """
+    options = dict(generator=bench.generator, device=bench.device, dtype=case.torch_dtype)
+    shape, e = (case.batch, case.size), value_width or case.width
+    qkv = torch.randn(*shape, 3, case.heads, case.width, **options)
+    qkv = rearrange(qkv, "b n qkv h d -> qkv b h n d")
+    tensors = make_tensors(case, 1, str(bench.device)) | dict(zip("qkv", qkv, strict=True))
+    drawn = torch.randn(2, *shape, case.heads, e, **options).transpose(2, 3)
+    return tensors | {"grad": drawn[0]} | ({} if e == case.width else {"v": drawn[1]})
+
+
+def call_of(
+    function: Callable[..., Tensor], tensors: dict[str, Tensor], backward: bool
+) -> Callable[[], dict[str, Tensor]]:
+    """Return one run of the forward, or of forward and backward, on these inputs; it gives the
+    result and the gradients by name.
+    """
+    inputs = {name: x.detach() for name, x in tensors.items() if name != "grad"}
+    if not backward:
+
+        def forward() -> dict[str, Tensor]:
+            with torch.inference_mode():
+                return {"out": function(**inputs)}
+
+        return forward
+    leaves = {name: x.requires_grad_() for name, x in inputs.items()}
+    return lambda: with_gradients(function(**leaves), leaves, tensors["grad"])
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Let memory that is not written yet hold NaN within it: what a kernel leaves out does not look
+    right from an earlier run.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # which operators do not repeat bit by bit
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+
+def operation_of(case: Case, bench: Bench, impl: str = "triton") -> Callable[..., Tensor]:
+    """Return the operation of the case on this device."""
+    return function_of(case, case.size, str(bench.device), impl)
+
+
+def expected_of(case: Case, tensors: dict[str, Tensor], bench: Bench) -> dict[str, Tensor]:
+    """Return what PyTorch's operations give for these inputs in float64."""
+    wide = {name: x.double() for name, x in tensors.items()}
+    function = operation_of(replace(case, dtype="float64"), bench, "eager")
+    return call_of(function, wide, case.backward)()
+
+
+def check(
+    case: Case, tensors: dict[str, Tensor], expected: dict[str, Tensor], bench: Bench
+) -> tuple[str, float]:
+    """Return "ok" or what is wrong with the kernels on these inputs, and their largest error."""
+    with poisoned_memory():
+        found = call_of(operation_of(case, bench), tensors, case.backward)()
+    errors = errors_of(found, expected)
+    return wrong(errors, case.dtype) or "ok", max(errors.values())
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return softmax attention by what PyTorch takes for it."""
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+def flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return softmax attention by FlashAttention."""
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+def measure_operation(row: GpuRow, bench: Bench) -> Record:
+    """Check, then time the kernels, softmax attention and eager operations.
+
+    What the others cannot run, for want of memory say, is told in place of its time.
+    """
+    case, tensors = row.case, draw(row.case, bench)
+    status, error = check(case, tensors, expected_of(case, tensors, bench), bench)
+    record: Record = {"status": status, "error": error}
+    if status != "ok":
+        return record
+    plain = {name: tensors[name] for name in ("q", "k", "v", "grad")}
+    works = {
+        "seconds": (operation_of(case, bench), tensors, True),
+        "sdpa_seconds": (sdpa, plain, True),
+        "flash_seconds": (flash, plain, True),
+        "eager_seconds": (operation_of(case, bench, "eager"), tensors, False),
+    }
+    for name, (function, inputs, graph) in works.items():
+        call = call_of(function, inputs, case.backward)
+        try:
+            record[name] = seconds_of(call, bench.device, graph=graph)
+        except RuntimeError as failure:
+            if name == "seconds" or is_broken(failure):
+                raise
+            record[name] = in_words(failure)
+    floor = bench.ceilings.floor_seconds(case)
+    return record | {"floor_seconds": floor, "of_floor": floor / record["seconds"]}

@@ -1,0 +1,133 @@
+"""The table of a GPU: which operations and models, at which sizes, and what they are to reach on an
+NVIDIA H100 or H200. It measures nothing.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from visionattn.lab.cases import Case
+from visionattn.lab.targets import choose_rows
+
+BATCH = 2
+"""Images of an operation, of six heads each: enough to fill a GPU."""
+TOKENS_PER_RUN = 65_536
+"""Patches of all images of a batch that a model is timed with."""
+SHIFT = "taylorshift+temperature"
+MOST = ("seconds", "gib", "x_memory")
+"""What a row may reach at most; all else it is to reach at least."""
+REHEARSED_TOKENS, REHEARSED_PIXELS = 40, 32
+
+
+@dataclass(frozen=True)
+class GpuRow:
+    """A row of the table.
+
+    Args:
+        sdpa: timm's model with ``scaled_dot_product_attention`` that a model of ours is compared
+            with; an operation is compared with that function itself.
+        reach: figures to reach, by the names of columns: "of_floor", "x_sdpa", "x_identity" (of the
+            speed of the same network without attention), "seconds", "gib", "x_memory" (of the
+            model with SDPA).
+    """
+
+    what: str
+    case: Case
+    sdpa: str | None = None
+    reach: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def size(self) -> str:
+        """The size in words."""
+        case = self.case
+        if case.kind == "operation":
+            return f"d = {case.width}, N = {case.size:,}, B*h = {case.batch * case.heads}"
+        return f"{case.size} x {case.image_width or case.size} px, batch {case.batch}"
+
+    @property
+    def name(self) -> str:
+        """What ``--only`` looks at."""
+        return f"{self.what} {self.size}"
+
+
+def operation(name: str, tokens: int, width: int, form: str = "efficient", **more) -> Case:
+    """Return an operation in bfloat16; TaylorShift has a temperature, as in the models."""
+    return Case(
+        "operation", name, tokens, width, form, **dict(dtype="bfloat16", batch=BATCH) | more
+    )
+
+
+def model(pixels: int, name: str = "scaleformer_vit_s", **more) -> Case:
+    """Return a batch of images that are ``TOKENS_PER_RUN`` patches together, or one image that is
+    larger.
+    """
+    batch = max(1, TOKENS_PER_RUN // (pixels // 16) ** 2)
+    return Case("model", name, pixels, **dict(dtype="bfloat16", batch=batch) | more)
+
+
+def all_rows() -> list[GpuRow]:
+    """Return the rows, what is wanted most first."""
+    return [*_operations(), *_models()]
+
+
+def _operations() -> Iterator[GpuRow]:
+    linear, joint, shift = "kernelized", "kernelized with Joint", "efficient TaylorShift"
+    both = dict(backward=True)
+    for what, case, reach in (
+        (f"{linear} forward", operation(linear, 65_536, 64), {"of_floor": 0.7}),
+        (f"{linear} forward+backward", operation(linear, 65_536, 64, **both), {"of_floor": 0.6}),
+        (f"{shift} forward", operation(SHIFT, 65_536, 64), {"of_floor": 0.5}),
+        (f"{shift} forward", operation(SHIFT, 65_536, 32), {"of_floor": 0.35}),
+        (f"{shift} forward+backward", operation(SHIFT, 16_384, 32, **both), {"x_sdpa": 15}),
+        ("direct TaylorShift forward", operation(SHIFT, 4096, 64, "direct"), {"x_sdpa": 1}),
+        ("direct TaylorShift forward+backward", operation(SHIFT, 4096, 64, "direct", **both), {}),
+        (f"{joint} forward", operation(f"{linear}+joint", 16_384, 64), {}),
+        (f"{joint} forward+backward", operation(f"{linear}+joint", 16_384, 64, **both), {}),
+        (f"{linear} forward", operation(linear, 1024, 64), {}),
+        (f"{shift} forward", operation(SHIFT, 1024, 32), {}),
+    ):  # fmt: skip
+        yield GpuRow(what, case, reach=reach)
+
+
+def _models() -> Iterator[GpuRow]:
+    small, what = "vit_small_patch16_224", "scaleformer_vit_s inference"
+    for pixels, batch, speed in (
+        (512, 1, 1), (512, 64, None), (1024, 1, 1), (1024, 16, 1.5), (2048, 4, 4), (4096, 1, 14)
+    ):  # fmt: skip
+        reach = {"x_identity": 0.8} if batch > 1 or pixels > 1024 else {}
+        reach |= {} if speed is None else {"x_sdpa": speed}
+        yield GpuRow(what, model(pixels, batch=batch), small, reach)
+    # 12.86 ms with softmax, 8.27 with the best hybrid and 7.37 with linear attention alone are
+    # published for an H100 in eager PyTorch, for this ViT-B of 8,192 tokens.
+    for batch in (1, 8):
+        case = model(1024, "scaleformer_vit_b", batch=batch, image_width=2048)
+        reach = {"seconds": 0.006 * batch}
+        yield GpuRow("scaleformer_vit_b inference", case, "vit_base_patch16_224", reach)
+    reach = {"seconds": 1, "gib": 24}
+    yield GpuRow("scaleformer_vit_s, one image", model(16_384), reach=reach)
+    step = model(2048, dtype="float32", amp="bf16", backward=True, update=True)
+    reach = {"x_sdpa": 3, "x_memory": 1.02}
+    yield GpuRow("scaleformer_vit_s training step", step, small, reach)
+
+
+def chosen(only: str | None, *, rehearse: bool = False) -> list[GpuRow]:
+    """Return the rows whose name contains the regular expression; rehearsed, one of each kind at a
+    size that Triton's interpreter has done at once.
+
+    Raises:
+        ValueError: it is no regular expression, or leaves none.
+    """
+    rows = all_rows()
+    if rehearse:
+        first = {(row.what, row.sdpa): row for row in reversed(rows)}
+        rows = [replace(row, case=small_case(row.case)) for row in reversed(first.values())]
+    return [rows[i] for i in choose_rows(only, [row.name for row in rows])]
+
+
+def small_case(case: Case) -> Case:
+    """Return the case of a rehearsal: in float16, since the interpreter is wrong in bfloat16."""
+    dtype = case.dtype.replace("bfloat16", "float16")
+    if case.kind == "operation":
+        return replace(case, size=REHEARSED_TOKENS, batch=1, heads=1, width=16, dtype=dtype)
+    wide = case.image_width and 2 * REHEARSED_PIXELS
+    sizes = dict(size=REHEARSED_PIXELS, image_width=wide, batch=min(case.batch, 2), depth=1)
+    return replace(case, dtype=dtype, amp=case.amp.replace("bf16", "fp16"), **sizes)
