@@ -18,9 +18,8 @@ from visionattn.ops import (
     reference,
     taylorshift_attention,
 )
-from visionattn.ops.pairs import weights as pair_weights
-from visionattn.ops.pairs.mean import pair_mean, takes_pairs
-from visionattn.ops.pairs.weights import _pair_classes, _remembered_classes, block_size
+from visionattn.ops import pairs
+from visionattn.ops.pairs import _classes, block_size, pair_mean
 
 ATTENTIONS = {
     "taylorshift": (taylorshift_attention, reference.taylorshift_attention),
