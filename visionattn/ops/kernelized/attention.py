@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from visionattn.ops.checks import check_attention, check_options
+from visionattn.ops.choice import form_of_shapes
 from visionattn.ops.feature_maps import (
     FeatureMap,
     get_feature_map,
@@ -18,7 +19,6 @@ from visionattn.ops.feature_maps import (
     query_features,
     raised,
 )
-from visionattn.ops.choice import form_of_shapes
 from visionattn.ops.gpu.machine import takes_kernels
 from visionattn.ops.kernelized.eager import form_taken, kernel_sums
 from visionattn.ops.kernelized.gpu import kernel_mean, why_not
@@ -157,11 +157,10 @@ def _form_taken(
         return "triton"
     if torch.compiler.is_compiling() or form == "efficient":
         return form
-    if not causal and name != "given":
+    if not causal and name != "given" and takes_pairs(q, v, relative):
         rows = relative.table.shape[1] if isinstance(relative, Joint) else 0
-        if form == "direct" or form_of_shapes(operation, q.shape, v.shape, rows) == "direct":
-            if takes_pairs(q, v, relative):
-                return "pairs"
+        if "direct" in (form, form_of_shapes(operation, q.shape, v.shape, rows)):
+            return "pairs"
     return form_taken(form, causal, q.shape, v.shape)
 
 

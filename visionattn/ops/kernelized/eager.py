@@ -216,9 +216,7 @@ def _direct_backward(
         q.store(d_queries, b, queries, dq)
 
 
-def form_taken(
-    form: str, causal: bool, q_shape: tuple[int, ...], v_shape: tuple[int, ...]
-) -> str:
+def form_taken(form: str, causal: bool, q_shape: tuple[int, ...], v_shape: tuple[int, ...]) -> str:
     """Return "direct" or "efficient" for ``q [B, h, N, d]`` and ``v [B, h, M, e]``: the form that
     is named, or the one that ``choose_form`` takes.
     """
