@@ -178,7 +178,7 @@ def _softmax_backward(
     d_scores = torch.matmul(grad, v.mT)
     d_scores = weights * (d_scores - (weights * d_scores).sum(-1, keepdim=True))
     idle = None
-    if not is_known_finite(d_scores):
+    if not is_known_finite(d_scores, q):
         # What such a query holds, or a key that such queries alone see, may be anything.
         idle = (grad == 0).all(-1, keepdim=True)
         q = q.masked_fill(idle, 0)

@@ -22,7 +22,7 @@ from visionattn.ops.feature_maps import (
 from visionattn.ops.gpu.machine import takes_kernels
 from visionattn.ops.kernelized.eager import form_taken, kernel_sums
 from visionattn.ops.kernelized.gpu import kernel_mean, why_not
-from visionattn.ops.nonfinite import finite, finite_inputs
+from visionattn.ops.nonfinite import finite, finite_inputs, masked
 from visionattn.ops.operator import without_autocast
 from visionattn.ops.pairs import mean_of_pairs, takes_pairs
 from visionattn.ops.position.gpu import place_of
@@ -122,6 +122,7 @@ def kernelized_attention(
         return kernel_mean(q, k, v, key_mask, table, name, causal, place_of(relative))[0]
     spoilt = None
     if name == "given":  # the map is PyTorch's own operations, which know nothing of this
+        k, v = (masked(x, key_mask) for x in (k, v))
         q, k, v, spoilt = finite_inputs(q, k, v, causal)
     with without_autocast(q):
         value = drop_values(v.to(dtype), value_drop, generator) if value_drop else v
