@@ -176,7 +176,7 @@ def forms_that_ran(monkeypatch):
         monkeypatch.setattr(module, name, call)
 
     spy(joint, "direct_is_faster", lambda direct: "pairs" if direct else "tiles")
-    spy(taylor_sums, "takes_efficient", lambda efficient: "efficient" if efficient else "direct")
+    spy(taylor_sums, "linear_form", lambda form: form)
     spy(kernel_sums, "form_taken", lambda form: form)
     for attention in (kernelized_room, taylorshift_room):
         spy(attention, "takes_pairs", lambda together: "matrix" if together else None)

@@ -1,5 +1,5 @@
-"""Sizes, layouts and flags that hypothesis draws for the tests of operations, their tensors, and the
-comparison with a definition.
+"""Sizes, layouts and flags that hypothesis draws for the tests of operations, their tensors, and
+the comparison with a definition.
 """
 
 from collections.abc import Callable, Iterator

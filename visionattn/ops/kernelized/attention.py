@@ -158,9 +158,10 @@ def _form_taken(
         return "triton"
     if torch.compiler.is_compiling() or form == "efficient":
         return form
-    if not causal and name != "given" and takes_pairs(q, v, relative):
+    if not causal and name != "given":
         rows = relative.table.shape[1] if isinstance(relative, Joint) else 0
-        if "direct" in (form, form_of_shapes(operation, q.shape, v.shape, rows)):
+        few = "direct" in (form, form_of_shapes(operation, q.shape, v.shape, rows))
+        if few and takes_pairs(q, v, relative):
             return "pairs"
     return form_taken(form, causal, q.shape, v.shape)
 
