@@ -242,9 +242,9 @@ def test_the_form_of_less_work_is_taken():
     assert choice.crossover("kernelized", 16) == 175
     assert choice.crossover("kernelized", 16, heads=6, batch=2) == 65
     # Half the pairs are seen.
-    assert choice.crossover("kernelized causal", 16) == 256
+    assert choice.crossover("kernelized causal", 16) == 258
     # d (d + 4) / 2 = 160 features.
-    assert choice.crossover("taylorshift", 16) == 390
+    assert choice.crossover("taylorshift", 16) == 385
     assert choice.form_of_shapes("taylorshift", (1, 3, 500, 16), (1, 3, 500, 16)) == "efficient"
     beside = choice.form_of_shapes("taylorshift", (1, 3, 500, 16), (1, 3, 500, 16), class_rows=7)
     assert beside == "direct"
