@@ -94,19 +94,22 @@ def taylorshift_attention(
     check_options(form=form, impl=impl, value_drop=value_drop, generator=generator, device=q.device)
     if relative is not None:
         relative, key_mask = mask_absent(relative, key_mask)
-    operands = q, k, v, temperature, coefficients, relative, key_mask
-    form = _form_taken(form, impl, *operands)
-    if form.endswith("triton"):
-        out, dtype = _with_kernels(form.split()[0], *operands, value_drop, generator), torch.float32
-    else:
-        dtype = accumulation_dtype(q, k, v)
-        with without_autocast(q):
-            v = drop_values(v.to(dtype), value_drop, generator) if value_drop else v
-            out = _mean(form, *operands[:2], v, *operands[3:], dtype)
-    if output_scale:
-        factor = (key_counts(k, key_mask, dtype=dtype) / q.shape[3]).sqrt()
-        out = out.to(dtype) * factor.unsqueeze(-1)
-    return out.to(operands[2].dtype)
+    options = temperature, coefficients, relative, key_mask
+    form = _form_taken(form, impl, q, k, v, *options)
+    with_kernels = form.endswith("triton")
+    dtype = torch.float32 if with_kernels else accumulation_dtype(q, k, v)
+    with without_autocast(q):
+        value = drop_values(v.to(dtype), value_drop, generator) if value_drop else v
+        if with_kernels:
+            table = None if relative is None else relative.table
+            numbers = *coefficients, form.split()[0], place_of(relative)
+            out, *_ = taylor_mean(q, k, value.to(v.dtype), temperature, key_mask, table, *numbers)
+        else:
+            out = _mean(form, q, k, value, *options, dtype)
+        if output_scale:
+            factor = (key_counts(k, key_mask, dtype=dtype) / q.shape[3]).sqrt()
+            out = out.to(dtype) * factor.unsqueeze(-1)
+        return out.to(v.dtype)
 
 
 def _form_taken(
@@ -171,22 +174,3 @@ def _mean(
         v = v.masked_fill(~key_mask[:, None, :, None], 0)
     count = key_counts(k, key_mask, dtype=dtype)
     return mean_with_relative(Sums(values, mass), relative, q, v, count, key_mask)
-
-
-def _with_kernels(
-    form: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    temperature: Tensor | None,
-    coefficients: tuple[float, float, float],
-    relative: RelativePosition | None,
-    key_mask: Tensor | None,
-    value_drop: float,
-    generator: torch.Generator | None,
-) -> Tensor:
-    """Return the mean by one operator of GPU kernels."""
-    value = drop_values(v.float(), value_drop, generator).to(v.dtype) if value_drop else v
-    table = None if relative is None else relative.table
-    place = place_of(relative)
-    return taylor_mean(q, k, value, temperature, key_mask, table, *coefficients, form, place)[0]
