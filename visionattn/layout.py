@@ -92,4 +92,4 @@ class TokenLayout(NamedTuple):
         return x if self.kept is None else x.gather(2, self._index(x))
 
     def _index(self, x: Tensor) -> Tensor:
-        return self.kept[:, None, :, None].expand(x.shape[0], x.shape[1], -1, x.shape[3])  # type: ignore[index]
+        return self.kept[:, None, :, None].expand(x.shape[0], x.shape[1], -1, x.shape[3])

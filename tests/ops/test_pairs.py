@@ -19,7 +19,7 @@ from visionattn.ops import (
     taylorshift_attention,
 )
 from visionattn.ops.kernelized import attention as kernelized_room
-from visionattn.ops.pairs import _classes, block_size, pair_mean, takes_pairs
+from visionattn.ops.pairs import _classes, _remembered_classes, block_size, pair_mean, takes_pairs
 from visionattn.ops.taylorshift import attention as taylorshift_room
 
 ATTENTIONS = {
@@ -99,7 +99,7 @@ def test_a_named_form_is_what_runs(operation):
 
 
 def test_what_a_forward_pass_without_gradients_remembers_serves_a_backward_pass():
-    _classes.cache_clear()
+    _remembered_classes.cache_clear()
     q = draw_qkv(batch=1, queries=12, d=7, e=7)["q"]
     relative = Joint(torch.ones(1, 3, 3, 7), TokenLayout(0, Grid(3, 4)))
     with torch.inference_mode():

@@ -29,8 +29,7 @@ from visionattn.ops.sums import (
 )
 from visionattn.ops.taylorshift.features import EPS
 
-MOST_PAIRS = 1 << 21
-"""Some 1,400 tokens: beyond, sums over classes beside the direct form take no more time."""
+MOST_PAIRS, REMEMBERED_PAIRS = 1 << 22, 1 << 21
 BLOCK_ELEMENTS, BLOCK_QUERIES = 1 << 17, (128, 256)
 REMEMBERED_BLOCKS = 8
 
@@ -187,16 +186,16 @@ class _Side:
 
     def __init__(self, x: Tensor, feature_map: str, normalised: bool, length, absent):
         self.feature_map, self.length, self.absent, self.inverse = feature_map, length, absent, None
-        self.unit = x if absent is None else x.masked_fill(absent, 0)
+        self.x = x if absent is None else x.masked_fill(absent, 0)
         if normalised:
-            squares = self.unit.square().sum(2, keepdim=True)
+            squares = self.x.square().sum(2, keepdim=True)
             self.free = squares > EPS * EPS
             self.inverse = squares.clamp_(min=EPS * EPS).rsqrt_()
-            self.unit = self.unit * self.inverse
-        if feature_map == "given":
-            self.rows = self.unit * length
+            self.rows = self.x * (self.inverse * length)
+        elif feature_map == "given":
+            self.rows = self.x * length
         else:
-            self.rows = _elu1(self.unit) if feature_map == "elu1" else self.unit.clamp(min=0)
+            self.rows = _elu1(self.x) if feature_map == "elu1" else self.x.clamp(min=0)
 
     def backward(self, grad: Tensor) -> Tensor | None:
         """Turn the gradient of ``rows`` into that of ``x``; return that of the length, ``[g]``."""
@@ -208,9 +207,10 @@ class _Side:
         elif self.inverse is None:
             grad.mul_(self.length)
         else:
-            along = (grad * self.unit).sum(2, keepdim=True)
+            unit = self.x * self.inverse
+            along = (grad * unit).sum(2, keepdim=True)
             d_length = along.sum((1, 2))
-            grad.addcmul_(self.unit, along.mul_(self.free), value=-1)
+            grad.addcmul_(unit, along.mul_(self.free), value=-1)
             grad.mul_(self.inverse * self.length)
         if self.absent is not None:
             grad.masked_fill_(self.absent, 0)
@@ -237,12 +237,12 @@ class _Part:
         dtype, (images, heads) = accumulation_dtype(q, k, v), q.shape[:2]
         query, key, value = (x.flatten(0, 1).to(dtype) for x in (q, k, v))
         self.absent, self.square, self.shift, self.rest = None, len(coefficients) > 0, 0.0, 0.0
-        self.buffers: dict[str, Tensor] = {}
+        self.buffers = {}
 
         def of_each_head(x: Tensor) -> Tensor:
             return x.to(dtype).expand(images, heads, *x.shape[1:]).flatten(0, 1)
 
-        length: Tensor | float = 1.0
+        length = 1.0
         if self.square:
             first, second, third = coefficients
             length = self.factor = sqrt(first)
@@ -339,8 +339,11 @@ class _Part:
 
     def index(self, t: slice) -> Tensor:
         """Return the class of each pair of some queries, ``[T, M]``."""
-        make = _classes.__wrapped__ if isinstance(self.tensors[0], FakeTensor) else _classes
-        return make(*self.where, self.prefix, t.start, t.stop, self.tensors[0].device)
+        (query, key), make = self.tensors[:2], _remembered_classes
+        if query.shape[1] * key.shape[1] > REMEMBERED_PAIRS:
+            make = _last_classes
+        make = _classes if isinstance(query, FakeTensor) else make
+        return make(*self.where, self.prefix, t.start, t.stop, query.device)
 
     def _memory(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return memory that the next block takes over."""
@@ -349,7 +352,6 @@ class _Part:
         return self.buffers[name]
 
 
-@lru_cache(maxsize=REMEMBERED_BLOCKS)
 @torch.inference_mode(False)  # what is remembered may be needed by a backward pass
 def _classes(
     grid: tuple[int, int],
@@ -374,6 +376,10 @@ def _classes(
     index = F.pad(index.flatten(1), (prefix, 0), value=classes)
     index[: max(0, prefix - start)] = classes
     return index
+
+
+_remembered_classes = lru_cache(maxsize=REMEMBERED_BLOCKS)(_classes)
+_last_classes = lru_cache(maxsize=1)(_classes)
 
 
 def block_size(n: int, m: int) -> tuple[int, int]:
