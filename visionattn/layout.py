@@ -81,3 +81,23 @@ class TokenLayout(NamedTuple):
             return mask
         keys = F.pad(patches, (self.num_prefix, 0), value=True)
         return keys if mask is None else keys & mask
+
+    def on_grid(self, x: Tensor) -> Tensor:
+        """Lay the patches of tokens ``[B, h, P + n, c]`` out on the grid, ``[B, h, H, W, c]``, with
+        0 where one is missing.
+        """
+        x = x[:, :, self.num_prefix :]
+        if self.kept is not None:
+            whole = x.new_zeros(*x.shape[:2], self.grid.num_patches, x.shape[3])
+            x = whole.scatter(2, self._index(x), x)
+        return x.unflatten(2, self.grid)
+
+    def off_grid(self, x: Tensor) -> Tensor:
+        """Return the patches of ``x [B, h, H, W, c]`` in the order of the tokens,
+        ``[B, h, n, c]``.
+        """
+        x = x.flatten(2, 3)
+        return x if self.kept is None else x.gather(2, self._index(x))
+
+    def _index(self, x: Tensor) -> Tensor:
+        return self.kept[:, None, :, None].expand(x.shape[0], x.shape[1], -1, x.shape[3])

@@ -6,7 +6,6 @@ import torch
 from visionattn.cli import provenance as module
 from visionattn.cli.provenance import processor_name, provenance, provenance_of, summary
 from visionattn.cli.tables import csv_text
-from visionattn.lab import calibrate
 
 CPUINFO = (
     "processor\t: 0\nvendor_id\t: X\nmodel name\t: Xeon: 6 @ 2 GHz\nflags\t: a\n\nmodel "
@@ -52,9 +51,7 @@ def test_the_processor_is_called_as_linux_calls_it_and_elsewhere_as_python_does(
 
 def test_every_kind_of_provenance_names_the_processor(monkeypatch):
     monkeypatch.setattr(module, "processor_name", lambda: "Abacus 7")
-    monkeypatch.setattr(calibrate, "processor_name", lambda: "Abacus 7")
     assert provenance(torch.device("cpu"))["processor"].startswith("Abacus 7, ")
     found = provenance_of("cpu", ["benchmark", "targets"])
     assert summary(found).startswith("Abacus 7, ")
     assert "Abacus 7, " in csv_text([{"seconds": 1}], found).splitlines()[1]
-    assert calibrate.provenance()["cpu"] == "Abacus 7"

@@ -167,3 +167,19 @@ RELATIVE = [name for name in NOT_SOFTMAX if name.endswith((" sum", " mean"))]
 every_operation = pytest.mark.parametrize("name", OPERATIONS)
 every_linear_operation = pytest.mark.parametrize("name", LINEAR)
 every_relative_operation = pytest.mark.parametrize("name", RELATIVE)
+SOME = (
+    "taylorshift direct",
+    "taylorshift efficient, plain",
+    "kernelized efficient, elu1",
+    "kernelized direct, softmax",
+    "kernelized causal efficient, relu",
+    "kernelized random features",
+    "softmax causal",
+    "taylorshift efficient, joint mean",
+    "kernelized, axial sum",
+    "kernelized causal, flat mean",
+    "softmax twin",
+    "softmax in windows",
+)
+"""One for each way through the code."""
+some_operations = pytest.mark.parametrize("name", SOME)

@@ -23,7 +23,6 @@ from visionattn.lab.networks import CHECK_GRID, IdentityAttention, build_model, 
 from visionattn.lab.operations import CHECK_TOKENS, grid_of
 from visionattn.layers import Attention
 from visionattn.layout import Grid
-from visionattn.ops import choice
 from visionattn.ops.choice import choose_form
 from visionattn.ops.kernelized import attention as kernelized_room
 from visionattn.ops.kernelized import eager as kernel_sums
@@ -176,7 +175,7 @@ def forms_that_ran(monkeypatch):
         monkeypatch.setattr(module, name, call)
 
     spy(joint, "direct_is_faster", lambda direct: "pairs" if direct else "tiles")
-    spy(taylor_sums, "takes_efficient", lambda efficient: "efficient" if efficient else "direct")
+    spy(taylor_sums, "linear_form", lambda form: form)
     spy(kernel_sums, "form_taken", lambda form: form)
     for attention in (kernelized_room, taylorshift_room):
         spy(attention, "takes_pairs", lambda together: "matrix" if together else None)
@@ -276,19 +275,17 @@ def test_a_row_holds_counts_and_bytes_worked_out_by_hand():
 
 @pytest.mark.parametrize("name", ["taylorshift", "kernelized", "kernelized+causal"])
 def test_operations_of_the_form_that_is_chosen_are_those_of_the_form_that_runs(monkeypatch, name):
-    def chosen(operation, n, m, d, e, heads, batch, dtype, device):
-        assert (n, m, d, e, heads, batch, device) == (77, 77, 8, 8, 3, 2, "cpu")
-        return "efficient" if dtype == torch.float32 else "direct"
+    def counted(form, faster=None):
+        for room in ("taylorshift", "kernelized"):
+            for module in ("attention", "eager"):
+                target = f"visionattn.ops.{room}.{module}.form_of_shapes"
+                monkeypatch.setattr(target, lambda *asked, **options: faster)
+        return measure_together([operation(name, form, batch=2)], plan)[0].flops
 
-    monkeypatch.setattr(choice, "_faster_form", chosen)
     plan = replace(PLAN, check=False, time=False)
-    of = {
-        form: measure_together([operation(name, form, batch=2)], plan)[0].flops
-        for form in ("auto", "direct", "efficient")
-    }
-    assert of["auto"] == of["efficient"] != of["direct"]
-    (double,) = measure_together([operation(name, batch=2, dtype="float64")], plan)
-    assert double.flops == of["direct"]
+    direct, efficient = counted("direct"), counted("efficient")
+    assert direct != efficient
+    assert (counted("auto", "direct"), counted("auto", "efficient")) == (direct, efficient)
 
 
 def test_ratios_are_taken_round_by_round():

@@ -3,20 +3,8 @@
 import pytest
 import torch
 
-from tests.helpers.oracles import assert_agree, dot, draw, draw_table, elu1, peak_bytes, run
-from visionattn.ops.position import axial as module
+from tests.helpers.oracles import draw, draw_table, peak_bytes, run
 from visionattn.ops.position.axial import axis_sums
-
-SIZES = [
-    ((5, 9), 0),
-    ((5, 9), 1),
-    ((5, 9), 3),
-    ((5, 9), 4),
-    ((5, 9), 5),
-    ((9, 5), 20),
-    ((1, 7), 2),
-    ((7, 1), 3),
-]
 
 
 def draw_operands(grid, horizon, batch=2, heads=3, d=4, e=6, tables=3):
@@ -33,27 +21,6 @@ def draw_operands(grid, horizon, batch=2, heads=3, d=4, e=6, tables=3):
     return tensors, present
 
 
-def by_pairs(q, table, v, present, mean):
-    """Values with the mass behind them, one row of queries and one row of keys at a time."""
-    horizon, height = table.shape[1] // 2, v.shape[2]
-    present = present[:, None, :, :, None].to(v)
-    extended, rows = torch.cat([v, present.expand(*v.shape[:4], 1)], dim=4).sum(3), []
-    phi = torch.where(q > 0, q + 1, q.clamp(max=0).exp())
-    for y in range(height):
-        row = 0
-        classes = [max(-horizon, min(horizon, other - y)) + horizon for other in range(height)]
-        for other, c in enumerate(classes):
-            weight = (phi[:, :, y] * table[:, None, c]).sum(3, keepdim=True)
-            if mean:
-                size = sum(
-                    present[:, :, o].sum(2, keepdim=True) for o in range(height) if classes[o] == c
-                )
-                weight = weight * torch.where(size > 0, 13 / size.clamp(min=1), 0)
-            row = row + weight * extended[:, :, other, None]
-        rows.append(row)
-    return torch.stack(rows, dim=2)
-
-
 def joined(present, mean, transposed=False):
     """The operator as a function of q, table and v, with the mass behind the values."""
     keys = present.sum(2).double()
@@ -66,39 +33,6 @@ def joined(present, mean, transposed=False):
         return torch.cat([values, mass.unsqueeze(4)], dim=4)
 
     return call
-
-
-def test_the_definition_by_rows_is_the_sum_over_single_pairs():
-    tensors, present = draw_operands((3, 2), 1, batch=1, heads=1, tables=1)
-    q, table, v = tensors.values()
-    out = by_pairs(q, table, v, present, mean=False)[0, 0, 1, 1]
-    expected = torch.zeros(7, dtype=torch.float64)
-    for y in range(3):
-        for x in range(2):
-            weight = dot(elu1(q[0, 0, 1, 1]), table[0, y])
-            expected += weight * torch.cat([v[0, 0, y, x], present[0, y, x].double()[None]])
-    torch.testing.assert_close(out, expected, rtol=1e-13, atol=1e-13)
-
-
-@pytest.mark.parametrize("mean", [False, True])
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize(("grid", "horizon"), SIZES)
-def test_values_mass_and_gradients_agree_with_single_rows(grid, horizon, transposed, mean):
-    tensors, present = draw_operands(grid, horizon)
-    expected = run(lambda **i: by_pairs(**i, present=present, mean=mean), tensors)
-    assert_agree(run(joined(present, mean, transposed), tensors), expected)
-
-
-@pytest.mark.parametrize("elements", [1, 700, 3000])
-@pytest.mark.parametrize("tables", [1, 3])
-@pytest.mark.parametrize("horizon", [0, 2, 6])
-def test_bands_of_rows_and_columns_and_chunks_of_heads_leave_no_seam(
-    elements, tables, horizon, monkeypatch
-):
-    monkeypatch.setattr(module, "BAND_ELEMENTS", elements)
-    tensors, present = draw_operands((7, 11), horizon, tables=tables)
-    expected = run(lambda **i: by_pairs(**i, present=present, mean=True), tensors)
-    assert_agree(run(joined(present, True), tensors), expected)
 
 
 def test_entries_for_distances_that_do_not_occur_get_a_gradient_of_zero():

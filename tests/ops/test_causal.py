@@ -2,14 +2,12 @@
 precision, compilation.
 """
 
-import itertools
 from functools import partial
 
 import pytest
 import torch
 import torch._dynamo.testing
 
-from tests.helpers.layout_cases import Case
 from tests.helpers.oracles import (
     assert_agree,
     dot,
@@ -27,28 +25,10 @@ from visionattn.layout import Grid, TokenLayout
 from visionattn.ops import Axial, Flat, Joint, kernelized_attention, reference
 from visionattn.ops.kernelized.eager import kernel_sums
 from visionattn.ops.kernelized.operands import CHUNK_ELEMENTS
-from visionattn.ops.position import joint
 
 FORMS = ("direct", "efficient")
-LENGTHS = {
-    "N = M": (77, 77),
-    "N < M": (53, 177),
-    "N > M": (177, 53),
-    "one query": (1, 77),
-    "one key": (77, 1),
-}
 causal_attention = partial(kernelized_attention, causal=True)
 causal_reference = partial(reference.kernelized_attention, causal=True)
-
-
-class SquareAndExp:
-    """A feature map that is an object, another one for queries than for keys."""
-
-    query = staticmethod(torch.square)
-    key = staticmethod(torch.exp)
-
-
-MAPS = {"elu1": "elu1", "relu": "relu", "object": SquareAndExp}
 
 
 @pytest.fixture
@@ -57,14 +37,6 @@ def short_segments(monkeypatch):
     several.
     """
     monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", 128 * 8)
-
-
-def agree(tensors, form, floor=0.0, **options):
-    """Compare the form with the reference, values and every gradient; ``options`` go to both."""
-    actual = run(lambda **inputs: causal_attention(**inputs, form=form, **options), tensors)
-    assert_agree(
-        actual, run(lambda **inputs: causal_reference(**inputs, **options), tensors), floor=floor
-    )
 
 
 def with_table(function, normalization="sum", layout=None, **options):
@@ -91,87 +63,6 @@ def test_the_reference_is_the_mean_over_the_keys_up_to_the_query():
 
     out = causal_reference(**tensors, key_mask=mask)
     assert_agree({"out": out}, {"out": loop_mean(weight, tensors["v"], queries=5)}, tolerance=1e-14)
-
-
-@pytest.mark.parametrize("form", [*FORMS, "auto"])
-@pytest.mark.parametrize("feature_map", MAPS)
-@pytest.mark.parametrize("lengths", LENGTHS)
-def test_each_form_agrees_with_the_reference_for_any_lengths(form, feature_map, lengths):
-    queries, keys = LENGTHS[lengths]
-    tensors = draw_qkv(queries=queries, keys=keys)
-    floor = 1.0 if 1 in (queries, keys) else 0.0  # a gradient of rounding
-    agree(tensors, form, floor, feature_map=MAPS[feature_map])
-    agree(tensors, form, floor, feature_map=MAPS[feature_map], key_mask=draw_mask(2, keys))
-
-
-@pytest.mark.parametrize("feature_map", MAPS)
-@pytest.mark.parametrize(
-    "lengths",
-    [(63, 63), (64, 64), (65, 65), (128, 129), (300, 259), (259, 400), (400, 129), (40, 300)],
-)
-def test_blocks_and_segments_join_without_a_seam(feature_map, lengths, short_segments):
-    tensors = draw_qkv(batch=1, heads=1, queries=lengths[0], keys=lengths[1], d=5, e=3)
-    agree(tensors, "efficient", feature_map=MAPS[feature_map], key_mask=draw_mask(1, lengths[1]))
-
-
-@pytest.mark.parametrize("lengths", [(300, 259), (259, 600), (600, 129)])
-def test_blocks_of_scores_join_without_a_seam(lengths):
-    tensors = draw_qkv(batch=1, heads=2, queries=lengths[0], keys=lengths[1], d=5, e=3)
-    agree(tensors, "direct", key_mask=draw_mask(1, lengths[1]))
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("horizon", [0, 1, 3, 80, 177])
-@pytest.mark.parametrize("lengths", ["N = M", "N < M", "N > M"])
-@pytest.mark.parametrize("pairs", [False, True])
-def test_flat_relative_position_agrees_with_the_reference(
-    form, horizon, lengths, pairs, monkeypatch
-):
-    monkeypatch.setattr(joint, "direct_is_faster", lambda *sizes: pairs)
-    queries, keys = LENGTHS[lengths]
-    tensors = draw_qkv(queries=queries, keys=keys, d=7, e=5) | {
-        "table": draw_table(3, 2 * horizon + 1, 7, seed=3)
-    }
-    for normalization, mask in itertools.product(("sum", "mean"), (None, draw_mask(2, keys))):
-        options = {"normalization": normalization, "key_mask": mask}
-        actual = run(with_table(causal_attention, form=form, **options), tensors)
-        expected = run(with_table(causal_reference, **options), tensors)
-        if horizon:
-            assert actual["table"][:, horizon + 1 :].eq(0).all()  # entries of later keys
-        assert_agree(actual, expected)
-
-
-@pytest.mark.parametrize("normalization", ["sum", "mean"])
-def test_flat_relative_position_may_skip_a_prefix(normalization):
-    tensors = draw_qkv(queries=47, d=7, e=5) | {"table": draw_table(3, 7, 7, seed=3)}
-    options = dict(
-        normalization=normalization, layout=TokenLayout(2, Grid(5, 9)), key_mask=draw_mask(2, 47)
-    )
-    actual, expected = (
-        run(with_table(function, **options), tensors)
-        for function in (causal_attention, causal_reference)
-    )
-    assert_agree(actual, expected)
-
-
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("horizon", [0, 3])
-@pytest.mark.parametrize("normalization", ["sum", "mean"])
-def test_flat_relative_position_passes_over_absent_patches(normalization, horizon, masked):
-    case = Case((5, 9), horizon, prefix=2, masked=masked, filled=((3, 7), (5, 4)))
-    tensors = case.tensors("flat")
-    options = dict(normalization=normalization, layout=case.layout(), key_mask=case.mask())
-    holds = torch.tensor(Case((5, 9), 0, prefix=2, filled=case.filled).takes_part())
-
-    def of_those_that_hold_something(function):
-        attend = with_table(function, **options)
-        return lambda **inputs: attend(**inputs) * holds[:, None, :, None]
-
-    actual, expected = (
-        run(of_those_that_hold_something(function), tensors)
-        for function in (causal_attention, causal_reference)
-    )
-    assert_agree(actual, expected)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -208,74 +99,6 @@ def test_gradients_of_sums_mass_and_state_add(causal, form, feature_map, short_s
 
 
 # Order
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("horizon", [None, 0, 3])
-def test_later_tokens_have_a_gradient_of_exactly_zero(form, horizon, short_segments):
-    tensors = draw_qkv(batch=1, heads=1, queries=300, d=5, e=3)
-    inputs = {name: x.requires_grad_() for name, x in tensors.items()}
-    options = {}
-    if horizon is not None:
-        options = {
-            "relative": Flat(draw_table(1, 2 * horizon + 1, 5, seed=3), normalization="mean")
-        }
-    out = causal_attention(**inputs, form=form, **options)
-    for i in (0, 1, 62, 63, 64, 127, 128, 255, 256, 298):
-        gradients = torch.autograd.grad(
-            out[:, :, i].sum(), list(inputs.values()), retain_graph=True
-        )
-        for gradient in gradients:
-            assert gradient[:, :, i + 1 :].eq(0).all()
-        assert gradients[2][:, :, : i + 1].ne(0).all()  # and each earlier value has one
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("horizon", [None, 0, 3])
-def test_later_tokens_change_no_digit_of_what_came_before(form, horizon, short_segments):
-    tensors, options = draw_qkv(batch=1, heads=1, queries=300, d=5, e=3), {}
-    if horizon is not None:
-        options = {
-            "relative": Flat(draw_table(1, 2 * horizon + 1, 5, seed=3), normalization="mean")
-        }
-    out = causal_attention(**tensors, form=form, **options)
-    for i in (0, 1, 62, 63, 64, 127, 128, 255, 256, 298):
-        others = {
-            name: torch.cat([x[:, :, : i + 1], 7 - 3 * x[:, :, i + 1 :]], 2)
-            for name, x in tensors.items()
-        }
-        assert torch.equal(
-            causal_attention(**others, form=form, **options)[:, :, : i + 1], out[:, :, : i + 1]
-        )
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_queries_past_the_last_key_see_all_keys_and_keys_past_the_last_query_are_seen_by_nobody(
-    form,
-):
-    tensors = draw_qkv(queries=90, keys=41, d=5, e=4)
-    out = causal_attention(**tensors, form=form)
-    later = {name: x[:, :, 40:] if name == "q" else x for name, x in tensors.items()}
-    torch.testing.assert_close(
-        out[:, :, 40:], kernelized_attention(**later), rtol=1e-12, atol=1e-13
-    )
-    tensors = draw_qkv(queries=41, keys=90, d=5, e=4)
-    seen = {name: x[:, :, :41] for name, x in tensors.items()}
-    torch.testing.assert_close(
-        causal_attention(**tensors, form=form),
-        causal_attention(**seen, form=form),
-        rtol=1e-12,
-        atol=1e-13,
-    )
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_a_query_that_sees_masked_keys_only_gets_zero_and_zero_gradient(form):
-    tensors, mask = draw_qkv(queries=77, d=5, e=4), torch.ones(2, 77, dtype=torch.bool)
-    mask[1, :70] = False
-    actual = run(partial(causal_attention, key_mask=mask, form=form), tensors)
-    assert_agree(actual, run(partial(causal_reference, key_mask=mask), tensors))
-    assert actual["out"][1, :, :70].eq(0).all() and actual["q"][1, :, :70].eq(0).all()
 
 
 def test_what_has_no_order_of_tokens_is_refused():
@@ -333,17 +156,6 @@ def test_a_second_derivative_is_refused_clearly(causal, form):
     (grad,) = torch.autograd.grad(out.square().sum(), inputs[0], create_graph=True)
     with pytest.raises(NotImplementedError, match="second derivative"):
         grad.sum().backward()
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_gradients_agree_with_finite_differences(form):
-    inputs = [
-        x.requires_grad_() for x in draw_qkv(batch=1, heads=2, queries=4, keys=3, d=3, e=2).values()
-    ]
-    mask = torch.tensor([[True, False, True]])
-    assert torch.autograd.gradcheck(
-        lambda q, k, v: causal_attention(q, k, v, key_mask=mask, form=form), inputs
-    )
 
 
 @pytest.mark.parametrize("relative", [False, True])

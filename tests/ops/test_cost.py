@@ -2,56 +2,22 @@
 data it must follow.
 """
 
-import json
 import re
 import subprocess
 import sys
 from fractions import Fraction
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from visionattn.ops import choice, published
-from visionattn.ops.pairs.mean import few_pairs
+from visionattn.ops.pairs import takes_pairs
 from visionattn.ops.position import joint
-from visionattn.ops.taylorshift.features import BUFFER_ELEMENTS, chunk_tokens, num_features
 
 ROOT = Path(__file__).parents[2]
 WIDTHS = (8, 16, 32, 64, 128)
 ODD_WIDTHS = (1, 3, 7, 24, 77)
-
-
-@pytest.fixture
-def calibrate_as(tmp_path, monkeypatch):
-    """Puts a calibration of other devices, dtypes and seconds in place of the shipped one."""
-
-    def forget():
-        choice._calibration.cache_clear()
-        choice._faster_form.cache_clear()
-
-    def put(devices):
-        path = tmp_path / "calibration.json"
-        path.write_text(json.dumps({"devices": devices}))
-        monkeypatch.setattr(choice, "CALIBRATION", path)
-        forget()
-
-    yield put
-    monkeypatch.undo()
-    forget()
-
-
-def taylor_seconds(direct, efficient):
-    """A calibration of TaylorShift in which a multiply-add of either form takes so many seconds,
-    and nothing else takes any.
-    """
-    rest = {"elements": 0.0, "values": 0.0, "calls": 0.0}
-    forms = {
-        "direct": rest | {"multiply_adds": direct},
-        "efficient": rest | {"multiply_adds": efficient, "rows": 0.0},
-    }
-    return {"taylorshift": forms}
 
 
 def published_ops_efficient(n, d):
@@ -202,13 +168,10 @@ def test_scaleformer_rules_take_the_smaller_memory_and_the_quadratic_form_when_e
 
 
 @pytest.mark.parametrize("operation", choice.OPERATIONS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("by", ["speed", "memory"])
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_once_efficient_stays_efficient_as_tokens_grow(operation, dtype, by, device):
+def test_once_efficient_stays_efficient_as_tokens_grow(operation):
     lengths = [*range(1, 300, 7), *range(300, 3000, 91), *range(3000, 60000, 1999)]
     for d, heads, batch in ((16, 3, 2), (32, 6, 1), (64, 12, 1), (128, 1, 1)):
-        options = dict(heads=heads, batch=batch, dtype=dtype, by=by, device=device)
+        options = dict(heads=heads, batch=batch)
         forms = [choice.choose_form(operation, n, n, d, d, **options) for n in lengths]
         assert forms == sorted(forms), f"d={d}, heads={heads}"  # "direct" sorts before "efficient"
         assert forms[-1] == "efficient"
@@ -219,128 +182,6 @@ def test_once_efficient_stays_efficient_as_tokens_grow(operation, dtype, by, dev
             or choice.choose_form(operation, first - 1, first - 1, d, d, **options) == "direct"
         )
         assert choice.choose_form(operation, first, first, d, d, **options) == "efficient"
-
-
-def test_shipped_calibration_covers_this_kind_of_processor_and_every_operation():
-    for operation in choice.OPERATIONS:
-        for form in choice.FORMS:
-            for dtype in (torch.float32, torch.float64):
-                short, long = (
-                    choice.predicted_seconds(operation, form, n, n, 32, 32, heads=6, dtype=dtype)
-                    for n in (96, 6144)
-                )
-                assert 0 < short < long < 60
-
-
-def test_choice_takes_the_form_of_fewer_predicted_seconds(calibrate_as):
-    # n m (d + e) against (n + m) F e: at d = e = 16, F = 136, 32 n^2 against 4352 n, equal at n =
-    # 136.
-    calibrate_as({"cpu": {"seconds": {"float32": taylor_seconds(1e-9, 1e-9)}}})
-    chosen = [choice.choose_form("taylorshift", n, n, 16, 16) for n in (135, 136, 137)]
-    assert chosen == ["direct", "direct", "efficient"]
-    assert choice.crossover("taylorshift", 16) == 137
-    assert choice.predicted_seconds(
-        "taylorshift", "direct", 5, 7, 3, 4, heads=2, batch=11
-    ) == pytest.approx(22 * 35 * 7e-9)
-    assert choice.predicted_seconds(
-        "taylorshift", "efficient", 5, 7, 3, 4, heads=2, batch=11
-    ) == pytest.approx(22 * 12 * 24e-9)
-    calibrate_as({"cpu": {"seconds": {"float32": taylor_seconds(1e-9, 3e-9)}}})
-    assert choice.crossover("taylorshift", 16) == 3 * 136 + 1
-
-
-def test_dtype_and_device_have_measurements_of_their_own(calibrate_as):
-    calibrate_as(
-        {
-            "cpu": {
-                "seconds": {
-                    "float32": taylor_seconds(1e-9, 1e-9),
-                    "float64": taylor_seconds(1e-9, 2e-9),
-                }
-            },
-            "cuda": {"seconds": {"float32": taylor_seconds(1e-9, 4e-9)}},
-        }
-    )
-    crossovers = {
-        (device, dtype): choice.crossover("taylorshift", 16, dtype=dtype, device=device)
-        for device in ("cpu", "cuda", torch.device("cuda", 1))
-        for dtype in (torch.float16, torch.bfloat16, torch.float32)
-    }
-    assert {
-        crossovers["cpu", dtype] for dtype in (torch.float16, torch.bfloat16, torch.float32)
-    } == {137}
-    assert choice.crossover("taylorshift", 16, dtype=torch.float64) == 2 * 136 + 1
-    assert (
-        crossovers["cuda", torch.float32]
-        == crossovers[torch.device("cuda", 1), torch.bfloat16]
-        == 4 * 136 + 1
-    )
-
-
-@pytest.mark.parametrize("n, m", [(5, 7), (7, 5), (6, 6)])
-def test_causal_scores_are_counted_where_they_are_seen(n, m):
-    pairs = sum(j <= i for i in range(n) for j in range(m))
-    counts = choice.work("kernelized causal", "direct", n, m, 3, 4, heads=2, batch=11)
-    assert (counts["elements"], counts["multiply_adds"]) == (22 * pairs, 22 * pairs * 7)
-
-
-def test_batch_and_heads_share_the_cost_of_a_call(calibrate_as):
-    seconds = taylor_seconds(1e-9, 1e-9)
-    seconds["taylorshift"]["efficient"]["calls"] = 1e-3
-    calibrate_as({"cpu": {"seconds": {"float32": seconds}}})
-    one, heads, both = (
-        choice.crossover("taylorshift", 16, heads=h, batch=b) for h, b in ((1, 1), (6, 1), (6, 2))
-    )
-    assert one > heads > both > 137
-
-
-def test_what_was_not_measured_goes_by_operations_and_has_no_seconds(calibrate_as):
-    calibrate_as({"cpu": {"seconds": {"float32": taylor_seconds(1e-9, 9e-9)}}})
-    assert choice.is_calibrated("taylorshift")
-    assert not choice.is_calibrated("taylorshift", device="cuda")
-    for d in WIDTHS:
-        assert choice.crossover("taylorshift", d, device="cuda", heads=7) == published.N0_packed(d)
-    assert choice.crossover("kernelized", 24, device="cuda") == 25  # 2 n^2 d against 2 n d^2
-    with pytest.raises(
-        ValueError,
-        match=r"^no measurement of kernelized in torch.float32 on cuda: wanted one of \['cpu'\]$",
-    ):
-        choice.predicted_seconds("kernelized", "direct", 5, 7, 3, 4, device="cuda")
-
-
-def test_memory_counts_blocks_of_scores_against_sums_and_features():
-    # Direct: 256 queries of 900 keys and their product; two heads fit 2^20 entries, four do not.
-    held = choice.held_elements("taylorshift", "direct", 700, 900, 16, 24, heads=2)
-    assert held == 2 * 256 * (900 + 24)
-    assert (
-        choice.held_elements("taylorshift", "direct", 700, 900, 16, 24, heads=8, batch=3) == 1 << 20
-    )
-    # Efficient: sums over 160 products, 16 inputs and a one, and as many of 77 tokens.
-    assert choice.held_elements("taylorshift", "efficient", 5, 77, 16, 24, heads=2) == 2 * 177 * (
-        24 + 77
-    )
-    assert (
-        choice.held_elements("kernelized", "efficient", 5, 77, 16, 24, heads=2, batch=3)
-        == 6 * 16 * 24
-    )
-    assert choice.choose_form("kernelized", 5, 77, 16, 24, by="memory") == "efficient"
-    assert choice.choose_form("taylorshift", 77, 77, 64, 64, by="memory") == "direct"
-    assert choice.choose_form("taylorshift", 77777, 77777, 64, 64, by="memory") == "efficient"
-
-
-def test_each_thread_of_a_processor_holds_features_up_to_eight(monkeypatch):
-    rows = num_features(64) + 65
-    sums, one = rows * 64, rows * chunk_tokens(64)
-    for threads, buffers in ((1, 1), (3, 3), (8, 8), (64, 8)):
-        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        held = choice.held_elements("taylorshift", "efficient", 9999, 9999, 64, 64, heads=12)
-        assert held == 12 * sums + min(12 * one, buffers * max(one, BUFFER_ELEMENTS))
-        on_a_gpu = choice.held_elements(
-            "taylorshift", "efficient", 9999, 9999, 64, 64, heads=12, device="cuda"
-        )
-        assert on_a_gpu == 12 * sums + BUFFER_ELEMENTS > 12 * sums + one
-        first = choice.crossover("taylorshift", 64, heads=12, by="memory")
-        assert 256 * (first - 1 + 64) <= held < 256 * (first + 64)
 
 
 @pytest.mark.parametrize("size", [0, -3, 2.0, True, "7"], ids=repr)
@@ -377,16 +218,14 @@ def test_sizes_that_are_none_are_refused_in_one_line(size):
     ):
         with pytest.raises(ValueError, match="^heads=.*: wanted a whole number from 1$"):
             count(7, 24, size)
-    for ask in (choice.choose_form, partial(choice.choose_form, by="memory")):
-        with pytest.raises(ValueError, match="^d=.*: wanted a whole number from 1$"):
-            ask("kernelized", 5, 7, size, 4)
+    with pytest.raises(ValueError, match="^d=.*: wanted a whole number from 1$"):
+        choice.choose_form("kernelized", 5, 7, size, 4)
     for bad in ({"n": -3}, {"m": 2.5}, {"heads": "7"}, {"batch": True}):
         sizes = {"n": 5, "m": 7, "d": 3, "e": 4} | bad
-        for ask in (choice.choose_form, partial(choice.predicted_seconds, form="direct")):
-            with pytest.raises(
-                ValueError, match=f"^{next(iter(bad))}=.*: wanted a whole number from 0$"
-            ):
-                ask(operation="taylorshift", **sizes)
+        with pytest.raises(
+            ValueError, match=f"^{next(iter(bad))}=.*: wanted a whole number from 0$"
+        ):
+            choice.choose_form(operation="taylorshift", **sizes)
 
 
 def test_published_names_are_all_there_is():
@@ -398,35 +237,32 @@ def test_published_names_are_all_there_is():
     assert set(published.__all__) == public - {"main", "isqrt", "Sequence", "check_sizes"}
 
 
-def test_memory_and_speed_are_different_questions(calibrate_as):
-    calibrate_as({"cpu": {"seconds": {"float32": taylor_seconds(1e-9, 1e-9)}}})
-    forms = {
-        by: choice.choose_form("taylorshift", 1000, 1000, 32, 32, by=by)
-        for by in ("speed", "memory")
-    }
-    assert forms == {"speed": "efficient", "memory": "direct"}
+def test_the_form_of_less_work_is_taken():
+    # n^2 (d + e + 8) against 2 n d (e + 24) and a call of 1e6, with d = e = 16.
+    assert choice.crossover("kernelized", 16) == 175
+    assert choice.crossover("kernelized", 16, heads=6, batch=2) == 65
+    # Half the pairs are seen.
+    assert choice.crossover("kernelized causal", 16) == 258
+    # d (d + 4) / 2 = 160 features.
+    assert choice.crossover("taylorshift", 16) == 385
+    assert choice.form_of_shapes("taylorshift", (1, 3, 500, 16), (1, 3, 500, 16)) == "efficient"
+    beside = choice.form_of_shapes("taylorshift", (1, 3, 500, 16), (1, 3, 500, 16), class_rows=7)
+    assert beside == "direct"
+    with pytest.raises(ValueError, match="^operation 'softmax': wanted one of taylorshift, kern"):
+        choice.choose_form("softmax", 5, 7, 3, 4)
 
 
-@pytest.mark.parametrize(
-    "wrong, message",
-    [
-        (
-            {"operation": "softmax"},
-            "^operation 'softmax': wanted one of taylorshift, kernelized, kernelized causal$",
-        ),
-        ({"by": "luck"}, '^by=\'luck\': wanted "speed" or "memory"$'),
-    ],
-    ids=["operation", "by"],
-)
-def test_unknown_names_are_refused_in_one_line(wrong, message):
-    args = {"operation": "taylorshift"} | wrong
-    with pytest.raises(ValueError, match=message):
-        choice.choose_form(args.pop("operation"), 5, 7, 3, 4, **args)
+def test_choices_are_made_as_for_other_tokens_within_a_context_alone():
+    def chosen():
+        x = torch.empty(1, 1, 5000, 4)
+        forms = choice.choose_form("taylorshift", 77, 77, 16, 16)
+        return forms, joint.direct_is_faster(700, 7), takes_pairs(x, x, None)
 
-
-def test_unknown_form_has_no_prediction():
-    with pytest.raises(ValueError, match="^form 'auto': wanted one of direct, efficient$"):
-        choice.predicted_seconds("taylorshift", "auto", 5, 7, 3, 4)
+    before = chosen()
+    assert before == ("direct", True, False)
+    with choice.choosing_as(tokens=720):
+        assert chosen() == ("direct", False, True)
+    assert chosen() == before
 
 
 def calculator(*args):
@@ -453,39 +289,6 @@ def test_calculator_prints_the_published_crossovers_beside_ours():
     ]
     assert rows["direct"] == ["402,000,000", "6,096,000"]
     assert "577" in result.stdout
-
-
-def test_calculator_says_which_crossover_the_automatic_form_takes(capsys, calibrate_as):
-    calibrate_as(
-        dict.fromkeys(("cpu", "cuda"), {"seconds": {"float32": taylor_seconds(1e-9, 1e-9)}})
-    )
-    published.main(["--dim", "16", "--heads", "6"])
-    (line,) = [
-        line for line in capsys.readouterr().out.splitlines() if line.startswith('form="auto"')
-    ]
-    assert line[24:].split() == [
-        "137",
-        f"{choice.crossover('taylorshift', 16, heads=6, by='memory'):,}",
-    ]
-
-
-def test_choices_are_made_as_for_other_inputs_within_a_context_alone(calibrate_as):
-    seconds = {"float32": taylor_seconds(1.0, 9e9), "float64": taylor_seconds(9e9, 1.0)}
-    calibrate_as({"cpu": {"seconds": seconds}})
-
-    def chosen():
-        forms = [
-            choice.choose_form("taylorshift", 77, 77, 16, 16, device=x) for x in ("cpu", "meta")
-        ]
-        return *forms, joint.direct_is_faster(700, 7), few_pairs(5000, 5000)
-
-    before = chosen()
-    assert before == ("direct", "direct", True, False)
-    with choice.choosing_as(device="cpu", dtype=torch.float64):
-        assert chosen() == ("efficient", "efficient", True, False)
-        with choice.choosing_as(tokens=720):  # forms go by the inputs' own tokens
-            assert chosen() == ("efficient", "efficient", False, True)
-    assert chosen() == before
 
 
 @pytest.mark.parametrize(

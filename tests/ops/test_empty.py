@@ -21,7 +21,7 @@ from visionattn.ops import (
 
 def attentions():
     """Every operation by name, in each of its forms."""
-    for form in ("auto", "direct", "efficient"):
+    for form in ("direct", "efficient"):
         yield f"taylorshift {form}", partial(taylorshift_attention, form=form)
         yield f"kernelized {form}", partial(kernelized_attention, form=form)
         yield f"causal {form}", partial(kernelized_attention, form=form, causal=True)

@@ -31,21 +31,6 @@ def tensors_of(case, side, heads=3):
     return {"v": v, "weight": draw(heads * case.e, 1, side, side, seed=4)}
 
 
-@pytest.mark.parametrize("side", [1, 3, 5])
-@pytest.mark.parametrize("name", CASES)
-def test_the_convolution_agrees_with_its_definition_on_every_layout(name, side):
-    case = CASES[name]
-    options = dict(layout=case.layout(), key_mask=case.mask())
-
-    def of(function):
-        return lambda **tensors: taking_part(case, function(**tensors, **options))
-
-    tensors = tensors_of(case, side)
-    assert_agree(
-        run(of(value_convolution), tensors), run(of(reference.value_convolution), tensors), 1e-12
-    )
-
-
 def test_with_all_patches_it_is_the_depth_wise_convolution_of_torch():
     v, weight = draw(2, 3, 2 + 35, 4, seed=1), draw(12, 1, 3, 3, seed=2)
     out = value_convolution(v, weight, TokenLayout(2, Grid(5, 7)))

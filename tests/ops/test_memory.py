@@ -17,7 +17,7 @@ from tests.helpers.operations import (
     every_operation,
 )
 from tests.helpers.oracles import assert_agree, draw_mask, peak_bytes, run
-from visionattn.ops.pairs import mean as pair_mean
+from visionattn.ops import pairs
 from visionattn.ops.position import tiles
 
 
@@ -107,7 +107,7 @@ def test_masked_keys_may_hold_anything_finite(name):
 
 @pytest.mark.parametrize("name", NOT_SOFTMAX)
 def test_no_pair_of_tokens_and_no_features_of_all_tokens_are_in_memory_at_once(name, monkeypatch):
-    monkeypatch.setattr(pair_mean, "MOST_PAIRS", 0)  # test_pair_mean.py is about its memory
+    monkeypatch.setattr(pairs, "MOST_PAIRS", 0)  # test_pairs.py is about its memory
     monkeypatch.setattr(
         tiles, "BAND_ELEMENTS", 1 << 12
     )  # weights of a band do not grow beyond its size: make that small

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from tests.helpers.operations import OPERATIONS, RELATIVE, TOKENS, every_operation
+from tests.helpers.operations import OPERATIONS, RELATIVE, TOKENS
 from tests.helpers.oracles import (
     assert_agree,
     draw,
@@ -23,20 +23,6 @@ WITHOUT_ORDER = [
     for name in OPERATIONS
     if name not in RELATIVE + CAUSAL and name not in ("softmax twin", "softmax in windows")
 ]
-
-
-@every_operation
-def test_two_halves_of_a_batch_give_the_batch(name):
-    tensors, mask = OPERATIONS[name].tensors(batch=4, e=5), draw_mask(4, TOKENS)
-    learned = {key: tensors.pop(key) for key in OPERATIONS[name].learned}
-    whole = OPERATIONS[name].fast(**tensors, **learned, key_mask=mask)
-    halves = [
-        OPERATIONS[name].fast(
-            **{key: x[half] for key, x in tensors.items()}, **learned, key_mask=mask[half]
-        )
-        for half in (slice(0, 1), slice(1, 4))
-    ]
-    torch.testing.assert_close(torch.cat(halves), whole, rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize("name", WITHOUT_ORDER)

@@ -10,7 +10,7 @@ from visionattn.layout import Grid, TokenLayout
 from visionattn.ops import Joint, kernelized_attention, reference, taylorshift_attention
 from visionattn.ops.feature_maps import raised
 from visionattn.ops.taylorshift import attention as taylorshift_room
-from visionattn.ops.taylorshift.mass import MOST_CANCELLATION
+from visionattn.ops.taylorshift.features import MOST_CANCELLATION
 
 TOLERANCE = {torch.float32: 2.5e-4, torch.float64: 1.5e-8}
 
@@ -28,16 +28,15 @@ def orthogonal(norm, tokens=300, d=16, dtype=torch.float32):
 @pytest.fixture
 def forms_taken(monkeypatch):
     """What "auto" stood for in each call, where by size alone it is the efficient form."""
-    taken, right = [], taylorshift_room.takes_efficient
+    taken, right = [], taylorshift_room.linear_form
 
     def call(*asked):
-        taken.append("efficient" if right(*asked) else "direct")
-        return taken[-1] == "efficient"
+        found = right(*asked)
+        taken.extend([found] if asked[0] == "auto" else [])
+        return found
 
-    monkeypatch.setattr(
-        "visionattn.ops.taylorshift.eager.choose_form", lambda *_, **__: "efficient"
-    )
-    monkeypatch.setattr(taylorshift_room, "takes_efficient", call)
+    monkeypatch.setattr("visionattn.ops.taylorshift.eager.form_of_shapes", lambda *_: "efficient")
+    monkeypatch.setattr(taylorshift_room, "linear_form", call)
     monkeypatch.setattr(taylorshift_room, "takes_pairs", lambda *_: False)
     return taken
 

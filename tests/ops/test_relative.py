@@ -5,14 +5,10 @@ geometry demands.
 import pytest
 import torch
 
-from tests.helpers.layout_cases import CASES, Case, make_relative
+from tests.helpers.layout_cases import Case, make_relative
 from tests.helpers.oracles import (
     assert_agree,
     dot,
-    draw_kept,
-    draw_mask,
-    draw_qkv,
-    draw_table,
     elu1,
     loop_mean,
     loop_relative_weight,
@@ -28,7 +24,6 @@ from visionattn.ops import (
     reference,
     taylorshift_attention,
 )
-from visionattn.ops.position import joint as class_sums
 
 KINDS = ("flat", "axial", "joint")
 NORMALIZATIONS = ("sum", "mean")
@@ -39,21 +34,6 @@ def call(function, kind, layout, normalization, **options):
     return lambda **inputs: function(
         relative=make_relative(kind, inputs, layout, normalization), **inputs, **options
     )
-
-
-def agree(kind, tensors, layout, normalization, mask, form, floor=0.0):
-    """Both attentions, one with and one without the square, agree with their references."""
-    tau = torch.linspace(0.7, 3.1, tensors["q"].shape[1], dtype=torch.float64)
-    for name in ("taylorshift_attention", "kernelized_attention"):
-        extra = {"temperature": tau} if name == "taylorshift_attention" else {}
-        operation, definition = globals()[name], getattr(reference, name)
-        actual = run(
-            call(operation, kind, layout, normalization, key_mask=mask, form=form), tensors | extra
-        )
-        expected = run(
-            call(definition, kind, layout, normalization, key_mask=mask), tensors | extra
-        )
-        assert_agree(actual, expected, floor=floor)
 
 
 # The dense weights themselves
@@ -136,84 +116,6 @@ def test_the_reference_is_the_mean_over_pairs_one_at_a_time(normalization, kind,
 # Agreement of the operations with them
 
 
-@pytest.mark.parametrize("normalization", NORMALIZATIONS)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("case", CASES)
-def test_relative_position_agrees_with_its_dense_weights(normalization, kind, case):
-    case = CASES[case]
-    agree(
-        kind, case.tensors(kind), case.layout(), normalization, case.mask(), "efficient", case.floor
-    )
-
-
-@pytest.mark.parametrize("normalization", NORMALIZATIONS)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "case", ["horizon 0", "missing patches and masked keys", "two by three, shared table"]
-)
-@pytest.mark.parametrize("form", ["direct", "auto"])
-def test_the_form_of_the_content_does_not_matter_to_the_relative_term(
-    normalization, kind, case, form
-):
-    case = CASES[case]
-    agree(kind, case.tensors(kind), case.layout(), normalization, case.mask(), form)
-
-
-@pytest.mark.parametrize("normalization", NORMALIZATIONS)
-@pytest.mark.parametrize("horizons", [(1, 3), (3, 0), (0, 2)])
-def test_the_axes_of_a_joint_table_may_have_horizons_of_their_own(normalization, horizons):
-    case = Case((5, 9), 1, prefix=1, present=31, masked=True)
-    tensors = case.tensors("joint")
-    tensors["table"] = draw_table(3, 2 * horizons[0] + 1, 2 * horizons[1] + 1, 7, seed=8)
-    agree("joint", tensors, case.layout(), normalization, case.mask(), "efficient")
-
-
-@pytest.mark.parametrize("normalization", NORMALIZATIONS)
-@pytest.mark.parametrize("feature_map", ["relu", "softmax"])
-@pytest.mark.parametrize("masked", [False, True])
-def test_other_feature_maps_keep_their_balance_with_the_relative_term(
-    normalization, feature_map, masked
-):
-    case = Case((5, 9), 2, prefix=1, present=31, masked=masked)
-    options = {"feature_map": feature_map, "key_mask": case.mask()}
-    actual = call(kernelized_attention, "joint", case.layout(), normalization, **options)
-    expected = call(
-        reference.kernelized_attention, "joint", case.layout(), normalization, **options
-    )
-    assert_agree(run(actual, case.tensors("joint")), run(expected, case.tensors("joint")))
-
-
-@pytest.mark.parametrize("normalization", NORMALIZATIONS)
-@pytest.mark.parametrize("horizon", [0, 1, 3, 52, 53, 80])
-@pytest.mark.parametrize("lengths", [(53, 53), (53, 77), (77, 53), (20, 77), (1, 9), (9, 1)])
-def test_a_flat_table_without_layout_agrees_for_any_lengths(normalization, horizon, lengths):
-    tensors = draw_qkv(queries=lengths[0], keys=lengths[1], d=5, e=4)
-    tensors["table"] = draw_table(3, 2 * horizon + 1, 5, seed=4)
-    agree(
-        "flat",
-        tensors,
-        None,
-        normalization,
-        None,
-        "efficient",
-        floor=1.0 if min(lengths) == 1 else 0.0,
-    )
-
-
-@pytest.mark.parametrize("normalization", NORMALIZATIONS)
-@pytest.mark.parametrize("horizon", [0, 1, 3, 53, 77, 80])
-@pytest.mark.parametrize("pairs", [False, True])
-@pytest.mark.parametrize("lengths", [(53, 77), (77, 53)])
-def test_a_flat_table_without_layout_agrees_under_a_key_mask(
-    normalization, horizon, pairs, lengths, monkeypatch
-):
-    monkeypatch.setattr(class_sums, "direct_is_faster", lambda *sizes: pairs)
-    tensors = draw_qkv(queries=lengths[0], keys=lengths[1], d=5, e=4) | {
-        "table": draw_table(1, 2 * horizon + 1, 5, seed=4)
-    }
-    agree("flat", tensors, None, normalization, draw_mask(2, lengths[1]), "direct")
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("grid", "e", "horizon"), [((33, 37), 3, 3), ((3, 401), 70, 2), ((211, 5), 300, 4)]
@@ -227,103 +129,11 @@ def test_relative_position_agrees_on_grids_beyond_one_band(kind, grid, e, horizo
         assert_agree(run(function, tensors), run(expected, tensors))
 
 
-def test_many_heads_and_images_agree_with_the_dense_weights():
-    case = Case((9, 13), 2, prefix=1, batch=5, d=3, e=66)
-    tensors, layout = case.tensors("joint", heads=4), case.layout()
-    function = call(kernelized_attention, "joint", layout, "mean", form="efficient")
-    assert_agree(
-        run(function, tensors),
-        run(call(reference.kernelized_attention, "joint", layout, "mean"), tensors),
-    )
-
-
 # What geometry demands
 
 
 def attend(kind, tensors, layout, normalization="mean", **options):
     return call(taylorshift_attention, kind, layout, normalization, **options)(**tensors)
-
-
-@pytest.mark.parametrize("normalization", NORMALIZATIONS)
-@pytest.mark.parametrize("kind", ["axial", "joint"])
-def test_moving_all_content_over_the_grid_changes_nothing(normalization, kind):
-    case = Case((3, 4), 2)
-    tensors = case.tensors(kind)
-    out = attend(kind, tensors, TokenLayout(0, Grid(3, 4)), normalization)
-    for top, left in ((0, 0), (2, 1), (4, 5)):
-        kept = (
-            ((torch.arange(3)[:, None] + top) * 9 + torch.arange(4) + left)
-            .reshape(1, 12)
-            .expand(2, 12)
-        )
-        moved = attend(kind, tensors, TokenLayout(0, Grid(7, 9), kept), normalization)
-        torch.testing.assert_close(moved, out, rtol=1e-12, atol=1e-13)
-
-
-@pytest.mark.parametrize("normalization", NORMALIZATIONS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_order_of_the_tokens_does_not_matter_where_their_places_are_known(normalization, kind):
-    case = Case((5, 9), 2, prefix=2, present=31)
-    tensors, layout = case.tensors(kind), case.layout()
-    out = attend(kind, tensors, layout, normalization)
-    order = draw_kept(1, 31, 31, seed=1)[0]
-    tokens = torch.cat([torch.arange(2), 2 + order])
-    shuffled = tensors | {name: tensors[name][:, :, tokens] for name in "qkv"}
-    out_shuffled = attend(
-        kind, shuffled, TokenLayout(2, layout.grid, layout.kept[:, order]), normalization
-    )
-    torch.testing.assert_close(out_shuffled, out[:, :, tokens], rtol=1e-12, atol=1e-13)
-
-
-@pytest.mark.parametrize("normalization", NORMALIZATIONS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_missing_patch_is_a_masked_one(normalization, kind):
-    case = Case((5, 9), 2, prefix=1, batch=1)
-    tensors = case.tensors(kind)
-    kept = draw_kept(1, 45, 31)
-    tokens = torch.cat([torch.zeros(1, dtype=torch.int64), 1 + kept[0]])
-    mask = torch.zeros(1, 46, dtype=torch.bool)
-    mask[:, tokens] = True
-    masked = attend(kind, tensors, TokenLayout(1, Grid(5, 9)), normalization, key_mask=mask)
-    present = tensors | {name: tensors[name][:, :, tokens] for name in "qkv"}
-    missing = attend(kind, present, TokenLayout(1, Grid(5, 9), kept), normalization)
-    torch.testing.assert_close(missing, masked[:, :, tokens], rtol=1e-12, atol=1e-13)
-
-
-def test_turning_the_grid_and_the_table_turns_nothing_else():
-    tensors = Case((5, 9), 2).tensors("joint")
-    upright = attend("joint", tensors, TokenLayout(0, Grid(5, 9)))
-    turned = {
-        name: tensors[name].unflatten(2, (5, 9)).transpose(2, 3).flatten(2, 3) for name in "qkv"
-    }
-    turned["table"] = tensors["table"].transpose(1, 2)
-    out = attend("joint", turned, TokenLayout(0, Grid(9, 5)))
-    torch.testing.assert_close(
-        out.unflatten(2, (9, 5)).transpose(2, 3).flatten(2, 3), upright, rtol=1e-12, atol=1e-13
-    )
-
-
-@pytest.mark.parametrize("normalization", NORMALIZATIONS)
-def test_on_one_row_the_flat_and_the_joint_table_are_the_same(normalization):
-    tensors = Case((1, 23), 3, prefix=2).tensors("flat")
-    layout = TokenLayout(2, Grid(1, 23))
-    # On one row only the middle row of the joint table is ever met.
-    table = torch.stack(
-        [100 + tensors["table"]] * 3 + [tensors["table"]] + [100 + tensors["table"]] * 3, dim=1
-    )
-    flat = attend("flat", tensors, layout, normalization)
-    joint = attend("joint", tensors | {"table": table}, layout, normalization)
-    torch.testing.assert_close(joint, flat, rtol=1e-12, atol=1e-13)
-
-
-def test_a_joint_table_that_is_a_sum_of_rows_and_columns_is_the_axial_one():
-    tensors = Case((5, 9), 3, prefix=1).tensors("joint")
-    rows, columns = draw_table(3, 7, 7, seed=1), draw_table(3, 7, 7, seed=2)
-    layout = TokenLayout(1, Grid(5, 9))
-    joint = attend("joint", tensors | {"table": rows[:, :, None] + columns[:, None]}, layout, "sum")
-    del tensors["table"]
-    axial = attend("axial", tensors | {"rows": rows, "columns": columns}, layout, "sum")
-    torch.testing.assert_close(axial, joint, rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize(("kind", "classes"), [("flat", 3), ("joint", 9), ("axial", 3 + 5)])
@@ -341,18 +151,6 @@ def test_under_mean_each_class_weighs_the_same_however_large_the_grid(kind, clas
         )  # a row, and a column, of patches share its class
         share = attend(kind, tensors, case.layout(), "mean")[0, 0, centre, 0].item()
         assert share == pytest.approx((1 / side**2 + own) / (1 + 14 * classes), rel=1e-12)
-
-
-@pytest.mark.parametrize("normalization", NORMALIZATIONS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_gradients_agree_with_finite_differences(normalization, kind):
-    case = Case((2, 3), 1, prefix=1, present=4, d=3, e=2, batch=1)
-    tensors, layout = case.tensors(kind, heads=2), case.layout()
-    inputs = [tensor.clone().requires_grad_() for tensor in tensors.values()]
-    operation = call(kernelized_attention, kind, layout, normalization)
-    assert torch.autograd.gradcheck(
-        lambda *values: operation(**dict(zip(tensors, values, strict=True))), inputs
-    )
 
 
 def test_counts_made_once_for_the_layout_give_the_same_result():

@@ -5,11 +5,9 @@ from functools import partial
 import pytest
 import torch
 
-from tests.helpers.layout_cases import CASES, make_relative
 from tests.helpers.oracles import draw, draw_mask, draw_qkv, peak_bytes
 from visionattn.layout import Grid, TokenLayout
 from visionattn.ops import (
-    Flat,
     Joint,
     RandomFeatures,
     kernelized_attention,
@@ -22,36 +20,11 @@ from visionattn.ops.attentions import ATTENTIONS
 from visionattn.ops.rows import (
     ROWS,
     kernelized_rows,
-    softmax_rows,
     taylorshift_rows,
     window_rows,
 )
 
 TAU = torch.tensor([0.7, 1.9, 4.0], dtype=torch.float64)
-LINEAR = {
-    "taylorshift": (taylorshift_rows, reference.taylorshift_attention, {}),
-    "taylorshift, temperature": (
-        taylorshift_rows,
-        reference.taylorshift_attention,
-        {"temperature": TAU},
-    ),
-    "taylorshift, coefficients": (
-        taylorshift_rows,
-        reference.taylorshift_attention,
-        {"coefficients": (0.3, 0.9, 1.7)},
-    ),
-    "kernelized elu1": (kernelized_rows, reference.kernelized_attention, {}),
-    "kernelized relu": (
-        kernelized_rows,
-        reference.kernelized_attention,
-        {"feature_map": "relu"},
-    ),
-    "kernelized softmax": (
-        kernelized_rows,
-        reference.kernelized_attention,
-        {"feature_map": "softmax"},
-    ),
-}
 
 
 def dense(definition, q, k, **options):
@@ -73,90 +46,12 @@ def test_each_attention_has_rows():
     assert set(ROWS) == set(ATTENTIONS)
 
 
-@pytest.mark.parametrize("normalization", ["sum", "mean"])
-@pytest.mark.parametrize("kind", ["flat", "axial", "joint"])
-@pytest.mark.parametrize("case", CASES)
-def test_rows_with_relative_position_are_those_of_the_definition(case, kind, normalization):
-    layout, mask = CASES[case].layout(), CASES[case].mask()
-    inputs = CASES[case].tensors(kind)
-    relative = make_relative(kind, inputs, layout, normalization)
-    q, k, rows = inputs["q"], inputs["k"], some(layout.num_tokens)
-    given = dict(relative=relative, key_mask=mask)
-    present = torch.tensor(CASES[case].takes_part())
-    for name in ("taylorshift, temperature", "kernelized elu1"):
-        function, definition, options = LINEAR[name]
-        found = function(q, k, rows, **given, **options)
-        assert_close(found.total, dense(definition, q, k, **given, **options)[:, :, rows])
-        # The summand of places is in proportion to the definition's.
-        of_places = reference.relative_weights(relative, q, present)[:, :, rows]
-        of_places = of_places.expand_as(found.relative)
-        mine, wanted = (
-            x / x.sum(-1, keepdim=True).clamp(min=1e-300) for x in (found.relative, of_places)
-        )
-        assert_close(mine, wanted)
-        prefix = rows < layout.num_prefix
-        assert found.relative[:, :, prefix].eq(0).all()
-        assert (found.content >= 0).all()
-
-
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("name", LINEAR)
-def test_rows_of_content_alone_are_those_of_the_definition(name, masked):
-    function, definition, options = LINEAR[name]
-    qkv = draw_qkv(queries=23, keys=31)
-    mask = draw_mask(2, 31) if masked else None
-    found = function(qkv["q"], qkv["k"], some(23), key_mask=mask, **options)
-    assert found.relative is None
-    wanted = dense(definition, qkv["q"], qkv["k"], key_mask=mask, **options)[:, :, some(23)]
-    assert_close(found.total, wanted)
-
-
 def test_rows_of_random_features_are_those_of_the_definition():
     features = RandomFeatures(16, 20, torch.Generator().manual_seed(3)).double()
     qkv = draw_qkv(queries=23)
     found = kernelized_rows(qkv["q"], qkv["k"], some(23), feature_map=features)
     wanted = dense(reference.kernelized_attention, qkv["q"], qkv["k"], feature_map=features)
     assert_close(found.total, wanted[:, :, some(23)])
-
-
-@pytest.mark.parametrize("relative", [None, Flat(draw(1, 5, 16, seed=4).abs(), None, "mean")])
-@pytest.mark.parametrize("masked", [False, True])
-def test_causal_rows_see_what_came_before(masked, relative):
-    qkv = draw_qkv(queries=23)
-    given = dict(causal=True, key_mask=draw_mask(2, 23) if masked else None, relative=relative)
-    found = kernelized_rows(qkv["q"], qkv["k"], some(23), **given)
-    wanted = dense(reference.kernelized_attention, qkv["q"], qkv["k"], **given)
-    assert_close(found.total, wanted[:, :, some(23)])
-    assert found.total[:, :, 1, 1:].eq(0).all()
-    if relative is None:
-        del given["relative"]
-        found = softmax_rows(qkv["q"], qkv["k"], some(23), **given)
-        wanted = dense(reference.softmax_attention, qkv["q"], qkv["k"], **given)
-        assert_close(found.total, wanted[:, :, some(23)])
-
-
-@pytest.mark.parametrize("kind", ["flat", "axial", "joint"])
-@pytest.mark.parametrize("case", CASES)
-def test_rows_of_softmax_with_signed_tables_are_those_of_the_definition(case, kind):
-    layout, mask = CASES[case].layout(), CASES[case].mask()
-    inputs = CASES[case].tensors(kind)
-    for name in {"table", "rows", "columns"} & set(inputs):
-        inputs[name] = inputs[name] - 0.7
-    relative = make_relative(kind, inputs, layout, "sum")
-    q, k, rows = inputs["q"], inputs["k"], some(layout.num_tokens)
-    found = softmax_rows(q, k, rows, relative=relative, key_mask=mask)
-    present = torch.tensor(CASES[case].takes_part())
-    bias = reference.relative_bias(relative, q)
-    wanted = dense(reference.softmax_attention, q, k, key_mask=present, bias=bias)
-    assert_close(found.total, wanted[:, :, rows])
-    if kind == "flat":
-        return
-    for shifted in (False, True):
-        options = dict(window_size=3, shifted=shifted, key_mask=mask)
-        for place in (dict(relative=relative), dict(layout=layout)):
-            found = window_rows(q, k, rows, **options, **place)
-            wanted = dense(reference.window_attention, q, k, **options, **place)
-            assert_close(found.total, wanted[:, :, rows])
 
 
 OPERATIONS = {

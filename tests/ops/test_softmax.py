@@ -4,7 +4,6 @@ reference.
 
 import math
 from collections.abc import Callable
-from functools import partial
 
 import pytest
 import torch
@@ -24,16 +23,6 @@ from tests.helpers.oracles import (
 )
 from visionattn.layout import Grid, TokenLayout
 from visionattn.ops import Axial, Flat, Joint, reference, softmax_attention
-from visionattn.ops.position.scores import BLOCK_QUERIES
-from visionattn.ops.sums import drop_values
-
-LENGTHS = {
-    "N = M": (77, 77),
-    "N < M": (53, 77),
-    "N > M": (77, 53),
-    "one query": (1, 77),
-    "one key": (77, 1),
-}
 
 
 def softmax_of_tables(
@@ -168,67 +157,6 @@ def test_operation_and_reference_are_the_mean_over_pairs_one_at_a_time(kind, cau
         assert_agree({"out": out}, expected, tolerance=1e-14)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("lengths", LENGTHS)
-def test_softmax_attention_agrees_with_the_reference_for_any_lengths(masked, causal, lengths):
-    queries, keys = LENGTHS[lengths]
-    tensors, mask = draw_qkv(queries=queries, keys=keys), draw_mask(2, keys) if masked else None
-    actual = run(partial(softmax_attention, key_mask=mask, causal=causal), tensors)
-    expected = run(partial(reference.softmax_attention, key_mask=mask, causal=causal), tensors)
-    # With one key the gradients of q and k are rounding.
-    assert_agree(actual, expected, floor=1.0 if 1 in (queries, keys) else 0.0)
-
-
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("horizon", [0, 1, 3, 76, 90])
-@pytest.mark.parametrize("lengths", LENGTHS)
-def test_a_flat_table_agrees_with_the_reference_for_any_lengths_and_horizon(
-    lengths, horizon, causal, masked
-):
-    queries, keys = LENGTHS[lengths]
-    tensors = flat_tensors(queries, keys, horizon, tables=1 if masked else 3, d=7, e=5)
-    options = {"causal": causal, "key_mask": draw_mask(2, keys) if masked else None}
-    expected = run(reference_of_tables("flat", **options), tensors)
-    # A bias that is the same for all keys has no gradient: what remains is rounding.
-    assert_agree(run(softmax_of_tables("flat", **options), tensors), expected, floor=1.0)
-
-
-@pytest.mark.parametrize("keys", [53, 311])
-@pytest.mark.parametrize("horizon", [2, BLOCK_QUERIES, 400])
-@pytest.mark.parametrize(
-    "queries", [BLOCK_QUERIES - 1, BLOCK_QUERIES, BLOCK_QUERIES + 1, 2 * BLOCK_QUERIES + 3]
-)
-def test_blocks_of_queries_fit_together(queries, horizon, keys):
-    tensors = flat_tensors(queries, keys, horizon, d=3, e=2)
-    assert_agree(run(softmax_of_tables("flat"), tensors), run(reference_of_tables("flat"), tensors))
-
-
-@pytest.mark.parametrize("kind", ["axial", "joint"])
-def test_a_row_of_patches_longer_than_a_block_is_no_different(kind):
-    layout = TokenLayout(1, Grid(2, BLOCK_QUERIES + 5))
-    shapes = {"rows": (3,), "columns": (301,)} if kind == "axial" else {"table": (3, 151)}
-    tables = {name: draw(1, *shape, 3, seed=i) for i, (name, shape) in enumerate(shapes.items())}
-    tensors = draw_qkv(2, 2, layout.num_tokens, d=3, e=2) | tables
-    assert_agree(
-        run(softmax_of_tables(kind, layout), tensors),
-        run(reference_of_tables(kind, layout), tensors),
-    )
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("kind", ["flat", "axial", "joint"])
-@pytest.mark.parametrize("case", CASES)
-def test_signed_tables_agree_with_their_dense_bias(kind, case, causal):
-    case = CASES[case]
-    layout, tensors = case.layout(), signed(case.tensors(kind))
-    present = torch.tensor(case.takes_part())
-    expected = run(reference_of_tables(kind, layout, causal=causal, key_mask=present), tensors)
-    actual = run(softmax_of_tables(kind, layout, causal=causal, key_mask=case.mask()), tensors)
-    assert_agree(actual, expected, floor=1.0)
-
-
 @pytest.mark.parametrize(
     ("queries", "keys", "longest"), [(23, 23, 23), (11, 17, 23), (17, 11, 19), (23, 1, 23)]
 )
@@ -283,39 +211,6 @@ def test_a_query_that_sees_no_key_gives_zero_and_zero_gradient(kind):
         assert actual[name][0, :, :6].eq(0).all(), name
         assert actual[name][0, :, 7:].ne(0).any(-1).all(), name
     assert all(actual[name][1].eq(0).all() for name in ("out", "q", "k", "v"))
-
-
-@pytest.mark.parametrize("kind", ["axial", "joint"])
-def test_an_image_gives_the_same_wherever_it_lies_on_the_grid(kind):
-    tensors = signed(CASES["whole grid"].tensors(kind) | draw_qkv(queries=13, d=7, e=5))
-
-    def placed(top: int, left: int) -> dict[str, Tensor]:
-        kept = (
-            ((top + torch.arange(3))[:, None] * 11 + left + torch.arange(4)).flatten().expand(2, -1)
-        )
-        return run(softmax_of_tables(kind, TokenLayout(1, Grid(9, 11), kept)), tensors)
-
-    here = run(softmax_of_tables(kind, TokenLayout(1, Grid(3, 4))), tensors)
-    for place in ((0, 0), (6, 0), (2, 7), (5, 3)):
-        assert_agree(placed(*place), here)
-
-
-def test_what_drops_is_whole_rows_of_the_values():
-    tensors = flat_tensors(13, 301, 4)
-
-    def dropped(seed: int) -> dict[str, Tensor]:
-        generator = torch.Generator().manual_seed(seed)
-        return run(softmax_of_tables("flat", value_drop=0.3, generator=generator), tensors)
-
-    def slow(v, **inputs):
-        return reference_of_tables("flat")(
-            v=drop_values(v, 0.3, torch.Generator().manual_seed(5)), **inputs
-        )
-
-    assert_agree(dropped(5), run(slow, tensors))
-    rows = dropped(6)["v"].eq(0).all(-1)
-    assert 0.2 < rows.double().mean() < 0.4
-    assert not torch.equal(rows, dropped(5)["v"].eq(0).all(-1))
 
 
 @pytest.mark.parametrize("kind", ["sequence", "axial", "joint"])

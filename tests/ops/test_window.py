@@ -3,8 +3,6 @@ definition, on any grid.
 """
 
 import math
-from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -27,7 +25,6 @@ from tests.helpers.oracles import (
 )
 from tests.ops.test_masked import (
     assert_nothing_changes,
-    assert_one_column_changes_nothing,
     everything,
     results,
 )
@@ -42,17 +39,6 @@ from visionattn.ops import (
     window,
     window_attention,
 )
-from visionattn.ops.sums import drop_values
-
-GRIDS = {
-    "smaller windows at both borders": (9, 11),
-    "whole windows": (8, 12),
-    "one window high": (3, 10),
-    "a row": (1, 9),
-    "a column": (7, 1),
-    "as large as a window": (4, 4),
-    "one patch": (1, 1),
-}
 
 
 def of_tables(function, kind, layout, **options):
@@ -72,13 +58,6 @@ def tensors_of(case, kind):
     tensors = case.tensors("joint" if kind == "none" else kind)
     tables = {name: draw(*x.shape, seed=70) for name, x in tensors.items() if name not in "qkv"}
     return {name: tensors[name] for name in "qkv"} | ({} if kind == "none" else tables)
-
-
-def compare(case, kind, **options):
-    layout, tensors, mask = case.layout(), tensors_of(case, kind), case.mask()
-    actual = run(of_tables(window_attention, kind, layout, key_mask=mask, **options), tensors)
-    slow = of_tables(reference.window_attention, kind, layout, key_mask=mask, **options)
-    assert_agree(actual, run(slow, tensors), floor=1.0)
 
 
 @pytest.mark.parametrize("shifted", [False, True])
@@ -117,31 +96,6 @@ def test_operation_and_definition_are_the_mean_over_pairs_one_at_a_time(window_s
         assert_agree({"out": call(**tensors)}, expected, tolerance=1e-14)
 
 
-@pytest.mark.parametrize("shifted", [False, True])
-@pytest.mark.parametrize("kind", ["none", "axial", "joint"])
-@pytest.mark.parametrize("case", CASES)
-def test_the_operation_is_its_definition_with_any_missing_absent_and_masked_tokens(
-    case, kind, shifted
-):
-    compare(CASES[case], kind, window_size=3, shifted=shifted)
-
-
-@pytest.mark.parametrize("shifted", [False, True])
-@pytest.mark.parametrize("window_size", [1, 2, 4, 5, 20])
-@pytest.mark.parametrize("grid", GRIDS)
-def test_the_operation_is_its_definition_on_any_grid_with_any_window(grid, window_size, shifted):
-    case = replace(CASES["wide heads"], grid=GRIDS[grid], horizon=4, d=5, e=6)
-    compare(case, "joint", window_size=window_size, shifted=shifted)
-
-
-@pytest.mark.parametrize("elements", [1, 2000, 9000])
-def test_pieces_of_any_number_of_windows_fit_together(elements, monkeypatch):
-    monkeypatch.setattr(window, "CACHED_ELEMENTS", elements)
-    case = replace(CASES["missing patches and masked keys"], grid=(13, 17), batch=3, present=180)
-    for shifted in (False, True):
-        compare(case, "joint", window_size=3, shifted=shifted)
-
-
 def test_weights_of_a_few_windows_are_in_memory_at_a_time(monkeypatch):
     monkeypatch.setattr(window, "CACHED_ELEMENTS", 1 << 17)
     layout = TokenLayout(1, Grid(42, 56))
@@ -173,21 +127,6 @@ def test_a_horizon_of_a_window_less_one_gives_each_offset_an_entry_of_its_own():
 
 
 # What tokens hold that do not count
-
-
-ABSENT = ("masked keys", "absent patches", "absent and missing patches and masked keys")
-
-
-@pytest.mark.parametrize("shifted", [False, True])
-@pytest.mark.parametrize("kind", ["none", "axial", "joint"])
-@pytest.mark.parametrize("case", ABSENT)
-def test_absent_and_masked_tokens_hold_anything(case, kind, shifted):
-    case = CASES[case]
-    counts, tensors = torch.tensor(case.takes_part()), tensors_of(case, kind)
-    options = dict(window_size=4, shifted=shifted, key_mask=case.mask())
-    call = of_tables(window_attention, kind, case.layout(), **options)
-    assert_nothing_changes(call, tensors, ~counts, counts)
-    assert_one_column_changes_nothing(call, tensors, ~counts, counts)
 
 
 def test_windows_that_nobody_looks_at_hold_anything():
@@ -319,21 +258,6 @@ def test_one_graph_serves_every_size():
         inputs = {"image": draw(2, 15, height, width, seed=height), "table": table}
         assert_agree(run(compiled, inputs), run(attend, inputs), tolerance=1e-13)
     assert counter.frame_count <= 2
-
-
-def test_what_drops_is_whole_rows_of_the_values():
-    layout, tensors = TokenLayout(1, Grid(9, 11)), draw_qkv(queries=100)
-
-    def call(generator, v, function, **inputs):
-        options = dict(value_drop=0.3, generator=generator) if function is window_attention else {}
-        v = v if options else drop_values(v, 0.3, generator)
-        return function(**inputs, v=v, layout=layout, **options)
-
-    fast, slow = (
-        run(partial(call, torch.Generator().manual_seed(5), function=function), tensors)
-        for function in (window_attention, reference.window_attention)
-    )
-    assert_agree(fast, slow)
 
 
 def test_no_patches_images_heads_or_widths_are_no_error():

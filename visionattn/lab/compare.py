@@ -15,7 +15,6 @@ from visionattn.cli.tables import Record, duration, mebibytes
 from visionattn.lab.cases import Case
 from visionattn.lab.measure import bytes_kept, flops_of, interleaved_seconds, warm_up
 from visionattn.lab.memory import build, case_peak_bytes
-from visionattn.ops.choice import choosing_as
 
 COLUMNS = ("case", "size", "d", "heads", "batch", "dtype", "pass")
 COLUMNS += ("time", "quartiles", "ratio", "peak", "kept", "GFLOP", "status")
@@ -160,8 +159,7 @@ def _measure_alone(row: Row, plan: Plan) -> None:
     if row.status != "ok":
         return
     if plan.flops:
-        with choosing_as(device=plan.device, dtype=case.torch_dtype):
-            row.flops = flops_of(_on_meta(case))
+        row.flops = flops_of(_on_meta(case))
     if plan.memory:
         row.peak_bytes = case_peak_bytes(case, plan.device, warm=not plan.first_call)
     if plan.kept and case.backward:

@@ -14,7 +14,8 @@ from visionattn.layers.changed import changed
 from visionattn.layers.local import ValueConvolution
 from visionattn.layers.position import RelativeTables
 from visionattn.layout import TokenLayout
-from visionattn.ops.attentions import ATTENTIONS, AttentionKind, check_form, get_attention
+from visionattn.ops.attentions import ATTENTIONS, AttentionKind, get_attention
+from visionattn.ops.checks import check_form
 from visionattn.ops.feature_maps import make_feature_map
 from visionattn.ops.local import centred_keys, gated
 from visionattn.ops.rows import ROWS, Rows

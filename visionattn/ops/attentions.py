@@ -94,9 +94,3 @@ def get_attention(name: str) -> AttentionKind:
     if name not in ATTENTIONS:
         raise ValueError(f"attention {name!r}: wanted one of {', '.join(ATTENTIONS)}")
     return ATTENTIONS[name]
-
-
-def check_form(form: str, choices: tuple[str, ...] = FORM_CHOICES) -> None:
-    """Raise ValueError for a form that is none of the choices."""
-    if form not in choices:
-        raise ValueError(f"form {form!r}: wanted one of {', '.join(choices)}")

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from visionattn.layout import Grid, TokenLayout
-from visionattn.ops.attentions import check_form
+from visionattn.ops.attentions import FORM_CHOICES
 from visionattn.ops.nonfinite import is_readable
 from visionattn.ops.position.kinds import Flat, Joint, RelativePosition, tables_of
 
@@ -18,6 +18,12 @@ def refuse_tracing() -> None:
             "torch.jit.trace is not supported: it fixes the size of images; use "
             "torch.export.export(model, (image,)) or the command visionattn export"
         )
+
+
+def check_form(form: str) -> None:
+    """Raise ValueError for a form that is none of the choices."""
+    if form not in FORM_CHOICES:
+        raise ValueError(f"form {form!r}: wanted one of {', '.join(FORM_CHOICES)}")
 
 
 def check_device(name: str, x: Tensor, device: torch.device, wanted: str = "q") -> None:

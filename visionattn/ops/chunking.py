@@ -59,3 +59,14 @@ def part_of_shared(x: Tensor, chunk: HeadChunk) -> Tensor:
     """Return the part of what all heads share, ``[1 or B, ...]``, as ``[1 or g, ...]``."""
     images, heads = chunk
     return x if x.shape[0] == 1 else x[images].repeat_interleave(heads.stop - heads.start, 0)
+
+
+def add_of_heads(total: Tensor, part: Tensor, heads: slice) -> None:
+    """Add ``part [g, ...]`` of some images and heads to ``total [h or 1, ...]``, which all images,
+    or all heads too, share.
+    """
+    part = part.unflatten(0, (-1, heads.stop - heads.start)).sum(0)
+    if total.shape[0] == 1:
+        total += part.sum(0, keepdim=True)
+    else:
+        total[heads] += part

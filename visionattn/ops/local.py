@@ -46,25 +46,20 @@ def value_convolution(
     check_token_tensor("v", v)
     check_key_mask(key_mask, v)
     check_layout(layout, v, v)
-    batch, heads, _, width = v.shape
+    _, heads, _, width = v.shape
     channels, side = heads * width, weight.shape[-1]
     if weight.shape != (channels, 1, side, side) or side % 2 == 0:
         raise ValueError(
             f"weight: wanted [{channels}, 1, K, K] of an odd K, got {described(weight)}"
         )
     check_device("weight", weight, v.device, "v")
-    mask, (height, columns) = layout.key_mask(key_mask), layout.grid
+    mask = layout.key_mask(key_mask)
     if mask is not None:
         v = v.masked_fill(~mask[:, None, :, None], 0)
     # ``[B, h, n, e]`` as an image ``[B, h * e, H, W]``, whose channels lie next to each other: said
     # to torch below, as strides of a batch of one hide it, and the convolution would take seven
     # times as long.
-    patches = v[:, :, layout.num_prefix :]
-    if layout.kept is not None:
-        index = layout.kept[:, None, :, None].expand_as(patches)
-        whole = patches.new_zeros(batch, heads, layout.grid.num_patches, width)
-        patches = whole.scatter(2, index, patches)
-    image = patches.unflatten(2, (height, columns)).permute(0, 1, 4, 2, 3).flatten(1, 2)
+    image = layout.on_grid(v).permute(0, 1, 4, 2, 3).flatten(1, 2)
     image = image.contiguous(memory_format=torch.channels_last)
     out = F.conv2d(image, weight.to(image.dtype), padding=side // 2, groups=channels)
     out = out.permute(0, 2, 3, 1).flatten(1, 2)

@@ -17,17 +17,12 @@ import argparse
 from collections.abc import Sequence
 from math import isqrt
 
-import torch
-
 from visionattn.cli import parsing
 from visionattn.ops.choice import (
     check_sizes,
     choose_form,
     crossover,
-    held_elements,
-    is_calibrated,
     packed_operations,
-    predicted_seconds,
 )
 
 __all__ = [
@@ -43,15 +38,12 @@ __all__ = [
     "entries_efficient",
     "entries_efficient_heads",
     "entries_efficient_packed",
-    "held_elements",
-    "is_calibrated",
     "ops_direct",
     "ops_direct_heads",
     "ops_efficient",
     "ops_efficient_heads",
     "ops_efficient_packed",
     "packed_operations",
-    "predicted_seconds",
     "scaleformer_bidirectional_form",
     "scaleformer_causal_form",
     "scaleformer_relative_form",
@@ -222,8 +214,7 @@ def N1_packed(d: int, *, chunk_tokens: int | None = None) -> int:
     """Return the number of tokens from which our efficient form holds no more entries than
     ``entries_direct``, the whole matrix of scores.
 
-    Our own direct form works on blocks and holds less than that: ``choose_form(by="memory")``
-    compares with it.
+    Our own direct form works on blocks and holds less than that.
     """
     check_sizes(1, d=d)
     features = d * (d + 1) // 2
@@ -271,24 +262,14 @@ def _row(name: str, *cells: object) -> str:
 
 def _crossovers(d: int, heads: int) -> list[str]:
     """Return lines that say from how many tokens on the efficient form costs less."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    basis = (
-        f"measured on {device}"
-        if is_calibrated("taylorshift", device=device)
-        else f"{device}: counted"
-    )
-    speed, memory = (
-        crossover("taylorshift", d, heads=heads, device=device, by=by) for by in ("speed", "memory")
-    )
     return [
         f"TaylorShift, {d} channels per head: tokens from which the efficient form costs no more "
         f"than the direct one",
         _row("", "operations: N_0", "entries: N_1"),
         _row("published", N0(d), N1(d)),
         _row("packed features", N0_packed(d), N1_packed(d)),
-        _row("", "seconds", "bytes"),
-        _row(f'form="auto", heads={heads}', speed or "never", memory or "never"),
-        f"(seconds {basis}; upper bound of the published N_1: {N1_bound(d):,})",
+        _row(f'form="auto", heads={heads}', crossover("taylorshift", d, heads=heads) or "never"),
+        f"(upper bound of the published N_1: {N1_bound(d):,})",
     ]
 
 

@@ -75,12 +75,8 @@ def relative_bias(q: Tensor, relative: RelativePosition, num_keys: int) -> Tenso
     patches = q[:, :, layout.num_prefix :]
     if layout.kept is None:
         return _patch_bias(patches, relative, layout.num_prefix)
-    index = layout.kept[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3])
-    whole = patches.new_zeros(*q.shape[:2], layout.grid.num_patches, q.shape[3]).scatter(
-        2, index, patches
-    )
-    bias = _patch_bias(whole, relative, prefix=0)
-    bias = bias.gather(2, layout.kept[:, None, :, None].expand(-1, q.shape[1], -1, bias.shape[3]))
+    bias = _patch_bias(layout.on_grid(q).flatten(2, 3), relative, prefix=0)
+    bias = layout.off_grid(bias.unflatten(2, layout.grid))
     bias = bias.gather(3, layout.kept[:, None, None, :].expand(*bias.shape[:3], -1))
     return _add_prefix(bias, layout.num_prefix)
 

@@ -23,6 +23,7 @@ from visionattn.layout import Grid
 from visionattn.ops.chunking import chunks
 from visionattn.ops.feature_maps import elu1, is_tiny, raised
 from visionattn.ops.operator import without_autocast
+from visionattn.ops.position.axial import RowClasses
 from visionattn.ops.position.joint import class_sums
 from visionattn.ops.position.kinds import Axial, Flat, Joint, RelativePosition, axis_counts
 from visionattn.ops.states import KernelState, State, attend
@@ -203,70 +204,48 @@ def strip_sums(
             sums are in units of the mean of so many keys.
     """
     factor = total.unsqueeze(3) if relative.normalization == "mean" else None
-    if isinstance(seen, SeenRows):
-        return _joint_sums(q, seen, relative, strip, factor)
-    if isinstance(seen, SeenLines):
-        return _axial_sums(q, seen, relative, strip, factor)
-    return _flat_sums(q, seen, relative, strip, factor)
+    of_kind = _axial_sums if isinstance(seen, SeenLines) else _sums_of_classes
+    return of_kind(q, seen, relative, strip, factor)
 
 
-def _joint_sums(
-    q: Tensor, seen: SeenRows, relative: Joint, strip: Strip, factor: Tensor | None
+def _sums_of_classes(
+    q: Tensor, seen: SeenRows | SeenRun, relative: Joint | Flat, strip: Strip, factor: Tensor | None
 ) -> Sums:
     """Let the sum of far rows stand as one row before the halo, and the other behind it: as seen
-    from the strip they are of the same classes as the rows that they are the sum of.
+    from the strip they are of the same classes as the rows that they are the sum of. ``Flat`` does
+    so along the sequence of patches, a grid of one row.
     """
-    table, width = relative.table.to(q.dtype), strip.grid.width
+    table, halo, (height, width) = (
+        relative.table.to(q.dtype),
+        seen_span(relative, strip),
+        strip.grid,
+    )
+    own, dim, shape, wanted = slice(strip.first, strip.last), 2, (strip.rows, width), "{} x {}"
+    far, values, lines = [seen.above, seen.below], seen.values, halo.stop - halo.start
+    if isinstance(relative, Flat):
+        own, dim, shape = slice(own.start * width, own.stop * width), 3, (1, q.shape[2])
+        table, height, width, wanted = table.unsqueeze(1), 1, height * width, "{}"
+        far, values = [None if x is None else x.unsqueeze(2) for x in far], values.unsqueeze(2)
+    if values.shape[dim] != lines or (dim == 2 and values.shape[3] != width):
+        raise ValueError(
+            f"seen: wanted values of {wanted.format(lines, width)} patches, got "
+            f"{list(seen.values.shape[2:-1])}"
+        )
+    above, below = (None if x is None else x.unsqueeze(dim).to(q.dtype) for x in far)
+    values = [x for x in (above, values.to(q.dtype), below) if x is not None]
+    before = own.start - halo.start + (above is not None)
+    behind = halo.stop - own.stop + (below is not None)
     horizons = table.shape[1] // 2, table.shape[2] // 2
-    halo = strip.with_halo(max(0, horizons[0] - 1))
-    rows = seen.values
-    if rows.shape[2:4] != (halo.rows, width):
-        raise ValueError(
-            f"seen: wanted values of {halo.rows} x {width} patches, got {list(rows.shape[2:4])}"
-        )
-    far = [None if x is None else x.unsqueeze(2) for x in (seen.above, seen.below)]
-    values = torch.cat([x.to(q.dtype) for x in (far[0], rows, far[1]) if x is not None], 2)
-    before = strip.first - halo.first + (far[0] is not None)
-    behind = halo.last - strip.last + (far[1] is not None)
-    counts = _joint_counts(strip, horizons, q)
+    axes = ((height, horizons[0]), (width, horizons[1]))
+    rows, columns = (axis_counts(*axis, q.dtype, q.device).T for axis in axes)
+    counts = (rows[:, None, :, None] * columns[None, :, None, :]).flatten(2).unsqueeze(0)
+    counts = counts.narrow(dim - 1, own.start, own.stop - own.start)
     # Queries of nothing stand in the other rows, whose results are left out.
-    queries = F.pad(q.unflatten(2, (strip.rows, width)), (0, 0, 0, 0, before, behind))
-    counts = F.pad(counts, (0, 0, 0, 0, before, behind))
-    sums, mass = class_sums(queries, table.flatten(1, 2), values, counts, factor, *horizons)
-    own = slice(before, before + strip.rows)
-    return Sums(sums[:, :, own].flatten(2, 3), mass[:, :, own].flatten(2, 3))
-
-
-def _joint_counts(strip: Strip, horizons: tuple[int, int], like: Tensor) -> Tensor:
-    """Return the keys of each class as seen from the strip's patches, ``[1, rows, W, C]``."""
-    (height, width), options = strip.grid, (like.dtype, like.device)
-    rows = axis_counts(height, horizons[0], *options)[:, strip.first : strip.last]
-    columns = axis_counts(width, horizons[1], *options)
-    return (rows.T[:, None, :, None] * columns.T[None, :, None, :]).flatten(2).unsqueeze(0)
-
-
-def _flat_sums(
-    q: Tensor, seen: SeenRun, relative: Flat, strip: Strip, factor: Tensor | None
-) -> Sums:
-    """Do along the sequence of patches, a grid of one row, what ``_joint_sums`` does."""
-    table, width = relative.table.to(q.dtype), strip.grid.width
-    horizon, patches = table.shape[1] // 2, strip.grid.num_patches
-    first, last = strip.first * width, strip.last * width
-    halo = seen_span(relative, strip)
-    if seen.values.shape[2] != halo.stop - halo.start:
-        raise ValueError(
-            f"seen: wanted values of {halo.stop - halo.start} patches, got {seen.values.shape[2]}"
-        )
-    far = [None if x is None else x.unsqueeze(2) for x in (seen.above, seen.below)]
-    values = torch.cat([x.to(q.dtype) for x in (far[0], seen.values, far[1]) if x is not None], 2)
-    before = first - halo.start + (far[0] is not None)
-    behind = halo.stop - last + (far[1] is not None)
-    counts = axis_counts(patches, horizon, q.dtype, q.device)[:, first:last].mT[None, None]
-    queries = F.pad(q, (0, 0, before, behind)).unsqueeze(2)
-    counts = F.pad(counts, (0, 0, before, behind))
-    sums, mass = class_sums(queries, table, values.unsqueeze(2), counts, factor, 0, horizon)
-    own = slice(before, before + q.shape[2])
-    return Sums(sums[:, :, 0, own], mass[:, :, 0, own])
+    pad = (0, 0) * (4 - dim) + (before, behind)
+    queries, counts = F.pad(q.unflatten(2, shape), pad), F.pad(counts, pad)
+    classes = queries, table.flatten(1, 2), torch.cat(values, dim), counts, factor, *horizons
+    sums, mass = (x.narrow(dim, before, shape[dim - 2]) for x in class_sums(*classes))
+    return Sums(sums.flatten(2, 3), mass.flatten(2, 3))
 
 
 def _axial_sums(
@@ -307,20 +286,12 @@ def _line_sums(
     table = table[:, middle - horizon : middle + horizon + 1]
     # The number of keys goes along behind the values: it is what the mass sums.
     x = torch.cat([sums, sums.new_full((*sums.shape[:3], 1), keys)], 3)
-    if horizon:
-        # The two ends are running sums from either side; each line between is a class of its own.
-        above = F.pad(x.cumsum(2), (0, 0, horizon, 0))[:, :, :length]
-        below = F.pad(x.flip(2).cumsum(2).flip(2), (0, 0, 0, horizon))[:, :, horizon:]
-        near = F.pad(x, (0, 0, horizon - 1, horizon - 1)).unfold(2, 2 * horizon - 1, 1).mT
+    of_lines = RowClasses(x.flatten(0, 1), horizon)
     size = max(1, LINE_ELEMENTS // (q.shape[1] * (2 * horizon + 1) * (q.shape[3] + x.shape[3])))
     found = []
     for part in chunks(lines.stop - lines.start, size):
         there = slice(lines.start + part.start, lines.start + part.stop)
-        if horizon:
-            ends = above[:, :, there, None], below[:, :, there, None]
-            classes = torch.cat([ends[0], near[:, :, there], ends[1]], 3)
-        else:
-            classes = x.sum(2)[:, :, None, None].expand(-1, -1, part.stop - part.start, -1, -1)
+        classes = of_lines.load(there).unflatten(0, x.shape[:2])
         if factor is not None:
             counts = classes[..., -1:]
             scale = torch.where(counts > 0, factor.unsqueeze(4) / counts.clamp(min=1), 0)

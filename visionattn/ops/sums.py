@@ -162,8 +162,13 @@ def divisor_of(mass: Tensor) -> Tensor:
 @operator(fake=lambda out, mass: contiguous_like(out, mass))
 @skips_idle_rows("grad", rows="out mass")
 def weighted_mean_backward(grad: Tensor, out: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of ``weighted_mean``: ``g = grad / mass`` for the values, ``-<g, out>``
-    for the mass.
+    """Return the gradients of ``weighted_mean``."""
+    return weighted_mean_gradients(grad, out, mass)
+
+
+def weighted_mean_gradients(grad: Tensor, out: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``g = grad / mass`` for the sums of values, 0 where there is no mass, and
+    ``-<g, out>`` for the mass.
     """
     d_values = torch.div(grad, divisor_of(mass), out=out.new_empty(out.shape)).masked_fill_(
         (mass == 0).unsqueeze(-1), 0

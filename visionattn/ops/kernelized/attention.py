@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from visionattn.ops.checks import check_attention, check_options
+from visionattn.ops.choice import form_of_shapes
 from visionattn.ops.feature_maps import (
     FeatureMap,
     get_feature_map,
@@ -19,14 +20,15 @@ from visionattn.ops.feature_maps import (
     raised,
 )
 from visionattn.ops.gpu.machine import takes_kernels
-from visionattn.ops.kernelized.eager import kernel_sums
+from visionattn.ops.kernelized.eager import form_taken, kernel_sums
 from visionattn.ops.kernelized.gpu import kernel_mean, why_not
 from visionattn.ops.nonfinite import finite, finite_inputs, masked
 from visionattn.ops.operator import without_autocast
-from visionattn.ops.pairs.mean import mean_of_pairs, takes_pairs
+from visionattn.ops.pairs import mean_of_pairs, takes_pairs
 from visionattn.ops.position.gpu import place_of
 from visionattn.ops.position.kinds import (
     Flat,
+    Joint,
     RelativePosition,
     key_counts,
     mask_absent,
@@ -49,27 +51,6 @@ def _check_causal(feature_map: FeatureMap, relative: RelativePosition | None) ->
         )
     if relative is not None and relative.layout is not None and relative.layout.kept is not None:
         raise ValueError("causal: wanted a layout of all patches in their order, got one with kept")
-
-
-def _content_sums(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_mask: Tensor | None,
-    feature_map: FeatureMap,
-    causal: bool,
-    form: str,
-) -> Sums:
-    """Return the sums of the content term. A map that the operator does not know is applied here,
-    to keys that are 0 where masked.
-    """
-    if map_name(feature_map) == "given":
-        dtype = accumulation_dtype(q, k, v)
-        q = query_features(feature_map, q.to(dtype))
-        k = key_features(feature_map, k.to(dtype), key_mask, q.shape[3])
-    causal = causal and v.numel() > 0  # nothing has no order
-    values, mass, _, _ = kernel_sums(q, k, v, key_mask, map_name(feature_map), causal, form)
-    return Sums(values, mass)
 
 
 def kernelized_attention(
@@ -129,17 +110,19 @@ def kernelized_attention(
     feature_map = get_feature_map(feature_map)
     if causal:
         _check_causal(feature_map, relative)
-    relative, key_mask = mask_absent(relative, key_mask)
+    if relative is not None:
+        relative, key_mask = mask_absent(relative, key_mask)
     dtype, name = accumulation_dtype(q, k, v), map_name(feature_map)
-    options = dict(key_mask=key_mask, relative=relative, feature_map=name, causal=causal, form=form)
+    causal = causal and v.numel() > 0  # nothing has no order
+    form = _form_taken(form, impl, q, k, v, key_mask, relative, name, causal)
     # One operator of GPU kernels does all of it; what follows is PyTorch's own operations.
-    if takes_kernels(impl, "kernelized", q, partial(why_not, q, k, v, **options)):
+    if form == "triton":
         v = drop_values(v.float(), value_drop, generator).to(v.dtype) if value_drop else v
         table = None if relative is None else relative.table
         return kernel_mean(q, k, v, key_mask, table, name, place_of(relative))[0]
     spoilt = None
     if name == "given":  # the map is PyTorch's own operations, which know nothing of this
-        k, v = masked(k, key_mask), masked(v, key_mask)
+        k, v = (masked(x, key_mask) for x in (k, v))
         q, k, v, spoilt = finite_inputs(q, k, v, causal)
     with without_autocast(q):
         value = drop_values(v.to(dtype), value_drop, generator) if value_drop else v
@@ -152,6 +135,35 @@ def kernelized_attention(
             if high is not q or keys is not k:
                 out, _ = _mean(high, keys, value, feature_map, **options)
         return (out if spoilt is None else out + spoilt).to(v.dtype)
+
+
+def _form_taken(
+    form: str,
+    impl: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    relative: RelativePosition | None,
+    name: str,
+    causal: bool,
+) -> str:
+    """Decide what runs: "triton", "pairs", "direct" or "efficient".
+
+    "auto" is left to the operator by compilers, which see one operator for all numbers of tokens.
+    """
+    options = dict(key_mask=key_mask, relative=relative, feature_map=name, causal=causal, form=form)
+    operation = "kernelized causal" if causal else "kernelized"
+    if takes_kernels(impl, operation, q, partial(why_not, q, k, v, **options)):
+        return "triton"
+    if torch.compiler.is_compiling() or form == "efficient":
+        return form
+    if not causal and name != "given":
+        rows = relative.table.shape[1] if isinstance(relative, Joint) else 0
+        few = "direct" in (form, form_of_shapes(operation, q.shape, v.shape, rows))
+        if few and takes_pairs(q, v, relative):
+            return "pairs"
+    return form_taken(form, causal, q.shape, v.shape)
 
 
 def _mean(
@@ -169,14 +181,20 @@ def _mean(
     both terms.
     """
     dtype, name = accumulation_dtype(q, k, v), map_name(feature_map)
-    count = key_counts(k, key_mask, causal, q.shape[2], dtype)
-    if not causal and name != "given" and takes_pairs("kernelized", form, q, v, relative):
-        return mean_of_pairs(q, k, v, key_mask, relative, count, feature_map=name)
+    if form == "pairs":
+        return mean_of_pairs(q, k, v, key_mask, relative, feature_map=name)
     if relative is not None:  # gradients of two terms add in dtype
         q, v = q.to(dtype), v.to(dtype)
-    sums = _content_sums(q, k, v, key_mask, feature_map, causal, form)
-    if relative is not None and key_mask is not None:
+    features = q, k
+    if name == "given":  # a map that the operator does not know, of keys that are 0 where masked
+        phi_q = query_features(feature_map, q.to(dtype))
+        features = phi_q, key_features(feature_map, k.to(dtype), key_mask, phi_q.shape[3])
+    values, mass, _, _ = kernel_sums(*features, v, key_mask, name, causal, form)
+    if relative is None:
+        return Sums(values, mass).divide(), mass
+    if key_mask is not None:
         v = v.masked_fill(~key_mask[:, None, :, None], 0)
-    if relative is not None and causal:  # the sums of the content have what is left out here
+    if causal:  # the sums of the content have what is left out here
         v = finite(v)
-    return mean_with_relative(sums, relative, q, v, count, key_mask, causal), sums.mass
+    count = key_counts(k, key_mask, causal, q.shape[2], dtype)
+    return mean_with_relative(Sums(values, mass), relative, q, v, count, key_mask, causal), mass

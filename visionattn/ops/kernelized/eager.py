@@ -22,7 +22,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from visionattn.ops.choice import choose_form
+from visionattn.ops.choice import form_of_shapes
 from visionattn.ops.chunking import chunks
 from visionattn.ops.kernelized.operands import Features, Rows, WithMass, plan_chunks, put
 from visionattn.ops.nonfinite import apart, masked, skips_idle_rows
@@ -216,23 +216,13 @@ def _direct_backward(
         q.store(d_queries, b, queries, dq)
 
 
-def form_taken(
-    form: str,
-    causal: bool,
-    q_shape: tuple[int, ...],
-    v_shape: tuple[int, ...],
-    *,
-    dtype: torch.dtype = torch.float32,
-    device: str | torch.device = "cpu",
-) -> str:
-    """Return the form that runs, "direct" or "efficient", for ``q [B, h, N, d]`` and
-    ``v [B, h, M, e]``.
+def form_taken(form: str, causal: bool, q_shape: tuple[int, ...], v_shape: tuple[int, ...]) -> str:
+    """Return "direct" or "efficient" for ``q [B, h, N, d]`` and ``v [B, h, M, e]``: the form that
+    is named, or the one that ``choose_form`` takes.
     """
     if form != "auto":
         return form
-    (batch, heads, n, d), (_, _, m, e) = q_shape, v_shape
-    operation = "kernelized causal" if causal else "kernelized"
-    return choose_form(operation, n, m, d, e, heads=heads, batch=batch, dtype=dtype, device=device)
+    return form_of_shapes("kernelized causal" if causal else "kernelized", q_shape, v_shape)
 
 
 def _operands(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, feature_map: str):
@@ -251,7 +241,7 @@ def flops(q, v, causal: bool, form: str, *, backward: bool) -> int:
     """
     (batch, heads, n, f), m, e1 = q, v[2], v[3] + 1
     state, pair = f * e1, (3 * f + 2 * e1 if backward else f + e1)
-    if form_taken(form, causal, q, v, device="meta") == "direct":
+    if form_taken(form, causal, q, v) == "direct":
         first = min(n, m)
         pairs = first * (first + 1) // 2 + (n - first) * m if causal else n * m
         total = pairs * pair + (2 if backward else 1) * m * state
@@ -291,7 +281,7 @@ def kernel_sums(
         feature_map: "elu1", "relu", or "given": q and k are features already.
         causal: query i sees keys ``j <= i`` alone, all of them where ``i >= M``.
         form: "direct" works on blocks of scores, O(N M (d + e)); "efficient" is O((N + M) d e);
-            "auto" is the one expected to be the faster.
+            "auto", which compilers leave to the operator, is the one expected to be the faster.
 
     Returns:
         values ``[B, h, N, e]``, mass ``[B, h, N]``, S ``[B, h, d, e]`` and Z ``[B, h, d]`` of all
@@ -304,7 +294,7 @@ def kernel_sums(
         v, of_later = apart(v, key_mask, q.shape[2])
     queries, keys, x = _operands(q, k, v, key_mask, feature_map)
     outputs = _empty_sums(q, k, v)
-    form = form_taken(form, causal, q.shape, v.shape, dtype=x.dtype, device=q.device.type)
+    form = form_taken(form, causal, q.shape, v.shape)
     with form_ran("kernelized causal" if causal else "kernelized", form):
         if form == "direct":
             _direct_forward(queries, keys, x, outputs, causal)
@@ -354,7 +344,7 @@ def kernel_sums_backward(
             start[..., -1] = d_z[b]
         return start.flatten(0, 1)
 
-    if form_taken(form, causal, q.shape, v.shape, dtype=x.dtype, device=q.device.type) == "direct":
+    if form_taken(form, causal, q.shape, v.shape) == "direct":
         _direct_backward(queries, keys, x, grad, d_state, grads, causal)
     elif causal:
         _causal_backward(queries, keys, x, grad, d_state, grads)

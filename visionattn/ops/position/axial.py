@@ -22,7 +22,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from visionattn.ops.chunking import HeadChunk, chunks, head_chunks, part_of, part_of_shared
+from visionattn.ops.chunking import (
+    HeadChunk,
+    add_of_heads,
+    chunks,
+    head_chunks,
+    part_of,
+    part_of_shared,
+)
 from visionattn.ops.feature_maps import elu1
 from visionattn.ops.nonfinite import skips_idle_rows
 from visionattn.ops.operator import differentiate, operator
@@ -46,7 +53,7 @@ def _below(x: Tensor, lag: int) -> Tensor:
     return F.pad(x.flip(1).cumsum(1).flip(1), (0, 0, 0, lag))[:, lag:]
 
 
-class _Classes:
+class RowClasses:
     """Sums of rows ``[g, H, c]`` by class, band by band, and the transpose for gradients.
     ``horizon <= H``.
     """
@@ -119,7 +126,9 @@ class _Chunk:
         rows = rows.flatten(0, 1)
         keys = part_of_shared(keys, chunk).unsqueeze(2)
         # The number of keys goes along as a column behind the values: it is what the mass sums.
-        self.sums = _Classes(torch.cat([rows, keys.expand(len(rows), -1, -1)], dim=2), self.horizon)
+        self.sums = RowClasses(
+            torch.cat([rows, keys.expand(len(rows), -1, -1)], dim=2), self.horizon
+        )
         self.total = None if total is None else part_of_shared(total, chunk)
 
     def bands(self, e: int) -> list[Band]:
@@ -151,15 +160,6 @@ class _Chunk:
             scale = torch.where(counts > 0, self.total / counts.clamp(min=1), 0).flatten(0, 1)
             sums = sums * scale
         return sums, scale
-
-    def add_to_table(self, d_table: Tensor, grad: Tensor) -> None:
-        """Add ``grad [g, C, d]`` to the gradient ``[h or 1, C, d]`` of the whole table."""
-        heads = self.chunk[1]
-        grad = grad.unflatten(0, (-1, heads.stop - heads.start)).sum(0)
-        if d_table.shape[0] == 1:
-            d_table[:, self.classes] += grad.sum(0, keepdim=True)
-        else:
-            d_table[heads, self.classes] += grad
 
 
 def _row_elements(width: int, d: int, e: int, classes: int) -> int:
@@ -250,7 +250,7 @@ def axis_sums_backward(
     d_table.zero_()
     for chunk in _chunks(q, table, v, keys, total, mean):
         grad, grad_mass, own_dq = (part_of(x, chunk.chunk) for x in (d_values, d_mass, dq))
-        d_sums = _Classes(table.new_zeros(len(grad), q.shape[2], e), chunk.horizon)
+        d_sums = RowClasses(table.new_zeros(len(grad), q.shape[2], e), chunk.horizon)
         for band in chunk.bands(e):
             there, phi = own_dq[:, *band], chunk.features(band)
             weights, (sums, scale) = chunk.weights(phi, band), chunk.class_sums(band)
@@ -263,7 +263,8 @@ def axis_sums_backward(
             d_sums.add(d_classes.unflatten(0, (len(grad), -1)), band[0])
             # To the table, and to the queries through elu1.
             d_weights = torch.bmm(upstream, sums.mT).view(len(grad), -1, chunk.table.shape[1])
-            chunk.add_to_table(d_table, torch.bmm(d_weights.mT, phi))
+            own_table = torch.bmm(d_weights.mT, phi)
+            add_of_heads(d_table[:, chunk.classes], own_table, chunk.chunk[1])
             d_phi = torch.bmm(d_weights, chunk.table)
             there.copy_(d_phi.mul_(phi.clamp_(max=1)).view(there.shape))  # elu1' is min(phi, 1)
         part_of(dv, chunk.chunk).copy_(d_sums.collect().unsqueeze(2))

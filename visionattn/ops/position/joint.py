@@ -19,7 +19,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from visionattn.ops.choice import tokens_asked
-from visionattn.ops.chunking import head_chunks, in_turn, part_of, part_of_shared
+from visionattn.ops.chunking import (
+    add_of_heads,
+    head_chunks,
+    in_turn,
+    part_of,
+    part_of_shared,
+)
 from visionattn.ops.feature_maps import elu1
 from visionattn.ops.nonfinite import skips_idle_rows
 from visionattn.ops.operator import contiguous_like, differentiate, operator
@@ -79,14 +85,6 @@ class _Chunk:
     def part_shared(self, x: Tensor | None) -> Tensor | None:
         """Return the chunk's part of what all heads share, ``[1 or B, ...]``."""
         return None if x is None else part_of_shared(x, (self.images, self.heads))
-
-    def add_to_table(self, d_table: Tensor, grad: Tensor) -> None:
-        """Add ``grad [g, C, d]`` to the gradient ``[h or 1, C, d]``."""
-        grad = grad.unflatten(0, (-1, self.heads.stop - self.heads.start)).sum(0)
-        if d_table.shape[0] == 1:
-            d_table += grad.sum(0, keepdim=True)
-        else:
-            d_table[self.heads] += grad
 
 
 def _chunks(q: Tensor, table: Tensor, size: int) -> list[_Chunk]:
@@ -363,7 +361,7 @@ def _tiled_backward(
                 band,
                 chunk.part(dq),
             )
-        chunk.add_to_table(d_table, d_own_table)
+        add_of_heads(d_table, d_own_table, chunk.heads)
         chunk.part(dv).copy_(d_lines.collect(v.shape[3]))
 
 
@@ -387,7 +385,7 @@ def _direct_backward(
         chunk.part(dq).flatten(1, 2).copy_(
             _weights_backward(d_w, query, phi, chunk.table, scale_, d_own_table)
         )
-        chunk.add_to_table(d_table, d_own_table)
+        add_of_heads(d_table, d_own_table, chunk.heads)
 
 
 differentiate(class_sums, class_sums_backward, outputs="values mass", gradients="q table v")

@@ -148,7 +148,7 @@ def count_classes(
     height, width = layout.grid.height, layout.grid.width
     dtype = counting_dtype(dtype)
     if present is None:
-        present = _Canvas(layout).present(layout.key_mask(), dtype)
+        present = _present(layout, layout.key_mask(), dtype)
     if present is None:
         rows = axis_counts(height, horizons[0], dtype, device)
         columns = axis_counts(width, horizons[1], dtype, device)
@@ -158,40 +158,16 @@ def count_classes(
     return both.permute(0, 4, 2, 3, 1).flatten(3)
 
 
-class _Canvas:
-    """Patches on their grid: from tokens ``[B, h, N, c]`` to ``[B, h, H, W, c]``, absent ones 0,
-    and back without prefix.
+def _present(layout: TokenLayout, key_mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Return ``[B, 1, H, W]`` of 0 and 1 under a mask of the tokens, 0 where a patch was left out;
+    None where all are present.
     """
-
-    def __init__(self, layout: TokenLayout):
-        self.layout, self.prefix = layout, layout.num_prefix
-        self.size = (layout.grid.height, layout.grid.width)
-
-    def _index(self, x: Tensor) -> Tensor:
-        return self.layout.kept[:, None, :, None].expand(x.shape[0], x.shape[1], -1, x.shape[3])
-
-    def spread(self, x: Tensor) -> Tensor:
-        x = x[:, :, self.prefix :]
-        if self.layout.kept is not None:
-            x = x.new_zeros(*x.shape[:2], self.layout.grid.num_patches, x.shape[3]).scatter(
-                2, self._index(x), x
-            )
-        return x.unflatten(2, self.size)
-
-    def collect(self, x: Tensor) -> Tensor:
-        x = x.flatten(2, 3)
-        return x if self.layout.kept is None else x.gather(2, self._index(x))
-
-    def present(self, key_mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-        """Return ``[B, 1, H, W]`` of 0 and 1 under a mask of the tokens, 0 where a patch was left
-        out; None where all are present.
-        """
-        kept = self.layout.kept
-        if key_mask is None and kept is None:
-            return None
-        if key_mask is None:
-            key_mask = kept.new_ones(kept.shape[0], self.layout.num_tokens, dtype=torch.bool)
-        return self.spread(key_mask[:, None, :, None].to(dtype))[..., 0]
+    kept = layout.kept
+    if key_mask is None and kept is None:
+        return None
+    if key_mask is None:
+        key_mask = kept.new_ones(kept.shape[0], layout.num_tokens, dtype=torch.bool)
+    return layout.on_grid(key_mask[:, None, :, None].to(dtype))[..., 0]
 
 
 def mask_absent(
@@ -267,7 +243,7 @@ def _joint_counts(
     """Return the keys of each class, those of the layout if it has them."""
     if relative.layout.counts is not None:
         return relative.layout.counts
-    present = _Canvas(relative.layout).present(key_mask, dtype)
+    present = _present(relative.layout, key_mask, dtype)
     horizons = (relative.table.shape[1] // 2, relative.table.shape[2] // 2)
     return count_classes(relative.layout, horizons, dtype=dtype, device=device, present=present)
 
@@ -280,11 +256,11 @@ def _joint_sums(
     total: Tensor,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    canvas, table = _Canvas(relative.layout), relative.table.to(dtype)
+    layout, table = relative.layout, relative.table.to(dtype)
     counts = _joint_counts(relative, key_mask, dtype, v.device)
     horizons = (table.shape[1] // 2, table.shape[2] // 2)
     options = (counts, total.unsqueeze(3), *horizons, 0, relative.normalization == "mean")
-    return class_sums(canvas.spread(q), table.flatten(1, 2), canvas.spread(v), *options)
+    return class_sums(layout.on_grid(q), table.flatten(1, 2), layout.on_grid(v), *options)
 
 
 def relative_sums(
@@ -308,16 +284,16 @@ def relative_sums(
     dtype = accumulation_dtype(q, v)
     if isinstance(relative, Flat):
         return _flat_relative_sums(relative, q, v, key_mask, total, dtype, causal)
-    canvas = _Canvas(relative.layout)
+    layout = relative.layout
     if isinstance(relative, Joint):
         values, mass = _joint_sums(relative, q, v, key_mask, total, dtype)
     else:
-        q, v, present = canvas.spread(q), canvas.spread(v), canvas.present(key_mask, dtype)
+        q, v, present = layout.on_grid(q), layout.on_grid(v), _present(layout, key_mask, dtype)
         relative = replace(
             relative, rows=relative.rows.to(dtype), columns=relative.columns.to(dtype)
         )
         values, mass = _axial_sums(relative, q, v, present, total.unsqueeze(3))
-    return Sums(canvas.collect(values), canvas.collect(mass.unsqueeze(4)).squeeze(3))
+    return Sums(layout.off_grid(values), layout.off_grid(mass.unsqueeze(4)).squeeze(3))
 
 
 def _flat_relative_sums(
@@ -342,14 +318,12 @@ def _flat_relative_sums(
         )
         q, v = q.unsqueeze(2), v.unsqueeze(2)
     else:
-        canvas = _Canvas(layout)
         if key_mask is None:
             key_mask = torch.ones(v.shape[0], layout.num_tokens, dtype=torch.bool, device=v.device)
-        present = canvas.present(key_mask, counted).flatten(1)
-        q = canvas.spread(q).flatten(2, 3).unsqueeze(2)
-        v = canvas.spread(v).flatten(2, 3).unsqueeze(2)
+        present = _present(layout, key_mask, counted).flatten(1)
+        q, v = (layout.on_grid(x).flatten(2, 3).unsqueeze(2) for x in (q, v))
         if causal:
-            total = canvas.spread(total.unsqueeze(3)).flatten(2)
+            total = layout.on_grid(total.unsqueeze(3)).flatten(2)
     horizon, factor = table.shape[1] // 2, None
     if causal and horizon == 0:
         # One class: what came before and the token itself, which each weigh as the whole class.
@@ -372,8 +346,8 @@ def _flat_relative_sums(
         values, mass = values * factor.unsqueeze(3), mass * factor
     if layout is None:
         return Sums(values, mass)
-    values, mass = values.unflatten(2, canvas.size), mass.unflatten(2, canvas.size)
-    return Sums(canvas.collect(values), canvas.collect(mass.unsqueeze(4)).squeeze(3))
+    values, mass = (x.unflatten(2, layout.grid) for x in (values, mass.unsqueeze(3)))
+    return Sums(layout.off_grid(values), layout.off_grid(mass).squeeze(3))
 
 
 def _of_the_past(table: Tensor) -> tuple[Tensor, int]:

@@ -18,18 +18,20 @@ from visionattn.ops.checks import (
     check_options,
     check_temperature,
 )
+from visionattn.ops.choice import form_of_shapes
 from visionattn.ops.gpu.machine import takes_kernels
 from visionattn.ops.operator import without_autocast
-from visionattn.ops.pairs.mean import mean_of_pairs, takes_pairs
+from visionattn.ops.pairs import mean_of_pairs, takes_pairs
 from visionattn.ops.position.gpu import place_of
 from visionattn.ops.position.kinds import (
+    Joint,
     RelativePosition,
     key_counts,
     mask_absent,
     mean_with_relative,
 )
 from visionattn.ops.sums import Sums, accumulation_dtype, drop_values
-from visionattn.ops.taylorshift.eager import takes_efficient, taylor_sums
+from visionattn.ops.taylorshift.eager import linear_form, taylor_sums
 from visionattn.ops.taylorshift.gpu import takes_efficient_kernels, taylor_mean, why_not
 
 
@@ -90,51 +92,29 @@ def taylorshift_attention(
     check_coefficients(coefficients)
     check_temperature(temperature, q)
     check_options(form=form, impl=impl, value_drop=value_drop, generator=generator, device=q.device)
-    relative, key_mask = mask_absent(relative, key_mask)
-    reason = partial(why_not, q, k, v, key_mask=key_mask, relative=relative)
-    if takes_kernels(impl, "taylorshift", q, reason):
-        return _with_kernels(
-            q,
-            k,
-            v,
-            temperature,
-            coefficients,
-            relative,
-            key_mask,
-            output_scale,
-            value_drop,
-            generator,
-            form,
-        )
-    dtype = accumulation_dtype(q, k, v)
-    if not q.shape[2]:
-        form = "direct"  # no query reads a state
-    pairs = takes_pairs("taylorshift", form, q, v, relative)
-    # The state of a named form is kept. A compiler sees one operator, which chooses within itself.
-    if form == "auto" and not torch.compiler.is_compiling():
-        asked = form, q, k, v, temperature, key_mask, coefficients
-        form = "efficient" if takes_efficient(*asked) else "direct"
+    if relative is not None:
+        relative, key_mask = mask_absent(relative, key_mask)
+    options = temperature, coefficients, relative, key_mask
+    form = _form_taken(form, impl, q, k, v, *options)
+    with_kernels = form.endswith("triton")
+    dtype = torch.float32 if with_kernels else accumulation_dtype(q, k, v)
     with without_autocast(q):
         value = drop_values(v.to(dtype), value_drop, generator) if value_drop else v
-        count = key_counts(k, key_mask, dtype=dtype)
-        if pairs:
-            options = dict(temperature=temperature, coefficients=coefficients)
-            out, _ = mean_of_pairs(q, k, value, key_mask, relative, count, **options)
+        if with_kernels:
+            table = None if relative is None else relative.table
+            numbers = *coefficients, form.split()[0], place_of(relative)
+            out, *_ = taylor_mean(q, k, value.to(v.dtype), temperature, key_mask, table, *numbers)
         else:
-            # Gradients of two terms add up in dtype.
-            query, value = (q, value) if relative is None else (q.to(dtype), value.to(dtype))
-            values, mass, *_ = taylor_sums(
-                query, k, value, temperature, key_mask, *coefficients, form
-            )
-            if relative is not None and key_mask is not None:
-                value = value.masked_fill(~key_mask[:, None, :, None], 0)
-            out = mean_with_relative(Sums(values, mass), relative, query, value, count, key_mask)
+            out = _mean(form, q, k, value, *options, dtype)
         if output_scale:
-            out = out * (count / q.shape[3]).sqrt().unsqueeze(-1)
+            factor = (key_counts(k, key_mask, dtype=dtype) / q.shape[3]).sqrt()
+            out = out.to(dtype) * factor.unsqueeze(-1)
         return out.to(v.dtype)
 
 
-def _with_kernels(
+def _form_taken(
+    form: str,
+    impl: str,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -142,26 +122,55 @@ def _with_kernels(
     coefficients: tuple[float, float, float],
     relative: RelativePosition | None,
     key_mask: Tensor | None,
-    output_scale: bool,
-    value_drop: float,
-    generator: torch.Generator | None,
+) -> str:
+    """Decide what runs: "pairs", "direct", "efficient", or "direct triton" and the like.
+
+    "auto" is left to the operator by compilers, which see one operator for all numbers of tokens.
+    """
+    auto, compiling = form == "auto", torch.compiler.is_compiling()
+    reason = partial(why_not, q, k, v, key_mask=key_mask, relative=relative)
+    if takes_kernels(impl, "taylorshift", q, reason):
+        # How far the efficient form would lose digits without a temperature depends on entries,
+        # and to look at them would be to wait for the GPU.
+        if auto and temperature is None:
+            form = "direct"
+        elif auto and not compiling:
+            gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+            efficient = takes_efficient_kernels(form, q, k, v, gradients)
+            form = "efficient" if efficient else "direct"
+        return f"{form} triton"
+    if not q.shape[2]:
+        form = "direct"  # no query reads a state
+    if compiling or form == "efficient":
+        return form
+    rows = relative.table.shape[1] if isinstance(relative, Joint) else 0
+    few = form == "direct" or form_of_shapes("taylorshift", q.shape, v.shape, rows) == "direct"
+    if few and takes_pairs(q, v, relative):
+        return "pairs"
+    return linear_form(form, q, k, v, temperature, key_mask, coefficients)
+
+
+def _mean(
     form: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    temperature: Tensor | None,
+    coefficients: tuple[float, float, float],
+    relative: RelativePosition | None,
+    key_mask: Tensor | None,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """Return what ``taylorshift_attention`` does, by one operator of GPU kernels."""
-    # How far the efficient form would lose digits without a temperature depends on entries, and to
-    # look at them would be to wait for the GPU.
-    if form == "auto" and temperature is None:
-        form = "direct"
-    # The state of a named form is kept. A compiler sees one operator, which chooses within itself.
-    if form == "auto" and not torch.compiler.is_compiling():
-        gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-        form = "efficient" if takes_efficient_kernels(form, q, k, v, gradients) else "direct"
-    value = drop_values(v.float(), value_drop, generator).to(v.dtype) if value_drop else v
-    table = None if relative is None else relative.table
-    out = taylor_mean(
-        q, k, value, temperature, key_mask, table, *coefficients, form, place_of(relative)
-    )[0]
-    if not output_scale:
-        return out
-    factor = (key_counts(k, key_mask, dtype=torch.float32) / q.shape[3]).sqrt().unsqueeze(-1)
-    return (out.float() * factor).to(v.dtype)
+    """Return the mean by PyTorch's own operations."""
+    if form == "pairs":
+        options = dict(temperature=temperature, coefficients=coefficients)
+        return mean_of_pairs(q, k, v, key_mask, relative, **options)[0]
+    if relative is not None:  # gradients of two terms add up in dtype
+        q, v = q.to(dtype), v.to(dtype)
+    values, mass, *_ = taylor_sums(q, k, v, temperature, key_mask, *coefficients, form)
+    if relative is None:
+        return Sums(values, mass).divide()
+    if key_mask is not None:
+        v = v.masked_fill(~key_mask[:, None, :, None], 0)
+    count = key_counts(k, key_mask, dtype=dtype)
+    return mean_with_relative(Sums(values, mass), relative, q, v, count, key_mask)

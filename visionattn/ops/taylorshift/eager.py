@@ -1,7 +1,7 @@
 """Sums of values and of weights under TaylorShift's weights: both forms, chunked, as one operator
 with its gradient.
 
-Chunks of q, k and v are prepared by ``passes.py`` in the forward pass and again in the
+Chunks of q, k and v are prepared by ``features.py`` in the forward pass and again in the
 backward pass, so that autograd keeps q, k and v themselves and, of the efficient form, its state.
 Loops over tokens and the choice of the form by length stand inside the operator: a compiler sees
 one node whatever N is.
@@ -16,15 +16,22 @@ division belong to ``attention.py``.
 import torch
 from torch import Tensor
 
-from visionattn.ops.choice import choose_form
+from visionattn.ops.choice import form_of_shapes
 from visionattn.ops.chunking import part_of
 from visionattn.ops.nonfinite import skips_idle_rows
 from visionattn.ops.operator import contiguous_like, differentiate, form_ran, operator
 from visionattn.ops.quadratic import blocked_scores, blocked_scores_backward
 from visionattn.ops.sums import accumulation_dtype
-from visionattn.ops.taylorshift.features import feature_weights, num_features
-from visionattn.ops.taylorshift.mass import MassGradient, cancels_little, fill_mass
-from visionattn.ops.taylorshift.passes import Pass, Values, passes
+from visionattn.ops.taylorshift.features import (
+    MassGradient,
+    Pass,
+    Values,
+    cancels_little,
+    feature_weights,
+    fill_mass,
+    num_features,
+    passes,
+)
 
 
 def _weights(d: int, abc: tuple[float, float, float], like: Tensor) -> Tensor:
@@ -76,7 +83,7 @@ def _with_ones(step: Pass, v: Tensor) -> Tensor:
     return torch.cat([v, ones], dim=2)
 
 
-def takes_efficient(
+def linear_form(
     form: str,
     q: Tensor,
     k: Tensor,
@@ -84,20 +91,18 @@ def takes_efficient(
     temperature: Tensor | None,
     key_mask: Tensor | None,
     abc: tuple[float, float, float],
-) -> bool:
-    """Tell whether the efficient form runs: named, or the faster one by ``choose_form`` that keeps
-    its digits, which it does with a temperature.
+) -> str:
+    """Return "direct" or "efficient": the form that is named, or the faster one by ``choose_form``
+    that keeps its digits, which the efficient one does with a temperature.
     """
     if form != "auto":
-        return form == "efficient"
-    (batch, heads, n, d), m, e = q.shape, k.shape[2], v.shape[3]
-    sizes = dict(heads=heads, batch=batch, dtype=accumulation_dtype(q, k, v), device=q.device.type)
-    if choose_form("taylorshift", n, m, d, e, **sizes) == "direct":
-        return False
-    if temperature is not None or q.device.type == "meta":
-        return True
+        return form
+    chosen = form_of_shapes("taylorshift", q.shape, v.shape)
+    if chosen == "direct" or temperature is not None or q.device.type == "meta":
+        return chosen
     # Only a processor's tensors are looked at: to ask an accelerator would be to wait for it.
-    return q.device.type == "cpu" and cancels_little(q, k, v, key_mask, abc)
+    keeps = q.device.type == "cpu" and cancels_little(q, k, v, key_mask, abc)
+    return "efficient" if keeps else "direct"
 
 
 def flops(
@@ -106,8 +111,6 @@ def flops(
     """Count the multiply-adds of the products, times 2, for ``[B, h, N, d]``, ``[B, h, M, d]`` and
     ``[B, h, M, e]``.
 
-    "auto" counts the form of fewer operations, whatever machine runs it.
-
     Args:
         columns: what the scores of the direct form multiply, where its mass comes from them; None:
             its mass is that of the efficient form, through ``K^T K``.
@@ -115,7 +118,7 @@ def flops(
     (batch, heads, n, d), m, e = q, k[2], v[3]
     groups = batch * heads
     if form == "auto":
-        form = choose_form("taylorshift", n, m, d, e, heads=groups, device="meta")
+        form = form_of_shapes("taylorshift", q, v)
     mass = (2 * n + m if backward else n + m) * d * d
     if form == "direct":
         width = columns or e
@@ -180,13 +183,13 @@ def taylor_sums(
     square are ours.
     """
     dtype = accumulation_dtype(q, k, v)
-    efficient = takes_efficient(form, q, k, v, temperature, key_mask, (a, b, c))
     results = _empty_sums(q, k, v, form)
+    form = linear_form(form, q, k, v, temperature, key_mask, (a, b, c))
     weights = _weights(q.shape[3], (a, b, c), results[0])
-    with form_ran("taylorshift", "efficient" if efficient else "direct"):
+    with form_ran("taylorshift", form):
         for step in passes((q, k, v, temperature, key_mask), dtype):
             out, out_mass, own_state, *moments = (part_of(x, step.chunk) for x in results)
-            if efficient:
+            if form == "efficient":
                 _efficient_values(step, q, k, weights, _kept_state(own_state, weights), out)
             elif temperature is not None:
                 out.copy_(_direct_values(step, (a, b, c), step.v.load(slice(None))))
@@ -289,7 +292,7 @@ def taylor_sums_backward(
     features are made anew, not kept.
     """
     dtype = accumulation_dtype(q, k, v)
-    efficient = takes_efficient(form, q, k, v, temperature, key_mask, (a, b, c))
+    form = linear_form(form, q, k, v, temperature, key_mask, (a, b, c))
     grads = contiguous_like(q, k, v)
     d_temperature = (
         q.new_zeros(0) if temperature is None else torch.zeros_like(temperature, dtype=dtype)
@@ -302,7 +305,7 @@ def taylor_sums_backward(
             Values(part_of(d_values, step.chunk), dtype),
             *(part_of(x, step.chunk) for x in grads),
         )
-        if efficient:
+        if form == "efficient":
             if not own_state.shape[1]:
                 own_state = _reduce(step, k, weights, _kept_state(own_state, weights))
             d_length = _efficient_backward(step, mass, weights, own_state, own)

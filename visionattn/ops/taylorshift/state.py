@@ -8,13 +8,59 @@ or kept. Weights of the features, the other sums and the division belong to ``st
 import torch
 from torch import Tensor
 
+from visionattn.ops.chunking import chunks
 from visionattn.ops.operator import contiguous_like, differentiate, operator
 from visionattn.ops.taylorshift.features import (
-    expand_features,
-    expand_features_backward,
+    BUFFER_ELEMENTS,
+    add_features_backward,
+    chunk_tokens,
+    fill_features,
     num_features,
-    reduce_features,
 )
+
+
+def _head_and_token_chunks(x: Tensor) -> list[tuple[slice, slice]]:
+    """Return pairs of slices (heads, tokens) of ``x [G, N, d]`` whose features stay in cache."""
+    tokens = max(1, min(x.shape[1], chunk_tokens(x.shape[2])))
+    heads = max(1, BUFFER_ELEMENTS // (num_features(x.shape[2]) * tokens))
+    return [(g, t) for g in chunks(x.shape[0], heads) for t in chunks(x.shape[1], tokens)]
+
+
+def _features(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``x [g, T, d]`` as ``[g, d, T]``, and its products ``[g, F, T]``."""
+    x = x.mT.contiguous()
+    out = x.new_empty(x.shape[0], num_features(x.shape[1]), x.shape[2])
+    fill_features(x, out)
+    return x, out
+
+
+def _reduce(x: Tensor, y: Tensor) -> Tensor:
+    """Return ``phi2(x)^T y``: ``[G, F, e]`` for ``x [G, N, d]`` and ``y [G, N, e]``."""
+    state = y.new_zeros(x.shape[0], num_features(x.shape[2]), y.shape[2])
+    for g, t in _head_and_token_chunks(x):
+        state[g].baddbmm_(_features(x[g, t])[1], y[g, t])
+    return state
+
+
+def _expand(x: Tensor, state: Tensor, out: Tensor) -> Tensor:
+    """Add ``phi2(x) state`` to ``out [G, N, e]`` in place, for ``x [G, N, d]`` and
+    ``state [G, F, e]``.
+    """
+    for g, t in _head_and_token_chunks(x):
+        out[g, t].baddbmm_(_features(x[g, t])[1].mT, state[g])
+    return out
+
+
+def _expand_backward(x: Tensor, state: Tensor, y: Tensor, out: Tensor) -> Tensor:
+    """Add to ``out [G, N, d]`` in place the gradient of ``sum(phi2(x) state * y)`` with respect to
+    ``x``.
+    """
+    for g, t in _head_and_token_chunks(x):
+        own = x[g, t].mT.contiguous()
+        grad = torch.zeros_like(own)
+        add_features_backward(own, torch.bmm(state[g], y[g, t].mT), grad)
+        out[g, t] += grad.mT
+    return out
 
 
 def _flops(x, e: int) -> int:
@@ -31,7 +77,7 @@ def _flops(x, e: int) -> int:
 def feature_state(k: Tensor, v: Tensor) -> Tensor:
     """Return ``sum_j phi2(k_j) v_j^T``: ``[G, F, e]`` for ``k [G, M, d]`` and ``v [G, M, e]``."""
     return (
-        reduce_features(k, v)
+        _reduce(k, v)
         if k.shape[1]
         else v.new_zeros(k.shape[0], num_features(k.shape[2]), v.shape[2])
     )
@@ -44,7 +90,7 @@ def feature_state_backward(grad: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, 
     if not k.shape[1]:
         return dk, dv
     grad = grad.contiguous()
-    return expand_features_backward(k, grad, v, dk), expand_features(k, grad, dv)
+    return _expand_backward(k, grad, v, dk), _expand(k, grad, dv)
 
 
 @operator(
@@ -54,7 +100,7 @@ def feature_state_backward(grad: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, 
 def expand_state(q: Tensor, state: Tensor) -> Tensor:
     """Return ``phi2(q_i) state``: ``[G, N, e]`` for ``q [G, N, d]`` and ``state [G, F, e]``."""
     out = state.new_zeros(*q.shape[:2], state.shape[2])
-    return expand_features(q, state, out) if q.shape[1] else out
+    return _expand(q, state, out) if q.shape[1] else out
 
 
 @operator(
@@ -65,7 +111,7 @@ def expand_state_backward(grad: Tensor, q: Tensor, state: Tensor) -> tuple[Tenso
     if not q.shape[1]:
         return torch.zeros_like(q), torch.zeros_like(state)
     grad = grad.contiguous()
-    return expand_features_backward(q, state, grad, q.new_zeros(q.shape)), reduce_features(q, grad)
+    return _expand_backward(q, state, grad, q.new_zeros(q.shape)), _reduce(q, grad)
 
 
 differentiate(feature_state, feature_state_backward, outputs="state", gradients="k v")

