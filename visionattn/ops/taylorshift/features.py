@@ -17,7 +17,6 @@ or float64; gradients go the same way back. Sums of weights need neither weights
 """
 
 from collections.abc import Iterator
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -48,7 +47,6 @@ def unit(x: Tensor) -> Tensor:
     return x * x.square().sum(-1, keepdim=True).clamp(min=EPS * EPS).rsqrt()
 
 
-@lru_cache(maxsize=64)
 def _tiles(d: int) -> list[tuple[slice, int, int]]:
     """Return for each tile its entries of x, how many entries it is multiplied by, and where its
     products begin.
