@@ -32,7 +32,7 @@ from visionattn.ops.position.kinds import (
     mask_absent,
     mean_with_relative,
 )
-from visionattn.ops.sums import Sums, accumulation_dtype, drop_values
+from visionattn.ops.sums import Sums, accumulation_dtype, drop_values, product_dtype
 
 
 def _check_causal(feature_map: FeatureMap, relative: RelativePosition | None) -> None:
@@ -172,8 +172,8 @@ def _mean(
     count = key_counts(k, key_mask, causal, q.shape[2], dtype)
     if not causal and name != "given" and takes_pairs("kernelized", form, q, v, relative):
         return mean_of_pairs(q, k, v, key_mask, relative, count, feature_map=name)
-    if relative is not None:  # gradients of two terms add in dtype
-        q, v = q.to(dtype), v.to(dtype)
+    if relative is not None:  # gradients of two terms add in the dtype of products
+        q, v = (x.to(product_dtype(q, k, v)) for x in (q, v))
     sums = _content_sums(q, k, v, key_mask, feature_map, causal, form)
     if relative is not None and key_mask is not None:
         v = v.masked_fill(~key_mask[:, None, :, None], 0)

@@ -28,7 +28,7 @@ from visionattn.ops.position.kinds import (
     mask_absent,
     mean_with_relative,
 )
-from visionattn.ops.sums import Sums, accumulation_dtype, drop_values
+from visionattn.ops.sums import Sums, accumulation_dtype, drop_values, product_dtype
 from visionattn.ops.taylorshift.eager import takes_efficient, taylor_sums
 from visionattn.ops.taylorshift.gpu import takes_efficient_kernels, taylor_mean, why_not
 
@@ -121,8 +121,9 @@ def taylorshift_attention(
             options = dict(temperature=temperature, coefficients=coefficients)
             out, _ = mean_of_pairs(q, k, value, key_mask, relative, count, **options)
         else:
-            # Gradients of two terms add up in dtype.
-            query, value = (q, value) if relative is None else (q.to(dtype), value.to(dtype))
+            query = q
+            if relative is not None:  # gradients of two terms add in the dtype of products
+                query, value = (x.to(product_dtype(q, k, value)) for x in (q, value))
             values, mass, *_ = taylor_sums(
                 query, k, value, temperature, key_mask, *coefficients, form
             )

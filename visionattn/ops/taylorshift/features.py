@@ -84,8 +84,10 @@ def add_features_backward(x: Tensor, grad: Tensor, out: Tensor) -> None:
         products = grad[:, begin : begin + size * width].unflatten(1, (size, width))
         buffer = torch.empty_like(products) if buffer is None else buffer
         product = buffer[:, :size, :width]
-        out[:, rows] += torch.mul(products, x[:, None, rows.start :], out=product).sum(2)
-        out[:, rows.start :] += torch.mul(products, x[:, rows, None], out=product).sum(1)
+        torch.mul(products, x[:, None, rows.start :], out=product)
+        out[:, rows] += product.sum(2, dtype=out.dtype)
+        torch.mul(products, x[:, rows, None], out=product)
+        out[:, rows.start :] += product.sum(1, dtype=out.dtype)
 
 
 def _head_and_token_chunks(x: Tensor) -> list[tuple[slice, slice]]:
