@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from visionattn.ops.chunking import chunks
+from visionattn.ops.sums import add_product, wide
 
 BLOCK_QUERIES = 256
 BLOCK_ELEMENTS = 1 << 20
@@ -73,18 +74,19 @@ def blocked_scores_backward(
     causal: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of ``blocked_scores`` in q, k and v for ``grad [G, N, e]``."""
-    dq, dk, dv = q.new_empty(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
+    dq = q.new_empty(q.shape)
+    dk, dv = (x.new_zeros(x.shape, dtype=wide(x.dtype)) for x in (k, v))
     for g, t in _blocks(q, k):
         j = _seen(t, k.shape[1], causal)
         # The scores again: keeping them would take quadratic memory.
         scores = _mask_future(_scores(q[g, t], k[g, j], shift), t, causal)
         weights = scores.square() if square else scores
-        dv[g, j].baddbmm_(weights.transpose(1, 2), grad[g, t])
+        add_product(dv[g, j], weights.mT, grad[g, t])
         # The gradient of the scores; that of a square has the factor 2 x.
         d_scores = torch.bmm(grad[g, t], v[g, j].transpose(1, 2))
         if square:
             d_scores.mul_(scores).mul_(2)
         d_scores = _mask_future(d_scores, t, causal)
         dq[g, t] = torch.bmm(d_scores, k[g, j])
-        dk[g, j].baddbmm_(d_scores.transpose(1, 2), q[g, t])
+        add_product(dk[g, j], d_scores.mT, q[g, t])
     return dq, dk, dv

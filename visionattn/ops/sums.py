@@ -5,6 +5,7 @@ values, the dtype of sums, and products that autocast leaves alone.
 """
 
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 
 import torch
@@ -76,6 +77,40 @@ def counting_dtype(dtype: torch.dtype) -> torch.dtype:
     """
     exporting = dtype.is_floating_point and torch.compiler.is_exporting()
     return torch.float64 if exporting else dtype
+
+
+@cache
+def has_bfloat16_products() -> bool:
+    """Tell whether this processor multiplies bfloat16 matrices faster than float32 ones
+    (AVX512-BF16 or AMX).
+    """
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def product_dtype(*tensors: Tensor) -> torch.dtype:
+    """Return the dtype of the operands of matrix products inside an operator: bfloat16 if all
+    tensors are bfloat16 on a processor that multiplies it, else that of the sums.
+    """
+    if all(t.dtype == torch.bfloat16 and t.device.type == "cpu" for t in tensors):
+        return torch.bfloat16 if has_bfloat16_products() else torch.float32
+    return accumulation_dtype(*tensors)
+
+
+def add_product(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """Add ``x y`` to ``out [g, n, m]`` in place. The product of bfloat16 operands is rounded once,
+    then added in the dtype of ``out``.
+    """
+    return out.baddbmm_(x, y) if x.dtype == out.dtype else out.add_(torch.bmm(x, y))
+
+
+def write_product(out: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """Write ``x y`` to ``out [g, n, m]``, in its dtype."""
+    return torch.bmm(x, y, out=out) if x.dtype == out.dtype else out.copy_(torch.bmm(x, y))
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the sums of products in ``dtype``: float32 for bfloat16."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 @operator(

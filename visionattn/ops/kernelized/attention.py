@@ -34,7 +34,7 @@ from visionattn.ops.position.kinds import (
     mask_absent,
     mean_with_relative,
 )
-from visionattn.ops.sums import Sums, accumulation_dtype, drop_values
+from visionattn.ops.sums import Sums, accumulation_dtype, drop_values, product_dtype
 
 
 def _check_causal(feature_map: FeatureMap, relative: RelativePosition | None) -> None:
@@ -183,8 +183,8 @@ def _mean(
     dtype, name = accumulation_dtype(q, k, v), map_name(feature_map)
     if form == "pairs":
         return mean_of_pairs(q, k, v, key_mask, relative, feature_map=name)
-    if relative is not None:  # gradients of two terms add in dtype
-        q, v = q.to(dtype), v.to(dtype)
+    if relative is not None:  # gradients of two terms add in the dtype of products
+        q, v = (x.to(product_dtype(q, k, v)) for x in (q, v))
     features = q, k
     if name == "given":  # a map that the operator does not know, of keys that are 0 where masked
         phi_q = query_features(feature_map, q.to(dtype))

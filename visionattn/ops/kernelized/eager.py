@@ -28,7 +28,13 @@ from visionattn.ops.kernelized.operands import Features, Rows, WithMass, plan_ch
 from visionattn.ops.nonfinite import apart, masked, skips_idle_rows
 from visionattn.ops.operator import contiguous_like, differentiate, form_ran, operator
 from visionattn.ops.quadratic import blocked_scores, blocked_scores_backward
-from visionattn.ops.sums import accumulation_dtype
+from visionattn.ops.sums import (
+    accumulation_dtype,
+    add_product,
+    product_dtype,
+    wide,
+    write_product,
+)
 
 BLOCK_TOKENS = 64
 
@@ -50,17 +56,18 @@ def _efficient_forward(q: Features, k: Features, v: WithMass, outputs: tuple[Ten
         state.zero_(), keys_sum.zero_()
         for t in chunks(m, size):
             keys = k.load(b, t)
-            state.baddbmm_(keys.mT, v.x[b, :, t].to(v.dtype).flatten(0, 1))
-            keys_sum += keys.sum(1)
+            add_product(state, keys.mT, v.x[b, :, t].to(v.dtype).flatten(0, 1))
+            keys_sum += keys.sum(1, dtype=keys_sum.dtype)
+        read, read_sum = state.to(q.dtype), keys_sum.unsqueeze(2).to(q.dtype)
         for t in chunks(n, size):
             queries = q.load(b, t)
-            torch.bmm(queries, state, out=own[:, t])
-            own_mass[:, t] = torch.bmm(queries, keys_sum.unsqueeze(2)).squeeze(2)
+            write_product(own[:, t], queries, read)
+            own_mass[:, t] = torch.bmm(queries, read_sum).squeeze(2)
 
 
 def _zero_state(k: Features, v: WithMass, b: slice) -> Tensor:
     x = k.x[b]
-    return x.new_zeros(x.shape[0] * x.shape[1], k.width, v.width, dtype=k.dtype)
+    return x.new_zeros(x.shape[0] * x.shape[1], k.width, v.width, dtype=wide(k.dtype))
 
 
 def _efficient_backward(
@@ -73,8 +80,9 @@ def _efficient_backward(
         # Queries give the gradient of the state, and read theirs from the state.
         for t in chunks(n, size):
             grad = g.load(b, t)
-            ds.baddbmm_(q.load(b, t).mT, grad)
+            add_product(ds, q.load(b, t).mT, grad)
             q.store(torch.bmm(grad, s.mT), b, t, dq)
+        ds = ds.to(k.dtype)
         # Keys and values read theirs from the gradient of the state.
         for t in chunks(m, size):
             put(torch.bmm(k.load(b, t), ds[..., :-1]), b, t, dv)
@@ -211,8 +219,8 @@ def _direct_backward(
         operands = g.load(b, queries), q.load(b, queries), k.load(b, keys), v.load(b, keys)
         d_queries, d_keys, d_values = blocked_scores_backward(*operands, causal=causal)
         ds = d_state(b)
-        put(d_values.baddbmm_(operands[2], ds), b, keys, dv)
-        k.store(d_keys.baddbmm_(operands[3], ds.mT), b, keys, dk)
+        put(add_product(d_values, operands[2], ds.to(k.dtype)), b, keys, dv)
+        k.store(add_product(d_keys, operands[3], ds.to(k.dtype).mT), b, keys, dk)
         q.store(d_queries, b, queries, dq)
 
 
@@ -225,8 +233,13 @@ def form_taken(form: str, causal: bool, q_shape: tuple[int, ...], v_shape: tuple
     return form_of_shapes("kernelized causal" if causal else "kernelized", q_shape, v_shape)
 
 
-def _operands(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, feature_map: str):
-    dtype = accumulation_dtype(q, k, v)
+def _operands(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, feature_map: str, causal: bool
+):
+    """Return queries, keys and values as the passes work on them. Causal passes add up many states
+    and stay in the dtype of sums.
+    """
+    dtype = accumulation_dtype(q, k, v) if causal else product_dtype(q, k, v)
     absent = None if key_mask is None else ~key_mask
     return (
         Features(q, feature_map, dtype),
@@ -292,7 +305,7 @@ def kernel_sums(
     of_later = None
     if causal:
         v, of_later = apart(v, key_mask, q.shape[2])
-    queries, keys, x = _operands(q, k, v, key_mask, feature_map)
+    queries, keys, x = _operands(q, k, v, key_mask, feature_map, causal)
     outputs = _empty_sums(q, k, v)
     form = form_taken(form, causal, q.shape, v.shape)
     with form_ran("kernelized causal" if causal else "kernelized", form):
@@ -332,7 +345,7 @@ def kernel_sums_backward(
     """Return the gradients of ``kernel_sums`` with respect to q, k and v, in their dtypes; the
     features are made anew.
     """
-    queries, keys, x = _operands(q, k, v, key_mask, feature_map)
+    queries, keys, x = _operands(q, k, v, key_mask, feature_map, causal)
     grad = WithMass(d_values, x.dtype, d_mass)
     grads = contiguous_like(q, k, v)
 

@@ -30,7 +30,7 @@ from visionattn.ops.position.kinds import (
     mask_absent,
     mean_with_relative,
 )
-from visionattn.ops.sums import Sums, accumulation_dtype, drop_values
+from visionattn.ops.sums import Sums, accumulation_dtype, drop_values, product_dtype
 from visionattn.ops.taylorshift.eager import linear_form, taylor_sums
 from visionattn.ops.taylorshift.gpu import takes_efficient_kernels, taylor_mean, why_not
 
@@ -165,8 +165,8 @@ def _mean(
     if form == "pairs":
         options = dict(temperature=temperature, coefficients=coefficients)
         return mean_of_pairs(q, k, v, key_mask, relative, **options)[0]
-    if relative is not None:  # gradients of two terms add up in dtype
-        q, v = q.to(dtype), v.to(dtype)
+    if relative is not None:  # gradients of two terms add in the dtype of products
+        q, v = (x.to(product_dtype(q, k, v)) for x in (q, v))
     values, mass, *_ = taylor_sums(q, k, v, temperature, key_mask, *coefficients, form)
     if relative is None:
         return Sums(values, mass).divide()

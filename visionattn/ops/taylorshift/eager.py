@@ -21,7 +21,7 @@ from visionattn.ops.chunking import part_of
 from visionattn.ops.nonfinite import skips_idle_rows
 from visionattn.ops.operator import contiguous_like, differentiate, form_ran, operator
 from visionattn.ops.quadratic import blocked_scores, blocked_scores_backward
-from visionattn.ops.sums import accumulation_dtype
+from visionattn.ops.sums import accumulation_dtype, add_product, product_dtype, wide
 from visionattn.ops.taylorshift.features import (
     MassGradient,
     Pass,
@@ -32,6 +32,13 @@ from visionattn.ops.taylorshift.features import (
     num_features,
     passes,
 )
+
+
+def _product_dtype(q: Tensor, k: Tensor, v: Tensor, temperature: Tensor | None) -> torch.dtype:
+    """Return the dtype of products: without a temperature nothing bounds how far they cancel, and
+    it is that of the sums.
+    """
+    return accumulation_dtype(q, k, v) if temperature is None else product_dtype(q, k, v)
 
 
 def _weights(d: int, abc: tuple[float, float, float], like: Tensor) -> Tensor:
@@ -47,7 +54,7 @@ def _reduce(step: Pass, k: Tensor, weights: Tensor, state: Tensor) -> Tensor:
     state.zero_()
     for t in step.slices(k):
         absent = None if step.absent is None else step.absent[:, t]
-        state.baddbmm_(step.features(step.k.load(t), absent), step.v.load(t))
+        add_product(state, step.features(step.k.load(t), absent), step.v.load(t))
     return state.mul_(weights)
 
 
@@ -55,9 +62,9 @@ def _efficient_values(
     step: Pass, q: Tensor, k: Tensor, weights: Tensor, state: Tensor, out: Tensor
 ) -> None:
     """Fill the chunk's state and its sums of values ``out [g, N, e]``."""
-    _reduce(step, k, weights, state)
+    read = _reduce(step, k, weights, state).to(step.dtype).mT
     for t in step.slices(q):
-        out[:, t] = torch.bmm(state.mT, step.features(step.q.load(t))).mT
+        out[:, t] = torch.bmm(read, step.features(step.q.load(t))).mT
 
 
 def _direct_values(step: Pass, abc: tuple[float, float, float], v: Tensor) -> Tensor:
@@ -65,9 +72,10 @@ def _direct_values(step: Pass, abc: tuple[float, float, float], v: Tensor) -> Te
     ``a ((x + b/2a)^2 + c/a - (b/2a)^2)``.
     """
     a, b, c = abc
-    query, key = (x.load(slice(None)).mT for x in (step.q, step.k))
+    query, key = (x.load(slice(None)).mT.to(step.dtype) for x in (step.q, step.k))
     values = blocked_scores(query, key, v, shift=b / (2 * a), square=True)
-    return values.mul_(a).add_((c - b * b / (4 * a)) * v.sum(1, keepdim=True))
+    total = v.sum(1, keepdim=True, dtype=wide(v.dtype))
+    return values.to(total.dtype).mul_(a).add_((c - b * b / (4 * a)) * total)
 
 
 def _with_ones(step: Pass, v: Tensor) -> Tensor:
@@ -182,7 +190,7 @@ def taylor_sums(
     Source: TaylorShift, "Efficient TaylorShift"; the packed products, the mass and the completed
     square are ours.
     """
-    dtype = accumulation_dtype(q, k, v)
+    dtype = _product_dtype(q, k, v, temperature)
     results = _empty_sums(q, k, v, form)
     form = linear_form(form, q, k, v, temperature, key_mask, (a, b, c))
     weights = _weights(q.shape[3], (a, b, c), results[0])
@@ -220,16 +228,16 @@ def _efficient_backward(
     queries.
     """
     d_values, dq, dk, dv = grads
-    d_state, d_length = torch.zeros_like(state), None
+    d_state, d_length, read = torch.zeros_like(state), None, state.to(step.dtype)
     # Queries first: they sum up the gradient of the state (and of the moments behind the mass).
     for t in step.slices(step.q.x):
         query, grad = step.q.load(t), d_values.load(t)
-        d_state.baddbmm_(step.features(query), grad)
-        d_query = step.features_backward(query, torch.bmm(state, grad.mT))
+        add_product(d_state, step.features(query), grad)
+        d_query = step.features_backward(query, torch.bmm(read, grad.mT))
         part = step.q.store(mass.add_to_queries(query, t, d_query), t, dq)
         d_length = part if d_length is None else d_length + part
     # The weights stand between the state and the features of keys, which are made anew.
-    d_state.mul_(weights)
+    d_state = d_state.mul_(weights).to(step.dtype)
     for t in step.slices(step.k.x):
         key, value = step.k.load(t), step.v.load(t)
         absent = None if step.absent is None else step.absent[:, t]
@@ -248,14 +256,16 @@ def _direct_backward(
     """
     (a, b, c), (d_values, dq, dk, dv), everything = abc, grads, slice(None)
     query, key, value, grad = (x.load(everything) for x in (step.q, step.k, step.v, d_values))
+    rows = (x.mT.to(step.dtype) for x in (query, key))
     if step.q.length is None:  # the mass is a column of the values
         value = _with_ones(step, value)
         grad = torch.cat([grad, mass.d_mass.unsqueeze(2)], dim=2)
-    operands = (a * grad, query.mT, key.mT, value)
+    operands = (a * grad, *rows, value)
     d_query, d_key, d_value = blocked_scores_backward(*operands, shift=b / (2 * a), square=True)
-    d_value = d_value.add_((c - b * b / (4 * a)) * grad.sum(1, keepdim=True))[..., : dv.shape[2]]
+    total = grad.sum(1, keepdim=True, dtype=d_value.dtype)
+    d_value = d_value.add_((c - b * b / (4 * a)) * total)[..., : dv.shape[2]]
     dv.copy_(d_value if step.absent is None else d_value.masked_fill_(step.absent.unsqueeze(2), 0))
-    d_query, d_key = d_query.mT, d_key.mT
+    d_query, d_key = d_query.mT.to(query.dtype), d_key.mT
     if step.q.length is not None:
         d_query = mass.add_to_queries(query, everything, d_query)
         d_key = mass.add_to_keys(key, d_key)
@@ -291,11 +301,11 @@ def taylor_sums_backward(
     The gradients of values and mass are ``d_values [B, h, N, e]`` and ``d_mass [B, h, N]``;
     features are made anew, not kept.
     """
-    dtype = accumulation_dtype(q, k, v)
+    dtype = _product_dtype(q, k, v, temperature)
     form = linear_form(form, q, k, v, temperature, key_mask, (a, b, c))
     grads = contiguous_like(q, k, v)
     d_temperature = (
-        q.new_zeros(0) if temperature is None else torch.zeros_like(temperature, dtype=dtype)
+        q.new_zeros(0) if temperature is None else torch.zeros_like(temperature, dtype=wide(dtype))
     )
     weights = _weights(q.shape[3], (a, b, c), second)
     for step in passes((q, k, v, temperature, key_mask), dtype):

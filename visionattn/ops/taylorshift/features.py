@@ -30,7 +30,7 @@ from visionattn.ops.chunking import (
     part_of_shared,
 )
 from visionattn.ops.operator import without_autocast
-from visionattn.ops.sums import accumulation_dtype
+from visionattn.ops.sums import accumulation_dtype, wide
 
 EPS = 1e-6
 TILE = 4
@@ -103,8 +103,10 @@ def add_features_backward(x: Tensor, grad: Tensor, out: Tensor) -> None:
         products = grad[:, begin : begin + size * width].unflatten(1, (size, width))
         buffer = torch.empty_like(products) if buffer is None else buffer
         product = buffer[:, :size, :width]
-        out[:, rows] += torch.mul(products, x[:, None, rows.start :], out=product).sum(2)
-        out[:, rows.start :] += torch.mul(products, x[:, rows, None], out=product).sum(1)
+        torch.mul(products, x[:, None, rows.start :], out=product)
+        out[:, rows] += product.sum(2, dtype=out.dtype)
+        torch.mul(products, x[:, rows, None], out=product)
+        out[:, rows.start :] += product.sum(1, dtype=out.dtype)
 
 
 class Vectors:
@@ -167,18 +169,20 @@ class Pass:
     """
 
     def __init__(self, chunk: HeadChunk, operands: tuple, dtype: torch.dtype):
+        """Vectors are in the dtype of sums, values and features in ``dtype``, that of products."""
         q, k, v, temperature, key_mask = operands
         self.chunk, (images, heads) = chunk, chunk
         absent = None if key_mask is None else part_of_shared(~key_mask, chunk)
         length = one = None
         if temperature is not None:
-            length = temperature[heads].to(dtype).repeat(images.stop - images.start)
+            length = temperature[heads].to(wide(dtype)).repeat(images.stop - images.start)
             one = torch.ones_like(length)
-        self.q = Vectors(part_of(q, chunk), dtype, length, None)
-        self.k = Vectors(part_of(k, chunk), dtype, one, absent)
+        self.q = Vectors(part_of(q, chunk), wide(dtype), length, None)
+        self.k = Vectors(part_of(k, chunk), wide(dtype), one, absent)
         self.v = Values(part_of(v, chunk), dtype, absent)
         self.absent, self.d = absent, q.shape[3]
-        self.count = k.shape[2] if absent is None else (~absent).sum(1, dtype=dtype)[:, None]
+        self.count = k.shape[2] if absent is None else (~absent).sum(1, dtype=wide(dtype))[:, None]
+        self.dtype = dtype
         self.buffer = None
 
     def slices(self, x: Tensor) -> list[slice]:
@@ -190,7 +194,8 @@ class Pass:
         """
         size, f = (x.shape[0], num_features(self.d) + self.d + 1, x.shape[2]), num_features(self.d)
         if self.buffer is None or self.buffer.shape != size:
-            self.buffer = x.new_empty(size)
+            self.buffer = x.new_empty(size, dtype=self.dtype)
+        x = x.to(self.dtype)
         fill_features(x, self.buffer)
         self.buffer[:, f:-1] = x
         self.buffer[:, -1] = 1 if absent is None else ~absent
@@ -198,8 +203,8 @@ class Pass:
 
     def features_backward(self, x: Tensor, grad: Tensor) -> Tensor:
         """Return the gradient of ``x [g, d, T]`` for that of its features."""
-        out = grad[:, num_features(self.d) : -1].clone()
-        add_features_backward(x, grad, out)
+        out = grad[:, num_features(self.d) : -1].to(x.dtype, copy=True)
+        add_features_backward(x.to(grad.dtype), grad, out)
         return out
 
 

@@ -1,0 +1,109 @@
+"""Bfloat16 products on processors: errors against the same formulas computed in bfloat16."""
+
+import pytest
+import torch
+
+from visionattn.ops import kernelized_attention, sums, taylorshift_attention
+from visionattn.ops.feature_maps import elu1
+from visionattn.ops.reference import kernelized_attention as exact_kernelized
+from visionattn.ops.reference import taylorshift_attention as exact_taylorshift
+
+TAU = 4.0
+
+
+@pytest.fixture(autouse=True)
+def bfloat16_products(monkeypatch):
+    """Take the path of processors with bfloat16 products on every processor."""
+    monkeypatch.setattr(sums, "has_bfloat16_products", lambda: True)
+
+
+def _unit(x):
+    return x / x.square().sum(-1, keepdim=True).sqrt()
+
+
+def efficient_kernelized(q, k, v):
+    q, k = elu1(q), elu1(k)
+    return (q @ (k.mT @ v)) / (q @ k.sum(2).unsqueeze(3))
+
+
+def efficient_taylorshift(q, k, v):
+    q, k = TAU * _unit(q), _unit(k)
+    pairs = [torch.einsum("...i,...j->...ij", x, x).flatten(3) for x in (q, k)]
+    values = pairs[0] @ (pairs[1].mT @ v) / 2 + q @ (k.mT @ v) + v.sum(2, keepdim=True)
+    mass = pairs[0] @ pairs[1].sum(2).unsqueeze(3) / 2 + q @ k.sum(2).unsqueeze(3) + k.shape[2]
+    return values / mass
+
+
+def direct_kernelized(q, k, v):
+    weights = elu1(q) @ elu1(k).mT
+    return (weights @ v) / weights.sum(3, keepdim=True)
+
+
+def direct_taylorshift(q, k, v):
+    scores = TAU * _unit(q) @ _unit(k).mT
+    weights = scores.square() / 2 + scores + 1
+    return (weights @ v) / weights.sum(3, keepdim=True)
+
+
+def ours_kernelized(form):
+    return lambda q, k, v: kernelized_attention(q, k, v, form=form)
+
+
+def ours_taylorshift(form):
+    def attend(q, k, v):
+        return taylorshift_attention(q, k, v, temperature=torch.full((2,), TAU), form=form)
+
+    return attend
+
+
+def exact(operation, tensors):
+    """Return output and gradients in float64 of quadratic definitions."""
+    if operation == "kernelized":
+        return run(exact_kernelized, tensors)
+    tau = torch.full((2,), TAU, dtype=torch.float64)
+    return run(lambda q, k, v: exact_taylorshift(q, k, v, temperature=tau), tensors)
+
+
+def run(attend, tensors):
+    *qkv, grad = tensors
+    qkv = [x.clone().requires_grad_() for x in qkv]
+    out = attend(*qkv)
+    out.backward(grad)
+    return [out.detach(), *(x.grad for x in qkv)]
+
+
+def errors(found, wanted):
+    return [
+        ((x.double() - y).square().mean() / y.square().mean()).sqrt().item()
+        for x, y in zip(found, wanted, strict=True)
+    ]
+
+
+def draw(tokens, width):
+    generator = torch.Generator().manual_seed(tokens)
+    shape = 1, 2, tokens, width
+    return [torch.randn(shape, generator=generator).bfloat16() for _ in range(4)]
+
+
+@pytest.mark.parametrize("tokens", [5, 701, 1500])
+@pytest.mark.parametrize("form", ["direct", "efficient"])
+@pytest.mark.parametrize("operation", ["kernelized", "taylorshift"])
+def test_errors_are_at_most_twice_those_of_bfloat16_throughout(operation, form, tokens):
+    tensors = draw(tokens, 12)
+    wanted = exact(operation, [x.double() for x in tensors])
+    ours = run(globals()[f"ours_{operation}"](form), tensors)
+    naive = run(globals()[f"{form}_{operation}"], tensors)
+    for name, own, other in zip(
+        ("out", "q", "k", "v"), errors(ours, wanted), errors(naive, wanted), strict=True
+    ):
+        assert own <= 2 * other, f"{name}: {own:.1e} against {other:.1e}"
+
+
+@pytest.mark.parametrize("operation", ["kernelized", "taylorshift"])
+def test_the_sums_of_65536_tokens_stay_as_exact(operation):
+    tensors = draw(65_536, 8)
+    naive = globals()[f"efficient_{operation}"]
+    wanted = naive(*(x.double() for x in tensors[:3]))
+    ours = globals()[f"ours_{operation}"]("efficient")(*tensors[:3])
+    own, other = errors([ours, naive(*tensors[:3])], [wanted, wanted])
+    assert own <= 2 * other
