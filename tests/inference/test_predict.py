@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import visionattn.inference.predict as prediction
+import visionattn.training.evaluate as evaluation
 from tests.helpers import inference_files
 from tests.helpers.inference_files import (
     COLOUR,
@@ -273,3 +274,14 @@ def test_help_ends_with_a_command_and_explains_the_options(capsys):
         printed = capsys.readouterr().out
         assert end.value.code == 0 and "Processes that load images" in " ".join(printed.split())
         assert f"visionattn {name} --" in printed.rstrip().splitlines()[-1]
+
+
+@pytest.mark.parametrize("has, precision", [(True, "bf16"), (False, "none")])
+def test_amp_auto_takes_what_the_processor_multiplies(case, monkeypatch, has, precision):
+    folder, _ = case
+    monkeypatch.setattr(evaluation, "has_bfloat16_products", lambda: has)
+    assert predict(flags("--amp", precision, output="named.csv")) == 0
+    assert predict(flags("--amp", "auto", output="auto.csv")) == 0
+    assert (folder / "auto.csv").read_text() == (folder / "named.csv").read_text()
+    assert predict(flags("--amp", "none" if has else "bf16", output="other.csv")) == 0
+    assert (folder / "auto.csv").read_text() != (folder / "other.csv").read_text()

@@ -32,10 +32,10 @@ from visionattn.models.modes import in_eval
 from visionattn.models.weights import Fit
 
 Size = int | list[int] | Literal["native"] | None
-Amp = Literal["none", "bf16", "fp16"]
+Amp = Literal["none", "bf16", "fp16", "auto"]
 SEQUENCES = ("bands", "value_range", "show", "blocks")
 """Options whose values are lists, of which calls take any sequence."""
-WORDS = {"fit": (None, *get_args(Fit)), "amp": ("none", "bf16", "fp16")}
+WORDS = {"fit": (None, *get_args(Fit)), "amp": get_args(Amp)}
 
 
 class Predictions(NamedTuple):
@@ -92,7 +92,7 @@ def predict(
             memory.
         workers: processes that read images; 0 reads in this one.
         device: for names and checkpoints; None takes a GPU where there is one.
-        amp: automatic mixed precision.
+        amp: automatic mixed precision; ``"auto"``: bf16 where the device multiplies it.
         memory_gib: GiB that a pass may take beside the model; None: the memory there is. An image
             that alone would take more, and that is seen at its own size, is computed band by band,
             with the same result up to rounding; a warning says so.

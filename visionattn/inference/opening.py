@@ -23,6 +23,7 @@ from visionattn.inference.options import (
     NATIVE,
     NATIVE_BATCH,
     SIZED_BATCH,
+    InferenceOptions,
     OpenOptions,
     in_tiles,
 )
@@ -50,6 +51,7 @@ from visionattn.training.build import (
 )
 from visionattn.training.checkpoint import place_weights
 from visionattn.training.config import ModelConfig
+from visionattn.training.evaluate import precision_taken
 
 ANY_SIZE = ({"dynamic_img_size": True}, {"strict_img_size": False})
 """Arguments by which models of timm take images of any size: those with an absolute position, and
@@ -129,6 +131,7 @@ def open_model(options: OpenOptions, *, classifies: bool) -> Opened:
     if options.threads:
         torch.set_num_threads(options.threads)
     device = pick_device(options.device)
+    _settle_precision(options, device)
     # A file of ours says which model it is for; any other weights need --model.
     metadata = description(options.checkpoint) if options.checkpoint else None
     if metadata:
@@ -203,7 +206,14 @@ def open_module(model: nn.Module, options: OpenOptions, *, classifies: bool) -> 
         )
     check_geometries(model, [geometry])
     device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
+    _settle_precision(options, device)
     return Opened(model, name, {}, spec, geometry, device, (), body_alone)
+
+
+def _settle_precision(options: OpenOptions, device: torch.device) -> None:
+    """Write in place of ``amp auto`` what the device takes, so that results name it."""
+    if isinstance(options, InferenceOptions):
+        options.amp = precision_taken(options.amp, device)
 
 
 def _body_of(model: nn.Module, spec: DataSpec) -> tuple[nn.Module, DataSpec]:

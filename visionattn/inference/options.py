@@ -90,8 +90,8 @@ class InferenceOptions(OpenOptions):
     """
     workers: int = 2
     """Processes that load images; 0 loads in the main process."""
-    amp: Literal["none", "bf16", "fp16"] = "none"
-    """Automatic mixed precision."""
+    amp: Literal["none", "bf16", "fp16", "auto"] = "none"
+    """Automatic mixed precision. ``auto``: bf16 where the processor or the GPU multiplies it."""
     tiles: int | None = None
     """Side in pixels of overlapping tiles that the model sees instead of whole images, which then
     come at their own sizes unless a size is named; ``batch_size`` counts tiles, and is 1. None:

@@ -23,6 +23,7 @@ from visionattn.inference.reading import ReadImages, Sample
 from visionattn.inference.running import batch_samples, run_batch
 from visionattn.models.filled import last_map, pooled
 from visionattn.models.weights import Fit
+from visionattn.training.evaluate import precision_taken
 
 Rows = dict[str, np.ndarray]
 """A batch as Ray Data gives it: columns by name."""
@@ -158,7 +159,7 @@ class Embed(_Reader):
         dense: the last feature map, ``[D, H, W]``, instead of one vector for each image.
         device: where it computes; ``auto`` takes the GPU that Ray gives the worker, where it gives
             one (``num_gpus=1``).
-        amp: automatic mixed precision.
+        amp: automatic mixed precision; ``auto``: bf16 where the device multiplies it.
         threads: of torch; None: as many as Ray says.
 
     Raises:
@@ -178,7 +179,7 @@ class Embed(_Reader):
         value_range: Sequence[float] | None = None,
         page: int | None = None,
         device: str = "auto",
-        amp: Literal["none", "bf16", "fp16"] = "none",
+        amp: Literal["none", "bf16", "fp16", "auto"] = "none",
         threads: int | None = None,
     ):
         super().__init__(
@@ -194,7 +195,7 @@ class Embed(_Reader):
             amp=amp,
             threads=threads,
         )
-        self.dense, self.amp = dense, amp
+        self.dense, self.amp = dense, precision_taken(amp, self.opened.device)
         if not dense:
             self.opened.check_pooled()
 

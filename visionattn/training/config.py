@@ -167,8 +167,8 @@ class ValidateConfig:
     """Images per batch. ``auto``: the most that fit into memory."""
     device: str = "auto"
     """``auto`` takes a GPU where there is one."""
-    amp: Literal["none", "bf16", "fp16"] = "none"
-    """Automatic mixed precision."""
+    amp: Literal["none", "bf16", "fp16", "auto"] = "none"
+    """Automatic mixed precision. ``auto``: bf16 where the processor or the GPU multiplies it."""
     threads: int | None = None
     """CPU threads of torch; None: torch's own choice."""
     json: str | None = None

@@ -14,6 +14,7 @@ from torch import nn
 from visionattn.models.filled import takes_sizes
 from visionattn.models.modes import in_eval
 from visionattn.models.weights import DataSpec
+from visionattn.ops.sums import has_bfloat16_products
 from visionattn.training.config import OptimConfig
 from visionattn.training.distributed import Processes
 from visionattn.training.objective import Objective
@@ -58,6 +59,16 @@ class Evaluation:
     def score(self) -> float | None:
         """Return the figure by which weights are chosen: mean IoU of pixels, accuracy of images."""
         return self.accuracy if self.mean_iou is None else self.mean_iou
+
+
+def precision_taken(amp: str, device: torch.device) -> str:
+    """Return ``bf16`` or ``none`` for ``auto``: bf16 where the device multiplies it; other
+    precisions as they are.
+    """
+    if amp != "auto":
+        return amp
+    has = torch.cuda.is_bf16_supported if device.type == "cuda" else has_bfloat16_products
+    return "bf16" if device.type in ("cpu", "cuda") and has() else "none"
 
 
 def autocast(device: torch.device, amp: str):

@@ -32,7 +32,7 @@ from visionattn.models.tasks import Task
 from visionattn.models.weights import DataSpec, existing, load_model
 from visionattn.training.build import check_geometries, patch_size, pick_device
 from visionattn.training.config import TrainConfig, ValidateConfig
-from visionattn.training.evaluate import Evaluation, evaluate
+from visionattn.training.evaluate import Evaluation, evaluate, precision_taken
 from visionattn.training.memory import (
     Expected,
     known,
@@ -188,7 +188,8 @@ class Validation:
             check_free(Path(config.json), overwrite=True)
         if config.threads:
             torch.set_num_threads(config.threads)
-        self.config, self.device = config, pick_device(config.device)
+        self.device = pick_device(config.device)
+        self.config = replace(config, amp=precision_taken(config.amp, self.device))
         self.model: nn.Module = load_model(config.checkpoint, device=self.device)
         self.spec: DataSpec = self.model.data_spec
         self.geometries = self._find_geometries()
