@@ -67,11 +67,11 @@ def test_a_run_killed_while_it_writes_goes_on_and_ends_with_the_same_bytes(folde
 
 
 HELD = """
-import fcntl, sys
-file = open(sys.argv[1], "a")
-fcntl.lockf(file, fcntl.LOCK_EX)
-print("held", flush=True)
-sys.stdin.read()
+import sys
+from filelock import FileLock
+with FileLock(sys.argv[1]):
+    print("held", flush=True)
+    sys.stdin.read()
 """
 
 

@@ -66,7 +66,7 @@ def test_the_names_are_those_of_each_size_of_each_family():
 DIRECT = {
     "scaleformer_vit_t": dict(global_pool="avg"),
     "taylorshift_vit_t": dict(relative="axial"),
-    "taylorshift_abs_vit_t_pyramid": dict(features_only=True, out_indices=[1], pyramid_channels=4),
+    "taylorshift_abs_vit_t_pyramid": dict(features_only=True, out_indices=[1], pyramid_channels=16),
 }
 
 

@@ -119,7 +119,7 @@ def test_images_that_are_too_low_are_found_before_the_first_step(tmp_path):
     ("size", "options", "line"),
     [
         (3, {"sequence_ranks": 2}, "sequence_ranks 2 does not divide the 3 processes that torchru"),
-        (2, {"model": {"softmax_blocks": [0]}}, "block 0 has attention='softmax', whose tokens"),
+        (2, {"model": {"softmax_blocks": [0]}}, "block 0 is a softmax over all tokens, of which"),
         (2, {"model": {"proj_drop_rate": 0.1}}, "proj_drop drops single entries of tokens"),
         (3, {"model": {"patch_size": 8}}, "an image of 2 rows of patches is too low for 3 process"),
         (4, {"batch_size": 1, "sequence_ranks": 2}, "wanted at least 2, or fewer processes"),
