@@ -104,7 +104,7 @@ def test_a_folder_named_train_next_to_classes_is_a_class(tmp_path, deep, tar):
         write_tar(root, [(f"{place}/{i}.png", encoded(i)) for place in places for i in range(2)])
     else:
         write_classes(root, dict.fromkeys(places, 2))
-    words = pytest.warns(UserWarning, match="train count as classes, as do bus, car next to them")
+    words = pytest.warns(UserWarning, match="train, bus, car; if train are splits, move bus, car")
     with words if deep else nullcontext():
         splits = build_splits(config_of(root), 3)
     assert splits.spec.class_names == ("bus", "car", "train")

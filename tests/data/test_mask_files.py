@@ -331,7 +331,7 @@ def spoil(root, what):
         ("size", "it has 33 x 18 pixels, its image 33 x 17"),
         ("value", "it has the value 3; with 3 classes wanted 0 to 2 or 255, which does not count"),
         ("colours", "name that of each class with data.mask_colours"),
-        ("floats", "it has pixels of the kind F; wanted the number of a class"),
+        ("floats", "it has pixels of the kind float; wanted the number of a class"),
         ("garbled", "cannot be read"),
         ("cut", "cannot be read"),
     ],

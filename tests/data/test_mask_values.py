@@ -47,6 +47,15 @@ def one_white(mask, path, number):
     Image.fromarray(mask * 255 if number else mask * 0 + 255).save(path)
 
 
+def white_zeros(*values, dtype=np.uint8):
+    """A writer of TIFF files in which 0 is shown white."""
+
+    def save(mask, path, number):
+        tifffile.imwrite(path, np.array(values, dtype)[mask], photometric="miniswhite")
+
+    return save
+
+
 def write(root, save, classes=2, splits=("",), suffix=".png"):
     """Four images of each split, whose red channel is 100 times the class of a pixel."""
     rng = np.random.default_rng(0)
@@ -93,6 +102,9 @@ def items(dataset):
         (grey(0, 65535, dtype=np.uint16), ".png"),
         (grey(0, 255, dtype=np.uint16), ".tif"),
         (grey(0, 255, dtype=np.int32), ".tif"),
+        (white_zeros(1, 0, dtype=bool), ".tif"),
+        (white_zeros(255, 0), ".tif"),
+        (white_zeros(65535, 0, dtype=np.uint16), ".tif"),
     ],
 )
 def test_white_is_class_1_of_black_and_white_masks(tmp_path, save, suffix, names):
@@ -114,6 +126,14 @@ def test_a_level_between_black_and_white_may_be_ignored(tmp_path):
     for seen in items(splits.train):
         assert np.array_equal(seen.label == IGNORED, seen.pixels[..., 0] == 200)
         assert set(np.unique(seen.label)) == {0, 1, IGNORED}
+
+
+def test_numbers_of_classes_stay_where_zero_is_white(tmp_path):
+    write(tmp_path, white_zeros(0, 1, 2), classes=3, suffix=".tif")
+    splits = opened(tmp_path)
+    assert splits.spec.class_names == tuple("012")
+    for seen in items(splits.train):
+        assert np.array_equal(seen.label * 100, seen.pixels[..., 0])
 
 
 @pytest.mark.parametrize(

@@ -375,10 +375,7 @@ def test_overwriting_deletes_what_a_run_wrote_and_nothing_else(tmp_path):
             {"model": {"patch_size": 0}},
             r"take these args: patch_size=0, .* \(integer division or modulo by zero\)$",
         ),
-        (
-            {"model": {"embed_dim": 0}},
-            "embed_dim: wanted a whole number from 1 on, got 0$",
-        ),
+        ({"model": {"embed_dim": 0}}, "^embed_dim: wanted a whole number from 1 on, got 0$"),
         (
             {"model": {"norm_layer": "foo"}},
             r"^model scaleformer_vit_t does not .* \(KeyError: 'foo'\)$",
@@ -408,6 +405,13 @@ def test_bad_input_is_one_line_and_nothing_is_written(tmp_path, options, line):
     with pytest.raises((ValueError, FileNotFoundError), match=line) as error:
         run(small_config(output, **options))
     assert "\n" not in str(error.value) and not output.exists()
+
+
+def test_one_class_alone_is_nothing_to_learn(tmp_path, monkeypatch):
+    spec = replace(quadrants().spec, num_classes=1, class_names=("images",))
+    monkeypatch.setattr(engine, "build_splits", lambda *_: replace(quadrants(), spec=spec))
+    with pytest.raises(ValueError, match="the only class of .* is images; wanted two or more"):
+        run(small_config(tmp_path))
 
 
 def test_models_of_one_image_size_are_built_for_that_of_the_data_unless_told_otherwise():

@@ -135,7 +135,7 @@ def test_what_does_not_count_in_a_mask_is_striped(tmp_path):
     data |= {"mask_classes": ["road", "roof"]}
     training, _ = first_batches(small_config(tmp_path, data=data))
     picture = training.pictures[1]
-    assert picture.captions == ("its mask", "roof, road", "striped: 25% does not count")
+    assert picture.captions == ("its mask", "roof, road", "striped: 25% ignored")
     shown = {tuple(colour) for colour in picture.pixels[8:16].reshape(-1, 3).tolist()}
     classes = {tuple(picture.pixels[row, 0].tolist()) for row in (0, 20)}
     assert len(shown) == 2 and not shown & classes

@@ -175,7 +175,7 @@ def check_masks(config: DataConfig) -> None:
         return
     wanted = 1 if colours is None else 3
     if len(ignored) != wanted or min(ignored) < 0 or max(ignored) > (65535 if wanted == 1 else 255):
-        what = "one value" if wanted == 1 else "red, green and blue, 0 to 255"
+        what = "one value from 0 to 65535" if wanted == 1 else "red, green and blue, 0 to 255"
         raise ValueError(f"data.mask_ignored must be {what}, got {ignored}")
     if ignored in (colours or []) or (
         names is not None and wanted == 1 and ignored[0] < len(names)

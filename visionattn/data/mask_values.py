@@ -14,6 +14,8 @@ from PIL import Image
 
 from visionattn.data.config import DataConfig
 from visionattn.data.formats.reader import NotAsAsked
+from visionattn.data.formats.tiff import PHOTOMETRIC
+from visionattn.data.formats.tiff_pages import MIN_IS_WHITE
 from visionattn.models.segmentation import IGNORED
 
 INDEXED = ("1", "L", "P", "I", "I;16", "I;16B")
@@ -161,6 +163,11 @@ def _step(mask: Image.Image) -> int:
     return 255 // (2 ** int(found[1]) - 1) if found else 1
 
 
+def _zero_is_white(mask: Image.Image) -> bool:
+    """Tell whether a mask is a TIFF that shows 0 as white and its largest value as black."""
+    return getattr(mask, "tag_v2", {}).get(PHOTOMETRIC) == MIN_IS_WHITE
+
+
 def _values(mask: Image.Image, *, coloured: bool) -> tuple[np.ndarray, Callable[[int], int]]:
     """Return the values of a mask ``[height, width]``, and what gives the packed colour of each.
 
@@ -174,15 +181,18 @@ def _values(mask: Image.Image, *, coloured: bool) -> tuple[np.ndarray, Callable[
             return cv2.LUT(values, np.array([each & 255 for each in palette], np.uint8)), _grey
         return values, palette.__getitem__
     if mask.mode in INDEXED:
-        step = _step(mask)
+        step, most = _step(mask), 65535 if mask.mode.startswith("I;16") else 255
         values = np.asarray(mask)
         if mask.mode == "1":
-            return values.astype(np.uint8), WHITE.__mul__
-        return values // step if step > 1 else values, lambda value: _grey(value * step)
+            values, step = values.astype(np.uint8) * 255, 255
+        if not _zero_is_white(mask):
+            return values // step, lambda value: _grey(value * step)
+        if most == 255:  # Pillow has turned these
+            values = 255 - values
+        return values // step, lambda value: _grey(most - value * step)
     if mask.mode not in GREY and not coloured:
-        raise NotAsAsked(
-            f"it has pixels of the kind {mask.mode}; wanted the number of a class for each"
-        )
+        kind = "float" if mask.mode == "F" else mask.mode
+        raise NotAsAsked(f"it has pixels of the kind {kind}; wanted the number of a class for each")
     red, green, blue = (np.asarray(band) for band in mask.convert("RGB").split())
     if np.array_equal(red, green) and np.array_equal(red, blue):
         return red, _grey

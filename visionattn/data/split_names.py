@@ -74,8 +74,8 @@ def are_splits(
         return True
     if shared:
         warnings.warn(
-            f"in {root} the folders {listed(named)} count as classes, as do {listed(others)} next "
-            "to them; if splits were meant, move the latter elsewhere",
+            f"classes of {root}: {listed([*named, *others])}; if {listed(named)} are splits, move "
+            f"{listed(others)} elsewhere",
             stacklevel=2,
         )
     return False

@@ -80,6 +80,11 @@ def prepare_classes(
         ValueError, FileNotFoundError: the data, the model or the weights are wrong; one line.
     """
     splits = build_splits(config.data, config.seed)
+    if splits.spec.num_classes == 1:
+        raise ValueError(
+            f"the only class of {config.data.root or config.data.name} is "
+            f"{''.join(splits.spec.class_names) or 0}; wanted two or more to tell apart"
+        )
     check_trained(splits, named=bool(config.data.mask_classes or config.data.mask_colours))
     started = replace(config, init_from=None, init_model=None) if resumed else config
     made = started_model(started, config.model, splits.spec, first=first)

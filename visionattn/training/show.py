@@ -213,7 +213,7 @@ def in_mask(spec: DataSpec, mask: Tensor) -> list[str]:
     found = [value for value in mask.unique().tolist()[::-1] if value != IGNORED]
     named = ", ".join(class_names(spec)[value] for value in found) or "nothing that counts"
     ignored = (mask == IGNORED).float().mean().item()
-    return [named, *([f"striped: {ignored:.0%} does not count"] if ignored else [])]
+    return [named, *([f"striped: {ignored:.0%} ignored"] if ignored else [])]
 
 
 def training_changes(config: TrainConfig) -> str:
