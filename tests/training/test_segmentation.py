@@ -279,6 +279,9 @@ def test_black_and_white_masks_mean_the_same_to_all_that_read_them(tmp_path, cap
     assert validate_tool(judge) == 0
     [row] = json.loads((tmp_path / "rows").read_text())["rows"]
     assert row["ious"] == pytest.approx(test["ious"], abs=1e-6)
+    rewrite(write_folder(tmp_path / "numbers"), (0, 1, 1))
+    given[3] = str(tmp_path / "numbers")
+    assert validate_tool(["--checkpoint", str(best), "--fit", "crop", *given]) == 0
     rewrite(write_folder(tmp_path / "more"), (0, 128, 255))
     given[3] = str(tmp_path / "more")
     capsys.readouterr()

@@ -21,7 +21,14 @@ from visionattn.data.formats import DAMAGED_IMAGE, LARGEST_IMAGE_PX, large_image
 from visionattn.data.formats.reader import NotAsAsked, damage
 from visionattn.data.formats.tiff import open_mask
 from visionattn.data.geometry import Size
-from visionattn.data.mask_values import GREY_STEP, MaskClasses, Pairs, pairs_of
+from visionattn.data.mask_values import (
+    BLACK_AND_WHITE,
+    GREY_STEP,
+    NUMBERS,
+    MaskClasses,
+    Pairs,
+    pairs_of,
+)
 from visionattn.data.sources import Files
 from visionattn.data.walk import composed, images_below
 from visionattn.models.segmentation import IGNORED
@@ -178,6 +185,8 @@ def settle_classes(masks: Sequence[MaskFiles], root: str) -> list[MaskFiles]:
         ValueError: a value can be no class, or most classes have no pixel; one line.
     """
     classes = masks[0].classes
+    if classes.colours == BLACK_AND_WHITE and _hold_numbers(masks):
+        return [replace(each, classes=replace(classes, colours=None)) for each in masks]
     if classes.colours is not None or len(classes.names) > 2:
         return list(masks)
     kinds: dict[Pairs, tuple[MaskFiles, int]] = {}
@@ -200,6 +209,15 @@ def settle_classes(masks: Sequence[MaskFiles], root: str) -> list[MaskFiles]:
     elif not classes.names:
         settled = replace(classes, names=_numbers(kinds, root))
     return [replace(each, classes=settled or classes) for each in masks]
+
+
+def _hold_numbers(masks: Sequence[MaskFiles]) -> bool:
+    """Tell whether no mask has other values than 0 and 1, shown almost black; a few masks tell."""
+    return all(
+        found <= NUMBERS
+        for files in masks
+        for _, found in files.each(files.pairs, range(len(files.files.paths)))
+    )
 
 
 def _numbers(kinds: dict[Pairs, tuple[MaskFiles, int]], root: str) -> tuple[str, ...]:

@@ -29,6 +29,10 @@ Pairs = frozenset[tuple[int, int]]
 """Values of a mask, each with the packed colour (red << 16 | green << 8 | blue) that viewers show;
 -1 for a value of more than 8 bits that is not white.
 """
+BLACK_AND_WHITE = ((0, 0, 0), (255, 255, 255))
+"""The colours of the classes of masks that are black and white."""
+NUMBERS: Pairs = frozenset({(0, 0), (1, GREY_STEP)})
+"""The classes 0 and 1 as their numbers, in a mask without palette."""
 
 
 @dataclass(frozen=True)
@@ -126,8 +130,8 @@ class MaskClasses:
             return None
         level = self.ignored if self.stated else None
         ignored = (level, level, level) if isinstance(level, int) else None
-        colours = ((0, 0, 0), (255, 255, 255))
-        return replace(self, names=self.names or ("0", "1"), colours=colours, ignored=ignored)
+        names = self.names or ("0", "1")
+        return replace(self, names=names, colours=BLACK_AND_WHITE, ignored=ignored)
 
 
 def pairs_of(mask: Image.Image) -> Pairs:
