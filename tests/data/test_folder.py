@@ -381,7 +381,9 @@ def test_an_unreadable_image_stops_with_its_path_in_one_line(split_root, workers
         list(batches.epoch(0))
     assert str(caught.value).startswith(f"cannot read image {path}: ")
     assert "\n" not in str(caught.value)
-    assert str(caught.value).endswith("; repair or delete it, or use on_error skip to leave it out")
+    assert str(caught.value).endswith(
+        "; repair or delete it, or use --data.on_error skip to leave it out"
+    )
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -257,6 +257,6 @@ def test_an_image_smaller_than_a_patch_ends_a_training_before_anything_is_writte
     error = capsys.readouterr().err
     assert error.endswith(
         "thin.png: image of 9 x 60 pixels is smaller than a patch of 16 x 16; "
-        "fit pad, stretch and crop enlarge it; on_error skip leaves it out\n"
+        "fit pad, stretch and crop enlarge it; --data.on_error skip leaves it out\n"
     )
     assert error.count("\n") == 1 and not (tmp_path / "checkpoints").exists()

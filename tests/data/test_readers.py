@@ -293,7 +293,7 @@ def test_what_shards_lack_is_said_in_one_line(shard_root, tmp_path_factory):
         f"data root {root} does not say how many classes there are; give num_classes"
     )
     assert refused(ValueError, config_of(root, num_classes=3)) == (
-        f"timm's reader of {root} leaves unreadable images out; say so with on_error skip"
+        f"timm's reader of {root} leaves unreadable images out; pass --data.on_error skip"
     )
     empty = tmp_path_factory.mktemp("empty")
     assert refused(

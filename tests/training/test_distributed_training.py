@@ -329,7 +329,7 @@ def test_an_image_that_one_process_cannot_read_ends_all_with_one_line_or_is_left
     ended = run_on(2, tmp_path / "fail", code=2)
     line = (
         "error: cannot read image train/37.png: it is cut off; repair or delete it, or use "
-        "on_error skip to leave it out"
+        "--data.on_error skip to leave it out"
     )
     assert ended[0].err.startswith(line) and ended[0].err.count("\n") == 1
     state = torch.load(tmp_path / "fail" / "small" / "last.pt", weights_only=True)

@@ -85,9 +85,9 @@ class Unreadable:
 
     def __str__(self) -> str:
         way_out = (
-            "on_error skip leaves it out"
+            "--data.on_error skip leaves it out"
             if self.refused
-            else "repair or delete it, or use on_error skip to leave it out"
+            else "repair or delete it, or use --data.on_error skip to leave it out"
         )
         return f"cannot read image {self.path}: {self.reason}; {way_out}"
 

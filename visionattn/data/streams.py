@@ -95,7 +95,7 @@ def open_shards(
         )
     if on_error != "skip":
         raise ValueError(
-            f"timm's reader of {root} leaves unreadable images out; say so with on_error skip"
+            f"timm's reader of {root} leaves unreadable images out; pass --data.on_error skip"
         )
     # A folder is looked at here, for a plain error; addresses and pipes are left to timm's reader.
     place = root.removeprefix("wds/")

@@ -93,7 +93,10 @@ def _with_values(
     ranged = options.value_range is not None and not options.found
     options, lines = _with_range(seen, options, strict)
     if ranged and seen and all(file.dtype == np.uint8 for file in seen):
-        lines.append("data.value_range changes nothing here: the images have 8 bits and stay so")
+        lines.append(
+            f"data.value_range does not change files of 8 bits; files looked at: {len(seen)}, all "
+            "of 8 bits"
+        )
     if scaled := [file.name for file in seen if file.scaled]:
         lines.append(
             f"{scaled[0]} states scale and offset, which are applied: data.value_range is in "
