@@ -178,7 +178,7 @@ def test_ratios_of_one_size_come_from_one_run_and_are_judged_by_their_bounds(mon
         ["sdpa", "kernelized efficient", "taylorshift efficient"],
         ["sdpa", "kernelized efficient"],
     ]
-    assert [(result.values[0], result.record()["met"]) for result in results] == [
+    assert [(result.value, result.record()["met"]) for result in results] == [
         (0.25, "yes"),
         (1.5, "no"),
         (0.25, "-"),
@@ -222,7 +222,7 @@ def test_figures_are_measured_and_what_cannot_be_says_why(monkeypatch):
     ]
     wanted += [tiny("taylorshift", measure=way) for way in (fail, exhausted, absent)]
     results = list(measure_targets(wanted, PLAN))
-    assert [result.reached for result in results] == [
+    assert [result.met for result in results] == [
         "yes",
         "yes",
         "out of memory",
@@ -239,7 +239,7 @@ def test_a_target_whose_operation_is_wrong_says_so(monkeypatch):
     monkeypatch.setattr(ops, "kernelized_attention", lambda q, k, v, **options: v)
     (ratio,) = measure_targets([tiny("kernelized")], PLAN)
     (figure,) = measure_targets([tiny("kernelized", measure=targets.growth_of_bytes_kept)], PLAN)
-    assert ratio.reached.startswith("wrong: out differs") and figure.reached.startswith("wrong: ")
+    assert ratio.met.startswith("wrong: out differs") and figure.met.startswith("wrong: ")
     assert ratio.record()["measured"] is None and ratio.cells()[3] is None
 
 

@@ -106,7 +106,7 @@ def test_what_cannot_be_done_is_one_line(given, tmp_path):
         (model, folder, {"device": "cpu"}, "leave device out"),
         (model, folder, {"top_k": 9}, "top_k 9 of a model of 4 classes"),
         (model, folder, {"top_k": 0}, "top_k must be above 0"),
-        (model, folder, {"amp": "bf17"}, "amp must be one of none, bf16, fp16, got 'bf17'"),
+        (model, folder, {"amp": "bf17"}, "amp must be one of none, bf16, fp16, auto, got 'bf17'"),
         (model, folder, {"fit": "crop", "img_size": "native"}, "which fit crop contradicts"),
         (
             model,

@@ -183,8 +183,9 @@ def _mean(
     dtype, name = accumulation_dtype(q, k, v), map_name(feature_map)
     if form == "pairs":
         return mean_of_pairs(q, k, v, key_mask, relative, feature_map=name)
-    if relative is not None:  # gradients of two terms add in the dtype of products
-        q, v = (x.to(product_dtype(q, k, v)) for x in (q, v))
+    if relative is not None:  # gradients of two terms, which nearly cancel, add in dtype
+        taken = dtype if torch.is_grad_enabled() else product_dtype(q, k, v)
+        q, v = q.to(taken), v.to(taken)
     features = q, k
     if name == "given":  # a map that the operator does not know, of keys that are 0 where masked
         phi_q = query_features(feature_map, q.to(dtype))

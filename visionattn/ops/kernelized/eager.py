@@ -32,7 +32,6 @@ from visionattn.ops.sums import (
     accumulation_dtype,
     add_product,
     product_dtype,
-    wide,
     write_product,
 )
 
@@ -67,7 +66,7 @@ def _efficient_forward(q: Features, k: Features, v: WithMass, outputs: tuple[Ten
 
 def _zero_state(k: Features, v: WithMass, b: slice) -> Tensor:
     x = k.x[b]
-    return x.new_zeros(x.shape[0] * x.shape[1], k.width, v.width, dtype=wide(k.dtype))
+    return x.new_zeros(x.shape[0] * x.shape[1], k.width, v.width, dtype=k.dtype)
 
 
 def _efficient_backward(
@@ -80,9 +79,8 @@ def _efficient_backward(
         # Queries give the gradient of the state, and read theirs from the state.
         for t in chunks(n, size):
             grad = g.load(b, t)
-            add_product(ds, q.load(b, t).mT, grad)
+            ds.baddbmm_(q.load(b, t).mT, grad)
             q.store(torch.bmm(grad, s.mT), b, t, dq)
-        ds = ds.to(k.dtype)
         # Keys and values read theirs from the gradient of the state.
         for t in chunks(m, size):
             put(torch.bmm(k.load(b, t), ds[..., :-1]), b, t, dv)
@@ -219,8 +217,8 @@ def _direct_backward(
         operands = g.load(b, queries), q.load(b, queries), k.load(b, keys), v.load(b, keys)
         d_queries, d_keys, d_values = blocked_scores_backward(*operands, causal=causal)
         ds = d_state(b)
-        put(add_product(d_values, operands[2], ds.to(k.dtype)), b, keys, dv)
-        k.store(add_product(d_keys, operands[3], ds.to(k.dtype).mT), b, keys, dk)
+        put(d_values.baddbmm_(operands[2], ds), b, keys, dv)
+        k.store(d_keys.baddbmm_(operands[3], ds.mT), b, keys, dk)
         q.store(d_queries, b, queries, dq)
 
 
@@ -234,12 +232,9 @@ def form_taken(form: str, causal: bool, q_shape: tuple[int, ...], v_shape: tuple
 
 
 def _operands(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, feature_map: str, causal: bool
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, feature_map: str, dtype: torch.dtype
 ):
-    """Return queries, keys and values as the passes work on them. Causal passes add up many states
-    and stay in the dtype of sums.
-    """
-    dtype = accumulation_dtype(q, k, v) if causal else product_dtype(q, k, v)
+    """Return queries, keys and values as the passes work on them, in the dtype of products."""
     absent = None if key_mask is None else ~key_mask
     return (
         Features(q, feature_map, dtype),
@@ -305,7 +300,9 @@ def kernel_sums(
     of_later = None
     if causal:
         v, of_later = apart(v, key_mask, q.shape[2])
-    queries, keys, x = _operands(q, k, v, key_mask, feature_map, causal)
+    # Causal passes add up many states, and stay in the dtype of sums.
+    dtype = accumulation_dtype(q, k, v) if causal else product_dtype(q, k, v)
+    queries, keys, x = _operands(q, k, v, key_mask, feature_map, dtype)
     outputs = _empty_sums(q, k, v)
     form = form_taken(form, causal, q.shape, v.shape)
     with form_ran("kernelized causal" if causal else "kernelized", form):
@@ -345,7 +342,8 @@ def kernel_sums_backward(
     """Return the gradients of ``kernel_sums`` with respect to q, k and v, in their dtypes; the
     features are made anew.
     """
-    queries, keys, x = _operands(q, k, v, key_mask, feature_map, causal)
+    # In the dtype of sums: what comes through values and mass nearly cancels in dq.
+    queries, keys, x = _operands(q, k, v, key_mask, feature_map, accumulation_dtype(q, k, v))
     grad = WithMass(d_values, x.dtype, d_mass)
     grads = contiguous_like(q, k, v)
 
