@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from visionattn.cli import provenance as module
-from visionattn.cli.provenance import processor_name, provenance, provenance_of, summary
+from visionattn.cli.provenance import processor, processor_name, provenance, provenance_of, summary
 from visionattn.cli.tables import csv_text
 
 CPUINFO = (
@@ -51,6 +51,10 @@ def test_the_processor_is_called_as_linux_calls_it_and_elsewhere_as_python_does(
 
 def test_every_kind_of_provenance_names_the_processor(monkeypatch):
     monkeypatch.setattr(module, "processor_name", lambda: "Abacus 7")
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    for has, units in ((True, " with AVX512-BF16"), (False, "")):
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda has=has: has)
+        assert processor().startswith(f"Abacus 7{units}, ")
     assert provenance(torch.device("cpu"))["processor"].startswith("Abacus 7, ")
     found = provenance_of("cpu", ["benchmark", "targets"])
     assert summary(found).startswith("Abacus 7, ")

@@ -185,6 +185,23 @@ def test_ratios_of_one_size_come_from_one_run_and_are_judged_by_their_bounds(mon
     ]
 
 
+@pytest.mark.parametrize("has", [True, False])
+def test_models_run_in_bfloat16_too_where_the_processor_multiplies_it(monkeypatch, has):
+    monkeypatch.setattr(targets, "has_bfloat16_products", lambda: has)
+    wanted = [*target_table.choose("scaleformer_vit_s forward / vit.*1024"), tiny("kernelized")]
+    seconds = {("scaleformer_vit_s", "float32"): 2.0, ("scaleformer_vit_s", "bfloat16"): 0.25}
+
+    def measure(cases, plan, baseline=None):
+        samples = {case: seconds.get((case.name, case.dtype), 1.0) for case in cases}
+        return [Row(case, samples=[s], seconds=Quartiles(s, s, s)) for case, s in samples.items()]
+
+    monkeypatch.setattr(targets, "measure_together", measure)
+    model, operation = measure_targets(wanted, PLAN)
+    assert model.value == 2 and operation.bfloat16 is None
+    found = model.record()["bfloat16"], model.cells()[6]
+    assert found == ((0.25, "0.25 (0.25-0.25)") if has else (targets.NO_PRODUCTS,) * 2)
+
+
 def test_whole_models_at_2048_pixels_take_three_rounds(monkeypatch):
     rounds = {}
 

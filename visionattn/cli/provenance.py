@@ -82,10 +82,20 @@ def summary(provenance: dict[str, Any]) -> str:
 
 
 def processor() -> str:
-    """Name the processor, and how many cores this process may use: ``AMD EPYC, 2 cores``."""
+    """Name the processor, its units for bfloat16, and the cores of this process: ``Intel Xeon
+    with AMX and AVX512-BF16, 2 cores``.
+    """
     linux = sys.platform.startswith("linux")
     cores = len(os.sched_getaffinity(0)) if linux else os.cpu_count()
-    return f"{processor_name()}, {cores} cores"
+    return f"{processor_name()}{bfloat16_units()}, {cores} cores"
+
+
+def bfloat16_units() -> str:
+    """Return what multiplies bfloat16 matrices on this processor: `` with AMX and AVX512-BF16``."""
+    has = {"AMX": torch.cpu._is_amx_tile_supported()}
+    has["AVX512-BF16"] = torch.cpu._is_avx512_bf16_supported()
+    names = " and ".join(name for name, here in has.items() if here)
+    return f" with {names}" if names else ""
 
 
 def processor_name() -> str:

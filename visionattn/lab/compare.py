@@ -115,7 +115,7 @@ def measure_together(cases: Sequence[Case], plan: Plan, baseline: str | None = N
     timed: the status says so.
 
     Args:
-        cases: of one place (``Case.place``), so that they may be compared.
+        cases: of one place (``Case.place``) or in two dtypes, so that they may be compared.
         plan: what to measure.
         baseline: label of the case to which the others are related; None: there are no ratios.
     """

@@ -1,7 +1,8 @@
 """What targets and results are, on a processor and on a GPU, and how those of a processor are
 measured. ``target_table.py`` lists all of them.
 
-Every ratio is taken within one interleaved run; targets of one size share it.
+Every ratio is taken within one interleaved run; targets of one size share it. Models run in
+bfloat16 too, weights and images, where the processor multiplies it.
 """
 
 import math
@@ -14,6 +15,7 @@ from visionattn.lab.cases import Case
 from visionattn.lab.compare import (
     Plan,
     Quartiles,
+    Row,
     attempt,
     case_bytes_kept,
     check_case,
@@ -21,8 +23,11 @@ from visionattn.lab.compare import (
     ratio_of,
 )
 from visionattn.lab.memory import build, case_peak_bytes
+from visionattn.ops.sums import has_bfloat16_products
 
-COLUMNS = ("what", "at", "reach", "measured", "spread", "met", "time", "baseline time", "rounds")
+COLUMNS = ("what", "at", "reach", "measured", "spread", "met", "bfloat16")
+COLUMNS += ("time", "baseline time", "rounds")
+NO_PRODUCTS = "not run: no bfloat16 products"
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,8 @@ class Result:
     """The seconds of the case."""
     ratio: Quartiles | None = None
     """The seconds of the case over those of the baseline, round by round."""
+    bfloat16: Quartiles | str | None = None
+    """The ratio with both models in bfloat16, or why there is none; None: no model is timed."""
     baseline_seconds: float | None = None
     rounds: int | None = None
 
@@ -84,7 +91,8 @@ class Result:
         target, ratio = self.target, self.ratio
         record: Record = {"what": target.what, "at": target.at, "reach": target.reach}
         record |= {"measured": self.value, "low": ratio and ratio.low, "high": ratio and ratio.high}
-        record |= {"met": self.met, "seconds": self.seconds and self.seconds.median}
+        record |= {"met": self.met, "bfloat16": getattr(self.bfloat16, "median", self.bfloat16)}
+        record["seconds"] = self.seconds and self.seconds.median
         return record | {"baseline_seconds": self.baseline_seconds, "rounds": self.rounds}
 
     def cells(self) -> list[str | None]:
@@ -96,7 +104,8 @@ class Result:
             record[name] and duration(record[name]) for name in ("seconds", "baseline_seconds")
         ]
         named = [record[name] for name in ("what", "at", "reach")]
-        return [*named, measured, spread, record["met"], *times, self.rounds]
+        half = self.bfloat16 and str(self.bfloat16)
+        return [*named, measured, spread, record["met"], half, *times, self.rounds]
 
 
 def choose_rows(pattern: str | None, names: Sequence[str]) -> list[int]:
@@ -163,19 +172,31 @@ def _measure_place(targets: Sequence[Target], plan: Plan, few: bool) -> Iterator
         plan = replace(
             plan, rounds=min(plan.rounds, 3 if cases[0].size > 1024 else 5), max_rounds=plan.rounds
         )
-    rows = {row.case: row for row in measure_together(cases, plan)}
+    half = {case: replace(case, dtype="bfloat16") for case in cases if case.kind == "model"}
+    runs = [*cases, *half.values()] if has_bfloat16_products() else cases
+    rows = {row.case: row for row in measure_together(runs, plan)}
     for target in targets:
         row, base = rows[target.case], rows[target.baseline]
         result = Result(target, seconds=row.seconds, rounds=len(row.samples))
         result.baseline_seconds = base.seconds and base.seconds.median
-        if row.samples and base.samples:
-            result.ratio = ratio_of(row.samples, base.samples)
-            result.value = result.ratio.median
+        ratio = _ratio(row, base)
+        if isinstance(ratio, str):
+            result.status = ratio
         else:
-            result.status = next(r.status for r in (row, base) if r.status != "ok")
+            result.ratio, result.value = ratio, ratio.median
+        if target.case in half:
+            pair = [rows.get(half[case]) for case in (target.case, target.baseline)]
+            result.bfloat16 = _ratio(*pair) if all(pair) else NO_PRODUCTS
         if row.seconds is None:
             result.baseline_seconds = result.rounds = None
         yield result
+
+
+def _ratio(row: Row, base: Row) -> Quartiles | str:
+    """Return the ratio of the seconds, or the status of the row that has none."""
+    if row.samples and base.samples:
+        return ratio_of(row.samples, base.samples)
+    return next(r.status for r in (row, base) if r.status != "ok")
 
 
 def _measure_figure(target: Target) -> Result:
