@@ -411,7 +411,7 @@ def test_model_exports_with_symbolic_height_and_width():
 
 def test_wrong_arguments_get_one_line():
     cases = {
-        "num_heads 5 does not divide the width 24; the nearest that do are 4 and 6": dict(
+        "num_heads 5 does not divide the width 24; wanted one of 1, 2, 3, 4, 6, 8, 12, 24": dict(
             num_heads=5
         ),
         "attention 'linear': wanted one of taylorshift, kernelized, softmax, window": dict(

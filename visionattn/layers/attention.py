@@ -2,7 +2,7 @@
 own.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -100,9 +100,9 @@ class Attention(nn.Module):
         super().__init__()
         dd = {"device": device, "dtype": dtype}
         if num_heads < 1 or dim % num_heads:
+            divisors = ", ".join(str(n) for n in range(1, dim + 1) if dim % n == 0)
             raise ValueError(
-                f"num_heads {num_heads} does not divide the width {dim}; "
-                f"{_nearest_divisors(dim, num_heads)}"
+                f"num_heads {num_heads} does not divide the width {dim}; wanted one of {divisors}"
             )
         # Checks first: an option that would do nothing is refused here, not ignored.
         kind = get_attention(attention)
@@ -115,8 +115,7 @@ class Attention(nn.Module):
             if kind.feature_map
             else None
         )
-        _refuse_idle(
-            idle_options(kind, relative, feature_map),
+        given = dict(
             horizon=horizon,
             normalization=normalization,
             temperature_init=temperature_init,
@@ -127,6 +126,9 @@ class Attention(nn.Module):
             shifted=shifted or None,
             centre_keys=centre_keys or None,
         )
+        for name, reason in idle_options(kind, relative, feature_map).items():
+            if given[name] is not None:
+                raise ValueError(f"{name}={given[name]!r} would do nothing: {reason}")
         if kind.windows and relative == "flat":
             raise ValueError(
                 f"relative='flat': attention={attention!r} is on a grid; wanted joint, axial or "
@@ -146,13 +148,20 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(dim, dim * 3, bias=qkv_bias, **dd)
         self.q_norm = norm_layer(self.head_dim, **dd) if qk_norm else nn.Identity()
         self.k_norm = norm_layer(self.head_dim, **dd) if qk_norm else nn.Identity()
-        if relative == "none":
-            self.relative = None
-        else:
-            own = self.window_size - 1 if kind.windows else 3
-            options = dict(horizon=own if horizon is None else horizon, signed=kind.signed)
-            options["normalization"] = "sum" if kind.signed else normalization or "mean"
-            self.relative = RelativeTables(relative, num_heads, self.head_dim, **options, **dd)
+        own = self.window_size - 1 if kind.windows else 3
+        self.relative = (
+            None
+            if relative == "none"
+            else RelativeTables(
+                relative,
+                num_heads,
+                self.head_dim,
+                horizon=own if horizon is None else horizon,
+                normalization="sum" if kind.signed else normalization or "mean",
+                signed=kind.signed,
+                **dd,
+            )
+        )
         self.value_conv = ValueConvolution(dim, value_conv, **dd) if value_conv else None
         self.centre_keys = centre_keys
         self.temperature_init = 4.0 if temperature_init is None else temperature_init
@@ -187,18 +196,16 @@ class Attention(nn.Module):
 
     def _options(self, is_causal: bool) -> dict[str, Any]:
         """Return the options that this operation takes and others do not."""
-        options: dict[str, Any] = {}
-        if self.kind.forms:
-            options["form"] = self.form
-        if self.kind.causal:
-            options["causal"] = is_causal
-        if self.kind.temperature:
-            options["temperature"] = self.temperature
-        if self.kind.feature_map:
-            options["feature_map"] = self.feature_map
-        if self.kind.windows:
-            options |= dict(window_size=self.window_size, shifted=self.shifted)
-        return options
+        kind = self.kind
+        taken = {
+            "form": (kind.forms, self.form),
+            "causal": (kind.causal, is_causal),
+            "temperature": (kind.temperature, self.temperature),
+            "feature_map": (kind.feature_map, self.feature_map),
+            "window_size": (kind.windows, self.window_size),
+            "shifted": (kind.windows, self.shifted),
+        }
+        return {name: value for name, (takes, value) in taken.items() if takes}
 
     def forward(
         self,
@@ -230,14 +237,13 @@ class Attention(nn.Module):
                 "fused_attn=False asks for the weights of all pairs of tokens, which this "
                 "attention never forms"
             )
-        batch, tokens, dim = x.shape
         q, k, v, layout, key_mask, options = self._operands(x, layout, attn_mask, is_causal)
         options["value_drop"] = self.attn_drop.p if self.training else 0.0
         out = self.operation(q, k, v, **options)
         if self.value_conv is not None:
             # The first term decides how the sum lies in memory: as the projection wants it.
             out = self.value_conv(v, layout, key_mask) + out
-        return self.project(out.transpose(1, 2).reshape(batch, tokens, dim), x)
+        return self.project(out.transpose(1, 2).reshape(x.shape), x)
 
     def _check(self, is_causal: bool) -> None:
         """Raise ValueError where a token is to see the earlier ones alone, and cannot."""
@@ -264,20 +270,12 @@ class Attention(nn.Module):
         operation but for what drops values.
         """
         self._check(is_causal)
-        batch, tokens, _ = x.shape
-        # ``[B, N, 3 D]`` to three views ``[B, h, N, d]``: nothing is copied.
-        qkv = (
-            self.qkv(x)
-            .reshape(batch, tokens, 3, self.num_heads, self.head_dim)
-            .permute(2, 0, 3, 1, 4)
-        )
-        q, k, v = qkv.unbind(0)
-        q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = self.heads(x)
         key_mask, options = _key_mask(attn_mask, x), self._options(is_causal)
         # Relative position and windows take absent tokens from the layout; the others are told
         # which they are.
         if self.relative is not None or self.kind.windows or self.value_conv is not None:
-            layout = self._layout(layout, tokens)
+            layout = self._layout(layout, x.shape[1])
         if self.centre_keys:
             k = centred_keys(k, key_mask if layout is None else layout.key_mask(key_mask))
         if self.relative is not None:
@@ -319,28 +317,24 @@ class Attention(nn.Module):
         options.pop("form", None)
         return ROWS[self.attention](q, k, rows, **options)
 
-    def queries(self, x: Tensor) -> Tensor:
-        """Return the queries ``[B, h, N, d]`` of tokens ``[B, N, D]``, as ``forward`` has them."""
-        return self.q_norm(self._heads(x, slice(0, 1))[0])
-
-    def keys_and_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values ``[B, h, N, d]`` of tokens ``[B, N, D]``, as ``forward`` has them
-        before keys are centred.
+    def heads(self, x: Tensor, which: Literal["q", "kv", "qkv"] = "qkv") -> list[Tensor]:
+        """Return queries, keys and values ``[B, h, N, d]`` of tokens ``[B, N, D]``, queries and
+        keys normalised and keys not yet centred, or some of them; a plain projection computes
+        nothing else.
         """
-        k, v = self._heads(x, slice(1, 3))
-        return self.k_norm(k), v
-
-    def _heads(self, x: Tensor, which: slice) -> list[Tensor]:
-        """Return some of q, k and v, with heads apart; a plain projection computes nothing else."""
-        rows = slice(which.start * x.shape[2], which.stop * x.shape[2])
-        weight = None if changed(self.qkv, nn.Linear) else self.qkv.weight
+        begin = "qkv".index(which) * x.shape[2]
+        rows = slice(begin, begin + len(which) * x.shape[2])
+        weight = None if which == "qkv" or changed(self.qkv, nn.Linear) else self.qkv.weight
         if type(weight) in (Tensor, nn.Parameter):
             bias = self.qkv.bias
             parts = F.linear(x, weight[rows], None if bias is None else bias[rows])
-        else:  # LoRA, quantisation, hooks
+        else:  # also for LoRA, quantisation, hooks
             parts = self.qkv(x)[..., rows].contiguous()
-        split = parts.unflatten(2, (-1, self.num_heads, self.head_dim))
-        return list(split.permute(2, 0, 3, 1, 4).unbind(0))
+        # ``[B, N, n D]`` to n views ``[B, h, N, d]``: nothing is copied.
+        split = parts.unflatten(2, (len(which), self.num_heads, self.head_dim))
+        found = zip(which, split.permute(2, 0, 3, 1, 4).unbind(0), strict=True)
+        norms = {"q": self.q_norm, "k": self.k_norm}
+        return [norms[name](x) if name in norms else x for name, x in found]
 
     def summarize(self, k: Tensor, v: Tensor) -> State:
         """Return what queries need of some keys and values for the content; states add.
@@ -348,10 +342,9 @@ class Attention(nn.Module):
         Raises:
             ValueError: a softmax, or a feature map whose keys depend on each other, has no state.
         """
-        options = {"feature_map": self.feature_map} if self.kind.feature_map else {}
-        if self.kind.temperature:
-            options["temperature"] = self.temperature
-        return summarize(k, v, self.attention, **options)
+        options = self._options(is_causal=False)
+        taken = {name: options[name] for name in options if name in ("feature_map", "temperature")}
+        return summarize(k, v, self.attention, **taken)
 
     def project(self, out: Tensor, x: Tensor) -> Tensor:
         """Gate, normalise and project what the heads give, ``[B, N, D]``; the gate is of x."""
@@ -370,40 +363,19 @@ def idle_options(
         relative: "joint", "axial", "flat" or "none"; None: those options that are idle with each.
         feature_map: the feature map that was asked for.
     """
-    idle, of = {}, f"attention={kind.name!r}"
-    if kind.signed:
-        idle["centre_keys"] = "a softmax does not notice what all keys share"
-    if not kind.temperature:
-        idle["temperature_init"] = f"{of} has no temperature"
-    if feature_map != "random":
-        idle["random_features"] = 'they are of feature_map="random"'
-    if not kind.feature_map:
-        idle |= dict.fromkeys(("feature_map", "random_features"), f"{of} has no feature map")
-    if not kind.forms:
-        idle["form"] = f"{of} has no forms"
-    if kind.windows:
-        idle["horizon"] = f"{of} has an entry for each offset within a window"
-    else:
-        idle |= dict.fromkeys(("window_size", "shifted"), f"{of} has no windows")
-    if kind.signed:
-        idle["normalization"] = f"{of} normalises by itself"
-    if relative == "none":
-        idle |= dict.fromkeys(("horizon", "normalization"), "there is no relative position")
-    return idle
-
-
-def _refuse_idle(idle: dict[str, str], **options) -> None:
-    """Raise ValueError for an option that was given and has nothing to act on."""
-    for name, reason in idle.items():
-        if options[name] is not None:
-            raise ValueError(f"{name}={options[name]!r} would do nothing: {reason}")
-
-
-def _nearest_divisors(dim: int, num_heads: int) -> str:
-    """Name the divisors of ``dim`` nearest to ``num_heads``."""
-    divisors = [n for n in range(1, dim + 1) if dim % n == 0]
-    near = sorted(divisors, key=lambda n: abs(n - num_heads))[:2]
-    return "the nearest that do are " + " and ".join(str(n) for n in sorted(near))
+    of = f"attention={kind.name!r}"
+    reasons = (
+        (kind.signed, "centre_keys", "a softmax does not notice what all keys share"),
+        (not kind.temperature, "temperature_init", f"{of} has no temperature"),
+        (feature_map != "random", "random_features", 'they are of feature_map="random"'),
+        (not kind.feature_map, "feature_map random_features", f"{of} has no feature map"),
+        (not kind.forms, "form", f"{of} has no forms"),
+        (kind.windows, "horizon", f"{of} has an entry for each offset within a window"),
+        (not kind.windows, "window_size shifted", f"{of} has no windows"),
+        (kind.signed, "normalization", f"{of} normalises by itself"),
+        (relative == "none", "horizon normalization", "there is no relative position"),
+    )
+    return {name: reason for idle, names, reason in reasons if idle for name in names.split()}
 
 
 def _key_mask(attn_mask: Tensor | None, x: Tensor) -> Tensor | None:

@@ -89,8 +89,7 @@ class Block(nn.Module):
         is_causal: bool = False,
     ) -> Tensor:
         """Map ``[B, N, D]`` to ``[B, N, D]``; ``Attention.forward`` explains the arguments."""
-        attended = self.attn(self.norm1(x), layout, attn_mask=attn_mask, is_causal=is_causal)
-        return self.added(x, attended)
+        return self.added(x, self.attn(self.norm1(x), layout, attn_mask, is_causal))
 
     def added(self, x: Tensor, attended: Tensor) -> Tensor:
         """Return the block's output for tokens and what its attention gives for them: token by

@@ -26,9 +26,8 @@ def changed(module: nn.Module, kind: type[nn.Module]) -> str | None:
 def has_hooks(module: nn.Module) -> bool:
     """Tell whether hooks other than ``WATCHERS`` act on a call of the module."""
     common = torch.nn.modules.module
-    hooks = [*common._global_forward_pre_hooks.values(), *common._global_forward_hooks.values()]
-    for name in HOOKS:
-        hooks += getattr(module, name).values()
+    tables = [common._global_forward_pre_hooks, common._global_forward_hooks]
+    hooks = [x for table in [*tables, *(getattr(module, n) for n in HOOKS)] for x in table.values()]
     homes = [getattr(getattr(hook, "func", hook), "__module__", None) or "" for hook in hooks]
     return not all(home.startswith(WATCHERS) for home in homes)
 

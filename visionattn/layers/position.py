@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from visionattn.layout import TokenLayout
 from visionattn.ops.feature_maps import elu1
-from visionattn.ops.position.kinds import KINDS, Axial, Flat, Joint, RelativePosition
+from visionattn.ops.position.kinds import KINDS, RelativePosition
 
 HEAD_OFFSETS = ((0, -1), (0, 1), (-1, 0), (1, 0), (-1, -1), (1, 1), (-1, 1), (1, -1))
 START_PEAK, START_FLOOR, START_NOISE = 2.0, -3.0, 0.3
@@ -53,13 +53,11 @@ class RelativeTables(nn.Module):
         self.kind, self.horizon = kind, horizon
         self.normalization, self.signed = normalization, signed
         side = 2 * horizon + 1
-        dd = {"device": device, "dtype": dtype}
-        if kind == "axial":
-            self.rows = nn.Parameter(torch.empty(num_heads, side, head_dim, **dd))
-            self.columns = nn.Parameter(torch.empty(num_heads, side, head_dim, **dd))
-        else:
-            sides = (side, side) if kind == "joint" else (side,)
-            self.table = nn.Parameter(torch.empty(num_heads, *sides, head_dim, **dd))
+        sides = {"axial": (side,), "joint": (side, side), "flat": (side,)}[kind]
+        self.names = ("rows", "columns") if kind == "axial" else ("table",)
+        for name in self.names:
+            table = torch.empty(num_heads, *sides, head_dim, device=device, dtype=dtype)
+            self.register_parameter(name, nn.Parameter(table))
         self.reset_parameters()
 
     @torch.no_grad()
@@ -67,19 +65,15 @@ class RelativeTables(nn.Module):
         """Draw the local start anew."""
         for parameter in self.parameters():
             parameter.normal_(std=START_NOISE).add_(START_FLOOR)
-        peak = START_PEAK - START_FLOOR
         reach = min(1, self.horizon)
-        for head in range(next(self.parameters()).shape[0]):
+        for head in range(len(getattr(self, self.names[0]))):
             dy, dx = (
                 reach * offset + self.horizon for offset in HEAD_OFFSETS[head % len(HEAD_OFFSETS)]
             )
-            if self.kind == "joint":
-                self.table[head, dy, dx] += peak
-            elif self.kind == "axial":
-                self.rows[head, dy] += peak
-                self.columns[head, dx] += peak
-            else:
-                self.table[head, dx] += peak
+            places = {"rows": (dy,), "columns": (dx,)}
+            places["table"] = (dy, dx) if self.kind == "joint" else (dx,)
+            for name in self.names:
+                getattr(self, name)[(head, *places[name])] += START_PEAK - START_FLOOR
 
     def _entries(self, raw: Tensor) -> Tensor:
         return raw if self.signed else elu1(raw) * (REFERENCE_HEAD_DIM / raw.shape[-1])
@@ -90,10 +84,5 @@ class RelativeTables(nn.Module):
         """
         if self.signed:
             layout = layout._replace(counts=None)
-        if self.kind == "joint":
-            return Joint(self._entries(self.table), layout, self.normalization)
-        if self.kind == "axial":
-            return Axial(
-                self._entries(self.rows), self._entries(self.columns), layout, self.normalization
-            )
-        return Flat(self._entries(self.table), layout, self.normalization)
+        tables = {name: self._entries(getattr(self, name)) for name in self.names}
+        return KINDS[self.kind](**tables, layout=layout, normalization=self.normalization)

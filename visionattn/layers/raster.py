@@ -202,24 +202,20 @@ class RasterAttention(Attention):
         table = None if self.relative is None else PastTable(self.relative(layout), tokens)
         like, width = next(self.parameters(), torch.empty(0)), self.head_dim
         # Sums, keys and values in float32 or more.
-        dtype = torch.promote_types(like.dtype, torch.float32)
-        options = {"dtype": dtype, "device": like.device}
+        options = {"dtype": torch.promote_types(like.dtype, torch.float32), "device": like.device}
         if self.kind.signed:
             shape = batch, self.num_heads, width, width
             return KeyValueCache.begin(shape, tokens, **options), table
         drawn = isinstance(self.feature_map, RandomFeatures)
         features = len(self.feature_map.projection) if drawn else width
-        horizon = 0 if table is None else table.horizon
         shape = batch, self.num_heads, features, width
-        return RecurrentState.begin(shape, horizon, **options), table
+        return RecurrentState.begin(shape, table.horizon if table else 0, **options), table
 
     def step(
         self, x: Tensor, state: RecurrentState | KeyValueCache, table: PastTable | None
     ) -> Tensor:
         """Attend with one token ``[B, 1, D]``, and take it into the state, which is changed."""
-        parts = self.qkv(x).view(len(x), 1, 3, self.num_heads, self.head_dim)
-        q, k, v = parts.permute(2, 0, 3, 1, 4).unbind(0)
-        q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = self.heads(x)
         if isinstance(state, KeyValueCache):
             out = state.step(q, k, v, table)
         else:

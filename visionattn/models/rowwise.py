@@ -111,8 +111,7 @@ def _parts_of(block: Block) -> Callable[[Tensor], list[Tensor]]:
 
     def run(x: Tensor) -> list[Tensor]:
         layer, normed = block.attn, block.norm1(x)
-        heads = [layer.queries(normed), *layer.keys_and_values(normed)]
-        q, k, v = (each.transpose(1, 2).flatten(2) for each in heads)
+        q, k, v = (each.transpose(1, 2).flatten(2) for each in layer.heads(normed))
         return [block.added(x, layer.project(v, normed)), q, k, v]
 
     return run

@@ -28,9 +28,7 @@ def attention_of_rows(layer: Attention, x: Tensor, share: Share) -> Tensor:
     gives it to those of the whole image.
     """
     batch, tokens, dim = x.shape
-    qkv = layer.qkv(x).reshape(batch, tokens, 3, layer.num_heads, layer.head_dim)
-    q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-    q, k = layer.q_norm(q), layer.k_norm(k)
+    q, k, v = layer.heads(x)
     if layer.centre_keys:
         k = _centred(k, share)
     dropped = _dropped(v, layer.attn_drop.p if layer.training else 0.0, share)

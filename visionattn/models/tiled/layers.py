@@ -164,11 +164,11 @@ class LinearLayer(Layer):
 
     def take_prefix(self, x: Tensor) -> None:
         """Take the keys of the prefix tokens."""
-        self._take_keys(*self.attn.keys_and_values(self.block.norm1(x)))
+        self._take_keys(*self.attn.heads(self.block.norm1(x), "kv"))
 
     def take(self, first: int, x: Tensor) -> None:
         """Take keys and values of rows."""
-        k, v = self.attn.keys_and_values(self.block.norm1(x))
+        k, v = self.attn.heads(self.block.norm1(x), "kv")
         self._take_keys(k, v)
         self._take_values(first, self._keep(first, v))
 
@@ -215,18 +215,18 @@ class LinearLayer(Layer):
         """Take keys once more, without what all of them share."""
         if x is None or self.passes == 1:
             return
-        k, v = self.attn.keys_and_values(self.block.norm1(x))
+        k, v = self.attn.heads(self.block.norm1(x), "kv")
         assert self.key_sum is not None
         mean = (self.key_sum / self.layout.num_tokens).to(k.dtype)
         self._add(self.attn.summarize(k - mean.unsqueeze(2), v))
 
     def _prefix(self, normed: Tensor) -> Tensor:
         assert self.state is not None
-        return strip_attention(self.attn.queries(normed), self.state)
+        return strip_attention(self.attn.heads(normed, "q")[0], self.state)
 
     def _attend(self, first: int, last: int, x: Tensor, above: Tensor) -> Tensor:
         assert self.state is not None
-        q, strip = self.attn.queries(self.block.norm1(x)), Strip(self.grid, first, last)
+        q, strip = self.attn.heads(self.block.norm1(x), "q")[0], Strip(self.grid, first, last)
         around = self._around(strip, above) if self.keeps_values else None
         if self.relative is None:
             out = strip_attention(q, self.state)
@@ -304,34 +304,34 @@ class WindowLayer(Layer):
     def take_prefix(self, x: Tensor) -> None:
         """Take the prefix tokens: their queries see all keys, and all queries their keys."""
         self.prefix_x = x
-        self._take_keys(*self.attn.keys_and_values(self.block.norm1(x)))
+        self._take_keys(*self.attn.heads(self.block.norm1(x), "kv"))
 
     def take(self, first: int, x: Tensor) -> None:
         """Take the keys of rows, where there are prefix tokens to see them, and keep values."""
         if self.prefix_x is None and not self.keeps_values:
             return
-        k, v = self.attn.keys_and_values(self.block.norm1(x))
+        k, v = self.attn.heads(self.block.norm1(x), "kv")
         if self.prefix_x is not None:
             self._take_keys(k, v)
         self._keep(first, v)
 
     def _take_keys(self, k: Tensor, v: Tensor) -> None:
         assert self.prefix_x is not None
-        self.running.add(self.attn.queries(self.block.norm1(self.prefix_x)), k, v)
+        self.running.add(self.attn.heads(self.block.norm1(self.prefix_x), "q")[0], k, v)
 
     def _prefix(self, normed: Tensor) -> Tensor:
         return self.running.mean()
 
     def _attend(self, first: int, last: int, x: Tensor, above: Tensor) -> Tensor:
         normed, size, width = self.block.norm1(x), self.attn.window_size, self.grid.width
-        tokens = [self.attn.queries(normed), *self.attn.keys_and_values(normed)]
+        tokens = self.attn.heads(normed)
         # The first windows of a grid are half as high where they are shifted, and those of a band
         # further down are not: rows of nothing stand for the half that is missing.
         skip = size // 2 if self.attn.shifted and first else 0
         prefix = 0 if self.prefix_x is None else self.prefix_x.shape[1]
         if prefix:
             own = self.block.norm1(self.prefix_x)
-            before = [self.attn.queries(own), *self.attn.keys_and_values(own)]
+            before = self.attn.heads(own)
         if skip or prefix:
             nothing = tokens[0].new_zeros(*tokens[0].shape[:2], skip * width, tokens[0].shape[3])
             parts = zip(before if prefix else [nothing[:, :, :0]] * 3, tokens, strict=True)
