@@ -3,11 +3,10 @@ sdpa --tokens 1024 4096``.
 
 Other commands: ``models``; ``targets`` prints the figures to reach and what they come to here,
 ``papers`` redraws a figure of the papers, ``loader`` measures the data pipeline alone, ``gpu``
-prints kernels and models on a GPU beside their floors, ``tune`` measures the launches of kernels
-anew. ``--help`` lists them, ``COMMAND --help`` their options. Every case is checked against its
-definition before it is timed, and times that are compared come from one interleaved run. Exit
-codes: 0; 2 for bad input, and for ``gpu`` and ``tune`` without a GPU; 4 where rows of ``gpu`` are
-wrong or failed; 130 for Ctrl-C.
+prints kernels and models on a GPU beside their floors. ``--help`` lists them, ``COMMAND --help``
+their options. Every case is checked against its definition before it is timed, and times that are
+compared come from one interleaved run. Exit codes: 0; 2 for bad input, and for ``gpu`` without a
+GPU; 4 where rows of ``gpu`` are wrong or failed; 130 for Ctrl-C.
 """
 
 from functools import partial

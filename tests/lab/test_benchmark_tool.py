@@ -9,11 +9,7 @@ import torch
 import visionattn.lab.compare as compare
 import visionattn.lab.targets as targets
 from tests.helpers.tools import assert_one_error, load_tool, read_csv, words
-from visionattn.cli.provenance import provenance_of
-from visionattn.lab import benchmark as run
-from visionattn.lab import benchmark_options, papers
-from visionattn.lab.gpu import tune
-from visionattn.lab.gpu.gpu_operations import Bench
+from visionattn.lab import papers
 from visionattn.lab.papers import FIGURES
 
 ROOT = Path(__file__).parents[2]
@@ -148,7 +144,7 @@ def test_threads_hold_for_the_run_alone(main, capsys):
 BAD_FLAGS = [
     (
         [],
-        "wanted one of operations, models, targets, papers, loader, gpu, tune, got none",
+        "wanted one of operations, models, targets, papers, loader, gpu, got none",
     ),
     (["figures"], "invalid choice: 'figures'"),
     (["operations"], "the following arguments are required: NAME"),
@@ -158,8 +154,7 @@ BAD_FLAGS = [
     (["--json", "a.json", "--targets"], "--targets is now a command: benchmark targets"),
     (["--figure", "crossover"], "--figure is now a command: benchmark papers"),
     (["--loader", "digits"], "--loader is now a command: benchmark loader"),
-    (["--gpu", "--tune"], "--gpu is now a command: benchmark gpu"),
-    (["--tune"], "--tune is now a command: benchmark tune"),
+    (["--gpu"], "--gpu is now a command: benchmark gpu"),
     (["operations", "sdqa"], "operation 'sdqa': wanted one of sdpa, eager"),
     (["operations", "sdpa+joint"], "sdpa has no option 'joint'; it has causal"),
     (["operations", "kernelized+joint+axial"], "one relative position at a time"),
@@ -211,17 +206,13 @@ BAD_FLAGS = [
     ),
     (["operations", "relative", "--horizon", "-1"], "wanted a whole number from 0, got '-1'"),
     (["targets", "--speed", "9"], "unrecognized arguments: --speed 9; targets --help lists"),
-    (["gpu", "tune"], "unrecognized arguments: tune"),
+    (["gpu", "all"], "unrecognized arguments: all"),
     (["gpu", "--only", "nothing of this name"], "rows; the first is 'kernelized forward d = 64"),
-    (["tune", "--only", "nothing of this name"], "fits none of"),
-    (["tune", "--only", "("], "--only '(' is no regular expression"),
     (["gpu", "--minutes", "-1"], "--minutes: wanted 0 or more, got -1;"),
     (["gpu", "--tokens", "64"], "--tokens does nothing with gpu; it belongs to operations"),
-    (["tune", "--device", "cpu"], "--device does nothing with tune"),
-    (["tune", "--rehearse"], "--rehearse does nothing with tune; it belongs to gpu"),
     (
         ["targets", "--minutes", "1"],
-        "--minutes does nothing with targets; it belongs to gpu and tune",
+        "--minutes does nothing with targets; it belongs to gpu",
     ),
     (["gpu", "--json", "nowhere/rows.json"], "nowhere for rows.json"),
 ]
@@ -237,33 +228,15 @@ def test_bad_input_ends_with_one_line_and_code_2(main, tmp_path, capsys, monkeyp
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("flag", ["gpu", "tune"])
-def test_without_a_gpu_there_is_one_line_and_code_2(main, capsys, monkeypatch, flag):
+def test_without_a_gpu_there_is_one_line_and_code_2(main, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert main([flag]) == 2
+    assert main(["gpu"]) == 2
     printed = capsys.readouterr()
     assert (
         printed.err
         == "error: no GPU here that PyTorch can use (torch.cuda.is_available() is False)\n"
         and printed.out == ""
     )
-
-
-def test_launches_are_tuned_for_as_long_as_is_said(main, monkeypatch):
-    asked = []
-
-    def tune_all(only, minutes, bench, capability, show):
-        asked.append((only, minutes, capability))
-        return []
-
-    bench = Bench.on(torch.device("cpu"))
-    monkeypatch.setattr(run, "make_bench", lambda rehearse: bench)
-    monkeypatch.setattr(benchmark_options, "make_bench", lambda rehearse: bench)
-    monkeypatch.setattr(run, "capability", lambda device: "9.0")
-    monkeypatch.setattr(run, "provenance_of", lambda device, command: provenance_of("cpu", command))
-    monkeypatch.setattr(tune, "run_tune", tune_all)
-    assert main(["tune"]) == 0 and main(["tune", "--only", "taylor direct", "--minutes", "2"]) == 0
-    assert asked == [(None, 20.0, "9.0"), ("taylor direct", 2.0, "9.0")]
 
 
 def test_files_that_exist_are_replaced_on_request_alone(main, tmp_path, capsys, without_processes):

@@ -15,7 +15,7 @@ import torch
 from tests.helpers.kernel_checks import interpreted
 from tests.helpers.tools import load_tool, words
 from visionattn.cli.files import add_line, read_lines
-from visionattn.lab.gpu import gpu_operations, gpu_table, phases
+from visionattn.lab.gpu import gpu_operations, gpu_table, phases, tune
 from visionattn.lab.gpu.gpu_models import check_model, make_images
 from visionattn.lab.gpu.gpu_operations import Bench
 from visionattn.lab.gpu.gpu_rows import all_rows, chosen, model, operation, small_case
@@ -189,3 +189,25 @@ def test_a_rehearsal_runs_where_little_is_installed_and_writes_everything(tmp_pa
     assert [line.split(":")[0] for line in lines[2:6]] == ["compile", "tests", "table", "tests"]
     again = subprocess.run(command, **options)
     assert again.returncode == 2 and "take another folder with OUT=folder" in again.stderr
+
+
+@interpreted
+def test_other_rows_of_each_kernel_are_checked_and_timed(monkeypatch):
+    bench = Bench.on(torch.device("cpu"))
+    monkeypatch.setattr(tune, "trials", lambda row: [row, row | {"BLOCK_N": 24}])
+    told = [line.rsplit(": ", 1) for line in tune.tune("kernelized", 40, 16, "efficient", bench)]
+    assert len(told) == 8 and all(how.endswith(" ms") for _, how in told[::2])
+    assert all("24" in row and not how.endswith(" ms") for row, how in told[1::2])
+    monkeypatch.setattr(tune, "check", lambda *given: ("wrong: error", 1.0))
+    first = next(tune.tune("kernelized", 40, 16, "efficient", bench))
+    assert first.startswith("kernelized ") and first.endswith("wrong: error")
+
+
+def test_sizes_are_halved_and_doubled_and_one_stage_stays_one():
+    row = {"d": 64, "e": 64, "bits": 16, "BLOCK_N": 16, "PAIRS": 2, "num_warps": 4}
+    own, *others = tune.trials(row | {"num_stages": 1})
+    changed = [(name, other[name]) for other in others for name in row if other[name] != own[name]]
+    wanted = [("BLOCK_N", 32), ("PAIRS", 1), ("PAIRS", 4), ("num_warps", 2), ("num_warps", 8)]
+    assert changed == wanted
+    stages = {other["num_stages"] for other in tune.trials(row | {"num_stages": 3})}
+    assert stages == {2, 3, 4}

@@ -11,9 +11,7 @@ from visionattn.cli.provenance import provenance_of, summary
 from visionattn.cli.tables import Record, csv_text, heading, json_text, line
 from visionattn.lab.benchmark_options import Options, parse_options
 from visionattn.lab.compare import COLUMNS, cells_of, measure_together, record_of
-from visionattn.lab.gpu import tune
-from visionattn.lab.gpu.gpu_table import make_bench, run_gpu
-from visionattn.ops.gpu.launch import capability
+from visionattn.lab.gpu.gpu_table import run_gpu
 
 Print = Callable[[str], None]
 
@@ -28,8 +26,7 @@ def benchmark(argv: Sequence[str], show: Print) -> None:
     """
     options = parse_options(argv)
     flags, before = options.flags, torch.get_num_threads()
-    on_gpu = flags.command in ("gpu", "tune")
-    device = "cuda" if on_gpu and not flags.rehearse else flags.device
+    device = "cuda" if flags.command == "gpu" and not flags.rehearse else flags.device
     try:
         torch.set_num_threads(flags.threads or before)
         provenance = provenance_of(device, ["benchmark", *argv])
@@ -81,13 +78,6 @@ def run_targets(options: Options, provenance: Record, show: Print) -> list[Recor
     return records
 
 
-def run_tune(options: Options, provenance: Record, show: Print) -> list[Record]:
-    """Tune the launches of kernels on the GPU at hand, and write their table."""
-    bench = make_bench(rehearse=False)
-    flags, section = options.flags, str(capability(bench.device))
-    return tune.run_tune(flags.only, flags.minutes, bench, section, show)
-
-
 def run_loader(options: Options, provenance: Record, show: Print) -> list[Record]:
     """Measure how fast images are loaded, and print what is counted and a row for each way."""
     from visionattn.lab import loader
@@ -120,4 +110,4 @@ def run_sweep(options: Options, provenance: Record, show: Print) -> list[Record]
 
 
 RUN: dict[str, Callable] = {"operations": run_sweep, "models": run_sweep, "targets": run_targets}
-RUN |= {"papers": run_papers, "loader": run_loader, "gpu": run_figures, "tune": run_tune}
+RUN |= {"papers": run_papers, "loader": run_loader, "gpu": run_figures}

@@ -183,12 +183,6 @@ COMMANDS = {
         f"only minutes rehearse rows {WRITTEN}",
         changed={"minutes": dict(default=5.0)},
     ),
-    "tune": Command(
-        "on an NVIDIA GPU: blocks, warps and stages of kernels; writes "
-        "visionattn/ops/gpu/launches.json",
-        f"only minutes {WRITTEN}",
-        changed={"minutes": dict(default=20.0)},
-    ),
 }
 FORMER = {"figure": "papers"} | {name: name for name in COMMANDS if name != "papers"}
 """Flags of earlier versions, and the commands that they have become."""

@@ -16,7 +16,6 @@ from visionattn.lab.cases import Case, check_sizes
 from visionattn.lab.compare import Plan
 from visionattn.lab.gpu.gpu_rows import chosen
 from visionattn.lab.gpu.gpu_table import make_bench
-from visionattn.lab.gpu.tune import check_rows
 from visionattn.lab.memory import build
 from visionattn.lab.networks import has_forms
 from visionattn.lab.operations import FORMED, has_position
@@ -136,8 +135,8 @@ def parse_options(argv: Sequence[str]) -> Options:
     if flags.command in ("operations", "models"):
         check_cases(options)
     if flags.command == "targets":
-        chosen = choose(flags.only)
-        if options.paced and all(target.baseline is None for target in chosen):
+        targets = choose(flags.only)
+        if options.paced and all(target.baseline is None for target in targets):
             raise ValueError(
                 "--rounds and --seconds do nothing here: the figures that --only leaves are not "
                 "timed"
@@ -155,8 +154,9 @@ def parse_options(argv: Sequence[str]) -> Options:
             check_sizes(Case("model", "loader", size, batch=flags.batch or 1))
         sources = open_sources(flags.names, flags.img_size, flags.workers, read_all=flags.read_all)
         return replace(options, sources=sources)
-    if flags.command in ("gpu", "tune"):
-        check_gpu(flags)
+    if flags.command == "gpu":
+        chosen(flags.only, rehearse=flags.rehearse)
+        make_bench(flags.rehearse)
     return options
 
 
@@ -173,17 +173,6 @@ def check_cases(options: Options) -> None:
             # What is not built yet is no bad input: its row will say so.
             with contextlib.suppress(NotImplementedError), torch.no_grad():
                 build(case, "meta").forward()
-
-
-def check_gpu(flags: argparse.Namespace) -> None:
-    """Raise ValueError for an ``--only`` of ``gpu`` or ``tune`` that leaves no row, and where
-    there is no GPU.
-    """
-    if flags.command == "gpu":
-        chosen(flags.only, rehearse=flags.rehearse)
-    else:
-        check_rows(flags.only)
-    make_bench(flags.rehearse)
 
 
 def outputs(flags: argparse.Namespace) -> list[Path]:

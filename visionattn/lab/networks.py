@@ -135,18 +135,20 @@ def read_options(case: Case) -> dict[str, str | int]:
     return found
 
 
-def build_model(case: Case, device: str = "cpu") -> nn.Module:
+def build_model(case: Case, device: str = "cpu", **args: object) -> nn.Module:
     """Build the model of the case with seeded weights, in its dtype and form, cut to its depth,
     checkpointed where the case says so: ``eval`` for a forward, ``train`` for a backward too.
+    ``args`` are further arguments of the model; timm's without ``img_size`` take any size.
 
     Raises:
         ValueError: an unknown name, an option that this model has not, or a depth beyond its own.
     """
     check_name(case)
     options = read_options(case)
-    args = {"num_heads": options["heads"]} if "heads" in options else {}
+    if "heads" in options:
+        args["num_heads"] = options["heads"]
     if not is_ours(case.base):
-        args["dynamic_img_size"] = True
+        args["dynamic_img_size"] = "img_size" not in args
     with torch.random.fork_rng(devices=[]), torch.device("meta" if device == "meta" else "cpu"):
         torch.manual_seed(0)
         model = timm.create_model(case.base, **args)

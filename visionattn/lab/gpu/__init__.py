@@ -1,1 +1,1 @@
-"""What runs on the GPU at hand: ``make gpu`` and ``visionattn benchmark gpu`` and ``tune``."""
+"""What runs on the GPU at hand: ``make gpu``, ``visionattn benchmark gpu``, other launches."""

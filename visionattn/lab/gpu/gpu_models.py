@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-import timm
 import torch
 from torch import Tensor, nn
 
@@ -22,7 +21,8 @@ from visionattn.lab.accuracy import beyond_eager, errors_of
 from visionattn.lab.cases import Case
 from visionattn.lab.gpu.gpu_operations import Bench
 from visionattn.lab.gpu.gpu_rows import GpuRow
-from visionattn.lab.gpu.gpu_timing import Call, fresh_memory, in_words, peak_bytes, seconds_of
+from visionattn.lab.gpu.gpu_timing import Call, fresh_memory, in_words, seconds_of
+from visionattn.lab.measure import peak_bytes
 from visionattn.models.registration import is_ours
 from visionattn.ops.gpu.launch import launching_with
 from visionattn.training.config import OptimConfig
@@ -40,14 +40,8 @@ def make_model(case: Case, bench: Bench, name: str | None = None) -> nn.Module:
     the image size. Weights are seeded.
     """
     case = replace(case, name=name or case.name)
-    if is_ours(case.base):
-        model = networks.build_model(case, str(bench.device))
-    else:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            model = timm.create_model(case.base, img_size=case.image_size)
-        model = model.to(bench.device, case.torch_dtype).train(case.backward)
-        model.blocks = model.blocks[: case.depth]
+    args = {} if is_ours(case.base) else {"img_size": case.image_size}
+    model = networks.build_model(case, str(bench.device), **args)
     networks.as_trained(model)
     if bench.rehearsed:  # on a GPU "auto" takes the kernels
         networks.set_impl(model, "triton")
@@ -171,7 +165,8 @@ def measure_model(row: GpuRow, bench: Bench) -> Record:
             work = work_of(case, images, bench, name)
             record[column] = seconds_of(work, bench.device, graph=graph)
             if not graph and not bench.rehearsed:
-                record[column.replace("seconds", "gib")] = peak_bytes(work) / 2**30
+                peak = torch.cuda.memory_allocated() + peak_bytes(work, bench.device)
+                record[column.replace("seconds", "gib")] = peak / 2**30
             del work
         except RuntimeError as failure:
             if name is None or not is_out_of_memory(failure):

@@ -34,8 +34,7 @@ class Bench:
     @classmethod
     def on(cls, device: torch.device, seed: int = 1) -> "Bench":
         """Return a bench whose random numbers begin at the seed."""
-        generator = torch.Generator(device).manual_seed(seed)
-        return cls(device, generator, device.type != "cuda")
+        return cls(device, torch.Generator(device).manual_seed(seed), device.type != "cuda")
 
 
 def draw(case: Case, bench: Bench, value_width: int | None = None) -> dict[str, Tensor]:

@@ -72,16 +72,6 @@ def seconds_of(call: Call, device: torch.device, *, graph: bool = True) -> float
     return do_bench(call, rep=BENCH_MS, return_mode="median") / 1000
 
 
-def peak_bytes(call: Call) -> int:
-    """Return the most memory that PyTorch hands out while the call runs, with all that is there
-    before it.
-    """
-    torch.cuda.reset_peak_memory_stats()
-    call()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated()
-
-
 def fresh_memory() -> None:
     """Let go of what earlier rows held, compiled code included."""
     torch._dynamo.reset()

@@ -39,11 +39,6 @@ ABOUT = ("gpu", "torch", "triton", "timm", "commit", "date")
 TEST = re.compile(r"^(tests/\S+\.py)::(.*) (PASSED|FAILED|ERROR|SKIPPED)\b", re.MULTILINE)
 
 
-def named(package: str) -> str:
-    """Return a package and its version, without importing it."""
-    return f"{package} {version(package)}"
-
-
 def phases(out: Path, only: str | None, rehearse: bool) -> list[tuple[str, list[str], float]]:
     """Return name and command of each phase, and the share of the time at which it is ended."""
     module = [sys.executable, "-u", "-m"]
@@ -123,16 +118,14 @@ def summary(out: Path, phases: Sequence[str]) -> tuple[list[str], bool]:
 
 
 def tests_lines(log: str) -> tuple[list[str], bool]:
-    """Say how many tests passed and which failed, from the lines of pytest, and whether that is
-    good.
+    """Say how many tests passed and which failed first, from the lines of pytest, and whether that
+    is good.
     """
     found = TEST.findall(log)
     counts = Counter(outcome.lower() for _, _, outcome in found)
     failed = [f"FAILED {path}::{name}" for path, name, how in found if how in ("FAILED", "ERROR")]
     told = ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
     lines = [f"tests: {told or 'none ran'}", *failed[:MOST_FAILURES]]
-    if len(failed) > MOST_FAILURES:
-        lines.append(f"{len(failed) - MOST_FAILURES} more failed: see log.txt")
     return lines, counts["passed"] > 0 and not failed
 
 
@@ -174,7 +167,10 @@ def main(argv: Sequence[str]) -> int:
             log.write(printable(text + "\n").encode())
             log.flush()
 
-        say(f"python {platform.python_version()}, " + ", ".join(map(named, PACKAGES)))
+        say(
+            f"python {platform.python_version()}, "
+            + ", ".join(f"{package} {version(package)}" for package in PACKAGES)
+        )
         seconds = REHEARSAL_SECONDS if flags.rehearse else SECONDS
         ended = run_all(out, seconds, flags.only, flags.rehearse, say)
         lines, good = summary(out, [how for how, _ in ended])

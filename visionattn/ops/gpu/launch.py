@@ -2,8 +2,8 @@
 No Triton in here.
 
 ``launches.json`` beside this file has, for each kernel, one row for each range of widths and size
-of the elements; ``tools/benchmark.py tune`` measures and writes the section of the GPU at hand,
-and the section "default" serves all others.
+of the elements; a section named as a compute capability serves its GPUs, and "default" all
+others. ``python -m visionattn.lab.gpu.tune`` measures other rows on the GPU at hand.
 """
 
 import json
